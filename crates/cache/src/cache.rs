@@ -1,0 +1,119 @@
+//! The bookkeeping of one model's cache: one cell space per layer group.
+use crate::ids::*;
+use crate::kind::Kind;
+use crate::plan::*;
+use crate::report::Report;
+use crate::request::*;
+
+/// A concrete type, so that nobody outside can reach [`Kind::apply`] and no generics leave this crate.
+pub struct Cache {
+    pub(crate) groups: Vec<Box<dyn Kind>>,
+    /// Counts mutations: a plan made before one is never applied after it.
+    pub(crate) epoch: u64,
+}
+
+impl Cache {
+    /// One cell space per layer group, in group order. At least one.
+    pub fn new(groups: Vec<Box<dyn Kind>>) -> Self {
+        assert!(!groups.is_empty(), "a cache needs at least one layer group");
+        Cache { groups, epoch: 0 }
+    }
+
+    pub fn n_groups(&self) -> usize {
+        self.groups.len()
+    }
+
+    /// Cells of the smallest group.
+    pub fn capacity_cells(&self) -> u32 {
+        self.groups.iter().map(|g| g.capacity_cells()).min().unwrap_or(0)
+    }
+
+    /// Tokens that `seq` holds in the first group; `None` if there is no such sequence.
+    pub fn seq_len(&self, seq: SeqId) -> Option<u32> {
+        self.groups[0].seq_len(seq)
+    }
+
+    /// Where `seq` continues; `None` if there is no such sequence.
+    pub fn next_position(&self, seq: SeqId) -> Option<u32> {
+        self.groups[0].next_position(seq)
+    }
+
+    /// Would this step be accepted? A dry run of the real thing, so admission and execution cannot disagree.
+    pub fn can_run(&self, request: &StepRequest<'_>, scratch: &mut StepPlan) -> Result<(), Refused> {
+        self.prepare(request, scratch)
+    }
+
+    /// Forget every sequence. No bytes are touched.
+    pub fn clear(&mut self) {
+        self.epoch += 1;
+        self.groups.iter_mut().for_each(|g| g.clear());
+    }
+
+    /// One report per layer group.
+    pub fn report(&self) -> Vec<Report> {
+        self.groups.iter().map(|g| g.report()).collect()
+    }
+
+    /// `&self`: pure by type. O(spans + cells placed), never O(context).
+    pub(crate) fn prepare(&self, request: &StepRequest<'_>, plan: &mut StepPlan) -> Result<(), Refused> {
+        plan.id += 1;
+        plan.epoch = self.epoch;
+        plan.has_reads = false;
+        plan.n_tokens = 0;
+        plan.spans.list.clear();
+        plan.spans.parents.clear();
+        if request.spans.is_empty() {
+            return Err(Refused::Empty);
+        }
+        for (i, span) in request.spans.iter().enumerate() {
+            if request.spans[..i].iter().any(|other| other.seq == span.seq) {
+                return Err(Refused::TwoSpansOfOneSequence(span.seq));
+            }
+            let overflow = Refused::PositionOverflow { seq: span.seq };
+            let (n_tokens, kind) = match span.new {
+                New::Chain(n) => (n, SpanKind::Chain),
+                New::Frontier(parents) => {
+                    let first_parent = plan.spans.parents.len() as u32;
+                    plan.spans.parents.extend_from_slice(parents);
+                    let n = u32::try_from(parents.len()).map_err(|_| overflow.clone())?;
+                    (n, SpanKind::Frontier { first_parent })
+                }
+            };
+            if n_tokens == 0 {
+                return Err(Refused::Empty);
+            }
+            span.start.checked_add(n_tokens).ok_or_else(|| overflow.clone())?;
+            plan.spans.list.push(PlannedSpan {
+                seq: span.seq,
+                start: span.start,
+                first_token: plan.n_tokens,
+                n_tokens,
+                kind,
+            });
+            plan.n_tokens = plan.n_tokens.checked_add(n_tokens).ok_or(overflow)?;
+        }
+        plan.groups.resize_with(self.groups.len(), GroupPlan::default);
+        for (g, (kind, out)) in self.groups.iter().zip(&mut plan.groups).enumerate() {
+            out.restart();
+            kind.prepare(&plan.spans, GroupId(g as u16), out)?; // a refusal by the last group undoes nothing
+        }
+        Ok(())
+    }
+
+    pub(crate) fn fill_reads(&self, plan: &mut StepPlan) {
+        if !plan.has_reads {
+            for (kind, out) in self.groups.iter().zip(&mut plan.groups) {
+                kind.fill_reads(&plan.spans, out);
+            }
+            plan.has_reads = true;
+        }
+    }
+
+    pub(crate) fn apply(&mut self, plan: &StepPlan) {
+        assert_eq!(plan.epoch, self.epoch, "a plan of epoch {} met a cache of {}", plan.epoch, self.epoch);
+        for (kind, out) in self.groups.iter_mut().zip(&plan.groups) {
+            kind.apply(&plan.spans, out);
+        }
+        self.epoch += 1;
+    }
+}

@@ -1,0 +1,107 @@
+//! The verbs that only some kinds have. A face is a view that exists only if every layer group has it, so that a
+//! capability is a type and not a flag. All of them are legal only between steps, which the borrow of
+//! [`Step`](crate::Step) enforces.
+use crate::cache::Cache;
+use crate::ids::*;
+use crate::kind::*;
+use crate::request::Refused;
+
+const CHECKED: &str = "the cache checked that every group has this face";
+
+/// Shortening the only sequence.
+pub struct Rewind<'c> {
+    cache: &'c mut Cache,
+}
+
+/// Many sequences: fork, positional removal, keep.
+pub struct Sequences<'c> {
+    cache: &'c mut Cache,
+}
+
+/// Verdicts on speculation.
+pub struct Trees<'c> {
+    cache: &'c mut Cache,
+}
+
+impl Cache {
+    pub fn rewinds(&mut self) -> Option<Rewind<'_>> {
+        self.groups.iter_mut().all(|g| g.rewinds().is_some()).then_some(Rewind { cache: self })
+    }
+    pub fn sequences(&mut self) -> Option<Sequences<'_>> {
+        self.groups.iter_mut().all(|g| g.sequences().is_some()).then_some(Sequences { cache: self })
+    }
+    pub fn trees(&mut self) -> Option<Trees<'_>> {
+        self.groups.iter_mut().all(|g| g.trees().is_some()).then_some(Trees { cache: self })
+    }
+
+    /// One verb on every group. Groups hold the same sequences at the same positions, so they refuse alike:
+    /// the first one speaks for all, and a later refusal would be a broken invariant.
+    fn fan_out(
+        &mut self,
+        mut verb: impl FnMut(&mut dyn Kind) -> Result<(), Refused>,
+    ) -> Result<(), Refused> {
+        let (first, others) = self.groups.split_first_mut().expect("a cache has at least one group");
+        verb(&mut **first)?;
+        for (i, group) in others.iter_mut().enumerate() {
+            let done = verb(&mut **group);
+            assert!(done.is_ok(), "group 0 accepted what group {} refused: {done:?}", i + 1);
+        }
+        self.epoch += 1;
+        Ok(())
+    }
+}
+
+impl Rewind<'_> {
+    /// Forget positions `len..`. Refused if that would grow the sequence; then nothing changes.
+    pub fn rewind(&mut self, len: u32) -> Result<(), Refused> {
+        self.cache.fan_out(|g| g.rewinds().expect(CHECKED).rewind(len))
+    }
+}
+
+impl Sequences<'_> {
+    /// An empty sequence.
+    pub fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused> {
+        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_new(seq))
+    }
+
+    /// Let `dst` hold what `src` holds at positions `from..until`, without copying a byte. `dst` is made if it
+    /// does not exist; it must not reach into the range. Speculative nodes are not shared.
+    pub fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_cp(src, dst, from, until))
+    }
+
+    /// A copy of all that `src` has committed.
+    pub fn fork(&mut self, src: SeqId, dst: SeqId) -> Result<(), Refused> {
+        self.seq_cp(src, dst, 0, u32::MAX)
+    }
+
+    /// Forget positions `from..until` of `seq`. Removing up to the end rolls the sequence back to `from` and
+    /// discards its speculation; removing everything forgets the sequence. Cells that no other sequence holds
+    /// become free.
+    pub fn seq_rm(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_rm(seq, from, until))
+    }
+
+    /// Forget every other sequence, and the positions of `seq` outside `from..until`.
+    pub fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_keep(seq, from, until))
+    }
+}
+
+impl Trees<'_> {
+    /// Speculative nodes of `seq`; `None` if there is no such sequence.
+    pub fn n_nodes(&mut self, seq: SeqId) -> Option<u32> {
+        self.cache.groups[0].trees().expect(CHECKED).n_nodes(seq)
+    }
+
+    /// Make this root-to-node chain part of `seq` and free its other nodes. No bytes move. Refused, with nothing
+    /// changed, unless every node's parent is the one before it.
+    pub fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused> {
+        self.cache.fan_out(|g| g.trees().expect(CHECKED).commit_path(seq, accepted))
+    }
+
+    /// Free every speculative node of `seq`.
+    pub fn discard(&mut self, seq: SeqId) -> Result<(), Refused> {
+        self.commit_path(seq, &[])
+    }
+}

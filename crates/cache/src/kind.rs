@@ -1,0 +1,65 @@
+//! What the author of a kind writes: the bookkeeping of one cell space, that is, of one layer group.
+use crate::ids::*;
+use crate::plan::{CellCopy, GroupPlan, Spans};
+use crate::report::Report;
+use crate::request::Refused;
+
+/// One cell space. `prepare` decides placement and is pure; `fill_reads` derives visibility on demand; `apply`
+/// is the only mutation and cannot fail.
+///
+/// The cache has already checked, before it asks a kind, that spans are not empty, that no sequence has two,
+/// that none passes the last position, and it has flattened the request into `spans`.
+pub trait Kind: Send {
+    /// Cells this space can hold.
+    fn capacity_cells(&self) -> u32;
+    /// Tokens `seq` still holds; `None` if there is no such sequence.
+    fn seq_len(&self, seq: SeqId) -> Option<u32>;
+    /// Position of the next token of `seq`. Not its length: after the removal of a prefix they differ.
+    fn next_position(&self, seq: SeqId) -> Option<u32>;
+
+    /// Choose cells for the new tokens: `writes`, `copies`, `depths`, `cells_end` of `out`. O(tokens placed).
+    fn prepare(&self, spans: &Spans, group: GroupId, out: &mut GroupPlan) -> Result<(), Refused>;
+    /// Fill `out.reads` of a prepared plan. O(extents in context).
+    fn fill_reads(&self, spans: &Spans, out: &mut GroupPlan);
+    /// Make a prepared plan true. Called once, after every layer succeeded.
+    fn apply(&mut self, spans: &Spans, plan: &GroupPlan);
+
+    /// One round of compaction: disjoint copies from occupied to free cells. Empty when nothing is left to do.
+    fn plan_moves(&self, _out: &mut Vec<CellCopy>) {}
+    /// Make a planned round true, after the bytes have moved.
+    fn apply_moves(&mut self, _moves: &[CellCopy]) {}
+
+    /// Forget every sequence.
+    fn clear(&mut self);
+    fn report(&self) -> Report;
+
+    fn rewinds(&mut self) -> Option<&mut dyn RewindKind> {
+        None
+    }
+    fn sequences(&mut self) -> Option<&mut dyn SequenceKind> {
+        None
+    }
+    fn trees(&mut self) -> Option<&mut dyn TreeKind> {
+        None
+    }
+}
+
+/// A kind whose only sequence can be shortened.
+pub trait RewindKind: Kind {
+    fn rewind(&mut self, len: u32) -> Result<(), Refused>;
+}
+
+/// A kind that holds many sequences. Every verb either acts or changes nothing.
+pub trait SequenceKind: Kind {
+    fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused>;
+    fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused>;
+    fn seq_rm(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused>;
+    fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused>;
+}
+
+/// A kind that accepts [`New::Frontier`](crate::New::Frontier).
+pub trait TreeKind: Kind {
+    /// Speculative nodes of `seq` that wait for a verdict.
+    fn n_nodes(&self, seq: SeqId) -> Option<u32>;
+    fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused>;
+}

@@ -1,0 +1,29 @@
+//! Runs of neighbouring cells: the unit in which cells are written, read and moved.
+
+/// `len` neighbouring cells from `start`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    pub start: u32,
+    pub len: u32,
+}
+
+impl Run {
+    /// One past the last cell.
+    pub fn end(self) -> u32 {
+        self.start + self.len
+    }
+    pub fn contains(self, cell: u32) -> bool {
+        cell >= self.start && cell < self.end()
+    }
+    pub fn cells(self) -> std::ops::Range<u32> {
+        self.start..self.end()
+    }
+}
+
+/// Append `run`, melting it into a neighbour that ends where it starts.
+pub fn push_run(runs: &mut Vec<Run>, run: Run) {
+    match runs.last_mut() {
+        Some(last) if last.end() == run.start => last.len += run.len,
+        _ => runs.push(run),
+    }
+}
