@@ -1,1 +1,28 @@
-//! WHAT a backend is.
+//! WHAT a backend is: the trait behind which K and V bytes live, and all that is the same for every backend.
+//!
+//! It promises that every byte is reserved in a [`MemoryBudget`] before it is allocated, that fresh memory is
+//! zeroed, and that a step in which any layer failed leaves the cache as it was. [`reference`] is the scalar
+//! backend that a reader believes at sight; [`conformance`] is the suite that any other must pass against it.
+#![forbid(unsafe_code)]
+
+mod budget;
+pub mod conformance;
+mod error;
+mod layout;
+mod ledger;
+mod pools;
+pub mod reference;
+mod registry;
+mod session;
+mod storage;
+mod tensor;
+
+pub use budget::*;
+pub use error::{BackendError, StepError};
+pub use layout::{BadLayout, LayerSpec, Layout};
+pub use ledger::KvLedger;
+pub use pools::*;
+pub use registry::{BuildError, Registry};
+pub use session::{Layers, Session, SessionStep};
+pub use storage::{DType, Storage};
+pub use tensor::{Tensor, TensorMut};

@@ -23,9 +23,9 @@ impl Cache {
         self.groups.len()
     }
 
-    /// Cells of the smallest group.
-    pub fn capacity_cells(&self) -> u32 {
-        self.groups.iter().map(|g| g.capacity_cells()).min().unwrap_or(0)
+    /// Cells each group can hold, in group order.
+    pub fn capacity_cells(&self) -> Vec<u32> {
+        self.groups.iter().map(|g| g.capacity_cells()).collect()
     }
 
     /// Tokens that `seq` holds in the first group; `None` if there is no such sequence.

@@ -1,0 +1,37 @@
+//! What can go wrong below the bookkeeping.
+use crate::budget::OutOfBudget;
+use crate::layout::BadLayout;
+use kvist_cache::{LayerId, Refused};
+
+#[derive(Debug, thiserror::Error)]
+pub enum BackendError {
+    #[error(transparent)]
+    OutOfBudget(#[from] OutOfBudget),
+    #[error("the system refused to allocate {bytes} bytes for the {what}")]
+    OutOfMemory { what: &'static str, bytes: u64 },
+    #[error(transparent)]
+    Layout(#[from] BadLayout),
+    #[error("{what}: {elements} elements cannot hold the shape {expected:?} at the given strides")]
+    Shape { what: &'static str, expected: Vec<usize>, elements: usize },
+    #[error("layer {layer} does not exist: the model has {n_layers}")]
+    UnknownLayer { layer: LayerId, n_layers: usize },
+    #[error("{what} {index} does not exist: there are {len}")]
+    OutOfRange { what: &'static str, index: usize, len: usize },
+    /// An owner written twice or without K and V, a borrower that brought K and V or came before its owner, or
+    /// a commit before every layer had run.
+    #[error("layer {0} came out of order, or with K and V it must not bring, or without those it must")]
+    LayerOrder(LayerId),
+    #[error("attend without begin of this very step")]
+    StalePlan,
+    #[error("{0}")]
+    Unsupported(String),
+}
+
+/// Why a session's step did not begin: an answer of the bookkeeping, or a failure below it. Nothing has changed.
+#[derive(Debug, thiserror::Error)]
+pub enum StepError {
+    #[error(transparent)]
+    Refused(#[from] Refused),
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+}

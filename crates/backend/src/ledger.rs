@@ -1,0 +1,89 @@
+//! The KV bytes of one cache: reserved, narrated, given back. Every backend allocates through it, so every
+//! backend tells the same story.
+//!
+//! Events (`tracing`, target `kvist::memory`): `kv_cache.allocate`, `.grow`, `.free` at INFO, `.refuse` at WARN,
+//! with `action`, `target`, `device`, `bytes`, `max_tokens`, `layers`, `error_kind` and a sentence for people.
+use crate::budget::*;
+use std::sync::Arc;
+
+/// Holds the KV bytes of one cache. Narrates the release on drop.
+#[derive(Debug)]
+pub struct KvLedger {
+    reservation: Reservation,
+    device: &'static str,
+    max_tokens: u32,
+    layers: usize,
+}
+
+macro_rules! narrate {
+    ($level:ident, $name:literal, $ledger:expr, $action:literal, $bytes:expr, $error:expr, $($human:tt)*) => {
+        tracing::$level!(
+            name: $name,
+            target: "kvist::memory",
+            event = $name,
+            action = $action,
+            "target" = "kv-cache",
+            device = $ledger.device,
+            bytes = $bytes,
+            max_tokens = $ledger.max_tokens,
+            layers = $ledger.layers,
+            error_kind = $error,
+            $($human)*
+        )
+    };
+}
+
+impl KvLedger {
+    /// Nothing is reserved yet. `max_tokens` is the capacity of the largest layer group.
+    pub fn new(budget: &Arc<MemoryBudget>, device: &'static str, max_tokens: u32, layers: usize) -> Self {
+        let reservation = Reservation::empty(budget, Purpose::KvCache);
+        KvLedger { reservation, device, max_tokens, layers }
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.reservation.bytes()
+    }
+
+    /// Reserve `more` bytes before allocating them, or change nothing.
+    pub fn grow(&mut self, more: u64) -> Result<(), OutOfBudget> {
+        let before = self.bytes();
+        if let Err(error) = self.reservation.grow(more) {
+            let (asked, free) = (Bytes(error.asked), Bytes(error.free));
+            narrate!(
+                warn,
+                "kv_cache.refuse",
+                self,
+                "refuse",
+                more,
+                "out_of_budget",
+                "KV cache refused: {asked} asked, {free} free"
+            );
+            return Err(error);
+        }
+        let (size, now) = (Bytes(more), Bytes(self.bytes()));
+        let (tokens, layers) = (self.max_tokens, self.layers);
+        if before == 0 {
+            narrate!(
+                info,
+                "kv_cache.allocate",
+                self,
+                "allocate",
+                more,
+                "",
+                "Allocated {size} of KV cache (at most {tokens} tokens, {layers} layers)"
+            );
+        } else {
+            narrate!(info, "kv_cache.grow", self, "grow", more, "", "Grew the KV cache by {size} to {now}");
+        }
+        Ok(())
+    }
+}
+
+impl Drop for KvLedger {
+    fn drop(&mut self) {
+        let bytes = self.bytes();
+        if bytes > 0 {
+            narrate!(info, "kv_cache.free", self, "free", bytes, "", "Freed {} of KV cache", Bytes(bytes));
+        }
+    }
+}

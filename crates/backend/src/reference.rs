@@ -1,0 +1,1 @@
+//! Scalar attention that a reader believes at sight.

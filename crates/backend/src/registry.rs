@@ -1,0 +1,69 @@
+//! Kinds and backends by name. Two small tables whose product is every pair; nothing is registered pair by pair.
+use crate::error::BackendError;
+use crate::pools::*;
+use crate::session::Session;
+use kvist_cache::Cache;
+use kvist_cache::kinds::{GroupSpec, KINDS, Unbuildable};
+
+/// The backends a program was built with, and every kind.
+#[derive(Default)]
+pub struct Registry {
+    backends: Vec<Box<dyn Backend>>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum BuildError {
+    #[error("there is no {backend}:{kind}; known are {}", known.join(", "))]
+    Unknown { backend: String, kind: String, known: Vec<String> },
+    #[error("a cache of kind {kind} cannot serve this model: {why}")]
+    Kind { kind: String, why: Unbuildable },
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+}
+
+impl Registry {
+    pub fn with(mut self, backend: Box<dyn Backend>) -> Self {
+        self.backends.push(backend);
+        self
+    }
+
+    /// Every `backend:kind`.
+    pub fn pairs(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
+        self.backends.iter().flat_map(|b| KINDS.iter().map(move |(kind, _)| (b.id(), *kind)))
+    }
+
+    pub fn backend(&self, id: &str) -> Option<&dyn Backend> {
+        self.backends.iter().map(|b| &**b).find(|b| b.id() == id)
+    }
+
+    /// The bookkeeping of `kind` for these layer groups, and the backend that will hold its bytes.
+    pub fn plan(
+        &self,
+        backend: &str,
+        kind: &str,
+        groups: &[GroupSpec],
+    ) -> Result<(Cache, &dyn Backend), BuildError> {
+        let build = KINDS.iter().find(|(name, _)| *name == kind).map(|(_, build)| build);
+        let (Some(backend), Some(build)) = (self.backend(backend), build) else {
+            let known = self.pairs().map(|(b, k)| format!("{b}:{k}")).collect();
+            return Err(BuildError::Unknown { backend: backend.into(), kind: kind.into(), known });
+        };
+        let spaces = groups.iter().map(build).collect::<Result<Vec<_>, _>>();
+        let spaces = spaces.map_err(|why| BuildError::Kind { kind: kind.into(), why })?;
+        Ok((Cache::new(spaces), backend))
+    }
+
+    /// A session of `kind` over `backend`. `spec.capacity_cells` is filled in from the kind.
+    pub fn session(
+        &self,
+        backend: &str,
+        kind: &str,
+        groups: &[GroupSpec],
+        spec: &PoolSpec,
+    ) -> Result<Session, BuildError> {
+        let (cache, backend) = self.plan(backend, kind, groups)?;
+        let spec = PoolSpec { capacity_cells: cache.capacity_cells(), ..spec.clone() };
+        let pools = backend.pools(&spec)?;
+        Ok(Session::new(cache, pools, spec.layout))
+    }
+}

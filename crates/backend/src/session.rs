@@ -1,0 +1,113 @@
+//! Bookkeeping and bytes of one cache, composed at run time: any kind over any backend.
+use crate::error::{BackendError, StepError};
+use crate::layout::Layout;
+use crate::pools::*;
+use kvist_cache::*;
+
+/// Which layers this step has run: makes "only when every layer succeeded" a check and not a promise.
+#[derive(Debug)]
+pub struct Layers {
+    layout: Layout,
+    done: Vec<bool>,
+}
+
+impl Layers {
+    pub fn new(layout: Layout) -> Self {
+        let done = vec![false; layout.layers.len()];
+        Layers { layout, done }
+    }
+    pub fn begin(&mut self) {
+        self.done.fill(false);
+    }
+    /// May this call run now? Owners bring K and V once; borrowers bring none and come after their owner.
+    pub fn admit(&self, call: &Attend<'_>) -> Result<(), BackendError> {
+        let l = call.layer.0 as usize;
+        let n_layers = self.done.len();
+        let spec =
+            self.layout.layers.get(l).ok_or(BackendError::UnknownLayer { layer: call.layer, n_layers })?;
+        let owner = spec.owner.0 as usize;
+        let good = if owner == l { call.kv.is_some() } else { call.kv.is_none() && self.done[owner] };
+        if good && !self.done[l] { Ok(()) } else { Err(BackendError::LayerOrder(call.layer)) }
+    }
+    pub fn note(&mut self, layer: LayerId) {
+        self.done[layer.0 as usize] = true;
+    }
+    /// Has every layer run?
+    pub fn complete(&self) -> Result<(), BackendError> {
+        match self.done.iter().position(|done| !done) {
+            None => Ok(()),
+            Some(l) => Err(BackendError::LayerOrder(LayerId(l as u16))),
+        }
+    }
+}
+
+/// One cache: a kind over a backend's pools.
+pub struct Session {
+    pub cache: Cache,
+    pools: Box<dyn Pools>,
+    plan: StepPlan,
+    layers: Layers,
+    moves: MovePlan,
+}
+
+impl Session {
+    pub fn new(cache: Cache, pools: Box<dyn Pools>, layout: Layout) -> Self {
+        let layers = Layers::new(layout);
+        Session { cache, pools, plan: StepPlan::default(), layers, moves: MovePlan::default() }
+    }
+
+    /// Begin a step. On `Err` nothing has changed.
+    pub fn step(&mut self, request: &StepRequest<'_>) -> Result<SessionStep<'_>, StepError> {
+        let mut step = Step::begin(&mut self.cache, request, &mut self.plan)?;
+        self.layers.begin();
+        self.pools.begin(step.with_reads())?;
+        Ok(SessionStep { step, pools: &mut *self.pools, layers: &mut self.layers })
+    }
+
+    /// Would this step be refused for want of space, or for its shape?
+    pub fn can_run(&mut self, request: &StepRequest<'_>) -> Result<(), Refused> {
+        self.cache.can_run(request, &mut self.plan)
+    }
+
+    /// Lay every sequence into one run again, as far as shared cells permit. On `Err` the rounds that were
+    /// finished stand and everything is still readable.
+    pub fn compact(&mut self) -> Result<(), BackendError> {
+        while let Some(round) = Relocation::begin(&mut self.cache, &mut self.moves) {
+            self.pools.relocate(round.moves())?;
+            round.commit();
+        }
+        Ok(())
+    }
+
+    pub fn pools(&self) -> &dyn Pools {
+        &*self.pools
+    }
+}
+
+/// A session's step in flight. Dropped, it leaves the cache as it was.
+#[must_use = "a step that is dropped is abandoned"]
+pub struct SessionStep<'s> {
+    step: Step<'s>,
+    pools: &'s mut (dyn Pools + 's),
+    layers: &'s mut Layers,
+}
+
+impl SessionStep<'_> {
+    pub fn plan(&self) -> &StepPlan {
+        self.step.plan()
+    }
+    /// Run one layer.
+    pub fn attend(&mut self, call: Attend<'_>) -> Result<(), BackendError> {
+        self.layers.admit(&call)?;
+        let layer = call.layer;
+        self.pools.attend(self.step.plan(), call)?;
+        self.layers.note(layer);
+        Ok(())
+    }
+    /// Refused unless every layer has run.
+    pub fn commit(self) -> Result<(), BackendError> {
+        self.layers.complete()?;
+        self.step.commit();
+        Ok(())
+    }
+}

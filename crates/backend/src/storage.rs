@@ -1,0 +1,110 @@
+//! How K or V rows are stored, and what they cost.
+use std::fmt;
+use std::str::FromStr;
+
+/// Storage dtype of one side (K or V).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DType {
+    F32,
+    F16,
+    BF16,
+    /// 8-bit codes, symmetric: one f16 scale per group.
+    Q8,
+    /// 4-bit codes, affine: an f16 scale and an f16 minimum per group.
+    Q4,
+}
+
+impl DType {
+    pub const ALL: [DType; 5] = [DType::F32, DType::F16, DType::BF16, DType::Q8, DType::Q4];
+
+    pub fn is_quantised(self) -> bool {
+        matches!(self, DType::Q8 | DType::Q4)
+    }
+    pub fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "f32",
+            DType::F16 => "f16",
+            DType::BF16 => "bf16",
+            DType::Q8 => "q8",
+            DType::Q4 => "q4",
+        }
+    }
+}
+
+/// Dtype, quantisation group and rotation of one side. Written `q4`, `q4-64`, `q8-rot`, `q4-64-rot`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Storage {
+    pub dtype: DType,
+    /// Elements along head_dim that share a scale: 32 or 64. The last group of a row may be short. Only
+    /// quantised dtypes look at it.
+    pub group: u32,
+    /// Rotate rows by a Hadamard matrix (after RoPE), block-diagonal over the largest power-of-two factor of
+    /// head_dim. Spreads outliers over a group before it is quantised; scores and outputs are the same but for
+    /// rounding.
+    pub rotate: bool,
+}
+
+impl Storage {
+    pub const F32: Storage = Storage::new(DType::F32);
+    pub const F16: Storage = Storage::new(DType::F16);
+    pub const BF16: Storage = Storage::new(DType::BF16);
+    pub const Q8: Storage = Storage::new(DType::Q8);
+    pub const Q4: Storage = Storage::new(DType::Q4);
+
+    /// The dtype with groups of 32, not rotated.
+    pub const fn new(dtype: DType) -> Self {
+        Storage { dtype, group: 32, rotate: false }
+    }
+
+    /// Groups per row.
+    pub fn n_groups(self, head_dim: u32) -> u32 {
+        head_dim.div_ceil(self.group)
+    }
+
+    /// Bytes of one row (one cell, one KV head) of `head_dim` values, scales and minimums included.
+    pub fn row_bytes(self, head_dim: u32) -> u64 {
+        let d = u64::from(head_dim);
+        let groups = u64::from(self.n_groups(head_dim));
+        match self.dtype {
+            DType::F32 => 4 * d,
+            DType::F16 | DType::BF16 => 2 * d,
+            DType::Q8 => d + 2 * groups,
+            DType::Q4 => d.div_ceil(2) + 4 * groups,
+        }
+    }
+}
+
+impl fmt::Display for Storage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.dtype.name())?;
+        if self.dtype.is_quantised() && self.group != 32 {
+            write!(f, "-{}", self.group)?;
+        }
+        if self.rotate { f.write_str("-rot") } else { Ok(()) }
+    }
+}
+
+impl FromStr for Storage {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let refuse = || {
+            format!(
+                "`{text}` is no KV dtype: take f32, f16, bf16, q8 or q4; q8 and q4 with groups of 64 are q8-64 and q4-64; -rot at the end adds the rotation"
+            )
+        };
+        let mut parts = text.split('-');
+        let name = parts.next().unwrap_or_default();
+        let dtype = DType::ALL.into_iter().find(|d| d.name() == name).ok_or_else(refuse)?;
+        let mut storage = Storage::new(dtype);
+        for part in parts {
+            match part {
+                "32" | "64" if dtype.is_quantised() && !storage.rotate => {
+                    storage.group = if part == "64" { 64 } else { 32 }
+                }
+                "rot" if !storage.rotate => storage.rotate = true,
+                _ => return Err(refuse()),
+            }
+        }
+        Ok(storage)
+    }
+}

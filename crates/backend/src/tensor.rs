@@ -1,0 +1,86 @@
+//! Activations as a backend sees them: rows with token and head strides.
+use crate::error::BackendError;
+
+/// `[n_tokens, n_heads, head_dim]` f32 rows that need not be dense: K may be read out of a fused QKV buffer.
+#[derive(Clone, Copy, Debug)]
+pub struct Tensor<'a> {
+    data: &'a [f32],
+    token_stride: usize,
+    head_stride: usize,
+}
+
+/// The same, to write to.
+#[derive(Debug)]
+pub struct TensorMut<'a> {
+    data: &'a mut [f32],
+    token_stride: usize,
+    head_stride: usize,
+}
+
+/// Does `len` hold `n_tokens × n_heads` rows of `head_dim` at these strides?
+fn check(
+    what: &'static str,
+    len: usize,
+    strides: (usize, usize),
+    shape: (usize, usize, usize),
+) -> Result<(), BackendError> {
+    let (n_tokens, n_heads, head_dim) = shape;
+    let needed = match (n_tokens.checked_sub(1), n_heads.checked_sub(1)) {
+        (Some(t), Some(h)) => t
+            .checked_mul(strides.0)
+            .and_then(|t| t.checked_add(h.checked_mul(strides.1)?)?.checked_add(head_dim)),
+        _ => Some(0),
+    };
+    match needed {
+        Some(needed) if needed <= len => Ok(()),
+        _ => Err(BackendError::Shape { what, expected: vec![n_tokens, n_heads, head_dim], elements: len }),
+    }
+}
+
+impl<'a> Tensor<'a> {
+    /// Strides in elements.
+    pub fn strided(data: &'a [f32], token_stride: usize, head_stride: usize) -> Self {
+        Tensor { data, token_stride, head_stride }
+    }
+    pub fn dense(data: &'a [f32], n_heads: usize, head_dim: usize) -> Self {
+        Tensor { data, token_stride: n_heads * head_dim, head_stride: head_dim }
+    }
+    /// Every row of the shape lies inside the data.
+    pub fn check(
+        &self,
+        what: &'static str,
+        n_tokens: usize,
+        n_heads: usize,
+        head_dim: usize,
+    ) -> Result<(), BackendError> {
+        check(what, self.data.len(), (self.token_stride, self.head_stride), (n_tokens, n_heads, head_dim))
+    }
+    /// One row; after [`check`](Self::check) it exists.
+    pub fn row(&self, token: usize, head: usize, head_dim: usize) -> &'a [f32] {
+        &self.data[token * self.token_stride + head * self.head_stride..][..head_dim]
+    }
+}
+
+impl<'a> TensorMut<'a> {
+    /// Strides in elements.
+    pub fn strided(data: &'a mut [f32], token_stride: usize, head_stride: usize) -> Self {
+        TensorMut { data, token_stride, head_stride }
+    }
+    pub fn dense(data: &'a mut [f32], n_heads: usize, head_dim: usize) -> Self {
+        TensorMut { data, token_stride: n_heads * head_dim, head_stride: head_dim }
+    }
+    /// Every row of the shape lies inside the data.
+    pub fn check(
+        &self,
+        what: &'static str,
+        n_tokens: usize,
+        n_heads: usize,
+        head_dim: usize,
+    ) -> Result<(), BackendError> {
+        check(what, self.data.len(), (self.token_stride, self.head_stride), (n_tokens, n_heads, head_dim))
+    }
+    /// One row; after [`check`](Self::check) it exists.
+    pub fn row(&mut self, token: usize, head: usize, head_dim: usize) -> &mut [f32] {
+        &mut self.data[token * self.token_stride + head * self.head_stride..][..head_dim]
+    }
+}
