@@ -1,1 +1,77 @@
-fn main() {}
+//! The `kvist` program. Text goes to stdout and nothing else does; summaries, progress and logs go to stderr.
+//! Exit status: 0 success, 1 failed, 2 wrong usage.
+#![forbid(unsafe_code)]
+
+mod commands;
+mod interrupt;
+mod json;
+mod options;
+mod output;
+mod progress;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+/// A KV cache for large language models, and a runner to see it work.
+#[derive(Parser)]
+#[command(name = "kvist", version, max_term_width = 110)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// Log to stderr what happens (memory, loading); twice for more
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    verbose: u8,
+    /// Say nothing on stderr but errors
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    quiet: bool,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Continue a text, or answer a prompt
+    Run(commands::run::Args),
+    /// Talk in turns; fork, switch and undo without copying the past
+    Chat(commands::chat::Args),
+    /// What a model and its cache will take, before anything is loaded
+    Plan(commands::plan::Args),
+    /// What a quantised or windowed cache costs in quality, measured against a reference cache
+    Eval(commands::eval::Args),
+    /// Logits of given tokens, or greedy continuations, for comparison with other runtimes
+    Logits(commands::logits::Args),
+    /// Measurements
+    #[command(subcommand)]
+    Bench(commands::bench::Command),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse(); // wrong usage exits with 2
+    log_to_stderr(cli.verbose);
+    let quiet = cli.quiet;
+    let done = match cli.command {
+        Command::Run(args) => commands::run::run(args, quiet),
+        Command::Chat(args) => commands::chat::run(args, quiet),
+        Command::Plan(args) => commands::plan::run(args),
+        Command::Eval(args) => commands::eval::run(args, quiet),
+        Command::Logits(args) => commands::logits::run(args, quiet),
+        Command::Bench(command) => commands::bench::run(command, quiet),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // A reader that has seen enough (`| head`) is no failure of ours, and hears no complaint.
+            if output::is_closed_pipe(&error) {
+                return ExitCode::SUCCESS;
+            }
+            eprintln!("kvist: {}", output::sentence(&error));
+            ExitCode::from(if error.is::<options::WrongUsage>() { 2 } else { 1 })
+        }
+    }
+}
+
+/// `KVIST_LOG` takes the filters of `tracing`; `-v` is a shorthand.
+fn log_to_stderr(verbose: u8) {
+    use tracing_subscriber::EnvFilter;
+    let default = ["error", "kvist=info,warn", "debug"][usize::from(verbose.min(2))];
+    let filter = EnvFilter::try_from_env("KVIST_LOG").unwrap_or_else(|_| EnvFilter::new(default));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+}

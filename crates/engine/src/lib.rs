@@ -1,1 +1,39 @@
-//! A model that runs.
+//! A model that runs: weights, decoder, tokenizer and sampler over any kvist cache.
+//!
+//! Load a [`model::Model`] once, give every conversation a [`session::ModelSession`] with the kind, the dtypes and
+//! the backend it wants, and [`generate`](generate::generate). It promises that memory is known before it is taken
+//! ([`memory::MemoryPlan`]), and that no file and no text can make it panic.
+#![deny(unsafe_code)]
+
+pub mod backends;
+pub mod config;
+pub mod embedded;
+pub mod error;
+mod ffi;
+pub mod generate;
+pub mod memory;
+pub mod model;
+pub mod sampler;
+pub mod session;
+pub mod template;
+pub mod text;
+pub mod tokenizer;
+pub mod weights;
+
+pub use error::Error;
+
+/// Threads for linear layers and long prefills. Only before the first of them ran; `Err` after that.
+pub fn set_threads(threads: usize) -> Result<(), Error> {
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build_global().map_err(|e| Error::Usage(e.to_string()))
+}
+
+/// A prompt that the cache cannot hold is refused before any work is done. A ring holds any.
+pub fn check_prompt(config: &memory::CacheConfig, tokens: usize) -> Result<(), Error> {
+    match tokens {
+        0 => Err(Error::EmptyPrompt),
+        _ if config.kind != "ring" && tokens > config.context_tokens as usize => {
+            Err(Error::PromptTooLong { tokens, context: config.context_tokens })
+        }
+        _ => Ok(()),
+    }
+}

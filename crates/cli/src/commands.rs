@@ -1,0 +1,7 @@
+//! One file per command.
+pub mod bench;
+pub mod chat;
+pub mod eval;
+pub mod logits;
+pub mod plan;
+pub mod run;

@@ -1,0 +1,183 @@
+//! `kvist run`: one prompt, one answer.
+use crate::options::*;
+use crate::{interrupt, json, output, progress};
+use anyhow::Context;
+use clap::ValueHint;
+use indicatif::ProgressBar;
+use kvist_cache::SeqId;
+use kvist_engine::generate::{Generation, Limits, Observer, generate};
+use kvist_engine::memory::MemoryPlan;
+use kvist_engine::model::Model;
+use kvist_engine::session::ModelSession;
+use kvist_engine::template::Message;
+use kvist_engine::tokenizer::Tokenizer;
+use std::io::{IsTerminal, Read};
+use std::path::PathBuf;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// What to continue or answer; `-`, or nothing where stdin is a pipe, reads stdin
+    prompt: Option<String>,
+    /// Read the prompt from a file
+    #[arg(short, long, conflicts_with = "prompt", value_hint = ValueHint::FilePath)]
+    file: Option<PathBuf>,
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    cache: CacheArgs,
+    #[command(flatten)]
+    sampling: SamplingArgs,
+    /// Tokens to write at most
+    #[arg(short = 'n', long, default_value_t = 256, value_name = "TOKENS")]
+    max_tokens: u32,
+    /// End where this text comes; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// Go on after the model has ended its text
+    #[arg(long)]
+    ignore_eos: bool,
+    /// Continue the prompt as plain text, even if the model has a chat template
+    #[arg(long)]
+    raw: bool,
+    /// A system message, for models with a chat template
+    #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
+    system: Option<String>,
+    /// Print only what is new, not the prompt that it continues
+    #[arg(long)]
+    no_echo: bool,
+    /// Recompute the whole text for every token instead of reading the cache
+    #[arg(long)]
+    no_cache: bool,
+    /// One JSON document instead of text
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
+    let prompt = args.prompt()?;
+    let seed = args.sampling.seed();
+    let mut sampler = args.sampling.sampler(seed)?;
+    interrupt::listen();
+    let model = args.model.load(quiet)?;
+    let tokenizer = model.tokenizer().with_context(|| {
+        "this model has no tokenizer (tokenizer.json beside it); `kvist logits` works without one".to_string()
+    })?;
+    let (tokens, echo) = args.encode(&model, tokenizer, &prompt)?;
+
+    let needed = tokens.len() as u64 + u64::from(args.max_tokens);
+    let config = args.cache.config(model.decoder().config(), needed)?;
+    kvist_engine::check_prompt(&config, tokens.len())?;
+    let registry = registry();
+    let plan = MemoryPlan::of_session(model.decoder().config(), &registry, &config)?;
+    let mut session = ModelSession::new(&model, &registry, &config)?;
+
+    let limits = Limits {
+        max_tokens: args.max_tokens as usize,
+        stop: args.stop.clone(),
+        ignore_eos: args.ignore_eos,
+        no_cache: args.no_cache,
+    };
+    let bar = progress::bar("reading", tokens.len() as u64, quiet || tokens.len() < 512);
+    let mut watch = Watch { bar, stream: !args.json, failed: None };
+    if let (false, Some(echo)) = (args.json, echo) {
+        output::show(echo)?;
+    }
+    let generation =
+        generate(&mut session, SeqId::ONLY, &tokens, Some(tokenizer), &mut sampler, &limits, &mut watch)?;
+    watch.bar.finish_and_clear();
+    if let Some(failed) = watch.failed {
+        return Err(failed);
+    }
+    let report = json::Run::new(&model, &session, &plan, &prompt, &generation, seed);
+    if args.json {
+        return output::show_json(&report);
+    }
+    output::show("\n")?;
+    if !quiet {
+        eprintln!("{}", report.summary());
+    }
+    Ok(())
+}
+
+impl Args {
+    fn prompt(&self) -> anyhow::Result<String> {
+        let prompt = match (&self.prompt, &self.file) {
+            (_, Some(path)) => read_text(path)?,
+            (Some(text), None) if text != "-" => text.clone(),
+            (None, None) if std::io::stdin().is_terminal() => {
+                return Err(wrong_usage("no prompt: give one, or --file, or pipe it in"));
+            }
+            _ => {
+                let mut bytes = Vec::new();
+                std::io::stdin().read_to_end(&mut bytes).context("cannot read stdin")?;
+                utf8(bytes, "stdin")?
+            }
+        };
+        if prompt.is_empty() {
+            return Err(wrong_usage("the prompt is empty"));
+        }
+        Ok(prompt)
+    }
+
+    /// The prompt's tokens, and the text that the answer continues, if it continues one.
+    fn encode<'p>(
+        &self,
+        model: &Model,
+        tokenizer: &Tokenizer,
+        prompt: &'p str,
+    ) -> anyhow::Result<(Vec<u32>, Option<&'p str>)> {
+        match model.chat_template() {
+            Some(template) if !self.raw => {
+                let mut messages = Vec::new();
+                if let Some(system) = &self.system {
+                    messages.push(Message::new("system", system));
+                }
+                messages.push(Message::new("user", prompt));
+                let text = template.render(&messages, true)?;
+                Ok((tokenizer.encode(&text, false)?, None))
+            }
+            None if self.system.is_some() => {
+                Err(wrong_usage("--system needs a model with a chat template; this one continues plain text"))
+            }
+            _ => Ok((tokenizer.encode(prompt, true)?, (!self.no_echo).then_some(prompt))),
+        }
+    }
+}
+
+/// Streams to stdout; stops at Ctrl-C.
+struct Watch {
+    bar: ProgressBar,
+    stream: bool,
+    failed: Option<anyhow::Error>,
+}
+
+impl Observer for Watch {
+    fn prefilled(&mut self, tokens: usize) -> bool {
+        self.bar.set_position(tokens as u64);
+        !interrupt::interrupted()
+    }
+    fn sampled(&mut self) -> bool {
+        !interrupt::interrupted()
+    }
+    fn text(&mut self, text: &str) -> bool {
+        self.bar.finish_and_clear();
+        if self.stream
+            && let Err(error) = output::show(text)
+        {
+            self.failed = Some(error);
+        }
+        self.failed.is_none()
+    }
+}
+
+/// What ended it, in a word.
+pub fn finish_word(generation: &Generation) -> &'static str {
+    use kvist_engine::generate::Finish::*;
+    match generation.finish {
+        EndOfText => "end_of_text",
+        Stop(_) => "stop",
+        MaxTokens => "max_tokens",
+        CacheFull => "cache_full",
+        Cancelled => "cancelled",
+    }
+}

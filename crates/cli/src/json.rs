@@ -1,0 +1,154 @@
+//! The shapes of `--json`, described in docs/json.md. `version` changes when a field changes its meaning or
+//! goes; new fields may join.
+use crate::commands::run::finish_word;
+use kvist_backend::{Bytes, Purpose};
+use kvist_engine::generate::Generation;
+use kvist_engine::memory::MemoryPlan;
+use kvist_engine::model::Model;
+use kvist_engine::session::ModelSession;
+use serde::Serialize;
+
+/// Version of every shape here.
+pub const VERSION: u32 = 1;
+
+/// Bytes by purpose.
+#[derive(Serialize, Clone, Copy)]
+pub struct MemoryBytes {
+    pub weights: u64,
+    pub kv_cache: u64,
+    pub scratch: u64,
+    pub activations: u64,
+    pub total: u64,
+}
+
+impl From<kvist_backend::Usage> for MemoryBytes {
+    fn from(usage: kvist_backend::Usage) -> Self {
+        MemoryBytes {
+            weights: usage.of(Purpose::Weights),
+            kv_cache: usage.of(Purpose::KvCache),
+            scratch: usage.of(Purpose::Scratch),
+            activations: usage.of(Purpose::Activations),
+            total: usage.total(),
+        }
+    }
+}
+
+#[derive(Serialize)]
+pub struct CacheShape {
+    pub backend: String,
+    pub kind: String,
+    pub k: String,
+    pub v: String,
+    pub context_tokens: u32,
+    pub window: Option<u32>,
+    pub sinks: u32,
+}
+
+impl From<&kvist_engine::memory::CacheConfig> for CacheShape {
+    fn from(config: &kvist_engine::memory::CacheConfig) -> Self {
+        CacheShape {
+            backend: config.backend.clone(),
+            kind: config.kind.clone(),
+            k: config.k.to_string(),
+            v: config.v.to_string(),
+            context_tokens: config.context_tokens,
+            window: config.window,
+            sinks: config.sinks,
+        }
+    }
+}
+
+/// `kvist run --json`
+#[derive(Serialize)]
+pub struct Run {
+    pub version: u32,
+    pub model: String,
+    pub prompt: String,
+    pub text: String,
+    pub tokens: Vec<u32>,
+    pub finish: &'static str,
+    pub seed: u64,
+    pub prompt_tokens: usize,
+    pub prefill_seconds: f64,
+    pub prefill_tokens_per_second: f64,
+    pub decode_seconds: f64,
+    pub decode_tokens_per_second: f64,
+    pub cache: CacheShape,
+    /// Reserved at the end.
+    pub used: MemoryBytes,
+    /// What could never be exceeded.
+    pub bound: MemoryBytes,
+    pub kv_bytes_read: u64,
+    /// Peak resident set less file-backed pages, where the system tells.
+    pub process_peak_bytes: Option<u64>,
+}
+
+impl Run {
+    pub fn new(
+        model: &Model,
+        session: &ModelSession,
+        plan: &MemoryPlan,
+        prompt: &str,
+        generation: &Generation,
+        seed: u64,
+    ) -> Self {
+        let used = model.budget().usage();
+        let bound = plan.usage.with(Purpose::Weights, used.of(Purpose::Weights));
+        Run {
+            version: VERSION,
+            model: model.name().to_string(),
+            prompt: prompt.to_string(),
+            text: generation.text.clone(),
+            tokens: generation.tokens.clone(),
+            finish: finish_word(generation),
+            seed,
+            prompt_tokens: generation.prompt_tokens,
+            prefill_seconds: generation.prefill.as_secs_f64(),
+            prefill_tokens_per_second: generation.prefill_rate(),
+            decode_seconds: generation.decode.as_secs_f64(),
+            decode_tokens_per_second: generation.decode_rate(),
+            cache: session.config().into(),
+            used: used.into(),
+            bound: bound.into(),
+            kv_bytes_read: session.counters().bytes_read,
+            process_peak_bytes: peak_bytes(),
+        }
+    }
+
+    /// The summary for people, on stderr.
+    pub fn summary(&self) -> String {
+        let kv = &self.cache;
+        let mut lines = format!(
+            "\nprompt {} tokens at {:.0} tokens/s; {} new tokens at {:.1} tokens/s ({}, seed {})\n\
+             KV cache {} of at most {} ({}:{} K {} V {}); memory {} of the bound {}",
+            self.prompt_tokens,
+            self.prefill_tokens_per_second,
+            self.tokens.len(),
+            self.decode_tokens_per_second,
+            self.finish.replace('_', " "),
+            self.seed,
+            Bytes(self.used.kv_cache),
+            Bytes(self.bound.kv_cache),
+            kv.backend,
+            kv.kind,
+            kv.k,
+            kv.v,
+            Bytes(self.used.total),
+            Bytes(self.bound.total),
+        );
+        if let Some(peak) = self.process_peak_bytes {
+            lines += &format!("; process peak {}", Bytes(peak));
+        }
+        lines
+    }
+}
+
+/// Peak resident memory of this process, less what is only a mapped file now.
+fn peak_bytes() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let field = |name: &str| {
+        let line = status.lines().find_map(|l| l.strip_prefix(name))?;
+        line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()?.checked_mul(1024)
+    };
+    field("VmHWM:")?.checked_sub(field("RssFile:")?)
+}

@@ -1,0 +1,249 @@
+//! Options that several commands share.
+use anyhow::{Context, anyhow};
+use clap::Args;
+use kvist_backend::{Bytes, MemoryBudget, Registry, Storage};
+use kvist_engine::config::ModelConfig;
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::model::{LoadOptions, Model, ModelFile};
+use kvist_engine::sampler::{Sampler, SamplerConfig};
+use kvist_engine::weights::WeightForm;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::sync::Arc;
+
+/// A combination of arguments that cannot mean anything: exit status 2.
+#[derive(Debug)]
+pub struct WrongUsage(pub String);
+
+impl std::fmt::Display for WrongUsage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+impl std::error::Error for WrongUsage {}
+
+pub fn wrong_usage(what: impl Into<String>) -> anyhow::Error {
+    WrongUsage(what.into()).into()
+}
+
+/// `512MiB`, `8G`, `100GB`, `1000`: bytes; units of 1024 but for those that end in `B` without an `i`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Size(pub u64);
+
+impl FromStr for Size {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let refuse = || format!("`{text}` is no size: write it as 512MiB, 8G or 100GB");
+        let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+        let (number, unit) = text.split_at(digits);
+        let number: f64 = number.parse().map_err(|_| refuse())?;
+        let unit = unit.trim().to_ascii_lowercase();
+        let (prefix, base) = match unit.as_str() {
+            "" | "b" => ("", 1024f64),
+            u if u.ends_with("ib") => (&u[..u.len() - 2], 1024.0),
+            u if u.ends_with('b') => (&u[..u.len() - 1], 1000.0),
+            u => (u, 1024.0),
+        };
+        let power = ["", "k", "m", "g", "t"].iter().position(|p| *p == prefix).ok_or_else(refuse)?;
+        let bytes = number * base.powi(power as i32);
+        if bytes.is_finite() && bytes <= u64::MAX as f64 { Ok(Size(bytes as u64)) } else { Err(refuse()) }
+    }
+}
+
+/// A rate: a [`Size`] with `/s` behind it, or without.
+pub fn parse_rate(text: &str) -> Result<Size, String> {
+    text.strip_suffix("/s").unwrap_or(text).parse()
+}
+
+#[derive(Args, Clone, Debug)]
+pub struct ModelArgs {
+    /// A Hugging Face folder or a .gguf file; without it the embedded model
+    #[arg(short, long, value_name = "PATH")]
+    pub model: Option<PathBuf>,
+    /// How linear layers are held: as-stored (f16 and bf16 become f32), f32, q8_0
+    #[arg(long, default_value = "as-stored", value_name = "FORM")]
+    pub weights: WeightForm,
+    /// Read weights into memory instead of mapping the file, which must then not change underneath
+    #[arg(long)]
+    pub no_mmap: bool,
+    /// Memory that weights, cache and working buffers may take together; without it what the machine has free
+    #[arg(long, value_name = "SIZE")]
+    pub memory: Option<Size>,
+    /// Threads for linear layers and prefill; without it one per core
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub threads: Option<u16>,
+}
+
+impl ModelArgs {
+    pub fn file(&self) -> ModelFile {
+        match &self.model {
+            Some(path) => ModelFile::Path(path.clone()),
+            None => ModelFile::Embedded,
+        }
+    }
+
+    pub fn budget(&self) -> Arc<MemoryBudget> {
+        match self.memory {
+            Some(size) => MemoryBudget::new(size.0),
+            None => available_memory().map_or_else(MemoryBudget::unlimited, MemoryBudget::new),
+        }
+    }
+
+    /// Load with a progress bar.
+    pub fn load(&self, quiet: bool) -> anyhow::Result<Arc<Model>> {
+        if let Some(threads) = self.threads {
+            // It can only fail if the pool runs already, which nothing before this starts.
+            let _ = kvist_engine::set_threads(usize::from(threads));
+        }
+        let bar = crate::progress::bar("loading", 0, quiet);
+        let options = LoadOptions { form: self.weights, mmap: !self.no_mmap };
+        let model = Model::load(&self.file(), &options, &self.budget(), &mut |done, total| {
+            bar.set_length(total as u64);
+            bar.set_position(done as u64);
+        });
+        bar.finish_and_clear();
+        Ok(Arc::new(model?))
+    }
+}
+
+/// What the system says it can give without swapping.
+fn available_memory() -> Option<u64> {
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[derive(Args, Clone, Debug)]
+pub struct CacheArgs {
+    /// What holds the bytes: cpu, reference (slow, for comparison)
+    #[arg(long, default_value = "cpu")]
+    pub backend: String,
+    /// How cells are handed out: contiguous, ring (needs --window), cells, tree
+    #[arg(long, default_value = "contiguous")]
+    pub kind: String,
+    /// Storage of K and V: f32, f16, bf16, q8, q4; q8-64 and q4-64 share a scale over 64 values; -rot rotates
+    #[arg(long, default_value = "f16", value_name = "DTYPE")]
+    pub kv: Storage,
+    /// Storage of V, if it differs
+    #[arg(long, value_name = "DTYPE")]
+    pub kv_v: Option<Storage>,
+    /// Tokens the cache may hold; without it the prompt and --max-tokens, within the model's context
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub context: Option<u32>,
+    /// Tokens of one prefill step
+    #[arg(long, default_value_t = 256, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub chunk: u32,
+    /// A query sees at most this many positions, its own included
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub window: Option<u32>,
+    /// First positions that stay visible beside the window
+    #[arg(long, default_value_t = 0, value_name = "TOKENS", requires = "window")]
+    pub sinks: u32,
+}
+
+impl CacheArgs {
+    /// The policy for a session that comes to hold `needed` tokens.
+    pub fn config(&self, model: &ModelConfig, needed: u64) -> anyhow::Result<CacheConfig> {
+        let trained = model.context;
+        let bounded = self.kind == "ring"; // its cells do not grow with the text
+        let context = match self.context {
+            Some(context) => context,
+            None if bounded => u32::try_from(needed).unwrap_or(u32::MAX),
+            None => u32::try_from(needed).unwrap_or(u32::MAX).min(trained),
+        };
+        if context > trained {
+            tracing::warn!(target: "kvist::cli", "{context} tokens of context; the model was trained on {trained}");
+        }
+        Ok(CacheConfig {
+            backend: self.backend.clone(),
+            kind: self.kind.clone(),
+            k: self.kv,
+            v: self.kv_v.unwrap_or(self.kv),
+            max_step_tokens: self.chunk.min(context.max(1)),
+            window: self.window,
+            sinks: self.sinks,
+            ..CacheConfig::new(context)
+        })
+    }
+}
+
+/// Every backend and kind of this program.
+pub fn registry() -> Registry {
+    kvist_engine::backends::all()
+}
+
+#[derive(Args, Clone, Debug)]
+pub struct SamplingArgs {
+    /// 0 always takes the likeliest token
+    #[arg(long, default_value_t = 0.8)]
+    pub temperature: f32,
+    /// Take the likeliest token, whatever the rest says
+    #[arg(long, conflicts_with = "temperature")]
+    pub greedy: bool,
+    /// Choose among the K likeliest; 0 is all
+    #[arg(long, default_value_t = 40)]
+    pub top_k: u32,
+    /// Choose among the likeliest that together reach this probability
+    #[arg(long, default_value_t = 0.95)]
+    pub top_p: f32,
+    /// Drop tokens less likely than this share of the likeliest
+    #[arg(long, default_value_t = 0.05)]
+    pub min_p: f32,
+    /// Make tokens of the recent text less likely; 1 is off
+    #[arg(long, default_value_t = 1.0)]
+    pub repeat_penalty: f32,
+    /// Recent tokens that the penalty looks at
+    #[arg(long, default_value_t = 64, value_name = "TOKENS")]
+    pub repeat_last: usize,
+    /// The same seed gives the same text; without it one is drawn and the summary names it
+    #[arg(long)]
+    pub seed: Option<u64>,
+}
+
+impl SamplingArgs {
+    pub fn seed(&self) -> u64 {
+        self.seed.unwrap_or_else(|| {
+            let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+            now.map_or(0, |t| t.as_nanos() as u64 % 1_000_000_007)
+        })
+    }
+
+    pub fn sampler(&self, seed: u64) -> anyhow::Result<Sampler> {
+        let config = SamplerConfig {
+            temperature: if self.greedy { 0.0 } else { self.temperature },
+            top_k: self.top_k as usize,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repeat_penalty,
+            repetition_window: self.repeat_last,
+            seed,
+        };
+        Sampler::new(config).map_err(|e| wrong_usage(e.to_string()))
+    }
+}
+
+/// A text file, which must be UTF-8.
+pub fn read_text(path: &std::path::Path) -> anyhow::Result<String> {
+    let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    utf8(bytes, &path.display().to_string())
+}
+
+pub fn utf8(bytes: Vec<u8>, name: &str) -> anyhow::Result<String> {
+    String::from_utf8(bytes).map_err(|e| {
+        let at = e.utf8_error().valid_up_to();
+        anyhow!("{name} is not UTF-8 text: byte {at} does not continue a character; convert it first (iconv)")
+    })
+}
+
+/// `1,2,3`
+pub fn parse_tokens(text: &str) -> Result<Vec<u32>, String> {
+    let parse = |part: &str| {
+        part.trim().parse().map_err(|_| format!("`{}` is no token id: write them as 1,2,3", part.trim()))
+    };
+    text.split(',').map(parse).collect()
+}
+
+/// Bytes as people and `--json` see them.
+pub fn bytes(bytes: u64) -> Bytes {
+    Bytes(bytes)
+}

@@ -1,0 +1,64 @@
+//! stdout, and how errors are said.
+use anyhow::Context;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+/// Write to stdout now, not when a buffer is full.
+pub fn show(text: &str) -> anyhow::Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    out.flush()?;
+    Ok(())
+}
+
+/// One JSON document and a newline on stdout.
+pub fn show_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
+    show(&(serde_json::to_string_pretty(value)? + "\n"))
+}
+
+/// Did this end because the reader of our output went away?
+pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
+    error.chain().any(|e| {
+        e.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
+    })
+}
+
+/// An error and its causes in one line, none of them said twice.
+pub fn sentence(error: &anyhow::Error) -> String {
+    let mut said = String::new();
+    for cause in error.chain() {
+        let cause = cause.to_string();
+        if !said.contains(&cause) {
+            if !said.is_empty() {
+                said += ": ";
+            }
+            said += &cause;
+        }
+    }
+    said
+}
+
+/// Write a file so that it is whole or absent: first beside its name, then renamed. What is no ordinary file (a
+/// pipe, a device) is written where it is.
+pub fn write_file(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
+    let place = if path.metadata().is_ok_and(|m| !m.is_file()) { path.to_path_buf() } else { beside(path)? };
+    let written = std::fs::File::create(&place).and_then(|mut file| {
+        file.write_all(bytes)?;
+        if place == path {
+            return file.flush();
+        }
+        file.sync_all()?;
+        std::fs::rename(&place, path)
+    });
+    if written.is_err() && place != path {
+        let _ = std::fs::remove_file(&place); // it may not have come to exist
+    }
+    written.with_context(|| format!("cannot write {}", path.display()))
+}
+
+fn beside(path: &Path) -> anyhow::Result<PathBuf> {
+    let name = path.file_name().with_context(|| format!("cannot write {}: it names no file", path.display()))?;
+    let mut part = name.to_os_string();
+    part.push(format!(".{}.part", std::process::id()));
+    Ok(path.with_file_name(part))
+}

@@ -1,0 +1,113 @@
+//! What a model is, from `config.json` in either spelling or from the metadata of a GGUF file.
+mod family;
+mod gguf;
+mod json;
+mod rope;
+mod tensors;
+
+pub use family::Family;
+pub(crate) use gguf::gguf_permutes;
+pub use rope::{Rope, RopeScaling};
+pub use tensors::{Role, TensorSpec};
+
+use crate::error::Error;
+
+/// The architecture of one model, checked: sizes are positive and divide, owners own.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    pub family: Family,
+    pub n_layers: usize,
+    pub hidden: usize,
+    pub n_heads: usize,
+    pub n_kv_heads: usize,
+    pub head_dim: usize,
+    pub intermediate: usize,
+    pub vocab: usize,
+    pub norm_eps: f32,
+    pub rope: Rope,
+    /// The embedding is also the output layer.
+    pub tie_embeddings: bool,
+    /// Biases on q, k and v.
+    pub qkv_bias: bool,
+    /// A bias on the attention's output.
+    pub o_bias: bool,
+    pub mlp_bias: bool,
+    /// RMSNorm over each head of q and k, before RoPE.
+    pub qk_norm: bool,
+    pub layers: Vec<LayerConfig>,
+    /// Positions the model was trained on.
+    pub context: u32,
+    pub bos: Option<u32>,
+    pub eos: Vec<u32>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerConfig {
+    /// Positions a query sees, its own included; `None` is all.
+    pub window: Option<u32>,
+    /// Itself, or the lower layer whose K and V it borrows.
+    pub owner: usize,
+    /// Turns q and k by position; false for NoPE layers.
+    pub rope: bool,
+}
+
+/// More than any model has; below it no product of two sizes overflows.
+const ABSURD: usize = 1 << 28;
+
+impl ModelConfig {
+    /// The checks that every source of a config must pass.
+    fn check(self, file: &str) -> Result<Self, Error> {
+        let bad = |field: &str, problem: String| {
+            Err(Error::Config { file: file.into(), field: field.into(), problem })
+        };
+        let sizes = [
+            ("num_hidden_layers", self.n_layers),
+            ("hidden_size", self.hidden),
+            ("num_attention_heads", self.n_heads),
+            ("num_key_value_heads", self.n_kv_heads),
+            ("head_dim", self.head_dim),
+            ("intermediate_size", self.intermediate),
+            ("vocab_size", self.vocab),
+        ];
+        for (field, size) in sizes {
+            if size == 0 || size > ABSURD {
+                return bad(field, format!("is {size}, which no model has"));
+            }
+        }
+        if self.n_layers > u16::MAX as usize {
+            return bad("num_hidden_layers", format!("is {}; kvist runs at most {}", self.n_layers, u16::MAX));
+        }
+        if !self.n_heads.is_multiple_of(self.n_kv_heads) {
+            let (heads, kv) = (self.n_heads, self.n_kv_heads);
+            return bad("num_key_value_heads", format!("is {kv}, which does not divide the {heads} query heads"));
+        }
+        if !self.head_dim.is_multiple_of(2) {
+            return bad("head_dim", format!("is {}; rotary embeddings need an even one", self.head_dim));
+        }
+        if self.n_heads.saturating_mul(self.head_dim) > ABSURD {
+            return bad("head_dim", format!("is {} for {} heads, which no model has", self.head_dim, self.n_heads));
+        }
+        if !(self.norm_eps.is_finite() && self.norm_eps >= 0.0) {
+            return bad("rms_norm_eps", format!("is {}", self.norm_eps));
+        }
+        if self.layers.len() != self.n_layers {
+            return bad("layer_types", format!("lists {} layers of {}", self.layers.len(), self.n_layers));
+        }
+        for (l, layer) in self.layers.iter().enumerate() {
+            if layer.window == Some(0) {
+                return bad("sliding_window", "is 0: a query must see itself".into());
+            }
+            let owner = layer.owner;
+            if owner > l || self.layers[owner].owner != owner {
+                return bad("kv_owner_layer", format!("lets layer {l} borrow from {owner}, which is no owner below it"));
+            }
+            if self.layers[owner].window != layer.window {
+                return bad("kv_owner_layer", format!("lets layer {l} borrow from {owner}, which has another window"));
+            }
+        }
+        if let Err((field, problem)) = self.rope.check(self.head_dim) {
+            return bad(field, problem);
+        }
+        Ok(self)
+    }
+}

@@ -1,0 +1,123 @@
+//! The architecture out of a GGUF file's metadata.
+use super::family::{self, FAMILIES};
+use super::rope::yarn_temperature;
+use super::*;
+use crate::weights::Gguf;
+
+/// Does llama.cpp's converter permute q and k of this `general.architecture`?
+pub(crate) fn gguf_permutes(architecture: &str) -> bool {
+    FAMILIES.iter().any(|t| t.gguf == architecture && t.gguf_permuted)
+}
+
+impl ModelConfig {
+    pub fn from_gguf(gguf: &Gguf) -> Result<Self, Error> {
+        let m = &gguf.metadata;
+        let file = gguf.file();
+        let architecture = m.must_text("general.architecture")?;
+        let traits = FAMILIES.iter().find(|t| t.gguf == architecture);
+        let traits = traits.ok_or_else(|| Error::UnknownArchitecture {
+            file: file.into(),
+            found: architecture.into(),
+            known: family::known(|t| t.gguf),
+        })?;
+        let key = |name: &str| format!("{architecture}.{name}");
+        let bad = |field: &str, problem: String| Error::Config { file: file.into(), field: key(field), problem };
+
+        let n_layers = m.must_size(&key("block_count"))?;
+        if n_layers > u16::MAX as usize {
+            return Err(bad("block_count", format!("is {n_layers}, which no model has")));
+        }
+        let hidden = m.must_size(&key("embedding_length"))?;
+        let n_heads = m.must_size(&key("attention.head_count"))?;
+        let head_dim = match m.size(&key("attention.key_length"))? {
+            Some(head_dim) => head_dim,
+            None if n_heads > 0 && hidden.is_multiple_of(n_heads) => hidden / n_heads,
+            None => return Err(bad("attention.head_count", format!("is {n_heads}, which does not divide {hidden}"))),
+        };
+        if m.size(&key("attention.value_length"))?.is_some_and(|v| v != head_dim) {
+            return Err(bad("attention.value_length", format!("differs from key_length {head_dim}")));
+        }
+        let context = m.size(&key("context_length"))?.unwrap_or(2048);
+        let vocab = match gguf.shape("token_embd.weight") {
+            Some([vocab, _]) => *vocab,
+            _ => return Err(Error::MissingTensor { name: "token_embd.weight".into() }),
+        };
+        let window = m.size(&key("attention.sliding_window"))?.filter(|w| *w > 0);
+        let window = window.map(|w| u32::try_from(w).unwrap_or(u32::MAX));
+        let owners = m.ints(&key("kv_owner_layer"))?;
+        if let Some(owners) = owners.filter(|owners| owners.len() != n_layers) {
+            return Err(bad("kv_owner_layer", format!("lists {} layers of {n_layers}", owners.len())));
+        }
+        let mut layers = Vec::with_capacity(n_layers);
+        for l in 0..n_layers {
+            let owner = match owners.and_then(|owners| owners.get(l)) {
+                Some(owner) => usize::try_from(*owner).map_err(|_| bad("kv_owner_layer", format!("holds {owner}")))?,
+                None => l,
+            };
+            // llama.cpp runs SmolLM3 without rope in every fourth layer.
+            let rope = traits.family != Family::SmolLm3 || !(l + 1).is_multiple_of(4);
+            layers.push(LayerConfig { window, owner, rope });
+        }
+        ModelConfig {
+            family: traits.family,
+            n_layers,
+            hidden,
+            n_heads,
+            n_kv_heads: m.size(&key("attention.head_count_kv"))?.unwrap_or(n_heads),
+            head_dim,
+            intermediate: m.must_size(&key("feed_forward_length"))?,
+            vocab,
+            norm_eps: m.number(&key("attention.layer_norm_rms_epsilon"))?.unwrap_or(1e-6) as f32,
+            rope: rope(gguf, architecture, traits.theta, head_dim, context)?,
+            tie_embeddings: !gguf.has("output.weight"),
+            qkv_bias: gguf.has("blk.0.attn_q.bias"),
+            o_bias: gguf.has("blk.0.attn_output.bias"),
+            mlp_bias: gguf.has("blk.0.ffn_gate.bias"),
+            qk_norm: traits.qk_norm,
+            layers,
+            context: u32::try_from(context).unwrap_or(u32::MAX),
+            bos: m.token("tokenizer.ggml.bos_token_id")?,
+            eos: m.token("tokenizer.ggml.eos_token_id")?.into_iter().collect(),
+        }
+        .check(file)
+    }
+}
+
+fn rope(gguf: &Gguf, architecture: &str, theta: f64, head_dim: usize, context: usize) -> Result<Rope, Error> {
+    let m = &gguf.metadata;
+    let key = |name: &str| format!("{architecture}.rope.{name}");
+    let bad = |field: &str, problem: String| Error::Config { file: gguf.file().into(), field: key(field), problem };
+    let factor = || -> Result<f64, Error> {
+        m.number(&key("scaling.factor"))?.ok_or_else(|| bad("scaling.factor", "is missing".into()))
+    };
+    let scaling = match m.text(&key("scaling.type"))?.unwrap_or("none") {
+        // Llama 3's ramp is stored as one factor per frequency.
+        _ if gguf.has("rope_freqs.weight") => RopeScaling::Factors(gguf.tensor("rope_freqs.weight")?.to_f32()?),
+        "none" => match m.number(&key("scale_linear"))? {
+            Some(factor) => RopeScaling::Linear { factor },
+            None => RopeScaling::None,
+        },
+        "linear" => RopeScaling::Linear { factor: factor()? },
+        "yarn" => {
+            let factor = factor()?;
+            let given = m.number(&key("scaling.attn_factor"))?.unwrap_or(1.0);
+            RopeScaling::Yarn {
+                factor,
+                original_context: m.number(&key("scaling.original_context_length"))?.unwrap_or(context as f64),
+                beta_fast: m.number(&key("scaling.yarn_beta_fast"))?.unwrap_or(32.0),
+                beta_slow: m.number(&key("scaling.yarn_beta_slow"))?.unwrap_or(1.0),
+                attention_factor: given * yarn_temperature(factor, 1.0),
+                truncate: true,
+            }
+        }
+        other => {
+            let problem = format!("is `{other}`; kvist knows none, linear, yarn and rope_freqs.weight");
+            return Err(bad("scaling.type", problem));
+        }
+    };
+    Ok(Rope {
+        theta: m.number(&key("freq_base"))?.unwrap_or(theta),
+        dim: m.size(&key("dimension_count"))?.unwrap_or(head_dim),
+        scaling,
+    })
+}

@@ -1,0 +1,64 @@
+//! Everything that can go wrong between a file and a token, said so that the reader knows what to do.
+use kvist_backend::{BackendError, BuildError, Bytes, OutOfBudget, StepError};
+use kvist_cache::Refused;
+use std::path::PathBuf;
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("cannot read {path}: {source}", path = path.display())]
+    Read { path: PathBuf, source: std::io::Error },
+    #[error("{path} is {what}", path = path.display())]
+    NotAModel { path: PathBuf, what: String },
+    /// A file whose contents cannot be what they claim.
+    #[error("{file}: {what}")]
+    Malformed { file: String, what: String },
+    #[error("{file}: `{field}` {problem}")]
+    Config { file: String, field: String, problem: String },
+    #[error("{file}: unknown architecture `{found}`; known are {known}")]
+    UnknownArchitecture { file: String, found: String, known: String },
+    #[error("the model lacks the tensor `{name}`")]
+    MissingTensor { name: String },
+    #[error("tensor `{name}` has the shape {found:?}; this model needs {expected:?}")]
+    TensorShape { name: String, found: Vec<usize>, expected: Vec<usize> },
+    #[error("tensor `{name}` is stored as {found}; kvist reads {known}")]
+    TensorEncoding { name: String, found: String, known: String },
+    #[error("linear algebra failed: {0}")]
+    Candle(#[from] candle_core::Error),
+    #[error("tokenizer of {file}: {what}")]
+    Tokenizer { file: String, what: String },
+    #[error("the chat template failed: {0}")]
+    Template(String),
+    #[error("{0}")]
+    Sampling(String),
+    #[error("token {token} lies outside the vocabulary of {vocab} tokens")]
+    TokenOutsideVocabulary { token: u32, vocab: usize },
+    #[error("the prompt has no tokens")]
+    EmptyPrompt,
+    #[error("the prompt has {tokens} tokens and the cache holds {context}: shorten it, or give --context {tokens} or more")]
+    PromptTooLong { tokens: usize, context: u32 },
+    #[error(
+        "KV cache for a context of {context} tokens asks {asked} (working memory included); {free} of {total} are free; try {advice}",
+        asked = Bytes(*asked), free = Bytes(*free), total = Bytes(*total)
+    )]
+    CacheTooLarge { context: u32, asked: u64, free: u64, total: u64, advice: String },
+    #[error(transparent)]
+    OutOfBudget(#[from] OutOfBudget),
+    #[error(transparent)]
+    Step(#[from] StepError),
+    #[error(transparent)]
+    Build(#[from] BuildError),
+    #[error("{0}")]
+    Usage(String),
+}
+
+impl From<BackendError> for Error {
+    fn from(error: BackendError) -> Self {
+        StepError::Backend(error).into()
+    }
+}
+
+impl From<Refused> for Error {
+    fn from(refused: Refused) -> Self {
+        StepError::Refused(refused).into()
+    }
+}

@@ -1,0 +1,179 @@
+//! Text out of a session: prefill, then one token after the other until something ends it.
+use crate::error::Error;
+use crate::sampler::Sampler;
+use crate::session::{Feed, ModelSession, Want};
+use crate::text::StopMatcher;
+use crate::tokenizer::{TextStream, Tokenizer};
+use kvist_cache::{Refused, SeqId};
+use kvist_backend::StepError;
+use std::time::{Duration, Instant};
+
+/// What ended a generation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// The model said so.
+    EndOfText,
+    /// This stop string came; it is not part of the text.
+    Stop(String),
+    MaxTokens,
+    /// No cell is left for another token.
+    CacheFull,
+    Cancelled,
+}
+
+/// When to end.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    pub max_tokens: usize,
+    pub stop: Vec<String>,
+    pub ignore_eos: bool,
+    /// Recompute the whole history for every token instead of reading it from the cache: the baseline that a
+    /// cache is compared with.
+    pub no_cache: bool,
+}
+
+/// What came out, and what it took.
+#[derive(Clone, Debug)]
+pub struct Generation {
+    /// Every sampled token, the one that ended the text included.
+    pub tokens: Vec<u32>,
+    pub text: String,
+    pub finish: Finish,
+    pub prompt_tokens: usize,
+    pub prefill: Duration,
+    pub decode: Duration,
+}
+
+impl Generation {
+    /// Tokens per second of the decode alone: the first token belongs to the prefill.
+    pub fn decode_rate(&self) -> f64 {
+        rate(self.tokens.len().saturating_sub(1), self.decode)
+    }
+    pub fn prefill_rate(&self) -> f64 {
+        rate(self.prompt_tokens, self.prefill)
+    }
+}
+
+fn rate(tokens: usize, time: Duration) -> f64 {
+    if time.is_zero() { 0.0 } else { tokens as f64 / time.as_secs_f64() }
+}
+
+/// Someone who watches a generation. All default to nothing.
+pub trait Observer {
+    /// Prompt tokens done so far. False stops the work.
+    fn prefilled(&mut self, _tokens: usize) -> bool {
+        true
+    }
+    /// A token was sampled, whether or not it made text. False stops the work.
+    fn sampled(&mut self) -> bool {
+        true
+    }
+    /// Text that is final: whole characters, no part of a stop string. False stops the work.
+    fn text(&mut self, _text: &str) -> bool {
+        true
+    }
+}
+
+impl Observer for () {}
+
+/// Continue `seq` with `prompt`, then sample. Without a tokenizer the text stays empty and stop strings are not
+/// looked for. The last sampled token is not fed: the sequence holds all that was fed, and the next turn
+/// begins with it.
+pub fn generate(
+    session: &mut ModelSession,
+    seq: SeqId,
+    prompt: &[u32],
+    tokenizer: Option<&Tokenizer>,
+    sampler: &mut Sampler,
+    limits: &Limits,
+    observer: &mut dyn Observer,
+) -> Result<Generation, Error> {
+    let started = Instant::now();
+    let eos = session.model().end_tokens().to_vec();
+    let mut out = Output::new(tokenizer, limits);
+    let done = session.prefill(seq, prompt, &mut |n| observer.prefilled(n))?;
+    let prefill = started.elapsed();
+    let started = Instant::now();
+    let mut tokens: Vec<u32> = Vec::new();
+    sampler.observe(prompt);
+    let finish = if done < prompt.len() {
+        Finish::Cancelled
+    } else {
+        loop {
+            if tokens.len() >= limits.max_tokens {
+                break Finish::MaxTokens;
+            }
+            if let Some(last) = tokens.last() {
+                let next = if limits.no_cache {
+                    let history = [prompt, tokens.as_slice()].concat();
+                    session.clear().and_then(|()| session.prefill(seq, &history, &mut |_| true)).map(drop)
+                } else {
+                    session.forward(&[Feed::chain(seq, std::slice::from_ref(last))], Want::LastOfEach)
+                };
+                match next {
+                    Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => break Finish::CacheFull,
+                    other => other?,
+                }
+            }
+            let token = sampler.sample(session.logits_row(0))?;
+            sampler.observe(&[token]);
+            tokens.push(token);
+            if eos.contains(&token) && !limits.ignore_eos {
+                break Finish::EndOfText;
+            }
+            if let Some(stop) = out.push(token)? {
+                break Finish::Stop(stop);
+            }
+            if !out.flush_to(observer) || !observer.sampled() {
+                break Finish::Cancelled;
+            }
+        }
+    };
+    out.finish(&finish)?;
+    out.flush_to(observer);
+    Ok(Generation {
+        tokens,
+        text: out.text,
+        finish,
+        prompt_tokens: prompt.len(),
+        prefill,
+        decode: started.elapsed(),
+    })
+}
+
+/// Tokens on their way to becoming final text.
+struct Output<'t> {
+    stream: Option<TextStream<'t>>,
+    stops: StopMatcher,
+    text: String,
+    shown: usize,
+}
+
+impl<'t> Output<'t> {
+    fn new(tokenizer: Option<&'t Tokenizer>, limits: &Limits) -> Self {
+        let stream = tokenizer.map(|t| t.stream());
+        Output { stream, stops: StopMatcher::new(&limits.stop), text: String::new(), shown: 0 }
+    }
+    /// The stop string that this token completed, if it did.
+    fn push(&mut self, token: u32) -> Result<Option<String>, Error> {
+        let Some(stream) = &mut self.stream else { return Ok(None) };
+        let piece = stream.push(token)?;
+        Ok(self.stops.push(&piece, &mut self.text))
+    }
+    /// What is held back becomes final, unless a stop string ended it.
+    fn finish(&mut self, finish: &Finish) -> Result<(), Error> {
+        if !matches!(finish, Finish::Stop(_)) {
+            if let Some(stream) = &mut self.stream {
+                let rest = stream.finish()?;
+                self.stops.push(&rest, &mut self.text);
+            }
+            self.stops.finish(&mut self.text);
+        }
+        Ok(())
+    }
+    fn flush_to(&mut self, observer: &mut dyn Observer) -> bool {
+        let new = &self.text[self.shown..];
+        self.shown = self.text.len();
+        new.is_empty() || observer.text(new)
+    }
+}

@@ -1,0 +1,10 @@
+//! A model that runs: weights loaded once, any number of sessions beside each other.
+mod decoder;
+mod layout;
+mod load;
+mod ops;
+mod rope;
+
+pub use decoder::{Activations, Batch, Decoder};
+pub use load::{LoadOptions, Model, ModelFile};
+pub use ops::top_two;

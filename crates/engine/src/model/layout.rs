@@ -1,0 +1,31 @@
+//! The model's attention as the cache sees it: layers with the same window share a cell space.
+use crate::config::ModelConfig;
+use kvist_backend::{LayerSpec, Layout};
+use kvist_cache::{GroupId, LayerId};
+
+impl ModelConfig {
+    /// The window of each layer group, in order of first appearance.
+    pub fn group_windows(&self) -> Vec<Option<u32>> {
+        let mut windows = Vec::new();
+        for layer in &self.layers {
+            if !windows.contains(&layer.window) {
+                windows.push(layer.window);
+            }
+        }
+        windows
+    }
+
+    pub fn layout(&self) -> Layout {
+        let windows = self.group_windows();
+        let layers = self.layers.iter().map(|layer| {
+            let group = windows.iter().position(|w| *w == layer.window).unwrap_or(0);
+            LayerSpec {
+                group: GroupId(group as u16),
+                owner: LayerId(layer.owner as u16),
+                n_kv_heads: self.n_kv_heads as u32,
+                head_dim: self.head_dim as u32,
+            }
+        });
+        Layout { n_heads: self.n_heads as u32, layers: layers.collect() }
+    }
+}

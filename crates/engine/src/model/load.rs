@@ -1,0 +1,222 @@
+//! From a file to a decoder: every tensor named and checked, every byte reserved before it is read.
+use super::decoder::{Decoder, Layer};
+use super::rope::RotaryEmbedding;
+use crate::config::{ModelConfig, Role, TensorSpec};
+use crate::embedded;
+use crate::error::Error;
+use crate::template::ChatTemplate;
+use crate::tokenizer::Tokenizer;
+use crate::weights::{Embedding, Linear, Source, WeightForm};
+use kvist_backend::{MemoryBudget, Purpose, Reservation};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Where a model comes from.
+#[derive(Clone, Debug)]
+pub enum ModelFile {
+    /// The small model inside this program.
+    Embedded,
+    /// A Hugging Face folder or a .gguf file.
+    Path(PathBuf),
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct LoadOptions {
+    pub form: WeightForm,
+    /// Map the files instead of reading them; they must not change underneath.
+    pub mmap: bool,
+}
+
+/// Weights, tokenizer and template, loaded once and shared by any number of sessions.
+#[derive(Debug)]
+pub struct Model {
+    name: String,
+    decoder: Decoder,
+    tokenizer: Option<Tokenizer>,
+    template: Option<ChatTemplate>,
+    end_tokens: Vec<u32>,
+    weights: Reservation,
+}
+
+/// An opened file before its weights are read.
+pub(crate) struct Opened {
+    pub name: String,
+    pub config: ModelConfig,
+    pub source: Source,
+    tokenizer: Option<Tokenizer>,
+    template: Option<ChatTemplate>,
+}
+
+impl Opened {
+    pub fn open(file: &ModelFile, mmap: bool) -> Result<Self, Error> {
+        match file {
+            ModelFile::Embedded => {
+                Self::gguf(embedded::NAME.into(), Source::gguf_bytes(embedded::NAME, embedded::MODEL)?)
+            },
+            ModelFile::Path(path) if path.is_dir() => Self::folder(path, mmap),
+            ModelFile::Path(path) if path.exists() => {
+                if path.extension().is_some_and(|e| e == "safetensors") {
+                    return Err(Error::NotAModel {
+                        path: path.clone(),
+                        what: "a weight file alone; give the folder that holds it and config.json".into(),
+                    });
+                }
+                Self::gguf(path.display().to_string(), Source::gguf_file(path, mmap)?)
+            }
+            ModelFile::Path(path) => Err(Error::NotAModel {
+                path: path.clone(),
+                what: "not there; give a Hugging Face folder or a .gguf file".into(),
+            }),
+        }
+    }
+
+    fn folder(path: &Path, mmap: bool) -> Result<Self, Error> {
+        let config = ModelConfig::from_folder(path)?;
+        let source = Source::folder(path, mmap)?;
+        let tokenizer = Tokenizer::from_folder(path)?;
+        let template = ChatTemplate::from_folder(path)?;
+        Ok(Opened { name: path.display().to_string(), config, source, tokenizer, template })
+    }
+
+    fn gguf(name: String, source: Source) -> Result<Self, Error> {
+        let gguf = source.as_gguf().ok_or_else(|| Error::Usage("not a GGUF source".into()))?;
+        let config = ModelConfig::from_gguf(gguf)?;
+        let tokenizer = Tokenizer::from_gguf(gguf)?;
+        let template = ChatTemplate::from_gguf(gguf)?;
+        Ok(Opened { name, config, source, tokenizer, template })
+    }
+
+    /// Bytes the weights will take in this form: what [`Model::load`] reserves.
+    pub fn weight_bytes(&self, form: WeightForm) -> Result<u64, Error> {
+        self.config.tensors().iter().try_fold(0u64, |sum, spec| {
+            let bytes = resident_bytes(spec, self.source.find(spec)?.encoding, form);
+            sum.checked_add(bytes).ok_or_else(|| Error::Usage("the weights overflow 64 bits".into()))
+        })
+    }
+}
+
+/// Bytes one tensor takes when it is loaded.
+pub(crate) fn resident_bytes(spec: &TensorSpec, stored: crate::weights::Encoding, form: WeightForm) -> u64 {
+    match spec.role {
+        Role::Embedding => Embedding::resident_bytes(&spec.shape, stored, form),
+        Role::Linear => Linear::resident_bytes(&spec.shape, stored, form),
+        Role::Norm | Role::Bias => spec.shape.iter().map(|n| *n as u64).product::<u64>() * 4,
+    }
+}
+
+impl Model {
+    /// Load a model. Refused by name and size if the weights do not fit into the budget; `progress` hears
+    /// (tensors done, tensors in all).
+    pub fn load(
+        file: &ModelFile,
+        options: &LoadOptions,
+        budget: &Arc<MemoryBudget>,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Self, Error> {
+        let opened = Opened::open(file, options.mmap)?;
+        let weights = budget.reserve(Purpose::Weights, opened.weight_bytes(options.form)?)?;
+        let Opened { name, config, source, tokenizer, template } = opened;
+        let total = config.tensors().len();
+        let mut loader = Loader { specs: config.tensors(), source, form: options.form, done: 0, total, progress };
+        let decoder = loader.decoder(config)?;
+        let mut end_tokens = decoder.config().eos.clone();
+        if let Some(tokenizer) = &tokenizer {
+            end_tokens.extend(tokenizer.eos());
+        }
+        end_tokens.sort_unstable();
+        end_tokens.dedup();
+        Ok(Model { name, decoder, tokenizer, template, end_tokens, weights })
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+    pub fn decoder(&self) -> &Decoder {
+        &self.decoder
+    }
+    pub fn tokenizer(&self) -> Option<&Tokenizer> {
+        self.tokenizer.as_ref()
+    }
+    pub fn chat_template(&self) -> Option<&ChatTemplate> {
+        self.template.as_ref()
+    }
+    /// Tokens that end a text.
+    pub fn end_tokens(&self) -> &[u32] {
+        &self.end_tokens
+    }
+    /// The budget the weights were reserved from; sessions take theirs from it too.
+    pub fn budget(&self) -> &Arc<MemoryBudget> {
+        self.weights.budget()
+    }
+}
+
+struct Loader<'p> {
+    specs: Vec<TensorSpec>,
+    source: Source,
+    form: WeightForm,
+    done: usize,
+    total: usize,
+    progress: &'p mut dyn FnMut(usize, usize),
+}
+
+impl Loader<'_> {
+    fn spec(&self, name: &str) -> Option<TensorSpec> {
+        self.specs.iter().find(|spec| spec.name == name).cloned()
+    }
+    fn tick(&mut self) {
+        self.done += 1;
+        (self.progress)(self.done, self.total);
+    }
+    /// A norm or a bias, if the model has it.
+    fn vector(&mut self, name: &str) -> Result<Option<Vec<f32>>, Error> {
+        let Some(spec) = self.spec(name) else { return Ok(None) };
+        self.tick();
+        Ok(Some(self.source.find(&spec)?.to_f32()?))
+    }
+    fn norm(&mut self, name: &str) -> Result<Vec<f32>, Error> {
+        self.vector(name)?.ok_or_else(|| Error::MissingTensor { name: name.into() })
+    }
+    /// A linear layer with its bias, if the model has it.
+    fn linear(&mut self, name: &str) -> Result<Option<Linear>, Error> {
+        let Some(spec) = self.spec(&format!("{name}.weight")) else { return Ok(None) };
+        self.tick();
+        let linear = self.source.find(&spec)?.to_linear(self.form)?;
+        let bias = self.vector(&format!("{name}.bias"))?;
+        Ok(Some(linear.with_bias(bias)))
+    }
+    fn must(&mut self, name: &str) -> Result<Linear, Error> {
+        self.linear(name)?.ok_or_else(|| Error::MissingTensor { name: format!("{name}.weight") })
+    }
+
+    fn decoder(&mut self, config: ModelConfig) -> Result<Decoder, Error> {
+        let layout = config.layout();
+        layout.check().map_err(kvist_backend::BackendError::from)?;
+        let spec = self.spec("model.embed_tokens.weight");
+        let spec = spec.ok_or_else(|| Error::MissingTensor { name: "model.embed_tokens.weight".into() })?;
+        self.tick();
+        let embedding = self.source.find(&spec)?.to_embedding(self.form)?;
+        let mut layers = Vec::new();
+        for (l, layer) in config.layers.iter().enumerate() {
+            let name = |part: &str| format!("model.layers.{l}.{part}");
+            let k = self.linear(&name("self_attn.k_proj"))?;
+            let v = self.linear(&name("self_attn.v_proj"))?;
+            layers.push(Layer {
+                attention_norm: self.norm(&name("input_layernorm.weight"))?,
+                q: self.must(&name("self_attn.q_proj"))?,
+                kv: k.zip(v),
+                q_norm: self.vector(&name("self_attn.q_norm.weight"))?,
+                k_norm: self.vector(&name("self_attn.k_norm.weight"))?,
+                o: self.must(&name("self_attn.o_proj"))?,
+                mlp_norm: self.norm(&name("post_attention_layernorm.weight"))?,
+                gate: self.must(&name("mlp.gate_proj"))?,
+                up: self.must(&name("mlp.up_proj"))?,
+                down: self.must(&name("mlp.down_proj"))?,
+                rope: layer.rope,
+            });
+        }
+        let norm = self.norm("model.norm.weight")?;
+        let head = self.linear("lm_head")?;
+        let rope = RotaryEmbedding::new(&config.rope);
+        Ok(Decoder { config, layout, embedding, layers, norm, head, rope })
+    }
+}

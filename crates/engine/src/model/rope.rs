@@ -1,0 +1,53 @@
+//! Rotary position embedding (Su et al., 2021), in the half-split form of the Hugging Face checkpoints.
+use crate::config::Rope;
+
+/// Angles of one batch: computed once per step, used by every layer.
+#[derive(Debug, Default)]
+pub struct Angles {
+    cos: Vec<f32>, // [n_tokens, dim / 2]
+    sin: Vec<f32>,
+}
+
+/// The frequencies of one model.
+#[derive(Debug)]
+pub struct RotaryEmbedding {
+    inverse_frequencies: Vec<f32>, // [dim / 2]
+    /// Multiplies cos and sin (yarn); 1 elsewhere.
+    attention_factor: f32,
+}
+
+impl RotaryEmbedding {
+    pub fn new(rope: &Rope) -> Self {
+        RotaryEmbedding {
+            inverse_frequencies: rope.inv_freq(),
+            attention_factor: rope.attention_factor(),
+        }
+    }
+
+    /// Fill `angles` for tokens at these positions. f32 throughout, as transformers computes them.
+    pub fn angles(&self, positions: &[u32], angles: &mut Angles) {
+        angles.cos.clear();
+        angles.sin.clear();
+        for &position in positions {
+            for frequency in &self.inverse_frequencies {
+                let (sin, cos) = (position as f32 * frequency).sin_cos();
+                angles.cos.push(cos * self.attention_factor);
+                angles.sin.push(sin * self.attention_factor);
+            }
+        }
+    }
+
+    /// Turn the rows `x: [n_tokens, n_heads, head_dim]`. Only the first `2 × frequencies` elements of a row turn.
+    pub fn apply(&self, angles: &Angles, x: &mut [f32], n_heads: usize, head_dim: usize) {
+        let half = self.inverse_frequencies.len();
+        let tokens = x.chunks_exact_mut(n_heads * head_dim);
+        for ((token, cos), sin) in tokens.zip(angles.cos.chunks_exact(half)).zip(angles.sin.chunks_exact(half)) {
+            for row in token.chunks_exact_mut(head_dim) {
+                let (low, high) = row[..2 * half].split_at_mut(half);
+                for (((low, high), cos), sin) in low.iter_mut().zip(high).zip(cos).zip(sin) {
+                    (*low, *high) = (*low * cos - *high * sin, *high * cos + *low * sin);
+                }
+            }
+        }
+    }
+}

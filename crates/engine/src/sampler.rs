@@ -1,0 +1,171 @@
+//! From logits to a token.
+//!
+//! In this order, as llama.cpp's default chain has it: repetition penalty, top-k, top-p, min-p, temperature, draw.
+//! Probabilities for top-p and min-p are those before the temperature.
+use crate::error::Error;
+use std::collections::VecDeque;
+
+/// How to choose. Checked by [`Sampler::new`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SamplerConfig {
+    /// 0 takes the likeliest token.
+    pub temperature: f32,
+    /// Keep the K likeliest; 0 keeps all.
+    pub top_k: usize,
+    /// Keep the likeliest that together reach this probability; 1 keeps all (Holtzman et al., 2020).
+    pub top_p: f32,
+    /// Drop what is less likely than this share of the likeliest; 0 drops none (Nguyen et al., 2024).
+    pub min_p: f32,
+    /// Divide positive and multiply negative logits of recent tokens by this; 1 is off (Keskar et al., 2019).
+    pub repetition_penalty: f32,
+    /// Recent tokens that the penalty looks at.
+    pub repetition_window: usize,
+    pub seed: u64,
+}
+
+impl SamplerConfig {
+    /// Always the likeliest token.
+    pub fn greedy() -> Self {
+        SamplerConfig {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            repetition_window: 0,
+            seed: 0,
+        }
+    }
+}
+
+/// Draws tokens. The same configuration and logits give the same tokens on every machine.
+#[derive(Clone, Debug)]
+pub struct Sampler {
+    config: SamplerConfig,
+    draws: u64,
+    recent: VecDeque<u32>,
+    candidates: Vec<(u32, f32)>,
+    logits: Vec<f32>,
+}
+
+impl Sampler {
+    pub fn new(config: SamplerConfig) -> Result<Self, Error> {
+        let check = |good: bool, what: &str| if good { Ok(()) } else { Err(Error::Sampling(what.into())) };
+        let c = &config;
+        check(c.temperature.is_finite() && c.temperature >= 0.0, "the temperature must be 0 or more")?;
+        check(c.top_p > 0.0 && c.top_p <= 1.0, "top-p must lie above 0 and at most at 1")?;
+        check((0.0..=1.0).contains(&c.min_p), "min-p must lie between 0 and 1")?;
+        check(
+            c.repetition_penalty.is_finite() && c.repetition_penalty > 0.0,
+            "the repetition penalty must be above 0",
+        )?;
+        Ok(Sampler { config, draws: 0, recent: VecDeque::new(), candidates: Vec::new(), logits: Vec::new() })
+    }
+
+    /// Tokens that are part of the text now: the penalty looks at them.
+    pub fn observe(&mut self, tokens: &[u32]) {
+        if self.config.repetition_penalty == 1.0 {
+            return;
+        }
+        for token in tokens {
+            if self.recent.len() >= self.config.repetition_window {
+                self.recent.pop_front();
+            }
+            if self.config.repetition_window > 0 {
+                self.recent.push_back(*token);
+            }
+        }
+    }
+
+    /// The next token. NaN logits are an error: something went wrong before.
+    pub fn sample(&mut self, logits: &[f32]) -> Result<u32, Error> {
+        if logits.is_empty() {
+            return Err(Error::Sampling("there are no logits to sample from".into()));
+        }
+        if logits.iter().any(|x| x.is_nan()) {
+            return Err(Error::Sampling("the model gave NaN logits: its weights or its cache are broken".into()));
+        }
+        self.logits.clear();
+        self.logits.extend_from_slice(logits);
+        self.penalise();
+        if self.config.temperature == 0.0 {
+            return Ok(likeliest(&self.logits));
+        }
+        self.keep_candidates();
+        self.draw()
+    }
+
+    fn penalise(&mut self) {
+        let penalty = self.config.repetition_penalty;
+        for (i, &token) in self.recent.iter().enumerate() {
+            let repeated = self.recent.iter().take(i).any(|t| *t == token); // each token once
+            if let (false, Some(x)) = (repeated, self.logits.get_mut(token as usize)) {
+                *x = if *x > 0.0 { *x / penalty } else { *x * penalty };
+            }
+        }
+    }
+
+    /// `candidates`: (token, probability), likeliest first, not normalised.
+    fn keep_candidates(&mut self) {
+        let c = &self.config;
+        let max = self.logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        // All equal, infinitely likely or infinitely unlikely, still leave something to choose from.
+        let weight = |x: f32| if x == max { 1.0 } else { (x - max).exp() };
+        self.candidates.clear();
+        self.candidates.extend((0..).zip(self.logits.iter().map(|x| weight(*x))));
+        let order = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+        if c.top_k > 0 && c.top_k < self.candidates.len() {
+            self.candidates.select_nth_unstable_by(c.top_k - 1, order);
+            self.candidates.truncate(c.top_k);
+        }
+        self.candidates.sort_unstable_by(order);
+        if c.top_p < 1.0 {
+            let total: f32 = self.candidates.iter().map(|(_, p)| p).sum();
+            let mut sum = 0.0;
+            let reached = self.candidates.iter().position(|(_, p)| {
+                sum += p / total;
+                sum >= c.top_p
+            });
+            self.candidates.truncate(reached.map_or(usize::MAX, |last| last + 1));
+        }
+        // The likeliest has weight 1.
+        let kept = self.candidates.partition_point(|(_, p)| *p >= c.min_p);
+        self.candidates.truncate(kept.max(1));
+    }
+
+    fn draw(&mut self) -> Result<u32, Error> {
+        let temperature = self.config.temperature;
+        let heat = |p: f32| p.powf(1.0 / temperature);
+        let total: f32 = self.candidates.iter().map(|(_, p)| heat(*p)).sum();
+        let mut left = self.uniform() * total;
+        for (token, p) in &self.candidates {
+            left -= heat(*p);
+            if left < 0.0 {
+                return Ok(*token);
+            }
+        }
+        // Rounding may leave a crumb; the last candidate takes it.
+        let last = self.candidates.last().ok_or_else(|| Error::Sampling("nothing to choose from".into()))?;
+        Ok(last.0)
+    }
+
+    /// In [0, 1), from the seed and the number of the draw (SplitMix64: Steele et al., 2014).
+    fn uniform(&mut self) -> f32 {
+        self.draws += 1;
+        let mut z = self.config.seed.wrapping_add(self.draws.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 40) as f32 / (1 << 24) as f32
+    }
+}
+
+/// The first of the largest.
+fn likeliest(logits: &[f32]) -> u32 {
+    let mut best = 0;
+    for (i, x) in logits.iter().enumerate() {
+        if *x > logits[best] {
+            best = i;
+        }
+    }
+    best as u32
+}

@@ -1,0 +1,238 @@
+//! A model with a cache: one forward pass after the other, over any kind, dtype and backend.
+use crate::error::Error;
+use crate::memory::{CacheConfig, MemoryPlan};
+use crate::model::{Activations, Batch, Model};
+use kvist_backend::{Counters, Purpose, Registry, Reservation};
+use kvist_cache::*;
+use std::sync::Arc;
+
+/// The tokens one sequence adds in a pass.
+#[derive(Clone, Copy, Debug)]
+pub struct Feed<'a> {
+    pub seq: SeqId,
+    pub tokens: &'a [u32],
+    /// Speculative tokens name the parent of each; `None` is a plain continuation.
+    pub parents: Option<&'a [Option<NodeId>]>,
+}
+
+impl<'a> Feed<'a> {
+    pub fn chain(seq: SeqId, tokens: &'a [u32]) -> Self {
+        Feed { seq, tokens, parents: None }
+    }
+    /// One token per parent.
+    pub fn frontier(seq: SeqId, tokens: &'a [u32], parents: &'a [Option<NodeId>]) -> Self {
+        Feed { seq, tokens, parents: Some(parents) }
+    }
+}
+
+/// Which rows of the batch get logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Want {
+    Nothing,
+    /// One row per feed, in their order.
+    LastOfEach,
+    All,
+}
+
+/// One conversation or a batch of them: a cache of its own, weights shared with every other session.
+pub struct ModelSession {
+    model: Arc<Model>,
+    session: kvist_backend::Session,
+    config: CacheConfig,
+    activations: Activations,
+    tokens: Vec<u32>,
+    positions: Vec<u32>,
+    rows: Vec<u32>,
+    n_rows: usize,
+    taps: Vec<LayerId>,
+    _activation_bytes: Reservation,
+}
+
+impl ModelSession {
+    /// An empty cache for `model`. Refused, before anything is allocated, if what it may grow to does not fit
+    /// into the budget.
+    pub fn new(model: &Arc<Model>, registry: &Registry, config: &CacheConfig) -> Result<Self, Error> {
+        let budget = model.budget();
+        let plan = MemoryPlan::of_session(model.decoder().config(), registry, config)?;
+        let (asked, free) = (plan.session_bound(), budget.free());
+        if asked > free {
+            return Err(plan.too_large(model.decoder().config(), registry, config, free, budget.total()));
+        }
+        let activations = budget.reserve(Purpose::Activations, plan.usage.of(Purpose::Activations))?;
+        let layout = model.decoder().layout();
+        let session = registry.session(
+            &config.backend,
+            &config.kind,
+            &config.groups(model.decoder().config()),
+            &config.pool_spec(layout, budget),
+        )?;
+        let mut this = ModelSession {
+            model: model.clone(),
+            session,
+            config: config.clone(),
+            activations: Activations::default(),
+            tokens: Vec::new(),
+            positions: Vec::new(),
+            rows: Vec::new(),
+            n_rows: 0,
+            taps: Vec::new(),
+            _activation_bytes: activations,
+        };
+        this.open_only()?;
+        Ok(this)
+    }
+
+    /// Kinds that name their sequences start with [`SeqId::ONLY`], so that one conversation runs on any kind.
+    fn open_only(&mut self) -> Result<(), Error> {
+        if let Some(mut sequences) = self.session.cache.sequences() {
+            sequences.seq_new(SeqId::ONLY)?;
+        }
+        Ok(())
+    }
+
+    pub fn model(&self) -> &Arc<Model> {
+        &self.model
+    }
+    pub fn config(&self) -> &CacheConfig {
+        &self.config
+    }
+    /// The bookkeeping, between passes.
+    pub fn cache(&mut self) -> &mut Cache {
+        &mut self.session.cache
+    }
+    /// KV bytes reserved now.
+    pub fn kv_bytes(&self) -> u64 {
+        self.session.pools().bytes()
+    }
+    pub fn counters(&self) -> Counters {
+        self.session.pools().counters()
+    }
+    /// Bookkeeping and bytes moved together.
+    pub fn compact(&mut self) -> Result<(), Error> {
+        Ok(self.session.compact()?)
+    }
+
+    /// Forget every sequence and start anew with an empty [`SeqId::ONLY`].
+    pub fn clear(&mut self) -> Result<(), Error> {
+        self.session.cache.clear();
+        self.open_only()
+    }
+
+    /// Keep the output of these layers from the next pass on; see [`tap`](Self::tap).
+    pub fn set_taps(&mut self, layers: &[LayerId]) -> Result<(), Error> {
+        let n_layers = self.model.decoder().layout().layers.len();
+        if let Some(layer) = layers.iter().find(|l| l.0 as usize >= n_layers) {
+            let layer = *layer;
+            return Err(kvist_backend::BackendError::UnknownLayer { layer, n_layers }.into());
+        }
+        self.taps = layers.to_vec();
+        Ok(())
+    }
+    /// Residual stream after the `i`-th tapped layer in the last pass: `[n_tokens, hidden]`.
+    pub fn tap(&self, i: usize) -> &[f32] {
+        &self.activations.taps[i]
+    }
+
+    /// Logits of the last pass: `[rows, vocab]`.
+    pub fn logits(&self) -> &[f32] {
+        &self.activations.logits
+    }
+    /// One row of them.
+    pub fn logits_row(&self, row: usize) -> &[f32] {
+        let vocab = self.model.decoder().config().vocab;
+        &self.activations.logits[row * vocab..(row + 1) * vocab]
+    }
+    pub fn n_rows(&self) -> usize {
+        self.n_rows
+    }
+
+    /// One forward pass over the new tokens of one or many sequences. On `Err` the cache is as it was.
+    pub fn forward(&mut self, feeds: &[Feed<'_>], want: Want) -> Result<(), Error> {
+        self.gather(feeds, want)?;
+        // At most a handful of feeds per pass: their spans live on the stack of this call.
+        let mut spans = [Span::chain(SeqId::ONLY, 0, 0); 8];
+        let mut many = Vec::new();
+        let spans = if feeds.len() <= spans.len() {
+            &mut spans[..feeds.len()]
+        } else {
+            many.resize(feeds.len(), spans[0]);
+            &mut many[..]
+        };
+        for (span, feed) in spans.iter_mut().zip(feeds) {
+            let start = self.session.cache.next_position(feed.seq).ok_or(Refused::UnknownSequence(feed.seq))?;
+            let new = match feed.parents {
+                None => New::Chain(feed.tokens.len() as u32),
+                Some(parents) => New::Frontier(parents),
+            };
+            *span = Span { seq: feed.seq, start, new };
+        }
+        let mut step = self.session.step(&StepRequest { spans })?;
+        step.plan().positions(&mut self.positions);
+        let batch =
+            Batch { tokens: &self.tokens, positions: &self.positions, rows: &self.rows, taps: &self.taps };
+        let decoder = self.model.decoder();
+        decoder.forward(batch, &mut |call| step.attend(call), &mut self.activations)?;
+        step.commit()?;
+        self.n_rows = self.rows.len();
+        Ok(())
+    }
+
+    /// Flatten the feeds, checked, into the batch's tokens and rows.
+    fn gather(&mut self, feeds: &[Feed<'_>], want: Want) -> Result<(), Error> {
+        let vocab = self.model.decoder().config().vocab;
+        self.tokens.clear();
+        self.rows.clear();
+        for feed in feeds {
+            if let Some(token) = feed.tokens.iter().find(|t| **t as usize >= vocab) {
+                return Err(Error::TokenOutsideVocabulary { token: *token, vocab });
+            }
+            if feed.parents.is_some_and(|parents| parents.len() != feed.tokens.len()) {
+                return Err(Error::Usage("a frontier needs one parent for each of its tokens".into()));
+            }
+            let first = self.tokens.len() as u32;
+            self.tokens.extend_from_slice(feed.tokens);
+            let end = self.tokens.len() as u32;
+            match want {
+                Want::Nothing => {}
+                Want::LastOfEach => self.rows.extend(end.checked_sub(1)),
+                Want::All => self.rows.extend(first..end),
+            }
+        }
+        let max_rows = self.config.max_rows.max(1) as usize;
+        if self.rows.len() > max_rows {
+            let wanted = self.rows.len();
+            return Err(Error::Usage(format!("{wanted} rows of logits wanted, {max_rows} reserved (max_rows)")));
+        }
+        let longest = self.config.max_step_tokens;
+        if self.tokens.len() > longest as usize {
+            let got = u32::try_from(self.tokens.len()).unwrap_or(u32::MAX);
+            return Err(Refused::StepTooLong { max_step_tokens: longest, got }.into());
+        }
+        Ok(())
+    }
+
+    /// Feed a long run of tokens in chunks of at most `max_step_tokens`; logits of the last token only.
+    /// `progress` hears the number of tokens done after each chunk and may stop the work by returning false;
+    /// then the chunks that were fed stand. Returns the tokens fed.
+    pub fn prefill(
+        &mut self,
+        seq: SeqId,
+        tokens: &[u32],
+        progress: &mut dyn FnMut(usize) -> bool,
+    ) -> Result<usize, Error> {
+        if tokens.is_empty() {
+            return Err(Error::EmptyPrompt);
+        }
+        let mut done = 0;
+        for chunk in tokens.chunks(self.config.max_step_tokens.max(1) as usize) {
+            let last = done + chunk.len() == tokens.len();
+            let want = if last { Want::LastOfEach } else { Want::Nothing };
+            self.forward(&[Feed::chain(seq, chunk)], want)?;
+            done += chunk.len();
+            if !progress(done) {
+                break;
+            }
+        }
+        Ok(done)
+    }
+}

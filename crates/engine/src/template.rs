@@ -1,0 +1,144 @@
+//! Chat templates: the Jinja that models ship, rendered as transformers renders it.
+use crate::error::Error;
+use crate::tokenizer::{Tokenizer, folder_config};
+use crate::weights::Gguf;
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Value;
+use minijinja::{Environment, ErrorKind, context};
+use std::path::Path;
+
+/// One turn.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Message {
+    /// `system`, `user` or `assistant`.
+    pub role: String,
+    pub content: String,
+}
+
+impl Message {
+    pub fn new(role: &str, content: &str) -> Self {
+        Message { role: role.into(), content: content.into() }
+    }
+}
+
+/// A compiled template.
+pub struct ChatTemplate {
+    environment: Environment<'static>,
+}
+
+impl std::fmt::Debug for ChatTemplate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ChatTemplate").finish_non_exhaustive()
+    }
+}
+
+const NAME: &str = "chat";
+
+impl ChatTemplate {
+    /// Compile a template's text.
+    pub fn new(source: &str) -> Result<Self, Error> {
+        let mut environment = Environment::new();
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(failed)?;
+        environment.set_syntax(syntax);
+        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.add_function("raise_exception", |text: String| -> Result<Value, minijinja::Error> {
+            Err(minijinja::Error::new(ErrorKind::InvalidOperation, text))
+        });
+        environment.add_function("strftime_now", strftime_now);
+        environment.add_template_owned(NAME, source.to_string()).map_err(failed)?;
+        Ok(ChatTemplate { environment })
+    }
+
+    /// `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`; `None` if there is neither.
+    pub fn from_folder(folder: &Path) -> Result<Option<Self>, Error> {
+        let path = folder.join("chat_template.jinja");
+        if path.exists() {
+            let text = std::fs::read_to_string(&path).map_err(|source| Error::Read { path, source })?;
+            return Self::new(&text).map(Some);
+        }
+        let config = folder_config(folder)?;
+        let text = match config.get("chat_template") {
+            Some(serde_json::Value::String(text)) => Some(text.as_str()),
+            // Several, by name: `default` is the one for chat.
+            Some(serde_json::Value::Array(list)) => {
+                let field = |entry: &'_ serde_json::Value, key: &str| entry.get(key)?.as_str().map(str::to_string);
+                let default = list.iter().find(|e| field(e, "name").as_deref() == Some("default"));
+                default.or(list.first()).and_then(|e| e.get("template")?.as_str())
+            }
+            _ => None,
+        };
+        text.map(Self::new).transpose()
+    }
+
+    /// `tokenizer.chat_template`.
+    pub fn from_gguf(gguf: &Gguf) -> Result<Option<Self>, Error> {
+        gguf.metadata.text("tokenizer.chat_template")?.map(Self::new).transpose()
+    }
+
+    /// The text of a conversation; with `add_generation_prompt` it ends where the assistant's answer begins.
+    pub fn render(
+        &self,
+        messages: &[Message],
+        tokenizer: &Tokenizer,
+        add_generation_prompt: bool,
+    ) -> Result<String, Error> {
+        let template = self.environment.get_template(NAME).map_err(failed)?;
+        let turn = |m: &Message| {
+            Value::from_pairs([("role", Value::from(m.role.as_str())), ("content", Value::from(m.content.as_str()))])
+        };
+        let values = context! {
+            messages => messages.iter().map(turn).collect::<Vec<_>>(),
+            add_generation_prompt => add_generation_prompt,
+            bos_token => tokenizer.bos_text.as_deref().unwrap_or_default(),
+            eos_token => tokenizer.eos_text.as_deref().unwrap_or_default(),
+        };
+        template.render(values).map_err(failed)
+    }
+}
+
+fn failed(error: minijinja::Error) -> Error {
+    Error::Template(format!("{error:#}"))
+}
+
+/// Today in UTC, by the few codes that templates use.
+fn strftime_now(format: String) -> String {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    let (year, month, day) = civil_from_days((now.as_secs() / 86_400) as i64);
+    const MONTHS: [&str; 12] = [
+        "January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
+        "November", "December",
+    ];
+    let name = MONTHS[month as usize - 1];
+    format
+        .replace("%Y", &year.to_string())
+        .replace("%m", &format!("{month:02}"))
+        .replace("%d", &format!("{day:02}"))
+        .replace("%B", name)
+        .replace("%b", &name[..3])
+}
+
+/// Days since 1970-01-01 to (year, month, day), proleptic Gregorian (Hinnant, "chrono-compatible low-level date
+/// algorithms").
+fn civil_from_days(days: i64) -> (i64, u32, u32) {
+    let z = days + 719_468;
+    let era = z.div_euclid(146_097);
+    let day_of_era = z.rem_euclid(146_097);
+    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted = (5 * day_of_year + 2) / 153; // March is 0
+    let day = (day_of_year - (153 * shifted + 2) / 5 + 1) as u32;
+    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 } as u32;
+    (year_of_era + era * 400 + i64::from(month <= 2), month, day)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::civil_from_days;
+
+    #[test]
+    fn days_become_dates() {
+        for (days, date) in [(0, (1970, 1, 1)), (19_782, (2024, 2, 29)), (20_778, (2026, 11, 21)), (-1, (1969, 12, 31))] {
+            assert_eq!(civil_from_days(days), date, "day {days}");
+        }
+    }
+}

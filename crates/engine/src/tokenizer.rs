@@ -1,0 +1,136 @@
+//! Text to tokens and back, with the `tokenizers` crate: from `tokenizer.json`, or rebuilt from the vocabulary of
+//! a GGUF file.
+mod gguf;
+
+use crate::error::Error;
+use std::path::Path;
+
+/// A tokenizer and what a model's files say about using it.
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    file: String,
+    /// Prepended when special tokens are asked for and the tokenizer does not do it by itself.
+    prepend: Option<u32>,
+    eos: Option<u32>,
+    /// `bos_token` and `eos_token`, as texts: chat templates name them.
+    pub(crate) bos_text: Option<String>,
+    pub(crate) eos_text: Option<String>,
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tokenizer").field("file", &self.file).finish_non_exhaustive()
+    }
+}
+
+impl Tokenizer {
+    /// `tokenizer.json` and `tokenizer_config.json` of a Hugging Face folder; `None` if it has no
+    /// `tokenizer.json`.
+    pub fn from_folder(folder: &Path) -> Result<Option<Self>, Error> {
+        let path = folder.join("tokenizer.json");
+        if !path.exists() {
+            return Ok(None);
+        }
+        let bytes = std::fs::read(&path).map_err(|source| Error::Read { path: path.clone(), source })?;
+        let file = path.display().to_string();
+        let inner = tokenizers::Tokenizer::from_bytes(&bytes)
+            .map_err(|e| Error::Tokenizer { file: file.clone(), what: e.to_string() })?;
+        let config = folder_config(folder)?;
+        let text = |key: &str| special_text(config.get(key)?);
+        let (bos_text, eos_text) = (text("bos_token"), text("eos_token"));
+        let eos = eos_text.as_deref().and_then(|t| inner.token_to_id(t));
+        Ok(Some(Tokenizer { inner, file, prepend: None, eos, bos_text, eos_text }))
+    }
+
+    /// Tokens of `text`; with `special`, those that the model expects at the start of a text.
+    pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, Error> {
+        let encoding = self.inner.encode_fast(text, special).map_err(|e| self.failed(e))?;
+        let ids = encoding.get_ids();
+        let prepend = self.prepend.filter(|bos| special && ids.first() != Some(bos));
+        Ok(prepend.into_iter().chain(ids.iter().copied()).collect())
+    }
+
+    /// Text of all these tokens; control tokens have none.
+    pub fn decode(&self, tokens: &[u32]) -> Result<String, Error> {
+        self.inner.decode(tokens, true).map_err(|e| self.failed(e))
+    }
+
+    /// The token that ends a text, where the tokenizer's files name one.
+    pub fn eos(&self) -> Option<u32> {
+        self.eos
+    }
+    pub fn vocab_size(&self) -> usize {
+        self.inner.get_vocab_size(true)
+    }
+    pub fn token(&self, text: &str) -> Option<u32> {
+        self.inner.token_to_id(text)
+    }
+
+    /// Decode token by token.
+    pub fn stream(&self) -> TextStream<'_> {
+        TextStream { tokenizer: self, tokens: Vec::new(), first: 0, shown: 0 }
+    }
+
+    fn failed(&self, error: tokenizers::Error) -> Error {
+        Error::Tokenizer { file: self.file.clone(), what: error.to_string() }
+    }
+}
+
+/// `tokenizer_config.json`, or nothing.
+pub(crate) fn folder_config(folder: &Path) -> Result<serde_json::Value, Error> {
+    let path = folder.join("tokenizer_config.json");
+    if !path.exists() {
+        return Ok(serde_json::Value::Null);
+    }
+    let text = std::fs::read_to_string(&path).map_err(|source| Error::Read { path: path.clone(), source })?;
+    let file = || path.display().to_string();
+    serde_json::from_str(&text).map_err(|e| Error::Malformed { file: file(), what: format!("not JSON: {e}") })
+}
+
+/// A special token is written as a text or as an object with `content`.
+fn special_text(value: &serde_json::Value) -> Option<String> {
+    value.as_str().or_else(|| value.get("content")?.as_str()).map(str::to_string)
+}
+
+/// Decodes as tokens come and never gives out half a character: what ends in one waits for the rest. All pieces
+/// together are the text of all tokens together.
+pub struct TextStream<'t> {
+    tokenizer: &'t Tokenizer,
+    tokens: Vec<u32>,
+    /// Decoding starts here, a little before what is new, because a token's text can depend on its neighbour.
+    first: usize,
+    /// Tokens before this one are given out.
+    shown: usize,
+}
+
+impl TextStream<'_> {
+    /// The text that became certain with this token: often a piece, sometimes nothing.
+    pub fn push(&mut self, token: u32) -> Result<String, Error> {
+        self.tokens.push(token);
+        let new = self.new_text()?;
+        if new.ends_with(char::REPLACEMENT_CHARACTER) && self.tokens.len() - self.shown < 8 {
+            return Ok(String::new());
+        }
+        self.advance();
+        Ok(new)
+    }
+
+    /// What was held back; a character that never became whole is a replacement character.
+    pub fn finish(&mut self) -> Result<String, Error> {
+        let new = self.new_text()?;
+        self.advance();
+        Ok(new)
+    }
+
+    fn new_text(&self) -> Result<String, Error> {
+        let before = self.tokenizer.decode(&self.tokens[self.first..self.shown])?;
+        let mut all = self.tokenizer.decode(&self.tokens[self.first..])?;
+        // What was given out is a prefix of what is there now, unless a decoder rewrote it; then nothing is new.
+        Ok(if all.starts_with(&before) { all.split_off(before.len()) } else { String::new() })
+    }
+
+    fn advance(&mut self) {
+        self.first = self.shown;
+        self.shown = self.tokens.len();
+    }
+}

@@ -1,0 +1,178 @@
+//! A tokenizer out of a GGUF file's vocabulary: byte-level BPE (`gpt2`) and SentencePiece BPE (`llama`).
+use super::Tokenizer;
+use crate::error::Error;
+use crate::weights::Gguf;
+use std::collections::HashMap;
+use tokenizers::decoders::DecoderWrapper;
+use tokenizers::decoders::byte_fallback::ByteFallback;
+use tokenizers::decoders::fuse::Fuse;
+use tokenizers::decoders::strip::Strip;
+use tokenizers::models::bpe::BPE;
+use tokenizers::normalizers::replace::Replace;
+use tokenizers::normalizers::{NormalizerWrapper, Prepend};
+use tokenizers::pre_tokenizers::PreTokenizerWrapper;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::pre_tokenizers::digits::Digits;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::{AddedToken, SplitDelimiterBehavior};
+
+/// How words are cut before BPE, by llama.cpp's name for it.
+fn pre_tokenizer(name: &str) -> (Option<&'static str>, bool) {
+    // (a pattern, or GPT-2's own; digits one by one)
+    match name {
+        "llama-bpe" | "llama3" | "llama-v3" | "dbrx" | "smaug-bpe" => (
+            Some(
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            ),
+            false,
+        ),
+        "qwen2" | "deepseek-r1-qwen" => (
+            Some(
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            ),
+            false,
+        ),
+        "smollm" => (None, true),
+        _ => (None, false),
+    }
+}
+
+/// Token types of `tokenizer.ggml.token_type`.
+const CONTROL: i64 = 3;
+const USER_DEFINED: i64 = 4;
+
+impl Tokenizer {
+    /// `None` if the file has no vocabulary.
+    pub fn from_gguf(gguf: &Gguf) -> Result<Option<Self>, Error> {
+        let m = &gguf.metadata;
+        let bad = |what: String| Error::Tokenizer { file: gguf.file().into(), what };
+        let (Some(model), Some(tokens)) = (m.text("tokenizer.ggml.model")?, m.texts("tokenizer.ggml.tokens")?) else {
+            return Ok(None);
+        };
+        if u32::try_from(tokens.len()).is_err() {
+            return Err(bad(format!("has {} tokens", tokens.len())));
+        }
+        let vocab: HashMap<&str, u32> = tokens.iter().map(String::as_str).zip(0..).collect();
+        let mut inner = match model {
+            "gpt2" => byte_level(gguf, &vocab)?,
+            "llama" => sentence_piece(gguf, tokens, &vocab)?,
+            other => return Err(bad(format!("is of the kind `{other}`; kvist knows gpt2 and llama"))),
+        };
+
+        let types = m.ints("tokenizer.ggml.token_type")?.unwrap_or(&[]);
+        let added = |kind: i64| {
+            let of_kind = tokens.iter().zip(types).filter(move |(_, t)| **t == kind);
+            of_kind.map(move |(text, _)| AddedToken::from(text.clone(), kind == CONTROL)).collect::<Vec<_>>()
+        };
+        inner.add_special_tokens(added(CONTROL)).map_err(|e| bad(e.to_string()))?;
+        inner.add_tokens(added(USER_DEFINED)).map_err(|e| bad(e.to_string()))?;
+
+        let text_of = |id: Option<u32>| id.and_then(|id| tokens.get(id as usize).cloned());
+        let bos = m.token("tokenizer.ggml.bos_token_id")?;
+        let eos = m.token("tokenizer.ggml.eos_token_id")?;
+        // llama.cpp's defaults where the file is silent.
+        let llama3 = m.text("tokenizer.ggml.pre")?.is_some_and(|pre| pre == "llama-bpe");
+        let adds_bos = m.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(model == "llama" || llama3);
+        Ok(Some(Tokenizer {
+            inner,
+            file: gguf.file().into(),
+            prepend: bos.filter(|_| adds_bos),
+            eos,
+            bos_text: text_of(bos),
+            eos_text: text_of(eos),
+        }))
+    }
+}
+
+fn byte_level(gguf: &Gguf, vocab: &HashMap<&str, u32>) -> Result<tokenizers::Tokenizer, Error> {
+    let bad = |what: String| Error::Tokenizer { file: gguf.file().into(), what };
+    let m = &gguf.metadata;
+    let lines = m.texts("tokenizer.ggml.merges")?.ok_or_else(|| bad("has no merges".into()))?;
+    let mut merges = Vec::with_capacity(lines.len());
+    for line in lines {
+        let pair = line.split_once(' ').ok_or_else(|| bad(format!("has the merge `{line}`, which is no pair")))?;
+        merges.push((pair.0.to_string(), pair.1.to_string()));
+    }
+    let pre = m.text("tokenizer.ggml.pre")?.unwrap_or("default");
+    let bpe = BPE::builder()
+        .vocab_and_merges(owned(vocab), merges)
+        .ignore_merges(pre == "llama-bpe")
+        .build()
+        .map_err(|e| bad(e.to_string()))?;
+    let mut tokenizer = tokenizers::Tokenizer::new(bpe);
+    let (pattern, digits) = pre_tokenizer(pre);
+    let mut steps: Vec<PreTokenizerWrapper> = Vec::new();
+    if digits {
+        steps.push(Digits::new(true).into());
+    }
+    if let Some(pattern) = pattern {
+        let pattern = SplitPattern::Regex(pattern.into());
+        let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false);
+        steps.push(split.map_err(|e| bad(e.to_string()))?.into());
+    } else if !["default", "gpt-2", "gpt2", "smollm"].contains(&pre) {
+        let file = gguf.file();
+        tracing::warn!(target: "kvist::tokenizer", "{file}: cuts words by `{pre}`, which kvist does not know; taking GPT-2's");
+    }
+    steps.push(ByteLevel::new(false, true, pattern.is_none()).into());
+    tokenizer
+        .with_pre_tokenizer(Some(tokenizers::pre_tokenizers::sequence::Sequence::new(steps)))
+        .with_decoder(Some(ByteLevel::default()));
+    Ok(tokenizer)
+}
+
+/// SentencePiece's BPE keeps scores instead of merges; every way to make a token of two others is a merge, better
+/// scores first (as transformers rebuilds it).
+fn sentence_piece(
+    gguf: &Gguf,
+    tokens: &[String],
+    vocab: &HashMap<&str, u32>,
+) -> Result<tokenizers::Tokenizer, Error> {
+    let bad = |what: String| Error::Tokenizer { file: gguf.file().into(), what };
+    let m = &gguf.metadata;
+    let scores = m.floats("tokenizer.ggml.scores")?.ok_or_else(|| bad("has no scores".into()))?;
+    if scores.len() != tokens.len() {
+        return Err(bad(format!("has {} scores for {} tokens", scores.len(), tokens.len())));
+    }
+    let mut merges = Vec::new();
+    for (token, score) in tokens.iter().zip(scores) {
+        let mut ways: Vec<(&str, &str)> = token
+            .char_indices()
+            .skip(1)
+            .map(|(at, _)| token.split_at(at))
+            .filter(|(left, right)| vocab.contains_key(left) && vocab.contains_key(right))
+            .collect();
+        ways.sort_by_key(|(left, right)| (vocab[left], vocab[right]));
+        merges.extend(ways.into_iter().map(|way| (*score, way)));
+    }
+    merges.sort_by(|a, b| b.0.total_cmp(&a.0)); // stable
+    let merges = merges.into_iter().map(|(_, (l, r))| (l.to_string(), r.to_string())).collect();
+    let unknown = m.token("tokenizer.ggml.unknown_token_id")?.unwrap_or(0);
+    let mut builder = BPE::builder().vocab_and_merges(owned(vocab), merges).fuse_unk(true).byte_fallback(true);
+    if let Some(unknown) = tokens.get(unknown as usize) {
+        builder = builder.unk_token(unknown.clone());
+    }
+    let mut tokenizer = tokenizers::Tokenizer::new(builder.build().map_err(|e| bad(e.to_string()))?);
+    let prefix = m.flag("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
+    let mut steps: Vec<NormalizerWrapper> = Vec::new();
+    if prefix {
+        steps.push(Prepend::new("▁".into()).into());
+    }
+    steps.push(Replace::new(" ", "▁").map_err(|e| bad(e.to_string()))?.into());
+    let mut decoders: Vec<DecoderWrapper> = vec![
+        Replace::new("▁", " ").map_err(|e| bad(e.to_string()))?.into(),
+        ByteFallback::new().into(),
+        Fuse::new().into(),
+    ];
+    if prefix {
+        decoders.push(Strip::new(' ', 1, 0).into());
+    }
+    tokenizer
+        .with_normalizer(Some(tokenizers::normalizers::Sequence::new(steps)))
+        .map_err(|e| bad(e.to_string()))?
+        .with_decoder(Some(tokenizers::decoders::sequence::Sequence::new(decoders)));
+    Ok(tokenizer)
+}
+
+fn owned(vocab: &HashMap<&str, u32>) -> ahash::AHashMap<String, u32> {
+    vocab.iter().map(|(text, id)| (text.to_string(), *id)).collect()
+}

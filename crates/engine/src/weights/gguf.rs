@@ -1,0 +1,443 @@
+//! GGUF files, versions 2 and 3, little endian (the format of ggml: header, metadata, tensor table, data).
+//!
+//! Our own reader, because a header is untrusted: every count and length is checked against what is left of the
+//! file before it is believed, and offsets against the file's end.
+use super::encoding::Encoding;
+use super::view::View;
+use crate::error::Error;
+use crate::ffi::Contents;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A parsed header over the file's bytes.
+#[derive(Debug)]
+pub struct Gguf {
+    file: String,
+    contents: Arc<Contents>,
+    pub metadata: Metadata,
+    tensors: HashMap<String, TensorInfo>,
+}
+
+#[derive(Debug)]
+struct TensorInfo {
+    shape: Vec<usize>, // slowest dimension first
+    /// `Err` names an encoding that kvist does not read; it matters only if the tensor is asked for.
+    encoding: Result<Encoding, String>,
+    bytes: Range<usize>,
+}
+
+/// One metadata value.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Value {
+    Int(i128),
+    Float(f64),
+    Bool(bool),
+    Text(String),
+    Ints(Vec<i64>),
+    Floats(Vec<f32>),
+    Texts(Vec<String>),
+}
+
+/// Typed look-ups whose errors name file and key.
+#[derive(Debug)]
+pub struct Metadata {
+    file: String,
+    values: BTreeMap<String, Value>,
+}
+
+/// No name or key is longer.
+const MAX_NAME: usize = 64 << 10;
+const MAX_DIMS: u32 = 4;
+
+impl Gguf {
+    /// `file` is what errors call it.
+    pub fn parse(file: &str, contents: Arc<Contents>) -> Result<Self, Error> {
+        let mut r = Reader { file, bytes: &contents, at: 0 };
+        if r.take(4, "the magic")? != b"GGUF" {
+            return Err(r.bad("is no GGUF file: it does not begin with GGUF".into()));
+        }
+        let version = r.u32("the version")?;
+        if !(2..=3).contains(&version) {
+            let swapped = if version.swap_bytes() <= 3 { " (a big-endian file)" } else { "" };
+            return Err(r.bad(format!("is GGUF version {version}{swapped}; kvist reads 2 and 3, little endian")));
+        }
+        let n_tensors = r.count("the tensor count", 24)?;
+        let n_values = r.count("the metadata count", 13)?;
+        let mut values = BTreeMap::new();
+        for _ in 0..n_values {
+            let key = r.name("a metadata key")?;
+            let value = r.value(&key)?;
+            if values.insert(key.clone(), value).is_some() {
+                return Err(r.bad(format!("has the metadata key `{key}` twice")));
+            }
+        }
+        let metadata = Metadata { file: file.into(), values };
+        let alignment = metadata.size("general.alignment")?.unwrap_or(32);
+        if !alignment.is_power_of_two() || alignment > 1 << 20 {
+            return Err(r.bad(format!("asks for an alignment of {alignment}; a power of two was expected")));
+        }
+
+        let mut infos = Vec::new();
+        for _ in 0..n_tensors {
+            infos.push(r.tensor_info()?);
+        }
+        let data = r.at.checked_next_multiple_of(alignment).ok_or_else(|| r.bad("is absurdly long".into()))?;
+        let mut tensors = HashMap::new();
+        for (name, shape, encoding, offset) in infos {
+            if !offset.is_multiple_of(alignment as u64) {
+                return Err(r.bad(format!("places `{name}` at {offset}, which is not aligned to {alignment}")));
+            }
+            let start = usize::try_from(offset).ok().and_then(|o| o.checked_add(data));
+            let len = match &encoding {
+                Ok(encoding) => encoding.tensor_bytes(&shape).ok_or_else(|| {
+                    let what = format!("shape {shape:?} is no whole number of {} blocks", encoding.name());
+                    r.bad(format!("gives `{name}` an impossible size: {what}"))
+                })?,
+                Err(_) => 0,
+            };
+            let range = start.and_then(|s| Some(s..s.checked_add(len)?)).filter(|range| range.end <= contents.len());
+            let bytes = range.ok_or_else(|| {
+                let size = contents.len();
+                r.bad(format!("ends before `{name}` does: {len} bytes at offset {offset} of the data, file of {size}"))
+            })?;
+            if tensors.insert(name.clone(), TensorInfo { shape, encoding, bytes }).is_some() {
+                return Err(r.bad(format!("holds the tensor `{name}` twice")));
+            }
+        }
+        Ok(Gguf { file: file.into(), contents, metadata, tensors })
+    }
+
+    pub fn file(&self) -> &str {
+        &self.file
+    }
+    /// Is there a tensor of this GGUF name?
+    pub fn has(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+    /// Shape of a tensor by its GGUF name, slowest dimension first.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.tensors.get(name).map(|info| info.shape.as_slice())
+    }
+
+    /// A tensor by its GGUF name.
+    pub fn tensor(&self, name: &str) -> Result<View<'_>, Error> {
+        let info = self.tensors.get(name).ok_or_else(|| Error::MissingTensor { name: name.into() })?;
+        let encoding = info.encoding.clone().map_err(|found| Error::TensorEncoding {
+            name: name.into(),
+            found,
+            known: Encoding::known(),
+        })?;
+        let view = self.contents.get(info.bytes.clone());
+        let view = view.and_then(|bytes| View::new(name, info.shape.clone(), encoding, bytes));
+        view.ok_or_else(|| Error::Malformed { file: self.file.clone(), what: format!("`{name}` is empty") })
+    }
+
+    /// A tensor by its Hugging Face name. q and k of families that llama.cpp's converter permutes come back in
+    /// their original order.
+    pub fn find(&self, name: &str) -> Result<View<'_>, Error> {
+        let missing = || Error::MissingTensor { name: name.into() };
+        let gguf = gguf_name(name).ok_or_else(missing)?;
+        let view = self.tensor(&gguf).map_err(|e| match e {
+            Error::MissingTensor { .. } => Error::MissingTensor { name: format!("{gguf} ({name})") },
+            other => other,
+        })?;
+        let key = match name.rsplit('.').nth(1) {
+            Some("q_proj") => "attention.head_count",
+            Some("k_proj") => "attention.head_count_kv",
+            _ => return Ok(view),
+        };
+        let architecture = self.metadata.must_text("general.architecture")?;
+        if !crate::config::gguf_permutes(architecture) {
+            return Ok(view);
+        }
+        let heads = self.metadata.size(&format!("{architecture}.{key}"))?;
+        let heads = match heads {
+            Some(heads) => heads,
+            None => self.metadata.must_size(&format!("{architecture}.attention.head_count"))?,
+        };
+        Ok(view.interleaved(heads))
+    }
+}
+
+/// llama.cpp's name of a Hugging Face tensor.
+fn gguf_name(name: &str) -> Option<String> {
+    match name {
+        "model.embed_tokens.weight" => return Some("token_embd.weight".into()),
+        "model.norm.weight" => return Some("output_norm.weight".into()),
+        "lm_head.weight" => return Some("output.weight".into()),
+        _ => {}
+    }
+    let (layer, part) = name.strip_prefix("model.layers.")?.split_once('.')?;
+    let (module, kind) = part.rsplit_once('.')?;
+    let module = match module {
+        "input_layernorm" => "attn_norm",
+        "post_attention_layernorm" => "ffn_norm",
+        "self_attn.q_proj" => "attn_q",
+        "self_attn.k_proj" => "attn_k",
+        "self_attn.v_proj" => "attn_v",
+        "self_attn.o_proj" => "attn_output",
+        "self_attn.q_norm" => "attn_q_norm",
+        "self_attn.k_norm" => "attn_k_norm",
+        "mlp.gate_proj" => "ffn_gate",
+        "mlp.up_proj" => "ffn_up",
+        "mlp.down_proj" => "ffn_down",
+        _ => return None,
+    };
+    Some(format!("blk.{layer}.{module}.{kind}"))
+}
+
+impl Metadata {
+    pub fn get(&self, key: &str) -> Option<&Value> {
+        self.values.get(key)
+    }
+    fn bad(&self, key: &str, problem: String) -> Error {
+        Error::Config { file: self.file.clone(), field: key.into(), problem }
+    }
+    fn typed<'m, T>(
+        &'m self,
+        key: &str,
+        expected: &str,
+        convert: impl Fn(&'m Value) -> Option<T>,
+    ) -> Result<Option<T>, Error> {
+        let Some(value) = self.values.get(key) else { return Ok(None) };
+        convert(value).map(Some).ok_or_else(|| {
+            let mut found = format!("{value:?}");
+            if let Some((end, _)) = found.char_indices().nth(60) {
+                found.truncate(end);
+                found.push('…');
+            }
+            self.bad(key, format!("is {found}; {expected} was expected"))
+        })
+    }
+    pub fn size(&self, key: &str) -> Result<Option<usize>, Error> {
+        self.typed(key, "a size", |v| match v {
+            Value::Int(n) => usize::try_from(*n).ok(),
+            // Some files list a size per layer; kvist runs those whose layers agree.
+            Value::Ints(list) => {
+                let first = *list.first()?;
+                list.iter().all(|n| *n == first).then(|| usize::try_from(first).ok())?
+            }
+            _ => None,
+        })
+    }
+    pub fn must_size(&self, key: &str) -> Result<usize, Error> {
+        self.size(key)?.ok_or_else(|| self.bad(key, "is missing".into()))
+    }
+    pub fn token(&self, key: &str) -> Result<Option<u32>, Error> {
+        self.typed(key, "a token id", |v| match v {
+            Value::Int(n) => u32::try_from(*n).ok(),
+            _ => None,
+        })
+    }
+    pub fn number(&self, key: &str) -> Result<Option<f64>, Error> {
+        self.typed(key, "a number", |v| match v {
+            Value::Float(x) => Some(*x),
+            Value::Int(n) => Some(*n as f64),
+            _ => None,
+        })
+    }
+    pub fn flag(&self, key: &str) -> Result<Option<bool>, Error> {
+        self.typed(key, "true or false", |v| match v {
+            Value::Bool(flag) => Some(*flag),
+            _ => None,
+        })
+    }
+    pub fn text(&self, key: &str) -> Result<Option<&str>, Error> {
+        self.typed(key, "a text", |v| match v {
+            Value::Text(text) => Some(text.as_str()),
+            _ => None,
+        })
+    }
+    pub fn must_text(&self, key: &str) -> Result<&str, Error> {
+        self.text(key)?.ok_or_else(|| self.bad(key, "is missing".into()))
+    }
+    pub fn texts(&self, key: &str) -> Result<Option<&[String]>, Error> {
+        self.typed(key, "a list of texts", |v| match v {
+            Value::Texts(list) => Some(list.as_slice()),
+            _ => None,
+        })
+    }
+    pub fn ints(&self, key: &str) -> Result<Option<&[i64]>, Error> {
+        self.typed(key, "a list of whole numbers", |v| match v {
+            Value::Ints(list) => Some(list.as_slice()),
+            _ => None,
+        })
+    }
+    pub fn floats(&self, key: &str) -> Result<Option<&[f32]>, Error> {
+        self.typed(key, "a list of numbers", |v| match v {
+            Value::Floats(list) => Some(list.as_slice()),
+            _ => None,
+        })
+    }
+}
+
+/// Walks the header and never past the end.
+struct Reader<'f> {
+    file: &'f str,
+    bytes: &'f [u8],
+    at: usize,
+}
+
+impl<'f> Reader<'f> {
+    fn bad(&self, what: String) -> Error {
+        Error::Malformed { file: self.file.into(), what }
+    }
+    fn left(&self) -> usize {
+        self.bytes.len() - self.at
+    }
+    fn take(&mut self, n: usize, what: &str) -> Result<&'f [u8], Error> {
+        if n > self.left() {
+            let (at, left) = (self.at, self.left());
+            return Err(self.bad(format!("ends inside {what}: {n} bytes wanted at {at}, {left} are left")));
+        }
+        let bytes = &self.bytes[self.at..self.at + n];
+        self.at += n;
+        Ok(bytes)
+    }
+    fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Error> {
+        let mut bytes = [0; N];
+        bytes.copy_from_slice(self.take(N, what)?);
+        Ok(bytes)
+    }
+    fn u32(&mut self, what: &str) -> Result<u32, Error> {
+        Ok(u32::from_le_bytes(self.array(what)?))
+    }
+    fn u64(&mut self, what: &str) -> Result<u64, Error> {
+        Ok(u64::from_le_bytes(self.array(what)?))
+    }
+    /// A number of things of at least `bytes_each`, which must be able to lie in what is left of the file.
+    fn count(&mut self, what: &str, bytes_each: usize) -> Result<usize, Error> {
+        let n = self.u64(what)?;
+        let most = self.left() / bytes_each;
+        match usize::try_from(n) {
+            Ok(n) if n <= most => Ok(n),
+            _ => Err(self.bad(format!("claims {n} for {what}; what is left of the file holds at most {most}"))),
+        }
+    }
+    fn text(&mut self, what: &str) -> Result<String, Error> {
+        let len = self.count(what, 1)?;
+        let bytes = self.take(len, what)?;
+        String::from_utf8(bytes.to_vec()).map_err(|_| self.bad(format!("holds {what} that is not UTF-8")))
+    }
+    fn name(&mut self, what: &str) -> Result<String, Error> {
+        let name = self.text(what)?;
+        if name.len() > MAX_NAME {
+            return Err(self.bad(format!("holds {what} of {} bytes", name.len())));
+        }
+        Ok(name)
+    }
+
+    fn value(&mut self, key: &str) -> Result<Value, Error> {
+        let kind = self.u32("a value type")?;
+        match kind {
+            8 => self.text(key).map(Value::Text),
+            9 => self.list(key),
+            _ => self.scalar(kind, key),
+        }
+    }
+
+    fn scalar(&mut self, kind: u32, key: &str) -> Result<Value, Error> {
+        Ok(match kind {
+            0 => Value::Int(u8::from_le_bytes(self.array(key)?).into()),
+            1 => Value::Int(i8::from_le_bytes(self.array(key)?).into()),
+            2 => Value::Int(u16::from_le_bytes(self.array(key)?).into()),
+            3 => Value::Int(i16::from_le_bytes(self.array(key)?).into()),
+            4 => Value::Int(u32::from_le_bytes(self.array(key)?).into()),
+            5 => Value::Int(i32::from_le_bytes(self.array(key)?).into()),
+            6 => Value::Float(f32::from_le_bytes(self.array(key)?).into()),
+            7 => match self.array(key)? {
+                [0] => Value::Bool(false),
+                [1] => Value::Bool(true),
+                [other] => return Err(self.bad(format!("gives `{key}` the truth value {other}"))),
+            },
+            10 => Value::Int(u64::from_le_bytes(self.array(key)?).into()),
+            11 => Value::Int(i64::from_le_bytes(self.array(key)?).into()),
+            12 => Value::Float(f64::from_le_bytes(self.array(key)?)),
+            other => return Err(self.bad(format!("gives `{key}` the unknown type {other}"))),
+        })
+    }
+
+    fn list(&mut self, key: &str) -> Result<Value, Error> {
+        let kind = self.u32("a list's type")?;
+        let bytes_each = match kind {
+            0 | 1 | 7 => 1,
+            2 | 3 => 2,
+            4..=6 => 4,
+            8 | 10..=12 => 8,
+            other => return Err(self.bad(format!("makes `{key}` a list of type {other}, which kvist does not read"))),
+        };
+        let n = self.count(key, bytes_each)?;
+        match kind {
+            8 => (0..n).map(|_| self.text(key)).collect::<Result<_, _>>().map(Value::Texts),
+            6 | 12 => {
+                let mut list = Vec::new();
+                for _ in 0..n {
+                    if let Value::Float(x) = self.scalar(kind, key)? {
+                        list.push(x as f32);
+                    }
+                }
+                Ok(Value::Floats(list))
+            }
+            _ => {
+                let mut list = Vec::new();
+                for _ in 0..n {
+                    let value = match self.scalar(kind, key)? {
+                        Value::Int(n) => i64::try_from(n).ok(),
+                        Value::Bool(flag) => Some(flag.into()),
+                        _ => None,
+                    };
+                    list.push(value.ok_or_else(|| self.bad(format!("lists a number in `{key}` that is too large")))?);
+                }
+                Ok(Value::Ints(list))
+            }
+        }
+    }
+
+    #[allow(clippy::type_complexity)]
+    fn tensor_info(&mut self) -> Result<(String, Vec<usize>, Result<Encoding, String>, u64), Error> {
+        let name = self.name("a tensor name")?;
+        let n_dims = self.u32("a tensor's dimensions")?;
+        if n_dims == 0 || n_dims > MAX_DIMS {
+            return Err(self.bad(format!("gives `{name}` {n_dims} dimensions; 1 to {MAX_DIMS} were expected")));
+        }
+        let mut shape = Vec::new();
+        for _ in 0..n_dims {
+            let n = self.u64("a tensor's shape")?;
+            let n = usize::try_from(n).ok().filter(|n| *n > 0);
+            shape.push(n.ok_or_else(|| self.bad(format!("gives `{name}` an impossible shape")))?);
+        }
+        shape.reverse();
+        let encoding = match self.u32("a tensor's type")? {
+            0 => Ok(Encoding::F32),
+            1 => Ok(Encoding::F16),
+            2 => Ok(Encoding::Q4_0),
+            8 => Ok(Encoding::Q8_0),
+            12 => Ok(Encoding::Q4K),
+            14 => Ok(Encoding::Q6K),
+            30 => Ok(Encoding::BF16),
+            other => Err(ggml_type_name(other)),
+        };
+        let offset = self.u64("a tensor's offset")?;
+        Ok((name, shape, encoding, offset))
+    }
+}
+
+/// ggml's name of a type that kvist does not read.
+fn ggml_type_name(kind: u32) -> String {
+    let name = match kind {
+        3 => "q4_1",
+        6 => "q5_0",
+        7 => "q5_1",
+        9 => "q8_1",
+        10 => "q2_K",
+        11 => "q3_K",
+        13 => "q5_K",
+        15 => "q8_K",
+        16..=23 | 29 => "an iq type",
+        34 | 35 => "a ternary type",
+        39 => "mxfp4",
+        _ => return format!("ggml type {kind}"),
+    };
+    name.into()
+}

@@ -1,0 +1,113 @@
+//! Hugging Face folders: `model.safetensors`, or the shards an index names. The format is read by the
+//! `safetensors` crate, which checks headers, offsets and overlaps.
+use super::encoding::Encoding;
+use super::view::View;
+use crate::error::Error;
+use crate::ffi::Contents;
+use ::safetensors::tensor::Metadata;
+use ::safetensors::{Dtype, SafeTensors};
+use std::collections::BTreeMap;
+use std::path::{Component, Path, PathBuf};
+
+#[derive(Debug)]
+struct Shard {
+    file: String,
+    contents: Contents,
+    metadata: Metadata,
+    /// Where tensor data begins.
+    data: usize,
+}
+
+/// The tensors of a folder.
+#[derive(Debug)]
+pub struct Folder {
+    shards: Vec<Shard>,
+    /// Tensor name to shard.
+    index: BTreeMap<String, usize>,
+}
+
+const INDEX: &str = "model.safetensors.index.json";
+
+impl Folder {
+    pub fn open(folder: &Path, mmap: bool) -> Result<Self, Error> {
+        let single = folder.join("model.safetensors");
+        let index = folder.join(INDEX);
+        let mut this = Folder { shards: Vec::new(), index: BTreeMap::new() };
+        if single.exists() {
+            this.add(&single, mmap)?;
+        } else if index.exists() {
+            for file in shard_names(&index)? {
+                this.add(&folder.join(file), mmap)?;
+            }
+        } else {
+            let what = "holds neither model.safetensors nor model.safetensors.index.json (other weight formats are \
+                        not read)";
+            return Err(Error::Malformed { file: folder.display().to_string(), what: what.into() });
+        }
+        Ok(this)
+    }
+
+    fn add(&mut self, path: &Path, mmap: bool) -> Result<(), Error> {
+        let file = path.display().to_string();
+        let contents = Contents::open(path, mmap)?;
+        let malformed = |what: String| Error::Malformed { file: file.clone(), what };
+        let (header, metadata) = SafeTensors::read_metadata(&contents)
+            .map_err(|e| malformed(format!("is not a whole safetensors file: {e}")))?;
+        for name in metadata.tensors().keys() {
+            if self.index.insert(name.clone(), self.shards.len()).is_some() {
+                return Err(malformed(format!("holds the tensor `{name}`, which another shard holds too")));
+            }
+        }
+        let data = header.checked_add(size_of::<u64>()).ok_or_else(|| malformed("has an absurd header".into()))?;
+        self.shards.push(Shard { file, contents, metadata, data });
+        Ok(())
+    }
+
+    pub fn find(&self, name: &str) -> Result<View<'_>, Error> {
+        let missing = || Error::MissingTensor { name: name.into() };
+        let shard = &self.shards[*self.index.get(name).ok_or_else(missing)?];
+        let info = shard.metadata.info(name).ok_or_else(missing)?;
+        let encoding = match info.dtype {
+            Dtype::F32 => Encoding::F32,
+            Dtype::F16 => Encoding::F16,
+            Dtype::BF16 => Encoding::BF16,
+            other => {
+                let found = format!("{other:?}");
+                return Err(Error::TensorEncoding { name: name.into(), found, known: "f32, f16 and bf16".into() });
+            }
+        };
+        let (from, until) = info.data_offsets;
+        let bytes = shard.data.checked_add(from).zip(shard.data.checked_add(until));
+        let bytes = bytes.and_then(|(from, until)| shard.contents.get(from..until));
+        let view = bytes.and_then(|bytes| View::new(name, info.shape.clone(), encoding, bytes));
+        view.ok_or_else(|| Error::Malformed {
+            file: shard.file.clone(),
+            what: format!("the bytes of `{name}` are not what its shape {:?} needs", info.shape),
+        })
+    }
+}
+
+/// The files an index names, each once. They lie beside it: a name that leaves the folder is refused.
+fn shard_names(index: &Path) -> Result<Vec<PathBuf>, Error> {
+    let file = index.display().to_string();
+    let malformed = |what: String| Error::Malformed { file: file.clone(), what };
+    let text =
+        std::fs::read_to_string(index).map_err(|source| Error::Read { path: index.to_path_buf(), source })?;
+    let json: serde_json::Value =
+        serde_json::from_str(&text).map_err(|e| malformed(format!("is not JSON: {e}")))?;
+    let map = json.get("weight_map").and_then(|m| m.as_object());
+    let map = map.ok_or_else(|| malformed("has no `weight_map` object".into()))?;
+    let mut names: Vec<PathBuf> = Vec::new();
+    for (tensor, shard) in map {
+        let name = shard.as_str().ok_or_else(|| malformed(format!("`{tensor}` names no file")))?;
+        let mut parts = Path::new(name).components();
+        if !matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None)) {
+            return Err(malformed(format!("`{tensor}` lies in `{name}`, outside this folder")));
+        }
+        let name = PathBuf::from(name);
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    if names.is_empty() { Err(malformed("names no shard".into())) } else { Ok(names) }
+}
