@@ -36,10 +36,7 @@ impl Cache {
 
     /// One verb on every group. Groups hold the same sequences at the same positions, so they refuse alike:
     /// the first one speaks for all, and a later refusal would be a broken invariant.
-    fn fan_out(
-        &mut self,
-        mut verb: impl FnMut(&mut dyn Kind) -> Result<(), Refused>,
-    ) -> Result<(), Refused> {
+    fn fan_out(&mut self, mut verb: impl FnMut(&mut dyn Kind) -> Result<(), Refused>) -> Result<(), Refused> {
         let (first, others) = self.groups.split_first_mut().expect("a cache has at least one group");
         verb(&mut **first)?;
         for (i, group) in others.iter_mut().enumerate() {

@@ -1,0 +1,359 @@
+//! The cell space that `cells` and `tree` share: reference-counted cells, and sequences as lists of extents.
+//!
+//! It promises that a cell is free exactly when no sequence and no speculative node holds it, and that a refused
+//! verb changes nothing. Under a window it keeps what the window hides, because a rollback may need it; the window
+//! is a mask over the reads.
+use super::extents::{Extent, Extents};
+use super::frontier::{self, Node};
+use super::stripes::{Cursor, Stripes};
+use super::trunks::{Horizon, by_prefix};
+use super::{GroupSpec, Visibility, chain_items, compaction};
+use crate::ids::*;
+use crate::plan::*;
+use crate::reads::{Mask, ReadItem};
+use crate::report::*;
+use crate::request::Refused;
+use crate::run::Run;
+use std::collections::BTreeMap;
+
+pub(super) struct CellSpace {
+    visibility: Visibility,
+    stripes: Stripes,
+    sequences: BTreeMap<SeqId, Sequence>,
+}
+
+#[derive(Default)]
+pub(super) struct Sequence {
+    pub committed: Extents,
+    pub next_position: u32,
+    /// Speculation below the committed end; `cells` has none.
+    pub nodes: Vec<Node>,
+}
+
+impl Sequence {
+    /// Where its next token would lie best.
+    fn tail(&self) -> Option<u32> {
+        match self.nodes.last() {
+            Some(node) => Some(node.cell + 1),
+            None => self.committed.list().last().map(|extent| extent.run().end()),
+        }
+    }
+}
+
+impl CellSpace {
+    pub fn new(group: &GroupSpec) -> Self {
+        CellSpace {
+            visibility: group.visibility,
+            stripes: Stripes::new(group.capacity_tokens),
+            sequences: BTreeMap::new(),
+        }
+    }
+    pub fn capacity(&self) -> u32 {
+        self.stripes.capacity()
+    }
+    pub fn sequence(&self, seq: SeqId) -> Result<&Sequence, Refused> {
+        self.sequences.get(&seq).ok_or(Refused::UnknownSequence(seq))
+    }
+    pub fn seq_len(&self, seq: SeqId) -> Option<u32> {
+        self.sequences.get(&seq).map(|s| s.committed.n_tokens())
+    }
+    pub fn next_position(&self, seq: SeqId) -> Option<u32> {
+        self.sequences.get(&seq).map(|s| s.next_position)
+    }
+
+    /// Cells for all spans, once the kind has found nothing else to refuse.
+    pub fn place(&self, spans: &Spans, group: GroupId, out: &mut GroupPlan) -> Result<(), Refused> {
+        let needed: u32 = spans.list.iter().map(|span| span.n_tokens).sum();
+        let free = self.stripes.free();
+        if needed > free {
+            return Err(Refused::NoSpace { group, needed, free, reclaimable: 0 });
+        }
+        let mut cursor = Cursor::default();
+        for span in &spans.list {
+            let tail = self.sequence(span.seq)?.tail();
+            self.stripes.place(&mut cursor, tail, span.n_tokens, out);
+        }
+        let written_end = out.writes.iter().map(|run| run.end()).max().unwrap_or(0);
+        out.cells_end = written_end.max(self.stripes.high_water());
+        Ok(())
+    }
+
+    pub fn apply(&mut self, spans: &Spans, plan: &GroupPlan) {
+        let mut written = Written::new(&plan.writes);
+        for span in &spans.list {
+            let sequence = self.sequences.get_mut(&span.seq).expect("prepare knew this sequence");
+            let parents = frontier::parents_of(spans, span);
+            let depths = span.parents().map_or(&[][..], |range| &plan.depths[range]);
+            let mut done = 0;
+            while done < span.n_tokens {
+                let run = written.take(span.n_tokens - done);
+                self.stripes.hold(run);
+                match parents {
+                    Some(parents) => {
+                        sequence.nodes.extend(run.cells().zip(done as usize..).map(|(cell, i)| Node {
+                            cell,
+                            parent: parents[i],
+                            depth: depths[i],
+                        }))
+                    }
+                    None => {
+                        let position = sequence.next_position;
+                        sequence.committed.push(Extent { position, cell: run.start, len: run.len });
+                        sequence.next_position += run.len;
+                    }
+                }
+                done += run.len;
+            }
+        }
+    }
+
+    pub fn fill_reads(&self, spans: &Spans, out: &mut GroupPlan) {
+        let GroupPlan { writes, depths, reads, .. } = out;
+        let mut scratch = std::mem::take(&mut reads.scratch);
+        let sequence = |span: &PlannedSpan| &self.sequences[&span.seq];
+        let horizon = |span: &PlannedSpan| {
+            let (shallowest, deepest) = match span.parents() {
+                None => (0, span.n_tokens - 1),
+                Some(nodes) => {
+                    depths[nodes].iter().fold((u32::MAX, 0), |(low, high), &d| (low.min(d), high.max(d)))
+                }
+            };
+            Horizon::new(self.visibility, span.start, shallowest, deepest)
+        };
+
+        let n_spans = spans.list.len();
+        let alone = n_spans == 1;
+        scratch.order.clear();
+        scratch.order.extend(0..n_spans as u32);
+        if !alone {
+            let extents = |i: u32| sequence(&spans.list[i as usize]).committed.list();
+            scratch.order.sort_unstable_by(|&a, &b| by_prefix(extents(a), extents(b)).then(a.cmp(&b)));
+        }
+
+        scratch.first_query.clear();
+        scratch.first_query.resize(n_spans, 0);
+        for &i in &scratch.order {
+            let span = &spans.list[i as usize];
+            let first_query = reads.order.len() as u32;
+            scratch.first_query[i as usize] = first_query;
+            reads.order.extend(span.tokens());
+            let (committed, see) = (&sequence(span).committed, horizon(span));
+            let shared_from = see.shared_from(alone);
+            for extent in committed.within(0, see.sinks_end).chain(committed.within(shared_from, span.start))
+            {
+                scratch.trunks.see(extent, first_query, reads);
+            }
+            scratch.trunks.end_span(first_query, reads);
+        }
+        scratch.trunks.end(reads.order.len() as u32, reads);
+
+        let mut written = Written::new(writes);
+        for (i, span) in spans.list.iter().enumerate() {
+            let first_query = scratch.first_query[i];
+            let (sequence, see) = (sequence(span), horizon(span));
+            let item = |extent: Extent, mask| ReadItem {
+                first_query,
+                n_queries: span.n_tokens,
+                run: extent.run(),
+                first_index: extent.position,
+                mask,
+            };
+            for extent in sequence.committed.within(see.all, see.shared_from(alone)) {
+                reads.items.push(item(extent, Mask::All));
+            }
+            let parents =
+                frontier::parents_of(spans, span).filter(|p| !frontier::is_chain(&sequence.nodes, p));
+            for extent in sequence.committed.within(see.some, see.all) {
+                match (parents, span.parents()) {
+                    (Some(_), Some(range)) => {
+                        let (run, position) = (extent.run(), extent.position);
+                        let depths = &depths[range];
+                        frontier::edge_item(
+                            reads,
+                            first_query,
+                            span.start,
+                            depths,
+                            self.visibility,
+                            run,
+                            position,
+                        );
+                    }
+                    _ => {
+                        let window = i64::from(self.visibility.window.unwrap_or(u32::MAX));
+                        let first = i64::from(span.start) + 1 - window - i64::from(extent.position);
+                        reads.items.push(item(extent, Mask::Band { first: Some(first), end: None }));
+                    }
+                }
+            }
+            match (parents, span.parents()) {
+                (Some(parents), Some(range)) => {
+                    scratch.nodes.clear();
+                    scratch.nodes.extend_from_slice(&sequence.nodes);
+                    for (&parent, &depth) in parents.iter().zip(&depths[range]) {
+                        scratch.nodes.push(Node { cell: written.take(1).start, parent, depth });
+                    }
+                    frontier::node_items(reads, &mut scratch, first_query, span, self.visibility);
+                }
+                _ => {
+                    let mut done = 0;
+                    while done < span.n_tokens {
+                        let run = written.take(span.n_tokens - done);
+                        chain_items(reads, first_query, span, self.visibility, run, span.start + done);
+                        done += run.len;
+                    }
+                }
+            }
+        }
+        // Every query meets its cells in the order of its sequence, whoever shares them.
+        let order = |item: &ReadItem| (item.first_index, item.first_query);
+        if !reads.items.is_sorted_by_key(order) {
+            reads.items.sort_unstable_by_key(order);
+        }
+        reads.scratch = scratch;
+    }
+
+    pub fn plan_moves(&self, out: &mut Vec<CellCopy>) {
+        let wanted = self.sequences.values().flat_map(|sequence| {
+            let nodes = sequence.nodes.iter().map(|node| Run { start: node.cell, len: 1 });
+            sequence.committed.list().iter().map(|extent| extent.run()).chain(nodes)
+        });
+        compaction::next_round(wanted, self.capacity(), self.stripes.high_water(), out);
+    }
+
+    pub fn apply_moves(&mut self, moves: &[CellCopy]) {
+        let mut now: Vec<u32> = (0..self.stripes.high_water()).collect();
+        for copy in moves {
+            (0..copy.len).for_each(|i| now[(copy.from + i) as usize] = copy.to + i);
+        }
+        self.stripes.relocate(moves);
+        for sequence in self.sequences.values_mut() {
+            sequence.committed.relocate(|cell| now[cell as usize]);
+            sequence.nodes.iter_mut().for_each(|node| node.cell = now[node.cell as usize]);
+        }
+    }
+
+    pub fn clear(&mut self) {
+        self.stripes.clear();
+        self.sequences.clear();
+    }
+
+    pub fn report(&self) -> Report {
+        let sequences = self.sequences.iter().map(|(&seq, sequence)| SequenceReport {
+            seq,
+            len: sequence.committed.n_tokens(),
+            next_position: sequence.next_position,
+            n_nodes: sequence.nodes.len() as u32,
+            n_extents: sequence.committed.list().len() as u32,
+        });
+        Report {
+            capacity_cells: self.capacity(),
+            used_cells: self.stripes.used(),
+            high_water: self.stripes.high_water(),
+            sequences: sequences.collect(),
+        }
+    }
+
+    pub fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused> {
+        if self.sequences.contains_key(&seq) {
+            return Err(Refused::SequenceExists(seq));
+        }
+        self.sequences.insert(seq, Sequence::default());
+        Ok(())
+    }
+
+    pub fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        let source = self.sequence(src)?;
+        let until = until.min(source.next_position);
+        if from >= until {
+            self.sequences.entry(dst).or_default();
+            return Ok(());
+        }
+        if let Some(there) = self.sequences.get(&dst) {
+            if there.next_position > from {
+                return Err(Refused::Occupied { seq: dst, position: there.next_position - 1 });
+            }
+            if !there.nodes.is_empty() {
+                return Err(Refused::Speculating(dst));
+            }
+        }
+        // `dst` leaves the map while `src` is read: nothing is copied twice.
+        let mut copy = self.sequences.remove(&dst).unwrap_or_default();
+        for extent in self.sequences[&src].committed.within(from, until) {
+            self.stripes.hold(extent.run());
+            copy.committed.push(extent);
+        }
+        copy.next_position = until;
+        self.sequences.insert(dst, copy);
+        Ok(())
+    }
+
+    pub fn seq_rm(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        let sequence = self.sequences.get_mut(&seq).ok_or(Refused::UnknownSequence(seq))?;
+        if from >= until {
+            return Ok(());
+        }
+        sequence.committed.remove(from, until, |run| self.stripes.release(run));
+        if from <= sequence.next_position && sequence.next_position <= until {
+            sequence.next_position = from;
+            for node in sequence.nodes.drain(..) {
+                self.stripes.release(Run { start: node.cell, len: 1 });
+            }
+            if from == 0 {
+                self.sequences.remove(&seq);
+            }
+        }
+        Ok(())
+    }
+
+    pub fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        self.sequence(seq)?;
+        while let Some(other) = self.sequences.keys().copied().find(|&other| other != seq) {
+            self.seq_rm(other, 0, u32::MAX)?;
+        }
+        self.seq_rm(seq, until, u32::MAX)?;
+        if self.sequences.contains_key(&seq) {
+            self.seq_rm(seq, 0, from)?;
+        }
+        Ok(())
+    }
+
+    /// Make a checked root-to-node chain part of `seq`, and free its other nodes.
+    pub fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused> {
+        frontier::check_path(seq, &self.sequence(seq)?.nodes, accepted)?;
+        let sequence = self.sequences.get_mut(&seq).expect("its path was checked");
+        for node in accepted {
+            let cell = sequence.nodes[node.0 as usize].cell;
+            sequence.committed.push(Extent { position: sequence.next_position, cell, len: 1 });
+            sequence.next_position += 1;
+        }
+        // Ascending, as a chain from the root always is.
+        let mut accepted = accepted.iter().peekable();
+        for (number, node) in sequence.nodes.drain(..).enumerate() {
+            if accepted.next_if(|a| a.0 as usize == number).is_none() {
+                self.stripes.release(Run { start: node.cell, len: 1 });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The cells of a plan, handed to its tokens in batch order.
+struct Written<'p> {
+    runs: std::slice::Iter<'p, Run>,
+    rest: Run,
+}
+
+impl<'p> Written<'p> {
+    fn new(writes: &'p [Run]) -> Self {
+        Written { runs: writes.iter(), rest: Run { start: 0, len: 0 } }
+    }
+    /// The next neighbouring cells, at most `n`.
+    fn take(&mut self, n: u32) -> Run {
+        if self.rest.len == 0 {
+            self.rest = *self.runs.next().expect("prepare placed every token");
+        }
+        let run = Run { start: self.rest.start, len: n.min(self.rest.len) };
+        self.rest = Run { start: run.end(), len: self.rest.len - run.len };
+        run
+    }
+}

@@ -1,0 +1,104 @@
+//! The cell space of `cells`, with speculation below the committed end of every sequence.
+use super::space::CellSpace;
+use super::{GroupSpec, expect_end, frontier};
+use crate::ids::*;
+use crate::kind::{Kind, SequenceKind, TreeKind};
+use crate::plan::*;
+use crate::report::Report;
+use crate::request::Refused;
+
+/// Serves speculative decoding: each sequence may propose a tree of nodes, in one frontier span or several over
+/// successive steps, next to chains of other sequences. A node sees the committed prefix, its ancestors and
+/// itself, as far as window and sinks let it. Nodes occupy cells, so admission counts them. Without an active
+/// tree it serves exactly like [`Cells`](super::Cells).
+///
+/// A chain is refused while its sequence speculates; a fork takes the committed part alone; a rollback discards.
+pub struct Tree {
+    space: CellSpace,
+}
+
+impl Tree {
+    /// `capacity_tokens` cells for committed tokens and nodes together. `max_step_tokens` is ignored.
+    pub fn new(group: &GroupSpec) -> Self {
+        Tree { space: CellSpace::new(group) }
+    }
+}
+
+impl Kind for Tree {
+    fn capacity_cells(&self) -> u32 {
+        self.space.capacity()
+    }
+    fn seq_len(&self, seq: SeqId) -> Option<u32> {
+        self.space.seq_len(seq)
+    }
+    fn next_position(&self, seq: SeqId) -> Option<u32> {
+        self.space.next_position(seq)
+    }
+
+    fn prepare(&self, spans: &Spans, group: GroupId, out: &mut GroupPlan) -> Result<(), Refused> {
+        for span in &spans.list {
+            let sequence = self.space.sequence(span.seq)?;
+            expect_end(span, sequence.next_position)?;
+            match frontier::parents_of(spans, span) {
+                None if sequence.nodes.is_empty() => {}
+                None => return Err(Refused::Speculating(span.seq)),
+                Some(parents) => {
+                    let n_nodes = sequence.nodes.len() as u64 + u64::from(span.n_tokens);
+                    if u64::from(span.start) + n_nodes > u64::from(u32::MAX) {
+                        return Err(Refused::PositionOverflow { seq: span.seq });
+                    }
+                    frontier::check_parents(&sequence.nodes, span, parents, &mut out.depths)?;
+                }
+            }
+        }
+        self.space.place(spans, group, out)
+    }
+    fn fill_reads(&self, spans: &Spans, out: &mut GroupPlan) {
+        self.space.fill_reads(spans, out);
+    }
+    fn apply(&mut self, spans: &Spans, plan: &GroupPlan) {
+        self.space.apply(spans, plan);
+    }
+    fn plan_moves(&self, out: &mut Vec<CellCopy>) {
+        self.space.plan_moves(out);
+    }
+    fn apply_moves(&mut self, moves: &[CellCopy]) {
+        self.space.apply_moves(moves);
+    }
+    fn clear(&mut self) {
+        self.space.clear();
+    }
+    fn report(&self) -> Report {
+        self.space.report()
+    }
+    fn sequences(&mut self) -> Option<&mut dyn SequenceKind> {
+        Some(self)
+    }
+    fn trees(&mut self) -> Option<&mut dyn TreeKind> {
+        Some(self)
+    }
+}
+
+impl SequenceKind for Tree {
+    fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused> {
+        self.space.seq_new(seq)
+    }
+    fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        self.space.seq_cp(src, dst, from, until)
+    }
+    fn seq_rm(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        self.space.seq_rm(seq, from, until)
+    }
+    fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        self.space.seq_keep(seq, from, until)
+    }
+}
+
+impl TreeKind for Tree {
+    fn n_nodes(&self, seq: SeqId) -> Option<u32> {
+        self.space.sequence(seq).ok().map(|sequence| sequence.nodes.len() as u32)
+    }
+    fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused> {
+        self.space.commit_path(seq, accepted)
+    }
+}
