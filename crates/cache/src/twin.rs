@@ -1,0 +1,418 @@
+//! The stupid twin: what a cache means, with nothing clever in it.
+//!
+//! A [`Twin`] keeps `(sequence, position) → value` in maps, speculative nodes with their parents beside them, and
+//! evaluates the visibility rule token by token. A value is the number of the write that made it, so no two tokens
+//! of a run bear the same. It knows nothing of cells: what a cache reads is compared with it, never computed by it.
+//!
+//! Whoever drives a cache can drive a twin beside it: ask [`Twin::visible`] what every token of a batch must
+//! see, perform the step, tell the twin with [`Twin::apply`]. [`Drive`] does so with random operations.
+use crate::ids::*;
+use crate::kinds::{GroupSpec, Visibility};
+use crate::request::{New, Refused, Span, StepRequest};
+use std::collections::{BTreeMap, BTreeSet};
+
+mod choices;
+mod drive;
+mod operation;
+
+pub use choices::Choices;
+pub use drive::{Drive, replay};
+pub use operation::{Fate, Operation, OwnedSpan, OwnedTokens};
+
+/// The semantics of one kind. The names are those of [`KINDS`](crate::kinds::KINDS).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Model {
+    /// One sequence; `rewind`.
+    Contiguous,
+    /// One sequence; forgets what no later query can see.
+    Ring,
+    /// Many sequences.
+    Cells,
+    /// Many sequences with speculation.
+    Tree,
+}
+
+impl Model {
+    /// The semantics of the kind `name`, if a twin knows it.
+    pub fn of(name: &str) -> Option<Model> {
+        match name {
+            "contiguous" => Some(Model::Contiguous),
+            "ring" => Some(Model::Ring),
+            "cells" => Some(Model::Cells),
+            "tree" => Some(Model::Tree),
+            _ => None,
+        }
+    }
+    fn holds_many(self) -> bool {
+        matches!(self, Model::Cells | Model::Tree)
+    }
+}
+
+/// What a query sees: the value, and its index in the sequence (the position; for a node, the committed end plus
+/// the node's number).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Seen {
+    /// The write that made it.
+    pub value: u64,
+    /// What [`ReadItem::first_index`](crate::ReadItem) counts.
+    pub index: u32,
+}
+
+#[derive(Clone, Debug)]
+struct TwinNode {
+    parent: Option<NodeId>,
+    position: u32,
+    value: u64,
+}
+
+#[derive(Clone, Debug, Default)]
+struct TwinSequence {
+    tokens: BTreeMap<u32, u64>,
+    next_position: u32,
+    nodes: Vec<TwinNode>,
+}
+
+/// See the module.
+#[derive(Clone, Debug)]
+pub struct Twin {
+    model: Model,
+    /// One per layer group.
+    groups: Vec<GroupSpec>,
+    sequences: BTreeMap<SeqId, TwinSequence>,
+    n_writes: u64,
+}
+
+impl Twin {
+    /// The twin of a cache with these layer groups, which hold the same tokens.
+    pub fn new(model: Model, groups: &[GroupSpec]) -> Self {
+        assert!(!groups.is_empty(), "a cache needs at least one layer group");
+        let mut twin = Twin { model, groups: groups.to_vec(), sequences: BTreeMap::new(), n_writes: 0 };
+        twin.clear();
+        twin
+    }
+
+    /// Forget every sequence. Values are not used again.
+    pub fn clear(&mut self) {
+        self.sequences.clear();
+        if !self.model.holds_many() {
+            self.sequences.insert(SeqId::ONLY, TwinSequence::default());
+        }
+    }
+
+    /// Ids of the live sequences, ascending.
+    pub fn sequences(&self) -> impl Iterator<Item = SeqId> {
+        self.sequences.keys().copied()
+    }
+    /// See [`Cache::next_position`](crate::Cache::next_position).
+    pub fn next_position(&self, seq: SeqId) -> Option<u32> {
+        self.sequences.get(&seq).map(|s| s.next_position)
+    }
+    /// See [`Cache::seq_len`](crate::Cache::seq_len).
+    pub fn seq_len(&self, seq: SeqId) -> Option<u32> {
+        self.held(seq, self.groups[0].visibility).map(|held| held.len() as u32)
+    }
+    /// Speculative nodes of `seq`.
+    pub fn n_nodes(&self, seq: SeqId) -> Option<u32> {
+        self.sequences.get(&seq).map(|s| s.nodes.len() as u32)
+    }
+    /// Parent of every speculative node of `seq`, by number.
+    pub fn parents(&self, seq: SeqId) -> Vec<Option<NodeId>> {
+        self.sequences.get(&seq).map_or(Vec::new(), |s| s.nodes.iter().map(|node| node.parent).collect())
+    }
+
+    /// `(position, value)` of every committed token that a group with this rule must still hold, ascending.
+    pub fn held(&self, seq: SeqId, visibility: Visibility) -> Option<Vec<(u32, u64)>> {
+        let sequence = self.sequences.get(&seq)?;
+        let next = sequence.next_position;
+        let tokens = sequence.tokens.iter().map(|(&position, &value)| (position, value));
+        Some(tokens.filter(|(p, _)| self.model != Model::Ring || visibility.sees(next, *p)).collect())
+    }
+
+    /// Every value that a group with this rule must still hold, speculation included.
+    pub fn live(&self, visibility: Visibility) -> BTreeSet<u64> {
+        let mut live = BTreeSet::new();
+        for (&seq, sequence) in &self.sequences {
+            live.extend(self.held(seq, visibility).into_iter().flatten().map(|(_, value)| value));
+            live.extend(sequence.nodes.iter().map(|node| node.value));
+        }
+        live
+    }
+
+    /// Values of `seq`'s speculative nodes, by number.
+    pub fn node_values(&self, seq: SeqId) -> Vec<u64> {
+        self.sequences.get(&seq).map_or(Vec::new(), |s| s.nodes.iter().map(|node| node.value).collect())
+    }
+
+    /// Values that the tokens of the next applied batch will bear, in batch order.
+    pub fn new_values(&self, request: &StepRequest<'_>) -> std::ops::Range<u64> {
+        let n_tokens: u64 = request.spans.iter().map(|span| u64::from(n_tokens(span))).sum();
+        self.n_writes..self.n_writes + n_tokens
+    }
+
+    /// The values that each token of the batch must see, in batch order, under the rule of one layer group.
+    /// The request must be one that is [not refused](Twin::refusal).
+    pub fn visible(&self, request: &StepRequest<'_>, visibility: Visibility) -> Vec<BTreeSet<u64>> {
+        let seen = self.seen(request, visibility);
+        seen.into_iter().map(|token| token.into_iter().map(|seen| seen.value).collect()).collect()
+    }
+
+    /// The same with the index of each value, ascending by value.
+    pub fn seen(&self, request: &StepRequest<'_>, visibility: Visibility) -> Vec<Vec<Seen>> {
+        let mut after = self.clone();
+        after.apply(request);
+        after.seen_by_last(request, visibility)
+    }
+
+    /// Position of every token of the batch, in batch order.
+    pub fn positions(&self, request: &StepRequest<'_>) -> Vec<u32> {
+        let mut after = self.clone();
+        after.apply(request);
+        after.positions_of_last(request)
+    }
+
+    /// [`Twin::positions`], asked of the twin that has just applied the request.
+    fn positions_of_last(&self, request: &StepRequest<'_>) -> Vec<u32> {
+        let mut positions = Vec::new();
+        for span in request.spans {
+            let nodes = &self.sequences[&span.seq].nodes;
+            match span.new {
+                New::Chain(n) => positions.extend(span.start..span.start + n),
+                New::Frontier(parents) => {
+                    positions.extend(nodes[nodes.len() - parents.len()..].iter().map(|node| node.position));
+                }
+            }
+        }
+        positions
+    }
+
+    /// [`Twin::seen`], asked of the twin that has just applied the request.
+    fn seen_by_last(&self, request: &StepRequest<'_>, visibility: Visibility) -> Vec<Vec<Seen>> {
+        let mut answer = Vec::new();
+        for span in request.spans {
+            let (sequence, n_tokens) = (&self.sequences[&span.seq], n_tokens(span));
+            let see = |position: u32, c: u32| visibility.sees(position, c);
+            for i in 0..n_tokens {
+                let mut seen = Vec::new();
+                let position = match span.new {
+                    New::Chain(_) => span.start + i,
+                    New::Frontier(_) => {
+                        let number = sequence.nodes.len() as u32 - n_tokens + i;
+                        let position = sequence.nodes[number as usize].position;
+                        let mut node = Some(NodeId(number));
+                        while let Some(NodeId(n)) = node {
+                            let ancestor = &sequence.nodes[n as usize];
+                            if see(position, ancestor.position) {
+                                seen.push(Seen { value: ancestor.value, index: span.start + n });
+                            }
+                            node = ancestor.parent;
+                        }
+                        position
+                    }
+                };
+                for (&index, &value) in sequence.tokens.range(..=position).filter(|(c, _)| see(position, **c))
+                {
+                    seen.push(Seen { value, index });
+                }
+                seen.sort_unstable();
+                answer.push(seen);
+            }
+        }
+        answer
+    }
+
+    /// Why a cache must refuse this step; `None` if it must accept it.
+    pub fn refusal(&self, request: &StepRequest<'_>) -> Option<Refused> {
+        if request.spans.is_empty() {
+            return Some(Refused::Empty);
+        }
+        for (i, span) in request.spans.iter().enumerate() {
+            if request.spans[..i].iter().any(|other| other.seq == span.seq) {
+                return Some(Refused::TwoSpansOfOneSequence(span.seq));
+            }
+            if n_tokens(span) == 0 {
+                return Some(Refused::Empty);
+            }
+            if span.start.checked_add(n_tokens(span)).is_none() {
+                return Some(Refused::PositionOverflow { seq: span.seq });
+            }
+        }
+        if !self.model.holds_many() && request.spans.len() > 1 {
+            return Some(Refused::NotHere("one sequence"));
+        }
+        for span in request.spans {
+            let Some(sequence) = self.sequences.get(&span.seq) else {
+                return Some(Refused::UnknownSequence(span.seq));
+            };
+            let at_end = span.start == sequence.next_position;
+            let not_at_end =
+                Refused::NotAtEnd { seq: span.seq, expected: sequence.next_position, got: span.start };
+            match (self.model, span.new) {
+                (Model::Contiguous | Model::Ring, New::Frontier(_)) => {
+                    return Some(Refused::NotHere("no trees"));
+                }
+                _ if !at_end => return Some(not_at_end),
+                (Model::Cells, New::Frontier(_)) => return Some(Refused::NotHere("no trees")),
+                (_, New::Chain(_)) if !sequence.nodes.is_empty() => {
+                    return Some(Refused::Speculating(span.seq));
+                }
+                (_, New::Chain(_)) => {}
+                (_, New::Frontier(parents)) => {
+                    for (i, parent) in parents.iter().enumerate() {
+                        let number = (sequence.nodes.len() + i) as u32;
+                        if parent.is_some_and(|parent| parent.0 >= number) {
+                            return Some(Refused::BadParent { seq: span.seq, node: NodeId(number) });
+                        }
+                    }
+                }
+            }
+        }
+        let needed: u32 = request.spans.iter().map(n_tokens).sum();
+        for (g, group) in self.groups.iter().enumerate() {
+            if self.model == Model::Ring {
+                if needed > group.max_step_tokens {
+                    let max_step_tokens = group.max_step_tokens;
+                    return Some(Refused::StepTooLong { max_step_tokens, got: needed });
+                }
+                continue;
+            }
+            let free = group.capacity_tokens - self.live(group.visibility).len() as u32;
+            if needed > free {
+                return Some(Refused::NoSpace { group: GroupId(g as u16), needed, free, reclaimable: 0 });
+            }
+        }
+        None
+    }
+
+    /// The step has happened. It must be one that is [not refused](Twin::refusal).
+    pub fn apply(&mut self, request: &StepRequest<'_>) {
+        for span in request.spans {
+            let sequence = self.sequences.get_mut(&span.seq).expect("the step was not refused");
+            match span.new {
+                New::Chain(n) => {
+                    for _ in 0..n {
+                        sequence.tokens.insert(sequence.next_position, self.n_writes);
+                        sequence.next_position += 1;
+                        self.n_writes += 1;
+                    }
+                }
+                New::Frontier(parents) => {
+                    for &parent in parents {
+                        let position = match parent {
+                            None => sequence.next_position,
+                            Some(parent) => sequence.nodes[parent.0 as usize].position + 1,
+                        };
+                        sequence.nodes.push(TwinNode { parent, position, value: self.n_writes });
+                        self.n_writes += 1;
+                    }
+                }
+            }
+        }
+    }
+
+    /// See [`Rewind::rewind`](crate::Rewind::rewind).
+    pub fn rewind(&mut self, len: u32) -> Result<(), Refused> {
+        let sequence =
+            self.sequences.get_mut(&SeqId::ONLY).expect("such a kind always has its only sequence");
+        if len > sequence.next_position {
+            return Err(Refused::CannotGrow { len: sequence.next_position, asked: len });
+        }
+        sequence.tokens.retain(|&position, _| position < len);
+        sequence.next_position = len;
+        Ok(())
+    }
+
+    /// See [`Sequences::seq_new`](crate::Sequences::seq_new).
+    pub fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused> {
+        if self.sequences.contains_key(&seq) {
+            return Err(Refused::SequenceExists(seq));
+        }
+        self.sequences.insert(seq, TwinSequence::default());
+        Ok(())
+    }
+
+    /// See [`Sequences::seq_cp`](crate::Sequences::seq_cp).
+    pub fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        let source = self.sequences.get(&src).ok_or(Refused::UnknownSequence(src))?.clone();
+        let until = until.min(source.next_position);
+        let mut copy = self.sequences.get(&dst).cloned().unwrap_or_default();
+        if from < until {
+            if copy.next_position > from {
+                return Err(Refused::Occupied { seq: dst, position: copy.next_position - 1 });
+            }
+            if !copy.nodes.is_empty() {
+                return Err(Refused::Speculating(dst));
+            }
+            copy.tokens.extend(source.tokens.range(from..until));
+            copy.next_position = until;
+        }
+        self.sequences.insert(dst, copy);
+        Ok(())
+    }
+
+    /// See [`Sequences::fork`](crate::Sequences::fork).
+    pub fn fork(&mut self, src: SeqId, dst: SeqId) -> Result<(), Refused> {
+        self.seq_cp(src, dst, 0, u32::MAX)
+    }
+
+    /// See [`Sequences::seq_rm`](crate::Sequences::seq_rm).
+    pub fn seq_rm(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        let sequence = self.sequences.get_mut(&seq).ok_or(Refused::UnknownSequence(seq))?;
+        if from >= until {
+            return Ok(());
+        }
+        sequence.tokens.retain(|position, _| !(from..until).contains(position));
+        if from <= sequence.next_position && until >= sequence.next_position {
+            sequence.next_position = from;
+            sequence.nodes.clear();
+            if from == 0 {
+                self.sequences.remove(&seq);
+            }
+        }
+        Ok(())
+    }
+
+    /// See [`Sequences::seq_keep`](crate::Sequences::seq_keep).
+    pub fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        if !self.sequences.contains_key(&seq) {
+            return Err(Refused::UnknownSequence(seq));
+        }
+        self.sequences.retain(|&other, _| other == seq);
+        self.seq_rm(seq, until, u32::MAX)?;
+        if self.sequences.contains_key(&seq) {
+            self.seq_rm(seq, 0, from)?;
+        }
+        Ok(())
+    }
+
+    /// See [`Trees::commit_path`](crate::Trees::commit_path).
+    pub fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused> {
+        let sequence = self.sequences.get_mut(&seq).ok_or(Refused::UnknownSequence(seq))?;
+        let mut parent = None;
+        for &node in accepted {
+            match sequence.nodes.get(node.0 as usize) {
+                Some(n) if n.parent == parent => parent = Some(node),
+                _ => return Err(Refused::BadParent { seq, node }),
+            }
+        }
+        for node in accepted {
+            let node = &sequence.nodes[node.0 as usize];
+            sequence.tokens.insert(node.position, node.value);
+            sequence.next_position = node.position + 1;
+        }
+        sequence.nodes.clear();
+        Ok(())
+    }
+
+    /// See [`Trees::discard`](crate::Trees::discard).
+    pub fn discard(&mut self, seq: SeqId) -> Result<(), Refused> {
+        self.commit_path(seq, &[])
+    }
+}
+
+/// Tokens of one span.
+fn n_tokens(span: &Span<'_>) -> u32 {
+    match span.new {
+        New::Chain(n) => n,
+        New::Frontier(parents) => parents.len() as u32,
+    }
+}

@@ -1,0 +1,70 @@
+//! Where a driver's decisions come from: a seed, or the bytes of a fuzzer.
+
+/// A stream of decisions. Bytes run out, and then the drive is over; a seed gives as many as it was told.
+pub struct Choices<'b> {
+    source: Source<'b>,
+}
+
+enum Source<'b> {
+    /// State of splitmix64 (Steele, Lea, Flood 2014), and operations left.
+    Seed {
+        state: u64,
+        n_operations: u64,
+    },
+    Bytes(&'b [u8]),
+}
+
+impl<'b> Choices<'b> {
+    /// `n_operations` operations from this seed.
+    pub fn from_seed(seed: u64, n_operations: u64) -> Self {
+        Choices { source: Source::Seed { state: seed, n_operations } }
+    }
+    /// Operations until the bytes run out.
+    pub fn from_bytes(bytes: &'b [u8]) -> Self {
+        Choices { source: Source::Bytes(bytes) }
+    }
+
+    /// Is there another operation?
+    pub fn go_on(&mut self) -> bool {
+        match &mut self.source {
+            Source::Bytes(bytes) => !bytes.is_empty(),
+            Source::Seed { n_operations, .. } => {
+                *n_operations = n_operations.saturating_sub(1);
+                *n_operations > 0
+            }
+        }
+    }
+
+    /// A number below `n`; 0 when bytes have run out, or if `n` is 0.
+    pub fn below(&mut self, n: u32) -> u32 {
+        let mut byte = || match &mut self.source {
+            Source::Seed { state, .. } => {
+                *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+                let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+                let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+                ((z ^ (z >> 31)) >> 32) as u32
+            }
+            Source::Bytes(bytes) => match bytes.split_first() {
+                Some((&first, rest)) => {
+                    *bytes = rest;
+                    u32::from(first)
+                }
+                None => 0,
+            },
+        };
+        if n <= 1 {
+            return 0;
+        }
+        if n <= 256 { byte() % n } else { (byte() << 8 | byte() & 0xff) % n }
+    }
+
+    /// True once in `n` times.
+    pub fn one_in(&mut self, n: u32) -> bool {
+        self.below(n) == n - 1
+    }
+
+    /// One of `list`.
+    pub fn of<T: Copy>(&mut self, list: &[T]) -> T {
+        list[self.below(list.len() as u32) as usize]
+    }
+}

@@ -1,0 +1,454 @@
+//! Random operations against a real cache and its twin, compared after each one over a simulated memory.
+use super::{Choices, Fate, Model, Operation, Seen, Twin};
+use crate::kinds::{GroupSpec, KINDS, Visibility};
+use crate::*;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+/// What a cell holds that no step has written, or that an abandoned one has.
+const GARBAGE: u64 = u64::MAX;
+
+/// One layer group's bytes: a value per cell.
+#[derive(Default)]
+struct Memory {
+    cells: Vec<u64>,
+    /// Where the live values are, as the plans said.
+    places: BTreeMap<u64, u32>,
+    /// The same the other way round.
+    occupied: Vec<bool>,
+}
+
+impl Memory {
+    fn copy(&mut self, copies: &[CellCopy]) {
+        for copy in copies {
+            for i in 0..copy.len {
+                let (from, to) = ((copy.from + i) as usize, (copy.to + i) as usize);
+                assert!(!self.occupied[to], "{copy:?} copies onto occupied cell {to}");
+                self.cells[to] = self.cells[from];
+            }
+        }
+    }
+}
+
+/// A cache, its twin, and the memory that a backend would have. Every check is an assertion; a drive that panics
+/// prints its last operations.
+///
+/// After each operation it has checked that: the figures of the report are the twin's; a refusal is the one that
+/// the rule demands, and changed nothing; a step wrote to free cells only; every query of it sees exactly what the
+/// twin says, each value once, in the order of its sequence; the fast path, where it is offered, says the same as
+/// the explicit mask; no more cells are read than are visible; a dropped step or round of moves changed nothing;
+/// a compaction ends, and ends dense.
+pub struct Drive {
+    kind: &'static str,
+    model: Model,
+    groups: Vec<GroupSpec>,
+    cache: Cache,
+    plan: StepPlan,
+    moves: MovePlan,
+    twin: Twin,
+    memories: Vec<Memory>,
+    n_ids: u32,
+    /// Sequences share prefixes only: then every cell is read once, however many see it.
+    shares_prefixes: bool,
+    last_operations: VecDeque<Operation>,
+}
+
+/// Drive the kind `name` until `choices` run out; returns the number of operations.
+pub fn replay(name: &str, choices: &mut Choices<'_>) -> u64 {
+    let mut drive = Drive::new(name, choices);
+    let mut n_operations = 0;
+    while choices.go_on() {
+        drive.operate(choices);
+        n_operations += 1;
+    }
+    n_operations
+}
+
+impl Drop for Drive {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("a drive of {} over {:?} failed; its last operations:", self.kind, self.groups);
+            for operation in &self.last_operations {
+                eprintln!("  {operation:?}");
+            }
+        }
+    }
+}
+
+impl Drive {
+    /// A cache of the kind `name` with one to three small layer groups.
+    pub fn new(name: &str, choices: &mut Choices<'_>) -> Self {
+        let model = Model::of(name).unwrap_or_else(|| panic!("the twin knows no kind {name}"));
+        let capacity_tokens = choices.of(&[8, 12, 16, 17, 31, 40, 64, 100, 128, 200]);
+        let max_step_tokens = 1 + choices.below(12);
+        let n_groups = choices.of(&[1, 1, 2, 3]);
+        let groups: Vec<GroupSpec> = (0..n_groups)
+            .map(|_| {
+                let windowed = model == Model::Ring || choices.one_in(2);
+                let window = windowed.then(|| 1 + choices.below(30));
+                let sinks = if windowed { choices.of(&[0, 0, 1, 4, 20]) } else { 0 };
+                GroupSpec { capacity_tokens, visibility: Visibility { window, sinks }, max_step_tokens }
+            })
+            .collect();
+        let n_ids = if choices.one_in(16) { 70 } else { 2 + choices.below(6) };
+        Drive::over(name, groups, n_ids)
+    }
+
+    /// A cache of the kind `name` with these layer groups, driven with sequence ids below `n_ids`.
+    pub fn over(name: &str, groups: Vec<GroupSpec>, n_ids: u32) -> Self {
+        let model = Model::of(name).unwrap_or_else(|| panic!("the twin knows no kind {name}"));
+        let (kind, build) =
+            KINDS.iter().find(|(known, _)| *known == name).expect("the twin knows only kinds");
+        let cache =
+            Cache::new(groups.iter().map(|g| build(g).unwrap_or_else(|e| panic!("{g:?}: {e}"))).collect());
+        let memories = cache.report().into_iter().map(|report| Memory {
+            cells: vec![GARBAGE; report.capacity_cells as usize],
+            places: BTreeMap::new(),
+            occupied: vec![false; report.capacity_cells as usize],
+        });
+        Drive {
+            kind,
+            model,
+            memories: memories.collect(),
+            twin: Twin::new(model, &groups),
+            groups,
+            cache,
+            plan: StepPlan::default(),
+            moves: MovePlan::default(),
+            n_ids,
+            shares_prefixes: true,
+            last_operations: VecDeque::new(),
+        }
+    }
+
+    /// The cache, for a look.
+    pub fn cache(&self) -> &Cache {
+        &self.cache
+    }
+    /// The twin, for a look.
+    pub fn twin(&self) -> &Twin {
+        &self.twin
+    }
+
+    /// Choose an operation and perform it.
+    pub fn operate(&mut self, choices: &mut Choices<'_>) {
+        let n_free = match self.model {
+            Model::Ring => self.groups[0].max_step_tokens + 1,
+            _ => self.cache.capacity_cells()[0] - self.cache.report()[0].used_cells,
+        };
+        let operation = Operation::choose(choices, self.model, self.n_ids, n_free, &self.twin);
+        self.perform(operation);
+    }
+
+    /// Perform an operation on both, and compare them.
+    pub fn perform(&mut self, operation: Operation) {
+        if self.last_operations.len() == 40 {
+            self.last_operations.pop_front();
+        }
+        self.last_operations.push_back(operation.clone());
+        let before = self.cache.report();
+        let changed = match operation {
+            Operation::Step { spans, fate } => {
+                let spans: Vec<Span<'_>> = spans.iter().map(|span| span.as_span()).collect();
+                self.step(&StepRequest { spans: &spans }, fate, &before)
+            }
+            Operation::MoveRound { fate } => self.move_round(fate),
+            Operation::Compact => self.compact(),
+            Operation::Clear => {
+                self.cache.clear();
+                self.twin.clear();
+                true
+            }
+            verb => self.verb(verb),
+        };
+        if !changed {
+            assert_eq!(self.cache.report(), before, "something changed that was refused or dropped");
+        }
+        if self.twin.sequences().all(|seq| self.twin.seq_len(seq) == Some(0)) {
+            self.shares_prefixes = true;
+        }
+        self.compare();
+    }
+
+    fn verb(&mut self, verb: Operation) -> bool {
+        let Drive { cache, twin, model, .. } = self;
+        assert_eq!(cache.rewinds().is_some(), *model == Model::Contiguous, "rewind face");
+        assert_eq!(cache.sequences().is_some(), model.holds_many(), "sequences face");
+        assert_eq!(cache.trees().is_some(), *model == Model::Tree, "tree face");
+        let no_face = "the drive asks only for faces that its model has";
+        let (got, expected) = match &verb {
+            Operation::Rewind { len } => (cache.rewinds().expect(no_face).rewind(*len), twin.rewind(*len)),
+            Operation::CommitPath { seq, accepted } => {
+                let mut trees = cache.trees().expect(no_face);
+                assert_eq!(trees.n_nodes(*seq), twin.n_nodes(*seq), "nodes of sequence {seq}");
+                (trees.commit_path(*seq, accepted), twin.commit_path(*seq, accepted))
+            }
+            many => {
+                let mut sequences = cache.sequences().expect(no_face);
+                match *many {
+                    Operation::New { seq } => (sequences.seq_new(seq), twin.seq_new(seq)),
+                    Operation::Copy { src, dst, from, until } => {
+                        self.shares_prefixes &= from == 0;
+                        (sequences.seq_cp(src, dst, from, until), twin.seq_cp(src, dst, from, until))
+                    }
+                    Operation::Remove { seq, from, until } => {
+                        let next = twin.next_position(seq).unwrap_or(0);
+                        self.shares_prefixes &= until >= next;
+                        (sequences.seq_rm(seq, from, until), twin.seq_rm(seq, from, until))
+                    }
+                    Operation::Keep { seq, from, until } => {
+                        self.shares_prefixes &= from == 0;
+                        (sequences.seq_keep(seq, from, until), twin.seq_keep(seq, from, until))
+                    }
+                    ref other => panic!("{other:?} is no verb"),
+                }
+            }
+        };
+        assert_eq!(got, expected, "{verb:?}");
+        got.is_ok()
+    }
+
+    /// Returns whether the step became true.
+    fn step(&mut self, request: &StepRequest<'_>, fate: Fate, before: &[Report]) -> bool {
+        let Drive { cache, plan, twin, memories, groups, shares_prefixes, .. } = self;
+        let expected = twin.refusal(request);
+        assert_eq!(cache.can_run(request, plan).err().map(mark), expected.clone().map(mark), "a dry run");
+        let mut step = match Step::begin(cache, request, plan) {
+            Err(refused) => {
+                assert_eq!(Some(mark(refused)), expected.map(mark), "a refusal");
+                return false;
+            }
+            Ok(step) => step,
+        };
+        assert_eq!(expected, None, "the step was accepted");
+        if fate == Fate::Drop {
+            return false;
+        }
+        let new_values = twin.new_values(request);
+        let mut after = twin.clone();
+        after.apply(request);
+        let plan = step.with_reads();
+        let mut positions = Vec::new();
+        plan.positions(&mut positions);
+        assert_eq!(positions, after.positions_of_last(request), "positions of the batch");
+        for (g, memory) in memories.iter_mut().enumerate() {
+            let group = plan.group(GroupId(g as u16));
+            memory.copy(&group.copies);
+            let cells: Vec<u32> = group.writes.iter().flat_map(|run| run.cells()).collect();
+            let mut written_end = before[g].high_water;
+            assert_eq!(cells.len() as u64, new_values.end - new_values.start, "cells written by the batch");
+            assert_eq!(cells.iter().collect::<BTreeSet<_>>().len(), cells.len(), "written twice: {cells:?}");
+            for (&cell, value) in cells.iter().zip(new_values.clone()) {
+                assert!(!memory.occupied[cell as usize], "cell {cell} is written and was not free");
+                memory.cells[cell as usize] = value;
+                written_end = written_end.max(cell + 1);
+            }
+            assert_eq!(group.cells_end, written_end, "cells that the pool must hold");
+            let seen = after.seen_by_last(request, groups[g].visibility);
+            check_reads(group, memory, &seen, request);
+            let alone = request.spans.len() == 1;
+            if alone || *shares_prefixes && groups[g].visibility.window.is_none() {
+                let bound = u64::from(before[g].used_cells) + cells.len() as u64;
+                let read = group.reads.cells_read();
+                assert!(read <= bound, "{read} cells are read, {bound} are in use");
+            }
+            for (&cell, value) in cells.iter().zip(new_values.clone()) {
+                if fate == Fate::Commit {
+                    memory.places.insert(value, cell);
+                } else {
+                    memory.cells[cell as usize] = GARBAGE;
+                }
+            }
+        }
+        if fate == Fate::Commit {
+            step.commit();
+            *twin = after;
+        }
+        fate == Fate::Commit
+    }
+
+    /// Returns whether anything moved for good.
+    fn move_round(&mut self, fate: Fate) -> bool {
+        let Some(relocation) = Relocation::begin(&mut self.cache, &mut self.moves) else { return false };
+        if fate == Fate::Drop {
+            return false;
+        }
+        for (group, copies) in relocation.moves().groups() {
+            let memory = &mut self.memories[group.0 as usize];
+            let mut touched = BTreeSet::new();
+            for copy in copies {
+                assert!(copy.len > 0, "an empty copy");
+                for i in 0..copy.len {
+                    assert!(memory.occupied[(copy.from + i) as usize], "{copy:?} moves a free cell");
+                    assert!(touched.insert(copy.from + i), "{copy:?} meets another copy at its source");
+                    assert!(touched.insert(copy.to + i), "{copy:?} meets another copy at its target");
+                }
+            }
+            memory.copy(copies);
+            if fate == Fate::Commit {
+                let to = |cell: u32| copies.iter().find(|c| (c.from..c.from + c.len).contains(&cell));
+                for cell in memory.places.values_mut() {
+                    *cell = to(*cell).map_or(*cell, |copy| copy.to + (*cell - copy.from));
+                }
+            }
+        }
+        if fate == Fate::Commit {
+            relocation.commit();
+        }
+        fate == Fate::Commit
+    }
+
+    /// Rounds until nothing is left to do.
+    fn compact(&mut self) -> bool {
+        let most_rounds = self.cache.report().iter().map(|r| 2 * r.used_cells).max().unwrap_or(0);
+        let mut n_rounds = 0;
+        while self.move_round(Fate::Commit) {
+            self.compare();
+            n_rounds += 1;
+            assert!(n_rounds <= most_rounds, "a compaction of {most_rounds}/2 cells takes {n_rounds} rounds");
+        }
+        for (g, memory) in self.memories.iter().enumerate() {
+            let mut next = 0;
+            let report = &self.cache.report()[g];
+            if report.used_cells == report.capacity_cells {
+                continue; // no free cell: it may stop anywhere
+            }
+            let mut placed = BTreeSet::new();
+            for seq in self.twin.sequences() {
+                let held = self.twin.held(seq, self.groups[g].visibility).unwrap_or_default();
+                let nodes = self.twin.node_values(seq);
+                for value in held.into_iter().map(|(_, value)| value).chain(nodes) {
+                    if placed.insert(value) {
+                        assert_eq!(memory.places[&value], next, "home of value {value} of sequence {seq}");
+                        next += 1;
+                    }
+                }
+            }
+            assert_eq!(report.high_water, report.used_cells, "the lowest cells are in use");
+        }
+        n_rounds > 0
+    }
+
+    /// Every figure the cache shows against the twin's.
+    fn compare(&mut self) {
+        for seq in (0..self.n_ids + 1).map(SeqId) {
+            assert_eq!(self.cache.seq_len(seq), self.twin.seq_len(seq), "length of sequence {seq}");
+            let next = self.twin.next_position(seq);
+            assert_eq!(self.cache.next_position(seq), next, "next position of sequence {seq}");
+        }
+        for (g, report) in self.cache.report().into_iter().enumerate() {
+            let (visibility, memory) = (self.groups[g].visibility, &mut self.memories[g]);
+            let live = self.twin.live(visibility);
+            memory.places.retain(|value, _| live.contains(value));
+            memory.occupied.fill(false);
+            memory.places.values().for_each(|&cell| memory.occupied[cell as usize] = true);
+            let high_water = memory.occupied.iter().rposition(|&o| o).map_or(0, |cell| cell as u32 + 1);
+            let sequences = self.twin.sequences().map(|seq| {
+                let held = self.twin.held(seq, visibility).expect("it is live");
+                let mut n_extents = 0;
+                let mut after = None;
+                for (position, value) in &held {
+                    let cell = memory.places[value];
+                    assert_eq!(memory.cells[cell as usize], *value, "bytes of position {position} of {seq}");
+                    n_extents += u32::from(after != Some((*position, cell)));
+                    after = Some((position + 1, cell + 1));
+                }
+                SequenceReport {
+                    seq,
+                    len: held.len() as u32,
+                    next_position: self.twin.next_position(seq).expect("it is live"),
+                    n_nodes: self.twin.n_nodes(seq).expect("it is live"),
+                    n_extents,
+                }
+            });
+            let expected = Report {
+                capacity_cells: memory.cells.len() as u32,
+                used_cells: live.len() as u32,
+                high_water,
+                sequences: sequences.collect(),
+            };
+            assert_eq!(report, expected, "report of layer group {g}");
+        }
+    }
+}
+
+/// Refusals are compared with their figures, but not with their wording.
+fn mark(refused: Refused) -> Refused {
+    match refused {
+        Refused::NotHere(_) => Refused::NotHere(""),
+        other => other,
+    }
+}
+
+/// Does every query see `seen`, each value once, in index order, by every lowering?
+fn check_reads(group: &GroupPlan, memory: &Memory, seen: &[Vec<Seen>], request: &StepRequest<'_>) {
+    let reads = &group.reads;
+    let n_queries = seen.len() as u32;
+    let mut got = vec![Vec::new(); seen.len()];
+    for item in &reads.items {
+        assert!(item.run.len > 0 && item.n_queries > 0, "an empty item: {item:?}");
+        assert!(item.run.end() <= group.cells_end, "{item:?} reads past cell {}", group.cells_end);
+        for slot in 0..item.n_queries {
+            let query = reads.order[(item.first_query + slot) as usize] as usize;
+            for cell in reads.span_of(item, slot).filter(|&cell| reads.sees(item, slot, cell)) {
+                let value = memory.cells[(item.run.start + cell) as usize];
+                got[query].push(Seen { value, index: item.first_index + cell });
+            }
+        }
+    }
+    for (query, (got, seen)) in got.iter_mut().zip(seen).enumerate() {
+        let ascending = got.is_sorted_by(|a, b| a.index < b.index);
+        assert!(ascending, "query {query} meets its cells out of order: {got:?}\n{:?}", reads.items);
+        got.sort_unstable();
+        assert_eq!(got, seen, "query {query} sees other values than it must\n{:?}", reads.items);
+    }
+
+    let mut slots = reads.order.clone();
+    slots.sort_unstable();
+    assert!(slots.iter().copied().eq(0..n_queries), "query slots {:?}", reads.order);
+
+    let mut first = 0;
+    let mut visible = 0; // cells of each span that any of its queries sees
+    for span in request.spans {
+        let n_tokens = match span.new {
+            New::Chain(n) => n as usize,
+            New::Frontier(parents) => parents.len(),
+        };
+        let values: BTreeSet<u64> = seen[first..first + n_tokens].iter().flatten().map(|s| s.value).collect();
+        visible += values.len() as u64;
+        first += n_tokens;
+    }
+    let read = reads.cells_read();
+    assert!(read <= visible, "{read} cells are read, {visible} are visible\n{:?}", reads.items);
+
+    let mut explicit = Vec::new();
+    reads.explicit(n_queries, group.cells_end, &mut explicit);
+    let rows = || explicit.chunks(group.cells_end as usize);
+    for (row, seen) in rows().zip(seen) {
+        let cells = row.iter().zip(&memory.cells).filter(|(sees, _)| **sees);
+        let mut values: Vec<u64> = cells.map(|(_, value)| *value).collect();
+        values.sort_unstable();
+        assert!(
+            values.iter().eq(seen.iter().map(|s| &s.value)),
+            "the explicit mask shows {values:?} of {seen:?}"
+        );
+    }
+
+    if let Some(window) = reads.as_window() {
+        assert!(window.causal || n_queries == 1, "{window:?} of {n_queries} queries");
+        for (query, (row, seen)) in (0..n_queries).zip(rows().zip(seen)) {
+            let end = window.run.end() - (n_queries - 1 - query);
+            let in_window = |cell: usize| (window.run.start as usize..end as usize).contains(&cell);
+            assert!(
+                row.iter().enumerate().all(|(cell, &sees)| sees == in_window(cell)),
+                "{window:?} {query}"
+            );
+            let mut in_order = seen.clone();
+            in_order.sort_unstable_by_key(|s| s.index);
+            let cells = &memory.cells[window.run.start as usize..end as usize];
+            assert!(
+                cells.iter().eq(in_order.iter().map(|s| &s.value)),
+                "{window:?} is not in position order"
+            );
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! Operations as data: what a drive did, in a form that a failing test can print.
+use super::{Choices, Model, Twin};
+use crate::ids::*;
+use crate::request::{New, Span};
+
+/// The tokens of an [`OwnedSpan`].
+#[derive(Clone, Debug)]
+pub enum OwnedTokens {
+    /// See [`New::Chain`].
+    Chain(u32),
+    /// See [`New::Frontier`].
+    Frontier(Vec<Option<NodeId>>),
+}
+
+/// A [`Span`] that owns its parents.
+#[derive(Clone, Debug)]
+pub struct OwnedSpan {
+    /// The sequence that grows.
+    pub seq: SeqId,
+    /// Where it is said to end.
+    pub start: u32,
+    /// What it adds.
+    pub new: OwnedTokens,
+}
+
+impl OwnedSpan {
+    /// The span to ask a cache with.
+    pub fn as_span(&self) -> Span<'_> {
+        let new = match &self.new {
+            OwnedTokens::Chain(n) => New::Chain(*n),
+            OwnedTokens::Frontier(parents) => New::Frontier(parents),
+        };
+        Span { seq: self.seq, start: self.start, new }
+    }
+}
+
+/// What becomes of a step or of a round of moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// Executed and committed.
+    Commit,
+    /// Planned and dropped.
+    Drop,
+    /// Bytes were written, then a layer failed, and it was dropped.
+    Fail,
+}
+
+/// One thing to do to a cache and its twin.
+#[derive(Clone, Debug)]
+#[allow(missing_docs)] // named after the verbs that they call
+pub enum Operation {
+    Step { spans: Vec<OwnedSpan>, fate: Fate },
+    Rewind { len: u32 },
+    New { seq: SeqId },
+    Copy { src: SeqId, dst: SeqId, from: u32, until: u32 },
+    Remove { seq: SeqId, from: u32, until: u32 },
+    Keep { seq: SeqId, from: u32, until: u32 },
+    CommitPath { seq: SeqId, accepted: Vec<NodeId> },
+    MoveRound { fate: Fate },
+    Compact,
+    Clear,
+}
+
+impl Operation {
+    /// The next operation of a drive: mostly one that makes sense for the twin's state, sometimes nonsense.
+    pub fn choose(
+        choices: &mut Choices<'_>,
+        model: Model,
+        n_ids: u32,
+        n_free: u32,
+        twin: &Twin,
+    ) -> Operation {
+        let any_seq = |choices: &mut Choices<'_>| {
+            let n = twin.sequences.len() as u32;
+            let live = twin.sequences().nth(choices.below(n) as usize);
+            match live {
+                Some(seq) if !choices.one_in(12) => seq,
+                _ => SeqId(choices.below(n_ids)),
+            }
+        };
+        let position = |choices: &mut Choices<'_>, seq: SeqId| {
+            let next = twin.next_position(seq).unwrap_or(0);
+            match choices.below(8) {
+                0 => 0,
+                1 | 2 => next,
+                3 => u32::MAX,
+                4 => next.saturating_sub(choices.below(4)),
+                _ => choices.below(next + 3),
+            }
+        };
+        if !model.holds_many() {
+            return match choices.below(16) {
+                0 | 1 if model == Model::Contiguous => {
+                    Operation::Rewind { len: position(choices, SeqId::ONLY) }
+                }
+                2 if choices.one_in(8) => Operation::Clear,
+                _ => step(choices, model, 1, n_free, twin),
+            };
+        }
+        match choices.below(32) {
+            0 | 1 => Operation::New { seq: SeqId(choices.below(n_ids)) },
+            2 | 3 => {
+                let (src, dst) = (any_seq(choices), SeqId(choices.below(n_ids)));
+                Operation::Copy { src, dst, from: 0, until: u32::MAX }
+            }
+            4 => {
+                let (src, dst) = (any_seq(choices), SeqId(choices.below(n_ids)));
+                let until = position(choices, src);
+                let from = if choices.one_in(2) { position(choices, dst) } else { 0 };
+                Operation::Copy { src, dst, from, until }
+            }
+            5 | 6 => {
+                let seq = any_seq(choices);
+                Operation::Remove { seq, from: position(choices, seq), until: u32::MAX }
+            }
+            7 => {
+                let seq = any_seq(choices);
+                Operation::Remove { seq, from: position(choices, seq), until: position(choices, seq) }
+            }
+            8 => Operation::Remove { seq: any_seq(choices), from: 0, until: u32::MAX },
+            9 if choices.one_in(8) => {
+                let seq = any_seq(choices);
+                Operation::Keep { seq, from: position(choices, seq), until: position(choices, seq) }
+            }
+            10 if choices.one_in(4) => Operation::Compact,
+            11 => Operation::MoveRound {
+                fate: choices.of(&[Fate::Commit, Fate::Commit, Fate::Drop, Fate::Fail]),
+            },
+            12 if choices.one_in(32) => Operation::Clear,
+            13..=16 if model == Model::Tree => {
+                let seq = any_seq(choices);
+                Operation::CommitPath { seq, accepted: path(choices, &twin.parents(seq)) }
+            }
+            _ => step(choices, model, n_ids, n_free, twin),
+        }
+    }
+}
+
+/// Mostly a chain from the root to a random node.
+fn path(choices: &mut Choices<'_>, parents: &[Option<NodeId>]) -> Vec<NodeId> {
+    if parents.is_empty() || choices.one_in(6) {
+        return (0..choices.below(3)).map(|_| NodeId(choices.below(parents.len() as u32 + 1))).collect();
+    }
+    let mut path = Vec::new();
+    let mut node = Some(NodeId(choices.below(parents.len() as u32)));
+    while let Some(n) = node {
+        path.push(n);
+        node = parents[n.0 as usize];
+    }
+    path.reverse();
+    path
+}
+
+fn step(choices: &mut Choices<'_>, model: Model, n_ids: u32, n_free: u32, twin: &Twin) -> Operation {
+    let n_live = twin.sequences.len() as u32;
+    let n_spans = match choices.below(8) {
+        0..=2 => 1,
+        3 | 4 => 2,
+        5 => 3,
+        6 => 1 + choices.below(n_live),
+        _ => n_live,
+    };
+    let n_spans = if model.holds_many() { n_spans.max(1) } else { 1 + u32::from(choices.one_in(64)) };
+    let first = choices.below(n_live);
+    let live: Vec<SeqId> = twin.sequences().collect();
+    let mut left = n_free;
+    let mut spans = Vec::new();
+    for i in 0..n_spans {
+        let seq = match live.get(((first + i) % n_live.max(1)) as usize) {
+            Some(&seq) if !choices.one_in(48) => seq,
+            _ => SeqId(choices.below(n_ids + 1)),
+        };
+        let next = twin.next_position(seq).unwrap_or(0);
+        let start = if choices.one_in(48) { choices.below(next + 3) } else { next };
+        let n = match choices.below(16) {
+            0..=7 => 1,
+            8..=12 => 1 + choices.below(8),
+            13 => 1 + choices.below(left + 1),
+            14 => left, // to the last free cell
+            _ => choices.below(40),
+        };
+        left = left.saturating_sub(n);
+        let n_nodes = twin.n_nodes(seq).unwrap_or(0);
+        let frontier = match model {
+            Model::Tree => n_nodes > 0 && !choices.one_in(8) || choices.one_in(3),
+            _ => choices.one_in(64),
+        };
+        let new = if frontier {
+            let shape = choices.below(4);
+            let parents = (0..n).map(|i| {
+                let number = n_nodes + i;
+                match shape {
+                    _ if choices.one_in(96) => Some(NodeId(choices.below(number + 3))),
+                    0 => number.checked_sub(1).map(NodeId),
+                    1 => None,
+                    2 => number.checked_sub(1 + choices.below(3)).map(NodeId),
+                    _ => choices.below(number + 1).checked_sub(1).map(NodeId),
+                }
+            });
+            OwnedTokens::Frontier(parents.collect())
+        } else {
+            OwnedTokens::Chain(n)
+        };
+        spans.push(OwnedSpan { seq, start, new });
+    }
+    let fate = choices.of(&[Fate::Commit, Fate::Commit, Fate::Commit, Fate::Commit, Fate::Drop, Fate::Fail]);
+    Operation::Step { spans, fate }
+}

@@ -1,0 +1,50 @@
+//! Random operations against the stupid twin, for every kind. `KVIST_OPS` asks for more of them, `KVIST_SEED` for
+//! others; a failing drive prints its own seed, which `KVIST_SEED` with `KVIST_OPS=1` repeats alone.
+use kvist_cache::twin::{Choices, replay};
+
+const OPERATIONS_PER_DRIVE: u64 = 1_000;
+
+fn from_environment(name: &str, otherwise: u64) -> u64 {
+    std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(otherwise)
+}
+
+struct PrintSeed(u64);
+impl Drop for PrintSeed {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("KVIST_SEED={} KVIST_OPS=1 repeats the failing drive", self.0);
+        }
+    }
+}
+
+fn drive(kind: &str) {
+    let n_operations = from_environment("KVIST_OPS", 100_000);
+    let first_seed = from_environment("KVIST_SEED", 1);
+    let (mut done, mut seed) = (0, first_seed);
+    let started = std::time::Instant::now();
+    while done < n_operations {
+        let print_seed = PrintSeed(seed);
+        done += replay(kind, &mut Choices::from_seed(seed, OPERATIONS_PER_DRIVE));
+        std::mem::forget(print_seed);
+        seed += 1;
+    }
+    let seconds = started.elapsed().as_secs_f64();
+    println!("{kind}: {done} operations in {seconds:.1} s, {:.0} per second", done as f64 / seconds);
+}
+
+#[test]
+fn contiguous_agrees_with_its_twin() {
+    drive("contiguous");
+}
+#[test]
+fn ring_agrees_with_its_twin() {
+    drive("ring");
+}
+#[test]
+fn cells_agree_with_their_twin() {
+    drive("cells");
+}
+#[test]
+fn tree_agrees_with_its_twin() {
+    drive("tree");
+}
