@@ -96,7 +96,7 @@ impl ModelArgs {
             let _ = kvist_engine::set_threads(usize::from(threads));
         }
         let bar = crate::progress::bar("loading", 0, quiet);
-        let options = LoadOptions { form: self.weights, mmap: !self.no_mmap };
+        let options = LoadOptions { form: self.weights, mmap: !self.no_mmap, share_kv: None };
         let model = Model::load(&self.file(), &options, &self.budget(), &mut |done, total| {
             bar.set_length(total as u64);
             bar.set_position(done as u64);

@@ -11,6 +11,7 @@ pub use rope::{Rope, RopeScaling};
 pub use tensors::{Role, TensorSpec};
 
 use crate::error::Error;
+use crate::weights::Encoding;
 
 /// The architecture of one model, checked: sizes are positive and divide, owners own.
 #[derive(Clone, Debug, PartialEq)]
@@ -39,6 +40,8 @@ pub struct ModelConfig {
     pub context: u32,
     pub bos: Option<u32>,
     pub eos: Vec<u32>,
+    /// How the checkpoint stores its weights, by its own word.
+    pub stored_dtype: Encoding,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

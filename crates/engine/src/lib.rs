@@ -6,7 +6,9 @@
 #![deny(unsafe_code)]
 
 pub mod backends;
+pub mod chat;
 pub mod config;
+pub mod divergence;
 pub mod embedded;
 pub mod error;
 mod ffi;

@@ -1,7 +1,8 @@
 //! What a model and its cache will take, before anything is loaded: the same arithmetic that the budget records.
-use crate::config::ModelConfig;
+use crate::config::{ModelConfig, Role, TensorSpec};
 use crate::error::Error;
-use crate::model::Activations;
+use crate::model::{Activations, ModelFile, Opened, resident_bytes};
+use crate::weights::{Encoding, WeightForm};
 use kvist_backend::*;
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use std::sync::Arc;
@@ -155,5 +156,81 @@ impl MemoryPlan {
             total,
             advice: advice.join(" or "),
         }
+    }
+}
+
+impl MemoryPlan {
+    /// KV bytes that one decoded token reads at a full cache: each layer what its window lets it see.
+    pub fn kv_bytes_visible(&self, model: &ModelConfig, config: &CacheConfig) -> u64 {
+        let groups = config.groups(model);
+        let layout = model.layout();
+        let seen = |layer: &LayerSpec| {
+            let visibility = groups[layer.group.0 as usize].visibility;
+            let window = visibility.window.map_or(u32::MAX, |w| w.saturating_add(visibility.sinks));
+            u64::from(window.min(config.context_tokens))
+        };
+        let row = |layer: &LayerSpec| config.k.row_bytes(layer.head_dim) + config.v.row_bytes(layer.head_dim);
+        // Borrowers store nothing, but read.
+        layout.layers.iter().map(|l| seen(l) * u64::from(l.n_kv_heads) * row(l)).sum()
+    }
+
+    /// Stored bits per element of K and V, scales included.
+    pub fn kv_bits_per_value(&self, model: &ModelConfig) -> f64 {
+        let values: u64 = model.layout().owners().map(|(_, l)| 2 * u64::from(l.n_kv_heads * l.head_dim)).sum();
+        8.0 * self.kv_bytes_per_token as f64 / values.max(1) as f64
+    }
+}
+
+/// A model's weights in numbers, without loading any.
+#[derive(Clone, Debug)]
+pub struct ModelSize {
+    pub name: String,
+    pub config: ModelConfig,
+    /// On disk, as far as the model needs them.
+    pub stored_bytes: u64,
+    /// In memory: what loading will reserve.
+    pub resident_bytes: u64,
+    /// Weights that one decoded token reads: all but the rows of an embedding that is not the output layer.
+    pub read_per_token: u64,
+}
+
+impl ModelSize {
+    /// Of a `config.json` alone (its `dtype` says how weights are stored), a folder, a GGUF file or the embedded
+    /// model.
+    pub fn of(file: &ModelFile, form: WeightForm) -> Result<Self, Error> {
+        match file {
+            ModelFile::Path(path) if path.extension().is_some_and(|e| e == "json") => {
+                let text = std::fs::read_to_string(path)
+                    .map_err(|source| Error::Read { path: path.clone(), source })?;
+                let name = path.display().to_string();
+                let config = ModelConfig::from_json(&name, &text)?;
+                let stored = config.stored_dtype;
+                Self::sum(name, config, form, |_| Ok(stored))
+            }
+            _ => {
+                let opened = Opened::open(file, true)?;
+                let encoding = |spec: &TensorSpec| Ok(opened.source.find(spec)?.encoding);
+                Self::sum(opened.name.clone(), opened.config.clone(), form, encoding)
+            }
+        }
+    }
+
+    fn sum(
+        name: String,
+        config: ModelConfig,
+        form: WeightForm,
+        encoding: impl Fn(&TensorSpec) -> Result<Encoding, Error>,
+    ) -> Result<Self, Error> {
+        let mut size = ModelSize { name, stored_bytes: 0, resident_bytes: 0, read_per_token: 0, config };
+        for spec in size.config.tensors() {
+            let stored = encoding(&spec)?;
+            let resident = resident_bytes(&spec, stored, form);
+            size.stored_bytes = size.stored_bytes.saturating_add(stored.tensor_bytes(&spec.shape).unwrap_or(0) as u64);
+            size.resident_bytes = size.resident_bytes.saturating_add(resident);
+            let gathered = spec.role == Role::Embedding && !size.config.tie_embeddings;
+            let read = if gathered { resident / spec.shape[0].max(1) as u64 } else { resident };
+            size.read_per_token = size.read_per_token.saturating_add(read);
+        }
+        Ok(size)
     }
 }

@@ -7,4 +7,5 @@ mod rope;
 
 pub use decoder::{Activations, Batch, Decoder};
 pub use load::{LoadOptions, Model, ModelFile};
+pub(crate) use load::{Opened, resident_bytes};
 pub use ops::top_two;

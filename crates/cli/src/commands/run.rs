@@ -133,7 +133,7 @@ impl Args {
                     messages.push(Message::new("system", system));
                 }
                 messages.push(Message::new("user", prompt));
-                let text = template.render(&messages, true)?;
+                let text = template.render(&messages, tokenizer, true)?;
                 Ok((tokenizer.encode(&text, false)?, None))
             }
             None if self.system.is_some() => {

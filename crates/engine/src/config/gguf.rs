@@ -78,6 +78,7 @@ impl ModelConfig {
             context: u32::try_from(context).unwrap_or(u32::MAX),
             bos: m.token("tokenizer.ggml.bos_token_id")?,
             eos: m.token("tokenizer.ggml.eos_token_id")?.into_iter().collect(),
+            stored_dtype: gguf.tensor("token_embd.weight")?.encoding,
         }
         .check(file)
     }

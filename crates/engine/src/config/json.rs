@@ -77,6 +77,11 @@ impl ModelConfig {
             context: u32::try_from(context).unwrap_or(u32::MAX),
             bos: fields.tokens("bos_token_id")?.first().copied(),
             eos: fields.tokens("eos_token_id")?,
+            stored_dtype: match fields.get("dtype").or(fields.get("torch_dtype")).and_then(Value::as_str) {
+                Some("float16") => Encoding::F16,
+                Some("bfloat16") => Encoding::BF16,
+                _ => Encoding::F32,
+            },
         }
         .check(file)
     }

@@ -25,6 +25,9 @@ pub struct LoadOptions {
     pub form: WeightForm,
     /// Map the files instead of reading them; they must not change underneath.
     pub mmap: bool,
+    /// Make every run of this many layers share the K and V of its first one, whatever the file says: times and
+    /// bytes are those of a model trained so, its text is not. For measurements.
+    pub share_kv: Option<usize>,
 }
 
 /// Weights, tokenizer and template, loaded once and shared by any number of sessions.
@@ -113,7 +116,12 @@ impl Model {
         budget: &Arc<MemoryBudget>,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Self, Error> {
-        let opened = Opened::open(file, options.mmap)?;
+        let mut opened = Opened::open(file, options.mmap)?;
+        if let Some(run) = options.share_kv {
+            for (l, layer) in opened.config.layers.iter_mut().enumerate() {
+                layer.owner = l - l % run.max(1);
+            }
+        }
         let weights = budget.reserve(Purpose::Weights, opened.weight_bytes(options.form)?)?;
         let Opened { name, config, source, tokenizer, template } = opened;
         let total = config.tensors().len();

@@ -1,0 +1,278 @@
+//! `kvist bench ladder`: what each step from "no cache" to "int8 and shared layers" is worth, in tokens per second
+//! and in bytes, on the same model in the same run.
+use crate::options::*;
+use crate::{interrupt, json, output, progress};
+use anyhow::Context;
+use clap::ValueHint;
+use kuva::plot::LinePlot;
+use kuva::render::layout::Layout;
+use kuva::render::plots::Plot;
+use kvist_backend::{MemoryBudget, Registry, Storage};
+use kvist_cache::SeqId;
+use kvist_engine::generate::{Limits, generate};
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::model::{LoadOptions, Model, ModelFile};
+use kvist_engine::sampler::{Sampler, SamplerConfig};
+use kvist_engine::session::ModelSession;
+use kvist_engine::weights::WeightForm;
+use serde::Serialize;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Lengths to generate, each from one token on
+    #[arg(long = "t", value_name = "T,T,…", default_value = "32,64,128,256,512,1024", value_parser = parse_lengths)]
+    lengths: std::vec::Vec<u32>,
+    /// Runs before the clock counts
+    #[arg(long, default_value_t = 1)]
+    warmups: u32,
+    /// Runs that count; medians are reported
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+    runs: u32,
+    /// The model; without it the embedded one
+    #[arg(short, long, value_name = "PATH")]
+    model: Option<PathBuf>,
+    /// A model trained with cross-layer sharing for v3 and v4. Without it every second layer of the model is made
+    /// to borrow: times and bytes are right, its text is not
+    #[arg(long, value_name = "PATH")]
+    shared: Option<PathBuf>,
+    /// Only these steps: v0,v1,v1',v2,v3,v4
+    #[arg(long, value_delimiter = ',', value_name = "STEPS")]
+    only: Vec<String>,
+    /// Write a plot
+    #[arg(long, value_name = "FILE.svg", value_hint = ValueHint::FilePath)]
+    svg: Option<PathBuf>,
+    /// One JSON document
+    #[arg(long)]
+    json: bool,
+}
+
+fn parse_lengths(text: &str) -> Result<Vec<u32>, String> {
+    let lengths = parse_tokens(text)?;
+    if lengths.iter().any(|t| *t < 2) { Err("a length must be 2 at least".into()) } else { Ok(lengths) }
+}
+
+/// One step of the ladder.
+struct Variant {
+    name: &'static str,
+    what: &'static str,
+    backend: &'static str,
+    storage: Storage,
+    cached: bool,
+    shared: bool,
+}
+
+const F32: Storage = Storage::F32;
+const LADDER: [Variant; 6] = [
+    Variant { name: "v0", what: "no cache", backend: "cpu", storage: F32, cached: false, shared: false },
+    Variant { name: "v1", what: "concatenating cache", backend: "cpu-concat", storage: F32, cached: true, shared: false },
+    Variant { name: "v1'", what: "preallocated cache", backend: "cpu", storage: F32, cached: true, shared: false },
+    Variant { name: "v2", what: "int8", backend: "cpu", storage: Storage::Q8, cached: true, shared: false },
+    Variant { name: "v3", what: "cross-layer sharing", backend: "cpu", storage: F32, cached: true, shared: true },
+    Variant { name: "v4", what: "int8 and sharing", backend: "cpu", storage: Storage::Q8, cached: true, shared: true },
+];
+
+/// `kvist bench ladder --json`
+#[derive(Serialize)]
+struct Report {
+    version: u32,
+    machine: String,
+    cores: usize,
+    model: String,
+    shared_model: String,
+    warmups: u32,
+    runs: u32,
+    rows: Vec<Row>,
+}
+
+#[derive(Serialize)]
+struct Row {
+    step: &'static str,
+    what: &'static str,
+    tokens: u32,
+    /// Median of the runs, and their extremes.
+    seconds: f64,
+    seconds_min: f64,
+    seconds_max: f64,
+    tokens_per_second: f64,
+    /// Speed over v0 and over v1 at the same length, where they ran.
+    over_v0: Option<f64>,
+    over_v1: Option<f64>,
+    kv_bytes_per_token: u64,
+    kv_bytes: u64,
+}
+
+pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
+    let chosen = |v: &&Variant| args.only.is_empty() || args.only.iter().any(|name| name == v.name);
+    let variants: Vec<&Variant> = LADDER.iter().filter(chosen).collect();
+    if variants.is_empty() || args.only.iter().any(|name| LADDER.iter().all(|v| v.name != name)) {
+        return Err(wrong_usage("--only takes v0, v1, v1', v2, v3 and v4"));
+    }
+    interrupt::listen();
+    let file = |path: &Option<PathBuf>| path.clone().map_or(ModelFile::Embedded, ModelFile::Path);
+    let load = |file: &ModelFile, share: Option<usize>| -> anyhow::Result<Arc<Model>> {
+        let options = LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: share };
+        Ok(Arc::new(Model::load(file, &options, &MemoryBudget::unlimited(), &mut |_, _| {})?))
+    };
+    let plain = load(&file(&args.model), None)?;
+    let shared = match &args.shared {
+        Some(_) => load(&file(&args.shared), None)?,
+        None => load(&file(&args.model), Some(2))?,
+    };
+    // v1 keeps its bytes as the note had it: every step allocates anew and copies the past.
+    let registry = registry().with(Box::new(kvist_cpu::Cpu::concatenating()));
+
+    let rounds = u64::from(args.warmups) + u64::from(args.runs);
+    let bar = progress::bar("measuring", rounds * (args.lengths.len() * variants.len()) as u64, quiet);
+    let mut rows: Vec<Row> = Vec::new();
+    for &tokens in &args.lengths {
+        let mut seconds = vec![Vec::new(); variants.len()];
+        let mut kv_bytes = vec![0; variants.len()];
+        let mut per_token = vec![0; variants.len()];
+        for round in 0..rounds {
+            // The sides alternate, so that a busy moment of the machine hits all of them.
+            for (i, variant) in variants.iter().enumerate() {
+                let model = if variant.shared { &shared } else { &plain };
+                let measured = measure(model, &registry, variant, tokens)?;
+                if round >= u64::from(args.warmups) {
+                    seconds[i].push(measured.seconds);
+                }
+                (kv_bytes[i], per_token[i]) = (measured.kv_bytes, measured.kv_bytes_per_token);
+                bar.inc(1);
+                anyhow::ensure!(!interrupt::interrupted(), "interrupted; nothing is reported of an unfinished run");
+            }
+        }
+        let first = rows.len();
+        for (i, variant) in variants.iter().enumerate() {
+            seconds[i].sort_by(f64::total_cmp);
+            let median = median(&seconds[i]).context("no run was measured")?;
+            rows.push(Row {
+                step: variant.name,
+                what: variant.what,
+                tokens,
+                seconds: median,
+                seconds_min: seconds[i].first().copied().unwrap_or(median),
+                seconds_max: seconds[i].last().copied().unwrap_or(median),
+                tokens_per_second: f64::from(tokens) / median,
+                over_v0: None,
+                over_v1: None,
+                kv_bytes_per_token: per_token[i],
+                kv_bytes: kv_bytes[i],
+            });
+        }
+        let of = |rows: &[Row], name: &str| rows.iter().find(|r| r.step == name).map(|r| r.seconds);
+        let (v0, v1) = (of(&rows[first..], "v0"), of(&rows[first..], "v1"));
+        for row in &mut rows[first..] {
+            row.over_v0 = v0.map(|s| s / row.seconds);
+            row.over_v1 = v1.map(|s| s / row.seconds);
+        }
+    }
+    bar.finish_and_clear();
+
+    let report = Report {
+        version: json::VERSION,
+        machine: machine(),
+        cores: std::thread::available_parallelism().map_or(1, usize::from),
+        model: plain.name().into(),
+        shared_model: match &args.shared {
+            Some(_) => shared.name().into(),
+            None => format!("{}, every second layer made to borrow", plain.name()),
+        },
+        warmups: args.warmups,
+        runs: args.runs,
+        rows,
+    };
+    if let Some(path) = &args.svg {
+        output::write_file(path, report.plot(&variants).as_bytes())?;
+    }
+    if args.json { output::show_json(&report) } else { output::show(&report.table()) }
+}
+
+struct Measured {
+    seconds: f64,
+    kv_bytes: u64,
+    kv_bytes_per_token: u64,
+}
+
+/// Generate `tokens` tokens greedily from the first token on, cache included: a session lives as long as a run.
+fn measure(model: &Arc<Model>, registry: &Registry, variant: &Variant, tokens: u32) -> anyhow::Result<Measured> {
+    let config = CacheConfig {
+        backend: variant.backend.into(),
+        k: variant.storage,
+        v: variant.storage,
+        max_step_tokens: if variant.cached { 1 } else { tokens },
+        ..CacheConfig::new(tokens)
+    };
+    let prompt = [model.decoder().config().bos.unwrap_or(0)];
+    let limits =
+        Limits { max_tokens: tokens as usize, stop: Vec::new(), ignore_eos: true, no_cache: !variant.cached };
+    let mut greedy = Sampler::new(SamplerConfig::greedy())?;
+    let started = Instant::now();
+    let mut session = ModelSession::new(model, registry, &config)?;
+    generate(&mut session, SeqId::ONLY, &prompt, None, &mut greedy, &limits, &mut ())?;
+    let seconds = started.elapsed().as_secs_f64();
+    let plan = kvist_engine::memory::MemoryPlan::of_session(model.decoder().config(), registry, &config)?;
+    Ok(Measured { seconds, kv_bytes: session.kv_bytes(), kv_bytes_per_token: plan.kv_bytes_per_token })
+}
+
+/// Of sorted values.
+fn median(sorted: &[f64]) -> Option<f64> {
+    let n = sorted.len();
+    Some((sorted.get(n / 2)? + sorted.get(n.checked_sub(1)? / 2)?) / 2.0)
+}
+
+fn machine() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(": "));
+    model.map_or(std::env::consts::ARCH.to_string(), |(_, name)| name.to_string())
+}
+
+impl Report {
+    fn table(&self) -> String {
+        let mut text = format!(
+            "{} ({} cores); {}; v3 and v4: {}\n{} warm-ups, median of {} runs\n\n",
+            self.machine, self.cores, self.model, self.shared_model, self.warmups, self.runs
+        );
+        text += "| T | step | | tokens/s | × v0 | × v1 | KV bytes per token | KV bytes |\n";
+        text += "|--:|---|---|--:|--:|--:|--:|--:|\n";
+        let ratio = |r: Option<f64>| r.map_or("".into(), |r| format!("{r:.2}"));
+        for r in &self.rows {
+            text += &format!(
+                "| {} | {} | {} | {:.1} | {} | {} | {} | {} |\n",
+                r.tokens,
+                r.step,
+                r.what,
+                r.tokens_per_second,
+                ratio(r.over_v0),
+                ratio(r.over_v1),
+                r.kv_bytes_per_token,
+                r.kv_bytes
+            );
+        }
+        text
+    }
+
+    fn plot(&self, variants: &[&Variant]) -> String {
+        const COLOURS: [&str; 6] = ["#444444", "#c44e52", "#4c72b0", "#dd8452", "#55a868", "#8172b3"];
+        let line = |(variant, colour): (&&Variant, &str)| {
+            let rows = self.rows.iter().filter(|r| r.step == variant.name);
+            let points: Vec<(f64, f64)> = rows.map(|r| (f64::from(r.tokens), r.tokens_per_second)).collect();
+            Plot::Line(
+                LinePlot::new()
+                    .with_data(points)
+                    .with_color(colour)
+                    .with_stroke_width(2.0)
+                    .with_legend(format!("{} {}", variant.name, variant.what)),
+            )
+        };
+        let plots: Vec<Plot> = variants.iter().zip(COLOURS).map(line).collect();
+        let layout = Layout::auto_from_plots(&plots)
+            .with_title("Tokens per second when T tokens are generated")
+            .with_x_label("T (tokens)")
+            .with_y_label("tokens/s")
+            .with_log_x();
+        kuva::render_to_svg(plots, layout)
+    }
+}

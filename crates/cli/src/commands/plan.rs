@@ -1,0 +1,139 @@
+//! `kvist plan`: what a model and its cache will take, before anything is loaded.
+use crate::options::*;
+use crate::{json, output};
+use clap::ValueHint;
+use kvist_backend::{Bytes, Purpose, Usage};
+use kvist_engine::memory::{MemoryPlan, ModelSize};
+use kvist_engine::weights::WeightForm;
+use serde::Serialize;
+use std::path::PathBuf;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// A config.json, a Hugging Face folder or a .gguf file; without it the embedded model
+    #[arg(value_hint = ValueHint::AnyPath)]
+    model: Option<PathBuf>,
+    #[command(flatten)]
+    cache: CacheArgs,
+    /// How linear layers are held: as-stored, f32, q8_0
+    #[arg(long, default_value = "as-stored", value_name = "FORM")]
+    weights: WeightForm,
+    /// Memory bandwidth: gives the ceiling in tokens/s
+    #[arg(long, value_name = "RATE", value_parser = parse_rate)]
+    bandwidth: Option<Size>,
+    /// Refuse (exit status 1) what does not fit into this much memory
+    #[arg(long, value_name = "SIZE")]
+    memory: Option<Size>,
+    /// One JSON document
+    #[arg(long)]
+    json: bool,
+}
+
+/// `kvist plan --json`
+#[derive(Serialize)]
+struct Report {
+    version: u32,
+    model: String,
+    context_tokens: u32,
+    cache: json::CacheShape,
+    /// Of the file: what has to be read from disk.
+    weight_bytes_on_disk: u64,
+    kv_bytes_per_token: u64,
+    kv_bits_per_value: f64,
+    /// The bound: weights, a full cache, scratch and activations at the largest step.
+    bound: json::MemoryBytes,
+    /// Everything but the weights: what each further session adds.
+    session_bytes: u64,
+    /// Weights and KV bytes that one token of decode must read at a full cache, and at an empty one.
+    bytes_read_per_token: u64,
+    bytes_read_per_token_empty: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ceiling: Option<Ceiling>,
+}
+
+/// Decode cannot be faster: every weight and every visible cell is read once per token.
+#[derive(Serialize)]
+struct Ceiling {
+    bandwidth_bytes_per_second: u64,
+    tokens_per_second: f64,
+    tokens_per_second_empty: f64,
+    /// What the ceiling would be if weights cost nothing: the figure that is often quoted.
+    tokens_per_second_kv_alone: f64,
+}
+
+pub fn run(args: Args) -> anyhow::Result<()> {
+    let file = args.model.as_ref().map_or(kvist_engine::model::ModelFile::Embedded, |path| {
+        kvist_engine::model::ModelFile::Path(path.clone())
+    });
+    let size = ModelSize::of(&file, args.weights)?;
+    let context = args.cache.context.unwrap_or(size.config.context);
+    let mut cache = args.cache.clone();
+    cache.context = Some(context);
+    let config = cache.config(&size.config, u64::from(context))?;
+    let plan = MemoryPlan::of_session(&size.config, &registry(), &config)?;
+    let bound = plan.usage.with(Purpose::Weights, size.resident_bytes);
+
+    let visible = plan.kv_bytes_visible(&size.config, &config);
+    let read = size.read_per_token.saturating_add(visible);
+    let per_second = |bytes: u64, rate: u64| rate as f64 / bytes.max(1) as f64;
+    let report = Report {
+        version: json::VERSION,
+        model: size.name.clone(),
+        context_tokens: context,
+        cache: (&config).into(),
+        weight_bytes_on_disk: size.stored_bytes,
+        kv_bytes_per_token: plan.kv_bytes_per_token,
+        kv_bits_per_value: plan.kv_bits_per_value(&size.config),
+        bound: bound.into(),
+        session_bytes: plan.session_bound(),
+        bytes_read_per_token: read,
+        bytes_read_per_token_empty: size.read_per_token,
+        ceiling: args.bandwidth.map(|rate| Ceiling {
+            bandwidth_bytes_per_second: rate.0,
+            tokens_per_second: per_second(read, rate.0),
+            tokens_per_second_empty: per_second(size.read_per_token, rate.0),
+            tokens_per_second_kv_alone: per_second(visible, rate.0),
+        }),
+    };
+    if args.json {
+        output::show_json(&report)?;
+    } else {
+        output::show(&report.text(&bound))?;
+    }
+    match args.memory {
+        Some(memory) if bound.total() > memory.0 => {
+            anyhow::bail!("{} are needed, {} are there; try --kv q8, --context or --weights q8_0", Bytes(bound.total()), Bytes(memory.0))
+        }
+        _ => Ok(()),
+    }
+}
+
+impl Report {
+    fn text(&self, bound: &Usage) -> String {
+        let c = &self.cache;
+        let mut lines = vec![
+            format!("model            {}", self.model),
+            format!("cache            {}:{}, K {}, V {}, {} tokens", c.backend, c.kind, c.k, c.v, self.context_tokens),
+            String::new(),
+            format!("weights          {} ({} on disk)", Bytes(self.bound.weights), Bytes(self.weight_bytes_on_disk)),
+            format!("KV cache         {}", Bytes(self.bound.kv_cache)),
+            format!("  per token      {} ({:.2} bits per value)", Bytes(self.kv_bytes_per_token), self.kv_bits_per_value),
+            format!("scratch          {}", Bytes(self.bound.scratch)),
+            format!("activations      {}", Bytes(self.bound.activations)),
+            format!("bound            {}", Bytes(bound.total())),
+            format!("  per session    {}", Bytes(self.session_bytes)),
+            format!(
+                "read per token   {} at a full cache, {} at an empty one",
+                Bytes(self.bytes_read_per_token),
+                Bytes(self.bytes_read_per_token_empty)
+            ),
+        ];
+        if let Some(c) = &self.ceiling {
+            lines.push(format!(
+                "ceiling          {:.1} tokens/s at a full cache, {:.1} at an empty one ({:.1} if weights cost nothing)",
+                c.tokens_per_second, c.tokens_per_second_empty, c.tokens_per_second_kv_alone
+            ));
+        }
+        lines.join("\n") + "\n"
+    }
+}

@@ -1,0 +1,187 @@
+//! Conversations with branches: what is said, and which of it each branch's cache already holds.
+//!
+//! A turn renders the whole conversation, keeps the cached tokens that it still begins with, rolls back the rest
+//! and feeds only what is new. Forking shares cells, undoing changes only what is said: the next turn rolls back.
+use crate::error::Error;
+use crate::generate::{Finish, Generation, Limits, Observer, generate};
+use crate::sampler::Sampler;
+use crate::session::ModelSession;
+use crate::template::Message;
+use kvist_cache::{Refused, SeqId};
+
+/// One line of conversation.
+#[derive(Clone, Debug)]
+pub struct Branch {
+    pub name: String,
+    pub messages: Vec<Message>,
+    seq: SeqId,
+    /// Tokens its sequence holds, as far as the chat fed them.
+    cached: Vec<u32>,
+}
+
+/// Branches over one session.
+pub struct Chat {
+    session: ModelSession,
+    branches: Vec<Branch>,
+    current: usize,
+    next_seq: u32,
+    system: Option<String>,
+}
+
+/// What one turn took.
+#[derive(Clone, Debug)]
+pub struct Turn {
+    pub generation: Generation,
+    /// Tokens of the conversation that the cache still held.
+    pub reused_tokens: usize,
+}
+
+impl Chat {
+    pub fn new(session: ModelSession, system: Option<String>) -> Self {
+        let main = Branch { name: "main".into(), messages: Vec::new(), seq: SeqId::ONLY, cached: Vec::new() };
+        Chat { session, branches: vec![main], current: 0, next_seq: 1, system }
+    }
+
+    pub fn session(&self) -> &ModelSession {
+        &self.session
+    }
+    pub fn branches(&self) -> &[Branch] {
+        &self.branches
+    }
+    pub fn current(&self) -> &Branch {
+        &self.branches[self.current]
+    }
+    /// Does the model answer turns, or only continue text?
+    pub fn has_template(&self) -> bool {
+        self.session.model().chat_template().is_some()
+    }
+    pub fn system(&self) -> Option<&str> {
+        self.system.as_deref()
+    }
+    /// What every branch is told first, from the next turn on.
+    pub fn set_system(&mut self, system: Option<String>) -> Result<(), Error> {
+        if !self.has_template() {
+            return Err(Error::Usage("this model has no chat template and so no system message".into()));
+        }
+        self.system = system;
+        Ok(())
+    }
+
+    /// A new branch that shares everything with the current one, and becomes it. No KV bytes are copied.
+    pub fn fork(&mut self, name: Option<&str>) -> Result<&Branch, Error> {
+        let seq = SeqId(self.next_seq);
+        let name = name.map_or_else(|| format!("branch-{}", self.next_seq), str::to_string);
+        if self.branches.iter().any(|b| b.name == name) {
+            return Err(Error::Usage(format!("there is a branch `{name}` already")));
+        }
+        let parent = self.current().seq;
+        let sequences = self.session.cache().sequences();
+        let mut sequences = sequences.ok_or_else(|| {
+            Error::Usage("this kind of cache holds one sequence: start with --kind cells or tree to fork".into())
+        })?;
+        sequences.fork(parent, seq)?;
+        self.next_seq += 1;
+        let branch = Branch { name, seq, ..self.current().clone() };
+        self.branches.push(branch);
+        self.current = self.branches.len() - 1;
+        Ok(self.current())
+    }
+
+    pub fn switch(&mut self, name: &str) -> Result<(), Error> {
+        let known = || self.branches.iter().map(|b| b.name.as_str()).collect::<Vec<_>>().join(", ");
+        let found = self.branches.iter().position(|b| b.name == name);
+        self.current =
+            found.ok_or_else(|| Error::Usage(format!("there is no branch `{name}`; there are {}", known())))?;
+        Ok(())
+    }
+
+    /// Unsay the last question and its answer on this branch; false if nothing was said.
+    pub fn undo(&mut self) -> bool {
+        let messages = &mut self.branches[self.current].messages;
+        let question = messages.iter().rposition(|m| m.role == "user");
+        question.map(|at| messages.truncate(at)).is_some()
+    }
+
+    /// The conversation as a text for people.
+    pub fn transcript(&self) -> String {
+        let mut text = String::new();
+        for m in self.system.iter().map(|s| Message::new("system", s)).chain(self.current().messages.clone()) {
+            text += &format!("{}: {}\n\n", m.role, m.content);
+        }
+        text
+    }
+
+    /// Say `text` on the current branch and generate the answer. On `Err` nothing was said.
+    pub fn say(
+        &mut self,
+        text: &str,
+        sampler: &mut Sampler,
+        limits: &Limits,
+        observer: &mut dyn Observer,
+    ) -> Result<Turn, Error> {
+        let mut messages = self.current().messages.clone();
+        messages.push(Message::new("user", text));
+        let model = self.session.model().clone();
+        let tokenizer = model.tokenizer().ok_or_else(|| Error::Usage("this model has no tokenizer".into()))?;
+        let tokens = match model.chat_template() {
+            Some(template) => {
+                let mut all: Vec<Message> = self.system.iter().map(|s| Message::new("system", s)).collect();
+                all.extend(messages.iter().cloned());
+                tokenizer.encode(&template.render(&all, tokenizer, true)?, false)?
+            }
+            // One running text.
+            None => {
+                let whole: String = messages.iter().map(|m| m.content.as_str()).collect();
+                tokenizer.encode(&whole, true)?
+            }
+        };
+        crate::check_prompt(self.session.config(), tokens.len())?;
+        let reused_tokens = self.roll_back_to(&tokens)?;
+        let seq = self.current().seq;
+        let new = &tokens[reused_tokens..];
+        let generation = generate(&mut self.session, seq, new, Some(tokenizer), sampler, limits, observer);
+        // Whatever happened, the cache says how far it got.
+        let held = self.session.cache().next_position(seq).unwrap_or(0) as usize;
+        let branch = &mut self.branches[self.current];
+        let mut fed = tokens.clone();
+        if let Ok(generation) = &generation {
+            fed.extend(&generation.tokens);
+        }
+        fed.truncate(held);
+        branch.cached = fed;
+        let generation = generation?;
+        let unfinished_prompt = generation.finish == Finish::Cancelled && generation.tokens.is_empty();
+        if !unfinished_prompt {
+            messages.push(Message::new("assistant", &generation.text));
+            branch.messages = messages;
+        }
+        Ok(Turn { generation, reused_tokens })
+    }
+
+    /// Make the current branch hold only what `tokens` begins with, and leave at least one token to compute.
+    fn roll_back_to(&mut self, tokens: &[u32]) -> Result<usize, Error> {
+        let branch = &mut self.branches[self.current];
+        let same = branch.cached.iter().zip(tokens).take_while(|(a, b)| a == b).count();
+        let mut keep = same.min(tokens.len().saturating_sub(1));
+        if keep < branch.cached.len() {
+            let at = u32::try_from(keep).unwrap_or(u32::MAX);
+            if let Some(mut sequences) = self.session.cache().sequences() {
+                sequences.seq_rm(branch.seq, at, u32::MAX)?;
+                if at == 0 {
+                    match sequences.seq_new(branch.seq) {
+                        Err(Refused::SequenceExists(_)) => {}
+                        other => other?,
+                    }
+                }
+            } else if let Some(mut rewind) = self.session.cache().rewinds() {
+                rewind.rewind(at)?;
+            } else {
+                // A ring has overwritten what a rollback would need: start anew.
+                self.session.clear()?;
+                keep = 0;
+            }
+            branch.cached.truncate(keep);
+        }
+        Ok(keep)
+    }
+}

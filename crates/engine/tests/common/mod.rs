@@ -1,0 +1,104 @@
+//! What the integration tests of this crate share.
+#![allow(dead_code)] // each test binary uses its part
+use kvist_backend::{MemoryBudget, Storage};
+use kvist_engine::backends;
+use kvist_engine::generate::{Limits, generate};
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::model::{LoadOptions, Model, ModelFile};
+use kvist_engine::sampler::{Sampler, SamplerConfig};
+use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::weights::WeightForm;
+use safetensors::SafeTensors;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+pub fn fixtures(kind: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(kind)
+}
+
+/// The sub-folders, sorted; there must be some.
+pub fn cases(kind: &str) -> Vec<PathBuf> {
+    let mut all: Vec<PathBuf> = std::fs::read_dir(fixtures(kind)).unwrap().map(|e| e.unwrap().path()).collect();
+    all.retain(|p| p.is_dir());
+    all.sort();
+    assert!(!all.is_empty(), "no fixtures of {kind}");
+    all
+}
+
+pub fn load(file: ModelFile) -> Result<Arc<Model>, kvist_engine::Error> {
+    let options = LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: None };
+    Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).map(Arc::new)
+}
+
+/// What another runtime computed.
+pub struct Expected {
+    pub tokens: Vec<u32>,
+    pub logits: Vec<f32>, // [tokens, vocab]
+    pub generated: Vec<u32>,
+    /// Lead of the likeliest token at each generated one.
+    pub gaps: Vec<f32>,
+}
+
+impl Expected {
+    pub fn read(folder: &Path) -> Self {
+        let bytes = std::fs::read(folder.join("expected.safetensors")).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let ids = |name: &str| {
+            let data = file.tensor(name).unwrap().data().to_vec();
+            data.chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap()) as u32).collect()
+        };
+        let floats = |name: &str| {
+            let data = file.tensor(name).unwrap().data().to_vec();
+            data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+        };
+        Expected {
+            tokens: ids("tokens"),
+            logits: floats("logits"),
+            generated: ids("generated"),
+            gaps: floats("gaps"),
+        }
+    }
+}
+
+/// f32 everywhere, so that kinds can be compared bit by bit or nearly.
+pub fn exact(kind: &str, context: u32, chunk: u32) -> CacheConfig {
+    CacheConfig {
+        kind: kind.into(),
+        k: Storage::F32,
+        v: Storage::F32,
+        max_step_tokens: chunk,
+        max_rows: chunk,
+        // A ring needs a window; one that sees everything changes nothing.
+        window: (kind == "ring").then_some(context),
+        ..CacheConfig::new(context)
+    }
+}
+
+pub fn session(model: &Arc<Model>, config: &CacheConfig) -> ModelSession {
+    ModelSession::new(model, &backends::all(), config).unwrap()
+}
+
+/// Logits of every token, fed in chunks.
+pub fn logits(session: &mut ModelSession, tokens: &[u32]) -> Vec<f32> {
+    let chunk = session.config().max_step_tokens as usize;
+    let mut all = Vec::new();
+    for chunk in tokens.chunks(chunk) {
+        session.forward(&[Feed::chain(kvist_cache::SeqId::ONLY, chunk)], Want::All).unwrap();
+        all.extend_from_slice(session.logits());
+    }
+    all
+}
+
+/// Greedy continuation.
+pub fn greedy(session: &mut ModelSession, tokens: &[u32], n: usize, no_cache: bool) -> Vec<u32> {
+    let mut sampler = Sampler::new(SamplerConfig::greedy()).unwrap();
+    let limits = Limits { max_tokens: n, stop: vec![], ignore_eos: true, no_cache };
+    let only = kvist_cache::SeqId::ONLY;
+    generate(session, only, tokens, None, &mut sampler, &limits, &mut ()).unwrap().tokens
+}
+
+pub fn max_difference(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    // NaN must not pass as "no difference".
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, |max, d| if d > max || d.is_nan() { d } else { max })
+}

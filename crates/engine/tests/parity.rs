@@ -1,0 +1,118 @@
+//! The same logits and the same text as Hugging Face transformers, on random small models of every family, and
+//! through every kind of cache. The fixtures' generator is `tools/fixtures/`.
+mod common;
+use common::*;
+use kvist_engine::config::ModelConfig;
+use kvist_engine::model::ModelFile;
+use kvist_engine::weights::WeightForm;
+use std::path::Path;
+
+/// f32 sums of a few hundred terms in another order.
+const F32_TOLERANCE: f32 = 1e-3;
+/// Two tokens this close may change places when sums are ordered differently.
+const NEAR_TIE: f32 = 2e-3;
+const KINDS: [&str; 4] = ["contiguous", "ring", "cells", "tree"];
+
+/// Every bad row of one model, in words.
+fn compare(case: &Path, file: ModelFile, tolerance: f32, check_text: bool) -> Vec<String> {
+    let name = case.file_name().unwrap().to_string_lossy().into_owned();
+    let expected = Expected::read(case);
+    let model = match load(file) {
+        Ok(model) => model,
+        Err(error) => return vec![format!("{name}: {error}")],
+    };
+    let mut bad = Vec::new();
+    let n = expected.tokens.len() as u32;
+    for kind in KINDS {
+        for chunk in [1, 3, n] {
+            let mut session = session(&model, &exact(kind, n + 64, chunk));
+            let found = logits(&mut session, &expected.tokens);
+            let difference = max_difference(&found, &expected.logits);
+            if difference.is_nan() || difference > tolerance {
+                bad.push(format!("{name} {kind} chunk {chunk}: logits differ by {difference}"));
+            }
+        }
+        if check_text {
+            let mut session = session(&model, &exact(kind, n + 64, 16));
+            let found = greedy(&mut session, &expected.tokens, 64, false);
+            if let Some(at) = found.iter().zip(&expected.generated).position(|(a, b)| a != b)
+                && expected.gaps[at] > NEAR_TIE
+            {
+                bad.push(format!("{name} {kind}: token {at} differs at a lead of {}", expected.gaps[at]));
+            }
+            assert_eq!(found.len(), 64, "{name} {kind}");
+        }
+    }
+    bad
+}
+
+#[test]
+fn every_family_and_rope_variant_agrees_with_transformers() {
+    let all = cases("parity");
+    let bad: Vec<String> =
+        all.iter().flat_map(|case| compare(case, ModelFile::Path(case.clone()), F32_TOLERANCE, true)).collect();
+    assert!(bad.is_empty(), "{} of {} cases:\n{}", bad.len(), all.len(), bad.join("\n"));
+}
+
+#[test]
+fn without_a_cache_the_text_is_the_same() {
+    for case in cases("parity") {
+        let expected = Expected::read(&case);
+        let model = load(ModelFile::Path(case.clone())).unwrap();
+        let n = expected.tokens.len() as u32;
+        let mut session = session(&model, &exact("contiguous", n + 16, n + 16));
+        let found = greedy(&mut session, &expected.tokens, 16, true);
+        if let Some(at) = found.iter().zip(&expected.generated).position(|(a, b)| a != b) {
+            assert!(expected.gaps[at] <= NEAR_TIE, "{case:?}: token {at}, lead {}", expected.gaps[at]);
+        }
+    }
+}
+
+#[test]
+fn gguf_files_agree_with_transformers_on_the_same_weights() {
+    let mut bad = Vec::new();
+    for case in cases("gguf") {
+        let name = case.file_name().unwrap().to_string_lossy().into_owned();
+        let file = ModelFile::Path(case.join("model.gguf"));
+        if name.contains("-q") {
+            // Expected are the dequantised weights. Held as f32 they must agree; packed, candle rounds activations
+            // to 8 bits, so only the order of magnitude can be checked here.
+            let expected = Expected::read(&case);
+            for (form, tolerance) in [(WeightForm::F32, F32_TOLERANCE), (WeightForm::AsStored, 0.15)] {
+                let options = kvist_engine::model::LoadOptions { form, mmap: true, share_kv: None };
+                let budget = kvist_backend::MemoryBudget::unlimited();
+                let model = kvist_engine::model::Model::load(&file, &options, &budget, &mut |_, _| {}).unwrap();
+                let n = expected.tokens.len() as u32;
+                let mut session = session(&model.into(), &exact("contiguous", n, n));
+                let found = logits(&mut session, &expected.tokens);
+                let spread = expected.logits.iter().fold(0f32, |max, x| max.max(x.abs()));
+                let difference = max_difference(&found, &expected.logits);
+                let allowed = if form == WeightForm::F32 { tolerance } else { tolerance * spread };
+                if difference.is_nan() || difference > allowed {
+                    bad.push(format!("{name} {form}: logits differ by {difference}, allowed {allowed}"));
+                }
+            }
+        } else {
+            bad.extend(compare(&case, file, F32_TOLERANCE, true));
+        }
+    }
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+#[test]
+fn both_spellings_of_a_config_mean_the_same() {
+    for case in cases("parity") {
+        let old = case.join("config.v4.json");
+        let read = |path: &Path| std::fs::read_to_string(path).unwrap();
+        let new = ModelConfig::from_json("config.json", &read(&case.join("config.json"))).unwrap();
+        let old = ModelConfig::from_json("config.v4.json", &read(&old)).unwrap();
+        assert_eq!(new, old, "{case:?}");
+    }
+}
+
+#[test]
+fn dynamic_rope_is_refused_by_name() {
+    let text = std::fs::read_to_string(fixtures("refused/rope-dynamic/config.json")).unwrap();
+    let error = ModelConfig::from_json("config.json", &text).unwrap_err().to_string();
+    assert!(error.contains("dynamic") && error.contains("yarn"), "{error}");
+}
