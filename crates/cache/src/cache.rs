@@ -19,6 +19,7 @@ impl Cache {
         Cache { groups, epoch: 0 }
     }
 
+    /// Layer groups.
     pub fn n_groups(&self) -> usize {
         self.groups.len()
     }

@@ -24,12 +24,15 @@ pub struct Trees<'c> {
 }
 
 impl Cache {
+    /// The face of caches whose only sequence can be shortened.
     pub fn rewinds(&mut self) -> Option<Rewind<'_>> {
         self.groups.iter_mut().all(|g| g.rewinds().is_some()).then_some(Rewind { cache: self })
     }
+    /// The face of caches that hold many sequences.
     pub fn sequences(&mut self) -> Option<Sequences<'_>> {
         self.groups.iter_mut().all(|g| g.sequences().is_some()).then_some(Sequences { cache: self })
     }
+    /// The face of caches that speculate.
     pub fn trees(&mut self) -> Option<Trees<'_>> {
         self.groups.iter_mut().all(|g| g.trees().is_some()).then_some(Trees { cache: self })
     }
@@ -62,7 +65,8 @@ impl Sequences<'_> {
     }
 
     /// Let `dst` hold what `src` holds at positions `from..until`, without copying a byte. `dst` is made if it
-    /// does not exist; it must not reach into the range. Speculative nodes are not shared.
+    /// does not exist, and continues where the range or `src` ends. It must end before the range and wait for no
+    /// verdict; a gap before `from` is allowed. Speculative nodes of `src` are not shared.
     pub fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_cp(src, dst, from, until))
     }
@@ -72,14 +76,17 @@ impl Sequences<'_> {
         self.seq_cp(src, dst, 0, u32::MAX)
     }
 
-    /// Forget positions `from..until` of `seq`. Removing up to the end rolls the sequence back to `from` and
-    /// discards its speculation; removing everything forgets the sequence. Cells that no other sequence holds
-    /// become free.
+    /// Forget positions `from..until` of `seq`. Cells that nobody else holds become free.
+    ///
+    /// A range that reaches the next position rolls the sequence back: it continues at `from`, and its speculation
+    /// is discarded; if `from` is 0, the sequence is forgotten. An empty range, and one that begins behind the
+    /// next position, change nothing.
     pub fn seq_rm(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_rm(seq, from, until))
     }
 
-    /// Forget every other sequence, and the positions of `seq` outside `from..until`.
+    /// Forget every other sequence, and remove the positions of `seq` outside `from..until` as
+    /// [`seq_rm`](Self::seq_rm) does: if nothing is kept, `seq` is forgotten too.
     pub fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_keep(seq, from, until))
     }

@@ -18,6 +18,7 @@ pub enum Misuse {
     NoStep,
     /// A verb, or a second `begin`, while a step is in flight.
     StepInFlight,
+    /// It came at the right time, and the cache refused it.
     Refused(Refused),
 }
 
@@ -33,9 +34,11 @@ impl std::fmt::Display for Misuse {
 impl std::error::Error for Misuse {}
 
 impl Held {
+    /// Takes the cache, idle.
     pub fn new(cache: Cache) -> Self {
         Held { cache, plan: StepPlan::default(), in_flight: false }
     }
+    /// Place the request and fill its reads. A refusal changes nothing, and no step is in flight after it.
     pub fn begin(&mut self, request: &StepRequest<'_>) -> Result<StepId, Misuse> {
         self.idle()?;
         self.cache.prepare(request, &mut self.plan).map_err(Misuse::Refused)?;
@@ -47,6 +50,7 @@ impl Held {
     pub fn plan(&self) -> Result<&StepPlan, Misuse> {
         if self.in_flight { Ok(&self.plan) } else { Err(Misuse::NoStep) }
     }
+    /// Every layer has written and read: make the step in flight true.
     pub fn commit(&mut self) -> Result<(), Misuse> {
         self.plan()?;
         self.cache.apply(&self.plan);

@@ -31,14 +31,18 @@ pub trait Kind: Send {
 
     /// Forget every sequence.
     fn clear(&mut self);
+    /// What it holds, as data.
     fn report(&self) -> Report;
 
+    /// `Some` if the kind's only sequence can be shortened.
     fn rewinds(&mut self) -> Option<&mut dyn RewindKind> {
         None
     }
+    /// `Some` if the kind holds many sequences.
     fn sequences(&mut self) -> Option<&mut dyn SequenceKind> {
         None
     }
+    /// `Some` if the kind speculates.
     fn trees(&mut self) -> Option<&mut dyn TreeKind> {
         None
     }
@@ -46,14 +50,19 @@ pub trait Kind: Send {
 
 /// A kind whose only sequence can be shortened.
 pub trait RewindKind: Kind {
+    /// See [`Rewind::rewind`](crate::Rewind::rewind).
     fn rewind(&mut self, len: u32) -> Result<(), Refused>;
 }
 
 /// A kind that holds many sequences. Every verb either acts or changes nothing.
 pub trait SequenceKind: Kind {
+    /// See [`Sequences::seq_new`](crate::Sequences::seq_new).
     fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused>;
+    /// See [`Sequences::seq_cp`](crate::Sequences::seq_cp).
     fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused>;
+    /// See [`Sequences::seq_rm`](crate::Sequences::seq_rm).
     fn seq_rm(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused>;
+    /// See [`Sequences::seq_keep`](crate::Sequences::seq_keep).
     fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused>;
 }
 
@@ -61,5 +70,6 @@ pub trait SequenceKind: Kind {
 pub trait TreeKind: Kind {
     /// Speculative nodes of `seq` that wait for a verdict.
     fn n_nodes(&self, seq: SeqId) -> Option<u32>;
+    /// See [`Trees::commit_path`](crate::Trees::commit_path).
     fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused>;
 }

@@ -4,7 +4,9 @@ use crate::ids::SeqId;
 /// The state of one cell space.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
+    /// Cells it can hold.
     pub capacity_cells: u32,
+    /// Cells that a token or a node holds.
     pub used_cells: u32,
     /// One past the highest occupied cell. Shrinks when the top cells are freed.
     pub high_water: u32,
@@ -12,11 +14,14 @@ pub struct Report {
     pub sequences: Vec<SequenceReport>,
 }
 
+/// The state of one sequence in one cell space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SequenceReport {
+    /// Its id.
     pub seq: SeqId,
     /// Tokens held.
     pub len: u32,
+    /// Position of its next token.
     pub next_position: u32,
     /// Nodes that wait for a verdict.
     pub n_nodes: u32,

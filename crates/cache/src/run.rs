@@ -3,7 +3,9 @@
 /// `len` neighbouring cells from `start`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
+    /// First cell.
     pub start: u32,
+    /// Cells.
     pub len: u32,
 }
 
@@ -12,9 +14,11 @@ impl Run {
     pub fn end(self) -> u32 {
         self.start + self.len
     }
+    /// Is `cell` one of them?
     pub fn contains(self, cell: u32) -> bool {
         cell >= self.start && cell < self.end()
     }
+    /// All of them, ascending.
     pub fn cells(self) -> std::ops::Range<u32> {
         self.start..self.end()
     }

@@ -5,7 +5,7 @@ use crate::kind::Kind;
 use crate::plan::*;
 use crate::report::*;
 use crate::request::Refused;
-use crate::run::Run;
+use crate::run::{Run, push_run};
 
 /// Serves one chain of any length in sinks + window + max_step − 1 cells. Position p lies in cell p if it is a
 /// sink, else in cell sinks + (p − sinks) mod (window + max_step − 1).
@@ -89,7 +89,7 @@ impl Kind for Ring {
         if span.n_tokens > self.max_step_tokens {
             return Err(Refused::StepTooLong { max_step_tokens: self.max_step_tokens, got: span.n_tokens });
         }
-        self.runs(span.start, span.start + span.n_tokens, |run, _| out.claim(run));
+        self.runs(span.start, span.start + span.n_tokens, |run, _| push_run(&mut out.writes, run));
         let written_end = out.writes.iter().map(|run| run.end()).max().unwrap_or(0);
         out.cells_end = written_end.max(self.high_water());
         Ok(())

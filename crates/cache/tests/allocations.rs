@@ -1,0 +1,54 @@
+//! A step allocates nothing once its buffers have grown: a turn of decoding must not wait for the allocator.
+mod stepping;
+use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::*;
+use stepping::*;
+
+/// Allocations of `n_steps` turns in which every sequence decodes one token, or proposes and settles a tree.
+fn allocations(kind: &str, window: Option<u32>, n_sequences: u32, n_steps: u32, speculate: bool) -> u64 {
+    let visibility = Visibility { window, sinks: 4 };
+    let mut it = with(kind, GroupSpec { capacity_tokens: 1 << 14, visibility, max_step_tokens: 64 });
+    let many = it.cache.sequences().is_some();
+    if many {
+        it.sequences().seq_new(A).unwrap();
+    }
+    it.grow(A, 60);
+    (1..n_sequences).for_each(|seq| it.sequences().fork(A, SeqId(seq)).unwrap());
+    let parents = [None, Some(NodeId(0)), Some(NodeId(0)), Some(NodeId(2))];
+    let mut spans: Vec<Span<'_>> = (0..n_sequences).map(|seq| Span::chain(SeqId(seq), 60, 1)).collect();
+    let mut turn = |it: &mut Stepping| {
+        for span in &mut spans {
+            span.start = it.cache.next_position(span.seq).unwrap();
+            if speculate {
+                span.new = New::Frontier(&parents);
+            }
+        }
+        it.step(&spans).unwrap();
+        if speculate {
+            let mut trees = it.cache.trees().unwrap();
+            spans.iter().for_each(|span| trees.commit_path(span.seq, &[NodeId(0), NodeId(2)]).unwrap());
+        }
+    };
+    (0..200).for_each(|_| turn(&mut it));
+    allocation_counter::measure(|| (0..n_steps).for_each(|_| turn(&mut it))).count_total
+}
+
+#[test]
+fn a_step_allocates_nothing_after_warm_up() {
+    for (kind, window) in
+        [("contiguous", None), ("ring", Some(32)), ("cells", None), ("cells", Some(32)), ("tree", None)]
+    {
+        assert_eq!(allocations(kind, window, 1, 500, false), 0, "{kind}, window {window:?}, alone");
+    }
+    assert_eq!(allocations("tree", None, 1, 20, true), 0, "a tree in every step");
+}
+
+/// Sequences that take turns get a new extent with every stripe; their lists double now and then.
+#[test]
+fn sequences_that_take_turns_hardly_allocate() {
+    let n_steps = 400;
+    for (kind, window) in [("cells", None), ("cells", Some(32)), ("tree", None)] {
+        let n = allocations(kind, window, 8, n_steps, false);
+        assert!(n <= 8 * 3 + 8, "{kind}: {n} allocations in {n_steps} steps of 8 sequences");
+    }
+}
