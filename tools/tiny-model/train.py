@@ -3,8 +3,8 @@
     python train.py --data CORPUS --out RUN                                  # the plain one: 2,826 steps
     python train.py --data CORPUS --out RUN --share 2 --steps 1500           # with cross-layer KV sharing
 
-Saves RUN/checkpoint.pt every few minutes and goes on from it when started again. Five to ten hours on two CPU cores
-make the plain one; bf16 arithmetic, f32 weights.
+Saves RUN/checkpoint.pt every few minutes and goes on from it, exactly, when started again. Takes hours on two CPU cores;
+bf16 arithmetic, f32 weights.
 """
 import argparse
 import math
