@@ -125,6 +125,12 @@ impl Reservation {
         self.bytes += more;
         Ok(())
     }
+    /// Give `less` bytes back, at most all.
+    pub fn shrink(&mut self, less: u64) {
+        let less = less.min(self.bytes);
+        self.budget.lock().bytes[self.purpose as usize] -= less;
+        self.bytes -= less;
+    }
 }
 
 impl Drop for Reservation {

@@ -77,6 +77,21 @@ impl KvLedger {
         }
         Ok(())
     }
+
+    /// Give back what was reserved for an allocation that the system then refused.
+    pub fn shrink(&mut self, less: u64) {
+        self.reservation.shrink(less);
+        narrate!(
+            warn,
+            "kv_cache.refuse",
+            self,
+            "refuse",
+            less,
+            "out_of_memory",
+            "KV cache refused: the system did not give {}",
+            Bytes(less)
+        );
+    }
 }
 
 impl Drop for KvLedger {

@@ -18,9 +18,9 @@ pub fn show_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
 
 /// Did this end because the reader of our output went away?
 pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
-    error.chain().any(|e| {
-        e.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe)
-    })
+    error
+        .chain()
+        .any(|e| e.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
 }
 
 /// An error and its causes in one line, none of them said twice.
@@ -57,7 +57,8 @@ pub fn write_file(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
 }
 
 fn beside(path: &Path) -> anyhow::Result<PathBuf> {
-    let name = path.file_name().with_context(|| format!("cannot write {}: it names no file", path.display()))?;
+    let name =
+        path.file_name().with_context(|| format!("cannot write {}: it names no file", path.display()))?;
     let mut part = name.to_os_string();
     part.push(format!(".{}.part", std::process::id()));
     Ok(path.with_file_name(part))

@@ -77,7 +77,9 @@ impl Chat {
         let parent = self.current().seq;
         let sequences = self.session.cache().sequences();
         let mut sequences = sequences.ok_or_else(|| {
-            Error::Usage("this kind of cache holds one sequence: start with --kind cells or tree to fork".into())
+            Error::Usage(
+                "this kind of cache holds one sequence: start with --kind cells or tree to fork".into(),
+            )
         })?;
         sequences.fork(parent, seq)?;
         self.next_seq += 1;
@@ -90,8 +92,8 @@ impl Chat {
     pub fn switch(&mut self, name: &str) -> Result<(), Error> {
         let known = || self.branches.iter().map(|b| b.name.as_str()).collect::<Vec<_>>().join(", ");
         let found = self.branches.iter().position(|b| b.name == name);
-        self.current =
-            found.ok_or_else(|| Error::Usage(format!("there is no branch `{name}`; there are {}", known())))?;
+        self.current = found
+            .ok_or_else(|| Error::Usage(format!("there is no branch `{name}`; there are {}", known())))?;
         Ok(())
     }
 
@@ -105,7 +107,8 @@ impl Chat {
     /// The conversation as a text for people.
     pub fn transcript(&self) -> String {
         let mut text = String::new();
-        for m in self.system.iter().map(|s| Message::new("system", s)).chain(self.current().messages.clone()) {
+        for m in self.system.iter().map(|s| Message::new("system", s)).chain(self.current().messages.clone())
+        {
             text += &format!("{}: {}\n\n", m.role, m.content);
         }
         text
@@ -122,7 +125,8 @@ impl Chat {
         let mut messages = self.current().messages.clone();
         messages.push(Message::new("user", text));
         let model = self.session.model().clone();
-        let tokenizer = model.tokenizer().ok_or_else(|| Error::Usage("this model has no tokenizer".into()))?;
+        let tokenizer =
+            model.tokenizer().ok_or_else(|| Error::Usage("this model has no tokenizer".into()))?;
         let tokens = match model.chat_template() {
             Some(template) => {
                 let mut all: Vec<Message> = self.system.iter().map(|s| Message::new("system", s)).collect();

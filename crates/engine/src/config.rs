@@ -78,17 +78,26 @@ impl ModelConfig {
             }
         }
         if self.n_layers > u16::MAX as usize {
-            return bad("num_hidden_layers", format!("is {}; kvist runs at most {}", self.n_layers, u16::MAX));
+            return bad(
+                "num_hidden_layers",
+                format!("is {}; kvist runs at most {}", self.n_layers, u16::MAX),
+            );
         }
         if !self.n_heads.is_multiple_of(self.n_kv_heads) {
             let (heads, kv) = (self.n_heads, self.n_kv_heads);
-            return bad("num_key_value_heads", format!("is {kv}, which does not divide the {heads} query heads"));
+            return bad(
+                "num_key_value_heads",
+                format!("is {kv}, which does not divide the {heads} query heads"),
+            );
         }
         if !self.head_dim.is_multiple_of(2) {
             return bad("head_dim", format!("is {}; rotary embeddings need an even one", self.head_dim));
         }
         if self.n_heads.saturating_mul(self.head_dim) > ABSURD {
-            return bad("head_dim", format!("is {} for {} heads, which no model has", self.head_dim, self.n_heads));
+            return bad(
+                "head_dim",
+                format!("is {} for {} heads, which no model has", self.head_dim, self.n_heads),
+            );
         }
         if !(self.norm_eps.is_finite() && self.norm_eps >= 0.0) {
             return bad("rms_norm_eps", format!("is {}", self.norm_eps));
@@ -102,10 +111,16 @@ impl ModelConfig {
             }
             let owner = layer.owner;
             if owner > l || self.layers[owner].owner != owner {
-                return bad("kv_owner_layer", format!("lets layer {l} borrow from {owner}, which is no owner below it"));
+                return bad(
+                    "kv_owner_layer",
+                    format!("lets layer {l} borrow from {owner}, which is no owner below it"),
+                );
             }
             if self.layers[owner].window != layer.window {
-                return bad("kv_owner_layer", format!("lets layer {l} borrow from {owner}, which has another window"));
+                return bad(
+                    "kv_owner_layer",
+                    format!("lets layer {l} borrow from {owner}, which has another window"),
+                );
             }
         }
         if let Err((field, problem)) = self.rope.check(self.head_dim) {

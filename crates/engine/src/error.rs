@@ -34,7 +34,9 @@ pub enum Error {
     TokenOutsideVocabulary { token: u32, vocab: usize },
     #[error("the prompt has no tokens")]
     EmptyPrompt,
-    #[error("the prompt has {tokens} tokens and the cache holds {context}: shorten it, or give --context {tokens} or more")]
+    #[error(
+        "the prompt has {tokens} tokens and the cache holds {context}: shorten it, or give --context {tokens} or more"
+    )]
     PromptTooLong { tokens: usize, context: u32 },
     #[error(
         "KV cache for a context of {context} tokens asks {asked} (working memory included); {free} of {total} are free; try {advice}",

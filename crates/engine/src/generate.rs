@@ -4,8 +4,8 @@ use crate::sampler::Sampler;
 use crate::session::{Feed, ModelSession, Want};
 use crate::text::StopMatcher;
 use crate::tokenizer::{TextStream, Tokenizer};
-use kvist_cache::{Refused, SeqId};
 use kvist_backend::StepError;
+use kvist_cache::{Refused, SeqId};
 use std::time::{Duration, Instant};
 
 /// What ended a generation.

@@ -87,11 +87,7 @@ pub struct MemoryPlan {
 
 impl MemoryPlan {
     /// A session alone: its [`Purpose::Weights`] are 0.
-    pub fn of_session(
-        model: &ModelConfig,
-        registry: &Registry,
-        config: &CacheConfig,
-    ) -> Result<Self, Error> {
+    pub fn of_session(model: &ModelConfig, registry: &Registry, config: &CacheConfig) -> Result<Self, Error> {
         let overflow = || Error::Usage("these sizes overflow: no machine holds such a cache".into());
         let groups = config.groups(model);
         let (cache, backend) = registry.plan(&config.backend, &config.kind, &groups)?;
@@ -176,7 +172,8 @@ impl MemoryPlan {
 
     /// Stored bits per element of K and V, scales included.
     pub fn kv_bits_per_value(&self, model: &ModelConfig) -> f64 {
-        let values: u64 = model.layout().owners().map(|(_, l)| 2 * u64::from(l.n_kv_heads * l.head_dim)).sum();
+        let values: u64 =
+            model.layout().owners().map(|(_, l)| 2 * u64::from(l.n_kv_heads * l.head_dim)).sum();
         8.0 * self.kv_bytes_per_token as f64 / values.max(1) as f64
     }
 }
@@ -225,7 +222,8 @@ impl ModelSize {
         for spec in size.config.tensors() {
             let stored = encoding(&spec)?;
             let resident = resident_bytes(&spec, stored, form);
-            size.stored_bytes = size.stored_bytes.saturating_add(stored.tensor_bytes(&spec.shape).unwrap_or(0) as u64);
+            size.stored_bytes =
+                size.stored_bytes.saturating_add(stored.tensor_bytes(&spec.shape).unwrap_or(0) as u64);
             size.resident_bytes = size.resident_bytes.saturating_add(resident);
             let gathered = spec.role == Role::Embedding && !size.config.tie_embeddings;
             let read = if gathered { resident / spec.shape[0].max(1) as u64 } else { resident };

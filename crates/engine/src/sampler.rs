@@ -83,7 +83,9 @@ impl Sampler {
             return Err(Error::Sampling("there are no logits to sample from".into()));
         }
         if logits.iter().any(|x| x.is_nan()) {
-            return Err(Error::Sampling("the model gave NaN logits: its weights or its cache are broken".into()));
+            return Err(Error::Sampling(
+                "the model gave NaN logits: its weights or its cache are broken".into(),
+            ));
         }
         self.logits.clear();
         self.logits.extend_from_slice(logits);

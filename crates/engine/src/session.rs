@@ -159,7 +159,8 @@ impl ModelSession {
             &mut many[..]
         };
         for (span, feed) in spans.iter_mut().zip(feeds) {
-            let start = self.session.cache.next_position(feed.seq).ok_or(Refused::UnknownSequence(feed.seq))?;
+            let start =
+                self.session.cache.next_position(feed.seq).ok_or(Refused::UnknownSequence(feed.seq))?;
             let new = match feed.parents {
                 None => New::Chain(feed.tokens.len() as u32),
                 Some(parents) => New::Frontier(parents),
@@ -201,7 +202,9 @@ impl ModelSession {
         let max_rows = self.config.max_rows.max(1) as usize;
         if self.rows.len() > max_rows {
             let wanted = self.rows.len();
-            return Err(Error::Usage(format!("{wanted} rows of logits wanted, {max_rows} reserved (max_rows)")));
+            return Err(Error::Usage(format!(
+                "{wanted} rows of logits wanted, {max_rows} reserved (max_rows)"
+            )));
         }
         let longest = self.config.max_step_tokens;
         if self.tokens.len() > longest as usize {

@@ -61,7 +61,8 @@ impl ChatTemplate {
             Some(serde_json::Value::String(text)) => Some(text.as_str()),
             // Several, by name: `default` is the one for chat.
             Some(serde_json::Value::Array(list)) => {
-                let field = |entry: &'_ serde_json::Value, key: &str| entry.get(key)?.as_str().map(str::to_string);
+                let field =
+                    |entry: &'_ serde_json::Value, key: &str| entry.get(key)?.as_str().map(str::to_string);
                 let default = list.iter().find(|e| field(e, "name").as_deref() == Some("default"));
                 default.or(list.first()).and_then(|e| e.get("template")?.as_str())
             }
@@ -84,7 +85,10 @@ impl ChatTemplate {
     ) -> Result<String, Error> {
         let template = self.environment.get_template(NAME).map_err(failed)?;
         let turn = |m: &Message| {
-            Value::from_pairs([("role", Value::from(m.role.as_str())), ("content", Value::from(m.content.as_str()))])
+            Value::from_pairs([
+                ("role", Value::from(m.role.as_str())),
+                ("content", Value::from(m.content.as_str())),
+            ])
         };
         let values = context! {
             messages => messages.iter().map(turn).collect::<Vec<_>>(),
@@ -105,8 +109,18 @@ fn strftime_now(format: String) -> String {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     let (year, month, day) = civil_from_days((now.as_secs() / 86_400) as i64);
     const MONTHS: [&str; 12] = [
-        "January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
-        "November", "December",
+        "January",
+        "February",
+        "March",
+        "April",
+        "May",
+        "June",
+        "July",
+        "August",
+        "September",
+        "October",
+        "November",
+        "December",
     ];
     let name = MONTHS[month as usize - 1];
     format
@@ -137,7 +151,9 @@ mod tests {
 
     #[test]
     fn days_become_dates() {
-        for (days, date) in [(0, (1970, 1, 1)), (19_782, (2024, 2, 29)), (20_778, (2026, 11, 21)), (-1, (1969, 12, 31))] {
+        for (days, date) in
+            [(0, (1970, 1, 1)), (19_782, (2024, 2, 29)), (20_778, (2026, 11, 21)), (-1, (1969, 12, 31))]
+        {
             assert_eq!(civil_from_days(days), date, "day {days}");
         }
     }

@@ -49,8 +49,10 @@ fn compare(case: &Path, file: ModelFile, tolerance: f32, check_text: bool) -> Ve
 #[test]
 fn every_family_and_rope_variant_agrees_with_transformers() {
     let all = cases("parity");
-    let bad: Vec<String> =
-        all.iter().flat_map(|case| compare(case, ModelFile::Path(case.clone()), F32_TOLERANCE, true)).collect();
+    let bad: Vec<String> = all
+        .iter()
+        .flat_map(|case| compare(case, ModelFile::Path(case.clone()), F32_TOLERANCE, true))
+        .collect();
     assert!(bad.is_empty(), "{} of {} cases:\n{}", bad.len(), all.len(), bad.join("\n"));
 }
 
@@ -81,7 +83,8 @@ fn gguf_files_agree_with_transformers_on_the_same_weights() {
             for (form, tolerance) in [(WeightForm::F32, F32_TOLERANCE), (WeightForm::AsStored, 0.15)] {
                 let options = kvist_engine::model::LoadOptions { form, mmap: true, share_kv: None };
                 let budget = kvist_backend::MemoryBudget::unlimited();
-                let model = kvist_engine::model::Model::load(&file, &options, &budget, &mut |_, _| {}).unwrap();
+                let model =
+                    kvist_engine::model::Model::load(&file, &options, &budget, &mut |_, _| {}).unwrap();
                 let n = expected.tokens.len() as u32;
                 let mut session = session(&model.into(), &exact("contiguous", n, n));
                 let found = logits(&mut session, &expected.tokens);

@@ -93,8 +93,15 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             ignore_eos: true,
             no_cache: args.no_cache,
         };
-        let out =
-            generate(&mut session, SeqId::ONLY, &report.tokens, None, &mut greedy, &limits, &mut UntilInterrupted)?;
+        let out = generate(
+            &mut session,
+            SeqId::ONLY,
+            &report.tokens,
+            None,
+            &mut greedy,
+            &limits,
+            &mut UntilInterrupted,
+        )?;
         report.generated = Some(out.tokens);
     }
     if args.json {

@@ -102,7 +102,11 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     }
     match args.memory {
         Some(memory) if bound.total() > memory.0 => {
-            anyhow::bail!("{} are needed, {} are there; try --kv q8, --context or --weights q8_0", Bytes(bound.total()), Bytes(memory.0))
+            anyhow::bail!(
+                "{} are needed, {} are there; try --kv q8, --context or --weights q8_0",
+                Bytes(bound.total()),
+                Bytes(memory.0)
+            )
         }
         _ => Ok(()),
     }
@@ -113,11 +117,22 @@ impl Report {
         let c = &self.cache;
         let mut lines = vec![
             format!("model            {}", self.model),
-            format!("cache            {}:{}, K {}, V {}, {} tokens", c.backend, c.kind, c.k, c.v, self.context_tokens),
+            format!(
+                "cache            {}:{}, K {}, V {}, {} tokens",
+                c.backend, c.kind, c.k, c.v, self.context_tokens
+            ),
             String::new(),
-            format!("weights          {} ({} on disk)", Bytes(self.bound.weights), Bytes(self.weight_bytes_on_disk)),
+            format!(
+                "weights          {} ({} on disk)",
+                Bytes(self.bound.weights),
+                Bytes(self.weight_bytes_on_disk)
+            ),
             format!("KV cache         {}", Bytes(self.bound.kv_cache)),
-            format!("  per token      {} ({:.2} bits per value)", Bytes(self.kv_bytes_per_token), self.kv_bits_per_value),
+            format!(
+                "  per token      {} ({:.2} bits per value)",
+                Bytes(self.kv_bytes_per_token),
+                self.kv_bits_per_value
+            ),
             format!("scratch          {}", Bytes(self.bound.scratch)),
             format!("activations      {}", Bytes(self.bound.activations)),
             format!("bound            {}", Bytes(bound.total())),

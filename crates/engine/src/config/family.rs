@@ -90,13 +90,6 @@ pub(super) const FAMILIES: [Traits; 5] = [
     },
 ];
 
-impl Family {
-    pub(super) fn traits(self) -> &'static Traits {
-        let found = FAMILIES.iter().find(|t| t.family == self);
-        found.unwrap_or(&LLAMA)
-    }
-}
-
 /// The known architectures, for an error.
 pub(super) fn known(name: fn(&Traits) -> &'static str) -> String {
     FAMILIES.iter().map(name).collect::<Vec<_>>().join(", ")

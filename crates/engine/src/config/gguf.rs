@@ -21,7 +21,8 @@ impl ModelConfig {
             known: family::known(|t| t.gguf),
         })?;
         let key = |name: &str| format!("{architecture}.{name}");
-        let bad = |field: &str, problem: String| Error::Config { file: file.into(), field: key(field), problem };
+        let bad =
+            |field: &str, problem: String| Error::Config { file: file.into(), field: key(field), problem };
 
         let n_layers = m.must_size(&key("block_count"))?;
         if n_layers > u16::MAX as usize {
@@ -32,7 +33,12 @@ impl ModelConfig {
         let head_dim = match m.size(&key("attention.key_length"))? {
             Some(head_dim) => head_dim,
             None if n_heads > 0 && hidden.is_multiple_of(n_heads) => hidden / n_heads,
-            None => return Err(bad("attention.head_count", format!("is {n_heads}, which does not divide {hidden}"))),
+            None => {
+                return Err(bad(
+                    "attention.head_count",
+                    format!("is {n_heads}, which does not divide {hidden}"),
+                ));
+            }
         };
         if m.size(&key("attention.value_length"))?.is_some_and(|v| v != head_dim) {
             return Err(bad("attention.value_length", format!("differs from key_length {head_dim}")));
@@ -51,7 +57,9 @@ impl ModelConfig {
         let mut layers = Vec::with_capacity(n_layers);
         for l in 0..n_layers {
             let owner = match owners.and_then(|owners| owners.get(l)) {
-                Some(owner) => usize::try_from(*owner).map_err(|_| bad("kv_owner_layer", format!("holds {owner}")))?,
+                Some(owner) => {
+                    usize::try_from(*owner).map_err(|_| bad("kv_owner_layer", format!("holds {owner}")))?
+                }
                 None => l,
             };
             // llama.cpp runs SmolLM3 without rope in every fourth layer.
@@ -87,13 +95,16 @@ impl ModelConfig {
 fn rope(gguf: &Gguf, architecture: &str, theta: f64, head_dim: usize, context: usize) -> Result<Rope, Error> {
     let m = &gguf.metadata;
     let key = |name: &str| format!("{architecture}.rope.{name}");
-    let bad = |field: &str, problem: String| Error::Config { file: gguf.file().into(), field: key(field), problem };
+    let bad =
+        |field: &str, problem: String| Error::Config { file: gguf.file().into(), field: key(field), problem };
     let factor = || -> Result<f64, Error> {
         m.number(&key("scaling.factor"))?.ok_or_else(|| bad("scaling.factor", "is missing".into()))
     };
     let scaling = match m.text(&key("scaling.type"))?.unwrap_or("none") {
         // Llama 3's ramp is stored as one factor per frequency.
-        _ if gguf.has("rope_freqs.weight") => RopeScaling::Factors(gguf.tensor("rope_freqs.weight")?.to_f32()?),
+        _ if gguf.has("rope_freqs.weight") => {
+            RopeScaling::Factors(gguf.tensor("rope_freqs.weight")?.to_f32()?)
+        }
         "none" => match m.number(&key("scale_linear"))? {
             Some(factor) => RopeScaling::Linear { factor },
             None => RopeScaling::None,
@@ -104,7 +115,9 @@ fn rope(gguf: &Gguf, architecture: &str, theta: f64, head_dim: usize, context: u
             let given = m.number(&key("scaling.attn_factor"))?.unwrap_or(1.0);
             RopeScaling::Yarn {
                 factor,
-                original_context: m.number(&key("scaling.original_context_length"))?.unwrap_or(context as f64),
+                original_context: m
+                    .number(&key("scaling.original_context_length"))?
+                    .unwrap_or(context as f64),
                 beta_fast: m.number(&key("scaling.yarn_beta_fast"))?.unwrap_or(32.0),
                 beta_slow: m.number(&key("scaling.yarn_beta_slow"))?.unwrap_or(1.0),
                 attention_factor: given * yarn_temperature(factor, 1.0),

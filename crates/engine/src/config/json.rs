@@ -51,7 +51,8 @@ impl ModelConfig {
             Some(head_dim) => head_dim,
             None if n_heads > 0 && hidden.is_multiple_of(n_heads) => hidden / n_heads,
             None => {
-                let problem = format!("is {n_heads}, which does not divide hidden_size {hidden}; give head_dim");
+                let problem =
+                    format!("is {n_heads}, which does not divide hidden_size {hidden}; give head_dim");
                 return Err(fields.bad("num_attention_heads", problem));
             }
         };
@@ -121,7 +122,10 @@ impl<'f> Fields<'f> {
     }
     fn flag(&self, field: &str) -> Result<Option<bool>, Error> {
         let Some(value) = self.get(field) else { return Ok(None) };
-        value.as_bool().map(Some).ok_or_else(|| self.bad(field, format!("is {value}; true or false was expected")))
+        value
+            .as_bool()
+            .map(Some)
+            .ok_or_else(|| self.bad(field, format!("is {value}; true or false was expected")))
     }
     /// One token or a list of them.
     fn tokens(&self, field: &str) -> Result<Vec<u32>, Error> {
@@ -168,7 +172,8 @@ impl<'f> Fields<'f> {
         let types = self.list("layer_types")?;
         let owners = self.list("kv_owner_layer")?;
         let no_rope = self.list("no_rope_layers")?;
-        for (field, list) in [("layer_types", types), ("kv_owner_layer", owners), ("no_rope_layers", no_rope)] {
+        for (field, list) in [("layer_types", types), ("kv_owner_layer", owners), ("no_rope_layers", no_rope)]
+        {
             if let Some(list) = list.filter(|list| !list.is_empty() && list.len() != n_layers) {
                 return Err(self.bad(field, format!("lists {} layers of {n_layers}", list.len())));
             }
@@ -183,14 +188,15 @@ impl<'f> Fields<'f> {
                 None => l >= first_sliding,
                 Some(Value::String(kind)) if kind == "full_attention" => false,
                 Some(Value::String(kind)) if kind == "sliding_attention" => true,
-                Some(other) => return Err(self.bad("layer_types", format!("holds {other}, which kvist does not run"))),
+                Some(other) => {
+                    return Err(self.bad("layer_types", format!("holds {other}, which kvist does not run")));
+                }
             };
             let owner = match owners.and_then(|o| o.get(l)) {
                 None => l,
-                Some(value) => value
-                    .as_u64()
-                    .and_then(|n| usize::try_from(n).ok())
-                    .ok_or_else(|| self.bad("kv_owner_layer", format!("holds {value}; a layer was expected")))?,
+                Some(value) => value.as_u64().and_then(|n| usize::try_from(n).ok()).ok_or_else(|| {
+                    self.bad("kv_owner_layer", format!("holds {value}; a layer was expected"))
+                })?,
             };
             let rope = match no_rope.and_then(|r| r.get(l)) {
                 Some(value) => value.as_u64() != Some(0) && value.as_bool() != Some(false),
@@ -216,7 +222,8 @@ impl<'f> Fields<'f> {
         let p = Fields { file: &file, object };
         let theta = p.number("rope_theta")?.or(self.number("rope_theta")?).unwrap_or(traits.theta);
         let kind = p.get("rope_type").or(p.get("type")).and_then(Value::as_str).unwrap_or("default");
-        let must = |name: &str| p.number(name)?.ok_or_else(|| p.bad(name, format!("is missing; {kind} needs it")));
+        let must =
+            |name: &str| p.number(name)?.ok_or_else(|| p.bad(name, format!("is missing; {kind} needs it")));
         let original = p.number("original_max_position_embeddings")?;
         let original = original.or(self.number("original_max_position_embeddings")?);
         let scaling = match kind {
@@ -230,13 +237,14 @@ impl<'f> Fields<'f> {
             },
             "yarn" => {
                 let factor = must("factor")?;
-                let attention_factor = match (p.number("attention_factor")?, p.number("mscale")?, p.number("mscale_all_dim")?) {
-                    (Some(given), _, _) => given,
-                    (None, Some(m), Some(all)) if m != 0.0 && all != 0.0 => {
-                        yarn_temperature(factor, m) / yarn_temperature(factor, all)
-                    }
-                    _ => yarn_temperature(factor, 1.0),
-                };
+                let attention_factor =
+                    match (p.number("attention_factor")?, p.number("mscale")?, p.number("mscale_all_dim")?) {
+                        (Some(given), _, _) => given,
+                        (None, Some(m), Some(all)) if m != 0.0 && all != 0.0 => {
+                            yarn_temperature(factor, m) / yarn_temperature(factor, all)
+                        }
+                        _ => yarn_temperature(factor, 1.0),
+                    };
                 RopeScaling::Yarn {
                     factor,
                     original_context: original.unwrap_or(context as f64),

@@ -15,9 +15,16 @@ pub struct Rope {
 pub enum RopeScaling {
     None,
     /// Positions divided by `factor` (Chen et al., 2023).
-    Linear { factor: f64 },
+    Linear {
+        factor: f64,
+    },
     /// Low frequencies divided, high ones kept, a ramp between (Llama 3.1).
-    Llama3 { factor: f64, low_freq_factor: f64, high_freq_factor: f64, original_context: f64 },
+    Llama3 {
+        factor: f64,
+        low_freq_factor: f64,
+        high_freq_factor: f64,
+        original_context: f64,
+    },
     /// The same idea by number of rotations, with a temperature on the scores (Peng et al., 2023).
     Yarn {
         factor: f64,
@@ -53,8 +60,8 @@ impl Rope {
                         scaled
                     } else {
                         let turns = *original_context as f32 / wavelength;
-                        let smooth = (turns - *low_freq_factor as f32)
-                            / (high_freq_factor - low_freq_factor) as f32;
+                        let smooth =
+                            (turns - *low_freq_factor as f32) / (high_freq_factor - low_freq_factor) as f32;
                         (1.0 - smooth) * scaled + smooth * f
                     }
                 };
@@ -96,7 +103,11 @@ impl Rope {
 
     pub(super) fn check(&self, head_dim: usize) -> Result<(), (&'static str, String)> {
         let positive = |field: &'static str, x: f64| {
-            if x.is_finite() && x > 0.0 { Ok(()) } else { Err((field, format!("is {x}; it must be above 0"))) }
+            if x.is_finite() && x > 0.0 {
+                Ok(())
+            } else {
+                Err((field, format!("is {x}; it must be above 0")))
+            }
         };
         positive("rope_theta", self.theta)?;
         if self.dim == 0 || !self.dim.is_multiple_of(2) || self.dim > head_dim {
@@ -115,7 +126,9 @@ impl Rope {
                     Err(("high_freq_factor", format!("is {high_freq_factor}, not above {low_freq_factor}")))
                 }
             }
-            RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, attention_factor, .. } => {
+            RopeScaling::Yarn {
+                factor, original_context, beta_fast, beta_slow, attention_factor, ..
+            } => {
                 positive("rope factor", *factor)?;
                 positive("original_max_position_embeddings", *original_context)?;
                 positive("beta_fast", *beta_fast)?;
@@ -124,7 +137,10 @@ impl Rope {
             }
             RopeScaling::Factors(factors) => {
                 if factors.len() != self.dim / 2 {
-                    return Err(("rope_freqs", format!("has {} factors for {} pairs", factors.len(), self.dim / 2)));
+                    return Err((
+                        "rope_freqs",
+                        format!("has {} factors for {} pairs", factors.len(), self.dim / 2),
+                    ));
                 }
                 factors.iter().try_for_each(|f| positive("rope_freqs", f64::from(*f)))
             }

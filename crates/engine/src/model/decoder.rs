@@ -66,7 +66,7 @@ pub struct Activations {
     q: Vec<f32>, // [n_tokens, n_heads, head_dim]
     k: Vec<f32>, // [n_tokens, n_kv_heads, head_dim]
     v: Vec<f32>,
-    attended: Vec<f32>, // [n_tokens, n_heads, head_dim]
+    attended: Vec<f32>,  // [n_tokens, n_heads, head_dim]
     projected: Vec<f32>, // [n_tokens, hidden]
     gate: Vec<f32>,      // [n_tokens, intermediate]
     up: Vec<f32>,

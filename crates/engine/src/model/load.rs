@@ -55,7 +55,7 @@ impl Opened {
         match file {
             ModelFile::Embedded => {
                 Self::gguf(embedded::NAME.into(), Source::gguf_bytes(embedded::NAME, embedded::MODEL)?)
-            },
+            }
             ModelFile::Path(path) if path.is_dir() => Self::folder(path, mmap),
             ModelFile::Path(path) if path.exists() => {
                 if path.extension().is_some_and(|e| e == "safetensors") {
@@ -125,7 +125,8 @@ impl Model {
         let weights = budget.reserve(Purpose::Weights, opened.weight_bytes(options.form)?)?;
         let Opened { name, config, source, tokenizer, template } = opened;
         let total = config.tensors().len();
-        let mut loader = Loader { specs: config.tensors(), source, form: options.form, done: 0, total, progress };
+        let mut loader =
+            Loader { specs: config.tensors(), source, form: options.form, done: 0, total, progress };
         let decoder = loader.decoder(config)?;
         let mut end_tokens = decoder.config().eos.clone();
         if let Some(tokenizer) = &tokenizer {

@@ -18,10 +18,7 @@ pub struct RotaryEmbedding {
 
 impl RotaryEmbedding {
     pub fn new(rope: &Rope) -> Self {
-        RotaryEmbedding {
-            inverse_frequencies: rope.inv_freq(),
-            attention_factor: rope.attention_factor(),
-        }
+        RotaryEmbedding { inverse_frequencies: rope.inv_freq(), attention_factor: rope.attention_factor() }
     }
 
     /// Fill `angles` for tokens at these positions. f32 throughout, as transformers computes them.
@@ -41,7 +38,9 @@ impl RotaryEmbedding {
     pub fn apply(&self, angles: &Angles, x: &mut [f32], n_heads: usize, head_dim: usize) {
         let half = self.inverse_frequencies.len();
         let tokens = x.chunks_exact_mut(n_heads * head_dim);
-        for ((token, cos), sin) in tokens.zip(angles.cos.chunks_exact(half)).zip(angles.sin.chunks_exact(half)) {
+        for ((token, cos), sin) in
+            tokens.zip(angles.cos.chunks_exact(half)).zip(angles.sin.chunks_exact(half))
+        {
             for row in token.chunks_exact_mut(head_dim) {
                 let (low, high) = row[..2 * half].split_at_mut(half);
                 for (((low, high), cos), sin) in low.iter_mut().zip(high).zip(cos).zip(sin) {

@@ -46,7 +46,9 @@ impl Tokenizer {
     pub fn from_gguf(gguf: &Gguf) -> Result<Option<Self>, Error> {
         let m = &gguf.metadata;
         let bad = |what: String| Error::Tokenizer { file: gguf.file().into(), what };
-        let (Some(model), Some(tokens)) = (m.text("tokenizer.ggml.model")?, m.texts("tokenizer.ggml.tokens")?) else {
+        let (Some(model), Some(tokens)) =
+            (m.text("tokenizer.ggml.model")?, m.texts("tokenizer.ggml.tokens")?)
+        else {
             return Ok(None);
         };
         if u32::try_from(tokens.len()).is_err() {
@@ -90,7 +92,8 @@ fn byte_level(gguf: &Gguf, vocab: &HashMap<&str, u32>) -> Result<tokenizers::Tok
     let lines = m.texts("tokenizer.ggml.merges")?.ok_or_else(|| bad("has no merges".into()))?;
     let mut merges = Vec::with_capacity(lines.len());
     for line in lines {
-        let pair = line.split_once(' ').ok_or_else(|| bad(format!("has the merge `{line}`, which is no pair")))?;
+        let pair =
+            line.split_once(' ').ok_or_else(|| bad(format!("has the merge `{line}`, which is no pair")))?;
         merges.push((pair.0.to_string(), pair.1.to_string()));
     }
     let pre = m.text("tokenizer.ggml.pre")?.unwrap_or("default");
@@ -147,7 +150,8 @@ fn sentence_piece(
     merges.sort_by(|a, b| b.0.total_cmp(&a.0)); // stable
     let merges = merges.into_iter().map(|(_, (l, r))| (l.to_string(), r.to_string())).collect();
     let unknown = m.token("tokenizer.ggml.unknown_token_id")?.unwrap_or(0);
-    let mut builder = BPE::builder().vocab_and_merges(owned(vocab), merges).fuse_unk(true).byte_fallback(true);
+    let mut builder =
+        BPE::builder().vocab_and_merges(owned(vocab), merges).fuse_unk(true).byte_fallback(true);
     if let Some(unknown) = tokens.get(unknown as usize) {
         builder = builder.unk_token(unknown.clone());
     }

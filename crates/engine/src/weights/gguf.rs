@@ -60,7 +60,9 @@ impl Gguf {
         let version = r.u32("the version")?;
         if !(2..=3).contains(&version) {
             let swapped = if version.swap_bytes() <= 3 { " (a big-endian file)" } else { "" };
-            return Err(r.bad(format!("is GGUF version {version}{swapped}; kvist reads 2 and 3, little endian")));
+            return Err(
+                r.bad(format!("is GGUF version {version}{swapped}; kvist reads 2 and 3, little endian"))
+            );
         }
         let n_tensors = r.count("the tensor count", 24)?;
         let n_values = r.count("the metadata count", 13)?;
@@ -82,11 +84,14 @@ impl Gguf {
         for _ in 0..n_tensors {
             infos.push(r.tensor_info()?);
         }
-        let data = r.at.checked_next_multiple_of(alignment).ok_or_else(|| r.bad("is absurdly long".into()))?;
+        let data =
+            r.at.checked_next_multiple_of(alignment).ok_or_else(|| r.bad("is absurdly long".into()))?;
         let mut tensors = HashMap::new();
         for (name, shape, encoding, offset) in infos {
             if !offset.is_multiple_of(alignment as u64) {
-                return Err(r.bad(format!("places `{name}` at {offset}, which is not aligned to {alignment}")));
+                return Err(
+                    r.bad(format!("places `{name}` at {offset}, which is not aligned to {alignment}"))
+                );
             }
             let start = usize::try_from(offset).ok().and_then(|o| o.checked_add(data));
             let len = match &encoding {
@@ -96,10 +101,13 @@ impl Gguf {
                 })?,
                 Err(_) => 0,
             };
-            let range = start.and_then(|s| Some(s..s.checked_add(len)?)).filter(|range| range.end <= contents.len());
+            let range =
+                start.and_then(|s| Some(s..s.checked_add(len)?)).filter(|range| range.end <= contents.len());
             let bytes = range.ok_or_else(|| {
                 let size = contents.len();
-                r.bad(format!("ends before `{name}` does: {len} bytes at offset {offset} of the data, file of {size}"))
+                r.bad(format!(
+                    "ends before `{name}` does: {len} bytes at offset {offset} of the data, file of {size}"
+                ))
             })?;
             if tensors.insert(name.clone(), TensorInfo { shape, encoding, bytes }).is_some() {
                 return Err(r.bad(format!("holds the tensor `{name}` twice")));
@@ -312,7 +320,9 @@ impl<'f> Reader<'f> {
         let most = self.left() / bytes_each;
         match usize::try_from(n) {
             Ok(n) if n <= most => Ok(n),
-            _ => Err(self.bad(format!("claims {n} for {what}; what is left of the file holds at most {most}"))),
+            _ => {
+                Err(self.bad(format!("claims {n} for {what}; what is left of the file holds at most {most}")))
+            }
         }
     }
     fn text(&mut self, what: &str) -> Result<String, Error> {
@@ -365,7 +375,11 @@ impl<'f> Reader<'f> {
             2 | 3 => 2,
             4..=6 => 4,
             8 | 10..=12 => 8,
-            other => return Err(self.bad(format!("makes `{key}` a list of type {other}, which kvist does not read"))),
+            other => {
+                return Err(
+                    self.bad(format!("makes `{key}` a list of type {other}, which kvist does not read"))
+                );
+            }
         };
         let n = self.count(key, bytes_each)?;
         match kind {
@@ -387,7 +401,11 @@ impl<'f> Reader<'f> {
                         Value::Bool(flag) => Some(flag.into()),
                         _ => None,
                     };
-                    list.push(value.ok_or_else(|| self.bad(format!("lists a number in `{key}` that is too large")))?);
+                    list.push(
+                        value.ok_or_else(|| {
+                            self.bad(format!("lists a number in `{key}` that is too large"))
+                        })?,
+                    );
                 }
                 Ok(Value::Ints(list))
             }
@@ -399,7 +417,9 @@ impl<'f> Reader<'f> {
         let name = self.name("a tensor name")?;
         let n_dims = self.u32("a tensor's dimensions")?;
         if n_dims == 0 || n_dims > MAX_DIMS {
-            return Err(self.bad(format!("gives `{name}` {n_dims} dimensions; 1 to {MAX_DIMS} were expected")));
+            return Err(
+                self.bad(format!("gives `{name}` {n_dims} dimensions; 1 to {MAX_DIMS} were expected"))
+            );
         }
         let mut shape = Vec::new();
         for _ in 0..n_dims {

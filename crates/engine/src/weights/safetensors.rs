@@ -58,7 +58,8 @@ impl Folder {
                 return Err(malformed(format!("holds the tensor `{name}`, which another shard holds too")));
             }
         }
-        let data = header.checked_add(size_of::<u64>()).ok_or_else(|| malformed("has an absurd header".into()))?;
+        let data =
+            header.checked_add(size_of::<u64>()).ok_or_else(|| malformed("has an absurd header".into()))?;
         self.shards.push(Shard { file, contents, metadata, data });
         Ok(())
     }
@@ -73,7 +74,11 @@ impl Folder {
             Dtype::BF16 => Encoding::BF16,
             other => {
                 let found = format!("{other:?}");
-                return Err(Error::TensorEncoding { name: name.into(), found, known: "f32, f16 and bf16".into() });
+                return Err(Error::TensorEncoding {
+                    name: name.into(),
+                    found,
+                    known: "f32, f16 and bf16".into(),
+                });
             }
         };
         let (from, until) = info.data_offsets;

@@ -41,7 +41,8 @@ impl<'s> View<'s> {
     /// Row `2i + h` of a head (half `h` of pair `i`) goes to row `h * dim / 2 + i`.
     fn ordered(&self) -> Result<Cow<'s, [u8]>, Error> {
         let Some(heads) = self.interleaved_heads else { return Ok(Cow::Borrowed(self.bytes)) };
-        let rows = self.shape.iter().rev().skip(1).product::<usize>();
+        // A bias is a column: its rows are single elements.
+        let rows = self.shape[..(self.shape.len() - 1).max(1)].iter().product::<usize>();
         let per_head = rows / heads.max(1);
         if per_head == 0 || per_head * heads != rows || !per_head.is_multiple_of(2) {
             return Err(Error::Malformed {
@@ -65,12 +66,18 @@ impl<'s> View<'s> {
     /// Every element as f32.
     pub fn to_f32(&self) -> Result<Vec<f32>, Error> {
         let bytes = self.ordered()?;
-        let halves = |decode: fn([u8; 2]) -> f32| bytes.chunks_exact(2).map(|b| decode([b[0], b[1]])).collect();
+        let halves =
+            |decode: fn([u8; 2]) -> f32| bytes.chunks_exact(2).map(|b| decode([b[0], b[1]])).collect();
         Ok(match self.encoding {
-            Encoding::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+            Encoding::F32 => {
+                bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+            }
             Encoding::F16 => halves(|b| half::f16::from_le_bytes(b).to_f32()),
             Encoding::BF16 => halves(|b| half::bf16::from_le_bytes(b).to_f32()),
-            _ => packed(self.encoding, bytes, &self.shape)?.dequantize(&Device::Cpu)?.flatten_all()?.to_vec1()?,
+            _ => packed(self.encoding, bytes, &self.shape)?
+                .dequantize(&Device::Cpu)?
+                .flatten_all()?
+                .to_vec1()?,
         })
     }
 

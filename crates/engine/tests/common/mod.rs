@@ -18,7 +18,8 @@ pub fn fixtures(kind: &str) -> PathBuf {
 
 /// The sub-folders, sorted; there must be some.
 pub fn cases(kind: &str) -> Vec<PathBuf> {
-    let mut all: Vec<PathBuf> = std::fs::read_dir(fixtures(kind)).unwrap().map(|e| e.unwrap().path()).collect();
+    let mut all: Vec<PathBuf> =
+        std::fs::read_dir(fixtures(kind)).unwrap().map(|e| e.unwrap().path()).collect();
     all.retain(|p| p.is_dir());
     all.sort();
     assert!(!all.is_empty(), "no fixtures of {kind}");
@@ -100,5 +101,8 @@ pub fn greedy(session: &mut ModelSession, tokens: &[u32], n: usize, no_cache: bo
 pub fn max_difference(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     // NaN must not pass as "no difference".
-    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, |max, d| if d > max || d.is_nan() { d } else { max })
+    a.iter()
+        .zip(b)
+        .map(|(a, b)| (a - b).abs())
+        .fold(0.0, |max, d| if d > max || d.is_nan() { d } else { max })
 }

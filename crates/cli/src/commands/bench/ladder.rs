@@ -67,11 +67,39 @@ struct Variant {
 const F32: Storage = Storage::F32;
 const LADDER: [Variant; 6] = [
     Variant { name: "v0", what: "no cache", backend: "cpu", storage: F32, cached: false, shared: false },
-    Variant { name: "v1", what: "concatenating cache", backend: "cpu-concat", storage: F32, cached: true, shared: false },
-    Variant { name: "v1'", what: "preallocated cache", backend: "cpu", storage: F32, cached: true, shared: false },
+    Variant {
+        name: "v1",
+        what: "concatenating cache",
+        backend: "cpu-concat",
+        storage: F32,
+        cached: true,
+        shared: false,
+    },
+    Variant {
+        name: "v1'",
+        what: "preallocated cache",
+        backend: "cpu",
+        storage: F32,
+        cached: true,
+        shared: false,
+    },
     Variant { name: "v2", what: "int8", backend: "cpu", storage: Storage::Q8, cached: true, shared: false },
-    Variant { name: "v3", what: "cross-layer sharing", backend: "cpu", storage: F32, cached: true, shared: true },
-    Variant { name: "v4", what: "int8 and sharing", backend: "cpu", storage: Storage::Q8, cached: true, shared: true },
+    Variant {
+        name: "v3",
+        what: "cross-layer sharing",
+        backend: "cpu",
+        storage: F32,
+        cached: true,
+        shared: true,
+    },
+    Variant {
+        name: "v4",
+        what: "int8 and sharing",
+        backend: "cpu",
+        storage: Storage::Q8,
+        cached: true,
+        shared: true,
+    },
 ];
 
 /// `kvist bench ladder --json`
@@ -141,7 +169,10 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
                 }
                 (kv_bytes[i], per_token[i]) = (measured.kv_bytes, measured.kv_bytes_per_token);
                 bar.inc(1);
-                anyhow::ensure!(!interrupt::interrupted(), "interrupted; nothing is reported of an unfinished run");
+                anyhow::ensure!(
+                    !interrupt::interrupted(),
+                    "interrupted; nothing is reported of an unfinished run"
+                );
             }
         }
         let first = rows.len();
@@ -197,7 +228,12 @@ struct Measured {
 }
 
 /// Generate `tokens` tokens greedily from the first token on, cache included: a session lives as long as a run.
-fn measure(model: &Arc<Model>, registry: &Registry, variant: &Variant, tokens: u32) -> anyhow::Result<Measured> {
+fn measure(
+    model: &Arc<Model>,
+    registry: &Registry,
+    variant: &Variant,
+    tokens: u32,
+) -> anyhow::Result<Measured> {
     let config = CacheConfig {
         backend: variant.backend.into(),
         k: variant.storage,

@@ -1,0 +1,48 @@
+//! The Hadamard rotation of stored rows: it spreads an outlier over its block before the block is quantised
+//! (QuaRot: Ashkboos et al., 2024). The normalised matrix is symmetric and orthogonal, so it is its own inverse and
+//! leaves dot products alone.
+
+/// Rotate `row` in place, block by block, over the largest power of two that divides its length.
+pub fn rotate(row: &mut [f32]) {
+    let block = 1 << row.len().trailing_zeros();
+    let norm = 1.0 / (block as f32).sqrt();
+    for block in row.chunks_exact_mut(block) {
+        walsh_hadamard(block);
+        block.iter_mut().for_each(|x| *x *= norm);
+    }
+}
+
+/// The fast Walsh–Hadamard transform: log₂ n rounds of butterflies.
+fn walsh_hadamard(x: &mut [f32]) {
+    let mut half = 1;
+    while half < x.len() {
+        for pair in x.chunks_exact_mut(2 * half) {
+            let (low, high) = pair.split_at_mut(half);
+            for (a, b) in low.iter_mut().zip(high) {
+                (*a, *b) = (*a + *b, *a - *b);
+            }
+        }
+        half *= 2;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::rotate;
+
+    #[test]
+    fn it_is_its_own_inverse_and_keeps_lengths() {
+        for len in [1, 2, 32, 64, 80, 96, 128, 256] {
+            let x: Vec<f32> = (0..len).map(|i| ((i * 37 % 11) as f32 - 5.0) * 0.3).collect();
+            let mut y = x.clone();
+            rotate(&mut y);
+            let length = |v: &[f32]| v.iter().map(|x| x * x).sum::<f32>();
+            assert!((length(&x) - length(&y)).abs() < 1e-3 * length(&x), "length at {len}");
+            assert!(len < 2 || x != y, "nothing turned at {len}");
+            rotate(&mut y);
+            for (a, b) in x.iter().zip(&y) {
+                assert!((a - b).abs() < 1e-5, "{a} came back as {b} at {len}");
+            }
+        }
+    }
+}
