@@ -169,12 +169,12 @@ impl<'f> Fields<'f> {
             true => 0,
             false => self.size("max_window_layers")?.unwrap_or(0),
         };
-        let types = self.list("layer_types")?;
+        // Mistral windows every layer and has no list of types.
+        let types = if traits.always_slides { None } else { self.list("layer_types")? };
         let owners = self.list("kv_owner_layer")?;
         let no_rope = self.list("no_rope_layers")?;
-        for (field, list) in [("layer_types", types), ("kv_owner_layer", owners), ("no_rope_layers", no_rope)]
-        {
-            if let Some(list) = list.filter(|list| !list.is_empty() && list.len() != n_layers) {
+        for (field, list) in [("layer_types", types), ("kv_owner_layer", owners)] {
+            if let Some(list) = list.filter(|list| list.len() != n_layers) {
                 return Err(self.bad(field, format!("lists {} layers of {n_layers}", list.len())));
             }
         }
@@ -184,7 +184,13 @@ impl<'f> Fields<'f> {
         };
         let mut layers = Vec::with_capacity(n_layers);
         for l in 0..n_layers {
+            // The list may be longer than the model.
+            let rope = match no_rope.and_then(|r| r.get(l)) {
+                Some(value) => value.as_u64() != Some(0) && value.as_bool() != Some(false),
+                None => interval.is_none_or(|n| !(l + 1).is_multiple_of(n)),
+            };
             let sliding = match types.and_then(|t| t.get(l)) {
+                None if traits.family == Family::SmolLm3 => !rope,
                 None => l >= first_sliding,
                 Some(Value::String(kind)) if kind == "full_attention" => false,
                 Some(Value::String(kind)) if kind == "sliding_attention" => true,
@@ -197,10 +203,6 @@ impl<'f> Fields<'f> {
                 Some(value) => value.as_u64().and_then(|n| usize::try_from(n).ok()).ok_or_else(|| {
                     self.bad("kv_owner_layer", format!("holds {value}; a layer was expected"))
                 })?,
-            };
-            let rope = match no_rope.and_then(|r| r.get(l)) {
-                Some(value) => value.as_u64() != Some(0) && value.as_bool() != Some(false),
-                None => interval.is_none_or(|n| !(l + 1).is_multiple_of(n)),
             };
             layers.push(LayerConfig { window: window.filter(|_| sliding), owner, rope });
         }
@@ -236,7 +238,10 @@ impl<'f> Fields<'f> {
                 original_context: original.unwrap_or(context as f64),
             },
             "yarn" => {
-                let factor = must("factor")?;
+                let original = original.unwrap_or(context as f64);
+                let factor = p.number("factor")?.unwrap_or(context as f64 / original);
+                // As in transformers, 0 is as good as absent.
+                let nonzero = |x: Option<f64>, default| x.filter(|x| *x != 0.0).unwrap_or(default);
                 let attention_factor =
                     match (p.number("attention_factor")?, p.number("mscale")?, p.number("mscale_all_dim")?) {
                         (Some(given), _, _) => given,
@@ -247,9 +252,9 @@ impl<'f> Fields<'f> {
                     };
                 RopeScaling::Yarn {
                     factor,
-                    original_context: original.unwrap_or(context as f64),
-                    beta_fast: p.number("beta_fast")?.unwrap_or(32.0),
-                    beta_slow: p.number("beta_slow")?.unwrap_or(1.0),
+                    original_context: original,
+                    beta_fast: nonzero(p.number("beta_fast")?, 32.0),
+                    beta_slow: nonzero(p.number("beta_slow")?, 1.0),
                     attention_factor,
                     truncate: p.flag("truncate")?.unwrap_or(true),
                 }
