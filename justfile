@@ -1,0 +1,28 @@
+# What CI runs: format, lints, docs, tests, licences.
+check: fmt lint doc test deny
+
+fmt:
+    cargo fmt --all --check
+
+lint:
+    cargo clippy --workspace --all-targets -- -D warnings
+
+doc:
+    RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
+
+# The same command the README gives.
+test:
+    cargo test --workspace
+
+deny:
+    cargo deny --all-features check bans licenses sources
+
+# More random operations than CI runs, per kind of cache; a failure prints its seed.
+soak ops="10000000":
+    KVIST_OPS={{ops}} cargo test --release -p kvist-cache --test properties -- --nocapture
+
+# The tables of docs/quality.md and bench/RESULTS.md, measured anew.
+quality:
+    bench/quality.sh
+ladder:
+    bench/ladder.sh
