@@ -73,7 +73,8 @@ pub trait Pools: Send {
     /// Copy, write, then attend over exactly the cells the plan's reads name.
     fn attend(&mut self, plan: &StepPlan, call: Attend<'_>) -> Result<(), BackendError>;
 
-    /// One round of compaction.
+    /// One round of compaction. A round that permutes densely packed cells goes through free ones above them, so
+    /// it may grow the pools as [`begin`](Self::begin) does. On `Err` nothing has moved.
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError>;
 
     /// One stored row, decoded (and turned back, if it is stored rotated): for tests and tools. Rows never

@@ -66,6 +66,27 @@ impl ReferencePools {
         (layer.n_kv_heads * layer.head_dim) as usize
     }
 
+    /// Make room for `cells_end(group)` cells of every group: all layers or none.
+    fn grow(&mut self, cells_end: impl Fn(GroupId) -> u32) -> Result<(), BackendError> {
+        let mut sizes = Vec::new();
+        let mut more = 0;
+        for (l, layer) in self.spec.layout.owners() {
+            let needed = cells_end(layer.group) as usize * self.cell(l);
+            more += needed.saturating_sub(self.layers[l].k.len()) as u64 * 8;
+            sizes.push((l, needed));
+        }
+        if more > 0 {
+            self.ledger.grow(more)?;
+        }
+        for (l, needed) in sizes {
+            let rows = &mut self.layers[l];
+            let needed = needed.max(rows.k.len());
+            rows.k.resize(needed, 0.0);
+            rows.v.resize(needed, 0.0);
+        }
+        Ok(())
+    }
+
     fn copy(&mut self, group: GroupId, only: Option<usize>, from: u32, to: u32, len: u32) {
         for l in 0..self.layers.len() {
             let layer = self.spec.layout.layers[l];
@@ -101,22 +122,7 @@ impl Pools for ReferencePools {
                 "the plan has no reads: begin with Step::with_reads".into(),
             ));
         }
-        let mut sizes = Vec::new();
-        let mut more = 0;
-        for (l, layer) in self.spec.layout.owners() {
-            let needed = plan.group(layer.group).cells_end as usize * self.cell(l);
-            more += needed.saturating_sub(self.layers[l].k.len()) as u64 * 8;
-            sizes.push((l, needed));
-        }
-        if more > 0 {
-            self.ledger.grow(more)?; // all layers or none
-        }
-        for (l, needed) in sizes {
-            let rows = &mut self.layers[l];
-            let needed = needed.max(rows.k.len());
-            rows.k.resize(needed, 0.0);
-            rows.v.resize(needed, 0.0);
-        }
+        self.grow(|group| plan.group(group).cells_end)?;
         self.masks.resize(plan.n_groups(), Vec::new());
         for (g, mask) in self.masks.iter_mut().enumerate() {
             let group = plan.group(GroupId(g as u16));
@@ -180,6 +186,7 @@ impl Pools for ReferencePools {
     }
 
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError> {
+        self.grow(|group| moves.cells_end(group))?;
         for (group, copies) in moves.groups() {
             for copy in copies {
                 self.copy(*group, None, copy.from, copy.to, copy.len);

@@ -55,13 +55,13 @@ impl CpuPools {
         self.spec.k.row_bytes(layer.head_dim) + self.spec.v.row_bytes(layer.head_dim)
     }
 
-    /// Make room for what the plan writes: all layers or none.
-    fn grow(&mut self, plan: &StepPlan) -> Result<(), BackendError> {
+    /// Make room for `cells_end(group)` cells of every group: all layers or none.
+    fn grow(&mut self, cells_end: impl Fn(GroupId) -> u32) -> Result<(), BackendError> {
         let mut bytes = 0;
         let mut wanted = Vec::new(); // stays unallocated while nothing grows
         for (l, layer) in self.spec.layout.layers.iter().enumerate() {
             let Some(owned) = &self.layers[l] else { continue };
-            let cells = plan.group(layer.group).cells_end;
+            let cells = cells_end(layer.group);
             let have = owned.keys.cells();
             if cells > have {
                 let capacity = self.spec.capacity_cells[layer.group.0 as usize];
@@ -152,7 +152,7 @@ impl Pools for CpuPools {
                 "the plan has no reads: begin with Step::with_reads".into(),
             ));
         }
-        self.grow(plan)?;
+        self.grow(|group| plan.group(group).cells_end)?;
         self.begun = Some(plan.id());
         Ok(())
     }
@@ -200,6 +200,7 @@ impl Pools for CpuPools {
     }
 
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError> {
+        self.grow(|group| moves.cells_end(group))?;
         for (group, copies) in moves.groups() {
             for (l, layer) in self.spec.layout.layers.iter().enumerate() {
                 let Some(owned) = &mut self.layers[l] else { continue };

@@ -1,0 +1,561 @@
+//! A session and its twin, driven together. Keeps every row by the number of its write, as it was read back.
+use super::cases::{Case, Strides};
+use super::{Options, rows};
+use crate::*;
+use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
+use kvist_cache::twin::{Choices, Fate, Model, Operation, Seen, Twin};
+use kvist_cache::*;
+use std::ops::Range;
+
+/// What one case showed.
+#[derive(Default)]
+pub struct Found {
+    pub n_steps: usize,
+    pub n_outputs: usize,
+    pub worst_output: f64,
+    pub worst_row: f64,
+    /// A line for everything that is wrong.
+    pub bad: Vec<String>,
+}
+
+pub fn run(backend: &dyn Backend, case: &Case, options: &Options, number: u64) -> Found {
+    let mut rig = Rig::new(backend, case, options, number);
+    (case.shape.script)(&mut rig, case.length);
+    let Rig { session, spec, mut found, .. } = rig;
+    drop(session);
+    if spec.budget.usage() != Usage::default() {
+        found.bad.push(format!("bytes left in the budget: {:?}", spec.budget.usage()));
+    }
+    found
+}
+
+/// Rows of one owner layer by the number of their write: `[n_kv_heads * head_dim]` each.
+#[derive(Default)]
+struct Written {
+    k: Vec<Vec<f32>>,
+    v: Vec<Vec<f32>>,
+}
+
+pub struct Rig<'c> {
+    case: &'c Case,
+    options: &'c Options,
+    backend: &'c dyn Backend,
+    spec: PoolSpec,
+    groups: Vec<GroupSpec>,
+    session: Session,
+    twin: Twin,
+    choices: Choices<'static>,
+    written: Vec<Written>,
+    /// Cells every group was grown to; `None` after a compaction, which grows by what it needs.
+    grown: Option<Vec<u32>>,
+    found: Found,
+}
+
+/// What lies between rows of inputs and in outputs before they are written.
+const POISON: u32 = 0x7fc0_dead; // a NaN
+
+/// Where a `[n_tokens, n_heads, head_dim]` tensor lies in a buffer.
+#[derive(Clone, Copy)]
+struct Place {
+    at: usize,
+    token_stride: usize,
+    head_stride: usize,
+    n_heads: usize,
+}
+
+impl Place {
+    fn row(&self, token: usize, head: usize, head_dim: usize) -> Range<usize> {
+        let at = self.at + token * self.token_stride + head * self.head_stride;
+        at..at + head_dim
+    }
+    fn tensor<'a>(&self, data: &'a [f32]) -> Tensor<'a> {
+        Tensor::strided(&data[self.at..], self.token_stride, self.head_stride)
+    }
+}
+
+/// Places for tensors of these numbers of heads in one poisoned buffer.
+fn lay(strides: Strides, n_tokens: usize, heads: &[usize], head_dim: usize) -> (Vec<f32>, Vec<Place>) {
+    let mut len = 0;
+    let mut places = Vec::new();
+    let fused = heads.iter().sum::<usize>() * head_dim + 3;
+    for &n_heads in heads {
+        let (token_stride, head_stride, size) = match strides {
+            Strides::Dense => (n_heads * head_dim, head_dim, n_tokens * n_heads * head_dim),
+            Strides::Fused => (fused, head_dim, n_heads * head_dim),
+            Strides::HeadMajor => (head_dim, n_tokens * head_dim, n_tokens * n_heads * head_dim),
+            Strides::Padded => {
+                let head = head_dim + 5;
+                (n_heads * head + 7, head, n_tokens * (n_heads * head + 7))
+            }
+        };
+        places.push(Place { at: len, token_stride, head_stride, n_heads });
+        len += size;
+    }
+    let len = if strides == Strides::Fused { n_tokens * fused } else { len };
+    (vec![f32::from_bits(POISON); len], places)
+}
+
+impl<'c> Rig<'c> {
+    fn new(backend: &'c dyn Backend, case: &'c Case, options: &'c Options, number: u64) -> Self {
+        let (kind, length) = (case.shape.kind, case.length);
+        let model = Model::of(kind).unwrap_or_else(|| panic!("the twin knows no kind {kind}"));
+        let capacity_tokens = if case.shape.crowded { length.clamp(12, 90) } else { 4 * length + 200 };
+        let max_step_tokens = if model == Model::Ring { length / 4 + 1 } else { capacity_tokens };
+        let sinks = length % 3 * 2;
+        let windows = [
+            Visibility { window: Some(length / 3 + 1), sinks },
+            Visibility { window: Some(5), sinks: 2 - sinks / 2 },
+        ];
+        let groups = (0..case.n_groups()).map(|g| {
+            let full = g == 0 && !case.shape.windowed;
+            let visibility = if full { Visibility::FULL } else { windows[g] };
+            GroupSpec { capacity_tokens, visibility, max_step_tokens }
+        });
+        let groups: Vec<GroupSpec> = groups.collect();
+        let (_, build) = KINDS.iter().find(|(name, _)| *name == kind).expect("shapes name kinds");
+        let spaces = groups.iter().map(|g| build(g).unwrap_or_else(|e| panic!("{g:?}: {e}")));
+        let cache = Cache::new(spaces.collect());
+        let spec = PoolSpec {
+            layout: case.layout(),
+            k: case.k,
+            v: case.v,
+            capacity_cells: cache.capacity_cells(),
+            max_step_tokens,
+            budget: MemoryBudget::unlimited(),
+        };
+        let pools = backend.pools(&spec).unwrap_or_else(|e| panic!("no pools: {e}"));
+        let session = Session::new(cache, pools, spec.layout.clone());
+        let written = spec.layout.layers.iter().map(|_| Written::default()).collect();
+        Rig {
+            case,
+            options,
+            backend,
+            twin: Twin::new(model, &groups),
+            grown: Some(vec![0; groups.len()]),
+            choices: Choices::from_seed(options.seed ^ (number << 20), u64::MAX),
+            groups,
+            session,
+            written,
+            found: Found::default(),
+            spec,
+        }
+    }
+
+    pub fn max_step_tokens(&self) -> u32 {
+        self.spec.max_step_tokens
+    }
+
+    fn bad(&mut self, line: String) {
+        self.found.bad.push(format!("step {}: {line}", self.found.n_steps));
+    }
+
+    /// One step of chains.
+    pub fn chains(&mut self, chains: &[(SeqId, u32)]) {
+        let spans: Vec<Span<'_>> =
+            chains.iter().map(|(seq, n)| Span::chain(*seq, self.next(*seq), *n)).collect();
+        self.step(&spans);
+    }
+
+    /// Chains of up to `most` tokens until `seq` has `length`.
+    pub fn chunks(&mut self, seq: SeqId, length: u32, most: u32) {
+        let mut left = length.saturating_sub(self.next(seq));
+        while left > 0 {
+            let n = (1 + self.choices.below(most)).min(left);
+            self.chains(&[(seq, n)]);
+            left -= n;
+        }
+    }
+
+    /// One step of chains and random frontiers: sequence, tokens of a chain, or else nodes of a frontier.
+    pub fn spans(&mut self, spans: &[(SeqId, u32, u32)]) {
+        let parents: Vec<Vec<Option<NodeId>>> = spans
+            .iter()
+            .map(|(seq, _, n_nodes)| {
+                let known = self.twin.n_nodes(*seq).unwrap_or(0);
+                (known..known + n_nodes)
+                    .map(|node| self.choices.below(node + 1).checked_sub(1).map(NodeId))
+                    .collect()
+            })
+            .collect();
+        let spans: Vec<Span<'_>> = spans
+            .iter()
+            .zip(&parents)
+            .map(|((seq, chain, _), parents)| {
+                let new = if *chain > 0 { New::Chain(*chain) } else { New::Frontier(parents) };
+                Span { seq: *seq, start: self.next(*seq), new }
+            })
+            .collect();
+        self.step(&spans);
+    }
+
+    pub fn fork(&mut self, src: SeqId, dst: SeqId) {
+        self.perform(&Operation::Copy { src, dst, from: 0, until: u32::MAX });
+    }
+
+    /// Commit the path to a random node.
+    pub fn accept_any(&mut self, seq: SeqId) {
+        let parents = self.twin.parents(seq);
+        let mut node = Some(NodeId(self.choices.below(parents.len() as u32)));
+        let mut accepted = Vec::new();
+        while let Some(n) = node {
+            accepted.insert(0, n);
+            node = parents[n.0 as usize];
+        }
+        self.perform(&Operation::CommitPath { seq, accepted });
+    }
+
+    pub fn random_operation(&mut self) {
+        let model = Model::of(self.case.shape.kind).expect("the rig was built with it");
+        let n_free = match model {
+            Model::Ring => self.spec.max_step_tokens + 1,
+            _ => self.spec.capacity_cells[0] - self.session.cache.report()[0].used_cells,
+        };
+        let operation = Operation::choose(&mut self.choices, model, 6, n_free, &self.twin);
+        self.perform(&operation);
+    }
+
+    fn next(&self, seq: SeqId) -> u32 {
+        self.twin.next_position(seq).unwrap_or_else(|| panic!("there is no sequence {seq}"))
+    }
+
+    /// The same to the cache and to the twin; they must answer alike.
+    pub fn perform(&mut self, operation: &Operation) {
+        let no_face = "scripts use only verbs of their kind";
+        let cache = &mut self.session.cache;
+        let (found, expected) = match operation {
+            Operation::Step { spans, fate } => {
+                let spans: Vec<Span<'_>> = spans.iter().map(|span| span.as_span()).collect();
+                let request = StepRequest { spans: &spans };
+                if self.twin.refusal(&request).is_some() {
+                    if self.session.step(&request).is_ok() {
+                        self.bad(format!("{operation:?} was accepted"));
+                    }
+                } else if *fate == Fate::Commit {
+                    self.step(&spans);
+                } else {
+                    self.abandon(&spans);
+                }
+                return;
+            }
+            Operation::MoveRound { .. } | Operation::Compact => {
+                if let Err(error) = self.session.compact() {
+                    self.bad(format!("compaction failed: {error}"));
+                }
+                self.grown = None;
+                return;
+            }
+            Operation::Clear => {
+                cache.clear();
+                self.twin.clear();
+                return;
+            }
+            Operation::Rewind { len } => {
+                (cache.rewinds().expect(no_face).rewind(*len), self.twin.rewind(*len))
+            }
+            Operation::CommitPath { seq, accepted } => (
+                cache.trees().expect(no_face).commit_path(*seq, accepted),
+                self.twin.commit_path(*seq, accepted),
+            ),
+            many => {
+                let mut sequences = cache.sequences().expect(no_face);
+                match *many {
+                    Operation::New { seq } => (sequences.seq_new(seq), self.twin.seq_new(seq)),
+                    Operation::Copy { src, dst, from, until } => {
+                        (sequences.seq_cp(src, dst, from, until), self.twin.seq_cp(src, dst, from, until))
+                    }
+                    Operation::Remove { seq, from, until } => {
+                        (sequences.seq_rm(seq, from, until), self.twin.seq_rm(seq, from, until))
+                    }
+                    Operation::Keep { seq, from, until } => {
+                        (sequences.seq_keep(seq, from, until), self.twin.seq_keep(seq, from, until))
+                    }
+                    _ => panic!("{many:?} is no verb"),
+                }
+            }
+        };
+        if found != expected {
+            self.bad(format!("{operation:?} gave {found:?}, not {expected:?}"));
+        }
+    }
+
+    /// Activations of a layer in one buffer: q, and k and v if it owns. Most in ±amplitude, some six times that, so
+    /// that quantisation has outliers to cope with.
+    fn inputs(&mut self, layer: usize, n_tokens: usize) -> (Vec<f32>, Vec<Place>) {
+        let spec = self.spec.layout.layers[layer];
+        let (kv_heads, head_dim) = (spec.n_kv_heads as usize, spec.head_dim as usize);
+        let mut heads = vec![self.case.heads.0 as usize];
+        if self.spec.layout.owns(layer) {
+            heads.extend([kv_heads, kv_heads]);
+        }
+        let (mut data, places) = lay(self.case.strides, n_tokens, &heads, head_dim);
+        for (i, place) in places.iter().enumerate() {
+            let amplitude = if i == 0 { 3.0 } else { 1.0 };
+            for token in 0..n_tokens {
+                for head in 0..place.n_heads {
+                    for x in &mut data[place.row(token, head, head_dim)] {
+                        let random = self.choices.below(1 << 26);
+                        let unit = (random & 0xf_ffff) as f32 / (1 << 19) as f32 - 1.0;
+                        *x = amplitude * unit * if random >> 20 == 0 { 6.0 } else { 1.0 };
+                    }
+                }
+            }
+        }
+        (data, places)
+    }
+
+    fn scale(&self, layer: usize) -> f32 {
+        1.0 / (self.spec.layout.layers[layer].head_dim as f32).sqrt()
+    }
+
+    /// A step in which a layer fails, after others have written NaN.
+    fn abandon(&mut self, spans: &[Span<'_>]) {
+        let before = self.session.cache.report();
+        let mut step = match self.session.step(&StepRequest { spans }) {
+            Ok(step) => step,
+            Err(error) => return self.bad(format!("refused: {error}")),
+        };
+        note_growth(&mut self.grown, step.plan());
+        let n_tokens = step.plan().n_tokens() as usize;
+        let n_layers = 1 + self.choices.below(self.spec.layout.layers.len() as u32) as usize;
+        let mut failure = None;
+        for (l, layer) in self.spec.layout.layers.iter().enumerate().take(n_layers) {
+            let (heads, kv_heads) = (self.case.heads.0 as usize, layer.n_kv_heads as usize);
+            let head_dim = layer.head_dim as usize;
+            let nan = vec![f32::NAN; n_tokens * heads.max(kv_heads) * head_dim];
+            let mut out = nan.clone();
+            let kv = || (Tensor::dense(&nan, kv_heads, head_dim), Tensor::dense(&nan, kv_heads, head_dim));
+            let call = Attend {
+                layer: LayerId(l as u16),
+                q: Tensor::dense(&nan, heads, head_dim),
+                kv: self.spec.layout.owns(l).then(kv),
+                out: TensorMut::dense(&mut out, heads, head_dim),
+                scale: 1.0,
+                softcap: None,
+            };
+            if let Err(error) = step.attend(call) {
+                failure = Some(format!("layer {l} failed: {error}"));
+            }
+        }
+        drop(step);
+        failure.into_iter().for_each(|line| self.bad(line));
+        if self.session.cache.report() != before {
+            self.bad("a dropped step changed the cache".into());
+        }
+    }
+
+    /// One step of both, with everything checked.
+    fn step(&mut self, spans: &[Span<'_>]) {
+        if self.choices.one_in(3) {
+            self.abandon(spans);
+        }
+        self.found.n_steps += 1;
+        let request = StepRequest { spans };
+        assert_eq!(self.twin.refusal(&request), None, "scripts take only possible steps: {spans:?}");
+        let seen: Vec<Vec<Vec<Seen>>> =
+            self.groups.iter().map(|group| self.twin.seen(&request, group.visibility)).collect();
+        let values = self.twin.new_values(&request);
+        let n_tokens = (values.end - values.start) as usize;
+        let n_layers = self.spec.layout.layers.len();
+        let inputs: Vec<_> = (0..n_layers).map(|layer| self.inputs(layer, n_tokens)).collect();
+        let mut outputs = Vec::new();
+
+        let read_before = self.session.pools().counters().bytes_read;
+        let mut step = match self.session.step(&request) {
+            Ok(step) => step,
+            Err(error) => return self.bad(format!("refused: {error}")),
+        };
+        note_growth(&mut self.grown, step.plan());
+        let cells: Vec<Vec<u32>> = (0..step.plan().n_groups())
+            .map(|g| {
+                let writes = &step.plan().group(GroupId(g as u16)).writes;
+                writes.iter().flat_map(|run| run.cells()).collect()
+            })
+            .collect();
+        let mut failure = None;
+        for (l, (data, places)) in inputs.iter().enumerate() {
+            let head_dim = self.spec.layout.layers[l].head_dim as usize;
+            let (mut out, place) = lay(self.case.strides, n_tokens, &[self.case.heads.0 as usize], head_dim);
+            let kv = |kv: &[Place]| (kv[0].tensor(data), kv[1].tensor(data));
+            let call = Attend {
+                layer: LayerId(l as u16),
+                q: places[0].tensor(data),
+                kv: self.spec.layout.owns(l).then(|| kv(&places[1..])),
+                out: TensorMut::strided(&mut out, place[0].token_stride, place[0].head_stride),
+                scale: 1.0 / (head_dim as f32).sqrt(),
+                softcap: self.case.softcap,
+            };
+            if let Err(error) = step.attend(call) {
+                failure = Some(format!("layer {l} failed: {error}"));
+                break;
+            }
+            outputs.push((out, place[0]));
+        }
+        if let Some(failure) = failure {
+            drop(step);
+            return self.bad(failure);
+        }
+        if let Err(error) = step.commit() {
+            return self.bad(format!("not committed: {error}"));
+        }
+        self.twin.apply(&request);
+
+        for (layer, (data, places)) in inputs.iter().enumerate() {
+            if self.spec.layout.owns(layer) {
+                let group = self.spec.layout.layers[layer].group.0 as usize;
+                self.read_back(layer, data, &places[1..], &cells[group]);
+            }
+        }
+        for (layer, ((data, places), (out, place))) in inputs.iter().zip(outputs).enumerate() {
+            let group = self.spec.layout.layers[layer].group.0 as usize;
+            self.check_outputs(layer, (data, &places[0]), (out, place), &seen[group]);
+        }
+        if self.session.pools().counters().bytes_read <= read_before {
+            self.bad("attention counted no byte read".into());
+        }
+        self.check_usage();
+    }
+
+    /// The budget holds what the backend said it would, byte for byte, and never more than the bound.
+    fn check_usage(&mut self) {
+        let used = self.spec.budget.usage();
+        let said = self.grown.as_ref().and_then(|cells| self.backend.usage(&self.spec, cells));
+        if self.grown.is_some() && said != Some(used) {
+            self.bad(format!("the budget records {used:?}, the backend said {said:?}"));
+        }
+        let bound = self.backend.bound(&self.spec).map(|usage| usage.total());
+        if bound.is_none_or(|bound| used.total() > bound) {
+            self.bad(format!("{} bytes are used, the bound is {bound:?}", used.total()));
+        }
+        if self.session.pools().bytes() != used.of(Purpose::KvCache) {
+            self.bad(format!("the pools say {} bytes, the budget {used:?}", self.session.pools().bytes()));
+        }
+    }
+
+    /// Keep what was stored, and compare it with what was written.
+    fn read_back(&mut self, layer: usize, data: &[f32], kv: &[Place], cells: &[u32]) {
+        let spec = self.spec.layout.layers[layer];
+        let head_dim = spec.head_dim as usize;
+        for (side, place, storage) in [(Side::K, kv[0], self.spec.k), (Side::V, kv[1], self.spec.v)] {
+            for (token, cell) in cells.iter().enumerate() {
+                let mut stored = vec![0.0; spec.n_kv_heads as usize * head_dim];
+                for (head, row) in stored.chunks_exact_mut(head_dim).enumerate() {
+                    let id = LayerId(layer as u16);
+                    if let Err(error) = self.session.pools().inspect(id, side, head as u32, *cell, row) {
+                        self.bad(format!("layer {layer} {side:?} head {head} cell {cell}: {error}"));
+                    }
+                    let original = &data[place.row(token, head, head_dim)];
+                    let error = if self.options.exact_rows {
+                        if original == row { 0.0 } else { f64::INFINITY }
+                    } else {
+                        rows::error(storage, original, row)
+                    };
+                    if error > self.found.worst_row || error.is_nan() {
+                        self.found.worst_row = error;
+                    }
+                    if !(error <= 1.0) {
+                        self.bad(format!(
+                            "layer {layer} {side:?} head {head} token {token} (cell {cell}): stored as {storage}, the row is {error:.2} times too far"
+                        ));
+                    }
+                }
+                let written = &mut self.written[layer];
+                match side {
+                    Side::K => written.k.push(stored),
+                    Side::V => written.v.push(stored),
+                }
+            }
+        }
+    }
+
+    fn check_outputs(
+        &mut self,
+        layer: usize,
+        (data, queries): (&[f32], &Place),
+        (mut out, place): (Vec<f32>, Place),
+        seen: &[Vec<Seen>],
+    ) {
+        let spec = self.spec.layout.layers[layer];
+        let head_dim = spec.head_dim as usize;
+        let per_kv = (self.case.heads.0 / spec.n_kv_heads) as usize;
+        let scale = self.scale(layer);
+        let mut bad = Vec::new();
+        let mut expected = vec![0.0; head_dim];
+        for (token, seen) in seen.iter().enumerate() {
+            for head in 0..place.n_heads {
+                let q = &data[queries.row(token, head, head_dim)];
+                let kv_head = head / per_kv;
+                let rows = kv_head * head_dim..(kv_head + 1) * head_dim;
+                let written = &self.written[spec.owner.0 as usize];
+                let visible = seen.iter().map(|seen| {
+                    let value = seen.value as usize;
+                    (&written.k[value][rows.clone()], &written.v[value][rows.clone()])
+                });
+                let size = attention(q, visible, scale, self.case.softcap, &mut expected);
+                let tolerance = self.options.attention * size;
+                let found = &mut out[place.row(token, head, head_dim)];
+                for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                    let difference = (f64::from(*found) - expected).abs();
+                    // NaN is not within any tolerance.
+                    if difference <= tolerance {
+                        self.found.worst_output = self.found.worst_output.max(difference / tolerance);
+                    } else {
+                        bad.push(format!(
+                            "layer {layer} token {token} head {head} [{i}]: {found} instead of {expected:.7} ± {tolerance:.1e}, seeing {}",
+                            seen.len()
+                        ));
+                    }
+                }
+                self.found.n_outputs += head_dim;
+                found.fill(f32::from_bits(POISON));
+            }
+        }
+        bad.into_iter().for_each(|line| self.bad(line));
+        if let Some(at) = out.iter().position(|x| x.to_bits() != POISON) {
+            self.bad(format!("layer {layer}: element {at}, between the output rows, was written"));
+        }
+    }
+}
+
+fn note_growth(grown: &mut Option<Vec<u32>>, plan: &StepPlan) {
+    for (g, cells) in grown.iter_mut().flatten().enumerate() {
+        *cells = (*cells).max(plan.group(GroupId(g as u16)).cells_end);
+    }
+}
+
+/// Scalar attention in f64. Returns (1 + S) × V, the size its rounding errors are measured by.
+fn attention<'r>(
+    q: &[f32],
+    visible: impl Iterator<Item = (&'r [f32], &'r [f32])> + Clone,
+    scale: f32,
+    softcap: Option<f32>,
+    out: &mut [f64],
+) -> f64 {
+    let scale = f64::from(scale);
+    let norm = |row: &[f32]| dot(row, row).sqrt();
+    let (mut scores, mut size, mut largest) = (Vec::new(), 0f64, 0f64);
+    for (k, v) in visible.clone() {
+        let score = dot(q, k) * scale;
+        scores.push(softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh()));
+        size = size.max(scale.abs() * norm(q) * norm(k));
+        largest = v.iter().fold(largest, |largest, x| largest.max(f64::from(x.abs())));
+    }
+    let peak = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let mut sum = 0.0;
+    out.fill(0.0);
+    for (score, (_, v)) in scores.iter().zip(visible) {
+        let weight = (score - peak).exp();
+        sum += weight;
+        out.iter_mut().zip(v).for_each(|(out, v)| *out += weight * f64::from(*v));
+    }
+    out.iter_mut().for_each(|out| *out /= sum);
+    (1.0 + size) * largest
+}
+
+/// Four sums, only so that the suite takes seconds.
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    let mut sums = [0f64; 4];
+    for (i, (x, y)) in a.iter().zip(b).enumerate() {
+        sums[i % 4] += f64::from(*x) * f64::from(*y);
+    }
+    sums.iter().sum()
+}

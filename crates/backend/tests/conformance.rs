@@ -1,0 +1,18 @@
+//! The reference passes the suite that is written against it, almost exactly.
+use kvist_backend::conformance::{self, Options};
+use kvist_backend::reference::Reference;
+
+#[test]
+fn the_reference_conforms() {
+    // f64 sums rounded once to f32: half a unit in the last place of an output. It stores f32 whatever it is asked for.
+    let options = Options { attention: 1e-8, exact_rows: true, ..Options::from_env() };
+    match conformance::run(&Reference, &options) {
+        Ok(report) => println!("{report}"),
+        Err(table) => panic!("{table}"),
+    }
+}
+
+#[test]
+fn the_reference_refuses() {
+    conformance::refusals(&Reference).unwrap_or_else(|table| panic!("{table}"));
+}
