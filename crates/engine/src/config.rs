@@ -71,6 +71,7 @@ impl ModelConfig {
             ("head_dim", self.head_dim),
             ("intermediate_size", self.intermediate),
             ("vocab_size", self.vocab),
+            ("max_position_embeddings", self.context.min(ABSURD as u32) as usize), // "no limit" is written as a huge one
         ];
         for (field, size) in sizes {
             if size == 0 || size > ABSURD {

@@ -33,6 +33,10 @@ impl Divergence {
         let (top, _) = top_two(reference).ok_or_else(bad)?;
         let (other, _) = top_two(under_test).ok_or_else(bad)?;
         let (p, q) = (LogSoftmax::of(reference), LogSoftmax::of(under_test));
+        let vocab = reference.len().min(under_test.len());
+        if next as usize >= vocab {
+            return Err(Error::TokenOutsideVocabulary { token: next, vocab });
+        }
         let next = next as usize;
         self.loss_reference -= p.at(reference[next]);
         self.loss -= q.at(under_test[next]);

@@ -16,18 +16,18 @@ pub enum Error {
     Config { file: String, field: String, problem: String },
     #[error("{file}: unknown architecture `{found}`; known are {known}")]
     UnknownArchitecture { file: String, found: String, known: String },
-    #[error("the model lacks the tensor `{name}`")]
-    MissingTensor { name: String },
-    #[error("tensor `{name}` has the shape {found:?}; this model needs {expected:?}")]
-    TensorShape { name: String, found: Vec<usize>, expected: Vec<usize> },
-    #[error("tensor `{name}` is stored as {found}; kvist reads {known}")]
-    TensorEncoding { name: String, found: String, known: String },
+    #[error("{file}: the model lacks the tensor `{name}`")]
+    MissingTensor { file: String, name: String },
+    #[error("{file}: tensor `{name}` has the shape {found:?}; this model needs {expected:?}")]
+    TensorShape { file: String, name: String, found: Vec<usize>, expected: Vec<usize> },
+    #[error("{file}: tensor `{name}` is stored as {found}; kvist reads {known}")]
+    TensorEncoding { file: String, name: String, found: String, known: String },
     #[error("linear algebra failed: {0}")]
     Candle(#[from] candle_core::Error),
     #[error("tokenizer of {file}: {what}")]
     Tokenizer { file: String, what: String },
-    #[error("the chat template failed: {0}")]
-    Template(String),
+    #[error("chat template of {file}: {what}")]
+    Template { file: String, what: String },
     #[error("{0}")]
     Sampling(String),
     #[error("token {token} lies outside the vocabulary of {vocab} tokens")]

@@ -146,9 +146,9 @@ impl Sampler {
                 return Ok(*token);
             }
         }
-        // Rounding may leave a crumb; the last candidate takes it.
-        let last = self.candidates.last().ok_or_else(|| Error::Sampling("nothing to choose from".into()))?;
-        Ok(last.0)
+        // Rounding may leave a crumb; the last candidate that can be drawn at all takes it.
+        let last = self.candidates.iter().rfind(|(_, p)| heat(*p) > 0.0);
+        last.map(|(token, _)| *token).ok_or_else(|| Error::Sampling("nothing to choose from".into()))
     }
 
     /// In [0, 1), from the seed and the number of the draw (SplitMix64: Steele et al., 2014).

@@ -23,6 +23,7 @@ impl Message {
 
 /// A compiled template.
 pub struct ChatTemplate {
+    file: String,
     environment: Environment<'static>,
 }
 
@@ -34,10 +35,17 @@ impl std::fmt::Debug for ChatTemplate {
 
 const NAME: &str = "chat";
 
+/// Instructions one rendering may take: a conversation of a thousand turns needs a hundredth of it, and a template
+/// that counts to a billion ends.
+const FUEL: u64 = 20_000_000;
+
 impl ChatTemplate {
-    /// Compile a template's text.
-    pub fn new(source: &str) -> Result<Self, Error> {
+    /// Compile a template's text; `file` is what errors call it.
+    pub fn new(file: &str, source: &str) -> Result<Self, Error> {
+        let failed = |error| failed(file, error);
         let mut environment = Environment::new();
+        environment.set_debug(false); // errors are one line, in a debug build too
+        environment.set_fuel(Some(FUEL));
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(failed)?;
         environment.set_syntax(syntax);
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
@@ -45,16 +53,17 @@ impl ChatTemplate {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, text))
         });
         environment.add_function("strftime_now", strftime_now);
-        environment.add_template_owned(NAME, source.to_string()).map_err(failed)?;
-        Ok(ChatTemplate { environment })
+        environment.add_template_owned(NAME, without_generation_marks(source)).map_err(failed)?;
+        Ok(ChatTemplate { file: file.into(), environment })
     }
 
     /// `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`; `None` if there is neither.
     pub fn from_folder(folder: &Path) -> Result<Option<Self>, Error> {
         let path = folder.join("chat_template.jinja");
         if path.exists() {
-            let text = std::fs::read_to_string(&path).map_err(|source| Error::Read { path, source })?;
-            return Self::new(&text).map(Some);
+            let text = std::fs::read_to_string(&path)
+                .map_err(|source| Error::Read { path: path.clone(), source })?;
+            return Self::new(&path.display().to_string(), &text).map(Some);
         }
         let config = folder_config(folder)?;
         let text = match config.get("chat_template") {
@@ -68,12 +77,13 @@ impl ChatTemplate {
             }
             _ => None,
         };
-        text.map(Self::new).transpose()
+        let file = folder.join("tokenizer_config.json").display().to_string();
+        text.map(|text| Self::new(&file, text)).transpose()
     }
 
     /// `tokenizer.chat_template`.
     pub fn from_gguf(gguf: &Gguf) -> Result<Option<Self>, Error> {
-        gguf.metadata.text("tokenizer.chat_template")?.map(Self::new).transpose()
+        gguf.metadata.text("tokenizer.chat_template")?.map(|text| Self::new(gguf.file(), text)).transpose()
     }
 
     /// The text of a conversation; with `add_generation_prompt` it ends where the assistant's answer begins.
@@ -83,6 +93,7 @@ impl ChatTemplate {
         tokenizer: &Tokenizer,
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
+        let failed = |error| failed(&self.file, error);
         let template = self.environment.get_template(NAME).map_err(failed)?;
         let turn = |m: &Message| {
             Value::from_pairs([
@@ -100,8 +111,33 @@ impl ChatTemplate {
     }
 }
 
-fn failed(error: minijinja::Error) -> Error {
-    Error::Template(format!("{error:#}"))
+fn failed(file: &str, error: minijinja::Error) -> Error {
+    Error::Template { file: file.into(), what: error.to_string() }
+}
+
+/// transformers adds a block `{% generation %}` to Jinja, which marks for training what the assistant says and
+/// renders as what it encloses; SmolLM3's template has it. A block that always holds does the same.
+fn without_generation_marks(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some((before, tag)) = rest.split_once("{%") {
+        out += before;
+        out += "{%";
+        rest = tag;
+        let word = tag.trim_start_matches(['-', '+']).trim_start();
+        for (mark, block) in [("generation", "if true"), ("endgeneration", "endif")] {
+            let after = word.strip_prefix(mark);
+            let Some(after) =
+                after.filter(|s| s.trim_start().trim_start_matches(['-', '+']).starts_with("%}"))
+            else {
+                continue;
+            };
+            out += &tag[..tag.len() - word.len()];
+            out += block;
+            rest = after;
+        }
+    }
+    out + rest
 }
 
 /// Today in UTC, by the few codes that templates use.

@@ -15,11 +15,12 @@ impl StopMatcher {
     }
 
     /// Take a piece; append to `out` what is certain not to belong to a stop string. If one is complete, `out`
-    /// ends just before the earliest, which is returned.
+    /// ends just before it, and it is returned: of several the one that was complete first, so that the text does
+    /// not depend on how it was cut into pieces; of those the longest.
     pub fn push(&mut self, piece: &str, out: &mut String) -> Option<String> {
         self.held.push_str(piece);
         let found = self.stops.iter().filter_map(|stop| Some((self.held.find(stop.as_str())?, stop)));
-        if let Some((at, stop)) = found.min_by_key(|(at, stop)| (*at, std::cmp::Reverse(stop.len()))) {
+        if let Some((at, stop)) = found.min_by_key(|(at, stop)| (at + stop.len(), *at)) {
             out.push_str(&self.held[..at]);
             let stop = stop.clone();
             self.held.clear();
@@ -64,14 +65,17 @@ mod tests {
     #[test]
     fn stops_across_pieces() {
         let stop = |s: &str| Some(s.to_string());
-        let table: [(&[&str], &[&str], &str, Option<String>); 7] = [
+        type Row = (&'static [&'static str], &'static [&'static str], &'static str, Option<String>);
+        let table: [Row; 9] = [
             (&[], &["abc"], "abc", None),
             (&["b"], &["abc"], "a", stop("b")),
             (&["END"], &["so E", "N", "D more"], "so ", stop("END")),
             (&["END"], &["so E", "N", "OUGH"], "so ENOUGH", None),
             (&["aab"], &["a", "a", "a", "b"], "a", stop("aab")),
             (&["é!"], &["caf", "é", "!"], "caf", stop("é!")),
-            (&["xy", "xyz"], &["1xyz"], "1", stop("xyz")),
+            (&["xy", "xyz"], &["1xyz"], "1", stop("xy")),
+            (&["abcd", "bc"], &["abcd"], "a", stop("bc")),
+            (&["abcd", "bc"], &["a", "b", "cd"], "a", stop("bc")),
         ];
         for (stops, pieces, text, found) in table {
             assert_eq!(run(stops, pieces), (text.to_string(), found), "{stops:?} in {pieces:?}");

@@ -93,7 +93,8 @@ fn special_text(value: &serde_json::Value) -> Option<String> {
 }
 
 /// Decodes as tokens come and never gives out half a character: what ends in one waits for the rest. All pieces
-/// together are the text of all tokens together.
+/// together are the text of all tokens together; only where bytes are no UTF-8 may a SentencePiece tokenizer put
+/// replacement characters for whole characters beside them, which here were given out and stay.
 pub struct TextStream<'t> {
     tokenizer: &'t Tokenizer,
     tokens: Vec<u32>,
@@ -108,10 +109,14 @@ impl TextStream<'_> {
     pub fn push(&mut self, token: u32) -> Result<String, Error> {
         self.tokens.push(token);
         let new = self.new_text()?;
-        if new.ends_with(char::REPLACEMENT_CHARACTER) && self.tokens.len() - self.shown < 8 {
+        if new.ends_with(char::REPLACEMENT_CHARACTER) {
             return Ok(String::new());
         }
-        self.advance();
+        // Tokens without a text (control tokens) must not become the whole context of the next one: its leading
+        // space would be taken for the one at the start of a text.
+        if !new.is_empty() {
+            self.advance();
+        }
         Ok(new)
     }
 
@@ -125,8 +130,12 @@ impl TextStream<'_> {
     fn new_text(&self) -> Result<String, Error> {
         let before = self.tokenizer.decode(&self.tokens[self.first..self.shown])?;
         let mut all = self.tokenizer.decode(&self.tokens[self.first..])?;
-        // What was given out is a prefix of what is there now, unless a decoder rewrote it; then nothing is new.
-        Ok(if all.starts_with(&before) { all.split_off(before.len()) } else { String::new() })
+        if all.starts_with(&before) {
+            return Ok(all.split_off(before.len()));
+        }
+        // SentencePiece's decoder makes a whole run of byte tokens into replacement characters while its last one
+        // is unfinished, those before included, which were given out already. The new ones alone are right.
+        self.tokenizer.decode(&self.tokens[self.shown..])
     }
 
     fn advance(&mut self) {

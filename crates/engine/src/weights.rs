@@ -40,6 +40,13 @@ impl Source {
     pub fn gguf_bytes(name: &str, bytes: &'static [u8]) -> Result<Self, Error> {
         Gguf::parse(name, Arc::new(Contents::Static(bytes))).map(Source::Gguf)
     }
+    /// What errors call it: a file or a folder.
+    pub fn file(&self) -> &str {
+        match self {
+            Source::Folder(folder) => folder.path(),
+            Source::Gguf(gguf) => gguf.file(),
+        }
+    }
     pub fn as_gguf(&self) -> Option<&Gguf> {
         match self {
             Source::Gguf(gguf) => Some(gguf),
@@ -55,6 +62,7 @@ impl Source {
         };
         if view.shape != spec.shape {
             return Err(Error::TensorShape {
+                file: self.file().into(),
                 name: view.name,
                 found: view.shape,
                 expected: spec.shape.clone(),

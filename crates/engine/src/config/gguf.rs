@@ -25,8 +25,10 @@ impl ModelConfig {
             |field: &str, problem: String| Error::Config { file: file.into(), field: key(field), problem };
 
         let n_layers = m.must_size(&key("block_count"))?;
-        if n_layers > u16::MAX as usize {
-            return Err(bad("block_count", format!("is {n_layers}, which no model has")));
+        // A layer has tensors of its own; what follows takes memory for every layer.
+        if n_layers > u16::MAX as usize || n_layers > gguf.n_tensors() {
+            let tensors = gguf.n_tensors();
+            return Err(bad("block_count", format!("is {n_layers}; the file holds {tensors} tensors")));
         }
         let hidden = m.must_size(&key("embedding_length"))?;
         let n_heads = m.must_size(&key("attention.head_count"))?;
@@ -46,7 +48,14 @@ impl ModelConfig {
         let context = m.size(&key("context_length"))?.unwrap_or(2048);
         let vocab = match gguf.shape("token_embd.weight") {
             Some([vocab, _]) => *vocab,
-            _ => return Err(Error::MissingTensor { name: "token_embd.weight".into() }),
+            Some(shape) => {
+                let what = format!("`token_embd.weight` has the shape {shape:?}; a matrix was expected");
+                return Err(Error::Malformed { file: file.into(), what });
+            }
+            None => {
+                let name = "token_embd.weight (model.embed_tokens.weight)".into();
+                return Err(Error::MissingTensor { file: file.into(), name });
+            }
         };
         let window = m.size(&key("attention.sliding_window"))?.filter(|w| *w > 0);
         let window = window.map(|w| u32::try_from(w).unwrap_or(u32::MAX));

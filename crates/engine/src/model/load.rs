@@ -183,7 +183,8 @@ impl Loader<'_> {
         Ok(Some(self.source.find(&spec)?.to_f32()?))
     }
     fn norm(&mut self, name: &str) -> Result<Vec<f32>, Error> {
-        self.vector(name)?.ok_or_else(|| Error::MissingTensor { name: name.into() })
+        self.vector(name)?
+            .ok_or_else(|| Error::MissingTensor { file: self.source.file().into(), name: name.into() })
     }
     /// A linear layer with its bias, if the model has it.
     fn linear(&mut self, name: &str) -> Result<Option<Linear>, Error> {
@@ -194,14 +195,19 @@ impl Loader<'_> {
         Ok(Some(linear.with_bias(bias)))
     }
     fn must(&mut self, name: &str) -> Result<Linear, Error> {
-        self.linear(name)?.ok_or_else(|| Error::MissingTensor { name: format!("{name}.weight") })
+        self.linear(name)?.ok_or_else(|| Error::MissingTensor {
+            file: self.source.file().into(),
+            name: format!("{name}.weight"),
+        })
     }
 
     fn decoder(&mut self, config: ModelConfig) -> Result<Decoder, Error> {
         let layout = config.layout();
         layout.check().map_err(kvist_backend::BackendError::from)?;
-        let spec = self.spec("model.embed_tokens.weight");
-        let spec = spec.ok_or_else(|| Error::MissingTensor { name: "model.embed_tokens.weight".into() })?;
+        let name = "model.embed_tokens.weight";
+        let spec = self
+            .spec(name)
+            .ok_or_else(|| Error::MissingTensor { file: self.source.file().into(), name: name.into() })?;
         self.tick();
         let embedding = self.source.find(&spec)?.to_embedding(self.form)?;
         let mut layers = Vec::new();

@@ -59,7 +59,7 @@ impl Gguf {
         }
         let version = r.u32("the version")?;
         if !(2..=3).contains(&version) {
-            let swapped = if version.swap_bytes() <= 3 { " (a big-endian file)" } else { "" };
+            let swapped = if (1..=3).contains(&version.swap_bytes()) { " (a big-endian file)" } else { "" };
             return Err(
                 r.bad(format!("is GGUF version {version}{swapped}; kvist reads 2 and 3, little endian"))
             );
@@ -116,8 +116,16 @@ impl Gguf {
         Ok(Gguf { file: file.into(), contents, metadata, tensors })
     }
 
+    /// A file that is in memory already; `file` is what errors call it.
+    pub fn from_bytes(file: &str, bytes: Vec<u8>) -> Result<Self, Error> {
+        Self::parse(file, Arc::new(Contents::Read(bytes)))
+    }
+
     pub fn file(&self) -> &str {
         &self.file
+    }
+    pub fn n_tensors(&self) -> usize {
+        self.tensors.len()
     }
     /// Is there a tensor of this GGUF name?
     pub fn has(&self, name: &str) -> bool {
@@ -130,8 +138,10 @@ impl Gguf {
 
     /// A tensor by its GGUF name.
     pub fn tensor(&self, name: &str) -> Result<View<'_>, Error> {
-        let info = self.tensors.get(name).ok_or_else(|| Error::MissingTensor { name: name.into() })?;
+        let missing = || Error::MissingTensor { file: self.file.clone(), name: name.into() };
+        let info = self.tensors.get(name).ok_or_else(missing)?;
         let encoding = info.encoding.clone().map_err(|found| Error::TensorEncoding {
+            file: self.file.clone(),
             name: name.into(),
             found,
             known: Encoding::known(),
@@ -144,10 +154,12 @@ impl Gguf {
     /// A tensor by its Hugging Face name. q and k of families that llama.cpp's converter permutes come back in
     /// their original order.
     pub fn find(&self, name: &str) -> Result<View<'_>, Error> {
-        let missing = || Error::MissingTensor { name: name.into() };
+        let missing = || Error::MissingTensor { file: self.file.clone(), name: name.into() };
         let gguf = gguf_name(name).ok_or_else(missing)?;
         let view = self.tensor(&gguf).map_err(|e| match e {
-            Error::MissingTensor { .. } => Error::MissingTensor { name: format!("{gguf} ({name})") },
+            Error::MissingTensor { file, .. } => {
+                Error::MissingTensor { file, name: format!("{gguf} ({name})") }
+            }
             other => other,
         })?;
         let key = match name.rsplit('.').nth(1) {

@@ -21,6 +21,7 @@ struct Shard {
 /// The tensors of a folder.
 #[derive(Debug)]
 pub struct Folder {
+    path: String,
     shards: Vec<Shard>,
     /// Tensor name to shard.
     index: BTreeMap<String, usize>,
@@ -32,7 +33,8 @@ impl Folder {
     pub fn open(folder: &Path, mmap: bool) -> Result<Self, Error> {
         let single = folder.join("model.safetensors");
         let index = folder.join(INDEX);
-        let mut this = Folder { shards: Vec::new(), index: BTreeMap::new() };
+        let mut this =
+            Folder { path: folder.display().to_string(), shards: Vec::new(), index: BTreeMap::new() };
         if single.exists() {
             this.add(&single, mmap)?;
         } else if index.exists() {
@@ -64,8 +66,12 @@ impl Folder {
         Ok(())
     }
 
+    pub(super) fn path(&self) -> &str {
+        &self.path
+    }
+
     pub fn find(&self, name: &str) -> Result<View<'_>, Error> {
-        let missing = || Error::MissingTensor { name: name.into() };
+        let missing = || Error::MissingTensor { file: self.path.clone(), name: name.into() };
         let shard = &self.shards[*self.index.get(name).ok_or_else(missing)?];
         let info = shard.metadata.info(name).ok_or_else(missing)?;
         let encoding = match info.dtype {
@@ -75,6 +81,7 @@ impl Folder {
             other => {
                 let found = format!("{other:?}");
                 return Err(Error::TensorEncoding {
+                    file: shard.file.clone(),
                     name: name.into(),
                     found,
                     known: "f32, f16 and bf16".into(),
