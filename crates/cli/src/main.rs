@@ -45,8 +45,8 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse(); // wrong usage exits with 2
-    log_to_stderr(cli.verbose);
     let quiet = cli.quiet;
+    log_to_stderr(cli.verbose, quiet);
     let done = match cli.command {
         Command::Run(args) => commands::run::run(args, quiet),
         Command::Chat(args) => commands::chat::run(args, quiet),
@@ -69,9 +69,20 @@ fn main() -> ExitCode {
 }
 
 /// `KVIST_LOG` takes the filters of `tracing`; `-v` is a shorthand.
-fn log_to_stderr(verbose: u8) {
+fn log_to_stderr(verbose: u8, quiet: bool) {
     use tracing_subscriber::EnvFilter;
-    let default = ["error", "kvist=info,warn", "debug"][usize::from(verbose.min(2))];
+    let default = match verbose {
+        0 if quiet => "error",
+        // A refusal of memory ends the program with an error that says more.
+        0 => "warn,kvist::memory=error",
+        1 => "warn,kvist=info",
+        _ => "debug",
+    };
     let filter = EnvFilter::try_from_env("KVIST_LOG").unwrap_or_else(|_| EnvFilter::new(default));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_target(verbose > 0)
+        .without_time()
+        .init();
 }

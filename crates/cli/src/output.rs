@@ -6,9 +6,7 @@ use std::path::{Path, PathBuf};
 /// Write to stdout now, not when a buffer is full.
 pub fn show(text: &str) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
-    out.write_all(text.as_bytes())?;
-    out.flush()?;
-    Ok(())
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to stdout")
 }
 
 /// One JSON document and a newline on stdout.

@@ -125,10 +125,18 @@ impl MemoryPlan {
             Self::of_session(model, registry, config).is_ok_and(|plan| plan.session_bound() <= free)
         };
         let mut advice = Vec::new();
-        for storage in [Storage::Q8, Storage::Q4] {
-            let smaller = CacheConfig { k: storage, v: storage, ..config.clone() };
-            if fits(&smaller) {
-                advice.push(format!("--kv {storage}"));
+        // The first of these that fits: a smaller dtype, a smaller chunk, both.
+        let storages = [config.k, Storage::Q8, Storage::Q4];
+        let chunks = [config.max_step_tokens, 64, 16];
+        for (storage, chunk) in chunks.iter().flat_map(|chunk| storages.map(|storage| (storage, *chunk))) {
+            let keeps = storage == config.k;
+            let v = if keeps { config.v } else { storage };
+            let max_step_tokens = chunk.min(config.max_step_tokens);
+            let max_rows = config.max_rows.min(max_step_tokens);
+            if fits(&CacheConfig { k: storage, v, max_step_tokens, max_rows, ..config.clone() }) {
+                let kv = (!keeps).then(|| format!("--kv {storage}"));
+                let chunk = (chunk < config.max_step_tokens).then(|| format!("--chunk {chunk}"));
+                advice.push(kv.into_iter().chain(chunk).collect::<Vec<_>>().join(" "));
                 break;
             }
         }

@@ -98,8 +98,10 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         interrupt::reset();
         let said = utf8(std::mem::take(&mut line), "stdin")?;
         let said = said.trim_end_matches(['\n', '\r']);
+        if said.trim().is_empty() {
+            continue;
+        }
         match said.split_once(' ').map_or((said, ""), |(command, rest)| (command, rest.trim())) {
-            ("", _) => continue,
             ("/quit" | "/exit", _) => return Ok(()),
             (command, rest) if command.starts_with('/') => match obey(&mut chat, command, rest) {
                 Ok(answer) => eprintln!("{answer}"),

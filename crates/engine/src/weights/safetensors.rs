@@ -6,7 +6,7 @@ use crate::error::Error;
 use crate::ffi::Contents;
 use ::safetensors::tensor::Metadata;
 use ::safetensors::{Dtype, SafeTensors};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
 
 #[derive(Debug)]
@@ -55,6 +55,11 @@ impl Folder {
         let malformed = |what: String| Error::Malformed { file: file.clone(), what };
         let (header, metadata) = SafeTensors::read_metadata(&contents)
             .map_err(|e| malformed(format!("is not a whole safetensors file: {e}")))?;
+        // The crate takes the last of two entries with one name.
+        let text = contents.get(size_of::<u64>()..).and_then(|rest| rest.get(..header)).unwrap_or_default();
+        if let Some(name) = serde_json::from_slice::<Names>(text).ok().and_then(|names| names.twice) {
+            return Err(malformed(format!("lists `{name}` twice")));
+        }
         for name in metadata.tensors().keys() {
             if self.index.insert(name.clone(), self.shards.len()).is_some() {
                 return Err(malformed(format!("holds the tensor `{name}`, which another shard holds too")));
@@ -96,6 +101,39 @@ impl Folder {
             file: shard.file.clone(),
             what: format!("the bytes of `{name}` are not what its shape {:?} needs", info.shape),
         })
+    }
+}
+
+/// The keys of a header.
+struct Names {
+    /// One that stands there twice.
+    twice: Option<String>,
+}
+
+impl<'de> serde::Deserialize<'de> for Names {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(NamesVisitor)
+    }
+}
+
+struct NamesVisitor;
+
+impl<'de> serde::de::Visitor<'de> for NamesVisitor {
+    type Value = Names;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("an object")
+    }
+    fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Names, A::Error> {
+        let (mut seen, mut twice) = (BTreeSet::new(), None);
+        while let Some((name, _)) = map.next_entry::<String, serde::de::IgnoredAny>()? {
+            if seen.contains(&name) {
+                twice = Some(name);
+            } else {
+                seen.insert(name);
+            }
+        }
+        Ok(Names { twice })
     }
 }
 
