@@ -1,5 +1,9 @@
 //! The CPU backend against the suite, and what the suite does not know to ask.
+mod decoding;
+use decoding::*;
 use kvist_backend::conformance::{self, Options};
+use kvist_backend::*;
+use kvist_cache::*;
 use kvist_cpu::Cpu;
 
 #[test]
@@ -7,5 +11,230 @@ fn cpu_conforms() {
     match conformance::run(&Cpu::default(), &Options::from_env()) {
         Ok(report) => println!("{report}"),
         Err(table) => panic!("{table}"),
+    }
+}
+
+/// The same kernels; another way of growing.
+#[test]
+fn the_concatenating_cache_conforms() {
+    let options = Options { one_in: 6, ..Options::from_env() };
+    match conformance::run(&Cpu::concatenating(), &options) {
+        Ok(report) => println!("{report}"),
+        Err(table) => panic!("{table}"),
+    }
+}
+
+#[test]
+fn cpu_refuses() {
+    conformance::refusals(&Cpu::default()).unwrap_or_else(|table| panic!("{table}"));
+    conformance::refusals(&Cpu::concatenating()).unwrap_or_else(|table| panic!("{table}"));
+}
+
+/// Two sequences that had taken turns were compacted when the pools were exactly full: the round went through a free
+/// cell that no pool held, and the backend panicked. The conformance suite found it.
+#[test]
+fn compaction_goes_through_cells_no_step_has_written() {
+    for cpu in [Cpu::default(), Cpu::concatenating()] {
+        for dtype in DType::ALL {
+            let model = Model { k: Storage::new(dtype), v: Storage::new(dtype), ..Model::default() };
+            let mut session = model.session(&cpu, "cells", 400);
+            new(&mut session, &[A, B]);
+            for i in 0..8 {
+                let start = i * 16;
+                let (a, b) = (Span::chain(A, start, 16), Span::chain(B, start, 16));
+                model.step(&mut session, &[a, b], i.into());
+            }
+            assert_eq!(session.cache.report()[0].high_water, 256, "the first segment is full");
+            session.compact().unwrap();
+            let extents: Vec<u32> =
+                session.cache.report()[0].sequences.iter().map(|seq| seq.n_extents).collect();
+            assert_eq!(extents, [1, 1], "{dtype:?}");
+            let out = model.step(&mut session, &[Span::chain(A, 128, 1), Span::chain(B, 128, 1)], 99);
+            assert!(out.iter().flatten().all(|x| x.is_finite()));
+        }
+    }
+}
+
+/// A compaction that the budget refuses leaves everything readable.
+#[test]
+fn a_compaction_without_bytes_is_an_error_and_no_loss() {
+    let free = Model::default();
+    let usage = |cells: u32| Cpu::default().usage(&free.spec(vec![400]), &[cells]).unwrap().total();
+    let model = Model { budget: MemoryBudget::new(usage(256)), ..Model::default() };
+    let sessions = [&model, &free].map(|model| {
+        let mut session = model.session(&Cpu::default(), "cells", 400);
+        new(&mut session, &[A, B]);
+        for i in 0..8 {
+            let start = i * 16;
+            model.step(&mut session, &[Span::chain(A, start, 16), Span::chain(B, start, 16)], i.into());
+        }
+        session
+    });
+    let [mut session, mut other] = sessions;
+    assert!(matches!(session.compact(), Err(BackendError::OutOfBudget(_))));
+    other.compact().unwrap();
+    for session in [&mut session, &mut other] {
+        session.cache.sequences().unwrap().seq_rm(A, 120, u32::MAX).unwrap();
+    }
+    let next = [Span::chain(A, 120, 1)];
+    let (out, expected) = (model.step(&mut session, &next, 5), free.step(&mut other, &next, 5));
+    for (x, y) in out.iter().flatten().zip(expected.iter().flatten()) {
+        assert!((x - y).abs() <= 1e-5, "{x} is not {y}");
+    }
+}
+
+/// Rows no dtype should meet: the finite ones stay finite, the others are seen, and nothing panics.
+#[test]
+fn strange_rows_are_stored_or_seen() {
+    let with = |at: usize, x: f32| {
+        let mut row = [0.25f32; 80];
+        row[at] = x;
+        row
+    };
+    let rows: [(&str, [f32; 80], bool); 14] = [
+        ("zero", [0.0; 80], true),
+        ("minus zero", [-0.0; 80], true),
+        ("one constant", [1.5; 80], true),
+        ("a negative constant", [-1.5; 80], true),
+        ("tiny", [1e-30; 80], true),
+        ("subnormal", [1e-42; 80], true),
+        ("subnormal f16", [3e-7; 80], true),
+        ("huge, also when a block of 16 turns into one spike", [16_000.0; 80], true),
+        ("one spike", with(79, 60_000.0), true),
+        ("one negative spike", with(0, -60_000.0), true),
+        ("a NaN", with(40, f32::NAN), false),
+        ("a NaN in the short group", with(79, f32::NAN), false),
+        ("infinity", with(3, f32::INFINITY), false),
+        ("minus infinity", with(64, f32::NEG_INFINITY), false),
+    ];
+    let mut bad = Vec::new();
+    for storage in storages() {
+        for (what, row, finite) in &rows {
+            let model = Model {
+                k: storage,
+                v: storage,
+                heads: (1, 1),
+                head_dim: 80,
+                n_layers: 1,
+                ..Model::default()
+            };
+            let mut session = model.session(&Cpu::default(), "contiguous", 4);
+            let q = [0.0f32; 80];
+            let mut out = [f32::NAN; 80];
+            let spans = [Span::chain(A, 0, 1)];
+            let mut step = session.step(&StepRequest { spans: &spans }).unwrap();
+            step.attend(Attend {
+                layer: LayerId(0),
+                q: Tensor::dense(&q, 1, 80),
+                kv: Some((Tensor::dense(row, 1, 80), Tensor::dense(row, 1, 80))),
+                out: TensorMut::dense(&mut out, 1, 80),
+                scale: 1.0,
+                softcap: None,
+            })
+            .unwrap();
+            step.commit().unwrap();
+            let largest = row.iter().fold(0f32, |max, x| max.max(x.abs()));
+            for side in [Side::K, Side::V] {
+                let mut stored = [0.0; 80];
+                session.pools().inspect(LayerId(0), side, 0, 0, &mut stored).unwrap();
+                // One q4 step of the range, rotated by at most the block of 16; f16 parameters.
+                let near = |x: f32, y: f32| (x - y).abs() <= largest * 0.3 + 1e-5;
+                let kept = stored.iter().zip(row).all(|(x, y)| near(*x, *y));
+                let seen = stored.iter().any(|x| !x.is_finite());
+                if *finite && !kept || !finite && !seen {
+                    bad.push(format!("{storage} {side:?} {what}: {stored:?}"));
+                }
+            }
+            let seen = out.iter().any(|x| !x.is_finite());
+            if seen == *finite {
+                bad.push(format!("{storage} {what}: attention gives {out:?}"));
+            }
+        }
+    }
+    assert!(bad.is_empty(), "{} bad rows:\n{}", bad.len(), bad.join("\n"));
+}
+
+/// A key that is not a number makes every query that sees it NaN, and no other.
+#[test]
+fn a_broken_key_is_seen_by_those_who_see_it() {
+    for storage in storages() {
+        let model = Model { k: storage, heads: (2, 1), head_dim: 64, n_layers: 1, ..Model::default() };
+        let mut session = model.session(&Cpu::default(), "cells", 600);
+        new(&mut session, &[A, B]);
+        let (n, d) = (20, 64);
+        let mut k = vec![0.5f32; n * d];
+        k[7 * d + 3] = f32::NAN; // token 7 is A's, tokens 10.. are B's
+        let (q, v) = (vec![0.5f32; n * 2 * d], vec![1.0f32; n * d]);
+        let mut out = vec![0.0f32; n * 2 * d];
+        let spans = [Span::chain(A, 0, 10), Span::chain(B, 0, 10)];
+        let mut step = session.step(&StepRequest { spans: &spans }).unwrap();
+        step.attend(Attend {
+            layer: LayerId(0),
+            q: Tensor::dense(&q, 2, d),
+            kv: Some((Tensor::dense(&k, 1, d), Tensor::dense(&v, 1, d))),
+            out: TensorMut::dense(&mut out, 2, d),
+            scale: 0.125,
+            softcap: None,
+        })
+        .unwrap();
+        step.commit().unwrap();
+        for (token, out) in out.chunks_exact(2 * d).enumerate() {
+            let sees = (7..10).contains(&token);
+            assert_eq!(out.iter().all(|x| x.is_nan()), sees, "{storage}: token {token}");
+            assert_eq!(out.iter().any(|x| x.is_nan()), sees, "{storage}: token {token}");
+        }
+    }
+}
+
+#[test]
+fn threads_change_nothing() {
+    for storage in storages() {
+        let model = Model { k: storage, v: storage, heads: (8, 4), ..Model::default() };
+        let run = |n_threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(n_threads).build().unwrap();
+            pool.install(|| {
+                let mut session = model.session(&Cpu::default(), "contiguous", 400);
+                let mut all = model.step(&mut session, &[Span::chain(A, 0, 130)], 1);
+                all.extend(model.step(&mut session, &[Span::chain(A, 130, 1)], 2));
+                all.extend(model.step(&mut session, &[Span::chain(A, 131, 40)], 3));
+                all
+            })
+        };
+        let bits = |n| run(n).iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert!(bits(1) == bits(2), "{storage}: one and two threads differ");
+    }
+}
+
+/// The same rows, however they arrive.
+#[test]
+fn chunks_change_next_to_nothing() {
+    let n = 150;
+    for kind in ["contiguous", "cells", "tree"] {
+        for storage in storages() {
+            let model = Model { k: storage, v: storage, n_layers: 1, ..Model::default() };
+            let run = |chunks: &[u32]| {
+                let mut session = model.session(&Cpu::default(), kind, 400);
+                new(&mut session, &[A]);
+                let mut start = 0;
+                let mut out = Vec::new();
+                for len in chunks.iter().cycle() {
+                    let len = (*len).min(n - start);
+                    if len == 0 {
+                        break;
+                    }
+                    out.extend(model.step(&mut session, &[Span::chain(A, start, len)], 7).remove(0));
+                    start += len;
+                }
+                out
+            };
+            let whole = run(&[n]);
+            for chunks in [&[1][..], &[7], &[64], &[65], &[149, 1], &[3, 100, 17]] {
+                let out = run(chunks);
+                assert_eq!(out.len(), whole.len());
+                // Blocks of queries and split runs change the order of f32 additions, nothing else.
+                let worst = out.iter().zip(&whole).map(|(x, y)| (x - y).abs()).fold(0f32, f32::max);
+                assert!(worst <= 1e-5, "{kind} {storage} in chunks of {chunks:?}: {worst}");
+            }
+        }
     }
 }

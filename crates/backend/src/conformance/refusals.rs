@@ -1,7 +1,339 @@
 //! What a backend must refuse, and what must be as before afterwards.
-use crate::Backend;
+use crate::*;
+use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
+use kvist_cache::*;
+use std::sync::Arc;
 
 /// Run every refusal; `Err` is a table of every one that did not come, or changed something.
-pub fn refusals(_backend: &dyn Backend) -> Result<(), String> {
+pub fn refusals(backend: &dyn Backend) -> Result<(), String> {
+    const TABLE: [(&str, fn(&dyn Backend) -> Result<(), String>); 7] = [
+        ("a plan that was not begun, or not this one", stale_plan),
+        ("a plan without reads", without_reads),
+        ("activations of a wrong shape", wrong_shapes),
+        ("layers that do not exist, or out of order", layer_order),
+        ("inspection out of range", inspect_out_of_range),
+        ("a layout no model has", bad_layout),
+        ("growth past the budget", out_of_budget),
+    ];
+    let rows = TABLE.iter().filter_map(|(what, check)| {
+        let why = check(backend).err()?;
+        Some(format!("{}: {what}: {why}\n", backend.id()))
+    });
+    let bad: String = rows.collect();
+    if bad.is_empty() { Ok(()) } else { Err(bad) }
+}
+
+const HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+const HEAD_DIM: usize = 32;
+
+fn spec(budget: &Arc<MemoryBudget>) -> PoolSpec {
+    let layer = |owner| LayerSpec {
+        group: GroupId(0),
+        owner: LayerId(owner),
+        n_kv_heads: KV_HEADS as u32,
+        head_dim: HEAD_DIM as u32,
+    };
+    PoolSpec {
+        layout: Layout { n_heads: HEADS as u32, layers: vec![layer(0), layer(1), layer(0)] },
+        k: Storage::Q8,
+        v: Storage::F16,
+        capacity_cells: vec![2_000],
+        max_step_tokens: 300,
+        budget: budget.clone(),
+    }
+}
+
+fn cache() -> Cache {
+    let group = GroupSpec { capacity_tokens: 2_000, visibility: Visibility::FULL, max_step_tokens: 300 };
+    let (_, contiguous) = KINDS[0];
+    Cache::new(vec![contiguous(&group).expect("contiguous serves any group")])
+}
+
+fn session(backend: &dyn Backend, budget: &Arc<MemoryBudget>) -> Result<Session, String> {
+    let spec = spec(budget);
+    let pools = backend.pools(&spec).map_err(|e| e.to_string())?;
+    Ok(Session::new(cache(), pools, spec.layout))
+}
+
+/// Ones for one call, with lengths that a test can spoil.
+struct Call {
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+    out: Vec<f32>,
+}
+
+impl Call {
+    fn new(n_tokens: usize) -> Self {
+        let (wide, narrow) = (n_tokens * HEADS * HEAD_DIM, n_tokens * KV_HEADS * HEAD_DIM);
+        Call { q: vec![1.0; wide], k: vec![1.0; narrow], v: vec![1.0; narrow], out: vec![f32::NAN; wide] }
+    }
+    fn of(&mut self, layer: u16, kv: bool) -> Attend<'_> {
+        let Call { q, k, v, out } = self;
+        let kv = kv.then(|| (Tensor::dense(k, KV_HEADS, HEAD_DIM), Tensor::dense(v, KV_HEADS, HEAD_DIM)));
+        Attend {
+            layer: LayerId(layer),
+            q: Tensor::dense(q, HEADS, HEAD_DIM),
+            kv,
+            out: TensorMut::dense(out, HEADS, HEAD_DIM),
+            scale: 1.0,
+            softcap: None,
+        }
+    }
+}
+
+fn chain(session: &Session, n_tokens: u32) -> [Span<'static>; 1] {
+    let start = session.cache.next_position(SeqId::ONLY).expect("contiguous has its only sequence");
+    [Span::chain(SeqId::ONLY, start, n_tokens)]
+}
+
+/// A whole step of ones; every output must be one.
+fn step(session: &mut Session, n_tokens: u32) -> Result<(), StepError> {
+    let mut call = Call::new(n_tokens as usize);
+    let spans = chain(session, n_tokens);
+    let mut step = session.step(&StepRequest { spans: &spans })?;
+    for layer in 0..3 {
+        step.attend(call.of(layer, layer < 2))?;
+        if let Some(wrong) = call.out.iter().find(|x| !((**x - 1.0).abs() <= 1e-2)) {
+            return Err(BackendError::Unsupported(format!("ones attended to ones give {wrong}")).into());
+        }
+        call.out.fill(f32::NAN);
+    }
+    Ok(step.commit()?)
+}
+
+fn must<T, E: std::fmt::Display>(done: Result<T, E>, what: &str) -> Result<T, String> {
+    done.map_err(|e| format!("{what}: {e}"))
+}
+
+macro_rules! refused {
+    ($done:expr, $error:pat, $what:expr) => {
+        match $done {
+            Err($error) => {}
+            Err(other) => return Err(format!("{}: refused as {other:?}", $what)),
+            Ok(_) => return Err(format!("{}: accepted", $what)),
+        }
+    };
+}
+
+fn stale_plan(backend: &dyn Backend) -> Result<(), String> {
+    let mut pools = must(backend.pools(&spec(&MemoryBudget::unlimited())), "pools")?;
+    let (mut cache, mut plan, mut call) = (cache(), StepPlan::default(), Call::new(1));
+    let spans = [Span::chain(SeqId::ONLY, 0, 1)];
+    let request = StepRequest { spans: &spans };
+    {
+        let mut step = must(Step::begin(&mut cache, &request, &mut plan), "step")?;
+        let plan = step.with_reads();
+        refused!(pools.attend(plan, call.of(0, true)), BackendError::StalePlan, "never begun");
+        must(pools.begin(plan), "begin")?;
+        must(pools.attend(plan, call.of(0, true)), "attend")?;
+    }
+    let mut step = must(Step::begin(&mut cache, &request, &mut plan), "step")?;
+    let plan = step.with_reads();
+    refused!(pools.attend(plan, call.of(0, true)), BackendError::StalePlan, "another was begun");
+    must(pools.begin(plan), "begin")?;
+    must(pools.attend(plan, call.of(0, true)), "attend")
+}
+
+fn without_reads(backend: &dyn Backend) -> Result<(), String> {
+    let mut pools = must(backend.pools(&spec(&MemoryBudget::unlimited())), "pools")?;
+    let (mut cache, mut plan) = (cache(), StepPlan::default());
+    let spans = [Span::chain(SeqId::ONLY, 0, 1)];
+    let step = must(Step::begin(&mut cache, &StepRequest { spans: &spans }, &mut plan), "step")?;
+    refused!(pools.begin(step.plan()), BackendError::Unsupported(_), "begin");
+    if pools.bytes() == 0 { Ok(()) } else { Err(format!("it holds {} bytes", pools.bytes())) }
+}
+
+fn wrong_shapes(backend: &dyn Backend) -> Result<(), String> {
+    let mut session = session(backend, &MemoryBudget::unlimited())?;
+    must(step(&mut session, 2), "a first step")?;
+    let spans = chain(&session, 3);
+    {
+        let mut step = must(session.step(&StepRequest { spans: &spans }), "step")?;
+        for spoilt in ["q", "k", "v", "out"] {
+            let mut call = Call::new(3);
+            match spoilt {
+                "q" => call.q.truncate(call.q.len() - 1),
+                "k" => call.k.truncate(call.k.len() - 1),
+                "v" => call.v.truncate(call.v.len() - 1),
+                _ => call.out.truncate(call.out.len() - 1),
+            }
+            match step.attend(call.of(0, true)) {
+                Err(BackendError::Shape { what, .. }) if what == spoilt => {}
+                other => return Err(format!("{spoilt} too short: {other:?}")),
+            }
+        }
+        let (mut call, full) = (Call::new(3), Call::new(3));
+        let huge = Tensor::strided(&full.q, usize::MAX / 2, HEAD_DIM);
+        let attend = Attend { q: huge, ..call.of(0, true) };
+        refused!(step.attend(attend), BackendError::Shape { .. }, "a stride that overflows");
+        // What was refused is not done, and can still be done right.
+        must(step.attend(call.of(0, true)), "a right call after wrong ones")?;
+    }
+    must(step(&mut session, 3), "a step after wrong ones")
+}
+
+fn layer_order(backend: &dyn Backend) -> Result<(), String> {
+    use BackendError::{LayerOrder, UnknownLayer};
+    let mut session = session(backend, &MemoryBudget::unlimited())?;
+    must(step(&mut session, 1), "a first step")?;
+    let before = session.cache.report();
+    let (spans, mut call) = (chain(&session, 1), Call::new(1));
+    {
+        let mut step = must(session.step(&StepRequest { spans: &spans }), "step")?;
+        refused!(step.attend(call.of(3, true)), UnknownLayer { n_layers: 3, .. }, "layer 3 of 3");
+        refused!(step.attend(call.of(u16::MAX, false)), UnknownLayer { .. }, "layer 65535");
+        refused!(step.attend(call.of(2, false)), LayerOrder(LayerId(2)), "a borrower before its owner");
+        refused!(step.attend(call.of(0, false)), LayerOrder(LayerId(0)), "an owner without K and V");
+        must(step.attend(call.of(0, true)), "layer 0")?;
+        refused!(step.attend(call.of(0, true)), LayerOrder(LayerId(0)), "an owner twice");
+        refused!(step.attend(call.of(2, true)), LayerOrder(LayerId(2)), "a borrower with K and V");
+        must(step.attend(call.of(2, false)), "layer 2")?;
+        refused!(step.commit(), LayerOrder(LayerId(1)), "a commit before layer 1");
+    }
+    if session.cache.report() != before {
+        return Err("a refused commit changed the cache".into());
+    }
+    must(step(&mut session, 1), "a step afterwards")?;
+
+    // The pools themselves hold to it, whoever drives them.
+    let mut pools = must(backend.pools(&spec(&MemoryBudget::unlimited())), "pools")?;
+    let (mut cache, mut plan) = (cache(), StepPlan::default());
+    let spans = [Span::chain(SeqId::ONLY, 0, 1)];
+    let mut step = must(Step::begin(&mut cache, &StepRequest { spans: &spans }, &mut plan), "step")?;
+    let plan = step.with_reads();
+    must(pools.begin(plan), "begin")?;
+    refused!(pools.attend(plan, call.of(3, true)), UnknownLayer { .. }, "pools: layer 3 of 3");
+    refused!(pools.attend(plan, call.of(2, true)), LayerOrder(_), "pools: a borrower with K and V");
+    refused!(pools.attend(plan, call.of(1, false)), LayerOrder(_), "pools: an owner without");
     Ok(())
+}
+
+fn inspect_out_of_range(backend: &dyn Backend) -> Result<(), String> {
+    let mut session = session(backend, &MemoryBudget::unlimited())?;
+    let mut row = [f32::NAN; HEAD_DIM];
+    let pools = session.pools();
+    refused!(
+        pools.inspect(LayerId(0), Side::K, 0, 0, &mut row),
+        BackendError::OutOfRange { what: "cell", .. },
+        "a cell of empty pools"
+    );
+    must(step(&mut session, 1), "a step")?;
+    let pools = session.pools();
+    for side in [Side::K, Side::V] {
+        for layer in 0..3 {
+            must(pools.inspect(LayerId(layer), side, 1, 0, &mut row), "the written row")?;
+            if !row.iter().all(|x| (x - 1.0).abs() <= 1e-2) {
+                return Err(format!("layer {layer} {side:?} holds {row:?}, not ones"));
+            }
+        }
+        refused!(
+            pools.inspect(LayerId(3), side, 0, 0, &mut row),
+            BackendError::UnknownLayer { n_layers: 3, .. },
+            "layer 3 of 3"
+        );
+        refused!(
+            pools.inspect(LayerId(0), side, 2, 0, &mut row),
+            BackendError::OutOfRange { what: "KV head", index: 2, len: 2 },
+            "head 2 of 2"
+        );
+        for cell in [2_000, u32::MAX] {
+            refused!(
+                pools.inspect(LayerId(0), side, 0, cell, &mut row),
+                BackendError::OutOfRange { what: "cell", .. },
+                "a cell past the capacity"
+            );
+        }
+        refused!(
+            pools.inspect(LayerId(0), side, 0, 0, &mut row[1..]),
+            BackendError::Shape { .. },
+            "a row too short"
+        );
+    }
+    Ok(())
+}
+
+fn bad_layout(backend: &dyn Backend) -> Result<(), String> {
+    let budget = MemoryBudget::unlimited();
+    let good = spec(&budget);
+    type Spoil = fn(&mut Layout);
+    let spoils: [(&str, Spoil); 6] = [
+        ("heads that do not divide", |layout| layout.n_heads = 3),
+        ("no head_dim", |layout| layout.layers[1].head_dim = 0),
+        ("no KV heads", |layout| layout.layers[1].n_kv_heads = 0),
+        ("a borrower of a later layer", |layout| layout.layers[0].owner = LayerId(2)),
+        ("a borrower of a borrower", |layout| {
+            layout.layers.push(LayerSpec { owner: LayerId(2), ..layout.layers[2] })
+        }),
+        ("a borrower of another shape", |layout| layout.layers[2].head_dim = 64),
+    ];
+    for (what, spoil) in spoils {
+        let mut spec = good.clone();
+        spoil(&mut spec.layout);
+        refused!(backend.pools(&spec), BackendError::Layout(_), what);
+    }
+    if budget.usage() == Usage::default() { Ok(()) } else { Err("refused pools hold bytes".into()) }
+}
+
+fn out_of_budget(backend: &dyn Backend) -> Result<(), String> {
+    let all = spec(&MemoryBudget::unlimited());
+    let usage = |cells| backend.usage(&all, &[cells]).ok_or("the usage overflows");
+    // Room for 256 cells and for all but one byte of what one more cell takes.
+    let budget = MemoryBudget::new(usage(257)?.total() - 1);
+    let mut session = session(backend, &budget)?;
+    if budget.usage() != usage(0)? {
+        return Err(format!("empty pools hold {:?}, not {:?}", budget.usage(), usage(0)?));
+    }
+    must(step(&mut session, 255), "255 cells")?;
+    must(step(&mut session, 1), "256 cells")?;
+    let (used, report) = (budget.usage(), session.cache.report());
+    if used != usage(256)? {
+        return Err(format!("256 cells hold {used:?}, not {:?}", usage(256)?));
+    }
+    let counters = session.pools().counters();
+    for n_tokens in [1, 2, 300] {
+        let refused = step(&mut session, n_tokens);
+        refused!(
+            refused,
+            StepError::Backend(BackendError::OutOfBudget(OutOfBudget { purpose: Purpose::KvCache, .. })),
+            format!("{n_tokens} cells too many")
+        );
+    }
+    let mut row = [0.0; HEAD_DIM];
+    for layer in 0..2 {
+        for side in [Side::K, Side::V] {
+            refused!(
+                session.pools().inspect(LayerId(layer), side, 0, 256, &mut row),
+                BackendError::OutOfRange { what: "cell", .. },
+                format!("layer {layer} grew although all could not")
+            );
+        }
+    }
+    if budget.usage() != used || session.pools().bytes() != used.of(Purpose::KvCache) {
+        return Err(format!("the refusal left {:?} of {used:?}", budget.usage()));
+    }
+    if session.cache.report() != report || session.pools().counters() != counters {
+        return Err("the refusal changed the cache".into());
+    }
+    // Shorter, it goes on within what it holds.
+    must(session.cache.rewinds().expect("contiguous rewinds").rewind(250), "rewind")?;
+    must(step(&mut session, 6), "six cells written again")?;
+    if budget.usage() != used {
+        return Err(format!("cells written again took {:?}, not {used:?}", budget.usage()));
+    }
+    drop(session);
+    if budget.usage() != Usage::default() {
+        return Err(format!("after the end {:?} are left", budget.usage()));
+    }
+
+    // Another holder goes, and the step that was refused runs.
+    let budget = MemoryBudget::new(usage(257)?.total());
+    let mut session = self::session(backend, &budget)?;
+    must(step(&mut session, 256), "256 cells")?;
+    let other = must(budget.reserve(Purpose::Weights, 1), "one byte for another")?;
+    refused!(step(&mut session, 1), StepError::Backend(BackendError::OutOfBudget(_)), "one byte too few");
+    drop(other);
+    must(step(&mut session, 1), "the same step with that byte")?;
+    if budget.usage() == usage(257)? { Ok(()) } else { Err(format!("257 cells hold {:?}", budget.usage())) }
 }

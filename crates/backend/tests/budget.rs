@@ -1,0 +1,113 @@
+//! A budget refuses before anyone allocates, and counts back to zero.
+use kvist_backend::*;
+
+#[test]
+fn it_refuses_what_does_not_fit_and_changes_nothing() {
+    let budget = MemoryBudget::new(1_000);
+    let weights = budget.reserve(Purpose::Weights, 600).unwrap();
+    let refused = budget.reserve(Purpose::KvCache, 401).unwrap_err();
+    assert_eq!(refused, OutOfBudget { purpose: Purpose::KvCache, asked: 401, free: 400, total: 1_000 });
+    assert_eq!(refused.to_string(), "401 B for the KV cache do not fit: 400 B of 1000 B are free");
+    assert_eq!((budget.usage().total(), budget.free()), (600, 400));
+    let kv = budget.reserve(Purpose::KvCache, 400).unwrap(); // to the last byte
+    assert_eq!(budget.free(), 0);
+    assert!(budget.reserve(Purpose::Scratch, 1).is_err());
+    let nothing = budget.reserve(Purpose::Scratch, 0).unwrap(); // nothing always fits
+    assert_eq!(budget.usage().of(Purpose::Weights), 600);
+    assert_eq!(budget.usage().of(Purpose::KvCache), 400);
+    drop((weights, kv, nothing));
+    assert_eq!(budget.usage(), Usage::default());
+}
+
+#[test]
+fn a_reservation_grows_shrinks_and_gives_back() {
+    let budget = MemoryBudget::new(1_000);
+    let mut held = Reservation::empty(&budget, Purpose::KvCache);
+    assert_eq!(held.bytes(), 0);
+    held.grow(700).unwrap();
+    assert!(held.grow(301).is_err());
+    assert_eq!((held.bytes(), budget.usage().of(Purpose::KvCache)), (700, 700), "a refused growth");
+    held.grow(300).unwrap();
+    held.shrink(400);
+    assert_eq!((held.bytes(), budget.free()), (600, 400));
+    held.shrink(u64::MAX); // at most all
+    assert_eq!((held.bytes(), budget.free()), (0, 1_000));
+    held.grow(10).unwrap();
+    drop(held);
+    assert_eq!(budget.usage(), Usage::default());
+}
+
+#[test]
+fn unlimited_counts_and_refuses_nothing_that_exists() {
+    let budget = MemoryBudget::unlimited();
+    let held = budget.reserve(Purpose::Activations, u64::MAX - 5).unwrap();
+    assert_eq!(budget.free(), 5);
+    // The sum of all reservations is still a number.
+    assert!(budget.reserve(Purpose::Weights, 6).is_err());
+    drop(held);
+    assert_eq!(budget.usage().total(), 0);
+}
+
+/// Numbers stay right when a holder panics: the guard is dropped by the unwinding.
+#[test]
+fn a_panic_gives_back() {
+    let budget = MemoryBudget::new(100);
+    let other = budget.clone();
+    let panicked = std::thread::spawn(move || {
+        let _held = other.reserve(Purpose::Scratch, 60).unwrap();
+        panic!("a test wants this panic");
+    });
+    assert!(panicked.join().is_err());
+    assert_eq!(budget.usage(), Usage::default());
+    assert!(budget.reserve(Purpose::Scratch, 100).is_ok());
+}
+
+#[test]
+fn threads_never_get_more_than_there_is() {
+    let budget = MemoryBudget::new(64);
+    let turns = |_| {
+        let budget = budget.clone();
+        std::thread::spawn(move || {
+            for i in 0..2_000 {
+                let held = budget.reserve(Purpose::KvCache, i % 20);
+                assert!(budget.usage().total() <= 64);
+                drop(held);
+            }
+        })
+    };
+    let threads: Vec<_> = (0..4).map(turns).collect();
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    assert_eq!(budget.usage(), Usage::default());
+}
+
+#[test]
+fn usage_is_by_purpose() {
+    let mut usage = Usage::default();
+    for (i, purpose) in Purpose::ALL.into_iter().enumerate() {
+        usage = usage.with(purpose, 10 << i);
+    }
+    assert_eq!(usage.total(), 150);
+    assert_eq!(Purpose::ALL.map(|purpose| usage.of(purpose)), [10, 20, 40, 80]);
+    assert_eq!(usage.with(Purpose::Weights, 1).total(), 141, "`with` replaces");
+    let names = Purpose::ALL.map(Purpose::name);
+    assert_eq!(names, ["weights", "KV cache", "scratch", "activations"]);
+}
+
+#[test]
+fn bytes_are_shown_for_people() {
+    let cases = [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1_023, "1023 B"),
+        (1_024, "1 KiB"),
+        (1_536, "1.50 KiB"),
+        (512 << 10, "512 KiB"),
+        (1 << 30, "1 GiB"),
+        (3 << 29, "1.50 GiB"),
+        (1 << 40, "1 TiB"),
+        (5_000 << 40, "5000 TiB"),
+        (u64::MAX, "unlimited"),
+    ];
+    let shown = cases.map(|(bytes, _)| Bytes(bytes).to_string());
+    assert_eq!(shown, cases.map(|(_, text)| text.to_string()));
+}

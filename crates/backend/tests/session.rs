@@ -1,0 +1,133 @@
+//! A session's steps: nothing is true before its commit, and nothing commits before every layer has run.
+use kvist_backend::reference::Reference;
+use kvist_backend::*;
+use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
+use kvist_cache::*;
+
+const A: SeqId = SeqId::ONLY;
+
+/// Two owners and a borrower of one head of two values.
+fn session(kind: &str) -> Session {
+    let group = GroupSpec {
+        capacity_tokens: 64,
+        visibility: Visibility { window: Some(8), sinks: 0 },
+        max_step_tokens: 8,
+    };
+    let layer = |owner| LayerSpec { group: GroupId(0), owner: LayerId(owner), n_kv_heads: 1, head_dim: 2 };
+    let layout = Layout { n_heads: 1, layers: vec![layer(0), layer(1), layer(0)] };
+    let spec = PoolSpec {
+        layout,
+        k: Storage::F32,
+        v: Storage::F32,
+        capacity_cells: vec![],
+        max_step_tokens: 8,
+        budget: MemoryBudget::unlimited(),
+    };
+    let registry = Registry::default().with(Box::new(Reference));
+    let mut session = registry.session("reference", kind, &[group], &spec).unwrap();
+    if let Some(mut sequences) = session.cache.sequences() {
+        sequences.seq_new(A).unwrap();
+    }
+    session
+}
+
+/// One layer of a step of one token whose value is `v`; returns what it attends to.
+fn attend(step: &mut SessionStep<'_>, layer: u16, v: f32) -> Result<f32, BackendError> {
+    let (ones, v, mut out) = ([1f32; 2], [v; 2], [f32::NAN; 2]);
+    let kv = (layer < 2).then(|| (Tensor::dense(&ones, 1, 2), Tensor::dense(&v, 1, 2)));
+    let out_rows = TensorMut::dense(&mut out, 1, 2);
+    let q = Tensor::dense(&ones, 1, 2);
+    step.attend(Attend { layer: LayerId(layer), q, kv, out: out_rows, scale: 1.0, softcap: None })?;
+    Ok(out[0])
+}
+
+/// A whole step of one token.
+fn step(session: &mut Session, v: f32) -> f32 {
+    let spans = [Span::chain(A, session.cache.next_position(A).unwrap(), 1)];
+    let mut step = session.step(&StepRequest { spans: &spans }).unwrap();
+    let out = attend(&mut step, 0, v).unwrap();
+    attend(&mut step, 1, v).unwrap();
+    assert_eq!(attend(&mut step, 2, v).unwrap(), out, "the borrower reads what the owner stored");
+    step.commit().unwrap();
+    out
+}
+
+#[test]
+fn every_kind_steps() {
+    for (kind, _) in KINDS {
+        let mut session = session(kind);
+        assert_eq!([1.0, 2.0, 6.0].map(|v| step(&mut session, v)), [1.0, 1.5, 3.0], "{kind}");
+    }
+}
+
+#[test]
+fn a_dropped_step_changes_nothing() {
+    for (kind, _) in KINDS {
+        let mut session = session(kind);
+        step(&mut session, 1.0);
+        let before = session.cache.report();
+        let spans = [Span::chain(A, 1, 1)];
+        for n_layers in 0..3 {
+            let mut step = session.step(&StepRequest { spans: &spans }).unwrap();
+            (0..n_layers).for_each(|layer| assert!(attend(&mut step, layer, f32::NAN).unwrap().is_nan()));
+            drop(step);
+            assert_eq!(session.cache.report(), before, "{kind}, dropped after {n_layers} layers");
+        }
+        assert_eq!(step(&mut session, 3.0), 2.0, "{kind}: the step after sees nothing of the dropped ones");
+    }
+}
+
+#[test]
+fn a_step_commits_only_when_every_layer_has_run() {
+    for layers in [&[][..], &[0], &[1], &[0, 1], &[0, 2]] {
+        let mut session = session("cells");
+        step(&mut session, 1.0);
+        let before = session.cache.report();
+        let spans = [Span::chain(A, 1, 1)];
+        let mut half = session.step(&StepRequest { spans: &spans }).unwrap();
+        layers.iter().for_each(|layer| assert!(attend(&mut half, *layer, 9.0).is_ok()));
+        let missing = (0..3).find(|layer| !layers.contains(layer)).unwrap();
+        match half.commit() {
+            Err(BackendError::LayerOrder(layer)) => assert_eq!(layer, LayerId(missing), "{layers:?}"),
+            other => panic!("{layers:?}: {other:?}"),
+        }
+        assert_eq!(session.cache.report(), before, "{layers:?}");
+        assert_eq!(step(&mut session, 3.0), 2.0, "{layers:?}");
+    }
+}
+
+#[test]
+fn layers_run_once_and_borrowers_after_their_owner() {
+    let mut session = session("tree");
+    let spans = [Span::chain(A, 0, 1)];
+    let mut step = session.step(&StepRequest { spans: &spans }).unwrap();
+    assert!(matches!(attend(&mut step, 2, 1.0), Err(BackendError::LayerOrder(LayerId(2)))));
+    assert!(matches!(attend(&mut step, 3, 1.0), Err(BackendError::UnknownLayer { n_layers: 3, .. })));
+    attend(&mut step, 1, 1.0).unwrap(); // owners come in any order
+    attend(&mut step, 0, 1.0).unwrap();
+    assert!(matches!(attend(&mut step, 0, 1.0), Err(BackendError::LayerOrder(LayerId(0)))), "twice");
+    attend(&mut step, 2, 1.0).unwrap();
+    assert!(matches!(attend(&mut step, 2, 1.0), Err(BackendError::LayerOrder(LayerId(2)))), "twice");
+    step.commit().unwrap();
+}
+
+#[test]
+fn a_refused_request_begins_no_step() {
+    let mut session = session("contiguous");
+    step(&mut session, 1.0);
+    let before = session.cache.report();
+    let (gap, long) = ([Span::chain(A, 7, 1)], [Span::chain(A, 1, 64)]);
+    for (spans, words) in [(&gap[..], "continues at position 1"), (&long, "full"), (&[], "empty")] {
+        let request = StepRequest { spans };
+        assert!(session.can_run(&request).is_err());
+        match session.step(&request).err() {
+            Some(StepError::Refused(refused)) => {
+                assert!(refused.to_string().contains(words), "{refused}")
+            }
+            other => panic!("{other:?}"),
+        };
+    }
+    assert_eq!(session.cache.report(), before);
+    assert!(session.can_run(&StepRequest { spans: &[Span::chain(A, 1, 1)] }).is_ok());
+    assert_eq!(step(&mut session, 3.0), 2.0);
+}

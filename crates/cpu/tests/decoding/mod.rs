@@ -1,0 +1,125 @@
+//! A model of attention layers only, and the steps that tests take with it.
+#![allow(dead_code)] // each test file uses its own part
+use kvist_backend::*;
+use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
+use kvist_cache::*;
+use std::sync::Arc;
+
+pub const A: SeqId = SeqId(0);
+pub const B: SeqId = SeqId(1);
+
+#[derive(Clone)]
+pub struct Model {
+    pub k: Storage,
+    pub v: Storage,
+    pub heads: (u32, u32), // query heads, KV heads
+    pub head_dim: u32,
+    pub n_layers: u16,
+    pub visibility: Visibility,
+    pub max_step_tokens: u32,
+    pub budget: Arc<MemoryBudget>,
+}
+
+impl Default for Model {
+    fn default() -> Self {
+        Model {
+            k: Storage::F32,
+            v: Storage::F32,
+            heads: (4, 2),
+            head_dim: 32,
+            n_layers: 2,
+            visibility: Visibility::FULL,
+            max_step_tokens: 200,
+            budget: MemoryBudget::unlimited(),
+        }
+    }
+}
+
+/// Every dtype, both groups, with and without rotation.
+pub fn storages() -> Vec<Storage> {
+    let names = "f32 f16 bf16 q8 q8-64 q4 q4-64";
+    let names = names.split(' ').flat_map(|name| [name.to_string(), format!("{name}-rot")]);
+    names.map(|name| name.parse().unwrap()).collect()
+}
+
+/// Empty sequences, where the kind has them.
+pub fn new(session: &mut Session, list: &[SeqId]) {
+    if let Some(mut sequences) = session.cache.sequences() {
+        list.iter().for_each(|seq| sequences.seq_new(*seq).unwrap());
+    }
+}
+
+impl Model {
+    pub fn layout(&self) -> Layout {
+        let (n_kv_heads, head_dim) = (self.heads.1, self.head_dim);
+        let layer = |l| LayerSpec { group: GroupId(0), owner: LayerId(l), n_kv_heads, head_dim };
+        Layout { n_heads: self.heads.0, layers: (0..self.n_layers).map(layer).collect() }
+    }
+
+    pub fn spec(&self, capacity_cells: Vec<u32>) -> PoolSpec {
+        PoolSpec {
+            layout: self.layout(),
+            k: self.k,
+            v: self.v,
+            capacity_cells,
+            max_step_tokens: self.max_step_tokens,
+            budget: self.budget.clone(),
+        }
+    }
+
+    pub fn cache(&self, kind: &str, capacity_tokens: u32) -> Cache {
+        let (_, build) = KINDS.iter().find(|(name, _)| *name == kind).expect("a known kind");
+        let group =
+            GroupSpec { capacity_tokens, visibility: self.visibility, max_step_tokens: self.max_step_tokens };
+        Cache::new(vec![build(&group).unwrap()])
+    }
+
+    pub fn session(&self, backend: &dyn Backend, kind: &str, capacity_tokens: u32) -> Session {
+        let cache = self.cache(kind, capacity_tokens);
+        let spec = self.spec(cache.capacity_cells());
+        Session::new(cache, backend.pools(&spec).unwrap(), spec.layout)
+    }
+
+    /// One step; the outputs of every layer. Activations depend on `seed`, the sequence and the position alone.
+    pub fn step(&self, session: &mut Session, spans: &[Span<'_>], seed: u64) -> Vec<Vec<f32>> {
+        let (heads, kv_heads, d) = (self.heads.0 as usize, self.heads.1 as usize, self.head_dim as usize);
+        let mut tokens = Vec::new();
+        for span in spans {
+            let n = match span.new {
+                New::Chain(n) => n,
+                New::Frontier(parents) => parents.len() as u32,
+            };
+            tokens.extend((span.start..span.start + n).map(|p| u64::from(span.seq.0) << 32 | u64::from(p)));
+        }
+        let rows = |what: u64, layer: u16, heads: usize| -> Vec<f32> {
+            let row = |token: &u64| {
+                let mut state = (token ^ seed << 48).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+                    ^ (what << 8 | u64::from(layer)).wrapping_mul(0xd6e8_feb8_6659_fd93);
+                (0..heads * d).map(move |_| {
+                    state =
+                        state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+                })
+            };
+            tokens.iter().flat_map(row).collect()
+        };
+        let mut step = session.step(&StepRequest { spans }).unwrap();
+        let mut outputs = Vec::new();
+        for layer in 0..self.n_layers {
+            let (q, k, v) = (rows(0, layer, heads), rows(1, layer, kv_heads), rows(2, layer, kv_heads));
+            let mut out = vec![f32::NAN; q.len()];
+            step.attend(Attend {
+                layer: LayerId(layer),
+                q: Tensor::dense(&q, heads, d),
+                kv: Some((Tensor::dense(&k, kv_heads, d), Tensor::dense(&v, kv_heads, d))),
+                out: TensorMut::dense(&mut out, heads, d),
+                scale: 1.0 / (d as f32).sqrt(),
+                softcap: None,
+            })
+            .unwrap();
+            outputs.push(out);
+        }
+        step.commit().unwrap();
+        outputs
+    }
+}
