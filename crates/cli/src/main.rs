@@ -1,8 +1,9 @@
 //! The `kvist` program. Text goes to stdout and nothing else does; summaries, progress and logs go to stderr.
 //! Exit status: 0 success, 1 failed, 2 wrong usage.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod commands;
+mod ffi;
 mod interrupt;
 mod json;
 mod options;

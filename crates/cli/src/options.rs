@@ -92,8 +92,7 @@ impl ModelArgs {
     /// Load with a progress bar.
     pub fn load(&self, quiet: bool) -> anyhow::Result<Arc<Model>> {
         if let Some(threads) = self.threads {
-            // It can only fail if the pool runs already, which nothing before this starts.
-            let _ = kvist_engine::set_threads(usize::from(threads));
+            crate::ffi::set_threads(threads);
         }
         let bar = crate::progress::bar("loading", 0, quiet);
         let options = LoadOptions { form: self.weights, mmap: !self.no_mmap, share_kv: None };

@@ -24,14 +24,6 @@ pub mod weights;
 
 pub use error::Error;
 
-/// Threads for linear layers and long prefills. Only before the first of them ran; `Err` after that.
-pub fn set_threads(threads: usize) -> Result<(), Error> {
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .build_global()
-        .map_err(|e| Error::Usage(e.to_string()))
-}
-
 /// A prompt that the cache cannot hold is refused before any work is done. A ring holds any.
 pub fn check_prompt(config: &memory::CacheConfig, tokens: usize) -> Result<(), Error> {
     match tokens {
