@@ -6,7 +6,7 @@
 //! the plan's reads; what it must compute is scalar f64 attention over exactly those rows.
 //!
 //! Storage and arithmetic are judged apart, so that the loss of a coarse dtype cannot hide a wrong sum: a stored row,
-//! read back, must be as close to the row written as its dtype permits ([`rows`]), and attention over the rows
+//! read back, must be as close to the row written as its dtype permits (`rows.rs` has the bounds), and attention over the rows
 //! *as they were read back* must be exact but for f32 rounding. Outputs and the gaps between strided rows are
 //! poisoned before, abandoned steps leave NaN in the cells they wrote, and every comparison is written so that a NaN
 //! fails it.

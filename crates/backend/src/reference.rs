@@ -2,7 +2,7 @@
 //! take the softmax over the cells it names, add up their values. Everything is kept and added as f64 made from f32.
 //!
 //! It stores f32 whatever storage it is asked for (and its [`usage`](Backend::usage) says so): what a dtype loses is
-//! for the tolerances of the [`conformance`](crate::conformance) suite to state.
+//! for the tolerances of the [`conformance`] suite to state.
 use crate::*;
 use kvist_cache::{GroupId, GroupPlan, LayerId, MovePlan, StepId, StepPlan};
 

@@ -1,7 +1,7 @@
 //! KV bytes and attention on the CPU.
 //!
-//! Keys and values live in pools of their own ([`pool`]), head-major, in the dtype that was asked for; attention
-//! ([`attention`]) reads them packed, tile by tile, with an online softmax, and never makes a decoded copy of a
+//! Keys and values live in pools of their own (`pool.rs`), head-major, in the dtype that was asked for; attention
+//! (`attention.rs`) reads them packed, tile by tile, with an online softmax, and never makes a decoded copy of a
 //! cache. K and V meet only in a tile of scores, so that any K dtype goes with any V dtype.
 //!
 //! It promises results that do not depend on the number of threads, and a decode step that allocates nothing. It

@@ -452,7 +452,7 @@ impl<'c> Rig<'c> {
                     if error > self.found.worst_row || error.is_nan() {
                         self.found.worst_row = error;
                     }
-                    if !(error <= 1.0) {
+                    if error > 1.0 || error.is_nan() {
                         self.bad(format!(
                             "layer {layer} {side:?} head {head} token {token} (cell {cell}): stored as {storage}, the row is {error:.2} times too far"
                         ));
