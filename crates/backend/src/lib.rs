@@ -1,7 +1,7 @@
 //! WHAT a backend is: the trait behind which K and V bytes live, and all that is the same for every backend.
 //!
 //! It promises that every byte is reserved in a [`MemoryBudget`] before it is allocated, that fresh memory is
-//! zeroed, and that a step in which any layer failed leaves the cache as it was. [`reference`] is the scalar
+//! zeroed, and that a step in which any layer failed leaves the cache as it was. [`mod@reference`] is the scalar
 //! backend that a reader believes at sight; [`conformance`] is the suite that any other must pass against it.
 #![forbid(unsafe_code)]
 
