@@ -3,8 +3,12 @@ use crate::error::Error;
 use crate::tokenizer::{Tokenizer, folder_config};
 use crate::weights::Gguf;
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Value;
+use minijinja::value::{Kwargs, Value};
 use minijinja::{Environment, ErrorKind, context};
+use serde::Serialize;
+use serde_json::Serializer;
+use serde_json::ser::{Formatter, PrettyFormatter};
+use std::io::{self, Write};
 use std::path::Path;
 
 /// One turn.
@@ -53,6 +57,7 @@ impl ChatTemplate {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, text))
         });
         environment.add_function("strftime_now", strftime_now);
+        environment.add_filter("tojson", tojson);
         environment.add_template_owned(NAME, without_generation_marks(source)).map_err(failed)?;
         Ok(ChatTemplate { file: file.into(), environment })
     }
@@ -138,6 +143,36 @@ fn without_generation_marks(source: &str) -> String {
         }
     }
     out + rest
+}
+
+/// As transformers has it: Python's spacing and nothing escaped for HTML, which Jinja's own filter does.
+fn tojson(value: Value, options: Kwargs) -> Result<Value, minijinja::Error> {
+    let failed = |e: serde_json::Error| minijinja::Error::new(ErrorKind::BadSerialization, e.to_string());
+    let mut json = Vec::new();
+    match options.get::<Option<usize>>("indent")? {
+        None => value.serialize(&mut Serializer::with_formatter(&mut json, Spaced)).map_err(failed)?,
+        Some(indent) => {
+            let indent = " ".repeat(indent.min(16));
+            let formatter = PrettyFormatter::with_indent(indent.as_bytes());
+            value.serialize(&mut Serializer::with_formatter(&mut json, formatter)).map_err(failed)?;
+        }
+    }
+    Ok(Value::from(String::from_utf8_lossy(&json)))
+}
+
+/// `{"a": 1, "b": [2, 3]}`
+struct Spaced;
+
+impl Formatter for Spaced {
+    fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        writer.write_all(if first { b"" } else { b", " })
+    }
+    fn begin_object_key<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        writer.write_all(if first { b"" } else { b", " })
+    }
+    fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        writer.write_all(b": ")
+    }
 }
 
 /// Today in UTC, by the few codes that templates use.

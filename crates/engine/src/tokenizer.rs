@@ -33,8 +33,7 @@ impl Tokenizer {
         }
         let bytes = std::fs::read(&path).map_err(|source| Error::Read { path: path.clone(), source })?;
         let file = path.display().to_string();
-        let inner = tokenizers::Tokenizer::from_bytes(&bytes)
-            .map_err(|e| Error::Tokenizer { file: file.clone(), what: e.to_string() })?;
+        let inner = parse(&bytes).map_err(|what| Error::Tokenizer { file: file.clone(), what })?;
         let config = folder_config(folder)?;
         let text = |key: &str| special_text(config.get(key)?);
         let (bos_text, eos_text) = (text("bos_token"), text("eos_token"));
@@ -74,6 +73,13 @@ impl Tokenizer {
     fn failed(&self, error: tokenizers::Error) -> Error {
         Error::Tokenizer { file: self.file.clone(), what: error.to_string() }
     }
+}
+
+/// The crate takes for granted that a decoder is JSON and a precompiled normalizer a trie, and panics if not.
+fn parse(json: &[u8]) -> Result<tokenizers::Tokenizer, String> {
+    serde_json::from_slice::<serde::de::IgnoredAny>(json).map_err(|e| format!("not JSON: {e}"))?;
+    let parsed = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(json));
+    parsed.map_err(|_| "holds something that kvist cannot read".to_string())?.map_err(|e| e.to_string())
 }
 
 /// `tokenizer_config.json`, or nothing.
