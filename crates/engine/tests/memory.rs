@@ -1,0 +1,238 @@
+//! What `kvist plan` says is what the budget records, byte for byte; and what does not fit is refused before anything
+//! is taken, with advice that holds.
+mod common;
+use common::{fixtures, session};
+use kvist_backend::{Bytes, MemoryBudget, Purpose, Storage, Usage};
+use kvist_cache::SeqId;
+use kvist_engine::backends;
+use kvist_engine::memory::{CacheConfig, MemoryPlan, ModelSize};
+use kvist_engine::model::{LoadOptions, Model, ModelFile};
+use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::weights::WeightForm;
+use std::sync::Arc;
+
+const KINDS: [&str; 4] = ["contiguous", "ring", "cells", "tree"];
+const DTYPES: [&str; 14] = [
+    "f32",
+    "f16",
+    "bf16",
+    "q8",
+    "q8-64",
+    "q4",
+    "q4-64",
+    "f32-rot",
+    "f16-rot",
+    "bf16-rot",
+    "q8-rot",
+    "q8-64-rot",
+    "q4-rot",
+    "q4-64-rot",
+];
+const MIB: u64 = 1 << 20;
+
+fn load(file: &ModelFile, form: WeightForm, budget: &Arc<MemoryBudget>) -> Arc<Model> {
+    let options = LoadOptions { form, mmap: true, share_kv: None };
+    Arc::new(Model::load(file, &options, budget, &mut |_, _| {}).unwrap())
+}
+
+/// Feed until every cell that can be held is held.
+fn fill(session: &mut ModelSession, tokens: usize) {
+    let chunk = session.config().max_step_tokens as usize;
+    let tokens: Vec<u32> = (0..tokens as u32).map(|i| i % 90).collect();
+    for chunk in tokens.chunks(chunk) {
+        session.forward(&[Feed::chain(SeqId::ONLY, chunk)], Want::Nothing).unwrap();
+    }
+}
+
+/// Every purpose that differs, in words.
+fn compare(what: &str, plan: &Usage, used: &Usage) -> Vec<String> {
+    let differs = |p: &Purpose| plan.of(*p) != used.of(*p);
+    let say = |p: Purpose| format!("{what}: {} {} planned, {} recorded", p.name(), plan.of(p), used.of(p));
+    Purpose::ALL.into_iter().filter(differs).map(say).collect()
+}
+
+fn check(file: ModelFile, pairs: &[(&str, &str)], shapes: &[(u32, u32)]) {
+    let registry = backends::all();
+    let mut bad = Vec::new();
+    for form in [WeightForm::AsStored, WeightForm::F32, WeightForm::Q8_0] {
+        let budget = MemoryBudget::unlimited();
+        let size = ModelSize::of(&file, form).unwrap();
+        let model = load(&file, form, &budget);
+        bad.extend(compare(
+            &format!("{form}"),
+            &Usage::default().with(Purpose::Weights, size.resident_bytes),
+            &budget.usage(),
+        ));
+        // The cache does not know how weights are held: one form meets every dtype.
+        let pairs = if form == WeightForm::AsStored { pairs } else { &pairs[..1] };
+        for (row, (k, v)) in pairs.iter().enumerate() {
+            for (column, kind) in KINDS.into_iter().enumerate() {
+                let (context, step) = shapes[(row + column) % shapes.len()];
+                let config = CacheConfig {
+                    kind: kind.into(),
+                    k: k.parse().unwrap(),
+                    v: v.parse().unwrap(),
+                    max_step_tokens: step,
+                    window: (kind == "ring").then_some(context - 5),
+                    sinks: if kind == "ring" { 3 } else { 0 },
+                    ..CacheConfig::new(context)
+                };
+                let plan = MemoryPlan::of_session(&size.config, &registry, &config).unwrap();
+                let bound = plan.usage.with(Purpose::Weights, size.resident_bytes);
+                let what = format!("{form} {kind} K {k} V {v}, {context} tokens by {step}");
+                let mut s = session(&model, &config);
+                let empty = bound.with(Purpose::KvCache, 0);
+                bad.extend(compare(&format!("{what}, empty"), &empty, &budget.usage()));
+                let cells = *plan.capacity_cells.iter().max().unwrap();
+                fill(&mut s, if kind == "ring" { cells as usize + 17 } else { context as usize });
+                bad.extend(compare(&what, &bound, &budget.usage()));
+                if plan.capacity_cells.iter().all(|c| *c == cells) {
+                    let product = plan.kv_bytes_per_token * u64::from(cells);
+                    assert_eq!(
+                        plan.usage.of(Purpose::KvCache),
+                        product,
+                        "{what}: bytes per token are honest"
+                    );
+                }
+                drop(s);
+                let left = Usage::default().with(Purpose::Weights, size.resident_bytes);
+                bad.extend(compare(&format!("{what}, dropped"), &left, &budget.usage()));
+            }
+        }
+        drop(model);
+        assert_eq!(budget.usage(), Usage::default(), "{form}");
+    }
+    assert!(bad.is_empty(), "{} differ:\n{}", bad.len(), bad.join("\n"));
+}
+
+/// Every dtype for K, and each once for V.
+fn all_pairs() -> Vec<(&'static str, &'static str)> {
+    let same = DTYPES.iter().map(|d| (*d, *d));
+    let turned = DTYPES.iter().zip(DTYPES.iter().cycle().skip(5)).map(|(k, v)| (*k, *v));
+    same.chain(turned).collect()
+}
+
+#[test]
+fn plan_equals_what_the_embedded_model_takes() {
+    check(ModelFile::Embedded, &all_pairs(), &[(12, 12), (9, 4)]);
+}
+
+#[test]
+fn plan_equals_what_a_model_with_two_layer_groups_takes() {
+    // One group with a window of 9, one without; contexts around the pools' segments of 256 cells.
+    let file = ModelFile::Path(fixtures("parity/qwen2-window-mixed"));
+    let options = LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: None };
+    let model = Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap();
+    assert_eq!(model.decoder().layout().n_groups(), 2);
+    check(file, &all_pairs(), &[(256, 64), (290, 100), (511, 256), (17, 1)]);
+}
+
+/// A budget that holds the embedded model and `session_bytes` more.
+fn tight(session_bytes: u64) -> (Arc<MemoryBudget>, Arc<Model>) {
+    let weights = ModelSize::of(&ModelFile::Embedded, WeightForm::AsStored).unwrap().resident_bytes;
+    let budget = MemoryBudget::new(weights + session_bytes);
+    let model = load(&ModelFile::Embedded, WeightForm::AsStored, &budget);
+    (budget, model)
+}
+
+#[test]
+fn a_session_that_does_not_fit_is_refused_with_advice_that_holds() {
+    let registry = backends::all();
+    let mut seen = [0; 3]; // --kv, --context, --chunk
+    for (kind, storage, context, session_bytes) in [
+        ("contiguous", Storage::F32, 1024, 10 * MIB),
+        ("cells", Storage::F16, 1024, 7 * MIB),
+        ("tree", Storage::F16, 100_000, 20 * MIB),
+        ("contiguous", Storage::Q8, 4096, 9 * MIB),
+        ("cells", Storage::Q4, 65_536, 12 * MIB),
+        ("contiguous", Storage::F32, 4_000_000_000, 64 * MIB),
+        ("cells", Storage::F16, 200, MIB),
+    ] {
+        let config = CacheConfig { kind: kind.into(), k: storage, v: storage, ..CacheConfig::new(context) };
+        let (budget, model) = tight(session_bytes);
+        let before = budget.usage();
+        let plan = MemoryPlan::of_session(model.decoder().config(), &registry, &config).unwrap();
+        let error = ModelSession::new(&model, &registry, &config).map(drop).unwrap_err().to_string();
+        assert_eq!(budget.usage(), before, "nothing is reserved: {error}");
+        for part in [
+            format!("context of {context} tokens"),
+            Bytes(plan.session_bound()).to_string(),
+            format!("{} of {} are free", Bytes(session_bytes), Bytes(budget.total())),
+        ] {
+            assert!(error.contains(&part), "`{part}` is missing: {error}");
+        }
+        let advice = error.split("; try ").nth(1).unwrap_or_else(|| panic!("no advice: {error}"));
+        for part in advice.split(" or ") {
+            let words: Vec<&str> = part.split(' ').collect();
+            let mut advised = config.clone();
+            for flag in words.chunks(2) {
+                match *flag {
+                    ["--kv", dtype] => {
+                        seen[0] += 1;
+                        let storage: Storage = dtype.parse().unwrap();
+                        (advised.k, advised.v) = (storage, storage);
+                    }
+                    ["--context", tokens] => {
+                        seen[1] += 1;
+                        advised.context_tokens = tokens.parse().unwrap();
+                        assert!(advised.context_tokens < context, "{error}");
+                        // With the next 256 it would not fit.
+                        let more =
+                            CacheConfig { context_tokens: advised.context_tokens + 256, ..advised.clone() };
+                        assert!(ModelSession::new(&model, &registry, &more).is_err(), "{error}: too modest");
+                    }
+                    ["--chunk", tokens] => {
+                        seen[2] += 1;
+                        advised.max_step_tokens = tokens.parse().unwrap();
+                    }
+                    _ => assert!(advice.contains("--memory"), "{error}"),
+                }
+            }
+            if advice.contains("--memory") {
+                continue;
+            }
+            let fits = ModelSession::new(&model, &registry, &advised);
+            assert!(fits.is_ok(), "advised {part} and refused it: {}", fits.err().unwrap());
+        }
+    }
+    assert!(seen.iter().all(|n| *n > 0), "advice met {seen:?} times");
+}
+
+#[test]
+fn weights_that_do_not_fit_are_refused_by_size() {
+    let size = ModelSize::of(&ModelFile::Embedded, WeightForm::AsStored).unwrap();
+    let budget = MemoryBudget::new(size.resident_bytes - 1);
+    let options = LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: None };
+    let error = Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap_err().to_string();
+    assert!(error.contains("weights") && error.contains("MiB"), "{error}");
+    assert_eq!(budget.usage(), Usage::default());
+}
+
+#[test]
+fn the_figures_of_llama_7b() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("config.json");
+    let config = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "torch_dtype": "float16"}"#;
+    std::fs::write(&path, config).unwrap();
+    let size = ModelSize::of(&ModelFile::Path(path), WeightForm::AsStored).unwrap();
+    // 32 layers of 4 projections, 3 matrices of the MLP and 2 norms; two embeddings; a norm.
+    let layer = 4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096;
+    let parameters: u64 = 32 * layer + 2 * 32000 * 4096 + 4096;
+    assert_eq!(parameters, 6_738_415_616);
+    assert_eq!(size.stored_bytes, 2 * parameters);
+    let cache = CacheConfig::new(2048);
+    let plan = MemoryPlan::of_session(&size.config, &backends::all(), &cache).unwrap();
+    assert_eq!(plan.kv_bytes_per_token, 512 << 10);
+    assert_eq!(plan.usage.of(Purpose::KvCache), 1 << 30);
+    assert_eq!(plan.kv_bytes_visible(&size.config, &cache), 1 << 30);
+    assert_eq!(plan.kv_bits_per_value(&size.config), 16.0);
+    // The ceiling: a token reads its cache and every weight but the embedding, of which it gathers one row. Weights in
+    // f16 are held as f32.
+    let read = size.read_per_token;
+    assert_eq!(read, size.resident_bytes - (32000 - 1) * 4096 * 4);
+    let ceiling = 100e9 / (read + (1 << 30)) as f64;
+    let kv_alone = 100e9 / (1u64 << 30) as f64;
+    assert!(ceiling < 4.0 && kv_alone > 90.0, "{ceiling} tokens/s with weights, {kv_alone} without");
+}
