@@ -11,6 +11,7 @@ mod output;
 mod progress;
 
 use clap::{Parser, Subcommand};
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 /// A KV cache for large language models, and a runner to see it work.
@@ -83,6 +84,7 @@ fn log_to_stderr(verbose: u8, quiet: bool) {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
         .with_target(verbose > 0)
         .without_time()
         .init();
