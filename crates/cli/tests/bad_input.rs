@@ -1,0 +1,322 @@
+//! Bad input is an error on stderr and an exit status, never a panic, never a signal, never half an answer on stdout.
+mod program;
+use program::*;
+use std::path::Path;
+use std::process::{Output, Stdio};
+
+/// One call that must fail.
+struct Row {
+    args: Vec<String>,
+    stdin: Vec<u8>,
+    status: i32,
+    /// What stderr must contain.
+    words: &'static [&'static str],
+}
+
+fn row(args: &str, status: i32, words: &'static [&'static str]) -> Row {
+    rows(&args.split_whitespace().collect::<Vec<_>>(), status, words)
+}
+fn rows(args: &[&str], status: i32, words: &'static [&'static str]) -> Row {
+    Row { args: args.iter().map(|a| a.to_string()).collect(), stdin: Vec::new(), status, words }
+}
+
+/// What is wrong with it, in words.
+fn judge(what: &str, out: &Output, status: i32, words: &[&str]) -> Vec<String> {
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    let mut bad = Vec::new();
+    if out.status.code() != Some(status) {
+        bad.push(format!("ended with {} for status {status}", out.status));
+    }
+    if !out.stdout.is_empty() {
+        bad.push(format!("wrote {:?} to stdout", String::from_utf8_lossy(&out.stdout)));
+    }
+    for word in words.iter().filter(|word| !stderr.contains(**word)) {
+        bad.push(format!("does not say {word:?}"));
+    }
+    for word in ["panicked", "RUST_BACKTRACE", "\x1b"].iter().filter(|word| stderr.contains(**word)) {
+        bad.push(format!("says {word:?}"));
+    }
+    bad.iter().map(|bad| format!("{what}: {bad}\n    {}", stderr.trim().replace('\n', "\n    "))).collect()
+}
+
+/// All rows, and every bad one of them.
+fn check(rows: Vec<Row>) {
+    let mut bad = Vec::new();
+    for row in &rows {
+        let args: Vec<&str> = row.args.iter().map(String::as_str).collect();
+        bad.extend(judge(&args.join(" "), &run(&args, &row.stdin), row.status, row.words));
+    }
+    assert!(bad.is_empty(), "{} complaints in {} rows:\n{}", bad.len(), rows.len(), bad.join("\n"));
+}
+
+#[test]
+fn arguments() {
+    check(vec![
+        row("", 2, &["Usage"]),
+        row("walk", 2, &["walk"]),
+        row("run --wat x", 2, &["--wat"]),
+        row("run --quiet --verbose x", 2, &["cannot be used with"]),
+        row("run --kind heap x", 1, &["cpu:heap", "cpu:contiguous", "cpu:tree"]),
+        row("run --backend tpu x", 1, &["tpu:contiguous", "cpu:contiguous", "reference:ring"]),
+        row("run --kv q5 x", 2, &["`q5` is no KV dtype", "q4-64"]),
+        row("run --kv q8-48 x", 2, &["q8-48"]),
+        row("run --kv-v f8 x", 2, &["f8"]),
+        row("run --weights q3 x", 2, &["as-stored"]),
+        row("run --kind ring x", 1, &["ring", "--window"]),
+        row("chat --kind ring", 1, &["ring", "--window"]),
+        row("plan --kind ring", 1, &["ring", "--window"]),
+        row("run --sinks 4 x", 2, &["--window"]),
+        row("run --sinks -1 --window 8 x", 2, &["-1"]),
+        row("run --window 0 x", 2, &["0"]),
+        row("run --window -3 x", 2, &["-3"]),
+        row("run --context 0 x", 2, &["0"]),
+        row("run --context 99999999999 x", 2, &["99999999999"]),
+        row("run --chunk 0 x", 2, &["0"]),
+        row("run --chunk 70000 x", 2, &["65536"]),
+        row("run --threads 0 x", 2, &["0"]),
+        row("run --max-tokens -1 x", 2, &["-1"]),
+        row("run --memory lots x", 2, &["`lots` is no size", "512MiB"]),
+        row("run --memory 1QiB x", 2, &["no size"]),
+        row("run --memory 1e999 x", 2, &["no size"]),
+        row("run --memory=-5G x", 2, &["`-5G` is no size"]),
+        row("plan --bandwidth fast", 2, &["fast"]),
+        row("plan --bandwidth 1GB/h", 2, &["1GB/h"]),
+        row("run --temperature NaN x", 2, &["temperature"]),
+        row("run --temperature=-1 x", 2, &["temperature"]),
+        row("run --temperature inf x", 2, &["temperature"]),
+        row("run --temperature 1 --greedy x", 2, &["cannot be used with"]),
+        row("run --top-p 1.5 x", 2, &["top-p"]),
+        row("run --top-p NaN x", 2, &["top-p"]),
+        row("run --min-p=-0.1 x", 2, &["min-p"]),
+        row("run --repeat-penalty 0 x", 2, &["penalty"]),
+        row("run --top-k -1 x", 2, &["-1"]),
+        row("run --seed one x", 2, &["one"]),
+        row("run --file a b", 2, &["cannot be used with"]),
+        row("run --system s x", 2, &["chat template"]),
+        row("chat --system s", 2, &["chat template"]),
+        row("logits --tokens 1,x", 2, &["`x` is no token id"]),
+        row("logits --tokens 1,-2 --generate 1", 2, &["`-2`"]),
+        row("logits --tokens 99999999999 --generate 1", 2, &["99999999999"]),
+        row("logits --tokens 1", 2, &["--out"]),
+        row("logits --generate 4", 2, &["--tokens"]),
+        row("bench", 2, &["ladder"]),
+        row("bench ladder --t 1", 2, &["2 at least"]),
+        row("bench ladder --t 8 --only v9", 2, &["v0, v1"]),
+        row("bench ladder --t 8 --runs 0", 2, &["0"]),
+        row("eval", 2, &["--text"]),
+    ]);
+}
+
+#[test]
+fn texts_and_tokens() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, bytes: &[u8]| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        path.display().to_string()
+    };
+    let latin1 = file("latin1.txt", b"caf\xe9 au lait");
+    let cut = file("cut.txt", "caf\u{e9}".as_bytes().split_last().unwrap().1);
+    let empty = file("empty.txt", b"");
+    let ids = file("ids.txt", b"1, 2\n3 four");
+    let no_ids = file("no-ids.txt", b" \n,, ");
+    let one = file("one.txt", b"a");
+    let missing = folder.path().join("missing.txt").display().to_string();
+    let long = "word ".repeat(300);
+    let here = folder.path().display().to_string();
+    check(vec![
+        rows(&["run", ""], 2, &["the prompt is empty"]),
+        rows(&["run"], 2, &["the prompt is empty"]),
+        Row { stdin: b"ab\xff".into(), ..rows(&["run"], 1, &["stdin", "not UTF-8", "byte 2"]) },
+        Row { stdin: b"\xff\xfe".into(), ..rows(&["run", "-"], 1, &["not UTF-8"]) },
+        Row { stdin: b"\xff\n".into(), ..rows(&["chat", "-q"], 1, &["not UTF-8"]) },
+        rows(&["run", "--file", &latin1], 1, &["latin1.txt", "not UTF-8", "byte 3", "iconv"]),
+        rows(&["run", "--file", &cut], 1, &["cut.txt", "not UTF-8"]),
+        rows(&["run", "--file", &empty], 2, &["the prompt is empty"]),
+        rows(&["run", "--file", &missing], 1, &["cannot read", "missing.txt", "No such file"]),
+        rows(&["run", "--file", &here], 1, &["cannot read", "directory"]),
+        rows(&["eval", "--text", &latin1], 1, &["latin1.txt", "not UTF-8"]),
+        rows(&["eval", "--text", &missing], 1, &["cannot read"]),
+        rows(&["eval", "-q", "--text", &empty], 2, &["two tokens"]),
+        rows(&["eval", "-q", "--text", &one, "--context", "1"], 2, &["two tokens"]),
+        rows(&["run", "--context", "64", &long], 1, &["the cache holds 64", "--context"]),
+        rows(&["run", &long.repeat(5)], 1, &["the cache holds 1024", "--context"]),
+        rows(
+            &["logits", "--context", "2", "--tokens", "1,2,3", "--generate", "1"],
+            1,
+            &["3 tokens", "--context 3"],
+        ),
+        rows(
+            &["logits", "--tokens", "1,4294967295", "--generate", "1"],
+            1,
+            &["token 4294967295", "vocabulary of"],
+        ),
+        rows(&["logits", "--tokens", "99999999", "--out", &missing], 1, &["token 99999999", "vocabulary"]),
+        rows(&["logits", "--tokens", "", "--generate", "1"], 2, &["no token id"]),
+        rows(&["logits", "--tokens-file", &ids, "--generate", "1"], 1, &["`four` is no token id", "ids.txt"]),
+        rows(&["logits", "--tokens-file", &no_ids, "--generate", "1"], 1, &["no-ids.txt"]),
+        rows(&["logits", "--tokens-file", &missing, "--generate", "1"], 1, &["cannot read"]),
+    ]);
+    assert!(!Path::new(&missing).exists(), "a failed command leaves no file");
+}
+
+#[test]
+fn models() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = |name: &str| folder.path().join(name).display().to_string();
+    let write = |name: &str, bytes: &[u8]| {
+        let path = folder.path().join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, bytes).unwrap();
+        path.display().to_string()
+    };
+    let whole = std::fs::read(fixtures().join("gguf/llama-gqa-f32/model.gguf")).unwrap();
+    let header = write("header.gguf", &whole[..20]);
+    let half = write("half.gguf", &whole[..whole.len() / 2]);
+    let short = write("short.gguf", &whole[..whole.len() - 1]);
+    let nothing = write("nothing.gguf", b"");
+    let text = write("text.gguf", b"This is no model at all, but some bytes of text.");
+    let parity = fixtures().join("parity/llama-gqa");
+    let weights = parity.join("model.safetensors").display().to_string();
+    let config = std::fs::read_to_string(parity.join("config.json")).unwrap();
+    write("bare/model.safetensors", &std::fs::read(&weights).unwrap());
+    write("no-weights/config.json", config.as_bytes());
+    let strange = config.replace("\"llama\"", "\"mamba\"").replace("LlamaForCausalLM", "MambaForCausalLM");
+    assert_ne!(strange, config);
+    write("strange/config.json", strange.as_bytes());
+    write("strange/model.safetensors", &std::fs::read(&weights).unwrap());
+    write("broken/config.json", b"{\"model_type\": ");
+    write("broken/model.safetensors", &std::fs::read(&weights).unwrap());
+    let bytes = std::fs::read(&weights).unwrap();
+    write("cut/config.json", config.as_bytes());
+    write("cut/model.safetensors", &bytes[..bytes.len() / 2]);
+    std::fs::create_dir(folder.path().join("empty")).unwrap();
+
+    let mut all = Vec::new();
+    for (model, words) in [
+        (place("nowhere"), &["nowhere", "not there"][..]),
+        (place("empty"), &["empty", "config.json"]),
+        (place("bare"), &["bare", "config.json"]),
+        (weights.clone(), &["model.safetensors", "folder"]),
+        (header, &["header.gguf"]),
+        (half, &["half.gguf"]),
+        (short, &["short.gguf"]),
+        (nothing, &["nothing.gguf"]),
+        (text, &["text.gguf", "GGUF"]),
+        (
+            place("strange"),
+            &["unknown architecture `MambaForCausalLM`", "LlamaForCausalLM", "Qwen3ForCausalLM"],
+        ),
+        (place("broken"), &["config.json"]),
+        (place("no-weights"), &["no-weights"]),
+        (place("cut"), &["cut"]),
+    ] {
+        for command in [
+            &["logits", "-q", "--tokens", "1", "--generate", "1", "--model"][..],
+            &["run", "-q", "x", "--model"],
+            &["plan"],
+        ] {
+            // A plan of what it could not load is no use either; but it reads no weights of a folder that has them.
+            let args: Vec<&str> = command.iter().copied().chain([model.as_str()]).collect();
+            all.push(rows(&args, 1, words));
+        }
+    }
+    // Sound, but without a tokenizer.
+    let model = parity.display().to_string();
+    for command in [&["run", "-q", "x", "--model"][..], &["chat", "-q", "--model"]] {
+        let args: Vec<&str> = command.iter().copied().chain([model.as_str()]).collect();
+        all.push(rows(&args, 1, &["no tokenizer"]));
+    }
+    check(all);
+}
+
+#[test]
+fn memory() {
+    check(vec![
+        row("run --memory 1MiB x", 1, &["weights", "1 MiB are free", "MiB"]),
+        row("run --memory 9MiB --context 1024 x", 1, &["context of 1024 tokens", "are free; try --"]),
+        row(
+            "run --memory 20MiB --context 4000000000 x",
+            1,
+            &["context of 4000000000 tokens", "try --context"],
+        ),
+        row("run --memory 7MiB --context 1024 x", 1, &["KV cache", "try a smaller model, or more memory"]),
+        row("run --memory 0 x", 1, &["free"]),
+        row("chat --memory 6.5MiB", 1, &["KV cache", "try"]),
+        row("logits --tokens 1 --generate 1 --memory 100k", 1, &["weights"]),
+    ]);
+    // A plan says what it came to before it refuses.
+    let out = run(&["plan", "--memory", "1MiB"], b"");
+    assert_eq!(out.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("1 MiB are there"));
+}
+
+#[test]
+#[cfg(target_os = "linux")] // which has /dev/full and /proc
+fn outputs() {
+    let folder = tempfile::tempdir().unwrap();
+    let here = folder.path().display().to_string();
+    let deep = folder.path().join("missing/logits.safetensors").display().to_string();
+    let read_only = "/proc/logits.safetensors";
+    let logits = |out: &str| rows(&["logits", "-q", "--tokens", "1,2", "--out", out], 1, &["cannot write"]);
+    check(vec![
+        logits(&deep),
+        logits(&here),
+        logits("/dev/full"),
+        logits(read_only),
+        logits("/"),
+        rows(
+            &[
+                "bench",
+                "ladder",
+                "-q",
+                "--t",
+                "2",
+                "--warmups",
+                "0",
+                "--runs",
+                "1",
+                "--only",
+                "v2",
+                "--svg",
+                &deep,
+            ],
+            1,
+            &["cannot write"],
+        ),
+    ]);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "no half-written file stays behind");
+}
+
+#[test]
+#[cfg(target_os = "linux")] // which has /dev/full
+fn a_full_disk_under_stdout() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("text.txt");
+    std::fs::write(&text, "Ownership is a set of rules.").unwrap();
+    let text = text.display().to_string();
+    let calls: [&[&str]; 6] = [
+        &["run", "-n", "4", "x"],
+        &["run", "-n", "4", "--json", "x"],
+        &["plan"],
+        &["plan", "--json"],
+        &["eval", "-q", "--text", &text],
+        &["logits", "--tokens", "1", "--generate", "2"],
+    ];
+    let mut bad = Vec::new();
+    for args in calls {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let out = kvist().args(args).stdout(full).stderr(Stdio::piped()).output().unwrap();
+        bad.extend(judge(&format!("{args:?} > /dev/full"), &out, 1, &["cannot write to stdout", "No space"]));
+    }
+    // Help and version are clap's to print.
+    for args in ["--help", "--version"] {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let out = kvist().arg(args).stdout(full).output().unwrap();
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        if out.status.code().is_none() || stderr.contains("panicked") {
+            bad.push(format!("{args} > /dev/full: {} {stderr}", out.status));
+        }
+    }
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
