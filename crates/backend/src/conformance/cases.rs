@@ -22,7 +22,7 @@ pub enum Sharing {
     Windows,
     /// Two layer groups, each with a borrower, interleaved.
     WindowsBorrowed,
-    /// Two layers of different head_dim and KV heads in one group.
+    /// Two layers of different head_dim and KV heads in one group; 40 is no multiple of the width of vectors.
     Uneven,
 }
 
@@ -98,7 +98,7 @@ impl Case {
             Sharing::Windows => vec![layer(0, 0), layer(1, 1)],
             Sharing::WindowsBorrowed => vec![layer(1, 0), layer(0, 1), layer(1, 0), layer(0, 1)],
             Sharing::Uneven => {
-                vec![layer(0, 0), LayerSpec { n_kv_heads: self.heads.0, head_dim: 48, ..layer(0, 1) }]
+                vec![layer(0, 0), LayerSpec { n_kv_heads: self.heads.0, head_dim: 40, ..layer(0, 1) }]
             }
         };
         Layout { n_heads: self.heads.0, layers }
