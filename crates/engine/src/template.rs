@@ -9,6 +9,7 @@ use serde::Serialize;
 use serde_json::Serializer;
 use serde_json::ser::{Formatter, PrettyFormatter};
 use std::io::{self, Write};
+use std::panic::AssertUnwindSafe;
 use std::path::Path;
 
 /// One turn.
@@ -39,6 +40,13 @@ impl std::fmt::Debug for ChatTemplate {
 
 const NAME: &str = "chat";
 
+/// Models ship templates of up to some tens of KiB.
+const MAX_SOURCE_BYTES: usize = 128 << 10;
+/// minijinja's compiler recurses for every operator of a chain (`not not not …`, `a+a+a+…`), and would overflow the
+/// caller's stack and with it the process. This is room for a chain as long as [`MAX_SOURCE_BYTES`]; only pages
+/// that are touched take memory.
+const COMPILER_STACK_BYTES: usize = 1 << 30;
+
 /// Instructions one rendering may take: a conversation of a thousand turns needs a hundredth of it, and a template
 /// that counts to a billion ends.
 const FUEL: u64 = 20_000_000;
@@ -58,7 +66,18 @@ impl ChatTemplate {
         });
         environment.add_function("strftime_now", strftime_now);
         environment.add_filter("tojson", tojson);
-        environment.add_template_owned(NAME, without_generation_marks(source)).map_err(failed)?;
+        let source = without_generation_marks(source);
+        if source.len() > MAX_SOURCE_BYTES {
+            let what = format!("has {} bytes; kvist takes {MAX_SOURCE_BYTES}", source.len());
+            return Err(Error::Template { file: file.into(), what });
+        }
+        std::thread::scope(|scope| {
+            let compile = || environment.add_template_owned(NAME, source);
+            let thread = std::thread::Builder::new().stack_size(COMPILER_STACK_BYTES);
+            let thread = thread.spawn_scoped(scope, compile);
+            let broke = || Error::Template { file: file.into(), what: "broke the template engine".into() };
+            thread.map_err(|_| broke())?.join().map_err(|_| broke())?.map_err(failed)
+        })?;
         Ok(ChatTemplate { file: file.into(), environment })
     }
 
@@ -112,7 +131,11 @@ impl ChatTemplate {
             bos_token => tokenizer.bos_text.as_deref().unwrap_or_default(),
             eos_token => tokenizer.eos_text.as_deref().unwrap_or_default(),
         };
-        template.render(values).map_err(failed)
+        // minijinja 3.0.5 panics on an empty list or text walked backwards, `[][::-1]`. It only reads what it is
+        // given, so nothing is left half done.
+        let rendered = std::panic::catch_unwind(AssertUnwindSafe(|| template.render(values)));
+        let broke = |_| Error::Template { file: self.file.clone(), what: "broke the template engine".into() };
+        rendered.map_err(broke)?.map_err(failed)
     }
 }
 

@@ -460,6 +460,14 @@ fn constructs_mean_what_they_mean_in_jinja() {
             "assistant assistant 1",
         ),
         (
+            "{{ messages[1:][0].role }} {% set m = messages[1:] %}{{ m[0].role }} {{ m[-1].role }}",
+            "assistant assistant assistant",
+        ),
+        (
+            "{{ messages[:-1][-1].role }} {{ messages[::-1][1].role }} {{ messages[0:9][1].role }}",
+            "user user assistant",
+        ),
+        (
             "{% for m in messages %}{{ loop.index0 }}{{ loop.last }}{{ loop.first }} {% endfor %}",
             "0FalseTrue 1TrueFalse ",
         ),
@@ -508,6 +516,7 @@ fn an_error_in_a_template_names_its_line() {
         ("a\n\n\n{{ raise_exception('roles must alternate') }}", &["roles must alternate", ":4"]),
         ("{{ messages[0].content.no_such() }}", &["no_such", ":1"]),
         ("{% for a in range(90000) %}{% for b in range(90000) %}{{ b }}{% endfor %}{% endfor %}", &["fuel"]),
+        ("{{ ''[::-1] }}", &["broke"]), // a panic in minijinja 3.0.5
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", &["recursion"]),
     ];
     for (template, words) in table {

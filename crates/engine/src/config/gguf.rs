@@ -94,11 +94,20 @@ impl ModelConfig {
             layers,
             context: u32::try_from(context).unwrap_or(u32::MAX),
             bos: m.token("tokenizer.ggml.bos_token_id")?,
-            eos: m.token("tokenizer.ggml.eos_token_id")?.into_iter().collect(),
+            eos: end_tokens(gguf)?,
             stored_dtype: gguf.tensor("token_embd.weight")?.encoding,
         }
         .check(file)
     }
+}
+
+/// The end of a text, of a turn and of a message: any of them ends what the model writes.
+fn end_tokens(gguf: &Gguf) -> Result<Vec<u32>, Error> {
+    let mut all = Vec::new();
+    for name in ["eos", "eot", "eom"] {
+        all.extend(gguf.metadata.token(&format!("tokenizer.ggml.{name}_token_id"))?);
+    }
+    Ok(all)
 }
 
 fn rope(gguf: &Gguf, architecture: &str, theta: f64, head_dim: usize, context: usize) -> Result<Rope, Error> {

@@ -162,6 +162,8 @@ impl<'f> Fields<'f> {
     fn layers(&self, traits: &Traits, n_layers: usize) -> Result<Vec<LayerConfig>, Error> {
         let slides = traits.always_slides || self.flag("use_sliding_window")?.unwrap_or(false);
         let window = match self.size("sliding_window")? {
+            // Silence means Mistral's first window; `null` means none.
+            None if traits.always_slides && !self.object.contains_key("sliding_window") => Some(4096),
             Some(window) if slides => Some(u32::try_from(window).unwrap_or(u32::MAX)),
             _ => None,
         };
