@@ -1,6 +1,5 @@
 //! The shapes of `--json`, described in docs/json.md. `version` changes when a field changes its meaning or
 //! goes; new fields may join.
-use crate::commands::run::finish_word;
 use kvist_backend::{Bytes, Purpose};
 use kvist_engine::generate::Generation;
 use kvist_engine::memory::MemoryPlan;
@@ -100,7 +99,7 @@ impl Run {
             prompt: prompt.to_string(),
             text: generation.text.clone(),
             tokens: generation.tokens.clone(),
-            finish: finish_word(generation),
+            finish: generation.finish.name(),
             seed,
             prompt_tokens: generation.prompt_tokens,
             prefill_seconds: generation.prefill.as_secs_f64(),

@@ -21,6 +21,19 @@ pub enum Finish {
     Cancelled,
 }
 
+impl Finish {
+    /// In a word, for machines: `end_of_text`, `stop`, `max_tokens`, `cache_full`, `cancelled`.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Finish::EndOfText => "end_of_text",
+            Finish::Stop(_) => "stop",
+            Finish::MaxTokens => "max_tokens",
+            Finish::CacheFull => "cache_full",
+            Finish::Cancelled => "cancelled",
+        }
+    }
+}
+
 /// When to end.
 #[derive(Clone, Debug)]
 pub struct Limits {

@@ -132,7 +132,7 @@ fn tell(chat: &Chat, said: &str, turn: &Turn, json: bool, quiet: bool) -> anyhow
             branch: &chat.current().name,
             user: said,
             text: &g.text,
-            finish: super::run::finish_word(g),
+            finish: g.finish.name(),
             reused_tokens: turn.reused_tokens,
             prompt_tokens: g.prompt_tokens,
             tokens: g.tokens.len(),

@@ -5,7 +5,7 @@ use anyhow::Context;
 use clap::ValueHint;
 use indicatif::ProgressBar;
 use kvist_cache::SeqId;
-use kvist_engine::generate::{Generation, Limits, Observer, generate};
+use kvist_engine::generate::{Limits, Observer, generate};
 use kvist_engine::memory::MemoryPlan;
 use kvist_engine::model::Model;
 use kvist_engine::session::ModelSession;
@@ -167,17 +167,5 @@ impl Observer for Watch {
             self.failed = Some(error);
         }
         self.failed.is_none()
-    }
-}
-
-/// What ended it, in a word.
-pub fn finish_word(generation: &Generation) -> &'static str {
-    use kvist_engine::generate::Finish::*;
-    match generation.finish {
-        EndOfText => "end_of_text",
-        Stop(_) => "stop",
-        MaxTokens => "max_tokens",
-        CacheFull => "cache_full",
-        Cancelled => "cancelled",
     }
 }
