@@ -1,0 +1,66 @@
+//! An agent that tries several ways at once: the trunk is read once, every branch shares its cells, the best branch is
+//! kept and the others are forgotten. No KV byte is copied.
+//!
+//! `cargo run --release -p kvist-engine --example agent_fork`
+use kvist_backend::MemoryBudget;
+use kvist_cache::SeqId;
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::model::{LoadOptions, Model, ModelFile, top_two};
+use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::weights::WeightForm;
+use kvist_engine::{Error, backends};
+use std::sync::Arc;
+
+const TRUNK: &str =
+    "A program that reads a file can fail in many ways. The function returns a `Result`, and its caller";
+const WAYS: [&str; 3] = [" must check", " can use the `?` operator", " may panic"];
+
+pub fn main() -> Result<(), Error> {
+    let options = LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: None };
+    let budget = MemoryBudget::unlimited();
+    let model = Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {})?);
+    let tokenizer = model.tokenizer().expect("the embedded model has one");
+    let config = CacheConfig { kind: "cells".into(), max_rows: 3, ..CacheConfig::new(512) };
+    let mut session = ModelSession::new(&model, &backends::all(), &config)?;
+
+    let trunk = tokenizer.encode(TRUNK, true)?;
+    session.prefill(SeqId::ONLY, &trunk, &mut |_| true)?;
+    let branches: Vec<SeqId> = (1..=3).map(SeqId).collect();
+    for branch in &branches {
+        session.cache().sequences().expect("cells has them").fork(SeqId::ONLY, *branch)?;
+    }
+    assert_eq!(
+        session.cache().report()[0].used_cells as usize,
+        trunk.len(),
+        "three more owners, no more cells"
+    );
+
+    // Every branch goes its own way, all of them in the same steps; the sum of leads says how sure the model was.
+    let mut next = WAYS.map(|way| tokenizer.encode(way, false)).into_iter().collect::<Result<Vec<_>, _>>()?;
+    let (mut texts, mut sure) = (next.clone(), [0.0; 3]);
+    for _ in 0..16 {
+        let feeds: Vec<Feed> =
+            branches.iter().zip(&next).map(|(seq, tokens)| Feed::chain(*seq, tokens)).collect();
+        session.forward(&feeds, Want::LastOfEach)?;
+        for branch in 0..3 {
+            let (token, lead) = top_two(session.logits_row(branch)).expect("logits are numbers");
+            sure[branch] += lead;
+            texts[branch].push(token);
+            next[branch] = vec![token];
+        }
+    }
+    for (text, sure) in texts.iter().zip(sure) {
+        println!("{sure:5.1} …{}\n", tokenizer.decode(text)?);
+    }
+    let best = (0..3).max_by(|a, b| sure[*a].total_cmp(&sure[*b])).unwrap_or(0);
+
+    let used = session.cache().report()[0].used_cells;
+    session.cache().sequences().expect("cells has them").seq_keep(branches[best], 0, u32::MAX)?;
+    let kept = session.cache().report()[0].used_cells;
+    let moved = session.counters().bytes_moved;
+    println!("trunk of {} tokens read once for {} branches", trunk.len(), branches.len());
+    println!("kept branch {}: {used} cells in use before, {kept} after; {moved} KV bytes copied", best + 1);
+    assert_eq!(moved, 0);
+    assert_eq!(Some(kept), session.cache().seq_len(branches[best]));
+    Ok(())
+}

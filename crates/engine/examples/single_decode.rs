@@ -1,0 +1,43 @@
+//! One conversation: read a prompt once, then one token after the other, each of which reads the cache instead of
+//! the text. Shows how many KV bytes that takes and reads.
+//!
+//! `cargo run --release -p kvist-engine --example single_decode`
+use kvist_backend::{Bytes, MemoryBudget};
+use kvist_cache::SeqId;
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::model::{LoadOptions, Model, ModelFile, top_two};
+use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::weights::WeightForm;
+use kvist_engine::{Error, backends};
+use std::sync::Arc;
+
+pub fn main() -> Result<(), Error> {
+    let options = LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: None };
+    let budget = MemoryBudget::unlimited();
+    let model = Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {})?);
+    let tokenizer = model.tokenizer().expect("the embedded model has one");
+
+    // The policy: one sequence, K and V in f16, room for 256 tokens.
+    let config = CacheConfig { kind: "contiguous".into(), ..CacheConfig::new(256) };
+    let mut session = ModelSession::new(&model, &backends::all(), &config)?;
+
+    let prompt = "The borrow checker";
+    session.prefill(SeqId::ONLY, &tokenizer.encode(prompt, true)?, &mut |_| true)?;
+    print!("{prompt}");
+    let mut stream = tokenizer.stream();
+    let before = session.counters();
+    for _ in 0..40 {
+        // Logits of the last token; the likeliest one goes on.
+        let (token, _lead) = top_two(session.logits_row(0)).expect("logits are numbers");
+        print!("{}", stream.push(token)?);
+        session.forward(&[Feed::chain(SeqId::ONLY, &[token])], Want::LastOfEach)?;
+    }
+    println!("{}\n", stream.finish()?);
+
+    let held = session.cache().next_position(SeqId::ONLY).unwrap_or(0);
+    let read = session.counters().bytes_read - before.bytes_read;
+    println!("{held} tokens held in {}", Bytes(session.kv_bytes()));
+    println!("{} of KV read per new token: what is held, not what fits", Bytes(read / 40));
+    assert!(read / 40 < u64::from(held) * 4096, "reads are bounded by occupancy");
+    Ok(())
+}
