@@ -1,0 +1,335 @@
+//! What every command promises to people and to programs, through the real program: text on stdout and nothing else,
+//! the rest on stderr, `--json` with the documented fields.
+mod program;
+use program::*;
+use serde_json::Value;
+use std::io::Read;
+use std::process::Stdio;
+
+/// The fields of a JSON object, dots for those inside others.
+fn fields(value: &Value, names: &[&str]) {
+    for name in names {
+        let found = name.split('.').try_fold(value, |value, name| value.get(name));
+        assert!(found.is_some(), "no `{name}` in {value}");
+    }
+}
+fn number(value: &Value, name: &str) -> f64 {
+    let found = name.split('.').fold(value, |value, name| &value[name]);
+    found.as_f64().unwrap_or_else(|| panic!("`{name}` is no number in {value}"))
+}
+
+const RUN: [&str; 6] = ["run", "--greedy", "-n", "12", "--ignore-eos", "The borrow checker"];
+fn run_with(more: &[&str]) -> (String, String) {
+    succeed(&[&RUN, more].concat())
+}
+
+#[test]
+fn run_writes_text_to_stdout_and_the_summary_to_stderr() {
+    let (text, summary) = run_with(&[]);
+    assert!(text.starts_with("The borrow checker") && text.ends_with('\n'), "{text}");
+    for word in ["prompt", "12 new tokens", "tokens/s", "KV cache", "cpu:contiguous", "bound"] {
+        assert!(summary.contains(word) && !text.contains("tokens/s"), "{word}: {summary}");
+    }
+    let (quiet, nothing) = run_with(&["-q"]);
+    assert_eq!((quiet.as_str(), nothing.as_str()), (text.as_str(), ""));
+    let (new, _) = run_with(&["--no-echo"]);
+    assert_eq!(format!("The borrow checker{new}"), text);
+    assert_eq!(
+        succeed_with(&["run", "--greedy", "-n", "12", "--ignore-eos", "-q"], b"The borrow checker").0,
+        text
+    );
+    for more in [
+        &["--no-cache"][..],
+        &["--kind", "cells"],
+        &["--kind", "tree", "--chunk", "1"],
+        &["--kind", "ring", "--window", "64"],
+        &["--weights", "as-stored", "--threads", "2", "--no-mmap"],
+    ] {
+        assert_eq!(run_with(&[more, &["-q", "--kv", "f32"]].concat()).0, text, "{more:?}");
+    }
+    // stderr tells where memory goes, if asked.
+    assert!(run_with(&["-v"]).1.contains("of KV cache"));
+}
+
+#[test]
+fn run_as_json() {
+    let report = json(&[&RUN[..], &["--json", "--seed", "5", "--kv", "q8", "--kv-v", "q4"]].concat());
+    fields(
+        &report,
+        &[
+            "version",
+            "model",
+            "prompt",
+            "text",
+            "tokens",
+            "finish",
+            "seed",
+            "prompt_tokens",
+            "prefill_seconds",
+            "prefill_tokens_per_second",
+            "decode_seconds",
+            "decode_tokens_per_second",
+            "cache.backend",
+            "cache.kind",
+            "cache.k",
+            "cache.v",
+            "cache.context_tokens",
+            "cache.window",
+            "cache.sinks",
+            "used.weights",
+            "used.kv_cache",
+            "used.scratch",
+            "used.activations",
+            "used.total",
+            "bound.total",
+            "kv_bytes_read",
+            "process_peak_bytes",
+        ],
+    );
+    assert_eq!(report["tokens"].as_array().unwrap().len(), 12);
+    assert_eq!((&report["finish"], &report["seed"]), (&Value::from("max_tokens"), &Value::from(5)));
+    assert_eq!((&report["cache"]["k"], &report["cache"]["v"]), (&Value::from("q8"), &Value::from("q4")));
+    assert!(number(&report, "used.total") <= number(&report, "bound.total"));
+}
+
+#[test]
+fn a_seed_fixes_the_text() {
+    let text =
+        |seed| succeed(&["run", "-q", "-n", "16", "--temperature", "1.2", "--seed", seed, "A struct"]).0;
+    assert_eq!(text("7"), text("7"));
+    assert!(["8", "9", "10"].iter().any(|seed| text(seed) != text("7")), "seeds change nothing");
+}
+
+#[test]
+fn a_stop_string_ends_the_text_and_is_not_part_of_it() {
+    let (text, _) = run_with(&["-q", "--no-echo"]);
+    // A word from the middle of the answer.
+    let word = text.split_whitespace().nth(3).unwrap();
+    let expected = &text[..text.find(word).unwrap()];
+    let report = json(&[&RUN[..], &["--json", "--stop", "no such text", "--stop", word]].concat());
+    assert_eq!(report["text"].as_str().unwrap(), expected, "stopped at {word:?} in {text:?}");
+    assert_eq!(report["finish"], "stop");
+    assert_eq!(run_with(&["-q", "--no-echo", "--stop", word]).0, format!("{expected}\n"));
+}
+
+#[test]
+fn logits_are_a_safetensors_file_and_greedy_tokens_those_of_transformers() {
+    let folder = tempfile::tempdir().unwrap();
+    for case in ["llama-gqa", "qwen3", "mistral-window"] {
+        let model = fixtures().join("parity").join(case);
+        let expected = std::fs::read(model.join("expected.safetensors")).unwrap();
+        let expected = safetensors::SafeTensors::deserialize(&expected).unwrap();
+        let ids = |name: &str| -> Vec<i64> {
+            let data = expected.tensor(name).unwrap().data().chunks_exact(8);
+            data.map(|b| i64::from_le_bytes(b.try_into().unwrap())).collect()
+        };
+        let floats = |data: &[u8]| -> Vec<f32> {
+            data.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+        };
+        let tokens = ids("tokens").iter().map(i64::to_string).collect::<Vec<_>>().join(",");
+        let (model, out) = (model.display().to_string(), folder.path().join(case).display().to_string());
+        let args = ["logits", "-q", "--model", &model, "--kv", "f32", "--tokens", &tokens];
+        let generate = ["--chunk", "5", "--generate", "8", "--json", "--out", &out];
+        let report = json(&[&args[..], &generate].concat());
+        fields(&report, &["version", "tokens", "generated", "likeliest", "out"]);
+        let generated: Vec<i64> =
+            report["generated"].as_array().unwrap().iter().map(|t| t.as_i64().unwrap()).collect();
+        assert_eq!(generated, ids("generated")[..8], "{case}");
+        let file = std::fs::read(&out).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&file).unwrap();
+        let (found, whole) = (file.tensor("logits").unwrap(), expected.tensor("logits").unwrap());
+        let n = ids("tokens").len();
+        assert_eq!(found.dtype(), safetensors::Dtype::F32);
+        assert_eq!(found.shape(), [n, floats(whole.data()).len() / n], "{case}");
+        for (i, (a, b)) in floats(found.data()).iter().zip(floats(whole.data())).enumerate() {
+            assert!((a - b).abs() <= 1e-3, "{case}: logit {i} is {a} for {b}");
+        }
+        let (plain, _) = succeed(&[&args[..], &["--no-cache", "--generate", "3"]].concat());
+        let first = ids("generated")[..3].iter().map(i64::to_string).collect::<Vec<_>>().join(",");
+        assert_eq!(plain, first + "\n", "{case}");
+    }
+}
+
+#[test]
+fn a_plan_is_the_bound_of_a_run() {
+    for cache in [
+        &["--kv", "f16"][..],
+        &["--kv", "q4-64-rot", "--kv-v", "q8", "--kind", "cells"],
+        &["--kind", "ring", "--window", "32", "--sinks", "4", "--chunk", "16"],
+        &["--kind", "tree", "--weights", "f32"],
+    ] {
+        let plan = json(&[&["plan", "--json", "--context", "300", "--bandwidth", "100GB/s"], cache].concat());
+        let run = json(&[&RUN[..], &["--json", "--context", "300"], cache].concat());
+        assert_eq!(plan["bound"], run["bound"], "{cache:?}");
+        assert_eq!(plan["cache"], run["cache"], "{cache:?}");
+        fields(
+            &plan,
+            &[
+                "version",
+                "model",
+                "context_tokens",
+                "weight_bytes_on_disk",
+                "kv_bytes_per_token",
+                "kv_bits_per_value",
+                "session_bytes",
+                "bytes_read_per_token",
+                "bytes_read_per_token_empty",
+                "ceiling.bandwidth_bytes_per_second",
+                "ceiling.tokens_per_second_empty",
+                "ceiling.tokens_per_second_kv_alone",
+            ],
+        );
+        // The ceiling counts weights.
+        let ceiling = 100e9 / number(&plan, "bytes_read_per_token");
+        assert!((number(&plan, "ceiling.tokens_per_second") - ceiling).abs() < 1e-6 * ceiling);
+        assert!(number(&plan, "bytes_read_per_token_empty") > 1e6);
+    }
+    let (text, _) = succeed(&["plan", "--bandwidth", "100GB/s"]);
+    for word in ["weights", "KV cache", "per token      4 KiB", "scratch", "activations", "bound", "ceiling"]
+    {
+        assert!(text.contains(word), "{word}: {text}");
+    }
+}
+
+#[test]
+fn eval_measures_a_cache_against_another() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("text.txt");
+    let words = "A struct groups values of several types under one name.\0The compiler checks that every reference is \
+                 valid for as long as it is used, and that no two of them change the same value.";
+    std::fs::write(&text, words).unwrap();
+    let text = text.display().to_string();
+    let eval = |kv: &str| json(&["eval", "-q", "--json", "--text", &text, "--kv", kv]);
+    let (same, q8, q4) = (eval("f32"), eval("q8"), eval("q4"));
+    fields(
+        &same,
+        &[
+            "version",
+            "model",
+            "text",
+            "cache.k",
+            "reference.k",
+            "kv_bytes_per_token",
+            "tokens",
+            "perplexity",
+            "perplexity_reference",
+            "kl_mean",
+            "kl_p99",
+            "kl_max",
+            "top1_agreement",
+            "interrupted",
+        ],
+    );
+    for name in ["kl_mean", "kl_p99", "kl_max"] {
+        assert_eq!(number(&same, name), 0.0, "{name}: a cache against itself");
+        assert!(number(&q4, name) > number(&q8, name), "{name}: q4 {q4} against q8 {q8}");
+    }
+    assert!(number(&q8, "kl_mean") > 0.0 && number(&q4, "kl_mean") < 1.0);
+    assert_eq!(number(&same, "top1_agreement"), 1.0);
+    assert_eq!(same["perplexity"], same["perplexity_reference"]);
+    assert_eq!(same["perplexity"], q4["perplexity_reference"]);
+    assert_eq!(number(&eval("f16"), "kv_bytes_per_token"), 4096.0);
+    let (lines, _) = succeed(&["eval", "-q", "--text", &text, "--limit", "10"]);
+    assert!(lines.starts_with("10 tokens") && lines.contains("perplexity"), "{lines}");
+}
+
+#[test]
+fn a_chat_is_driven_from_stdin() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("transcript.txt").display().to_string();
+    let script = format!(
+        "/help\n\nOwnership is\n/fork other\n and borrowing is\n/branches\n/switch main\n/undo\n/undo\n/system be brief\n\
+         /switch nowhere\n/fork other\n/wat\n/switch other\n/save-transcript {path}\n/save-transcript /missing/file\n/quit\n\
+         never said\n"
+    );
+    let args = ["chat", "--greedy", "-n", "6"];
+    let (stdout, stderr) = succeed_with(&args, script.as_bytes());
+    for word in [
+        "no chat template",
+        "/save-transcript FILE",
+        "on other; 0 B copied",
+        "* other (4 messages)",
+        "  main (2 messages)",
+        "on main",
+        "unsaid",
+        "nothing was said here yet",
+        "no chat template and so no system message",
+        "there is no branch `nowhere`; there are main, other",
+        "there is a branch `other` already",
+        "there is no /wat",
+        "cannot write /missing/file",
+        "wrote ",
+        "reused",
+    ] {
+        assert!(stderr.contains(word), "{word:?} is missing: {stderr}");
+    }
+    let transcript = std::fs::read_to_string(&path).unwrap();
+    assert!(transcript.starts_with("user: Ownership is\n\nassistant: "), "{transcript}");
+    assert!(transcript.contains("user:  and borrowing is\n\nassistant: "), "{transcript}");
+    assert!(!stdout.contains("user:") && !stdout.contains("reused"), "{stdout}");
+    // Only answers are on stdout, and the transcript has them.
+    let answers: Vec<&str> = transcript.split("assistant: ").skip(1).collect();
+    for answer in &answers {
+        let answer = answer.split("\n\nuser:").next().unwrap().trim_end();
+        assert!(stdout.contains(answer), "{answer:?} is not in {stdout:?}");
+    }
+    // The same as JSON: one line per turn, the second of which begins with what the first left in the cache.
+    let json = [&args[..], &["--json", "-q"]].concat();
+    let (lines, nothing) = succeed_with(&json, b"Ownership is\n and borrowing is\n");
+    assert_eq!(nothing, "");
+    let turns: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(turns.len(), 2);
+    for turn in &turns {
+        let names = ["version", "branch", "user", "text", "finish", "prompt_tokens", "tokens", "kv_bytes"];
+        fields(turn, &[&names[..], &["reused_tokens", "decode_tokens_per_second"]].concat());
+    }
+    assert_eq!(number(&turns[0], "reused_tokens"), 0.0);
+    assert!(number(&turns[1], "reused_tokens") >= number(&turns[0], "prompt_tokens"));
+    assert!(answers[0].starts_with(turns[0]["text"].as_str().unwrap()));
+}
+
+#[test]
+fn the_ladder_as_a_table_a_document_and_a_plot() {
+    let folder = tempfile::tempdir().unwrap();
+    let svg = folder.path().join("ladder.svg").display().to_string();
+    let args = ["bench", "ladder", "-q", "--t", "8,16", "--warmups", "0", "--runs", "1"];
+    let report = json(&[&args[..], &["--json", "--svg", &svg]].concat());
+    fields(&report, &["version", "machine", "cores", "model", "shared_model", "warmups", "runs", "rows"]);
+    let rows = report["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 6 * 2);
+    let names = ["step", "what", "tokens", "seconds", "seconds_min", "seconds_max", "tokens_per_second"];
+    rows.iter().for_each(|row| fields(row, &[&names[..], &["kv_bytes_per_token", "kv_bytes"]].concat()));
+    let bytes = |step: &str| {
+        let row = rows.iter().find(|row| row["step"] == step).unwrap_or_else(|| panic!("no {step}"));
+        number(row, "kv_bytes_per_token")
+    };
+    assert_eq!(bytes("v3") * 2.0, bytes("v1'"), "sharing stores half the layers");
+    assert_eq!(bytes("v4") * 2.0, bytes("v2"));
+    assert!(bytes("v2") < bytes("v1'") / 3.0, "int8 is about a quarter of f32");
+    let plot = std::fs::read_to_string(&svg).unwrap();
+    assert!(plot.contains("<svg") && plot.trim_end().ends_with("</svg>"));
+    let (table, _) = succeed(&[&args[..], &["--only", "v1',v2"]].concat());
+    assert!(table.contains("| 16 | v2 |") && !table.contains("| v3 |"), "{table}");
+}
+
+#[test]
+fn a_reader_that_has_seen_enough_is_no_failure() {
+    for args in [
+        &["run", "--ignore-eos", "-n", "300", "The borrow checker"][..],
+        &["run", "--json", "-n", "4", "x"],
+        &["plan", "--json"],
+        &["logits", "--tokens", "1,2", "--generate", "4"],
+    ] {
+        let mut child = kvist().args(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut five = [0; 5];
+        let mut stdout = child.stdout.take().unwrap();
+        stdout.read_exact(&mut five).unwrap();
+        drop(stdout);
+        let out = child.wait_with_output().unwrap();
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(0), "{args:?}: {stderr}");
+        for word in ["panicked", "roken pipe", "kvist:"] {
+            assert!(!stderr.contains(word), "{args:?}: {stderr}");
+        }
+    }
+}
