@@ -2,6 +2,7 @@
 use crate::error::Error;
 use crate::tokenizer::{Tokenizer, folder_config};
 use crate::weights::Gguf;
+use minijinja::machinery::{Token, tokenize};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Value};
 use minijinja::{Environment, ErrorKind, context};
@@ -42,10 +43,12 @@ const NAME: &str = "chat";
 
 /// Models ship templates of up to some tens of KiB.
 const MAX_SOURCE_BYTES: usize = 128 << 10;
-/// minijinja's compiler recurses for every operator of a chain (`not not not …`, `a+a+a+…`), and would overflow the
-/// caller's stack and with it the process. This is room for a chain as long as [`MAX_SOURCE_BYTES`]; only pages
-/// that are touched take memory.
-const COMPILER_STACK_BYTES: usize = 1 << 30;
+/// Tokens between `{{` and `}}`. minijinja's compiler recurses, and takes quadratic time, for every operator of a
+/// chain (`not not not …`, `a+a+a+…`), and would overflow the stack and with it end the process.
+const MAX_TAG_TOKENS: usize = 2_000;
+/// Room for chains that long, and for as many `elif` as [`MAX_SOURCE_BYTES`] hold; only pages that are touched take
+/// memory.
+const COMPILER_STACK_BYTES: usize = 256 << 20;
 
 /// Instructions one rendering may take: a conversation of a thousand turns needs a hundredth of it, and a template
 /// that counts to a billion ends.
@@ -59,7 +62,7 @@ impl ChatTemplate {
         environment.set_debug(false); // errors are one line, in a debug build too
         environment.set_fuel(Some(FUEL));
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(failed)?;
-        environment.set_syntax(syntax);
+        environment.set_syntax(syntax.clone());
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.add_function("raise_exception", |text: String| -> Result<Value, minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, text))
@@ -70,6 +73,19 @@ impl ChatTemplate {
         if source.len() > MAX_SOURCE_BYTES {
             let what = format!("has {} bytes; kvist takes {MAX_SOURCE_BYTES}", source.len());
             return Err(Error::Template { file: file.into(), what });
+        }
+        let mut tokens = 0;
+        for token in tokenize(&source, false, syntax) {
+            let Ok((token, _)) = token else { break }; // the compiler says it better
+            tokens += 1;
+            match token {
+                Token::VariableStart | Token::BlockStart => tokens = 0,
+                _ if tokens > MAX_TAG_TOKENS => {
+                    let what = format!("has a tag of more than {MAX_TAG_TOKENS} tokens");
+                    return Err(Error::Template { file: file.into(), what });
+                }
+                _ => {}
+            }
         }
         std::thread::scope(|scope| {
             let compile = || environment.add_template_owned(NAME, source);

@@ -370,7 +370,8 @@ fn templates_of_real_models_render() {
         ("assistant", "<think>\nhm\n</think>\n\nHello"),
         ("user", "Why?"),
     ];
-    let table: &[(&str, &str, &[(&str, &str)], bool, &str)] = &[
+    type Row<'r> = (&'r str, &'r str, &'r [(&'r str, &'r str)], bool, &'r str);
+    let table: &[Row] = &[
         (
             "llama 3",
             llama3,
