@@ -63,8 +63,9 @@ fn check(file: ModelFile, pairs: &[(&str, &str)], shapes: &[(u32, u32)]) {
             &Usage::default().with(Purpose::Weights, size.resident_bytes),
             &budget.usage(),
         ));
-        // The cache does not know how weights are held: one form meets every dtype.
-        let pairs = if form == WeightForm::AsStored { pairs } else { &pairs[..1] };
+        // The cache does not know how weights are held: one form meets every dtype. Not a packed one, whose threads
+        // wait for each other at every product, very long where tests share few cores.
+        let pairs = if form == WeightForm::F32 { pairs } else { &pairs[..1] };
         for (row, (k, v)) in pairs.iter().enumerate() {
             for (column, kind) in KINDS.into_iter().enumerate() {
                 let (context, step) = shapes[(row + column) % shapes.len()];
