@@ -34,3 +34,8 @@ pub fn check_prompt(config: &memory::CacheConfig, tokens: usize) -> Result<(), E
         _ => Ok(()),
     }
 }
+
+/// The example of docs/engine.md.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/engine.md")]
+struct Guide;
