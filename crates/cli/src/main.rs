@@ -65,7 +65,7 @@ fn main() -> ExitCode {
                 return ExitCode::SUCCESS;
             }
             eprintln!("kvist: {}", output::sentence(&error));
-            ExitCode::from(if error.is::<options::WrongUsage>() { 2 } else { 1 })
+            ExitCode::from(if options::is_wrong_usage(&error) { 2 } else { 1 })
         }
     }
 }

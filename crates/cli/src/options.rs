@@ -22,6 +22,14 @@ impl std::fmt::Display for WrongUsage {
 }
 impl std::error::Error for WrongUsage {}
 
+/// Is it the command line that is wrong, or the world?
+pub fn is_wrong_usage(error: &anyhow::Error) -> bool {
+    use kvist_backend::BuildError::{Kind, Unknown};
+    let build = error.downcast_ref::<kvist_engine::Error>();
+    error.is::<WrongUsage>()
+        || matches!(build, Some(kvist_engine::Error::Build(Unknown { .. } | Kind { .. })))
+}
+
 pub fn wrong_usage(what: impl Into<String>) -> anyhow::Error {
     WrongUsage(what.into()).into()
 }

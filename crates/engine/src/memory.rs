@@ -140,15 +140,26 @@ impl MemoryPlan {
                 break;
             }
         }
-        // The longest context that fits, to the nearest 256 tokens below.
-        let context = |tokens| CacheConfig { context_tokens: tokens, ..config.clone() };
-        let (mut low, mut high) = (0, config.context_tokens / 256);
-        while low < high {
-            let middle = low + (high - low).div_ceil(2);
-            if fits(&context(middle * 256)) { low = middle } else { high = middle - 1 }
-        }
-        if low > 0 {
-            advice.push(format!("--context {}", low * 256));
+        // The longest context that fits, to 64 tokens, with the largest chunk that leaves room for any.
+        for chunk in chunks {
+            let max_step_tokens = chunk.min(config.max_step_tokens);
+            let max_rows = config.max_rows.min(max_step_tokens);
+            let context = |blocks: u32| CacheConfig {
+                context_tokens: blocks * 64,
+                max_step_tokens,
+                max_rows,
+                ..config.clone()
+            };
+            let (mut low, mut high) = (0, config.context_tokens / 64);
+            while low < high {
+                let middle = low + (high - low).div_ceil(2);
+                if fits(&context(middle)) { low = middle } else { high = middle - 1 }
+            }
+            if low > 0 {
+                let chunk = (chunk < config.max_step_tokens).then(|| format!(" --chunk {chunk}"));
+                advice.push(format!("--context {}{}", low * 64, chunk.unwrap_or_default()));
+                break;
+            }
         }
         if advice.is_empty() {
             advice.push("a smaller model, or more memory with --memory".into());
