@@ -1,7 +1,19 @@
 #!/usr/bin/env bash
-# The ladder of docs/ladder.md: table and plot, measured here and now. KVIST_RUNS and KVIST_WARMUPS override.
+# The ladder of docs/ladder.md, measured here and now: bench/RESULTS.md and docs/ladder.svg. KVIST_RUNS and KVIST_WARMUPS
+# override. Without a cache the long lengths take minutes a run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo build --release --quiet
+table=$(mktemp)
 target/release/kvist bench ladder --shared bench/models/tiny-rust-7m-shared-kv.gguf --t 32,64,128,256,512,1024 \
-    --warmups "${KVIST_WARMUPS:-1}" --runs "${KVIST_RUNS:-5}" --svg docs/ladder.svg
+    --warmups "${KVIST_WARMUPS:-1}" --runs "${KVIST_RUNS:-5}" --svg docs/ladder.svg >"$table"
+{
+    echo "# Results"
+    echo
+    echo "## The ladder"
+    echo
+    echo "Measured on $(date -u +%Y-%m-%d) by \`bench/ladder.sh\`; what the steps are: [docs/ladder.md](../docs/ladder.md)."
+    echo
+    cat "$table"
+} >bench/RESULTS.md
+rm "$table"

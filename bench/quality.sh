@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# What quantised caches cost in quality: rewrites the table in docs/quality.md. About ten minutes on two cores.
+# What quantised caches cost in quality: rewrites the table in docs/quality.md. Some minutes on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo build --release --quiet
 kvist=target/release/kvist
 text=tools/tiny-model/val.txt
-tokens=${TOKENS:-24576}
+tokens=${TOKENS:-8192}
 out=docs/quality.md
 marker='<!-- made by bench/quality.sh; do not edit below -->'
 
