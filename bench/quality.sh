@@ -12,7 +12,7 @@ marker='<!-- made by bench/quality.sh; do not edit below -->'
 rows() {
     echo "$marker"
     echo
-    echo "\`kvist eval --text $text --context CONTEXT --kv K --kv-v V --reference f32 --limit $tokens --json\`"
+    echo "\`kvist eval --weights f32 --text $text --context CONTEXT --kv K --kv-v V --reference f32 --limit $tokens --json\`"
     for context in 256 512 1024; do
         echo
         echo "Context $context:"
@@ -20,7 +20,7 @@ rows() {
         echo "| K | V | bits per value | bytes per token | perplexity | KL mean | KL p99 | KL max | top-1 agreement |"
         echo "|---|---|--:|--:|--:|--:|--:|--:|--:|"
         while read -r k v; do
-            $kvist eval --text $text --context $context --kv "$k" --kv-v "$v" --limit "$tokens" --json -q |
+            $kvist eval --weights f32 --text $text --context $context --kv "$k" --kv-v "$v" --limit "$tokens" --json -q |
                 python3 -c '
 import json, sys
 r = json.load(sys.stdin)
