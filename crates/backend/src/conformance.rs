@@ -32,6 +32,9 @@ pub struct Options {
     /// weight inherits; sums of up to 300 weighted values add theirs. It holds for every storage, because the
     /// expected values are computed from the rows as they are stored; rotation adds log₂(head_dim) roundings more.
     pub attention: f64,
+    /// The same where K or V is q8 or q4. Kernels that multiply integers round queries and weights to do so, and
+    /// say here how much.
+    pub packed: f64,
     /// Stored rows must come back bit for bit, whatever the storage: for a backend that stores f32 only.
     pub exact_rows: bool,
     /// Run the case of this number alone.
@@ -42,7 +45,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Options { seed: 1, attention: 2e-7, exact_rows: false, only: None, one_in: 1 }
+        Options { seed: 1, attention: 2e-7, packed: 2e-7, exact_rows: false, only: None, one_in: 1 }
     }
 }
 

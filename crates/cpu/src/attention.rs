@@ -1,283 +1,326 @@
-//! Attention over packed rows, portable.
+//! Attention over packed rows.
 //!
 //! ```text
-//! for each KV head, on its own:                              (the heads are independent: threads take them)
-//!   gather its queries, in slot order, turned if K is stored turned
-//!   for each item (queries × a run of cells):
-//!     for each tile of 64 cells, cut at fixed indices of the sequence:
-//!       for each block of queries that see any of it:        (all query heads of the KV head together)
-//!         s = scale · q·k, capped, −∞ where not visible
-//!         m' = max(m, max s);  w = exp(s − m');  l = l·exp(m − m') + Σ w;  o = o·exp(m − m') + Σ w·v
-//!   out = o / l, turned back if V is stored turned
+//! for each unit (a KV head × up to 256 query rows × a split of 1,024 sequence positions):     threads take units
+//!   for each item (queries × a run of cells) inside the split, tile by tile:
+//!     for each block of rows that see any of the tile:       (all query heads of the KV head together)
+//!       s = q·k                              q holds scale and log₂ e already
+//!       M' = max(M, round(max s));  w = 2^(s − M');  l = l·2^(M − M') + w;  o = o·2^(M − M') + Σ w·v
+//! out = Σ o·2^(M − M*) / Σ l·2^(M − M*) over the splits, in their order
 //! ```
 //!
-//! (online softmax: Milakov and Gimelshein, 2018; tiling: Dao et al., 2022). Every tile is decoded once per block of
-//! [`BLOCK_ROWS`] query rows. Bytes: each stored row of an item once from memory. The order of additions is fixed by
-//! the items, so that the number of threads changes nothing.
-use crate::pool::{KeyPool, ValuePool};
+//! (online softmax: Milakov and Gimelshein, 2018; tiling: Dao et al., 2022; splits: Dao et al., 2023, flash-decoding.)
+//!
+//! The running maximum is an integer, so that every rescaling is by a power of two and therefore exact: where tiles
+//! end, which queries share a tile and when a new maximum appears do not show in the result. Splits are cut at fixed
+//! positions of the sequence. So a row's output depends on its query and on what it sees, in order, and on nothing
+//! else: not on the batch, the chunk, the sharing, or the threads. (Packed values are the exception: their weights
+//! become integers tile by tile, unless [`exact`](Layer::exact) asks otherwise.)
+//!
+//! Bytes: each stored row of an item once from memory, per 256 query rows. Operations: 2 × head_dim multiply-adds
+//! per query head and visible cell, and some ten for the weight.
+mod scratch;
+mod softmax;
+
+use crate::Compute;
+use crate::arch::LANES;
+use crate::pages::Pages;
+use crate::pool::{self, Lines, Queries, Side, Sums};
 use crate::rotation::rotate;
-use kvist_backend::{BackendError, Layout, MemoryBudget, Purpose, Reservation, Storage};
+use kvist_backend::DType;
 use kvist_cache::{Mask, ReadItem, Reads, Run};
-use rayon::prelude::*;
-use std::sync::Arc;
+pub use scratch::Scratch;
+use scratch::{EXTRA, PAD, ThreadScratch};
+use softmax::{NOTHING, Softmax};
 
-const TILE: u32 = 64;
+/// Sequence positions of a split.
+pub const SPLIT: u32 = 1024;
+/// Query rows of a unit.
+const UNIT_ROWS: usize = 256;
+/// Query rows whose scores are held at once.
 const BLOCK_ROWS: usize = 32;
-/// Steps of fewer tokens than this are not worth waking threads for, and must not allocate.
-const PARALLEL_TOKENS: usize = 16;
-
-/// Working memory of the largest step, for the largest layer.
-pub struct Scratch {
-    q: Vec<f32>,      // [n_kv_heads, slots, heads per KV head, head_dim]
-    sums: Vec<f32>,   // the same
-    max: Vec<f32>,    // [n_kv_heads, slots, heads per KV head]
-    norm: Vec<f32>,   // the same
-    scores: Vec<f32>, // [n_kv_heads, block rows, TILE]
-    row: Vec<f32>,    // [n_kv_heads, head_dim]
-    _held: Reservation,
-}
-
-/// Floats of each buffer, in the order of the fields.
-fn floats(layout: &Layout, max_step_tokens: u32) -> Option<[usize; 6]> {
-    let heads = layout.n_heads as usize;
-    let head_dim = layout.max_head_dim() as usize;
-    let kv_heads = layout.layers.iter().map(|l| l.n_kv_heads as usize).max().unwrap_or(0);
-    let rows = heads.checked_mul(max_step_tokens as usize)?;
-    let block =
-        layout.layers.iter().map(|l| block_slots(heads, l.n_kv_heads as usize) * heads).max().unwrap_or(0);
-    let wide = rows.checked_mul(head_dim)?;
-    Some([wide, wide, rows, rows, block.checked_mul(TILE as usize)?, kv_heads.checked_mul(head_dim)?])
-}
-
-/// Query slots of one block, whose rows are those of all query heads of a KV head.
-fn block_slots(heads: usize, kv_heads: usize) -> usize {
-    (BLOCK_ROWS / (heads / kv_heads)).max(1)
-}
-
-impl Scratch {
-    pub fn bytes(layout: &Layout, max_step_tokens: u32) -> Option<u64> {
-        let floats = floats(layout, max_step_tokens)?;
-        let all = floats.iter().try_fold(0usize, |sum, n| sum.checked_add(*n))?;
-        u64::try_from(all.checked_mul(size_of::<f32>())?).ok()
-    }
-
-    pub fn new(
-        layout: &Layout,
-        max_step_tokens: u32,
-        budget: &Arc<MemoryBudget>,
-    ) -> Result<Self, BackendError> {
-        let overflow =
-            || BackendError::Unsupported("a step of that many tokens overflows the scratch".into());
-        let sizes = floats(layout, max_step_tokens).ok_or_else(overflow)?;
-        let bytes = Self::bytes(layout, max_step_tokens).ok_or_else(overflow)?;
-        let held = budget.reserve(Purpose::Scratch, bytes)?;
-        let buffer = |n: usize| {
-            let mut all = Vec::new();
-            let refused = |_| BackendError::OutOfMemory { what: "scratch", bytes };
-            all.try_reserve_exact(n).map_err(refused)?;
-            all.resize(n, 0f32);
-            Ok::<_, BackendError>(all)
-        };
-        let [q, sums, max, norm, scores, row] = sizes;
-        Ok(Scratch {
-            q: buffer(q)?,
-            sums: buffer(sums)?,
-            max: buffer(max)?,
-            norm: buffer(norm)?,
-            scores: buffer(scores)?,
-            row: buffer(row)?,
-            _held: held,
-        })
-    }
-}
+/// Cells of a tile: few rows take long tiles, so that what happens once per tile happens rarely.
+const TILE: usize = 64;
+const LONG_TILE: usize = 256;
+const LONG_TILE_ROWS: usize = 8;
 
 /// One layer's attention.
 pub struct Layer<'l> {
-    pub keys: &'l dyn KeyPool,
-    pub values: &'l dyn ValuePool,
-    pub k: Storage,
-    pub v: Storage,
+    pub keys: &'l Side,
+    pub values: &'l Side,
+    pub slabs: &'l [Pages],
     pub reads: &'l Reads,
     pub heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
     pub scale: f32,
     pub softcap: Option<f32>,
+    /// Weigh packed values one by one.
+    pub exact: bool,
 }
 
-/// What one KV head works with: its parts of the scratch.
-struct Part<'s> {
-    head: u32,
-    q: &'s mut [f32],
-    sums: &'s mut [f32],
-    max: &'s mut [f32],
-    norm: &'s mut [f32],
-    scores: &'s mut [f32],
-    row: &'s mut [f32],
+/// A KV head and some of its query slots.
+#[derive(Clone, Copy)]
+struct Rows {
+    head: usize,
+    first_slot: usize,
+    n_slots: usize,
 }
 
 impl Layer<'_> {
     fn per_kv(&self) -> usize {
         self.heads / self.kv_heads
     }
+    /// Floats of one row's state: sums, norms by lane, maximum.
+    fn state(&self) -> usize {
+        self.head_dim + EXTRA
+    }
+    fn unit_slots(&self) -> usize {
+        (UNIT_ROWS / self.per_kv()).max(1)
+    }
 
     /// Attend with the queries that `query(token, head)` gives, and hand every output row to `put`.
     pub fn run<'q>(
         &self,
+        compute: &Compute,
         scratch: &mut Scratch,
         query: &(dyn Fn(usize, usize) -> &'q [f32] + Sync),
         put: &mut dyn FnMut(usize, usize, &[f32]),
     ) {
         let slots = self.reads.order.len();
-        let rows = slots * self.per_kv();
-        let wide = rows * self.head_dim;
-        let block = block_slots(self.heads, self.kv_heads) * self.per_kv() * TILE as usize;
-        // Row maxima end where the batch ends, however large the scratch is.
-        let mut q = scratch.q.chunks_exact_mut(wide);
-        let mut sums = scratch.sums.chunks_exact_mut(wide);
-        let mut max = scratch.max.chunks_exact_mut(rows);
-        let mut norm = scratch.norm.chunks_exact_mut(rows);
-        let mut scores = scratch.scores.chunks_exact_mut(block);
-        let mut row = scratch.row.chunks_exact_mut(self.head_dim);
-        let mut part = |head: usize| {
-            Some(Part {
-                head: head as u32,
-                q: q.next()?,
-                sums: sums.next()?,
-                max: max.next()?,
-                norm: norm.next()?,
-                scores: scores.next()?,
-                row: row.next()?,
-            })
+        let (per_kv, state) = (self.per_kv(), self.state());
+        let unit_slots = self.unit_slots().min(slots);
+        let units = self.kv_heads * slots.div_ceil(unit_slots);
+        let rows = |unit: usize| {
+            let (head, part) = (unit / slots.div_ceil(unit_slots), unit % slots.div_ceil(unit_slots));
+            let first_slot = part * unit_slots;
+            Rows { head, first_slot, n_slots: unit_slots.min(slots - first_slot) }
         };
-        if slots >= PARALLEL_TOKENS && self.kv_heads > 1 {
-            let parts: Vec<Part<'_>> = (0..self.kv_heads).filter_map(&mut part).collect();
-            parts.into_par_iter().for_each(|mut part| self.attend(&mut part, query));
-        } else {
-            for head in 0..self.kv_heads {
-                if let Some(mut part) = part(head) {
-                    self.attend(&mut part, query);
+        let index = |item: &ReadItem| item.first_index..item.first_index + item.run.len;
+        let first = self.reads.items.iter().map(|item| index(item).start / SPLIT).min().unwrap_or(0);
+        let end = self.reads.items.iter().map(|item| index(item).end.div_ceil(SPLIT)).max().unwrap_or(0);
+        let n_splits = (end - first) as usize;
+        // A state per unit, or one per unit and split where there are few units and room for the states.
+        let unit_state = unit_slots * per_kv * state;
+        let room = scratch.states.len() / unit_state;
+        let per_unit = if units < 4 * compute.threads.n() && units * n_splits <= room { n_splits.max(1) } else { 1 };
+        let states = &mut scratch.states[..units * per_unit * unit_state];
+        compute.threads.parts(states, unit_state, &mut scratch.threads, |i, states, scratch| {
+            let rows = rows(i / per_unit);
+            let split = (i % per_unit) as u32;
+            let splits = if per_unit > 1 { first + split..first + split + 1 } else { first..end };
+            self.unit(compute, rows, splits, states, scratch, query);
+        });
+        for unit in 0..units {
+            let rows = rows(unit);
+            let all = &mut states[unit * per_unit * unit_state..(unit + 1) * per_unit * unit_state];
+            let (total, others) = all.split_at_mut(unit_state);
+            for other in others.chunks_exact(unit_state) {
+                self.merge(total, other, rows.n_slots * per_kv);
+            }
+            for (i, row) in total.chunks_exact_mut(state).take(rows.n_slots * per_kv).enumerate() {
+                let (sums, norms) = row.split_at_mut(self.head_dim);
+                let inverse = 1.0 / softmax::sum(&norms[..LANES]);
+                sums.iter_mut().for_each(|x| *x *= inverse);
+                if self.values.shape.storage.rotate {
+                    rotate(sums);
                 }
-            }
-        }
-        for (kv_head, sums) in scratch.sums.chunks_exact(wide).take(self.kv_heads).enumerate() {
-            for (i, row) in sums.chunks_exact(self.head_dim).enumerate() {
-                let token = self.reads.order[i / self.per_kv()] as usize;
-                put(token, kv_head * self.per_kv() + i % self.per_kv(), row);
+                let token = self.reads.order[rows.first_slot + i / per_kv] as usize;
+                put(token, rows.head * per_kv + i % per_kv, sums);
             }
         }
     }
 
-    /// One KV head: all its queries over all items.
-    fn attend<'q>(&self, part: &mut Part<'_>, query: &(dyn Fn(usize, usize) -> &'q [f32] + Sync)) {
-        let (per_kv, head_dim) = (self.per_kv(), self.head_dim);
-        for (i, q) in part.q.chunks_exact_mut(head_dim).enumerate() {
-            let token = self.reads.order[i / per_kv] as usize;
-            q.copy_from_slice(query(token, part.head as usize * per_kv + i % per_kv));
-            if self.k.rotate {
-                rotate(q);
+    /// Splits one after the other, merged in their order into `total`.
+    fn unit<'q>(
+        &self,
+        compute: &Compute,
+        rows: Rows,
+        splits: std::ops::Range<u32>,
+        total: &mut [f32],
+        scratch: &mut ThreadScratch,
+        query: &(dyn Fn(usize, usize) -> &'q [f32] + Sync),
+    ) {
+        let n_rows = rows.n_slots * self.per_kv();
+        self.prepare(rows, scratch, query);
+        self.reset(total, n_rows);
+        let mut partial = std::mem::take(&mut scratch.partial);
+        for (i, split) in splits.enumerate() {
+            if i == 0 {
+                self.split(compute, rows, split, total, scratch);
+            } else {
+                self.reset(&mut partial, n_rows);
+                self.split(compute, rows, split, &mut partial, scratch);
+                self.merge(total, &partial, n_rows);
             }
         }
-        part.sums.fill(0.0);
-        part.max.fill(f32::NEG_INFINITY);
-        part.norm.fill(0.0);
-        for item in &self.reads.items {
-            let mut done = 0;
-            while done < item.run.len {
-                // Tiles end at multiples of TILE in the sequence, wherever its cells lie.
-                let to_edge = TILE - (item.first_index + done) % TILE;
-                let len = to_edge.min(item.run.len - done);
-                self.tile(part, item, done, len);
-                done += len;
+        scratch.partial = partial;
+    }
+
+    /// The queries as the kernels want them: turned if K is stored turned, scaled, split into bytes.
+    fn prepare<'q>(
+        &self,
+        rows: Rows,
+        scratch: &mut ThreadScratch,
+        query: &(dyn Fn(usize, usize) -> &'q [f32] + Sync),
+    ) {
+        let (per_kv, keys) = (self.per_kv(), &self.keys.shape);
+        let scale = match self.softcap {
+            Some(cap) => self.scale / cap,
+            None => self.scale * std::f32::consts::LOG2_E,
+        };
+        let n = rows.n_slots * per_kv;
+        for (i, row) in scratch.queries.chunks_exact_mut(self.head_dim).take(n).enumerate() {
+            let token = self.reads.order[rows.first_slot + i / per_kv] as usize;
+            row.copy_from_slice(query(token, rows.head * per_kv + i % per_kv));
+            if keys.storage.rotate {
+                rotate(row);
             }
-        }
-        for (i, sums) in part.sums.chunks_exact_mut(head_dim).enumerate() {
-            let inverse = 1.0 / part.norm[i];
-            sums.iter_mut().for_each(|x| *x *= inverse);
-            if self.v.rotate {
-                rotate(sums);
+            row.iter_mut().for_each(|x| *x *= scale);
+            let group = keys.storage.group as usize;
+            match keys.storage.dtype {
+                DType::Q8 => scratch.packed[i].pack_bytes(row, group),
+                DType::Q4 => scratch.packed[i].pack_nibbles(row, group),
+                DType::F32 | DType::F16 | DType::BF16 => {}
             }
         }
     }
 
-    /// The cells `offset..offset + len` of an item, for all its queries.
-    fn tile(&self, part: &mut Part<'_>, item: &ReadItem, offset: u32, len: u32) {
-        let slots = block_slots(self.heads, self.kv_heads) as u32;
-        let mut first = 0;
-        while first < item.n_queries {
-            let n = slots.min(item.n_queries - first);
-            // What any query of the block sees of the tile: bands move with the query, so the ends bound it.
-            let (a, b) = (self.reads.span_of(item, first), self.reads.span_of(item, first + n - 1));
-            let from = a.start.min(b.start).max(offset);
-            let until = a.end.max(b.end).min(offset + len);
-            if from < until {
-                self.block(part, item, first, n, from, until);
-            }
-            first += n;
+    fn reset(&self, states: &mut [f32], n_rows: usize) {
+        for row in states.chunks_exact_mut(self.state()).take(n_rows) {
+            row.fill(0.0);
+            row[self.head_dim + LANES] = NOTHING;
         }
     }
 
-    /// Query slots `first..first + n` of an item over its cells `from..until`.
-    fn block(&self, part: &mut Part<'_>, item: &ReadItem, first: u32, n: u32, from: u32, until: u32) {
-        let (per_kv, head_dim, stride) = (self.per_kv(), self.head_dim, TILE as usize);
-        let run = Run { start: item.run.start + from, len: until - from };
-        let width = run.len as usize;
-        let rows = n as usize * per_kv;
-        let row0 = (item.first_query + first) as usize * per_kv;
-        let scores = &mut part.scores[..rows * stride];
-        let q = &part.q[row0 * head_dim..(row0 + rows) * head_dim];
-        self.keys.scores(part.head, run, q, scores, stride, part.row);
-
-        for (r, line) in scores.chunks_exact_mut(stride).enumerate() {
-            let line = &mut line[..width];
-            line.iter_mut().for_each(|s| *s *= self.scale);
-            if let Some(cap) = self.softcap {
-                line.iter_mut().for_each(|s| *s = cap * (*s / cap).tanh());
-            }
-            self.hide(item, first + (r / per_kv) as u32, from, line);
-            let (max, norm) = (&mut part.max[row0 + r], &mut part.norm[row0 + r]);
-            // `max` would let a NaN disappear; a broken row must stay broken.
-            let peak = line.iter().fold(*max, |m, s| if *s > m || s.is_nan() { *s } else { m });
-            if peak == f32::NEG_INFINITY {
-                line.fill(0.0); // this row sees nothing of the tile
+    /// `total ⊕ other`, row by row: exact rescaling, then one addition each.
+    fn merge(&self, total: &mut [f32], other: &[f32], n_rows: usize) {
+        let at = self.head_dim + LANES;
+        let states = total.chunks_exact_mut(self.state()).zip(other.chunks_exact(self.state()));
+        for (total, other) in states.take(n_rows) {
+            if other[at] == NOTHING {
                 continue;
             }
-            let shrink = (*max - peak).exp();
-            if shrink != 1.0 {
-                let sums = &mut part.sums[(row0 + r) * head_dim..(row0 + r + 1) * head_dim];
-                sums.iter_mut().for_each(|x| *x *= shrink);
-            }
-            let mut total = 0.0;
-            for s in line.iter_mut() {
-                *s = (*s - peak).exp();
-                total += *s;
-            }
-            *norm = *norm * shrink + total;
-            *max = peak;
+            let max = if total[at] > other[at] { total[at] } else { other[at] };
+            let (a, b) = (softmax::power(total[at] - max), softmax::power(other[at] - max));
+            total[at] = max;
+            total[..at].iter_mut().zip(other).for_each(|(x, y)| *x = *x * a + y * b);
         }
-        let sums = &mut part.sums[row0 * head_dim..(row0 + rows) * head_dim];
-        self.values.accumulate(part.head, run, &part.scores[..rows * stride], stride, sums, part.row);
     }
 
-    /// −∞ where query slot `slot` of the item does not see `line`, the scores of its cells from `from` on.
-    fn hide(&self, item: &ReadItem, slot: u32, from: u32, line: &mut [f32]) {
-        match item.mask {
-            Mask::All => {}
-            Mask::Band { .. } => {
-                let seen = self.reads.span_of(item, slot);
-                let width = line.len();
-                let start = (seen.start.saturating_sub(from) as usize).min(width);
-                let end = (seen.end.saturating_sub(from) as usize).clamp(start, width);
-                line[..start].fill(f32::NEG_INFINITY);
-                line[end..].fill(f32::NEG_INFINITY);
+    /// What of the items lies in one split.
+    fn split(&self, compute: &Compute, rows: Rows, split: u32, states: &mut [f32], scratch: &mut ThreadScratch) {
+        let (from, until) = (split * SPLIT, split.saturating_add(1).saturating_mul(SPLIT));
+        let slots = rows.first_slot as u32..(rows.first_slot + rows.n_slots) as u32;
+        let few = rows.n_slots * self.per_kv() <= LONG_TILE_ROWS;
+        let tile = if few { LONG_TILE } else { TILE } as u32;
+        for item in &self.reads.items {
+            let queries = item.first_query.max(slots.start)..(item.first_query + item.n_queries).min(slots.end);
+            let first = item.first_index.max(from);
+            let end = (item.first_index + item.run.len).min(until);
+            if queries.is_empty() {
+                continue;
             }
-            Mask::Bits { .. } => {
-                for (i, s) in line.iter_mut().enumerate() {
-                    if !self.reads.sees(item, slot, from + i as u32) {
-                        *s = f32::NEG_INFINITY;
-                    }
+            let mut index = first;
+            while index < end {
+                let next = end.min((index / tile + 1) * tile);
+                let cells = index - item.first_index..next - item.first_index;
+                self.tile(compute, rows, item, queries.clone(), cells, tile, states, scratch);
+                index = next;
+            }
+        }
+    }
+
+    /// The cells `cells` (offsets into the item) of one tile, for the slots `queries` of the item.
+    #[allow(clippy::too_many_arguments)]
+    fn tile(
+        &self,
+        compute: &Compute,
+        rows: Rows,
+        item: &ReadItem,
+        queries: std::ops::Range<u32>,
+        cells: std::ops::Range<u32>,
+        tile: u32,
+        states: &mut [f32],
+        scratch: &mut ThreadScratch,
+    ) {
+        let at_once = ((BLOCK_ROWS / self.per_kv()).max(1)) as u32;
+        let mut slot = queries.start;
+        while slot < queries.end {
+            let n = at_once.min(queries.end - slot);
+            let first = slot - item.first_query;
+            // What any query of the block sees of the tile: bands move with the query, so the ends bound it.
+            let (a, b) = (self.reads.span_of(item, first), self.reads.span_of(item, first + n - 1));
+            let seen = a.start.min(b.start).max(cells.start)..a.end.max(b.end).min(cells.end);
+            if !seen.is_empty() {
+                self.block(compute, rows, item, slot..slot + n, seen, tile, states, scratch);
+            }
+            slot += n;
+        }
+    }
+
+    /// Some slots of the item over some of its cells, all inside one tile.
+    #[allow(clippy::too_many_arguments)]
+    fn block(
+        &self,
+        compute: &Compute,
+        rows: Rows,
+        item: &ReadItem,
+        slots: std::ops::Range<u32>,
+        seen: std::ops::Range<u32>,
+        tile: u32,
+        states: &mut [f32],
+        scratch: &mut ThreadScratch,
+    ) {
+        let (isa, per_kv, head_dim) = (compute.isa, self.per_kv(), self.head_dim);
+        let n_rows = slots.len() * per_kv;
+        let row0 = (slots.start as usize - rows.first_slot) * per_kv;
+        // A line holds a tile between two pads of a vector each, since blocks of cells stick out of what is seen.
+        let stride = tile as usize + 2 * PAD;
+        let lines = &mut scratch.lines[..n_rows * stride];
+        let in_line = |offset: u32| PAD + ((item.first_index + offset) % tile) as usize;
+        let run = Run { start: item.run.start + seen.start, len: seen.end - seen.start };
+        let at = in_line(seen.start); // the run stays inside the tile, so the rest follows it
+        self.keys.blocks(self.slabs, rows.head, run, |blocks, cell| {
+            let at = (at + cell as usize) - run.start as usize;
+            let queries = Queries {
+                n: n_rows,
+                rows: &scratch.queries[row0 * head_dim..(row0 + n_rows) * head_dim],
+                packed: &scratch.packed[if self.keys.shape.storage.dtype.is_quantised() { row0..row0 + n_rows } else { 0..0 }],
+            };
+            let lines = Lines { data: lines, stride, at };
+            pool::scores(isa, self.keys.shape.storage.dtype, queries, blocks, lines);
+        });
+
+        // −∞ where a row does not see a cell.
+        for (r, line) in lines.chunks_exact_mut(stride).enumerate() {
+            let slot = slots.start - item.first_query + (r / per_kv) as u32;
+            let span = self.reads.span_of(item, slot);
+            let span = span.start.max(seen.start)..span.end.min(seen.end);
+            let (start, end) = match span.is_empty() {
+                true => (at, at),
+                false => (at + (span.start - seen.start) as usize, at + (span.end - seen.start) as usize),
+            };
+            let (from, until) = (at / LANES * LANES, (at + run.len as usize).next_multiple_of(LANES));
+            line[from..start].fill(f32::NEG_INFINITY);
+            line[end..until].fill(f32::NEG_INFINITY);
+            if matches!(item.mask, Mask::Bits { .. }) {
+                for cell in seen.clone().filter(|cell| !self.reads.sees(item, slot, *cell)) {
+                    line[at + (cell - seen.start) as usize] = f32::NEG_INFINITY;
                 }
             }
         }
+
+        let state = self.state();
+        let states = &mut states[row0 * state..(row0 + n_rows) * state];
+        let vectors = at / LANES..(at + run.len as usize).div_ceil(LANES);
+        isa.run(Softmax { lines, stride, vectors, softcap: self.softcap, states, head_dim });
+
+        self.values.blocks(self.slabs, rows.head, run, |blocks, cell| {
+            let at = (at + cell as usize) - run.start as usize;
+            let lines = Lines { data: lines, stride, at };
+            let sums = Sums { n: n_rows, data: states, first: 0, stride: state };
+            pool::accumulate(isa, self.values.shape.storage.dtype, lines, blocks, sums, &mut scratch.quads);
+        });
     }
 }

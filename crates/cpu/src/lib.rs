@@ -1,20 +1,51 @@
-//! KV bytes and attention on the CPU.
+//! KV bytes, attention and packed linear layers on the CPU.
 //!
 //! Keys and values live in pools of their own (`pool.rs`), head-major, in the dtype that was asked for; attention
 //! (`attention.rs`) reads them packed, tile by tile, with an online softmax, and never makes a decoded copy of a
 //! cache. K and V meet only in a tile of scores, so that any K dtype goes with any V dtype.
 //!
-//! It promises results that do not depend on the number of threads, and a decode step that allocates nothing. It
-//! refuses unsafe code: kernels for one instruction set will live in `arch/`, beside this portable one.
-#![forbid(unsafe_code)]
+//! Kernels are written once over the vectors of `arch.rs`, and compiled for every instruction set; `KVIST_ISA`
+//! chooses one. It promises results that do not depend on the number of threads, and a decode step that allocates
+//! nothing. Unsafe code stands in `arch/` alone.
+#![deny(unsafe_code)]
 
+#[allow(unsafe_code)]
+pub mod arch;
 mod attention;
+mod pages;
 mod pool;
 mod pools;
 mod rotation;
 
+use arch::{Isa, Threads};
 use kvist_backend::{Backend, BackendError, PoolSpec, Pools, Purpose, Usage, reserved_cells};
 use pools::CpuPools;
+use std::sync::Arc;
+
+/// What computes: an instruction set and threads. Shared by whatever runs one after the other.
+#[derive(Clone, Debug)]
+pub struct Compute {
+    pub isa: Isa,
+    pub threads: Arc<Threads>,
+    /// Make every row's arithmetic independent of what else is in its batch, at some cost for packed dtypes.
+    pub deterministic: bool,
+}
+
+impl Compute {
+    pub fn new(isa: Isa, threads: usize) -> Self {
+        Compute { isa, threads: Arc::new(Threads::new(threads)), deterministic: false }
+    }
+    pub fn deterministic(self, deterministic: bool) -> Self {
+        Compute { deterministic, ..self }
+    }
+}
+
+/// The best instruction set, a thread per core.
+impl Default for Compute {
+    fn default() -> Self {
+        Compute { isa: Isa::best(), threads: Arc::new(Threads::per_core()), deterministic: false }
+    }
+}
 
 /// How pools grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -36,16 +67,21 @@ impl Growth {
 }
 
 /// The CPU backend, `cpu`.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Cpu {
+    compute: Compute,
     growth: Growth,
 }
 
 impl Cpu {
+    pub fn new(compute: Compute) -> Self {
+        Cpu { compute, growth: Growth::Segments }
+    }
+
     /// `cpu-concat`: the same kernels over a cache that is concatenated anew at every step, as naive decoders do
     /// it. Only measurements want it.
-    pub fn concatenating() -> Self {
-        Cpu { growth: Growth::Concatenate }
+    pub fn concatenating(self) -> Self {
+        Cpu { growth: Growth::Concatenate, ..self }
     }
 }
 
@@ -58,7 +94,7 @@ impl Backend for Cpu {
     }
 
     fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError> {
-        Ok(Box::new(CpuPools::new(self.id(), spec, self.growth)?))
+        Ok(Box::new(CpuPools::new(self.id(), spec, self.growth, &self.compute)?))
     }
 
     fn usage(&self, spec: &PoolSpec, cells: &[u32]) -> Option<Usage> {
@@ -66,11 +102,10 @@ impl Backend for Cpu {
         for (_, layer) in spec.layout.owners() {
             let group = layer.group.0 as usize;
             let reserved = self.growth.reserved_cells(*cells.get(group)?, *spec.capacity_cells.get(group)?);
-            let row = spec.k.row_bytes(layer.head_dim).checked_add(spec.v.row_bytes(layer.head_dim))?;
-            let layer = row.checked_mul(u64::from(layer.n_kv_heads))?.checked_mul(u64::from(reserved))?;
+            let layer = pools::sides(spec, layer).iter().try_fold(0u64, |sum, side| sum.checked_add(side.bytes(reserved)?))?;
             kv = kv.checked_add(layer)?;
         }
-        let scratch = attention::Scratch::bytes(&spec.layout, spec.max_step_tokens)?;
+        let scratch = attention::Scratch::bytes(spec, self.compute.threads.n())?;
         Some(Usage::default().with(Purpose::KvCache, kv).with(Purpose::Scratch, scratch))
     }
 }

@@ -1,298 +1,438 @@
-//! Rows of one side (K or V) of one layer, in one dtype.
+//! Rows of one side (K or V) of one layer: where they lie.
 //!
-//! Where a row lies is private to its pool: nobody outside asks for an address, so that V may interleave cells for
-//! integer dot products and K may not. One file per dtype holds how a row is packed; this one holds where.
+//! Cells stand in blocks of [`LANES`], so that sixteen keys are scored at once with one lane for each and without a
+//! horizontal sum, and sixteen values are weighted one after the other. Blocks of one head are neighbours
+//! (head-major), so that a step streams them. How a row is packed into codes and parameters is its dtype's file;
+//! this one interleaves the codes of a block:
+//!
+//! ```text
+//! keys     [row / unit][16 cells][unit bytes]      unit = one element of a float dtype, 4 bytes of a packed one
+//! values   [16 / together][row][together cells]    together = 1 for float dtypes, 4 for packed ones
+//! both     parameters [params][16 cells] of f16
+//! ```
+//!
+//! Four bytes of a cell's key meet four bytes of the query in one integer dot product; four cells' values meet their
+//! four weights.
 mod float;
 mod q4;
 mod q8;
+pub(crate) mod quantised;
 
 use crate::Growth;
+use crate::arch::{Isa, Kernel, LANES, Simd};
+use crate::pages::Pages;
+pub use float::{BF16, F16, F32};
 use half::f16;
-use kvist_backend::{DType, Storage};
+use kvist_backend::{DType, Side as Half, Storage};
 use kvist_cache::Run;
+pub use q4::Q4;
+pub use q8::Q8;
+pub use quantised::{PackedQuery, Quads};
+use std::ops::Range;
 
-/// What both sides can do.
-pub trait RowPool: Send + Sync {
-    /// Cells there is room for.
-    fn cells(&self) -> u32;
-    /// Room for cells up to `cells`, made beside the pool: nothing changes until [`adopt`](Self::adopt). `Err` is
-    /// the number of bytes the system refused.
-    fn allocate(&self, cells: u32) -> Result<Box<dyn std::any::Any + Send>, u64>;
-    /// Take in what [`allocate`](Self::allocate) made.
-    fn adopt(&mut self, room: Box<dyn std::any::Any + Send>);
-    fn write(&mut self, head: u32, cell: u32, row: &[f32]);
-    fn read(&self, head: u32, cell: u32, row: &mut [f32]);
-    /// Packed bytes of `len` cells of every head, from `from` to `to`; the runs do not overlap.
-    fn copy(&mut self, from: u32, to: u32, len: u32);
+/// Evaluate `$body` with the type `$C` that packs `$dtype`. A new dtype: one file and its line here.
+macro_rules! with_codec {
+    ($dtype:expr, $C:ident => $body:expr) => {
+        match $dtype {
+            kvist_backend::DType::F32 => {
+                type $C = $crate::pool::F32;
+                $body
+            }
+            kvist_backend::DType::F16 => {
+                type $C = $crate::pool::F16;
+                $body
+            }
+            kvist_backend::DType::BF16 => {
+                type $C = $crate::pool::BF16;
+                $body
+            }
+            kvist_backend::DType::Q8 => {
+                type $C = $crate::pool::Q8;
+                $body
+            }
+            kvist_backend::DType::Q4 => {
+                type $C = $crate::pool::Q4;
+                $body
+            }
+        }
+    };
 }
+pub(crate) use with_codec;
 
-/// The keys of one layer.
-pub trait KeyPool: RowPool {
-    /// `scores[query * stride + i] = queries[query] · k[run.start + i]`. Every row is decoded once, into `row`, for
-    /// all `queries: [n, head_dim]`.
-    fn scores(
-        &self,
-        head: u32,
-        run: Run,
-        queries: &[f32],
-        scores: &mut [f32],
-        stride: usize,
-        row: &mut [f32],
-    );
-}
-
-/// The values of one layer.
-pub trait ValuePool: RowPool {
-    /// `sums[query] += Σ weights[query * stride + i] * v[run.start + i]`, for `sums: [n, head_dim]`.
-    fn accumulate(
-        &self,
-        head: u32,
-        run: Run,
-        weights: &[f32],
-        stride: usize,
-        sums: &mut [f32],
-        row: &mut [f32],
-    );
-}
-
-/// How one dtype packs a row.
-trait Codec: Send + Sync + 'static {
-    type Code: Copy + Default + Send + Sync;
-    /// Codes of a row of `head_dim` values.
-    fn codes(head_dim: usize) -> usize;
-    /// f16 parameters of a group of codes: 0, a scale, or a scale and a minimum.
+/// How one dtype packs a row, and the two products attention needs of packed blocks.
+pub trait Codec: 'static {
+    /// Bytes of one element of a float dtype; `None` if four bytes of a cell stand together.
+    const ELEMENT: Option<usize>;
+    /// f16 parameters of a group of elements: 0, a scale, or a scale and a minimum.
     const PARAMS: usize;
-    fn encode(row: &[f32], group: usize, codes: &mut [Self::Code], params: &mut [f16]);
-    /// The row as f32, in `buffer` or where it lies.
-    fn decode<'r>(codes: &'r [Self::Code], params: &[f16], group: usize, buffer: &'r mut [f32]) -> &'r [f32];
+    /// Bytes of codes of a row of `head_dim` elements.
+    fn code_bytes(head_dim: usize) -> usize;
+    /// Is every stored value a finite number?
+    fn encode(row: &[f32], group: usize, codes: &mut [u8], params: &mut [f16]) -> bool;
+    fn decode(codes: &[u8], params: &[f16], group: usize, row: &mut [f32]);
+
+    /// `line[query][at + i] = query · key` for `queries` and every cell `i` of `blocks`, the rest of `line` alone.
+    fn scores<S: Simd>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>);
+    /// `sums[query] += Σ weight * value` over the cells of `blocks` with the weights `lines[query][at..]`.
+    fn accumulate<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>, quads: &mut Quads);
 }
 
-pub fn keys(storage: Storage, heads: u32, head_dim: u32, growth: Growth) -> Box<dyn KeyPool> {
-    match storage.dtype {
-        DType::F32 => Box::new(Rows::<float::F32>::new(storage, heads, head_dim, growth)),
-        DType::F16 => Box::new(Rows::<float::F16>::new(storage, heads, head_dim, growth)),
-        DType::BF16 => Box::new(Rows::<float::BF16>::new(storage, heads, head_dim, growth)),
-        DType::Q8 => Box::new(Rows::<q8::Q8>::new(storage, heads, head_dim, growth)),
-        DType::Q4 => Box::new(Rows::<q4::Q4>::new(storage, heads, head_dim, growth)),
+/// Query rows, ready for any dtype of keys.
+pub struct Queries<'q> {
+    pub n: usize,
+    /// `[n, head_dim]`.
+    pub rows: &'q [f32],
+    /// What integer products need; empty for float dtypes.
+    pub packed: &'q [PackedQuery],
+}
+
+/// One line of scores or weights per query, `stride` apart; the cells of the blocks stand at `at`.
+pub struct Lines<'l> {
+    pub data: &'l mut [f32],
+    pub stride: usize,
+    pub at: usize,
+}
+
+/// One row of sums per query, `stride` apart from `first` on.
+pub struct Sums<'s> {
+    pub n: usize,
+    pub data: &'s mut [f32],
+    pub first: usize,
+    pub stride: usize,
+}
+
+impl Sums<'_> {
+    #[inline(always)]
+    fn row(&mut self, query: usize, head_dim: usize) -> &mut [f32] {
+        let at = self.first + query * self.stride;
+        &mut self.data[at..at + head_dim]
     }
 }
 
-pub fn values(storage: Storage, heads: u32, head_dim: u32, growth: Growth) -> Box<dyn ValuePool> {
-    match storage.dtype {
-        DType::F32 => Box::new(Rows::<float::F32>::new(storage, heads, head_dim, growth)),
-        DType::F16 => Box::new(Rows::<float::F16>::new(storage, heads, head_dim, growth)),
-        DType::BF16 => Box::new(Rows::<float::BF16>::new(storage, heads, head_dim, growth)),
-        DType::Q8 => Box::new(Rows::<q8::Q8>::new(storage, heads, head_dim, growth)),
-        DType::Q4 => Box::new(Rows::<q4::Q4>::new(storage, heads, head_dim, growth)),
+/// Neighbouring blocks of one head.
+pub struct Blocks<'b> {
+    pub head_dim: usize,
+    pub group: usize,
+    /// Bytes of codes per cell.
+    pub row: usize,
+    /// `[n][16 * row]`.
+    pub codes: &'b [u8],
+    /// `[n][params][16]` of f16.
+    pub params: &'b [u8],
+    /// The cells that somebody sees; the others may hold anything.
+    pub lanes: Range<usize>,
+    /// May a cell hold what is not a number? Then a weight of 0 must not touch it.
+    pub careful: bool,
+}
+
+impl Blocks<'_> {
+    pub fn n(&self) -> usize {
+        self.codes.len() / (LANES * self.row)
     }
 }
 
-/// Neighbouring cells of every head. Codes and parameters stand apart, so that a stream of codes is only codes.
-struct Segment<C: Codec> {
+pub struct ScoresKernel<'k, C> {
+    pub queries: Queries<'k>,
+    pub blocks: Blocks<'k>,
+    pub lines: Lines<'k>,
+    pub codec: std::marker::PhantomData<C>,
+}
+
+impl<C: Codec> Kernel for ScoresKernel<'_, C> {
+    type Out = ();
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        C::scores(s, &self.queries, &self.blocks, &mut self.lines);
+    }
+}
+
+pub struct AccumulateKernel<'k, C> {
+    pub lines: Lines<'k>,
+    pub blocks: Blocks<'k>,
+    pub sums: Sums<'k>,
+    pub quads: &'k mut Quads,
+    pub codec: std::marker::PhantomData<C>,
+}
+
+impl<C: Codec> Kernel for AccumulateKernel<'_, C> {
+    type Out = ();
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        C::accumulate(s, &self.lines, &self.blocks, &mut self.sums, self.quads);
+    }
+}
+
+/// `scores` of `storage`'s dtype on `isa`.
+pub fn scores(isa: Isa, dtype: DType, queries: Queries<'_>, blocks: Blocks<'_>, lines: Lines<'_>) {
+    with_codec!(dtype, C => isa.run(ScoresKernel::<C> { queries, blocks, lines, codec: std::marker::PhantomData }))
+}
+
+/// `accumulate` of `storage`'s dtype on `isa`.
+pub fn accumulate(isa: Isa, dtype: DType, lines: Lines<'_>, blocks: Blocks<'_>, sums: Sums<'_>, quads: &mut Quads) {
+    with_codec!(dtype, C => isa.run(AccumulateKernel::<C> {
+        lines, blocks, sums, quads, codec: std::marker::PhantomData
+    }))
+}
+
+/// Where the bytes of a block stand.
+#[derive(Clone, Copy, Debug)]
+enum Interleaving {
+    Keys { unit: usize },
+    Values { together: usize },
+}
+
+/// The shape of one side of one layer.
+#[derive(Clone, Copy, Debug)]
+pub struct Geometry {
+    pub storage: Storage,
+    pub heads: usize,
+    pub head_dim: usize,
+    /// Bytes of codes per cell, filled up to whole units.
+    row: usize,
+    /// f16 parameters per cell.
+    params: usize,
+    interleaving: Interleaving,
+}
+
+impl Geometry {
+    pub fn new(half: Half, storage: Storage, heads: u32, head_dim: u32) -> Self {
+        let groups = storage.n_groups(head_dim) as usize;
+        let (heads, head_dim) = (heads as usize, head_dim as usize);
+        let (bytes, element, params) = with_codec!(storage.dtype, C => (C::code_bytes(head_dim), C::ELEMENT, C::PARAMS));
+        let (row, interleaving) = match half {
+            Half::K => {
+                let unit = element.unwrap_or(4);
+                (bytes.next_multiple_of(unit), Interleaving::Keys { unit })
+            }
+            Half::V => (bytes, Interleaving::Values { together: if element.is_some() { 1 } else { 4 } }),
+        };
+        Geometry { storage, heads, head_dim, row, params: params * groups, interleaving }
+    }
+
+    /// Bytes that `cells` cells take: whole blocks of every head. `None` if it overflows.
+    pub fn bytes(&self, cells: u32) -> Option<u64> {
+        let blocks = u64::from(cells).div_ceil(LANES as u64);
+        let block = (self.block_codes() + self.block_params()) as u64;
+        blocks.checked_mul(self.heads as u64)?.checked_mul(block)
+    }
+
+    fn block_codes(&self) -> usize {
+        LANES * self.row
+    }
+    fn block_params(&self) -> usize {
+        LANES * self.params * 2
+    }
+
+    /// Where byte `j` of the row in lane `lane` stands in its block.
+    fn place(&self, j: usize, lane: usize) -> usize {
+        match self.interleaving {
+            Interleaving::Keys { unit } => (j / unit * LANES + lane) * unit + j % unit,
+            Interleaving::Values { together } => {
+                lane / together * together * self.row + j * together + lane % together
+            }
+        }
+    }
+}
+
+/// Neighbouring cells of every head, in one slab: codes `[heads][blocks]`, then parameters `[heads][blocks]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Segment {
     cells: Run,
-    codes: Vec<C::Code>, // [n_heads, cells, codes per row]
-    params: Vec<f16>,    // [n_heads, cells, params per row]
+    slab: usize,
+    codes: usize,
+    params: usize,
 }
 
-struct Rows<C: Codec> {
-    heads: usize,
-    head_dim: usize,
-    group: usize,
-    codes: usize,  // per row
-    params: usize, // per row
-    growth: Growth,
-    segments: Vec<Segment<C>>,
+/// One side of one layer.
+#[derive(Debug)]
+pub struct Side {
+    pub shape: Geometry,
+    segments: Vec<Segment>,
+    /// Was anything stored that is not a finite number?
+    broken: bool,
+    // One row on its way.
+    codes: Vec<u8>,
+    params: Vec<f16>,
 }
 
-impl<C: Codec> Rows<C> {
-    fn new(storage: Storage, heads: u32, head_dim: u32, growth: Growth) -> Self {
-        Rows {
-            heads: heads as usize,
-            head_dim: head_dim as usize,
-            group: storage.group as usize,
-            codes: C::codes(head_dim as usize),
-            params: C::PARAMS * storage.n_groups(head_dim) as usize,
-            growth,
-            segments: Vec::new(),
+impl Side {
+    pub fn new(shape: Geometry) -> Self {
+        let (codes, params) = (vec![0; shape.row], vec![f16::ZERO; shape.params]);
+        Side { shape, segments: Vec::new(), broken: false, codes, params }
+    }
+
+    /// Cells there is room for.
+    pub fn cells(&self) -> u32 {
+        self.segments.last().map_or(0, |s| s.cells.end())
+    }
+
+    /// The segment that room for cells up to `cells` would add, at byte `at` of slab `slab`.
+    pub fn segment(&self, cells: u32, growth: Growth, slab: usize, at: usize) -> Segment {
+        let start = if growth == Growth::Concatenate { 0 } else { self.cells() };
+        let cells = Run { start, len: cells.saturating_sub(start) };
+        let blocks = (cells.len as usize).div_ceil(LANES);
+        Segment { cells, slab, codes: at, params: at + self.shape.heads * blocks * self.shape.block_codes() }
+    }
+
+    /// Take in room that exists now. A concatenating side copies what it holds, and lets go of where it was.
+    pub fn adopt(&mut self, segment: Segment, growth: Growth, slabs: &mut [Pages]) {
+        if growth == Growth::Concatenate
+            && let Some(old) = self.segments.pop()
+        {
+            for (block, from, to) in [
+                (self.shape.block_codes(), old.codes, segment.codes),
+                (self.shape.block_params(), old.params, segment.params),
+            ] {
+                let head = |segment: &Segment| (segment.cells.len as usize).div_ceil(LANES) * block;
+                for h in 0..self.shape.heads {
+                    let (from, to) = (from + h * head(&old), to + h * head(&segment));
+                    copy(slabs, (old.slab, from), (segment.slab, to), head(&old));
+                }
+            }
+        }
+        self.segments.push(segment);
+    }
+
+    fn segment_of(&self, cell: u32) -> &Segment {
+        let found = self.segments.iter().rfind(|s| s.cells.start <= cell);
+        found.filter(|s| cell < s.cells.end()).unwrap_or_else(|| {
+            panic!("cell {cell} lies past the {} the pool was grown to", self.cells())
+        })
+    }
+
+    /// Block of `head` and `cell` inside a segment.
+    fn block_of(segment: &Segment, head: usize, cell: u32) -> usize {
+        let blocks = (segment.cells.len as usize).div_ceil(LANES);
+        head * blocks + (cell - segment.cells.start) as usize / LANES
+    }
+
+    fn lane_of(segment: &Segment, cell: u32) -> usize {
+        (cell - segment.cells.start) as usize % LANES
+    }
+
+    pub fn write(&mut self, slabs: &mut [Pages], head: usize, cell: u32, row: &[f32]) {
+        let shape = self.shape;
+        let (codes, params) = (&mut self.codes[..], &mut self.params[..]);
+        let group = shape.storage.group as usize;
+        let finite = with_codec!(shape.storage.dtype, C => C::encode(row, group, codes, params));
+        self.broken |= !finite;
+        let segment = *self.segment_of(cell);
+        let (block, lane) = (Self::block_of(&segment, head, cell), Self::lane_of(&segment, cell));
+        let slab = slabs[segment.slab].bytes_mut();
+        let at = segment.codes + block * shape.block_codes();
+        scatter(&mut slab[at..at + shape.block_codes()], &self.codes, |j| shape.place(j, lane), shape.interleaving);
+        let at = segment.params + block * shape.block_params();
+        let line = slab[at..at + shape.block_params()].chunks_exact_mut(2 * LANES);
+        for (line, param) in line.zip(&self.params) {
+            line[2 * lane..2 * lane + 2].copy_from_slice(&param.to_le_bytes());
         }
     }
 
-    fn segment_of(&self, cell: u32) -> usize {
-        let found = self.segments.iter().position(|s| s.cells.contains(cell));
-        found.unwrap_or_else(|| panic!("cell {cell} lies past the {} the pool was grown to", self.cells()))
+    pub fn read(&self, slabs: &[Pages], head: usize, cell: u32, row: &mut [f32]) {
+        let shape = self.shape;
+        let segment = self.segment_of(cell);
+        let (block, lane) = (Self::block_of(segment, head, cell), Self::lane_of(segment, cell));
+        let slab = slabs[segment.slab].bytes();
+        let at = segment.codes + block * shape.block_codes();
+        let codes: Vec<u8> = (0..shape.row).map(|j| slab[at + shape.place(j, lane)]).collect();
+        let at = segment.params + block * shape.block_params();
+        let param = |p: usize| {
+            let at = at + (p * LANES + lane) * 2;
+            f16::from_le_bytes([slab[at], slab[at + 1]])
+        };
+        let params: Vec<f16> = (0..shape.params).map(param).collect();
+        let group = shape.storage.group as usize;
+        with_codec!(shape.storage.dtype, C => C::decode(&codes, &params, group, row));
     }
 
-    /// Index of the row of `head` and `cell` inside a segment.
-    fn row_index(segment: &Segment<C>, head: u32, cell: u32) -> usize {
-        head as usize * segment.cells.len as usize + (cell - segment.cells.start) as usize
+    /// Packed bytes of `len` cells of every head, from `from` to `to`; the runs do not overlap.
+    pub fn copy(&mut self, slabs: &mut [Pages], from: u32, to: u32, len: u32) {
+        let shape = self.shape;
+        for i in 0..len {
+            let (a, b) = (*self.segment_of(from + i), *self.segment_of(to + i));
+            let (la, lb) = (Self::lane_of(&a, from + i), Self::lane_of(&b, to + i));
+            for head in 0..shape.heads {
+                let (ba, bb) = (Self::block_of(&a, head, from + i), Self::block_of(&b, head, to + i));
+                for j in 0..shape.row {
+                    let from = a.codes + ba * shape.block_codes() + shape.place(j, la);
+                    let to = b.codes + bb * shape.block_codes() + shape.place(j, lb);
+                    slabs[b.slab].bytes_mut()[to] = slabs[a.slab].bytes()[from];
+                }
+                for p in 0..shape.params {
+                    let from = a.params + ba * shape.block_params() + (p * LANES + la) * 2;
+                    let to = b.params + bb * shape.block_params() + (p * LANES + lb) * 2;
+                    copy(slabs, (a.slab, from), (b.slab, to), 2);
+                }
+            }
+        }
     }
 
-    fn row<'r>(&'r self, segment: &'r Segment<C>, index: usize, buffer: &'r mut [f32]) -> &'r [f32] {
-        let codes = &segment.codes[index * self.codes..(index + 1) * self.codes];
-        let params = &segment.params[index * self.params..(index + 1) * self.params];
-        C::decode(codes, params, self.group, buffer)
+    /// The newest segment's slab has another number now.
+    pub fn moved_to(&mut self, slab: usize) {
+        if let Some(segment) = self.segments.last_mut() {
+            segment.slab = slab;
+        }
     }
 
-    /// Call `each(i, row)` for every cell `run.start + i`, decoded.
-    #[inline(always)]
-    fn for_rows(&self, head: u32, run: Run, buffer: &mut [f32], mut each: impl FnMut(usize, &[f32])) {
+    /// Slab of the newest segment: where a concatenating side lies.
+    pub fn slab(&self) -> Option<usize> {
+        self.segments.last().map(|s| s.slab)
+    }
+
+    /// Call `each(blocks, first)` for the blocks of `head` that hold `run`; `first` is the cell of their first
+    /// lane, which may lie before the run.
+    #[inline]
+    pub fn blocks(&self, slabs: &[Pages], head: usize, run: Run, mut each: impl FnMut(Blocks<'_>, u32)) {
+        let shape = &self.shape;
         let mut cell = run.start;
         while cell < run.end() {
-            let segment = &self.segments[self.segment_of(cell)];
+            let segment = self.segment_of(cell);
             let end = run.end().min(segment.cells.end());
-            let first = Self::row_index(segment, head, cell);
-            for i in 0..(end - cell) as usize {
-                let row = self.row(segment, first + i, &mut buffer[..self.head_dim]);
-                each((cell - run.start) as usize + i, row);
-            }
+            let lane = Self::lane_of(segment, cell);
+            let lanes = lane..lane + (end - cell) as usize;
+            let (block, n) = (Self::block_of(segment, head, cell), lanes.end.div_ceil(LANES));
+            let slab = slabs[segment.slab].bytes();
+            let part = |at: usize, len: usize| &slab[at + block * len..at + (block + n) * len];
+            let blocks = Blocks {
+                head_dim: shape.head_dim,
+                group: shape.storage.group as usize,
+                row: shape.row,
+                codes: part(segment.codes, shape.block_codes()),
+                params: part(segment.params, shape.block_params()),
+                lanes,
+                careful: self.broken,
+            };
+            each(blocks, cell - lane as u32);
             cell = end;
         }
     }
 }
 
-impl<C: Codec> RowPool for Rows<C> {
-    fn cells(&self) -> u32 {
-        self.segments.last().map_or(0, |s| s.cells.end())
-    }
-
-    fn allocate(&self, cells: u32) -> Result<Box<dyn std::any::Any + Send>, u64> {
-        let start = if self.growth == Growth::Concatenate { 0 } else { self.cells() };
-        let cells = Run { start, len: cells.saturating_sub(start) };
-        let rows = self.heads * cells.len as usize;
-        let mut segment =
-            Segment::<C> { cells, codes: zeros(rows * self.codes)?, params: zeros(rows * self.params)? };
-        if self.growth == Growth::Concatenate
-            && let Some(old) = self.segments.first()
-        {
-            for head in 0..self.heads {
-                let (to, from) = (head * cells.len as usize, head * old.cells.len as usize);
-                let n = (old.cells.len.min(cells.len)) as usize;
-                copy_rows(&mut segment.codes, to, &old.codes, from, n, self.codes);
-                copy_rows(&mut segment.params, to, &old.params, from, n, self.params);
+/// Put `codes[j]` at `place(j)`: two loops, because most units are whole.
+fn scatter(block: &mut [u8], codes: &[u8], place: impl Fn(usize) -> usize, interleaving: Interleaving) {
+    match interleaving {
+        Interleaving::Values { together: 1 } => {
+            let at = place(0);
+            block[at..at + codes.len()].copy_from_slice(codes);
+        }
+        Interleaving::Values { .. } => {
+            for (j, code) in codes.iter().enumerate() {
+                block[place(j)] = *code;
             }
         }
-        Ok(Box::new(segment))
-    }
-
-    fn adopt(&mut self, room: Box<dyn std::any::Any + Send>) {
-        if let Ok(segment) = room.downcast::<Segment<C>>() {
-            if self.growth == Growth::Concatenate {
-                self.segments.clear();
-            }
-            self.segments.push(*segment);
-        }
-    }
-
-    fn write(&mut self, head: u32, cell: u32, row: &[f32]) {
-        let at = self.segment_of(cell);
-        let (codes, params, group) = (self.codes, self.params, self.group);
-        let segment = &mut self.segments[at];
-        let index = Self::row_index(segment, head, cell);
-        C::encode(
-            row,
-            group,
-            &mut segment.codes[index * codes..(index + 1) * codes],
-            &mut segment.params[index * params..(index + 1) * params],
-        );
-    }
-
-    fn read(&self, head: u32, cell: u32, out: &mut [f32]) {
-        let segment = &self.segments[self.segment_of(cell)];
-        let mut buffer = vec![0.0; self.head_dim];
-        out.copy_from_slice(self.row(segment, Self::row_index(segment, head, cell), &mut buffer));
-    }
-
-    fn copy(&mut self, from: u32, to: u32, len: u32) {
-        let (codes, params) = (self.codes, self.params);
-        for i in 0..len {
-            let (source, target) = (self.segment_of(from + i), self.segment_of(to + i));
-            for head in 0..self.heads as u32 {
-                let a = Self::row_index(&self.segments[source], head, from + i);
-                let b = Self::row_index(&self.segments[target], head, to + i);
-                if source == target {
-                    let segment = &mut self.segments[source];
-                    segment.codes.copy_within(a * codes..(a + 1) * codes, b * codes);
-                    segment.params.copy_within(a * params..(a + 1) * params, b * params);
-                } else {
-                    let [source, target] =
-                        self.segments.get_disjoint_mut([source, target]).expect("two segments");
-                    copy_rows(&mut target.codes, b, &source.codes, a, 1, codes);
-                    copy_rows(&mut target.params, b, &source.params, a, 1, params);
-                }
+        Interleaving::Keys { unit } => {
+            for (i, unit_codes) in codes.chunks_exact(unit).enumerate() {
+                let at = place(i * unit);
+                block[at..at + unit].copy_from_slice(unit_codes);
             }
         }
     }
 }
 
-impl<C: Codec> KeyPool for Rows<C> {
-    fn scores(
-        &self,
-        head: u32,
-        run: Run,
-        queries: &[f32],
-        scores: &mut [f32],
-        stride: usize,
-        row: &mut [f32],
-    ) {
-        let head_dim = self.head_dim;
-        self.for_rows(head, run, row, |i, key| {
-            for (query, scores) in queries.chunks_exact(head_dim).zip(scores.chunks_mut(stride)) {
-                scores[i] = dot(query, key);
-            }
-        });
+fn copy(slabs: &mut [Pages], from: (usize, usize), to: (usize, usize), len: usize) {
+    if from.0 == to.0 {
+        slabs[to.0].bytes_mut().copy_within(from.1..from.1 + len, to.1);
+    } else if let Ok([a, b]) = slabs.get_disjoint_mut([from.0, to.0]) {
+        b.bytes_mut()[to.1..to.1 + len].copy_from_slice(&a.bytes()[from.1..from.1 + len]);
     }
-}
-
-impl<C: Codec> ValuePool for Rows<C> {
-    fn accumulate(
-        &self,
-        head: u32,
-        run: Run,
-        weights: &[f32],
-        stride: usize,
-        sums: &mut [f32],
-        row: &mut [f32],
-    ) {
-        let head_dim = self.head_dim;
-        self.for_rows(head, run, row, |i, value| {
-            for (sum, weights) in sums.chunks_exact_mut(head_dim).zip(weights.chunks(stride)) {
-                let weight = weights[i];
-                // Masked cells have no weight, and must not spread a NaN that nobody may see.
-                if weight != 0.0 {
-                    sum.iter_mut().zip(value).for_each(|(s, v)| *s += weight * v);
-                }
-            }
-        });
-    }
-}
-
-/// Zeroed, or the bytes that could not be had.
-fn zeros<T: Copy + Default>(n: usize) -> Result<Vec<T>, u64> {
-    let mut all = Vec::new();
-    all.try_reserve_exact(n).map_err(|_| (n * size_of::<T>()) as u64)?;
-    all.resize(n, T::default());
-    Ok(all)
-}
-
-fn copy_rows<T: Copy>(to: &mut [T], to_row: usize, from: &[T], from_row: usize, n: usize, len: usize) {
-    to[to_row * len..(to_row + n) * len].copy_from_slice(&from[from_row * len..(from_row + n) * len]);
-}
-
-/// Sixteen independent sums: additions of one would wait for each other, and the compiler may not reorder them.
-#[inline(always)]
-fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut sums = [0f32; 16];
-    let (a16, b16) = (a.chunks_exact(16), b.chunks_exact(16));
-    let rest: f32 = a16.remainder().iter().zip(b16.remainder()).map(|(x, y)| x * y).sum();
-    for (x, y) in a16.zip(b16) {
-        for i in 0..16 {
-            sums[i] += x[i] * y[i];
-        }
-    }
-    for half in [8, 4, 2, 1] {
-        for i in 0..half {
-            sums[i] += sums[i + half];
-        }
-    }
-    sums[0] + rest
 }

@@ -1,21 +1,32 @@
 //! The pools of one cache: growth, writes, attention, moves.
-use crate::Growth;
 use crate::attention::{Layer, Scratch};
-use crate::pool::{self, KeyPool, RowPool, ValuePool};
+use crate::pages::Pages;
+use crate::pool::{Geometry, Side};
 use crate::rotation::rotate;
-use kvist_backend::*;
+use crate::{Compute, Growth};
+use kvist_backend::{Side as Half, *};
 use kvist_cache::*;
 
 /// K and V of one owner layer.
+#[derive(Debug)]
 struct Owned {
-    keys: Box<dyn KeyPool>,
-    values: Box<dyn ValuePool>,
+    keys: Side,
+    values: Side,
+}
+
+/// The shapes of K and V of a layer.
+pub fn sides(spec: &PoolSpec, layer: &LayerSpec) -> [Geometry; 2] {
+    let side = |half, storage| Geometry::new(half, storage, layer.n_kv_heads, layer.head_dim);
+    [side(Half::K, spec.k), side(Half::V, spec.v)]
 }
 
 pub struct CpuPools {
     spec: PoolSpec,
     growth: Growth,
+    compute: Compute,
     layers: Vec<Option<Owned>>, // None for layers that borrow
+    /// One piece of memory per growth, for all layers: many small ones would not fill huge pages.
+    slabs: Vec<Pages>,
     ledger: KvLedger,
     scratch: Scratch,
     turned: Vec<f32>, // one row on its way into a rotated pool
@@ -24,7 +35,12 @@ pub struct CpuPools {
 }
 
 impl CpuPools {
-    pub fn new(device: &'static str, spec: &PoolSpec, growth: Growth) -> Result<Self, BackendError> {
+    pub fn new(
+        device: &'static str,
+        spec: &PoolSpec,
+        growth: Growth,
+        compute: &Compute,
+    ) -> Result<Self, BackendError> {
         spec.layout.check()?;
         let needed = spec.layout.n_groups();
         if spec.capacity_cells.len() < needed {
@@ -32,17 +48,19 @@ impl CpuPools {
             return Err(BackendError::OutOfRange { what: "capacity of layer group", index: needed - 1, len });
         }
         let layers = spec.layout.layers.iter().enumerate().map(|(l, layer)| {
-            spec.layout.owns(l).then(|| Owned {
-                keys: pool::keys(spec.k, layer.n_kv_heads, layer.head_dim, growth),
-                values: pool::values(spec.v, layer.n_kv_heads, layer.head_dim, growth),
+            spec.layout.owns(l).then(|| {
+                let [keys, values] = sides(spec, layer).map(Side::new);
+                Owned { keys, values }
             })
         });
         let max_tokens = spec.capacity_cells.iter().copied().max().unwrap_or(0);
         Ok(CpuPools {
             growth,
+            compute: compute.clone(),
             layers: layers.collect(),
+            slabs: Vec::new(),
             ledger: KvLedger::new(&spec.budget, device, max_tokens, spec.layout.owners().count()),
-            scratch: Scratch::new(&spec.layout, spec.max_step_tokens, &spec.budget)?,
+            scratch: Scratch::new(spec, compute.threads.n(), &spec.budget)?,
             turned: vec![0.0; spec.layout.max_head_dim() as usize],
             begun: None,
             counters: Counters::default(),
@@ -57,41 +75,65 @@ impl CpuPools {
 
     /// Make room for `cells_end(group)` cells of every group: all layers or none.
     fn grow(&mut self, cells_end: impl Fn(GroupId) -> u32) -> Result<(), BackendError> {
-        let mut bytes = 0;
         let mut wanted = Vec::new(); // stays unallocated while nothing grows
+        let mut more = 0;
         for (l, layer) in self.spec.layout.layers.iter().enumerate() {
             let Some(owned) = &self.layers[l] else { continue };
-            let cells = cells_end(layer.group);
-            let have = owned.keys.cells();
+            let (cells, have) = (cells_end(layer.group), owned.keys.cells());
             if cells > have {
                 let capacity = self.spec.capacity_cells[layer.group.0 as usize];
                 let reserved = self.growth.reserved_cells(cells, capacity);
-                bytes += u64::from(reserved - have) * u64::from(layer.n_kv_heads) * self.row_bytes(layer);
-                wanted.push((l, reserved));
+                let overflow = BackendError::OutOfMemory { what: "KV cache", bytes: u64::MAX };
+                let bytes = |side: &Side| {
+                    Some((side.shape.bytes(reserved)?, side.shape.bytes(reserved)? - side.shape.bytes(have)?))
+                };
+                let (Some(k), Some(v)) = (bytes(&owned.keys), bytes(&owned.values)) else { return Err(overflow) };
+                more += k.1 + v.1;
+                wanted.push(Wanted { layer: l, reserved, bytes: if self.concatenates() { [k.0, v.0] } else { [k.1, v.1] } });
             }
         }
         if wanted.is_empty() {
             return Ok(());
         }
-        self.ledger.grow(bytes)?;
-        let room = |(l, cells): &(usize, u32)| {
-            let owned = self.layers[*l].as_ref().expect("only owners grow");
-            Ok((*l, owned.keys.allocate(*cells)?, owned.values.allocate(*cells)?))
-        };
-        match wanted.iter().map(room).collect::<Result<Vec<_>, u64>>() {
-            Ok(rooms) => {
-                for (l, keys, values) in rooms {
-                    let owned = self.layers[l].as_mut().expect("only owners grow");
-                    owned.keys.adopt(keys);
-                    owned.values.adopt(values);
+        self.ledger.grow(more)?;
+        // A concatenating cache moves layer by layer, and gives each old place back at once.
+        let per_slab = if self.concatenates() { 1 } else { wanted.len() };
+        let mut slabs = Vec::new();
+        for wanted in wanted.chunks(per_slab) {
+            let bytes: u64 = wanted.iter().flat_map(|w| w.bytes).map(|b| b.next_multiple_of(64)).sum();
+            match usize::try_from(bytes).map_err(|_| bytes).and_then(Pages::new) {
+                Ok(slab) => slabs.push(slab),
+                Err(refused) => {
+                    self.ledger.shrink(more);
+                    return Err(BackendError::OutOfMemory { what: "KV cache", bytes: refused });
                 }
-                Ok(())
-            }
-            Err(refused) => {
-                self.ledger.shrink(bytes);
-                Err(BackendError::OutOfMemory { what: "KV cache", bytes: refused })
             }
         }
+        for (wanted, slab) in wanted.chunks(per_slab).zip(slabs) {
+            self.slabs.push(slab);
+            let new = self.slabs.len() - 1;
+            let mut at = 0;
+            for Wanted { layer, reserved, bytes } in wanted {
+                let owned = self.layers[*layer].as_mut().expect("only owners grow");
+                let old = owned.keys.slab();
+                for (side, bytes) in [(&mut owned.keys, bytes[0]), (&mut owned.values, bytes[1])] {
+                    let segment = side.segment(*reserved, self.growth, new, at);
+                    side.adopt(segment, self.growth, &mut self.slabs);
+                    at += bytes.next_multiple_of(64) as usize;
+                }
+                if let (Growth::Concatenate, Some(old)) = (self.growth, old) {
+                    // The new place takes the old one's number.
+                    self.slabs.swap_remove(old);
+                    owned.keys.moved_to(old);
+                    owned.values.moved_to(old);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn concatenates(&self) -> bool {
+        self.growth == Growth::Concatenate
     }
 
     /// Copy rows of one layer, then write the new ones.
@@ -100,8 +142,8 @@ impl CpuPools {
         let head_dim = layer.head_dim as usize;
         let owned = self.layers[owner].as_mut().expect("the layout was checked: owners own");
         for copy in &group.copies {
-            owned.keys.copy(copy.from, copy.to, copy.len);
-            owned.values.copy(copy.from, copy.to, copy.len);
+            owned.keys.copy(&mut self.slabs, copy.from, copy.to, copy.len);
+            owned.values.copy(&mut self.slabs, copy.from, copy.to, copy.len);
         }
         let turned = &mut self.turned[..head_dim];
         let cells = group.writes.iter().flat_map(|run| run.cells());
@@ -109,8 +151,8 @@ impl CpuPools {
         for (token, cell) in cells.enumerate() {
             for head in 0..layer.n_kv_heads {
                 let (k, v) = (k.row(token, head as usize, head_dim), v.row(token, head as usize, head_dim));
-                put(&mut *owned.keys, self.spec.k, head, cell, k, turned);
-                put(&mut *owned.values, self.spec.v, head, cell, v, turned);
+                put(&mut owned.keys, &mut self.slabs, head, cell, k, turned);
+                put(&mut owned.values, &mut self.slabs, head, cell, v, turned);
             }
             written += 1;
         }
@@ -121,20 +163,21 @@ impl CpuPools {
     }
 }
 
-fn put<P: RowPool + ?Sized>(
-    pool: &mut P,
-    storage: Storage,
-    head: u32,
-    cell: u32,
-    row: &[f32],
-    turned: &mut [f32],
-) {
-    if storage.rotate {
+/// What a layer grows by.
+struct Wanted {
+    layer: usize,
+    reserved: u32,
+    /// Of K and V, in the new slab.
+    bytes: [u64; 2],
+}
+
+fn put(side: &mut Side, slabs: &mut [Pages], head: u32, cell: u32, row: &[f32], turned: &mut [f32]) {
+    if side.shape.storage.rotate {
         turned.copy_from_slice(row);
         rotate(turned);
-        pool.write(head, cell, turned);
+        side.write(slabs, head as usize, cell, turned);
     } else {
-        pool.write(head, cell, row);
+        side.write(slabs, head as usize, cell, row);
     }
 }
 
@@ -180,18 +223,19 @@ impl Pools for CpuPools {
         self.counters.bytes_read += group.reads.cells_read() * kv_heads as u64 * self.row_bytes(&layer);
         let owned = self.layers[owner].as_ref().expect("the layout was checked: owners own");
         let attention = Layer {
-            keys: &*owned.keys,
-            values: &*owned.values,
-            k: self.spec.k,
-            v: self.spec.v,
+            keys: &owned.keys,
+            values: &owned.values,
+            slabs: &self.slabs,
             reads: &group.reads,
             heads,
             kv_heads,
             head_dim,
             scale: call.scale,
             softcap: call.softcap,
+            exact: self.compute.deterministic,
         };
         attention.run(
+            &self.compute,
             &mut self.scratch,
             &|token, head| call.q.row(token, head, head_dim),
             &mut |token, head, row| call.out.row(token, head, head_dim).copy_from_slice(row),
@@ -209,8 +253,8 @@ impl Pools for CpuPools {
                 }
                 let row = self.spec.k.row_bytes(layer.head_dim) + self.spec.v.row_bytes(layer.head_dim);
                 for copy in copies {
-                    owned.keys.copy(copy.from, copy.to, copy.len);
-                    owned.values.copy(copy.from, copy.to, copy.len);
+                    owned.keys.copy(&mut self.slabs, copy.from, copy.to, copy.len);
+                    owned.values.copy(&mut self.slabs, copy.from, copy.to, copy.len);
                     self.counters.bytes_moved += u64::from(copy.len) * u64::from(layer.n_kv_heads) * row;
                 }
             }
@@ -221,7 +265,7 @@ impl Pools for CpuPools {
     fn inspect(
         &self,
         layer: LayerId,
-        side: Side,
+        side: Half,
         kv_head: u32,
         cell: u32,
         row: &mut [f32],
@@ -230,9 +274,9 @@ impl Pools for CpuPools {
         let spec = self.spec.layout.layers.get(layer.0 as usize);
         let spec = spec.ok_or(BackendError::UnknownLayer { layer, n_layers })?;
         let owned = self.layers[spec.owner.0 as usize].as_ref().expect("the layout was checked: owners own");
-        let (pool, storage): (&dyn RowPool, _) = match side {
-            Side::K => (&*owned.keys, self.spec.k),
-            Side::V => (&*owned.values, self.spec.v),
+        let pool = match side {
+            Half::K => &owned.keys,
+            Half::V => &owned.values,
         };
         let within = |what, index: u32, len: u32| match index < len {
             true => Ok(()),
@@ -244,8 +288,8 @@ impl Pools for CpuPools {
             let expected = vec![spec.head_dim as usize];
             return Err(BackendError::Shape { what: "row", expected, elements: row.len() });
         }
-        pool.read(kv_head, cell, row);
-        if storage.rotate {
+        pool.read(&self.slabs, kv_head as usize, cell, row);
+        if pool.shape.storage.rotate {
             rotate(row);
         }
         Ok(())

@@ -12,7 +12,7 @@ const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
 fn backends() -> [Box<dyn Backend>; 3] {
-    [Box::new(Cpu::default()), Box::new(Cpu::concatenating()), Box::new(Reference)]
+    [Box::new(Cpu::default()), Box::new(Cpu::default().concatenating()), Box::new(Reference)]
 }
 
 /// From the notes kvist grew out of: sizes that can be computed by hand.

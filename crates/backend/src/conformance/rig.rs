@@ -491,7 +491,8 @@ impl<'c> Rig<'c> {
                     (&written.k[value][rows.clone()], &written.v[value][rows.clone()])
                 });
                 let size = attention(q, visible, scale, self.case.softcap, &mut expected);
-                let tolerance = self.options.attention * size;
+                let packed = self.case.k.dtype.is_quantised() || self.case.v.dtype.is_quantised();
+                let tolerance = size * if packed { self.options.packed } else { self.options.attention };
                 let found = &mut out[place.row(token, head, head_dim)];
                 for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
                     let difference = (f64::from(*found) - expected).abs();

@@ -1,81 +1,326 @@
 //! f32, f16 and bf16: a code is a value.
-use super::Codec;
+//!
+//! ```text
+//! scores:      for each 16 cells:  for i in head_dim:  k = widen(16 keys' element i);  s[query] += q[query][i] * k
+//! accumulate:  for each cell:      for 16 elements:    v = widen(16 elements);         o[query] += w[query] * v
+//! ```
+//!
+//! Per cell, side and query: head_dim fused multiply-adds; head_dim × element bytes are read once for all queries of
+//! a call. A register tile holds up to 8 queries × 2 vectors, so that what is widened once is used by all of them.
+//! Every lane adds in the order of i, every element in the order of the cells: neither the tile nor its alignment
+//! shows in the result.
+use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
+use crate::arch::{LANES, Simd, widen};
 use half::{bf16, f16};
 
 pub struct F32;
 pub struct F16;
 pub struct BF16;
 
-impl Codec for F32 {
-    type Code = f32;
-    const PARAMS: usize = 0;
-    fn codes(head_dim: usize) -> usize {
-        head_dim
-    }
-    fn encode(row: &[f32], _: usize, codes: &mut [f32], _: &mut [f16]) {
-        codes.copy_from_slice(row);
+/// A float dtype's elements.
+pub trait Element: 'static {
+    const BYTES: usize;
+    /// Sixteen elements.
+    type Raw: Copy;
+    fn vectors(bytes: &[u8]) -> &[Self::Raw];
+    fn widen<S: Simd>(s: S, raw: &Self::Raw) -> S::F;
+    fn decode(bytes: &[u8]) -> f32;
+    /// Is it a finite number?
+    fn encode(x: f32, bytes: &mut [u8]) -> bool;
+}
+
+impl Element for F32 {
+    const BYTES: usize = 4;
+    type Raw = [u8; 64];
+    #[inline(always)]
+    fn vectors(bytes: &[u8]) -> &[[u8; 64]] {
+        bytes.as_chunks().0
     }
     #[inline(always)]
-    fn decode<'r>(codes: &'r [f32], _: &[f16], _: usize, _: &'r mut [f32]) -> &'r [f32] {
-        codes
+    fn widen<S: Simd>(s: S, raw: &[u8; 64]) -> S::F {
+        s.load_f32_bytes(raw)
+    }
+    fn decode(bytes: &[u8]) -> f32 {
+        f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+    }
+    fn encode(x: f32, bytes: &mut [u8]) -> bool {
+        bytes.copy_from_slice(&x.to_le_bytes());
+        x.is_finite()
     }
 }
 
-impl Codec for F16 {
-    type Code = u16;
-    const PARAMS: usize = 0;
-    fn codes(head_dim: usize) -> usize {
-        head_dim
+impl Element for F16 {
+    const BYTES: usize = 2;
+    type Raw = [u8; 32];
+    #[inline(always)]
+    fn vectors(bytes: &[u8]) -> &[[u8; 32]] {
+        bytes.as_chunks().0
+    }
+    #[inline(always)]
+    fn widen<S: Simd>(s: S, raw: &[u8; 32]) -> S::F {
+        s.load_f16(raw)
+    }
+    fn decode(bytes: &[u8]) -> f32 {
+        widen(u16::from_le_bytes([bytes[0], bytes[1]]))
     }
     /// Values past ±65,504 become infinite.
-    fn encode(row: &[f32], _: usize, codes: &mut [u16], _: &mut [f16]) {
-        codes.iter_mut().zip(row).for_each(|(code, x)| *code = f16::from_f32(*x).to_bits());
+    fn encode(x: f32, bytes: &mut [u8]) -> bool {
+        let code = f16::from_f32(x);
+        bytes.copy_from_slice(&code.to_le_bytes());
+        code.is_finite()
+    }
+}
+
+impl Element for BF16 {
+    const BYTES: usize = 2;
+    type Raw = [u8; 32];
+    #[inline(always)]
+    fn vectors(bytes: &[u8]) -> &[[u8; 32]] {
+        bytes.as_chunks().0
     }
     #[inline(always)]
-    fn decode<'r>(codes: &'r [u16], _: &[f16], _: usize, buffer: &'r mut [f32]) -> &'r [f32] {
-        buffer.iter_mut().zip(codes).for_each(|(x, code)| *x = widen(*code));
-        buffer
+    fn widen<S: Simd>(s: S, raw: &[u8; 32]) -> S::F {
+        s.load_bf16(raw)
+    }
+    fn decode(bytes: &[u8]) -> f32 {
+        bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32()
+    }
+    fn encode(x: f32, bytes: &mut [u8]) -> bool {
+        let code = bf16::from_f32(x);
+        bytes.copy_from_slice(&code.to_le_bytes());
+        code.is_finite()
     }
 }
 
-/// f16 to f32 without a branch, so that a loop of it becomes vector code on any machine: shift the fields into
-/// place, then correct the exponent's bias by a multiplication, which also normalises subnormals.
-#[inline(always)]
-pub fn widen(code: u16) -> f32 {
-    let code = u32::from(code);
-    let magnitude = (code & 0x7fff) << 13;
-    let finite = f32::from_bits(magnitude) * f32::from_bits(0x7780_0000); // 2^112
-    let special = f32::from_bits(magnitude | 0x7f80_0000); // infinite or NaN
-    let value = if code & 0x7c00 == 0x7c00 { special } else { finite };
-    f32::from_bits(value.to_bits() | (code & 0x8000) << 16)
-}
-
-impl Codec for BF16 {
-    type Code = u16;
+impl<E: Element> Codec for E {
+    const ELEMENT: Option<usize> = Some(E::BYTES);
     const PARAMS: usize = 0;
-    fn codes(head_dim: usize) -> usize {
-        head_dim
+    fn code_bytes(head_dim: usize) -> usize {
+        head_dim * E::BYTES
     }
-    fn encode(row: &[f32], _: usize, codes: &mut [u16], _: &mut [f16]) {
-        codes.iter_mut().zip(row).for_each(|(code, x)| *code = bf16::from_f32(*x).to_bits());
+    fn encode(row: &[f32], _: usize, codes: &mut [u8], _: &mut [f16]) -> bool {
+        let mut finite = true;
+        for (x, code) in row.iter().zip(codes.chunks_exact_mut(E::BYTES)) {
+            finite &= E::encode(*x, code);
+        }
+        finite
     }
+    fn decode(codes: &[u8], _: &[f16], _: usize, row: &mut [f32]) {
+        for (x, code) in row.iter_mut().zip(codes.chunks_exact(E::BYTES)) {
+            *x = E::decode(code);
+        }
+    }
+
     #[inline(always)]
-    fn decode<'r>(codes: &'r [u16], _: &[f16], _: usize, buffer: &'r mut [f32]) -> &'r [f32] {
-        buffer.iter_mut().zip(codes).for_each(|(x, code)| *x = f32::from_bits(u32::from(*code) << 16));
-        buffer
+    fn scores<S: Simd>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>) {
+        let mut query = 0;
+        while S::ACCUMULATORS >= 16 && queries.n - query >= 8 {
+            scores_of::<S, E, 8, 2>(s, queries, query, blocks, lines);
+            query += 8;
+        }
+        while queries.n - query >= 4 {
+            if S::ACCUMULATORS >= 16 {
+                scores_of::<S, E, 4, 4>(s, queries, query, blocks, lines);
+            } else {
+                scores_of::<S, E, 4, 1>(s, queries, query, blocks, lines);
+            }
+            query += 4;
+        }
+        while queries.n - query >= 2 {
+            scores_of::<S, E, 2, 2>(s, queries, query, blocks, lines);
+            query += 2;
+        }
+        while query < queries.n {
+            scores_of::<S, E, 1, 4>(s, queries, query, blocks, lines);
+            query += 1;
+        }
+    }
+
+    #[inline(always)]
+    fn accumulate<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>, _: &mut Quads) {
+        let mut query = 0;
+        if blocks.careful {
+            while query < sums.n {
+                accumulate_carefully::<E>(lines, blocks, sums, query);
+                query += 1;
+            }
+            return;
+        }
+        while S::ACCUMULATORS >= 16 && sums.n - query >= 8 {
+            accumulate_for::<S, E, 8, 2>(s, lines, blocks, sums, query);
+            query += 8;
+        }
+        while sums.n - query >= 4 {
+            if S::ACCUMULATORS >= 16 {
+                accumulate_for::<S, E, 4, 4>(s, lines, blocks, sums, query);
+            } else {
+                accumulate_for::<S, E, 4, 1>(s, lines, blocks, sums, query);
+            }
+            query += 4;
+        }
+        while sums.n - query >= 2 {
+            accumulate_for::<S, E, 2, 2>(s, lines, blocks, sums, query);
+            query += 2;
+        }
+        while query < sums.n {
+            accumulate_for::<S, E, 1, 4>(s, lines, blocks, sums, query);
+            query += 1;
+        }
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// `R` queries over all blocks, `B` at a time.
+#[inline(always)]
+fn scores_of<S: Simd, E: Element, const R: usize, const B: usize>(
+    s: S,
+    queries: &Queries<'_>,
+    query: usize,
+    blocks: &Blocks<'_>,
+    lines: &mut Lines<'_>,
+) {
+    let mut block = 0;
+    let n = blocks.n();
+    while n - block >= B {
+        scores_tile::<S, E, R, B>(s, queries, query, blocks, block, lines);
+        block += B;
+    }
+    while block < n {
+        scores_tile::<S, E, R, 1>(s, queries, query, blocks, block, lines);
+        block += 1;
+    }
+}
 
-    #[test]
-    fn every_f16_widens_as_the_half_crate_says() {
-        for code in 0..=u16::MAX {
-            let (found, expected) = (widen(code), f16::from_bits(code).to_f32());
-            let same = found.to_bits() == expected.to_bits() || (found.is_nan() && expected.is_nan());
-            assert!(same, "{code:#06x} became {found}, not {expected}");
+#[inline(always)]
+fn scores_tile<S: Simd, E: Element, const R: usize, const B: usize>(
+    s: S,
+    queries: &Queries<'_>,
+    query: usize,
+    blocks: &Blocks<'_>,
+    block: usize,
+    lines: &mut Lines<'_>,
+) {
+    let head_dim = blocks.head_dim;
+    let mut rows: [&[f32]; R] = [&[]; R];
+    for (r, row) in rows.iter_mut().enumerate() {
+        *row = &queries.rows[(query + r) * head_dim..(query + r + 1) * head_dim];
+    }
+    let vectors = E::vectors(blocks.codes);
+    let mut keys: [&[E::Raw]; B] = [&[]; B];
+    for (b, keys) in keys.iter_mut().enumerate() {
+        *keys = &vectors[(block + b) * head_dim..(block + b + 1) * head_dim];
+    }
+    let mut sums = [[s.splat(0.0); B]; R];
+    for i in 0..head_dim {
+        let mut k = [s.splat(0.0); B];
+        for b in 0..B {
+            k[b] = E::widen(s, &keys[b][i]);
+        }
+        for r in 0..R {
+            let q = s.splat(rows[r][i]);
+            for b in 0..B {
+                sums[r][b] = s.fma(q, k[b], sums[r][b]);
+            }
+        }
+    }
+    for r in 0..R {
+        let at = (query + r) * lines.stride + lines.at + block * LANES;
+        let (out, _) = lines.data[at..at + B * LANES].as_chunks_mut();
+        for b in 0..B {
+            s.store(sums[r][b], &mut out[b]);
+        }
+    }
+}
+
+/// `R` queries over all visible cells, `D` vectors of the row at a time.
+#[inline(always)]
+fn accumulate_for<S: Simd, E: Element, const R: usize, const D: usize>(
+    s: S,
+    lines: &Lines<'_>,
+    blocks: &Blocks<'_>,
+    sums: &mut Sums<'_>,
+    query: usize,
+) {
+    let whole = blocks.head_dim / LANES;
+    let mut d = 0;
+    while whole - d >= D {
+        accumulate_tile::<S, E, R, D>(s, lines, blocks, sums, query, d);
+        d += D;
+    }
+    while d < whole {
+        accumulate_tile::<S, E, R, 1>(s, lines, blocks, sums, query, d);
+        d += 1;
+    }
+    // The rest of a row that is no whole number of vectors.
+    for i in whole * LANES..blocks.head_dim {
+        for r in 0..R {
+            let line = &lines.data[(query + r) * lines.stride + lines.at..];
+            let mut sum = sums.row(query + r, blocks.head_dim)[i];
+            for lane in blocks.lanes.clone() {
+                let at = lane * blocks.row + i * E::BYTES;
+                let value = E::decode(&blocks.codes[at..at + E::BYTES]);
+                sum += line[lane] * value;
+            }
+            sums.row(query + r, blocks.head_dim)[i] = sum;
+        }
+    }
+}
+
+#[inline(always)]
+fn accumulate_tile<S: Simd, E: Element, const R: usize, const D: usize>(
+    s: S,
+    lines: &Lines<'_>,
+    blocks: &Blocks<'_>,
+    sums: &mut Sums<'_>,
+    query: usize,
+    d: usize,
+) {
+    let lanes = blocks.lanes.clone();
+    let mut weights: [&[f32]; R] = [&[]; R];
+    let mut acc = [[s.splat(0.0); D]; R];
+    for r in 0..R {
+        let at = (query + r) * lines.stride + lines.at;
+        weights[r] = &lines.data[at + lanes.start..at + lanes.end];
+        let (row, _) = sums.row(query + r, blocks.head_dim)[d * LANES..].as_chunks();
+        for (acc, row) in acc[r].iter_mut().zip(row) {
+            *acc = s.load(row);
+        }
+    }
+    let n = lanes.len();
+    let cells = blocks.codes[lanes.start * blocks.row..lanes.end * blocks.row].chunks_exact(blocks.row);
+    for (cell, row) in (0..n).zip(cells) {
+        let row = &E::vectors(row)[d..d + D];
+        let mut v = [s.splat(0.0); D];
+        for j in 0..D {
+            v[j] = E::widen(s, &row[j]);
+        }
+        for r in 0..R {
+            let w = s.splat(weights[r][cell]);
+            for j in 0..D {
+                acc[r][j] = s.fma(w, v[j], acc[r][j]);
+            }
+        }
+    }
+    for (r, acc) in acc.iter().enumerate() {
+        let (row, _) = sums.row(query + r, blocks.head_dim)[d * LANES..].as_chunks_mut();
+        for (acc, row) in acc.iter().zip(row) {
+            s.store(*acc, row);
+        }
+    }
+}
+
+/// The pool holds something that is not a number, and whoever does not see it must not meet it.
+#[inline(always)]
+fn accumulate_carefully<E: Element>(lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>, query: usize) {
+    let line = query * lines.stride + lines.at;
+    for lane in blocks.lanes.clone() {
+        let weight = lines.data[line + lane];
+        if weight == 0.0 {
+            continue;
+        }
+        let row = &blocks.codes[lane * blocks.row..(lane + 1) * blocks.row];
+        let sums = sums.row(query, blocks.head_dim);
+        for (sum, code) in sums.iter_mut().zip(row.chunks_exact(E::BYTES)) {
+            *sum += weight * E::decode(code);
         }
     }
 }

@@ -1,27 +1,41 @@
 //! 4-bit codes, affine: `x ≈ minimum + scale × code`, code in 0..=15, an f16 scale and an f16 minimum per group.
 //!
+//! ```text
+//! scores:      units = Σ code × q (four nibbles at once, q in two bytes)
+//!              s[query] += units × scale × q's unit + minimum × Σ q                   per group of 16 keys
+//! accumulate:  w' = w × scale, in two bytes
+//!              o[query] += Σ code × w' (four cells at once) × w's unit + Σ w × minimum    per group and tile
+//! ```
+//!
+//! Per 64 bytes and query: four integer products of 64 bytes; head_dim / 2 + 4 × groups bytes per cell are read once
+//! for all queries of a call.
+//!
 //! A byte holds element `j` of a group in its low half and element `j + half` in its high half, so that unpacking is
 //! two straight loops. What does not fit f16 saturates; a NaN or an infinity makes its group NaN, so that it is seen
 //! and not hidden.
-use super::Codec;
-use super::float::widen;
+use super::q8::param;
+use super::quantised::MAX_ROWS;
+use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
+use crate::arch::{LANES, Simd};
 use half::f16;
 
 pub struct Q4;
 
 impl Codec for Q4 {
-    type Code = u8;
+    const ELEMENT: Option<usize> = None;
     const PARAMS: usize = 2;
-    fn codes(head_dim: usize) -> usize {
+    fn code_bytes(head_dim: usize) -> usize {
         head_dim.div_ceil(2)
     }
 
-    fn encode(row: &[f32], group: usize, codes: &mut [u8], params: &mut [f16]) {
+    fn encode(row: &[f32], group: usize, codes: &mut [u8], params: &mut [f16]) -> bool {
+        let mut finite = true;
         let groups = row.chunks(group).zip(codes.chunks_mut(group / 2)).zip(params.chunks_exact_mut(2));
         for ((row, codes), params) in groups {
             codes.fill(0);
             if !row.iter().all(|x| x.is_finite()) {
                 params.fill(f16::NAN);
+                finite = false;
                 continue;
             }
             let (least, most) =
@@ -33,23 +47,174 @@ impl Codec for Q4 {
             // Codes belong to scale and minimum as they are stored.
             let stored = params[0].to_f32();
             let inverse = if stored > 0.0 { 1.0 / stored } else { 0.0 };
-            let half = row.len().div_ceil(2);
-            for (i, x) in row.iter().enumerate() {
-                let code = ((x - minimum) * inverse).round_ties_even().clamp(0.0, 15.0) as u8;
-                codes[i % half] |= if i < half { code } else { code << 4 };
-            }
+            let (low, high) = row.split_at(row.len().div_ceil(2));
+            let code = |x: &f32| ((x - minimum) * inverse).round_ties_even().clamp(0.0, 15.0) as u8;
+            codes.iter_mut().zip(low).for_each(|(byte, x)| *byte = code(x));
+            codes.iter_mut().zip(high).for_each(|(byte, x)| *byte |= code(x) << 4);
         }
+        finite
     }
 
-    #[inline(always)]
-    fn decode<'r>(codes: &'r [u8], params: &[f16], group: usize, buffer: &'r mut [f32]) -> &'r [f32] {
-        let groups = buffer.chunks_mut(group).zip(codes.chunks(group / 2)).zip(params.chunks_exact(2));
+    fn decode(codes: &[u8], params: &[f16], group: usize, row: &mut [f32]) {
+        let groups = row.chunks_mut(group).zip(codes.chunks(group / 2)).zip(params.chunks_exact(2));
         for ((x, codes), params) in groups {
-            let (scale, minimum) = (widen(params[0].to_bits()), widen(params[1].to_bits()));
+            let (scale, minimum) = (params[0].to_f32(), params[1].to_f32());
             let (low, high) = x.split_at_mut(x.len().div_ceil(2));
             low.iter_mut().zip(codes).for_each(|(x, code)| *x = minimum + scale * f32::from(*code & 15));
             high.iter_mut().zip(codes).for_each(|(x, code)| *x = minimum + scale * f32::from(*code >> 4));
         }
-        buffer
+    }
+
+    #[inline(always)]
+    fn scores<S: Simd>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>) {
+        let mut query = 0;
+        while S::ACCUMULATORS >= 16 && queries.n - query >= 8 {
+            scores_of::<S, 8>(s, queries, query, blocks, lines);
+            query += 8;
+        }
+        while queries.n - query >= 2 {
+            scores_of::<S, 2>(s, queries, query, blocks, lines);
+            query += 2;
+        }
+        if query < queries.n {
+            scores_of::<S, 1>(s, queries, query, blocks, lines);
+        }
+    }
+
+    #[inline(always)]
+    fn accumulate<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>, quads: &mut Quads) {
+        let mut query = 0;
+        while S::ACCUMULATORS >= 16 && sums.n - query >= 4 {
+            accumulate_for::<S, 4>(s, lines, blocks, sums, query, quads);
+            query += 4;
+        }
+        while query < sums.n {
+            accumulate_for::<S, 1>(s, lines, blocks, sums, query, quads);
+            query += 1;
+        }
+    }
+}
+
+const _: () = assert!(MAX_ROWS >= 4);
+
+/// `R` queries over all blocks.
+#[inline(always)]
+fn scores_of<S: Simd, const R: usize>(
+    s: S,
+    queries: &Queries<'_>,
+    query: usize,
+    blocks: &Blocks<'_>,
+    lines: &mut Lines<'_>,
+) {
+    let packed = &queries.packed[query..query + R];
+    let per_row = blocks.row / 4;
+    let n_groups = blocks.head_dim.div_ceil(blocks.group);
+    let codes = blocks.codes.as_chunks::<64>().0.chunks_exact(per_row);
+    let params = blocks.params.as_chunks::<32>().0.chunks_exact(2 * n_groups);
+    for (block, (codes, params)) in codes.zip(params).enumerate() {
+        let mut sums = [s.splat(0.0); R];
+        let groups = codes.chunks(blocks.group / 8).zip(params.as_chunks::<2>().0);
+        for (group, (codes, [scale, minimum])) in groups.enumerate() {
+            let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
+            let first = group * (blocks.group / 4);
+            for (quad, bytes) in codes.iter().enumerate() {
+                let bytes = s.load_bytes(bytes);
+                let (a, b) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
+                let (at_a, at_b) = (first + quad, first + codes.len() + quad);
+                for r in 0..R {
+                    high[r] = s.dot4(high[r], a, s.splat_i(packed[r].high[at_a]));
+                    low[r] = s.dot4(low[r], a, s.splat_i(packed[r].low[at_a]));
+                    high[r] = s.dot4(high[r], b, s.splat_i(packed[r].high[at_b]));
+                    low[r] = s.dot4(low[r], b, s.splat_i(packed[r].low[at_b]));
+                }
+            }
+            let (scale, minimum) = (s.load_f16(scale), s.load_f16(minimum));
+            for r in 0..R {
+                let units = s.to_f32(s.add_i(s.times_256(high[r]), low[r]));
+                sums[r] = s.fma(s.mul(units, scale), s.splat(packed[r].unit[group]), sums[r]);
+                sums[r] = s.fma(minimum, s.splat(packed[r].sum[group]), sums[r]);
+            }
+        }
+        for (r, sums) in sums.iter().enumerate() {
+            let at = (query + r) * lines.stride + lines.at + block * LANES;
+            if let Some(out) = lines.data[at..].first_chunk_mut() {
+                s.store(*sums, out);
+            }
+        }
+    }
+}
+
+/// `R` queries over all cells.
+#[inline(always)]
+fn accumulate_for<S: Simd, const R: usize>(
+    s: S,
+    lines: &Lines<'_>,
+    blocks: &Blocks<'_>,
+    sums: &mut Sums<'_>,
+    query: usize,
+    quads: &mut Quads,
+) {
+    let (head_dim, n) = (blocks.head_dim, blocks.n());
+    let n_groups = head_dim.div_ceil(blocks.group);
+    let params = blocks.params.as_chunks::<32>().0;
+    for group in 0..n_groups {
+        let mut least = [s.splat(0.0); R];
+        for r in 0..R {
+            let line = &lines.data[(query + r) * lines.stride + lines.at..];
+            quads.pack(s, r, line, &blocks.params[64 * group..], 2 * n_groups, n);
+            let mut sum = s.splat(0.0);
+            for (b, line) in line[..n * LANES].as_chunks().0.iter().enumerate() {
+                let minimum = s.load_f16(&params[(b * n_groups + group) * 2 + 1]);
+                sum = s.add(sum, s.mul_nonzero(s.load(line), minimum));
+            }
+            least[r] = s.splat(s.sum(sum));
+        }
+        let first = group * blocks.group;
+        let len = blocks.group.min(head_dim - first);
+        let half = len.div_ceil(2);
+        let byte0 = first / 2;
+        // Only halves of whole vectors are both in place; 16 elements are the smallest group of any real model.
+        let whole = if len % (2 * LANES) == 0 { half } else { 0 };
+        let mut j = 0;
+        while j < whole {
+            let mut acc = [[s.splat_i(0); 4]; R];
+            for (quad, codes) in blocks.codes.chunks_exact(4 * blocks.row).enumerate() {
+                let Some(bytes) = codes[4 * (byte0 + j)..].first_chunk() else { break };
+                let bytes = s.load_bytes(bytes);
+                let (a, b) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
+                for r in 0..R {
+                    let (h, l) = quads.quad(r, quad);
+                    let (h, l) = (s.splat_i(h), s.splat_i(l));
+                    acc[r][0] = s.dot4(acc[r][0], a, h);
+                    acc[r][1] = s.dot4(acc[r][1], a, l);
+                    acc[r][2] = s.dot4(acc[r][2], b, h);
+                    acc[r][3] = s.dot4(acc[r][3], b, l);
+                }
+            }
+            for r in 0..R {
+                let unit = s.splat(quads.unit[r]);
+                let row = sums.row(query + r, head_dim);
+                for (at, high, low) in [(first + j, acc[r][0], acc[r][1]), (first + half + j, acc[r][2], acc[r][3])] {
+                    let units = s.to_f32(s.add_i(s.times_256(high), low));
+                    if let Some(sum) = row[at..].first_chunk_mut() {
+                        s.store(s.fma(units, unit, s.add(s.load(sum), least[r])), sum);
+                    }
+                }
+            }
+            j += LANES;
+        }
+        if whole > 0 {
+            continue;
+        }
+        for (r, i) in (0..R).flat_map(|r| (0..len).map(move |i| (r, i))) {
+            let line = &lines.data[(query + r) * lines.stride + lines.at..];
+            for lane in blocks.lanes.clone().filter(|lane| line[*lane] != 0.0) {
+                let byte = blocks.codes[lane / 4 * 4 * blocks.row + 4 * (byte0 + i % half) + lane % 4];
+                let code = if i < half { byte & 15 } else { byte >> 4 };
+                let scale = param(blocks, 2 * n_groups, 2 * group, lane);
+                let minimum = param(blocks, 2 * n_groups, 2 * group + 1, lane);
+                sums.row(query + r, head_dim)[first + i] += line[lane] * (minimum + scale * f32::from(code));
+            }
+        }
     }
 }

@@ -1,25 +1,41 @@
-//! 8-bit codes, symmetric: `x ≈ scale × code`, code in −127..=127, one f16 scale per group.
+//! 8-bit codes, symmetric: `x ≈ scale × (code − 128)`, code − 128 in −127..=127, one f16 scale per group. Codes are
+//! stored without a sign, as integer dot products want one of their sides.
+//!
+//! ```text
+//! scores:      units = Σ code × q (four bytes at once, q in two bytes) − 128 × Σ q
+//!              s[query] += units × scale × q's unit                                  per group of 16 keys
+//! accumulate:  w' = w × scale, in two bytes
+//!              o[query] += (Σ code × w' (four cells at once) − 128 × Σ w') × w's unit    per group and tile
+//! ```
+//!
+//! Per 64 codes and query: two integer products of 64 bytes; head_dim + 2 × groups bytes per cell are read once for
+//! all queries of a call.
 //!
 //! Values of any finite size are stored: past 127 × 65,504 they saturate, below the smallest scale they become 0.
 //! A NaN or an infinity makes its group NaN, so that it is seen and not hidden.
-use super::Codec;
-use super::float::widen;
+use super::quantised::MAX_ROWS;
+use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
+use crate::arch::{LANES, Simd, widen};
 use half::f16;
 
 pub struct Q8;
 
+const ZERO: u8 = 128;
+
 impl Codec for Q8 {
-    type Code = i8;
+    const ELEMENT: Option<usize> = None;
     const PARAMS: usize = 1;
-    fn codes(head_dim: usize) -> usize {
+    fn code_bytes(head_dim: usize) -> usize {
         head_dim
     }
 
-    fn encode(row: &[f32], group: usize, codes: &mut [i8], params: &mut [f16]) {
+    fn encode(row: &[f32], group: usize, codes: &mut [u8], params: &mut [f16]) -> bool {
+        let mut finite = true;
         for ((row, codes), scale) in row.chunks(group).zip(codes.chunks_mut(group)).zip(params) {
             if !row.iter().all(|x| x.is_finite()) {
                 *scale = f16::NAN;
-                codes.fill(0);
+                codes.fill(ZERO);
+                finite = false;
                 continue;
             }
             let largest = row.iter().fold(0f32, |max, x| max.max(x.abs()));
@@ -28,17 +44,155 @@ impl Codec for Q8 {
             let stored = scale.to_f32();
             let inverse = if stored > 0.0 { 1.0 / stored } else { 0.0 };
             codes.iter_mut().zip(row).for_each(|(code, x)| {
-                *code = (x * inverse).round_ties_even().clamp(-127.0, 127.0) as i8;
+                *code = ((x * inverse).round_ties_even().clamp(-127.0, 127.0) as i8).cast_unsigned() ^ ZERO;
             });
+        }
+        finite
+    }
+
+    fn decode(codes: &[u8], params: &[f16], group: usize, row: &mut [f32]) {
+        for ((row, codes), scale) in row.chunks_mut(group).zip(codes.chunks(group)).zip(params) {
+            let scale = scale.to_f32();
+            row.iter_mut().zip(codes).for_each(|(x, code)| *x = value(*code) * scale);
         }
     }
 
     #[inline(always)]
-    fn decode<'r>(codes: &'r [i8], params: &[f16], group: usize, buffer: &'r mut [f32]) -> &'r [f32] {
-        for ((x, codes), scale) in buffer.chunks_mut(group).zip(codes.chunks(group)).zip(params) {
-            let scale = widen(scale.to_bits());
-            x.iter_mut().zip(codes).for_each(|(x, code)| *x = f32::from(*code) * scale);
+    fn scores<S: Simd>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>) {
+        let mut query = 0;
+        while S::ACCUMULATORS >= 16 && queries.n - query >= 8 {
+            scores_of::<S, 8>(s, queries, query, blocks, lines);
+            query += 8;
         }
-        buffer
+        while queries.n - query >= 2 {
+            scores_of::<S, 2>(s, queries, query, blocks, lines);
+            query += 2;
+        }
+        if query < queries.n {
+            scores_of::<S, 1>(s, queries, query, blocks, lines);
+        }
     }
+
+    #[inline(always)]
+    fn accumulate<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>, quads: &mut Quads) {
+        let mut query = 0;
+        while S::ACCUMULATORS >= 16 && sums.n - query >= MAX_ROWS {
+            accumulate_for::<S, MAX_ROWS>(s, lines, blocks, sums, query, quads);
+            query += MAX_ROWS;
+        }
+        while sums.n - query >= 2 {
+            accumulate_for::<S, 2>(s, lines, blocks, sums, query, quads);
+            query += 2;
+        }
+        if query < sums.n {
+            accumulate_for::<S, 1>(s, lines, blocks, sums, query, quads);
+        }
+    }
+}
+
+#[inline(always)]
+fn value(code: u8) -> f32 {
+    f32::from((code ^ ZERO).cast_signed())
+}
+
+/// `R` queries over all blocks.
+#[inline(always)]
+fn scores_of<S: Simd, const R: usize>(
+    s: S,
+    queries: &Queries<'_>,
+    query: usize,
+    blocks: &Blocks<'_>,
+    lines: &mut Lines<'_>,
+) {
+    let packed = &queries.packed[query..query + R];
+    let per_row = blocks.row / 4;
+    let n_groups = blocks.head_dim.div_ceil(blocks.group);
+    let codes = blocks.codes.as_chunks::<64>().0.chunks_exact(per_row);
+    let scales = blocks.params.as_chunks::<32>().0.chunks_exact(n_groups);
+    for (block, (codes, scales)) in codes.zip(scales).enumerate() {
+        let mut sums = [s.splat(0.0); R];
+        let groups = codes.chunks(blocks.group / 4).zip(scales);
+        for (group, (codes, scale)) in groups.enumerate() {
+            let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
+            let first = group * (blocks.group / 4);
+            for (quad, codes) in codes.iter().enumerate() {
+                let codes = s.load_bytes(codes);
+                for r in 0..R {
+                    high[r] = s.dot4(high[r], codes, s.splat_i(packed[r].high[first + quad]));
+                    low[r] = s.dot4(low[r], codes, s.splat_i(packed[r].low[first + quad]));
+                }
+            }
+            let scale = s.load_f16(scale);
+            for r in 0..R {
+                let zero = s.splat_i(i32::from(ZERO) * packed[r].units[group]);
+                let units = s.sub_i(s.add_i(s.times_256(high[r]), low[r]), zero);
+                let unit = s.splat(packed[r].unit[group]);
+                sums[r] = s.fma(s.mul(s.to_f32(units), scale), unit, sums[r]);
+            }
+        }
+        for (r, sums) in sums.iter().enumerate() {
+            let at = (query + r) * lines.stride + lines.at + block * LANES;
+            if let Some(out) = lines.data[at..].first_chunk_mut() {
+                s.store(*sums, out);
+            }
+        }
+    }
+}
+
+/// `R` queries over all cells.
+#[inline(always)]
+fn accumulate_for<S: Simd, const R: usize>(
+    s: S,
+    lines: &Lines<'_>,
+    blocks: &Blocks<'_>,
+    sums: &mut Sums<'_>,
+    query: usize,
+    quads: &mut Quads,
+) {
+    let (head_dim, n) = (blocks.head_dim, blocks.n());
+    let n_groups = head_dim.div_ceil(blocks.group);
+    for group in 0..n_groups {
+        for r in 0..R {
+            let line = &lines.data[(query + r) * lines.stride + lines.at..];
+            quads.pack(s, r, line, &blocks.params[32 * group..], n_groups, n);
+        }
+        let (first, end) = (group * blocks.group, ((group + 1) * blocks.group).min(head_dim));
+        let mut d = first;
+        while end - d >= LANES {
+            let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
+            for (quad, codes) in blocks.codes.chunks_exact(4 * blocks.row).enumerate() {
+                let Some(codes) = codes[4 * d..].first_chunk() else { break };
+                let codes = s.load_bytes(codes);
+                for r in 0..R {
+                    let (h, l) = quads.quad(r, quad);
+                    high[r] = s.dot4(high[r], codes, s.splat_i(h));
+                    low[r] = s.dot4(low[r], codes, s.splat_i(l));
+                }
+            }
+            for r in 0..R {
+                let zero = s.splat_i(i32::from(ZERO) * quads.units[r]);
+                let units = s.sub_i(s.add_i(s.times_256(high[r]), low[r]), zero);
+                if let Some(sum) = sums.row(query + r, head_dim)[d..].first_chunk_mut() {
+                    s.store(s.fma(s.to_f32(units), s.splat(quads.unit[r]), s.load(sum)), sum);
+                }
+            }
+            d += LANES;
+        }
+        // The rest of a group that is no whole number of vectors.
+        for (r, i) in (0..R).flat_map(|r| (d..end).map(move |i| (r, i))) {
+            let line = &lines.data[(query + r) * lines.stride + lines.at..];
+            for lane in blocks.lanes.clone().filter(|lane| line[*lane] != 0.0) {
+                let code = blocks.codes[lane / 4 * 4 * blocks.row + 4 * i + lane % 4];
+                let scale = param(blocks, n_groups, group, lane);
+                sums.row(query + r, head_dim)[i] += line[lane] * scale * value(code);
+            }
+        }
+    }
+}
+
+/// Parameter `p` of the cell in lane `lane`, of `params` per cell.
+#[inline(always)]
+pub(super) fn param(blocks: &Blocks<'_>, params: usize, p: usize, lane: usize) -> f32 {
+    let at = 2 * ((lane / LANES * params + p) * LANES + lane % LANES);
+    widen(u16::from_le_bytes([blocks.params[at], blocks.params[at + 1]]))
 }

@@ -150,7 +150,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         None => load(&file(&args.model), Some(2))?,
     };
     // v1 keeps its bytes as the note had it: every step allocates anew and copies the past.
-    let registry = registry().with(Box::new(kvist_cpu::Cpu::concatenating()));
+    let registry = registry().with(Box::new(kvist_cpu::Cpu::default().concatenating()));
 
     let rounds = u64::from(args.warmups) + u64::from(args.runs);
     let bar = progress::bar("measuring", rounds * (args.lengths.len() * variants.len()) as u64, quiet);

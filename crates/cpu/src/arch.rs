@@ -1,0 +1,229 @@
+//! What the machine is: vectors, and threads that share a slice. The only unsafe code of this crate lives below
+//! here.
+//!
+//! Kernels are written once, over [`Simd`]: vectors of [`LANES`] lanes whatever the registers hold, so that the
+//! bytes of a pool and the order of additions are the same on every machine. A CPU feature is a value: whoever
+//! holds an [`Avx512`] has asked the CPU, and [`Isa::run`] enters a function compiled for it.
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+mod share;
+mod threads;
+
+#[cfg(target_arch = "x86_64")]
+use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+use avx512::Avx512;
+use portable::Portable;
+pub use portable::widen;
+pub use share::Columns;
+pub use threads::Threads;
+use std::fmt;
+use std::str::FromStr;
+
+/// Lanes of a vector: of f32, of i32, or of four bytes each.
+pub const LANES: usize = 16;
+
+/// One instruction set: operations on vectors of [`LANES`] lanes.
+pub trait Simd: Copy + Send + Sync + 'static {
+    /// f32 lanes.
+    type F: Copy;
+    /// i32 lanes, or 64 bytes.
+    type I: Copy;
+    /// Accumulators a kernel may keep in registers beside what it loads.
+    const ACCUMULATORS: usize;
+    /// Are there products of bf16 pairs ([`dot2`](Self::dot2)) that are faster than widening?
+    const BF16_DOTS: bool = false;
+
+    /// Run `kernel` in a function compiled for this instruction set.
+    fn run<K: Kernel>(self, kernel: K) -> K::Out;
+
+    fn splat(self, x: f32) -> Self::F;
+    fn load(self, x: &[f32; 16]) -> Self::F;
+    fn store(self, x: Self::F, out: &mut [f32; 16]);
+    fn load_f32_bytes(self, x: &[u8; 64]) -> Self::F;
+    fn load_f16(self, x: &[u8; 32]) -> Self::F;
+    fn load_bf16(self, x: &[u8; 32]) -> Self::F;
+    fn add(self, a: Self::F, b: Self::F) -> Self::F;
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F;
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F;
+    fn div(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b + c`, rounded once where the machine can.
+    fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// `b` where either is NaN.
+    fn max(self, a: Self::F, b: Self::F) -> Self::F;
+    /// To the nearest integer, ties to even.
+    fn round(self, a: Self::F) -> Self::F;
+    /// `a * 2^n` for integral `n ≤ 127`; 0 where `n` is below −126.
+    fn scale_by_power(self, a: Self::F, n: Self::F) -> Self::F;
+    /// `a * b`, and 0 where `a` is 0, whatever `b` is.
+    fn mul_nonzero(self, a: Self::F, b: Self::F) -> Self::F;
+
+    fn splat_i(self, x: i32) -> Self::I;
+    fn load_bytes(self, x: &[u8; 64]) -> Self::I;
+    /// Lane by lane: `acc + Σ unsigned[j] * signed[j]` over the lane's four bytes.
+    fn dot4(self, acc: Self::I, unsigned: Self::I, signed: Self::I) -> Self::I;
+    /// Lane by lane, of bf16 pairs: `acc + a[0]*b[0] + a[1]*b[1]`.
+    fn dot2(self, acc: Self::F, a: Self::I, b: Self::I) -> Self::F;
+    /// The low half of every byte.
+    fn low_nibbles(self, x: Self::I) -> Self::I;
+    /// The high half of every byte.
+    fn high_nibbles(self, x: Self::I) -> Self::I;
+    /// Bits `2 * n` and up of every byte, two of them, moved to bits 4 and 5.
+    fn high_crumbs<const N: u32>(self, x: Self::I) -> Self::I;
+    fn or(self, a: Self::I, b: Self::I) -> Self::I;
+    fn add_i(self, a: Self::I, b: Self::I) -> Self::I;
+    fn sub_i(self, a: Self::I, b: Self::I) -> Self::I;
+    fn mul_i(self, a: Self::I, b: Self::I) -> Self::I;
+    /// `x * 256`.
+    fn times_256(self, x: Self::I) -> Self::I;
+    /// `x / 256`, rounded down.
+    fn over_256(self, x: Self::I) -> Self::I;
+    fn to_f32(self, x: Self::I) -> Self::F;
+    /// To the nearest integer, ties to even.
+    fn to_i32(self, x: Self::F) -> Self::I;
+    /// The low byte of every lane.
+    fn store_low_bytes(self, x: Self::I, out: &mut [u8; 16]);
+    /// Bytes sign-extended to lanes.
+    fn load_i8(self, x: &[u8; 16]) -> Self::I;
+    /// Even and odd bf16 of every lane's pair, widened.
+    fn widen_pairs(self, x: Self::I) -> (Self::F, Self::F);
+
+    /// Sum of the lanes, always in the same order.
+    #[inline(always)]
+    fn sum(self, x: Self::F) -> f32 {
+        let mut lanes = [0.0; 16];
+        self.store(x, &mut lanes);
+        for half in [8, 4, 2, 1] {
+            for i in 0..half {
+                lanes[i] += lanes[i + half];
+            }
+        }
+        lanes[0]
+    }
+    /// The largest lane; a NaN may disappear.
+    #[inline(always)]
+    fn largest(self, x: Self::F) -> f32 {
+        let mut lanes = [0.0; 16];
+        self.store(x, &mut lanes);
+        for half in [8, 4, 2, 1] {
+            for i in 0..half {
+                lanes[i] = if lanes[i + half] > lanes[i] { lanes[i + half] } else { lanes[i] };
+            }
+        }
+        lanes[0]
+    }
+    /// `2^x` as mantissa less 1, and integral exponent: `x = n + f`, `|f| ≤ 1/2`; the pair is `(2^f − 1, n)`, with a
+    /// relative error below 2e-7 even where `f` is small.
+    #[inline(always)]
+    fn exp2_parts(self, x: Self::F) -> (Self::F, Self::F) {
+        let n = self.round(x);
+        let f = self.sub(x, n);
+        // 2^f by its series up to f^6; the next term is 1.2e-7 at f = 1/2.
+        let mut p = self.splat(1.540_353e-4);
+        for c in [1.333_355_8e-3, 9.618_129e-3, 5.550_410_8e-2, 2.402_265e-1, std::f32::consts::LN_2] {
+            p = self.fma(p, f, self.splat(c));
+        }
+        (self.mul(p, f), n)
+    }
+}
+
+/// Code that is compiled for each instruction set. `run` must be `#[inline(always)]`, and so must all it calls:
+/// what is not inlined is compiled for no instruction set in particular.
+pub trait Kernel {
+    type Out;
+    fn run<S: Simd>(self, s: S) -> Self::Out;
+}
+
+/// An instruction set this CPU has.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Isa {
+    Portable(Portable),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512<false>),
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16(Avx512<true>),
+}
+
+impl Isa {
+    /// Every instruction set this CPU has, the best one last.
+    pub fn available() -> Vec<Isa> {
+        let mut all = vec![Isa::Portable(Portable)];
+        #[cfg(target_arch = "x86_64")]
+        {
+            all.extend(Avx2::detect().map(Isa::Avx2));
+            all.extend(Avx512::<false>::detect().map(Isa::Avx512));
+            all.extend(Avx512::<true>::detect().map(Isa::Avx512Bf16));
+        }
+        all
+    }
+
+    /// The best one.
+    pub fn best() -> Isa {
+        Isa::available().pop().unwrap_or(Isa::Portable(Portable))
+    }
+
+    /// The one `KVIST_ISA` names, else the best.
+    pub fn from_env() -> Result<Isa, String> {
+        match std::env::var("KVIST_ISA") {
+            Ok(name) if !name.is_empty() => name.parse().map_err(|error| format!("KVIST_ISA: {error}")),
+            Err(std::env::VarError::NotUnicode(_)) => Err("KVIST_ISA: not a text".into()),
+            _ => Ok(Isa::best()),
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Isa::Portable(_) => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512(_) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16(_) => "avx512-bf16",
+        }
+    }
+
+    /// Run `kernel` on this instruction set.
+    #[inline]
+    pub fn run<K: Kernel>(self, kernel: K) -> K::Out {
+        match self {
+            Isa::Portable(s) => s.run(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2(s) => s.run(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512(s) => s.run(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16(s) => s.run(kernel),
+        }
+    }
+}
+
+impl FromStr for Isa {
+    type Err = String;
+    fn from_str(name: &str) -> Result<Self, String> {
+        let all = Isa::available();
+        all.iter().copied().find(|isa| isa.name() == name).ok_or_else(|| {
+            let names: Vec<_> = all.iter().map(|isa| isa.name()).collect();
+            format!("`{name}` is no instruction set this CPU has kernels for; it has {}", names.join(", "))
+        })
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+impl fmt::Debug for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests;

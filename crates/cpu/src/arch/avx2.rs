@@ -1,0 +1,256 @@
+//! AVX2 with FMA and F16C (Haswell, Zen and later): a vector is two registers.
+use super::{Kernel, Simd};
+use std::arch::x86_64::*;
+
+/// Proof that the CPU has it: made only by [`detect`](Self::detect).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Avx2(());
+
+impl Avx2 {
+    pub fn detect() -> Option<Self> {
+        let has = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
+        has.then_some(Self(()))
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn enter<K: Kernel>(s: Avx2, kernel: K) -> K::Out {
+    kernel.run(s)
+}
+
+type F = [__m256; 2];
+type I = [__m256i; 2];
+
+impl Simd for Avx2 {
+    type F = F;
+    type I = I;
+    const ACCUMULATORS: usize = 4;
+
+    #[inline]
+    fn run<K: Kernel>(self, kernel: K) -> K::Out {
+        // SAFETY: `detect` found every feature that the function is compiled for.
+        unsafe { enter(self, kernel) }
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> F {
+        // SAFETY: the CPU was asked.
+        unsafe { [_mm256_set1_ps(x); 2] }
+    }
+    #[inline(always)]
+    fn load(self, x: &[f32; 16]) -> F {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe { [_mm256_loadu_ps(x.as_ptr()), _mm256_loadu_ps(x.as_ptr().add(8))] }
+    }
+    #[inline(always)]
+    fn store(self, x: F, out: &mut [f32; 16]) {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe { _mm256_storeu_ps(out.as_mut_ptr(), x[0]);
+            _mm256_storeu_ps(out.as_mut_ptr().add(8), x[1]); }
+    }
+    #[inline(always)]
+    fn load_f32_bytes(self, x: &[u8; 64]) -> F {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe { let x: *const f32 = x.as_ptr().cast();
+            [_mm256_loadu_ps(x), _mm256_loadu_ps(x.add(8))] }
+    }
+    #[inline(always)]
+    fn load_f16(self, x: &[u8; 32]) -> F {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe { let x: *const __m128i = x.as_ptr().cast();
+            [_mm256_cvtph_ps(_mm_loadu_si128(x)), _mm256_cvtph_ps(_mm_loadu_si128(x.add(1)))] }
+    }
+    #[inline(always)]
+    fn load_bf16(self, x: &[u8; 32]) -> F {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe { let x: *const __m128i = x.as_ptr().cast();
+            let wide = |x| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(x))));
+            [wide(x), wide(x.add(1))] }
+    }
+    #[inline(always)]
+    fn add(self, a: F, b: F) -> F {
+        // SAFETY: the CPU was asked.
+        unsafe { [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])] }
+    }
+    #[inline(always)]
+    fn sub(self, a: F, b: F) -> F {
+        // SAFETY: the CPU was asked.
+        unsafe { [_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])] }
+    }
+    #[inline(always)]
+    fn mul(self, a: F, b: F) -> F {
+        // SAFETY: the CPU was asked.
+        unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
+    }
+    #[inline(always)]
+    fn div(self, a: F, b: F) -> F {
+        // SAFETY: the CPU was asked.
+        unsafe { [_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])] }
+    }
+    #[inline(always)]
+    fn fma(self, a: F, b: F, c: F) -> F {
+        // SAFETY: the CPU was asked.
+        unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
+    }
+    #[inline(always)]
+    fn max(self, a: F, b: F) -> F {
+        // SAFETY: the CPU was asked.
+        unsafe { [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])] }
+    }
+    #[inline(always)]
+    fn round(self, a: F) -> F {
+        // SAFETY: the CPU was asked.
+        unsafe { const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+            [_mm256_round_ps::<NEAREST>(a[0]), _mm256_round_ps::<NEAREST>(a[1])] }
+    }
+    #[inline(always)]
+    fn scale_by_power(self, a: F, n: F) -> F {
+        // SAFETY: the CPU was asked.
+        unsafe {
+            let scale = |a, n| {
+                let n = _mm256_max_ps(n, _mm256_set1_ps(-127.0));
+                let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+                _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent)))
+            };
+            [scale(a[0], n[0]), scale(a[1], n[1])]
+        }
+    }
+    #[inline(always)]
+    fn mul_nonzero(self, a: F, b: F) -> F {
+        // SAFETY: the CPU was asked.
+        unsafe {
+            let mul = |a, b| {
+                let some = _mm256_cmp_ps::<_CMP_NEQ_UQ>(a, _mm256_setzero_ps());
+                _mm256_and_ps(some, _mm256_mul_ps(a, b))
+            };
+            [mul(a[0], b[0]), mul(a[1], b[1])]
+        }
+    }
+    #[inline(always)]
+    fn splat_i(self, x: i32) -> I {
+        // SAFETY: the CPU was asked.
+        unsafe { [_mm256_set1_epi32(x); 2] }
+    }
+    #[inline(always)]
+    fn load_bytes(self, x: &[u8; 64]) -> I {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe { let x: *const __m256i = x.as_ptr().cast();
+            [_mm256_loadu_si256(x), _mm256_loadu_si256(x.add(1))] }
+    }
+    // `maddubs` would saturate at codes above 127, so bytes become words first.
+    #[inline(always)]
+    fn dot4(self, acc: I, unsigned: I, signed: I) -> I {
+        // SAFETY: the CPU was asked.
+        unsafe {
+            let low = _mm256_set1_epi16(255);
+            let dot = |acc, u, s| {
+                let even = _mm256_madd_epi16(
+                    _mm256_and_si256(u, low),
+                    _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(s)),
+                );
+                let odd = _mm256_madd_epi16(_mm256_srli_epi16::<8>(u), _mm256_srai_epi16::<8>(s));
+                _mm256_add_epi32(acc, _mm256_add_epi32(even, odd))
+            };
+            [dot(acc[0], unsigned[0], signed[0]), dot(acc[1], unsigned[1], signed[1])]
+        }
+    }
+    #[inline(always)]
+    fn dot2(self, acc: F, a: I, b: I) -> F {
+        let ((a0, a1), (b0, b1)) = (self.widen_pairs(a), self.widen_pairs(b));
+        self.fma(a1, b1, self.fma(a0, b0, acc))
+    }
+    #[inline(always)]
+    fn high_crumbs<const N: u32>(self, x: I) -> I {
+        // SAFETY: the CPU was asked.
+        unsafe {
+            let move_one = |x| {
+                let moved = match N {
+                    0 => _mm256_slli_epi16::<4>(x),
+                    1 => _mm256_slli_epi16::<2>(x),
+                    2 => x,
+                    _ => _mm256_srli_epi16::<2>(x),
+                };
+                _mm256_and_si256(moved, _mm256_set1_epi8(0x30))
+            };
+            [move_one(x[0]), move_one(x[1])]
+        }
+    }
+    #[inline(always)]
+    fn low_nibbles(self, x: I) -> I {
+        // SAFETY: the CPU was asked.
+        unsafe { let mask = _mm256_set1_epi8(15);
+            [_mm256_and_si256(x[0], mask), _mm256_and_si256(x[1], mask)] }
+    }
+    #[inline(always)]
+    fn high_nibbles(self, x: I) -> I {
+        // SAFETY: the CPU was asked.
+        unsafe { self.low_nibbles([_mm256_srli_epi16::<4>(x[0]), _mm256_srli_epi16::<4>(x[1])]) }
+    }
+    #[inline(always)]
+    fn or(self, a: I, b: I) -> I {
+        // SAFETY: the CPU was asked.
+        unsafe { [_mm256_or_si256(a[0], b[0]), _mm256_or_si256(a[1], b[1])] }
+    }
+    #[inline(always)]
+    fn add_i(self, a: I, b: I) -> I {
+        // SAFETY: the CPU was asked.
+        unsafe { [_mm256_add_epi32(a[0], b[0]), _mm256_add_epi32(a[1], b[1])] }
+    }
+    #[inline(always)]
+    fn sub_i(self, a: I, b: I) -> I {
+        // SAFETY: the CPU was asked.
+        unsafe { [_mm256_sub_epi32(a[0], b[0]), _mm256_sub_epi32(a[1], b[1])] }
+    }
+    #[inline(always)]
+    fn mul_i(self, a: I, b: I) -> I {
+        // SAFETY: the CPU was asked.
+        unsafe { [_mm256_mullo_epi32(a[0], b[0]), _mm256_mullo_epi32(a[1], b[1])] }
+    }
+    #[inline(always)]
+    fn times_256(self, x: I) -> I {
+        // SAFETY: the CPU was asked.
+        unsafe { [_mm256_slli_epi32::<8>(x[0]), _mm256_slli_epi32::<8>(x[1])] }
+    }
+    #[inline(always)]
+    fn over_256(self, x: I) -> I {
+        // SAFETY: the CPU was asked.
+        unsafe { [_mm256_srai_epi32::<8>(x[0]), _mm256_srai_epi32::<8>(x[1])] }
+    }
+    #[inline(always)]
+    fn to_f32(self, x: I) -> F {
+        // SAFETY: the CPU was asked.
+        unsafe { [_mm256_cvtepi32_ps(x[0]), _mm256_cvtepi32_ps(x[1])] }
+    }
+    #[inline(always)]
+    fn to_i32(self, x: F) -> I {
+        // SAFETY: the CPU was asked.
+        unsafe { [_mm256_cvtps_epi32(x[0]), _mm256_cvtps_epi32(x[1])] }
+    }
+    #[inline(always)]
+    fn store_low_bytes(self, x: I, out: &mut [u8; 16]) {
+        let mut lanes = [0i32; 16];
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe {
+            _mm256_storeu_si256(lanes.as_mut_ptr().cast(), x[0]);
+            _mm256_storeu_si256(lanes.as_mut_ptr().add(8).cast(), x[1]);
+        }
+        for (out, lane) in out.iter_mut().zip(lanes) {
+            *out = lane as u8;
+        }
+    }
+    #[inline(always)]
+    fn load_i8(self, x: &[u8; 16]) -> I {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe { let x = _mm_loadu_si128(x.as_ptr().cast());
+            [_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128::<8>(x))] }
+    }
+    #[inline(always)]
+    fn widen_pairs(self, x: I) -> (F, F) {
+        // SAFETY: the CPU was asked.
+        unsafe { let even = |x| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(x));
+            let odd = |x| _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(0xffff_0000u32 as i32)));
+            ([even(x[0]), even(x[1])], [odd(x[0]), odd(x[1])]) }
+    }
+}

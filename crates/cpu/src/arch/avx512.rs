@@ -1,0 +1,243 @@
+//! AVX-512: foundation, byte and word, doubleword, vector length, and VNNI (Ice Lake, Zen 4 and later); with bf16
+//! products where `BF16` says so (Cooper Lake, Sapphire Rapids, Zen 4). A vector is one register.
+use super::{Kernel, Simd};
+use std::arch::x86_64::*;
+
+/// Proof that the CPU has it: made only by [`detect`](Self::detect).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Avx512<const BF16: bool>(());
+
+impl<const BF16: bool> Avx512<BF16> {
+    pub fn detect() -> Option<Self> {
+        let has = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512vnni")
+            && is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c")
+            && (!BF16 || is_x86_feature_detected!("avx512bf16"));
+        has.then_some(Self(()))
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+fn plain<const BF16: bool, K: Kernel>(s: Avx512<BF16>, kernel: K) -> K::Out {
+    kernel.run(s)
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c")]
+fn with_bf16<const BF16: bool, K: Kernel>(s: Avx512<BF16>, kernel: K) -> K::Out {
+    kernel.run(s)
+}
+
+impl<const BF16: bool> Simd for Avx512<BF16> {
+    type F = __m512;
+    type I = __m512i;
+    const ACCUMULATORS: usize = 16;
+    const BF16_DOTS: bool = BF16;
+
+    #[inline]
+    fn run<K: Kernel>(self, kernel: K) -> K::Out {
+        // SAFETY: `detect` found every feature that the functions are compiled for.
+        unsafe { if BF16 { with_bf16(self, kernel) } else { plain(self, kernel) } }
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_set1_ps(x) }
+    }
+    #[inline(always)]
+    fn load(self, x: &[f32; 16]) -> __m512 {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe { _mm512_loadu_ps(x.as_ptr()) }
+    }
+    #[inline(always)]
+    fn store(self, x: __m512, out: &mut [f32; 16]) {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe { _mm512_storeu_ps(out.as_mut_ptr(), x) }
+    }
+    #[inline(always)]
+    fn load_f32_bytes(self, x: &[u8; 64]) -> __m512 {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe { _mm512_loadu_ps(x.as_ptr().cast()) }
+    }
+    #[inline(always)]
+    fn load_f16(self, x: &[u8; 32]) -> __m512 {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(x.as_ptr().cast())) }
+    }
+    #[inline(always)]
+    fn load_bf16(self, x: &[u8; 32]) -> __m512 {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe { let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(x.as_ptr().cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)) }
+    }
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
+    fn sub(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    fn div(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_div_ps(a, b) }
+    }
+    #[inline(always)]
+    fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    fn max(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_max_ps(a, b) }
+    }
+    #[inline(always)]
+    fn round(self, a: __m512) -> __m512 {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
+    }
+    #[inline(always)]
+    fn scale_by_power(self, a: __m512, n: __m512) -> __m512 {
+        // SAFETY: the CPU was asked.
+        unsafe { let tiny = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(n, _mm512_set1_ps(-126.0));
+            _mm512_mask_mov_ps(_mm512_scalef_ps(a, n), tiny, _mm512_setzero_ps()) }
+    }
+    #[inline(always)]
+    fn mul_nonzero(self, a: __m512, b: __m512) -> __m512 {
+        // SAFETY: the CPU was asked.
+        unsafe { let some = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(a, _mm512_setzero_ps());
+            _mm512_maskz_mul_ps(some, a, b) }
+    }
+    #[inline(always)]
+    fn splat_i(self, x: i32) -> __m512i {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_set1_epi32(x) }
+    }
+    #[inline(always)]
+    fn load_bytes(self, x: &[u8; 64]) -> __m512i {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe { _mm512_loadu_si512(x.as_ptr().cast()) }
+    }
+    #[inline(always)]
+    fn dot4(self, acc: __m512i, unsigned: __m512i, signed: __m512i) -> __m512i {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_dpbusd_epi32(acc, unsigned, signed) }
+    }
+    #[inline(always)]
+    fn dot2(self, acc: __m512, a: __m512i, b: __m512i) -> __m512 {
+        if BF16 {
+            // SAFETY: the CPU was asked, for bf16 too; the vectors are only renamed.
+            unsafe {
+                let pair = |x: __m512i| std::mem::transmute::<__m512i, __m512bh>(x);
+                _mm512_dpbf16_ps(acc, pair(a), pair(b))
+            }
+        } else {
+            let ((a0, a1), (b0, b1)) = (self.widen_pairs(a), self.widen_pairs(b));
+            self.fma(a1, b1, self.fma(a0, b0, acc))
+        }
+    }
+    #[inline(always)]
+    fn low_nibbles(self, x: __m512i) -> __m512i {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_and_si512(x, _mm512_set1_epi8(15)) }
+    }
+    #[inline(always)]
+    fn high_nibbles(self, x: __m512i) -> __m512i {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_and_si512(_mm512_srli_epi16::<4>(x), _mm512_set1_epi8(15)) }
+    }
+    #[inline(always)]
+    fn high_crumbs<const N: u32>(self, x: __m512i) -> __m512i {
+        // SAFETY: the CPU was asked.
+        unsafe {
+            let mask = _mm512_set1_epi8(0x30);
+            let moved = match N {
+                0 => _mm512_slli_epi16::<4>(x),
+                1 => _mm512_slli_epi16::<2>(x),
+                2 => x,
+                _ => _mm512_srli_epi16::<2>(x),
+            };
+            _mm512_and_si512(moved, mask)
+        }
+    }
+    #[inline(always)]
+    fn or(self, a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_or_si512(a, b) }
+    }
+    #[inline(always)]
+    fn add_i(self, a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_add_epi32(a, b) }
+    }
+    #[inline(always)]
+    fn sub_i(self, a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_sub_epi32(a, b) }
+    }
+    #[inline(always)]
+    fn mul_i(self, a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_mullo_epi32(a, b) }
+    }
+    #[inline(always)]
+    fn times_256(self, x: __m512i) -> __m512i {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_slli_epi32::<8>(x) }
+    }
+    #[inline(always)]
+    fn over_256(self, x: __m512i) -> __m512i {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_srai_epi32::<8>(x) }
+    }
+    #[inline(always)]
+    fn to_f32(self, x: __m512i) -> __m512 {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_cvtepi32_ps(x) }
+    }
+    #[inline(always)]
+    fn to_i32(self, x: __m512) -> __m512i {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_cvtps_epi32(x) }
+    }
+    #[inline(always)]
+    fn store_low_bytes(self, x: __m512i, out: &mut [u8; 16]) {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe { _mm_storeu_si128(out.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(x)) }
+    }
+    #[inline(always)]
+    fn load_i8(self, x: &[u8; 16]) -> __m512i {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe { _mm512_cvtepi8_epi32(_mm_loadu_si128(x.as_ptr().cast())) }
+    }
+    #[inline(always)]
+    fn widen_pairs(self, x: __m512i) -> (__m512, __m512) {
+        // SAFETY: the CPU was asked.
+        unsafe { let high = _mm512_and_si512(x, _mm512_set1_epi32(0xffff_0000u32 as i32));
+            (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(x)), _mm512_castsi512_ps(high)) }
+    }
+    #[inline(always)]
+    fn sum(self, x: __m512) -> f32 {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_reduce_add_ps(x) }
+    }
+    #[inline(always)]
+    fn largest(self, x: __m512) -> f32 {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_reduce_max_ps(x) }
+    }
+}

@@ -1,0 +1,208 @@
+//! Any machine: arrays, which the compiler turns into the vectors it may use.
+use super::{Kernel, Simd};
+
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Portable;
+
+#[inline(always)]
+fn each<T: Copy>(mut f: impl FnMut(usize) -> T) -> [T; 16] {
+    std::array::from_fn(|i| f(i))
+}
+
+#[inline(always)]
+fn bytes(x: [i32; 16]) -> [[u8; 4]; 16] {
+    each(|i| x[i].to_le_bytes())
+}
+
+#[inline(always)]
+fn half_at(x: &[u8; 32], i: usize) -> u16 {
+    u16::from_le_bytes([x[2 * i], x[2 * i + 1]])
+}
+
+impl Simd for Portable {
+    type F = [f32; 16];
+    type I = [i32; 16];
+    const ACCUMULATORS: usize = 4;
+
+    #[inline(always)]
+    fn run<K: Kernel>(self, kernel: K) -> K::Out {
+        kernel.run(self)
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> [f32; 16] {
+        [x; 16]
+    }
+    #[inline(always)]
+    fn load(self, x: &[f32; 16]) -> [f32; 16] {
+        *x
+    }
+    #[inline(always)]
+    fn store(self, x: [f32; 16], out: &mut [f32; 16]) {
+        *out = x;
+    }
+    #[inline(always)]
+    fn load_f32_bytes(self, x: &[u8; 64]) -> [f32; 16] {
+        each(|i| f32::from_le_bytes([x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]]))
+    }
+    #[inline(always)]
+    fn load_f16(self, x: &[u8; 32]) -> [f32; 16] {
+        each(|i| widen(half_at(x, i)))
+    }
+    #[inline(always)]
+    fn load_bf16(self, x: &[u8; 32]) -> [f32; 16] {
+        each(|i| f32::from_bits(u32::from(half_at(x, i)) << 16))
+    }
+    #[inline(always)]
+    fn add(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
+        each(|i| a[i] + b[i])
+    }
+    #[inline(always)]
+    fn sub(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
+        each(|i| a[i] - b[i])
+    }
+    #[inline(always)]
+    fn mul(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
+        each(|i| a[i] * b[i])
+    }
+    #[inline(always)]
+    fn div(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
+        each(|i| a[i] / b[i])
+    }
+    // Two roundings: without an instruction for it, one rounding is a call of the C library.
+    #[inline(always)]
+    fn fma(self, a: [f32; 16], b: [f32; 16], c: [f32; 16]) -> [f32; 16] {
+        each(|i| a[i] * b[i] + c[i])
+    }
+    #[inline(always)]
+    fn max(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
+        each(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    fn round(self, a: [f32; 16]) -> [f32; 16] {
+        // Adding and taking away 1.5 × 2²³ rounds what is smaller; what is larger is integral already.
+        each(|i| {
+            let big = 12_582_912.0f32;
+            if a[i].abs() < 4_194_304.0 { (a[i] + big) - big } else { a[i] }
+        })
+    }
+    #[inline(always)]
+    fn scale_by_power(self, a: [f32; 16], n: [f32; 16]) -> [f32; 16] {
+        each(|i| {
+            let exponent = n[i].clamp(-127.0, 127.0) as i32 + 127;
+            a[i] * f32::from_bits((exponent as u32) << 23)
+        })
+    }
+    #[inline(always)]
+    fn mul_nonzero(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
+        each(|i| if a[i] == 0.0 { 0.0 } else { a[i] * b[i] })
+    }
+
+    #[inline(always)]
+    fn splat_i(self, x: i32) -> [i32; 16] {
+        [x; 16]
+    }
+    #[inline(always)]
+    fn load_bytes(self, x: &[u8; 64]) -> [i32; 16] {
+        each(|i| i32::from_le_bytes([x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]]))
+    }
+    #[inline(always)]
+    fn dot4(self, acc: [i32; 16], unsigned: [i32; 16], signed: [i32; 16]) -> [i32; 16] {
+        let part = |j: u32| {
+            each(|i| ((unsigned[i] >> (8 * j)) & 255) * i32::from((signed[i] >> (8 * j)) as i8))
+        };
+        let (a, b, c, d) = (part(0), part(1), part(2), part(3));
+        each(|i| acc[i].wrapping_add(a[i] + b[i] + c[i] + d[i]))
+    }
+    #[inline(always)]
+    fn dot2(self, acc: [f32; 16], a: [i32; 16], b: [i32; 16]) -> [f32; 16] {
+        let ((a0, a1), (b0, b1)) = (self.widen_pairs(a), self.widen_pairs(b));
+        self.fma(a1, b1, self.fma(a0, b0, acc))
+    }
+    #[inline(always)]
+    fn low_nibbles(self, x: [i32; 16]) -> [i32; 16] {
+        each(|i| x[i] & 0x0f0f_0f0f)
+    }
+    #[inline(always)]
+    fn high_nibbles(self, x: [i32; 16]) -> [i32; 16] {
+        each(|i| (x[i] >> 4) & 0x0f0f_0f0f)
+    }
+    #[inline(always)]
+    fn high_crumbs<const N: u32>(self, x: [i32; 16]) -> [i32; 16] {
+        each(|i| ((x[i] as u32 >> (2 * N)) as i32 & 0x0303_0303) << 4)
+    }
+    #[inline(always)]
+    fn or(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
+        each(|i| a[i] | b[i])
+    }
+    #[inline(always)]
+    fn add_i(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
+        each(|i| a[i].wrapping_add(b[i]))
+    }
+    #[inline(always)]
+    fn sub_i(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
+        each(|i| a[i].wrapping_sub(b[i]))
+    }
+    #[inline(always)]
+    fn mul_i(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
+        each(|i| a[i].wrapping_mul(b[i]))
+    }
+    #[inline(always)]
+    fn times_256(self, x: [i32; 16]) -> [i32; 16] {
+        each(|i| x[i] << 8)
+    }
+    #[inline(always)]
+    fn over_256(self, x: [i32; 16]) -> [i32; 16] {
+        each(|i| x[i] >> 8)
+    }
+    #[inline(always)]
+    fn to_f32(self, x: [i32; 16]) -> [f32; 16] {
+        each(|i| x[i] as f32)
+    }
+    #[inline(always)]
+    fn to_i32(self, x: [f32; 16]) -> [i32; 16] {
+        let rounded = self.round(x);
+        each(|i| rounded[i] as i32)
+    }
+    #[inline(always)]
+    fn store_low_bytes(self, x: [i32; 16], out: &mut [u8; 16]) {
+        *out = each(|i| bytes(x)[i][0]);
+    }
+    #[inline(always)]
+    fn load_i8(self, x: &[u8; 16]) -> [i32; 16] {
+        each(|i| i32::from(x[i] as i8))
+    }
+    #[inline(always)]
+    fn widen_pairs(self, x: [i32; 16]) -> ([f32; 16], [f32; 16]) {
+        let bits = each(|i| x[i] as u32);
+        (each(|i| f32::from_bits(bits[i] << 16)), each(|i| f32::from_bits(bits[i] & 0xffff_0000)))
+    }
+}
+
+/// f16 to f32 without a branch, so that a loop of it becomes vector code on any machine: shift the fields into
+/// place, then correct the exponent's bias by a multiplication, which also normalises subnormals.
+#[inline(always)]
+pub fn widen(code: u16) -> f32 {
+    let code = u32::from(code);
+    let magnitude = (code & 0x7fff) << 13;
+    let finite = f32::from_bits(magnitude) * f32::from_bits(0x7780_0000); // 2^112
+    let special = f32::from_bits(magnitude | 0x7f80_0000); // infinite or NaN
+    let value = if code & 0x7c00 == 0x7c00 { special } else { finite };
+    f32::from_bits(value.to_bits() | (code & 0x8000) << 16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::f16;
+
+    #[test]
+    fn every_f16_widens_as_the_half_crate_says() {
+        for code in 0..=u16::MAX {
+            let (found, expected) = (widen(code), f16::from_bits(code).to_f32());
+            let same = found.to_bits() == expected.to_bits() || (found.is_nan() && expected.is_nan());
+            assert!(same, "{code:#06x} became {found}, not {expected}");
+        }
+    }
+}

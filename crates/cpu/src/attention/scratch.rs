@@ -1,0 +1,105 @@
+//! The working memory of attention, reserved once for the largest step of the largest layer.
+use super::{BLOCK_ROWS, LONG_TILE, LONG_TILE_ROWS, SPLIT, TILE, UNIT_ROWS};
+use crate::arch::LANES;
+use crate::pool::{PackedQuery, Quads};
+use kvist_backend::{BackendError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
+use std::sync::Arc;
+
+/// Floats of a row's state beside its sums: a norm per lane, and the maximum.
+pub const EXTRA: usize = LANES + 1;
+/// Floats before and after a tile in a line of scores.
+pub const PAD: usize = LANES;
+
+/// What one thread works with.
+pub struct ThreadScratch {
+    pub queries: Vec<f32>, // [rows of a unit, head_dim]
+    pub packed: Vec<PackedQuery>,
+    pub partial: Vec<f32>, // [rows of a unit, head_dim + EXTRA]
+    pub lines: Vec<f32>,   // [rows of a block, tile + 2 * PAD]
+    pub quads: Box<Quads>,
+}
+
+/// Everybody's.
+pub struct Scratch {
+    pub states: Vec<f32>, // [units][rows of a unit][head_dim + EXTRA]
+    pub threads: Vec<ThreadScratch>,
+    _held: Reservation,
+}
+
+/// Elements of each buffer.
+struct Sizes {
+    states: usize,
+    queries: usize,
+    packed: usize,
+    partial: usize,
+    lines: usize,
+    head_dim: usize,
+    threads: usize,
+}
+
+impl Sizes {
+    fn of(spec: &PoolSpec, threads: usize) -> Option<Self> {
+        let Layout { n_heads, layers } = &spec.layout;
+        let (heads, tokens) = (*n_heads as usize, spec.max_step_tokens as usize);
+        let head_dim = spec.layout.max_head_dim() as usize;
+        let per_kv = layers.iter().map(|l| heads / l.n_kv_heads.max(1) as usize).max().unwrap_or(1);
+        let unit_rows = UNIT_ROWS.max(per_kv).min(per_kv.checked_mul(tokens.max(1))?);
+        let state = head_dim.checked_add(EXTRA)?;
+        // Units are whole, the last one of each KV head may be filled only in part; a token alone has a state per
+        // split.
+        let cells = spec.capacity_cells.iter().copied().max().unwrap_or(0);
+        let rows = heads.checked_mul(tokens)?;
+        let filled = rows.checked_add(unit_rows.checked_mul(heads)?)?;
+        let split = heads.checked_mul(cells.div_ceil(SPLIT) as usize + 1)?;
+        let lines = (BLOCK_ROWS.max(per_kv) * (TILE + 2 * PAD)).max(LONG_TILE_ROWS * (LONG_TILE + 2 * PAD));
+        Some(Sizes {
+            states: filled.min(rows.max(1).checked_mul(2)?).max(split).checked_mul(state)?,
+            queries: unit_rows.checked_mul(head_dim)?,
+            packed: if spec.k.dtype.is_quantised() { unit_rows } else { 0 },
+            partial: unit_rows.checked_mul(state)?,
+            lines,
+            head_dim,
+            threads,
+        })
+    }
+
+    fn bytes(&self) -> Option<u64> {
+        let floats = self.queries.checked_add(self.partial)?.checked_add(self.lines)?.checked_mul(4)?;
+        let packed = self.packed.checked_mul(size_of::<PackedQuery>() + PackedQuery::bytes(self.head_dim))?;
+        let thread = floats.checked_add(packed)?.checked_add(size_of::<Quads>())?;
+        let all = self.states.checked_mul(4)?.checked_add(thread.checked_mul(self.threads)?)?;
+        u64::try_from(all).ok()
+    }
+}
+
+impl Scratch {
+    pub fn bytes(spec: &PoolSpec, threads: usize) -> Option<u64> {
+        Sizes::of(spec, threads)?.bytes()
+    }
+
+    pub fn new(spec: &PoolSpec, threads: usize, budget: &Arc<MemoryBudget>) -> Result<Self, BackendError> {
+        let overflow =
+            || BackendError::Unsupported("a step of that many tokens overflows the scratch".into());
+        let sizes = Sizes::of(spec, threads).ok_or_else(overflow)?;
+        let bytes = sizes.bytes().ok_or_else(overflow)?;
+        let held = budget.reserve(Purpose::Scratch, bytes)?;
+        let buffer = |n: usize| {
+            let mut all = Vec::new();
+            let refused = |_| BackendError::OutOfMemory { what: "scratch", bytes };
+            all.try_reserve_exact(n).map_err(refused)?;
+            all.resize(n, 0f32);
+            Ok::<_, BackendError>(all)
+        };
+        let thread = |_| {
+            Ok(ThreadScratch {
+                queries: buffer(sizes.queries)?,
+                packed: (0..sizes.packed).map(|_| PackedQuery::new(sizes.head_dim)).collect(),
+                partial: buffer(sizes.partial)?,
+                lines: buffer(sizes.lines)?,
+                quads: Box::default(),
+            })
+        };
+        let threads = (0..threads).map(thread).collect::<Result<Vec<_>, BackendError>>()?;
+        Ok(Scratch { states: buffer(sizes.states)?, threads, _held: held })
+    }
+}

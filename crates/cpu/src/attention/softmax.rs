@@ -1,0 +1,117 @@
+//! The weights of a tile: powers of two, with a running maximum that is an integer.
+//!
+//! ```text
+//! for each row:   M' = max(M, round(max s));  o, l *= 2^(M − M');  w = 2^(s − round s) · 2^(round s − M');  l[lane] += w
+//! ```
+//!
+//! Some fifteen operations per sixteen weights. A weight is at most √2; what is 126 powers of two below the maximum
+//! is 0. Norms are summed by lane, that is by position modulo 16, so that their order is that of the sequence.
+use crate::arch::{Kernel, LANES, Simd};
+
+/// The maximum of a row that has seen nothing.
+pub const NOTHING: f32 = -1e30;
+/// What a score is at least: an integer, far below every real score.
+const FLOOR: f32 = -1e30;
+
+/// `2^n` for integral `n ≤ 0`, 0 below −126.
+pub fn power(n: f32) -> f32 {
+    if n < -126.0 { 0.0 } else { n.exp2() }
+}
+
+/// Sum of sixteen lanes, always in the same order.
+pub fn sum(lanes: &[f32]) -> f32 {
+    let mut sums = [0.0; 8];
+    for (sum, pair) in sums.iter_mut().zip(lanes.chunks_exact(2)) {
+        *sum = pair[0] + pair[1];
+    }
+    ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]))
+}
+
+/// Scores become weights, states learn of them.
+pub struct Softmax<'s> {
+    /// A line per row, `stride` apart; the tile's scores stand in `vectors`, in units of [`LANES`].
+    pub lines: &'s mut [f32],
+    pub stride: usize,
+    pub vectors: std::ops::Range<usize>,
+    pub softcap: Option<f32>,
+    /// A state per row: `head_dim` sums, norms by lane, maximum.
+    pub states: &'s mut [f32],
+    pub head_dim: usize,
+}
+
+impl Kernel for Softmax<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let state = self.head_dim + super::EXTRA;
+        let rows = self.lines.chunks_exact_mut(self.stride).zip(self.states.chunks_exact_mut(state));
+        for (line, state) in rows {
+            let (sums, rest) = state.split_at_mut(self.head_dim);
+            let (norms, max) = rest.split_at_mut(LANES);
+            let (vectors, _) = line.as_chunks_mut::<LANES>();
+            // Values are read by whole blocks of cells, which stick out by less than a vector.
+            vectors[self.vectors.start - 1] = [0.0; LANES];
+            vectors[self.vectors.end] = [0.0; LANES];
+            let vectors = &mut vectors[self.vectors.clone()];
+            if let Some(cap) = self.softcap {
+                vectors.iter_mut().for_each(|scores| soft_cap(s, cap, scores));
+            }
+            let floor = s.splat(FLOOR);
+            let mut peak = floor;
+            for scores in vectors.iter() {
+                peak = s.max(s.load(scores), peak);
+            }
+            let peak = s.largest(peak).round_ties_even();
+            if peak <= FLOOR && vectors.iter().flatten().all(|x| *x <= FLOOR) {
+                vectors.iter_mut().for_each(|scores| *scores = [0.0; LANES]);
+                continue;
+            }
+            if peak <= FLOOR && max[0] == NOTHING {
+                max[0] = 0.0; // nothing but NaN: not nothing
+            }
+            let norms = norms.first_chunk_mut::<LANES>().expect("a state has a norm per lane");
+            let mut norm = s.load(norms);
+            if peak > max[0] {
+                let factor = power(max[0] - peak);
+                let shrink = s.splat(factor);
+                max[0] = peak;
+                norm = s.mul(norm, shrink);
+                let (whole, tail) = sums.as_chunks_mut::<LANES>();
+                for sums in whole {
+                    s.store(s.mul(s.load(sums), shrink), sums);
+                }
+                tail.iter_mut().for_each(|x| *x *= factor);
+            }
+            let (top, one) = (s.splat(max[0]), s.splat(1.0));
+            for scores in vectors {
+                let (mantissa, exponent) = s.exp2_parts(s.max(floor, s.load(scores)));
+                let weight = s.scale_by_power(s.add(mantissa, one), s.sub(exponent, top));
+                norm = s.add(norm, weight);
+                s.store(weight, scores);
+            }
+            s.store(norm, norms);
+        }
+    }
+}
+
+/// `log₂ e · cap · tanh(x)`, where x is the score over `cap`: `tanh x = (e^2x − 1) / (e^2x + 1)`, and the numerator
+/// from the series itself, since most scores are small beside the cap.
+#[inline(always)]
+fn soft_cap<S: Simd>(s: S, cap: f32, scores: &mut [f32; LANES]) {
+    let masked = *scores;
+    let (zero, one) = (s.splat(0.0), s.splat(1.0));
+    // Beyond ±20 tanh is ±1 in f32; a NaN passes.
+    let x = s.max(s.splat(-20.0), s.load(scores));
+    let x = s.sub(zero, s.max(s.splat(-20.0), s.sub(zero, x)));
+    let (mantissa, exponent) = s.exp2_parts(s.mul(x, s.splat(2.0 * std::f32::consts::LOG2_E)));
+    let power = s.scale_by_power(one, exponent);
+    let numerator = s.fma(mantissa, power, s.sub(power, one));
+    let tanh = s.div(numerator, s.add(numerator, s.splat(2.0)));
+    s.store(s.mul(tanh, s.splat(cap * std::f32::consts::LOG2_E)), scores);
+    for (capped, score) in scores.iter_mut().zip(masked) {
+        if score == f32::NEG_INFINITY {
+            *capped = score;
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! What the packed dtypes share: queries and weights as pairs of bytes.
+//!
+//! Integer dot products multiply bytes. A query or a weight in 8 bits would add an error of its own, as large as
+//! that of the cache; in two bytes (15 bits and a sign, about 3e-5 of the largest) it adds none that shows, and the
+//! second product costs less than widening the codes would.
+use crate::arch::{LANES, Simd};
+
+/// The largest magnitude that two signed bytes hold: 127 * 256 + 127, with room for rounding.
+const LARGEST: f32 = 32_000.0;
+
+/// Most blocks of one call: a tile of 256 cells, cut anywhere.
+pub const MAX_BLOCKS: usize = 18;
+
+/// Queries of one call of integer kernels.
+pub const MAX_ROWS: usize = 8;
+
+/// One query row, ready for dot products with bytes.
+#[derive(Clone, Debug, Default)]
+pub struct PackedQuery {
+    /// Four bytes for each four bytes of a cell's codes: the high bytes and the low ones. Twice as many for
+    /// nibbles: first those that meet the low halves.
+    pub high: Vec<i32>,
+    pub low: Vec<i32>,
+    /// Per group: the value of one unit.
+    pub unit: Vec<f32>,
+    /// Per group: the sum of the units, and of the elements themselves.
+    pub units: Vec<i32>,
+    pub sum: Vec<f32>,
+}
+
+/// Elements as units of `unit`: two signed bytes each.
+pub struct Split {
+    pub unit: f32,
+    inverse: f32,
+}
+
+impl Split {
+    /// For elements of at most `largest`. What is not finite makes the unit NaN.
+    #[inline(always)]
+    pub fn new(largest: f32) -> Self {
+        if largest < 1e-30 {
+            return Split { unit: 0.0, inverse: 0.0 };
+        }
+        let unit = largest / LARGEST;
+        if unit.is_finite() { Split { unit, inverse: LARGEST / largest } } else { Split { unit: f32::NAN, inverse: 0.0 } }
+    }
+    fn units(&self, x: f32) -> i32 {
+        (x * self.inverse).round_ties_even() as i32
+    }
+}
+
+/// The high and the low byte of `units`: `256 * high + low`, both signed.
+fn bytes(units: i32) -> (u8, u8) {
+    let low = units as i8;
+    (((units - i32::from(low)) >> 8) as u8, low as u8)
+}
+
+impl PackedQuery {
+    /// Room for a row of `head_dim` elements in groups of at least 32.
+    pub fn new(head_dim: usize) -> Self {
+        let quads = head_dim.div_ceil(4) + 2 * head_dim.div_ceil(32);
+        let groups = head_dim.div_ceil(32);
+        PackedQuery {
+            high: Vec::with_capacity(quads),
+            low: Vec::with_capacity(quads),
+            unit: Vec::with_capacity(groups),
+            units: Vec::with_capacity(groups),
+            sum: Vec::with_capacity(groups),
+        }
+    }
+
+    /// Bytes that [`new`](Self::new) reserves.
+    pub fn bytes(head_dim: usize) -> usize {
+        8 * (head_dim.div_ceil(4) + 2 * head_dim.div_ceil(32)) + 12 * head_dim.div_ceil(32)
+    }
+
+    fn clear(&mut self) {
+        self.high.clear();
+        self.low.clear();
+        self.unit.clear();
+        self.units.clear();
+        self.sum.clear();
+    }
+
+    /// One group of `row`; `parts` are the stretches of elements whose quads follow each other.
+    fn group<'p>(&mut self, row: &[f32], parts: impl Iterator<Item = &'p [f32]>) {
+        // A NaN must not be lost: `max` would.
+        let largest = row.iter().fold(0f32, |max, x| if x.abs() > max || x.is_nan() { x.abs() } else { max });
+        let split = Split::new(largest);
+        let mut units = 0;
+        for part in parts {
+            for quad in part.chunks(4) {
+                let (mut high, mut low) = ([0; 4], [0; 4]);
+                for (i, x) in quad.iter().enumerate() {
+                    let n = split.units(*x);
+                    units += n;
+                    (high[i], low[i]) = bytes(n);
+                }
+                self.high.push(i32::from_le_bytes(high));
+                self.low.push(i32::from_le_bytes(low));
+            }
+        }
+        self.unit.push(split.unit);
+        self.units.push(units);
+        self.sum.push(row.iter().sum());
+    }
+
+    /// For codes of one byte per element.
+    pub fn pack_bytes(&mut self, row: &[f32], group: usize) {
+        self.clear();
+        for group in row.chunks(group) {
+            self.group(group, std::iter::once(group));
+        }
+    }
+
+    /// For codes of one nibble per element: a byte holds element `j` of a group and element `j + half`. The quads
+    /// of a group: those of its low halves, then those of its high ones.
+    pub fn pack_nibbles(&mut self, row: &[f32], group: usize) {
+        self.clear();
+        for group in row.chunks(group) {
+            let (low, high) = group.split_at(group.len().div_ceil(2));
+            self.group(group, [low, high].into_iter());
+            // Both halves have as many quads, so that a kernel needs no cases.
+            if high.len().div_ceil(4) < low.len().div_ceil(4) {
+                self.high.push(0);
+                self.low.push(0);
+            }
+        }
+    }
+}
+
+/// Weights of up to [`MAX_ROWS`] queries for the cells of one call, as pairs of bytes.
+pub struct Quads {
+    high: [[u8; MAX_BLOCKS * LANES]; MAX_ROWS],
+    low: [[u8; MAX_BLOCKS * LANES]; MAX_ROWS],
+    weights: [f32; MAX_BLOCKS * LANES],
+    /// Per query: the value of one unit, and the sum of the units.
+    pub unit: [f32; MAX_ROWS],
+    pub units: [i32; MAX_ROWS],
+}
+
+impl Default for Quads {
+    fn default() -> Self {
+        Quads {
+            high: [[0; MAX_BLOCKS * LANES]; MAX_ROWS],
+            low: [[0; MAX_BLOCKS * LANES]; MAX_ROWS],
+            weights: [0.0; MAX_BLOCKS * LANES],
+            unit: [0.0; MAX_ROWS],
+            units: [0; MAX_ROWS],
+        }
+    }
+}
+
+impl Quads {
+    /// Row `row`: `line[i] * scale[i]` for `n` blocks of cells, where `scales` are their f16 `[stride][16]`.
+    #[inline(always)]
+    pub fn pack<S: Simd>(&mut self, s: S, row: usize, line: &[f32], scales: &[u8], stride: usize, n: usize) {
+        let (line, _) = line[..n * LANES].as_chunks::<LANES>();
+        let (scales, _) = scales.as_chunks::<32>();
+        let (weights, _) = self.weights.as_chunks_mut::<LANES>();
+        let (mut largest, mut total) = (s.splat(0.0), s.splat(0.0));
+        for (b, line) in line.iter().enumerate() {
+            let weight = s.mul_nonzero(s.load(line), s.load_f16(&scales[b * stride]));
+            largest = s.max(largest, weight);
+            total = s.add(total, weight);
+            s.store(weight, &mut weights[b]);
+        }
+        let broken = !s.sum(total).is_finite();
+        let split = Split::new(if broken { f32::NAN } else { s.largest(largest) });
+        let (high, _) = self.high[row].as_chunks_mut::<LANES>();
+        let (low, _) = self.low[row].as_chunks_mut::<LANES>();
+        let inverse = s.splat(split.inverse);
+        let mut units = s.splat_i(0);
+        for b in 0..n {
+            let n = s.to_i32(s.mul(s.load(&weights[b]), inverse));
+            let n = if broken { s.splat_i(0) } else { n };
+            units = s.add_i(units, n);
+            s.store_low_bytes(n, &mut low[b]);
+            s.store_low_bytes(s.over_256(s.add_i(n, s.splat_i(128))), &mut high[b]);
+        }
+        self.unit[row] = split.unit;
+        self.units[row] = s.sum(s.to_f32(units)) as i32; // below 2²⁴: exact
+    }
+
+    /// The four weights of cells `4 * quad..` of row `row`.
+    #[inline(always)]
+    pub fn quad(&self, row: usize, quad: usize) -> (i32, i32) {
+        let at = |bytes: &[u8; MAX_BLOCKS * LANES]| {
+            i32::from_le_bytes([bytes[4 * quad], bytes[4 * quad + 1], bytes[4 * quad + 2], bytes[4 * quad + 3]])
+        };
+        (at(&self.high[row]), at(&self.low[row]))
+    }
+}
