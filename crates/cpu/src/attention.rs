@@ -25,7 +25,7 @@ mod softmax;
 use crate::Compute;
 use crate::arch::LANES;
 use crate::pages::Pages;
-use crate::pool::{self, Lines, Queries, Side, Sums};
+use crate::pool::{self, Lines, QUERY_ROWS, Queries, Side, Sums};
 use crate::rotation::rotate;
 use kvist_backend::DType;
 use kvist_cache::{Mask, ReadItem, Reads, Run};
@@ -170,7 +170,9 @@ impl Layer<'_> {
             None => self.scale * std::f32::consts::LOG2_E,
         };
         let n = rows.n_slots * per_kv;
-        for (i, row) in scratch.queries.chunks_exact_mut(self.head_dim).take(n).enumerate() {
+        let head_dim = self.head_dim;
+        for i in 0..n {
+            let row = &mut scratch.row[..head_dim];
             let token = self.reads.order[rows.first_slot + i / per_kv] as usize;
             row.copy_from_slice(query(token, rows.head * per_kv + i % per_kv));
             if keys.storage.rotate {
@@ -181,7 +183,11 @@ impl Layer<'_> {
             match keys.storage.dtype {
                 DType::Q8 => scratch.packed[i].pack_bytes(row, group),
                 DType::Q4 => scratch.packed[i].pack_nibbles(row, group),
-                DType::F32 | DType::F16 | DType::BF16 => {}
+                DType::F32 | DType::F16 | DType::BF16 => {
+                    let side_by_side = &mut scratch.queries[i / QUERY_ROWS * QUERY_ROWS * head_dim..];
+                    let column = side_by_side.iter_mut().skip(i % QUERY_ROWS).step_by(QUERY_ROWS);
+                    column.zip(row).for_each(|(q, x)| *q = *x);
+                }
             }
         }
     }
@@ -285,7 +291,8 @@ impl Layer<'_> {
             let at = (at + cell as usize) - run.start as usize;
             let queries = Queries {
                 n: n_rows,
-                rows: &scratch.queries[row0 * head_dim..(row0 + n_rows) * head_dim],
+                rows: &scratch.queries,
+                first: row0,
                 packed: &scratch.packed[if self.keys.shape.storage.dtype.is_quantised() { row0..row0 + n_rows } else { 0..0 }],
             };
             let lines = Lines { data: lines, stride, at };

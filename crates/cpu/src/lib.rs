@@ -12,6 +12,7 @@
 #[allow(unsafe_code)]
 pub mod arch;
 mod attention;
+pub mod linear;
 mod pages;
 mod pool;
 mod pools;

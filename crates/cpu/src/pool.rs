@@ -77,11 +77,16 @@ pub trait Codec: 'static {
     fn accumulate<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>, quads: &mut Quads);
 }
 
+/// Query rows that stand side by side in [`Queries::rows`].
+pub const QUERY_ROWS: usize = 8;
+
 /// Query rows, ready for any dtype of keys.
 pub struct Queries<'q> {
     pub n: usize,
-    /// `[n, head_dim]`.
+    /// `[n / 8, head_dim, 8]`: eight rows side by side, so that a kernel needs one address for all of them.
     pub rows: &'q [f32],
+    /// Row of the first query.
+    pub first: usize,
     /// What integer products need; empty for float dtypes.
     pub packed: &'q [PackedQuery],
 }

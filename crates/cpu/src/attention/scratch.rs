@@ -1,7 +1,7 @@
 //! The working memory of attention, reserved once for the largest step of the largest layer.
 use super::{BLOCK_ROWS, LONG_TILE, LONG_TILE_ROWS, SPLIT, TILE, UNIT_ROWS};
 use crate::arch::LANES;
-use crate::pool::{PackedQuery, Quads};
+use crate::pool::{PackedQuery, QUERY_ROWS, Quads};
 use kvist_backend::{BackendError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
 use std::sync::Arc;
 
@@ -12,7 +12,8 @@ pub const PAD: usize = LANES;
 
 /// What one thread works with.
 pub struct ThreadScratch {
-    pub queries: Vec<f32>, // [rows of a unit, head_dim]
+    pub row: Vec<f32>,     // [head_dim]
+    pub queries: Vec<f32>, // [rows of a unit / QUERY_ROWS, head_dim, QUERY_ROWS]
     pub packed: Vec<PackedQuery>,
     pub partial: Vec<f32>, // [rows of a unit, head_dim + EXTRA]
     pub lines: Vec<f32>,   // [rows of a block, tile + 2 * PAD]
@@ -54,7 +55,7 @@ impl Sizes {
         let lines = (BLOCK_ROWS.max(per_kv) * (TILE + 2 * PAD)).max(LONG_TILE_ROWS * (LONG_TILE + 2 * PAD));
         Some(Sizes {
             states: filled.min(rows.max(1).checked_mul(2)?).max(split).checked_mul(state)?,
-            queries: unit_rows.checked_mul(head_dim)?,
+            queries: unit_rows.next_multiple_of(QUERY_ROWS).checked_mul(head_dim)?,
             packed: if spec.k.dtype.is_quantised() { unit_rows } else { 0 },
             partial: unit_rows.checked_mul(state)?,
             lines,
@@ -64,7 +65,7 @@ impl Sizes {
     }
 
     fn bytes(&self) -> Option<u64> {
-        let floats = self.queries.checked_add(self.partial)?.checked_add(self.lines)?.checked_mul(4)?;
+        let floats = self.queries.checked_add(self.partial)?.checked_add(self.lines + self.head_dim)?.checked_mul(4)?;
         let packed = self.packed.checked_mul(size_of::<PackedQuery>() + PackedQuery::bytes(self.head_dim))?;
         let thread = floats.checked_add(packed)?.checked_add(size_of::<Quads>())?;
         let all = self.states.checked_mul(4)?.checked_add(thread.checked_mul(self.threads)?)?;
@@ -92,6 +93,7 @@ impl Scratch {
         };
         let thread = |_| {
             Ok(ThreadScratch {
+                row: buffer(sizes.head_dim)?,
                 queries: buffer(sizes.queries)?,
                 packed: (0..sizes.packed).map(|_| PackedQuery::new(sizes.head_dim)).collect(),
                 partial: buffer(sizes.partial)?,

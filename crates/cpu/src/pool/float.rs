@@ -9,7 +9,7 @@
 //! a call. A register tile holds up to 8 queries × 2 vectors, so that what is widened once is used by all of them.
 //! Every lane adds in the order of i, every element in the order of the cells: neither the tile nor its alignment
 //! shows in the result.
-use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
+use super::{Blocks, Codec, Lines, QUERY_ROWS, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd, widen};
 use half::{bf16, f16};
 
@@ -114,25 +114,16 @@ impl<E: Element> Codec for E {
     #[inline(always)]
     fn scores<S: Simd>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>) {
         let mut query = 0;
-        while S::ACCUMULATORS >= 16 && queries.n - query >= 8 {
-            scores_of::<S, E, 8, 2>(s, queries, query, blocks, lines);
-            query += 8;
-        }
-        while queries.n - query >= 4 {
-            if S::ACCUMULATORS >= 16 {
-                scores_of::<S, E, 4, 4>(s, queries, query, blocks, lines);
-            } else {
-                scores_of::<S, E, 4, 1>(s, queries, query, blocks, lines);
-            }
-            query += 4;
-        }
-        while queries.n - query >= 2 {
-            scores_of::<S, E, 2, 2>(s, queries, query, blocks, lines);
-            query += 2;
-        }
         while query < queries.n {
-            scores_of::<S, E, 1, 4>(s, queries, query, blocks, lines);
-            query += 1;
+            // Queries that stand side by side.
+            let n = (QUERY_ROWS - (queries.first + query) % QUERY_ROWS).min(queries.n - query);
+            query += match n {
+                8 if S::ACCUMULATORS >= 16 => scores_of::<S, E, 8, 2>(s, queries, query, blocks, lines),
+                4.. if S::ACCUMULATORS >= 16 => scores_of::<S, E, 4, 4>(s, queries, query, blocks, lines),
+                4.. => scores_of::<S, E, 4, 1>(s, queries, query, blocks, lines),
+                2.. => scores_of::<S, E, 2, 2>(s, queries, query, blocks, lines),
+                _ => scores_of::<S, E, 1, 4>(s, queries, query, blocks, lines),
+            };
         }
     }
 
@@ -169,7 +160,7 @@ impl<E: Element> Codec for E {
     }
 }
 
-/// `R` queries over all blocks, `B` at a time.
+/// `R` queries over all blocks, `B` at a time. `R`.
 #[inline(always)]
 fn scores_of<S: Simd, E: Element, const R: usize, const B: usize>(
     s: S,
@@ -177,7 +168,7 @@ fn scores_of<S: Simd, E: Element, const R: usize, const B: usize>(
     query: usize,
     blocks: &Blocks<'_>,
     lines: &mut Lines<'_>,
-) {
+) -> usize {
     let mut block = 0;
     let n = blocks.n();
     while n - block >= B {
@@ -188,6 +179,7 @@ fn scores_of<S: Simd, E: Element, const R: usize, const B: usize>(
         scores_tile::<S, E, R, 1>(s, queries, query, blocks, block, lines);
         block += 1;
     }
+    R
 }
 
 #[inline(always)]
@@ -200,10 +192,10 @@ fn scores_tile<S: Simd, E: Element, const R: usize, const B: usize>(
     lines: &mut Lines<'_>,
 ) {
     let head_dim = blocks.head_dim;
-    let mut rows: [&[f32]; R] = [&[]; R];
-    for (r, row) in rows.iter_mut().enumerate() {
-        *row = &queries.rows[(query + r) * head_dim..(query + r + 1) * head_dim];
-    }
+    let row = queries.first + query;
+    let rows = queries.rows[row / QUERY_ROWS * QUERY_ROWS * head_dim..].as_chunks::<QUERY_ROWS>().0;
+    let rows = &rows[..head_dim];
+    let side = row % QUERY_ROWS;
     let vectors = E::vectors(blocks.codes);
     let mut keys: [&[E::Raw]; B] = [&[]; B];
     for (b, keys) in keys.iter_mut().enumerate() {
@@ -216,7 +208,7 @@ fn scores_tile<S: Simd, E: Element, const R: usize, const B: usize>(
             k[b] = E::widen(s, &keys[b][i]);
         }
         for r in 0..R {
-            let q = s.splat(rows[r][i]);
+            let q = s.splat(rows[i][if R == QUERY_ROWS { r } else { (side + r) % QUERY_ROWS }]);
             for b in 0..B {
                 sums[r][b] = s.fma(q, k[b], sums[r][b]);
             }
@@ -275,17 +267,17 @@ fn accumulate_tile<S: Simd, E: Element, const R: usize, const D: usize>(
     d: usize,
 ) {
     let lanes = blocks.lanes.clone();
+    let n = lanes.len();
     let mut weights: [&[f32]; R] = [&[]; R];
     let mut acc = [[s.splat(0.0); D]; R];
     for r in 0..R {
         let at = (query + r) * lines.stride + lines.at;
-        weights[r] = &lines.data[at + lanes.start..at + lanes.end];
+        weights[r] = &lines.data[at + lanes.start..][..n];
         let (row, _) = sums.row(query + r, blocks.head_dim)[d * LANES..].as_chunks();
         for (acc, row) in acc[r].iter_mut().zip(row) {
             *acc = s.load(row);
         }
     }
-    let n = lanes.len();
     let cells = blocks.codes[lanes.start * blocks.row..lanes.end * blocks.row].chunks_exact(blocks.row);
     for (cell, row) in (0..n).zip(cells) {
         let row = &E::vectors(row)[d..d + D];

@@ -1,0 +1,333 @@
+//! Linear layers over packed weights: `y = x·Wᵀ` for `W: [outputs, inputs]`.
+//!
+//! Sixteen rows of W stand side by side in a panel, so that a vector holds sixteen outputs and no sum is
+//! horizontal; the weights are the file's own codes in another order, and are held once.
+//!
+//! ```text
+//! packed   y[16] += dot4(16 rows' 4 codes, x's 4 codes) …, scaled once per block     x in 8 bits per 32 inputs
+//! float    y[16] += w[16] * x[i]                                                     for each input i
+//! ```
+//!
+//! One token reads every panel once: bytes are what counts. Many tokens take tiles of eight, for which a vector of
+//! weights is loaded once. Every output adds in the order of its inputs, whatever the batch: a row's result is the
+//! same alone and among others (bf16 products of large batches are the exception; `Compute::deterministic` does
+//! without them).
+mod float;
+mod inputs;
+mod k_quants;
+mod q4_0;
+mod q8_0;
+
+use crate::Compute;
+use crate::arch::{Columns, Kernel, LANES, Simd};
+use crate::pages::Pages;
+use inputs::TILE;
+pub use inputs::{Input, Inputs};
+use std::fmt;
+
+/// Encodings of weights, by their names in GGUF files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Packing {
+    F32,
+    F16,
+    BF16,
+    Q8_0,
+    Q4_0,
+    Q4K,
+    Q6K,
+}
+
+/// Evaluate `$body` with the type `$F` of `$packing`. A new format: one file and its line here.
+macro_rules! with_format {
+    ($packing:expr, $F:ident => $body:expr) => {
+        match $packing {
+            Packing::F32 => {
+                type $F = float::F32;
+                $body
+            }
+            Packing::F16 => {
+                type $F = float::F16;
+                $body
+            }
+            Packing::BF16 => {
+                type $F = float::BF16;
+                $body
+            }
+            Packing::Q8_0 => {
+                type $F = q8_0::Q8_0;
+                $body
+            }
+            Packing::Q4_0 => {
+                type $F = q4_0::Q4_0;
+                $body
+            }
+            Packing::Q4K => {
+                type $F = k_quants::Q4K;
+                $body
+            }
+            Packing::Q6K => {
+                type $F = k_quants::Q6K;
+                $body
+            }
+        }
+    };
+}
+
+/// One encoding of weights.
+trait Format: 'static {
+    /// Elements of a block of the file, and its bytes.
+    const BLOCK: (usize, usize);
+    /// Bytes that 16 rows of a block take in a panel: codes (whole cache lines), and what scales them.
+    const CODES: usize;
+    const SCALES: usize;
+    /// Which form of the inputs the kernel reads.
+    const FORM: inputs::Form;
+    /// Panels that a call of the kernel takes at once.
+    const PANELS: usize = 1;
+
+    /// Put the file's block of row `lane` where it belongs.
+    fn pack(block: &[u8], lane: usize, codes: &mut [u8], scales: &mut [u8]);
+    /// Block of row `lane` as f32.
+    fn unpack(codes: &[u8], scales: &[u8], lane: usize, out: &mut [f32]);
+    /// `panels` neighbouring panels times all tokens.
+    fn multiply<S: Simd>(s: S, weights: &Panels<'_>, inputs: &Inputs, deterministic: bool, out: &mut Columns<'_, f32>);
+}
+
+/// Neighbouring panels.
+struct Panels<'p> {
+    bytes: &'p [u8],
+    n: usize,
+    panel: usize,
+    /// Blocks per row.
+    blocks: usize,
+    /// Outputs that exist: the last panel may be filled up.
+    outputs: usize,
+}
+
+impl Panels<'_> {
+    /// Codes and scales of panel `i`.
+    #[inline(always)]
+    fn get<F: Format>(&self, i: usize) -> (&[u8], &[u8]) {
+        let (codes, scales) = self.bytes[i * self.panel..(i + 1) * self.panel].split_at(self.blocks * F::CODES);
+        (codes, &scales[..self.blocks * F::SCALES])
+    }
+}
+
+/// Write sixteen outputs of panel `i` of a unit, or as many as there are.
+#[inline(always)]
+fn put<S: Simd>(s: S, out: &mut Columns<'_, f32>, token: usize, panel: usize, sums: S::F) {
+    let row = &mut out.row(token)[panel * LANES..];
+    match row.first_chunk_mut() {
+        Some(whole) => s.store(sums, whole),
+        None => {
+            let mut lanes = [0.0; LANES];
+            s.store(sums, &mut lanes);
+            let n = row.len();
+            row.copy_from_slice(&lanes[..n]);
+        }
+    }
+}
+
+struct Multiply<'k, 'o, F> {
+    weights: Panels<'k>,
+    inputs: &'k Inputs,
+    deterministic: bool,
+    out: Columns<'o, f32>,
+    format: std::marker::PhantomData<F>,
+}
+
+impl<F: Format> Kernel for Multiply<'_, '_, F> {
+    type Out = ();
+    #[inline(always)]
+    fn run<S: Simd>(mut self, s: S) {
+        F::multiply(s, &self.weights, self.inputs, self.deterministic, &mut self.out);
+    }
+}
+
+/// A weight matrix, packed.
+pub struct Matrix {
+    packing: Packing,
+    outputs: usize,
+    inputs: usize,
+    panels: Pages,
+    panel: usize,
+}
+
+/// A matrix that cannot be packed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum BadMatrix {
+    /// Rows are no whole blocks, the matrix is empty, or its bytes are not what its shape needs.
+    Shape(String),
+    /// The system refused this many bytes.
+    OutOfMemory(u64),
+}
+
+impl fmt::Display for BadMatrix {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            BadMatrix::Shape(what) => f.write_str(what),
+            BadMatrix::OutOfMemory(bytes) => write!(f, "the system refused {bytes} bytes for weights"),
+        }
+    }
+}
+impl std::error::Error for BadMatrix {}
+
+impl Packing {
+    /// Bytes of a panel of rows of `inputs` elements; `None` if rows are no whole blocks, or it overflows.
+    fn panel_bytes(self, inputs: usize) -> Option<usize> {
+        with_format!(self, F => {
+            let whole = inputs > 0 && inputs.is_multiple_of(F::BLOCK.0);
+            let bytes = whole.then_some(inputs / F::BLOCK.0)?.checked_mul(F::CODES + F::SCALES)?;
+            bytes.checked_next_multiple_of(64)
+        })
+    }
+
+    /// Bytes a matrix takes when packed; `None` if rows are no whole blocks, or it overflows.
+    pub fn resident_bytes(self, outputs: usize, inputs: usize) -> Option<u64> {
+        let panels = outputs.div_ceil(LANES);
+        u64::try_from(panels.checked_mul(self.panel_bytes(inputs)?)?).ok()
+    }
+
+    /// Elements of one block, and its bytes in the file.
+    pub fn block(self) -> (usize, usize) {
+        with_format!(self, F => F::BLOCK)
+    }
+}
+
+impl Matrix {
+    /// Pack `bytes`, rows one after the other in the encoding's own blocks.
+    pub fn pack(
+        compute: &Compute,
+        packing: Packing,
+        outputs: usize,
+        inputs: usize,
+        bytes: &[u8],
+    ) -> Result<Self, BadMatrix> {
+        let bad = || BadMatrix::Shape(format!("{outputs} rows of {inputs} elements are not {} bytes of {packing:?}", bytes.len()));
+        let panel = packing.panel_bytes(inputs).ok_or_else(bad)?;
+        let size = packing.resident_bytes(outputs, inputs).ok_or_else(bad)?;
+        let (elements, block) = packing.block();
+        let row = inputs / elements * block;
+        if outputs == 0 || outputs.checked_mul(row) != Some(bytes.len()) {
+            return Err(bad());
+        }
+        let size = usize::try_from(size).map_err(|_| BadMatrix::OutOfMemory(size))?;
+        let mut panels = Pages::new(size).map_err(BadMatrix::OutOfMemory)?;
+        let mut nothing = vec![(); compute.threads.n()];
+        // Few large units: a page of weights is touched first by one thread.
+        compute.threads.parts(panels.bytes_mut(), panel, &mut nothing, |i, panel, ()| {
+            with_format!(packing, F => {
+                let blocks = inputs / F::BLOCK.0;
+                let (codes, scales) = panel.split_at_mut(blocks * F::CODES);
+                for (lane, row) in bytes[i * LANES * row..].chunks_exact(row).take(LANES).enumerate() {
+                    let blocks = row.chunks_exact(F::BLOCK.1);
+                    let places = codes.chunks_exact_mut(F::CODES).zip(scales.chunks_exact_mut(F::SCALES.max(1)));
+                    if F::SCALES == 0 {
+                        for (block, codes) in blocks.zip(codes.chunks_exact_mut(F::CODES)) {
+                            F::pack(block, lane, codes, &mut []);
+                        }
+                    } else {
+                        for (block, (codes, scales)) in blocks.zip(places) {
+                            F::pack(block, lane, codes, scales);
+                        }
+                    }
+                }
+            });
+        });
+        Ok(Matrix { packing, outputs, inputs, panels, panel })
+    }
+
+    pub fn packing(&self) -> Packing {
+        self.packing
+    }
+    pub fn outputs(&self) -> usize {
+        self.outputs
+    }
+    pub fn inputs(&self) -> usize {
+        self.inputs
+    }
+    /// Bytes held.
+    pub fn bytes(&self) -> u64 {
+        self.panels.bytes().len() as u64
+    }
+
+    /// Row `row` as f32, into `out: [inputs]`. Panics if there is no such row.
+    pub fn row(&self, row: usize, out: &mut [f32]) {
+        assert!(row < self.outputs && out.len() == self.inputs, "row {row} of {}", self.outputs);
+        let (panel, lane) = (row / LANES, row % LANES);
+        let panel = &self.panels.bytes()[panel * self.panel..(panel + 1) * self.panel];
+        with_format!(self.packing, F => {
+            let (codes, scales) = panel.split_at(self.inputs / F::BLOCK.0 * F::CODES);
+            for (b, out) in out.chunks_exact_mut(F::BLOCK.0).enumerate() {
+                let (codes, scales) = (&codes[b * F::CODES..], &scales[b * F::SCALES..]);
+                F::unpack(&codes[..F::CODES], &scales[..F::SCALES], lane, out);
+            }
+        });
+    }
+
+    /// `out: [n, outputs]` becomes `input: [n, inputs]` times the transposed matrix. Panics on other shapes.
+    pub fn multiply(&self, compute: &Compute, input: &mut Input<'_>, out: &mut [f32]) {
+        let n = input.n();
+        assert!(input.width() == self.inputs && out.len() == n * self.outputs, "shapes of a linear layer");
+        if n == 0 {
+            return;
+        }
+        with_format!(self.packing, F => {
+            let dots = F::FORM == inputs::Form::Rows && float::uses_dots::<F>(compute, n);
+            let inputs = input.prepare(compute, if dots { inputs::Form::Pairs } else { F::FORM });
+            // Units of some 64 KiB: small enough that a thread that loses its core holds up little.
+            let at_once = ((64 << 10) / self.panel).next_multiple_of(F::PANELS).max(F::PANELS);
+            let (mut nothing, bytes) = ([(); 64], self.panels.bytes());
+            let nothing = &mut nothing[..compute.threads.n().min(64)];
+            compute.threads.columns(out, self.outputs, at_once * LANES, nothing, |unit, out, ()| {
+                let first = unit * at_once;
+                let outputs = (self.outputs - first * LANES).min(at_once * LANES);
+                let n = outputs.div_ceil(LANES);
+                let weights = Panels {
+                    bytes: &bytes[first * self.panel..(first + n) * self.panel],
+                    n,
+                    panel: self.panel,
+                    blocks: self.inputs / F::BLOCK.0,
+                    outputs,
+                };
+                compute.isa.run(Multiply::<F> {
+                    weights, inputs, deterministic: !dots, out, format: std::marker::PhantomData
+                });
+            });
+        });
+    }
+}
+
+impl fmt::Debug for Matrix {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} [{}, {}]", self.packing, self.outputs, self.inputs)
+    }
+}
+
+/// Take the tokens of `inputs` in tiles: `$kernel::<S, T>(…, first token)` for T of 8, 4, 2 and 1.
+macro_rules! for_token_tiles {
+    ($n:expr, $first:ident, $T:ident => $body:expr) => {{
+        let mut $first = 0;
+        while $first < $n {
+            let left = $n - $first;
+            $first += if left >= 8 {
+                const $T: usize = 8;
+                $body;
+                $T
+            } else if left >= 4 {
+                const $T: usize = 4;
+                $body;
+                $T
+            } else if left >= 2 {
+                const $T: usize = 2;
+                $body;
+                $T
+            } else {
+                const $T: usize = 1;
+                $body;
+                $T
+            };
+        }
+    }};
+}
+use for_token_tiles;

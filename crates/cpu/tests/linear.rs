@@ -1,0 +1,177 @@
+//! Packed linear layers against sums in f64, on every instruction set, at odd shapes, on poisoned outputs.
+use half::{bf16, f16};
+use kvist_cpu::Compute;
+use kvist_cpu::arch::Isa;
+use kvist_cpu::linear::{Inputs, Matrix, Packing};
+
+const ALL: [Packing; 7] = [
+    Packing::F32,
+    Packing::F16,
+    Packing::BF16,
+    Packing::Q8_0,
+    Packing::Q4_0,
+    Packing::Q4K,
+    Packing::Q6K,
+];
+
+/// A generator that needs no crate.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 >> 33
+    }
+    fn byte(&mut self) -> u8 {
+        self.next() as u8
+    }
+    /// Between -1 and 1.
+    fn float(&mut self) -> f32 {
+        (self.next() % 20_001) as f32 / 10_000.0 - 1.0
+    }
+}
+
+/// Rows as a file holds them: any codes, scales of a sane size.
+fn file(packing: Packing, outputs: usize, inputs: usize, random: &mut Random) -> Vec<u8> {
+    let (elements, bytes) = packing.block();
+    let mut all = Vec::new();
+    for _ in 0..outputs * inputs / elements {
+        let mut block: Vec<u8> = (0..bytes).map(|_| random.byte()).collect();
+        let mut scale = |at: usize| block[at..at + 2].copy_from_slice(&f16::from_f32(random.float() * 0.01).to_le_bytes());
+        match packing {
+            Packing::F32 => block.copy_from_slice(&random.float().to_le_bytes()),
+            Packing::F16 => block.copy_from_slice(&f16::from_f32(random.float()).to_le_bytes()),
+            Packing::BF16 => {
+                for half in block.chunks_exact_mut(2) {
+                    half.copy_from_slice(&bf16::from_f32(random.float()).to_le_bytes());
+                }
+            }
+            Packing::Q8_0 | Packing::Q4_0 => scale(0),
+            Packing::Q4K => (0..4).step_by(2).for_each(scale),
+            Packing::Q6K => scale(208),
+        }
+        all.extend(block);
+    }
+    all
+}
+
+/// Sums in f64, and what each may be off by: f32 rounding, and x in 8 bits per 32 inputs where weights are packed.
+fn expected(matrix: &Matrix, x: &[f32], rounded: bool) -> Vec<(f64, f64)> {
+    let (inputs, outputs) = (matrix.inputs(), matrix.outputs());
+    let packed = !matches!(matrix.packing(), Packing::F32 | Packing::F16 | Packing::BF16);
+    let mut row = vec![0.0; inputs];
+    let mut all = vec![(0.0, 0.0); x.len() / inputs * outputs];
+    for output in 0..outputs {
+        matrix.row(output, &mut row);
+        for (token, x) in x.chunks_exact(inputs).enumerate() {
+            let products = row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x));
+            let sum: f64 = products.clone().sum();
+            let size: f64 = products.map(f64::abs).sum();
+            let groups = row.chunks(32).zip(x.chunks(32)).map(|(w, x)| {
+                let largest = x.iter().fold(0f32, |max, x| max.max(x.abs()));
+                w.iter().map(|w| f64::from(w.abs() * largest)).sum::<f64>()
+            });
+            let codes = if packed { groups.sum::<f64>() / 254.0 } else { 0.0 };
+            let halves = if rounded { size / 256.0 } else { 0.0 };
+            all[token * outputs + output] = (sum, codes + halves + size * 1e-5 + 1e-6);
+        }
+    }
+    all
+}
+
+fn multiply(compute: &Compute, matrix: &Matrix, x: &[f32]) -> Vec<f32> {
+    let mut inputs = Inputs::default();
+    let mut out = vec![f32::NAN; x.len() / matrix.inputs() * matrix.outputs()];
+    matrix.multiply(compute, &mut inputs.of(x, matrix.inputs()), &mut out);
+    out
+}
+
+#[test]
+fn products_are_sums() {
+    let mut random = Random(7);
+    let mut bad = Vec::new();
+    for packing in ALL {
+        for (outputs, blocks) in [(1, 1), (15, 2), (16, 1), (17, 3), (50, 2), (130, 1)] {
+            let inputs = blocks * packing.block().0.max(32) + if packing.block().0 == 1 { blocks } else { 0 };
+            let bytes = file(packing, outputs, inputs, &mut random);
+            for n in [1, 2, 3, 4, 7, 8, 9, 16, 23] {
+                let x: Vec<f32> = (0..n * inputs).map(|_| random.float() * 3.0).collect();
+                for isa in Isa::available() {
+                    for deterministic in [false, true] {
+                        let compute = Compute::new(isa, 2).deterministic(deterministic);
+                        let matrix = Matrix::pack(&compute, packing, outputs, inputs, &bytes).unwrap();
+                        let out = multiply(&compute, &matrix, &x);
+                        let rounded = packing == Packing::BF16 && n >= 16 && !deterministic;
+                        for (i, (out, (sum, within))) in out.iter().zip(expected(&matrix, &x, rounded)).enumerate() {
+                            // NaN is not within anything.
+                            let fits = (f64::from(*out) - sum).abs() <= within;
+                            if !fits {
+                                bad.push(format!("{isa} {packing:?} {outputs}×{inputs} n {n} [{i}]: {out}, not {sum} ± {within}"));
+                                break;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+    assert!(bad.is_empty(), "{} bad:\n{}", bad.len(), bad[..bad.len().min(20)].join("\n"));
+}
+
+/// The bits of a row do not depend on its batch or on the threads.
+#[test]
+fn a_row_is_the_same_alone_and_among_others() {
+    let mut random = Random(11);
+    for packing in ALL {
+        let (outputs, inputs, n) = (300, 512, 37);
+        let bytes = file(packing, outputs, inputs, &mut random);
+        let x: Vec<f32> = (0..n * inputs).map(|_| random.float()).collect();
+        for isa in Isa::available() {
+            let one = Compute::new(isa, 1).deterministic(true);
+            let matrix = Matrix::pack(&one, packing, outputs, inputs, &bytes).unwrap();
+            let alone: Vec<u32> = x.chunks_exact(inputs).flat_map(|x| multiply(&one, &matrix, x)).map(f32::to_bits).collect();
+            for threads in [1, 3] {
+                let many = Compute::new(isa, threads).deterministic(true);
+                let together: Vec<u32> = multiply(&many, &matrix, &x).into_iter().map(f32::to_bits).collect();
+                assert!(alone == together, "{isa} {packing:?}, {threads} threads");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_not_a_number_is_seen() {
+    let mut random = Random(13);
+    for packing in ALL {
+        let bytes = file(packing, 20, 256, &mut random);
+        for isa in Isa::available() {
+            let compute = Compute::new(isa, 1);
+            let matrix = Matrix::pack(&compute, packing, 20, 256, &bytes).unwrap();
+            for strange in [f32::NAN, f32::INFINITY] {
+                let mut x: Vec<f32> = (0..2 * 256).map(|_| random.float()).collect();
+                x[256 + 77] = strange;
+                let out = multiply(&compute, &matrix, &x);
+                assert!(out[..20].iter().all(|y| y.is_finite()), "{isa} {packing:?}: the other token");
+                assert!(out[20..].iter().all(|y| !y.is_finite()), "{isa} {packing:?}: {:?}", &out[20..]);
+            }
+        }
+    }
+}
+
+#[test]
+fn wrong_shapes_are_refused() {
+    let compute = Compute::new(Isa::best(), 1);
+    for packing in ALL {
+        let mut random = Random(17);
+        let bytes = file(packing, 4, 256, &mut random);
+        assert!(Matrix::pack(&compute, packing, 4, 256, &bytes[1..]).is_err());
+        assert!(Matrix::pack(&compute, packing, 0, 256, &[]).is_err());
+        assert!(Matrix::pack(&compute, packing, 4, 0, &[]).is_err());
+        assert!(Matrix::pack(&compute, packing, usize::MAX, 256, &bytes).is_err());
+        if packing.block().0 > 1 {
+            assert!(Matrix::pack(&compute, packing, 4, 255, &bytes).is_err());
+        }
+        let matrix = Matrix::pack(&compute, packing, 4, 256, &bytes).unwrap();
+        assert_eq!(Some(matrix.bytes()), packing.resident_bytes(4, 256));
+    }
+}
