@@ -1,9 +1,8 @@
 //! The `kvist` program. Text goes to stdout and nothing else does; summaries, progress and logs go to stderr.
 //! Exit status: 0 success, 1 failed, 2 wrong usage.
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
 mod commands;
-mod ffi;
 mod interrupt;
 mod json;
 mod options;

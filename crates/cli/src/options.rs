@@ -2,6 +2,8 @@
 use anyhow::{Context, anyhow};
 use clap::Args;
 use kvist_backend::{Bytes, MemoryBudget, Registry, Storage};
+use kvist_cpu::Compute;
+use kvist_cpu::arch::Isa;
 use kvist_engine::config::ModelConfig;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::model::{LoadOptions, Model, ModelFile};
@@ -9,7 +11,7 @@ use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::weights::WeightForm;
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// A combination of arguments that cannot mean anything: exit status 2.
 #[derive(Debug)]
@@ -68,7 +70,7 @@ pub struct ModelArgs {
     /// A Hugging Face folder or a .gguf file; without it the embedded model
     #[arg(short, long, value_name = "PATH")]
     pub model: Option<PathBuf>,
-    /// How linear layers are held: as-stored (f16 and bf16 become f32), f32, q8_0
+    /// How linear layers are held: as-stored (the file's own encoding), f32, q8_0
     #[arg(long, default_value = "as-stored", value_name = "FORM")]
     pub weights: WeightForm,
     /// Read weights into memory instead of mapping the file, which must then not change underneath
@@ -77,9 +79,8 @@ pub struct ModelArgs {
     /// Memory that weights, cache and working buffers may take together; without it what the machine has free
     #[arg(long, value_name = "SIZE")]
     pub memory: Option<Size>,
-    /// Threads for linear layers and prefill; without it one per core
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
-    pub threads: Option<u16>,
+    #[command(flatten)]
+    pub compute: ComputeArgs,
 }
 
 impl ModelArgs {
@@ -99,17 +100,44 @@ impl ModelArgs {
 
     /// Load with a progress bar.
     pub fn load(&self, quiet: bool) -> anyhow::Result<Arc<Model>> {
-        if let Some(threads) = self.threads {
-            crate::ffi::set_threads(threads);
-        }
+        let compute = self.compute.get()?;
         let bar = crate::progress::bar("loading", 0, quiet);
-        let options = LoadOptions { form: self.weights, mmap: !self.no_mmap, share_kv: None };
+        let options =
+            LoadOptions { form: self.weights, mmap: !self.no_mmap, compute, ..LoadOptions::default() };
         let model = Model::load(&self.file(), &options, &self.budget(), &mut |done, total| {
             bar.set_length(total as u64);
             bar.set_position(done as u64);
         });
         bar.finish_and_clear();
         Ok(Arc::new(model?))
+    }
+}
+
+#[derive(Args, Clone, Debug)]
+pub struct ComputeArgs {
+    /// Threads that compute; without it one per core
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub threads: Option<u16>,
+    /// Make a text independent of chunks, batches and shared prefixes, to the last bit; a little slower with q8 and
+    /// q4 caches, slower with bf16 weights
+    #[arg(long)]
+    pub deterministic: bool,
+}
+
+impl ComputeArgs {
+    /// Instruction set and threads: the same for every call, since threads are not made twice.
+    pub fn get(&self) -> anyhow::Result<Compute> {
+        static COMPUTE: OnceLock<Compute> = OnceLock::new();
+        if let Some(compute) = COMPUTE.get() {
+            return Ok(compute.clone());
+        }
+        let isa = Isa::from_env().map_err(wrong_usage)?;
+        let threads = match self.threads {
+            Some(threads) => usize::from(threads),
+            None => std::thread::available_parallelism().map_or(1, usize::from),
+        };
+        let compute = Compute::new(isa, threads).deterministic(self.deterministic);
+        Ok(COMPUTE.get_or_init(|| compute).clone())
     }
 }
 
@@ -175,8 +203,8 @@ impl CacheArgs {
 }
 
 /// Every backend and kind of this program.
-pub fn registry() -> Registry {
-    kvist_engine::backends::all()
+pub fn registry(compute: &Compute) -> Registry {
+    kvist_engine::backends::on(compute)
 }
 
 #[derive(Args, Clone, Debug)]

@@ -19,9 +19,9 @@ use avx512::Avx512;
 use portable::Portable;
 pub use portable::widen;
 pub use share::Columns;
-pub use threads::Threads;
 use std::fmt;
 use std::str::FromStr;
+pub use threads::Threads;
 
 /// Lanes of a vector: of f32, of i32, or of four bytes each.
 pub const LANES: usize = 16;
@@ -67,6 +67,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn dot4(self, acc: Self::I, unsigned: Self::I, signed: Self::I) -> Self::I;
     /// Lane by lane, of bf16 pairs: `acc + a[0]*b[0] + a[1]*b[1]`.
     fn dot2(self, acc: Self::F, a: Self::I, b: Self::I) -> Self::F;
+    /// Byte `N` of every lane, without a sign.
+    fn byte<const N: u32>(self, x: Self::I) -> Self::I;
     /// The low half of every byte.
     fn low_nibbles(self, x: Self::I) -> Self::I;
     /// The high half of every byte.

@@ -103,7 +103,8 @@ impl Layer<'_> {
         // A state per unit, or one per unit and split where there are few units and room for the states.
         let unit_state = unit_slots * per_kv * state;
         let room = scratch.states.len() / unit_state;
-        let per_unit = if units < 4 * compute.threads.n() && units * n_splits <= room { n_splits.max(1) } else { 1 };
+        let per_unit =
+            if units < 4 * compute.threads.n() && units * n_splits <= room { n_splits.max(1) } else { 1 };
         let states = &mut scratch.states[..units * per_unit * unit_state];
         compute.threads.parts(states, unit_state, &mut scratch.threads, |i, states, scratch| {
             let rows = rows(i / per_unit);
@@ -215,13 +216,21 @@ impl Layer<'_> {
     }
 
     /// What of the items lies in one split.
-    fn split(&self, compute: &Compute, rows: Rows, split: u32, states: &mut [f32], scratch: &mut ThreadScratch) {
+    fn split(
+        &self,
+        compute: &Compute,
+        rows: Rows,
+        split: u32,
+        states: &mut [f32],
+        scratch: &mut ThreadScratch,
+    ) {
         let (from, until) = (split * SPLIT, split.saturating_add(1).saturating_mul(SPLIT));
         let slots = rows.first_slot as u32..(rows.first_slot + rows.n_slots) as u32;
         let few = rows.n_slots * self.per_kv() <= LONG_TILE_ROWS;
         let tile = if few { LONG_TILE } else { TILE } as u32;
         for item in &self.reads.items {
-            let queries = item.first_query.max(slots.start)..(item.first_query + item.n_queries).min(slots.end);
+            let queries =
+                item.first_query.max(slots.start)..(item.first_query + item.n_queries).min(slots.end);
             let first = item.first_index.max(from);
             let end = (item.first_index + item.run.len).min(until);
             if queries.is_empty() {
@@ -293,7 +302,8 @@ impl Layer<'_> {
                 n: n_rows,
                 rows: &scratch.queries,
                 first: row0,
-                packed: &scratch.packed[if self.keys.shape.storage.dtype.is_quantised() { row0..row0 + n_rows } else { 0..0 }],
+                packed: &scratch.packed
+                    [if self.keys.shape.storage.dtype.is_quantised() { row0..row0 + n_rows } else { 0..0 }],
             };
             let lines = Lines { data: lines, stride, at };
             pool::scores(isa, self.keys.shape.storage.dtype, queries, blocks, lines);
@@ -327,6 +337,7 @@ impl Layer<'_> {
             let at = (at + cell as usize) - run.start as usize;
             let lines = Lines { data: lines, stride, at };
             let sums = Sums { n: n_rows, data: states, first: 0, stride: state };
+            let blocks = pool::Blocks { exact: self.exact, ..blocks };
             pool::accumulate(isa, self.values.shape.storage.dtype, lines, blocks, sums, &mut scratch.quads);
         });
     }

@@ -17,11 +17,12 @@ mod pages;
 mod pool;
 mod pools;
 mod rotation;
+pub mod steps;
 
 use arch::{Isa, Threads};
 use kvist_backend::{Backend, BackendError, PoolSpec, Pools, Purpose, Usage, reserved_cells};
 use pools::CpuPools;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 /// What computes: an instruction set and threads. Shared by whatever runs one after the other.
 #[derive(Clone, Debug)]
@@ -41,10 +42,15 @@ impl Compute {
     }
 }
 
-/// The best instruction set, a thread per core.
+/// The instruction set `KVIST_ISA` names, or the best; a thread per core, the same ones for the whole process.
 impl Default for Compute {
     fn default() -> Self {
-        Compute { isa: Isa::best(), threads: Arc::new(Threads::per_core()), deterministic: false }
+        static SHARED: LazyLock<Compute> = LazyLock::new(|| Compute {
+            isa: Isa::from_env().unwrap_or_else(|_| Isa::best()),
+            threads: Arc::new(Threads::per_core()),
+            deterministic: false,
+        });
+        SHARED.clone()
     }
 }
 
@@ -103,7 +109,9 @@ impl Backend for Cpu {
         for (_, layer) in spec.layout.owners() {
             let group = layer.group.0 as usize;
             let reserved = self.growth.reserved_cells(*cells.get(group)?, *spec.capacity_cells.get(group)?);
-            let layer = pools::sides(spec, layer).iter().try_fold(0u64, |sum, side| sum.checked_add(side.bytes(reserved)?))?;
+            let layer = pools::sides(spec, layer)
+                .iter()
+                .try_fold(0u64, |sum, side| sum.checked_add(side.bytes(reserved)?))?;
             kv = kv.checked_add(layer)?;
         }
         let scratch = attention::Scratch::bytes(spec, self.compute.threads.n())?;

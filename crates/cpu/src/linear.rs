@@ -90,7 +90,13 @@ trait Format: 'static {
     /// Block of row `lane` as f32.
     fn unpack(codes: &[u8], scales: &[u8], lane: usize, out: &mut [f32]);
     /// `panels` neighbouring panels times all tokens.
-    fn multiply<S: Simd>(s: S, weights: &Panels<'_>, inputs: &Inputs, deterministic: bool, out: &mut Columns<'_, f32>);
+    fn multiply<S: Simd>(
+        s: S,
+        weights: &Panels<'_>,
+        inputs: &Inputs,
+        deterministic: bool,
+        out: &mut Columns<'_, f32>,
+    );
 }
 
 /// Neighbouring panels.
@@ -100,15 +106,14 @@ struct Panels<'p> {
     panel: usize,
     /// Blocks per row.
     blocks: usize,
-    /// Outputs that exist: the last panel may be filled up.
-    outputs: usize,
 }
 
 impl Panels<'_> {
     /// Codes and scales of panel `i`.
     #[inline(always)]
     fn get<F: Format>(&self, i: usize) -> (&[u8], &[u8]) {
-        let (codes, scales) = self.bytes[i * self.panel..(i + 1) * self.panel].split_at(self.blocks * F::CODES);
+        let (codes, scales) =
+            self.bytes[i * self.panel..(i + 1) * self.panel].split_at(self.blocks * F::CODES);
         (codes, &scales[..self.blocks * F::SCALES])
     }
 }
@@ -203,7 +208,12 @@ impl Matrix {
         inputs: usize,
         bytes: &[u8],
     ) -> Result<Self, BadMatrix> {
-        let bad = || BadMatrix::Shape(format!("{outputs} rows of {inputs} elements are not {} bytes of {packing:?}", bytes.len()));
+        let bad = || {
+            BadMatrix::Shape(format!(
+                "{outputs} rows of {inputs} elements are not {} bytes of {packing:?}",
+                bytes.len()
+            ))
+        };
         let panel = packing.panel_bytes(inputs).ok_or_else(bad)?;
         let size = packing.resident_bytes(outputs, inputs).ok_or_else(bad)?;
         let (elements, block) = packing.block();
@@ -288,7 +298,6 @@ impl Matrix {
                     n,
                     panel: self.panel,
                     blocks: self.inputs / F::BLOCK.0,
-                    outputs,
                 };
                 compute.isa.run(Multiply::<F> {
                     weights, inputs, deterministic: !dots, out, format: std::marker::PhantomData

@@ -57,7 +57,6 @@ macro_rules! with_codec {
         }
     };
 }
-pub(crate) use with_codec;
 
 /// How one dtype packs a row, and the two products attention needs of packed blocks.
 pub trait Codec: 'static {
@@ -74,7 +73,13 @@ pub trait Codec: 'static {
     /// `line[query][at + i] = query · key` for `queries` and every cell `i` of `blocks`, the rest of `line` alone.
     fn scores<S: Simd>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>);
     /// `sums[query] += Σ weight * value` over the cells of `blocks` with the weights `lines[query][at..]`.
-    fn accumulate<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>, quads: &mut Quads);
+    fn accumulate<S: Simd>(
+        s: S,
+        lines: &Lines<'_>,
+        blocks: &Blocks<'_>,
+        sums: &mut Sums<'_>,
+        quads: &mut Quads,
+    );
 }
 
 /// Query rows that stand side by side in [`Queries::rows`].
@@ -128,6 +133,8 @@ pub struct Blocks<'b> {
     pub lanes: Range<usize>,
     /// May a cell hold what is not a number? Then a weight of 0 must not touch it.
     pub careful: bool,
+    /// Must values be weighed one by one?
+    pub exact: bool,
 }
 
 impl Blocks<'_> {
@@ -173,7 +180,14 @@ pub fn scores(isa: Isa, dtype: DType, queries: Queries<'_>, blocks: Blocks<'_>, 
 }
 
 /// `accumulate` of `storage`'s dtype on `isa`.
-pub fn accumulate(isa: Isa, dtype: DType, lines: Lines<'_>, blocks: Blocks<'_>, sums: Sums<'_>, quads: &mut Quads) {
+pub fn accumulate(
+    isa: Isa,
+    dtype: DType,
+    lines: Lines<'_>,
+    blocks: Blocks<'_>,
+    sums: Sums<'_>,
+    quads: &mut Quads,
+) {
     with_codec!(dtype, C => isa.run(AccumulateKernel::<C> {
         lines, blocks, sums, quads, codec: std::marker::PhantomData
     }))
@@ -203,7 +217,8 @@ impl Geometry {
     pub fn new(half: Half, storage: Storage, heads: u32, head_dim: u32) -> Self {
         let groups = storage.n_groups(head_dim) as usize;
         let (heads, head_dim) = (heads as usize, head_dim as usize);
-        let (bytes, element, params) = with_codec!(storage.dtype, C => (C::code_bytes(head_dim), C::ELEMENT, C::PARAMS));
+        let (bytes, element, params) =
+            with_codec!(storage.dtype, C => (C::code_bytes(head_dim), C::ELEMENT, C::PARAMS));
         let (row, interleaving) = match half {
             Half::K => {
                 let unit = element.unwrap_or(4);
@@ -300,9 +315,9 @@ impl Side {
 
     fn segment_of(&self, cell: u32) -> &Segment {
         let found = self.segments.iter().rfind(|s| s.cells.start <= cell);
-        found.filter(|s| cell < s.cells.end()).unwrap_or_else(|| {
-            panic!("cell {cell} lies past the {} the pool was grown to", self.cells())
-        })
+        found
+            .filter(|s| cell < s.cells.end())
+            .unwrap_or_else(|| panic!("cell {cell} lies past the {} the pool was grown to", self.cells()))
     }
 
     /// Block of `head` and `cell` inside a segment.
@@ -325,7 +340,12 @@ impl Side {
         let (block, lane) = (Self::block_of(&segment, head, cell), Self::lane_of(&segment, cell));
         let slab = slabs[segment.slab].bytes_mut();
         let at = segment.codes + block * shape.block_codes();
-        scatter(&mut slab[at..at + shape.block_codes()], &self.codes, |j| shape.place(j, lane), shape.interleaving);
+        scatter(
+            &mut slab[at..at + shape.block_codes()],
+            &self.codes,
+            |j| shape.place(j, lane),
+            shape.interleaving,
+        );
         let at = segment.params + block * shape.block_params();
         let line = slab[at..at + shape.block_params()].chunks_exact_mut(2 * LANES);
         for (line, param) in line.zip(&self.params) {
@@ -406,6 +426,7 @@ impl Side {
                 params: part(segment.params, shape.block_params()),
                 lanes,
                 careful: self.broken,
+                exact: false,
             };
             each(blocks, cell - lane as u32);
             cell = end;

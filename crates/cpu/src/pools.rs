@@ -87,9 +87,15 @@ impl CpuPools {
                 let bytes = |side: &Side| {
                     Some((side.shape.bytes(reserved)?, side.shape.bytes(reserved)? - side.shape.bytes(have)?))
                 };
-                let (Some(k), Some(v)) = (bytes(&owned.keys), bytes(&owned.values)) else { return Err(overflow) };
+                let (Some(k), Some(v)) = (bytes(&owned.keys), bytes(&owned.values)) else {
+                    return Err(overflow);
+                };
                 more += k.1 + v.1;
-                wanted.push(Wanted { layer: l, reserved, bytes: if self.concatenates() { [k.0, v.0] } else { [k.1, v.1] } });
+                wanted.push(Wanted {
+                    layer: l,
+                    reserved,
+                    bytes: if self.concatenates() { [k.0, v.0] } else { [k.1, v.1] },
+                });
             }
         }
         if wanted.is_empty() {

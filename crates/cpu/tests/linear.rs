@@ -4,15 +4,8 @@ use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
 use kvist_cpu::linear::{Inputs, Matrix, Packing};
 
-const ALL: [Packing; 7] = [
-    Packing::F32,
-    Packing::F16,
-    Packing::BF16,
-    Packing::Q8_0,
-    Packing::Q4_0,
-    Packing::Q4K,
-    Packing::Q6K,
-];
+const ALL: [Packing; 7] =
+    [Packing::F32, Packing::F16, Packing::BF16, Packing::Q8_0, Packing::Q4_0, Packing::Q4K, Packing::Q6K];
 
 /// A generator that needs no crate.
 struct Random(u64);
@@ -37,7 +30,9 @@ fn file(packing: Packing, outputs: usize, inputs: usize, random: &mut Random) ->
     let mut all = Vec::new();
     for _ in 0..outputs * inputs / elements {
         let mut block: Vec<u8> = (0..bytes).map(|_| random.byte()).collect();
-        let mut scale = |at: usize| block[at..at + 2].copy_from_slice(&f16::from_f32(random.float() * 0.01).to_le_bytes());
+        let mut scale = |at: usize| {
+            block[at..at + 2].copy_from_slice(&f16::from_f32(random.float() * 0.01).to_le_bytes())
+        };
         match packing {
             Packing::F32 => block.copy_from_slice(&random.float().to_le_bytes()),
             Packing::F16 => block.copy_from_slice(&f16::from_f32(random.float()).to_le_bytes()),
@@ -102,7 +97,9 @@ fn products_are_sums() {
                         let matrix = Matrix::pack(&compute, packing, outputs, inputs, &bytes).unwrap();
                         let out = multiply(&compute, &matrix, &x);
                         let rounded = packing == Packing::BF16 && n >= 16 && !deterministic;
-                        for (i, (out, (sum, within))) in out.iter().zip(expected(&matrix, &x, rounded)).enumerate() {
+                        for (i, (out, (sum, within))) in
+                            out.iter().zip(expected(&matrix, &x, rounded)).enumerate()
+                        {
                             // NaN is not within anything.
                             let fits = (f64::from(*out) - sum).abs() <= within;
                             if !fits {
@@ -129,7 +126,8 @@ fn a_row_is_the_same_alone_and_among_others() {
         for isa in Isa::available() {
             let one = Compute::new(isa, 1).deterministic(true);
             let matrix = Matrix::pack(&one, packing, outputs, inputs, &bytes).unwrap();
-            let alone: Vec<u32> = x.chunks_exact(inputs).flat_map(|x| multiply(&one, &matrix, x)).map(f32::to_bits).collect();
+            let alone: Vec<u32> =
+                x.chunks_exact(inputs).flat_map(|x| multiply(&one, &matrix, x)).map(f32::to_bits).collect();
             for threads in [1, 3] {
                 let many = Compute::new(isa, threads).deterministic(true);
                 let together: Vec<u32> = multiply(&many, &matrix, &x).into_iter().map(f32::to_bits).collect();

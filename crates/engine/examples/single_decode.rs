@@ -7,12 +7,11 @@ use kvist_cache::SeqId;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::model::{LoadOptions, Model, ModelFile, top_two};
 use kvist_engine::session::{Feed, ModelSession, Want};
-use kvist_engine::weights::WeightForm;
 use kvist_engine::{Error, backends};
 use std::sync::Arc;
 
 pub fn main() -> Result<(), Error> {
-    let options = LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: None };
+    let options = LoadOptions::default();
     let budget = MemoryBudget::unlimited();
     let model = Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {})?);
     let tokenizer = model.tokenizer().expect("the embedded model has one");

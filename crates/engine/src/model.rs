@@ -2,10 +2,10 @@
 mod decoder;
 mod layout;
 mod load;
-mod ops;
 mod rope;
+mod top;
 
 pub use decoder::{Activations, Batch, Decoder};
 pub use load::{LoadOptions, Model, ModelFile};
 pub(crate) use load::{Opened, resident_bytes};
-pub use ops::top_two;
+pub use top::top_two;

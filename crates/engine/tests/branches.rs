@@ -24,7 +24,7 @@ const NEAR_TIE: f32 = 1e-3;
 fn model() -> &'static Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
     MODEL.get_or_init(|| {
-        let options = LoadOptions { form: WeightForm::F32, mmap: true, share_kv: None };
+        let options = LoadOptions { form: WeightForm::F32, ..LoadOptions::default() };
         let budget = kvist_backend::MemoryBudget::unlimited();
         Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap())
     })
@@ -276,7 +276,7 @@ fn a_layer_that_borrows_stores_nothing() {
         assert_eq!(s.counters().bytes_written, 64 * half, "every token is written once, by the owners alone");
     }
     // The same for a model that is made to share.
-    let options = LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: Some(2) };
+    let options = LoadOptions { share_kv: Some(2), ..LoadOptions::default() };
     let budget = kvist_backend::MemoryBudget::unlimited();
     let made = Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap();
     let config = CacheConfig::new(64);

@@ -50,7 +50,7 @@ const DOCS: [&str; 3] = [
 fn model() -> &'static Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
     MODEL.get_or_init(|| {
-        let options = LoadOptions { form: WeightForm::F32, mmap: true, share_kv: None };
+        let options = LoadOptions { form: WeightForm::F32, ..LoadOptions::default() };
         let budget = MemoryBudget::unlimited();
         Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap())
     })

@@ -31,7 +31,7 @@ const DTYPES: [&str; 14] = [
 const MIB: u64 = 1 << 20;
 
 fn load(file: &ModelFile, form: WeightForm, budget: &Arc<MemoryBudget>) -> Arc<Model> {
-    let options = LoadOptions { form, mmap: true, share_kv: None };
+    let options = LoadOptions { form, ..LoadOptions::default() };
     Arc::new(Model::load(file, &options, budget, &mut |_, _| {}).unwrap())
 }
 
@@ -63,8 +63,7 @@ fn check(file: ModelFile, pairs: &[(&str, &str)], shapes: &[(u32, u32)]) {
             &Usage::default().with(Purpose::Weights, size.resident_bytes),
             &budget.usage(),
         ));
-        // The cache does not know how weights are held: one form meets every dtype. Not a packed one, whose threads
-        // wait for each other at every product, very long where tests share few cores.
+        // The cache does not know how weights are held: one form meets every dtype.
         let pairs = if form == WeightForm::F32 { pairs } else { &pairs[..1] };
         for (row, (k, v)) in pairs.iter().enumerate() {
             for (column, kind) in KINDS.into_iter().enumerate() {
@@ -88,7 +87,8 @@ fn check(file: ModelFile, pairs: &[(&str, &str)], shapes: &[(u32, u32)]) {
                 fill(&mut s, if kind == "ring" { cells as usize + 17 } else { context as usize });
                 bad.extend(compare(&what, &bound, &budget.usage()));
                 if plan.capacity_cells.iter().all(|c| *c == cells) {
-                    let product = plan.kv_bytes_per_token * u64::from(cells);
+                    // Pools hold whole blocks of 16 cells.
+                    let product = plan.kv_bytes_per_token * u64::from(cells.next_multiple_of(16));
                     assert_eq!(
                         plan.usage.of(Purpose::KvCache),
                         product,
@@ -122,7 +122,7 @@ fn plan_equals_what_the_embedded_model_takes() {
 fn plan_equals_what_a_model_with_two_layer_groups_takes() {
     // One group with a window of 9, one without; contexts around the pools' segments of 256 cells.
     let file = ModelFile::Path(fixtures("parity/qwen2-window-mixed"));
-    let options = LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: None };
+    let options = LoadOptions::default();
     let model = Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap();
     assert_eq!(model.decoder().layout().n_groups(), 2);
     check(file, &all_pairs(), &[(256, 64), (290, 100), (511, 256), (17, 1)]);
@@ -203,7 +203,7 @@ fn a_session_that_does_not_fit_is_refused_with_advice_that_holds() {
 fn weights_that_do_not_fit_are_refused_by_size() {
     let size = ModelSize::of(&ModelFile::Embedded, WeightForm::AsStored).unwrap();
     let budget = MemoryBudget::new(size.resident_bytes - 1);
-    let options = LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: None };
+    let options = LoadOptions::default();
     let error = Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap_err().to_string();
     assert!(error.contains("weights") && error.contains("MiB"), "{error}");
     assert_eq!(budget.usage(), Usage::default());
@@ -229,11 +229,12 @@ fn the_figures_of_llama_7b() {
     assert_eq!(plan.usage.of(Purpose::KvCache), 1 << 30);
     assert_eq!(plan.kv_bytes_visible(&size.config, &cache), 1 << 30);
     assert_eq!(plan.kv_bits_per_value(&size.config), 16.0);
-    // The ceiling: a token reads its cache and every weight but the embedding, of which it gathers one row. Weights in
-    // f16 are held as f32.
+    // The ceiling: a token reads its cache and every weight but the embedding, of which it gathers one row. Weights are
+    // held in f16, norms as f32.
     let read = size.read_per_token;
-    assert_eq!(read, size.resident_bytes - (32000 - 1) * 4096 * 4);
+    assert_eq!(size.resident_bytes, 2 * parameters + 2 * (32 * 2 + 1) * 4096);
+    assert_eq!(read, size.resident_bytes - (32000 - 1) * 4096 * 2);
     let ceiling = 100e9 / (read + (1 << 30)) as f64;
     let kv_alone = 100e9 / (1u64 << 30) as f64;
-    assert!(ceiling < 4.0 && kv_alone > 90.0, "{ceiling} tokens/s with weights, {kv_alone} without");
+    assert!(ceiling < 8.0 && kv_alone > 90.0, "{ceiling} tokens/s with weights, {kv_alone} without");
 }

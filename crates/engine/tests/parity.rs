@@ -3,7 +3,7 @@
 mod common;
 use common::*;
 use kvist_engine::config::ModelConfig;
-use kvist_engine::model::ModelFile;
+use kvist_engine::model::{LoadOptions, Model, ModelFile};
 use kvist_engine::weights::WeightForm;
 use std::path::Path;
 
@@ -56,6 +56,29 @@ fn every_family_and_rope_variant_agrees_with_transformers() {
     assert!(bad.is_empty(), "{} of {} cases:\n{}", bad.len(), all.len(), bad.join("\n"));
 }
 
+/// Large batches of bf16 weights are multiplied in bf16 pairs, where the CPU can: activations keep 8 bits, as they do
+/// in a runtime that computes in bf16.
+#[test]
+fn the_fast_products_are_near() {
+    for case in cases("parity") {
+        let expected = Expected::read(&case);
+        let n = expected.tokens.len() as u32;
+        let model = Model::load(
+            &ModelFile::Path(case.clone()),
+            &LoadOptions::default(),
+            &kvist_backend::MemoryBudget::unlimited(),
+            &mut |_, _| {},
+        );
+        let mut session = session(&model.unwrap().into(), &exact("contiguous", n, n));
+        let found = logits(&mut session, &expected.tokens);
+        let spread = expected.logits.iter().fold(0f32, |max, x| max.max(x.abs()));
+        let difference = max_difference(&found, &expected.logits);
+        let bf16 = case.to_string_lossy().contains("bf16");
+        let allowed = if bf16 { 0.05 * spread } else { F32_TOLERANCE };
+        assert!(difference <= allowed, "{case:?}: {difference}, of {spread}");
+    }
+}
+
 #[test]
 fn without_a_cache_the_text_is_the_same() {
     for case in cases("parity") {
@@ -81,7 +104,7 @@ fn gguf_files_agree_with_transformers_on_the_same_weights() {
             // to 8 bits, so only the order of magnitude can be checked here.
             let expected = Expected::read(&case);
             for (form, tolerance) in [(WeightForm::F32, F32_TOLERANCE), (WeightForm::AsStored, 0.15)] {
-                let options = kvist_engine::model::LoadOptions { form, mmap: true, share_kv: None };
+                let options = kvist_engine::model::LoadOptions { form, ..Default::default() };
                 let budget = kvist_backend::MemoryBudget::unlimited();
                 let model =
                     kvist_engine::model::Model::load(&file, &options, &budget, &mut |_, _| {}).unwrap();

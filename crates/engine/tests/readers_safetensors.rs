@@ -3,7 +3,6 @@ mod common;
 use common::fixtures;
 use kvist_backend::MemoryBudget;
 use kvist_engine::model::{LoadOptions, Model, ModelFile};
-use kvist_engine::weights::WeightForm;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -122,7 +121,7 @@ fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
 }
 
 fn load(path: &Path, mmap: bool) -> Result<Model, String> {
-    let options = LoadOptions { form: WeightForm::AsStored, mmap, share_kv: None };
+    let options = LoadOptions { mmap, ..LoadOptions::default() };
     let file = ModelFile::Path(path.to_path_buf());
     Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).map_err(|e| e.to_string())
 }

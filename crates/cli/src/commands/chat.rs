@@ -68,7 +68,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let context = args.cache.context.unwrap_or(model.decoder().config().context);
     args.cache.context = Some(context);
     let config = args.cache.config(model.decoder().config(), u64::from(context))?;
-    let mut chat = Chat::new(ModelSession::new(&model, &registry(), &config)?, None);
+    let mut chat = Chat::new(ModelSession::new(&model, &registry(model.decoder().compute()), &config)?, None);
     if args.system.is_some() {
         chat.set_system(args.system.clone()).map_err(|e| wrong_usage(e.to_string()))?;
     }

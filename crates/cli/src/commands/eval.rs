@@ -82,7 +82,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if tokens.len() < 2 || context < 2 {
         return Err(wrong_usage("there must be two tokens at least, in the text and in --context"));
     }
-    let registry = registry();
+    let registry = registry(model.decoder().compute());
     let mut under_test = ModelSession::new(&model, &registry, &config)?;
     let mut expected = ModelSession::new(&model, &registry, &reference)?;
     let mut divergence = Divergence::default();

@@ -55,7 +55,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let tokens = args.tokens()?;
     interrupt::listen();
     let model = args.model.load(quiet)?;
-    let registry = registry();
+    let registry = registry(model.decoder().compute());
     let needed = tokens.len() as u64 + u64::from(args.generate.unwrap_or(0));
     let mut config = args.cache.config(model.decoder().config(), needed)?;
     config.max_rows = config.max_step_tokens;

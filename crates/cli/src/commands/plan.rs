@@ -24,6 +24,8 @@ pub struct Args {
     /// Refuse (exit status 1) what does not fit into this much memory
     #[arg(long, value_name = "SIZE")]
     memory: Option<Size>,
+    #[command(flatten)]
+    compute: ComputeArgs,
     /// One JSON document
     #[arg(long)]
     json: bool,
@@ -70,7 +72,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let mut cache = args.cache.clone();
     cache.context = Some(context);
     let config = cache.config(&size.config, u64::from(context))?;
-    let plan = MemoryPlan::of_session(&size.config, &registry(), &config)?;
+    let plan = MemoryPlan::of_session(&size.config, &registry(&args.compute.get()?), &config)?;
     let bound = plan.usage.with(Purpose::Weights, size.resident_bytes);
 
     let visible = plan.kv_bytes_visible(&size.config, &config);

@@ -67,7 +67,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let needed = tokens.len() as u64 + u64::from(args.max_tokens);
     let config = args.cache.config(model.decoder().config(), needed)?;
     kvist_engine::check_prompt(&config, tokens.len())?;
-    let registry = registry();
+    let registry = registry(model.decoder().compute());
     let plan = MemoryPlan::of_session(model.decoder().config(), &registry, &config)?;
     let mut session = ModelSession::new(&model, &registry, &config)?;
 

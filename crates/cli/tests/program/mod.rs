@@ -6,10 +6,7 @@ use std::process::{Command, Output, Stdio};
 
 pub fn kvist() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvist"));
-    command.env_remove("KVIST_LOG").stdin(Stdio::null());
-    // Tests run beside each other: where threads of several programs wait for each other on too few cores, a token
-    // takes ten times as long.
-    command.env("RAYON_NUM_THREADS", "1").env("CANDLE_NUM_THREADS", "1");
+    command.env_remove("KVIST_LOG").env_remove("KVIST_ISA").stdin(Stdio::null());
     command
 }
 

@@ -47,27 +47,36 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn store(self, x: F, out: &mut [f32; 16]) {
         // SAFETY: the CPU was asked; the array is as long as the vector.
-        unsafe { _mm256_storeu_ps(out.as_mut_ptr(), x[0]);
-            _mm256_storeu_ps(out.as_mut_ptr().add(8), x[1]); }
+        unsafe {
+            _mm256_storeu_ps(out.as_mut_ptr(), x[0]);
+            _mm256_storeu_ps(out.as_mut_ptr().add(8), x[1]);
+        }
     }
     #[inline(always)]
     fn load_f32_bytes(self, x: &[u8; 64]) -> F {
         // SAFETY: the CPU was asked; the array is as long as the vector.
-        unsafe { let x: *const f32 = x.as_ptr().cast();
-            [_mm256_loadu_ps(x), _mm256_loadu_ps(x.add(8))] }
+        unsafe {
+            let x: *const f32 = x.as_ptr().cast();
+            [_mm256_loadu_ps(x), _mm256_loadu_ps(x.add(8))]
+        }
     }
     #[inline(always)]
     fn load_f16(self, x: &[u8; 32]) -> F {
         // SAFETY: the CPU was asked; the array is as long as the vector.
-        unsafe { let x: *const __m128i = x.as_ptr().cast();
-            [_mm256_cvtph_ps(_mm_loadu_si128(x)), _mm256_cvtph_ps(_mm_loadu_si128(x.add(1)))] }
+        unsafe {
+            let x: *const __m128i = x.as_ptr().cast();
+            [_mm256_cvtph_ps(_mm_loadu_si128(x)), _mm256_cvtph_ps(_mm_loadu_si128(x.add(1)))]
+        }
     }
     #[inline(always)]
     fn load_bf16(self, x: &[u8; 32]) -> F {
         // SAFETY: the CPU was asked; the array is as long as the vector.
-        unsafe { let x: *const __m128i = x.as_ptr().cast();
-            let wide = |x| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(x))));
-            [wide(x), wide(x.add(1))] }
+        unsafe {
+            let x: *const __m128i = x.as_ptr().cast();
+            let wide =
+                |x| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(x))));
+            [wide(x), wide(x.add(1))]
+        }
     }
     #[inline(always)]
     fn add(self, a: F, b: F) -> F {
@@ -102,8 +111,10 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn round(self, a: F) -> F {
         // SAFETY: the CPU was asked.
-        unsafe { const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-            [_mm256_round_ps::<NEAREST>(a[0]), _mm256_round_ps::<NEAREST>(a[1])] }
+        unsafe {
+            const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+            [_mm256_round_ps::<NEAREST>(a[0]), _mm256_round_ps::<NEAREST>(a[1])]
+        }
     }
     #[inline(always)]
     fn scale_by_power(self, a: F, n: F) -> F {
@@ -136,8 +147,10 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn load_bytes(self, x: &[u8; 64]) -> I {
         // SAFETY: the CPU was asked; the array is as long as the vector.
-        unsafe { let x: *const __m256i = x.as_ptr().cast();
-            [_mm256_loadu_si256(x), _mm256_loadu_si256(x.add(1))] }
+        unsafe {
+            let x: *const __m256i = x.as_ptr().cast();
+            [_mm256_loadu_si256(x), _mm256_loadu_si256(x.add(1))]
+        }
     }
     // `maddubs` would saturate at codes above 127, so bytes become words first.
     #[inline(always)]
@@ -178,10 +191,21 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    fn byte<const N: u32>(self, x: I) -> I {
+        // SAFETY: the CPU was asked.
+        unsafe {
+            let (by, mask) = (_mm256_set1_epi32(8 * N as i32), _mm256_set1_epi32(255));
+            let byte = |x| _mm256_and_si256(_mm256_srlv_epi32(x, by), mask);
+            [byte(x[0]), byte(x[1])]
+        }
+    }
+    #[inline(always)]
     fn low_nibbles(self, x: I) -> I {
         // SAFETY: the CPU was asked.
-        unsafe { let mask = _mm256_set1_epi8(15);
-            [_mm256_and_si256(x[0], mask), _mm256_and_si256(x[1], mask)] }
+        unsafe {
+            let mask = _mm256_set1_epi8(15);
+            [_mm256_and_si256(x[0], mask), _mm256_and_si256(x[1], mask)]
+        }
     }
     #[inline(always)]
     fn high_nibbles(self, x: I) -> I {
@@ -243,14 +267,18 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn load_i8(self, x: &[u8; 16]) -> I {
         // SAFETY: the CPU was asked; the array is as long as the vector.
-        unsafe { let x = _mm_loadu_si128(x.as_ptr().cast());
-            [_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128::<8>(x))] }
+        unsafe {
+            let x = _mm_loadu_si128(x.as_ptr().cast());
+            [_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128::<8>(x))]
+        }
     }
     #[inline(always)]
     fn widen_pairs(self, x: I) -> (F, F) {
         // SAFETY: the CPU was asked.
-        unsafe { let even = |x| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(x));
+        unsafe {
+            let even = |x| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(x));
             let odd = |x| _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(0xffff_0000u32 as i32)));
-            ([even(x[0]), even(x[1])], [odd(x[0]), odd(x[1])]) }
+            ([even(x[0]), even(x[1])], [odd(x[0]), odd(x[1])])
+        }
     }
 }

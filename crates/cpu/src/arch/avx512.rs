@@ -72,8 +72,10 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline(always)]
     fn load_bf16(self, x: &[u8; 32]) -> __m512 {
         // SAFETY: the CPU was asked; the array is as long as the vector.
-        unsafe { let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(x.as_ptr().cast()));
-            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)) }
+        unsafe {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(x.as_ptr().cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        }
     }
     #[inline(always)]
     fn add(self, a: __m512, b: __m512) -> __m512 {
@@ -113,14 +115,18 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline(always)]
     fn scale_by_power(self, a: __m512, n: __m512) -> __m512 {
         // SAFETY: the CPU was asked.
-        unsafe { let tiny = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(n, _mm512_set1_ps(-126.0));
-            _mm512_mask_mov_ps(_mm512_scalef_ps(a, n), tiny, _mm512_setzero_ps()) }
+        unsafe {
+            let tiny = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(n, _mm512_set1_ps(-126.0));
+            _mm512_mask_mov_ps(_mm512_scalef_ps(a, n), tiny, _mm512_setzero_ps())
+        }
     }
     #[inline(always)]
     fn mul_nonzero(self, a: __m512, b: __m512) -> __m512 {
         // SAFETY: the CPU was asked.
-        unsafe { let some = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(a, _mm512_setzero_ps());
-            _mm512_maskz_mul_ps(some, a, b) }
+        unsafe {
+            let some = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(a, _mm512_setzero_ps());
+            _mm512_maskz_mul_ps(some, a, b)
+        }
     }
     #[inline(always)]
     fn splat_i(self, x: i32) -> __m512i {
@@ -148,6 +154,13 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         } else {
             let ((a0, a1), (b0, b1)) = (self.widen_pairs(a), self.widen_pairs(b));
             self.fma(a1, b1, self.fma(a0, b0, acc))
+        }
+    }
+    #[inline(always)]
+    fn byte<const N: u32>(self, x: __m512i) -> __m512i {
+        // SAFETY: the CPU was asked.
+        unsafe {
+            _mm512_and_si512(_mm512_srlv_epi32(x, _mm512_set1_epi32(8 * N as i32)), _mm512_set1_epi32(255))
         }
     }
     #[inline(always)]
@@ -227,8 +240,10 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline(always)]
     fn widen_pairs(self, x: __m512i) -> (__m512, __m512) {
         // SAFETY: the CPU was asked.
-        unsafe { let high = _mm512_and_si512(x, _mm512_set1_epi32(0xffff_0000u32 as i32));
-            (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(x)), _mm512_castsi512_ps(high)) }
+        unsafe {
+            let high = _mm512_and_si512(x, _mm512_set1_epi32(0xffff_0000u32 as i32));
+            (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(x)), _mm512_castsi512_ps(high))
+        }
     }
     #[inline(always)]
     fn sum(self, x: __m512) -> f32 {

@@ -1,7 +1,6 @@
 //! Any machine: arrays, which the compiler turns into the vectors it may use.
 use super::{Kernel, Simd};
 
-
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Portable;
 
@@ -109,9 +108,8 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn dot4(self, acc: [i32; 16], unsigned: [i32; 16], signed: [i32; 16]) -> [i32; 16] {
-        let part = |j: u32| {
-            each(|i| ((unsigned[i] >> (8 * j)) & 255) * i32::from((signed[i] >> (8 * j)) as i8))
-        };
+        let part =
+            |j: u32| each(|i| ((unsigned[i] >> (8 * j)) & 255) * i32::from((signed[i] >> (8 * j)) as i8));
         let (a, b, c, d) = (part(0), part(1), part(2), part(3));
         each(|i| acc[i].wrapping_add(a[i] + b[i] + c[i] + d[i]))
     }
@@ -119,6 +117,10 @@ impl Simd for Portable {
     fn dot2(self, acc: [f32; 16], a: [i32; 16], b: [i32; 16]) -> [f32; 16] {
         let ((a0, a1), (b0, b1)) = (self.widen_pairs(a), self.widen_pairs(b));
         self.fma(a1, b1, self.fma(a0, b0, acc))
+    }
+    #[inline(always)]
+    fn byte<const N: u32>(self, x: [i32; 16]) -> [i32; 16] {
+        each(|i| x[i] >> (8 * N) & 255)
     }
     #[inline(always)]
     fn low_nibbles(self, x: [i32; 16]) -> [i32; 16] {

@@ -15,7 +15,11 @@ unsafe impl Sync for Job {}
 impl Job {
     pub fn new(work: &(dyn Fn(usize) + Sync)) -> Self {
         // SAFETY: only the lifetime changes; `call` demands that it still holds.
-        Job(unsafe { std::mem::transmute::<*const (dyn Fn(usize) + Sync), *const (dyn Fn(usize) + Sync + 'static)>(work) })
+        Job(unsafe {
+            std::mem::transmute::<*const (dyn Fn(usize) + Sync), *const (dyn Fn(usize) + Sync + 'static)>(
+                work,
+            )
+        })
     }
 
     /// # Safety
@@ -87,7 +91,11 @@ impl<'d, T, S> Cut<'d, T, S> {
             let columns = self.columns.min(self.width - first);
             // SAFETY: `first < width`, so the pointer stays inside the slice; the counter gives each part out once.
             let data = unsafe { self.data.add(first) };
-            f(part, Columns { data, rows: self.rows, width: self.width, columns, borrowed: PhantomData }, scratch);
+            f(
+                part,
+                Columns { data, rows: self.rows, width: self.width, columns, borrowed: PhantomData },
+                scratch,
+            );
         }
     }
 }

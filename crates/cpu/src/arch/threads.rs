@@ -121,7 +121,10 @@ impl Threads {
         });
         let spawn = |thread: usize| {
             let shared = shared.clone();
-            std::thread::Builder::new().name(format!("kvist-{thread}")).spawn(move || shared.worker(thread)).ok()
+            std::thread::Builder::new()
+                .name(format!("kvist-{thread}"))
+                .spawn(move || shared.worker(thread))
+                .ok()
         };
         let workers = (1..n.clamp(1, INSIDE as usize)).map_while(spawn).collect();
         Threads { shared, workers, region: Mutex::new(()) }

@@ -65,7 +65,11 @@ impl Sizes {
     }
 
     fn bytes(&self) -> Option<u64> {
-        let floats = self.queries.checked_add(self.partial)?.checked_add(self.lines + self.head_dim)?.checked_mul(4)?;
+        let floats = self
+            .queries
+            .checked_add(self.partial)?
+            .checked_add(self.lines + self.head_dim)?
+            .checked_mul(4)?;
         let packed = self.packed.checked_mul(size_of::<PackedQuery>() + PackedQuery::bytes(self.head_dim))?;
         let thread = floats.checked_add(packed)?.checked_add(size_of::<Quads>())?;
         let all = self.states.checked_mul(4)?.checked_add(thread.checked_mul(self.threads)?)?;

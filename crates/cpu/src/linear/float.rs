@@ -44,14 +44,12 @@ fn half_at(codes: &[u8], at: usize) -> u16 {
 
 /// A float whose vectors stand one after the other.
 trait Vectors: 'static {
-    const BYTES: usize;
     type Raw: Copy;
     fn of(codes: &[u8]) -> &[Self::Raw];
     fn widen<S: Simd>(s: S, raw: &Self::Raw) -> S::F;
 }
 
 impl Vectors for F32 {
-    const BYTES: usize = 4;
     type Raw = [u8; 64];
     #[inline(always)]
     fn of(codes: &[u8]) -> &[[u8; 64]] {
@@ -64,7 +62,6 @@ impl Vectors for F32 {
 }
 
 impl Vectors for F16 {
-    const BYTES: usize = 2;
     type Raw = [u8; 32];
     #[inline(always)]
     fn of(codes: &[u8]) -> &[[u8; 32]] {
@@ -149,7 +146,12 @@ impl Format for BF16 {
 }
 
 #[inline(always)]
-fn vectors<S: Simd, F: Format + Vectors>(s: S, weights: &Panels<'_>, inputs: &Inputs, out: &mut Columns<'_, f32>) {
+fn vectors<S: Simd, F: Format + Vectors>(
+    s: S,
+    weights: &Panels<'_>,
+    inputs: &Inputs,
+    out: &mut Columns<'_, f32>,
+) {
     let mut panel = 0;
     while panel < weights.n {
         panel += if weights.n - panel >= 4 {
@@ -254,7 +256,8 @@ fn pairs_of<S: Simd, const T: usize, const P: usize>(
     }
     let mut sums = [[s.splat(0.0); P]; T];
     if deterministic {
-        let x = &inputs.rows[first / TILE * TILE * inputs.width..].as_chunks::<TILE>().0.as_chunks::<2>().0[..half];
+        let x = &inputs.rows[first / TILE * TILE * inputs.width..].as_chunks::<TILE>().0.as_chunks::<2>().0
+            [..half];
         for i in 0..half {
             for p in 0..P {
                 let (even, odd) = s.widen_pairs(s.load_bytes(&w[p][i]));

@@ -54,7 +54,10 @@ impl Inputs {
         let side_by_side = n.checked_next_multiple_of(TILE)?;
         let wide = width.checked_next_multiple_of(GROUP)?;
         // f32 rows, bf16 pairs; codes, scales and sums.
-        side_by_side.checked_mul(wide)?.checked_mul(4 + 2)?.checked_add(n.checked_mul(wide + wide / 32 * 4 + wide / 16 * 4)?)
+        side_by_side
+            .checked_mul(wide)?
+            .checked_mul(4 + 2)?
+            .checked_add(n.checked_mul(wide + wide / 32 * 4 + wide / 16 * 4)?)
     }
 }
 
@@ -112,7 +115,13 @@ impl Input<'_> {
 }
 
 /// `f(i, part i)`, on threads where there is enough to do.
-fn each<T: Send>(compute: &Compute, n: usize, data: &mut [T], part: usize, f: impl Fn(usize, &mut [T]) + Sync) {
+fn each<T: Send>(
+    compute: &Compute,
+    n: usize,
+    data: &mut [T],
+    part: usize,
+    f: impl Fn(usize, &mut [T]) + Sync,
+) {
     if n < 4 {
         data.chunks_exact_mut(part).take(n).enumerate().for_each(|(i, data)| f(i, data));
     } else {

@@ -199,7 +199,8 @@ fn q6k<S: Simd, const T: usize>(
     let mut sums = [s.splat(0.0); T];
     for b in 0..blocks {
         let (low, upper) = codes[b * Q6K::CODES..(b + 1) * Q6K::CODES].split_at(Q6K_UPPER);
-        let (low, upper) = (low.as_chunks::<64>().0.as_chunks::<8>().0, upper.as_chunks::<64>().0.as_chunks::<8>().0);
+        let (low, upper) =
+            (low.as_chunks::<64>().0.as_chunks::<8>().0, upper.as_chunks::<64>().0.as_chunks::<8>().0);
         let scales = &scales[b * Q6K::SCALES..(b + 1) * Q6K::SCALES];
         let small = scales[..Q6K_D].as_chunks::<LANES>().0;
         let mut scaled = [s.splat(0.0); T];

@@ -302,7 +302,12 @@ fn accumulate_tile<S: Simd, E: Element, const R: usize, const D: usize>(
 
 /// The pool holds something that is not a number, and whoever does not see it must not meet it.
 #[inline(always)]
-fn accumulate_carefully<E: Element>(lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>, query: usize) {
+fn accumulate_carefully<E: Element>(
+    lines: &Lines<'_>,
+    blocks: &Blocks<'_>,
+    sums: &mut Sums<'_>,
+    query: usize,
+) {
     let line = query * lines.stride + lines.at;
     for lane in blocks.lanes.clone() {
         let weight = lines.data[line + lane];

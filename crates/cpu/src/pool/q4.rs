@@ -13,7 +13,7 @@
 //! A byte holds element `j` of a group in its low half and element `j + half` in its high half, so that unpacking is
 //! two straight loops. What does not fit f16 saturates; a NaN or an infinity makes its group NaN, so that it is seen
 //! and not hidden.
-use super::q8::param;
+use super::q8::{byte_of, param};
 use super::quantised::MAX_ROWS;
 use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
@@ -82,7 +82,16 @@ impl Codec for Q4 {
     }
 
     #[inline(always)]
-    fn accumulate<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>, quads: &mut Quads) {
+    fn accumulate<S: Simd>(
+        s: S,
+        lines: &Lines<'_>,
+        blocks: &Blocks<'_>,
+        sums: &mut Sums<'_>,
+        quads: &mut Quads,
+    ) {
+        if blocks.exact {
+            return weigh_one_by_one(s, lines, blocks, sums);
+        }
         let mut query = 0;
         while S::ACCUMULATORS >= 16 && sums.n - query >= 4 {
             accumulate_for::<S, 4>(s, lines, blocks, sums, query, quads);
@@ -194,7 +203,9 @@ fn accumulate_for<S: Simd, const R: usize>(
             for r in 0..R {
                 let unit = s.splat(quads.unit[r]);
                 let row = sums.row(query + r, head_dim);
-                for (at, high, low) in [(first + j, acc[r][0], acc[r][1]), (first + half + j, acc[r][2], acc[r][3])] {
+                for (at, high, low) in
+                    [(first + j, acc[r][0], acc[r][1]), (first + half + j, acc[r][2], acc[r][3])]
+                {
                     let units = s.to_f32(s.add_i(s.times_256(high), low));
                     if let Some(sum) = row[at..].first_chunk_mut() {
                         s.store(s.fma(units, unit, s.add(s.load(sum), least[r])), sum);
@@ -214,6 +225,45 @@ fn accumulate_for<S: Simd, const R: usize>(
                 let scale = param(blocks, 2 * n_groups, 2 * group, lane);
                 let minimum = param(blocks, 2 * n_groups, 2 * group + 1, lane);
                 sums.row(query + r, head_dim)[first + i] += line[lane] * (minimum + scale * f32::from(code));
+            }
+        }
+    }
+}
+
+/// `o[query] += w × (minimum + scale × code)`, cell by cell: what is added does not depend on where tiles end.
+#[inline(always)]
+fn weigh_one_by_one<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>) {
+    let head_dim = blocks.head_dim;
+    let n_groups = head_dim.div_ceil(blocks.group);
+    for query in 0..sums.n {
+        let line = &lines.data[query * lines.stride + lines.at..];
+        let row = sums.row(query, head_dim);
+        for lane in blocks.lanes.clone().filter(|lane| line[*lane] != 0.0) {
+            let codes = &blocks.codes[lane / 4 * 4 * blocks.row..];
+            for (group, row) in row.chunks_mut(blocks.group).enumerate() {
+                let scale = param(blocks, 2 * n_groups, 2 * group, lane);
+                let minimum = param(blocks, 2 * n_groups, 2 * group + 1, lane);
+                let weight = line[lane];
+                let codes = &codes[4 * (group * blocks.group / 2)..];
+                let (low, high) = row.split_at_mut(row.len().div_ceil(2));
+                let whole = if low.len() == high.len() { low.len() / LANES } else { 0 };
+                let vectors = low.as_chunks_mut::<LANES>().0.iter_mut().zip(high.as_chunks_mut::<LANES>().0);
+                for (chunk, (low, high)) in vectors.take(whole).enumerate() {
+                    let bytes =
+                        s.load_bytes(codes[4 * chunk * LANES..].first_chunk().expect("four cells of a row"));
+                    let byte = byte_of(s, bytes, lane % 4);
+                    for (sum, code) in [(low, s.low_nibbles(byte)), (high, s.high_nibbles(byte))] {
+                        let value = s.fma(s.to_f32(code), s.splat(scale), s.splat(minimum));
+                        s.store(s.fma(s.splat(weight), value, s.load(sum)), sum);
+                    }
+                }
+                let add = |sum: &mut f32, code: u8| *sum += weight * (minimum + scale * f32::from(code));
+                for (i, sum) in low.iter_mut().enumerate().skip(whole * LANES) {
+                    add(sum, codes[4 * i + lane % 4] & 15);
+                }
+                for (i, sum) in high.iter_mut().enumerate().skip(whole * LANES) {
+                    add(sum, codes[4 * i + lane % 4] >> 4);
+                }
             }
         }
     }

@@ -74,7 +74,16 @@ impl Codec for Q8 {
     }
 
     #[inline(always)]
-    fn accumulate<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>, quads: &mut Quads) {
+    fn accumulate<S: Simd>(
+        s: S,
+        lines: &Lines<'_>,
+        blocks: &Blocks<'_>,
+        sums: &mut Sums<'_>,
+        quads: &mut Quads,
+    ) {
+        if blocks.exact {
+            return weigh_one_by_one(s, lines, blocks, sums);
+        }
         let mut query = 0;
         while S::ACCUMULATORS >= 16 && sums.n - query >= MAX_ROWS {
             accumulate_for::<S, MAX_ROWS>(s, lines, blocks, sums, query, quads);
@@ -187,6 +196,45 @@ fn accumulate_for<S: Simd, const R: usize>(
                 sums.row(query + r, head_dim)[i] += line[lane] * scale * value(code);
             }
         }
+    }
+}
+
+/// `o[query] += w × (scale × code)`, cell by cell: what is added does not depend on where tiles end.
+#[inline(always)]
+fn weigh_one_by_one<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>) {
+    let head_dim = blocks.head_dim;
+    let n_groups = head_dim.div_ceil(blocks.group);
+    for query in 0..sums.n {
+        let line = &lines.data[query * lines.stride + lines.at..];
+        let row = sums.row(query, head_dim);
+        for lane in blocks.lanes.clone().filter(|lane| line[*lane] != 0.0) {
+            let codes = &blocks.codes[lane / 4 * 4 * blocks.row..];
+            let zero = s.splat_i(i32::from(ZERO));
+            for (chunk, sum) in row.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+                // Groups are whole vectors, so that a vector has one scale.
+                let scale = param(blocks, n_groups, chunk * LANES / blocks.group, lane);
+                let bytes =
+                    s.load_bytes(codes[4 * chunk * LANES..].first_chunk().expect("four cells of a row"));
+                let code = s.sub_i(byte_of(s, bytes, lane % 4), zero);
+                let value = s.mul(s.to_f32(code), s.splat(scale));
+                s.store(s.fma(s.splat(line[lane]), value, s.load(sum)), sum);
+            }
+            for i in head_dim / LANES * LANES..head_dim {
+                let scale = param(blocks, n_groups, i / blocks.group, lane);
+                row[i] += line[lane] * (scale * value(codes[4 * i + lane % 4]));
+            }
+        }
+    }
+}
+
+/// Byte `n` of every lane.
+#[inline(always)]
+pub(super) fn byte_of<S: Simd>(s: S, x: S::I, n: usize) -> S::I {
+    match n {
+        0 => s.byte::<0>(x),
+        1 => s.byte::<1>(x),
+        2 => s.byte::<2>(x),
+        _ => s.byte::<3>(x),
     }
 }
 

@@ -42,7 +42,11 @@ impl Split {
             return Split { unit: 0.0, inverse: 0.0 };
         }
         let unit = largest / LARGEST;
-        if unit.is_finite() { Split { unit, inverse: LARGEST / largest } } else { Split { unit: f32::NAN, inverse: 0.0 } }
+        if unit.is_finite() {
+            Split { unit, inverse: LARGEST / largest }
+        } else {
+            Split { unit: f32::NAN, inverse: 0.0 }
+        }
     }
     fn units(&self, x: f32) -> i32 {
         (x * self.inverse).round_ties_even() as i32
@@ -186,7 +190,12 @@ impl Quads {
     #[inline(always)]
     pub fn quad(&self, row: usize, quad: usize) -> (i32, i32) {
         let at = |bytes: &[u8; MAX_BLOCKS * LANES]| {
-            i32::from_le_bytes([bytes[4 * quad], bytes[4 * quad + 1], bytes[4 * quad + 2], bytes[4 * quad + 3]])
+            i32::from_le_bytes([
+                bytes[4 * quad],
+                bytes[4 * quad + 1],
+                bytes[4 * quad + 2],
+                bytes[4 * quad + 3],
+            ])
         };
         (at(&self.high[row]), at(&self.low[row]))
     }

@@ -8,13 +8,14 @@
 //!     h = norm(x);  x += (silu(h·Wgate) * (h·Wup))·Wdown
 //! logits = norm(x)·Whead               only of the rows that were asked for
 //! ```
-use super::ops;
 use super::rope::{Angles, RotaryEmbedding};
 use crate::config::ModelConfig;
 use crate::error::Error;
 use crate::weights::{Embedding, Linear};
 use kvist_backend::{Attend, BackendError, Layout, Tensor, TensorMut};
 use kvist_cache::LayerId;
+use kvist_cpu::linear::Inputs;
+use kvist_cpu::{Compute, steps};
 
 /// One layer's weights.
 #[derive(Debug)]
@@ -37,6 +38,7 @@ pub(super) struct Layer {
 /// The weights of a model, ready to run. Knows nothing of caches: attention is a call it is handed.
 #[derive(Debug)]
 pub struct Decoder {
+    pub(super) compute: Compute,
     pub(super) config: ModelConfig,
     pub(super) layout: Layout,
     pub(super) embedding: Embedding,
@@ -71,6 +73,7 @@ pub struct Activations {
     gate: Vec<f32>,      // [n_tokens, intermediate]
     up: Vec<f32>,
     angles: Angles,
+    inputs: Inputs, // the input of a linear layer, as its kernel wants it
     /// `[rows, vocab]`, in the order of [`Batch::rows`].
     pub logits: Vec<f32>,
     /// `[n_tokens, hidden]` for each layer of [`Batch::taps`], in their order.
@@ -78,8 +81,8 @@ pub struct Activations {
 }
 
 impl Activations {
-    /// Bytes a forward pass of `n_tokens` tokens and `n_rows` rows of logits takes, the copies inside the widest
-    /// linear layer included. `None` if it overflows.
+    /// Bytes a forward pass of `n_tokens` tokens and `n_rows` rows of logits takes, the forms of the widest linear
+    /// layer's input included. `None` if it overflows.
     pub fn bytes(config: &ModelConfig, n_tokens: usize, n_rows: usize) -> Option<u64> {
         let q = config.n_heads.checked_mul(config.head_dim)?;
         let kv = config.n_kv_heads.checked_mul(config.head_dim)?;
@@ -87,11 +90,11 @@ impl Activations {
         // x, h, projected; q, attended; k, v; gate, up; cos, sin
         let held = [(3, hidden), (2, q), (2, kv), (2, wide), (1, config.head_dim)];
         let held = held.iter().try_fold(0usize, |sum, (n, width)| sum.checked_add(width.checked_mul(*n)?))?;
-        // The widest layer's input and output, once more, inside it.
-        let transient = hidden.checked_add(q.max(wide))?;
-        let per_token = held.checked_add(transient)?.checked_mul(n_tokens)?;
-        let logits = hidden.checked_add(config.vocab.checked_mul(2)?)?.checked_mul(n_rows)?;
-        u64::try_from(per_token.checked_add(logits)?.checked_mul(size_of::<f32>())?).ok()
+        let logits = config.vocab.checked_mul(n_rows)?;
+        let floats = held.checked_mul(n_tokens)?.checked_add(logits)?;
+        // The widest layer's input once more, in every form.
+        let inputs = Inputs::bytes(n_tokens.max(n_rows), hidden.max(q).max(wide))?;
+        u64::try_from(floats.checked_mul(size_of::<f32>())?.checked_add(inputs)?).ok()
     }
 }
 
@@ -102,6 +105,10 @@ impl Decoder {
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
+    /// What multiplies.
+    pub fn compute(&self) -> &Compute {
+        &self.compute
+    }
 
     /// Run one step. `attend` is called once per layer, in order; an error of it ends the pass. Tokens must lie
     /// inside the vocabulary.
@@ -111,35 +118,36 @@ impl Decoder {
         attend: &mut dyn FnMut(Attend<'_>) -> Result<(), BackendError>,
         a: &mut Activations,
     ) -> Result<(), Error> {
-        let c = &self.config;
+        let (c, compute) = (&self.config, &self.compute);
         let (n, hidden, head_dim) = (batch.tokens.len(), c.hidden, c.head_dim);
         let (heads, kv_heads) = (c.n_heads, c.n_kv_heads);
         let scale = 1.0 / (head_dim as f32).sqrt();
 
-        self.embedding.gather(batch.tokens, &mut a.x)?;
+        self.embedding.gather(batch.tokens, &mut a.x);
         a.h.resize(n * hidden, 0.0);
         a.attended.resize(n * heads * head_dim, 0.0);
         a.taps.resize_with(batch.taps.len(), Vec::new);
         self.rope.angles(batch.positions, &mut a.angles);
 
         for (l, layer) in self.layers.iter().enumerate() {
-            ops::rms_norm(&a.x, &layer.attention_norm, c.norm_eps, &mut a.h);
-            layer.q.forward(&a.h, n, &mut a.q)?;
+            steps::rms_norm(compute, &a.x, &layer.attention_norm, c.norm_eps, &mut a.h);
+            let mut h = a.inputs.of(&a.h, hidden);
+            layer.q.forward(compute, &mut h, &mut a.q);
             if let Some(norm) = &layer.q_norm {
-                ops::rms_norm_in_place(&mut a.q, norm, c.norm_eps);
+                steps::rms_norm_in_place(compute, &mut a.q, norm, c.norm_eps);
             }
             if layer.rope {
-                self.rope.apply(&a.angles, &mut a.q, heads, head_dim);
+                self.rope.apply(compute, &a.angles, &mut a.q, heads, head_dim);
             }
             let mut kv = None;
             if let Some((k, v)) = &layer.kv {
-                k.forward(&a.h, n, &mut a.k)?;
-                v.forward(&a.h, n, &mut a.v)?;
+                k.forward(compute, &mut h, &mut a.k);
+                v.forward(compute, &mut h, &mut a.v);
                 if let Some(norm) = &layer.k_norm {
-                    ops::rms_norm_in_place(&mut a.k, norm, c.norm_eps);
+                    steps::rms_norm_in_place(compute, &mut a.k, norm, c.norm_eps);
                 }
                 if layer.rope {
-                    self.rope.apply(&a.angles, &mut a.k, kv_heads, head_dim);
+                    self.rope.apply(compute, &a.angles, &mut a.k, kv_heads, head_dim);
                 }
                 kv = Some((Tensor::dense(&a.k, kv_heads, head_dim), Tensor::dense(&a.v, kv_heads, head_dim)));
             }
@@ -151,15 +159,16 @@ impl Decoder {
                 scale,
                 softcap: None,
             })?;
-            layer.o.forward(&a.attended, n, &mut a.projected)?;
-            ops::add(&mut a.x, &a.projected);
+            layer.o.forward(compute, &mut a.inputs.of(&a.attended, heads * head_dim), &mut a.projected);
+            steps::add(compute, &mut a.x, &a.projected);
 
-            ops::rms_norm(&a.x, &layer.mlp_norm, c.norm_eps, &mut a.h);
-            layer.gate.forward(&a.h, n, &mut a.gate)?;
-            layer.up.forward(&a.h, n, &mut a.up)?;
-            ops::swiglu(&mut a.gate, &a.up);
-            layer.down.forward(&a.gate, n, &mut a.projected)?;
-            ops::add(&mut a.x, &a.projected);
+            steps::rms_norm(compute, &a.x, &layer.mlp_norm, c.norm_eps, &mut a.h);
+            let mut h = a.inputs.of(&a.h, hidden);
+            layer.gate.forward(compute, &mut h, &mut a.gate);
+            layer.up.forward(compute, &mut h, &mut a.up);
+            steps::swiglu(compute, &mut a.gate, &a.up);
+            layer.down.forward(compute, &mut a.inputs.of(&a.gate, c.intermediate), &mut a.projected);
+            steps::add(compute, &mut a.x, &a.projected);
 
             for (kept, _) in a.taps.iter_mut().zip(batch.taps).filter(|(_, tap)| tap.0 as usize == l) {
                 kept.clear();
@@ -170,15 +179,16 @@ impl Decoder {
         // Logits of the wanted rows only: at 128k tokens of vocabulary the rest would cost more than the layers.
         for (i, &row) in batch.rows.iter().enumerate() {
             let row = row as usize * hidden..(row as usize + 1) * hidden;
-            ops::rms_norm(&a.x[row], &self.norm, c.norm_eps, &mut a.h[i * hidden..(i + 1) * hidden]);
+            let normed = &mut a.h[i * hidden..(i + 1) * hidden];
+            steps::rms_norm(compute, &a.x[row], &self.norm, c.norm_eps, normed);
         }
         let n_rows = batch.rows.len();
         a.logits.clear();
         if n_rows > 0 {
-            let rows = &a.h[..n_rows * hidden];
+            let mut rows = a.inputs.of(&a.h[..n_rows * hidden], hidden);
             match &self.head {
-                Some(head) => head.forward(rows, n_rows, &mut a.logits)?,
-                None => self.embedding.logits(rows, n_rows, &mut a.logits)?,
+                Some(head) => head.forward(compute, &mut rows, &mut a.logits),
+                None => self.embedding.logits(compute, &mut rows, &mut a.logits),
             }
         }
         Ok(())

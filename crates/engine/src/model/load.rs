@@ -8,6 +8,7 @@ use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{Embedding, Linear, Source, WeightForm};
 use kvist_backend::{MemoryBudget, Purpose, Reservation};
+use kvist_cpu::Compute;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -20,7 +21,7 @@ pub enum ModelFile {
     Path(PathBuf),
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct LoadOptions {
     pub form: WeightForm,
     /// Map the files instead of reading them; they must not change underneath.
@@ -28,6 +29,14 @@ pub struct LoadOptions {
     /// Make every run of this many layers share the K and V of its first one, whatever the file says: times and
     /// bytes are those of a model trained so, its text is not. For measurements.
     pub share_kv: Option<usize>,
+    /// What multiplies.
+    pub compute: Compute,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: None, compute: Compute::default() }
+    }
 }
 
 /// Weights, tokenizer and template, loaded once and shared by any number of sessions.
@@ -125,8 +134,15 @@ impl Model {
         let weights = budget.reserve(Purpose::Weights, opened.weight_bytes(options.form)?)?;
         let Opened { name, config, source, tokenizer, template } = opened;
         let total = config.tensors().len();
-        let mut loader =
-            Loader { specs: config.tensors(), source, form: options.form, done: 0, total, progress };
+        let mut loader = Loader {
+            specs: config.tensors(),
+            source,
+            form: options.form,
+            compute: options.compute.clone(),
+            done: 0,
+            total,
+            progress,
+        };
         let decoder = loader.decoder(config)?;
         let mut end_tokens = decoder.config().eos.clone();
         if let Some(tokenizer) = &tokenizer {
@@ -163,6 +179,7 @@ struct Loader<'p> {
     specs: Vec<TensorSpec>,
     source: Source,
     form: WeightForm,
+    compute: Compute,
     done: usize,
     total: usize,
     progress: &'p mut dyn FnMut(usize, usize),
@@ -190,7 +207,7 @@ impl Loader<'_> {
     fn linear(&mut self, name: &str) -> Result<Option<Linear>, Error> {
         let Some(spec) = self.spec(&format!("{name}.weight")) else { return Ok(None) };
         self.tick();
-        let linear = self.source.find(&spec)?.to_linear(self.form)?;
+        let linear = self.source.find(&spec)?.to_linear(&self.compute, self.form)?;
         let bias = self.vector(&format!("{name}.bias"))?;
         Ok(Some(linear.with_bias(bias)))
     }
@@ -209,7 +226,7 @@ impl Loader<'_> {
             .spec(name)
             .ok_or_else(|| Error::MissingTensor { file: self.source.file().into(), name: name.into() })?;
         self.tick();
-        let embedding = self.source.find(&spec)?.to_embedding(self.form)?;
+        let embedding = self.source.find(&spec)?.to_embedding(&self.compute, self.form)?;
         let mut layers = Vec::new();
         for (l, layer) in config.layers.iter().enumerate() {
             let name = |part: &str| format!("model.layers.{l}.{part}");
@@ -232,6 +249,6 @@ impl Loader<'_> {
         let norm = self.norm("model.norm.weight")?;
         let head = self.linear("lm_head")?;
         let rope = RotaryEmbedding::new(&config.rope);
-        Ok(Decoder { config, layout, embedding, layers, norm, head, rope })
+        Ok(Decoder { compute: self.compute.clone(), config, layout, embedding, layers, norm, head, rope })
     }
 }

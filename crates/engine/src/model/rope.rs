@@ -1,5 +1,6 @@
 //! Rotary position embedding (Su et al., 2021), in the half-split form of the Hugging Face checkpoints.
 use crate::config::Rope;
+use kvist_cpu::{Compute, steps};
 
 /// Angles of one batch: computed once per step, used by every layer.
 #[derive(Debug, Default)]
@@ -35,18 +36,8 @@ impl RotaryEmbedding {
     }
 
     /// Turn the rows `x: [n_tokens, n_heads, head_dim]`. Only the first `2 × frequencies` elements of a row turn.
-    pub fn apply(&self, angles: &Angles, x: &mut [f32], n_heads: usize, head_dim: usize) {
+    pub fn apply(&self, compute: &Compute, angles: &Angles, x: &mut [f32], n_heads: usize, head_dim: usize) {
         let half = self.inverse_frequencies.len();
-        let tokens = x.chunks_exact_mut(n_heads * head_dim);
-        for ((token, cos), sin) in
-            tokens.zip(angles.cos.chunks_exact(half)).zip(angles.sin.chunks_exact(half))
-        {
-            for row in token.chunks_exact_mut(head_dim) {
-                let (low, high) = row[..2 * half].split_at_mut(half);
-                for (((low, high), cos), sin) in low.iter_mut().zip(high).zip(cos).zip(sin) {
-                    (*low, *high) = (*low * cos - *high * sin, *high * cos + *low * sin);
-                }
-            }
-        }
+        steps::rotate_pairs(compute, x, n_heads, head_dim, &angles.cos, &angles.sin, half);
     }
 }

@@ -1,5 +1,6 @@
 //! How a tensor's elements are encoded, on disk and in memory.
 use candle_core::quantized::GgmlDType;
+use kvist_cpu::linear::Packing;
 use std::fmt;
 use std::str::FromStr;
 
@@ -65,6 +66,17 @@ impl Encoding {
         let (last, rows) = shape.split_last()?;
         rows.iter().try_fold(self.row_bytes(*last)?, |bytes, n| bytes.checked_mul(*n))
     }
+    pub(crate) fn packing(self) -> Packing {
+        match self {
+            Encoding::F32 => Packing::F32,
+            Encoding::F16 => Packing::F16,
+            Encoding::BF16 => Packing::BF16,
+            Encoding::Q8_0 => Packing::Q8_0,
+            Encoding::Q4_0 => Packing::Q4_0,
+            Encoding::Q4K => Packing::Q4K,
+            Encoding::Q6K => Packing::Q6K,
+        }
+    }
     pub(crate) fn candle(self) -> GgmlDType {
         match self {
             Encoding::F32 => GgmlDType::F32,
@@ -80,7 +92,8 @@ impl Encoding {
     pub fn resident(self, form: WeightForm, row: usize) -> Encoding {
         match form {
             WeightForm::F32 => Encoding::F32,
-            WeightForm::AsStored if self.is_float() => Encoding::F32,
+            // bf16 is held in pairs.
+            WeightForm::AsStored if self == Encoding::BF16 && !row.is_multiple_of(2) => Encoding::F32,
             WeightForm::AsStored => self,
             // Rows that are no whole blocks stay what they would be without it.
             WeightForm::Q8_0 if row.is_multiple_of(32) => Encoding::Q8_0,
@@ -92,7 +105,7 @@ impl Encoding {
 /// How linear layers are held in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WeightForm {
-    /// Packed blocks stay packed; f16 and bf16 become f32.
+    /// Every tensor in the encoding of its file.
     #[default]
     AsStored,
     F32,

@@ -1,38 +1,18 @@
-//! Linear layers and embeddings. candle multiplies; packed kernels of our own will stand beside it.
+//! Linear layers and embeddings over packed weights.
 use super::encoding::{Encoding, WeightForm};
-use super::view::Matrix;
-use crate::error::Error;
-use candle_core::quantized::QMatMul;
-use candle_core::{CpuStorage, Device, Module, Storage, Tensor};
+use kvist_cpu::Compute;
+use kvist_cpu::linear::{Input, Matrix};
 
 /// `y = x·Wᵀ + b` with `W: [out, in]`.
 #[derive(Debug)]
 pub struct Linear {
-    weight: Weight,
+    weight: Matrix,
     bias: Option<Vec<f32>>, // [out]
-    inputs: usize,
-    outputs: usize,
-}
-
-#[derive(Debug)]
-enum Weight {
-    /// Transposed as a view: `[in, out]`.
-    F32(Tensor),
-    Packed(QMatMul),
 }
 
 impl Linear {
-    pub(super) fn new(matrix: Matrix) -> Self {
-        let dims = match &matrix {
-            Matrix::F32(tensor) => tensor.dims().to_vec(),
-            Matrix::Packed(tensor) => tensor.shape().dims().to_vec(),
-        };
-        let (outputs, inputs) = (dims.first().copied().unwrap_or(0), dims.last().copied().unwrap_or(0));
-        let weight = match matrix {
-            Matrix::F32(tensor) => Weight::F32(tensor),
-            Matrix::Packed(tensor) => Weight::Packed(QMatMul::QTensor(tensor.into())),
-        };
-        Linear { weight, bias: None, inputs, outputs }
+    pub(super) fn new(weight: Matrix) -> Self {
+        Linear { weight, bias: None }
     }
 
     pub fn with_bias(self, bias: Option<Vec<f32>>) -> Self {
@@ -40,38 +20,26 @@ impl Linear {
     }
 
     pub fn outputs(&self) -> usize {
-        self.outputs
+        self.weight.outputs()
     }
 
     /// `x: [n_tokens, in]`, `out` becomes `[n_tokens, out]`.
-    pub fn forward(&self, x: &[f32], n_tokens: usize, out: &mut Vec<f32>) -> Result<(), Error> {
-        let x = Tensor::from_slice(x, (n_tokens, self.inputs), &Device::Cpu)?;
-        let y = match &self.weight {
-            Weight::F32(weight) => x.matmul(&weight.t()?)?,
-            Weight::Packed(weight) => weight.forward(&x)?,
-        };
-        out.clear();
-        let (storage, layout) = y.storage_and_layout();
-        let offset = layout.start_offset();
-        match &*storage {
-            Storage::Cpu(CpuStorage::F32(y)) => {
-                out.extend_from_slice(&y[offset..offset + n_tokens * self.outputs])
-            }
-            _ => return Err(Error::Usage("a linear layer gave something other than f32".into())),
-        }
+    pub fn forward(&self, compute: &Compute, x: &mut Input<'_>, out: &mut Vec<f32>) {
+        out.resize(x.n() * self.outputs(), 0.0);
+        self.weight.multiply(compute, x, out);
         if let Some(bias) = &self.bias {
-            for row in out.chunks_exact_mut(self.outputs) {
+            for row in out.chunks_exact_mut(self.outputs()) {
                 row.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
             }
         }
-        Ok(())
     }
 
     /// Bytes a matrix takes in memory when it is loaded in this form, its bias not counted.
     pub fn resident_bytes(shape: &[usize], stored: Encoding, form: WeightForm) -> u64 {
-        let row = shape.last().copied().unwrap_or(0);
-        let bytes = stored.resident(form, row).tensor_bytes(shape);
-        bytes.map_or(u64::MAX, |bytes| bytes as u64)
+        let (inputs, rows) = shape.split_last().unwrap_or((&0, &[]));
+        let outputs = rows.iter().try_fold(1usize, |n, rows| n.checked_mul(*rows));
+        let packing = stored.resident(form, *inputs).packing();
+        outputs.and_then(|outputs| packing.resident_bytes(outputs, *inputs)).unwrap_or(u64::MAX)
     }
 }
 
@@ -82,36 +50,22 @@ pub struct Embedding {
 }
 
 impl Embedding {
-    pub(super) fn new(matrix: Matrix) -> Self {
-        Embedding { table: Linear::new(matrix) }
+    pub(super) fn new(table: Matrix) -> Self {
+        Embedding { table: Linear::new(table) }
     }
 
     /// `out` becomes `[tokens, hidden]`. Tokens must lie inside the vocabulary.
-    pub fn gather(&self, tokens: &[u32], out: &mut Vec<f32>) -> Result<(), Error> {
-        out.clear();
-        let hidden = self.table.inputs;
-        match &self.table.weight {
-            Weight::F32(table) => {
-                let (storage, _) = table.storage_and_layout();
-                let Storage::Cpu(CpuStorage::F32(table)) = &*storage else {
-                    return Err(Error::Usage("the embedding is not f32".into()));
-                };
-                for token in tokens {
-                    out.extend_from_slice(&table[*token as usize * hidden..(*token as usize + 1) * hidden]);
-                }
-            }
-            Weight::Packed(table) => {
-                let ids = Tensor::from_slice(tokens, tokens.len(), &Device::Cpu)?;
-                let rows = table.embedding(&ids)?;
-                out.extend(rows.flatten_all()?.to_vec1::<f32>()?);
-            }
+    pub fn gather(&self, tokens: &[u32], out: &mut Vec<f32>) {
+        let hidden = self.table.weight.inputs();
+        out.resize(tokens.len() * hidden, 0.0);
+        for (token, row) in tokens.iter().zip(out.chunks_exact_mut(hidden)) {
+            self.table.weight.row(*token as usize, row);
         }
-        Ok(())
     }
 
     /// The tied output layer: `x: [n_rows, hidden]`, `out` becomes `[n_rows, vocab]`.
-    pub fn logits(&self, x: &[f32], n_rows: usize, out: &mut Vec<f32>) -> Result<(), Error> {
-        self.table.forward(x, n_rows, out)
+    pub fn logits(&self, compute: &Compute, x: &mut Input<'_>, out: &mut Vec<f32>) {
+        self.table.forward(compute, x, out);
     }
 
     /// Bytes the table takes in memory; it is never held twice.

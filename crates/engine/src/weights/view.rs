@@ -4,6 +4,8 @@ use super::linear::{Embedding, Linear};
 use crate::error::Error;
 use candle_core::quantized::{QStorage, QTensor};
 use candle_core::{Device, Tensor};
+use kvist_cpu::Compute;
+use kvist_cpu::linear::Matrix;
 use std::borrow::Cow;
 
 /// Checked: `bytes` is exactly what shape and encoding need.
@@ -81,32 +83,28 @@ impl<'s> View<'s> {
         })
     }
 
-    /// The matrix as it will be held: `[out, in]`.
-    fn matrix(&self, form: WeightForm) -> Result<Matrix, Error> {
+    /// The matrix as it will be held: `[out, in]`. Only a change of encoding decodes it.
+    fn matrix(&self, compute: &Compute, form: WeightForm) -> Result<Matrix, Error> {
         let resident = self.encoding.resident(form, self.row_len());
-        if resident == self.encoding && !resident.is_float() {
-            return Ok(Matrix::Packed(packed(self.encoding, self.ordered()?, &self.shape)?));
-        }
-        let tensor = Tensor::from_vec(self.to_f32()?, self.shape.as_slice(), &Device::Cpu)?;
-        Ok(match resident {
-            Encoding::F32 => Matrix::F32(tensor),
-            packed => Matrix::Packed(QTensor::quantize(&tensor, packed.candle())?),
-        })
+        let bytes = match resident {
+            same if same == self.encoding => self.ordered()?,
+            Encoding::F32 => Cow::Owned(self.to_f32()?.iter().flat_map(|x| x.to_le_bytes()).collect()),
+            packed => {
+                let tensor = Tensor::from_vec(self.to_f32()?, self.shape.as_slice(), &Device::Cpu)?;
+                Cow::Owned(QTensor::quantize(&tensor, packed.candle())?.data()?.into_owned())
+            }
+        };
+        let (inputs, rows) = self.shape.split_last().unwrap_or((&0, &[]));
+        let packed = Matrix::pack(compute, resident.packing(), rows.iter().product(), *inputs, &bytes);
+        packed.map_err(|error| Error::Malformed { file: self.name.clone(), what: error.to_string() })
     }
 
-    pub fn to_linear(&self, form: WeightForm) -> Result<Linear, Error> {
-        Ok(Linear::new(self.matrix(form)?))
+    pub fn to_linear(&self, compute: &Compute, form: WeightForm) -> Result<Linear, Error> {
+        Ok(Linear::new(self.matrix(compute, form)?))
     }
-    pub fn to_embedding(&self, form: WeightForm) -> Result<Embedding, Error> {
-        Ok(Embedding::new(self.matrix(form)?))
+    pub fn to_embedding(&self, compute: &Compute, form: WeightForm) -> Result<Embedding, Error> {
+        Ok(Embedding::new(self.matrix(compute, form)?))
     }
-}
-
-/// A matrix in memory.
-#[derive(Debug)]
-pub(super) enum Matrix {
-    F32(Tensor),
-    Packed(QTensor),
 }
 
 /// Packed blocks as candle holds them.

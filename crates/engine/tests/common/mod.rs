@@ -1,13 +1,13 @@
 //! What the integration tests of this crate share.
 #![allow(dead_code)] // each test binary uses its part
 use kvist_backend::{MemoryBudget, Storage};
+use kvist_cpu::Compute;
 use kvist_engine::backends;
 use kvist_engine::generate::{Limits, generate};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::model::{LoadOptions, Model, ModelFile};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{Feed, ModelSession, Want};
-use kvist_engine::weights::WeightForm;
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,8 +26,9 @@ pub fn cases(kind: &str) -> Vec<PathBuf> {
     all
 }
 
+/// For tests that compare texts: a row's arithmetic is its own.
 pub fn load(file: ModelFile) -> Result<Arc<Model>, kvist_engine::Error> {
-    let options = LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: None };
+    let options = LoadOptions { compute: Compute::default().deterministic(true), ..LoadOptions::default() };
     Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).map(Arc::new)
 }
 
@@ -76,7 +77,7 @@ pub fn exact(kind: &str, context: u32, chunk: u32) -> CacheConfig {
 }
 
 pub fn session(model: &Arc<Model>, config: &CacheConfig) -> ModelSession {
-    ModelSession::new(model, &backends::all(), config).unwrap()
+    ModelSession::new(model, &backends::on(model.decoder().compute()), config).unwrap()
 }
 
 /// Logits of every token, fed in chunks.

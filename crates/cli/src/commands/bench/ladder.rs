@@ -14,7 +14,6 @@ use kvist_engine::memory::CacheConfig;
 use kvist_engine::model::{LoadOptions, Model, ModelFile};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::ModelSession;
-use kvist_engine::weights::WeightForm;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -141,7 +140,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     interrupt::listen();
     let file = |path: &Option<PathBuf>| path.clone().map_or(ModelFile::Embedded, ModelFile::Path);
     let load = |file: &ModelFile, share: Option<usize>| -> anyhow::Result<Arc<Model>> {
-        let options = LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: share };
+        let options = LoadOptions { share_kv: share, ..LoadOptions::default() };
         Ok(Arc::new(Model::load(file, &options, &MemoryBudget::unlimited(), &mut |_, _| {})?))
     };
     let plain = load(&file(&args.model), None)?;
@@ -150,7 +149,9 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         None => load(&file(&args.model), Some(2))?,
     };
     // v1 keeps its bytes as the note had it: every step allocates anew and copies the past.
-    let registry = registry().with(Box::new(kvist_cpu::Cpu::default().concatenating()));
+    let compute = kvist_cpu::Compute::default();
+    let concatenating = kvist_cpu::Cpu::new(compute.clone()).concatenating();
+    let registry = registry(&compute).with(Box::new(concatenating));
 
     let rounds = u64::from(args.warmups) + u64::from(args.runs);
     let bar = progress::bar("measuring", rounds * (args.lengths.len() * variants.len()) as u64, quiet);

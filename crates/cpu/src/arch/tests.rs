@@ -1,0 +1,213 @@
+//! Every operation of every instruction set against the portable one, which is its own description; and threads
+//! that come, go, panic and overlap.
+use super::*;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+/// Everything a kernel may ask, on one input. Lanes come back as bits.
+struct Everything<'e> {
+    x: &'e [f32; 16],
+    y: &'e [f32; 16],
+    bytes: &'e [u8; 64],
+    more: &'e [u8; 64],
+}
+
+impl Kernel for Everything<'_> {
+    type Out = Vec<(&'static str, [f32; 16])>;
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> Self::Out {
+        let mut all = Vec::new();
+        let (x, y) = (s.load(self.x), s.load(self.y));
+        let mut put = |name, v: S::F| {
+            let mut lanes = [f32::NAN; 16];
+            s.store(v, &mut lanes);
+            all.push((name, lanes));
+        };
+        let half: &[u8; 32] = self.bytes.first_chunk().unwrap();
+        put("load", x);
+        put("f32 bytes", s.load_f32_bytes(self.bytes));
+        put("f16", s.load_f16(half));
+        put("bf16", s.load_bf16(half));
+        put("add", s.add(x, y));
+        put("sub", s.sub(x, y));
+        put("mul", s.mul(x, y));
+        put("div", s.div(x, y));
+        put("fma", s.fma(x, y, s.splat(0.5)));
+        put("max", s.max(x, y));
+        put("round", s.round(x));
+        put("mul_nonzero", s.mul_nonzero(s.max(s.splat(0.0), x), s.splat(f32::NAN)));
+        let powers = s.round(s.mul(y, s.splat(12.0)));
+        put("scale_by_power", s.scale_by_power(y, powers));
+        let (mantissa, exponent) = s.exp2_parts(y);
+        put("exp2 mantissa", mantissa);
+        put("exp2 exponent", exponent);
+        put("sum", s.splat(s.sum(s.round(y))));
+        put("largest", s.splat(s.largest(y)));
+        let (a, b) = (s.load_bytes(self.bytes), s.load_bytes(self.more));
+        // Integers of up to 24 bits survive the way through f32.
+        let low = |x: S::I| s.to_f32(s.byte::<0>(x));
+        put("dot4", s.to_f32(s.dot4(s.splat_i(-77), a, b)));
+        put("byte 1", s.to_f32(s.byte::<1>(a)));
+        put("byte 2", s.to_f32(s.byte::<2>(a)));
+        put("byte 3", s.to_f32(s.byte::<3>(a)));
+        for (name, x) in [
+            ("low nibbles", s.low_nibbles(a)),
+            ("high nibbles", s.high_nibbles(a)),
+            ("crumbs 0", s.high_crumbs::<0>(a)),
+            ("crumbs 1", s.high_crumbs::<1>(a)),
+            ("crumbs 2", s.high_crumbs::<2>(a)),
+            ("crumbs 3", s.high_crumbs::<3>(a)),
+            ("or", s.or(a, b)),
+        ] {
+            for (n, x) in [x, s.over_256(x)].into_iter().enumerate() {
+                put(name, low(x));
+                put(name, s.to_f32(s.over_256(s.over_256(s.sub_i(x, s.splat_i(n as i32))))));
+            }
+        }
+        put("add_i", s.to_f32(s.add_i(s.byte::<0>(a), s.byte::<1>(b))));
+        put("mul_i", s.to_f32(s.mul_i(s.byte::<0>(a), s.byte::<1>(b))));
+        put("times_256", s.to_f32(s.times_256(s.byte::<3>(a))));
+        put("to_i32", s.to_f32(s.to_i32(s.mul(y, s.splat(100.0)))));
+        let mut bytes = [0; 16];
+        s.store_low_bytes(a, &mut bytes);
+        put("low bytes", s.to_f32(s.load_i8(&bytes)));
+        let (even, odd) = s.widen_pairs(a);
+        put("even", even);
+        put("odd", odd);
+        all
+    }
+}
+
+#[test]
+fn every_instruction_set_agrees_with_the_portable_one() {
+    let mut state = 5u64;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as u32
+    };
+    for round in 0..400 {
+        let strange =
+            [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, 1e-40, 65_504.0, -3e38, 0.5, 1.5, 2.5];
+        let mut float = |i: usize| match round % 4 {
+            0 => strange[(next() as usize + i) % strange.len()],
+            _ => (next() % 40_001) as f32 / 100.0 - 200.0,
+        };
+        let x: [f32; 16] = std::array::from_fn(&mut float);
+        let y: [f32; 16] = std::array::from_fn(|_| (next() % 20_001) as f32 / 1_000.0 - 10.0);
+        let [bytes, more]: [[u8; 64]; 2] = std::array::from_fn(|_| std::array::from_fn(|_| next() as u8));
+        let all = |isa: Isa| isa.run(Everything { x: &x, y: &y, bytes: &bytes, more: &more });
+        let expected = all(Isa::Portable(Portable));
+        for isa in Isa::available() {
+            for ((name, found), (_, expected)) in all(isa).iter().zip(&expected) {
+                for (found, expected) in found.iter().zip(expected) {
+                    let same = found == expected || found.is_nan() && expected.is_nan();
+                    // One rounding or two; a sum in another order.
+                    let near = (found - expected).abs() <= 2e-7 * (expected.abs() + 1.0) * 200.0;
+                    let rounded = matches!(*name, "fma" | "exp2 mantissa" | "exp2 exponent") && near;
+                    assert!(same || rounded, "{isa} {name}: {found} instead of {expected} for {x:?} {y:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn pairs_of_bf16_are_multiplied() {
+    struct Dot([u8; 64], [u8; 64]);
+    impl Kernel for Dot {
+        type Out = [f32; 16];
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) -> [f32; 16] {
+            let mut out = [0.0; 16];
+            s.store(s.dot2(s.splat(0.25), s.load_bytes(&self.0), s.load_bytes(&self.1)), &mut out);
+            out
+        }
+    }
+    let pairs = |f: fn(usize) -> f32| -> [u8; 64] {
+        let bytes = (0..32).flat_map(|i| half::bf16::from_f32(f(i)).to_le_bytes());
+        bytes.collect::<Vec<u8>>().try_into().unwrap()
+    };
+    let (a, b) = (pairs(|i| i as f32), pairs(|i| 3.0 - i as f32));
+    for isa in Isa::available() {
+        let expected: Vec<f32> = (0..16)
+            .map(|i| (2 * i..2 * i + 2).map(|j| j as f32 * (3.0 - j as f32)).sum::<f32>() + 0.25)
+            .collect();
+        assert_eq!(isa.run(Dot(a, b)).as_slice(), expected, "{isa}");
+    }
+}
+
+#[test]
+fn an_unknown_instruction_set_is_refused_by_name() {
+    let error = "sse9".parse::<Isa>().unwrap_err();
+    assert!(error.contains("sse9") && error.contains("portable"), "{error}");
+    for isa in Isa::available() {
+        assert_eq!(isa.name().parse::<Isa>(), Ok(isa));
+    }
+}
+
+#[test]
+fn every_part_is_taken_once_by_one_thread() {
+    for n in [1, 2, 3, 8] {
+        let threads = Threads::new(n);
+        let mut scratch = vec![0usize; n];
+        for round in 0..2_000 {
+            let (width, part) = (round % 70 + 1, round % 9 + 1);
+            let mut data = vec![0u32; 3 * width];
+            threads.columns(&mut data, width, part, &mut scratch, |i, mut columns, mine| {
+                *mine += 1;
+                for row in 0..3 {
+                    for x in columns.row(row) {
+                        *x += 1 + i as u32;
+                    }
+                }
+            });
+            for row in data.chunks_exact(width) {
+                assert!(
+                    row.iter().enumerate().all(|(at, x)| *x == 1 + (at / part) as u32),
+                    "{n} threads, round {round}"
+                );
+            }
+            if round % 500 == 0 {
+                std::thread::sleep(std::time::Duration::from_millis(2)); // workers sleep, and wake again
+            }
+        }
+        let parts: usize = (0..2_000).map(|round: usize| (round % 70 + 1).div_ceil(round % 9 + 1)).sum();
+        assert_eq!(scratch.iter().sum::<usize>(), parts);
+    }
+}
+
+#[test]
+fn a_panic_is_passed_on_and_the_threads_live() {
+    let threads = Threads::new(3);
+    let mut scratch = [(); 3];
+    for round in 0..50 {
+        let mut data = [0u8; 64];
+        let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            threads.parts(&mut data, 1, &mut scratch, |i, _, ()| assert!(i != round, "part {i}"));
+        }));
+        assert!(done.is_err(), "round {round}");
+    }
+    let mut data = [1u8; 100];
+    threads.parts(&mut data, 3, &mut scratch, |_, part, ()| part.fill(2));
+    assert_eq!(data, [2; 100]);
+}
+
+#[test]
+fn whoever_finds_the_threads_taken_works_alone() {
+    let threads = Threads::new(2);
+    let count = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..500 {
+                    let (mut data, mut scratch) = ([0u8; 40], [(); 2]);
+                    threads.parts(&mut data, 1, &mut scratch, |_, part, ()| {
+                        part[0] += 1;
+                        count.fetch_add(1, Relaxed);
+                    });
+                    assert_eq!(data, [1; 40]);
+                }
+            });
+        }
+    });
+    assert_eq!(count.load(Relaxed), 4 * 500 * 40);
+}
