@@ -203,6 +203,9 @@ pub fn safetensors(shape: &Shape, dtype: Dtype, seed: u64, out: &Path) -> Result
         Ok(std::fs::write(folder.join(name), format!("{value:#}\n"))?)
     };
     write("config.json", &config(shape, stored_name))?;
+    // The crate lets nobody but the owner read the weights; they are no secret.
+    let usual = std::fs::metadata(folder.join("config.json"))?.permissions();
+    std::fs::set_permissions(folder.join("model.safetensors"), usual)?;
     write("tokenizer.json", &tokenizer(shape))?;
     let [bos, eos] = vocab::CONTROL;
     write("tokenizer_config.json", &json!({"bos_token": bos, "eos_token": eos}))?;
