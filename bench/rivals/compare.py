@@ -21,6 +21,7 @@ import re
 import statistics
 import subprocess
 import sys
+import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 BENCH = HERE.parent
@@ -148,9 +149,13 @@ def thousands(tokens):
     return f"{tokens // 1024}k" if tokens else "0"
 
 
+def llama_builds(rivals):
+    return [path for path in sorted(rivals.glob("llama-*/")) if (path / "done").exists()]
+
+
 def rows(args):
     threads = ["--threads", args.threads]
-    builds = {path.name.removeprefix("llama-"): path for path in sorted(args.rivals.glob("llama-*/")) if (path / "done").exists()}
+    builds = {path.name.removeprefix("llama-"): path for path in llama_builds(args.rivals)}
     if not builds:
         sys.exit(f"compare.py: no llama.cpp in {args.rivals}; run bench/rivals/install.sh")
     torch = [args.rivals / "venv/bin/python", HERE / "sdpa.py"]
@@ -213,6 +218,22 @@ def rows(args):
     return every
 
 
+def busy():
+    """The share of all cores that others take now: what was built just before still shows in the load average."""
+
+    def spent():
+        times = [int(field) for field in pathlib.Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        return sum(times), times[3] + times[4]
+
+    try:
+        before = spent()
+        time.sleep(2)
+        after = spent()
+    except (OSError, ValueError):
+        return 0.0
+    return 1 - (after[1] - before[1]) / max(after[0] - before[0], 1)
+
+
 def machine():
     info = pathlib.Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
     model = re.search(r"^model name\s*:\s*(.*)$", info, re.M)
@@ -225,7 +246,7 @@ def machine():
 
 def versions(rivals):
     read = lambda path: path.read_text().strip() if path.exists() else "?"
-    compilers = [read(path / "compiler") for path in sorted(rivals.glob("llama-*/")) if (path / "done").exists()]
+    compilers = [read(path / "compiler") for path in llama_builds(rivals)]
     torch = subprocess.run(
         [rivals / "venv/bin/python", "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True
     )
@@ -247,6 +268,8 @@ def table(every, results, args):
             continue
         best = {column: entries[0] for column, entries in kept["columns"].items()}
         own = best.get("kvist")
+        # Not hidden: such a row is to be measured again.
+        measured = kept["date"] + (f", {kept['busy']:.0%} busy" if kept["busy"] > 0.1 else "")
         cells = [row.title, row.unit, shown(own["value"]) if own else "–"]
         for column in columns:
             rival = best.get(column)
@@ -256,7 +279,7 @@ def table(every, results, args):
             way = f" ({rival['way']})" if rival["way"] else ""
             cells.append(shown(rival["value"]) + way)
             cells.append(f"{row.ratio(own['value'], rival['value']):.2f}" if own else "–")
-        lines.append("| " + " | ".join(cells + [kept["date"]]) + " |")
+        lines.append("| " + " | ".join(cells + [measured]) + " |")
     return "\n".join(lines)
 
 
@@ -270,7 +293,8 @@ By `just rivals`. {results["machine"]}; {args.threads} threads. {results["versio
 (a) has 12 layers of 12 heads with a KV head each, (b) 22 layers of 32 heads on 4 KV heads, heads of 64; the models are
 random ones of [tools/random-model](../tools/random-model/README.md). Attention is that of all layers together, without
 the matrices; llama.cpp's caches are f16 unless the row says otherwise, kvist's q8 and q4 stand against q8_0 and q4_0.
-Of llama.cpp's ways (flash attention or plain, compilers) the fastest is shown.
+Of llama.cpp's ways (flash attention or plain, compilers) the fastest is shown. A row says if the machine was
+busy with other work when its turn came.
 
 {table(every, results, args)}
 {END}
@@ -322,17 +346,17 @@ def main():
     if any(results[key] != now[key] for key in ("machine", "versions")):
         print("another machine or other rivals than last time: starting anew", file=sys.stderr)
         results = now
-    busy = os.getloadavg()[0]
-    if busy > 0.5:
-        print(f"the machine is busy (load {busy:.1f}): figures will be off", file=sys.stderr)
     for row in chosen:
         if args.resume and "kvist" in results["rows"].get(row.name, {}).get("columns", {}):
             continue
+        others = busy()
+        if others > 0.1:
+            print(f"{row.name}: others take {others:.0%} of the cores: the figures will be off", file=sys.stderr)
         columns = row.measure(args.rounds)
         if not columns:
             continue
         date = datetime.date.today().isoformat()
-        results["rows"][row.name] = {"date": date, "rounds": args.rounds, "columns": columns}
+        results["rows"][row.name] = {"date": date, "busy": others, "columns": columns}
         # After every row, so that a run can be ended at any time.
         write(kept, json.dumps(results, indent=1))
         replace_section(args.out, section(every, results, args))
