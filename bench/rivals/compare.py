@@ -353,6 +353,7 @@ def main():
         if others > 0.1:
             print(f"{row.name}: others take {others:.0%} of the cores: the figures will be off", file=sys.stderr)
         columns = row.measure(args.rounds)
+        others = max(others, busy())  # work may have begun in between
         if not columns:
             continue
         date = datetime.date.today().isoformat()
