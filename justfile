@@ -26,3 +26,6 @@ quality:
     bench/quality.sh
 ladder:
     bench/ladder.sh
+# kvist beside llama.cpp and torch: builds them in bench/target (some GB), measures in turns. `just rivals --only decode`.
+rivals *args:
+    bench/rivals/run.sh {{args}}
