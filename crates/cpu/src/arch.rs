@@ -40,6 +40,9 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Run `kernel` in a function compiled for this instruction set.
     fn run<K: Kernel>(self, kernel: K) -> K::Out;
 
+    /// Fetch the cache line `ahead` bytes after `x`, if there is memory: a hint.
+    fn prefetch<T>(self, x: &T, ahead: usize);
+
     fn splat(self, x: f32) -> Self::F;
     fn load(self, x: &[f32; 16]) -> Self::F;
     fn store(self, x: Self::F, out: &mut [f32; 16]);

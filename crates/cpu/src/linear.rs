@@ -21,9 +21,12 @@ mod q8_0;
 use crate::Compute;
 use crate::arch::{Columns, Kernel, LANES, Simd};
 use crate::pages::Pages;
-use inputs::TILE;
 pub use inputs::{Input, Inputs};
 use std::fmt;
+
+/// How far ahead packed weights are fetched, in bytes: hardware stops at every page of 4 KiB, and few bytes keep a core
+/// busy. Float weights are streams that hardware follows by itself.
+const AHEAD: usize = 1024;
 
 /// Encodings of weights, by their names in GGUF files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -30,6 +30,10 @@ pub use q8::Q8;
 pub use quantised::{PackedQuery, Quads};
 use std::ops::Range;
 
+/// How far ahead a stream is fetched, in bytes: hardware stops at every page of 4 KiB, and a block of keys is a short
+/// stream. Without it two threads reached 60 % of the read limit.
+const AHEAD: usize = 8192;
+
 /// Evaluate `$body` with the type `$C` that packs `$dtype`. A new dtype: one file and its line here.
 macro_rules! with_codec {
     ($dtype:expr, $C:ident => $body:expr) => {

@@ -35,6 +35,12 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    fn prefetch<T>(self, x: &T, ahead: usize) {
+        let there = std::ptr::from_ref(x).cast::<i8>().wrapping_add(ahead);
+        // SAFETY: the CPU was asked; a prefetch of any address, mapped or not, has no effect but on caches.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(there) }
+    }
+    #[inline(always)]
     fn splat(self, x: f32) -> F {
         // SAFETY: the CPU was asked.
         unsafe { [_mm256_set1_ps(x); 2] }

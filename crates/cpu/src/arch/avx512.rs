@@ -45,6 +45,12 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     }
 
     #[inline(always)]
+    fn prefetch<T>(self, x: &T, ahead: usize) {
+        let there = std::ptr::from_ref(x).cast::<i8>().wrapping_add(ahead);
+        // SAFETY: the CPU was asked; a prefetch of any address, mapped or not, has no effect but on caches.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(there) }
+    }
+    #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
         // SAFETY: the CPU was asked.
         unsafe { _mm512_set1_ps(x) }

@@ -30,6 +30,8 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    fn prefetch<T>(self, _: &T, _: usize) {}
+    #[inline(always)]
     fn splat(self, x: f32) -> [f32; 16] {
         [x; 16]
     }

@@ -7,7 +7,7 @@
 //! A fused multiply-add per 16 weights and token. bf16 stands in pairs of inputs, for machines that multiply pairs;
 //! they take large batches, and round x to bf16.
 use super::inputs::{Form, Inputs};
-use super::{Format, Panels, TILE, for_token_tiles, put};
+use super::{Format, Panels, for_token_tiles, put};
 use crate::Compute;
 use crate::arch::{Columns, Isa, LANES, Simd, widen};
 use half::bf16;
@@ -193,8 +193,7 @@ fn tile_of<S: Simd, F: Format + Vectors, const T: usize, const P: usize>(
     out: &mut Columns<'_, f32>,
 ) {
     let width = inputs.width;
-    let x = &inputs.rows[first / TILE * TILE * width..].as_chunks::<TILE>().0[..width];
-    let side = first % TILE;
+    let x = inputs.rows_of::<T>(first);
     let mut w: [&[F::Raw]; P] = [&[]; P];
     for p in 0..P {
         w[p] = &F::of(weights.get::<F>(panel + p).0)[..width];
@@ -206,7 +205,7 @@ fn tile_of<S: Simd, F: Format + Vectors, const T: usize, const P: usize>(
             v[p] = F::widen(s, &w[p][i]);
         }
         for t in 0..T {
-            let x = s.splat(x[i][if T == TILE { t } else { (side + t) % TILE }]);
+            let x = s.splat(x[i][t]);
             for p in 0..P {
                 sums[t][p] = s.fma(v[p], x, sums[t][p]);
             }
@@ -249,34 +248,31 @@ fn pairs_of<S: Simd, const T: usize, const P: usize>(
     out: &mut Columns<'_, f32>,
 ) {
     let half = inputs.width / 2;
-    let side = first % TILE;
     let mut w: [&[[u8; 64]]; P] = [&[]; P];
     for p in 0..P {
         w[p] = &weights.get::<BF16>(panel + p).0.as_chunks().0[..half];
     }
     let mut sums = [[s.splat(0.0); P]; T];
     if deterministic {
-        let x = &inputs.rows[first / TILE * TILE * inputs.width..].as_chunks::<TILE>().0.as_chunks::<2>().0
-            [..half];
+        let x = &inputs.rows_of::<T>(first).as_chunks::<2>().0[..half];
         for i in 0..half {
             for p in 0..P {
                 let (even, odd) = s.widen_pairs(s.load_bytes(&w[p][i]));
                 for t in 0..T {
-                    let at = if T == TILE { t } else { (side + t) % TILE };
-                    sums[t][p] = s.fma(even, s.splat(x[i][0][at]), sums[t][p]);
-                    sums[t][p] = s.fma(odd, s.splat(x[i][1][at]), sums[t][p]);
+                    sums[t][p] = s.fma(even, s.splat(x[i][0][t]), sums[t][p]);
+                    sums[t][p] = s.fma(odd, s.splat(x[i][1][t]), sums[t][p]);
                 }
             }
         }
     } else {
-        let x = &inputs.pairs[first / TILE * TILE * half..].as_chunks::<TILE>().0[..half];
+        let x = inputs.pairs_of::<T>(first);
         for i in 0..half {
             let mut v = [s.splat_i(0); P];
             for p in 0..P {
                 v[p] = s.load_bytes(&w[p][i]);
             }
             for t in 0..T {
-                let x = s.splat_i(x[i][if T == TILE { t } else { (side + t) % TILE }]);
+                let x = s.splat_i(x[i][t]);
                 for p in 0..P {
                     sums[t][p] = s.dot2(sums[t][p], v[p], x);
                 }

@@ -11,7 +11,7 @@
 //! Per 32 inputs of 16 rows: 8 products of 64 bytes per token. q4_K's scales are held unpacked: 4.625 bits per
 //! weight instead of 4.5.
 use super::inputs::{Form, Inputs};
-use super::{Format, Panels, for_token_tiles, put};
+use super::{AHEAD, Format, Panels, for_token_tiles, put};
 use crate::arch::{Columns, LANES, Simd, widen};
 
 pub struct Q4K;
@@ -95,7 +95,7 @@ fn q4k<S: Simd, const T: usize>(
     panel: usize,
     out: &mut Columns<'_, f32>,
 ) {
-    let blocks = inputs.width / SUPER;
+    let (blocks, x) = (inputs.width / SUPER, inputs.codes_of::<T>(first));
     let mut sums = [s.splat(0.0); T];
     for b in 0..blocks {
         let codes = &codes[b * Q4K::CODES..(b + 1) * Q4K::CODES].as_chunks::<64>().0.as_chunks::<8>().0;
@@ -109,18 +109,19 @@ fn q4k<S: Simd, const T: usize>(
                 let mut w = [s.splat_i(0); 8];
                 for q in 0..8 {
                     let bytes = s.load_bytes(&codes[q]);
+                    s.prefetch(&codes[q], AHEAD);
                     w[q] = if high == 0 { s.low_nibbles(bytes) } else { s.high_nibbles(bytes) };
                 }
                 // At most 63: the same as i8.
                 let (sc, m) = (s.to_f32(s.load_i8(&small[group])), s.to_f32(s.load_i8(&small[8 + group])));
                 for t in 0..T {
-                    let (x, x_scale, x_sum) = group_of(inputs, first + t, b * 8 + group);
+                    let at = b * 8 + group;
                     let mut units = s.splat_i(0);
                     for q in 0..8 {
-                        units = s.dot4(units, w[q], s.splat_i(x[q]));
+                        units = s.dot4(units, w[q], s.splat_i(x.codes[at][q][t]));
                     }
-                    scaled[t] = s.fma(s.mul(s.to_f32(units), sc), s.splat(x_scale), scaled[t]);
-                    let sum = (x_sum[0] + x_sum[1]) as f32 * x_scale;
+                    scaled[t] = s.fma(s.mul(s.to_f32(units), sc), s.splat(x.scales[at][t]), scaled[t]);
+                    let sum = (x.sums[at][0][t] + x.sums[at][1][t]) as f32 * x.scales[at][t];
                     least[t] = s.fma(m, s.splat(sum), least[t]);
                 }
             }
@@ -134,14 +135,6 @@ fn q4k<S: Simd, const T: usize>(
     for (t, sums) in sums.into_iter().enumerate() {
         put(s, out, first + t, panel, sums);
     }
-}
-
-/// Codes, scale and sums of 32 inputs of a token.
-#[inline(always)]
-fn group_of(inputs: &Inputs, token: usize, group: usize) -> (&[i32; 8], f32, &[i32; 2]) {
-    let groups = inputs.width / 32;
-    let at = token * groups + group;
-    (&inputs.codes.as_chunks().0[at], inputs.scales[at], &inputs.sums.as_chunks().0[at])
 }
 
 /// Codes of a super-block of q6_K: low halves `[128 / 4][16][4]`, then the upper two bits `[64 / 4][16][4]`.
@@ -195,7 +188,7 @@ fn q6k<S: Simd, const T: usize>(
     panel: usize,
     out: &mut Columns<'_, f32>,
 ) {
-    let blocks = inputs.width / SUPER;
+    let (blocks, x) = (inputs.width / SUPER, inputs.codes_of::<T>(first));
     let mut sums = [s.splat(0.0); T];
     for b in 0..blocks {
         let (low, upper) = codes[b * Q6K::CODES..(b + 1) * Q6K::CODES].split_at(Q6K_UPPER);
@@ -209,6 +202,7 @@ fn q6k<S: Simd, const T: usize>(
                 let mut w = [s.splat_i(0); 8];
                 for q in 0..8 {
                     let bytes = s.load_bytes(&low[half * 2 + quarter % 2][q]);
+                    s.prefetch(&low[half * 2 + quarter % 2][q], AHEAD);
                     let crumbs = s.load_bytes(&upper[half][q]);
                     let nibbles = if quarter < 2 { s.low_nibbles(bytes) } else { s.high_nibbles(bytes) };
                     let crumbs = match quarter {
@@ -222,14 +216,14 @@ fn q6k<S: Simd, const T: usize>(
                 let group = half * 4 + quarter;
                 let scale = [s.load_i8(&small[2 * group]), s.load_i8(&small[2 * group + 1])];
                 for t in 0..T {
-                    let (x, x_scale, x_sum) = group_of(inputs, first + t, b * 8 + group);
-                    let mut units = [s.splat_i(-32 * x_sum[0]), s.splat_i(-32 * x_sum[1])];
+                    let at = b * 8 + group;
+                    let mut units = [s.splat_i(-32 * x.sums[at][0][t]), s.splat_i(-32 * x.sums[at][1][t])];
                     for q in 0..4 {
-                        units[0] = s.dot4(units[0], w[q], s.splat_i(x[q]));
-                        units[1] = s.dot4(units[1], w[q + 4], s.splat_i(x[q + 4]));
+                        units[0] = s.dot4(units[0], w[q], s.splat_i(x.codes[at][q][t]));
+                        units[1] = s.dot4(units[1], w[q + 4], s.splat_i(x.codes[at][q + 4][t]));
                     }
                     let units = s.add_i(s.mul_i(units[0], scale[0]), s.mul_i(units[1], scale[1]));
-                    scaled[t] = s.fma(s.to_f32(units), s.splat(x_scale), scaled[t]);
+                    scaled[t] = s.fma(s.to_f32(units), s.splat(x.scales[at][t]), scaled[t]);
                 }
             }
         }

@@ -7,7 +7,7 @@
 //!
 //! Per block of 16 rows: 544 bytes, 8 products of 64 bytes per token.
 use super::inputs::{Form, GROUP, Inputs};
-use super::{Format, Panels, for_token_tiles, put};
+use super::{AHEAD, Format, Panels, for_token_tiles, put};
 use crate::arch::{Columns, LANES, Simd, widen};
 
 pub struct Q8_0;
@@ -57,16 +57,7 @@ fn tile<S: Simd, const T: usize>(
     panel: usize,
     out: &mut Columns<'_, f32>,
 ) {
-    let blocks = inputs.width / GROUP;
-    let mut x: [&[[i32; 8]]; T] = [&[]; T];
-    let mut x_scales: [&[f32]; T] = [&[]; T];
-    let mut x_sums: [&[[i32; 2]]; T] = [&[]; T];
-    for t in 0..T {
-        let token = first + t;
-        x[t] = &inputs.codes[token * blocks * 8..].as_chunks().0[..blocks];
-        x_scales[t] = &inputs.scales[token * blocks..][..blocks];
-        x_sums[t] = &inputs.sums[token * blocks * 2..].as_chunks().0[..blocks];
-    }
+    let (blocks, x) = (inputs.width / GROUP, inputs.codes_of::<T>(first));
     let codes = &codes.as_chunks::<64>().0.as_chunks::<8>().0[..blocks];
     let scales = &scales.as_chunks::<32>().0[..blocks];
     let mut sums = [s.splat(0.0); T];
@@ -74,15 +65,15 @@ fn tile<S: Simd, const T: usize>(
         let mut w = [s.splat_i(0); 8];
         for q in 0..8 {
             w[q] = s.load_bytes(&codes[b][q]);
+            s.prefetch(&codes[b][q], AHEAD);
         }
         let scale = s.load_f16(&scales[b]);
         for t in 0..T {
-            let [low, high] = x_sums[t][b];
-            let mut units = s.splat_i(-i32::from(ZERO) * (low + high));
+            let mut units = s.splat_i(-i32::from(ZERO) * (x.sums[b][0][t] + x.sums[b][1][t]));
             for q in 0..8 {
-                units = s.dot4(units, w[q], s.splat_i(x[t][b][q]));
+                units = s.dot4(units, w[q], s.splat_i(x.codes[b][q][t]));
             }
-            sums[t] = s.fma(s.to_f32(units), s.mul(scale, s.splat(x_scales[t][b])), sums[t]);
+            sums[t] = s.fma(s.to_f32(units), s.mul(scale, s.splat(x.scales[b][t])), sums[t]);
         }
     }
     for (t, sums) in sums.into_iter().enumerate() {

@@ -9,7 +9,7 @@
 //! a call. A register tile holds up to 8 queries × 2 vectors, so that what is widened once is used by all of them.
 //! Every lane adds in the order of i, every element in the order of the cells: neither the tile nor its alignment
 //! shows in the result.
-use super::{Blocks, Codec, Lines, QUERY_ROWS, Quads, Queries, Sums};
+use super::{AHEAD, Blocks, Codec, Lines, QUERY_ROWS, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd, widen};
 use half::{bf16, f16};
 
@@ -206,6 +206,9 @@ fn scores_tile<S: Simd, E: Element, const R: usize, const B: usize>(
         let mut k = [s.splat(0.0); B];
         for b in 0..B {
             k[b] = E::widen(s, &keys[b][i]);
+            if i % (64 / (LANES * E::BYTES).min(64)) == 0 {
+                s.prefetch(&keys[b][i], AHEAD);
+            }
         }
         for r in 0..R {
             let q = s.splat(rows[i][if R == QUERY_ROWS { r } else { (side + r) % QUERY_ROWS }]);
@@ -284,6 +287,9 @@ fn accumulate_tile<S: Simd, E: Element, const R: usize, const D: usize>(
         let mut v = [s.splat(0.0); D];
         for j in 0..D {
             v[j] = E::widen(s, &row[j]);
+            if (d + j) % (64 / (LANES * E::BYTES).min(64)) == 0 {
+                s.prefetch(&row[j], AHEAD);
+            }
         }
         for r in 0..R {
             let w = s.splat(weights[r][cell]);

@@ -15,7 +15,7 @@
 //! and not hidden.
 use super::q8::{byte_of, param};
 use super::quantised::MAX_ROWS;
-use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
+use super::{AHEAD, Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use half::f16;
 
@@ -127,6 +127,7 @@ fn scores_of<S: Simd, const R: usize>(
             let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
             let first = group * (blocks.group / 4);
             for (quad, bytes) in codes.iter().enumerate() {
+                s.prefetch(bytes, AHEAD);
                 let bytes = s.load_bytes(bytes);
                 let (a, b) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
                 let (at_a, at_b) = (first + quad, first + codes.len() + quad);
@@ -189,6 +190,7 @@ fn accumulate_for<S: Simd, const R: usize>(
             let mut acc = [[s.splat_i(0); 4]; R];
             for (quad, codes) in blocks.codes.chunks_exact(4 * blocks.row).enumerate() {
                 let Some(bytes) = codes[4 * (byte0 + j)..].first_chunk() else { break };
+                s.prefetch(bytes, AHEAD);
                 let bytes = s.load_bytes(bytes);
                 let (a, b) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
                 for r in 0..R {

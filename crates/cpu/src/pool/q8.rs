@@ -14,7 +14,7 @@
 //! Values of any finite size are stored: past 127 × 65,504 they saturate, below the smallest scale they become 0.
 //! A NaN or an infinity makes its group NaN, so that it is seen and not hidden.
 use super::quantised::MAX_ROWS;
-use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
+use super::{AHEAD, Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd, widen};
 use half::f16;
 
@@ -125,6 +125,7 @@ fn scores_of<S: Simd, const R: usize>(
             let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
             let first = group * (blocks.group / 4);
             for (quad, codes) in codes.iter().enumerate() {
+                s.prefetch(codes, AHEAD);
                 let codes = s.load_bytes(codes);
                 for r in 0..R {
                     high[r] = s.dot4(high[r], codes, s.splat_i(packed[r].high[first + quad]));
@@ -171,6 +172,7 @@ fn accumulate_for<S: Simd, const R: usize>(
             let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
             for (quad, codes) in blocks.codes.chunks_exact(4 * blocks.row).enumerate() {
                 let Some(codes) = codes[4 * d..].first_chunk() else { break };
+                s.prefetch(codes, AHEAD);
                 let codes = s.load_bytes(codes);
                 for r in 0..R {
                     let (h, l) = quads.quad(r, quad);
