@@ -18,6 +18,7 @@ mod pool;
 mod pools;
 mod rotation;
 pub mod steps;
+pub mod stream;
 
 use arch::{Isa, Threads};
 use kvist_backend::{Backend, BackendError, PoolSpec, Pools, Purpose, Usage, reserved_cells};

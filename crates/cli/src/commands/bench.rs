@@ -1,5 +1,14 @@
-//! `kvist bench`: measurements.
+//! `kvist bench`: measurements. Every row says on what machine, how often, and beside which limit.
+mod attention;
+mod fork;
 mod ladder;
+mod linear;
+mod machine;
+mod passes;
+mod plot;
+mod rig;
+mod shape;
+mod synthetic;
 
 use clap::Subcommand;
 
@@ -7,10 +16,28 @@ use clap::Subcommand;
 pub enum Command {
     /// No cache, a concatenating cache, preallocated, int8, cross-layer sharing, both: what each step is worth
     Ladder(ladder::Args),
+    /// Attention alone, over a filled cache: one query, a chunk of a prompt, branches of a trunk, a tree
+    Attention(attention::Args),
+    /// Tokens per second of a model at a depth
+    Decode(passes::DecodeArgs),
+    /// Tokens per second of a prompt
+    Prefill(passes::PrefillArgs),
+    /// Packed linear layers alone
+    Linear(linear::Args),
+    /// What a fork costs, and a step of all branches beside a step of one
+    Fork(fork::Args),
+    /// The cache of a model without the model: generated K and V through the real pools, growth by growth
+    Synthetic(synthetic::Args),
 }
 
 pub fn run(command: Command, quiet: bool) -> anyhow::Result<()> {
     match command {
         Command::Ladder(args) => ladder::run(args, quiet),
+        Command::Attention(args) => attention::run(args, quiet),
+        Command::Decode(args) => passes::decode(args, quiet),
+        Command::Prefill(args) => passes::prefill(args, quiet),
+        Command::Linear(args) => linear::run(args, quiet),
+        Command::Fork(args) => fork::run(args, quiet),
+        Command::Synthetic(args) => synthetic::run(args, quiet),
     }
 }

@@ -205,7 +205,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
 
     let report = Report {
         version: json::VERSION,
-        machine: machine(),
+        machine: super::machine::cpu(),
         cores: std::thread::available_parallelism().map_or(1, usize::from),
         model: plain.name().into(),
         shared_model: match &args.shared {
@@ -258,12 +258,6 @@ fn measure(
 fn median(sorted: &[f64]) -> Option<f64> {
     let n = sorted.len();
     Some((sorted.get(n / 2)? + sorted.get(n.checked_sub(1)? / 2)?) / 2.0)
-}
-
-fn machine() -> String {
-    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let model = info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(": "));
-    model.map_or(std::env::consts::ARCH.to_string(), |(_, name)| name.to_string())
 }
 
 impl Report {

@@ -1,0 +1,228 @@
+//! `kvist bench attention`: what attention alone takes, and what reading alone would.
+use super::machine::{Machine, ReadLimit, Spread, Watch};
+use super::plot;
+use super::rig::{Rig, Setup, TRUNK};
+use super::shape::{self, Shape, ShapeArgs};
+use crate::options::*;
+use crate::{interrupt, json, output, progress};
+use clap::ValueHint;
+use kvist_backend::{MemoryBudget, Storage};
+use kvist_cache::kinds::Visibility;
+use kvist_cache::{New, NodeId, SeqId, Span};
+use serde::Serialize;
+use std::path::PathBuf;
+
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    shape: ShapeArgs,
+    /// Tokens the queries see, their own included; one row for each
+    #[arg(long, value_name = "T,T,…", default_value = "4096", value_parser = shape::parse_lengths)]
+    tokens: std::vec::Vec<u32>,
+    /// Queries of a step: 1 decodes, more are the last ones of a prompt
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    queries: u32,
+    /// That many branches of a trunk of so many tokens, one query each
+    #[arg(long, value_name = "N", conflicts_with_all = ["queries", "tree"], value_parser = clap::value_parser!(u32).range(1..=4096))]
+    branches: Option<u32>,
+    /// A tree of that many nodes behind so many tokens, two children each
+    #[arg(long, value_name = "N", conflicts_with = "queries", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    tree: Option<u32>,
+    /// Storage of K
+    #[arg(long, default_value = "f16", value_name = "DTYPE")]
+    k: Storage,
+    /// Storage of V
+    #[arg(long, default_value = "f16", value_name = "DTYPE")]
+    v: Storage,
+    /// A query sees at most this many positions
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    window: Option<u32>,
+    /// Scores become cap · tanh(score / cap)
+    #[arg(long, value_name = "CAP")]
+    softcap: Option<f32>,
+    /// Steps before the clock counts
+    #[arg(long, default_value_t = 2)]
+    warmups: u32,
+    /// Steps that count; medians are reported
+    #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
+    runs: u32,
+    #[command(flatten)]
+    compute: ComputeArgs,
+    /// Milliseconds over tokens, beside the read limit
+    #[arg(long, value_name = "FILE.svg", value_hint = ValueHint::FilePath)]
+    plot: Option<PathBuf>,
+    /// One JSON document per row and line
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Row {
+    version: u32,
+    what: String,
+    shape: Shape,
+    k: String,
+    v: String,
+    tokens: u32,
+    queries: u32,
+    /// One step, all layers.
+    #[serde(flatten)]
+    spread: Spread,
+    /// Stored bytes that the step read, as the pools count them.
+    bytes_read: u64,
+    gb_per_s: f64,
+    /// Reading as many bytes and nothing else, in the same run.
+    read_limit_gb_per_s: f64,
+    read_limit_ms: f64,
+    share_of_limit: f64,
+    machine: Machine,
+}
+
+pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
+    let shape = args.shape.get()?;
+    let compute = args.compute.get()?;
+    if args.softcap.is_some_and(|cap| !(cap.is_finite() && cap > 0.0)) {
+        return Err(wrong_usage("--softcap must be above 0 and finite"));
+    }
+    interrupt::listen();
+    let mut rows = Vec::new();
+    for tokens in &args.tokens {
+        let Some(row) = measure(&args, shape, &compute, *tokens, quiet)? else { break };
+        if args.json {
+            output::show(&(serde_json::to_string(&row)? + "\n"))?;
+        } else {
+            if rows.is_empty() {
+                output::show(&head(&row.machine, &shape))?;
+            }
+            output::show(&row.line())?;
+        }
+        rows.push(row);
+        if interrupt::interrupted() {
+            break;
+        }
+    }
+    if let Some(path) = &args.plot {
+        let points = |f: fn(&Row) -> f64| rows.iter().map(|r| (f64::from(r.tokens), f(r))).collect();
+        let lines = vec![
+            (format!("attention, K {} V {}", args.k, args.v), points(|r| r.spread.median_ms)),
+            ("reading alone".to_string(), points(|r| r.read_limit_ms)),
+        ];
+        plot::write(path, "One step of attention", "tokens", "ms", lines)?;
+    }
+    Ok(())
+}
+
+fn head(machine: &Machine, shape: &Shape) -> String {
+    let Machine { cpu, threads, isa, .. } = machine;
+    let Shape { layers, heads, kv_heads, head_dim } = shape;
+    format!(
+        "{cpu}, {threads} threads, {isa}; {layers} layers, {heads}:{kv_heads} heads of {head_dim}\n\n| what | tokens | K | V | ms per step | min | max | read | of the limit |\n|---|--:|---|---|--:|--:|--:|--:|--:|\n"
+    )
+}
+
+impl Row {
+    fn line(&self) -> String {
+        let Row { what, tokens, k, v, spread, gb_per_s, share_of_limit, .. } = self;
+        format!(
+            "| {what} | {tokens} | {k} | {v} | {:.2} | {:.2} | {:.2} | {gb_per_s:.1} GB/s | {:.0} % |\n",
+            spread.median_ms,
+            spread.min_ms,
+            spread.max_ms,
+            share_of_limit * 100.0
+        )
+    }
+}
+
+fn measure(
+    args: &Args,
+    shape: Shape,
+    compute: &kvist_cpu::Compute,
+    tokens: u32,
+    quiet: bool,
+) -> anyhow::Result<Option<Row>> {
+    let queries = args.branches.or(args.tree).unwrap_or(args.queries);
+    let chain = args.branches.is_none() && args.tree.is_none();
+    let cached = if chain { tokens.saturating_sub(queries) } else { tokens };
+    let capacity = cached.checked_add(queries).ok_or_else(|| wrong_usage("--tokens: too many"))?;
+    let setup = Setup {
+        shape,
+        kind: if args.branches.is_some() {
+            "cells"
+        } else if args.tree.is_some() {
+            "tree"
+        } else {
+            "contiguous"
+        },
+        k: args.k,
+        v: args.v,
+        visibility: Visibility { window: args.window, sinks: 0 },
+        softcap: args.softcap,
+        capacity,
+        max_step_tokens: queries,
+    };
+    let budget = available_memory().map_or_else(MemoryBudget::unlimited, MemoryBudget::new);
+    let mut rig = Rig::new(compute, setup, &budget)?;
+    let bar = progress::bar("filling", u64::from(cached), quiet);
+    let whole = rig.fill(cached, &mut |done| {
+        bar.set_position(u64::from(done));
+        !interrupt::interrupted()
+    })?;
+    bar.finish_and_clear();
+    if !whole {
+        return Ok(None);
+    }
+    let branch = |i: u32| SeqId(1 + i);
+    if let (Some(branches), Some(mut sequences)) = (args.branches, rig.cache().sequences()) {
+        for i in 0..branches {
+            sequences.fork(TRUNK, branch(i))?;
+        }
+    }
+    let parents: Vec<Option<NodeId>> =
+        (0..queries).map(|i| (i > 0).then(|| NodeId((i.saturating_sub(1) / 2) as _))).collect();
+    let spans: Vec<Span<'_>> = match (args.branches, args.tree) {
+        (Some(branches), _) => (0..branches).map(|i| Span::chain(branch(i), cached, 1)).collect(),
+        (_, Some(_)) => vec![Span { seq: TRUNK, start: cached, new: New::Frontier(&parents) }],
+        _ => vec![Span::chain(TRUNK, cached, queries)],
+    };
+    let before = rig.counters().bytes_read;
+    rig.step(&spans, false)?;
+    let bytes_read = rig.counters().bytes_read - before;
+    for _ in 1..args.warmups {
+        rig.step(&spans, false)?;
+    }
+    let watch = Watch::start();
+    let mut limit = ReadLimit::new(compute, bytes_read)?;
+    let mut runs = Vec::new();
+    let bar = progress::bar("measuring", u64::from(args.runs), quiet);
+    for _ in 0..args.runs {
+        runs.push(rig.step(&spans, false)?);
+        limit.measure(compute);
+        bar.inc(1);
+        if interrupt::interrupted() {
+            break;
+        }
+    }
+    bar.finish_and_clear();
+    let spread = Spread::of(&runs);
+    Ok(Some(Row {
+        version: json::VERSION,
+        what: match (args.branches, args.tree) {
+            (Some(n), _) => format!("{n} branches"),
+            (_, Some(n)) => format!("a tree of {n}"),
+            _ if queries == 1 => "one query".into(),
+            _ => format!("{queries} queries"),
+        },
+        shape,
+        k: args.k.to_string(),
+        v: args.v.to_string(),
+        tokens,
+        queries,
+        gb_per_s: bytes_read as f64 / spread.median_ms / 1e6,
+        read_limit_gb_per_s: limit.rate() / 1e9,
+        read_limit_ms: limit.ms(bytes_read),
+        share_of_limit: limit.ms(bytes_read) / spread.median_ms,
+        bytes_read,
+        spread,
+        machine: watch.machine(compute),
+    }))
+}

@@ -1,0 +1,152 @@
+//! `kvist bench linear`: packed linear layers alone, over enough matrices that none stays in a cache.
+use super::machine::{Machine, ReadLimit, Spread, Watch};
+use super::shape::parse_lengths;
+use crate::options::*;
+use crate::{interrupt, json, output, progress};
+use kvist_cpu::linear::{Inputs, Matrix, Packing};
+use serde::Serialize;
+use std::time::Instant;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Encodings: f32, f16, bf16, q8_0, q4_0, q4_K, q6_K
+    #[arg(long, value_delimiter = ',', value_name = "NAMES", default_value = "q8_0,q4_0,bf16")]
+    weights: Vec<String>,
+    /// Outputs of the layer
+    #[arg(long, default_value_t = 5632, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    outputs: u32,
+    /// Inputs of the layer: whole blocks of 256 for q4_K and q6_K, of 32 for q8_0 and q4_0
+    #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    inputs: u32,
+    /// Tokens of a batch; one row for each
+    #[arg(long, value_name = "T,T,…", default_value = "1,4,16,512", value_parser = parse_lengths)]
+    tokens: std::vec::Vec<u32>,
+    /// Passes over all matrices that count; medians are reported
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
+    runs: u32,
+    #[command(flatten)]
+    compute: ComputeArgs,
+    /// One JSON document per row and line
+    #[arg(long)]
+    json: bool,
+}
+
+const PACKINGS: [(&str, Packing); 7] = [
+    ("f32", Packing::F32),
+    ("f16", Packing::F16),
+    ("bf16", Packing::BF16),
+    ("q8_0", Packing::Q8_0),
+    ("q4_0", Packing::Q4_0),
+    ("q4_K", Packing::Q4K),
+    ("q6_K", Packing::Q6K),
+];
+
+/// More than any cache holds.
+const BYTES: u64 = 256 << 20;
+
+#[derive(Serialize)]
+struct Row {
+    version: u32,
+    weights: &'static str,
+    outputs: u32,
+    inputs: u32,
+    tokens: u32,
+    /// One product.
+    #[serde(flatten)]
+    spread: Spread,
+    bytes_read: u64,
+    gb_per_s: f64,
+    read_limit_gb_per_s: f64,
+    share_of_limit: f64,
+    /// Multiplications and additions, two per weight and token.
+    gflop_per_s: f64,
+    machine: Machine,
+}
+
+pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
+    let compute = args.compute.get()?;
+    let mut chosen = Vec::new();
+    for name in &args.weights {
+        let found = PACKINGS.iter().find(|(known, _)| known.eq_ignore_ascii_case(name));
+        chosen.push(*found.ok_or_else(|| {
+            wrong_usage(format!("--weights {name}: known are {}", PACKINGS.map(|(name, _)| name).join(", ")))
+        })?);
+    }
+    interrupt::listen();
+    let mut first = true;
+    for (name, packing) in chosen {
+        let (outputs, inputs) = (args.outputs as usize, args.inputs as usize);
+        let block = packing.block();
+        let bytes = packing.resident_bytes(outputs, inputs).ok_or_else(|| {
+            wrong_usage(format!("--inputs {inputs}: {name} takes whole blocks of {}", block.0))
+        })?;
+        // Small positive codes and scales: any bytes will do, as long as they are numbers.
+        let file = vec![0x11u8; outputs * (inputs / block.0) * block.1];
+        let n = (BYTES / bytes + 1).min(64) as usize;
+        let pack = |_| Matrix::pack(&compute, packing, outputs, inputs, &file);
+        let matrices = (0..n).map(pack).collect::<Result<Vec<_>, _>>()?;
+        for tokens in &args.tokens {
+            let x = vec![0.5f32; *tokens as usize * inputs];
+            let mut out = vec![0.0f32; *tokens as usize * outputs];
+            let mut forms = Inputs::default();
+            let mut limit = ReadLimit::new(&compute, bytes * n as u64)?;
+            let mut runs = Vec::new();
+            let watch = Watch::start();
+            let bar = progress::bar("measuring", u64::from(args.runs) + 1, quiet);
+            // Large batches take long and are not about memory: fewer matrices.
+            let some = if *tokens >= 64 { &matrices[..1] } else { &matrices[..] };
+            for run in 0..=args.runs {
+                let started = Instant::now();
+                for matrix in some {
+                    matrix.multiply(&compute, &mut forms.of(&x, inputs), &mut out);
+                }
+                if run > 0 {
+                    runs.push(started.elapsed() / some.len() as u32);
+                }
+                limit.measure(&compute);
+                bar.inc(1);
+                if interrupt::interrupted() && run > 0 {
+                    break;
+                }
+            }
+            bar.finish_and_clear();
+            let spread = Spread::of(&runs);
+            let row = Row {
+                version: json::VERSION,
+                weights: name,
+                outputs: args.outputs,
+                inputs: args.inputs,
+                tokens: *tokens,
+                bytes_read: bytes,
+                gb_per_s: bytes as f64 / spread.median_ms / 1e6,
+                read_limit_gb_per_s: limit.rate() / 1e9,
+                share_of_limit: limit.ms(bytes) / spread.median_ms,
+                gflop_per_s: 2.0 * f64::from(*tokens) * (outputs * inputs) as f64 / spread.median_ms / 1e6,
+                spread,
+                machine: watch.machine(&compute),
+            };
+            if args.json {
+                output::show(&(serde_json::to_string(&row)? + "\n"))?;
+            } else {
+                if first {
+                    let Machine { cpu, threads, isa, .. } = &row.machine;
+                    output::show(&format!(
+                        "{cpu}, {threads} threads, {isa}; {outputs} outputs of {inputs} inputs\n\n| weights | tokens | ms | read | of the limit | GFLOP/s |\n|---|--:|--:|--:|--:|--:|\n"
+                    ))?;
+                }
+                output::show(&format!(
+                    "| {name} | {tokens} | {:.3} | {:.1} GB/s | {:.0} % | {:.0} |\n",
+                    row.spread.median_ms,
+                    row.gb_per_s,
+                    row.share_of_limit * 100.0,
+                    row.gflop_per_s
+                ))?;
+            }
+            first = false;
+            if interrupt::interrupted() {
+                return Ok(());
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,279 @@
+//! `kvist bench decode` and `kvist bench prefill`: a whole model at a depth.
+use super::machine::{Machine, ReadLimit, Spread, Watch};
+use super::plot;
+use super::rig::element;
+use super::shape::parse_lengths;
+use crate::options::*;
+use crate::{interrupt, json, output, progress};
+use clap::ValueHint;
+use kvist_backend::Storage;
+use kvist_cache::SeqId;
+use kvist_engine::memory::{CacheConfig, MemoryPlan, ModelSize};
+use kvist_engine::model::Model;
+use kvist_engine::session::{Feed, ModelSession, Want};
+use serde::Serialize;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+#[derive(clap::Args)]
+pub struct Common {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Storage of K
+    #[arg(long, default_value = "f16", value_name = "DTYPE")]
+    k: Storage,
+    /// Storage of V
+    #[arg(long, default_value = "f16", value_name = "DTYPE")]
+    v: Storage,
+    /// Runs that count; medians are reported
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    runs: u32,
+    /// Tokens per second over depth or length
+    #[arg(long, value_name = "FILE.svg", value_hint = ValueHint::FilePath)]
+    plot: Option<PathBuf>,
+    /// One JSON document per row and line
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(clap::Args)]
+pub struct DecodeArgs {
+    #[command(flatten)]
+    common: Common,
+    /// Tokens in the cache before the first one that counts; one row for each
+    #[arg(long, value_name = "N,N,…", default_value = "0", value_parser = parse_depths)]
+    depth: std::vec::Vec<u32>,
+    /// Tokens of a run
+    #[arg(long, default_value_t = 32, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    tokens: u32,
+}
+
+#[derive(clap::Args)]
+pub struct PrefillArgs {
+    #[command(flatten)]
+    common: Common,
+    /// Tokens of the prompt; one row for each
+    #[arg(long, value_name = "T,T,…", default_value = "512", value_parser = parse_lengths)]
+    tokens: std::vec::Vec<u32>,
+    /// Tokens in the cache before
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    depth: u32,
+    /// Tokens of a step
+    #[arg(long, default_value_t = 512, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    chunk: u32,
+}
+
+fn parse_depths(text: &str) -> Result<Vec<u32>, String> {
+    let one = |part: &str| {
+        part.trim().parse().map_err(|_| format!("`{}` is no depth: write them as 0,4096", part.trim()))
+    };
+    text.split(',').map(one).collect()
+}
+
+#[derive(Serialize)]
+struct Row {
+    version: u32,
+    what: &'static str,
+    model: String,
+    weights: String,
+    k: String,
+    v: String,
+    depth: u32,
+    /// Of a run.
+    tokens: u32,
+    tokens_per_s: f64,
+    ms_per_token: f64,
+    /// Whole runs.
+    #[serde(flatten)]
+    spread: Spread,
+    /// Bytes that a token of decode reads at this depth: weights, and the visible cache.
+    weight_bytes: u64,
+    kv_bytes: u64,
+    read_limit_gb_per_s: f64,
+    /// Reading these bytes and nothing else, over what a token takes. Decode only.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    share_of_limit: Option<f64>,
+    machine: Machine,
+}
+
+struct Bench<'a> {
+    common: &'a Common,
+    model: Arc<Model>,
+    size: ModelSize,
+    quiet: bool,
+}
+
+impl<'a> Bench<'a> {
+    fn new(common: &'a Common, quiet: bool) -> anyhow::Result<Self> {
+        let size = ModelSize::of(&common.model.file(), common.model.weights)?;
+        interrupt::listen();
+        Ok(Bench { model: common.model.load(quiet)?, common, size, quiet })
+    }
+
+    /// A session with `depth` tokens of a fixed random text, and room for `more`.
+    fn session(&self, depth: u32, more: u32, chunk: u32) -> anyhow::Result<Option<ModelSession>> {
+        let tokens = depth.checked_add(more).ok_or_else(|| wrong_usage("--depth: too large"))?;
+        let config = CacheConfig {
+            k: self.common.k,
+            v: self.common.v,
+            max_step_tokens: chunk.min(tokens),
+            ..CacheConfig::new(tokens)
+        };
+        let registry = registry(self.model.decoder().compute());
+        let mut session = ModelSession::new(&self.model, &registry, &config)?;
+        let bar = progress::bar("filling", u64::from(depth), self.quiet);
+        let mut whole = true;
+        if depth > 0 {
+            session.prefill(SeqId::ONLY, &self.text(0, depth), &mut |done| {
+                bar.set_position(done as u64);
+                whole = !interrupt::interrupted();
+                whole
+            })?;
+        }
+        bar.finish_and_clear();
+        Ok(whole.then_some(session))
+    }
+
+    fn text(&self, from: u32, n: u32) -> Vec<u32> {
+        let vocab = self.model.decoder().config().vocab as f32;
+        let token = |i| ((element(1, i, 2, 3) * 0.5 + 0.5) * vocab) as u32;
+        (from..from + n).map(|i| token(u64::from(i)).min(vocab as u32 - 1)).collect()
+    }
+
+    /// Back to `depth` tokens.
+    fn rewind(session: &mut ModelSession, depth: u32) -> anyhow::Result<()> {
+        match session.cache().rewinds() {
+            Some(mut rewind) => Ok(rewind.rewind(depth)?),
+            None => anyhow::bail!("a contiguous cache rewinds"),
+        }
+    }
+
+    fn row(
+        &self,
+        what: &'static str,
+        depth: u32,
+        tokens: u32,
+        runs: &[Duration],
+        limit: &ReadLimit,
+        watch: &Watch,
+    ) -> anyhow::Result<Row> {
+        let compute = self.model.decoder().compute();
+        let config = CacheConfig { k: self.common.k, v: self.common.v, ..CacheConfig::new(depth.max(1)) };
+        let plan = MemoryPlan::of_session(&self.size.config, &registry(compute), &config)?;
+        let kv_bytes = plan.kv_bytes_visible(&self.size.config, &config) * u64::from(depth > 0);
+        let spread = Spread::of(runs);
+        let ms_per_token = spread.median_ms / f64::from(tokens);
+        let bytes = self.size.read_per_token + kv_bytes;
+        Ok(Row {
+            version: json::VERSION,
+            what,
+            model: self.model.name().into(),
+            weights: self.common.model.weights.to_string(),
+            k: self.common.k.to_string(),
+            v: self.common.v.to_string(),
+            depth,
+            tokens,
+            tokens_per_s: 1e3 / ms_per_token,
+            ms_per_token,
+            weight_bytes: self.size.read_per_token,
+            kv_bytes,
+            read_limit_gb_per_s: limit.rate() / 1e9,
+            share_of_limit: (what == "decode").then(|| limit.ms(bytes) / ms_per_token),
+            spread,
+            machine: watch.machine(compute),
+        })
+    }
+
+    fn show(&self, row: &Row, first: bool) -> anyhow::Result<()> {
+        if self.common.json {
+            return output::show(&(serde_json::to_string(row)? + "\n"));
+        }
+        if first {
+            let Machine { cpu, threads, isa, .. } = &row.machine;
+            output::show(&format!(
+                "{cpu}, {threads} threads, {isa}; {}, K {} V {}\n\n| | depth | tokens | tokens/s | ms per token | of the read limit |\n|---|--:|--:|--:|--:|--:|\n",
+                row.model, row.k, row.v
+            ))?;
+        }
+        let share = row.share_of_limit.map_or(String::new(), |share| format!("{:.0} %", share * 100.0));
+        let Row { what, depth, tokens, tokens_per_s, ms_per_token, .. } = row;
+        output::show(&format!(
+            "| {what} | {depth} | {tokens} | {tokens_per_s:.1} | {ms_per_token:.3} | {share} |\n"
+        ))
+    }
+
+    fn plot(&self, x: &str, rows: &[Row], at: fn(&Row) -> u32) -> anyhow::Result<()> {
+        let Some(path) = &self.common.plot else { return Ok(()) };
+        let points = rows.iter().map(|r| (f64::from(at(r).max(1)), r.tokens_per_s)).collect();
+        let name = format!("K {} V {}", self.common.k, self.common.v);
+        plot::write(path, self.model.name(), x, "tokens/s", vec![(name, points)])
+    }
+}
+
+pub fn decode(args: DecodeArgs, quiet: bool) -> anyhow::Result<()> {
+    let bench = Bench::new(&args.common, quiet)?;
+    let compute = bench.model.decoder().compute();
+    let mut rows = Vec::new();
+    for depth in &args.depth {
+        let Some(mut session) = bench.session(*depth, args.tokens, 512)? else { break };
+        let mut limit = ReadLimit::new(compute, bench.size.read_per_token)?;
+        let text = bench.text(*depth, args.tokens);
+        let mut runs = Vec::new();
+        let watch = Watch::start();
+        let bar = progress::bar("measuring", u64::from(args.common.runs) + 1, quiet);
+        for run in 0..=args.common.runs {
+            let started = Instant::now();
+            for token in &text {
+                session
+                    .forward(&[Feed::chain(SeqId::ONLY, std::slice::from_ref(token))], Want::LastOfEach)?;
+            }
+            if run > 0 {
+                runs.push(started.elapsed()); // the first one grows the pools
+            }
+            limit.measure(compute);
+            Bench::rewind(&mut session, *depth)?;
+            bar.inc(1);
+            if interrupt::interrupted() && run > 0 {
+                break;
+            }
+        }
+        bar.finish_and_clear();
+        let row = bench.row("decode", *depth, args.tokens, &runs, &limit, &watch)?;
+        bench.show(&row, rows.is_empty())?;
+        rows.push(row);
+    }
+    bench.plot("depth (tokens)", &rows, |r| r.depth)
+}
+
+pub fn prefill(args: PrefillArgs, quiet: bool) -> anyhow::Result<()> {
+    let bench = Bench::new(&args.common, quiet)?;
+    let compute = bench.model.decoder().compute();
+    let mut rows = Vec::new();
+    for tokens in &args.tokens {
+        let Some(mut session) = bench.session(args.depth, *tokens, args.chunk)? else { break };
+        let mut limit = ReadLimit::new(compute, bench.size.read_per_token)?;
+        let text = bench.text(args.depth, *tokens);
+        let mut runs = Vec::new();
+        let watch = Watch::start();
+        let bar = progress::bar("measuring", u64::from(args.common.runs) + 1, quiet);
+        for run in 0..=args.common.runs {
+            let started = Instant::now();
+            session.prefill(SeqId::ONLY, &text, &mut |_| true)?;
+            if run > 0 {
+                runs.push(started.elapsed());
+            }
+            limit.measure(compute);
+            Bench::rewind(&mut session, args.depth)?;
+            bar.inc(1);
+            if interrupt::interrupted() && run > 0 {
+                break;
+            }
+        }
+        bar.finish_and_clear();
+        let row = bench.row("prefill", args.depth, *tokens, &runs, &limit, &watch)?;
+        bench.show(&row, rows.is_empty())?;
+        rows.push(row);
+    }
+    bench.plot("tokens of the prompt", &rows, |r| r.tokens)
+}

@@ -1,0 +1,176 @@
+//! Pools without a model: generated rows through the real kinds and kernels.
+use super::shape::Shape;
+use kvist_backend::*;
+use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
+use kvist_cache::*;
+use kvist_cpu::{Compute, Cpu};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The trunk, or the only sequence.
+pub const TRUNK: SeqId = SeqId(0);
+/// Tokens written at once when a cache is filled.
+const CHUNK: u32 = 512;
+
+/// What to build.
+#[derive(Clone, Copy, Debug)]
+pub struct Setup {
+    pub shape: Shape,
+    pub kind: &'static str,
+    pub k: Storage,
+    pub v: Storage,
+    pub visibility: Visibility,
+    pub softcap: Option<f32>,
+    /// Tokens that may be held.
+    pub capacity: u32,
+    pub max_step_tokens: u32,
+}
+
+pub struct Rig {
+    setup: Setup,
+    cache: Cache,
+    /// Sees one position: fills pools without paying for attention.
+    narrow: Cache,
+    pools: Box<dyn Pools>,
+    plan: StepPlan,
+    rows: Rows,
+}
+
+/// Activations of the largest step.
+struct Rows {
+    q: Vec<f32>,
+    kv: Vec<f32>,
+    out: Vec<f32>,
+}
+
+/// Uniform in −1..1, by counter: the same element is the same wherever and whenever it is made (SplitMix64; Steele,
+/// Lea and Flood, 2014).
+pub fn element(layer: u64, position: u64, head: u64, lane: u64) -> f32 {
+    let mut x = (layer << 48 ^ position << 16 ^ head << 8 ^ lane).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    ((x ^ x >> 31) >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+}
+
+impl Rig {
+    pub fn new(compute: &Compute, setup: Setup, budget: &Arc<MemoryBudget>) -> anyhow::Result<Self> {
+        let Setup { shape, k, v, .. } = setup;
+        let chunk = setup.max_step_tokens.max(CHUNK.min(setup.capacity));
+        let cache = |kind: &str, visibility: Visibility| {
+            let (_, build) = KINDS.iter().find(|(name, _)| *name == kind).expect("a kind of this program");
+            let group = GroupSpec { capacity_tokens: setup.capacity, visibility, max_step_tokens: chunk };
+            anyhow::Ok(Cache::new(vec![build(&group)?]))
+        };
+        let spec = PoolSpec {
+            layout: shape.layout(),
+            k,
+            v,
+            capacity_cells: vec![setup.capacity],
+            max_step_tokens: chunk,
+            budget: budget.clone(),
+        };
+        let pools = Cpu::new(compute.clone()).pools(&spec)?;
+        let ramp = |n: u32| (0..u64::from(chunk * n * shape.head_dim)).map(|i| element(0, i, 1, 2)).collect();
+        let q: Vec<f32> = ramp(shape.heads);
+        let rows = Rows { out: vec![0.0; q.len()], q, kv: ramp(shape.kv_heads) };
+        let mut rig = Rig {
+            cache: cache(setup.kind, setup.visibility)?,
+            narrow: cache("contiguous", Visibility { window: Some(1), sinks: 0 })?,
+            pools,
+            plan: StepPlan::default(),
+            rows,
+            setup,
+        };
+        if let Some(mut sequences) = rig.cache.sequences() {
+            sequences.seq_new(TRUNK)?;
+        }
+        Ok(rig)
+    }
+
+    pub fn cache(&mut self) -> &mut Cache {
+        &mut self.cache
+    }
+    pub fn counters(&self) -> Counters {
+        self.pools.counters()
+    }
+    pub fn bytes(&self) -> u64 {
+        self.pools.bytes()
+    }
+
+    /// Give the trunk `tokens` tokens, without attention over more than one position each. `progress` hears how many
+    /// there are; false stops.
+    pub fn fill(&mut self, tokens: u32, progress: &mut dyn FnMut(u32) -> bool) -> anyhow::Result<bool> {
+        let mut at = 0;
+        while at < tokens {
+            let n = CHUNK.min(tokens - at);
+            let spans = [Span::chain(TRUNK, at, n)];
+            let request = StepRequest { spans: &spans };
+            let mut wide = StepPlan::default();
+            let step = Step::begin(&mut self.cache, &request, &mut wide)?;
+            let expected = step.plan().group(GroupId(0)).writes.clone();
+            step.commit();
+            let mut step = Step::begin(&mut self.narrow, &request, &mut self.plan)?;
+            let plan = step.with_reads();
+            anyhow::ensure!(plan.group(GroupId(0)).writes == expected, "the kinds place cells differently");
+            self.pools.begin(plan)?;
+            attend(&mut *self.pools, plan, &self.setup, &mut self.rows)?;
+            step.commit();
+            at += n;
+            if !progress(at) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// One step over all layers; kept only if `commit`. The time is that of the layers.
+    pub fn step(&mut self, spans: &[Span<'_>], commit: bool) -> anyhow::Result<Duration> {
+        let mut step = Step::begin(&mut self.cache, &StepRequest { spans }, &mut self.plan)?;
+        let plan = step.with_reads();
+        self.pools.begin(plan)?;
+        let started = Instant::now();
+        attend(&mut *self.pools, plan, &self.setup, &mut self.rows)?;
+        let taken = started.elapsed();
+        if commit {
+            step.commit();
+        }
+        Ok(taken)
+    }
+
+    /// Rows of K, V and q as the counter says, for a step of one sequence.
+    pub fn generate(&mut self, layer: u16, position: u32, n: u32) {
+        let Shape { heads, kv_heads, head_dim, .. } = self.setup.shape;
+        let fill = |rows: &mut [f32], heads: u32, side: u64| {
+            let row = (heads * head_dim) as usize;
+            for (t, row) in rows.chunks_exact_mut(row).take(n as usize).enumerate() {
+                for (i, x) in row.iter_mut().enumerate() {
+                    let (head, lane) = (i as u64 / u64::from(head_dim), i as u64 % u64::from(head_dim));
+                    *x = element(u64::from(layer) * 2 + side, u64::from(position) + t as u64, head, lane);
+                }
+            }
+        };
+        fill(&mut self.rows.q, heads, 1);
+        fill(&mut self.rows.kv, kv_heads, 0);
+    }
+}
+
+fn attend(pools: &mut dyn Pools, plan: &StepPlan, setup: &Setup, rows: &mut Rows) -> anyhow::Result<()> {
+    let Shape { layers, heads, kv_heads, head_dim } = setup.shape;
+    let n = plan.n_tokens() as usize;
+    let (heads, kv_heads, head_dim) = (heads as usize, kv_heads as usize, head_dim as usize);
+    let (q, kv) = (&rows.q[..n * heads * head_dim], &rows.kv[..n * kv_heads * head_dim]);
+    for layer in 0..layers {
+        pools.attend(
+            plan,
+            Attend {
+                layer: LayerId(layer),
+                q: Tensor::dense(q, heads, head_dim),
+                kv: Some((Tensor::dense(kv, kv_heads, head_dim), Tensor::dense(kv, kv_heads, head_dim))),
+                out: TensorMut::dense(&mut rows.out[..n * heads * head_dim], heads, head_dim),
+                scale: 1.0 / (head_dim as f32).sqrt(),
+                softcap: setup.softcap,
+            },
+        )?;
+    }
+    Ok(())
+}

@@ -1,0 +1,206 @@
+//! `kvist bench`: every command on a small shape gives rows whose counts are right. Times are not judged here.
+mod program;
+use program::*;
+use serde_json::Value;
+
+fn lines(args: &[&str]) -> Vec<Value> {
+    let out = run(args, b"");
+    assert!(out.status.success(), "{args:?}: {}", String::from_utf8_lossy(&out.stderr));
+    let text = String::from_utf8(out.stdout).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"))).collect()
+}
+
+const SMALL: [&str; 8] = ["--layers", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "32"];
+
+fn with(first: &[&'static str], rest: &[&'static str]) -> Vec<&'static str> {
+    first.iter().chain(SMALL.iter()).chain(rest).copied().collect()
+}
+
+fn check_machine(row: &Value) {
+    assert_eq!(row["version"], 1);
+    let machine = &row["machine"];
+    assert!(machine["cores"].as_u64().unwrap() >= 1 && machine["threads"].as_u64().unwrap() >= 1);
+    assert!(!machine["isa"].as_str().unwrap().is_empty() && !machine["cpu"].as_str().unwrap().is_empty());
+}
+
+fn check_spread(spread: &Value, runs: u64) {
+    let ms = |name: &str| spread[name].as_f64().unwrap();
+    assert_eq!(spread["runs"], runs);
+    assert!(0.0 < ms("min_ms") && ms("min_ms") <= ms("median_ms") && ms("median_ms") <= ms("max_ms"));
+}
+
+#[test]
+fn attention_reads_what_is_there() {
+    let args =
+        with(&["bench", "attention"], &["--tokens", "40,700", "--runs", "3", "--threads", "2", "--json"]);
+    let rows = lines(&args);
+    assert_eq!(rows.len(), 2);
+    for (row, tokens) in rows.iter().zip([40u64, 700]) {
+        check_machine(row);
+        check_spread(row, 3);
+        // 2 layers × 2 KV heads × K and V of 32 f16 each.
+        assert_eq!(row["bytes_read"].as_u64(), Some(tokens * 2 * 2 * 2 * 64));
+        assert!(row["read_limit_gb_per_s"].as_f64().unwrap() > 0.0);
+        assert_eq!(row["machine"]["threads"], 2);
+    }
+}
+
+#[test]
+fn a_chunk_a_window_branches_and_a_tree() {
+    let per_token = 2 * 2 * 2 * 64;
+    let one = |rest: &[&'static str]| {
+        let args = with(&["bench", "attention", "--tokens", "600", "--runs", "1", "--json"], rest);
+        lines(&args).remove(0)["bytes_read"].as_u64().unwrap() / per_token
+    };
+    assert_eq!(one(&["--queries", "512"]), 600, "a chunk reads its own rows too");
+    assert_eq!(one(&["--window", "100"]), 100);
+    assert_eq!(one(&["--branches", "5"]), 605, "the trunk is read once");
+    assert_eq!(one(&["--tree", "7"]), 607);
+    assert_eq!(one(&["--softcap", "30"]), 600);
+}
+
+#[test]
+fn every_dtype_is_measured() {
+    for dtype in ["f32", "f16", "bf16", "q8", "q4-64", "q8-rot"] {
+        let args =
+            ["bench", "attention", "--tokens", "64", "--runs", "1", "--json", "--layers", "1", "--k", dtype];
+        check_spread(&lines(&args)[0], 1);
+    }
+}
+
+#[test]
+fn a_fork_copies_nothing() {
+    let args = with(&["bench", "fork"], &["--tokens", "300", "--branches", "4", "--runs", "2", "--json"]);
+    let out = run(&args, b"");
+    let report: Value = serde_json::from_slice(&out.stdout).unwrap();
+    check_machine(&report);
+    assert_eq!(report["fork_bytes_copied"], 0);
+    let per_token = 2 * 2 * 2 * 64;
+    assert_eq!(report["one"]["bytes_read"].as_u64(), Some(301 * per_token));
+    assert_eq!(report["all"]["bytes_read"].as_u64(), Some(304 * per_token));
+    check_spread(&report["all"], 2);
+}
+
+#[test]
+fn a_synthetic_cache_tells_how_it_grows() {
+    let args = with(&["bench", "synthetic"], &["--prompt", "300", "--generate", "250", "--json"]);
+    let rows = lines(&args);
+    let (summary, log) = rows.split_last().unwrap();
+    check_machine(summary);
+    let per_token = 2 * 2 * 2 * 64;
+    assert_eq!(summary["bytes_written"].as_u64(), Some(550 * per_token));
+    assert_eq!(summary["bytes_in_use"].as_u64(), Some(550 * per_token));
+    assert!(log.len() >= 2 && log.iter().all(|event| event["event"] == "grow"));
+    let last = log.last().unwrap()["bytes"].as_u64();
+    assert_eq!(last, summary["bytes_reserved"].as_u64());
+    for pair in log.windows(2) {
+        assert_eq!(pair[0]["bytes"], pair[1]["bytes_before"]);
+    }
+}
+
+#[test]
+fn the_embedded_model_decodes_and_prefills() {
+    let args = ["bench", "decode", "--depth", "0,40", "--tokens", "4", "--runs", "2", "--json"];
+    let rows = lines(&args);
+    assert_eq!(rows.iter().map(|row| row["depth"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 40]);
+    for row in &rows {
+        check_machine(row);
+        check_spread(row, 2);
+        assert!(
+            row["tokens_per_s"].as_f64().unwrap() > 0.0 && row["weight_bytes"].as_u64().unwrap() > 1 << 20
+        );
+    }
+    assert_eq!(rows[0]["kv_bytes"], 0);
+    assert!(rows[1]["kv_bytes"].as_u64().unwrap() > 0);
+    let args = ["bench", "prefill", "--tokens", "33", "--runs", "1", "--json", "--k", "q8"];
+    check_spread(&lines(&args)[0], 1);
+}
+
+#[test]
+fn linear_layers_of_every_encoding() {
+    let args = [
+        "bench",
+        "linear",
+        "--weights",
+        "f32,f16,bf16,q8_0,q4_0,q4_K,q6_K",
+        "--outputs",
+        "4096",
+        "--inputs",
+        "1024",
+        "--tokens",
+        "1,3",
+        "--runs",
+        "1",
+        "--json",
+    ];
+    let rows = lines(&args);
+    assert_eq!(rows.len(), 14);
+    rows.iter().for_each(check_machine);
+    let q8 = rows.iter().find(|row| row["weights"] == "q8_0").unwrap();
+    assert_eq!(q8["bytes_read"].as_u64(), Some(4096 * 1024 / 32 * 34));
+}
+
+#[test]
+fn a_plot_is_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("plot.svg");
+    let path = path.to_str().unwrap();
+    lines(&[
+        "bench",
+        "attention",
+        "--tokens",
+        "64,128",
+        "--runs",
+        "1",
+        "--layers",
+        "1",
+        "--json",
+        "--plot",
+        path,
+    ]);
+    assert!(std::fs::read_to_string(path).unwrap().contains("<svg"));
+}
+
+#[test]
+fn wrong_usage_is_named() {
+    for (args, word) in [
+        (&["bench", "attention", "--shape", "gpt-9"][..], "llama-3-8b"),
+        (&["bench", "attention", "--heads", "7", "--kv-heads", "2"], "7"),
+        (&["bench", "attention", "--tokens", "0"], "tokens"),
+        (&["bench", "attention", "--tokens", "x"], "x"),
+        (&["bench", "attention", "--softcap", "0"], "softcap"),
+        (&["bench", "attention", "--k", "q5"], "q5"),
+        (&["bench", "attention", "--threads", "0"], "threads"),
+        (&["bench", "linear", "--weights", "q5_1"], "q6_K"),
+        (&["bench", "linear", "--weights", "q6_K", "--inputs", "100"], "256"),
+        (&["bench", "fork", "--branches", "0"], "branches"),
+        (&["bench", "synthetic", "--chunk", "0"], "chunk"),
+        (&["bench", "decode", "--depth", "deep"], "deep"),
+    ] {
+        let out = run(args, b"");
+        let error = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(2), "{args:?}: {error}");
+        assert!(error.contains(word) && !error.contains("panicked"), "{args:?}: {error}");
+    }
+}
+
+#[test]
+fn an_instruction_set_is_forced_or_refused() {
+    let bench = ["bench", "attention", "--tokens", "64", "--runs", "1", "--layers", "1", "--json"];
+    let out = kvist().args(bench).env("KVIST_ISA", "portable").output().unwrap();
+    let row: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(row["machine"]["isa"], "portable");
+    let out = kvist().args(bench).env("KVIST_ISA", "mmx").output().unwrap();
+    let error = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(2), "{error}");
+    assert!(error.contains("KVIST_ISA") && error.contains("mmx") && error.contains("portable"), "{error}");
+}
+
+#[test]
+fn a_cache_that_does_not_fit_is_refused() {
+    let out =
+        run(&["bench", "synthetic", "--shape", "llama-3-8b", "--memory", "40MiB", "--prompt", "4096"], b"");
+    let error = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(1), "{error}");
+    assert!(error.contains("fit") || error.contains("MiB"), "{error}");
+}
