@@ -82,6 +82,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn add_i(self, a: Self::I, b: Self::I) -> Self::I;
     fn sub_i(self, a: Self::I, b: Self::I) -> Self::I;
     fn mul_i(self, a: Self::I, b: Self::I) -> Self::I;
+    /// `x * 2^n`.
+    fn shift_left(self, x: Self::I, n: u32) -> Self::I;
     /// `x * 256`.
     fn times_256(self, x: Self::I) -> Self::I;
     /// `x / 256`, rounded down.

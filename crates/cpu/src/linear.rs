@@ -12,6 +12,7 @@
 //! weights is loaded once. Every output adds in the order of its inputs, whatever the batch: a row's result is the
 //! same alone and among others (bf16 products of large batches are the exception; `Compute::deterministic` does
 //! without them).
+mod blocks;
 mod float;
 mod inputs;
 mod k_quants;

@@ -239,6 +239,14 @@ impl Simd for Avx2 {
         unsafe { [_mm256_mullo_epi32(a[0], b[0]), _mm256_mullo_epi32(a[1], b[1])] }
     }
     #[inline(always)]
+    fn shift_left(self, x: I, n: u32) -> I {
+        // SAFETY: the CPU was asked.
+        unsafe {
+            let n = _mm256_set1_epi32(n.cast_signed());
+            [_mm256_sllv_epi32(x[0], n), _mm256_sllv_epi32(x[1], n)]
+        }
+    }
+    #[inline(always)]
     fn times_256(self, x: I) -> I {
         // SAFETY: the CPU was asked.
         unsafe { [_mm256_slli_epi32::<8>(x[0]), _mm256_slli_epi32::<8>(x[1])] }

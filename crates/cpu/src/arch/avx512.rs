@@ -214,6 +214,11 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe { _mm512_mullo_epi32(a, b) }
     }
     #[inline(always)]
+    fn shift_left(self, x: __m512i, n: u32) -> __m512i {
+        // SAFETY: the CPU was asked.
+        unsafe { _mm512_sllv_epi32(x, _mm512_set1_epi32(n.cast_signed())) }
+    }
+    #[inline(always)]
     fn times_256(self, x: __m512i) -> __m512i {
         // SAFETY: the CPU was asked.
         unsafe { _mm512_slli_epi32::<8>(x) }

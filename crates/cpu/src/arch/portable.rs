@@ -153,6 +153,10 @@ impl Simd for Portable {
         each(|i| a[i].wrapping_mul(b[i]))
     }
     #[inline(always)]
+    fn shift_left(self, x: [i32; 16], n: u32) -> [i32; 16] {
+        each(|i| x[i] << (n & 31))
+    }
+    #[inline(always)]
     fn times_256(self, x: [i32; 16]) -> [i32; 16] {
         each(|i| x[i] << 8)
     }

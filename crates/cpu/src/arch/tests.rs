@@ -65,6 +65,7 @@ impl Kernel for Everything<'_> {
         }
         put("add_i", s.to_f32(s.add_i(s.byte::<0>(a), s.byte::<1>(b))));
         put("mul_i", s.to_f32(s.mul_i(s.byte::<0>(a), s.byte::<1>(b))));
+        put("shift_left", s.to_f32(s.shift_left(s.byte::<3>(a), 7)));
         put("times_256", s.to_f32(s.times_256(s.byte::<3>(a))));
         put("to_i32", s.to_f32(s.to_i32(s.mul(y, s.splat(100.0)))));
         let mut bytes = [0; 16];

@@ -30,12 +30,22 @@ pub struct Inputs {
     rows: Vec<f32>,
     /// `[tile][width / 2][tokens]`.
     pairs: Vec<i32>,
-    /// `[tile][width / 4][tokens]`: four signed codes each.
-    codes: Vec<i32>,
-    /// `[tile][width / 32][tokens]`.
-    scales: Vec<f32>,
-    /// `[tile][width / 16][tokens]`: sums of codes.
-    sums: Vec<i32>,
+    /// `[tile][width / 32][12][tokens]`: what a kernel reads of 32 inputs, see [`Group`].
+    groups: Vec<i32>,
+}
+
+/// 32 inputs of `T` tokens: eight quads of signed codes; the negative sum of the codes; the sums of their halves; the
+/// scale, as the bits of an f32.
+pub type Group<const T: usize> = [[i32; T]; GROUP_ROWS];
+const GROUP_ROWS: usize = 12;
+pub const NEGATIVE_SUM: usize = 8;
+pub const SUMS: usize = 9;
+pub const SCALE: usize = 11;
+
+/// The scale of token `t`.
+#[inline(always)]
+pub fn scale_of<const T: usize>(group: &Group<T>, t: usize) -> f32 {
+    f32::from_bits(group[SCALE][t].cast_unsigned())
 }
 
 /// The tile of token `token` of `n`: its first token, and its width.
@@ -50,15 +60,6 @@ fn tile_of(n: usize, token: usize) -> (usize, usize) {
     (first, width)
 }
 
-/// The codes of `T` tokens.
-pub struct CodesOf<'c, const T: usize> {
-    /// Eight quads of every 32 inputs.
-    pub codes: &'c [[[i32; T]; 8]],
-    pub scales: &'c [[f32; T]],
-    /// Two sums of every 32 inputs.
-    pub sums: &'c [[[i32; T]; 2]],
-}
-
 impl Inputs {
     /// The tile of `T` tokens from `first` on.
     #[inline(always)]
@@ -71,13 +72,9 @@ impl Inputs {
         &self.pairs[first * half..].as_chunks().0[..half]
     }
     #[inline(always)]
-    pub fn codes_of<const T: usize>(&self, first: usize) -> CodesOf<'_, T> {
+    pub fn groups_of<const T: usize>(&self, first: usize) -> &[Group<T>] {
         let groups = self.width / GROUP;
-        CodesOf {
-            codes: &self.codes[first * groups * 8..].as_chunks().0.as_chunks().0[..groups],
-            scales: &self.scales[first * groups..].as_chunks().0[..groups],
-            sums: &self.sums[first * groups * 2..].as_chunks().0.as_chunks().0[..groups],
-        }
+        &self.groups[first * groups * GROUP_ROWS..].as_chunks().0.as_chunks().0[..groups]
     }
 }
 
@@ -97,8 +94,8 @@ impl Inputs {
     /// Bytes the buffers may come to take for `n` rows of at most `width`; `None` if it overflows.
     pub fn bytes(n: usize, width: usize) -> Option<usize> {
         let wide = width.checked_next_multiple_of(GROUP)?;
-        // f32 rows, bf16 pairs; codes, scales and sums.
-        n.checked_mul(wide.checked_mul(4 + 2 + 1)?.checked_add(wide / 32 * 4 + wide / 16 * 4)?)
+        // f32 rows, bf16 pairs, groups of codes.
+        n.checked_mul(wide.checked_mul(4 + 2)?.checked_add(wide / GROUP * GROUP_ROWS * 4)?)
     }
 }
 
@@ -113,7 +110,7 @@ impl Input<'_> {
     /// The batch with `form` ready.
     pub(super) fn prepare(&mut self, compute: &Compute, form: Form) -> &Inputs {
         if !std::mem::replace(&mut self.inputs.ready[form as usize], true) {
-            let Inputs { n, width, rows, pairs, codes, scales, sums, .. } = &mut *self.inputs;
+            let Inputs { n, width, rows, pairs, groups, .. } = &mut *self.inputs;
             let (n, width, x) = (*n, *width, self.x);
             match form {
                 Form::Rows => {
@@ -137,21 +134,13 @@ impl Input<'_> {
                     });
                 }
                 Form::Codes => {
-                    let groups = width / GROUP;
-                    codes.resize(n * groups * 8, 0);
-                    scales.resize(n * groups, 0.0);
-                    sums.resize(n * groups * 2, 0);
-                    for (token, x) in x.chunks_exact(width).enumerate() {
-                        let (first, tile) = tile_of(n, token);
-                        let at = token - first;
-                        compute.isa.run(Quantise {
-                            x,
-                            codes: &mut codes[first * groups * 8 + at..],
-                            scales: &mut scales[first * groups + at..],
-                            sums: &mut sums[first * groups * 2 + at..],
-                            step: tile,
-                        });
-                    }
+                    let per_token = width / GROUP * GROUP_ROWS;
+                    groups.resize(n * per_token, 0);
+                    each_tile(compute, n, groups, per_token, |first, tile, groups| {
+                        for (at, x) in x[first * width..].chunks_exact(width).take(tile).enumerate() {
+                            compute.isa.run(Quantise { x, groups: &mut *groups, at, tile });
+                        }
+                    });
                 }
             }
         }
@@ -182,22 +171,21 @@ fn each_tile<T: Send>(
 }
 
 /// One row to codes: `x ≈ scale × code`, code in −127..=127. A group with what is not a finite number gets the scale
-/// NaN. Elements of the outputs are `step` apart.
+/// NaN. It is number `at` of a tile of `tile`.
 struct Quantise<'q> {
     x: &'q [f32],
-    codes: &'q mut [i32],
-    scales: &'q mut [f32],
-    sums: &'q mut [i32],
-    step: usize,
+    groups: &'q mut [i32],
+    at: usize,
+    tile: usize,
 }
 
 impl Kernel for Quantise<'_> {
     type Out = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let zero = s.splat(0.0);
-        let step = self.step;
-        for (group, x) in self.x.as_chunks::<GROUP>().0.iter().enumerate() {
+        let (zero, tile) = (s.splat(0.0), self.tile);
+        let groups = self.groups.chunks_exact_mut(GROUP_ROWS * tile);
+        for (x, group) in self.x.as_chunks::<GROUP>().0.iter().zip(groups) {
             let [a, b] = [&x.as_chunks::<LANES>().0[0], &x.as_chunks::<LANES>().0[1]];
             let (a, b) = (s.load(a), s.load(b));
             let (size_a, size_b) = (s.max(a, s.sub(zero, a)), s.max(b, s.sub(zero, b)));
@@ -208,18 +196,20 @@ impl Kernel for Quantise<'_> {
             let inverse = if inverse.is_finite() { inverse } else { 0.0 }; // a subnormal group is 0
             let mut bytes = [0u8; GROUP];
             let (out, _) = bytes.as_chunks_mut::<LANES>();
+            let mut put = |row: usize, x: i32| group[row * tile + self.at] = x;
+            let (mut low, mut high) = (0, 0);
             if finite {
                 let (a, b) = (s.to_i32(s.mul(a, s.splat(inverse))), s.to_i32(s.mul(b, s.splat(inverse))));
                 s.store_low_bytes(a, &mut out[0]);
                 s.store_low_bytes(b, &mut out[1]);
-                self.sums[2 * group * step] = s.sum(s.to_f32(a)) as i32;
-                self.sums[(2 * group + 1) * step] = s.sum(s.to_f32(b)) as i32;
-            } else {
-                (self.sums[2 * group * step], self.sums[(2 * group + 1) * step]) = (0, 0);
+                (low, high) = (s.sum(s.to_f32(a)) as i32, s.sum(s.to_f32(b)) as i32);
             }
-            self.scales[group * step] = if finite { largest / 127.0 } else { f32::NAN };
+            put(NEGATIVE_SUM, -(low + high));
+            put(SUMS, low);
+            put(SUMS + 1, high);
+            put(SCALE, (if finite { largest / 127.0 } else { f32::NAN }).to_bits().cast_signed());
             for (quad, bytes) in bytes.as_chunks::<4>().0.iter().enumerate() {
-                self.codes[(8 * group + quad) * step] = i32::from_le_bytes(*bytes);
+                put(quad, i32::from_le_bytes(*bytes));
             }
         }
     }

@@ -10,7 +10,7 @@
 //!
 //! Per 32 inputs of 16 rows: 8 products of 64 bytes per token. q4_K's scales are held unpacked: 4.625 bits per
 //! weight instead of 4.5.
-use super::inputs::{Form, Inputs};
+use super::inputs::{Form, Inputs, NEGATIVE_SUM, SUMS, scale_of};
 use super::{AHEAD, Format, Panels, for_token_tiles, put};
 use crate::arch::{Columns, LANES, Simd, widen};
 
@@ -95,7 +95,7 @@ fn q4k<S: Simd, const T: usize>(
     panel: usize,
     out: &mut Columns<'_, f32>,
 ) {
-    let (blocks, x) = (inputs.width / SUPER, inputs.codes_of::<T>(first));
+    let (blocks, x) = (inputs.width / SUPER, inputs.groups_of::<T>(first));
     let mut sums = [s.splat(0.0); T];
     for b in 0..blocks {
         let codes = &codes[b * Q4K::CODES..(b + 1) * Q4K::CODES].as_chunks::<64>().0.as_chunks::<8>().0;
@@ -118,10 +118,10 @@ fn q4k<S: Simd, const T: usize>(
                     let at = b * 8 + group;
                     let mut units = s.splat_i(0);
                     for q in 0..8 {
-                        units = s.dot4(units, w[q], s.splat_i(x.codes[at][q][t]));
+                        units = s.dot4(units, w[q], s.splat_i(x[at][q][t]));
                     }
-                    scaled[t] = s.fma(s.mul(s.to_f32(units), sc), s.splat(x.scales[at][t]), scaled[t]);
-                    let sum = (x.sums[at][0][t] + x.sums[at][1][t]) as f32 * x.scales[at][t];
+                    scaled[t] = s.fma(s.mul(s.to_f32(units), sc), s.splat(scale_of(&x[at], t)), scaled[t]);
+                    let sum = -x[at][NEGATIVE_SUM][t] as f32 * scale_of(&x[at], t);
                     least[t] = s.fma(m, s.splat(sum), least[t]);
                 }
             }
@@ -188,7 +188,7 @@ fn q6k<S: Simd, const T: usize>(
     panel: usize,
     out: &mut Columns<'_, f32>,
 ) {
-    let (blocks, x) = (inputs.width / SUPER, inputs.codes_of::<T>(first));
+    let (blocks, x) = (inputs.width / SUPER, inputs.groups_of::<T>(first));
     let mut sums = [s.splat(0.0); T];
     for b in 0..blocks {
         let (low, upper) = codes[b * Q6K::CODES..(b + 1) * Q6K::CODES].split_at(Q6K_UPPER);
@@ -217,13 +217,13 @@ fn q6k<S: Simd, const T: usize>(
                 let scale = [s.load_i8(&small[2 * group]), s.load_i8(&small[2 * group + 1])];
                 for t in 0..T {
                     let at = b * 8 + group;
-                    let mut units = [s.splat_i(-32 * x.sums[at][0][t]), s.splat_i(-32 * x.sums[at][1][t])];
+                    let mut units = [s.splat_i(-32 * x[at][SUMS][t]), s.splat_i(-32 * x[at][SUMS + 1][t])];
                     for q in 0..4 {
-                        units[0] = s.dot4(units[0], w[q], s.splat_i(x.codes[at][q][t]));
-                        units[1] = s.dot4(units[1], w[q + 4], s.splat_i(x.codes[at][q + 4][t]));
+                        units[0] = s.dot4(units[0], w[q], s.splat_i(x[at][q][t]));
+                        units[1] = s.dot4(units[1], w[q + 4], s.splat_i(x[at][q + 4][t]));
                     }
                     let units = s.add_i(s.mul_i(units[0], scale[0]), s.mul_i(units[1], scale[1]));
-                    scaled[t] = s.fma(s.to_f32(units), s.splat(x.scales[at][t]), scaled[t]);
+                    scaled[t] = s.fma(s.to_f32(units), s.splat(scale_of(&x[at], t)), scaled[t]);
                 }
             }
         }
