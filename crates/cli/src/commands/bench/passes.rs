@@ -5,9 +5,10 @@ use super::rig::element;
 use super::shape::parse_lengths;
 use crate::options::*;
 use crate::{interrupt, json, output, progress};
+use anyhow::Context;
 use clap::ValueHint;
 use kvist_backend::Storage;
-use kvist_cache::SeqId;
+use kvist_cache::{NodeId, SeqId};
 use kvist_engine::memory::{CacheConfig, MemoryPlan, ModelSize};
 use kvist_engine::model::Model;
 use kvist_engine::session::{Feed, ModelSession, Want};
@@ -44,6 +45,9 @@ pub struct DecodeArgs {
     /// Tokens in the cache before the first one that counts; one row for each
     #[arg(long, value_name = "N,N,…", default_value = "0", value_parser = parse_depths)]
     depth: std::vec::Vec<u32>,
+    /// Verify a tree of that many nodes, two children each, instead of decoding: a pass counts as one token
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    tree: Option<u32>,
     /// Tokens of a run
     #[arg(long, default_value_t = 32, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     tokens: u32,
@@ -112,12 +116,14 @@ impl<'a> Bench<'a> {
     }
 
     /// A session with `depth` tokens of a fixed random text, and room for `more`.
-    fn session(&self, depth: u32, more: u32, chunk: u32) -> anyhow::Result<Option<ModelSession>> {
+    fn session(&self, kind: &str, depth: u32, more: u32, chunk: u32) -> anyhow::Result<Option<ModelSession>> {
         let tokens = depth.checked_add(more).ok_or_else(|| wrong_usage("--depth: too large"))?;
         let config = CacheConfig {
+            kind: kind.into(),
             k: self.common.k,
             v: self.common.v,
             max_step_tokens: chunk.min(tokens),
+            max_rows: if kind == "tree" { more } else { 1 },
             ..CacheConfig::new(tokens)
         };
         let registry = registry(self.model.decoder().compute());
@@ -214,32 +220,49 @@ impl<'a> Bench<'a> {
 pub fn decode(args: DecodeArgs, quiet: bool) -> anyhow::Result<()> {
     let bench = Bench::new(&args.common, quiet)?;
     let compute = bench.model.decoder().compute();
+    let parents: Option<Vec<_>> =
+        args.tree.map(|n| (0..n).map(|i| (i > 0).then(|| NodeId(i.saturating_sub(1) / 2))).collect());
+    let (kind, what) = if parents.is_some() { ("tree", "a tree") } else { ("contiguous", "decode") };
     let mut rows = Vec::new();
     for depth in &args.depth {
-        let Some(mut session) = bench.session(*depth, args.tokens, 512)? else { break };
+        let Some(mut session) = bench.session(kind, *depth, args.tokens.max(args.tree.unwrap_or(0)), 512)?
+        else {
+            break;
+        };
         let mut limit = ReadLimit::new(compute, bench.size.read_per_token)?;
-        let text = bench.text(*depth, args.tokens);
+        let text = bench.text(*depth, args.tokens.max(args.tree.unwrap_or(0)));
         let mut runs = Vec::new();
         let watch = Watch::start();
         let bar = progress::bar("measuring", u64::from(args.common.runs) + 1, quiet);
         for run in 0..=args.common.runs {
             let started = Instant::now();
-            for token in &text {
-                session
-                    .forward(&[Feed::chain(SeqId::ONLY, std::slice::from_ref(token))], Want::LastOfEach)?;
+            for token in &text[..args.tokens as usize] {
+                match &parents {
+                    None => {
+                        let feed = Feed::chain(SeqId::ONLY, std::slice::from_ref(token));
+                        session.forward(&[feed], Want::LastOfEach)?;
+                    }
+                    Some(parents) => {
+                        let nodes = &text[..parents.len()];
+                        session.forward(&[Feed::frontier(SeqId::ONLY, nodes, parents)], Want::All)?;
+                        session.cache().trees().context("a tree cache has trees")?.discard(SeqId::ONLY)?;
+                    }
+                }
             }
             if run > 0 {
                 runs.push(started.elapsed()); // the first one grows the pools
             }
             limit.measure(compute);
-            Bench::rewind(&mut session, *depth)?;
+            if parents.is_none() {
+                Bench::rewind(&mut session, *depth)?;
+            }
             bar.inc(1);
             if interrupt::interrupted() && run > 0 {
                 break;
             }
         }
         bar.finish_and_clear();
-        let row = bench.row("decode", *depth, args.tokens, &runs, &limit, &watch)?;
+        let row = bench.row(what, *depth, args.tokens, &runs, &limit, &watch)?;
         bench.show(&row, rows.is_empty())?;
         rows.push(row);
     }
@@ -251,7 +274,7 @@ pub fn prefill(args: PrefillArgs, quiet: bool) -> anyhow::Result<()> {
     let compute = bench.model.decoder().compute();
     let mut rows = Vec::new();
     for tokens in &args.tokens {
-        let Some(mut session) = bench.session(args.depth, *tokens, args.chunk)? else { break };
+        let Some(mut session) = bench.session("contiguous", args.depth, *tokens, args.chunk)? else { break };
         let mut limit = ReadLimit::new(compute, bench.size.read_per_token)?;
         let text = bench.text(args.depth, *tokens);
         let mut runs = Vec::new();
