@@ -63,7 +63,7 @@ fn main() -> ExitCode {
             if output::is_closed_pipe(&error) {
                 return ExitCode::SUCCESS;
             }
-            eprintln!("kvist: {}", output::sentence(&error));
+            output::note(&format!("kvist: {}", output::sentence(&error)));
             ExitCode::from(if options::is_wrong_usage(&error) { 2 } else { 1 })
         }
     }
@@ -86,5 +86,6 @@ fn log_to_stderr(verbose: u8, quiet: bool) {
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(verbose > 0)
         .without_time()
+        .log_internal_errors(false) // which it would print to a stderr that cannot be written, and panic
         .init();
 }

@@ -113,11 +113,25 @@ impl ModelArgs {
     }
 }
 
+/// Every thread has a stack and scratch of its own, and a system that refuses one can only be met by ending.
+const MAX_THREADS: usize = 1024;
+
+fn parse_threads(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(threads) if (1..=MAX_THREADS).contains(&threads) => Ok(threads),
+        Ok(0) => Err("nothing computes without a thread: take 1 or more".into()),
+        Ok(_) => Err(format!(
+            "more than {MAX_THREADS} threads only wait for each other, and the system may refuse them: take one per core"
+        )),
+        Err(_) => Err(format!("`{text}` is no number of threads: take 1 to {MAX_THREADS}")),
+    }
+}
+
 #[derive(Args, Clone, Debug)]
 pub struct ComputeArgs {
     /// Threads that compute; without it one per core
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
-    pub threads: Option<u16>,
+    #[arg(long, value_name = "N", value_parser = parse_threads)]
+    pub threads: Option<usize>,
     /// Make a text independent of chunks, batches and shared prefixes, to the last bit; a little slower with q8 and
     /// q4 caches, slower with bf16 weights
     #[arg(long)]
@@ -133,8 +147,8 @@ impl ComputeArgs {
         }
         let isa = Isa::from_env().map_err(wrong_usage)?;
         let threads = match self.threads {
-            Some(threads) => usize::from(threads),
-            None => std::thread::available_parallelism().map_or(1, usize::from),
+            Some(threads) => threads,
+            None => std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS),
         };
         let compute = Compute::new(isa, threads).deterministic(self.deterministic);
         Ok(COMPUTE.get_or_init(|| compute).clone())

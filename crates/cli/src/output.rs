@@ -9,6 +9,17 @@ pub fn show(text: &str) -> anyhow::Result<()> {
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to stdout")
 }
 
+/// A line on stderr. Where stderr cannot be written there is nobody to tell, and that is no failure of the work.
+pub fn note(text: &str) {
+    let _ = writeln!(io::stderr().lock(), "{text}");
+}
+
+/// On stderr, as it is: a prompt.
+pub fn ask(text: &str) {
+    let mut err = io::stderr().lock();
+    let _ = err.write_all(text.as_bytes()).and_then(|()| err.flush());
+}
+
 /// One JSON document and a newline on stdout.
 pub fn show_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
     show(&(serde_json::to_string_pretty(value)? + "\n"))

@@ -73,7 +73,9 @@ fn arguments() {
         row("run --context 99999999999 x", 2, &["99999999999"]),
         row("run --chunk 0 x", 2, &["0"]),
         row("run --chunk 70000 x", 2, &["65536"]),
-        row("run --threads 0 x", 2, &["0"]),
+        row("run --threads 0 x", 2, &["--threads", "1 or more"]),
+        row("run --threads 1025 x", 2, &["--threads", "1025", "more than 1024 threads"]),
+        row("run --threads 99999999999999999999 x", 2, &["--threads", "no number of threads"]),
         row("run --max-tokens -1 x", 2, &["-1"]),
         row("run --memory lots x", 2, &["`lots` is no size", "512MiB"]),
         row("run --memory 1QiB x", 2, &["no size"]),
@@ -320,4 +322,22 @@ fn a_full_disk_under_stdout() {
         }
     }
     assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+/// What is said on stderr is for people; where nobody can hear it the work is no worse.
+#[test]
+#[cfg(target_os = "linux")] // which has /dev/full
+fn a_full_disk_under_stderr() {
+    let calls: [(&[&str], i32); 5] = [
+        (&["run", "-n", "2", "hi"], 0),
+        (&["run", "-vv", "-n", "2", "hi"], 0),
+        (&["chat"], 0),
+        (&["run", "--file", "/nowhere"], 1),
+        (&["run", "--kind", "ring", "x"], 2),
+    ];
+    for (args, status) in calls {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let out = kvist().args(args).stdout(Stdio::null()).stderr(full).output().unwrap();
+        assert_eq!(out.status.code(), Some(status), "{args:?} 2> /dev/full");
+    }
 }

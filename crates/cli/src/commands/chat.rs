@@ -74,9 +74,9 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     let interactive = std::io::stdin().is_terminal();
     if !quiet {
-        eprintln!("{}; /help lists the commands", model.name());
+        output::note(&format!("{}; /help lists the commands", model.name()));
         if !chat.has_template() {
-            eprintln!("it has no chat template: what you type is continued as plain text");
+            output::note("it has no chat template: what you type is continued as plain text");
         }
     }
     let limits = Limits {
@@ -88,7 +88,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let mut line = Vec::new();
     loop {
         if interactive {
-            eprint!("\n{}> ", chat.current().name);
+            output::ask(&format!("\n{}> ", chat.current().name));
         }
         line.clear();
         let read = std::io::stdin().lock().read_until(b'\n', &mut line).context("cannot read stdin")?;
@@ -104,8 +104,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         match said.split_once(' ').map_or((said, ""), |(command, rest)| (command, rest.trim())) {
             ("/quit" | "/exit", _) => return Ok(()),
             (command, rest) if command.starts_with('/') => match obey(&mut chat, command, rest) {
-                Ok(answer) => eprintln!("{answer}"),
-                Err(error) => eprintln!("kvist: {}", output::sentence(&error)),
+                Ok(answer) => output::note(&answer),
+                Err(error) => output::note(&format!("kvist: {}", output::sentence(&error))),
             },
             _ => {
                 let mut watch = Watch { stream: !args.json, failed: None };
@@ -116,7 +116,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
                 match turn {
                     Ok(turn) => tell(&chat, said, &turn, args.json, quiet)?,
                     // One that does not fit is no end of the conversation.
-                    Err(error) if interactive => eprintln!("kvist: {}", output::sentence(&error.into())),
+                    Err(error) if interactive => output::note(&format!("kvist: {}", output::sentence(&error.into()))),
                     Err(error) => return Err(error.into()),
                 }
             }
@@ -143,16 +143,16 @@ fn tell(chat: &Chat, said: &str, turn: &Turn, json: bool, quiet: bool) -> anyhow
     }
     output::show("\n")?;
     if !quiet {
-        eprintln!(
+        output::note(&format!(
             "[{} reused, {} read, {} written at {:.1} tokens/s, KV {}]",
             turn.reused_tokens,
             g.prompt_tokens,
             g.tokens.len(),
             g.decode_rate(),
             bytes(chat.session().kv_bytes())
-        );
+        ));
         if g.finish == Finish::CacheFull {
-            eprintln!("the cache is full: /undo, start with a larger --context, or with --window");
+            output::note("the cache is full: /undo, start with a larger --context, or with --window");
         }
     }
     Ok(())

@@ -112,7 +112,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         output::show(&(ids.join(",") + "\n"))?;
     }
     if let (Some(path), false) = (&args.out, quiet) {
-        eprintln!("wrote the logits of {} tokens to {}", report.tokens.len(), path.display());
+        output::note(&format!("wrote the logits of {} tokens to {}", report.tokens.len(), path.display()));
     }
     Ok(())
 }

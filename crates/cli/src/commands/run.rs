@@ -94,7 +94,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     output::show("\n")?;
     if !quiet {
-        eprintln!("{}", report.summary());
+        output::note(&report.summary());
     }
     Ok(())
 }
