@@ -223,6 +223,18 @@ fn models() {
             all.push(rows(&args, 1, words));
         }
     }
+    // What makes the crates below panic is an error like any other: no report of the panic comes before it.
+    let tokenizer = r#"{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "model": {"type": "BPE"}}"#;
+    write("charsmap/config.json", config.as_bytes());
+    write("charsmap/model.safetensors", &std::fs::read(&weights).unwrap());
+    write("charsmap/tokenizer.json", tokenizer.as_bytes());
+    all.push(rows(&["run", "-q", "x", "--model", &place("charsmap")], 1, &["tokenizer.json"]));
+    let words = r#"{"model": {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "x"}}"#;
+    write("backwards/config.json", config.as_bytes());
+    write("backwards/model.safetensors", &std::fs::read(&weights).unwrap());
+    write("backwards/tokenizer.json", words.as_bytes());
+    write("backwards/chat_template.jinja", b"{{ [][::-1] }}");
+    all.push(rows(&["run", "-q", "x", "--model", &place("backwards")], 1, &["template engine"]));
     // Sound, but without a tokenizer.
     let model = parity.display().to_string();
     for command in [&["run", "-q", "x", "--model"][..], &["chat", "-q", "--model"]] {

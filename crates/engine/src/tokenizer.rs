@@ -3,6 +3,7 @@
 mod gguf;
 
 use crate::error::Error;
+use crate::guard::quietly;
 use std::path::Path;
 
 /// A tokenizer and what a model's files say about using it.
@@ -43,7 +44,8 @@ impl Tokenizer {
 
     /// Tokens of `text`; with `special`, those that the model expects at the start of a text.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, Error> {
-        let encoding = self.inner.encode_fast(text, special).map_err(|e| self.failed(e))?;
+        let encoding = quietly(|| self.inner.encode_fast(text, special));
+        let encoding = encoding.ok_or_else(|| self.broke())?.map_err(|e| self.failed(e))?;
         let ids = encoding.get_ids();
         let prepend = self.prepend.filter(|bos| special && ids.first() != Some(bos));
         Ok(prepend.into_iter().chain(ids.iter().copied()).collect())
@@ -51,7 +53,8 @@ impl Tokenizer {
 
     /// Text of all these tokens; control tokens have none.
     pub fn decode(&self, tokens: &[u32]) -> Result<String, Error> {
-        self.inner.decode(tokens, true).map_err(|e| self.failed(e))
+        let decoded = quietly(|| self.inner.decode(tokens, true));
+        decoded.ok_or_else(|| self.broke())?.map_err(|e| self.failed(e))
     }
 
     /// The token that ends a text, where the tokenizer's files name one.
@@ -73,13 +76,16 @@ impl Tokenizer {
     fn failed(&self, error: tokenizers::Error) -> Error {
         Error::Tokenizer { file: self.file.clone(), what: error.to_string() }
     }
+    fn broke(&self) -> Error {
+        Error::Tokenizer { file: self.file.clone(), what: "broke on this text".into() }
+    }
 }
 
 /// The crate takes for granted that a decoder is JSON and a precompiled normalizer a trie, and panics if not.
 fn parse(json: &[u8]) -> Result<tokenizers::Tokenizer, String> {
     serde_json::from_slice::<serde::de::IgnoredAny>(json).map_err(|e| format!("not JSON: {e}"))?;
-    let parsed = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(json));
-    parsed.map_err(|_| "holds something that kvist cannot read".to_string())?.map_err(|e| e.to_string())
+    let parsed = quietly(|| tokenizers::Tokenizer::from_bytes(json));
+    parsed.ok_or_else(|| "holds something that kvist cannot read".to_string())?.map_err(|e| e.to_string())
 }
 
 /// `tokenizer_config.json`, or nothing.

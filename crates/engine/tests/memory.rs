@@ -199,6 +199,31 @@ fn a_session_that_does_not_fit_is_refused_with_advice_that_holds() {
     assert!(seen.iter().all(|n| *n > 0), "advice met {seen:?} times");
 }
 
+/// A session owns all it may grow to from its first moment, so that a second one cannot make it fail in the middle.
+#[test]
+fn two_sessions_that_do_not_fit_together_do_not_both_begin() {
+    let registry = backends::all();
+    let config = CacheConfig { max_step_tokens: 64, ..CacheConfig::new(512) };
+    let plan = {
+        let (_, model) = tight(MIB);
+        MemoryPlan::of_session(model.decoder().config(), &registry, &config).unwrap()
+    };
+    let (budget, model) = tight(2 * plan.session_bound() - 1);
+    let mut first = ModelSession::new(&model, &registry, &config).unwrap();
+    let second = ModelSession::new(&model, &registry, &config).map(drop).unwrap_err().to_string();
+    assert!(second.contains("context of 512 tokens"), "{second}");
+    let weights = model.budget().usage().of(Purpose::Weights);
+    assert!(budget.usage().of(Purpose::KvCache) == 0, "a promise is not counted as used");
+    fill(&mut first, 512);
+    assert_eq!(
+        budget.usage(),
+        plan.usage.with(Purpose::Weights, weights),
+        "it grows as far as it was promised"
+    );
+    drop(first);
+    ModelSession::new(&model, &registry, &config).unwrap();
+}
+
 #[test]
 fn weights_that_do_not_fit_are_refused_by_size() {
     let size = ModelSize::of(&ModelFile::Embedded, WeightForm::AsStored).unwrap();

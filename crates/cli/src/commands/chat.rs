@@ -116,7 +116,9 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
                 match turn {
                     Ok(turn) => tell(&chat, said, &turn, args.json, quiet)?,
                     // One that does not fit is no end of the conversation.
-                    Err(error) if interactive => output::note(&format!("kvist: {}", output::sentence(&error.into()))),
+                    Err(error) if interactive => {
+                        output::note(&format!("kvist: {}", output::sentence(&error.into())))
+                    }
                     Err(error) => return Err(error.into()),
                 }
             }
