@@ -1,12 +1,13 @@
 //! Options that several commands share.
+use crate::memory;
 use anyhow::{Context, anyhow};
 use clap::Args;
 use kvist_backend::{Bytes, MemoryBudget, Registry, Storage};
 use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
 use kvist_engine::config::ModelConfig;
-use kvist_engine::memory::CacheConfig;
-use kvist_engine::model::{LoadOptions, Model, ModelFile};
+use kvist_engine::memory::{CacheConfig, MemoryPlan};
+use kvist_engine::model::{LoadOptions, Model, ModelFile, Opened};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::weights::WeightForm;
 use std::path::PathBuf;
@@ -77,7 +78,7 @@ pub struct ModelArgs {
     #[arg(long)]
     pub no_mmap: bool,
     /// Memory that weights, cache and working buffers may take together; without it what the machine has free
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub memory: Option<Size>,
     #[command(flatten)]
     pub compute: ComputeArgs,
@@ -94,17 +95,42 @@ impl ModelArgs {
     pub fn budget(&self) -> Arc<MemoryBudget> {
         match self.memory {
             Some(size) => MemoryBudget::new(size.0),
-            None => available_memory().map_or_else(MemoryBudget::unlimited, MemoryBudget::new),
+            None => memory::available().map_or_else(MemoryBudget::unlimited, MemoryBudget::new),
         }
     }
 
-    /// Load with a progress bar.
-    pub fn load(&self, quiet: bool) -> anyhow::Result<Arc<Model>> {
+    /// Headers, tokenizer and template: enough to refuse what cannot work.
+    pub fn open(&self) -> anyhow::Result<Opened> {
+        Ok(Opened::open(&self.file(), !self.no_mmap)?)
+    }
+
+    /// Refuse a session that will not fit before the weights are read; then read them, with a progress bar. `least`
+    /// is the shortest context that is of use.
+    pub fn load_for(
+        &self,
+        opened: Opened,
+        config: &CacheConfig,
+        least: usize,
+        quiet: bool,
+    ) -> anyhow::Result<(Arc<Model>, MemoryPlan)> {
+        let budget = self.budget();
+        let registry = registry(&self.compute.get()?);
+        let plan = MemoryPlan::admit(&opened, self.weights, &registry, config, least, &budget)?;
+        Ok((self.load(opened, &budget, quiet)?, plan))
+    }
+
+    /// Read the weights, with a progress bar.
+    pub fn load(
+        &self,
+        opened: Opened,
+        budget: &Arc<MemoryBudget>,
+        quiet: bool,
+    ) -> anyhow::Result<Arc<Model>> {
         let compute = self.compute.get()?;
         let bar = crate::progress::bar("loading", 0, quiet);
         let options =
             LoadOptions { form: self.weights, mmap: !self.no_mmap, compute, ..LoadOptions::default() };
-        let model = Model::load(&self.file(), &options, &self.budget(), &mut |done, total| {
+        let model = opened.load(&options, budget, &mut |done, total| {
             bar.set_length(total as u64);
             bar.set_position(done as u64);
         });
@@ -155,11 +181,13 @@ impl ComputeArgs {
     }
 }
 
-/// What the system says it can give without swapping.
-fn available_memory() -> Option<u64> {
-    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()?.checked_mul(1024)
+/// A stop string, which has a text.
+pub fn parse_stop(text: &str) -> Result<String, String> {
+    if text.is_empty() {
+        Err("an empty text is everywhere: name one to end at".into())
+    } else {
+        Ok(text.into())
+    }
 }
 
 #[derive(Args, Clone, Debug)]
@@ -167,9 +195,10 @@ pub struct CacheArgs {
     /// What holds the bytes: cpu, reference (slow, for comparison)
     #[arg(long, default_value = "cpu")]
     pub backend: String,
-    /// How cells are handed out: contiguous, ring (needs --window), cells, tree
-    #[arg(long, default_value = "contiguous")]
-    pub kind: String,
+    /// How cells are handed out: contiguous, ring (needs --window), cells, tree; without it contiguous, in a chat
+    /// cells
+    #[arg(long)]
+    pub kind: Option<String>,
     /// Storage of K and V: f32, f16, bf16, q8, q4; q8-64 and q4-64 share a scale over 64 values; -rot rotates
     #[arg(long, default_value = "f16", value_name = "DTYPE")]
     pub kv: Storage,
@@ -194,7 +223,8 @@ impl CacheArgs {
     /// The policy for a session that comes to hold `needed` tokens.
     pub fn config(&self, model: &ModelConfig, needed: u64) -> anyhow::Result<CacheConfig> {
         let trained = model.context;
-        let bounded = self.kind == "ring"; // its cells do not grow with the text
+        let kind = self.kind.as_deref().unwrap_or("contiguous");
+        let bounded = kind == "ring"; // its cells do not grow with the text
         let context = match self.context {
             Some(context) => context,
             None if bounded => u32::try_from(needed).unwrap_or(u32::MAX),
@@ -203,9 +233,10 @@ impl CacheArgs {
         if context > trained {
             tracing::warn!(target: "kvist::cli", "{context} tokens of context; the model was trained on {trained}");
         }
+        self.say_which_windows_count(model);
         Ok(CacheConfig {
             backend: self.backend.clone(),
-            kind: self.kind.clone(),
+            kind: kind.into(),
             k: self.kv,
             v: self.kv_v.unwrap_or(self.kv),
             max_step_tokens: self.chunk.min(context.max(1)),
@@ -213,6 +244,19 @@ impl CacheArgs {
             sinks: self.sinks,
             ..CacheConfig::new(context)
         })
+    }
+
+    /// A model's own window is part of what it computes: a longer one of ours cannot widen it.
+    fn say_which_windows_count(&self, model: &ModelConfig) {
+        let Some(window) = self.window else { return };
+        let native = model.group_windows().into_iter().flatten().filter(|native| *native <= window).min();
+        if let Some(native) = native {
+            tracing::warn!(
+                target: "kvist::cli",
+                "layers of this model have a window of {native}: there --window {window} and --sinks {} change nothing",
+                self.sinks
+            );
+        }
     }
 }
 
@@ -224,7 +268,7 @@ pub fn registry(compute: &Compute) -> Registry {
 #[derive(Args, Clone, Debug)]
 pub struct SamplingArgs {
     /// 0 always takes the likeliest token
-    #[arg(long, default_value_t = 0.8)]
+    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
     pub temperature: f32,
     /// Take the likeliest token, whatever the rest says
     #[arg(long, conflicts_with = "temperature")]
@@ -233,13 +277,13 @@ pub struct SamplingArgs {
     #[arg(long, default_value_t = 40)]
     pub top_k: u32,
     /// Choose among the likeliest that together reach this probability
-    #[arg(long, default_value_t = 0.95)]
+    #[arg(long, default_value_t = 0.95, allow_negative_numbers = true)]
     pub top_p: f32,
     /// Drop tokens less likely than this share of the likeliest
-    #[arg(long, default_value_t = 0.05)]
+    #[arg(long, default_value_t = 0.05, allow_negative_numbers = true)]
     pub min_p: f32,
     /// Make tokens of the recent text less likely; 1 is off
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
     pub repeat_penalty: f32,
     /// Recent tokens that the penalty looks at
     #[arg(long, default_value_t = 64, value_name = "TOKENS")]

@@ -86,6 +86,11 @@ fn arguments() {
         row("run --temperature NaN x", 2, &["temperature"]),
         row("run --temperature=-1 x", 2, &["temperature"]),
         row("run --temperature inf x", 2, &["temperature"]),
+        row("run --temperature -1 x", 2, &["temperature must be 0 or more"]),
+        row("run --memory -1 x", 2, &["`-1` is no size"]),
+        row("run --repeat-penalty inf x", 2, &["finite"]),
+        rows(&["run", "--stop", "", "x"], 2, &["--stop", "empty text"]),
+        row("plan --model a b", 2, &["cannot be used with"]),
         row("run --temperature 1 --greedy x", 2, &["cannot be used with"]),
         row("run --top-p 1.5 x", 2, &["top-p"]),
         row("run --top-p NaN x", 2, &["top-p"]),
@@ -260,6 +265,25 @@ fn memory() {
         row("chat --memory 6.5MiB", 1, &["KV cache", "try"]),
         row("logits --tokens 1 --generate 1 --memory 100k", 1, &["weights"]),
     ]);
+    // Each of the two caches of `eval` would fit, both do not, and the advice does.
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("text.txt");
+    std::fs::write(&text, "Ownership is a set of rules.").unwrap();
+    let eval = ["eval", "--kv", "q4", "--memory", "12MiB", "--text", &text.display().to_string()]
+        .map(str::to_string);
+    let eval: Vec<&str> = eval.iter().map(String::as_str).collect();
+    let out = run(&eval, b"");
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(1), "{said}");
+    assert!(said.contains("the reference") && !said.contains("--kv"), "{said}");
+    let advice: Vec<&str> = said.split("try ").nth(1).unwrap().split_whitespace().collect();
+    let out = run(&[eval, advice].concat(), b"");
+    assert_eq!(out.status.code(), Some(0), "{said}{}", String::from_utf8_lossy(&out.stderr));
+    // A context that does not hold the prompt is no advice.
+    let long = "word ".repeat(300);
+    let out = run(&["run", "--memory", "7MiB", &long], b"");
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(out.status.code() == Some(1) && said.contains("try ") && !said.contains("--context"), "{said}");
     // A plan says what it came to before it refuses.
     let out = run(&["plan", "--memory", "1MiB"], b"");
     assert_eq!(out.status.code(), Some(1));
@@ -334,6 +358,24 @@ fn a_full_disk_under_stdout() {
         }
     }
     assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+#[test]
+fn filters_of_the_log() {
+    let out = kvist().args(["plan"]).env("KVIST_LOG", "kvist=loud").output().unwrap();
+    let bad = judge("KVIST_LOG=kvist=loud", &out, 2, &["KVIST_LOG", "kvist=loud"]);
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+#[test]
+fn sizes_that_overflow_are_no_small_sizes() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("config.json");
+    let text = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 268435456,
+        "num_hidden_layers": 65535, "num_attention_heads": 1048576, "num_key_value_heads": 1048576,
+        "intermediate_size": 268435456, "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}"#;
+    std::fs::write(&config, text).unwrap();
+    check(vec![rows(&["plan", &config.display().to_string()], 1, &["overflow"])]);
 }
 
 /// What is said on stderr is for people; where nobody can hear it the work is no worse.

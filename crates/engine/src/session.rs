@@ -57,7 +57,7 @@ impl ModelSession {
         // The whole of it is set aside now: two sessions that do not fit together must not both begin.
         let bound = plan.usage.with(Purpose::Weights, 0);
         let budget = &budget.promise(&bound).map_err(|refused| {
-            plan.too_large(model.decoder().config(), registry, config, refused.free, refused.total)
+            plan.too_large(model.decoder().config(), registry, config, 0, refused.free, refused.total)
         })?;
         let activations = budget.reserve(Purpose::Activations, plan.usage.of(Purpose::Activations))?;
         let layout = model.decoder().layout();
