@@ -360,6 +360,16 @@ fn a_full_disk_under_stdout() {
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
+/// An enormous cache is arithmetic until it is filled.
+#[test]
+fn a_plan_of_an_enormous_cache_allocates_none_of_it() {
+    let enormous = ["--context", "4294967295", "--kind"];
+    for kind in ["contiguous", "cells", "tree"] {
+        let plan = json(&[&["plan", "--json"], &enormous[..], &[kind]].concat());
+        assert!(plan["bound"]["kv_cache"].as_u64().unwrap() > 1 << 43, "{plan}");
+    }
+}
+
 #[test]
 fn filters_of_the_log() {
     let out = kvist().args(["plan"]).env("KVIST_LOG", "kvist=loud").output().unwrap();
