@@ -80,6 +80,9 @@ pub struct ModelArgs {
     /// Memory that weights, cache and working buffers may take together; without it what the machine has free
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub memory: Option<Size>,
+    /// Cut words as GPT-2 does where a GGUF file names a way that kvist does not know; tokens may then be wrong
+    #[arg(long)]
+    pub guess_pretokenizer: bool,
     #[command(flatten)]
     pub compute: ComputeArgs,
 }
@@ -101,7 +104,11 @@ impl ModelArgs {
 
     /// Headers, tokenizer and template: enough to refuse what cannot work.
     pub fn open(&self) -> anyhow::Result<Opened> {
-        Ok(Opened::open(&self.file(), !self.no_mmap)?)
+        let mut opened = Opened::open(&self.file(), !self.no_mmap)?;
+        if self.guess_pretokenizer {
+            opened.guess_pretokenizer();
+        }
+        Ok(opened)
     }
 
     /// Refuse a session that will not fit before the weights are read; then read them, with a progress bar. `least`
@@ -234,6 +241,16 @@ impl CacheArgs {
             tracing::warn!(target: "kvist::cli", "{context} tokens of context; the model was trained on {trained}");
         }
         self.say_which_windows_count(model);
+        for storage in [Some(self.kv), self.kv_v].into_iter().flatten() {
+            if storage.rotate && !storage.dtype.is_quantised() {
+                tracing::warn!(
+                    target: "kvist::cli",
+                    "--kv {storage}: a rotation spreads outliers before values are quantised; {} is not, and only \
+                     becomes slower",
+                    storage.dtype.name()
+                );
+            }
+        }
         Ok(CacheConfig {
             backend: self.backend.clone(),
             kind: kind.into(),

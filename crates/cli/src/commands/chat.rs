@@ -63,7 +63,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     args.cache.kind.get_or_insert_with(|| "cells".into());
     let mut sampler = args.sampling.sampler(args.sampling.seed())?;
     let opened = args.model.open()?;
-    anyhow::ensure!(opened.tokenizer().is_some(), "this model has no tokenizer (tokenizer.json beside it)");
+    opened.tokenizer().context("this model has no tokenizer (tokenizer.json beside it)")?.check()?;
     if args.system.is_some() && opened.chat_template().is_none() {
         return Err(wrong_usage(
             "--system needs a model with a chat template; this one continues plain text",

@@ -108,6 +108,12 @@ impl Opened {
     pub fn tokenizer(&self) -> Option<&Tokenizer> {
         self.tokenizer.as_ref()
     }
+    /// See [`Tokenizer::guess_pretokenizer`].
+    pub fn guess_pretokenizer(&mut self) {
+        if let Some(tokenizer) = &mut self.tokenizer {
+            tokenizer.guess_pretokenizer();
+        }
+    }
     pub fn chat_template(&self) -> Option<&ChatTemplate> {
         self.template.as_ref()
     }
