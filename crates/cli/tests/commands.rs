@@ -287,6 +287,17 @@ fn a_chat_is_driven_from_stdin() {
     assert!(answers[0].starts_with(turns[0]["text"].as_str().unwrap()));
 }
 
+/// The penalty looks at the text that is continued, not at what another branch said or this one unsaid.
+#[test]
+fn what_was_unsaid_leaves_no_trace_in_the_sampler() {
+    let args = ["chat", "-q", "--json", "--greedy", "--repeat-penalty", "1.5", "-n", "12"];
+    let (lines, _) = succeed_with(&args, b"The\n/undo\nThe\n/undo\n/fork x\nThe\n");
+    let texts: Vec<Value> =
+        lines.lines().map(|l| serde_json::from_str::<Value>(l).unwrap()["text"].clone()).collect();
+    assert_eq!(texts.len(), 3);
+    assert!(texts.iter().all(|text| *text == texts[0]), "{texts:?}");
+}
+
 /// Nobody watches a pipe: a command that fails ends it, and the status says so.
 #[test]
 fn a_command_that_fails_in_a_pipe_ends_the_chat() {

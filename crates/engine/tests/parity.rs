@@ -171,7 +171,11 @@ fn silence_means_what_it_means_to_transformers() {
         ("SmolLM3", 4, 2e6, true),
     ] {
         let found = config(class, "");
-        assert_eq!((found.n_kv_heads, found.rope.theta, found.tie_embeddings), (kv_heads, theta, tied), "{class}");
+        assert_eq!(
+            (found.n_kv_heads, found.rope.theta, found.tie_embeddings),
+            (kv_heads, theta, tied),
+            "{class}"
+        );
         assert_eq!(config(class, r#", "num_key_value_heads": null"#).n_kv_heads, 32, "{class}");
         let windows = |more: &str| config(class, more).layers.iter().map(|l| l.window).collect::<Vec<_>>();
         let always = if class == "Mistral" { Some(4096) } else { None };
@@ -181,7 +185,8 @@ fn silence_means_what_it_means_to_transformers() {
             assert_eq!(windows(r#", "use_sliding_window": true"#), (0..30).map(late).collect::<Vec<_>>());
         }
     }
-    let partial = config("Llama", r#", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}"#);
+    let partial =
+        config("Llama", r#", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}"#);
     assert_eq!(partial.rope.dim, 64);
 }
 
