@@ -95,7 +95,8 @@ pub struct Run {
     /// What could never be exceeded.
     pub bound: MemoryBytes,
     pub kv_bytes_read: u64,
-    /// Peak resident set less file-backed pages, where the system tells.
+    /// Peak resident set less the file-backed pages of now, where the system tells: those of a weight file that was
+    /// mapped while it was loaded are in the peak.
     pub process_peak_bytes: Option<u64>,
 }
 

@@ -287,6 +287,13 @@ fn a_chat_is_driven_from_stdin() {
     assert!(answers[0].starts_with(turns[0]["text"].as_str().unwrap()));
 }
 
+#[test]
+fn a_rotation_that_buys_nothing_is_pointed_out() {
+    let said = |kv: &str| succeed(&["plan", "--kv", kv]).1;
+    assert!(said("f16-rot").contains("only becomes slower"));
+    assert_eq!(said("q4-rot"), "");
+}
+
 /// The penalty looks at the text that is continued, not at what another branch said or this one unsaid.
 #[test]
 fn what_was_unsaid_leaves_no_trace_in_the_sampler() {
