@@ -219,7 +219,7 @@ fn admission_reads_no_weights() {
     assert!(refused("ring", 0, u64::MAX).contains("--window"));
     assert!(refused("cells", 0, weights - 1).contains("weights"));
     assert!(refused("cells", 0, weights + bound - 1).contains("--context"));
-    let useless = refused("cells", 1024, weights + bound - 1);
+    let useless = refused("cells", 1025, weights + bound - 1);
     assert!(useless.contains("try ") && !useless.contains("--context"), "{useless}");
 }
 
