@@ -37,8 +37,16 @@ impl Usage {
     pub fn of(&self, purpose: Purpose) -> u64 {
         self.bytes[purpose as usize]
     }
+    /// The sum; more than 64 bits hold is as much as there can be, and fits nowhere.
     pub fn total(&self) -> u64 {
-        self.bytes.iter().sum()
+        self.bytes.iter().fold(0, |sum, bytes| sum.saturating_add(*bytes))
+    }
+    /// [`total`](Self::total), or `None` if it overflows.
+    pub fn checked_total(&self) -> Option<u64> {
+        self.bytes.iter().try_fold(0u64, |sum, bytes| sum.checked_add(*bytes))
+    }
+    fn largest(&self) -> Purpose {
+        Purpose::ALL.into_iter().max_by_key(|purpose| self.of(*purpose)).unwrap_or(Purpose::KvCache)
     }
     /// The usage with `bytes` for `purpose` instead of what it was.
     pub fn with(mut self, purpose: Purpose, bytes: u64) -> Self {
@@ -61,12 +69,28 @@ pub struct OutOfBudget {
 #[derive(Debug)]
 pub struct MemoryBudget {
     total: u64,
-    used: Mutex<Usage>,
+    held: Mutex<Held>,
+    /// Where this one's total is set aside, if it is a part of another.
+    parent: Option<Arc<MemoryBudget>>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Held {
+    /// Drawn here, and through promises.
+    used: Usage,
+    /// Promised and not drawn yet.
+    promised: u64,
+}
+
+impl Held {
+    fn total(&self) -> u64 {
+        self.used.total() + self.promised
+    }
 }
 
 impl MemoryBudget {
     pub fn new(total_bytes: u64) -> Arc<Self> {
-        Arc::new(MemoryBudget { total: total_bytes, used: Mutex::default() })
+        Arc::new(MemoryBudget { total: total_bytes, held: Mutex::default(), parent: None })
     }
     /// Counts, and refuses nothing.
     pub fn unlimited() -> Arc<Self> {
@@ -75,21 +99,77 @@ impl MemoryBudget {
     pub fn total(&self) -> u64 {
         self.total
     }
+    /// What was drawn, through promises too.
     pub fn usage(&self) -> Usage {
-        *self.lock()
+        self.lock().used
     }
+    /// What nobody holds and nobody was promised.
     pub fn free(&self) -> u64 {
         self.total - self.lock().total()
     }
     /// Numbers stay right even if a holder panicked, so a poisoned lock is no reason to stop.
-    fn lock(&self) -> MutexGuard<'_, Usage> {
-        self.used.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Held> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
     /// Reserve `bytes` before allocating them.
     pub fn reserve(self: &Arc<Self>, purpose: Purpose, bytes: u64) -> Result<Reservation, OutOfBudget> {
         let mut reservation = Reservation::empty(self, purpose);
         reservation.grow(bytes)?;
         Ok(reservation)
+    }
+
+    /// Set aside all that `usage` says, as a budget of its own: nobody else gets these bytes while it lives, and
+    /// they count as used here only once they are drawn from it. So what grows later is admitted, or refused, now.
+    pub fn promise(self: &Arc<Self>, usage: &Usage) -> Result<Arc<Self>, OutOfBudget> {
+        let (asked, purpose) = (usage.total(), usage.largest());
+        let mut held = self.lock();
+        let (free, total) = (self.total - held.total(), self.total);
+        if asked > free {
+            return Err(OutOfBudget { purpose, asked, free, total });
+        }
+        held.promised += asked;
+        let parent = Some(self.clone());
+        Ok(Arc::new(MemoryBudget { total: asked, held: Mutex::default(), parent }))
+    }
+
+    /// Draw, or say how much is free.
+    fn draw(&self, purpose: Purpose, bytes: u64) -> Result<(), u64> {
+        let mut held = self.lock();
+        let free = self.total - held.total();
+        if bytes > free {
+            return Err(free);
+        }
+        held.used.bytes[purpose as usize] += bytes;
+        drop(held);
+        self.parents(|held| {
+            held.promised -= bytes;
+            held.used.bytes[purpose as usize] += bytes;
+        });
+        Ok(())
+    }
+    fn give_back(&self, purpose: Purpose, bytes: u64) {
+        self.lock().used.bytes[purpose as usize] -= bytes;
+        self.parents(|held| {
+            held.used.bytes[purpose as usize] -= bytes;
+            held.promised += bytes;
+        });
+    }
+    /// Every budget that this one is a part of, the nearest first.
+    fn parents(&self, change: impl Fn(&mut Held)) {
+        let mut next = &self.parent;
+        while let Some(budget) = next {
+            change(&mut budget.lock());
+            next = &budget.parent;
+        }
+    }
+}
+
+/// The last one who could have drawn from it is gone.
+impl Drop for MemoryBudget {
+    fn drop(&mut self) {
+        if let Some(parent) = &self.parent {
+            parent.lock().promised -= self.total;
+        }
     }
 }
 
@@ -115,27 +195,23 @@ impl Reservation {
     }
     /// Reserve `more` bytes, or change nothing.
     pub fn grow(&mut self, more: u64) -> Result<(), OutOfBudget> {
-        let mut used = self.budget.lock();
-        let free = self.budget.total - used.total();
-        if more > free {
-            let total = self.budget.total;
-            return Err(OutOfBudget { purpose: self.purpose, asked: more, free, total });
-        }
-        used.bytes[self.purpose as usize] += more;
+        let (purpose, total) = (self.purpose, self.budget.total);
+        let refused = |free| OutOfBudget { purpose, asked: more, free, total };
+        self.budget.draw(purpose, more).map_err(refused)?;
         self.bytes += more;
         Ok(())
     }
     /// Give `less` bytes back, at most all.
     pub fn shrink(&mut self, less: u64) {
         let less = less.min(self.bytes);
-        self.budget.lock().bytes[self.purpose as usize] -= less;
+        self.budget.give_back(self.purpose, less);
         self.bytes -= less;
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        self.budget.lock().bytes[self.purpose as usize] -= self.bytes;
+        self.budget.give_back(self.purpose, self.bytes);
     }
 }
 

@@ -80,6 +80,47 @@ fn threads_never_get_more_than_there_is() {
     assert_eq!(budget.usage(), Usage::default());
 }
 
+/// Bytes that are promised are nobody else's, whether or not they are drawn yet.
+#[test]
+fn a_promise_is_kept_and_given_back() {
+    let budget = MemoryBudget::new(1_000);
+    let bound = Usage::default().with(Purpose::KvCache, 500).with(Purpose::Scratch, 100);
+    let first = budget.promise(&bound).unwrap();
+    assert_eq!((budget.free(), budget.usage().total(), first.total(), first.free()), (400, 0, 600, 600));
+    let refused = budget.promise(&bound).unwrap_err();
+    assert_eq!(refused, OutOfBudget { purpose: Purpose::KvCache, asked: 600, free: 400, total: 1_000 });
+    let other = budget.reserve(Purpose::Weights, 400).unwrap();
+    assert!(budget.reserve(Purpose::Weights, 1).is_err());
+
+    let mut kv = first.reserve(Purpose::KvCache, 450).unwrap();
+    assert_eq!((first.free(), budget.free()), (150, 0), "drawing a promise takes nothing more");
+    assert_eq!((budget.usage().of(Purpose::KvCache), first.usage().total()), (450, 450));
+    assert!(kv.grow(151).is_err(), "no more than was promised");
+    // A promise can be promised on.
+    let part = first.promise(&Usage::default().with(Purpose::Scratch, 100)).unwrap();
+    let scratch = part.reserve(Purpose::Scratch, 70).unwrap();
+    assert_eq!((part.free(), first.free(), budget.free()), (30, 50, 0));
+    assert_eq!((budget.usage().of(Purpose::Scratch), first.usage().of(Purpose::Scratch)), (70, 70));
+    drop(part); // whoever drew from it still holds it
+    assert_eq!(first.free(), 50);
+    drop(scratch);
+    assert_eq!((first.free(), budget.usage().of(Purpose::Scratch)), (150, 0));
+    kv.shrink(50);
+    assert_eq!((first.free(), budget.free(), budget.usage().of(Purpose::KvCache)), (200, 0, 400));
+    drop((first, kv));
+    assert_eq!((budget.free(), budget.usage().total()), (600, 400));
+    drop(other);
+    assert_eq!((budget.free(), budget.usage()), (1_000, Usage::default()));
+}
+
+#[test]
+fn sums_that_overflow_are_never_small() {
+    let usage = Usage::default().with(Purpose::Weights, u64::MAX).with(Purpose::KvCache, 5);
+    assert_eq!((usage.total(), usage.checked_total()), (u64::MAX, None));
+    assert!(MemoryBudget::new(u64::MAX - 1).promise(&usage).is_err());
+    assert_eq!(usage.with(Purpose::KvCache, 0).checked_total(), Some(u64::MAX));
+}
+
 #[test]
 fn usage_is_by_purpose() {
     let mut usage = Usage::default();

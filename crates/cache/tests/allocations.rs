@@ -29,7 +29,8 @@ fn allocations(kind: &str, window: Option<u32>, n_sequences: u32, n_steps: u32, 
             spans.iter().for_each(|span| trees.commit_path(span.seq, &[NodeId(0), NodeId(2)]).unwrap());
         }
     };
-    (0..200).for_each(|_| turn(&mut it));
+    // Bookkeeping doubles where pools do: past 512 cells it is good for 1,024.
+    (0..460).for_each(|_| turn(&mut it));
     allocation_counter::measure(|| (0..n_steps).for_each(|_| turn(&mut it))).count_total
 }
 
@@ -50,5 +51,23 @@ fn sequences_that_take_turns_hardly_allocate() {
     for (kind, window) in [("cells", None), ("cells", Some(32)), ("tree", None)] {
         let n = allocations(kind, window, 8, n_steps, false);
         assert!(n <= 8 * 3 + 8, "{kind}: {n} allocations in {n_steps} steps of 8 sequences");
+    }
+}
+
+/// A capacity is a promise, not a price: the bookkeeping of cells nobody reached takes nothing.
+#[test]
+fn an_enormous_capacity_costs_what_is_used_of_it() {
+    for kind in ["contiguous", "cells", "tree"] {
+        let taken = allocation_counter::measure(|| {
+            let visibility = Visibility::FULL;
+            let group = GroupSpec { capacity_tokens: u32::MAX, visibility, max_step_tokens: 64 };
+            let mut it = with(kind, group);
+            assert_eq!(it.cache.capacity_cells(), [u32::MAX]);
+            if it.cache.sequences().is_some() {
+                it.sequences().seq_new(A).unwrap();
+            }
+            it.grow(A, 1_000);
+        });
+        assert!(taken.bytes_max < 100_000, "{kind}: {} bytes for 1,000 tokens", taken.bytes_max);
     }
 }

@@ -1,8 +1,9 @@
 //! The shapes of `--json`, described in docs/json.md. `version` changes when a field changes its meaning or
 //! goes; new fields may join.
 use kvist_backend::{Bytes, Purpose};
+use kvist_engine::config::ModelConfig;
 use kvist_engine::generate::Generation;
-use kvist_engine::memory::MemoryPlan;
+use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::model::Model;
 use kvist_engine::session::ModelSession;
 use serde::Serialize;
@@ -41,11 +42,27 @@ pub struct CacheShape {
     pub context_tokens: u32,
     pub window: Option<u32>,
     pub sinks: u32,
+    /// What the layers' queries see in fact: the model may have windows of its own.
+    pub layer_groups: Vec<LayerGroup>,
 }
 
-impl From<&kvist_engine::memory::CacheConfig> for CacheShape {
-    fn from(config: &kvist_engine::memory::CacheConfig) -> Self {
+#[derive(Serialize)]
+pub struct LayerGroup {
+    pub layers: usize,
+    pub window: Option<u32>,
+    pub sinks: u32,
+}
+
+impl CacheShape {
+    pub fn new(config: &CacheConfig, model: &ModelConfig) -> Self {
+        let layout = model.layout();
+        let group = |(g, group): (usize, kvist_cache::kinds::GroupSpec)| LayerGroup {
+            layers: layout.layers.iter().filter(|layer| layer.group.0 as usize == g).count(),
+            window: group.visibility.window,
+            sinks: group.visibility.sinks,
+        };
         CacheShape {
+            layer_groups: config.groups(model).into_iter().enumerate().map(group).collect(),
             backend: config.backend.clone(),
             kind: config.kind.clone(),
             k: config.k.to_string(),
@@ -78,7 +95,8 @@ pub struct Run {
     /// What could never be exceeded.
     pub bound: MemoryBytes,
     pub kv_bytes_read: u64,
-    /// Peak resident set less file-backed pages, where the system tells.
+    /// Peak resident set less the file-backed pages of now, where the system tells: those of a weight file that was
+    /// mapped while it was loaded are in the peak.
     pub process_peak_bytes: Option<u64>,
 }
 
@@ -106,7 +124,7 @@ impl Run {
             prefill_tokens_per_second: generation.prefill_rate(),
             decode_seconds: generation.decode.as_secs_f64(),
             decode_tokens_per_second: generation.decode_rate(),
-            cache: session.config().into(),
+            cache: CacheShape::new(session.config(), model.decoder().config()),
             used: used.into(),
             bound: bound.into(),
             kv_bytes_read: session.counters().bytes_read,

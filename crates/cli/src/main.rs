@@ -5,6 +5,7 @@
 mod commands;
 mod interrupt;
 mod json;
+mod memory;
 mod options;
 mod output;
 mod progress;
@@ -47,15 +48,14 @@ enum Command {
 fn main() -> ExitCode {
     let cli = Cli::parse(); // wrong usage exits with 2
     let quiet = cli.quiet;
-    log_to_stderr(cli.verbose, quiet);
-    let done = match cli.command {
+    let done = log_to_stderr(cli.verbose, quiet).and_then(|()| match cli.command {
         Command::Run(args) => commands::run::run(args, quiet),
         Command::Chat(args) => commands::chat::run(args, quiet),
         Command::Plan(args) => commands::plan::run(args),
         Command::Eval(args) => commands::eval::run(args, quiet),
         Command::Logits(args) => commands::logits::run(args, quiet),
         Command::Bench(command) => commands::bench::run(command, quiet),
-    };
+    });
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -63,14 +63,14 @@ fn main() -> ExitCode {
             if output::is_closed_pipe(&error) {
                 return ExitCode::SUCCESS;
             }
-            eprintln!("kvist: {}", output::sentence(&error));
+            output::note(&format!("kvist: {}", output::sentence(&error)));
             ExitCode::from(if options::is_wrong_usage(&error) { 2 } else { 1 })
         }
     }
 }
 
 /// `KVIST_LOG` takes the filters of `tracing`; `-v` is a shorthand.
-fn log_to_stderr(verbose: u8, quiet: bool) {
+fn log_to_stderr(verbose: u8, quiet: bool) -> anyhow::Result<()> {
     use tracing_subscriber::EnvFilter;
     let default = match verbose {
         0 if quiet => "error",
@@ -79,12 +79,19 @@ fn log_to_stderr(verbose: u8, quiet: bool) {
         1 => "warn,kvist=info",
         _ => "debug",
     };
-    let filter = EnvFilter::try_from_env("KVIST_LOG").unwrap_or_else(|_| EnvFilter::new(default));
+    let filter = match std::env::var("KVIST_LOG") {
+        Ok(text) if !text.is_empty() => EnvFilter::try_new(&text).map_err(|e| {
+            options::wrong_usage(format!("KVIST_LOG `{text}`: {e}; take a level, or target=level,..."))
+        })?,
+        _ => EnvFilter::new(default),
+    };
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(verbose > 0)
         .without_time()
+        .log_internal_errors(false) // which it would print to a stderr that cannot be written, and panic
         .init();
+    Ok(())
 }

@@ -1,12 +1,13 @@
 //! Options that several commands share.
+use crate::memory;
 use anyhow::{Context, anyhow};
 use clap::Args;
 use kvist_backend::{Bytes, MemoryBudget, Registry, Storage};
 use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
 use kvist_engine::config::ModelConfig;
-use kvist_engine::memory::CacheConfig;
-use kvist_engine::model::{LoadOptions, Model, ModelFile};
+use kvist_engine::memory::{CacheConfig, MemoryPlan};
+use kvist_engine::model::{LoadOptions, Model, ModelFile, Opened};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::weights::WeightForm;
 use std::path::PathBuf;
@@ -77,8 +78,11 @@ pub struct ModelArgs {
     #[arg(long)]
     pub no_mmap: bool,
     /// Memory that weights, cache and working buffers may take together; without it what the machine has free
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub memory: Option<Size>,
+    /// Cut words as GPT-2 does where a GGUF file names a way that kvist does not know; tokens may then be wrong
+    #[arg(long)]
+    pub guess_pretokenizer: bool,
     #[command(flatten)]
     pub compute: ComputeArgs,
 }
@@ -94,17 +98,46 @@ impl ModelArgs {
     pub fn budget(&self) -> Arc<MemoryBudget> {
         match self.memory {
             Some(size) => MemoryBudget::new(size.0),
-            None => available_memory().map_or_else(MemoryBudget::unlimited, MemoryBudget::new),
+            None => memory::available().map_or_else(MemoryBudget::unlimited, MemoryBudget::new),
         }
     }
 
-    /// Load with a progress bar.
-    pub fn load(&self, quiet: bool) -> anyhow::Result<Arc<Model>> {
+    /// Headers, tokenizer and template: enough to refuse what cannot work.
+    pub fn open(&self) -> anyhow::Result<Opened> {
+        let mut opened = Opened::open(&self.file(), !self.no_mmap)?;
+        if self.guess_pretokenizer {
+            opened.guess_pretokenizer();
+        }
+        Ok(opened)
+    }
+
+    /// Refuse a session that will not fit before the weights are read; then read them, with a progress bar. `least`
+    /// is the shortest context that is of use.
+    pub fn load_for(
+        &self,
+        opened: Opened,
+        config: &CacheConfig,
+        least: usize,
+        quiet: bool,
+    ) -> anyhow::Result<(Arc<Model>, MemoryPlan)> {
+        let budget = self.budget();
+        let registry = registry(&self.compute.get()?);
+        let plan = MemoryPlan::admit(&opened, self.weights, &registry, config, least, &budget)?;
+        Ok((self.load(opened, &budget, quiet)?, plan))
+    }
+
+    /// Read the weights, with a progress bar.
+    pub fn load(
+        &self,
+        opened: Opened,
+        budget: &Arc<MemoryBudget>,
+        quiet: bool,
+    ) -> anyhow::Result<Arc<Model>> {
         let compute = self.compute.get()?;
         let bar = crate::progress::bar("loading", 0, quiet);
         let options =
             LoadOptions { form: self.weights, mmap: !self.no_mmap, compute, ..LoadOptions::default() };
-        let model = Model::load(&self.file(), &options, &self.budget(), &mut |done, total| {
+        let model = opened.load(&options, budget, &mut |done, total| {
             bar.set_length(total as u64);
             bar.set_position(done as u64);
         });
@@ -113,11 +146,25 @@ impl ModelArgs {
     }
 }
 
+/// Every thread has a stack and scratch of its own, and a system that refuses one can only be met by ending.
+const MAX_THREADS: usize = 1024;
+
+fn parse_threads(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(threads) if (1..=MAX_THREADS).contains(&threads) => Ok(threads),
+        Ok(0) => Err("nothing computes without a thread: take 1 or more".into()),
+        Ok(_) => Err(format!(
+            "more than {MAX_THREADS} threads only wait for each other, and the system may refuse them: take one per core"
+        )),
+        Err(_) => Err(format!("`{text}` is no number of threads: take 1 to {MAX_THREADS}")),
+    }
+}
+
 #[derive(Args, Clone, Debug)]
 pub struct ComputeArgs {
     /// Threads that compute; without it one per core
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
-    pub threads: Option<u16>,
+    #[arg(long, value_name = "N", value_parser = parse_threads)]
+    pub threads: Option<usize>,
     /// Make a text independent of chunks, batches and shared prefixes, to the last bit; a little slower with q8 and
     /// q4 caches, slower with bf16 weights
     #[arg(long)]
@@ -133,19 +180,21 @@ impl ComputeArgs {
         }
         let isa = Isa::from_env().map_err(wrong_usage)?;
         let threads = match self.threads {
-            Some(threads) => usize::from(threads),
-            None => std::thread::available_parallelism().map_or(1, usize::from),
+            Some(threads) => threads,
+            None => std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS),
         };
         let compute = Compute::new(isa, threads).deterministic(self.deterministic);
         Ok(COMPUTE.get_or_init(|| compute).clone())
     }
 }
 
-/// What the system says it can give without swapping.
-pub fn available_memory() -> Option<u64> {
-    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()?.checked_mul(1024)
+/// A stop string, which has a text.
+pub fn parse_stop(text: &str) -> Result<String, String> {
+    if text.is_empty() {
+        Err("an empty text is everywhere: name one to end at".into())
+    } else {
+        Ok(text.into())
+    }
 }
 
 #[derive(Args, Clone, Debug)]
@@ -153,9 +202,10 @@ pub struct CacheArgs {
     /// What holds the bytes: cpu, reference (slow, for comparison)
     #[arg(long, default_value = "cpu")]
     pub backend: String,
-    /// How cells are handed out: contiguous, ring (needs --window), cells, tree
-    #[arg(long, default_value = "contiguous")]
-    pub kind: String,
+    /// How cells are handed out: contiguous, ring (needs --window), cells, tree; without it contiguous, in a chat
+    /// cells
+    #[arg(long)]
+    pub kind: Option<String>,
     /// Storage of K and V: f32, f16, bf16, q8, q4; q8-64 and q4-64 share a scale over 64 values; -rot rotates
     #[arg(long, default_value = "f16", value_name = "DTYPE")]
     pub kv: Storage,
@@ -180,7 +230,8 @@ impl CacheArgs {
     /// The policy for a session that comes to hold `needed` tokens.
     pub fn config(&self, model: &ModelConfig, needed: u64) -> anyhow::Result<CacheConfig> {
         let trained = model.context;
-        let bounded = self.kind == "ring"; // its cells do not grow with the text
+        let kind = self.kind.as_deref().unwrap_or("contiguous");
+        let bounded = kind == "ring"; // its cells do not grow with the text
         let context = match self.context {
             Some(context) => context,
             None if bounded => u32::try_from(needed).unwrap_or(u32::MAX),
@@ -189,9 +240,20 @@ impl CacheArgs {
         if context > trained {
             tracing::warn!(target: "kvist::cli", "{context} tokens of context; the model was trained on {trained}");
         }
+        self.say_which_windows_count(model);
+        for storage in [Some(self.kv), self.kv_v].into_iter().flatten() {
+            if storage.rotate && !storage.dtype.is_quantised() {
+                tracing::warn!(
+                    target: "kvist::cli",
+                    "--kv {storage}: a rotation spreads outliers before values are quantised; {} is not, and only \
+                     becomes slower",
+                    storage.dtype.name()
+                );
+            }
+        }
         Ok(CacheConfig {
             backend: self.backend.clone(),
-            kind: self.kind.clone(),
+            kind: kind.into(),
             k: self.kv,
             v: self.kv_v.unwrap_or(self.kv),
             max_step_tokens: self.chunk.min(context.max(1)),
@@ -199,6 +261,19 @@ impl CacheArgs {
             sinks: self.sinks,
             ..CacheConfig::new(context)
         })
+    }
+
+    /// A model's own window is part of what it computes: a longer one of ours cannot widen it.
+    fn say_which_windows_count(&self, model: &ModelConfig) {
+        let Some(window) = self.window else { return };
+        let native = model.group_windows().into_iter().flatten().filter(|native| *native <= window).min();
+        if let Some(native) = native {
+            tracing::warn!(
+                target: "kvist::cli",
+                "layers of this model have a window of {native}: there --window {window} and --sinks {} change nothing",
+                self.sinks
+            );
+        }
     }
 }
 
@@ -210,7 +285,7 @@ pub fn registry(compute: &Compute) -> Registry {
 #[derive(Args, Clone, Debug)]
 pub struct SamplingArgs {
     /// 0 always takes the likeliest token
-    #[arg(long, default_value_t = 0.8)]
+    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
     pub temperature: f32,
     /// Take the likeliest token, whatever the rest says
     #[arg(long, conflicts_with = "temperature")]
@@ -219,13 +294,13 @@ pub struct SamplingArgs {
     #[arg(long, default_value_t = 40)]
     pub top_k: u32,
     /// Choose among the likeliest that together reach this probability
-    #[arg(long, default_value_t = 0.95)]
+    #[arg(long, default_value_t = 0.95, allow_negative_numbers = true)]
     pub top_p: f32,
     /// Drop tokens less likely than this share of the likeliest
-    #[arg(long, default_value_t = 0.05)]
+    #[arg(long, default_value_t = 0.05, allow_negative_numbers = true)]
     pub min_p: f32,
     /// Make tokens of the recent text less likely; 1 is off
-    #[arg(long, default_value_t = 1.0)]
+    #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
     pub repeat_penalty: f32,
     /// Recent tokens that the penalty looks at
     #[arg(long, default_value_t = 64, value_name = "TOKENS")]

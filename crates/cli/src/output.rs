@@ -9,6 +9,17 @@ pub fn show(text: &str) -> anyhow::Result<()> {
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to stdout")
 }
 
+/// A line on stderr. Where stderr cannot be written there is nobody to tell, and that is no failure of the work.
+pub fn note(text: &str) {
+    let _ = writeln!(io::stderr().lock(), "{text}");
+}
+
+/// On stderr, as it is: a prompt.
+pub fn ask(text: &str) {
+    let mut err = io::stderr().lock();
+    let _ = err.write_all(text.as_bytes()).and_then(|()| err.flush());
+}
+
 /// One JSON document and a newline on stdout.
 pub fn show_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
     show(&(serde_json::to_string_pretty(value)? + "\n"))
@@ -39,19 +50,53 @@ pub fn sentence(error: &anyhow::Error) -> String {
 /// Write a file so that it is whole or absent: first beside its name, then renamed. What is no ordinary file (a
 /// pipe, a device) is written where it is.
 pub fn write_file(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
-    let place = if path.metadata().is_ok_and(|m| !m.is_file()) { path.to_path_buf() } else { beside(path)? };
-    let written = std::fs::File::create(&place).and_then(|mut file| {
-        file.write_all(bytes)?;
-        if place == path {
-            return file.flush();
-        }
-        file.sync_all()?;
-        std::fs::rename(&place, path)
-    });
-    if written.is_err() && place != path {
-        let _ = std::fs::remove_file(&place); // it may not have come to exist
+    let mut file = FileInParts::create(path)?;
+    file.write(bytes)?;
+    file.finish()
+}
+
+/// [`write_file`] for what comes in parts. Dropped before it is finished, it leaves nothing behind.
+pub struct FileInParts {
+    path: PathBuf,
+    place: PathBuf,
+    file: io::BufWriter<std::fs::File>,
+    whole: bool,
+}
+
+impl FileInParts {
+    pub fn create(path: &Path) -> anyhow::Result<Self> {
+        let place =
+            if path.metadata().is_ok_and(|m| !m.is_file()) { path.to_path_buf() } else { beside(path)? };
+        let file = std::fs::File::create(&place).with_context(|| cannot_write(path))?;
+        Ok(FileInParts { path: path.into(), place, file: io::BufWriter::new(file), whole: false })
     }
-    written.with_context(|| format!("cannot write {}", path.display()))
+
+    pub fn write(&mut self, bytes: &[u8]) -> anyhow::Result<()> {
+        self.file.write_all(bytes).with_context(|| cannot_write(&self.path))
+    }
+
+    pub fn finish(mut self) -> anyhow::Result<()> {
+        let mut written = self.file.flush();
+        if self.place != self.path {
+            written = written
+                .and_then(|()| self.file.get_ref().sync_all())
+                .and_then(|()| std::fs::rename(&self.place, &self.path));
+        }
+        self.whole = written.is_ok();
+        written.with_context(|| cannot_write(&self.path))
+    }
+}
+
+impl Drop for FileInParts {
+    fn drop(&mut self) {
+        if !self.whole && self.place != self.path {
+            let _ = std::fs::remove_file(&self.place); // nobody is left to tell
+        }
+    }
+}
+
+fn cannot_write(path: &Path) -> String {
+    format!("cannot write {}", path.display())
 }
 
 fn beside(path: &Path) -> anyhow::Result<PathBuf> {

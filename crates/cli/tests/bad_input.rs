@@ -73,7 +73,9 @@ fn arguments() {
         row("run --context 99999999999 x", 2, &["99999999999"]),
         row("run --chunk 0 x", 2, &["0"]),
         row("run --chunk 70000 x", 2, &["65536"]),
-        row("run --threads 0 x", 2, &["0"]),
+        row("run --threads 0 x", 2, &["--threads", "1 or more"]),
+        row("run --threads 1025 x", 2, &["--threads", "1025", "more than 1024 threads"]),
+        row("run --threads 99999999999999999999 x", 2, &["--threads", "no number of threads"]),
         row("run --max-tokens -1 x", 2, &["-1"]),
         row("run --memory lots x", 2, &["`lots` is no size", "512MiB"]),
         row("run --memory 1QiB x", 2, &["no size"]),
@@ -84,6 +86,11 @@ fn arguments() {
         row("run --temperature NaN x", 2, &["temperature"]),
         row("run --temperature=-1 x", 2, &["temperature"]),
         row("run --temperature inf x", 2, &["temperature"]),
+        row("run --temperature -1 x", 2, &["temperature must be 0 or more"]),
+        row("run --memory -1 x", 2, &["`-1` is no size"]),
+        row("run --repeat-penalty inf x", 2, &["finite"]),
+        rows(&["run", "--stop", "", "x"], 2, &["--stop", "empty text"]),
+        row("plan --model a b", 2, &["cannot be used with"]),
         row("run --temperature 1 --greedy x", 2, &["cannot be used with"]),
         row("run --top-p 1.5 x", 2, &["top-p"]),
         row("run --top-p NaN x", 2, &["top-p"]),
@@ -221,6 +228,18 @@ fn models() {
             all.push(rows(&args, 1, words));
         }
     }
+    // What makes the crates below panic is an error like any other: no report of the panic comes before it.
+    let tokenizer = r#"{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "model": {"type": "BPE"}}"#;
+    write("charsmap/config.json", config.as_bytes());
+    write("charsmap/model.safetensors", &std::fs::read(&weights).unwrap());
+    write("charsmap/tokenizer.json", tokenizer.as_bytes());
+    all.push(rows(&["run", "-q", "x", "--model", &place("charsmap")], 1, &["tokenizer.json"]));
+    let words = r#"{"model": {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "x"}}"#;
+    write("backwards/config.json", config.as_bytes());
+    write("backwards/model.safetensors", &std::fs::read(&weights).unwrap());
+    write("backwards/tokenizer.json", words.as_bytes());
+    write("backwards/chat_template.jinja", b"{{ [][::-1] }}");
+    all.push(rows(&["run", "-q", "x", "--model", &place("backwards")], 1, &["template engine"]));
     // Sound, but without a tokenizer.
     let model = parity.display().to_string();
     for command in [&["run", "-q", "x", "--model"][..], &["chat", "-q", "--model"]] {
@@ -246,6 +265,25 @@ fn memory() {
         row("chat --memory 6.5MiB", 1, &["KV cache", "try"]),
         row("logits --tokens 1 --generate 1 --memory 100k", 1, &["weights"]),
     ]);
+    // Each of the two caches of `eval` would fit, both do not, and the advice does.
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("text.txt");
+    std::fs::write(&text, "Ownership is a set of rules.").unwrap();
+    let eval = ["eval", "--kv", "q4", "--memory", "12MiB", "--text", &text.display().to_string()]
+        .map(str::to_string);
+    let eval: Vec<&str> = eval.iter().map(String::as_str).collect();
+    let out = run(&eval, b"");
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(1), "{said}");
+    assert!(said.contains("the reference") && !said.contains("--kv"), "{said}");
+    let advice: Vec<&str> = said.split("try ").nth(1).unwrap().split_whitespace().collect();
+    let out = run(&[eval, advice].concat(), b"");
+    assert_eq!(out.status.code(), Some(0), "{said}{}", String::from_utf8_lossy(&out.stderr));
+    // A context that does not hold the prompt is no advice.
+    let long = "word ".repeat(300);
+    let out = run(&["run", "--memory", "7MiB", &long], b"");
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(out.status.code() == Some(1) && said.contains("try ") && !said.contains("--context"), "{said}");
     // A plan says what it came to before it refuses.
     let out = run(&["plan", "--memory", "1MiB"], b"");
     assert_eq!(out.status.code(), Some(1));
@@ -320,4 +358,50 @@ fn a_full_disk_under_stdout() {
         }
     }
     assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+/// An enormous cache is arithmetic until it is filled.
+#[test]
+fn a_plan_of_an_enormous_cache_allocates_none_of_it() {
+    let enormous = ["--context", "4294967295", "--kind"];
+    for kind in ["contiguous", "cells", "tree"] {
+        let plan = json(&[&["plan", "--json"], &enormous[..], &[kind]].concat());
+        assert!(plan["bound"]["kv_cache"].as_u64().unwrap() > 1 << 43, "{plan}");
+    }
+}
+
+#[test]
+fn filters_of_the_log() {
+    let out = kvist().args(["plan"]).env("KVIST_LOG", "kvist=loud").output().unwrap();
+    let bad = judge("KVIST_LOG=kvist=loud", &out, 2, &["KVIST_LOG", "kvist=loud"]);
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+#[test]
+fn sizes_that_overflow_are_no_small_sizes() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("config.json");
+    let text = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 268435456,
+        "num_hidden_layers": 65535, "num_attention_heads": 1048576, "num_key_value_heads": 1048576,
+        "intermediate_size": 268435456, "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}"#;
+    std::fs::write(&config, text).unwrap();
+    check(vec![rows(&["plan", &config.display().to_string()], 1, &["overflow"])]);
+}
+
+/// What is said on stderr is for people; where nobody can hear it the work is no worse.
+#[test]
+#[cfg(target_os = "linux")] // which has /dev/full
+fn a_full_disk_under_stderr() {
+    let calls: [(&[&str], i32); 5] = [
+        (&["run", "-n", "2", "hi"], 0),
+        (&["run", "-vv", "-n", "2", "hi"], 0),
+        (&["chat"], 0),
+        (&["run", "--file", "/nowhere"], 1),
+        (&["run", "--kind", "ring", "x"], 2),
+    ];
+    for (args, status) in calls {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let out = kvist().args(args).stdout(Stdio::null()).stderr(full).output().unwrap();
+        assert_eq!(out.status.code(), Some(status), "{args:?} 2> /dev/full");
+    }
 }

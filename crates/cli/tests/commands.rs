@@ -238,8 +238,8 @@ fn a_chat_is_driven_from_stdin() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("transcript.txt").display().to_string();
     let script = format!(
-        "/help\n\nOwnership is\n/fork other\n and borrowing is\n/branches\n/switch main\n/undo\n/undo\n/system be brief\n\
-         /switch nowhere\n/fork other\n/wat\n/switch other\n/save-transcript {path}\n/save-transcript /missing/file\n/quit\n\
+        "/help\n\nOwnership is\n/fork other\n and borrowing is\n/branches\n/switch main\n/undo\n/undo\n\
+         /fork third\n/switch other\n/drop third\n/branches\n/save-transcript {path}\n/quit\n\
          never said\n"
     );
     let args = ["chat", "--greedy", "-n", "6"];
@@ -253,11 +253,7 @@ fn a_chat_is_driven_from_stdin() {
         "on main",
         "unsaid",
         "nothing was said here yet",
-        "no chat template and so no system message",
-        "there is no branch `nowhere`; there are main, other",
-        "there is a branch `other` already",
-        "there is no /wat",
-        "cannot write /missing/file",
+        "third is gone",
         "wrote ",
         "reused",
     ] {
@@ -273,6 +269,9 @@ fn a_chat_is_driven_from_stdin() {
         let answer = answer.split("\n\nuser:").next().unwrap().trim_end();
         assert!(stdout.contains(answer), "{answer:?} is not in {stdout:?}");
     }
+    // What begins with a slash can be said.
+    let (slash, _) = succeed_with(&args, b"//help\n");
+    assert!(!slash.is_empty() && !slash.contains("/save-transcript"), "{slash}");
     // The same as JSON: one line per turn, the second of which begins with what the first left in the cache.
     let json = [&args[..], &["--json", "-q"]].concat();
     let (lines, nothing) = succeed_with(&json, b"Ownership is\n and borrowing is\n");
@@ -286,6 +285,107 @@ fn a_chat_is_driven_from_stdin() {
     assert_eq!(number(&turns[0], "reused_tokens"), 0.0);
     assert!(number(&turns[1], "reused_tokens") >= number(&turns[0], "prompt_tokens"));
     assert!(answers[0].starts_with(turns[0]["text"].as_str().unwrap()));
+}
+
+#[test]
+fn a_rotation_that_buys_nothing_is_pointed_out() {
+    let said = |kv: &str| succeed(&["plan", "--kv", kv]).1;
+    assert!(said("f16-rot").contains("only becomes slower"));
+    assert_eq!(said("q4-rot"), "");
+}
+
+/// The penalty looks at the text that is continued, not at what another branch said or this one unsaid.
+#[test]
+fn what_was_unsaid_leaves_no_trace_in_the_sampler() {
+    let args = ["chat", "-q", "--json", "--greedy", "--repeat-penalty", "1.5", "-n", "12"];
+    let (lines, _) = succeed_with(&args, b"The\n/undo\nThe\n/undo\n/fork x\nThe\n");
+    let texts: Vec<Value> =
+        lines.lines().map(|l| serde_json::from_str::<Value>(l).unwrap()["text"].clone()).collect();
+    assert_eq!(texts.len(), 3);
+    assert!(texts.iter().all(|text| *text == texts[0]), "{texts:?}");
+}
+
+/// Nobody watches a pipe: a command that fails ends it, and the status says so.
+#[test]
+fn a_command_that_fails_in_a_pipe_ends_the_chat() {
+    for (line, word) in [
+        ("/system be brief", "no chat template and so no system message"),
+        ("/switch nowhere", "there is no branch `nowhere`; there are main"),
+        ("/drop nowhere", "there is no branch `nowhere`; there are main"),
+        ("/drop main", "you are on `main`"),
+        ("/fork main", "there is a branch `main` already"),
+        ("/wat", "there is no /wat"),
+        ("/save-transcript", "/save-transcript FILE"),
+        ("/save-transcript /missing/file", "cannot write /missing/file"),
+    ] {
+        let out = run(&["chat", "-q"], format!("{line}\nnever said\n").as_bytes());
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!((out.status.code(), out.stdout.len()), (Some(1), 0), "{line}: {stderr}");
+        assert!(stderr.contains(word), "{line}: {stderr}");
+    }
+    // Who names a kind gets it, and hears what it cannot do.
+    let out = run(&["chat", "-q", "--kind", "contiguous"], b"/fork x\n");
+    assert!(String::from_utf8_lossy(&out.stderr).contains("--kind cells or tree"));
+    succeed_with(&["chat", "-q", "--window", "64"], b"/fork x\n");
+}
+
+#[test]
+#[cfg(unix)]
+fn a_chat_that_waits_ends_at_the_first_signal() {
+    let mut child = kvist()
+        .args(["chat"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // Its greeting is there, and it reads.
+    child.stderr.as_mut().unwrap().read_exact(&mut [0; 5]).unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    let kill = std::process::Command::new("kill").arg(child.id().to_string()).status().unwrap();
+    assert!(kill.success());
+    for _ in 0..100 {
+        if let Some(status) = child.try_wait().unwrap() {
+            return assert_eq!(status.code(), Some(130));
+        }
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    child.kill().unwrap();
+    panic!("it went on waiting");
+}
+
+/// A part must not pass for the whole.
+#[test]
+fn a_continuation_that_is_cut_short_is_a_failure_and_says_so() {
+    let args = ["logits", "--tokens", "1,2,3", "--context", "5", "--generate", "5"];
+    let out = run(&[&args[..], &["--json"]].concat(), b"");
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("3 of 5 tokens") && stderr.contains("cache is full"), "{stderr}");
+    let report: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(
+        (report["finish"].as_str(), report["generated"].as_array().unwrap().len()),
+        (Some("cache_full"), 3)
+    );
+    let whole = json(&["logits", "--json", "--tokens", "1,2,3", "--generate", "5"]);
+    assert_eq!(whole["finish"], "max_tokens");
+}
+
+#[test]
+fn a_models_own_window_counts_and_is_reported() {
+    let config = fixtures().join("parity/mistral-window/config.json").display().to_string();
+    let plan =
+        |more: &[&str]| json(&[&["plan", &config, "--json"], more].concat())["cache"]["layer_groups"].clone();
+    let native = plan(&[])[0]["window"].as_u64().unwrap();
+    let (longer, shorter) = ((native + 5).to_string(), (native - 1).to_string());
+    let groups = plan(&["--window", &longer, "--sinks", "2"]);
+    assert_eq!((groups[0]["window"].as_u64(), groups[0]["sinks"].as_u64()), (Some(native), Some(0)));
+    let groups = plan(&["--window", &shorter, "--sinks", "2"]);
+    assert_eq!((groups[0]["window"].as_u64(), groups[0]["sinks"].as_u64()), (Some(native - 1), Some(2)));
+    let (_, said) = succeed(&["plan", &config, "--window", &longer]);
+    assert!(said.contains("change nothing"), "{said}");
+    // A plan takes its model as the other commands do, too.
+    assert_eq!(json(&["plan", "--json", &config]), json(&["plan", "--json", "--model", &config]));
 }
 
 #[test]

@@ -130,7 +130,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
         let f = self.sub(x, n);
         // 2^f by its series up to f^6; the next term is 1.2e-7 at f = 1/2.
         let mut p = self.splat(1.540_353e-4);
-        for c in [1.333_355_8e-3, 9.618_129e-3, 5.550_410_8e-2, 2.402_265e-1, std::f32::consts::LN_2] {
+        for c in [1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265e-1, std::f32::consts::LN_2] {
             p = self.fma(p, f, self.splat(c));
         }
         (self.mul(p, f), n)

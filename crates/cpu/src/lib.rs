@@ -8,6 +8,8 @@
 //! chooses one. It promises results that do not depend on the number of threads, and a decode step that allocates
 //! nothing. Unsafe code stands in `arch/` alone.
 #![deny(unsafe_code)]
+// Register tiles are named by row and vector, in loops that the compiler unrolls.
+#![allow(clippy::needless_range_loop)]
 
 #[allow(unsafe_code)]
 pub mod arch;

@@ -234,16 +234,9 @@ impl Matrix {
                 let blocks = inputs / F::BLOCK.0;
                 let (codes, scales) = panel.split_at_mut(blocks * F::CODES);
                 for (lane, row) in bytes[i * LANES * row..].chunks_exact(row).take(LANES).enumerate() {
-                    let blocks = row.chunks_exact(F::BLOCK.1);
-                    let places = codes.chunks_exact_mut(F::CODES).zip(scales.chunks_exact_mut(F::SCALES.max(1)));
-                    if F::SCALES == 0 {
-                        for (block, codes) in blocks.zip(codes.chunks_exact_mut(F::CODES)) {
-                            F::pack(block, lane, codes, &mut []);
-                        }
-                    } else {
-                        for (block, (codes, scales)) in blocks.zip(places) {
-                            F::pack(block, lane, codes, scales);
-                        }
+                    for (b, block) in row.chunks_exact(F::BLOCK.1).enumerate() {
+                        let codes = &mut codes[b * F::CODES..(b + 1) * F::CODES];
+                        F::pack(block, lane, codes, &mut scales[b * F::SCALES..(b + 1) * F::SCALES]);
                     }
                 }
             });

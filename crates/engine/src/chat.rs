@@ -97,6 +97,24 @@ impl Chat {
         Ok(())
     }
 
+    /// Give up a branch that is not the current one, and the cells that only it holds.
+    pub fn drop_branch(&mut self, name: &str) -> Result<(), Error> {
+        let known = || self.branches.iter().map(|b| b.name.as_str()).collect::<Vec<_>>().join(", ");
+        let at = self.branches.iter().position(|b| b.name == name);
+        let at =
+            at.ok_or_else(|| Error::Usage(format!("there is no branch `{name}`; there are {}", known())))?;
+        if at == self.current {
+            return Err(Error::Usage(format!("you are on `{name}`: /switch to another branch first")));
+        }
+        let seq = self.branches[at].seq;
+        if let Some(mut sequences) = self.session.cache().sequences() {
+            sequences.seq_rm(seq, 0, u32::MAX)?;
+        }
+        self.branches.remove(at);
+        self.current -= usize::from(at < self.current);
+        Ok(())
+    }
+
     /// Unsay the last question and its answer on this branch; false if nothing was said.
     pub fn undo(&mut self) -> bool {
         let messages = &mut self.branches[self.current].messages;
@@ -142,6 +160,9 @@ impl Chat {
         crate::check_prompt(self.session.config(), tokens.len())?;
         let reused_tokens = self.roll_back_to(&tokens)?;
         let seq = self.current().seq;
+        // Another branch may have spoken last, or this one unsaid something: what repeats is what this text repeats.
+        sampler.forget();
+        sampler.observe(&tokens[..reused_tokens]);
         let new = &tokens[reused_tokens..];
         let generation = generate(&mut self.session, seq, new, Some(tokenizer), sampler, limits, observer);
         // Whatever happened, the cache says how far it got.

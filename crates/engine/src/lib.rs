@@ -13,6 +13,7 @@ pub mod embedded;
 pub mod error;
 mod ffi;
 pub mod generate;
+mod guard;
 pub mod memory;
 pub mod model;
 pub mod sampler;

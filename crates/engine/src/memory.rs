@@ -40,17 +40,18 @@ impl CacheConfig {
         }
     }
 
-    /// The layer groups of `model` under this policy. Where both have a window the shorter one counts; sinks are
-    /// kept only for the policy's own window, since a model's window has none.
+    /// The layer groups of `model` under this policy. Where both have a window the shorter one counts, the policy's
+    /// with its sinks, the model's without any.
     pub fn groups(&self, model: &ModelConfig) -> Vec<GroupSpec> {
         let windows = model.group_windows();
         let group = |native: Option<u32>| {
             let visibility = match (native, self.window) {
                 (None, None) => Visibility::FULL,
                 (None, Some(window)) => Visibility { window: Some(window), sinks: self.sinks },
-                (Some(native), policy) => {
-                    Visibility { window: Some(native.min(policy.unwrap_or(u32::MAX))), sinks: 0 }
+                (Some(native), Some(window)) if window < native => {
+                    Visibility { window: Some(window), sinks: self.sinks }
                 }
+                (Some(native), _) => Visibility { window: Some(native), sinks: 0 },
             };
             GroupSpec {
                 capacity_tokens: self.context_tokens,
@@ -112,12 +113,39 @@ impl MemoryPlan {
         self.usage.with(Purpose::Weights, 0).total()
     }
 
+    /// The plan of a session over a model that is yet to be loaded, if both fit into the budget. `least` is the
+    /// shortest context that is of use: advice does not go below it.
+    pub fn admit(
+        opened: &Opened,
+        form: WeightForm,
+        registry: &Registry,
+        config: &CacheConfig,
+        least: usize,
+        budget: &MemoryBudget,
+    ) -> Result<Self, Error> {
+        let model = opened.config();
+        let plan = Self::of_session(model, registry, config)?;
+        let free = Self::free_after(opened, form, budget)?;
+        if plan.session_bound() <= free {
+            return Ok(plan);
+        }
+        Err(plan.too_large(model, registry, config, least, free, budget.total()))
+    }
+
+    /// What is free once these weights are there.
+    pub fn free_after(opened: &Opened, form: WeightForm, budget: &MemoryBudget) -> Result<u64, Error> {
+        let (asked, free, total) = (opened.weight_bytes(form)?, budget.free(), budget.total());
+        free.checked_sub(asked)
+            .ok_or_else(|| OutOfBudget { purpose: Purpose::Weights, asked, free, total }.into())
+    }
+
     /// The refusal of a session that does not fit, with what would.
     pub(crate) fn too_large(
         &self,
         model: &ModelConfig,
         registry: &Registry,
         config: &CacheConfig,
+        least: usize,
         free: u64,
         total: u64,
     ) -> Error {
@@ -155,7 +183,7 @@ impl MemoryPlan {
                 let middle = low + (high - low).div_ceil(2);
                 if fits(&context(middle)) { low = middle } else { high = middle - 1 }
             }
-            if low > 0 {
+            if low > 0 && low as usize * 64 >= least {
                 let chunk = (chunk < config.max_step_tokens).then(|| format!(" --chunk {chunk}"));
                 advice.push(format!("--context {}{}", low * 64, chunk.unwrap_or_default()));
                 break;

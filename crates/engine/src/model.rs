@@ -6,6 +6,6 @@ mod rope;
 mod top;
 
 pub use decoder::{Activations, Batch, Decoder};
-pub use load::{LoadOptions, Model, ModelFile};
-pub(crate) use load::{Opened, resident_bytes};
+pub(crate) use load::resident_bytes;
+pub use load::{LoadOptions, Model, ModelFile, Opened};
 pub use top::top_two;

@@ -3,7 +3,7 @@
 //! In this order, as llama.cpp's default chain has it: repetition penalty, top-k, top-p, min-p, temperature, draw.
 //! Probabilities for top-p and min-p are those before the temperature.
 use crate::error::Error;
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 
 /// How to choose. Checked by [`Sampler::new`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -44,6 +44,7 @@ pub struct Sampler {
     config: SamplerConfig,
     draws: u64,
     recent: VecDeque<u32>,
+    penalised: HashSet<u32>, // room for one call
     candidates: Vec<(u32, f32)>,
     logits: Vec<f32>,
 }
@@ -57,9 +58,16 @@ impl Sampler {
         check((0.0..=1.0).contains(&c.min_p), "min-p must lie between 0 and 1")?;
         check(
             c.repetition_penalty.is_finite() && c.repetition_penalty > 0.0,
-            "the repetition penalty must be above 0",
+            "the repetition penalty must be above 0 and finite",
         )?;
-        Ok(Sampler { config, draws: 0, recent: VecDeque::new(), candidates: Vec::new(), logits: Vec::new() })
+        Ok(Sampler {
+            config,
+            draws: 0,
+            recent: VecDeque::new(),
+            penalised: HashSet::new(),
+            candidates: Vec::new(),
+            logits: Vec::new(),
+        })
     }
 
     /// Tokens that are part of the text now: the penalty looks at them.
@@ -75,6 +83,11 @@ impl Sampler {
                 self.recent.push_back(*token);
             }
         }
+    }
+
+    /// Another text is continued from here on: what was observed belongs to the old one.
+    pub fn forget(&mut self) {
+        self.recent.clear();
     }
 
     /// The next token. NaN logits are an error: something went wrong before.
@@ -99,9 +112,10 @@ impl Sampler {
 
     fn penalise(&mut self) {
         let penalty = self.config.repetition_penalty;
-        for (i, &token) in self.recent.iter().enumerate() {
-            let repeated = self.recent.iter().take(i).any(|t| *t == token); // each token once
-            if let (false, Some(x)) = (repeated, self.logits.get_mut(token as usize)) {
+        self.penalised.clear();
+        for &token in &self.recent {
+            let first = self.penalised.insert(token); // each token once
+            if let (true, Some(x)) = (first, self.logits.get_mut(token as usize)) {
                 *x = if *x > 0.0 { *x / penalty } else { *x * penalty };
             }
         }

@@ -54,10 +54,11 @@ impl ModelSession {
     pub fn new(model: &Arc<Model>, registry: &Registry, config: &CacheConfig) -> Result<Self, Error> {
         let budget = model.budget();
         let plan = MemoryPlan::of_session(model.decoder().config(), registry, config)?;
-        let (asked, free) = (plan.session_bound(), budget.free());
-        if asked > free {
-            return Err(plan.too_large(model.decoder().config(), registry, config, free, budget.total()));
-        }
+        // The whole of it is set aside now: two sessions that do not fit together must not both begin.
+        let bound = plan.usage.with(Purpose::Weights, 0);
+        let budget = &budget.promise(&bound).map_err(|refused| {
+            plan.too_large(model.decoder().config(), registry, config, 0, refused.free, refused.total)
+        })?;
         let activations = budget.reserve(Purpose::Activations, plan.usage.of(Purpose::Activations))?;
         let layout = model.decoder().layout();
         let session = registry.session(

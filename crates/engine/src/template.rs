@@ -1,5 +1,6 @@
 //! Chat templates: the Jinja that models ship, rendered as transformers renders it.
 use crate::error::Error;
+use crate::guard::quietly;
 use crate::tokenizer::{Tokenizer, folder_config};
 use crate::weights::Gguf;
 use minijinja::machinery::{Token, tokenize};
@@ -10,7 +11,6 @@ use serde::Serialize;
 use serde_json::Serializer;
 use serde_json::ser::{Formatter, PrettyFormatter};
 use std::io::{self, Write};
-use std::panic::AssertUnwindSafe;
 use std::path::Path;
 
 /// One turn.
@@ -88,11 +88,12 @@ impl ChatTemplate {
             }
         }
         std::thread::scope(|scope| {
-            let compile = || environment.add_template_owned(NAME, source);
+            let compile = || quietly(|| environment.add_template_owned(NAME, source));
             let thread = std::thread::Builder::new().stack_size(COMPILER_STACK_BYTES);
             let thread = thread.spawn_scoped(scope, compile);
             let broke = || Error::Template { file: file.into(), what: "broke the template engine".into() };
-            thread.map_err(|_| broke())?.join().map_err(|_| broke())?.map_err(failed)
+            let compiled = thread.map_err(|_| broke())?.join().ok().flatten();
+            compiled.ok_or_else(broke)?.map_err(failed)
         })?;
         Ok(ChatTemplate { file: file.into(), environment })
     }
@@ -149,9 +150,9 @@ impl ChatTemplate {
         };
         // minijinja 3.0.5 panics on an empty list or text walked backwards, `[][::-1]`. It only reads what it is
         // given, so nothing is left half done.
-        let rendered = std::panic::catch_unwind(AssertUnwindSafe(|| template.render(values)));
-        let broke = |_| Error::Template { file: self.file.clone(), what: "broke the template engine".into() };
-        rendered.map_err(broke)?.map_err(failed)
+        let rendered = quietly(|| template.render(values));
+        let broke = || Error::Template { file: self.file.clone(), what: "broke the template engine".into() };
+        rendered.ok_or_else(broke)?.map_err(failed)
     }
 }
 

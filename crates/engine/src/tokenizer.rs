@@ -3,12 +3,15 @@
 mod gguf;
 
 use crate::error::Error;
+use crate::guard::quietly;
 use std::path::Path;
 
 /// A tokenizer and what a model's files say about using it.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     file: String,
+    /// How the file wants words cut, where kvist does not know how that is done: its tokens would be wrong.
+    unknown_pre: Option<String>,
     /// Prepended when special tokens are asked for and the tokenizer does not do it by itself.
     prepend: Option<u32>,
     eos: Option<u32>,
@@ -38,20 +41,40 @@ impl Tokenizer {
         let text = |key: &str| special_text(config.get(key)?);
         let (bos_text, eos_text) = (text("bos_token"), text("eos_token"));
         let eos = eos_text.as_deref().and_then(|t| inner.token_to_id(t));
-        Ok(Some(Tokenizer { inner, file, prepend: None, eos, bos_text, eos_text }))
+        Ok(Some(Tokenizer { inner, file, unknown_pre: None, prepend: None, eos, bos_text, eos_text }))
     }
 
     /// Tokens of `text`; with `special`, those that the model expects at the start of a text.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, Error> {
-        let encoding = self.inner.encode_fast(text, special).map_err(|e| self.failed(e))?;
+        self.check()?;
+        let encoding = quietly(|| self.inner.encode_fast(text, special));
+        let encoding = encoding.ok_or_else(|| self.broke())?.map_err(|e| self.failed(e))?;
         let ids = encoding.get_ids();
         let prepend = self.prepend.filter(|bos| special && ids.first() != Some(bos));
         Ok(prepend.into_iter().chain(ids.iter().copied()).collect())
     }
 
+    /// Can it encode? A GGUF file may cut words in a way that kvist does not know.
+    pub fn check(&self) -> Result<(), Error> {
+        let Some(pre) = &self.unknown_pre else { return Ok(()) };
+        Err(Error::Tokenizer {
+            file: self.file.clone(),
+            what: format!(
+                "cuts words by `{pre}`, which kvist does not know, and other tokens would give another text: take the \
+                 model's Hugging Face folder, or --guess-pretokenizer to cut them as GPT-2 does"
+            ),
+        })
+    }
+
+    /// Cut words as GPT-2 does where [`check`](Self::check) would refuse.
+    pub fn guess_pretokenizer(&mut self) {
+        self.unknown_pre = None;
+    }
+
     /// Text of all these tokens; control tokens have none.
     pub fn decode(&self, tokens: &[u32]) -> Result<String, Error> {
-        self.inner.decode(tokens, true).map_err(|e| self.failed(e))
+        let decoded = quietly(|| self.inner.decode(tokens, true));
+        decoded.ok_or_else(|| self.broke())?.map_err(|e| self.failed(e))
     }
 
     /// The token that ends a text, where the tokenizer's files name one.
@@ -73,13 +96,16 @@ impl Tokenizer {
     fn failed(&self, error: tokenizers::Error) -> Error {
         Error::Tokenizer { file: self.file.clone(), what: error.to_string() }
     }
+    fn broke(&self) -> Error {
+        Error::Tokenizer { file: self.file.clone(), what: "broke on this text".into() }
+    }
 }
 
 /// The crate takes for granted that a decoder is JSON and a precompiled normalizer a trie, and panics if not.
 fn parse(json: &[u8]) -> Result<tokenizers::Tokenizer, String> {
     serde_json::from_slice::<serde::de::IgnoredAny>(json).map_err(|e| format!("not JSON: {e}"))?;
-    let parsed = std::panic::catch_unwind(|| tokenizers::Tokenizer::from_bytes(json));
-    parsed.map_err(|_| "holds something that kvist cannot read".to_string())?.map_err(|e| e.to_string())
+    let parsed = quietly(|| tokenizers::Tokenizer::from_bytes(json));
+    parsed.ok_or_else(|| "holds something that kvist cannot read".to_string())?.map_err(|e| e.to_string())
 }
 
 /// `tokenizer_config.json`, or nothing.

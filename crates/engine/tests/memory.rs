@@ -6,7 +6,7 @@ use kvist_backend::{Bytes, MemoryBudget, Purpose, Storage, Usage};
 use kvist_cache::SeqId;
 use kvist_engine::backends;
 use kvist_engine::memory::{CacheConfig, MemoryPlan, ModelSize};
-use kvist_engine::model::{LoadOptions, Model, ModelFile};
+use kvist_engine::model::{LoadOptions, Model, ModelFile, Opened};
 use kvist_engine::session::{Feed, ModelSession, Want};
 use kvist_engine::weights::WeightForm;
 use std::sync::Arc;
@@ -197,6 +197,55 @@ fn a_session_that_does_not_fit_is_refused_with_advice_that_holds() {
         }
     }
     assert!(seen.iter().all(|n| *n > 0), "advice met {seen:?} times");
+}
+
+/// What cannot work is refused from headers: weights that were cut off would be missed if they were read.
+#[test]
+fn admission_reads_no_weights() {
+    let opened = Opened::open(&ModelFile::Embedded, true).unwrap();
+    let registry = backends::all();
+    let weights = opened.weight_bytes(WeightForm::AsStored).unwrap();
+    let admit = |kind: &str, least: usize, bytes: u64| {
+        let config = CacheConfig { kind: kind.into(), ..CacheConfig::new(1024) };
+        let budget = MemoryBudget::new(bytes);
+        let plan = MemoryPlan::admit(&opened, WeightForm::AsStored, &registry, &config, least, &budget);
+        assert_eq!(budget.usage(), Usage::default());
+        plan.map(|plan| plan.session_bound()).map_err(|error| error.to_string())
+    };
+    let bound = admit("cells", 0, u64::MAX).unwrap();
+    assert_eq!(admit("cells", 0, weights + bound), Ok(bound));
+    let refused = |kind, least, bytes| admit(kind, least, bytes).unwrap_err();
+    assert!(refused("heap", 0, u64::MAX).contains("cpu:heap"));
+    assert!(refused("ring", 0, u64::MAX).contains("--window"));
+    assert!(refused("cells", 0, weights - 1).contains("weights"));
+    assert!(refused("cells", 0, weights + bound - 1).contains("--context"));
+    let useless = refused("cells", 1025, weights + bound - 1);
+    assert!(useless.contains("try ") && !useless.contains("--context"), "{useless}");
+}
+
+/// A session owns all it may grow to from its first moment, so that a second one cannot make it fail in the middle.
+#[test]
+fn two_sessions_that_do_not_fit_together_do_not_both_begin() {
+    let registry = backends::all();
+    let config = CacheConfig { max_step_tokens: 64, ..CacheConfig::new(512) };
+    let plan = {
+        let (_, model) = tight(MIB);
+        MemoryPlan::of_session(model.decoder().config(), &registry, &config).unwrap()
+    };
+    let (budget, model) = tight(2 * plan.session_bound() - 1);
+    let mut first = ModelSession::new(&model, &registry, &config).unwrap();
+    let second = ModelSession::new(&model, &registry, &config).map(drop).unwrap_err().to_string();
+    assert!(second.contains("context of 512 tokens"), "{second}");
+    let weights = model.budget().usage().of(Purpose::Weights);
+    assert!(budget.usage().of(Purpose::KvCache) == 0, "a promise is not counted as used");
+    fill(&mut first, 512);
+    assert_eq!(
+        budget.usage(),
+        plan.usage.with(Purpose::Weights, weights),
+        "it grows as far as it was promised"
+    );
+    drop(first);
+    ModelSession::new(&model, &registry, &config).unwrap();
 }
 
 #[test]

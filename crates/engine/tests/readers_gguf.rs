@@ -230,6 +230,11 @@ const HEADERS: &[Row] = &[
         |f| f.tensors[2].offset = Some(u64::MAX - 31),
         &["attn_norm", "ends before"],
     ),
+    (
+        "two tensors in one place",
+        |f| f.tensors[2].offset = Some(0),
+        &["attn_norm", "token_embd.weight", "lies"],
+    ),
     ("a crooked offset", |f| f.tensors[2].offset = Some(8), &["attn_norm", "at 8", "aligned to 32"]),
     (
         "half a block",

@@ -293,6 +293,11 @@ const CONFIGS: &[Row] = &[
         |f| f.set("num_key_value_heads", json!(3)),
         &["num_key_value_heads", "is 3", "does not divide the 2"],
     ),
+    (
+        "a rope for every type of layer",
+        |f| f.set("rope_parameters", json!({"full_attention": {"rope_type": "default", "rope_theta": 1e6}})),
+        &["rope_parameters", "full_attention", "one rope for all layers"],
+    ),
     ("no KV heads", |f| f.set("num_key_value_heads", json!(0)), &["num_key_value_heads", "is 0"]),
     ("an odd head", |f| f.set("head_dim", json!(5)), &["head_dim", "is 5", "even"]),
     ("a head of nothing", |f| f.set("head_dim", json!(0)), &["head_dim", "is 0"]),

@@ -118,6 +118,26 @@ fn streams_say_what_the_whole_says() {
     }
 }
 
+/// Words cut in another way are other tokens: no encoding is better than a wrong one.
+#[test]
+fn an_unknown_way_to_cut_words_is_refused_until_it_is_guessed() {
+    let path = fixtures("tokenizers/bpe-qwen2/model.gguf");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let find =
+        |what: &[u8], from: usize| from + bytes[from..].windows(what.len()).position(|w| w == what).unwrap();
+    let at = find(b"qwen2", find(b"tokenizer.ggml.pre", 0));
+    bytes[at..at + 5].copy_from_slice(b"tekke");
+    let gguf = Gguf::from_bytes("tekke.gguf", bytes).unwrap();
+    let mut tokenizer = Tokenizer::from_gguf(&gguf).unwrap().unwrap();
+    let error = tokenizer.encode("a b", true).unwrap_err().to_string();
+    for word in ["tekke.gguf", "`tekke`", "--guess-pretokenizer"] {
+        assert!(error.contains(word), "{word}: {error}");
+    }
+    assert!(tokenizer.decode(&[1, 2]).is_ok(), "tokens that are there have a text all the same");
+    tokenizer.guess_pretokenizer();
+    assert!(!tokenizer.encode("a b", true).unwrap().is_empty());
+}
+
 #[test]
 fn whole_characters_come_at_once() {
     let tokenizer = tokenizer(&fixtures("tokenizers/spm"));

@@ -36,7 +36,7 @@ fn write(args: &[&str], out: &Path) -> Output {
 }
 
 fn load(path: &Path) -> Arc<Model> {
-    let options = LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: None };
+    let options = LoadOptions { form: WeightForm::AsStored, ..LoadOptions::default() };
     let file = ModelFile::Path(path.into());
     Arc::new(Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap())
 }

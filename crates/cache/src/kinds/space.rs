@@ -68,7 +68,6 @@ impl CellSpace {
         if needed > free {
             return Err(Refused::NoSpace { group, needed, free, reclaimable: 0 });
         }
-        out.make_claimable(self.capacity());
         let mut cursor = Cursor::default();
         for span in &spans.list {
             let tail = self.sequence(span.seq)?.tail();

@@ -1,14 +1,16 @@
 //! Reference-counted cells, handed out in aligned stripes of 16, so that sequences which decode in turn do not
 //! shred each other into runs of one cell.
-use crate::plan::{CellCopy, GroupPlan};
+use crate::plan::{CellCopy, GroupPlan, grown};
 use crate::run::Run;
 
 /// Cells that one sequence fills before another may start among them.
 pub(super) const STRIPE: u32 = 16;
 
-/// 4 bytes per cell, one byte and a little over one bit per stripe.
+/// 4 bytes per cell, one byte and a little over one bit per stripe; for the cells that were ever reached, not for all
+/// that the capacity promises.
 pub(super) struct Stripes {
-    refs: Vec<u32>,
+    capacity: u32,
+    refs: Vec<u32>, // the first cells; all behind them are free
     used_in_stripe: Vec<u8>,
     free_stripes: StripeSet,
     used: u32,
@@ -24,17 +26,33 @@ pub(super) struct Cursor {
 
 impl Stripes {
     pub fn new(capacity: u32) -> Self {
-        let n_stripes = capacity.div_ceil(STRIPE);
         Stripes {
-            refs: vec![0; capacity as usize],
-            used_in_stripe: vec![0; n_stripes as usize],
-            free_stripes: StripeSet::full(n_stripes),
+            capacity,
+            refs: Vec::new(),
+            used_in_stripe: Vec::new(),
+            free_stripes: StripeSet::default(),
             used: 0,
             high_water: 0,
         }
     }
     pub fn capacity(&self) -> u32 {
-        self.refs.len() as u32
+        self.capacity
+    }
+    /// Keep books for `cells` cells at least, by doubling.
+    fn reach(&mut self, cells: u32) {
+        if cells as usize > self.refs.len() {
+            let cells = grown(cells, self.capacity);
+            self.refs.resize(cells as usize, 0);
+            let before = self.used_in_stripe.len() as u32;
+            self.used_in_stripe.resize(cells.div_ceil(STRIPE) as usize, 0);
+            self.free_stripes.extend(before..self.used_in_stripe.len() as u32);
+        }
+    }
+    /// The first free stripe that is not before `stripe`.
+    fn fresh_stripe(&self, stripe: u32) -> Option<u32> {
+        let behind = stripe.max(self.used_in_stripe.len() as u32);
+        let behind = (behind < self.capacity.div_ceil(STRIPE)).then_some(behind);
+        self.free_stripes.at_or_after(stripe).or(behind)
     }
     pub fn used(&self) -> u32 {
         self.used
@@ -55,7 +73,7 @@ impl Stripes {
         while n > 0 {
             let run = match tail.and_then(|tail| self.rest_of_stripe(tail, n, out)) {
                 Some(run) => run,
-                None => match self.free_stripes.at_or_after(cursor.fresh_stripe) {
+                None => match self.fresh_stripe(cursor.fresh_stripe) {
                     Some(stripe) => {
                         cursor.fresh_stripe = stripe + 1;
                         let start = stripe * STRIPE;
@@ -64,14 +82,14 @@ impl Stripes {
                     None => self.stray(cursor, n, out),
                 },
             };
-            out.claim(run);
+            out.claim(run, self.capacity);
             n -= run.len;
             tail = Some(run.end());
         }
     }
 
     fn is_open(&self, cell: u32, out: &GroupPlan) -> bool {
-        self.refs[cell as usize] == 0 && !out.claimed(cell)
+        self.refs.get(cell as usize).is_none_or(|refs| *refs == 0) && !out.claimed(cell)
     }
 
     /// Free cells from `cell` to the end of its stripe, if the stripe has begun before it.
@@ -94,7 +112,8 @@ impl Stripes {
                 self.capacity()
             );
             let end = ((stripe + 1) * STRIPE).min(self.capacity());
-            if u32::from(self.used_in_stripe[stripe as usize]) == end - stripe * STRIPE {
+            let used = self.used_in_stripe.get(stripe as usize).copied().unwrap_or(0);
+            if u32::from(used) == end - stripe * STRIPE {
                 cursor.stray_cell = end;
             } else if self.is_open(cell, out) {
                 let len =
@@ -109,6 +128,7 @@ impl Stripes {
 
     /// One more holder of every cell of `run`.
     pub fn hold(&mut self, run: Run) {
+        self.reach(run.end());
         for cell in run.cells() {
             self.refs[cell as usize] += 1;
             if self.refs[cell as usize] == 1 {
@@ -133,6 +153,7 @@ impl Stripes {
     /// The bytes have moved; their holders move with them.
     pub fn relocate(&mut self, moves: &[CellCopy]) {
         for copy in moves {
+            self.reach(copy.to + copy.len);
             for i in 0..copy.len {
                 let (from, to) = (copy.from + i, copy.to + i);
                 assert!(self.refs[to as usize] == 0, "cell {from} moves onto occupied cell {to}");
@@ -175,7 +196,7 @@ impl Stripes {
     pub fn clear(&mut self) {
         self.refs.fill(0);
         self.used_in_stripe.fill(0);
-        self.free_stripes = StripeSet::full(self.used_in_stripe.len() as u32);
+        self.free_stripes.extend(0..self.used_in_stripe.len() as u32);
         self.used = 0;
         self.high_water = 0;
     }
@@ -183,6 +204,7 @@ impl Stripes {
 
 /// A set of stripes in two levels of bits: the next member is found by looking at three words and at one more per
 /// 4,096 stripes skipped.
+#[derive(Default)]
 struct StripeSet {
     words: Vec<u64>,
     /// Bit w: `words[w]` is not 0.
@@ -190,11 +212,12 @@ struct StripeSet {
 }
 
 impl StripeSet {
-    fn full(n: u32) -> Self {
-        let n_words = n.div_ceil(64) as usize;
-        let mut set = StripeSet { words: vec![0; n_words], summary: vec![0; n_words.div_ceil(64)] };
-        (0..n).for_each(|stripe| set.insert(stripe));
-        set
+    /// These become members, and the set as large as they need.
+    fn extend(&mut self, stripes: std::ops::Range<u32>) {
+        let n_words = self.words.len().max(stripes.end.div_ceil(64) as usize);
+        self.words.resize(n_words, 0);
+        self.summary.resize(n_words.div_ceil(64), 0);
+        stripes.for_each(|stripe| self.insert(stripe));
     }
     fn insert(&mut self, stripe: u32) {
         let word = stripe as usize / 64;
@@ -234,7 +257,9 @@ mod tests {
     #[test]
     fn the_next_free_stripe_is_found_across_words_and_blocks() {
         let n = 3 * 4096 + 70;
-        let mut set = StripeSet::full(n);
+        let mut set = StripeSet::default();
+        set.extend(0..70);
+        set.extend(70..n);
         let mut twin: BTreeSet<u32> = (0..n).collect();
         let mut state = 7u64;
         for round in 0..40_000 {

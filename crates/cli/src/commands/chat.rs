@@ -21,7 +21,7 @@ pub struct Args {
     #[arg(short = 'n', long, default_value_t = 512, value_name = "TOKENS")]
     max_tokens: u32,
     /// End an answer where this text comes; may be given several times
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", value_parser = parse_stop)]
     stop: Vec<String>,
     /// What the model is told first
     #[arg(long, value_name = "TEXT")]
@@ -35,11 +35,13 @@ const HELP: &str = "\
 /fork [NAME]            go on in a new branch; nothing is copied
 /branches               list them
 /switch NAME            go on in another one
+/drop NAME              give one up, and the cells that only it holds
 /undo                   unsay the last question and its answer
 /system TEXT            what the model is told first
 /save-transcript FILE   write this branch to a file
 /help                   this
-/quit                   or end of input";
+/quit                   or end of input
+//TEXT                  say /TEXT";
 
 /// `kvist chat --json`, one line per turn
 #[derive(Serialize)]
@@ -58,25 +60,29 @@ struct TurnReport<'a> {
 
 pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     // Branches need a kind that shares; who names another one gets that.
-    if args.cache.kind == "contiguous" && args.cache.window.is_none() {
-        args.cache.kind = "cells".into();
-    }
+    args.cache.kind.get_or_insert_with(|| "cells".into());
     let mut sampler = args.sampling.sampler(args.sampling.seed())?;
-    interrupt::listen();
-    let model = args.model.load(quiet)?;
-    anyhow::ensure!(model.tokenizer().is_some(), "this model has no tokenizer (tokenizer.json beside it)");
-    let context = args.cache.context.unwrap_or(model.decoder().config().context);
+    let opened = args.model.open()?;
+    opened.tokenizer().context("this model has no tokenizer (tokenizer.json beside it)")?.check()?;
+    if args.system.is_some() && opened.chat_template().is_none() {
+        return Err(wrong_usage(
+            "--system needs a model with a chat template; this one continues plain text",
+        ));
+    }
+    let context = args.cache.context.unwrap_or(opened.config().context);
     args.cache.context = Some(context);
-    let config = args.cache.config(model.decoder().config(), u64::from(context))?;
+    let config = args.cache.config(opened.config(), u64::from(context))?;
+    let (model, _) = args.model.load_for(opened, &config, 0, quiet)?;
+    interrupt::listen();
     let mut chat = Chat::new(ModelSession::new(&model, &registry(model.decoder().compute()), &config)?, None);
     if args.system.is_some() {
         chat.set_system(args.system.clone()).map_err(|e| wrong_usage(e.to_string()))?;
     }
     let interactive = std::io::stdin().is_terminal();
     if !quiet {
-        eprintln!("{}; /help lists the commands", model.name());
+        output::note(&format!("{}; /help lists the commands", model.name()));
         if !chat.has_template() {
-            eprintln!("it has no chat template: what you type is continued as plain text");
+            output::note("it has no chat template: what you type is continued as plain text");
         }
     }
     let limits = Limits {
@@ -88,26 +94,37 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let mut line = Vec::new();
     loop {
         if interactive {
-            eprint!("\n{}> ", chat.current().name);
+            output::ask(&format!("\n{}> ", chat.current().name));
         }
         line.clear();
-        let read = std::io::stdin().lock().read_until(b'\n', &mut line).context("cannot read stdin")?;
-        if read == 0 || (interrupt::interrupted() && line.is_empty()) {
+        let read = interrupt::idle(|| std::io::stdin().lock().read_until(b'\n', &mut line));
+        if read.context("cannot read stdin")? == 0 {
             return Ok(());
         }
-        interrupt::reset();
-        let said = utf8(std::mem::take(&mut line), "stdin")?;
+        let said = match utf8(std::mem::take(&mut line), "stdin") {
+            Ok(said) => said,
+            Err(error) if interactive => {
+                output::note(&format!("kvist: {}", output::sentence(&error)));
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
         let said = said.trim_end_matches(['\n', '\r']);
         if said.trim().is_empty() {
             continue;
         }
         match said.split_once(' ').map_or((said, ""), |(command, rest)| (command, rest.trim())) {
             ("/quit" | "/exit", _) => return Ok(()),
-            (command, rest) if command.starts_with('/') => match obey(&mut chat, command, rest) {
-                Ok(answer) => eprintln!("{answer}"),
-                Err(error) => eprintln!("kvist: {}", output::sentence(&error)),
-            },
+            (command, rest) if command.starts_with('/') && !command.starts_with("//") => {
+                match obey(&mut chat, command, rest) {
+                    Ok(answer) => output::note(&answer),
+                    // In a pipe nobody sees that a command failed, and what follows would be said in a wrong place.
+                    Err(error) if !interactive => return Err(error),
+                    Err(error) => output::note(&format!("kvist: {}", output::sentence(&error))),
+                }
+            }
             _ => {
+                let said = said.strip_prefix('/').filter(|rest| rest.starts_with('/')).unwrap_or(said);
                 let mut watch = Watch { stream: !args.json, failed: None };
                 let turn = chat.say(said, &mut sampler, &limits, &mut watch);
                 if let Some(failed) = watch.failed {
@@ -116,9 +133,16 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
                 match turn {
                     Ok(turn) => tell(&chat, said, &turn, args.json, quiet)?,
                     // One that does not fit is no end of the conversation.
-                    Err(error) if interactive => eprintln!("kvist: {}", output::sentence(&error.into())),
+                    Err(error) if interactive => {
+                        output::note(&format!("kvist: {}", output::sentence(&error.into())))
+                    }
                     Err(error) => return Err(error.into()),
                 }
+                // At a terminal the conversation goes on; a script would go on from half an answer.
+                if interrupt::interrupted() && !interactive {
+                    anyhow::bail!("interrupted");
+                }
+                interrupt::reset();
             }
         }
     }
@@ -143,16 +167,18 @@ fn tell(chat: &Chat, said: &str, turn: &Turn, json: bool, quiet: bool) -> anyhow
     }
     output::show("\n")?;
     if !quiet {
-        eprintln!(
+        output::note(&format!(
             "[{} reused, {} read, {} written at {:.1} tokens/s, KV {}]",
             turn.reused_tokens,
             g.prompt_tokens,
             g.tokens.len(),
             g.decode_rate(),
             bytes(chat.session().kv_bytes())
-        );
+        ));
         if g.finish == Finish::CacheFull {
-            eprintln!("the cache is full: /undo, start with a larger --context, or with --window");
+            output::note(
+                "the cache is full: /undo, /drop branches, start with a larger --context, or with --kind ring --window TOKENS, which never fills",
+            );
         }
     }
     Ok(())
@@ -179,6 +205,10 @@ fn obey(chat: &mut Chat, command: &str, rest: &str) -> anyhow::Result<String> {
         "/switch" => {
             chat.switch(rest)?;
             format!("on {rest}")
+        }
+        "/drop" => {
+            chat.drop_branch(rest)?;
+            format!("{rest} is gone")
         }
         "/undo" if chat.undo() => "unsaid".into(),
         "/undo" => "nothing was said here yet".into(),

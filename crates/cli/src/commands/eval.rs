@@ -4,9 +4,10 @@ use crate::options::*;
 use crate::{interrupt, json, output, progress};
 use anyhow::Context;
 use clap::ValueHint;
-use kvist_backend::Storage;
+use kvist_backend::{Bytes, Registry, Storage};
+use kvist_engine::config::ModelConfig;
 use kvist_engine::divergence::Divergence;
-use kvist_engine::memory::CacheConfig;
+use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::session::{Feed, ModelSession, Want};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -53,15 +54,14 @@ struct Report {
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let text = read_text(&args.text)?;
-    interrupt::listen();
-    let model = args.model.load(quiet)?;
-    let tokenizer = model.tokenizer().context("this model has no tokenizer (tokenizer.json beside it)")?;
+    let opened = args.model.open()?;
+    let tokenizer = opened.tokenizer().context("this model has no tokenizer (tokenizer.json beside it)")?;
     let mut tokens = Vec::new();
     for document in text.split('\0').filter(|d| !d.is_empty()) {
         tokens.extend(tokenizer.encode(document, true)?);
         tokens.extend(tokenizer.eos());
     }
-    let architecture = model.decoder().config();
+    let architecture = opened.config();
     let context = args.cache.context.unwrap_or(architecture.context);
     let mut cache = args.cache.clone();
     cache.context = Some(context);
@@ -82,13 +82,18 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if tokens.len() < 2 || context < 2 {
         return Err(wrong_usage("there must be two tokens at least, in the text and in --context"));
     }
-    let registry = registry(model.decoder().compute());
+    let registry = registry(&args.model.compute.get()?);
+    let budget = args.model.budget();
+    let free = MemoryPlan::free_after(&opened, args.model.weights, &budget)?;
+    let plan = fit(architecture, &registry, &config, &reference, free, budget.total())?;
+    let model = args.model.load(opened, &budget, quiet)?;
+    interrupt::listen();
     let mut under_test = ModelSession::new(&model, &registry, &config)?;
     let mut expected = ModelSession::new(&model, &registry, &reference)?;
     let mut divergence = Divergence::default();
     let bar = progress::bar("scoring", tokens.len() as u64, quiet);
     let mut stopped = false;
-    for window in tokens.chunks(context as usize).filter(|w| w.len() > 1) {
+    'text: for window in tokens.chunks(context as usize).filter(|w| w.len() > 1) {
         under_test.clear()?;
         expected.clear()?;
         let mut at = 0;
@@ -102,21 +107,20 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             }
             at += chunk.len();
             bar.inc(chunk.len() as u64);
-        }
-        if interrupt::interrupted() {
-            stopped = true;
-            break;
+            if interrupt::interrupted() {
+                stopped = true;
+                break 'text;
+            }
         }
     }
     bar.finish_and_clear();
     let d = divergence.summary().context("nothing was scored")?;
-    let plan = kvist_engine::memory::MemoryPlan::of_session(architecture, &registry, &config)?;
     let report = Report {
         version: json::VERSION,
         model: model.name().to_string(),
         text: args.text.clone(),
-        cache: (&config).into(),
-        reference: (&reference).into(),
+        cache: json::CacheShape::new(&config, model.decoder().config()),
+        reference: json::CacheShape::new(&reference, model.decoder().config()),
         kv_bytes_per_token: plan.kv_bytes_per_token,
         tokens: d.tokens,
         perplexity: d.perplexity,
@@ -128,6 +132,63 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         interrupted: stopped,
     };
     if args.json { output::show_json(&report) } else { output::show(&report.text()) }
+}
+
+/// The plan of the cache under test, if both caches fit beside each other into what is `free`; else what would.
+fn fit(
+    model: &ModelConfig,
+    registry: &Registry,
+    config: &CacheConfig,
+    reference: &CacheConfig,
+    free: u64,
+    total: u64,
+) -> anyhow::Result<MemoryPlan> {
+    let bounds = |context: u32, chunk: u32, storage: Storage| -> anyhow::Result<(MemoryPlan, u64, u64)> {
+        let max_step_tokens = chunk.min(context);
+        let shape = |base: &CacheConfig| CacheConfig {
+            context_tokens: context,
+            max_step_tokens,
+            max_rows: max_step_tokens,
+            ..base.clone()
+        };
+        let plan = MemoryPlan::of_session(model, registry, &shape(config))?;
+        let reference = CacheConfig { k: storage, v: storage, ..shape(reference) };
+        let beside = MemoryPlan::of_session(model, registry, &reference)?;
+        let (a, b) = (plan.session_bound(), beside.session_bound());
+        Ok((plan, a, b))
+    };
+    let (context, chunk) = (config.context_tokens, config.max_step_tokens);
+    let (plan, a, b) = bounds(context, chunk, reference.k)?;
+    if a.checked_add(b).is_some_and(|sum| sum <= free) {
+        return Ok(plan);
+    }
+    // The first that fits: smaller steps change nothing, a smaller reference little, shorter windows the text.
+    let fits = |context, chunk, storage| {
+        bounds(context, chunk, storage).is_ok_and(|(_, a, b)| a.checked_add(b).is_some_and(|sum| sum <= free))
+    };
+    let chunks = [chunk, 64, 16].map(|n| n.min(chunk));
+    let halves = (0..32).map(|n| context >> n).take_while(|context| *context >= 2);
+    let mut choices = halves.flat_map(|context| {
+        let storages = [reference.k, Storage::F16];
+        storages.into_iter().flat_map(move |storage| chunks.map(|chunk| (context, chunk, storage)))
+    });
+    let advice = choices.find(|(context, chunk, storage)| fits(*context, *chunk, *storage));
+    let advice = advice.map(|(c, n, s)| {
+        let parts = [
+            (c < context).then(|| format!("--context {c}")),
+            (n < chunk).then(|| format!("--chunk {n}")),
+            (s != reference.k).then(|| format!("--reference {s}")),
+        ];
+        parts.into_iter().flatten().collect::<Vec<_>>().join(" ")
+    });
+    anyhow::bail!(
+        "the cache under test asks {} and the reference {} (working memory included); {} of {} are free; try {}",
+        Bytes(a),
+        Bytes(b),
+        Bytes(free),
+        Bytes(total),
+        advice.unwrap_or_else(|| "a smaller model, or more memory with --memory".into())
+    )
 }
 
 impl Report {

@@ -1,13 +1,13 @@
 //! `kvist logits`: numbers to compare with other runtimes. Needs no tokenizer.
 use crate::options::*;
 use crate::{interrupt, json, output, progress};
+use anyhow::Context;
 use clap::ValueHint;
 use kvist_cache::SeqId;
-use kvist_engine::generate::{Limits, generate};
+use kvist_engine::generate::{Finish, Limits, generate};
 use kvist_engine::model::top_two;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{Feed, ModelSession, Want};
-use safetensors::tensor::{Dtype, TensorView};
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -44,6 +44,9 @@ struct Report {
     tokens: Vec<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     generated: Option<Vec<u32>>,
+    /// What ended them: anything but `max_tokens` means that some are missing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    finish: Option<&'static str>,
     /// The likeliest next token after each input token, and its lead over the second.
     #[serde(skip_serializing_if = "Option::is_none")]
     likeliest: Option<Vec<(u32, f32)>>,
@@ -53,25 +56,37 @@ struct Report {
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let tokens = args.tokens()?;
-    interrupt::listen();
-    let model = args.model.load(quiet)?;
-    let registry = registry(model.decoder().compute());
+    let opened = args.model.open()?;
     let needed = tokens.len() as u64 + u64::from(args.generate.unwrap_or(0));
-    let mut config = args.cache.config(model.decoder().config(), needed)?;
+    let mut config = args.cache.config(opened.config(), needed)?;
     config.max_rows = config.max_step_tokens;
     kvist_engine::check_prompt(&config, tokens.len())?;
-    let mut session = ModelSession::new(&model, &registry, &config)?;
-    let mut report =
-        Report { version: json::VERSION, tokens, generated: None, likeliest: None, out: args.out.clone() };
+    // What cannot be written is better known before hours of work.
+    let file = args.out.as_deref().map(output::FileInParts::create).transpose()?;
+    let (model, _) = args.model.load_for(opened, &config, tokens.len(), quiet)?;
+    interrupt::listen();
+    let mut session = ModelSession::new(&model, &registry(model.decoder().compute()), &config)?;
+    let mut report = Report {
+        version: json::VERSION,
+        tokens,
+        generated: None,
+        finish: None,
+        likeliest: None,
+        out: args.out.clone(),
+    };
+    let mut cut_short = None;
 
-    if let Some(path) = &args.out {
+    if let (Some(path), Some(mut file)) = (&args.out, file) {
         let vocab = model.decoder().config().vocab;
-        let mut logits: Vec<u8> = Vec::new();
+        file.write(&header(report.tokens.len(), vocab)?)?;
         let mut likeliest = Vec::new();
         let bar = progress::bar("reading", report.tokens.len() as u64, quiet);
         for chunk in report.tokens.chunks(config.max_step_tokens as usize) {
             session.forward(&[Feed::chain(SeqId::ONLY, chunk)], Want::All)?;
-            logits.extend(session.logits().iter().flat_map(|x| x.to_le_bytes()));
+            // Row by row: all of them together can be larger than the model.
+            for x in session.logits() {
+                file.write(&x.to_le_bytes())?;
+            }
             likeliest.extend(session.logits().chunks(vocab).filter_map(top_two));
             bar.inc(chunk.len() as u64);
             if interrupt::interrupted() {
@@ -79,9 +94,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             }
         }
         bar.finish_and_clear();
-        let view = TensorView::new(Dtype::F32, vec![report.tokens.len(), vocab], &logits)?;
-        let file = safetensors::serialize([("logits", view)], None)?;
-        output::write_file(path, &file)?;
+        file.finish()?;
         report.likeliest = Some(likeliest);
         session.clear()?;
     }
@@ -102,19 +115,36 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             &limits,
             &mut UntilInterrupted,
         )?;
+        if out.tokens.len() < limits.max_tokens {
+            let why = if out.finish == Finish::CacheFull { "the cache is full" } else { "interrupted" };
+            cut_short = Some(format!("{} of {max_tokens} tokens were generated: {why}", out.tokens.len()));
+        }
+        report.finish = Some(out.finish.name());
         report.generated = Some(out.tokens);
     }
     if args.json {
-        return output::show_json(&report);
-    }
-    if let Some(generated) = &report.generated {
+        output::show_json(&report)?;
+    } else if let Some(generated) = &report.generated {
         let ids: Vec<String> = generated.iter().map(u32::to_string).collect();
         output::show(&(ids.join(",") + "\n"))?;
     }
-    if let (Some(path), false) = (&args.out, quiet) {
-        eprintln!("wrote the logits of {} tokens to {}", report.tokens.len(), path.display());
+    if let (Some(path), false) = (&args.out, quiet || args.json) {
+        output::note(&format!("wrote the logits of {} tokens to {}", report.tokens.len(), path.display()));
     }
-    Ok(())
+    // A comparison must not take a part for the whole.
+    cut_short.map_or(Ok(()), |what| Err(anyhow::anyhow!(what)))
+}
+
+/// What a safetensors file with one tensor begins with.
+fn header(tokens: usize, vocab: usize) -> anyhow::Result<Vec<u8>> {
+    let bytes =
+        tokens.checked_mul(vocab).and_then(|n| n.checked_mul(4)).context("that many logits overflow")?;
+    let tensor = serde_json::json!({ "dtype": "F32", "shape": [tokens, vocab], "data_offsets": [0, bytes] });
+    let mut text = serde_json::json!({ "logits": tensor }).to_string();
+    text += &" ".repeat(text.len().next_multiple_of(8) - text.len());
+    let mut header = (text.len() as u64).to_le_bytes().to_vec();
+    header.extend(text.bytes());
+    Ok(header)
 }
 
 struct UntilInterrupted;

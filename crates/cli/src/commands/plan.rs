@@ -12,6 +12,9 @@ use std::path::PathBuf;
 pub struct Args {
     /// A config.json, a Hugging Face folder or a .gguf file; without it the embedded model
     #[arg(value_hint = ValueHint::AnyPath)]
+    path: Option<PathBuf>,
+    /// The same, as the other commands take it
+    #[arg(short, long, value_name = "PATH", conflicts_with = "path", value_hint = ValueHint::AnyPath)]
     model: Option<PathBuf>,
     #[command(flatten)]
     cache: CacheArgs,
@@ -22,7 +25,7 @@ pub struct Args {
     #[arg(long, value_name = "RATE", value_parser = parse_rate)]
     bandwidth: Option<Size>,
     /// Refuse (exit status 1) what does not fit into this much memory
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     memory: Option<Size>,
     #[command(flatten)]
     compute: ComputeArgs,
@@ -64,9 +67,10 @@ struct Ceiling {
 }
 
 pub fn run(args: Args) -> anyhow::Result<()> {
-    let file = args.model.as_ref().map_or(kvist_engine::model::ModelFile::Embedded, |path| {
-        kvist_engine::model::ModelFile::Path(path.clone())
-    });
+    let file =
+        args.path.as_ref().or(args.model.as_ref()).map_or(kvist_engine::model::ModelFile::Embedded, |path| {
+            kvist_engine::model::ModelFile::Path(path.clone())
+        });
     let size = ModelSize::of(&file, args.weights)?;
     let context = args.cache.context.unwrap_or(size.config.context);
     let mut cache = args.cache.clone();
@@ -74,6 +78,9 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let config = cache.config(&size.config, u64::from(context))?;
     let plan = MemoryPlan::of_session(&size.config, &registry(&args.compute.get()?), &config)?;
     let bound = plan.usage.with(Purpose::Weights, size.resident_bytes);
+    if bound.checked_total().is_none() {
+        anyhow::bail!("these sizes overflow: no machine holds such a model and cache");
+    }
 
     let visible = plan.kv_bytes_visible(&size.config, &config);
     let read = size.read_per_token.saturating_add(visible);
@@ -82,7 +89,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         version: json::VERSION,
         model: size.name.clone(),
         context_tokens: context,
-        cache: (&config).into(),
+        cache: json::CacheShape::new(&config, &size.config),
         weight_bytes_on_disk: size.stored_bytes,
         kv_bytes_per_token: plan.kv_bytes_per_token,
         kv_bits_per_value: plan.kv_bits_per_value(&size.config),

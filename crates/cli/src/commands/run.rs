@@ -6,11 +6,9 @@ use clap::ValueHint;
 use indicatif::ProgressBar;
 use kvist_cache::SeqId;
 use kvist_engine::generate::{Limits, Observer, generate};
-use kvist_engine::memory::MemoryPlan;
-use kvist_engine::model::Model;
+use kvist_engine::model::Opened;
 use kvist_engine::session::ModelSession;
 use kvist_engine::template::Message;
-use kvist_engine::tokenizer::Tokenizer;
 use std::io::{IsTerminal, Read};
 use std::path::PathBuf;
 
@@ -31,7 +29,7 @@ pub struct Args {
     #[arg(short = 'n', long, default_value_t = 256, value_name = "TOKENS")]
     max_tokens: u32,
     /// End where this text comes; may be given several times
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", value_parser = parse_stop)]
     stop: Vec<String>,
     /// Go on after the model has ended its text
     #[arg(long)]
@@ -53,23 +51,22 @@ pub struct Args {
     json: bool,
 }
 
+const NO_TOKENIZER: &str =
+    "this model has no tokenizer (tokenizer.json beside it); `kvist logits` works without one";
+
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let prompt = args.prompt()?;
     let seed = args.sampling.seed();
     let mut sampler = args.sampling.sampler(seed)?;
-    interrupt::listen();
-    let model = args.model.load(quiet)?;
-    let tokenizer = model.tokenizer().with_context(|| {
-        "this model has no tokenizer (tokenizer.json beside it); `kvist logits` works without one".to_string()
-    })?;
-    let (tokens, echo) = args.encode(&model, tokenizer, &prompt)?;
-
+    let opened = args.model.open()?;
+    let (tokens, echo) = args.encode(&opened, &prompt)?;
     let needed = tokens.len() as u64 + u64::from(args.max_tokens);
-    let config = args.cache.config(model.decoder().config(), needed)?;
+    let config = args.cache.config(opened.config(), needed)?;
     kvist_engine::check_prompt(&config, tokens.len())?;
-    let registry = registry(model.decoder().compute());
-    let plan = MemoryPlan::of_session(model.decoder().config(), &registry, &config)?;
-    let mut session = ModelSession::new(&model, &registry, &config)?;
+    let (model, plan) = args.model.load_for(opened, &config, tokens.len(), quiet)?;
+    interrupt::listen();
+    let tokenizer = model.tokenizer().context(NO_TOKENIZER)?;
+    let mut session = ModelSession::new(&model, &registry(model.decoder().compute()), &config)?;
 
     let limits = Limits {
         max_tokens: args.max_tokens as usize,
@@ -78,13 +75,11 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         no_cache: args.no_cache,
     };
     let bar = progress::bar("reading", tokens.len() as u64, quiet || tokens.len() < 512);
-    let mut watch = Watch { bar, stream: !args.json, failed: None };
-    if let (false, Some(echo)) = (args.json, echo) {
-        output::show(echo)?;
-    }
+    let echo = echo.filter(|_| !args.json).map(str::to_string);
+    let mut watch = Watch { bar, echo, stream: !args.json, failed: None };
     let generation =
         generate(&mut session, SeqId::ONLY, &tokens, Some(tokenizer), &mut sampler, &limits, &mut watch)?;
-    watch.bar.finish_and_clear();
+    watch.text(""); // an answer without a text has an echo too
     if let Some(failed) = watch.failed {
         return Err(failed);
     }
@@ -94,7 +89,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     output::show("\n")?;
     if !quiet {
-        eprintln!("{}", report.summary());
+        output::note(&report.summary());
     }
     Ok(())
 }
@@ -120,12 +115,8 @@ impl Args {
     }
 
     /// The prompt's tokens, and the text that the answer continues, if it continues one.
-    fn encode<'p>(
-        &self,
-        model: &Model,
-        tokenizer: &Tokenizer,
-        prompt: &'p str,
-    ) -> anyhow::Result<(Vec<u32>, Option<&'p str>)> {
+    fn encode<'p>(&self, model: &Opened, prompt: &'p str) -> anyhow::Result<(Vec<u32>, Option<&'p str>)> {
+        let tokenizer = model.tokenizer().context(NO_TOKENIZER)?;
         match model.chat_template() {
             Some(template) if !self.raw => {
                 let mut messages = Vec::new();
@@ -147,6 +138,8 @@ impl Args {
 /// Streams to stdout; stops at Ctrl-C.
 struct Watch {
     bar: ProgressBar,
+    /// The prompt, which comes with the first word of the answer: a failure before that leaves nothing on stdout.
+    echo: Option<String>,
     stream: bool,
     failed: Option<anyhow::Error>,
 }
@@ -161,8 +154,9 @@ impl Observer for Watch {
     }
     fn text(&mut self, text: &str) -> bool {
         self.bar.finish_and_clear();
+        let text = self.echo.take().unwrap_or_default() + text;
         if self.stream
-            && let Err(error) = output::show(text)
+            && let Err(error) = output::show(&text)
         {
             self.failed = Some(error);
         }

@@ -5,8 +5,8 @@ use super::{Kernel, Simd};
 pub struct Portable;
 
 #[inline(always)]
-fn each<T: Copy>(mut f: impl FnMut(usize) -> T) -> [T; 16] {
-    std::array::from_fn(|i| f(i))
+fn each<T: Copy>(f: impl FnMut(usize) -> T) -> [T; 16] {
+    std::array::from_fn(f)
 }
 
 #[inline(always)]

@@ -27,6 +27,9 @@ pub struct Scratch {
     _held: Reservation,
 }
 
+/// Splits of a token that may be worked on side by side; a longer context takes them in turns.
+const MOST_SPLITS: usize = 64;
+
 /// Elements of each buffer.
 struct Sizes {
     states: usize,
@@ -51,7 +54,7 @@ impl Sizes {
         let cells = spec.capacity_cells.iter().copied().max().unwrap_or(0);
         let rows = heads.checked_mul(tokens)?;
         let filled = rows.checked_add(unit_rows.checked_mul(heads)?)?;
-        let split = heads.checked_mul(cells.div_ceil(SPLIT) as usize + 1)?;
+        let split = heads.checked_mul((cells.div_ceil(SPLIT) as usize + 1).min(MOST_SPLITS))?;
         let lines = (BLOCK_ROWS.max(per_kv) * (TILE + 2 * PAD)).max(LONG_TILE_ROWS * (LONG_TILE + 2 * PAD));
         Some(Sizes {
             states: filled.min(rows.max(1).checked_mul(2)?).max(split).checked_mul(state)?,

@@ -20,6 +20,8 @@ pub struct BF16;
 /// A float dtype's elements.
 pub trait Element: 'static {
     const BYTES: usize;
+    /// Vectors of a cache line.
+    const PER_LINE: usize = 64 / (LANES * Self::BYTES);
     /// Sixteen elements.
     type Raw: Copy;
     fn vectors(bytes: &[u8]) -> &[Self::Raw];
@@ -206,7 +208,7 @@ fn scores_tile<S: Simd, E: Element, const R: usize, const B: usize>(
         let mut k = [s.splat(0.0); B];
         for b in 0..B {
             k[b] = E::widen(s, &keys[b][i]);
-            if i % (64 / (LANES * E::BYTES).min(64)) == 0 {
+            if i.is_multiple_of(E::PER_LINE) {
                 s.prefetch(&keys[b][i], AHEAD);
             }
         }
@@ -287,7 +289,7 @@ fn accumulate_tile<S: Simd, E: Element, const R: usize, const D: usize>(
         let mut v = [s.splat(0.0); D];
         for j in 0..D {
             v[j] = E::widen(s, &row[j]);
-            if (d + j) % (64 / (LANES * E::BYTES).min(64)) == 0 {
+            if (d + j).is_multiple_of(E::PER_LINE) {
                 s.prefetch(&row[j], AHEAD);
             }
         }

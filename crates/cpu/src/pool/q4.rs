@@ -184,7 +184,7 @@ fn accumulate_for<S: Simd, const R: usize>(
         let half = len.div_ceil(2);
         let byte0 = first / 2;
         // Only halves of whole vectors are both in place; 16 elements are the smallest group of any real model.
-        let whole = if len % (2 * LANES) == 0 { half } else { 0 };
+        let whole = if len.is_multiple_of(2 * LANES) { half } else { 0 };
         let mut j = 0;
         while j < whole {
             let mut acc = [[s.splat_i(0); 4]; R];

@@ -30,6 +30,11 @@ pub(super) struct Traits {
     pub theta: f64,
     /// Where config.json is silent and it is not hidden_size / heads.
     pub head_dim: Option<usize>,
+    /// Where config.json is silent and it is not the number of heads.
+    pub kv_heads: Option<usize>,
+    /// `sliding_window` and the first layer that slides, where config.json is silent.
+    pub window: Option<u32>,
+    pub first_sliding: usize,
     /// llama.cpp's converter permutes the rows of q and k.
     pub gguf_permuted: bool,
 }
@@ -45,6 +50,9 @@ const LLAMA: Traits = Traits {
     tied: false,
     theta: 10_000.0,
     head_dim: None,
+    kv_heads: None,
+    window: None,
+    first_sliding: 0,
     gguf_permuted: true,
 };
 
@@ -58,6 +66,8 @@ pub(super) const FAMILIES: [Traits; 5] = [
         gguf: "mistral",
         qkv_bias: Some(false),
         always_slides: true,
+        kv_heads: Some(8),
+        window: Some(4096),
         ..LLAMA
     },
     Traits {
@@ -66,6 +76,9 @@ pub(super) const FAMILIES: [Traits; 5] = [
         model_type: "qwen2",
         gguf: "qwen2",
         qkv_bias: Some(true),
+        kv_heads: Some(32),
+        window: Some(4096),
+        first_sliding: 28,
         gguf_permuted: false,
         ..LLAMA
     },
@@ -76,6 +89,9 @@ pub(super) const FAMILIES: [Traits; 5] = [
         gguf: "qwen3",
         qk_norm: true,
         head_dim: Some(128),
+        kv_heads: Some(32),
+        window: Some(4096),
+        first_sliding: 28,
         gguf_permuted: false,
         ..LLAMA
     },
@@ -86,6 +102,7 @@ pub(super) const FAMILIES: [Traits; 5] = [
         gguf: "smollm3",
         tied: true,
         theta: 2_000_000.0,
+        kv_heads: Some(4),
         ..LLAMA
     },
 ];

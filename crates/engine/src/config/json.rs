@@ -63,7 +63,12 @@ impl ModelConfig {
             n_layers,
             hidden,
             n_heads,
-            n_kv_heads: fields.size("num_key_value_heads")?.unwrap_or(n_heads),
+            n_kv_heads: match fields.size("num_key_value_heads")? {
+                Some(n_kv_heads) => n_kv_heads,
+                // Silence means the family's first model; `null` means no grouping.
+                None if fields.object.contains_key("num_key_value_heads") => n_heads,
+                None => traits.kv_heads.unwrap_or(n_heads),
+            },
             head_dim,
             intermediate: fields.must_size("intermediate_size")?,
             vocab: fields.must_size("vocab_size")?,
@@ -162,14 +167,14 @@ impl<'f> Fields<'f> {
     fn layers(&self, traits: &Traits, n_layers: usize) -> Result<Vec<LayerConfig>, Error> {
         let slides = traits.always_slides || self.flag("use_sliding_window")?.unwrap_or(false);
         let window = match self.size("sliding_window")? {
-            // Silence means Mistral's first window; `null` means none.
-            None if traits.always_slides && !self.object.contains_key("sliding_window") => Some(4096),
+            // Silence means the family's first window; `null` means none.
+            None if slides && !self.object.contains_key("sliding_window") => traits.window,
             Some(window) if slides => Some(u32::try_from(window).unwrap_or(u32::MAX)),
             _ => None,
         };
         let first_sliding = match traits.always_slides {
             true => 0,
-            false => self.size("max_window_layers")?.unwrap_or(0),
+            false => self.size("max_window_layers")?.unwrap_or(traits.first_sliding),
         };
         // Mistral windows every layer and has no list of types.
         let types = if traits.always_slides { None } else { self.list("layer_types")? };
@@ -212,8 +217,6 @@ impl<'f> Fields<'f> {
     }
 
     fn rope(&self, traits: &Traits, head_dim: usize, context: usize) -> Result<Rope, Error> {
-        let partial = self.number("partial_rotary_factor")?.unwrap_or(1.0);
-        let dim = (head_dim as f64 * partial) as usize;
         let (field, parameters) = match (self.get("rope_parameters"), self.get("rope_scaling")) {
             (Some(value), _) => ("rope_parameters", value.clone()),
             (None, Some(value)) => ("rope_scaling", value.clone()),
@@ -224,6 +227,12 @@ impl<'f> Fields<'f> {
         };
         let file = format!("{}: {field}", self.file);
         let p = Fields { file: &file, object };
+        // One set per type of layer, or something newer: read as if it were one set it would be a plain rope.
+        if let Some((name, value)) = p.object.iter().find(|(_, value)| value.is_object()) {
+            return Err(p.bad(name, format!("is {value}; kvist knows one rope for all layers")));
+        }
+        let partial = p.number("partial_rotary_factor")?.or(self.number("partial_rotary_factor")?);
+        let dim = (head_dim as f64 * partial.unwrap_or(1.0)) as usize;
         let theta = p.number("rope_theta")?.or(self.number("rope_theta")?).unwrap_or(traits.theta);
         let kind = p.get("rope_type").or(p.get("type")).and_then(Value::as_str).unwrap_or("default");
         let must =

@@ -50,16 +50,17 @@ pub struct Model {
     weights: Reservation,
 }
 
-/// An opened file before its weights are read.
-pub(crate) struct Opened {
-    pub name: String,
-    pub config: ModelConfig,
-    pub source: Source,
+/// A model before its weights are read: what can be refused is refused here, at the price of the headers.
+pub struct Opened {
+    pub(crate) name: String,
+    pub(crate) config: ModelConfig,
+    pub(crate) source: Source,
     tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
 }
 
 impl Opened {
+    /// With `mmap` only the headers are read; without it every file, whole.
     pub fn open(file: &ModelFile, mmap: bool) -> Result<Self, Error> {
         match file {
             ModelFile::Embedded => {
@@ -98,6 +99,25 @@ impl Opened {
         Ok(Opened { name, config, source, tokenizer, template })
     }
 
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+    pub fn tokenizer(&self) -> Option<&Tokenizer> {
+        self.tokenizer.as_ref()
+    }
+    /// See [`Tokenizer::guess_pretokenizer`].
+    pub fn guess_pretokenizer(&mut self) {
+        if let Some(tokenizer) = &mut self.tokenizer {
+            tokenizer.guess_pretokenizer();
+        }
+    }
+    pub fn chat_template(&self) -> Option<&ChatTemplate> {
+        self.template.as_ref()
+    }
+
     /// Bytes the weights will take in this form: what [`Model::load`] reserves.
     pub fn weight_bytes(&self, form: WeightForm) -> Result<u64, Error> {
         self.config.tensors().iter().try_fold(0u64, |sum, spec| {
@@ -105,27 +125,16 @@ impl Opened {
             sum.checked_add(bytes).ok_or_else(|| Error::Usage("the weights overflow 64 bits".into()))
         })
     }
-}
 
-/// Bytes one tensor takes when it is loaded.
-pub(crate) fn resident_bytes(spec: &TensorSpec, stored: crate::weights::Encoding, form: WeightForm) -> u64 {
-    match spec.role {
-        Role::Embedding => Embedding::resident_bytes(&spec.shape, stored, form),
-        Role::Linear => Linear::resident_bytes(&spec.shape, stored, form),
-        Role::Norm | Role::Bias => spec.shape.iter().map(|n| *n as u64).product::<u64>() * 4,
-    }
-}
-
-impl Model {
-    /// Load a model. Refused by name and size if the weights do not fit into the budget; `progress` hears
-    /// (tensors done, tensors in all).
+    /// Read the weights. Refused by name and size if they do not fit into the budget; `progress` hears (tensors
+    /// done, tensors in all).
     pub fn load(
-        file: &ModelFile,
+        self,
         options: &LoadOptions,
         budget: &Arc<MemoryBudget>,
         progress: &mut dyn FnMut(usize, usize),
-    ) -> Result<Self, Error> {
-        let mut opened = Opened::open(file, options.mmap)?;
+    ) -> Result<Model, Error> {
+        let mut opened = self;
         if let Some(run) = options.share_kv {
             for (l, layer) in opened.config.layers.iter_mut().enumerate() {
                 layer.owner = l - l % run.max(1);
@@ -151,6 +160,27 @@ impl Model {
         end_tokens.sort_unstable();
         end_tokens.dedup();
         Ok(Model { name, decoder, tokenizer, template, end_tokens, weights })
+    }
+}
+
+/// Bytes one tensor takes when it is loaded.
+pub(crate) fn resident_bytes(spec: &TensorSpec, stored: crate::weights::Encoding, form: WeightForm) -> u64 {
+    match spec.role {
+        Role::Embedding => Embedding::resident_bytes(&spec.shape, stored, form),
+        Role::Linear => Linear::resident_bytes(&spec.shape, stored, form),
+        Role::Norm | Role::Bias => spec.shape.iter().map(|n| *n as u64).product::<u64>() * 4,
+    }
+}
+
+impl Model {
+    /// [`Opened::open`] and [`Opened::load`].
+    pub fn load(
+        file: &ModelFile,
+        options: &LoadOptions,
+        budget: &Arc<MemoryBudget>,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Self, Error> {
+        Opened::open(file, options.mmap)?.load(options, budget, progress)
     }
 
     pub fn name(&self) -> &str {

@@ -37,6 +37,11 @@ fn pre_tokenizer(name: &str) -> (Option<&'static str>, bool) {
     }
 }
 
+/// Is it one that [`pre_tokenizer`] knows, GPT-2's own included?
+fn is_known(pre: &str) -> bool {
+    ["default", "gpt-2", "gpt2"].contains(&pre) || pre_tokenizer(pre) != (None, false)
+}
+
 /// Token types of `tokenizer.ggml.token_type`.
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
@@ -73,11 +78,13 @@ impl Tokenizer {
         let bos = m.token("tokenizer.ggml.bos_token_id")?;
         let eos = m.token("tokenizer.ggml.eos_token_id")?;
         // llama.cpp's defaults where the file is silent.
-        let llama3 = m.text("tokenizer.ggml.pre")?.is_some_and(|pre| pre == "llama-bpe");
+        let pre = m.text("tokenizer.ggml.pre")?;
+        let llama3 = pre.is_some_and(|pre| pre == "llama-bpe");
         let adds_bos = m.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(model == "llama" || llama3);
         Ok(Some(Tokenizer {
             inner,
             file: gguf.file().into(),
+            unknown_pre: pre.filter(|pre| model == "gpt2" && !is_known(pre)).map(str::to_string),
             prepend: bos.filter(|_| adds_bos),
             eos,
             bos_text: text_of(bos),
@@ -112,9 +119,6 @@ fn byte_level(gguf: &Gguf, vocab: &HashMap<&str, u32>) -> Result<tokenizers::Tok
         let pattern = SplitPattern::Regex(pattern.into());
         let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false);
         steps.push(split.map_err(|e| bad(e.to_string()))?.into());
-    } else if !["default", "gpt-2", "gpt2", "smollm"].contains(&pre) {
-        let file = gguf.file();
-        tracing::warn!(target: "kvist::tokenizer", "{file}: cuts words by `{pre}`, which kvist does not know; taking GPT-2's");
     }
     steps.push(ByteLevel::new(false, true, pattern.is_none()).into());
     tokenizer

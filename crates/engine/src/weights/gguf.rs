@@ -113,6 +113,14 @@ impl Gguf {
                 return Err(r.bad(format!("holds the tensor `{name}` twice")));
             }
         }
+        // Bytes that are two tensors at once are neither.
+        let mut ranges: Vec<_> = tensors.iter().filter(|(_, t)| !t.bytes.is_empty()).collect();
+        ranges.sort_unstable_by_key(|(name, t)| (t.bytes.start, *name));
+        if let Some([(a, _), (b, _)]) =
+            ranges.windows(2).find(|pair| pair[1].1.bytes.start < pair[0].1.bytes.end)
+        {
+            return Err(r.bad(format!("places `{b}` where `{a}` lies")));
+        }
         Ok(Gguf { file: file.into(), contents, metadata, tensors })
     }
 

@@ -160,7 +160,7 @@ fn measure(
         capacity,
         max_step_tokens: queries,
     };
-    let budget = available_memory().map_or_else(MemoryBudget::unlimited, MemoryBudget::new);
+    let budget = crate::memory::available().map_or_else(MemoryBudget::unlimited, MemoryBudget::new);
     let mut rig = Rig::new(compute, setup, &budget)?;
     let bar = progress::bar("filling", u64::from(cached), quiet);
     let whole = rig.fill(cached, &mut |done| {

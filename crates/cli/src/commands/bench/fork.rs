@@ -77,7 +77,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         capacity,
         max_step_tokens: branches,
     };
-    let budget = available_memory().map_or_else(MemoryBudget::unlimited, MemoryBudget::new);
+    let budget = crate::memory::available().map_or_else(MemoryBudget::unlimited, MemoryBudget::new);
     let mut rig = Rig::new(&compute, setup, &budget)?;
     interrupt::listen();
     let bar = progress::bar("filling", u64::from(tokens), quiet);

@@ -111,8 +111,9 @@ struct Bench<'a> {
 impl<'a> Bench<'a> {
     fn new(common: &'a Common, quiet: bool) -> anyhow::Result<Self> {
         let size = ModelSize::of(&common.model.file(), common.model.weights)?;
+        let model = common.model.load(common.model.open()?, &common.model.budget(), quiet)?;
         interrupt::listen();
-        Ok(Bench { model: common.model.load(quiet)?, common, size, quiet })
+        Ok(Bench { model, common, size, quiet })
     }
 
     /// A session with `depth` tokens of a fixed random text, and room for `more`.

@@ -85,7 +85,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         capacity: total,
         max_step_tokens: args.chunk.min(total),
     };
-    let memory = args.memory.map(|size| size.0).or_else(available_memory);
+    let memory = args.memory.map(|size| size.0).or_else(crate::memory::available);
     let budget = memory.map_or_else(MemoryBudget::unlimited, MemoryBudget::new);
     let mut rig = Rig::new(&compute, setup, &budget)?;
     interrupt::listen();
