@@ -169,6 +169,8 @@ fn wrong_usage_is_named() {
         (&["bench", "attention", "--tokens", "0"], "tokens"),
         (&["bench", "attention", "--tokens", "x"], "x"),
         (&["bench", "attention", "--softcap", "0"], "softcap"),
+        (&["bench", "attention", "--queries", "9", "--tokens", "8"], "--tokens 9"),
+        (&["bench", "attention", "--head-dim", "65536"], "head-dim"),
         (&["bench", "attention", "--k", "q5"], "q5"),
         (&["bench", "attention", "--threads", "0"], "threads"),
         (&["bench", "linear", "--weights", "q5_1"], "q6_K"),

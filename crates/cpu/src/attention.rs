@@ -96,7 +96,7 @@ impl Layer<'_> {
             let first_slot = part * unit_slots;
             Rows { head, first_slot, n_slots: unit_slots.min(slots - first_slot) }
         };
-        let index = |item: &ReadItem| item.first_index..item.first_index + item.run.len;
+        let index = |item: &ReadItem| item.first_index..item.first_index.saturating_add(item.run.len);
         let first = self.reads.items.iter().map(|item| index(item).start / SPLIT).min().unwrap_or(0);
         let end = self.reads.items.iter().map(|item| index(item).end.div_ceil(SPLIT)).max().unwrap_or(0);
         let n_splits = (end - first) as usize;
@@ -232,13 +232,13 @@ impl Layer<'_> {
             let queries =
                 item.first_query.max(slots.start)..(item.first_query + item.n_queries).min(slots.end);
             let first = item.first_index.max(from);
-            let end = (item.first_index + item.run.len).min(until);
+            let end = item.first_index.saturating_add(item.run.len).min(until);
             if queries.is_empty() {
                 continue;
             }
             let mut index = first;
             while index < end {
-                let next = end.min((index / tile + 1) * tile);
+                let next = end.min((index / tile + 1).saturating_mul(tile));
                 let cells = index - item.first_index..next - item.first_index;
                 self.tile(compute, rows, item, queries.clone(), cells, tile, states, scratch);
                 index = next;

@@ -108,6 +108,9 @@ impl Backend for Cpu {
     }
 
     fn usage(&self, spec: &PoolSpec, cells: &[u32]) -> Option<Usage> {
+        if [spec.k, spec.v].iter().any(|storage| storage.group == 0) {
+            return None;
+        }
         let mut kv = 0u64;
         for (_, layer) in spec.layout.owners() {
             let group = layer.group.0 as usize;

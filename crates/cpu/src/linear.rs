@@ -284,9 +284,8 @@ impl Matrix {
             let inputs = input.prepare(compute, if dots { inputs::Form::Pairs } else { F::FORM });
             // Units of some 64 KiB: small enough that a thread that loses its core holds up little.
             let at_once = ((64 << 10) / self.panel).next_multiple_of(F::PANELS).max(F::PANELS);
-            let (mut nothing, bytes) = ([(); 64], self.panels.bytes());
-            let nothing = &mut nothing[..compute.threads.n().min(64)];
-            compute.threads.columns(out, self.outputs, at_once * LANES, nothing, |unit, out, ()| {
+            let (mut nothing, bytes) = (vec![(); compute.threads.n()], self.panels.bytes()); // takes no memory
+            compute.threads.columns(out, self.outputs, at_once * LANES, &mut nothing, |unit, out, ()| {
                 let first = unit * at_once;
                 let outputs = (self.outputs - first * LANES).min(at_once * LANES);
                 let n = outputs.div_ceil(LANES);

@@ -42,6 +42,14 @@ impl CpuPools {
         compute: &Compute,
     ) -> Result<Self, BackendError> {
         spec.layout.check()?;
+        for storage in [spec.k, spec.v] {
+            if storage.dtype.is_quantised() && ![32, 64].contains(&storage.group) {
+                let group = storage.group;
+                return Err(BackendError::Unsupported(format!(
+                    "groups of {group} elements; there are 32 and 64"
+                )));
+            }
+        }
         let needed = spec.layout.n_groups();
         if spec.capacity_cells.len() < needed {
             let len = spec.capacity_cells.len();

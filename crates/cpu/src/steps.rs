@@ -12,9 +12,8 @@ fn each_rows(compute: &Compute, data: &mut [f32], width: usize, f: impl Fn(usize
         return f(0, data);
     }
     let rows = (ALONE / 4 / width).max(1);
-    let mut nothing = [(); 64];
-    let nothing = &mut nothing[..compute.threads.n().min(64)];
-    compute.threads.parts(data, rows * width, nothing, |part, data, ()| f(part * rows, data));
+    let mut nothing = vec![(); compute.threads.n()]; // takes no memory
+    compute.threads.parts(data, rows * width, &mut nothing, |part, data, ()| f(part * rows, data));
 }
 
 /// Root-mean-square norm of every row of `x`: `out = weight * x / sqrt(mean(x²) + eps)` (Zhang and Sennrich, 2019).
@@ -107,7 +106,7 @@ impl Kernel for Swiglu<'_> {
 fn swiglu_lanes<S: Simd>(s: S, gate: &mut [f32; LANES], up: &[f32; LANES]) {
     let (zero, one) = (s.splat(0.0), s.splat(1.0));
     let x = s.load(gate);
-    // e^-x, where beyond ±87 it is 0 or too large for silu to be anything but 0; a NaN passes.
+    // e^-x, where beyond ±126 powers of two it is 0 or too large for silu to be anything but 0; a NaN passes.
     let negative = s.max(s.splat(-126.0), s.mul(x, s.splat(-std::f32::consts::LOG2_E)));
     let negative = s.sub(zero, s.max(s.splat(-126.0), s.sub(zero, negative)));
     let (mantissa, exponent) = s.exp2_parts(negative);

@@ -128,7 +128,7 @@ fn a_row_is_the_same_alone_and_among_others() {
             let matrix = Matrix::pack(&one, packing, outputs, inputs, &bytes).unwrap();
             let alone: Vec<u32> =
                 x.chunks_exact(inputs).flat_map(|x| multiply(&one, &matrix, x)).map(f32::to_bits).collect();
-            for threads in [1, 3] {
+            for threads in [1, 3, 70] {
                 let many = Compute::new(isa, threads).deterministic(true);
                 let together: Vec<u32> = multiply(&many, &matrix, &x).into_iter().map(f32::to_bits).collect();
                 assert!(alone == together, "{isa} {packing:?}, {threads} threads");

@@ -82,10 +82,10 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn round(self, a: [f32; 16]) -> [f32; 16] {
-        // Adding and taking away 1.5 × 2²³ rounds what is smaller; what is larger is integral already.
+        // Adding and taking away 2²³ rounds what is smaller; what is larger is integral already.
         each(|i| {
-            let big = 12_582_912.0f32;
-            if a[i].abs() < 4_194_304.0 { (a[i] + big) - big } else { a[i] }
+            let big = 8_388_608.0f32.copysign(a[i]);
+            if a[i].abs() < 8_388_608.0 { (a[i] + big) - big } else { a[i] }
         })
     }
     #[inline(always)]

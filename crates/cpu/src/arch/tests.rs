@@ -86,8 +86,22 @@ fn every_instruction_set_agrees_with_the_portable_one() {
         (state >> 33) as u32
     };
     for round in 0..400 {
-        let strange =
-            [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, 1e-40, 65_504.0, -3e38, 0.5, 1.5, 2.5];
+        let strange = [
+            f32::NAN,
+            f32::INFINITY,
+            f32::NEG_INFINITY,
+            0.0,
+            -0.0,
+            1e-40,
+            65_504.0,
+            -3e38,
+            0.5,
+            1.5,
+            2.5,
+            4_194_304.5,
+            -5e6,
+            -0.3,
+        ];
         let mut float = |i: usize| match round % 4 {
             0 => strange[(next() as usize + i) % strange.len()],
             _ => (next() % 40_001) as f32 / 100.0 - 200.0,
@@ -187,6 +201,11 @@ fn a_panic_is_passed_on_and_the_threads_live() {
         }));
         assert!(done.is_err(), "round {round}");
     }
+    // Not silently alone, either: two parts that wait for each other need two threads.
+    let (mut data, met) = ([0u8; 2], std::sync::Barrier::new(2));
+    threads.parts(&mut data, 1, &mut scratch, |_, _, ()| {
+        met.wait();
+    });
     let mut data = [1u8; 100];
     threads.parts(&mut data, 3, &mut scratch, |_, part, ()| part.fill(2));
     assert_eq!(data, [2; 100]);

@@ -9,7 +9,7 @@
 //! Results do not depend on the number of threads: whatever a part computes, it computes alone and in its own order.
 use super::share::{Columns, Cut, Job};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::*};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 /// How long a thread waits awake.
@@ -152,6 +152,9 @@ impl Threads {
         f: impl Fn(usize, Columns<'_, T>, &mut S) + Sync,
     ) {
         assert!(scratch.len() >= self.n(), "{} scratches for {} threads", scratch.len(), self.n());
+        if data.is_empty() {
+            return;
+        }
         let cut = Cut::new(data, width, columns, scratch);
         let n_parts = cut.n_parts();
         // SAFETY: `run` hands every thread a number of its own.
@@ -167,19 +170,19 @@ impl Threads {
         scratch: &mut [S],
         f: impl Fn(usize, &mut [T], &mut S) + Sync,
     ) {
-        if data.is_empty() {
-            return;
-        }
-        let width = data.len();
+        let width = data.len().max(1);
         self.columns(data, width, part, scratch, |i, mut columns, scratch| f(i, columns.row(0), scratch));
     }
 
     fn run(&self, n_parts: usize, work: &(dyn Fn(usize) + Sync)) {
-        let region = self.region.try_lock();
-        if n_parts <= 1 || self.workers.is_empty() || region.is_err() {
-            work(0);
-            return;
+        if n_parts <= 1 || self.workers.is_empty() {
+            return work(0);
         }
+        let _region = match self.region.try_lock() {
+            Ok(region) => region,
+            Err(TryLockError::Poisoned(panicked)) => panicked.into_inner(), // it guards nothing that can break
+            Err(TryLockError::WouldBlock) => return work(0),
+        };
         let shared = &*self.shared;
         *lock(&shared.job) = Some(Job::new(work));
         let number = (shared.gate.load(Relaxed) >> REGION) + 1;
@@ -202,10 +205,11 @@ impl Threads {
             shared.waiting.store(false, SeqCst);
         }
         *lock(&shared.job) = None;
+        let panicked = shared.panicked.swap(false, AcqRel);
         if let Err(panic) = own {
             std::panic::resume_unwind(panic);
         }
-        assert!(!shared.panicked.swap(false, AcqRel), "a worker thread panicked");
+        assert!(!panicked, "a worker thread panicked");
     }
 }
 

@@ -16,7 +16,8 @@ use std::path::PathBuf;
 pub struct Args {
     #[command(flatten)]
     shape: ShapeArgs,
-    /// Tokens the queries see, their own included; one row for each
+    /// Tokens in the cache: with --queries their own included, with --branches and --tree those of the trunk; one row
+    /// for each
     #[arg(long, value_name = "T,T,…", default_value = "4096", value_parser = shape::parse_lengths)]
     tokens: std::vec::Vec<u32>,
     /// Queries of a step: 1 decodes, more are the last ones of a prompt
@@ -142,6 +143,11 @@ fn measure(
 ) -> anyhow::Result<Option<Row>> {
     let queries = args.branches.or(args.tree).unwrap_or(args.queries);
     let chain = args.branches.is_none() && args.tree.is_none();
+    if chain && queries > tokens {
+        return Err(wrong_usage(format!(
+            "--queries {queries} see {tokens} tokens: take --tokens {queries} or more"
+        )));
+    }
     let cached = if chain { tokens.saturating_sub(queries) } else { tokens };
     let capacity = cached.checked_add(queries).ok_or_else(|| wrong_usage("--tokens: too many"))?;
     let setup = Setup {

@@ -1,7 +1,7 @@
 //! `kvist bench linear`: packed linear layers alone, over enough matrices that none stays in a cache.
 use super::machine::{Machine, ReadLimit, Spread, Watch};
 use super::shape::parse_lengths;
-use crate::options::*;
+use crate::options::{bytes as bytes_of, *};
 use crate::{interrupt, json, output, progress};
 use kvist_cpu::linear::{Inputs, Matrix, Packing};
 use serde::Serialize;
@@ -80,6 +80,16 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         let bytes = packing.resident_bytes(outputs, inputs).ok_or_else(|| {
             wrong_usage(format!("--inputs {inputs}: {name} takes whole blocks of {}", block.0))
         })?;
+        let tokens = args.tokens.iter().copied().max().unwrap_or(1) as u64;
+        // The file, its packed copies, the inputs in their forms, the outputs.
+        let needed = (bytes * 2 + BYTES)
+            .saturating_add(tokens.saturating_mul(4).saturating_mul(outputs as u64 + 4 * inputs as u64));
+        if crate::memory::available().is_some_and(|free| needed > free) {
+            anyhow::bail!(
+                "{} are needed for these shapes: take fewer --tokens, --outputs or --inputs",
+                bytes_of(needed)
+            );
+        }
         // Small positive codes and scales: any bytes will do, as long as they are numbers.
         let file = vec![0x11u8; outputs * (inputs / block.0) * block.1];
         let n = (BYTES / bytes + 1).min(64) as usize;

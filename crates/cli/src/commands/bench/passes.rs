@@ -226,7 +226,15 @@ pub fn decode(args: DecodeArgs, quiet: bool) -> anyhow::Result<()> {
     let (kind, what) = if parents.is_some() { ("tree", "a tree") } else { ("contiguous", "decode") };
     let mut rows = Vec::new();
     for depth in &args.depth {
-        let Some(mut session) = bench.session(kind, *depth, args.tokens.max(args.tree.unwrap_or(0)), 512)?
+        if interrupt::interrupted() {
+            break;
+        }
+        let Some(mut session) = bench.session(
+            kind,
+            *depth,
+            args.tokens.max(args.tree.unwrap_or(0)),
+            args.tree.unwrap_or(0).max(512),
+        )?
         else {
             break;
         };
@@ -275,6 +283,9 @@ pub fn prefill(args: PrefillArgs, quiet: bool) -> anyhow::Result<()> {
     let compute = bench.model.decoder().compute();
     let mut rows = Vec::new();
     for tokens in &args.tokens {
+        if interrupt::interrupted() {
+            break;
+        }
         let Some(mut session) = bench.session("contiguous", args.depth, *tokens, args.chunk)? else { break };
         let mut limit = ReadLimit::new(compute, bench.size.read_per_token)?;
         let text = bench.text(args.depth, *tokens);
@@ -283,7 +294,10 @@ pub fn prefill(args: PrefillArgs, quiet: bool) -> anyhow::Result<()> {
         let bar = progress::bar("measuring", u64::from(args.common.runs) + 1, quiet);
         for run in 0..=args.common.runs {
             let started = Instant::now();
-            session.prefill(SeqId::ONLY, &text, &mut |_| true)?;
+            let fed = session.prefill(SeqId::ONLY, &text, &mut |_| !interrupt::interrupted())?;
+            if fed < text.len() {
+                break;
+            }
             if run > 0 {
                 runs.push(started.elapsed());
             }
@@ -295,6 +309,9 @@ pub fn prefill(args: PrefillArgs, quiet: bool) -> anyhow::Result<()> {
             }
         }
         bar.finish_and_clear();
+        if runs.is_empty() {
+            break;
+        }
         let row = bench.row("prefill", args.depth, *tokens, &runs, &limit, &watch)?;
         bench.show(&row, rows.is_empty())?;
         rows.push(row);

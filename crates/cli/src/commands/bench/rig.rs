@@ -41,6 +41,7 @@ struct Rows {
     q: Vec<f32>,
     kv: Vec<f32>,
     out: Vec<f32>,
+    _held: Reservation,
 }
 
 /// Uniform in −1..1, by counter: the same element is the same wherever and whenever it is made (SplitMix64; Steele,
@@ -70,9 +71,13 @@ impl Rig {
             budget: budget.clone(),
         };
         let pools = Cpu::new(compute.clone()).pools(&spec)?;
-        let ramp = |n: u32| (0..u64::from(chunk * n * shape.head_dim)).map(|i| element(0, i, 1, 2)).collect();
+        let elements = |n: u32| u64::from(chunk) * u64::from(n) * u64::from(shape.head_dim);
+        // q, k and v, and the outputs, of the largest step.
+        let bytes = (2 * elements(shape.heads) + elements(shape.kv_heads)).saturating_mul(4);
+        let held = budget.reserve(Purpose::Activations, bytes)?;
+        let ramp = |n: u32| (0..elements(n)).map(|i| element(0, i, 1, 2)).collect();
         let q: Vec<f32> = ramp(shape.heads);
-        let rows = Rows { out: vec![0.0; q.len()], q, kv: ramp(shape.kv_heads) };
+        let rows = Rows { out: vec![0.0; q.len()], q, kv: ramp(shape.kv_heads), _held: held };
         let mut rig = Rig {
             cache: cache(setup.kind, setup.visibility)?,
             narrow: cache("contiguous", Visibility { window: Some(1), sinks: 0 })?,
@@ -141,7 +146,7 @@ impl Rig {
     pub fn generate(&mut self, layer: u16, position: u32, n: u32) {
         let Shape { heads, kv_heads, head_dim, .. } = self.setup.shape;
         let fill = |rows: &mut [f32], heads: u32, side: u64| {
-            let row = (heads * head_dim) as usize;
+            let row = heads as usize * head_dim as usize;
             for (t, row) in rows.chunks_exact_mut(row).take(n as usize).enumerate() {
                 for (i, x) in row.iter_mut().enumerate() {
                     let (head, lane) = (i as u64 / u64::from(head_dim), i as u64 % u64::from(head_dim));
