@@ -3,7 +3,7 @@
 //!
 //! Kernels are written once, over [`Simd`]: vectors of [`LANES`] lanes whatever the registers hold, so that the
 //! bytes of a pool and the order of additions are the same on every machine. A CPU feature is a value: whoever
-//! holds an [`Avx512`] has asked the CPU, and [`Isa::run`] enters a function compiled for it.
+//! holds an `Avx512` has asked the CPU, and [`Isa::run`] enters a function compiled for it.
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]

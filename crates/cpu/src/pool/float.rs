@@ -9,6 +9,9 @@
 //! a call. A register tile holds up to 8 queries × 2 vectors, so that what is widened once is used by all of them.
 //! Every lane adds in the order of i, every element in the order of the cells: neither the tile nor its alignment
 //! shows in the result.
+//!
+//! Measured on two Zen 5 cores (docs/performance.md): 0.8 of the read limit with a KV head per query head, 0.6 to 0.7 with
+//! eight query heads on each.
 use super::{AHEAD, Blocks, Codec, Lines, QUERY_ROWS, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd, widen};
 use half::{bf16, f16};
