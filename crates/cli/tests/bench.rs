@@ -141,6 +141,15 @@ fn linear_layers_of_every_encoding() {
 }
 
 #[test]
+fn layouts_are_compared() {
+    let rows = lines(&["bench", "layout", "--size", "4MiB", "--runs", "1", "--json"]);
+    assert_eq!(rows.len(), 4);
+    rows.iter().for_each(check_machine);
+    assert!(rows.iter().all(|row| row["bytes"] == 4 << 20));
+    assert!(rows.iter().any(|row| row["order"] == "token-major" && row["huge_pages_asked"] == false));
+}
+
+#[test]
 fn a_plot_is_written() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("plot.svg");
@@ -177,6 +186,7 @@ fn wrong_usage_is_named() {
         (&["bench", "linear", "--weights", "q6_K", "--inputs", "100"], "256"),
         (&["bench", "fork", "--branches", "0"], "branches"),
         (&["bench", "synthetic", "--chunk", "0"], "chunk"),
+        (&["bench", "layout", "--heads", "3"], "heads"),
         (&["bench", "decode", "--depth", "deep"], "deep"),
     ] {
         let out = run(args, b"");

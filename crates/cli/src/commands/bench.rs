@@ -2,6 +2,7 @@
 mod attention;
 mod fork;
 mod ladder;
+mod layout;
 mod linear;
 mod machine;
 mod passes;
@@ -26,6 +27,8 @@ pub enum Command {
     Linear(linear::Args),
     /// What a fork costs, and a step of all branches beside a step of one
     Fork(fork::Args),
+    /// What the order of rows and huge pages are worth to a reader
+    Layout(layout::Args),
     /// The cache of a model without the model: generated K and V through the real pools, growth by growth
     Synthetic(synthetic::Args),
 }
@@ -38,6 +41,7 @@ pub fn run(command: Command, quiet: bool) -> anyhow::Result<()> {
         Command::Prefill(args) => passes::prefill(args, quiet),
         Command::Linear(args) => linear::run(args, quiet),
         Command::Fork(args) => fork::run(args, quiet),
+        Command::Layout(args) => layout::run(args, quiet),
         Command::Synthetic(args) => synthetic::run(args, quiet),
     }
 }
