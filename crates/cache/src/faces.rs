@@ -68,6 +68,7 @@ impl Sequences<'_> {
     /// does not exist, and continues where the range or `src` ends. It must end before the range and wait for no
     /// verdict; a gap before `from` is allowed. Speculative nodes of `src` are not shared.
     pub fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        self.can_end_at(src, until)?;
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_cp(src, dst, from, until))
     }
 
@@ -82,13 +83,33 @@ impl Sequences<'_> {
     /// is discarded; if `from` is 0, the sequence is forgotten. An empty range, and one that begins behind the
     /// next position, change nothing.
     pub fn seq_rm(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        if from < until && self.cache.next_position(seq).is_some_and(|next| from <= next && next <= until) {
+            self.can_end_at(seq, from)?;
+        }
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_rm(seq, from, until))
     }
 
     /// Forget every other sequence, and remove the positions of `seq` outside `from..until` as
     /// [`seq_rm`](Self::seq_rm) does: if nothing is kept, `seq` is forgotten too.
     pub fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        self.can_end_at(seq, if from < until { until } else { 0 })?;
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_keep(seq, from, until))
+    }
+
+    /// The last `drafted` tokens of `seq` were drafts, and `accepted` of them, from the first on, are kept. Accepting
+    /// more than were drafted is refused, and so are more drafts than the sequence holds.
+    pub fn accept(&mut self, seq: SeqId, drafted: u32, accepted: u32) -> Result<(), Refused> {
+        let next = self.cache.next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
+        match (next.checked_sub(drafted), drafted.checked_sub(accepted)) {
+            (Some(_), Some(0)) => Ok(()),
+            (Some(_), Some(rejected)) => self.seq_rm(seq, next - rejected, u32::MAX),
+            (None, _) => Err(Refused::AcceptsMore { seq, drafted: next, accepted: drafted }),
+            (_, None) => Err(Refused::AcceptsMore { seq, drafted, accepted }),
+        }
+    }
+
+    fn can_end_at(&mut self, seq: SeqId, position: u32) -> Result<(), Refused> {
+        self.cache.groups.iter_mut().try_for_each(|g| g.sequences().expect(CHECKED).can_end_at(seq, position))
     }
 }
 

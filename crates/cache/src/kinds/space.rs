@@ -228,6 +228,7 @@ impl CellSpace {
             used_cells: self.stripes.used(),
             high_water: self.stripes.high_water(),
             sequences: sequences.collect(),
+            blocks: None,
         }
     }
 
