@@ -61,7 +61,11 @@ impl Rewind<'_> {
 impl Sequences<'_> {
     /// An empty sequence.
     pub fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused> {
-        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_new(seq))
+        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_new(seq))?;
+        if let Some(index) = &mut self.cache.index {
+            index.opened_empty(seq);
+        }
+        Ok(())
     }
 
     /// Let `dst` hold what `src` holds at positions `from..until`, without copying a byte. `dst` is made if it
@@ -69,7 +73,14 @@ impl Sequences<'_> {
     /// verdict; a gap before `from` is allowed. Speculative nodes of `src` are not shared.
     pub fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         self.can_end_at(src, until)?;
-        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_cp(src, dst, from, until))
+        let begins = self.cache.next_position(dst).is_none_or(|next| next == 0);
+        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_cp(src, dst, from, until))?;
+        if let Cache { index: Some(index), groups, .. } = &mut *self.cache
+            && begins
+        {
+            index.forked(groups, src, dst);
+        }
+        Ok(())
     }
 
     /// A copy of all that `src` has committed.
@@ -86,14 +97,24 @@ impl Sequences<'_> {
         if from < until && self.cache.next_position(seq).is_some_and(|next| from <= next && next <= until) {
             self.can_end_at(seq, from)?;
         }
-        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_rm(seq, from, until))
+        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_rm(seq, from, until))?;
+        if let Cache { index: Some(index), groups, .. } = &mut *self.cache {
+            index.shortened(groups, seq);
+            index.settle(groups);
+        }
+        Ok(())
     }
 
     /// Forget every other sequence, and remove the positions of `seq` outside `from..until` as
     /// [`seq_rm`](Self::seq_rm) does: if nothing is kept, `seq` is forgotten too.
     pub fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         self.can_end_at(seq, if from < until { until } else { 0 })?;
-        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_keep(seq, from, until))
+        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_keep(seq, from, until))?;
+        if let Cache { index: Some(index), groups, .. } = &mut *self.cache {
+            index.all_shortened(groups);
+            index.settle(groups);
+        }
+        Ok(())
     }
 
     /// The last `drafted` tokens of `seq` were drafts, and `accepted` of them, from the first on, are kept. Accepting

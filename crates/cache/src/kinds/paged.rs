@@ -96,7 +96,7 @@ impl Paged {
     fn offset(&self, position: u32) -> u32 {
         position - self.whole_blocks(position) * self.block_tokens
     }
-    fn sink_blocks(&self) -> u32 {
+    pub(crate) fn sink_blocks(&self) -> u32 {
         self.visibility.window.map_or(0, |_| self.covering_blocks(self.visibility.sinks))
     }
     /// The first block behind the sinks that a query at `position` sees.
@@ -119,6 +119,66 @@ impl Paged {
     fn shared_tail(&self, table: &Table) -> Option<u32> {
         let tail = *table.blocks.last()?;
         (self.offset(table.next_position) > 0 && self.blocks.is_shared(tail)).then_some(tail)
+    }
+
+    /// Is the window a reason to let blocks go?
+    pub(crate) fn is_windowed(&self) -> bool {
+        self.visibility.window.is_some()
+    }
+    /// Is it as large as cells can be counted?
+    pub(crate) fn is_endless(&self) -> bool {
+        self.blocks.capacity() == u32::MAX / self.block_tokens
+    }
+    pub(crate) fn free_cells(&self) -> u32 {
+        self.blocks.n_free() * self.block_tokens
+    }
+    pub(crate) fn n_idle(&self) -> u32 {
+        self.blocks.n_idle()
+    }
+    /// Block `i` of `seq`, or [`NONE`].
+    pub(crate) fn block_at(&self, seq: SeqId, i: u32) -> u32 {
+        self.sequences.get(&seq).and_then(|t| t.blocks.get(i as usize)).copied().unwrap_or(NONE)
+    }
+    pub(crate) fn node(&self, block: u32) -> u32 {
+        self.blocks.node(block)
+    }
+    pub(crate) fn is_idle(&self, block: u32) -> bool {
+        self.blocks.holders(block) == 0 && self.blocks.node(block) != NONE
+    }
+    pub(crate) fn index(&mut self, block: u32, node: u32) {
+        self.blocks.index(block, node);
+    }
+    pub(crate) fn unindex(&mut self, block: u32) -> bool {
+        self.blocks.unindex(block)
+    }
+    pub(crate) fn take_fell_idle(&mut self) -> Vec<u32> {
+        std::mem::take(self.blocks.fell_idle())
+    }
+    pub(crate) fn give_back(&mut self, buffer: Vec<u32>) {
+        *self.blocks.fell_idle() = buffer;
+    }
+
+    /// The new sequence `seq` holds the indexed `blocks`, as far as a query behind them sees them.
+    pub(crate) fn adopt(&mut self, seq: SeqId, mut blocks: Vec<u32>) {
+        let n_blocks = blocks.len() as u32;
+        let next_position = n_blocks * self.block_tokens;
+        let first_seen = self.first_seen(next_position).min(n_blocks);
+        let sinks = self.sink_blocks().min(first_seen);
+        blocks[sinks as usize..first_seen as usize].fill(NONE);
+        for &block in blocks.iter().filter(|&&block| block != NONE) {
+            self.blocks.hold(block);
+            self.events.push(block, Some(seq), Change::Hit, Reason::Open);
+        }
+        self.sequences.insert(seq, Table { blocks, next_position, window_start: first_seen });
+    }
+
+    /// Block `i` of `seq` becomes `block`, which holds the same tokens.
+    pub(crate) fn replace(&mut self, seq: SeqId, i: u32, block: u32) {
+        self.blocks.hold(block);
+        self.events.push(block, Some(seq), Change::Share, Reason::Duplicate);
+        let table = self.sequences.get_mut(&seq).expect("it is live");
+        let own = std::mem::replace(&mut table.blocks[i as usize], block);
+        self.let_go(own, seq, Reason::Duplicate);
     }
 
     fn let_go(&mut self, block: u32, seq: SeqId, reason: Reason) {
