@@ -6,6 +6,7 @@
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::twin::Choices;
 use kvist_cache::*;
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
 const GARBAGE: u64 = u64::MAX;
@@ -345,11 +346,11 @@ impl Drive {
                 let reason = self.cache.explain(salt, &content, Audience::Tenant);
                 assert!(reason.position() >= hit, "{reason:?} of a hit of {hit}");
                 let opened = self.cache.prefixes().expect("an index").open(seq, salt, &content, at);
-                if self.sequences.contains_key(&seq) {
-                    assert_eq!(opened, Err(Refused::SequenceExists(seq)));
-                } else {
+                if let Entry::Vacant(vacant) = self.sequences.entry(seq) {
                     assert_eq!(opened, Ok(Lookup { hit_tokens: hit }));
-                    self.sequences.insert(seq, Sequence { salt, tokens: tokens[..hit as usize].to_vec() });
+                    vacant.insert(Sequence { salt, tokens: tokens[..hit as usize].to_vec() });
+                } else {
+                    assert_eq!(opened, Err(Refused::SequenceExists(seq)));
                 }
             }
             8 | 9 => {
