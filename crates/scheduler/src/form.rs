@@ -7,7 +7,7 @@
 //! Under a policy that preempts, who waits also takes the place or the memory of whoever ranks behind it. A victim
 //! is judged by its rank as it stands and by its rank without its cache, whichever is better: else two requests
 //! could preempt each other forever, each losing what it had computed.
-use crate::config::{Admission, Preempted, PrefixOrder};
+use crate::config::{Admission, PrefixOrder};
 use crate::entry::{Key, State};
 use crate::executor::Work;
 use crate::log::Decision;
@@ -190,7 +190,7 @@ impl Scheduler {
             }
             hit = self.memory.open(seq, &entry.salt, &entry.prompt, entry.known_content(), at);
             if !plenty && self.memory.room() + u64::from(hit) < demand {
-                self.memory.release(seq, hit);
+                self.memory.release(seq);
                 self.next_seq = self.next_seq.wrapping_add(1);
                 return false;
             }

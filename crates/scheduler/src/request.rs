@@ -97,6 +97,8 @@ pub enum Reason {
     NothingToGenerate,
     /// Prompt and `max_new` together pass the last 32-bit position, or the prompt has other tokens than it says.
     Malformed,
+    /// Its tokens are given in another way (ids of a trace, or of another size) than the prefix index was made for.
+    ForeignContent,
     /// Even alone it would not fit the cache.
     NeverFits,
     /// Alone in the cache, it filled it. What it generated until then is its answer.
@@ -112,6 +114,7 @@ impl Reason {
             Reason::EmptyPrompt => "empty_prompt",
             Reason::NothingToGenerate => "nothing_to_generate",
             Reason::Malformed => "malformed",
+            Reason::ForeignContent => "foreign_content",
             Reason::NeverFits => "never_fits",
             Reason::CacheFull => "cache_full",
             Reason::StepsFailed => "steps_failed",

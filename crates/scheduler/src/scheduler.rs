@@ -157,9 +157,13 @@ impl Scheduler {
     pub fn n_running(&self) -> usize {
         self.running.len()
     }
-    /// Cells that sequences hold, or an index.
-    pub fn used_cells(&self) -> u64 {
-        self.memory.used()
+    /// Cells that sequences hold: those of the smallest layer group that keeps everything.
+    pub fn held_cells(&self) -> u64 {
+        self.memory.held()
+    }
+    /// Cells that nobody holds and no index knows, there.
+    pub fn free_cells(&self) -> u64 {
+        self.memory.free()
     }
     /// What ended since the last call, in order.
     pub fn drain_ended(&mut self) -> std::vec::Drain<'_, Ended> {
@@ -265,6 +269,9 @@ impl Scheduler {
         };
         if content < u64::from(request.prompt_tokens) {
             return Some(Reason::Malformed);
+        }
+        if !self.memory.accepts(&request.prompt) {
+            return Some(Reason::ForeignContent);
         }
         let Some(whole) = request.prompt_tokens.checked_add(request.max_new) else {
             return Some(Reason::Malformed);
@@ -429,7 +436,6 @@ impl Scheduler {
             }
             let full = entry.cached.min(entry.known_content());
             let full = full - full % block;
-            self.memory.committed(u64::from(work.n_tokens));
             if full > entry.stored {
                 entry.stored = full;
                 let seq = entry.seq.expect("who runs has a sequence");
@@ -470,9 +476,9 @@ impl Scheduler {
         let entry = &mut self.entries[slot as usize];
         self.reserved -= std::mem::take(&mut entry.reserved);
         entry.stored = 0;
-        let cached = std::mem::take(&mut entry.cached);
+        entry.cached = 0;
         if let Some(seq) = entry.seq.take() {
-            self.memory.release(seq, cached);
+            self.memory.release(seq);
             self.blocked = false;
         }
     }

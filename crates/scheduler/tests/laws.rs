@@ -2,7 +2,7 @@
 //!
 //! `KVIST_OPS` sets how many operations; a failure prints its seed.
 use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
-use kvist_cache::{Cache, Step};
+use kvist_cache::{Cache, PagedSpec, PrefixSpec, Step};
 use kvist_scheduler::*;
 use std::collections::BTreeMap;
 
@@ -27,6 +27,12 @@ fn cells(capacity_tokens: u32) -> Cache {
     Cache::new(vec![Box::new(Cells::new(&group))])
 }
 
+fn paged(capacity_tokens: u32) -> Cache {
+    let group = GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: capacity_tokens };
+    let prefix = Some(PrefixSpec::default());
+    Cache::paged(&PagedSpec { block_tokens: 4, groups: vec![group], rollback_tokens: 0, prefix }).unwrap()
+}
+
 fn ops() -> u64 {
     std::env::var("KVIST_OPS").ok().and_then(|n| n.parse().ok()).unwrap_or(100_000)
 }
@@ -49,8 +55,10 @@ struct Machine {
     random: Random,
     fail: u32,
     steps: u64,
-    /// Of how many steps in a row the executor says that it foresees them.
+    /// Does the executor foresee steps? Then it returns no token ids.
     foresees: bool,
+    /// Does the cache share prefixes?
+    shares: bool,
 }
 
 /// The answer has as many tokens as a hash of the id says: the twin and the executor know it, the scheduler does not.
@@ -79,9 +87,16 @@ impl Executor for Machine {
             return;
         }
         self.steps += u64::from(batch.steps);
-        for w in batch.work {
+        for (i, w) in batch.work.iter().enumerate() {
             let (request, twin) = self.live.get_mut(&w.request).expect("only live requests run");
-            assert!(w.first == twin.next || w.first == 0, "{w:?} where {} was next", twin.next);
+            let again = w.first == 0 || self.shares && w.first % 4 == 0;
+            assert!(w.first == twin.next || again, "{w:?} where {} was next", twin.next);
+            if let Some(tokens) = batch.tokens(i) {
+                let prompt = request.prompt_tokens;
+                let token = |at| if at < prompt { at } else { at - prompt + 1 };
+                let expected = (w.first..w.first + w.n_tokens).map(token);
+                assert!(tokens.iter().copied().eq(expected), "{w:?} is fed {tokens:?}");
+            }
             twin.computed += u64::from(w.n_tokens);
             twin.next = w.first + w.n_tokens;
             twin.again += u64::from(twin.highest.min(twin.next).saturating_sub(w.first));
@@ -125,7 +140,13 @@ fn configs() -> Vec<Config> {
     all
 }
 
-fn check_end(ended: &Ended, live: &mut BTreeMap<RequestId, (Request, Twin)>, config: &Config, seed: u64) {
+fn check_end(
+    ended: &Ended,
+    live: &mut BTreeMap<RequestId, (Request, Twin)>,
+    config: &Config,
+    shares: bool,
+    seed: u64,
+) {
     let (request, twin) =
         live.remove(&ended.id).unwrap_or_else(|| panic!("{ended:?} ends twice; seed {seed}"));
     assert_eq!(ended.computed_tokens, twin.computed, "{ended:?} seed {seed}");
@@ -135,8 +156,11 @@ fn check_end(ended: &Ended, live: &mut BTreeMap<RequestId, (Request, Twin)>, con
             assert_eq!(twin.sampled, true_length(request.id, request.max_new), "{ended:?} seed {seed}");
             // Needed once, and again after every loss: nothing else.
             let needed = u64::from(request.prompt_tokens + twin.sampled - 1);
-            assert_eq!(twin.computed, needed + twin.again, "{ended:?} seed {seed}");
-            assert_eq!(twin.again, ended.lost_tokens, "{ended:?} seed {seed}");
+            let supplied = u64::from(ended.hit_tokens) + u64::from(ended.regained_tokens);
+            assert_eq!(twin.computed + supplied, needed + ended.lost_tokens, "{ended:?} seed {seed}");
+            if !shares {
+                assert_eq!((supplied, twin.again), (0, ended.lost_tokens), "{ended:?} seed {seed}");
+            }
         }
         End::Refused(Reason::CacheFull) => {
             assert!(config.admission != Admission::Conservative, "{ended:?} seed {seed}");
@@ -153,12 +177,13 @@ fn every_request_ends_once_and_costs_what_it_must() {
     let configs = configs();
     let per_config = ops() / configs.len() as u64;
     let mut seen = [0u64; 4];
+    let (mut hits, mut rooms) = (0, 0);
     for (number, config) in configs.iter().enumerate() {
-        for foresees in [false, true] {
-            let seed = number as u64 * 2 + u64::from(foresees);
-            eprintln!("{seed}");
+        for (foresees, shares) in [(false, false), (false, true), (true, false), (true, true)] {
+            let seed = number as u64 * 4 + 2 * u64::from(foresees) + u64::from(shares);
             let mut random = Random(seed);
-            let mut scheduler = Scheduler::new(config.clone(), cells(96), None).unwrap();
+            let mut scheduler =
+                Scheduler::new(config.clone(), if shares { paged(96) } else { cells(96) }, None).unwrap();
             let mut machine = Machine {
                 config: config.clone(),
                 live: BTreeMap::new(),
@@ -166,9 +191,10 @@ fn every_request_ends_once_and_costs_what_it_must() {
                 fail: if number % 3 == 0 { 7 } else { 0 },
                 steps: 0,
                 foresees,
+                shares,
             };
             let (mut now, mut id, mut ends) = (0u64, 0u64, 0u64);
-            for op in 0..per_config / 2 {
+            for op in 0..per_config / 4 {
                 match random.below(8) {
                     0 | 1 => {
                         let mut request = Request::new(id, now, 1 + random.below(40), 1 + random.below(30));
@@ -208,30 +234,37 @@ fn every_request_ends_once_and_costs_what_it_must() {
                     };
                     seen[kind] += 1;
                     seen[3] += u64::from(ended.preemptions);
-                    check_end(&ended, &mut machine.live, config, seed);
+                    check_end(&ended, &mut machine.live, config, shares, seed);
                 }
             }
             machine.fail = 0;
+            let mut turns = 0;
             while let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now, &mut machine) {
                 now += elapsed_ns;
+                turns += 1;
+                assert!(turns < 1_000_000, "{} requests go in circles; seed {seed}", machine.live.len());
                 for ended in scheduler.drain_ended() {
                     ends += 1;
-                    check_end(&ended, &mut machine.live, config, seed);
+                    check_end(&ended, &mut machine.live, config, shares, seed);
                 }
             }
             for ended in scheduler.drain_ended() {
                 ends += 1;
-                check_end(&ended, &mut machine.live, config, seed);
+                check_end(&ended, &mut machine.live, config, shares, seed);
             }
             assert!(machine.live.is_empty(), "{} requests never ended; seed {seed}", machine.live.len());
             assert_eq!(ends, id, "seed {seed}");
             assert_eq!(scheduler.counters().steps, machine.steps, "seed {seed}");
-            assert_eq!(scheduler.used_cells(), 0, "seed {seed}");
+            assert_eq!(scheduler.held_cells(), 0, "seed {seed}");
             for group in scheduler.cache().report() {
-                assert_eq!((group.used_cells, group.sequences.len()), (0, 0), "seed {seed}");
+                assert_eq!(group.sequences.len(), 0, "seed {seed}");
+                assert!(shares || group.used_cells == 0, "seed {seed}");
             }
+            hits += scheduler.counters().hit_tokens;
+            rooms += scheduler.counters().make_rooms;
         }
     }
-    println!("finished, cancelled, refused, preempted: {seen:?}");
+    println!("finished, cancelled, refused, preempted: {seen:?}; {hits} tokens hit, room made {rooms} times");
     assert!(seen.iter().all(|&n| n > 100), "a path was hardly taken: {seen:?}");
+    assert!(hits > 1000 && rooms > 100, "{hits} tokens hit, room made {rooms} times");
 }
