@@ -10,3 +10,4 @@
 
 pub mod cost;
 pub mod request;
+pub mod trace;
