@@ -1,0 +1,40 @@
+//! Least worth per byte: recompute cost × likelihood of reuse ÷ bytes.
+//!
+//! The value of Cherkasova: *Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy*,
+//! HP Laboratories HPL-98-69R1, 1998. Where GDSF ages by an inflating clock that rises with every eviction, this one
+//! takes as likelihood the rate of use that decays with a half-life (see [`decay`](super::decay)), so that ageing
+//! follows time and not the pressure on the cache. Costs and bytes are those of the block's last use.
+use super::decay::DecayedUses;
+use super::{Policy, Rank, Use};
+use std::time::Duration;
+
+pub(super) struct Cost {
+    uses: DecayedUses,
+}
+
+impl Cost {
+    pub fn new(half_life: Duration) -> Self {
+        Cost { uses: DecayedUses::new(half_life) }
+    }
+}
+
+/// `log2(cost · uses / bytes)`: products are sums here. A block that costs nothing to recompute is worth nothing.
+fn rank(log2_uses: f64, at: &Use) -> Rank {
+    let cost = at.cost.clamp(0.0, f64::MAX).max(0.0); // `max` makes a NaN 0
+    Rank::by_score(cost.log2() + log2_uses - (at.bytes.max(1) as f64).log2(), at.tick)
+}
+
+impl Policy for Cost {
+    fn name(&self) -> &'static str {
+        "cost"
+    }
+    fn stored(&mut self, slot: u32, at: &Use) -> Rank {
+        rank(self.uses.first(slot, at.now_ns), at)
+    }
+    fn used(&mut self, slot: u32, at: &Use) -> Rank {
+        rank(self.uses.again(slot, at.now_ns), at)
+    }
+    fn forgotten(&mut self, slot: u32) {
+        self.uses.forget(slot);
+    }
+}

@@ -1,0 +1,32 @@
+//! Least frequently used, where a use counts half as much after every half-life. Long half-lives approach `lfu`,
+//! short ones `lru`.
+//!
+//! Lee et al., *LRFU*, 2001: see [`decay`](super::decay), which has the formula.
+use super::decay::DecayedUses;
+use super::{Policy, Rank, Use};
+use std::time::Duration;
+
+pub(super) struct LfuDecay {
+    uses: DecayedUses,
+}
+
+impl LfuDecay {
+    pub fn new(half_life: Duration) -> Self {
+        LfuDecay { uses: DecayedUses::new(half_life) }
+    }
+}
+
+impl Policy for LfuDecay {
+    fn name(&self) -> &'static str {
+        "lfu_decay"
+    }
+    fn stored(&mut self, slot: u32, at: &Use) -> Rank {
+        Rank::by_score(self.uses.first(slot, at.now_ns), at.tick)
+    }
+    fn used(&mut self, slot: u32, at: &Use) -> Rank {
+        Rank::by_score(self.uses.again(slot, at.now_ns), at.tick)
+    }
+    fn forgotten(&mut self, slot: u32) {
+        self.uses.forget(slot);
+    }
+}

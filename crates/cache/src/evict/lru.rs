@@ -1,0 +1,20 @@
+//! Least recently used.
+//!
+//! Mattson, Gecsei, Slutz, Traiger: *Evaluation techniques for storage hierarchies*, IBM Systems Journal 9(2), 1970.
+//! Ranks rise from use to use, so that [`Order`](super::Order) keeps them in a list: O(1).
+use super::{Policy, Rank, Use};
+
+pub(super) struct Lru;
+
+impl Policy for Lru {
+    fn name(&self) -> &'static str {
+        "lru"
+    }
+    fn stored(&mut self, _slot: u32, at: &Use) -> Rank {
+        Rank::by(at.tick, at.tick)
+    }
+    fn used(&mut self, _slot: u32, at: &Use) -> Rank {
+        Rank::by(at.tick, at.tick)
+    }
+    fn forgotten(&mut self, _slot: u32) {}
+}

@@ -1,0 +1,342 @@
+//! Every policy against a stupid model that keeps the whole history of every block and judges all of them anew, at
+//! the moment of eviction, by the formula of its definition; `opt` against every possible sequence of decisions.
+use kvist_cache::evict::{self, *};
+use kvist_cache::twin::Choices;
+use std::collections::{BTreeMap, HashMap};
+
+const N_OPERATIONS: u64 = 100_000;
+const HALF_LIFE_NS: u64 = 1_000;
+
+fn parameters(name: &str) -> Parameters {
+    let mut parameters = Parameters::default();
+    if ["lfu_decay", "cost"].contains(&name) {
+        parameters.set("half_life", "1000ns").unwrap();
+    }
+    parameters
+}
+
+/// Uses of every stored block, oldest first.
+#[derive(Default)]
+struct Model {
+    uses: BTreeMap<u32, Vec<Use>>,
+}
+
+impl Model {
+    /// What the policy named so maximises, at `now_ns`; and the last use, which breaks ties.
+    fn worth(&self, policy: &str, slot: u32, now_ns: u64) -> (f64, u64) {
+        let uses = &self.uses[&slot];
+        let last = *uses.last().unwrap();
+        let decayed = || -> f64 {
+            let age = |u: &Use| (now_ns - u.now_ns) as f64 / HALF_LIFE_NS as f64;
+            uses.iter().map(|u| 0.5_f64.powf(age(u))).sum()
+        };
+        let worth = match policy {
+            "lru" => last.tick as f64,
+            "fifo" => uses[0].tick as f64,
+            "lfu" => uses.len() as f64,
+            "lfu_decay" => decayed(),
+            "cost" => last.cost * decayed() / last.bytes as f64,
+            "opt" => -last.next_use.map_or(f64::INFINITY, |next| next as f64),
+            _ => panic!("no model of {policy}: add one"),
+        };
+        (worth, last.tick)
+    }
+}
+
+/// Store, use, hold, release, forget, evict in random order; after each operation the one that goes first is the one
+/// that the model finds worth least. Worths that are computed in another way may differ in their last digits:
+/// what goes first must be worth the least to 10⁻⁹ of it, and exactly if the histories are alike.
+fn agrees(policy_name: &str, seed: u64, n_operations: u64) {
+    let mut choices = Choices::from_seed(seed, n_operations);
+    let mut policy = evict::build(policy_name, &parameters(policy_name)).unwrap();
+    let (mut order, mut model) = (Order::default(), Model::default());
+    let mut held: BTreeMap<u32, Rank> = BTreeMap::new();
+    let (mut now_ns, mut tick) = (u64::from(choices.below(1_000)), 0);
+    // A short horizon keeps the naive sum within the digits of a float.
+    while choices.go_on() {
+        now_ns += u64::from(choices.below(3)) * u64::from(choices.below(400));
+        tick += 1;
+        let at = Use {
+            now_ns,
+            tick,
+            cost: f64::from(1 + choices.below(4)),
+            bytes: u64::from(1 + choices.below(3)),
+            next_use: (!choices.one_in(5)).then(|| u64::from(choices.below(50))),
+        };
+        let slot = choices.below(24);
+        let stored = model.uses.contains_key(&slot);
+        match choices.below(10) {
+            _ if !stored => {
+                let rank = policy.stored(slot, &at);
+                model.uses.insert(slot, vec![at]);
+                if choices.one_in(4) {
+                    held.insert(slot, rank);
+                } else {
+                    order.insert(slot, rank);
+                }
+            }
+            0..=4 => {
+                let rank = policy.used(slot, &at);
+                model.uses.get_mut(&slot).unwrap().push(at);
+                assert_eq!(order.update(slot, rank), !held.contains_key(&slot));
+                held.entry(slot).and_modify(|held| *held = rank);
+            }
+            5 => match held.remove(&slot) {
+                Some(rank) => order.insert(slot, rank),
+                None => _ = held.insert(slot, order.remove(slot).unwrap()),
+            },
+            6 => {
+                held.remove(&slot);
+                order.remove(slot);
+                policy.forgotten(slot);
+                model.uses.remove(&slot);
+            }
+            7 => {
+                if let Some(victim) = order.pop() {
+                    policy.forgotten(victim);
+                    model.uses.remove(&victim);
+                }
+            }
+            _ => {} // time passes
+        }
+        let evictable: Vec<u32> =
+            model.uses.keys().copied().filter(|slot| !held.contains_key(slot)).collect();
+        assert_eq!(order.len() as usize, evictable.len());
+        for &slot in &evictable {
+            assert!(order.contains(slot));
+        }
+        let worth = |slot: u32| model.worth(policy_name, slot, now_ns);
+        let least = evictable.iter().map(|&slot| worth(slot)).min_by(|a, b| a.partial_cmp(b).unwrap());
+        let Some((least, tick)) = least else {
+            assert_eq!(order.first(), None);
+            continue;
+        };
+        let first = order.first().unwrap();
+        let (worth, its_tick) = worth(first);
+        let close = worth <= least + least.abs() * 1e-9 || worth == least;
+        assert!(
+            close,
+            "{policy_name}, seed {seed}, tick {tick}: slot {first} worth {worth} goes before {least}"
+        );
+        if worth == least && !["lfu_decay", "cost"].contains(&policy_name) {
+            assert_eq!(its_tick, tick, "{policy_name}, seed {seed}: ties go to the least recently used");
+        }
+    }
+}
+
+#[test]
+fn every_policy_agrees_with_its_model() {
+    const PER_DRIVE: u64 = 500;
+    for policy in POLICIES {
+        for seed in 0..N_OPERATIONS / PER_DRIVE {
+            agrees(policy.name, seed, PER_DRIVE);
+        }
+    }
+}
+
+/// Blocks of one prompt are used at the same time with the same history: their scores are bitwise equal, so that
+/// the tie goes to the order of touches, whatever a decay does to the digits.
+#[test]
+fn equal_histories_tie_exactly() {
+    for name in ["lfu", "lfu_decay", "cost"] {
+        let mut policy = evict::build(name, &parameters(name)).unwrap();
+        let mut order = Order::default();
+        let mut tick = 0;
+        for (round, now_ns) in [3, 500, 77_777, 80_001].into_iter().enumerate() {
+            for slot in (0..50).rev() {
+                tick += 1;
+                let at = Use { now_ns, tick, cost: 0.3, bytes: 7, next_use: None };
+                match round {
+                    0 => order.insert(slot, policy.stored(slot, &at)),
+                    _ => assert!(order.update(slot, policy.used(slot, &at))),
+                }
+            }
+        }
+        let gone: Vec<u32> = std::iter::from_fn(|| order.pop()).collect();
+        assert_eq!(gone, (0..50).rev().collect::<Vec<_>>(), "{name}");
+    }
+}
+
+/// The defect of a frequency that decays only when it is touched: a block that was hot an hour ago stands above one
+/// that is warm now, for nobody has touched it since.
+#[test]
+fn decay_follows_time_without_a_touch() {
+    let second = 1_000_000_000;
+    for name in ["lfu_decay", "cost"] {
+        let mut parameters = Parameters::default();
+        parameters.set("half_life", "10s").unwrap();
+        let mut policy = evict::build(name, &parameters).unwrap();
+        let mut order = Order::default();
+        let mut tick = 0;
+        let mut at = |now_ns| {
+            tick += 1;
+            Use { now_ns, tick, cost: 1.0, bytes: 1, next_use: None }
+        };
+        order.insert(0, policy.stored(0, &at(0)));
+        for _ in 0..1_000 {
+            let rank = policy.used(0, &at(second));
+            order.update(0, rank);
+        }
+        order.insert(1, policy.stored(1, &at(50 * second)));
+        assert_eq!(order.first(), Some(1), "{name}: 1001 · 2^-4.9 > 1");
+        let rank = policy.used(1, &at(200 * second));
+        order.update(1, rank);
+        assert_eq!(order.first(), Some(0), "{name}: 1001 · 2^-19.9 < 1");
+    }
+}
+
+/// A stream replayed through a flat cache: hits on the way.
+fn hits(policy: &str, capacity: u32, stream: &[u64]) -> u32 {
+    let mut flat = Flat::new(capacity, evict::build(policy, &parameters(policy)).unwrap());
+    let next = next_uses(stream);
+    let mut hits = 0;
+    let mut here = std::collections::BTreeSet::new();
+    for (i, &key) in stream.iter().enumerate() {
+        let at = Use { now_ns: i as u64 * 100, tick: i as u64, cost: 1.0, bytes: 1, next_use: next[i] };
+        assert_eq!(flat.contains(key), here.contains(&key));
+        let touched = flat.touch_or_insert(key, &at);
+        assert_eq!(touched.hit, here.contains(&key));
+        hits += u32::from(touched.hit);
+        if let Some(evicted) = touched.evicted {
+            assert!(here.remove(&evicted), "{policy}: {evicted} left and was not here");
+            assert_eq!(here.len() as u32, capacity - 1, "{policy}: something left though there was room");
+        }
+        if flat.contains(key) {
+            here.insert(key);
+        } else {
+            assert!(capacity == 0 || policy == "opt" && !touched.hit, "{policy} left {key} out");
+        }
+        assert_eq!(flat.len() as usize, here.len());
+        assert!(here.len() as u32 <= capacity);
+    }
+    hits
+}
+
+/// The most hits that any decisions reach: at every miss leave the newcomer out, or put it in the place of anyone.
+/// Memoised over (time, content), keys below 8 as bits.
+fn best(stream: &[u64], i: usize, content: u8, capacity: u32, memo: &mut HashMap<(usize, u8), u32>) -> u32 {
+    let Some(&key) = stream.get(i) else { return 0 };
+    if let Some(&known) = memo.get(&(i, content)) {
+        return known;
+    }
+    let bit = 1u8 << key;
+    let most = if content & bit != 0 {
+        1 + best(stream, i + 1, content, capacity, memo)
+    } else {
+        let mut most = best(stream, i + 1, content, capacity, memo);
+        if content.count_ones() < capacity {
+            most = most.max(best(stream, i + 1, content | bit, capacity, memo));
+        }
+        for victim in (0..8).map(|k| 1u8 << k).filter(|v| content & v != 0) {
+            most = most.max(best(stream, i + 1, content & !victim | bit, capacity, memo));
+        }
+        most
+    };
+    memo.insert((i, content), most);
+    most
+}
+
+#[test]
+fn no_decisions_beat_opt_and_no_policy_does() {
+    let mut opt_was_better = 0;
+    for seed in 0..1_000 {
+        let mut choices = Choices::from_seed(seed, u64::MAX);
+        let n_keys = 2 + choices.below(6);
+        let stream: Vec<u64> = (0..5 + choices.below(40)).map(|_| u64::from(choices.below(n_keys))).collect();
+        for capacity in 0..5 {
+            let most = best(&stream, 0, 0, capacity, &mut HashMap::new());
+            let opt = hits("opt", capacity, &stream);
+            assert_eq!(opt, most, "seed {seed}, capacity {capacity}: {stream:?}");
+            for policy in POLICIES {
+                let its = hits(policy.name, capacity, &stream);
+                assert!(its <= opt, "seed {seed}, capacity {capacity}: {} {its} > opt {opt}", policy.name);
+                opt_was_better += u32::from(its < opt);
+            }
+        }
+    }
+    assert!(opt_was_better > 1_000, "the streams tell no policy from another");
+}
+
+/// Flat LRU, FIFO and LFU against vectors that are searched from end to end.
+#[test]
+fn flat_caches_agree_with_vectors() {
+    for policy in ["lru", "fifo", "lfu"] {
+        let mut choices = Choices::from_seed(11, u64::MAX);
+        let mut flat = Flat::new(40, evict::build(policy, &Parameters::default()).unwrap());
+        let mut here: Vec<(u64, u64, u64, u64)> = Vec::new(); // key, stored, last used, uses
+        for tick in 0..N_OPERATIONS {
+            let key = u64::from(choices.below(12) * choices.below(12));
+            let touched = flat.touch_or_insert(key, &Use { tick, ..Use::default() });
+            if let Some(entry) = here.iter_mut().find(|entry| entry.0 == key) {
+                assert_eq!(touched, Touched { hit: true, evicted: None });
+                (entry.2, entry.3) = (tick, entry.3 + 1);
+                continue;
+            }
+            let mut evicted = None;
+            if here.len() == 40 {
+                let of = |e: &(u64, u64, u64, u64)| match policy {
+                    "lru" => (e.2, 0),
+                    "fifo" => (e.1, 0),
+                    _ => (e.3, e.2),
+                };
+                let victim = (0..40).min_by_key(|&i| of(&here[i])).unwrap();
+                evicted = Some(here.remove(victim).0);
+            }
+            here.push((key, tick, tick, 1));
+            assert_eq!(touched, Touched { hit: false, evicted }, "{policy} at {tick}");
+        }
+    }
+}
+
+#[test]
+fn names_and_parameters_are_checked() {
+    let mut short = Parameters::default();
+    short.set("half_life", "90s").unwrap();
+    let bad: &[(Result<_, PolicyError>, &[&str])] = &[
+        (build("lur", &Parameters::default()), &["`lur`", "lru, fifo, lfu, lfu_decay, cost, opt"]),
+        (build_for_serving("opt", &Parameters::default()), &["`opt`", "future", "lfu_decay, cost"]),
+        (build_for_serving("", &Parameters::default()), &["``", "lru"]),
+        (build("lru", &short), &["`lru`", "half_life", "lfu_decay and cost"]),
+        (build("cost", &Parameters { half_life: Some(std::time::Duration::ZERO) }), &["half_life", "300s"]),
+    ];
+    for (result, parts) in bad {
+        let error = result.as_ref().err().expect("refused").to_string();
+        for part in *parts {
+            assert!(error.contains(part), "`{error}` does not name {part}");
+        }
+    }
+    assert!(build_for_serving("cost", &short).is_ok_and(|policy| policy.name() == "cost"));
+    for policy in POLICIES {
+        assert_eq!(build(policy.name, &Parameters::default()).unwrap().name(), policy.name);
+        assert_eq!(build_for_serving(policy.name, &Parameters::default()).is_err(), policy.name == "opt");
+    }
+    for text in ["", "300", "s", "0s", "-1s", "NaNs", "infs", "1e400s", "5 parsecs", "1d"] {
+        let refused = Parameters::default().set("half_life", text);
+        let error = refused.expect_err(text).to_string();
+        assert!(error.contains("half_life") && error.contains("300s"), "{error}");
+    }
+    assert!(matches!(short.set("halflife", "1s"), Err(PolicyError::UnknownParameter { .. })));
+    assert_eq!(parse_duration("2.5m"), Some(std::time::Duration::from_secs(150)));
+}
+
+/// Scores of any sign and size keep their order as integers.
+#[test]
+fn scores_rank_as_floats_do() {
+    let scores = [f64::NEG_INFINITY, -1e300, -2.0, -1e-300, 0.0, 1e-300, 1.0, 1.5, 1e300, f64::INFINITY];
+    for pair in scores.windows(2) {
+        assert!(Rank::by_score(pair[0], 9) < Rank::by_score(pair[1], 1), "{pair:?}");
+    }
+    assert_eq!(Rank::by_score(-0.0, 5), Rank::by_score(0.0, 5));
+}
+
+/// What costs nothing, not a number, or weighs nothing is no reason to panic.
+#[test]
+fn odd_costs_have_a_place() {
+    let mut policy = evict::build("cost", &parameters("cost")).unwrap();
+    let mut rank = |slot, cost, bytes| {
+        policy.stored(slot, &Use { now_ns: 1, tick: u64::from(slot), cost, bytes, next_use: None })
+    };
+    let worthless = [rank(0, f64::NAN, 1), rank(1, -3.0, 1), rank(2, 0.0, u64::MAX)];
+    let dear = [rank(3, 1e-9, u64::MAX), rank(4, 1.0, 0), rank(5, f64::INFINITY, 1)];
+    assert!(worthless.iter().chain(&dear).is_sorted());
+}
