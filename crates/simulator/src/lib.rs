@@ -11,3 +11,4 @@
 pub mod cost;
 pub mod request;
 pub mod trace;
+pub mod zero_service;
