@@ -9,10 +9,12 @@
 //! Nothing is pinned, outputs leave no blocks, and any block may be evicted, a parent before its children: this drives
 //! the policies of `kvist_cache::evict` directly, outside the rules of a prefix index. So it is a bound and a way to
 //! compare policies, not a server. It refuses content that is only counted.
+mod numbers;
+
 use crate::request::{PromptContent, Request};
 use kvist_cache::evict::{self, Order, Parameters, Policy, PolicyError, Use};
+use numbers::Numbers;
 use serde::Serialize;
-use std::collections::HashMap;
 
 /// Block size for content that consists of token ids, if none is given.
 const TOKEN_BLOCK: u32 = 16;
@@ -114,17 +116,17 @@ impl BlockStream {
                 })
                 .unwrap_or(TOKEN_BLOCK),
         };
-        let mut numbers = Numbers::default();
+        let mut numbers = Numbers::new(block_tokens);
         let mut stream =
             BlockStream { block_tokens, blocks: Vec::new(), requests: Vec::new(), n_distinct: 0 };
         let mut now_ns = 0;
         for request in requests {
-            numbers.append(request, block_tokens, &mut stream.blocks)?;
+            numbers.append(request, &mut stream.blocks)?;
             now_ns = request.arrival_ns.max(now_ns); // a file need not be sorted, and time does not go back
             let end = stream.blocks.len();
             stream.requests.push(RequestBlocks { end, prompt_tokens: request.prompt_tokens, now_ns });
         }
-        stream.n_distinct = numbers.next;
+        stream.n_distinct = numbers.distinct();
         Ok(stream)
     }
 
@@ -165,84 +167,6 @@ impl BlockStream {
             }
         }
         next
-    }
-}
-
-/// Numbers for blocks of equal content. Every map is looked up, never walked.
-#[derive(Default)]
-struct Numbers {
-    next: u32,
-    salts: HashMap<String, u32>,
-    /// (salt, id, index within the id) to number.
-    ids: HashMap<(u32, u64, u32), u32>,
-    /// (salt, number before, tokens) to number.
-    tokens: HashMap<TokenBlock, u32>,
-}
-
-type TokenBlock = (u32, Option<u32>, Box<[u32]>);
-
-impl Numbers {
-    fn append(
-        &mut self,
-        request: &Request,
-        block_tokens: u32,
-        blocks: &mut Vec<u32>,
-    ) -> Result<(), NoBlocks> {
-        let salt = match self.salts.get(request.salt()) {
-            Some(salt) => *salt,
-            None => {
-                let salt = self.salts.len() as u32;
-                self.salts.insert(request.salt().to_string(), salt);
-                salt
-            }
-        };
-        match &request.content {
-            PromptContent::Unknown => Err(NoBlocks::Unknown { request: request.id }),
-            PromptContent::Ids { tokens_per_id, .. } => {
-                let tokens_per_id = *tokens_per_id;
-                let n_blocks = request.prompt_tokens.div_ceil(block_tokens);
-                let ids = request.content.ids(request.prompt_tokens).unwrap_or(&[]);
-                let fits = tokens_per_id > 0
-                    && (tokens_per_id.is_multiple_of(block_tokens)
-                        || block_tokens.is_multiple_of(tokens_per_id));
-                if !fits {
-                    return Err(NoBlocks::BlockSize { request: request.id, tokens_per_id, block_tokens });
-                }
-                let finer = (tokens_per_id / block_tokens).max(1);
-                let coarser = (block_tokens / tokens_per_id).max(1);
-                for block in 0..n_blocks {
-                    let last_id = (block / finer + 1) as usize * coarser as usize - 1;
-                    let Some(id) = ids.get(last_id.min(ids.len().wrapping_sub(1))) else {
-                        return Err(NoBlocks::Unknown { request: request.id });
-                    };
-                    let number = self.ids.entry((salt, *id, block % finer)).or_insert(self.next);
-                    blocks.push(*number);
-                    if *number == self.next {
-                        self.count()?;
-                    }
-                }
-                Ok(())
-            }
-            PromptContent::Tokens(tokens) => {
-                let prompt = &tokens[..tokens.len().min(request.prompt_tokens as usize)];
-                let mut before = None;
-                for block in prompt.chunks(block_tokens as usize) {
-                    let number = *self.tokens.entry((salt, before, block.into())).or_insert(self.next);
-                    blocks.push(number);
-                    before = Some(number);
-                    if number == self.next {
-                        self.count()?;
-                    }
-                }
-                Ok(())
-            }
-        }
-    }
-
-    fn count(&mut self) -> Result<(), NoBlocks> {
-        // The last number is no slot.
-        self.next = self.next.checked_add(1).filter(|n| *n < u32::MAX).ok_or(NoBlocks::TooMany)?;
-        Ok(())
     }
 }
 
