@@ -9,6 +9,8 @@
 #![forbid(unsafe_code)]
 
 pub mod cost;
+pub mod report;
 pub mod request;
+pub mod statistics;
 pub mod trace;
 pub mod zero_service;
