@@ -194,7 +194,7 @@ impl Reading<'_> {
         }
         let limit = self.options.limit.unwrap_or(usize::MAX);
         let Some(Begun { trace, reader }) = &mut self.begun else { return Ok(true) };
-        if is_header {
+        if is_header || limit == 0 {
             return Ok(limit > 0);
         }
         match reader.row(line, trace.requests.len() as u64) {
