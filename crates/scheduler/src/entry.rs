@@ -1,7 +1,7 @@
 //! What the scheduler knows of one live request, and where it stands.
 use crate::policy::{Rank, View};
 use crate::request::*;
-use kvist_cache::SeqId;
+use kvist_cache::{MissReason, SeqId};
 use std::sync::Arc;
 
 /// A place in an ordered queue. Total: no two requests have the same `arrival`.
@@ -57,6 +57,7 @@ pub(crate) struct Entry {
     pub regained_tokens: u32,
     pub lost_tokens: u64,
     pub preemptions: u32,
+    pub miss: Option<MissReason>,
 }
 
 impl Entry {
@@ -93,6 +94,7 @@ impl Entry {
             lost_tokens: self.lost_tokens,
             computed_tokens: self.computed,
             preemptions: self.preemptions,
+            miss: self.miss,
         }
     }
 

@@ -188,6 +188,8 @@ impl Scheduler {
                     return false;
                 }
             }
+            let miss = (self.explain && entry.admitted_ns.is_none())
+                .then(|| self.memory.explain(&entry.salt, &entry.prompt, entry.known_content()));
             hit = self.memory.open(seq, &entry.salt, &entry.prompt, entry.known_content(), at);
             if !plenty && self.memory.room() + u64::from(hit) < demand {
                 self.memory.release(seq);
@@ -195,7 +197,9 @@ impl Scheduler {
                 return false;
             }
             self.next_seq = self.next_seq.wrapping_add(1);
-            self.entries[slot as usize].seq = Some(seq);
+            let entry = &mut self.entries[slot as usize];
+            entry.seq = Some(seq);
+            entry.miss = entry.miss.or(miss);
         }
         self.leave(slot);
         let entry = &mut self.entries[slot as usize];

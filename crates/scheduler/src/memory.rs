@@ -2,8 +2,7 @@
 //! whether the cache has a prefix index.
 use crate::config::BadConfig;
 use crate::request::Prompt;
-use kvist_cache::{Cache, Refused, Room, SeqId};
-use kvist_cache::{Content, Moment};
+use kvist_cache::{Audience, Cache, Content, MissReason, Moment, Refused, Room, SeqId};
 
 /// When a decision falls: before which step, and the time at which it began.
 #[derive(Clone, Copy)]
@@ -80,6 +79,10 @@ impl Memory {
     pub fn free(&self) -> u64 {
         self.counted().free_cells.into()
     }
+    /// Cells that an index knows and nobody holds.
+    pub fn idle(&self) -> u64 {
+        self.counted().idle_cells.into()
+    }
     /// Cells that nobody needs.
     pub fn room(&self) -> u64 {
         let room = self.counted();
@@ -98,6 +101,11 @@ impl Memory {
     /// Tokens of the first `n_tokens` that the index could supply. Changes nothing.
     pub fn lookup(&self, salt: &str, prompt: &Prompt, n_tokens: u32) -> u32 {
         self.cache.lookup(salt, &content(prompt, n_tokens)).hit_tokens
+    }
+
+    /// Why it would supply no more.
+    pub fn explain(&self, salt: &str, prompt: &Prompt, n_tokens: u32) -> MissReason {
+        self.cache.explain(salt, &content(prompt, n_tokens), Audience::Operator)
     }
 
     /// Make a sequence that holds as much of the first `n_tokens` as the index supplies, and say how much that is.

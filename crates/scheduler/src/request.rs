@@ -1,4 +1,5 @@
 //! What a user asks for, and what became of it.
+use kvist_cache::MissReason;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -151,4 +152,6 @@ pub struct Ended {
     pub computed_tokens: u64,
     /// How often it lost its place in the batch.
     pub preemptions: u32,
+    /// Why the prefix index supplied no more on its first admission, as an operator may know it; if that was asked.
+    pub miss: Option<MissReason>,
 }

@@ -41,6 +41,7 @@ pub struct Scheduler {
     arrivals: u64,
     n_events: u64,
     failures: u32,
+    pub(crate) explain: bool,
     pub(crate) ended: Vec<Ended>,
     pub(crate) counters: Counters,
     pub(crate) decisions: Log,
@@ -113,6 +114,7 @@ impl Scheduler {
             arrivals: 0,
             n_events: 0,
             failures: 0,
+            explain: false,
             ended: Vec::new(),
             counters: Counters::default(),
             decisions: Log::default(),
@@ -124,6 +126,11 @@ impl Scheduler {
     pub fn record(&mut self) {
         self.events.start("kvist-events", &self.config);
         self.decisions.start("kvist-decisions", &self.config);
+    }
+    /// Ask the prefix index, at every first admission, why it supplies no more: [`Ended::miss`]. No decision depends
+    /// on it.
+    pub fn explain_misses(&mut self, on: bool) {
+        self.explain = on;
     }
     /// The event log.
     pub fn events(&mut self) -> &mut Log {
@@ -160,6 +167,10 @@ impl Scheduler {
     /// Cells that sequences hold: those of the smallest layer group that keeps everything.
     pub fn held_cells(&self) -> u64 {
         self.memory.held()
+    }
+    /// Cells that an index knows and nobody holds, there.
+    pub fn idle_cells(&self) -> u64 {
+        self.memory.idle()
     }
     /// Cells that nobody holds and no index knows, there.
     pub fn free_cells(&self) -> u64 {
@@ -222,6 +233,7 @@ impl Scheduler {
             regained_tokens: 0,
             lost_tokens: 0,
             preemptions: 0,
+            miss: None,
         };
         self.arrivals += 1;
         if let Some(reason) = refused {

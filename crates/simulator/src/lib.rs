@@ -11,6 +11,7 @@
 pub mod cost;
 pub mod report;
 pub mod request;
+pub mod run;
 pub mod statistics;
 pub mod trace;
 pub mod zero_service;
