@@ -100,13 +100,24 @@ impl Entry {
 
     /// Tokens, from the first, whose content is known and could be indexed once computed.
     pub fn known_content(&self) -> u32 {
-        let content = match &self.prompt {
+        self.content().min(self.known)
+    }
+
+    /// The same, with what a trace knows of the answer.
+    fn content(&self) -> u32 {
+        match &self.prompt {
             Prompt::Unknown => 0,
             Prompt::Tokens(tokens) => tokens.len() as u32,
             Prompt::SharedTokens(tokens) => tokens.len() as u32,
             Prompt::Ids { n_tokens, .. } => *n_tokens,
-        };
-        content.min(self.known)
+        }
+    }
+
+    /// Decode steps until the index has to be told of a block: a run of steps ends there, or others would be told
+    /// too late.
+    pub fn steps_to_store(&self, block_tokens: u32) -> u32 {
+        let full = (self.cached - self.cached % block_tokens).saturating_add(block_tokens);
+        if full <= self.content() { full - self.cached } else { u32::MAX }
     }
 
     /// A sampled token becomes content, if everything before it is.

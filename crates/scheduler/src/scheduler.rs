@@ -33,6 +33,8 @@ pub struct Scheduler {
     spans: Vec<Span<'static>>,
     plan: StepPlan,
     outcome: Outcome,
+    /// Has this turn changed who is in the batch, or made room? Then its step runs alone, and the driver can look.
+    moved: bool,
     /// Nobody can be admitted for want of memory until something is released or arrives.
     pub(crate) blocked: bool,
     /// What conservative admission has set aside.
@@ -108,6 +110,7 @@ impl Scheduler {
             spans: Vec::new(),
             plan: StepPlan::default(),
             outcome: Outcome::default(),
+            moved: false,
             blocked: false,
             reserved: 0,
             next_seq: 0,
@@ -306,6 +309,7 @@ impl Scheduler {
     pub fn turn(&mut self, now_ns: u64, executor: &mut dyn Executor) -> Turn {
         let at = self.at(now_ns);
         let decided = self.ended.len();
+        self.moved = false;
         let mut admit = true;
         let steps = loop {
             if !self.form(at, admit) {
@@ -315,7 +319,7 @@ impl Scheduler {
                 }
                 return Turn::Idle;
             }
-            let steps = self.foresee(now_ns, executor);
+            let steps = if self.moved { 1 } else { self.foresee(now_ns, executor) };
             self.spans.clear();
             let seq = |w: &Work| self.entries[w.slot as usize].seq.expect("who runs has a sequence");
             self.spans.extend(self.batch.iter().map(|w| Span::chain(seq(w), w.first, w.n_tokens)));
@@ -333,6 +337,7 @@ impl Scheduler {
                     break steps;
                 }
                 Err(Refused::NoSpace { needed, free, reclaimable, .. }) => {
+                    self.moved = true;
                     self.relieve(at, needed, free.saturating_add(reclaimable));
                     // Who was preempted for space does not come back in the same turn, unless nobody is left.
                     admit = self.running.is_empty();
@@ -352,16 +357,18 @@ impl Scheduler {
         Turn::Ran { steps, elapsed_ns }
     }
 
-    /// How many decode steps may run as one: no decision may fall due before the last of them ends.
+    /// How many decode steps may run as one: no decision may fall due before the last of them ends. Asked only when
+    /// everybody who waits has just been considered.
     fn foresee(&mut self, now_ns: u64, executor: &mut dyn Executor) -> u32 {
         if self.batch.len() != self.running.len() || !self.batch.iter().all(|w| w.decodes) {
             return 1;
         }
         // Who waits now waits for a place or for memory, and neither comes before somebody ends: decoding only
         // fills the cache, and makes nobody an easier victim than before.
+        let block = self.memory.block_tokens();
         let left = |w: &Work| {
             let entry = &self.entries[w.slot as usize];
-            entry.max_new - entry.generated()
+            (entry.max_new - entry.generated()).min(entry.steps_to_store(block))
         };
         let limit = self.batch.iter().map(left).min().unwrap_or(1);
         let limit = self.steps_that_fit(limit);
@@ -472,6 +479,7 @@ impl Scheduler {
 
     /// Take a request out of the queue or the batch.
     pub(crate) fn leave(&mut self, slot: u32) {
+        self.moved = true;
         match self.entries[slot as usize].state {
             State::Waiting(key) => {
                 self.waiting.remove(&key);
