@@ -235,6 +235,11 @@ impl Simulation {
             Ok(resize) => resize,
             Err(refused) => {
                 self.unchanged(&before);
+                let reserved: u32 = before.sequences.iter().map(|s| s.reserved).sum();
+                assert!(
+                    n_blocks == 0 || reserved > n_blocks,
+                    "{reserved} blocks fit in {n_blocks} if packed"
+                );
                 return Err(refused);
             }
         };
@@ -550,4 +555,48 @@ fn views_find_every_element() {
             }
         }
     }
+}
+
+/// The source's dump: four sequences in 60 blocks. It called them 2048 MB of 8 GB; they are 480 MiB of 16 GiB.
+#[test]
+fn the_dump_has_right_figures() {
+    let mut it = Simulation::new("first_fit", 2048, 16);
+    for (seq, tokens) in [(1, 512), (2, 256), (3, 128), (4, 64)] {
+        it.allocate(SeqId(seq), tokens, OutOfMemory::Reject).unwrap();
+        it.append(SeqId(seq), tokens, CapacityExceeded::Error, true).unwrap();
+    }
+    let text = it.arena.report().text(Some((&SEVEN_B, 4))).to_string();
+    let (head, map) = text.split_at(text.find("block map").unwrap());
+    assert_eq!(
+        head,
+        "blocks: 60 of 2048 used, 1988 free, 16 tokens each (first_fit)\n\
+         bytes: 480.00 MiB of 16.00 GiB used, 15.53 GiB free\n\
+         fragmentation: external 0.00 (largest free run 1988 of 1988), internal 0.00\n\
+         so far: 4 allocated, 0 freed, 0 evicted, 0 refused, 0 halted, 0 grown, 0 blocks copied\n\
+         sequences: 4\n  \
+           a 1: 512 of 512 tokens, blocks 0..32\n  \
+           b 2: 256 of 256 tokens, blocks 32..48\n  \
+           c 3: 128 of 128 tokens, blocks 48..56\n  \
+           d 4: 64 of 64 tokens, blocks 56..60\n"
+    );
+    let lines: Vec<&str> = map.lines().collect();
+    assert_eq!(lines.len(), 1 + 32);
+    let first: String =
+        ["a".repeat(32), "b".repeat(16), "c".repeat(8), "d".repeat(4), ".".repeat(4)].concat();
+    assert_eq!(lines[1].trim_start(), format!("0 {first}"));
+    assert_eq!(lines[32].trim_start(), format!("{} {}", 2048 - 64, ".".repeat(64)));
+}
+
+/// A map that would not fit on a page shows groups of blocks, and what buddies reserve is shown as theirs.
+#[test]
+fn large_maps_are_grouped() {
+    let mut it = Simulation::new("buddy", 8192, 1);
+    it.allocate(A, 5, OutOfMemory::Reject).unwrap();
+    it.allocate(B, 2, OutOfMemory::Reject).unwrap();
+    let text = it.arena.report().text(None).to_string();
+    assert!(!text.contains("bytes:"), "{text}");
+    assert!(text.contains("  a 1: 0 of 5 tokens, blocks 0..5, reserved up to 8\n"), "{text}");
+    assert!(text.contains("4 blocks per character"), "{text}");
+    let row = text.lines().find(|line| line.trim_start().starts_with("0 ")).unwrap();
+    assert_eq!(row.trim_start(), format!("0 aa+{}", ".".repeat(61)));
 }
