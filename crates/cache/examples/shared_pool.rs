@@ -1,0 +1,38 @@
+//! Allocations and releases per second of a shared pool, by 1 and by 2 threads, with room and while they wait.
+//!
+//! `cargo run --release -p kvist-cache --example shared_pool`
+use kvist_cache::shared::SharedPool;
+use std::time::{Duration, Instant};
+
+const N_ROUNDS: u32 = 1_000_000;
+
+/// Seconds in which each thread takes `n` of `n_blocks` blocks and gives them back, `N_ROUNDS` rounds in all.
+fn seconds(n_threads: u32, n_blocks: u32, n: u32) -> f64 {
+    let pool = SharedPool::new(n_blocks);
+    let started = Instant::now();
+    let deadline = started + Duration::from_secs(3600);
+    std::thread::scope(|scope| {
+        for _ in 0..n_threads {
+            scope.spawn(|| {
+                for _ in 0..N_ROUNDS / n_threads {
+                    drop(pool.allocate_waiting(n, deadline).expect("an hour is long enough"));
+                }
+            });
+        }
+    });
+    started.elapsed().as_secs_f64()
+}
+
+fn main() {
+    println!("{N_ROUNDS} rounds of allocate and free, best of 5");
+    println!("{:<34} {:>7} {:>12} {:>9}", "", "threads", "rounds/s", "ns/round");
+    let cases = [("16 of 4096 blocks: there is room", 4096, 16), ("16 of 16 blocks: one at a time", 16, 16)];
+    for (what, n_blocks, n) in cases {
+        for n_threads in [1, 2] {
+            let runs = (0..5).map(|_| seconds(n_threads, n_blocks, n));
+            let fastest = runs.fold(f64::INFINITY, f64::min);
+            let (per_second, ns) = (f64::from(N_ROUNDS) / fastest, fastest * 1e9 / f64::from(N_ROUNDS));
+            println!("{what:<34} {n_threads:>7} {per_second:>12.0} {ns:>9.1}");
+        }
+    }
+}
