@@ -2,6 +2,7 @@
 //!
 //! `cargo run --release -p kvist-cache --example shared_pool`
 use kvist_cache::shared::SharedPool;
+use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 const N_ROUNDS: u32 = 1_000_000;
@@ -9,16 +10,19 @@ const N_ROUNDS: u32 = 1_000_000;
 /// Seconds in which each thread takes `n` of `n_blocks` blocks and gives them back, `N_ROUNDS` rounds in all.
 fn seconds(n_threads: u32, n_blocks: u32, n: u32) -> f64 {
     let pool = SharedPool::new(n_blocks);
-    let started = Instant::now();
-    let deadline = started + Duration::from_secs(3600);
-    std::thread::scope(|scope| {
+    let deadline = Instant::now() + Duration::from_secs(3600);
+    let together = Barrier::new(n_threads as usize + 1);
+    let started = std::thread::scope(|scope| {
         for _ in 0..n_threads {
             scope.spawn(|| {
+                together.wait();
                 for _ in 0..N_ROUNDS / n_threads {
                     drop(pool.allocate_waiting(n, deadline).expect("an hour is long enough"));
                 }
             });
         }
+        together.wait();
+        Instant::now()
     });
     started.elapsed().as_secs_f64()
 }
