@@ -17,7 +17,7 @@ mod resize;
 mod views;
 
 pub use allocator::{ALLOCATORS, Allocator, BuildAllocator, Handle};
-pub use append::{Append, BlockCopy, Slots};
+pub use append::{Append, BlockCells, BlockCopy};
 pub use buddy::Buddy;
 pub use first_fit::FirstFit;
 pub use report::{ArenaReport, ArenaSequence, Counters};

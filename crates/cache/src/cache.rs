@@ -1,7 +1,9 @@
 //! The bookkeeping of one model's cache: one cell space per layer group.
+use crate::events::BlockEvent;
 use crate::ids::*;
 use crate::kind::Kind;
 use crate::plan::*;
+use crate::prefix::{Index, PrefixEvent};
 use crate::report::Report;
 use crate::request::*;
 
@@ -10,13 +12,15 @@ pub struct Cache {
     pub(crate) groups: Vec<Box<dyn Kind>>,
     /// Counts mutations: a plan made before one is never applied after it.
     pub(crate) epoch: u64,
+    /// Over the full blocks of paged groups.
+    pub(crate) index: Option<Index>,
 }
 
 impl Cache {
     /// One cell space per layer group, in group order. At least one.
     pub fn new(groups: Vec<Box<dyn Kind>>) -> Self {
         assert!(!groups.is_empty(), "a cache needs at least one layer group");
-        Cache { groups, epoch: 0 }
+        Cache { groups, epoch: 0, index: None }
     }
 
     /// Layer groups.
@@ -48,6 +52,33 @@ impl Cache {
     pub fn clear(&mut self) {
         self.epoch += 1;
         self.groups.iter_mut().for_each(|g| g.clear());
+        if let Some(index) = &mut self.index {
+            index.clear();
+        }
+    }
+
+    /// Note every change of a block from now on, or no longer. Of kinds that hand out blocks.
+    pub fn watch(&mut self, on: bool) {
+        for (g, kind) in self.groups.iter_mut().enumerate() {
+            if let Some(paged) = kind.paged_mut() {
+                paged.events.watch(on.then_some(GroupId(g as u16)));
+            }
+        }
+        if let Some(index) = &mut self.index {
+            index.events = on.then(Vec::new);
+        }
+    }
+
+    /// Move what was noted since the last time to the ends of `blocks`, group by group, and of `prefixes`.
+    pub fn drain_events(&mut self, blocks: &mut Vec<BlockEvent>, prefixes: &mut Vec<PrefixEvent>) {
+        for kind in &mut self.groups {
+            if let Some(paged) = kind.paged_mut() {
+                paged.events.drain(blocks);
+            }
+        }
+        if let Some(events) = self.index.as_mut().and_then(|index| index.events.as_mut()) {
+            prefixes.append(events);
+        }
     }
 
     /// One report per layer group.
@@ -114,6 +145,9 @@ impl Cache {
         assert_eq!(plan.epoch, self.epoch, "a plan of epoch {} met a cache of {}", plan.epoch, self.epoch);
         for (kind, out) in self.groups.iter_mut().zip(&plan.groups) {
             kind.apply(&plan.spans, out);
+        }
+        if let Some(index) = &mut self.index {
+            index.settle(&mut self.groups);
         }
         self.epoch += 1;
     }

@@ -75,6 +75,11 @@ pub trait Policy: Send {
     fn stored(&mut self, slot: u32, at: &Use) -> Rank;
     /// The block in `slot` was hit.
     fn used(&mut self, slot: u32, at: &Use) -> Rank;
+    /// The last sequence that held the block in `slot` let it go. `None` keeps the rank: that is no use where uses are
+    /// counted, but it is recent where recency is.
+    fn let_go(&mut self, _slot: u32, _at: &Use) -> Option<Rank> {
+        None
+    }
     /// The block in `slot` is gone, and whatever was known of it with it.
     fn forgotten(&mut self, slot: u32);
     /// Does a newcomer compete with those who are here, and stay out if it ranks smallest? Where the caller can

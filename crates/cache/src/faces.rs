@@ -61,14 +61,26 @@ impl Rewind<'_> {
 impl Sequences<'_> {
     /// An empty sequence.
     pub fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused> {
-        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_new(seq))
+        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_new(seq))?;
+        if let Some(index) = &mut self.cache.index {
+            index.opened_empty(seq);
+        }
+        Ok(())
     }
 
     /// Let `dst` hold what `src` holds at positions `from..until`, without copying a byte. `dst` is made if it
     /// does not exist, and continues where the range or `src` ends. It must end before the range and wait for no
     /// verdict; a gap before `from` is allowed. Speculative nodes of `src` are not shared.
     pub fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused> {
-        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_cp(src, dst, from, until))
+        self.can_end_at(src, until)?;
+        let begins = self.cache.next_position(dst).is_none_or(|next| next == 0);
+        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_cp(src, dst, from, until))?;
+        if let Cache { index: Some(index), groups, .. } = &mut *self.cache
+            && begins
+        {
+            index.forked(groups, src, dst);
+        }
+        Ok(())
     }
 
     /// A copy of all that `src` has committed.
@@ -82,13 +94,43 @@ impl Sequences<'_> {
     /// is discarded; if `from` is 0, the sequence is forgotten. An empty range, and one that begins behind the
     /// next position, change nothing.
     pub fn seq_rm(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
-        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_rm(seq, from, until))
+        if from < until && self.cache.next_position(seq).is_some_and(|next| from <= next && next <= until) {
+            self.can_end_at(seq, from)?;
+        }
+        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_rm(seq, from, until))?;
+        if let Cache { index: Some(index), groups, .. } = &mut *self.cache {
+            index.shortened(groups, seq);
+            index.settle(groups);
+        }
+        Ok(())
     }
 
     /// Forget every other sequence, and remove the positions of `seq` outside `from..until` as
     /// [`seq_rm`](Self::seq_rm) does: if nothing is kept, `seq` is forgotten too.
     pub fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
-        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_keep(seq, from, until))
+        self.can_end_at(seq, if from < until { until } else { 0 })?;
+        self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_keep(seq, from, until))?;
+        if let Cache { index: Some(index), groups, .. } = &mut *self.cache {
+            index.all_shortened(groups);
+            index.settle(groups);
+        }
+        Ok(())
+    }
+
+    /// The last `drafted` tokens of `seq` were drafts, and `accepted` of them, from the first on, are kept. Accepting
+    /// more than were drafted is refused, and so are more drafts than the sequence holds.
+    pub fn accept(&mut self, seq: SeqId, drafted: u32, accepted: u32) -> Result<(), Refused> {
+        let next = self.cache.next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
+        match (next.checked_sub(drafted), drafted.checked_sub(accepted)) {
+            (Some(_), Some(0)) => Ok(()),
+            (Some(_), Some(rejected)) => self.seq_rm(seq, next - rejected, u32::MAX),
+            (None, _) => Err(Refused::AcceptsMore { seq, drafted: next, accepted: drafted }),
+            (_, None) => Err(Refused::AcceptsMore { seq, drafted, accepted }),
+        }
+    }
+
+    fn can_end_at(&mut self, seq: SeqId, position: u32) -> Result<(), Refused> {
+        self.cache.groups.iter_mut().try_for_each(|g| g.sequences().expect(CHECKED).can_end_at(seq, position))
     }
 }
 

@@ -1,5 +1,6 @@
 //! What the author of a kind writes: the bookkeeping of one cell space, that is, of one layer group.
 use crate::ids::*;
+use crate::kinds::Paged;
 use crate::plan::{CellCopy, GroupPlan, Spans};
 use crate::report::Report;
 use crate::request::Refused;
@@ -42,6 +43,14 @@ pub trait Kind: Send {
     fn sequences(&mut self) -> Option<&mut dyn SequenceKind> {
         None
     }
+    /// `Some` if the kind hands out blocks, which a prefix index can know.
+    fn paged(&self) -> Option<&Paged> {
+        None
+    }
+    /// The same.
+    fn paged_mut(&mut self) -> Option<&mut Paged> {
+        None
+    }
     /// `Some` if the kind speculates.
     fn trees(&mut self) -> Option<&mut dyn TreeKind> {
         None
@@ -58,6 +67,11 @@ pub trait RewindKind: Kind {
 pub trait SequenceKind: Kind {
     /// See [`Sequences::seq_new`](crate::Sequences::seq_new).
     fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused>;
+    /// Could `seq`, or a copy of it, end at `position`? Asked of every group before a verb acts on any, because groups
+    /// whose windows differ have let go of different tokens.
+    fn can_end_at(&self, _seq: SeqId, _position: u32) -> Result<(), Refused> {
+        Ok(())
+    }
     /// See [`Sequences::seq_cp`](crate::Sequences::seq_cp).
     fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused>;
     /// See [`Sequences::seq_rm`](crate::Sequences::seq_rm).

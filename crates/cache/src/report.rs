@@ -15,6 +15,23 @@ pub struct Report {
     pub high_water: u32,
     /// Ascending by id.
     pub sequences: Vec<SequenceReport>,
+    /// Of kinds that hand out blocks.
+    pub blocks: Option<BlockReport>,
+}
+
+/// The blocks of one cell space. `total` = held + `idle` + `free`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BlockReport {
+    /// Tokens of a block.
+    pub block_tokens: u32,
+    /// Blocks.
+    pub total: u32,
+    /// Blocks that nobody holds and no index knows.
+    pub free: u32,
+    /// Blocks that an index knows and nobody holds: room can be made of them.
+    pub idle: u32,
+    /// Internal fragmentation: cells behind the ends of sequences, in their last blocks.
+    pub unused_cells: u32,
 }
 
 /// The state of one sequence in one cell space.

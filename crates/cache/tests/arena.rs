@@ -205,11 +205,11 @@ impl Simulation {
             memory.copy_within(from, (copy.to * block_tokens) as usize);
         }
         let mut written = Vec::new();
-        for slots in append.slots() {
-            assert!(slots.offset + slots.len <= block_tokens);
-            for i in 0..slots.len {
+        for cells in append.writes() {
+            assert!(cells.offset + cells.len <= block_tokens);
+            for i in 0..cells.len {
                 *n_written += 1;
-                memory[(slots.block * block_tokens + slots.offset + i) as usize] = *n_written;
+                memory[(cells.block * block_tokens + cells.offset + i) as usize] = *n_written;
                 written.push(*n_written);
             }
         }
@@ -353,8 +353,8 @@ fn the_513th_token_grows_the_handle_or_is_refused() {
         assert_eq!((it.arena.room_tokens(A), it.arena.token_offset_in_block(A)), (Some(0), Some(0)));
 
         let append = it.arena.append(A, 1, CapacityExceeded::Error).unwrap().unwrap();
-        let slots: Vec<Slots> = append.slots().collect();
-        assert_eq!(slots, [Slots { block: handle.start + 32, offset: 0, len: 1 }], "{name}");
+        let cells: Vec<BlockCells> = append.writes().collect();
+        assert_eq!(cells, [BlockCells { block: handle.start + 32, offset: 0, len: 1 }], "{name}");
         assert_eq!(append.copy(), None, "{name}: it grows in place");
         drop(append);
         assert_eq!((it.arena.used_tokens(A), it.arena.handle(A)), (Some(512), Some(handle)), "{name}");
@@ -414,8 +414,11 @@ fn growth_by_a_move_is_a_plan() {
     it.allocate(B, 4, OutOfMemory::Reject).unwrap();
     let append = it.arena.append(A, 5, CapacityExceeded::Error).unwrap().unwrap();
     assert_eq!(append.copy(), Some(BlockCopy { from: 0, to: 3, len: 2 }));
-    let slots: Vec<Slots> = append.slots().collect();
-    assert_eq!(slots, [Slots { block: 4, offset: 3, len: 1 }, Slots { block: 5, offset: 0, len: 4 }]);
+    let cells: Vec<BlockCells> = append.writes().collect();
+    assert_eq!(
+        cells,
+        [BlockCells { block: 4, offset: 3, len: 1 }, BlockCells { block: 5, offset: 0, len: 4 }]
+    );
     drop(append);
     it.check();
     assert_eq!(it.arena.handle(A).unwrap().start, 0);

@@ -13,19 +13,19 @@ pub struct BlockCopy {
     pub len: u32,
 }
 
-/// Successive token slots of one block.
+/// Neighbouring cells of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Slots {
+pub struct BlockCells {
     /// The block.
     pub block: u32,
-    /// First slot in it.
+    /// First cell in it.
     pub offset: u32,
-    /// Slots.
+    /// BlockCells.
     pub len: u32,
 }
 
-/// Tokens on their way into a sequence. The backend makes the copy, if there is one, writes the slots, then
-/// commits. Dropped or leaked, it leaves the arena as it was: the copy went to free blocks, and the slots lie behind
+/// Tokens on their way into a sequence. The backend makes the copy, if there is one, writes the cells, then
+/// commits. Dropped or leaked, it leaves the arena as it was: the copy went to free blocks, and the cells lie behind
 /// what the sequence uses.
 ///
 /// ```compile_fail,E0499
@@ -108,15 +108,15 @@ impl Append<'_> {
     }
 
     /// Where the tokens go, in their order, once the copy is made.
-    pub fn slots(&self) -> impl Iterator<Item = Slots> {
+    pub fn writes(&self) -> impl Iterator<Item = BlockCells> {
         let (block_tokens, end) = (self.arena.block_tokens, self.used_after);
         let mut token = self.before().used_tokens;
         std::iter::from_fn(move || {
             let offset = token % block_tokens;
             let len = (end - token).min(block_tokens - offset);
-            let slots = Slots { block: self.handle.start + token / block_tokens, offset, len };
+            let cells = BlockCells { block: self.handle.start + token / block_tokens, offset, len };
             token += len;
-            (len > 0).then_some(slots)
+            (len > 0).then_some(cells)
         })
     }
 

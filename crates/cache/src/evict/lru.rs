@@ -16,5 +16,8 @@ impl Policy for Lru {
     fn used(&mut self, _slot: u32, at: &Use) -> Rank {
         Rank::by(at.tick, at.tick)
     }
+    fn let_go(&mut self, _slot: u32, at: &Use) -> Option<Rank> {
+        Some(Rank::by(at.tick, at.tick))
+    }
     fn forgotten(&mut self, _slot: u32) {}
 }

@@ -29,13 +29,17 @@ impl Extent {
 
 /// Extents in position order, each as long as it can be. 12 bytes per extent: a sequence that decodes alone has
 /// one, one that takes turns with others has one per stripe.
-#[derive(Default)]
+#[derive(Default, Debug)]
 pub(super) struct Extents {
     list: Vec<Extent>,
     n_tokens: u32,
 }
 
 impl Extents {
+    pub fn clear(&mut self) {
+        self.list.clear();
+        self.n_tokens = 0;
+    }
     pub fn list(&self) -> &[Extent] {
         &self.list
     }

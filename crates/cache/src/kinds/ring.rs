@@ -135,6 +135,7 @@ impl Kind for Ring {
             used_cells: len,
             high_water: self.high_water(),
             sequences: vec![sequence],
+            blocks: None,
         }
     }
 }

@@ -6,7 +6,8 @@
 use super::extents::{Extent, Extents};
 use super::frontier::{self, Node};
 use super::stripes::{Cursor, Stripes};
-use super::trunks::{Horizon, by_prefix};
+use super::trunks::{self, Horizon};
+use super::written::Written;
 use super::{GroupSpec, Visibility, chain_items, compaction};
 use crate::ids::*;
 use crate::plan::*;
@@ -121,31 +122,8 @@ impl CellSpace {
             Horizon::new(self.visibility, span.start, shallowest, deepest)
         };
 
-        let n_spans = spans.list.len();
-        let alone = n_spans == 1;
-        scratch.order.clear();
-        scratch.order.extend(0..n_spans as u32);
-        if !alone {
-            let extents = |i: u32| sequence(&spans.list[i as usize]).committed.list();
-            scratch.order.sort_unstable_by(|&a, &b| by_prefix(extents(a), extents(b)).then(a.cmp(&b)));
-        }
-
-        scratch.first_query.clear();
-        scratch.first_query.resize(n_spans, 0);
-        for &i in &scratch.order {
-            let span = &spans.list[i as usize];
-            let first_query = reads.order.len() as u32;
-            scratch.first_query[i as usize] = first_query;
-            reads.order.extend(span.tokens());
-            let (committed, see) = (&sequence(span).committed, horizon(span));
-            let shared_from = see.shared_from(alone);
-            for extent in committed.within(0, see.sinks_end).chain(committed.within(shared_from, span.start))
-            {
-                scratch.trunks.see(extent, first_query, reads);
-            }
-            scratch.trunks.end_span(first_query, reads);
-        }
-        scratch.trunks.end(reads.order.len() as u32, reads);
+        let alone = spans.list.len() == 1;
+        trunks::share(&mut scratch, reads, &spans.list, |span| &sequence(span).committed, horizon);
 
         let mut written = Written::new(writes);
         for (i, span) in spans.list.iter().enumerate() {
@@ -250,6 +228,7 @@ impl CellSpace {
             used_cells: self.stripes.used(),
             high_water: self.stripes.high_water(),
             sequences: sequences.collect(),
+            blocks: None,
         }
     }
 
@@ -334,26 +313,5 @@ impl CellSpace {
             }
         }
         Ok(())
-    }
-}
-
-/// The cells of a plan, handed to its tokens in batch order.
-struct Written<'p> {
-    runs: std::slice::Iter<'p, Run>,
-    rest: Run,
-}
-
-impl<'p> Written<'p> {
-    fn new(writes: &'p [Run]) -> Self {
-        Written { runs: writes.iter(), rest: Run { start: 0, len: 0 } }
-    }
-    /// The next neighbouring cells, at most `n`.
-    fn take(&mut self, n: u32) -> Run {
-        if self.rest.len == 0 {
-            self.rest = *self.runs.next().expect("prepare placed every token");
-        }
-        let run = Run { start: self.rest.start, len: n.min(self.rest.len) };
-        self.rest = Run { start: run.end(), len: self.rest.len - run.len };
-        run
     }
 }

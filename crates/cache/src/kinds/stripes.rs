@@ -1,5 +1,6 @@
 //! Reference-counted cells, handed out in aligned stripes of 16, so that sequences which decode in turn do not
 //! shred each other into runs of one cell.
+use super::free_set::FreeSet;
 use crate::plan::{CellCopy, GroupPlan, grown};
 use crate::run::Run;
 
@@ -12,7 +13,7 @@ pub(super) struct Stripes {
     capacity: u32,
     refs: Vec<u32>, // the first cells; all behind them are free
     used_in_stripe: Vec<u8>,
-    free_stripes: StripeSet,
+    free_stripes: FreeSet,
     used: u32,
     high_water: u32,
 }
@@ -30,7 +31,7 @@ impl Stripes {
             capacity,
             refs: Vec::new(),
             used_in_stripe: Vec::new(),
-            free_stripes: StripeSet::default(),
+            free_stripes: FreeSet::default(),
             used: 0,
             high_water: 0,
         }
@@ -199,85 +200,5 @@ impl Stripes {
         self.free_stripes.extend(0..self.used_in_stripe.len() as u32);
         self.used = 0;
         self.high_water = 0;
-    }
-}
-
-/// A set of stripes in two levels of bits: the next member is found by looking at three words and at one more per
-/// 4,096 stripes skipped.
-#[derive(Default)]
-struct StripeSet {
-    words: Vec<u64>,
-    /// Bit w: `words[w]` is not 0.
-    summary: Vec<u64>,
-}
-
-impl StripeSet {
-    /// These become members, and the set as large as they need.
-    fn extend(&mut self, stripes: std::ops::Range<u32>) {
-        let n_words = self.words.len().max(stripes.end.div_ceil(64) as usize);
-        self.words.resize(n_words, 0);
-        self.summary.resize(n_words.div_ceil(64), 0);
-        stripes.for_each(|stripe| self.insert(stripe));
-    }
-    fn insert(&mut self, stripe: u32) {
-        let word = stripe as usize / 64;
-        self.words[word] |= 1 << (stripe % 64);
-        self.summary[word / 64] |= 1 << (word % 64);
-    }
-    fn remove(&mut self, stripe: u32) {
-        let word = stripe as usize / 64;
-        self.words[word] &= !(1 << (stripe % 64));
-        if self.words[word] == 0 {
-            self.summary[word / 64] &= !(1 << (word % 64));
-        }
-    }
-    fn at_or_after(&self, stripe: u32) -> Option<u32> {
-        let word = stripe as usize / 64;
-        let here = self.words.get(word)? & (u64::MAX << (stripe % 64));
-        if here != 0 {
-            return Some(word as u32 * 64 + here.trailing_zeros());
-        }
-        let after = word + 1;
-        let mut block = after / 64;
-        let mut members = self.summary.get(block)? & (u64::MAX << (after % 64));
-        while members == 0 {
-            block += 1;
-            members = *self.summary.get(block)?;
-        }
-        let word = block * 64 + members.trailing_zeros() as usize;
-        Some(word as u32 * 64 + self.words[word].trailing_zeros())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::collections::BTreeSet;
-
-    #[test]
-    fn the_next_free_stripe_is_found_across_words_and_blocks() {
-        let n = 3 * 4096 + 70;
-        let mut set = StripeSet::default();
-        set.extend(0..70);
-        set.extend(70..n);
-        let mut twin: BTreeSet<u32> = (0..n).collect();
-        let mut state = 7u64;
-        for round in 0..40_000 {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            let stripe = (state >> 33) as u32 % n;
-            if round % 20_000 < 19_000 || state >> 20 & 3 != 0 {
-                set.remove(stripe);
-                twin.remove(&stripe);
-            } else {
-                set.insert(stripe);
-                twin.insert(stripe);
-            }
-            if round % 16 == 0 {
-                let from = (state >> 12) as u32 % (n + 100);
-                assert_eq!(set.at_or_after(from), twin.range(from..).next().copied(), "from {from}");
-            }
-        }
-        twin.iter().for_each(|&stripe| set.remove(stripe));
-        assert_eq!(set.at_or_after(0), None);
     }
 }

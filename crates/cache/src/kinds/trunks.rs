@@ -16,9 +16,10 @@
 //!
 //! Every piece is opened and closed once per stretch of neighbouring spans, so the items are disjoint, whatever
 //! windows, removed prefixes or partial copies did to the sequences. Trunks of trunks need no rule of their own.
-use super::Visibility;
-use super::extents::Extent;
+use super::extents::{Extent, Extents};
 use super::stripes::STRIPE;
+use super::{ReadScratch, Visibility};
+use crate::plan::PlannedSpan;
 use crate::reads::{Mask, ReadItem, Reads};
 use std::cmp::Ordering;
 
@@ -55,7 +56,7 @@ impl Horizon {
 
 /// An order in which sequences with a common prefix of cells are neighbours: that of their (position, cell)
 /// pairs as words of a dictionary.
-pub(super) fn by_prefix(a: &[Extent], b: &[Extent]) -> Ordering {
+fn by_prefix(a: &[Extent], b: &[Extent]) -> Ordering {
     let first = |extents: &[Extent]| extents.first().map(|e| (e.position, e.cell));
     let differ = a.iter().zip(b).position(|(a, b)| a != b).unwrap_or(a.len().min(b.len()));
     let (a, b) = (&a[differ..], &b[differ..]);
@@ -71,6 +72,40 @@ pub(super) fn by_prefix(a: &[Extent], b: &[Extent]) -> Ordering {
         }
         _ => first(a).cmp(&first(b)),
     }
+}
+
+/// Put the spans in order, give them their query slots, and add the items of what all queries of a span see, each
+/// cell once however many spans see it. What lies between `all` and `shared_from` of a span's horizon, what only
+/// some of its queries see, and its own tokens are left to the caller.
+pub(super) fn share<'e>(
+    scratch: &mut ReadScratch,
+    reads: &mut Reads,
+    spans: &[PlannedSpan],
+    extents: impl Fn(&PlannedSpan) -> &'e Extents,
+    horizon: impl Fn(&PlannedSpan) -> Horizon,
+) {
+    let alone = spans.len() == 1;
+    scratch.order.clear();
+    scratch.order.extend(0..spans.len() as u32);
+    if !alone {
+        let list = |i: u32| extents(&spans[i as usize]).list();
+        scratch.order.sort_unstable_by(|&a, &b| by_prefix(list(a), list(b)).then(a.cmp(&b)));
+    }
+    scratch.first_query.clear();
+    scratch.first_query.resize(spans.len(), 0);
+    for &i in &scratch.order {
+        let span = &spans[i as usize];
+        let first_query = reads.order.len() as u32;
+        scratch.first_query[i as usize] = first_query;
+        reads.order.extend(span.tokens());
+        let (committed, see) = (extents(span), horizon(span));
+        let shared = committed.within(see.shared_from(alone), span.start);
+        for extent in committed.within(0, see.sinks_end).chain(shared) {
+            scratch.trunks.see(extent, first_query, reads);
+        }
+        scratch.trunks.end_span(first_query, reads);
+    }
+    scratch.trunks.end(reads.order.len() as u32, reads);
 }
 
 /// An extent that all spans since query slot `first_query` see.

@@ -1,5 +1,5 @@
 //! Reports as text, for people.
-use super::Report;
+use super::{BlockReport, Report};
 use crate::arena::{ArenaReport, Layout};
 use std::fmt::{self, Display, Formatter};
 
@@ -17,6 +17,17 @@ impl Display for Report {
             "cells: {used} of {capacity} used, {free} free, all used ones below {}",
             self.high_water
         )?;
+        if let Some(blocks) = self.blocks {
+            let BlockReport { block_tokens, total, free, idle, unused_cells } = blocks;
+            let held = total - free - idle;
+            write!(f, "blocks of {block_tokens} tokens: {held} of {total} held, {idle} idle, {free} free")?;
+            let held_cells = u64::from(held) * u64::from(block_tokens);
+            let internal = f64::from(unused_cells) / held_cells.max(1) as f64;
+            writeln!(
+                f,
+                "; {unused_cells} cells unused behind the ends of sequences (fragmentation: internal {internal:.2})"
+            )?;
+        }
         writeln!(f, "sequences: {}", self.sequences.len())?;
         for s in &self.sequences {
             write!(f, "  {}: {} tokens, next position {}", s.seq, s.len, s.next_position)?;

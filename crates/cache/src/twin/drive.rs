@@ -365,6 +365,7 @@ impl Drive {
                 used_cells: live.len() as u32,
                 high_water,
                 sequences: sequences.collect(),
+                blocks: None,
             };
             assert_eq!(report, expected, "report of layer group {g}");
         }

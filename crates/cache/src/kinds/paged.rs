@@ -1,0 +1,515 @@
+//! Many sequences over one pool of blocks of `block_tokens` cells, found through block tables (paged attention: Kwon
+//! et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023).
+mod blocks;
+
+pub(crate) use blocks::NONE;
+
+use super::extents::{Extent, Extents};
+use super::trunks::{self, Horizon};
+use super::written::Written;
+use super::{GroupSpec, NO_TREES, Unbuildable, Visibility, chain_items, expect_end};
+use crate::events::{Change, Events, Reason};
+use crate::ids::*;
+use crate::kind::{Kind, SequenceKind};
+use crate::plan::*;
+use crate::reads::{Mask, ReadItem};
+use crate::report::*;
+use crate::request::Refused;
+use crate::run::{Run, push_run};
+use blocks::{Blocks, LetGo};
+use std::collections::BTreeMap;
+
+/// Serves many users: whole blocks are shared between sequences and with the prefix index, and a sequence that
+/// writes into a block which others read gets a copy of its part of it first, the only bytes that a fork ever
+/// costs.
+///
+/// It promises that a block is free exactly when no sequence holds it and the index does not know it; that a step
+/// writes to free blocks and to the unindexed tails of their only holder; that blocks no query can see again are
+/// let go at `commit`, `rollback_tokens` later than the window says.
+///
+/// It refuses trees, and every removal but that of a tail.
+pub struct Paged {
+    visibility: Visibility,
+    block_tokens: u32,
+    /// log2 of `block_tokens`, if that is whole: a shift is a division that costs nothing.
+    shift: Option<u32>,
+    rollback_tokens: u32,
+    blocks: Blocks,
+    sequences: BTreeMap<SeqId, Table>,
+    pub(crate) events: Events,
+}
+
+/// Where one sequence lies: 4 bytes per block.
+#[derive(Default)]
+struct Table {
+    /// Block of positions `i * block_tokens..`; [`NONE`] where it has left the window.
+    blocks: Vec<u32>,
+    next_position: u32,
+    /// Blocks before this one, but for those of sinks, have left the window.
+    window_start: u32,
+}
+
+impl Paged {
+    /// Of `group.capacity_tokens / block_tokens` blocks, rounded down. `max_step_tokens` is ignored.
+    pub fn new(group: &GroupSpec, block_tokens: u32, rollback_tokens: u32) -> Result<Self, Unbuildable> {
+        if block_tokens == 0 {
+            return Err(Unbuildable("a block holds at least one token"));
+        }
+        if group.visibility.window == Some(0) {
+            return Err(Unbuildable("a window of no tokens shows nothing"));
+        }
+        Ok(Paged {
+            visibility: group.visibility,
+            block_tokens,
+            shift: block_tokens.is_power_of_two().then_some(block_tokens.trailing_zeros()),
+            rollback_tokens,
+            blocks: Blocks::new(group.capacity_tokens / block_tokens),
+            sequences: BTreeMap::new(),
+            events: Events::default(),
+        })
+    }
+
+    /// Tokens of a block.
+    pub fn block_tokens(&self) -> u32 {
+        self.block_tokens
+    }
+    /// Blocks of `seq` in the order of its positions; `None` for those that have left the window.
+    pub fn block_table(&self, seq: SeqId) -> Option<impl Iterator<Item = Option<u32>>> {
+        let table = self.sequences.get(&seq)?;
+        Some(table.blocks.iter().map(|&block| (block != NONE).then_some(block)))
+    }
+
+    #[inline]
+    fn whole_blocks(&self, tokens: u32) -> u32 {
+        match self.shift {
+            Some(shift) => tokens >> shift,
+            None => tokens / self.block_tokens,
+        }
+    }
+    #[inline]
+    fn covering_blocks(&self, tokens: u32) -> u32 {
+        let whole = self.whole_blocks(tokens);
+        whole + u32::from(whole * self.block_tokens < tokens)
+    }
+    /// Tokens in the last block of a sequence that ends at `position`; 0 if it is full.
+    #[inline]
+    fn offset(&self, position: u32) -> u32 {
+        position - self.whole_blocks(position) * self.block_tokens
+    }
+    pub(crate) fn sink_blocks(&self) -> u32 {
+        self.visibility.window.map_or(0, |_| self.covering_blocks(self.visibility.sinks))
+    }
+    /// The first block behind the sinks that a query at `position` sees.
+    pub(crate) fn first_seen(&self, position: u32) -> u32 {
+        let Some(window) = self.visibility.window else { return 0 };
+        let seen = self.whole_blocks((position + 1).saturating_sub(window));
+        if seen <= self.sink_blocks() { 0 } else { seen }
+    }
+    fn table(&self, seq: SeqId) -> Result<&Table, Refused> {
+        self.sequences.get(&seq).ok_or(Refused::UnknownSequence(seq))
+    }
+
+    /// New blocks that `n_tokens` more cost a sequence: a copy of its shared tail counts as one.
+    fn blocks_needed(&self, table: &Table, n_tokens: u32) -> u32 {
+        let end = table.next_position + n_tokens;
+        let held = table.blocks.len() as u32;
+        self.covering_blocks(end) - held + u32::from(self.shared_tail(table).is_some())
+    }
+    /// The partly filled last block, if others may read it.
+    fn shared_tail(&self, table: &Table) -> Option<u32> {
+        let tail = *table.blocks.last()?;
+        (self.offset(table.next_position) > 0 && self.blocks.is_shared(tail)).then_some(tail)
+    }
+
+    /// Is the window a reason to let blocks go?
+    pub(crate) fn is_windowed(&self) -> bool {
+        self.visibility.window.is_some()
+    }
+    /// Is it as large as cells can be counted?
+    pub(crate) fn is_endless(&self) -> bool {
+        self.blocks.capacity() == u32::MAX / self.block_tokens
+    }
+    pub(crate) fn free_cells(&self) -> u32 {
+        self.blocks.n_free() * self.block_tokens
+    }
+    pub(crate) fn n_idle(&self) -> u32 {
+        self.blocks.n_idle()
+    }
+    /// Block `i` of `seq`, or [`NONE`].
+    pub(crate) fn block_at(&self, seq: SeqId, i: u32) -> u32 {
+        self.sequences.get(&seq).and_then(|t| t.blocks.get(i as usize)).copied().unwrap_or(NONE)
+    }
+    pub(crate) fn node(&self, block: u32) -> u32 {
+        self.blocks.node(block)
+    }
+    pub(crate) fn is_idle(&self, block: u32) -> bool {
+        self.blocks.holders(block) == 0 && self.blocks.node(block) != NONE
+    }
+    pub(crate) fn index(&mut self, block: u32, node: u32) {
+        self.blocks.index(block, node);
+    }
+    pub(crate) fn unindex(&mut self, block: u32) -> bool {
+        self.blocks.unindex(block)
+    }
+    pub(crate) fn take_fell_idle(&mut self) -> Vec<u32> {
+        std::mem::take(self.blocks.fell_idle())
+    }
+    pub(crate) fn give_back(&mut self, buffer: Vec<u32>) {
+        *self.blocks.fell_idle() = buffer;
+    }
+
+    /// The new sequence `seq` holds the indexed `blocks`, as far as a query behind them sees them.
+    pub(crate) fn adopt(&mut self, seq: SeqId, mut blocks: Vec<u32>) {
+        let n_blocks = blocks.len() as u32;
+        let next_position = n_blocks * self.block_tokens;
+        let first_seen = self.first_seen(next_position).min(n_blocks);
+        let sinks = self.sink_blocks().min(first_seen);
+        blocks[sinks as usize..first_seen as usize].fill(NONE);
+        for &block in blocks.iter().filter(|&&block| block != NONE) {
+            self.blocks.hold(block);
+            self.events.push(block, Some(seq), Change::Hit, Reason::Open);
+        }
+        self.sequences.insert(seq, Table { blocks, next_position, window_start: first_seen });
+    }
+
+    /// Block `i` of `seq` becomes `block`, which holds the same tokens.
+    pub(crate) fn replace(&mut self, seq: SeqId, i: u32, block: u32) {
+        self.blocks.hold(block);
+        self.events.push(block, Some(seq), Change::Share, Reason::Duplicate);
+        let table = self.sequences.get_mut(&seq).expect("it is live");
+        let own = std::mem::replace(&mut table.blocks[i as usize], block);
+        self.let_go(own, seq, Reason::Duplicate);
+    }
+
+    fn let_go(&mut self, block: u32, seq: SeqId, reason: Reason) {
+        match self.blocks.release(block) {
+            LetGo::Held => {}
+            LetGo::Idle => self.events.push(block, Some(seq), Change::Idle, reason),
+            LetGo::Freed => self.events.push(block, Some(seq), Change::Free, reason),
+        }
+    }
+
+    /// Let go of what no query can see again, even after a rollback of `rollback_tokens`.
+    fn leave_window(&mut self, seq: SeqId) {
+        if self.visibility.window.is_none() {
+            return;
+        }
+        let table = &self.sequences[&seq];
+        let from = table.window_start.max(self.sink_blocks());
+        let until = self.first_seen(table.next_position.saturating_sub(self.rollback_tokens));
+        for i in from..until.max(from) {
+            let table = self.sequences.get_mut(&seq).expect("it is live");
+            table.window_start = i + 1;
+            let block = std::mem::replace(&mut table.blocks[i as usize], NONE);
+            if block != NONE {
+                self.let_go(block, seq, Reason::Window);
+            }
+        }
+    }
+
+    /// End at `position`; the caller has checked that it can.
+    fn truncate(&mut self, seq: SeqId, position: u32, reason: Reason) {
+        let keep = self.covering_blocks(position) as usize;
+        let table = self.sequences.get_mut(&seq).expect("it is live");
+        table.next_position = position;
+        table.window_start = table.window_start.min(keep as u32);
+        let tail = table.blocks.split_off(keep.min(table.blocks.len()));
+        for &block in tail.iter().rev().filter(|&&block| block != NONE) {
+            self.let_go(block, seq, reason);
+        }
+    }
+
+    fn extents(&self, table: &Table, out: &mut Extents) {
+        out.clear();
+        let mut position = 0;
+        for &block in &table.blocks {
+            let len = self.block_tokens.min(table.next_position - position);
+            if block != NONE {
+                out.push(Extent { position, cell: block * self.block_tokens, len });
+            }
+            position += len;
+        }
+    }
+}
+
+impl Kind for Paged {
+    fn capacity_cells(&self) -> u32 {
+        self.blocks.capacity() * self.block_tokens
+    }
+    /// Tokens whose blocks it still holds.
+    fn seq_len(&self, seq: SeqId) -> Option<u32> {
+        let table = self.sequences.get(&seq)?;
+        let gone = table.window_start.saturating_sub(self.sink_blocks()) * self.block_tokens;
+        Some(table.next_position - gone)
+    }
+    fn next_position(&self, seq: SeqId) -> Option<u32> {
+        self.sequences.get(&seq).map(|table| table.next_position)
+    }
+
+    fn prepare(&self, spans: &Spans, group: GroupId, out: &mut GroupPlan) -> Result<(), Refused> {
+        let mut needed = 0u32;
+        for span in &spans.list {
+            let table = self.table(span.seq)?;
+            expect_end(span, table.next_position)?;
+            if span.kind != SpanKind::Chain {
+                return Err(Refused::NotHere(NO_TREES));
+            }
+            needed = needed.saturating_add(self.blocks_needed(table, span.n_tokens));
+        }
+        if needed > self.blocks.n_free() {
+            let cells = |blocks: u32| blocks.saturating_mul(self.block_tokens);
+            return Err(Refused::NoSpace {
+                group,
+                needed: cells(needed),
+                free: cells(self.blocks.n_free()),
+                reclaimable: cells(self.blocks.n_idle()),
+            });
+        }
+        let (mut from, mut written_end) = (0, 0);
+        for span in &spans.list {
+            let table = &self.sequences[&span.seq];
+            let (mut tail, mut n_tokens) =
+                (table.blocks.last().copied().filter(|&b| b != NONE), span.n_tokens);
+            let offset = self.offset(table.next_position);
+            if let (Some(last), true) = (tail, offset > 0) {
+                let mut block = last;
+                if self.blocks.is_shared(last) {
+                    block = self.blocks.find(None, &mut from, out);
+                    out.claim_block(block, self.blocks.capacity());
+                    let (from, to) = (last * self.block_tokens, block * self.block_tokens);
+                    out.copies.push(CellCopy { from, to, len: offset });
+                }
+                let len = n_tokens.min(self.block_tokens - offset);
+                push_run(&mut out.writes, Run { start: block * self.block_tokens + offset, len });
+                n_tokens -= len;
+                written_end = written_end.max(block + 1);
+                tail = Some(block);
+            }
+            while n_tokens > 0 {
+                let block = self.blocks.find(tail, &mut from, out);
+                out.claim_block(block, self.blocks.capacity());
+                let len = n_tokens.min(self.block_tokens);
+                push_run(&mut out.writes, Run { start: block * self.block_tokens, len });
+                n_tokens -= len;
+                written_end = written_end.max(block + 1);
+                tail = Some(block);
+            }
+        }
+        out.cells_end = self.blocks.high_water().max(written_end) * self.block_tokens;
+        Ok(())
+    }
+
+    fn fill_reads(&self, spans: &Spans, out: &mut GroupPlan) {
+        let GroupPlan { writes, copies, reads, .. } = out;
+        let mut scratch = std::mem::take(&mut reads.scratch);
+        let mut extents = std::mem::take(&mut scratch.extents);
+        extents.resize_with(spans.list.len().max(extents.len()), Extents::default);
+        let mut copies = copies.iter();
+        for (span, extents) in spans.list.iter().zip(&mut extents) {
+            let table = &self.sequences[&span.seq];
+            self.extents(table, extents);
+            if self.shared_tail(table).is_some() {
+                let copy = copies.next().expect("prepare copies every shared tail");
+                extents.remove(span.start - copy.len, span.start, |_| {});
+                extents.push(Extent { position: span.start - copy.len, cell: copy.to, len: copy.len });
+            }
+        }
+        // Spans are in batch order, so a span's first token finds its number.
+        let number = |span: &PlannedSpan| spans.list.partition_point(|s| s.first_token < span.first_token);
+        let of = |span: &PlannedSpan| &extents[number(span)];
+        let horizon = |span: &PlannedSpan| Horizon::new(self.visibility, span.start, 0, span.n_tokens - 1);
+        let alone = spans.list.len() == 1;
+        trunks::share(&mut scratch, reads, &spans.list, of, horizon);
+
+        let mut written = Written::new(writes);
+        for (i, span) in spans.list.iter().enumerate() {
+            let (first_query, see) = (scratch.first_query[i], horizon(span));
+            let mut push = |extent: Extent, mask| {
+                let (run, first_index) = (extent.run(), extent.position);
+                reads.items.push(ReadItem { first_query, n_queries: span.n_tokens, run, first_index, mask });
+            };
+            for extent in extents[i].within(see.all, see.shared_from(alone)) {
+                push(extent, Mask::All);
+            }
+            let window = i64::from(self.visibility.window.unwrap_or(u32::MAX));
+            for extent in extents[i].within(see.some, see.all) {
+                let first = i64::from(span.start) + 1 - window - i64::from(extent.position);
+                push(extent, Mask::Band { first: Some(first), end: None });
+            }
+            let mut done = 0;
+            while done < span.n_tokens {
+                let run = written.take(span.n_tokens - done);
+                chain_items(reads, first_query, span, self.visibility, run, span.start + done);
+                done += run.len;
+            }
+        }
+        // Every query meets its cells in the order of its sequence, whoever shares them.
+        let order = |item: &ReadItem| (item.first_index, item.first_query);
+        if !reads.items.is_sorted_by_key(order) {
+            reads.items.sort_unstable_by_key(order);
+        }
+        scratch.extents = extents;
+        reads.scratch = scratch;
+    }
+
+    fn apply(&mut self, spans: &Spans, plan: &GroupPlan) {
+        let mut written = Written::new(&plan.writes);
+        for span in &spans.list {
+            let seq = span.seq;
+            let table = self.sequences.get_mut(&seq).expect("prepare knew this sequence");
+            let (start, mut n_tokens) = (table.next_position, span.n_tokens);
+            table.next_position += n_tokens;
+            let offset = self.offset(start);
+            if offset > 0 {
+                let run = written.take(n_tokens.min(self.block_tokens - offset));
+                n_tokens -= run.len;
+                let block = self.whole_blocks(run.start);
+                let table = self.sequences.get_mut(&seq).expect("it is live");
+                let tail = table.blocks.last_mut().expect("a started block is in the table");
+                let from = std::mem::replace(tail, block);
+                if from != block {
+                    self.blocks.take(block);
+                    self.events.push(block, Some(seq), Change::CopyOnWrite { from }, Reason::Append);
+                    self.let_go(from, seq, Reason::Append);
+                }
+            }
+            while n_tokens > 0 {
+                let run = written.take(n_tokens.min(self.block_tokens));
+                n_tokens -= run.len;
+                let block = self.whole_blocks(run.start);
+                self.blocks.take(block);
+                self.events.push(block, Some(seq), Change::Alloc, Reason::Append);
+                self.sequences.get_mut(&seq).expect("it is live").blocks.push(block);
+            }
+            self.leave_window(seq);
+        }
+        self.events.step += 1;
+    }
+
+    fn clear(&mut self) {
+        self.sequences.clear();
+        self.blocks.clear();
+    }
+
+    fn report(&self) -> Report {
+        let mut extents = Extents::default();
+        let mut unused_cells = 0;
+        let sequences = self.sequences.iter().map(|(&seq, table)| {
+            self.extents(table, &mut extents);
+            let offset = self.offset(table.next_position);
+            unused_cells += if offset > 0 { self.block_tokens - offset } else { 0 };
+            SequenceReport {
+                seq,
+                len: extents.n_tokens(),
+                next_position: table.next_position,
+                n_nodes: 0,
+                n_extents: extents.list().len() as u32,
+            }
+        });
+        let sequences = sequences.collect();
+        let used_blocks = self.blocks.capacity() - self.blocks.n_free();
+        Report {
+            capacity_cells: self.capacity_cells(),
+            used_cells: used_blocks * self.block_tokens,
+            high_water: self.blocks.high_water() * self.block_tokens,
+            sequences,
+            blocks: Some(BlockReport {
+                block_tokens: self.block_tokens,
+                total: self.blocks.capacity(),
+                free: self.blocks.n_free(),
+                idle: self.blocks.n_idle(),
+                unused_cells,
+            }),
+        }
+    }
+
+    fn sequences(&mut self) -> Option<&mut dyn SequenceKind> {
+        Some(self)
+    }
+    fn paged(&self) -> Option<&Paged> {
+        Some(self)
+    }
+    fn paged_mut(&mut self) -> Option<&mut Paged> {
+        Some(self)
+    }
+}
+
+const TAILS_ONLY: &str = "a paged cache copies from the beginning and removes from the end: take cells";
+
+impl SequenceKind for Paged {
+    fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused> {
+        if self.sequences.contains_key(&seq) {
+            return Err(Refused::SequenceExists(seq));
+        }
+        self.sequences.insert(seq, Table::default());
+        Ok(())
+    }
+
+    fn can_end_at(&self, seq: SeqId, position: u32) -> Result<(), Refused> {
+        let table = self.table(seq)?;
+        if position >= table.next_position || self.visibility.window.is_none() || position == 0 {
+            return Ok(());
+        }
+        // What the next query sees must still be there. Blocks of sinks always are.
+        let first = self.first_seen(position).max(self.sink_blocks());
+        if first < table.window_start && first < self.covering_blocks(position) {
+            return Err(Refused::WindowGone { seq, position });
+        }
+        Ok(())
+    }
+
+    fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        let source = self.table(src)?;
+        let until = until.min(source.next_position);
+        let there = self.sequences.get(&dst);
+        if from >= until {
+            self.sequences.entry(dst).or_default();
+            return Ok(());
+        }
+        if let Some(position) = there.map(|t| t.next_position).filter(|&next| next > from) {
+            return Err(Refused::Occupied { seq: dst, position: position - 1 });
+        }
+        if from > 0 {
+            return Err(Refused::NotHere(TAILS_ONLY));
+        }
+        let n_blocks = self.covering_blocks(until) as usize;
+        let copy = Table {
+            blocks: source.blocks[..n_blocks].to_vec(),
+            next_position: until,
+            window_start: source.window_start.min(n_blocks as u32),
+        };
+        for &block in copy.blocks.iter().filter(|&&block| block != NONE) {
+            self.blocks.hold(block);
+            self.events.push(block, Some(dst), Change::Share, Reason::Fork);
+        }
+        self.sequences.insert(dst, copy);
+        Ok(())
+    }
+
+    fn seq_rm(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        let next = self.table(seq)?.next_position;
+        if from >= until || from > next {
+            return Ok(());
+        }
+        if until < next {
+            return Err(Refused::NotHere(TAILS_ONLY));
+        }
+        let reason = if from == 0 { Reason::Remove } else { Reason::Rollback };
+        self.truncate(seq, from, reason);
+        if from == 0 {
+            self.sequences.remove(&seq);
+        }
+        Ok(())
+    }
+
+    fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
+        self.table(seq)?;
+        if from > 0 && from < until {
+            return Err(Refused::NotHere(TAILS_ONLY));
+        }
+        while let Some(other) = self.sequences.keys().copied().find(|&other| other != seq) {
+            self.seq_rm(other, 0, u32::MAX)?;
+        }
+        self.seq_rm(seq, if from < until { until } else { 0 }, u32::MAX)
+    }
+}

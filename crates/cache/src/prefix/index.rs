@@ -1,0 +1,592 @@
+//! The index over the layer groups of one paged cache: which block of each group holds the tokens of a node, who may
+//! be evicted, and where every open sequence stands in the tree.
+use super::content::{Content, Keying};
+use super::ghosts::Ghosts;
+use super::tree::{Node, Tree, chain, salt_hash};
+use super::{Audience, Lookup, MissReason, Moment, PrefixEvent, PrefixReport, PrefixSpec, RecomputeCost};
+use crate::events::{Change, Reason};
+use crate::evict::{Order, Policy, Rank, Use};
+use crate::ids::*;
+use crate::kind::Kind;
+use crate::kinds::{NONE, Paged};
+use crate::request::Refused;
+use std::collections::BTreeMap;
+
+const PAGED: &str = "an index stands over paged groups only";
+
+pub(crate) struct Index {
+    tree: Tree,
+    /// Salt by root, with the number of sequences opened under it.
+    roots: BTreeMap<Node, (Box<str>, u32)>,
+    salts: BTreeMap<Box<str>, Node>,
+    leaves: BTreeMap<SeqId, Leaf>,
+    groups: Vec<GroupIndex>,
+    ghosts: Ghosts,
+    cost: RecomputeCost,
+    moment: Moment,
+    tick: u64,
+    n_stored: u64,
+    n_evicted: u64,
+    path: Vec<Node>,
+    buffer: Vec<u32>,
+    pub events: Option<Vec<PrefixEvent>>,
+}
+
+/// The deepest node of a sequence: all its blocks up to there are indexed.
+#[derive(Clone, Copy)]
+struct Leaf {
+    root: Node,
+    node: Node,
+    n_blocks: u32,
+}
+
+struct GroupIndex {
+    windowed: bool,
+    blocks: Vec<u32>, // [nodes]; NONE where this group has none
+    block_bytes: u64,
+    /// `None` in a group that is never full.
+    evict: Option<Evict>,
+}
+
+/// Slots are blocks.
+struct Evict {
+    policy: Box<dyn Policy>,
+    order: Order,
+    ranks: Vec<Rank>,
+}
+
+impl Evict {
+    /// `block` may be evicted from now on.
+    fn offer(&mut self, block: u32) {
+        let rank = self.ranks[block as usize];
+        if !self.order.update(block, rank) {
+            self.order.insert(block, rank);
+        }
+    }
+    fn set(&mut self, block: u32, rank: Rank) {
+        if self.ranks.len() <= block as usize {
+            self.ranks.resize(block as usize + 1, Rank::default());
+        }
+        self.ranks[block as usize] = rank;
+    }
+}
+
+impl GroupIndex {
+    fn block(&self, node: Node) -> u32 {
+        self.blocks.get(node as usize).copied().unwrap_or(NONE)
+    }
+    fn set_block(&mut self, node: Node, block: u32) {
+        if self.blocks.len() <= node as usize {
+            self.blocks.resize(node as usize + 1, NONE);
+        }
+        self.blocks[node as usize] = block;
+    }
+}
+
+/// How far a prompt was found.
+struct Walk {
+    /// Blocks with a node.
+    n_matched: u32,
+    /// Blocks of the longest hit: less, where a window group has lost what the next query would see.
+    n_hit: u32,
+    /// The last node that matched.
+    node: Node,
+}
+
+fn paged(group: &dyn Kind) -> &Paged {
+    group.paged().expect(PAGED)
+}
+fn paged_mut(group: &mut Box<dyn Kind>) -> &mut Paged {
+    group.paged_mut().expect(PAGED)
+}
+
+impl Index {
+    /// Over `groups`, with one policy for each.
+    pub fn new(
+        keying: Keying,
+        spec: &PrefixSpec,
+        groups: &[Box<dyn Kind>],
+        policies: Vec<Box<dyn Policy>>,
+    ) -> Self {
+        let groups = groups.iter().zip(policies).enumerate().map(|(g, (group, policy))| {
+            let paged = paged(&**group);
+            GroupIndex {
+                windowed: paged.is_windowed(),
+                blocks: Vec::new(),
+                block_bytes: spec.block_bytes.get(g).copied().unwrap_or(1),
+                evict: (!paged.is_endless()).then(|| Evict {
+                    policy,
+                    order: Order::default(),
+                    ranks: Vec::new(),
+                }),
+            }
+        });
+        Index {
+            tree: Tree::new(keying),
+            roots: BTreeMap::new(),
+            salts: BTreeMap::new(),
+            leaves: BTreeMap::new(),
+            groups: groups.collect(),
+            ghosts: Ghosts::new(spec.n_ghosts as usize),
+            cost: spec.cost,
+            moment: Moment::default(),
+            tick: 0,
+            n_stored: 0,
+            n_evicted: 0,
+            path: Vec::new(),
+            buffer: Vec::new(),
+            events: None,
+        }
+    }
+
+    fn block_tokens(&self) -> u32 {
+        self.tree.keying().block_tokens
+    }
+    /// Blocks that a prompt may take from the index: whole ones, and never its last token.
+    fn n_usable(&self, content: &Content<'_>) -> u32 {
+        let but_the_last = content.n_tokens().saturating_sub(1) / self.block_tokens();
+        self.tree.keying().n_blocks(content).min(but_the_last)
+    }
+    fn a_use(&mut self, group: usize, depth: u32) -> Use {
+        self.tick += 1;
+        let tokens = f64::from(self.block_tokens());
+        let before = f64::from(depth) * tokens;
+        Use {
+            now_ns: self.moment.now_ns,
+            tick: self.tick,
+            cost: tokens * (self.cost.per_token + self.cost.per_pair * (before + (tokens + 1.0) / 2.0)),
+            bytes: self.groups[group].block_bytes,
+            next_use: None,
+        }
+    }
+
+    fn walk(
+        &self,
+        groups: &[Box<dyn Kind>],
+        root: Node,
+        content: &Content<'_>,
+        buffer: &mut Vec<u32>,
+        mut visit: impl FnMut(Node),
+    ) -> Walk {
+        let keying = self.tree.keying();
+        let n_usable = self.n_usable(content);
+        // Of each window group: its paged space, its number, and how many blocks in a row it has had up to here,
+        // and from the beginning on.
+        let mut windows: Vec<(&Paged, &GroupIndex, u32, u32)> = Vec::new();
+        for (kind, group) in groups.iter().zip(&self.groups).filter(|(_, group)| group.windowed) {
+            windows.push((paged(&**kind), group, 0, 0));
+        }
+        let (mut node, mut n_matched, mut n_hit) = (root, 0, 0);
+        while n_matched < n_usable {
+            let key = keying.key(content, n_matched, buffer);
+            let Some(child) = self.tree.child(node, key) else { break };
+            (node, n_matched) = (child, n_matched + 1);
+            visit(node);
+            let mut whole = true;
+            for (paged, group, in_a_row, from_the_first) in &mut windows {
+                let here = group.block(node) != NONE;
+                if here && *from_the_first + 1 == n_matched {
+                    *from_the_first = n_matched;
+                }
+                *in_a_row = if here { *in_a_row + 1 } else { 0 };
+                let first = paged.first_seen(n_matched * keying.block_tokens).max(paged.sink_blocks());
+                whole &= *from_the_first >= paged.sink_blocks().min(n_matched)
+                    && *in_a_row >= n_matched.saturating_sub(first).max(1); // a window of 1 needs nothing: ask for the last
+            }
+            if whole {
+                n_hit = n_matched;
+            }
+        }
+        Walk { n_matched, n_hit, node }
+    }
+
+    pub fn lookup(&self, groups: &[Box<dyn Kind>], salt: &str, content: &Content<'_>) -> Lookup {
+        let Some(&root) = self.salts.get(salt) else { return Lookup { hit_tokens: 0 } };
+        let walk = self.walk(groups, root, content, &mut Vec::new(), |_| ());
+        Lookup { hit_tokens: walk.n_hit * self.block_tokens() }
+    }
+
+    pub fn hash(&self, salt: &str, content: &Content<'_>) -> u64 {
+        let (keying, mut buffer) = (self.tree.keying(), Vec::new());
+        let blocks = 0..keying.n_blocks(content);
+        blocks.fold(salt_hash(salt), |hash, i| chain(hash, keying.key(content, i, &mut buffer)))
+    }
+
+    fn root(&mut self, salt: &str) -> Node {
+        if let Some(&root) = self.salts.get(salt) {
+            return root;
+        }
+        let root = self.tree.new_root(salt_hash(salt));
+        self.salts.insert(salt.into(), root);
+        self.roots.insert(root, (salt.into(), 0));
+        root
+    }
+
+    fn set_leaf(&mut self, seq: SeqId, leaf: Option<Leaf>) {
+        if let Some(leaf) = leaf {
+            self.roots.get_mut(&leaf.root).expect("leaves stand under roots").1 += 1;
+        }
+        let before = match leaf {
+            Some(leaf) => self.leaves.insert(seq, leaf),
+            None => self.leaves.remove(&seq),
+        };
+        if let Some(Leaf { root, .. }) = before {
+            self.roots.get_mut(&root).expect("leaves stand under roots").1 -= 1;
+            self.drop_root(root);
+        }
+    }
+
+    /// Salts are the users' words: one that no sequence and no block needs goes, or they would fill the memory.
+    fn drop_root(&mut self, root: Node) {
+        if self.tree.is_leaf(root) && self.roots.get(&root).is_some_and(|(_, n)| *n == 0) {
+            let (salt, _) = self.roots.remove(&root).expect("it was there");
+            self.salts.remove(&salt);
+            self.tree.remove(root);
+        }
+    }
+
+    /// `seq` begins empty under the salt of no name.
+    pub fn opened_empty(&mut self, seq: SeqId) {
+        let root = self.root("");
+        self.set_leaf(seq, Some(Leaf { root, node: root, n_blocks: 0 }));
+    }
+
+    pub fn open(
+        &mut self,
+        groups: &mut [Box<dyn Kind>],
+        seq: SeqId,
+        salt: &str,
+        content: &Content<'_>,
+        at: Moment,
+    ) -> Result<Lookup, Refused> {
+        if groups[0].next_position(seq).is_some() {
+            return Err(Refused::SequenceExists(seq));
+        }
+        if !self.tree.keying().accepts(content) {
+            return Err(Refused::NotHere("this prefix index was made for content of another kind"));
+        }
+        self.moment = at;
+        let root = self.root(salt);
+        let (mut path, mut buffer) = (std::mem::take(&mut self.path), std::mem::take(&mut self.buffer));
+        path.clear();
+        let walk = self.walk(groups, root, content, &mut buffer, |node| path.push(node));
+        self.buffer = buffer;
+        path.truncate(walk.n_hit as usize);
+        for (g, kind) in groups.iter_mut().enumerate() {
+            let group = &self.groups[g];
+            let paged = paged_mut(kind);
+            let mut held = Vec::with_capacity(path.len());
+            held.extend(path.iter().map(|&node| group.block(node)));
+            paged.adopt(seq, held);
+            if self.groups[g].evict.is_none() {
+                continue;
+            }
+            for i in 0..walk.n_hit {
+                let block = paged.block_at(seq, i);
+                if block != NONE {
+                    let used = self.a_use(g, i);
+                    let evict = self.groups[g].evict.as_mut().expect("checked above");
+                    evict.order.remove(block);
+                    let rank = evict.policy.used(block, &used);
+                    evict.set(block, rank);
+                }
+            }
+        }
+        let node = path.last().copied().unwrap_or(root);
+        self.path = path;
+        self.set_leaf(seq, Some(Leaf { root, node, n_blocks: walk.n_hit }));
+        Ok(Lookup { hit_tokens: walk.n_hit * self.block_tokens() })
+    }
+
+    pub fn store(
+        &mut self,
+        groups: &mut [Box<dyn Kind>],
+        seq: SeqId,
+        content: &Content<'_>,
+        at: Moment,
+    ) -> Result<u32, Refused> {
+        let mut leaf = *self.leaves.get(&seq).ok_or(Refused::UnknownSequence(seq))?;
+        if !self.tree.keying().accepts(content) {
+            return Err(Refused::NotHere("this prefix index was made for content of another kind"));
+        }
+        self.moment = at;
+        let committed = groups[0].next_position(seq).unwrap_or(0) / self.block_tokens();
+        let n_blocks = self.tree.keying().n_blocks(content).min(committed);
+        let mut n_stored = 0;
+        for i in leaf.n_blocks..n_blocks {
+            let (node, is_new) = self.tree.child_or_new(leaf.node, content, i);
+            for (g, kind) in groups.iter_mut().enumerate() {
+                let paged = paged_mut(kind);
+                let (own, known) = (paged.block_at(seq, i), self.groups[g].block(node));
+                if own == NONE || own == known {
+                    continue;
+                }
+                if known == NONE {
+                    n_stored += u32::from(is_new && g == 0);
+                    self.know(paged, g, node, own, seq, i);
+                } else {
+                    // Computed twice at the same time: the bytes are the same, one copy is enough.
+                    paged.replace(seq, i, known);
+                    if let Some(evict) = &mut self.groups[g].evict {
+                        evict.order.remove(known);
+                    }
+                }
+            }
+            leaf = Leaf { node, n_blocks: i + 1, ..leaf };
+        }
+        self.n_stored += u64::from(n_stored);
+        self.set_leaf(seq, Some(leaf));
+        self.settle(groups);
+        Ok(n_stored)
+    }
+
+    /// `block` of `group` holds the tokens of `node`.
+    fn know(&mut self, paged: &mut Paged, group: usize, node: Node, block: u32, seq: SeqId, depth: u32) {
+        paged.index(block, node);
+        paged.events.push(block, Some(seq), Change::Store, Reason::Store);
+        self.groups[group].set_block(node, block);
+        let stored = self.a_use(group, depth);
+        if let Some(evict) = &mut self.groups[group].evict {
+            let rank = evict.policy.stored(block, &stored);
+            evict.set(block, rank);
+        }
+        if let Some(events) = &mut self.events {
+            events.push(PrefixEvent::Stored {
+                group: GroupId(group as u16),
+                block,
+                hash: self.tree.hash(node),
+                parent_hash: self.tree.hash(self.tree.parent(node)),
+                key: self.tree.key(node).into(),
+            });
+        }
+    }
+
+    /// Sequences have let go of blocks since the last time: rank them, and offer the evictable ones.
+    pub fn settle(&mut self, groups: &mut [Box<dyn Kind>]) {
+        for (g, kind) in groups.iter_mut().enumerate() {
+            let paged = paged_mut(kind);
+            let mut fell_idle = paged.take_fell_idle();
+            if self.groups[g].evict.is_some() {
+                for &block in &fell_idle {
+                    if paged.is_idle(block) {
+                        let let_go = self.a_use(g, 0);
+                        let leaf = self.groups[g].windowed || self.tree.is_leaf(paged.node(block));
+                        let evict = self.groups[g].evict.as_mut().expect("checked above");
+                        if let Some(rank) = evict.policy.let_go(block, &let_go) {
+                            evict.set(block, rank);
+                        }
+                        if leaf {
+                            evict.offer(block);
+                        }
+                    }
+                }
+            }
+            fell_idle.clear();
+            paged.give_back(fell_idle);
+        }
+    }
+
+    pub fn make_room(&mut self, groups: &mut [Box<dyn Kind>], n_tokens: u32, at: Moment) -> u32 {
+        self.moment = at;
+        let before = self.n_evicted;
+        for g in 0..groups.len() {
+            while paged(&*groups[g]).free_cells() < n_tokens {
+                let Some(evict) = self.groups[g].evict.as_mut() else { break };
+                let Some(block) = evict.order.pop().or_else(|| self.orphaned(groups, g)) else { break };
+                let node = paged(&*groups[g]).node(block);
+                if self.groups[g].windowed {
+                    self.forget(groups, g, node);
+                    self.prune(groups, node);
+                } else {
+                    self.forget_below(groups, node);
+                }
+            }
+        }
+        (self.n_evicted - before) as u32
+    }
+
+    /// An idle block of a full group that is no leaf although nothing evictable is left. It happens when two sequences
+    /// computed the same tokens, and one that shares later blocks with the other still holds its own copy of this
+    /// one. Rare, and so is the search.
+    fn orphaned(&self, groups: &[Box<dyn Kind>], g: usize) -> Option<u32> {
+        let paged = paged(&*groups[g]);
+        (paged.n_idle() > 0)
+            .then(|| self.groups[g].blocks.iter().copied().find(|&block| paged.is_idle(block)))?
+    }
+
+    /// `node` and all below it go from every group: nothing below a node can be hit without it. Blocks that a sequence
+    /// holds are its own from now on.
+    fn forget_below(&mut self, groups: &mut [Box<dyn Kind>], node: Node) {
+        let mut below = vec![node];
+        let mut next = 0;
+        while let Some(&node) = below.get(next) {
+            below.extend(self.tree.children(node));
+            next += 1;
+        }
+        for &node in below.iter().rev() {
+            (0..groups.len()).for_each(|g| self.forget(groups, g, node));
+            self.prune(groups, node);
+        }
+    }
+
+    /// One group loses its block of `node`.
+    fn forget(&mut self, groups: &mut [Box<dyn Kind>], g: usize, node: Node) {
+        let group = &mut self.groups[g];
+        let block = group.block(node);
+        if block == NONE {
+            return;
+        }
+        group.set_block(node, NONE);
+        if let Some(evict) = &mut group.evict {
+            evict.order.remove(block);
+            evict.policy.forgotten(block);
+        }
+        let paged = paged_mut(&mut groups[g]);
+        if paged.unindex(block) {
+            paged.events.push(block, None, Change::Evict, Reason::MakeRoom);
+            self.n_evicted += 1;
+        }
+        if let Some(events) = &mut self.events {
+            let (group, hash) = (GroupId(g as u16), self.tree.hash(node));
+            events.push(PrefixEvent::Removed { group, block, hash });
+        }
+    }
+
+    /// Remove `node` if nothing is left of it, and then its parents likewise; offer the parent that has become a leaf.
+    fn prune(&mut self, groups: &[Box<dyn Kind>], mut node: Node) {
+        while self.tree.is_leaf(node) {
+            let is_empty = self.groups.iter().all(|group| group.block(node) == NONE);
+            if self.roots.contains_key(&node) {
+                return self.drop_root(node);
+            }
+            if !is_empty {
+                for (kind, group) in groups.iter().zip(&mut self.groups).filter(|(_, group)| !group.windowed)
+                {
+                    let block = group.block(node);
+                    if let Some(evict) = &mut group.evict
+                        && block != NONE
+                        && paged(&**kind).is_idle(block)
+                    {
+                        evict.offer(block);
+                    }
+                }
+                return;
+            }
+            if self.leaves.values().any(|leaf| leaf.node == node) {
+                return; // a sequence stands here whose window has moved on
+            }
+            let parent = self.tree.parent(node);
+            self.ghosts.remember(self.tree.hash(node));
+            self.tree.remove(node);
+            node = parent;
+        }
+    }
+
+    /// `dst` holds what `src` does, up to where it ends.
+    pub fn forked(&mut self, groups: &[Box<dyn Kind>], src: SeqId, dst: SeqId) {
+        match self.leaves.get(&src).copied() {
+            Some(leaf) if groups[0].next_position(dst).is_some_and(|next| next > 0) => {
+                self.set_leaf(dst, Some(leaf));
+                self.shortened(groups, dst);
+            }
+            _ if groups[0].next_position(dst).is_some() && !self.leaves.contains_key(&dst) => {
+                self.opened_empty(dst);
+            }
+            _ => {}
+        }
+    }
+
+    /// `seq` may have become shorter, or be gone.
+    pub fn shortened(&mut self, groups: &[Box<dyn Kind>], seq: SeqId) {
+        let Some(mut leaf) = self.leaves.get(&seq).copied() else { return };
+        let Some(next) = groups[0].next_position(seq) else { return self.set_leaf(seq, None) };
+        while leaf.n_blocks > next / self.block_tokens() {
+            leaf.node = self.tree.parent(leaf.node);
+            leaf.n_blocks -= 1;
+        }
+        self.set_leaf(seq, Some(leaf));
+    }
+
+    /// Any sequence may have become shorter, or be gone.
+    pub fn all_shortened(&mut self, groups: &[Box<dyn Kind>]) {
+        let open: Vec<SeqId> = self.leaves.keys().copied().collect();
+        open.into_iter().for_each(|seq| self.shortened(groups, seq));
+    }
+
+    pub fn explain(
+        &self,
+        groups: &[Box<dyn Kind>],
+        salt: &str,
+        content: &Content<'_>,
+        audience: Audience,
+    ) -> MissReason {
+        let keying = self.tree.keying();
+        let mut buffer = Vec::new();
+        let root = self.salts.get(salt).copied();
+        let walk = match root {
+            Some(root) => self.walk(groups, root, content, &mut buffer, |_| ()),
+            None => Walk { n_matched: 0, n_hit: 0, node: NONE },
+        };
+        let position = walk.n_matched * keying.block_tokens;
+        if walk.n_hit < walk.n_matched {
+            return MissReason::WindowGone { position: walk.n_hit * keying.block_tokens };
+        }
+        if walk.n_matched == self.n_usable(content) {
+            return MissReason::UnalignedTail { position };
+        }
+        let key = keying.key(content, walk.n_matched, &mut buffer);
+        let parent_hash = root.map_or(salt_hash(salt), |_| self.tree.hash(walk.node));
+        if self.ghosts.knows(chain(parent_hash, key)) {
+            return MissReason::Evicted { position };
+        }
+        if audience == Audience::Operator {
+            let further = |&other: &Node| {
+                Some(other) != root
+                    && self.walk(groups, other, content, &mut Vec::new(), |_| ()).n_matched > walk.n_matched
+            };
+            if self.roots.keys().any(further) {
+                return MissReason::OtherSalt { position };
+            }
+        }
+        let common = |child: Node| {
+            let words = self.tree.key(child).iter().zip(key).take_while(|(a, b)| a == b).count() as u32;
+            if keying.has_tokens() { words } else { 0 }
+        };
+        let closest = root.and_then(|_| self.tree.children(walk.node).map(common).max());
+        match closest {
+            Some(in_block) if position + in_block > 0 => {
+                MissReason::Diverged { position: position + in_block }
+            }
+            _ => MissReason::NeverSeen { position },
+        }
+    }
+
+    pub fn report(&self) -> PrefixReport {
+        PrefixReport {
+            n_stored: self.n_stored,
+            n_evicted: self.n_evicted,
+            n_salts: self.salts.len() as u32,
+            policy: self.groups.iter().find_map(|g| Some(g.evict.as_ref()?.policy.name())),
+        }
+    }
+
+    pub fn clear(&mut self) {
+        self.tree.clear();
+        self.roots.clear();
+        self.salts.clear();
+        self.leaves.clear();
+        self.ghosts.clear();
+        for group in &mut self.groups {
+            if let Some(evict) = &mut group.evict {
+                for &block in group.blocks.iter().filter(|&&block| block != NONE) {
+                    evict.order.remove(block);
+                    evict.policy.forgotten(block);
+                }
+            }
+            group.blocks.clear();
+        }
+        if let Some(events) = &mut self.events {
+            events.push(PrefixEvent::Cleared);
+        }
+    }
+}

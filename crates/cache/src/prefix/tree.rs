@@ -1,0 +1,235 @@
+//! The tree of indexed blocks: a node for every full block, below the node of the block before it.
+//!
+//! A walk along a prompt that was seen before meets, at almost every node, the one child that it has: that child
+//! stands in the node itself, and no hash is computed. Only where prompts part, a map finds the brothers; it only
+//! buckets, and keys decide. (Radix trees over tokens: Zheng et al., "SGLang: Efficient Execution of Structured
+//! Language Model Programs", NeurIPS 2024; hashes per block: vLLM's automatic prefix caching.)
+use super::content::{Content, Keying};
+use crate::kinds::NONE;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::hash::{BuildHasher, BuildHasherDefault, Hasher, RandomState};
+
+/// A node by number. Numbers are used again.
+pub(super) type Node = u32;
+
+#[derive(Clone, Copy)]
+struct Links {
+    parent: Node,
+    /// The first child; the others follow as its brothers.
+    child: Node,
+    older: Node,
+    younger: Node,
+}
+
+/// 24 bytes and a key for each node; the map holds brothers, not nodes.
+pub(super) struct Tree<S = RandomState> {
+    keying: Keying,
+    links: Vec<Links>,
+    hashes: Vec<u64>, // of the whole prefix that ends with the node
+    keys: Vec<u32>,   // [nodes, n_words]
+    free: Vec<Node>,
+    /// Every child but a first one, under a hash that nobody outside can foresee.
+    brothers: HashMap<u64, Node, BuildHasherDefault<AsIs>>,
+    hasher: S,
+    /// Some brother found its bucket taken, and is found by asking one brother after the other.
+    collided: bool,
+    buffer: Vec<u32>,
+}
+
+/// The keys of the map are hashes already.
+#[derive(Default)]
+struct AsIs(u64);
+impl Hasher for AsIs {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, _: &[u8]) {
+        unreachable!("only hashes are keys here")
+    }
+    fn write_u64(&mut self, hash: u64) {
+        self.0 = hash;
+    }
+}
+
+impl<S: BuildHasher + Default> Tree<S> {
+    pub fn new(keying: Keying) -> Self {
+        Tree {
+            keying,
+            links: Vec::new(),
+            hashes: Vec::new(),
+            keys: Vec::new(),
+            free: Vec::new(),
+            brothers: HashMap::default(),
+            hasher: S::default(),
+            collided: false,
+            buffer: Vec::new(),
+        }
+    }
+    pub fn keying(&self) -> Keying {
+        self.keying
+    }
+    pub fn parent(&self, node: Node) -> Node {
+        self.links[node as usize].parent
+    }
+    pub fn is_leaf(&self, node: Node) -> bool {
+        self.links[node as usize].child == NONE
+    }
+    /// Of the prefix that ends with `node`, its salt included. The same in every run and on every machine.
+    pub fn hash(&self, node: Node) -> u64 {
+        self.hashes[node as usize]
+    }
+    #[inline]
+    pub fn key(&self, node: Node) -> &[u32] {
+        let at = node as usize * self.keying.n_words;
+        &self.keys[at..at + self.keying.n_words]
+    }
+    /// The first child and its brothers, the youngest of them first.
+    pub fn children(&self, node: Node) -> impl Iterator<Item = Node> {
+        let some = |node: Node| (node != NONE).then_some(node);
+        std::iter::successors(some(self.links[node as usize].child), move |&node| {
+            some(self.links[node as usize].younger)
+        })
+    }
+
+    /// A root, for prompts under a salt of this hash.
+    pub fn new_root(&mut self, hash: u64) -> Node {
+        let key = vec![0; self.keying.n_words];
+        self.push(Links { parent: NONE, child: NONE, older: NONE, younger: NONE }, hash, &key)
+    }
+
+    /// The child of `node` whose key this is.
+    #[inline]
+    pub fn child(&self, node: Node, key: &[u32]) -> Option<Node> {
+        let first = self.links[node as usize].child;
+        if first == NONE {
+            return None;
+        }
+        if self.key(first) == key {
+            return Some(first);
+        }
+        if self.links[first as usize].younger == NONE { None } else { self.brother(node, key) }
+    }
+
+    fn brother(&self, node: Node, key: &[u32]) -> Option<Node> {
+        match self.brothers.get(&self.bucket(node, key)).copied() {
+            Some(found) if self.parent(found) == node && self.key(found) == key => Some(found),
+            _ if self.collided => self.children(node).find(|&child| self.key(child) == key),
+            _ => None,
+        }
+    }
+    fn bucket(&self, node: Node, key: &[u32]) -> u64 {
+        self.hasher.hash_one((node, key))
+    }
+
+    /// The child of `node` for block `i` of `content`, made if there is none; was it made?
+    pub fn child_or_new(&mut self, node: Node, content: &Content<'_>, i: u32) -> (Node, bool) {
+        let mut buffer = std::mem::take(&mut self.buffer);
+        let key = self.keying.key(content, i, &mut buffer);
+        let child = match self.child(node, key) {
+            Some(child) => (child, false),
+            None => (self.insert(node, key), true),
+        };
+        self.buffer = buffer;
+        child
+    }
+
+    fn insert(&mut self, parent: Node, key: &[u32]) -> Node {
+        let hash = chain(self.hashes[parent as usize], key);
+        let first = self.links[parent as usize].child;
+        if first == NONE {
+            let node = self.push(Links { parent, child: NONE, older: NONE, younger: NONE }, hash, key);
+            self.links[parent as usize].child = node;
+            return node;
+        }
+        // Behind the first, which keeps its place in the parent.
+        let second = self.links[first as usize].younger;
+        let node = self.push(Links { parent, child: NONE, older: first, younger: second }, hash, key);
+        self.links[first as usize].younger = node;
+        if second != NONE {
+            self.links[second as usize].older = node;
+        }
+        match self.brothers.entry(self.hasher.hash_one((parent, key))) {
+            Entry::Vacant(bucket) => {
+                bucket.insert(node);
+            }
+            Entry::Occupied(_) => self.collided = true,
+        }
+        node
+    }
+
+    fn leave_map(&mut self, parent: Node, node: Node) {
+        let bucket = self.bucket(parent, self.key(node));
+        if self.brothers.get(&bucket) == Some(&node) {
+            self.brothers.remove(&bucket);
+        }
+    }
+
+    /// Remove a leaf.
+    pub fn remove(&mut self, node: Node) {
+        let Links { parent, child, older, younger } = self.links[node as usize];
+        assert!(child == NONE, "node {node} has children and cannot go");
+        if older != NONE {
+            self.leave_map(parent, node);
+            self.links[older as usize].younger = younger;
+        } else if parent != NONE {
+            self.links[parent as usize].child = younger;
+            if younger != NONE {
+                self.leave_map(parent, younger); // it stands in its parent from now on
+            }
+        }
+        if younger != NONE {
+            self.links[younger as usize].older = older;
+        }
+        self.free.push(node);
+    }
+
+    fn push(&mut self, links: Links, hash: u64, key: &[u32]) -> Node {
+        match self.free.pop() {
+            Some(node) => {
+                self.links[node as usize] = links;
+                self.hashes[node as usize] = hash;
+                let at = node as usize * self.keying.n_words;
+                self.keys[at..at + key.len()].copy_from_slice(key);
+                node
+            }
+            None => {
+                assert!(self.links.len() < NONE as usize, "an index holds fewer than 2^32 nodes");
+                self.links.push(links);
+                self.hashes.push(hash);
+                self.keys.extend_from_slice(key);
+                self.links.len() as u32 - 1
+            }
+        }
+    }
+
+    pub fn clear(&mut self) {
+        self.links.clear();
+        self.hashes.clear();
+        self.keys.clear();
+        self.free.clear();
+        self.brothers.clear();
+        self.collided = false;
+    }
+}
+
+/// The hash of a prefix from that of the prefix before its last block. Not secret: events and ghosts name prefixes by
+/// it, and nothing is decided by it.
+pub(super) fn chain(parent: u64, key: &[u32]) -> u64 {
+    let mut hash = parent ^ 0x9E37_79B9_7F4A_7C15;
+    for pair in key.chunks(2) {
+        let word = u64::from(pair[0]) | u64::from(pair.get(1).copied().unwrap_or(0)) << 32;
+        let product = u128::from(hash ^ word) * 0xD6E8_FEB8_6659_FD93;
+        hash = (product as u64) ^ (product >> 64) as u64 ^ hash.rotate_left(23);
+    }
+    // The finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
+    hash = (hash ^ (hash >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    hash = (hash ^ (hash >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    hash ^ (hash >> 31)
+}
+
+/// The hash of a salt's name.
+pub(super) fn salt_hash(salt: &str) -> u64 {
+    let bytes: Vec<u32> = salt.bytes().map(u32::from).collect();
+    chain(bytes.len() as u64, &bytes)
+}

@@ -1,0 +1,507 @@
+//! Random operations on paged caches with a prefix index, compared after each one with a stupid twin.
+//!
+//! A cell's bytes are a function of the whole prefix that ends with its token, so the memory of this test holds, in
+//! each cell, the prefix itself by number: a query that sees a wrong block, a hit that was none, a copy that was
+//! forgotten and a write into shared bytes all show as a wrong number.
+use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::twin::Choices;
+use kvist_cache::*;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
+
+const GARBAGE: u64 = u64::MAX;
+
+/// Prefixes by number: what a sequence of tokens under a salt is, nothing hashed.
+#[derive(Default)]
+struct Prefixes(BTreeMap<(&'static str, Vec<u32>), u64>);
+
+impl Prefixes {
+    fn number(&mut self, salt: &'static str, tokens: &[u32]) -> u64 {
+        let next = self.0.len() as u64;
+        *self.0.entry((salt, tokens.to_vec())).or_insert(next)
+    }
+}
+
+#[derive(Clone)]
+struct Sequence {
+    salt: &'static str,
+    tokens: Vec<u32>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    prefix: u64,
+    /// Number of the prefix one block shorter.
+    parent: u64,
+    /// When it last fell idle.
+    idle_since: u64,
+}
+
+struct Drive {
+    spec: PagedSpec,
+    cache: Cache,
+    plan: StepPlan,
+    prefixes: Prefixes,
+    sequences: BTreeMap<SeqId, Sequence>,
+    memories: Vec<Vec<u64>>,
+    /// What the index knows, by group and block, as its events tell.
+    known: Vec<BTreeMap<u32, Known>>,
+    by_hash: BTreeMap<u64, (u64, u64)>, // what was stored under a hash: its prefix, and its parent
+    clock: u64,
+    log: Vec<String>,
+}
+
+const SALTS: [&str; 2] = ["", "tenant"];
+
+impl Drop for Drive {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("{:?}", self.spec);
+            for line in self.log.iter().rev().take(25).rev() {
+                eprintln!("  {line}");
+            }
+        }
+    }
+}
+
+impl Drive {
+    fn new(choices: &mut Choices<'_>) -> Self {
+        let block_tokens = choices.of(&[1, 2, 3, 4, 4, 5, 8]);
+        let n_groups = choices.of(&[1, 1, 2, 3]);
+        let full_first = choices.below(3);
+        let groups = (0..n_groups).map(|g| {
+            let windowed = g > 0 || full_first == 0;
+            let window = (windowed && !choices.one_in(4)).then(|| 1 + choices.below(14));
+            let sinks = if window.is_some() { choices.of(&[0, 0, 1, 5]) } else { 0 };
+            let capacity_tokens = choices.of(&[8, 16, 23, 40, 64, 100]);
+            GroupSpec { capacity_tokens, visibility: Visibility { window, sinks }, max_step_tokens: 1 }
+        });
+        let spec = PagedSpec {
+            block_tokens,
+            groups: groups.collect(),
+            rollback_tokens: choices.of(&[0, 0, 1, 6]),
+            prefix: Some(PrefixSpec { n_ghosts: 8, ..PrefixSpec::default() }),
+        };
+        let mut cache = Cache::paged(&spec).expect("it can be built");
+        cache.watch(true);
+        let memories = cache.capacity_cells().iter().map(|&cells| vec![GARBAGE; cells as usize]).collect();
+        Drive {
+            known: vec![BTreeMap::new(); spec.groups.len()],
+            spec,
+            cache,
+            plan: StepPlan::default(),
+            prefixes: Prefixes::default(),
+            sequences: BTreeMap::new(),
+            memories,
+            by_hash: BTreeMap::new(),
+            clock: 0,
+            log: Vec::new(),
+        }
+    }
+
+    fn block(&self) -> u32 {
+        self.spec.block_tokens
+    }
+    fn is_windowed(&self, g: usize) -> bool {
+        self.spec.groups[g].visibility.window.is_some()
+    }
+    fn tables(&self, g: usize) -> BTreeMap<SeqId, Vec<Option<u32>>> {
+        let table = |&seq: &SeqId| (seq, self.cache.block_table(GroupId(g as u16), seq).expect("it is open"));
+        self.sequences.keys().map(table).collect()
+    }
+    fn held(&self, g: usize) -> BTreeMap<u32, u32> {
+        let mut held = BTreeMap::new();
+        for block in self.tables(g).into_values().flatten().flatten() {
+            *held.entry(block).or_default() += 1;
+        }
+        held
+    }
+
+    /// What the index did since the last time, replayed on the twin, with the rules it has to obey.
+    fn follow(&mut self) {
+        let (mut blocks, mut events) = (Vec::new(), Vec::new());
+        self.cache.drain_events(&mut blocks, &mut events);
+        for event in &blocks {
+            self.clock += 1;
+            if event.change == Change::Idle
+                && let Some(known) = self.known[event.group.0 as usize].get_mut(&event.block)
+            {
+                known.idle_since = self.clock;
+            }
+        }
+        let mut orphans = Vec::new();
+        for event in events {
+            match event {
+                PrefixEvent::Stored { group, block, hash, .. } => {
+                    let (prefix, parent) = self.by_hash[&hash];
+                    let idle_since = self.clock;
+                    let before =
+                        self.known[group.0 as usize].insert(block, Known { prefix, parent, idle_since });
+                    assert!(before.is_none(), "block {block} is stored twice");
+                }
+                PrefixEvent::Removed { group, block, .. } => {
+                    let g = group.0 as usize;
+                    let gone = self.known[g].remove(&block).expect("only what is known is removed");
+                    if self.held(g).contains_key(&block) {
+                        orphans.push((g, gone));
+                        continue;
+                    }
+                    if !self.is_windowed(g) {
+                        let child = self.known[g].values().find(|known| known.parent == gone.prefix);
+                        assert!(child.is_none(), "{gone:?} is evicted before its child {child:?}");
+                    }
+                    // A removal from a full group takes the node's window blocks with it, whatever their age.
+                    if !self.is_windowed(g) || self.spec.groups.len() == 1 {
+                        let held = self.held(g);
+                        let older = self.known[g].iter().find(|(block, known)| {
+                            let is_leaf = self.known[g].values().all(|other| other.parent != known.prefix);
+                            !held.contains_key(block)
+                                && (self.is_windowed(g) || is_leaf)
+                                && known.idle_since < gone.idle_since
+                                && known.prefix != gone.parent
+                        });
+                        assert!(older.is_none(), "{gone:?} goes before {older:?}, idle for longer");
+                    }
+                }
+                PrefixEvent::Cleared => self.known.iter_mut().for_each(BTreeMap::clear),
+            }
+        }
+        // What a sequence holds is forgotten only because it cannot be found any more.
+        for (g, gone) in orphans {
+            let full = (0..self.spec.groups.len()).find(|&g| !self.is_windowed(g)).expect("a full group");
+            let before = if g == full { gone.parent } else { gone.prefix };
+            assert!(!self.knows(full, before), "{gone:?} is forgotten and held");
+        }
+    }
+
+    fn knows(&self, g: usize, prefix: u64) -> bool {
+        self.known[g].values().any(|known| known.prefix == prefix)
+    }
+
+    /// The largest hit, by trying every length against the rule.
+    fn hit(&mut self, salt: &'static str, tokens: &[u32]) -> u32 {
+        let block = self.block();
+        let prefix_at: Vec<u64> = (1..=tokens.len() as u32 / block)
+            .map(|n| self.prefixes.number(salt, &tokens[..(n * block) as usize]))
+            .collect();
+        let last = (tokens.len() as u32).saturating_sub(1) / block;
+        let fits = |n: u32| {
+            (0..self.spec.groups.len()).all(|g| {
+                let see = self.spec.groups[g].visibility;
+                // Blocks with a position that the next query sees, and the last one.
+                (0..n).all(|i| {
+                    let seen = (i * block..(i + 1) * block).any(|p| see.sees(n * block, p));
+                    !(seen || i + 1 == n) || self.knows(g, prefix_at[i as usize])
+                })
+            })
+        };
+        (0..=last).rev().find(|&n| fits(n)).unwrap_or(0) * block
+    }
+
+    fn write(&mut self, choices: &mut Choices<'_>) {
+        let n_spans = 1 + choices.below(3);
+        let (mut spans, mut new) = (Vec::new(), Vec::new());
+        for _ in 0..n_spans {
+            let n = self.sequences.len() as u32;
+            let Some((&seq, sequence)) = self.sequences.iter().nth(choices.below(n) as usize) else { return };
+            if spans.iter().any(|span: &Span<'_>| span.seq == seq) {
+                continue;
+            }
+            let n_tokens = 1 + choices.below(2 * self.block() + 3);
+            spans.push(Span::chain(seq, sequence.tokens.len() as u32, n_tokens));
+            new.push((seq, (0..n_tokens).map(|_| choices.below(3)).collect::<Vec<u32>>()));
+        }
+        let abandon = choices.one_in(6);
+        self.log.push(format!("step {new:?}{}", if abandon { ", abandoned" } else { "" }));
+        let block = self.block();
+        // What it costs, block by block.
+        let mut expected = None;
+        for g in 0..self.spec.groups.len() {
+            let (held, tables) = (self.held(g), self.tables(g));
+            let mut needed = 0;
+            for (span, (seq, tokens)) in spans.iter().zip(&new) {
+                let table = &tables[seq];
+                let end = span.start + tokens.len() as u32;
+                needed += end.div_ceil(block) - table.len() as u32;
+                if !span.start.is_multiple_of(block)
+                    && let Some(Some(tail)) = table.last()
+                {
+                    needed += u32::from(held[tail] > 1 || self.known[g].contains_key(tail));
+                }
+            }
+            let total = self.spec.groups[g].capacity_tokens / block;
+            let used: BTreeSet<u32> = held.keys().chain(self.known[g].keys()).copied().collect();
+            let idle = self.known[g].keys().filter(|block| !held.contains_key(block)).count() as u32;
+            let free = total - used.len() as u32;
+            if needed > free {
+                let (needed, free, reclaimable) = (needed * block, free * block, idle * block);
+                expected = Some(Refused::NoSpace { group: GroupId(g as u16), needed, free, reclaimable });
+                break;
+            }
+        }
+        let before = self.cache.report();
+        let tables_before: Vec<_> =
+            (0..self.spec.groups.len()).map(|g| (self.tables(g), self.held(g))).collect();
+        let began = Step::begin(&mut self.cache, &StepRequest { spans: &spans }, &mut self.plan);
+        let mut step = match began {
+            Ok(step) => step,
+            Err(refused) => {
+                assert_eq!(Some(refused), expected);
+                assert_eq!(self.cache.report(), before, "a refusal changed something");
+                return;
+            }
+        };
+        assert_eq!(expected, None, "a step was accepted that has no room");
+        let plan = step.with_reads();
+        for (g, memory) in self.memories.iter_mut().enumerate() {
+            let group = plan.group(GroupId(g as u16));
+            let (tables, held) = &tables_before[g];
+            let in_use = |cell: u32| {
+                let at = cell / block;
+                let private = spans.iter().any(|span| {
+                    let tail = tables[&span.seq].last().copied().flatten() == Some(at);
+                    tail && held[&at] == 1 && cell % block >= span.start % block
+                });
+                (held.contains_key(&at) || self.known[g].contains_key(&at)) && !private
+            };
+            for copy in &group.copies {
+                for i in 0..copy.len {
+                    assert!(!in_use(copy.to + i), "{copy:?} copies onto a cell in use");
+                    memory[(copy.to + i) as usize] = memory[(copy.from + i) as usize];
+                }
+            }
+            let mut cells = group.writes.iter().flat_map(|run| run.cells());
+            for (seq, tokens) in &new {
+                let mut whole = self.sequences[seq].clone();
+                for &token in tokens {
+                    whole.tokens.push(token);
+                    let cell = cells.next().expect("a cell for every token");
+                    assert!(!in_use(cell), "cell {cell} is written and in use");
+                    memory[cell as usize] = self.prefixes.number(whole.salt, &whole.tokens);
+                }
+            }
+            assert_eq!(cells.next(), None);
+            // What each query sees, in order.
+            let see = self.spec.groups[g].visibility;
+            let mut query = 0;
+            for (seq, tokens) in &new {
+                let mut whole = self.sequences[seq].clone();
+                for &token in tokens {
+                    whole.tokens.push(token);
+                    let position = whole.tokens.len() as u32 - 1;
+                    let wanted: Vec<u64> = (0..=position)
+                        .filter(|&p| see.sees(position, p))
+                        .map(|p| self.prefixes.number(whole.salt, &whole.tokens[..=p as usize]))
+                        .collect();
+                    let mut got = Vec::new();
+                    for item in &group.reads.items {
+                        for slot in 0..item.n_queries {
+                            if group.reads.order[(item.first_query + slot) as usize] == query {
+                                let cells = group.reads.span_of(item, slot).map(|cell| item.run.start + cell);
+                                got.extend(cells.map(|cell| memory[cell as usize]));
+                            }
+                        }
+                    }
+                    assert_eq!(got, wanted, "query {query} of {seq:?} in group {g}\n{:?}", group.reads.items);
+                    query += 1;
+                }
+            }
+        }
+        if abandon {
+            drop(step);
+            assert_eq!(self.cache.report(), before, "an abandoned step changed something");
+            return;
+        }
+        step.commit();
+        for (seq, tokens) in new {
+            self.sequences.get_mut(&seq).expect("it is open").tokens.extend(tokens);
+        }
+    }
+
+    fn prompt(&self, choices: &mut Choices<'_>) -> Vec<u32> {
+        let mut tokens = Vec::new();
+        let n = self.sequences.len() as u32;
+        if let Some(like) = self.sequences.values().nth(choices.below(n.max(1)) as usize)
+            && !choices.one_in(3)
+        {
+            let keep = choices.below(like.tokens.len() as u32 + 1);
+            tokens.extend_from_slice(&like.tokens[..keep as usize]);
+        }
+        tokens.extend((0..choices.below(12)).map(|_| choices.below(3)));
+        tokens
+    }
+
+    fn operate(&mut self, choices: &mut Choices<'_>) {
+        let at = Moment { now_ns: self.clock };
+        let seq = SeqId(choices.below(6));
+        let other = SeqId(choices.below(6));
+        match choices.below(16) {
+            0..=5 => self.write(choices),
+            6 | 7 => {
+                let (salt, tokens) = (SALTS[choices.below(2) as usize], self.prompt(choices));
+                self.log.push(format!("open {seq} {salt:?} {tokens:?}"));
+                let hit = self.hit(salt, &tokens);
+                let content = Content::Tokens(&tokens);
+                assert_eq!(self.cache.lookup(salt, &content).hit_tokens, hit);
+                let reason = self.cache.explain(salt, &content, Audience::Tenant);
+                assert!(reason.position() >= hit, "{reason:?} of a hit of {hit}");
+                let opened = self.cache.prefixes().expect("an index").open(seq, salt, &content, at);
+                if let Entry::Vacant(vacant) = self.sequences.entry(seq) {
+                    assert_eq!(opened, Ok(Lookup { hit_tokens: hit }));
+                    vacant.insert(Sequence { salt, tokens: tokens[..hit as usize].to_vec() });
+                } else {
+                    assert_eq!(opened, Err(Refused::SequenceExists(seq)));
+                }
+            }
+            8 | 9 => {
+                let Some(sequence) = self.sequences.get(&seq).cloned() else { return };
+                self.log.push(format!("store {seq} {:?}", sequence.tokens));
+                let block = self.block() as usize;
+                for n in 1..=sequence.tokens.len() / block {
+                    let prefix = self.prefixes.number(sequence.salt, &sequence.tokens[..n * block]);
+                    let parent = self.prefixes.number(sequence.salt, &sequence.tokens[..(n - 1) * block]);
+                    let hash = self.cache.prefix_hash(sequence.salt, &sequence.tokens[..n * block]);
+                    self.by_hash.insert(hash, (prefix, parent));
+                }
+                let content = Content::Tokens(&sequence.tokens);
+                self.cache.prefixes().expect("an index").store(seq, &content, at).expect("it is open");
+            }
+            10 | 11 => {
+                self.log.push(format!("fork {seq} {other}"));
+                let until = if choices.one_in(2) { u32::MAX } else { choices.below(30) };
+                let done = self.cache.sequences().expect("many").seq_cp(seq, other, 0, until);
+                match (self.sequences.get(&seq).cloned(), self.sequences.get(&other)) {
+                    (None, _) => assert_eq!(done, Err(Refused::UnknownSequence(seq))),
+                    (Some(source), there) => {
+                        let until = until.min(source.tokens.len() as u32) as usize;
+                        let occupied = there.is_some_and(|there| !there.tokens.is_empty()) && until > 0;
+                        if occupied {
+                            assert!(
+                                matches!(done, Err(Refused::Occupied { .. } | Refused::WindowGone { .. })),
+                                "{done:?}"
+                            );
+                        } else if done.is_ok() && until == 0 {
+                            self.sequences.entry(other).or_insert(Sequence { salt: "", tokens: vec![] });
+                        } else if done.is_ok() {
+                            let tokens = source.tokens[..until].to_vec();
+                            self.sequences.insert(other, Sequence { salt: source.salt, tokens });
+                        } else {
+                            assert!(matches!(done, Err(Refused::WindowGone { .. })), "{done:?}");
+                            assert!((0..self.spec.groups.len()).any(|g| self.is_windowed(g)));
+                        }
+                    }
+                }
+            }
+            12 => {
+                let Some(sequence) = self.sequences.get(&seq) else { return };
+                let len = sequence.tokens.len() as u32;
+                let drafted = choices.below(len.min(self.spec.rollback_tokens) + 1);
+                let accepted = choices.below(drafted + 2);
+                self.log.push(format!("accept {accepted} of {drafted} of {seq}"));
+                let done = self.cache.sequences().expect("many").accept(seq, drafted, accepted);
+                if accepted > drafted {
+                    assert_eq!(done, Err(Refused::AcceptsMore { seq, drafted, accepted }));
+                } else {
+                    // As long as the drafts are within what may always be taken back.
+                    let hit_needed = matches!(done, Err(Refused::WindowGone { .. }));
+                    assert!(done.is_ok() || hit_needed, "{done:?}");
+                    if done.is_ok() {
+                        self.shorten(seq, len - (drafted - accepted), drafted > accepted);
+                    }
+                }
+            }
+            13 => {
+                let Some(sequence) = self.sequences.get(&seq) else { return };
+                let len = sequence.tokens.len() as u32;
+                let to = choices.below(len + 1);
+                self.log.push(format!("roll {seq} back to {to}"));
+                let done = self.cache.sequences().expect("many").seq_rm(seq, to, u32::MAX);
+                if done.is_ok() {
+                    self.shorten(seq, to, true);
+                } else {
+                    assert_eq!(done, Err(Refused::WindowGone { seq, position: to }));
+                    assert!((0..self.spec.groups.len()).any(|g| self.is_windowed(g)));
+                }
+            }
+            14 => {
+                self.log.push(format!("remove {seq}"));
+                let done = self.cache.sequences().expect("many").seq_rm(seq, 0, u32::MAX);
+                assert_eq!(done.is_ok(), self.sequences.remove(&seq).is_some());
+            }
+            _ => {
+                let n_tokens = choices.below(40);
+                self.log.push(format!("make room for {n_tokens}"));
+                self.follow();
+                self.cache.prefixes().expect("an index").make_room(n_tokens, at);
+                for (g, report) in self.cache.report().iter().enumerate() {
+                    let blocks = report.blocks.expect("a paged group");
+                    let enough = blocks.free * self.block() >= n_tokens;
+                    assert!(enough || blocks.idle == 0, "group {g} kept idle blocks: {blocks:?}");
+                }
+            }
+        }
+        self.follow();
+        self.compare();
+    }
+
+    fn shorten(&mut self, seq: SeqId, to: u32, moved: bool) {
+        self.sequences.get_mut(&seq).expect("it is open").tokens.truncate(to as usize);
+        if to == 0 && moved {
+            self.sequences.remove(&seq);
+        }
+    }
+
+    fn compare(&mut self) {
+        for seq in (0..7).map(SeqId) {
+            let next = self.sequences.get(&seq).map(|s| s.tokens.len() as u32);
+            assert_eq!(self.cache.next_position(seq), next, "next position of {seq}");
+        }
+        let block = self.block();
+        for (g, report) in self.cache.report().into_iter().enumerate() {
+            let (held, blocks) = (self.held(g), report.blocks.expect("a paged group"));
+            let used: BTreeSet<u32> = held.keys().chain(self.known[g].keys()).copied().collect();
+            let idle = self.known[g].keys().filter(|block| !held.contains_key(block)).count() as u32;
+            assert_eq!(blocks.total - blocks.free, used.len() as u32, "blocks in use in group {g}");
+            assert_eq!(blocks.idle, idle, "idle blocks of group {g}");
+            let top = used.last().map_or(0, |top| top + 1);
+            assert_eq!(report.high_water, top * block, "high water of group {g}");
+            // Every block holds what its sequences and the index believe.
+            for (seq, table) in self.tables(g) {
+                let sequence = self.sequences[&seq].clone();
+                for (i, at) in table.into_iter().enumerate() {
+                    let Some(at) = at else { continue };
+                    for p in i * block as usize..((i + 1) * block as usize).min(sequence.tokens.len()) {
+                        let wanted = self.prefixes.number(sequence.salt, &sequence.tokens[..=p]);
+                        let cell = at as usize * block as usize + p % block as usize;
+                        assert_eq!(self.memories[g][cell], wanted, "position {p} of {seq} in group {g}");
+                    }
+                }
+            }
+            for (at, known) in &self.known[g] {
+                let last = (at + 1) as usize * block as usize - 1;
+                assert_eq!(self.memories[g][last], known.prefix, "indexed block {at} of group {g}");
+            }
+        }
+    }
+}
+
+#[test]
+fn paged_caches_agree_with_their_twin() {
+    let n_operations: u64 = std::env::var("KVIST_OPS").ok().and_then(|n| n.parse().ok()).unwrap_or(100_000);
+    let first: u64 = std::env::var("KVIST_SEED").ok().and_then(|n| n.parse().ok()).unwrap_or(1);
+    let per_drive = 400;
+    for seed in first..first + n_operations.div_ceil(per_drive) {
+        let mut choices = Choices::from_seed(seed, per_drive);
+        let mut drive = Drive::new(&mut choices);
+        let failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            while choices.go_on() {
+                drive.operate(&mut choices);
+            }
+        }));
+        assert!(
+            failed.is_ok(),
+            "KVIST_SEED={seed} KVIST_OPS=1 repeats it; last: {:#?}",
+            drive.log.iter().rev().take(12).rev().collect::<Vec<_>>()
+        );
+    }
+}
