@@ -1,11 +1,11 @@
-//! A pool of blocks that several threads take from and give back to.
+//! Blocks that several threads take from and give back to.
 //!
 //! For what a cache's own bookkeeping does not cover: staging buffers, host blocks, one budget under several
 //! engines. One mutex guards it; who waits is served in the order of arrival.
 //!
-//! It promises that a block belongs to one [`Blocks`] at a time, that nobody overtakes who waits (a large request
+//! It promises that a block belongs to one [`OwnedBlocks`] at a time, that nobody overtakes who waits (a large request
 //! cannot be starved by small ones), and that a waiter who gives up wakes the next. It refuses to wait for what can never
-//! come: a request larger than the pool is answered at once.
+//! come: a request for more than there are is answered at once.
 mod sync;
 
 #[cfg(test)]
@@ -16,9 +16,9 @@ use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 use sync::{Condvar, Mutex, MutexGuard};
 
-/// See the module. Clones are the same pool.
+/// See the module. Clones share the same blocks.
 #[derive(Clone)]
-pub struct SharedPool {
+pub struct SharedBlocks {
     shared: Arc<Shared>,
 }
 
@@ -43,30 +43,30 @@ struct Waiter {
     wake: Arc<Condvar>,
 }
 
-/// Blocks of a [`SharedPool`], owned. Dropping them gives them back and serves who waits.
+/// OwnedBlocks of a [`SharedBlocks`], owned. Dropping them gives them back and serves who waits.
 #[must_use = "blocks that are dropped are free again"]
-pub struct Blocks {
+pub struct OwnedBlocks {
     ids: Vec<u32>,
     shared: Arc<Shared>,
 }
 
-impl SharedPool {
+impl SharedBlocks {
     /// All of `n_blocks` blocks free.
-    pub fn new(n_blocks: u32) -> SharedPool {
+    pub fn new(n_blocks: u32) -> SharedBlocks {
         let state = State {
             free: (0..n_blocks).rev().collect(),
             queue: VecDeque::new(),
             served: BTreeMap::new(),
             n_tickets: 0,
         };
-        SharedPool { shared: Arc::new(Shared { n_blocks, state: Mutex::new(state) }) }
+        SharedBlocks { shared: Arc::new(Shared { n_blocks, state: Mutex::new(state) }) }
     }
 
-    /// Blocks in it.
+    /// OwnedBlocks in it.
     pub fn n_blocks(&self) -> u32 {
         self.shared.n_blocks
     }
-    /// Blocks that nobody owns.
+    /// OwnedBlocks that nobody owns.
     pub fn n_free(&self) -> u32 {
         self.shared.lock().free.len() as u32
     }
@@ -76,19 +76,19 @@ impl SharedPool {
     }
 
     /// `n` blocks now. `None` if fewer are free, or if somebody waits: then these are his.
-    pub fn allocate(&self, n: u32) -> Option<Blocks> {
+    pub fn allocate(&self, n: u32) -> Option<OwnedBlocks> {
         let ids = self.shared.lock().allocate(n)?;
-        Some(Blocks { ids, shared: Arc::clone(&self.shared) })
+        Some(OwnedBlocks { ids, shared: Arc::clone(&self.shared) })
     }
 
     /// `n` blocks as soon as everyone who came before is served and they are free. `None` if that is not before
-    /// `deadline`, or if the pool has fewer.
-    pub fn allocate_waiting(&self, n: u32, deadline: Instant) -> Option<Blocks> {
+    /// `deadline`, or if there are fewer in all.
+    pub fn allocate_waiting(&self, n: u32, deadline: Instant) -> Option<OwnedBlocks> {
         if n > self.shared.n_blocks {
             return None;
         }
         let shared = &self.shared;
-        let blocks = |ids| Some(Blocks { ids, shared: Arc::clone(shared) });
+        let blocks = |ids| Some(OwnedBlocks { ids, shared: Arc::clone(shared) });
         let mut state = shared.lock();
         if let Some(ids) = state.allocate(n) {
             return blocks(ids);
@@ -138,14 +138,14 @@ impl State {
     }
 }
 
-impl Blocks {
+impl OwnedBlocks {
     /// Which ones. In no order.
     pub fn ids(&self) -> &[u32] {
         &self.ids
     }
 }
 
-impl Drop for Blocks {
+impl Drop for OwnedBlocks {
     fn drop(&mut self) {
         let mut state = self.shared.lock();
         state.free.append(&mut self.ids);

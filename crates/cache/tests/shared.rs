@@ -1,5 +1,5 @@
-//! The shared pool on real threads and a real clock. Its schedules are modelled in `src/shared/model.rs`.
-use kvist_cache::shared::SharedPool;
+//! Shared blocks on real threads and a real clock. Its schedules are modelled in `src/shared/model.rs`.
+use kvist_cache::shared::SharedBlocks;
 use kvist_cache::twin::Choices;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -8,12 +8,12 @@ const N_BLOCKS: u32 = 24;
 
 #[test]
 fn a_hundred_thousand_requests_of_four_threads() {
-    let pool = SharedPool::new(N_BLOCKS);
+    let shared = SharedBlocks::new(N_BLOCKS);
     let owned: Vec<AtomicBool> = (0..N_BLOCKS).map(|_| AtomicBool::new(false)).collect();
     let n_served = AtomicU32::new(0);
     std::thread::scope(|scope| {
         for seed in 0..4 {
-            let (pool, owned, n_served) = (pool.clone(), &owned, &n_served);
+            let (shared, owned, n_served) = (shared.clone(), &owned, &n_served);
             scope.spawn(move || {
                 let mut choices = Choices::from_seed(seed, 25_000);
                 let mut held = Vec::new();
@@ -23,8 +23,8 @@ fn a_hundred_thousand_requests_of_four_threads() {
                     // deadline does that end.
                     let wait = Duration::from_micros(u64::from(choices.below(50)));
                     let blocks = match choices.below(3) {
-                        0 => pool.allocate(n),
-                        _ => pool.allocate_waiting(n, Instant::now() + wait),
+                        0 => shared.allocate(n),
+                        _ => shared.allocate_waiting(n, Instant::now() + wait),
                     };
                     if let Some(blocks) = blocks {
                         assert_eq!(blocks.ids().len() as u32, n);
@@ -48,31 +48,31 @@ fn a_hundred_thousand_requests_of_four_threads() {
             });
         }
     });
-    assert_eq!((pool.n_free(), pool.n_waiting()), (N_BLOCKS, 0));
+    assert_eq!((shared.n_free(), shared.n_waiting()), (N_BLOCKS, 0));
     let n_served = n_served.into_inner();
     assert!(n_served > 10_000, "only {n_served} requests were served");
 }
 
 #[test]
 fn deadlines_are_kept() {
-    let pool = SharedPool::new(2);
-    let held = pool.allocate(2).unwrap();
+    let shared = SharedBlocks::new(2);
+    let held = shared.allocate(2).unwrap();
     let started = Instant::now();
     let wait = Duration::from_millis(30);
-    assert!(pool.allocate_waiting(1, started + wait).is_none());
+    assert!(shared.allocate_waiting(1, started + wait).is_none());
     assert!(started.elapsed() >= wait, "it gave up after {:?}", started.elapsed());
-    assert!(pool.allocate_waiting(1, started).is_none(), "a deadline in the past asks without waiting");
-    assert_eq!(pool.n_waiting(), 0);
+    assert!(shared.allocate_waiting(1, started).is_none(), "a deadline in the past asks without waiting");
+    assert_eq!(shared.n_waiting(), 0);
     let an_hour = started + Duration::from_secs(3600);
-    assert!(pool.allocate_waiting(3, an_hour).is_none(), "what can never come is not waited for");
+    assert!(shared.allocate_waiting(3, an_hour).is_none(), "what can never come is not waited for");
     let waiting = std::thread::spawn({
-        let pool = pool.clone();
-        move || pool.allocate_waiting(2, an_hour).map(|blocks| blocks.ids().len())
+        let shared = shared.clone();
+        move || shared.allocate_waiting(2, an_hour).map(|blocks| blocks.ids().len())
     });
-    while pool.n_waiting() == 0 {
+    while shared.n_waiting() == 0 {
         std::thread::yield_now();
     }
     drop(held);
     assert_eq!(waiting.join().unwrap(), Some(2));
-    assert_eq!(pool.allocate(0).map(|blocks| blocks.ids().len()), Some(0));
+    assert_eq!(shared.allocate(0).map(|blocks| blocks.ids().len()), Some(0));
 }

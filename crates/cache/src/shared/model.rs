@@ -1,7 +1,7 @@
-//! The pool under random and adversarial schedules (Burckhardt, Kothari, Musuvathi, Nagarakatte: *A randomized
+//! Shared blocks under random and adversarial schedules (Burckhardt, Kothari, Musuvathi, Nagarakatte: *A randomized
 //! scheduler with probabilistic guarantees of finding bugs*, ASPLOS 2010). A waiter who is forgotten is a deadlock,
 //! which `shuttle` reports together with the schedule that led to it.
-use super::{Blocks, SharedPool};
+use super::{OwnedBlocks, SharedBlocks};
 use shuttle::sync::atomic::{AtomicBool, Ordering};
 use shuttle::{check_pct, check_random, thread};
 use std::sync::Arc;
@@ -30,7 +30,7 @@ impl Marks {
     fn new(n_blocks: u32) -> Arc<Marks> {
         Arc::new(Marks((0..n_blocks).map(|_| AtomicBool::new(false)).collect()))
     }
-    fn own(&self, blocks: Blocks, n: u32) {
+    fn own(&self, blocks: OwnedBlocks, n: u32) {
         assert_eq!(blocks.ids().len() as u32, n);
         for &id in blocks.ids() {
             assert!(!self.0[id as usize].swap(true, Ordering::SeqCst), "block {id} has two owners");
@@ -47,24 +47,24 @@ impl Marks {
 #[test]
 fn a_block_has_one_owner_and_none_is_lost() {
     check(|| {
-        let (pool, marks) = (SharedPool::new(4), Marks::new(4));
+        let (shared, marks) = (SharedBlocks::new(4), Marks::new(4));
         let threads: Vec<_> = [(1, 3), (3, 2), (2, 4)]
             .into_iter()
             .map(|(first, second)| {
-                let (pool, marks) = (pool.clone(), Arc::clone(&marks));
+                let (shared, marks) = (shared.clone(), Arc::clone(&marks));
                 thread::spawn(move || {
-                    if let Some(blocks) = pool.allocate(first) {
+                    if let Some(blocks) = shared.allocate(first) {
                         marks.own(blocks, first);
                     }
-                    if let Some(blocks) = pool.allocate_waiting(second, soon()) {
+                    if let Some(blocks) = shared.allocate_waiting(second, soon()) {
                         marks.own(blocks, second);
                     }
-                    marks.own(pool.allocate_waiting(first, never()).expect("it never passes"), first);
+                    marks.own(shared.allocate_waiting(first, never()).expect("it never passes"), first);
                 })
             })
             .collect();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        assert_eq!((pool.n_free(), pool.n_waiting()), (4, 0));
+        assert_eq!((shared.n_free(), shared.n_waiting()), (4, 0));
     });
 }
 
@@ -73,14 +73,14 @@ fn a_block_has_one_owner_and_none_is_lost() {
 #[test]
 fn nobody_overtakes() {
     check(|| {
-        let pool = SharedPool::new(2);
-        let (one, other) = (pool.allocate(1).unwrap(), pool.allocate(1).unwrap());
+        let shared = SharedBlocks::new(2);
+        let (one, other) = (shared.allocate(1).unwrap(), shared.allocate(1).unwrap());
         let waits_for = |n: u32| {
-            let pool = pool.clone();
-            thread::spawn(move || pool.allocate_waiting(n, never()).expect("it never passes"))
+            let shared = shared.clone();
+            thread::spawn(move || shared.allocate_waiting(n, never()).expect("it never passes"))
         };
         let queued = |n: usize| {
-            while pool.n_waiting() < n {
+            while shared.n_waiting() < n {
                 thread::yield_now();
             }
         };
@@ -89,11 +89,11 @@ fn nobody_overtakes() {
         let small = waits_for(1);
         queued(2);
         drop(one);
-        assert!(pool.allocate(1).is_none(), "the free block belongs to who came first");
-        assert_eq!((pool.n_free(), pool.n_waiting()), (1, 2));
+        assert!(shared.allocate(1).is_none(), "the free block belongs to who came first");
+        assert_eq!((shared.n_free(), shared.n_waiting()), (1, 2));
         drop(other);
         let large = large.join().unwrap();
-        assert_eq!((large.ids().len(), pool.n_waiting()), (2, 1));
+        assert_eq!((large.ids().len(), shared.n_waiting()), (2, 1));
         drop(large);
         assert_eq!(small.join().unwrap().ids().len(), 1);
     });
@@ -104,20 +104,20 @@ fn nobody_overtakes() {
 #[test]
 fn giving_up_serves_the_next() {
     check(|| {
-        let pool = SharedPool::new(3);
-        let held = pool.allocate(2).unwrap();
+        let shared = SharedBlocks::new(3);
+        let held = shared.allocate(2).unwrap();
         let large = {
-            let pool = pool.clone();
-            thread::spawn(move || pool.allocate_waiting(3, soon()).is_some())
+            let shared = shared.clone();
+            thread::spawn(move || shared.allocate_waiting(3, soon()).is_some())
         };
         let small = {
-            let pool = pool.clone();
-            thread::spawn(move || pool.allocate_waiting(1, never()).map(|blocks| blocks.ids().len()))
+            let shared = shared.clone();
+            thread::spawn(move || shared.allocate_waiting(1, never()).map(|blocks| blocks.ids().len()))
         };
         assert!(!large.join().unwrap(), "two blocks are held all the time");
         assert_eq!(small.join().unwrap(), Some(1));
         drop(held);
-        assert_eq!((pool.n_free(), pool.n_waiting()), (3, 0));
+        assert_eq!((shared.n_free(), shared.n_waiting()), (3, 0));
     });
 }
 
@@ -125,18 +125,18 @@ fn giving_up_serves_the_next() {
 #[test]
 fn one_release_serves_all_it_can() {
     check(|| {
-        let pool = SharedPool::new(3);
-        let held = pool.allocate(3).unwrap();
+        let shared = SharedBlocks::new(3);
+        let held = shared.allocate(3).unwrap();
         let threads: Vec<_> = (0..3)
             .map(|_| {
-                let pool = pool.clone();
-                thread::spawn(move || pool.allocate_waiting(1, never()).expect("it never passes"))
+                let shared = shared.clone();
+                thread::spawn(move || shared.allocate_waiting(1, never()).expect("it never passes"))
             })
             .collect();
         drop(held);
-        let blocks: Vec<Blocks> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
-        assert_eq!((pool.n_free(), pool.n_waiting()), (0, 0));
+        let blocks: Vec<OwnedBlocks> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+        assert_eq!((shared.n_free(), shared.n_waiting()), (0, 0));
         drop(blocks);
-        assert_eq!(pool.n_free(), 3);
+        assert_eq!(shared.n_free(), 3);
     });
 }

@@ -1,5 +1,5 @@
 //! Mutexes and condition variables: those of the standard library, and in this crate's unit tests those of `shuttle`,
-//! which runs a test under many schedules. The pool is written against this file and nothing else.
+//! which runs a test under many schedules. `shared.rs` is written against this file and nothing else.
 pub(super) use imp::*;
 
 #[cfg(not(test))]

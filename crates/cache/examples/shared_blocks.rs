@@ -1,7 +1,7 @@
-//! Allocations and releases per second of a shared pool, by 1 and by 2 threads, with room and while they wait.
+//! Allocations and releases per second of shared blocks, by 1 and by 2 threads, with room and while they wait.
 //!
-//! `cargo run --release -p kvist-cache --example shared_pool`
-use kvist_cache::shared::SharedPool;
+//! `cargo run --release -p kvist-cache --example shared_blocks`
+use kvist_cache::shared::SharedBlocks;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ const N_ROUNDS: u32 = 1_000_000;
 
 /// Seconds in which each thread takes `n` of `n_blocks` blocks and gives them back, `N_ROUNDS` rounds in all.
 fn seconds(n_threads: u32, n_blocks: u32, n: u32) -> f64 {
-    let pool = SharedPool::new(n_blocks);
+    let shared = SharedBlocks::new(n_blocks);
     let deadline = Instant::now() + Duration::from_secs(3600);
     let together = Barrier::new(n_threads as usize + 1);
     let started = std::thread::scope(|scope| {
@@ -17,7 +17,7 @@ fn seconds(n_threads: u32, n_blocks: u32, n: u32) -> f64 {
             scope.spawn(|| {
                 together.wait();
                 for _ in 0..N_ROUNDS / n_threads {
-                    drop(pool.allocate_waiting(n, deadline).expect("an hour is long enough"));
+                    drop(shared.allocate_waiting(n, deadline).expect("an hour is long enough"));
                 }
             });
         }
