@@ -78,7 +78,7 @@ pub struct Allocated {
     pub evicted: Vec<SeqId>,
 }
 
-/// Why not. Nothing has changed.
+/// Why not. Nothing has changed but a counter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // the fields' names are what there is to say
 pub enum ArenaRefused {
