@@ -13,4 +13,5 @@ pub mod report;
 pub mod request;
 pub mod statistics;
 pub mod trace;
+pub mod workload;
 pub mod zero_service;
