@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 pub mod cost;
+pub mod html;
 pub mod report;
 pub mod request;
 pub mod statistics;
