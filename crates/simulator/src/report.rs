@@ -89,6 +89,8 @@ pub struct Report {
     pub objectives: Attainment,
     pub load: LoadReport,
     pub steps: StepCounts,
+    /// Memory and batch over time, at some 500 moments.
+    pub timeline: Vec<Sample>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -205,6 +207,7 @@ impl Report {
             },
             load: record.timeline.report(record.steps.busy_ns),
             steps: record.steps,
+            timeline: record.timeline.thinned(500),
         }
     }
 

@@ -23,9 +23,9 @@ for (const map of document.querySelectorAll(".blocks")) {
     const held = (id) => `hsl(${(id * 137.508) % 360} ${color("--held-s")} ${color("--held-l")})`;
     const [seconds, runs] = frames[range.value];
     codes = unpack(runs);
-    // As square as fits: 8 to 26 pixels each.
+    // As square as fits: 8 to 22 pixels each.
     const width = map.clientWidth, scale = window.devicePixelRatio || 1;
-    pitch = Math.max(8, Math.min(26, Math.sqrt((width * Math.min(width / 2.6, 420)) / n)));
+    pitch = Math.max(8, Math.min(22, Math.sqrt((width * Math.min(width / 2.6, 420)) / n)));
     columns = Math.max(1, Math.floor(width / pitch));
     pitch = width / columns;
     const height = Math.ceil(n / columns) * pitch;

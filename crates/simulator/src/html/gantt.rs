@@ -16,53 +16,68 @@ const READING: usize = 0;
 const WRITING: usize = 2;
 
 pub(super) fn section(runs: &[Run<'_>]) -> String {
-    let chosen: Vec<(&Run<'_>, Vec<RequestRow>)> =
-        runs.iter().map(|run| (run, rows(run))).filter(|(_, rows)| !rows.is_empty()).collect();
-    if chosen.is_empty() {
+    // The same requests under every run, so that they can be compared; the first run chooses.
+    let Some((first, chosen)) = runs.iter().map(|run| (run, choose(run))).find(|(_, ids)| !ids.is_empty())
+    else {
         return String::new();
-    }
-    // One axis for all runs, so that bars can be compared.
-    let begin = chosen.iter().flat_map(|(_, rows)| rows).map(|row| row.arrival_ns).min().unwrap_or(0);
-    let end =
-        chosen.iter().flat_map(|(_, rows)| rows).filter_map(|row| row.finished_ns).max().unwrap_or(begin);
-    let x = Scale::linear(begin as f64 / 1e9, end.max(begin + 1) as f64 / 1e9, Unit::Seconds);
+    };
+    let is_part = chosen.len() < first.record.requests.len();
+    let of_runs: Vec<Vec<RequestRow>> = runs.iter().map(|run| rows(run, &chosen)).collect();
     let mut panels = String::new();
-    for (run, rows) in &chosen {
-        if chosen.len() > 1 {
+    for (run, rows) in runs.iter().zip(&of_runs).filter(|(_, rows)| !rows.is_empty()) {
+        if runs.len() > 1 {
             let _ = write!(panels, "<h3>{}</h3>", escape(run.name));
         }
-        let total = run.record.requests.len();
-        if rows.len() < total {
-            let _ = write!(
-                panels,
-                "<p class=\"about\">{} of {total} requests, around the longest queue.</p>",
-                rows.len()
-            );
-        }
+        // Where all is shown, one axis for all runs.
+        let on_axis = || of_runs.iter().filter(|other| !is_part || std::ptr::eq(*other, rows)).flatten();
+        let begin = on_axis().map(|row| row.arrival_ns).min().unwrap_or(0);
+        let end = on_axis().filter_map(|row| row.finished_ns).max().unwrap_or(begin);
+        let x = Scale::linear(begin as f64 / 1e9, end.max(begin + 1) as f64 / 1e9, Unit::Seconds);
         panels += &picture(rows, &run.record.activity, &x);
     }
     let legend = plot::legend([("reading the prompt", READING), ("writing", WRITING)].into_iter());
+    let which = if is_part {
+        let total = first.record.requests.len();
+        format!(" Shown are {} of {total} requests, around the longest queue.", chosen.len())
+    } else {
+        String::new()
+    };
     figure(
         "Requests",
-        "One bar per request, from arrival to its last token; the thin part is waiting.",
+        &format!("One bar per request, from arrival to its last token; the thin part is waiting.{which}"),
         &format!("{legend}{panels}"),
     )
 }
 
-/// In order of arrival: all, or those around the moment when most were waiting.
-fn rows(run: &Run<'_>) -> Vec<RequestRow> {
-    let mut rows: Vec<RequestRow> =
-        run.record.requests.iter().filter(|row| row.finished_ns.is_some()).copied().collect();
-    rows.sort_by_key(|row| row.arrival_ns);
-    if rows.len() <= MOST_ROWS {
-        return rows;
+/// Ids of the requests to show, sorted: all that finished, or those around the moment when most were waiting.
+fn choose(run: &Run<'_>) -> Vec<u64> {
+    let mut rows: Vec<(u64, u64)> = run
+        .record
+        .requests
+        .iter()
+        .filter(|row| row.finished_ns.is_some())
+        .map(|row| (row.arrival_ns, row.id))
+        .collect();
+    rows.sort_unstable();
+    if rows.len() > MOST_ROWS {
+        let samples = run.record.timeline.samples();
+        // Of equal peaks the first.
+        let peak = samples.iter().rev().max_by_key(|s| s.load.queued_requests).map_or(0, |s| s.at_ns);
+        let at = rows.partition_point(|(arrival_ns, _)| *arrival_ns < peak);
+        let from = at.saturating_sub(MOST_ROWS / 2).min(rows.len() - MOST_ROWS);
+        rows = rows[from..from + MOST_ROWS].to_vec();
     }
-    let samples = run.record.timeline.samples();
-    // Of equal peaks the first.
-    let peak = samples.iter().rev().max_by_key(|s| s.load.queued_requests).map_or(0, |s| s.at_ns);
-    let at = rows.partition_point(|row| row.arrival_ns < peak);
-    let from = at.saturating_sub(MOST_ROWS / 2).min(rows.len() - MOST_ROWS);
-    rows[from..from + MOST_ROWS].to_vec()
+    let mut ids: Vec<u64> = rows.into_iter().map(|(_, id)| id).collect();
+    ids.sort_unstable();
+    ids
+}
+
+/// Those of `ids` (sorted) that finished, in order of arrival.
+fn rows(run: &Run<'_>, ids: &[u64]) -> Vec<RequestRow> {
+    let chosen = |row: &&RequestRow| row.finished_ns.is_some() && ids.binary_search(&row.id).is_ok();
+    let mut rows: Vec<RequestRow> = run.record.requests.iter().filter(chosen).copied().collect();
+    rows.sort_by_key(|row| row.arrival_ns);
+    rows
 }
 
 fn picture(rows: &[RequestRow], activity: &[Activity], x: &Scale) -> String {

@@ -2,7 +2,7 @@
 use super::plot::{self, Frame, Series, time_axis};
 use super::scale::{Scale, Unit};
 use super::{Run, escape, figure};
-use crate::report::{Load, Sample};
+use crate::report::Load;
 use std::fmt::Write;
 
 /// Moments on a plot: more cannot be seen.
@@ -16,7 +16,7 @@ const QUEUED: usize = 1;
 pub(super) fn section(runs: &[Run<'_>]) -> String {
     let mut panels = String::new();
     for run in runs {
-        let samples = thinned(run.record.timeline.samples());
+        let samples = run.record.timeline.thinned(MOST_POINTS);
         let (Some(first), Some(last)) = (samples.first(), samples.last()) else { continue };
         let begin_ns = first.at_ns;
         let x = time_axis(last.at_ns.saturating_sub(begin_ns) as f64 / 1e9);
@@ -69,19 +69,4 @@ pub(super) fn section(runs: &[Run<'_>]) -> String {
         "Where blocks reach the capacity and requests wait, memory is what is missing; where they wait below it, time is.",
         &format!("{legend}{panels}"),
     )
-}
-
-/// Of every stretch of moments the one with the most waiting, so that no peak is lost, and the last.
-fn thinned(samples: Vec<Sample>) -> Vec<Sample> {
-    let stretch = samples.len().div_ceil(MOST_POINTS).max(1);
-    let mut kept: Vec<Sample> = samples
-        .chunks(stretch)
-        .filter_map(|chunk| {
-            chunk.iter().max_by_key(|s| s.load.queued_requests + s.load.running_requests).copied()
-        })
-        .collect();
-    if kept.last() != samples.last() {
-        kept.extend(samples.last().copied());
-    }
-    kept
 }

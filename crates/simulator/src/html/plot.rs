@@ -29,7 +29,7 @@ pub(super) struct Frame {
 
 impl Frame {
     pub fn new(width: f64, height: f64, x: Scale, y: Scale) -> Frame {
-        let (left, right, top, bottom) = (56.0, 16.0, 14.0, 44.0);
+        let (left, right, top, bottom) = (56.0, 16.0, 26.0, 44.0);
         let mut frame = Frame {
             width,
             height,
@@ -101,9 +101,9 @@ impl Frame {
         if !y.is_empty() {
             let _ = write!(
                 self.body,
-                "<text class=\"label halo\" x=\"{}\" y=\"{}\">{}</text>",
-                n(self.left + 6.0),
-                n(self.top + 12.0),
+                "<text class=\"label\" x=\"{}\" y=\"{}\">{}</text>",
+                n(self.left),
+                n(self.top - 11.0),
                 escape(y)
             );
         }
@@ -115,11 +115,12 @@ impl Frame {
         let right = self.left + self.inner_width;
         let _ = write!(
             self.body,
-            "<line class=\"level\" x1=\"{}\" x2=\"{}\" y1=\"{2}\" y2=\"{2}\"/><text class=\"label halo\" text-anchor=\"end\" x=\"{1}\" y=\"{3}\">{4}: {5}</text>",
+            "<line class=\"level\" x1=\"{}\" x2=\"{}\" y1=\"{2}\" y2=\"{2}\"/><text class=\"label halo\" x=\"{3}\" y=\"{4}\">{5}: {6}</text>",
             n(self.left),
             n(right),
             n(at),
-            n(at + 14.0),
+            n(self.left + 8.0),
+            n(at + 16.0),
             escape(name),
             self.y.unit.show(y)
         );

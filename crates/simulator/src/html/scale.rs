@@ -104,7 +104,10 @@ impl Scale {
             let last = self.high.log10().ceil() as i32;
             let decades = (first..=last).filter(|d| d.rem_euclid(every) == 0);
             let ticks = decades.flat_map(|d| steps.iter().map(move |step| step * 10f64.powi(d)));
-            ticks.filter(|t| (self.low * 0.999..=self.high * 1.001).contains(t)).collect()
+            let ticks: Vec<f64> =
+                ticks.filter(|t| (self.low * 0.999..=self.high * 1.001).contains(t)).collect();
+            // So little of a decade that hardly a round number lies in it is almost linear.
+            if ticks.len() >= 3 { ticks } else { Scale { is_log: false, ..*self }.ticks(n.min(5)) }
         } else {
             let step = round_step((self.high - self.low) / n as f64);
             let first = (self.low / step).ceil() as i64;

@@ -51,7 +51,7 @@ fn figures(report: &Report) -> Vec<Figure> {
         (
             "Throughput",
             Some(format!("{}/s", count(report.throughput.output_tokens_per_s))),
-            format!("output tokens; {} requests per s", count(report.throughput.requests_per_s)),
+            format!("output tokens; {} requests/s", count(report.throughput.requests_per_s)),
         ),
         (
             "Goodput",
