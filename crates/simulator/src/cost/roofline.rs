@@ -1,0 +1,151 @@
+//! The larger of arithmetic time and memory time.
+use super::{BatchShape, Hardware, ModelShape, StepCost, whole_ns};
+
+/// The roofline of Williams, Waterman and Patterson (Communications of the ACM 52(4), 2009), for a dense decoder:
+///
+/// ```text
+/// flops = 2 · multiplied weights · new tokens + 4 · layers · query heads · head dim · (query, key) pairs
+/// bytes = weights + KV bytes per token · (context read + new tokens written)
+/// time  = max(flops ÷ (peak FLOP/s · efficiency), bytes ÷ (peak bytes/s · efficiency)) + overhead
+/// ```
+///
+/// The output layer is counted for every new token, although a prompt needs it once: an upper bound that is 7% of
+/// the weights of an 8B model. The bytes count the weights of every step: a decode step of one sequence is bound by
+/// them. Activations, and what a network between devices costs, are left out.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Roofline {
+    pub hardware: Hardware,
+    pub model: ModelShape,
+    /// Part of both peaks that kernels reach, above 0 and at most 1.
+    pub efficiency: f64,
+    /// Added to every step: launches, sampling, scheduling.
+    pub overhead_ns: u64,
+}
+
+impl Roofline {
+    /// At the peaks, without overhead: a lower bound of time.
+    pub fn ideal(hardware: Hardware, model: ModelShape) -> Roofline {
+        Roofline { hardware, model, efficiency: 1.0, overhead_ns: 0 }
+    }
+
+    /// Floating-point operations of a step, a multiply-add being two.
+    pub fn flops(&self, batch: &BatchShape) -> f64 {
+        let model = &self.model;
+        let multiplied = model.parameters.saturating_sub(model.lookup_parameters) as f64;
+        let per_pair =
+            4.0 * f64::from(model.layers) * f64::from(model.query_heads) * f64::from(model.head_dim);
+        2.0 * multiplied * batch.new_tokens() as f64 + per_pair * batch.attention_pairs as f64
+    }
+
+    /// Bytes a step reads and writes.
+    pub fn bytes(&self, batch: &BatchShape) -> f64 {
+        let multiplied = self.model.parameters.saturating_sub(self.model.lookup_parameters) as f64;
+        multiplied * self.model.bytes_per_weight
+            + self.model.kv_bytes_per_token() * (batch.context_tokens() + batch.new_tokens()) as f64
+    }
+
+    /// Tokens of KV cache that fit beside the weights; 0 if the weights do not fit.
+    pub fn cache_tokens(&self) -> u64 {
+        let left = self.hardware.memory_bytes as f64 - self.model.weight_bytes();
+        (left / self.model.kv_bytes_per_token()).max(0.0) as u64
+    }
+}
+
+impl StepCost for Roofline {
+    fn step_ns(&self, batch: &BatchShape) -> u64 {
+        if batch.is_empty() {
+            return 0;
+        }
+        let compute = self.flops(batch) / self.hardware.flops_per_s;
+        let memory = self.bytes(batch) / self.hardware.bytes_per_s;
+        whole_ns(compute.max(memory) / self.efficiency * 1e9) + self.overhead_ns
+    }
+
+    fn name(&self) -> String {
+        format!(
+            "roofline: {} on {} at {:.0}% of its peaks",
+            self.model.name,
+            self.hardware.name,
+            self.efficiency * 100.0
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn llama() -> Roofline {
+        Roofline::ideal(Hardware::preset("h100-sxm").unwrap(), ModelShape::preset("llama-3.1-8b").unwrap())
+    }
+
+    /// Parameters follow from the shape of the model: a typing error in a preset shows.
+    #[test]
+    fn presets_add_up() {
+        // name, vocabulary, hidden, feed-forward, biases of q, k, v
+        for (name, vocabulary, hidden, forward, biases) in [
+            ("llama-2-7b", 32_000u64, 4_096u64, 11_008u64, false),
+            ("llama-3.1-8b", 128_256, 4_096, 14_336, false),
+            ("llama-3.1-70b", 128_256, 8_192, 28_672, false),
+            ("qwen2.5-7b", 152_064, 3_584, 18_944, true),
+            ("qwen2.5-0.5b", 151_936, 896, 4_864, true),
+        ] {
+            let m = ModelShape::preset(name).unwrap();
+            let (q, kv) = (
+                u64::from(m.query_heads) * u64::from(m.head_dim),
+                u64::from(m.kv_heads) * u64::from(m.head_dim),
+            );
+            let layer = hidden * q * 2
+                + hidden * kv * 2
+                + 3 * hidden * forward
+                + 2 * hidden
+                + if biases { q + 2 * kv } else { 0 };
+            let tables = if m.lookup_parameters == 0 { 1 } else { 2 };
+            let expected = u64::from(m.layers) * layer + tables * vocabulary * hidden + hidden;
+            assert_eq!(m.parameters, expected, "{name}");
+            if tables == 2 {
+                assert_eq!(m.lookup_parameters, vocabulary * hidden, "{name}");
+            }
+        }
+        assert!(Hardware::names().all(|name| Hardware::preset(name).is_some()));
+        assert!(Hardware::preset("abacus").is_none());
+    }
+
+    /// One sequence decodes at the speed of memory, a long prompt at the speed of arithmetic.
+    #[test]
+    fn which_roof_bounds() {
+        let cost = llama();
+        let mut decode = BatchShape::default();
+        decode.add_decode(1000);
+        let memory_ns: f64 =
+            (8_030_261_248.0 - 525_336_576.0) * 2.0 / 3.35e12 * 1e9 + 131_072.0 * 1002.0 / 3.35e3;
+        assert_eq!(cost.step_ns(&decode), memory_ns.round() as u64);
+
+        let mut prompt = BatchShape::default();
+        prompt.add_prefill(0, 8192);
+        let flops: f64 = 2.0 * (8_030_261_248.0 - 525_336_576.0) * 8192.0
+            + 4.0 * 32.0 * 32.0 * 128.0 * (8192.0 * 8193.0 / 2.0);
+        assert_eq!(cost.step_ns(&prompt), (flops / 989.5e12 * 1e9).round() as u64);
+        assert_eq!(cost.model.kv_bytes_per_token(), 131_072.0);
+        // 80 GB less 16.06 GB of weights, at 128 KiB a token.
+        assert_eq!(cost.cache_tokens(), 487_819);
+    }
+
+    #[test]
+    fn a_run_of_steps_costs_what_its_steps_cost() {
+        let cost = llama();
+        let mut first = BatchShape::default();
+        first.add_decode(10);
+        first.add_decode(5000);
+        let (mut one_by_one, mut cached) = (0, [10, 5000]);
+        for _ in 0..100 {
+            let mut shape = BatchShape::default();
+            for context in &mut cached {
+                shape.add_decode(*context);
+                *context += 1;
+            }
+            one_by_one += cost.step_ns(&shape);
+        }
+        assert_eq!(cost.decode_run_ns(&first, 100), one_by_one);
+    }
+}

@@ -1,0 +1,285 @@
+//! Steps somebody measured, and what lies between them.
+//!
+//! The file is JSON:
+//!
+//! ```json
+//! { "format": "kvist-step-cost", "version": 1, "machine": "one H100 SXM", "model": "llama-3.1-8b bf16",
+//!   "shared_ns": 4500000,
+//!   "prefill": { "tokens":    [1, 512, 8192], "context": [0, 32768], "ns": [[4.6e6, 4.8e6], [1.1e7, 1.3e7], [1.6e8, 2.0e8]] },
+//!   "decode":  { "sequences": [1, 64, 256],   "context": [0, 32768], "ns": [[4.6e6, 5.9e6], [5.2e6, 9.0e7], [7.0e6, 3.4e8]] } }
+//! ```
+//!
+//! `ns[i][j]` is the time of a step of `tokens[i]` prompt tokens (or `sequences[i]` decoding sequences) whose
+//! sequences have `context[j]` tokens of context on average, the new ones included. `shared_ns` (0 if absent) is what a step that does
+//! both pays once although both grids contain it: reading the weights. Fields that are not named here are ignored.
+use super::{BatchShape, StepCost, whole_ns};
+use serde::Deserialize;
+
+/// Times at the crossings of two axes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Grid {
+    /// Prompt tokens or decoding sequences, strictly increasing.
+    rows: Vec<f64>,
+    /// Mean context of a sequence in tokens, strictly increasing.
+    columns: Vec<f64>,
+    /// [rows, columns]
+    ns: Vec<f64>,
+}
+
+/// Why a file is no table.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[error("{file}: {what}; docs/traces.md describes the format of step costs")]
+pub struct TableError {
+    pub file: String,
+    pub what: String,
+}
+
+/// Time by bilinear interpolation between measured steps; beyond the last measurement the last slope goes on, and
+/// [`MeasuredTable::covers`] says that it did.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MeasuredTable {
+    machine: String,
+    model: String,
+    prefill: Grid,
+    decode: Grid,
+    shared_ns: f64,
+}
+
+#[derive(Deserialize)]
+struct File {
+    format: String,
+    version: u64,
+    #[serde(default)]
+    machine: String,
+    #[serde(default)]
+    model: String,
+    #[serde(default)]
+    shared_ns: f64,
+    prefill: Axes,
+    decode: Axes,
+}
+
+#[derive(Deserialize)]
+struct Axes {
+    #[serde(alias = "sequences")]
+    tokens: Vec<f64>,
+    context: Vec<f64>,
+    ns: Vec<Vec<f64>>,
+}
+
+impl Grid {
+    /// `ns[i][j]` belongs to `rows[i]` and `columns[j]`.
+    ///
+    /// # Errors
+    /// What is wrong, in words: an axis that is empty or does not increase, a row of another length, a time that is
+    /// negative or not finite.
+    pub fn new(rows: Vec<f64>, columns: Vec<f64>, ns: &[Vec<f64>]) -> Result<Grid, String> {
+        for (name, axis) in [("first axis", &rows), ("`context`", &columns)] {
+            if axis.is_empty() {
+                return Err(format!("the {name} is empty: it needs at least one value"));
+            }
+            if let Some(bad) = axis.iter().find(|v| !v.is_finite() || **v < 0.0) {
+                return Err(format!("the {name} contains {bad}: counts are finite and not negative"));
+            }
+            if let Some(pair) = axis.windows(2).find(|pair| pair[0] >= pair[1]) {
+                return Err(format!(
+                    "the {name} goes from {} to {}: list it in increasing order, each value once",
+                    pair[0], pair[1]
+                ));
+            }
+        }
+        if ns.len() != rows.len() {
+            return Err(format!(
+                "`ns` has {} rows, and the first axis {} values: give one row per value",
+                ns.len(),
+                rows.len()
+            ));
+        }
+        let mut flat = Vec::with_capacity(rows.len() * columns.len());
+        for (i, row) in ns.iter().enumerate() {
+            if row.len() != columns.len() {
+                return Err(format!(
+                    "`ns[{i}]` has {} times, and `context` {} values: give one time per value",
+                    row.len(),
+                    columns.len()
+                ));
+            }
+            if let Some(bad) = row.iter().find(|t| !t.is_finite() || **t < 0.0) {
+                return Err(format!("`ns[{i}]` contains {bad}: a time is finite and not negative"));
+            }
+            flat.extend_from_slice(row);
+        }
+        Ok(Grid { rows, columns, ns: flat })
+    }
+
+    /// Time at (row, column), never negative.
+    pub fn at(&self, row: f64, column: f64) -> f64 {
+        let (i, u) = cell(&self.rows, row);
+        let (j, v) = cell(&self.columns, column);
+        let next_i = (i + 1).min(self.rows.len() - 1);
+        let next_j = (j + 1).min(self.columns.len() - 1);
+        let ns = |i: usize, j: usize| self.ns[i * self.columns.len() + j];
+        let low = ns(i, j) + v * (ns(i, next_j) - ns(i, j));
+        let high = ns(next_i, j) + v * (ns(next_i, next_j) - ns(next_i, j));
+        (low + u * (high - low)).max(0.0)
+    }
+
+    /// Lies the point between measurements?
+    pub fn covers(&self, row: f64, column: f64) -> bool {
+        let within = |axis: &[f64], x: f64| {
+            axis.first().is_some_and(|a| *a <= x) && axis.last().is_some_and(|b| x <= *b)
+        };
+        within(&self.rows, row) && within(&self.columns, column)
+    }
+}
+
+/// The interval of `axis` to interpolate `x` in, and how far along it lies: beyond 1 after the last, below 0 before
+/// the first. An axis of one value is constant.
+fn cell(axis: &[f64], x: f64) -> (usize, f64) {
+    if axis.len() == 1 {
+        return (0, 0.0);
+    }
+    let i = axis.partition_point(|a| *a <= x).clamp(1, axis.len() - 1) - 1;
+    (i, (x - axis[i]) / (axis[i + 1] - axis[i]))
+}
+
+impl MeasuredTable {
+    /// Reads the text of a file; `file` is its name, for errors.
+    ///
+    /// # Errors
+    /// [`TableError`] names the field, what was found and what to give.
+    pub fn parse(file: &str, text: &str) -> Result<MeasuredTable, TableError> {
+        let wrong = |what: String| TableError { file: file.into(), what };
+        let parsed: File =
+            serde_json::from_str(text).map_err(|e| wrong(format!("not a table of step costs: {e}")))?;
+        if parsed.format != "kvist-step-cost" {
+            return Err(wrong(format!("`format` is \"{}\": expected \"kvist-step-cost\"", parsed.format)));
+        }
+        if parsed.version != 1 {
+            return Err(wrong(format!("`version` is {}: this program reads version 1", parsed.version)));
+        }
+        if !parsed.shared_ns.is_finite() || parsed.shared_ns < 0.0 {
+            return Err(wrong(format!(
+                "`shared_ns` is {}: a time is finite and not negative",
+                parsed.shared_ns
+            )));
+        }
+        let grid = |name: &str, axes: Axes| {
+            Grid::new(axes.tokens, axes.context, &axes.ns).map_err(|what| wrong(format!("`{name}`: {what}")))
+        };
+        Ok(MeasuredTable {
+            prefill: grid("prefill", parsed.prefill)?,
+            decode: grid("decode", parsed.decode)?,
+            machine: parsed.machine,
+            model: parsed.model,
+            shared_ns: parsed.shared_ns,
+        })
+    }
+
+    /// Lies the step between measurements? Where not, its time is a guess.
+    pub fn covers(&self, batch: &BatchShape) -> bool {
+        let (prefill, decode) = contexts(batch);
+        (batch.prefill_tokens == 0 || self.prefill.covers(batch.prefill_tokens as f64, prefill))
+            && (batch.decode_sequences == 0 || self.decode.covers(batch.decode_sequences as f64, decode))
+    }
+}
+
+/// Mean context of the sequences that read their prompt, and of those that decode.
+fn contexts(batch: &BatchShape) -> (f64, f64) {
+    let mean = |total: u64, n: u64| if n == 0 { 0.0 } else { total as f64 / n as f64 };
+    (
+        mean(batch.prefill_context_tokens, batch.prefill_sequences),
+        mean(batch.decode_context_tokens, batch.decode_sequences),
+    )
+}
+
+impl StepCost for MeasuredTable {
+    fn step_ns(&self, batch: &BatchShape) -> u64 {
+        let (prefill_context, decode_context) = contexts(batch);
+        let prefill =
+            (batch.prefill_tokens > 0).then(|| self.prefill.at(batch.prefill_tokens as f64, prefill_context));
+        let decode = (batch.decode_sequences > 0)
+            .then(|| self.decode.at(batch.decode_sequences as f64, decode_context));
+        match (prefill, decode) {
+            (None, None) => 0,
+            (Some(ns), None) | (None, Some(ns)) => whole_ns(ns),
+            // Doing both is never cheaper than the dearer of the two.
+            (Some(p), Some(d)) => whole_ns((p + d - self.shared_ns).max(p).max(d)),
+        }
+    }
+
+    fn name(&self) -> String {
+        let or = |text: &str, otherwise: &str| {
+            if text.is_empty() { otherwise.to_string() } else { text.to_string() }
+        };
+        format!(
+            "measured: {} on {}",
+            or(&self.model, "an unnamed model"),
+            or(&self.machine, "an unnamed machine")
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = r#"{ "format": "kvist-step-cost", "version": 1, "machine": "M", "model": "N", "shared_ns": 50,
+        "prefill": { "tokens": [1, 101], "context": [0, 1000], "ns": [[100, 200], [1100, 2200]] },
+        "decode": { "sequences": [1, 11], "context": [0, 1000], "ns": [[60, 160], [160, 1160]] } }"#;
+
+    fn shape(
+        prefill_tokens: u64,
+        prefill_context: u64,
+        decode_sequences: u64,
+        decode_context: u64,
+    ) -> BatchShape {
+        BatchShape {
+            prefill_tokens,
+            prefill_sequences: u64::from(prefill_tokens > 0),
+            prefill_context_tokens: prefill_context,
+            decode_sequences,
+            decode_context_tokens: decode_context * decode_sequences,
+            attention_pairs: 0,
+        }
+    }
+
+    #[test]
+    fn between_and_beyond_the_measurements() {
+        let table = MeasuredTable::parse("t", GOOD).unwrap();
+        for (batch, ns, covered) in [
+            (shape(0, 0, 0, 0), 0, true),
+            (shape(1, 0, 0, 0), 100, true),
+            (shape(101, 1000, 0, 0), 2200, true),
+            (shape(51, 500, 0, 0), 900, true), // the mean of the four corners
+            (shape(201, 0, 0, 0), 2100, false), // the last slope goes on
+            (shape(0, 0, 1, 2000), 260, false), // along the context too
+            (shape(0, 0, 6, 0), 110, true),    // context is a mean, not a sum
+            (shape(1, 0, 1, 0), 110, true),    // the shared part once
+            (shape(101, 1000, 1, 0), 2210, true), // and never less than the dearer
+        ] {
+            assert_eq!(table.step_ns(&batch), ns, "{batch:?}");
+            assert_eq!(table.covers(&batch), covered, "{batch:?}");
+        }
+        assert_eq!(table.name(), "measured: N on M");
+    }
+
+    #[test]
+    fn files_that_are_no_tables() {
+        for (from, to, says) in [
+            ("kvist-step-cost", "csv", "`format` is \"csv\""),
+            ("\"version\": 1", "\"version\": 2", "`version` is 2"),
+            ("[1, 101]", "[101, 1]", "goes from 101 to 1"),
+            ("[1, 101]", "[]", "is empty"),
+            ("[1, 101]", "[1, 101, 102]", "`ns` has 2 rows, and the first axis 3 values"),
+            ("[100, 200]", "[100]", "`ns[0]` has 1 times"),
+            ("[100, 200]", "[100, -200]", "contains -200"),
+            ("\"shared_ns\": 50", "\"shared_ns\": -1", "`shared_ns` is -1"),
+            ("\"decode\"", "\"encode\"", "missing field `decode`"),
+            ("[100, 200]", "[100, \"x\"]", "invalid type"),
+        ] {
+            let error = MeasuredTable::parse("t.json", &GOOD.replacen(from, to, 1)).unwrap_err().to_string();
+            assert!(error.contains(says) && error.starts_with("t.json: "), "{from} -> {to}: {error}");
+        }
+    }
+}

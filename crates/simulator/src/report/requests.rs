@@ -1,0 +1,129 @@
+//! What became of each request.
+use super::Objectives;
+use serde::Serialize;
+use std::io::{self, Write};
+
+/// How it ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Outcome {
+    Finished,
+    /// Admission said no for good.
+    Refused,
+    Cancelled,
+    #[default]
+    Unfinished,
+}
+
+impl Outcome {
+    pub fn name(self) -> &'static str {
+        match self {
+            Outcome::Finished => "finished",
+            Outcome::Refused => "refused",
+            Outcome::Cancelled => "cancelled",
+            Outcome::Unfinished => "unfinished",
+        }
+    }
+}
+
+/// One request, in virtual time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct RequestRow {
+    pub id: u64,
+    /// When it did arrive: for a follow-up, after its parent.
+    pub arrival_ns: u64,
+    /// First admitted; a preemption does not change it.
+    pub admitted_ns: Option<u64>,
+    pub first_token_ns: Option<u64>,
+    pub finished_ns: Option<u64>,
+    pub prompt_tokens: u32,
+    /// Written.
+    pub output_tokens: u32,
+    /// Of the prompt, found in the cache at first admission.
+    pub hit_tokens: u32,
+    pub preemptions: u32,
+    pub deadline_ns: Option<u64>,
+    pub outcome: Outcome,
+}
+
+/// What a request was doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    Prefill,
+    Decode,
+}
+
+/// A time in which a request was part of every step. Between two of them it waited, or had lost its memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Activity {
+    pub request: u64,
+    pub phase: Phase,
+    pub from_ns: u64,
+    pub to_ns: u64,
+}
+
+impl RequestRow {
+    fn since_arrival_s(&self, moment: Option<u64>) -> Option<f64> {
+        Some(moment?.saturating_sub(self.arrival_ns) as f64 / 1e9)
+    }
+    pub fn queue_s(&self) -> Option<f64> {
+        self.since_arrival_s(self.admitted_ns)
+    }
+    pub fn ttft_s(&self) -> Option<f64> {
+        self.since_arrival_s(self.first_token_ns)
+    }
+    pub fn end_to_end_s(&self) -> Option<f64> {
+        self.since_arrival_s(self.finished_ns)
+    }
+    /// `None` for fewer than two tokens.
+    pub fn tpot_s(&self) -> Option<f64> {
+        let tokens = self.output_tokens.checked_sub(1).filter(|n| *n > 0)?;
+        Some(self.finished_ns?.saturating_sub(self.first_token_ns?) as f64 / 1e9 / f64::from(tokens))
+    }
+    /// Finished behind its deadline?
+    pub fn is_late(&self) -> bool {
+        self.outcome == Outcome::Finished
+            && matches!((self.finished_ns, self.deadline_ns), (Some(end), Some(deadline)) if end > deadline)
+    }
+    /// Finished, and met every objective? One token has no time per further token: it meets that objective.
+    pub fn meets(&self, objectives: &Objectives) -> bool {
+        let within = |took: Option<f64>, bound: Option<f64>| match (took, bound) {
+            (Some(took), Some(bound)) => took <= bound,
+            _ => true,
+        };
+        self.outcome == Outcome::Finished
+            && within(self.ttft_s(), objectives.ttft_s)
+            && within(self.tpot_s(), objectives.tpot_s)
+    }
+}
+
+/// One line per request, the names of the columns first; nothing stands for what never happened.
+///
+/// # Errors
+/// Only what `out` refuses.
+pub fn write_csv(mut out: impl Write, rows: &[RequestRow]) -> io::Result<()> {
+    writeln!(
+        out,
+        "id,arrival_ns,admitted_ns,first_token_ns,finished_ns,prompt_tokens,output_tokens,hit_tokens,preemptions,deadline_ns,outcome"
+    )?;
+    let optional = |n: Option<u64>| n.map_or(String::new(), |n| n.to_string());
+    for row in rows {
+        writeln!(
+            out,
+            "{},{},{},{},{},{},{},{},{},{},{}",
+            row.id,
+            row.arrival_ns,
+            optional(row.admitted_ns),
+            optional(row.first_token_ns),
+            optional(row.finished_ns),
+            row.prompt_tokens,
+            row.output_tokens,
+            row.hit_tokens,
+            row.preemptions,
+            optional(row.deadline_ns),
+            row.outcome.name(),
+        )?;
+    }
+    Ok(())
+}

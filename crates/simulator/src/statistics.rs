@@ -1,0 +1,231 @@
+//! Means, percentiles, intervals: what numbers say about numbers.
+//!
+//! It promises that results depend on the values and not on the order they came in, wherever a percentile or a
+//! histogram is meant. It refuses to invent: an empty set has no mean, one value has no interval.
+mod histogram;
+
+pub use histogram::Histogram;
+
+use serde::Serialize;
+
+/// A set of values in five numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Spread {
+    pub n: u64,
+    pub mean: f64,
+    pub p50: f64,
+    pub p90: f64,
+    pub p99: f64,
+    pub max: f64,
+}
+
+impl Spread {
+    /// Of `values`, which are sorted for it. `None` if there are none.
+    pub fn of(values: &mut [f64]) -> Option<Spread> {
+        values.sort_unstable_by(f64::total_cmp);
+        Some(Spread {
+            n: values.len() as u64,
+            mean: mean(values)?,
+            p50: percentile(values, 0.5)?,
+            p90: percentile(values, 0.9)?,
+            p99: percentile(values, 0.99)?,
+            max: *values.last()?,
+        })
+    }
+}
+
+/// `None` of no values.
+pub fn mean(values: &[f64]) -> Option<f64> {
+    (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+}
+
+/// The variance of the population that `values` are a sample of (n − 1). `None` of fewer than two values.
+pub fn variance(values: &[f64]) -> Option<f64> {
+    let mean = mean(values).filter(|_| values.len() > 1)?;
+    Some(values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / (values.len() - 1) as f64)
+}
+
+/// The value below which a share `p` of `sorted` lies, interpolated between neighbours (Hyndman and Fan, "Sample
+/// Quantiles in Statistical Packages", The American Statistician 50(4), 1996, type 7). `None` of no values.
+pub fn percentile(sorted: &[f64], p: f64) -> Option<f64> {
+    let last = sorted.len().checked_sub(1)?;
+    let at = p.clamp(0.0, 1.0) * last as f64;
+    let (low, high) = (sorted[at.floor() as usize], sorted[at.ceil() as usize]);
+    Some(low + (high - low) * at.fract())
+}
+
+/// A mean and how sure it is.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Estimate {
+    pub n: u64,
+    pub mean: f64,
+    /// The 95% confidence interval is mean ± this; absent for one value.
+    pub half_width: Option<f64>,
+}
+
+impl Estimate {
+    /// The mean of independent `values`, one per seed, with its interval after Student ("The Probable Error of a Mean",
+    /// Biometrika 6(1), 1908). `None` of no values.
+    pub fn of(values: &[f64]) -> Option<Estimate> {
+        let half_width = variance(values).map(|variance| {
+            student_t(0.975, (values.len() - 1) as f64) * (variance / values.len() as f64).sqrt()
+        });
+        Some(Estimate { n: values.len() as u64, mean: mean(values)?, half_width })
+    }
+
+    /// Lies `value` in the interval? Never without one.
+    pub fn contains(&self, value: f64) -> bool {
+        self.half_width.is_some_and(|half| (value - self.mean).abs() <= half)
+    }
+}
+
+/// The value that Student's t with `freedom` degrees of freedom stays below with probability `p`: by halving, to 1e-12.
+pub fn student_t(p: f64, freedom: f64) -> f64 {
+    if p < 0.5 {
+        return -student_t(1.0 - p, freedom);
+    }
+    let below = |t: f64| 1.0 - 0.5 * incomplete_beta(freedom / 2.0, 0.5, freedom / (freedom + t * t));
+    let (mut low, mut high) = (0.0, 1.0);
+    while below(high) < p && high < 1e12 {
+        high *= 2.0;
+    }
+    for _ in 0..200 {
+        let middle = (low + high) / 2.0;
+        if below(middle) < p { low = middle } else { high = middle }
+    }
+    (low + high) / 2.0
+}
+
+/// The regularised incomplete beta function, by its continued fraction (Press et al., "Numerical Recipes", 3rd edition,
+/// 2007, 6.4).
+fn incomplete_beta(a: f64, b: f64, x: f64) -> f64 {
+    if x <= 0.0 || x >= 1.0 {
+        return x.clamp(0.0, 1.0);
+    }
+    // The fraction converges fast on this side only.
+    if x > (a + 1.0) / (a + b + 2.0) {
+        return 1.0 - incomplete_beta(b, a, 1.0 - x);
+    }
+    let front = (ln_gamma(a + b) - ln_gamma(a) - ln_gamma(b) + a * x.ln() + b * (1.0 - x).ln()).exp();
+    let not_zero = |v: f64| if v.abs() < 1e-300 { 1e-300 } else { v };
+    let (mut c, mut d) = (1.0, 1.0 / not_zero(1.0 - (a + b) * x / (a + 1.0)));
+    let mut fraction = d;
+    for m in 1..500 {
+        let m = f64::from(m);
+        for numerator in [
+            m * (b - m) * x / ((a + 2.0 * m - 1.0) * (a + 2.0 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2.0 * m) * (a + 2.0 * m + 1.0)),
+        ] {
+            d = 1.0 / not_zero(1.0 + numerator * d);
+            c = not_zero(1.0 + numerator / c);
+            fraction *= d * c;
+        }
+        if (d * c - 1.0).abs() < 1e-15 {
+            break;
+        }
+    }
+    front * fraction / a
+}
+
+/// ln Γ(x) for x > 0 (Lanczos, "A Precision Approximation of the Gamma Function", SIAM J. Numer. Anal. B 1, 1964; g = 7).
+pub fn ln_gamma(x: f64) -> f64 {
+    const C: [f64; 9] = [
+        0.999_999_999_999_809_9,
+        676.520_368_121_885_1,
+        -1_259.139_216_722_402_8,
+        771.323_428_777_653_1,
+        -176.615_029_162_140_6,
+        12.507_343_278_686_905,
+        -0.138_571_095_265_720_12,
+        9.984_369_578_019_572e-6,
+        1.505_632_735_149_311_6e-7,
+    ];
+    if x < 0.5 {
+        let pi = std::f64::consts::PI;
+        return (pi / (pi * x).sin()).ln() - ln_gamma(1.0 - x);
+    }
+    let x = x - 1.0;
+    let sum = C[0] + (1..9).map(|i| C[i] / (x + i as f64)).sum::<f64>();
+    let t = x + 7.5;
+    0.5 * (2.0 * std::f64::consts::PI).ln() + (x + 0.5) * t.ln() - t + sum.ln()
+}
+
+/// The distribution function of `sorted` as at most `n_points` points (value, share at or below), for a plot.
+pub fn cdf(sorted: &[f64], n_points: usize) -> Vec<(f64, f64)> {
+    let n = sorted.len();
+    let n_points = n_points.min(n);
+    (1..=n_points)
+        .map(|i| {
+            let at = i * n / n_points;
+            (sorted[at - 1], at as f64 / n as f64)
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_as_numpy_has_them() {
+        let sorted = [1.0, 2.0, 4.0, 8.0, 16.0];
+        for (p, value) in [(0.0, 1.0), (0.5, 4.0), (0.9, 12.8), (0.99, 15.68), (1.0, 16.0), (0.1, 1.4)] {
+            assert!((percentile(&sorted, p).unwrap() - value).abs() < 1e-12, "p{p}");
+        }
+        assert_eq!(percentile(&[], 0.5), None);
+        assert_eq!(percentile(&[3.0], 0.99), Some(3.0));
+        assert_eq!(mean(&[]), None);
+        assert_eq!(variance(&[1.0]), None);
+        assert_eq!(variance(&[1.0, 3.0]), Some(2.0));
+    }
+
+    /// From the tables of any textbook.
+    #[test]
+    fn student() {
+        for (p, freedom, t) in [
+            (0.975, 1.0, 12.7062),
+            (0.975, 4.0, 2.7764),
+            (0.975, 9.0, 2.2622),
+            (0.975, 30.0, 2.0423),
+            (0.975, 1000.0, 1.9623),
+            (0.95, 10.0, 1.8125),
+            (0.995, 2.0, 9.9248),
+            (0.025, 9.0, -2.2622),
+            (0.5, 3.0, 0.0),
+        ] {
+            assert!((student_t(p, freedom) - t).abs() < 1e-4, "{p} {freedom}: {}", student_t(p, freedom));
+        }
+    }
+
+    #[test]
+    fn gamma() {
+        for (x, factorial) in [(1.0, 1.0f64), (5.0, 24.0), (11.0, 3_628_800.0)] {
+            assert!((ln_gamma(x) - factorial.ln()).abs() < 1e-12);
+        }
+        assert!((ln_gamma(0.5) - std::f64::consts::PI.sqrt().ln()).abs() < 1e-12);
+        assert!((ln_gamma(0.25) - 3.625_609_908_221_908f64.ln()).abs() < 1e-12);
+    }
+
+    #[test]
+    fn intervals() {
+        let five = Estimate::of(&[1.0, 2.0, 3.0, 4.0, 5.0]).unwrap();
+        assert_eq!(five.mean, 3.0);
+        assert!((five.half_width.unwrap() - 2.7764 * (2.5f64 / 5.0).sqrt()).abs() < 1e-3);
+        assert!(five.contains(1.1) && !five.contains(0.9));
+        let one = Estimate::of(&[1.0]).unwrap();
+        assert_eq!(one.half_width, None);
+        assert!(!one.contains(1.0));
+        assert_eq!(Estimate::of(&[]), None);
+    }
+
+    #[test]
+    fn distribution_functions_end_at_one() {
+        let sorted: Vec<f64> = (1..=1000).map(f64::from).collect();
+        let points = cdf(&sorted, 10);
+        assert_eq!(points.len(), 10);
+        assert_eq!(points[0], (100.0, 0.1));
+        assert_eq!(points[9], (1000.0, 1.0));
+        assert_eq!(cdf(&sorted[..3], 10).len(), 3);
+        assert!(cdf(&[], 10).is_empty());
+    }
+}

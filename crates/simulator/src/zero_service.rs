@@ -1,0 +1,267 @@
+//! A trace against an eviction policy, where serving takes no time: what a cache of a given size is worth at best.
+//!
+//! The rule, for requests in the order of the list:
+//! 1. *Look up*: the longest prefix of the request's blocks that is resident. These are the hits.
+//! 2. *Touch* every block of the prompt, the partial last one included: used if it is resident, else inserted, evicting
+//!    one when full. [`TouchOrder::Reverse`] goes from the tail to the head, so that of what a request touched its
+//!    tail is evicted first.
+//!
+//! Nothing is pinned, outputs leave no blocks, and any block may be evicted, a parent before its children: this drives
+//! the policies of `kvist_cache::evict` directly, outside the rules of a prefix index. So it is a bound and a way to
+//! compare policies, not a server. It refuses content that is only counted.
+mod numbers;
+
+use crate::request::{PromptContent, Request};
+use kvist_cache::evict::{self, Order, Parameters, Policy, PolicyError, Use};
+use numbers::Numbers;
+use serde::Serialize;
+
+/// Block size for content that consists of token ids, if none is given.
+const TOKEN_BLOCK: u32 = 16;
+
+/// The blocks of a trace, numbered densely in the order of their first use.
+///
+/// 4 bytes per block of a request, 24 per request.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BlockStream {
+    block_tokens: u32,
+    blocks: Vec<u32>,
+    requests: Vec<RequestBlocks>,
+    n_distinct: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct RequestBlocks {
+    /// Its blocks end here and begin where those of the request before end.
+    end: usize,
+    prompt_tokens: u32,
+    now_ns: u64,
+}
+
+/// Why a trace cannot be cut into blocks.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoBlocks {
+    #[error(
+        "request {request} has no content, so nothing can hit: replay a trace with hash ids or tokens (Mooncake, Bailian, our own)"
+    )]
+    Unknown { request: u64 },
+    #[error(
+        "request {request} has one id per {tokens_per_id} tokens, which do not make blocks of {block_tokens}: take a divisor or a multiple of {tokens_per_id}"
+    )]
+    BlockSize { request: u64, tokens_per_id: u32, block_tokens: u32 },
+    #[error("blocks of 0 tokens: give at least 1")]
+    Zero,
+    #[error("more than 2^32 - 2 blocks: give larger blocks, or fewer requests")]
+    TooMany,
+}
+
+/// In which order a request touches its blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TouchOrder {
+    /// Tail to head.
+    Reverse,
+    /// Head to tail.
+    Forward,
+}
+
+/// What came of a replay.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ZeroService {
+    pub cache: Hits,
+    pub policy: String,
+    /// `None` is without bound.
+    pub capacity_blocks: Option<u32>,
+    pub block_tokens: u32,
+    pub touch_order: TouchOrder,
+    pub requests: u64,
+    /// Blocks with different content: what a cache without bound ends with.
+    pub distinct_blocks: u32,
+}
+
+/// Counts at lookup.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Hits {
+    /// Blocks of the longest resident prefix, over all requests.
+    pub hit_blocks: u64,
+    pub total_blocks: u64,
+    /// Resident blocks at any position, the prefix included.
+    pub any_position_hit_blocks: u64,
+    /// Requests with at least one hit block.
+    pub hit_requests: u64,
+    pub hit_tokens: u64,
+    pub total_tokens: u64,
+    /// Σ min(block tokens · hit blocks, prompt) ÷ Σ prompt; 0 without tokens.
+    pub token_hit_ratio: f64,
+    pub evicted_blocks: u64,
+}
+
+impl BlockStream {
+    /// Cuts the prompts into blocks of `block_tokens`; without, as the ids are (16 for token ids).
+    ///
+    /// A finer block is (id, index within the id's tokens), a coarser one its last id, which stands for all before.
+    /// Requests with different salts have no block in common.
+    ///
+    /// # Errors
+    /// [`NoBlocks`]
+    pub fn of(requests: &[Request], block_tokens: Option<u32>) -> Result<BlockStream, NoBlocks> {
+        let block_tokens = match block_tokens {
+            Some(0) => return Err(NoBlocks::Zero),
+            Some(n) => n,
+            None => requests
+                .iter()
+                .find_map(|request| match request.content {
+                    PromptContent::Ids { tokens_per_id, .. } => Some(tokens_per_id),
+                    _ => None,
+                })
+                .unwrap_or(TOKEN_BLOCK),
+        };
+        let mut numbers = Numbers::new(block_tokens);
+        let mut stream =
+            BlockStream { block_tokens, blocks: Vec::new(), requests: Vec::new(), n_distinct: 0 };
+        let mut now_ns = 0;
+        for request in requests {
+            numbers.append(request, &mut stream.blocks)?;
+            now_ns = request.arrival_ns.max(now_ns); // a file need not be sorted, and time does not go back
+            let end = stream.blocks.len();
+            stream.requests.push(RequestBlocks { end, prompt_tokens: request.prompt_tokens, now_ns });
+        }
+        stream.n_distinct = numbers.distinct();
+        Ok(stream)
+    }
+
+    pub fn block_tokens(&self) -> u32 {
+        self.block_tokens
+    }
+    /// Blocks of all requests.
+    pub fn total_blocks(&self) -> u64 {
+        self.blocks.len() as u64
+    }
+    /// Blocks with different content.
+    pub fn distinct_blocks(&self) -> u32 {
+        self.n_distinct
+    }
+    pub fn total_tokens(&self) -> u64 {
+        self.requests.iter().map(|r| u64::from(r.prompt_tokens)).sum()
+    }
+
+    fn requests(&self) -> impl DoubleEndedIterator<Item = (&RequestBlocks, &[u32])> {
+        self.requests.iter().enumerate().map(|(i, request)| {
+            let begin = if i == 0 { 0 } else { self.requests[i - 1].end };
+            (request, &self.blocks[begin..request.end])
+        })
+    }
+
+    /// For each block of the stream, when it is used next: the request's number, then the position, so that of the
+    /// blocks a request will use, its tail is the farthest. Hits are counted before anything is touched, so the order
+    /// of touches within a request is not part of the future.
+    fn next_uses(&self) -> Vec<Option<u64>> {
+        let mut later: Vec<Option<u64>> = vec![None; self.n_distinct as usize];
+        let mut next = vec![None; self.blocks.len()];
+        for (number, (request, blocks)) in (0u64..).zip(self.requests()).collect::<Vec<_>>().into_iter().rev()
+        {
+            let begin = request.end - blocks.len();
+            for (position, block) in blocks.iter().enumerate().rev() {
+                let this = number << 32 | position as u64;
+                next[begin + position] = later[*block as usize].replace(this);
+            }
+        }
+        next
+    }
+}
+
+/// Replays `stream` against the policy of this name, in a cache of `capacity_blocks` (`None`: without bound).
+///
+/// Every block costs the same to recompute and has the same size. Time is that of the trace.
+///
+/// # Errors
+/// An unknown policy, or a parameter that is not its own.
+pub fn replay(
+    stream: &BlockStream,
+    policy: &str,
+    parameters: &Parameters,
+    capacity_blocks: Option<u32>,
+    touch_order: TouchOrder,
+) -> Result<ZeroService, PolicyError> {
+    let mut policy = evict::build(policy, parameters)?;
+    // Only a policy that looks ahead competes with newcomers, and only it reads the future.
+    let future = if policy.bypasses() { stream.next_uses() } else { Vec::new() };
+    let mut resident = Resident {
+        capacity: capacity_blocks.unwrap_or(u32::MAX),
+        policy: policy.as_mut(),
+        order: Order::default(),
+        evicted: 0,
+    };
+    let mut hits = Hits { total_blocks: stream.total_blocks(), ..Hits::default() };
+    let mut at = Use { cost: 1.0, bytes: 1, ..Use::default() };
+    for (request, blocks) in stream.requests() {
+        let prefix = blocks.iter().take_while(|block| resident.order.contains(**block)).count();
+        let beyond = blocks.iter().skip(prefix).filter(|block| resident.order.contains(**block)).count();
+        let tokens = (prefix as u64 * u64::from(stream.block_tokens)).min(u64::from(request.prompt_tokens));
+        hits.hit_blocks += prefix as u64;
+        hits.any_position_hit_blocks += (prefix + beyond) as u64;
+        hits.hit_requests += u64::from(prefix > 0);
+        hits.hit_tokens += tokens;
+        hits.total_tokens += u64::from(request.prompt_tokens);
+
+        at.now_ns = request.now_ns;
+        let begin = request.end - blocks.len();
+        let mut touch = |position: usize| {
+            at.tick += 1;
+            at.next_use = future.get(begin + position).copied().flatten();
+            resident.touch(blocks[position], &at);
+        };
+        match touch_order {
+            TouchOrder::Reverse => (0..blocks.len()).rev().for_each(&mut touch),
+            TouchOrder::Forward => (0..blocks.len()).for_each(&mut touch),
+        }
+    }
+    hits.evicted_blocks = resident.evicted;
+    if hits.total_tokens > 0 {
+        hits.token_hit_ratio = hits.hit_tokens as f64 / hits.total_tokens as f64;
+    }
+    Ok(ZeroService {
+        cache: hits,
+        policy: policy.name().into(),
+        capacity_blocks,
+        block_tokens: stream.block_tokens,
+        touch_order,
+        requests: stream.requests.len() as u64,
+        distinct_blocks: stream.n_distinct,
+    })
+}
+
+/// The blocks in the cache. A block's number is its slot, so nothing is hashed.
+struct Resident<'a> {
+    capacity: u32,
+    policy: &'a mut dyn Policy,
+    order: Order,
+    evicted: u64,
+}
+
+impl Resident<'_> {
+    fn touch(&mut self, block: u32, at: &Use) {
+        if self.order.contains(block) {
+            let rank = self.policy.used(block, at);
+            self.order.update(block, rank);
+        } else if self.capacity > 0 {
+            let full = self.order.len() >= self.capacity;
+            if full && !self.policy.bypasses() {
+                self.evict(block);
+            }
+            let rank = self.policy.stored(block, at);
+            self.order.insert(block, rank);
+            if full && self.policy.bypasses() {
+                self.evict(block);
+            }
+        }
+    }
+
+    /// One block goes. A newcomer that goes itself was left out, not evicted.
+    fn evict(&mut self, newcomer: u32) {
+        if let Some(block) = self.order.pop() {
+            self.policy.forgotten(block);
+            self.evicted += u64::from(block != newcomer);
+        }
+    }
+}

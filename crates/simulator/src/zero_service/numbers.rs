@@ -1,0 +1,156 @@
+//! Dense numbers for blocks of equal content.
+use super::NoBlocks;
+use crate::request::{PromptContent, Request};
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+
+/// No block has this number.
+const NONE: u32 = u32::MAX;
+
+/// Hands out 0, 1, 2, … in the order of first use. Every map is looked up, never walked.
+///
+/// An id is hashed once per request that has it, however many blocks it is cut into.
+pub(super) struct Numbers {
+    block_tokens: u32,
+    next: u32,
+    salts: HashMap<String, u32>,
+    /// (salt, id) to where the numbers of its blocks begin.
+    ids: HashMap<(u32, u64), usize, BuildHasherDefault<Mix>>,
+    /// For each id one number per block of it, [`NONE`] for blocks not met yet.
+    of_ids: Vec<u32>,
+    tokens: HashMap<TokenBlock, u32>,
+}
+
+/// Salt, number of the block before, tokens.
+type TokenBlock = (u32, Option<u32>, Box<[u32]>);
+
+impl Numbers {
+    /// For blocks of `block_tokens`, at least 1.
+    pub fn new(block_tokens: u32) -> Numbers {
+        Numbers {
+            block_tokens,
+            next: 0,
+            salts: HashMap::new(),
+            ids: HashMap::default(),
+            of_ids: Vec::new(),
+            tokens: HashMap::new(),
+        }
+    }
+
+    /// Numbers handed out.
+    pub fn distinct(&self) -> u32 {
+        self.next
+    }
+
+    /// Appends the numbers of the blocks of a prompt.
+    pub fn append(&mut self, request: &Request, blocks: &mut Vec<u32>) -> Result<(), NoBlocks> {
+        let salt = match self.salts.get(request.salt()) {
+            Some(salt) => *salt,
+            None => {
+                let salt = self.salts.len() as u32;
+                self.salts.insert(request.salt().to_string(), salt);
+                salt
+            }
+        };
+        match &request.content {
+            PromptContent::Unknown => Err(NoBlocks::Unknown { request: request.id }),
+            PromptContent::Ids { tokens_per_id, .. } => {
+                self.append_ids(request, salt, *tokens_per_id, blocks)
+            }
+            PromptContent::Tokens(tokens) => {
+                let prompt = &tokens[..tokens.len().min(request.prompt_tokens as usize)];
+                let mut before = None;
+                for block in prompt.chunks(self.block_tokens as usize) {
+                    let number = *self.tokens.entry((salt, before, block.into())).or_insert(self.next);
+                    self.count(number)?;
+                    blocks.push(number);
+                    before = Some(number);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn append_ids(
+        &mut self,
+        request: &Request,
+        salt: u32,
+        tokens_per_id: u32,
+        blocks: &mut Vec<u32>,
+    ) -> Result<(), NoBlocks> {
+        let block_tokens = self.block_tokens;
+        let ids = request.content.ids(request.prompt_tokens).unwrap_or(&[]);
+        if ids.len() as u64 * u64::from(tokens_per_id) < u64::from(request.prompt_tokens) {
+            return Err(NoBlocks::Unknown { request: request.id });
+        }
+        let n_blocks = request.prompt_tokens.div_ceil(block_tokens) as usize;
+        if tokens_per_id.is_multiple_of(block_tokens) {
+            let per_id = (tokens_per_id / block_tokens) as usize;
+            for (i, id) in ids.iter().enumerate() {
+                let here = per_id.min(n_blocks - i * per_id);
+                self.append_id((salt, *id), per_id, here, blocks)?;
+            }
+        } else if block_tokens.is_multiple_of(tokens_per_id) {
+            // A block is known by its last id, which stands for all before it.
+            for group in ids.chunks((block_tokens / tokens_per_id) as usize) {
+                self.append_id((salt, group[group.len() - 1]), 1, 1, blocks)?;
+            }
+        } else {
+            return Err(NoBlocks::BlockSize { request: request.id, tokens_per_id, block_tokens });
+        }
+        Ok(())
+    }
+
+    /// The first `n` of the `per_id` blocks that an id is cut into.
+    fn append_id(
+        &mut self,
+        id: (u32, u64),
+        per_id: usize,
+        n: usize,
+        blocks: &mut Vec<u32>,
+    ) -> Result<(), NoBlocks> {
+        let begin = *self.ids.entry(id).or_insert(self.of_ids.len());
+        if begin == self.of_ids.len() {
+            self.of_ids.resize(begin + per_id, NONE);
+        }
+        for at in begin..begin + n {
+            if self.of_ids[at] == NONE {
+                self.of_ids[at] = self.next;
+                self.count(self.next)?;
+            }
+            blocks.push(self.of_ids[at]);
+        }
+        Ok(())
+    }
+
+    /// `number` is in use from now on.
+    fn count(&mut self, number: u32) -> Result<(), NoBlocks> {
+        if number == self.next {
+            self.next = self.next.checked_add(1).filter(|n| *n < NONE).ok_or(NoBlocks::TooMany)?;
+        }
+        Ok(())
+    }
+}
+
+/// The finaliser of splitmix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014):
+/// it spreads the small successive numbers that ids are.
+#[derive(Default)]
+struct Mix(u64);
+
+impl Hasher for Mix {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
+    }
+    fn write_u32(&mut self, n: u32) {
+        self.write_u64(u64::from(n));
+    }
+    fn write_u64(&mut self, n: u64) {
+        let z = self.0.rotate_left(32) ^ n;
+        let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        self.0 = z ^ (z >> 31);
+    }
+}
