@@ -4,7 +4,7 @@ use crate::ids::*;
 use crate::kind::Kind;
 use crate::plan::*;
 use crate::prefix::{Index, PrefixEvent};
-use crate::report::Report;
+use crate::report::{Report, Room};
 use crate::request::*;
 
 /// A concrete type, so that nobody outside can reach [`Kind::apply`] and no generics leave this crate.
@@ -86,6 +86,11 @@ impl Cache {
         self.groups.iter().map(|g| g.report()).collect()
     }
 
+    /// How full each layer group is. O(1) for kinds that hold many sequences.
+    pub fn room(&self) -> impl Iterator<Item = Room> + '_ {
+        self.groups.iter().map(|g| g.room())
+    }
+
     /// `&self`: pure by type. O(spans + cells placed), never O(context).
     pub(crate) fn prepare(&self, request: &StepRequest<'_>, plan: &mut StepPlan) -> Result<(), Refused> {
         plan.id += 1;
@@ -97,8 +102,10 @@ impl Cache {
         if request.spans.is_empty() {
             return Err(Refused::Empty);
         }
+        // Ascending sequences, as a scheduler has them, are compared with their neighbour only.
+        let ascend = request.spans.is_sorted_by(|a, b| a.seq < b.seq);
         for (i, span) in request.spans.iter().enumerate() {
-            if request.spans[..i].iter().any(|other| other.seq == span.seq) {
+            if !ascend && request.spans[..i].iter().any(|other| other.seq == span.seq) {
                 return Err(Refused::TwoSpansOfOneSequence(span.seq));
             }
             let overflow = Refused::PositionOverflow { seq: span.seq };

@@ -2,7 +2,7 @@
 use crate::ids::*;
 use crate::kinds::Paged;
 use crate::plan::{CellCopy, GroupPlan, Spans};
-use crate::report::Report;
+use crate::report::{Report, Room};
 use crate::request::Refused;
 
 /// One cell space. `prepare` decides placement and is pure; `fill_reads` derives visibility on demand; `apply`
@@ -34,6 +34,17 @@ pub trait Kind: Send {
     fn clear(&mut self);
     /// What it holds, as data.
     fn report(&self) -> Report;
+    /// How full it is. O(1) in kinds that hold many sequences.
+    fn room(&self) -> Room {
+        let report = self.report();
+        Room {
+            block_tokens: 1,
+            capacity_cells: report.capacity_cells,
+            free_cells: report.capacity_cells - report.used_cells,
+            idle_cells: 0,
+            lets_go: false,
+        }
+    }
 
     /// `Some` if the kind's only sequence can be shortened.
     fn rewinds(&mut self) -> Option<&mut dyn RewindKind> {

@@ -262,6 +262,11 @@ impl Cache {
         self.index.is_some().then_some(Prefixes { cache: self })
     }
 
+    /// Does content of this kind belong into the index? Without an index, any does.
+    pub fn accepts(&self, content: &Content<'_>) -> bool {
+        self.index.as_ref().is_none_or(|index| index.accepts(content))
+    }
+
     /// What `open` would find. Pure. Nothing without an index.
     pub fn lookup(&self, salt: &str, content: &Content<'_>) -> Lookup {
         match &self.index {

@@ -48,3 +48,18 @@ pub struct SequenceReport {
     /// Runs of cells its committed tokens lie in.
     pub n_extents: u32,
 }
+
+/// How full one cell space is: what admission asks, in O(1), where a [`Report`] walks all sequences.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Cells are handed out in blocks of this many.
+    pub block_tokens: u32,
+    /// Cells it can hold.
+    pub capacity_cells: u32,
+    /// Cells that nobody holds and no index knows.
+    pub free_cells: u32,
+    /// Cells that an index knows and nobody holds.
+    pub idle_cells: u32,
+    /// Do its sequences let go of what leaves a window?
+    pub lets_go: bool,
+}

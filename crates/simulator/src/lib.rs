@@ -12,6 +12,7 @@ pub mod cost;
 pub mod html;
 pub mod report;
 pub mod request;
+pub mod run;
 pub mod statistics;
 pub mod trace;
 pub mod workload;

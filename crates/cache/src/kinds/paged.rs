@@ -400,6 +400,15 @@ impl Kind for Paged {
         self.blocks.clear();
     }
 
+    fn room(&self) -> Room {
+        Room {
+            block_tokens: self.block_tokens,
+            capacity_cells: self.capacity_cells(),
+            free_cells: self.free_cells(),
+            idle_cells: self.blocks.n_idle() * self.block_tokens,
+            lets_go: self.is_windowed(),
+        }
+    }
     fn report(&self) -> Report {
         let mut extents = Extents::default();
         let mut unused_cells = 0;

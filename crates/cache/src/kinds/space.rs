@@ -215,6 +215,16 @@ impl CellSpace {
         self.sequences.clear();
     }
 
+    pub fn room(&self) -> Room {
+        Room {
+            block_tokens: 1,
+            capacity_cells: self.capacity(),
+            free_cells: self.stripes.free(),
+            idle_cells: 0,
+            lets_go: false,
+        }
+    }
+
     pub fn report(&self) -> Report {
         let sequences = self.sequences.iter().map(|(&seq, sequence)| SequenceReport {
             seq,

@@ -4,7 +4,7 @@ use super::{GroupSpec, expect_end, frontier};
 use crate::ids::*;
 use crate::kind::{Kind, SequenceKind, TreeKind};
 use crate::plan::*;
-use crate::report::Report;
+use crate::report::{Report, Room};
 use crate::request::Refused;
 
 /// Serves speculative decoding: each sequence may propose a tree of nodes, in one frontier span or several over
@@ -70,6 +70,9 @@ impl Kind for Tree {
     }
     fn report(&self) -> Report {
         self.space.report()
+    }
+    fn room(&self) -> Room {
+        self.space.room()
     }
     fn sequences(&mut self) -> Option<&mut dyn SequenceKind> {
         Some(self)

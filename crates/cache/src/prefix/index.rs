@@ -196,6 +196,10 @@ impl Index {
         Walk { n_matched, n_hit, node }
     }
 
+    pub fn accepts(&self, content: &Content<'_>) -> bool {
+        self.tree.keying().accepts(content)
+    }
+
     pub fn lookup(&self, groups: &[Box<dyn Kind>], salt: &str, content: &Content<'_>) -> Lookup {
         let Some(&root) = self.salts.get(salt) else { return Lookup { hit_tokens: 0 } };
         let walk = self.walk(groups, root, content, &mut Vec::new(), |_| ());

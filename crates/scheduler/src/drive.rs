@@ -1,0 +1,29 @@
+//! The plain driver: requests that are known beforehand, one after the other.
+use crate::executor::{Clock, Executor};
+use crate::request::{Ended, Request};
+use crate::scheduler::{Duplicate, Scheduler, Turn};
+
+/// Serve `arrivals`, which ascend by `arrival_ns`, until all have ended; `ended` sees each once. Arrivals reach the
+/// scheduler between turns, in order. The clock is read once per turn.
+pub fn drive(
+    scheduler: &mut Scheduler,
+    executor: &mut dyn Executor,
+    clock: &mut dyn Clock,
+    arrivals: impl IntoIterator<Item = Request>,
+    mut ended: impl FnMut(Ended),
+) -> Result<(), Duplicate> {
+    let mut arrivals = arrivals.into_iter().peekable();
+    loop {
+        let now = clock.now_ns();
+        while let Some(request) = arrivals.next_if(|r| r.arrival_ns <= now) {
+            scheduler.arrive(now, request)?;
+        }
+        let turn = scheduler.turn(now, executor);
+        scheduler.drain_ended().for_each(&mut ended);
+        match (turn, arrivals.peek()) {
+            (Turn::Ran { elapsed_ns, .. }, _) => clock.advance(elapsed_ns),
+            (Turn::Idle, Some(next)) => clock.sleep_until(next.arrival_ns),
+            (Turn::Idle, None) => return Ok(()),
+        }
+    }
+}

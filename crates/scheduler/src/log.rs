@@ -1,0 +1,139 @@
+//! Two logs of JSON lines, off by default. The event log is what came in: with the configuration it determines every
+//! decision. The decision log is what came of it. Both begin with a line that says their version and configuration.
+//!
+//! Decisions name changes of membership and chunks of prompts, not every decoded token: runs of steps read the same
+//! whether they were run one by one or at once.
+use crate::config::Config;
+use crate::executor::Outcome;
+use crate::request::{Request, RequestId};
+use std::fmt::Write;
+
+/// Version of both formats.
+pub const LOG_VERSION: u32 = 1;
+
+/// A growing text of JSON lines, or nothing at all.
+#[derive(Default)]
+pub struct Log {
+    text: Option<String>,
+}
+
+impl Log {
+    /// Begin with a line that names the format, its version and the configuration.
+    pub(crate) fn start(&mut self, format: &str, config: &Config) {
+        let config = serde_json::to_string(config).unwrap_or_default();
+        self.text =
+            Some(format!("{{\"format\":\"{format}\",\"version\":{LOG_VERSION},\"config\":{config}}}\n"));
+    }
+    pub(crate) fn is_on(&self) -> bool {
+        self.text.is_some()
+    }
+    /// What was logged since the last call. Empty when off.
+    pub fn take(&mut self) -> String {
+        self.text.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+    fn line(&mut self, write: impl FnOnce(&mut String) -> std::fmt::Result) {
+        if let Some(text) = &mut self.text {
+            // Writing to a `String` does not fail.
+            let _ = write(text);
+            text.push('\n');
+        }
+    }
+
+    pub(crate) fn arrive(&mut self, n: u64, at_ns: u64, request: &Request) {
+        if self.is_on() {
+            let request = serde_json::to_string(request).unwrap_or_default();
+            self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"arrive\":{request}}}"));
+        }
+    }
+    pub(crate) fn cancel(&mut self, n: u64, at_ns: u64, id: RequestId) {
+        self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"cancel\":{id}}}"));
+    }
+    pub(crate) fn idle(&mut self, n: u64, at_ns: u64) {
+        self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"idle\":true}}"));
+    }
+    /// `sampled` is a list of token ids, or null where there is none; `finished` the indices that were the last.
+    pub(crate) fn outcome(&mut self, n: u64, at_ns: u64, steps: u32, outcome: &Outcome) {
+        self.line(|t| {
+            write!(t, "{{\"n\":{n},\"at\":{at_ns},\"steps\":{steps},\"elapsed\":{}", outcome.elapsed_ns)?;
+            if outcome.failed {
+                return t.write_str(",\"failed\":true}");
+            }
+            t.write_str(",\"sampled\":[")?;
+            for (i, sampled) in outcome.sampled.iter().enumerate() {
+                t.write_str(if i == 0 { "" } else { "," })?;
+                match sampled.token {
+                    Some(token) => write!(t, "{token}")?,
+                    None => t.write_str("null")?,
+                }
+            }
+            t.write_str("],\"finished\":[")?;
+            let finished = outcome.sampled.iter().enumerate().filter(|(_, s)| s.finished);
+            for (n, (i, _)) in finished.enumerate() {
+                write!(t, "{}{i}", if n == 0 { "" } else { "," })?;
+            }
+            t.write_str("]}")
+        });
+    }
+
+    pub(crate) fn decide(&mut self, step: u64, at_ns: u64, decision: Decision<'_>) {
+        self.line(|t| {
+            write!(t, "{{\"step\":{step},\"at\":{at_ns},")?;
+            match decision {
+                Decision::Admit { id, hit } => write!(t, "\"admit\":{id},\"hit\":{hit}}}"),
+                Decision::Resume { id } => write!(t, "\"resume\":{id}}}"),
+                Decision::Chunk { id, first, n } => {
+                    write!(t, "\"chunk\":{id},\"first\":{first},\"tokens\":{n}}}")
+                }
+                Decision::Preempt { id, why, kept } => {
+                    write!(t, "\"preempt\":{id},\"for\":\"{why}\",\"kept\":{kept}}}")
+                }
+                Decision::Drop { id, tokens } => write!(t, "\"drop\":{id},\"tokens\":{tokens}}}"),
+                Decision::MakeRoom { needed, freed } => {
+                    write!(t, "\"make_room\":{needed},\"freed\":{freed}}}")
+                }
+                Decision::End { id, how, generated } => {
+                    write!(t, "\"end\":{id},\"how\":\"{how}\",\"generated\":{generated}}}")
+                }
+                Decision::Failed => t.write_str("\"failed\":true}"),
+            }
+        });
+    }
+}
+
+/// What a scheduler decides.
+#[derive(Clone, Copy)]
+pub(crate) enum Decision<'a> {
+    Admit {
+        id: RequestId,
+        hit: u32,
+    },
+    /// A paused request goes on with what it kept.
+    Resume {
+        id: RequestId,
+    },
+    Chunk {
+        id: RequestId,
+        first: u32,
+        n: u32,
+    },
+    Preempt {
+        id: RequestId,
+        why: &'a str,
+        kept: bool,
+    },
+    /// A paused request loses what it kept.
+    Drop {
+        id: RequestId,
+        tokens: u32,
+    },
+    MakeRoom {
+        needed: u32,
+        freed: u32,
+    },
+    End {
+        id: RequestId,
+        how: &'a str,
+        generated: u32,
+    },
+    Failed,
+}

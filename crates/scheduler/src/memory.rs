@@ -1,0 +1,141 @@
+//! The cache as the scheduler sees it: how much room there is, and the verbs between steps. The only file that knows
+//! whether the cache has a prefix index.
+use crate::config::BadConfig;
+use crate::request::Prompt;
+use kvist_cache::{Audience, Cache, Content, MissReason, Moment, Refused, Room, SeqId};
+
+/// When a decision falls: before which step, and the time at which it began.
+#[derive(Clone, Copy)]
+pub(crate) struct At {
+    pub step: u64,
+    pub now_ns: u64,
+}
+
+impl At {
+    fn moment(self) -> Moment {
+        Moment { now_ns: self.now_ns }
+    }
+}
+
+/// Room is counted in one layer group: the smallest of those that keep everything, or the smallest if all let go of
+/// what leaves their windows. Other groups speak up when a step does not fit them.
+pub(crate) struct Memory {
+    pub cache: Cache,
+    /// Which group.
+    counted: usize,
+    capacity: u64,
+    block_tokens: u32,
+    lets_go: bool,
+}
+
+const CHECKED: &str = "the cache holds many sequences: this was checked when the scheduler was made";
+
+/// The first `n_tokens`, as the cache takes them.
+fn content(prompt: &Prompt, n_tokens: u32) -> Content<'_> {
+    let n = n_tokens as usize;
+    match prompt {
+        Prompt::Unknown => Content::Unknown { n_tokens },
+        Prompt::Tokens(tokens) => Content::Tokens(&tokens[..n.min(tokens.len())]),
+        Prompt::SharedTokens(tokens) => Content::Tokens(&tokens[..n.min(tokens.len())]),
+        Prompt::Ids { ids, tokens_per_id, n_tokens: known } => {
+            Content::Ids { ids, tokens_per_id: *tokens_per_id, n_tokens: n_tokens.min(*known) }
+        }
+    }
+}
+
+impl Memory {
+    pub fn new(mut cache: Cache) -> Result<Memory, BadConfig> {
+        if cache.sequences().is_none() {
+            return Err(BadConfig::OneSequence);
+        }
+        let counted = cache.room().enumerate().min_by_key(|(_, room)| (room.lets_go, room.capacity_cells));
+        let (counted, room) = counted.expect("a cache has at least one layer group");
+        Ok(Memory {
+            counted,
+            capacity: room.capacity_cells.into(),
+            block_tokens: room.block_tokens,
+            lets_go: room.lets_go,
+            cache,
+        })
+    }
+
+    fn counted(&self) -> Room {
+        self.cache.room().nth(self.counted).expect("groups do not go away")
+    }
+
+    pub fn block_tokens(&self) -> u32 {
+        self.block_tokens
+    }
+    pub fn capacity(&self) -> u64 {
+        self.capacity
+    }
+    /// Cells that a sequence of `n_tokens` fills at most, when it shares none.
+    pub fn cells(&self, n_tokens: u32) -> u64 {
+        let cells = u64::from(n_tokens).next_multiple_of(self.block_tokens.into());
+        // A windowed space never holds the whole of a long sequence.
+        if self.lets_go { cells.min(self.capacity) } else { cells }
+    }
+    /// Cells that nobody has.
+    pub fn free(&self) -> u64 {
+        self.counted().free_cells.into()
+    }
+    /// Cells that an index knows and nobody holds.
+    pub fn idle(&self) -> u64 {
+        self.counted().idle_cells.into()
+    }
+    /// Cells that nobody needs.
+    pub fn room(&self) -> u64 {
+        let room = self.counted();
+        u64::from(room.free_cells) + u64::from(room.idle_cells)
+    }
+    /// Cells that sequences hold.
+    pub fn held(&self) -> u64 {
+        self.capacity - self.room()
+    }
+
+    /// Could the index know such content at all?
+    pub fn accepts(&self, prompt: &Prompt) -> bool {
+        self.cache.accepts(&content(prompt, 0))
+    }
+
+    /// Tokens of the first `n_tokens` that the index could supply. Changes nothing.
+    pub fn lookup(&self, salt: &str, prompt: &Prompt, n_tokens: u32) -> u32 {
+        self.cache.lookup(salt, &content(prompt, n_tokens)).hit_tokens
+    }
+
+    /// Why it would supply no more.
+    pub fn explain(&self, salt: &str, prompt: &Prompt, n_tokens: u32) -> MissReason {
+        self.cache.explain(salt, &content(prompt, n_tokens), Audience::Operator)
+    }
+
+    /// Make a sequence that holds as much of the first `n_tokens` as the index supplies, and say how much that is.
+    pub fn open(&mut self, seq: SeqId, salt: &str, prompt: &Prompt, n_tokens: u32, at: At) -> u32 {
+        let opened = match self.cache.prefixes() {
+            Some(mut prefixes) => prefixes
+                .open(seq, salt, &content(prompt, n_tokens), at.moment())
+                .map(|found| found.hit_tokens),
+            None => self.cache.sequences().expect(CHECKED).seq_new(seq).map(|()| 0),
+        };
+        opened
+            .unwrap_or_else(|refused| panic!("sequence {seq} is new and its content was checked: {refused}"))
+    }
+
+    /// Let the index know the full blocks of `seq`, of whose tokens the first `n_tokens` are known and computed.
+    pub fn store(&mut self, seq: SeqId, prompt: &Prompt, n_tokens: u32, at: At) {
+        if let Some(mut prefixes) = self.cache.prefixes() {
+            let stored = prefixes.store(seq, &content(prompt, n_tokens), at.moment());
+            assert!(stored.is_ok(), "sequence {seq} is live and its content was checked: {stored:?}");
+        }
+    }
+
+    /// Forget a sequence. What an index knows stays, and can be reclaimed.
+    pub fn release(&mut self, seq: SeqId) {
+        let removed: Result<(), Refused> = self.cache.sequences().expect(CHECKED).seq_rm(seq, 0, u32::MAX);
+        assert!(removed.is_ok(), "a live sequence is known to the cache: {removed:?}");
+    }
+
+    /// Make `n_tokens` cells free in every group, as far as nobody holds them; returns the blocks evicted.
+    pub fn make_room(&mut self, n_tokens: u32, at: At) -> u32 {
+        self.cache.prefixes().map_or(0, |mut prefixes| prefixes.make_room(n_tokens, at.moment()))
+    }
+}

@@ -1,0 +1,13 @@
+//! First come, first served. Preempted requests return to the place of their arrival.
+use super::{Policy, Rank, View, rank_of};
+
+pub struct Fcfs;
+
+impl Policy for Fcfs {
+    fn name(&self) -> &'static str {
+        "fcfs"
+    }
+    fn rank(&self, r: &View) -> Rank {
+        rank_of(r.arrival_ns)
+    }
+}

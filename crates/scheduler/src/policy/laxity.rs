@@ -1,0 +1,25 @@
+//! Least laxity first, preemptive: A. K. Mok, *Fundamental design problems of distributed systems for the
+//! hard-real-time environment*, PhD thesis, MIT 1983. Laxity is deadline − now − remaining work; now is common to all
+//! and drops out. Textbook laxity thrashes: who is served gains laxity and is overtaken at once. Here a victim is
+//! judged as if it had lost its cache, so what it has been served protects it. Requests without a deadline come last.
+use super::{Policy, Rank, View, rank_of};
+use crate::config::TokenWork;
+
+pub struct Laxity {
+    pub work: TokenWork,
+}
+
+impl Policy for Laxity {
+    fn name(&self) -> &'static str {
+        "laxity"
+    }
+    fn rank(&self, r: &View) -> Rank {
+        match r.deadline_ns {
+            Some(at) => rank_of(at).saturating_sub(rank_of(r.work_left_ns(self.work))),
+            None => Rank::MAX,
+        }
+    }
+    fn preempts(&self) -> bool {
+        true
+    }
+}

@@ -1,0 +1,19 @@
+//! Shortest job first, without preemption: L. E. Schrage and others call it SPT. Its mean response for M/G/1 is in
+//! R. W. Conway, W. L. Maxwell, L. W. Miller, *Theory of Scheduling*, 1967, section 8-6.
+use super::{Policy, Rank, View, rank_of};
+use crate::config::TokenWork;
+
+pub struct Sjf {
+    pub work: TokenWork,
+}
+
+impl Policy for Sjf {
+    fn name(&self) -> &'static str {
+        "sjf"
+    }
+    /// The whole job, however much of it is done.
+    fn rank(&self, r: &View) -> Rank {
+        let whole = View { cached_tokens: 0, generated: 0, ..*r };
+        rank_of(whole.work_left_ns(self.work))
+    }
+}

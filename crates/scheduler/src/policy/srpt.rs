@@ -1,0 +1,23 @@
+//! Shortest remaining processing time, preemptive: optimal for the mean response of one server.
+//! L. E. Schrage, "A proof of the optimality of the shortest remaining processing time discipline",
+//! Operations Research 16 (1968); its mean for M/G/1: L. E. Schrage and L. W. Miller, Operations Research 14 (1966).
+//!
+//! What remains includes prefill, and after a preemption what must be computed again.
+use super::{Policy, Rank, View, rank_of};
+use crate::config::TokenWork;
+
+pub struct Srpt {
+    pub work: TokenWork,
+}
+
+impl Policy for Srpt {
+    fn name(&self) -> &'static str {
+        "srpt"
+    }
+    fn rank(&self, r: &View) -> Rank {
+        rank_of(r.work_left_ns(self.work))
+    }
+    fn preempts(&self) -> bool {
+        true
+    }
+}

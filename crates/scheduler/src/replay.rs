@@ -1,0 +1,159 @@
+//! From an event log to the decisions that followed from it, to the byte.
+use crate::config::{BadConfig, Config};
+use crate::executor::{Batch, Executor, Outcome, Sampled};
+use crate::lengths::Truth;
+use crate::log::LOG_VERSION;
+use crate::request::{Request, RequestId};
+use crate::scheduler::{Scheduler, Turn};
+use kvist_cache::{Cache, Step};
+use serde::Deserialize;
+use std::io::BufRead;
+
+/// Why an event log cannot be replayed.
+#[derive(Debug, thiserror::Error)]
+pub enum ReplayError {
+    /// The log could not be read.
+    #[error("line {line} of the event log: {source}")]
+    Read {
+        /// From 1.
+        line: usize,
+        /// What happened.
+        source: std::io::Error,
+    },
+    /// A line is not what it should be.
+    #[error("line {line} of the event log: {what}")]
+    Line {
+        /// From 1.
+        line: usize,
+        /// What was found, and what was expected.
+        what: String,
+    },
+    /// Its configuration does not suit.
+    #[error(transparent)]
+    Config(#[from] BadConfig),
+}
+
+#[derive(Deserialize)]
+struct Header {
+    format: String,
+    version: u32,
+    config: Config,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Event {
+    n: u64,
+    at: u64,
+    arrive: Option<Request>,
+    cancel: Option<RequestId>,
+    #[serde(default)]
+    idle: bool,
+    steps: Option<u32>,
+    #[serde(default)]
+    elapsed: u64,
+    #[serde(default)]
+    failed: bool,
+    #[serde(default)]
+    sampled: Vec<Option<u32>>,
+    #[serde(default)]
+    finished: Vec<usize>,
+}
+
+/// Feeds one recorded outcome back.
+struct Recorded {
+    steps: u32,
+    outcome: Outcome,
+    /// What does not agree with the recording.
+    disagrees: Option<String>,
+    ran: bool,
+}
+
+impl Executor for Recorded {
+    fn foresee(&mut self, _: u64, _: Batch<'_>, limit: u32) -> u32 {
+        self.steps.min(limit)
+    }
+    fn execute(&mut self, _: u64, _: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
+        self.ran = true;
+        out.clone_from(&self.outcome);
+        let n = batch.work.iter().filter(|w| w.samples).count();
+        if batch.steps != self.steps {
+            self.disagrees = Some(format!("it ran {} steps, here {} are possible", self.steps, batch.steps));
+        } else if !out.failed && out.sampled.len() != n {
+            self.disagrees = Some(format!("it sampled {} tokens, here {n} are due", out.sampled.len()));
+        }
+        if self.disagrees.is_some() {
+            out.failed = true; // nothing is committed; the replay ends here
+        }
+    }
+}
+
+/// Replay `events` over `cache`, which must be built as the recorded run's was, with the same truth if it had one.
+/// Returns the decision log.
+pub fn replay(
+    events: impl BufRead,
+    cache: Cache,
+    truth: Option<Box<dyn Truth>>,
+) -> Result<String, ReplayError> {
+    let mut lines = events.lines().enumerate().map(|(i, text)| {
+        text.map(|text| (i + 1, text)).map_err(|source| ReplayError::Read { line: i + 1, source })
+    });
+    let wrong = |line: usize, what: String| ReplayError::Line { line, what };
+    let Some(first) = lines.next() else {
+        return Err(wrong(
+            1,
+            "the log is empty; its first line says format, version and configuration".into(),
+        ));
+    };
+    let (_, text) = first?;
+    let header: Header = serde_json::from_str(&text).map_err(|e| wrong(1, format!("not a header: {e}")))?;
+    if (header.format.as_str(), header.version) != ("kvist-events", LOG_VERSION) {
+        let found = format!("{} version {}", header.format, header.version);
+        return Err(wrong(1, format!("found {found}, expected kvist-events version {LOG_VERSION}")));
+    }
+    let mut scheduler = Scheduler::new(header.config, cache, truth)?;
+    scheduler.record();
+    let mut decisions = String::new();
+    for (count, line) in lines.enumerate() {
+        let (line, text) = line?;
+        let event: Event =
+            serde_json::from_str(&text).map_err(|e| wrong(line, format!("not an event: {e}")))?;
+        if event.n != count as u64 {
+            return Err(wrong(
+                line,
+                format!("event {} where {count} is due: lines are missing or doubled", event.n),
+            ));
+        }
+        match (event.arrive, event.cancel, event.steps, event.idle) {
+            (Some(request), None, None, false) => {
+                scheduler.arrive(event.at, request).map_err(|e| wrong(line, e.to_string()))?;
+            }
+            (None, Some(id), None, false) => {
+                if !scheduler.cancel(event.at, id) {
+                    return Err(wrong(line, format!("request {id} is cancelled, but is not live")));
+                }
+            }
+            (None, None, steps, idle) if steps.is_some() != idle => {
+                let sampled = event.sampled.iter().enumerate();
+                let sampled =
+                    sampled.map(|(i, &token)| Sampled { token, finished: event.finished.contains(&i) });
+                let outcome =
+                    Outcome { elapsed_ns: event.elapsed, failed: event.failed, sampled: sampled.collect() };
+                let mut recorded =
+                    Recorded { steps: steps.unwrap_or(1), outcome, disagrees: None, ran: false };
+                let turn = scheduler.turn(event.at, &mut recorded);
+                if let Some(what) = recorded.disagrees {
+                    return Err(wrong(line, what));
+                }
+                if (turn == Turn::Idle) != idle {
+                    return Err(wrong(line, format!("idle is {idle} there, {} here", !idle)));
+                }
+            }
+            _ => return Err(wrong(line, "expected one of arrive, cancel, steps and idle".into())),
+        }
+        scheduler.drain_ended();
+        decisions.push_str(&scheduler.decisions().take());
+        scheduler.events().take();
+    }
+    Ok(decisions)
+}

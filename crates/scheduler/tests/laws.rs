@@ -1,0 +1,270 @@
+//! Conservation laws, after random arrivals, cancellations and failures over caches that are too small.
+//!
+//! `KVIST_OPS` sets how many operations; a failure prints its seed.
+use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
+use kvist_cache::{Cache, PagedSpec, PrefixSpec, Step};
+use kvist_scheduler::*;
+use std::collections::BTreeMap;
+
+/// SplitMix64: S. Vigna's public-domain generator.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+    fn below(&mut self, n: u32) -> u32 {
+        (self.next() % u64::from(n)) as u32
+    }
+}
+
+fn cells(capacity_tokens: u32) -> Cache {
+    let group = GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: capacity_tokens };
+    Cache::new(vec![Box::new(Cells::new(&group))])
+}
+
+fn paged(capacity_tokens: u32) -> Cache {
+    let group = GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: capacity_tokens };
+    let prefix = Some(PrefixSpec::default());
+    Cache::paged(&PagedSpec { block_tokens: 4, groups: vec![group], rollback_tokens: 0, prefix }).unwrap()
+}
+
+fn ops() -> u64 {
+    std::env::var("KVIST_OPS").ok().and_then(|n| n.parse().ok()).unwrap_or(100_000)
+}
+
+/// The twin: what each request should have cost, counted without looking at the scheduler.
+#[derive(Default)]
+struct Twin {
+    computed: u64,
+    /// Tokens sampled in steps that succeeded.
+    sampled: u32,
+    /// Where its next token must be computed: at its end, or at 0 again.
+    next: u32,
+    again: u64,
+    highest: u32,
+}
+
+struct Machine {
+    config: Config,
+    live: BTreeMap<RequestId, (Request, Twin)>,
+    random: Random,
+    fail: u32,
+    steps: u64,
+    /// Does the executor foresee steps? Then it returns no token ids.
+    foresees: bool,
+    /// Does the cache share prefixes?
+    shares: bool,
+}
+
+/// The answer has as many tokens as a hash of the id says: the twin and the executor know it, the scheduler does not.
+fn true_length(id: RequestId, max_new: u32) -> u32 {
+    1 + (Random(id.0 ^ 0xabcd).next() % u64::from(max_new)) as u32
+}
+
+impl Executor for Machine {
+    fn foresee(&mut self, _: u64, batch: Batch<'_>, limit: u32) -> u32 {
+        if !self.foresees {
+            return 1;
+        }
+        let left = batch.work.iter().map(|w| {
+            let (request, twin) = &self.live[&w.request];
+            true_length(w.request, request.max_new) - twin.sampled
+        });
+        limit.min(left.min().unwrap_or(1)).min(1 + self.random.below(20))
+    }
+    fn execute(&mut self, _: u64, _: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
+        let tokens: u32 = batch.work.iter().map(|w| w.n_tokens / batch.steps).sum();
+        assert!(tokens <= self.config.max_batch_tokens, "{tokens} tokens in a step");
+        assert!(batch.work.len() <= self.config.max_batch as usize, "{} sequences", batch.work.len());
+        out.elapsed_ns = u64::from(batch.steps) * 1000;
+        out.failed = self.fail > 0 && self.random.below(self.fail) == 0;
+        if out.failed {
+            return;
+        }
+        self.steps += u64::from(batch.steps);
+        for (i, w) in batch.work.iter().enumerate() {
+            let (request, twin) = self.live.get_mut(&w.request).expect("only live requests run");
+            let again = w.first == 0 || self.shares && w.first % 4 == 0;
+            assert!(w.first == twin.next || again, "{w:?} where {} was next", twin.next);
+            if let Some(tokens) = batch.tokens(i) {
+                let prompt = request.prompt_tokens;
+                let token = |at| if at < prompt { at } else { at - prompt + 1 };
+                let expected = (w.first..w.first + w.n_tokens).map(token);
+                assert!(tokens.iter().copied().eq(expected), "{w:?} is fed {tokens:?}");
+            }
+            twin.computed += u64::from(w.n_tokens);
+            twin.next = w.first + w.n_tokens;
+            twin.again += u64::from(twin.highest.min(twin.next).saturating_sub(w.first));
+            twin.highest = twin.highest.max(twin.next);
+            let known = request.prompt_tokens + twin.sampled;
+            assert!(twin.next <= known + batch.steps - 1, "{w:?} computes what nobody knows yet");
+            let samples = twin.next == known + batch.steps - 1;
+            assert_eq!(samples, w.samples, "{w:?} of {known} known tokens");
+            if samples {
+                twin.sampled += batch.steps;
+                let length = true_length(w.request, request.max_new);
+                assert!(twin.sampled <= length, "{w:?} goes on after its end");
+                let token = (!self.foresees).then_some(twin.sampled);
+                out.sampled.push(Sampled { token, finished: twin.sampled == length });
+            }
+        }
+    }
+}
+
+fn configs() -> Vec<Config> {
+    let mut all = Vec::new();
+    for (policy, _) in POLICIES {
+        for lengths in [LengthSource::MaxNew, LengthSource::RunningMean] {
+            for preempted in [Preempted::Recompute, Preempted::Kept] {
+                let tight = Admission::Optimistic { headroom_tokens: 0 };
+                for admission in [tight, Admission::Conservative] {
+                    all.push(Config {
+                        policy: (*policy).into(),
+                        lengths,
+                        max_batch: 4,
+                        max_batch_tokens: 16,
+                        admission,
+                        preempted,
+                        ageing_ns: 5_000,
+                        ..Config::default()
+                    });
+                }
+            }
+        }
+    }
+    all
+}
+
+fn check_end(
+    ended: &Ended,
+    live: &mut BTreeMap<RequestId, (Request, Twin)>,
+    config: &Config,
+    shares: bool,
+    seed: u64,
+) {
+    let (request, twin) =
+        live.remove(&ended.id).unwrap_or_else(|| panic!("{ended:?} ends twice; seed {seed}"));
+    assert_eq!(ended.computed_tokens, twin.computed, "{ended:?} seed {seed}");
+    assert_eq!(ended.generated, twin.sampled, "{ended:?} seed {seed}");
+    match ended.end {
+        End::Finished => {
+            assert_eq!(twin.sampled, true_length(request.id, request.max_new), "{ended:?} seed {seed}");
+            // Needed once, and again after every loss: nothing else.
+            let needed = u64::from(request.prompt_tokens + twin.sampled - 1);
+            let supplied = u64::from(ended.hit_tokens) + u64::from(ended.regained_tokens);
+            assert_eq!(twin.computed + supplied, needed + ended.lost_tokens, "{ended:?} seed {seed}");
+            if !shares {
+                assert_eq!((supplied, twin.again), (0, ended.lost_tokens), "{ended:?} seed {seed}");
+            }
+        }
+        End::Refused(Reason::CacheFull) => {
+            assert!(config.admission != Admission::Conservative, "{ended:?} seed {seed}");
+        }
+        _ => {}
+    }
+    if config.admission == Admission::Conservative && config.policy == "fcfs" {
+        assert_eq!(ended.preemptions, 0, "{ended:?} seed {seed}");
+    }
+}
+
+#[test]
+fn every_request_ends_once_and_costs_what_it_must() {
+    let configs = configs();
+    let per_config = ops() / configs.len() as u64;
+    let mut seen = [0u64; 4];
+    let (mut hits, mut rooms) = (0, 0);
+    for (number, config) in configs.iter().enumerate() {
+        for (foresees, shares) in [(false, false), (false, true), (true, false), (true, true)] {
+            let seed = number as u64 * 4 + 2 * u64::from(foresees) + u64::from(shares);
+            let mut random = Random(seed);
+            let mut scheduler =
+                Scheduler::new(config.clone(), if shares { paged(96) } else { cells(96) }, None).unwrap();
+            let mut machine = Machine {
+                config: config.clone(),
+                live: BTreeMap::new(),
+                random: Random(!seed),
+                fail: if number % 3 == 0 { 7 } else { 0 },
+                steps: 0,
+                foresees,
+                shares,
+            };
+            let (mut now, mut id, mut ends) = (0u64, 0u64, 0u64);
+            for op in 0..per_config / 4 {
+                match random.below(8) {
+                    0 | 1 => {
+                        let mut request = Request::new(id, now, 1 + random.below(40), 1 + random.below(30));
+                        match random.below(20) {
+                            0 => request.prompt_tokens = 90, // with its answer it may never fit
+                            1 => request.max_new = 0,
+                            2 => request.prompt_tokens = 0,
+                            _ => {}
+                        }
+                        request.priority = random.below(5) as i32;
+                        request.deadline_ns =
+                            (random.below(4) > 0).then(|| now + u64::from(random.below(1 << 20)));
+                        if random.below(2) == 0 {
+                            request.prompt = Prompt::Tokens((0..request.prompt_tokens).collect());
+                        }
+                        id += 1;
+                        machine.live.insert(request.id, (request.clone(), Twin::default()));
+                        scheduler.arrive(now, request.clone()).unwrap();
+                    }
+                    2 if op % 4 == 0 => {
+                        let victim = RequestId(u64::from(random.below(id as u32 + 1)));
+                        let live = machine.live.contains_key(&victim);
+                        assert_eq!(scheduler.cancel(now, victim), live, "seed {seed}");
+                    }
+                    _ => {
+                        if let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now, &mut machine) {
+                            now += elapsed_ns;
+                        }
+                    }
+                }
+                for ended in scheduler.drain_ended() {
+                    ends += 1;
+                    let kind = match ended.end {
+                        End::Finished => 0,
+                        End::Cancelled => 1,
+                        End::Refused(_) => 2,
+                    };
+                    seen[kind] += 1;
+                    seen[3] += u64::from(ended.preemptions);
+                    check_end(&ended, &mut machine.live, config, shares, seed);
+                }
+            }
+            machine.fail = 0;
+            let mut turns = 0;
+            while let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now, &mut machine) {
+                now += elapsed_ns;
+                turns += 1;
+                assert!(turns < 1_000_000, "{} requests go in circles; seed {seed}", machine.live.len());
+                for ended in scheduler.drain_ended() {
+                    ends += 1;
+                    check_end(&ended, &mut machine.live, config, shares, seed);
+                }
+            }
+            for ended in scheduler.drain_ended() {
+                ends += 1;
+                check_end(&ended, &mut machine.live, config, shares, seed);
+            }
+            assert!(machine.live.is_empty(), "{} requests never ended; seed {seed}", machine.live.len());
+            assert_eq!(ends, id, "seed {seed}");
+            assert_eq!(scheduler.counters().steps, machine.steps, "seed {seed}");
+            assert_eq!(scheduler.held_cells(), 0, "seed {seed}");
+            for group in scheduler.cache().report() {
+                assert_eq!(group.sequences.len(), 0, "seed {seed}");
+                assert!(shares || group.used_cells == 0, "seed {seed}");
+            }
+            hits += scheduler.counters().hit_tokens;
+            rooms += scheduler.counters().make_rooms;
+        }
+    }
+    println!("finished, cancelled, refused, preempted: {seen:?}; {hits} tokens hit, room made {rooms} times");
+    assert!(seen.iter().all(|&n| n > 100), "a path was hardly taken: {seen:?}");
+    assert!(hits > 1000 && rooms > 100, "{hits} tokens hit, room made {rooms} times");
+}

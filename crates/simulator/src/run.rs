@@ -1,0 +1,270 @@
+//! The event loop: the very scheduler and bookkeeping that serve, under virtual time.
+//!
+//! Arrivals reach the scheduler between steps, in order of time and, at equal times, of the list; a follow-up arrives
+//! after its parent's end. The executor prices steps with a cost model and knows when answers end; it answers how
+//! many steps pass before the next arrival or end, and those are run as one, to the same byte as one by one.
+//!
+//! It promises that its results are a function of requests, cache, cost model and options. It refuses to decide
+//! anything.
+mod executor;
+mod queue;
+
+pub use executor::SimExecutor;
+pub use queue::Arrivals;
+
+use crate::cost::StepCost;
+use crate::report::{CacheCounts, Load, Outcome, Record, RequestRow};
+use crate::request::{PromptContent, Request};
+use kvist_cache::Cache;
+use kvist_scheduler as scheduler;
+use kvist_scheduler::{
+    BadConfig, Clock, Config, Counters, End, Ended, LengthSource, Prompt, RequestId, Scheduler, Truth, Turn,
+    VirtualClock,
+};
+use std::sync::Arc;
+
+/// How to run.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The scheduler's configuration.
+    pub scheduler: Config,
+    /// What users allow their answers, at least; where an answer is longer, its length. `None`: exactly its length,
+    /// so that `max_new` predicts as well as an oracle.
+    pub max_new: Option<u32>,
+    /// Run every step by itself. Slower, with the same result: tests compare.
+    pub one_by_one: bool,
+    /// Ask the prefix index why each request missed.
+    pub explain: bool,
+    /// Note the time between tokens.
+    pub itl: bool,
+    /// Keep the event log and the decision log.
+    pub record: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options {
+            scheduler: Config::default(),
+            max_new: None,
+            one_by_one: false,
+            explain: false,
+            itl: true,
+            record: false,
+        }
+    }
+}
+
+/// What a run leaves behind.
+#[derive(Debug)]
+pub struct Run {
+    /// For reports.
+    pub record: Record,
+    /// The scheduler's sums.
+    pub counters: Counters,
+    /// What came in, one JSON object per line. Requests are named by their place in the list. Empty unless recorded.
+    pub events: String,
+    /// What was decided, likewise.
+    pub decisions: String,
+    /// Turns of the scheduler that ran something: fewer than steps, where steps were run as one.
+    pub turns: u64,
+}
+
+/// The true lengths, which only a simulation knows.
+struct Lengths(Arc<[u32]>);
+
+impl Truth for Lengths {
+    fn output_tokens(&self, id: RequestId) -> u32 {
+        self.0[id.0 as usize]
+    }
+}
+
+/// Run `requests` through a scheduler over `cache`, which holds nothing yet. `progress` is told how many have ended,
+/// after every turn in which one did.
+pub fn run(
+    requests: &[Request],
+    cache: Cache,
+    cost: &dyn StepCost,
+    options: &Options,
+    progress: &mut dyn FnMut(usize),
+) -> Result<Run, BadConfig> {
+    let lengths: Arc<[u32]> = requests.iter().map(|r| r.output_tokens).collect();
+    let oracle = options.scheduler.lengths == LengthSource::Oracle;
+    let truth = oracle.then(|| Box::new(Lengths(lengths.clone())) as Box<dyn Truth>);
+    let block_tokens = cache.room().next().map_or(1, |room| room.block_tokens);
+    let capacity = cache.room().map(|room| room.capacity_cells).min().unwrap_or(0);
+    let endless = capacity >= u32::MAX / block_tokens * block_tokens;
+    let mut scheduler = Scheduler::new(options.scheduler.clone(), cache, truth)?;
+    scheduler.explain_misses(options.explain);
+    if options.record {
+        scheduler.record();
+    }
+    let mut executor = SimExecutor::new(cost, &lengths, options.one_by_one, options.itl);
+    let mut arrivals = Arrivals::new(requests);
+    let mut clock = VirtualClock::default();
+    let mut rows: Vec<RequestRow> = requests.iter().map(waiting_row).collect();
+    let mut cache_counts = CacheCounts {
+        block_tokens,
+        capacity_blocks: (!endless).then_some((capacity / block_tokens).into()),
+        ..CacheCounts::default()
+    };
+    let mut record = Record::default();
+    let mut run = Notes { load: Load::default(), changed: true, preemptions: 0 };
+    let (mut n_ended, mut turns) = (0, 0);
+    let (mut events, mut decisions) = (String::new(), String::new());
+    loop {
+        let now = clock.now_ns();
+        while let Some((at_ns, i)) = arrivals.pop(now) {
+            rows[i].arrival_ns = at_ns;
+            run.load.queued_requests += 1;
+            record.timeline.note(at_ns, run.load);
+            let request = as_scheduled(&requests[i], i, at_ns, options.max_new);
+            // Places in the list are unique.
+            scheduler.arrive(now, request).unwrap_or_else(|duplicate| panic!("{duplicate}"));
+        }
+        executor.next_arrival_ns = arrivals.next_ns().unwrap_or(u64::MAX);
+        if run.changed {
+            run.load.used_blocks = scheduler.held_cells() / u64::from(block_tokens);
+            run.load.cached_blocks = scheduler.idle_cells() / u64::from(block_tokens);
+        }
+        let n_running = scheduler.n_running();
+        let turn = scheduler.turn(now, &mut executor);
+        let mut ended_later = 0;
+        let ended_before = n_ended;
+        for ended in scheduler.drain_ended() {
+            n_ended += 1;
+            ended_later += u64::from(ended.ended_ns > now);
+            let i = ended.id.0 as usize;
+            note_end(&mut rows[i], &ended, &mut cache_counts);
+            if ended.end == End::Finished {
+                arrivals.ended(i, ended.ended_ns);
+            }
+        }
+        if n_ended > ended_before {
+            progress(n_ended);
+        }
+        let load = Load {
+            queued_requests: scheduler.n_waiting() as u64,
+            running_requests: scheduler.n_running() as u64 + ended_later,
+            ..run.load
+        };
+        if load != run.load || run.changed {
+            run.load = load;
+            record.timeline.note(now, load);
+        }
+        // Between two changes of membership memory grows by what is decoded; it is looked at after each of them.
+        let preemptions = scheduler.counters().preemptions;
+        run.changed = n_ended > ended_before
+            || executor.prefilled
+            || scheduler.n_running() != n_running
+            || preemptions != run.preemptions;
+        run.preemptions = preemptions;
+        if options.record {
+            events.push_str(&scheduler.events().take());
+            decisions.push_str(&scheduler.decisions().take());
+        }
+        match (turn, arrivals.next_ns()) {
+            (Turn::Ran { elapsed_ns, .. }, _) => {
+                turns += 1;
+                clock.advance(elapsed_ns);
+            }
+            (Turn::Idle, Some(next)) => clock.sleep_until(next),
+            (Turn::Idle, None) => break,
+        }
+    }
+    let counters = *scheduler.counters();
+    if let Some(prefixes) = scheduler.cache_mut().prefixes() {
+        let report = prefixes.report();
+        cache_counts.stored_blocks = report.n_stored;
+        cache_counts.evicted_blocks = report.n_evicted;
+    }
+    record.setting = setting(options, cost);
+    record.requests = rows;
+    record.cache = cache_counts;
+    record.steps = executor.counts;
+    record.steps.preemptions = counters.preemptions;
+    record.itl_ns = executor.itl_ns;
+    Ok(Run { record, counters, events, decisions, turns })
+}
+
+/// What the timeline was last told.
+struct Notes {
+    load: Load,
+    changed: bool,
+    preemptions: u64,
+}
+
+fn waiting_row(request: &Request) -> RequestRow {
+    RequestRow {
+        id: request.id,
+        arrival_ns: request.arrival_ns,
+        prompt_tokens: request.prompt_tokens,
+        deadline_ns: request.deadline_ns,
+        outcome: Outcome::Unfinished,
+        ..RequestRow::default()
+    }
+}
+
+fn as_scheduled(request: &Request, i: usize, at_ns: u64, max_new: Option<u32>) -> scheduler::Request {
+    let prompt = match &request.content {
+        PromptContent::Unknown => Prompt::Unknown,
+        PromptContent::Tokens(tokens) => Prompt::SharedTokens(tokens.clone()),
+        PromptContent::Ids { ids, tokens_per_id, n_tokens } => {
+            Prompt::Ids { ids: ids.clone(), tokens_per_id: *tokens_per_id, n_tokens: *n_tokens }
+        }
+    };
+    scheduler::Request {
+        id: RequestId(i as u64),
+        arrival_ns: at_ns,
+        prompt_tokens: request.prompt_tokens,
+        max_new: max_new.map_or(request.output_tokens, |n| n.max(request.output_tokens)),
+        prompt,
+        deadline_ns: request.deadline_ns,
+        priority: request.priority,
+        salt: request.salt.clone().unwrap_or_else(|| Arc::from("")),
+    }
+}
+
+fn note_end(row: &mut RequestRow, ended: &Ended, cache: &mut CacheCounts) {
+    row.admitted_ns = ended.admitted_ns;
+    row.first_token_ns = ended.first_token_ns;
+    row.output_tokens = ended.generated;
+    row.hit_tokens = ended.hit_tokens;
+    row.preemptions = ended.preemptions;
+    row.outcome = match ended.end {
+        End::Finished => {
+            row.finished_ns = Some(ended.ended_ns);
+            Outcome::Finished
+        }
+        End::Cancelled => Outcome::Cancelled,
+        End::Refused(_) => Outcome::Refused,
+    };
+    if ended.admitted_ns.is_none() {
+        return;
+    }
+    cache.total_requests += 1;
+    cache.hit_requests += u64::from(ended.hit_tokens > 0);
+    cache.total_tokens += u64::from(ended.prompt_tokens);
+    cache.hit_tokens += u64::from(ended.hit_tokens);
+    cache.total_blocks += u64::from(ended.prompt_tokens.div_ceil(cache.block_tokens));
+    cache.hit_blocks += u64::from(ended.hit_tokens / cache.block_tokens);
+    if let Some(miss) = ended.miss {
+        *cache.miss_reasons.entry(miss.name().to_owned()).or_default() += 1;
+    }
+}
+
+fn setting(options: &Options, cost: &dyn StepCost) -> std::collections::BTreeMap<String, String> {
+    let config = &options.scheduler;
+    let lengths = match (config.lengths, options.max_new) {
+        (LengthSource::MaxNew, None) => format!("{}, which is the true length here", config.lengths.name()),
+        (lengths, _) => lengths.name().to_owned(),
+    };
+    [
+        ("scheduler", config.policy.clone()),
+        ("lengths", lengths),
+        ("cost", cost.name()),
+        ("max_batch", config.max_batch.to_string()),
+        ("max_batch_tokens", config.max_batch_tokens.to_string()),
+    ]
+    .map(|(name, value)| (name.to_owned(), value))
+    .into()
+}

@@ -1,0 +1,115 @@
+//! Steps that take as long as a cost model says, and end when the trace says so.
+use crate::cost::{BatchShape, StepCost};
+use crate::report::StepCounts;
+use crate::statistics::Histogram;
+use kvist_cache::Step;
+use kvist_scheduler::{Batch, Executor, Outcome, Sampled};
+
+/// Executes nothing, prices everything. Requests are named by their place in the list of lengths.
+pub struct SimExecutor<'c> {
+    cost: &'c dyn StepCost,
+    one_by_one: bool,
+    note_itl: bool,
+    answers: Vec<Answer>,
+    /// No run of steps passes this moment; the driver sets it before every turn.
+    pub next_arrival_ns: u64,
+    /// Of the steps that were foreseen, in order.
+    foreseen_ns: Vec<u64>,
+    /// Did the last step compute more than one token for anybody?
+    pub prefilled: bool,
+    pub counts: StepCounts,
+    pub itl_ns: Histogram,
+}
+
+#[derive(Clone, Copy)]
+struct Answer {
+    tokens_left: u32,
+    /// When its last token came; `u64::MAX` before the first.
+    last_token_ns: u64,
+}
+
+impl<'c> SimExecutor<'c> {
+    /// `lengths[i]` tokens for request `i`.
+    pub fn new(cost: &'c dyn StepCost, lengths: &[u32], one_by_one: bool, note_itl: bool) -> Self {
+        let answer = |&tokens_left: &u32| Answer { tokens_left, last_token_ns: u64::MAX };
+        SimExecutor {
+            cost,
+            one_by_one,
+            note_itl,
+            answers: lengths.iter().map(answer).collect(),
+            next_arrival_ns: u64::MAX,
+            foreseen_ns: Vec::new(),
+            prefilled: false,
+            counts: StepCounts::default(),
+            itl_ns: Histogram::default(),
+        }
+    }
+}
+
+impl Executor for SimExecutor<'_> {
+    /// Until an answer ends, or until the first step at whose end somebody has arrived.
+    fn foresee(&mut self, now_ns: u64, batch: Batch<'_>, limit: u32) -> u32 {
+        self.foreseen_ns.clear();
+        if self.one_by_one {
+            return 1;
+        }
+        let mut shape = BatchShape::default();
+        let mut limit = limit;
+        for work in batch.work {
+            shape.add_decode(work.first.into());
+            limit = limit.min(self.answers[work.request.0 as usize].tokens_left);
+        }
+        let mut end_ns = now_ns;
+        while (self.foreseen_ns.len() as u32) < limit {
+            let ns = self.cost.step_ns(&shape);
+            self.foreseen_ns.push(ns);
+            end_ns = end_ns.saturating_add(ns);
+            if end_ns >= self.next_arrival_ns {
+                break;
+            }
+            shape = shape.next_decode();
+        }
+        self.foreseen_ns.len() as u32
+    }
+
+    fn execute(&mut self, now_ns: u64, _: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
+        let n_sequences = batch.work.len() as u64;
+        let mut first_ns = 0;
+        self.prefilled = false;
+        if batch.steps > 1 {
+            let run = &self.foreseen_ns[..batch.steps as usize];
+            first_ns = run[0];
+            out.elapsed_ns = run.iter().sum();
+            if self.note_itl {
+                run[1..].iter().for_each(|&ns| self.itl_ns.record_n(ns, n_sequences));
+            }
+            self.counts.decode_tokens += n_sequences * u64::from(batch.steps);
+        } else {
+            let mut shape = BatchShape::default();
+            for work in batch.work {
+                if work.decodes {
+                    shape.add_decode(work.first.into());
+                } else {
+                    shape.add_prefill(work.first.into(), work.n_tokens.into());
+                    self.prefilled = true;
+                }
+            }
+            out.elapsed_ns = self.cost.step_ns(&shape);
+            first_ns = first_ns.max(out.elapsed_ns);
+            self.counts.prefill_tokens += shape.prefill_tokens;
+            self.counts.decode_tokens += shape.decode_sequences;
+        }
+        let end_ns = now_ns.saturating_add(out.elapsed_ns);
+        for work in batch.work.iter().filter(|work| work.samples) {
+            let answer = &mut self.answers[work.request.0 as usize];
+            if self.note_itl && answer.last_token_ns != u64::MAX {
+                self.itl_ns.record(now_ns.saturating_add(first_ns) - answer.last_token_ns);
+            }
+            answer.last_token_ns = end_ns;
+            answer.tokens_left -= batch.steps;
+            out.sampled.push(Sampled { token: None, finished: answer.tokens_left == 0 });
+        }
+        self.counts.steps += u64::from(batch.steps);
+        self.counts.busy_ns += out.elapsed_ns;
+    }
+}

@@ -1,0 +1,337 @@
+//! The event loop against slower and simpler ways to the same result.
+use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::{Cache, PagedSpec, PrefixSpec, Step, Vocabulary};
+use kvist_scheduler as scheduler;
+use kvist_scheduler::{
+    Admission, Batch, Config, Executor, Preempted, PrefixOrder, Sampled, Scheduler, TokenWork,
+};
+use kvist_simulator::cost::{BatchShape, ConstantRates, StepCost};
+use kvist_simulator::report::{Objectives, Outcome, Report};
+use kvist_simulator::request::{PromptContent, Request};
+use kvist_simulator::run::{Options, Run, run};
+use std::sync::Arc;
+
+/// SplitMix64: S. Vigna's public-domain generator.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+    fn below(&mut self, n: u32) -> u32 {
+        (self.next() % u64::from(n)) as u32
+    }
+}
+
+fn paged(capacity_tokens: u32, block_tokens: u32, vocabulary: Option<Vocabulary>) -> Cache {
+    let group = GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: capacity_tokens };
+    let prefix = vocabulary.map(|vocabulary| PrefixSpec { vocabulary, ..PrefixSpec::default() });
+    Cache::paged(&PagedSpec { block_tokens, groups: vec![group], rollback_tokens: 0, prefix }).unwrap()
+}
+
+/// Steps whose cost depends on everything a shape says.
+struct Uneven;
+
+impl StepCost for Uneven {
+    fn step_ns(&self, b: &BatchShape) -> u64 {
+        1000 + 7 * b.prefill_tokens
+            + 90 * b.decode_sequences
+            + b.context_tokens() / 3
+            + b.attention_pairs / 11
+    }
+    fn name(&self) -> String {
+        "uneven".into()
+    }
+}
+
+/// Chats and single requests, some of them at the same moment.
+fn requests(seed: u64, n: u32) -> Vec<Request> {
+    let mut random = Random(seed);
+    let mut at = 0;
+    let mut all: Vec<Request> = Vec::new();
+    for id in 0..u64::from(n) {
+        at += u64::from(random.below(3)) * u64::from(random.below(40_000));
+        let mut request = Request::new(id, at, 1 + random.below(120), 1 + random.below(60));
+        let family = u64::from(random.below(4)) << 32;
+        let n_tokens = request.prompt_tokens + random.below(30);
+        let shared = random.below(12);
+        // The first ids are the family's, the others its own.
+        let ids = (0..n_tokens.div_ceil(8)).map(|i| {
+            let own = if i < shared { 0 } else { id + 1 };
+            family + (own << 10) + u64::from(i)
+        });
+        request.content = PromptContent::Ids { ids: ids.collect(), tokens_per_id: 8, n_tokens };
+        request.salt = (random.below(3) == 0).then(|| Arc::from("tenant"));
+        request.priority = random.below(3) as i32;
+        request.deadline_ns = (random.below(3) > 0).then(|| at + u64::from(random.below(3_000_000)));
+        if id > 0 && random.below(3) == 0 {
+            request.parent = Some(u64::from(random.below(id as u32)));
+            request.think_ns = u64::from(random.below(50_000));
+        }
+        all.push(request);
+    }
+    all
+}
+
+fn settings() -> Vec<(Config, u32)> {
+    let mut all = Vec::new();
+    for (i, (policy, _)) in scheduler::POLICIES.iter().enumerate() {
+        for (j, preempted) in [Preempted::Recompute, Preempted::Kept].into_iter().enumerate() {
+            for capacity in [400, 4000] {
+                let config = Config {
+                    policy: (*policy).into(),
+                    lengths: [scheduler::LengthSource::RunningMean, scheduler::LengthSource::Oracle][j],
+                    max_batch: 5,
+                    max_batch_tokens: 32,
+                    admission: if capacity == 400 && i % 2 == 0 {
+                        Admission::Conservative
+                    } else {
+                        Admission::Optimistic { headroom_tokens: 8 * i as u32 }
+                    },
+                    preempted,
+                    prefix_order: [PrefixOrder::Off, PrefixOrder::Ties, PrefixOrder::Window(3)][i % 3],
+                    work: TokenWork { prefill_ns: 10, decode_ns: 1200 },
+                    ageing_ns: 100_000,
+                    max_failures: 1,
+                };
+                all.push((config, capacity));
+            }
+        }
+    }
+    all
+}
+
+fn simulate(requests: &[Request], config: &Config, capacity: u32, one_by_one: bool) -> Run {
+    let cache = paged(capacity, 4, Some(Vocabulary::Ids { tokens_per_id: 8 }));
+    let options = Options {
+        scheduler: config.clone(),
+        max_new: Some(40),
+        one_by_one,
+        explain: true,
+        itl: true,
+        record: true,
+    };
+    run(requests, cache, &Uneven, &options, &mut |_| ()).unwrap()
+}
+
+fn shown(run: &Run) -> String {
+    let objectives = Objectives { ttft_s: Some(1e-3), tpot_s: Some(1e-5) };
+    let report = serde_json::to_string(&Report::of(&run.record, &objectives)).unwrap();
+    let samples = serde_json::to_string(&run.record.timeline.samples()).unwrap();
+    let rows = serde_json::to_string(&run.record.requests).unwrap();
+    format!("{:?}\n{}\n{report}\n{samples}\n{rows}", run.counters, run.decisions)
+}
+
+/// Runs of steps, steps one by one, and a replay of what was recorded: the same bytes. And Little's law.
+#[test]
+fn steps_at_once_and_one_by_one_are_the_same() {
+    let (mut turns, mut steps, mut preemptions, mut hits) = (0, 0, 0, 0);
+    for (number, (config, capacity)) in settings().iter().enumerate() {
+        for seed in 0..4 {
+            let requests = requests(seed * 1000 + number as u64, 150);
+            let at_once = simulate(&requests, config, *capacity, false);
+            let slowly = simulate(&requests, config, *capacity, true);
+            let differs = at_once.decisions.lines().zip(slowly.decisions.lines()).find(|(a, b)| a != b);
+            assert_eq!(differs, None, "setting {number}, seed {seed}");
+            let (a, b) = (shown(&at_once), shown(&slowly));
+            let differs = a.bytes().zip(b.bytes()).position(|(a, b)| a != b);
+            let around = differs.map(|at| [&a, &b].map(|s| s.get(at.saturating_sub(150)..at + 50)));
+            assert!(a == b, "setting {number}, seed {seed}: same decisions, other figures: {around:?}");
+            assert_eq!(shown(&at_once), shown(&simulate(&requests, config, *capacity, false)));
+            turns += at_once.turns;
+            steps += at_once.counters.steps;
+            preemptions += at_once.counters.preemptions;
+            hits += at_once.counters.hit_tokens;
+            assert_eq!(slowly.turns, at_once.counters.steps + slowly.counters.failed_steps);
+
+            let lengths: Arc<[u32]> = requests.iter().map(|r| r.output_tokens).collect();
+            let oracle = config.lengths == scheduler::LengthSource::Oracle;
+            let truth = oracle.then(|| Box::new(Lengths(lengths)) as Box<dyn scheduler::Truth>);
+            let cache = paged(*capacity, 4, Some(Vocabulary::Ids { tokens_per_id: 8 }));
+            let replayed = scheduler::replay(at_once.events.as_bytes(), cache, truth).unwrap();
+            assert!(
+                replayed == at_once.decisions,
+                "setting {number}, seed {seed}: the replay decides otherwise"
+            );
+
+            let response: u64 = at_once
+                .record
+                .requests
+                .iter()
+                .filter_map(|row| Some(row.finished_ns? - row.arrival_ns))
+                .sum();
+            let all = at_once.record.requests.iter().all(|row| row.outcome == Outcome::Finished);
+            if all {
+                // L = λW over the whole run, from empty to empty: requests · mean response = ∫ requests dt.
+                let timeline = &at_once.record.timeline;
+                let begin = timeline.samples()[0].at_ns;
+                let integral = timeline.mean_requests() * (timeline.end_ns() - begin) as f64;
+                assert!(
+                    (integral - response as f64).abs() <= 1e-9 * integral,
+                    "{integral} is not {response}"
+                );
+            }
+        }
+    }
+    println!("{turns} turns of {steps} steps, {preemptions} preemptions, {hits} tokens hit");
+    assert!(turns * 2 < steps, "{turns} turns of {steps} steps: hardly any were run at once");
+    assert!(preemptions > 100 && hits > 1000, "{preemptions} preemptions, {hits} tokens hit");
+}
+
+struct Lengths(Arc<[u32]>);
+
+impl scheduler::Truth for Lengths {
+    fn output_tokens(&self, id: scheduler::RequestId) -> u32 {
+        self.0[id.0 as usize]
+    }
+}
+
+/// What an engine is to a scheduler: it is fed token ids and returns some, one step at a time.
+struct Engine {
+    /// Prompt and answer of each request.
+    texts: Vec<Arc<[u32]>>,
+    lengths: Vec<u32>,
+    prompts: Vec<u32>,
+}
+
+impl Executor for Engine {
+    fn execute(&mut self, _: u64, step: &mut Step<'_>, batch: Batch<'_>, out: &mut scheduler::Outcome) {
+        let reads = step.with_reads(); // an engine has bytes to read
+        assert!(reads.has_reads() && batch.steps == 1);
+        let mut shape = BatchShape::default();
+        for (i, work) in batch.work.iter().enumerate() {
+            let request = work.request.0 as usize;
+            let (first, end) = (work.first as usize, (work.first + work.n_tokens) as usize);
+            assert_eq!(batch.tokens(i), Some(&self.texts[request][first..end]), "{work:?}");
+            if work.decodes {
+                shape.add_decode(work.first.into());
+            } else {
+                shape.add_prefill(work.first.into(), work.n_tokens.into());
+            }
+            if work.samples {
+                let finished = end as u32 + 1 == self.prompts[request] + self.lengths[request];
+                out.sampled.push(Sampled { token: Some(self.texts[request][end]), finished });
+            }
+        }
+        out.elapsed_ns = Uneven.step_ns(&shape);
+    }
+}
+
+/// The golden test: an engine-like executor and the simulator's, the same arrivals, the same decisions; and what the
+/// engine recorded replays to them.
+#[test]
+fn an_engine_and_the_simulator_decide_alike() {
+    let (mut preemptions, mut hits) = (0, 0);
+    for seed in 0..6 {
+        let mut random = Random(seed);
+        let mut at = 0;
+        let mut requests = Vec::new();
+        for id in 0..120 {
+            at += u64::from(random.below(30_000));
+            let mut request = Request::new(id, at, 1 + random.below(90), 1 + random.below(40));
+            let shared = random.below(60);
+            let own = random.below(1000);
+            let tokens =
+                (0..request.total_tokens() as u32).map(|i| if i < shared { i } else { i * 31 + own });
+            request.content = PromptContent::Tokens(tokens.collect());
+            requests.push(request);
+        }
+        let config = Config {
+            policy: ["fcfs", "srpt", "sjf"][seed as usize % 3].into(),
+            lengths: scheduler::LengthSource::RunningMean,
+            max_batch: 6,
+            max_batch_tokens: 48,
+            work: TokenWork { prefill_ns: 10, decode_ns: 1200 },
+            admission: Admission::Optimistic { headroom_tokens: 0 },
+            ..Config::default()
+        };
+        let cache = || paged(200, 4, Some(Vocabulary::Tokens));
+        let options =
+            Options { scheduler: config.clone(), max_new: Some(64), record: true, ..Options::default() };
+        let simulated = run(&requests, cache(), &Uneven, &options, &mut |_| ()).unwrap();
+
+        let texts: Vec<Arc<[u32]>> = requests
+            .iter()
+            .map(|r| match &r.content {
+                PromptContent::Tokens(tokens) => tokens.clone(),
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        let mut engine = Engine {
+            texts: texts.clone(),
+            lengths: requests.iter().map(|r| r.output_tokens).collect(),
+            prompts: requests.iter().map(|r| r.prompt_tokens).collect(),
+        };
+        let arrivals = requests.iter().zip(&texts).map(|(r, text)| {
+            let mut request = scheduler::Request::new(r.id, r.arrival_ns, r.prompt_tokens, 64);
+            request.prompt = scheduler::Prompt::Tokens(text[..r.prompt_tokens as usize].to_vec());
+            request
+        });
+        let mut served = Scheduler::new(config, cache(), None).unwrap();
+        served.record();
+        let mut clock = scheduler::VirtualClock::default();
+        let mut n_ended = 0;
+        scheduler::drive(&mut served, &mut engine, &mut clock, arrivals, |_| n_ended += 1).unwrap();
+        assert_eq!(n_ended, requests.len());
+        let decisions = served.decisions().take();
+        preemptions += served.counters().preemptions;
+        hits += served.counters().hit_tokens;
+        let first = decisions.lines().zip(simulated.decisions.lines()).find(|(a, b)| a != b);
+        assert_eq!(first, None, "seed {seed}");
+        assert_eq!(decisions.len(), simulated.decisions.len(), "seed {seed}");
+        let events = served.events().take();
+        assert!(scheduler::replay(events.as_bytes(), cache(), None).unwrap() == decisions, "seed {seed}");
+    }
+    assert!(preemptions > 20 && hits > 1000, "{preemptions} preemptions, {hits} tokens hit");
+}
+
+/// Three requests on one server, prompts at 10 tokens per ms, answers at 10 ms per token: a prompt of 2,000 tokens
+/// with an answer of 500, one of 50 with 50, one of 10 with 10. The first token comes with the prompt's last step.
+/// Alone they take 200 + 4990, 5 + 490 and 1 + 90 ms.
+#[test]
+fn three_requests_by_hand() {
+    let ms = 1_000_000;
+    let rates = ConstantRates::new(10.0, 0.1).unwrap();
+    let at_once = [0, 0, 0];
+    let staggered = [0, 60 * ms, 50 * ms]; // c, the middle one, before b: both during the prompt of a
+    // (policy, preempted, arrivals of a, b, c, [ends of a, b, c] in µs)
+    let rows: [(&str, Preempted, [u64; 3], [u64; 3]); 7] = [
+        ("fcfs", Preempted::Recompute, at_once, [5_190_000, 5_281_000, 5_776_000]),
+        ("sjf", Preempted::Recompute, at_once, [5_776_000, 91_000, 586_000]),
+        ("srpt", Preempted::Recompute, at_once, [5_776_000, 91_000, 586_000]),
+        ("fcfs", Preempted::Recompute, staggered, [5_190_000, 5_776_000, 5_685_000]),
+        ("sjf", Preempted::Recompute, staggered, [5_190_000, 5_281_000, 5_776_000]),
+        // a is preempted after its prompt, at 200 ms; b runs until 291, c until 786, then the other 499 tokens of a.
+        ("srpt", Preempted::Kept, staggered, [5_776_000, 291_000, 786_000]),
+        // It computes prompt and first token again, 2,001 tokens in 200.1 ms, which brings its second; 498 are left.
+        ("srpt", Preempted::Recompute, staggered, [5_966_100, 291_000, 786_000]),
+    ];
+    let mut bad = Vec::new();
+    for (policy, preempted, arrivals, ends_us) in rows {
+        let requests = [(2000, 500), (10, 10), (50, 50)];
+        let mut requests: Vec<Request> =
+            (0..3).map(|i| Request::new(i as u64, arrivals[i], requests[i].0, requests[i].1)).collect();
+        requests.sort_by_key(|r| r.arrival_ns);
+        let options = Options {
+            scheduler: Config {
+                policy: policy.into(),
+                lengths: scheduler::LengthSource::Oracle,
+                max_batch: 1,
+                preempted,
+                ..Config::default()
+            },
+            ..Options::default()
+        };
+        let done = run(&requests, paged(1 << 20, 16, None), &rates, &options, &mut |_| ()).unwrap();
+        let mut ends = [0; 3];
+        done.record.requests.iter().for_each(|row| ends[row.id as usize] = row.finished_ns.unwrap() / 1000);
+        if ends != ends_us {
+            bad.push(format!("{policy} {preempted:?} from {arrivals:?}: {ends:?}, by hand {ends_us:?}"));
+        }
+    }
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
