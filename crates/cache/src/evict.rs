@@ -75,6 +75,10 @@ pub trait Policy: Send {
     fn stored(&mut self, slot: u32, at: &Use) -> Rank;
     /// The block in `slot` was hit.
     fn used(&mut self, slot: u32, at: &Use) -> Rank;
+    /// Must hits of blocks be told, although each is followed by `let_go` before it matters?
+    fn counts_hits(&self) -> bool {
+        true
+    }
     /// The last sequence that held the block in `slot` let it go. `None` keeps the rank: that is no use where uses are
     /// counted, but it is recent where recency is.
     fn let_go(&mut self, _slot: u32, _at: &Use) -> Option<Rank> {

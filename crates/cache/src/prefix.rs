@@ -7,6 +7,7 @@
 //!
 //! A block that the index knows and no sequence holds is *idle*: it stays until [`Prefixes::make_room`] evicts it, in
 //! full groups leaves before parents. A step never evicts.
+mod as_is;
 mod content;
 mod ghosts;
 mod index;
@@ -81,6 +82,14 @@ pub struct RecomputeCost {
     pub per_token: f64,
     /// Of attention, for each position that the token sees.
     pub per_pair: f64,
+}
+
+impl RecomputeCost {
+    /// Of the `depth`-th block of a prompt.
+    fn of_block(&self, depth: u32, block_tokens: u32) -> f64 {
+        let (before, tokens) = (f64::from(depth) * f64::from(block_tokens), f64::from(block_tokens));
+        tokens * (self.per_token + self.per_pair * (before + (tokens + 1.0) / 2.0))
+    }
 }
 
 impl Default for RecomputeCost {

@@ -1,6 +1,9 @@
 //! What a cache holds, as data.
 use crate::ids::SeqId;
 
+mod text;
+pub use text::ArenaText;
+
 /// The state of one cell space.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {

@@ -82,7 +82,14 @@ fn agrees(policy_name: &str, seed: u64, n_operations: u64) {
                 held.entry(slot).and_modify(|held| *held = rank);
             }
             5 => match held.remove(&slot) {
-                Some(rank) => order.insert(slot, rank),
+                Some(rank) => {
+                    let let_go = policy.let_go(slot, &at);
+                    assert_eq!(let_go.is_some(), policy_name == "lru", "only recency counts it");
+                    if let_go.is_some() {
+                        model.uses.get_mut(&slot).unwrap().push(at);
+                    }
+                    order.insert(slot, let_go.unwrap_or(rank));
+                }
                 None => _ = held.insert(slot, order.remove(slot).unwrap()),
             },
             6 => {

@@ -9,9 +9,11 @@
 #![forbid(unsafe_code)]
 
 pub mod cost;
+pub mod html;
 pub mod report;
 pub mod request;
 pub mod run;
 pub mod statistics;
 pub mod trace;
+pub mod workload;
 pub mod zero_service;

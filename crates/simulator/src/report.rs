@@ -9,7 +9,7 @@ mod requests;
 
 pub use block_map::{BlockFrame, BlockMap, BlockState};
 pub use load::{Load, LoadReport, Sample, Timeline};
-pub use requests::{Outcome, RequestRow, write_csv};
+pub use requests::{Activity, Outcome, Phase, RequestRow, write_csv};
 
 use crate::statistics::{Estimate, Histogram, Spread};
 use serde::Serialize;
@@ -30,6 +30,8 @@ pub struct Record {
     pub timeline: Timeline,
     pub cache: CacheCounts,
     pub steps: StepCounts,
+    /// When each request was worked on, if somebody wants to see it; empty otherwise.
+    pub activity: Vec<Activity>,
     /// Where every block was at some moments, if somebody wants to see it.
     pub block_map: Option<BlockMap>,
 }
@@ -87,6 +89,8 @@ pub struct Report {
     pub objectives: Attainment,
     pub load: LoadReport,
     pub steps: StepCounts,
+    /// Memory and batch over time, at some 500 moments.
+    pub timeline: Vec<Sample>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -203,6 +207,7 @@ impl Report {
             },
             load: record.timeline.report(record.steps.busy_ns),
             steps: record.steps,
+            timeline: record.timeline.thinned(500),
         }
     }
 

@@ -16,6 +16,9 @@ impl Policy for Lru {
     fn used(&mut self, _slot: u32, at: &Use) -> Rank {
         Rank::by(at.tick, at.tick)
     }
+    fn counts_hits(&self) -> bool {
+        false
+    }
     fn let_go(&mut self, _slot: u32, at: &Use) -> Option<Rank> {
         Some(Rank::by(at.tick, at.tick))
     }

@@ -135,15 +135,21 @@ impl Paged {
     pub(crate) fn n_idle(&self) -> u32 {
         self.blocks.n_idle()
     }
-    /// Block `i` of `seq`, or [`NONE`].
-    pub(crate) fn block_at(&self, seq: SeqId, i: u32) -> u32 {
-        self.sequences.get(&seq).and_then(|t| t.blocks.get(i as usize)).copied().unwrap_or(NONE)
-    }
     pub(crate) fn node(&self, block: u32) -> u32 {
         self.blocks.node(block)
     }
-    pub(crate) fn is_idle(&self, block: u32) -> bool {
-        self.blocks.holders(block) == 0 && self.blocks.node(block) != NONE
+    /// The node of `block`, if the index knows it and nobody holds it.
+    pub(crate) fn idle_node(&self, block: u32) -> Option<u32> {
+        let node = self.blocks.node(block);
+        (node != NONE && self.blocks.holders(block) == 0).then_some(node)
+    }
+    /// Blocks of `seq`, [`NONE`] where they have left the window.
+    pub(crate) fn table_of(&self, seq: SeqId) -> &[u32] {
+        self.sequences.get(&seq).map_or(&[], |table| &table.blocks)
+    }
+    /// Has no block fallen idle since the index last asked?
+    pub(crate) fn has_settled(&self) -> bool {
+        self.blocks.has_settled()
     }
     pub(crate) fn index(&mut self, block: u32, node: u32) {
         self.blocks.index(block, node);
@@ -213,10 +219,12 @@ impl Paged {
         let table = self.sequences.get_mut(&seq).expect("it is live");
         table.next_position = position;
         table.window_start = table.window_start.min(keep as u32);
-        let tail = table.blocks.split_off(keep.min(table.blocks.len()));
-        for &block in tail.iter().rev().filter(|&&block| block != NONE) {
+        let mut blocks = std::mem::take(&mut table.blocks);
+        for &block in blocks.iter().skip(keep).rev().filter(|&&block| block != NONE) {
             self.let_go(block, seq, reason);
         }
+        blocks.truncate(keep);
+        self.sequences.get_mut(&seq).expect("it is live").blocks = blocks;
     }
 
     fn extents(&self, table: &Table, out: &mut Extents) {
@@ -359,13 +367,13 @@ impl Kind for Paged {
             let table = self.sequences.get_mut(&seq).expect("prepare knew this sequence");
             let (start, mut n_tokens) = (table.next_position, span.n_tokens);
             table.next_position += n_tokens;
+            let mut blocks = std::mem::take(&mut table.blocks);
             let offset = self.offset(start);
             if offset > 0 {
                 let run = written.take(n_tokens.min(self.block_tokens - offset));
                 n_tokens -= run.len;
                 let block = self.whole_blocks(run.start);
-                let table = self.sequences.get_mut(&seq).expect("it is live");
-                let tail = table.blocks.last_mut().expect("a started block is in the table");
+                let tail = blocks.last_mut().expect("a started block is in the table");
                 let from = std::mem::replace(tail, block);
                 if from != block {
                     self.blocks.take(block);
@@ -379,8 +387,9 @@ impl Kind for Paged {
                 let block = self.whole_blocks(run.start);
                 self.blocks.take(block);
                 self.events.push(block, Some(seq), Change::Alloc, Reason::Append);
-                self.sequences.get_mut(&seq).expect("it is live").blocks.push(block);
+                blocks.push(block);
             }
+            self.sequences.get_mut(&seq).expect("it is live").blocks = blocks;
             self.leave_window(seq);
         }
         self.events.step += 1;

@@ -1,19 +1,33 @@
 //! Keys of evicted blocks, so that a miss can say that the prefix was here once.
+use super::as_is::AsIs;
 use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasher, BuildHasherDefault, RandomState};
 
 /// The last `capacity` evicted prefixes by hash, oldest forgotten first. Two prefixes with one hash are told apart by
 /// nobody: a wrong `evicted` is one in 2^64, and a word in an explanation.
 pub(super) struct Ghosts {
     capacity: usize,
     order: VecDeque<u64>,
-    counts: HashMap<u64, u32>,
+    counts: HashMap<u64, u32, BuildHasherDefault<AsIs>>,
+    /// Nobody outside can choose prompts whose hashes meet in one bucket.
+    seed: u64,
 }
 
 impl Ghosts {
     pub fn new(capacity: usize) -> Self {
-        Ghosts { capacity, order: VecDeque::new(), counts: HashMap::new() }
+        Ghosts {
+            capacity,
+            order: VecDeque::new(),
+            counts: HashMap::default(),
+            seed: RandomState::new().hash_one(0),
+        }
+    }
+    fn bucket(&self, hash: u64) -> u64 {
+        let product = u128::from(hash ^ self.seed) * 0x9E37_79B9_7F4A_7C15;
+        (product >> 64) as u64 ^ product as u64
     }
     pub fn remember(&mut self, hash: u64) {
+        let hash = self.bucket(hash);
         if self.capacity == 0 {
             return;
         }
@@ -30,7 +44,7 @@ impl Ghosts {
         *self.counts.entry(hash).or_default() += 1;
     }
     pub fn knows(&self, hash: u64) -> bool {
-        self.counts.contains_key(&hash)
+        self.counts.contains_key(&self.bucket(hash))
     }
     pub fn clear(&mut self) {
         self.order.clear();

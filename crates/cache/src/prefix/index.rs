@@ -21,6 +21,7 @@ pub(crate) struct Index {
     salts: BTreeMap<Box<str>, Node>,
     leaves: BTreeMap<SeqId, Leaf>,
     groups: Vec<GroupIndex>,
+    only_windows: bool,
     ghosts: Ghosts,
     cost: RecomputeCost,
     moment: Moment,
@@ -121,12 +122,14 @@ impl Index {
                 }),
             }
         });
+        let groups: Vec<GroupIndex> = groups.collect();
         Index {
+            only_windows: groups.iter().all(|group| group.windowed),
             tree: Tree::new(keying),
             roots: BTreeMap::new(),
             salts: BTreeMap::new(),
             leaves: BTreeMap::new(),
-            groups: groups.collect(),
+            groups,
             ghosts: Ghosts::new(spec.n_ghosts as usize),
             cost: spec.cost,
             moment: Moment::default(),
@@ -147,17 +150,10 @@ impl Index {
         let but_the_last = content.n_tokens().saturating_sub(1) / self.block_tokens();
         self.tree.keying().n_blocks(content).min(but_the_last)
     }
-    fn a_use(&mut self, group: usize, depth: u32) -> Use {
-        self.tick += 1;
-        let tokens = f64::from(self.block_tokens());
-        let before = f64::from(depth) * tokens;
-        Use {
-            now_ns: self.moment.now_ns,
-            tick: self.tick,
-            cost: tokens * (self.cost.per_token + self.cost.per_pair * (before + (tokens + 1.0) / 2.0)),
-            bytes: self.groups[group].block_bytes,
-            next_use: None,
-        }
+    /// A use of a block of group `g` now; its `tick` is the last one that was used, and its cost is missing.
+    fn use_now(&self, g: usize) -> Use {
+        let bytes = self.groups[g].block_bytes;
+        Use { now_ns: self.moment.now_ns, tick: self.tick, cost: 0.0, bytes, next_use: None }
     }
 
     fn walk(
@@ -277,24 +273,10 @@ impl Index {
         self.buffer = buffer;
         path.truncate(walk.n_hit as usize);
         for (g, kind) in groups.iter_mut().enumerate() {
-            let group = &self.groups[g];
             let paged = paged_mut(kind);
-            let mut held = Vec::with_capacity(path.len());
-            held.extend(path.iter().map(|&node| group.block(node)));
-            paged.adopt(seq, held);
-            if self.groups[g].evict.is_none() {
-                continue;
-            }
-            for i in 0..walk.n_hit {
-                let block = paged.block_at(seq, i);
-                if block != NONE {
-                    let used = self.a_use(g, i);
-                    let evict = self.groups[g].evict.as_mut().expect("checked above");
-                    evict.order.remove(block);
-                    let rank = evict.policy.used(block, &used);
-                    evict.set(block, rank);
-                }
-            }
+            let table = path.iter().map(|&node| self.groups[g].block(node)).collect();
+            paged.adopt(seq, table);
+            self.hit(g, paged.table_of(seq));
         }
         let node = path.last().copied().unwrap_or(root);
         self.path = path;
@@ -316,12 +298,19 @@ impl Index {
         self.moment = at;
         let committed = groups[0].next_position(seq).unwrap_or(0) / self.block_tokens();
         let n_blocks = self.tree.keying().n_blocks(content).min(committed);
-        let mut n_stored = 0;
-        for i in leaf.n_blocks..n_blocks {
+        if n_blocks <= leaf.n_blocks {
+            return Ok(0);
+        }
+        let (first, mut n_stored) = (leaf.n_blocks, 0);
+        let tables = groups
+            .iter()
+            .map(|kind| paged(&**kind).table_of(seq)[first as usize..n_blocks as usize].to_vec());
+        let tables: Vec<Vec<u32>> = tables.collect();
+        for i in first..n_blocks {
             let (node, is_new) = self.tree.child_or_new(leaf.node, content, i);
             for (g, kind) in groups.iter_mut().enumerate() {
                 let paged = paged_mut(kind);
-                let (own, known) = (paged.block_at(seq, i), self.groups[g].block(node));
+                let (own, known) = (tables[g][(i - first) as usize], self.groups[g].block(node));
                 if own == NONE || own == known {
                     continue;
                 }
@@ -349,7 +338,11 @@ impl Index {
         paged.index(block, node);
         paged.events.push(block, Some(seq), Change::Store, Reason::Store);
         self.groups[group].set_block(node, block);
-        let stored = self.a_use(group, depth);
+        if self.groups[group].evict.is_some() {
+            self.tick += 1;
+        }
+        let cost = self.cost.of_block(depth, self.block_tokens());
+        let stored = Use { cost, ..self.use_now(group) };
         if let Some(evict) = &mut self.groups[group].evict {
             let rank = evict.policy.stored(block, &stored);
             evict.set(block, rank);
@@ -365,25 +358,48 @@ impl Index {
         }
     }
 
+    /// A new sequence holds `blocks` of group `g`.
+    fn hit(&mut self, g: usize, blocks: &[u32]) {
+        let (windowed, mut used) = (self.groups[g].windowed, self.use_now(g));
+        let Some(evict) = &mut self.groups[g].evict else { return };
+        // In a full group only leaves are in the order, and only the last block can be one.
+        let first_offered = if windowed { 0 } else { blocks.len().saturating_sub(1) };
+        for &block in blocks[first_offered..].iter().filter(|&&block| block != NONE) {
+            evict.order.remove(block);
+        }
+        if evict.policy.counts_hits() {
+            for (depth, &block) in blocks.iter().enumerate().filter(|(_, block)| **block != NONE) {
+                used.tick += 1;
+                used.cost = self.cost.of_block(depth as u32, self.tree.keying().block_tokens);
+                let rank = evict.policy.used(block, &used);
+                evict.set(block, rank);
+            }
+        }
+        self.tick = used.tick;
+    }
+
     /// Sequences have let go of blocks since the last time: rank them, and offer the evictable ones.
     pub fn settle(&mut self, groups: &mut [Box<dyn Kind>]) {
         for (g, kind) in groups.iter_mut().enumerate() {
             let paged = paged_mut(kind);
+            if paged.has_settled() {
+                continue;
+            }
             let mut fell_idle = paged.take_fell_idle();
-            if self.groups[g].evict.is_some() {
+            let mut let_go = self.use_now(g);
+            let group = &mut self.groups[g];
+            if let Some(evict) = &mut group.evict {
                 for &block in &fell_idle {
-                    if paged.is_idle(block) {
-                        let let_go = self.a_use(g, 0);
-                        let leaf = self.groups[g].windowed || self.tree.is_leaf(paged.node(block));
-                        let evict = self.groups[g].evict.as_mut().expect("checked above");
-                        if let Some(rank) = evict.policy.let_go(block, &let_go) {
-                            evict.set(block, rank);
-                        }
-                        if leaf {
-                            evict.offer(block);
-                        }
+                    let Some(node) = paged.idle_node(block) else { continue };
+                    let_go.tick += 1;
+                    if let Some(rank) = evict.policy.let_go(block, &let_go) {
+                        evict.set(block, rank);
+                    }
+                    if group.windowed || self.tree.is_leaf(node) {
+                        evict.offer(block);
                     }
                 }
+                self.tick = let_go.tick;
             }
             fell_idle.clear();
             paged.give_back(fell_idle);
@@ -415,12 +431,16 @@ impl Index {
     fn orphaned(&self, groups: &[Box<dyn Kind>], g: usize) -> Option<u32> {
         let paged = paged(&*groups[g]);
         (paged.n_idle() > 0)
-            .then(|| self.groups[g].blocks.iter().copied().find(|&block| paged.is_idle(block)))?
+            .then(|| self.groups[g].blocks.iter().copied().find(|&block| paged.idle_node(block).is_some()))?
     }
 
     /// `node` and all below it go from every group: nothing below a node can be hit without it. Blocks that a sequence
     /// holds are its own from now on.
     fn forget_below(&mut self, groups: &mut [Box<dyn Kind>], node: Node) {
+        if self.tree.is_leaf(node) {
+            (0..groups.len()).for_each(|g| self.forget(groups, g, node));
+            return self.prune(groups, node);
+        }
         let mut below = vec![node];
         let mut next = 0;
         while let Some(&node) = below.get(next) {
@@ -460,7 +480,8 @@ impl Index {
     fn prune(&mut self, groups: &[Box<dyn Kind>], mut node: Node) {
         while self.tree.is_leaf(node) {
             let is_empty = self.groups.iter().all(|group| group.block(node) == NONE);
-            if self.roots.contains_key(&node) {
+            let parent = self.tree.parent(node);
+            if parent == NONE {
                 return self.drop_root(node);
             }
             if !is_empty {
@@ -469,17 +490,17 @@ impl Index {
                     let block = group.block(node);
                     if let Some(evict) = &mut group.evict
                         && block != NONE
-                        && paged(&**kind).is_idle(block)
+                        && paged(&**kind).idle_node(block).is_some()
                     {
                         evict.offer(block);
                     }
                 }
                 return;
             }
-            if self.leaves.values().any(|leaf| leaf.node == node) {
-                return; // a sequence stands here whose window has moved on
+            // Where all groups have windows, a sequence may stand where nothing is left.
+            if self.only_windows && self.leaves.values().any(|leaf| leaf.node == node) {
+                return;
             }
-            let parent = self.tree.parent(node);
             self.ghosts.remember(self.tree.hash(node));
             self.tree.remove(node);
             node = parent;

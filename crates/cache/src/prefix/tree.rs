@@ -4,11 +4,12 @@
 //! stands in the node itself, and no hash is computed. Only where prompts part, a map finds the brothers; it only
 //! buckets, and keys decide. (Radix trees over tokens: Zheng et al., "SGLang: Efficient Execution of Structured
 //! Language Model Programs", NeurIPS 2024; hashes per block: vLLM's automatic prefix caching.)
+use super::as_is::AsIs;
 use super::content::{Content, Keying};
 use crate::kinds::NONE;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::hash::{BuildHasher, BuildHasherDefault, Hasher, RandomState};
+use std::hash::{BuildHasher, BuildHasherDefault, RandomState};
 
 /// A node by number. Numbers are used again.
 pub(super) type Node = u32;
@@ -35,21 +36,6 @@ pub(super) struct Tree<S = RandomState> {
     /// Some brother found its bucket taken, and is found by asking one brother after the other.
     collided: bool,
     buffer: Vec<u32>,
-}
-
-/// The keys of the map are hashes already.
-#[derive(Default)]
-struct AsIs(u64);
-impl Hasher for AsIs {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, _: &[u8]) {
-        unreachable!("only hashes are keys here")
-    }
-    fn write_u64(&mut self, hash: u64) {
-        self.0 = hash;
-    }
 }
 
 impl<S: BuildHasher + Default> Tree<S> {

@@ -108,6 +108,20 @@ impl Timeline {
         samples
     }
 
+    /// At most `n` + 1 samples: of every stretch the one with the most requests, so that no peak is lost, and the last
+    /// moment.
+    pub fn thinned(&self, n: usize) -> Vec<Sample> {
+        let samples = self.samples();
+        let stretch = samples.len().div_ceil(n.max(1)).max(1);
+        let requests = |s: &&Sample| s.load.queued_requests + s.load.running_requests;
+        let mut kept: Vec<Sample> =
+            samples.chunks(stretch).filter_map(|chunk| chunk.iter().max_by_key(requests).copied()).collect();
+        if kept.last() != samples.last() {
+            kept.extend(samples.last().copied());
+        }
+        kept
+    }
+
     /// The last moment noted.
     pub fn end_ns(&self) -> u64 {
         self.last.map_or(0, |last| last.at_ns)
@@ -179,6 +193,9 @@ mod tests {
         assert!((MOST_SAMPLES / 2..=MOST_SAMPLES + 1).contains(&samples.len()), "{}", samples.len());
         assert!(samples.windows(2).all(|pair| pair[0].at_ns <= pair[1].at_ns));
         assert_eq!(samples.last().map(|s| s.at_ns), Some(at));
+        let thin = timeline.thinned(100);
+        assert!((50..=101).contains(&thin.len()) && thin.last() == samples.last(), "{}", thin.len());
+        assert!(thin.iter().all(|s| samples.contains(s)) && timeline.thinned(1).len() <= 2);
     }
 
     #[test]

@@ -46,6 +46,23 @@ pub struct RequestRow {
     pub outcome: Outcome,
 }
 
+/// What a request was doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    Prefill,
+    Decode,
+}
+
+/// A time in which a request was part of every step. Between two of them it waited, or had lost its memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Activity {
+    pub request: u64,
+    pub phase: Phase,
+    pub from_ns: u64,
+    pub to_ns: u64,
+}
+
 impl RequestRow {
     fn since_arrival_s(&self, moment: Option<u64>) -> Option<f64> {
         Some(moment?.saturating_sub(self.arrival_ns) as f64 / 1e9)

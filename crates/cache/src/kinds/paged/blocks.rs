@@ -170,6 +170,10 @@ impl Blocks {
         &mut self.fell_idle
     }
 
+    pub fn has_settled(&self) -> bool {
+        self.fell_idle.is_empty()
+    }
+
     fn vacate(&mut self, block: u32) {
         self.free.insert(block);
         self.n_used -= 1;

@@ -1,0 +1,150 @@
+//! Growth: where new tokens go, and what must move before they can.
+use super::{Arena, ArenaRefused, CapacityExceeded, Handle};
+use crate::ids::SeqId;
+
+/// `len` blocks to copy, in every layer, K and V.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockCopy {
+    /// First block to read.
+    pub from: u32,
+    /// First block to write.
+    pub to: u32,
+    /// Blocks.
+    pub len: u32,
+}
+
+/// Neighbouring cells of one block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockCells {
+    /// The block.
+    pub block: u32,
+    /// First cell in it.
+    pub offset: u32,
+    /// BlockCells.
+    pub len: u32,
+}
+
+/// Tokens on their way into a sequence. The backend makes the copy, if there is one, writes the cells, then
+/// commits. Dropped or leaked, it leaves the arena as it was: the copy went to free blocks, and the cells lie behind
+/// what the sequence uses.
+///
+/// ```compile_fail,E0499
+/// use kvist_cache::{SeqId, arena::*};
+/// fn f(arena: &mut Arena) {
+///     let append = arena.append(SeqId(0), 1, CapacityExceeded::Error).unwrap().unwrap();
+///     arena.free_for(SeqId(0)).unwrap(); // the plan still borrows the arena
+///     append.commit();
+/// }
+/// ```
+#[must_use = "an append that is dropped is abandoned"]
+pub struct Append<'a> {
+    arena: &'a mut Arena,
+    seq: SeqId,
+    handle: Handle,
+    used_after: u32,
+    evicted: Vec<SeqId>,
+}
+
+impl Arena {
+    /// Plan `n_tokens` more tokens of `seq`: in its handle if they fit, else in a handle that grows in place, else
+    /// in a larger one elsewhere, to which the blocks in use are copied. While they are copied both places are held, so
+    /// that a move needs as much free room as the larger handle.
+    ///
+    /// `None` is a halt that the policy asked for. Evictions of [`CapacityExceeded::EvictLeastRecentlyUsed`] stand,
+    /// whatever becomes of the plan.
+    pub fn append(
+        &mut self,
+        seq: SeqId,
+        n_tokens: u32,
+        policy: CapacityExceeded,
+    ) -> Result<Option<Append<'_>>, ArenaRefused> {
+        let sequence = *self.sequences.get(&seq).ok_or(ArenaRefused::UnknownSequence(seq))?;
+        if n_tokens == 0 {
+            return Err(ArenaRefused::Empty);
+        }
+        let tokens = u64::from(sequence.used_tokens) + u64::from(n_tokens);
+        let used_after = u32::try_from(tokens).map_err(|_| ArenaRefused::TooLong { seq, tokens })?;
+        let now = sequence.handle;
+        let needed = used_after.div_ceil(self.block_tokens);
+        let mut evicted = Vec::new();
+        let handle = if needed <= now.len {
+            now
+        } else {
+            let grown = |allocator: &dyn super::Allocator| {
+                allocator.extended(now, needed).or_else(|| allocator.find(needed))
+            };
+            let mut place = grown(&*self.allocator);
+            if place.is_none() && policy == CapacityExceeded::EvictLeastRecentlyUsed {
+                evicted = self.make_room(Some(seq), |allocator| grown(allocator).is_some());
+                place = grown(&*self.allocator);
+            }
+            match (place, policy) {
+                (Some(place), _) => place,
+                (None, CapacityExceeded::Halt) => {
+                    self.counters.halted += 1;
+                    return Ok(None);
+                }
+                (None, _) => {
+                    self.counters.refused += 1;
+                    return Err(self.no_room(needed));
+                }
+            }
+        };
+        Ok(Some(Append { arena: self, seq, handle, used_after, evicted }))
+    }
+}
+
+impl Append<'_> {
+    fn before(&self) -> super::Sequence {
+        self.arena.sequences[&self.seq]
+    }
+
+    /// Blocks to copy before anything is written. The target is free.
+    pub fn copy(&self) -> Option<BlockCopy> {
+        let before = self.before();
+        let len = before.used_tokens.div_ceil(self.arena.block_tokens);
+        let moves = before.handle.start != self.handle.start && len > 0;
+        moves.then_some(BlockCopy { from: before.handle.start, to: self.handle.start, len })
+    }
+
+    /// Where the tokens go, in their order, once the copy is made.
+    pub fn writes(&self) -> impl Iterator<Item = BlockCells> {
+        let (block_tokens, end) = (self.arena.block_tokens, self.used_after);
+        let mut token = self.before().used_tokens;
+        std::iter::from_fn(move || {
+            let offset = token % block_tokens;
+            let len = (end - token).min(block_tokens - offset);
+            let cells = BlockCells { block: self.handle.start + token / block_tokens, offset, len };
+            token += len;
+            (len > 0).then_some(cells)
+        })
+    }
+
+    /// The handle as it will be.
+    pub fn handle(&self) -> Handle {
+        self.handle
+    }
+
+    /// Sequences that had to go so that this plan could be made. They are gone.
+    pub fn evicted(&self) -> &[SeqId] {
+        &self.evicted
+    }
+
+    /// The bytes are there. Counts as a use.
+    pub fn commit(self) {
+        let before = self.before();
+        let n_copied = self.copy().map_or(0, |copy| copy.len);
+        let arena = self.arena;
+        if before.handle != self.handle {
+            // A place that overlaps the old one is the old one, grown: give back first, then take.
+            arena.allocator.release(before.handle);
+            arena.allocator.take(self.handle);
+            arena.counters.grown += 1;
+            arena.counters.blocks_copied += u64::from(n_copied);
+        }
+        let sequence = arena.sequences.get_mut(&self.seq).expect("the plan knew this sequence");
+        sequence.handle = self.handle;
+        sequence.used_tokens = self.used_after;
+        arena.touch(self.seq).expect("the plan knew this sequence");
+    }
+}

@@ -1,0 +1,91 @@
+//! More or fewer blocks.
+use super::{Allocator, Arena, ArenaRefused, BlockCopy, Handle};
+use crate::ids::SeqId;
+
+/// An arena of another size on its way. The number of blocks is part of the strides ([`Layout`](super::Layout)), so
+/// the bytes go into new buffers: the backend makes them, copies each of [`remap`](Self::remap) from the old to the
+/// new ones, commits, and drops the old. Dropped before that, it leaves the arena as it was.
+#[must_use = "a resize that is dropped is abandoned"]
+pub struct Resize<'a> {
+    arena: &'a mut Arena,
+    placed: Placed,
+}
+
+/// Where everyone will lie.
+struct Placed {
+    allocator: Box<dyn Allocator>,
+    handles: Vec<(SeqId, Handle)>,
+}
+
+impl Arena {
+    /// Plan for `n_blocks` blocks. What fits where it lies stays there; what does not goes to the free places that
+    /// are left; if that fails for want of a long run, all are packed anew, the largest first. Refused if they do
+    /// not fit at all. O(sequences · log).
+    pub fn resize(&mut self, n_blocks: u32) -> Result<Resize<'_>, ArenaRefused> {
+        if n_blocks == 0 {
+            return Err(ArenaRefused::Empty);
+        }
+        let mut sizes: Vec<(SeqId, Handle)> =
+            self.sequences.iter().map(|(&seq, s)| (seq, s.handle)).collect();
+        sizes.sort_by_key(|(seq, handle)| (std::cmp::Reverse(handle.reserved), *seq));
+        let stays =
+            |handle: Handle| u64::from(handle.start) + u64::from(handle.reserved) <= u64::from(n_blocks);
+        let placed = place(&*self.allocator, n_blocks, &sizes, stays)
+            .or_else(|| place(&*self.allocator, n_blocks, &sizes, |_| false));
+        let Some(mut placed) = placed else {
+            let reserved = sizes.iter().map(|(_, handle)| u64::from(handle.reserved)).sum::<u64>();
+            let needed_blocks = u32::try_from(reserved).unwrap_or(u32::MAX);
+            let largest_free_run = self.allocator.fresh(n_blocks).largest_free_run();
+            return Err(ArenaRefused::NoRoom { needed_blocks, free_blocks: n_blocks, largest_free_run });
+        };
+        placed.handles.sort_by_key(|(seq, _)| *seq);
+        Ok(Resize { arena: self, placed })
+    }
+}
+
+/// Every handle in an empty allocator of `n_blocks`, those that stay first.
+fn place(
+    like: &dyn Allocator,
+    n_blocks: u32,
+    sizes: &[(SeqId, Handle)],
+    stays: impl Fn(Handle) -> bool,
+) -> Option<Placed> {
+    let mut allocator = like.fresh(n_blocks);
+    let mut handles = Vec::with_capacity(sizes.len());
+    for &(seq, handle) in sizes.iter().filter(|(_, handle)| stays(*handle)) {
+        allocator.take(handle);
+        handles.push((seq, handle));
+    }
+    for &(seq, handle) in sizes.iter().filter(|(_, handle)| !stays(*handle)) {
+        let place = allocator.find(handle.len)?;
+        allocator.take(place);
+        handles.push((seq, place));
+    }
+    Some(Placed { allocator, handles })
+}
+
+impl Resize<'_> {
+    /// Blocks as there will be.
+    pub fn n_blocks(&self) -> u32 {
+        self.placed.allocator.n_blocks()
+    }
+
+    /// Copies from the old buffers to the new ones: the used blocks of every sequence, by id, also those that keep
+    /// their number.
+    pub fn remap(&self) -> impl Iterator<Item = (SeqId, BlockCopy)> {
+        self.placed.handles.iter().filter_map(|&(seq, handle)| {
+            let before = &self.arena.sequences[&seq];
+            let len = before.used_tokens.div_ceil(self.arena.block_tokens);
+            (len > 0).then_some((seq, BlockCopy { from: before.handle.start, to: handle.start, len }))
+        })
+    }
+
+    /// The bytes are in the new buffers.
+    pub fn commit(self) {
+        self.arena.allocator = self.placed.allocator;
+        for (seq, handle) in self.placed.handles {
+            self.arena.sequences.get_mut(&seq).expect("the plan knew this sequence").handle = handle;
+        }
+        self.arena.counters.resized += 1;
+    }
+}

@@ -1,0 +1,141 @@
+//! Where the K and V of a handle lie in an arena's two buffers: offsets and strides, counted in elements.
+//!
+//! A dense `[heads, tokens, head_dim]` view of a handle does not exist over blocks that hold all heads: from
+//! the last token of a block to the first of the next the step is another one. So a [`View`] carries four
+//! strides, and [`View::dense`] says whether the order of the buffer makes them three.
+use super::Handle;
+use std::marker::PhantomData;
+
+/// Slowest dimension first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BufferOrder {
+    /// `[layers, blocks, heads, block_tokens, head_dim]`: a block of a layer is one piece, cheap to copy.
+    BlockMajor,
+    /// `[heads, layers, blocks, block_tokens, head_dim]`: a handle of a head is one piece, cheap to read.
+    HeadMajor,
+}
+
+/// The shape of one buffer; K and V have one each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)] // the fields' names are what there is to say
+pub struct Layout {
+    pub order: BufferOrder,
+    pub n_layers: u32,
+    pub n_blocks: u32,
+    pub n_kv_heads: u32,
+    pub block_tokens: u32,
+    pub head_dim: u32,
+}
+
+/// Marks views of the buffer of keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Keys;
+/// Marks views of the buffer of values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Values;
+
+/// The tokens of one handle in one layer of one side: `[blocks, heads, block_tokens, head_dim]`, strided. Elements
+/// of `head_dim` are neighbours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct View<Side> {
+    /// Offset of head 0 of token 0 in the buffer.
+    pub first: u64,
+    /// Tokens that may be read.
+    pub n_tokens: u32,
+    /// Heads.
+    pub n_heads: u32,
+    /// Tokens per block.
+    pub block_tokens: u32,
+    /// Elements per row.
+    pub head_dim: u32,
+    /// From a block to the next.
+    pub block_stride: u64,
+    /// From a head to the next.
+    pub head_stride: u64,
+    /// From a token to the next of its block.
+    pub token_stride: u64,
+    side: PhantomData<Side>,
+}
+
+impl Layout {
+    /// Elements of one buffer. `None` if 64 bits do not hold them.
+    pub fn elements(&self) -> Option<u64> {
+        let factors = [self.n_layers, self.n_blocks, self.n_kv_heads, self.block_tokens, self.head_dim];
+        factors.iter().try_fold(1u64, |product, &factor| product.checked_mul(u64::from(factor)))
+    }
+
+    /// Bytes of K and V together. `None` if 64 bits do not hold them.
+    pub fn bytes(&self, bytes_per_element: u32) -> Option<u64> {
+        self.elements()?.checked_mul(2)?.checked_mul(u64::from(bytes_per_element))
+    }
+
+    /// K of `handle` in `layer`. `None` if there is no such layer, the handle does not lie within the buffer or
+    /// does not hold `n_tokens` tokens, or the layout
+    /// has no elements or more than 64 bits count.
+    pub fn keys(&self, layer: u32, handle: Handle, n_tokens: u32) -> Option<View<Keys>> {
+        self.view(layer, handle, n_tokens)
+    }
+
+    /// V of `handle` in `layer`. See [`keys`](Self::keys).
+    pub fn values(&self, layer: u32, handle: Handle, n_tokens: u32) -> Option<View<Values>> {
+        self.view(layer, handle, n_tokens)
+    }
+
+    fn view<Side>(&self, layer: u32, handle: Handle, n_tokens: u32) -> Option<View<Side>> {
+        let within = u64::from(handle.start) + u64::from(handle.len) <= u64::from(self.n_blocks);
+        let holds = u64::from(n_tokens) <= handle.tokens(self.block_tokens);
+        self.elements().filter(|&elements| elements > 0)?; // every product below divides it
+        if layer >= self.n_layers || !within || !holds {
+            return None;
+        }
+        let [n_layers, n_blocks, n_heads] = [self.n_layers, self.n_blocks, self.n_kv_heads].map(u64::from);
+        let head_of_block = u64::from(self.block_tokens) * u64::from(self.head_dim);
+        let (layer_stride, block_stride, head_stride) = match self.order {
+            BufferOrder::BlockMajor => {
+                (n_blocks * n_heads * head_of_block, n_heads * head_of_block, head_of_block)
+            }
+            BufferOrder::HeadMajor => {
+                (n_blocks * head_of_block, head_of_block, n_layers * n_blocks * head_of_block)
+            }
+        };
+        Some(View {
+            first: u64::from(layer) * layer_stride + u64::from(handle.start) * block_stride,
+            n_tokens,
+            n_heads: self.n_kv_heads,
+            block_tokens: self.block_tokens,
+            head_dim: self.head_dim,
+            block_stride,
+            head_stride,
+            token_stride: u64::from(self.head_dim),
+            side: PhantomData,
+        })
+    }
+}
+
+impl<Side> View<Side> {
+    /// Offset of the row of `token` (of the sequence, from 0) and `head`: `head_dim` elements from there.
+    pub fn row(&self, head: u32, token: u32) -> Option<u64> {
+        if head >= self.n_heads || token >= self.n_tokens {
+            return None;
+        }
+        let block = u64::from(token / self.block_tokens) * self.block_stride;
+        let slot = u64::from(token % self.block_tokens) * self.token_stride;
+        Some(self.first + block + u64::from(head) * self.head_stride + slot)
+    }
+
+    /// Strides of `[heads, tokens, head_dim]`, if such a view exists: the step from the last token of a block to
+    /// the next block is the step between tokens, or there is one block.
+    pub fn dense(&self) -> Option<[u64; 3]> {
+        let one_block = self.n_tokens <= self.block_tokens;
+        let seamless = self.block_stride == u64::from(self.block_tokens) * self.token_stride;
+        (one_block || seamless).then_some([self.head_stride, self.token_stride, 1])
+    }
+
+    /// The rows of `head` as pieces that are contiguous in memory: offset and tokens.
+    pub fn pieces(&self, head: u32) -> impl Iterator<Item = (u64, u32)> {
+        let step = if self.dense().is_some() { self.n_tokens.max(1) } else { self.block_tokens };
+        (0..self.n_tokens)
+            .step_by(step as usize)
+            .filter_map(move |token| Some((self.row(head, token)?, step.min(self.n_tokens - token))))
+    }
+}

@@ -1,0 +1,138 @@
+//! Selective keeping: sinks, recent tokens and the most important of the middle stay, the rest is removed.
+//!
+//! Xiao, Tian, Chen, Han, Lewis: *Efficient streaming language models with attention sinks*, 2023, for the sinks;
+//! Zhang et al.: *H2O: heavy-hitter oracle for efficient generative inference of large language models*, 2023, for the
+//! important ones. What importance is the caller says (in H2O: attention received so far).
+//!
+//! It promises to decide first and to do later: a [`Removal`] is data. Positions stay what they were, nothing is
+//! re-numbered, and the sequence goes on where it would have. It refuses to remove the newest token, because a range
+//! that reaches the end of a sequence is a rollback. Approximate by nature: outputs change.
+use crate::cache::Cache;
+use crate::ids::SeqId;
+use crate::request::Refused;
+use std::cmp::Ordering;
+use std::ops::Range;
+
+/// What stays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Keep {
+    /// Positions from 0.
+    pub sinks: u32,
+    /// Newest positions. 0 counts as 1.
+    pub recent: u32,
+    /// The most important of those between.
+    pub top_k: u32,
+}
+
+/// One token that a sequence holds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scored {
+    /// Its position.
+    pub position: u32,
+    /// More is more important. NaN is less than everything.
+    pub importance: f32,
+}
+
+/// Ranges of positions to remove from one sequence. Changes nothing until it is applied.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Removal {
+    next_position: u32,
+    n_removed: u32,
+    ranges: Vec<Range<u32>>,
+}
+
+/// The scores are not those of a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)] // the fields' names are what there is to say
+pub enum BadScores {
+    /// Positions must rise.
+    OutOfOrder { position: u32, after: u32 },
+    /// A position at or behind the end of the sequence.
+    BehindTheEnd { position: u32, next_position: u32 },
+}
+
+impl std::fmt::Display for BadScores {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            BadScores::OutOfOrder { position, after } => {
+                write!(f, "position {position} is scored after position {after}: sort by position, each once")
+            }
+            BadScores::BehindTheEnd { position, next_position } => {
+                write!(f, "position {position} is scored, but the sequence ends before {next_position}")
+            }
+        }
+    }
+}
+impl std::error::Error for BadScores {}
+
+impl Keep {
+    /// Choose. `held` are the tokens that the sequence still holds, ascending by position; a position that is not
+    /// named is taken as gone, and its range may be removed again. Of equally important ones the newer stays. O(held).
+    pub fn plan(&self, next_position: u32, held: &[Scored]) -> Result<Removal, BadScores> {
+        for pair in held.windows(2) {
+            let [before, after] = [pair[0].position, pair[1].position];
+            if after <= before {
+                return Err(BadScores::OutOfOrder { position: after, after: before });
+            }
+        }
+        if let Some(last) = held.last().filter(|last| last.position >= next_position) {
+            return Err(BadScores::BehindTheEnd { position: last.position, next_position });
+        }
+        let recent_from = next_position.saturating_sub(self.recent.max(1));
+        let middle = held.partition_point(|s| s.position < self.sinks)
+            ..held.partition_point(|s| s.position < recent_from);
+        let middle = held.get(middle).unwrap_or(&[]); // sinks and recent ones may overlap
+        let top_k = self.top_k as usize;
+        let mut removed: Vec<Scored> = middle.to_vec();
+        if top_k >= removed.len() {
+            removed.clear();
+        } else {
+            removed.select_nth_unstable_by(top_k, most_important_first);
+            removed.drain(..top_k);
+        }
+        removed.sort_unstable_by_key(|s| s.position);
+
+        let mut ranges: Vec<Range<u32>> = Vec::new();
+        let mut gone = removed.iter().peekable();
+        let mut goes_on = false; // was the held token before this one removed too?
+        for scored in middle {
+            let removes = gone.next_if(|gone| gone.position == scored.position).is_some();
+            match ranges.last_mut() {
+                Some(range) if removes && goes_on => range.end = scored.position + 1,
+                _ if removes => ranges.push(scored.position..scored.position + 1),
+                _ => {}
+            }
+            goes_on = removes;
+        }
+        Ok(Removal { next_position, n_removed: removed.len() as u32, ranges })
+    }
+}
+
+fn most_important_first(a: &Scored, b: &Scored) -> Ordering {
+    let importance = |s: &Scored| if s.importance.is_nan() { f32::NEG_INFINITY } else { s.importance + 0.0 };
+    importance(b).total_cmp(&importance(a)).then(b.position.cmp(&a.position))
+}
+
+impl Removal {
+    /// Disjoint, ascending, none empty, none at the sequence's end. Between two held tokens that go, positions
+    /// that are gone already belong to the range.
+    pub fn ranges(&self) -> &[Range<u32>] {
+        &self.ranges
+    }
+    /// Held tokens that go.
+    pub fn n_removed(&self) -> u32 {
+        self.n_removed
+    }
+
+    /// Remove them from `seq`, between steps. Refused, with nothing changed, if the cache cannot remove from the
+    /// middle, or if `seq` is no longer as long as when this was planned.
+    pub fn apply(&self, cache: &mut Cache, seq: SeqId) -> Result<(), Refused> {
+        let expected = cache.next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
+        if expected != self.next_position {
+            return Err(Refused::NotAtEnd { seq, expected, got: self.next_position });
+        }
+        let no_removal = "this kind of cache removes nothing from the middle: take cells";
+        let mut sequences = cache.sequences().ok_or(Refused::NotHere(no_removal))?;
+        self.ranges.iter().try_for_each(|range| sequences.seq_rm(seq, range.start, range.end))
+    }
+}

@@ -1,0 +1,142 @@
+//! Shared blocks under random and adversarial schedules (Burckhardt, Kothari, Musuvathi, Nagarakatte: *A randomized
+//! scheduler with probabilistic guarantees of finding bugs*, ASPLOS 2010). A waiter who is forgotten is a deadlock,
+//! which `shuttle` reports together with the schedule that led to it.
+use super::{OwnedBlocks, SharedBlocks};
+use shuttle::sync::atomic::{AtomicBool, Ordering};
+use shuttle::{check_pct, check_random, thread};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const N_SCHEDULES: usize = 2_000;
+
+fn check(model: fn()) {
+    check_random(model, N_SCHEDULES);
+    check_pct(model, N_SCHEDULES, 3);
+}
+
+/// May pass at any moment.
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(1)
+}
+/// Never passes.
+fn never() -> Instant {
+    Instant::now() + Duration::from_secs(1 << 20)
+}
+
+/// Marks blocks while they are owned: two owners of one are seen.
+struct Marks(Vec<AtomicBool>);
+
+impl Marks {
+    fn new(n_blocks: u32) -> Arc<Marks> {
+        Arc::new(Marks((0..n_blocks).map(|_| AtomicBool::new(false)).collect()))
+    }
+    fn own(&self, blocks: OwnedBlocks, n: u32) {
+        assert_eq!(blocks.ids().len() as u32, n);
+        for &id in blocks.ids() {
+            assert!(!self.0[id as usize].swap(true, Ordering::SeqCst), "block {id} has two owners");
+        }
+        thread::yield_now();
+        for &id in blocks.ids() {
+            assert!(self.0[id as usize].swap(false, Ordering::SeqCst));
+        }
+        drop(blocks);
+    }
+}
+
+/// Whoever waits, gives up, or does not wait at all: a block has one owner, and in the end all are free.
+#[test]
+fn a_block_has_one_owner_and_none_is_lost() {
+    check(|| {
+        let (shared, marks) = (SharedBlocks::new(4), Marks::new(4));
+        let threads: Vec<_> = [(1, 3), (3, 2), (2, 4)]
+            .into_iter()
+            .map(|(first, second)| {
+                let (shared, marks) = (shared.clone(), Arc::clone(&marks));
+                thread::spawn(move || {
+                    if let Some(blocks) = shared.allocate(first) {
+                        marks.own(blocks, first);
+                    }
+                    if let Some(blocks) = shared.allocate_waiting(second, soon()) {
+                        marks.own(blocks, second);
+                    }
+                    marks.own(shared.allocate_waiting(first, never()).expect("it never passes"), first);
+                })
+            })
+            .collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        assert_eq!((shared.n_free(), shared.n_waiting()), (4, 0));
+    });
+}
+
+/// With one block free, a request for two waits at the head: neither the one behind it, who wants one, nor the
+/// one who would not wait gets past.
+#[test]
+fn nobody_overtakes() {
+    check(|| {
+        let shared = SharedBlocks::new(2);
+        let (one, other) = (shared.allocate(1).unwrap(), shared.allocate(1).unwrap());
+        let waits_for = |n: u32| {
+            let shared = shared.clone();
+            thread::spawn(move || shared.allocate_waiting(n, never()).expect("it never passes"))
+        };
+        let queued = |n: usize| {
+            while shared.n_waiting() < n {
+                thread::yield_now();
+            }
+        };
+        let large = waits_for(2);
+        queued(1);
+        let small = waits_for(1);
+        queued(2);
+        drop(one);
+        assert!(shared.allocate(1).is_none(), "the free block belongs to who came first");
+        assert_eq!((shared.n_free(), shared.n_waiting()), (1, 2));
+        drop(other);
+        let large = large.join().unwrap();
+        assert_eq!((large.ids().len(), shared.n_waiting()), (2, 1));
+        drop(large);
+        assert_eq!(small.join().unwrap().ids().len(), 1);
+    });
+}
+
+/// Who gives up at the head of the queue must let the next one through, whose smaller request may be satisfied at
+/// once. Otherwise that one waits for ever.
+#[test]
+fn giving_up_serves_the_next() {
+    check(|| {
+        let shared = SharedBlocks::new(3);
+        let held = shared.allocate(2).unwrap();
+        let large = {
+            let shared = shared.clone();
+            thread::spawn(move || shared.allocate_waiting(3, soon()).is_some())
+        };
+        let small = {
+            let shared = shared.clone();
+            thread::spawn(move || shared.allocate_waiting(1, never()).map(|blocks| blocks.ids().len()))
+        };
+        assert!(!large.join().unwrap(), "two blocks are held all the time");
+        assert_eq!(small.join().unwrap(), Some(1));
+        drop(held);
+        assert_eq!((shared.n_free(), shared.n_waiting()), (3, 0));
+    });
+}
+
+/// One release may serve many, and must: nobody gives back until all are served.
+#[test]
+fn one_release_serves_all_it_can() {
+    check(|| {
+        let shared = SharedBlocks::new(3);
+        let held = shared.allocate(3).unwrap();
+        let threads: Vec<_> = (0..3)
+            .map(|_| {
+                let shared = shared.clone();
+                thread::spawn(move || shared.allocate_waiting(1, never()).expect("it never passes"))
+            })
+            .collect();
+        drop(held);
+        let blocks: Vec<OwnedBlocks> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+        assert_eq!((shared.n_free(), shared.n_waiting()), (0, 0));
+        drop(blocks);
+        assert_eq!(shared.n_free(), 3);
+    });
+}

@@ -1,0 +1,128 @@
+//! Selective keeping against a model that sorts, on real caches, whose reads say what is held.
+use kvist_cache::keep::*;
+use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
+use kvist_cache::twin::Choices;
+use kvist_cache::*;
+use std::collections::BTreeMap;
+
+const A: SeqId = SeqId(0);
+
+fn build(kind: &str) -> Cache {
+    let group = GroupSpec { capacity_tokens: 256, visibility: Visibility::FULL, max_step_tokens: 64 };
+    Cache::new(vec![KINDS.iter().find(|(name, _)| *name == kind).unwrap().1(&group).unwrap()])
+}
+
+fn grow(cache: &mut Cache, n: u32) {
+    let mut plan = StepPlan::default();
+    let spans = [Span::chain(A, cache.next_position(A).unwrap(), n)];
+    Step::begin(cache, &StepRequest { spans: &spans }, &mut plan).unwrap().commit();
+}
+
+/// Positions that the next token would see of the past.
+fn held(cache: &mut Cache) -> Vec<u32> {
+    let mut plan = StepPlan::default();
+    let next = cache.next_position(A).unwrap();
+    let spans = [Span::chain(A, next, 1)];
+    let mut step = Step::begin(cache, &StepRequest { spans: &spans }, &mut plan).unwrap();
+    let items = &step.with_reads().group(GroupId(0)).reads.items;
+    let positions = items.iter().flat_map(|item| item.first_index..item.first_index + item.run.len);
+    positions.filter(|&position| position < next).collect()
+}
+
+/// Sort everything, keep what has a reason to stay.
+fn model(keep: Keep, next: u32, held: &[Scored]) -> Vec<u32> {
+    let recent = |p: u32| p + keep.recent.max(1) >= next;
+    let middle = |s: &&Scored| s.position >= keep.sinks && !recent(s.position);
+    let mut by_importance: Vec<&Scored> = held.iter().filter(middle).collect();
+    by_importance.sort_by(|a, b| {
+        let order =
+            |s: &Scored| (if s.importance.is_nan() { f32::NEG_INFINITY } else { s.importance }, s.position);
+        order(b).partial_cmp(&order(a)).unwrap()
+    });
+    let removed: Vec<u32> = by_importance.iter().skip(keep.top_k as usize).map(|s| s.position).collect();
+    held.iter().map(|s| s.position).filter(|p| !removed.contains(p)).collect()
+}
+
+#[test]
+fn what_stays_is_what_the_model_keeps() {
+    const N_OPERATIONS: u64 = 100_000;
+    const PER_DRIVE: u64 = 200;
+    for kind in ["cells", "tree"] {
+        let mut n_removed = 0;
+        for seed in 0..N_OPERATIONS / 2 / PER_DRIVE {
+            let mut choices = Choices::from_seed(seed, PER_DRIVE);
+            let mut cache = build(kind);
+            cache.sequences().unwrap().seq_new(A).unwrap();
+            let mut importance: BTreeMap<u32, f32> = BTreeMap::new();
+            while choices.go_on() {
+                let next = cache.next_position(A).unwrap();
+                if choices.one_in(2) && cache.report()[0].used_cells < 240 {
+                    let n = 1 + choices.below(10);
+                    grow(&mut cache, n);
+                    for position in next..next + n {
+                        let odd = [f32::NAN, -0.0, 0.0, f32::INFINITY, f32::NEG_INFINITY];
+                        let plain = choices.below(40) as f32 / 4.0 - 3.0;
+                        let odd = choices.of(&odd);
+                        importance.insert(position, if choices.one_in(10) { odd } else { plain });
+                    }
+                    continue;
+                }
+                let scores: Vec<Scored> = importance
+                    .iter()
+                    .map(|(&position, &importance)| Scored { position, importance })
+                    .collect();
+                let keep =
+                    Keep { sinks: choices.below(6), recent: choices.below(40), top_k: choices.below(60) };
+                let removal = keep.plan(next, &scores).unwrap();
+                let stays = model(keep, next, &scores);
+                assert_eq!(removal.n_removed() as usize, scores.len() - stays.len());
+                assert_eq!(held(&mut cache).len(), scores.len(), "a plan changes nothing");
+                let ranges = removal.ranges();
+                assert!(ranges.windows(2).all(|pair| pair[0].end < pair[1].start), "{ranges:?}");
+                assert!(ranges.iter().all(|range| range.start < range.end && range.end < next));
+                removal.apply(&mut cache, A).unwrap();
+                assert_eq!(cache.next_position(A), Some(next), "it goes on where it would have");
+                assert_eq!(held(&mut cache), stays, "{kind}, seed {seed}: {keep:?} of {next}");
+                assert_eq!(cache.report()[0].used_cells as usize, stays.len());
+                importance.retain(|position, _| stays.contains(position));
+                n_removed += removal.n_removed();
+            }
+        }
+        assert!(n_removed > 10_000, "{kind}: the drives removed {n_removed} only");
+    }
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    let score = |position| Scored { position, importance: 1.0 };
+    let keep = Keep { sinks: 0, recent: 0, top_k: 0 };
+    assert_eq!(keep.plan(9, &[score(3), score(3)]), Err(BadScores::OutOfOrder { position: 3, after: 3 }));
+    assert_eq!(keep.plan(3, &[score(3)]), Err(BadScores::BehindTheEnd { position: 3, next_position: 3 }));
+    let all: Vec<Scored> = (0..5).map(score).collect();
+    let removal = keep.plan(5, &all).unwrap();
+    assert_eq!(removal.ranges().first(), Some(&(0..4)), "the newest stays, or it would be a rollback");
+    assert_eq!(keep.plan(0, &[]).unwrap().n_removed(), 0);
+
+    let mut cache = build("cells");
+    assert_eq!(removal.apply(&mut cache, A), Err(Refused::UnknownSequence(A)));
+    cache.sequences().unwrap().seq_new(A).unwrap();
+    grow(&mut cache, 6);
+    let stale = Refused::NotAtEnd { seq: A, expected: 6, got: 5 };
+    assert_eq!(removal.apply(&mut cache, A), Err(stale), "it was planned for a shorter sequence");
+    let mut contiguous = build("contiguous");
+    grow(&mut contiguous, 5);
+    assert!(matches!(removal.apply(&mut contiguous, A), Err(Refused::NotHere(_))));
+}
+
+/// The report of such a sequence as text: its length is no longer its position.
+#[test]
+fn the_report_tells_length_from_position() {
+    let mut cache = build("cells");
+    cache.sequences().unwrap().seq_new(A).unwrap();
+    grow(&mut cache, 40);
+    let scores: Vec<Scored> = (0..40).map(|position| Scored { position, importance: 0.0 }).collect();
+    Keep { sinks: 4, recent: 8, top_k: 0 }.plan(40, &scores).unwrap().apply(&mut cache, A).unwrap();
+    let expected = "cells: 12 of 256 used, 244 free, all used ones below 40\n\
+                    sequences: 1\n  0: 12 tokens, next position 40, 0 nodes, 2 runs of cells\n";
+    assert_eq!(cache.report()[0].to_string(), expected);
+}

@@ -1,0 +1,27 @@
+//! Reports as text: figures of a known state.
+use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::*;
+
+/// A fork shares its blocks; both ends lie in one half-filled block each once both have grown.
+#[test]
+fn blocks_are_counted_once() {
+    let group = GroupSpec { capacity_tokens: 256, visibility: Visibility::FULL, max_step_tokens: 64 };
+    let spec = PagedSpec { block_tokens: 16, groups: vec![group], rollback_tokens: 0, prefix: None };
+    let mut cache = Cache::paged(&spec).unwrap();
+    let (a, b) = (SeqId(1), SeqId(2));
+    cache.sequences().unwrap().seq_new(a).unwrap();
+    let grow = |cache: &mut Cache, seq, n| {
+        let mut plan = StepPlan::default();
+        let spans = [Span::chain(seq, cache.next_position(seq).unwrap(), n)];
+        Step::begin(cache, &StepRequest { spans: &spans }, &mut plan).unwrap().commit();
+    };
+    grow(&mut cache, a, 32);
+    cache.sequences().unwrap().fork(a, b).unwrap();
+    grow(&mut cache, a, 4);
+    grow(&mut cache, b, 12);
+    let text = cache.report()[0].to_string();
+    let blocks = "blocks of 16 tokens: 4 of 16 held, 0 idle, 12 free; \
+                  16 cells unused behind the ends of sequences (fragmentation: internal 0.25)";
+    assert!(text.lines().any(|line| line == blocks), "{text}");
+    assert!(text.contains("sequences: 2\n  1: 36 tokens, next position 36"), "{text}");
+}

@@ -1,0 +1,167 @@
+//! Requests as bars: waiting, reading their prompt, writing.
+use super::plot::{self, n, svg};
+use super::scale::{Scale, Unit};
+use super::{Run, escape, figure};
+use crate::report::{Activity, Phase, RequestRow};
+use std::fmt::Write;
+
+/// Rows on a picture.
+const MOST_ROWS: usize = 60;
+
+const LEFT: f64 = 56.0;
+const WIDTH: f64 = 1000.0;
+const INNER: f64 = WIDTH - LEFT - 16.0;
+/// Where a legend takes its colours.
+const READING: usize = 0;
+const WRITING: usize = 2;
+
+pub(super) fn section(runs: &[Run<'_>]) -> String {
+    // The same requests under every run, so that they can be compared; the first run chooses.
+    let Some((first, chosen)) = runs.iter().map(|run| (run, choose(run))).find(|(_, ids)| !ids.is_empty())
+    else {
+        return String::new();
+    };
+    let is_part = chosen.len() < first.record.requests.len();
+    let of_runs: Vec<Vec<RequestRow>> = runs.iter().map(|run| rows(run, &chosen)).collect();
+    let mut panels = String::new();
+    for (run, rows) in runs.iter().zip(&of_runs).filter(|(_, rows)| !rows.is_empty()) {
+        if runs.len() > 1 {
+            let _ = write!(panels, "<h3>{}</h3>", escape(run.name));
+        }
+        // Where all is shown, one axis for all runs.
+        let on_axis = || of_runs.iter().filter(|other| !is_part || std::ptr::eq(*other, rows)).flatten();
+        let begin = on_axis().map(|row| row.arrival_ns).min().unwrap_or(0);
+        let end = on_axis().filter_map(|row| row.finished_ns).max().unwrap_or(begin);
+        let x = Scale::linear(begin as f64 / 1e9, end.max(begin + 1) as f64 / 1e9, Unit::Seconds);
+        panels += &picture(rows, &run.record.activity, &x);
+    }
+    let legend = plot::legend([("reading the prompt", READING), ("writing", WRITING)].into_iter());
+    let which = if is_part {
+        let total = first.record.requests.len();
+        format!(" Shown are {} of {total} requests, around the longest queue.", chosen.len())
+    } else {
+        String::new()
+    };
+    figure(
+        "Requests",
+        &format!("One bar per request, from arrival to its last token; the thin part is waiting.{which}"),
+        &format!("{legend}{panels}"),
+    )
+}
+
+/// Ids of the requests to show, sorted: all that finished, or those around the moment when most were waiting.
+fn choose(run: &Run<'_>) -> Vec<u64> {
+    let mut rows: Vec<(u64, u64)> = run
+        .record
+        .requests
+        .iter()
+        .filter(|row| row.finished_ns.is_some())
+        .map(|row| (row.arrival_ns, row.id))
+        .collect();
+    rows.sort_unstable();
+    if rows.len() > MOST_ROWS {
+        let samples = run.record.timeline.samples();
+        // Of equal peaks the first.
+        let peak = samples.iter().rev().max_by_key(|s| s.load.queued_requests).map_or(0, |s| s.at_ns);
+        let at = rows.partition_point(|(arrival_ns, _)| *arrival_ns < peak);
+        let from = at.saturating_sub(MOST_ROWS / 2).min(rows.len() - MOST_ROWS);
+        rows = rows[from..from + MOST_ROWS].to_vec();
+    }
+    let mut ids: Vec<u64> = rows.into_iter().map(|(_, id)| id).collect();
+    ids.sort_unstable();
+    ids
+}
+
+/// Those of `ids` (sorted) that finished, in order of arrival.
+fn rows(run: &Run<'_>, ids: &[u64]) -> Vec<RequestRow> {
+    let chosen = |row: &&RequestRow| row.finished_ns.is_some() && ids.binary_search(&row.id).is_ok();
+    let mut rows: Vec<RequestRow> = run.record.requests.iter().filter(chosen).copied().collect();
+    rows.sort_by_key(|row| row.arrival_ns);
+    rows
+}
+
+fn picture(rows: &[RequestRow], activity: &[Activity], x: &Scale) -> String {
+    let pitch = if rows.len() <= 12 { 26.0 } else { 10.0 };
+    let bar = pitch * 0.66;
+    let top = 8.0;
+    let bottom = top + pitch * rows.len() as f64;
+    let px = |ns: u64| LEFT + INNER * x.at(ns as f64 / 1e9);
+    let mut body = String::new();
+    for tick in x.ticks(10) {
+        let at = LEFT + INNER * x.at(tick);
+        let _ = write!(
+            body,
+            "<line class=\"grid\" x1=\"{0}\" x2=\"{0}\" y1=\"{1}\" y2=\"{2}\"/><text class=\"tick\" text-anchor=\"middle\" x=\"{0}\" y=\"{3}\">{4}</text>",
+            n(at),
+            n(top),
+            n(bottom),
+            n(bottom + 16.0),
+            x.unit.show(tick)
+        );
+    }
+    for (i, row) in rows.iter().enumerate() {
+        let y = top + pitch * i as f64 + (pitch - bar) / 2.0;
+        let Some(end) = row.finished_ns else { continue };
+        let _ = write!(body, "<g><title>{}</title>", said(row));
+        if rows.len() <= 12 || i % 5 == 0 {
+            let _ = write!(
+                body,
+                "<text class=\"tick\" text-anchor=\"end\" x=\"{}\" y=\"{}\">{}</text>",
+                n(LEFT - 8.0),
+                n(y + bar / 2.0 + 4.0),
+                row.id
+            );
+        }
+        let _ = write!(
+            body,
+            "<line class=\"waiting\" x1=\"{}\" x2=\"{}\" y1=\"{2}\" y2=\"{2}\"/>",
+            n(px(row.arrival_ns)),
+            n(px(end)),
+            n(y + bar / 2.0)
+        );
+        let mut part = |from: u64, to: u64, color: usize| {
+            let width = (px(to) - px(from)).max(if to > from { 0.6 } else { 0.0 });
+            let _ = write!(
+                body,
+                "<rect class=\"bar c{color}\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\"/>",
+                n(px(from)),
+                n(y),
+                n(width),
+                n(bar)
+            );
+        };
+        let mut is_told = false;
+        for span in activity.iter().filter(|span| span.request == row.id) {
+            is_told = true;
+            part(span.from_ns, span.to_ns, if span.phase == Phase::Prefill { READING } else { WRITING });
+        }
+        if !is_told {
+            let admitted = row.admitted_ns.unwrap_or(row.arrival_ns);
+            let first = row.first_token_ns.unwrap_or(end);
+            part(admitted, first, READING);
+            part(first, end, WRITING);
+        }
+        body += "</g>";
+    }
+    svg(WIDTH, bottom + 24.0, "Requests over time", &body)
+}
+
+fn said(row: &RequestRow) -> String {
+    let seconds = |s: Option<f64>| s.map_or("–".to_string(), |s| Unit::Seconds.show(s));
+    let mut said = format!(
+        "request {}: {} prompt tokens, {} of them cached, {} written; first token after {}, last after {}",
+        row.id,
+        row.prompt_tokens,
+        row.hit_tokens,
+        row.output_tokens,
+        seconds(row.ttft_s()),
+        seconds(row.end_to_end_s())
+    );
+    if row.preemptions > 0 {
+        let _ = write!(said, "; preempted {} times", row.preemptions);
+    }
+    if row.is_late() {
+        said += "; late";
+    }
+    said
+}

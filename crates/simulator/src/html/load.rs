@@ -1,0 +1,72 @@
+//! Memory and batch over time.
+use super::plot::{self, Frame, Series, time_axis};
+use super::scale::{Scale, Unit};
+use super::{Run, escape, figure};
+use crate::report::Load;
+use std::fmt::Write;
+
+/// Moments on a plot: more cannot be seen.
+const MOST_POINTS: usize = 500;
+
+const USED: usize = 0;
+const CACHED: usize = 2;
+const RUNNING: usize = 3;
+const QUEUED: usize = 1;
+
+pub(super) fn section(runs: &[Run<'_>]) -> String {
+    let mut panels = String::new();
+    for run in runs {
+        let samples = run.record.timeline.thinned(MOST_POINTS);
+        let (Some(first), Some(last)) = (samples.first(), samples.last()) else { continue };
+        let begin_ns = first.at_ns;
+        let x = time_axis(last.at_ns.saturating_sub(begin_ns) as f64 / 1e9);
+        let points = |of: &dyn Fn(&Load) -> u64| -> Vec<(f64, f64)> {
+            samples.iter().map(|s| ((s.at_ns - begin_ns) as f64 / 1e9, of(&s.load) as f64)).collect()
+        };
+        let most = |points: &[(f64, f64)]| points.iter().map(|p| p.1).fold(0.0, f64::max);
+        if runs.len() > 1 {
+            let _ = write!(panels, "<h3>{}</h3>", escape(run.name));
+        }
+
+        let used = points(&|load| load.used_blocks);
+        let total = points(&|load| load.used_blocks + load.cached_blocks);
+        let capacity = run.report.cache.counts.capacity_blocks.map(|n| n as f64);
+        // A capacity far above what was used would flatten the picture.
+        let top = capacity.filter(|c| *c < most(&total) * 4.0).unwrap_or(0.0).max(most(&total)) * 1.04;
+        let mut frame = Frame::new(1000.0, 220.0, x, Scale::linear(0.0, top, Unit::Count));
+        frame.labels("", "blocks");
+        let zero: Vec<(f64, f64)> = used.iter().map(|p| (p.0, 0.0)).collect();
+        frame.area("cached", CACHED, &used, &total);
+        frame.area("held by requests", USED, &zero, &used);
+        if let Some(capacity) = capacity.filter(|c| *c <= top) {
+            frame.level(capacity, "capacity");
+        }
+        panels += &frame.finish("Blocks over time");
+
+        let running = points(&|load| load.running_requests);
+        let queued = points(&|load| load.queued_requests);
+        let top = most(&running).max(most(&queued)) * 1.04;
+        let mut frame = Frame::new(1000.0, 190.0, x, Scale::linear(0.0, top, Unit::Count));
+        frame.labels("virtual time", "requests");
+        frame.steps(&Series { name: "waiting", color: QUEUED, points: queued });
+        frame.steps(&Series { name: "in the batch", color: RUNNING, points: running });
+        panels += &frame.finish("Requests over time");
+    }
+    if panels.is_empty() {
+        return panels;
+    }
+    let legend = plot::legend(
+        [
+            ("blocks held by requests", USED),
+            ("blocks cached", CACHED),
+            ("requests in the batch", RUNNING),
+            ("requests waiting", QUEUED),
+        ]
+        .into_iter(),
+    );
+    figure(
+        "Memory and batch over time",
+        "Where blocks reach the capacity and requests wait, memory is what is missing; where they wait below it, time is.",
+        &format!("{legend}{panels}"),
+    )
+}

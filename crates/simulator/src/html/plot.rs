@@ -1,0 +1,238 @@
+//! Axes and what is drawn between them, as SVG. Colours are CSS variables, so that a plot follows the page.
+use super::escape;
+use super::scale::{Scale, Unit};
+use std::fmt::Write;
+
+/// Colours for series; further ones begin anew.
+pub(super) const N_COLORS: usize = 8;
+
+/// A line of a plot.
+pub(super) struct Series<'a> {
+    pub name: &'a str,
+    pub color: usize,
+    /// x rises.
+    pub points: Vec<(f64, f64)>,
+}
+
+/// A plot while it is drawn.
+pub(super) struct Frame {
+    width: f64,
+    height: f64,
+    left: f64,
+    top: f64,
+    inner_width: f64,
+    inner_height: f64,
+    x: Scale,
+    y: Scale,
+    body: String,
+}
+
+impl Frame {
+    pub fn new(width: f64, height: f64, x: Scale, y: Scale) -> Frame {
+        let (left, right, top, bottom) = (56.0, 16.0, 26.0, 44.0);
+        let mut frame = Frame {
+            width,
+            height,
+            left,
+            top,
+            inner_width: width - left - right,
+            inner_height: height - top - bottom,
+            x,
+            y,
+            body: String::new(),
+        };
+        frame.axes();
+        frame
+    }
+
+    fn px(&self, x: f64) -> f64 {
+        self.left + self.inner_width * self.x.at(x)
+    }
+    fn py(&self, y: f64) -> f64 {
+        self.top + self.inner_height * (1.0 - self.y.at(y))
+    }
+
+    fn axes(&mut self) {
+        let bottom = self.top + self.inner_height;
+        let right = self.left + self.inner_width;
+        for tick in self.y.ticks((self.inner_height / 44.0) as usize + 1) {
+            let at = self.py(tick);
+            let _ = write!(
+                self.body,
+                "<line class=\"grid\" x1=\"{}\" x2=\"{}\" y1=\"{}\" y2=\"{}\"/><text class=\"tick\" text-anchor=\"end\" x=\"{}\" y=\"{}\">{}</text>",
+                n(self.left),
+                n(right),
+                n(at),
+                n(at),
+                n(self.left - 8.0),
+                n(at + 4.0),
+                self.y.unit.show(tick)
+            );
+        }
+        for tick in self.x.ticks((self.inner_width / 84.0) as usize + 1) {
+            let at = self.px(tick);
+            let _ = write!(
+                self.body,
+                "<line class=\"axis\" x1=\"{0}\" x2=\"{0}\" y1=\"{1}\" y2=\"{2}\"/><text class=\"tick\" text-anchor=\"middle\" x=\"{0}\" y=\"{3}\">{4}</text>",
+                n(at),
+                n(bottom),
+                n(bottom + 5.0),
+                n(bottom + 18.0),
+                self.x.unit.show(tick)
+            );
+        }
+        let _ = write!(
+            self.body,
+            "<line class=\"axis\" x1=\"{}\" x2=\"{}\" y1=\"{2}\" y2=\"{2}\"/>",
+            n(self.left),
+            n(right),
+            n(bottom)
+        );
+    }
+
+    pub fn labels(&mut self, x: &str, y: &str) {
+        let _ = write!(
+            self.body,
+            "<text class=\"label\" text-anchor=\"end\" x=\"{}\" y=\"{}\">{}</text>",
+            n(self.left + self.inner_width),
+            n(self.height - 8.0),
+            escape(x)
+        );
+        if !y.is_empty() {
+            let _ = write!(
+                self.body,
+                "<text class=\"label\" x=\"{}\" y=\"{}\">{}</text>",
+                n(self.left),
+                n(self.top - 11.0),
+                escape(y)
+            );
+        }
+    }
+
+    /// A dashed line across.
+    pub fn level(&mut self, y: f64, name: &str) {
+        let at = self.py(y);
+        let right = self.left + self.inner_width;
+        let _ = write!(
+            self.body,
+            "<line class=\"level\" x1=\"{}\" x2=\"{}\" y1=\"{2}\" y2=\"{2}\"/><text class=\"label halo\" x=\"{3}\" y=\"{4}\">{5}: {6}</text>",
+            n(self.left),
+            n(right),
+            n(at),
+            n(self.left + 8.0),
+            n(at + 16.0),
+            escape(name),
+            self.y.unit.show(y)
+        );
+    }
+
+    fn path(&self, points: impl Iterator<Item = (f64, f64)>) -> String {
+        let mut path = String::new();
+        for (i, (x, y)) in points.enumerate() {
+            let _ = write!(path, "{}{},{}", if i == 0 { "M" } else { "L" }, n(self.px(x)), n(self.py(y)));
+        }
+        path
+    }
+
+    fn named_path(&mut self, class: &str, color: usize, path: &str, name: &str) {
+        let _ = write!(
+            self.body,
+            "<path class=\"{class} c{}\" d=\"{path}\"><title>{}</title></path>",
+            color % N_COLORS,
+            escape(name)
+        );
+    }
+
+    pub fn line(&mut self, series: &Series<'_>) {
+        let path = self.path(series.points.iter().copied());
+        self.named_path("line", series.color, &path, series.name);
+    }
+
+    /// Values that hold until the next point.
+    pub fn steps(&mut self, series: &Series<'_>) {
+        let path = self.path(held(&series.points).into_iter());
+        self.named_path("line", series.color, &path, series.name);
+    }
+
+    /// What lies between two step functions of the same moments.
+    pub fn area(&mut self, name: &str, color: usize, low: &[(f64, f64)], high: &[(f64, f64)]) {
+        let outline = held(high).into_iter().chain(held(low).into_iter().rev());
+        let path = self.path(outline) + "Z";
+        self.named_path("area", color, &path, name);
+    }
+
+    pub fn dots(&mut self, series: &Series<'_>) {
+        for (x, y) in &series.points {
+            let _ = write!(
+                self.body,
+                "<circle class=\"dot c{}\" cx=\"{}\" cy=\"{}\" r=\"3.5\"><title>{}: {} at {}</title></circle>",
+                series.color % N_COLORS,
+                n(self.px(*x)),
+                n(self.py(*y)),
+                escape(series.name),
+                self.y.unit.show(*y),
+                self.x.unit.show(*x)
+            );
+        }
+    }
+
+    /// (x, y, half width)
+    pub fn intervals(&mut self, color: usize, points: impl Iterator<Item = (f64, f64, f64)>) {
+        for (x, y, half) in points {
+            let _ = write!(
+                self.body,
+                "<line class=\"interval c{}\" x1=\"{1}\" x2=\"{1}\" y1=\"{2}\" y2=\"{3}\"/>",
+                color % N_COLORS,
+                n(self.px(x)),
+                n(self.py(y - half)),
+                n(self.py(y + half))
+            );
+        }
+    }
+
+    /// The finished plot; `name` is what a screen reader says.
+    pub fn finish(self, name: &str) -> String {
+        svg(self.width, self.height, name, &self.body)
+    }
+}
+
+/// The corners of a step function.
+fn held(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+    let mut corners = Vec::with_capacity(points.len() * 2);
+    for (i, (x, y)) in points.iter().enumerate() {
+        if i > 0 {
+            corners.push((*x, points[i - 1].1));
+        }
+        corners.push((*x, *y));
+    }
+    corners
+}
+
+pub(super) fn svg(width: f64, height: f64, name: &str, body: &str) -> String {
+    format!(
+        "<svg viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\">{body}</svg>\n",
+        n(width),
+        n(height),
+        escape(name)
+    )
+}
+
+/// Names and their colours.
+pub(super) fn legend<'a>(entries: impl Iterator<Item = (&'a str, usize)>) -> String {
+    let mut legend = String::from("<p class=\"legend\">");
+    for (name, color) in entries {
+        let _ = write!(legend, "<span><i class=\"c{}\"></i>{}</span>", color % N_COLORS, escape(name));
+    }
+    legend + "</p>\n"
+}
+
+/// A coordinate, to a tenth of a pixel.
+pub(super) fn n(value: f64) -> String {
+    let text = format!("{value:.1}");
+    text.strip_suffix(".0").map_or(text.clone(), str::to_string)
+}
+
+/// Time from 0 to `seconds`.
+pub(super) fn time_axis(seconds: f64) -> Scale {
+    Scale::linear(0.0, seconds, Unit::Seconds)
+}

@@ -1,0 +1,176 @@
+//! From quantities to pixels, and how quantities are written.
+
+/// What an axis counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Unit {
+    Seconds,
+    Count,
+    /// 1 is 100%.
+    Percent,
+}
+
+impl Unit {
+    /// Short, with at most three digits that matter.
+    pub fn show(self, value: f64) -> String {
+        match self {
+            Unit::Percent => format!("{}%", digits(value * 100.0)),
+            Unit::Count => {
+                let (value, suffix) = match value.abs() {
+                    v if v >= 1e9 => (value / 1e9, "G"),
+                    v if v >= 1e6 => (value / 1e6, "M"),
+                    v if v >= 1e4 => (value / 1e3, "k"),
+                    _ => (value, ""),
+                };
+                digits(value) + suffix
+            }
+            Unit::Seconds => {
+                let (value, suffix) = match value.abs() {
+                    0.0 => (0.0, " s"),
+                    v if v < 1e-6 => (value * 1e9, " ns"),
+                    v if v < 1e-3 => (value * 1e6, " µs"),
+                    v if v < 1.0 => (value * 1e3, " ms"),
+                    v if v < 600.0 => (value, " s"),
+                    v if v < 36_000.0 => (value / 60.0, " min"),
+                    _ => (value / 3600.0, " h"),
+                };
+                digits(value) + suffix
+            }
+        }
+    }
+}
+
+/// Three digits that matter, no zeros behind the point.
+fn digits(value: f64) -> String {
+    let decimals = match value.abs() {
+        v if v >= 100.0 || v == 0.0 => 0,
+        v if v >= 10.0 => 1,
+        v if v >= 1.0 => 2,
+        v if v >= 0.1 => 3,
+        _ => 4,
+    };
+    let text = format!("{value:.decimals$}");
+    if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').to_string() } else { text }
+}
+
+/// A range of quantities on a line of pixels.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Scale {
+    low: f64,
+    high: f64,
+    is_log: bool,
+    pub unit: Unit,
+}
+
+impl Scale {
+    /// From `low` to `high`, or a little further, to where a tick stands.
+    pub fn linear(low: f64, high: f64, unit: Unit) -> Scale {
+        let high = if high > low { high } else { low + 1.0 };
+        // A share ends at 100%.
+        let high = if unit == Unit::Percent && high > 0.8 && high <= 1.0 { 1.0 } else { high };
+        Scale { low, high, is_log: false, unit }
+    }
+
+    /// Both above 0.
+    pub fn log(low: f64, high: f64, unit: Unit) -> Scale {
+        let low = low.max(1e-12);
+        let (low, high) = if high > low * 1.01 { (low, high) } else { (low / 2.0, low * 2.0) };
+        Scale { low, high, is_log: true, unit }
+    }
+
+    /// 0 to 1 within the range; what lies outside is at its end.
+    pub fn at(&self, value: f64) -> f64 {
+        let part = if self.is_log {
+            (value.max(self.low) / self.low).ln() / (self.high / self.low).ln()
+        } else {
+            (value - self.low) / (self.high - self.low)
+        };
+        part.clamp(0.0, 1.0)
+    }
+
+    /// Round quantities within the range, about `n` of them.
+    pub fn ticks(&self, n: usize) -> Vec<f64> {
+        if self.is_log {
+            let decades = (self.high / self.low).log10();
+            let steps: &[f64] = if decades <= 1.5 {
+                &[1.0, 2.0, 3.0, 5.0]
+            } else if decades <= 3.0 {
+                &[1.0, 3.0]
+            } else {
+                &[1.0]
+            };
+            // Where there are many decades, some go without.
+            let every = ((decades / n as f64).ceil() as i32).max(1);
+            let first = self.low.log10().floor() as i32;
+            let last = self.high.log10().ceil() as i32;
+            let decades = (first..=last).filter(|d| d.rem_euclid(every) == 0);
+            let ticks = decades.flat_map(|d| steps.iter().map(move |step| step * 10f64.powi(d)));
+            let ticks: Vec<f64> =
+                ticks.filter(|t| (self.low * 0.999..=self.high * 1.001).contains(t)).collect();
+            // So little of a decade that hardly a round number lies in it is almost linear.
+            if ticks.len() >= 3 { ticks } else { Scale { is_log: false, ..*self }.ticks(n.min(5)) }
+        } else {
+            let step = round_step((self.high - self.low) / n as f64);
+            let first = (self.low / step).ceil() as i64;
+            let last = (self.high / step * 1.000_001).floor() as i64;
+            (first..=last).map(|i| i as f64 * step).collect()
+        }
+    }
+}
+
+/// 1, 2, 2.5 or 5 times a power of ten, at least `step`.
+fn round_step(step: f64) -> f64 {
+    let magnitude = 10f64.powf(step.log10().floor());
+    let round = [1.0, 2.0, 2.5, 5.0, 10.0].into_iter().find(|r| r * magnitude >= step * 0.999_999);
+    round.unwrap_or(10.0) * magnitude
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn written() {
+        for (unit, value, text) in [
+            (Unit::Seconds, 0.0, "0 s"),
+            (Unit::Seconds, 0.000_5, "500 µs"),
+            (Unit::Seconds, 0.0123, "12.3 ms"),
+            (Unit::Seconds, 1.5, "1.5 s"),
+            (Unit::Seconds, 1800.0, "30 min"),
+            (Unit::Seconds, 36_000.0, "10 h"),
+            (Unit::Count, 9_999.0, "9999"),
+            (Unit::Count, 10_000.0, "10k"),
+            (Unit::Count, 2_500_000.0, "2.5M"),
+            (Unit::Percent, 0.3664, "36.6%"),
+            (Unit::Percent, 1.0, "100%"),
+        ] {
+            assert_eq!(unit.show(value), text);
+        }
+    }
+
+    #[test]
+    fn ticks_are_round_and_few() {
+        let close =
+            |a: &[f64], b: &[f64]| a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-9);
+        let linear = Scale::linear(0.0, 0.43, Unit::Percent).ticks(5);
+        assert!(close(&linear, &[0.0, 0.1, 0.2, 0.3, 0.4]), "{linear:?}");
+        let log = Scale::log(30.0, 200_000.0, Unit::Count).ticks(8);
+        assert!(close(&log, &[100.0, 1000.0, 10_000.0, 100_000.0]), "{log:?}");
+        for (low, high) in [(0.0, 1e-9), (5.0, 5.0), (0.0, 1e18), (3.0, 4.0)] {
+            for scale in [Scale::linear(low, high, Unit::Count), Scale::log(low, high, Unit::Count)] {
+                let ticks = scale.ticks(6);
+                assert!((1..=24).contains(&ticks.len()), "{scale:?}: {ticks:?}");
+                assert!(ticks.iter().all(|t| scale.at(*t).is_finite()));
+            }
+        }
+    }
+
+    #[test]
+    fn pixels() {
+        let linear = Scale::linear(0.0, 10.0, Unit::Count);
+        assert_eq!([-1.0, 0.0, 5.0, 10.0, 11.0].map(|v| linear.at(v)), [0.0, 0.0, 0.5, 1.0, 1.0]);
+        let log = Scale::log(1.0, 100.0, Unit::Count);
+        assert!(
+            [(0.0, 0.0), (10.0, 0.5), (100.0, 1.0)].iter().all(|(v, at)| (log.at(*v) - at).abs() < 1e-12)
+        );
+    }
+}

@@ -1,0 +1,87 @@
+//! Requests that nobody made: arrivals, lengths and contents drawn from distributions.
+//!
+//! A [`Workload`] describes, [`Workload::generate`] draws. It promises that the same description and seed give the
+//! same requests, on any number of threads and whatever else is drawn: each aspect (arrivals, lengths, contents) has
+//! a stream of random numbers of its own. It refuses to draw without a seed, and parameters that make no
+//! distribution.
+mod arrivals;
+mod contents;
+mod lengths;
+mod random;
+
+pub use arrivals::Arrivals;
+pub use contents::{Agents, Chats, Contents, Prefixes, Zipf};
+pub use lengths::Lengths;
+pub use random::Random;
+
+use crate::request::Request;
+use contents::Weaver;
+
+/// What arrives, by description.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Workload {
+    /// Requests to make. Chats and agents stop when their last tree is complete, and so may make a few more.
+    pub n_requests: usize,
+    pub arrivals: Arrivals,
+    /// Tokens of a prompt of its own; of one turn of a chat, what the user adds.
+    pub prompt_tokens: Lengths,
+    pub output_tokens: Lengths,
+    pub contents: Contents,
+}
+
+/// A parameter that makes no distribution.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[error("{parameter} is {found}: expected {expected}")]
+pub struct BadParameter {
+    pub parameter: &'static str,
+    pub found: String,
+    pub expected: &'static str,
+}
+
+impl BadParameter {
+    fn new(parameter: &'static str, found: impl ToString, expected: &'static str) -> BadParameter {
+        BadParameter { parameter, found: found.to_string(), expected }
+    }
+}
+
+/// Err unless `value` is finite and above 0.
+fn positive(parameter: &'static str, value: f64) -> Result<(), BadParameter> {
+    if value.is_finite() && value > 0.0 {
+        Ok(())
+    } else {
+        Err(BadParameter::new(parameter, value, "a finite number above 0"))
+    }
+}
+
+/// Streams of random numbers: one for each aspect, so that a change of one leaves the others as they are.
+const ARRIVALS: u64 = 0;
+const PROMPTS: u64 = 1;
+const OUTPUTS: u64 = 2;
+const CONTENTS: u64 = 3;
+
+impl Workload {
+    /// The requests of `seed`, in order of arrival (followers behind their parents), with ids from 0.
+    ///
+    /// # Errors
+    /// [`BadParameter`]
+    pub fn generate(&self, seed: u64) -> Result<Vec<Request>, BadParameter> {
+        self.arrivals.check()?;
+        self.prompt_tokens.check("prompt tokens")?;
+        self.output_tokens.check("output tokens")?;
+        let mut arrivals = self.arrivals.times(Random::new(seed, ARRIVALS));
+        let mut prompts = Random::new(seed, PROMPTS);
+        let mut outputs = Random::new(seed, OUTPUTS);
+        let mut weaver = Weaver::new(&self.contents, Random::new(seed, CONTENTS))?;
+        let mut requests = Vec::with_capacity(self.n_requests);
+        while requests.len() < self.n_requests {
+            let arrival_ns = arrivals.next_ns();
+            weaver.weave(
+                arrival_ns,
+                &mut || self.prompt_tokens.draw_tokens(&mut prompts),
+                &mut || self.output_tokens.draw_tokens(&mut outputs),
+                &mut requests,
+            );
+        }
+        Ok(requests)
+    }
+}

@@ -1,0 +1,159 @@
+//! When requests arrive.
+use super::{BadParameter, Random, positive};
+
+/// A process of arrivals. Rates are requests per second, on average.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Arrivals {
+    /// One every 1/rate seconds, the first after one interval.
+    Deterministic { per_s: f64 },
+    /// Independent users: exponential intervals.
+    Poisson { per_s: f64 },
+    /// Intervals with a gamma distribution of this coefficient of variation: above 1 is burstier than Poisson, as
+    /// traces are (Wang et al., "BurstGPT", 2024), below 1 smoother.
+    Gamma { per_s: f64, variation: f64 },
+    /// Poisson at `per_s` while on, nothing while off; both last an exponential time. An interrupted Poisson process
+    /// (Kuczura, "The Interrupted Poisson Process as an Overflow Process", Bell System Technical Journal 52(3), 1973).
+    OnOff { per_s: f64, on_s: f64, off_s: f64 },
+    /// All at the beginning.
+    AtOnce,
+}
+
+impl Arrivals {
+    pub(super) fn check(&self) -> Result<(), BadParameter> {
+        match *self {
+            Arrivals::Deterministic { per_s } | Arrivals::Poisson { per_s } => {
+                positive("the arrival rate", per_s)
+            }
+            Arrivals::Gamma { per_s, variation } => {
+                positive("the arrival rate", per_s)?;
+                positive("the variation of arrivals", variation)
+            }
+            Arrivals::OnOff { per_s, on_s, off_s } => {
+                positive("the arrival rate", per_s)?;
+                positive("the mean time on", on_s)?;
+                positive("the mean time off", off_s)
+            }
+            Arrivals::AtOnce => Ok(()),
+        }
+    }
+
+    /// Mean of the intervals in seconds.
+    pub fn mean_interval_s(&self) -> f64 {
+        match *self {
+            Arrivals::Deterministic { per_s }
+            | Arrivals::Poisson { per_s }
+            | Arrivals::Gamma { per_s, .. } => 1.0 / per_s,
+            Arrivals::OnOff { per_s, on_s, off_s } => (on_s + off_s) / on_s / per_s,
+            Arrivals::AtOnce => 0.0,
+        }
+    }
+
+    pub(super) fn times(self, random: Random) -> Times {
+        let on_left_s = 0.0; // drawn with the first arrival
+        Times { arrivals: self, random, now_s: 0.0, on_left_s, begun: false }
+    }
+}
+
+/// Moments of arrival, in order.
+pub(super) struct Times {
+    arrivals: Arrivals,
+    random: Random,
+    now_s: f64,
+    /// Until the process goes off.
+    on_left_s: f64,
+    begun: bool,
+}
+
+impl Times {
+    pub fn next_ns(&mut self) -> u64 {
+        let interval_s = match self.arrivals {
+            Arrivals::Deterministic { per_s } => 1.0 / per_s,
+            Arrivals::Poisson { per_s } => self.random.exponential() / per_s,
+            Arrivals::Gamma { per_s, variation } => {
+                let shape = variation.powi(-2);
+                self.random.gamma(shape) / shape / per_s
+            }
+            Arrivals::OnOff { per_s, on_s, off_s } => {
+                if !self.begun {
+                    self.on_left_s = self.random.exponential() * on_s;
+                    self.begun = true;
+                }
+                let mut waited_s = 0.0;
+                loop {
+                    let interval_s = self.random.exponential() / per_s;
+                    if interval_s <= self.on_left_s {
+                        self.on_left_s -= interval_s;
+                        break waited_s + interval_s;
+                    }
+                    // What was drawn beyond the end of the phase is dropped: the exponential has no memory.
+                    waited_s += self.on_left_s + self.random.exponential() * off_s;
+                    self.on_left_s = self.random.exponential() * on_s;
+                }
+            }
+            Arrivals::AtOnce => 0.0,
+        };
+        self.now_s += interval_s;
+        (self.now_s * 1e9).round() as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::statistics::{mean, variance};
+
+    /// Mean and variance of intervals against theory. On-off: with rate λ, and phases that end at rates a = 1/on and
+    /// b = 1/off, an interval is hyperexponential (Kuczura 1973); its variance follows from the two moments
+    /// E[X] = (a + b)/(λb) and E[X²] = 2((a + b)² + λa)/(λb)².
+    #[test]
+    fn moments_of_intervals() {
+        let on_off = |per_s: f64, on_s: f64, off_s: f64| {
+            let (a, b) = (1.0 / on_s, 1.0 / off_s);
+            2.0 * ((a + b).powi(2) + per_s * a) / (per_s * b).powi(2) - ((a + b) / (per_s * b)).powi(2)
+        };
+        for (arrivals, expected_variance) in [
+            (Arrivals::Deterministic { per_s: 4.0 }, 0.0),
+            (Arrivals::Poisson { per_s: 4.0 }, 1.0 / 16.0),
+            (Arrivals::Gamma { per_s: 4.0, variation: 2.0 }, 4.0 / 16.0),
+            (Arrivals::Gamma { per_s: 4.0, variation: 0.5 }, 0.25 / 16.0),
+            (Arrivals::OnOff { per_s: 10.0, on_s: 1.0, off_s: 3.0 }, on_off(10.0, 1.0, 3.0)),
+            (Arrivals::AtOnce, 0.0),
+        ] {
+            arrivals.check().unwrap();
+            let n = 300_000;
+            let mut times = arrivals.times(Random::new(3, 0));
+            let mut last = 0;
+            let intervals: Vec<f64> = (0..n)
+                .map(|_| {
+                    let at = times.next_ns();
+                    let interval = at - last;
+                    last = at;
+                    interval as f64 / 1e9
+                })
+                .collect();
+            let (m, v) = (mean(&intervals).unwrap(), variance(&intervals).unwrap());
+            let standard_error = (expected_variance / f64::from(n)).sqrt();
+            let expected = arrivals.mean_interval_s();
+            assert!(
+                (m - expected).abs() <= 4.0 * standard_error + 1e-9,
+                "{arrivals:?}: mean {m}, not {expected}"
+            );
+            assert!(
+                (v - expected_variance).abs() <= 0.04 * expected_variance + 1e-12,
+                "{arrivals:?}: variance {v}, not {expected_variance}"
+            );
+        }
+    }
+
+    #[test]
+    fn parameters_that_make_no_process() {
+        for arrivals in [
+            Arrivals::Poisson { per_s: 0.0 },
+            Arrivals::Deterministic { per_s: f64::NAN },
+            Arrivals::Gamma { per_s: 1.0, variation: -1.0 },
+            Arrivals::OnOff { per_s: 1.0, on_s: 1.0, off_s: f64::INFINITY },
+        ] {
+            assert!(arrivals.check().is_err(), "{arrivals:?}");
+        }
+    }
+}

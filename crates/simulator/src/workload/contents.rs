@@ -1,0 +1,322 @@
+//! What requests have in common: prefixes, chats, agents.
+use super::{BadParameter, Lengths, Random, positive};
+use crate::request::{PromptContent, Request};
+use std::sync::Arc;
+
+/// How the requests of a workload share what they say.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Contents {
+    /// Counted only: nothing ever matches.
+    Unknown,
+    /// Every request begins with one of a few prefixes.
+    Prefixes(Prefixes),
+    /// Every arrival is a chat of several turns.
+    Chats(Chats),
+    /// Every arrival is an agent that asks others, who ask others.
+    Agents(Agents),
+}
+
+/// Prefixes (system prompts, documents) whose popularity falls like a power of their rank.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Prefixes {
+    pub n_prefixes: u32,
+    /// Popularity ∝ rank^-exponent; 0 makes all alike.
+    pub exponent: f64,
+    pub prefix_tokens: u32,
+    /// Does a prompt of its own follow? Without, the prefix is the whole prompt.
+    pub own_prompt: bool,
+    pub tokens_per_id: u32,
+}
+
+/// A chat: each turn's prompt is everything said so far and what the user adds; the user thinks in between.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Chats {
+    /// Turns of a chat.
+    pub turns: Lengths,
+    /// Mean of an exponential time between an answer and the next turn. Seconds, 0 for none.
+    pub think_s: f64,
+    /// Beginning of every chat, the same for all.
+    pub system_tokens: u32,
+    pub tokens_per_id: u32,
+}
+
+/// An agent: when a request has finished, `fan_out` others follow at once, each with everything its parent read and
+/// wrote and a task of its own, down to `depth` generations below the first.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Agents {
+    pub fan_out: u32,
+    pub depth: u32,
+    /// Beginning of every tree, the same for all.
+    pub system_tokens: u32,
+    pub tokens_per_id: u32,
+}
+
+/// A chat or an agent ends early where its context would pass this.
+const MOST_TOKENS: u64 = 1 << 24;
+/// Most requests of one agent's tree.
+const MOST_REQUESTS: u64 = 1 << 20;
+
+/// Ranks from 0 with probability ∝ (rank + 1)^-exponent (Zipf, "Human Behavior and the Principle of Least Effort",
+/// 1949): a table of n sums, searched by halving.
+#[derive(Clone, Debug)]
+pub struct Zipf {
+    /// Probability of this rank or a smaller one.
+    cumulative: Vec<f64>,
+}
+
+impl Zipf {
+    /// # Errors
+    /// No rank, or an exponent that is negative or not finite.
+    pub fn new(n: u32, exponent: f64) -> Result<Zipf, BadParameter> {
+        if n == 0 {
+            return Err(BadParameter::new("the number of prefixes", n, "at least 1"));
+        }
+        if !exponent.is_finite() || exponent < 0.0 {
+            return Err(BadParameter::new("Zipf's exponent", exponent, "a finite number, at least 0"));
+        }
+        let mut sum = 0.0;
+        let mut cumulative: Vec<f64> = (1..=n)
+            .map(|rank| {
+                sum += f64::from(rank).powf(-exponent);
+                sum
+            })
+            .collect();
+        cumulative.iter_mut().for_each(|c| *c /= sum);
+        Ok(Zipf { cumulative })
+    }
+
+    pub fn draw(&self, random: &mut Random) -> u32 {
+        let u = random.unit();
+        // Rounding may leave the last sum below 1.
+        self.cumulative.partition_point(|c| *c <= u).min(self.cumulative.len() - 1) as u32
+    }
+
+    /// Of rank `rank`; 0 beyond the last.
+    pub fn probability(&self, rank: u32) -> f64 {
+        let rank = rank as usize;
+        let below = if rank == 0 { 0.0 } else { self.cumulative.get(rank - 1).copied().unwrap_or(1.0) };
+        self.cumulative.get(rank).map_or(0.0, |c| c - below)
+    }
+}
+
+/// Ids with this bit are shared by all trees of a workload, those without belong to one request and its followers.
+const SHARED: u64 = 1 << 63;
+
+/// Makes requests out of arrivals.
+pub(super) struct Weaver<'a> {
+    contents: &'a Contents,
+    random: Random,
+    zipf: Option<Zipf>,
+    next_id: u64,
+}
+
+type DrawTokens<'a> = &'a mut dyn FnMut() -> u32;
+
+impl<'a> Weaver<'a> {
+    pub fn new(contents: &'a Contents, random: Random) -> Result<Weaver<'a>, BadParameter> {
+        let ids = |tokens_per_id: u32| match tokens_per_id {
+            0 => Err(BadParameter::new("the tokens per id", 0, "at least 1")),
+            _ => Ok(()),
+        };
+        let mut zipf = None;
+        match contents {
+            Contents::Unknown => {}
+            Contents::Prefixes(prefixes) => {
+                ids(prefixes.tokens_per_id)?;
+                zipf = Some(Zipf::new(prefixes.n_prefixes, prefixes.exponent)?);
+                if prefixes.prefix_tokens == 0 || u64::from(prefixes.prefix_tokens) > MOST_TOKENS {
+                    let found = prefixes.prefix_tokens;
+                    return Err(BadParameter::new("the length of prefixes", found, "1 to 16777216 tokens"));
+                }
+            }
+            Contents::Chats(chats) => {
+                ids(chats.tokens_per_id)?;
+                chats.turns.check("the number of turns")?;
+                if chats.think_s != 0.0 {
+                    positive("the time to think", chats.think_s)?;
+                }
+            }
+            Contents::Agents(agents) => {
+                ids(agents.tokens_per_id)?;
+                let mut generation = 1u64;
+                let mut n_requests = 1u64;
+                for _ in 0..agents.depth {
+                    generation = generation.saturating_mul(u64::from(agents.fan_out));
+                    n_requests = n_requests.saturating_add(generation);
+                    if generation == 0 || n_requests > MOST_REQUESTS {
+                        break;
+                    }
+                }
+                if n_requests > MOST_REQUESTS {
+                    let found = format!("{} to a depth of {}", agents.fan_out, agents.depth);
+                    return Err(BadParameter::new("the fan-out", found, "at most 1048576 requests per tree"));
+                }
+            }
+        }
+        Ok(Weaver { contents, random, zipf, next_id: 0 })
+    }
+
+    /// Appends the request, or the tree of requests, that arrives now.
+    pub fn weave(
+        &mut self,
+        arrival_ns: u64,
+        prompt: DrawTokens<'_>,
+        output: DrawTokens<'_>,
+        requests: &mut Vec<Request>,
+    ) {
+        match self.contents {
+            Contents::Unknown => {
+                let id = requests.len() as u64;
+                requests.push(Request::new(id, arrival_ns, prompt(), output()));
+            }
+            Contents::Prefixes(prefixes) => {
+                let own = if prefixes.own_prompt { prompt() } else { 0 };
+                let n_prompt = prefixes.prefix_tokens.saturating_add(own);
+                let rank = self.zipf.as_ref().map_or(0, |zipf| zipf.draw(&mut self.random));
+                let per_prefix = u64::from(prefixes.prefix_tokens.div_ceil(prefixes.tokens_per_id));
+                let mut request = Request::new(requests.len() as u64, arrival_ns, n_prompt, output());
+                // Where the request goes on, the id that holds the end of the prefix is its own. Where it does not, its
+                // output would share that id with others, so it stays unknown.
+                let (shared, n_known) = if prefixes.own_prompt {
+                    (u64::from(prefixes.prefix_tokens / prefixes.tokens_per_id), request.total_tokens())
+                } else {
+                    (per_prefix, u64::from(n_prompt))
+                };
+                let first = u64::from(rank) * per_prefix;
+                let mut ids: Vec<u64> = (first..first + shared).map(|id| SHARED | id).collect();
+                self.cover(&mut ids, n_known, prefixes.tokens_per_id);
+                request.content = known(ids.into(), prefixes.tokens_per_id, n_known);
+                requests.push(request);
+            }
+            Contents::Chats(chats) => self.chat(chats, arrival_ns, prompt, output, requests),
+            Contents::Agents(agents) => {
+                let ids = system_ids(agents.system_tokens, agents.tokens_per_id);
+                let root = Node { parent: None, ids, tokens: u64::from(agents.system_tokens) };
+                let mut generation = vec![root];
+                for depth in 0..=agents.depth {
+                    let mut next = Vec::new();
+                    for node in &generation {
+                        let n = if depth == 0 { 1 } else { agents.fan_out };
+                        for _ in 0..n {
+                            next.extend(self.ask(node, agents, arrival_ns, prompt, output, requests));
+                        }
+                    }
+                    generation = next;
+                }
+            }
+        }
+    }
+
+    fn chat(
+        &mut self,
+        chats: &Chats,
+        arrival_ns: u64,
+        prompt: DrawTokens<'_>,
+        output: DrawTokens<'_>,
+        requests: &mut Vec<Request>,
+    ) {
+        let n_turns = chats.turns.draw_tokens(&mut self.random);
+        let begin = requests.len();
+        let mut said = u64::from(chats.system_tokens);
+        for turn in 0..n_turns {
+            let (n_prompt, n_output) = (said + u64::from(prompt()), output());
+            said = n_prompt + u64::from(n_output);
+            if turn > 0 && said > MOST_TOKENS {
+                break;
+            }
+            let id = requests.len() as u64;
+            let n_prompt = u32::try_from(n_prompt).unwrap_or(u32::MAX);
+            let mut request = Request::new(id, arrival_ns, n_prompt, n_output);
+            if turn > 0 {
+                request.parent = Some(id - 1);
+                request.think_ns = (chats.think_s * self.random.exponential() * 1e9).round() as u64;
+            }
+            requests.push(request);
+        }
+        // One list for the whole chat: a turn knows a prefix of it.
+        let mut ids = system_ids(chats.system_tokens, chats.tokens_per_id);
+        let longest = requests.last().map_or(0, Request::total_tokens);
+        self.cover(&mut ids, longest, chats.tokens_per_id);
+        let ids: Arc<[u64]> = ids.into();
+        for request in &mut requests[begin..] {
+            request.content = known(ids.clone(), chats.tokens_per_id, request.total_tokens());
+        }
+    }
+
+    /// A request that goes on from `node`; `None`, and no request, where the context is too long for followers.
+    fn ask(
+        &mut self,
+        node: &Node,
+        agents: &Agents,
+        arrival_ns: u64,
+        prompt: DrawTokens<'_>,
+        output: DrawTokens<'_>,
+        requests: &mut Vec<Request>,
+    ) -> Option<Node> {
+        let n_prompt = node.tokens + u64::from(prompt());
+        let n_output = output();
+        if node.parent.is_some() && n_prompt + u64::from(n_output) > MOST_TOKENS {
+            return None;
+        }
+        let id = requests.len() as u64;
+        let mut request = Request::new(id, arrival_ns, u32::try_from(n_prompt).unwrap_or(u32::MAX), n_output);
+        request.parent = node.parent;
+        // The id that holds the end of what the parent said goes on differently in every child.
+        let shared = (node.tokens / u64::from(agents.tokens_per_id)) as usize;
+        let mut ids = node.ids[..shared.min(node.ids.len())].to_vec();
+        self.cover(&mut ids, request.total_tokens(), agents.tokens_per_id);
+        request.content = known(ids.as_slice().into(), agents.tokens_per_id, request.total_tokens());
+        let tokens = request.total_tokens();
+        requests.push(request);
+        Some(Node { parent: Some(id), ids, tokens })
+    }
+
+    /// Appends new ids until `n_tokens` are covered.
+    fn cover(&mut self, ids: &mut Vec<u64>, n_tokens: u64, tokens_per_id: u32) {
+        for _ in ids.len() as u64..n_tokens.div_ceil(u64::from(tokens_per_id)) {
+            ids.push(self.next_id);
+            self.next_id += 1;
+        }
+    }
+}
+
+/// Where an agent goes on from.
+struct Node {
+    parent: Option<u64>,
+    ids: Vec<u64>,
+    tokens: u64,
+}
+
+/// The whole ids of a beginning that all trees share.
+fn system_ids(system_tokens: u32, tokens_per_id: u32) -> Vec<u64> {
+    (0..u64::from(system_tokens / tokens_per_id)).map(|at| SHARED | at).collect()
+}
+
+fn known(ids: Arc<[u64]>, tokens_per_id: u32, n_tokens: u64) -> PromptContent {
+    PromptContent::Ids { ids, tokens_per_id, n_tokens: u32::try_from(n_tokens).unwrap_or(u32::MAX) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::statistics::{mean, variance};
+
+    #[test]
+    fn moments_of_zipf() {
+        for (n, exponent) in [(1, 1.0), (10, 0.0), (100, 0.8), (1000, 1.2)] {
+            let zipf = Zipf::new(n, exponent).unwrap();
+            let weight = |rank: u32| f64::from(rank + 1).powf(-exponent);
+            let total: f64 = (0..n).map(weight).sum();
+            let m: f64 = (0..n).map(|r| f64::from(r) * weight(r) / total).sum();
+            let v: f64 = (0..n).map(|r| (f64::from(r) - m).powi(2) * weight(r) / total).sum();
+            let mut random = Random::new(23, 0);
+            let drawn: Vec<f64> = (0..200_000).map(|_| f64::from(zipf.draw(&mut random))).collect();
+            let (mean, variance) = (mean(&drawn).unwrap(), variance(&drawn).unwrap());
+            assert!((mean - m).abs() <= 4.0 * (v / 200_000.0).sqrt(), "{n} {exponent}: mean {mean}, not {m}");
+            assert!((variance - v).abs() <= 0.03 * v, "{n} {exponent}: variance {variance}, not {v}");
+            assert!((zipf.probability(0) - 1.0 / total).abs() < 1e-12);
+            assert_eq!(zipf.probability(n), 0.0);
+        }
+        assert!(Zipf::new(0, 1.0).is_err() && Zipf::new(5, f64::NAN).is_err());
+    }
+}

@@ -1,0 +1,170 @@
+//! How many tokens.
+use super::{BadParameter, Random, positive};
+
+/// A distribution of lengths in tokens. What is drawn is rounded to whole tokens, at least 1, which moves the moments
+/// of short lengths a little.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Lengths {
+    Deterministic {
+        tokens: u32,
+    },
+    Exponential {
+        mean: f64,
+    },
+    /// Exponential with one of two means: `short` with probability `share_short`, else `long`. More variable than
+    /// exponential.
+    Hyperexponential {
+        short: f64,
+        long: f64,
+        share_short: f64,
+    },
+    /// Whole numbers from `least` to `most`, all alike.
+    Uniform {
+        least: u32,
+        most: u32,
+    },
+    /// The logarithm is normal; given by mean and coefficient of variation of the length itself.
+    Lognormal {
+        mean: f64,
+        variation: f64,
+    },
+}
+
+/// Longest drawn: what a context cannot hold anyway.
+const MOST_TOKENS: f64 = 16_777_216.0;
+
+impl Lengths {
+    /// A hyperexponential with this mean and coefficient of variation (at least 1), whose two parts carry equal load
+    /// ("balanced means": Whitt, "Approximating a Point Process by a Renewal Process", Operations Research 30(1), 1982).
+    pub fn balanced(mean: f64, variation: f64) -> Lengths {
+        let squared = variation.max(1.0).powi(2);
+        let share_short = 0.5 * (1.0 + ((squared - 1.0) / (squared + 1.0)).sqrt());
+        Lengths::Hyperexponential {
+            short: mean / (2.0 * share_short),
+            long: mean / (2.0 * (1.0 - share_short)),
+            share_short,
+        }
+    }
+
+    pub(super) fn check(&self, parameter: &'static str) -> Result<(), BadParameter> {
+        match *self {
+            Lengths::Deterministic { tokens: 0 } | Lengths::Uniform { least: 0, .. } => {
+                Err(BadParameter::new(parameter, 0, "at least 1"))
+            }
+            Lengths::Deterministic { .. } => Ok(()),
+            Lengths::Exponential { mean } => positive(parameter, mean),
+            Lengths::Hyperexponential { short, long, share_short } => {
+                positive(parameter, short)?;
+                positive(parameter, long)?;
+                if (0.0..=1.0).contains(&share_short) {
+                    Ok(())
+                } else {
+                    Err(BadParameter::new(parameter, share_short, "a share from 0 to 1"))
+                }
+            }
+            Lengths::Uniform { least, most } if most < least => {
+                Err(BadParameter::new(parameter, format!("{least} to {most}"), "the smaller number first"))
+            }
+            Lengths::Uniform { .. } => Ok(()),
+            Lengths::Lognormal { mean, variation } => {
+                positive(parameter, mean)?;
+                positive(parameter, variation)
+            }
+        }
+    }
+
+    /// Mean and variance, before rounding.
+    pub fn moments(&self) -> (f64, f64) {
+        match *self {
+            Lengths::Deterministic { tokens } => (f64::from(tokens), 0.0),
+            Lengths::Exponential { mean } => (mean, mean * mean),
+            Lengths::Hyperexponential { short, long, share_short } => {
+                let mean = share_short * short + (1.0 - share_short) * long;
+                let square = 2.0 * (share_short * short * short + (1.0 - share_short) * long * long);
+                (mean, square - mean * mean)
+            }
+            Lengths::Uniform { least, most } => {
+                let n = f64::from(most) - f64::from(least) + 1.0;
+                ((f64::from(least) + f64::from(most)) / 2.0, (n * n - 1.0) / 12.0)
+            }
+            Lengths::Lognormal { mean, variation } => (mean, (mean * variation).powi(2)),
+        }
+    }
+
+    /// Drawn, before rounding.
+    pub fn draw(&self, random: &mut Random) -> f64 {
+        match *self {
+            Lengths::Deterministic { tokens } => f64::from(tokens),
+            Lengths::Exponential { mean } => mean * random.exponential(),
+            Lengths::Hyperexponential { short, long, share_short } => {
+                let mean = if random.unit() < share_short { short } else { long };
+                mean * random.exponential()
+            }
+            Lengths::Uniform { least, most } => {
+                let n = u64::from(most) - u64::from(least) + 1;
+                f64::from(least) + random.below(n) as f64
+            }
+            Lengths::Lognormal { mean, variation } => {
+                let variance = (1.0 + variation * variation).ln();
+                (mean.ln() - variance / 2.0 + variance.sqrt() * random.normal()).exp()
+            }
+        }
+    }
+
+    pub(super) fn draw_tokens(&self, random: &mut Random) -> u32 {
+        self.draw(random).round().clamp(1.0, MOST_TOKENS) as u32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::statistics::{mean, variance};
+
+    #[test]
+    fn moments() {
+        for lengths in [
+            Lengths::Deterministic { tokens: 100 },
+            Lengths::Exponential { mean: 300.0 },
+            Lengths::Hyperexponential { short: 100.0, long: 2000.0, share_short: 0.9 },
+            Lengths::balanced(500.0, 2.0),
+            Lengths::Uniform { least: 10, most: 1000 },
+            Lengths::Lognormal { mean: 400.0, variation: 0.8 },
+        ] {
+            lengths.check("lengths").unwrap();
+            let mut random = Random::new(17, 0);
+            let (m, v) = lengths.moments();
+            let n = 400_000;
+            let drawn: Vec<f64> = (0..n).map(|_| lengths.draw(&mut random)).collect();
+            let (mean, variance) = (mean(&drawn).unwrap(), variance(&drawn).unwrap());
+            assert!((mean - m).abs() <= 4.0 * (v / f64::from(n)).sqrt(), "{lengths:?}: mean {mean}, not {m}");
+            assert!((variance - v).abs() <= 0.05 * v, "{lengths:?}: variance {variance}, not {v}");
+            let tokens: Vec<f64> = (0..n).map(|_| f64::from(lengths.draw_tokens(&mut random))).collect();
+            let rounded = crate::statistics::mean(&tokens).unwrap();
+            assert!((rounded / m - 1.0).abs() < 0.02, "{lengths:?}: {rounded} tokens, not {m}");
+        }
+    }
+
+    #[test]
+    fn balanced_has_the_variation_it_was_asked_for() {
+        for variation in [1.0, 2.0, 5.0] {
+            let (mean, variance) = Lengths::balanced(70.0, variation).moments();
+            assert!((mean - 70.0).abs() < 1e-9);
+            assert!((variance.sqrt() / mean - variation).abs() < 1e-9, "{variation}");
+        }
+    }
+
+    #[test]
+    fn parameters_that_make_no_distribution() {
+        for lengths in [
+            Lengths::Deterministic { tokens: 0 },
+            Lengths::Exponential { mean: 0.0 },
+            Lengths::Hyperexponential { short: 1.0, long: 1.0, share_short: 1.5 },
+            Lengths::Uniform { least: 5, most: 4 },
+            Lengths::Uniform { least: 0, most: 4 },
+            Lengths::Lognormal { mean: f64::NAN, variation: 1.0 },
+        ] {
+            assert!(lengths.check("lengths").is_err(), "{lengths:?}");
+        }
+    }
+}

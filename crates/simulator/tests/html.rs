@@ -1,0 +1,231 @@
+//! The page: complete, self-contained, the same bytes for the same runs. `KVIST_PAGE=FILE` writes it, to be looked at.
+use kvist_cache::evict::{POLICIES, Parameters};
+use kvist_simulator::cost::{BatchShape, Hardware, ModelShape, Roofline, StepCost};
+use kvist_simulator::html::{Curve, Page, Point, Run};
+use kvist_simulator::report::{BlockMap, BlockState, Load, Objectives, Outcome, Record, Report, RequestRow};
+use kvist_simulator::request::Request;
+use kvist_simulator::trace::{ReadOptions, Trace};
+use kvist_simulator::workload::{Arrivals, Contents, Lengths, Workload};
+use kvist_simulator::zero_service::{BlockStream, TouchOrder, replay};
+use std::path::Path;
+
+const BLOCK: u64 = 16;
+const CAPACITY: u64 = 600;
+
+/// One request while it is served.
+struct Active {
+    row: usize,
+    cached: u64,
+    left: u32,
+    blocks: Vec<usize>,
+    last_ns: u64,
+}
+
+/// First come, first served, whole prompts, `max_batch` at a time: enough of a server to have something to draw.
+fn serve(requests: &[Request], max_batch: usize, name: &str) -> Record {
+    let cost =
+        Roofline::ideal(Hardware::preset("l40s").unwrap(), ModelShape::preset("llama-3.1-8b").unwrap());
+    let mut record = Record::default();
+    record.setting.insert("scheduler".into(), name.into());
+    record.setting.insert("cost".into(), cost.name());
+    record.requests = requests
+        .iter()
+        .map(|r| RequestRow {
+            id: r.id,
+            arrival_ns: r.arrival_ns,
+            prompt_tokens: r.prompt_tokens,
+            ..RequestRow::default()
+        })
+        .collect();
+    let mut map = BlockMap::new(CAPACITY as u32);
+    let mut owners = vec![BlockState::Free; CAPACITY as usize];
+    let (mut now, mut next, mut batch) = (0, 0, Vec::<Active>::new());
+    loop {
+        let mut shape = BatchShape::default();
+        while next < requests.len() && requests[next].arrival_ns <= now && batch.len() < max_batch {
+            let request = &requests[next];
+            let needed = request.total_tokens().div_ceil(BLOCK) as usize;
+            let free: Vec<usize> = (0..owners.len())
+                .filter(|b| matches!(owners[*b], BlockState::Free | BlockState::Cached))
+                .take(needed)
+                .collect();
+            if free.len() < needed {
+                break;
+            }
+            free.iter().for_each(|b| owners[*b] = BlockState::Held(request.id));
+            record.requests[next].admitted_ns = Some(now);
+            shape.add_prefill(0, u64::from(request.prompt_tokens));
+            batch.push(Active {
+                row: next,
+                cached: u64::from(request.prompt_tokens),
+                left: request.output_tokens,
+                blocks: free,
+                last_ns: 0,
+            });
+            next += 1;
+        }
+        if batch.is_empty() {
+            let Some(request) = requests.get(next) else { break };
+            now = now.max(request.arrival_ns);
+            continue;
+        }
+        for active in &batch {
+            if record.requests[active.row].first_token_ns.is_some() {
+                shape.add_decode(active.cached);
+            }
+        }
+        let waiting = requests[next..].iter().take_while(|r| r.arrival_ns <= now).count();
+        let count = |state: fn(&BlockState) -> bool| owners.iter().filter(|s| state(s)).count() as u64;
+        record.timeline.note(
+            now,
+            Load {
+                queued_requests: waiting as u64,
+                running_requests: batch.len() as u64,
+                used_blocks: count(|s| matches!(s, BlockState::Held(_))),
+                cached_blocks: count(|s| *s == BlockState::Cached),
+            },
+        );
+        map.note(now, owners.iter().copied());
+        let step_ns = cost.step_ns(&shape);
+        now += step_ns;
+        record.steps.steps += 1;
+        record.steps.busy_ns += step_ns;
+        for active in &mut batch {
+            let row = &mut record.requests[active.row];
+            if row.first_token_ns.is_none() {
+                row.first_token_ns = Some(now);
+            } else {
+                record.itl_ns.record(now - active.last_ns);
+                active.cached += 1;
+            }
+            row.output_tokens += 1;
+            active.last_ns = now;
+            active.left -= 1;
+            if active.left == 0 {
+                row.finished_ns = Some(now);
+                row.outcome = Outcome::Finished;
+                active.blocks.iter().for_each(|b| owners[*b] = BlockState::Cached);
+            }
+        }
+        batch.retain(|active| active.left > 0);
+    }
+    record.timeline.note(now, Load::default());
+    record.cache.capacity_blocks = Some(CAPACITY);
+    record.cache.block_tokens = BLOCK as u32;
+    record.cache.miss_reasons.insert("never_seen".into(), requests.len() as u64);
+    record.block_map = Some(map);
+    record
+}
+
+fn records() -> Vec<(&'static str, Record)> {
+    let requests = Workload {
+        n_requests: 300,
+        arrivals: Arrivals::Gamma { per_s: 3.0, variation: 2.5 },
+        prompt_tokens: Lengths::Lognormal { mean: 500.0, variation: 1.0 },
+        output_tokens: Lengths::Lognormal { mean: 100.0, variation: 0.8 },
+        contents: Contents::Unknown,
+    }
+    .generate(1)
+    .unwrap();
+    vec![
+        ("batch of 32", serve(&requests, 32, "fcfs <32>")),
+        ("batch of 4 & no more", serve(&requests, 4, "fcfs \"4\"")),
+    ]
+}
+
+fn curves() -> (Vec<Curve>, f64) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/conversation_trace.jsonl.zst");
+    let options = ReadOptions { limit: Some(3000), ..Default::default() };
+    let stream = BlockStream::of(&Trace::read(&path, &options).unwrap().requests, None).unwrap();
+    let ratio = |policy: &str, capacity| {
+        let parameters = Parameters::default();
+        replay(&stream, policy, &parameters, capacity, TouchOrder::Reverse).unwrap().cache.token_hit_ratio
+    };
+    let capacities = [100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000];
+    let curve = |policy: &str| Curve {
+        name: policy.into(),
+        points: capacities
+            .map(|c| Point {
+                x: f64::from(c),
+                y: ratio(policy, Some(c)),
+                half_width: (policy == "lru").then_some(0.01),
+            })
+            .to_vec(),
+    };
+    (POLICIES.iter().map(|policy| curve(policy.name)).collect(), ratio("lru", None))
+}
+
+fn page(n_runs: usize) -> String {
+    let records = records();
+    let objectives = Objectives { ttft_s: Some(1.0), tpot_s: Some(0.05) };
+    let reports: Vec<Report> = records.iter().map(|(_, record)| Report::of(record, &objectives)).collect();
+    let runs = records.iter().zip(&reports).take(n_runs);
+    let (hit_ratio, without_bound) = curves();
+    Page {
+        title: "Two batches <of> one load",
+        about: "300 requests in bursts, on one L40S.",
+        runs: runs.map(|((name, record), report)| Run { name, record, report }).collect(),
+        hit_ratio,
+        without_bound: Some(without_bound),
+    }
+    .render()
+}
+
+/// Every tag that opens closes, in order; `<br>` and the like do not.
+fn check_tags(page: &str) {
+    const VOID: [&str; 3] = ["meta", "input", "!doctype"];
+    let (mut open, mut rest, mut in_script) = (Vec::<&str>::new(), page, false);
+    while let Some(at) = rest.find('<') {
+        rest = &rest[at + 1..];
+        let end = rest.find(['>', ' ']).unwrap();
+        let name = &rest[..end];
+        if in_script && name != "/script" {
+            continue;
+        }
+        let tag_end = rest.find('>').unwrap();
+        if let Some(name) = name.strip_prefix('/') {
+            assert_eq!(open.pop(), Some(name), "at {}", &rest[..rest.len().min(80)]);
+            in_script = false;
+        } else if !VOID.contains(&name) && !rest[..tag_end].ends_with('/') {
+            open.push(name);
+            in_script = name == "script";
+        }
+        rest = &rest[tag_end..];
+    }
+    assert!(open.is_empty(), "left open: {open:?}");
+}
+
+#[test]
+fn complete_and_self_contained() {
+    for n_runs in [0, 1, 2] {
+        let page = page(n_runs);
+        check_tags(&page);
+        for foreign in ["http", "src=", "@import", "url(", "NaN", "inf\"", "<of>", "<32>"] {
+            assert!(!page.contains(foreign), "{n_runs} runs: {foreign}");
+        }
+        let sections = ["Hit ratio against capacity", "Latency", "Memory and batch", "Requests", "Block map"];
+        for section in sections.iter().take(if n_runs == 0 { 1 } else { 5 }) {
+            assert!(page.contains(section), "{n_runs} runs: {section}");
+        }
+        if let Some(path) = std::env::var_os("KVIST_PAGE") {
+            std::fs::write(Path::new(&path).with_extension(format!("{n_runs}.html")), &page).unwrap();
+        }
+    }
+}
+
+#[test]
+fn same_runs_same_bytes() {
+    assert_eq!(page(2), page(2));
+}
+
+/// Nothing to show is no reason to fail.
+#[test]
+fn of_nothing() {
+    check_tags(&Page::default().render());
+    let record = Record::default();
+    let report = Report::of(&record, &Objectives::default());
+    let runs = vec![Run { name: "", record: &record, report: &report }];
+    let page = Page { runs, ..Page::default() }.render();
+    check_tags(&page);
+    assert!(!page.contains("NaN"));
+}
