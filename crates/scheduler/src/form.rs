@@ -5,8 +5,9 @@
 //!    is admitted when its turn comes: behind the prefills of the batch, or, under a policy that preempts, among them.
 //!
 //! Under a policy that preempts, who waits also takes the place or the memory of whoever ranks behind it. A victim
-//! is judged by its rank as it stands and by its rank without its cache, whichever is better: else two requests
-//! could preempt each other forever, each losing what it had computed.
+//! is judged by its rank as it stands or as it arrived, whichever is better. So being served makes nobody an easier
+//! victim, decoding alone never changes who runs, and two requests cannot preempt each other forever, each losing what
+//! it had computed.
 use crate::config::{Admission, PrefixOrder};
 use crate::entry::{Key, State};
 use crate::executor::Work;

@@ -53,9 +53,10 @@ impl View {
         let prefill = u64::from(self.prefill_left()).saturating_mul(work.prefill_ns);
         prefill.saturating_add(u64::from(self.decode_left()).saturating_mul(work.decode_ns))
     }
-    /// The same request, had it just lost its cache.
-    pub fn without_cache(mut self) -> View {
+    /// The same request as it arrived: nothing computed, nothing generated.
+    pub fn as_it_arrived(mut self) -> View {
         self.cached_tokens = 0;
+        self.generated = 0;
         self
     }
 }

@@ -276,7 +276,7 @@ fn compare(
 
 #[test]
 fn at_seven_tenths() {
-    check(&["fcfs"], 0.7, 32, 50_000, 0.02);
+    check(&["fcfs"], 0.7, 32, 35_000, 0.02);
     check(&["sjf", "srpt"], 0.7, 32, 8_000, 0.02);
 }
 

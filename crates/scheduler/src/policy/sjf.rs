@@ -13,7 +13,6 @@ impl Policy for Sjf {
     }
     /// The whole job, however much of it is done.
     fn rank(&self, r: &View) -> Rank {
-        let whole = View { cached_tokens: 0, generated: 0, ..*r };
-        rank_of(whole.work_left_ns(self.work))
+        rank_of(r.as_it_arrived().work_left_ns(self.work))
     }
 }

@@ -1,0 +1,389 @@
+//! The scheduler beside its stupid twin: vectors that are sorted anew at every look, no queues, no flags, no slab. The
+//! same random arrivals, cancellations and steps to both, the same decisions from both, compared after every turn.
+//!
+//! The twin keeps books of its own: over cells, the space a request needs is the tokens it holds.
+use kvist_cache::Cache;
+use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
+use kvist_scheduler::*;
+
+/// SplitMix64: S. Vigna's public-domain generator.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+    fn below(&mut self, n: u32) -> u32 {
+        (self.next() % u64::from(n)) as u32
+    }
+}
+
+#[derive(Clone)]
+struct Job {
+    request: Request,
+    number: usize,
+    running: bool,
+    /// When it entered: running jobs are in this order.
+    entered: usize,
+    /// Tokens it holds, and whether it holds a sequence at all.
+    cached: u32,
+    holds: bool,
+    generated: u32,
+    share: Option<u32>,
+}
+
+struct Twin {
+    config: Config,
+    policy: Box<dyn Policy>,
+    capacity: u32,
+    jobs: Vec<Job>,
+    n_entered: usize,
+    said: Vec<String>,
+}
+
+impl Twin {
+    fn known(job: &Job) -> u32 {
+        job.request.prompt_tokens + job.generated
+    }
+    fn rank_with(&self, job: &Job, cached: u32, generated: u32) -> Rank {
+        self.policy.rank(&View {
+            id: job.request.id,
+            arrival_ns: job.request.arrival_ns,
+            prompt_tokens: job.request.prompt_tokens,
+            cached_tokens: cached,
+            generated,
+            max_new: job.request.max_new,
+            expected_new: job.request.max_new,
+            deadline_ns: job.request.deadline_ns,
+            priority: job.request.priority,
+        })
+    }
+    fn key(&self, i: usize) -> (Rank, usize) {
+        (self.rank_with(&self.jobs[i], self.jobs[i].cached, self.jobs[i].generated), self.jobs[i].number)
+    }
+    fn victim_key(&self, i: usize) -> (Rank, usize) {
+        let (rank, number) = self.key(i);
+        (rank.min(self.rank_with(&self.jobs[i], 0, 0)), number)
+    }
+    fn free(&self) -> u32 {
+        self.capacity - self.jobs.iter().map(|job| job.cached).sum::<u32>()
+    }
+    fn running(&self) -> Vec<usize> {
+        let mut all: Vec<usize> = (0..self.jobs.len()).filter(|&i| self.jobs[i].running).collect();
+        all.sort_by_key(|&i| self.jobs[i].entered);
+        all
+    }
+    fn waiting(&self) -> Vec<usize> {
+        let mut all: Vec<usize> = (0..self.jobs.len()).filter(|&i| !self.jobs[i].running).collect();
+        all.sort_by_key(|&i| self.key(i));
+        all
+    }
+    fn worst_running(&self) -> Option<usize> {
+        self.running().into_iter().max_by_key(|&i| self.victim_key(i))
+    }
+    fn worst_holder(&self) -> Option<usize> {
+        self.waiting().into_iter().rfind(|&i| self.jobs[i].holds)
+    }
+
+    fn preempt(&mut self, i: usize, why: &str, keep: bool) {
+        self.said.push(format!("preempt {} for {why}", self.jobs[i].request.id));
+        let job = &mut self.jobs[i];
+        (job.running, job.share) = (false, None);
+        if !keep {
+            (job.cached, job.holds) = (0, false);
+        }
+    }
+    fn drop_cache(&mut self, i: usize) {
+        self.said.push(format!("drop {}", self.jobs[i].request.id));
+        (self.jobs[i].cached, self.jobs[i].holds) = (0, false);
+    }
+    fn end(&mut self, i: usize, how: &str) {
+        self.said.push(format!("end {} {how}", self.jobs[i].request.id));
+        self.jobs.remove(i);
+    }
+    /// By rank, a running job makes way for one with `key`.
+    fn make_way(&mut self, key: (Rank, usize), why: &str) -> bool {
+        match self.worst_running() {
+            Some(worst) if self.policy.preempts() && self.victim_key(worst).0 > key.0 => {
+                self.preempt(worst, why, self.config.preempted == Preempted::Kept);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    fn enter(&mut self, i: usize) -> bool {
+        let job = &self.jobs[i];
+        let running = self.running();
+        let fits = match self.config.admission {
+            Admission::Conservative => {
+                let whole = |job: &Job| job.request.prompt_tokens + job.request.max_new - 1;
+                let reserved: u32 = self.jobs.iter().filter(|job| job.holds).map(whole).sum();
+                job.holds || reserved + whole(job) <= self.capacity
+            }
+            Admission::Optimistic { headroom_tokens } => {
+                let mut demand = Twin::known(job) - job.cached;
+                if !running.is_empty() {
+                    demand += headroom_tokens;
+                    demand += running
+                        .iter()
+                        .map(|&r| Twin::known(&self.jobs[r]) + 1 - self.jobs[r].cached)
+                        .sum::<u32>();
+                }
+                demand <= self.free()
+            }
+        };
+        if fits {
+            let verb = if job.holds { "resume" } else { "admit" };
+            self.said.push(format!("{verb} {}", job.request.id));
+            if !job.holds {
+                self.n_entered += 1;
+                self.jobs[i].entered = self.n_entered;
+            }
+            (self.jobs[i].running, self.jobs[i].holds) = (true, true);
+        }
+        fits
+    }
+
+    /// The next admission, if there is one.
+    fn admit(&mut self) -> Option<usize> {
+        loop {
+            let head = *self.waiting().first()?;
+            let key = self.key(head);
+            if self.running().len() >= self.config.max_batch as usize && !self.make_way(key, "rank") {
+                return None;
+            }
+            loop {
+                let head = self.waiting().into_iter().find(|&i| self.key(i).1 == key.1)?;
+                if self.enter(head) {
+                    return Some(head);
+                }
+                if let Some(worst) = self.worst_holder().filter(|&w| self.victim_key(w) > key) {
+                    self.drop_cache(worst);
+                } else if self.make_way(key, "memory") {
+                } else if !self.running().is_empty() {
+                    return None;
+                } else if let Some(worst) =
+                    self.waiting().into_iter().rfind(|&i| self.jobs[i].holds && i != head)
+                {
+                    self.drop_cache(worst);
+                } else {
+                    self.end(head, "never_fits");
+                    break;
+                }
+            }
+        }
+    }
+
+    fn form(&mut self, mut admit: bool) {
+        self.jobs.iter_mut().for_each(|job| job.share = None);
+        for i in self.running() {
+            if Twin::known(&self.jobs[i]) - self.jobs[i].cached == 1 {
+                self.jobs[i].share = Some(1);
+            }
+        }
+        loop {
+            let used: u32 = self.jobs.iter().filter_map(|job| job.share).sum();
+            let budget = self.config.max_batch_tokens - used;
+            let full = self.running().len() >= self.config.max_batch as usize;
+            if budget == 0 && !(admit && self.policy.preempts() && full) {
+                break;
+            }
+            let mut unserved: Vec<usize> =
+                self.running().into_iter().filter(|&i| self.jobs[i].share.is_none()).collect();
+            unserved.sort_by_key(|&i| self.key(i));
+            let prefill = unserved.first().copied();
+            let head = self.waiting().first().copied().filter(|_| admit);
+            let head =
+                head.filter(|&h| prefill.is_none_or(|p| self.policy.preempts() && self.key(h) < self.key(p)));
+            let served = match head {
+                Some(_) => match self.admit() {
+                    Some(i) => i,
+                    None => {
+                        admit = false;
+                        continue;
+                    }
+                },
+                None => match prefill {
+                    Some(i) => i,
+                    None => break,
+                },
+            };
+            let used: u32 = self.jobs.iter().filter_map(|job| job.share).sum();
+            let left = Twin::known(&self.jobs[served]) - self.jobs[served].cached;
+            self.jobs[served].share = Some(left.min(self.config.max_batch_tokens - used));
+        }
+    }
+
+    /// One turn; `length` says how many tokens a request generates.
+    fn turn(&mut self, length: impl Fn(&Request) -> u32) {
+        let mut admit = true;
+        loop {
+            self.form(admit);
+            let needed: u32 = self.jobs.iter().filter_map(|job| job.share).sum();
+            if needed <= self.free() {
+                break;
+            }
+            if let Some(worst) = self.worst_holder() {
+                self.drop_cache(worst);
+            } else {
+                let worst = self.worst_running().expect("a step has a request");
+                if self.running().len() > 1 {
+                    self.preempt(worst, "memory", false);
+                } else {
+                    self.end(worst, "cache_full");
+                }
+            }
+            admit = self.running().is_empty();
+        }
+        let mut ended = Vec::new();
+        for i in self.running() {
+            let Some(share) = self.jobs[i].share.filter(|&share| share > 0) else { continue };
+            let job = &mut self.jobs[i];
+            job.cached += share;
+            if job.cached == Twin::known(job) {
+                job.generated += 1;
+                if job.generated == length(&job.request) {
+                    ended.push(job.number);
+                }
+            }
+        }
+        for number in ended {
+            let i = self.jobs.iter().position(|job| job.number == number).expect("it ran");
+            self.end(i, "finished");
+        }
+    }
+}
+
+/// What the decision log says, in the twin's words.
+fn words(log: &str) -> Vec<String> {
+    let mut said = Vec::new();
+    for line in log.lines() {
+        let line: serde_json::Value = serde_json::from_str(line).expect("every line is JSON");
+        for verb in ["admit", "resume", "preempt", "drop", "end"] {
+            if let Some(id) = line.get(verb) {
+                said.push(match verb {
+                    "preempt" => format!("preempt {id} for {}", line["for"].as_str().unwrap_or("?")),
+                    "end" => format!("end {id} {}", line["how"].as_str().unwrap_or("?")),
+                    _ => format!("{verb} {id}"),
+                });
+            }
+        }
+    }
+    said
+}
+
+fn length(request: &Request) -> u32 {
+    1 + (Random(request.id.0 ^ 0xabcd).next() % u64::from(request.max_new)) as u32
+}
+
+#[test]
+fn decides_as_its_stupid_twin() {
+    let ops: u64 = std::env::var("KVIST_OPS").ok().and_then(|n| n.parse().ok()).unwrap_or(100_000);
+    let mut configs = Vec::new();
+    for (policy, _) in POLICIES {
+        for preempted in [Preempted::Recompute, Preempted::Kept] {
+            for admission in [
+                Admission::Optimistic { headroom_tokens: 0 },
+                Admission::Optimistic { headroom_tokens: 9 },
+                Admission::Conservative,
+            ] {
+                for max_batch_tokens in [4, 16, 16] {
+                    configs.push(Config {
+                        policy: (*policy).into(),
+                        max_batch: 4,
+                        max_batch_tokens,
+                        admission,
+                        preempted,
+                        ageing_ns: 3_000,
+                        work: TokenWork { prefill_ns: 100, decode_ns: 900 },
+                        ..Config::default()
+                    });
+                }
+            }
+        }
+    }
+    let per_config = ops / configs.len() as u64;
+    let mut verbs = std::collections::BTreeMap::<String, u64>::new();
+    for (seed, config) in configs.iter().enumerate() {
+        let capacity = [90, 250][seed % 2];
+        let group =
+            GroupSpec { capacity_tokens: capacity, visibility: Visibility::FULL, max_step_tokens: capacity };
+        let cache = Cache::new(vec![Box::new(Cells::new(&group))]);
+        let mut scheduler = Scheduler::new(config.clone(), cache, None).unwrap();
+        scheduler.record();
+        scheduler.decisions().take();
+        let policy = build_policy(config).unwrap();
+        let mut twin =
+            Twin { config: config.clone(), policy, capacity, jobs: vec![], n_entered: 0, said: vec![] };
+        let mut random = Random(seed as u64);
+        let mut now = 0;
+        let mut all: Vec<Request> = Vec::new();
+        for _ in 0..per_config {
+            match random.below(9) {
+                0 | 1 => {
+                    let id = all.len() as u64;
+                    let mut request = Request::new(id, now, 1 + random.below(35), 1 + random.below(30));
+                    request.priority = random.below(4) as i32;
+                    request.deadline_ns =
+                        (random.below(4) > 0).then(|| now + u64::from(random.below(60_000)));
+                    all.push(request.clone());
+                    scheduler.arrive(now, request.clone()).unwrap();
+                    twin.jobs.push(Job {
+                        request,
+                        number: all.len(),
+                        running: false,
+                        entered: 0,
+                        cached: 0,
+                        holds: false,
+                        generated: 0,
+                        share: None,
+                    });
+                }
+                2 if random.below(3) == 0 && !twin.jobs.is_empty() => {
+                    let i = random.below(twin.jobs.len() as u32) as usize;
+                    assert!(scheduler.cancel(now, twin.jobs[i].request.id));
+                    twin.end(i, "cancelled");
+                    let held: u32 = twin.jobs.iter().map(|job| job.cached).sum();
+                    assert_eq!(
+                        scheduler.held_cells(),
+                        u64::from(held),
+                        "memory is free before the next step"
+                    );
+                }
+                _ => {
+                    twin.turn(length);
+                    let mut sampled = vec![0u32; 0];
+                    sampled.resize(all.len(), 0);
+                    let mut script = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
+                        out.elapsed_ns = 1000;
+                        for w in batch.work.iter().filter(|w| w.samples) {
+                            let request = &all[w.request.0 as usize];
+                            // Tokens known after this step, less the prompt.
+                            let generated = w.first + w.n_tokens + 1 - request.prompt_tokens;
+                            out.sampled.push(Sampled { token: None, finished: generated == length(request) });
+                        }
+                    });
+                    if let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now, &mut script) {
+                        now += elapsed_ns;
+                    }
+                }
+            }
+            let said = words(&scheduler.decisions().take());
+            assert_eq!(said, twin.said, "seed {seed}, {config:?}");
+            for word in twin.said.drain(..) {
+                *verbs.entry(word.split(' ').next().unwrap_or("").into()).or_default() += 1;
+            }
+            let running = twin.running().len();
+            assert_eq!((scheduler.n_running(), scheduler.n_waiting()), (running, twin.jobs.len() - running));
+        }
+    }
+    println!("{verbs:?}");
+    for verb in ["admit", "resume", "preempt", "drop", "end"] {
+        assert!(verbs.get(verb).is_some_and(|&n| n > 100), "{verb} was hardly ever said: {verbs:?}");
+    }
+}
