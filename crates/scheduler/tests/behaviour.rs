@@ -1,0 +1,317 @@
+//! What the scheduler does in particular cases, as tables.
+use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
+use kvist_cache::{Cache, PagedSpec, PrefixSpec, Vocabulary};
+use kvist_scheduler::*;
+use std::sync::Arc;
+
+fn group(capacity_tokens: u32) -> GroupSpec {
+    GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: capacity_tokens }
+}
+fn cells(capacity_tokens: u32) -> Cache {
+    Cache::new(vec![Box::new(Cells::new(&group(capacity_tokens)))])
+}
+fn paged(capacity_tokens: u32, vocabulary: Vocabulary) -> Cache {
+    let prefix = Some(PrefixSpec { vocabulary, ..PrefixSpec::default() });
+    let groups = vec![group(capacity_tokens)];
+    Cache::paged(&PagedSpec { block_tokens: 4, groups, rollback_tokens: 0, prefix }).unwrap()
+}
+
+/// Everybody writes as much as they may; a step takes 1000 ns.
+fn machine() -> Script<impl FnMut(u64, Batch<'_>, &mut Outcome)> {
+    Script(|_, batch: Batch<'_>, out: &mut Outcome| {
+        out.elapsed_ns = 1000;
+        let samples = batch.work.iter().filter(|w| w.samples);
+        out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
+    })
+}
+
+/// Run until nothing is left; who ended, in order.
+fn finish(scheduler: &mut Scheduler, mut now_ns: u64) -> Vec<Ended> {
+    let mut executor = machine();
+    while let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now_ns, &mut executor) {
+        now_ns += elapsed_ns;
+    }
+    scheduler.drain_ended().collect()
+}
+
+fn ids(ended: &[Ended]) -> Vec<u64> {
+    ended.iter().map(|e| e.id.0).collect()
+}
+
+#[test]
+fn policies_order_as_they_say() {
+    // (id, arrival, prompt, max_new, deadline, priority); all are there when the first step begins.
+    let requests = [
+        (0, 0, 40, 10, Some(90_000_000), 0),
+        (1, 10, 4, 2, None, 1),
+        (2, 20, 60, 5, Some(60_000_000), 3),
+        (3, 30, 10, 9, Some(95_000_000), 0),
+    ];
+    let rows: [(&str, u64, [u64; 4]); 8] = [
+        ("fcfs", 0, [0, 1, 2, 3]),
+        ("sjf", 0, [1, 2, 3, 0]), // 50 000 a decoded token, 1 000 one of the prompt
+        ("srpt", 0, [1, 2, 3, 0]),
+        ("edf", 0, [2, 0, 3, 1]),
+        ("laxity", 0, [2, 0, 3, 1]),
+        ("priority", 0, [0, 1, 2, 3]),    // a level is worth nothing
+        ("priority", 8, [1, 0, 2, 3]),    // 0, 10 − 8, 20 − 24, 30: see below
+        ("priority", 1000, [2, 1, 0, 3]), // waiting is worth next to nothing
+    ];
+    let mut bad = Vec::new();
+    for (policy, ageing_ns, expected) in rows {
+        let config = Config {
+            policy: policy.into(),
+            max_batch: 1,
+            max_batch_tokens: 100,
+            ageing_ns,
+            work: TokenWork { prefill_ns: 1000, decode_ns: 50_000 },
+            ..Config::default()
+        };
+        let mut scheduler = Scheduler::new(config, cells(1000), None).unwrap();
+        for (id, at, prompt, max_new, deadline_ns, priority) in requests {
+            let request = Request { deadline_ns, priority, ..Request::new(id, at, prompt, max_new) };
+            scheduler.arrive(30, request).unwrap();
+        }
+        let order = ids(&finish(&mut scheduler, 30));
+        // Ranks of `priority` at 8: 0, 2, −4, 30.
+        let expected = if ageing_ns == 8 { [2, 0, 1, 3] } else { expected };
+        if order != expected {
+            bad.push(format!("{policy} {ageing_ns}: {order:?}, expected {expected:?}"));
+        }
+    }
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+/// Under a stream of urgent requests that never ends, a request of level 0 waits for as long as the levels are worth.
+#[test]
+fn ageing_leaves_nobody_behind() {
+    let config = Config { policy: "priority".into(), max_batch: 1, ageing_ns: 50_000, ..Config::default() };
+    let mut scheduler = Scheduler::new(config, cells(1000), None).unwrap();
+    let (mut now_ns, mut executor, mut waited) = (0, machine(), None);
+    scheduler.arrive(0, Request::new(0, 0, 3, 1)).unwrap();
+    for id in 1..2000 {
+        let urgent = Request { priority: 4, ..Request::new(id, now_ns, 3, 1) };
+        scheduler.arrive(now_ns, urgent).unwrap();
+        if let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now_ns, &mut executor) {
+            now_ns += elapsed_ns;
+        }
+        if let Some(ended) = scheduler.drain_ended().find(|e| e.id.0 == 0) {
+            waited = ended.admitted_ns;
+        }
+    }
+    // Four levels at 50,000 ns; the stream of one request per step is served as fast as it comes.
+    let waited = waited.expect("it was served");
+    assert!((200_000..=202_000).contains(&waited), "it waited {waited} ns");
+}
+
+#[test]
+fn what_can_never_be_served_is_refused_on_arrival() {
+    let ids: Arc<[u64]> = (0..4).collect();
+    let with = |prompt: Prompt| Request { prompt, ..Request::new(1, 0, 10, 5) };
+    let rows = [
+        (Request::new(1, 0, 0, 5), Some(Reason::EmptyPrompt)),
+        (Request::new(1, 0, 5, 0), Some(Reason::NothingToGenerate)),
+        (Request::new(1, 0, u32::MAX, 5), Some(Reason::Malformed)),
+        (Request::new(1, 0, 60, 6), Some(Reason::NeverFits)), // 65 tokens, and the last is never fed
+        (Request::new(1, 0, 60, 5), None),
+        (with(Prompt::Tokens(vec![1; 9])), Some(Reason::Malformed)),
+        (with(Prompt::Tokens(vec![1; 10])), None),
+        (
+            with(Prompt::Ids { ids: ids.clone(), tokens_per_id: 4, n_tokens: 10 }),
+            Some(Reason::ForeignContent),
+        ),
+        (with(Prompt::Ids { ids, tokens_per_id: 2, n_tokens: 10 }), Some(Reason::Malformed)),
+    ];
+    let mut bad = Vec::new();
+    for (request, expected) in rows {
+        let mut scheduler = Scheduler::new(Config::default(), paged(66, Vocabulary::Tokens), None).unwrap();
+        scheduler.arrive(0, request.clone()).unwrap();
+        let ended: Vec<Ended> = scheduler.drain_ended().collect();
+        let found = ended.first().map(|e| e.end);
+        if found != expected.map(End::Refused) {
+            bad.push(format!("{request:?}: {found:?}, expected {expected:?}"));
+        }
+        if found.is_none() {
+            assert_eq!(scheduler.arrive(0, request.clone()), Err(Duplicate(request.id)));
+            assert_eq!(finish(&mut scheduler, 0)[0].end, End::Finished);
+            scheduler.arrive(0, request).unwrap(); // it ended: the id is free
+        }
+    }
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+/// Two answers outgrow the cache: the later request is preempted, and computes again what it lost and no more.
+#[test]
+fn preempts_the_lowest_ranked_when_answers_outgrow_the_cache() {
+    let config = Config { admission: Admission::Optimistic { headroom_tokens: 0 }, ..Config::default() };
+    let mut scheduler = Scheduler::new(config.clone(), cells(40), None).unwrap();
+    scheduler.arrive(0, Request::new(0, 0, 10, 20)).unwrap();
+    scheduler.arrive(0, Request::new(1, 0, 10, 20)).unwrap();
+    let ended = finish(&mut scheduler, 0);
+    assert_eq!(ids(&ended), [0, 1]);
+    assert_eq!((ended[0].preemptions, ended[1].preemptions), (0, 1));
+    // Both hold 20 tokens when the cache is full.
+    assert_eq!((ended[1].lost_tokens, ended[1].computed_tokens), (20, 29 + 20));
+    assert_eq!(ended[1].generated, 20);
+
+    let config = Config { admission: Admission::Conservative, ..config };
+    let mut scheduler = Scheduler::new(config, cells(40), None).unwrap();
+    scheduler.arrive(0, Request::new(0, 0, 10, 20)).unwrap();
+    scheduler.arrive(0, Request::new(1, 0, 10, 20)).unwrap();
+    let ended = finish(&mut scheduler, 0);
+    assert_eq!((ids(&ended), scheduler.counters().preemptions), (vec![0, 1], 0));
+}
+
+/// A cancelled request's memory serves the very next step.
+#[test]
+fn cancellation_frees_memory_before_the_next_step() {
+    let mut scheduler = Scheduler::new(Config::default(), cells(40), None).unwrap();
+    scheduler.arrive(0, Request::new(0, 0, 30, 5)).unwrap();
+    scheduler.arrive(0, Request::new(1, 0, 35, 5)).unwrap();
+    scheduler.turn(0, &mut machine());
+    assert_eq!((scheduler.n_running(), scheduler.n_waiting(), scheduler.held_cells()), (1, 1, 30));
+    assert!(scheduler.cancel(1000, RequestId(0)));
+    assert!(!scheduler.cancel(1000, RequestId(0)), "it is not live any more");
+    assert_eq!(scheduler.held_cells(), 0);
+    scheduler.turn(1000, &mut machine());
+    assert_eq!((scheduler.n_running(), scheduler.held_cells()), (1, 35));
+}
+
+/// Steps that fail change nothing; so many in a row end their requests.
+#[test]
+fn failing_steps_are_retried_and_given_up() {
+    for (fails, end) in [(2, End::Finished), (3, End::Refused(Reason::StepsFailed))] {
+        let mut scheduler = Scheduler::new(Config::default(), cells(40), None).unwrap();
+        scheduler.arrive(0, Request::new(0, 0, 30, 5)).unwrap();
+        let (mut n, mut now_ns) = (0, 0);
+        let mut executor = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
+            n += 1;
+            out.elapsed_ns = 1;
+            out.failed = n <= fails;
+            let samples = batch.work.iter().filter(|w| w.samples && n > fails);
+            out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
+        });
+        while let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now_ns, &mut executor) {
+            now_ns += elapsed_ns;
+        }
+        let ended: Vec<Ended> = scheduler.drain_ended().collect();
+        assert_eq!(ended[0].end, end, "{fails} failures");
+        assert_eq!(scheduler.counters().failed_steps, fails, "{fails} failures");
+        assert_eq!(scheduler.held_cells(), 0);
+    }
+}
+
+/// Who shares a prefix with what was served goes first, within bounds.
+#[test]
+fn longer_hits_overtake_within_their_window() {
+    let rows = [
+        (PrefixOrder::Off, vec![0, 1, 2, 3, 4, 5]),
+        (PrefixOrder::Ties, vec![0, 1, 2, 3, 4, 5]), // ranks differ: arrivals do
+        (PrefixOrder::Window(2), vec![0, 1, 3, 4, 2, 5]), // 2 was overtaken twice
+        (PrefixOrder::Window(3), vec![0, 3, 4, 5, 1, 2]),
+        (PrefixOrder::Window(5), vec![0, 3, 4, 5, 1, 2]),
+    ];
+    let mut bad = Vec::new();
+    for (prefix_order, expected) in rows {
+        let config = Config { max_batch: 1, prefix_order, ..Config::default() };
+        let mut scheduler = Scheduler::new(config, paged(4000, Vocabulary::Tokens), None).unwrap();
+        // 0, 3, 4 and 5 begin alike; 1 and 2 like nobody.
+        for (id, family) in [(0, 0), (1, 1), (2, 2), (3, 0), (4, 0), (5, 0)] {
+            let tokens = (0..20).map(|i| family * 1000 + i).collect();
+            let request = Request { prompt: Prompt::Tokens(tokens), ..Request::new(id, id, 20, 2) };
+            scheduler.arrive(10, request).unwrap();
+        }
+        let ended = finish(&mut scheduler, 10);
+        let order = ids(&ended);
+        if order != expected {
+            bad.push(format!("{prefix_order:?}: {order:?}, expected {expected:?}"));
+        }
+        let hits: u32 = ended.iter().map(|e| e.hit_tokens).sum();
+        assert_eq!(hits, 3 * 16, "whole blocks, and never the last token");
+    }
+    // Equal ranks: the window is all of them.
+    let config = Config { max_batch: 1, prefix_order: PrefixOrder::Ties, ..Config::default() };
+    let mut scheduler = Scheduler::new(config, paged(4000, Vocabulary::Tokens), None).unwrap();
+    for (id, family) in [(0, 0), (1, 1), (2, 2), (3, 0)] {
+        let tokens = (0..20).map(|i| family * 1000 + i).collect();
+        let request = Request { prompt: Prompt::Tokens(tokens), ..Request::new(id, 5, 20, 2) };
+        scheduler.arrive(10, request).unwrap();
+    }
+    let order = ids(&finish(&mut scheduler, 10));
+    if order != [0, 3, 1, 2] {
+        bad.push(format!("equal ranks: {order:?}"));
+    }
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+#[test]
+fn bad_configurations_say_what_to_try() {
+    let bad = |config: Config| match Scheduler::new(config, cells(10), None) {
+        Err(e) => e.to_string(),
+        Ok(_) => "it was accepted".into(),
+    };
+    let base = Config::default;
+    let rows = [
+        (
+            bad(Config { policy: "lifo".into(), ..base() }),
+            "no scheduling policy \"lifo\": take one of fcfs, sjf",
+        ),
+        (bad(Config { max_batch: 0, ..base() }), "max_batch is 0"),
+        (
+            bad(Config { max_batch_tokens: 5, ..base() }),
+            "max_batch_tokens is 5: it must be at least max_batch",
+        ),
+        (bad(Config { max_failures: 0, ..base() }), "max_failures is 0"),
+        (bad(Config { lengths: LengthSource::Oracle, ..base() }), "only a simulator knows the truth"),
+        (bad(Config { prefix_order: PrefixOrder::Window(0), ..base() }), "prefix_order window is 0"),
+    ];
+    for (found, expected) in rows {
+        assert!(found.contains(expected), "{found:?} does not say {expected:?}");
+    }
+    let one = Cache::new(vec![Box::new(kvist_cache::kinds::Contiguous::new(&group(10)))]);
+    let error = Scheduler::new(Config::default(), one, None).err().map(|e| e.to_string());
+    assert!(error.is_some_and(|e| e.contains("holds one sequence")));
+}
+
+#[test]
+fn bad_event_logs_name_the_line() {
+    let config = Config { admission: Admission::Optimistic { headroom_tokens: 0 }, ..Config::default() };
+    let mut scheduler = Scheduler::new(config, cells(100), None).unwrap();
+    scheduler.record();
+    scheduler.arrive(0, Request::new(0, 0, 10, 3)).unwrap();
+    scheduler.arrive(0, Request::new(1, 0, 10, 3)).unwrap();
+    finish(&mut scheduler, 0);
+    let good = scheduler.events().take();
+    let decisions = scheduler.decisions().take();
+    assert_eq!(replay(good.as_bytes(), cells(100), None).unwrap(), decisions);
+    let lines: Vec<&str> = good.lines().collect();
+    let without = |i: usize| [&lines[..i], &lines[i + 1..]].concat().join("\n");
+    let rows = [
+        (String::new(), "line 1 of the event log: the log is empty"),
+        (lines[1..].join("\n"), "line 1 of the event log: not a header"),
+        (good.replace("\"version\":1", "\"version\":9"), "found kvist-events version 9, expected"),
+        (without(2), "line 3 of the event log: event 2 where 1 is due"),
+        (good.replace("\"arrive\"", "\"arrives\""), "line 2 of the event log: not an event"),
+        (
+            good.replace("\"finished\":[]", "\"finished\":[0,1]"),
+            "line 5 of the event log: idle is false there, true here",
+        ),
+        (good.replace("\"steps\":1", "\"steps\":2"), "it ran 2 steps, here 1"),
+        (
+            good.replace("\"sampled\":[null,null]", "\"sampled\":[null]"),
+            "it sampled 1 tokens, here 2 are due",
+        ),
+        (good.replace("\"id\":1", "\"id\":0"), "request 0 is live"),
+    ];
+    let mut bad = Vec::new();
+    for (text, expected) in rows {
+        let found = match replay(text.as_bytes(), cells(100), None) {
+            Err(e) => e.to_string(),
+            Ok(_) => "it was accepted".into(),
+        };
+        if !found.contains(expected) {
+            bad.push(format!("{found:?} does not say {expected:?}"));
+        }
+    }
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
