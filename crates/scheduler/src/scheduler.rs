@@ -179,6 +179,12 @@ impl Scheduler {
     pub fn free_cells(&self) -> u64 {
         self.memory.free()
     }
+    /// Requests that hold cells, and the sequence that each of them has. In no order that means anything, but the same in
+    /// every run.
+    pub fn held(&self) -> impl Iterator<Item = (RequestId, SeqId)> {
+        let live = self.entries.iter().filter(|entry| entry.state != State::Vacant);
+        live.filter_map(|entry| Some((entry.id, entry.seq?)))
+    }
     /// What ended since the last call, in order.
     pub fn drain_ended(&mut self) -> std::vec::Drain<'_, Ended> {
         self.ended.drain(..)
