@@ -9,7 +9,7 @@ use crate::lengths::{Order, Truth};
 use crate::log::{Decision, Log};
 use crate::memory::{At, Memory};
 use crate::request::*;
-use kvist_cache::{Cache, Refused, Span, Step, StepPlan, StepRequest};
+use kvist_cache::{Cache, Refused, SeqId, Span, Step, StepPlan, StepRequest};
 use std::collections::{BTreeSet, HashMap};
 
 /// Decides who runs. See the crate's documentation for what it promises.

@@ -13,7 +13,7 @@ mod watch;
 
 pub use executor::SimExecutor;
 pub use queue::Arrivals;
-pub use record::RECORDING_VERSION;
+pub use record::{Part, RECORDING_VERSION, Recorder};
 
 use crate::cost::StepCost;
 use crate::report::{CacheCounts, Load, Outcome, Record, RequestRow};
@@ -82,12 +82,12 @@ impl Truth for Lengths {
 /// Run `requests` through a scheduler over `cache`, which holds nothing yet. `progress` is told how many have ended,
 /// after every turn in which one did. `recording` is told everything that arrived, was decided and happened to blocks, in
 /// lines of JSON (docs/simulator.md); requests are named by their place in the list.
-pub fn run(
+pub fn run<'s>(
     requests: &[Request],
     cache: Cache,
     cost: &dyn StepCost,
     options: &Options,
-    recording: Option<&mut dyn FnMut(&str)>,
+    recording: Option<&'s mut Recorder<'s>>,
     progress: &mut dyn FnMut(usize),
 ) -> Result<Run, BadConfig> {
     let lengths: Arc<[u32]> = requests.iter().map(|r| r.output_tokens).collect();

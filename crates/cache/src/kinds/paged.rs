@@ -81,10 +81,12 @@ impl Paged {
 
     /// See [`Cache::block_uses`](crate::Cache::block_uses).
     pub(crate) fn block_uses(&self) -> impl Iterator<Item = BlockUse> {
-        (0..self.blocks.high_water()).map(|block| match (self.blocks.holders(block), self.blocks.node(block)) {
-            (0, NONE) => BlockUse::Free,
-            (0, _) => BlockUse::Idle,
-            (n, _) => BlockUse::Held(n),
+        (0..self.blocks.high_water()).map(|block| {
+            match (self.blocks.holders(block), self.blocks.node(block)) {
+                (0, NONE) => BlockUse::Free,
+                (0, _) => BlockUse::Idle,
+                (n, _) => BlockUse::Held(n),
+            }
         })
     }
 

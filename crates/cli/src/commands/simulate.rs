@@ -16,9 +16,9 @@ use costs::CostArgs;
 use kvist_simulator::html;
 use kvist_simulator::report::{self, Objectives, Report};
 use kvist_simulator::request::Request;
+use kvist_simulator::run::{self, Options, Part, Recorder, Run};
 use kvist_simulator::zero_service::{self, BlockStream};
-use kvist_simulator::{Options, Run};
-use requests::{Requests, RequestArgs};
+use requests::{RequestArgs, Requests};
 use schedule::ScheduleArgs;
 use std::io::Write;
 use std::path::PathBuf;
@@ -128,9 +128,16 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             None => Ok(()),
         };
         let options = Options { explain: true, watch: watched, ..args.what.options() };
-        let done = simulate(&args.what, &requests.list, &options, args.show.record.is_some(), &mut record, &mut |n| {
-            bar.set_position(n as u64);
-        })?;
+        let done = simulate(
+            &args.what,
+            &requests.list,
+            &options,
+            args.show.record.is_some(),
+            &mut record,
+            &mut |n| {
+                bar.set_position(n as u64);
+            },
+        )?;
         bar.finish_and_clear();
         if let Some(file) = recording {
             file.finish()?;
@@ -174,19 +181,21 @@ pub fn simulate(
     let cost = what.costs.get()?;
     let cache = what.blocks.cache(requests, what.costs.cache_tokens()?)?;
     let mut failed = None;
-    let mut sink = |lines: &str| {
+    let mut sink = |_: Part, lines: &str| {
         if failed.is_none() {
             failed = record(lines).err();
         }
     };
-    let sink: Option<&mut dyn FnMut(&str)> = if recorded { Some(&mut sink) } else { None };
-    let done = kvist_simulator::run(requests, cache, &*cost, options, sink, progress)
+    let sink: Option<&mut Recorder<'_>> = if recorded { Some(&mut sink) } else { None };
+    let done = run::run(requests, cache, &*cost, options, sink, progress)
         .map_err(|why| wrong_usage(why.to_string()))?;
     failed.map_or(Ok(done), Err)
 }
 
 fn zero_service(args: &Args, requests: &Requests) -> anyhow::Result<()> {
-    for (given, flag) in [(&args.show.csv, "--csv"), (&args.show.html, "--html"), (&args.show.record, "--record")] {
+    for (given, flag) in
+        [(&args.show.csv, "--csv"), (&args.show.html, "--html"), (&args.show.record, "--record")]
+    {
         if given.is_some() {
             return Err(wrong_usage(format!(
                 "{flag} does not go with --zero-service, where nothing takes time: take --json"

@@ -1,8 +1,8 @@
 //! Steps that take as long as a cost model says, and end when the trace says so.
+use super::watch::Watched;
 use crate::cost::{BatchShape, StepCost};
 use crate::report::StepCounts;
 use crate::statistics::Histogram;
-use super::watch::Watched;
 use kvist_cache::Step;
 use kvist_scheduler::{Batch, Executor, Outcome, Sampled};
 

@@ -7,29 +7,45 @@ use kvist_cache::{BlockEvent, PrefixEvent};
 use kvist_scheduler::Scheduler;
 use std::fmt::Write;
 
+/// What a text that a recording hears is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// The first line.
+    Header,
+    /// Lines of the scheduler's event log.
+    Events,
+    /// Lines of its decision log.
+    Decisions,
+    /// A line of block events.
+    Blocks,
+}
+
+/// Hears a recording, whole lines at a time.
+pub type Recorder<'s> = dyn FnMut(Part, &str) + 's;
+
 /// Of the format.
 pub const RECORDING_VERSION: u32 = 1;
 
 pub(super) struct Recording<'s> {
-    sink: &'s mut dyn FnMut(&str),
+    sink: &'s mut Recorder<'s>,
     blocks: Vec<BlockEvent>,
     prefixes: Vec<PrefixEvent>,
     line: String,
 }
 
 impl<'s> Recording<'s> {
-    pub fn begin(sink: &'s mut dyn FnMut(&str), scheduler: &mut Scheduler) -> Self {
+    pub fn begin(sink: &'s mut Recorder<'s>, scheduler: &mut Scheduler) -> Self {
         scheduler.record();
         scheduler.cache_mut().watch(true);
-        sink(&format!("{{\"format\":\"kvist-recording\",\"version\":{RECORDING_VERSION}}}\n"));
+        sink(Part::Header, &format!("{{\"format\":\"kvist-recording\",\"version\":{RECORDING_VERSION}}}\n"));
         Recording { sink, blocks: Vec::new(), prefixes: Vec::new(), line: String::new() }
     }
 
     pub fn turn(&mut self, now_ns: u64, scheduler: &mut Scheduler) {
         let (events, decisions) = (scheduler.events().take(), scheduler.decisions().take());
-        for lines in [events, decisions] {
+        for (part, lines) in [(Part::Events, events), (Part::Decisions, decisions)] {
             if !lines.is_empty() {
-                (self.sink)(&lines);
+                (self.sink)(part, &lines);
             }
         }
         self.blocks.clear();
@@ -52,6 +68,6 @@ impl<'s> Recording<'s> {
             let _ = write!(self.line, ",\"{}\"]", reason.name());
         }
         self.line.push_str("]}\n");
-        (self.sink)(&self.line);
+        (self.sink)(Part::Blocks, &self.line);
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 const CACHE: &str = "Cache";
 
-#[derive(clap::Args, Clone)]
+#[derive(clap::Args, Clone, Debug)]
 pub struct BlockArgs {
     /// Blocks of the cache: a number, inf, or auto for what the hardware holds beside the weights
     #[arg(long, default_value = "auto", value_name = "N", help_heading = CACHE)]
@@ -39,11 +39,13 @@ impl BlockArgs {
     pub fn cache(&self, requests: &[Request], cache_tokens: Option<u64>) -> anyhow::Result<Cache> {
         let block_tokens = self.block_tokens.unwrap_or(BLOCK_TOKENS);
         let capacity_tokens = match (self.capacity_blocks, cache_tokens) {
-            (Capacity::Blocks(n), _) => n.checked_mul(block_tokens).filter(|&n| n < u32::MAX).ok_or_else(|| {
-                wrong_usage(format!(
-                    "--capacity-blocks {n} of {block_tokens} tokens pass 2^32 tokens: give fewer, or inf"
-                ))
-            })?,
+            (Capacity::Blocks(n), _) => {
+                n.checked_mul(block_tokens).filter(|&n| n < u32::MAX).ok_or_else(|| {
+                    wrong_usage(format!(
+                        "--capacity-blocks {n} of {block_tokens} tokens pass 2^32 tokens: give fewer, or inf"
+                    ))
+                })?
+            }
             (Capacity::Hardware, Some(tokens)) => u32::try_from(tokens).unwrap_or(u32::MAX - 1),
             (Capacity::Hardware, None) | (Capacity::Endless, _) => u32::MAX,
         };

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 const COST: &str = "Time of a step";
 
-#[derive(clap::Args, Clone)]
+#[derive(clap::Args, Clone, Debug)]
 pub struct CostArgs {
     /// A machine by name, for a roofline: its arithmetic, bandwidth and memory
     #[arg(long, value_name = "NAME", value_parser = hardware, help_heading = COST)]
@@ -62,9 +62,18 @@ impl CostArgs {
         Ok(Roofline { efficiency: self.efficiency, ..Roofline::ideal(hardware, model) })
     }
 
+    /// All that the times depend on, the contents of a table included.
+    pub fn identity(&self) -> anyhow::Result<String> {
+        let table = self.costs.as_ref().map(|file| {
+            std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))
+        });
+        Ok(format!("{self:?} {:?}", table.transpose()?))
+    }
+
     pub fn get(&self) -> anyhow::Result<Box<dyn StepCost>> {
         if let Some(file) = &self.costs {
-            let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+            let text =
+                std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
             return Ok(Box::new(MeasuredTable::parse(&file.display().to_string(), &text)?));
         }
         if let (Some(prefill), Some(decode)) = (self.prefill_rate, self.decode_rate) {

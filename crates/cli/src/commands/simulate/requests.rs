@@ -95,7 +95,8 @@ impl RequestArgs {
         if trace.failed_rows > 0 {
             remarks.push(format!("{} rows are of requests that failed, and left out", trace.failed_rows));
         }
-        let name = file.file_name().map_or_else(|| file.display().to_string(), |n| n.to_string_lossy().into_owned());
+        let name =
+            file.file_name().map_or_else(|| file.display().to_string(), |n| n.to_string_lossy().into_owned());
         Ok(Requests { list: trace.into_arrival_order(), name, drawn: false, remarks })
     }
 

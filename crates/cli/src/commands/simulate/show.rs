@@ -28,7 +28,8 @@ pub fn report(report: &Report) -> String {
         row(name, value.clone());
     }
     let n = &report.requests;
-    let rest = [(n.refused, "refused"), (n.cancelled, "cancelled"), (n.unfinished, "unfinished"), (n.late, "late")];
+    let rest =
+        [(n.refused, "refused"), (n.cancelled, "cancelled"), (n.unfinished, "unfinished"), (n.late, "late")];
     let rest = rest.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!(", {n} {what}"));
     row("requests", format!("{} finished{}", n.finished, rest.collect::<String>()));
 
@@ -99,13 +100,14 @@ pub fn report(report: &Report) -> String {
             counts.stored_blocks,
             counts.evicted_blocks,
             report.load.mean_used_blocks,
-            report.load.max_used_blocks
+            report.load.peak_used_blocks
         ),
     );
     let mut reasons: Vec<(&String, &u64)> = counts.miss_reasons.iter().collect();
     reasons.sort_by_key(|(name, n)| (std::cmp::Reverse(**n), name.as_str()));
     if !reasons.is_empty() {
-        let reasons: Vec<_> = reasons.iter().map(|(name, n)| format!("{} {n}", name.replace('_', " "))).collect();
+        let reasons: Vec<_> =
+            reasons.iter().map(|(name, n)| format!("{} {n}", name.replace('_', " "))).collect();
         row("hits ended because", reasons.join(", "));
     }
     row(

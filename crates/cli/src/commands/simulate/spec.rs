@@ -44,10 +44,9 @@ impl FromStr for Capacity {
         match text {
             "inf" => Ok(Capacity::Endless),
             "auto" => Ok(Capacity::Hardware),
-            _ => text
-                .parse()
-                .map(Capacity::Blocks)
-                .map_err(|_| format!("`{text}` is no number of blocks: give one below 4294967296, inf or auto")),
+            _ => text.parse().map(Capacity::Blocks).map_err(|_| {
+                format!("`{text}` is no number of blocks: give one below 4294967296, inf or auto")
+            }),
         }
     }
 }

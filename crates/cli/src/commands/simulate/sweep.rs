@@ -9,10 +9,10 @@ use crate::options::wrong_usage;
 use crate::{output, progress};
 use anyhow::Context;
 use clap::ValueHint;
-use kvist_simulator::Options;
 use kvist_simulator::html::{Curve, Page, Point};
 use kvist_simulator::report::{Report, VERSION, over_seeds};
 use kvist_simulator::request::Request;
+use kvist_simulator::run::Options;
 use kvist_simulator::statistics::Estimate;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -212,15 +212,15 @@ fn key(what: &What, options: &Options, requests: &[Request]) -> anyhow::Result<S
         env!("CARGO_PKG_VERSION"),
         what.objectives(),
         what.blocks,
-        what.costs.get()?.name(),
+        what.costs.identity()?,
         requests.len()
     )
     .into_bytes();
     kvist_simulator::trace::write(&mut text, requests).context("cannot write requests")?;
     // FNV-1a (Fowler, Noll, Vo): stale cells are to be noticed, not forgeries.
-    let hash = text.iter().fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
-    });
+    let hash = text
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3));
     Ok(format!("{hash:016x}"))
 }
 
@@ -246,7 +246,7 @@ fn table(load: &str, files: Vec<CellFile>) -> Table {
         policy: cell.policy,
         capacity: cell.capacity,
         seeds: runs.len() as u64,
-        figures: over_seeds(&runs),
+        figures: over_seeds(runs.into_iter().flatten()),
     });
     Table { version: VERSION, load: load.to_owned(), rows: rows.collect() }
 }
@@ -293,11 +293,8 @@ fn csv(table: &Table) -> String {
         for name in &names {
             let cell = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
             let estimate = row.figures.get(*name);
-            text += &format!(
-                ",{},{}",
-                cell(estimate.map(|e| e.mean)),
-                cell(estimate.and_then(|e| e.half_width))
-            );
+            text +=
+                &format!(",{},{}", cell(estimate.map(|e| e.mean)), cell(estimate.and_then(|e| e.half_width)));
         }
         text.push('\n');
     }
