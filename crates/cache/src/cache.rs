@@ -4,7 +4,7 @@ use crate::ids::*;
 use crate::kind::Kind;
 use crate::plan::*;
 use crate::prefix::{Index, PrefixEvent};
-use crate::report::{Report, Room};
+use crate::report::{BlockUse, Report, Room};
 use crate::request::*;
 
 /// A concrete type, so that nobody outside can reach [`Kind::apply`] and no generics leave this crate.
@@ -79,6 +79,12 @@ impl Cache {
         if let Some(events) = self.index.as_mut().and_then(|index| index.events.as_mut()) {
             prefixes.append(events);
         }
+    }
+
+    /// Every block of `group` up to the highest in use, in order; the ones behind are free. Empty if the kind has none.
+    pub fn block_uses(&self, group: GroupId) -> impl Iterator<Item = BlockUse> {
+        let paged = self.groups.get(group.0 as usize).and_then(|kind| kind.paged());
+        paged.into_iter().flat_map(|paged| paged.block_uses())
     }
 
     /// One report per layer group.

@@ -34,6 +34,17 @@ pub struct BlockReport {
     pub unused_cells: u32,
 }
 
+/// Who uses one block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockUse {
+    /// Nobody.
+    Free,
+    /// The index knows it; room can be made of it.
+    Idle,
+    /// So many sequences.
+    Held(u32),
+}
+
 /// The state of one sequence in one cell space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SequenceReport {

@@ -5,3 +5,4 @@ pub mod eval;
 pub mod logits;
 pub mod plan;
 pub mod run;
+pub mod simulate;

@@ -40,6 +40,8 @@ enum Command {
     Eval(commands::eval::Args),
     /// Logits of given tokens, or greedy continuations, for comparison with other runtimes
     Logits(commands::logits::Args),
+    /// Try a cache, a policy and a scheduler on a load under virtual time
+    Simulate(Box<commands::simulate::Args>),
     /// Measurements
     #[command(subcommand)]
     Bench(commands::bench::Command),
@@ -54,6 +56,7 @@ fn main() -> ExitCode {
         Command::Plan(args) => commands::plan::run(args),
         Command::Eval(args) => commands::eval::run(args, quiet),
         Command::Logits(args) => commands::logits::run(args, quiet),
+        Command::Simulate(args) => commands::simulate::run(*args, quiet),
         Command::Bench(command) => commands::bench::run(command, quiet),
     });
     match done {

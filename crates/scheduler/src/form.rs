@@ -225,7 +225,8 @@ impl Scheduler {
             }
             entry.admitted_ns.get_or_insert(at.now_ns);
             self.counters.hit_tokens += u64::from(hit);
-            self.decide(at, Decision::Admit { id, hit });
+            let seq = entry.seq.expect("it was opened above");
+            self.decide(at, Decision::Admit { id, seq, hit });
         }
         self.seat(slot);
         true

@@ -6,6 +6,7 @@
 use crate::config::Config;
 use crate::executor::Outcome;
 use crate::request::{Request, RequestId};
+use kvist_cache::SeqId;
 use std::fmt::Write;
 
 /// Version of both formats.
@@ -79,7 +80,9 @@ impl Log {
         self.line(|t| {
             write!(t, "{{\"step\":{step},\"at\":{at_ns},")?;
             match decision {
-                Decision::Admit { id, hit } => write!(t, "\"admit\":{id},\"hit\":{hit}}}"),
+                Decision::Admit { id, seq, hit } => {
+                    write!(t, "\"admit\":{id},\"seq\":{seq},\"hit\":{hit}}}")
+                }
                 Decision::Resume { id } => write!(t, "\"resume\":{id}}}"),
                 Decision::Chunk { id, first, n } => {
                     write!(t, "\"chunk\":{id},\"first\":{first},\"tokens\":{n}}}")
@@ -105,6 +108,7 @@ impl Log {
 pub(crate) enum Decision<'a> {
     Admit {
         id: RequestId,
+        seq: SeqId,
         hit: u32,
     },
     /// A paused request goes on with what it kept.

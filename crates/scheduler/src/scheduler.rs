@@ -9,7 +9,7 @@ use crate::lengths::{Order, Truth};
 use crate::log::{Decision, Log};
 use crate::memory::{At, Memory};
 use crate::request::*;
-use kvist_cache::{Cache, Refused, Span, Step, StepPlan, StepRequest};
+use kvist_cache::{Cache, Refused, SeqId, Span, Step, StepPlan, StepRequest};
 use std::collections::{BTreeSet, HashMap};
 
 /// Decides who runs. See the crate's documentation for what it promises.
@@ -178,6 +178,12 @@ impl Scheduler {
     /// Cells that nobody holds and no index knows, there.
     pub fn free_cells(&self) -> u64 {
         self.memory.free()
+    }
+    /// Requests that hold cells, and the sequence that each of them has. In no order that means anything, but the same in
+    /// every run.
+    pub fn held(&self) -> impl Iterator<Item = (RequestId, SeqId)> {
+        let live = self.entries.iter().filter(|entry| entry.state != State::Vacant);
+        live.filter_map(|entry| Some((entry.id, entry.seq?)))
     }
     /// What ended since the last call, in order.
     pub fn drain_ended(&mut self) -> std::vec::Drain<'_, Ended> {

@@ -248,12 +248,10 @@ impl Report {
 
 /// The figures of runs that differ in their seed alone, with their intervals. A figure that some run lacks is
 /// estimated from those that have it.
-pub fn over_seeds(reports: &[Report]) -> BTreeMap<&'static str, Estimate> {
-    let mut values: BTreeMap<&'static str, Vec<f64>> = BTreeMap::new();
-    for report in reports {
-        for (name, value) in report.figures() {
-            values.entry(name).or_default().push(value);
-        }
+pub fn over_seeds<K: Ord>(figures: impl IntoIterator<Item = (K, f64)>) -> BTreeMap<K, Estimate> {
+    let mut values: BTreeMap<K, Vec<f64>> = BTreeMap::new();
+    for (name, value) in figures {
+        values.entry(name).or_default().push(value);
     }
     values.into_iter().filter_map(|(name, values)| Some((name, Estimate::of(&values)?))).collect()
 }

@@ -8,9 +8,12 @@
 //! anything.
 mod executor;
 mod queue;
+mod record;
+mod watch;
 
 pub use executor::SimExecutor;
 pub use queue::Arrivals;
+pub use record::{Part, RECORDING_VERSION, Recorder};
 
 use crate::cost::StepCost;
 use crate::report::{CacheCounts, Load, Outcome, Record, RequestRow};
@@ -21,7 +24,9 @@ use kvist_scheduler::{
     BadConfig, Clock, Config, Counters, End, Ended, LengthSource, Prompt, RequestId, Scheduler, Truth, Turn,
     VirtualClock,
 };
+use record::Recording;
 use std::sync::Arc;
+use watch::{Blocks, Watched};
 
 /// How to run.
 #[derive(Clone, Debug)]
@@ -37,8 +42,8 @@ pub struct Options {
     pub explain: bool,
     /// Note the time between tokens.
     pub itl: bool,
-    /// Keep the event log and the decision log.
-    pub record: bool,
+    /// Note who is worked on when and, of a cache with a bound, where every block is: for pictures.
+    pub watch: bool,
 }
 
 impl Default for Options {
@@ -49,7 +54,7 @@ impl Default for Options {
             one_by_one: false,
             explain: false,
             itl: true,
-            record: false,
+            watch: false,
         }
     }
 }
@@ -61,10 +66,6 @@ pub struct Run {
     pub record: Record,
     /// The scheduler's sums.
     pub counters: Counters,
-    /// What came in, one JSON object per line. Requests are named by their place in the list. Empty unless recorded.
-    pub events: String,
-    /// What was decided, likewise.
-    pub decisions: String,
     /// Turns of the scheduler that ran something: fewer than steps, where steps were run as one.
     pub turns: u64,
 }
@@ -79,12 +80,14 @@ impl Truth for Lengths {
 }
 
 /// Run `requests` through a scheduler over `cache`, which holds nothing yet. `progress` is told how many have ended,
-/// after every turn in which one did.
-pub fn run(
+/// after every turn in which one did. `recording` is told everything that arrived, was decided and happened to blocks, in
+/// lines of JSON (docs/simulator.md); requests are named by their place in the list.
+pub fn run<'s>(
     requests: &[Request],
     cache: Cache,
     cost: &dyn StepCost,
     options: &Options,
+    recording: Option<&'s mut Recorder<'s>>,
     progress: &mut dyn FnMut(usize),
 ) -> Result<Run, BadConfig> {
     let lengths: Arc<[u32]> = requests.iter().map(|r| r.output_tokens).collect();
@@ -95,10 +98,11 @@ pub fn run(
     let endless = capacity >= u32::MAX / block_tokens * block_tokens;
     let mut scheduler = Scheduler::new(options.scheduler.clone(), cache, truth)?;
     scheduler.explain_misses(options.explain);
-    if options.record {
-        scheduler.record();
-    }
+    let mut recording = recording.map(|sink| Recording::begin(sink, &mut scheduler));
     let mut executor = SimExecutor::new(cost, &lengths, options.one_by_one, options.itl);
+    executor.watched = options.watch.then(Watched::default);
+    let n_blocks = capacity / block_tokens;
+    let mut blocks = (options.watch && !endless).then(|| Blocks::new(n_blocks));
     let mut arrivals = Arrivals::new(requests);
     let mut clock = VirtualClock::default();
     let mut rows: Vec<RequestRow> = requests.iter().map(waiting_row).collect();
@@ -110,7 +114,6 @@ pub fn run(
     let mut record = Record::default();
     let mut run = Notes { load: Load::default(), changed: true, preemptions: 0 };
     let (mut n_ended, mut turns) = (0, 0);
-    let (mut events, mut decisions) = (String::new(), String::new());
     clock.sleep_until(arrivals.next_ns().unwrap_or(0)); // nothing is before the first arrival
     loop {
         let now = clock.now_ns();
@@ -159,9 +162,11 @@ pub fn run(
             || scheduler.n_running() != n_running
             || preemptions != run.preemptions;
         run.preemptions = preemptions;
-        if options.record {
-            events.push_str(&scheduler.events().take());
-            decisions.push_str(&scheduler.decisions().take());
+        if let Some(blocks) = blocks.as_mut().filter(|_| run.changed) {
+            blocks.note(now, &scheduler);
+        }
+        if let Some(recording) = &mut recording {
+            recording.turn(now, &mut scheduler);
         }
         match (turn, arrivals.next_ns()) {
             (Turn::Ran { elapsed_ns, .. }, _) => {
@@ -184,7 +189,9 @@ pub fn run(
     record.steps = executor.counts;
     record.steps.preemptions = counters.preemptions;
     record.itl_ns = executor.itl_ns;
-    Ok(Run { record, counters, events, decisions, turns })
+    record.activity = executor.watched.map(|watched| watched.activity).unwrap_or_default();
+    record.block_map = blocks.map(|blocks| blocks.map);
+    Ok(Run { record, counters, turns })
 }
 
 /// What the timeline was last told.

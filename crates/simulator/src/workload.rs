@@ -8,11 +8,13 @@ mod arrivals;
 mod contents;
 mod lengths;
 mod random;
+mod spec;
 
 pub use arrivals::Arrivals;
 pub use contents::{Agents, Chats, Contents, Prefixes, Zipf};
 pub use lengths::Lengths;
 pub use random::Random;
+pub use spec::BadSpec;
 
 use crate::request::Request;
 use contents::Weaver;

@@ -162,7 +162,7 @@ fn serve(policy: &str, path: &Path) -> Vec<u64> {
     };
     let rate = 1e6 / TOKEN_NS;
     let cost = ConstantRates::new(rate, rate).unwrap();
-    let done = run(requests, Cache::paged(&spec).unwrap(), &cost, &options, &mut |_| ()).unwrap();
+    let done = run(requests, Cache::paged(&spec).unwrap(), &cost, &options, None, &mut |_| ()).unwrap();
     let rows = &done.record.requests;
     let response = |row: &RequestRow| row.finished_ns.expect("everybody is served") - row.arrival_ns;
     let responses: Vec<u64> = rows.iter().map(response).collect();

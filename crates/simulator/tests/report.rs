@@ -88,7 +88,7 @@ fn seeds_have_intervals() {
     let mut other = record();
     other.requests[0].first_token_ns = Some(400_000_000);
     let reports = [record(), other].map(|record| Report::of(&record, &Objectives::default()));
-    let figures = over_seeds(&reports);
+    let figures = over_seeds(reports.iter().flat_map(Report::figures));
     let ttft = figures["ttft_mean_s"];
     assert!((ttft.mean - 1.45 / 3.0).abs() < 1e-12, "{ttft:?}");
     assert!(ttft.half_width.unwrap() > 0.5, "two seeds say little: {ttft:?}");

@@ -8,7 +8,7 @@ use kvist_scheduler::{
 use kvist_simulator::cost::{BatchShape, ConstantRates, StepCost};
 use kvist_simulator::report::{Objectives, Outcome, Report};
 use kvist_simulator::request::{PromptContent, Request};
-use kvist_simulator::run::{Options, Run, run};
+use kvist_simulator::run::{Options, Part, Run, run};
 use std::sync::Arc;
 
 /// SplitMix64: S. Vigna's public-domain generator.
@@ -105,7 +105,32 @@ fn settings() -> Vec<(Config, u32)> {
     all
 }
 
-fn simulate(requests: &[Request], config: &Config, capacity: u32, one_by_one: bool) -> Run {
+/// A run and its logs.
+struct Recorded {
+    run: Run,
+    events: String,
+    decisions: String,
+}
+
+impl std::ops::Deref for Recorded {
+    type Target = Run;
+    fn deref(&self) -> &Run {
+        &self.run
+    }
+}
+
+fn recorded(requests: &[Request], cache: Cache, options: &Options) -> Recorded {
+    let (mut events, mut decisions) = (String::new(), String::new());
+    let mut hear = |part: Part, lines: &str| match part {
+        Part::Events => events += lines,
+        Part::Decisions => decisions += lines,
+        Part::Header | Part::Blocks => {}
+    };
+    let run = run(requests, cache, &Uneven, options, Some(&mut hear), &mut |_| ()).unwrap();
+    Recorded { run, events, decisions }
+}
+
+fn simulate(requests: &[Request], config: &Config, capacity: u32, one_by_one: bool) -> Recorded {
     let cache = paged(capacity, 4, Some(Vocabulary::Ids { tokens_per_id: 8 }));
     let options = Options {
         scheduler: config.clone(),
@@ -113,12 +138,12 @@ fn simulate(requests: &[Request], config: &Config, capacity: u32, one_by_one: bo
         one_by_one,
         explain: true,
         itl: true,
-        record: true,
+        watch: true,
     };
-    run(requests, cache, &Uneven, &options, &mut |_| ()).unwrap()
+    recorded(requests, cache, &options)
 }
 
-fn shown(run: &Run) -> String {
+fn shown(run: &Recorded) -> String {
     let objectives = Objectives { ttft_s: Some(1e-3), tpot_s: Some(1e-5) };
     let report = serde_json::to_string(&Report::of(&run.record, &objectives)).unwrap();
     let samples = serde_json::to_string(&run.record.timeline.samples()).unwrap();
@@ -250,9 +275,8 @@ fn an_engine_and_the_simulator_decide_alike() {
             ..Config::default()
         };
         let cache = || paged(200, 4, Some(Vocabulary::Tokens));
-        let options =
-            Options { scheduler: config.clone(), max_new: Some(64), record: true, ..Options::default() };
-        let simulated = run(&requests, cache(), &Uneven, &options, &mut |_| ()).unwrap();
+        let options = Options { scheduler: config.clone(), max_new: Some(64), ..Options::default() };
+        let simulated = recorded(&requests, cache(), &options);
 
         let texts: Vec<Arc<[u32]>> = requests
             .iter()
@@ -326,7 +350,7 @@ fn three_requests_by_hand() {
             },
             ..Options::default()
         };
-        let done = run(&requests, paged(1 << 20, 16, None), &rates, &options, &mut |_| ()).unwrap();
+        let done = run(&requests, paged(1 << 20, 16, None), &rates, &options, None, &mut |_| ()).unwrap();
         let mut ends = [0; 3];
         done.record.requests.iter().for_each(|row| ends[row.id as usize] = row.finished_ns.unwrap() / 1000);
         if ends != ends_us {

@@ -30,7 +30,8 @@ fn conversation_trace() {
                 ..Options::default()
             };
             let start = Instant::now();
-            let run = run(&requests, Cache::paged(&spec).unwrap(), &cost, &options, &mut |_| ()).unwrap();
+            let run =
+                run(&requests, Cache::paged(&spec).unwrap(), &cost, &options, None, &mut |_| ()).unwrap();
             let seconds = start.elapsed().as_secs_f64();
             println!(
                 "blocks of {block_tokens}: {seconds:.3} s, {} turns of {} steps, {} tokens computed, {} hit, mean batch {:.1}, ended at {:.0} s",

@@ -79,6 +79,17 @@ impl Paged {
         Some(table.blocks.iter().map(|&block| (block != NONE).then_some(block)))
     }
 
+    /// See [`Cache::block_uses`](crate::Cache::block_uses).
+    pub(crate) fn block_uses(&self) -> impl Iterator<Item = BlockUse> {
+        (0..self.blocks.high_water()).map(|block| {
+            match (self.blocks.holders(block), self.blocks.node(block)) {
+                (0, NONE) => BlockUse::Free,
+                (0, _) => BlockUse::Idle,
+                (n, _) => BlockUse::Held(n),
+            }
+        })
+    }
+
     #[inline]
     fn whole_blocks(&self, tokens: u32) -> u32 {
         match self.shift {

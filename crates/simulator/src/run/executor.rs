@@ -1,4 +1,5 @@
 //! Steps that take as long as a cost model says, and end when the trace says so.
+use super::watch::Watched;
 use crate::cost::{BatchShape, StepCost};
 use crate::report::StepCounts;
 use crate::statistics::Histogram;
@@ -19,6 +20,7 @@ pub struct SimExecutor<'c> {
     pub prefilled: bool,
     pub counts: StepCounts,
     pub itl_ns: Histogram,
+    pub(super) watched: Option<Watched>,
 }
 
 #[derive(Clone, Copy)]
@@ -42,6 +44,7 @@ impl<'c> SimExecutor<'c> {
             prefilled: false,
             counts: StepCounts::default(),
             itl_ns: Histogram::default(),
+            watched: None,
         }
     }
 }
@@ -100,6 +103,9 @@ impl Executor for SimExecutor<'_> {
             self.counts.decode_tokens += shape.decode_sequences;
         }
         let end_ns = now_ns.saturating_add(out.elapsed_ns);
+        if let Some(watched) = &mut self.watched {
+            batch.work.iter().for_each(|work| watched.note(work, now_ns, end_ns));
+        }
         for work in batch.work.iter().filter(|work| work.samples) {
             let answer = &mut self.answers[work.request.0 as usize];
             if self.note_itl && answer.last_token_ns != u64::MAX {

@@ -56,6 +56,48 @@ const MOST_TOKENS: u64 = 1 << 24;
 /// Most requests of one agent's tree.
 const MOST_REQUESTS: u64 = 1 << 20;
 
+impl Contents {
+    pub(super) fn check(&self) -> Result<(), BadParameter> {
+        let ids = |tokens_per_id: u32| match tokens_per_id {
+            0 => Err(BadParameter::new("the tokens per id", 0, "at least 1")),
+            _ => Ok(()),
+        };
+        match self {
+            Contents::Unknown => Ok(()),
+            Contents::Prefixes(prefixes) => {
+                ids(prefixes.tokens_per_id)?;
+                Zipf::check(prefixes.n_prefixes, prefixes.exponent)?;
+                if prefixes.prefix_tokens == 0 || u64::from(prefixes.prefix_tokens) > MOST_TOKENS {
+                    let found = prefixes.prefix_tokens;
+                    return Err(BadParameter::new("the length of prefixes", found, "1 to 16777216 tokens"));
+                }
+                Ok(())
+            }
+            Contents::Chats(chats) => {
+                ids(chats.tokens_per_id)?;
+                chats.turns.check("the number of turns")?;
+                if chats.think_s == 0.0 { Ok(()) } else { positive("the time to think", chats.think_s) }
+            }
+            Contents::Agents(agents) => {
+                ids(agents.tokens_per_id)?;
+                let (mut generation, mut n_requests) = (1u64, 1u64);
+                for _ in 0..agents.depth {
+                    generation = generation.saturating_mul(u64::from(agents.fan_out));
+                    n_requests = n_requests.saturating_add(generation);
+                    if generation == 0 || n_requests > MOST_REQUESTS {
+                        break;
+                    }
+                }
+                if n_requests > MOST_REQUESTS {
+                    let found = format!("{} to a depth of {}", agents.fan_out, agents.depth);
+                    return Err(BadParameter::new("the fan-out", found, "at most 1048576 requests per tree"));
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
 /// Ranks from 0 with probability ∝ (rank + 1)^-exponent (Zipf, "Human Behavior and the Principle of Least Effort",
 /// 1949): a table of n sums, searched by halving.
 #[derive(Clone, Debug)]
@@ -68,12 +110,7 @@ impl Zipf {
     /// # Errors
     /// No rank, or an exponent that is negative or not finite.
     pub fn new(n: u32, exponent: f64) -> Result<Zipf, BadParameter> {
-        if n == 0 {
-            return Err(BadParameter::new("the number of prefixes", n, "at least 1"));
-        }
-        if !exponent.is_finite() || exponent < 0.0 {
-            return Err(BadParameter::new("Zipf's exponent", exponent, "a finite number, at least 0"));
-        }
+        Zipf::check(n, exponent)?;
         let mut sum = 0.0;
         let mut cumulative: Vec<f64> = (1..=n)
             .map(|rank| {
@@ -83,6 +120,16 @@ impl Zipf {
             .collect();
         cumulative.iter_mut().for_each(|c| *c /= sum);
         Ok(Zipf { cumulative })
+    }
+
+    fn check(n: u32, exponent: f64) -> Result<(), BadParameter> {
+        if n == 0 {
+            return Err(BadParameter::new("the number of prefixes", n, "at least 1"));
+        }
+        if !exponent.is_finite() || exponent < 0.0 {
+            return Err(BadParameter::new("Zipf's exponent", exponent, "a finite number, at least 0"));
+        }
+        Ok(())
     }
 
     pub fn draw(&self, random: &mut Random) -> u32 {
@@ -114,45 +161,11 @@ type DrawTokens<'a> = &'a mut dyn FnMut() -> u32;
 
 impl<'a> Weaver<'a> {
     pub fn new(contents: &'a Contents, random: Random) -> Result<Weaver<'a>, BadParameter> {
-        let ids = |tokens_per_id: u32| match tokens_per_id {
-            0 => Err(BadParameter::new("the tokens per id", 0, "at least 1")),
-            _ => Ok(()),
+        contents.check()?;
+        let zipf = match contents {
+            Contents::Prefixes(prefixes) => Some(Zipf::new(prefixes.n_prefixes, prefixes.exponent)?),
+            _ => None,
         };
-        let mut zipf = None;
-        match contents {
-            Contents::Unknown => {}
-            Contents::Prefixes(prefixes) => {
-                ids(prefixes.tokens_per_id)?;
-                zipf = Some(Zipf::new(prefixes.n_prefixes, prefixes.exponent)?);
-                if prefixes.prefix_tokens == 0 || u64::from(prefixes.prefix_tokens) > MOST_TOKENS {
-                    let found = prefixes.prefix_tokens;
-                    return Err(BadParameter::new("the length of prefixes", found, "1 to 16777216 tokens"));
-                }
-            }
-            Contents::Chats(chats) => {
-                ids(chats.tokens_per_id)?;
-                chats.turns.check("the number of turns")?;
-                if chats.think_s != 0.0 {
-                    positive("the time to think", chats.think_s)?;
-                }
-            }
-            Contents::Agents(agents) => {
-                ids(agents.tokens_per_id)?;
-                let mut generation = 1u64;
-                let mut n_requests = 1u64;
-                for _ in 0..agents.depth {
-                    generation = generation.saturating_mul(u64::from(agents.fan_out));
-                    n_requests = n_requests.saturating_add(generation);
-                    if generation == 0 || n_requests > MOST_REQUESTS {
-                        break;
-                    }
-                }
-                if n_requests > MOST_REQUESTS {
-                    let found = format!("{} to a depth of {}", agents.fan_out, agents.depth);
-                    return Err(BadParameter::new("the fan-out", found, "at most 1048576 requests per tree"));
-                }
-            }
-        }
         Ok(Weaver { contents, random, zipf, next_id: 0 })
     }
 

@@ -1,0 +1,89 @@
+//! The cache under the load.
+use super::spec::{self, Capacity};
+use crate::options::wrong_usage;
+use kvist_cache::evict::Parameters;
+use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::{Cache, PagedSpec, PrefixSpec, Vocabulary};
+use kvist_simulator::request::{PromptContent, Request};
+use std::time::Duration;
+
+const CACHE: &str = "Cache";
+
+#[derive(clap::Args, Clone, Debug)]
+pub struct BlockArgs {
+    /// Blocks of the cache: a number, inf, or auto for what the hardware holds beside the weights
+    #[arg(long, default_value = "auto", value_name = "N", help_heading = CACHE)]
+    pub capacity_blocks: Capacity,
+    /// Tokens of a block [default: 16; with --zero-service what the trace's ids stand for]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = CACHE)]
+    pub block_tokens: Option<u32>,
+    /// Which cached block goes first: lru, fifo, lfu, lfu_decay, cost; with --zero-service also opt
+    #[arg(long, default_value = "lru", value_name = "NAME", help_heading = CACHE)]
+    pub policy: String,
+    /// After which time a use counts half, for lfu_decay and cost: 300s, 5m
+    #[arg(long, value_name = "TIME", value_parser = spec::duration, help_heading = CACHE)]
+    pub half_life: Option<Duration>,
+    /// Share nothing between requests
+    #[arg(long, help_heading = CACHE)]
+    pub no_prefix_cache: bool,
+}
+
+const BLOCK_TOKENS: u32 = 16;
+
+impl BlockArgs {
+    pub fn parameters(&self) -> anyhow::Result<Parameters> {
+        Ok(Parameters { half_life: self.half_life })
+    }
+
+    /// Empty bookkeeping for these requests. `cache_tokens` is what the hardware holds, where that is known.
+    pub fn cache(&self, requests: &[Request], cache_tokens: Option<u64>) -> anyhow::Result<Cache> {
+        let block_tokens = self.block_tokens.unwrap_or(BLOCK_TOKENS);
+        let capacity_tokens = match (self.capacity_blocks, cache_tokens) {
+            (Capacity::Blocks(n), _) => {
+                n.checked_mul(block_tokens).filter(|&n| n < u32::MAX).ok_or_else(|| {
+                    wrong_usage(format!(
+                        "--capacity-blocks {n} of {block_tokens} tokens pass 2^32 tokens: give fewer, or inf"
+                    ))
+                })?
+            }
+            (Capacity::Hardware, Some(tokens)) => u32::try_from(tokens).unwrap_or(u32::MAX - 1),
+            (Capacity::Hardware, None) | (Capacity::Endless, _) => u32::MAX,
+        };
+        let prefix = PrefixSpec {
+            vocabulary: vocabulary(requests)?,
+            policy: self.policy.clone(),
+            parameters: self.parameters()?,
+            ..PrefixSpec::default()
+        };
+        let group = GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: 1 };
+        let spec = PagedSpec {
+            block_tokens,
+            groups: vec![group],
+            rollback_tokens: 0,
+            prefix: (!self.no_prefix_cache).then_some(prefix),
+        };
+        Cache::paged(&spec).map_err(|why| wrong_usage(why.to_string()))
+    }
+}
+
+/// What the prompts of all requests are made of.
+fn vocabulary(requests: &[Request]) -> anyhow::Result<Vocabulary> {
+    let mut found: Option<(Vocabulary, u64)> = None;
+    for request in requests {
+        let here = match &request.content {
+            PromptContent::Unknown => continue,
+            PromptContent::Tokens(_) => Vocabulary::Tokens,
+            PromptContent::Ids { tokens_per_id, .. } => Vocabulary::Ids { tokens_per_id: *tokens_per_id },
+        };
+        match found {
+            None => found = Some((here, request.id)),
+            Some((there, first)) if there != here => anyhow::bail!(
+                "requests {first} and {} name their content in different ways ({there:?} and {here:?}), so nothing could \
+                 be shared between them: give all of them the same tokens_per_id",
+                request.id
+            ),
+            Some(_) => {}
+        }
+    }
+    Ok(found.map_or(Vocabulary::Tokens, |(vocabulary, _)| vocabulary))
+}

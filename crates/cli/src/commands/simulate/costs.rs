@@ -1,0 +1,101 @@
+//! What a step takes.
+use crate::options::wrong_usage;
+use anyhow::Context;
+use clap::ValueHint;
+use kvist_simulator::cost::{ConstantRates, Hardware, MeasuredTable, ModelShape, Roofline, StepCost};
+use std::path::PathBuf;
+
+const COST: &str = "Time of a step";
+
+#[derive(clap::Args, Clone, Debug)]
+pub struct CostArgs {
+    /// A machine by name, for a roofline: its arithmetic, bandwidth and memory
+    #[arg(long, value_name = "NAME", value_parser = hardware, help_heading = COST)]
+    hardware: Option<Hardware>,
+    /// A model's shape by name, for a roofline
+    #[arg(long, value_name = "NAME", value_parser = shape, help_heading = COST)]
+    shape: Option<ModelShape>,
+    /// Share of the roofline that is reached
+    #[arg(long, default_value_t = 1.0, value_name = "X", help_heading = COST)]
+    efficiency: f64,
+    /// Constant rates instead: prompt tokens per millisecond
+    #[arg(
+        long, value_name = "N", requires = "decode_rate", conflicts_with_all = ["hardware", "shape"],
+        help_heading = COST
+    )]
+    prefill_rate: Option<f64>,
+    /// Constant rates instead: generated tokens per millisecond, over all sequences
+    #[arg(long, value_name = "N", requires = "prefill_rate", help_heading = COST)]
+    decode_rate: Option<f64>,
+    /// A measured table instead (docs/simulator.md)
+    #[arg(
+        long, value_name = "FILE", value_hint = ValueHint::FilePath,
+        conflicts_with_all = ["hardware", "shape", "prefill_rate"], help_heading = COST
+    )]
+    costs: Option<PathBuf>,
+}
+
+const HARDWARE: &str = "h100-sxm";
+const SHAPE: &str = "llama-3.1-8b";
+
+fn hardware(name: &str) -> Result<Hardware, String> {
+    let known = || Hardware::names().collect::<Vec<_>>().join(", ");
+    Hardware::preset(name).ok_or_else(|| format!("no machine is called so: take one of {}", known()))
+}
+
+fn shape(name: &str) -> Result<ModelShape, String> {
+    let known = || ModelShape::names().collect::<Vec<_>>().join(", ");
+    ModelShape::preset(name).ok_or_else(|| format!("no model is called so: take one of {}", known()))
+}
+
+impl CostArgs {
+    fn roofline(&self) -> anyhow::Result<Roofline> {
+        let missing = || wrong_usage("a preset is missing");
+        let hardware = self.hardware.clone().or_else(|| Hardware::preset(HARDWARE)).ok_or_else(missing)?;
+        let model = self.shape.clone().or_else(|| ModelShape::preset(SHAPE)).ok_or_else(missing)?;
+        if !(self.efficiency > 0.0 && self.efficiency <= 1.0) {
+            return Err(wrong_usage(format!(
+                "--efficiency {}: it is a share, above 0 and at most 1",
+                self.efficiency
+            )));
+        }
+        Ok(Roofline { efficiency: self.efficiency, ..Roofline::ideal(hardware, model) })
+    }
+
+    /// All that the times depend on, the contents of a table included.
+    pub fn identity(&self) -> anyhow::Result<String> {
+        let table = self.costs.as_ref().map(|file| {
+            std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))
+        });
+        Ok(format!("{self:?} {:?}", table.transpose()?))
+    }
+
+    pub fn get(&self) -> anyhow::Result<Box<dyn StepCost>> {
+        if let Some(file) = &self.costs {
+            let text =
+                std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+            return Ok(Box::new(MeasuredTable::parse(&file.display().to_string(), &text)?));
+        }
+        if let (Some(prefill), Some(decode)) = (self.prefill_rate, self.decode_rate) {
+            let rates = ConstantRates::new(prefill, decode);
+            let why = "--prefill-rate and --decode-rate are tokens per millisecond, above 0";
+            return Ok(Box::new(rates.ok_or_else(|| wrong_usage(why))?));
+        }
+        Ok(Box::new(self.roofline()?))
+    }
+
+    /// Tokens that the memory holds beside the weights; `None` where no machine is given.
+    pub fn cache_tokens(&self) -> anyhow::Result<Option<u64>> {
+        if self.costs.is_some() || self.prefill_rate.is_some() {
+            return Ok(None);
+        }
+        let roofline = self.roofline()?;
+        match roofline.cache_tokens() {
+            0 => Err(wrong_usage(format!(
+                "{} does not fit into the memory of {}: take another machine, or a smaller model",
+                roofline.model.name, roofline.hardware.name
+            ))),
+            tokens => Ok(Some(tokens)),
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! Who runs next.
+use clap::ValueEnum;
+use kvist_scheduler::{Admission, Config, LengthSource, PrefixOrder};
+
+const SCHEDULER: &str = "Scheduler";
+
+#[derive(clap::Args, Clone)]
+pub struct ScheduleArgs {
+    /// Who goes first: fcfs, sjf, srpt, edf, laxity, priority
+    #[arg(long, default_value = "fcfs", value_name = "NAME", help_heading = SCHEDULER)]
+    pub schedule: String,
+    /// Where a policy that weighs work has the lengths of answers from
+    #[arg(long, value_enum, default_value_t = Lengths::MaxNew, help_heading = SCHEDULER)]
+    lengths: Lengths,
+    /// Tokens that users allow an answer, at least [default: its true length]
+    #[arg(long, value_name = "N", help_heading = SCHEDULER)]
+    max_new: Option<u32>,
+    /// Sequences in the batch at most
+    #[arg(long, default_value_t = 256, value_name = "N", help_heading = SCHEDULER)]
+    max_batch: u32,
+    /// Tokens in a step at most
+    #[arg(long, default_value_t = 8192, value_name = "N", help_heading = SCHEDULER)]
+    batch_tokens: u32,
+    /// Admit only what fits to its end, so that nothing is ever preempted for space
+    #[arg(long, help_heading = SCHEDULER)]
+    conservative: bool,
+    /// Let the longest prefix hit go first among so many at the head of the queue
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = SCHEDULER)]
+    prefix_window: Option<u32>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Lengths {
+    /// Everybody writes as much as allowed
+    MaxNew,
+    /// The mean of all answers so far
+    RunningMean,
+    /// The truth, which no server knows
+    Oracle,
+}
+
+impl ScheduleArgs {
+    pub fn max_new(&self) -> Option<u32> {
+        self.max_new
+    }
+    pub fn config(&self) -> Config {
+        let defaults = Config::default();
+        Config {
+            policy: self.schedule.clone(),
+            lengths: match self.lengths {
+                Lengths::MaxNew => LengthSource::MaxNew,
+                Lengths::RunningMean => LengthSource::RunningMean,
+                Lengths::Oracle => LengthSource::Oracle,
+            },
+            max_batch: self.max_batch,
+            max_batch_tokens: self.batch_tokens,
+            admission: if self.conservative { Admission::Conservative } else { defaults.admission },
+            prefix_order: self.prefix_window.map_or(PrefixOrder::Off, PrefixOrder::Window),
+            ..defaults
+        }
+    }
+}

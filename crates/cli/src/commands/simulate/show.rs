@@ -1,0 +1,148 @@
+//! A report as text.
+use kvist_simulator::report::Report;
+use kvist_simulator::statistics::Spread;
+use kvist_simulator::zero_service::ZeroService;
+use std::fmt::Write;
+
+/// Seconds with a unit that leaves three digits.
+fn seconds(s: f64) -> String {
+    match s {
+        s if s < 1e-3 => format!("{:.0} µs", s * 1e6),
+        s if s < 1.0 => format!("{:.1} ms", s * 1e3),
+        s if s < 100.0 => format!("{s:.2} s"),
+        s => format!("{s:.0} s"),
+    }
+}
+
+fn percent(ratio: f64) -> String {
+    format!("{:.1}%", 100.0 * ratio)
+}
+
+pub fn report(report: &Report) -> String {
+    let mut text = String::new();
+    let mut row = |name: &str, value: String| {
+        // Writing to a `String` does not fail.
+        let _ = writeln!(text, "{name:<22}{value}");
+    };
+    for (name, value) in &report.setting {
+        row(name, value.clone());
+    }
+    let n = &report.requests;
+    let rest =
+        [(n.refused, "refused"), (n.cancelled, "cancelled"), (n.unfinished, "unfinished"), (n.late, "late")];
+    let rest = rest.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!(", {n} {what}"));
+    row("requests", format!("{} finished{}", n.finished, rest.collect::<String>()));
+
+    let _ = writeln!(text, "\n{:<22}{:>10}{:>10}{:>10}{:>10}", "", "mean", "p50", "p90", "p99");
+    let latency = &report.latency;
+    for (name, spread) in [
+        ("time in queue", latency.queue_s),
+        ("TTFT", latency.ttft_s),
+        ("TPOT", latency.tpot_s),
+        ("between tokens", latency.itl_s),
+        ("end to end", latency.end_to_end_s),
+    ] {
+        if let Some(Spread { mean, p50, p90, p99, .. }) = spread {
+            let values = [mean, p50, p90, p99].map(|s| format!("{:>10}", seconds(s)));
+            let _ = writeln!(text, "{name:<22}{}", values.concat());
+        }
+    }
+    text.push('\n');
+
+    let mut row = |name: &str, value: String| {
+        let _ = writeln!(text, "{name:<22}{value}");
+    };
+    let t = &report.throughput;
+    row(
+        "throughput",
+        format!(
+            "{:.2} requests/s, {:.0} prompt and {:.0} generated tokens/s over {}",
+            t.requests_per_s,
+            t.prompt_tokens_per_s,
+            t.output_tokens_per_s,
+            seconds(t.duration_s)
+        ),
+    );
+    let promised = report.objectives.asked;
+    if let (Some(attainment), true) =
+        (report.objectives.attainment, promised.ttft_s.is_some() || promised.tpot_s.is_some())
+    {
+        let asked = [("TTFT", promised.ttft_s), ("TPOT", promised.tpot_s)];
+        let asked: Vec<_> =
+            asked.iter().filter_map(|(name, s)| s.map(|s| format!("{name} {}", seconds(s)))).collect();
+        row(
+            "goodput",
+            format!(
+                "{:.2} requests/s; {} of requests within {}",
+                t.goodput_requests_per_s,
+                percent(attainment),
+                asked.join(" and ")
+            ),
+        );
+    }
+    let cache = &report.cache;
+    row(
+        "prefix cache",
+        format!(
+            "hit {} of tokens, {} of blocks, {} of requests",
+            percent(cache.token_hit_ratio),
+            percent(cache.block_hit_ratio),
+            percent(cache.request_hit_ratio)
+        ),
+    );
+    let counts = &cache.counts;
+    let capacity = counts.capacity_blocks.map_or("without bound".to_owned(), |n| format!("{n} blocks"));
+    row(
+        "blocks",
+        format!(
+            "{capacity} of {} tokens; {} stored, {} evicted; {:.0} used on average, {} at most",
+            counts.block_tokens,
+            counts.stored_blocks,
+            counts.evicted_blocks,
+            report.load.mean_used_blocks,
+            report.load.peak_used_blocks
+        ),
+    );
+    let mut reasons: Vec<(&String, &u64)> = counts.miss_reasons.iter().collect();
+    reasons.sort_by_key(|(name, n)| (std::cmp::Reverse(**n), name.as_str()));
+    if !reasons.is_empty() {
+        let reasons: Vec<_> =
+            reasons.iter().map(|(name, n)| format!("{} {n}", name.replace('_', " "))).collect();
+        row("hits ended because", reasons.join(", "));
+    }
+    row(
+        "batch",
+        format!(
+            "{:.1} running and {:.1} waiting on average; busy {} of the time; {} steps, {} preemptions",
+            report.load.mean_running_requests,
+            report.load.mean_queued_requests,
+            percent(report.load.busy_ratio),
+            report.steps.steps,
+            report.steps.preemptions
+        ),
+    );
+    text
+}
+
+pub fn zero_service(result: &ZeroService, trace: &str) -> String {
+    let hits = &result.cache;
+    let capacity = result.capacity_blocks.map_or("without bound".to_owned(), |n| format!("{n} blocks"));
+    format!(
+        "{trace}, {} requests, serving takes no time\n\
+         policy                {}, {capacity} of {} tokens\n\
+         hit                   {} of {} blocks ({}), {} of tokens, {} of requests\n\
+         at any position       {} blocks\n\
+         evicted               {}; {} different blocks in all\n",
+        result.requests,
+        result.policy,
+        result.block_tokens,
+        hits.hit_blocks,
+        hits.total_blocks,
+        percent(hits.hit_blocks as f64 / (hits.total_blocks.max(1)) as f64),
+        percent(hits.token_hit_ratio),
+        percent(hits.hit_requests as f64 / result.requests.max(1) as f64),
+        hits.any_position_hit_blocks,
+        hits.evicted_blocks,
+        result.distinct_blocks
+    )
+}

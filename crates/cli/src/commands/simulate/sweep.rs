@@ -1,0 +1,325 @@
+//! `kvist simulate sweep`: policies x capacities x schedulers x seeds.
+//!
+//! Every run is a cell with a file of its own in the folder, named by what it is and by a hash of all that it depends
+//! on. A cell whose file is there is not run again; a file is there whole or not at all. So a sweep can be stopped at
+//! any time, and its results do not depend on the number of threads.
+use super::spec::Capacity;
+use super::{What, simulate};
+use crate::options::wrong_usage;
+use crate::{output, progress};
+use anyhow::Context;
+use clap::ValueHint;
+use kvist_simulator::html::{Curve, Page, Point};
+use kvist_simulator::report::{Report, VERSION, over_seeds};
+use kvist_simulator::request::Request;
+use kvist_simulator::run::Options;
+use kvist_simulator::statistics::Estimate;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    what: What,
+    /// Eviction policies to compare [default: that of --policy]
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',', help_heading = "Sweep")]
+    policies: Vec<String>,
+    /// Capacities in blocks to compare [default: that of --capacity-blocks]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', help_heading = "Sweep")]
+    capacities: Vec<Capacity>,
+    /// Schedulers to compare [default: that of --schedule]
+    #[arg(long, value_name = "NAME,...", value_delimiter = ',', help_heading = "Sweep")]
+    schedules: Vec<String>,
+    /// Seeds 1 to N of a drawn load
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Sweep")]
+    seeds: u64,
+    /// Folder of the cells, the table and the page; what is there already is not run again
+    #[arg(long, value_name = "FOLDER", value_hint = ValueHint::DirPath, help_heading = "Sweep")]
+    out: PathBuf,
+    /// Runs at the same time [default: cores]
+    #[arg(short = 'j', long, value_name = "N", help_heading = "Sweep")]
+    jobs: Option<usize>,
+    /// The table as one JSON document on stdout
+    #[arg(long, help_heading = "Sweep")]
+    json: bool,
+}
+
+/// One run of the sweep.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+struct Cell {
+    schedule: String,
+    policy: String,
+    /// As the flag takes it.
+    capacity: String,
+    seed: u64,
+}
+
+impl Cell {
+    fn name(&self) -> String {
+        format!("{}-{}-{}-{}", self.schedule, self.policy, self.capacity, self.seed)
+    }
+}
+
+/// What stands in a cell's file.
+#[derive(Serialize, Deserialize)]
+struct CellFile {
+    version: u32,
+    /// Of everything that the cell depends on.
+    key: String,
+    cell: Cell,
+    figures: BTreeMap<String, f64>,
+}
+
+/// Over the seeds of one combination.
+#[derive(Serialize)]
+struct Row {
+    schedule: String,
+    policy: String,
+    capacity: String,
+    seeds: u64,
+    figures: BTreeMap<String, Estimate>,
+}
+
+#[derive(Serialize)]
+struct Table {
+    version: u32,
+    load: String,
+    rows: Vec<Row>,
+}
+
+pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
+    let cells = cells(&args);
+    let seeds: Vec<u64> = if args.what.requests.is_drawn() { (1..=args.seeds).collect() } else { vec![1] };
+    // Loads are read or drawn once, and shared by all cells of their seed.
+    let mut loads = BTreeMap::new();
+    let mut name = String::new();
+    for &seed in &seeds {
+        let load = args.what.requests.get(seed)?;
+        if !quiet {
+            load.remarks.iter().for_each(|remark| output::note(remark));
+        }
+        name = load.name;
+        loads.insert(seed, load.list);
+    }
+    // A combination that cannot be is said before hours are spent on the others.
+    for cell in &cells {
+        let what = what_of(&args.what, cell)?;
+        what.options().scheduler.check().map_err(|why| wrong_usage(why.to_string()))?;
+        what.blocks.cache(&[], what.costs.cache_tokens()?)?;
+    }
+    std::fs::create_dir_all(args.out.join("cells"))
+        .with_context(|| format!("cannot make the folder {}", args.out.display()))?;
+    let files = run_all(&args, &cells, &loads, quiet)?;
+    let table = table(&name, files);
+    let json = serde_json::to_string_pretty(&table)? + "\n";
+    output::write_file(&args.out.join("sweep.json"), json.as_bytes())?;
+    output::write_file(&args.out.join("sweep.csv"), csv(&table).as_bytes())?;
+    output::write_file(&args.out.join("sweep.html"), page(&table).as_bytes())?;
+    if args.json { output::show(&json) } else { output::show(&text(&table, &args.out)) }
+}
+
+fn cells(args: &Args) -> Vec<Cell> {
+    let or = |list: &[String], one: &str| if list.is_empty() { vec![one.to_owned()] } else { list.to_vec() };
+    let schedules = or(&args.schedules, &args.what.schedule.schedule);
+    let policies = or(&args.policies, &args.what.blocks.policy);
+    let capacities: Vec<String> = match &args.capacities[..] {
+        [] => vec![args.what.blocks.capacity_blocks.to_string()],
+        list => list.iter().map(Capacity::to_string).collect(),
+    };
+    let n_seeds = if args.what.requests.is_drawn() { args.seeds } else { 1 };
+    let mut cells = Vec::new();
+    for schedule in &schedules {
+        for policy in &policies {
+            for capacity in &capacities {
+                for seed in 1..=n_seeds {
+                    let (schedule, policy, capacity) = (schedule.clone(), policy.clone(), capacity.clone());
+                    cells.push(Cell { schedule, policy, capacity, seed });
+                }
+            }
+        }
+    }
+    cells
+}
+
+fn what_of(what: &What, cell: &Cell) -> anyhow::Result<What> {
+    let mut what = what.clone();
+    what.schedule.schedule.clone_from(&cell.schedule);
+    what.blocks.policy.clone_from(&cell.policy);
+    what.blocks.capacity_blocks = cell.capacity.parse().map_err(wrong_usage)?;
+    if !matches!(cell.policy.as_str(), "lfu_decay" | "cost") {
+        what.blocks.half_life = None; // it is the others' parameter
+    }
+    Ok(what)
+}
+
+fn run_all(
+    args: &Args,
+    cells: &[Cell],
+    loads: &BTreeMap<u64, Vec<Request>>,
+    quiet: bool,
+) -> anyhow::Result<Vec<CellFile>> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let n_jobs = args.jobs.unwrap_or(cores).clamp(1, cells.len().max(1));
+    let bar = progress::bar("runs", cells.len() as u64, quiet);
+    let next = AtomicUsize::new(0);
+    let done: Mutex<Vec<Option<anyhow::Result<CellFile>>>> = Mutex::new(cells.iter().map(|_| None).collect());
+    let work = || {
+        loop {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            let Some(cell) = cells.get(at) else { return };
+            let file = one(args, cell, &loads[&cell.seed]);
+            if file.is_err() {
+                next.store(cells.len(), Ordering::Relaxed); // the others need not begin
+            }
+            bar.inc(1);
+            done.lock().unwrap_or_else(|poisoned| poisoned.into_inner())[at] = Some(file);
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..n_jobs {
+            scope.spawn(work);
+        }
+    });
+    bar.finish_and_clear();
+    // In the order of the cells, whoever ran them; the first failure speaks.
+    done.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()).into_iter().flatten().collect()
+}
+
+fn one(args: &Args, cell: &Cell, requests: &[Request]) -> anyhow::Result<CellFile> {
+    let what = what_of(&args.what, cell)?;
+    let options = Options { itl: true, ..what.options() };
+    let key = key(&what, &options, requests)?;
+    let path = args.out.join("cells").join(cell.name() + ".json");
+    if let Some(file) = read(&path, &key) {
+        return Ok(file);
+    }
+    let done = simulate(&what, requests, &options, false, &mut |_| Ok(()), &mut |_| ())
+        .with_context(|| format!("the run {}", cell.name()))?;
+    let report = Report::of(&done.record, &what.objectives());
+    let figures = report.figures().into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+    let file = CellFile { version: VERSION, key, cell: cell.clone(), figures };
+    output::write_file(&path, (serde_json::to_string_pretty(&file)? + "\n").as_bytes())?;
+    Ok(file)
+}
+
+/// What a cell depends on, hashed: requests, cache, costs, scheduler, objectives, and the program.
+fn key(what: &What, options: &Options, requests: &[Request]) -> anyhow::Result<String> {
+    let mut text = format!(
+        "{} {options:?} {:?} {:?} {:?} {} ",
+        env!("CARGO_PKG_VERSION"),
+        what.objectives(),
+        what.blocks,
+        what.costs.identity()?,
+        requests.len()
+    )
+    .into_bytes();
+    kvist_simulator::trace::write(&mut text, requests).context("cannot write requests")?;
+    // FNV-1a (Fowler, Noll, Vo): stale cells are to be noticed, not forgeries.
+    let hash = text
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3));
+    Ok(format!("{hash:016x}"))
+}
+
+/// The file of an earlier run, if it is one of the same cell.
+fn read(path: &Path, key: &str) -> Option<CellFile> {
+    let file: CellFile = serde_json::from_slice(&std::fs::read(path).ok()?).ok()?;
+    (file.version == VERSION && file.key == key).then_some(file)
+}
+
+fn table(load: &str, files: Vec<CellFile>) -> Table {
+    let mut groups: Vec<(Cell, Vec<BTreeMap<String, f64>>)> = Vec::new();
+    for file in files {
+        let CellFile { cell, figures, .. } = file;
+        match groups.last_mut() {
+            Some((of, runs)) if Cell { seed: 0, ..of.clone() } == Cell { seed: 0, ..cell.clone() } => {
+                runs.push(figures);
+            }
+            _ => groups.push((cell, vec![figures])),
+        }
+    }
+    let rows = groups.into_iter().map(|(cell, runs)| Row {
+        schedule: cell.schedule,
+        policy: cell.policy,
+        capacity: cell.capacity,
+        seeds: runs.len() as u64,
+        figures: over_seeds(runs.into_iter().flatten()),
+    });
+    Table { version: VERSION, load: load.to_owned(), rows: rows.collect() }
+}
+
+fn figure(row: &Row, name: &str) -> String {
+    match row.figures.get(name) {
+        None => "-".to_owned(),
+        Some(Estimate { mean, half_width: Some(half), .. }) => format!("{mean:.4} ±{half:.4}"),
+        Some(Estimate { mean, .. }) => format!("{mean:.4}"),
+    }
+}
+
+const SHOWN: [(&str, &str); 5] = [
+    ("token_hit_ratio", "token hits"),
+    ("ttft_mean_s", "TTFT mean s"),
+    ("ttft_p99_s", "TTFT p99 s"),
+    ("tpot_mean_s", "TPOT mean s"),
+    ("goodput_requests_per_s", "goodput/s"),
+];
+
+fn text(table: &Table, out: &Path) -> String {
+    let mut text = format!("{}\n\n{:<10}{:<11}{:>12}", table.load, "scheduler", "policy", "blocks");
+    SHOWN.iter().for_each(|(_, title)| text += &format!("{title:>20}"));
+    text.push('\n');
+    for row in &table.rows {
+        text += &format!("{:<10}{:<11}{:>12}", row.schedule, row.policy, row.capacity);
+        SHOWN.iter().for_each(|(name, _)| text += &format!("{:>20}", figure(row, name)));
+        text.push('\n');
+    }
+    if table.rows.iter().any(|row| row.seeds > 1) {
+        text += "± is the 95% interval over seeds\n";
+    }
+    text + &format!("{}\n", out.join("sweep.html").display())
+}
+
+fn csv(table: &Table) -> String {
+    let names: std::collections::BTreeSet<&String> =
+        table.rows.iter().flat_map(|row| row.figures.keys()).collect();
+    let mut text = "schedule,policy,capacity_blocks,seeds".to_owned();
+    names.iter().for_each(|name| text += &format!(",{name},{name}_half_width"));
+    text.push('\n');
+    for row in &table.rows {
+        text += &format!("{},{},{},{}", row.schedule, row.policy, row.capacity, row.seeds);
+        for name in &names {
+            let cell = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
+            let estimate = row.figures.get(*name);
+            text +=
+                &format!(",{},{}", cell(estimate.map(|e| e.mean)), cell(estimate.and_then(|e| e.half_width)));
+        }
+        text.push('\n');
+    }
+    text
+}
+
+fn page(table: &Table) -> String {
+    let several = table.rows.iter().any(|row| row.schedule != table.rows[0].schedule);
+    let curves = |figure: &str| {
+        let mut curves: Vec<Curve> = Vec::new();
+        for row in &table.rows {
+            let name = if several { format!("{}, {}", row.policy, row.schedule) } else { row.policy.clone() };
+            let (Ok(x), Some(estimate)) = (row.capacity.parse(), row.figures.get(figure)) else { continue };
+            let point = Point { x, y: estimate.mean, half_width: estimate.half_width };
+            match curves.iter_mut().find(|curve| curve.name == name) {
+                Some(curve) => curve.points.push(point),
+                None => curves.push(Curve { name, points: vec![point] }),
+            }
+        }
+        curves.iter_mut().for_each(|curve| curve.points.sort_by(|a, b| a.x.total_cmp(&b.x)));
+        curves
+    };
+    let endless = table.rows.iter().find(|row| row.capacity == "inf");
+    let without_bound = endless.and_then(|row| row.figures.get("token_hit_ratio")).map(|e| e.mean);
+    let title = format!("{}: a sweep", table.load);
+    let page = Page { title: &title, hit_ratio: curves("token_hit_ratio"), without_bound, ..Page::default() };
+    page.render()
+}

@@ -1,0 +1,64 @@
+//! What people want to see of a run: who was worked on when, and where every block was.
+use crate::report::{Activity, BlockMap, BlockState, Phase};
+use kvist_cache::{BlockUse, GroupId};
+use kvist_scheduler::{Scheduler, Work};
+
+/// Who was worked on when: steps that follow each other without a gap are one entry.
+#[derive(Default)]
+pub(super) struct Watched {
+    pub activity: Vec<Activity>,
+    /// Of each request, the place of its last entry in `activity`.
+    last: Vec<Option<usize>>,
+}
+
+impl Watched {
+    pub fn note(&mut self, work: &Work, from_ns: u64, to_ns: u64) {
+        let request = work.request.0 as usize;
+        let phase = if work.decodes { Phase::Decode } else { Phase::Prefill };
+        if self.last.len() <= request {
+            self.last.resize(request + 1, None);
+        }
+        if let Some(open) = self.last[request].map(|at| &mut self.activity[at])
+            && (open.phase, open.to_ns) == (phase, from_ns)
+        {
+            open.to_ns = to_ns;
+            return;
+        }
+        self.last[request] = Some(self.activity.len());
+        self.activity.push(Activity { request: work.request.0, phase, from_ns, to_ns });
+    }
+}
+
+/// The blocks of a cache with a bound. Looked at when the batch changes, and ever more rarely.
+pub(super) struct Blocks {
+    pub map: BlockMap,
+    states: Vec<BlockState>,
+}
+
+impl Blocks {
+    pub fn new(n_blocks: u32) -> Self {
+        Blocks { map: BlockMap::new(n_blocks), states: Vec::new() }
+    }
+
+    pub fn note(&mut self, at_ns: u64, scheduler: &Scheduler) {
+        if !self.map.wants() {
+            return self.map.pass();
+        }
+        let cache = scheduler.cache();
+        self.states.clear();
+        self.states.extend(cache.block_uses(GroupId(0)).map(|used| match used {
+            BlockUse::Free => BlockState::Free,
+            BlockUse::Idle => BlockState::Cached,
+            BlockUse::Held(_) => BlockState::Shared,
+        }));
+        let single: Vec<bool> = cache.block_uses(GroupId(0)).map(|used| used == BlockUse::Held(1)).collect();
+        for (id, seq) in scheduler.held() {
+            for block in cache.block_table(GroupId(0), seq).into_iter().flatten().flatten() {
+                if single.get(block as usize) == Some(&true) {
+                    self.states[block as usize] = BlockState::Held(id.0);
+                }
+            }
+        }
+        self.map.note(at_ns, self.states.iter().copied());
+    }
+}

@@ -1,0 +1,283 @@
+//! Distributions as text: `kind:name=value,name=value`, as flags and configuration give them.
+//!
+//! Every value has a name, so that nobody has to remember an order; a name that the kind does not read is an error, and
+//! so is one that is missing. What is written by `Display` is read back as it was.
+use super::{Agents, Arrivals, BadParameter, Chats, Contents, Lengths, Prefixes};
+use std::fmt;
+use std::str::FromStr;
+
+/// A text that describes no distribution.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum BadSpec {
+    #[error("there are no {what} `{found}`: take one of {known}")]
+    UnknownKind { what: &'static str, found: String, known: &'static str },
+    #[error("`{found}` in `{text}`: expected name=value, as in `{example}`")]
+    NotNamed { text: String, found: String, example: &'static str },
+    #[error("`{kind}` does not read `{name}`: write it as `{example}`")]
+    UnknownName { kind: String, name: String, example: &'static str },
+    #[error("`{kind}` lacks `{name}`: write it as `{example}`")]
+    Missing { kind: String, name: &'static str, example: &'static str },
+    #[error("`{name}={found}`: expected {expected}")]
+    BadValue { name: &'static str, found: String, expected: &'static str },
+    #[error(transparent)]
+    BadParameter(#[from] BadParameter),
+}
+
+/// Kinds and how each is written in full.
+type Kinds = &'static [(&'static str, &'static str)];
+
+const ARRIVALS: Kinds = &[
+    ("deterministic", "deterministic:per_s=4"),
+    ("poisson", "poisson:per_s=4"),
+    ("gamma", "gamma:per_s=4,variation=2"),
+    ("on_off", "on_off:per_s=10,on_s=1,off_s=3"),
+    ("at_once", "at_once"),
+];
+
+const LENGTHS: Kinds = &[
+    ("deterministic", "deterministic:tokens=100"),
+    ("exponential", "exponential:mean=300"),
+    ("hyperexponential", "hyperexponential:short=100,long=2000,share_short=0.9"),
+    ("balanced", "balanced:mean=300,variation=2"),
+    ("uniform", "uniform:least=10,most=1000"),
+    ("lognormal", "lognormal:mean=400,variation=0.8"),
+];
+
+const CONTENTS: Kinds = &[
+    ("unknown", "unknown"),
+    ("prefixes", "prefixes:n=20,exponent=1,tokens=512,own_prompt=true,tokens_per_id=16"),
+    ("chats", "chats:least_turns=1,most_turns=8,think_s=10,system_tokens=64,tokens_per_id=16"),
+    ("agents", "agents:fan_out=3,depth=2,system_tokens=64,tokens_per_id=16"),
+];
+
+/// A text taken apart.
+struct Spec<'a> {
+    kind: &'a str,
+    example: &'static str,
+    /// What was not asked for yet.
+    values: Vec<(&'a str, &'a str)>,
+}
+
+impl<'a> Spec<'a> {
+    fn new(
+        text: &'a str,
+        what: &'static str,
+        known: &'static str,
+        kinds: Kinds,
+    ) -> Result<Spec<'a>, BadSpec> {
+        let (kind, values) = text.trim().split_once(':').unwrap_or((text.trim(), ""));
+        let Some((_, example)) = kinds.iter().find(|(name, _)| *name == kind) else {
+            return Err(BadSpec::UnknownKind { what, found: kind.into(), known });
+        };
+        let values = values
+            .split(',')
+            .map(str::trim)
+            .filter(|value| !value.is_empty())
+            .map(|value| {
+                let (name, value) = value.split_once('=').ok_or_else(|| BadSpec::NotNamed {
+                    text: text.into(),
+                    found: value.into(),
+                    example,
+                })?;
+                Ok((name.trim(), value.trim()))
+            })
+            .collect::<Result<Vec<_>, BadSpec>>()?;
+        Ok(Spec { kind, example, values })
+    }
+
+    /// Takes the value of `name`; given twice, the last one.
+    fn take<T: FromStr>(&mut self, name: &'static str, expected: &'static str) -> Result<T, BadSpec> {
+        let Some(value) = self.values.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| *value) else {
+            return Err(BadSpec::Missing { kind: self.kind.into(), name, example: self.example });
+        };
+        self.values.retain(|(n, _)| *n != name);
+        value.parse().map_err(|_| BadSpec::BadValue { name, found: value.into(), expected })
+    }
+
+    fn number(&mut self, name: &'static str) -> Result<f64, BadSpec> {
+        self.take(name, "a number")
+    }
+
+    fn count(&mut self, name: &'static str) -> Result<u32, BadSpec> {
+        self.take(name, "a whole number from 0 to 4294967295")
+    }
+
+    /// All values must have been taken.
+    fn end(self) -> Result<(), BadSpec> {
+        match self.values.first() {
+            None => Ok(()),
+            Some((name, _)) => Err(BadSpec::UnknownName {
+                kind: self.kind.into(),
+                name: (*name).into(),
+                example: self.example,
+            }),
+        }
+    }
+}
+
+impl FromStr for Arrivals {
+    type Err = BadSpec;
+    fn from_str(text: &str) -> Result<Arrivals, BadSpec> {
+        let known = "deterministic, poisson, gamma, on_off, at_once";
+        let mut spec = Spec::new(text, "arrivals", known, ARRIVALS)?;
+        let arrivals = match spec.kind {
+            "deterministic" => Arrivals::Deterministic { per_s: spec.number("per_s")? },
+            "poisson" => Arrivals::Poisson { per_s: spec.number("per_s")? },
+            "gamma" => Arrivals::Gamma { per_s: spec.number("per_s")?, variation: spec.number("variation")? },
+            "on_off" => Arrivals::OnOff {
+                per_s: spec.number("per_s")?,
+                on_s: spec.number("on_s")?,
+                off_s: spec.number("off_s")?,
+            },
+            _ => Arrivals::AtOnce,
+        };
+        spec.end()?;
+        arrivals.check()?;
+        Ok(arrivals)
+    }
+}
+
+impl fmt::Display for Arrivals {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Arrivals::Deterministic { per_s } => write!(f, "deterministic:per_s={per_s}"),
+            Arrivals::Poisson { per_s } => write!(f, "poisson:per_s={per_s}"),
+            Arrivals::Gamma { per_s, variation } => write!(f, "gamma:per_s={per_s},variation={variation}"),
+            Arrivals::OnOff { per_s, on_s, off_s } => {
+                write!(f, "on_off:per_s={per_s},on_s={on_s},off_s={off_s}")
+            }
+            Arrivals::AtOnce => f.write_str("at_once"),
+        }
+    }
+}
+
+impl FromStr for Lengths {
+    type Err = BadSpec;
+    fn from_str(text: &str) -> Result<Lengths, BadSpec> {
+        let known = "deterministic, exponential, hyperexponential, balanced, uniform, lognormal";
+        let mut spec = Spec::new(text, "lengths", known, LENGTHS)?;
+        let lengths = match spec.kind {
+            "deterministic" => Lengths::Deterministic { tokens: spec.count("tokens")? },
+            "exponential" => Lengths::Exponential { mean: spec.number("mean")? },
+            "hyperexponential" => Lengths::Hyperexponential {
+                short: spec.number("short")?,
+                long: spec.number("long")?,
+                share_short: spec.number("share_short")?,
+            },
+            "balanced" => {
+                let (mean, variation) = (spec.number("mean")?, spec.number("variation")?);
+                if !variation.is_finite() || variation < 1.0 {
+                    let expected = "at least 1: less variable than exponential is no hyperexponential";
+                    let found = variation.to_string();
+                    return Err(BadSpec::BadValue { name: "variation", found, expected });
+                }
+                Lengths::balanced(mean, variation)
+            }
+            "uniform" => Lengths::Uniform { least: spec.count("least")?, most: spec.count("most")? },
+            _ => Lengths::Lognormal { mean: spec.number("mean")?, variation: spec.number("variation")? },
+        };
+        spec.end()?;
+        lengths.check("the length")?;
+        Ok(lengths)
+    }
+}
+
+impl fmt::Display for Lengths {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Lengths::Deterministic { tokens } => write!(f, "deterministic:tokens={tokens}"),
+            Lengths::Exponential { mean } => write!(f, "exponential:mean={mean}"),
+            Lengths::Hyperexponential { short, long, share_short } => {
+                write!(f, "hyperexponential:short={short},long={long},share_short={share_short}")
+            }
+            Lengths::Uniform { least, most } => write!(f, "uniform:least={least},most={most}"),
+            Lengths::Lognormal { mean, variation } => {
+                write!(f, "lognormal:mean={mean},variation={variation}")
+            }
+        }
+    }
+}
+
+impl FromStr for Contents {
+    type Err = BadSpec;
+    fn from_str(text: &str) -> Result<Contents, BadSpec> {
+        let mut spec = Spec::new(text, "contents", "unknown, prefixes, chats, agents", CONTENTS)?;
+        let contents = match spec.kind {
+            "prefixes" => Contents::Prefixes(Prefixes {
+                n_prefixes: spec.count("n")?,
+                exponent: spec.number("exponent")?,
+                prefix_tokens: spec.count("tokens")?,
+                own_prompt: spec.take("own_prompt", "true or false")?,
+                tokens_per_id: spec.count("tokens_per_id")?,
+            }),
+            "chats" => Contents::Chats(Chats {
+                turns: Lengths::Uniform {
+                    least: spec.count("least_turns")?,
+                    most: spec.count("most_turns")?,
+                },
+                think_s: spec.number("think_s")?,
+                system_tokens: spec.count("system_tokens")?,
+                tokens_per_id: spec.count("tokens_per_id")?,
+            }),
+            "agents" => Contents::Agents(Agents {
+                fan_out: spec.count("fan_out")?,
+                depth: spec.count("depth")?,
+                system_tokens: spec.count("system_tokens")?,
+                tokens_per_id: spec.count("tokens_per_id")?,
+            }),
+            _ => Contents::Unknown,
+        };
+        spec.end()?;
+        contents.check()?;
+        Ok(contents)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn examples_are_read_and_written_back() {
+        for (_, text) in ARRIVALS {
+            assert_eq!(text.parse::<Arrivals>().unwrap().to_string(), *text);
+        }
+        for (kind, text) in LENGTHS {
+            let lengths: Lengths = text.parse().unwrap();
+            if *kind != "balanced" {
+                assert_eq!(lengths.to_string(), *text);
+            }
+            assert_eq!(lengths.to_string().parse(), Ok(lengths));
+        }
+        for (_, text) in CONTENTS {
+            text.parse::<Contents>().unwrap();
+        }
+        assert_eq!(" uniform: most=9 , least=2".parse(), Ok(Lengths::Uniform { least: 2, most: 9 }));
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let arrivals = |text: &str| text.parse::<Arrivals>().unwrap_err().to_string();
+        let lengths = |text: &str| text.parse::<Lengths>().unwrap_err().to_string();
+        let contents = |text: &str| text.parse::<Contents>().unwrap_err().to_string();
+        for (error, says) in [
+            (arrivals("fish"), "there are no arrivals `fish`: take one of deterministic, poisson,"),
+            (arrivals(""), "there are no arrivals ``"),
+            (arrivals("poisson"), "`poisson` lacks `per_s`: write it as `poisson:per_s=4`"),
+            (arrivals("poisson:4"), "`4` in `poisson:4`: expected name=value"),
+            (arrivals("poisson:per_s=4,variation=2"), "`poisson` does not read `variation`"),
+            (arrivals("poisson:per_s=fast"), "`per_s=fast`: expected a number"),
+            (arrivals("poisson:per_s=-1"), "the arrival rate is -1: expected a finite number above 0"),
+            (lengths("uniform:least=9,most=2"), "the length is 9 to 2"),
+            (lengths("deterministic:tokens=1.5"), "`tokens=1.5`: expected a whole number"),
+            (lengths("balanced:mean=3,variation=0.5"), "`variation=0.5`: expected at least 1"),
+            (
+                contents("prefixes:n=0,exponent=1,tokens=5,own_prompt=true,tokens_per_id=16"),
+                "the number of prefixes is 0",
+            ),
+            (contents("agents:fan_out=3"), "`agents` lacks `depth`"),
+        ] {
+            assert!(error.starts_with(says), "{error}\n  is not: {says}");
+        }
+    }
+}
