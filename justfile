@@ -29,3 +29,6 @@ ladder:
 # kvist beside llama.cpp and torch: builds them in bench/target (some GB), measures in turns. `just rivals --only decode`.
 rivals *args:
     bench/rivals/run.sh {{args}}
+# Queueing theory with many jobs and a narrow bound; takes minutes.
+queueing:
+    cargo test --release -p kvist-simulator --test queueing -- --ignored --nocapture

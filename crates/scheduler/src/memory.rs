@@ -26,6 +26,8 @@ pub(crate) struct Memory {
     capacity: u64,
     block_tokens: u32,
     lets_go: bool,
+    /// Does any group let go of what leaves its window?
+    windowed: bool,
 }
 
 const CHECKED: &str = "the cache holds many sequences: this was checked when the scheduler was made";
@@ -48,9 +50,11 @@ impl Memory {
         if cache.sequences().is_none() {
             return Err(BadConfig::OneSequence);
         }
+        let windowed = cache.room().any(|room| room.lets_go);
         let counted = cache.room().enumerate().min_by_key(|(_, room)| (room.lets_go, room.capacity_cells));
         let (counted, room) = counted.expect("a cache has at least one layer group");
         Ok(Memory {
+            windowed,
             counted,
             capacity: room.capacity_cells.into(),
             block_tokens: room.block_tokens,
@@ -63,6 +67,11 @@ impl Memory {
         self.cache.room().nth(self.counted).expect("groups do not go away")
     }
 
+    /// Does memory change in other ways than by growing while sequences decode? Windows let go of blocks, which
+    /// become free or idle in the order of single steps.
+    pub fn shrinks_while_decoding(&self) -> bool {
+        self.windowed
+    }
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
     }

@@ -342,6 +342,8 @@ impl Scheduler {
                     }
                     break steps;
                 }
+                // Another group than the one that is counted: one by one, then.
+                Err(Refused::NoSpace { .. }) if steps > 1 => self.moved = true,
                 Err(Refused::NoSpace { needed, free, reclaimable, .. }) => {
                     self.moved = true;
                     self.relieve(at, needed, free.saturating_add(reclaimable));
@@ -366,7 +368,8 @@ impl Scheduler {
     /// How many decode steps may run as one: no decision may fall due before the last of them ends. Asked only when
     /// everybody who waits has just been considered.
     fn foresee(&mut self, now_ns: u64, executor: &mut dyn Executor) -> u32 {
-        if self.batch.len() != self.running.len() || !self.batch.iter().all(|w| w.decodes) {
+        let all_decode = self.batch.len() == self.running.len() && self.batch.iter().all(|w| w.decodes);
+        if !all_decode || self.memory.shrinks_while_decoding() {
             return 1;
         }
         // Who waits now waits for a place or for memory, and neither comes before somebody ends: decoding only

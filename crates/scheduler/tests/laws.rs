@@ -27,10 +27,14 @@ fn cells(capacity_tokens: u32) -> Cache {
     Cache::new(vec![Box::new(Cells::new(&group))])
 }
 
-fn paged(capacity_tokens: u32) -> Cache {
-    let group = GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: capacity_tokens };
+/// `mixed` adds a group of layers with a window, whose pool is smaller.
+fn paged(capacity_tokens: u32, mixed: bool) -> Cache {
+    let full = GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: capacity_tokens };
+    let visibility = Visibility { window: Some(9), sinks: 2 };
+    let windowed = GroupSpec { capacity_tokens: 56, visibility, max_step_tokens: capacity_tokens };
     let prefix = Some(PrefixSpec::default());
-    Cache::paged(&PagedSpec { block_tokens: 4, groups: vec![group], rollback_tokens: 0, prefix }).unwrap()
+    let groups = if mixed { vec![windowed, full] } else { vec![full] };
+    Cache::paged(&PagedSpec { block_tokens: 4, groups, rollback_tokens: 0, prefix }).unwrap()
 }
 
 fn ops() -> u64 {
@@ -144,7 +148,7 @@ fn check_end(
     ended: &Ended,
     live: &mut BTreeMap<RequestId, (Request, Twin)>,
     config: &Config,
-    shares: bool,
+    (shares, mixed): (bool, bool),
     seed: u64,
 ) {
     let (request, twin) =
@@ -163,11 +167,11 @@ fn check_end(
             }
         }
         End::Refused(Reason::CacheFull) => {
-            assert!(config.admission != Admission::Conservative, "{ended:?} seed {seed}");
+            assert!(mixed || config.admission != Admission::Conservative, "{ended:?} seed {seed}");
         }
         _ => {}
     }
-    if config.admission == Admission::Conservative && config.policy == "fcfs" {
+    if config.admission == Admission::Conservative && config.policy == "fcfs" && !mixed {
         assert_eq!(ended.preemptions, 0, "{ended:?} seed {seed}");
     }
 }
@@ -179,11 +183,20 @@ fn every_request_ends_once_and_costs_what_it_must() {
     let mut seen = [0u64; 4];
     let (mut hits, mut rooms) = (0, 0);
     for (number, config) in configs.iter().enumerate() {
-        for (foresees, shares) in [(false, false), (false, true), (true, false), (true, true)] {
-            let seed = number as u64 * 4 + 2 * u64::from(foresees) + u64::from(shares);
+        for (foresees, shares, mixed) in [
+            (false, false, false),
+            (false, true, false),
+            (false, true, true),
+            (true, false, false),
+            (true, true, false),
+            (true, true, true),
+        ] {
+            let seed =
+                (number as u64) << 3 | u64::from(foresees) << 2 | u64::from(shares) << 1 | u64::from(mixed);
             let mut random = Random(seed);
             let mut scheduler =
-                Scheduler::new(config.clone(), if shares { paged(96) } else { cells(96) }, None).unwrap();
+                Scheduler::new(config.clone(), if shares { paged(96, mixed) } else { cells(96) }, None)
+                    .unwrap();
             let mut machine = Machine {
                 config: config.clone(),
                 live: BTreeMap::new(),
@@ -194,7 +207,7 @@ fn every_request_ends_once_and_costs_what_it_must() {
                 shares,
             };
             let (mut now, mut id, mut ends) = (0u64, 0u64, 0u64);
-            for op in 0..per_config / 4 {
+            for op in 0..per_config / 6 {
                 match random.below(8) {
                     0 | 1 => {
                         let mut request = Request::new(id, now, 1 + random.below(40), 1 + random.below(30));
@@ -234,7 +247,7 @@ fn every_request_ends_once_and_costs_what_it_must() {
                     };
                     seen[kind] += 1;
                     seen[3] += u64::from(ended.preemptions);
-                    check_end(&ended, &mut machine.live, config, shares, seed);
+                    check_end(&ended, &mut machine.live, config, (shares, mixed), seed);
                 }
             }
             machine.fail = 0;
@@ -245,12 +258,12 @@ fn every_request_ends_once_and_costs_what_it_must() {
                 assert!(turns < 1_000_000, "{} requests go in circles; seed {seed}", machine.live.len());
                 for ended in scheduler.drain_ended() {
                     ends += 1;
-                    check_end(&ended, &mut machine.live, config, shares, seed);
+                    check_end(&ended, &mut machine.live, config, (shares, mixed), seed);
                 }
             }
             for ended in scheduler.drain_ended() {
                 ends += 1;
-                check_end(&ended, &mut machine.live, config, shares, seed);
+                check_end(&ended, &mut machine.live, config, (shares, mixed), seed);
             }
             assert!(machine.live.is_empty(), "{} requests never ended; seed {seed}", machine.live.len());
             assert_eq!(ends, id, "seed {seed}");
