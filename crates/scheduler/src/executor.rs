@@ -50,7 +50,8 @@ pub struct Outcome {
     pub elapsed_ns: u64,
     /// The whole step failed: nothing is committed.
     pub failed: bool,
-    /// One for every [`Work::samples`], in batch order; ignored if the step failed.
+    /// One for every [`Work::samples`], in batch order; ignored if the step failed. Any other number is a bug of the
+    /// executor, and the scheduler says so by a panic.
     pub sampled: Vec<Sampled>,
 }
 

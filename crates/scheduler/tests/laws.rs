@@ -1,4 +1,5 @@
-//! Conservation laws, after random arrivals, cancellations and failures over caches that are too small.
+//! Conservation laws, after random arrivals, cancellations and failures over caches that are too small; and every run
+//! replayed from its event log, to the byte.
 //!
 //! `KVIST_OPS` sets how many operations; a failure prints its seed.
 use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
@@ -194,9 +195,9 @@ fn every_request_ends_once_and_costs_what_it_must() {
             let seed =
                 (number as u64) << 3 | u64::from(foresees) << 2 | u64::from(shares) << 1 | u64::from(mixed);
             let mut random = Random(seed);
-            let mut scheduler =
-                Scheduler::new(config.clone(), if shares { paged(96, mixed) } else { cells(96) }, None)
-                    .unwrap();
+            let cache = || if shares { paged(96, mixed) } else { cells(96) };
+            let mut scheduler = Scheduler::new(config.clone(), cache(), None).unwrap();
+            scheduler.record();
             let mut machine = Machine {
                 config: config.clone(),
                 live: BTreeMap::new(),
@@ -265,6 +266,10 @@ fn every_request_ends_once_and_costs_what_it_must() {
                 ends += 1;
                 check_end(&ended, &mut machine.live, config, (shares, mixed), seed);
             }
+            let events = scheduler.events().take();
+            let replayed =
+                replay(events.as_bytes(), cache(), None).unwrap_or_else(|e| panic!("{e}; seed {seed}"));
+            assert!(replayed == scheduler.decisions().take(), "the replay decides otherwise; seed {seed}");
             assert!(machine.live.is_empty(), "{} requests never ended; seed {seed}", machine.live.len());
             assert_eq!(ends, id, "seed {seed}");
             assert_eq!(scheduler.counters().steps, machine.steps, "seed {seed}");

@@ -114,11 +114,12 @@ struct Path {
 }
 
 impl Path {
-    fn new(service: &Service, utilisation: f64, jobs: usize, seed: u64) -> Path {
+    /// Without `requests` it can only be looked at.
+    fn new(service: &Service, utilisation: f64, jobs: usize, seed: u64, with_requests: bool) -> Path {
         let mut random = Random(seed);
         let interval = service.moments().0 / utilisation;
         let (mut at, mut means, mut free_ns) = (0.0, [0.0; 3], 0);
-        let (mut requests, mut fcfs_ns) = (Vec::with_capacity(jobs), Vec::with_capacity(jobs));
+        let (mut requests, mut fcfs_ns) = (Vec::new(), Vec::with_capacity(jobs));
         for id in 0..jobs {
             let wait = random.exponential(interval);
             let tokens = service.draw(&mut random);
@@ -130,7 +131,9 @@ impl Path {
             let at_ns = (at * TOKEN_NS) as u64;
             free_ns = at_ns.max(free_ns) + u64::from(tokens) * TOKEN_NS as u64;
             fcfs_ns.push(free_ns - at_ns);
-            requests.push(Request::new(id as u64, at_ns, 1, tokens));
+            if with_requests {
+                requests.push(Request::new(id as u64, at_ns, 1, tokens));
+            }
         }
         Path { requests, means, fcfs_ns }
     }
@@ -234,7 +237,7 @@ fn check(policies: &[&str], utilisation: f64, runs: u64, jobs: usize, tolerance:
         let fcfs = service.theory("fcfs", utilisation);
         let mut runs_of = vec![Vec::new(); policies.len()];
         for seed in 1..=runs {
-            let path = Path::new(&service, utilisation, jobs, seed);
+            let path = Path::new(&service, utilisation, jobs, seed, true);
             for (policy, runs) in policies.iter().zip(&mut runs_of) {
                 // What first come first served makes of the same path is known too: the best control there is.
                 let mut controls = path.means.to_vec();
@@ -290,11 +293,11 @@ fn at_nine_tenths() {
 fn first_come_first_served_at_nine_tenths() {
     let mut bad = Vec::new();
     for service in [EXPONENTIAL, HYPEREXPONENTIAL] {
-        serve("fcfs", &Path::new(&service, 0.9, 50_000, 99));
+        serve("fcfs", &Path::new(&service, 0.9, 50_000, 99, true));
         let (mean_service, second) = service.moments();
         let expected = [mean_service, second, mean_service / 0.9];
         let run = |seed| {
-            let path = Path::new(&service, 0.9, 400_000, seed);
+            let path = Path::new(&service, 0.9, 400_000, seed, false);
             (mean(&path.fcfs_ns), path.means.to_vec())
         };
         let runs: Vec<_> = (1..=32).map(run).collect();
@@ -312,5 +315,5 @@ fn first_come_first_served_at_nine_tenths() {
 #[ignore = "takes minutes: cargo test --release -p kvist-simulator --test queueing -- --ignored --nocapture"]
 fn with_many_jobs() {
     check(&["fcfs", "sjf", "srpt"], 0.7, 40, 200_000, 0.01);
-    check(&["fcfs", "sjf", "srpt"], 0.9, 40, 600_000, 0.01);
+    check(&["fcfs", "sjf", "srpt"], 0.9, 40, 300_000, 0.015);
 }
