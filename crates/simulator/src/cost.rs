@@ -91,6 +91,12 @@ pub trait StepCost {
         total
     }
 
+    /// Nanoseconds of each of the decode steps that begin with shape `first`, however many follow, if a model knows that
+    /// they cost the same. Then a run of steps needs no walk.
+    fn even_decode_ns(&self, _first: &BatchShape) -> Option<u64> {
+        None
+    }
+
     /// One line for the report.
     fn name(&self) -> String;
 }

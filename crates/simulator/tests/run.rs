@@ -129,18 +129,24 @@ impl std::ops::Deref for Recorded {
     }
 }
 
-fn recorded(requests: &[Request], cache: Cache, options: &Options) -> Recorded {
+fn recorded(requests: &[Request], cache: Cache, cost: &dyn StepCost, options: &Options) -> Recorded {
     let (mut events, mut decisions) = (String::new(), String::new());
     let mut hear = |part: Part, lines: &str| match part {
         Part::Events => events += lines,
         Part::Decisions => decisions += lines,
         Part::Header | Part::Blocks => {}
     };
-    let run = run(requests, cache, &Uneven, options, Some(&mut hear), &mut |_| ()).unwrap();
+    let run = run(requests, cache, cost, options, Some(&mut hear), &mut |_| ()).unwrap();
     Recorded { run, events, decisions }
 }
 
-fn simulate(requests: &[Request], config: &Config, cache: Cache, one_by_one: bool) -> Recorded {
+fn simulate(
+    requests: &[Request],
+    config: &Config,
+    cache: Cache,
+    cost: &dyn StepCost,
+    one_by_one: bool,
+) -> Recorded {
     let options = Options {
         scheduler: config.clone(),
         max_new: Some(40),
@@ -149,7 +155,7 @@ fn simulate(requests: &[Request], config: &Config, cache: Cache, one_by_one: boo
         itl: true,
         watch: true,
     };
-    recorded(requests, cache, &options)
+    recorded(requests, cache, cost, &options)
 }
 
 fn shown(run: &Recorded) -> String {
@@ -171,15 +177,17 @@ fn steps_at_once_and_one_by_one_are_the_same() {
             let cache = || {
                 if seed == 3 { mixed(*capacity, vocabulary) } else { paged(*capacity, 4, Some(vocabulary)) }
             };
-            let at_once = simulate(&requests, config, cache(), false);
-            let slowly = simulate(&requests, config, cache(), true);
+            let even = ConstantRates::new(700.0, 4.0).unwrap();
+            let cost: &dyn StepCost = if seed == 2 { &even } else { &Uneven };
+            let at_once = simulate(&requests, config, cache(), cost, false);
+            let slowly = simulate(&requests, config, cache(), cost, true);
             let differs = at_once.decisions.lines().zip(slowly.decisions.lines()).find(|(a, b)| a != b);
             assert_eq!(differs, None, "setting {number}, seed {seed}");
             let (a, b) = (shown(&at_once), shown(&slowly));
             let differs = a.bytes().zip(b.bytes()).position(|(a, b)| a != b);
             let around = differs.map(|at| [&a, &b].map(|s| s.get(at.saturating_sub(150)..at + 50)));
             assert!(a == b, "setting {number}, seed {seed}: same decisions, other figures: {around:?}");
-            assert_eq!(shown(&at_once), shown(&simulate(&requests, config, cache(), false)));
+            assert_eq!(shown(&at_once), shown(&simulate(&requests, config, cache(), cost, false)));
             if seed < 3 {
                 turns += at_once.turns;
                 steps += at_once.counters.steps;
@@ -290,7 +298,7 @@ fn an_engine_and_the_simulator_decide_alike() {
         };
         let cache = || paged(200, 4, Some(Vocabulary::Tokens));
         let options = Options { scheduler: config.clone(), max_new: Some(64), ..Options::default() };
-        let simulated = recorded(&requests, cache(), &options);
+        let simulated = recorded(&requests, cache(), &Uneven, &options);
 
         let texts: Vec<Arc<[u32]>> = requests
             .iter()

@@ -33,6 +33,10 @@ impl StepCost for ConstantRates {
         self.step_ns(first) * n_steps
     }
 
+    fn even_decode_ns(&self, first: &BatchShape) -> Option<u64> {
+        Some(self.step_ns(first))
+    }
+
     fn name(&self) -> String {
         format!(
             "constant rates: {} prompt and {} decoded tokens per ms",

@@ -14,8 +14,9 @@ pub struct SimExecutor<'c> {
     answers: Vec<Answer>,
     /// No run of steps passes this moment; the driver sets it before every turn.
     pub next_arrival_ns: u64,
-    /// Of the steps that were foreseen, in order.
+    /// Of the steps that were foreseen, in order; or of each of them, if they cost the same.
     foreseen_ns: Vec<u64>,
+    even_ns: Option<u64>,
     /// Did the last step compute more than one token for anybody?
     pub prefilled: bool,
     pub counts: StepCounts,
@@ -41,6 +42,7 @@ impl<'c> SimExecutor<'c> {
             answers: lengths.iter().map(answer).collect(),
             next_arrival_ns: u64::MAX,
             foreseen_ns: Vec::new(),
+            even_ns: None,
             prefilled: false,
             counts: StepCounts::default(),
             itl_ns: Histogram::default(),
@@ -62,6 +64,11 @@ impl Executor for SimExecutor<'_> {
             shape.add_decode(work.first.into());
             limit = limit.min(self.answers[work.request.0 as usize].tokens_left);
         }
+        self.even_ns = self.cost.even_decode_ns(&shape);
+        if let Some(ns) = self.even_ns {
+            let until_arrival = self.next_arrival_ns.saturating_sub(now_ns).div_ceil(ns.max(1));
+            return u32::try_from(until_arrival).unwrap_or(u32::MAX).clamp(1, limit);
+        }
         let mut end_ns = now_ns;
         while (self.foreseen_ns.len() as u32) < limit {
             let ns = self.cost.step_ns(&shape);
@@ -77,14 +84,21 @@ impl Executor for SimExecutor<'_> {
 
     fn execute(&mut self, now_ns: u64, _: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
         let n_sequences = batch.work.len() as u64;
-        let mut first_ns = 0;
+        let first_ns;
         self.prefilled = false;
         if batch.steps > 1 {
-            let run = &self.foreseen_ns[..batch.steps as usize];
-            first_ns = run[0];
-            out.elapsed_ns = run.iter().sum();
-            if self.note_itl {
-                run[1..].iter().for_each(|&ns| self.itl_ns.record_n(ns, n_sequences));
+            let later = u64::from(batch.steps) - 1;
+            if let Some(ns) = self.even_ns {
+                (first_ns, out.elapsed_ns) = (ns, ns.saturating_mul(later + 1));
+                if self.note_itl {
+                    self.itl_ns.record_n(ns, n_sequences * later);
+                }
+            } else {
+                let run = &self.foreseen_ns[..batch.steps as usize];
+                (first_ns, out.elapsed_ns) = (run[0], run.iter().sum());
+                if self.note_itl {
+                    run[1..].iter().for_each(|&ns| self.itl_ns.record_n(ns, n_sequences));
+                }
             }
             self.counts.decode_tokens += n_sequences * u64::from(batch.steps);
         } else {
@@ -98,7 +112,7 @@ impl Executor for SimExecutor<'_> {
                 }
             }
             out.elapsed_ns = self.cost.step_ns(&shape);
-            first_ns = first_ns.max(out.elapsed_ns);
+            first_ns = out.elapsed_ns;
             self.counts.prefill_tokens += shape.prefill_tokens;
             self.counts.decode_tokens += shape.decode_sequences;
         }
