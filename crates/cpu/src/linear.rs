@@ -27,7 +27,7 @@ use std::fmt;
 
 /// How far ahead packed weights are fetched, in bytes: hardware stops at every page of 4 KiB, and few bytes keep a core
 /// busy. Float weights are streams that hardware follows by itself.
-const AHEAD: usize = 1024;
+const AHEAD: usize = 4096;
 
 /// Encodings of weights, by their names in GGUF files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
