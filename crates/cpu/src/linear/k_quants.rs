@@ -20,8 +20,6 @@ pub struct Q4K;
 pub struct Q6K;
 
 const SUPER: usize = 256;
-/// How far ahead q6_K is fetched, see [`AHEAD`].
-const Q6K_AHEAD: usize = 8192;
 
 fn f16_at(bytes: &[u8], lane: usize) -> f32 {
     widen(u16::from_le_bytes([bytes[2 * lane], bytes[2 * lane + 1]]))
@@ -108,24 +106,24 @@ fn q4k<S: Simd, const T: usize>(
         let large = scales[Q4K_D..].as_chunks::<32>().0;
         let (mut scaled, mut least) = ([s.splat(0.0); T], [s.splat(0.0); T]);
         for (chunk, codes) in codes.iter().enumerate() {
-            for high in 0..2 {
+            let mut w = [[s.splat_i(0); 8]; 2];
+            for q in 0..8 {
+                s.prefetch(&codes[q], AHEAD);
+                let bytes = s.load_bytes(&codes[q]);
+                (w[0][q], w[1][q]) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
+            }
+            for (high, w) in w.iter().enumerate() {
                 let group = 2 * chunk + high;
-                let mut w = [s.splat_i(0); 8];
-                for q in 0..8 {
-                    let bytes = s.load_bytes(&codes[q]);
-                    s.prefetch(&codes[q], AHEAD);
-                    w[q] = if high == 0 { s.low_nibbles(bytes) } else { s.high_nibbles(bytes) };
-                }
                 // At most 63: the same as i8.
                 let (sc, m) = (s.to_f32(s.load_i8(&small[group])), s.to_f32(s.load_i8(&small[8 + group])));
+                let x = &x[b * 8 + group];
                 for t in 0..T {
-                    let at = b * 8 + group;
                     let mut units = s.splat_i(0);
                     for q in 0..8 {
-                        units = s.dot4(units, w[q], s.splat_i(x[at][q][t]));
+                        units = s.dot4(units, w[q], s.splat_i(x[q][t]));
                     }
-                    scaled[t] = s.fma(s.mul(s.to_f32(units), sc), s.splat(scale_of(&x[at], t)), scaled[t]);
-                    let sum = -x[at][NEGATIVE_SUM][t] as f32 * scale_of(&x[at], t);
+                    scaled[t] = s.fma(s.mul(s.to_f32(units), sc), s.splat(scale_of(x, t)), scaled[t]);
+                    let sum = -x[NEGATIVE_SUM][t] as f32 * scale_of(x, t);
                     least[t] = s.fma(m, s.splat(sum), least[t]);
                 }
             }
@@ -220,7 +218,7 @@ fn q6k<S: Simd, const T: usize>(
             for (i, codes) in codes.iter().enumerate() {
                 let mut w = [[s.splat_i(0); 4]; 4];
                 for (q, lines) in codes.iter().enumerate() {
-                    lines.iter().for_each(|line| s.prefetch(line, Q6K_AHEAD));
+                    lines.iter().for_each(|line| s.prefetch(line, AHEAD));
                     let [a, b, c, d] = s.sixes(lines.map(|line| s.load_bytes(&line)));
                     (w[0][q], w[1][q], w[2][q], w[3][q]) = (a, b, c, d);
                 }
