@@ -14,6 +14,7 @@
 #[allow(unsafe_code)]
 pub mod arch;
 mod attention;
+mod element;
 pub mod linear;
 mod pages;
 mod pool;

@@ -5,6 +5,7 @@ mod ladder;
 mod layout;
 mod linear;
 mod machine;
+mod measure;
 mod passes;
 mod plot;
 mod rig;

@@ -1,12 +1,13 @@
 //! `kvist bench attention`: what attention alone takes, and what reading alone would.
 use super::machine::{Machine, ReadLimit, Spread, Watch};
+use super::measure::{KvArgs, RunsArgs};
 use super::plot;
 use super::rig::{Rig, Setup, TRUNK};
 use super::shape::{self, Shape, ShapeArgs};
 use crate::options::*;
 use crate::{interrupt, json, output, progress};
 use clap::ValueHint;
-use kvist_backend::{MemoryBudget, Storage};
+use kvist_backend::MemoryBudget;
 use kvist_cache::kinds::Visibility;
 use kvist_cache::{New, NodeId, SeqId, Span};
 use serde::Serialize;
@@ -29,12 +30,8 @@ pub struct Args {
     /// A tree of that many nodes behind so many tokens, two children each
     #[arg(long, value_name = "N", conflicts_with = "queries", value_parser = clap::value_parser!(u32).range(1..=4096))]
     tree: Option<u32>,
-    /// Storage of K
-    #[arg(long, default_value = "f16", value_name = "DTYPE")]
-    k: Storage,
-    /// Storage of V
-    #[arg(long, default_value = "f16", value_name = "DTYPE")]
-    v: Storage,
+    #[command(flatten)]
+    kv: KvArgs,
     /// A query sees at most this many positions
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     window: Option<u32>,
@@ -44,17 +41,13 @@ pub struct Args {
     /// Steps before the clock counts
     #[arg(long, default_value_t = 2)]
     warmups: u32,
-    /// Steps that count; medians are reported
-    #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
-    runs: u32,
     #[command(flatten)]
     compute: ComputeArgs,
     /// Milliseconds over tokens, beside the read limit
     #[arg(long, value_name = "FILE.svg", value_hint = ValueHint::FilePath)]
     plot: Option<PathBuf>,
-    /// One JSON document per row and line
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    measure: RunsArgs,
 }
 
 #[derive(Serialize)]
@@ -89,7 +82,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let mut rows = Vec::new();
     for tokens in &args.tokens {
         let Some(row) = measure(&args, shape, &compute, *tokens, quiet)? else { break };
-        if args.json {
+        if args.measure.json {
             output::show(&(serde_json::to_string(&row)? + "\n"))?;
         } else {
             if rows.is_empty() {
@@ -105,7 +98,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if let Some(path) = &args.plot {
         let points = |f: fn(&Row) -> f64| rows.iter().map(|r| (f64::from(r.tokens), f(r))).collect();
         let lines = vec![
-            (format!("attention, K {} V {}", args.k, args.v), points(|r| r.spread.median_ms)),
+            (format!("attention, K {} V {}", args.kv.k, args.kv.v), points(|r| r.spread.median_ms)),
             ("reading alone".to_string(), points(|r| r.read_limit_ms)),
         ];
         plot::write(path, "One step of attention", "tokens", "ms", lines)?;
@@ -159,8 +152,8 @@ fn measure(
         } else {
             "contiguous"
         },
-        k: args.k,
-        v: args.v,
+        k: args.kv.k,
+        v: args.kv.v,
         visibility: Visibility { window: args.window, sinks: 0 },
         softcap: args.softcap,
         capacity,
@@ -199,8 +192,8 @@ fn measure(
     let watch = Watch::start();
     let mut limit = ReadLimit::new(compute, bytes_read)?;
     let mut runs = Vec::new();
-    let bar = progress::bar("measuring", u64::from(args.runs), quiet);
-    for _ in 0..args.runs {
+    let bar = progress::bar("measuring", u64::from(args.measure.runs), quiet);
+    for _ in 0..args.measure.runs {
         runs.push(rig.step(&spans, false)?);
         limit.measure(compute);
         bar.inc(1);
@@ -219,8 +212,8 @@ fn measure(
             _ => format!("{queries} queries"),
         },
         shape,
-        k: args.k.to_string(),
-        v: args.v.to_string(),
+        k: args.kv.k.to_string(),
+        v: args.kv.v.to_string(),
         tokens,
         queries,
         gb_per_s: bytes_read as f64 / spread.median_ms / 1e6,
