@@ -17,6 +17,7 @@ mod attention;
 mod element;
 pub mod linear;
 mod pages;
+pub mod peak;
 mod pool;
 mod pools;
 mod rotation;
