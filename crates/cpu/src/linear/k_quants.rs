@@ -11,7 +11,7 @@
 //! Per 32 inputs of 16 rows: 8 products of 64 bytes per token. q4_K's scales are held unpacked: 4.625 bits per
 //! weight instead of 4.5.
 //!
-//! Measured on two Zen 5 cores (docs/performance.md): q4_K and q6_K read 24 to 28 GB/s for one token, 0.6 of the limit.
+//! Measured on two Zen 5 cores (docs/performance.md): q4_K reads at 0.55, q6_K at 0.7 of the limit for one token.
 use super::inputs::{Form, Inputs, MINUS_32_SUMS, NEGATIVE_SUM, scale_of};
 use super::{AHEAD, Format, Panels, for_token_tiles, put};
 use crate::arch::{Columns, LANES, Simd, widen};
