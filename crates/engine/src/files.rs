@@ -11,8 +11,8 @@ pub fn read(path: &Path) -> Result<Vec<u8>, Error> {
 
 /// The text of a file that has some.
 pub fn read_text(path: &Path) -> Result<String, Error> {
-    String::from_utf8(read(path)?).map_err(|error| Error::Read {
-        path: path.to_path_buf(),
-        source: std::io::Error::new(std::io::ErrorKind::InvalidData, error),
+    String::from_utf8(read(path)?).map_err(|error| Error::Malformed {
+        file: path.display().to_string(),
+        what: format!("not a text in UTF-8: {}", error.utf8_error()),
     })
 }
