@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """kvist beside llama.cpp and torch, in turns on the same machine: writes the section of bench/RESULTS.md between
-the markers.
+the markers, and bench/rivals.json beside it, which `kvist bench rivals` draws.
 
     bench/rivals/compare.py                    # every row
     bench/rivals/compare.py --only decode      # rows whose name contains it
@@ -283,6 +283,23 @@ def table(every, results, args):
     return "\n".join(lines)
 
 
+def ratios(every, results):
+    """For `kvist bench rivals`: how many times as fast as each rival kvist is."""
+    rows = []
+    for row in every:
+        columns = results["rows"].get(row.name, {}).get("columns", {})
+        if "kvist" not in columns:
+            continue
+        own = columns["kvist"][0]["value"]
+        times = {
+            column: round(row.ratio(own, entries[0]["value"]), 2)
+            for column, entries in columns.items()
+            if column != "kvist"
+        }
+        rows.append({"title": row.title, "times_as_fast": times})
+    return json.dumps(rows, indent=1) + "\n"
+
+
 def section(every, results, args):
     return f"""{BEGIN}
 ## Beside llama.cpp and torch
@@ -361,6 +378,7 @@ def main():
         # After every row, so that a run can be ended at any time.
         write(kept, json.dumps(results, indent=1))
         replace_section(args.out, section(every, results, args))
+        write(args.out.with_name("rivals.json"), ratios(every, results))
         for column, entries in columns.items():
             for entry in entries:
                 print(f"{row.name}: {column} {entry['way']}: {entry['value']:.3f} {row.unit}", flush=True)

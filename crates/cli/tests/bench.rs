@@ -171,6 +171,49 @@ fn a_plot_is_written() {
 }
 
 #[test]
+fn a_roofline_counts_operations() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("plot.svg");
+    let args =
+        "bench roofline --shape a --layers 1 --tokens 64 --queries 16 --branches 3 --runs 1 --json --plot";
+    let rows = lines(&args.split(' ').chain([path.to_str().unwrap()]).collect::<Vec<_>>());
+    assert_eq!(rows.len(), 9, "three dtypes, three kinds of work");
+    // Pairs of query and position, of 12 heads of 64.
+    let pairs = [64, 3 * 65, 16 * 64 - 120];
+    for (i, row) in rows.iter().enumerate() {
+        assert_eq!(row["operations"].as_u64().unwrap(), 4 * 12 * 64 * pairs[i % 3], "{row}");
+        let (bytes, limit) =
+            (row["bytes_read"].as_f64().unwrap(), row["read_limit_gb_per_s"].as_f64().unwrap());
+        assert!(bytes > 0.0 && limit > 0.0 && row["f32_peak_gflop_per_s"].as_f64().unwrap() > 0.0, "{row}");
+    }
+    assert!(std::fs::read_to_string(path).unwrap().contains("<svg"));
+}
+
+#[test]
+fn a_comparison_is_drawn_and_a_broken_one_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, plot) = (folder.path().join("rivals.json"), folder.path().join("plot.svg"));
+    let draw = |text: &str| {
+        std::fs::write(&file, text).unwrap();
+        let (file, plot) = (file.to_str().unwrap(), plot.to_str().unwrap());
+        program::run(&["bench", "rivals", file, "--plot", plot], b"")
+    };
+    let out = draw(r#"[{"title": "work", "times_as_fast": {"slow": 2.5, "fast": 0.5}}]"#);
+    assert!(out.status.success(), "{out:?}");
+    let drawn = std::fs::read_to_string(&plot).unwrap();
+    assert!(drawn.contains("work: slow") && drawn.contains("work: fast"), "every rival has a bar");
+    for (text, word) in [
+        ("[]", "nothing"),
+        ("{}", "compare.py"),
+        (r#"[{"title": "work", "times_as_fast": {"slow": 0.0}}]"#, "above 0"),
+    ] {
+        let out = draw(text);
+        let said = String::from_utf8_lossy(&out.stderr).to_string();
+        assert!(!out.status.success() && said.contains(word), "{text}: {said}");
+    }
+}
+
+#[test]
 fn wrong_usage_is_named() {
     for (args, word) in [
         (&["bench", "attention", "--shape", "gpt-9"][..], "llama-3-8b"),

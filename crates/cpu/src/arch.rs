@@ -76,9 +76,9 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn low_nibbles(self, x: Self::I) -> Self::I;
     /// The high half of every byte.
     fn high_nibbles(self, x: Self::I) -> Self::I;
-    /// Bits `2 * n` and up of every byte, two of them, moved to bits 4 and 5.
-    fn high_crumbs<const N: u32>(self, x: Self::I) -> Self::I;
-    fn or(self, a: Self::I, b: Self::I) -> Self::I;
+    /// Four codes of six bits in three bytes: the lower six bits of each, and the upper two of all, those of the first
+    /// lowest.
+    fn sixes(self, x: [Self::I; 3]) -> [Self::I; 4];
     fn add_i(self, a: Self::I, b: Self::I) -> Self::I;
     fn sub_i(self, a: Self::I, b: Self::I) -> Self::I;
     fn mul_i(self, a: Self::I, b: Self::I) -> Self::I;

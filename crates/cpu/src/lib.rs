@@ -14,8 +14,10 @@
 #[allow(unsafe_code)]
 pub mod arch;
 mod attention;
+mod element;
 pub mod linear;
 mod pages;
+pub mod peak;
 mod pool;
 mod pools;
 mod rotation;

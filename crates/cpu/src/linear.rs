@@ -26,8 +26,9 @@ pub use inputs::{Input, Inputs};
 use std::fmt;
 
 /// How far ahead packed weights are fetched, in bytes: hardware stops at every page of 4 KiB, and few bytes keep a core
-/// busy. Float weights are streams that hardware follows by itself.
-const AHEAD: usize = 1024;
+/// busy. A thread's parts follow each other, so that it meets again what it fetched past the end of one. Float
+/// weights are streams that hardware follows by itself.
+const AHEAD: usize = 8192;
 
 /// Encodings of weights, by their names in GGUF files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -7,6 +7,8 @@ use std::path::PathBuf;
 pub enum Error {
     #[error("cannot read {path}: {source}", path = path.display())]
     Read { path: PathBuf, source: std::io::Error },
+    #[error("{path} is empty (0 bytes): copy or download it again", path = path.display())]
+    Empty { path: PathBuf },
     #[error("{path} is {what}", path = path.display())]
     NotAModel { path: PathBuf, what: String },
     /// A file whose contents cannot be what they claim.

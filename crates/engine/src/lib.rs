@@ -12,6 +12,7 @@ pub mod divergence;
 pub mod embedded;
 pub mod error;
 mod ffi;
+mod files;
 pub mod generate;
 mod guard;
 pub mod memory;

@@ -2,7 +2,10 @@
 //!
 //! In this order, as llama.cpp's default chain has it: repetition penalty, top-k, top-p, min-p, temperature, draw.
 //! Probabilities for top-p and min-p are those before the temperature.
+mod candidates;
+
 use crate::error::Error;
+use candidates::{Candidates, exp_minus, largest};
 use std::collections::{HashSet, VecDeque};
 
 /// How to choose. Checked by [`Sampler::new`].
@@ -45,7 +48,7 @@ pub struct Sampler {
     draws: u64,
     recent: VecDeque<u32>,
     penalised: HashSet<u32>, // room for one call
-    candidates: Vec<(u32, f32)>,
+    candidates: Candidates,
     logits: Vec<f32>,
 }
 
@@ -65,7 +68,7 @@ impl Sampler {
             draws: 0,
             recent: VecDeque::new(),
             penalised: HashSet::new(),
-            candidates: Vec::new(),
+            candidates: Candidates::default(),
             logits: Vec::new(),
         })
     }
@@ -95,17 +98,20 @@ impl Sampler {
         if logits.is_empty() {
             return Err(Error::Sampling("there are no logits to sample from".into()));
         }
-        if logits.iter().any(|x| x.is_nan()) {
-            return Err(Error::Sampling(
-                "the model gave NaN logits: its weights or its cache are broken".into(),
-            ));
-        }
         self.logits.clear();
         self.logits.extend_from_slice(logits);
         self.penalise();
+        // A penalty makes no NaN of a number.
+        let Some(max) = largest(&self.logits) else {
+            return Err(Error::Sampling(
+                "the model gave NaN logits: its weights or its cache are broken".into(),
+            ));
+        };
         if self.config.temperature == 0.0 {
-            return Ok(likeliest(&self.logits));
+            let first = self.logits.iter().position(|x| *x == max);
+            return Ok(first.map_or(0, |first| first as u32));
         }
+        self.candidates.begin(&self.logits, max, self.config.top_k);
         self.keep_candidates();
         self.draw()
     }
@@ -121,48 +127,47 @@ impl Sampler {
         }
     }
 
-    /// `candidates`: (token, probability), likeliest first, not normalised.
+    /// What top-p and min-p leave.
     fn keep_candidates(&mut self) {
-        let c = &self.config;
-        let max = self.logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        // All equal, infinitely likely or infinitely unlikely, still leave something to choose from.
-        let weight = |x: f32| if x == max { 1.0 } else { (x - max).exp() };
-        self.candidates.clear();
-        self.candidates.extend((0..).zip(self.logits.iter().map(|x| weight(*x))));
-        let order = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
-        if c.top_k > 0 && c.top_k < self.candidates.len() {
-            self.candidates.select_nth_unstable_by(c.top_k - 1, order);
-            self.candidates.truncate(c.top_k);
+        let SamplerConfig { top_p, min_p, .. } = self.config;
+        if top_p == 1.0 && min_p == 0.0 {
+            return;
         }
-        self.candidates.sort_unstable_by(order);
-        if c.top_p < 1.0 {
-            let total: f32 = self.candidates.iter().map(|(_, p)| p).sum();
-            let mut sum = 0.0;
-            let reached = self.candidates.iter().position(|(_, p)| {
-                sum += p / total;
-                sum >= c.top_p
-            });
-            self.candidates.truncate(reached.map_or(usize::MAX, |last| last + 1));
+        let (logits, candidates) = (&self.logits, &mut self.candidates);
+        let total = if top_p < 1.0 { candidates.total(logits, 1.0) } else { 1.0 };
+        let (mut kept, mut sum) = (0, 0.0);
+        while let Some((_, gap)) = candidates.get(logits, kept) {
+            // The likeliest has weight 1, and stays.
+            let weight = exp_minus(gap);
+            if weight < min_p && kept > 0 {
+                break;
+            }
+            kept += 1;
+            sum += weight / total;
+            if top_p < 1.0 && sum >= top_p {
+                break;
+            }
         }
-        // The likeliest has weight 1.
-        let kept = self.candidates.partition_point(|(_, p)| *p >= c.min_p);
-        self.candidates.truncate(kept.max(1));
+        candidates.truncate(kept);
     }
 
     fn draw(&mut self) -> Result<u32, Error> {
         let temperature = self.config.temperature;
-        let heat = |p: f32| p.powf(1.0 / temperature);
-        let total: f32 = self.candidates.iter().map(|(_, p)| heat(*p)).sum();
-        let mut left = self.uniform() * total;
-        for (token, p) in &self.candidates {
-            left -= heat(*p);
-            if left < 0.0 {
-                return Ok(*token);
+        let mut left = self.uniform() * self.candidates.total(&self.logits, temperature);
+        let (mut i, mut last) = (0, None);
+        while let Some((token, gap)) = self.candidates.get(&self.logits, i) {
+            let weight = exp_minus(gap / temperature);
+            if weight == 0.0 {
+                break; // and so are all that follow
             }
+            left -= weight;
+            if left < 0.0 {
+                return Ok(token);
+            }
+            (i, last) = (i + 1, Some(token));
         }
         // Rounding may leave a crumb; the last candidate that can be drawn at all takes it.
-        let last = self.candidates.iter().rfind(|(_, p)| heat(*p) > 0.0);
-        last.map(|(token, _)| *token).ok_or_else(|| Error::Sampling("nothing to choose from".into()))
+        last.ok_or_else(|| Error::Sampling("nothing to choose from".into()))
     }
 
     /// In [0, 1), from the seed and the number of the draw (SplitMix64: Steele et al., 2014).
@@ -173,15 +178,4 @@ impl Sampler {
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         ((z ^ (z >> 31)) >> 40) as f32 / (1 << 24) as f32
     }
-}
-
-/// The first of the largest.
-fn likeliest(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (i, x) in logits.iter().enumerate() {
-        if *x > logits[best] {
-            best = i;
-        }
-    }
-    best as u32
 }

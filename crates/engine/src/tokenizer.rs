@@ -3,6 +3,7 @@
 mod gguf;
 
 use crate::error::Error;
+use crate::files;
 use crate::guard::quietly;
 use std::path::Path;
 
@@ -34,7 +35,7 @@ impl Tokenizer {
         if !path.exists() {
             return Ok(None);
         }
-        let bytes = std::fs::read(&path).map_err(|source| Error::Read { path: path.clone(), source })?;
+        let bytes = files::read(&path)?;
         let file = path.display().to_string();
         let inner = parse(&bytes).map_err(|what| Error::Tokenizer { file: file.clone(), what })?;
         let config = folder_config(folder)?;
@@ -114,7 +115,7 @@ pub(crate) fn folder_config(folder: &Path) -> Result<serde_json::Value, Error> {
     if !path.exists() {
         return Ok(serde_json::Value::Null);
     }
-    let text = std::fs::read_to_string(&path).map_err(|source| Error::Read { path: path.clone(), source })?;
+    let text = files::read_text(&path)?;
     let file = || path.display().to_string();
     serde_json::from_str(&text).map_err(|e| Error::Malformed { file: file(), what: format!("not JSON: {e}") })
 }

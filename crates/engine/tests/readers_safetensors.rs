@@ -159,7 +159,7 @@ type Row = (&'static str, fn(&mut Folder), &'static [&'static str]);
 
 const WEIGHT_FILES: &[Row] = &[
     ("no weights", |f| _ = f.files.insert(WEIGHTS, None), &["neither model.safetensors nor"]),
-    ("an empty file", |f| f.file(WEIGHTS, ""), &[WEIGHTS, "not a whole safetensors file"]),
+    ("an empty file", |f| f.file(WEIGHTS, ""), &[WEIGHTS, "is empty"]),
     ("a header without end", |f| f.header(Some(u64::MAX), "{}"), &[WEIGHTS, "header"]),
     ("a header past the end", |f| f.header(Some(1_000), "{}"), &[WEIGHTS, "header"]),
     ("a header of 99 MB", |f| f.header(Some(99_000_000), "{}"), &[WEIGHTS, "header"]),
@@ -245,7 +245,7 @@ const INDEXES: &[Row] = &[
 
 const CONFIGS: &[Row] = &[
     ("no config", |f| _ = f.files.insert("config.json", None), &["config.json", "cannot read"]),
-    ("an empty config", |f| f.file("config.json", ""), &["not JSON"]),
+    ("an empty config", |f| f.file("config.json", ""), &["is empty"]),
     ("a config of no JSON", |f| f.file("config.json", "{,}"), &["not JSON"]),
     ("a config of brackets", |f| f.file("config.json", &"[".repeat(100_000)), &["not JSON"]),
     ("a config of no text", |f| _ = f.files.insert("config.json", Some(vec![0xff, 0xfe])), &["UTF-8"]),
@@ -424,7 +424,7 @@ fn paths_that_are_no_model_are_refused() {
     for (name, words) in [
         ("absent", "not there"),
         ("weights.safetensors", "the folder that holds it"),
-        ("empty.gguf", "ends inside the magic"),
+        ("empty.gguf", "is empty"),
         ("empty", "config.json"),
     ] {
         for mmap in [false, true] {

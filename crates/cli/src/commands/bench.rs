@@ -5,9 +5,12 @@ mod ladder;
 mod layout;
 mod linear;
 mod machine;
+mod measure;
 mod passes;
 mod plot;
 mod rig;
+mod rivals;
+mod roofline;
 mod shape;
 mod synthetic;
 
@@ -23,6 +26,10 @@ pub enum Command {
     Decode(passes::DecodeArgs),
     /// Tokens per second of a prompt
     Prefill(passes::PrefillArgs),
+    /// Attention of each dtype between the limits of memory and of arithmetic
+    Roofline(roofline::Args),
+    /// Draw what `just rivals` measured
+    Rivals(rivals::Args),
     /// Packed linear layers alone
     Linear(linear::Args),
     /// What a fork costs, and a step of all branches beside a step of one
@@ -39,6 +46,8 @@ pub fn run(command: Command, quiet: bool) -> anyhow::Result<()> {
         Command::Attention(args) => attention::run(args, quiet),
         Command::Decode(args) => passes::decode(args, quiet),
         Command::Prefill(args) => passes::prefill(args, quiet),
+        Command::Roofline(args) => roofline::run(args, quiet),
+        Command::Rivals(args) => rivals::run(args),
         Command::Linear(args) => linear::run(args, quiet),
         Command::Fork(args) => fork::run(args, quiet),
         Command::Layout(args) => layout::run(args, quiet),

@@ -28,7 +28,7 @@ use std::time::Duration;
 #[command(
     args_conflicts_with_subcommands = true,
     after_help = "Without a trace it draws chats. Examples:\n  \
-        kvist simulate --hardware h100-sxm --shape llama-3.1-8b --rate 4 --html report.html\n  \
+        kvist simulate --hardware h100-sxm --shape llama-3.1-8b --arrivals poisson:per_s=8 --html report.html\n  \
         kvist simulate --trace conversation_trace.jsonl --capacity-blocks 200000 --slo-ttft 2s\n  \
         kvist simulate --trace conversation_trace.jsonl --zero-service --policy lru --capacity-blocks 10000 --json\n  \
         kvist simulate sweep --policies lru,lfu --capacities 10000,100000,inf --out sweep"

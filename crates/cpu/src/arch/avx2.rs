@@ -181,19 +181,18 @@ impl Simd for Avx2 {
         self.fma(a1, b1, self.fma(a0, b0, acc))
     }
     #[inline(always)]
-    fn high_crumbs<const N: u32>(self, x: I) -> I {
+    fn sixes(self, [a, b, c]: [I; 3]) -> [I; 4] {
         // SAFETY: the CPU was asked.
         unsafe {
-            let move_one = |x| {
-                let moved = match N {
-                    0 => _mm256_slli_epi16::<4>(x),
-                    1 => _mm256_slli_epi16::<2>(x),
-                    2 => x,
-                    _ => _mm256_srli_epi16::<2>(x),
-                };
-                _mm256_and_si256(moved, _mm256_set1_epi8(0x30))
+            let low = |x| _mm256_and_si256(x, _mm256_set1_epi8(0x3f));
+            let [a2, b2, c2] = [0x03, 0x0c, 0x30].map(|mask| _mm256_set1_epi8(mask));
+            let upper = |a, b, c| {
+                let a = _mm256_and_si256(_mm256_srli_epi16::<6>(a), a2);
+                let b = _mm256_and_si256(_mm256_srli_epi16::<4>(b), b2);
+                _mm256_or_si256(_mm256_or_si256(a, b), _mm256_and_si256(_mm256_srli_epi16::<2>(c), c2))
             };
-            [move_one(x[0]), move_one(x[1])]
+            let both = |x: I| [low(x[0]), low(x[1])];
+            [both(a), both(b), both(c), [upper(a[0], b[0], c[0]), upper(a[1], b[1], c[1])]]
         }
     }
     #[inline(always)]
@@ -217,11 +216,6 @@ impl Simd for Avx2 {
     fn high_nibbles(self, x: I) -> I {
         // SAFETY: the CPU was asked.
         unsafe { self.low_nibbles([_mm256_srli_epi16::<4>(x[0]), _mm256_srli_epi16::<4>(x[1])]) }
-    }
-    #[inline(always)]
-    fn or(self, a: I, b: I) -> I {
-        // SAFETY: the CPU was asked.
-        unsafe { [_mm256_or_si256(a[0], b[0]), _mm256_or_si256(a[1], b[1])] }
     }
     #[inline(always)]
     fn add_i(self, a: I, b: I) -> I {

@@ -180,23 +180,18 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe { _mm512_and_si512(_mm512_srli_epi16::<4>(x), _mm512_set1_epi8(15)) }
     }
     #[inline(always)]
-    fn high_crumbs<const N: u32>(self, x: __m512i) -> __m512i {
+    fn sixes(self, [a, b, c]: [__m512i; 3]) -> [__m512i; 4] {
         // SAFETY: the CPU was asked.
         unsafe {
-            let mask = _mm512_set1_epi8(0x30);
-            let moved = match N {
-                0 => _mm512_slli_epi16::<4>(x),
-                1 => _mm512_slli_epi16::<2>(x),
-                2 => x,
-                _ => _mm512_srli_epi16::<2>(x),
-            };
-            _mm512_and_si512(moved, mask)
+            let mask = _mm512_set1_epi8(0x3f);
+            let low = |x| _mm512_and_si512(x, mask);
+            let [a2, b2, c2] = [0x03, 0x0c, 0x30].map(|mask| _mm512_set1_epi8(mask));
+            let upper = _mm512_and_si512(_mm512_srli_epi16::<6>(a), a2);
+            // 0xf8: the first, or the two others' common bits.
+            let upper = _mm512_ternarylogic_epi32::<0xf8>(upper, _mm512_srli_epi16::<4>(b), b2);
+            let upper = _mm512_ternarylogic_epi32::<0xf8>(upper, _mm512_srli_epi16::<2>(c), c2);
+            [low(a), low(b), low(c), upper]
         }
-    }
-    #[inline(always)]
-    fn or(self, a: __m512i, b: __m512i) -> __m512i {
-        // SAFETY: the CPU was asked.
-        unsafe { _mm512_or_si512(a, b) }
     }
     #[inline(always)]
     fn add_i(self, a: __m512i, b: __m512i) -> __m512i {

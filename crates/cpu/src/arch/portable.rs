@@ -133,12 +133,10 @@ impl Simd for Portable {
         each(|i| (x[i] >> 4) & 0x0f0f_0f0f)
     }
     #[inline(always)]
-    fn high_crumbs<const N: u32>(self, x: [i32; 16]) -> [i32; 16] {
-        each(|i| ((x[i] as u32 >> (2 * N)) as i32 & 0x0303_0303) << 4)
-    }
-    #[inline(always)]
-    fn or(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
-        each(|i| a[i] | b[i])
+    fn sixes(self, [a, b, c]: [[i32; 16]; 3]) -> [[i32; 16]; 4] {
+        let low = |x: [i32; 16]| each(|i| x[i] & 0x3f3f_3f3f);
+        let upper = each(|i| a[i] >> 6 & 0x0303_0303 | b[i] >> 4 & 0x0c0c_0c0c | c[i] >> 2 & 0x3030_3030);
+        [low(a), low(b), low(c), upper]
     }
     #[inline(always)]
     fn add_i(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {

@@ -30,7 +30,16 @@ impl Job {
     }
 }
 
+/// Runs of neighbouring parts that are counted apart: as many as threads, up to this.
+const RUNS: usize = 16;
+
+/// The next part of a run, on a cache line of its own.
+#[repr(align(64))]
+struct Next(AtomicUsize);
+
 /// A `[rows, width]` matrix cut into parts of neighbouring columns, each handed out once; and one `S` per thread.
+/// A thread takes the parts of its own run one after the other, so that what it fetches ahead is its own, and then
+/// what is left of the others'.
 pub struct Cut<'d, T, S> {
     data: *mut T,
     rows: usize,
@@ -38,7 +47,9 @@ pub struct Cut<'d, T, S> {
     columns: usize,
     scratch: *mut S,
     n_scratch: usize,
-    next: AtomicUsize,
+    /// How many of `next` are in use.
+    runs: usize,
+    next: [Next; RUNS],
     borrowed: PhantomData<(&'d mut [T], &'d mut [S])>,
 }
 
@@ -54,10 +65,17 @@ pub struct Columns<'c, T> {
     borrowed: PhantomData<&'c mut [T]>,
 }
 
+/// The first part of run `run` of `runs`.
+fn start(n_parts: usize, runs: usize, run: usize) -> usize {
+    // In two steps, so that nothing overflows.
+    n_parts / runs * run + n_parts % runs * run / runs
+}
+
 impl<'d, T, S> Cut<'d, T, S> {
     /// `columns` columns per part, the last one may be narrower. Panics if `data` is no whole number of rows.
     pub fn new(data: &'d mut [T], width: usize, columns: usize, scratch: &'d mut [S]) -> Self {
         assert!(width > 0 && columns > 0 && data.len().is_multiple_of(width), "no matrix of rows of {width}");
+        let (n_parts, runs) = (width.div_ceil(columns), scratch.len().clamp(1, RUNS));
         Cut {
             rows: data.len() / width,
             data: data.as_mut_ptr(),
@@ -65,7 +83,8 @@ impl<'d, T, S> Cut<'d, T, S> {
             columns,
             scratch: scratch.as_mut_ptr(),
             n_scratch: scratch.len(),
-            next: AtomicUsize::new(0),
+            next: std::array::from_fn(|run| Next(AtomicUsize::new(start(n_parts, runs, run)))),
+            runs,
             borrowed: PhantomData,
         }
     }
@@ -82,14 +101,16 @@ impl<'d, T, S> Cut<'d, T, S> {
         assert!(thread < self.n_scratch, "thread {thread} has no scratch");
         // SAFETY: inside the slice; the caller promises that nobody else has this thread's number.
         let scratch = unsafe { &mut *self.scratch.add(thread) };
-        loop {
-            let part = self.next.fetch_add(1, Relaxed);
-            if part >= self.n_parts() {
-                return;
+        let (mut own, mut empty) = (thread % self.runs, 0);
+        while empty < self.runs {
+            let part = self.next[own].0.fetch_add(1, Relaxed);
+            if part >= start(self.n_parts(), self.runs, own + 1) {
+                (own, empty) = ((own + 1) % self.runs, empty + 1);
+                continue;
             }
             let first = part * self.columns;
             let columns = self.columns.min(self.width - first);
-            // SAFETY: `first < width`, so the pointer stays inside the slice; the counter gives each part out once.
+            // SAFETY: `first < width`, so the pointer stays inside the slice; its run's counter gives each part out once.
             let data = unsafe { self.data.add(first) };
             f(
                 part,

@@ -49,14 +49,14 @@ impl Kernel for Everything<'_> {
         put("byte 1", s.to_f32(s.byte::<1>(a)));
         put("byte 2", s.to_f32(s.byte::<2>(a)));
         put("byte 3", s.to_f32(s.byte::<3>(a)));
+        let sixes = s.sixes([a, b, s.times_256(b)]);
         for (name, x) in [
             ("low nibbles", s.low_nibbles(a)),
             ("high nibbles", s.high_nibbles(a)),
-            ("crumbs 0", s.high_crumbs::<0>(a)),
-            ("crumbs 1", s.high_crumbs::<1>(a)),
-            ("crumbs 2", s.high_crumbs::<2>(a)),
-            ("crumbs 3", s.high_crumbs::<3>(a)),
-            ("or", s.or(a, b)),
+            ("sixes 0", sixes[0]),
+            ("sixes 1", sixes[1]),
+            ("sixes 2", sixes[2]),
+            ("sixes 3", sixes[3]),
         ] {
             for (n, x) in [x, s.over_256(x)].into_iter().enumerate() {
                 put(name, low(x));

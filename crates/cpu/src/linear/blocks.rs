@@ -8,7 +8,7 @@
 //! Eight products of 64 bytes per block of 16 rows and token. What bounds large batches is loads (two per cycle), so
 //! two panels share what is broadcast of x: 64 products on 58 loads instead of 96.
 //!
-//! Measured on two Zen 5 cores (docs/performance.md): q8_0 at 0.84 of the read limit for one token, q4_0 at 0.70; 1.3
+//! Measured on two Zen 5 cores (docs/performance.md): q8_0 at 0.8 of the read limit for one token, q4_0 at 0.6 to 0.7; 1.3
 //! TFLOP/s for 512.
 use super::inputs::{GROUP, Inputs, NEGATIVE_SUM, scale_of};
 use super::{AHEAD, Format, Panels, for_token_tiles, put};

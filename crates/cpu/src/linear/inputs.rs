@@ -34,12 +34,12 @@ pub struct Inputs {
     groups: Vec<i32>,
 }
 
-/// 32 inputs of `T` tokens: eight quads of signed codes; the negative sum of the codes; the sums of their halves; the
-/// scale, as the bits of an f32.
+/// 32 inputs of `T` tokens: eight quads of signed codes; the negative sum of the codes; −32 times the sums of
+/// their halves, for codes whose zero is 32; the scale, as the bits of an f32.
 pub type Group<const T: usize> = [[i32; T]; GROUP_ROWS];
 const GROUP_ROWS: usize = 12;
 pub const NEGATIVE_SUM: usize = 8;
-pub const SUMS: usize = 9;
+pub const MINUS_32_SUMS: usize = 9;
 pub const SCALE: usize = 11;
 
 /// The scale of token `t`.
@@ -204,8 +204,8 @@ impl Kernel for Quantise<'_> {
                 (low, high) = (s.sum(s.to_f32(a)) as i32, s.sum(s.to_f32(b)) as i32);
             }
             put(NEGATIVE_SUM, -(low + high));
-            put(SUMS, low);
-            put(SUMS + 1, high);
+            put(MINUS_32_SUMS, -32 * low);
+            put(MINUS_32_SUMS + 1, -32 * high);
             put(SCALE, (if finite { largest / 127.0 } else { f32::NAN }).to_bits().cast_signed());
             for (quad, bytes) in bytes.as_chunks::<4>().0.iter().enumerate() {
                 put(quad, i32::from_le_bytes(*bytes));

@@ -11,8 +11,8 @@
 //! Per 32 inputs of 16 rows: 8 products of 64 bytes per token. q4_K's scales are held unpacked: 4.625 bits per
 //! weight instead of 4.5.
 //!
-//! Measured on two Zen 5 cores (docs/performance.md): q4_K and q6_K read 24 to 28 GB/s for one token, 0.6 of the limit.
-use super::inputs::{Form, Inputs, NEGATIVE_SUM, SUMS, scale_of};
+//! Measured on two Zen 5 cores (docs/performance.md): q4_K reads at 0.55, q6_K at 0.7 of the limit for one token.
+use super::inputs::{Form, Inputs, MINUS_32_SUMS, NEGATIVE_SUM, scale_of};
 use super::{AHEAD, Format, Panels, for_token_tiles, put};
 use crate::arch::{Columns, LANES, Simd, widen};
 
@@ -106,24 +106,24 @@ fn q4k<S: Simd, const T: usize>(
         let large = scales[Q4K_D..].as_chunks::<32>().0;
         let (mut scaled, mut least) = ([s.splat(0.0); T], [s.splat(0.0); T]);
         for (chunk, codes) in codes.iter().enumerate() {
-            for high in 0..2 {
+            let mut w = [[s.splat_i(0); 8]; 2];
+            for q in 0..8 {
+                s.prefetch(&codes[q], AHEAD);
+                let bytes = s.load_bytes(&codes[q]);
+                (w[0][q], w[1][q]) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
+            }
+            for (high, w) in w.iter().enumerate() {
                 let group = 2 * chunk + high;
-                let mut w = [s.splat_i(0); 8];
-                for q in 0..8 {
-                    let bytes = s.load_bytes(&codes[q]);
-                    s.prefetch(&codes[q], AHEAD);
-                    w[q] = if high == 0 { s.low_nibbles(bytes) } else { s.high_nibbles(bytes) };
-                }
                 // At most 63: the same as i8.
                 let (sc, m) = (s.to_f32(s.load_i8(&small[group])), s.to_f32(s.load_i8(&small[8 + group])));
+                let x = &x[b * 8 + group];
                 for t in 0..T {
-                    let at = b * 8 + group;
                     let mut units = s.splat_i(0);
                     for q in 0..8 {
-                        units = s.dot4(units, w[q], s.splat_i(x[at][q][t]));
+                        units = s.dot4(units, w[q], s.splat_i(x[q][t]));
                     }
-                    scaled[t] = s.fma(s.mul(s.to_f32(units), sc), s.splat(scale_of(&x[at], t)), scaled[t]);
-                    let sum = -x[at][NEGATIVE_SUM][t] as f32 * scale_of(&x[at], t);
+                    scaled[t] = s.fma(s.mul(s.to_f32(units), sc), s.splat(scale_of(x, t)), scaled[t]);
+                    let sum = -x[NEGATIVE_SUM][t] as f32 * scale_of(x, t);
                     least[t] = s.fma(m, s.splat(sum), least[t]);
                 }
             }
@@ -139,19 +139,36 @@ fn q4k<S: Simd, const T: usize>(
     }
 }
 
-/// Codes of a super-block of q6_K: low halves `[128 / 4][16][4]`, then the upper two bits `[64 / 4][16][4]`.
-const Q6K_UPPER: usize = 128 * LANES;
+/// Codes of half a super-block of q6_K, `[32 / 4][3][16][4]`: bytes of which the lower six bits are the codes of the
+/// first three quarters, and the upper two together that of the last one, its lowest bits in the first.
+const Q6K_HALF: usize = 96 * LANES;
 /// Scales: sc `[16][16]`, d `[16]`.
 const Q6K_D: usize = 16 * LANES;
 
+/// Code `i` of a block of the file.
+fn q6k_code(block: &[u8], i: usize) -> u8 {
+    let (half, quarter, l) = (i / 128, i % 128 / 32, i % 32);
+    let low = block[half * 64 + quarter % 2 * 32 + l];
+    let upper = block[128 + half * 32 + l];
+    (if quarter < 2 { low & 15 } else { low >> 4 }) | (upper >> (2 * quarter) & 3) << 4
+}
+
 impl Format for Q6K {
     const BLOCK: (usize, usize) = (SUPER, 210);
-    const CODES: usize = 192 * LANES;
+    const CODES: usize = 2 * Q6K_HALF;
     const SCALES: usize = Q6K_D + 2 * LANES;
     const FORM: Form = Form::Codes;
 
     fn pack(block: &[u8], lane: usize, codes: &mut [u8], scales: &mut [u8]) {
-        spread(&block[..192], lane, codes);
+        for (half, codes) in codes.chunks_exact_mut(Q6K_HALF).enumerate() {
+            for i in 0..32 {
+                let code = |quarter| q6k_code(block, half * 128 + quarter * 32 + i);
+                for part in 0..3 {
+                    let place = ((i / 4 * 3 + part) * LANES + lane) * 4 + i % 4;
+                    codes[place] = code(part) | code(3) >> (2 * part) << 6;
+                }
+            }
+        }
         for (j, scale) in block[192..208].iter().enumerate() {
             scales[j * LANES + lane] = *scale;
         }
@@ -162,10 +179,9 @@ impl Format for Q6K {
         let d = f16_at(&scales[Q6K_D..], lane);
         for (i, out) in out.iter_mut().enumerate() {
             let (half, quarter, l) = (i / 128, i % 128 / 32, i % 32);
-            let low = byte(codes, lane, half * 64 + quarter % 2 * 32 + l);
-            let upper = byte(&codes[Q6K_UPPER..], lane, half * 32 + l);
-            let low = if quarter < 2 { low & 15 } else { low >> 4 };
-            let code = low | (upper >> (2 * quarter) & 3) << 4;
+            let at = |part| codes[half * Q6K_HALF + ((l / 4 * 3 + part) * LANES + lane) * 4 + l % 4];
+            let code =
+                if quarter < 3 { at(quarter) & 63 } else { at(0) >> 6 | at(1) >> 6 << 2 | at(2) >> 6 << 4 };
             let scale = scales[i / 16 * LANES + lane].cast_signed();
             *out = d * f32::from(scale) * (f32::from(code) - 32.0);
         }
@@ -190,42 +206,32 @@ fn q6k<S: Simd, const T: usize>(
     panel: usize,
     out: &mut Columns<'_, f32>,
 ) {
-    let (blocks, x) = (inputs.width / SUPER, inputs.groups_of::<T>(first));
+    let x = inputs.groups_of::<T>(first).as_chunks::<4>().0.as_chunks::<2>().0;
+    // [blocks][half][16 of 32 codes][4 quads][3 lines].
+    let codes = codes.as_chunks::<64>().0.as_chunks::<3>().0.as_chunks::<4>().0;
+    let codes = codes.as_chunks::<2>().0.as_chunks::<2>().0;
     let mut sums = [s.splat(0.0); T];
-    for b in 0..blocks {
-        let (low, upper) = codes[b * Q6K::CODES..(b + 1) * Q6K::CODES].split_at(Q6K_UPPER);
-        let (low, upper) =
-            (low.as_chunks::<64>().0.as_chunks::<8>().0, upper.as_chunks::<64>().0.as_chunks::<8>().0);
-        let scales = &scales[b * Q6K::SCALES..(b + 1) * Q6K::SCALES];
-        let small = scales[..Q6K_D].as_chunks::<LANES>().0;
+    for ((codes, scales), x) in codes.iter().zip(scales.as_chunks::<{ Q6K::SCALES }>().0).zip(x) {
+        let small = scales.as_chunks::<LANES>().0.as_chunks::<2>().0.as_chunks::<4>().0;
         let mut scaled = [s.splat(0.0); T];
-        for half in 0..2 {
-            for quarter in 0..4 {
-                let mut w = [s.splat_i(0); 8];
-                for q in 0..8 {
-                    let bytes = s.load_bytes(&low[half * 2 + quarter % 2][q]);
-                    s.prefetch(&low[half * 2 + quarter % 2][q], AHEAD);
-                    let crumbs = s.load_bytes(&upper[half][q]);
-                    let nibbles = if quarter < 2 { s.low_nibbles(bytes) } else { s.high_nibbles(bytes) };
-                    let crumbs = match quarter {
-                        0 => s.high_crumbs::<0>(crumbs),
-                        1 => s.high_crumbs::<1>(crumbs),
-                        2 => s.high_crumbs::<2>(crumbs),
-                        _ => s.high_crumbs::<3>(crumbs),
-                    };
-                    w[q] = s.or(nibbles, crumbs);
+        for ((codes, small), x) in codes.iter().zip(small).zip(x) {
+            for (i, codes) in codes.iter().enumerate() {
+                let mut w = [[s.splat_i(0); 4]; 4];
+                for (q, lines) in codes.iter().enumerate() {
+                    lines.iter().for_each(|line| s.prefetch(line, AHEAD));
+                    let [a, b, c, d] = s.sixes(lines.map(|line| s.load_bytes(&line)));
+                    (w[0][q], w[1][q], w[2][q], w[3][q]) = (a, b, c, d);
                 }
-                let group = half * 4 + quarter;
-                let scale = [s.load_i8(&small[2 * group]), s.load_i8(&small[2 * group + 1])];
-                for t in 0..T {
-                    let at = b * 8 + group;
-                    let mut units = [s.splat_i(-32 * x[at][SUMS][t]), s.splat_i(-32 * x[at][SUMS + 1][t])];
-                    for q in 0..4 {
-                        units[0] = s.dot4(units[0], w[q], s.splat_i(x[at][q][t]));
-                        units[1] = s.dot4(units[1], w[q + 4], s.splat_i(x[at][q + 4][t]));
+                for (quarter, w) in w.iter().enumerate() {
+                    let (scale, x) = (s.load_i8(&small[quarter][i]), &x[quarter]);
+                    for t in 0..T {
+                        let mut units = s.splat_i(x[MINUS_32_SUMS + i][t]);
+                        for q in 0..4 {
+                            units = s.dot4(units, w[q], s.splat_i(x[4 * i + q][t]));
+                        }
+                        let units = s.to_f32(s.mul_i(units, scale));
+                        scaled[t] = s.fma(units, s.splat(scale_of(x, t)), scaled[t]);
                     }
-                    let units = s.add_i(s.mul_i(units[0], scale[0]), s.mul_i(units[1], scale[1]));
-                    scaled[t] = s.fma(s.to_f32(units), s.splat(scale_of(&x[at], t)), scaled[t]);
                 }
             }
         }

@@ -16,8 +16,7 @@
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.65 of the read limit with a KV head per query head; bound by
 //! arithmetic, 0.2 of it, with eight query heads on each.
-use super::q8::{byte_of, param};
-use super::quantised::MAX_ROWS;
+use super::quantised::{self, Packed, byte_of, param};
 use super::{AHEAD, Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use half::f16;
@@ -70,18 +69,7 @@ impl Codec for Q4 {
 
     #[inline(always)]
     fn scores<S: Simd>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>) {
-        let mut query = 0;
-        while S::ACCUMULATORS >= 16 && queries.n - query >= 8 {
-            scores_of::<S, 8>(s, queries, query, blocks, lines);
-            query += 8;
-        }
-        while queries.n - query >= 2 {
-            scores_of::<S, 2>(s, queries, query, blocks, lines);
-            query += 2;
-        }
-        if query < queries.n {
-            scores_of::<S, 1>(s, queries, query, blocks, lines);
-        }
+        quantised::scores::<S, Self>(s, queries, blocks, lines);
     }
 
     #[inline(always)]
@@ -92,182 +80,174 @@ impl Codec for Q4 {
         sums: &mut Sums<'_>,
         quads: &mut Quads,
     ) {
-        if blocks.exact {
-            return weigh_one_by_one(s, lines, blocks, sums);
-        }
-        let mut query = 0;
-        while S::ACCUMULATORS >= 16 && sums.n - query >= 4 {
-            accumulate_for::<S, 4>(s, lines, blocks, sums, query, quads);
-            query += 4;
-        }
-        while query < sums.n {
-            accumulate_for::<S, 1>(s, lines, blocks, sums, query, quads);
-            query += 1;
-        }
+        quantised::accumulate::<S, Self>(s, lines, blocks, sums, quads);
     }
 }
 
-const _: () = assert!(MAX_ROWS >= 4);
+impl Packed for Q4 {
+    const WEIGHED: usize = 4;
 
-/// `R` queries over all blocks.
-#[inline(always)]
-fn scores_of<S: Simd, const R: usize>(
-    s: S,
-    queries: &Queries<'_>,
-    query: usize,
-    blocks: &Blocks<'_>,
-    lines: &mut Lines<'_>,
-) {
-    let packed = &queries.packed[query..query + R];
-    let per_row = blocks.row / 4;
-    let n_groups = blocks.head_dim.div_ceil(blocks.group);
-    let codes = blocks.codes.as_chunks::<64>().0.chunks_exact(per_row);
-    let params = blocks.params.as_chunks::<32>().0.chunks_exact(2 * n_groups);
-    for (block, (codes, params)) in codes.zip(params).enumerate() {
-        let mut sums = [s.splat(0.0); R];
-        let groups = codes.chunks(blocks.group / 8).zip(params.as_chunks::<2>().0);
-        for (group, (codes, [scale, minimum])) in groups.enumerate() {
-            let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
-            let first = group * (blocks.group / 4);
-            for (quad, bytes) in codes.iter().enumerate() {
-                s.prefetch(bytes, AHEAD);
-                let bytes = s.load_bytes(bytes);
-                let (a, b) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
-                let (at_a, at_b) = (first + quad, first + codes.len() + quad);
-                for r in 0..R {
-                    high[r] = s.dot4(high[r], a, s.splat_i(packed[r].high[at_a]));
-                    low[r] = s.dot4(low[r], a, s.splat_i(packed[r].low[at_a]));
-                    high[r] = s.dot4(high[r], b, s.splat_i(packed[r].high[at_b]));
-                    low[r] = s.dot4(low[r], b, s.splat_i(packed[r].low[at_b]));
-                }
-            }
-            let (scale, minimum) = (s.load_f16(scale), s.load_f16(minimum));
-            for r in 0..R {
-                let units = s.to_f32(s.add_i(s.times_256(high[r]), low[r]));
-                sums[r] = s.fma(s.mul(units, scale), s.splat(packed[r].unit[group]), sums[r]);
-                sums[r] = s.fma(minimum, s.splat(packed[r].sum[group]), sums[r]);
-            }
-        }
-        for (r, sums) in sums.iter().enumerate() {
-            let at = (query + r) * lines.stride + lines.at + block * LANES;
-            if let Some(out) = lines.data[at..].first_chunk_mut() {
-                s.store(*sums, out);
-            }
-        }
-    }
-}
-
-/// `R` queries over all cells.
-#[inline(always)]
-fn accumulate_for<S: Simd, const R: usize>(
-    s: S,
-    lines: &Lines<'_>,
-    blocks: &Blocks<'_>,
-    sums: &mut Sums<'_>,
-    query: usize,
-    quads: &mut Quads,
-) {
-    let (head_dim, n) = (blocks.head_dim, blocks.n());
-    let n_groups = head_dim.div_ceil(blocks.group);
-    let params = blocks.params.as_chunks::<32>().0;
-    for group in 0..n_groups {
-        let mut least = [s.splat(0.0); R];
-        for r in 0..R {
-            let line = &lines.data[(query + r) * lines.stride + lines.at..];
-            quads.pack(s, r, line, &blocks.params[64 * group..], 2 * n_groups, n);
-            let mut sum = s.splat(0.0);
-            for (b, line) in line[..n * LANES].as_chunks().0.iter().enumerate() {
-                let minimum = s.load_f16(&params[(b * n_groups + group) * 2 + 1]);
-                sum = s.add(sum, s.mul_nonzero(s.load(line), minimum));
-            }
-            least[r] = s.splat(s.sum(sum));
-        }
-        let first = group * blocks.group;
-        let len = blocks.group.min(head_dim - first);
-        let half = len.div_ceil(2);
-        let byte0 = first / 2;
-        // Only halves of whole vectors are both in place; 16 elements are the smallest group of any real model.
-        let whole = if len.is_multiple_of(2 * LANES) { half } else { 0 };
-        let mut j = 0;
-        while j < whole {
-            let mut acc = [[s.splat_i(0); 4]; R];
-            for (quad, codes) in blocks.codes.chunks_exact(4 * blocks.row).enumerate() {
-                let Some(bytes) = codes[4 * (byte0 + j)..].first_chunk() else { break };
-                s.prefetch(bytes, AHEAD);
-                let bytes = s.load_bytes(bytes);
-                let (a, b) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
-                for r in 0..R {
-                    let (h, l) = quads.quad(r, quad);
-                    let (h, l) = (s.splat_i(h), s.splat_i(l));
-                    acc[r][0] = s.dot4(acc[r][0], a, h);
-                    acc[r][1] = s.dot4(acc[r][1], a, l);
-                    acc[r][2] = s.dot4(acc[r][2], b, h);
-                    acc[r][3] = s.dot4(acc[r][3], b, l);
-                }
-            }
-            for r in 0..R {
-                let unit = s.splat(quads.unit[r]);
-                let row = sums.row(query + r, head_dim);
-                for (at, high, low) in
-                    [(first + j, acc[r][0], acc[r][1]), (first + half + j, acc[r][2], acc[r][3])]
-                {
-                    let units = s.to_f32(s.add_i(s.times_256(high), low));
-                    if let Some(sum) = row[at..].first_chunk_mut() {
-                        s.store(s.fma(units, unit, s.add(s.load(sum), least[r])), sum);
+    #[inline(always)]
+    fn scores_of<S: Simd, const R: usize>(
+        s: S,
+        queries: &Queries<'_>,
+        query: usize,
+        blocks: &Blocks<'_>,
+        lines: &mut Lines<'_>,
+    ) {
+        let packed = &queries.packed[query..query + R];
+        let per_row = blocks.row / 4;
+        let n_groups = blocks.head_dim.div_ceil(blocks.group);
+        let codes = blocks.codes.as_chunks::<64>().0.chunks_exact(per_row);
+        let params = blocks.params.as_chunks::<32>().0.chunks_exact(2 * n_groups);
+        for (block, (codes, params)) in codes.zip(params).enumerate() {
+            let mut sums = [s.splat(0.0); R];
+            let groups = codes.chunks(blocks.group / 8).zip(params.as_chunks::<2>().0);
+            for (group, (codes, [scale, minimum])) in groups.enumerate() {
+                let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
+                let first = group * (blocks.group / 4);
+                for (quad, bytes) in codes.iter().enumerate() {
+                    s.prefetch(bytes, AHEAD);
+                    let bytes = s.load_bytes(bytes);
+                    let (a, b) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
+                    let (at_a, at_b) = (first + quad, first + codes.len() + quad);
+                    for r in 0..R {
+                        high[r] = s.dot4(high[r], a, s.splat_i(packed[r].high[at_a]));
+                        low[r] = s.dot4(low[r], a, s.splat_i(packed[r].low[at_a]));
+                        high[r] = s.dot4(high[r], b, s.splat_i(packed[r].high[at_b]));
+                        low[r] = s.dot4(low[r], b, s.splat_i(packed[r].low[at_b]));
                     }
                 }
+                let (scale, minimum) = (s.load_f16(scale), s.load_f16(minimum));
+                for r in 0..R {
+                    let units = s.to_f32(s.add_i(s.times_256(high[r]), low[r]));
+                    sums[r] = s.fma(s.mul(units, scale), s.splat(packed[r].unit[group]), sums[r]);
+                    sums[r] = s.fma(minimum, s.splat(packed[r].sum[group]), sums[r]);
+                }
             }
-            j += LANES;
+            for (r, sums) in sums.iter().enumerate() {
+                let at = (query + r) * lines.stride + lines.at + block * LANES;
+                if let Some(out) = lines.data[at..].first_chunk_mut() {
+                    s.store(*sums, out);
+                }
+            }
         }
-        if whole > 0 {
-            continue;
+    }
+
+    #[inline(always)]
+    fn accumulate_for<S: Simd, const R: usize>(
+        s: S,
+        lines: &Lines<'_>,
+        blocks: &Blocks<'_>,
+        sums: &mut Sums<'_>,
+        query: usize,
+        quads: &mut Quads,
+    ) {
+        let (head_dim, n) = (blocks.head_dim, blocks.n());
+        let n_groups = head_dim.div_ceil(blocks.group);
+        let params = blocks.params.as_chunks::<32>().0;
+        for group in 0..n_groups {
+            let mut least = [s.splat(0.0); R];
+            for r in 0..R {
+                let line = &lines.data[(query + r) * lines.stride + lines.at..];
+                quads.pack(s, r, line, &blocks.params[64 * group..], 2 * n_groups, n);
+                let mut sum = s.splat(0.0);
+                for (b, line) in line[..n * LANES].as_chunks().0.iter().enumerate() {
+                    let minimum = s.load_f16(&params[(b * n_groups + group) * 2 + 1]);
+                    sum = s.add(sum, s.mul_nonzero(s.load(line), minimum));
+                }
+                least[r] = s.splat(s.sum(sum));
+            }
+            let first = group * blocks.group;
+            let len = blocks.group.min(head_dim - first);
+            let half = len.div_ceil(2);
+            let byte0 = first / 2;
+            // Only halves of whole vectors are both in place; 16 elements are the smallest group of any real model.
+            let whole = if len.is_multiple_of(2 * LANES) { half } else { 0 };
+            let mut j = 0;
+            while j < whole {
+                let mut acc = [[s.splat_i(0); 4]; R];
+                for (quad, codes) in blocks.codes.chunks_exact(4 * blocks.row).enumerate() {
+                    let Some(bytes) = codes[4 * (byte0 + j)..].first_chunk() else { break };
+                    s.prefetch(bytes, AHEAD);
+                    let bytes = s.load_bytes(bytes);
+                    let (a, b) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
+                    for r in 0..R {
+                        let (h, l) = quads.quad(r, quad);
+                        let (h, l) = (s.splat_i(h), s.splat_i(l));
+                        acc[r][0] = s.dot4(acc[r][0], a, h);
+                        acc[r][1] = s.dot4(acc[r][1], a, l);
+                        acc[r][2] = s.dot4(acc[r][2], b, h);
+                        acc[r][3] = s.dot4(acc[r][3], b, l);
+                    }
+                }
+                for r in 0..R {
+                    let unit = s.splat(quads.unit[r]);
+                    let row = sums.row(query + r, head_dim);
+                    for (at, high, low) in
+                        [(first + j, acc[r][0], acc[r][1]), (first + half + j, acc[r][2], acc[r][3])]
+                    {
+                        let units = s.to_f32(s.add_i(s.times_256(high), low));
+                        if let Some(sum) = row[at..].first_chunk_mut() {
+                            s.store(s.fma(units, unit, s.add(s.load(sum), least[r])), sum);
+                        }
+                    }
+                }
+                j += LANES;
+            }
+            if whole > 0 {
+                continue;
+            }
+            for (r, i) in (0..R).flat_map(|r| (0..len).map(move |i| (r, i))) {
+                let line = &lines.data[(query + r) * lines.stride + lines.at..];
+                for lane in blocks.lanes.clone().filter(|lane| line[*lane] != 0.0) {
+                    let byte = blocks.codes[lane / 4 * 4 * blocks.row + 4 * (byte0 + i % half) + lane % 4];
+                    let code = if i < half { byte & 15 } else { byte >> 4 };
+                    let scale = param(blocks, 2 * n_groups, 2 * group, lane);
+                    let minimum = param(blocks, 2 * n_groups, 2 * group + 1, lane);
+                    sums.row(query + r, head_dim)[first + i] +=
+                        line[lane] * (minimum + scale * f32::from(code));
+                }
+            }
         }
-        for (r, i) in (0..R).flat_map(|r| (0..len).map(move |i| (r, i))) {
-            let line = &lines.data[(query + r) * lines.stride + lines.at..];
+    }
+
+    /// `o[query] += w × (minimum + scale × code)`.
+    #[inline(always)]
+    fn weigh_one_by_one<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>) {
+        let head_dim = blocks.head_dim;
+        let n_groups = head_dim.div_ceil(blocks.group);
+        for query in 0..sums.n {
+            let line = &lines.data[query * lines.stride + lines.at..];
+            let row = sums.row(query, head_dim);
             for lane in blocks.lanes.clone().filter(|lane| line[*lane] != 0.0) {
-                let byte = blocks.codes[lane / 4 * 4 * blocks.row + 4 * (byte0 + i % half) + lane % 4];
-                let code = if i < half { byte & 15 } else { byte >> 4 };
-                let scale = param(blocks, 2 * n_groups, 2 * group, lane);
-                let minimum = param(blocks, 2 * n_groups, 2 * group + 1, lane);
-                sums.row(query + r, head_dim)[first + i] += line[lane] * (minimum + scale * f32::from(code));
-            }
-        }
-    }
-}
-
-/// `o[query] += w × (minimum + scale × code)`, cell by cell: what is added does not depend on where tiles end.
-#[inline(always)]
-fn weigh_one_by_one<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>) {
-    let head_dim = blocks.head_dim;
-    let n_groups = head_dim.div_ceil(blocks.group);
-    for query in 0..sums.n {
-        let line = &lines.data[query * lines.stride + lines.at..];
-        let row = sums.row(query, head_dim);
-        for lane in blocks.lanes.clone().filter(|lane| line[*lane] != 0.0) {
-            let codes = &blocks.codes[lane / 4 * 4 * blocks.row..];
-            for (group, row) in row.chunks_mut(blocks.group).enumerate() {
-                let scale = param(blocks, 2 * n_groups, 2 * group, lane);
-                let minimum = param(blocks, 2 * n_groups, 2 * group + 1, lane);
-                let weight = line[lane];
-                let codes = &codes[4 * (group * blocks.group / 2)..];
-                let (low, high) = row.split_at_mut(row.len().div_ceil(2));
-                let whole = if low.len() == high.len() { low.len() / LANES } else { 0 };
-                let vectors = low.as_chunks_mut::<LANES>().0.iter_mut().zip(high.as_chunks_mut::<LANES>().0);
-                for (chunk, (low, high)) in vectors.take(whole).enumerate() {
-                    let bytes =
-                        s.load_bytes(codes[4 * chunk * LANES..].first_chunk().expect("four cells of a row"));
-                    let byte = byte_of(s, bytes, lane % 4);
-                    for (sum, code) in [(low, s.low_nibbles(byte)), (high, s.high_nibbles(byte))] {
-                        let value = s.fma(s.to_f32(code), s.splat(scale), s.splat(minimum));
-                        s.store(s.fma(s.splat(weight), value, s.load(sum)), sum);
+                let codes = &blocks.codes[lane / 4 * 4 * blocks.row..];
+                for (group, row) in row.chunks_mut(blocks.group).enumerate() {
+                    let scale = param(blocks, 2 * n_groups, 2 * group, lane);
+                    let minimum = param(blocks, 2 * n_groups, 2 * group + 1, lane);
+                    let weight = line[lane];
+                    let codes = &codes[4 * (group * blocks.group / 2)..];
+                    let (low, high) = row.split_at_mut(row.len().div_ceil(2));
+                    let whole = if low.len() == high.len() { low.len() / LANES } else { 0 };
+                    let vectors =
+                        low.as_chunks_mut::<LANES>().0.iter_mut().zip(high.as_chunks_mut::<LANES>().0);
+                    for (chunk, (low, high)) in vectors.take(whole).enumerate() {
+                        let bytes = s.load_bytes(
+                            codes[4 * chunk * LANES..].first_chunk().expect("four cells of a row"),
+                        );
+                        let byte = byte_of(s, bytes, lane % 4);
+                        for (sum, code) in [(low, s.low_nibbles(byte)), (high, s.high_nibbles(byte))] {
+                            let value = s.fma(s.to_f32(code), s.splat(scale), s.splat(minimum));
+                            s.store(s.fma(s.splat(weight), value, s.load(sum)), sum);
+                        }
                     }
-                }
-                let add = |sum: &mut f32, code: u8| *sum += weight * (minimum + scale * f32::from(code));
-                for (i, sum) in low.iter_mut().enumerate().skip(whole * LANES) {
-                    add(sum, codes[4 * i + lane % 4] & 15);
-                }
-                for (i, sum) in high.iter_mut().enumerate().skip(whole * LANES) {
-                    add(sum, codes[4 * i + lane % 4] >> 4);
+                    let add = |sum: &mut f32, code: u8| *sum += weight * (minimum + scale * f32::from(code));
+                    for (i, sum) in low.iter_mut().enumerate().skip(whole * LANES) {
+                        add(sum, codes[4 * i + lane % 4] & 15);
+                    }
+                    for (i, sum) in high.iter_mut().enumerate().skip(whole * LANES) {
+                        add(sum, codes[4 * i + lane % 4] >> 4);
+                    }
                 }
             }
         }

@@ -16,9 +16,9 @@
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.7 of the read limit with a KV head per query head; bound by
 //! arithmetic, 0.34 of it, with eight query heads on each.
-use super::quantised::MAX_ROWS;
+use super::quantised::{self, MAX_ROWS, Packed, byte_of, param};
 use super::{AHEAD, Blocks, Codec, Lines, Quads, Queries, Sums};
-use crate::arch::{LANES, Simd, widen};
+use crate::arch::{LANES, Simd};
 use half::f16;
 
 pub struct Q8;
@@ -62,18 +62,7 @@ impl Codec for Q8 {
 
     #[inline(always)]
     fn scores<S: Simd>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>) {
-        let mut query = 0;
-        while S::ACCUMULATORS >= 16 && queries.n - query >= 8 {
-            scores_of::<S, 8>(s, queries, query, blocks, lines);
-            query += 8;
-        }
-        while queries.n - query >= 2 {
-            scores_of::<S, 2>(s, queries, query, blocks, lines);
-            query += 2;
-        }
-        if query < queries.n {
-            scores_of::<S, 1>(s, queries, query, blocks, lines);
-        }
+        quantised::scores::<S, Self>(s, queries, blocks, lines);
     }
 
     #[inline(always)]
@@ -84,21 +73,7 @@ impl Codec for Q8 {
         sums: &mut Sums<'_>,
         quads: &mut Quads,
     ) {
-        if blocks.exact {
-            return weigh_one_by_one(s, lines, blocks, sums);
-        }
-        let mut query = 0;
-        while S::ACCUMULATORS >= 16 && sums.n - query >= MAX_ROWS {
-            accumulate_for::<S, MAX_ROWS>(s, lines, blocks, sums, query, quads);
-            query += MAX_ROWS;
-        }
-        while sums.n - query >= 2 {
-            accumulate_for::<S, 2>(s, lines, blocks, sums, query, quads);
-            query += 2;
-        }
-        if query < sums.n {
-            accumulate_for::<S, 1>(s, lines, blocks, sums, query, quads);
-        }
+        quantised::accumulate::<S, Self>(s, lines, blocks, sums, quads);
     }
 }
 
@@ -107,145 +82,129 @@ fn value(code: u8) -> f32 {
     f32::from((code ^ ZERO).cast_signed())
 }
 
-/// `R` queries over all blocks.
-#[inline(always)]
-fn scores_of<S: Simd, const R: usize>(
-    s: S,
-    queries: &Queries<'_>,
-    query: usize,
-    blocks: &Blocks<'_>,
-    lines: &mut Lines<'_>,
-) {
-    let packed = &queries.packed[query..query + R];
-    let per_row = blocks.row / 4;
-    let n_groups = blocks.head_dim.div_ceil(blocks.group);
-    let codes = blocks.codes.as_chunks::<64>().0.chunks_exact(per_row);
-    let scales = blocks.params.as_chunks::<32>().0.chunks_exact(n_groups);
-    for (block, (codes, scales)) in codes.zip(scales).enumerate() {
-        let mut sums = [s.splat(0.0); R];
-        let groups = codes.chunks(blocks.group / 4).zip(scales);
-        for (group, (codes, scale)) in groups.enumerate() {
-            let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
-            let first = group * (blocks.group / 4);
-            for (quad, codes) in codes.iter().enumerate() {
-                s.prefetch(codes, AHEAD);
-                let codes = s.load_bytes(codes);
+impl Packed for Q8 {
+    const WEIGHED: usize = MAX_ROWS;
+
+    #[inline(always)]
+    fn scores_of<S: Simd, const R: usize>(
+        s: S,
+        queries: &Queries<'_>,
+        query: usize,
+        blocks: &Blocks<'_>,
+        lines: &mut Lines<'_>,
+    ) {
+        let packed = &queries.packed[query..query + R];
+        let per_row = blocks.row / 4;
+        let n_groups = blocks.head_dim.div_ceil(blocks.group);
+        let codes = blocks.codes.as_chunks::<64>().0.chunks_exact(per_row);
+        let scales = blocks.params.as_chunks::<32>().0.chunks_exact(n_groups);
+        for (block, (codes, scales)) in codes.zip(scales).enumerate() {
+            let mut sums = [s.splat(0.0); R];
+            let groups = codes.chunks(blocks.group / 4).zip(scales);
+            for (group, (codes, scale)) in groups.enumerate() {
+                let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
+                let first = group * (blocks.group / 4);
+                for (quad, codes) in codes.iter().enumerate() {
+                    s.prefetch(codes, AHEAD);
+                    let codes = s.load_bytes(codes);
+                    for r in 0..R {
+                        high[r] = s.dot4(high[r], codes, s.splat_i(packed[r].high[first + quad]));
+                        low[r] = s.dot4(low[r], codes, s.splat_i(packed[r].low[first + quad]));
+                    }
+                }
+                let scale = s.load_f16(scale);
                 for r in 0..R {
-                    high[r] = s.dot4(high[r], codes, s.splat_i(packed[r].high[first + quad]));
-                    low[r] = s.dot4(low[r], codes, s.splat_i(packed[r].low[first + quad]));
+                    let zero = s.splat_i(i32::from(ZERO) * packed[r].units[group]);
+                    let units = s.sub_i(s.add_i(s.times_256(high[r]), low[r]), zero);
+                    let unit = s.splat(packed[r].unit[group]);
+                    sums[r] = s.fma(s.mul(s.to_f32(units), scale), unit, sums[r]);
                 }
             }
-            let scale = s.load_f16(scale);
-            for r in 0..R {
-                let zero = s.splat_i(i32::from(ZERO) * packed[r].units[group]);
-                let units = s.sub_i(s.add_i(s.times_256(high[r]), low[r]), zero);
-                let unit = s.splat(packed[r].unit[group]);
-                sums[r] = s.fma(s.mul(s.to_f32(units), scale), unit, sums[r]);
-            }
-        }
-        for (r, sums) in sums.iter().enumerate() {
-            let at = (query + r) * lines.stride + lines.at + block * LANES;
-            if let Some(out) = lines.data[at..].first_chunk_mut() {
-                s.store(*sums, out);
+            for (r, sums) in sums.iter().enumerate() {
+                let at = (query + r) * lines.stride + lines.at + block * LANES;
+                if let Some(out) = lines.data[at..].first_chunk_mut() {
+                    s.store(*sums, out);
+                }
             }
         }
     }
-}
 
-/// `R` queries over all cells.
-#[inline(always)]
-fn accumulate_for<S: Simd, const R: usize>(
-    s: S,
-    lines: &Lines<'_>,
-    blocks: &Blocks<'_>,
-    sums: &mut Sums<'_>,
-    query: usize,
-    quads: &mut Quads,
-) {
-    let (head_dim, n) = (blocks.head_dim, blocks.n());
-    let n_groups = head_dim.div_ceil(blocks.group);
-    for group in 0..n_groups {
-        for r in 0..R {
-            let line = &lines.data[(query + r) * lines.stride + lines.at..];
-            quads.pack(s, r, line, &blocks.params[32 * group..], n_groups, n);
-        }
-        let (first, end) = (group * blocks.group, ((group + 1) * blocks.group).min(head_dim));
-        let mut d = first;
-        while end - d >= LANES {
-            let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
-            for (quad, codes) in blocks.codes.chunks_exact(4 * blocks.row).enumerate() {
-                let Some(codes) = codes[4 * d..].first_chunk() else { break };
-                s.prefetch(codes, AHEAD);
-                let codes = s.load_bytes(codes);
-                for r in 0..R {
-                    let (h, l) = quads.quad(r, quad);
-                    high[r] = s.dot4(high[r], codes, s.splat_i(h));
-                    low[r] = s.dot4(low[r], codes, s.splat_i(l));
-                }
-            }
+    #[inline(always)]
+    fn accumulate_for<S: Simd, const R: usize>(
+        s: S,
+        lines: &Lines<'_>,
+        blocks: &Blocks<'_>,
+        sums: &mut Sums<'_>,
+        query: usize,
+        quads: &mut Quads,
+    ) {
+        let (head_dim, n) = (blocks.head_dim, blocks.n());
+        let n_groups = head_dim.div_ceil(blocks.group);
+        for group in 0..n_groups {
             for r in 0..R {
-                let zero = s.splat_i(i32::from(ZERO) * quads.units[r]);
-                let units = s.sub_i(s.add_i(s.times_256(high[r]), low[r]), zero);
-                if let Some(sum) = sums.row(query + r, head_dim)[d..].first_chunk_mut() {
-                    s.store(s.fma(s.to_f32(units), s.splat(quads.unit[r]), s.load(sum)), sum);
+                let line = &lines.data[(query + r) * lines.stride + lines.at..];
+                quads.pack(s, r, line, &blocks.params[32 * group..], n_groups, n);
+            }
+            let (first, end) = (group * blocks.group, ((group + 1) * blocks.group).min(head_dim));
+            let mut d = first;
+            while end - d >= LANES {
+                let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
+                for (quad, codes) in blocks.codes.chunks_exact(4 * blocks.row).enumerate() {
+                    let Some(codes) = codes[4 * d..].first_chunk() else { break };
+                    s.prefetch(codes, AHEAD);
+                    let codes = s.load_bytes(codes);
+                    for r in 0..R {
+                        let (h, l) = quads.quad(r, quad);
+                        high[r] = s.dot4(high[r], codes, s.splat_i(h));
+                        low[r] = s.dot4(low[r], codes, s.splat_i(l));
+                    }
+                }
+                for r in 0..R {
+                    let zero = s.splat_i(i32::from(ZERO) * quads.units[r]);
+                    let units = s.sub_i(s.add_i(s.times_256(high[r]), low[r]), zero);
+                    if let Some(sum) = sums.row(query + r, head_dim)[d..].first_chunk_mut() {
+                        s.store(s.fma(s.to_f32(units), s.splat(quads.unit[r]), s.load(sum)), sum);
+                    }
+                }
+                d += LANES;
+            }
+            // The rest of a group that is no whole number of vectors.
+            for (r, i) in (0..R).flat_map(|r| (d..end).map(move |i| (r, i))) {
+                let line = &lines.data[(query + r) * lines.stride + lines.at..];
+                for lane in blocks.lanes.clone().filter(|lane| line[*lane] != 0.0) {
+                    let code = blocks.codes[lane / 4 * 4 * blocks.row + 4 * i + lane % 4];
+                    let scale = param(blocks, n_groups, group, lane);
+                    sums.row(query + r, head_dim)[i] += line[lane] * scale * value(code);
                 }
             }
-            d += LANES;
         }
-        // The rest of a group that is no whole number of vectors.
-        for (r, i) in (0..R).flat_map(|r| (d..end).map(move |i| (r, i))) {
-            let line = &lines.data[(query + r) * lines.stride + lines.at..];
+    }
+
+    /// `o[query] += w × (scale × code)`.
+    #[inline(always)]
+    fn weigh_one_by_one<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>) {
+        let head_dim = blocks.head_dim;
+        let n_groups = head_dim.div_ceil(blocks.group);
+        for query in 0..sums.n {
+            let line = &lines.data[query * lines.stride + lines.at..];
+            let row = sums.row(query, head_dim);
             for lane in blocks.lanes.clone().filter(|lane| line[*lane] != 0.0) {
-                let code = blocks.codes[lane / 4 * 4 * blocks.row + 4 * i + lane % 4];
-                let scale = param(blocks, n_groups, group, lane);
-                sums.row(query + r, head_dim)[i] += line[lane] * scale * value(code);
+                let codes = &blocks.codes[lane / 4 * 4 * blocks.row..];
+                let zero = s.splat_i(i32::from(ZERO));
+                for (chunk, sum) in row.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
+                    // Groups are whole vectors, so that a vector has one scale.
+                    let scale = param(blocks, n_groups, chunk * LANES / blocks.group, lane);
+                    let bytes =
+                        s.load_bytes(codes[4 * chunk * LANES..].first_chunk().expect("four cells of a row"));
+                    let code = s.sub_i(byte_of(s, bytes, lane % 4), zero);
+                    let value = s.mul(s.to_f32(code), s.splat(scale));
+                    s.store(s.fma(s.splat(line[lane]), value, s.load(sum)), sum);
+                }
+                for i in head_dim / LANES * LANES..head_dim {
+                    let scale = param(blocks, n_groups, i / blocks.group, lane);
+                    row[i] += line[lane] * (scale * value(codes[4 * i + lane % 4]));
+                }
             }
         }
     }
-}
-
-/// `o[query] += w × (scale × code)`, cell by cell: what is added does not depend on where tiles end.
-#[inline(always)]
-fn weigh_one_by_one<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>) {
-    let head_dim = blocks.head_dim;
-    let n_groups = head_dim.div_ceil(blocks.group);
-    for query in 0..sums.n {
-        let line = &lines.data[query * lines.stride + lines.at..];
-        let row = sums.row(query, head_dim);
-        for lane in blocks.lanes.clone().filter(|lane| line[*lane] != 0.0) {
-            let codes = &blocks.codes[lane / 4 * 4 * blocks.row..];
-            let zero = s.splat_i(i32::from(ZERO));
-            for (chunk, sum) in row.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
-                // Groups are whole vectors, so that a vector has one scale.
-                let scale = param(blocks, n_groups, chunk * LANES / blocks.group, lane);
-                let bytes =
-                    s.load_bytes(codes[4 * chunk * LANES..].first_chunk().expect("four cells of a row"));
-                let code = s.sub_i(byte_of(s, bytes, lane % 4), zero);
-                let value = s.mul(s.to_f32(code), s.splat(scale));
-                s.store(s.fma(s.splat(line[lane]), value, s.load(sum)), sum);
-            }
-            for i in head_dim / LANES * LANES..head_dim {
-                let scale = param(blocks, n_groups, i / blocks.group, lane);
-                row[i] += line[lane] * (scale * value(codes[4 * i + lane % 4]));
-            }
-        }
-    }
-}
-
-/// Byte `n` of every lane.
-#[inline(always)]
-pub(super) fn byte_of<S: Simd>(s: S, x: S::I, n: usize) -> S::I {
-    match n {
-        0 => s.byte::<0>(x),
-        1 => s.byte::<1>(x),
-        2 => s.byte::<2>(x),
-        _ => s.byte::<3>(x),
-    }
-}
-
-/// Parameter `p` of the cell in lane `lane`, of `params` per cell.
-#[inline(always)]
-pub(super) fn param(blocks: &Blocks<'_>, params: usize, p: usize, lane: usize) -> f32 {
-    let at = 2 * ((lane / LANES * params + p) * LANES + lane % LANES);
-    widen(u16::from_le_bytes([blocks.params[at], blocks.params[at + 1]]))
 }

@@ -3,7 +3,8 @@
 //! Integer dot products multiply bytes. A query or a weight in 8 bits would add an error of its own, as large as
 //! that of the cache; in two bytes (15 bits and a sign, about 3e-5 of the largest) it adds none that shows, and the
 //! second product costs less than widening the codes would.
-use crate::arch::{LANES, Simd};
+use super::{Blocks, Lines, Queries, Sums};
+use crate::arch::{LANES, Simd, widen};
 
 /// The largest magnitude that two signed bytes hold: 127 * 256 + 127, with room for rounding.
 const LARGEST: f32 = 32_000.0;
@@ -13,6 +14,108 @@ pub const MAX_BLOCKS: usize = 18;
 
 /// Queries of one call of integer kernels.
 pub const MAX_ROWS: usize = 8;
+
+/// A dtype whose kernels take some queries at once.
+pub trait Packed {
+    /// Queries of which the sums over values fit the registers of AVX-512: 4 or 8.
+    const WEIGHED: usize;
+
+    /// `R` queries from `query` on over all blocks.
+    fn scores_of<S: Simd, const R: usize>(
+        s: S,
+        queries: &Queries<'_>,
+        query: usize,
+        blocks: &Blocks<'_>,
+        lines: &mut Lines<'_>,
+    );
+    /// `R` queries from `query` on over all cells.
+    fn accumulate_for<S: Simd, const R: usize>(
+        s: S,
+        lines: &Lines<'_>,
+        blocks: &Blocks<'_>,
+        sums: &mut Sums<'_>,
+        query: usize,
+        quads: &mut Quads,
+    );
+    /// All queries, cell by cell: what is added does not depend on where tiles end.
+    fn weigh_one_by_one<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>);
+}
+
+/// Scores of all queries, by eight, two and one.
+#[inline(always)]
+pub fn scores<S: Simd, P: Packed>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>) {
+    let mut query = 0;
+    while query < queries.n {
+        query += match queries.n - query {
+            8.. if S::ACCUMULATORS >= 16 => {
+                P::scores_of::<S, 8>(s, queries, query, blocks, lines);
+                8
+            }
+            2.. => {
+                P::scores_of::<S, 2>(s, queries, query, blocks, lines);
+                2
+            }
+            _ => {
+                P::scores_of::<S, 1>(s, queries, query, blocks, lines);
+                1
+            }
+        };
+    }
+}
+
+/// Sums of all queries, as many at a time as fit the registers.
+#[inline(always)]
+pub fn accumulate<S: Simd, P: Packed>(
+    s: S,
+    lines: &Lines<'_>,
+    blocks: &Blocks<'_>,
+    sums: &mut Sums<'_>,
+    quads: &mut Quads,
+) {
+    const { assert!(P::WEIGHED == 4 || P::WEIGHED == MAX_ROWS) };
+    if blocks.exact {
+        return P::weigh_one_by_one(s, lines, blocks, sums);
+    }
+    let (many, mut query) = (S::ACCUMULATORS >= 16, 0);
+    while query < sums.n {
+        query += match sums.n - query {
+            MAX_ROWS.. if many && P::WEIGHED == MAX_ROWS => {
+                P::accumulate_for::<S, MAX_ROWS>(s, lines, blocks, sums, query, quads);
+                MAX_ROWS
+            }
+            4.. if many && P::WEIGHED == 4 => {
+                P::accumulate_for::<S, 4>(s, lines, blocks, sums, query, quads);
+                4
+            }
+            2.. if many || P::WEIGHED == MAX_ROWS => {
+                P::accumulate_for::<S, 2>(s, lines, blocks, sums, query, quads);
+                2
+            }
+            _ => {
+                P::accumulate_for::<S, 1>(s, lines, blocks, sums, query, quads);
+                1
+            }
+        };
+    }
+}
+
+/// Byte `n` of every lane.
+#[inline(always)]
+pub fn byte_of<S: Simd>(s: S, x: S::I, n: usize) -> S::I {
+    match n {
+        0 => s.byte::<0>(x),
+        1 => s.byte::<1>(x),
+        2 => s.byte::<2>(x),
+        _ => s.byte::<3>(x),
+    }
+}
+
+/// Parameter `p` of the cell in lane `lane`, of `params` per cell.
+#[inline(always)]
+pub fn param(blocks: &Blocks<'_>, params: usize, p: usize, lane: usize) -> f32 {
+    let at = 2 * ((lane / LANES * params + p) * LANES + lane % LANES);
+    widen(u16::from_le_bytes([blocks.params[at], blocks.params[at + 1]]))
+}
 
 /// One query row, ready for dot products with bytes.
 #[derive(Clone, Debug, Default)]

@@ -82,7 +82,6 @@ impl Model {
 
     /// One step; the outputs of every layer. Activations depend on `seed`, the sequence and the position alone.
     pub fn step(&self, session: &mut Session, spans: &[Span<'_>], seed: u64) -> Vec<Vec<f32>> {
-        let (heads, kv_heads, d) = (self.heads.0 as usize, self.heads.1 as usize, self.head_dim as usize);
         let mut tokens = Vec::new();
         for span in spans {
             let n = match span.new {
@@ -91,6 +90,18 @@ impl Model {
             };
             tokens.extend((span.start..span.start + n).map(|p| u64::from(span.seq.0) << 32 | u64::from(p)));
         }
+        self.step_of(session, spans, &tokens, seed)
+    }
+
+    /// The same with activations that depend on `seed` and on the number of each token.
+    pub fn step_of(
+        &self,
+        session: &mut Session,
+        spans: &[Span<'_>],
+        tokens: &[u64],
+        seed: u64,
+    ) -> Vec<Vec<f32>> {
+        let (heads, kv_heads, d) = (self.heads.0 as usize, self.heads.1 as usize, self.head_dim as usize);
         let rows = |what: u64, layer: u16, heads: usize| -> Vec<f32> {
             let row = |token: &u64| {
                 let mut state = (token ^ seed << 48).wrapping_mul(0x9e37_79b9_7f4a_7c15)

@@ -3,6 +3,7 @@
 use super::family::{self, FAMILIES, Traits};
 use super::rope::yarn_temperature;
 use super::*;
+use crate::files::read_text;
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -10,14 +11,11 @@ impl ModelConfig {
     /// `config.json` of a folder, with the end tokens of `generation_config.json` if that is there.
     pub fn from_folder(folder: &Path) -> Result<Self, Error> {
         let path = folder.join("config.json");
-        let read = |path: &Path| {
-            std::fs::read_to_string(path).map_err(|source| Error::Read { path: path.to_path_buf(), source })
-        };
-        let mut config = Self::from_json(&path.display().to_string(), &read(&path)?)?;
+        let mut config = Self::from_json(&path.display().to_string(), &read_text(&path)?)?;
         let path = folder.join("generation_config.json");
         if path.exists() {
             let file = path.display().to_string();
-            let generation = Fields::parse(&file, &read(&path)?)?;
+            let generation = Fields::parse(&file, &read_text(&path)?)?;
             for token in generation.tokens("eos_token_id")? {
                 if !config.eos.contains(&token) {
                     config.eos.push(token);

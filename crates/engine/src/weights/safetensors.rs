@@ -141,8 +141,7 @@ impl<'de> serde::de::Visitor<'de> for NamesVisitor {
 fn shard_names(index: &Path) -> Result<Vec<PathBuf>, Error> {
     let file = index.display().to_string();
     let malformed = |what: String| Error::Malformed { file: file.clone(), what };
-    let text =
-        std::fs::read_to_string(index).map_err(|source| Error::Read { path: index.to_path_buf(), source })?;
+    let text = crate::files::read_text(index)?;
     let json: serde_json::Value =
         serde_json::from_str(&text).map_err(|e| malformed(format!("is not JSON: {e}")))?;
     let map = json.get("weight_map").and_then(|m| m.as_object());

@@ -6,6 +6,9 @@ use super::{Agents, Arrivals, BadParameter, Chats, Contents, Lengths, Prefixes};
 use std::fmt;
 use std::str::FromStr;
 
+/// Where a description does not say: fine enough for blocks of any power of two.
+const TOKENS_PER_ID: u32 = 16;
+
 /// A text that describes no distribution.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum BadSpec {
@@ -96,6 +99,10 @@ impl<'a> Spec<'a> {
 
     fn number(&mut self, name: &'static str) -> Result<f64, BadSpec> {
         self.take(name, "a number")
+    }
+
+    fn count_or(&mut self, name: &'static str, otherwise: u32) -> Result<u32, BadSpec> {
+        if self.values.iter().any(|(n, _)| *n == name) { self.count(name) } else { Ok(otherwise) }
     }
 
     fn count(&mut self, name: &'static str) -> Result<u32, BadSpec> {
@@ -208,7 +215,7 @@ impl FromStr for Contents {
                 exponent: spec.number("exponent")?,
                 prefix_tokens: spec.count("tokens")?,
                 own_prompt: spec.take("own_prompt", "true or false")?,
-                tokens_per_id: spec.count("tokens_per_id")?,
+                tokens_per_id: spec.count_or("tokens_per_id", TOKENS_PER_ID)?,
             }),
             "chats" => Contents::Chats(Chats {
                 turns: Lengths::Uniform {
@@ -217,13 +224,13 @@ impl FromStr for Contents {
                 },
                 think_s: spec.number("think_s")?,
                 system_tokens: spec.count("system_tokens")?,
-                tokens_per_id: spec.count("tokens_per_id")?,
+                tokens_per_id: spec.count_or("tokens_per_id", TOKENS_PER_ID)?,
             }),
             "agents" => Contents::Agents(Agents {
                 fan_out: spec.count("fan_out")?,
                 depth: spec.count("depth")?,
                 system_tokens: spec.count("system_tokens")?,
-                tokens_per_id: spec.count("tokens_per_id")?,
+                tokens_per_id: spec.count_or("tokens_per_id", TOKENS_PER_ID)?,
             }),
             _ => Contents::Unknown,
         };

@@ -1,5 +1,6 @@
 //! `kvist bench attention`: what attention alone takes, and what reading alone would.
 use super::machine::{Machine, ReadLimit, Spread, Watch};
+use super::measure::{KvArgs, RunsArgs};
 use super::plot;
 use super::rig::{Rig, Setup, TRUNK};
 use super::shape::{self, Shape, ShapeArgs};
@@ -29,12 +30,8 @@ pub struct Args {
     /// A tree of that many nodes behind so many tokens, two children each
     #[arg(long, value_name = "N", conflicts_with = "queries", value_parser = clap::value_parser!(u32).range(1..=4096))]
     tree: Option<u32>,
-    /// Storage of K
-    #[arg(long, default_value = "f16", value_name = "DTYPE")]
-    k: Storage,
-    /// Storage of V
-    #[arg(long, default_value = "f16", value_name = "DTYPE")]
-    v: Storage,
+    #[command(flatten)]
+    kv: KvArgs,
     /// A query sees at most this many positions
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     window: Option<u32>,
@@ -44,23 +41,76 @@ pub struct Args {
     /// Steps before the clock counts
     #[arg(long, default_value_t = 2)]
     warmups: u32,
-    /// Steps that count; medians are reported
-    #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
-    runs: u32,
     #[command(flatten)]
     compute: ComputeArgs,
     /// Milliseconds over tokens, beside the read limit
     #[arg(long, value_name = "FILE.svg", value_hint = ValueHint::FilePath)]
     plot: Option<PathBuf>,
-    /// One JSON document per row and line
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    measure: RunsArgs,
+}
+
+/// What a step of attention has to do.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Case {
+    pub k: Storage,
+    pub v: Storage,
+    pub queries: u32,
+    pub branches: Option<u32>,
+    pub tree: Option<u32>,
+    pub window: Option<u32>,
+    pub softcap: Option<f32>,
+    pub warmups: u32,
+    pub runs: u32,
+}
+
+impl Case {
+    /// One query that sees everything.
+    pub fn of(kv: Storage, runs: u32) -> Self {
+        Case {
+            k: kv,
+            v: kv,
+            queries: 1,
+            branches: None,
+            tree: None,
+            window: None,
+            softcap: None,
+            warmups: 2,
+            runs,
+        }
+    }
+
+    /// Positions that the queries of a chain or of branches see, all together, without a window; of `tokens` tokens as
+    /// `--tokens` counts them.
+    pub fn visible(&self, tokens: u32) -> u64 {
+        let (tokens, queries) = (u64::from(tokens), u64::from(self.queries));
+        match self.branches {
+            Some(n) => u64::from(n) * (tokens + 1),
+            None => queries * tokens - queries * (queries - 1) / 2,
+        }
+    }
+}
+
+impl Args {
+    fn case(&self) -> Case {
+        Case {
+            k: self.kv.k,
+            v: self.kv.v,
+            queries: self.queries,
+            branches: self.branches,
+            tree: self.tree,
+            window: self.window,
+            softcap: self.softcap,
+            warmups: self.warmups,
+            runs: self.measure.runs,
+        }
+    }
 }
 
 #[derive(Serialize)]
-struct Row {
+pub(super) struct Row {
     version: u32,
-    what: String,
+    pub what: String,
     shape: Shape,
     k: String,
     v: String,
@@ -68,12 +118,12 @@ struct Row {
     queries: u32,
     /// One step, all layers.
     #[serde(flatten)]
-    spread: Spread,
+    pub spread: Spread,
     /// Stored bytes that the step read, as the pools count them.
-    bytes_read: u64,
+    pub bytes_read: u64,
     gb_per_s: f64,
     /// Reading as many bytes and nothing else, in the same run.
-    read_limit_gb_per_s: f64,
+    pub read_limit_gb_per_s: f64,
     read_limit_ms: f64,
     share_of_limit: f64,
     machine: Machine,
@@ -88,8 +138,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     interrupt::listen();
     let mut rows = Vec::new();
     for tokens in &args.tokens {
-        let Some(row) = measure(&args, shape, &compute, *tokens, quiet)? else { break };
-        if args.json {
+        let Some(row) = measure(&args.case(), shape, &compute, *tokens, quiet)? else { break };
+        if args.measure.json {
             output::show(&(serde_json::to_string(&row)? + "\n"))?;
         } else {
             if rows.is_empty() {
@@ -105,7 +155,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if let Some(path) = &args.plot {
         let points = |f: fn(&Row) -> f64| rows.iter().map(|r| (f64::from(r.tokens), f(r))).collect();
         let lines = vec![
-            (format!("attention, K {} V {}", args.k, args.v), points(|r| r.spread.median_ms)),
+            (format!("attention, K {} V {}", args.kv.k, args.kv.v), points(|r| r.spread.median_ms)),
             ("reading alone".to_string(), points(|r| r.read_limit_ms)),
         ];
         plot::write(path, "One step of attention", "tokens", "ms", lines)?;
@@ -134,15 +184,15 @@ impl Row {
     }
 }
 
-fn measure(
-    args: &Args,
+pub(super) fn measure(
+    case: &Case,
     shape: Shape,
     compute: &kvist_cpu::Compute,
     tokens: u32,
     quiet: bool,
 ) -> anyhow::Result<Option<Row>> {
-    let queries = args.branches.or(args.tree).unwrap_or(args.queries);
-    let chain = args.branches.is_none() && args.tree.is_none();
+    let queries = case.branches.or(case.tree).unwrap_or(case.queries);
+    let chain = case.branches.is_none() && case.tree.is_none();
     if chain && queries > tokens {
         return Err(wrong_usage(format!(
             "--queries {queries} see {tokens} tokens: take --tokens {queries} or more"
@@ -152,17 +202,17 @@ fn measure(
     let capacity = cached.checked_add(queries).ok_or_else(|| wrong_usage("--tokens: too many"))?;
     let setup = Setup {
         shape,
-        kind: if args.branches.is_some() {
+        kind: if case.branches.is_some() {
             "cells"
-        } else if args.tree.is_some() {
+        } else if case.tree.is_some() {
             "tree"
         } else {
             "contiguous"
         },
-        k: args.k,
-        v: args.v,
-        visibility: Visibility { window: args.window, sinks: 0 },
-        softcap: args.softcap,
+        k: case.k,
+        v: case.v,
+        visibility: Visibility { window: case.window, sinks: 0 },
+        softcap: case.softcap,
         capacity,
         max_step_tokens: queries,
     };
@@ -178,14 +228,14 @@ fn measure(
         return Ok(None);
     }
     let branch = |i: u32| SeqId(1 + i);
-    if let (Some(branches), Some(mut sequences)) = (args.branches, rig.cache().sequences()) {
+    if let (Some(branches), Some(mut sequences)) = (case.branches, rig.cache().sequences()) {
         for i in 0..branches {
             sequences.fork(TRUNK, branch(i))?;
         }
     }
     let parents: Vec<Option<NodeId>> =
         (0..queries).map(|i| (i > 0).then(|| NodeId((i.saturating_sub(1) / 2) as _))).collect();
-    let spans: Vec<Span<'_>> = match (args.branches, args.tree) {
+    let spans: Vec<Span<'_>> = match (case.branches, case.tree) {
         (Some(branches), _) => (0..branches).map(|i| Span::chain(branch(i), cached, 1)).collect(),
         (_, Some(_)) => vec![Span { seq: TRUNK, start: cached, new: New::Frontier(&parents) }],
         _ => vec![Span::chain(TRUNK, cached, queries)],
@@ -193,14 +243,14 @@ fn measure(
     let before = rig.counters().bytes_read;
     rig.step(&spans, false)?;
     let bytes_read = rig.counters().bytes_read - before;
-    for _ in 1..args.warmups {
+    for _ in 1..case.warmups {
         rig.step(&spans, false)?;
     }
     let watch = Watch::start();
     let mut limit = ReadLimit::new(compute, bytes_read)?;
     let mut runs = Vec::new();
-    let bar = progress::bar("measuring", u64::from(args.runs), quiet);
-    for _ in 0..args.runs {
+    let bar = progress::bar("measuring", u64::from(case.runs), quiet);
+    for _ in 0..case.runs {
         runs.push(rig.step(&spans, false)?);
         limit.measure(compute);
         bar.inc(1);
@@ -212,15 +262,15 @@ fn measure(
     let spread = Spread::of(&runs);
     Ok(Some(Row {
         version: json::VERSION,
-        what: match (args.branches, args.tree) {
+        what: match (case.branches, case.tree) {
             (Some(n), _) => format!("{n} branches"),
             (_, Some(n)) => format!("a tree of {n}"),
             _ if queries == 1 => "one query".into(),
             _ => format!("{queries} queries"),
         },
         shape,
-        k: args.k.to_string(),
-        v: args.v.to_string(),
+        k: case.k.to_string(),
+        v: case.v.to_string(),
         tokens,
         queries,
         gb_per_s: bytes_read as f64 / spread.median_ms / 1e6,

@@ -1,5 +1,6 @@
 //! `kvist bench fork`: branches of a running sequence. Bytes are counted, not guessed.
 use super::machine::{Machine, Spread, Watch};
+use super::measure::RunsArgs;
 use super::rig::{Rig, Setup, TRUNK};
 use super::shape::{Shape, ShapeArgs};
 use crate::options::*;
@@ -11,6 +12,7 @@ use serde::Serialize;
 use std::time::Instant;
 
 #[derive(clap::Args)]
+#[command(mut_arg("json", |json| json.help("One JSON document")))]
 pub struct Args {
     #[command(flatten)]
     shape: ShapeArgs,
@@ -23,14 +25,10 @@ pub struct Args {
     /// Storage of K and V
     #[arg(long, default_value = "f16", value_name = "DTYPE")]
     kv: Storage,
-    /// Steps that count; medians are reported
-    #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
-    runs: u32,
     #[command(flatten)]
     compute: ComputeArgs,
-    /// One JSON document
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    measure: RunsArgs,
 }
 
 /// One step of some branches.
@@ -99,7 +97,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let watch = Watch::start();
     let (mut one, mut all) = (Vec::new(), Vec::new());
     let mut bytes = (0, 0);
-    for run in 0..=args.runs {
+    for run in 0..=args.measure.runs {
         for (spans, runs, bytes) in
             [(&spans[..1], &mut one, &mut bytes.0), (&spans[..], &mut all, &mut bytes.1)]
         {
@@ -131,7 +129,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         all,
         machine: watch.machine(&compute),
     };
-    if args.json { output::show_json(&report) } else { output::show(&report.text()) }
+    if args.measure.json { output::show_json(&report) } else { output::show(&report.text()) }
 }
 
 impl Report {

@@ -1,5 +1,6 @@
 //! `kvist bench layout`: what the place of rows and the size of pages are worth to a kernel that only reads.
 use super::machine::{Machine, Spread, Watch};
+use super::measure::RunsArgs;
 use crate::options::*;
 use crate::{interrupt, json, output, progress};
 use kvist_cpu::stream::Stream;
@@ -7,6 +8,7 @@ use serde::Serialize;
 use std::time::Duration;
 
 #[derive(clap::Args)]
+#[command(mut_arg("runs", |runs| runs.default_value("9")))]
 pub struct Args {
     /// Bytes to read
     #[arg(long, default_value = "512MiB", value_name = "SIZE")]
@@ -14,14 +16,10 @@ pub struct Args {
     /// KV heads: rows of 64 f16 each
     #[arg(long, default_value = "8", value_name = "N", value_parser = ["2", "4", "8", "16", "32"])]
     heads: String,
-    /// Readings that count; medians are reported
-    #[arg(long, default_value_t = 9, value_parser = clap::value_parser!(u32).range(1..))]
-    runs: u32,
     #[command(flatten)]
     compute: ComputeArgs,
-    /// One JSON document per row and line
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    measure: RunsArgs,
 }
 
 #[derive(Serialize)]
@@ -57,8 +55,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     };
     let mut streams = [buffer(true)?, buffer(false)?];
     let mut runs: [[Vec<Duration>; 2]; 2] = Default::default();
-    let bar = progress::bar("measuring", u64::from(args.runs), quiet);
-    for run in 0..=args.runs {
+    let bar = progress::bar("measuring", u64::from(args.measure.runs), quiet);
+    for run in 0..=args.measure.runs {
         for (stream, runs) in streams.iter_mut().zip(&mut runs) {
             let taken = [stream.read(&compute), stream.read_token_major(&compute, heads)];
             if run > 0 {
@@ -85,7 +83,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
                 spread,
                 machine: watch.machine(&compute),
             };
-            if args.json {
+            if args.measure.json {
                 output::show(&(serde_json::to_string(&row)? + "\n"))?;
                 continue;
             }

@@ -1,13 +1,15 @@
 //! `kvist bench linear`: packed linear layers alone, over enough matrices that none stays in a cache.
 use super::machine::{Machine, ReadLimit, Spread, Watch};
+use super::measure::RunsArgs;
 use super::shape::parse_lengths;
 use crate::options::{bytes as bytes_of, *};
-use crate::{interrupt, json, output, progress};
+use crate::{interrupt, json, output};
 use kvist_cpu::linear::{Inputs, Matrix, Packing};
 use serde::Serialize;
 use std::time::Instant;
 
 #[derive(clap::Args)]
+#[command(mut_arg("runs", |runs| runs.default_value("7")))]
 pub struct Args {
     /// Encodings: f32, f16, bf16, q8_0, q4_0, q4_K, q6_K
     #[arg(long, value_delimiter = ',', value_name = "NAMES", default_value = "q8_0,q4_0,bf16")]
@@ -21,14 +23,10 @@ pub struct Args {
     /// Tokens of a batch; one row for each
     #[arg(long, value_name = "T,T,…", default_value = "1,4,16,512", value_parser = parse_lengths)]
     tokens: std::vec::Vec<u32>,
-    /// Passes over all matrices that count; medians are reported
-    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
-    runs: u32,
     #[command(flatten)]
     compute: ComputeArgs,
-    /// One JSON document per row and line
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    measure: RunsArgs,
 }
 
 const PACKINGS: [(&str, Packing); 7] = [
@@ -100,26 +98,16 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             let mut out = vec![0.0f32; *tokens as usize * outputs];
             let mut forms = Inputs::default();
             let mut limit = ReadLimit::new(&compute, bytes * n as u64)?;
-            let mut runs = Vec::new();
             let watch = Watch::start();
-            let bar = progress::bar("measuring", u64::from(args.runs) + 1, quiet);
             // Large batches take long and are not about memory: fewer matrices.
             let some = if *tokens >= 64 { &matrices[..1] } else { &matrices[..] };
-            for run in 0..=args.runs {
+            let runs = args.measure.measure(&compute, &mut limit, quiet, || {
                 let started = Instant::now();
                 for matrix in some {
                     matrix.multiply(&compute, &mut forms.of(&x, inputs), &mut out);
                 }
-                if run > 0 {
-                    runs.push(started.elapsed() / some.len() as u32);
-                }
-                limit.measure(&compute);
-                bar.inc(1);
-                if interrupt::interrupted() && run > 0 {
-                    break;
-                }
-            }
-            bar.finish_and_clear();
+                Ok(Some(started.elapsed() / some.len() as u32))
+            })?;
             let spread = Spread::of(&runs);
             let row = Row {
                 version: json::VERSION,
@@ -135,7 +123,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
                 spread,
                 machine: watch.machine(&compute),
             };
-            if args.json {
+            if args.measure.json {
                 output::show(&(serde_json::to_string(&row)? + "\n"))?;
             } else {
                 if first {

@@ -1,5 +1,6 @@
 //! `kvist bench decode` and `kvist bench prefill`: a whole model at a depth.
 use super::machine::{Machine, ReadLimit, Spread, Watch};
+use super::measure::{KvArgs, RunsArgs};
 use super::plot;
 use super::rig::element;
 use super::shape::parse_lengths;
@@ -7,7 +8,6 @@ use crate::options::*;
 use crate::{interrupt, json, output, progress};
 use anyhow::Context;
 use clap::ValueHint;
-use kvist_backend::Storage;
 use kvist_cache::{NodeId, SeqId};
 use kvist_engine::memory::{CacheConfig, MemoryPlan, ModelSize};
 use kvist_engine::model::Model;
@@ -18,24 +18,17 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 #[derive(clap::Args)]
+#[command(mut_arg("runs", |runs| runs.default_value("5")))]
 pub struct Common {
     #[command(flatten)]
     model: ModelArgs,
-    /// Storage of K
-    #[arg(long, default_value = "f16", value_name = "DTYPE")]
-    k: Storage,
-    /// Storage of V
-    #[arg(long, default_value = "f16", value_name = "DTYPE")]
-    v: Storage,
-    /// Runs that count; medians are reported
-    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
-    runs: u32,
+    #[command(flatten)]
+    kv: KvArgs,
     /// Tokens per second over depth or length
     #[arg(long, value_name = "FILE.svg", value_hint = ValueHint::FilePath)]
     plot: Option<PathBuf>,
-    /// One JSON document per row and line
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    measure: RunsArgs,
 }
 
 #[derive(clap::Args)]
@@ -121,8 +114,8 @@ impl<'a> Bench<'a> {
         let tokens = depth.checked_add(more).ok_or_else(|| wrong_usage("--depth: too large"))?;
         let config = CacheConfig {
             kind: kind.into(),
-            k: self.common.k,
-            v: self.common.v,
+            k: self.common.kv.k,
+            v: self.common.kv.v,
             max_step_tokens: chunk.min(tokens),
             max_rows: if kind == "tree" { more } else { 1 },
             ..CacheConfig::new(tokens)
@@ -166,7 +159,8 @@ impl<'a> Bench<'a> {
         watch: &Watch,
     ) -> anyhow::Result<Row> {
         let compute = self.model.decoder().compute();
-        let config = CacheConfig { k: self.common.k, v: self.common.v, ..CacheConfig::new(depth.max(1)) };
+        let config =
+            CacheConfig { k: self.common.kv.k, v: self.common.kv.v, ..CacheConfig::new(depth.max(1)) };
         let plan = MemoryPlan::of_session(&self.size.config, &registry(compute), &config)?;
         let kv_bytes = plan.kv_bytes_visible(&self.size.config, &config) * u64::from(depth > 0);
         let spread = Spread::of(runs);
@@ -177,8 +171,8 @@ impl<'a> Bench<'a> {
             what,
             model: self.model.name().into(),
             weights: self.common.model.weights.to_string(),
-            k: self.common.k.to_string(),
-            v: self.common.v.to_string(),
+            k: self.common.kv.k.to_string(),
+            v: self.common.kv.v.to_string(),
             depth,
             tokens,
             tokens_per_s: 1e3 / ms_per_token,
@@ -193,7 +187,7 @@ impl<'a> Bench<'a> {
     }
 
     fn show(&self, row: &Row, first: bool) -> anyhow::Result<()> {
-        if self.common.json {
+        if self.common.measure.json {
             return output::show(&(serde_json::to_string(row)? + "\n"));
         }
         if first {
@@ -213,7 +207,7 @@ impl<'a> Bench<'a> {
     fn plot(&self, x: &str, rows: &[Row], at: fn(&Row) -> u32) -> anyhow::Result<()> {
         let Some(path) = &self.common.plot else { return Ok(()) };
         let points = rows.iter().map(|r| (f64::from(at(r).max(1)), r.tokens_per_s)).collect();
-        let name = format!("K {} V {}", self.common.k, self.common.v);
+        let name = format!("K {} V {}", self.common.kv.k, self.common.kv.v);
         plot::write(path, self.model.name(), x, "tokens/s", vec![(name, points)])
     }
 }
@@ -240,10 +234,8 @@ pub fn decode(args: DecodeArgs, quiet: bool) -> anyhow::Result<()> {
         };
         let mut limit = ReadLimit::new(compute, bench.size.read_per_token)?;
         let text = bench.text(*depth, args.tokens.max(args.tree.unwrap_or(0)));
-        let mut runs = Vec::new();
         let watch = Watch::start();
-        let bar = progress::bar("measuring", u64::from(args.common.runs) + 1, quiet);
-        for run in 0..=args.common.runs {
+        let runs = args.common.measure.measure(compute, &mut limit, quiet, || {
             let started = Instant::now();
             for token in &text[..args.tokens as usize] {
                 match &parents {
@@ -258,19 +250,12 @@ pub fn decode(args: DecodeArgs, quiet: bool) -> anyhow::Result<()> {
                     }
                 }
             }
-            if run > 0 {
-                runs.push(started.elapsed()); // the first one grows the pools
-            }
-            limit.measure(compute);
+            let taken = started.elapsed();
             if parents.is_none() {
                 Bench::rewind(&mut session, *depth)?;
             }
-            bar.inc(1);
-            if interrupt::interrupted() && run > 0 {
-                break;
-            }
-        }
-        bar.finish_and_clear();
+            Ok(Some(taken))
+        })?;
         let row = bench.row(what, *depth, args.tokens, &runs, &limit, &watch)?;
         bench.show(&row, rows.is_empty())?;
         rows.push(row);
@@ -289,26 +274,14 @@ pub fn prefill(args: PrefillArgs, quiet: bool) -> anyhow::Result<()> {
         let Some(mut session) = bench.session("contiguous", args.depth, *tokens, args.chunk)? else { break };
         let mut limit = ReadLimit::new(compute, bench.size.read_per_token)?;
         let text = bench.text(args.depth, *tokens);
-        let mut runs = Vec::new();
         let watch = Watch::start();
-        let bar = progress::bar("measuring", u64::from(args.common.runs) + 1, quiet);
-        for run in 0..=args.common.runs {
+        let runs = args.common.measure.measure(compute, &mut limit, quiet, || {
             let started = Instant::now();
             let fed = session.prefill(SeqId::ONLY, &text, &mut |_| !interrupt::interrupted())?;
-            if fed < text.len() {
-                break;
-            }
-            if run > 0 {
-                runs.push(started.elapsed());
-            }
-            limit.measure(compute);
+            let taken = started.elapsed();
             Bench::rewind(&mut session, args.depth)?;
-            bar.inc(1);
-            if interrupt::interrupted() && run > 0 {
-                break;
-            }
-        }
-        bar.finish_and_clear();
+            Ok((fed == text.len()).then_some(taken))
+        })?;
         if runs.is_empty() {
             break;
         }

@@ -1,11 +1,12 @@
 //! `kvist bench synthetic`: the cache of a model without the model. K, V and q come from a counter; what happens to
 //! the pools is logged, growth by growth.
 use super::machine::{Machine, Spread, Watch};
+use super::measure::KvArgs;
 use super::rig::{Rig, Setup, TRUNK};
 use super::shape::{Shape, ShapeArgs};
 use crate::options::*;
 use crate::{interrupt, json, output, progress};
-use kvist_backend::{MemoryBudget, Storage};
+use kvist_backend::MemoryBudget;
 use kvist_cache::Span;
 use kvist_cache::kinds::Visibility;
 use serde::Serialize;
@@ -24,12 +25,8 @@ pub struct Args {
     /// Tokens of a prefill step
     #[arg(long, default_value_t = 256, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     chunk: u32,
-    /// Storage of K
-    #[arg(long, default_value = "f16", value_name = "DTYPE")]
-    k: Storage,
-    /// Storage of V
-    #[arg(long, default_value = "f16", value_name = "DTYPE")]
-    v: Storage,
+    #[command(flatten)]
+    kv: KvArgs,
     /// A query sees at most this many positions
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     window: Option<u32>,
@@ -78,8 +75,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let setup = Setup {
         shape,
         kind: "contiguous",
-        k: args.k,
-        v: args.v,
+        k: args.kv.k,
+        v: args.kv.v,
         visibility: Visibility { window: args.window, sinks: 0 },
         softcap: None,
         capacity: total,
@@ -117,14 +114,14 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     bar.finish_and_clear();
     let counters = rig.counters();
-    let row = args.k.row_bytes(shape.head_dim) + args.v.row_bytes(shape.head_dim);
+    let row = args.kv.k.row_bytes(shape.head_dim) + args.kv.v.row_bytes(shape.head_dim);
     let per_token = row * u64::from(shape.kv_heads) * u64::from(shape.layers);
     let summary = Summary {
         version: json::VERSION,
         event: "summary",
         shape,
-        k: args.k.to_string(),
-        v: args.v.to_string(),
+        k: args.kv.k.to_string(),
+        v: args.kv.v.to_string(),
         tokens: at,
         bytes_reserved: rig.bytes(),
         bytes_in_use: per_token * u64::from(at),
@@ -140,8 +137,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let Shape { layers, heads, kv_heads, head_dim } = shape;
     output::show(&format!(
         "{layers} layers, {heads}:{kv_heads} heads of {head_dim}, K {} V {}: {at} tokens in {}, {} of it used; {} written, {} read\nattention alone: prompt {:.1} ms, then {:.3} ms per token\n",
-        args.k,
-        args.v,
+        args.kv.k,
+        args.kv.v,
         bytes(summary.bytes_reserved),
         bytes(summary.bytes_in_use),
         bytes(summary.bytes_written),

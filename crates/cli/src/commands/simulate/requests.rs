@@ -38,7 +38,7 @@ pub struct RequestArgs {
     arrivals: Arrivals,
     /// What requests share: chats:..., agents:..., prefixes:..., unknown (docs/traces.md)
     #[arg(
-        long, default_value = "chats:turns=uniform:least=1;most=8,think_s=20,system_tokens=512",
+        long, default_value = "chats:least_turns=1,most_turns=8,think_s=20,system_tokens=512",
         value_name = "CONTENTS", conflicts_with = "trace", help_heading = WORKLOAD
     )]
     contents: Contents,

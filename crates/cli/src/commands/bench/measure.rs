@@ -1,0 +1,56 @@
+//! What the measuring commands have in common: flags, and the loop.
+use super::machine::ReadLimit;
+use crate::{interrupt, progress};
+use kvist_backend::Storage;
+use kvist_cpu::Compute;
+use std::time::Duration;
+
+#[derive(clap::Args)]
+pub struct KvArgs {
+    /// Storage of K
+    #[arg(long, default_value = "f16", value_name = "DTYPE")]
+    pub k: Storage,
+    /// Storage of V
+    #[arg(long, default_value = "f16", value_name = "DTYPE")]
+    pub v: Storage,
+}
+
+/// Commands that take long or short say their own default for `--runs`, by `mut_arg`.
+#[derive(clap::Args)]
+pub struct RunsArgs {
+    /// Runs that count; medians are reported
+    #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
+    pub runs: u32,
+    /// One JSON document per row and line
+    #[arg(long)]
+    pub json: bool,
+}
+
+impl RunsArgs {
+    /// What `run` takes, as it says itself: once to grow and warm what it uses, then `runs` times that count. After
+    /// each the limit is read once. `None` of `run`, or an interrupt, ends it early: less than `runs`, maybe nothing,
+    /// comes back.
+    pub fn measure(
+        &self,
+        compute: &Compute,
+        limit: &mut ReadLimit,
+        quiet: bool,
+        mut run: impl FnMut() -> anyhow::Result<Option<Duration>>,
+    ) -> anyhow::Result<Vec<Duration>> {
+        let mut runs = Vec::new();
+        let bar = progress::bar("measuring", u64::from(self.runs) + 1, quiet);
+        for i in 0..=self.runs {
+            let Some(taken) = run()? else { break };
+            if i > 0 {
+                runs.push(taken);
+            }
+            limit.measure(compute);
+            bar.inc(1);
+            if interrupt::interrupted() && i > 0 {
+                break;
+            }
+        }
+        bar.finish_and_clear();
+        Ok(runs)
+    }
+}

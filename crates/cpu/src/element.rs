@@ -1,0 +1,84 @@
+//! f32, f16 and bf16 as they stand in memory: in caches and in weights.
+use crate::arch::{LANES, Simd, widen};
+use half::{bf16, f16};
+
+pub struct F32;
+pub struct F16;
+pub struct BF16;
+
+/// One of them.
+pub trait Element: 'static {
+    const BYTES: usize;
+    /// Vectors of a cache line.
+    const PER_LINE: usize = 64 / (LANES * Self::BYTES);
+    /// Sixteen elements.
+    type Raw: Copy;
+    fn vectors(bytes: &[u8]) -> &[Self::Raw];
+    fn widen<S: Simd>(s: S, raw: &Self::Raw) -> S::F;
+    fn decode(bytes: &[u8]) -> f32;
+    /// Is it a finite number?
+    fn encode(x: f32, bytes: &mut [u8]) -> bool;
+}
+
+impl Element for F32 {
+    const BYTES: usize = 4;
+    type Raw = [u8; 64];
+    #[inline(always)]
+    fn vectors(bytes: &[u8]) -> &[[u8; 64]] {
+        bytes.as_chunks().0
+    }
+    #[inline(always)]
+    fn widen<S: Simd>(s: S, raw: &[u8; 64]) -> S::F {
+        s.load_f32_bytes(raw)
+    }
+    fn decode(bytes: &[u8]) -> f32 {
+        f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+    }
+    fn encode(x: f32, bytes: &mut [u8]) -> bool {
+        bytes.copy_from_slice(&x.to_le_bytes());
+        x.is_finite()
+    }
+}
+
+impl Element for F16 {
+    const BYTES: usize = 2;
+    type Raw = [u8; 32];
+    #[inline(always)]
+    fn vectors(bytes: &[u8]) -> &[[u8; 32]] {
+        bytes.as_chunks().0
+    }
+    #[inline(always)]
+    fn widen<S: Simd>(s: S, raw: &[u8; 32]) -> S::F {
+        s.load_f16(raw)
+    }
+    fn decode(bytes: &[u8]) -> f32 {
+        widen(u16::from_le_bytes([bytes[0], bytes[1]]))
+    }
+    /// Values past ±65,504 become infinite.
+    fn encode(x: f32, bytes: &mut [u8]) -> bool {
+        let code = f16::from_f32(x);
+        bytes.copy_from_slice(&code.to_le_bytes());
+        code.is_finite()
+    }
+}
+
+impl Element for BF16 {
+    const BYTES: usize = 2;
+    type Raw = [u8; 32];
+    #[inline(always)]
+    fn vectors(bytes: &[u8]) -> &[[u8; 32]] {
+        bytes.as_chunks().0
+    }
+    #[inline(always)]
+    fn widen<S: Simd>(s: S, raw: &[u8; 32]) -> S::F {
+        s.load_bf16(raw)
+    }
+    fn decode(bytes: &[u8]) -> f32 {
+        bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32()
+    }
+    fn encode(x: f32, bytes: &mut [u8]) -> bool {
+        let code = bf16::from_f32(x);
+        bytes.copy_from_slice(&code.to_le_bytes());
+        code.is_finite()
+    }
+}

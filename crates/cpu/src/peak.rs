@@ -1,0 +1,92 @@
+//! Arithmetic and nothing else: what a kernel that must multiply so often is measured against.
+use crate::Compute;
+use crate::arch::{Kernel, Simd};
+use std::time::{Duration, Instant};
+
+/// Products of a chain; a thread runs one chain per register that it may use, all at once.
+const STEPS: usize = 1 << 18;
+/// Parts, so that a thread that comes late takes fewer.
+const PARTS: usize = 16;
+
+/// What is multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Product {
+    /// f32 times f32 plus f32: two operations per lane.
+    F32,
+    /// Four bytes times four bytes, summed: eight operations per lane.
+    Bytes,
+}
+
+/// Operations per second of all threads together, of operands that stay in registers.
+pub fn operations_per_s(compute: &Compute, product: Product) -> f64 {
+    let mut done = vec![0u64; PARTS];
+    let mut nothing = vec![(); compute.threads.n()];
+    let started = Instant::now();
+    compute.threads.parts(&mut done, 1, &mut nothing, |_, done, ()| {
+        done[0] = compute.isa.run(Chains(product));
+    });
+    done.iter().sum::<u64>() as f64 / started.elapsed().max(Duration::from_nanos(1)).as_secs_f64()
+}
+
+struct Chains(Product);
+
+impl Kernel for Chains {
+    /// Operations.
+    type Out = u64;
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) -> u64 {
+        // Enough to hide the latency of a product, and few enough to stay in registers.
+        if S::ACCUMULATORS >= 16 { chains::<S, 16>(s, self.0) } else { chains::<S, 4>(s, self.0) }
+    }
+}
+
+#[inline(always)]
+fn chains<S: Simd, const N: usize>(s: S, product: Product) -> u64 {
+    // The compiler must not know them.
+    let (one, four) = (std::hint::black_box(0.5f32), std::hint::black_box(0x0101_0101));
+    match product {
+        Product::F32 => {
+            let (x, mut sums) = (s.splat(one), [s.splat(one); N]);
+            for _ in 0..STEPS {
+                for sum in &mut sums {
+                    *sum = s.fma(*sum, x, x);
+                }
+            }
+            let total = sums.into_iter().map(|sum| s.sum(sum)).sum::<f32>();
+            assert!(std::hint::black_box(total).is_finite(), "x becomes x / 2 + 1 / 2");
+            (2 * 16 * N * STEPS) as u64
+        }
+        Product::Bytes => {
+            let (x, mut sums) = (s.splat_i(four), [s.splat_i(0); N]);
+            for _ in 0..STEPS {
+                for sum in &mut sums {
+                    *sum = s.dot4(*sum, x, x);
+                }
+            }
+            let total = sums.into_iter().map(|sum| s.sum(s.to_f32(sum))).sum::<f32>();
+            assert_eq!(
+                std::hint::black_box(total),
+                (4 * 16 * N * STEPS) as f32,
+                "four ones per lane and step"
+            );
+            (8 * 16 * N * STEPS) as u64
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arch::Isa;
+
+    #[test]
+    fn chains_are_computed() {
+        for isa in Isa::available() {
+            let compute = Compute::new(isa, 2);
+            for product in [Product::F32, Product::Bytes] {
+                let rate = operations_per_s(&compute, product);
+                assert!(rate.is_finite() && rate > 0.0, "{isa} {product:?}: {rate}");
+            }
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! The likeliest tokens first, and no more of them than are asked for.
+//!
+//! ```text
+//! gap = largest − logit          weight = e^(−gap / temperature), 1 for the likeliest
+//! bands of the gap: 0..2, 2..4, …, 30..32, 32..64, …, each found in one pass and sorted when it is needed
+//! ```
+//!
+//! A vocabulary has 32,000 to 256,000 tokens, of which a draw looks at a few: sorting all of them would take longer
+//! than many a model's layer. Passes over all go sixteen at a time, in loops that compilers turn into vector code,
+//! and add in an order of their own that is the same on every machine.
+
+const LANES: usize = 16;
+/// Width of a band; from sixteen of it on, bands double.
+const BAND: f32 = 2.0;
+
+/// The largest; `None` if something is NaN.
+pub fn largest(logits: &[f32]) -> Option<f32> {
+    let (chunks, rest) = logits.as_chunks::<LANES>();
+    let (mut most, mut broken) = ([f32::NEG_INFINITY; LANES], [false; LANES]);
+    for chunk in chunks {
+        for i in 0..LANES {
+            most[i] = if chunk[i] > most[i] { chunk[i] } else { most[i] };
+            broken[i] |= chunk[i].is_nan();
+        }
+    }
+    let broken = broken.contains(&true) || rest.iter().any(|x| x.is_nan());
+    (!broken).then(|| most.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max))
+}
+
+/// How far `x` lies below the largest; 0 for the largest, even if it is infinite.
+#[inline(always)]
+fn gap(max: f32, x: f32) -> f32 {
+    if x == max { 0.0 } else { max - x }
+}
+
+/// e^(−x) for `x ≥ 0`, 0 from 87 on; within 1e-6 of its value. The same on every machine, and vector code in a loop.
+#[inline(always)]
+pub fn exp_minus(x: f32) -> f32 {
+    /// Adding it leaves the nearest integer in the lowest bits.
+    const ROUND: f32 = 12_582_912.0;
+    let y = -(if x < 87.0 { x } else { 87.0 }) * std::f32::consts::LOG2_E;
+    let shifted = y + ROUND;
+    let f = y - (shifted - ROUND);
+    // 2^f by its series up to f^6; the next term is 1.2e-7 at f = 1/2.
+    let mut p = 1.540_353e-4;
+    for c in [1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265e-1, std::f32::consts::LN_2] {
+        p = p * f + c;
+    }
+    let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
+    if x < 87.0 { (p * f + 1.0) * power } else { 0.0 }
+}
+
+/// Candidates of one draw, recycled.
+#[derive(Clone, Debug, Default)]
+pub struct Candidates {
+    max: f32,
+    /// (token, gap), likeliest first, equals by their number; all up to `band`.
+    found: Vec<(u32, f32)>,
+    /// Where the next band begins; `None` if there is none.
+    band: Option<f32>,
+}
+
+impl Candidates {
+    /// Of logits whose largest is `max`: all, or the `top_k` likeliest if that is not 0.
+    pub fn begin(&mut self, logits: &[f32], max: f32, top_k: usize) {
+        self.max = max;
+        self.found.clear();
+        self.band = Some(0.0);
+        if top_k > 0 && top_k < logits.len() {
+            self.band = None;
+            self.keep_largest(logits, top_k);
+        }
+    }
+
+    /// Are there others than those found?
+    pub fn more(&self) -> bool {
+        self.band.is_some()
+    }
+
+    /// Number `i` in order of likelihood: its token and gap. Finds more of them if need be.
+    pub fn get(&mut self, logits: &[f32], i: usize) -> Option<(u32, f32)> {
+        while i >= self.found.len() && self.band.is_some() {
+            self.next_band(logits);
+        }
+        self.found.get(i).copied()
+    }
+
+    /// Leave `n`.
+    pub fn truncate(&mut self, n: usize) {
+        self.found.truncate(n);
+        self.band = None;
+    }
+
+    /// The weights of all together.
+    pub fn total(&self, logits: &[f32], temperature: f32) -> f32 {
+        if !self.more() {
+            return self.found.iter().map(|(_, gap)| exp_minus(gap / temperature)).sum();
+        }
+        let weight = |x: f32| exp_minus(gap(self.max, x) / temperature);
+        let (chunks, rest) = logits.as_chunks::<LANES>();
+        let mut sums = [0.0; LANES];
+        for chunk in chunks {
+            for i in 0..LANES {
+                sums[i] += weight(chunk[i]);
+            }
+        }
+        sums.iter().sum::<f32>() + rest.iter().map(|x| weight(*x)).sum::<f32>()
+    }
+
+    fn next_band(&mut self, logits: &[f32]) {
+        let Some(from) = self.band else { return };
+        let to = if from < 16.0 * BAND { from + BAND } else { 2.0 * from };
+        // Past this nothing has a weight that counts, at any temperature worth the name.
+        let last = to > 1e4;
+        let (max, first) = (self.max, self.found.len());
+        let inside = |x: f32| {
+            let gap = gap(max, x);
+            (gap >= from) & ((gap < to) | last)
+        };
+        self.collect(logits, inside);
+        self.found[first..].sort_unstable_by(order);
+        self.band = (!last).then_some(to);
+    }
+
+    /// Put what is `inside` behind the others. Blocks without any cost a comparison of vectors.
+    #[inline(always)]
+    fn collect(&mut self, logits: &[f32], inside: impl Fn(f32) -> bool) {
+        for (block, chunk) in logits.chunks(LANES).enumerate() {
+            if chunk.iter().fold(false, |any, x| any | inside(*x)) {
+                for (i, x) in chunk.iter().enumerate().filter(|(_, x)| inside(**x)) {
+                    self.found.push(((block * LANES + i) as u32, gap(self.max, *x)));
+                }
+            }
+        }
+    }
+
+    /// One pass with a rising bar: what does not reach the k-th of those before cannot stay.
+    fn keep_largest(&mut self, logits: &[f32], k: usize) {
+        let room = k + k.max(64);
+        let mut bar = f32::INFINITY;
+        for (block, chunk) in logits.chunks(LANES).enumerate() {
+            let max = self.max;
+            // Equals come later, and so do not displace; before the first cut the bar is no bar.
+            let inside = |x: f32| (gap(max, x) < bar) | (bar == f32::INFINITY);
+            if !chunk.iter().fold(false, |any, x| any | inside(*x)) {
+                continue;
+            }
+            for (i, x) in chunk.iter().enumerate().filter(|(_, x)| inside(**x)) {
+                self.found.push(((block * LANES + i) as u32, gap(max, *x)));
+            }
+            if self.found.len() >= room {
+                self.found.select_nth_unstable_by(k - 1, order);
+                self.found.truncate(k);
+                bar = self.found[k - 1].1;
+            }
+        }
+        self.found.sort_unstable_by(order);
+        self.found.truncate(k);
+    }
+}
+
+fn order(a: &(u32, f32), b: &(u32, f32)) -> std::cmp::Ordering {
+    a.1.total_cmp(&b.1).then(a.0.cmp(&b.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn powers_of_e() {
+        for i in 0..200_000 {
+            let x = i as f32 * 5e-4;
+            let (found, expected) = (f64::from(exp_minus(x)), (-f64::from(x)).exp());
+            let near = (found - expected).abs() <= 1e-5 * expected;
+            assert!(if x < 87.0 { near } else { found == 0.0 }, "e^-{x}: {found}, not {expected}");
+        }
+        assert_eq!(exp_minus(0.0), 1.0);
+        assert_eq!(exp_minus(f32::INFINITY), 0.0);
+    }
+
+    /// Found piece by piece, the order is that of sorting everything.
+    #[test]
+    fn the_order_is_that_of_a_sort() {
+        let mut state = 3u64;
+        let mut next = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as u32
+        };
+        let mut candidates = Candidates::default();
+        for round in 0..300 {
+            let n = 1 + next() as usize % 700;
+            // Coarse values, so that many are equal; some infinite.
+            let mut logit = || match next() % 50 {
+                0 => f32::NEG_INFINITY,
+                1 => -1e6 * (next() % 7) as f32,
+                _ => (next() % 400) as f32 * 0.25 - 50.0,
+            };
+            let mut logits: Vec<f32> = (0..n).map(|_| logit()).collect();
+            match round % 40 {
+                0 => logits.fill(f32::NEG_INFINITY),
+                1 => logits[n / 2] = f32::INFINITY,
+                _ => {}
+            }
+            let max = largest(&logits).unwrap();
+            let mut sorted: Vec<u32> = (0..n as u32).collect();
+            // Below an infinite one all are equally impossible.
+            let below = |token: u32| {
+                let x = f64::from(logits[token as usize]);
+                if x == f64::from(max) { 0.0 } else { f64::from(max) - x }
+            };
+            sorted.sort_by(|a, b| below(*a).total_cmp(&below(*b)).then(a.cmp(b)));
+            for k in [0, 1, 2, 40, n / 2, n - 1, n, n + 1] {
+                candidates.begin(&logits, max, k);
+                let all = if k == 0 { n } else { k.min(n) };
+                let found: Vec<_> = (0..).map_while(|i| candidates.get(&logits, i)).collect();
+                let tokens: Vec<u32> = found.iter().map(|(token, _)| *token).collect();
+                assert_eq!(tokens, sorted[..all], "round {round}, k {k} of {logits:?}");
+                let gaps = found.iter().all(|(token, gap)| {
+                    let x = logits[*token as usize];
+                    *gap == if x == max { 0.0 } else { max - x }
+                });
+                assert!(gaps, "round {round}, k {k}");
+            }
+        }
+    }
+}

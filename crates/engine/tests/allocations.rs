@@ -1,0 +1,73 @@
+//! A decoded token allocates nothing after warm-up, sampling included: no token waits for the allocator. Text does:
+//! the tokenizer gives strings. So it is counted here without one.
+mod common;
+use common::*;
+use kvist_backend::MemoryBudget;
+use kvist_cache::SeqId;
+use kvist_cpu::Compute;
+use kvist_cpu::arch::Isa;
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::model::{LoadOptions, Model, ModelFile};
+use kvist_engine::sampler::{Sampler, SamplerConfig};
+use kvist_engine::session::{Feed, ModelSession, Want};
+use std::sync::Arc;
+
+/// A step, a draw, and what the penalty has to remember.
+fn turn(session: &mut ModelSession, sampler: &mut Sampler, token: u32) -> u32 {
+    session.forward(&[Feed::chain(SeqId::ONLY, &[token])], Want::LastOfEach).unwrap();
+    let token = sampler.sample(session.logits_row(0)).unwrap();
+    sampler.observe(&[token]);
+    token
+}
+
+#[test]
+fn a_decoded_token_allocates_nothing_after_warm_up() {
+    // The counter sees this thread alone, so this thread does everything.
+    let options = LoadOptions { compute: Compute::new(Isa::best(), 1), ..LoadOptions::default() };
+    let model = Model::load(&ModelFile::Embedded, &options, &MemoryBudget::unlimited(), &mut |_, _| {});
+    let model = Arc::new(model.unwrap());
+    let prompt = model.tokenizer().unwrap().encode("A trait is a set of methods", true).unwrap();
+    let usual = SamplerConfig {
+        temperature: 0.8,
+        top_k: 40,
+        top_p: 0.95,
+        min_p: 0.05,
+        repetition_penalty: 1.1,
+        repetition_window: 32,
+        seed: 1,
+    };
+    let samplers = [
+        ("greedy", SamplerConfig::greedy()),
+        ("usual", usual),
+        ("everything", SamplerConfig { top_k: 0, top_p: 1.0, min_p: 0.0, temperature: 1.5, ..usual }),
+        ("nucleus", SamplerConfig { top_k: 0, min_p: 0.0, ..usual }),
+    ];
+    let mut bad = Vec::new();
+    for kind in ["contiguous", "cells", "tree", "ring"] {
+        for storage in ["f16", "q8", "q4-64"] {
+            for (name, config) in samplers {
+                let storage = storage.parse().unwrap();
+                let window = (kind == "ring").then_some(100);
+                let kind = kind.to_string();
+                let cache = CacheConfig { kind, k: storage, v: storage, window, ..CacheConfig::new(500) };
+                let mut session = session(&model, &cache);
+                let mut sampler = Sampler::new(config).unwrap();
+                session.prefill(SeqId::ONLY, &prompt, &mut |_| true).unwrap();
+                sampler.observe(&prompt);
+                let mut token = prompt[0];
+                let bytes = (0..200).fold(0, |_, _| {
+                    token = turn(&mut session, &mut sampler, token);
+                    session.kv_bytes()
+                });
+                let counted = allocation_counter::measure(|| {
+                    (0..40).for_each(|_| token = turn(&mut session, &mut sampler, token));
+                });
+                assert_eq!(session.kv_bytes(), bytes, "no segment grew");
+                if counted.count_total > 0 {
+                    bad.push(format!("{} {storage}, {name}: {}", cache.kind, counted.count_total));
+                }
+            }
+        }
+    }
+    assert!(bad.is_empty(), "allocations in 40 tokens after warm-up:\n{}", bad.join("\n"));
+}
