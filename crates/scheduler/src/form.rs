@@ -91,14 +91,22 @@ impl Scheduler {
 
     /// Admit whose turn it is. `None` if there is no place, or no memory, for it.
     fn admit(&mut self, at: At, budget: &mut u32) -> Option<u32> {
+        let full = self.running.len() >= self.config.max_batch as usize;
+        if full && !self.order.policy().preempts() {
+            return None;
+        }
         loop {
             let key = self.pick()?;
+            let head = self.waiting.first().copied()?;
             let full = self.running.len() >= self.config.max_batch as usize;
             if full && !self.preempt_behind(at, key, "rank", budget) {
                 return None;
             }
             loop {
                 if self.enter(at, key.slot) {
+                    if key != head {
+                        self.entries[head.slot as usize].overtaken += 1;
+                    }
                     return Some(key.slot);
                 }
                 if self.drop_behind(at, key) || self.preempt_behind(at, key, "memory", budget) {
@@ -119,7 +127,7 @@ impl Scheduler {
     }
 
     /// Whose turn it is: the head of the queue, or a longer prefix hit that may overtake it.
-    fn pick(&mut self) -> Option<Key> {
+    fn pick(&self) -> Option<Key> {
         let head = self.waiting.first().copied()?;
         let n = match self.config.prefix_order {
             PrefixOrder::Off => return Some(head),
@@ -142,9 +150,6 @@ impl Scheduler {
             if hit > best.0 {
                 best = (hit, *key);
             }
-        }
-        if best.1 != head {
-            self.entries[head.slot as usize].overtaken += 1;
         }
         Some(best.1)
     }

@@ -111,6 +111,7 @@ pub fn run(
     let mut run = Notes { load: Load::default(), changed: true, preemptions: 0 };
     let (mut n_ended, mut turns) = (0, 0);
     let (mut events, mut decisions) = (String::new(), String::new());
+    clock.sleep_until(arrivals.next_ns().unwrap_or(0)); // nothing is before the first arrival
     loop {
         let now = clock.now_ns();
         while let Some((at_ns, i)) = arrivals.pop(now) {
