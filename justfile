@@ -29,3 +29,8 @@ ladder:
 # kvist beside llama.cpp and torch: builds them in bench/target (some GB), measures in turns. `just rivals --only decode`.
 rivals *args:
     bench/rivals/run.sh {{args}}
+# kvist beside dynamo-mocker and kvbm-logical, each in one run; the first build of a rival takes minutes. They only print.
+bench-simulator *args:
+    cargo run --release --manifest-path bench/simulator/Cargo.toml -- {{args}}
+bench-bookkeeping:
+    cargo run --release --manifest-path bench/bookkeeping/Cargo.toml

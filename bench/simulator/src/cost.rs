@@ -1,6 +1,7 @@
 //! The one model of cost of both sides: so many tokens per millisecond.
 //!
 //! dynamo-mocker makes a step that decodes take at least 1 ms, whatever its model says; so ours does here too.
+//! A model of its own that is as cheap, `Fixed`, runs no faster there than this one, which it calls back.
 use dynamo_mocker::common::perf_model::AisCallback;
 use kvist_simulator::cost::{BatchShape, StepCost};
 
@@ -29,7 +30,10 @@ impl StepCost for Rates {
         ((ms * 1e6).round() as u64).max(1)
     }
     fn name(&self) -> String {
-        format!("{} prompt and {} decoded tokens per ms, a decode step at least 1 ms", self.prefill, self.decode)
+        format!(
+            "{} prompt and {} decoded tokens per ms, a decode step at least 1 ms",
+            self.prefill, self.decode
+        )
     }
 }
 

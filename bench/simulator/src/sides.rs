@@ -27,13 +27,13 @@ pub const TOKENS_PER_ID: u32 = 512;
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Headline {
     pub completed: u64,
-    /// Of both: a token is counted where it ends, so this says that the same was simulated.
     pub output_tokens: u64,
     pub ttft_mean_s: f64,
     pub ttft_p99_s: f64,
     pub end_to_end_mean_s: f64,
     pub duration_s: f64,
     pub token_hit_ratio: f64,
+    /// Requests in the batch, over time; the rival does not say.
     pub mean_batch: Option<f64>,
 }
 
@@ -48,8 +48,7 @@ pub fn kvist(trace: &Path, block_tokens: u32, rates: Rates, itl: bool) -> Result
     let vocabulary = Vocabulary::Ids { tokens_per_id: TOKENS_PER_ID };
     let prefix = Some(PrefixSpec { vocabulary, ..PrefixSpec::default() });
     let cache = Cache::paged(&PagedSpec { block_tokens, groups: vec![group], rollback_tokens: 0, prefix })?;
-    let scheduler =
-        Config { max_batch: MAX_BATCH, max_batch_tokens: MAX_BATCH_TOKENS, ..Config::default() };
+    let scheduler = Config { max_batch: MAX_BATCH, max_batch_tokens: MAX_BATCH_TOKENS, ..Config::default() };
     let options = Options { scheduler, itl, ..Options::default() };
     let run = run(&requests, cache, &rates, &options, &mut |_| ())?;
     let report = Report::of(&run.record, &Objectives::default());
@@ -125,8 +124,9 @@ pub fn mocker(trace: &Path, block_tokens: u32, rates: Rates, entry: Entry) -> Re
 pub struct ZeroService {
     pub touches: u64,
     pub hit_blocks: u64,
-    /// Of one thread, which nothing waits for.
+    /// CPU seconds of all replays.
     pub replay_s: f64,
+    /// Seconds to cut the prompts into numbered blocks, once.
     pub cut_s: f64,
 }
 
@@ -156,7 +156,7 @@ pub fn cpu_seconds() -> Result<f64> {
     Ok(seconds(usage.user_time()) + seconds(usage.system_time()))
 }
 
-/// The most memory this process ever had, in bytes.
+/// The most memory this process ever had, in bytes: Linux counts it in KiB.
 pub fn peak_bytes() -> Result<u64> {
     let usage = nix::sys::resource::getrusage(nix::sys::resource::UsageWho::RUSAGE_SELF)?;
     Ok(u64::try_from(usage.max_rss())? * 1024)
