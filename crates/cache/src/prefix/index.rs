@@ -367,7 +367,7 @@ impl Index {
         for &block in blocks[first_offered..].iter().filter(|&&block| block != NONE) {
             evict.order.remove(block);
         }
-        if evict.policy.counts_hits() {
+        if !evict.policy.by_recency() {
             for (depth, &block) in blocks.iter().enumerate().filter(|(_, block)| **block != NONE) {
                 used.tick += 1;
                 used.cost = self.cost.of_block(depth as u32, self.tree.keying().block_tokens);
@@ -386,20 +386,19 @@ impl Index {
                 continue;
             }
             let mut fell_idle = paged.take_fell_idle();
-            let mut let_go = self.use_now(g);
             let group = &mut self.groups[g];
             if let Some(evict) = &mut group.evict {
+                let by_recency = evict.policy.by_recency();
                 for &block in &fell_idle {
                     let Some(node) = paged.idle_node(block) else { continue };
-                    let_go.tick += 1;
-                    if let Some(rank) = evict.policy.let_go(block, &let_go) {
-                        evict.set(block, rank);
+                    if by_recency {
+                        self.tick += 1;
+                        evict.set(block, Rank::by_recency(self.tick));
                     }
                     if group.windowed || self.tree.is_leaf(node) {
                         evict.offer(block);
                     }
                 }
-                self.tick = let_go.tick;
             }
             fell_idle.clear();
             paged.give_back(fell_idle);
