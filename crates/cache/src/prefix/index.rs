@@ -201,9 +201,17 @@ impl Index {
     }
 
     pub fn lookup(&self, groups: &[Box<dyn Kind>], salt: &str, content: &Content<'_>) -> Lookup {
-        let Some(&root) = self.salts.get(salt) else { return Lookup { hit_tokens: 0 } };
-        let walk = self.walk(groups, root, content, &mut Vec::new(), |_| ());
-        Lookup { hit_tokens: walk.n_hit * self.block_tokens() }
+        let Some(&root) = self.salts.get(salt) else { return Lookup::default() };
+        let mut path = Vec::new();
+        let walk = self.walk(groups, root, content, &mut Vec::new(), |node| path.push(node));
+        path.truncate(walk.n_hit as usize);
+        let n_idle = groups.iter().zip(&self.groups).map(|(kind, group)| {
+            let paged = paged(&**kind);
+            let seen = paged.seen_blocks(walk.n_hit);
+            seen.filter(|&i| paged.idle_node(group.block(path[i as usize])).is_some()).count() as u32
+        });
+        let n_idle = n_idle.max().unwrap_or(0);
+        Lookup { hit_tokens: walk.n_hit * self.block_tokens(), idle_tokens: n_idle * self.block_tokens() }
     }
 
     pub fn hash(&self, salt: &str, content: &Content<'_>) -> u64 {
@@ -272,16 +280,18 @@ impl Index {
         let walk = self.walk(groups, root, content, &mut buffer, |node| path.push(node));
         self.buffer = buffer;
         path.truncate(walk.n_hit as usize);
+        let mut n_idle = 0;
         for (g, kind) in groups.iter_mut().enumerate() {
             let paged = paged_mut(kind);
             let table = path.iter().map(|&node| self.groups[g].block(node)).collect();
-            paged.adopt(seq, table);
+            n_idle = n_idle.max(paged.adopt(seq, table));
             self.hit(g, paged.table_of(seq));
         }
         let node = path.last().copied().unwrap_or(root);
         self.path = path;
         self.set_leaf(seq, Some(Leaf { root, node, n_blocks: walk.n_hit }));
-        Ok(Lookup { hit_tokens: walk.n_hit * self.block_tokens() })
+        let block_tokens = self.block_tokens();
+        Ok(Lookup { hit_tokens: walk.n_hit * block_tokens, idle_tokens: n_idle * block_tokens })
     }
 
     pub fn store(
