@@ -66,6 +66,8 @@ pub enum Reason {
     Store,
     /// Room was made.
     MakeRoom,
+    /// Everything was forgotten.
+    Clear,
 }
 
 macro_rules! names {
@@ -87,7 +89,7 @@ names! {
     Reason {
         Reason::Append => "append", Reason::Fork => "fork", Reason::Open => "open", Reason::Rollback => "rollback",
         Reason::Remove => "remove", Reason::Window => "window", Reason::Duplicate => "duplicate",
-        Reason::Store => "store", Reason::MakeRoom => "make_room",
+        Reason::Store => "store", Reason::MakeRoom => "make_room", Reason::Clear => "clear",
     }
 }
 
@@ -104,6 +106,9 @@ impl Events {
     pub fn watch(&mut self, group: Option<GroupId>) {
         self.group = group;
         self.list.clear();
+    }
+    pub fn is_watching(&self) -> bool {
+        self.group.is_some()
     }
     #[inline]
     pub fn push(&mut self, block: u32, seq: Option<SeqId>, change: Change, reason: Reason) {

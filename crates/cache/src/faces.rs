@@ -62,8 +62,8 @@ impl Sequences<'_> {
     /// An empty sequence.
     pub fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused> {
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_new(seq))?;
-        if let Some(index) = &mut self.cache.index {
-            index.opened_empty(seq);
+        if let Cache { index: Some(index), groups, .. } = &mut *self.cache {
+            index.opened_empty(groups, seq, "");
         }
         Ok(())
     }
@@ -123,8 +123,20 @@ impl Sequences<'_> {
         let next = self.cache.next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
         match (next.checked_sub(drafted), drafted.checked_sub(accepted)) {
             (Some(_), Some(0)) => Ok(()),
-            (Some(_), Some(rejected)) => self.seq_rm(seq, next - rejected, u32::MAX),
-            (None, _) => Err(Refused::AcceptsMore { seq, drafted: next, accepted: drafted }),
+            (Some(_), Some(rejected)) => {
+                let salt = self.cache.index.as_ref().and_then(|index| index.salt_of(seq)).map(str::to_owned);
+                self.seq_rm(seq, next - rejected, u32::MAX)?;
+                if rejected < next {
+                    return Ok(());
+                }
+                // A sequence of drafts alone is empty now, and not forgotten.
+                self.seq_new(seq)?;
+                if let Cache { index: Some(index), groups, .. } = &mut *self.cache {
+                    index.opened_empty(groups, seq, salt.as_deref().unwrap_or(""));
+                }
+                Ok(())
+            }
+            (None, _) => Err(Refused::DraftsMore { seq, held: next, drafted }),
             (_, None) => Err(Refused::AcceptsMore { seq, drafted, accepted }),
         }
     }

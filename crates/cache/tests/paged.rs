@@ -80,7 +80,11 @@ impl Drive {
             block_tokens,
             groups: groups.collect(),
             rollback_tokens: choices.of(&[0, 0, 1, 6]),
-            prefix: Some(PrefixSpec { n_ghosts: 8, ..PrefixSpec::default() }),
+            prefix: Some(PrefixSpec {
+                n_ghosts: 8,
+                policy: choices.of(&["lru", "lru", "fifo", "lfu", "lfu_decay", "cost"]).to_owned(),
+                ..PrefixSpec::default()
+            }),
         };
         let mut cache = Cache::paged(&spec).expect("it can be built");
         cache.watch(true);
@@ -151,7 +155,8 @@ impl Drive {
                         assert!(child.is_none(), "{gone:?} is evicted before its child {child:?}");
                     }
                     // A removal from a full group takes the node's window blocks with it, whatever their age.
-                    if !self.is_windowed(g) || self.spec.groups.len() == 1 {
+                    let by_recency = self.spec.prefix.as_ref().is_some_and(|prefix| prefix.policy == "lru");
+                    if by_recency && (!self.is_windowed(g) || self.spec.groups.len() == 1) {
                         let held = self.held(g);
                         let older = self.known[g].iter().find(|(block, known)| {
                             let is_leaf = self.known[g].values().all(|other| other.parent != known.prefix);
@@ -416,7 +421,7 @@ impl Drive {
                     let hit_needed = matches!(done, Err(Refused::WindowGone { .. }));
                     assert!(done.is_ok() || hit_needed, "{done:?}");
                     if done.is_ok() {
-                        self.shorten(seq, len - (drafted - accepted), drafted > accepted);
+                        self.shorten(seq, len - (drafted - accepted), false);
                     }
                 }
             }
@@ -454,9 +459,9 @@ impl Drive {
         self.compare();
     }
 
-    fn shorten(&mut self, seq: SeqId, to: u32, moved: bool) {
+    fn shorten(&mut self, seq: SeqId, to: u32, forgets: bool) {
         self.sequences.get_mut(&seq).expect("it is open").tokens.truncate(to as usize);
-        if to == 0 && moved {
+        if to == 0 && forgets {
             self.sequences.remove(&seq);
         }
     }

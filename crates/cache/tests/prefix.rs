@@ -33,16 +33,19 @@ impl Rig {
         let hit = self.prefixes().open(seq, salt, content, AT).expect("it is new").hit_tokens;
         let rest = content.n_tokens() - hit;
         for n_tokens in [rest.min(3), rest.saturating_sub(3)] {
-            let start = self.cache.next_position(seq).expect("it is open");
             if n_tokens > 0 {
-                let spans = [Span::chain(seq, start, n_tokens)];
-                let request = StepRequest { spans: &spans };
-                Step::begin(&mut self.cache, &request, &mut self.plan).expect("there is room").commit();
+                self.grow(seq, n_tokens);
             }
         }
         self.prefixes().store(seq, content, AT).expect("it is open");
         self.cache.sequences().expect("many").seq_rm(seq, 0, u32::MAX).expect("it is open");
         hit
+    }
+    fn grow(&mut self, seq: SeqId, n_tokens: u32) {
+        let start = self.cache.next_position(seq).expect("it is open");
+        let spans = [Span::chain(seq, start, n_tokens)];
+        let request = StepRequest { spans: &spans };
+        Step::begin(&mut self.cache, &request, &mut self.plan).expect("there is room").commit();
     }
     fn why(&self, salt: &str, tokens: &[u32], audience: Audience) -> MissReason {
         self.cache.explain(salt, &Content::Tokens(tokens), audience)
@@ -172,4 +175,101 @@ fn the_log_tells_the_life_of_a_block() {
         matches!(prefixes[..], [PrefixEvent::Stored { .. }, PrefixEvent::Removed { .. }]),
         "{prefixes:?}"
     );
+}
+
+/// A salt is a user's word: where all groups have windows and these have moved on, it is forgotten all the same.
+#[test]
+fn salts_go_with_their_last_block_and_sequence() {
+    let mut spec = spec(4, 1000);
+    spec.groups[0].visibility.window = Some(4);
+    let mut rig = Rig::new(&spec);
+    for user in 0..50u32 {
+        let tokens: Vec<u32> = (0..8).map(|i| user * 100 + i).collect();
+        let (seq, salt) = (SeqId(user), format!("user {user}"));
+        rig.prefixes().open(seq, &salt, &Content::Tokens(&tokens), AT).expect("it is new");
+        rig.grow(seq, 8);
+        rig.prefixes().store(seq, &Content::Tokens(&tokens), AT).expect("it is open");
+        rig.grow(seq, 20);
+        rig.prefixes().make_room(u32::MAX, AT);
+        rig.cache.sequences().expect("many").seq_rm(seq, 0, u32::MAX).expect("it is open");
+        rig.prefixes().make_room(u32::MAX, AT);
+    }
+    assert_eq!(rig.cache.report()[0].used_cells, 0);
+    assert_eq!(rig.prefixes().report().n_salts, 0);
+}
+
+/// One block cannot hold two contents: whoever says so is refused before anything is stored.
+#[test]
+fn content_that_lies_is_refused() {
+    let mut rig = Rig::new(&spec(4, 400));
+    let (a, b) = ([1u32; 13], [2u32; 13]);
+    rig.prefixes().open(SeqId(0), "", &Content::Tokens(&a), AT).expect("it is new");
+    rig.grow(SeqId(0), 12);
+    rig.cache.sequences().expect("many").fork(SeqId(0), SeqId(1)).expect("it is new");
+    assert_eq!(rig.prefixes().store(SeqId(0), &Content::Tokens(&a), AT), Ok(3));
+    let refused = Refused::OtherContent { seq: SeqId(1), position: 0 };
+    assert_eq!(rig.prefixes().store(SeqId(1), &Content::Tokens(&b), AT), Err(refused));
+    assert_eq!(rig.prefixes().store(SeqId(1), &Content::Tokens(&a), AT), Ok(0));
+    for seq in [0, 1].map(SeqId) {
+        rig.cache.sequences().expect("many").seq_rm(seq, 0, u32::MAX).expect("it is open");
+    }
+    rig.prefixes().make_room(u32::MAX, AT);
+    assert_eq!(rig.cache.report()[0].used_cells, 0);
+    assert_eq!(rig.cache.lookup("", &Content::Tokens(&a)).hit_tokens, 0);
+}
+
+#[test]
+fn drafts_are_counted_and_a_sequence_of_drafts_stays() {
+    let mut rig = Rig::new(&spec(4, 400));
+    let seq = SeqId(0);
+    rig.prefixes().open(seq, "salt", &Content::Tokens(&[1]), AT).expect("it is new");
+    rig.grow(seq, 3);
+    let accept = |rig: &mut Rig, drafted, accepted| {
+        rig.cache.sequences().expect("many").accept(seq, drafted, accepted)
+    };
+    assert_eq!(accept(&mut rig, 2, 3), Err(Refused::AcceptsMore { seq, drafted: 2, accepted: 3 }));
+    assert_eq!(accept(&mut rig, 4, 1), Err(Refused::DraftsMore { seq, held: 3, drafted: 4 }));
+    assert_eq!(accept(&mut rig, 2, 1), Ok(()));
+    assert_eq!(rig.cache.next_position(seq), Some(2));
+    assert_eq!(accept(&mut rig, 2, 0), Ok(()));
+    assert_eq!(rig.cache.next_position(seq), Some(0));
+    // It is still its salt's.
+    rig.grow(seq, 5);
+    rig.prefixes().store(seq, &Content::Tokens(&count(5)), AT).expect("it is open");
+    assert_eq!(rig.cache.lookup("salt", &Content::Tokens(&count(5))).hit_tokens, 4);
+}
+
+/// A bound is a bound, also where it is the largest that blocks of this size can count; and the last position of all is
+/// a position like others.
+#[test]
+fn the_largest_sizes_are_sizes() {
+    let block_tokens = 1 << 20;
+    let mut rig = Rig::new(&spec(block_tokens, u32::MAX / block_tokens * block_tokens));
+    assert_eq!(rig.prefixes().report().policy, Some("lru"));
+    let mut rig = Rig::new(&spec(block_tokens, u32::MAX));
+    assert_eq!(rig.prefixes().report().policy, None, "without a bound nothing is evicted");
+
+    let mut spec = spec(u32::MAX / 2, u32::MAX);
+    spec.groups[0].visibility.window = Some(5);
+    spec.prefix = None;
+    let mut rig = Rig::new(&spec);
+    rig.cache.sequences().expect("many").seq_new(SeqId(0)).expect("it is new");
+    rig.grow(SeqId(0), u32::MAX - 1);
+    let spans = [Span::chain(SeqId(0), u32::MAX - 1, 1)];
+    let request = StepRequest { spans: &spans };
+    let done = Step::begin(&mut rig.cache, &request, &mut rig.plan).map(Step::commit);
+    assert!(matches!(done, Ok(()) | Err(Refused::NoSpace { .. })), "{done:?}");
+}
+
+#[test]
+fn whoever_watches_hears_that_all_is_forgotten() {
+    let mut rig = Rig::new(&spec(4, 100));
+    rig.cache.watch(true);
+    rig.prefixes().open(SeqId(0), "", &Content::Tokens(&[1]), AT).expect("it is new");
+    rig.grow(SeqId(0), 9);
+    rig.cache.clear();
+    let (mut blocks, mut prefixes) = (Vec::new(), Vec::new());
+    rig.cache.drain_events(&mut blocks, &mut prefixes);
+    assert_eq!(blocks.iter().filter(|event| event.change == Change::Free).count(), 3);
+    assert_eq!(prefixes, [PrefixEvent::Cleared]);
 }

@@ -34,6 +34,8 @@ pub struct Paged {
     /// log2 of `block_tokens`, if that is whole: a shift is a division that costs nothing.
     shift: Option<u32>,
     rollback_tokens: u32,
+    /// Nobody asked for a bound.
+    endless: bool,
     blocks: Blocks,
     sequences: BTreeMap<SeqId, Table>,
     pub(crate) events: Events,
@@ -63,6 +65,7 @@ impl Paged {
             block_tokens,
             shift: block_tokens.is_power_of_two().then_some(block_tokens.trailing_zeros()),
             rollback_tokens,
+            endless: group.capacity_tokens == u32::MAX,
             blocks: Blocks::new(group.capacity_tokens / block_tokens),
             sequences: BTreeMap::new(),
             events: Events::default(),
@@ -113,7 +116,8 @@ impl Paged {
     /// The first block behind the sinks that a query at `position` sees.
     pub(crate) fn first_seen(&self, position: u32) -> u32 {
         let Some(window) = self.visibility.window else { return 0 };
-        let seen = self.whole_blocks((position + 1).saturating_sub(window));
+        // At the last position of all, one position is as good as the next.
+        let seen = self.whole_blocks(position.saturating_add(1).saturating_sub(window));
         if seen <= self.sink_blocks() { 0 } else { seen }
     }
     fn table(&self, seq: SeqId) -> Result<&Table, Refused> {
@@ -136,9 +140,9 @@ impl Paged {
     pub(crate) fn is_windowed(&self) -> bool {
         self.visibility.window.is_some()
     }
-    /// Is it as large as cells can be counted?
+    /// Was no bound asked for?
     pub(crate) fn is_endless(&self) -> bool {
-        self.blocks.capacity() == u32::MAX / self.block_tokens
+        self.endless
     }
     pub(crate) fn free_cells(&self) -> u32 {
         self.blocks.n_free() * self.block_tokens
@@ -417,6 +421,11 @@ impl Kind for Paged {
 
     fn clear(&mut self) {
         self.sequences.clear();
+        if self.events.is_watching() {
+            for block in (0..self.blocks.high_water()).filter(|&block| self.blocks.is_used(block)) {
+                self.events.push(block, None, Change::Free, Reason::Clear);
+            }
+        }
         self.blocks.clear();
     }
 

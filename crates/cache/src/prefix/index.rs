@@ -22,6 +22,7 @@ pub(crate) struct Index {
     leaves: BTreeMap<SeqId, Leaf>,
     groups: Vec<GroupIndex>,
     only_windows: bool,
+    standing: Standing,
     ghosts: Ghosts,
     cost: RecomputeCost,
     moment: Moment,
@@ -84,6 +85,25 @@ impl GroupIndex {
     }
 }
 
+/// How many sequences stand at each node.
+#[derive(Default)]
+struct Standing(Vec<u32>);
+
+impl Standing {
+    fn add(&mut self, node: Node) {
+        if self.0.len() <= node as usize {
+            self.0.resize(node as usize + 1, 0);
+        }
+        self.0[node as usize] += 1;
+    }
+    fn remove(&mut self, node: Node) {
+        self.0[node as usize] -= 1;
+    }
+    fn any(&self, node: Node) -> bool {
+        self.0.get(node as usize).is_some_and(|&n| n > 0)
+    }
+}
+
 /// How far a prompt was found.
 struct Walk {
     /// Blocks with a node.
@@ -125,6 +145,7 @@ impl Index {
         let groups: Vec<GroupIndex> = groups.collect();
         Index {
             only_windows: groups.iter().all(|group| group.windowed),
+            standing: Standing::default(),
             tree: Tree::new(keying),
             roots: BTreeMap::new(),
             salts: BTreeMap::new(),
@@ -230,16 +251,22 @@ impl Index {
         root
     }
 
-    fn set_leaf(&mut self, seq: SeqId, leaf: Option<Leaf>) {
+    fn set_leaf(&mut self, groups: &[Box<dyn Kind>], seq: SeqId, leaf: Option<Leaf>) {
         if let Some(leaf) = leaf {
             self.roots.get_mut(&leaf.root).expect("leaves stand under roots").1 += 1;
+            self.standing.add(leaf.node);
         }
         let before = match leaf {
             Some(leaf) => self.leaves.insert(seq, leaf),
             None => self.leaves.remove(&seq),
         };
-        if let Some(Leaf { root, .. }) = before {
+        if let Some(Leaf { root, node, .. }) = before {
             self.roots.get_mut(&root).expect("leaves stand under roots").1 -= 1;
+            self.standing.remove(node);
+            // What the window had left behind was kept because somebody stood there.
+            if self.only_windows && node != root {
+                self.prune(groups, node);
+            }
             self.drop_root(root);
         }
     }
@@ -253,10 +280,16 @@ impl Index {
         }
     }
 
-    /// `seq` begins empty under the salt of no name.
-    pub fn opened_empty(&mut self, seq: SeqId) {
-        let root = self.root("");
-        self.set_leaf(seq, Some(Leaf { root, node: root, n_blocks: 0 }));
+    /// `seq` begins empty.
+    pub fn opened_empty(&mut self, groups: &[Box<dyn Kind>], seq: SeqId, salt: &str) {
+        let root = self.root(salt);
+        self.set_leaf(groups, seq, Some(Leaf { root, node: root, n_blocks: 0 }));
+    }
+
+    /// The salt under which `seq` was opened.
+    pub fn salt_of(&self, seq: SeqId) -> Option<&str> {
+        let leaf = self.leaves.get(&seq)?;
+        self.roots.get(&leaf.root).map(|(salt, _)| &**salt)
     }
 
     pub fn open(
@@ -289,7 +322,7 @@ impl Index {
         }
         let node = path.last().copied().unwrap_or(root);
         self.path = path;
-        self.set_leaf(seq, Some(Leaf { root, node, n_blocks: walk.n_hit }));
+        self.set_leaf(groups, seq, Some(Leaf { root, node, n_blocks: walk.n_hit }));
         let block_tokens = self.block_tokens();
         Ok(Lookup { hit_tokens: walk.n_hit * block_tokens, idle_tokens: n_idle * block_tokens })
     }
@@ -316,6 +349,22 @@ impl Index {
             .iter()
             .map(|kind| paged(&**kind).table_of(seq)[first as usize..n_blocks as usize].to_vec());
         let tables: Vec<Vec<u32>> = tables.collect();
+        // A block that the index knows already must lie on this very path, or `content` is not what it holds.
+        let keying = self.tree.keying();
+        let (mut known, mut buffer) = (Some(leaf.node), std::mem::take(&mut self.buffer));
+        for i in first..n_blocks {
+            let key = keying.key(content, i, &mut buffer);
+            known = known.and_then(|node| self.tree.child(node, key));
+            for (kind, table) in groups.iter().zip(&tables) {
+                let block = table[(i - first) as usize];
+                let indexed = if block == NONE { NONE } else { paged(&**kind).node(block) };
+                if indexed != NONE && Some(indexed) != known {
+                    self.buffer = buffer;
+                    return Err(Refused::OtherContent { seq, position: i * keying.block_tokens });
+                }
+            }
+        }
+        self.buffer = buffer;
         for i in first..n_blocks {
             let (node, is_new) = self.tree.child_or_new(leaf.node, content, i);
             for (g, kind) in groups.iter_mut().enumerate() {
@@ -325,7 +374,6 @@ impl Index {
                     continue;
                 }
                 if known == NONE {
-                    n_stored += u32::from(is_new && g == 0);
                     self.know(paged, g, node, own, seq, i);
                 } else {
                     // Computed twice at the same time: the bytes are the same, one copy is enough.
@@ -335,10 +383,11 @@ impl Index {
                     }
                 }
             }
+            n_stored += u32::from(is_new);
             leaf = Leaf { node, n_blocks: i + 1, ..leaf };
         }
         self.n_stored += u64::from(n_stored);
-        self.set_leaf(seq, Some(leaf));
+        self.set_leaf(groups, seq, Some(leaf));
         self.settle(groups);
         Ok(n_stored)
     }
@@ -506,8 +555,8 @@ impl Index {
                 }
                 return;
             }
-            // Where all groups have windows, a sequence may stand where nothing is left.
-            if self.only_windows && self.leaves.values().any(|leaf| leaf.node == node) {
+            // Where all groups have windows, a sequence may stand where nothing is left; `set_leaf` comes back.
+            if self.standing.any(node) {
                 return;
             }
             self.ghosts.remember(self.tree.hash(node));
@@ -520,11 +569,11 @@ impl Index {
     pub fn forked(&mut self, groups: &[Box<dyn Kind>], src: SeqId, dst: SeqId) {
         match self.leaves.get(&src).copied() {
             Some(leaf) if groups[0].next_position(dst).is_some_and(|next| next > 0) => {
-                self.set_leaf(dst, Some(leaf));
+                self.set_leaf(groups, dst, Some(leaf));
                 self.shortened(groups, dst);
             }
             _ if groups[0].next_position(dst).is_some() && !self.leaves.contains_key(&dst) => {
-                self.opened_empty(dst);
+                self.opened_empty(groups, dst, "");
             }
             _ => {}
         }
@@ -533,12 +582,12 @@ impl Index {
     /// `seq` may have become shorter, or be gone.
     pub fn shortened(&mut self, groups: &[Box<dyn Kind>], seq: SeqId) {
         let Some(mut leaf) = self.leaves.get(&seq).copied() else { return };
-        let Some(next) = groups[0].next_position(seq) else { return self.set_leaf(seq, None) };
+        let Some(next) = groups[0].next_position(seq) else { return self.set_leaf(groups, seq, None) };
         while leaf.n_blocks > next / self.block_tokens() {
             leaf.node = self.tree.parent(leaf.node);
             leaf.n_blocks -= 1;
         }
-        self.set_leaf(seq, Some(leaf));
+        self.set_leaf(groups, seq, Some(leaf));
     }
 
     /// Any sequence may have become shorter, or be gone.
@@ -609,6 +658,7 @@ impl Index {
         self.roots.clear();
         self.salts.clear();
         self.leaves.clear();
+        self.standing = Standing::default();
         self.ghosts.clear();
         for group in &mut self.groups {
             if let Some(evict) = &mut group.evict {

@@ -80,8 +80,7 @@ impl<S: BuildHasher + Default> Tree<S> {
 
     /// A root, for prompts under a salt of this hash.
     pub fn new_root(&mut self, hash: u64) -> Node {
-        let key = vec![0; self.keying.n_words];
-        self.push(Links { parent: NONE, child: NONE, older: NONE, younger: NONE }, hash, &key)
+        self.push(Links { parent: NONE, child: NONE, older: NONE, younger: NONE }, hash, &[])
     }
 
     /// The child of `node` whose key this is.
@@ -170,23 +169,29 @@ impl<S: BuildHasher + Default> Tree<S> {
         self.free.push(node);
     }
 
+    /// Roots have no key, and take no room for one until a node behind them has.
     fn push(&mut self, links: Links, hash: u64, key: &[u32]) -> Node {
-        match self.free.pop() {
+        let node = match self.free.pop() {
             Some(node) => {
                 self.links[node as usize] = links;
                 self.hashes[node as usize] = hash;
-                let at = node as usize * self.keying.n_words;
-                self.keys[at..at + key.len()].copy_from_slice(key);
                 node
             }
             None => {
                 assert!(self.links.len() < NONE as usize, "an index holds fewer than 2^32 nodes");
                 self.links.push(links);
                 self.hashes.push(hash);
-                self.keys.extend_from_slice(key);
                 self.links.len() as u32 - 1
             }
+        };
+        if !key.is_empty() {
+            let at = node as usize * self.keying.n_words;
+            if self.keys.len() < at + key.len() {
+                self.keys.resize(at + key.len(), 0);
+            }
+            self.keys[at..at + key.len()].copy_from_slice(key);
         }
+        node
     }
 
     pub fn clear(&mut self) {

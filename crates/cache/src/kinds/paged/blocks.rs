@@ -71,6 +71,10 @@ impl Blocks {
         b.holders > 1 || b.node != NONE
     }
 
+    pub fn is_used(&self, block: u32) -> bool {
+        self.holders(block) > 0 || self.node(block) != NONE
+    }
+
     fn is_open(&self, block: u32, plan: &GroupPlan) -> bool {
         let free = match self.list.get(block as usize) {
             Some(b) => b.holders == 0 && b.node == NONE,
@@ -123,7 +127,7 @@ impl Blocks {
         let b = &mut self.list[block as usize];
         b.holders += 1;
         let was_idle = b.holders == 1;
-        debug_assert!(!was_idle || b.node != NONE, "block {block} is free and cannot be held");
+        assert!(!was_idle || b.node != NONE, "block {block} is free and cannot be held");
         self.n_idle -= u32::from(was_idle);
         was_idle
     }
@@ -148,14 +152,14 @@ impl Blocks {
     /// The index knows a held block as `node` from now on.
     pub fn index(&mut self, block: u32, node: u32) {
         let b = &mut self.list[block as usize];
-        debug_assert!(b.holders > 0 && b.node == NONE, "block {block} is indexed twice, or free");
+        assert!(b.holders > 0 && b.node == NONE, "block {block} is indexed twice, or free");
         b.node = node;
     }
 
     /// The index forgets `block`; is it free now?
     pub fn unindex(&mut self, block: u32) -> bool {
         let b = &mut self.list[block as usize];
-        debug_assert!(b.node != NONE, "block {block} is not indexed");
+        assert!(b.node != NONE, "block {block} is not indexed");
         b.node = NONE;
         let idle = b.holders == 0;
         if idle {
