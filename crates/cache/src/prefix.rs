@@ -158,7 +158,7 @@ pub enum MissReason {
     NeverSeen { position: u32 },
     /// The full groups hold more, but a window group has lost what a query behind it would see.
     WindowGone { position: u32 },
-    /// Another salt has it. Told to operators only: a tenant would learn what others ask.
+    /// A prompt under another salt begins so, and none under this one. Told to operators only: a tenant would learn what others ask.
     OtherSalt { position: u32 },
 }
 

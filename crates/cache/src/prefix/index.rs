@@ -10,7 +10,8 @@ use crate::ids::*;
 use crate::kind::Kind;
 use crate::kinds::{NONE, Paged};
 use crate::request::Refused;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasher, RandomState};
 
 const PAGED: &str = "an index stands over paged groups only";
 
@@ -23,6 +24,7 @@ pub(crate) struct Index {
     groups: Vec<GroupIndex>,
     only_windows: bool,
     standing: Standing,
+    beginnings: Beginnings,
     ghosts: Ghosts,
     cost: RecomputeCost,
     moment: Moment,
@@ -82,6 +84,32 @@ impl GroupIndex {
             self.blocks.resize(node as usize + 1, NONE);
         }
         self.blocks[node as usize] = block;
+    }
+}
+
+/// Under how many salts some prompt begins with a block, by the hash of its key: so that an explanation need not ask
+/// every salt. A wrong answer is one in 2^64, and a word in an explanation.
+#[derive(Default)]
+struct Beginnings {
+    hasher: RandomState,
+    counts: HashMap<u64, u32>,
+}
+
+impl Beginnings {
+    fn add(&mut self, key: &[u32]) {
+        *self.counts.entry(self.hasher.hash_one(key)).or_default() += 1;
+    }
+    fn remove(&mut self, key: &[u32]) {
+        let hash = self.hasher.hash_one(key);
+        if let Some(count) = self.counts.get_mut(&hash) {
+            *count -= 1;
+            if *count == 0 {
+                self.counts.remove(&hash);
+            }
+        }
+    }
+    fn any(&self, key: &[u32]) -> bool {
+        self.counts.contains_key(&self.hasher.hash_one(key))
     }
 }
 
@@ -146,6 +174,7 @@ impl Index {
         Index {
             only_windows: groups.iter().all(|group| group.windowed),
             standing: Standing::default(),
+            beginnings: Beginnings::default(),
             tree: Tree::new(keying),
             roots: BTreeMap::new(),
             salts: BTreeMap::new(),
@@ -367,6 +396,9 @@ impl Index {
         self.buffer = buffer;
         for i in first..n_blocks {
             let (node, is_new) = self.tree.child_or_new(leaf.node, content, i);
+            if is_new && i == 0 {
+                self.beginnings.add(self.tree.key(node));
+            }
             for (g, kind) in groups.iter_mut().enumerate() {
                 let paged = paged_mut(kind);
                 let (own, known) = (tables[g][(i - first) as usize], self.groups[g].block(node));
@@ -560,6 +592,9 @@ impl Index {
                 return;
             }
             self.ghosts.remember(self.tree.hash(node));
+            if self.tree.parent(parent) == NONE {
+                self.beginnings.remove(self.tree.key(node));
+            }
             self.tree.remove(node);
             node = parent;
         }
@@ -622,23 +657,18 @@ impl Index {
         if self.ghosts.knows(chain(parent_hash, key)) {
             return MissReason::Evicted { position };
         }
-        if audience == Audience::Operator {
-            let further = |&other: &Node| {
-                Some(other) != root
-                    && self.walk(groups, other, content, &mut Vec::new(), |_| ()).n_matched > walk.n_matched
-            };
-            if self.roots.keys().any(further) {
-                return MissReason::OtherSalt { position };
-            }
+        if audience == Audience::Operator && position == 0 && self.beginnings.any(key) {
+            return MissReason::OtherSalt { position };
         }
-        let common = |child: Node| {
-            let words = self.tree.key(child).iter().zip(key).take_while(|(a, b)| a == b).count() as u32;
-            if keying.has_tokens() { words } else { 0 }
+        let common = |child: Node| self.tree.key(child).iter().zip(key).take_while(|(a, b)| a == b).count();
+        let closest = match root {
+            None => None,
+            Some(_) if keying.has_tokens() => self.tree.children(walk.node).map(common).max(),
+            Some(_) => self.tree.children(walk.node).next().map(|_| 0),
         };
-        let closest = root.and_then(|_| self.tree.children(walk.node).map(common).max());
         match closest {
-            Some(in_block) if position + in_block > 0 => {
-                MissReason::Diverged { position: position + in_block }
+            Some(in_block) if position + in_block as u32 > 0 => {
+                MissReason::Diverged { position: position + in_block as u32 }
             }
             _ => MissReason::NeverSeen { position },
         }
@@ -659,6 +689,7 @@ impl Index {
         self.salts.clear();
         self.leaves.clear();
         self.standing = Standing::default();
+        self.beginnings = Beginnings::default();
         self.ghosts.clear();
         for group in &mut self.groups {
             if let Some(evict) = &mut group.evict {
