@@ -43,7 +43,7 @@ struct Waiter {
     wake: Arc<Condvar>,
 }
 
-/// OwnedBlocks of a [`SharedBlocks`], owned. Dropping them gives them back and serves who waits.
+/// Blocks of a [`SharedBlocks`], owned. Dropping them gives them back and serves who waits.
 #[must_use = "blocks that are dropped are free again"]
 pub struct OwnedBlocks {
     ids: Vec<u32>,
@@ -62,11 +62,11 @@ impl SharedBlocks {
         SharedBlocks { shared: Arc::new(Shared { n_blocks, state: Mutex::new(state) }) }
     }
 
-    /// OwnedBlocks in it.
+    /// Blocks in it.
     pub fn n_blocks(&self) -> u32 {
         self.shared.n_blocks
     }
-    /// OwnedBlocks that nobody owns.
+    /// Blocks that nobody owns.
     pub fn n_free(&self) -> u32 {
         self.shared.lock().free.len() as u32
     }

@@ -20,7 +20,7 @@ pub struct BlockCells {
     pub block: u32,
     /// First cell in it.
     pub offset: u32,
-    /// BlockCells.
+    /// Cells.
     pub len: u32,
 }
 

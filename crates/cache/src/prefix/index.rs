@@ -1,17 +1,21 @@
 //! The index over the layer groups of one paged cache: which block of each group holds the tokens of a node, who may
 //! be evicted, and where every open sequence stands in the tree.
+mod counts;
+mod explain;
+mod room;
+
 use super::content::{Content, Keying};
 use super::ghosts::Ghosts;
 use super::tree::{Node, Tree, chain, salt_hash};
-use super::{Audience, Lookup, MissReason, Moment, PrefixEvent, PrefixReport, PrefixSpec, RecomputeCost};
+use super::{Lookup, Moment, PrefixEvent, PrefixReport, PrefixSpec, RecomputeCost};
 use crate::events::{Change, Reason};
 use crate::evict::{Order, Policy, Rank, Use};
 use crate::ids::*;
 use crate::kind::Kind;
 use crate::kinds::{NONE, Paged};
 use crate::request::Refused;
-use std::collections::{BTreeMap, HashMap};
-use std::hash::{BuildHasher, RandomState};
+use counts::{Beginnings, Standing};
+use std::collections::BTreeMap;
 
 const PAGED: &str = "an index stands over paged groups only";
 
@@ -84,51 +88,6 @@ impl GroupIndex {
             self.blocks.resize(node as usize + 1, NONE);
         }
         self.blocks[node as usize] = block;
-    }
-}
-
-/// Under how many salts some prompt begins with a block, by the hash of its key: so that an explanation need not ask
-/// every salt. A wrong answer is one in 2^64, and a word in an explanation.
-#[derive(Default)]
-struct Beginnings {
-    hasher: RandomState,
-    counts: HashMap<u64, u32>,
-}
-
-impl Beginnings {
-    fn add(&mut self, key: &[u32]) {
-        *self.counts.entry(self.hasher.hash_one(key)).or_default() += 1;
-    }
-    fn remove(&mut self, key: &[u32]) {
-        let hash = self.hasher.hash_one(key);
-        if let Some(count) = self.counts.get_mut(&hash) {
-            *count -= 1;
-            if *count == 0 {
-                self.counts.remove(&hash);
-            }
-        }
-    }
-    fn any(&self, key: &[u32]) -> bool {
-        self.counts.contains_key(&self.hasher.hash_one(key))
-    }
-}
-
-/// How many sequences stand at each node.
-#[derive(Default)]
-struct Standing(Vec<u32>);
-
-impl Standing {
-    fn add(&mut self, node: Node) {
-        if self.0.len() <= node as usize {
-            self.0.resize(node as usize + 1, 0);
-        }
-        self.0[node as usize] += 1;
-    }
-    fn remove(&mut self, node: Node) {
-        self.0[node as usize] -= 1;
-    }
-    fn any(&self, node: Node) -> bool {
-        self.0.get(node as usize).is_some_and(|&n| n > 0)
     }
 }
 
@@ -300,15 +259,6 @@ impl Index {
         }
     }
 
-    /// Salts are the users' words: one that no sequence and no block needs goes, or they would fill the memory.
-    fn drop_root(&mut self, root: Node) {
-        if self.tree.is_leaf(root) && self.roots.get(&root).is_some_and(|(_, n)| *n == 0) {
-            let (salt, _) = self.roots.remove(&root).expect("it was there");
-            self.salts.remove(&salt);
-            self.tree.remove(root);
-        }
-    }
-
     /// `seq` begins empty.
     pub fn opened_empty(&mut self, groups: &[Box<dyn Kind>], seq: SeqId, salt: &str) {
         let root = self.root(salt);
@@ -469,137 +419,6 @@ impl Index {
         self.tick = used.tick;
     }
 
-    /// Sequences have let go of blocks since the last time: rank them, and offer the evictable ones.
-    pub fn settle(&mut self, groups: &mut [Box<dyn Kind>]) {
-        for (g, kind) in groups.iter_mut().enumerate() {
-            let paged = paged_mut(kind);
-            if paged.has_settled() {
-                continue;
-            }
-            let mut fell_idle = paged.take_fell_idle();
-            let group = &mut self.groups[g];
-            if let Some(evict) = &mut group.evict {
-                let by_recency = evict.policy.by_recency();
-                for &block in &fell_idle {
-                    let Some(node) = paged.idle_node(block) else { continue };
-                    if by_recency {
-                        self.tick += 1;
-                        evict.set(block, Rank::by_recency(self.tick));
-                    }
-                    if group.windowed || self.tree.is_leaf(node) {
-                        evict.offer(block);
-                    }
-                }
-            }
-            fell_idle.clear();
-            paged.give_back(fell_idle);
-        }
-    }
-
-    pub fn make_room(&mut self, groups: &mut [Box<dyn Kind>], n_tokens: u32, at: Moment) -> u32 {
-        self.moment = at;
-        let before = self.n_evicted;
-        for g in 0..groups.len() {
-            while paged(&*groups[g]).free_cells() < n_tokens {
-                let Some(evict) = self.groups[g].evict.as_mut() else { break };
-                let Some(block) = evict.order.pop().or_else(|| self.orphaned(groups, g)) else { break };
-                let node = paged(&*groups[g]).node(block);
-                if self.groups[g].windowed {
-                    self.forget(groups, g, node);
-                    self.prune(groups, node);
-                } else {
-                    self.forget_below(groups, node);
-                }
-            }
-        }
-        (self.n_evicted - before) as u32
-    }
-
-    /// An idle block of a full group that is no leaf although nothing evictable is left. It happens when two sequences
-    /// computed the same tokens, and one that shares later blocks with the other still holds its own copy of this
-    /// one. Rare, and so is the search.
-    fn orphaned(&self, groups: &[Box<dyn Kind>], g: usize) -> Option<u32> {
-        let paged = paged(&*groups[g]);
-        (paged.n_idle() > 0)
-            .then(|| self.groups[g].blocks.iter().copied().find(|&block| paged.idle_node(block).is_some()))?
-    }
-
-    /// `node` and all below it go from every group: nothing below a node can be hit without it. Blocks that a sequence
-    /// holds are its own from now on.
-    fn forget_below(&mut self, groups: &mut [Box<dyn Kind>], node: Node) {
-        if self.tree.is_leaf(node) {
-            (0..groups.len()).for_each(|g| self.forget(groups, g, node));
-            return self.prune(groups, node);
-        }
-        let mut below = vec![node];
-        let mut next = 0;
-        while let Some(&node) = below.get(next) {
-            below.extend(self.tree.children(node));
-            next += 1;
-        }
-        for &node in below.iter().rev() {
-            (0..groups.len()).for_each(|g| self.forget(groups, g, node));
-            self.prune(groups, node);
-        }
-    }
-
-    /// One group loses its block of `node`.
-    fn forget(&mut self, groups: &mut [Box<dyn Kind>], g: usize, node: Node) {
-        let group = &mut self.groups[g];
-        let block = group.block(node);
-        if block == NONE {
-            return;
-        }
-        group.set_block(node, NONE);
-        if let Some(evict) = &mut group.evict {
-            evict.order.remove(block);
-            evict.policy.forgotten(block);
-        }
-        let paged = paged_mut(&mut groups[g]);
-        if paged.unindex(block) {
-            paged.events.push(block, None, Change::Evict, Reason::MakeRoom);
-            self.n_evicted += 1;
-        }
-        if let Some(events) = &mut self.events {
-            let (group, hash) = (GroupId(g as u16), self.tree.hash(node));
-            events.push(PrefixEvent::Removed { group, block, hash });
-        }
-    }
-
-    /// Remove `node` if nothing is left of it, and then its parents likewise; offer the parent that has become a leaf.
-    fn prune(&mut self, groups: &[Box<dyn Kind>], mut node: Node) {
-        while self.tree.is_leaf(node) {
-            let is_empty = self.groups.iter().all(|group| group.block(node) == NONE);
-            let parent = self.tree.parent(node);
-            if parent == NONE {
-                return self.drop_root(node);
-            }
-            if !is_empty {
-                for (kind, group) in groups.iter().zip(&mut self.groups).filter(|(_, group)| !group.windowed)
-                {
-                    let block = group.block(node);
-                    if let Some(evict) = &mut group.evict
-                        && block != NONE
-                        && paged(&**kind).idle_node(block).is_some()
-                    {
-                        evict.offer(block);
-                    }
-                }
-                return;
-            }
-            // Where all groups have windows, a sequence may stand where nothing is left; `set_leaf` comes back.
-            if self.standing.any(node) {
-                return;
-            }
-            self.ghosts.remember(self.tree.hash(node));
-            if self.tree.parent(parent) == NONE {
-                self.beginnings.remove(self.tree.key(node));
-            }
-            self.tree.remove(node);
-            node = parent;
-        }
-    }
-
     /// `dst` holds what `src` does, up to where it ends.
     pub fn forked(&mut self, groups: &[Box<dyn Kind>], src: SeqId, dst: SeqId) {
         match self.leaves.get(&src).copied() {
@@ -629,49 +448,6 @@ impl Index {
     pub fn all_shortened(&mut self, groups: &[Box<dyn Kind>]) {
         let open: Vec<SeqId> = self.leaves.keys().copied().collect();
         open.into_iter().for_each(|seq| self.shortened(groups, seq));
-    }
-
-    pub fn explain(
-        &self,
-        groups: &[Box<dyn Kind>],
-        salt: &str,
-        content: &Content<'_>,
-        audience: Audience,
-    ) -> MissReason {
-        let keying = self.tree.keying();
-        let mut buffer = Vec::new();
-        let root = self.salts.get(salt).copied();
-        let walk = match root {
-            Some(root) => self.walk(groups, root, content, &mut buffer, |_| ()),
-            None => Walk { n_matched: 0, n_hit: 0, node: NONE },
-        };
-        let position = walk.n_matched * keying.block_tokens;
-        if walk.n_hit < walk.n_matched {
-            return MissReason::WindowGone { position: walk.n_hit * keying.block_tokens };
-        }
-        if walk.n_matched == self.n_usable(content) {
-            return MissReason::UnalignedTail { position };
-        }
-        let key = keying.key(content, walk.n_matched, &mut buffer);
-        let parent_hash = root.map_or(salt_hash(salt), |_| self.tree.hash(walk.node));
-        if self.ghosts.knows(chain(parent_hash, key)) {
-            return MissReason::Evicted { position };
-        }
-        if audience == Audience::Operator && position == 0 && self.beginnings.any(key) {
-            return MissReason::OtherSalt { position };
-        }
-        let common = |child: Node| self.tree.key(child).iter().zip(key).take_while(|(a, b)| a == b).count();
-        let closest = match root {
-            None => None,
-            Some(_) if keying.has_tokens() => self.tree.children(walk.node).map(common).max(),
-            Some(_) => self.tree.children(walk.node).next().map(|_| 0),
-        };
-        match closest {
-            Some(in_block) if position + in_block as u32 > 0 => {
-                MissReason::Diverged { position: position + in_block as u32 }
-            }
-            _ => MissReason::NeverSeen { position },
-        }
     }
 
     pub fn report(&self) -> PrefixReport {

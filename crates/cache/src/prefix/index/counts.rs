@@ -1,0 +1,49 @@
+//! Two counts that an index keeps beside its tree.
+use crate::prefix::tree::Node;
+use std::collections::HashMap;
+use std::hash::{BuildHasher, RandomState};
+
+/// Under how many salts some prompt begins with a block, by the hash of its key: so that an explanation need not ask
+/// every salt. A wrong answer is one in 2^64, and a word in an explanation.
+#[derive(Default)]
+pub(super) struct Beginnings {
+    hasher: RandomState,
+    counts: HashMap<u64, u32>,
+}
+
+impl Beginnings {
+    pub fn add(&mut self, key: &[u32]) {
+        *self.counts.entry(self.hasher.hash_one(key)).or_default() += 1;
+    }
+    pub fn remove(&mut self, key: &[u32]) {
+        let hash = self.hasher.hash_one(key);
+        if let Some(count) = self.counts.get_mut(&hash) {
+            *count -= 1;
+            if *count == 0 {
+                self.counts.remove(&hash);
+            }
+        }
+    }
+    pub fn any(&self, key: &[u32]) -> bool {
+        self.counts.contains_key(&self.hasher.hash_one(key))
+    }
+}
+
+/// How many sequences stand at each node.
+#[derive(Default)]
+pub(super) struct Standing(Vec<u32>);
+
+impl Standing {
+    pub fn add(&mut self, node: Node) {
+        if self.0.len() <= node as usize {
+            self.0.resize(node as usize + 1, 0);
+        }
+        self.0[node as usize] += 1;
+    }
+    pub fn remove(&mut self, node: Node) {
+        self.0[node as usize] -= 1;
+    }
+    pub fn any(&self, node: Node) -> bool {
+        self.0.get(node as usize).is_some_and(|&n| n > 0)
+    }
+}
