@@ -4,12 +4,12 @@
 //! on. A cell whose file is there is not run again; a file is there whole or not at all. So a sweep can be stopped at
 //! any time, and its results do not depend on the number of threads.
 use super::spec::Capacity;
-use super::{What, simulate};
+use super::{What, simulate, write_pictures};
 use crate::options::wrong_usage;
 use crate::{output, progress};
 use anyhow::Context;
 use clap::ValueHint;
-use kvist_simulator::html::{Curve, Page, Point};
+use kvist_simulator::html::{Curve, Page, Plot, Point, Unit};
 use kvist_simulator::report::{Report, VERSION, over_seeds};
 use kvist_simulator::request::Request;
 use kvist_simulator::run::Options;
@@ -101,14 +101,13 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         if !quiet {
             load.remarks.iter().for_each(|remark| output::note(remark));
         }
+        let load = load.in_order_of_arrival();
         name = load.name;
         loads.insert(seed, load.list);
     }
     // A combination that cannot be is said before hours are spent on the others.
     for cell in &cells {
-        let what = what_of(&args.what, cell)?;
-        what.options().scheduler.check().map_err(|why| wrong_usage(why.to_string()))?;
-        what.blocks.cache(&[], what.costs.cache_tokens()?)?;
+        what_of(&args.what, cell)?.check()?;
     }
     std::fs::create_dir_all(args.out.join("cells"))
         .with_context(|| format!("cannot make the folder {}", args.out.display()))?;
@@ -117,7 +116,10 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let json = serde_json::to_string_pretty(&table)? + "\n";
     output::write_file(&args.out.join("sweep.json"), json.as_bytes())?;
     output::write_file(&args.out.join("sweep.csv"), csv(&table).as_bytes())?;
-    output::write_file(&args.out.join("sweep.html"), page(&table).as_bytes())?;
+    let title = format!("{}: a sweep", table.load);
+    let page = Page { title: &title, plots: plots(&table), ..Page::default() };
+    output::write_file(&args.out.join("sweep.html"), page.render().as_bytes())?;
+    write_pictures(&args.out, &page)?;
     if args.json { output::show(&json) } else { output::show(&text(&table, &args.out)) }
 }
 
@@ -301,14 +303,48 @@ fn csv(table: &Table) -> String {
     text
 }
 
-fn page(table: &Table) -> String {
+/// (figure, title, a sentence, the axis upwards, its unit)
+const PLOTS: [(&str, &str, &str, &str, Unit); 4] = [
+    (
+        "token_hit_ratio",
+        "Hit ratio against capacity",
+        "What is found in a cache of this size. Where a curve bends, more memory stops paying.",
+        "prompt tokens found in the cache",
+        Unit::Percent,
+    ),
+    (
+        "ttft_p90_s",
+        "Time to first token against capacity",
+        "Nine of ten requests waited at most so long for their first token.",
+        "time to first token, p90",
+        Unit::Seconds,
+    ),
+    (
+        "tpot_p90_s",
+        "Time per output token against capacity",
+        "Nine of ten requests wrote at least so fast.",
+        "time per output token, p90",
+        Unit::Seconds,
+    ),
+    (
+        "goodput_requests_per_s",
+        "Goodput against capacity",
+        "Requests that met every objective; without objectives, all that finished.",
+        "requests per second",
+        Unit::Count,
+    ),
+];
+
+fn plots(table: &Table) -> Vec<Plot> {
     let several = table.rows.iter().any(|row| row.schedule != table.rows[0].schedule);
     let curves = |figure: &str| {
         let mut curves: Vec<Curve> = Vec::new();
         for row in &table.rows {
             let name = if several { format!("{}, {}", row.policy, row.schedule) } else { row.policy.clone() };
-            let (Ok(x), Some(estimate)) = (row.capacity.parse(), row.figures.get(figure)) else { continue };
-            let point = Point { x, y: estimate.mean, half_width: estimate.half_width };
+            let (Ok(x), Some(estimate)) = (row.capacity.parse::<u32>(), row.figures.get(figure)) else {
+                continue;
+            };
+            let point = Point { x: x.into(), y: estimate.mean, half_width: estimate.half_width };
             match curves.iter_mut().find(|curve| curve.name == name) {
                 Some(curve) => curve.points.push(point),
                 None => curves.push(Curve { name, points: vec![point] }),
@@ -317,9 +353,16 @@ fn page(table: &Table) -> String {
         curves.iter_mut().for_each(|curve| curve.points.sort_by(|a, b| a.x.total_cmp(&b.x)));
         curves
     };
-    let endless = table.rows.iter().find(|row| row.capacity == "inf");
-    let without_bound = endless.and_then(|row| row.figures.get("token_hit_ratio")).map(|e| e.mean);
-    let title = format!("{}: a sweep", table.load);
-    let page = Page { title: &title, hit_ratio: curves("token_hit_ratio"), without_bound, ..Page::default() };
-    page.render()
+    // Without a bound nothing is evicted, and policies are one. Schedulers are not.
+    let endless = table.rows.iter().find(|row| row.capacity == "inf").filter(|_| !several);
+    let plots = PLOTS.iter().map(|(name, title, about, y_label, unit)| Plot {
+        title: (*title).to_owned(),
+        about: (*about).to_owned(),
+        x_label: "capacity in blocks".to_owned(),
+        y_label: (*y_label).to_owned(),
+        unit: *unit,
+        curves: curves(name),
+        level: endless.and_then(|row| Some(("without bound".to_owned(), row.figures.get(*name)?.mean))),
+    });
+    plots.collect()
 }
