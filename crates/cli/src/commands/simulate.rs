@@ -6,23 +6,24 @@ mod schedule;
 mod show;
 mod spec;
 mod sweep;
+mod zero;
 
 use crate::options::wrong_usage;
 use crate::{output, progress};
 use anyhow::Context;
 use blocks::BlockArgs;
-use clap::{Subcommand, ValueEnum, ValueHint};
+use clap::{Subcommand, ValueHint};
 use costs::CostArgs;
+use kvist_cache::evict;
 use kvist_simulator::html;
 use kvist_simulator::report::{self, Objectives, Record, Report};
 use kvist_simulator::request::Request;
 use kvist_simulator::run::{self, Options, Part, Recorder, Run};
-use kvist_simulator::zero_service::{self, BlockStream};
 use requests::{RequestArgs, Requests};
 use schedule::ScheduleArgs;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use zero::ZeroArgs;
 
 #[derive(clap::Args)]
 #[command(
@@ -31,7 +32,9 @@ use std::time::Duration;
         kvist simulate --hardware h100-sxm --shape llama-3.1-8b --arrivals poisson:per_s=8 --html report.html\n  \
         kvist simulate --trace conversation_trace.jsonl --capacity-blocks 200000 --slo-ttft 2s\n  \
         kvist simulate --trace conversation_trace.jsonl --zero-service --policy lru --capacity-blocks 10000 --json\n  \
-        kvist simulate sweep --policies lru,lfu --capacities 10000,100000,inf --out sweep"
+        kvist simulate sweep --policies lru,lfu --capacities 10000,100000,inf --out sweep\n  \
+        kvist simulate sweep --trace conversation_trace.jsonl --zero-service --policies lru,opt --capacities 1000,10000 \
+        --out bound"
 )]
 pub struct Args {
     #[command(subcommand)]
@@ -43,12 +46,6 @@ pub struct Args {
     /// Seed of the workload: same seed, same bytes
     #[arg(long, default_value_t = 1, value_name = "N")]
     seed: u64,
-    /// Let serving take no time: the trace against the eviction policy alone, outside the rules of a prefix index
-    #[arg(long)]
-    zero_service: bool,
-    /// In which order a request touches its blocks, with --zero-service
-    #[arg(long, value_enum, default_value_t = TouchOrder::Reverse, requires = "zero_service")]
-    touch_order: TouchOrder,
 }
 
 #[derive(Subcommand)]
@@ -68,6 +65,8 @@ pub struct What {
     schedule: ScheduleArgs,
     #[command(flatten)]
     costs: CostArgs,
+    #[command(flatten)]
+    zero: ZeroArgs,
     /// Promised time to the first token: 2s, 500ms
     #[arg(long, value_name = "TIME", value_parser = spec::duration, help_heading = "Objectives")]
     slo_ttft: Option<Duration>,
@@ -108,14 +107,6 @@ struct ShowArgs {
     record: Option<PathBuf>,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum TouchOrder {
-    /// Tail to head: tails are first in line for eviction
-    Reverse,
-    /// Head to tail
-    Forward,
-}
-
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if let Some(Sweep::Sweep(sweep)) = args.sweep {
         return sweep::run(*sweep, quiet);
@@ -124,7 +115,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if !quiet {
         requests.remarks.iter().for_each(|remark| output::note(remark));
     }
-    if args.zero_service {
+    if args.what.zero.zero_service {
         return zero_service(&args, &requests);
     }
     let requests = requests.in_order_of_arrival();
@@ -209,6 +200,10 @@ impl What {
 
     /// What cannot be is said before hours are spent.
     pub fn check(&self) -> anyhow::Result<()> {
+        if self.zero.zero_service {
+            let policy = evict::build(&self.blocks.policy, &self.blocks.parameters()?);
+            return policy.map(|_| ()).map_err(|why| wrong_usage(why.to_string()));
+        }
         let config = self.options().scheduler;
         let sound = config.check().and_then(|()| kvist_scheduler::build_policy(&config).map(|_| ()));
         sound.map_err(|why| wrong_usage(why.to_string()))?;
@@ -249,22 +244,16 @@ fn zero_service(args: &Args, requests: &Requests) -> anyhow::Result<()> {
     ] {
         if given.is_some() {
             return Err(wrong_usage(format!(
-                "{flag} does not go with --zero-service, where nothing takes time: take --json"
+                "{flag} does not go with --zero-service, where nothing takes time: take --json, or sweep"
             )));
         }
     }
-    let blocks = &args.what.blocks;
-    let stream = BlockStream::of(&requests.list, blocks.block_tokens)?;
-    let order = match args.touch_order {
-        TouchOrder::Reverse => zero_service::TouchOrder::Reverse,
-        TouchOrder::Forward => zero_service::TouchOrder::Forward,
-    };
-    let (policy, parameters) = (&blocks.policy, blocks.parameters()?);
-    let result = zero_service::replay(&stream, policy, &parameters, blocks.capacity_blocks.blocks(), order)
-        .map_err(|why| wrong_usage(why.to_string()))?;
+    if !args.show.beside.is_empty() {
+        return Err(wrong_usage("--beside does not go with --zero-service, where nobody waits for anybody"));
+    }
+    let result = zero::replay(&args.what, &requests.list)?;
     if args.show.json {
         return output::show_json(&result);
     }
-    output::show(&show::zero_service(&result, &requests.name))?;
-    std::io::stdout().flush().context("cannot write to stdout")
+    output::show(&show::zero_service(&result, &requests.name))
 }

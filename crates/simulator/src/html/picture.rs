@@ -154,7 +154,8 @@ impl Figure {
     }
 }
 
-/// The page's light colours, written out: not every program that shows SVG knows variables.
+/// The page's light colours, written out, and no order of painting: not every program that shows SVG knows variables
+/// and such.
 fn style() -> String {
     let sheet = include_str!("style.css");
     let color = |name: &str| {
@@ -167,7 +168,6 @@ fn style() -> String {
         "text {{ font-family: system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif; }}\n\
          .card {{ fill: {card}; }} .title {{ fill: {ink}; font-size: 21px; font-weight: 600; }} .name {{ fill: {soft}; font-size: 14px; font-weight: 600; }}\n\
          .grid {{ stroke: {rule}; }} .axis {{ stroke: {faint}; }} .tick {{ fill: {faint}; font-size: 12px; }} .label {{ fill: {soft}; font-size: 13px; }}\n\
-         .halo {{ paint-order: stroke; stroke: {card}; stroke-width: 4px; stroke-linejoin: round; }}\n\
          .line {{ fill: none; stroke-width: 2.2; stroke-linejoin: round; stroke-linecap: round; }} .area {{ fill-opacity: .62; }}\n\
          .dot {{ fill: {card}; stroke-width: 2; }} .interval {{ stroke-width: 7; stroke-opacity: .28; stroke-linecap: round; }}\n\
          .level {{ stroke: {soft}; stroke-dasharray: 5 4; }} .waiting {{ stroke: {faint}; stroke-width: 1.4; }}\n"

@@ -4,7 +4,7 @@
 //! on. A cell whose file is there is not run again; a file is there whole or not at all. So a sweep can be stopped at
 //! any time, and its results do not depend on the number of threads.
 use super::spec::Capacity;
-use super::{What, simulate, write_pictures};
+use super::{What, simulate, write_pictures, zero};
 use crate::options::wrong_usage;
 use crate::{output, progress};
 use anyhow::Context;
@@ -91,6 +91,11 @@ struct Table {
 }
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
+    if args.what.zero.zero_service && !args.schedules.is_empty() {
+        return Err(wrong_usage(
+            "--schedules does not go with --zero-service, where nobody waits for anybody",
+        ));
+    }
     let cells = cells(&args);
     let seeds: Vec<u64> = if args.what.requests.is_drawn() { (1..=args.seeds).collect() } else { vec![1] };
     // Loads are read or drawn once, and shared by all cells of their seed.
@@ -101,7 +106,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         if !quiet {
             load.remarks.iter().for_each(|remark| output::note(remark));
         }
-        let load = load.in_order_of_arrival();
+        let load = if args.what.zero.zero_service { load } else { load.in_order_of_arrival() };
         name = load.name;
         loads.insert(seed, load.list);
     }
@@ -123,9 +128,14 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if args.json { output::show(&json) } else { output::show(&text(&table, &args.out)) }
 }
 
+/// In the place of a scheduler's name, where nobody waits for anybody.
+const UNSCHEDULED: &str = "none";
+
 fn cells(args: &Args) -> Vec<Cell> {
+    let zero = args.what.zero.zero_service;
     let or = |list: &[String], one: &str| if list.is_empty() { vec![one.to_owned()] } else { list.to_vec() };
-    let schedules = or(&args.schedules, &args.what.schedule.schedule);
+    let schedules =
+        if zero { vec![UNSCHEDULED.to_owned()] } else { or(&args.schedules, &args.what.schedule.schedule) };
     let policies = or(&args.policies, &args.what.blocks.policy);
     let capacities: Vec<String> = match &args.capacities[..] {
         [] => vec![args.what.blocks.capacity_blocks.to_string()],
@@ -198,10 +208,15 @@ fn one(args: &Args, cell: &Cell, requests: &[Request]) -> anyhow::Result<CellFil
     if let Some(file) = read(&path, &key) {
         return Ok(file);
     }
-    let done = simulate(&what, requests, &options, false, &mut |_| Ok(()), &mut |_| ())
-        .with_context(|| format!("the run {}", cell.name()))?;
-    let report = Report::of(&done.record, &what.objectives());
-    let figures = report.figures().into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+    let run = || format!("the run {}", cell.name());
+    let figures = if what.zero.zero_service {
+        zero::figures(&zero::replay(&what, requests).with_context(run)?)
+    } else {
+        let done =
+            simulate(&what, requests, &options, false, &mut |_| Ok(()), &mut |_| ()).with_context(run)?;
+        Report::of(&done.record, &what.objectives()).figures()
+    };
+    let figures = figures.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
     let file = CellFile { version: VERSION, key, cell: cell.clone(), figures };
     output::write_file(&path, (serde_json::to_string_pretty(&file)? + "\n").as_bytes())?;
     Ok(file)
@@ -210,8 +225,9 @@ fn one(args: &Args, cell: &Cell, requests: &[Request]) -> anyhow::Result<CellFil
 /// What a cell depends on, hashed: requests, cache, costs, scheduler, objectives, and the program.
 fn key(what: &What, options: &Options, requests: &[Request]) -> anyhow::Result<String> {
     let mut text = format!(
-        "{} {options:?} {:?} {:?} {:?} {} ",
+        "{} {options:?} {:?} {:?} {:?} {:?} {} ",
         env!("CARGO_PKG_VERSION"),
+        (what.zero.zero_service, what.zero.touch_order),
         what.objectives(),
         what.blocks,
         what.costs.identity()?,
@@ -271,11 +287,13 @@ const SHOWN: [(&str, &str); 5] = [
 
 fn text(table: &Table, out: &Path) -> String {
     let mut text = format!("{}\n\n{:<10}{:<11}{:>12}", table.load, "scheduler", "policy", "blocks");
-    SHOWN.iter().for_each(|(_, title)| text += &format!("{title:>20}"));
+    let has = |name: &str| table.rows.iter().any(|row| row.figures.contains_key(name));
+    let shown: Vec<(&str, &str)> = SHOWN.into_iter().filter(|(name, _)| has(name)).collect();
+    shown.iter().for_each(|(_, title)| text += &format!("{title:>20}"));
     text.push('\n');
     for row in &table.rows {
         text += &format!("{:<10}{:<11}{:>12}", row.schedule, row.policy, row.capacity);
-        SHOWN.iter().for_each(|(name, _)| text += &format!("{:>20}", figure(row, name)));
+        shown.iter().for_each(|(name, _)| text += &format!("{:>20}", figure(row, name)));
         text.push('\n');
     }
     if table.rows.iter().any(|row| row.seeds > 1) {
