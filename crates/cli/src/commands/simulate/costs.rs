@@ -28,7 +28,7 @@ pub struct CostArgs {
     /// Constant rates instead: generated tokens per millisecond, over all sequences
     #[arg(long, value_name = "N", requires = "prefill_rate", help_heading = COST)]
     decode_rate: Option<f64>,
-    /// A measured table instead (docs/simulator.md)
+    /// A measured table instead (docs/traces.md)
     #[arg(
         long, value_name = "FILE", value_hint = ValueHint::FilePath,
         conflicts_with_all = ["hardware", "shape", "prefill_rate"], help_heading = COST

@@ -218,8 +218,10 @@ fn one(args: &Args, cell: &Cell, requests: &[Request]) -> anyhow::Result<CellFil
     };
     let figures = figures.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
     let file = CellFile { version: VERSION, key, cell: cell.clone(), figures };
-    output::write_file(&path, (serde_json::to_string_pretty(&file)? + "\n").as_bytes())?;
-    Ok(file)
+    let text = serde_json::to_string_pretty(&file)? + "\n";
+    output::write_file(&path, text.as_bytes())?;
+    // As a later sweep will read it: a number may lose its last bit in a text.
+    serde_json::from_str(&text).context("cannot read what was written")
 }
 
 /// What a cell depends on, hashed: requests, cache, costs, scheduler, objectives, and the program.
