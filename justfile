@@ -32,3 +32,8 @@ rivals *args:
 # Queueing theory with many jobs and a narrow bound; takes minutes.
 queueing:
     cargo test --release -p kvist-simulator --test queueing -- --ignored --nocapture
+# kvist beside dynamo-mocker and kvbm-logical, each in one run; the first build of a rival takes minutes. They only print.
+bench-simulator *args:
+    cargo run --release --manifest-path bench/simulator/Cargo.toml -- {{args}}
+bench-bookkeeping:
+    cargo run --release --manifest-path bench/bookkeeping/Cargo.toml

@@ -54,6 +54,12 @@ impl Rank {
         Rank { value, tick }
     }
 
+    /// By the time of the last use alone.
+    #[inline]
+    pub fn by_recency(tick: u64) -> Rank {
+        Rank { value: tick, tick }
+    }
+
     /// By a score. Not NaN; infinities are fine.
     pub fn by_score(score: f64, tick: u64) -> Rank {
         debug_assert!(!score.is_nan(), "a score of tick {tick} is NaN");
@@ -75,14 +81,10 @@ pub trait Policy: Send {
     fn stored(&mut self, slot: u32, at: &Use) -> Rank;
     /// The block in `slot` was hit.
     fn used(&mut self, slot: u32, at: &Use) -> Rank;
-    /// Must hits of blocks be told, although each is followed by `let_go` before it matters?
-    fn counts_hits(&self) -> bool {
-        true
-    }
-    /// The last sequence that held the block in `slot` let it go. `None` keeps the rank: that is no use where uses are
-    /// counted, but it is recent where recency is.
-    fn let_go(&mut self, _slot: u32, _at: &Use) -> Option<Rank> {
-        None
+    /// Is the rank the tick of the last use, and nothing else? Then that a sequence lets a block go is a use of it too,
+    /// and the last one: [`Rank::by_recency`], and hits before it need not be told.
+    fn by_recency(&self) -> bool {
+        false
     }
     /// The block in `slot` is gone, and whatever was known of it with it.
     fn forgotten(&mut self, slot: u32);

@@ -139,6 +139,9 @@ impl From<Unbuildable> for PagedError {
 pub struct Lookup {
     /// Tokens that need not be computed: whole blocks, and never the last token.
     pub hit_tokens: u32,
+    /// Of these, tokens in blocks that nobody holds: holding them takes them from what room can be made of. The most over
+    /// all groups.
+    pub idle_tokens: u32,
 }
 
 /// Why a prompt was not found beyond `position`.

@@ -83,12 +83,13 @@ fn agrees(policy_name: &str, seed: u64, n_operations: u64) {
             }
             5 => match held.remove(&slot) {
                 Some(rank) => {
-                    let let_go = policy.let_go(slot, &at);
-                    assert_eq!(let_go.is_some(), policy_name == "lru", "only recency counts it");
-                    if let_go.is_some() {
+                    assert_eq!(policy.by_recency(), policy_name == "lru");
+                    if policy.by_recency() {
                         model.uses.get_mut(&slot).unwrap().push(at);
+                        order.insert(slot, Rank::by_recency(at.tick));
+                    } else {
+                        order.insert(slot, rank);
                     }
-                    order.insert(slot, let_go.unwrap_or(rank));
                 }
                 None => _ = held.insert(slot, order.remove(slot).unwrap()),
             },

@@ -342,12 +342,22 @@ impl Drive {
                 self.log.push(format!("open {seq} {salt:?} {tokens:?}"));
                 let hit = self.hit(salt, &tokens);
                 let content = Content::Tokens(&tokens);
-                assert_eq!(self.cache.lookup(salt, &content).hit_tokens, hit);
+                let found = self.cache.lookup(salt, &content);
+                assert_eq!(found.hit_tokens, hit);
+                let (before, idle) = (self.cache.report(), found.idle_tokens);
                 let reason = self.cache.explain(salt, &content, Audience::Tenant);
                 assert!(reason.position() >= hit, "{reason:?} of a hit of {hit}");
                 let opened = self.cache.prefixes().expect("an index").open(seq, salt, &content, at);
                 if let Entry::Vacant(vacant) = self.sequences.entry(seq) {
-                    assert_eq!(opened, Ok(Lookup { hit_tokens: hit }));
+                    assert_eq!(opened, Ok(Lookup { hit_tokens: hit, idle_tokens: idle }));
+                    let idle_of = |report: &Report| report.blocks.map_or(0, |blocks| blocks.idle);
+                    let taken =
+                        before.iter().zip(&self.cache.report()).map(|(a, b)| idle_of(a) - idle_of(b)).max();
+                    assert_eq!(
+                        taken.map(|n| n * self.spec.block_tokens),
+                        Some(idle),
+                        "what the hit takes from the room"
+                    );
                     vacant.insert(Sequence { salt, tokens: tokens[..hit as usize].to_vec() });
                 } else {
                     assert_eq!(opened, Err(Refused::SequenceExists(seq)));

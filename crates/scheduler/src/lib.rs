@@ -12,6 +12,7 @@ mod config;
 mod drive;
 mod entry;
 mod executor;
+mod foresee;
 mod form;
 mod lengths;
 mod log;

@@ -34,7 +34,7 @@ fn conversation_trace() {
                 run(&requests, Cache::paged(&spec).unwrap(), &cost, &options, None, &mut |_| ()).unwrap();
             let seconds = start.elapsed().as_secs_f64();
             println!(
-                "blocks of {block_tokens}: {seconds:.3} s, {} turns of {} steps, {} tokens computed, {} hit, mean batch {:.1}, ended at {:.0} s",
+                "blocks of {block_tokens}: {seconds:.3} s, {} turns of {} steps, {} tokens computed, {} hit, mean requests {:.1}, ended at {:.0} s",
                 run.turns,
                 run.counters.steps,
                 run.counters.computed_tokens,

@@ -21,9 +21,6 @@ impl Policy for Fifo {
         let tick = self.stored.get(slot);
         Rank::by(tick, tick)
     }
-    fn counts_hits(&self) -> bool {
-        false
-    }
     fn forgotten(&mut self, slot: u32) {
         self.stored.clear(slot);
     }

@@ -11,16 +11,13 @@ impl Policy for Lru {
         "lru"
     }
     fn stored(&mut self, _slot: u32, at: &Use) -> Rank {
-        Rank::by(at.tick, at.tick)
+        Rank::by_recency(at.tick)
     }
     fn used(&mut self, _slot: u32, at: &Use) -> Rank {
-        Rank::by(at.tick, at.tick)
+        Rank::by_recency(at.tick)
     }
-    fn counts_hits(&self) -> bool {
-        false
-    }
-    fn let_go(&mut self, _slot: u32, at: &Use) -> Option<Rank> {
-        Some(Rank::by(at.tick, at.tick))
+    fn by_recency(&self) -> bool {
+        true
     }
     fn forgotten(&mut self, _slot: u32) {}
 }

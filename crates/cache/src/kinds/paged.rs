@@ -175,18 +175,27 @@ impl Paged {
         *self.blocks.fell_idle() = buffer;
     }
 
+    /// Of the first `n_blocks` of a sequence, those that a query behind them sees.
+    pub(crate) fn seen_blocks(&self, n_blocks: u32) -> impl Iterator<Item = u32> {
+        let first_seen = self.first_seen(n_blocks * self.block_tokens).min(n_blocks);
+        (0..self.sink_blocks().min(first_seen)).chain(first_seen..n_blocks)
+    }
+
     /// The new sequence `seq` holds the indexed `blocks`, as far as a query behind them sees them.
-    pub(crate) fn adopt(&mut self, seq: SeqId, mut blocks: Vec<u32>) {
+    /// Returns how many of them nobody held before.
+    pub(crate) fn adopt(&mut self, seq: SeqId, mut blocks: Vec<u32>) -> u32 {
         let n_blocks = blocks.len() as u32;
         let next_position = n_blocks * self.block_tokens;
         let first_seen = self.first_seen(next_position).min(n_blocks);
         let sinks = self.sink_blocks().min(first_seen);
         blocks[sinks as usize..first_seen as usize].fill(NONE);
+        let mut n_idle = 0;
         for &block in blocks.iter().filter(|&&block| block != NONE) {
-            self.blocks.hold(block);
+            n_idle += u32::from(self.blocks.hold(block));
             self.events.push(block, Some(seq), Change::Hit, Reason::Open);
         }
         self.sequences.insert(seq, Table { blocks, next_position, window_start: first_seen });
+        n_idle
     }
 
     /// Block `i` of `seq` becomes `block`, which holds the same tokens.

@@ -201,9 +201,17 @@ impl Index {
     }
 
     pub fn lookup(&self, groups: &[Box<dyn Kind>], salt: &str, content: &Content<'_>) -> Lookup {
-        let Some(&root) = self.salts.get(salt) else { return Lookup { hit_tokens: 0 } };
-        let walk = self.walk(groups, root, content, &mut Vec::new(), |_| ());
-        Lookup { hit_tokens: walk.n_hit * self.block_tokens() }
+        let Some(&root) = self.salts.get(salt) else { return Lookup::default() };
+        let mut path = Vec::new();
+        let walk = self.walk(groups, root, content, &mut Vec::new(), |node| path.push(node));
+        path.truncate(walk.n_hit as usize);
+        let n_idle = groups.iter().zip(&self.groups).map(|(kind, group)| {
+            let paged = paged(&**kind);
+            let seen = paged.seen_blocks(walk.n_hit);
+            seen.filter(|&i| paged.idle_node(group.block(path[i as usize])).is_some()).count() as u32
+        });
+        let n_idle = n_idle.max().unwrap_or(0);
+        Lookup { hit_tokens: walk.n_hit * self.block_tokens(), idle_tokens: n_idle * self.block_tokens() }
     }
 
     pub fn hash(&self, salt: &str, content: &Content<'_>) -> u64 {
@@ -272,16 +280,18 @@ impl Index {
         let walk = self.walk(groups, root, content, &mut buffer, |node| path.push(node));
         self.buffer = buffer;
         path.truncate(walk.n_hit as usize);
+        let mut n_idle = 0;
         for (g, kind) in groups.iter_mut().enumerate() {
             let paged = paged_mut(kind);
             let table = path.iter().map(|&node| self.groups[g].block(node)).collect();
-            paged.adopt(seq, table);
+            n_idle = n_idle.max(paged.adopt(seq, table));
             self.hit(g, paged.table_of(seq));
         }
         let node = path.last().copied().unwrap_or(root);
         self.path = path;
         self.set_leaf(seq, Some(Leaf { root, node, n_blocks: walk.n_hit }));
-        Ok(Lookup { hit_tokens: walk.n_hit * self.block_tokens() })
+        let block_tokens = self.block_tokens();
+        Ok(Lookup { hit_tokens: walk.n_hit * block_tokens, idle_tokens: n_idle * block_tokens })
     }
 
     pub fn store(
@@ -367,7 +377,7 @@ impl Index {
         for &block in blocks[first_offered..].iter().filter(|&&block| block != NONE) {
             evict.order.remove(block);
         }
-        if evict.policy.counts_hits() {
+        if !evict.policy.by_recency() {
             for (depth, &block) in blocks.iter().enumerate().filter(|(_, block)| **block != NONE) {
                 used.tick += 1;
                 used.cost = self.cost.of_block(depth as u32, self.tree.keying().block_tokens);
@@ -386,20 +396,19 @@ impl Index {
                 continue;
             }
             let mut fell_idle = paged.take_fell_idle();
-            let mut let_go = self.use_now(g);
             let group = &mut self.groups[g];
             if let Some(evict) = &mut group.evict {
+                let by_recency = evict.policy.by_recency();
                 for &block in &fell_idle {
                     let Some(node) = paged.idle_node(block) else { continue };
-                    let_go.tick += 1;
-                    if let Some(rank) = evict.policy.let_go(block, &let_go) {
-                        evict.set(block, rank);
+                    if by_recency {
+                        self.tick += 1;
+                        evict.set(block, Rank::by_recency(self.tick));
                     }
                     if group.windowed || self.tree.is_leaf(node) {
                         evict.offer(block);
                     }
                 }
-                self.tick = let_go.tick;
             }
             fell_idle.clear();
             paged.give_back(fell_idle);

@@ -219,3 +219,65 @@ pub(super) fn salt_hash(salt: &str) -> u64 {
     let bytes: Vec<u32> = salt.bytes().map(u32::from).collect();
     chain(bytes.len() as u64, &bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::prefix::Vocabulary;
+    use std::collections::BTreeMap;
+    use std::hash::Hasher;
+
+    /// Everything meets in four buckets.
+    #[derive(Default)]
+    struct Bad;
+    struct BadHasher(u64);
+    impl BuildHasher for Bad {
+        type Hasher = BadHasher;
+        fn build_hasher(&self) -> BadHasher {
+            BadHasher(0)
+        }
+    }
+    impl Hasher for BadHasher {
+        fn finish(&self) -> u64 {
+            self.0 % 4
+        }
+        fn write(&mut self, bytes: &[u8]) {
+            self.0 = bytes.iter().fold(self.0, |sum, byte| sum + u64::from(*byte));
+        }
+    }
+
+    /// The hash only buckets: with a hash that says next to nothing, children are found and forgotten as by a twin
+    /// that knows them by parent and key.
+    #[test]
+    fn a_bad_hash_costs_time_and_nothing_else() {
+        let keying = Keying::new(2, Vocabulary::Tokens).expect("tokens always fit");
+        let mut tree: Tree<Bad> = Tree::new(keying);
+        let root = tree.new_root(1);
+        let mut twin: BTreeMap<(Node, [u32; 2]), Node> = BTreeMap::new();
+        let mut state = 1u64;
+        let mut below = |n: usize| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 33) as usize % n
+        };
+        for _ in 0..20_000 {
+            let parents: Vec<Node> = std::iter::once(root).chain(twin.values().copied()).collect();
+            let parent = parents[below(parents.len().min(6))];
+            let key = [below(5) as u32, below(5) as u32];
+            if below(5) < 3 {
+                let (node, is_new) = tree.child_or_new(parent, &Content::Tokens(&key), 0);
+                assert_eq!(is_new, !twin.contains_key(&(parent, key)), "{parent} {key:?}");
+                assert_eq!(*twin.entry((parent, key)).or_insert(node), node);
+            } else if let Some((&place, &node)) = twin.iter().nth(below(twin.len().max(1)))
+                && tree.is_leaf(node)
+            {
+                tree.remove(node);
+                twin.remove(&place);
+            }
+            let known = twin.get(&(parent, key)).copied();
+            if parent == root || twin.values().any(|&node| node == parent) {
+                assert_eq!(tree.child(parent, &key), known, "{parent} {key:?}");
+            }
+        }
+        assert!(tree.collided && twin.len() > 20, "{} nodes", twin.len());
+    }
+}

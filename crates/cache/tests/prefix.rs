@@ -1,0 +1,175 @@
+//! The prefix index by example: hits, and why there are no more of them.
+use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::*;
+
+const AT: Moment = Moment { now_ns: 0 };
+
+struct Rig {
+    cache: Cache,
+    plan: StepPlan,
+    next: u32,
+}
+
+fn spec(block_tokens: u32, capacity_tokens: u32) -> PagedSpec {
+    PagedSpec {
+        block_tokens,
+        groups: vec![GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: 1 }],
+        rollback_tokens: 0,
+        prefix: Some(PrefixSpec::default()),
+    }
+}
+
+impl Rig {
+    fn new(spec: &PagedSpec) -> Rig {
+        Rig { cache: Cache::paged(spec).expect("it can be built"), plan: StepPlan::default(), next: 0 }
+    }
+    fn prefixes(&mut self) -> Prefixes<'_> {
+        self.cache.prefixes().expect("an index")
+    }
+    /// Open, compute all of it, store, close. Returns the tokens that were hit.
+    fn serve(&mut self, salt: &str, content: &Content<'_>) -> u32 {
+        let seq = SeqId(self.next);
+        self.next += 1;
+        let hit = self.prefixes().open(seq, salt, content, AT).expect("it is new").hit_tokens;
+        let rest = content.n_tokens() - hit;
+        for n_tokens in [rest.min(3), rest.saturating_sub(3)] {
+            let start = self.cache.next_position(seq).expect("it is open");
+            if n_tokens > 0 {
+                let spans = [Span::chain(seq, start, n_tokens)];
+                let request = StepRequest { spans: &spans };
+                Step::begin(&mut self.cache, &request, &mut self.plan).expect("there is room").commit();
+            }
+        }
+        self.prefixes().store(seq, content, AT).expect("it is open");
+        self.cache.sequences().expect("many").seq_rm(seq, 0, u32::MAX).expect("it is open");
+        hit
+    }
+    fn why(&self, salt: &str, tokens: &[u32], audience: Audience) -> MissReason {
+        self.cache.explain(salt, &Content::Tokens(tokens), audience)
+    }
+}
+
+fn count(n: u32) -> Vec<u32> {
+    (0..n).collect()
+}
+
+/// A hit is rounded down to whole blocks, and the last token is always computed: 64 of a prompt of 50, as rounding up
+/// would have it, is more than there is.
+#[test]
+fn hits_are_whole_blocks_and_never_the_last_token() {
+    let mut rig = Rig::new(&spec(16, 1024));
+    assert_eq!(rig.serve("", &Content::Tokens(&count(64))), 0);
+    for (n_tokens, hit) in
+        [(1, 0), (15, 0), (16, 0), (17, 16), (32, 16), (33, 32), (50, 48), (64, 48), (65, 64), (200, 64)]
+    {
+        let found = rig.cache.lookup("", &Content::Tokens(&count(n_tokens)));
+        assert_eq!(found.hit_tokens, hit, "a prompt of {n_tokens} tokens");
+    }
+}
+
+#[test]
+fn a_miss_says_why() {
+    use Audience::{Operator, Tenant};
+    let mut rig = Rig::new(&spec(4, 40));
+    let served = count(12);
+    rig.serve("ours", &Content::Tokens(&served));
+    let diverging = |at: u32| (0..12).map(|t| if t < at { t } else { t + 100 }).collect::<Vec<u32>>();
+
+    let unaligned = MissReason::UnalignedTail { position: 8 };
+    assert_eq!(rig.why("ours", &count(11), Tenant), unaligned, "less than a block is left");
+    assert_eq!(rig.why("ours", &served, Tenant), unaligned, "the last token is always computed");
+    assert_eq!(rig.why("ours", &count(20), Tenant), MissReason::NeverSeen { position: 12 }, "nobody went on");
+    for at in [1, 3, 4, 6, 7] {
+        let diverged = MissReason::Diverged { position: at };
+        assert_eq!(rig.why("ours", &diverging(at), Tenant), diverged, "first other token at {at}");
+    }
+    let never = MissReason::NeverSeen { position: 0 };
+    assert_eq!(rig.why("ours", &diverging(0), Tenant), never, "nothing in common");
+    assert_eq!(rig.why("theirs", &served, Tenant), never, "what others ask is nobody's business");
+    assert_eq!(rig.why("theirs", &served, Operator), MissReason::OtherSalt { position: 0 });
+
+    // The prompt's blocks make room, the last one first.
+    assert_eq!(rig.prefixes().make_room(32, AT), 1);
+    assert_eq!(rig.why("ours", &count(20), Tenant), MissReason::Evicted { position: 8 });
+    assert_eq!(rig.prefixes().make_room(40, AT), 2);
+    assert_eq!(rig.why("ours", &count(20), Tenant), MissReason::Evicted { position: 0 });
+    assert_eq!(rig.prefixes().report().n_salts, 0, "a salt without blocks and sequences is forgotten");
+}
+
+/// Of a block that the full group still has, the window group has lost what a query behind it would see.
+#[test]
+fn a_window_that_has_moved_on_is_a_reason() {
+    let mut spec = spec(4, 400);
+    let window = Visibility { window: Some(5), sinks: 0 };
+    spec.groups.push(GroupSpec { capacity_tokens: 400, visibility: window, max_step_tokens: 1 });
+    let mut rig = Rig::new(&spec);
+    rig.serve("", &Content::Tokens(&count(40)));
+    // Its window group let go of everything before position 36 when the prompt had been computed.
+    let longer = count(41);
+    assert_eq!(rig.cache.lookup("", &Content::Tokens(&longer)).hit_tokens, 40);
+    let middle = Content::Tokens(&longer[..30]);
+    assert_eq!(rig.cache.lookup("", &middle).hit_tokens, 0);
+    assert_eq!(rig.cache.explain("", &middle, Audience::Tenant), MissReason::WindowGone { position: 0 });
+}
+
+/// An id of 512 tokens is 32 blocks of 16, and two ids of 8 are one.
+#[test]
+fn trace_ids_are_cut_into_blocks() {
+    for (tokens_per_id, block_tokens, hit) in [(512, 16, 1024), (512, 512, 1024), (8, 16, 16), (16, 16, 32)] {
+        let mut spec = spec(block_tokens, 8192);
+        let vocabulary = Vocabulary::Ids { tokens_per_id };
+        spec.prefix = Some(PrefixSpec { vocabulary, ..PrefixSpec::default() });
+        let mut rig = Rig::new(&spec);
+        let content = |ids: &'static [u64], n_tokens| Content::Ids { ids, tokens_per_id, n_tokens };
+        let n_tokens = 3 * tokens_per_id - 1;
+        rig.serve("", &content(&[7, u64::MAX, 9], n_tokens));
+        let longer = content(&[7, u64::MAX, 10, 11, 12, 13], 6 * tokens_per_id);
+        assert_eq!(
+            rig.cache.lookup("", &longer).hit_tokens,
+            hit,
+            "{tokens_per_id} in blocks of {block_tokens}"
+        );
+        let other = Content::Tokens(&[7; 64]);
+        assert!(rig.prefixes().open(SeqId(99), "", &other, AT).is_err(), "content of another kind");
+    }
+    let mut odd = spec(24, 240);
+    odd.prefix =
+        Some(PrefixSpec { vocabulary: Vocabulary::Ids { tokens_per_id: 16 }, ..PrefixSpec::default() });
+    let refused = Cache::paged(&odd).err().expect("24 and 16 do not fit").to_string();
+    assert!(refused.contains("24") && refused.contains("16"), "{refused}");
+}
+
+#[test]
+fn the_log_tells_the_life_of_a_block() {
+    let mut rig = Rig::new(&spec(4, 16));
+    rig.cache.watch(true);
+    rig.serve("", &Content::Tokens(&count(5)));
+    rig.serve("", &Content::Tokens(&count(6)));
+    rig.prefixes().make_room(16, AT);
+    let (mut blocks, mut prefixes) = (Vec::new(), Vec::new());
+    rig.cache.drain_events(&mut blocks, &mut prefixes);
+    let life: Vec<_> = blocks
+        .iter()
+        .map(|e| (e.step, e.block, e.seq.map(|s| s.0), e.change.name(), e.reason.name()))
+        .collect();
+    let first = |step, seq, change, reason| (step, 0, Some(seq), change, reason);
+    assert_eq!(
+        life,
+        [
+            first(0, 0, "alloc", "append"),
+            (1, 1, Some(0), "alloc", "append"),
+            first(2, 0, "store", "store"),
+            (2, 1, Some(0), "free", "remove"),
+            first(2, 0, "idle", "remove"),
+            first(2, 1, "hit", "open"),
+            (2, 1, Some(1), "alloc", "append"),
+            (3, 1, Some(1), "free", "remove"),
+            first(3, 1, "idle", "remove"),
+            (3, 0, None, "evict", "make_room"),
+        ]
+    );
+    assert!(
+        matches!(prefixes[..], [PrefixEvent::Stored { .. }, PrefixEvent::Removed { .. }]),
+        "{prefixes:?}"
+    );
+}
