@@ -6,15 +6,20 @@
 mod blocks;
 mod gantt;
 mod load;
+mod picture;
 mod plot;
 mod scale;
 mod summary;
 
 use crate::report::{Record, Report};
 use crate::statistics::cdf;
+use picture::{Figure, Panel};
 use plot::{Frame, Series};
-use scale::{Scale, Unit};
+use scale::Scale;
 use std::fmt::Write;
+
+pub use picture::Picture;
+pub use scale::Unit;
 
 /// One run, under the name that tells it from the others on the page.
 pub struct Run<'a> {
@@ -23,10 +28,27 @@ pub struct Run<'a> {
     pub report: &'a Report,
 }
 
-/// A quantity against another, as a line with points: hit ratio against capacity, over the runs of a sweep.
+/// A quantity against another over the runs of a sweep: curves on one pair of axes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Plot {
+    pub title: String,
+    /// A sentence below the title.
+    pub about: String,
+    /// Of the axis to the right, which is logarithmic and counts.
+    pub x_label: String,
+    /// Of the axis upwards, which begins at 0.
+    pub y_label: String,
+    pub unit: Unit,
+    pub curves: Vec<Curve>,
+    /// A dashed line across, and what it is: where all curves end.
+    pub level: Option<(String, f64)>,
+}
+
+/// A line with points.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Curve {
     pub name: String,
+    /// Those with `x` at 0 or below are left out: a logarithm has no zero.
     pub points: Vec<Point>,
 }
 
@@ -46,10 +68,8 @@ pub struct Page<'a> {
     pub about: &'a str,
     /// Compared side by side, in this order.
     pub runs: Vec<Run<'a>>,
-    /// Token hit ratio (0 to 1) against capacity in blocks.
-    pub hit_ratio: Vec<Curve>,
-    /// Where all curves of `hit_ratio` end: the ratio of a cache without bound.
-    pub without_bound: Option<f64>,
+    /// Plots without a point are left out.
+    pub plots: Vec<Plot>,
 }
 
 impl Page<'_> {
@@ -71,54 +91,26 @@ impl Page<'_> {
         }
         page += "</header>\n<main>\n";
         page += &summary::sections(&self.runs);
-        page += &self.hit_ratios();
-        page += &self.latencies();
-        page += &load::section(&self.runs);
-        page += &gantt::section(&self.runs);
+        self.figures().iter().for_each(|figure| page += &figure.html());
         page += &blocks::section(&self.runs);
         page += "</main>\n<footer>Made by kvist. Times are virtual.</footer>\n</body>\n</html>\n";
         page
     }
 
-    fn hit_ratios(&self) -> String {
-        let xs = || self.hit_ratio.iter().flat_map(|curve| &curve.points).map(|p| p.x).filter(|x| *x > 0.0);
-        let Some(least) = xs().min_by(f64::total_cmp) else { return String::new() };
-        let most = xs().fold(least, f64::max);
-        let best = self.hit_ratio.iter().flat_map(|c| &c.points).map(|p| p.y + p.half_width.unwrap_or(0.0));
-        let top = best.fold(self.without_bound.unwrap_or(0.0), f64::max);
-        let x = Scale::log(least, most, Unit::Count);
-        let y = Scale::linear(0.0, if top > 0.0 { top } else { 1.0 }, Unit::Percent);
-        let mut frame = Frame::new(1000.0, 380.0, x, y);
-        frame.labels("capacity in blocks", "tokens found in the cache");
-        if let Some(bound) = self.without_bound {
-            frame.level(bound, "without bound");
-        }
-        let series: Vec<Series> = self
-            .hit_ratio
-            .iter()
-            .enumerate()
-            .map(|(color, curve)| Series {
-                name: &curve.name,
-                color,
-                points: curve.points.iter().filter(|p| p.x > 0.0).map(|p| (p.x, p.y)).collect(),
-            })
-            .collect();
-        for (curve, series) in self.hit_ratio.iter().zip(&series) {
-            let points = curve.points.iter().filter(|p| p.x > 0.0);
-            frame.intervals(series.color, points.filter_map(|p| Some((p.x, p.y, p.half_width?))));
-            frame.line(series);
-            frame.dots(series);
-        }
-        let legend = plot::legend(series.iter().map(|s| (s.name, s.color)));
-        figure(
-            "Hit ratio against capacity",
-            "What each policy finds in a cache of this size. Where a curve bends, more memory stops paying.",
-            &format!("{legend}{}", frame.finish("Token hit ratio against capacity")),
-        )
+    /// What is drawn as SVG, in the order of the page.
+    fn figures(&self) -> Vec<Figure> {
+        let plots = self.plots.iter().filter_map(Plot::figure);
+        let others = [self.latencies(), load::figure(&self.runs), gantt::figure(&self.runs)];
+        plots.chain(others.into_iter().flatten()).collect()
     }
 
-    fn latencies(&self) -> String {
-        let mut panels = String::new();
+    /// The plots of the page as files of their own, on a light ground: everything but tiles, tables and block maps.
+    pub fn pictures(&self) -> Vec<Picture> {
+        self.figures().iter().map(Figure::picture).collect()
+    }
+
+    fn latencies(&self) -> Option<Figure> {
+        let mut panels = Vec::new();
         for (name, about, of) in [
             ("Time to first token", "arrival to first token", Kind::Ttft),
             ("Time per output token", "mean of a request, after its first", Kind::Tpot),
@@ -142,21 +134,48 @@ impl Page<'_> {
             for series in &series {
                 frame.steps(series);
             }
-            let _ = write!(panels, "<div><h3>{name}</h3>{}</div>", frame.finish(name));
+            panels.push(Panel { name: name.into(), ..frame.finish(name) });
         }
-        if panels.is_empty() {
-            return panels;
-        }
-        let legend = if self.runs.len() > 1 {
-            plot::legend(self.runs.iter().enumerate().map(|(color, run)| (run.name, color)))
-        } else {
-            String::new()
-        };
-        figure(
+        let several = self.runs.len() > 1;
+        let legend = self.runs.iter().enumerate().filter(|_| several);
+        Figure::of(
             "Latency",
             "The share of requests that took at most so long. Steep is predictable; a long tail to the right is somebody waiting.",
-            &format!("{legend}<div class=\"pair\">{panels}</div>"),
+            legend.map(|(color, run)| (run.name.to_owned(), color)),
+            panels,
         )
+        .map(Figure::in_pairs)
+    }
+}
+
+impl Plot {
+    /// `None` without a point.
+    fn figure(&self) -> Option<Figure> {
+        let curves = self.curves.iter().map(|curve| {
+            let points = curve.points.iter().filter(|p| p.x > 0.0).copied();
+            (&curve.name, points.collect::<Vec<Point>>())
+        });
+        let curves: Vec<_> = curves.collect();
+        let points = || curves.iter().flat_map(|(_, points)| points);
+        let least = points().map(|p| p.x).min_by(f64::total_cmp)?;
+        let most = points().map(|p| p.x).fold(least, f64::max);
+        let level = self.level.as_ref().map_or(0.0, |(_, y)| *y);
+        let top = points().map(|p| p.y + p.half_width.unwrap_or(0.0)).fold(level, f64::max);
+        let x = Scale::log(least, most, Unit::Count);
+        let y = Scale::linear(0.0, if top > 0.0 { top } else { 1.0 }, self.unit);
+        let mut frame = Frame::new(1000.0, 380.0, x, y);
+        frame.labels(&self.x_label, &self.y_label);
+        if let Some((name, y)) = &self.level {
+            frame.level(*y, name);
+        }
+        for (color, (name, points)) in curves.iter().enumerate() {
+            let series = Series { name, color, points: points.iter().map(|p| (p.x, p.y)).collect() };
+            frame.intervals(color, points.iter().filter_map(|p| Some((p.x, p.y, p.half_width?))));
+            frame.line(&series);
+            frame.dots(&series);
+        }
+        let legend = curves.iter().enumerate().map(|(color, (name, _))| ((*name).clone(), color));
+        Figure::of(&self.title, &self.about, legend, vec![frame.finish(&self.title)])
     }
 }
 
@@ -191,11 +210,6 @@ impl Kind {
         values.sort_unstable_by(f64::total_cmp);
         cdf(&values, CDF_POINTS)
     }
-}
-
-/// A section of the page.
-fn figure(title: &str, about: &str, content: &str) -> String {
-    format!("<section>\n<h2>{title}</h2>\n<p class=\"about\">{about}</p>\n{content}\n</section>\n")
 }
 
 /// Text that is safe in HTML, also in a quoted attribute.

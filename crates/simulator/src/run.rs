@@ -190,6 +190,8 @@ pub fn run<'s>(
     record.steps.preemptions = counters.preemptions;
     record.itl_ns = executor.itl_ns;
     record.activity = executor.watched.map(|watched| watched.activity).unwrap_or_default();
+    // The scheduler knows places in the list, a report what the trace calls them.
+    record.activity.iter_mut().for_each(|activity| activity.request = requests[activity.request as usize].id);
     record.block_map = blocks.map(|blocks| blocks.map);
     Ok(Run { record, counters, turns })
 }

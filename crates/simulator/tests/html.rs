@@ -1,7 +1,7 @@
 //! The page: complete, self-contained, the same bytes for the same runs. `KVIST_PAGE=FILE` writes it, to be looked at.
 use kvist_cache::evict::{POLICIES, Parameters};
 use kvist_simulator::cost::{BatchShape, Hardware, ModelShape, Roofline, StepCost};
-use kvist_simulator::html::{Curve, Page, Point, Run};
+use kvist_simulator::html::{Curve, Page, Plot, Point, Run, Unit};
 use kvist_simulator::report::{BlockMap, BlockState, Load, Objectives, Outcome, Record, Report, RequestRow};
 use kvist_simulator::request::Request;
 use kvist_simulator::trace::{ReadOptions, Trace};
@@ -155,20 +155,33 @@ fn curves() -> (Vec<Curve>, f64) {
     (POLICIES.iter().map(|policy| curve(policy.name)).collect(), ratio("lru", None))
 }
 
-fn page(n_runs: usize) -> String {
+fn with_page<T>(n_runs: usize, then: impl FnOnce(&Page<'_>) -> T) -> T {
     let records = records();
     let objectives = Objectives { ttft_s: Some(1.0), tpot_s: Some(0.05) };
     let reports: Vec<Report> = records.iter().map(|(_, record)| Report::of(record, &objectives)).collect();
     let runs = records.iter().zip(&reports).take(n_runs);
-    let (hit_ratio, without_bound) = curves();
-    Page {
+    let (curves, without_bound) = curves();
+    let hit_ratio = Plot {
+        title: "Hit ratio against capacity".into(),
+        about: "What each <policy> finds.".into(),
+        x_label: "capacity in blocks".into(),
+        y_label: "tokens found in the cache".into(),
+        unit: Unit::Percent,
+        curves,
+        level: Some(("without bound".into(), without_bound)),
+    };
+    let zero = Curve { name: "nothing".into(), points: vec![Point { x: 0.0, y: 1.0, half_width: None }] };
+    let nothing = Plot { title: "Of nothing".into(), curves: vec![zero], level: None, ..hit_ratio.clone() };
+    then(&Page {
         title: "Two batches <of> one load",
         about: "300 requests in bursts, on one L40S.",
         runs: runs.map(|((name, record), report)| Run { name, record, report }).collect(),
-        hit_ratio,
-        without_bound: Some(without_bound),
-    }
-    .render()
+        plots: vec![hit_ratio, nothing],
+    })
+}
+
+fn page(n_runs: usize) -> String {
+    with_page(n_runs, |page| page.render())
 }
 
 /// Every tag that opens closes, in order; `<br>` and the like do not.
@@ -200,7 +213,9 @@ fn complete_and_self_contained() {
     for n_runs in [0, 1, 2] {
         let page = page(n_runs);
         check_tags(&page);
-        for foreign in ["http", "src=", "@import", "url(", "NaN", "inf\"", "<of>", "<32>"] {
+        for foreign in
+            ["http", "src=", "@import", "url(", "NaN", "inf\"", "<of>", "<32>", "<policy>", "Of nothing"]
+        {
             assert!(!page.contains(foreign), "{n_runs} runs: {foreign}");
         }
         let sections = ["Hit ratio against capacity", "Latency", "Memory and batch", "Requests", "Block map"];
@@ -228,4 +243,33 @@ fn of_nothing() {
     let page = Page { runs, ..Page::default() }.render();
     check_tags(&page);
     assert!(!page.contains("NaN"));
+}
+
+/// Files of their own: every plot of the page, nothing fetched, and no colour left to a variable.
+#[test]
+fn pictures() {
+    let pictures = with_page(2, |page| page.pictures());
+    let names: Vec<&str> = pictures.iter().map(|picture| picture.name.as_str()).collect();
+    assert_eq!(names, ["hit-ratio-against-capacity", "latency", "memory-and-batch-over-time", "requests"]);
+    let page = page(2);
+    for picture in &pictures {
+        let svg = &picture.svg;
+        check_tags(svg);
+        let begin = "<svg xmlns=\"http://www.w3.org/2000/svg\"";
+        assert!(svg.starts_with(begin), "{}", picture.name);
+        for foreign in ["http", "src=", "@import", "url(", "var(", "NaN", ": ;"] {
+            assert!(!svg[begin.len()..].contains(foreign), "{}: {foreign}", picture.name);
+        }
+        // What is drawn is what the page draws.
+        let panels = svg.split("<g transform=").skip(1).map(|panel| &panel[panel.find('>').unwrap() + 1..]);
+        for panel in panels {
+            let body = panel.rsplit_once("</g>").unwrap().0;
+            assert!(page.contains(body), "{}", picture.name);
+        }
+        if let Some(path) = std::env::var_os("KVIST_PAGE") {
+            std::fs::write(Path::new(&path).with_extension(format!("{}.svg", picture.name)), svg).unwrap();
+        }
+    }
+    assert_eq!(with_page(0, |page| page.pictures()).len(), 1);
+    assert!(Page::default().pictures().is_empty());
 }

@@ -370,11 +370,17 @@ fn three_requests_by_hand() {
                 preempted,
                 ..Config::default()
             },
+            watch: true,
             ..Options::default()
         };
         let done = run(&requests, paged(1 << 20, 16, None), &rates, &options, None, &mut |_| ()).unwrap();
         let mut ends = [0; 3];
         done.record.requests.iter().for_each(|row| ends[row.id as usize] = row.finished_ns.unwrap() / 1000);
+        // Pictures once gave the bars of one request to another: those who are worked on are named as the rows are.
+        for row in &done.record.requests {
+            let of_row = done.record.activity.iter().filter(|activity| activity.request == row.id);
+            assert_eq!(of_row.map(|activity| activity.to_ns).max(), row.finished_ns, "request {}", row.id);
+        }
         if ends != ends_us {
             bad.push(format!("{policy} {preempted:?} from {arrivals:?}: {ends:?}, by hand {ends_us:?}"));
         }

@@ -6,23 +6,24 @@ mod schedule;
 mod show;
 mod spec;
 mod sweep;
+mod zero;
 
 use crate::options::wrong_usage;
 use crate::{output, progress};
 use anyhow::Context;
 use blocks::BlockArgs;
-use clap::{Subcommand, ValueEnum, ValueHint};
+use clap::{Subcommand, ValueHint};
 use costs::CostArgs;
+use kvist_cache::evict;
 use kvist_simulator::html;
-use kvist_simulator::report::{self, Objectives, Report};
+use kvist_simulator::report::{self, Objectives, Record, Report};
 use kvist_simulator::request::Request;
 use kvist_simulator::run::{self, Options, Part, Recorder, Run};
-use kvist_simulator::zero_service::{self, BlockStream};
 use requests::{RequestArgs, Requests};
 use schedule::ScheduleArgs;
-use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
+use zero::ZeroArgs;
 
 #[derive(clap::Args)]
 #[command(
@@ -31,7 +32,9 @@ use std::time::Duration;
         kvist simulate --hardware h100-sxm --shape llama-3.1-8b --arrivals poisson:per_s=8 --html report.html\n  \
         kvist simulate --trace conversation_trace.jsonl --capacity-blocks 200000 --slo-ttft 2s\n  \
         kvist simulate --trace conversation_trace.jsonl --zero-service --policy lru --capacity-blocks 10000 --json\n  \
-        kvist simulate sweep --policies lru,lfu --capacities 10000,100000,inf --out sweep"
+        kvist simulate sweep --policies lru,lfu --capacities 10000,100000,inf --out sweep\n  \
+        kvist simulate sweep --trace conversation_trace.jsonl --zero-service --policies lru,opt --capacities 1000,10000 \
+        --out bound"
 )]
 pub struct Args {
     #[command(subcommand)]
@@ -43,12 +46,6 @@ pub struct Args {
     /// Seed of the workload: same seed, same bytes
     #[arg(long, default_value_t = 1, value_name = "N")]
     seed: u64,
-    /// Let serving take no time: the trace against the eviction policy alone, outside the rules of a prefix index
-    #[arg(long)]
-    zero_service: bool,
-    /// In which order a request touches its blocks, with --zero-service
-    #[arg(long, value_enum, default_value_t = TouchOrder::Reverse, requires = "zero_service")]
-    touch_order: TouchOrder,
 }
 
 #[derive(Subcommand)]
@@ -68,6 +65,8 @@ pub struct What {
     schedule: ScheduleArgs,
     #[command(flatten)]
     costs: CostArgs,
+    #[command(flatten)]
+    zero: ZeroArgs,
     /// Promised time to the first token: 2s, 500ms
     #[arg(long, value_name = "TIME", value_parser = spec::duration, help_heading = "Objectives")]
     slo_ttft: Option<Duration>,
@@ -94,17 +93,18 @@ struct ShowArgs {
     /// One page with plots, complete in itself
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Results")]
     html: Option<PathBuf>,
+    /// Folder for the plots of that page, an SVG file each
+    #[arg(long, value_name = "FOLDER", value_hint = ValueHint::DirPath, help_heading = "Results")]
+    svg: Option<PathBuf>,
+    /// Schedulers to run and draw beside that of --schedule, on the same load
+    #[arg(
+        long, value_name = "NAME,...", value_delimiter = ',', conflicts_with_all = ["json", "csv", "record"],
+        help_heading = "Results"
+    )]
+    beside: Vec<String>,
     /// Everything that arrived, was decided and happened to blocks, as JSON lines
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Results")]
     record: Option<PathBuf>,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum TouchOrder {
-    /// Tail to head: tails are first in line for eviction
-    Reverse,
-    /// Head to tail
-    Forward,
 }
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
@@ -115,57 +115,100 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if !quiet {
         requests.remarks.iter().for_each(|remark| output::note(remark));
     }
-    if args.zero_service {
+    if args.what.zero.zero_service {
         return zero_service(&args, &requests);
     }
+    let requests = requests.in_order_of_arrival();
+    let whats: Vec<What> = std::iter::once(&args.what.schedule.schedule)
+        .chain(&args.show.beside)
+        .map(|schedule| {
+            let mut what = args.what.clone();
+            what.schedule.schedule.clone_from(schedule);
+            what
+        })
+        .collect();
+    whats.iter().try_for_each(What::check)?;
     let objectives = args.what.objectives();
-    let watched = args.show.html.is_some();
-    let done = {
-        let bar = progress::bar("requests", requests.list.len() as u64, quiet);
-        let mut recording = args.show.record.as_deref().map(output::FileInParts::create).transpose()?;
-        let mut record = |lines: &str| match &mut recording {
-            Some(file) => file.write(lines.as_bytes()),
-            None => Ok(()),
-        };
-        let options = Options { explain: true, watch: watched, ..args.what.options() };
-        let done = simulate(
-            &args.what,
-            &requests.list,
-            &options,
-            args.show.record.is_some(),
-            &mut record,
-            &mut |n| {
-                bar.set_position(n as u64);
-            },
-        )?;
-        bar.finish_and_clear();
-        if let Some(file) = recording {
-            file.finish()?;
-        }
-        done
+    let mut runs = Vec::new();
+    for what in &whats {
+        let record = watched(&args, what, &requests, quiet)?;
+        runs.push((Report::of(&record, &objectives), record));
+    }
+    if let (Some(file), Some((_, record))) = (&args.show.csv, runs.first()) {
+        let mut rows = Vec::new();
+        report::write_csv(&mut rows, &record.requests).context("cannot write rows")?;
+        output::write_file(file, &rows)?;
+    }
+    let drawn = whats.iter().zip(&runs).map(|(what, (report, record))| html::Run {
+        name: &what.schedule.schedule,
+        record,
+        report,
+    });
+    let page = html::Page { title: &requests.name, runs: drawn.collect(), ..html::Page::default() };
+    if let Some(file) = &args.show.html {
+        output::write_file(file, page.render().as_bytes())?;
+    }
+    if let Some(folder) = &args.show.svg {
+        write_pictures(folder, &page)?;
+    }
+    if let (true, Some((report, _))) = (args.show.json, runs.first()) {
+        return output::show_json(report);
+    }
+    let texts: Vec<String> = runs.iter().map(|(report, _)| show::report(report)).collect();
+    output::show(&texts.join("\n"))
+}
+
+/// One of the runs that are shown, with its recording if one is asked for.
+fn watched(args: &Args, what: &What, requests: &Requests, quiet: bool) -> anyhow::Result<Record> {
+    let bar = progress::bar("requests", requests.list.len() as u64, quiet);
+    let mut recording = args.show.record.as_deref().map(output::FileInParts::create).transpose()?;
+    let mut hear = |lines: &str| match &mut recording {
+        Some(file) => file.write(lines.as_bytes()),
+        None => Ok(()),
     };
+    let watch = args.show.html.is_some() || args.show.svg.is_some();
+    let options = Options { explain: true, watch, ..what.options() };
+    let mut tell = |n: usize| bar.set_position(n as u64);
+    let done = simulate(what, &requests.list, &options, args.show.record.is_some(), &mut hear, &mut tell)?;
+    bar.finish_and_clear();
+    if let Some(file) = recording {
+        file.finish()?;
+    }
     let mut record = done.record;
     record.setting.insert("load".to_owned(), requests.name.clone());
     if requests.drawn {
         record.setting.insert("seed".to_owned(), args.seed.to_string());
     }
-    let report = Report::of(&record, &objectives);
-    if let Some(file) = &args.show.csv {
-        let mut rows = Vec::new();
-        report::write_csv(&mut rows, &record.requests).context("cannot write rows")?;
-        output::write_file(file, &rows)?;
+    Ok(record)
+}
+
+/// The plots of `page`, an SVG file each.
+fn write_pictures(folder: &Path, page: &html::Page<'_>) -> anyhow::Result<()> {
+    std::fs::create_dir_all(folder)
+        .with_context(|| format!("cannot make the folder {}", folder.display()))?;
+    for picture in page.pictures() {
+        output::write_file(&folder.join(picture.name + ".svg"), picture.svg.as_bytes())?;
     }
-    if let Some(file) = &args.show.html {
-        let run = html::Run { name: "", record: &record, report: &report };
-        let page = html::Page { title: &requests.name, runs: vec![run], ..html::Page::default() };
-        output::write_file(file, page.render().as_bytes())?;
-    }
-    if args.show.json { output::show_json(&report) } else { output::show(&show::report(&report)) }
+    Ok(())
 }
 
 impl What {
     pub fn options(&self) -> Options {
-        Options { scheduler: self.schedule.config(), max_new: self.schedule.max_new(), ..Options::default() }
+        let scheduler = self.schedule.config(self.costs.work());
+        Options { scheduler, max_new: self.schedule.max_new(), ..Options::default() }
+    }
+
+    /// What cannot be is said before hours are spent.
+    pub fn check(&self) -> anyhow::Result<()> {
+        if self.zero.zero_service {
+            let policy = evict::build(&self.blocks.policy, &self.blocks.parameters()?);
+            return policy.map(|_| ()).map_err(|why| wrong_usage(why.to_string()));
+        }
+        let config = self.options().scheduler;
+        let sound = config.check().and_then(|()| kvist_scheduler::build_policy(&config).map(|_| ()));
+        sound.map_err(|why| wrong_usage(why.to_string()))?;
+        self.costs.get()?;
+        self.blocks.cache(&[], self.costs.cache_tokens()?).map(|_| ())
     }
 }
 
@@ -193,27 +236,24 @@ pub fn simulate(
 }
 
 fn zero_service(args: &Args, requests: &Requests) -> anyhow::Result<()> {
-    for (given, flag) in
-        [(&args.show.csv, "--csv"), (&args.show.html, "--html"), (&args.show.record, "--record")]
-    {
+    for (given, flag) in [
+        (&args.show.csv, "--csv"),
+        (&args.show.html, "--html"),
+        (&args.show.svg, "--svg"),
+        (&args.show.record, "--record"),
+    ] {
         if given.is_some() {
             return Err(wrong_usage(format!(
-                "{flag} does not go with --zero-service, where nothing takes time: take --json"
+                "{flag} does not go with --zero-service, where nothing takes time: take --json, or sweep"
             )));
         }
     }
-    let blocks = &args.what.blocks;
-    let stream = BlockStream::of(&requests.list, blocks.block_tokens)?;
-    let order = match args.touch_order {
-        TouchOrder::Reverse => zero_service::TouchOrder::Reverse,
-        TouchOrder::Forward => zero_service::TouchOrder::Forward,
-    };
-    let (policy, parameters) = (&blocks.policy, blocks.parameters()?);
-    let result = zero_service::replay(&stream, policy, &parameters, blocks.capacity_blocks.blocks(), order)
-        .map_err(|why| wrong_usage(why.to_string()))?;
+    if !args.show.beside.is_empty() {
+        return Err(wrong_usage("--beside does not go with --zero-service, where nobody waits for anybody"));
+    }
+    let result = zero::replay(&args.what, &requests.list)?;
     if args.show.json {
         return output::show_json(&result);
     }
-    output::show(&show::zero_service(&result, &requests.name))?;
-    std::io::stdout().flush().context("cannot write to stdout")
+    output::show(&show::zero_service(&result, &requests.name))
 }

@@ -1,5 +1,6 @@
 //! The block map: every block at a moment that the reader chooses.
-use super::{Run, escape, figure};
+use super::picture::section_of;
+use super::{Run, escape};
 use crate::report::{BlockFrame, BlockMap, BlockState};
 use std::fmt::Write;
 
@@ -25,7 +26,7 @@ pub(super) fn section(runs: &[Run<'_>]) -> String {
     let about = "Every block, in the order of its number. A colour is a request; move the slider to travel in time, \
                  and the pointer over a square to ask whose it is.";
     let script = include_str!("blocks.js");
-    figure(
+    section_of(
         "Block map",
         about,
         &format!("{maps}<noscript>The map needs JavaScript.</noscript>\n<script>\n{script}</script>"),

@@ -1,7 +1,8 @@
 //! Requests as bars: waiting, reading their prompt, writing.
-use super::plot::{self, n, svg};
+use super::Run;
+use super::picture::{Figure, Panel};
+use super::plot::n;
 use super::scale::{Scale, Unit};
-use super::{Run, escape, figure};
 use crate::report::{Activity, Phase, RequestRow};
 use std::fmt::Write;
 
@@ -15,37 +16,32 @@ const INNER: f64 = WIDTH - LEFT - 16.0;
 const READING: usize = 0;
 const WRITING: usize = 2;
 
-pub(super) fn section(runs: &[Run<'_>]) -> String {
+pub(super) fn figure(runs: &[Run<'_>]) -> Option<Figure> {
     // The same requests under every run, so that they can be compared; the first run chooses.
-    let Some((first, chosen)) = runs.iter().map(|run| (run, choose(run))).find(|(_, ids)| !ids.is_empty())
-    else {
-        return String::new();
-    };
+    let (first, chosen) = runs.iter().map(|run| (run, choose(run))).find(|(_, ids)| !ids.is_empty())?;
     let is_part = chosen.len() < first.record.requests.len();
     let of_runs: Vec<Vec<RequestRow>> = runs.iter().map(|run| rows(run, &chosen)).collect();
-    let mut panels = String::new();
+    let mut panels = Vec::new();
     for (run, rows) in runs.iter().zip(&of_runs).filter(|(_, rows)| !rows.is_empty()) {
-        if runs.len() > 1 {
-            let _ = write!(panels, "<h3>{}</h3>", escape(run.name));
-        }
         // Where all is shown, one axis for all runs.
         let on_axis = || of_runs.iter().filter(|other| !is_part || std::ptr::eq(*other, rows)).flatten();
         let begin = on_axis().map(|row| row.arrival_ns).min().unwrap_or(0);
         let end = on_axis().filter_map(|row| row.finished_ns).max().unwrap_or(begin);
         let x = Scale::linear(begin as f64 / 1e9, end.max(begin + 1) as f64 / 1e9, Unit::Seconds);
-        panels += &picture(rows, &run.record.activity, &x);
+        let name = if runs.len() > 1 { run.name.to_owned() } else { String::new() };
+        panels.push(Panel { name, ..picture(rows, &run.record.activity, &x) });
     }
-    let legend = plot::legend([("reading the prompt", READING), ("writing", WRITING)].into_iter());
     let which = if is_part {
         let total = first.record.requests.len();
         format!(" Shown are {} of {total} requests, around the longest queue.", chosen.len())
     } else {
         String::new()
     };
-    figure(
+    Figure::of(
         "Requests",
         &format!("One bar per request, from arrival to its last token; the thin part is waiting.{which}"),
-        &format!("{legend}{panels}"),
+        [("reading the prompt", READING), ("writing", WRITING)].map(|(name, color)| (name.to_owned(), color)),
+        panels,
     )
 }
 
@@ -80,7 +76,7 @@ fn rows(run: &Run<'_>, ids: &[u64]) -> Vec<RequestRow> {
     rows
 }
 
-fn picture(rows: &[RequestRow], activity: &[Activity], x: &Scale) -> String {
+fn picture(rows: &[RequestRow], activity: &[Activity], x: &Scale) -> Panel {
     let pitch = if rows.len() <= 12 { 26.0 } else { 10.0 };
     let bar = pitch * 0.66;
     let top = 8.0;
@@ -143,7 +139,8 @@ fn picture(rows: &[RequestRow], activity: &[Activity], x: &Scale) -> String {
         }
         body += "</g>";
     }
-    svg(WIDTH, bottom + 24.0, "Requests over time", &body)
+    let said = "Requests over time".into();
+    Panel { name: String::new(), said, width: WIDTH, height: bottom + 24.0, body }
 }
 
 fn said(row: &RequestRow) -> String {

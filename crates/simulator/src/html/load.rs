@@ -1,9 +1,9 @@
 //! Memory and batch over time.
-use super::plot::{self, Frame, Series, time_axis};
+use super::Run;
+use super::picture::{Figure, Panel};
+use super::plot::{Frame, Series, time_axis};
 use super::scale::{Scale, Unit};
-use super::{Run, escape, figure};
 use crate::report::Load;
-use std::fmt::Write;
 
 /// Moments on a plot: more cannot be seen.
 const MOST_POINTS: usize = 500;
@@ -13,8 +13,8 @@ const CACHED: usize = 2;
 const RUNNING: usize = 3;
 const QUEUED: usize = 1;
 
-pub(super) fn section(runs: &[Run<'_>]) -> String {
-    let mut panels = String::new();
+pub(super) fn figure(runs: &[Run<'_>]) -> Option<Figure> {
+    let mut panels = Vec::new();
     for run in runs {
         let samples = run.record.timeline.thinned(MOST_POINTS);
         let (Some(first), Some(last)) = (samples.first(), samples.last()) else { continue };
@@ -24,9 +24,7 @@ pub(super) fn section(runs: &[Run<'_>]) -> String {
             samples.iter().map(|s| ((s.at_ns - begin_ns) as f64 / 1e9, of(&s.load) as f64)).collect()
         };
         let most = |points: &[(f64, f64)]| points.iter().map(|p| p.1).fold(0.0, f64::max);
-        if runs.len() > 1 {
-            let _ = write!(panels, "<h3>{}</h3>", escape(run.name));
-        }
+        let name = if runs.len() > 1 { run.name.to_owned() } else { String::new() };
 
         let used = points(&|load| load.used_blocks);
         let total = points(&|load| load.used_blocks + load.cached_blocks);
@@ -41,7 +39,7 @@ pub(super) fn section(runs: &[Run<'_>]) -> String {
         if let Some(capacity) = capacity.filter(|c| *c <= top) {
             frame.level(capacity, "capacity");
         }
-        panels += &frame.finish("Blocks over time");
+        panels.push(Panel { name, ..frame.finish("Blocks over time") });
 
         let running = points(&|load| load.running_requests);
         let queued = points(&|load| load.queued_requests);
@@ -50,23 +48,18 @@ pub(super) fn section(runs: &[Run<'_>]) -> String {
         frame.labels("virtual time", "requests");
         frame.steps(&Series { name: "waiting", color: QUEUED, points: queued });
         frame.steps(&Series { name: "in the batch", color: RUNNING, points: running });
-        panels += &frame.finish("Requests over time");
+        panels.push(frame.finish("Requests over time"));
     }
-    if panels.is_empty() {
-        return panels;
-    }
-    let legend = plot::legend(
-        [
-            ("blocks held by requests", USED),
-            ("blocks cached", CACHED),
-            ("requests in the batch", RUNNING),
-            ("requests waiting", QUEUED),
-        ]
-        .into_iter(),
-    );
-    figure(
+    let legend = [
+        ("blocks held by requests", USED),
+        ("blocks cached", CACHED),
+        ("requests in the batch", RUNNING),
+        ("requests waiting", QUEUED),
+    ];
+    Figure::of(
         "Memory and batch over time",
         "Where blocks reach the capacity and requests wait, memory is what is missing; where they wait below it, time is.",
-        &format!("{legend}{panels}"),
+        legend.map(|(name, color)| (name.to_owned(), color)),
+        panels,
     )
 }

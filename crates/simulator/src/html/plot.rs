@@ -1,5 +1,6 @@
 //! Axes and what is drawn between them, as SVG. Colours are CSS variables, so that a plot follows the page.
 use super::escape;
+use super::picture::Panel;
 use super::scale::{Scale, Unit};
 use std::fmt::Write;
 
@@ -190,9 +191,15 @@ impl Frame {
         }
     }
 
-    /// The finished plot; `name` is what a screen reader says.
-    pub fn finish(self, name: &str) -> String {
-        svg(self.width, self.height, name, &self.body)
+    /// The finished plot; `said` is what a screen reader says.
+    pub fn finish(self, said: &str) -> Panel {
+        Panel {
+            name: String::new(),
+            said: said.into(),
+            width: self.width,
+            height: self.height,
+            body: self.body,
+        }
     }
 }
 
@@ -206,24 +213,6 @@ fn held(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
         corners.push((*x, *y));
     }
     corners
-}
-
-pub(super) fn svg(width: f64, height: f64, name: &str, body: &str) -> String {
-    format!(
-        "<svg viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\">{body}</svg>\n",
-        n(width),
-        n(height),
-        escape(name)
-    )
-}
-
-/// Names and their colours.
-pub(super) fn legend<'a>(entries: impl Iterator<Item = (&'a str, usize)>) -> String {
-    let mut legend = String::from("<p class=\"legend\">");
-    for (name, color) in entries {
-        let _ = write!(legend, "<span><i class=\"c{}\"></i>{}</span>", color % N_COLORS, escape(name));
-    }
-    legend + "</p>\n"
 }
 
 /// A coordinate, to a tenth of a pixel.

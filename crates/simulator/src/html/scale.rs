@@ -2,8 +2,9 @@
 
 /// What an axis counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Unit {
+pub enum Unit {
     Seconds,
+    /// Of anything.
     Count,
     /// 1 is 100%.
     Percent,
@@ -11,7 +12,7 @@ pub(super) enum Unit {
 
 impl Unit {
     /// Short, with at most three digits that matter.
-    pub fn show(self, value: f64) -> String {
+    pub(super) fn show(self, value: f64) -> String {
         match self {
             Unit::Percent => format!("{}%", digits(value * 100.0)),
             Unit::Count => {

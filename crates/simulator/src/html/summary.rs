@@ -1,6 +1,7 @@
 //! What a run was, and its figures.
+use super::picture::section_of;
 use super::scale::Unit;
-use super::{Run, escape, figure};
+use super::{Run, escape};
 use crate::report::Report;
 use std::fmt::Write;
 
@@ -9,7 +10,7 @@ pub(super) fn sections(runs: &[Run<'_>]) -> String {
     match runs {
         [] => String::new(),
         [run] => format!("<section class=\"tiles\">{}</section>\n{}", tiles(run.report), setting(run)),
-        runs => figure("Side by side", "The same load, under each.", &table(runs)),
+        runs => section_of("Side by side", "The same load, under each.", &table(runs)),
     }
 }
 

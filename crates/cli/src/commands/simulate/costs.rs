@@ -2,6 +2,7 @@
 use crate::options::wrong_usage;
 use anyhow::Context;
 use clap::ValueHint;
+use kvist_scheduler::TokenWork;
 use kvist_simulator::cost::{ConstantRates, Hardware, MeasuredTable, ModelShape, Roofline, StepCost};
 use std::path::PathBuf;
 
@@ -27,7 +28,7 @@ pub struct CostArgs {
     /// Constant rates instead: generated tokens per millisecond, over all sequences
     #[arg(long, value_name = "N", requires = "prefill_rate", help_heading = COST)]
     decode_rate: Option<f64>,
-    /// A measured table instead (docs/simulator.md)
+    /// A measured table instead (docs/traces.md)
     #[arg(
         long, value_name = "FILE", value_hint = ValueHint::FilePath,
         conflicts_with_all = ["hardware", "shape", "prefill_rate"], help_heading = COST
@@ -82,6 +83,13 @@ impl CostArgs {
             return Ok(Box::new(rates.ok_or_else(|| wrong_usage(why))?));
         }
         Ok(Box::new(self.roofline()?))
+    }
+
+    /// What a token costs, if that is the same for all of them: what policies that weigh work are told.
+    pub fn work(&self) -> Option<TokenWork> {
+        // A cast saturates.
+        let ns = |per_ms: f64| (1e6 / per_ms).round() as u64;
+        Some(TokenWork { prefill_ns: ns(self.prefill_rate?), decode_ns: ns(self.decode_rate?) })
     }
 
     /// Tokens that the memory holds beside the weights; `None` where no machine is given.

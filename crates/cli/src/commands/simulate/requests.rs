@@ -26,7 +26,7 @@ pub struct RequestArgs {
     /// Let turns of a chat wait for the answer before, instead of arriving when they did
     #[arg(long, requires = "trace", help_heading = TRACE)]
     follow_parents: bool,
-    /// Requests to draw
+    /// Requests to draw, at least: chats and agents come whole
     #[arg(long, default_value_t = 1000, value_name = "N", conflicts_with = "trace", help_heading = WORKLOAD)]
     requests: usize,
     /// When requests, or whole chats, arrive: poisson:per_s=X, gamma:per_s=X,variation=X, on_off:per_s=X,on_s=X,off_s=X,
@@ -42,8 +42,8 @@ pub struct RequestArgs {
         value_name = "CONTENTS", conflicts_with = "trace", help_heading = WORKLOAD
     )]
     contents: Contents,
-    /// Tokens of a prompt of its own, or that a user adds: 300, exponential:mean=N, lognormal:mean=N,variation=X,
-    /// balanced:mean=N,variation=X, uniform:least=N,most=N
+    /// Tokens of a prompt of its own, or that a user adds: deterministic:tokens=N, exponential:mean=N,
+    /// lognormal:mean=N,variation=X, balanced:mean=N,variation=X, uniform:least=N,most=N
     #[arg(
         long, default_value = "lognormal:mean=400,variation=1.5", value_name = "LENGTHS", conflicts_with = "trace",
         help_heading = WORKLOAD
@@ -64,6 +64,7 @@ fn format(name: &str) -> Result<Format, String> {
 
 /// What arrives, and what to say about it.
 pub struct Requests {
+    /// A trace's in the order of the file.
     pub list: Vec<Request>,
     /// For titles.
     pub name: String,
@@ -72,12 +73,20 @@ pub struct Requests {
     pub remarks: Vec<String>,
 }
 
+impl Requests {
+    /// Of the same moment, in the order of the file.
+    pub fn in_order_of_arrival(mut self) -> Requests {
+        self.list.sort_by_key(|request| request.arrival_ns);
+        self
+    }
+}
+
 impl RequestArgs {
     pub fn is_drawn(&self) -> bool {
         self.trace.is_none()
     }
 
-    /// The requests of `seed`, in order of arrival. A trace has no seed.
+    /// The requests of `seed`. A trace has no seed.
     pub fn get(&self, seed: u64) -> anyhow::Result<Requests> {
         let Some(file) = &self.trace else { return self.draw(seed) };
         let options = ReadOptions {
@@ -97,7 +106,7 @@ impl RequestArgs {
         }
         let name =
             file.file_name().map_or_else(|| file.display().to_string(), |n| n.to_string_lossy().into_owned());
-        Ok(Requests { list: trace.into_arrival_order(), name, drawn: false, remarks })
+        Ok(Requests { list: trace.requests, name, drawn: false, remarks })
     }
 
     fn draw(&self, seed: u64) -> anyhow::Result<Requests> {

@@ -1,6 +1,6 @@
 //! Who runs next.
 use clap::ValueEnum;
-use kvist_scheduler::{Admission, Config, LengthSource, PrefixOrder};
+use kvist_scheduler::{Admission, Config, LengthSource, Preempted, PrefixOrder, TokenWork};
 
 const SCHEDULER: &str = "Scheduler";
 
@@ -24,6 +24,9 @@ pub struct ScheduleArgs {
     /// Admit only what fits to its end, so that nothing is ever preempted for space
     #[arg(long, help_heading = SCHEDULER)]
     conservative: bool,
+    /// What a request keeps when a more urgent one takes its place
+    #[arg(long, value_enum, default_value_t = Keeps::Recompute, help_heading = SCHEDULER)]
+    preempted: Keeps,
     /// Let the longest prefix hit go first among so many at the head of the queue
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = SCHEDULER)]
     prefix_window: Option<u32>,
@@ -39,11 +42,20 @@ enum Lengths {
     Oracle,
 }
 
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Keeps {
+    /// Its text; what the prefix cache has lost of it is computed again
+    Recompute,
+    /// Its blocks too, until somebody in the batch needs them
+    Kept,
+}
+
 impl ScheduleArgs {
     pub fn max_new(&self) -> Option<u32> {
         self.max_new
     }
-    pub fn config(&self) -> Config {
+    /// `work` is what policies believe that tokens cost, where that is known.
+    pub fn config(&self, work: Option<TokenWork>) -> Config {
         let defaults = Config::default();
         Config {
             policy: self.schedule.clone(),
@@ -55,6 +67,11 @@ impl ScheduleArgs {
             max_batch: self.max_batch,
             max_batch_tokens: self.batch_tokens,
             admission: if self.conservative { Admission::Conservative } else { defaults.admission },
+            preempted: match self.preempted {
+                Keeps::Recompute => Preempted::Recompute,
+                Keeps::Kept => Preempted::Kept,
+            },
+            work: work.unwrap_or(defaults.work),
             prefix_order: self.prefix_window.map_or(PrefixOrder::Off, PrefixOrder::Window),
             ..defaults
         }

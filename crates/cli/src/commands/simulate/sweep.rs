@@ -4,12 +4,12 @@
 //! on. A cell whose file is there is not run again; a file is there whole or not at all. So a sweep can be stopped at
 //! any time, and its results do not depend on the number of threads.
 use super::spec::Capacity;
-use super::{What, simulate};
+use super::{What, simulate, write_pictures, zero};
 use crate::options::wrong_usage;
 use crate::{output, progress};
 use anyhow::Context;
 use clap::ValueHint;
-use kvist_simulator::html::{Curve, Page, Point};
+use kvist_simulator::html::{Curve, Page, Plot, Point, Unit};
 use kvist_simulator::report::{Report, VERSION, over_seeds};
 use kvist_simulator::request::Request;
 use kvist_simulator::run::Options;
@@ -91,6 +91,11 @@ struct Table {
 }
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
+    if args.what.zero.zero_service && !args.schedules.is_empty() {
+        return Err(wrong_usage(
+            "--schedules does not go with --zero-service, where nobody waits for anybody",
+        ));
+    }
     let cells = cells(&args);
     let seeds: Vec<u64> = if args.what.requests.is_drawn() { (1..=args.seeds).collect() } else { vec![1] };
     // Loads are read or drawn once, and shared by all cells of their seed.
@@ -101,14 +106,13 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         if !quiet {
             load.remarks.iter().for_each(|remark| output::note(remark));
         }
+        let load = if args.what.zero.zero_service { load } else { load.in_order_of_arrival() };
         name = load.name;
         loads.insert(seed, load.list);
     }
     // A combination that cannot be is said before hours are spent on the others.
     for cell in &cells {
-        let what = what_of(&args.what, cell)?;
-        what.options().scheduler.check().map_err(|why| wrong_usage(why.to_string()))?;
-        what.blocks.cache(&[], what.costs.cache_tokens()?)?;
+        what_of(&args.what, cell)?.check()?;
     }
     std::fs::create_dir_all(args.out.join("cells"))
         .with_context(|| format!("cannot make the folder {}", args.out.display()))?;
@@ -117,13 +121,21 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let json = serde_json::to_string_pretty(&table)? + "\n";
     output::write_file(&args.out.join("sweep.json"), json.as_bytes())?;
     output::write_file(&args.out.join("sweep.csv"), csv(&table).as_bytes())?;
-    output::write_file(&args.out.join("sweep.html"), page(&table).as_bytes())?;
+    let title = format!("{}: a sweep", table.load);
+    let page = Page { title: &title, plots: plots(&table), ..Page::default() };
+    output::write_file(&args.out.join("sweep.html"), page.render().as_bytes())?;
+    write_pictures(&args.out, &page)?;
     if args.json { output::show(&json) } else { output::show(&text(&table, &args.out)) }
 }
 
+/// In the place of a scheduler's name, where nobody waits for anybody.
+const UNSCHEDULED: &str = "none";
+
 fn cells(args: &Args) -> Vec<Cell> {
+    let zero = args.what.zero.zero_service;
     let or = |list: &[String], one: &str| if list.is_empty() { vec![one.to_owned()] } else { list.to_vec() };
-    let schedules = or(&args.schedules, &args.what.schedule.schedule);
+    let schedules =
+        if zero { vec![UNSCHEDULED.to_owned()] } else { or(&args.schedules, &args.what.schedule.schedule) };
     let policies = or(&args.policies, &args.what.blocks.policy);
     let capacities: Vec<String> = match &args.capacities[..] {
         [] => vec![args.what.blocks.capacity_blocks.to_string()],
@@ -196,20 +208,28 @@ fn one(args: &Args, cell: &Cell, requests: &[Request]) -> anyhow::Result<CellFil
     if let Some(file) = read(&path, &key) {
         return Ok(file);
     }
-    let done = simulate(&what, requests, &options, false, &mut |_| Ok(()), &mut |_| ())
-        .with_context(|| format!("the run {}", cell.name()))?;
-    let report = Report::of(&done.record, &what.objectives());
-    let figures = report.figures().into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+    let run = || format!("the run {}", cell.name());
+    let figures = if what.zero.zero_service {
+        zero::figures(&zero::replay(&what, requests).with_context(run)?)
+    } else {
+        let done =
+            simulate(&what, requests, &options, false, &mut |_| Ok(()), &mut |_| ()).with_context(run)?;
+        Report::of(&done.record, &what.objectives()).figures()
+    };
+    let figures = figures.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
     let file = CellFile { version: VERSION, key, cell: cell.clone(), figures };
-    output::write_file(&path, (serde_json::to_string_pretty(&file)? + "\n").as_bytes())?;
-    Ok(file)
+    let text = serde_json::to_string_pretty(&file)? + "\n";
+    output::write_file(&path, text.as_bytes())?;
+    // As a later sweep will read it: a number may lose its last bit in a text.
+    serde_json::from_str(&text).context("cannot read what was written")
 }
 
 /// What a cell depends on, hashed: requests, cache, costs, scheduler, objectives, and the program.
 fn key(what: &What, options: &Options, requests: &[Request]) -> anyhow::Result<String> {
     let mut text = format!(
-        "{} {options:?} {:?} {:?} {:?} {} ",
+        "{} {options:?} {:?} {:?} {:?} {:?} {} ",
         env!("CARGO_PKG_VERSION"),
+        (what.zero.zero_service, what.zero.touch_order),
         what.objectives(),
         what.blocks,
         what.costs.identity()?,
@@ -269,11 +289,13 @@ const SHOWN: [(&str, &str); 5] = [
 
 fn text(table: &Table, out: &Path) -> String {
     let mut text = format!("{}\n\n{:<10}{:<11}{:>12}", table.load, "scheduler", "policy", "blocks");
-    SHOWN.iter().for_each(|(_, title)| text += &format!("{title:>20}"));
+    let has = |name: &str| table.rows.iter().any(|row| row.figures.contains_key(name));
+    let shown: Vec<(&str, &str)> = SHOWN.into_iter().filter(|(name, _)| has(name)).collect();
+    shown.iter().for_each(|(_, title)| text += &format!("{title:>20}"));
     text.push('\n');
     for row in &table.rows {
         text += &format!("{:<10}{:<11}{:>12}", row.schedule, row.policy, row.capacity);
-        SHOWN.iter().for_each(|(name, _)| text += &format!("{:>20}", figure(row, name)));
+        shown.iter().for_each(|(name, _)| text += &format!("{:>20}", figure(row, name)));
         text.push('\n');
     }
     if table.rows.iter().any(|row| row.seeds > 1) {
@@ -301,14 +323,48 @@ fn csv(table: &Table) -> String {
     text
 }
 
-fn page(table: &Table) -> String {
+/// (figure, title, a sentence, the axis upwards, its unit)
+const PLOTS: [(&str, &str, &str, &str, Unit); 4] = [
+    (
+        "token_hit_ratio",
+        "Hit ratio against capacity",
+        "What is found in a cache of this size. Where a curve bends, more memory stops paying.",
+        "prompt tokens found in the cache",
+        Unit::Percent,
+    ),
+    (
+        "ttft_p90_s",
+        "Time to first token against capacity",
+        "Nine of ten requests waited at most so long for their first token.",
+        "time to first token, p90",
+        Unit::Seconds,
+    ),
+    (
+        "tpot_p90_s",
+        "Time per output token against capacity",
+        "Nine of ten requests wrote at least so fast.",
+        "time per output token, p90",
+        Unit::Seconds,
+    ),
+    (
+        "goodput_requests_per_s",
+        "Goodput against capacity",
+        "Requests that met every objective; without objectives, all that finished.",
+        "requests per second",
+        Unit::Count,
+    ),
+];
+
+fn plots(table: &Table) -> Vec<Plot> {
     let several = table.rows.iter().any(|row| row.schedule != table.rows[0].schedule);
     let curves = |figure: &str| {
         let mut curves: Vec<Curve> = Vec::new();
         for row in &table.rows {
             let name = if several { format!("{}, {}", row.policy, row.schedule) } else { row.policy.clone() };
-            let (Ok(x), Some(estimate)) = (row.capacity.parse(), row.figures.get(figure)) else { continue };
-            let point = Point { x, y: estimate.mean, half_width: estimate.half_width };
+            let (Ok(x), Some(estimate)) = (row.capacity.parse::<u32>(), row.figures.get(figure)) else {
+                continue;
+            };
+            let point = Point { x: x.into(), y: estimate.mean, half_width: estimate.half_width };
             match curves.iter_mut().find(|curve| curve.name == name) {
                 Some(curve) => curve.points.push(point),
                 None => curves.push(Curve { name, points: vec![point] }),
@@ -317,9 +373,16 @@ fn page(table: &Table) -> String {
         curves.iter_mut().for_each(|curve| curve.points.sort_by(|a, b| a.x.total_cmp(&b.x)));
         curves
     };
-    let endless = table.rows.iter().find(|row| row.capacity == "inf");
-    let without_bound = endless.and_then(|row| row.figures.get("token_hit_ratio")).map(|e| e.mean);
-    let title = format!("{}: a sweep", table.load);
-    let page = Page { title: &title, hit_ratio: curves("token_hit_ratio"), without_bound, ..Page::default() };
-    page.render()
+    // Without a bound nothing is evicted, and policies are one. Schedulers are not.
+    let endless = table.rows.iter().find(|row| row.capacity == "inf").filter(|_| !several);
+    let plots = PLOTS.iter().map(|(name, title, about, y_label, unit)| Plot {
+        title: (*title).to_owned(),
+        about: (*about).to_owned(),
+        x_label: "capacity in blocks".to_owned(),
+        y_label: (*y_label).to_owned(),
+        unit: *unit,
+        curves: curves(name),
+        level: endless.and_then(|row| Some(("without bound".to_owned(), row.figures.get(*name)?.mean))),
+    });
+    plots.collect()
 }

@@ -1,0 +1,410 @@
+//! `kvist simulate` through the binary: figures, bytes, sweeps that go on, and what is said to whoever asks wrongly.
+mod program;
+use program::*;
+use std::path::Path;
+
+fn data(name: &str) -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../simulator/tests/data").join(name).display().to_string()
+}
+
+/// 152 requests (whole chats) on so few blocks that some are evicted.
+const DRAWN: [&str; 9] = [
+    "simulate",
+    "-q",
+    "--requests",
+    "150",
+    "--capacity-blocks",
+    "700",
+    "--arrivals",
+    "poisson:per_s=3",
+    "--slo-ttft=100ms",
+];
+
+/// The rule of zero service, to the block, on a published trace.
+#[test]
+fn zero_service_figures() {
+    let trace = data("conversation_trace.jsonl.zst");
+    let mut bad = Vec::new();
+    for (policy, capacity, order, hits) in [
+        ("lru", "inf", "reverse", 105_710),
+        ("lru", "10000", "reverse", 61_046),
+        ("lru", "10000", "forward", 60_921),
+        ("lru", "0", "reverse", 0),
+        ("opt", "0", "forward", 0),
+        ("opt", "inf", "forward", 105_710),
+    ] {
+        let command = ["simulate", "-q", "--trace", &trace, "--zero-service", "--json", "--policy", policy];
+        let result = json(&[&command[..], &["--capacity-blocks", capacity, "--touch-order", order]].concat());
+        let found = (&result["cache"]["hit_blocks"], &result["cache"]["total_blocks"]);
+        if found != (&hits.into(), &288_500.into()) {
+            bad.push(format!("{policy} {capacity} {order}: {found:?}, expected {hits} of 288500"));
+        }
+        assert!(result["cache"]["token_hit_ratio"].is_f64() || result["cache"]["token_hit_ratio"] == 0.0);
+        assert_eq!((&result["policy"], &result["block_tokens"]), (&policy.into(), &512.into()));
+    }
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+/// The rule goes by the file, a run by the clock.
+#[test]
+fn zero_service_takes_requests_in_the_order_of_the_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("backwards.jsonl");
+    let row = |at: u32, id: u32| {
+        format!("{{\"timestamp\":{at},\"input_length\":512,\"output_length\":1,\"hash_ids\":[{id}]}}\n")
+    };
+    // In order of arrival it is 1 2 2 1, in that of the file 1 1 2 2.
+    std::fs::write(&trace, [row(1, 1), row(4, 1), row(3, 2), row(2, 2)].concat()).unwrap();
+    let trace = trace.display().to_string();
+    let command = ["simulate", "--trace", &trace, "--zero-service", "--capacity-blocks", "1", "--json"];
+    assert_eq!(json(&command)["cache"]["hit_blocks"], 2);
+}
+
+#[test]
+fn same_input_same_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str| folder.path().join(name);
+    let (mut all, mut stdouts) = (Vec::new(), Vec::new());
+    for run in ["a", "b"] {
+        let path = |kind: &str| file(&format!("{run}.{kind}")).display().to_string();
+        let (csv, html, record, svg) = (path("csv"), path("html"), path("record"), path("svg"));
+        let outputs = ["--json", "--csv", &csv, "--html", &html, "--record", &record, "--svg", &svg];
+        stdouts.push(succeed(&[&DRAWN[..], &outputs].concat()).0);
+        let latency = file(&format!("{run}.svg")).join("latency.svg").display().to_string();
+        all.push([csv, html, record, latency].map(|path| std::fs::read_to_string(path).unwrap()));
+    }
+    assert!(stdouts[0] == stdouts[1]);
+    for (a, b) in all[0].iter().zip(&all[1]) {
+        assert!(a == b && a.len() > 1000, "{} and {} bytes", a.len(), b.len());
+    }
+    let other = succeed(&[&DRAWN[..], &["--json", "--seed", "2"]].concat()).0;
+    assert!(other != stdouts[0], "another seed is another load");
+
+    // A row per request, and a recording whose lines are JSON and say what they promise.
+    assert_eq!(all[0][0].lines().count(), 153);
+    assert!(all[0][0].starts_with("id,arrival_ns,admitted_ns,first_token_ns,finished_ns,prompt_tokens,"));
+    let lines: Vec<serde_json::Value> =
+        all[0][2].lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let formats: Vec<_> = lines.iter().filter_map(|line| line["format"].as_str()).collect();
+    assert_eq!(formats, ["kvist-recording", "kvist-events", "kvist-decisions"]);
+    assert!(lines.iter().all(|line| line["format"].is_null() || line["version"] == 1));
+    let with = |key: &str| lines.iter().filter(|line| !line[key].is_null()).count();
+    assert_eq!((with("arrive"), with("end")), (152, 152));
+    assert!(with("admit") >= 152, "once, and again after a preemption");
+    assert!(with("blocks") > 100 && with("make_room") > 0 && with("sampled") > 100);
+}
+
+#[test]
+fn json_has_what_it_promises() {
+    let report = json(&[&DRAWN[..], &["--json"]].concat());
+    for path in [
+        "version",
+        "setting/scheduler",
+        "setting/lengths",
+        "setting/cost",
+        "setting/load",
+        "setting/seed",
+        "requests/total",
+        "requests/finished",
+        "requests/refused",
+        "requests/late",
+        "cache/block_tokens",
+        "cache/capacity_blocks",
+        "cache/hit_blocks",
+        "cache/total_blocks",
+        "cache/token_hit_ratio",
+        "cache/block_hit_ratio",
+        "cache/request_hit_ratio",
+        "cache/evicted_blocks",
+        "cache/miss_reasons/never_seen",
+        "latency/queue_s/p50",
+        "latency/ttft_s/p99",
+        "latency/tpot_s/mean",
+        "latency/itl_s/p90",
+        "latency/end_to_end_s/max",
+        "throughput/duration_s",
+        "throughput/requests_per_s",
+        "throughput/goodput_requests_per_s",
+        "objectives/asked/ttft_s",
+        "objectives/met",
+        "objectives/attainment",
+        "load/mean_queued_requests",
+        "load/peak_used_blocks",
+        "load/busy_ratio",
+        "steps/steps",
+        "steps/preemptions",
+        "steps/busy_ns",
+        "timeline/0/at_ns",
+        "timeline/0/used_blocks",
+    ] {
+        assert!(report.pointer(&format!("/{path}")).is_some_and(|v| !v.is_null()), "no {path}");
+    }
+    assert_eq!(
+        (&report["requests"]["total"], &report["objectives"]["asked"]["ttft_s"]),
+        (&152.into(), &0.1.into())
+    );
+    assert!(report["cache"]["evicted_blocks"].as_u64() > Some(0), "700 blocks are few");
+}
+
+#[test]
+fn a_page_is_one_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let page = folder.path().join("page.html").display().to_string();
+    let (stdout, _) = succeed(&[&DRAWN[..], &["--html", &page, "--beside", "srpt"]].concat());
+    assert!(stdout.contains("fcfs") && stdout.contains("srpt"));
+    let page = std::fs::read_to_string(page).unwrap();
+    assert!(page.starts_with("<!doctype html>") && page.trim_end().ends_with("</html>"));
+    for section in ["Side by side", "Latency", "Memory and batch", "Requests", "Block map"] {
+        assert!(page.contains(section), "no {section}");
+    }
+    for foreign in ["http:", "https:", "src=", "@import", "url(", "<link", "NaN"] {
+        assert!(!page.contains(foreign), "it has {foreign}");
+    }
+}
+
+/// Seed 004's three requests, on a server of one place: 10 prompt tokens a millisecond, 10 ms a token. The first
+/// token comes with the last of the prompt.
+#[test]
+fn three_requests_under_three_schedulers() {
+    let folder = tempfile::tempdir().unwrap();
+    for (schedule, preempted, ends_ms) in [
+        ("fcfs", "recompute", [5190, 5685, 5776]),
+        ("sjf", "recompute", [5190, 5776, 5281]),
+        // The small one and the smaller one go between the tokens of the large one.
+        ("srpt", "kept", [5776, 1086, 696]),
+        // Nothing of the contents is known: what was computed is computed again.
+        ("srpt", "recompute", [5965, 1082, 696]),
+    ] {
+        let csv = folder.path().join("rows.csv").display().to_string();
+        let args = format!(
+            "simulate -q --trace {} --max-batch 1 --prefill-rate 10 --decode-rate 0.1 --lengths oracle --schedule {schedule} --preempted {preempted} --csv {csv}",
+            data("three.jsonl")
+        );
+        succeed(&args.split(' ').collect::<Vec<_>>());
+        let rows = std::fs::read_to_string(&csv).unwrap();
+        let ended: Vec<u64> = rows
+            .lines()
+            .skip(1)
+            .map(|row| row.split(',').nth(4).unwrap().parse::<u64>().unwrap() / 1_000_000)
+            .collect();
+        assert_eq!(ended, ends_ms, "{schedule}, {preempted}");
+    }
+}
+
+fn sweep(out: &Path, more: &[&str]) -> String {
+    let out = out.display().to_string();
+    let command = [
+        "simulate",
+        "sweep",
+        "-q",
+        "--json",
+        "--requests",
+        "80",
+        "--seeds",
+        "2",
+        "--policies",
+        "lru,lfu_decay",
+        "--capacities",
+        "500,2000,inf",
+        "--out",
+        &out,
+    ];
+    succeed(&[&command[..], more].concat()).0
+}
+
+#[test]
+fn a_sweep_is_the_same_on_any_number_of_threads() {
+    let folder = tempfile::tempdir().unwrap();
+    let (one, two) = (folder.path().join("one"), folder.path().join("two"));
+    assert!(sweep(&one, &["-j", "1"]) == sweep(&two, &["-j", "2"]));
+    for file in ["sweep.json", "sweep.csv", "sweep.html", "goodput-against-capacity.svg"] {
+        let read = |folder: &Path| std::fs::read(folder.join(file)).unwrap();
+        assert!(read(&one) == read(&two), "{file}");
+    }
+    let table: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(one.join("sweep.json")).unwrap()).unwrap();
+    let rows = table["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 6);
+    for row in rows {
+        assert_eq!((&row["seeds"], &row["figures"]["ttft_p90_s"]["n"]), (&2.into(), &2.into()));
+        assert!(row["figures"]["token_hit_ratio"]["half_width"].is_f64(), "{row}");
+    }
+}
+
+/// A cell that is there is not run again; one that is gone, or of another load, is.
+#[test]
+fn a_sweep_goes_on_where_it_stopped() {
+    let folder = tempfile::tempdir().unwrap();
+    let first = sweep(folder.path(), &[]);
+    let cells = folder.path().join("cells");
+    assert_eq!(std::fs::read_dir(&cells).unwrap().count(), 12);
+    let gone = cells.join("fcfs-lru-500-2.json");
+    let whole = std::fs::read_to_string(&gone).unwrap();
+    std::fs::remove_file(&gone).unwrap();
+    // That the others are read and not run shows where one of them was changed.
+    let changed = cells.join("fcfs-lru-2000-1.json");
+    let mut cell: serde_json::Value = serde_json::from_slice(&std::fs::read(&changed).unwrap()).unwrap();
+    cell["figures"]["preemptions"] = 1e6.into();
+    std::fs::write(&changed, cell.to_string()).unwrap();
+    let second = sweep(folder.path(), &[]);
+    assert_eq!(std::fs::read_to_string(&gone).unwrap(), whole, "the same cell, run again");
+    assert!(second != first, "the changed cell is believed");
+    std::fs::write(&changed, "{\"version\":1,").unwrap(); // half a file
+    assert!(sweep(folder.path(), &[]) == first, "as at first");
+    // Another load has other cells under the same names.
+    let other = sweep(folder.path(), &["--max-batch", "3"]);
+    assert!(other != first);
+    assert!(sweep(folder.path(), &[]) == first, "as at first");
+}
+
+#[test]
+fn a_sweep_of_zero_service() {
+    let folder = tempfile::tempdir().unwrap();
+    let (out, trace) = (folder.path().display().to_string(), data("conversation_trace.jsonl.zst"));
+    let capacities = ["--policies", "lru,opt", "--capacities", "1000,10000,inf", "--out", &out];
+    let command = ["simulate", "sweep", "--json", "--zero-service", "--trace", &trace];
+    let table = json(&[&command[..], &capacities].concat());
+    let hits: Vec<f64> = table["rows"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|row| row["figures"]["block_hit_ratio"]["mean"].as_f64().unwrap() * 288_500.0)
+        .map(f64::round)
+        .collect();
+    assert_eq!(hits, [12_847.0, 61_046.0, 105_710.0, 55_019.0, 105_710.0, 105_710.0]);
+    let (text, _) =
+        succeed(&[&["simulate", "sweep", "--zero-service", "--trace", &trace], &capacities[..]].concat());
+    assert!(text.contains("token hits") && !text.contains("TTFT"), "{text}");
+    assert!(folder.path().join("hit-ratio-against-capacity.svg").exists());
+    assert!(!folder.path().join("goodput-against-capacity.svg").exists());
+}
+
+/// (arguments, exit status, what stderr says)
+type Row = (&'static str, i32, &'static [&'static str]);
+
+#[test]
+fn bad_input() {
+    let folder = tempfile::tempdir().unwrap();
+    let put = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    let good = "{\"timestamp\":0,\"input_length\":600,\"output_length\":2,\"hash_ids\":[1,2]}\n";
+    let names = [
+        ("BAD", put("bad.jsonl", &format!("{good}{good}{}", good.replace("600", "-6")))),
+        ("SHORT", put("short.jsonl", &format!("{good}{}", good.replace("[1,2]", "[1]")))),
+        ("EMPTY", put("empty.jsonl", "")),
+        ("PROSE", put("prose.txt", "Call me Ishmael.\n")),
+        (
+            "TABLE",
+            put(
+                "costs.json",
+                "{\"format\":\"kvist-step-cost\",\"version\":1,\"prefill\":{\"tokens\":[2,1],\"context\":[0],\"ns\":[[1],[2]]},\"decode\":{\"sequences\":[1],\"context\":[0],\"ns\":[[1]]}}",
+            ),
+        ),
+        ("MISSING", folder.path().join("missing.jsonl").display().to_string()),
+        ("GOOD", put("good.jsonl", good)),
+        ("AZURE", data("azure_conv.csv")),
+        ("OUT", folder.path().join("out").display().to_string()),
+        ("NOFOLDER", folder.path().join("good.jsonl/x").display().to_string()),
+    ];
+    let rows: &[Row] = &[
+        ("--policy mru", 2, &["mru", "lru", "lfu_decay"]),
+        ("--policy opt", 2, &["opt", "future"]),
+        ("--policy lru --half-life 5m", 2, &["half_life", "lru"]),
+        ("--policy lfu_decay --half-life soon", 2, &["`soon` is no time", "500ms"]),
+        ("--schedule lottery", 2, &["lottery", "fcfs", "srpt"]),
+        ("--beside lottery --html OUT", 2, &["lottery", "srpt"]),
+        ("--beside sjf --json", 2, &["--beside", "--json", "cannot be used with"]),
+        ("--max-batch 0", 2, &["max_batch", "at least 1"]),
+        ("--max-batch 9000", 2, &["max_batch_tokens is 8192", "max_batch"]),
+        ("--capacity-blocks 4000000000", 2, &["--capacity-blocks 4000000000", "2^32", "inf"]),
+        ("--capacity-blocks many", 2, &["`many` is no number of blocks", "inf"]),
+        ("--block-tokens 0", 2, &["0"]),
+        ("--hardware abacus", 2, &["no machine is called so", "h100-sxm"]),
+        ("--shape gpt-9", 2, &["no model is called so", "llama-3.1-8b"]),
+        ("--hardware rtx-4090 --shape llama-3.1-70b", 2, &["does not fit", "another machine"]),
+        ("--efficiency 2", 2, &["--efficiency 2", "share"]),
+        ("--prefill-rate 10", 2, &["--decode-rate"]),
+        ("--prefill-rate 0 --decode-rate 1", 2, &["above 0"]),
+        ("--costs MISSING", 1, &["cannot read", "missing.jsonl"]),
+        ("--costs TABLE", 1, &["costs.json", "goes from 2 to 1", "increasing order"]),
+        ("--arrivals poisson", 2, &["`poisson` lacks `per_s`", "poisson:per_s=4"]),
+        ("--prompt-tokens 300", 2, &["300", "deterministic"]),
+        ("--trace MISSING", 1, &["missing.jsonl", "cannot read it", "No such file"]),
+        ("--trace EMPTY", 1, &["empty.jsonl", "it is empty"]),
+        ("--trace PROSE", 1, &["prose.txt", "no known format", "mooncake, azure"]),
+        ("--trace BAD", 1, &["bad.jsonl, line 3", "`input_length`", "found \"-6\"", "leniently"]),
+        ("--trace SHORT", 1, &["short.jsonl, line 2", "`hash_ids`", "1 ids", "expected 2"]),
+        ("--trace GOOD --format parquet", 2, &["no format is called so", "bailian"]),
+        ("--trace GOOD --requests 5", 2, &["--requests", "cannot be used with"]),
+        ("--trace GOOD --block-tokens 300", 2, &["300", "512", "divide"]),
+        ("--lenient", 2, &["--trace"]),
+        ("--zero-service --csv OUT", 2, &["--csv does not go with --zero-service", "--json"]),
+        ("--zero-service --html OUT", 2, &["--html does not go with --zero-service"]),
+        ("--zero-service --svg OUT", 2, &["--svg does not go with --zero-service"]),
+        ("--zero-service --record OUT", 2, &["--record does not go with --zero-service"]),
+        ("--zero-service --beside sjf", 2, &["--beside does not go with --zero-service"]),
+        ("--zero-service --trace GOOD --policy mru", 2, &["mru", "lru"]),
+        ("--zero-service --trace AZURE", 1, &["request 0 has no content", "Mooncake"]),
+        ("--zero-service --trace GOOD --block-tokens 300", 1, &["300", "512"]),
+        ("--touch-order forward", 2, &["--zero-service"]),
+        ("--html NOFOLDER", 1, &["cannot write", "good.jsonl"]),
+        ("--svg NOFOLDER", 1, &["cannot make the folder", "good.jsonl"]),
+        ("sweep", 2, &["--out"]),
+        ("sweep --out OUT --policies lru,mru", 2, &["mru", "lfu"]),
+        ("sweep --out OUT --policies lru,opt", 2, &["opt", "future"]),
+        ("sweep --out OUT --schedules fcfs,lottery", 2, &["lottery", "srpt"]),
+        ("sweep --out OUT --capacities 5,x", 2, &["`x` is no number of blocks"]),
+        ("sweep --out OUT --capacities 5,4000000000", 2, &["--capacity-blocks 4000000000"]),
+        ("sweep --out OUT --seeds 0", 2, &["0"]),
+        ("sweep --out OUT --zero-service --schedules sjf", 2, &["--schedules does not go"]),
+        ("sweep --out OUT --trace MISSING", 1, &["missing.jsonl", "cannot read it"]),
+    ];
+    let mut bad = Vec::new();
+    for (args, status, words) in rows {
+        let args: Vec<&str> = args
+            .split(' ')
+            .map(|arg| names.iter().find(|(name, _)| *name == arg).map_or(arg, |(_, path)| path))
+            .collect();
+        let out = run(&[&["simulate"], &args[..]].concat(), b"");
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        let mut wrong = Vec::new();
+        if out.status.code() != Some(*status) {
+            wrong.push(format!("ended with {} for status {status}", out.status));
+        }
+        if !out.stdout.is_empty() {
+            wrong.push(format!("wrote {} bytes to stdout", out.stdout.len()));
+        }
+        wrong.extend(
+            words.iter().filter(|word| !stderr.contains(**word)).map(|word| format!("lacks {word:?}")),
+        );
+        wrong.extend(
+            ["panicked", "\x1b"]
+                .iter()
+                .filter(|word| stderr.contains(**word))
+                .map(|word| format!("has {word:?}")),
+        );
+        if !wrong.is_empty() {
+            bad.push(format!("{}: {}\n    {}", args.join(" "), wrong.join(", "), stderr.trim()));
+        }
+    }
+    assert!(bad.is_empty(), "{} of {} rows:\n{}", bad.len(), rows.len(), bad.join("\n"));
+    let out = Path::new(&names.iter().find(|(name, _)| *name == "OUT").unwrap().1).to_owned();
+    assert!(!out.exists(), "what is refused leaves nothing behind");
+}
+
+/// Bad rows are counted, and the first of them said.
+#[test]
+fn leniently() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("bad.jsonl");
+    let row = "{\"timestamp\":0,\"input_length\":600,\"output_length\":2,\"hash_ids\":[1,2]}\n";
+    std::fs::write(&path, [row, "{}\n", row].concat()).unwrap();
+    let (stdout, stderr) =
+        succeed(&["simulate", "--lenient", "--json", "--trace", &path.display().to_string()]);
+    let report: serde_json::Value = serde_json::from_str(&stdout).unwrap();
+    assert_eq!(report["requests"]["finished"], 2);
+    assert!(stderr.contains("1 rows were skipped") && stderr.contains("line 2"), "{stderr}");
+}
