@@ -30,7 +30,7 @@ impl Scheduler {
     }
 
     /// How a request that holds cells compares with those that would take its place.
-    fn victim_key(&self, slot: u32) -> Key {
+    pub(crate) fn victim_key(&self, slot: u32) -> Key {
         let mut key = self.key(slot);
         let arrived = self.order.rank(&self.entries[slot as usize].view().as_it_arrived());
         key.rank = key.rank.min(arrived);

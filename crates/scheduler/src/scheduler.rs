@@ -35,8 +35,9 @@ pub struct Scheduler {
     outcome: Outcome,
     /// Has this turn changed who is in the batch, or made room? Then its step runs alone, and the driver can look.
     pub(crate) moved: bool,
-    /// Nobody can be admitted for want of memory until something is released or arrives.
-    pub(crate) blocked: bool,
+    /// Nobody could be admitted, for want of memory, when there was this much slack. It stays so until there is more,
+    /// the index learns something, or somebody arrives, ends or is released.
+    pub(crate) blocked: Option<i128>,
     /// What conservative admission has set aside.
     pub(crate) reserved: u64,
     pub(crate) next_seq: u32,
@@ -111,7 +112,7 @@ impl Scheduler {
             plan: StepPlan::default(),
             outcome: Outcome::default(),
             moved: false,
-            blocked: false,
+            blocked: None,
             reserved: 0,
             next_seq: 0,
             arrivals: 0,
@@ -265,7 +266,7 @@ impl Scheduler {
         };
         self.by_id.insert(id, slot);
         self.wait(slot);
-        self.blocked = false;
+        self.blocked = None;
         Ok(())
     }
 
@@ -414,7 +415,9 @@ impl Scheduler {
             if full > entry.stored {
                 entry.stored = full;
                 let seq = entry.seq.expect("who runs has a sequence");
-                self.memory.store(seq, &entry.prompt, full, end);
+                if self.memory.store(seq, &entry.prompt, full, end) > 0 {
+                    self.blocked = None;
+                }
             }
             if finished {
                 self.end(end, work.slot, End::Finished);
@@ -455,7 +458,7 @@ impl Scheduler {
         entry.cached = 0;
         if let Some(seq) = entry.seq.take() {
             self.memory.release(seq);
-            self.blocked = false;
+            self.blocked = None;
         }
     }
 
@@ -463,7 +466,7 @@ impl Scheduler {
     pub(crate) fn end(&mut self, at: At, slot: u32, end: End) {
         self.leave(slot);
         self.release(slot);
-        self.blocked = false;
+        self.blocked = None;
         let entry = &mut self.entries[slot as usize];
         entry.prompt = Prompt::Unknown;
         let (id, generated) = (entry.id, entry.generated());
