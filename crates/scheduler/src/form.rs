@@ -3,6 +3,8 @@
 //! 1. Everybody who decodes gets one token.
 //! 2. What is left of the budget goes to prefills in the order of rank, whole prompts or chunks of them. Who waits
 //!    is admitted when its turn comes: behind the prefills of the batch, or, under a policy that preempts, among them.
+//!    Where a group with a window has less room than the budget, the room is the bound: the chunks of a long prompt
+//!    go through a small pool one after the other.
 //!
 //! Under a policy that preempts, who waits also takes the place or the memory of whoever ranks behind it. A victim
 //! is judged by its rank as it stands or as it arrived, whichever is better. So being served makes nobody an easier
@@ -31,6 +33,7 @@ impl Scheduler {
                 prefilling.push(self.key(slot));
             }
         }
+        budget = budget.min(self.prompt_limit);
         if prefilling.len() > 1 {
             prefilling.sort_unstable();
         }

@@ -83,6 +83,20 @@ impl Memory {
     pub fn capacity(&self) -> u64 {
         self.capacity
     }
+    /// Tokens that a step may write at most, as far as groups with windows have room at this moment; a block at
+    /// least. No bound where no group has a window: there a prompt that is cut into pieces needs as much in the end.
+    pub fn chunk_limit(&self) -> u32 {
+        if !self.windowed {
+            return u32::MAX;
+        }
+        let windows = self.cache.room().filter(|room| room.lets_go);
+        let room = |room: Room| (room.free_cells.saturating_add(room.idle_cells)).max(room.block_tokens);
+        windows.map(room).min().unwrap_or(u32::MAX)
+    }
+    /// Does `group` let go of what leaves its window?
+    pub fn lets_go(&self, group: GroupId) -> bool {
+        self.windowed && self.cache.room().nth(group.0.into()).is_some_and(|room| room.lets_go)
+    }
     /// Cells that a sequence of `n_tokens` fills at most, when it shares none.
     pub fn cells(&self, n_tokens: u32) -> u64 {
         let cells = u64::from(n_tokens).next_multiple_of(self.block_tokens.into());

@@ -35,6 +35,8 @@ pub struct Scheduler {
     outcome: Outcome,
     /// Has this turn changed who is in the batch, or made room? Then its step runs alone, and the driver can look.
     pub(crate) moved: bool,
+    /// Tokens of prompts that the step may have at most: less than the budget where a window group is smaller.
+    pub(crate) prompt_limit: u32,
     /// Nobody could be admitted, for want of memory, when there was this much slack. It stays so until there is more,
     /// the index learns something, or somebody arrives, ends or is released.
     pub(crate) blocked: Option<i128>,
@@ -112,6 +114,7 @@ impl Scheduler {
             plan: StepPlan::default(),
             outcome: Outcome::default(),
             moved: false,
+            prompt_limit: 0,
             blocked: None,
             reserved: 0,
             next_seq: 0,
@@ -317,6 +320,7 @@ impl Scheduler {
         let at = self.at(now_ns);
         let decided = self.ended.len();
         self.moved = false;
+        self.prompt_limit = self.memory.chunk_limit();
         let mut admit = true;
         let steps = loop {
             if !self.form(at, admit) {
@@ -345,9 +349,9 @@ impl Scheduler {
                 }
                 // Another group than the one that is counted: one by one, then.
                 Err(Refused::NoSpace { .. }) if steps > 1 => self.moved = true,
-                Err(Refused::NoSpace { needed, free, reclaimable, .. }) => {
+                Err(Refused::NoSpace { group, needed, free, reclaimable }) => {
                     self.moved = true;
-                    self.relieve(at, needed, free.saturating_add(reclaimable));
+                    self.relieve(at, group, needed, free.saturating_add(reclaimable));
                     // Who was preempted for space does not come back in the same turn, unless nobody is left.
                     admit = self.running.is_empty();
                 }
