@@ -1,4 +1,5 @@
 //! Everything a decision depends on besides the events, by name. It stands in the first line of every log.
+use crate::policy::build_policy;
 use serde::{Deserialize, Serialize};
 
 /// The configuration of a scheduler.
@@ -77,8 +78,9 @@ pub enum Admission {
         /// Tokens that stay free at an admission beside others.
         headroom_tokens: u32,
     },
-    /// When prompt and `max_new` of everything in the batch fit at once, as if nothing were shared. Nothing is ever
-    /// preempted for space.
+    /// When prompt and `max_new` of everything in the batch fit at once, as if nothing were shared. Then answers never
+    /// outgrow the cache, unless a layer group with a window has a smaller pool than the smallest group that keeps
+    /// everything: memory is counted in the latter, and who ranks last is preempted when the former is full.
     Conservative,
 }
 
@@ -98,7 +100,7 @@ pub enum Preempted {
 pub enum PrefixOrder {
     /// Never.
     Off,
-    /// The longest hit goes first among those of equal rank (the first 64 of them).
+    /// The longest hit goes first among those of equal rank (the first 64 of them). The head is overtaken at most 64 times.
     Ties,
     /// The longest hit goes first among the first `n` of the queue. The head is overtaken at most `n` times.
     Window(u32),
@@ -143,10 +145,17 @@ pub enum BadConfig {
     /// The kind of cache holds one sequence.
     #[error("this kind of cache holds one sequence: take paged, cells or tree")]
     OneSequence,
+    /// Somebody else's sequences are in the cache.
+    #[error("the cache holds {n_sequences} sequences already: give the scheduler a cache that holds none")]
+    NotEmpty {
+        /// How many.
+        n_sequences: usize,
+    },
 }
 
 impl Config {
-    /// Are all numbers in their ranges?
+    /// Is there such a policy, and are all numbers in their ranges? Whether the truth is given where it must be shows
+    /// when a scheduler is made.
     pub fn check(&self) -> Result<(), BadConfig> {
         let out = |field, got: u32, expected| BadConfig::OutOfRange { field, got: got.into(), expected };
         if self.max_batch == 0 {
@@ -162,6 +171,6 @@ impl Config {
         if self.prefix_order == PrefixOrder::Window(0) {
             return Err(out("prefix_order window", 0, "a window holds at least 1 request, or take off"));
         }
-        Ok(())
+        build_policy(self).map(|_| ())
     }
 }

@@ -120,21 +120,21 @@ impl Entry {
         if full <= self.content() { full - self.cached } else { u32::MAX }
     }
 
-    /// A sampled token becomes content, if everything before it is.
+    /// A sampled token becomes content, if everything before it is. Where a trace says something else of this place,
+    /// what was sampled counts, and nothing of what the trace says behind it.
     pub fn append(&mut self, token: Option<u32>) {
         let Some(token) = token else { return };
         let end = self.known as usize;
-        if let Prompt::SharedTokens(shared) = &self.prompt
-            && shared.len() == end
-        {
-            self.prompt = Prompt::Tokens(shared.to_vec());
+        let Some(tokens) = self.prompt.tokens() else { return };
+        if tokens.len() < end || tokens.get(end) == Some(&token) {
+            return;
+        }
+        if let Prompt::SharedTokens(shared) = &self.prompt {
+            self.prompt = Prompt::Tokens(shared[..end].to_vec());
         }
         if let Prompt::Tokens(tokens) = &mut self.prompt {
-            // A trace may say more than was sampled; what was sampled counts.
             tokens.truncate(end);
-            if tokens.len() == end {
-                tokens.push(token);
-            }
+            tokens.push(token);
         }
     }
 }

@@ -54,6 +54,11 @@ impl Memory {
         if cache.sequences().is_none() {
             return Err(BadConfig::OneSequence);
         }
+        // Sequence numbers are the scheduler's own. What an index knows may stay.
+        let n_sequences = cache.report().iter().map(|group| group.sequences.len()).max().unwrap_or(0);
+        if n_sequences > 0 {
+            return Err(BadConfig::NotEmpty { n_sequences });
+        }
         let windowed = cache.room().any(|room| room.lets_go);
         let counted = cache.room().enumerate().min_by_key(|(_, room)| (room.lets_go, room.capacity_cells));
         let (counted, room) = counted.expect("a cache has at least one layer group");

@@ -15,7 +15,7 @@ impl std::fmt::Display for RequestId {
 }
 
 /// What is known of the tokens of a request, prompt first. It may go on into the output (a trace knows the next turn
-/// of a chat); only what has been computed is ever stored.
+/// of a chat); only what has been computed is ever stored, and where something else is sampled, that counts.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Prompt {
@@ -24,7 +24,7 @@ pub enum Prompt {
     Unknown,
     /// Token ids. Sampled tokens are appended.
     Tokens(Vec<u32>),
-    /// Token ids that several requests share; copied when the first token is appended.
+    /// Token ids that several requests share; copied when a token is sampled that they do not foretell.
     SharedTokens(Arc<[u32]>),
     /// One opaque id per `tokens_per_id` tokens; an id stands for its tokens and for all before them.
     Ids {

@@ -94,7 +94,7 @@ pub enum Turn {
 pub struct Duplicate(pub RequestId);
 
 impl Scheduler {
-    /// A scheduler over `cache`, which must hold many sequences and nothing yet. `truth` is given exactly when the
+    /// A scheduler over `cache`, of a kind that holds many sequences, and which holds none yet. `truth` is given exactly when the
     /// configuration says `oracle`.
     pub fn new(config: Config, cache: Cache, truth: Option<Box<dyn Truth>>) -> Result<Scheduler, BadConfig> {
         config.check()?;

@@ -19,7 +19,7 @@ fn machine() -> Script<impl FnMut(u64, Batch<'_>, &mut Outcome)> {
         out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
     })
 }
-/// No headroom, deadlines.
+/// No headroom.
 fn tight(policy: &str) -> Config {
     let admission = Admission::Optimistic { headroom_tokens: 0 };
     Config { policy: policy.into(), admission, ..Config::default() }
@@ -78,13 +78,13 @@ fn what_a_window_lets_go_of_admits_the_next() {
 /// Who waits for memory is tried again when another has stored what it begins with.
 #[test]
 fn a_longer_hit_admits_who_waited_for_memory() {
-    let config = Config { max_batch_tokens: 300, ..tight("fcfs") };
-    let mut s = Scheduler::new(config, paged(&[group(400, None)], 10, "lru"), None).unwrap();
+    let mut s = Scheduler::new(tight("fcfs"), paged(&[group(400, None)], 10, "lru"), None).unwrap();
     let mut m = machine();
     for id in 0..2 {
         s.arrive(0, Request { prompt: tokens(300, 1), ..Request::new(id, 0, 300, 50) }).unwrap();
     }
     s.turn(0, &mut m);
+    assert_eq!((s.n_running(), s.n_waiting()), (1, 1));
     s.turn(10, &mut m);
     assert_eq!((s.n_running(), s.counters().hit_tokens), (2, 290));
 }
@@ -198,4 +198,50 @@ fn ties_leave_nobody_behind() {
         overtaken += 1;
     }
     assert_eq!(overtaken, 64);
+}
+
+/// An answer that differs from what a trace says of it: what was sampled counts, and what follows in the trace is not
+/// indexed. The same whether the trace's tokens are shared or not.
+#[test]
+fn what_was_sampled_counts_not_what_a_trace_says() {
+    let whole: Vec<u32> = (0..60).collect();
+    let agrees = |i: u32| 40 + i;
+    let differs = |i: u32| 900 + i;
+    let mut bad = Vec::new();
+    for shared in [false, true] {
+        for (answers, says, hit) in
+            [("as the trace", agrees as fn(u32) -> u32, 50), ("otherwise", differs as fn(u32) -> u32, 40)]
+        {
+            let cache = paged(&[group(1000, None)], 10, "lru");
+            let mut s = Scheduler::new(Config::default(), cache, None).unwrap();
+            let prompt = match shared {
+                true => Prompt::SharedTokens(whole.as_slice().into()),
+                false => Prompt::Tokens(whole.clone()),
+            };
+            s.arrive(0, Request { prompt, ..Request::new(0, 0, 40, 15) }).unwrap();
+            let mut fed = Vec::new();
+            let mut m = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
+                out.elapsed_ns = 10;
+                let first = batch.work[0].first;
+                fed.extend_from_slice(batch.tokens(0).expect("all tokens are known"));
+                let token = Some(says(if first == 0 { 0 } else { first - 39 }));
+                out.sampled.push(Sampled { token, finished: false });
+            });
+            let mut now = 0;
+            while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut m) {
+                now += elapsed_ns;
+            }
+            let expected: Vec<u32> = (0..40).chain((0..14).map(says)).collect();
+            let name = format!("shared {shared}, answers {answers}");
+            if fed != expected {
+                bad.push(format!("{name}: fed {fed:?}"));
+            }
+            let content = kvist_cache::Content::Tokens(&whole);
+            let found = s.cache().lookup("", &content).hit_tokens;
+            if found != hit {
+                bad.push(format!("{name}: {found} tokens of the trace are indexed, expected {hit}"));
+            }
+        }
+    }
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
