@@ -1,6 +1,6 @@
 //! What the scheduler asks of the world: to execute a step, and to say what time it is.
 use crate::entry::Entry;
-use crate::request::{Prompt, RequestId};
+use crate::request::RequestId;
 use kvist_cache::Step;
 
 /// One request's share of a step: tokens at positions `first..first + n_tokens` of its sequence.
@@ -34,11 +34,7 @@ impl Batch<'_> {
     /// The token ids to feed for the `i`-th share, `None` where they are not known.
     pub fn tokens(&self, i: usize) -> Option<&[u32]> {
         let work = &self.work[i];
-        let tokens: &[u32] = match &self.entries[work.slot as usize].prompt {
-            Prompt::Tokens(tokens) => tokens,
-            Prompt::SharedTokens(tokens) => tokens,
-            Prompt::Unknown | Prompt::Ids { .. } => return None,
-        };
+        let tokens = self.entries[work.slot as usize].prompt.tokens()?;
         tokens.get(work.first as usize..(work.first + work.n_tokens) as usize)
     }
 }

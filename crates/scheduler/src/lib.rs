@@ -8,6 +8,7 @@
 //! It refuses to read a clock, to draw random numbers (no policy needs one), and to know a tensor.
 #![forbid(unsafe_code)]
 
+mod admit;
 mod config;
 mod drive;
 mod entry;
@@ -22,6 +23,7 @@ mod relief;
 mod replay;
 mod request;
 mod scheduler;
+mod way;
 
 pub use config::{Admission, BadConfig, Config, LengthSource, Preempted, PrefixOrder, TokenWork};
 pub use drive::drive;

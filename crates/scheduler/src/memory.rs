@@ -2,7 +2,9 @@
 //! whether the cache has a prefix index.
 use crate::config::BadConfig;
 use crate::request::Prompt;
-use kvist_cache::{Audience, Cache, Content, MissReason, Moment, Refused, Room, SeqId};
+use kvist_cache::{
+    Audience, BlockUse, Cache, Content, GroupId, Lookup, MissReason, Moment, Refused, Room, SeqId,
+};
 
 /// When a decision falls: before which step, and the time at which it began.
 #[derive(Clone, Copy)]
@@ -28,6 +30,8 @@ pub(crate) struct Memory {
     lets_go: bool,
     /// Does any group let go of what leaves its window?
     windowed: bool,
+    /// Has it a prefix index? Nothing else makes sequences share blocks here.
+    shares: bool,
 }
 
 const CHECKED: &str = "the cache holds many sequences: this was checked when the scheduler was made";
@@ -55,6 +59,7 @@ impl Memory {
         let (counted, room) = counted.expect("a cache has at least one layer group");
         Ok(Memory {
             windowed,
+            shares: cache.prefixes().is_some(),
             counted,
             capacity: room.capacity_cells.into(),
             block_tokens: room.block_tokens,
@@ -77,6 +82,20 @@ impl Memory {
     }
     pub fn capacity(&self) -> u64 {
         self.capacity
+    }
+    /// Tokens that a step may write at most, as far as groups with windows have room at this moment; a block at
+    /// least. No bound where no group has a window: there a prompt that is cut into pieces needs as much in the end.
+    pub fn chunk_limit(&self) -> u32 {
+        if !self.windowed {
+            return u32::MAX;
+        }
+        let windows = self.cache.room().filter(|room| room.lets_go);
+        let room = |room: Room| (room.free_cells.saturating_add(room.idle_cells)).max(room.block_tokens);
+        windows.map(room).min().unwrap_or(u32::MAX)
+    }
+    /// Does `group` let go of what leaves its window?
+    pub fn lets_go(&self, group: GroupId) -> bool {
+        self.windowed && self.cache.room().nth(group.0.into()).is_some_and(|room| room.lets_go)
     }
     /// Cells that a sequence of `n_tokens` fills at most, when it shares none.
     pub fn cells(&self, n_tokens: u32) -> u64 {
@@ -107,9 +126,27 @@ impl Memory {
         self.cache.accepts(&content(prompt, 0))
     }
 
-    /// Tokens of the first `n_tokens` that the index could supply. Changes nothing.
-    pub fn lookup(&self, salt: &str, prompt: &Prompt, n_tokens: u32) -> u32 {
-        self.cache.lookup(salt, &content(prompt, n_tokens)).hit_tokens
+    /// What the index could supply of the first `n_tokens`. Changes nothing.
+    pub fn lookup(&self, salt: &str, prompt: &Prompt, n_tokens: u32) -> Lookup {
+        self.cache.lookup(salt, &content(prompt, n_tokens))
+    }
+
+    /// Can sequences share blocks?
+    pub fn shares(&self) -> bool {
+        self.shares
+    }
+    /// Of each block of the counted group, how many sequences hold it. Walks the pool.
+    pub fn holders(&self) -> Vec<u32> {
+        let holders = |block| if let BlockUse::Held(n) = block { n } else { 0 };
+        self.cache.block_uses(self.group()).map(holders).collect()
+    }
+    /// The blocks that `seq` holds there, each with its place in the sequence.
+    pub fn blocks_of(&self, seq: SeqId) -> impl Iterator<Item = (u64, u32)> {
+        let table = self.cache.block_table(self.group(), seq).unwrap_or_default();
+        (0..).zip(table).filter_map(|(i, block)| Some((i, block?)))
+    }
+    fn group(&self) -> GroupId {
+        GroupId(self.counted as u16)
     }
 
     /// Why it would supply no more.
@@ -130,11 +167,12 @@ impl Memory {
     }
 
     /// Let the index know the full blocks of `seq`, of whose tokens the first `n_tokens` are known and computed.
-    pub fn store(&mut self, seq: SeqId, prompt: &Prompt, n_tokens: u32, at: At) {
-        if let Some(mut prefixes) = self.cache.prefixes() {
-            let stored = prefixes.store(seq, &content(prompt, n_tokens), at.moment());
-            assert!(stored.is_ok(), "sequence {seq} is live and its content was checked: {stored:?}");
-        }
+    /// Returns how many it did not know.
+    pub fn store(&mut self, seq: SeqId, prompt: &Prompt, n_tokens: u32, at: At) -> u32 {
+        let Some(mut prefixes) = self.cache.prefixes() else { return 0 };
+        let stored = prefixes.store(seq, &content(prompt, n_tokens), at.moment());
+        stored
+            .unwrap_or_else(|refused| panic!("sequence {seq} is live and its content was checked: {refused}"))
     }
 
     /// Forget a sequence. What an index knows stays, and can be reclaimed.

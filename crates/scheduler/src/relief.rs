@@ -1,16 +1,19 @@
 //! When there is no space, or no place: who has to go.
 use crate::config::Preempted;
 use crate::entry::Key;
+use crate::executor::Work;
 use crate::log::Decision;
 use crate::memory::At;
 use crate::request::{End, Reason};
 use crate::scheduler::Scheduler;
+use kvist_cache::GroupId;
 
 impl Scheduler {
-    /// A step did not fit: `needed` cells, `available` if nobody's blocks were evicted. In this order: evict what
-    /// only the index holds; drop the cache of the lowest-ranked paused request; preempt the lowest-ranked running
-    /// one; end the last one, which has the cache to itself.
-    pub(crate) fn relieve(&mut self, at: At, needed: u32, available: u32) {
+    /// A step did not fit `group`: `needed` cells, `available` if nobody's blocks were evicted. In this order: evict
+    /// what only the index holds; compute less of the prompts at once, if the group lets go of what leaves its window;
+    /// drop the cache of the lowest-ranked paused request; preempt the lowest-ranked running one; end the last one,
+    /// which has the cache to itself.
+    pub(crate) fn relieve(&mut self, at: At, group: GroupId, needed: u32, available: u32) {
         if available >= needed {
             let freed = self.memory.make_room(needed, at);
             self.counters.make_rooms += 1;
@@ -18,6 +21,9 @@ impl Scheduler {
             if freed > 0 {
                 return;
             }
+        }
+        if self.memory.lets_go(group) && self.shorten_prompts(needed.saturating_sub(available)) {
+            return;
         }
         if let Some(&worst) = self.holders.last() {
             return self.drop_cache(at, worst.slot);
@@ -29,8 +35,23 @@ impl Scheduler {
         self.end(at, worst.slot, End::Refused(Reason::CacheFull));
     }
 
+    /// Fewer tokens of prompts in this step, by the cells that are `missing`, or half as many where it is not cells
+    /// that are missing. Not less than a block beside others, or they would wait for a chunk that brings nobody on.
+    fn shorten_prompts(&mut self, missing: u32) -> bool {
+        let of_prompts = |w: &&Work| w.n_tokens > 1 || !w.samples;
+        let n_tokens: u32 = self.batch.iter().filter(of_prompts).map(|w| w.n_tokens).sum();
+        let n_tokens = n_tokens.min(self.prompt_limit);
+        let least = if self.running.len() > 1 { self.memory.block_tokens() } else { 1 };
+        if n_tokens <= least {
+            return false;
+        }
+        let shorter = if missing == 0 { n_tokens / 2 } else { n_tokens.saturating_sub(missing) };
+        self.prompt_limit = shorter.max(least);
+        true
+    }
+
     /// How a request that holds cells compares with those that would take its place.
-    fn victim_key(&self, slot: u32) -> Key {
+    pub(crate) fn victim_key(&self, slot: u32) -> Key {
         let mut key = self.key(slot);
         let arrived = self.order.rank(&self.entries[slot as usize].view().as_it_arrived());
         key.rank = key.rank.min(arrived);

@@ -37,6 +37,34 @@ pub enum Prompt {
     },
 }
 
+impl Prompt {
+    /// Of the first `n_tokens`, how many from the first are known to be the same: whole ids, where there are ids.
+    pub(crate) fn in_common(&self, other: &Prompt, n_tokens: u32) -> u32 {
+        fn same<T: PartialEq>(a: &[T], b: &[T], n: u32) -> u32 {
+            a.iter().zip(b).take(n as usize).take_while(|(a, b)| a == b).count() as u32
+        }
+        match (self, other) {
+            (Prompt::Ids { ids: a, tokens_per_id, .. }, Prompt::Ids { ids: b, .. }) => {
+                let n_ids = n_tokens.div_ceil(*tokens_per_id);
+                same(a, b, n_ids).saturating_mul(*tokens_per_id).min(n_tokens)
+            }
+            _ => match (self.tokens(), other.tokens()) {
+                (Some(a), Some(b)) => same(a, b, n_tokens),
+                _ => 0,
+            },
+        }
+    }
+
+    /// Token ids, if they are known.
+    pub(crate) fn tokens(&self) -> Option<&[u32]> {
+        match self {
+            Prompt::Tokens(tokens) => Some(tokens),
+            Prompt::SharedTokens(tokens) => Some(tokens),
+            Prompt::Unknown | Prompt::Ids { .. } => None,
+        }
+    }
+}
+
 /// One request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Request {

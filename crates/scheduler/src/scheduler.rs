@@ -35,8 +35,11 @@ pub struct Scheduler {
     outcome: Outcome,
     /// Has this turn changed who is in the batch, or made room? Then its step runs alone, and the driver can look.
     pub(crate) moved: bool,
-    /// Nobody can be admitted for want of memory until something is released or arrives.
-    pub(crate) blocked: bool,
+    /// Tokens of prompts that the step may have at most: less than the budget where a window group is smaller.
+    pub(crate) prompt_limit: u32,
+    /// Nobody could be admitted, for want of memory, when there was this much slack. It stays so until there is more,
+    /// the index learns something, or somebody arrives, ends or is released.
+    pub(crate) blocked: Option<i128>,
     /// What conservative admission has set aside.
     pub(crate) reserved: u64,
     pub(crate) next_seq: u32,
@@ -111,7 +114,8 @@ impl Scheduler {
             plan: StepPlan::default(),
             outcome: Outcome::default(),
             moved: false,
-            blocked: false,
+            prompt_limit: 0,
+            blocked: None,
             reserved: 0,
             next_seq: 0,
             arrivals: 0,
@@ -265,7 +269,7 @@ impl Scheduler {
         };
         self.by_id.insert(id, slot);
         self.wait(slot);
-        self.blocked = false;
+        self.blocked = None;
         Ok(())
     }
 
@@ -316,6 +320,7 @@ impl Scheduler {
         let at = self.at(now_ns);
         let decided = self.ended.len();
         self.moved = false;
+        self.prompt_limit = self.memory.chunk_limit();
         let mut admit = true;
         let steps = loop {
             if !self.form(at, admit) {
@@ -344,9 +349,9 @@ impl Scheduler {
                 }
                 // Another group than the one that is counted: one by one, then.
                 Err(Refused::NoSpace { .. }) if steps > 1 => self.moved = true,
-                Err(Refused::NoSpace { needed, free, reclaimable, .. }) => {
+                Err(Refused::NoSpace { group, needed, free, reclaimable }) => {
                     self.moved = true;
-                    self.relieve(at, needed, free.saturating_add(reclaimable));
+                    self.relieve(at, group, needed, free.saturating_add(reclaimable));
                     // Who was preempted for space does not come back in the same turn, unless nobody is left.
                     admit = self.running.is_empty();
                 }
@@ -414,7 +419,9 @@ impl Scheduler {
             if full > entry.stored {
                 entry.stored = full;
                 let seq = entry.seq.expect("who runs has a sequence");
-                self.memory.store(seq, &entry.prompt, full, end);
+                if self.memory.store(seq, &entry.prompt, full, end) > 0 {
+                    self.blocked = None;
+                }
             }
             if finished {
                 self.end(end, work.slot, End::Finished);
@@ -455,7 +462,7 @@ impl Scheduler {
         entry.cached = 0;
         if let Some(seq) = entry.seq.take() {
             self.memory.release(seq);
-            self.blocked = false;
+            self.blocked = None;
         }
     }
 
@@ -463,7 +470,7 @@ impl Scheduler {
     pub(crate) fn end(&mut self, at: At, slot: u32, end: End) {
         self.leave(slot);
         self.release(slot);
-        self.blocked = false;
+        self.blocked = None;
         let entry = &mut self.entries[slot as usize];
         entry.prompt = Prompt::Unknown;
         let (id, generated) = (entry.id, entry.generated());

@@ -149,8 +149,18 @@ impl Twin {
         fits
     }
 
-    /// The next admission, if there is one.
+    /// The next admission, if there is one. An attempt that fails is taken back, whoever had made way for it.
     fn admit(&mut self) -> Option<usize> {
+        let (jobs, n_entered, n_said) = (self.jobs.clone(), self.n_entered, self.said.len());
+        let admitted = self.try_to_admit(!self.running().is_empty());
+        if admitted.is_none() && jobs.iter().any(|job| job.running) {
+            (self.jobs, self.n_entered) = (jobs, n_entered);
+            self.said.truncate(n_said);
+        }
+        admitted
+    }
+
+    fn try_to_admit(&mut self, others_run: bool) -> Option<usize> {
         loop {
             let head = *self.waiting().first()?;
             let key = self.key(head);
@@ -165,7 +175,7 @@ impl Twin {
                 if let Some(worst) = self.worst_holder().filter(|&w| self.victim_key(w) > key) {
                     self.drop_cache(worst);
                 } else if self.make_way(key, "memory") {
-                } else if !self.running().is_empty() {
+                } else if others_run {
                     return None;
                 } else if let Some(worst) =
                     self.waiting().into_iter().rfind(|&i| self.jobs[i].holds && i != head)

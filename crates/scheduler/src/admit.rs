@@ -1,0 +1,216 @@
+//! Who is let into the batch: whose turn it is, whether there is memory for it, and who has to go for it.
+//!
+//! An attempt that comes to nothing changes nothing: nobody is sent away, no use of a block is counted. Whether it
+//! would come to something is asked beforehand (`way.rs`).
+use crate::config::{Admission, PrefixOrder};
+use crate::entry::{Entry, Key, State};
+use crate::log::Decision;
+use crate::memory::At;
+use crate::request::{End, Reason};
+use crate::scheduler::Scheduler;
+use kvist_cache::{Lookup, SeqId};
+
+/// Among how many of equal rank the longest hit is looked for, and how often the head of the queue may be overtaken.
+const TIES: u32 = 64;
+
+/// What admission goes by: as it is, or as it would be if some had gone.
+#[derive(Clone, Copy)]
+pub(crate) struct Space {
+    pub n_running: usize,
+    /// Cells that nobody needs.
+    pub room: u64,
+    /// Cells that the batch will still fill with what it already knows, and one block more for each; 0 where nobody
+    /// asks.
+    pub promised: u64,
+    /// What conservative admission has set aside.
+    pub reserved: u64,
+}
+
+impl Space {
+    /// What is left of the room when all promises are kept. An admission that failed for want of memory fails again
+    /// until this has grown, or the hit has.
+    pub fn slack(self) -> i128 {
+        i128::from(self.room) - i128::from(self.promised)
+    }
+}
+
+impl Scheduler {
+    /// Admit whose turn it is. `None` if there is no place, or no memory, for it.
+    pub(crate) fn admit(&mut self, at: At, budget: &mut u32) -> Option<u32> {
+        loop {
+            let key = self.pick()?;
+            let head = self.waiting.first().copied()?;
+            let full = self.running.len() >= self.config.max_batch as usize;
+            if !full && self.enter(at, key.slot) {
+                return Some(self.entered(key, head));
+            }
+            if !self.running.is_empty() && !self.way_can_be_made(key) {
+                self.blocked = Some(self.space().slack());
+                return None;
+            }
+            if full && !self.preempt_behind(at, key, "rank", budget) {
+                return None;
+            }
+            loop {
+                if self.enter(at, key.slot) {
+                    return Some(self.entered(key, head));
+                }
+                if self.drop_behind(at, key) || self.preempt_behind(at, key, "memory", budget) {
+                    continue;
+                }
+                if !self.running.is_empty() {
+                    self.blocked = Some(self.space().slack());
+                    return None;
+                }
+                if self.drop_worst_but(at, key.slot) {
+                    continue;
+                }
+                // Nobody else holds anything.
+                self.end(at, key.slot, End::Refused(Reason::NeverFits));
+                break;
+            }
+        }
+    }
+
+    fn entered(&mut self, key: Key, head: Key) -> u32 {
+        if key != head {
+            self.entries[head.slot as usize].overtaken += 1;
+        }
+        key.slot
+    }
+
+    /// Whose turn it is: the head of the queue, or a longer prefix hit that may overtake it.
+    fn pick(&self) -> Option<Key> {
+        let head = self.waiting.first().copied()?;
+        let n = match self.config.prefix_order {
+            PrefixOrder::Off => return Some(head),
+            PrefixOrder::Ties => TIES,
+            PrefixOrder::Window(n) => n,
+        };
+        if self.entries[head.slot as usize].overtaken >= n {
+            return Some(head);
+        }
+        let ties = self.config.prefix_order == PrefixOrder::Ties;
+        let candidates =
+            self.waiting.iter().take(n as usize).take_while(|key| !ties || key.rank == head.rank);
+        let hit = |key: &Key| {
+            let entry = &self.entries[key.slot as usize];
+            match entry.seq {
+                Some(_) => entry.cached,
+                None => self.lookup(entry).hit_tokens,
+            }
+        };
+        let mut best = (hit(&head), head);
+        for key in candidates.skip(1) {
+            let hit = hit(key);
+            if hit > best.0 {
+                best = (hit, *key);
+            }
+        }
+        Some(best.1)
+    }
+
+    /// What the index would supply. Changes nothing.
+    pub(crate) fn lookup(&self, entry: &Entry) -> Lookup {
+        self.memory.lookup(&entry.salt, &entry.prompt, entry.known_content())
+    }
+
+    /// As it is.
+    pub(crate) fn space(&self) -> Space {
+        let promised = match self.config.admission {
+            Admission::Conservative => 0,
+            Admission::Optimistic { .. } => self.running.iter().map(|&slot| self.due(slot)).sum(),
+        };
+        Space { n_running: self.running.len(), room: self.memory.room(), promised, reserved: self.reserved }
+    }
+
+    /// Cells that it will still fill with what it already knows, and one block more.
+    pub(crate) fn due(&self, slot: u32) -> u64 {
+        let entry = &self.entries[slot as usize];
+        let next = self.memory.cells(entry.known) + u64::from(self.memory.block_tokens());
+        next - self.memory.cells(entry.cached)
+    }
+
+    /// What conservative admission sets aside for it. Who kept its cells kept its reservation.
+    fn reserve(&self, entry: &Entry) -> u64 {
+        match self.config.admission {
+            Admission::Conservative if entry.reserved == 0 => {
+                self.memory.cells(entry.prompt_tokens + entry.max_new - 1)
+            }
+            _ => 0,
+        }
+    }
+
+    /// Is there memory for it, of which `supplied` cells need no room because others hold them already?
+    pub(crate) fn fits(&self, slot: u32, space: &Space, supplied: u64) -> bool {
+        let entry = &self.entries[slot as usize];
+        match self.config.admission {
+            Admission::Conservative => space.reserved + self.reserve(entry) <= self.memory.capacity(),
+            Admission::Optimistic { headroom_tokens } => {
+                let mut demand = self.memory.cells(entry.known) - self.memory.cells(entry.cached);
+                if space.n_running > 0 {
+                    demand += u64::from(headroom_tokens) + space.promised;
+                }
+                space.room + supplied >= demand
+            }
+        }
+    }
+
+    /// Into the batch, if there is memory: with what it kept, or with what the prefix index supplies.
+    fn enter(&mut self, at: At, slot: u32) -> bool {
+        let entry = &self.entries[slot as usize];
+        let space = self.space();
+        let resumed = entry.seq.is_some();
+        if !self.fits(slot, &space, 0) && (resumed || !self.fits(slot, &space, self.supply(entry))) {
+            return false;
+        }
+        let reserve = self.reserve(entry);
+        let mut hit = 0;
+        if !resumed {
+            let seq = SeqId(self.next_seq);
+            let miss = (self.explain && entry.admitted_ns.is_none())
+                .then(|| self.memory.explain(&entry.salt, &entry.prompt, entry.known_content()));
+            hit = self.memory.open(seq, &entry.salt, &entry.prompt, entry.known_content(), at);
+            self.next_seq = self.next_seq.wrapping_add(1);
+            let entry = &mut self.entries[slot as usize];
+            entry.seq = Some(seq);
+            entry.miss = entry.miss.or(miss);
+        }
+        self.leave(slot);
+        let entry = &mut self.entries[slot as usize];
+        entry.state = State::Running;
+        entry.share = 0;
+        entry.reserved += reserve;
+        self.reserved += reserve;
+        let id = entry.id;
+        if resumed {
+            self.decide(at, Decision::Resume { id });
+        } else {
+            entry.cached = hit;
+            entry.stored = hit;
+            match entry.admitted_ns {
+                None => entry.hit_tokens = hit,
+                Some(_) => entry.regained_tokens += hit,
+            }
+            entry.admitted_ns.get_or_insert(at.now_ns);
+            self.counters.hit_tokens += u64::from(hit);
+            let seq = entry.seq.expect("it was opened above");
+            self.decide(at, Decision::Admit { id, seq, hit });
+        }
+        self.seat(slot);
+        true
+    }
+
+    /// Cells that the index supplies and others hold already. What nobody holds needs room as if it were computed.
+    fn supply(&self, entry: &Entry) -> u64 {
+        let found = self.lookup(entry);
+        u64::from(found.hit_tokens.saturating_sub(found.idle_tokens))
+    }
+
+    /// A place among the running, in the order of sequence numbers: the cache sees ascending ones.
+    fn seat(&mut self, slot: u32) {
+        let seq = self.entries[slot as usize].seq;
+        let place = self.running.partition_point(|&other| self.entries[other as usize].seq < seq);
+        self.running.insert(place, slot);
+    }
+}

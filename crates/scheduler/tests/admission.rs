@@ -1,0 +1,201 @@
+//! Small pools, windows and refused admissions: what must not happen to those who wait, and to those who run.
+use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::{Cache, Change, PagedSpec, PrefixSpec};
+use kvist_scheduler::*;
+
+fn group(capacity_tokens: u32, window: Option<u32>) -> GroupSpec {
+    GroupSpec { capacity_tokens, visibility: Visibility { window, sinks: 0 }, max_step_tokens: 1 }
+}
+fn paged(groups: &[GroupSpec], block_tokens: u32, policy: &str) -> Cache {
+    let prefix = Some(PrefixSpec { policy: policy.into(), ..PrefixSpec::default() });
+    let groups = groups.to_vec();
+    Cache::paged(&PagedSpec { block_tokens, groups, rollback_tokens: 0, prefix }).unwrap()
+}
+/// Everybody writes as much as they may; a step takes 10 ns.
+fn machine() -> Script<impl FnMut(u64, Batch<'_>, &mut Outcome)> {
+    Script(|_, batch: Batch<'_>, out: &mut Outcome| {
+        out.elapsed_ns = 10;
+        let samples = batch.work.iter().filter(|w| w.samples);
+        out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
+    })
+}
+/// No headroom, deadlines.
+fn tight(policy: &str) -> Config {
+    let admission = Admission::Optimistic { headroom_tokens: 0 };
+    Config { policy: policy.into(), admission, ..Config::default() }
+}
+/// Of `family`, whose prompts begin alike.
+fn tokens(n: u32, family: u32) -> Prompt {
+    Prompt::Tokens((0..n).map(|i| i + family * 10_000).collect())
+}
+fn due(id: u64, now: u64, prompt: u32, max_new: u32, deadline: u64) -> Request {
+    Request { deadline_ns: Some(deadline), ..Request::new(id, now, prompt, max_new) }
+}
+
+/// A long prompt goes through a small window in chunks: nobody is ended, nothing is computed twice.
+#[test]
+fn prompts_longer_than_a_window_group_go_through_in_chunks() {
+    let window = group(1024, Some(64));
+    let rows: [(&str, &[GroupSpec], u32); 4] = [
+        ("a window alone", &[window], 1),
+        ("a window beside a full group", &[group(100_000, None), window], 1),
+        ("three at once", &[group(100_000, None), window], 3),
+        ("a window of four chunks' blocks", &[group(100_000, None), group(128, Some(64))], 1),
+    ];
+    let mut bad = Vec::new();
+    for (name, groups, n) in rows {
+        let mut s = Scheduler::new(Config::default(), paged(groups, 16, "lru"), None).unwrap();
+        for id in 0..n {
+            s.arrive(0, Request::new(id.into(), 0, 2000, 4)).unwrap();
+        }
+        let (mut m, mut now) = (machine(), 0);
+        while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut m) {
+            now += elapsed_ns;
+            assert!(now < 100_000, "{name}: it goes in circles");
+        }
+        for ended in s.drain_ended() {
+            if (ended.end, ended.computed_tokens, ended.preemptions) != (End::Finished, 2003, 0) {
+                bad.push(format!("{name}: {ended:?}"));
+            }
+        }
+    }
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+/// What a window lets go of is memory too: the second request does not wait for the end of the first.
+#[test]
+fn what_a_window_lets_go_of_admits_the_next() {
+    let mut s = Scheduler::new(Config::default(), paged(&[group(1024, Some(64))], 16, "lru"), None).unwrap();
+    let mut m = machine();
+    s.arrive(0, Request::new(0, 0, 900, 100_000)).unwrap();
+    s.arrive(0, Request::new(1, 0, 600, 10)).unwrap();
+    s.turn(0, &mut m);
+    assert_eq!(s.n_waiting(), 1, "both prompts at once do not fit");
+    s.turn(10, &mut m);
+    assert_eq!(s.n_waiting(), 0, "{} of 1024 cells held", s.held_cells());
+}
+
+/// Who waits for memory is tried again when another has stored what it begins with.
+#[test]
+fn a_longer_hit_admits_who_waited_for_memory() {
+    let config = Config { max_batch_tokens: 300, ..tight("fcfs") };
+    let mut s = Scheduler::new(config, paged(&[group(400, None)], 10, "lru"), None).unwrap();
+    let mut m = machine();
+    for id in 0..2 {
+        s.arrive(0, Request { prompt: tokens(300, 1), ..Request::new(id, 0, 300, 50) }).unwrap();
+    }
+    s.turn(0, &mut m);
+    s.turn(10, &mut m);
+    assert_eq!((s.n_running(), s.counters().hit_tokens), (2, 290));
+}
+
+/// A request that would not fit even if all behind it went sends nobody away; one that would, sends as few as need be.
+#[test]
+fn nobody_makes_way_for_nothing() {
+    for preempted in [Preempted::Recompute, Preempted::Kept] {
+        for (prompt, preemptions) in [(700, 0), (250, 1), (380, 2)] {
+            let config = Config { preempted, ..tight("edf") };
+            let mut s = Scheduler::new(config, paged(&[group(1000, None)], 10, "lru"), None).unwrap();
+            let mut m = machine();
+            s.arrive(0, due(0, 0, 500, 50, 1_000)).unwrap();
+            s.arrive(0, due(1, 0, 140, 50, 9_000)).unwrap();
+            s.arrive(0, due(2, 0, 140, 50, 9_001)).unwrap();
+            for now in [0, 10, 20] {
+                s.turn(now, &mut m);
+            }
+            assert_eq!(s.n_running(), 3);
+            s.arrive(30, due(3, 30, prompt, 50, 5_000)).unwrap();
+            s.turn(30, &mut m);
+            s.turn(40, &mut m);
+            assert_eq!(s.counters().preemptions, preemptions, "{preempted:?} prompt of {prompt}");
+            let entered = s.held().any(|(id, _)| id == RequestId(3));
+            assert_eq!(entered, preemptions > 0, "{preempted:?} prompt of {prompt}");
+        }
+    }
+}
+
+/// What victims share with somebody who stays, or with the newcomer, is no room; what they share among themselves is.
+#[test]
+fn shared_blocks_are_room_when_their_last_holder_goes() {
+    // Who runs: an urgent one of 100 tokens, of family 1, and two of 400. Then one with a deadline between.
+    let rows = [
+        ("victims share among themselves", 2, 2, (7, 500), Some(2)),
+        ("victims share with one who stays", 1, 1, (7, 500), Some(2)),
+        ("what one who stays holds is no room", 1, 1, (7, 620), None),
+        ("the newcomer shares with the victims, and fits beside them", 2, 2, (2, 500), Some(0)),
+        ("what the newcomer shares is room or a hit, not both", 2, 2, (2, 620), None),
+    ];
+    let mut bad = Vec::new();
+    for (name, first, second, (newcomer, prompt), expected) in rows {
+        let mut s = Scheduler::new(tight("edf"), paged(&[group(700, None)], 10, "lru"), None).unwrap();
+        let mut m = machine();
+        let mut now = 0;
+        s.arrive(0, Request { prompt: tokens(100, 1), ..due(0, 0, 100, 90, 10) }).unwrap();
+        for (id, family) in [(1, first), (2, second)] {
+            s.arrive(now, Request { prompt: tokens(400, family), ..due(id, now, 400, 90, 9_000) }).unwrap();
+            for _ in 0..2 {
+                s.turn(now, &mut m);
+                now += 10;
+            }
+        }
+        assert_eq!(s.n_running(), 3, "{name}");
+        s.arrive(now, Request { prompt: tokens(prompt, newcomer), ..due(3, now, prompt, 9, 5_000) }).unwrap();
+        s.turn(now, &mut m);
+        let entered = s.held().any(|(id, _)| id == RequestId(3));
+        if (s.counters().preemptions, entered) != (expected.unwrap_or(0), expected.is_some()) {
+            bad.push(format!("{name}: entered {entered}, {:?}", s.counters()));
+        }
+    }
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+/// A refused admission counts no use of a block and moves none.
+#[test]
+fn refused_admissions_leave_no_trace() {
+    let mut s = Scheduler::new(tight("fcfs"), paged(&[group(400, None)], 10, "lfu"), None).unwrap();
+    let mut m = machine();
+    s.arrive(0, Request { prompt: tokens(200, 1), ..Request::new(0, 0, 200, 1) }).unwrap();
+    s.turn(0, &mut m);
+    assert_eq!((s.n_running(), s.idle_cells()), (0, 200));
+    s.arrive(10, Request { prompt: tokens(150, 2), ..Request::new(1, 10, 150, 100) }).unwrap();
+    s.turn(10, &mut m);
+    s.turn(20, &mut m);
+    s.cache_mut().watch(true);
+    // Of its 350 tokens 200 are idle: they are no room any more once it holds them, and 50 remain.
+    s.arrive(30, Request { prompt: tokens(350, 1), ..Request::new(2, 30, 350, 10) }).unwrap();
+    s.turn(30, &mut m);
+    assert_eq!((s.n_running(), s.n_waiting(), s.idle_cells()), (1, 1, 200));
+    let (mut blocks, mut prefixes) = (vec![], vec![]);
+    s.cache_mut().drain_events(&mut blocks, &mut prefixes);
+    let moved = blocks.iter().filter(|e| matches!(e.change, Change::Hit | Change::Idle)).count();
+    assert_eq!(moved, 0, "{blocks:?}");
+}
+
+/// The head is overtaken 64 times by longer hits of its own rank, and no more.
+#[test]
+fn ties_leave_nobody_behind() {
+    let config = Config {
+        policy: "edf".into(),
+        prefix_order: PrefixOrder::Ties,
+        max_batch: 1,
+        max_batch_tokens: 100,
+        ..Config::default()
+    };
+    let mut s = Scheduler::new(config, paged(&[group(1000, None)], 10, "lru"), None).unwrap();
+    let (mut m, mut now) = (machine(), 0);
+    s.arrive(0, Request { prompt: tokens(20, 0), ..Request::new(0, 0, 20, 1) }).unwrap();
+    s.turn(0, &mut m);
+    s.arrive(1, Request { prompt: tokens(20, 5), ..Request::new(1, 1, 20, 1) }).unwrap();
+    s.drain_ended();
+    let mut overtaken = 0;
+    for id in 2..200 {
+        now += 10;
+        s.arrive(now, Request { prompt: tokens(20, 0), ..Request::new(id, now, 20, 1) }).unwrap();
+        s.turn(now, &mut m);
+        if s.drain_ended().any(|ended| ended.id.0 == 1) {
+            break;
+        }
+        overtaken += 1;
+    }
+    assert_eq!(overtaken, 64);
+}
