@@ -9,6 +9,7 @@ use kvist_simulator::cost::{BatchShape, ConstantRates, StepCost};
 use kvist_simulator::report::{Objectives, Outcome, Report};
 use kvist_simulator::request::{PromptContent, Request};
 use kvist_simulator::run::{Options, Part, Run, run};
+use kvist_simulator::trace::{ReadOptions, Trace};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -466,4 +467,21 @@ fn memory_grows_while_an_answer_is_written() {
         assert!(samples.iter().any(|sample| sample.load.used_blocks == 101), "{samples:?}");
         assert_eq!(samples.last().map(|sample| sample.load), Some(Default::default()));
     }
+}
+
+/// In order of earliest arrival a follow-up stands before its parent, and waits for it all the same.
+#[test]
+fn a_follow_up_waits_for_its_parent_wherever_it_stands() {
+    let text = r#"{"format":"kvist-trace","version":1}
+        {"id":0,"arrival_ns":1000000000,"prompt_tokens":5,"output_tokens":5}
+        {"id":1,"arrival_ns":0,"prompt_tokens":5,"output_tokens":5,"parent":0,"think_ns":7}"#;
+    let trace = Trace::read_from("t", text.as_bytes(), &ReadOptions::default()).unwrap();
+    let requests = trace.into_arrival_order();
+    assert_eq!(requests[0].id, 1);
+    let rates = ConstantRates::new(10.0, 1.0).unwrap();
+    let done =
+        run(&requests, paged(1 << 20, 16, None), &rates, &Options::default(), None, &mut |_| ()).unwrap();
+    let [child, parent] = &done.record.requests[..] else { panic!("two requests") };
+    assert_eq!(child.arrival_ns, parent.finished_ns.unwrap() + 7);
+    assert_eq!(child.outcome, Outcome::Finished);
 }
