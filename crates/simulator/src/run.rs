@@ -61,6 +61,27 @@ impl Default for Options {
     }
 }
 
+/// Why there is no result.
+#[derive(Debug, PartialEq, thiserror::Error)]
+pub enum RunError {
+    /// The scheduler cannot be built so.
+    #[error(transparent)]
+    BadConfig(#[from] BadConfig),
+    /// Virtual time goes to 2^63 ns. Figures beyond it would be wrong, so there are none.
+    #[error(
+        "virtual time has passed 292 years after {ended} of {requests} requests: steps take too long ({cost}), or \
+         requests arrive too late"
+    )]
+    TimeIsUp {
+        /// Requests that had ended.
+        ended: usize,
+        /// Of so many.
+        requests: usize,
+        /// The model of cost.
+        cost: String,
+    },
+}
+
 /// What a run leaves behind.
 #[derive(Debug)]
 pub struct Run {
@@ -84,6 +105,9 @@ impl Truth for Lengths {
 /// Run `requests` through a scheduler over `cache`, which holds nothing yet. `progress` is told how many have ended,
 /// after every turn in which one did. `recording` is told everything that arrived, was decided and happened to blocks, in
 /// lines of JSON (docs/simulator.md); requests are named by their place in the list.
+///
+/// # Errors
+/// [`RunError`]
 pub fn run<'s>(
     requests: &[Request],
     cache: Cache,
@@ -91,7 +115,7 @@ pub fn run<'s>(
     options: &Options,
     recording: Option<&'s mut Recorder<'s>>,
     progress: &mut dyn FnMut(usize),
-) -> Result<Run, BadConfig> {
+) -> Result<Run, RunError> {
     let lengths: Arc<[u32]> = requests.iter().map(|r| r.output_tokens).collect();
     let oracle = options.scheduler.lengths == LengthSource::Oracle;
     let truth = oracle.then(|| Box::new(Lengths(lengths.clone())) as Box<dyn Truth>);
@@ -121,6 +145,9 @@ pub fn run<'s>(
     clock.sleep_until(arrivals.next_ns().unwrap_or(0)); // nothing is before the first arrival
     loop {
         let now = clock.now_ns();
+        if now > i64::MAX as u64 {
+            return Err(RunError::TimeIsUp { ended: n_ended, requests: requests.len(), cost: cost.name() });
+        }
         while let Some((at_ns, i)) = arrivals.pop(now) {
             rows[i].arrival_ns = at_ns;
             run.load.queued_requests += 1;

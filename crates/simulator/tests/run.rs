@@ -8,7 +8,7 @@ use kvist_scheduler::{
 use kvist_simulator::cost::{BatchShape, ConstantRates, StepCost};
 use kvist_simulator::report::{Objectives, Outcome, Report};
 use kvist_simulator::request::{PromptContent, Request};
-use kvist_simulator::run::{Options, Part, Run, run};
+use kvist_simulator::run::{Options, Part, Run, RunError, run};
 use kvist_simulator::trace::{ReadOptions, Trace};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -484,4 +484,39 @@ fn a_follow_up_waits_for_its_parent_wherever_it_stands() {
     let [child, parent] = &done.record.requests[..] else { panic!("two requests") };
     assert_eq!(child.arrival_ns, parent.finished_ns.unwrap() + 7);
     assert_eq!(child.outcome, Outcome::Finished);
+}
+
+/// Figures of a clock that has stopped would be wrong, so there are none.
+#[test]
+fn time_that_runs_out_is_an_error() {
+    struct Endless;
+    impl StepCost for Endless {
+        fn step_ns(&self, _: &BatchShape) -> u64 {
+            u64::MAX
+        }
+        fn name(&self) -> String {
+            "endless".into()
+        }
+    }
+    let requests = [Request::new(0, 0, 16, 16), Request::new(1, 0, 16, 16)];
+    for one_by_one in [false, true] {
+        let options = Options { one_by_one, ..Options::default() };
+        let error = run(&requests, paged(1 << 20, 16, None), &Endless, &options, None, &mut |_| ());
+        let cost = "endless".into();
+        assert_eq!(error.unwrap_err(), RunError::TimeIsUp { ended: 0, requests: 2, cost });
+    }
+}
+
+/// Whoever wants no token gets one: nothing is subtracted from nothing.
+#[test]
+fn an_answer_of_no_tokens() {
+    let rates = ConstantRates::new(10.0, 1.0).unwrap();
+    let requests = [Request::new(0, 0, 16, 0), Request::new(1, 0, 16, 9)];
+    for (max_new, outcome, output_tokens) in [(None, Outcome::Refused, 0), (Some(40), Outcome::Finished, 1)] {
+        let options = Options { max_new, ..Options::default() };
+        let done = run(&requests, paged(1 << 20, 16, None), &rates, &options, None, &mut |_| ()).unwrap();
+        let [nothing, nine] = &done.record.requests[..] else { panic!("two requests") };
+        assert_eq!((nothing.outcome, nothing.output_tokens), (outcome, output_tokens), "{max_new:?}");
+        assert_eq!((nine.outcome, nine.output_tokens), (Outcome::Finished, 9));
+    }
 }
