@@ -5,8 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo build --release --quiet
 table=$(mktemp)
-# Another script's section.
-rivals=$(sed -n '/^<!-- rivals -->/,/^<!-- \/rivals -->/p' bench/RESULTS.md)
+# Other scripts' sections.
+others=$(sed -n '/^<!-- rivals -->/,$p' bench/RESULTS.md)
 target/release/kvist bench ladder --shared bench/models/tiny-rust-7m-shared-kv.gguf --t 32,64,128,256,512,1024 \
     --warmups "${KVIST_WARMUPS:-1}" --runs "${KVIST_RUNS:-5}" --svg docs/ladder.svg >"$table"
 {
@@ -17,6 +17,6 @@ target/release/kvist bench ladder --shared bench/models/tiny-rust-7m-shared-kv.g
     echo "Measured on $(date -u +%Y-%m-%d) by \`bench/ladder.sh\`; what the steps are: [docs/ladder.md](../docs/ladder.md)."
     echo
     cat "$table"
-    [ -z "$rivals" ] || printf '\n%s\n' "$rivals"
+    [ -z "$others" ] || printf '\n%s\n' "$others"
 } >bench/RESULTS.md
 rm "$table"

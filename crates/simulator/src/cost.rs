@@ -83,9 +83,9 @@ pub trait StepCost {
     /// of [`StepCost::step_ns`] over the shapes; a model that can say so without adding may.
     fn decode_run_ns(&self, first: &BatchShape, n_steps: u64) -> u64 {
         let mut shape = *first;
-        let mut total = 0;
+        let mut total = 0u64;
         for _ in 0..n_steps {
-            total += self.step_ns(&shape);
+            total = self.step_ns(&shape).saturating_add(total);
             shape = shape.next_decode();
         }
         total
@@ -100,6 +100,9 @@ pub trait StepCost {
     /// One line for the report.
     fn name(&self) -> String;
 }
+
+/// Longest believable time of a step, 104 days: 2^53 ns, which a float still counts by ones.
+pub const LONGEST_STEP_NS: u64 = 1 << 53;
 
 /// A duration in whole nanoseconds: rounded to the nearest, at least 1.
 fn whole_ns(ns: f64) -> u64 {

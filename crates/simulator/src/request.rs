@@ -22,7 +22,7 @@ pub struct Request {
     /// Larger is more urgent.
     pub priority: i32,
     /// A request that must finish first. This one then arrives at the later of `arrival_ns` and its parent's finish
-    /// plus `think_ns`. The parent stands earlier in the list, so there are no cycles.
+    /// plus `think_ns`. In a file the parent stands earlier; in a list it may stand anywhere.
     pub parent: Option<u64>,
     /// Nanoseconds between the parent's finish and this arrival; without a parent it means nothing.
     pub think_ns: u64,

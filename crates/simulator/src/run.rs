@@ -7,6 +7,7 @@
 //! It promises that its results are a function of requests, cache, cost model and options. It refuses to decide
 //! anything.
 mod executor;
+mod memory;
 mod queue;
 mod record;
 mod watch;
@@ -24,6 +25,7 @@ use kvist_scheduler::{
     BadConfig, Clock, Config, Counters, End, Ended, LengthSource, Prompt, RequestId, Scheduler, Truth, Turn,
     VirtualClock,
 };
+use memory::Memory;
 use record::Recording;
 use std::sync::Arc;
 use watch::{Blocks, Watched};
@@ -36,7 +38,7 @@ pub struct Options {
     /// What users allow their answers, at least; where an answer is longer, its length. `None`: exactly its length,
     /// so that `max_new` predicts as well as an oracle.
     pub max_new: Option<u32>,
-    /// Run every step by itself. Slower, with the same result: tests compare.
+    /// Run every step by itself. Slower, with the same result: tests compare. What is recorded runs so in any case.
     pub one_by_one: bool,
     /// Ask the prefix index why each request missed.
     pub explain: bool,
@@ -57,6 +59,27 @@ impl Default for Options {
             watch: false,
         }
     }
+}
+
+/// Why there is no result.
+#[derive(Debug, PartialEq, thiserror::Error)]
+pub enum RunError {
+    /// The scheduler cannot be built so.
+    #[error(transparent)]
+    BadConfig(#[from] BadConfig),
+    /// Virtual time goes to 2^63 ns. Figures beyond it would be wrong, so there are none.
+    #[error(
+        "virtual time has passed 292 years after {ended} of {requests} requests: steps take too long ({cost}), or \
+         requests arrive too late"
+    )]
+    TimeIsUp {
+        /// Requests that had ended.
+        ended: usize,
+        /// Of so many.
+        requests: usize,
+        /// The model of cost.
+        cost: String,
+    },
 }
 
 /// What a run leaves behind.
@@ -82,6 +105,9 @@ impl Truth for Lengths {
 /// Run `requests` through a scheduler over `cache`, which holds nothing yet. `progress` is told how many have ended,
 /// after every turn in which one did. `recording` is told everything that arrived, was decided and happened to blocks, in
 /// lines of JSON (docs/simulator.md); requests are named by their place in the list.
+///
+/// # Errors
+/// [`RunError`]
 pub fn run<'s>(
     requests: &[Request],
     cache: Cache,
@@ -89,7 +115,7 @@ pub fn run<'s>(
     options: &Options,
     recording: Option<&'s mut Recorder<'s>>,
     progress: &mut dyn FnMut(usize),
-) -> Result<Run, BadConfig> {
+) -> Result<Run, RunError> {
     let lengths: Arc<[u32]> = requests.iter().map(|r| r.output_tokens).collect();
     let oracle = options.scheduler.lengths == LengthSource::Oracle;
     let truth = oracle.then(|| Box::new(Lengths(lengths.clone())) as Box<dyn Truth>);
@@ -98,8 +124,10 @@ pub fn run<'s>(
     let endless = capacity >= u32::MAX / block_tokens * block_tokens;
     let mut scheduler = Scheduler::new(options.scheduler.clone(), cache, truth)?;
     scheduler.explain_misses(options.explain);
+    let one_by_one = options.one_by_one || recording.is_some();
+    let mut memory = Memory::new(scheduler.cache_mut());
     let mut recording = recording.map(|sink| Recording::begin(sink, &mut scheduler));
-    let mut executor = SimExecutor::new(cost, &lengths, options.one_by_one, options.itl);
+    let mut executor = SimExecutor::new(cost, &lengths, block_tokens, one_by_one, options.itl);
     executor.watched = options.watch.then(Watched::default);
     let n_blocks = capacity / block_tokens;
     let mut blocks = (options.watch && !endless).then(|| Blocks::new(n_blocks));
@@ -112,11 +140,14 @@ pub fn run<'s>(
         ..CacheCounts::default()
     };
     let mut record = Record::default();
-    let mut run = Notes { load: Load::default(), changed: true, preemptions: 0 };
+    let mut run = Notes { load: Load::default(), changed: false, preemptions: 0 };
     let (mut n_ended, mut turns) = (0, 0);
     clock.sleep_until(arrivals.next_ns().unwrap_or(0)); // nothing is before the first arrival
     loop {
         let now = clock.now_ns();
+        if now > i64::MAX as u64 {
+            return Err(RunError::TimeIsUp { ended: n_ended, requests: requests.len(), cost: cost.name() });
+        }
         while let Some((at_ns, i)) = arrivals.pop(now) {
             rows[i].arrival_ns = at_ns;
             run.load.queued_requests += 1;
@@ -125,11 +156,10 @@ pub fn run<'s>(
             // Places in the list are unique.
             scheduler.arrive(now, request).unwrap_or_else(|duplicate| panic!("{duplicate}"));
         }
-        executor.next_arrival_ns = arrivals.next_ns().unwrap_or(u64::MAX);
         if run.changed {
-            run.load.used_blocks = scheduler.held_cells() / u64::from(block_tokens);
-            run.load.cached_blocks = scheduler.idle_cells() / u64::from(block_tokens);
+            record.timeline.note(now, run.load); // the end of a step, before those it ended let go
         }
+        executor.next_arrival_ns = arrivals.next_ns().unwrap_or(u64::MAX);
         let n_running = scheduler.n_running();
         let turn = scheduler.turn(now, &mut executor);
         let mut ended_later = 0;
@@ -146,16 +176,33 @@ pub fn run<'s>(
         if n_ended > ended_before {
             progress(n_ended);
         }
+        let elapsed_ns = match turn {
+            Turn::Ran { elapsed_ns, .. } => Some(elapsed_ns),
+            Turn::Idle => None,
+        };
+        let (at_end, after) = memory.turn(scheduler.cache_mut(), elapsed_ns.is_some());
+        let late = if elapsed_ns.is_some() { executor.late_blocks } else { 0 };
         let load = Load {
             queued_requests: scheduler.n_waiting() as u64,
             running_requests: scheduler.n_running() as u64 + ended_later,
-            ..run.load
+            used_blocks: at_end.used.saturating_sub(late), // 0 for kinds of cache that hand out no blocks
+            cached_blocks: at_end.cached,
         };
-        if load != run.load || run.changed {
-            run.load = load;
+        let requests = |load: &Load| (load.queued_requests, load.running_requests);
+        // Whether a moment is noted must not depend on how many steps were run as one: growth alone is no reason.
+        if run.changed || requests(&load) != requests(&run.load) {
             record.timeline.note(now, load);
         }
-        // Between two changes of membership memory grows by what is decoded; it is looked at after each of them.
+        run.load = Load { used_blocks: at_end.used, ..load };
+        match (elapsed_ns, arrivals.next_ns()) {
+            (Some(ns), _) => record.timeline.hold(ns, run.load, executor.late_ns),
+            (None, Some(next)) => {
+                run.load.used_blocks = after.used;
+                run.load.cached_blocks = after.cached;
+                record.timeline.hold(next.saturating_sub(now), run.load, 0);
+            }
+            (None, None) => {}
+        }
         let preemptions = scheduler.counters().preemptions;
         run.changed = n_ended > ended_before
             || executor.prefilled
@@ -166,7 +213,8 @@ pub fn run<'s>(
             blocks.note(now, &scheduler);
         }
         if let Some(recording) = &mut recording {
-            recording.turn(now, &mut scheduler);
+            let end_ns = now.saturating_add(elapsed_ns.unwrap_or(0));
+            recording.turn(now, end_ns, &mut scheduler, &memory);
         }
         match (turn, arrivals.next_ns()) {
             (Turn::Ran { elapsed_ns, .. }, _) => {

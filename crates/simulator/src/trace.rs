@@ -141,7 +141,8 @@ impl Trace {
         reading.finish()
     }
 
-    /// In the order of arrival; requests of the same moment keep file order.
+    /// In the order of arrival; requests of the same moment keep file order. A follow-up counts by its earliest moment, and
+    /// so may come before its parent.
     pub fn into_arrival_order(self) -> Vec<Request> {
         let mut requests = self.requests;
         requests.sort_by_key(|request| request.arrival_ns);

@@ -55,6 +55,20 @@ fn positive(parameter: &'static str, value: f64) -> Result<(), BadParameter> {
     }
 }
 
+/// Err unless `value` is finite, above 0 and at most `most`, which `expected` says.
+fn at_most(
+    parameter: &'static str,
+    value: f64,
+    most: f64,
+    expected: &'static str,
+) -> Result<(), BadParameter> {
+    positive(parameter, value)?;
+    if value <= most { Ok(()) } else { Err(BadParameter::new(parameter, value, expected)) }
+}
+
+/// Most requests of a workload: 12 GB of them.
+const MOST_REQUESTS: usize = 100_000_000;
+
 /// Streams of random numbers: one for each aspect, so that a change of one leaves the others as they are.
 const ARRIVALS: u64 = 0;
 const PROMPTS: u64 = 1;
@@ -67,6 +81,10 @@ impl Workload {
     /// # Errors
     /// [`BadParameter`]
     pub fn generate(&self, seed: u64) -> Result<Vec<Request>, BadParameter> {
+        if self.n_requests > MOST_REQUESTS {
+            let expected = "at most 100000000";
+            return Err(BadParameter::new("the number of requests", self.n_requests, expected));
+        }
         self.arrivals.check()?;
         self.prompt_tokens.check("prompt tokens")?;
         self.output_tokens.check("output tokens")?;
@@ -74,9 +92,14 @@ impl Workload {
         let mut prompts = Random::new(seed, PROMPTS);
         let mut outputs = Random::new(seed, OUTPUTS);
         let mut weaver = Weaver::new(&self.contents, Random::new(seed, CONTENTS))?;
-        let mut requests = Vec::with_capacity(self.n_requests);
+        let mut requests = Vec::new();
         while requests.len() < self.n_requests {
             let arrival_ns = arrivals.next_ns();
+            if arrival_ns > i64::MAX as u64 {
+                let found = format!("past 292 years, after {} requests", requests.len());
+                let expected = "times below 2^63 ns: give a higher rate, or fewer requests";
+                return Err(BadParameter::new("the time of arrival", found, expected));
+            }
             weaver.weave(
                 arrival_ns,
                 &mut || self.prompt_tokens.draw_tokens(&mut prompts),

@@ -8,7 +8,9 @@ use kvist_scheduler::{
 use kvist_simulator::cost::{BatchShape, ConstantRates, StepCost};
 use kvist_simulator::report::{Objectives, Outcome, Report};
 use kvist_simulator::request::{PromptContent, Request};
-use kvist_simulator::run::{Options, Part, Run, run};
+use kvist_simulator::run::{Options, Part, Run, RunError, run};
+use kvist_simulator::trace::{ReadOptions, Trace};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// SplitMix64: S. Vigna's public-domain generator.
@@ -120,6 +122,7 @@ struct Recorded {
     run: Run,
     events: String,
     decisions: String,
+    blocks: String,
 }
 
 impl std::ops::Deref for Recorded {
@@ -130,43 +133,82 @@ impl std::ops::Deref for Recorded {
 }
 
 fn recorded(requests: &[Request], cache: Cache, cost: &dyn StepCost, options: &Options) -> Recorded {
-    let (mut events, mut decisions) = (String::new(), String::new());
+    let (mut events, mut decisions, mut blocks) = (String::new(), String::new(), String::new());
     let mut hear = |part: Part, lines: &str| match part {
         Part::Events => events += lines,
         Part::Decisions => decisions += lines,
-        Part::Header | Part::Blocks => {}
+        Part::Blocks => blocks += lines,
+        Part::Header => {}
     };
     let run = run(requests, cache, cost, options, Some(&mut hear), &mut |_| ()).unwrap();
-    Recorded { run, events, decisions }
+    Recorded { run, events, decisions, blocks }
 }
 
-fn simulate(
-    requests: &[Request],
-    config: &Config,
-    cache: Cache,
-    cost: &dyn StepCost,
-    one_by_one: bool,
-) -> Recorded {
-    let options = Options {
+fn options(config: &Config, one_by_one: bool) -> Options {
+    Options {
         scheduler: config.clone(),
         max_new: Some(40),
         one_by_one,
         explain: true,
         itl: true,
         watch: true,
-    };
-    recorded(requests, cache, cost, &options)
+    }
 }
 
-fn shown(run: &Recorded) -> String {
+fn shown(run: &Run) -> String {
     let objectives = Objectives { ttft_s: Some(1e-3), tpot_s: Some(1e-5) };
     let report = serde_json::to_string(&Report::of(&run.record, &objectives)).unwrap();
     let samples = serde_json::to_string(&run.record.timeline.samples()).unwrap();
     let rows = serde_json::to_string(&run.record.requests).unwrap();
-    format!("{:?}\n{}\n{report}\n{samples}\n{rows}", run.counters, run.decisions)
+    format!("{:?}\n{report}\n{samples}\n{rows}", run.counters)
 }
 
-/// Runs of steps, steps one by one, and a replay of what was recorded: the same bytes. And Little's law.
+/// Memory over time, from a recording alone: mean and peak of blocks held, mean and peak of blocks cached, in `group`.
+/// Of changes at the same moment the peak is that of the steps, as they are recorded.
+fn memory_as_recorded(recorded: &Recorded, group: u64) -> [f64; 4] {
+    let mut states: BTreeMap<u64, &str> = BTreeMap::new();
+    let count = |states: &BTreeMap<u64, &str>, wanted: &str| {
+        states.values().filter(|state| **state == wanted).count() as f64
+    };
+    let lines: Vec<serde_json::Value> =
+        recorded.blocks.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let samples = recorded.record.timeline.samples();
+    let (begin, end) = (samples[0].at_ns as f64, recorded.record.timeline.end_ns() as f64);
+    let mut last = (begin, 0.0, 0.0);
+    let (mut integrals, mut peaks) = ([0.0; 2], [0.0f64; 2]);
+    let mut now = |at: f64, states: &BTreeMap<u64, &str>| {
+        let (from, used, cached) = last;
+        integrals[0] += used * (at - from);
+        integrals[1] += cached * (at - from);
+        if at > from {
+            peaks = [peaks[0].max(used), peaks[1].max(cached)];
+        }
+        last = (at, count(states, "held"), count(states, "cached"));
+    };
+    for line in &lines {
+        let n = line["blocks"].as_array().unwrap().len();
+        assert!(n > 0 && line["step"].is_u64(), "{line}");
+        for event in line["blocks"].as_array().unwrap() {
+            if event[0] != group {
+                continue;
+            }
+            let (change, block) = (event[1].as_str().unwrap(), event[2].as_u64().unwrap());
+            assert_eq!(event.as_array().unwrap().len(), if change == "copy_on_write" { 6 } else { 5 });
+            match change {
+                "alloc" | "copy_on_write" | "share" | "hit" => states.insert(block, "held"),
+                "free" | "evict" => states.remove(&block),
+                "idle" => states.insert(block, "cached"),
+                _ => None,
+            };
+        }
+        now(line["at"].as_u64().unwrap() as f64, &states);
+    }
+    now(end, &states);
+    [integrals[0] / (end - begin), peaks[0], integrals[1] / (end - begin), peaks[1]]
+}
+
+/// Runs of steps, steps one by one, and a replay of what was recorded: the same bytes. Memory as the blocks' own events
+/// have it. And Little's law.
 #[test]
 fn steps_at_once_and_one_by_one_are_the_same() {
     let (mut turns, mut steps, mut preemptions, mut hits) = (0, 0, 0, 0);
@@ -179,15 +221,33 @@ fn steps_at_once_and_one_by_one_are_the_same() {
             };
             let even = ConstantRates::new(700.0, 4.0).unwrap();
             let cost: &dyn StepCost = if seed == 2 { &even } else { &Uneven };
-            let at_once = simulate(&requests, config, cache(), cost, false);
-            let slowly = simulate(&requests, config, cache(), cost, true);
-            let differs = at_once.decisions.lines().zip(slowly.decisions.lines()).find(|(a, b)| a != b);
-            assert_eq!(differs, None, "setting {number}, seed {seed}");
+            let at_once = run(&requests, cache(), cost, &options(config, false), None, &mut |_| ()).unwrap();
+            // What is recorded runs one by one, asked or not.
+            let slowly = recorded(&requests, cache(), cost, &options(config, seed % 2 == 0));
             let (a, b) = (shown(&at_once), shown(&slowly));
             let differs = a.bytes().zip(b.bytes()).position(|(a, b)| a != b);
             let around = differs.map(|at| [&a, &b].map(|s| s.get(at.saturating_sub(150)..at + 50)));
-            assert!(a == b, "setting {number}, seed {seed}: same decisions, other figures: {around:?}");
-            assert_eq!(shown(&at_once), shown(&simulate(&requests, config, cache(), cost, false)));
+            assert!(a == b, "setting {number}, seed {seed}: other figures: {around:?}");
+            if seed == 0 {
+                let again = recorded(&requests, cache(), cost, &options(config, false));
+                assert!(again.decisions == slowly.decisions && again.blocks == slowly.blocks);
+                assert!(again.events == slowly.events);
+            }
+            let load = Report::of(&at_once.record, &Objectives::default()).load;
+            let [used, peak_used, cached, peak_cached] = [
+                load.mean_used_blocks,
+                load.peak_used_blocks as f64,
+                load.mean_cached_blocks,
+                load.peak_cached_blocks as f64,
+            ];
+            // Of the mixed cache, the second group keeps everything.
+            let counted = memory_as_recorded(&slowly, u64::from(seed == 3));
+            for (reported, counted) in [used, peak_used, cached, peak_cached].into_iter().zip(counted) {
+                assert!(
+                    (reported - counted).abs() <= 1e-9 * counted,
+                    "setting {number}, seed {seed}: {reported}, and by the recording {counted}"
+                );
+            }
             if seed < 3 {
                 turns += at_once.turns;
                 steps += at_once.counters.steps;
@@ -199,9 +259,9 @@ fn steps_at_once_and_one_by_one_are_the_same() {
             let lengths: Arc<[u32]> = requests.iter().map(|r| r.output_tokens).collect();
             let oracle = config.lengths == scheduler::LengthSource::Oracle;
             let truth = oracle.then(|| Box::new(Lengths(lengths)) as Box<dyn scheduler::Truth>);
-            let replayed = scheduler::replay(at_once.events.as_bytes(), cache(), truth).unwrap();
+            let replayed = scheduler::replay(slowly.events.as_bytes(), cache(), truth).unwrap();
             assert!(
-                replayed == at_once.decisions,
+                replayed == slowly.decisions,
                 "setting {number}, seed {seed}: the replay decides otherwise"
             );
 
@@ -386,4 +446,77 @@ fn three_requests_by_hand() {
         }
     }
     assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+/// An answer of a hundred blocks once showed as one: memory was looked at after it had been let go.
+#[test]
+fn memory_grows_while_an_answer_is_written() {
+    let rates = ConstantRates::new(10.0, 1.0).unwrap();
+    for one_by_one in [false, true] {
+        let requests = [Request::new(0, 0, 16, 1600)];
+        let options = Options { one_by_one, ..Options::default() };
+        let done = run(&requests, paged(1 << 20, 16, None), &rates, &options, None, &mut |_| ()).unwrap();
+        let load = Report::of(&done.record, &Objectives::default()).load;
+        // The prompt's one block for 1.6 ms, which ends with the first token; then 1599 steps of 1 ms write positions
+        // 16 to 1614, in blocks of 16: 99 blocks from the second on last 16 ms each, the last one 15.
+        let integral: f64 = 1.6 + (2..=100).map(|n| f64::from(n) * 16.0).sum::<f64>() + 101.0 * 15.0;
+        assert_eq!(load.peak_used_blocks, 101);
+        assert!((load.mean_used_blocks - integral / 1600.6).abs() < 1e-9, "{load:?}");
+        assert_eq!((load.peak_cached_blocks, load.mean_cached_blocks), (0, 0.0));
+        let samples = done.record.timeline.samples();
+        assert!(samples.iter().any(|sample| sample.load.used_blocks == 101), "{samples:?}");
+        assert_eq!(samples.last().map(|sample| sample.load), Some(Default::default()));
+    }
+}
+
+/// In order of earliest arrival a follow-up stands before its parent, and waits for it all the same.
+#[test]
+fn a_follow_up_waits_for_its_parent_wherever_it_stands() {
+    let text = r#"{"format":"kvist-trace","version":1}
+        {"id":0,"arrival_ns":1000000000,"prompt_tokens":5,"output_tokens":5}
+        {"id":1,"arrival_ns":0,"prompt_tokens":5,"output_tokens":5,"parent":0,"think_ns":7}"#;
+    let trace = Trace::read_from("t", text.as_bytes(), &ReadOptions::default()).unwrap();
+    let requests = trace.into_arrival_order();
+    assert_eq!(requests[0].id, 1);
+    let rates = ConstantRates::new(10.0, 1.0).unwrap();
+    let done =
+        run(&requests, paged(1 << 20, 16, None), &rates, &Options::default(), None, &mut |_| ()).unwrap();
+    let [child, parent] = &done.record.requests[..] else { panic!("two requests") };
+    assert_eq!(child.arrival_ns, parent.finished_ns.unwrap() + 7);
+    assert_eq!(child.outcome, Outcome::Finished);
+}
+
+/// Figures of a clock that has stopped would be wrong, so there are none.
+#[test]
+fn time_that_runs_out_is_an_error() {
+    struct Endless;
+    impl StepCost for Endless {
+        fn step_ns(&self, _: &BatchShape) -> u64 {
+            u64::MAX
+        }
+        fn name(&self) -> String {
+            "endless".into()
+        }
+    }
+    let requests = [Request::new(0, 0, 16, 16), Request::new(1, 0, 16, 16)];
+    for one_by_one in [false, true] {
+        let options = Options { one_by_one, ..Options::default() };
+        let error = run(&requests, paged(1 << 20, 16, None), &Endless, &options, None, &mut |_| ());
+        let cost = "endless".into();
+        assert_eq!(error.unwrap_err(), RunError::TimeIsUp { ended: 0, requests: 2, cost });
+    }
+}
+
+/// Whoever wants no token gets one: nothing is subtracted from nothing.
+#[test]
+fn an_answer_of_no_tokens() {
+    let rates = ConstantRates::new(10.0, 1.0).unwrap();
+    let requests = [Request::new(0, 0, 16, 0), Request::new(1, 0, 16, 9)];
+    for (max_new, outcome, output_tokens) in [(None, Outcome::Refused, 0), (Some(40), Outcome::Finished, 1)] {
+        let options = Options { max_new, ..Options::default() };
+        let done = run(&requests, paged(1 << 20, 16, None), &rates, &options, None, &mut |_| ()).unwrap();
+        let [nothing, nine] = &done.record.requests[..] else { panic!("two requests") };
+        assert_eq!((nothing.outcome, nothing.output_tokens), (outcome, output_tokens), "{max_new:?}");
+        assert_eq!((nine.outcome, nine.output_tokens), (Outcome::Finished, 9));
+    }
 }

@@ -392,3 +392,24 @@ fn whole_traces() {
         assert_eq!((trace.format, trace.requests.len()), (format, n), "{name}");
     }
 }
+
+/// What is wrong with a row of millions of ids is said in a line, and the field is named.
+#[test]
+fn a_huge_row_that_is_wrong() {
+    let ids = "4294967296,".repeat(300_000);
+    let row = |field: &str, last: &str| {
+        format!(
+            "{{\"format\":\"kvist-trace\",\"version\":1}}\n{{\"id\":0,\"arrival_ns\":0,\"prompt_tokens\":5,\"output_tokens\":5,\"{field}\":[{ids}{last}]}}\n"
+        )
+    };
+    for (field, last, says) in [
+        ("ids", "-1", "field `ids`: found"),
+        ("ids", "1.5", "field `ids`: found"),
+        ("tokens", "7", "field `tokens`: found"),
+        ("fishes", "7", "field `(row)`: found"),
+    ] {
+        let error = Trace::read_from("t", row(field, last).as_bytes(), &ReadOptions::default()).unwrap_err();
+        let error = error.to_string();
+        assert!(error.contains(says) && error.contains("line 2") && error.len() < 500, "{error}");
+    }
+}

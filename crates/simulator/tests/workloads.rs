@@ -169,3 +169,23 @@ fn parameters_that_make_no_workload() {
         Workload { prompt_tokens: Lengths::Deterministic { tokens: 0 }, ..workload(Contents::Unknown) };
     assert!(none.generate(0).unwrap_err().to_string().starts_with("prompt tokens is 0"));
 }
+
+/// Too many, too late: an error, not an allocation or a clock that stands still.
+#[test]
+fn more_than_can_be() {
+    let few = Workload {
+        n_requests: 10,
+        arrivals: Arrivals::Poisson { per_s: 1.0 },
+        prompt_tokens: Lengths::Deterministic { tokens: 5 },
+        output_tokens: Lengths::Deterministic { tokens: 5 },
+        contents: Contents::Unknown,
+    };
+    let late = Workload { arrivals: Arrivals::Poisson { per_s: 1e-300 }, ..few.clone() };
+    for (workload, says) in [
+        (Workload { n_requests: usize::MAX, ..few }, "the number of requests is 18446744073709551615"),
+        (late, "the time of arrival is past 292 years, after 0 requests"),
+    ] {
+        let error = workload.generate(1).unwrap_err().to_string();
+        assert!(error.starts_with(says), "{error}");
+    }
+}

@@ -1,5 +1,5 @@
 //! So many tokens per millisecond, whatever else is in the batch.
-use super::{BatchShape, StepCost, whole_ns};
+use super::{BatchShape, LONGEST_STEP_NS, StepCost, whole_ns};
 
 /// A step takes its prompt tokens ÷ one rate + its decoded tokens ÷ another. Context costs nothing, sharing a step
 /// saves nothing: this is the single server of queueing theory, and a model of no real machine.
@@ -10,9 +10,10 @@ pub struct ConstantRates {
 }
 
 impl ConstantRates {
-    /// Tokens per millisecond: `10.0` is 10,000 tokens per second. `None` unless both are positive and finite.
+    /// Tokens per millisecond: `10.0` is 10,000 tokens per second. `None` unless both are positive and finite, and a token
+    /// takes at most [`LONGEST_STEP_NS`].
     pub fn new(prefill_tokens_per_ms: f64, decode_tokens_per_ms: f64) -> Option<ConstantRates> {
-        let usable = |rate: f64| rate.is_finite() && rate > 0.0;
+        let usable = |rate: f64| rate.is_finite() && rate > 0.0 && 1e6 / rate <= LONGEST_STEP_NS as f64;
         (usable(prefill_tokens_per_ms) && usable(decode_tokens_per_ms))
             .then_some(ConstantRates { prefill_tokens_per_ms, decode_tokens_per_ms })
     }
@@ -30,7 +31,7 @@ impl StepCost for ConstantRates {
     }
 
     fn decode_run_ns(&self, first: &BatchShape, n_steps: u64) -> u64 {
-        self.step_ns(first) * n_steps
+        self.step_ns(first).saturating_mul(n_steps)
     }
 
     fn even_decode_ns(&self, first: &BatchShape) -> Option<u64> {
@@ -63,7 +64,9 @@ mod tests {
 
     #[test]
     fn only_usable_rates() {
-        for (prefill, decode) in [(0.0, 1.0), (1.0, -1.0), (f64::NAN, 1.0), (1.0, f64::INFINITY)] {
+        for (prefill, decode) in
+            [(0.0, 1.0), (1.0, -1.0), (f64::NAN, 1.0), (1.0, f64::INFINITY), (1e-300, 1.0)]
+        {
             assert!(ConstantRates::new(prefill, decode).is_none(), "{prefill} {decode}");
         }
     }

@@ -58,7 +58,7 @@ impl StepCost for Roofline {
         }
         let compute = self.flops(batch) / self.hardware.flops_per_s;
         let memory = self.bytes(batch) / self.hardware.bytes_per_s;
-        whole_ns(compute.max(memory) / self.efficiency * 1e9) + self.overhead_ns
+        whole_ns(compute.max(memory) / self.efficiency * 1e9).saturating_add(self.overhead_ns)
     }
 
     fn name(&self) -> String {

@@ -12,7 +12,7 @@
 //! `ns[i][j]` is the time of a step of `tokens[i]` prompt tokens (or `sequences[i]` decoding sequences) whose
 //! sequences have `context[j]` tokens of context on average, the new ones included. `shared_ns` (0 if absent) is what a step that does
 //! both pays once although both grids contain it: reading the weights. Fields that are not named here are ignored.
-use super::{BatchShape, StepCost, whole_ns};
+use super::{BatchShape, LONGEST_STEP_NS, StepCost, whole_ns};
 use serde::Deserialize;
 
 /// Times at the crossings of two axes.
@@ -104,8 +104,8 @@ impl Grid {
                     columns.len()
                 ));
             }
-            if let Some(bad) = row.iter().find(|t| !t.is_finite() || **t < 0.0) {
-                return Err(format!("`ns[{i}]` contains {bad}: a time is finite and not negative"));
+            if let Some(bad) = row.iter().find(|t| !is_time(**t)) {
+                return Err(format!("`ns[{i}]` contains {bad}: a time is from 0 to 2^53 ns"));
             }
             flat.extend_from_slice(row);
         }
@@ -133,6 +133,16 @@ impl Grid {
     }
 }
 
+fn is_time(ns: f64) -> bool {
+    (0.0..=LONGEST_STEP_NS as f64).contains(&ns)
+}
+
+/// The beginning of what may be long.
+fn shortened(text: &str) -> String {
+    let short: String = text.chars().take(200).collect();
+    if short.len() < text.len() { short + "…" } else { short }
+}
+
 /// The interval of `axis` to interpolate `x` in, and how far along it lies: beyond 1 after the last, below 0 before
 /// the first. An axis of one value is constant.
 fn cell(axis: &[f64], x: f64) -> (usize, f64) {
@@ -150,19 +160,19 @@ impl MeasuredTable {
     /// [`TableError`] names the field, what was found and what to give.
     pub fn parse(file: &str, text: &str) -> Result<MeasuredTable, TableError> {
         let wrong = |what: String| TableError { file: file.into(), what };
-        let parsed: File =
-            serde_json::from_str(text).map_err(|e| wrong(format!("not a table of step costs: {e}")))?;
+        let parsed: File = serde_json::from_str(text)
+            .map_err(|e| wrong(format!("not a table of step costs: {}", shortened(&e.to_string()))))?;
         if parsed.format != "kvist-step-cost" {
-            return Err(wrong(format!("`format` is \"{}\": expected \"kvist-step-cost\"", parsed.format)));
+            return Err(wrong(format!(
+                "`format` is \"{}\": expected \"kvist-step-cost\"",
+                shortened(&parsed.format)
+            )));
         }
         if parsed.version != 1 {
             return Err(wrong(format!("`version` is {}: this program reads version 1", parsed.version)));
         }
-        if !parsed.shared_ns.is_finite() || parsed.shared_ns < 0.0 {
-            return Err(wrong(format!(
-                "`shared_ns` is {}: a time is finite and not negative",
-                parsed.shared_ns
-            )));
+        if !is_time(parsed.shared_ns) {
+            return Err(wrong(format!("`shared_ns` is {}: a time is from 0 to 2^53 ns", parsed.shared_ns)));
         }
         let grid = |name: &str, axes: Axes| {
             Grid::new(axes.tokens, axes.context, &axes.ns).map_err(|what| wrong(format!("`{name}`: {what}")))
@@ -274,6 +284,7 @@ mod tests {
             ("[1, 101]", "[1, 101, 102]", "`ns` has 2 rows, and the first axis 3 values"),
             ("[100, 200]", "[100]", "`ns[0]` has 1 times"),
             ("[100, 200]", "[100, -200]", "contains -200"),
+            ("[100, 200]", "[100, 1e17]", "contains 100000000000000000: a time is from 0 to 2^53 ns"),
             ("\"shared_ns\": 50", "\"shared_ns\": -1", "`shared_ns` is -1"),
             ("\"decode\"", "\"encode\"", "missing field `decode`"),
             ("[100, 200]", "[100, \"x\"]", "invalid type"),

@@ -63,9 +63,11 @@ pub(super) struct Scale {
 }
 
 impl Scale {
-    /// From `low` to `high`, or a little further, to where a tick stands.
+    /// From `low` to `high`, or a little further, to where a tick stands. An end that is not finite is no quantity: the
+    /// axis then goes from the other one.
     pub fn linear(low: f64, high: f64, unit: Unit) -> Scale {
-        let high = if high > low { high } else { low + 1.0 };
+        let (low, high) = finite(low, high, 0.0);
+        let high = if high > low { high } else { low + low.abs().max(1.0) };
         // A share ends at 100%.
         let high = if unit == Unit::Percent && high > 0.8 && high <= 1.0 { 1.0 } else { high };
         Scale { low, high, is_log: false, unit }
@@ -73,6 +75,7 @@ impl Scale {
 
     /// Both above 0.
     pub fn log(low: f64, high: f64, unit: Unit) -> Scale {
+        let (low, high) = finite(low, high, 1.0);
         let low = low.max(1e-12);
         let (low, high) = if high > low * 1.01 { (low, high) } else { (low / 2.0, low * 2.0) };
         Scale { low, high, is_log: true, unit }
@@ -85,7 +88,7 @@ impl Scale {
         } else {
             (value - self.low) / (self.high - self.low)
         };
-        part.clamp(0.0, 1.0)
+        if part.is_nan() { 0.0 } else { part.clamp(0.0, 1.0) }
     }
 
     /// Round quantities within the range, about `n` of them.
@@ -113,8 +116,21 @@ impl Scale {
             let step = round_step((self.high - self.low) / n as f64);
             let first = (self.low / step).ceil() as i64;
             let last = (self.high / step * 1.000_001).floor() as i64;
-            (first..=last).map(|i| i as f64 * step).collect()
+            (first..=last).take(MOST_TICKS).map(|i| i as f64 * step).collect()
         }
+    }
+}
+
+/// More do not stand on a page; a range so small that its steps vanish has no end of them.
+const MOST_TICKS: usize = 24;
+
+/// `low` and `high` where they are finite; one that is not becomes the other, and both `otherwise`.
+fn finite(low: f64, high: f64, otherwise: f64) -> (f64, f64) {
+    match (low.is_finite(), high.is_finite()) {
+        (true, true) => (low, high),
+        (true, false) => (low, low),
+        (false, true) => (high, high),
+        (false, false) => (otherwise, otherwise),
     }
 }
 
@@ -161,6 +177,22 @@ mod tests {
                 let ticks = scale.ticks(6);
                 assert!((1..=24).contains(&ticks.len()), "{scale:?}: {ticks:?}");
                 assert!(ticks.iter().all(|t| scale.at(*t).is_finite()));
+            }
+        }
+    }
+
+    /// Neither NaN nor a loop without end.
+    #[test]
+    fn what_is_no_quantity() {
+        let odd = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0, 1.0, 5e-324, 1e300, -1e300];
+        for low in odd {
+            for high in odd {
+                for scale in [Scale::linear(low, high, Unit::Count), Scale::log(low, high, Unit::Count)] {
+                    assert!(scale.ticks(6).len() <= 100, "{scale:?}");
+                    for value in odd {
+                        assert!((0.0..=1.0).contains(&scale.at(value)), "{scale:?} at {value}");
+                    }
+                }
             }
         }
     }

@@ -8,7 +8,7 @@ pub struct Load {
     pub queued_requests: u64,
     /// Admitted: the batch.
     pub running_requests: u64,
-    /// Blocks that a request holds.
+    /// Blocks that a request holds: in a step, those it writes included, until its end.
     pub used_blocks: u64,
     /// Blocks that nobody holds, kept for whoever comes.
     pub cached_blocks: u64,
@@ -21,8 +21,10 @@ pub struct Sample {
     pub load: Load,
 }
 
-/// What was, from moment to moment. Means and maxima are exact; of the samples, an evenly thinned part is kept, so
-/// that memory does not grow with the run.
+/// What was, from moment to moment. Means and maxima are exact: of requests because every change is noted, of blocks
+/// because what every step holds is added up ([`Timeline::hold`]). Samples are exact at their moments, which are those at
+/// which requests arrive, enter, leave, or read a prompt: between two of them blocks grow by what is decoded. An evenly
+/// thinned part of the samples is kept, so that memory does not grow with the run.
 #[derive(Clone, Debug)]
 pub struct Timeline {
     samples: Vec<Sample>,
@@ -71,16 +73,12 @@ impl Timeline {
                 let ns = u128::from(at_ns - last.at_ns);
                 self.queued += u128::from(last.load.queued_requests) * ns;
                 self.running += u128::from(last.load.running_requests) * ns;
-                self.used += u128::from(last.load.used_blocks) * ns;
-                self.cached += u128::from(last.load.cached_blocks) * ns;
                 at_ns
             }
         };
         let peak = &mut self.peak;
         peak.queued_requests = peak.queued_requests.max(load.queued_requests);
         peak.running_requests = peak.running_requests.max(load.running_requests);
-        peak.used_blocks = peak.used_blocks.max(load.used_blocks);
-        peak.cached_blocks = peak.cached_blocks.max(load.cached_blocks);
         let sample = Sample { at_ns, load };
         self.last = Some(sample);
         if self.noted.is_multiple_of(self.keep_one_of) {
@@ -97,6 +95,15 @@ impl Timeline {
             }
         }
         self.noted += 1;
+    }
+
+    /// For `ns` the blocks of `load` were held, less those that were begun later: `late_ns` is the sum over these of the
+    /// time that had passed when they were. All of the time between the first and the last moment is told so, once.
+    pub fn hold(&mut self, ns: u64, load: Load, late_ns: u128) {
+        self.used += (u128::from(load.used_blocks) * u128::from(ns)).saturating_sub(late_ns);
+        self.cached += u128::from(load.cached_blocks) * u128::from(ns);
+        self.peak.used_blocks = self.peak.used_blocks.max(load.used_blocks);
+        self.peak.cached_blocks = self.peak.cached_blocks.max(load.cached_blocks);
     }
 
     /// The samples kept, in order of time, the last moment included.
@@ -181,6 +188,7 @@ mod tests {
             let load = Load { queued_requests: i % 7, used_blocks: i, ..Load::default() };
             timeline.note(at, load);
             let ns = i % 5;
+            timeline.hold(ns, load, 0);
             integral += u128::from(ns) * u128::from(i % 7);
             at += ns;
         }

@@ -17,8 +17,14 @@ pub struct SimExecutor<'c> {
     /// Of the steps that were foreseen, in order; or of each of them, if they cost the same.
     foreseen_ns: Vec<u64>,
     even_ns: Option<u64>,
+    /// After which time each step of a run begins.
+    begins_ns: Vec<u64>,
     /// Did the last step compute more than one token for anybody?
     pub prefilled: bool,
+    /// Blocks that the last run of steps began after its first step, and the sum of the times after which it did.
+    pub late_blocks: u64,
+    pub late_ns: u128,
+    block_tokens: u32,
     pub counts: StepCounts,
     pub itl_ns: Histogram,
     pub(super) watched: Option<Watched>,
@@ -32,9 +38,16 @@ struct Answer {
 }
 
 impl<'c> SimExecutor<'c> {
-    /// `lengths[i]` tokens for request `i`.
-    pub fn new(cost: &'c dyn StepCost, lengths: &[u32], one_by_one: bool, note_itl: bool) -> Self {
-        let answer = |&tokens_left: &u32| Answer { tokens_left, last_token_ns: u64::MAX };
+    /// `lengths[i]` tokens, at least 1, for request `i`; in blocks of `block_tokens`, at least 1.
+    pub fn new(
+        cost: &'c dyn StepCost,
+        lengths: &[u32],
+        block_tokens: u32,
+        one_by_one: bool,
+        note_itl: bool,
+    ) -> Self {
+        // A scheduler refuses who wants nothing; with `max_new` given, whoever wants nothing gets one token.
+        let answer = |&tokens: &u32| Answer { tokens_left: tokens.max(1), last_token_ns: u64::MAX };
         SimExecutor {
             cost,
             one_by_one,
@@ -43,10 +56,47 @@ impl<'c> SimExecutor<'c> {
             next_arrival_ns: u64::MAX,
             foreseen_ns: Vec::new(),
             even_ns: None,
+            begins_ns: Vec::new(),
             prefilled: false,
+            late_blocks: 0,
+            late_ns: 0,
+            block_tokens: block_tokens.max(1),
             counts: StepCounts::default(),
             itl_ns: Histogram::default(),
             watched: None,
+        }
+    }
+}
+
+impl SimExecutor<'_> {
+    /// When sequences of a run of decode steps begin new blocks: where a position is the first of a block.
+    fn note_growth(&mut self, batch: &Batch<'_>) {
+        let block = u64::from(self.block_tokens);
+        let steps = u64::from(batch.steps);
+        if self.even_ns.is_none() {
+            let mut at_ns = 0u64;
+            self.begins_ns.clear();
+            for ns in &self.foreseen_ns[..batch.steps as usize] {
+                self.begins_ns.push(at_ns);
+                at_ns = at_ns.saturating_add(*ns);
+            }
+        }
+        for work in batch.work {
+            // Steps of the run, from 0, in which a block begins: `first`, `first` + block, …; the run's first step is
+            // not late.
+            let first = block - u64::from(work.first) % block;
+            if first >= steps {
+                continue;
+            }
+            let n = (steps - 1 - first) / block + 1;
+            self.late_blocks += n;
+            self.late_ns += match self.even_ns {
+                Some(ns) => u128::from(n * first + block * (n * (n - 1) / 2)) * u128::from(ns),
+                None => {
+                    let begins = self.begins_ns.iter().skip(first as usize).step_by(block as usize);
+                    begins.map(|&ns| u128::from(ns)).sum()
+                }
+            };
         }
     }
 }
@@ -86,7 +136,9 @@ impl Executor for SimExecutor<'_> {
         let n_sequences = batch.work.len() as u64;
         let first_ns;
         self.prefilled = false;
+        (self.late_blocks, self.late_ns) = (0, 0);
         if batch.steps > 1 {
+            self.note_growth(&batch);
             let later = u64::from(batch.steps) - 1;
             if let Some(ns) = self.even_ns {
                 (first_ns, out.elapsed_ns) = (ns, ns.saturating_mul(later + 1));
@@ -95,7 +147,8 @@ impl Executor for SimExecutor<'_> {
                 }
             } else {
                 let run = &self.foreseen_ns[..batch.steps as usize];
-                (first_ns, out.elapsed_ns) = (run[0], run.iter().sum());
+                (first_ns, out.elapsed_ns) =
+                    (run[0], run.iter().fold(0, |sum: u64, ns| sum.saturating_add(*ns)));
                 if self.note_itl {
                     run[1..].iter().for_each(|&ns| self.itl_ns.record_n(ns, n_sequences));
                 }
@@ -123,13 +176,13 @@ impl Executor for SimExecutor<'_> {
         for work in batch.work.iter().filter(|work| work.samples) {
             let answer = &mut self.answers[work.request.0 as usize];
             if self.note_itl && answer.last_token_ns != u64::MAX {
-                self.itl_ns.record(now_ns.saturating_add(first_ns) - answer.last_token_ns);
+                self.itl_ns.record(now_ns.saturating_add(first_ns).saturating_sub(answer.last_token_ns));
             }
             answer.last_token_ns = end_ns;
-            answer.tokens_left -= batch.steps;
+            answer.tokens_left = answer.tokens_left.saturating_sub(batch.steps);
             out.sampled.push(Sampled { token: None, finished: answer.tokens_left == 0 });
         }
         self.counts.steps += u64::from(batch.steps);
-        self.counts.busy_ns += out.elapsed_ns;
+        self.counts.busy_ns = self.counts.busy_ns.saturating_add(out.elapsed_ns);
     }
 }

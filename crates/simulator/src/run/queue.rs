@@ -16,25 +16,23 @@ pub struct Arrivals {
 }
 
 impl Arrivals {
-    /// Arrivals of this list. A follow-up whose parent does not stand before it arrives on its own.
+    /// Arrivals of this list. A parent may stand behind its follow-ups, as in a list sorted by time. Who names a parent
+    /// that is not in the list arrives on its own, and so does one of those who wait for each other in a circle.
     pub fn new(requests: &[Request]) -> Arrivals {
         let n = requests.len();
         let (mut first_child, mut next_child) = (vec![None; n], vec![None; n]);
         let mut last_child: Vec<Option<usize>> = vec![None; n];
-        let mut place: HashMap<u64, usize> = HashMap::new(); // asked, never iterated
         let mut roots = Vec::new();
-        for (i, request) in requests.iter().enumerate() {
-            match request.parent.and_then(|id| place.get(&id).copied()) {
-                None => roots.push((request.arrival_ns, i)),
-                Some(parent) => {
-                    match last_child[parent] {
-                        None => first_child[parent] = Some(i),
-                        Some(brother) => next_child[brother] = Some(i),
-                    }
-                    last_child[parent] = Some(i);
-                }
+        for (i, parent) in parents(requests).into_iter().enumerate() {
+            let Some(parent) = parent else {
+                roots.push((requests[i].arrival_ns, i));
+                continue;
+            };
+            match last_child[parent] {
+                None => first_child[parent] = Some(i),
+                Some(brother) => next_child[brother] = Some(i),
             }
-            place.insert(request.id, i);
+            last_child[parent] = Some(i);
         }
         roots.sort_unstable_by_key(|&root| Reverse(root));
         let times = requests.iter().map(|r| (r.arrival_ns, r.think_ns)).collect();
@@ -73,6 +71,68 @@ impl Arrivals {
             let at_ns = earliest_ns.max(at_ns.saturating_add(think_ns));
             self.follow_ups.push(Reverse((at_ns, follow_up)));
             child = self.next_child[follow_up];
+        }
+    }
+}
+
+/// The place of each request's parent, without circles.
+fn parents(requests: &[Request]) -> Vec<Option<usize>> {
+    let place: HashMap<u64, usize> = requests.iter().enumerate().map(|(i, r)| (r.id, i)).collect(); // never iterated
+    let mut parents: Vec<Option<usize>> =
+        requests.iter().map(|request| place.get(&request.parent?).copied()).collect();
+    #[derive(Clone, Copy, PartialEq)]
+    enum Walk {
+        NotYet,
+        Now,
+        Done,
+    }
+    let mut walked = vec![Walk::NotYet; requests.len()];
+    let mut path = Vec::new();
+    for i in 0..requests.len() {
+        let mut at = i;
+        while walked[at] == Walk::NotYet {
+            walked[at] = Walk::Now;
+            path.push(at);
+            match parents[at] {
+                Some(parent) if walked[parent] == Walk::Now => parents[at] = None,
+                Some(parent) => at = parent,
+                None => {}
+            }
+        }
+        path.drain(..).for_each(|place| walked[place] = Walk::Done);
+    }
+    parents
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn order(requests: &[Request]) -> Vec<(u64, u64)> {
+        let mut arrivals = Arrivals::new(requests);
+        let mut order = Vec::new();
+        while let Some((at_ns, i)) = arrivals.pop(u64::MAX) {
+            order.push((at_ns, requests[i].id));
+            arrivals.ended(i, at_ns + 10);
+        }
+        order
+    }
+
+    #[test]
+    fn parents_stand_anywhere() {
+        let request = |id, at_ns, parent| Request { parent, think_ns: 5, ..Request::new(id, at_ns, 1, 1) };
+        for (requests, expected) in [
+            (vec![request(1, 0, Some(0)), request(0, 100, None)], vec![(100, 0), (115, 1)]),
+            (
+                vec![request(2, 0, Some(1)), request(1, 0, Some(0)), request(0, 7, None)],
+                vec![(7, 0), (22, 1), (37, 2)],
+            ),
+            (vec![request(1, 3, Some(9))], vec![(3, 1)]),
+            (vec![request(1, 3, Some(1))], vec![(3, 1)]),
+            // In a circle, the last that is walked to goes first.
+            (vec![request(1, 3, Some(2)), request(2, 4, Some(1))], vec![(4, 2), (19, 1)]),
+        ] {
+            assert_eq!(order(&requests), expected, "{requests:?}");
         }
     }
 }

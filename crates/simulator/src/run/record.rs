@@ -1,9 +1,12 @@
 //! A recording: everything that arrived, was decided and happened to blocks, in the order in which it did.
 //!
-//! The first line names format and version; behind it, per turn of the scheduler, the lines of its event log, of its
-//! decision log, and one line `{"at":…,"blocks":[[group,"change",block,seq,"reason"],…]}` of block events. A decision
-//! `admit` names the sequence that the request has from then on.
-use kvist_cache::{BlockEvent, PrefixEvent};
+//! The first line names format and version; behind it, per step, the lines of the scheduler's event log, of its decision
+//! log, and at most two lines `{"step":…,"at":…,"blocks":[[group,"change",block,seq,"reason"],…]}` of block events: of
+//! what the step was made room for and what it wrote, at its beginning; of what was stored and let go, at its end, under
+//! the number of the next step. A change `copy_on_write` has the original behind its reason. A decision `admit` names the
+//! sequence that the request has from then on. What is recorded runs one by one, so that times are those of single steps.
+use super::memory::Memory;
+use kvist_cache::{BlockEvent, Change};
 use kvist_scheduler::Scheduler;
 use std::fmt::Write;
 
@@ -28,46 +31,53 @@ pub const RECORDING_VERSION: u32 = 1;
 
 pub(super) struct Recording<'s> {
     sink: &'s mut Recorder<'s>,
-    blocks: Vec<BlockEvent>,
-    prefixes: Vec<PrefixEvent>,
     line: String,
 }
 
 impl<'s> Recording<'s> {
     pub fn begin(sink: &'s mut Recorder<'s>, scheduler: &mut Scheduler) -> Self {
         scheduler.record();
-        scheduler.cache_mut().watch(true);
         sink(Part::Header, &format!("{{\"format\":\"kvist-recording\",\"version\":{RECORDING_VERSION}}}\n"));
-        Recording { sink, blocks: Vec::new(), prefixes: Vec::new(), line: String::new() }
+        Recording { sink, line: String::new() }
     }
 
-    pub fn turn(&mut self, now_ns: u64, scheduler: &mut Scheduler) {
+    /// A turn from `now_ns` to `end_ns`, of which `memory` has just heard.
+    pub fn turn(&mut self, now_ns: u64, end_ns: u64, scheduler: &mut Scheduler, memory: &Memory) {
         let (events, decisions) = (scheduler.events().take(), scheduler.decisions().take());
         for (part, lines) in [(Part::Events, events), (Part::Decisions, decisions)] {
             if !lines.is_empty() {
                 (self.sink)(part, &lines);
             }
         }
-        self.blocks.clear();
-        self.prefixes.clear(); // the same told by content, which a recording does not hold
-        scheduler.cache_mut().drain_events(&mut self.blocks, &mut self.prefixes);
-        if self.blocks.is_empty() {
-            return;
-        }
+        let commits = memory.commits();
+        let is_after = |event: &&BlockEvent| end_ns > now_ns && event.step >= commits;
+        self.blocks(now_ns, memory.events.iter().filter(|event| !is_after(event)));
+        self.blocks(end_ns, memory.events.iter().filter(is_after));
+    }
+
+    fn blocks<'e>(&mut self, at_ns: u64, events: impl Iterator<Item = &'e BlockEvent>) {
         self.line.clear();
         // Writing to a `String` does not fail.
-        let _ = write!(self.line, "{{\"at\":{now_ns},\"blocks\":[");
-        for (i, event) in self.blocks.iter().enumerate() {
-            let comma = if i == 0 { "" } else { "," };
-            let BlockEvent { group, block, change, reason, .. } = event;
-            let _ = write!(self.line, "{comma}[{group},\"{}\",{block},", change.name());
+        for event in events {
+            let BlockEvent { step, group, block, change, reason, .. } = event;
+            let _ = match self.line.is_empty() {
+                true => write!(self.line, "{{\"step\":{step},\"at\":{at_ns},\"blocks\":["),
+                false => self.line.write_str(","),
+            };
+            let _ = write!(self.line, "[{group},\"{}\",{block},", change.name());
             let _ = match event.seq {
                 Some(seq) => write!(self.line, "{seq}"),
                 None => self.line.write_str("null"),
             };
-            let _ = write!(self.line, ",\"{}\"]", reason.name());
+            let _ = write!(self.line, ",\"{}\"", reason.name());
+            if let Change::CopyOnWrite { from } = change {
+                let _ = write!(self.line, ",{from}");
+            }
+            self.line.push(']');
         }
-        self.line.push_str("]}\n");
-        (self.sink)(Part::Blocks, &self.line);
+        if !self.line.is_empty() {
+            self.line.push_str("]}\n");
+            (self.sink)(Part::Blocks, &self.line);
+        }
     }
 }

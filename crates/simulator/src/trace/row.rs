@@ -1,7 +1,8 @@
 //! What every reader of rows needs: errors that name the field, numbers with units, columns of CSV.
-use serde::de::{self, DeserializeOwned, Visitor};
+use serde::de::{self, DeserializeOwned, DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fmt;
 
 /// What is wrong with a row.
@@ -42,14 +43,16 @@ pub(super) type Field = (&'static str, &'static str, fn(&Value) -> bool);
 /// A row of JSON. The fast way knows no field names; only where it fails is the culprit looked for.
 pub(super) fn json<T: DeserializeOwned>(line: &str, fields: &[Field]) -> Result<T, RowError> {
     serde_json::from_str(line).map_err(|error| {
-        let object = match serde_json::from_str::<Value>(line) {
-            Ok(Value::Object(object)) => object,
-            Ok(_) => return RowError::new("(row)", shortened(line), "one JSON object per line"),
-            Err(error) => {
-                let found = format!("{} ({error})", shortened(line));
-                return RowError::new("(row)", found, "one JSON object per line");
-            }
-        };
+        let error = shortened(&error.to_string());
+        let mut row = serde_json::Deserializer::from_str(line);
+        let object =
+            match (Known { fields }).deserialize(&mut row).and_then(|object| row.end().map(|()| object)) {
+                Ok(object) => object,
+                Err(error) => {
+                    let found = format!("{} ({})", shortened(line), shortened(&error.to_string()));
+                    return RowError::new("(row)", found, "one JSON object per line");
+                }
+            };
         for (name, expected, is_good) in fields {
             match object.get(*name) {
                 None if is_good(&Value::Null) => {}
@@ -60,6 +63,90 @@ pub(super) fn json<T: DeserializeOwned>(line: &str, fields: &[Field]) -> Result<
         }
         RowError::new("(row)", format!("{} ({error})", shortened(line)), "the fields of docs/traces.md")
     })
+}
+
+/// The fields of a row by name, in brief: a bad row of millions of ids must not take gigabytes to be named.
+struct Known<'f> {
+    fields: &'f [Field],
+}
+
+impl<'de> DeserializeSeed<'de> for Known<'_> {
+    type Value = BTreeMap<String, Value>;
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Known<'_> {
+    type Value = BTreeMap<String, Value>;
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut object = BTreeMap::new();
+        while let Some(name) = map.next_key::<String>()? {
+            if self.fields.iter().any(|(known, ..)| *known == name) {
+                object.insert(name, map.next_value::<Brief>()?.0);
+            } else {
+                map.next_value::<IgnoredAny>()?;
+            }
+        }
+        Ok(object)
+    }
+}
+
+/// A value of which long parts are left out: of a list stay the first and what may be wrong in it.
+struct Brief(Value);
+
+impl<'de> Deserialize<'de> for Brief {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Brief, D::Error> {
+        struct Any;
+        impl<'de> Visitor<'de> for Any {
+            type Value = Value;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a value")
+            }
+            fn visit_unit<E>(self) -> Result<Value, E> {
+                Ok(Value::Null)
+            }
+            fn visit_bool<E>(self, v: bool) -> Result<Value, E> {
+                Ok(v.into())
+            }
+            fn visit_u64<E>(self, v: u64) -> Result<Value, E> {
+                Ok(v.into())
+            }
+            fn visit_i64<E>(self, v: i64) -> Result<Value, E> {
+                Ok(v.into())
+            }
+            fn visit_f64<E>(self, v: f64) -> Result<Value, E> {
+                Ok(v.into())
+            }
+            fn visit_str<E>(self, v: &str) -> Result<Value, E> {
+                Ok(v.chars().take(100).collect::<String>().into())
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Value, A::Error> {
+                let mut kept: Vec<Value> = Vec::new();
+                while let Some(Brief(value)) = list.next_element()? {
+                    let most = if !value.is_u64() {
+                        12
+                    } else if !is_u32(&value) {
+                        8
+                    } else {
+                        4
+                    };
+                    if kept.len() < most {
+                        kept.push(value);
+                    }
+                }
+                Ok(kept.into())
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
+                while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+                Ok(Value::Object(serde_json::Map::new()))
+            }
+        }
+        deserializer.deserialize_any(Any).map(Brief)
+    }
 }
 
 pub(super) fn is_u32(value: &Value) -> bool {

@@ -1,5 +1,5 @@
 //! When requests arrive.
-use super::{BadParameter, Random, positive};
+use super::{BadParameter, Random, at_most, positive};
 
 /// A process of arrivals. Rates are requests per second, on average.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -26,12 +26,28 @@ impl Arrivals {
             }
             Arrivals::Gamma { per_s, variation } => {
                 positive("the arrival rate", per_s)?;
-                positive("the variation of arrivals", variation)
+                at_most("the variation of arrivals", variation, 1000.0, "at most 1000")?;
+                if variation < 1e-3 {
+                    let expected = "at least 0.001, or deterministic arrivals";
+                    return Err(BadParameter::new("the variation of arrivals", variation, expected));
+                }
+                Ok(())
             }
             Arrivals::OnOff { per_s, on_s, off_s } => {
                 positive("the arrival rate", per_s)?;
                 positive("the mean time on", on_s)?;
-                positive("the mean time off", off_s)
+                positive("the mean time off", off_s)?;
+                // Phases without an arrival are drawn one after the other.
+                let per_phase = per_s * on_s;
+                if per_phase < 1e-3 {
+                    let expected = "at least 0.001: give a higher rate, or a longer time on";
+                    return Err(BadParameter::new(
+                        "the mean number of arrivals while on",
+                        per_phase,
+                        expected,
+                    ));
+                }
+                Ok(())
             }
             Arrivals::AtOnce => Ok(()),
         }

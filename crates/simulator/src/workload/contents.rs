@@ -1,5 +1,5 @@
 //! What requests have in common: prefixes, chats, agents.
-use super::{BadParameter, Lengths, Random, positive};
+use super::{BadParameter, Lengths, Random, at_most};
 use crate::request::{PromptContent, Request};
 use std::sync::Arc;
 
@@ -53,6 +53,13 @@ pub struct Agents {
 
 /// A chat or an agent ends early where its context would pass this.
 const MOST_TOKENS: u64 = 1 << 24;
+const TOKENS: &str = "at most 16777216 tokens";
+/// Most prefixes: 8 bytes each.
+const MOST_PREFIXES: u32 = 10_000_000;
+/// Longest mean time to think, some 30 years.
+const MOST_THINK_S: f64 = 1e9;
+/// Most ids of the shared beginning over all requests of a tree, each of which holds them.
+const MOST_IDS: u64 = 1 << 27;
 /// Most requests of one agent's tree.
 const MOST_REQUESTS: u64 = 1 << 20;
 
@@ -61,6 +68,10 @@ impl Contents {
         let ids = |tokens_per_id: u32| match tokens_per_id {
             0 => Err(BadParameter::new("the tokens per id", 0, "at least 1")),
             _ => Ok(()),
+        };
+        let system = |tokens: u32| match u64::from(tokens) > MOST_TOKENS {
+            true => Err(BadParameter::new("the length of system prompts", tokens, TOKENS)),
+            false => Ok(()),
         };
         match self {
             Contents::Unknown => Ok(()),
@@ -75,11 +86,16 @@ impl Contents {
             }
             Contents::Chats(chats) => {
                 ids(chats.tokens_per_id)?;
+                system(chats.system_tokens)?;
                 chats.turns.check("the number of turns")?;
-                if chats.think_s == 0.0 { Ok(()) } else { positive("the time to think", chats.think_s) }
+                if chats.think_s == 0.0 {
+                    return Ok(());
+                }
+                at_most("the time to think", chats.think_s, MOST_THINK_S, "at most 1000000000 seconds")
             }
             Contents::Agents(agents) => {
                 ids(agents.tokens_per_id)?;
+                system(agents.system_tokens)?;
                 let (mut generation, mut n_requests) = (1u64, 1u64);
                 for _ in 0..agents.depth {
                     generation = generation.saturating_mul(u64::from(agents.fan_out));
@@ -91,6 +107,12 @@ impl Contents {
                 if n_requests > MOST_REQUESTS {
                     let found = format!("{} to a depth of {}", agents.fan_out, agents.depth);
                     return Err(BadParameter::new("the fan-out", found, "at most 1048576 requests per tree"));
+                }
+                let n_ids = u64::from(agents.system_tokens / agents.tokens_per_id) * n_requests;
+                if n_ids > MOST_IDS {
+                    let found = format!("{} tokens for {n_requests} requests per tree", agents.system_tokens);
+                    let expected = "at most 134217728 ids per tree: give fewer tokens, more tokens per id, or a smaller tree";
+                    return Err(BadParameter::new("the system prompt", found, expected));
                 }
                 Ok(())
             }
@@ -125,6 +147,9 @@ impl Zipf {
     fn check(n: u32, exponent: f64) -> Result<(), BadParameter> {
         if n == 0 {
             return Err(BadParameter::new("the number of prefixes", n, "at least 1"));
+        }
+        if n > MOST_PREFIXES {
+            return Err(BadParameter::new("the number of prefixes", n, "at most 10000000"));
         }
         if !exponent.is_finite() || exponent < 0.0 {
             return Err(BadParameter::new("Zipf's exponent", exponent, "a finite number, at least 0"));

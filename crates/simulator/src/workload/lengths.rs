@@ -1,5 +1,5 @@
 //! How many tokens.
-use super::{BadParameter, Random, positive};
+use super::{BadParameter, Random, at_most};
 
 /// A distribution of lengths in tokens. What is drawn is rounded to whole tokens, at least 1, which moves the moments
 /// of short lengths a little.
@@ -47,15 +47,16 @@ impl Lengths {
     }
 
     pub(super) fn check(&self, parameter: &'static str) -> Result<(), BadParameter> {
+        let length = |tokens: f64| at_most(parameter, tokens, MOST_TOKENS, "at most 16777216");
         match *self {
             Lengths::Deterministic { tokens: 0 } | Lengths::Uniform { least: 0, .. } => {
                 Err(BadParameter::new(parameter, 0, "at least 1"))
             }
-            Lengths::Deterministic { .. } => Ok(()),
-            Lengths::Exponential { mean } => positive(parameter, mean),
+            Lengths::Deterministic { tokens } => length(tokens.into()),
+            Lengths::Exponential { mean } => length(mean),
             Lengths::Hyperexponential { short, long, share_short } => {
-                positive(parameter, short)?;
-                positive(parameter, long)?;
+                length(short)?;
+                length(long)?;
                 if (0.0..=1.0).contains(&share_short) {
                     Ok(())
                 } else {
@@ -65,10 +66,10 @@ impl Lengths {
             Lengths::Uniform { least, most } if most < least => {
                 Err(BadParameter::new(parameter, format!("{least} to {most}"), "the smaller number first"))
             }
-            Lengths::Uniform { .. } => Ok(()),
+            Lengths::Uniform { most, .. } => length(most.into()),
             Lengths::Lognormal { mean, variation } => {
-                positive(parameter, mean)?;
-                positive(parameter, variation)
+                length(mean)?;
+                at_most(parameter, variation, 1000.0, "a variation of at most 1000")
             }
         }
     }

@@ -283,6 +283,36 @@ mod tests {
                 "the number of prefixes is 0",
             ),
             (contents("agents:fan_out=3"), "`agents` lacks `depth`"),
+            (
+                contents("agents:fan_out=1000,depth=2,system_tokens=16777216"),
+                "the system prompt is 16777216 tokens for 1001001 requests per tree: expected at most 134217728 ids",
+            ),
+            (
+                contents("agents:fan_out=1,depth=1,system_tokens=4294967295"),
+                "the length of system prompts is 4294967295: expected at most 16777216",
+            ),
+            (
+                contents("chats:least_turns=1,most_turns=2,think_s=1,system_tokens=4294967295"),
+                "the length of system prompts is 4294967295",
+            ),
+            (
+                contents("chats:least_turns=1,most_turns=2,think_s=1e300,system_tokens=1"),
+                "the time to think is",
+            ),
+            (
+                contents("prefixes:n=4294967295,exponent=1,tokens=5,own_prompt=true"),
+                "the number of prefixes is 4294967295: expected at most 10000000",
+            ),
+            (
+                lengths("deterministic:tokens=4294967295"),
+                "the length is 4294967295: expected at most 16777216",
+            ),
+            (lengths("lognormal:mean=5,variation=1e200"), "the length is 1000"),
+            (arrivals("gamma:per_s=1,variation=1e200"), "the variation of arrivals is 1000"),
+            (
+                arrivals("on_off:per_s=1,on_s=1e-12,off_s=1"),
+                "the mean number of arrivals while on is 0.000000000001",
+            ),
         ] {
             assert!(error.starts_with(says), "{error}\n  is not: {says}");
         }
