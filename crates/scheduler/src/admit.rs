@@ -29,7 +29,7 @@ pub(crate) struct Space {
 impl Space {
     /// What is left of the room when all promises are kept. An admission that failed for want of memory fails again
     /// until this has grown, or the hit has.
-    pub fn slack(self) -> i128 {
+    pub fn spare(self) -> i128 {
         i128::from(self.room) - i128::from(self.promised)
     }
 }
@@ -45,7 +45,7 @@ impl Scheduler {
                 return Some(self.entered(key, head));
             }
             if !self.running.is_empty() && !self.way_can_be_made(key) {
-                self.blocked = Some(self.space().slack());
+                self.blocked = Some(self.space().spare());
                 return None;
             }
             if full && !self.preempt_behind(at, key, "rank", budget) {
@@ -59,7 +59,7 @@ impl Scheduler {
                     continue;
                 }
                 if !self.running.is_empty() {
-                    self.blocked = Some(self.space().slack());
+                    self.blocked = Some(self.space().spare());
                     return None;
                 }
                 if self.drop_worst_but(at, key.slot) {

@@ -37,7 +37,7 @@ impl Scheduler {
         if prefilling.len() > 1 {
             prefilling.sort_unstable();
         }
-        if self.blocked.is_some_and(|slack| self.space().slack() > slack) {
+        if self.blocked.is_some_and(|spare| self.space().spare() > spare) {
             self.blocked = None;
         }
         let mut next = 0;

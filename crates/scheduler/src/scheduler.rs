@@ -37,7 +37,7 @@ pub struct Scheduler {
     pub(crate) moved: bool,
     /// Tokens of prompts that the step may have at most: less than the budget where a window group is smaller.
     pub(crate) prompt_limit: u32,
-    /// Nobody could be admitted, for want of memory, when there was this much slack. It stays so until there is more,
+    /// Nobody could be admitted, for want of memory, when this much was to spare. It stays so until there is more,
     /// the index learns something, or somebody arrives, ends or is released.
     pub(crate) blocked: Option<i128>,
     /// What conservative admission has set aside.
