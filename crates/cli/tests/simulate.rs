@@ -328,6 +328,12 @@ fn bad_input() {
         ("--efficiency 2", 2, &["--efficiency 2", "share"]),
         ("--prefill-rate 10", 2, &["--decode-rate"]),
         ("--prefill-rate 0 --decode-rate 1", 2, &["above 0"]),
+        ("--prefill-rate 1e-300 --decode-rate 1", 2, &["--prefill-rate", "2e-10"]),
+        ("--efficiency 1e-200", 2, &["a step of one token takes", "--efficiency"]),
+        ("--requests 99999999999999999", 2, &["the number of requests is 99999999999999999", "100000000"]),
+        ("sweep --policies lru,lfu,lru --out OUT", 2, &["--policies names lru twice"]),
+        ("sweep --capacities 10,010 --out OUT", 2, &["--capacities names 10 twice"]),
+        ("sweep --schedules fcfs,fcfs --out OUT", 2, &["--schedules names fcfs twice"]),
         ("--costs MISSING", 1, &["cannot read", "missing.jsonl"]),
         ("--costs TABLE", 1, &["costs.json", "goes from 2 to 1", "increasing order"]),
         ("--arrivals poisson", 2, &["`poisson` lacks `per_s`", "poisson:per_s=4"]),
@@ -407,4 +413,16 @@ fn leniently() {
     let report: serde_json::Value = serde_json::from_str(&stdout).unwrap();
     assert_eq!(report["requests"]["finished"], 2);
     assert!(stderr.contains("1 rows were skipped") && stderr.contains("line 2"), "{stderr}");
+}
+
+/// A policy that finds nothing to go by is no silent first come, first served.
+#[test]
+fn policies_without_deadlines_are_remarked_on() {
+    let drawn = ["simulate", "--requests", "20", "--schedule", "edf"];
+    let (_, stderr) = succeed(&drawn);
+    assert!(stderr.contains("no request has a deadline") && stderr.contains("--deadline"), "{stderr}");
+    let report = json(&[&drawn[..], &["--deadline", "1ms", "--json"]].concat());
+    assert_eq!(report["requests"]["late"], report["requests"]["finished"]);
+    let (_, stderr) = succeed(&[&drawn[..], &["--deadline", "1ms"]].concat());
+    assert!(!stderr.contains("no request has a deadline"), "{stderr}");
 }

@@ -38,6 +38,8 @@ pub struct Options {
     /// What users allow their answers, at least; where an answer is longer, its length. `None`: exactly its length,
     /// so that `max_new` predicts as well as an oracle.
     pub max_new: Option<u32>,
+    /// How long after its arrival a request that says nothing of it should have finished.
+    pub deadline_ns: Option<u64>,
     /// Run every step by itself. Slower, with the same result: tests compare. What is recorded runs so in any case.
     pub one_by_one: bool,
     /// Ask the prefix index why each request missed.
@@ -53,6 +55,7 @@ impl Default for Options {
         Options {
             scheduler: Config::default(),
             max_new: None,
+            deadline_ns: None,
             one_by_one: false,
             explain: false,
             itl: true,
@@ -152,7 +155,12 @@ pub fn run<'s>(
             rows[i].arrival_ns = at_ns;
             run.load.queued_requests += 1;
             record.timeline.note(at_ns, run.load);
-            let request = as_scheduled(&requests[i], i, at_ns, options.max_new);
+            let promised_ns = options.deadline_ns.map(|ns| at_ns.saturating_add(ns));
+            rows[i].deadline_ns = requests[i].deadline_ns.or(promised_ns);
+            let request = scheduler::Request {
+                deadline_ns: rows[i].deadline_ns,
+                ..as_scheduled(&requests[i], i, at_ns, options.max_new)
+            };
             // Places in the list are unique.
             scheduler.arrive(now, request).unwrap_or_else(|duplicate| panic!("{duplicate}"));
         }

@@ -148,6 +148,7 @@ fn options(config: &Config, one_by_one: bool) -> Options {
     Options {
         scheduler: config.clone(),
         max_new: Some(40),
+        deadline_ns: None,
         one_by_one,
         explain: true,
         itl: true,
@@ -519,4 +520,19 @@ fn an_answer_of_no_tokens() {
         assert_eq!((nothing.outcome, nothing.output_tokens), (outcome, output_tokens), "{max_new:?}");
         assert_eq!((nine.outcome, nine.output_tokens), (Outcome::Finished, 9));
     }
+}
+
+/// A promise of so long after arrival is one to followers too, who arrive when their parents have ended.
+#[test]
+fn deadlines_count_from_arrival() {
+    let rates = ConstantRates::new(10.0, 1.0).unwrap();
+    let mut requests = [Request::new(0, 0, 16, 9), Request::new(1, 0, 16, 9), Request::new(2, 3, 16, 9)];
+    requests[1].parent = Some(0);
+    requests[2].deadline_ns = Some(77);
+    let options = Options { deadline_ns: Some(1000), ..Options::default() };
+    let done = run(&requests, paged(1 << 20, 16, None), &rates, &options, None, &mut |_| ()).unwrap();
+    let [first, follower, own] = &done.record.requests[..] else { panic!("three requests") };
+    assert_eq!((first.deadline_ns, own.deadline_ns), (Some(1000), Some(77)));
+    assert!(follower.arrival_ns > 0);
+    assert_eq!(follower.deadline_ns, Some(follower.arrival_ns + 1000));
 }

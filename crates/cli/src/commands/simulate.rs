@@ -127,7 +127,10 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             what
         })
         .collect();
-    whats.iter().try_for_each(What::check)?;
+    whats.iter().try_for_each(|what| what.check(&requests.list))?;
+    if !quiet {
+        whats.iter().filter_map(|what| what.schedule.remark(&requests.list)).for_each(|it| output::note(&it));
+    }
     let objectives = args.what.objectives();
     let mut runs = Vec::new();
     for what in &whats {
@@ -194,12 +197,13 @@ fn write_pictures(folder: &Path, page: &html::Page<'_>) -> anyhow::Result<()> {
 
 impl What {
     pub fn options(&self) -> Options {
-        let scheduler = self.schedule.config(self.costs.work());
-        Options { scheduler, max_new: self.schedule.max_new(), ..Options::default() }
+        let scheduler = self.schedule.config(self.costs.work(self.schedule.batch_tokens()));
+        let (max_new, deadline_ns) = (self.schedule.max_new(), self.schedule.deadline_ns());
+        Options { scheduler, max_new, deadline_ns, ..Options::default() }
     }
 
-    /// What cannot be is said before hours are spent.
-    pub fn check(&self) -> anyhow::Result<()> {
+    /// What cannot be is said before hours are spent; of the requests, whether one cache can hold them all.
+    pub fn check(&self, requests: &[Request]) -> anyhow::Result<()> {
         if self.zero.zero_service {
             let policy = evict::build(&self.blocks.policy, &self.blocks.parameters()?);
             return policy.map(|_| ()).map_err(|why| wrong_usage(why.to_string()));
@@ -208,7 +212,7 @@ impl What {
         let sound = config.check().and_then(|()| kvist_scheduler::build_policy(&config).map(|_| ()));
         sound.map_err(|why| wrong_usage(why.to_string()))?;
         self.costs.get()?;
-        self.blocks.cache(&[], self.costs.cache_tokens()?).map(|_| ())
+        self.blocks.cache(requests, self.costs.cache_tokens()?).map(|_| ())
     }
 }
 

@@ -3,7 +3,9 @@ use crate::options::wrong_usage;
 use anyhow::Context;
 use clap::ValueHint;
 use kvist_scheduler::TokenWork;
-use kvist_simulator::cost::{ConstantRates, Hardware, MeasuredTable, ModelShape, Roofline, StepCost};
+use kvist_simulator::cost::{
+    BatchShape, ConstantRates, Hardware, LONGEST_STEP_NS, MeasuredTable, ModelShape, Roofline, StepCost,
+};
 use std::path::PathBuf;
 
 const COST: &str = "Time of a step";
@@ -72,6 +74,20 @@ impl CostArgs {
     }
 
     pub fn get(&self) -> anyhow::Result<Box<dyn StepCost>> {
+        let cost = self.model()?;
+        let work = priced(&*cost, 1);
+        let longest_ns = work.prefill_ns.max(work.decode_ns);
+        if longest_ns > LONGEST_STEP_NS {
+            return Err(wrong_usage(format!(
+                "a step of one token takes {longest_ns} ns ({}): give higher rates or a higher --efficiency, so that it \
+                 takes at most 2^53 ns",
+                cost.name()
+            )));
+        }
+        Ok(cost)
+    }
+
+    fn model(&self) -> anyhow::Result<Box<dyn StepCost>> {
         if let Some(file) = &self.costs {
             let text =
                 std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
@@ -79,17 +95,16 @@ impl CostArgs {
         }
         if let (Some(prefill), Some(decode)) = (self.prefill_rate, self.decode_rate) {
             let rates = ConstantRates::new(prefill, decode);
-            let why = "--prefill-rate and --decode-rate are tokens per millisecond, above 0";
+            let why = "--prefill-rate and --decode-rate are tokens per millisecond, above 0 (2e-10 at least) and finite";
             return Ok(Box::new(rates.ok_or_else(|| wrong_usage(why))?));
         }
         Ok(Box::new(self.roofline()?))
     }
 
-    /// What a token costs, if that is the same for all of them: what policies that weigh work are told.
-    pub fn work(&self) -> Option<TokenWork> {
-        // A cast saturates.
-        let ns = |per_ms: f64| (1e6 / per_ms).round() as u64;
-        Some(TokenWork { prefill_ns: ns(self.prefill_rate?), decode_ns: ns(self.decode_rate?) })
+    /// What policies that weigh work are told: a prompt's token costs its part of a full step of `batch_tokens`, a
+    /// generated one a step of its own. `None` where there is no model, which [`CostArgs::get`] explains.
+    pub fn work(&self, batch_tokens: u32) -> Option<TokenWork> {
+        Some(priced(&*self.get().ok()?, batch_tokens))
     }
 
     /// Tokens that the memory holds beside the weights; `None` where no machine is given.
@@ -106,4 +121,12 @@ impl CostArgs {
             tokens => Ok(Some(tokens)),
         }
     }
+}
+
+fn priced(cost: &dyn StepCost, batch_tokens: u32) -> TokenWork {
+    let chunk = u64::from(batch_tokens.max(1));
+    let (mut prefill, mut decode) = (BatchShape::default(), BatchShape::default());
+    prefill.add_prefill(0, chunk);
+    decode.add_decode(0);
+    TokenWork { prefill_ns: cost.step_ns(&prefill).div_ceil(chunk), decode_ns: cost.step_ns(&decode) }
 }

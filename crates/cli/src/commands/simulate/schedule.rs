@@ -1,6 +1,9 @@
 //! Who runs next.
+use super::spec;
 use clap::ValueEnum;
 use kvist_scheduler::{Admission, Config, LengthSource, Preempted, PrefixOrder, TokenWork};
+use kvist_simulator::request::Request;
+use std::time::Duration;
 
 const SCHEDULER: &str = "Scheduler";
 
@@ -15,6 +18,9 @@ pub struct ScheduleArgs {
     /// Tokens that users allow an answer, at least [default: its true length]
     #[arg(long, value_name = "N", help_heading = SCHEDULER)]
     max_new: Option<u32>,
+    /// Within which time of its arrival a request that says nothing of it should finish: 30s
+    #[arg(long, value_name = "TIME", value_parser = spec::duration, help_heading = SCHEDULER)]
+    deadline: Option<Duration>,
     /// Sequences in the batch at most
     #[arg(long, default_value_t = 256, value_name = "N", help_heading = SCHEDULER)]
     max_batch: u32,
@@ -53,6 +59,28 @@ enum Keeps {
 impl ScheduleArgs {
     pub fn max_new(&self) -> Option<u32> {
         self.max_new
+    }
+    pub fn deadline_ns(&self) -> Option<u64> {
+        self.deadline.map(|time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
+    }
+    /// What to say of a policy that finds nothing to go by, and then goes by arrival.
+    pub fn remark(&self, requests: &[Request]) -> Option<String> {
+        let policy = self.schedule.as_str();
+        match policy {
+            "edf" | "laxity"
+                if self.deadline.is_none() && requests.iter().all(|r| r.deadline_ns.is_none()) =>
+            {
+                Some(format!("no request has a deadline, so {policy} goes by arrival: give --deadline"))
+            }
+            "priority" if requests.iter().all(|r| r.priority == requests[0].priority) => {
+                Some("all requests have the same priority, so priority goes by arrival".to_owned())
+            }
+            _ => None,
+        }
+    }
+    /// Tokens in a step at most.
+    pub fn batch_tokens(&self) -> u32 {
+        self.batch_tokens
     }
     /// `work` is what policies believe that tokens cost, where that is known.
     pub fn config(&self, work: Option<TokenWork>) -> Config {

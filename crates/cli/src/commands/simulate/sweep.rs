@@ -14,8 +14,10 @@ use kvist_simulator::report::{Report, VERSION, over_seeds};
 use kvist_simulator::request::Request;
 use kvist_simulator::run::Options;
 use kvist_simulator::statistics::Estimate;
+use kvist_simulator::zero_service::BlockStream;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -97,6 +99,9 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         ));
     }
     let cells = cells(&args);
+    twice("--schedules", &args.schedules)?;
+    twice("--policies", &args.policies)?;
+    twice("--capacities", &args.capacities.iter().map(Capacity::to_string).collect::<Vec<_>>())?;
     let seeds: Vec<u64> = if args.what.requests.is_drawn() { (1..=args.seeds).collect() } else { vec![1] };
     // Loads are read or drawn once, and shared by all cells of their seed.
     let mut loads = BTreeMap::new();
@@ -112,8 +117,27 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     // A combination that cannot be is said before hours are spent on the others.
     for cell in &cells {
-        what_of(&args.what, cell)?.check()?;
+        what_of(&args.what, cell)?.check(&[])?;
     }
+    for load in loads.values() {
+        // What prompts are made of, which is the same for all cells.
+        match args.what.zero.zero_service {
+            true => BlockStream::of(load, args.what.blocks.block_tokens).map(|_| ())?,
+            false => args.what.blocks.cache(load, args.what.costs.cache_tokens()?).map(|_| ())?,
+        }
+    }
+    if !quiet && !args.what.zero.zero_service {
+        let mut said = BTreeSet::new();
+        for cell in &cells {
+            let remark = what_of(&args.what, cell)?.schedule.remark(&loads[&cell.seed]);
+            remark.into_iter().filter(|it| said.insert(it.clone())).for_each(|it| output::note(&it));
+        }
+    }
+    let program = program()?;
+    let loads = loads
+        .into_iter()
+        .map(|(seed, requests)| Ok((seed, Load { hash: hash_of(program, &requests)?, requests })))
+        .collect::<anyhow::Result<BTreeMap<u64, Load>>>()?;
     std::fs::create_dir_all(args.out.join("cells"))
         .with_context(|| format!("cannot make the folder {}", args.out.display()))?;
     let files = run_all(&args, &cells, &loads, quiet)?;
@@ -126,6 +150,53 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     output::write_file(&args.out.join("sweep.html"), page.render().as_bytes())?;
     write_pictures(&args.out, &page)?;
     if args.json { output::show(&json) } else { output::show(&text(&table, &args.out)) }
+}
+
+/// The requests of a seed.
+struct Load {
+    requests: Vec<Request>,
+    /// Of the program and of them.
+    hash: u64,
+}
+
+/// Err if a value stands in the list of a flag twice: its cells would be one file.
+fn twice(flag: &str, values: &[String]) -> anyhow::Result<()> {
+    match values.iter().enumerate().find(|(i, value)| values[..*i].contains(value)) {
+        Some((_, value)) => Err(wrong_usage(format!("{flag} names {value} twice: give it once"))),
+        None => Ok(()),
+    }
+}
+
+/// FNV-1a (Fowler, Noll, Vo), going on from `hash`: stale cells are to be noticed, not forgeries.
+struct Fnv(u64);
+
+const FNV: Fnv = Fnv(0xcbf2_9ce4_8422_2325);
+
+impl std::io::Write for Fnv {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        for byte in bytes {
+            self.0 = (self.0 ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
+        }
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Of the bytes of this very program: another build may compute other figures.
+fn program() -> anyhow::Result<u64> {
+    let cannot = || "cannot read this program, whose build is part of what a cell depends on";
+    let file = std::env::current_exe().with_context(cannot)?;
+    let mut hash = FNV;
+    std::io::copy(&mut std::fs::File::open(file).with_context(cannot)?, &mut hash).with_context(cannot)?;
+    Ok(hash.0)
+}
+
+fn hash_of(program: u64, requests: &[Request]) -> anyhow::Result<u64> {
+    let mut hash = Fnv(program);
+    kvist_simulator::trace::write(&mut hash, requests).context("cannot hash requests")?;
+    Ok(hash.0)
 }
 
 /// In the place of a scheduler's name, where nobody waits for anybody.
@@ -170,7 +241,7 @@ fn what_of(what: &What, cell: &Cell) -> anyhow::Result<What> {
 fn run_all(
     args: &Args,
     cells: &[Cell],
-    loads: &BTreeMap<u64, Vec<Request>>,
+    loads: &BTreeMap<u64, Load>,
     quiet: bool,
 ) -> anyhow::Result<Vec<CellFile>> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -200,10 +271,11 @@ fn run_all(
     done.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()).into_iter().flatten().collect()
 }
 
-fn one(args: &Args, cell: &Cell, requests: &[Request]) -> anyhow::Result<CellFile> {
+fn one(args: &Args, cell: &Cell, load: &Load) -> anyhow::Result<CellFile> {
+    let requests = &load.requests;
     let what = what_of(&args.what, cell)?;
     let options = Options { itl: true, ..what.options() };
-    let key = key(&what, &options, requests)?;
+    let key = key(&what, &options, load)?;
     let path = args.out.join("cells").join(cell.name() + ".json");
     if let Some(file) = read(&path, &key) {
         return Ok(file);
@@ -220,28 +292,22 @@ fn one(args: &Args, cell: &Cell, requests: &[Request]) -> anyhow::Result<CellFil
     let file = CellFile { version: VERSION, key, cell: cell.clone(), figures };
     let text = serde_json::to_string_pretty(&file)? + "\n";
     output::write_file(&path, text.as_bytes())?;
-    // As a later sweep will read it: a number may lose its last bit in a text.
-    serde_json::from_str(&text).context("cannot read what was written")
+    Ok(file) // numbers are read back to the last bit (serde_json's `float_roundtrip`)
 }
 
-/// What a cell depends on, hashed: requests, cache, costs, scheduler, objectives, and the program.
-fn key(what: &What, options: &Options, requests: &[Request]) -> anyhow::Result<String> {
-    let mut text = format!(
-        "{} {options:?} {:?} {:?} {:?} {:?} {} ",
-        env!("CARGO_PKG_VERSION"),
+/// What a cell depends on, hashed: the program, requests, cache, costs, scheduler, objectives.
+fn key(what: &What, options: &Options, load: &Load) -> anyhow::Result<String> {
+    let mut hash = Fnv(load.hash);
+    write!(
+        hash,
+        "{options:?} {:?} {:?} {:?} {:?}",
         (what.zero.zero_service, what.zero.touch_order),
         what.objectives(),
         what.blocks,
         what.costs.identity()?,
-        requests.len()
     )
-    .into_bytes();
-    kvist_simulator::trace::write(&mut text, requests).context("cannot write requests")?;
-    // FNV-1a (Fowler, Noll, Vo): stale cells are to be noticed, not forgeries.
-    let hash = text
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3));
-    Ok(format!("{hash:016x}"))
+    .context("cannot hash the setting")?;
+    Ok(format!("{:016x}", hash.0))
 }
 
 /// The file of an earlier run, if it is one of the same cell.
