@@ -50,7 +50,7 @@ pub fn kvist(trace: &Path, block_tokens: u32, rates: Rates, itl: bool) -> Result
     let cache = Cache::paged(&PagedSpec { block_tokens, groups: vec![group], rollback_tokens: 0, prefix })?;
     let scheduler = Config { max_batch: MAX_BATCH, max_batch_tokens: MAX_BATCH_TOKENS, ..Config::default() };
     let options = Options { scheduler, itl, ..Options::default() };
-    let run = run(&requests, cache, &rates, &options, &mut |_| ())?;
+    let run = run(&requests, cache, &rates, &options, None, &mut |_| ())?;
     let report = Report::of(&run.record, &Objectives::default());
     let ttft = report.latency.ttft_s.context("nothing finished")?;
     let output_tokens = run.record.requests.iter().map(|row| u64::from(row.output_tokens)).sum();

@@ -59,13 +59,18 @@ impl Cache {
 
     /// Note every change of a block from now on, or no longer. Of kinds that hand out blocks.
     pub fn watch(&mut self, on: bool) {
+        self.watch_blocks(on);
+        if let Some(index) = &mut self.index {
+            index.events = on.then(Vec::new);
+        }
+    }
+
+    /// The same of blocks alone: what is in them is not told, which saves copying it.
+    pub fn watch_blocks(&mut self, on: bool) {
         for (g, kind) in self.groups.iter_mut().enumerate() {
             if let Some(paged) = kind.paged_mut() {
                 paged.events.watch(on.then_some(GroupId(g as u16)));
             }
-        }
-        if let Some(index) = &mut self.index {
-            index.events = on.then(Vec::new);
         }
     }
 

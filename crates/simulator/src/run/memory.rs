@@ -33,7 +33,7 @@ pub(super) struct Memory {
 impl Memory {
     /// Listens to `cache` from now on.
     pub fn new(cache: &mut Cache) -> Memory {
-        cache.watch(true);
+        cache.watch_blocks(true);
         // As the scheduler chooses: the smallest group of those that keep everything.
         let counted = cache.room().enumerate().min_by_key(|(_, room)| (room.lets_go, room.capacity_cells));
         Memory {
