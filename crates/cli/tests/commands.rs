@@ -238,7 +238,7 @@ fn a_chat_is_driven_from_stdin() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("transcript.txt").display().to_string();
     let script = format!(
-        "/help\n\nOwnership is\n/fork other\n and borrowing is\n/branches\n/switch main\n/undo\n/undo\n\
+        "/help\n\nOwnership is\n/fork other\n and borrowing is\n/branches\n/cache\n/switch main\n/undo\n/undo\n\
          /fork third\n/switch other\n/drop third\n/branches\n/save-transcript {path}\n/quit\n\
          never said\n"
     );
@@ -249,6 +249,8 @@ fn a_chat_is_driven_from_stdin() {
         "/save-transcript FILE",
         "on other; 0 B copied",
         "* other (4 messages)",
+        "sequences: 2",
+        " runs of cells",
         "  main (2 messages)",
         "on main",
         "unsaid",

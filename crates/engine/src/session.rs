@@ -101,6 +101,10 @@ impl ModelSession {
     pub fn cache(&mut self) -> &mut Cache {
         &mut self.session.cache
     }
+    /// What the cache holds, one report per layer group.
+    pub fn report(&self) -> Vec<kvist_cache::Report> {
+        self.session.cache.report()
+    }
     /// KV bytes reserved now.
     pub fn kv_bytes(&self) -> u64 {
         self.session.pools().bytes()

@@ -36,6 +36,7 @@ const HELP: &str = "\
 /branches               list them
 /switch NAME            go on in another one
 /drop NAME              give one up, and the cells that only it holds
+/cache                  what the cache holds, sequence by sequence
 /undo                   unsay the last question and its answer
 /system TEXT            what the model is told first
 /save-transcript FILE   write this branch to a file
@@ -209,6 +210,15 @@ fn obey(chat: &mut Chat, command: &str, rest: &str) -> anyhow::Result<String> {
         "/drop" => {
             chat.drop_branch(rest)?;
             format!("{rest} is gone")
+        }
+        "/cache" => {
+            let groups = chat.session().report();
+            let one = groups.len() == 1;
+            let text = |(g, report): (usize, &kvist_cache::Report)| {
+                let head = if one { String::new() } else { format!("layer group {g}\n") };
+                head + report.to_string().trim_end()
+            };
+            groups.iter().enumerate().map(text).collect::<Vec<_>>().join("\n")
         }
         "/undo" if chat.undo() => "unsaid".into(),
         "/undo" => "nothing was said here yet".into(),
