@@ -7,7 +7,9 @@ pub(crate) use blocks::NONE;
 use super::extents::{Extent, Extents};
 use super::trunks::{self, Horizon};
 use super::written::Written;
-use super::{GroupSpec, NO_TREES, Unbuildable, Visibility, chain_items, expect_end};
+use super::{
+    GroupSpec, NO_TREES, Unbuildable, Visibility, expect_end, in_sequence_order, window_edge, written_items,
+};
 use crate::events::{Change, Events, Reason};
 use crate::ids::*;
 use crate::kind::{Kind, SequenceKind};
@@ -346,12 +348,9 @@ impl Kind for Paged {
                 extents.push(Extent { position: span.start - copy.len, cell: copy.to, len: copy.len });
             }
         }
-        // Spans are in batch order, so a span's first token finds its number.
-        let number = |span: &PlannedSpan| spans.list.partition_point(|s| s.first_token < span.first_token);
-        let of = |span: &PlannedSpan| &extents[number(span)];
         let horizon = |span: &PlannedSpan| Horizon::new(self.visibility, span.start, 0, span.n_tokens - 1);
         let alone = spans.list.len() == 1;
-        trunks::share(&mut scratch, reads, &spans.list, of, horizon);
+        trunks::share(&mut scratch, reads, &spans.list, |i| &extents[i], horizon);
 
         let mut written = Written::new(writes);
         for (i, span) in spans.list.iter().enumerate() {
@@ -363,23 +362,12 @@ impl Kind for Paged {
             for extent in extents[i].within(see.all, see.shared_from(alone)) {
                 push(extent, Mask::All);
             }
-            let window = i64::from(self.visibility.window.unwrap_or(u32::MAX));
             for extent in extents[i].within(see.some, see.all) {
-                let first = i64::from(span.start) + 1 - window - i64::from(extent.position);
-                push(extent, Mask::Band { first: Some(first), end: None });
+                push(extent, window_edge(self.visibility, span.start, extent.position));
             }
-            let mut done = 0;
-            while done < span.n_tokens {
-                let run = written.take(span.n_tokens - done);
-                chain_items(reads, first_query, span, self.visibility, run, span.start + done);
-                done += run.len;
-            }
+            written_items(reads, first_query, span, self.visibility, &mut written);
         }
-        // Every query meets its cells in the order of its sequence, whoever shares them.
-        let order = |item: &ReadItem| (item.first_index, item.first_query);
-        if !reads.items.is_sorted_by_key(order) {
-            reads.items.sort_unstable_by_key(order);
-        }
+        in_sequence_order(reads);
         scratch.extents = extents;
         reads.scratch = scratch;
     }

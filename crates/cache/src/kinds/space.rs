@@ -8,7 +8,7 @@ use super::frontier::{self, Node};
 use super::stripes::{Cursor, Stripes};
 use super::trunks::{self, Horizon};
 use super::written::Written;
-use super::{GroupSpec, Visibility, chain_items, compaction};
+use super::{GroupSpec, Visibility, compaction, in_sequence_order, window_edge, written_items};
 use crate::ids::*;
 use crate::plan::*;
 use crate::reads::{Mask, ReadItem};
@@ -123,7 +123,8 @@ impl CellSpace {
         };
 
         let alone = spans.list.len() == 1;
-        trunks::share(&mut scratch, reads, &spans.list, |span| &sequence(span).committed, horizon);
+        let committed = |i: usize| &sequence(&spans.list[i]).committed;
+        trunks::share(&mut scratch, reads, &spans.list, committed, horizon);
 
         let mut written = Written::new(writes);
         for (i, span) in spans.list.iter().enumerate() {
@@ -157,9 +158,8 @@ impl CellSpace {
                         );
                     }
                     _ => {
-                        let window = i64::from(self.visibility.window.unwrap_or(u32::MAX));
-                        let first = i64::from(span.start) + 1 - window - i64::from(extent.position);
-                        reads.items.push(item(extent, Mask::Band { first: Some(first), end: None }));
+                        let edge = window_edge(self.visibility, span.start, extent.position);
+                        reads.items.push(item(extent, edge));
                     }
                 }
             }
@@ -172,21 +172,10 @@ impl CellSpace {
                     }
                     frontier::node_items(reads, &mut scratch, first_query, span, self.visibility);
                 }
-                _ => {
-                    let mut done = 0;
-                    while done < span.n_tokens {
-                        let run = written.take(span.n_tokens - done);
-                        chain_items(reads, first_query, span, self.visibility, run, span.start + done);
-                        done += run.len;
-                    }
-                }
+                _ => written_items(reads, first_query, span, self.visibility, &mut written),
             }
         }
-        // Every query meets its cells in the order of its sequence, whoever shares them.
-        let order = |item: &ReadItem| (item.first_index, item.first_query);
-        if !reads.items.is_sorted_by_key(order) {
-            reads.items.sort_unstable_by_key(order);
-        }
+        in_sequence_order(reads);
         reads.scratch = scratch;
     }
 

@@ -76,19 +76,19 @@ fn by_prefix(a: &[Extent], b: &[Extent]) -> Ordering {
 
 /// Put the spans in order, give them their query slots, and add the items of what all queries of a span see, each
 /// cell once however many spans see it. What lies between `all` and `shared_from` of a span's horizon, what only
-/// some of its queries see, and its own tokens are left to the caller.
+/// some of its queries see, and its own tokens are left to the caller. `extents` of a span by its number.
 pub(super) fn share<'e>(
     scratch: &mut ReadScratch,
     reads: &mut Reads,
     spans: &[PlannedSpan],
-    extents: impl Fn(&PlannedSpan) -> &'e Extents,
+    extents: impl Fn(usize) -> &'e Extents,
     horizon: impl Fn(&PlannedSpan) -> Horizon,
 ) {
     let alone = spans.len() == 1;
     scratch.order.clear();
     scratch.order.extend(0..spans.len() as u32);
     if !alone {
-        let list = |i: u32| extents(&spans[i as usize]).list();
+        let list = |i: u32| extents(i as usize).list();
         scratch.order.sort_unstable_by(|&a, &b| by_prefix(list(a), list(b)).then(a.cmp(&b)));
     }
     scratch.first_query.clear();
@@ -98,7 +98,7 @@ pub(super) fn share<'e>(
         let first_query = reads.order.len() as u32;
         scratch.first_query[i as usize] = first_query;
         reads.order.extend(span.tokens());
-        let (committed, see) = (extents(span), horizon(span));
+        let (committed, see) = (extents(i as usize), horizon(span));
         let shared = committed.within(see.shared_from(alone), span.start);
         for extent in committed.within(0, see.sinks_end).chain(shared) {
             scratch.trunks.see(extent, first_query, reads);
