@@ -18,7 +18,7 @@ mod opt;
 mod order;
 mod parameters;
 
-pub use flat::{Flat, Touched};
+pub use flat::{Flat, FlatSlots, Touched};
 pub use opt::next_uses;
 pub use order::Order;
 pub use parameters::{DEFAULT_HALF_LIFE, Parameter, Parameters, parse_duration};

@@ -12,7 +12,7 @@
 mod numbers;
 
 use crate::request::{PromptContent, Request};
-use kvist_cache::evict::{self, Order, Parameters, Policy, PolicyError, Use};
+use kvist_cache::evict::{self, FlatSlots, Parameters, PolicyError, Use};
 use numbers::Numbers;
 use serde::Serialize;
 
@@ -183,20 +183,17 @@ pub fn replay(
     capacity_blocks: Option<u32>,
     touch_order: TouchOrder,
 ) -> Result<ZeroService, PolicyError> {
-    let mut policy = evict::build(policy, parameters)?;
+    let policy = evict::build(policy, parameters)?;
+    let name = policy.name();
     // Only a policy that looks ahead competes with newcomers, and only it reads the future.
     let future = if policy.bypasses() { stream.next_uses() } else { Vec::new() };
-    let mut resident = Resident {
-        capacity: capacity_blocks.unwrap_or(u32::MAX),
-        policy: policy.as_mut(),
-        order: Order::default(),
-        evicted: 0,
-    };
+    // A block's number is its slot.
+    let mut resident = FlatSlots::new(capacity_blocks.unwrap_or(u32::MAX), policy);
     let mut hits = Hits { total_blocks: stream.total_blocks(), ..Hits::default() };
     let mut at = Use { cost: 1.0, bytes: 1, ..Use::default() };
     for (request, blocks) in stream.requests() {
-        let prefix = blocks.iter().take_while(|block| resident.order.contains(**block)).count();
-        let beyond = blocks.iter().skip(prefix).filter(|block| resident.order.contains(**block)).count();
+        let prefix = blocks.iter().take_while(|block| resident.contains(**block)).count();
+        let beyond = blocks.iter().skip(prefix).filter(|block| resident.contains(**block)).count();
         let tokens = (prefix as u64 * u64::from(stream.block_tokens)).min(u64::from(request.prompt_tokens));
         hits.hit_blocks += prefix as u64;
         hits.any_position_hit_blocks += (prefix + beyond) as u64;
@@ -209,59 +206,24 @@ pub fn replay(
         let mut touch = |position: usize| {
             at.tick += 1;
             at.next_use = future.get(begin + position).copied().flatten();
-            resident.touch(blocks[position], &at);
+            let touched = resident.touch_or_insert(blocks[position], &at);
+            hits.evicted_blocks += u64::from(touched.evicted.is_some());
         };
         match touch_order {
             TouchOrder::Reverse => (0..blocks.len()).rev().for_each(&mut touch),
             TouchOrder::Forward => (0..blocks.len()).for_each(&mut touch),
         }
     }
-    hits.evicted_blocks = resident.evicted;
     if hits.total_tokens > 0 {
         hits.token_hit_ratio = hits.hit_tokens as f64 / hits.total_tokens as f64;
     }
     Ok(ZeroService {
         cache: hits,
-        policy: policy.name().into(),
+        policy: name.into(),
         capacity_blocks,
         block_tokens: stream.block_tokens,
         touch_order,
         requests: stream.requests.len() as u64,
         distinct_blocks: stream.n_distinct,
     })
-}
-
-/// The blocks in the cache. A block's number is its slot, so nothing is hashed.
-struct Resident<'a> {
-    capacity: u32,
-    policy: &'a mut dyn Policy,
-    order: Order,
-    evicted: u64,
-}
-
-impl Resident<'_> {
-    fn touch(&mut self, block: u32, at: &Use) {
-        if self.order.contains(block) {
-            let rank = self.policy.used(block, at);
-            self.order.update(block, rank);
-        } else if self.capacity > 0 {
-            let full = self.order.len() >= self.capacity;
-            if full && !self.policy.bypasses() {
-                self.evict(block);
-            }
-            let rank = self.policy.stored(block, at);
-            self.order.insert(block, rank);
-            if full && self.policy.bypasses() {
-                self.evict(block);
-            }
-        }
-    }
-
-    /// One block goes. A newcomer that goes itself was left out, not evicted.
-    fn evict(&mut self, newcomer: u32) {
-        if let Some(block) = self.order.pop() {
-            self.policy.forgotten(block);
-            self.evicted += u64::from(block != newcomer);
-        }
-    }
 }

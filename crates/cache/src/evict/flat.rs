@@ -8,43 +8,39 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 /// At most a fixed number of keys, which leave in the order of a policy.
 pub struct Flat {
-    capacity_blocks: u32,
     slots: HashMap<u64, u32, BuildHasherDefault<Mix>>,
     keys: Vec<u64>, // [slots]
     free: Vec<u32>,
-    policy: Box<dyn Policy>,
-    order: Order,
+    resident: FlatSlots,
 }
 
-/// What a touch did.
+/// What a touch did; of a [`Flat`] to keys, of [`FlatSlots`] to slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Touched {
-    /// The key was here.
+pub struct Touched<K = u64> {
+    /// It was here.
     pub hit: bool,
-    /// The key that left to make room.
-    pub evicted: Option<u64>,
+    /// What left to make room.
+    pub evicted: Option<K>,
 }
 
 impl Flat {
     /// Empty. With capacity 0 nothing ever hits; `u32::MAX` is never reached.
     pub fn new(capacity_blocks: u32, policy: Box<dyn Policy>) -> Self {
         Flat {
-            capacity_blocks,
             slots: HashMap::default(),
             keys: Vec::new(),
             free: Vec::new(),
-            policy,
-            order: Order::default(),
+            resident: FlatSlots::new(capacity_blocks, policy),
         }
     }
 
     /// Keys in it.
     pub fn len(&self) -> u32 {
-        self.order.len()
+        self.resident.order.len()
     }
     /// Is no key in it?
     pub fn is_empty(&self) -> bool {
-        self.order.is_empty()
+        self.resident.order.is_empty()
     }
     /// Is `key` in it? Does not count as a use.
     pub fn contains(&self, key: u64) -> bool {
@@ -55,6 +51,49 @@ impl Flat {
     /// [bypasses](Policy::bypasses) may leave the newcomer out instead: then nothing hit and nothing left.
     pub fn touch_or_insert(&mut self, key: u64, at: &Use) -> Touched {
         if let Some(&slot) = self.slots.get(&key) {
+            let Touched { hit, .. } = self.resident.touch_or_insert(slot, at);
+            return Touched { hit, evicted: None };
+        }
+        let slot = self.free.pop().unwrap_or(self.keys.len() as u32);
+        if slot as usize == self.keys.len() {
+            self.keys.push(key);
+        }
+        self.keys[slot as usize] = key;
+        let evicted = self.resident.touch_or_insert(slot, at).evicted;
+        if self.resident.contains(slot) {
+            self.slots.insert(key, slot);
+        } else {
+            self.free.push(slot);
+        }
+        let evicted = evicted.map(|slot| {
+            self.slots.remove(&self.keys[slot as usize]);
+            self.free.push(slot);
+            self.keys[slot as usize]
+        });
+        Touched { hit: false, evicted }
+    }
+}
+
+/// The same of slots, for whoever numbers its keys densely: nothing is hashed.
+pub struct FlatSlots {
+    capacity_blocks: u32,
+    policy: Box<dyn Policy>,
+    order: Order,
+}
+
+impl FlatSlots {
+    /// See [`Flat::new`].
+    pub fn new(capacity_blocks: u32, policy: Box<dyn Policy>) -> Self {
+        FlatSlots { capacity_blocks, policy, order: Order::default() }
+    }
+    /// See [`Flat::contains`].
+    pub fn contains(&self, slot: u32) -> bool {
+        self.order.contains(slot)
+    }
+
+    /// See [`Flat::touch_or_insert`].
+    pub fn touch_or_insert(&mut self, slot: u32, at: &Use) -> Touched<u32> {
+        if self.order.contains(slot) {
             let rank = self.policy.used(slot, at);
             self.order.update(slot, rank);
             return Touched { hit: true, evicted: None };
@@ -62,32 +101,23 @@ impl Flat {
         if self.capacity_blocks == 0 {
             return Touched::default();
         }
-        let full = self.len() == self.capacity_blocks;
+        let full = self.order.len() == self.capacity_blocks;
         let competes = self.policy.bypasses();
         let mut evicted = None;
         if full && !competes {
             evicted = self.evict();
         }
-        let slot = self.free.pop().unwrap_or(self.keys.len() as u32);
-        if slot as usize == self.keys.len() {
-            self.keys.push(key);
-        }
-        self.keys[slot as usize] = key;
-        self.slots.insert(key, slot);
         self.order.insert(slot, self.policy.stored(slot, at));
         if full && competes {
-            evicted = self.evict().filter(|&first| first != key);
+            evicted = self.evict().filter(|&first| first != slot);
         }
         Touched { hit: false, evicted }
     }
 
-    fn evict(&mut self) -> Option<u64> {
+    fn evict(&mut self) -> Option<u32> {
         let slot = self.order.pop()?;
-        let key = self.keys[slot as usize];
-        self.slots.remove(&key);
         self.policy.forgotten(slot);
-        self.free.push(slot);
-        Some(key)
+        Some(slot)
     }
 }
 
