@@ -1,0 +1,126 @@
+//! What the HTTP side asks of the engine thread, and what it hears back.
+use kvist_cache::MissReason;
+use kvist_engine::sampler::SamplerConfig;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// One generation. Tokens in, tokens and text out.
+pub struct Job {
+    /// Token ids, at least one, all inside the vocabulary.
+    pub prompt: Arc<[u32]>,
+    /// Tokens to generate at most, at least 1.
+    pub max_new: u32,
+    pub sampling: SamplerConfig,
+    /// Added to the logits of these tokens before anything else.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Texts that end the generation; they are not part of it.
+    pub stop: Vec<String>,
+    /// Go on when the model says that it is done.
+    pub ignore_eos: bool,
+    /// Report the log-probability of every token, and of this many of the likeliest beside it.
+    pub logprobs: Option<u8>,
+    /// What may come next, if not everything.
+    pub constraint: Option<Box<dyn Constraint>>,
+    /// Prefixes are shared inside a salt only.
+    pub salt: Arc<str>,
+    /// Larger is more urgent, where the scheduling policy asks.
+    pub priority: i32,
+    /// Ended then, wherever it is, with [`Finish::Deadline`].
+    pub deadline: Option<Instant>,
+    /// Ask the prefix index why it supplied no more.
+    pub explain: bool,
+}
+
+/// What may be generated next: a grammar.
+pub trait Constraint: Send {
+    /// Set the logits of all tokens that may not come next to −∞. `[vocab]`. An error ends the generation.
+    fn mask(&mut self, logits: &mut [f32]) -> Result<(), String>;
+    /// This token has been taken. Returns whether the text may not go on: the generation ends with [`Finish::EndOfText`].
+    fn accept(&mut self, token: u32) -> Result<bool, String>;
+}
+
+/// What a generation tells, in this order: `Admitted` once, `Token` for each token, `Done` or `Failed` once.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// It entered the batch.
+    Admitted {
+        /// Tokens of the prompt that the prefix index supplied.
+        cached_tokens: u32,
+        /// Why no more, if that was asked: as a tenant may know it.
+        miss: Option<MissReason>,
+    },
+    Token(Token),
+    Done(Done),
+    /// It can not be served, or not further.
+    Failed(Failure),
+}
+
+/// One generated token.
+#[derive(Clone, Debug)]
+pub struct Token {
+    pub id: u32,
+    /// Text that became final with it: whole characters, no part of a stop string. May be empty.
+    pub text: String,
+    pub logprob: Option<LogProb>,
+}
+
+/// Natural logarithms, of the distribution before temperature and truncation.
+#[derive(Clone, Debug)]
+pub struct LogProb {
+    pub logprob: f32,
+    /// The likeliest tokens, best first.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// A generation that ended as generations do.
+#[derive(Clone, Debug)]
+pub struct Done {
+    pub finish: Finish,
+    /// Text that was held back, because a stop string might have begun in it.
+    pub text: String,
+    pub usage: Usage,
+}
+
+/// Why it ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// The model said so, or its grammar is complete.
+    EndOfText,
+    /// This stop string came.
+    Stop(String),
+    /// `max_new` tokens, or the cache was full.
+    Length,
+    /// Its deadline passed.
+    Deadline,
+    /// Its user went away, or the server is going down.
+    Cancelled,
+}
+
+/// What it took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    pub prompt_tokens: u32,
+    pub completion_tokens: u32,
+    /// Of the prompt, supplied by the prefix index.
+    pub cached_tokens: u32,
+    pub preemptions: u32,
+}
+
+/// A job that was taken and can not be served.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Failure {
+    #[error("the request needs more room than the cache has: {needed} tokens of {capacity}")]
+    NeverFits { needed: u64, capacity: u64 },
+    /// The model, its cache or the grammar failed.
+    #[error("{0}")]
+    Engine(String),
+}
+
+/// A job that was not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Rejected {
+    #[error("the queue is full: {waiting} requests wait")]
+    Full { waiting: usize },
+    #[error("the server is shutting down")]
+    Draining,
+}
