@@ -6,5 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod job;
+pub mod structured;
+pub mod tools;
 
 pub use job::*;
