@@ -1,11 +1,14 @@
 //! Text to tokens and back, with the `tokenizers` crate: from `tokenizer.json`, or rebuilt from the vocabulary of
 //! a GGUF file.
 mod gguf;
+mod pieces;
 
 use crate::error::Error;
 use crate::files;
 use crate::guard::quietly;
 use std::path::Path;
+
+pub use pieces::Piece;
 
 /// A tokenizer and what a model's files say about using it.
 pub struct Tokenizer {
@@ -91,7 +94,12 @@ impl Tokenizer {
 
     /// Decode token by token.
     pub fn stream(&self) -> TextStream<'_> {
-        TextStream { tokenizer: self, tokens: Vec::new(), first: 0, shown: 0 }
+        self.stream_with(&[])
+    }
+    /// Decode token by token, and write out these control tokens by their names: where they mark what a program is
+    /// to read, as `<tool_call>` does, their absence would change what the text says.
+    pub fn stream_with(&self, written: &[u32]) -> TextStream<'_> {
+        TextStream { tokenizer: self, written: written.into(), tokens: Vec::new(), first: 0, shown: 0 }
     }
 
     fn failed(&self, error: tokenizers::Error) -> Error {
@@ -130,6 +138,8 @@ fn special_text(value: &serde_json::Value) -> Option<String> {
 /// replacement characters for whole characters beside them, which here were given out and stay.
 pub struct TextStream<'t> {
     tokenizer: &'t Tokenizer,
+    /// Control tokens that have their name as text.
+    written: Vec<u32>,
     tokens: Vec<u32>,
     /// Decoding starts here, a little before what is new, because a token's text can depend on its neighbour.
     first: usize,
@@ -140,6 +150,11 @@ pub struct TextStream<'t> {
 impl TextStream<'_> {
     /// The text that became certain with this token: often a piece, sometimes nothing.
     pub fn push(&mut self, token: u32) -> Result<String, Error> {
+        if self.written.contains(&token) {
+            let mut text = self.finish()?;
+            text += &self.tokenizer.inner.id_to_token(token).unwrap_or_default();
+            return Ok(text);
+        }
         self.tokens.push(token);
         let new = self.new_text()?;
         if new.ends_with(char::REPLACEMENT_CHARACTER) {

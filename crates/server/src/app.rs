@@ -5,9 +5,12 @@ use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::openai::request::{Bounds, Schemas};
 use crate::openapi;
+use crate::structured::{Compiled, Grammar, GrammarCompiler};
+use crate::tools::ToolFormat;
 use crate::worker::Engine;
-use std::sync::Arc;
+use kvist_engine::tokenizer::Piece;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 
@@ -21,6 +24,14 @@ pub struct App {
     pub(crate) schemas: Schemas,
     pub(crate) openapi: String,
     pub(crate) metrics: Metrics,
+    /// How the model writes tool calls, if it does.
+    pub(crate) tools: Option<ToolFormat>,
+    /// Control tokens that mark tool calls: they are written out where tools are.
+    pub(crate) marks: Vec<u32>,
+    /// Made when the first grammar is asked for: it takes a while, and memory.
+    grammars: OnceLock<Result<GrammarCompiler, String>>,
+    /// Every token's bytes, made when log-probabilities are first asked for.
+    pieces: OnceLock<Option<Vec<Piece>>>,
     /// Seconds since 1970.
     pub(crate) started: u64,
     /// Turns true when the grace after a signal is over: whatever still runs is told and ended.
@@ -40,12 +51,23 @@ impl App {
         let decoder = model.decoder().config();
         let bounds = Bounds::new(&name, decoder.vocab, decoder.context.min(cache_tokens), &config.limits);
         let schemas = Schemas::new(&bounds);
+        let tools = match (&config.model.tools, model.chat_template()) {
+            (_, None) => None,
+            (Some(name), _) => ToolFormat::by_name(name).ok().flatten(),
+            (None, Some(template)) => ToolFormat::of_template(template.source(true)),
+        };
+        let marks = tools.iter().flat_map(|format| format.markers());
+        let marks = marks.filter_map(|mark| model.tokenizer()?.token(mark)).collect();
         let openapi = openapi::document(&bounds, &schemas).to_string();
         Ok(Arc::new(App {
             http: config.http.clone(),
             limits: config.limits.clone(),
             keys,
             schemas,
+            tools,
+            marks,
+            grammars: OnceLock::new(),
+            pieces: OnceLock::new(),
             openapi,
             metrics: Metrics::new(&name),
             bounds,
@@ -70,6 +92,20 @@ impl App {
     /// When a server that goes down may be back.
     pub(crate) fn retry_after_s(&self) -> u32 {
         self.limits.grace_s.ceil().clamp(1.0, 3600.0) as u32
+    }
+
+    pub(crate) fn pieces(&self) -> Option<&[Piece]> {
+        let make = || self.engine.model().tokenizer()?.pieces(self.bounds.vocab as usize).ok();
+        self.pieces.get_or_init(make).as_deref()
+    }
+
+    /// May take some tenths of a second the first time.
+    pub(crate) fn compile(&self, grammar: &Grammar) -> Result<Compiled, ApiError> {
+        let made = self
+            .grammars
+            .get_or_init(|| GrammarCompiler::of_model(self.engine.model()).map_err(|e| e.to_string()));
+        let compiler = made.as_ref().map_err(|e| ApiError::unsupported("response_format", e.clone()))?;
+        Ok(compiler.compile(grammar)?)
     }
 
     pub(crate) fn new_id(&self, kind: &str) -> String {

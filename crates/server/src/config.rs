@@ -1,6 +1,7 @@
 //! What a server is told at its start: one TOML file, and flags that override it.
 //!
 //! Everything has a default; a field that nobody knows is an error, because a misspelt limit is no limit.
+use crate::tools::ToolFormat;
 use kvist_backend::Storage;
 use serde::{Deserialize, Deserializer};
 use std::net::IpAddr;
@@ -27,6 +28,8 @@ pub struct ModelSection {
     pub path: Option<PathBuf>,
     /// What clients call it; without it the last part of the path.
     pub name: Option<String>,
+    /// How it writes tool calls: `llama3`, `hermes`, `qwen`, `none`; without it, what its chat template teaches.
+    pub tools: Option<String>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -192,6 +195,11 @@ impl ServerConfig {
 
     /// Everything that no type can say. After flags have been put in.
     pub fn check(&self) -> Result<(), ConfigError> {
+        if let Some(name) = &self.model.tools
+            && ToolFormat::by_name(name).is_err()
+        {
+            return Err(bad("model.tools", format!("{name:?}"), format!("one of {}", ToolFormat::NAMES)));
+        }
         let c = &self.cache;
         if c.tokens == Some(0) {
             return Err(bad("cache.tokens", 0, "at least one block"));
@@ -341,6 +349,7 @@ mod tests {
             ("[[keys]]\nname = \"a\"", "keys[0]"),
             ("[[keys]]\nkey = \"a\"", "keys[0].name"),
             ("[[keys]]\nname = \"a\"\nkey = \"a\"\nkey_env = \"B\"", "keys[0]"),
+            ("[model]\ntools = \"mistral\"", "model.tools"),
             ("model = 3", "model"),
             ("[model", "line 1"),
         ];

@@ -112,6 +112,12 @@ impl ApiError {
     }
 }
 
+impl From<crate::structured::InvalidParameter> for ApiError {
+    fn from(bad: crate::structured::InvalidParameter) -> Self {
+        ApiError::invalid(bad.param.clone(), bad.to_string())
+    }
+}
+
 impl std::fmt::Display for ApiError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} {}: {}", self.status.as_u16(), self.code, self.message)

@@ -19,6 +19,8 @@ mod metrics;
 mod openai;
 mod openapi;
 mod schema;
+pub mod structured;
+pub mod tools;
 mod worker;
 
 pub use app::App;

@@ -70,28 +70,54 @@ fn check_at(schema: &Value, value: &Value, path: &str) -> Result<(), Found> {
         Value::Object(fields) => check_fields(schema, fields, path)?,
         _ => {}
     }
-    if let Some(branches) = schema.get("anyOf").and_then(Value::as_array) {
-        let mut furthest: Option<Found> = None;
-        let mut expected = Vec::new();
-        for branch in branches {
-            let Err(error) = check_at(branch, value, path) else { return Ok(()) };
-            if let Some(title) = branch.get("title").and_then(Value::as_str) {
-                expected.push(title);
-            }
-            if furthest.as_ref().is_none_or(|f| error.depth > f.depth) {
-                furthest = Some(error);
-            }
-        }
-        let here = found(path, "", String::new()).depth;
-        return Err(match furthest {
-            Some(furthest) if furthest.depth > here || expected.is_empty() => furthest,
-            _ => {
-                let what = format!("is {}; expected {}", told(value), expected.join(" or "));
-                found(path, "invalid_type", format!("{} {what}", name_of(path)))
-            }
-        });
+    match schema.get("anyOf").and_then(Value::as_array) {
+        Some(branches) => check_any(branches, value, path),
+        None => Ok(()),
     }
-    Ok(())
+}
+
+/// One of `branches` must fit. Objects are told apart by fields that have an `enum` in every branch, as `role` has in
+/// messages; of other alternatives the one that came furthest is told.
+fn check_any(branches: &[Value], value: &Value, path: &str) -> Result<(), Found> {
+    if let Some((name, found_value)) = tag(branches, value) {
+        let tags =
+            |branch: &Value| branch["properties"][name]["enum"].as_array().cloned().unwrap_or_default();
+        let path = if path.is_empty() { name.to_string() } else { format!("{path}.{name}") };
+        let inside = path.len() - name.len();
+        return match branches.iter().find(|branch| tags(branch).contains(found_value)) {
+            Some(branch) => check_at(branch, value, path[..inside].trim_end_matches('.')),
+            None => {
+                let all: Vec<Value> = branches.iter().flat_map(tags).collect();
+                check_at(&serde_json::json!({ "enum": all }), found_value, &path)
+            }
+        };
+    }
+    let mut furthest: Option<Found> = None;
+    let mut expected = Vec::new();
+    for branch in branches {
+        let Err(error) = check_at(branch, value, path) else { return Ok(()) };
+        expected.extend(branch.get("title").and_then(Value::as_str));
+        if furthest.as_ref().is_none_or(|f| error.depth > f.depth) {
+            furthest = Some(error);
+        }
+    }
+    let here = found(path, "", String::new()).depth;
+    Err(match furthest {
+        Some(furthest) if furthest.depth > here || expected.is_empty() => furthest,
+        _ => {
+            let what = format!("is {}; expected {}", told(value), expected.join(" or "));
+            found(path, "invalid_type", format!("{} {what}", name_of(path)))
+        }
+    })
+}
+
+/// The field that tells the branches apart, and what it is here.
+fn tag<'a>(branches: &'a [Value], value: &'a Value) -> Option<(&'a str, &'a Value)> {
+    let fields = value.as_object()?;
+    let properties = branches.first()?.get("properties")?.as_object()?;
+    let told = |name: &str| branches.iter().all(|branch| branch["properties"][name].get("enum").is_some());
+    let name = properties.keys().find(|name| told(name))?;
+    Some((name, fields.get(name)?))
 }
 
 fn is_of(value: &Value, name: &str) -> bool {
@@ -277,6 +303,12 @@ mod tests {
                     "additionalProperties": {"type": "number", "minimum": -100},
                 },
                 "in": {"type": "object", "properties": {"deep": {"type": "string", "maxLength": 2}}},
+                "said": {"anyOf": [
+                    {"type": "object", "required": ["role", "id"], "properties": {
+                        "role": {"type": "string", "enum": ["tool"]}, "id": {"type": "string"}}},
+                    {"type": "object", "required": ["role"], "properties": {
+                        "role": {"type": "string", "enum": ["user", "system"]}}},
+                ]},
             },
         });
         known(&schema).unwrap();

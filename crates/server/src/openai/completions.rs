@@ -107,10 +107,10 @@ impl Text {
         }
         let (mut names, mut scores, mut tops, mut offsets) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for token in tokens {
-            names.push(name_of(&self.app, token.id));
+            names.push(name_of(&self.app, token.id).text);
             scores.push(token.logprob.as_ref().map(|l| l.logprob));
             let top = token.logprob.iter().flat_map(|l| &l.top);
-            let top = top.map(|(id, logprob)| (name_of(&self.app, *id), Value::from(*logprob)));
+            let top = top.map(|(id, logprob)| (name_of(&self.app, *id).text, Value::from(*logprob)));
             tops.push(Value::Object(top.collect()));
             offsets.push(offset);
             offset += token.text.chars().count();

@@ -6,8 +6,9 @@ use super::request::{Common, OneOrMore};
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
-use crate::job::{Constraint, Done, Event, Finish, Job, Rejected, Token};
+use crate::job::{Done, Event, Finish, Job, Rejected, Token};
 use crate::metrics::Ended;
+use crate::structured::Compiled;
 use crate::worker::Generation;
 use futures_util::StreamExt;
 use futures_util::stream::{BoxStream, SelectAll, unfold};
@@ -17,9 +18,6 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
-
-/// Makes the grammar of one answer.
-pub(crate) type MakeConstraint = Box<dyn Fn() -> Result<Box<dyn Constraint>, ApiError> + Send + Sync>;
 
 /// What one request asks of the engine.
 pub(crate) struct Order {
@@ -33,7 +31,9 @@ pub(crate) struct Order {
     pub stop: Vec<String>,
     pub ignore_eos: bool,
     pub logprobs: Option<u8>,
-    pub constraint: Option<MakeConstraint>,
+    pub constraint: Option<Compiled>,
+    /// Control tokens that are written out.
+    pub written: Vec<u32>,
     pub salt: Arc<str>,
     pub priority: i32,
     pub deadline: Instant,
@@ -87,6 +87,7 @@ impl Order {
             ignore_eos: common.ignore_eos.unwrap_or(false),
             logprobs: None,
             constraint: None,
+            written: Vec::new(),
             salt: caller.salt(common.cache_salt.as_deref().unwrap_or_default()),
             priority: kvist.priority.unwrap_or(0),
             deadline: Instant::now() + timeout,
@@ -134,10 +135,10 @@ impl Order {
         Ok(())
     }
 
-    fn job(&self, prompt: usize, choice: u32) -> Result<Job, ApiError> {
+    fn job(&self, prompt: usize, choice: u32) -> Job {
         let index = prompt as u64 * u64::from(self.n) + u64::from(choice);
         let sampling = SamplerConfig { seed: self.sampling.seed.wrapping_add(index), ..self.sampling };
-        Ok(Job {
+        Job {
             prompt: self.prompts[prompt].clone(),
             max_new: self.max_new,
             sampling,
@@ -145,12 +146,13 @@ impl Order {
             stop: self.stop.clone(),
             ignore_eos: self.ignore_eos,
             logprobs: self.logprobs,
-            constraint: self.constraint.as_ref().map(|make| make()).transpose()?,
+            constraint: self.constraint.as_ref().map(Compiled::constraint),
+            written: self.written.clone(),
             salt: self.salt.clone(),
             priority: self.priority,
             deadline: Some(self.deadline),
             explain: self.explain,
-        })
+        }
     }
 }
 
@@ -238,7 +240,7 @@ impl Answers {
             order,
         };
         for prompt in 0..answers.order.prompts.len() {
-            let submitted = answers.submit(prompt * answers.order.n as usize)?;
+            let submitted = answers.submit(prompt * answers.order.n as usize);
             submitted.map_err(|r| ApiError::of_rejected(r, answers.app.retry_after_s()))?;
         }
         answers.ended = None;
@@ -274,20 +276,16 @@ impl Answers {
         })
     }
 
-    fn submit(&mut self, index: usize) -> Result<Result<(), Rejected>, ApiError> {
+    fn submit(&mut self, index: usize) -> Result<(), Rejected> {
         let n = self.order.n as usize;
-        let job = self.order.job(index / n, (index % n) as u32)?;
-        let generation = match self.app.engine.submit(job) {
-            Ok(generation) => generation,
-            Err(rejected) => return Ok(Err(rejected)),
-        };
+        let generation = self.app.engine.submit(self.order.job(index / n, (index % n) as u32))?;
         self.clocks[index].open = true;
         let next = |mut generation: Generation| async move {
             let event = generation.next().await?;
             Some((event, generation))
         };
         self.running.push(unfold(generation, next).map(move |event| (index, event)).boxed());
-        Ok(Ok(()))
+        Ok(())
     }
 
     /// What comes next, and of which answer. `None` when all have ended. After an error nothing comes, and nothing
@@ -318,7 +316,7 @@ impl Answers {
     async fn event(&mut self) -> Result<Option<(usize, Event)>, ApiError> {
         loop {
             while let Some(index) = self.waiting.front().copied() {
-                match self.submit(index)? {
+                match self.submit(index) {
                     Ok(()) => drop(self.waiting.pop_front()),
                     Err(Rejected::Full { .. }) => break,
                     Err(rejected) => return Err(ApiError::of_rejected(rejected, self.app.retry_after_s())),

@@ -195,11 +195,14 @@ fn chat(b: &Bounds) -> Value {
         "max_completion_tokens": or_null(most),
         "logprobs": boolean(false, "Log-probabilities of the tokens."),
         "top_logprobs": integer(0, 20, "Of this many of the likeliest tokens too; needs `logprobs`."),
-        "response_format": or_null(json!({"type": "object", "additionalProperties": false, "required": ["type"],
-            "properties": {"type": {"type": "string", "enum": ["text"]}}})),
+        "response_format": response_format(),
+        "tools": or_null(json!({"type": "array", "maxItems": 128, "items": tool()})),
+        "tool_choice": tool_choice(),
+        "parallel_tool_calls": boolean(true, "False: one call at most."),
+        "chat_template_kwargs": or_null(json!({"type": "object", "description":
+            "More names for the model's template, such as `enable_thinking` (vLLM)."})),
         "metadata": ignored(json!({"type": "object"})),
         "modalities": or_null(json!({"type": "array", "items": {"type": "string", "enum": ["text"]}})),
-        "parallel_tool_calls": ignored(json!({"type": "boolean"})),
         "prompt_cache_key": ignored(json!({"type": "string"})),
         "safety_identifier": ignored(json!({"type": "string"})),
         "service_tier": or_null(json!({"type": "string", "enum": ["auto", "default", null],
@@ -213,8 +216,6 @@ fn chat(b: &Bounds) -> Value {
         "functions": "it is OpenAI's old name: use `tools`",
         "prediction": "kvist does not take drafts of the answer",
         "reasoning_effort": "the effort of a model is not adjustable here",
-        "tool_choice": "this model's tools are not spoken here",
-        "tools": "this model's tools are not spoken here",
         "verbosity": "say it in a message",
         "web_search_options": "kvist searches nothing",
     });
@@ -222,8 +223,8 @@ fn chat(b: &Bounds) -> Value {
 }
 
 fn message() -> Value {
-    let content = |nullable: bool| {
-        let mut branches = vec![
+    let text_or_parts = || {
+        vec![
             json!({"title": "a text", "type": "string"}),
             json!({"title": "a list of parts", "type": "array", "minItems": 1, "items": {
                 "type": "object", "additionalProperties": false, "required": ["type", "text"],
@@ -232,21 +233,133 @@ fn message() -> Value {
                     "text": {"type": "string"},
                 },
             }}),
-        ];
-        if nullable {
-            branches.push(json!({"title": "null", "type": "null"}));
-        }
-        json!({"anyOf": branches})
+        ]
     };
-    json!({
-        "type": "object",
-        "additionalProperties": false,
-        "required": ["role", "content"],
+    let content = || json!({"anyOf": text_or_parts()});
+    let role = |title: &str, roles: Value, own: Value, required: &[&str]| {
+        let mut schema = json!({
+            "title": title,
+            "type": "object",
+            "additionalProperties": false,
+            "required": required,
+            "properties": {
+                "role": {"type": "string", "enum": roles},
+                "content": content(),
+                "name": text("Passed on to the model's template."),
+            },
+        });
+        for (name, field) in own.as_object().into_iter().flatten() {
+            schema["properties"][name] = field.clone();
+        }
+        schema
+    };
+    let mut nullable = text_or_parts();
+    nullable.push(json!({"title": "null", "type": "null"}));
+    let call = json!({
+        "type": "object", "additionalProperties": false, "required": ["function"],
         "properties": {
-            "role": {"type": "string", "enum": ["system", "developer", "user", "assistant"]},
-            "content": content(false),
-            "name": text("Passed on to the model's template."),
+            "id": {"type": "string"},
+            "type": {"type": "string", "enum": ["function"]},
+            "index": {"type": "integer"},
+            "function": {
+                "type": "object", "additionalProperties": false, "required": ["name", "arguments"],
+                "properties": {
+                    "name": {"type": "string"},
+                    "arguments": {"type": "string", "description": "A JSON object, as text."},
+                },
+            },
         },
+    });
+    let mut said = role(
+        "what the assistant said",
+        json!(["assistant"]),
+        json!({
+            "content": {"anyOf": nullable},
+            "refusal": or_null(json!({"type": "string", "description": "Passed on to the model's template."})),
+            "reasoning_content": text("Passed on to the model's template."),
+            "tool_calls": or_null(json!({"type": "array", "items": call})),
+        }),
+        &["role"],
+    );
+    said[schema::REFUSED] = json!({
+        "audio": "answers are text",
+        "function_call": "it is OpenAI's old name: use `tool_calls`",
+    });
+    json!({"anyOf": [
+        role("what is asked", json!(["system", "developer", "user"]), json!({}), &["role", "content"]),
+        said,
+        role("what a tool answered", json!(["tool"]), json!({"tool_call_id": {"type": "string"}}),
+            &["role", "content", "tool_call_id"]),
+    ]})
+}
+
+/// What a tool is made of; `parameters` is looked at when its grammar is made.
+fn tool() -> Value {
+    json!({
+        "type": "object", "additionalProperties": false, "required": ["type", "function"],
+        "properties": {
+            "type": {"type": "string", "enum": ["function"]},
+            "function": {
+                "type": "object", "additionalProperties": false, "required": ["name"],
+                "properties": {
+                    "name": {"type": "string", "minLength": 1, "maxLength": 64, "description":
+                        "Letters, digits, underscores, dashes and dots."},
+                    "description": text("What the model is told of it."),
+                    "parameters": or_null(json!({"type": "object", "description": "A JSON schema of an object."})),
+                    "strict": or_null(json!({"type": "boolean"})),
+                },
+            },
+        },
+    })
+}
+
+fn tool_choice() -> Value {
+    json!({
+        "description": "Whether tools are called: `auto` is the default where there are tools.",
+        "anyOf": [
+            {"title": "null", "type": "null"},
+            {"title": "none, auto or required", "type": "string", "enum": ["none", "auto", "required"]},
+            {"title": "a function", "type": "object", "additionalProperties": false, "required": ["type", "function"],
+                "properties": {
+                    "type": {"type": "string", "enum": ["function"]},
+                    "function": {"type": "object", "additionalProperties": false, "required": ["name"],
+                        "properties": {"name": {"type": "string"}}},
+                }},
+        ],
+    })
+}
+
+fn response_format() -> Value {
+    let kind = |name: &str, own: Value| {
+        let mut required = vec!["type"];
+        required.extend(own.as_object().into_iter().flatten().map(|(field, _)| field.as_str()));
+        let mut schema = json!({
+            "title": name, "type": "object", "additionalProperties": false, "required": required,
+            "properties": {"type": {"type": "string", "enum": [name]}},
+        });
+        for (field, own) in own.as_object().into_iter().flatten() {
+            schema["properties"][field] = own.clone();
+        }
+        schema
+    };
+    let json_schema = json!({
+        "type": "object", "additionalProperties": false, "required": ["name", "schema"],
+        "properties": {
+            "name": {"type": "string", "minLength": 1, "maxLength": 64},
+            "description": ignored(json!({"type": "string"})),
+            "schema": {"type": "object", "description":
+                "A JSON schema. What of it cannot be enforced is refused by its path."},
+            "strict": boolean(false, "Refuse also what can only be approximated."),
+        },
+    });
+    json!({
+        "description": "What the answer must look like.",
+        "anyOf": [
+            kind("text", json!({})),
+            kind("json_object", json!({})),
+            kind("json_schema", json!({"json_schema": json_schema})),
+            {"title": "null", "type": "null"},
+        ],
     })
 }
 
@@ -335,6 +448,11 @@ pub(crate) struct ChatFields {
     pub max_completion_tokens: Option<u32>,
     pub logprobs: Option<bool>,
     pub top_logprobs: Option<u8>,
+    pub response_format: Option<Value>,
+    pub tools: Option<Vec<Value>>,
+    pub tool_choice: Option<Value>,
+    pub parallel_tool_calls: Option<bool>,
+    pub chat_template_kwargs: Option<Map<String, Value>>,
 }
 
 /// Check a body's model and fields: what [`read`] then reads is as the schema says.

@@ -22,8 +22,22 @@ pub(crate) fn no_tokenizer() -> ApiError {
 }
 
 /// A token as log-probabilities call it.
-pub(crate) fn name_of(app: &App, token: u32) -> String {
-    app.decode(&[token]).unwrap_or_default()
+pub(crate) struct Name {
+    /// Bytes that are no UTF-8 by themselves are replaced.
+    pub text: String,
+    /// What it adds to a text; a control token's name. `None` if the tokenizer gives its tokens no bytes of their own.
+    pub bytes: Option<Vec<u8>>,
+}
+
+/// Of a model without a tokenizer the token's number.
+pub(crate) fn name_of(app: &App, token: u32) -> Name {
+    match app.pieces().and_then(|pieces| pieces.get(token as usize)) {
+        Some(piece) => {
+            let text = String::from_utf8_lossy(&piece.bytes).into_owned();
+            Name { text, bytes: Some(piece.bytes.clone()) }
+        }
+        None => Name { text: app.decode(&[token]).unwrap_or_else(|_| token.to_string()), bytes: None },
+    }
 }
 
 #[derive(Deserialize)]
