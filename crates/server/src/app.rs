@@ -79,6 +79,11 @@ impl App {
         }))
     }
 
+    /// What clients call the model.
+    pub fn model_name(&self) -> &str {
+        &self.bounds.model
+    }
+
     /// Take no more requests; those that run go on.
     pub fn drain(&self) {
         self.draining.store(true, Ordering::SeqCst);

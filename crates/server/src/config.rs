@@ -2,7 +2,14 @@
 //!
 //! Everything has a default; a field that nobody knows is an error, because a misspelt limit is no limit.
 use crate::tools::ToolFormat;
+use crate::worker::EngineConfig;
 use kvist_backend::Storage;
+use kvist_cache::PrefixSpec;
+use kvist_cache::evict::{Parameters, build_for_serving};
+use kvist_engine::config::ModelConfig;
+use kvist_engine::executor::PagedConfig;
+use kvist_engine::memory::CacheConfig;
+use kvist_scheduler::{Admission, Config, LengthSource, Preempted, PrefixOrder};
 use serde::{Deserialize, Deserializer};
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -14,7 +21,7 @@ use std::time::Duration;
 pub struct ServerConfig {
     pub model: ModelSection,
     pub cache: CacheSection,
-    pub scheduler: kvist_scheduler::Config,
+    pub scheduler: SchedulerSection,
     pub http: HttpSection,
     pub limits: LimitsSection,
     /// No keys: everybody is served, and only this machine unless `http.open` says otherwise.
@@ -51,6 +58,57 @@ pub struct CacheSection {
 impl Default for CacheSection {
     fn default() -> Self {
         CacheSection { tokens: None, kv: Storage::F16, kv_v: None, block_tokens: 16, eviction: "lru".into() }
+    }
+}
+
+/// A part of [`kvist_scheduler::Config`], with batches of a size that suits a CPU.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SchedulerSection {
+    /// Name of a scheduling policy.
+    pub policy: String,
+    /// Where a policy's expectation of output lengths comes from: `max_new` or `running_mean`.
+    pub lengths: LengthSource,
+    /// Requests in the batch at most.
+    pub max_batch: u32,
+    /// Tokens of a step at most: longer prompts are computed in chunks beside what decodes.
+    pub max_batch_tokens: u32,
+    pub admission: Admission,
+    pub preempted: Preempted,
+    pub prefix_order: PrefixOrder,
+    /// Waiting time that is worth one level of priority, under the policy `priority`.
+    pub ageing_ns: u64,
+}
+
+impl Default for SchedulerSection {
+    fn default() -> Self {
+        let Config { policy, lengths, admission, preempted, prefix_order, ageing_ns, .. } = Config::default();
+        SchedulerSection {
+            policy,
+            lengths,
+            max_batch: 32,
+            max_batch_tokens: 256,
+            admission,
+            preempted,
+            prefix_order,
+            ageing_ns,
+        }
+    }
+}
+
+impl SchedulerSection {
+    fn config(&self) -> Config {
+        Config {
+            policy: self.policy.clone(),
+            lengths: self.lengths,
+            max_batch: self.max_batch,
+            max_batch_tokens: self.max_batch_tokens,
+            admission: self.admission,
+            preempted: self.preempted,
+            prefix_order: self.prefix_order,
+            ageing_ns: self.ageing_ns,
+            ..Config::default()
+        }
     }
 }
 
@@ -276,6 +334,27 @@ impl ServerConfig {
         tokens.max(self.cache.block_tokens)
     }
 
+    /// What the engine is made of, for this model.
+    pub fn engine(&self, model: &ModelConfig) -> EngineConfig {
+        let c = &self.cache;
+        let cache = CacheConfig {
+            kind: "paged".into(),
+            k: c.kv,
+            v: c.kv_v.unwrap_or(c.kv),
+            ..CacheConfig::new(self.cache_tokens(model.context))
+        };
+        let prefix = PrefixSpec { policy: c.eviction.clone(), ..PrefixSpec::default() };
+        let mut engine = EngineConfig {
+            paged: PagedConfig { cache, block_tokens: c.block_tokens, prefix: Some(prefix) },
+            scheduler: self.scheduler.config(),
+            max_queue: self.limits.max_queue,
+            record: false,
+            watchers: Vec::new(),
+        };
+        engine.fit();
+        engine
+    }
+
     /// What clients call the model, if its file is called `file`.
     pub fn model_name(&self, file: &str) -> String {
         match (&self.model.name, &self.model.path) {
@@ -341,6 +420,9 @@ mod tests {
             ("[cache]\ntokens = 0", "cache.tokens"),
             ("[scheduler]\npolicy = \"best\"", "best"),
             ("[scheduler]\nmax_batch = 0", "max_batch"),
+            ("[scheduler]\nlengths = \"oracle\"", "scheduler.lengths"),
+            ("[cache]\neviction = \"opt\"", "cache.eviction"),
+            ("[cache]\neviction = \"best\"", "cache.eviction"),
             ("[limits]\nmax_queue = 0", "limits.max_queue"),
             ("[limits]\nrequest_timeout_s = -1", "limits.request_timeout_s"),
             ("[limits]\ngrace_s = nan", "limits.grace_s"),

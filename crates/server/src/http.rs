@@ -144,7 +144,7 @@ async fn show_metrics(
         let message = "metrics tell of all users, and are for admin keys";
         return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message));
     }
-    let text = app.metrics.render(&app.engine.stats().metrics());
+    let text = app.metrics.render(&metrics::of_engine(&app.engine.stats()));
     Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response())
 }
 

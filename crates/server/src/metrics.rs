@@ -4,6 +4,7 @@
 //! Times are those of the HTTP side: from the moment a request was read to the moment its tokens were handed to the
 //! connection. Counters of the cache come from the engine ([`Stats`](crate::Stats)).
 use crate::job::Usage;
+use crate::worker::Stats;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -73,6 +74,47 @@ const ENDED: [(Ended, &str); 4] =
 /// Statuses that are counted each; others count as the last.
 const STATUSES: [u16; 13] = [200, 400, 401, 403, 404, 405, 409, 413, 415, 429, 431, 500, 503];
 
+/// One figure of the engine: name, type, help, value.
+pub struct Reading(&'static str, &'static str, &'static str, f64);
+
+/// What the engine tells.
+pub fn of_engine(stats: &Stats) -> Vec<Reading> {
+    let share = stats.held_cells as f64 / stats.capacity_cells.max(1) as f64;
+    let gauge = |name, help, value: f64| Reading(name, "gauge", help, value);
+    let count = |name, help, value: u64| Reading(name, "counter", help, value as f64);
+    let c = &stats.counters;
+    vec![
+        gauge("vllm:num_requests_running", "Requests in the batch.", stats.running as f64),
+        gauge("vllm:num_requests_waiting", "Requests that wait for the batch.", stats.waiting as f64),
+        gauge("vllm:kv_cache_usage_perc", "Cells held by requests, 1 is all.", share),
+        count(
+            "vllm:num_preemptions_total",
+            "Requests that lost their place in the batch, each time.",
+            c.preemptions,
+        ),
+        gauge("kvist_cells_held", "Cells that requests hold.", stats.held_cells as f64),
+        gauge(
+            "kvist_cells_idle",
+            "Cells that the prefix index knows and nobody holds.",
+            stats.idle_cells as f64,
+        ),
+        gauge("kvist_cells_free", "Cells of which nobody knows anything.", stats.free_cells as f64),
+        count("kvist_blocks_stored_total", "Blocks that the prefix index came to know.", stats.stored_blocks),
+        count(
+            "kvist_blocks_evicted_total",
+            "Blocks that were evicted from the prefix index.",
+            stats.evicted_blocks,
+        ),
+        gauge("kvist_kv_bytes", "Bytes reserved for K and V.", stats.kv_bytes as f64),
+        count("kvist_kv_bytes_read_total", "Bytes of K and V that attention has read.", stats.kv_bytes_read),
+        Reading("kvist_busy_seconds_total", "counter", "Time spent in steps.", stats.busy_ns as f64 / 1e9),
+        count("kvist_steps_total", "Steps that succeeded.", c.steps),
+        count("kvist_failed_steps_total", "Steps that failed.", c.failed_steps),
+        count("kvist_computed_tokens_total", "Tokens computed.", c.computed_tokens),
+        count("kvist_lost_tokens_total", "Tokens lost to preemptions.", c.lost_tokens),
+    ]
+}
+
 /// What the HTTP side counts.
 pub struct Metrics {
     model: String,
@@ -82,7 +124,7 @@ pub struct Metrics {
     whole: Histogram,
     queued: Histogram,
     prompt_tokens: AtomicU64,
-    cached_tokens: AtomicU64,
+    hit_tokens: AtomicU64,
     generation_tokens: AtomicU64,
     ended: [AtomicU64; ENDED.len()],
     responses: [AtomicU64; STATUSES.len() + 1],
@@ -99,7 +141,7 @@ impl Metrics {
             whole: Histogram::new(WHOLE),
             queued: Histogram::new(WHOLE),
             prompt_tokens: AtomicU64::new(0),
-            cached_tokens: AtomicU64::new(0),
+            hit_tokens: AtomicU64::new(0),
             generation_tokens: AtomicU64::new(0),
             ended: Default::default(),
             responses: Default::default(),
@@ -110,8 +152,11 @@ impl Metrics {
         let at = STATUSES.iter().position(|s| *s == status).unwrap_or(STATUSES.len());
         self.responses[at].fetch_add(1, Relaxed);
     }
-    pub fn admitted(&self, after: Duration) {
+    /// One answer entered the batch; `cached` of its prompt's tokens were supplied.
+    pub fn admitted(&self, after: Duration, prompt_tokens: u64, cached_tokens: u64) {
         self.queued.observe(after);
+        self.prompt_tokens.fetch_add(prompt_tokens, Relaxed);
+        self.hit_tokens.fetch_add(cached_tokens, Relaxed);
     }
     pub fn first_token(&self, after: Duration) {
         self.ttft.observe(after);
@@ -128,8 +173,6 @@ impl Metrics {
         let at = ENDED.iter().position(|(e, _)| *e == how).unwrap_or(0);
         self.ended[at].fetch_add(1, Relaxed);
         let Some(usage) = usage else { return };
-        self.prompt_tokens.fetch_add(u64::from(usage.prompt_tokens), Relaxed);
-        self.cached_tokens.fetch_add(u64::from(usage.cached_tokens), Relaxed);
         self.whole.observe(whole);
         if let Some(decode) = decode
             && usage.completion_tokens > 1
@@ -138,20 +181,29 @@ impl Metrics {
         }
     }
 
-    /// Everything, with the gauges and counters of the engine: (name, type, help, value).
-    pub fn render(&self, engine: &[(&str, &str, &str, f64)]) -> String {
+    /// Everything, with the gauges and counters of the engine.
+    pub fn render(&self, engine: &[Reading]) -> String {
         let mut out = Text { out: String::new(), model: escape(&self.model) };
-        for (name, kind, help, value) in engine {
+        for Reading(name, kind, help, value) in engine {
             out.head(name, kind, help);
             out.line(name, &[], *value);
         }
         let counters = [
-            ("vllm:prompt_tokens_total", "Prompt tokens of requests that ended.", &self.prompt_tokens),
+            (
+                "vllm:prompt_tokens_total",
+                "Prompt tokens of answers that entered the batch.",
+                &self.prompt_tokens,
+            ),
             ("vllm:generation_tokens_total", "Tokens generated.", &self.generation_tokens),
             (
-                "kvist_prompt_tokens_cached_total",
-                "Prompt tokens that the prefix index supplied, of requests that ended.",
-                &self.cached_tokens,
+                "vllm:prefix_cache_queries_total",
+                "Prompt tokens that were looked up in the prefix index.",
+                &self.prompt_tokens,
+            ),
+            (
+                "vllm:prefix_cache_hits_total",
+                "Prompt tokens that the prefix index supplied.",
+                &self.hit_tokens,
             ),
         ];
         for (name, help, value) in counters {
@@ -223,7 +275,9 @@ mod tests {
         metrics.ended(Ended::Abort, None, ms(1), None);
         metrics.responded(200);
         metrics.responded(418);
-        let text = metrics.render(&[("vllm:num_requests_running", "gauge", "Now.", 2.0)]);
+        metrics.admitted(ms(2), 7, 4);
+        let stats = Stats { running: 2, held_cells: 16, capacity_cells: 64, ..Stats::default() };
+        let text = metrics.render(&of_engine(&stats));
         let label = "model_name=\"a \\\"b\\\"\"";
         for line in [
             format!("vllm:num_requests_running{{{label}}} 2"),
@@ -233,7 +287,9 @@ mod tests {
             format!("vllm:time_to_first_token_seconds_bucket{{{label},le=\"+Inf\"}} 3"),
             format!("vllm:time_to_first_token_seconds_count{{{label}}} 3"),
             format!("vllm:request_time_per_output_token_seconds_sum{{{label}}} 0.04"),
+            format!("vllm:kv_cache_usage_perc{{{label}}} 0.25"),
             format!("vllm:prompt_tokens_total{{{label}}} 7"),
+            format!("vllm:prefix_cache_hits_total{{{label}}} 4"),
             format!("vllm:request_success_total{{{label},finished_reason=\"length\"}} 1"),
             format!("vllm:request_success_total{{{label},finished_reason=\"abort\"}} 1"),
             format!("kvist_http_responses_total{{{label},status=\"200\"}} 1"),

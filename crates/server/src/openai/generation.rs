@@ -354,7 +354,8 @@ impl Answers {
         let since = now.duration_since(self.began);
         match event {
             Event::Admitted { cached_tokens, miss } => {
-                self.app.metrics.admitted(since);
+                let prompt_tokens = self.order.prompts[index / n].len() as u64;
+                self.app.metrics.admitted(since, prompt_tokens, u64::from(cached_tokens));
                 self.queued.get_or_insert(since);
                 if index % n == 0 {
                     self.supplied[index / n] = Some(Supplied { cached_tokens, miss });
