@@ -174,6 +174,13 @@ impl MissReason {
             MissReason::OtherSalt { .. } => "other_salt",
         }
     }
+    /// What a tenant may hear of what an operator knows: nothing of other salts.
+    pub fn for_tenant(self) -> MissReason {
+        match self {
+            MissReason::OtherSalt { position } => MissReason::NeverSeen { position },
+            told => told,
+        }
+    }
     /// Where the hit ended, or the first token that differs.
     pub fn position(self) -> u32 {
         match self {

@@ -6,5 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod job;
+mod worker;
 
 pub use job::*;
+pub use worker::{Engine, EngineConfig, Generation, State, Stats, Watch};
