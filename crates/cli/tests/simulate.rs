@@ -426,3 +426,45 @@ fn policies_without_deadlines_are_remarked_on() {
     let (_, stderr) = succeed(&[&drawn[..], &["--deadline", "1ms"]].concat());
     assert!(!stderr.contains("no request has a deadline"), "{stderr}");
 }
+
+/// A long prompt is the oldest; room is needed. By uses and time its tail goes first, by cost the short ones' do,
+/// because attention makes deep blocks dear: 60 blocks of 512 tokens down, twice a first one.
+#[test]
+fn cost_keeps_what_is_deep() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("deep.jsonl");
+    let row = |at_s: u32, ids: std::ops::Range<u32>| {
+        let tokens = ids.len() * 512;
+        let ids: Vec<u32> = ids.collect();
+        format!(
+            "{{\"timestamp\":{},\"input_length\":{tokens},\"output_length\":1,\"hash_ids\":{ids:?}}}\n",
+            at_s * 1000
+        )
+    };
+    let short = (0..4).map(|i| row(10 + i, 1000 + 100 * i..1008 + 100 * i));
+    // 60 + 4 · 8 blocks lie in 100; 20 more need 12 of them.
+    let rows = [row(0, 0..60)].into_iter().chain(short).chain([row(20, 2000..2020), row(30, 0..60)]);
+    std::fs::write(&trace, rows.collect::<String>()).unwrap();
+    let trace = trace.display().to_string();
+    let hit = |more: &str| {
+        let command = "simulate -q --json --capacity-blocks 100 --block-tokens 512 --trace";
+        let args = command.split(' ').chain([trace.as_str()]).chain(more.split(' '));
+        let report = json(&args.collect::<Vec<_>>());
+        assert_eq!(report["requests"]["finished"], 7, "{more}");
+        report["cache"]["hit_blocks"].as_u64().unwrap()
+    };
+    let roofline = "--hardware h100-sxm --shape llama-3.1-8b";
+    let constant = "--prefill-rate 100 --decode-rate 1";
+    for (more, blocks) in [
+        // The last token is always computed, and with it its block.
+        (format!("--policy cost {roofline}"), 59),
+        (format!("--policy lfu_decay {roofline}"), 48),
+        (format!("--policy lru {roofline}"), 48),
+        // Context costs nothing.
+        (format!("--policy cost {constant}"), 48),
+        // Uses halve so fast that a factor of two is not worth ten seconds.
+        (format!("--policy cost --half-life 1s {roofline}"), 48),
+    ] {
+        assert_eq!(hit(&more), blocks, "{more}");
+    }
+}

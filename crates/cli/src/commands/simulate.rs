@@ -14,7 +14,7 @@ use anyhow::Context;
 use blocks::BlockArgs;
 use clap::{Subcommand, ValueHint};
 use costs::CostArgs;
-use kvist_cache::evict;
+use kvist_cache::{Cache, evict};
 use kvist_simulator::html;
 use kvist_simulator::report::{self, Objectives, Record, Report};
 use kvist_simulator::request::Request;
@@ -212,7 +212,16 @@ impl What {
         let sound = config.check().and_then(|()| kvist_scheduler::build_policy(&config).map(|_| ()));
         sound.map_err(|why| wrong_usage(why.to_string()))?;
         self.costs.get()?;
-        self.blocks.cache(requests, self.costs.cache_tokens()?).map(|_| ())
+        self.check_cache(requests)
+    }
+
+    /// Can one cache hold them all?
+    pub fn check_cache(&self, requests: &[Request]) -> anyhow::Result<()> {
+        self.cache(requests).map(|_| ())
+    }
+
+    fn cache(&self, requests: &[Request]) -> anyhow::Result<Cache> {
+        self.blocks.cache(requests, &self.costs, self.schedule.batch_tokens())
     }
 }
 
@@ -226,7 +235,7 @@ pub fn simulate(
     progress: &mut dyn FnMut(usize),
 ) -> anyhow::Result<Run> {
     let cost = what.costs.get()?;
-    let cache = what.blocks.cache(requests, what.costs.cache_tokens()?)?;
+    let cache = what.cache(requests)?;
     let mut failed = None;
     let mut sink = |_: Part, lines: &str| {
         if failed.is_none() {
