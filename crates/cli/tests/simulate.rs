@@ -365,6 +365,13 @@ fn bad_input() {
         ("sweep --out OUT --capacities 5,x", 2, &["`x` is no number of blocks"]),
         ("sweep --out OUT --capacities 5,4000000000", 2, &["--capacity-blocks 4000000000"]),
         ("sweep --out OUT --seeds 0", 2, &["0"]),
+        ("arena", 2, &["--capacity-blocks"]),
+        ("arena --capacity-blocks 0", 2, &["0 blocks of 16 tokens", "give 1 to"]),
+        ("arena --capacity-blocks 9 --layouts slab", 2, &["no layout `slab`", "first_fit, buddy, paged"]),
+        ("arena --capacity-blocks 9 --trace MISSING", 1, &["missing.jsonl", "cannot read it"]),
+        ("--seeds 1", 2, &["--seeds"]),
+        ("--seeds 3 --record OUT", 2, &["--seeds", "--record"]),
+        ("--seeds 3 --trace MISSING", 2, &["--seeds", "--trace"]),
         ("sweep --out OUT --zero-service --schedules sjf", 2, &["--schedules does not go"]),
         ("sweep --out OUT --trace MISSING", 1, &["missing.jsonl", "cannot read it"]),
     ];
@@ -467,4 +474,50 @@ fn cost_keeps_what_is_deep() {
     ] {
         assert_eq!(hit(&more), blocks, "{more}");
     }
+}
+
+/// The mean and the interval of single runs, by hand.
+#[test]
+fn intervals_over_seeds() {
+    let drawn = ["simulate", "-q", "--requests", "60", "--capacity-blocks", "900"];
+    let singles: Vec<f64> = ["5", "6", "7"]
+        .iter()
+        .map(|seed| json(&[&drawn[..], &["--json", "--seed", seed]].concat()))
+        .map(|report| report["latency"]["ttft_s"]["p90"].as_f64().unwrap())
+        .collect();
+    let over = [&drawn[..], &["--seed", "5", "--seeds", "3"]].concat();
+    let found = json(&[&over[..], &["--json"]].concat());
+    assert_eq!((&found["seeds"], &found["first_seed"]), (&3.into(), &5.into()));
+    let estimate = &found["figures"]["ttft_p90_s"];
+    let mean = singles.iter().sum::<f64>() / 3.0;
+    let variance = singles.iter().map(|s| (s - mean).powi(2)).sum::<f64>() / 2.0;
+    let half = 4.302_652_7 * (variance / 3.0).sqrt(); // Student's t, 2 degrees of freedom
+    let close = |name: &str, expected: f64| {
+        let found = estimate[name].as_f64().unwrap();
+        assert!((found - expected).abs() < 1e-6 * expected, "{name}: {found}, by hand {expected}");
+    };
+    close("mean", mean);
+    close("half_width", half);
+    let (text, _) = succeed(&over);
+    assert!(text.contains("3 seeds") && text.contains("TTFT") && text.contains(" ±"), "{text}");
+}
+
+/// Handles beside pages, on a load without room for all.
+#[test]
+fn arena_beside_pages() {
+    let drawn = ["simulate", "arena", "-q", "--requests", "300", "--capacity-blocks", "500"];
+    let table = json(&[&drawn[..], &["--json"]].concat());
+    let layouts = table["layouts"].as_array().unwrap();
+    let of = |i: usize, name: &str| layouts[i][name].as_u64().unwrap();
+    let names: Vec<&str> = layouts.iter().map(|layout| layout["layout"].as_str().unwrap()).collect();
+    assert_eq!(names, ["first_fit", "buddy", "paged"]);
+    for i in 0..3 {
+        assert_eq!(of(i, "finished") + of(i, "turned_away") + of(i, "cut_short"), of(i, "requests"));
+        assert!(of(i, "peak_used_blocks") <= 500 && of(i, "turned_away") > 0, "{}", layouts[i]);
+    }
+    let lost = |i: usize| of(i, "turned_away_with_room") + of(i, "cut_short_with_room");
+    assert!(lost(0) > 0 && lost(1) > 0 && lost(2) == 0, "pages are never in pieces: {table}");
+    assert!(of(0, "moved") > 0 && of(2, "moved") == 0 && of(2, "finished") > of(0, "finished"), "{table}");
+    let (text, _) = succeed(&[&drawn[..], &["--layouts", "buddy,paged", "--reserve", "whole"]].concat());
+    assert!(text.contains("external fragmentation") && !text.contains("first_fit"), "{text}");
 }
