@@ -511,9 +511,9 @@ fn arena_beside_pages() {
     let of = |i: usize, name: &str| layouts[i][name].as_u64().unwrap();
     let names: Vec<&str> = layouts.iter().map(|layout| layout["layout"].as_str().unwrap()).collect();
     assert_eq!(names, ["first_fit", "buddy", "paged"]);
-    for i in 0..3 {
+    for (i, layout) in layouts.iter().enumerate() {
         assert_eq!(of(i, "finished") + of(i, "turned_away") + of(i, "cut_short"), of(i, "requests"));
-        assert!(of(i, "peak_used_blocks") <= 500 && of(i, "turned_away") > 0, "{}", layouts[i]);
+        assert!(of(i, "peak_used_blocks") <= 500 && of(i, "turned_away") > 0, "{layout}");
     }
     let lost = |i: usize| of(i, "turned_away_with_room") + of(i, "cut_short_with_room");
     assert!(lost(0) > 0 && lost(1) > 0 && lost(2) == 0, "pages are never in pieces: {table}");

@@ -309,6 +309,6 @@ fn pictures() {
             std::fs::write(Path::new(&path).with_extension(format!("{}.svg", picture.name)), svg).unwrap();
         }
     }
-    assert_eq!(with_page(0, |page| page.pictures()).len(), 1);
+    assert_eq!(with_page(0, |page| page.pictures()).len(), 2);
     assert!(Page::default().pictures().is_empty());
 }
