@@ -16,7 +16,7 @@ use serde::Serialize;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// The paged cache among the [layouts](layouts).
+/// The paged cache among the [`layouts`].
 pub const PAGED: &str = "paged";
 
 /// Most blocks: 8 bytes each, in an arena with `first_fit`.

@@ -25,7 +25,7 @@ pub struct Quantity {
     /// Of its axis.
     pub label: String,
     pub unit: Unit,
-    /// [names][marks]: as a median and a high percentile. The last is drawn full, those before as rings; none where
+    /// `[names, marks]`: as a median and a high percentile. The last is drawn full, those before as rings; none where
     /// there is nothing to measure.
     pub marks: Vec<Vec<Estimate>>,
 }
