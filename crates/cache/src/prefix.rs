@@ -85,8 +85,9 @@ pub struct RecomputeCost {
 }
 
 impl RecomputeCost {
-    /// Of the `depth`-th block of a prompt.
-    fn of_block(&self, depth: u32, block_tokens: u32) -> f64 {
+    /// Of the `depth`-th block of a prompt, from 0: its tokens see all before them and, on average, half of their own
+    /// block. O(1).
+    pub fn of_block(&self, depth: u32, block_tokens: u32) -> f64 {
         let (before, tokens) = (f64::from(depth) * f64::from(block_tokens), f64::from(block_tokens));
         tokens * (self.per_token + self.per_pair * (before + (tokens + 1.0) / 2.0))
     }
