@@ -173,6 +173,14 @@ impl Arena {
     pub fn is_full(&self, seq: SeqId) -> Option<bool> {
         Some(self.room_tokens(seq)? == 0)
     }
+    /// Blocks that no handle reserves.
+    pub fn n_free_blocks(&self) -> u32 {
+        self.allocator.n_free()
+    }
+    /// See [`ArenaReport::external_fragmentation`], without its list of sequences: O(log blocks).
+    pub fn external_fragmentation(&self) -> f64 {
+        report::external_fragmentation(self.allocator.n_free(), self.allocator.largest_free_run())
+    }
     /// Is no block free?
     pub fn is_exhausted(&self) -> bool {
         self.allocator.n_free() == 0

@@ -33,7 +33,7 @@ pub use log::{LOG_VERSION, Log};
 pub use policy::{BuildPolicy, POLICIES, Policy, Rank, View, build_policy};
 pub use replay::{ReplayError, replay};
 pub use request::{End, Ended, Prompt, Reason, Request, RequestId};
-pub use scheduler::{Counters, Duplicate, Scheduler, Turn};
+pub use scheduler::{Counters, Duplicate, Scheduler, Standing, Turn};
 
 /// The example of docs/scheduler.md.
 #[cfg(doctest)]

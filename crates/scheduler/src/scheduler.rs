@@ -9,7 +9,7 @@ use crate::lengths::{Order, Truth};
 use crate::log::{Decision, Log};
 use crate::memory::{At, Memory};
 use crate::request::*;
-use kvist_cache::{Cache, Refused, SeqId, Span, Step, StepPlan, StepRequest};
+use kvist_cache::{Cache, MissReason, Refused, SeqId, Span, Step, StepPlan, StepRequest};
 use std::collections::{BTreeSet, HashMap};
 
 /// Decides who runs. See the crate's documentation for what it promises.
@@ -72,6 +72,29 @@ pub struct Counters {
     pub preemptions: u64,
     /// Times that indexed blocks were evicted for a step.
     pub make_rooms: u64,
+}
+
+/// Where a live request stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Standing {
+    /// Its sequence, while it holds cells.
+    pub seq: Option<SeqId>,
+    /// Has it a place in the batch?
+    pub running: bool,
+    /// When it first had one.
+    pub admitted_ns: Option<u64>,
+    /// Tokens whose K and V it holds.
+    pub cached_tokens: u32,
+    /// Tokens that the prefix index supplied on its first admission.
+    pub hit_tokens: u32,
+    /// Tokens of its prompt.
+    pub prompt_tokens: u32,
+    /// Tokens generated.
+    pub generated: u32,
+    /// How often it lost its place.
+    pub preemptions: u32,
+    /// Why the index supplied no more, as an operator may know it; if that was asked.
+    pub miss: Option<MissReason>,
 }
 
 /// What a turn did.
@@ -188,6 +211,21 @@ impl Scheduler {
     pub fn held(&self) -> impl Iterator<Item = (RequestId, SeqId)> {
         let live = self.entries.iter().filter(|entry| entry.state != State::Vacant);
         live.filter_map(|entry| Some((entry.id, entry.seq?)))
+    }
+    /// What is known of a live request, its answer excepted; `None` if there is none.
+    pub fn standing(&self, id: RequestId) -> Option<Standing> {
+        let entry = &self.entries[*self.by_id.get(&id)? as usize];
+        Some(Standing {
+            seq: entry.seq,
+            running: entry.state == State::Running,
+            admitted_ns: entry.admitted_ns,
+            cached_tokens: entry.cached,
+            hit_tokens: entry.hit_tokens,
+            prompt_tokens: entry.prompt_tokens,
+            generated: entry.generated(),
+            preemptions: entry.preemptions,
+            miss: entry.miss,
+        })
     }
     /// What ended since the last call, in order.
     pub fn drain_ended(&mut self) -> std::vec::Drain<'_, Ended> {

@@ -28,4 +28,4 @@ pub use config::{ConfigError, ServerConfig};
 pub use error::ApiError;
 pub use http::{router, serve};
 pub use job::*;
-pub use worker::*;
+pub use worker::{Engine, EngineConfig, Generation, State, Stats, Watch};
