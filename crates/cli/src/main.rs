@@ -101,6 +101,10 @@ fn log_to_stderr(verbose: u8, quiet: bool, serves: bool) -> anyhow::Result<()> {
         .with_target(verbose > 0)
         .log_internal_errors(false); // which it would print to a stderr that cannot be written, and panic
     // A server's log is read later, and elsewhere.
-    if serves { subscriber.init() } else { subscriber.without_time().init() }
+    if serves {
+        subscriber.init()
+    } else {
+        subscriber.without_time().init()
+    }
     Ok(())
 }

@@ -265,7 +265,17 @@ impl ServerConfig {
         if c.block_tokens == 0 || c.block_tokens > 4096 {
             return Err(bad("cache.block_tokens", c.block_tokens, "1 to 4096"));
         }
+        if self.scheduler.lengths == LengthSource::Oracle {
+            return Err(bad(
+                "scheduler.lengths",
+                "oracle",
+                "max_new or running_mean: nobody knows the future here",
+            ));
+        }
+        build_for_serving(&c.eviction, &Parameters::default())
+            .map_err(|e| bad("cache.eviction", format!("{:?}", c.eviction), e.to_string()))?;
         self.scheduler
+            .config()
             .check()
             .map_err(|e| bad("scheduler", format!("wrong: {e}"), "see docs/scheduler.md"))?;
         let l = &self.limits;

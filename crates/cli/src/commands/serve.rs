@@ -186,7 +186,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
 /// SIGTERM or SIGINT. A second one ends the program.
 async fn terminated() {
     use tokio::signal::unix::{SignalKind, signal};
-    let (Ok(mut terminate), Ok(mut interrupt)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
+    let (Ok(mut terminate), Ok(mut interrupt)) =
+        (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
     else {
         // Without handlers the signals end the program as they always do.
         return std::future::pending().await;
