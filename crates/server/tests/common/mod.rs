@@ -84,6 +84,7 @@ pub async fn hear(generation: &mut Generation) -> Heard {
                 assert!(heard.admitted.replace((cached_tokens, miss)).is_none(), "admitted twice");
             }
             Event::Token(token) => {
+                assert!(heard.admitted.is_some(), "a token before its admission");
                 heard.tokens.push(token.id);
                 heard.text += &token.text;
             }

@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 fn refusals_name_the_field() {
     let server = Server::start(config());
     let long = "word ".repeat(3000);
+    let context = model().decoder().config().context;
     let vocab = model().decoder().config().vocab;
     let text = |more: Value| {
         let mut body = json!({"prompt": "a"});
@@ -26,7 +27,8 @@ fn refusals_name_the_field() {
         (text(json!({"prompt": [vocab]})), 400, "prompt[0]", "invalid_value", "expected 0 to"),
         (text(json!({"prompt": long})), 400, "prompt", "context_length_exceeded", "tokens"),
         (text(json!({"max_tokens": 0})), 400, "max_tokens", "invalid_value", "1 to"),
-        (text(json!({"max_tokens": 512})), 400, "prompt", "context_length_exceeded", "512 are asked for"),
+        (text(json!({"max_tokens": context})), 400, "prompt", "context_length_exceeded", "are asked for"),
+        (text(json!({"max_tokens": context + 1})), 400, "max_tokens", "invalid_value", "1 to"),
         (text(json!({"temperature": 2.1})), 400, "temperature", "invalid_value", "0 to 2"),
         (text(json!({"temperature": "hot"})), 400, "temperature", "invalid_type", "number"),
         (text(json!({"n": 0})), 400, "n", "invalid_value", "1 to"),
