@@ -1,13 +1,15 @@
 //! The engine thread by itself: the same text as without it, whatever happens beside; nothing held at the end.
 mod common;
 use common::*;
-use kvist_backend::Storage;
+use kvist_backend::{Registry, Storage};
 use kvist_engine::backends;
 use kvist_engine::generate::{Limits, generate};
 use kvist_engine::memory::CacheConfig;
+use kvist_engine::model::Model;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::ModelSession;
 use kvist_server::*;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
@@ -16,13 +18,23 @@ const TEXT: &str = "Returns the number of elements in the vector, also referred 
 
 /// What `kvist run` writes.
 fn alone(prompt: &[u32], max_tokens: usize) -> (Vec<u32>, String) {
-    let config = CacheConfig { k: Storage::F32, v: Storage::F32, ..CacheConfig::new(1024) };
-    let mut session = ModelSession::new(model(), &backends::all(), &config).unwrap();
+    alone_with(model(), &backends::all(), Storage::F32, prompt, max_tokens)
+}
+
+fn alone_with(
+    model: &Arc<Model>,
+    registry: &Registry,
+    kv: Storage,
+    prompt: &[u32],
+    max_tokens: usize,
+) -> (Vec<u32>, String) {
+    let config = CacheConfig { k: kv, v: kv, ..CacheConfig::new(1024) };
+    let mut session = ModelSession::new(model, registry, &config).unwrap();
     let limits = Limits { max_tokens, stop: Vec::new(), ignore_eos: true, no_cache: false };
     let mut sampler = Sampler::new(SamplerConfig::greedy()).unwrap();
-    let tokenizer = model().tokenizer();
     let seq = kvist_cache::SeqId::ONLY;
-    let made = generate(&mut session, seq, prompt, tokenizer, &mut sampler, &limits, &mut ()).unwrap();
+    let made =
+        generate(&mut session, seq, prompt, model.tokenizer(), &mut sampler, &limits, &mut ()).unwrap();
     (made.tokens, made.text)
 }
 
@@ -75,6 +87,34 @@ async fn the_same_text_in_any_company() {
         nothing_is_held(&engine).await;
         let stats = engine.stats();
         assert_eq!(stats.counters.preemptions > 0, context < 1024, "{stats:?}");
+    }
+}
+
+/// Packed weights and a packed cache, under `--deterministic`: chunks, batches, prefix hits and preemptions do not show.
+#[tokio::test]
+async fn the_same_text_of_packed_numbers_when_asked() {
+    let (model, registry) = deterministic();
+    let all = tokens(TEXT);
+    let prompts: Vec<&[u32]> = vec![&all[..40], &all, &all[..33], &all[10..20]];
+    for kv in [Storage::Q8, Storage::Q4, Storage::F16] {
+        let alone: Vec<_> =
+            prompts.iter().map(|prompt| alone_with(model, registry, kv, prompt, 60).0).collect();
+        for (context, most) in [(1024, 64), (176, 9)] {
+            let mut config = config(context);
+            (config.paged.cache.k, config.paged.cache.v) = (kv, kv);
+            config.scheduler.max_batch_tokens = most;
+            config.fit();
+            let engine = Engine::start(model.clone(), registry, config).unwrap();
+            for round in 0..2 {
+                let mut generations: Vec<Generation> =
+                    prompts.iter().map(|prompt| engine.submit(greedy(prompt, 60)).unwrap()).collect();
+                for (i, generation) in generations.iter_mut().enumerate() {
+                    let heard = hear(generation).await;
+                    assert_eq!(heard.tokens, alone[i], "{kv}, {context} cells, round {round}, prompt {i}");
+                }
+            }
+            nothing_is_held(&engine).await;
+        }
     }
 }
 

@@ -1,7 +1,8 @@
 //! The embedded model and engines over it.
 #![allow(dead_code)] // every test takes what it needs
-use kvist_backend::{MemoryBudget, Storage};
+use kvist_backend::{MemoryBudget, Registry, Storage};
 use kvist_cache::PrefixSpec;
+use kvist_cpu::Compute;
 use kvist_engine::backends;
 use kvist_engine::executor::PagedConfig;
 use kvist_engine::memory::CacheConfig;
@@ -19,6 +20,18 @@ pub fn model() -> &'static Arc<Model> {
         let options = LoadOptions { form: WeightForm::F32, ..LoadOptions::default() };
         let budget = MemoryBudget::unlimited();
         Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap())
+    })
+}
+
+/// As its file has it, in an order of additions that depends on no company.
+pub fn deterministic() -> &'static (Arc<Model>, Registry) {
+    static MODEL: OnceLock<(Arc<Model>, Registry)> = OnceLock::new();
+    MODEL.get_or_init(|| {
+        let compute = Compute::default().deterministic(true);
+        let options = LoadOptions { compute: compute.clone(), ..LoadOptions::default() };
+        let budget = MemoryBudget::unlimited();
+        let model = Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap();
+        (Arc::new(model), backends::on(&compute))
     })
 }
 
