@@ -246,8 +246,8 @@ pub async fn serve(
         app.drain();
         if tokio::time::timeout(limits.grace(), app.engine.idle()).await.is_err() {
             tracing::warn!(target: "kvist::server", "the grace is over: running requests are ended");
+            app.stopping.send_replace(true);
         }
-        app.stopping.send_replace(true);
     };
     tokio::select! {
         () = accept => {}

@@ -83,21 +83,18 @@ fn check_at(schema: &Value, value: &Value, path: &str) -> Result<(), Found> {
     }
 }
 
-/// One of `branches` must fit. Objects are told apart by fields that have an `enum` in every branch, as `role` has in
-/// messages; of other alternatives the one that came furthest is told.
+/// One of `branches` must fit. Objects are told apart by fields that have an `enum` in every branch of objects, as `role`
+/// has in messages; of other alternatives the one that came furthest is told.
 fn check_any(branches: &[Value], value: &Value, path: &str) -> Result<(), Found> {
-    if let Some((name, found_value)) = tag(branches, value) {
+    if let Some((objects, name, told)) = tag(branches, value) {
         let tags =
             |branch: &Value| branch["properties"][name]["enum"].as_array().cloned().unwrap_or_default();
+        if let Some(branch) = objects.iter().find(|branch| tags(branch).contains(told)) {
+            return check_at(branch, value, path);
+        }
+        let all: Vec<Value> = objects.iter().flat_map(|branch| tags(branch)).collect();
         let path = if path.is_empty() { name.to_string() } else { format!("{path}.{name}") };
-        let inside = path.len() - name.len();
-        return match branches.iter().find(|branch| tags(branch).contains(found_value)) {
-            Some(branch) => check_at(branch, value, path[..inside].trim_end_matches('.')),
-            None => {
-                let all: Vec<Value> = branches.iter().flat_map(tags).collect();
-                check_at(&serde_json::json!({ "enum": all }), found_value, &path)
-            }
-        };
+        return check_at(&serde_json::json!({ "enum": all }), told, &path);
     }
     let mut furthest: Option<Found> = None;
     let mut expected = Vec::new();
@@ -118,13 +115,14 @@ fn check_any(branches: &[Value], value: &Value, path: &str) -> Result<(), Found>
     })
 }
 
-/// The field that tells the branches apart, and what it is here.
-fn tag<'a>(branches: &'a [Value], value: &'a Value) -> Option<(&'a str, &'a Value)> {
+/// The branches of objects, the field that tells them apart, and what it is here.
+fn tag<'a>(branches: &'a [Value], value: &'a Value) -> Option<(Vec<&'a Value>, &'a str, &'a Value)> {
     let fields = value.as_object()?;
-    let properties = branches.first()?.get("properties")?.as_object()?;
-    let told = |name: &str| branches.iter().all(|branch| branch["properties"][name].get("enum").is_some());
-    let name = properties.keys().find(|name| told(name))?;
-    Some((name, fields.get(name)?))
+    let objects: Vec<&Value> = branches.iter().filter(|branch| branch.get("properties").is_some()).collect();
+    let properties = objects.first()?["properties"].as_object()?;
+    let tells = |name: &str| objects.iter().all(|branch| branch["properties"][name].get("enum").is_some());
+    let name = properties.keys().find(|name| tells(name))?;
+    Some((objects, name, fields.get(name)?))
 }
 
 fn is_of(value: &Value, name: &str) -> bool {
