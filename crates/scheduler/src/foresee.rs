@@ -59,8 +59,7 @@ impl Scheduler {
 
     /// Cells by which the batch grows if every share of it is taken `steps` times.
     pub(crate) fn growth(&self, steps: u32) -> u64 {
-        let grown =
-            |w: &Work| self.memory.cells(w.first + w.n_tokens * steps) - self.memory.cells(w.first);
+        let grown = |w: &Work| self.memory.cells(w.first + w.n_tokens * steps) - self.memory.cells(w.first);
         self.batch.iter().map(grown).sum()
     }
 }
