@@ -200,10 +200,9 @@ impl Paged {
         *self.blocks.fell_idle() = buffer;
     }
 
-    /// Of the first `n_blocks` of a sequence, those that a query behind them sees.
-    pub(crate) fn seen_blocks(&self, n_blocks: u32) -> impl Iterator<Item = u32> {
-        let first_seen = self.first_seen(n_blocks * self.block_tokens).min(n_blocks);
-        (0..self.sink_blocks().min(first_seen)).chain(first_seen..n_blocks)
+    /// Does a query behind the first `n_blocks` of a sequence see block `i` of them?
+    pub(crate) fn is_seen(&self, i: u32, n_blocks: u32) -> bool {
+        i < self.sink_blocks() || i >= self.first_seen(n_blocks * self.block_tokens)
     }
 
     /// The new sequence `seq` holds the indexed `blocks`, as far as a query behind them sees them.
