@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Short beside a drive, so that decay decides.
 const HALF_LIFE_NS: u64 = 1_000;
 /// Blocks far behind cost more than those at the beginning.
-const COST: RecomputeCost = RecomputeCost { per_token: 1.0, per_pair: 0.05 };
+const COST: RecomputeCost = RecomputeCost { per_token: 1.0, per_pair: 1.0 };
 const GARBAGE: u64 = u64::MAX;
 
 /// Prefixes by number: what a sequence of tokens under a salt is, nothing hashed.
@@ -127,7 +127,7 @@ impl Drive {
             GroupSpec { capacity_tokens, visibility: Visibility { window, sinks }, max_step_tokens: 1 }
         });
         let groups: Vec<GroupSpec> = groups.collect();
-        let policy = choices.of(&["lru", "lru", "fifo", "lfu", "lfu_decay", "cost"]);
+        let policy = choices.of(&["lru", "fifo", "lfu", "lfu_decay", "cost"]);
         let mut parameters = Parameters::default();
         if ["lfu_decay", "cost"].contains(&policy) {
             parameters.set("half_life", &format!("{HALF_LIFE_NS}ns")).expect("they decay");
@@ -471,7 +471,7 @@ impl Drive {
     }
 
     fn operate(&mut self, choices: &mut Choices<'_>) {
-        self.now_ns += u64::from(choices.below(100));
+        self.now_ns += u64::from(choices.below(20));
         let at = Moment { now_ns: self.now_ns };
         let seq = SeqId(choices.below(6));
         let other = SeqId(choices.below(6));
