@@ -149,6 +149,11 @@ impl Memory {
         self.cache.lookup(salt, &content(prompt, n_tokens))
     }
 
+    /// While this number stays the same, lookups find as many tokens as before.
+    pub fn prefix_version(&self) -> u64 {
+        self.cache.prefix_version()
+    }
+
     /// Can sequences share blocks?
     pub fn shares(&self) -> bool {
         self.shares

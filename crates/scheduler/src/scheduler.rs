@@ -239,6 +239,7 @@ impl Scheduler {
             salt: request.salt,
             prompt: request.prompt,
             reserved: 0,
+            found: None,
             overtaken: 0,
             admitted_ns: None,
             first_token_ns: None,

@@ -433,10 +433,8 @@ impl Kind for Paged {
 
     fn clear(&mut self) {
         self.sequences.clear();
-        if self.events.is_watching() {
-            for block in (0..self.blocks.high_water()).filter(|&block| self.blocks.is_used(block)) {
-                self.events.push(block, None, Change::Free, Reason::Clear);
-            }
+        for block in (0..self.blocks.high_water()).filter(|&block| self.blocks.is_used(block)) {
+            self.events.push(block, None, Change::Free, Reason::Clear);
         }
         self.blocks.clear();
     }
@@ -452,11 +450,15 @@ impl Kind for Paged {
     }
     fn report(&self) -> Report {
         let mut extents = Extents::default();
-        let mut unused_cells = 0;
+        // Of every started block: how many end in it, and where the last of them does.
+        let mut started: BTreeMap<u32, (u32, u32)> = BTreeMap::new();
         let sequences = self.sequences.iter().map(|(&seq, table)| {
             self.extents(table, &mut extents);
             let offset = self.offset(table.next_position);
-            unused_cells += if offset > 0 { self.block_tokens - offset } else { 0 };
+            if let (Some(&tail), true) = (table.blocks.last(), offset > 0) {
+                let (n_ends, filled) = started.entry(tail).or_default();
+                (*n_ends, *filled) = (*n_ends + 1, offset.max(*filled));
+            }
             SequenceReport {
                 seq,
                 len: extents.n_tokens(),
@@ -466,6 +468,11 @@ impl Kind for Paged {
             }
         });
         let sequences = sequences.collect();
+        // Who does not end in a block has filled it; so has the index.
+        let is_started =
+            |block, n_ends| self.blocks.holders(block) == n_ends && self.blocks.node(block) == NONE;
+        let unused = started.iter().filter(|(block, (n_ends, _))| is_started(**block, *n_ends));
+        let unused_cells = unused.map(|(_, (_, filled))| self.block_tokens - filled).sum();
         let used_blocks = self.blocks.capacity() - self.blocks.n_free();
         Report {
             capacity_cells: self.capacity_cells(),
@@ -478,6 +485,7 @@ impl Kind for Paged {
                 free: self.blocks.n_free(),
                 idle: self.blocks.n_idle(),
                 unused_cells,
+                counters: self.events.counters,
             }),
         }
     }

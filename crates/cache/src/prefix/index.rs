@@ -35,6 +35,8 @@ pub(crate) struct Index {
     tick: u64,
     n_stored: u64,
     n_evicted: u64,
+    /// Changes with every block that the index learns or forgets.
+    pub version: u64,
     path: Vec<Node>,
     buffer: Vec<u32>,
     pub events: Option<Vec<PrefixEvent>>,
@@ -147,6 +149,7 @@ impl Index {
             tick: 0,
             n_stored: 0,
             n_evicted: 0,
+            version: 0,
             path: Vec::new(),
             buffer: Vec::new(),
             events: None,
@@ -382,6 +385,7 @@ impl Index {
 
     /// `block` of `group` holds the tokens of `node`.
     fn know(&mut self, paged: &mut Paged, group: usize, node: Node, block: u32, seq: SeqId, depth: u32) {
+        self.version += 1;
         paged.index(block, node);
         paged.events.push(block, Some(seq), Change::Store, Reason::Store);
         self.groups[group].set_block(node, block);
@@ -466,6 +470,7 @@ impl Index {
     }
 
     pub fn clear(&mut self) {
+        self.version += 1;
         self.tree.clear();
         self.roots.clear();
         self.salts.clear();

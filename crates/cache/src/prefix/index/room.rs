@@ -111,6 +111,7 @@ impl Index {
         if block == NONE {
             return;
         }
+        self.version += 1;
         group.set_block(node, NONE);
         if let Some(evict) = &mut group.evict {
             evict.order.remove(block);
