@@ -367,7 +367,7 @@ impl Drive {
         // What it costs, block by block.
         let mut expected = None;
         let mut expected_copies = vec![0; self.spec.groups.len()];
-        for g in 0..self.spec.groups.len() {
+        for (g, expected_copies) in expected_copies.iter_mut().enumerate() {
             let (held, tables) = (self.held(g), self.tables(g));
             let mut needed = 0;
             let leaving = leaving(&spans, &tables, block);
@@ -380,7 +380,7 @@ impl Drive {
                 let all_leave = ends.len() as u32 == held[tail] && !self.known[g].contains_key(tail);
                 let n_copies = ends.len() as u32 - u32::from(all_leave);
                 self.n_copies_saved += u32::from(all_leave && ends.len() > 1);
-                expected_copies[g] += n_copies;
+                *expected_copies += n_copies;
                 needed += n_copies;
             }
             let total = self.spec.groups[g].capacity_tokens / block;
