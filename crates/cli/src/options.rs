@@ -327,6 +327,7 @@ impl SamplingArgs {
             repetition_penalty: self.repeat_penalty,
             repetition_window: self.repeat_last,
             seed,
+            ..SamplerConfig::greedy()
         };
         Sampler::new(config).map_err(|e| wrong_usage(e.to_string()))
     }

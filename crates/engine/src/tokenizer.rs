@@ -1,11 +1,14 @@
 //! Text to tokens and back, with the `tokenizers` crate: from `tokenizer.json`, or rebuilt from the vocabulary of
 //! a GGUF file.
 mod gguf;
+mod pieces;
 
 use crate::error::Error;
 use crate::files;
 use crate::guard::quietly;
 use std::path::Path;
+
+pub use pieces::Piece;
 
 /// A tokenizer and what a model's files say about using it.
 pub struct Tokenizer {
@@ -91,7 +94,12 @@ impl Tokenizer {
 
     /// Decode token by token.
     pub fn stream(&self) -> TextStream<'_> {
-        TextStream { tokenizer: self, state: TextState::default() }
+        self.stream_with(&[])
+    }
+    /// Decode token by token, and write out these control tokens by their names: where they mark what a program is
+    /// to read, as `<tool_call>` does, their absence would change what the text says.
+    pub fn stream_with(&self, written: &[u32]) -> TextStream<'_> {
+        TextStream { tokenizer: self, state: TextState::new(written) }
     }
 
     fn failed(&self, error: tokenizers::Error) -> Error {
@@ -147,6 +155,8 @@ impl TextStream<'_> {
 /// The same for whoever cannot borrow the tokenizer for as long: it must be the same one in every call.
 #[derive(Clone, Debug, Default)]
 pub struct TextState {
+    /// Control tokens that have their name as text.
+    written: Vec<u32>,
     tokens: Vec<u32>,
     /// Decoding starts here, a little before what is new, because a token's text can depend on its neighbour.
     first: usize,
@@ -155,8 +165,18 @@ pub struct TextState {
 }
 
 impl TextState {
+    /// At the start of a text; `written` as [`Tokenizer::stream_with`] has it.
+    pub fn new(written: &[u32]) -> Self {
+        TextState { written: written.into(), ..TextState::default() }
+    }
+
     /// See [`TextStream::push`].
     pub fn push(&mut self, tokenizer: &Tokenizer, token: u32) -> Result<String, Error> {
+        if self.written.contains(&token) {
+            let mut text = self.finish(tokenizer)?;
+            text += &tokenizer.inner.id_to_token(token).unwrap_or_default();
+            return Ok(text);
+        }
         self.tokens.push(token);
         let new = self.new_text(tokenizer)?;
         if new.ends_with(char::REPLACEMENT_CHARACTER) {

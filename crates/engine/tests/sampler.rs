@@ -25,7 +25,8 @@ struct Twin {
     uncertain: bool,
 }
 
-fn twin(config: &SamplerConfig, logits: &[f32], text: &[u32]) -> Twin {
+/// `text` is all that came before, `drawn` the part of it that the sampler drew.
+fn twin(config: &SamplerConfig, logits: &[f32], text: &[u32], drawn: &[u32]) -> Twin {
     let mut logits: Vec<f64> = logits.iter().map(|x| f64::from(*x)).collect();
     // 1. repetition penalty, each recent token once
     let recent = &text[text.len() - config.repetition_window.min(text.len())..];
@@ -33,6 +34,12 @@ fn twin(config: &SamplerConfig, logits: &[f32], text: &[u32]) -> Twin {
     for (token, logit) in logits.iter_mut().enumerate() {
         if recent.contains(&(token as u32)) {
             *logit = if *logit > 0.0 { *logit / penalty } else { *logit * penalty };
+        }
+        // frequency and presence
+        let times = drawn.iter().filter(|t| **t == token as u32).count() as f64;
+        *logit -= times * f64::from(config.frequency_penalty);
+        if times > 0.0 {
+            *logit -= f64::from(config.presence_penalty);
         }
     }
     let mut order: Vec<u32> = (0..logits.len() as u32).collect();
@@ -86,6 +93,8 @@ fn random_config(n: &mut Numbers) -> SamplerConfig {
         min_p: n.pick(&[0.0, 0.0, 0.02, 0.2, 1.0]),
         repetition_penalty: n.pick(&[1.0, 1.0, 1.3, 0.7]),
         repetition_window: n.pick(&[0, 1, 3, 64]),
+        frequency_penalty: n.pick(&[0.0, 0.0, 0.4, 2.0, -0.7]),
+        presence_penalty: n.pick(&[0.0, 0.0, 0.6, 2.0, -1.1]),
         seed: n.0.next(),
     }
 }
@@ -104,17 +113,27 @@ fn draws_what_the_twin_could_draw() {
             text.push(token);
             sampler.observe(&[token]);
         }
-        let logits: Vec<f32> = (0..vocab).map(|_| (n.unit() * 12.0 - 6.0) as f32).collect();
-        let twin = twin(&config, &logits, &text);
-        if twin.uncertain {
-            continue;
+        // Several draws in a row: penalties of what was drawn begin with the second.
+        let mut drawn: Vec<u32> = Vec::new();
+        for _ in 0..4 {
+            let logits: Vec<f32> = (0..vocab).map(|_| (n.unit() * 12.0 - 6.0) as f32).collect();
+            let twin = twin(&config, &logits, &text, &drawn);
+            let token = sampler.sample(&logits).unwrap();
+            sampler.observe(&[token]);
+            if !twin.uncertain {
+                certain += 1;
+                let found = twin.kept.iter().find(|(t, _)| *t == token);
+                let kept = &twin.kept;
+                assert!(
+                    found.is_some(),
+                    "seed {seed}: {config:?} drew {token} of {logits:?} after {drawn:?}, kept {kept:?}"
+                );
+            }
+            text.push(token);
+            drawn.push(token);
         }
-        certain += 1;
-        let token = sampler.sample(&logits).unwrap();
-        let found = twin.kept.iter().find(|(t, _)| *t == token);
-        assert!(found.is_some(), "seed {seed}: {config:?} drew {token} of {logits:?}, kept {:?}", twin.kept);
     }
-    assert!(certain > 3_000, "{certain}");
+    assert!(certain > 12_000, "{certain}");
 }
 
 /// Pearson's statistic of `draws` against `expected` stays below its mean by six standard deviations.
@@ -123,10 +142,16 @@ fn draws_are_distributed_as_the_twin_says() {
     const DRAWS: usize = 20_000;
     for seed in 0..24u64 {
         let mut n = Numbers(SplitMix64(1_000 + seed));
-        let config = SamplerConfig { temperature: n.pick(&[0.5, 1.0, 1.7]), ..random_config(&mut n) };
+        let config = SamplerConfig {
+            temperature: n.pick(&[0.5, 1.0, 1.7]),
+            // All draws are of one distribution: none changes the next.
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            ..random_config(&mut n)
+        };
         let logits: Vec<f32> = (0..12).map(|_| (n.unit() * 5.0) as f32).collect();
         let text: Vec<u32> = (0..4).map(|_| n.below(12) as u32).collect();
-        let twin = twin(&config, &logits, &text);
+        let twin = twin(&config, &logits, &text, &[]);
         if twin.uncertain {
             continue;
         }
@@ -209,10 +234,15 @@ fn extreme_logits_still_give_a_token() {
             let mut n = Numbers(SplitMix64(seed));
             let temperature = n.pick(&[0.0, f32::MIN_POSITIVE, 1e-30, 1.0, 1e30, f32::MAX]);
             let repetition_penalty = n.pick(&[1.0, f32::MIN_POSITIVE, f32::MAX]);
-            let config = SamplerConfig { temperature, repetition_penalty, ..random_config(&mut n) };
+            let frequency_penalty = n.pick(&[0.0, f32::MAX, f32::MIN]);
+            let config =
+                SamplerConfig { temperature, repetition_penalty, frequency_penalty, ..random_config(&mut n) };
             let mut sampler = Sampler::new(config).unwrap();
             // Tokens beyond the vocabulary are nobody's logit.
             sampler.observe(&[0, 2, u32::MAX]);
+            for _ in 0..3 {
+                sampler.sample(logits).unwrap_or_else(|e| panic!("{config:?} of {logits:?}: {e}"));
+            }
             let token = sampler.sample(logits).unwrap_or_else(|e| panic!("{config:?} of {logits:?}: {e}"));
             assert!((token as usize) < logits.len(), "{config:?} drew {token} of {logits:?}");
         }
@@ -249,6 +279,8 @@ fn parameters_that_mean_nothing_are_refused() {
         (SamplerConfig { repetition_penalty: -1.0, ..good }, "repetition"),
         (SamplerConfig { repetition_penalty: f32::NAN, ..good }, "repetition"),
         (SamplerConfig { repetition_penalty: f32::INFINITY, ..good }, "repetition"),
+        (SamplerConfig { frequency_penalty: f32::NAN, ..good }, "frequency"),
+        (SamplerConfig { presence_penalty: f32::INFINITY, ..good }, "presence"),
     ];
     for (config, word) in table {
         let error = Sampler::new(config).map(|_| ()).unwrap_err().to_string();

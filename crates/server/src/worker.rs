@@ -488,6 +488,11 @@ impl Live {
             shared.queued.fetch_sub(1, SeqCst);
         }
         let _ = self.events.send(Event::Admitted { cached_tokens, miss });
+        let mut end = self.end.lock().unwrap_or_else(|broken| broken.into_inner());
+        end.admitted = true;
+        for event in end.early.drain(..) {
+            let _ = self.events.send(event);
+        }
     }
 
     fn over(self, event: Event, shared: &std::sync::Weak<Shared>) {

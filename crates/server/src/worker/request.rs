@@ -25,6 +25,10 @@ pub(super) struct Chooser {
 /// How a request ended, as far as its own tokens say, and the text that was held back.
 #[derive(Debug, Default)]
 pub(super) struct Ending {
+    /// It was said that the request is in the batch.
+    pub admitted: bool,
+    /// Tokens of the turn that admitted it: what comes before the first one is known only behind that turn.
+    pub early: Vec<Event>,
     pub finish: Option<Finish>,
     pub failure: Option<String>,
     pub text: String,
@@ -45,7 +49,7 @@ impl Chooser {
             constraint: job.constraint.take(),
             logprobs: job.logprobs,
             ignore_eos: job.ignore_eos,
-            text: TextState::default(),
+            text: TextState::new(&job.written),
             stops: StopMatcher::new(&job.stop),
             events,
             end,
@@ -81,8 +85,15 @@ impl Chooser {
             }
         }
         let stopped = matches!(finish, Some(Finish::Stop(_)));
-        // Nobody listens: the request is cancelled, but this step has been run.
-        let _ = self.events.send(Event::Token(Token { id: token, text, logprob }));
+        let event = Event::Token(Token { id: token, text, logprob });
+        let mut end = self.lock();
+        if end.admitted {
+            // Nobody listens: the request is cancelled, but this step has been run.
+            let _ = self.events.send(event);
+        } else {
+            end.early.push(event);
+        }
+        drop(end);
         let finished = finish.is_some();
         if let Some(finish) = finish {
             self.lock().finish = Some(finish);

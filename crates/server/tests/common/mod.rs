@@ -71,6 +71,7 @@ pub fn greedy(prompt: &[u32], max_new: u32) -> Job {
         ignore_eos: true,
         logprobs: None,
         constraint: None,
+        written: Vec::new(),
         salt: "".into(),
         priority: 0,
         deadline: None,
@@ -96,6 +97,7 @@ pub async fn hear(generation: &mut Generation) -> Heard {
                 assert!(heard.admitted.replace((cached_tokens, miss)).is_none(), "admitted twice");
             }
             Event::Token(token) => {
+                assert!(heard.admitted.is_some(), "a token before its admission");
                 heard.tokens.push(token.id);
                 heard.text += &token.text;
             }
