@@ -27,6 +27,13 @@ struct Found {
     error: ApiError,
 }
 
+impl Found {
+    /// A value of the right type came further than one of another.
+    fn reach(&self) -> (usize, bool) {
+        (self.depth, self.error.code != "invalid_type")
+    }
+}
+
 fn found(path: &str, code: &'static str, message: String) -> Found {
     let depth = path.matches(['.', '[']).count() + usize::from(!path.is_empty());
     let mut error = ApiError::new(axum::http::StatusCode::BAD_REQUEST, code, message);
@@ -97,13 +104,13 @@ fn check_any(branches: &[Value], value: &Value, path: &str) -> Result<(), Found>
     for branch in branches {
         let Err(error) = check_at(branch, value, path) else { return Ok(()) };
         expected.extend(branch.get("title").and_then(Value::as_str));
-        if furthest.as_ref().is_none_or(|f| error.depth > f.depth) {
+        if furthest.as_ref().is_none_or(|f| error.reach() > f.reach()) {
             furthest = Some(error);
         }
     }
     let here = found(path, "", String::new()).depth;
     Err(match furthest {
-        Some(furthest) if furthest.depth > here || expected.is_empty() => furthest,
+        Some(furthest) if furthest.reach() > (here, false) || expected.is_empty() => furthest,
         _ => {
             let what = format!("is {}; expected {}", told(value), expected.join(" or "));
             found(path, "invalid_type", format!("{} {what}", name_of(path)))
@@ -323,7 +330,7 @@ mod tests {
                 json!({"prompt": ["a", 3]}),
                 Some(("prompt[1]", "invalid_type", "`prompt[1]` is 3; expected string")),
             ),
-            (json!({"prompt": []}), Some(("prompt", "invalid_type", "a list of 0"))),
+            (json!({"prompt": []}), Some(("prompt", "invalid_value", "an empty list"))),
             (json!({"prompt": "a", "n": 0}), Some(("n", "invalid_value", "is 0; expected 1 to 4"))),
             (
                 json!({"prompt": "a", "n": 1.5}),

@@ -94,10 +94,10 @@ pub async fn hear(generation: &mut Generation) -> Heard {
     while let Some(event) = generation.next().await {
         match event {
             Event::Admitted { cached_tokens, miss } => {
+                assert!(heard.tokens.is_empty(), "a token before its admission");
                 assert!(heard.admitted.replace((cached_tokens, miss)).is_none(), "admitted twice");
             }
             Event::Token(token) => {
-                assert!(heard.admitted.is_some(), "a token before its admission");
                 heard.tokens.push(token.id);
                 heard.text += &token.text;
             }

@@ -23,7 +23,7 @@ fn refusals_name_the_field() {
         (("/v1/completions", json!({})), 400, "prompt", "missing_parameter", "missing"),
         (("/v1/completions", json!([1])), 400, "", "invalid_type", "object"),
         (text(json!({"prompt": ""})), 400, "prompt", "invalid_value", "empty"),
-        (text(json!({"prompt": []})), 400, "prompt", "invalid_type", "list of 0"),
+        (text(json!({"prompt": []})), 400, "prompt", "invalid_value", "empty list"),
         (text(json!({"prompt": [vocab]})), 400, "prompt[0]", "invalid_value", "expected 0 to"),
         (text(json!({"prompt": long})), 400, "prompt", "context_length_exceeded", "tokens"),
         (text(json!({"max_tokens": 0})), 400, "max_tokens", "invalid_value", "1 to"),
