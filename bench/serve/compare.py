@@ -147,7 +147,7 @@ def main():
     logs = HERE.parent / "target"
     logs.mkdir(exist_ok=True)
     kvist = Server("kvist", [
-        args.kvist, "serve", "--port", str(ports[0]), "--model", args.model, "--context", str(cells),
+        args.kvist, "serve", "--port", str(ports[0]), "--model", args.model, "--context", str(cells), "--name", "kvist",
         "--threads", str(args.threads),
     ], ports[0], logs / "serve-kvist.log")
     llama = Server("llama-server", [

@@ -286,6 +286,11 @@ impl Cache {
         }
     }
 
+    /// While this number stays the same, `lookup` finds as many `hit_tokens` of a prompt as before. 0 without an index.
+    pub fn prefix_version(&self) -> u64 {
+        self.index.as_ref().map_or(0, |index| index.version)
+    }
+
     /// Blocks of `seq` in `group`, in the order of its positions; `None` for those that have left the window. `None` if
     /// the kind has no blocks, or there is no such sequence.
     pub fn block_table(&self, group: GroupId, seq: SeqId) -> Option<Vec<Option<u32>>> {

@@ -15,7 +15,7 @@ mod choices;
 mod drive;
 mod operation;
 
-pub use choices::Choices;
+pub use choices::{Choices, SplitMix64};
 pub use drive::{Drive, replay};
 pub use operation::{Fate, Operation, OwnedSpan, OwnedTokens};
 

@@ -1,24 +1,17 @@
 //! The sampler against a twin written straight from the documented order, and the properties a user relies on.
+use kvist_cache::twin::SplitMix64;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::text::StopMatcher;
 
-/// SplitMix64, as the tests' own source of numbers.
-struct Numbers(u64);
+struct Numbers(SplitMix64);
 
 impl Numbers {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
     fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
+        self.0.next() % n
     }
     /// In [0, 1).
     fn unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+        (self.0.next() >> 11) as f64 / (1u64 << 53) as f64
     }
     fn pick<T: Copy>(&mut self, of: &[T]) -> T {
         of[self.below(of.len() as u64) as usize]
@@ -102,7 +95,7 @@ fn random_config(n: &mut Numbers) -> SamplerConfig {
         repetition_window: n.pick(&[0, 1, 3, 64]),
         frequency_penalty: n.pick(&[0.0, 0.0, 0.4, 2.0, -0.7]),
         presence_penalty: n.pick(&[0.0, 0.0, 0.6, 2.0, -1.1]),
-        seed: n.next(),
+        seed: n.0.next(),
     }
 }
 
@@ -110,7 +103,7 @@ fn random_config(n: &mut Numbers) -> SamplerConfig {
 fn draws_what_the_twin_could_draw() {
     let mut certain = 0;
     for seed in 0..4_000u64 {
-        let mut n = Numbers(seed);
+        let mut n = Numbers(SplitMix64(seed));
         let config = random_config(&mut n);
         let vocab = 1 + n.below(24) as usize;
         let mut sampler = Sampler::new(config).unwrap();
@@ -148,7 +141,7 @@ fn draws_what_the_twin_could_draw() {
 fn draws_are_distributed_as_the_twin_says() {
     const DRAWS: usize = 20_000;
     for seed in 0..24u64 {
-        let mut n = Numbers(1_000 + seed);
+        let mut n = Numbers(SplitMix64(1_000 + seed));
         let config = SamplerConfig {
             temperature: n.pick(&[0.5, 1.0, 1.7]),
             // All draws are of one distribution: none changes the next.
@@ -211,7 +204,7 @@ fn the_impossible_is_never_drawn() {
         for seed in 0..8 {
             let config = SamplerConfig { temperature, seed, ..SamplerConfig::greedy() };
             let mut sampler = Sampler::new(config).unwrap();
-            let mut n = Numbers(seed);
+            let mut n = Numbers(SplitMix64(seed));
             // Many small terms: their sum forwards is not quite their sum backwards.
             let possible = 200;
             let logits: Vec<f32> = (0..possible)
@@ -238,7 +231,7 @@ fn extreme_logits_still_give_a_token() {
     ];
     for logits in &all {
         for seed in 0..200u64 {
-            let mut n = Numbers(seed);
+            let mut n = Numbers(SplitMix64(seed));
             let temperature = n.pick(&[0.0, f32::MIN_POSITIVE, 1e-30, 1.0, 1e30, f32::MAX]);
             let repetition_penalty = n.pick(&[1.0, f32::MIN_POSITIVE, f32::MAX]);
             let frequency_penalty = n.pick(&[0.0, f32::MAX, f32::MIN]);
@@ -299,7 +292,7 @@ fn parameters_that_mean_nothing_are_refused() {
 #[test]
 fn stop_strings_do_not_depend_on_the_pieces() {
     for seed in 0..20_000u64 {
-        let mut n = Numbers(seed);
+        let mut n = Numbers(SplitMix64(seed));
         let letters = ['a', 'b', 'é', '日'];
         let mut word = |most: u64| -> String { (0..n.below(most)).map(|_| n.pick(&letters)).collect() };
         let text = word(14);

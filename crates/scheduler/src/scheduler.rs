@@ -277,6 +277,7 @@ impl Scheduler {
             salt: request.salt,
             prompt: request.prompt,
             reserved: 0,
+            found: None,
             overtaken: 0,
             admitted_ns: None,
             first_token_ns: None,
@@ -369,6 +370,16 @@ impl Scheduler {
                 return Turn::Idle;
             }
             let steps = if self.moved { 1 } else { self.foresee(now_ns, executor) };
+            // Who runs, and with how many tokens, does not depend on blocks that nobody holds: as long as nobody has
+            // come or gone, the step is the same once they are evicted, and need not be formed again.
+            if steps == 1
+                && !self.moved
+                && let Some((group, needed, available)) = self.memory.shortfall(self.growth(1))
+                && !self.relieve(at, group, needed, available)
+            {
+                admit = self.running.is_empty();
+                continue;
+            }
             self.spans.clear();
             let seq = |w: &Work| self.entries[w.slot as usize].seq.expect("who runs has a sequence");
             self.spans.extend(self.batch.iter().map(|w| Span::chain(seq(w), w.first, w.n_tokens)));
@@ -388,7 +399,6 @@ impl Scheduler {
                 // Another group than the one that is counted: one by one, then.
                 Err(Refused::NoSpace { .. }) if steps > 1 => self.moved = true,
                 Err(Refused::NoSpace { group, needed, free, reclaimable }) => {
-                    self.moved = true;
                     self.relieve(at, group, needed, free.saturating_add(reclaimable));
                     // Who was preempted for space does not come back in the same turn, unless nobody is left.
                     admit = self.running.is_empty();

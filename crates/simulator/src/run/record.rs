@@ -70,7 +70,7 @@ impl<'s> Recording<'s> {
                 None => self.line.write_str("null"),
             };
             let _ = write!(self.line, ",\"{}\"", reason.name());
-            if let Change::CopyOnWrite { from } = change {
+            if let Change::CopyOnWrite { from } | Change::Move { from } = change {
                 let _ = write!(self.line, ",{from}");
             }
             self.line.push(']');
