@@ -179,7 +179,7 @@ fn completions(b: &Bounds) -> Value {
             ],
         },
         "max_tokens": or_null(json!({"type": "integer", "minimum": 1, "maximum": b.max_tokens, "default": 16,
-            "description": "Tokens to generate at most; with the prompt no more than the context."})),
+            "description": "Tokens to generate at most. An answer ends where the context is full."})),
         "echo": boolean(false, "Give the prompt back before the answer. Not together with logprobs."),
         "best_of": or_null(json!({"type": "integer", "enum": [1, null],
             "description": "kvist does not choose among answers: ask for `n`."})),
@@ -210,7 +210,7 @@ fn chat(b: &Bounds) -> Value {
         "top_logprobs": integer(0, 20, "Of this many of the likeliest tokens too; needs `logprobs`."),
         "response_format": response_format(),
         "tools": or_null(json!({"type": "array", "maxItems": if b.tools { 128 } else { 0 }, "items": tool()})),
-        "tool_choice": tool_choice(),
+        "tool_choice": if b.tools { tool_choice() } else { or_null(json!({"type": "string", "enum": ["none", null]})) },
         "parallel_tool_calls": boolean(true, "False: one call at most."),
         "chat_template_kwargs": or_null(json!({"type": "object", "description":
             "More names for the model's template, such as `enable_thinking` (vLLM)."})),
@@ -479,7 +479,6 @@ pub(crate) struct CompletionFields {
     pub prompt: Prompt,
     pub max_tokens: Option<u32>,
     pub echo: Option<bool>,
-    pub best_of: Option<u32>,
     pub logprobs: Option<u8>,
 }
 

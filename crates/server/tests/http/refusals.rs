@@ -27,7 +27,6 @@ fn refusals_name_the_field() {
         (text(json!({"prompt": [vocab]})), 400, "prompt[0]", "invalid_value", "expected 0 to"),
         (text(json!({"prompt": long})), 400, "prompt", "context_length_exceeded", "tokens"),
         (text(json!({"max_tokens": 0})), 400, "max_tokens", "invalid_value", "1 to"),
-        (text(json!({"max_tokens": context})), 400, "prompt", "context_length_exceeded", "are asked for"),
         (text(json!({"max_tokens": context + 1})), 400, "max_tokens", "invalid_value", "1 to"),
         (text(json!({"temperature": 2.1})), 400, "temperature", "invalid_value", "0 to 2"),
         (text(json!({"temperature": "hot"})), 400, "temperature", "invalid_type", "number"),
@@ -110,7 +109,7 @@ fn refusals_name_the_field() {
             "unsupported_parameter",
             "template",
         ),
-        (chat(json!({"tool_choice": "required"})), 400, "tool_choice", "invalid_value", "no tools"),
+        (chat(json!({"tool_choice": "required"})), 400, "tool_choice", "invalid_value", "expected one of"),
         (
             chat(json!({"response_format": {"type": "xml"}})),
             400,
