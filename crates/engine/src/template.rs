@@ -77,6 +77,8 @@ impl ChatTemplate {
         });
         environment.add_function("strftime_now", strftime_now);
         environment.add_filter("tojson", tojson);
+        // To minijinja none is as empty a list as any; templates ask whether `tools`, none where there are no tools, is one.
+        environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
         let text = source.to_string();
         let source = without_generation_marks(source);
         if source.len() > MAX_SOURCE_BYTES {
@@ -147,9 +149,7 @@ impl ChatTemplate {
 
     /// `tokenizer.chat_template`, and for tools `tokenizer.chat_template.tool_use`.
     pub fn from_gguf(gguf: &Gguf) -> Result<Option<Self>, Error> {
-        let read = |key: &str| {
-            gguf.metadata.text(key)?.map(|text| Self::new(gguf.file(), text)).transpose()
-        };
+        let read = |key: &str| gguf.metadata.text(key)?.map(|text| Self::new(gguf.file(), text)).transpose();
         let Some(template) = read("tokenizer.chat_template")? else { return Ok(None) };
         let tool_use = read(&format!("tokenizer.chat_template.{TOOL_USE}"))?;
         Ok(Some(match tool_use {
@@ -191,8 +191,12 @@ impl ChatTemplate {
         conversation: &Conversation<'_>,
         tokenizer: &Tokenizer,
     ) -> Result<String, Error> {
-        if let Some(name) = conversation::RESERVED.into_iter().find(|name| conversation.kwargs.contains_key(*name)) {
-            return Err(Error::Usage(format!("`chat_template_kwargs.{name}` is not to be set: the request gives it")));
+        if let Some(name) =
+            conversation::RESERVED.into_iter().find(|name| conversation.kwargs.contains_key(*name))
+        {
+            return Err(Error::Usage(format!(
+                "`chat_template_kwargs.{name}` is not to be set: the request gives it"
+            )));
         }
         let mut messages = conversation::messages(conversation.messages)?;
         let chosen = self.chosen(!conversation.tools.is_empty());
@@ -217,7 +221,12 @@ impl ChatTemplate {
         fill(&messages).or(rendered)
     }
 
-    fn fill(&self, values: Value, tokenizer: &Tokenizer, add_generation_prompt: bool) -> Result<String, Error> {
+    fn fill(
+        &self,
+        values: Value,
+        tokenizer: &Tokenizer,
+        add_generation_prompt: bool,
+    ) -> Result<String, Error> {
         let failed = |error| failed(&self.file, error);
         let template = self.environment.get_template(NAME).map_err(failed)?;
         let values = context! {

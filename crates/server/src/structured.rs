@@ -46,7 +46,9 @@ pub enum ResponseFormat {
     /// Any JSON object.
     JsonObject,
     /// A value that this schema admits.
-    JsonSchema { schema: Schema },
+    JsonSchema {
+        schema: Schema,
+    },
 }
 
 impl ResponseFormat {
@@ -289,7 +291,9 @@ impl Constraint for Follow {
     fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
         let mask = match self.matcher.compute_mask_or_eos() {
             Ok(mask) => mask,
-            Err(_) if self.matcher.stop_reason() == StopReason::NoExtensionBias => return Err(failed(NO_WAY)),
+            Err(_) if self.matcher.stop_reason() == StopReason::NoExtensionBias => {
+                return Err(failed(NO_WAY));
+            }
             Err(error) => return Err(failed(&error.to_string())),
         };
         let mut left = 0;

@@ -88,8 +88,10 @@ mod tests {
 
     #[test]
     fn templates_tell_their_format() {
-        let llama = "<|start_header_id|>{% if tools %}{\"name\": function name, \"parameters\": …}{% endif %}";
-        let hermes = "{% for tool in tools %}{% endfor %}<tool_call>\n{\"name\": …, \"arguments\": …}\n</tool_call>";
+        let llama =
+            "<|start_header_id|>{% if tools %}{\"name\": function name, \"parameters\": …}{% endif %}";
+        let hermes =
+            "{% for tool in tools %}{% endfor %}<tool_call>\n{\"name\": …, \"arguments\": …}\n</tool_call>";
         for (source, format) in [
             (llama, Some(ToolFormat::Llama3)),
             (hermes, Some(ToolFormat::Hermes)),

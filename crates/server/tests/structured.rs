@@ -55,9 +55,7 @@ fn admits(schema: &Value, value: &Value, root: &Value) -> bool {
         "enum" => s.as_array().unwrap().contains(value),
         "const" => s == value,
         "anyOf" => s.as_array().unwrap().iter().any(|s| admits(s, value, root)),
-        "$ref" => {
-            admits(root.pointer(s.as_str().unwrap().trim_start_matches('#')).unwrap(), value, root)
-        }
+        "$ref" => admits(root.pointer(s.as_str().unwrap().trim_start_matches('#')).unwrap(), value, root),
         "$defs" | "title" | "description" => true,
         other => panic!("the test's validator does not know `{other}`"),
     })
@@ -133,7 +131,8 @@ fn what_ends_by_itself_is_valid() {
                 assert!(error.is_eof(), "{schema}, seed {seed}: the beginning of no JSON: {error}: {text}");
             } else {
                 ended += 1;
-                let value: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{schema}, seed {seed}: {e}: {text}"));
+                let value: Value = serde_json::from_str(&text)
+                    .unwrap_or_else(|e| panic!("{schema}, seed {seed}: {e}: {text}"));
                 assert!(admits(&schema, &value, &schema), "{schema}, seed {seed}: {text}");
             }
         }
@@ -141,7 +140,10 @@ fn what_ends_by_itself_is_valid() {
     }
     // With names of its own choice this model goes on and on.
     ended_of.pop();
-    assert!(ended_of.iter().all(|n| *n > 0) && ended_of.iter().sum::<i32>() >= 24, "ended: {ended_of:?} of 8 each");
+    assert!(
+        ended_of.iter().all(|n| *n > 0) && ended_of.iter().sum::<i32>() >= 24,
+        "ended: {ended_of:?} of 8 each"
+    );
 }
 
 #[test]
@@ -165,15 +167,15 @@ fn any_object_is_an_object() {
 fn demanded_calls_are_made_and_read_back() {
     let mut writer = Writer::new();
     let parameters = schemas().remove(0);
-    let tool = |name: &str, parameters: &Value| {
-        json!({"type": "function", "function": {"name": name, "parameters": parameters}})
-    };
+    let tool = |name: &str, parameters: &Value| json!({"type": "function", "function": {"name": name, "parameters": parameters}});
     let tools = [tool("add_person", &parameters), tool("stop", &Value::Null)];
     let tools = tools_from_json(&tools).unwrap();
     let named = json!({"type": "function", "function": {"name": "add_person"}});
     let mut seen = std::collections::BTreeSet::new();
     for format in [ToolFormat::Llama3, ToolFormat::Hermes] {
-        for (choice, parallel) in [(json!("required"), true), (json!("required"), false), (named.clone(), false)] {
+        for (choice, parallel) in
+            [(json!("required"), true), (json!("required"), false), (named.clone(), false)]
+        {
             let choice_value = choice.clone();
             let choice = ToolChoice::from_json(Some(&choice), &tools).unwrap();
             let grammar = choice.grammar(format, &tools, parallel).unwrap();
@@ -184,7 +186,10 @@ fn demanded_calls_are_made_and_read_back() {
                 }
                 let (content, calls) = format.parse(&text);
                 assert_eq!(content, "", "{format:?} {choice_value}: {text}");
-                assert!(calls.len() == 1 || (parallel && calls.len() > 1), "{format:?} {choice_value}: {text}");
+                assert!(
+                    calls.len() == 1 || (parallel && calls.len() > 1),
+                    "{format:?} {choice_value}: {text}"
+                );
                 for call in calls {
                     let value: Value = serde_json::from_str(&call.arguments).unwrap();
                     match call.name.as_str() {
@@ -207,9 +212,7 @@ fn small_tokenizer(tokens: &[&str]) -> (Tokenizer, Vec<u32>) {
     let vocab: serde_json::Map<String, Value> =
         tokens.iter().map(byte_level).zip(0..).map(|(t, id)| (t, json!(id))).collect();
     let n = tokens.len();
-    let control = |id: usize, content: &str| {
-        json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true})
-    };
+    let control = |id: usize, content: &str| json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true});
     let file = json!({
         "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
         "added_tokens": [control(n, "<tool_call>"), control(n + 1, "<end>")],
@@ -225,10 +228,10 @@ fn small_tokenizer(tokens: &[&str]) -> (Tokenizer, Vec<u32>) {
 /// Every character that the schemas of these tests need, so that no way through them is a dead end, and words that
 /// go across the borders of their parts.
 const SMALL: [&str; 64] = [
-    "{", "}", "[", "]", "\"", ":", ",", " ", "\n", "a", "b", "c", "1", "2", "0", "-", ".", "e", "\\", "null", "true",
-    "fals", "\"a\"", "\":", "{\"", "\"}", ", ", "\",\"", "aa", "abc", "12", "[1", "]]", "bc\"", "\\\"", "u00", "name",
-    "\"name", "< ", "</", "{}", "t", "r", "n", "u", "l", "s", "f", "d", "g", "m", "o", "x", "v", "k", "i", "3", "4", "5",
-    "9", "E", "Ã", "©", "red\"",
+    "{", "}", "[", "]", "\"", ":", ",", " ", "\n", "a", "b", "c", "1", "2", "0", "-", ".", "e", "\\", "null",
+    "true", "fals", "\"a\"", "\":", "{\"", "\"}", ", ", "\",\"", "aa", "abc", "12", "[1", "]]", "bc\"",
+    "\\\"", "u00", "name", "\"name", "< ", "</", "{}", "t", "r", "n", "u", "l", "s", "f", "d", "g", "m", "o",
+    "x", "v", "k", "i", "3", "4", "5", "9", "E", "Ã", "©", "red\"",
 ];
 
 fn allowed(constraint: &mut dyn kvist_server::Constraint, vocab: usize) -> Vec<bool> {
@@ -259,7 +262,12 @@ fn masks_are_what_trying_every_token_gives() {
                         twin.accept(past).unwrap();
                     }
                     let taken = twin.accept(token).is_ok();
-                    assert_eq!(mask[token as usize], taken, "{schema}: {token} ({:?}) after {history:?}", SMALL.get(token as usize));
+                    assert_eq!(
+                        mask[token as usize],
+                        taken,
+                        "{schema}: {token} ({:?}) after {history:?}",
+                        SMALL.get(token as usize)
+                    );
                 }
                 let choices: Vec<u32> = (0..vocab as u32).filter(|t| mask[*t as usize]).collect();
                 state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
@@ -382,10 +390,19 @@ fn hostile_schemas_neither_hang_nor_crash() {
         ("an unbalanced pattern", pattern("(a")),
         ("a pattern that looks back", pattern("(a)\\1")),
         ("huge bounds", json!({"type": "string", "minLength": 4_000_000_000_u32})),
-        ("huge lists", json!({"type": "array", "minItems": 4_000_000_000_u32, "items": {"type": "array", "minItems": 1_000_000_000}})),
-        ("many optional properties", json!({"type": "object", "properties": (0..1500).map(|n| (format!("k{n}"), json!({}))).collect::<serde_json::Map<_, _>>()})),
+        (
+            "huge lists",
+            json!({"type": "array", "minItems": 4_000_000_000_u32, "items": {"type": "array", "minItems": 1_000_000_000}}),
+        ),
+        (
+            "many optional properties",
+            json!({"type": "object", "properties": (0..1500).map(|n| (format!("k{n}"), json!({}))).collect::<serde_json::Map<_, _>>()}),
+        ),
         ("tiny steps", json!({"type": "number", "multipleOf": 1e-300})),
-        ("large steps", json!({"type": "integer", "multipleOf": 4_000_000_007_u64, "minimum": -1e300, "maximum": 1e300})),
+        (
+            "large steps",
+            json!({"type": "integer", "multipleOf": 4_000_000_007_u64, "minimum": -1e300, "maximum": 1e300}),
+        ),
         ("overlapping patterns", json!({"type": "object", "patternProperties": {"^a": {}, "a$": {}}})),
         ("nothing", json!({"type": "integer", "minimum": 5, "maximum": 4})),
         ("an unknown format", json!({"type": "string", "format": "telepathy"})),
@@ -401,7 +418,10 @@ fn hostile_schemas_neither_hang_nor_crash() {
             Ok(compiled) => compiled,
             Err(error) => {
                 println!("{name}: {took:?}: {error}");
-                assert!(!error.problem.contains("<state>") && !error.problem.contains("backtrace"), "{error}");
+                assert!(
+                    !error.problem.contains("<state>") && !error.problem.contains("backtrace"),
+                    "{error}"
+                );
                 assert!(error.param.starts_with("response_format.json_schema.schema"), "{name}: {error}");
                 continue;
             }
@@ -457,10 +477,9 @@ fn usual_schemas_are_quick() {
 fn errors_name_the_tool() {
     let (tokenizer, end) = small_tokenizer(&SMALL);
     let grammars = GrammarCompiler::new(&tokenizer, SMALL.len() + 2, &end).unwrap();
-    let tool = |name: &str, of: Value| {
-        json!({"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"x": of}, "required": ["x"]}}})
-    };
-    let tools = [tool("a", json!({})), tool("b", json!({"type": "string", "pattern": "(a"})), tool("c", json!({}))];
+    let tool = |name: &str, of: Value| json!({"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"x": of}, "required": ["x"]}}});
+    let tools =
+        [tool("a", json!({})), tool("b", json!({"type": "string", "pattern": "(a"})), tool("c", json!({}))];
     let tools = tools_from_json(&tools).unwrap();
     let grammar = ToolChoice::Required.grammar(ToolFormat::Hermes, &tools, true).unwrap();
     let error = grammars.compile(&grammar).unwrap_err();

@@ -109,8 +109,10 @@ mod tests {
 
     #[test]
     fn messages_become_what_templates_expect() {
-        let call = |arguments: Value| json!({"role": "assistant", "content": null, "tool_calls": [
-            {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}]});
+        let call = |arguments: Value| {
+            json!({"role": "assistant", "content": null, "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}]})
+        };
         let table = [
             (json!({"role": "user", "content": "x"}), json!({"role": "user", "content": "x"})),
             (json!({"role": "user"}), json!({"role": "user", "content": ""})),
@@ -144,7 +146,10 @@ mod tests {
             (json!({"content": "x"}), "messages[1]` has no `role`"),
             (json!({"role": 1}), "messages[1].role"),
             (json!({"role": "user", "content": 1}), "messages[1].content"),
-            (json!({"role": "user", "content": [{"type": "image_url"}]}), "messages[1].content[0]` is of the type `image_url`"),
+            (
+                json!({"role": "user", "content": [{"type": "image_url"}]}),
+                "messages[1].content[0]` is of the type `image_url`",
+            ),
             (json!({"role": "user", "content": [{"text": "x"}]}), "messages[1].content[0]` has no `type`"),
             (json!({"role": "user", "content": [{"type": "text"}]}), "messages[1].content[0].text"),
             (json!({"role": "assistant", "tool_calls": {}}), "messages[1].tool_calls` is no list"),
@@ -153,7 +158,8 @@ mod tests {
             (call(json!({"name": "f", "arguments": "{"})), "messages[1].tool_calls[0].function.arguments"),
             (call(json!({"name": "f", "arguments": 1})), "messages[1].tool_calls[0].function.arguments"),
         ] {
-            let error = messages(&[json!({"role": "user", "content": ""}), given.clone()]).unwrap_err().to_string();
+            let error =
+                messages(&[json!({"role": "user", "content": ""}), given.clone()]).unwrap_err().to_string();
             assert!(error.contains(place), "{given}: {error}");
         }
     }

@@ -137,9 +137,22 @@ impl Checker<'_> {
             "exclusiveMinimum" | "exclusiveMaximum" if !value.is_number() && !value.is_boolean() => {
                 bad("is no number")
             }
-            "not" | "if" | "then" | "else" | "contains" | "minContains" | "maxContains" | "uniqueItems"
-            | "propertyNames" | "dependentSchemas" | "dependentRequired" | "dependencies"
-            | "unevaluatedItems" | "unevaluatedProperties" | "$dynamicRef" | "$recursiveRef" => {
+            "not"
+            | "if"
+            | "then"
+            | "else"
+            | "contains"
+            | "minContains"
+            | "maxContains"
+            | "uniqueItems"
+            | "propertyNames"
+            | "dependentSchemas"
+            | "dependentRequired"
+            | "dependencies"
+            | "unevaluatedItems"
+            | "unevaluatedProperties"
+            | "$dynamicRef"
+            | "$recursiveRef" => {
                 bad("is a keyword that can not be enforced: leave it out and check the answer yourself")
             }
             _ => Ok(()),
@@ -187,14 +200,20 @@ mod tests {
             (json!(false), "`s` admits nothing"),
             (json!({"type": "text"}), "`s.type` is \"text\""),
             (json!({"type": []}), "`s.type`"),
-            (json!({"properties": {"a": {"type": "array", "items": {"type": 1}}}}), "`s.properties.a.items.type`"),
+            (
+                json!({"properties": {"a": {"type": "array", "items": {"type": 1}}}}),
+                "`s.properties.a.items.type`",
+            ),
             (json!({"properties": []}), "`s.properties` is no object"),
             (json!({"anyOf": [{}, {"not": {}}]}), "`s.anyOf[1].not` is a keyword"),
             (json!({"anyOf": []}), "`s.anyOf` is empty"),
             (json!({"$defs": {"x": {"uniqueItems": true}}}), "`s.$defs.x.uniqueItems`"),
             (json!({"enum": []}), "`s.enum`"),
             (json!({"required": [1]}), "`s.required`"),
-            (json!({"items": {"$ref": "#/$defs/none"}}), "`s.items.$ref` is `#/$defs/none`, which is not there"),
+            (
+                json!({"items": {"$ref": "#/$defs/none"}}),
+                "`s.items.$ref` is `#/$defs/none`, which is not there",
+            ),
             (json!({"$ref": "https://example.com/s.json"}), "`s.$ref` is `https"),
             (json!({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {}}}), "`s.$ref`"),
             (json!({"$ref": "#/enum", "enum": [1]}), "which is no schema"),

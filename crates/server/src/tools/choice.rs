@@ -29,11 +29,15 @@ pub enum ToolChoice {
 /// `tools` of a request. Fields of a tool that are not known here are the template's business.
 pub fn tools_from_json(tools: &[Value]) -> Result<Vec<Tool>, InvalidParameter> {
     if tools.len() > MAX_TOOLS {
-        return Err(InvalidParameter::new("tools", format!("has {} entries; {MAX_TOOLS} are taken", tools.len())));
+        return Err(InvalidParameter::new(
+            "tools",
+            format!("has {} entries; {MAX_TOOLS} are taken", tools.len()),
+        ));
     }
     let mut out: Vec<Tool> = Vec::with_capacity(tools.len());
     for (at, tool) in tools.iter().enumerate() {
-        let bad = |field: &str, problem: String| InvalidParameter::new(&format!("tools[{at}]{field}"), problem);
+        let bad =
+            |field: &str, problem: String| InvalidParameter::new(&format!("tools[{at}]{field}"), problem);
         match tool.get("type").and_then(Value::as_str) {
             Some("function") => {}
             Some(other) => return Err(bad(".type", format!("is `{other}`; kvist knows `function`"))),
@@ -53,7 +57,9 @@ pub fn tools_from_json(tools: &[Value]) -> Result<Vec<Tool>, InvalidParameter> {
         }
         let place = format!("tools[{at}].function.parameters");
         let parameters = match function.get("parameters") {
-            None | Some(Value::Null) => json!({"type": "object", "properties": {}, "additionalProperties": false}),
+            None | Some(Value::Null) => {
+                json!({"type": "object", "properties": {}, "additionalProperties": false})
+            }
             Some(schema @ Value::Object(map)) => match map.get("type") {
                 // `{}` and a list of properties mean an object here, or the call could not be read back.
                 None => {
@@ -62,7 +68,9 @@ pub fn tools_from_json(tools: &[Value]) -> Result<Vec<Tool>, InvalidParameter> {
                     Value::Object(map)
                 }
                 Some(kind) if kind == "object" => schema.clone(),
-                Some(_) => return Err(InvalidParameter::new(&format!("{place}.type"), "is to be `object`".into())),
+                Some(_) => {
+                    return Err(InvalidParameter::new(&format!("{place}.type"), "is to be `object`".into()));
+                }
             },
             Some(_) => return Err(InvalidParameter::new(&place, "is no object".into())),
         };
@@ -82,13 +90,18 @@ impl ToolChoice {
                 "none" => ToolChoice::None,
                 "auto" => ToolChoice::Auto,
                 "required" => ToolChoice::Required,
-                _ => return Err(bad(format!("is `{word}`; known are none, auto, required, and a function by name"))),
+                _ => {
+                    return Err(bad(format!(
+                        "is `{word}`; known are none, auto, required, and a function by name"
+                    )));
+                }
             },
             Some(choice) => {
                 let function = choice.get("type").is_some_and(|kind| kind == "function");
                 let name = choice.get("function").and_then(|f| f.get("name")).and_then(Value::as_str);
                 let (true, Some(name)) = (function, name) else {
-                    let what = r#"is to be none, auto, required or {"type": "function", "function": {"name": …}}"#;
+                    let what =
+                        r#"is to be none, auto, required or {"type": "function", "function": {"name": …}}"#;
                     return Err(bad(what.into()));
                 };
                 if !tools.iter().any(|tool| tool.name == name) {
@@ -154,9 +167,14 @@ mod tests {
             (vec![tool("f"), tool("f")], "`tools[1].function.name` is `f`"),
             (vec![tool("a\"b")], "`tools[0].function.name`"),
             (vec![tool("")], "`tools[0].function.name`"),
-            (vec![json!({"type": "function", "function": {"name": "f", "parameters": []}})], "`tools[0].function.parameters`"),
             (
-                vec![json!({"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}})],
+                vec![json!({"type": "function", "function": {"name": "f", "parameters": []}})],
+                "`tools[0].function.parameters`",
+            ),
+            (
+                vec![
+                    json!({"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}),
+                ],
                 "`tools[0].function.parameters.type`",
             ),
             ((0..129).map(|n| tool(&format!("f{n}"))).collect(), "`tools` has 129"),
@@ -180,7 +198,9 @@ mod tests {
             assert_eq!(ToolChoice::from_json(choice.as_ref(), &tools), Ok(expected), "{choice:?}");
         }
         assert_eq!(ToolChoice::from_json(None, &[]), Ok(ToolChoice::None));
-        for choice in [json!("any"), json!(1), json!({"type": "function"}), json!({"function": {"name": "f"}})] {
+        for choice in
+            [json!("any"), json!(1), json!({"type": "function"}), json!({"function": {"name": "f"}})]
+        {
             assert!(ToolChoice::from_json(Some(&choice), &tools).is_err(), "{choice}");
         }
         let other = json!({"type": "function", "function": {"name": "h"}});

@@ -11,7 +11,10 @@ use super::{PYTHON_TAG, TOOL_CALL, TOOL_CALL_END, ToolCall, ToolFormat};
 pub enum ToolDelta {
     Content(String),
     /// The `index`-th call of this answer, from 0, complete.
-    Call { index: usize, call: ToolCall },
+    Call {
+        index: usize,
+        call: ToolCall,
+    },
 }
 
 /// Where the held text begins.
@@ -71,7 +74,8 @@ impl ToolParser {
     /// Decide about the beginning of what is held. Returns whether something was decided and there is more.
     fn turn(&mut self, end: bool, out: &mut Vec<ToolDelta>) -> bool {
         let separates = |c: char| {
-            c.is_whitespace() || (c == ';' && self.format == ToolFormat::Llama3 && self.place == Place::Called)
+            c.is_whitespace()
+                || (c == ';' && self.format == ToolFormat::Llama3 && self.place == Place::Called)
         };
         let blank = match self.place {
             Place::Text => 0,
@@ -254,7 +258,12 @@ mod tests {
             "",
             &[("f", r#"{"n":123456789012345678901234567890}"#)],
         ),
-        (Hermes, r#"<tool_call>{"name": "f", "arguments": "{\"a\": 1}"}</tool_call>"#, "", &[("f", r#"{"a": 1}"#)]),
+        (
+            Hermes,
+            r#"<tool_call>{"name": "f", "arguments": "{\"a\": 1}"}</tool_call>"#,
+            "",
+            &[("f", r#"{"a": 1}"#)],
+        ),
         (Hermes, r#"<tool_call>{"name": "f"}</tool_call>"#, "", &[("f", "{}")]),
         (Hermes, r#"<tool_call>{"name": "f", "parameters": {}}</tool_call> done"#, "done", &[("f", "{}")]),
         // Cut by the limit of tokens: a whole object is a call, half of one is text.
@@ -265,9 +274,24 @@ mod tests {
         // Not calls, to the letter.
         (Hermes, "<tool_call>hello</tool_call>", "<tool_call>hello</tool_call>", &[]),
         (Hermes, "<tool_call>{\"name\": 1}</tool_call>!", "<tool_call>{\"name\": 1}</tool_call>!", &[]),
-        (Hermes, "<tool_call>{\"name\": \"f\",}</tool_call>", "<tool_call>{\"name\": \"f\",}</tool_call>", &[]),
-        (Hermes, r#"<tool_call>{"name": "f", "arguments": [1]}</tool_call>"#, r#"<tool_call>{"name": "f", "arguments": [1]}</tool_call>"#, &[]),
-        (Hermes, r#"<tool_call>{"name": "f"} x</tool_call>"#, r#"<tool_call>{"name": "f"} x</tool_call>"#, &[]),
+        (
+            Hermes,
+            "<tool_call>{\"name\": \"f\",}</tool_call>",
+            "<tool_call>{\"name\": \"f\",}</tool_call>",
+            &[],
+        ),
+        (
+            Hermes,
+            r#"<tool_call>{"name": "f", "arguments": [1]}</tool_call>"#,
+            r#"<tool_call>{"name": "f", "arguments": [1]}</tool_call>"#,
+            &[],
+        ),
+        (
+            Hermes,
+            r#"<tool_call>{"name": "f"} x</tool_call>"#,
+            r#"<tool_call>{"name": "f"} x</tool_call>"#,
+            &[],
+        ),
         // A mark in vain does not hide the one after it.
         (Hermes, r#"<tool_call><tool_call>{"name": "f"}</tool_call>"#, "<tool_call>", &[("f", "{}")]),
         (Hermes, r#"<<tool_call>{"name": "f"}</tool_call>"#, "<", &[("f", "{}")]),
@@ -319,9 +343,30 @@ mod tests {
     #[test]
     fn random_cuts_of_random_answers_change_nothing() {
         const BITS: [&str; 24] = [
-            "<tool_call>", "</tool_call>", "<|python_tag|>", "{\"name\": \"f\", \"arguments\": {}}",
-            "{\"name\": \"g\", \"parameters\": {\"a\": \"</tool_call>\"}}", "{\"name\": \"h\"}", "{", "}", "\"", " ", "\n",
-            ";", "<", ">", "</", "tool_call", "name", ":", "\\", "é", "text ", "<|", "[1, 2]", "null",
+            "<tool_call>",
+            "</tool_call>",
+            "<|python_tag|>",
+            "{\"name\": \"f\", \"arguments\": {}}",
+            "{\"name\": \"g\", \"parameters\": {\"a\": \"</tool_call>\"}}",
+            "{\"name\": \"h\"}",
+            "{",
+            "}",
+            "\"",
+            " ",
+            "\n",
+            ";",
+            "<",
+            ">",
+            "</",
+            "tool_call",
+            "name",
+            ":",
+            "\\",
+            "é",
+            "text ",
+            "<|",
+            "[1, 2]",
+            "null",
         ];
         let seed: u64 = std::env::var("KVIST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(7);
         let mut state = seed;
@@ -343,7 +388,11 @@ mod tests {
                 pieces.push(piece);
                 rest = after;
             }
-            assert_eq!(cut(format, &pieces), whole, "seed {seed}, round {round}, {format:?}: {answer:?} as {pieces:?}");
+            assert_eq!(
+                cut(format, &pieces),
+                whole,
+                "seed {seed}, round {round}, {format:?}: {answer:?} as {pieces:?}"
+            );
             // Nothing is invented, and of text without calls nothing is lost.
             if whole.1.is_empty() {
                 assert_eq!(whole.0, answer, "seed {seed}, round {round}, {format:?}");
