@@ -90,7 +90,8 @@ fn nothing_said_beside_a_call() {
 fn tools_have_a_template_of_their_own_where_there_is_one() {
     let config = json!({"chat_template": [
         {"name": "default", "template": "chat"}, {"name": "tool_use", "template": "tools {{ tools | length }}"}]});
-    let files: [(&str, &[(&str, &str)], &str); 4] = [
+    type Row<'t> = (&'t str, &'t [(&'t str, &'t str)], &'t str);
+    let files: [Row<'_>; 4] = [
         ("a list", &[("tokenizer_config.json", &config.to_string())], "tools 1"),
         (
             "two files",
