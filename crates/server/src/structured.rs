@@ -243,7 +243,10 @@ impl GrammarCompiler {
     fn matcher(&self, lark: String) -> Result<Matcher, String> {
         let compile = || {
             let parser = self.factory.create_parser(TopLevelGrammar::from_lark(lark));
-            parser.map(|parser| Matcher::new(Ok(parser))).map_err(|e| e.to_string())
+            let matcher = parser.map(|parser| Matcher::new(Ok(parser))).map_err(|e| e.to_string())?;
+            // What fails before the first token is the request's fault, and told before it waits for its turn.
+            matcher.deep_clone().compute_mask().map_err(|e| e.to_string())?;
+            Ok(matcher)
         };
         std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().stack_size(COMPILER_STACK_BYTES);
@@ -259,6 +262,9 @@ fn plain(error: &str) -> String {
     let end = marks.iter().filter_map(|mark| error.find(mark)).min().unwrap_or(error.len());
     let error = error[..end].trim();
     let error = error.split_once("failed to compile JSON schema: ").map_or(error, |(_, error)| error);
+    if error == StopReason::NoExtensionBias.to_string() {
+        return NO_WAY.into();
+    }
     error.replace("panic: ", "llguidance broke on it: ")
 }
 
@@ -289,13 +295,7 @@ struct Follow {
 
 impl Constraint for Follow {
     fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
-        let mask = match self.matcher.compute_mask_or_eos() {
-            Ok(mask) => mask,
-            Err(_) if self.matcher.stop_reason() == StopReason::NoExtensionBias => {
-                return Err(failed(NO_WAY));
-            }
-            Err(error) => return Err(failed(&error.to_string())),
-        };
+        let mask = self.matcher.compute_mask_or_eos().map_err(|e| failed(&e.to_string()))?;
         let mut left = 0;
         for (token, logit) in logits.iter_mut().enumerate() {
             if token < mask.len() && mask.is_allowed(token as u32) {
