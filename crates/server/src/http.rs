@@ -129,6 +129,9 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
     if app.is_draining() {
         return ApiError::shutting_down(app.retry_after_s()).into_response();
     }
+    if !app.engine.is_alive() {
+        return ApiError::internal("the engine has stopped: restart the server").into_response();
+    }
     axum::Json(serde_json::json!({"status": "ready"})).into_response()
 }
 

@@ -230,9 +230,9 @@ impl Engine {
         answer.await.ok()
     }
 
-    /// Does the thread live?
-    pub async fn is_alive(&self) -> bool {
-        self.inspect(|_| ()).await.is_some()
+    /// Does the thread live? Answered at once, however long a step takes.
+    pub fn is_alive(&self) -> bool {
+        self.shared.commands.send(Command::Inspect(Box::new(|_| ()))).is_ok()
     }
 
     /// Take no more jobs. Those that were taken go on.
