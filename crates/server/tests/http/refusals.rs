@@ -139,7 +139,9 @@ fn what_is_no_request_is_refused_in_the_same_shape() {
     let server = Server::start(config());
     let json_type = ("content-type", "application/json");
     let deep = "[".repeat(1000);
-    let rows: [(&str, &str, &[(&str, &str)], &[u8], u16, &str); 9] = [
+    /// (method, path, headers, body, status, code)
+    type Row<'a> = (&'a str, &'a str, &'a [(&'a str, &'a str)], &'a [u8], u16, &'a str);
+    let rows: [Row; 9] = [
         ("GET", "/nowhere", &[], b"", 404, "unknown_url"),
         ("GET", "/v1/completions", &[], b"", 405, "method_not_allowed"),
         ("DELETE", "/health", &[], b"", 405, "method_not_allowed"),
