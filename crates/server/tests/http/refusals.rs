@@ -92,13 +92,6 @@ fn refusals_name_the_field() {
             "expected one of \"text\"",
         ),
         (chat(json!({"top_logprobs": 2})), 400, "top_logprobs", "invalid_value", "needs"),
-        (
-            chat(json!({"max_tokens": 3, "max_completion_tokens": 4})),
-            400,
-            "max_completion_tokens",
-            "invalid_value",
-            "one of them",
-        ),
         (chat(json!({"store": true})), 400, "store", "invalid_value", "expected one of"),
         (chat(json!({"functions": []})), 400, "functions", "unsupported_parameter", "use `tools`"),
         (chat(json!({"audio": {}})), 400, "audio", "unsupported_parameter", "text"),
