@@ -43,6 +43,8 @@ pub enum Change {
     Hit,
     /// `seq` let it go, and it stays for later hits.
     Idle,
+    /// `seq` let it go, and others hold it still.
+    Release,
 }
 
 /// Why it happened.
@@ -84,7 +86,7 @@ names! {
     Change {
         Change::Alloc => "alloc", Change::Free => "free", Change::Evict => "evict", Change::Share => "share",
         Change::CopyOnWrite { .. } => "copy_on_write", Change::Store => "store", Change::Hit => "hit",
-        Change::Idle => "idle",
+        Change::Idle => "idle", Change::Release => "release",
     }
     Reason {
         Reason::Append => "append", Reason::Fork => "fork", Reason::Open => "open", Reason::Rollback => "rollback",

@@ -278,6 +278,11 @@ impl Cache {
         }
     }
 
+    /// Positions that a query of `group` sees, its own included; `None` if it sees all, or there are no blocks.
+    pub fn window(&self, group: GroupId) -> Option<u32> {
+        self.groups.get(group.0 as usize)?.paged()?.window()
+    }
+
     /// Blocks of `seq` in `group`, in the order of its positions; `None` for those that have left the window. `None` if
     /// the kind has no blocks, or there is no such sequence.
     pub fn block_table(&self, group: GroupId, seq: SeqId) -> Option<Vec<Option<u32>>> {
