@@ -1,4 +1,7 @@
 //! Bytes of a fuzzer as the files and texts that strangers give us: anything may be refused, nothing may panic.
+mod changed;
+
+use changed::changed;
 use kvist_engine::config::{ModelConfig, Role, TensorSpec};
 use kvist_engine::template::{ChatTemplate, Message};
 use kvist_engine::text::StopMatcher;
@@ -14,29 +17,6 @@ const CHANGED: u64 = 150;
 
 fn fixture(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/engine/tests/fixtures").join(path)
-}
-
-/// `original` with a few bytes changed, removed or repeated, or cut.
-fn changed(original: &[u8], seed: u64) -> Vec<u8> {
-    let mut z = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(1);
-    let mut below = |n: usize| {
-        z = z.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (z >> 33) as usize % n.max(1)
-    };
-    let mut bytes = original.to_vec();
-    for _ in 0..1 + below(4) {
-        let (at, len) = (below(bytes.len()), below(16));
-        let end = (at + len).min(bytes.len());
-        match below(5) {
-            0 | 1 if at < bytes.len() => bytes[at] = below(256) as u8,
-            2 => _ = bytes.drain(at..end),
-            3 => bytes.extend_from_within(at..end),
-            4 if below(8) == 0 => bytes.truncate(at),
-            _ if at < bytes.len() => bytes[at] = [0, 0xff, b'"', b'0'][below(4)],
-            _ => {}
-        }
-    }
-    bytes
 }
 
 fn gguf(bytes: &[u8]) {

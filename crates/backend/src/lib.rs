@@ -23,6 +23,6 @@ pub use layout::{BadLayout, LayerSpec, Layout};
 pub use ledger::KvLedger;
 pub use pools::*;
 pub use registry::{BuildError, Registry};
-pub use session::{Layers, Session, SessionStep};
+pub use session::{Layers, Runner, Session, SessionStep};
 pub use storage::{DType, Storage};
 pub use tensor::{Tensor, TensorMut};

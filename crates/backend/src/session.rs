@@ -41,27 +41,57 @@ impl Layers {
     }
 }
 
+/// The bytes behind the plans of one cache, whoever owns the cache: pools, and the order in which layers run.
+pub struct Runner {
+    pools: Box<dyn Pools>,
+    layers: Layers,
+}
+
+impl Runner {
+    pub fn new(pools: Box<dyn Pools>, layout: Layout) -> Self {
+        Runner { pools, layers: Layers::new(layout) }
+    }
+    /// Begin a step. On `Err` it must not be committed.
+    pub fn begin(&mut self, step: &mut Step<'_>) -> Result<(), BackendError> {
+        self.layers.begin();
+        self.pools.begin(step.with_reads())
+    }
+    /// Run one layer of the step that began last.
+    pub fn attend(&mut self, plan: &StepPlan, call: Attend<'_>) -> Result<(), BackendError> {
+        self.layers.admit(&call)?;
+        let layer = call.layer;
+        self.pools.attend(plan, call)?;
+        self.layers.note(layer);
+        Ok(())
+    }
+    /// Refused unless every layer has run: only then may the step be committed.
+    pub fn complete(&self) -> Result<(), BackendError> {
+        self.layers.complete()
+    }
+    pub fn pools(&self) -> &dyn Pools {
+        &*self.pools
+    }
+}
+
 /// One cache: a kind over a backend's pools.
 pub struct Session {
     pub cache: Cache,
-    pools: Box<dyn Pools>,
+    runner: Runner,
     plan: StepPlan,
-    layers: Layers,
     moves: MovePlan,
 }
 
 impl Session {
     pub fn new(cache: Cache, pools: Box<dyn Pools>, layout: Layout) -> Self {
-        let layers = Layers::new(layout);
-        Session { cache, pools, plan: StepPlan::default(), layers, moves: MovePlan::default() }
+        let runner = Runner::new(pools, layout);
+        Session { cache, runner, plan: StepPlan::default(), moves: MovePlan::default() }
     }
 
     /// Begin a step. On `Err` nothing has changed.
     pub fn step(&mut self, request: &StepRequest<'_>) -> Result<SessionStep<'_>, StepError> {
         let mut step = Step::begin(&mut self.cache, request, &mut self.plan)?;
-        self.layers.begin();
-        self.pools.begin(step.with_reads())?;
-        Ok(SessionStep { step, pools: &mut *self.pools, layers: &mut self.layers })
+        self.runner.begin(&mut step)?;
+        Ok(SessionStep { step, runner: &mut self.runner })
     }
 
     /// Would this step be refused for want of space, or for its shape?
@@ -73,14 +103,14 @@ impl Session {
     /// finished stand and everything is still readable.
     pub fn compact(&mut self) -> Result<(), BackendError> {
         while let Some(round) = Relocation::begin(&mut self.cache, &mut self.moves) {
-            self.pools.relocate(round.moves())?;
+            self.runner.pools.relocate(round.moves())?;
             round.commit();
         }
         Ok(())
     }
 
     pub fn pools(&self) -> &dyn Pools {
-        &*self.pools
+        self.runner.pools()
     }
 }
 
@@ -88,8 +118,7 @@ impl Session {
 #[must_use = "a step that is dropped is abandoned"]
 pub struct SessionStep<'s> {
     step: Step<'s>,
-    pools: &'s mut (dyn Pools + 's),
-    layers: &'s mut Layers,
+    runner: &'s mut Runner,
 }
 
 impl SessionStep<'_> {
@@ -98,15 +127,11 @@ impl SessionStep<'_> {
     }
     /// Run one layer.
     pub fn attend(&mut self, call: Attend<'_>) -> Result<(), BackendError> {
-        self.layers.admit(&call)?;
-        let layer = call.layer;
-        self.pools.attend(self.step.plan(), call)?;
-        self.layers.note(layer);
-        Ok(())
+        self.runner.attend(self.step.plan(), call)
     }
     /// Refused unless every layer has run.
     pub fn commit(self) -> Result<(), BackendError> {
-        self.layers.complete()?;
+        self.runner.complete()?;
         self.step.commit();
         Ok(())
     }

@@ -11,6 +11,7 @@
 mod allocator;
 mod append;
 mod buddy;
+mod changes;
 mod first_fit;
 mod report;
 mod resize;
@@ -24,6 +25,7 @@ pub use report::{ArenaReport, ArenaSequence, Counters};
 pub use resize::Resize;
 pub use views::{BufferOrder, Keys, Layout, Values, View};
 
+use crate::events::{Change, Events, Reason};
 use crate::ids::SeqId;
 use std::collections::BTreeMap;
 
@@ -36,6 +38,7 @@ pub struct Arena {
     by_use: BTreeMap<u64, SeqId>,
     uses: u64,
     counters: Counters,
+    events: Events,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -136,6 +139,7 @@ impl Arena {
             by_use: BTreeMap::new(),
             uses: 0,
             counters: Counters::default(),
+            events: Events::default(),
         })
     }
 
@@ -172,6 +176,14 @@ impl Arena {
     /// Is every token of the handle of `seq` used, so that the next append must grow it?
     pub fn is_full(&self, seq: SeqId) -> Option<bool> {
         Some(self.room_tokens(seq)? == 0)
+    }
+    /// Blocks that no handle reserves.
+    pub fn n_free_blocks(&self) -> u32 {
+        self.allocator.n_free()
+    }
+    /// See [`ArenaReport::external_fragmentation`], without its list of sequences: O(log blocks).
+    pub fn external_fragmentation(&self) -> f64 {
+        report::external_fragmentation(self.allocator.n_free(), self.allocator.largest_free_run())
     }
     /// Is no block free?
     pub fn is_exhausted(&self) -> bool {
@@ -217,11 +229,18 @@ impl Arena {
         self.uses += 1;
         self.by_use.insert(self.uses, seq);
         self.sequences.insert(seq, Sequence { handle, used_tokens: 0, last_use: self.uses });
+        self.tell(seq, handle.blocks(), Change::Alloc, Reason::Open);
         Ok(Allocated { handle, tokens, evicted })
     }
 
     /// Forget `seq`. Its blocks are free at once, whatever they contain.
     pub fn free_for(&mut self, seq: SeqId) -> Result<Handle, ArenaRefused> {
+        let handle = self.forget(seq)?;
+        self.tell(seq, handle.blocks(), Change::Free, Reason::Remove);
+        Ok(handle)
+    }
+
+    fn forget(&mut self, seq: SeqId) -> Result<Handle, ArenaRefused> {
         let sequence = self.sequences.remove(&seq).ok_or(ArenaRefused::UnknownSequence(seq))?;
         self.by_use.remove(&sequence.last_use);
         self.allocator.release(sequence.handle);
@@ -264,7 +283,8 @@ impl Arena {
             return Vec::new();
         }
         for &seq in &victims {
-            self.free_for(seq).expect("a victim is a live sequence");
+            let handle = self.forget(seq).expect("a victim is a live sequence");
+            self.tell(seq, handle.blocks(), Change::Evict, Reason::MakeRoom);
         }
         self.counters.evicted += victims.len() as u64;
         victims

@@ -1,7 +1,8 @@
 //! What happened to blocks, as data: for a log, a recording, a live map.
 //!
-//! Off until [`Cache::watch`](crate::Cache::watch): then every change of a block's state is noted until it is
-//! [drained](crate::Cache::drain_events). Switched off it costs one test of a flag.
+//! Off until [`Cache::watch`](crate::Cache::watch), or [`Arena::watch`](crate::arena::Arena::watch): then every change
+//! of a block's state is noted until it is [drained](crate::Cache::drain_events). Switched off it costs one test of a
+//! flag, and one count ([`BlockCounters`]).
 use crate::ids::*;
 
 /// One change of one block.
@@ -28,7 +29,7 @@ pub enum Change {
     Alloc,
     /// It is free again.
     Free,
-    /// The index forgot it, and it is free again.
+    /// Room was made of it: the index forgot it, or its sequence had to go. It is free again.
     Evict,
     /// `seq` holds it too from now on, because it was forked.
     Share,
@@ -45,6 +46,12 @@ pub enum Change {
     Idle,
     /// `seq` let it go, and others hold it still.
     Release,
+    /// It holds what block `from` of `seq` held. What becomes free in the same step is told before: two sequences may
+    /// change places.
+    Move {
+        /// Where that was.
+        from: u32,
+    },
 }
 
 /// Why it happened.
@@ -70,6 +77,8 @@ pub enum Reason {
     MakeRoom,
     /// Everything was forgotten.
     Clear,
+    /// The number of blocks changed.
+    Resize,
 }
 
 macro_rules! names {
@@ -86,12 +95,57 @@ names! {
     Change {
         Change::Alloc => "alloc", Change::Free => "free", Change::Evict => "evict", Change::Share => "share",
         Change::CopyOnWrite { .. } => "copy_on_write", Change::Store => "store", Change::Hit => "hit",
-        Change::Idle => "idle", Change::Release => "release",
+        Change::Idle => "idle", Change::Move { .. } => "move", Change::Release => "release",
     }
     Reason {
         Reason::Append => "append", Reason::Fork => "fork", Reason::Open => "open", Reason::Rollback => "rollback",
         Reason::Remove => "remove", Reason::Window => "window", Reason::Duplicate => "duplicate",
         Reason::Store => "store", Reason::MakeRoom => "make_room", Reason::Clear => "clear",
+        Reason::Resize => "resize",
+    }
+}
+
+/// How often blocks changed, since the cache was made. Counted whether somebody watches or not.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BlockCounters {
+    /// [`Change::Alloc`].
+    pub allocated: u64,
+    /// [`Change::Free`].
+    pub freed: u64,
+    /// [`Change::Evict`].
+    pub evicted: u64,
+    /// [`Change::Share`].
+    pub shared: u64,
+    /// [`Change::CopyOnWrite`].
+    pub copied_on_write: u64,
+    /// [`Change::Store`].
+    pub stored: u64,
+    /// [`Change::Hit`].
+    pub hit: u64,
+    /// [`Change::Idle`].
+    pub fell_idle: u64,
+    /// [`Change::Move`].
+    pub moved: u64,
+    /// [`Change::Release`].
+    pub released: u64,
+}
+
+impl BlockCounters {
+    #[inline]
+    fn count(&mut self, change: Change) {
+        let counter = match change {
+            Change::Alloc => &mut self.allocated,
+            Change::Free => &mut self.freed,
+            Change::Evict => &mut self.evicted,
+            Change::Share => &mut self.shared,
+            Change::CopyOnWrite { .. } => &mut self.copied_on_write,
+            Change::Store => &mut self.stored,
+            Change::Hit => &mut self.hit,
+            Change::Idle => &mut self.fell_idle,
+            Change::Move { .. } => &mut self.moved,
+            Change::Release => &mut self.released,
+        };
+        *counter += 1;
     }
 }
 
@@ -100,6 +154,7 @@ names! {
 pub(crate) struct Events {
     pub group: Option<GroupId>,
     pub step: u64,
+    pub counters: BlockCounters,
     list: Vec<BlockEvent>,
 }
 
@@ -114,6 +169,7 @@ impl Events {
     }
     #[inline]
     pub fn push(&mut self, block: u32, seq: Option<SeqId>, change: Change, reason: Reason) {
+        self.counters.count(change);
         if let Some(group) = self.group {
             self.list.push(BlockEvent { step: self.step, group, block, seq, change, reason });
         }

@@ -85,8 +85,9 @@ pub struct RecomputeCost {
 }
 
 impl RecomputeCost {
-    /// Of the `depth`-th block of a prompt.
-    fn of_block(&self, depth: u32, block_tokens: u32) -> f64 {
+    /// Of the `depth`-th block of a prompt, from 0: its tokens see all before them and, on average, half of their own
+    /// block. O(1).
+    pub fn of_block(&self, depth: u32, block_tokens: u32) -> f64 {
         let (before, tokens) = (f64::from(depth) * f64::from(block_tokens), f64::from(block_tokens));
         tokens * (self.per_token + self.per_pair * (before + (tokens + 1.0) / 2.0))
     }
@@ -172,6 +173,13 @@ impl MissReason {
             MissReason::NeverSeen { .. } => "never_seen",
             MissReason::WindowGone { .. } => "window_gone",
             MissReason::OtherSalt { .. } => "other_salt",
+        }
+    }
+    /// What a tenant may hear of what an operator knows: nothing of other salts.
+    pub fn for_tenant(self) -> MissReason {
+        match self {
+            MissReason::OtherSalt { position } => MissReason::NeverSeen { position },
+            told => told,
         }
     }
     /// Where the hit ended, or the first token that differs.
@@ -281,6 +289,11 @@ impl Cache {
     /// Positions that a query of `group` sees, its own included; `None` if it sees all, or there are no blocks.
     pub fn window(&self, group: GroupId) -> Option<u32> {
         self.groups.get(group.0 as usize)?.paged()?.window()
+    }
+
+    /// While this number stays the same, `lookup` finds as many `hit_tokens` of a prompt as before. 0 without an index.
+    pub fn prefix_version(&self) -> u64 {
+        self.index.as_ref().map_or(0, |index| index.version)
     }
 
     /// Blocks of `seq` in `group`, in the order of its positions; `None` for those that have left the window. `None` if

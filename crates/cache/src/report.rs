@@ -1,4 +1,5 @@
 //! What a cache holds, as data.
+use crate::events::BlockCounters;
 use crate::ids::SeqId;
 
 mod text;
@@ -30,8 +31,28 @@ pub struct BlockReport {
     pub free: u32,
     /// Blocks that an index knows and nobody holds: room can be made of them.
     pub idle: u32,
-    /// Internal fragmentation: cells behind the ends of sequences, in their last blocks.
+    /// Cells of held blocks that nobody has filled: behind the ends of sequences, in their last blocks.
     pub unused_cells: u32,
+    /// What happened so far.
+    pub counters: BlockCounters,
+}
+
+impl BlockReport {
+    /// The share of the free blocks that the largest request cannot have. 0, always: a block table takes blocks wherever
+    /// they lie, so that all free ones serve any request. A number here so that kinds can be compared; an arena's is not 0
+    /// ([`ArenaReport`](crate::arena::ArenaReport::external_fragmentation)).
+    pub fn external_fragmentation(&self) -> f64 {
+        0.0
+    }
+
+    /// The share of the cells of held blocks that nobody has filled. 0 if nothing is held.
+    pub fn internal_fragmentation(&self) -> f64 {
+        let held = self.total - self.free - self.idle;
+        match u64::from(held) * u64::from(self.block_tokens) {
+            0 => 0.0,
+            cells => f64::from(self.unused_cells) / cells as f64,
+        }
+    }
 }
 
 /// Who uses one block.

@@ -1,7 +1,7 @@
 //! The arena: allocators against bitmaps, the whole against a simulated memory, and the figures of its source.
-use kvist_cache::SeqId;
 use kvist_cache::arena::*;
 use kvist_cache::twin::Choices;
+use kvist_cache::{BlockEvent, Change, Reason, SeqId};
 use std::collections::BTreeMap;
 
 const N_OPERATIONS: u64 = 100_000;
@@ -131,16 +131,27 @@ struct Simulation {
     /// Oldest first.
     uses: Vec<SeqId>,
     n_written: u64,
+    /// Who has each block, as the events tell, and what they told last.
+    owners: BTreeMap<u32, SeqId>,
+    events: Vec<BlockEvent>,
+    n_moved: u64,
+    n_steps: u64,
 }
 
 impl Simulation {
     fn new(allocator: &str, n_blocks: u32, block_tokens: u32) -> Self {
+        let mut arena = Arena::new(block_tokens, build(allocator, n_blocks)).unwrap();
+        arena.watch(true);
         Simulation {
-            arena: Arena::new(block_tokens, build(allocator, n_blocks)).unwrap(),
+            arena,
             memory: vec![0; (n_blocks * block_tokens) as usize],
             texts: BTreeMap::new(),
             uses: Vec::new(),
             n_written: 0,
+            owners: BTreeMap::new(),
+            events: Vec::new(),
+            n_moved: 0,
+            n_steps: 0,
         }
     }
     fn used(&mut self, seq: SeqId) {
@@ -217,6 +228,7 @@ impl Simulation {
         let evicted = append.evicted().to_vec();
         if commit {
             append.commit();
+            self.n_steps += 1;
             self.texts.get_mut(&seq).unwrap().extend(written);
         } else {
             drop(append);
@@ -250,6 +262,7 @@ impl Simulation {
         }
         if commit {
             resize.commit();
+            self.n_steps += 1;
             self.memory = memory;
         }
         Ok(())
@@ -260,9 +273,45 @@ impl Simulation {
         assert_eq!((&now.sequences, now.free_blocks), (&before.sequences, before.free_blocks));
     }
 
-    /// Every token can be read back, no two handles overlap, the figures are right.
-    fn check(&self) {
+    /// The log of the last operation, applied to a map of owners, one event after the other.
+    fn follow(&mut self) {
+        self.events.clear();
+        self.arena.drain_events(&mut self.events);
+        assert!(self.events.is_sorted_by_key(|event| event.step));
+        let (mut before, mut operation) = (BTreeMap::new(), None);
+        for event in &self.events {
+            if operation.replace((event.step, event.reason)) != Some((event.step, event.reason)) {
+                before = self.owners.clone();
+            }
+            let BlockEvent { block, seq, change, reason, .. } = *event;
+            let seq = seq.expect("blocks of an arena are somebody's");
+            match change {
+                Change::Alloc => assert_eq!(self.owners.insert(block, seq), None, "{event:?}"),
+                Change::Free | Change::Evict => {
+                    assert_eq!(self.owners.remove(&block), Some(seq), "{event:?}");
+                    assert_eq!(change == Change::Evict, reason == Reason::MakeRoom, "{event:?}");
+                }
+                Change::Move { from } => {
+                    assert_eq!(before.get(&from), Some(&seq), "{event:?}");
+                    assert_eq!(self.owners.insert(block, seq), None, "{event:?}");
+                    self.n_moved += u64::from(reason == Reason::Append);
+                }
+                _ => panic!("{event:?} does not happen in an arena"),
+            }
+            // A plan changes blocks when it is committed, and is not counted among those before it.
+            let committed = matches!(reason, Reason::Append | Reason::Resize);
+            assert!(event.step + u64::from(committed) <= self.n_steps, "{event:?}");
+        }
+    }
+
+    /// Every token can be read back, no two handles overlap, the figures are right, and the log told all of it.
+    fn check(&mut self) {
+        self.follow();
         let report = self.arena.report();
+        assert_eq!(report.counters.blocks_copied, self.n_moved);
+        for (block, owner) in (0..).zip(report.block_map()) {
+            assert_eq!(self.owners.get(&block).copied(), owner, "block {block}: {:?}", self.events);
+        }
         let block_tokens = self.arena.block_tokens();
         assert!(self.arena.sequences().eq(self.texts.keys().copied()));
         let mut map = vec![None; report.total_blocks as usize];
@@ -602,4 +651,35 @@ fn large_maps_are_grouped() {
     assert!(text.contains("4 blocks per character"), "{text}");
     let row = text.lines().find(|line| line.trim_start().starts_with("0 ")).unwrap();
     assert_eq!(row.trim_start(), format!("0 aa+{}", ".".repeat(61)));
+}
+
+/// Nobody who does not ask hears, or keeps, what happens to blocks.
+#[test]
+fn the_log_is_off_until_it_is_asked_for() {
+    let mut arena = Arena::new(4, build("first_fit", 8)).unwrap();
+    let log = |arena: &mut Arena| {
+        let mut events = Vec::new();
+        arena.drain_events(&mut events);
+        events.iter().map(|e| (e.block, e.change.name(), e.reason.name())).collect::<Vec<_>>()
+    };
+    arena.allocate_for(A, 8, OutOfMemory::Reject).unwrap();
+    assert_eq!(log(&mut arena), []);
+    arena.watch(true);
+    arena.allocate_for(B, 4, OutOfMemory::Reject).unwrap();
+    arena.append(A, 5, CapacityExceeded::Error).unwrap().unwrap().commit();
+    arena.append(A, 4, CapacityExceeded::Error).unwrap().unwrap().commit();
+    assert_eq!(
+        log(&mut arena),
+        [
+            (2, "alloc", "open"),
+            (0, "free", "append"),
+            (1, "free", "append"),
+            (3, "move", "append"),
+            (4, "move", "append"),
+            (5, "alloc", "append"),
+        ]
+    );
+    arena.watch(false);
+    arena.free_for(B).unwrap();
+    assert_eq!(log(&mut arena), []);
 }

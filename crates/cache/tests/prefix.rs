@@ -273,3 +273,38 @@ fn whoever_watches_hears_that_all_is_forgotten() {
     assert_eq!(blocks.iter().filter(|event| event.change == Change::Free).count(), 3);
     assert_eq!(prefixes, [PrefixEvent::Cleared]);
 }
+
+/// A fork keeps its own copies of blocks that its like gave up for those of the index, and shares with it the later ones,
+/// which the index learned from it. So idle blocks can be no leaves, and nothing evictable be left: then the lowest of
+/// them go, least recently used first, and the index forgets what is held below them.
+#[test]
+fn idle_blocks_above_a_held_one_can_go() {
+    let mut rig = Rig::new(&spec(4, 64));
+    let chains = ["a", "b", "c"];
+    let tokens = count(12);
+    let (twin, fork) = (|i: u32| SeqId(100 + i), |i: u32| SeqId(200 + i));
+    let mut tables = Vec::new();
+    for (i, salt) in (0..).zip(chains) {
+        rig.prefixes().open(twin(i), salt, &Content::Tokens(&tokens), AT).expect("it is new");
+        rig.grow(twin(i), 12);
+        rig.cache.sequences().expect("many").fork(twin(i), fork(i)).expect("it is open");
+        rig.serve(salt, &Content::Tokens(&tokens[..8]));
+        rig.prefixes().store(twin(i), &Content::Tokens(&tokens), AT).expect("it is open");
+        let table = rig.cache.block_table(GroupId(0), twin(i)).expect("it is open");
+        assert_ne!(table[..2], rig.cache.block_table(GroupId(0), fork(i)).expect("it is open")[..2]);
+        tables.push(table);
+    }
+    for i in [2, 0, 1] {
+        rig.cache.sequences().expect("many").seq_rm(twin(i), 0, u32::MAX).expect("it is open");
+    }
+    rig.cache.watch(true);
+    assert_eq!(rig.prefixes().make_room(7 * 4, AT), 6);
+    let (mut blocks, mut removed) = (Vec::new(), Vec::new());
+    rig.cache.drain_events(&mut blocks, &mut removed);
+    let gone: Vec<u32> = blocks.iter().filter(|e| e.change == Change::Evict).map(|e| e.block).collect();
+    let block = |i: usize, n: usize| tables[i][n].expect("nothing has left a window");
+    assert_eq!(gone, [block(2, 1), block(2, 0), block(0, 1), block(0, 0), block(1, 1), block(1, 0)]);
+    assert_eq!(removed.len(), 9, "and three that are held");
+    assert!(chains.iter().all(|salt| rig.cache.lookup(salt, &Content::Tokens(&tokens)).hit_tokens == 0));
+    assert_eq!(rig.cache.report()[0].blocks.expect("paged").free, 7);
+}

@@ -5,4 +5,5 @@ pub mod eval;
 pub mod logits;
 pub mod plan;
 pub mod run;
+pub mod serve;
 pub mod simulate;

@@ -40,6 +40,8 @@ enum Command {
     Eval(commands::eval::Args),
     /// Logits of given tokens, or greedy continuations, for comparison with other runtimes
     Logits(commands::logits::Args),
+    /// Serve the model over HTTP, as clients of the OpenAI API expect
+    Serve(Box<commands::serve::Args>),
     /// Try a cache, a policy and a scheduler on a load under virtual time
     Simulate(Box<commands::simulate::Args>),
     /// Measurements
@@ -50,12 +52,14 @@ enum Command {
 fn main() -> ExitCode {
     let cli = Cli::parse(); // wrong usage exits with 2
     let quiet = cli.quiet;
-    let done = log_to_stderr(cli.verbose, quiet).and_then(|()| match cli.command {
+    let serves = matches!(cli.command, Command::Serve(_));
+    let done = log_to_stderr(cli.verbose, quiet, serves).and_then(|()| match cli.command {
         Command::Run(args) => commands::run::run(args, quiet),
         Command::Chat(args) => commands::chat::run(args, quiet),
         Command::Plan(args) => commands::plan::run(args),
         Command::Eval(args) => commands::eval::run(args, quiet),
         Command::Logits(args) => commands::logits::run(args, quiet),
+        Command::Serve(args) => commands::serve::run(*args, quiet),
         Command::Simulate(args) => commands::simulate::run(*args, quiet),
         Command::Bench(command) => commands::bench::run(command, quiet),
     });
@@ -73,10 +77,12 @@ fn main() -> ExitCode {
 }
 
 /// `KVIST_LOG` takes the filters of `tracing`; `-v` is a shorthand.
-fn log_to_stderr(verbose: u8, quiet: bool) -> anyhow::Result<()> {
+fn log_to_stderr(verbose: u8, quiet: bool, serves: bool) -> anyhow::Result<()> {
     use tracing_subscriber::EnvFilter;
     let default = match verbose {
         0 if quiet => "error",
+        // One line for each request.
+        0 if serves => "warn,kvist::server=info",
         // A refusal of memory ends the program with an error that says more.
         0 => "warn,kvist::memory=error",
         1 => "warn,kvist=info",
@@ -88,13 +94,17 @@ fn log_to_stderr(verbose: u8, quiet: bool) -> anyhow::Result<()> {
         })?,
         _ => EnvFilter::new(default),
     };
-    tracing_subscriber::fmt()
+    let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(verbose > 0)
-        .without_time()
-        .log_internal_errors(false) // which it would print to a stderr that cannot be written, and panic
-        .init();
+        .log_internal_errors(false); // which it would print to a stderr that cannot be written, and panic
+    // A server's log is read later, and elsewhere.
+    if serves {
+        subscriber.init()
+    } else {
+        subscriber.without_time().init()
+    }
     Ok(())
 }

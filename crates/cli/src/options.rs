@@ -202,7 +202,7 @@ pub struct CacheArgs {
     /// What holds the bytes: cpu, reference (slow, for comparison)
     #[arg(long, default_value = "cpu")]
     pub backend: String,
-    /// How cells are handed out: contiguous, ring (needs --window), cells, tree; without it contiguous, in a chat
+    /// How cells are handed out: contiguous, ring (needs --window), cells, tree, paged; without it contiguous, in a chat
     /// cells
     #[arg(long)]
     pub kind: Option<String>,
@@ -327,6 +327,7 @@ impl SamplingArgs {
             repetition_penalty: self.repeat_penalty,
             repetition_window: self.repeat_last,
             seed,
+            ..SamplerConfig::greedy()
         };
         Sampler::new(config).map_err(|e| wrong_usage(e.to_string()))
     }

@@ -365,6 +365,13 @@ fn bad_input() {
         ("sweep --out OUT --capacities 5,x", 2, &["`x` is no number of blocks"]),
         ("sweep --out OUT --capacities 5,4000000000", 2, &["--capacity-blocks 4000000000"]),
         ("sweep --out OUT --seeds 0", 2, &["0"]),
+        ("arena", 2, &["--capacity-blocks"]),
+        ("arena --capacity-blocks 0", 2, &["0 blocks of 16 tokens", "give 1 to"]),
+        ("arena --capacity-blocks 9 --layouts slab", 2, &["no layout `slab`", "first_fit, buddy, paged"]),
+        ("arena --capacity-blocks 9 --trace MISSING", 1, &["missing.jsonl", "cannot read it"]),
+        ("--seeds 1", 2, &["--seeds"]),
+        ("--seeds 3 --record OUT", 2, &["--seeds", "--record"]),
+        ("--seeds 3 --trace MISSING", 2, &["--seeds", "--trace"]),
         ("sweep --out OUT --zero-service --schedules sjf", 2, &["--schedules does not go"]),
         ("sweep --out OUT --trace MISSING", 1, &["missing.jsonl", "cannot read it"]),
     ];
@@ -425,4 +432,92 @@ fn policies_without_deadlines_are_remarked_on() {
     assert_eq!(report["requests"]["late"], report["requests"]["finished"]);
     let (_, stderr) = succeed(&[&drawn[..], &["--deadline", "1ms"]].concat());
     assert!(!stderr.contains("no request has a deadline"), "{stderr}");
+}
+
+/// A long prompt is the oldest; room is needed. By uses and time its tail goes first, by cost the short ones' do,
+/// because attention makes deep blocks dear: 60 blocks of 512 tokens down, twice a first one.
+#[test]
+fn cost_keeps_what_is_deep() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("deep.jsonl");
+    let row = |at_s: u32, ids: std::ops::Range<u32>| {
+        let tokens = ids.len() * 512;
+        let ids: Vec<u32> = ids.collect();
+        format!(
+            "{{\"timestamp\":{},\"input_length\":{tokens},\"output_length\":1,\"hash_ids\":{ids:?}}}\n",
+            at_s * 1000
+        )
+    };
+    let short = (0..4).map(|i| row(10 + i, 1000 + 100 * i..1008 + 100 * i));
+    // 60 + 4 · 8 blocks lie in 100; 20 more need 12 of them.
+    let rows = [row(0, 0..60)].into_iter().chain(short).chain([row(20, 2000..2020), row(30, 0..60)]);
+    std::fs::write(&trace, rows.collect::<String>()).unwrap();
+    let trace = trace.display().to_string();
+    let hit = |more: &str| {
+        let command = "simulate -q --json --capacity-blocks 100 --block-tokens 512 --trace";
+        let args = command.split(' ').chain([trace.as_str()]).chain(more.split(' '));
+        let report = json(&args.collect::<Vec<_>>());
+        assert_eq!(report["requests"]["finished"], 7, "{more}");
+        report["cache"]["hit_blocks"].as_u64().unwrap()
+    };
+    let roofline = "--hardware h100-sxm --shape llama-3.1-8b";
+    let constant = "--prefill-rate 100 --decode-rate 1";
+    for (more, blocks) in [
+        // The last token is always computed, and with it its block.
+        (format!("--policy cost {roofline}"), 59),
+        (format!("--policy lfu_decay {roofline}"), 48),
+        (format!("--policy lru {roofline}"), 48),
+        // Context costs nothing.
+        (format!("--policy cost {constant}"), 48),
+        // Uses halve so fast that a factor of two is not worth ten seconds.
+        (format!("--policy cost --half-life 1s {roofline}"), 48),
+    ] {
+        assert_eq!(hit(&more), blocks, "{more}");
+    }
+}
+
+/// The mean and the interval of single runs, by hand.
+#[test]
+fn intervals_over_seeds() {
+    let drawn = ["simulate", "-q", "--requests", "60", "--capacity-blocks", "900"];
+    let singles: Vec<f64> = ["5", "6", "7"]
+        .iter()
+        .map(|seed| json(&[&drawn[..], &["--json", "--seed", seed]].concat()))
+        .map(|report| report["latency"]["ttft_s"]["p90"].as_f64().unwrap())
+        .collect();
+    let over = [&drawn[..], &["--seed", "5", "--seeds", "3"]].concat();
+    let found = json(&[&over[..], &["--json"]].concat());
+    assert_eq!((&found["seeds"], &found["first_seed"]), (&3.into(), &5.into()));
+    let estimate = &found["figures"]["ttft_p90_s"];
+    let mean = singles.iter().sum::<f64>() / 3.0;
+    let variance = singles.iter().map(|s| (s - mean).powi(2)).sum::<f64>() / 2.0;
+    let half = 4.302_652_7 * (variance / 3.0).sqrt(); // Student's t, 2 degrees of freedom
+    let close = |name: &str, expected: f64| {
+        let found = estimate[name].as_f64().unwrap();
+        assert!((found - expected).abs() < 1e-6 * expected, "{name}: {found}, by hand {expected}");
+    };
+    close("mean", mean);
+    close("half_width", half);
+    let (text, _) = succeed(&over);
+    assert!(text.contains("3 seeds") && text.contains("TTFT") && text.contains(" ±"), "{text}");
+}
+
+/// Handles beside pages, on a load without room for all.
+#[test]
+fn arena_beside_pages() {
+    let drawn = ["simulate", "arena", "-q", "--requests", "300", "--capacity-blocks", "500"];
+    let table = json(&[&drawn[..], &["--json"]].concat());
+    let layouts = table["layouts"].as_array().unwrap();
+    let of = |i: usize, name: &str| layouts[i][name].as_u64().unwrap();
+    let names: Vec<&str> = layouts.iter().map(|layout| layout["layout"].as_str().unwrap()).collect();
+    assert_eq!(names, ["first_fit", "buddy", "paged"]);
+    for (i, layout) in layouts.iter().enumerate() {
+        assert_eq!(of(i, "finished") + of(i, "turned_away") + of(i, "cut_short"), of(i, "requests"));
+        assert!(of(i, "peak_used_blocks") <= 500 && of(i, "turned_away") > 0, "{layout}");
+    }
+    let lost = |i: usize| of(i, "turned_away_with_room") + of(i, "cut_short_with_room");
+    assert!(lost(0) > 0 && lost(1) > 0 && lost(2) == 0, "pages are never in pieces: {table}");
+    assert!(of(0, "moved") > 0 && of(2, "moved") == 0 && of(2, "finished") > of(0, "finished"), "{table}");
+    let (text, _) = succeed(&[&drawn[..], &["--layouts", "buddy,paged", "--reserve", "whole"]].concat());
+    assert!(text.contains("external fragmentation") && !text.contains("first_fit"), "{text}");
 }

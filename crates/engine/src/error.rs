@@ -51,6 +51,8 @@ pub enum Error {
     Step(#[from] StepError),
     #[error(transparent)]
     Build(#[from] BuildError),
+    #[error(transparent)]
+    Paged(#[from] kvist_cache::PagedError),
     #[error("{0}")]
     Usage(String),
 }

@@ -11,6 +11,7 @@ pub mod config;
 pub mod divergence;
 pub mod embedded;
 pub mod error;
+pub mod executor;
 mod ffi;
 mod files;
 pub mod generate;

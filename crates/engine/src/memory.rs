@@ -4,6 +4,7 @@ use crate::error::Error;
 use crate::model::{Activations, ModelFile, Opened, resident_bytes};
 use crate::weights::{Encoding, WeightForm};
 use kvist_backend::*;
+use kvist_cache::Cache;
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use std::sync::Arc;
 
@@ -89,9 +90,19 @@ pub struct MemoryPlan {
 impl MemoryPlan {
     /// A session alone: its [`Purpose::Weights`] are 0.
     pub fn of_session(model: &ModelConfig, registry: &Registry, config: &CacheConfig) -> Result<Self, Error> {
-        let overflow = || Error::Usage("these sizes overflow: no machine holds such a cache".into());
         let groups = config.groups(model);
         let (cache, backend) = registry.plan(&config.backend, &config.kind, &groups)?;
+        Self::of_cache(model, backend, &cache, config)
+    }
+
+    /// The same of a cache that has been made; of `config`, what is about bytes.
+    pub fn of_cache(
+        model: &ModelConfig,
+        backend: &dyn Backend,
+        cache: &Cache,
+        config: &CacheConfig,
+    ) -> Result<Self, Error> {
+        let overflow = || Error::Usage("these sizes overflow: no machine holds such a cache".into());
         let layout = model.layout();
         let spec = PoolSpec {
             capacity_cells: cache.capacity_cells(),

@@ -1,12 +1,12 @@
 //! From logits to a token.
 //!
-//! In this order, as llama.cpp's default chain has it: repetition penalty, top-k, top-p, min-p, temperature, draw.
-//! Probabilities for top-p and min-p are those before the temperature.
+//! In this order, as llama.cpp's default chain has it: penalties (repetition, then frequency and presence), top-k, top-p,
+//! min-p, temperature, draw. Probabilities for top-p and min-p are those before the temperature.
 mod candidates;
 
 use crate::error::Error;
 use candidates::{Candidates, exp_minus, largest};
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 /// How to choose. Checked by [`Sampler::new`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -23,6 +23,11 @@ pub struct SamplerConfig {
     pub repetition_penalty: f32,
     /// Recent tokens that the penalty looks at.
     pub repetition_window: usize,
+    /// Subtracted from a logit once for every time that this sampler drew the token; 0 is off. Below 0 it invites
+    /// repetition (OpenAI's API reference, "frequency and presence penalties").
+    pub frequency_penalty: f32,
+    /// Subtracted once from the logit of every token that this sampler drew; 0 is off. The same source.
+    pub presence_penalty: f32,
     pub seed: u64,
 }
 
@@ -36,6 +41,8 @@ impl SamplerConfig {
             min_p: 0.0,
             repetition_penalty: 1.0,
             repetition_window: 0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
             seed: 0,
         }
     }
@@ -48,6 +55,9 @@ pub struct Sampler {
     draws: u64,
     recent: VecDeque<u32>,
     penalised: HashSet<u32>, // room for one call
+    /// How often each token was drawn, if a penalty asks. Every entry changes a logit of its own, so that their order
+    /// cannot show.
+    drawn: HashMap<u32, u32>,
     candidates: Candidates,
     logits: Vec<f32>,
 }
@@ -63,17 +73,21 @@ impl Sampler {
             c.repetition_penalty.is_finite() && c.repetition_penalty > 0.0,
             "the repetition penalty must be above 0 and finite",
         )?;
+        check(c.frequency_penalty.is_finite(), "the frequency penalty must be finite")?;
+        check(c.presence_penalty.is_finite(), "the presence penalty must be finite")?;
         Ok(Sampler {
             config,
             draws: 0,
             recent: VecDeque::new(),
             penalised: HashSet::new(),
+            drawn: HashMap::new(),
             candidates: Candidates::default(),
             logits: Vec::new(),
         })
     }
 
-    /// Tokens that are part of the text now: the penalty looks at them.
+    /// Tokens that are part of the text now: the repetition penalty looks at them. The other two look at what was drawn
+    /// alone, and need not be told.
     pub fn observe(&mut self, tokens: &[u32]) {
         if self.config.repetition_penalty == 1.0 {
             return;
@@ -88,9 +102,10 @@ impl Sampler {
         }
     }
 
-    /// Another text is continued from here on: what was observed belongs to the old one.
+    /// Another text is continued from here on: what was observed and drawn belongs to the old one.
     pub fn forget(&mut self) {
         self.recent.clear();
+        self.drawn.clear();
     }
 
     /// The next token. NaN logits are an error: something went wrong before.
@@ -101,6 +116,19 @@ impl Sampler {
         self.logits.clear();
         self.logits.extend_from_slice(logits);
         self.penalise();
+        let token = self.choose()?;
+        if self.counts_draws() {
+            *self.drawn.entry(token).or_default() += 1;
+        }
+        Ok(token)
+    }
+
+    fn counts_draws(&self) -> bool {
+        self.config.frequency_penalty != 0.0 || self.config.presence_penalty != 0.0
+    }
+
+    /// Of the penalised logits.
+    fn choose(&mut self) -> Result<u32, Error> {
         // A penalty makes no NaN of a number.
         let Some(max) = largest(&self.logits) else {
             return Err(Error::Sampling(
@@ -123,6 +151,14 @@ impl Sampler {
             let first = self.penalised.insert(token); // each token once
             if let (true, Some(x)) = (first, self.logits.get_mut(token as usize)) {
                 *x = if *x > 0.0 { *x / penalty } else { *x * penalty };
+            }
+        }
+        let SamplerConfig { frequency_penalty, presence_penalty, .. } = self.config;
+        for (token, times) in &self.drawn {
+            if let Some(x) = self.logits.get_mut(*token as usize) {
+                // Clamped: a sum of large penalties must not overflow, because ∞ − ∞ is NaN.
+                let penalty = *times as f32 * frequency_penalty + presence_penalty;
+                *x -= penalty.clamp(f32::MIN, f32::MAX);
             }
         }
     }

@@ -1,17 +1,21 @@
 //! Chat templates: the Jinja that models ship, rendered as transformers renders it.
+mod conversation;
+
 use crate::error::Error;
 use crate::guard::quietly;
 use crate::tokenizer::{Tokenizer, folder_config};
 use crate::weights::Gguf;
 use minijinja::machinery::{Token, tokenize};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Value};
+use minijinja::value::{Kwargs, Serde, Value};
 use minijinja::{Environment, ErrorKind, context};
 use serde::Serialize;
 use serde_json::Serializer;
 use serde_json::ser::{Formatter, PrettyFormatter};
 use std::io::{self, Write};
 use std::path::Path;
+
+pub use conversation::Conversation;
 
 /// One turn.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -27,10 +31,12 @@ impl Message {
     }
 }
 
-/// A compiled template.
+/// A compiled template, and the one beside it for conversations with tools where a model ships two.
 pub struct ChatTemplate {
     file: String,
+    source: String,
     environment: Environment<'static>,
+    tool_use: Option<Box<ChatTemplate>>,
 }
 
 impl std::fmt::Debug for ChatTemplate {
@@ -40,6 +46,8 @@ impl std::fmt::Debug for ChatTemplate {
 }
 
 const NAME: &str = "chat";
+/// transformers' name for the template that is taken when there are tools.
+const TOOL_USE: &str = "tool_use";
 
 /// Models ship templates of up to some tens of KiB.
 const MAX_SOURCE_BYTES: usize = 128 << 10;
@@ -69,6 +77,7 @@ impl ChatTemplate {
         });
         environment.add_function("strftime_now", strftime_now);
         environment.add_filter("tojson", tojson);
+        let text = source.to_string();
         let source = without_generation_marks(source);
         if source.len() > MAX_SOURCE_BYTES {
             let what = format!("has {} bytes; kvist takes {MAX_SOURCE_BYTES}", source.len());
@@ -95,36 +104,65 @@ impl ChatTemplate {
             let compiled = thread.map_err(|_| broke())?.join().ok().flatten();
             compiled.ok_or_else(broke)?.map_err(failed)
         })?;
-        Ok(ChatTemplate { file: file.into(), environment })
+        Ok(ChatTemplate { file: file.into(), source: text, environment, tool_use: None })
     }
 
-    /// `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`; `None` if there is neither.
+    /// Take this one when there are tools.
+    pub fn with_tool_use(self, template: ChatTemplate) -> Self {
+        ChatTemplate { tool_use: Some(Box::new(template)), ..self }
+    }
+
+    /// `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`; `None` if there is neither. For tools
+    /// `additional_chat_templates/tool_use.jinja`, or the one named `tool_use` where there is a list.
     pub fn from_folder(folder: &Path) -> Result<Option<Self>, Error> {
+        let read = |path: &Path| {
+            let text =
+                std::fs::read_to_string(path).map_err(|source| Error::Read { path: path.into(), source })?;
+            Self::new(&path.display().to_string(), &text)
+        };
         let path = folder.join("chat_template.jinja");
         if path.exists() {
-            let text = std::fs::read_to_string(&path)
-                .map_err(|source| Error::Read { path: path.clone(), source })?;
-            return Self::new(&path.display().to_string(), &text).map(Some);
+            let template = read(&path)?;
+            let path = folder.join("additional_chat_templates").join(format!("{TOOL_USE}.jinja"));
+            return Ok(Some(if path.exists() { template.with_tool_use(read(&path)?) } else { template }));
         }
         let config = folder_config(folder)?;
-        let text = match config.get("chat_template") {
-            Some(serde_json::Value::String(text)) => Some(text.as_str()),
+        let file = folder.join("tokenizer_config.json").display().to_string();
+        match config.get("chat_template") {
+            Some(serde_json::Value::String(text)) => Self::new(&file, text).map(Some),
             // Several, by name: `default` is the one for chat.
             Some(serde_json::Value::Array(list)) => {
-                let field =
-                    |entry: &'_ serde_json::Value, key: &str| entry.get(key)?.as_str().map(str::to_string);
-                let default = list.iter().find(|e| field(e, "name").as_deref() == Some("default"));
-                default.or(list.first()).and_then(|e| e.get("template")?.as_str())
+                let named = |name: &str| list.iter().find(|e| e.get("name").is_some_and(|n| n == name));
+                let text = |entry: &'_ serde_json::Value| entry.get("template")?.as_str().map(str::to_string);
+                let Some(default) = named("default").or(list.first()).and_then(text) else { return Ok(None) };
+                let template = Self::new(&file, &default)?;
+                Ok(Some(match named(TOOL_USE).and_then(text) {
+                    Some(text) => template.with_tool_use(Self::new(&file, &text)?),
+                    None => template,
+                }))
             }
-            _ => None,
-        };
-        let file = folder.join("tokenizer_config.json").display().to_string();
-        text.map(|text| Self::new(&file, text)).transpose()
+            _ => Ok(None),
+        }
     }
 
-    /// `tokenizer.chat_template`.
+    /// `tokenizer.chat_template`, and for tools `tokenizer.chat_template.tool_use`.
     pub fn from_gguf(gguf: &Gguf) -> Result<Option<Self>, Error> {
-        gguf.metadata.text("tokenizer.chat_template")?.map(|text| Self::new(gguf.file(), text)).transpose()
+        let read = |key: &str| gguf.metadata.text(key)?.map(|text| Self::new(gguf.file(), text)).transpose();
+        let Some(template) = read("tokenizer.chat_template")? else { return Ok(None) };
+        let tool_use = read(&format!("tokenizer.chat_template.{TOOL_USE}"))?;
+        Ok(Some(match tool_use {
+            Some(tool_use) => template.with_tool_use(tool_use),
+            None => template,
+        }))
+    }
+
+    /// The text of the template that is taken when there are tools, or not.
+    pub fn source(&self, with_tools: bool) -> &str {
+        &self.chosen(with_tools).source
+    }
+
+    fn chosen(&self, with_tools: bool) -> &ChatTemplate {
+        self.tool_use.as_deref().filter(|_| with_tools).unwrap_or(self)
     }
 
     /// The text of a conversation; with `add_generation_prompt` it ends where the assistant's answer begins.
@@ -134,19 +172,66 @@ impl ChatTemplate {
         tokenizer: &Tokenizer,
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
-        let failed = |error| failed(&self.file, error);
-        let template = self.environment.get_template(NAME).map_err(failed)?;
         let turn = |m: &Message| {
             Value::from_pairs([
                 ("role", Value::from(m.role.as_str())),
                 ("content", Value::from(m.content.as_str())),
             ])
         };
+        let messages: Vec<Value> = messages.iter().map(turn).collect();
+        self.fill(context! { messages }, tokenizer, add_generation_prompt)
+    }
+
+    /// The text of a conversation as a client of the OpenAI API has it. Errors in the messages are
+    /// [`Error::Usage`] and name the place; what the template refuses is [`Error::Template`].
+    pub fn render_conversation(
+        &self,
+        conversation: &Conversation<'_>,
+        tokenizer: &Tokenizer,
+    ) -> Result<String, Error> {
+        if let Some(name) =
+            conversation::RESERVED.into_iter().find(|name| conversation.kwargs.contains_key(*name))
+        {
+            return Err(Error::Usage(format!(
+                "`chat_template_kwargs.{name}` is not to be set: the request gives it"
+            )));
+        }
+        let mut messages = conversation::messages(conversation.messages)?;
+        let chosen = self.chosen(!conversation.tools.is_empty());
+        let fill = |messages: &[serde_json::Value]| {
+            let tools = Some(conversation.tools).filter(|tools| !tools.is_empty());
+            let values = context! {
+                messages => Value::from(Serde(messages)),
+                tools => Value::from(Serde(tools)),
+                documents => (),
+                ..Value::from(Serde(conversation.kwargs))
+            };
+            chosen.fill(values, tokenizer, conversation.add_generation_prompt)
+        };
+        let rendered = fill(&messages);
+        // Some templates take the length of a content without asking whether there is one.
+        let null = |m: &&mut serde_json::Value| m.get("content").is_some_and(serde_json::Value::is_null);
+        let nulls: Vec<_> = messages.iter_mut().filter(null).collect();
+        if rendered.is_ok() || nulls.is_empty() {
+            return rendered;
+        }
+        nulls.into_iter().for_each(|message| message["content"] = "".into());
+        fill(&messages).or(rendered)
+    }
+
+    fn fill(
+        &self,
+        values: Value,
+        tokenizer: &Tokenizer,
+        add_generation_prompt: bool,
+    ) -> Result<String, Error> {
+        let failed = |error| failed(&self.file, error);
+        let template = self.environment.get_template(NAME).map_err(failed)?;
         let values = context! {
-            messages => messages.iter().map(turn).collect::<Vec<_>>(),
             add_generation_prompt => add_generation_prompt,
             bos_token => tokenizer.bos_text.as_deref().unwrap_or_default(),
             eos_token => tokenizer.eos_text.as_deref().unwrap_or_default(),
+            ..values
         };
         // minijinja 3.0.5 panics on an empty list or text walked backwards, `[][::-1]`. It only reads what it is
         // given, so nothing is left half done.

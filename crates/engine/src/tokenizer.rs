@@ -1,11 +1,14 @@
 //! Text to tokens and back, with the `tokenizers` crate: from `tokenizer.json`, or rebuilt from the vocabulary of
 //! a GGUF file.
 mod gguf;
+mod pieces;
 
 use crate::error::Error;
 use crate::files;
 use crate::guard::quietly;
 use std::path::Path;
+
+pub use pieces::Piece;
 
 /// A tokenizer and what a model's files say about using it.
 pub struct Tokenizer {
@@ -91,7 +94,12 @@ impl Tokenizer {
 
     /// Decode token by token.
     pub fn stream(&self) -> TextStream<'_> {
-        TextStream { tokenizer: self, tokens: Vec::new(), first: 0, shown: 0 }
+        self.stream_with(&[])
+    }
+    /// Decode token by token, and write out these control tokens by their names: where they mark what a program is
+    /// to read, as `<tool_call>` does, their absence would change what the text says.
+    pub fn stream_with(&self, written: &[u32]) -> TextStream<'_> {
+        TextStream { tokenizer: self, state: TextState::new(written) }
     }
 
     fn failed(&self, error: tokenizers::Error) -> Error {
@@ -130,6 +138,25 @@ fn special_text(value: &serde_json::Value) -> Option<String> {
 /// replacement characters for whole characters beside them, which here were given out and stay.
 pub struct TextStream<'t> {
     tokenizer: &'t Tokenizer,
+    state: TextState,
+}
+
+impl TextStream<'_> {
+    /// The text that became certain with this token: often a piece, sometimes nothing.
+    pub fn push(&mut self, token: u32) -> Result<String, Error> {
+        self.state.push(self.tokenizer, token)
+    }
+    /// What was held back; a character that never became whole is a replacement character.
+    pub fn finish(&mut self) -> Result<String, Error> {
+        self.state.finish(self.tokenizer)
+    }
+}
+
+/// The same for whoever cannot borrow the tokenizer for as long: it must be the same one in every call.
+#[derive(Clone, Debug, Default)]
+pub struct TextState {
+    /// Control tokens that have their name as text.
+    written: Vec<u32>,
     tokens: Vec<u32>,
     /// Decoding starts here, a little before what is new, because a token's text can depend on its neighbour.
     first: usize,
@@ -137,11 +164,21 @@ pub struct TextStream<'t> {
     shown: usize,
 }
 
-impl TextStream<'_> {
-    /// The text that became certain with this token: often a piece, sometimes nothing.
-    pub fn push(&mut self, token: u32) -> Result<String, Error> {
+impl TextState {
+    /// At the start of a text; `written` as [`Tokenizer::stream_with`] has it.
+    pub fn new(written: &[u32]) -> Self {
+        TextState { written: written.into(), ..TextState::default() }
+    }
+
+    /// See [`TextStream::push`].
+    pub fn push(&mut self, tokenizer: &Tokenizer, token: u32) -> Result<String, Error> {
+        if self.written.contains(&token) {
+            let mut text = self.finish(tokenizer)?;
+            text += &tokenizer.inner.id_to_token(token).unwrap_or_default();
+            return Ok(text);
+        }
         self.tokens.push(token);
-        let new = self.new_text()?;
+        let new = self.new_text(tokenizer)?;
         if new.ends_with(char::REPLACEMENT_CHARACTER) {
             return Ok(String::new());
         }
@@ -153,22 +190,22 @@ impl TextStream<'_> {
         Ok(new)
     }
 
-    /// What was held back; a character that never became whole is a replacement character.
-    pub fn finish(&mut self) -> Result<String, Error> {
-        let new = self.new_text()?;
+    /// See [`TextStream::finish`].
+    pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<String, Error> {
+        let new = self.new_text(tokenizer)?;
         self.advance();
         Ok(new)
     }
 
-    fn new_text(&self) -> Result<String, Error> {
-        let before = self.tokenizer.decode(&self.tokens[self.first..self.shown])?;
-        let mut all = self.tokenizer.decode(&self.tokens[self.first..])?;
+    fn new_text(&self, tokenizer: &Tokenizer) -> Result<String, Error> {
+        let before = tokenizer.decode(&self.tokens[self.first..self.shown])?;
+        let mut all = tokenizer.decode(&self.tokens[self.first..])?;
         if all.starts_with(&before) {
             return Ok(all.split_off(before.len()));
         }
         // SentencePiece's decoder makes a whole run of byte tokens into replacement characters while its last one
         // is unfinished, those before included, which were given out already. The new ones alone are right.
-        self.tokenizer.decode(&self.tokens[self.shown..])
+        tokenizer.decode(&self.tokens[self.shown..])
     }
 
     fn advance(&mut self) {

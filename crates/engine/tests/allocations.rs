@@ -35,6 +35,7 @@ fn a_decoded_token_allocates_nothing_after_warm_up() {
         repetition_penalty: 1.1,
         repetition_window: 32,
         seed: 1,
+        ..SamplerConfig::greedy()
     };
     let samplers = [
         ("greedy", SamplerConfig::greedy()),

@@ -10,7 +10,7 @@ use kvist_engine::session::{Feed, ModelSession, Want};
 use kvist_engine::weights::WeightForm;
 use std::sync::{Arc, OnceLock};
 
-const KINDS: [&str; 4] = ["contiguous", "ring", "cells", "tree"];
+const KINDS: [&str; 5] = ["contiguous", "ring", "cells", "tree", "paged"];
 const CHUNKS: [u32; 4] = [1, 7, 64, 256];
 const DTYPES: [(&str, &str); 9] = [
     ("f32", "f32"),

@@ -11,7 +11,7 @@ use kvist_engine::session::{Feed, ModelSession, Want};
 use kvist_engine::weights::WeightForm;
 use std::sync::Arc;
 
-const KINDS: [&str; 4] = ["contiguous", "ring", "cells", "tree"];
+const KINDS: [&str; 5] = ["contiguous", "ring", "cells", "tree", "paged"];
 const DTYPES: [&str; 14] = [
     "f32",
     "f16",

@@ -13,7 +13,7 @@ const F32_TOLERANCE: f32 = 1e-3;
 const NEAR_TIE: f32 = 2e-3;
 /// Of all logits together, where weights are packed.
 const PACKED_TOLERANCE: f32 = 0.025;
-const KINDS: [&str; 4] = ["contiguous", "ring", "cells", "tree"];
+const KINDS: [&str; 5] = ["contiguous", "ring", "cells", "tree", "paged"];
 
 /// The length of the difference over the length of what was expected.
 fn relative_difference(found: &[f32], expected: &[f32]) -> f32 {

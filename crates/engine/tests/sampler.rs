@@ -1,24 +1,17 @@
 //! The sampler against a twin written straight from the documented order, and the properties a user relies on.
+use kvist_cache::twin::SplitMix64;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::text::StopMatcher;
 
-/// SplitMix64, as the tests' own source of numbers.
-struct Numbers(u64);
+struct Numbers(SplitMix64);
 
 impl Numbers {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
     fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
+        self.0.next() % n
     }
     /// In [0, 1).
     fn unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+        (self.0.next() >> 11) as f64 / (1u64 << 53) as f64
     }
     fn pick<T: Copy>(&mut self, of: &[T]) -> T {
         of[self.below(of.len() as u64) as usize]
@@ -32,7 +25,8 @@ struct Twin {
     uncertain: bool,
 }
 
-fn twin(config: &SamplerConfig, logits: &[f32], text: &[u32]) -> Twin {
+/// `text` is all that came before, `drawn` the part of it that the sampler drew.
+fn twin(config: &SamplerConfig, logits: &[f32], text: &[u32], drawn: &[u32]) -> Twin {
     let mut logits: Vec<f64> = logits.iter().map(|x| f64::from(*x)).collect();
     // 1. repetition penalty, each recent token once
     let recent = &text[text.len() - config.repetition_window.min(text.len())..];
@@ -40,6 +34,12 @@ fn twin(config: &SamplerConfig, logits: &[f32], text: &[u32]) -> Twin {
     for (token, logit) in logits.iter_mut().enumerate() {
         if recent.contains(&(token as u32)) {
             *logit = if *logit > 0.0 { *logit / penalty } else { *logit * penalty };
+        }
+        // frequency and presence
+        let times = drawn.iter().filter(|t| **t == token as u32).count() as f64;
+        *logit -= times * f64::from(config.frequency_penalty);
+        if times > 0.0 {
+            *logit -= f64::from(config.presence_penalty);
         }
     }
     let mut order: Vec<u32> = (0..logits.len() as u32).collect();
@@ -93,7 +93,9 @@ fn random_config(n: &mut Numbers) -> SamplerConfig {
         min_p: n.pick(&[0.0, 0.0, 0.02, 0.2, 1.0]),
         repetition_penalty: n.pick(&[1.0, 1.0, 1.3, 0.7]),
         repetition_window: n.pick(&[0, 1, 3, 64]),
-        seed: n.next(),
+        frequency_penalty: n.pick(&[0.0, 0.0, 0.4, 2.0, -0.7]),
+        presence_penalty: n.pick(&[0.0, 0.0, 0.6, 2.0, -1.1]),
+        seed: n.0.next(),
     }
 }
 
@@ -101,7 +103,7 @@ fn random_config(n: &mut Numbers) -> SamplerConfig {
 fn draws_what_the_twin_could_draw() {
     let mut certain = 0;
     for seed in 0..4_000u64 {
-        let mut n = Numbers(seed);
+        let mut n = Numbers(SplitMix64(seed));
         let config = random_config(&mut n);
         let vocab = 1 + n.below(24) as usize;
         let mut sampler = Sampler::new(config).unwrap();
@@ -111,17 +113,27 @@ fn draws_what_the_twin_could_draw() {
             text.push(token);
             sampler.observe(&[token]);
         }
-        let logits: Vec<f32> = (0..vocab).map(|_| (n.unit() * 12.0 - 6.0) as f32).collect();
-        let twin = twin(&config, &logits, &text);
-        if twin.uncertain {
-            continue;
+        // Several draws in a row: penalties of what was drawn begin with the second.
+        let mut drawn: Vec<u32> = Vec::new();
+        for _ in 0..4 {
+            let logits: Vec<f32> = (0..vocab).map(|_| (n.unit() * 12.0 - 6.0) as f32).collect();
+            let twin = twin(&config, &logits, &text, &drawn);
+            let token = sampler.sample(&logits).unwrap();
+            sampler.observe(&[token]);
+            if !twin.uncertain {
+                certain += 1;
+                let found = twin.kept.iter().find(|(t, _)| *t == token);
+                let kept = &twin.kept;
+                assert!(
+                    found.is_some(),
+                    "seed {seed}: {config:?} drew {token} of {logits:?} after {drawn:?}, kept {kept:?}"
+                );
+            }
+            text.push(token);
+            drawn.push(token);
         }
-        certain += 1;
-        let token = sampler.sample(&logits).unwrap();
-        let found = twin.kept.iter().find(|(t, _)| *t == token);
-        assert!(found.is_some(), "seed {seed}: {config:?} drew {token} of {logits:?}, kept {:?}", twin.kept);
     }
-    assert!(certain > 3_000, "{certain}");
+    assert!(certain > 12_000, "{certain}");
 }
 
 /// Pearson's statistic of `draws` against `expected` stays below its mean by six standard deviations.
@@ -129,11 +141,17 @@ fn draws_what_the_twin_could_draw() {
 fn draws_are_distributed_as_the_twin_says() {
     const DRAWS: usize = 20_000;
     for seed in 0..24u64 {
-        let mut n = Numbers(1_000 + seed);
-        let config = SamplerConfig { temperature: n.pick(&[0.5, 1.0, 1.7]), ..random_config(&mut n) };
+        let mut n = Numbers(SplitMix64(1_000 + seed));
+        let config = SamplerConfig {
+            temperature: n.pick(&[0.5, 1.0, 1.7]),
+            // All draws are of one distribution: none changes the next.
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            ..random_config(&mut n)
+        };
         let logits: Vec<f32> = (0..12).map(|_| (n.unit() * 5.0) as f32).collect();
         let text: Vec<u32> = (0..4).map(|_| n.below(12) as u32).collect();
-        let twin = twin(&config, &logits, &text);
+        let twin = twin(&config, &logits, &text, &[]);
         if twin.uncertain {
             continue;
         }
@@ -186,7 +204,7 @@ fn the_impossible_is_never_drawn() {
         for seed in 0..8 {
             let config = SamplerConfig { temperature, seed, ..SamplerConfig::greedy() };
             let mut sampler = Sampler::new(config).unwrap();
-            let mut n = Numbers(seed);
+            let mut n = Numbers(SplitMix64(seed));
             // Many small terms: their sum forwards is not quite their sum backwards.
             let possible = 200;
             let logits: Vec<f32> = (0..possible)
@@ -213,13 +231,18 @@ fn extreme_logits_still_give_a_token() {
     ];
     for logits in &all {
         for seed in 0..200u64 {
-            let mut n = Numbers(seed);
+            let mut n = Numbers(SplitMix64(seed));
             let temperature = n.pick(&[0.0, f32::MIN_POSITIVE, 1e-30, 1.0, 1e30, f32::MAX]);
             let repetition_penalty = n.pick(&[1.0, f32::MIN_POSITIVE, f32::MAX]);
-            let config = SamplerConfig { temperature, repetition_penalty, ..random_config(&mut n) };
+            let frequency_penalty = n.pick(&[0.0, f32::MAX, f32::MIN]);
+            let config =
+                SamplerConfig { temperature, repetition_penalty, frequency_penalty, ..random_config(&mut n) };
             let mut sampler = Sampler::new(config).unwrap();
             // Tokens beyond the vocabulary are nobody's logit.
             sampler.observe(&[0, 2, u32::MAX]);
+            for _ in 0..3 {
+                sampler.sample(logits).unwrap_or_else(|e| panic!("{config:?} of {logits:?}: {e}"));
+            }
             let token = sampler.sample(logits).unwrap_or_else(|e| panic!("{config:?} of {logits:?}: {e}"));
             assert!((token as usize) < logits.len(), "{config:?} drew {token} of {logits:?}");
         }
@@ -256,6 +279,8 @@ fn parameters_that_mean_nothing_are_refused() {
         (SamplerConfig { repetition_penalty: -1.0, ..good }, "repetition"),
         (SamplerConfig { repetition_penalty: f32::NAN, ..good }, "repetition"),
         (SamplerConfig { repetition_penalty: f32::INFINITY, ..good }, "repetition"),
+        (SamplerConfig { frequency_penalty: f32::NAN, ..good }, "frequency"),
+        (SamplerConfig { presence_penalty: f32::INFINITY, ..good }, "presence"),
     ];
     for (config, word) in table {
         let error = Sampler::new(config).map(|_| ()).unwrap_err().to_string();
@@ -267,7 +292,7 @@ fn parameters_that_mean_nothing_are_refused() {
 #[test]
 fn stop_strings_do_not_depend_on_the_pieces() {
     for seed in 0..20_000u64 {
-        let mut n = Numbers(seed);
+        let mut n = Numbers(SplitMix64(seed));
         let letters = ['a', 'b', 'é', '日'];
         let mut word = |most: u64| -> String { (0..n.below(most)).map(|_| n.pick(&letters)).collect() };
         let text = word(14);

@@ -3,9 +3,9 @@
 //! An attempt that comes to nothing changes nothing: nobody is sent away, no use of a block is counted. Whether it
 //! would come to something is asked beforehand (`way.rs`).
 use crate::config::{Admission, PrefixOrder};
-use crate::entry::{Entry, Key, State};
+use crate::entry::{Entry, Found, Key, State};
 use crate::log::Decision;
-use crate::memory::At;
+use crate::memory::{At, Memory};
 use crate::request::{End, Reason};
 use crate::scheduler::Scheduler;
 use kvist_cache::{Lookup, SeqId};
@@ -80,7 +80,7 @@ impl Scheduler {
     }
 
     /// Whose turn it is: the head of the queue, or a longer prefix hit that may overtake it.
-    fn pick(&self) -> Option<Key> {
+    fn pick(&mut self) -> Option<Key> {
         let head = self.waiting.first().copied()?;
         let n = match self.config.prefix_order {
             PrefixOrder::Off => return Some(head),
@@ -91,23 +91,20 @@ impl Scheduler {
             return Some(head);
         }
         let ties = self.config.prefix_order == PrefixOrder::Ties;
+        let mut best = None;
         let candidates =
             self.waiting.iter().take(n as usize).take_while(|key| !ties || key.rank == head.rank);
-        let hit = |key: &Key| {
-            let entry = &self.entries[key.slot as usize];
-            match entry.seq {
+        for &key in candidates {
+            let entry = &mut self.entries[key.slot as usize];
+            let hit = match entry.seq {
                 Some(_) => entry.cached,
-                None => self.lookup(entry).hit_tokens,
-            }
-        };
-        let mut best = (hit(&head), head);
-        for key in candidates.skip(1) {
-            let hit = hit(key);
-            if hit > best.0 {
-                best = (hit, *key);
+                None => hit_tokens(&self.memory, entry),
+            };
+            if best.is_none_or(|(longest, _)| hit > longest) {
+                best = Some((hit, key));
             }
         }
-        Some(best.1)
+        Some(best.map_or(head, |(_, key)| key))
     }
 
     /// What the index would supply. Changes nothing.
@@ -212,5 +209,19 @@ impl Scheduler {
         let seq = self.entries[slot as usize].seq;
         let place = self.running.partition_point(|&other| self.entries[other as usize].seq < seq);
         self.running.insert(place, slot);
+    }
+}
+
+/// What the index would supply, asked again only if it has changed: a prompt is long, and stands in the queue for many
+/// attempts.
+fn hit_tokens(memory: &Memory, entry: &mut Entry) -> u32 {
+    let (of_tokens, version) = (entry.known_content(), memory.prefix_version());
+    match entry.found {
+        Some(found) if (found.of_tokens, found.version) == (of_tokens, version) => found.hit_tokens,
+        _ => {
+            let hit_tokens = memory.lookup(&entry.salt, &entry.prompt, of_tokens).hit_tokens;
+            entry.found = Some(Found { hit_tokens, of_tokens, version });
+            hit_tokens
+        }
     }
 }

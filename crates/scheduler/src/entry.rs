@@ -22,6 +22,14 @@ pub(crate) enum State {
     Running,
 }
 
+/// A lookup that need not be repeated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Found {
+    pub hit_tokens: u32,
+    pub of_tokens: u32,
+    pub version: u64,
+}
+
 pub(crate) struct Entry {
     // What every step touches.
     pub state: State,
@@ -49,6 +57,8 @@ pub(crate) struct Entry {
     pub prompt: Prompt,
     /// What conservative admission has set aside for it.
     pub reserved: u64,
+    /// What the index was last found to supply, in tokens, of how many and at which version of it.
+    pub found: Option<Found>,
     /// How often a prefix hit overtook it at the head of the queue.
     pub overtaken: u32,
     pub admitted_ns: Option<u64>,

@@ -41,8 +41,7 @@ impl Scheduler {
             if n * self.memory.cells(steps) <= free {
                 return true;
             }
-            let grown = |w: &Work| self.memory.cells(w.first + steps) - self.memory.cells(w.first);
-            self.batch.iter().map(grown).sum::<u64>() <= free
+            self.growth(steps) <= free
         };
         if fits(limit) {
             return limit;
@@ -56,5 +55,11 @@ impl Scheduler {
             if fits(middle) { good = middle } else { bad = middle }
         }
         good
+    }
+
+    /// Cells by which the batch grows if every share of it is taken `steps` times.
+    pub(crate) fn growth(&self, steps: u32) -> u64 {
+        let grown = |w: &Work| self.memory.cells(w.first + w.n_tokens * steps) - self.memory.cells(w.first);
+        self.batch.iter().map(grown).sum()
     }
 }

@@ -36,7 +36,7 @@ pub use policy::{BuildPolicy, POLICIES, Policy, Rank, View, build_policy};
 pub use recording::{GroupShape, Part, RECORDING_VERSION, Recorder, Recording};
 pub use replay::{ReplayError, replay};
 pub use request::{End, Ended, Prompt, Reason, Request, RequestId};
-pub use scheduler::{Counters, Duplicate, Scheduler, Turn};
+pub use scheduler::{Counters, Duplicate, Scheduler, Standing, Turn};
 pub use snapshot::{LiveRequest, LiveSequence, Snapshot};
 
 /// The example of docs/scheduler.md.

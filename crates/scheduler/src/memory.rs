@@ -126,6 +126,19 @@ impl Memory {
         self.capacity - self.room()
     }
 
+    /// Does a step that grows by this many cells want evictions first? Which group, what it needs, and what there is if
+    /// all that nobody holds is evicted: as the cache would say, had it been asked for the step. Only where this can be
+    /// told without it: in a single group that keeps everything, where sequences share nothing but full blocks.
+    pub fn shortfall(&self, growth: u64) -> Option<(GroupId, u32, u32)> {
+        if self.lets_go || self.cache.n_groups() > 1 {
+            return None;
+        }
+        let room = self.counted();
+        let (needed, available) =
+            (u32::try_from(growth).ok()?, room.free_cells.saturating_add(room.idle_cells));
+        (room.free_cells < needed && needed <= available).then_some((self.group(), needed, available))
+    }
+
     /// Could the index know such content at all?
     pub fn accepts(&self, prompt: &Prompt) -> bool {
         self.cache.accepts(&content(prompt, 0))
@@ -134,6 +147,11 @@ impl Memory {
     /// What the index could supply of the first `n_tokens`. Changes nothing.
     pub fn lookup(&self, salt: &str, prompt: &Prompt, n_tokens: u32) -> Lookup {
         self.cache.lookup(salt, &content(prompt, n_tokens))
+    }
+
+    /// While this number stays the same, lookups find as many tokens as before.
+    pub fn prefix_version(&self) -> u64 {
+        self.cache.prefix_version()
     }
 
     /// Can sequences share blocks?

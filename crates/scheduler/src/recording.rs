@@ -115,7 +115,7 @@ impl Recording {
                 None => self.line.write_str("null"),
             };
             let _ = write!(self.line, ",\"{}\"", reason.name());
-            if let Change::CopyOnWrite { from } = change {
+            if let Change::CopyOnWrite { from } | Change::Move { from } = change {
                 let _ = write!(self.line, ",{from}");
             }
             self.line.push(']');

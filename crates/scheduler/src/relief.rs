@@ -12,27 +12,31 @@ impl Scheduler {
     /// A step did not fit `group`: `needed` cells, `available` if nobody's blocks were evicted. In this order: evict
     /// what only the index holds; compute less of the prompts at once, if the group lets go of what leaves its window;
     /// drop the cache of the lowest-ranked paused request; preempt the lowest-ranked running one; end the last one,
-    /// which has the cache to itself.
-    pub(crate) fn relieve(&mut self, at: At, group: GroupId, needed: u32, available: u32) {
+    /// which has the cache to itself. `true` if evictions were enough to go on: then the batch is what it was.
+    pub(crate) fn relieve(&mut self, at: At, group: GroupId, needed: u32, available: u32) -> bool {
+        self.moved = true;
         if available >= needed {
             let freed = self.memory.make_room(needed, at);
             self.counters.make_rooms += 1;
             self.decide(at, Decision::MakeRoom { needed, freed });
             if freed > 0 {
-                return;
+                return true;
             }
         }
         if self.memory.lets_go(group) && self.shorten_prompts(needed.saturating_sub(available)) {
-            return;
+            return false;
         }
         if let Some(&worst) = self.holders.last() {
-            return self.drop_cache(at, worst.slot);
+            self.drop_cache(at, worst.slot);
+            return false;
         }
         let worst = self.worst_running().expect("a step has at least one request");
         if self.running.len() > 1 {
-            return self.preempt(at, worst.slot, "memory", false);
+            self.preempt(at, worst.slot, "memory", false);
+        } else {
+            self.end(at, worst.slot, End::Refused(Reason::CacheFull));
         }
-        self.end(at, worst.slot, End::Refused(Reason::CacheFull));
+        false
     }
 
     /// Fewer tokens of prompts in this step, by the cells that are `missing`, or half as many where it is not cells

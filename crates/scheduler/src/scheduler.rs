@@ -9,7 +9,7 @@ use crate::lengths::{Order, Truth};
 use crate::log::{Decision, Log};
 use crate::memory::{At, Memory};
 use crate::request::*;
-use kvist_cache::{Cache, Refused, SeqId, Span, Step, StepPlan, StepRequest};
+use kvist_cache::{Cache, MissReason, Refused, SeqId, Span, Step, StepPlan, StepRequest};
 use std::collections::{BTreeSet, HashMap};
 
 /// Decides who runs. See the crate's documentation for what it promises.
@@ -72,6 +72,29 @@ pub struct Counters {
     pub preemptions: u64,
     /// Times that indexed blocks were evicted for a step.
     pub make_rooms: u64,
+}
+
+/// Where a live request stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Standing {
+    /// Its sequence, while it holds cells.
+    pub seq: Option<SeqId>,
+    /// Has it a place in the batch?
+    pub running: bool,
+    /// When it first had one.
+    pub admitted_ns: Option<u64>,
+    /// Tokens whose K and V it holds.
+    pub cached_tokens: u32,
+    /// Tokens that the prefix index supplied on its first admission.
+    pub hit_tokens: u32,
+    /// Tokens of its prompt.
+    pub prompt_tokens: u32,
+    /// Tokens generated.
+    pub generated: u32,
+    /// How often it lost its place.
+    pub preemptions: u32,
+    /// Why the index supplied no more, as an operator may know it; if that was asked.
+    pub miss: Option<MissReason>,
 }
 
 /// What a turn did.
@@ -194,6 +217,21 @@ impl Scheduler {
         let live = self.entries.iter().filter(|entry| entry.state != State::Vacant);
         live.filter_map(|entry| Some((entry.id, entry.seq?)))
     }
+    /// What is known of a live request, its answer excepted; `None` if there is none.
+    pub fn standing(&self, id: RequestId) -> Option<Standing> {
+        let entry = &self.entries[*self.by_id.get(&id)? as usize];
+        Some(Standing {
+            seq: entry.seq,
+            running: entry.state == State::Running,
+            admitted_ns: entry.admitted_ns,
+            cached_tokens: entry.cached,
+            hit_tokens: entry.hit_tokens,
+            prompt_tokens: entry.prompt_tokens,
+            generated: entry.generated(),
+            preemptions: entry.preemptions,
+            miss: entry.miss,
+        })
+    }
     /// What ended since the last call, in order.
     pub fn drain_ended(&mut self) -> std::vec::Drain<'_, Ended> {
         self.ended.drain(..)
@@ -244,6 +282,7 @@ impl Scheduler {
             salt: request.salt,
             prompt: request.prompt,
             reserved: 0,
+            found: None,
             overtaken: 0,
             admitted_ns: None,
             first_token_ns: None,
@@ -336,6 +375,16 @@ impl Scheduler {
                 return Turn::Idle;
             }
             let steps = if self.moved { 1 } else { self.foresee(now_ns, executor) };
+            // Who runs, and with how many tokens, does not depend on blocks that nobody holds: as long as nobody has
+            // come or gone, the step is the same once they are evicted, and need not be formed again.
+            if steps == 1
+                && !self.moved
+                && let Some((group, needed, available)) = self.memory.shortfall(self.growth(1))
+                && !self.relieve(at, group, needed, available)
+            {
+                admit = self.running.is_empty();
+                continue;
+            }
             self.spans.clear();
             let seq = |w: &Work| self.entries[w.slot as usize].seq.expect("who runs has a sequence");
             self.spans.extend(self.batch.iter().map(|w| Span::chain(seq(w), w.first, w.n_tokens)));
@@ -355,7 +404,6 @@ impl Scheduler {
                 // Another group than the one that is counted: one by one, then.
                 Err(Refused::NoSpace { .. }) if steps > 1 => self.moved = true,
                 Err(Refused::NoSpace { group, needed, free, reclaimable }) => {
-                    self.moved = true;
                     self.relieve(at, group, needed, free.saturating_add(reclaimable));
                     // Who was preempted for space does not come back in the same turn, unless nobody is left.
                     admit = self.running.is_empty();

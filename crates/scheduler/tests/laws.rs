@@ -3,25 +3,10 @@
 //!
 //! `KVIST_OPS` sets how many operations; a failure prints its seed.
 use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
+use kvist_cache::twin::SplitMix64 as Random;
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, Step};
 use kvist_scheduler::*;
 use std::collections::BTreeMap;
-
-/// SplitMix64: S. Vigna's public-domain generator.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-    fn below(&mut self, n: u32) -> u32 {
-        (self.next() % u64::from(n)) as u32
-    }
-}
 
 fn cells(capacity_tokens: u32) -> Cache {
     let group = GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: capacity_tokens };

@@ -4,23 +4,8 @@
 //! The twin keeps books of its own: over cells, the space a request needs is the tokens it holds.
 use kvist_cache::Cache;
 use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
+use kvist_cache::twin::SplitMix64 as Random;
 use kvist_scheduler::*;
-
-/// SplitMix64: S. Vigna's public-domain generator.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-    fn below(&mut self, n: u32) -> u32 {
-        (self.next() % u64::from(n)) as u32
-    }
-}
 
 #[derive(Clone)]
 struct Job {

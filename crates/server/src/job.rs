@@ -21,6 +21,8 @@ pub struct Job {
     pub logprobs: Option<u8>,
     /// What may come next, if not everything.
     pub constraint: Option<Box<dyn Constraint>>,
+    /// Control tokens that have their name as text, where others have none: marks of tool calls.
+    pub written: Vec<u32>,
     /// Prefixes are shared inside a salt only.
     pub salt: Arc<str>,
     /// Larger is more urgent, where the scheduling policy asks.

@@ -4,6 +4,7 @@
 //! JavaScript everything is there but the scrubbing of block maps. It refuses to compute: figures come from
 //! [`Report`].
 mod blocks;
+mod compare;
 mod gantt;
 mod load;
 mod picture;
@@ -18,6 +19,7 @@ use plot::{Frame, Series};
 use scale::Scale;
 use std::fmt::Write;
 
+pub use compare::{Comparison, Quantity};
 pub use picture::Picture;
 pub use scale::Unit;
 
@@ -68,6 +70,8 @@ pub struct Page<'a> {
     pub about: &'a str,
     /// Compared side by side, in this order.
     pub runs: Vec<Run<'a>>,
+    /// Before the plots.
+    pub comparison: Option<Comparison>,
     /// Plots without a point are left out.
     pub plots: Vec<Plot>,
 }
@@ -101,7 +105,8 @@ impl Page<'_> {
     fn figures(&self) -> Vec<Figure> {
         let plots = self.plots.iter().filter_map(Plot::figure);
         let others = [self.latencies(), load::figure(&self.runs), gantt::figure(&self.runs)];
-        plots.chain(others.into_iter().flatten()).collect()
+        let comparison = self.comparison.as_ref().and_then(Comparison::figure);
+        comparison.into_iter().chain(plots).chain(others.into_iter().flatten()).collect()
     }
 
     /// The plots of the page as files of their own, on a light ground: everything but tiles, tables and block maps.

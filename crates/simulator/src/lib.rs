@@ -2,12 +2,13 @@
 //!
 //! Requests come from a [`trace`] or a [`workload`]; a [`cost`] model says how long a step takes; [`report`] and
 //! [`html`] say what happened. [`zero_service`] replays a trace against an eviction policy alone, where nothing
-//! takes any time.
+//! takes any time; [`arena`] lays one load into contiguous handles and into pages.
 //!
 //! It promises that the same input gives the same bytes. It refuses to read a clock, to draw a random number
 //! without a seed, and to decide anything that the serving crates decide.
 #![forbid(unsafe_code)]
 
+pub mod arena;
 pub mod cost;
 pub mod html;
 pub mod report;

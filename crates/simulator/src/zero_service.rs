@@ -172,7 +172,8 @@ impl BlockStream {
 
 /// Replays `stream` against the policy of this name, in a cache of `capacity_blocks` (`None`: without bound).
 ///
-/// Every block costs the same to recompute and has the same size. Time is that of the trace.
+/// Every block costs the same to recompute and has the same size: without the rule that leaves go first, a policy that
+/// weighed depth would evict the heads, behind which nothing hits. Time is that of the trace.
 ///
 /// # Errors
 /// An unknown policy, or a parameter that is not its own.

@@ -1,9 +1,10 @@
 //! The page: complete, self-contained, the same bytes for the same runs. `KVIST_PAGE=FILE` writes it, to be looked at.
 use kvist_cache::evict::{POLICIES, Parameters};
 use kvist_simulator::cost::{BatchShape, Hardware, ModelShape, Roofline, StepCost};
-use kvist_simulator::html::{Curve, Page, Plot, Point, Run, Unit};
+use kvist_simulator::html::{Comparison, Curve, Page, Plot, Point, Quantity, Run, Unit};
 use kvist_simulator::report::{BlockMap, BlockState, Load, Objectives, Outcome, Record, Report, RequestRow};
 use kvist_simulator::request::Request;
+use kvist_simulator::statistics::Estimate;
 use kvist_simulator::trace::{ReadOptions, Trace};
 use kvist_simulator::workload::{Arrivals, Contents, Lengths, Workload};
 use kvist_simulator::zero_service::{BlockStream, TouchOrder, replay};
@@ -155,6 +156,29 @@ fn curves() -> (Vec<Curve>, f64) {
     (POLICIES.iter().map(|policy| curve(policy.name)).collect(), ratio("lru", None))
 }
 
+/// Figures of three servers, one of which measured nothing.
+fn comparison() -> Comparison {
+    let mark = |mean, half_width| Estimate { n: 3, mean, half_width };
+    let quantity =
+        |title: &str, unit, marks| Quantity { title: title.into(), label: "of all".into(), unit, marks };
+    let waits = vec![
+        vec![mark(0.2, Some(0.05)), mark(9.0, Some(4.0))],
+        vec![mark(0.3, None), mark(12.0, Some(14.0))],
+        Vec::new(),
+    ];
+    let shares = vec![vec![mark(0.0, Some(0.0))], vec![mark(0.5, None)], vec![mark(1.0, None)]];
+    Comparison {
+        title: "Side by side".into(),
+        about: "Three <servers>.".into(),
+        names: vec!["<fcfs>".into(), "sjf".into(), "a name that is longer than others".into()],
+        quantities: vec![
+            quantity("Wait", Unit::Seconds, waits),
+            quantity("Share", Unit::Percent, shares),
+            quantity("Of nothing", Unit::Count, vec![Vec::new(); 3]),
+        ],
+    }
+}
+
 fn with_page<T>(n_runs: usize, then: impl FnOnce(&Page<'_>) -> T) -> T {
     let records = records();
     let objectives = Objectives { ttft_s: Some(1.0), tpot_s: Some(0.05) };
@@ -176,6 +200,7 @@ fn with_page<T>(n_runs: usize, then: impl FnOnce(&Page<'_>) -> T) -> T {
         title: "Two batches <of> one load",
         about: "300 requests in bursts, on one L40S.",
         runs: runs.map(|((name, record), report)| Run { name, record, report }).collect(),
+        comparison: Some(comparison()),
         plots: vec![hit_ratio, nothing],
     })
 }
@@ -213,9 +238,20 @@ fn complete_and_self_contained() {
     for n_runs in [0, 1, 2] {
         let page = page(n_runs);
         check_tags(&page);
-        for foreign in
-            ["http", "src=", "@import", "url(", "NaN", "inf\"", "<of>", "<32>", "<policy>", "Of nothing"]
-        {
+        for foreign in [
+            "http",
+            "src=",
+            "@import",
+            "url(",
+            "NaN",
+            "inf\"",
+            "<of>",
+            "<32>",
+            "<policy>",
+            "<servers>",
+            "<fcfs>",
+            "Of nothing",
+        ] {
             assert!(!page.contains(foreign), "{n_runs} runs: {foreign}");
         }
         let sections = ["Hit ratio against capacity", "Latency", "Memory and batch", "Requests", "Block map"];
@@ -250,7 +286,10 @@ fn of_nothing() {
 fn pictures() {
     let pictures = with_page(2, |page| page.pictures());
     let names: Vec<&str> = pictures.iter().map(|picture| picture.name.as_str()).collect();
-    assert_eq!(names, ["hit-ratio-against-capacity", "latency", "memory-and-batch-over-time", "requests"]);
+    assert_eq!(
+        names,
+        ["side-by-side", "hit-ratio-against-capacity", "latency", "memory-and-batch-over-time", "requests"]
+    );
     let page = page(2);
     for picture in &pictures {
         let svg = &picture.svg;
@@ -270,6 +309,6 @@ fn pictures() {
             std::fs::write(Path::new(&path).with_extension(format!("{}.svg", picture.name)), svg).unwrap();
         }
     }
-    assert_eq!(with_page(0, |page| page.pictures()).len(), 1);
+    assert_eq!(with_page(0, |page| page.pictures()).len(), 2);
     assert!(Page::default().pictures().is_empty());
 }

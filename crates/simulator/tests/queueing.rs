@@ -10,6 +10,7 @@
 //! The means of independent runs are corrected by what chance did to their arrivals and services (control variates,
 //! regressed over the runs), which says the same with fewer jobs. Intervals are 95%.
 use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::twin::SplitMix64;
 use kvist_cache::{Cache, PagedSpec};
 use kvist_scheduler::{Config, LengthSource, Preempted, TokenWork};
 use kvist_simulator::cost::ConstantRates;
@@ -17,20 +18,12 @@ use kvist_simulator::report::RequestRow;
 use kvist_simulator::request::Request;
 use kvist_simulator::run::{Options, run};
 
-/// SplitMix64: S. Vigna's public-domain generator.
-struct Random(u64);
+struct Random(SplitMix64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
     /// In (0, 1].
     fn unit(&mut self) -> f64 {
-        ((self.next() >> 11) + 1) as f64 / (1u64 << 53) as f64
+        ((self.0.next() >> 11) + 1) as f64 / (1u64 << 53) as f64
     }
     fn exponential(&mut self, mean: f64) -> f64 {
         -mean * self.unit().ln()
@@ -116,7 +109,7 @@ struct Path {
 impl Path {
     /// Without `requests` it can only be looked at.
     fn new(service: &Service, utilisation: f64, jobs: usize, seed: u64, with_requests: bool) -> Path {
-        let mut random = Random(seed);
+        let mut random = Random(SplitMix64(seed));
         let interval = service.moments().0 / utilisation;
         let (mut at, mut means, mut free_ns) = (0.0, [0.0; 3], 0);
         let (mut requests, mut fcfs_ns) = (Vec::new(), Vec::with_capacity(jobs));

@@ -1,5 +1,6 @@
 //! How fast a whole trace runs. Needs the public Mooncake conversation trace:
 //! `KVIST_TRACE=conversation_trace.jsonl cargo test --release -p kvist-simulator --test trace_speed -- --ignored --nocapture`
+//! `KVIST_CAPACITY` bounds the cache, in tokens: then most steps that begin blocks must evict first.
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, Vocabulary};
 use kvist_scheduler::Config;
@@ -16,11 +17,12 @@ fn conversation_trace() {
     let trace = Trace::read(path.as_ref(), &ReadOptions::default()).unwrap();
     println!("read in {:.3} s", start.elapsed().as_secs_f64());
     let requests = trace.into_arrival_order();
+    let capacity = std::env::var("KVIST_CAPACITY").ok().map(|tokens| tokens.parse().expect("tokens"));
+    let capacity_tokens = capacity.unwrap_or(u32::MAX);
     for (prefill, decode) in [(100.0, 10.0), (20.0, 2.0), (200.0, 1.3)] {
         let cost = ConstantRates::new(prefill, decode).unwrap();
         for block_tokens in [512, 16] {
-            let group =
-                GroupSpec { capacity_tokens: u32::MAX, visibility: Visibility::FULL, max_step_tokens: 8192 };
+            let group = GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: 8192 };
             let vocabulary = Vocabulary::Ids { tokens_per_id: 512 };
             let prefix = Some(PrefixSpec { vocabulary, ..PrefixSpec::default() });
             let spec = PagedSpec { block_tokens, groups: vec![group], rollback_tokens: 0, prefix };

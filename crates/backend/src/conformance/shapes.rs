@@ -25,7 +25,7 @@ const fn crowded(kind: &'static str, windowed: bool) -> Shape {
     Shape { windowed, crowded: true, ..shape(kind, "random operations", random) }
 }
 
-pub const SHAPES: [Shape; 20] = [
+pub const SHAPES: [Shape; 24] = [
     shape("contiguous", "prefill", prefill),
     shape("contiguous", "single decode", decode),
     shape("contiguous", "chunked prefill and rewind", chunked),
@@ -42,6 +42,10 @@ pub const SHAPES: [Shape; 20] = [
     windowed("tree", "frontiers under windows", frontiers),
     shape("tree", "trees beside chains", mixed),
     shape("tree", "trees on a shared trunk", trunk_trees),
+    shape("paged", "batch of sequences", batch),
+    windowed("paged", "batch under windows", batch),
+    shape("paged", "forks of a trunk", forks),
+    windowed("paged", "forks under windows", forks),
     crowded("contiguous", false),
     crowded("ring", true),
     crowded("cells", false),

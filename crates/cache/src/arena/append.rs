@@ -1,5 +1,6 @@
 //! Growth: where new tokens go, and what must move before they can.
 use super::{Arena, ArenaRefused, CapacityExceeded, Handle};
+use crate::events::Reason;
 use crate::ids::SeqId;
 
 /// `len` blocks to copy, in every layer, K and V.
@@ -145,6 +146,8 @@ impl Append<'_> {
         let sequence = arena.sequences.get_mut(&self.seq).expect("the plan knew this sequence");
         sequence.handle = self.handle;
         sequence.used_tokens = self.used_after;
+        let n_used = before.used_tokens.div_ceil(arena.block_tokens);
+        arena.tell_growth(&[(self.seq, before.handle, self.handle, n_used)], Reason::Append);
         arena.touch(self.seq).expect("the plan knew this sequence");
     }
 }

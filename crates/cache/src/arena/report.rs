@@ -65,10 +65,7 @@ impl ArenaReport {
     /// 1 − largest free run ÷ free blocks: the share of the free blocks that the largest possible request cannot
     /// have. 0 if nothing is free.
     pub fn external_fragmentation(&self) -> f64 {
-        match self.free_blocks {
-            0 => 0.0,
-            free => 1.0 - f64::from(self.largest_free_run) / f64::from(free),
-        }
+        external_fragmentation(self.free_blocks, self.largest_free_run)
     }
 
     /// 1 − used tokens ÷ tokens that the reserved blocks could hold. 0 if nothing is reserved.
@@ -87,6 +84,13 @@ impl ArenaReport {
             map[s.start as usize..(s.start + s.reserved) as usize].fill(Some(s.seq));
         }
         map
+    }
+}
+
+pub(super) fn external_fragmentation(free_blocks: u32, largest_free_run: u32) -> f64 {
+    match free_blocks {
+        0 => 0.0,
+        free => 1.0 - f64::from(largest_free_run) / f64::from(free),
     }
 }
 

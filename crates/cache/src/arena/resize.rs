@@ -1,5 +1,6 @@
 //! More or fewer blocks.
 use super::{Allocator, Arena, ArenaRefused, BlockCopy, Handle};
+use crate::events::Reason;
 use crate::ids::SeqId;
 
 /// An arena of another size on its way. The number of blocks is part of the strides ([`Layout`](super::Layout)), so
@@ -82,10 +83,15 @@ impl Resize<'_> {
 
     /// The bytes are in the new buffers.
     pub fn commit(self) {
-        self.arena.allocator = self.placed.allocator;
+        let arena = self.arena;
+        arena.allocator = self.placed.allocator;
+        let mut grown = Vec::new();
         for (seq, handle) in self.placed.handles {
-            self.arena.sequences.get_mut(&seq).expect("the plan knew this sequence").handle = handle;
+            let sequence = arena.sequences.get_mut(&seq).expect("the plan knew this sequence");
+            let before = std::mem::replace(&mut sequence.handle, handle);
+            grown.push((seq, before, handle, sequence.used_tokens.div_ceil(arena.block_tokens)));
         }
-        self.arena.counters.resized += 1;
+        arena.tell_growth(&grown, Reason::Resize);
+        arena.counters.resized += 1;
     }
 }

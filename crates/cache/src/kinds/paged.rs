@@ -23,11 +23,12 @@ use std::collections::BTreeMap;
 
 /// Serves many users: whole blocks are shared between sequences and with the prefix index, and a sequence that
 /// writes into a block which others read gets a copy of its part of it first, the only bytes that a fork ever
-/// costs.
+/// costs. Where all who share it write in one step, one of them goes on in the block itself.
 ///
 /// It promises that a block is free exactly when no sequence holds it and the index does not know it; that a step
-/// writes to free blocks and to the unindexed tails of their only holder; that blocks no query can see again are
-/// let go at `commit`, `rollback_tokens` later than the window says.
+/// writes to free blocks and to cells behind the ends of all holders of an unindexed block, and the latter only for
+/// one who is alone with it once the step is true; that blocks no query can see again are let go at `commit`,
+/// `rollback_tokens` later than the window says.
 ///
 /// It refuses trees, and every removal but that of a tail.
 pub struct Paged {
@@ -126,16 +127,34 @@ impl Paged {
         self.sequences.get(&seq).ok_or(Refused::UnknownSequence(seq))
     }
 
-    /// New blocks that `n_tokens` more cost a sequence: a copy of its shared tail counts as one.
+    /// New blocks that `n_tokens` more cost a sequence, a copy of its tail not counted.
     fn blocks_needed(&self, table: &Table, n_tokens: u32) -> u32 {
-        let end = table.next_position + n_tokens;
-        let held = table.blocks.len() as u32;
-        self.covering_blocks(end) - held + u32::from(self.shared_tail(table).is_some())
+        self.covering_blocks(table.next_position + n_tokens) - table.blocks.len() as u32
     }
     /// The partly filled last block, if others may read it.
     fn shared_tail(&self, table: &Table) -> Option<u32> {
         let tail = *table.blocks.last()?;
         (self.offset(table.next_position) > 0 && self.blocks.is_shared(tail)).then_some(tail)
+    }
+    /// Who gets a copy of its tail: everybody who shares one, but if all holders of a block leave it in the same step,
+    /// one of them need not. That is the one which has filled the most of it: it writes behind what the others read,
+    /// so that a step which is dropped half-way has spoilt nothing. Returns the number of copies. Where no tail is
+    /// shared, nothing is done.
+    fn divide_tails(&self, tails: &mut [SharedTail]) -> u32 {
+        tails.sort_unstable_by_key(|tail| (tail.block, tail.offset, tail.span));
+        let mut n_copies = tails.len() as u32;
+        for together in tails.chunk_by_mut(|a, b| a.block == b.block) {
+            let block = together[0].block;
+            if self.blocks.node(block) == NONE
+                && self.blocks.holders(block) as usize == together.len()
+                && let Some(stays) = together.last_mut()
+            {
+                stays.copies = false;
+                n_copies -= 1;
+            }
+        }
+        tails.sort_unstable_by_key(|tail| tail.span);
+        n_copies
     }
 
     /// Positions that a query sees, if not all.
@@ -185,10 +204,9 @@ impl Paged {
         *self.blocks.fell_idle() = buffer;
     }
 
-    /// Of the first `n_blocks` of a sequence, those that a query behind them sees.
-    pub(crate) fn seen_blocks(&self, n_blocks: u32) -> impl Iterator<Item = u32> {
-        let first_seen = self.first_seen(n_blocks * self.block_tokens).min(n_blocks);
-        (0..self.sink_blocks().min(first_seen)).chain(first_seen..n_blocks)
+    /// Does a query behind the first `n_blocks` of a sequence see block `i` of them?
+    pub(crate) fn is_seen(&self, i: u32, n_blocks: u32) -> bool {
+        i < self.sink_blocks() || i >= self.first_seen(n_blocks * self.block_tokens)
     }
 
     /// The new sequence `seq` holds the indexed `blocks`, as far as a query behind them sees them.
@@ -286,14 +304,19 @@ impl Kind for Paged {
 
     fn prepare(&self, spans: &Spans, group: GroupId, out: &mut GroupPlan) -> Result<(), Refused> {
         let mut needed = 0u32;
-        for span in &spans.list {
+        for (i, span) in spans.list.iter().enumerate() {
             let table = self.table(span.seq)?;
             expect_end(span, table.next_position)?;
             if span.kind != SpanKind::Chain {
                 return Err(Refused::NotHere(NO_TREES));
             }
             needed = needed.saturating_add(self.blocks_needed(table, span.n_tokens));
+            if let Some(block) = self.shared_tail(table) {
+                let offset = self.offset(table.next_position);
+                out.shared_tails.push(SharedTail { span: i as u32, block, offset, copies: true });
+            }
         }
+        needed = needed.saturating_add(self.divide_tails(&mut out.shared_tails));
         if needed > self.blocks.n_free() {
             let cells = |blocks: u32| blocks.saturating_mul(self.block_tokens);
             return Err(Refused::NoSpace {
@@ -304,14 +327,17 @@ impl Kind for Paged {
             });
         }
         let (mut from, mut written_end) = (0, 0);
-        for span in &spans.list {
+        let mut n_met = 0; // of `shared_tails`
+        for (i, span) in spans.list.iter().enumerate() {
             let table = &self.sequences[&span.seq];
             let (mut tail, mut n_tokens) =
                 (table.blocks.last().copied().filter(|&b| b != NONE), span.n_tokens);
             let offset = self.offset(table.next_position);
             if let (Some(last), true) = (tail, offset > 0) {
                 let mut block = last;
-                if self.blocks.is_shared(last) {
+                let shared = out.shared_tails.get(n_met).copied().filter(|tail| tail.span == i as u32);
+                n_met += usize::from(shared.is_some());
+                if shared.is_some_and(|tail| tail.copies) {
                     block = self.blocks.find(None, &mut from, out);
                     out.claim_block(block, self.blocks.capacity());
                     let (from, to) = (last * self.block_tokens, block * self.block_tokens);
@@ -338,19 +364,17 @@ impl Kind for Paged {
     }
 
     fn fill_reads(&self, spans: &Spans, out: &mut GroupPlan) {
-        let GroupPlan { writes, copies, reads, .. } = out;
+        let GroupPlan { writes, copies, reads, shared_tails, .. } = out;
         let mut scratch = std::mem::take(&mut reads.scratch);
         let mut extents = std::mem::take(&mut scratch.extents);
         extents.resize_with(spans.list.len().max(extents.len()), Extents::default);
-        let mut copies = copies.iter();
         for (span, extents) in spans.list.iter().zip(&mut extents) {
-            let table = &self.sequences[&span.seq];
-            self.extents(table, extents);
-            if self.shared_tail(table).is_some() {
-                let copy = copies.next().expect("prepare copies every shared tail");
-                extents.remove(span.start - copy.len, span.start, |_| {});
-                extents.push(Extent { position: span.start - copy.len, cell: copy.to, len: copy.len });
-            }
+            self.extents(&self.sequences[&span.seq], extents);
+        }
+        for (tail, copy) in shared_tails.iter().filter(|tail| tail.copies).zip(copies.iter()) {
+            let (start, extents) = (spans.list[tail.span as usize].start, &mut extents[tail.span as usize]);
+            extents.remove(start - copy.len, start, |_| {});
+            extents.push(Extent { position: start - copy.len, cell: copy.to, len: copy.len });
         }
         let horizon = |span: &PlannedSpan| Horizon::new(self.visibility, span.start, 0, span.n_tokens - 1);
         let alone = spans.list.len() == 1;
@@ -413,10 +437,8 @@ impl Kind for Paged {
 
     fn clear(&mut self) {
         self.sequences.clear();
-        if self.events.is_watching() {
-            for block in (0..self.blocks.high_water()).filter(|&block| self.blocks.is_used(block)) {
-                self.events.push(block, None, Change::Free, Reason::Clear);
-            }
+        for block in (0..self.blocks.high_water()).filter(|&block| self.blocks.is_used(block)) {
+            self.events.push(block, None, Change::Free, Reason::Clear);
         }
         self.blocks.clear();
     }
@@ -432,11 +454,15 @@ impl Kind for Paged {
     }
     fn report(&self) -> Report {
         let mut extents = Extents::default();
-        let mut unused_cells = 0;
+        // Of every started block: how many end in it, and where the last of them does.
+        let mut started: BTreeMap<u32, (u32, u32)> = BTreeMap::new();
         let sequences = self.sequences.iter().map(|(&seq, table)| {
             self.extents(table, &mut extents);
             let offset = self.offset(table.next_position);
-            unused_cells += if offset > 0 { self.block_tokens - offset } else { 0 };
+            if let (Some(&tail), true) = (table.blocks.last(), offset > 0) {
+                let (n_ends, filled) = started.entry(tail).or_default();
+                (*n_ends, *filled) = (*n_ends + 1, offset.max(*filled));
+            }
             SequenceReport {
                 seq,
                 len: extents.n_tokens(),
@@ -446,6 +472,11 @@ impl Kind for Paged {
             }
         });
         let sequences = sequences.collect();
+        // Who does not end in a block has filled it; so has the index.
+        let is_started =
+            |block, n_ends| self.blocks.holders(block) == n_ends && self.blocks.node(block) == NONE;
+        let unused = started.iter().filter(|(block, (n_ends, _))| is_started(**block, *n_ends));
+        let unused_cells = unused.map(|(_, (_, filled))| self.block_tokens - filled).sum();
         let used_blocks = self.blocks.capacity() - self.blocks.n_free();
         Report {
             capacity_cells: self.capacity_cells(),
@@ -458,6 +489,7 @@ impl Kind for Paged {
                 free: self.blocks.n_free(),
                 idle: self.blocks.n_idle(),
                 unused_cells,
+                counters: self.events.counters,
             }),
         }
     }

@@ -35,6 +35,8 @@ pub(crate) struct Index {
     tick: u64,
     n_stored: u64,
     n_evicted: u64,
+    /// Changes with every block that the index learns or forgets.
+    pub version: u64,
     path: Vec<Node>,
     buffer: Vec<u32>,
     pub events: Option<Vec<PrefixEvent>>,
@@ -99,6 +101,8 @@ struct Walk {
     n_hit: u32,
     /// The last node that matched.
     node: Node,
+    /// The last node of the hit.
+    hit_node: Node,
 }
 
 fn paged(group: &dyn Kind) -> &Paged {
@@ -145,6 +149,7 @@ impl Index {
             tick: 0,
             n_stored: 0,
             n_evicted: 0,
+            version: 0,
             path: Vec::new(),
             buffer: Vec::new(),
             events: None,
@@ -181,7 +186,7 @@ impl Index {
         for (kind, group) in groups.iter().zip(&self.groups).filter(|(_, group)| group.windowed) {
             windows.push((paged(&**kind), group, 0, 0));
         }
-        let (mut node, mut n_matched, mut n_hit) = (root, 0, 0);
+        let (mut node, mut n_matched, mut n_hit, mut hit_node) = (root, 0, 0, root);
         while n_matched < n_usable {
             let key = keying.key(content, n_matched, buffer);
             let Some(child) = self.tree.child(node, key) else { break };
@@ -199,10 +204,10 @@ impl Index {
                     && *in_a_row >= n_matched.saturating_sub(first).max(1); // a window of 1 needs nothing: ask for the last
             }
             if whole {
-                n_hit = n_matched;
+                (n_hit, hit_node) = (n_matched, node);
             }
         }
-        Walk { n_matched, n_hit, node }
+        Walk { n_matched, n_hit, node, hit_node }
     }
 
     pub fn accepts(&self, content: &Content<'_>) -> bool {
@@ -211,13 +216,17 @@ impl Index {
 
     pub fn lookup(&self, groups: &[Box<dyn Kind>], salt: &str, content: &Content<'_>) -> Lookup {
         let Some(&root) = self.salts.get(salt) else { return Lookup::default() };
-        let mut path = Vec::new();
-        let walk = self.walk(groups, root, content, &mut Vec::new(), |node| path.push(node));
-        path.truncate(walk.n_hit as usize);
+        let walk = self.walk(groups, root, content, &mut Vec::new(), |_| ());
+        // Back up along the hit.
         let n_idle = groups.iter().zip(&self.groups).map(|(kind, group)| {
             let paged = paged(&**kind);
-            let seen = paged.seen_blocks(walk.n_hit);
-            seen.filter(|&i| paged.idle_node(group.block(path[i as usize])).is_some()).count() as u32
+            let (mut node, mut n_idle) = (walk.hit_node, 0);
+            for i in (0..walk.n_hit).rev() {
+                let is_idle = paged.idle_node(group.block(node)).is_some();
+                n_idle += u32::from(is_idle && paged.is_seen(i, walk.n_hit));
+                node = self.tree.parent(node);
+            }
+            n_idle
         });
         let n_idle = n_idle.max().unwrap_or(0);
         Lookup { hit_tokens: walk.n_hit * self.block_tokens(), idle_tokens: n_idle * self.block_tokens() }
@@ -376,6 +385,7 @@ impl Index {
 
     /// `block` of `group` holds the tokens of `node`.
     fn know(&mut self, paged: &mut Paged, group: usize, node: Node, block: u32, seq: SeqId, depth: u32) {
+        self.version += 1;
         paged.index(block, node);
         paged.events.push(block, Some(seq), Change::Store, Reason::Store);
         self.groups[group].set_block(node, block);
@@ -460,6 +470,7 @@ impl Index {
     }
 
     pub fn clear(&mut self) {
+        self.version += 1;
         self.tree.clear();
         self.roots.clear();
         self.salts.clear();

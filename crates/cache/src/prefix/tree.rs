@@ -55,6 +55,10 @@ impl<S: BuildHasher + Default> Tree<S> {
     pub fn keying(&self) -> Keying {
         self.keying
     }
+    /// One past the highest number of a node.
+    pub fn n_nodes(&self) -> usize {
+        self.links.len()
+    }
     pub fn parent(&self, node: Node) -> Node {
         self.links[node as usize].parent
     }

@@ -18,15 +18,17 @@ impl Display for Report {
             self.high_water
         )?;
         if let Some(blocks) = self.blocks {
-            let BlockReport { block_tokens, total, free, idle, unused_cells } = blocks;
+            let BlockReport { block_tokens, total, free, idle, unused_cells, counters: n } = blocks;
             let held = total - free - idle;
-            write!(f, "blocks of {block_tokens} tokens: {held} of {total} held, {idle} idle, {free} free")?;
-            let held_cells = u64::from(held) * u64::from(block_tokens);
-            let internal = f64::from(unused_cells) / held_cells.max(1) as f64;
+            writeln!(f, "blocks of {block_tokens} tokens: {held} of {total} held, {idle} idle, {free} free")?;
+            let (external, internal) = (blocks.external_fragmentation(), blocks.internal_fragmentation());
             writeln!(
                 f,
-                "; {unused_cells} cells unused behind the ends of sequences (fragmentation: internal {internal:.2})"
+                "fragmentation: external {external:.2} (any free block serves anybody), internal {internal:.2} ({unused_cells} cells of held blocks unused)"
             )?;
+            write!(f, "so far: {} allocated, {} freed, {} evicted", n.allocated, n.freed, n.evicted)?;
+            write!(f, ", {} hit, {} stored, {} shared", n.hit, n.stored, n.shared)?;
+            writeln!(f, ", {} copied on write, {} fell idle", n.copied_on_write, n.fell_idle)?;
         }
         writeln!(f, "sequences: {}", self.sequences.len())?;
         for s in &self.sequences {

@@ -1,14 +1,34 @@
 //! Where a driver's decisions come from: a seed, or the bytes of a fuzzer.
 
+/// Numbers for tests: splitmix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
+/// The field is the seed.
+#[derive(Clone, Debug)]
+pub struct SplitMix64(pub u64);
+
+impl SplitMix64 {
+    /// The next 64 bits.
+    #[allow(clippy::should_implement_trait)] // endless: an iterator would promise an end
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+    /// A number below `n`, which is at least 1; biased as little as 64 bits are.
+    pub fn below(&mut self, n: u32) -> u32 {
+        (self.next() % u64::from(n)) as u32
+    }
+}
+
 /// A stream of decisions. Bytes run out, and then the drive is over; a seed gives as many as it was told.
 pub struct Choices<'b> {
     source: Source<'b>,
 }
 
 enum Source<'b> {
-    /// State of splitmix64 (Steele, Lea, Flood 2014), and operations left.
     Seed {
-        state: u64,
+        random: SplitMix64,
+        /// Left.
         n_operations: u64,
     },
     Bytes(&'b [u8]),
@@ -17,7 +37,7 @@ enum Source<'b> {
 impl<'b> Choices<'b> {
     /// `n_operations` operations from this seed.
     pub fn from_seed(seed: u64, n_operations: u64) -> Self {
-        Choices { source: Source::Seed { state: seed, n_operations } }
+        Choices { source: Source::Seed { random: SplitMix64(seed), n_operations } }
     }
     /// Operations until the bytes run out.
     pub fn from_bytes(bytes: &'b [u8]) -> Self {
@@ -38,12 +58,7 @@ impl<'b> Choices<'b> {
     /// A number below `n`; 0 when bytes have run out, or if `n` is 0.
     pub fn below(&mut self, n: u32) -> u32 {
         let mut byte = || match &mut self.source {
-            Source::Seed { state, .. } => {
-                *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-                let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-                let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-                ((z ^ (z >> 31)) >> 32) as u32
-            }
+            Source::Seed { random, .. } => (random.next() >> 32) as u32,
             Source::Bytes(bytes) => match bytes.split_first() {
                 Some((&first, rest)) => {
                     *bytes = rest;

@@ -1,8 +1,10 @@
 //! `kvist simulate`: what a cache, a policy and a scheduler do to a load, before there is a machine to try it on.
+mod arena;
 mod blocks;
 mod costs;
 mod requests;
 mod schedule;
+mod seeds;
 mod show;
 mod spec;
 mod sweep;
@@ -14,7 +16,7 @@ use anyhow::Context;
 use blocks::BlockArgs;
 use clap::{Subcommand, ValueHint};
 use costs::CostArgs;
-use kvist_cache::evict;
+use kvist_cache::{Cache, evict};
 use kvist_simulator::html;
 use kvist_simulator::report::{self, Objectives, Record, Report};
 use kvist_simulator::request::Request;
@@ -38,7 +40,7 @@ use zero::ZeroArgs;
 )]
 pub struct Args {
     #[command(subcommand)]
-    sweep: Option<Sweep>,
+    of: Option<Of>,
     #[command(flatten)]
     what: What,
     #[command(flatten)]
@@ -46,12 +48,20 @@ pub struct Args {
     /// Seed of the workload: same seed, same bytes
     #[arg(long, default_value_t = 1, value_name = "N")]
     seed: u64,
+    /// So many loads, from --seed on: the mean of every figure over them and its 95% interval
+    #[arg(
+        long, value_name = "N", value_parser = clap::value_parser!(u64).range(2..10_000),
+        conflicts_with_all = ["trace", "zero_service", "csv", "html", "svg", "beside", "record"]
+    )]
+    seeds: Option<u64>,
 }
 
 #[derive(Subcommand)]
-enum Sweep {
+enum Of {
     /// Policies x capacities x schedulers x seeds, on all cores, resumable
     Sweep(Box<sweep::Args>),
+    /// The load in contiguous handles beside pages: what moves, what is refused, what is wasted
+    Arena(Box<arena::Args>),
 }
 
 /// What is simulated: shared with the sweep.
@@ -108,8 +118,13 @@ struct ShowArgs {
 }
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
-    if let Some(Sweep::Sweep(sweep)) = args.sweep {
-        return sweep::run(*sweep, quiet);
+    match args.of {
+        Some(Of::Sweep(args)) => return sweep::run(*args, quiet),
+        Some(Of::Arena(args)) => return arena::run(*args, quiet),
+        None => {}
+    }
+    if let Some(n_seeds) = args.seeds {
+        return seeds::run(&args, n_seeds, quiet);
     }
     let requests = args.what.requests.get(args.seed)?;
     if !quiet {
@@ -212,7 +227,16 @@ impl What {
         let sound = config.check().and_then(|()| kvist_scheduler::build_policy(&config).map(|_| ()));
         sound.map_err(|why| wrong_usage(why.to_string()))?;
         self.costs.get()?;
-        self.blocks.cache(requests, self.costs.cache_tokens()?).map(|_| ())
+        self.check_cache(requests)
+    }
+
+    /// Can one cache hold them all?
+    pub fn check_cache(&self, requests: &[Request]) -> anyhow::Result<()> {
+        self.cache(requests).map(|_| ())
+    }
+
+    fn cache(&self, requests: &[Request]) -> anyhow::Result<Cache> {
+        self.blocks.cache(requests, &self.costs, self.schedule.batch_tokens())
     }
 }
 
@@ -226,7 +250,7 @@ pub fn simulate(
     progress: &mut dyn FnMut(usize),
 ) -> anyhow::Result<Run> {
     let cost = what.costs.get()?;
-    let cache = what.blocks.cache(requests, what.costs.cache_tokens()?)?;
+    let cache = what.cache(requests)?;
     let mut failed = None;
     let mut sink = |_: Part, lines: &str| {
         if failed.is_none() {

@@ -62,7 +62,11 @@ impl Memory {
                 during.get_or_insert(self.now);
             }
             let state = match event.change {
-                Change::Alloc | Change::CopyOnWrite { .. } | Change::Share | Change::Hit => State::Held,
+                Change::Alloc
+                | Change::CopyOnWrite { .. }
+                | Change::Move { .. }
+                | Change::Share
+                | Change::Hit => State::Held,
                 Change::Free | Change::Evict => State::Free,
                 Change::Idle => State::Cached,
                 Change::Store | Change::Release => continue, // somebody holds it

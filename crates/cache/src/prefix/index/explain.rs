@@ -20,7 +20,7 @@ impl Index {
         let root = self.salts.get(salt).copied();
         let walk = match root {
             Some(root) => self.walk(groups, root, content, &mut buffer, |_| ()),
-            None => Walk { n_matched: 0, n_hit: 0, node: NONE },
+            None => Walk { n_matched: 0, n_hit: 0, node: NONE, hit_node: NONE },
         };
         let position = walk.n_matched * keying.block_tokens;
         if walk.n_hit < walk.n_matched {

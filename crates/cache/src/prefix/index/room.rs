@@ -41,9 +41,14 @@ impl Index {
         self.moment = at;
         let before = self.n_evicted;
         for g in 0..groups.len() {
+            let mut orphans = Vec::new();
             while paged(&*groups[g]).free_cells() < n_tokens {
                 let Some(evict) = self.groups[g].evict.as_mut() else { break };
-                let Some(block) = evict.order.pop().or_else(|| self.orphaned(groups, g)) else { break };
+                let leaf = evict.order.pop();
+                if leaf.is_none() && orphans.is_empty() {
+                    orphans = self.orphans(groups, g);
+                }
+                let Some(block) = leaf.or_else(|| orphans.pop()) else { break };
                 let node = paged(&*groups[g]).node(block);
                 if self.groups[g].windowed {
                     self.forget(groups, g, node);
@@ -56,13 +61,28 @@ impl Index {
         (self.n_evicted - before) as u32
     }
 
-    /// An idle block of a full group that is no leaf although nothing evictable is left. It happens when two sequences
-    /// computed the same tokens, and one that shares later blocks with the other still holds its own copy of this
-    /// one. Rare, and so is the search.
-    fn orphaned(&self, groups: &[Box<dyn Kind>], g: usize) -> Option<u32> {
-        let paged = paged(&*groups[g]);
-        (paged.n_idle() > 0)
-            .then(|| self.groups[g].blocks.iter().copied().find(|&block| paged.idle_node(block).is_some()))?
+    /// Idle blocks of a full group when none of them is a leaf: those with nothing idle below them, in the order in
+    /// which they go, the first one last. Everything below them is held, by a sequence that has copies of its own of
+    /// them: it was forked before its like stored what both had computed, and the index knew the first blocks already
+    /// from elsewhere.
+    ///
+    /// It walks the index, O(nodes), and gives all that can go, so that a call of `make_room` walks as often as there
+    /// are such blocks above each other, and not once for each. Nobody who never forks pays.
+    fn orphans(&self, groups: &[Box<dyn Kind>], g: usize) -> Vec<u32> {
+        let (paged, group) = (paged(&*groups[g]), &self.groups[g]);
+        let (Some(evict), true) = (&group.evict, paged.n_idle() > 0) else { return Vec::new() };
+        let idle = || group.blocks.iter().filter_map(|&block| Some((block, paged.idle_node(block)?)));
+        let mut above_idle = vec![false; self.tree.n_nodes()];
+        for (_, node) in idle() {
+            let mut above = self.tree.parent(node);
+            while above != NONE && !std::mem::replace(&mut above_idle[above as usize], true) {
+                above = self.tree.parent(above);
+            }
+        }
+        let lowest = idle().filter(|&(_, node)| !above_idle[node as usize]).map(|(block, _)| block);
+        let mut lowest: Vec<u32> = lowest.collect();
+        lowest.sort_unstable_by_key(|&block| std::cmp::Reverse((evict.ranks[block as usize], block)));
+        lowest
     }
 
     /// `node` and all below it go from every group: nothing below a node can be hit without it. Blocks that a sequence
@@ -91,6 +111,7 @@ impl Index {
         if block == NONE {
             return;
         }
+        self.version += 1;
         group.set_block(node, NONE);
         if let Some(evict) = &mut group.evict {
             evict.order.remove(block);

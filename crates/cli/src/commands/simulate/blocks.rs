@@ -1,4 +1,5 @@
 //! The cache under the load.
+use super::costs::CostArgs;
 use super::spec::{self, Capacity};
 use crate::options::wrong_usage;
 use kvist_cache::evict::Parameters;
@@ -35,10 +36,11 @@ impl BlockArgs {
         Ok(Parameters { half_life: self.half_life })
     }
 
-    /// Empty bookkeeping for these requests. `cache_tokens` is what the hardware holds, where that is known.
-    pub fn cache(&self, requests: &[Request], cache_tokens: Option<u64>) -> anyhow::Result<Cache> {
+    /// Empty bookkeeping for these requests. `costs` know what the hardware holds and what a block weighs and costs, in
+    /// steps of `batch_tokens`.
+    pub fn cache(&self, requests: &[Request], costs: &CostArgs, batch_tokens: u32) -> anyhow::Result<Cache> {
         let block_tokens = self.block_tokens.unwrap_or(BLOCK_TOKENS);
-        let capacity_tokens = match (self.capacity_blocks, cache_tokens) {
+        let capacity_tokens = match (self.capacity_blocks, costs.cache_tokens()?) {
             (Capacity::Blocks(n), _) => {
                 n.checked_mul(block_tokens).filter(|&n| n < u32::MAX).ok_or_else(|| {
                     wrong_usage(format!(
@@ -53,6 +55,12 @@ impl BlockArgs {
             vocabulary: vocabulary(requests)?,
             policy: self.policy.clone(),
             parameters: self.parameters()?,
+            block_bytes: costs
+                .token_bytes()?
+                .map(|bytes| (bytes * f64::from(block_tokens)) as u64)
+                .into_iter()
+                .collect(),
+            cost: costs.recompute(batch_tokens)?,
             ..PrefixSpec::default()
         };
         let group = GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: 1 };

@@ -2,9 +2,11 @@
 use crate::options::wrong_usage;
 use anyhow::Context;
 use clap::ValueHint;
+use kvist_cache::RecomputeCost;
 use kvist_scheduler::TokenWork;
 use kvist_simulator::cost::{
     BatchShape, ConstantRates, Hardware, LONGEST_STEP_NS, MeasuredTable, ModelShape, Roofline, StepCost,
+    recompute_cost,
 };
 use std::path::PathBuf;
 
@@ -107,9 +109,26 @@ impl CostArgs {
         Some(priced(&*self.get().ok()?, batch_tokens))
     }
 
+    /// What evicting policies are told of computing a prompt anew, in steps of `batch_tokens`.
+    pub fn recompute(&self, batch_tokens: u32) -> anyhow::Result<RecomputeCost> {
+        Ok(recompute_cost(&*self.get()?, batch_tokens))
+    }
+
+    /// K and V of a token; `None` where no model is given.
+    pub fn token_bytes(&self) -> anyhow::Result<Option<f64>> {
+        if self.names_no_machine() {
+            return Ok(None);
+        }
+        Ok(Some(self.roofline()?.model.kv_bytes_per_token()))
+    }
+
+    fn names_no_machine(&self) -> bool {
+        self.costs.is_some() || self.prefill_rate.is_some()
+    }
+
     /// Tokens that the memory holds beside the weights; `None` where no machine is given.
     pub fn cache_tokens(&self) -> anyhow::Result<Option<u64>> {
-        if self.costs.is_some() || self.prefill_rate.is_some() {
+        if self.names_no_machine() {
             return Ok(None);
         }
         let roofline = self.roofline()?;

@@ -1,7 +1,8 @@
 //! A report as text.
 use kvist_simulator::report::Report;
-use kvist_simulator::statistics::Spread;
+use kvist_simulator::statistics::{Estimate, Spread};
 use kvist_simulator::zero_service::ZeroService;
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 /// Seconds with a unit that leaves three digits.
@@ -14,7 +15,7 @@ fn seconds(s: f64) -> String {
     }
 }
 
-fn percent(ratio: f64) -> String {
+pub fn percent(ratio: f64) -> String {
     format!("{:.1}%", 100.0 * ratio)
 }
 
@@ -121,6 +122,54 @@ pub fn report(report: &Report) -> String {
             report.steps.preemptions
         ),
     );
+    text
+}
+
+/// An estimate's interval, if it has one, behind its mean.
+fn with_interval(estimate: &Estimate, show: fn(f64) -> String) -> String {
+    let half = estimate.half_width.map_or(String::new(), |half| format!(" ±{}", show(half)));
+    show(estimate.mean) + &half
+}
+
+/// Figures of a report, over seeds.
+pub fn over_seeds(load: &str, n_seeds: u64, figures: &BTreeMap<&'static str, Estimate>) -> String {
+    let mut text = format!("{load}, {n_seeds} seeds; ± is the 95% interval of the mean over them\n\n");
+    let _ = writeln!(text, "{:<22}{:>20}{:>20}{:>20}{:>20}", "", "mean", "p50", "p90", "p99");
+    for (name, figure) in [
+        ("time in queue", "queue"),
+        ("TTFT", "ttft"),
+        ("TPOT", "tpot"),
+        ("between tokens", "itl"),
+        ("end to end", "end_to_end"),
+    ] {
+        let values = ["mean", "p50", "p90", "p99"].map(|which| {
+            let estimate = figures.get(format!("{figure}_{which}_s").as_str());
+            estimate.map_or("-".to_owned(), |it| with_interval(it, seconds))
+        });
+        let values = values.map(|value| format!("{value:>20}"));
+        let _ = writeln!(text, "{name:<22}{}", values.concat());
+    }
+    text.push('\n');
+    let number: fn(f64) -> String = |value| format!("{value:.3}");
+    for (name, show) in [
+        ("requests_per_s", number),
+        ("output_tokens_per_s", number),
+        ("goodput_requests_per_s", number),
+        ("attainment", percent),
+        ("token_hit_ratio", percent),
+        ("block_hit_ratio", percent),
+        ("request_hit_ratio", percent),
+        ("evicted_blocks", number),
+        ("mean_used_blocks", number),
+        ("mean_batch_requests", number),
+        ("mean_queue_requests", number),
+        ("busy_ratio", percent),
+        ("preemptions", number),
+    ] {
+        if let Some(estimate) = figures.get(name) {
+            let _ = writeln!(text, "{:<26}{}", name.replace('_', " "), with_interval(estimate, show));
+        }
+    }
     text
 }
 

@@ -9,7 +9,7 @@ use crate::options::wrong_usage;
 use crate::{output, progress};
 use anyhow::Context;
 use clap::ValueHint;
-use kvist_simulator::html::{Curve, Page, Plot, Point, Unit};
+use kvist_simulator::html::{Comparison, Curve, Page, Plot, Point, Quantity, Unit};
 use kvist_simulator::report::{Report, VERSION, over_seeds};
 use kvist_simulator::request::Request;
 use kvist_simulator::run::Options;
@@ -123,7 +123,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         // What prompts are made of, which is the same for all cells.
         match args.what.zero.zero_service {
             true => BlockStream::of(load, args.what.blocks.block_tokens).map(|_| ())?,
-            false => args.what.blocks.cache(load, args.what.costs.cache_tokens()?).map(|_| ())?,
+            false => args.what.check_cache(load)?,
         }
     }
     if !quiet && !args.what.zero.zero_service {
@@ -146,7 +146,10 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     output::write_file(&args.out.join("sweep.json"), json.as_bytes())?;
     output::write_file(&args.out.join("sweep.csv"), csv(&table).as_bytes())?;
     let title = format!("{}: a sweep", table.load);
-    let page = Page { title: &title, plots: plots(&table), ..Page::default() };
+    // Where all have one capacity there is nothing to draw against it.
+    let comparison = comparison(&table);
+    let plots = if comparison.is_some() { Vec::new() } else { plots(&table) };
+    let page = Page { title: &title, comparison, plots, ..Page::default() };
     output::write_file(&args.out.join("sweep.html"), page.render().as_bytes())?;
     write_pictures(&args.out, &page)?;
     if args.json { output::show(&json) } else { output::show(&text(&table, &args.out)) }
@@ -421,8 +424,61 @@ const PLOTS: [(&str, &str, &str, &str, Unit); 4] = [
     ),
 ];
 
+/// (title, the axis, its unit, figures)
+const COMPARED: [(&str, &str, Unit, &[&str]); 6] = [
+    ("Time to first token", "arrival to first token", Unit::Seconds, &["ttft_p50_s", "ttft_p99_s"]),
+    (
+        "Time per output token",
+        "mean of a request, after its first",
+        Unit::Seconds,
+        &["tpot_p50_s", "tpot_p99_s"],
+    ),
+    ("End to end", "arrival to last token", Unit::Seconds, &["end_to_end_p50_s", "end_to_end_p99_s"]),
+    ("Time in queue", "arrival to first admission", Unit::Seconds, &["queue_p50_s", "queue_p99_s"]),
+    ("Goodput", "requests per second that met every objective", Unit::Count, &["goodput_requests_per_s"]),
+    ("Hit ratio", "prompt tokens found in the cache", Unit::Percent, &["token_hit_ratio"]),
+];
+
+impl Table {
+    fn has_several(&self, of: fn(&Row) -> &str) -> bool {
+        self.rows.iter().any(|row| of(row) != of(&self.rows[0]))
+    }
+}
+
+/// `None` where capacities differ, or nothing does.
+fn comparison(table: &Table) -> Option<Comparison> {
+    if table.rows.len() < 2 || table.has_several(|row| &row.capacity) {
+        return None;
+    }
+    let (schedules, policies) =
+        (table.has_several(|row| &row.schedule), table.has_several(|row| &row.policy));
+    let name = |row: &Row| match (schedules, policies) {
+        (true, true) => format!("{}, {}", row.schedule, row.policy),
+        (true, false) => row.schedule.clone(),
+        (false, _) => row.policy.clone(),
+    };
+    let quantities = COMPARED.iter().map(|(title, label, unit, figures)| Quantity {
+        title: (*title).to_owned(),
+        label: (*label).to_owned(),
+        unit: *unit,
+        marks: table
+            .rows
+            .iter()
+            .map(|row| figures.iter().filter_map(|figure| row.figures.get(*figure).copied()).collect())
+            .collect(),
+    });
+    let intervals = table.rows.iter().any(|row| row.seeds > 1);
+    let shade = if intervals { " The shade behind a mark is its 95% interval over seeds." } else { "" };
+    Some(Comparison {
+        title: "Side by side".to_owned(),
+        about: format!("Of times, the ring is the median and the disc the 99th percentile.{shade}"),
+        names: table.rows.iter().map(name).collect(),
+        quantities: quantities.collect(),
+    })
+}
+
 fn plots(table: &Table) -> Vec<Plot> {
-    let several = table.rows.iter().any(|row| row.schedule != table.rows[0].schedule);
+    let several = table.has_several(|row| &row.schedule);
     let curves = |figure: &str| {
         let mut curves: Vec<Curve> = Vec::new();
         for row in &table.rows {

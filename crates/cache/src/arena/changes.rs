@@ -1,0 +1,55 @@
+//! What happened to blocks of an arena, in the words of the [event log](crate::BlockEvent).
+//!
+//! All blocks that a handle reserves are its sequence's, used or not. A handle that grows where it lies allocates; one that
+//! grows elsewhere, or is remapped by a resize, frees, then moves the blocks that hold tokens and allocates the rest. An
+//! event's group is 0, and its step the number of appends and resizes committed before.
+use super::{Arena, Handle};
+use crate::events::{BlockEvent, Change, Reason};
+use crate::ids::{GroupId, SeqId};
+use std::ops::Range;
+
+impl Handle {
+    /// All blocks that it takes.
+    pub(super) fn blocks(self) -> Range<u32> {
+        self.start..self.start + self.reserved
+    }
+}
+
+impl Arena {
+    /// Note every change of a block from now on, or no longer. What was noted and not drained is forgotten.
+    pub fn watch(&mut self, on: bool) {
+        self.events.watch(on.then_some(GroupId(0)));
+    }
+
+    /// Move what was noted since the last time to the end of `out`.
+    pub fn drain_events(&mut self, out: &mut Vec<BlockEvent>) {
+        self.events.drain(out);
+    }
+
+    pub(super) fn tell(&mut self, seq: SeqId, blocks: Range<u32>, change: Change, reason: Reason) {
+        if self.events.is_watching() {
+            blocks.for_each(|block| self.events.push(block, Some(seq), change, reason));
+        }
+    }
+
+    /// Handles before and after, with the blocks of each that hold tokens.
+    pub(super) fn tell_growth(&mut self, grown: &[(SeqId, Handle, Handle, u32)], reason: Reason) {
+        let elsewhere = |before: Handle, after: Handle| before.start != after.start;
+        for &(seq, before, _, _) in grown.iter().filter(|(_, before, after, _)| elsewhere(*before, *after)) {
+            self.tell(seq, before.blocks(), Change::Free, reason);
+        }
+        for &(seq, before, after, n_used) in grown {
+            let mut new = after.blocks();
+            if elsewhere(before, after) {
+                for from in before.start..before.start + n_used {
+                    self.tell(seq, new.start..new.start + 1, Change::Move { from }, reason);
+                    new.start += 1;
+                }
+            } else {
+                new.start += before.reserved;
+            }
+            self.tell(seq, new, Change::Alloc, reason);
+        }
+        self.events.step += 1;
+    }
+}

@@ -1,0 +1,257 @@
+//! `kvist serve`: the model behind an HTTP server.
+use crate::memory;
+use crate::options::*;
+use crate::{json, output};
+use anyhow::Context;
+use clap::ValueHint;
+use kvist_backend::{Bytes, Purpose, Storage};
+use kvist_engine::memory::MemoryPlan;
+use kvist_engine::model::Opened;
+use kvist_server::{App, Engine, ServerConfig, serve};
+use serde::Serialize;
+use std::net::IpAddr;
+use std::path::PathBuf;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// A TOML file; flags override it (docs/serving.md lists its fields)
+    #[arg(short, long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    config: Option<PathBuf>,
+    #[command(flatten)]
+    model: ModelArgs,
+    /// What clients call the model
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    /// Address to listen on; without API keys a loopback one
+    #[arg(long)]
+    host: Option<IpAddr>,
+    /// Port to listen on; 0 takes a free one
+    #[arg(long)]
+    port: Option<u16>,
+    /// Serve without API keys on an address that others reach
+    #[arg(long)]
+    open: bool,
+    /// Tokens that the cache holds, over all requests
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    context: Option<u32>,
+    /// Storage of K and V: f32, f16, bf16, q8, q4, ...
+    #[arg(long, value_name = "DTYPE")]
+    kv: Option<Storage>,
+    /// Storage of V, if it differs
+    #[arg(long, value_name = "DTYPE")]
+    kv_v: Option<Storage>,
+    /// Tokens of a block
+    #[arg(long, value_name = "TOKENS")]
+    block_tokens: Option<u32>,
+    /// Who goes first when room is made: lru, fifo, lfu, ...
+    #[arg(long, value_name = "POLICY")]
+    eviction: Option<String>,
+    /// Who runs next: fcfs, sjf, srpt, edf, laxity, priority
+    #[arg(long, value_name = "POLICY")]
+    policy: Option<String>,
+    /// Requests in the batch at most
+    #[arg(long, value_name = "N")]
+    max_batch: Option<u32>,
+    /// Tokens of a step at most
+    #[arg(long, value_name = "TOKENS")]
+    max_batch_tokens: Option<u32>,
+    /// Requests that may wait; one more is answered 429
+    #[arg(long, value_name = "N")]
+    max_queue: Option<usize>,
+    /// End requests this long after they came
+    #[arg(long, value_name = "SECONDS")]
+    request_timeout: Option<f64>,
+    /// After SIGTERM, let running requests go on for this long
+    #[arg(long, value_name = "SECONDS")]
+    grace: Option<f64>,
+    /// A request's body may have this size
+    #[arg(long, value_name = "SIZE")]
+    max_body: Option<Size>,
+    /// Pages of this origin may call; several times for several
+    #[arg(long, value_name = "ORIGIN")]
+    cors_origin: Vec<String>,
+    /// Write prompts and answers into the log
+    #[arg(long)]
+    log_prompts: bool,
+    /// Print the memory plan and end
+    #[arg(long)]
+    dry_run: bool,
+    /// The plan as one JSON document
+    #[arg(long, requires = "dry_run")]
+    json: bool,
+}
+
+impl Args {
+    /// The file, overridden by flags, checked.
+    fn config(&self) -> anyhow::Result<ServerConfig> {
+        let mut c = match &self.config {
+            Some(path) => ServerConfig::read(path)?,
+            None => ServerConfig::default(),
+        };
+        fn set<T: Clone>(field: &mut T, flag: &Option<T>) {
+            if let Some(flag) = flag {
+                *field = flag.clone();
+            }
+        }
+        if self.model.model.is_some() {
+            c.model.path = self.model.model.clone();
+        }
+        c.model.name = self.name.clone().or(c.model.name);
+        set(&mut c.http.host, &self.host);
+        set(&mut c.http.port, &self.port);
+        c.http.open |= self.open;
+        c.http.log_prompts |= self.log_prompts;
+        c.http.cors_origins.extend(self.cors_origin.iter().cloned());
+        c.cache.tokens = self.context.or(c.cache.tokens);
+        set(&mut c.cache.kv, &self.kv);
+        c.cache.kv_v = self.kv_v.or(c.cache.kv_v);
+        set(&mut c.cache.block_tokens, &self.block_tokens);
+        set(&mut c.cache.eviction, &self.eviction);
+        set(&mut c.scheduler.policy, &self.policy);
+        set(&mut c.scheduler.max_batch, &self.max_batch);
+        set(&mut c.scheduler.max_batch_tokens, &self.max_batch_tokens);
+        set(&mut c.limits.max_queue, &self.max_queue);
+        set(&mut c.limits.request_timeout_s, &self.request_timeout);
+        set(&mut c.limits.grace_s, &self.grace);
+        set(&mut c.limits.max_body_bytes, &self.max_body.map(|size| size.0 as usize));
+        c.check().map_err(|e| match &self.config {
+            Some(path) => anyhow::anyhow!("{}: {e}", path.display()),
+            None => wrong_usage(e.to_string()),
+        })?;
+        Ok(c)
+    }
+}
+
+/// `kvist serve --dry-run --json`
+#[derive(Serialize)]
+struct Plan {
+    version: u32,
+    model: String,
+    cache_tokens: u32,
+    block_tokens: u32,
+    k: String,
+    v: String,
+    max_batch: u32,
+    max_batch_tokens: u32,
+    /// Never exceeded.
+    bound: json::MemoryBytes,
+    available_bytes: Option<u64>,
+}
+
+pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
+    let config = args.config()?;
+    args.model.model = config.model.path.clone();
+    let opened = args.model.open()?;
+    let registry = registry(&args.model.compute.get()?);
+    let engine = config.engine(opened.config());
+    let plan = engine.paged.plan(opened.config(), &registry)?;
+    if args.dry_run {
+        return show_plan(&args, &config, &opened, &plan);
+    }
+    if let Some(tokenizer) = opened.tokenizer() {
+        tokenizer.check()?; // better now than at the first request
+    }
+    let budget = args.model.budget();
+    let free = MemoryPlan::free_after(&opened, args.model.weights, &budget)?;
+    if plan.session_bound() > free {
+        anyhow::bail!(
+            "the cache asks {} (working memory included), and beside the weights {} of {} are free; try a smaller \
+             --context, --kv q8, --max-batch-tokens or --max-batch",
+            Bytes(plan.session_bound()),
+            Bytes(free),
+            Bytes(budget.total())
+        );
+    }
+    let cache_tokens = engine.paged.cache.context_tokens;
+    let model = args.model.load(opened, &budget, quiet)?;
+    let engine = Engine::start(model, &registry, engine)?;
+    let app = App::new(engine, &config, cache_tokens)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2) // they move text; the computing is done elsewhere
+        .enable_all()
+        .build()
+        .context("cannot start threads for connections")?;
+    runtime.block_on(async {
+        let address = (config.http.host, config.http.port);
+        let listener = tokio::net::TcpListener::bind(address)
+            .await
+            .with_context(|| format!("cannot listen on {}:{}; try another --port", address.0, address.1))?;
+        let address = listener.local_addr()?;
+        // stdout, because it is what a program that starts this one waits for.
+        output::show(&format!("serving {} on http://{address}\n", app.model_name()))?;
+        serve(listener, app, terminated()).await.context("the server failed")
+    })
+}
+
+/// SIGTERM or SIGINT. A second one ends the program.
+async fn terminated() {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (Ok(mut terminate), Ok(mut interrupt)) =
+        (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
+    else {
+        // Without handlers the signals end the program as they always do.
+        return std::future::pending().await;
+    };
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    tokio::spawn(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        std::process::exit(130);
+    });
+}
+
+fn show_plan(args: &Args, config: &ServerConfig, opened: &Opened, plan: &MemoryPlan) -> anyhow::Result<()> {
+    let weights = opened.weight_bytes(args.model.weights)?;
+    let bound = plan.usage.with(Purpose::Weights, weights);
+    let total = bound.checked_total().context("these sizes overflow: no machine holds such a server")?;
+    let available = args.model.memory.map(|size| size.0).or_else(memory::available);
+    let report = Plan {
+        version: json::VERSION,
+        model: config.model_name(opened.name()),
+        cache_tokens: config.cache_tokens(opened.config().context),
+        block_tokens: config.cache.block_tokens,
+        k: config.cache.kv.to_string(),
+        v: config.cache.kv_v.unwrap_or(config.cache.kv).to_string(),
+        max_batch: config.scheduler.max_batch,
+        max_batch_tokens: config.scheduler.max_batch_tokens,
+        bound: bound.into(),
+        available_bytes: available,
+    };
+    if args.json {
+        output::show_json(&report)?;
+    } else {
+        let mut lines = vec![
+            format!("model            {}", report.model),
+            format!(
+                "cache            {} tokens in blocks of {}, K {}, V {}",
+                report.cache_tokens, report.block_tokens, report.k, report.v
+            ),
+            format!(
+                "batch            {} requests, {} tokens a step",
+                report.max_batch, report.max_batch_tokens
+            ),
+            String::new(),
+            format!("weights          {}", Bytes(report.bound.weights)),
+            format!("KV cache         {}", Bytes(report.bound.kv_cache)),
+            format!("  per token      {}", Bytes(plan.kv_bytes_per_token)),
+            format!("scratch          {}", Bytes(report.bound.scratch)),
+            format!("activations      {}", Bytes(report.bound.activations)),
+            format!("bound            {}", Bytes(total)),
+        ];
+        if let Some(available) = available {
+            lines.push(format!("available        {}", Bytes(available)));
+        }
+        output::show(&(lines.join("\n") + "\n"))?;
+    }
+    match available {
+        Some(available) if total > available => {
+            anyhow::bail!("{} are needed, {} are there", Bytes(total), Bytes(available))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,180 @@
+//! `kvist serve`: the real program, from its first line to its signal.
+mod program;
+
+use program::*;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+struct Server {
+    child: Child,
+    address: String,
+}
+
+impl Server {
+    fn start(args: &[&str]) -> Server {
+        let mut command = kvist();
+        command.args(["serve", "--port", "0", "-q"]).args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        let address = line.trim_end().split("http://").nth(1);
+        let address = address.unwrap_or_else(|| panic!("no address: {line:?}")).to_string();
+        Server { child, address }
+    }
+
+    fn connect(&self, method: &str, path: &str, body: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(&self.address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n\
+             content-length: {}\r\n\r\n",
+            body.len()
+        );
+        stream.write_all((head + body).as_bytes()).unwrap();
+        stream
+    }
+
+    /// The whole answer, head and body.
+    fn ask(&self, method: &str, path: &str, body: &str) -> String {
+        let mut text = String::new();
+        let _ = self.connect(method, path, body).read_to_string(&mut text);
+        text
+    }
+
+    fn signal(&self, name: &str) {
+        let id = self.child.id().to_string();
+        assert!(Command::new("kill").args([name, &id]).status().unwrap().success());
+    }
+
+    /// Its exit status.
+    fn ends(mut self) -> Option<i32> {
+        let began = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code();
+            }
+            if began.elapsed() > Duration::from_secs(30) {
+                let _ = self.child.kill();
+                panic!("it goes on after its signal");
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn body_of(answer: &str) -> serde_json::Value {
+    let body = answer.split("\r\n\r\n").nth(1).unwrap_or_else(|| panic!("no body: {answer:?}"));
+    serde_json::from_str(body).unwrap_or_else(|e| panic!("{e}: {answer}"))
+}
+
+const PROMPT: &str = "A trait is";
+
+#[test]
+fn serves_what_run_writes_until_it_is_told_to_end() {
+    let (expected, _) =
+        succeed(&["run", "--greedy", "--raw", "-q", "--max-tokens", "12", "--kv", "f32", PROMPT]);
+    let server = Server::start(&["--kv", "f32", "--context", "2048"]);
+    let request = serde_json::json!({"prompt": PROMPT, "max_tokens": 12, "temperature": 0}).to_string();
+    let answer = body_of(&server.ask("POST", "/v1/completions", &request));
+    let text = answer["choices"][0]["text"].as_str().unwrap();
+    assert!(expected.trim_end().ends_with(text.trim_end()), "{expected:?} does not end with {text:?}");
+    // One that runs when the signal comes is finished.
+    let request = serde_json::json!({"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": true, "stream": true});
+    let mut stream = BufReader::new(server.connect("POST", "/v1/completions", &request.to_string()));
+    let mut first = String::new();
+    while !first.starts_with("data") {
+        first.clear();
+        stream.read_line(&mut first).unwrap();
+    }
+    server.signal("-TERM");
+    let mut rest = String::new();
+    stream.read_to_string(&mut rest).unwrap();
+    assert!(rest.contains("\"length\"") && rest.contains("[DONE]") && !rest.contains("\"error\""), "{rest}");
+    assert_eq!(server.ends(), Some(0));
+}
+
+#[test]
+fn killed_in_mid_stream_it_starts_clean() {
+    let request =
+        serde_json::json!({"prompt": PROMPT, "max_tokens": 400, "ignore_eos": true, "stream": true})
+            .to_string();
+    for _ in 0..2 {
+        let server = Server::start(&["--context", "2048"]);
+        let mut stream = BufReader::new(server.connect("POST", "/v1/completions", &request));
+        let mut line = String::new();
+        while !line.starts_with("data") {
+            line.clear();
+            stream.read_line(&mut line).unwrap();
+        }
+        server.signal("-KILL");
+        assert_eq!(server.ends(), None);
+    }
+}
+
+#[test]
+fn the_plan_names_every_purpose_and_is_refused_where_it_does_not_fit() {
+    let plan = json(&["serve", "--dry-run", "--json", "--context", "4096", "--kv", "q8"]);
+    let bound = &plan["bound"];
+    let of = |name: &str| bound[name].as_u64().unwrap_or_else(|| panic!("{name}: {plan}"));
+    assert_eq!(of("total"), of("weights") + of("kv_cache") + of("scratch") + of("activations"));
+    assert_eq!((plan["cache_tokens"].as_u64(), plan["k"].as_str()), (Some(4096), Some("q8")));
+    let twice = json(&["serve", "--dry-run", "--json", "--context", "8192", "--kv", "q8"]);
+    assert_eq!(twice["bound"]["kv_cache"].as_u64(), Some(2 * of("kv_cache")));
+    let (text, _) = succeed(&["serve", "--dry-run"]);
+    assert!(text.contains("bound ") && text.contains("KV cache"), "{text}");
+    for args in
+        [&["serve", "--dry-run", "--memory", "1MiB"][..], &["serve", "--memory", "12MiB", "--port", "0"]]
+    {
+        let out = run(args, b"");
+        let stderr = String::from_utf8(out.stderr).unwrap();
+        assert_eq!(out.status.code(), Some(1), "{args:?}: {stderr}");
+        assert!(stderr.contains("MiB"), "{args:?}: {stderr}");
+    }
+}
+
+#[test]
+fn files_and_flags_that_cannot_be_served_are_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("kvist.toml");
+    let path = file.to_str().unwrap();
+    std::fs::write(&file, "[cache]\ntokens = 512\n[http]\nport = 0\n").unwrap();
+    let plan = json(&["serve", "--config", path, "--dry-run", "--json"]);
+    assert_eq!(plan["cache_tokens"], 512);
+    let plan = json(&["serve", "--config", path, "--context", "1024", "--dry-run", "--json"]);
+    assert_eq!(plan["cache_tokens"], 1024, "flags override the file");
+    for (text, words) in [
+        ("[http]\nprot = 80\n", &["kvist.toml", "line 2", "prot"][..]),
+        ("[limits]\nmax_queue = 0\n", &["kvist.toml", "limits.max_queue"]),
+        ("[model]\npath = \"no/such.gguf\"\n", &["no/such.gguf"]),
+        ("[[keys]]\nname = \"a\"\nkey_file = \"no/such\"\n", &["no/such"]),
+    ] {
+        std::fs::write(&file, text).unwrap();
+        let out = run(&["serve", "--config", path, "--port", "0"], b"");
+        let stderr = String::from_utf8(out.stderr).unwrap();
+        assert_eq!(out.status.code(), Some(1), "{text:?}: {stderr}");
+        for word in words {
+            assert!(stderr.contains(word), "{text:?}: {stderr:?} does not say {word}");
+        }
+    }
+    for args in
+        [&["serve", "--policy", "best"][..], &["serve", "--host", "0.0.0.0"], &["serve", "--eviction", "opt"]]
+    {
+        let out = run(args, b"");
+        assert_eq!(out.status.code(), Some(2), "{args:?}: {}", String::from_utf8_lossy(&out.stderr));
+    }
+    // A port that somebody has.
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let out = run(&["serve", "--port", &port], b"");
+    let stderr = String::from_utf8(out.stderr).unwrap();
+    assert!(out.status.code() == Some(1) && stderr.contains(&port), "{stderr}");
+}

@@ -1,0 +1,221 @@
+//! The scheduler's steps, executed by a model: one forward pass over many sequences of a paged cache.
+//!
+//! The scheduler owns the bookkeeping and decides; here are the bytes. What becomes of a row of logits is for the
+//! request itself to say ([`Choose`]): its sampler, its grammar, its stop strings.
+//!
+//! It promises that a step which fails leaves the cache as it was, and that everything it will ever hold is promised
+//! by the budget when it is made.
+use crate::config::ModelConfig;
+use crate::error::Error;
+use crate::memory::{CacheConfig, MemoryPlan};
+use crate::model::{Activations, Batch, Model};
+use kvist_backend::{Counters, Layout, PoolSpec, Purpose, Registry, Reservation, Runner};
+use kvist_cache::{Cache, PagedSpec, PrefixSpec, RecomputeCost, Step};
+use kvist_scheduler::{Executor, Outcome, RequestId, Sampled};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// What becomes of a request's logits.
+pub trait Choose: Send {
+    /// Take the next token from `logits` (`[vocab]`, which may be changed), and say whether it is the last one.
+    /// Whoever cannot take one says that to its user itself, and ends.
+    fn choose(&mut self, logits: &mut [f32]) -> Choice;
+    /// No token follows: called once, by [`ModelExecutor::forget`].
+    fn end(&mut self) {}
+}
+
+/// A taken token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Choice {
+    pub token: u32,
+    pub finished: bool,
+}
+
+/// A paged cache for a model: its policy, and the size of its blocks.
+#[derive(Clone, Debug)]
+pub struct PagedConfig {
+    /// `kind` is ignored; `max_step_tokens` and `max_rows` are those of the largest batch.
+    pub cache: CacheConfig,
+    /// Tokens of a block, at least 1. The cache holds whole blocks.
+    pub block_tokens: u32,
+    /// `None`: nothing is shared. Block bytes and costs are the model's, whatever stands there.
+    pub prefix: Option<PrefixSpec>,
+}
+
+impl PagedConfig {
+    /// The bookkeeping for `model`, over no bytes yet.
+    pub fn cache(&self, model: &ModelConfig) -> Result<Cache, Error> {
+        let mut groups = self.cache.groups(model);
+        for group in &mut groups {
+            // Who asks for tokens gets them, in whole blocks.
+            let whole = group.capacity_tokens.checked_next_multiple_of(self.block_tokens.max(1));
+            group.capacity_tokens = whole.unwrap_or(group.capacity_tokens);
+        }
+        let prefix = self.prefix.clone().map(|prefix| PrefixSpec {
+            block_bytes: block_bytes(&model.layout(), &self.cache, self.block_tokens),
+            cost: recompute_cost(model),
+            ..prefix
+        });
+        Ok(Cache::paged(&PagedSpec { block_tokens: self.block_tokens, groups, rollback_tokens: 0, prefix })?)
+    }
+
+    /// Bytes by purpose, before they are asked for.
+    pub fn plan(&self, model: &ModelConfig, registry: &Registry) -> Result<MemoryPlan, Error> {
+        let cache = self.cache(model)?;
+        let (_, backend) = registry.plan(&self.cache.backend, "paged", &self.cache.groups(model))?;
+        MemoryPlan::of_cache(model, backend, &cache, &self.cache)
+    }
+}
+
+/// K and V bytes of a block, group by group.
+fn block_bytes(layout: &Layout, config: &CacheConfig, block_tokens: u32) -> Vec<u64> {
+    let mut bytes = vec![0; layout.n_groups()];
+    for (_, layer) in layout.owners() {
+        let row = config.k.row_bytes(layer.head_dim) + config.v.row_bytes(layer.head_dim);
+        bytes[layer.group.0 as usize] += u64::from(layer.n_kv_heads) * row * u64::from(block_tokens);
+    }
+    bytes
+}
+
+/// Multiply-adds of one token: of the linear layers (without the output layer, which a prompt's tokens do not pass),
+/// and of attention per position seen.
+fn recompute_cost(model: &ModelConfig) -> RecomputeCost {
+    let (hidden, wide) = (model.hidden as f64, model.intermediate as f64);
+    let (q, kv) = ((model.n_heads * model.head_dim) as f64, (model.n_kv_heads * model.head_dim) as f64);
+    let n_layers = model.n_layers as f64;
+    RecomputeCost {
+        per_token: n_layers * hidden * (2.0 * q + 2.0 * kv + 3.0 * wide),
+        per_pair: n_layers * 2.0 * q,
+    }
+}
+
+/// Executes steps over the bytes of a paged cache.
+pub struct ModelExecutor {
+    model: Arc<Model>,
+    runner: Runner,
+    activations: Activations,
+    tokens: Vec<u32>,
+    positions: Vec<u32>,
+    rows: Vec<u32>,
+    /// Asked by id, never iterated.
+    requests: HashMap<RequestId, Box<dyn Choose>>,
+    failure: Option<Error>,
+    _activation_bytes: Reservation,
+}
+
+impl ModelExecutor {
+    /// An empty cache for `model`, and what executes its steps. Refused, before anything is allocated, if what they
+    /// may grow to does not fit into the model's budget.
+    pub fn new(
+        model: &Arc<Model>,
+        registry: &Registry,
+        config: &PagedConfig,
+    ) -> Result<(Cache, ModelExecutor), Error> {
+        let architecture = model.decoder().config();
+        let cache = config.cache(architecture)?;
+        let (_, backend) =
+            registry.plan(&config.cache.backend, "paged", &config.cache.groups(architecture))?;
+        let plan = MemoryPlan::of_cache(architecture, backend, &cache, &config.cache)?;
+        let bound = plan.usage.with(Purpose::Weights, 0);
+        let budget = model.budget().promise(&bound).map_err(|refused| {
+            let config = CacheConfig { kind: "paged".into(), ..config.cache.clone() };
+            plan.too_large(architecture, registry, &config, 0, refused.free, refused.total)
+        })?;
+        let activations = budget.reserve(Purpose::Activations, plan.usage.of(Purpose::Activations))?;
+        let layout = model.decoder().layout();
+        let spec =
+            PoolSpec { capacity_cells: cache.capacity_cells(), ..config.cache.pool_spec(layout, &budget) };
+        let executor = ModelExecutor {
+            model: model.clone(),
+            runner: Runner::new(backend.pools(&spec)?, layout.clone()),
+            activations: Activations::default(),
+            tokens: Vec::new(),
+            positions: Vec::new(),
+            rows: Vec::new(),
+            requests: HashMap::new(),
+            failure: None,
+            _activation_bytes: activations,
+        };
+        Ok((cache, executor))
+    }
+
+    /// What the request `id` will do with its logits. Before its first step; until [`forget`](Self::forget).
+    pub fn expect(&mut self, id: RequestId, request: Box<dyn Choose>) {
+        self.requests.insert(id, request);
+    }
+    /// The request has ended.
+    pub fn forget(&mut self, id: RequestId) {
+        if let Some(mut request) = self.requests.remove(&id) {
+            request.end();
+        }
+    }
+    /// Why the last failed step failed.
+    pub fn take_failure(&mut self) -> Option<Error> {
+        self.failure.take()
+    }
+    /// Bytes that attention has moved.
+    pub fn counters(&self) -> Counters {
+        self.runner.pools().counters()
+    }
+    /// KV bytes reserved now.
+    pub fn kv_bytes(&self) -> u64 {
+        self.runner.pools().bytes()
+    }
+
+    fn forward(&mut self, step: &mut Step<'_>, batch: kvist_scheduler::Batch<'_>) -> Result<(), Error> {
+        let vocab = self.model.decoder().config().vocab;
+        self.tokens.clear();
+        self.rows.clear();
+        for (i, work) in batch.work.iter().enumerate() {
+            let unknown = || Error::Usage(format!("request {} has no tokens to feed", work.request));
+            let tokens = batch.tokens(i).ok_or_else(unknown)?;
+            if let Some(&token) = tokens.iter().find(|&&token| token as usize >= vocab) {
+                return Err(Error::TokenOutsideVocabulary { token, vocab });
+            }
+            self.tokens.extend_from_slice(tokens);
+            if work.samples {
+                self.rows.push(self.tokens.len() as u32 - 1);
+            }
+        }
+        self.runner.begin(step)?;
+        let plan = step.plan();
+        plan.positions(&mut self.positions);
+        let pass = Batch { tokens: &self.tokens, positions: &self.positions, rows: &self.rows, taps: &[] };
+        let runner = &mut self.runner;
+        self.model.decoder().forward(pass, &mut |call| runner.attend(plan, call), &mut self.activations)?;
+        Ok(self.runner.complete()?)
+    }
+}
+
+impl Executor for ModelExecutor {
+    fn execute(
+        &mut self,
+        _now_ns: u64,
+        step: &mut Step<'_>,
+        batch: kvist_scheduler::Batch<'_>,
+        out: &mut Outcome,
+    ) {
+        let started = Instant::now();
+        match self.forward(step, batch) {
+            Ok(()) => {
+                let vocab = self.model.decoder().config().vocab;
+                let rows = self.activations.logits.chunks_exact_mut(vocab);
+                let sampling = batch.work.iter().filter(|work| work.samples);
+                for (work, logits) in sampling.zip(rows) {
+                    // A request that nobody expected has nobody to say what to do with its logits.
+                    let choice = self.requests.get_mut(&work.request).map(|request| request.choose(logits));
+                    let (token, finished) =
+                        choice.map_or((None, true), |choice| (Some(choice.token), choice.finished));
+                    out.sampled.push(Sampled { token, finished });
+                }
+            }
+            Err(error) => {
+                tracing::error!(target: "kvist::engine", "a step of {} requests failed: {error}", batch.work.len());
+                self.failure = Some(error);
+                out.failed = true;
+            }
+        }
+        out.elapsed_ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    }
+}

@@ -1,0 +1,166 @@
+//! Messages as clients of the OpenAI API send them, made into what templates expect.
+//!
+//! As vLLM does it: parts of text are joined by line breaks, and the arguments of a tool call, a JSON text in the
+//! API, become the value that it stands for, because templates apply `tojson` to it. Whatever else a message holds
+//! (`name`, `tool_call_id`, `reasoning_content`) is passed on as it is.
+use crate::error::Error;
+use serde_json::{Map, Value};
+
+/// What is said, and what it is said with.
+#[derive(Clone, Copy, Debug)]
+pub struct Conversation<'a> {
+    /// Objects with a `role`; `content` is a text, null, or a list of parts of text.
+    pub messages: &'a [Value],
+    /// Each `{"type": "function", "function": {"name", "description", "parameters"}}`; empty for none.
+    pub tools: &'a [Value],
+    /// End where the assistant's answer begins.
+    pub add_generation_prompt: bool,
+    /// More names for the template, such as `enable_thinking`.
+    pub kwargs: &'a Map<String, Value>,
+}
+
+/// Names that templates know already.
+pub(super) const RESERVED: [&str; 7] =
+    ["messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"];
+
+/// Messages for a template. Errors name the place in the request.
+pub(super) fn messages(messages: &[Value]) -> Result<Vec<Value>, Error> {
+    messages.iter().enumerate().map(|(at, m)| message(m, &format!("messages[{at}]"))).collect()
+}
+
+fn bad(place: &str, what: &str) -> Error {
+    Error::Usage(format!("`{place}` {what}"))
+}
+
+fn message(message: &Value, place: &str) -> Result<Value, Error> {
+    let mut out = message.as_object().ok_or_else(|| bad(place, "is no object"))?.clone();
+    match out.get("role") {
+        Some(Value::String(_)) => {}
+        Some(_) => return Err(bad(&format!("{place}.role"), "is no text")),
+        None => return Err(bad(place, "has no `role`")),
+    }
+    // Null says "no calls", and templates ask whether there is such a key.
+    if out.get("tool_calls").is_some_and(|calls| calls.is_null() || calls == &Value::Array(vec![])) {
+        out.shift_remove("tool_calls");
+    }
+    if let Some(calls) = out.get_mut("tool_calls") {
+        let place = format!("{place}.tool_calls");
+        let calls = calls.as_array_mut().ok_or_else(|| bad(&place, "is no list"))?;
+        for (at, call) in calls.iter_mut().enumerate() {
+            let place = format!("{place}[{at}].function");
+            let function = call.get_mut("function").and_then(Value::as_object_mut);
+            let function = function.ok_or_else(|| bad(&place, "is no object"))?;
+            if !function.get("name").is_some_and(Value::is_string) {
+                return Err(bad(&format!("{place}.name"), "is no text"));
+            }
+            let arguments = arguments(function.get("arguments"), &format!("{place}.arguments"))?;
+            function.insert("arguments".into(), arguments);
+        }
+    }
+    let has_calls = out.contains_key("tool_calls");
+    let content = content(out.get("content"), has_calls, &format!("{place}.content"))?;
+    out.insert("content".into(), content);
+    Ok(Value::Object(out))
+}
+
+/// Text as it is, parts joined. Nothing is an empty text, but stays null beside tool calls: there templates ask for it.
+fn content(content: Option<&Value>, has_calls: bool, place: &str) -> Result<Value, Error> {
+    match content {
+        None | Some(Value::Null) if has_calls => Ok(Value::Null),
+        None | Some(Value::Null) => Ok(Value::String(String::new())),
+        Some(Value::String(text)) => Ok(Value::String(text.clone())),
+        Some(Value::Array(parts)) => {
+            let text = |(at, part): (usize, &Value)| {
+                let place = format!("{place}[{at}]");
+                match part.get("type").and_then(Value::as_str) {
+                    Some("text") => {
+                        let text = part.get("text").and_then(Value::as_str);
+                        Ok(text.ok_or_else(|| bad(&format!("{place}.text"), "is no text"))?.to_string())
+                    }
+                    Some(other) => {
+                        Err(bad(&place, &format!("is of the type `{other}`; kvist takes text alone")))
+                    }
+                    None => Err(bad(&place, "has no `type`")),
+                }
+            };
+            let texts = parts.iter().enumerate().map(text).collect::<Result<Vec<_>, _>>()?;
+            Ok(Value::String(texts.join("\n")))
+        }
+        Some(_) => Err(bad(place, "is neither a text nor null nor a list of parts")),
+    }
+}
+
+fn arguments(arguments: Option<&Value>, place: &str) -> Result<Value, Error> {
+    match arguments {
+        None | Some(Value::Null) => Ok(Value::Object(Map::new())),
+        Some(Value::String(text)) if text.trim().is_empty() => Ok(Value::Object(Map::new())),
+        Some(Value::String(text)) => {
+            serde_json::from_str(text).map_err(|e| bad(place, &format!("is not JSON: {e}")))
+        }
+        Some(value @ (Value::Object(_) | Value::Array(_))) => Ok(value.clone()),
+        Some(_) => Err(bad(place, "is neither a JSON text nor an object")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::messages;
+    use serde_json::{Value, json};
+
+    #[test]
+    fn messages_become_what_templates_expect() {
+        let call = |arguments: Value| {
+            json!({"role": "assistant", "content": null, "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}]})
+        };
+        let table = [
+            (json!({"role": "user", "content": "x"}), json!({"role": "user", "content": "x"})),
+            (json!({"role": "user"}), json!({"role": "user", "content": ""})),
+            (
+                json!({"role": "user", "name": "n", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}),
+                json!({"role": "user", "name": "n", "content": "a\nb"}),
+            ),
+            (
+                json!({"role": "tool", "tool_call_id": "call_1", "content": "12"}),
+                json!({"role": "tool", "tool_call_id": "call_1", "content": "12"}),
+            ),
+            (
+                json!({"role": "assistant", "content": null, "tool_calls": null}),
+                json!({"role": "assistant", "content": ""}),
+            ),
+            (call(json!(r#"{"b": 1, "a": 2.5}"#)), call(json!({"b": 1, "a": 2.5}))),
+            (call(json!("")), call(json!({}))),
+            (call(json!(null)), call(json!({}))),
+            (call(json!({"a": []})), call(json!({"a": []}))),
+        ];
+        for (given, expected) in table {
+            assert_eq!(messages(&[given.clone()]).unwrap(), [expected], "{given}");
+        }
+    }
+
+    #[test]
+    fn errors_name_the_place() {
+        let call = |f: Value| json!({"role": "assistant", "tool_calls": [{"function": f}]});
+        for (given, place) in [
+            (json!("x"), "messages[1]` is no object"),
+            (json!({"content": "x"}), "messages[1]` has no `role`"),
+            (json!({"role": 1}), "messages[1].role"),
+            (json!({"role": "user", "content": 1}), "messages[1].content"),
+            (
+                json!({"role": "user", "content": [{"type": "image_url"}]}),
+                "messages[1].content[0]` is of the type `image_url`",
+            ),
+            (json!({"role": "user", "content": [{"text": "x"}]}), "messages[1].content[0]` has no `type`"),
+            (json!({"role": "user", "content": [{"type": "text"}]}), "messages[1].content[0].text"),
+            (json!({"role": "assistant", "tool_calls": {}}), "messages[1].tool_calls` is no list"),
+            (json!({"role": "assistant", "tool_calls": [1]}), "messages[1].tool_calls[0].function"),
+            (call(json!({"arguments": "{}"})), "messages[1].tool_calls[0].function.name"),
+            (call(json!({"name": "f", "arguments": "{"})), "messages[1].tool_calls[0].function.arguments"),
+            (call(json!({"name": "f", "arguments": 1})), "messages[1].tool_calls[0].function.arguments"),
+        ] {
+            let error =
+                messages(&[json!({"role": "user", "content": ""}), given.clone()]).unwrap_err().to_string();
+            assert!(error.contains(place), "{given}: {error}");
+        }
+    }
+}

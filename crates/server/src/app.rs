@@ -1,0 +1,150 @@
+//! What all handlers share.
+use crate::auth::Keys;
+use crate::config::{ConfigError, HttpSection, LimitsSection, ServerConfig};
+use crate::error::ApiError;
+use crate::metrics::Metrics;
+use crate::openai::request::{Bounds, Schemas};
+use crate::openapi;
+use crate::structured::{Compiled, Grammar, GrammarCompiler};
+use crate::tools::ToolFormat;
+use crate::worker::Engine;
+use kvist_engine::tokenizer::Piece;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{SystemTime, UNIX_EPOCH};
+use tokio::sync::watch;
+
+/// One server: an engine, and how it is shown to the world.
+pub struct App {
+    pub(crate) engine: Engine,
+    pub(crate) http: HttpSection,
+    pub(crate) limits: LimitsSection,
+    pub(crate) keys: Keys,
+    pub(crate) bounds: Bounds,
+    pub(crate) schemas: Schemas,
+    pub(crate) openapi: String,
+    pub(crate) metrics: Metrics,
+    /// How the model writes tool calls, if it does.
+    pub(crate) tools: Option<ToolFormat>,
+    /// Control tokens that mark tool calls: they are written out where tools are.
+    pub(crate) marks: Vec<u32>,
+    /// Made when the first grammar is asked for: it takes a while, and memory.
+    grammars: OnceLock<Result<GrammarCompiler, String>>,
+    /// Every token's bytes, made when log-probabilities are first asked for.
+    pieces: OnceLock<Option<Vec<Piece>>>,
+    /// Seconds since 1970.
+    pub(crate) started: u64,
+    /// Turns true when the grace after a signal is over: whatever still runs is told and ended.
+    pub(crate) stopping: watch::Sender<bool>,
+    draining: AtomicBool,
+    /// Ids of requests: drawn once, then counted, so that none comes twice.
+    id: (u64, AtomicU64),
+}
+
+impl App {
+    /// `cache_tokens` is what one request may hold at most, be it alone.
+    pub fn new(engine: Engine, config: &ServerConfig, cache_tokens: u32) -> Result<Arc<Self>, ConfigError> {
+        config.check()?;
+        let keys = Keys::new(&config.keys)?;
+        let model = engine.model();
+        let name = config.model_name(model.name());
+        let decoder = model.decoder().config();
+        let bounds = Bounds::new(&name, decoder.vocab, decoder.context.min(cache_tokens), &config.limits);
+        let schemas = Schemas::new(&bounds);
+        let tools = match (&config.model.tools, model.chat_template()) {
+            (_, None) => None,
+            (Some(name), _) => ToolFormat::by_name(name).ok().flatten(),
+            (None, Some(template)) => ToolFormat::of_template(template.source(true)),
+        };
+        let marks = tools.iter().flat_map(|format| format.markers());
+        let marks = marks.filter_map(|mark| model.tokenizer()?.token(mark)).collect();
+        let openapi = openapi::document(&bounds, &schemas).to_string();
+        Ok(Arc::new(App {
+            http: config.http.clone(),
+            limits: config.limits.clone(),
+            keys,
+            schemas,
+            tools,
+            marks,
+            grammars: OnceLock::new(),
+            pieces: OnceLock::new(),
+            openapi,
+            metrics: Metrics::new(&name),
+            bounds,
+            started: unix_seconds(),
+            stopping: watch::Sender::new(false),
+            draining: AtomicBool::new(false),
+            id: (crate::openai::random_seed(), AtomicU64::new(0)),
+            engine,
+        }))
+    }
+
+    /// What clients call the model.
+    pub fn model_name(&self) -> &str {
+        &self.bounds.model
+    }
+
+    /// Take no more requests; those that run go on.
+    pub fn drain(&self) {
+        self.draining.store(true, Ordering::SeqCst);
+        self.engine.drain();
+    }
+
+    pub(crate) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::SeqCst)
+    }
+
+    /// When a server that goes down may be back.
+    pub(crate) fn retry_after_s(&self) -> u32 {
+        self.limits.grace_s.ceil().clamp(1.0, 3600.0) as u32
+    }
+
+    pub(crate) fn pieces(&self) -> Option<&[Piece]> {
+        let make = || self.engine.model().tokenizer()?.pieces(self.bounds.vocab as usize).ok();
+        self.pieces.get_or_init(make).as_deref()
+    }
+
+    /// May take some tenths of a second the first time.
+    pub(crate) fn compile(&self, grammar: &Grammar) -> Result<Compiled, ApiError> {
+        let made = self
+            .grammars
+            .get_or_init(|| GrammarCompiler::of_model(self.engine.model()).map_err(|e| e.to_string()));
+        let compiler = made.as_ref().map_err(|e| ApiError::unsupported("response_format", e.clone()))?;
+        Ok(compiler.compile(grammar)?)
+    }
+
+    pub(crate) fn new_id(&self, kind: &str) -> String {
+        let count = self.id.1.fetch_add(1, Ordering::Relaxed);
+        format!("{kind}-{:016x}{count:08x}", self.id.0)
+    }
+
+    pub(crate) fn now(&self) -> u64 {
+        unix_seconds()
+    }
+
+    pub(crate) fn decode(&self, tokens: &[u32]) -> Result<String, ApiError> {
+        let tokenizer = self.engine.model().tokenizer();
+        let tokenizer =
+            tokenizer.ok_or_else(|| ApiError::unsupported("tokens", "this model has no tokenizer"))?;
+        tokenizer.decode(tokens).map_err(|e| ApiError::internal(e.to_string()))
+    }
+
+    pub(crate) fn log_prompts(&self, id: &str, prompts: &[Arc<[u32]>]) {
+        if self.http.log_prompts {
+            for prompt in prompts {
+                let text = self.decode(prompt).unwrap_or_default();
+                tracing::info!(target: "kvist::server", id, text, "prompt");
+            }
+        }
+    }
+
+    pub(crate) fn log_answer(&self, id: &str, index: usize, text: &str) {
+        if self.http.log_prompts {
+            tracing::info!(target: "kvist::server", id, index, text, "answer");
+        }
+    }
+}
+
+fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs())
+}

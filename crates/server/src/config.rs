@@ -1,0 +1,460 @@
+//! What a server is told at its start: one TOML file, and flags that override it.
+//!
+//! Everything has a default; a field that nobody knows is an error, because a misspelt limit is no limit.
+use crate::tools::ToolFormat;
+use crate::worker::EngineConfig;
+use kvist_backend::Storage;
+use kvist_cache::PrefixSpec;
+use kvist_cache::evict::{Parameters, build_for_serving};
+use kvist_engine::config::ModelConfig;
+use kvist_engine::executor::PagedConfig;
+use kvist_engine::memory::CacheConfig;
+use kvist_scheduler::{Admission, Config, LengthSource, Preempted, PrefixOrder};
+use serde::{Deserialize, Deserializer};
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// `kvist.toml`
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ServerConfig {
+    pub model: ModelSection,
+    pub cache: CacheSection,
+    pub scheduler: SchedulerSection,
+    pub http: HttpSection,
+    pub limits: LimitsSection,
+    /// No keys: everybody is served, and only this machine unless `http.open` says otherwise.
+    pub keys: Vec<KeySection>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ModelSection {
+    /// A Hugging Face folder or a .gguf file; without it the embedded model.
+    pub path: Option<PathBuf>,
+    /// What clients call it; without it the last part of the path.
+    pub name: Option<String>,
+    /// How it writes tool calls: `llama3`, `hermes`, `qwen`, `none`; without it, what its chat template teaches.
+    pub tools: Option<String>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct CacheSection {
+    /// Tokens that the cache holds, over all requests; without it eight contexts of the model, 32,768 at most.
+    pub tokens: Option<u32>,
+    /// Storage of K, and of V unless `kv_v` says otherwise.
+    #[serde(deserialize_with = "storage")]
+    pub kv: Storage,
+    #[serde(deserialize_with = "some_storage")]
+    pub kv_v: Option<Storage>,
+    /// Tokens of a block: what is shared and evicted is whole blocks.
+    pub block_tokens: u32,
+    /// Name of an eviction policy.
+    pub eviction: String,
+}
+
+impl Default for CacheSection {
+    fn default() -> Self {
+        CacheSection { tokens: None, kv: Storage::F16, kv_v: None, block_tokens: 16, eviction: "lru".into() }
+    }
+}
+
+/// A part of [`kvist_scheduler::Config`], with batches of a size that suits a CPU.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SchedulerSection {
+    /// Name of a scheduling policy.
+    pub policy: String,
+    /// Where a policy's expectation of output lengths comes from: `max_new` or `running_mean`.
+    pub lengths: LengthSource,
+    /// Requests in the batch at most.
+    pub max_batch: u32,
+    /// Tokens of a step at most: longer prompts are computed in chunks beside what decodes.
+    pub max_batch_tokens: u32,
+    pub admission: Admission,
+    pub preempted: Preempted,
+    pub prefix_order: PrefixOrder,
+    /// Waiting time that is worth one level of priority, under the policy `priority`.
+    pub ageing_ns: u64,
+}
+
+impl Default for SchedulerSection {
+    fn default() -> Self {
+        let Config { policy, lengths, admission, preempted, prefix_order, ageing_ns, .. } = Config::default();
+        SchedulerSection {
+            policy,
+            lengths,
+            max_batch: 32,
+            max_batch_tokens: 256,
+            admission,
+            preempted,
+            prefix_order,
+            ageing_ns,
+        }
+    }
+}
+
+impl SchedulerSection {
+    fn config(&self) -> Config {
+        Config {
+            policy: self.policy.clone(),
+            lengths: self.lengths,
+            max_batch: self.max_batch,
+            max_batch_tokens: self.max_batch_tokens,
+            admission: self.admission,
+            preempted: self.preempted,
+            prefix_order: self.prefix_order,
+            ageing_ns: self.ageing_ns,
+            ..Config::default()
+        }
+    }
+}
+
+fn storage<'de, D: Deserializer<'de>>(from: D) -> Result<Storage, D::Error> {
+    String::deserialize(from)?.parse().map_err(serde::de::Error::custom)
+}
+
+fn some_storage<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Storage>, D::Error> {
+    storage(from).map(Some)
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct HttpSection {
+    pub host: IpAddr,
+    /// 0 takes a free one.
+    pub port: u16,
+    /// Serve without keys on an address that others reach.
+    pub open: bool,
+    /// Origins whose pages may call; `*` is every one. None by default.
+    pub cors_origins: Vec<String>,
+    /// Let `/metrics` be read without an admin key.
+    pub open_metrics: bool,
+    /// Write prompts and answers into the log.
+    pub log_prompts: bool,
+}
+
+impl Default for HttpSection {
+    fn default() -> Self {
+        HttpSection {
+            host: IpAddr::from([127, 0, 0, 1]),
+            port: 8080,
+            open: false,
+            cors_origins: Vec::new(),
+            open_metrics: false,
+            log_prompts: false,
+        }
+    }
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LimitsSection {
+    /// Requests that may wait for the batch; one more is answered 429.
+    pub max_queue: usize,
+    /// Connections at once; more wait to be accepted.
+    pub max_connections: usize,
+    /// Bytes of a request's body.
+    pub max_body_bytes: usize,
+    /// Bytes of a request's line and headers.
+    pub max_header_bytes: usize,
+    /// Answers that one request may ask for: prompts times `n`.
+    pub max_choices: u32,
+    /// Stop strings of one request.
+    pub max_stop: u32,
+    /// A request is ended this long after it came.
+    pub request_timeout_s: f64,
+    /// Headers, and then the body, must have come within this.
+    pub read_timeout_s: f64,
+    /// After SIGTERM, requests that run may go on for this long.
+    pub grace_s: f64,
+}
+
+impl Default for LimitsSection {
+    fn default() -> Self {
+        LimitsSection {
+            max_queue: 256,
+            max_connections: 1024,
+            max_body_bytes: 4 << 20,
+            max_header_bytes: 32 << 10,
+            max_choices: 128,
+            max_stop: 16,
+            request_timeout_s: 600.0,
+            read_timeout_s: 30.0,
+            grace_s: 30.0,
+        }
+    }
+}
+
+impl LimitsSection {
+    pub fn request_timeout(&self) -> Duration {
+        Duration::from_secs_f64(self.request_timeout_s)
+    }
+    pub fn read_timeout(&self) -> Duration {
+        Duration::from_secs_f64(self.read_timeout_s)
+    }
+    pub fn grace(&self) -> Duration {
+        Duration::from_secs_f64(self.grace_s)
+    }
+}
+
+/// An API key: exactly one of `key`, `key_file` and `key_env`.
+#[derive(Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct KeySection {
+    /// Whose it is: what logs say, and what keeps prefixes apart. Keys of one name share theirs.
+    pub name: String,
+    pub key: Option<String>,
+    pub key_file: Option<PathBuf>,
+    /// Name of an environment variable.
+    pub key_env: Option<String>,
+    /// May read `/metrics` and set priorities.
+    pub admin: bool,
+}
+
+impl std::fmt::Debug for KeySection {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("KeySection")
+            .field("name", &self.name)
+            .field("admin", &self.admin)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A configuration that cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("cannot read {path}: {source}", path = path.display())]
+    Read { path: PathBuf, source: std::io::Error },
+    /// With line, field, what was found and what was expected.
+    #[error("{file}: {what}", file = file.display())]
+    Toml { file: PathBuf, what: String },
+    #[error("`{field}` is {found}; expected {expected}")]
+    Field { field: String, found: String, expected: String },
+}
+
+fn bad(field: impl Into<String>, found: impl ToString, expected: impl Into<String>) -> ConfigError {
+    ConfigError::Field { field: field.into(), found: found.to_string(), expected: expected.into() }
+}
+
+impl ServerConfig {
+    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Read { path: path.into(), source })?;
+        Self::parse(path, &text)
+    }
+
+    /// `file` is what errors call it.
+    pub fn parse(file: &Path, text: &str) -> Result<Self, ConfigError> {
+        toml::from_str(text).map_err(|e| ConfigError::Toml { file: file.into(), what: e.to_string() })
+    }
+
+    /// Everything that no type can say. After flags have been put in.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        if let Some(name) = &self.model.tools
+            && ToolFormat::by_name(name).is_err()
+        {
+            return Err(bad("model.tools", format!("{name:?}"), format!("one of {}", ToolFormat::NAMES)));
+        }
+        let c = &self.cache;
+        if c.tokens == Some(0) {
+            return Err(bad("cache.tokens", 0, "at least one block"));
+        }
+        if c.block_tokens == 0 || c.block_tokens > 4096 {
+            return Err(bad("cache.block_tokens", c.block_tokens, "1 to 4096"));
+        }
+        if self.scheduler.lengths == LengthSource::Oracle {
+            return Err(bad(
+                "scheduler.lengths",
+                "oracle",
+                "max_new or running_mean: nobody knows the future here",
+            ));
+        }
+        build_for_serving(&c.eviction, &Parameters::default())
+            .map_err(|e| bad("cache.eviction", format!("{:?}", c.eviction), e.to_string()))?;
+        self.scheduler
+            .config()
+            .check()
+            .map_err(|e| bad("scheduler", format!("wrong: {e}"), "see docs/scheduler.md"))?;
+        let l = &self.limits;
+        let seconds = [
+            ("request_timeout_s", l.request_timeout_s),
+            ("read_timeout_s", l.read_timeout_s),
+            ("grace_s", l.grace_s),
+        ];
+        for (name, value) in seconds {
+            let least = if name == "grace_s" { 0.0 } else { 0.001 };
+            if !(least..=1e6).contains(&value) {
+                return Err(bad(format!("limits.{name}"), value, format!("{least} to 1000000 seconds")));
+            }
+        }
+        let counts = [
+            ("max_queue", l.max_queue, 1, 1 << 20),
+            ("max_connections", l.max_connections, 1, 1 << 20),
+            ("max_body_bytes", l.max_body_bytes, 1 << 10, 1 << 30),
+            ("max_header_bytes", l.max_header_bytes, 8 << 10, 1 << 20),
+            ("max_choices", l.max_choices as usize, 1, 1 << 12),
+            ("max_stop", l.max_stop as usize, 1, 1 << 8),
+        ];
+        for (name, value, least, most) in counts {
+            if !(least..=most).contains(&value) {
+                return Err(bad(format!("limits.{name}"), value, format!("{least} to {most}")));
+            }
+        }
+        for origin in &self.http.cors_origins {
+            let plain =
+                origin.split_once("://").is_some_and(|(_, host)| !host.is_empty() && !host.contains('/'));
+            if origin != "*" && !plain {
+                return Err(bad(
+                    "http.cors_origins",
+                    format!("{origin:?}"),
+                    "origins as https://example.org, or *",
+                ));
+            }
+        }
+        for (i, key) in self.keys.iter().enumerate() {
+            let field = format!("keys[{i}]");
+            if key.name.is_empty() || key.name.len() > 64 || key.name.chars().any(char::is_control) {
+                return Err(bad(format!("{field}.name"), format!("{:?}", key.name), "1 to 64 bytes of text"));
+            }
+            let given = [key.key.is_some(), key.key_file.is_some(), key.key_env.is_some()];
+            if given.iter().filter(|g| **g).count() != 1 {
+                return Err(bad(
+                    field,
+                    "given in no way, or in several",
+                    "one of `key`, `key_file`, `key_env`",
+                ));
+            }
+        }
+        if self.keys.is_empty() && !self.http.host.is_loopback() && !self.http.open {
+            return Err(bad(
+                "http.host",
+                self.http.host,
+                "a loopback address where no [[keys]] are configured; or `http.open = true` (--open) to serve anybody",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Tokens of the cache for a model of this context.
+    pub fn cache_tokens(&self, model_context: u32) -> u32 {
+        let tokens = self.cache.tokens.unwrap_or_else(|| model_context.saturating_mul(8).min(32_768));
+        tokens.max(self.cache.block_tokens)
+    }
+
+    /// What the engine is made of, for this model.
+    pub fn engine(&self, model: &ModelConfig) -> EngineConfig {
+        let c = &self.cache;
+        let cache = CacheConfig {
+            kind: "paged".into(),
+            k: c.kv,
+            v: c.kv_v.unwrap_or(c.kv),
+            ..CacheConfig::new(self.cache_tokens(model.context))
+        };
+        let prefix = PrefixSpec { policy: c.eviction.clone(), ..PrefixSpec::default() };
+        let mut engine = EngineConfig {
+            paged: PagedConfig { cache, block_tokens: c.block_tokens, prefix: Some(prefix) },
+            scheduler: self.scheduler.config(),
+            max_queue: self.limits.max_queue,
+            record: false,
+            watchers: Vec::new(),
+        };
+        engine.fit();
+        engine
+    }
+
+    /// What clients call the model, if its file is called `file`.
+    pub fn model_name(&self, file: &str) -> String {
+        match (&self.model.name, &self.model.path) {
+            (Some(name), _) => name.clone(),
+            (None, Some(path)) => {
+                let stem = if path.is_dir() { path.file_name() } else { path.file_stem() };
+                stem.map_or_else(|| file.into(), |s| s.to_string_lossy().into_owned())
+            }
+            // "tiny-rust-7m (embedded)"
+            (None, None) => file.split_whitespace().next().unwrap_or("embedded").into(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_says_what_it_says() {
+        let text = r#"
+            [model]
+            path = "models/x.gguf"
+            [cache]
+            tokens = 4096
+            kv = "q8"
+            block_tokens = 32
+            [scheduler]
+            policy = "srpt"
+            max_batch = 8
+            [http]
+            host = "0.0.0.0"
+            port = 9000
+            [limits]
+            max_queue = 3
+            grace_s = 1.5
+            [[keys]]
+            name = "ann"
+            key = "secret"
+            [[keys]]
+            name = "ops"
+            key_env = "OPS_KEY"
+            admin = true
+        "#;
+        let config = ServerConfig::parse(Path::new("k.toml"), text).unwrap();
+        config.check().unwrap();
+        assert_eq!(config.cache.kv, Storage::Q8);
+        assert_eq!((config.scheduler.policy.as_str(), config.scheduler.max_batch), ("srpt", 8));
+        assert_eq!((config.http.port, config.limits.max_queue, config.keys.len()), (9000, 3, 2));
+        assert_eq!(config.model_name("whatever"), "x");
+        assert!(!format!("{config:?}").contains("secret"), "a key must not be printed");
+    }
+
+    #[test]
+    fn bad_files_are_told_by_field() {
+        let table = [
+            ("[http]\nprot = 80", "prot"),
+            ("[http]\nport = \"x\"", "port"),
+            ("[http]\nport = 70000", "port"),
+            ("[http]\nhost = \"localhost\"", "host"),
+            ("[cache]\nkv = \"f17\"", "f17"),
+            ("[cache]\nblock_tokens = 0", "cache.block_tokens"),
+            ("[cache]\ntokens = 0", "cache.tokens"),
+            ("[scheduler]\npolicy = \"best\"", "best"),
+            ("[scheduler]\nmax_batch = 0", "max_batch"),
+            ("[scheduler]\nlengths = \"oracle\"", "scheduler.lengths"),
+            ("[cache]\neviction = \"opt\"", "cache.eviction"),
+            ("[cache]\neviction = \"best\"", "cache.eviction"),
+            ("[limits]\nmax_queue = 0", "limits.max_queue"),
+            ("[limits]\nrequest_timeout_s = -1", "limits.request_timeout_s"),
+            ("[limits]\ngrace_s = nan", "limits.grace_s"),
+            ("[http]\ncors_origins = [\"example.org\"]", "http.cors_origins"),
+            ("[http]\nhost = \"0.0.0.0\"", "http.open"),
+            ("[[keys]]\nname = \"a\"", "keys[0]"),
+            ("[[keys]]\nkey = \"a\"", "keys[0].name"),
+            ("[[keys]]\nname = \"a\"\nkey = \"a\"\nkey_env = \"B\"", "keys[0]"),
+            ("[model]\ntools = \"mistral\"", "model.tools"),
+            ("model = 3", "model"),
+            ("[model", "line 1"),
+        ];
+        let mut wrong = Vec::new();
+        for (text, words) in table {
+            let error = match ServerConfig::parse(Path::new("k.toml"), text) {
+                Err(error) => error.to_string(),
+                Ok(config) => config.check().map_or_else(|e| e.to_string(), |()| "nothing".into()),
+            };
+            if !error.contains(words) {
+                wrong.push(format!("{text:?}: {error:?} does not say {words:?}"));
+            }
+        }
+        assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    }
+}

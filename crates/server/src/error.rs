@@ -1,0 +1,139 @@
+//! One shape for everything that goes wrong: OpenAI's.
+//!
+//! ```json
+//! {"error": {"message": "…", "type": "invalid_request_error", "param": "top_p", "code": "invalid_value"}}
+//! ```
+use crate::job::{Failure, Rejected};
+use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
+use axum::http::{HeaderValue, StatusCode};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+
+/// An answer that is a refusal or a failure.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ApiError {
+    pub status: StatusCode,
+    pub message: String,
+    /// The field of the request that it is about, as `messages[0].content`.
+    pub param: Option<String>,
+    /// For programs: `invalid_value`, `unsupported_parameter`, `context_length_exceeded`, …
+    pub code: &'static str,
+    /// When it may be worth while to ask again.
+    pub retry_after_s: Option<u32>,
+}
+
+impl ApiError {
+    pub fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
+        ApiError { status, message: message.into(), param: None, code, retry_after_s: None }
+    }
+
+    /// 400 about one field.
+    pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
+        ApiError::new(StatusCode::BAD_REQUEST, "invalid_value", message).about(param)
+    }
+
+    /// 400 for a field, or a value of it, that kvist knows and does not do.
+    pub fn unsupported(param: impl Into<String>, message: impl Into<String>) -> Self {
+        ApiError::new(StatusCode::BAD_REQUEST, "unsupported_parameter", message).about(param)
+    }
+
+    /// 400: prompt and answer do not fit.
+    pub fn too_long(param: &str, message: impl Into<String>) -> Self {
+        ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", message).about(param)
+    }
+
+    pub fn about(mut self, param: impl Into<String>) -> Self {
+        self.param = Some(param.into());
+        self
+    }
+
+    pub fn retry_after(mut self, seconds: u32) -> Self {
+        self.retry_after_s = Some(seconds);
+        self
+    }
+
+    pub fn internal(message: impl Into<String>) -> Self {
+        ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", message)
+    }
+
+    /// The server is going down, and does not take, or not finish, this.
+    pub fn shutting_down(retry_after_s: u32) -> Self {
+        ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "shutting_down", "the server is shutting down")
+            .retry_after(retry_after_s)
+    }
+
+    /// The deadline came before the answer did.
+    pub fn deadline() -> Self {
+        let message = "the request's deadline passed before it was answered";
+        ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "deadline_exceeded", message).retry_after(1)
+    }
+
+    pub fn of_rejected(rejected: Rejected, retry_after_s: u32) -> Self {
+        match rejected {
+            Rejected::Full { .. } => {
+                ApiError::new(StatusCode::TOO_MANY_REQUESTS, "queue_full", rejected.to_string())
+                    .retry_after(1)
+            }
+            Rejected::Draining => ApiError::shutting_down(retry_after_s),
+        }
+    }
+
+    pub fn of_failure(failure: &Failure) -> Self {
+        match failure {
+            Failure::NeverFits { .. } => {
+                ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", failure.to_string())
+            }
+            Failure::Engine(_) => ApiError::internal(failure.to_string()),
+        }
+    }
+
+    /// OpenAI's name for errors of this status.
+    fn kind(&self) -> &'static str {
+        match self.status.as_u16() {
+            401 => "authentication_error",
+            403 => "permission_error",
+            404 => "not_found_error",
+            409 => "conflict_error",
+            429 => "rate_limit_error",
+            503 => "service_unavailable_error",
+            500.. => "server_error",
+            _ => "invalid_request_error",
+        }
+    }
+
+    /// The document, as bodies and event streams carry it.
+    pub fn to_json(&self) -> Value {
+        json!({"error": {
+            "message": self.message,
+            "type": self.kind(),
+            "param": self.param,
+            "code": self.code,
+        }})
+    }
+}
+
+impl From<crate::structured::InvalidParameter> for ApiError {
+    fn from(bad: crate::structured::InvalidParameter) -> Self {
+        ApiError::invalid(bad.param.clone(), bad.to_string())
+    }
+}
+
+impl std::fmt::Display for ApiError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {}: {}", self.status.as_u16(), self.code, self.message)
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = (self.status, axum::Json(self.to_json())).into_response();
+        let headers = response.headers_mut();
+        if let Some(seconds) = self.retry_after_s {
+            headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.status == StatusCode::UNAUTHORIZED {
+            headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
+    }
+}

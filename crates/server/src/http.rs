@@ -1,0 +1,262 @@
+//! Routes, what stands before them (who asks, from where, how much), and the loop that accepts connections.
+//!
+//! It promises that health checks are answered whatever the engine does, that a refused request costs no engine time,
+//! and that every error has one shape, those of unknown paths and methods included.
+use crate::app::App;
+use crate::error::ApiError;
+use crate::{metrics, openai};
+use axum::Router;
+use axum::extract::{Request, State};
+use axum::http::header::{self, HeaderName, HeaderValue};
+use axum::http::{HeaderMap, Method, StatusCode};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
+use serde_json::Value;
+use std::future::Future;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+
+/// Every route of the API.
+pub fn router(app: Arc<App>) -> Router {
+    let keyed = Router::new()
+        .route("/v1/completions", post(openai::completions))
+        .route("/v1/chat/completions", post(openai::chat))
+        .route("/v1/models", get(openai::models))
+        .route("/v1/models/{*id}", get(openai::model))
+        .route("/tokenize", post(openai::tokenize))
+        .route("/detokenize", post(openai::detokenize))
+        .route("/metrics", get(show_metrics))
+        .route_layer(middleware::from_fn_with_state(app.clone(), authenticate));
+    let open = Router::new()
+        .route("/health", get(async || axum::Json(serde_json::json!({"status": "ok"}))))
+        .route("/ready", get(ready))
+        .route("/openapi.json", get(describe));
+    keyed
+        .merge(open)
+        .fallback(no_such_path)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn_with_state(app.clone(), around))
+        .with_state(app)
+}
+
+async fn no_such_path(request: Request) -> ApiError {
+    let message = format!("there is no {}; see /openapi.json", request.uri().path());
+    ApiError::new(StatusCode::NOT_FOUND, "unknown_url", message)
+}
+
+async fn wrong_method(request: Request) -> ApiError {
+    let message = format!("{} does not take {}; see /openapi.json", request.uri().path(), request.method());
+    ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
+}
+
+/// Before and after everything: where a browser may call from, and the count of statuses.
+async fn around(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let origin = request.headers().get(header::ORIGIN).cloned();
+    let allowed = origin
+        .filter(|origin| app.http.cors_origins.iter().any(|o| o == "*" || o.as_bytes() == origin.as_bytes()));
+    let preflight = request.method() == Method::OPTIONS
+        && request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
+    let mut response = if let Err(error) = known_host(&app, request.headers()) {
+        error.into_response()
+    } else if preflight && allowed.is_some() {
+        StatusCode::NO_CONTENT.into_response()
+    } else {
+        next.run(request).await
+    };
+    if let Some(origin) = allowed {
+        let headers = response.headers_mut();
+        headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
+        headers.append(header::VARY, HeaderValue::from_static("Origin"));
+        if preflight {
+            for (name, value) in [
+                (header::ACCESS_CONTROL_ALLOW_METHODS, "GET, POST, DELETE"),
+                (header::ACCESS_CONTROL_ALLOW_HEADERS, "authorization, content-type"),
+                (header::ACCESS_CONTROL_MAX_AGE, "600"),
+            ] {
+                headers.insert(name, HeaderValue::from_static(value));
+            }
+        }
+    }
+    response
+        .headers_mut()
+        .insert(HeaderName::from_static("x-content-type-options"), HeaderValue::from_static("nosniff"));
+    app.metrics.responded(response.status().as_u16());
+    response
+}
+
+/// A server that serves whoever reaches this machine alone must not be reached through a name that some page had
+/// its browser look up (DNS rebinding).
+fn known_host(app: &App, headers: &HeaderMap) -> Result<(), ApiError> {
+    if !app.keys.is_open() || !app.http.host.is_loopback() || app.http.open {
+        return Ok(());
+    }
+    let Some(host) = headers.get(header::HOST) else { return Ok(()) };
+    let host = host.to_str().unwrap_or_default();
+    let name = match host.rsplit_once(':') {
+        Some((name, port)) if port.bytes().all(|b| b.is_ascii_digit()) => name,
+        _ => host,
+    };
+    let bare = name.trim_start_matches('[').trim_end_matches(']');
+    let local = name.eq_ignore_ascii_case("localhost")
+        || bare.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback());
+    if local {
+        return Ok(());
+    }
+    let message =
+        "this server has no API keys and answers to localhost alone; configure [[keys]] to serve others";
+    Err(ApiError::new(StatusCode::FORBIDDEN, "unknown_host", message))
+}
+
+/// Who asks is known to everything behind.
+async fn authenticate(
+    State(app): State<Arc<App>>,
+    mut request: Request,
+    next: Next,
+) -> Result<Response, ApiError> {
+    let caller = app.keys.caller(request.headers())?;
+    request.extensions_mut().insert(caller);
+    Ok(next.run(request).await)
+}
+
+async fn ready(State(app): State<Arc<App>>) -> Response {
+    if app.is_draining() {
+        return ApiError::shutting_down(app.retry_after_s()).into_response();
+    }
+    if !app.engine.is_alive() {
+        return ApiError::internal("the engine has stopped: restart the server").into_response();
+    }
+    axum::Json(serde_json::json!({"status": "ready"})).into_response()
+}
+
+async fn describe(State(app): State<Arc<App>>) -> Response {
+    ([(header::CONTENT_TYPE, "application/json")], app.openapi.clone()).into_response()
+}
+
+async fn show_metrics(
+    State(app): State<Arc<App>>,
+    axum::Extension(caller): axum::Extension<crate::auth::Caller>,
+) -> Result<Response, ApiError> {
+    if !caller.admin && !app.http.open_metrics {
+        let message = "metrics tell of all users, and are for admin keys";
+        return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message));
+    }
+    let text = app.metrics.render(&metrics::of_engine(&app.engine.stats()));
+    Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response())
+}
+
+/// The body as JSON, within its limits.
+pub(crate) async fn json_body(app: &App, request: Request) -> Result<Value, ApiError> {
+    if app.is_draining() {
+        return Err(ApiError::shutting_down(app.retry_after_s()));
+    }
+    let headers = request.headers();
+    // Pages of other origins can send forms and plain text without asking; JSON they cannot.
+    let kind = headers.get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
+    let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    if kind != "application/json" {
+        let message = "the body must be sent with `Content-Type: application/json`";
+        return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message));
+    }
+    let most = app.limits.max_body_bytes;
+    let too_large = || {
+        let message = format!("the body has more than {most} bytes");
+        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
+    };
+    let declared = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<u64>().ok());
+    if declared.is_some_and(|n| n > most as u64) {
+        return Err(too_large());
+    }
+    let read = axum::body::to_bytes(request.into_body(), most);
+    let bytes = tokio::time::timeout(app.limits.read_timeout(), read).await.map_err(|_| {
+        let message = format!("the body did not come within {} s", app.limits.read_timeout_s);
+        ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_too_slow", message)
+    })?;
+    let bytes = bytes.map_err(|error| {
+        let mut cause: Option<&dyn std::error::Error> = Some(&error);
+        while let Some(error) = cause {
+            if error.is::<http_body_util::LengthLimitError>() {
+                return too_large();
+            }
+            cause = error.source();
+        }
+        ApiError::new(StatusCode::BAD_REQUEST, "bad_body", "the body broke off")
+    })?;
+    serde_json::from_slice(&bytes).map_err(|e| {
+        ApiError::new(StatusCode::BAD_REQUEST, "invalid_json", format!("the body is not JSON: {e}"))
+    })
+}
+
+/// Work of many milliseconds (tokenizing, templates), away from the threads that answer health checks.
+pub(crate) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|_| Err(ApiError::internal("a request could not be prepared")))
+}
+
+/// How long a connection may take to end once all answers are.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// Accept and serve until `shutdown` resolves; then drain: new requests get 503, running ones have `limits.grace_s`,
+/// and are told and ended after it.
+pub async fn serve(
+    listener: TcpListener,
+    app: Arc<App>,
+    shutdown: impl Future<Output = ()>,
+) -> io::Result<()> {
+    let router = router(app.clone());
+    let limits = &app.limits;
+    let mut http = hyper::server::conn::http1::Builder::new();
+    http.timer(TokioTimer::new())
+        .header_read_timeout(limits.read_timeout())
+        .max_headers(100)
+        .max_buf_size(limits.max_header_bytes)
+        // A client that is gone is noticed while its answer is still being generated.
+        .half_close(false);
+    let places = Arc::new(Semaphore::new(limits.max_connections));
+    let graceful = GracefulShutdown::new();
+    let accept = async {
+        loop {
+            let Ok(place) = places.clone().acquire_owned().await else { break };
+            let stream = match listener.accept().await {
+                Ok((stream, _)) => stream,
+                Err(error) => {
+                    // Out of files, or a client that went away: neither is a reason to end.
+                    tracing::warn!(target: "kvist::server", "cannot accept a connection: {error}");
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                    continue;
+                }
+            };
+            let _ = stream.set_nodelay(true); // an answer's tokens are small, and wait for nothing
+            let service = TowerToHyperService::new(router.clone().into_service::<hyper::body::Incoming>());
+            let connection = graceful.watch(http.serve_connection(TokioIo::new(stream), service));
+            tokio::spawn(async move {
+                let _ = connection.await; // a client that broke off is no error of ours
+                drop(place);
+            });
+        }
+    };
+    let drained = async {
+        shutdown.await;
+        tracing::info!(target: "kvist::server", "draining");
+        app.drain();
+        if tokio::time::timeout(limits.grace(), app.engine.idle()).await.is_err() {
+            tracing::warn!(target: "kvist::server", "the grace is over: running requests are ended");
+            app.stopping.send_replace(true);
+        }
+    };
+    tokio::select! {
+        () = accept => {}
+        () = drained => {}
+    }
+    drop(listener);
+    let _ = tokio::time::timeout(FAREWELL, graceful.shutdown()).await;
+    Ok(())
+}

@@ -1,0 +1,339 @@
+//! `POST /v1/chat/completions`: the assistant's turn.
+//!
+//! A model without a chat template gets a plain one: `role: text` and a line break for every message, then
+//! `assistant:`. It ends where the next turn of the user would begin.
+use super::generation::{Answers, Order};
+use super::request::{ChatFields, Common, check, read};
+use super::stream::{self, Shape, finish_reason};
+use super::tokens::{encode, name_of, no_tokenizer};
+use crate::app::App;
+use crate::auth::Caller;
+use crate::error::ApiError;
+use crate::http::{blocking, json_body};
+use crate::job::{Done, Token};
+use crate::structured::{Compiled, ResponseFormat};
+use crate::tools::{ToolCall, ToolChoice, ToolDelta, ToolFormat, ToolParser, tools_from_json};
+use axum::Extension;
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use kvist_engine::Error;
+use kvist_engine::template::Conversation;
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+/// Where the plain template's answer ends: the user's next turn.
+const PLAIN_STOP: &str = "\nuser:";
+
+pub(crate) async fn chat(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let body = json_body(&app, request).await?;
+    let (order, shape, common) = blocking({
+        let app = app.clone();
+        move || prepare(&app, &caller, body)
+    })
+    .await?;
+    let answers = Answers::begin(&app, order)?;
+    if common.stream == Some(true) {
+        let include_usage = common.stream_options.and_then(|o| o.include_usage).unwrap_or(false);
+        return Ok(stream::stream(answers, shape, include_usage));
+    }
+    Ok(axum::Json(stream::whole(answers, shape).await?).into_response())
+}
+
+/// From a body to what is submitted.
+fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, Turn, Common), ApiError> {
+    check(&mut body, &app.schemas.chat, &app.bounds.model)?;
+    let (common, mut fields): (Common, ChatFields) = (read(&body)?, read(&body)?);
+    let wants_scores = fields.logprobs.unwrap_or(false);
+    if fields.top_logprobs.is_some() && !wants_scores {
+        return Err(ApiError::invalid("top_logprobs", "`top_logprobs` needs `logprobs` to be true"));
+    }
+    let asked = match (fields.max_completion_tokens, fields.max_tokens) {
+        (Some(new), Some(old)) if new != old => {
+            let message =
+                format!("`max_completion_tokens` is {new} and `max_tokens` {old}: give one of them");
+            return Err(ApiError::invalid("max_completion_tokens", message));
+        }
+        (new, old) => new.or(old),
+    };
+    let id = app.new_id("chatcmpl");
+    let mut order = Order::new(app, caller, &common, id.clone(), "chat")?;
+    let (format, constraint) = form(app, &mut fields)?;
+    order.constraint = constraint;
+    if format.is_some() {
+        order.written = app.marks.clone();
+    }
+    order.prompts = vec![prompt(app, &fields)?.into()];
+    if app.engine.model().chat_template().is_none() {
+        order.stop.push(PLAIN_STOP.into());
+    }
+    order.logprobs = wants_scores.then(|| fields.top_logprobs.unwrap_or(0));
+    order.admit(app, asked, "messages")?;
+    app.log_prompts(&order.id, &order.prompts);
+    let parallel = fields.parallel_tool_calls.unwrap_or(true);
+    let speaker = || Speaker { begun: false, calls: 0, parser: format.map(|f| ToolParser::new(f, parallel)) };
+    let speakers = (0..order.n).map(|_| speaker()).collect();
+    let shape = Turn { app: app.clone(), id, created: app.now(), speakers, logprobs: wants_scores };
+    Ok((order, shape, common))
+}
+
+/// How calls are read back, if there are tools to call, and what the answer must look like. Takes tools away that the
+/// model is not to be told of.
+fn form(app: &App, fields: &mut ChatFields) -> Result<(Option<ToolFormat>, Option<Compiled>), ApiError> {
+    let tools = tools_from_json(fields.tools.as_deref().unwrap_or_default())?;
+    let choice = ToolChoice::from_json(fields.tool_choice.as_ref(), &tools)?;
+    let wanted = match fields.response_format.as_ref().filter(|format| !format.is_null()) {
+        Some(format) => ResponseFormat::from_json(format)?.grammar(),
+        None => None,
+    };
+    if choice == ToolChoice::None {
+        fields.tools = None;
+        return Ok((None, wanted.map(|grammar| app.compile(&grammar)).transpose()?));
+    }
+    let format = app.tools.ok_or_else(|| {
+        let message = "`tools` are not supported with this model: its chat template teaches no format of calls that \
+                       kvist can read back";
+        ApiError::unsupported("tools", message)
+    })?;
+    if wanted.is_some() {
+        let message = "`response_format` together with `tools` is not supported: an answer has one form; \
+                       `tool_choice: \"none\"` leaves the tools out";
+        return Err(ApiError::unsupported("response_format", message));
+    }
+    let parallel = fields.parallel_tool_calls.unwrap_or(true);
+    let grammar = choice.grammar(format, &tools, parallel);
+    Ok((Some(format), grammar.map(|grammar| app.compile(&grammar)).transpose()?))
+}
+
+/// The conversation as tokens, up to where the answer begins.
+fn prompt(app: &App, fields: &ChatFields) -> Result<Vec<u32>, ApiError> {
+    let model = app.engine.model();
+    let mut messages = fields.messages.clone();
+    for message in &mut messages {
+        // What the API calls developer, templates call system.
+        if message["role"] == "developer" {
+            message["role"] = "system".into();
+        }
+    }
+    let Some(template) = model.chat_template() else {
+        return encode(model, &plain(&messages)?, true);
+    };
+    let tokenizer = model.tokenizer().ok_or_else(no_tokenizer)?;
+    let none = serde_json::Map::new();
+    let conversation = Conversation {
+        messages: &messages,
+        tools: fields.tools.as_deref().unwrap_or_default(),
+        add_generation_prompt: true,
+        kwargs: fields.chat_template_kwargs.as_ref().unwrap_or(&none),
+    };
+    let text = template.render_conversation(&conversation, tokenizer).map_err(|e| {
+        // Templates refuse what their models were not trained on: roles that do not alternate, a system message.
+        let param = match &e {
+            Error::Usage(what) => what.split('`').nth(1).unwrap_or("messages"),
+            _ => "messages",
+        };
+        ApiError::invalid(param, e.to_string())
+    })?;
+    encode(model, &text, false)
+}
+
+/// The plain template: see the head of this file.
+fn plain(messages: &[Value]) -> Result<String, ApiError> {
+    let mut text = String::new();
+    for (i, message) in messages.iter().enumerate() {
+        let role = message["role"].as_str().unwrap_or_default();
+        if role == "tool" || message.get("tool_calls").is_some_and(|calls| !calls.is_null()) {
+            let message = "tool calls are not supported with this model: it has no chat template";
+            return Err(ApiError::unsupported(format!("messages[{i}]"), message));
+        }
+        let content = match &message["content"] {
+            Value::Array(parts) => {
+                let texts: Vec<&str> = parts.iter().filter_map(|part| part["text"].as_str()).collect();
+                texts.join("\n")
+            }
+            content => content.as_str().unwrap_or_default().to_string(),
+        };
+        text += &format!("{role}: {content}\n");
+    }
+    Ok(text + "assistant:")
+}
+
+/// One answer on its way.
+struct Speaker {
+    /// Its role was said.
+    begun: bool,
+    calls: usize,
+    parser: Option<ToolParser>,
+}
+
+impl Speaker {
+    fn push(&mut self, text: &str) -> Vec<ToolDelta> {
+        let mut out = Vec::new();
+        match &mut self.parser {
+            Some(parser) => parser.push(text, &mut out),
+            None if text.is_empty() => {}
+            None => out.push(ToolDelta::Content(text.into())),
+        }
+        out
+    }
+
+    fn finish(&mut self, text: &str) -> Vec<ToolDelta> {
+        let mut out = self.push(text);
+        if let Some(parser) = &mut self.parser {
+            parser.finish(&mut out);
+        }
+        out
+    }
+}
+
+/// How chat completions are written.
+struct Turn {
+    app: Arc<App>,
+    id: String,
+    created: u64,
+    speakers: Vec<Speaker>,
+    logprobs: bool,
+}
+
+impl Turn {
+    fn choice(index: usize, delta: Value, logprobs: Value, finish: Option<&str>) -> Value {
+        json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
+    }
+
+    fn call_id(&self, index: usize, call: usize) -> String {
+        format!("call_{}_{index}_{call}", self.id.trim_start_matches("chatcmpl-"))
+    }
+
+    fn call(&self, index: usize, number: usize, call: &ToolCall) -> Value {
+        json!({
+            "id": self.call_id(index, number),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        })
+    }
+
+    /// The chunk that says who speaks, once; then what is said.
+    fn say(&mut self, index: usize, said: Vec<ToolDelta>, mut scores: Value, choices: &mut Vec<Value>) {
+        let speaker = &mut self.speakers[index];
+        if !std::mem::replace(&mut speaker.begun, true) {
+            let delta = json!({"role": "assistant", "content": ""});
+            choices.push(Self::choice(index, delta, Value::Null, None));
+        }
+        for delta in said {
+            let delta = match delta {
+                ToolDelta::Content(text) => json!({"content": text}),
+                ToolDelta::Call { index: number, call } => {
+                    self.speakers[index].calls += 1;
+                    let mut call = self.call(index, number, &call);
+                    call["index"] = number.into();
+                    json!({"tool_calls": [call]})
+                }
+            };
+            choices.push(Self::choice(index, delta, scores.take(), None));
+        }
+        // Every token is scored, be its text held back or read as a call.
+        if !scores.is_null() {
+            choices.push(Self::choice(index, json!({"content": ""}), scores, None));
+        }
+    }
+
+    fn reason(&self, index: usize, done: &Done) -> &'static str {
+        match finish_reason(&done.finish) {
+            "stop" if self.speakers[index].calls > 0 => "tool_calls",
+            reason => reason,
+        }
+    }
+
+    fn scores(&self, tokens: &[Token]) -> Value {
+        if !self.logprobs {
+            return Value::Null;
+        }
+        let named = |id: u32, logprob: Option<f32>| {
+            let name = name_of(&self.app, id);
+            json!({"token": name.text, "logprob": logprob, "bytes": name.bytes})
+        };
+        let one = |token: &Token| {
+            let mut entry = named(token.id, token.logprob.as_ref().map(|l| l.logprob));
+            let top = token.logprob.iter().flat_map(|l| &l.top);
+            entry["top_logprobs"] = top.map(|(id, logprob)| named(*id, Some(*logprob))).collect();
+            entry
+        };
+        json!({"content": tokens.iter().map(one).collect::<Vec<_>>(), "refusal": null})
+    }
+}
+
+impl Shape for Turn {
+    fn head(&self, streamed: bool) -> Value {
+        json!({
+            "id": self.id,
+            "object": if streamed { "chat.completion.chunk" } else { "chat.completion" },
+            "created": self.created,
+            "model": self.app.bounds.model,
+        })
+    }
+
+    fn delta(&mut self, index: usize, token: &Token) -> Vec<Value> {
+        let mut choices = Vec::new();
+        let said = self.speakers[index].push(&token.text);
+        let scores = self.scores(std::slice::from_ref(token));
+        self.say(index, said, scores, &mut choices);
+        choices
+    }
+
+    fn last(&mut self, index: usize, done: &Done) -> Vec<Value> {
+        let mut choices = Vec::new();
+        let said = self.speakers[index].finish(&done.text);
+        self.say(index, said, Value::Null, &mut choices);
+        choices.push(Self::choice(index, json!({}), Value::Null, Some(self.reason(index, done))));
+        choices
+    }
+
+    fn whole(&mut self, index: usize, tokens: &[Token], done: &Done) -> Value {
+        let mut text: String = tokens.iter().map(|t| t.text.as_str()).collect();
+        text += &done.text;
+        self.app.log_answer(&self.id, index, &text);
+        let (mut content, mut calls) = (String::new(), Vec::new());
+        for delta in self.speakers[index].finish(&text) {
+            match delta {
+                ToolDelta::Content(text) => content += &text,
+                ToolDelta::Call { index: number, call } => calls.push(self.call(index, number, &call)),
+            }
+        }
+        self.speakers[index].calls = calls.len();
+        let mut message = json!({"role": "assistant", "content": content, "refusal": null});
+        if !calls.is_empty() {
+            if content.is_empty() {
+                message["content"] = Value::Null;
+            }
+            message["tool_calls"] = calls.into();
+        }
+        json!({
+            "index": index,
+            "message": message,
+            "logprobs": self.scores(tokens),
+            "finish_reason": self.reason(index, done),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_plain_template_is_the_documented_one() {
+        let messages = [
+            json!({"role": "system", "content": "Be brief."}),
+            json!({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}),
+            json!({"role": "assistant", "content": "c", "tool_calls": null}),
+            json!({"role": "user", "content": "d"}),
+        ];
+        let text = plain(&messages).unwrap();
+        assert_eq!(text, "system: Be brief.\nuser: a\nb\nassistant: c\nuser: d\nassistant:");
+        let tool = [json!({"role": "tool", "content": "42", "tool_call_id": "1"})];
+        assert_eq!(plain(&tool).unwrap_err().param.as_deref(), Some("messages[0]"));
+    }
+}

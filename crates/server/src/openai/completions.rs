@@ -1,0 +1,157 @@
+//! `POST /v1/completions`: text goes on.
+use super::generation::{Answers, Order};
+use super::request::{Common, CompletionFields, Prompt, check, read};
+use super::stream::{self, Shape, finish_reason};
+use super::tokens::{encode, name_of};
+use crate::app::App;
+use crate::auth::Caller;
+use crate::error::ApiError;
+use crate::http::{blocking, json_body};
+use crate::job::{Done, Token};
+use axum::Extension;
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+use std::sync::Arc;
+
+pub(crate) async fn completions(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let body = json_body(&app, request).await?;
+    let (order, shape, common) = blocking({
+        let app = app.clone();
+        move || prepare(&app, &caller, body)
+    })
+    .await?;
+    let answers = Answers::begin(&app, order)?;
+    if common.stream == Some(true) {
+        let include_usage = common.stream_options.and_then(|o| o.include_usage).unwrap_or(false);
+        return Ok(stream::stream(answers, shape, include_usage));
+    }
+    Ok(axum::Json(stream::whole(answers, shape).await?).into_response())
+}
+
+/// From a body to what is submitted.
+fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, Text, Common), ApiError> {
+    check(&mut body, &app.schemas.completions, &app.bounds.model)?;
+    let (common, fields): (Common, CompletionFields) = (read(&body)?, read(&body)?);
+    let echo = fields.echo.unwrap_or(false);
+    if echo && fields.logprobs.is_some() {
+        let message = "`echo` with `logprobs` is not supported: prompts are not scored";
+        return Err(ApiError::unsupported("echo", message));
+    }
+    if fields.best_of.is_some_and(|best| best != common.n.unwrap_or(1)) {
+        let message = "`best_of` other than `n` is not supported: kvist does not choose among answers";
+        return Err(ApiError::unsupported("best_of", message));
+    }
+    let id = app.new_id("cmpl");
+    let mut order = Order::new(app, caller, &common, id.clone(), "completions")?;
+    let model = app.engine.model();
+    order.prompts = match fields.prompt {
+        Prompt::Text(text) => vec![encode(model, &text, true)?],
+        Prompt::Texts(texts) => texts.iter().map(|t| encode(model, t, true)).collect::<Result<_, _>>()?,
+        Prompt::Tokens(tokens) => vec![tokens],
+        Prompt::Lists(lists) => lists,
+    }
+    .into_iter()
+    .map(Arc::from)
+    .collect();
+    order.logprobs = fields.logprobs;
+    order.admit(app, Some(fields.max_tokens.unwrap_or(16)), "prompt")?;
+    app.log_prompts(&order.id, &order.prompts);
+    let echoes = match echo {
+        true => order.prompts.iter().map(|p| app.decode(p)).collect::<Result<_, _>>()?,
+        false => Vec::new(),
+    };
+    let answers = order.prompts.len() * order.n as usize;
+    let shape = Text {
+        app: app.clone(),
+        id,
+        created: app.now(),
+        n: order.n as usize,
+        echoes,
+        shown: vec![0; answers],
+        logprobs: order.logprobs.is_some(),
+    };
+    Ok((order, shape, common))
+}
+
+/// How text completions are written.
+struct Text {
+    app: Arc<App>,
+    id: String,
+    created: u64,
+    n: usize,
+    /// The prompts, if they are to be given back.
+    echoes: Vec<String>,
+    /// Characters of each answer that were given out: where the next token's text begins.
+    shown: Vec<usize>,
+    logprobs: bool,
+}
+
+impl Text {
+    fn choice(&self, index: usize, text: String, logprobs: Value, finish: Option<&str>) -> Value {
+        json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish})
+    }
+
+    /// The prompt, once, before the answer's first text.
+    fn echo(&self, index: usize) -> &str {
+        self.echoes.get(index / self.n).map_or("", String::as_str)
+    }
+
+    fn scores(&self, tokens: &[Token], mut offset: usize) -> Value {
+        if !self.logprobs {
+            return Value::Null;
+        }
+        let (mut names, mut scores, mut tops, mut offsets) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        for token in tokens {
+            names.push(name_of(&self.app, token.id).text);
+            scores.push(token.logprob.as_ref().map(|l| l.logprob));
+            let top = token.logprob.iter().flat_map(|l| &l.top);
+            let top = top.map(|(id, logprob)| (name_of(&self.app, *id).text, Value::from(*logprob)));
+            tops.push(Value::Object(top.collect()));
+            offsets.push(offset);
+            offset += token.text.chars().count();
+        }
+        json!({"tokens": names, "token_logprobs": scores, "top_logprobs": tops, "text_offset": offsets})
+    }
+}
+
+impl Shape for Text {
+    fn head(&self, _streamed: bool) -> Value {
+        json!({
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.app.bounds.model,
+        })
+    }
+
+    fn delta(&mut self, index: usize, token: &Token) -> Vec<Value> {
+        let first = self.shown[index] == 0;
+        let echo = if first { self.echo(index) } else { "" };
+        if token.text.is_empty() && echo.is_empty() && !self.logprobs {
+            return Vec::new();
+        }
+        let text = format!("{echo}{}", token.text);
+        let scores = self.scores(std::slice::from_ref(token), self.shown[index]);
+        self.shown[index] += text.chars().count();
+        vec![self.choice(index, text, scores, None)]
+    }
+
+    fn last(&mut self, index: usize, done: &Done) -> Vec<Value> {
+        let echo = if self.shown[index] == 0 { self.echo(index) } else { "" };
+        let text = format!("{echo}{}", done.text);
+        vec![self.choice(index, text, Value::Null, Some(finish_reason(&done.finish)))]
+    }
+
+    fn whole(&mut self, index: usize, tokens: &[Token], done: &Done) -> Value {
+        let mut text = self.echo(index).to_string();
+        tokens.iter().for_each(|t| text += &t.text);
+        text += &done.text;
+        self.app.log_answer(&self.id, index, &text);
+        self.choice(index, text, self.scores(tokens, 0), Some(finish_reason(&done.finish)))
+    }
+}

@@ -1,0 +1,457 @@
+//! One request's answers: prompts × `n` generations, merged into one stream of events.
+//!
+//! The first answer to each prompt is submitted at once; the others when its first token has come, so that they find its
+//! prompt in the cache. Dropping [`Answers`] cancels whatever still runs.
+use super::request::{Common, OneOrMore};
+use crate::app::App;
+use crate::auth::Caller;
+use crate::error::ApiError;
+use crate::job::{Done, Event, Finish, Job, Rejected, Token};
+use crate::metrics::Ended;
+use crate::structured::Compiled;
+use crate::worker::Generation;
+use futures_util::StreamExt;
+use futures_util::stream::{BoxStream, SelectAll, unfold};
+use kvist_cache::MissReason;
+use kvist_engine::sampler::SamplerConfig;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::watch;
+
+/// What one request asks of the engine.
+pub(crate) struct Order {
+    pub prompts: Vec<Arc<[u32]>>,
+    /// Answers to each prompt.
+    pub n: u32,
+    /// Tokens of an answer at most; less where prompt and answer would outgrow the context.
+    pub max_new: u32,
+    pub sampling: SamplerConfig,
+    pub logit_bias: Vec<(u32, f32)>,
+    pub stop: Vec<String>,
+    pub ignore_eos: bool,
+    pub logprobs: Option<u8>,
+    pub constraint: Option<Compiled>,
+    /// Control tokens that are written out.
+    pub written: Vec<u32>,
+    pub salt: Arc<str>,
+    pub priority: i32,
+    pub deadline: Instant,
+    pub explain: bool,
+    /// For the log.
+    pub id: String,
+    pub endpoint: &'static str,
+    pub caller: Caller,
+}
+
+impl Order {
+    /// From the fields that both endpoints have; the endpoint fills in the rest.
+    pub fn new(
+        app: &App,
+        caller: &Caller,
+        common: &Common,
+        id: String,
+        endpoint: &'static str,
+    ) -> Result<Self, ApiError> {
+        let kvist = common.kvist.clone().unwrap_or_default();
+        if kvist.priority.is_some() && !caller.admin {
+            let message = "`kvist.priority` is for admin keys, and this is none";
+            return Err(ApiError::unsupported("kvist.priority", message));
+        }
+        let vocab = app.bounds.vocab;
+        let mut logit_bias = Vec::new();
+        for (token, bias) in common.logit_bias.iter().flatten() {
+            let known = token.parse().ok().filter(|id| *id < vocab);
+            let known = known.ok_or_else(|| {
+                let param = format!("logit_bias.{token}");
+                ApiError::invalid(
+                    param,
+                    format!("`logit_bias` names the token {token}; the vocabulary has {vocab}"),
+                )
+            })?;
+            logit_bias.push((known, *bias));
+        }
+        let own = kvist.timeout_ms.map_or(Duration::MAX, Duration::from_millis);
+        let timeout = own.min(app.limits.request_timeout());
+        Ok(Order {
+            prompts: Vec::new(),
+            n: common.n.unwrap_or(1),
+            max_new: 0,
+            sampling: sampling(common),
+            logit_bias,
+            stop: match common.stop.clone() {
+                None => Vec::new(),
+                Some(OneOrMore::One(stop)) => vec![stop],
+                Some(OneOrMore::More(stops)) => stops,
+            },
+            ignore_eos: common.ignore_eos.unwrap_or(false),
+            logprobs: None,
+            constraint: None,
+            written: Vec::new(),
+            salt: caller.salt(common.cache_salt.as_deref().unwrap_or_default()),
+            priority: kvist.priority.unwrap_or(0),
+            deadline: Instant::now() + timeout,
+            explain: kvist.explain.unwrap_or(false),
+            id,
+            endpoint,
+            caller: caller.clone(),
+        })
+    }
+
+    /// Can it be served at all? `asked` is what the client wants at most, if it said so; `param` where it said it.
+    pub fn admit(&mut self, app: &App, asked: Option<u32>, param: &str) -> Result<(), ApiError> {
+        let most = app.bounds.max_tokens;
+        let choices = self.prompts.len() as u64 * u64::from(self.n);
+        if choices > u64::from(app.bounds.max_choices) {
+            let message = format!(
+                "{} prompts times n = {} are {choices} answers; {} are allowed at once",
+                self.prompts.len(),
+                self.n,
+                app.bounds.max_choices
+            );
+            return Err(ApiError::invalid("n", message));
+        }
+        for prompt in &self.prompts {
+            let tokens = prompt.len() as u64;
+            if tokens == 0 {
+                return Err(ApiError::invalid(param, "the prompt has no tokens"));
+            }
+            let wanted = u64::from(asked.unwrap_or(1));
+            if tokens + wanted > u64::from(most) {
+                let message = match asked {
+                    Some(_) if tokens < u64::from(most) => format!(
+                        "the prompt has {tokens} tokens and {wanted} are asked for; prompt and answer together \
+                         have room for {most}"
+                    ),
+                    _ => format!(
+                        "the prompt has {tokens} tokens; prompt and answer together have room for {most}"
+                    ),
+                };
+                return Err(ApiError::too_long(param, message));
+            }
+        }
+        let longest = self.prompts.iter().map(|p| p.len()).max().unwrap_or(0) as u32;
+        self.max_new = asked.unwrap_or(most - longest);
+        Ok(())
+    }
+
+    fn job(&self, prompt: usize, choice: u32) -> Job {
+        let index = prompt as u64 * u64::from(self.n) + u64::from(choice);
+        let sampling = SamplerConfig { seed: self.sampling.seed.wrapping_add(index), ..self.sampling };
+        Job {
+            prompt: self.prompts[prompt].clone(),
+            max_new: self.max_new,
+            sampling,
+            logit_bias: self.logit_bias.clone(),
+            stop: self.stop.clone(),
+            ignore_eos: self.ignore_eos,
+            logprobs: self.logprobs,
+            constraint: self.constraint.as_ref().map(Compiled::constraint),
+            written: self.written.clone(),
+            salt: self.salt.clone(),
+            priority: self.priority,
+            deadline: Some(self.deadline),
+            explain: self.explain,
+        }
+    }
+}
+
+fn sampling(common: &Common) -> SamplerConfig {
+    SamplerConfig {
+        temperature: common.temperature.unwrap_or(1.0),
+        top_k: usize::try_from(common.top_k.unwrap_or(0)).unwrap_or(0),
+        // 0 keeps the likeliest alone, as any share does that it reaches by itself.
+        top_p: common.top_p.unwrap_or(1.0).max(f32::MIN_POSITIVE),
+        min_p: common.min_p.unwrap_or(0.0),
+        repetition_penalty: common.repetition_penalty.unwrap_or(1.0),
+        repetition_window: usize::MAX,
+        frequency_penalty: common.frequency_penalty.unwrap_or(0.0),
+        presence_penalty: common.presence_penalty.unwrap_or(0.0),
+        seed: common.seed.map_or_else(random_seed, |seed| seed as u64),
+    }
+}
+
+/// From the keys that std draws for its hash maps.
+pub(crate) fn random_seed() -> u64 {
+    use std::hash::BuildHasher;
+    std::hash::RandomState::new().hash_one(Instant::now())
+}
+
+/// What an answer tells.
+pub(crate) enum Said {
+    Token(Token),
+    /// Its end. Of [`Finish::Deadline`] and [`Finish::Cancelled`] the server's user is told.
+    Done(Done),
+}
+
+/// How much of a prompt was supplied by the prefix index.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Supplied {
+    pub cached_tokens: u32,
+    pub miss: Option<MissReason>,
+}
+
+/// One answer, for metrics.
+struct Clock {
+    first: Option<Instant>,
+    last: Option<Instant>,
+    tokens: u32,
+    open: bool,
+}
+
+/// The answers of one request, while they are generated.
+pub(crate) struct Answers {
+    app: Arc<App>,
+    order: Order,
+    running: SelectAll<BoxStream<'static, (usize, Event)>>,
+    /// Answers whose prompt's first one has begun, and which the queue has not taken yet.
+    waiting: VecDeque<usize>,
+    clocks: Vec<Clock>,
+    /// Of each prompt, by its first answer.
+    supplied: Vec<Option<Supplied>>,
+    stopping: watch::Receiver<bool>,
+    began: Instant,
+    queued: Option<Duration>,
+    ttft: Option<Duration>,
+    completion_tokens: u64,
+    ended: Option<&'static str>,
+}
+
+/// How long to wait before a full queue is asked again for the other answers of a request that runs.
+const ASK_AGAIN: Duration = Duration::from_millis(20);
+
+impl Answers {
+    /// Submit. On an error nothing of it runs.
+    pub fn begin(app: &Arc<App>, order: Order) -> Result<Self, ApiError> {
+        let total = order.prompts.len() * order.n as usize;
+        let clock = |_| Clock { first: None, last: None, tokens: 0, open: false };
+        let mut answers = Answers {
+            app: app.clone(),
+            running: SelectAll::new(),
+            waiting: VecDeque::new(),
+            clocks: (0..total).map(clock).collect(),
+            supplied: vec![None; order.prompts.len()],
+            stopping: app.stopping.subscribe(),
+            began: Instant::now(),
+            queued: None,
+            ttft: None,
+            completion_tokens: 0,
+            ended: Some("rejected"),
+            order,
+        };
+        for prompt in 0..answers.order.prompts.len() {
+            let submitted = answers.submit(prompt * answers.order.n as usize);
+            submitted.map_err(|r| ApiError::of_rejected(r, answers.app.retry_after_s()))?;
+        }
+        answers.ended = None;
+        Ok(answers)
+    }
+
+    /// Answers in all.
+    pub fn total(&self) -> usize {
+        self.clocks.len()
+    }
+    pub fn prompts(&self) -> usize {
+        self.order.prompts.len()
+    }
+    pub fn retry_after_s(&self) -> u32 {
+        self.app.retry_after_s()
+    }
+    pub fn supplied(&self, prompt: usize) -> Option<Supplied> {
+        self.supplied[prompt]
+    }
+    pub fn explains(&self) -> bool {
+        self.order.explain
+    }
+
+    /// As OpenAI's `usage`: a prompt counts once, however many answers it has.
+    pub fn usage(&self) -> serde_json::Value {
+        let prompt: u64 = self.order.prompts.iter().map(|p| p.len() as u64).sum();
+        let cached: u64 = self.supplied.iter().flatten().map(|s| u64::from(s.cached_tokens)).sum();
+        serde_json::json!({
+            "prompt_tokens": prompt,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": prompt + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        })
+    }
+
+    fn submit(&mut self, index: usize) -> Result<(), Rejected> {
+        let n = self.order.n as usize;
+        let generation = self.app.engine.submit(self.order.job(index / n, (index % n) as u32))?;
+        self.clocks[index].open = true;
+        let next = |mut generation: Generation| async move {
+            let event = generation.next().await?;
+            Some((event, generation))
+        };
+        self.running.push(unfold(generation, next).map(move |event| (index, event)).boxed());
+        Ok(())
+    }
+
+    /// What comes next, and of which answer. `None` when all have ended. After an error nothing comes, and nothing
+    /// runs.
+    pub async fn next(&mut self) -> Option<Result<(usize, Said), ApiError>> {
+        loop {
+            let event = self.event().await;
+            match event {
+                // Whoever was taken is answered, unless nobody is left to do it.
+                Ok(None) if self.clocks.iter().any(|c| c.open) => {
+                    self.abandon();
+                    return Some(Err(ApiError::internal("the engine has stopped")));
+                }
+                Ok(None) => return None,
+                Ok(Some((index, event))) => {
+                    if let Some(said) = self.note(index, event) {
+                        return Some(said.map(|said| (index, said)));
+                    }
+                }
+                Err(error) => {
+                    self.abandon();
+                    return Some(Err(error));
+                }
+            }
+        }
+    }
+
+    async fn event(&mut self) -> Result<Option<(usize, Event)>, ApiError> {
+        loop {
+            while let Some(index) = self.waiting.front().copied() {
+                match self.submit(index) {
+                    Ok(()) => drop(self.waiting.pop_front()),
+                    Err(Rejected::Full { .. }) => break,
+                    Err(rejected) => return Err(ApiError::of_rejected(rejected, self.app.retry_after_s())),
+                }
+            }
+            if self.running.is_empty() && self.waiting.is_empty() {
+                return Ok(None);
+            }
+            let stopped = async {
+                // An error says that the sender is gone, and the server with it.
+                let _ = self.stopping.wait_for(|stop| *stop).await;
+            };
+            let deadline = tokio::time::Instant::from_std(self.order.deadline);
+            tokio::select! {
+                biased; // what was said before the end is still told
+                event = self.running.next(), if !self.running.is_empty() => {
+                    if let Some(event) = event {
+                        return Ok(Some(event));
+                    }
+                }
+                () = stopped => return Err(ApiError::shutting_down(self.app.retry_after_s())),
+                // The engine ends what it has; what it never took is ended here.
+                () = tokio::time::sleep_until(deadline), if self.running.is_empty() => {
+                    return Err(ApiError::deadline());
+                }
+                () = tokio::time::sleep(ASK_AGAIN), if !self.waiting.is_empty() => {}
+            }
+        }
+    }
+
+    /// Count it, and pass on what is said.
+    fn note(&mut self, index: usize, event: Event) -> Option<Result<Said, ApiError>> {
+        let n = self.order.n as usize;
+        let now = Instant::now();
+        let since = now.duration_since(self.began);
+        match event {
+            Event::Admitted { cached_tokens, miss } => {
+                let prompt_tokens = self.order.prompts[index / n].len() as u64;
+                self.app.metrics.admitted(since, prompt_tokens, u64::from(cached_tokens));
+                self.queued.get_or_insert(since);
+                if index % n == 0 {
+                    self.supplied[index / n] = Some(Supplied { cached_tokens, miss });
+                }
+                None
+            }
+            Event::Token(token) => {
+                let clock = &mut self.clocks[index];
+                match clock.last {
+                    None => {
+                        self.app.metrics.first_token(since);
+                        clock.first = Some(now);
+                        self.ttft.get_or_insert(since);
+                        if index % n == 0 {
+                            self.waiting.extend(index + 1..index + n);
+                        }
+                    }
+                    Some(last) => self.app.metrics.next_token(now.duration_since(last)),
+                }
+                self.clocks[index].last = Some(now);
+                self.clocks[index].tokens += 1;
+                self.completion_tokens += 1;
+                self.app.metrics.generated(1);
+                Some(Ok(Said::Token(token)))
+            }
+            Event::Done(done) => {
+                let how = match done.finish {
+                    Finish::EndOfText | Finish::Stop(_) => Ended::Stop,
+                    Finish::Length => Ended::Length,
+                    Finish::Deadline | Finish::Cancelled => Ended::Abort,
+                };
+                let clock = &mut self.clocks[index];
+                clock.open = false;
+                // A token that ends a text may have no event of its own.
+                let silent = u64::from(done.usage.completion_tokens.saturating_sub(clock.tokens));
+                self.completion_tokens += silent;
+                self.app.metrics.generated(silent);
+                let decode = clock.first.zip(clock.last).map(|(first, last)| last.duration_since(first));
+                self.app.metrics.ended(how, Some(done.usage), since, decode);
+                // An answer that ends before its first token leaves the others without their signal.
+                if index % n == 0 && clock.first.is_none() {
+                    self.waiting.extend(index + 1..index + n);
+                }
+                let name = match done.finish {
+                    Finish::EndOfText | Finish::Stop(_) => "stop",
+                    Finish::Length => "length",
+                    Finish::Deadline => "deadline",
+                    Finish::Cancelled => "cancelled",
+                };
+                self.ended = Some(name);
+                Some(Ok(Said::Done(done)))
+            }
+            Event::Failed(failure) => {
+                self.clocks[index].open = false;
+                self.app.metrics.ended(Ended::Error, None, since, None);
+                self.abandon();
+                self.ended = Some("error");
+                if let crate::job::Failure::Engine(what) = &failure {
+                    tracing::error!(target: "kvist::server", id = self.order.id, "a request failed: {what}");
+                }
+                Some(Err(ApiError::of_failure(&failure)))
+            }
+        }
+    }
+
+    /// End everything that runs.
+    fn abandon(&mut self) {
+        self.running.clear();
+        self.waiting.clear();
+        for clock in &mut self.clocks {
+            if std::mem::take(&mut clock.open) {
+                self.app.metrics.ended(Ended::Abort, None, self.began.elapsed(), None);
+                self.ended = Some("aborted");
+            }
+        }
+    }
+}
+
+impl Drop for Answers {
+    fn drop(&mut self) {
+        self.abandon();
+        let ms = |time: Option<Duration>| time.map_or(-1.0, |t| (t.as_secs_f64() * 1e4).round() / 10.0);
+        tracing::info!(
+            target: "kvist::server",
+            id = self.order.id,
+            key = &*self.order.caller.name,
+            endpoint = self.order.endpoint,
+            answers = self.total(),
+            prompt_tokens = self.order.prompts.iter().map(|p| p.len()).sum::<usize>(),
+            cached_tokens = self.supplied.iter().flatten().map(|s| u64::from(s.cached_tokens)).sum::<u64>(),
+            completion_tokens = self.completion_tokens,
+            queued_ms = ms(self.queued),
+            ttft_ms = ms(self.ttft),
+            total_ms = ms(Some(self.began.elapsed())),
+            ended = self.ended.unwrap_or("unknown"),
+            "request"
+        );
+    }
+}

@@ -1,0 +1,506 @@
+//! What a request may say: the schemas that bodies are checked against, and what is read from a body that passed.
+use crate::config::LimitsSection;
+use crate::error::ApiError;
+use crate::schema::{self, NATURAL};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+
+/// Numbers of this server that schemas tell.
+#[derive(Clone, Debug)]
+pub(crate) struct Bounds {
+    pub model: String,
+    pub vocab: u32,
+    /// Tokens of prompt and answer together.
+    pub max_tokens: u32,
+    pub max_choices: u32,
+    pub max_stop: u32,
+}
+
+impl Bounds {
+    pub fn new(model: &str, vocab: usize, max_tokens: u32, limits: &LimitsSection) -> Self {
+        Bounds {
+            model: model.into(),
+            vocab: u32::try_from(vocab).unwrap_or(u32::MAX),
+            max_tokens,
+            max_choices: limits.max_choices,
+            max_stop: limits.max_stop,
+        }
+    }
+
+    fn tokens(&self) -> Value {
+        json!({"type": "integer", "minimum": 0, "maximum": self.vocab.saturating_sub(1)})
+    }
+}
+
+/// Every request schema of this server.
+pub(crate) struct Schemas {
+    pub completions: Value,
+    pub chat: Value,
+    pub tokenize: Value,
+    pub detokenize: Value,
+}
+
+impl Schemas {
+    pub fn new(bounds: &Bounds) -> Self {
+        Schemas {
+            completions: completions(bounds),
+            chat: chat(bounds),
+            tokenize: tokenize(bounds),
+            detokenize: detokenize(bounds),
+        }
+    }
+}
+
+/// The field may be null, which is the same as leaving it out.
+fn or_null(mut schema: Value) -> Value {
+    if let Some(name) = schema.get("type").and_then(Value::as_str).map(str::to_string) {
+        schema["type"] = json!([name, "null"]);
+    }
+    schema
+}
+
+fn number(least: f64, most: f64, default: f64, about: &str) -> Value {
+    or_null(
+        json!({"type": "number", "minimum": least, "maximum": most, "default": default, "description": about}),
+    )
+}
+
+fn integer(least: i64, most: i64, about: &str) -> Value {
+    or_null(json!({"type": "integer", "minimum": least, "maximum": most, "description": about}))
+}
+
+fn boolean(default: bool, about: &str) -> Value {
+    or_null(json!({"type": "boolean", "default": default, "description": about}))
+}
+
+fn text(about: &str) -> Value {
+    or_null(json!({"type": "string", "description": about}))
+}
+
+/// Accepted, and without effect.
+fn ignored(schema: Value) -> Value {
+    let mut schema = or_null(schema);
+    schema["description"] = "Accepted; it has no effect here.".into();
+    schema
+}
+
+/// What both endpoints take.
+fn common(b: &Bounds) -> Map<String, Value> {
+    let fields = json!({
+        "model": or_null(json!({"type": "string", "description": format!(
+            "`{}`, which is also the default; any other is answered 404.", b.model)})),
+        "temperature": number(0.0, 2.0, 1.0, "0 takes the likeliest token."),
+        "top_p": number(0.0, 1.0, 1.0, "Choose among the likeliest that together reach this probability."),
+        "top_k": integer(-1, i64::from(u32::MAX), "Choose among the k likeliest; 0 and -1 are all."),
+        "min_p": number(0.0, 1.0, 0.0, "Drop what is less likely than this share of the likeliest."),
+        "repetition_penalty": number(0.01, 100.0, 1.0,
+            "Divides positive and multiplies negative logits of tokens of prompt and answer."),
+        "frequency_penalty": number(-2.0, 2.0, 0.0, "Subtracted from a token's logit for each time it was generated."),
+        "presence_penalty": number(-2.0, 2.0, 0.0, "Subtracted from the logits of tokens that were generated."),
+        "logit_bias": or_null(json!({
+            "type": "object", "description": "Added to the logits of these tokens.",
+            "propertyNames": {"pattern": NATURAL},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        })),
+        "seed": integer(i64::MIN, i64::MAX, "The same seed gives the same answer; without it one is drawn."),
+        "n": integer(1, i64::from(b.max_choices), "Answers to each prompt."),
+        "stop": {
+            "description": "Texts that end the answer and are not part of it.",
+            "anyOf": [
+                {"title": "null", "type": "null"},
+                {"title": "a text", "type": "string", "minLength": 1},
+                {"title": "a list of texts", "type": "array", "maxItems": b.max_stop,
+                    "items": {"type": "string", "minLength": 1}},
+            ],
+        },
+        "ignore_eos": boolean(false, "Go on when the model says that it is done (vLLM)."),
+        "stream": boolean(false, "Send the answer as server-sent events while it is generated."),
+        "stream_options": or_null(json!({
+            "type": "object", "additionalProperties": false,
+            "properties": {
+                "include_usage": boolean(false, "Send the usage in a last chunk without choices."),
+                "include_obfuscation": ignored(json!({"type": "boolean"})),
+            },
+        })),
+        "cache_salt": or_null(json!({"type": "string", "maxLength": 256, "description":
+            "Prefixes are shared only with requests of the same salt, and always only with those of the same key's name."})),
+        "kvist": or_null(json!({
+            "type": "object", "additionalProperties": false,
+            "properties": {
+                "explain": boolean(false, "Say under `kvist` how much of each prompt was cached, and why no more."),
+                "timeout_ms": integer(1, 1 << 40, "End the request then; never later than the server's own limit."),
+                "priority": integer(i64::from(i32::MIN), i64::from(i32::MAX),
+                    "Larger is more urgent, under the scheduling policy `priority`. Admin keys only."),
+            },
+        })),
+        "user": ignored(json!({"type": "string"})),
+    });
+    match fields {
+        Value::Object(fields) => fields,
+        _ => Map::new(),
+    }
+}
+
+fn object(fields: Map<String, Value>, required: &[&str], refused: Value) -> Value {
+    let mut schema = json!({
+        "type": "object",
+        "additionalProperties": false,
+        "required": required,
+        "properties": fields,
+    });
+    schema[schema::REFUSED] = refused;
+    schema
+}
+
+fn completions(b: &Bounds) -> Value {
+    let list =
+        |items: Value, most: u32| json!({"type": "array", "minItems": 1, "maxItems": most, "items": items});
+    let titled = |title: &str, mut schema: Value| {
+        schema["title"] = title.into();
+        schema
+    };
+    let some_text = || json!({"type": "string", "minLength": 1});
+    let mut fields = common(b);
+    let own = json!({
+        "prompt": {
+            "description": "What is continued: a text, several, a list of tokens, or several.",
+            "anyOf": [
+                titled("a text", some_text()),
+                titled("a list of texts", list(some_text(), b.max_choices)),
+                titled("a list of tokens", list(b.tokens(), b.max_tokens)),
+                titled("a list of lists of tokens", list(list(b.tokens(), b.max_tokens), b.max_choices)),
+            ],
+        },
+        "max_tokens": or_null(json!({"type": "integer", "minimum": 1, "maximum": b.max_tokens, "default": 16,
+            "description": "Tokens to generate at most; with the prompt no more than the context."})),
+        "echo": boolean(false, "Give the prompt back before the answer. Not together with logprobs."),
+        "best_of": integer(1, i64::from(b.max_choices), "The same as `n`, or left out: kvist does not choose for you."),
+        "logprobs": integer(0, 20, "Log-probabilities of the tokens, and of this many of the likeliest."),
+    });
+    fields.extend(own.as_object().cloned().unwrap_or_default());
+    let refused = json!({
+        "suffix": "kvist continues a text, and does not fill gaps in one",
+    });
+    object(fields, &["prompt"], refused)
+}
+
+fn chat(b: &Bounds) -> Value {
+    let mut fields = common(b);
+    let most = json!({"type": "integer", "minimum": 1, "maximum": b.max_tokens,
+        "description": "Tokens to generate at most; without it what the context has room for."});
+    let own = json!({
+        "messages": {"type": "array", "minItems": 1, "items": message()},
+        "max_tokens": or_null(most.clone()),
+        "max_completion_tokens": or_null(most),
+        "logprobs": boolean(false, "Log-probabilities of the tokens."),
+        "top_logprobs": integer(0, 20, "Of this many of the likeliest tokens too; needs `logprobs`."),
+        "response_format": response_format(),
+        "tools": or_null(json!({"type": "array", "maxItems": 128, "items": tool()})),
+        "tool_choice": tool_choice(),
+        "parallel_tool_calls": boolean(true, "False: one call at most."),
+        "chat_template_kwargs": or_null(json!({"type": "object", "description":
+            "More names for the model's template, such as `enable_thinking` (vLLM)."})),
+        "metadata": ignored(json!({"type": "object"})),
+        "modalities": or_null(json!({"type": "array", "items": {"type": "string", "enum": ["text"]}})),
+        "prompt_cache_key": ignored(json!({"type": "string"})),
+        "safety_identifier": ignored(json!({"type": "string"})),
+        "service_tier": or_null(json!({"type": "string", "enum": ["auto", "default", null],
+            "description": "There is one tier."})),
+        "store": or_null(json!({"type": "boolean", "enum": [false, null], "description": "Nothing is stored."})),
+    });
+    fields.extend(own.as_object().cloned().unwrap_or_default());
+    let refused = json!({
+        "audio": "answers are text",
+        "function_call": "it is OpenAI's old name: use `tool_choice`",
+        "functions": "it is OpenAI's old name: use `tools`",
+        "prediction": "kvist does not take drafts of the answer",
+        "reasoning_effort": "the effort of a model is not adjustable here",
+        "verbosity": "say it in a message",
+        "web_search_options": "kvist searches nothing",
+    });
+    object(fields, &["messages"], refused)
+}
+
+fn message() -> Value {
+    let text_or_parts = || {
+        vec![
+            json!({"title": "a text", "type": "string"}),
+            json!({"title": "a list of parts", "type": "array", "minItems": 1, "items": {
+                "type": "object", "additionalProperties": false, "required": ["type", "text"],
+                "properties": {
+                    "type": {"type": "string", "enum": ["text"], "description": "Images and sound are not understood."},
+                    "text": {"type": "string"},
+                },
+            }}),
+        ]
+    };
+    let content = || json!({"anyOf": text_or_parts()});
+    let role = |title: &str, roles: Value, own: Value, required: &[&str]| {
+        let mut schema = json!({
+            "title": title,
+            "type": "object",
+            "additionalProperties": false,
+            "required": required,
+            "properties": {
+                "role": {"type": "string", "enum": roles},
+                "content": content(),
+                "name": text("Passed on to the model's template."),
+            },
+        });
+        for (name, field) in own.as_object().into_iter().flatten() {
+            schema["properties"][name] = field.clone();
+        }
+        schema
+    };
+    let mut nullable = text_or_parts();
+    nullable.push(json!({"title": "null", "type": "null"}));
+    let call = json!({
+        "type": "object", "additionalProperties": false, "required": ["function"],
+        "properties": {
+            "id": {"type": "string"},
+            "type": {"type": "string", "enum": ["function"]},
+            "index": {"type": "integer"},
+            "function": {
+                "type": "object", "additionalProperties": false, "required": ["name", "arguments"],
+                "properties": {
+                    "name": {"type": "string"},
+                    "arguments": {"type": "string", "description": "A JSON object, as text."},
+                },
+            },
+        },
+    });
+    let mut said = role(
+        "what the assistant said",
+        json!(["assistant"]),
+        json!({
+            "content": {"anyOf": nullable},
+            "refusal": or_null(json!({"type": "string", "description": "Passed on to the model's template."})),
+            "reasoning_content": text("Passed on to the model's template."),
+            "tool_calls": or_null(json!({"type": "array", "items": call})),
+        }),
+        &["role"],
+    );
+    said[schema::REFUSED] = json!({
+        "audio": "answers are text",
+        "function_call": "it is OpenAI's old name: use `tool_calls`",
+    });
+    json!({"anyOf": [
+        role("what is asked", json!(["system", "developer", "user"]), json!({}), &["role", "content"]),
+        said,
+        role("what a tool answered", json!(["tool"]), json!({"tool_call_id": {"type": "string"}}),
+            &["role", "content", "tool_call_id"]),
+    ]})
+}
+
+/// What a tool is made of; `parameters` is looked at when its grammar is made.
+fn tool() -> Value {
+    json!({
+        "type": "object", "additionalProperties": false, "required": ["type", "function"],
+        "properties": {
+            "type": {"type": "string", "enum": ["function"]},
+            "function": {
+                "type": "object", "additionalProperties": false, "required": ["name"],
+                "properties": {
+                    "name": {"type": "string", "minLength": 1, "maxLength": 64, "description":
+                        "Letters, digits, underscores, dashes and dots."},
+                    "description": text("What the model is told of it."),
+                    "parameters": or_null(json!({"type": "object", "description": "A JSON schema of an object."})),
+                    "strict": or_null(json!({"type": "boolean"})),
+                },
+            },
+        },
+    })
+}
+
+fn tool_choice() -> Value {
+    json!({
+        "description": "Whether tools are called: `auto` is the default where there are tools.",
+        "anyOf": [
+            {"title": "null", "type": "null"},
+            {"title": "none, auto or required", "type": "string", "enum": ["none", "auto", "required"]},
+            {"title": "a function", "type": "object", "additionalProperties": false, "required": ["type", "function"],
+                "properties": {
+                    "type": {"type": "string", "enum": ["function"]},
+                    "function": {"type": "object", "additionalProperties": false, "required": ["name"],
+                        "properties": {"name": {"type": "string"}}},
+                }},
+        ],
+    })
+}
+
+fn response_format() -> Value {
+    let kind = |name: &str, own: Value| {
+        let mut required = vec!["type"];
+        required.extend(own.as_object().into_iter().flatten().map(|(field, _)| field.as_str()));
+        let mut schema = json!({
+            "title": name, "type": "object", "additionalProperties": false, "required": required,
+            "properties": {"type": {"type": "string", "enum": [name]}},
+        });
+        for (field, own) in own.as_object().into_iter().flatten() {
+            schema["properties"][field] = own.clone();
+        }
+        schema
+    };
+    let json_schema = json!({
+        "type": "object", "additionalProperties": false, "required": ["name", "schema"],
+        "properties": {
+            "name": {"type": "string", "minLength": 1, "maxLength": 64},
+            "description": ignored(json!({"type": "string"})),
+            "schema": {"type": "object", "description":
+                "A JSON schema. What of it cannot be enforced is refused by its path."},
+            "strict": boolean(false, "Refuse also what can only be approximated."),
+        },
+    });
+    json!({
+        "description": "What the answer must look like.",
+        "anyOf": [
+            kind("text", json!({})),
+            kind("json_object", json!({})),
+            kind("json_schema", json!({"json_schema": json_schema})),
+            {"title": "null", "type": "null"},
+        ],
+    })
+}
+
+fn tokenize(b: &Bounds) -> Value {
+    let mut fields = Map::new();
+    fields.insert("model".into(), common(b)["model"].clone());
+    fields.insert("prompt".into(), json!({"type": "string"}));
+    let about = "Add what the model expects at the start of a text.";
+    fields.insert("add_special_tokens".into(), boolean(true, about));
+    object(fields, &["prompt"], json!({}))
+}
+
+fn detokenize(b: &Bounds) -> Value {
+    let mut fields = Map::new();
+    fields.insert("model".into(), common(b)["model"].clone());
+    fields.insert("tokens".into(), json!({"type": "array", "items": b.tokens()}));
+    object(fields, &["tokens"], json!({}))
+}
+
+/// What both endpoints take, read from a body that passed its schema.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct Common {
+    pub temperature: Option<f32>,
+    pub top_p: Option<f32>,
+    pub top_k: Option<i64>,
+    pub min_p: Option<f32>,
+    pub repetition_penalty: Option<f32>,
+    pub frequency_penalty: Option<f32>,
+    pub presence_penalty: Option<f32>,
+    pub logit_bias: Option<BTreeMap<String, f32>>,
+    pub seed: Option<i64>,
+    pub n: Option<u32>,
+    pub stop: Option<OneOrMore>,
+    pub ignore_eos: Option<bool>,
+    pub stream: Option<bool>,
+    pub stream_options: Option<StreamOptions>,
+    pub cache_salt: Option<String>,
+    pub kvist: Option<KvistFields>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum OneOrMore {
+    One(String),
+    More(Vec<String>),
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct StreamOptions {
+    pub include_usage: Option<bool>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct KvistFields {
+    pub explain: Option<bool>,
+    pub timeout_ms: Option<u64>,
+    pub priority: Option<i32>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct CompletionFields {
+    pub prompt: Prompt,
+    pub max_tokens: Option<u32>,
+    pub echo: Option<bool>,
+    pub best_of: Option<u32>,
+    pub logprobs: Option<u8>,
+}
+
+/// As the client gave it.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum Prompt {
+    Text(String),
+    Texts(Vec<String>),
+    Tokens(Vec<u32>),
+    Lists(Vec<Vec<u32>>),
+}
+
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct ChatFields {
+    pub messages: Vec<Value>,
+    pub max_tokens: Option<u32>,
+    pub max_completion_tokens: Option<u32>,
+    pub logprobs: Option<bool>,
+    pub top_logprobs: Option<u8>,
+    pub response_format: Option<Value>,
+    pub tools: Option<Vec<Value>>,
+    pub tool_choice: Option<Value>,
+    pub parallel_tool_calls: Option<bool>,
+    pub chat_template_kwargs: Option<Map<String, Value>>,
+}
+
+/// Check a body's model and fields: what [`read`] then reads is as the schema says.
+pub(crate) fn check(body: &mut Value, schema: &Value, model: &str) -> Result<(), ApiError> {
+    if let Some(asked) = body.get("model").and_then(Value::as_str)
+        && asked != model
+    {
+        let message = format!("there is no model {asked:?} here; this server serves {model:?}");
+        let error = ApiError::new(axum::http::StatusCode::NOT_FOUND, "model_not_found", message);
+        return Err(error.about("model"));
+    }
+    schema::check(schema, body)?;
+    integers(body);
+    Ok(())
+}
+
+/// Fields of a checked body.
+pub(crate) fn read<'a, T: Deserialize<'a>>(body: &'a Value) -> Result<T, ApiError> {
+    T::deserialize(body).map_err(|e| {
+        ApiError::new(axum::http::StatusCode::BAD_REQUEST, "invalid_value", format!("the body: {e}"))
+    })
+}
+
+/// `1.0` is an integer to JSON Schema, and none to serde.
+fn integers(value: &mut Value) {
+    match value {
+        Value::Number(number) if !number.is_i64() && !number.is_u64() => {
+            let whole = number.as_f64().filter(|x| x.fract() == 0.0 && x.abs() < 9e15);
+            if let Some(whole) = whole {
+                *value = Value::from(whole as i64);
+            }
+        }
+        Value::Array(items) => items.iter_mut().for_each(integers),
+        Value::Object(fields) => fields.values_mut().for_each(integers),
+        _ => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn schemas_say_only_what_is_checked() {
+        let bounds = Bounds { model: "m".into(), vocab: 10, max_tokens: 64, max_choices: 4, max_stop: 4 };
+        let Schemas { completions, chat, tokenize, detokenize } = Schemas::new(&bounds);
+        for schema in [completions, chat, tokenize, detokenize] {
+            schema::known(&schema).unwrap_or_else(|e| panic!("{e} in {schema}"));
+        }
+    }
+}

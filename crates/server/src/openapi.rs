@@ -1,0 +1,183 @@
+//! `/openapi.json` (OpenAPI 3.1): the schemas that bodies are checked against, and what comes back.
+use crate::openai::request::{Bounds, Schemas};
+use serde_json::{Map, Value, json};
+
+/// The description of one server: its model and its limits are in it.
+pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
+    let mut paths = Map::new();
+    let mut path = |path: &str, verb: &str, operation: Value| {
+        let entry = paths.entry(path).or_insert_with(|| json!({}));
+        entry[verb] = operation;
+    };
+    let streamed = json!({"text/event-stream": {"schema": {"type": "string"}}});
+    path("/v1/completions", "post", posts("Continue a text", "Completions", "Completion", &streamed));
+    path("/v1/chat/completions", "post", posts("Answer a conversation", "Chat", "ChatCompletion", &streamed));
+    path("/tokenize", "post", posts("Text to tokens", "Tokenize", "Tokens", &json!({})));
+    path("/detokenize", "post", posts("Tokens to text", "Detokenize", "Detokenized", &json!({})));
+    path("/v1/models", "get", gets("The models: one", "ModelList", &["401"]));
+    let mut model = gets("One model", "Model", &["401", "404"]);
+    model["parameters"] = json!([{
+        "name": "model", "in": "path", "required": true, "description": format!("`{}`", bounds.model),
+        "schema": {"type": "string"}, "example": bounds.model,
+    }]);
+    path("/v1/models/{model}", "get", model);
+    path("/health", "get", open(gets("The process answers", "Status", &[])));
+    path("/ready", "get", open(gets("New requests are taken", "Status", &["503"])));
+    let mut metrics = gets("Prometheus metrics; with keys, for admin keys", "Status", &["401", "403"]);
+    metrics["responses"]["200"] = json!({"description": "Text format 0.0.4", "content": {"text/plain": {"schema": {"type": "string"}}}});
+    path("/metrics", "get", metrics);
+    let mut itself = open(gets("This document", "Status", &[]));
+    itself["responses"]["200"] = json!({"description": "OpenAPI 3.1", "content": {"application/json": {"schema": {"type": "object"}}}});
+    path("/openapi.json", "get", itself);
+    json!({
+        "openapi": "3.1.0",
+        "info": {
+            "title": "kvist",
+            "version": env!("CARGO_PKG_VERSION"),
+            "description": "The OpenAI API over one model. What is not supported is refused by name, never ignored.",
+        },
+        "paths": paths,
+        "security": [{}, {"key": []}],
+        "components": {
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": components(schemas),
+            "responses": responses(),
+        },
+    })
+}
+
+fn reference(kind: &str, name: &str) -> Value {
+    json!({"$ref": format!("#/components/{kind}/{name}")})
+}
+
+fn answered(schema: &str, beside: &Value) -> Value {
+    let mut content = json!({"application/json": {"schema": reference("schemas", schema)}});
+    for (kind, schema) in beside.as_object().into_iter().flatten() {
+        content[kind] = schema.clone();
+    }
+    json!({"description": "Done", "content": content})
+}
+
+fn posts(summary: &str, body: &str, answer: &str, beside: &Value) -> Value {
+    let mut all = json!({"200": answered(answer, beside)});
+    for status in ["400", "401", "403", "404", "408", "413", "415", "429", "500", "503"] {
+        all[status] = reference("responses", status);
+    }
+    json!({
+        "summary": summary,
+        "requestBody": {
+            "required": true,
+            "content": {"application/json": {"schema": reference("schemas", body)}},
+        },
+        "responses": all,
+    })
+}
+
+fn gets(summary: &str, answer: &str, errors: &[&str]) -> Value {
+    let mut all = json!({"200": answered(answer, &json!({}))});
+    for status in errors.iter().chain(&["403"]) {
+        all[*status] = reference("responses", status);
+    }
+    json!({"summary": summary, "responses": all})
+}
+
+/// Needs no key.
+fn open(mut operation: Value) -> Value {
+    operation["security"] = json!([]);
+    operation
+}
+
+fn responses() -> Value {
+    let retry = json!({"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds"}});
+    let all = [
+        (
+            "400",
+            "The request is wrong, or asks for what is not supported; `error.param` names the field",
+            false,
+        ),
+        ("401", "No API key, or an unknown one", false),
+        ("403", "Not for this key, or not under this host name", false),
+        ("404", "There is no such model or path", false),
+        ("408", "The body came too slowly", false),
+        ("413", "The body is too large", false),
+        ("415", "The body is not sent as application/json", false),
+        ("429", "The queue is full", true),
+        ("500", "The model or its cache failed", false),
+        ("503", "The server is shutting down, or the request's deadline passed", true),
+    ];
+    let mut responses = Map::new();
+    for (status, description, retries) in all {
+        let mut response = json!({
+            "description": description,
+            "content": {"application/json": {"schema": reference("schemas", "Error")}},
+        });
+        if retries {
+            response["headers"] = retry.clone();
+        }
+        responses.insert(status.into(), response);
+    }
+    Value::Object(responses)
+}
+
+fn components(schemas: &Schemas) -> Value {
+    let text = || json!({"type": "string"});
+    let count = || json!({"type": "integer", "minimum": 0});
+    let object = |required: &[&str], properties: Value| json!({"type": "object", "required": required, "properties": properties});
+    let finish = || json!({"type": "string", "enum": ["stop", "length", "tool_calls"]});
+    let answer = |choice: Value| {
+        object(
+            &["id", "object", "created", "model", "choices", "usage"],
+            json!({
+                "id": text(), "object": text(), "created": count(), "model": text(),
+                "choices": {"type": "array", "items": choice},
+                "usage": reference("schemas", "Usage"),
+                "kvist": {"type": "object"},
+            }),
+        )
+    };
+    let message =
+        object(&["role", "content"], json!({"role": text(), "content": {"type": ["string", "null"]}}));
+    let scores = json!({"type": ["object", "null"]});
+    json!({
+        "Completions": schemas.completions,
+        "Chat": schemas.chat,
+        "Tokenize": schemas.tokenize,
+        "Detokenize": schemas.detokenize,
+        "Completion": answer(object(
+            &["index", "text", "logprobs", "finish_reason"],
+            json!({"index": count(), "text": text(), "logprobs": scores, "finish_reason": finish()}),
+        )),
+        "ChatCompletion": answer(object(
+            &["index", "message", "logprobs", "finish_reason"],
+            json!({"index": count(), "message": message, "logprobs": scores, "finish_reason": finish()}),
+        )),
+        "Usage": object(
+            &["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"],
+            json!({
+                "prompt_tokens": count(), "completion_tokens": count(), "total_tokens": count(),
+                "prompt_tokens_details": object(&["cached_tokens"], json!({"cached_tokens": count()})),
+            }),
+        ),
+        "Tokens": object(
+            &["count", "max_model_len", "tokens"],
+            json!({"count": count(), "max_model_len": count(), "tokens": {"type": "array", "items": count()}}),
+        ),
+        "Detokenized": object(&["prompt"], json!({"prompt": text()})),
+        "Model": object(
+            &["id", "object", "created", "owned_by"],
+            json!({"id": text(), "object": text(), "created": count(), "owned_by": text(), "max_model_len": count()}),
+        ),
+        "ModelList": object(
+            &["object", "data"],
+            json!({"object": text(), "data": {"type": "array", "items": reference("schemas", "Model")}}),
+        ),
+        "Status": object(&["status"], json!({"status": text()})),
+        "Error": object(
+            &["error"],
+            json!({"error": object(
+                &["message", "type", "param", "code"],
+                json!({"message": text(), "type": text(), "param": {"type": ["string", "null"]}, "code": text()}),
+            )}),
+        ),
+    })
+}

@@ -1,0 +1,308 @@
+//! Answers that must have a form: `response_format`, and tool calls that a request demands.
+//!
+//! A [`Grammar`] is what is demanded, a [`GrammarCompiler`] knows the bytes of a model's tokens (one per model, it is
+//! large), and what comes of both is a [`Constraint`], a mask over the vocabulary before each token. The work is
+//! llguidance's. The answer is valid when it ended by itself; one that met its limit of tokens is the beginning of a
+//! valid one.
+//!
+//! Schemas come from strangers. They are checked before llguidance sees them ([`Schema`] says what is refused); their
+//! size is bounded, and llguidance's own limits bound the rest: a hostile schema gets an error, when it is compiled or
+//! at the token where it grows too large, and costs at most [`MAX_SCHEMA_BYTES`]-worth of compiling, some milliseconds
+//! per token and some tens of MB. Compiling belongs on a thread that may block.
+mod schema;
+
+pub use schema::{MAX_SCHEMA_BYTES, Schema};
+
+use crate::job::Constraint;
+use kvist_engine::Error;
+use kvist_engine::model::Model;
+use kvist_engine::tokenizer::Tokenizer;
+use llguidance::api::{ParserLimits, TopLevelGrammar};
+use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokRxInfo, TokTrie};
+use llguidance::{Matcher, ParserFactory};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// What is wrong with a request, and where: `param` and `message` of OpenAI's errors.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{param}` {problem}")]
+pub struct InvalidParameter {
+    /// A path, such as `response_format.json_schema.schema.properties.a`.
+    pub param: String,
+    pub problem: String,
+}
+
+impl InvalidParameter {
+    pub fn new(param: &str, problem: String) -> Self {
+        InvalidParameter { param: param.into(), problem }
+    }
+}
+
+/// `response_format` of a request.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ResponseFormat {
+    Text,
+    /// Any JSON object.
+    JsonObject,
+    /// A value that this schema admits.
+    JsonSchema {
+        schema: Schema,
+    },
+}
+
+impl ResponseFormat {
+    pub fn from_json(format: &Value) -> Result<Self, InvalidParameter> {
+        let bad = |field: &str, problem: &str| {
+            InvalidParameter::new(&format!("response_format{field}"), problem.into())
+        };
+        match format.get("type").and_then(Value::as_str) {
+            Some("text") => Ok(ResponseFormat::Text),
+            Some("json_object") => Ok(ResponseFormat::JsonObject),
+            Some("json_schema") => {
+                let given = format.get("json_schema").and_then(Value::as_object);
+                let given = given.ok_or_else(|| bad(".json_schema", "is no object"))?;
+                let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
+                match given.get("name").and_then(Value::as_str) {
+                    Some(name) if (1..=64).contains(&name.len()) && name.chars().all(allowed) => {}
+                    _ => {
+                        let what = "is to be a text of 1 to 64 letters, digits, underscores or dashes";
+                        return Err(bad(".json_schema.name", what));
+                    }
+                }
+                let strict = match given.get("strict") {
+                    None | Some(Value::Null) => false,
+                    Some(Value::Bool(strict)) => *strict,
+                    Some(_) => return Err(bad(".json_schema.strict", "is neither true nor false")),
+                };
+                let place = "response_format.json_schema.schema";
+                let schema = given.get("schema").ok_or_else(|| bad(".json_schema.schema", "is missing"))?;
+                let schema = Schema::new(place, schema.clone()).strict(strict);
+                Ok(ResponseFormat::JsonSchema { schema })
+            }
+            Some(other) => {
+                let what = format!("is `{other}`; known are text, json_object and json_schema");
+                Err(bad(".type", &what))
+            }
+            None => Err(bad(".type", "is missing; known are text, json_object and json_schema")),
+        }
+    }
+
+    /// `None` for text.
+    pub fn grammar(&self) -> Option<Grammar> {
+        let schema = match self {
+            ResponseFormat::Text => return None,
+            ResponseFormat::JsonObject => {
+                Schema::new("response_format", serde_json::json!({"type": "object"}))
+            }
+            ResponseFormat::JsonSchema { schema } => schema.clone(),
+        };
+        Some(Grammar::new("start: answer\n".into()).with("answer", schema))
+    }
+}
+
+/// What an answer must look like: rules in Lark's syntax, JSON schemas as further rules, and marks.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Grammar {
+    lark: String,
+    schemas: Vec<(String, Schema)>,
+    marks: Vec<(&'static str, &'static str)>,
+}
+
+impl Grammar {
+    pub(crate) fn new(lark: String) -> Self {
+        Grammar { lark, schemas: Vec::new(), marks: Vec::new() }
+    }
+    /// One more rule, with its line's end.
+    pub(crate) fn rule(&mut self, rule: &str) {
+        self.lark += rule;
+    }
+    /// The rule of this name is a value that the schema admits.
+    pub(crate) fn with(mut self, rule: &str, schema: Schema) -> Self {
+        self.schemas.push((rule.into(), schema));
+        self
+    }
+    /// The rule of this name is this text, or the control token that is called so.
+    pub(crate) fn mark(mut self, rule: &'static str, text: &'static str) -> Self {
+        self.marks.push((rule, text));
+        self
+    }
+}
+
+/// Most bytes of all schemas of one grammar; a request may bring a hundred tools.
+const MAX_GRAMMAR_BYTES: usize = 4 * MAX_SCHEMA_BYTES;
+
+/// llguidance recurses along references, some KiB a step; only pages that are touched take memory.
+const COMPILER_STACK_BYTES: usize = 256 << 20;
+
+/// Makes grammars into masks over one model's tokens.
+pub struct GrammarCompiler {
+    factory: ParserFactory,
+    /// Control tokens by name.
+    control: BTreeMap<String, u32>,
+    /// The model has a token that ends a text.
+    has_end: bool,
+}
+
+impl std::fmt::Debug for GrammarCompiler {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("GrammarCompiler").finish_non_exhaustive()
+    }
+}
+
+impl GrammarCompiler {
+    /// Takes some tenths of a second for a large vocabulary.
+    pub fn of_model(model: &Model) -> Result<Self, Error> {
+        let tokenizer = model
+            .tokenizer()
+            .ok_or_else(|| Error::Usage("this model has no tokenizer, and a grammar needs one".into()))?;
+        Self::new(tokenizer, model.decoder().config().vocab, model.end_tokens())
+    }
+
+    /// Of a model with `vocab` logits. A text may end with any of `end_tokens`, exactly when its grammar is complete.
+    pub fn new(tokenizer: &Tokenizer, vocab: usize, end_tokens: &[u32]) -> Result<Self, Error> {
+        let pieces = tokenizer.pieces(vocab)?;
+        let mut control = BTreeMap::new();
+        let mut words = Vec::with_capacity(vocab + 1);
+        for (piece, id) in pieces.into_iter().zip(0..) {
+            // A token that ends the text has none, even where a file forgot to say that it is a control token.
+            if piece.control || end_tokens.contains(&id) {
+                let mut word = vec![TokTrie::SPECIAL_TOKEN_MARKER];
+                word.extend(&piece.bytes);
+                words.push(word);
+                control.insert(String::from_utf8_lossy(&piece.bytes).into_owned(), id);
+            } else {
+                words.push(piece.bytes);
+            }
+        }
+        let mut ends: Vec<u32> = end_tokens.iter().copied().filter(|id| (*id as usize) < vocab).collect();
+        let has_end = !ends.is_empty();
+        if !has_end {
+            // llguidance wants one: it lies beyond the logits, so that nobody samples it.
+            ends.push(words.len() as u32);
+            words.push(b"\xff<end>".to_vec());
+        }
+        let broke = |what: String| Error::Usage(format!("no grammar over this vocabulary: {what}"));
+        // Words longer than the trie's nodes can count would make it assert.
+        if let Some(long) = words.iter().find(|word| word.len() > 1000) {
+            return Err(broke(format!("it has a token of {} bytes", long.len())));
+        }
+        let info = TokRxInfo::new(words.len() as u32, ends[0]);
+        let trie = TokTrie::from(&info, &words).with_eos_tokens(&ends);
+        let env: llguidance::toktrie::TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+        let slices = llguidance::earley::SlicedBiasComputer::general_slices();
+        let factory = ParserFactory::new(&env, InferenceCapabilities::default(), &slices);
+        let mut factory = factory.map_err(|e| broke(e.to_string()))?;
+        factory.quiet();
+        *factory.limits_mut() = ParserLimits {
+            // About 1 to 2 kB each.
+            max_lexer_states: 30_000,
+            max_grammar_size: 200_000,
+            precompute_large_lexemes: false,
+            verbose_errors: false,
+            ..ParserLimits::default()
+        };
+        Ok(GrammarCompiler { factory, control, has_end })
+    }
+
+    /// Errors name the place in the request.
+    pub fn compile(&self, grammar: &Grammar) -> Result<Compiled, InvalidParameter> {
+        let mut lark = grammar.lark.clone();
+        for (rule, text) in &grammar.marks {
+            let literal = Value::from(*text).to_string();
+            let mark = self.control.get(*text).map_or(literal, |id| format!("<[{id}]>"));
+            lark += &format!("{rule}: {mark}\n");
+        }
+        let mut bytes = 0;
+        for (rule, schema) in &grammar.schemas {
+            let text = schema.checked()?;
+            bytes += text.len();
+            if bytes > MAX_GRAMMAR_BYTES {
+                let what = format!("brings the schemas to {bytes} bytes; {MAX_GRAMMAR_BYTES} are taken");
+                return Err(InvalidParameter::new(schema.place(), what));
+            }
+            lark += &format!("{rule}: %json {text}\n");
+        }
+        let compile = || {
+            let parser = self.factory.create_parser(TopLevelGrammar::from_lark(lark));
+            parser.map(|parser| Matcher::new(Ok(parser))).map_err(|e| e.to_string())
+        };
+        let compiled = std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().stack_size(COMPILER_STACK_BYTES);
+            let thread = thread.spawn_scoped(scope, compile);
+            thread.map_err(|e| e.to_string())?.join().unwrap_or_else(|_| Err("broke the compiler".into()))
+        });
+        let place = match grammar.schemas.as_slice() {
+            [(_, schema)] => schema.place(),
+            _ => "tools",
+        };
+        match compiled {
+            Ok(matcher) => Ok(Compiled { matcher, has_end: self.has_end }),
+            Err(error) => {
+                Err(InvalidParameter::new(place, format!("can not be made a grammar: {}", plain(&error))))
+            }
+        }
+    }
+}
+
+/// What llguidance says, without the state and the backtrace that it adds.
+fn plain(error: &str) -> &str {
+    let end =
+        ["\n<state>", "\n<non-verbose", "\n<backtrace>"].iter().filter_map(|mark| error.find(mark)).min();
+    error[..end.unwrap_or(error.len())].trim()
+}
+
+/// A grammar over a model's tokens, at its beginning.
+pub struct Compiled {
+    matcher: Matcher,
+    has_end: bool,
+}
+
+impl std::fmt::Debug for Compiled {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Compiled").finish_non_exhaustive()
+    }
+}
+
+impl Compiled {
+    /// One for each choice of a request. They share nothing, so that no thread waits for another.
+    pub fn constraint(&self) -> Box<dyn Constraint> {
+        Box::new(Follow { matcher: self.matcher.deep_clone(), has_end: self.has_end })
+    }
+}
+
+/// Follows one answer.
+struct Follow {
+    matcher: Matcher,
+    has_end: bool,
+}
+
+impl Constraint for Follow {
+    fn mask(&mut self, logits: &mut [f32]) -> Result<(), String> {
+        let mask = self.matcher.compute_mask_or_eos().map_err(|e| failed(&e.to_string()))?;
+        let mut left = 0;
+        for (token, logit) in logits.iter_mut().enumerate() {
+            if token < mask.len() && mask.is_allowed(token as u32) {
+                left += 1;
+            } else {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+        if left == 0 {
+            return Err(failed("no token of the model can go on here"));
+        }
+        Ok(())
+    }
+
+    fn accept(&mut self, token: u32) -> Result<bool, String> {
+        self.matcher.consume_token(token).map_err(|e| failed(&e.to_string()))?;
+        if self.matcher.is_stopped() || self.has_end {
+            return Ok(self.matcher.is_stopped());
+        }
+        self.matcher.is_accepting().map_err(|e| failed(&e.to_string()))
+    }
+}
+
+fn failed(error: &str) -> String {
+    format!("the grammar of the answer failed: {}", plain(error))
+}

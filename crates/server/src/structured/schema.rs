@@ -1,0 +1,241 @@
+//! A JSON schema out of a request, checked before it is compiled.
+//!
+//! Refused, each with its path: what is no schema; keywords that JSON Schema knows and that can not be enforced (`not`,
+//! `if`, `uniqueItems`, …), because an answer that ignores them would not be valid; references to other documents, to
+//! anchors and to nowhere; too many bytes, too deep a nesting. Keywords that JSON Schema does not know are annotations,
+//! as it says itself. Properties come in the order of the schema.
+use super::InvalidParameter;
+use serde_json::{Map, Value, json};
+
+/// Most bytes of one schema, as compact JSON.
+pub const MAX_SCHEMA_BYTES: usize = 64 << 10;
+/// Levels of objects and lists.
+const MAX_DEPTH: usize = 64;
+/// Between two parts of an answer's JSON, so that a model can not write blanks for ever.
+const BLANKS: &str = r"[\x20\x0A\x0D\x09]{1,64}";
+
+/// A schema and its place in the request.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Schema {
+    place: String,
+    schema: Value,
+    strict: bool,
+}
+
+impl Schema {
+    /// `place` is what errors call it. Nothing is checked yet.
+    pub fn new(place: &str, schema: Value) -> Self {
+        Schema { place: place.into(), schema, strict: false }
+    }
+
+    /// Refuse also what can only be approximated: `oneOf` with alternatives that may overlap is otherwise taken as
+    /// `anyOf`.
+    pub fn strict(self, strict: bool) -> Self {
+        Schema { strict, ..self }
+    }
+
+    pub(super) fn place(&self) -> &str {
+        &self.place
+    }
+
+    /// The schema for llguidance, as JSON.
+    pub(super) fn checked(&self) -> Result<String, InvalidParameter> {
+        // The depth first: everything else walks the value.
+        let bad = |problem: String| Err(InvalidParameter::new(&self.place, problem));
+        if depth_exceeds(&self.schema, MAX_DEPTH) {
+            return bad(format!("is nested deeper than {MAX_DEPTH} levels"));
+        }
+        let bytes = self.schema.to_string().len();
+        if bytes > MAX_SCHEMA_BYTES {
+            return bad(format!("has {bytes} bytes; {MAX_SCHEMA_BYTES} are taken"));
+        }
+        Checker { root: &self.schema }.schema(&self.schema, &self.place)?;
+        let mut schema = match &self.schema {
+            Value::Object(map) => map.clone(),
+            Value::Bool(true) => Map::new(),
+            _ => return bad("admits nothing".into()),
+        };
+        // Options of llguidance; what a request says under this name is not passed on.
+        let options = json!({"whitespace_pattern": BLANKS, "coerce_one_of": !self.strict});
+        schema.insert("x-guidance".into(), options);
+        Ok(Value::Object(schema).to_string())
+    }
+}
+
+/// Does not look deeper than `limit` itself.
+fn depth_exceeds(value: &Value, limit: usize) -> bool {
+    let deeper = |value: &Value| limit == 0 || depth_exceeds(value, limit - 1);
+    match value {
+        Value::Array(list) => list.iter().any(deeper),
+        Value::Object(map) => map.values().any(deeper),
+        _ => false,
+    }
+}
+
+const TYPES: [&str; 7] = ["null", "boolean", "integer", "number", "string", "array", "object"];
+
+struct Checker<'s> {
+    root: &'s Value,
+}
+
+impl Checker<'_> {
+    fn schema(&self, schema: &Value, place: &str) -> Result<(), InvalidParameter> {
+        let map = match schema {
+            Value::Bool(_) => return Ok(()),
+            Value::Object(map) => map,
+            _ => return Err(InvalidParameter::new(place, "is neither an object nor true nor false".into())),
+        };
+        for (keyword, value) in map {
+            self.keyword(keyword, value, &format!("{place}.{keyword}"))?;
+        }
+        Ok(())
+    }
+
+    fn keyword(&self, keyword: &str, value: &Value, place: &str) -> Result<(), InvalidParameter> {
+        let bad = |problem: &str| Err(InvalidParameter::new(place, problem.into()));
+        match keyword {
+            "properties" | "patternProperties" | "$defs" | "definitions" => {
+                let Some(map) = value.as_object() else { return bad("is no object") };
+                map.iter().try_for_each(|(name, schema)| self.schema(schema, &format!("{place}.{name}")))
+            }
+            "allOf" | "anyOf" | "oneOf" | "prefixItems" => {
+                let Some(list) = value.as_array() else { return bad("is no list") };
+                if list.is_empty() && keyword != "prefixItems" {
+                    return bad("is empty");
+                }
+                self.list(list, place)
+            }
+            "items" => match value {
+                Value::Array(list) => self.list(list, place),
+                schema => self.schema(schema, place),
+            },
+            "additionalProperties" | "additionalItems" => self.schema(value, place),
+            "$ref" => self.reference(value, place),
+            "type" => {
+                let known = |v: &Value| v.as_str().is_some_and(|name| TYPES.contains(&name));
+                match value {
+                    Value::String(_) if known(value) => Ok(()),
+                    Value::Array(list) if !list.is_empty() && list.iter().all(known) => Ok(()),
+                    _ => bad(&format!("is {value}; known are {}", TYPES.join(", "))),
+                }
+            }
+            "enum" => match value.as_array() {
+                Some(list) if !list.is_empty() => Ok(()),
+                _ => bad("is no list with something in it"),
+            },
+            "required" => match value.as_array() {
+                Some(list) if list.iter().all(Value::is_string) => Ok(()),
+                _ => bad("is no list of names"),
+            },
+            "pattern" | "format" if !value.is_string() => bad("is no text"),
+            "minLength" | "maxLength" | "minItems" | "maxItems" | "minProperties" | "maxProperties"
+                if !value.as_u64().is_some_and(|n| n <= u64::from(u32::MAX)) =>
+            {
+                bad("is no whole number from 0 to 4294967295")
+            }
+            "minimum" | "maximum" | "multipleOf" if !value.is_number() => bad("is no number"),
+            "exclusiveMinimum" | "exclusiveMaximum" if !value.is_number() && !value.is_boolean() => {
+                bad("is no number")
+            }
+            "not"
+            | "if"
+            | "then"
+            | "else"
+            | "contains"
+            | "minContains"
+            | "maxContains"
+            | "uniqueItems"
+            | "propertyNames"
+            | "dependentSchemas"
+            | "dependentRequired"
+            | "dependencies"
+            | "unevaluatedItems"
+            | "unevaluatedProperties"
+            | "$dynamicRef"
+            | "$recursiveRef" => {
+                bad("is a keyword that can not be enforced: leave it out and check the answer yourself")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn list(&self, list: &[Value], place: &str) -> Result<(), InvalidParameter> {
+        list.iter().enumerate().try_for_each(|(at, schema)| self.schema(schema, &format!("{place}[{at}]")))
+    }
+
+    /// `#` or `#/…`, to something that is there.
+    fn reference(&self, value: &Value, place: &str) -> Result<(), InvalidParameter> {
+        let bad = |problem: String| Err(InvalidParameter::new(place, problem));
+        let Some(to) = value.as_str() else { return bad("is no text".into()) };
+        if to == "#" {
+            return Ok(());
+        }
+        let Some(path) = to.strip_prefix("#/") else {
+            return bad(format!("is `{to}`; kvist follows references inside the schema, `#/$defs/…`"));
+        };
+        if path.contains(['~', '%']) {
+            return bad(format!("is `{to}`; names with escapes are not followed: rename the definition"));
+        }
+        let found = self.root.pointer(&format!("/{path}"));
+        match found {
+            Some(Value::Object(_) | Value::Bool(_)) => Ok(()),
+            Some(_) => bad(format!("is `{to}`, which is no schema")),
+            None => bad(format!("is `{to}`, which is not there")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bad_schemas_are_refused_by_path() {
+        let mut deep = json!({"type": "string"});
+        for _ in 0..40 {
+            deep = json!({"type": "array", "items": {"anyOf": [deep]}});
+        }
+        for (schema, place) in [
+            (json!(1), "`s` is neither"),
+            (json!(false), "`s` admits nothing"),
+            (json!({"type": "text"}), "`s.type` is \"text\""),
+            (json!({"type": []}), "`s.type`"),
+            (
+                json!({"properties": {"a": {"type": "array", "items": {"type": 1}}}}),
+                "`s.properties.a.items.type`",
+            ),
+            (json!({"properties": []}), "`s.properties` is no object"),
+            (json!({"anyOf": [{}, {"not": {}}]}), "`s.anyOf[1].not` is a keyword"),
+            (json!({"anyOf": []}), "`s.anyOf` is empty"),
+            (json!({"$defs": {"x": {"uniqueItems": true}}}), "`s.$defs.x.uniqueItems`"),
+            (json!({"enum": []}), "`s.enum`"),
+            (json!({"required": [1]}), "`s.required`"),
+            (
+                json!({"items": {"$ref": "#/$defs/none"}}),
+                "`s.items.$ref` is `#/$defs/none`, which is not there",
+            ),
+            (json!({"$ref": "https://example.com/s.json"}), "`s.$ref` is `https"),
+            (json!({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {}}}), "`s.$ref`"),
+            (json!({"$ref": "#/enum", "enum": [1]}), "which is no schema"),
+            (json!({"$ref": 1}), "`s.$ref` is no text"),
+            (json!({"maxLength": -1}), "`s.maxLength`"),
+            (json!({"minItems": 1e30}), "`s.minItems`"),
+            (json!({"minimum": "1"}), "`s.minimum`"),
+            (json!({"pattern": 1}), "`s.pattern`"),
+            (json!({"description": "x".repeat(MAX_SCHEMA_BYTES)}), "bytes;"),
+            (deep, "nested deeper"),
+        ] {
+            let error = Schema::new("s", schema.clone()).checked().unwrap_err().to_string();
+            assert!(error.contains(place), "{schema}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_request_does_not_set_the_compilers_options() {
+        let schema = json!({"type": "object", "x-guidance": {"lenient": true}, "title": "T"});
+        let text = Schema::new("s", schema).strict(true).checked().unwrap();
+        let value: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(value["x-guidance"]["lenient"], json!(null));
+        assert_eq!(value["x-guidance"]["coerce_one_of"], json!(false));
+    }
+}

@@ -1,0 +1,432 @@
+//! Tool calls out of a text that comes in pieces.
+//!
+//! Text that can not belong to a call is given on at once; what may begin one is held back until it is decided. Calls come
+//! whole. The result does not depend on how the text was cut: a decision is taken only when no continuation can change
+//! it.
+use super::call::{Found, read};
+use super::{PYTHON_TAG, TOOL_CALL, TOOL_CALL_END, ToolCall, ToolFormat};
+
+/// What became certain.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ToolDelta {
+    Content(String),
+    /// The `index`-th call of this answer, from 0, complete.
+    Call {
+        index: usize,
+        call: ToolCall,
+    },
+}
+
+/// Where the held text begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    /// At the start of the answer.
+    Start,
+    /// In text.
+    Text,
+    /// After a call.
+    Called,
+}
+
+/// See the module's head.
+#[derive(Clone, Debug)]
+pub struct ToolParser {
+    format: ToolFormat,
+    parallel: bool,
+    place: Place,
+    held: String,
+    calls: usize,
+    /// Inside a call, do not look again before this much is held, or a mark comes: looking takes linear time.
+    look_at: usize,
+}
+
+impl ToolParser {
+    /// Without `parallel` the first call is the only one: later ones are swallowed.
+    pub fn new(format: ToolFormat, parallel: bool) -> Self {
+        ToolParser { format, parallel, place: Place::Start, held: String::new(), calls: 0, look_at: 0 }
+    }
+
+    /// Calls so far.
+    pub fn calls(&self) -> usize {
+        self.calls
+    }
+
+    /// The answer goes on with this.
+    pub fn push(&mut self, piece: &str, out: &mut Vec<ToolDelta>) {
+        self.held += piece;
+        // Only a brace or the end of a marker completes anything.
+        if self.held.len() >= self.look_at || piece.contains(['}', '>']) {
+            self.look(false, out);
+        }
+    }
+
+    /// The answer is over: what is held becomes a call if it lacks no more than its closing mark, or else text.
+    pub fn finish(&mut self, out: &mut Vec<ToolDelta>) {
+        self.look(true, out);
+        debug_assert!(self.held.is_empty(), "{:?} stayed", self.held);
+    }
+
+    fn look(&mut self, end: bool, out: &mut Vec<ToolDelta>) {
+        self.look_at = 0;
+        while self.turn(end, out) {}
+    }
+
+    /// Decide about the beginning of what is held. Returns whether something was decided and there is more.
+    fn turn(&mut self, end: bool, out: &mut Vec<ToolDelta>) -> bool {
+        let separates = |c: char| {
+            c.is_whitespace()
+                || (c == ';' && self.format == ToolFormat::Llama3 && self.place == Place::Called)
+        };
+        let blank = match self.place {
+            Place::Text => 0,
+            _ => self.held.len() - self.held.trim_start_matches(separates).len(),
+        };
+        let rest = &self.held[blank..];
+        if rest.is_empty() {
+            if end && self.place == Place::Start {
+                self.content(blank, out);
+            } else if end {
+                self.held.clear();
+            }
+            return false;
+        }
+        let opened = rest.find(self.opener());
+        // A call of Llama 3 needs no mark where the answer begins or after another call.
+        let unmarked =
+            self.format == ToolFormat::Llama3 && self.place != Place::Text && rest.starts_with('{');
+        let (at, body) = match opened {
+            _ if unmarked => (0, 0),
+            Some(at) => (at, at + self.opener().len()),
+            None => {
+                let sure = if end { rest.len() } else { rest.len() - self.possible_start(rest) };
+                if sure > 0 {
+                    self.text(blank, sure, out);
+                }
+                return false;
+            }
+        };
+        if at > 0 {
+            self.text(blank, at, out);
+            return true;
+        }
+        match self.call(&rest[body..], end) {
+            Found::Unfinished => {
+                self.look_at = self.held.len() * 2;
+                false
+            }
+            Found::Call(call, len) => {
+                self.held.drain(..blank + body + len);
+                self.place = Place::Called;
+                if self.calls == 0 || self.parallel {
+                    out.push(ToolDelta::Call { index: self.calls, call });
+                    self.calls += 1;
+                }
+                true
+            }
+            Found::Nothing => {
+                // At least the brace, so that it is not looked at again.
+                self.text(blank, body.max(1), out);
+                true
+            }
+        }
+    }
+
+    /// What follows an opener, up to and with its closing mark.
+    fn call(&self, body: &str, end: bool) -> Found {
+        let start = body.len() - body.trim_start().len();
+        let bare = self.format == ToolFormat::Hermes;
+        let found = match read(&body[start..], bare) {
+            Found::Call(call, len) => {
+                let len = start + len;
+                match self.format {
+                    ToolFormat::Llama3 => Found::Call(call, len),
+                    ToolFormat::Hermes => {
+                        let tail = &body[len..];
+                        let blank = tail.len() - tail.trim_start().len();
+                        let tail = &tail[blank..];
+                        if tail.starts_with(TOOL_CALL_END) {
+                            Found::Call(call, len + blank + TOOL_CALL_END.len())
+                        } else if !TOOL_CALL_END.starts_with(tail) {
+                            Found::Nothing
+                        } else if end {
+                            Found::Call(call, body.len())
+                        } else {
+                            Found::Unfinished
+                        }
+                    }
+                }
+            }
+            other => other,
+        };
+        match found {
+            Found::Unfinished if end => Found::Nothing,
+            found => found,
+        }
+    }
+
+    /// `len` bytes of text after `blank` bytes that belong to it at the start of an answer only.
+    fn text(&mut self, blank: usize, len: usize, out: &mut Vec<ToolDelta>) {
+        if self.place == Place::Called {
+            self.held.drain(..blank);
+            self.content(len, out);
+        } else {
+            self.content(blank + len, out);
+        }
+        self.place = Place::Text;
+    }
+
+    fn content(&mut self, len: usize, out: &mut Vec<ToolDelta>) {
+        if len == 0 {
+            return;
+        }
+        match out.last_mut() {
+            Some(ToolDelta::Content(text)) => *text += &self.held[..len],
+            _ => out.push(ToolDelta::Content(self.held[..len].to_string())),
+        }
+        self.held.drain(..len);
+    }
+
+    fn opener(&self) -> &'static str {
+        match self.format {
+            ToolFormat::Llama3 => PYTHON_TAG,
+            ToolFormat::Hermes => TOOL_CALL,
+        }
+    }
+
+    /// Length of the longest end of `text` that begins an opener.
+    fn possible_start(&self, text: &str) -> usize {
+        let opener = self.opener();
+        (1..opener.len().min(text.len() + 1)).rev().find(|n| text.ends_with(&opener[..*n])).unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cut(format: ToolFormat, pieces: &[&str]) -> (String, Vec<ToolCall>) {
+        let (mut parser, mut out) = (ToolParser::new(format, true), Vec::new());
+        pieces.iter().for_each(|piece| parser.push(piece, &mut out));
+        parser.finish(&mut out);
+        let (mut content, mut calls) = (String::new(), Vec::new());
+        for delta in out {
+            match delta {
+                ToolDelta::Content(text) => content += &text,
+                ToolDelta::Call { index, call } => {
+                    assert_eq!(index, calls.len());
+                    calls.push(call);
+                }
+            }
+        }
+        (content, calls)
+    }
+
+    fn call(name: &str, arguments: &str) -> ToolCall {
+        ToolCall { name: name.into(), arguments: arguments.into() }
+    }
+
+    use ToolFormat::{Hermes, Llama3};
+
+    /// (format, answer, its text, its calls)
+    type Row = (ToolFormat, &'static str, &'static str, &'static [(&'static str, &'static str)]);
+    const TABLE: &[Row] = &[
+        (Hermes, "", "", &[]),
+        (Hermes, " \n", " \n", &[]),
+        (Hermes, "Just text, 1 < 2.", "Just text, 1 < 2.", &[]),
+        (
+            Hermes,
+            "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": 1}}\n</tool_call>",
+            "",
+            &[("f", r#"{"a": 1}"#)],
+        ),
+        (
+            Hermes,
+            "Let me see.\n<tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>\n<tool_call>\n{\"arguments\": {\"é\": [\"x\"]}, \"name\": \"g\"}\n</tool_call>\n",
+            "Let me see.\n",
+            &[("f", "{}"), ("g", r#"{"é": ["x"]}"#)],
+        ),
+        // The closing mark inside a text, numbers larger than any machine's, arguments as text, none at all.
+        (
+            Hermes,
+            r#"<tool_call>{"name": "f", "arguments": {"a": "</tool_call>}\""}}</tool_call>"#,
+            "",
+            &[("f", r#"{"a": "</tool_call>}\""}"#)],
+        ),
+        (
+            Hermes,
+            r#"<tool_call>{"name":"f","arguments":{"n":123456789012345678901234567890}}</tool_call>"#,
+            "",
+            &[("f", r#"{"n":123456789012345678901234567890}"#)],
+        ),
+        (
+            Hermes,
+            r#"<tool_call>{"name": "f", "arguments": "{\"a\": 1}"}</tool_call>"#,
+            "",
+            &[("f", r#"{"a": 1}"#)],
+        ),
+        (Hermes, r#"<tool_call>{"name": "f"}</tool_call>"#, "", &[("f", "{}")]),
+        (Hermes, r#"<tool_call>{"name": "f", "parameters": {}}</tool_call> done"#, "done", &[("f", "{}")]),
+        // Cut by the limit of tokens: a whole object is a call, half of one is text.
+        (Hermes, r#"<tool_call>{"name": "f", "arguments": {}}"#, "", &[("f", "{}")]),
+        (Hermes, r#"<tool_call>{"name": "f", "arguments": {}}</tool"#, "", &[("f", "{}")]),
+        (Hermes, r#"a <tool_call>{"name": "f", "argum"#, r#"a <tool_call>{"name": "f", "argum"#, &[]),
+        (Hermes, "a <tool_ca", "a <tool_ca", &[]),
+        // Not calls, to the letter.
+        (Hermes, "<tool_call>hello</tool_call>", "<tool_call>hello</tool_call>", &[]),
+        (Hermes, "<tool_call>{\"name\": 1}</tool_call>!", "<tool_call>{\"name\": 1}</tool_call>!", &[]),
+        (
+            Hermes,
+            "<tool_call>{\"name\": \"f\",}</tool_call>",
+            "<tool_call>{\"name\": \"f\",}</tool_call>",
+            &[],
+        ),
+        (
+            Hermes,
+            r#"<tool_call>{"name": "f", "arguments": [1]}</tool_call>"#,
+            r#"<tool_call>{"name": "f", "arguments": [1]}</tool_call>"#,
+            &[],
+        ),
+        (
+            Hermes,
+            r#"<tool_call>{"name": "f"} x</tool_call>"#,
+            r#"<tool_call>{"name": "f"} x</tool_call>"#,
+            &[],
+        ),
+        // A mark in vain does not hide the one after it.
+        (Hermes, r#"<tool_call><tool_call>{"name": "f"}</tool_call>"#, "<tool_call>", &[("f", "{}")]),
+        (Hermes, r#"<<tool_call>{"name": "f"}</tool_call>"#, "<", &[("f", "{}")]),
+        (Hermes, r#"{"name": "f", "arguments": {}}"#, r#"{"name": "f", "arguments": {}}"#, &[]),
+        (Llama3, r#"{"name": "f", "parameters": {"a": 1}}"#, "", &[("f", r#"{"a": 1}"#)]),
+        (Llama3, "\n {\"name\": \"f\", \"parameters\": {}}\n", "", &[("f", "{}")]),
+        (Llama3, r#"{"type": "function", "name": "f", "parameters": {}}"#, "", &[("f", "{}")]),
+        (Llama3, r#"<|python_tag|>{"name": "f", "arguments": {}}"#, "", &[("f", "{}")]),
+        (
+            Llama3,
+            r#"{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"x": "}"}}"#,
+            "",
+            &[("f", "{}"), ("g", r#"{"x": "}"}"#)],
+        ),
+        (Llama3, r#"I look. <|python_tag|>{"name": "f", "parameters": {}}"#, "I look. ", &[("f", "{}")]),
+        (Llama3, r#"{"name": "f", "parameters": {}} That was it."#, "That was it.", &[("f", "{}")]),
+        // Answers in JSON and in Python are text.
+        (Llama3, r#" {"name": "Bob", "age": 3}"#, r#" {"name": "Bob", "age": 3}"#, &[]),
+        (Llama3, "<|python_tag|>print(1)", "<|python_tag|>print(1)", &[]),
+        (Llama3, r#"{"name": "f", "parameters": {"#, r#"{"name": "f", "parameters": {"#, &[]),
+        (Llama3, r#"See {"name": "f", "parameters": {}}"#, r#"See {"name": "f", "parameters": {}}"#, &[]),
+        (Llama3, r#"{"name": "", "parameters": {}}"#, r#"{"name": "", "parameters": {}}"#, &[]),
+        (Llama3, "<|python", "<|python", &[]),
+    ];
+
+    #[test]
+    fn answers_are_taken_apart() {
+        for (format, answer, text, calls) in TABLE {
+            let calls: Vec<_> = calls.iter().map(|(n, a)| call(n, a)).collect();
+            assert_eq!(format.parse(answer), (text.to_string(), calls), "{format:?}: {answer}");
+        }
+    }
+
+    #[test]
+    fn cuts_change_nothing() {
+        for (format, answer, ..) in TABLE {
+            let whole = format.parse(answer);
+            let letters: Vec<String> = answer.chars().map(String::from).collect();
+            let letters: Vec<&str> = letters.iter().map(String::as_str).collect();
+            assert_eq!(cut(*format, &letters), whole, "{format:?} by letters: {answer}");
+            for at in (0..answer.len()).filter(|at| answer.is_char_boundary(*at)) {
+                let (a, b) = answer.split_at(at);
+                assert_eq!(cut(*format, &[a, b]), whole, "{format:?} at {at}: {answer}");
+            }
+        }
+    }
+
+    /// Random answers out of what calls are made of, cut at random.
+    #[test]
+    fn random_cuts_of_random_answers_change_nothing() {
+        const BITS: [&str; 24] = [
+            "<tool_call>",
+            "</tool_call>",
+            "<|python_tag|>",
+            "{\"name\": \"f\", \"arguments\": {}}",
+            "{\"name\": \"g\", \"parameters\": {\"a\": \"</tool_call>\"}}",
+            "{\"name\": \"h\"}",
+            "{",
+            "}",
+            "\"",
+            " ",
+            "\n",
+            ";",
+            "<",
+            ">",
+            "</",
+            "tool_call",
+            "name",
+            ":",
+            "\\",
+            "é",
+            "text ",
+            "<|",
+            "[1, 2]",
+            "null",
+        ];
+        let seed: u64 = std::env::var("KVIST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(7);
+        let mut state = seed;
+        let mut below = |n: usize| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            ((state >> 33) as usize) % n
+        };
+        let mut found = 0;
+        for round in 0..20_000 {
+            let answer: String = (0..below(12)).map(|_| BITS[below(BITS.len())]).collect();
+            let format = [Hermes, Llama3][below(2)];
+            let whole = format.parse(&answer);
+            found += whole.1.len();
+            let mut pieces = Vec::new();
+            let mut rest = answer.as_str();
+            while !rest.is_empty() {
+                let ends: Vec<usize> = rest.char_indices().map(|(at, c)| at + c.len_utf8()).collect();
+                let (piece, after) = rest.split_at(ends[below(ends.len().min(9))]);
+                pieces.push(piece);
+                rest = after;
+            }
+            assert_eq!(
+                cut(format, &pieces),
+                whole,
+                "seed {seed}, round {round}, {format:?}: {answer:?} as {pieces:?}"
+            );
+            // Nothing is invented, and of text without calls nothing is lost.
+            if whole.1.is_empty() {
+                assert_eq!(whole.0, answer, "seed {seed}, round {round}, {format:?}");
+            }
+        }
+        assert!(found > 1000, "only {found} calls in all answers");
+    }
+
+    #[test]
+    fn text_is_not_held_back_without_need() {
+        let (mut parser, mut out) = (ToolParser::new(Hermes, true), Vec::new());
+        let mut push = |piece: &str| {
+            parser.push(piece, &mut out);
+            std::mem::take(&mut out)
+        };
+        let content = |text: &str| vec![ToolDelta::Content(text.into())];
+        assert_eq!(push("Hello"), content("Hello"));
+        assert_eq!(push(" <"), content(" "));
+        assert_eq!(push("b> <tool_"), content("<b> "));
+        assert_eq!(push("x"), content("<tool_x"));
+        assert_eq!(push("<tool_call>{\"name\": \"f\""), []);
+        assert_eq!(push("}\n"), []);
+        assert_eq!(push("</tool_call>"), [ToolDelta::Call { index: 0, call: call("f", "{}") }]);
+        assert_eq!(push("\n"), []);
+        // What can be no call any more is told at once, not at the end.
+        assert_eq!(push("<tool_call>{oops}"), content("<tool_call>{oops}"));
+    }
+
+    #[test]
+    fn one_call_where_one_is_asked_for() {
+        let (mut parser, mut out) = (ToolParser::new(Llama3, false), Vec::new());
+        parser.push(r#"{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}"#, &mut out);
+        parser.finish(&mut out);
+        assert_eq!(out, [ToolDelta::Call { index: 0, call: call("f", "{}") }]);
+        assert_eq!(parser.calls(), 1);
+    }
+}

@@ -1,0 +1,169 @@
+//! One request on the engine thread: what becomes of its logits, and what its user is told.
+use crate::job::*;
+use kvist_engine::executor::{Choice, Choose};
+use kvist_engine::model::Model;
+use kvist_engine::sampler::Sampler;
+use kvist_engine::text::StopMatcher;
+use kvist_engine::tokenizer::TextState;
+use std::sync::{Arc, Mutex};
+use tokio::sync::mpsc::UnboundedSender;
+
+/// Takes tokens for one request. How it ended is left in `end`.
+pub(super) struct Chooser {
+    model: Arc<Model>,
+    sampler: Sampler,
+    logit_bias: Vec<(u32, f32)>,
+    constraint: Option<Box<dyn Constraint>>,
+    logprobs: Option<u8>,
+    ignore_eos: bool,
+    text: TextState,
+    stops: StopMatcher,
+    events: UnboundedSender<Event>,
+    end: Arc<Mutex<Ending>>,
+}
+
+/// How a request ended, as far as its own tokens say, and the text that was held back.
+#[derive(Debug, Default)]
+pub(super) struct Ending {
+    /// It was said that the request is in the batch.
+    pub admitted: bool,
+    /// Tokens of the turn that admitted it: what comes before the first one is known only behind that turn.
+    pub early: Vec<Event>,
+    pub finish: Option<Finish>,
+    pub failure: Option<String>,
+    pub text: String,
+}
+
+impl Chooser {
+    pub fn new(
+        model: Arc<Model>,
+        sampler: Sampler,
+        job: &mut Job,
+        events: UnboundedSender<Event>,
+        end: Arc<Mutex<Ending>>,
+    ) -> Self {
+        Chooser {
+            model,
+            sampler,
+            logit_bias: std::mem::take(&mut job.logit_bias),
+            constraint: job.constraint.take(),
+            logprobs: job.logprobs,
+            ignore_eos: job.ignore_eos,
+            text: TextState::new(&job.written),
+            stops: StopMatcher::new(&job.stop),
+            events,
+            end,
+        }
+    }
+
+    fn take(&mut self, logits: &mut [f32]) -> Result<Choice, String> {
+        // Of the model's own distribution, so before anything is done to it.
+        let before = self.logprobs.map(|n| LogProbs::of(logits, n));
+        for &(token, bias) in &self.logit_bias {
+            if let Some(logit) = logits.get_mut(token as usize) {
+                *logit += bias;
+            }
+        }
+        if let Some(constraint) = &mut self.constraint {
+            constraint.mask(logits)?;
+        }
+        let token = self.sampler.sample(logits).map_err(|e| e.to_string())?;
+        self.sampler.observe(&[token]);
+        let complete = match &mut self.constraint {
+            Some(constraint) => constraint.accept(token)?,
+            None => false,
+        };
+        let logprob = before.map(|before| before.token(token));
+        let says_end = self.model.end_tokens().contains(&token) && !self.ignore_eos;
+        let mut text = String::new();
+        let mut finish = (says_end || complete).then_some(Finish::EndOfText);
+        // The token that ends a text is none of it; a grammar's last one is.
+        if let (false, Some(tokenizer)) = (says_end, self.model.tokenizer()) {
+            let piece = self.text.push(tokenizer, token).map_err(|e| e.to_string())?;
+            if let Some(stop) = self.stops.push(&piece, &mut text) {
+                finish = Some(Finish::Stop(stop));
+            }
+        }
+        let stopped = matches!(finish, Some(Finish::Stop(_)));
+        let event = Event::Token(Token { id: token, text, logprob });
+        let mut end = self.lock();
+        if end.admitted {
+            // Nobody listens: the request is cancelled, but this step has been run.
+            let _ = self.events.send(event);
+        } else {
+            end.early.push(event);
+        }
+        drop(end);
+        let finished = finish.is_some();
+        if let Some(finish) = finish {
+            self.lock().finish = Some(finish);
+            if !stopped {
+                self.flush()?;
+            }
+        }
+        Ok(Choice { token, finished })
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Ending> {
+        self.end.lock().unwrap_or_else(|broken| broken.into_inner())
+    }
+
+    /// What was held back becomes final.
+    fn flush(&mut self) -> Result<(), String> {
+        let mut text = String::new();
+        if let Some(tokenizer) = self.model.tokenizer() {
+            let rest = self.text.finish(tokenizer).map_err(|e| e.to_string())?;
+            if self.stops.push(&rest, &mut text).is_none() {
+                self.stops.finish(&mut text);
+            }
+        }
+        self.lock().text = text;
+        Ok(())
+    }
+}
+
+impl Choose for Chooser {
+    fn choose(&mut self, logits: &mut [f32]) -> Choice {
+        self.take(logits).unwrap_or_else(|failure| {
+            self.lock().failure = Some(failure);
+            Choice { token: 0, finished: true }
+        })
+    }
+
+    fn end(&mut self) {
+        if self.lock().finish.is_none()
+            && let Err(failure) = self.flush()
+        {
+            self.lock().failure = Some(failure);
+        }
+    }
+}
+
+/// Log-probabilities of one row, before it is changed: the sum for the token that will be taken, and the likeliest.
+struct LogProbs {
+    raw: Vec<f32>,
+    log_sum: f32,
+    top: Vec<(u32, f32)>,
+}
+
+impl LogProbs {
+    fn of(logits: &[f32], n: u8) -> Self {
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = logits.iter().map(|x| f64::from(x - max).exp()).sum();
+        let log_sum = max + sum.ln() as f32;
+        let n = usize::from(n).min(logits.len());
+        let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+        let likelier = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+        if n > 0 && n < order.len() {
+            order.select_nth_unstable_by(n, likelier);
+        }
+        order.truncate(n);
+        order.sort_unstable_by(likelier);
+        let top = order.into_iter().map(|token| (token, logits[token as usize] - log_sum)).collect();
+        LogProbs { raw: logits.to_vec(), log_sum, top }
+    }
+
+    fn token(self, token: u32) -> LogProb {
+        LogProb { logprob: self.raw[token as usize] - self.log_sum, top: self.top }
+    }
+}

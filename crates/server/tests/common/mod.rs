@@ -1,0 +1,112 @@
+//! The embedded model and engines over it.
+#![allow(dead_code)] // every test takes what it needs
+use kvist_backend::{MemoryBudget, Registry, Storage};
+use kvist_cache::PrefixSpec;
+use kvist_cpu::Compute;
+use kvist_engine::backends;
+use kvist_engine::executor::PagedConfig;
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::model::{LoadOptions, Model, ModelFile};
+use kvist_engine::sampler::SamplerConfig;
+use kvist_engine::weights::WeightForm;
+use kvist_scheduler::{Admission, Config};
+use kvist_server::*;
+use std::sync::{Arc, OnceLock};
+
+/// Float weights and a float cache: a text depends on nothing but its prompt.
+pub fn model() -> &'static Arc<Model> {
+    static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
+    MODEL.get_or_init(|| {
+        let options = LoadOptions { form: WeightForm::F32, ..LoadOptions::default() };
+        let budget = MemoryBudget::unlimited();
+        Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap())
+    })
+}
+
+/// As its file has it, in an order of additions that depends on no company.
+pub fn deterministic() -> &'static (Arc<Model>, Registry) {
+    static MODEL: OnceLock<(Arc<Model>, Registry)> = OnceLock::new();
+    MODEL.get_or_init(|| {
+        let compute = Compute::default().deterministic(true);
+        let options = LoadOptions { compute: compute.clone(), ..LoadOptions::default() };
+        let budget = MemoryBudget::unlimited();
+        let model = Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap();
+        (Arc::new(model), backends::on(&compute))
+    })
+}
+
+pub fn tokens(text: &str) -> Vec<u32> {
+    model().tokenizer().unwrap().encode(text, true).unwrap()
+}
+
+pub fn config(context_tokens: u32) -> EngineConfig {
+    let cache = CacheConfig { k: Storage::F32, v: Storage::F32, ..CacheConfig::new(context_tokens) };
+    let mut config = EngineConfig {
+        paged: PagedConfig { cache, block_tokens: 16, prefix: Some(PrefixSpec::default()) },
+        scheduler: Config {
+            max_batch: 8,
+            max_batch_tokens: 64,
+            admission: Admission::Optimistic { headroom_tokens: 0 },
+            ..Config::default()
+        },
+        max_queue: 64,
+        record: false,
+        watchers: Vec::new(),
+    };
+    config.fit();
+    config
+}
+
+pub fn engine(config: EngineConfig) -> Engine {
+    Engine::start(model().clone(), &backends::all(), config).unwrap()
+}
+
+pub fn greedy(prompt: &[u32], max_new: u32) -> Job {
+    Job {
+        prompt: prompt.into(),
+        max_new,
+        sampling: SamplerConfig::greedy(),
+        logit_bias: Vec::new(),
+        stop: Vec::new(),
+        ignore_eos: true,
+        logprobs: None,
+        constraint: None,
+        written: Vec::new(),
+        salt: "".into(),
+        priority: 0,
+        deadline: None,
+        explain: true,
+    }
+}
+
+/// What a generation said.
+#[derive(Debug, Default)]
+pub struct Heard {
+    pub tokens: Vec<u32>,
+    pub text: String,
+    pub admitted: Option<(u32, Option<kvist_cache::MissReason>)>,
+    pub done: Option<Done>,
+    pub failure: Option<Failure>,
+}
+
+pub async fn hear(generation: &mut Generation) -> Heard {
+    let mut heard = Heard::default();
+    while let Some(event) = generation.next().await {
+        match event {
+            Event::Admitted { cached_tokens, miss } => {
+                assert!(heard.tokens.is_empty(), "a token before its admission");
+                assert!(heard.admitted.replace((cached_tokens, miss)).is_none(), "admitted twice");
+            }
+            Event::Token(token) => {
+                heard.tokens.push(token.id);
+                heard.text += &token.text;
+            }
+            Event::Done(done) => {
+                heard.text += &done.text;
+                assert!(heard.done.replace(done).is_none(), "done twice");
+            }
+            Event::Failed(failure) => heard.failure = Some(failure),
+        }
+    }
+    heard
+}

@@ -1,0 +1,204 @@
+//! The engine thread by itself: the same text as without it, whatever happens beside; nothing held at the end.
+mod common;
+use common::*;
+use kvist_backend::{Registry, Storage};
+use kvist_engine::backends;
+use kvist_engine::generate::{Limits, generate};
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::model::Model;
+use kvist_engine::sampler::{Sampler, SamplerConfig};
+use kvist_engine::session::ModelSession;
+use kvist_server::*;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
+     vector is the amount of space allocated for any future elements that will be added onto the vector. This is not \
+     to be confused with the length of a vector, which specifies the number of actual elements within the vector.";
+
+/// What `kvist run` writes.
+fn alone(prompt: &[u32], max_tokens: usize) -> (Vec<u32>, String) {
+    alone_with(model(), &backends::all(), Storage::F32, prompt, max_tokens)
+}
+
+fn alone_with(
+    model: &Arc<Model>,
+    registry: &Registry,
+    kv: Storage,
+    prompt: &[u32],
+    max_tokens: usize,
+) -> (Vec<u32>, String) {
+    let config = CacheConfig { k: kv, v: kv, ..CacheConfig::new(1024) };
+    let mut session = ModelSession::new(model, registry, &config).unwrap();
+    let limits = Limits { max_tokens, stop: Vec::new(), ignore_eos: true, no_cache: false };
+    let mut sampler = Sampler::new(SamplerConfig::greedy()).unwrap();
+    let seq = kvist_cache::SeqId::ONLY;
+    let made =
+        generate(&mut session, seq, prompt, model.tokenizer(), &mut sampler, &limits, &mut ()).unwrap();
+    (made.tokens, made.text)
+}
+
+async fn nothing_is_held(engine: &Engine) {
+    tokio::time::timeout(Duration::from_secs(20), engine.idle()).await.expect("somebody is still live");
+    let (held, running, waiting) = engine
+        .inspect(|state| {
+            let scheduler = &state.scheduler;
+            (scheduler.held_cells(), scheduler.n_running(), scheduler.n_waiting())
+        })
+        .await
+        .unwrap();
+    assert_eq!((held, running, waiting), (0, 0, 0), "cells held, requests running and waiting");
+}
+
+#[tokio::test]
+async fn the_same_text_in_any_company() {
+    let all = tokens(TEXT);
+    let prompts: Vec<&[u32]> = vec![&all[..40], &all[..33], &all, &all[10..20], &all[..1], &all[..40]];
+    let alone: Vec<_> = prompts.iter().map(|prompt| alone(prompt, 60)).collect();
+    // Room for all; for about two, so that requests are preempted; blocks of one token.
+    for (context, block_tokens, most) in [(1024, 16, 64), (176, 16, 64), (1024, 1, 64), (256, 7, 9)] {
+        let mut config = config(context);
+        config.paged.block_tokens = block_tokens;
+        config.scheduler.max_batch_tokens = most;
+        config.fit();
+        let engine = engine(config);
+        for round in 0..2 {
+            let mut generations: Vec<Generation> =
+                prompts.iter().map(|prompt| engine.submit(greedy(prompt, 60)).unwrap()).collect();
+            for (i, generation) in generations.iter_mut().enumerate() {
+                let heard = hear(generation).await;
+                let what = format!("prompt {i}, round {round}, {context} cells in blocks of {block_tokens}");
+                assert_eq!(heard.tokens, alone[i].0, "{what}");
+                assert_eq!(heard.text, alone[i].1, "{what}");
+                let done = heard.done.expect("it ended");
+                assert_eq!(done.finish, Finish::Length, "{what}");
+                let usage = done.usage;
+                assert_eq!(usage.completion_tokens, 60);
+                assert_eq!(usage.prompt_tokens as usize, prompts[i].len());
+                let (cached, miss) = heard.admitted.expect("it was admitted");
+                assert_eq!(cached, usage.cached_tokens);
+                assert!(miss.is_some(), "it was asked to explain");
+                if round == 1 && context == 1024 {
+                    let whole_blocks = (prompts[i].len() as u32 - 1) / block_tokens * block_tokens;
+                    assert_eq!(cached, whole_blocks, "{what}: everything before was kept");
+                }
+            }
+        }
+        nothing_is_held(&engine).await;
+        let stats = engine.stats();
+        assert_eq!(stats.counters.preemptions > 0, context < 1024, "{stats:?}");
+    }
+}
+
+/// Packed weights and a packed cache, under `--deterministic`: chunks, batches, prefix hits and preemptions do not show.
+#[tokio::test]
+async fn the_same_text_of_packed_numbers_when_asked() {
+    let (model, registry) = deterministic();
+    let all = tokens(TEXT);
+    let prompts: Vec<&[u32]> = vec![&all[..40], &all, &all[..33], &all[10..20]];
+    for kv in [Storage::Q8, Storage::Q4, Storage::F16] {
+        let alone: Vec<_> =
+            prompts.iter().map(|prompt| alone_with(model, registry, kv, prompt, 60).0).collect();
+        for (context, most) in [(1024, 64), (176, 9)] {
+            let mut config = config(context);
+            (config.paged.cache.k, config.paged.cache.v) = (kv, kv);
+            config.scheduler.max_batch_tokens = most;
+            config.fit();
+            let engine = Engine::start(model.clone(), registry, config).unwrap();
+            for round in 0..2 {
+                let mut generations: Vec<Generation> =
+                    prompts.iter().map(|prompt| engine.submit(greedy(prompt, 60)).unwrap()).collect();
+                for (i, generation) in generations.iter_mut().enumerate() {
+                    let heard = hear(generation).await;
+                    assert_eq!(heard.tokens, alone[i], "{kv}, {context} cells, round {round}, prompt {i}");
+                }
+            }
+            nothing_is_held(&engine).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn who_goes_away_holds_nothing() {
+    let all = tokens(TEXT);
+    let engine = engine(config(4096));
+    let mut first = engine.submit(greedy(&all, 3000)).unwrap();
+    assert!(matches!(first.next().await, Some(Event::Admitted { .. })));
+    assert!(matches!(first.next().await, Some(Event::Token(_))));
+    drop(first);
+    nothing_is_held(&engine).await;
+    // The blocks it computed are there for the next one.
+    let mut second = engine.submit(greedy(&all, 1)).unwrap();
+    let heard = hear(&mut second).await;
+    assert!(heard.admitted.unwrap().0 + 16 >= all.len() as u32);
+    nothing_is_held(&engine).await;
+}
+
+#[tokio::test]
+async fn queues_end_and_deadlines_pass() {
+    let all = tokens(TEXT);
+    let mut small = config(4096);
+    small.scheduler.max_batch = 1;
+    small.max_queue = 2;
+    small.fit();
+    let engine = engine(small);
+    let mut running = engine.submit(greedy(&all, 3000)).unwrap();
+    assert!(matches!(running.next().await, Some(Event::Admitted { .. })));
+    let mut late = engine
+        .submit(Job { deadline: Some(Instant::now() + Duration::from_millis(30)), ..greedy(&all, 5) })
+        .unwrap();
+    let waiting = engine.submit(greedy(&all, 5)).unwrap();
+    assert_eq!(engine.submit(greedy(&all, 5)).err(), Some(Rejected::Full { waiting: 2 }));
+    let heard = hear(&mut late).await;
+    assert_eq!(heard.done.unwrap().finish, Finish::Deadline);
+    assert!(heard.admitted.is_none());
+    drop(waiting);
+    engine.drain();
+    assert_eq!(engine.submit(greedy(&all, 5)).err(), Some(Rejected::Draining));
+    engine.cancel_all();
+    let heard = hear(&mut running).await;
+    assert_eq!(heard.done.unwrap().finish, Finish::Cancelled);
+    nothing_is_held(&engine).await;
+}
+
+#[tokio::test]
+async fn what_never_fits_is_said() {
+    let engine = engine(config(64));
+    let mut generation = engine.submit(greedy(&tokens(TEXT), 40)).unwrap();
+    let heard = hear(&mut generation).await;
+    let Some(Failure::NeverFits { needed, capacity: 64 }) = heard.failure else { panic!("{heard:?}") };
+    assert_eq!(needed, tokens(TEXT).len() as u64 + 40);
+    nothing_is_held(&engine).await;
+}
+
+#[tokio::test]
+async fn a_stop_string_is_no_part_of_the_text() {
+    let prompt = tokens("The capacity of a vector is");
+    let (_, text) = alone(&prompt, 40);
+    let words: Vec<&str> = text.split_whitespace().collect();
+    let stop = format!("{} {}", words[3], words[4]);
+    let engine = engine(config(1024));
+    let mut generation = engine.submit(Job { stop: vec![stop.clone()], ..greedy(&prompt, 40) }).unwrap();
+    let heard = hear(&mut generation).await;
+    assert_eq!(heard.done.unwrap().finish, Finish::Stop(stop.clone()));
+    assert_eq!(heard.text, text[..text.find(&stop).unwrap()]);
+}
+
+#[tokio::test]
+async fn logprobs_are_those_of_the_model() {
+    let prompt = tokens("The capacity of a vector is");
+    let engine = engine(config(1024));
+    let mut generation = engine.submit(Job { logprobs: Some(5), ..greedy(&prompt, 6) }).unwrap();
+    let mut n = 0;
+    while let Some(event) = generation.next().await {
+        let Event::Token(token) = event else { continue };
+        let logprob = token.logprob.unwrap();
+        assert_eq!(logprob.top.len(), 5);
+        assert_eq!(logprob.top[0], (token.id, logprob.logprob), "greedy takes the likeliest");
+        assert!(logprob.top.is_sorted_by(|a, b| a.1 >= b.1));
+        let sum: f32 = logprob.top.iter().map(|(_, l)| l.exp()).sum();
+        assert!(sum > 0.0 && sum <= 1.0 + 1e-5, "{sum}");
+        n += 1;
+    }
+    assert_eq!(n, 6);
+}

@@ -1,0 +1,179 @@
+//! Limits, deadlines, clients that go away, and the end of a server.
+use crate::server::*;
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::time::{Duration, Instant};
+
+/// Long enough that nobody waits for its end.
+fn endless(more: Value) -> Value {
+    let mut body =
+        json!({"prompt": "fn main", "max_tokens": 450, "ignore_eos": true, "temperature": 1, "n": 4});
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
+}
+
+/// A stream of which `lines` lines have come.
+fn streaming(server: &Server, body: &Value, lines: usize) -> BufReader<std::net::TcpStream> {
+    let mut stream = server.connect();
+    let headers = [("content-type", "application/json")];
+    stream.write_all(&request("POST", "/v1/completions", &headers, body.to_string().as_bytes())).unwrap();
+    let mut reader = BufReader::new(stream);
+    let (status, _) = head(&mut reader);
+    assert_eq!(status, 200);
+    for _ in 0..lines {
+        reader.read_line(&mut String::new()).unwrap();
+    }
+    reader
+}
+
+#[test]
+fn bodies_and_headers_have_limits() {
+    let mut config = config();
+    config.limits.max_body_bytes = 2000;
+    config.limits.max_header_bytes = 8 << 10;
+    config.limits.read_timeout_s = 0.5;
+    let server = Server::start(config);
+    let json_type = ("content-type", "application/json");
+    let body = json!({"prompt": "a ".repeat(2000)}).to_string();
+    let declared = server.send("POST", "/v1/completions", &[json_type], body.as_bytes());
+    assert_eq!(declared.error().2, "body_too_large");
+    assert_eq!(declared.status, 413);
+    let chunked: String = (0..100).map(|_| format!("{:x}\r\n{}\r\n", 100, " ".repeat(100))).collect();
+    let headers = [json_type, ("transfer-encoding", "chunked")];
+    let chunked = server.send("POST", "/v1/completions", &headers, chunked.as_bytes());
+    assert_eq!((chunked.status, chunked.error().2.as_str()), (413, "body_too_large"));
+    let wide = "x".repeat(10 << 10);
+    assert_eq!(server.send("GET", "/health", &[("x-wide", &wide)], b"").status, 431);
+    // A body that never comes.
+    let headers = [json_type, ("content-length", "100")];
+    let slow = server.send("POST", "/v1/completions", &headers, b"{");
+    assert_eq!((slow.status, slow.error().2.as_str()), (408, "body_too_slow"));
+    // Headers that never come: the connection ends.
+    let mut stream = server.connect();
+    stream.write_all(b"GET /health HTTP/1.1\r\nhost: loc").unwrap();
+    let began = Instant::now();
+    let _ = stream.read_to_end(&mut Vec::new());
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    assert_eq!(server.get("/health").status, 200);
+}
+
+#[test]
+fn a_client_that_goes_away_frees_its_memory() {
+    let server = Server::start(config());
+    for lines in [0, 1, 20] {
+        let reader = streaming(&server, &endless(json!({"stream": true})), lines);
+        drop(reader);
+        server.becomes_idle();
+    }
+    // Nobody waits for the one document either.
+    let mut stream = server.connect();
+    let body = endless(json!({})).to_string();
+    let headers = [("content-type", "application/json")];
+    stream.write_all(&request("POST", "/v1/completions", &headers, body.as_bytes())).unwrap();
+    let began = Instant::now();
+    while server.engine.stats().running == 0 {
+        assert!(began.elapsed() < Duration::from_secs(10), "it never ran");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    drop(stream);
+    server.becomes_idle();
+    assert!(server.metric("vllm:request_success_total", ",finished_reason=\"abort\"") >= 4.0);
+    assert_eq!(server.metric("vllm:request_success_total", ",finished_reason=\"length\""), 0.0);
+}
+
+#[test]
+fn a_full_queue_says_so() {
+    let mut config = config();
+    config.scheduler.max_batch = 1;
+    config.limits.max_queue = 2;
+    let server = Server::start(config);
+    let one = endless(json!({"stream": true, "n": 1}));
+    let mut held = vec![streaming(&server, &one, 1)];
+    held.push(streaming(&server, &one, 0));
+    held.push(streaming(&server, &one, 0));
+    let answer = server.post("/v1/completions", &one);
+    assert_eq!((answer.status, answer.error().2.as_str()), (429, "queue_full"));
+    assert!(answer.header("retry-after").is_some());
+    // Of several prompts some might have been taken: none is.
+    let several = server.post("/v1/completions", &endless(json!({"prompt": ["a", "b", "c"], "n": 1})));
+    assert_eq!(several.status, 429);
+    assert_eq!(server.get("/health").status, 200);
+    drop(held);
+    server.becomes_idle();
+    assert_eq!(server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 1})).status, 200);
+}
+
+#[test]
+fn deadlines_end_requests() {
+    let mut config = config();
+    config.scheduler.max_batch = 1;
+    let server = Server::start(config);
+    let late = endless(json!({"kvist": {"timeout_ms": 150}, "n": 1}));
+    // What came until then is given, and the client told.
+    let whole = server.post("/v1/completions", &late).good();
+    assert_eq!(whole["kvist"]["ended"], "deadline_exceeded");
+    assert_eq!(whole["choices"][0]["finish_reason"], "length");
+    assert!(whole["usage"]["completion_tokens"].as_u64().unwrap() > 0);
+    let events = server
+        .post("/v1/completions", &endless(json!({"stream": true, "n": 1, "kvist": {"timeout_ms": 150}})));
+    let events = events.events();
+    let (error, chunks) = events.split_last().unwrap();
+    assert_eq!(error["error"]["code"], "deadline_exceeded");
+    assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "length");
+    // One that never got a turn is an error.
+    let held = streaming(&server, &endless(json!({"stream": true, "n": 1})), 1);
+    let answer = server.post("/v1/completions", &late);
+    assert_eq!((answer.status, answer.error().2.as_str()), (503, "deadline_exceeded"));
+    drop(held);
+    server.becomes_idle();
+}
+
+#[test]
+fn a_server_that_ends_lets_requests_finish() {
+    let mut server = Server::start(config());
+    let body = endless(json!({"stream": true, "n": 1, "max_tokens": 120}));
+    let mut reader = streaming(&server, &body, 1);
+    let mut other = server.connect();
+    server.stop();
+    // Still accepted, and told.
+    let began = Instant::now();
+    while server.get("/ready").status == 200 {
+        assert!(began.elapsed() < Duration::from_secs(5));
+    }
+    let refused = server.post("/v1/completions", &body);
+    assert_eq!((refused.status, refused.error().2.as_str()), (503, "shutting_down"));
+    assert!(refused.header("retry-after").is_some());
+    assert_eq!(server.get("/health").status, 200);
+    other.write_all(&request("GET", "/ready", &[], b"")).unwrap();
+    assert_eq!(Answer::read(other).status, 503);
+    let mut rest = String::new();
+    reader.read_to_string(&mut rest).unwrap();
+    assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("[DONE]"), "{rest}");
+    assert!(!rest.contains("\"error\""), "{rest}");
+    server.join();
+}
+
+#[test]
+fn when_the_grace_is_over_requests_are_told() {
+    let mut config = config();
+    config.limits.grace_s = 0.1;
+    let mut server = Server::start(config);
+    let mut reader = streaming(&server, &endless(json!({"stream": true})), 1);
+    let body = endless(json!({})).to_string();
+    let mut whole = server.connect();
+    let headers = [("content-type", "application/json")];
+    whole.write_all(&request("POST", "/v1/completions", &headers, body.as_bytes())).unwrap();
+    while server.engine.stats().running < 3 {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let began = Instant::now();
+    server.stop();
+    let mut rest = String::new();
+    reader.read_to_string(&mut rest).unwrap();
+    assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("\"shutting_down\""), "{rest}");
+    assert!(rest.contains("[DONE]"), "{rest}");
+    let answer = Answer::read(whole);
+    assert_eq!((answer.status, answer.error().2.as_str()), (503, "shutting_down"));
+    server.join();
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+}

@@ -1,0 +1,5 @@
+//! The server over real connections: answers, streams, refusals, limits, keys, and clients that go away.
+mod answers;
+mod limits;
+mod refusals;
+mod server;

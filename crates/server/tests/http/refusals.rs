@@ -1,0 +1,243 @@
+//! What is refused, by name, in one shape.
+use crate::server::*;
+use serde_json::{Value, json};
+
+#[test]
+fn refusals_name_the_field() {
+    let server = Server::start(config());
+    let long = "word ".repeat(3000);
+    let context = model().decoder().config().context;
+    let vocab = model().decoder().config().vocab;
+    let text = |more: Value| {
+        let mut body = json!({"prompt": "a"});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        ("/v1/completions", body)
+    };
+    let chat = |more: Value| {
+        let mut body = json!({"messages": [{"role": "user", "content": "a"}]});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        ("/v1/chat/completions", body)
+    };
+    let rows = [
+        (text(json!({"model": "gpt-4"})), 404, "model", "model_not_found", "tiny-rust-7m"),
+        (("/v1/completions", json!({})), 400, "prompt", "missing_parameter", "missing"),
+        (("/v1/completions", json!([1])), 400, "", "invalid_type", "object"),
+        (text(json!({"prompt": ""})), 400, "prompt", "invalid_value", "empty"),
+        (text(json!({"prompt": []})), 400, "prompt", "invalid_value", "empty list"),
+        (text(json!({"prompt": [vocab]})), 400, "prompt[0]", "invalid_value", "expected 0 to"),
+        (text(json!({"prompt": long})), 400, "prompt", "context_length_exceeded", "tokens"),
+        (text(json!({"max_tokens": 0})), 400, "max_tokens", "invalid_value", "1 to"),
+        (text(json!({"max_tokens": context})), 400, "prompt", "context_length_exceeded", "are asked for"),
+        (text(json!({"max_tokens": context + 1})), 400, "max_tokens", "invalid_value", "1 to"),
+        (text(json!({"temperature": 2.1})), 400, "temperature", "invalid_value", "0 to 2"),
+        (text(json!({"temperature": "hot"})), 400, "temperature", "invalid_type", "number"),
+        (text(json!({"n": 0})), 400, "n", "invalid_value", "1 to"),
+        (text(json!({"n": 100, "prompt": ["a", "b"]})), 400, "n", "invalid_value", "200 answers"),
+        (text(json!({"best_of": 2})), 400, "best_of", "unsupported_parameter", "choose"),
+        (text(json!({"suffix": "b"})), 400, "suffix", "unsupported_parameter", "gaps"),
+        (text(json!({"echo": true, "logprobs": 1})), 400, "echo", "unsupported_parameter", "scored"),
+        (text(json!({"logprobs": 21})), 400, "logprobs", "invalid_value", "0 to 20"),
+        (text(json!({"logit_bias": {"x": 1}})), 400, "logit_bias.x", "invalid_value", "number"),
+        (
+            text(json!({"logit_bias": {"99999999": 1}})),
+            400,
+            "logit_bias.99999999",
+            "invalid_value",
+            "vocabulary",
+        ),
+        (text(json!({"stop": ["a", ""]})), 400, "stop[1]", "invalid_value", "empty"),
+        (text(json!({"temprature": 1})), 400, "temprature", "unknown_parameter", "no field"),
+        (text(json!({"kvist": {"explian": true}})), 400, "kvist.explian", "unknown_parameter", "no field"),
+        (text(json!({"stream_options": {"x": 1}})), 400, "stream_options.x", "unknown_parameter", "no field"),
+        (chat(json!({"messages": []})), 400, "messages", "invalid_value", "empty"),
+        (
+            chat(json!({"messages": [{"role": "wizard", "content": "a"}]})),
+            400,
+            "messages[0].role",
+            "invalid_value",
+            "expected one of",
+        ),
+        (
+            chat(json!({"messages": [{"role": "user"}]})),
+            400,
+            "messages[0].content",
+            "missing_parameter",
+            "missing",
+        ),
+        (
+            chat(json!({"messages": [{"role": "user", "content": null}]})),
+            400,
+            "messages[0].content",
+            "invalid_type",
+            "a text or a list",
+        ),
+        (
+            chat(json!({"messages": [{"role": "tool", "content": "a"}]})),
+            400,
+            "messages[0].tool_call_id",
+            "missing_parameter",
+            "missing",
+        ),
+        (
+            chat(json!({"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]})),
+            400,
+            "messages[0]",
+            "unsupported_parameter",
+            "template",
+        ),
+        (
+            chat(json!({"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]})),
+            400,
+            "messages[0].content[0].type",
+            "invalid_value",
+            "expected one of \"text\"",
+        ),
+        (chat(json!({"top_logprobs": 2})), 400, "top_logprobs", "invalid_value", "needs"),
+        (
+            chat(json!({"max_tokens": 3, "max_completion_tokens": 4})),
+            400,
+            "max_completion_tokens",
+            "invalid_value",
+            "one of them",
+        ),
+        (chat(json!({"store": true})), 400, "store", "invalid_value", "expected one of"),
+        (chat(json!({"functions": []})), 400, "functions", "unsupported_parameter", "use `tools`"),
+        (chat(json!({"audio": {}})), 400, "audio", "unsupported_parameter", "text"),
+        (
+            chat(json!({"tools": [{"type": "function", "function": {"name": "f"}}]})),
+            400,
+            "tools",
+            "unsupported_parameter",
+            "template",
+        ),
+        (chat(json!({"tool_choice": "required"})), 400, "tool_choice", "invalid_value", "no tools"),
+        (
+            chat(json!({"response_format": {"type": "xml"}})),
+            400,
+            "response_format.type",
+            "invalid_value",
+            "json_schema",
+        ),
+        (("/tokenize", json!({})), 400, "prompt", "missing_parameter", "missing"),
+        (("/detokenize", json!({"tokens": ["a"]})), 400, "tokens[0]", "invalid_type", "integer"),
+    ];
+    let mut bad = Vec::new();
+    for ((path, body), status, param, code, words) in rows {
+        let error = server.post(path, &body).error();
+        if (error.0, error.1.as_str(), error.2.as_str()) != (status, param, code) || !error.3.contains(words)
+        {
+            let body: String = body.to_string().chars().take(80).collect();
+            bad.push(format!("{path} {body}: {error:?}, expected {status} {param} {code} {words:?}"));
+        }
+    }
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+    // None of it reached the engine.
+    assert_eq!(server.engine.stats().counters.steps, 0);
+}
+
+#[test]
+fn what_is_no_request_is_refused_in_the_same_shape() {
+    let server = Server::start(config());
+    let json_type = ("content-type", "application/json");
+    let deep = "[".repeat(1000);
+    let rows: [(&str, &str, &[(&str, &str)], &[u8], u16, &str); 9] = [
+        ("GET", "/nowhere", &[], b"", 404, "unknown_url"),
+        ("GET", "/v1/completions", &[], b"", 405, "method_not_allowed"),
+        ("DELETE", "/health", &[], b"", 405, "method_not_allowed"),
+        ("POST", "/v1/completions", &[json_type], b"{\"prompt\": ", 400, "invalid_json"),
+        ("POST", "/v1/completions", &[json_type], b"\xff\xfe", 400, "invalid_json"),
+        ("POST", "/v1/completions", &[json_type], deep.as_bytes(), 400, "invalid_json"),
+        ("POST", "/v1/completions", &[json_type], b"", 400, "invalid_json"),
+        ("POST", "/v1/completions", &[("content-type", "text/plain")], b"{}", 415, "unsupported_media_type"),
+        ("GET", "/v1/models", &[("host", "evil.example:80")], b"", 403, "unknown_host"),
+    ];
+    for (method, path, headers, body, status, code) in rows {
+        let error = server.send(method, path, headers, body).error();
+        assert_eq!((error.0, error.2.as_str()), (status, code), "{method} {path}: {error:?}");
+    }
+    for host in ["localhost", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:80"] {
+        assert_eq!(server.send("GET", "/v1/models", &[("host", host)], b"").status, 200, "{host}");
+    }
+}
+
+#[test]
+fn keys_open_what_they_open() {
+    let mut config = config();
+    config.keys = vec![key("ann", "ann-secret", false), key("ops", "ops-secret", true)];
+    let server = Server::start(config);
+    let json_type = ("content-type", "application/json");
+    let asked = |path: &str, key: Option<&str>| {
+        let mut headers = vec![json_type];
+        headers.extend(key.map(|key| ("authorization", key)));
+        server.send("GET", path, &headers, b"")
+    };
+    for (path, key, status) in [
+        ("/health", None, 200),
+        ("/ready", None, 200),
+        ("/openapi.json", None, 200),
+        ("/v1/models", None, 401),
+        ("/v1/models", Some("Bearer nobodys-key"), 401),
+        ("/v1/models", Some("Bearer ann-secret"), 200),
+        ("/metrics", None, 401),
+        ("/metrics", Some("Bearer ann-secret"), 403),
+        ("/metrics", Some("Bearer ops-secret"), 200),
+    ] {
+        let answer = asked(path, key);
+        assert_eq!(answer.status, status, "{path} {key:?}: {}", answer.text);
+        if status == 401 {
+            assert_eq!(answer.header("www-authenticate"), Some("Bearer"));
+            assert_eq!(answer.error().2, "invalid_api_key");
+        }
+    }
+    let body = json!({"prompt": "a", "max_tokens": 1, "kvist": {"priority": 3}}).to_string();
+    for (key, status) in [("Bearer ann-secret", 400), ("Bearer ops-secret", 200)] {
+        let headers = [json_type, ("authorization", key)];
+        assert_eq!(server.send("POST", "/v1/completions", &headers, body.as_bytes()).status, status, "{key}");
+    }
+}
+
+#[test]
+fn pages_of_other_origins_may_call_where_that_is_configured() {
+    let preflight = [("origin", "https://a.example"), ("access-control-request-method", "POST")];
+    let closed = Server::start(config());
+    let answer = closed.send("OPTIONS", "/v1/completions", &preflight, b"");
+    assert_eq!((answer.status, answer.header("access-control-allow-origin")), (405, None));
+    let mut config = config();
+    config.http.cors_origins = vec!["https://a.example".into()];
+    let server = Server::start(config);
+    let answer = server.send("OPTIONS", "/v1/completions", &preflight, b"");
+    assert_eq!(
+        (answer.status, answer.header("access-control-allow-origin")),
+        (204, Some("https://a.example"))
+    );
+    assert_eq!(answer.header("access-control-allow-headers"), Some("authorization, content-type"));
+    let answer = server.send("GET", "/v1/models", &[("origin", "https://a.example")], b"");
+    assert_eq!(answer.header("access-control-allow-origin"), Some("https://a.example"));
+    let answer = server.send("GET", "/v1/models", &[("origin", "https://b.example")], b"");
+    assert_eq!((answer.status, answer.header("access-control-allow-origin")), (200, None));
+}
+
+#[test]
+fn the_description_is_of_this_server() {
+    let server = Server::start(config());
+    let document = server.get("/openapi.json").good();
+    assert_eq!(document["openapi"], "3.1.0");
+    for (path, verbs) in document["paths"].as_object().unwrap() {
+        let path = path.replace("{model}", MODEL);
+        for verb in verbs.as_object().unwrap().keys() {
+            let answer = match verb.as_str() {
+                "post" => server.post(&path, &json!({"nonsense": 1})),
+                _ => server.get(&path),
+            };
+            let expected = if verb == "post" { 400 } else { 200 };
+            assert_eq!(answer.status, expected, "{verb} {path}: {}", answer.text);
+            assert!(verbs[verb]["responses"].get(expected.to_string()).is_some(), "{verb} {path}");
+        }
+    }
+    // Every reference leads somewhere.
+    let text = document.to_string();
+    for part in text.split("\"$ref\":\"#").skip(1) {
+        let pointer = part.split('"').next().unwrap();
+        assert!(document.pointer(pointer).is_some(), "{pointer}");
+    }
+}

@@ -1,0 +1,235 @@
+//! A server on a free port over the embedded model, and a client.
+#![allow(dead_code)]
+use kvist_backend::{MemoryBudget, Storage};
+use kvist_engine::backends;
+use kvist_engine::model::{LoadOptions, Model, ModelFile};
+use kvist_engine::weights::WeightForm;
+use kvist_server::config::KeySection;
+use kvist_server::{App, Engine, ServerConfig, serve};
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use tokio::sync::oneshot;
+
+/// Float weights and a float cache: a text depends on nothing but its prompt.
+pub fn model() -> &'static Arc<Model> {
+    static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
+    MODEL.get_or_init(|| {
+        let options = LoadOptions { form: WeightForm::F32, ..LoadOptions::default() };
+        let budget = MemoryBudget::unlimited();
+        Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap())
+    })
+}
+
+pub const MODEL: &str = "tiny-rust-7m";
+
+pub fn config() -> ServerConfig {
+    let mut config = ServerConfig::default();
+    config.http.port = 0;
+    config.cache.kv = Storage::F32;
+    config.cache.tokens = Some(4096);
+    config.scheduler.max_batch = 8;
+    config.scheduler.max_batch_tokens = 64;
+    config.limits.grace_s = 20.0;
+    config
+}
+
+pub fn key(name: &str, key: &str, admin: bool) -> KeySection {
+    KeySection { name: name.into(), key: Some(key.into()), admin, ..KeySection::default() }
+}
+
+pub struct Server {
+    pub address: SocketAddr,
+    pub engine: Engine,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    pub fn start(config: ServerConfig) -> Server {
+        let settings = config.engine(model().decoder().config());
+        let tokens = settings.paged.cache.context_tokens;
+        let engine = Engine::start(model().clone(), &backends::all(), settings).unwrap();
+        let app = App::new(engine.clone(), &config, tokens).unwrap();
+        let (stop, stopped) = oneshot::channel();
+        let (ready, address) = std::sync::mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+            runtime.unwrap().block_on(async {
+                let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+                ready.send(listener.local_addr().unwrap()).unwrap();
+                let stopped = async { drop(stopped.await) };
+                serve(listener, app, stopped).await.unwrap();
+            });
+        });
+        let address = address.recv().unwrap();
+        Server { address, engine, stop: Some(stop), thread: Some(thread) }
+    }
+
+    /// As SIGTERM does.
+    pub fn stop(&mut self) {
+        self.stop.take().map(|stop| stop.send(()));
+    }
+
+    /// Until the accepting loop has ended.
+    pub fn join(&mut self) {
+        self.stop();
+        self.thread.take().map(|thread| thread.join().unwrap());
+    }
+
+    pub fn post(&self, path: &str, body: &Value) -> Answer {
+        self.send("POST", path, &[("content-type", "application/json")], body.to_string().as_bytes())
+    }
+
+    pub fn get(&self, path: &str) -> Answer {
+        self.send("GET", path, &[], b"")
+    }
+
+    /// A request over a connection of its own, with its answer.
+    pub fn send(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Answer {
+        let mut stream = self.connect();
+        stream.write_all(&request(method, path, headers, body)).unwrap();
+        Answer::read(stream)
+    }
+
+    pub fn connect(&self) -> TcpStream {
+        let stream = TcpStream::connect(self.address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream
+    }
+
+    /// The value of a metric, by its name and labels after `model_name`.
+    pub fn metric(&self, name: &str, labels: &str) -> f64 {
+        let text = self.get("/metrics").text;
+        let start = format!("{name}{{model_name=\"{MODEL}\"{labels}}} ");
+        let line = text.lines().find_map(|line| line.strip_prefix(&start));
+        line.unwrap_or_else(|| panic!("{start} is not in\n{text}")).parse().unwrap()
+    }
+
+    /// Nobody holds anything, within a time that is short beside what the requests would have taken.
+    pub fn becomes_idle(&self) {
+        let began = Instant::now();
+        loop {
+            let stats = self.engine.stats();
+            if stats.running == 0 && stats.waiting == 0 && stats.held_cells == 0 {
+                return;
+            }
+            assert!(began.elapsed() < Duration::from_secs(5), "still held: {stats:?}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            self.join();
+        }
+    }
+}
+
+pub fn request(method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Vec<u8> {
+    let mut text = format!("{method} {path} HTTP/1.1\r\nconnection: close\r\n");
+    let given = |name: &str| headers.iter().any(|(n, _)| n.eq_ignore_ascii_case(name));
+    if !given("host") {
+        text += "host: localhost\r\n";
+    }
+    if !given("content-length") && !given("transfer-encoding") {
+        text += &format!("content-length: {}\r\n", body.len());
+    }
+    for (name, value) in headers {
+        text += &format!("{name}: {value}\r\n");
+    }
+    let mut bytes = (text + "\r\n").into_bytes();
+    bytes.extend_from_slice(body);
+    bytes
+}
+
+#[derive(Debug)]
+pub struct Answer {
+    pub status: u16,
+    /// Names in lower case.
+    pub headers: Vec<(String, String)>,
+    pub text: String,
+}
+
+impl Answer {
+    pub fn read(stream: TcpStream) -> Answer {
+        let mut reader = BufReader::new(stream);
+        let (status, headers) = head(&mut reader);
+        let mut raw = Vec::new();
+        let _ = reader.read_to_end(&mut raw); // a server may close before a body is read to its end
+        let chunked = headers.iter().any(|(n, v)| n == "transfer-encoding" && v == "chunked");
+        let body = if chunked { unchunk(&raw) } else { raw };
+        Answer { status, headers, text: String::from_utf8(body).unwrap() }
+    }
+
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.headers.iter().find(|(n, _)| n == name).map(|(_, v)| v.as_str())
+    }
+
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.text).unwrap_or_else(|e| panic!("{e}: {self:?}"))
+    }
+
+    /// Of a success.
+    pub fn good(&self) -> Value {
+        assert_eq!(self.status, 200, "{}", self.text);
+        self.json()
+    }
+
+    /// The documents of an event stream, which ends with `[DONE]`.
+    pub fn events(&self) -> Vec<Value> {
+        assert_eq!(self.status, 200, "{}", self.text);
+        assert_eq!(self.header("content-type"), Some("text/event-stream"));
+        let mut data: Vec<&str> = self.text.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
+        assert_eq!(data.pop(), Some("[DONE]"), "{}", self.text);
+        data.iter().map(|text| serde_json::from_str(text).unwrap()).collect()
+    }
+
+    /// (status, `error.param`, `error.code`, `error.message`)
+    pub fn error(&self) -> (u16, String, String, String) {
+        let error = self.json()["error"].clone();
+        let text = |name: &str| error[name].as_str().unwrap_or_default().to_string();
+        let fields = error.as_object().unwrap_or_else(|| panic!("no error: {self:?}"));
+        let names: Vec<&str> = fields.keys().map(String::as_str).collect();
+        for name in ["message", "type", "param", "code"] {
+            assert!(names.contains(&name), "{names:?} lacks {name}");
+        }
+        assert!(!text("type").is_empty() && !text("message").is_empty(), "{error}");
+        (self.status, text("param"), text("code"), text("message"))
+    }
+}
+
+/// Status and headers.
+pub fn head(reader: &mut impl BufRead) -> (u16, Vec<(String, String)>) {
+    let mut line = String::new();
+    reader.read_line(&mut line).unwrap();
+    let status = line.split(' ').nth(1).and_then(|s| s.parse().ok());
+    let status = status.unwrap_or_else(|| panic!("no status: {line:?}"));
+    let mut headers = Vec::new();
+    loop {
+        let mut line = String::new();
+        reader.read_line(&mut line).unwrap();
+        let Some((name, value)) = line.trim_end().split_once(": ") else { return (status, headers) };
+        headers.push((name.to_ascii_lowercase(), value.to_string()));
+    }
+}
+
+fn unchunk(mut raw: &[u8]) -> Vec<u8> {
+    let mut body = Vec::new();
+    while let Some(end) = raw.windows(2).position(|w| w == b"\r\n") {
+        let size = std::str::from_utf8(&raw[..end]).unwrap();
+        let size = usize::from_str_radix(size, 16).unwrap();
+        raw = &raw[end + 2..];
+        body.extend_from_slice(&raw[..size.min(raw.len())]);
+        raw = raw.get(size + 2..).unwrap_or_default();
+        if size == 0 {
+            break;
+        }
+    }
+    body
+}

@@ -1,0 +1,367 @@
+//! One load in block arenas and in a paged cache of the same size: what it costs that a sequence lies in one piece.
+//!
+//! The rule: a request takes room for its prompt when it arrives, one token more every so often, and gives all back when
+//! its answer is complete. Of an answer all tokens but the last are stored. Nobody waits and nobody is evicted: who finds
+//! no room is *turned away*, and an answer that cannot grow is *cut short*. A follow-up comes after its parent's end,
+//! whatever that was, so that every layout is asked the same.
+//!
+//! It promises that the same input gives the same figures, from the very bookkeeping that `kvist_cache` has. It refuses
+//! to be a server: there is no scheduler, no shared prefix, and computing takes no time.
+use crate::request::Request;
+use crate::run::Arrivals;
+use kvist_cache::arena::{self, ALLOCATORS, Arena, ArenaRefused, CapacityExceeded, OutOfMemory};
+use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::{Cache, PagedError, PagedSpec, Refused, SeqId, Span, Step, StepPlan, StepRequest};
+use serde::Serialize;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+/// The paged cache among the [`layouts`].
+pub const PAGED: &str = "paged";
+
+/// Most blocks: 8 bytes each, in an arena with `first_fit`.
+pub const MOST_BLOCKS: u32 = 1 << 24;
+
+/// Names that [`replay`] knows: every allocator of the arena, and [`PAGED`].
+pub fn layouts() -> impl Iterator<Item = &'static str> {
+    ALLOCATORS.iter().map(|(name, _)| *name).chain([PAGED])
+}
+
+/// For what a new sequence takes its handle. A paged cache takes blocks as they are needed, whatever is said here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reserve {
+    /// Its prompt: the handle must grow, and perhaps move.
+    Prompt,
+    /// Prompt and answer, as if its length were known.
+    Whole,
+}
+
+/// How to replay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Setting {
+    /// At least 1.
+    pub block_tokens: u32,
+    /// 1 to [`MOST_BLOCKS`], and fewer than 2^32 tokens in all.
+    pub capacity_blocks: u32,
+    /// Between two tokens of an answer, in virtual nanoseconds.
+    pub token_ns: u64,
+    pub reserve: Reserve,
+}
+
+/// Why there is no replay.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReplayRefused {
+    #[error("there is no layout `{name}`: take one of {}", layouts().collect::<Vec<_>>().join(", "))]
+    UnknownLayout { name: String },
+    #[error(
+        "{capacity_blocks} blocks of {block_tokens} tokens: give 1 to {MOST_BLOCKS} blocks of at least one token, fewer than 2^32 tokens in all"
+    )]
+    BadSize { capacity_blocks: u32, block_tokens: u32 },
+    #[error("an arena: {0}")]
+    Arena(String),
+    #[error("a paged cache: {0}")]
+    Paged(String),
+}
+
+impl From<ArenaRefused> for ReplayRefused {
+    fn from(why: ArenaRefused) -> Self {
+        ReplayRefused::Arena(why.to_string())
+    }
+}
+impl From<PagedError> for ReplayRefused {
+    fn from(why: PagedError) -> Self {
+        ReplayRefused::Paged(why.to_string())
+    }
+}
+
+/// What came of a load in one layout. Every request is in one of `finished`, `turned_away` and `cut_short`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Replayed {
+    pub layout: String,
+    pub requests: u64,
+    /// Wrote their whole answer.
+    pub finished: u64,
+    /// Found no room for what they took a handle for.
+    pub turned_away: u64,
+    /// Of these, although so many blocks were free: in pieces, or rounded up.
+    pub turned_away_with_room: u64,
+    /// Found no room for a further token.
+    pub cut_short: u64,
+    /// Of these, although a block was free.
+    pub cut_short_with_room: u64,
+    /// Handles that grew where they lay.
+    pub grown_in_place: u64,
+    /// Handles that moved to grow.
+    pub moved: u64,
+    /// Blocks copied for it.
+    pub blocks_copied: u64,
+    /// Means are over the time from the first arrival to the last end.
+    pub mean_requests: f64,
+    pub mean_used_blocks: f64,
+    pub peak_used_blocks: u32,
+    /// 1 − tokens stored ÷ tokens that the blocks taken could hold, both summed over time.
+    pub internal_fragmentation: f64,
+    /// 1 − largest possible handle ÷ free blocks, over time. 0 in a paged cache, where any free block will do.
+    pub external_fragmentation: f64,
+}
+
+/// An answer to somebody who wants room.
+enum Room {
+    Given,
+    None {
+        /// Would the free blocks have been enough, were they together?
+        enough_free: bool,
+    },
+}
+
+/// Where sequences lie.
+trait Place {
+    /// A new sequence of `prompt` tokens, in room for `reserve`.
+    fn open(&mut self, seq: SeqId, prompt: u32, reserve: u32) -> Room;
+    /// One token more.
+    fn append(&mut self, seq: SeqId) -> Room;
+    fn close(&mut self, seq: SeqId);
+    fn used_blocks(&self) -> u32;
+    fn external_fragmentation(&self) -> f64;
+    /// Fills in what it counted.
+    fn tell(&self, into: &mut Replayed);
+}
+
+struct InArena {
+    arena: Arena,
+    moved: u64,
+}
+
+impl InArena {
+    /// `held` blocks are taken already, and would be given back by a move.
+    fn refused(why: ArenaRefused, held: u32) -> Room {
+        match why {
+            ArenaRefused::NoRoom { needed_blocks, free_blocks, .. } => {
+                Room::None { enough_free: needed_blocks - held <= free_blocks }
+            }
+            ArenaRefused::TooLong { .. } => Room::None { enough_free: false },
+            other => panic!("an arena refused a sound request: {other}"),
+        }
+    }
+}
+
+impl Place for InArena {
+    fn open(&mut self, seq: SeqId, prompt: u32, reserve: u32) -> Room {
+        if let Err(why) = self.arena.allocate_for(seq, reserve, OutOfMemory::Reject) {
+            return Self::refused(why, 0);
+        }
+        let append = self.arena.append(seq, prompt, CapacityExceeded::Error);
+        append.ok().flatten().expect("the handle has room for the prompt").commit();
+        Room::Given
+    }
+
+    fn append(&mut self, seq: SeqId) -> Room {
+        let held = self.arena.handle(seq).map_or(0, |handle| handle.len);
+        match self.arena.append(seq, 1, CapacityExceeded::Error) {
+            Ok(append) => {
+                let append = append.expect("who asks for an error is not answered by a halt");
+                self.moved += u64::from(append.copy().is_some());
+                append.commit();
+                Room::Given
+            }
+            Err(why) => Self::refused(why, held),
+        }
+    }
+
+    fn close(&mut self, seq: SeqId) {
+        self.arena.free_for(seq).expect("it was opened");
+    }
+    fn used_blocks(&self) -> u32 {
+        self.arena.n_blocks() - self.arena.n_free_blocks()
+    }
+    fn external_fragmentation(&self) -> f64 {
+        self.arena.external_fragmentation()
+    }
+    fn tell(&self, into: &mut Replayed) {
+        let arena::Counters { grown, blocks_copied, .. } = self.arena.report().counters;
+        into.moved = self.moved;
+        into.grown_in_place = grown - self.moved;
+        into.blocks_copied = blocks_copied;
+    }
+}
+
+struct InPages {
+    cache: Cache,
+    plan: StepPlan,
+}
+
+const SEQUENCES: &str = "a paged cache without an index holds sequences";
+
+impl InPages {
+    fn new(setting: &Setting) -> Result<InPages, PagedError> {
+        let spec = PagedSpec {
+            block_tokens: setting.block_tokens,
+            groups: vec![GroupSpec {
+                capacity_tokens: setting.capacity_blocks * setting.block_tokens,
+                visibility: Visibility::FULL,
+                max_step_tokens: 1,
+            }],
+            rollback_tokens: 0,
+            prefix: None,
+        };
+        Ok(InPages { cache: Cache::paged(&spec)?, plan: StepPlan::default() })
+    }
+
+    fn extend(&mut self, seq: SeqId, n_tokens: u32) -> Room {
+        let start = self.cache.next_position(seq).unwrap_or(0);
+        let spans = [Span::chain(seq, start, n_tokens)];
+        match Step::begin(&mut self.cache, &StepRequest { spans: &spans }, &mut self.plan) {
+            Ok(step) => {
+                step.commit();
+                Room::Given
+            }
+            Err(Refused::NoSpace { .. } | Refused::PositionOverflow { .. }) => {
+                Room::None { enough_free: false }
+            }
+            Err(other) => panic!("a paged cache refused a sound request: {other}"),
+        }
+    }
+}
+
+impl Place for InPages {
+    fn open(&mut self, seq: SeqId, prompt: u32, _: u32) -> Room {
+        self.cache.sequences().expect(SEQUENCES).seq_new(seq).expect("no sequence has this id");
+        let room = self.extend(seq, prompt);
+        if let Room::None { .. } = room {
+            self.close(seq);
+        }
+        room
+    }
+    fn append(&mut self, seq: SeqId) -> Room {
+        self.extend(seq, 1)
+    }
+    fn close(&mut self, seq: SeqId) {
+        let mut sequences = self.cache.sequences().expect(SEQUENCES);
+        sequences.seq_rm(seq, 0, u32::MAX).expect("it was opened");
+    }
+    fn used_blocks(&self) -> u32 {
+        let used = |room: kvist_cache::Room| (room.capacity_cells - room.free_cells) / room.block_tokens;
+        self.cache.room().map(used).sum()
+    }
+    fn external_fragmentation(&self) -> f64 {
+        0.0
+    }
+    fn tell(&self, _: &mut Replayed) {}
+}
+
+/// Sums over time.
+#[derive(Default)]
+struct Sums {
+    until_ns: u64,
+    duration_ns: u128,
+    requests: u128,
+    used_blocks: u128,
+    stored_tokens: u128,
+    external: f64,
+}
+
+impl Sums {
+    /// As it is now, it was from the last change until `now_ns`.
+    fn pass(&mut self, now_ns: u64, n_live: u64, stored_tokens: u64, place: &dyn Place) {
+        let ns = u128::from(now_ns - self.until_ns);
+        self.until_ns = now_ns;
+        if ns > 0 {
+            self.duration_ns += ns;
+            self.requests += ns * u128::from(n_live);
+            self.used_blocks += ns * u128::from(place.used_blocks());
+            self.stored_tokens += ns * u128::from(stored_tokens);
+            self.external += ns as f64 * place.external_fragmentation();
+        }
+    }
+}
+
+/// `requests` in the layout of this name. O(tokens written · log).
+///
+/// # Errors
+/// [`ReplayRefused`]
+pub fn replay(requests: &[Request], layout: &str, setting: &Setting) -> Result<Replayed, ReplayRefused> {
+    let &Setting { block_tokens, capacity_blocks, token_ns, reserve } = setting;
+    let fits = capacity_blocks.checked_mul(block_tokens).is_some_and(|tokens| tokens < u32::MAX);
+    if !fits || block_tokens == 0 || !(1..=MOST_BLOCKS).contains(&capacity_blocks) {
+        return Err(ReplayRefused::BadSize { capacity_blocks, block_tokens });
+    }
+    let allocator = ALLOCATORS.iter().find(|(name, _)| *name == layout);
+    let mut place: Box<dyn Place> = match allocator {
+        Some((_, build)) => {
+            Box::new(InArena { arena: Arena::new(block_tokens, build(capacity_blocks))?, moved: 0 })
+        }
+        None if layout == PAGED => Box::new(InPages::new(setting)?),
+        None => return Err(ReplayRefused::UnknownLayout { name: layout.to_owned() }),
+    };
+    let mut found =
+        Replayed { layout: layout.to_owned(), requests: requests.len() as u64, ..Replayed::default() };
+    let mut arrivals = Arrivals::new(requests);
+    let mut sums = Sums { until_ns: arrivals.next_ns().unwrap_or(0), ..Sums::default() };
+    // When whose next token comes. At equal times tokens come before arrivals, and go by the list.
+    let mut tokens: BinaryHeap<Reverse<(u64, usize)>> = BinaryHeap::new();
+    let mut written = vec![0u32; requests.len()];
+    let (mut n_live, mut stored) = (0u64, 0u64);
+    loop {
+        let token = tokens.peek().map(|Reverse(next)| *next);
+        let arrival_ns = arrivals.next_ns();
+        let Some(now) = token.map(|(at_ns, _)| at_ns).into_iter().chain(arrival_ns).min() else { break };
+        sums.pass(now, n_live, stored, &*place);
+        if let Some((at_ns, i)) = token.filter(|&(at_ns, _)| at_ns == now) {
+            tokens.pop();
+            let seq = SeqId(i as u32);
+            written[i] += 1;
+            let ends = written[i] >= requests[i].output_tokens;
+            let room = if ends { Room::Given } else { place.append(seq) };
+            match room {
+                Room::Given if ends => found.finished += 1,
+                Room::Given => {
+                    stored += 1;
+                    found.peak_used_blocks = found.peak_used_blocks.max(place.used_blocks());
+                    tokens.push(Reverse((at_ns.saturating_add(token_ns), i)));
+                    continue;
+                }
+                Room::None { enough_free } => {
+                    found.cut_short += 1;
+                    found.cut_short_with_room += u64::from(enough_free);
+                }
+            }
+            place.close(seq);
+            n_live -= 1;
+            stored -= u64::from(requests[i].prompt_tokens) + u64::from(written[i] - 1);
+            arrivals.ended(i, now);
+        } else if let Some((at_ns, i)) = arrivals.pop(now) {
+            let request = &requests[i];
+            let whole = request.total_tokens() - 1; // the last token of an answer is not stored
+            let reserve = match reserve {
+                Reserve::Prompt => request.prompt_tokens,
+                Reserve::Whole => u32::try_from(whole).unwrap_or(u32::MAX),
+            };
+            match place.open(SeqId(i as u32), request.prompt_tokens, reserve) {
+                Room::Given => {
+                    n_live += 1;
+                    stored += u64::from(request.prompt_tokens);
+                    found.peak_used_blocks = found.peak_used_blocks.max(place.used_blocks());
+                    tokens.push(Reverse((at_ns.saturating_add(token_ns), i)));
+                }
+                Room::None { enough_free } => {
+                    found.turned_away += 1;
+                    found.turned_away_with_room += u64::from(enough_free);
+                    arrivals.ended(i, now);
+                }
+            }
+        }
+    }
+    place.tell(&mut found);
+    let mean = |sum: u128| if sums.duration_ns == 0 { 0.0 } else { sum as f64 / sums.duration_ns as f64 };
+    found.mean_requests = mean(sums.requests);
+    found.mean_used_blocks = mean(sums.used_blocks);
+    if sums.used_blocks > 0 {
+        let could_hold = sums.used_blocks as f64 * f64::from(block_tokens);
+        found.internal_fragmentation = 1.0 - sums.stored_tokens as f64 / could_hold;
+    }
+    if sums.duration_ns > 0 {
+        found.external_fragmentation = sums.external / sums.duration_ns as f64;
+    }
+    Ok(found)
+}

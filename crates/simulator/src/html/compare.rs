@@ -1,0 +1,148 @@
+//! Names side by side: a row each, a mark per figure. For what has no axis to lie along, as schedulers.
+use super::escape;
+use super::picture::{Figure, Panel};
+use super::plot::{N_COLORS, n};
+use super::scale::{Scale, Unit};
+use crate::statistics::Estimate;
+use std::fmt::Write;
+
+/// Several quantities of the same names, a panel each.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Comparison {
+    pub title: String,
+    /// A sentence below the title.
+    pub about: String,
+    /// From top to bottom.
+    pub names: Vec<String>,
+    /// Those without a mark are left out.
+    pub quantities: Vec<Quantity>,
+}
+
+/// A quantity of each name.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Quantity {
+    pub title: String,
+    /// Of its axis.
+    pub label: String,
+    pub unit: Unit,
+    /// `[names, marks]`: as a median and a high percentile. The last is drawn full, those before as rings; none where
+    /// there is nothing to measure.
+    pub marks: Vec<Vec<Estimate>>,
+}
+
+const WIDTH: f64 = 490.0;
+const ROW: f64 = 32.0;
+const TOP: f64 = 10.0;
+const BOTTOM: f64 = 44.0;
+/// Where the figures are written out.
+const FIGURES: f64 = 132.0;
+/// Of a letter: a little more than most need.
+const LETTER: f64 = 7.2;
+
+impl Comparison {
+    /// `None` without a mark.
+    pub(super) fn figure(&self) -> Option<Figure> {
+        let panels = self.quantities.iter().filter_map(|quantity| quantity.panel(&self.names));
+        Figure::of(&self.title, &self.about, [], panels.collect()).map(Figure::in_pairs)
+    }
+}
+
+impl Quantity {
+    fn scale(&self) -> Option<Scale> {
+        let marks = || self.marks.iter().flatten();
+        let most = marks().map(|m| m.mean + m.half_width.unwrap_or(0.0)).max_by(f64::total_cmp)?;
+        let least = marks().map(|m| m.mean).min_by(f64::total_cmp)?;
+        // What differs by an order of magnitude is read off a logarithm; zero has none.
+        if self.unit == Unit::Seconds && least > 0.0 && most > 8.0 * least {
+            let low = marks().map(|m| m.mean - m.half_width.unwrap_or(0.0)).filter(|low| *low > least / 2.0);
+            return Some(Scale::log(low.fold(least, f64::min), most, self.unit));
+        }
+        Some(Scale::linear(0.0, if most > 0.0 { most } else { 1.0 }, self.unit))
+    }
+
+    fn panel(&self, names: &[String]) -> Option<Panel> {
+        let scale = self.scale()?;
+        let longest = names.iter().map(|name| name.chars().count()).max().unwrap_or(0);
+        let left = (LETTER * longest as f64 + 14.0).clamp(40.0, 190.0);
+        let width = WIDTH - left - FIGURES;
+        let bottom = TOP + ROW * names.len() as f64;
+        let px = |value: f64| left + width * scale.at(value);
+        let mut body = String::new();
+        for tick in scale.ticks((width / 70.0) as usize + 1) {
+            let _ = write!(
+                body,
+                "<line class=\"grid\" x1=\"{0}\" x2=\"{0}\" y1=\"{1}\" y2=\"{2}\"/><text class=\"tick\" text-anchor=\"middle\" x=\"{0}\" y=\"{3}\">{4}</text>",
+                n(px(tick)),
+                n(TOP),
+                n(bottom),
+                n(bottom + 16.0),
+                self.unit.show(tick)
+            );
+        }
+        let _ = write!(
+            body,
+            "<line class=\"axis\" x1=\"{}\" x2=\"{}\" y1=\"{2}\" y2=\"{2}\"/><text class=\"label\" text-anchor=\"end\" x=\"{1}\" y=\"{3}\">{4}</text>",
+            n(left),
+            n(left + width),
+            n(bottom),
+            n(bottom + 36.0),
+            escape(&self.label)
+        );
+        for (row, (name, marks)) in names.iter().zip(&self.marks).enumerate() {
+            let (y, color) = (TOP + ROW * (row as f64 + 0.5), row % N_COLORS);
+            let _ = write!(
+                body,
+                "<text class=\"label\" text-anchor=\"end\" x=\"{}\" y=\"{}\">{}</text>",
+                n(left - 10.0),
+                n(y + 4.0),
+                escape(name)
+            );
+            for (mark, half) in marks.iter().filter_map(|mark| Some((mark, mark.half_width?))) {
+                let _ = write!(
+                    body,
+                    "<line class=\"interval c{color}\" x1=\"{}\" x2=\"{}\" y1=\"{2}\" y2=\"{2}\"/>",
+                    n(px(mark.mean - half)),
+                    n(px(mark.mean + half)),
+                    n(y)
+                );
+            }
+            if let [first, .., last] = &marks[..] {
+                let _ = write!(
+                    body,
+                    "<line class=\"line c{color}\" x1=\"{}\" x2=\"{}\" y1=\"{2}\" y2=\"{2}\"/>",
+                    n(px(first.mean)),
+                    n(px(last.mean)),
+                    n(y)
+                );
+            }
+            for (i, mark) in marks.iter().enumerate() {
+                let class = if i + 1 == marks.len() { "bar" } else { "dot" };
+                let interval = mark.half_width.map(|half| format!(" ± {}", self.unit.show(half)));
+                let _ = write!(
+                    body,
+                    "<circle class=\"{class} c{color}\" cx=\"{}\" cy=\"{}\" r=\"4.5\"><title>{}: {}{}</title></circle>",
+                    n(px(mark.mean)),
+                    n(y),
+                    escape(name),
+                    self.unit.show(mark.mean),
+                    interval.unwrap_or_default()
+                );
+            }
+            let figures: Vec<String> = marks.iter().map(|mark| self.unit.show(mark.mean)).collect();
+            let _ = write!(
+                body,
+                "<text class=\"label\" text-anchor=\"end\" x=\"{}\" y=\"{}\">{}</text>",
+                n(WIDTH - 4.0),
+                n(y + 4.0),
+                figures.join(" · ")
+            );
+        }
+        Some(Panel {
+            name: self.title.clone(),
+            said: format!("{}, for each of {}", self.title, names.join(", ")),
+            width: WIDTH,
+            height: bottom + BOTTOM,
+            body,
+        })
+    }
+}
