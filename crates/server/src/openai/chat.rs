@@ -49,14 +49,8 @@ fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, T
     check(&mut body, &app.schemas.chat, &app.bounds.model)?;
     let (common, mut fields): (Common, ChatFields) = (read(&body)?, read(&body)?);
     let wants_scores = fields.logprobs.unwrap_or(false);
-    let asked = match (fields.max_completion_tokens, fields.max_tokens) {
-        (Some(new), Some(old)) if new != old => {
-            let message =
-                format!("`max_completion_tokens` is {new} and `max_tokens` {old}: give one of them");
-            return Err(ApiError::invalid("max_completion_tokens", message));
-        }
-        (new, old) => new.or(old),
-    };
+    // Both say "at most".
+    let asked = fields.max_completion_tokens.into_iter().chain(fields.max_tokens).min();
     let id = app.new_id("chatcmpl");
     let mut order = Order::new(app, caller, &common, id.clone(), "chat")?;
     let (format, constraint) = form(app, &mut fields)?;
