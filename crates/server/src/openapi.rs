@@ -9,7 +9,8 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
         let entry = paths.entry(path).or_insert_with(|| json!({}));
         entry[verb] = operation;
     };
-    let streamed = json!({"text/event-stream": {"schema": {"type": "string"}}});
+    // Each event is a chunk, an error, or `[DONE]`.
+    let streamed = json!({"text/event-stream": {}});
     path("/v1/completions", "post", posts("Continue a text", "Completions", "Completion", &streamed));
     path("/v1/chat/completions", "post", posts("Answer a conversation", "Chat", "ChatCompletion", &streamed));
     path("/tokenize", "post", posts("Text to tokens", "Tokenize", "Tokens", &json!({})));
@@ -98,12 +99,12 @@ fn responses() -> Value {
         ("401", "No API key, or an unknown one", false),
         ("403", "Not for this key, or not under this host name", false),
         ("404", "There is no such model or path", false),
-        ("408", "The body came too slowly", false),
+        ("408", "The body came too slowly, or the request's deadline passed", false),
         ("413", "The body is too large", false),
         ("415", "The body is not sent as application/json", false),
         ("429", "The queue is full", true),
         ("500", "The model or its cache failed", false),
-        ("503", "The server is shutting down, or the request's deadline passed", true),
+        ("503", "The server is shutting down", true),
     ];
     let mut responses = Map::new();
     for (status, description, retries) in all {
