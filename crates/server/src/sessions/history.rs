@@ -182,6 +182,16 @@ impl History {
         Ok(history)
     }
 
+    /// What follows is none of its messages.
+    pub fn with_tail(&self) -> Self {
+        let mut history = self.clone();
+        if let Some(said) = &mut history.said {
+            said.tail = true;
+            said.text.clear();
+        }
+        history
+    }
+
     /// With tokens behind it.
     pub fn with_tokens(&self, scribe: &impl Scribe, new: &[u32], param: &str) -> Result<Self, ApiError> {
         if let Some(said) = &self.said
@@ -325,7 +335,8 @@ impl History {
         let n = said.messages.len();
         match said.messages.get(at) {
             Some(message) => message.begins.map(|begins| begins.token).ok_or_else(|| {
-                let message = format!("the model's template does not show where message {at} begins: cut at a token");
+                let message =
+                    format!("the model's template does not show where message {at} begins: cut at a token");
                 ApiError::invalid(param, message)
             }),
             None if at == n && !said.tail => Ok(self.tokens.len()),
