@@ -40,11 +40,11 @@ pub(crate) struct History {
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Said {
     messages: Vec<Message>,
-    /// What the template has written of them: the text that the tokens stand for. Not kept up while `tail`.
+    /// What the template has written of them: the text that the tokens stand for, up to the tail.
     text: String,
     kwargs: Map<String, Value>,
-    /// The tokens go on behind the last message with a part of another one: it was cut there.
-    tail: bool,
+    /// From here on the tokens are no message: a part of one that was cut, or what was generated as it came.
+    tail: Option<usize>,
     /// Bytes of messages and text.
     bytes: usize,
 }
@@ -83,10 +83,6 @@ impl History {
         History { tokens: Vec::new(), said: Some(Said { kwargs, ..Said::default() }) }
     }
 
-    pub fn of_tokens(tokens: Vec<u32>) -> Self {
-        History { tokens, said: None }
-    }
-
     pub fn has_messages(&self) -> bool {
         self.said.is_some()
     }
@@ -123,7 +119,7 @@ impl History {
             let message = "this session is made of text or tokens: append `text` or `tokens`";
             return Err(ApiError::invalid("messages", message));
         };
-        if said.tail {
+        if said.tail.is_some() {
             let message = "the history ends inside a message: roll back to where it begins \
                            (`{\"to\": {\"message\": N}}`), or go on with `text` or `tokens`";
             let error = ApiError::new(StatusCode::CONFLICT, "inside_message", message);
@@ -176,7 +172,7 @@ impl History {
                 content: Some((content, None)),
             });
         }
-        let said = Said { messages, text: full, kwargs: said.kwargs.clone(), tail: false, bytes: 0 };
+        let said = Said { messages, text: full, kwargs: said.kwargs.clone(), tail: None, bytes: 0 };
         let mut history = History { tokens, said: Some(said) };
         history.weigh();
         Ok(history)
@@ -186,8 +182,7 @@ impl History {
     pub fn with_tail(&self) -> Self {
         let mut history = self.clone();
         if let Some(said) = &mut history.said {
-            said.tail = true;
-            said.text.clear();
+            said.tail.get_or_insert(self.tokens.len());
         }
         history
     }
@@ -195,7 +190,7 @@ impl History {
     /// With tokens behind it.
     pub fn with_tokens(&self, scribe: &impl Scribe, new: &[u32], param: &str) -> Result<Self, ApiError> {
         if let Some(said) = &self.said
-            && !said.tail
+            && said.tail.is_none()
             && !self.is_open()
         {
             let message = "this session is made of messages, and its last one is complete: append `messages`";
@@ -209,12 +204,12 @@ impl History {
 
     /// Its last message is an answer that may go on: one that was cut, or ended for its length.
     pub fn is_open(&self) -> bool {
-        self.said.as_ref().is_some_and(|said| !said.tail && said.open().is_some())
+        self.said.as_ref().is_some_and(|said| said.tail.is_none() && said.open().is_some())
     }
 
     /// It ends inside a message that is none of `messages`.
     pub fn has_tail(&self) -> bool {
-        self.said.as_ref().is_some_and(|said| said.tail)
+        self.said.as_ref().is_some_and(|said| said.tail.is_some())
     }
 
     /// The answer that begins at token `from` has ended by itself: nothing of it follows. `text` is what of it is to
@@ -264,7 +259,7 @@ impl History {
     /// Make the open message's content of its tokens.
     pub fn settle(&mut self, scribe: &impl Scribe) -> Result<(), ApiError> {
         let Some(said) = &mut self.said else { return Ok(()) };
-        if said.tail {
+        if said.tail.is_some() {
             return Ok(());
         }
         if let Some((content, _)) = said.open() {
@@ -301,6 +296,14 @@ impl History {
         let mut history = self.clone();
         history.tokens.truncate(token);
         let Some(said) = history.said.as_mut().filter(|_| token < n_tokens) else { return Ok(history) };
+        match said.tail {
+            Some(tail) if token > tail => return Ok(history),
+            Some(tail) if token == tail => {
+                said.tail = None;
+                return Ok(history);
+            }
+            _ => said.tail = None,
+        }
         let is_before = |m: &Message| m.begins.is_some_and(|begins| begins.token <= token);
         let at = said.messages.iter().rposition(is_before).unwrap_or(0);
         let begins = said.messages.get(at).and_then(|m| m.begins);
@@ -308,19 +311,18 @@ impl History {
             Some((Some(begins), _)) if begins.token == token => {
                 said.messages.truncate(at);
                 said.text.truncate(begins.byte);
-                said.tail = false;
             }
             Some((_, Some((content, ends))))
                 if content.token <= token && ends.is_none_or(|ends| token <= ends) =>
             {
                 *ends = None;
                 said.messages.truncate(at + 1);
-                said.tail = false;
             }
             _ => {
+                let begins = begins.unwrap_or(Place { token: 0, byte: 0 });
                 said.messages.truncate(at);
-                said.text.clear();
-                said.tail = true;
+                said.text.truncate(begins.byte);
+                said.tail = Some(begins.token);
             }
         }
         history.settle(scribe)?;
@@ -339,7 +341,7 @@ impl History {
                     format!("the model's template does not show where message {at} begins: cut at a token");
                 ApiError::invalid(param, message)
             }),
-            None if at == n && !said.tail => Ok(self.tokens.len()),
+            None if at == n => Ok(said.tail.unwrap_or(self.tokens.len())),
             None => {
                 let message = format!("`{param}` is message {at}; the session has {n}");
                 Err(ApiError::invalid(param, message))
@@ -371,7 +373,7 @@ impl Said {
         self.messages.last()?.content.filter(|(_, ends)| ends.is_none())
     }
     fn open_mut(&mut self) -> Option<&mut (Place, Option<usize>)> {
-        if self.tail {
+        if self.tail.is_some() {
             return None;
         }
         self.messages.last_mut()?.content.as_mut().filter(|(_, ends)| ends.is_none())

@@ -186,11 +186,14 @@ impl Store {
             );
             return Err(too_many(message));
         }
-        let more = charge.saturating_mul(n as u64);
-        if tokens.saturating_add(more) > self.quota.max_tokens {
-            return Err(self.too_long(tokens, more));
+        self.admit_tokens(tokens, charge.saturating_mul(n as u64))
+    }
+
+    fn admit_tokens(&self, tokens: u64, more: u64) -> Result<(), ApiError> {
+        match tokens.saturating_add(more) > self.quota.max_tokens {
+            true => Err(self.too_long(tokens, more)),
+            false => Ok(()),
         }
-        Ok(())
     }
 
     fn too_long(&self, tokens: u64, more: u64) -> ApiError {
@@ -371,7 +374,8 @@ impl Claim {
         let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
         let (before, after) = (session.history.charge(), history.charge());
         if after > before {
-            self.store.admit(&inner, &self.owner, 0, after - before)?;
+            let (_, tokens) = inner.used.get(&self.owner).copied().unwrap_or_default();
+            self.store.admit_tokens(tokens, after - before)?;
         }
         let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
         session.computed = session.computed.min(session.history.in_common(&history));
