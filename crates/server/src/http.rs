@@ -4,7 +4,7 @@
 //! and that every error has one shape, those of unknown paths and methods included.
 use crate::app::App;
 use crate::error::ApiError;
-use crate::{metrics, openai};
+use crate::{dashboard, metrics, openai};
 use axum::Router;
 use axum::extract::{Request, State};
 use axum::http::header::{self, HeaderName, HeaderValue};
@@ -33,8 +33,13 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/tokenize", post(openai::tokenize))
         .route("/detokenize", post(openai::detokenize))
         .route("/metrics", get(show_metrics))
+        .route("/kvist/live", get(dashboard::live))
         .route_layer(middleware::from_fn_with_state(app.clone(), authenticate));
     let open = Router::new()
+        .route("/", get(dashboard::index))
+        .route("/favicon.svg", get(dashboard::favicon))
+        .route("/example.jsonl.gz", get(dashboard::example))
+        .route("/assets/{name}", get(dashboard::asset))
         .route("/health", get(async || axum::Json(serde_json::json!({"status": "ok"}))))
         .route("/ready", get(ready))
         .route("/openapi.json", get(describe));
