@@ -67,7 +67,7 @@ class Server:
         command = [args.kvist, "serve", "--config", str(config), "--context", str(args.context)]
         command += ["--model", args.model] if args.model else []
         plan = json.loads(subprocess.check_output([*command, "--dry-run", "--json"]))
-        self.bound = sum(plan["bound"].values())
+        self.bound = plan["bound"]["total"]
         # Deterministic, so that the text of a prompt can be compared.
         self.process = subprocess.Popen([*command, "--deterministic", "--quiet"], stdout=subprocess.PIPE, text=True)
         line = self.process.stdout.readline().split()
@@ -315,7 +315,7 @@ def main():
     parse.add_argument("--burst", type=float, default=30, help="seconds between bursts; 0 for none")
     parse.add_argument("--seed", type=int, default=1)
     parse.add_argument("--health-p99", type=float, default=1.0, help="seconds")
-    parse.add_argument("--overhead", type=float, default=192, help="MiB beside the bound")
+    parse.add_argument("--overhead", type=float, default=96, help="MiB beside the bound")
     args = parse.parse_args()
 
     failures, samples, times = [], [], []
