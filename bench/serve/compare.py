@@ -8,6 +8,7 @@ Loads, each with prompts that no earlier round has sent:
   cold        one prompt of --trunk tokens: its time to first token
   hit         the same prompt with another end: its time to first token, and what part of the cold one that is
   fan-out     --branches requests at once that share the trunk, which the server has seen, and differ behind it
+  again       the same with other ends: now llama-server has computed the trunk in every slot
   unrelated   as many requests at once that share nothing
 
 A rate is tokens generated per second from the first request's sending to the last token of all; a figure is the
@@ -108,11 +109,13 @@ def one_round(server, draw, args):
     trunk = draw(args.trunk)
     cold, _, _ = server.complete(trunk + draw(args.end), 1)
     hit, _, _ = server.complete(trunk + draw(args.end), 1)
-    fan_rate, fan_ttft = together(server, [trunk + draw(args.end) for _ in range(args.branches)], args.generate)
+    fan_out = lambda: together(server, [trunk + draw(args.end) for _ in range(args.branches)], args.generate)
+    (fan_rate, fan_ttft), (again_rate, again_ttft) = fan_out(), fan_out()
     alone_rate, alone_ttft = together(server, [draw(args.prompt) for _ in range(args.branches)], args.generate)
     return {
         "cold TTFT, s": cold, "hit TTFT, s": hit, "hit / cold": hit / cold,
         "fan-out, tokens/s": fan_rate, "fan-out mean TTFT, s": fan_ttft,
+        "fan-out again, tokens/s": again_rate, "fan-out again mean TTFT, s": again_ttft,
         "unrelated, tokens/s": alone_rate, "unrelated mean TTFT, s": alone_ttft,
     }
 

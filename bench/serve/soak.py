@@ -160,8 +160,8 @@ def stream(server, load, draw, body, leave=None):
                 if not answer.getheader("Retry-After"):
                     raise Wrong("429 without Retry-After")
                 return "429 queue_full"
-            if answer.status == 503 and document["error"]["code"] == "deadline_exceeded":
-                return "503 deadline_exceeded"
+            if answer.status == 408 and document["error"]["code"] == "deadline_exceeded":
+                return "408 deadline_exceeded"
             raise Wrong(f"{answer.status} to a good request: {document}")
         events, usage, told = 0, None, None
         for line in answer:

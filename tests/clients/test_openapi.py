@@ -32,7 +32,7 @@ def test_schemathesis(tmp_path, keys):
     command = [
         pathlib.Path(sys.executable).parent / "schemathesis", "--config-file", HERE / "schemathesis.toml",
         "run", server.url + "/openapi.json", "--checks", "all", "--continue-on-failure",
-        "--max-time", os.environ.get("KVIST_FUZZ_SECONDS", "60"),
+        "--max-time", os.environ.get("KVIST_FUZZ_SECONDS", "120"),
     ]
     command += ["--header", "Authorization: Bearer ops-secret"] if keys else []
     try:

@@ -25,6 +25,10 @@ impl Log {
         self.text =
             Some(format!("{{\"format\":\"{format}\",\"version\":{LOG_VERSION},\"config\":{config}}}\n"));
     }
+    /// Nothing is kept any more, and nothing more comes.
+    pub(crate) fn stop(&mut self) {
+        self.text = None;
+    }
     pub(crate) fn is_on(&self) -> bool {
         self.text.is_some()
     }

@@ -103,12 +103,12 @@ fn responses() -> Value {
         ("401", "No API key, or an unknown one", false),
         ("403", "Not for this key, or not under this host name", false),
         ("404", "There is no such model or path", false),
-        ("408", "The body came too slowly", false),
+        ("408", "The body came too slowly, or the request's deadline passed", false),
         ("413", "The body is too large", false),
         ("415", "The body is not sent as application/json", false),
         ("429", "The queue is full", true),
         ("500", "The model or its cache failed", false),
-        ("503", "The server is shutting down, or the request's deadline passed", true),
+        ("503", "The server is shutting down", true),
     ];
     let mut responses = Map::new();
     for (status, description, retries) in all {

@@ -146,7 +146,7 @@ fn deadlines_end_requests() {
     // One that never got a turn is an error.
     let held = streaming(&server, &endless(json!({"stream": true, "n": 1})), 1);
     let answer = server.post("/v1/completions", &late);
-    assert_eq!((answer.status, answer.error().2.as_str()), (503, "deadline_exceeded"));
+    assert_eq!((answer.status, answer.error().2.as_str()), (408, "deadline_exceeded"));
     drop(held);
     server.becomes_idle();
 }

@@ -34,13 +34,12 @@ fn refusals_name_the_field() {
         ),
         (text(json!({"prompt": long})), 400, "prompt", "context_length_exceeded", "tokens"),
         (text(json!({"max_tokens": 0})), 400, "max_tokens", "invalid_value", "1 to"),
-        (text(json!({"max_tokens": context})), 400, "prompt", "context_length_exceeded", "are asked for"),
         (text(json!({"max_tokens": context + 1})), 400, "max_tokens", "invalid_value", "1 to"),
         (text(json!({"temperature": 2.1})), 400, "temperature", "invalid_value", "0 to 2"),
         (text(json!({"temperature": "hot"})), 400, "temperature", "invalid_type", "number"),
         (text(json!({"n": 0})), 400, "n", "invalid_value", "1 to"),
         (text(json!({"n": 100, "prompt": ["a", "b"]})), 400, "n", "invalid_value", "200 answers"),
-        (text(json!({"best_of": 2})), 400, "best_of", "unsupported_parameter", "choose"),
+        (text(json!({"best_of": 2})), 400, "best_of", "invalid_value", "expected one of 1"),
         (text(json!({"suffix": "b"})), 400, "suffix", "unsupported_parameter", "gaps"),
         (text(json!({"echo": true, "logprobs": 1})), 400, "echo", "unsupported_parameter", "scored"),
         (text(json!({"logprobs": 21})), 400, "logprobs", "invalid_value", "0 to 20"),
@@ -81,14 +80,14 @@ fn refusals_name_the_field() {
         (
             chat(json!({"messages": [{"role": "tool", "content": "a"}]})),
             400,
-            "messages[0].tool_call_id",
-            "missing_parameter",
-            "missing",
+            "messages[0].role",
+            "invalid_value",
+            "expected one of",
         ),
         (
-            chat(json!({"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]})),
+            chat(json!({"messages": [{"role": "assistant", "tool_calls": []}]})),
             400,
-            "messages[0]",
+            "messages[0].tool_calls",
             "unsupported_parameter",
             "template",
         ),
@@ -100,13 +99,6 @@ fn refusals_name_the_field() {
             "expected one of \"text\"",
         ),
         (chat(json!({"top_logprobs": 2})), 400, "top_logprobs", "invalid_value", "needs"),
-        (
-            chat(json!({"max_tokens": 3, "max_completion_tokens": 4})),
-            400,
-            "max_completion_tokens",
-            "invalid_value",
-            "one of them",
-        ),
         (chat(json!({"store": true})), 400, "store", "invalid_value", "expected one of"),
         (chat(json!({"functions": []})), 400, "functions", "unsupported_parameter", "use `tools`"),
         (chat(json!({"audio": {}})), 400, "audio", "unsupported_parameter", "text"),
@@ -117,7 +109,7 @@ fn refusals_name_the_field() {
             "unsupported_parameter",
             "template",
         ),
-        (chat(json!({"tool_choice": "required"})), 400, "tool_choice", "invalid_value", "no tools"),
+        (chat(json!({"tool_choice": "required"})), 400, "tool_choice", "invalid_value", "expected one of"),
         (
             chat(json!({"response_format": {"type": "xml"}})),
             400,
@@ -147,7 +139,9 @@ fn what_is_no_request_is_refused_in_the_same_shape() {
     let server = Server::start(config());
     let json_type = ("content-type", "application/json");
     let deep = "[".repeat(1000);
-    let rows: [(&str, &str, &[(&str, &str)], &[u8], u16, &str); 9] = [
+    /// (method, path, headers, body, status, code)
+    type Row<'a> = (&'a str, &'a str, &'a [(&'a str, &'a str)], &'a [u8], u16, &'a str);
+    let rows: [Row; 9] = [
         ("GET", "/nowhere", &[], b"", 404, "unknown_url"),
         ("GET", "/v1/completions", &[], b"", 405, "method_not_allowed"),
         ("DELETE", "/health", &[], b"", 405, "method_not_allowed"),
