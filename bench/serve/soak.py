@@ -325,6 +325,7 @@ def main():
             # The context of the model, or the cache where that is smaller.
             server.longest = json.loads(server.get("/v1/models")[1])["data"][0]["max_model_len"]
             text = server.greedy()
+            at_start = server.resident_bytes()
             load, over = Load(), threading.Event()
             load.began = time.monotonic()
             until = load.began + args.minutes * 60
@@ -397,11 +398,12 @@ def main():
         "outcomes": dict(sorted(load.outcomes.items())), "wrong_answers": len(load.wrong),
         "generated_tokens": load.tokens,
         "preemptions": metrics["vllm:num_preemptions_total"],
+        "queue": args.queue, "batch": args.batch, "context_tokens": args.context,
         "ttft_s": {"median": round(percentile(load.first_s, 0.5), 3), "p99": round(percentile(load.first_s, 0.99), 3)},
         "health": {"checks": len(times), "median_ms": round(1e3 * percentile(times, 0.5), 2),
                    "p99_ms": round(1e3 * percentile(times, 0.99), 2), "max_ms": round(1e3 * max(times), 2)},
         "memory": {
-            "bound_bytes": server.bound, "peak_resident_bytes": peak,
+            "bound_bytes": server.bound, "resident_after_one_request": at_start, "peak_resident_bytes": peak,
             "median_resident_first_quarter": round(statistics.median(rss for rss, _, _ in samples[:quarter])),
             "median_resident_last_quarter": round(statistics.median(rss for rss, _, _ in samples[-quarter:])),
             "peak_threads": max(threads for _, _, threads in samples),
