@@ -37,3 +37,9 @@ bench-simulator *args:
     cargo run --release --manifest-path bench/simulator/Cargo.toml -- {{args}}
 bench-bookkeeping:
     cargo run --release --manifest-path bench/bookkeeping/Cargo.toml
+# The official clients (openai, aiperf, schemathesis) against `kvist serve`; KVIST names another binary than the release one.
+clients *args:
+    tests/clients/run.sh {{args}}
+# A crowd of bad clients for minutes: `just soak-server --minutes 10 --clients 256`.
+soak-server *args:
+    bench/serve/soak.py {{args}}
