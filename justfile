@@ -43,3 +43,6 @@ clients *args:
 # A crowd of bad clients for minutes: `just soak-server --minutes 10 --clients 256`.
 soak-server *args:
     bench/serve/soak.py {{args}}
+# kvist serve beside llama-server over HTTP: a trunk with branches, and unrelated prompts; builds the rival first.
+bench-serve *args:
+    bench/serve/run.sh {{args}}
