@@ -46,3 +46,19 @@ soak-server *args:
 # kvist serve beside llama-server over HTTP: a trunk with branches, and unrelated prompts; builds the rival first.
 bench-serve *args:
     bench/serve/run.sh {{args}}
+# The page that `kvist serve` shows: its bundle from its sources. Needs Node.
+dashboard:
+    cd dashboard && npm ci --no-audit --no-fund && npm run build
+# Is the committed bundle that of its sources, to the byte?
+dashboard-check:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    bundle=$(mktemp -d)
+    trap 'rm -rf "$bundle"' EXIT
+    cd dashboard
+    npm ci --no-audit --no-fund
+    KVIST_BUNDLE=$bundle npm run build
+    diff -r "$bundle" ../crates/server/dashboard || { echo "the bundle is not that of its sources: run \`just dashboard\` and commit it" >&2; exit 1; }
+# The page in a browser: Chromium is taken from the system, or from $CHROMIUM.
+dashboard-test: dashboard
+    cd dashboard && npm test

@@ -40,7 +40,8 @@ export const STEPS = [
       'A long prompt is read in chunks, so that others can go on writing in between. In grey, somebody waits for a place.',
     ],
     at: (recording) => first(recording, (line) => line.chunk !== undefined && line.first > 0, share(recording, 0.05)),
-    play: 0.5,
+    play: 0.1,
+    zoom: 0.07,
   },
   {
     title: 'Decode: writing',
