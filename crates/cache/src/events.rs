@@ -44,6 +44,8 @@ pub enum Change {
     Hit,
     /// `seq` let it go, and it stays for later hits.
     Idle,
+    /// `seq` let it go, and others hold it still.
+    Release,
     /// It holds what block `from` of `seq` held. What becomes free in the same step is told before: two sequences may
     /// change places.
     Move {
@@ -93,7 +95,7 @@ names! {
     Change {
         Change::Alloc => "alloc", Change::Free => "free", Change::Evict => "evict", Change::Share => "share",
         Change::CopyOnWrite { .. } => "copy_on_write", Change::Store => "store", Change::Hit => "hit",
-        Change::Idle => "idle", Change::Move { .. } => "move",
+        Change::Idle => "idle", Change::Move { .. } => "move", Change::Release => "release",
     }
     Reason {
         Reason::Append => "append", Reason::Fork => "fork", Reason::Open => "open", Reason::Rollback => "rollback",
@@ -124,6 +126,8 @@ pub struct BlockCounters {
     pub fell_idle: u64,
     /// [`Change::Move`].
     pub moved: u64,
+    /// [`Change::Release`].
+    pub released: u64,
 }
 
 impl BlockCounters {
@@ -139,6 +143,7 @@ impl BlockCounters {
             Change::Hit => &mut self.hit,
             Change::Idle => &mut self.fell_idle,
             Change::Move { .. } => &mut self.moved,
+            Change::Release => &mut self.released,
         };
         *counter += 1;
     }

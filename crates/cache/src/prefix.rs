@@ -287,6 +287,11 @@ impl Cache {
         }
     }
 
+    /// Positions that a query of `group` sees, its own included; `None` if it sees all, or there are no blocks.
+    pub fn window(&self, group: GroupId) -> Option<u32> {
+        self.groups.get(group.0 as usize)?.paged()?.window()
+    }
+
     /// While this number stays the same, `lookup` finds as many `hit_tokens` of a prompt as before. 0 without an index.
     pub fn prefix_version(&self) -> u64 {
         self.index.as_ref().map_or(0, |index| index.version)

@@ -201,6 +201,7 @@ impl Drive {
                 Change::Store => &mut n.stored,
                 Change::Hit => &mut n.hit,
                 Change::Idle => &mut n.fell_idle,
+                Change::Release => &mut n.released,
                 Change::Move { .. } => panic!("blocks of a paged cache do not move"),
             };
             *counter += 1;

@@ -77,6 +77,8 @@ impl ChatTemplate {
         });
         environment.add_function("strftime_now", strftime_now);
         environment.add_filter("tojson", tojson);
+        // To minijinja none is as empty a list as any; templates ask whether `tools`, none where there are no tools, is one.
+        environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
         let text = source.to_string();
         let source = without_generation_marks(source);
         if source.len() > MAX_SOURCE_BYTES {

@@ -20,10 +20,12 @@ mod lengths;
 mod log;
 mod memory;
 mod policy;
+mod recording;
 mod relief;
 mod replay;
 mod request;
 mod scheduler;
+mod snapshot;
 mod way;
 
 pub use config::{Admission, BadConfig, Config, LengthSource, Preempted, PrefixOrder, TokenWork};
@@ -32,9 +34,11 @@ pub use executor::{Batch, Clock, Executor, Outcome, Sampled, Script, VirtualCloc
 pub use lengths::{Lengths, OraclePolicy, Truth};
 pub use log::{LOG_VERSION, Log};
 pub use policy::{BuildPolicy, POLICIES, Policy, Rank, View, build_policy};
+pub use recording::{GroupShape, Part, RECORDING_VERSION, Recorder, Recording};
 pub use replay::{Replay, ReplayError, Turned, replay};
 pub use request::{End, Ended, Prompt, Reason, Request, RequestId};
 pub use scheduler::{Counters, Duplicate, Scheduler, Standing, Turn};
+pub use snapshot::{LiveRequest, LiveSequence, Snapshot};
 
 /// The example of docs/scheduler.md.
 #[cfg(doctest)]

@@ -30,6 +30,10 @@ impl Log {
         }
         self.text = Some(line + "}\n");
     }
+    /// Nothing is kept any more, and nothing more comes.
+    pub(crate) fn stop(&mut self) {
+        self.text = None;
+    }
     pub(crate) fn is_on(&self) -> bool {
         self.text.is_some()
     }

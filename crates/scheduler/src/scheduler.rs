@@ -159,6 +159,11 @@ impl Scheduler {
         self.events.start("kvist-events", &self.config, cache.as_ref());
         self.decisions.start("kvist-decisions", &self.config, None);
     }
+    /// No longer; what was not taken is gone.
+    pub fn record_no_more(&mut self) {
+        self.events.stop();
+        self.decisions.stop();
+    }
     /// Ask the prefix index, at every first admission, why it supplies no more: [`Ended::miss`]. No decision depends
     /// on it.
     pub fn explain_misses(&mut self, on: bool) {

@@ -50,12 +50,14 @@ impl App {
         let name = config.model_name(model.name());
         let decoder = model.decoder().config();
         let bounds = Bounds::new(&name, decoder.vocab, decoder.context.min(cache_tokens), &config.limits);
-        let schemas = Schemas::new(&bounds);
         let tools = match (&config.model.tools, model.chat_template()) {
             (_, None) => None,
             (Some(name), _) => ToolFormat::by_name(name).ok().flatten(),
             (None, Some(template)) => ToolFormat::of_template(template.source(true)),
         };
+        let template = model.chat_template().is_some();
+        let bounds = Bounds { template, tools: tools.is_some(), ..bounds };
+        let schemas = Schemas::new(&bounds);
         let marks = tools.iter().flat_map(|format| format.markers());
         let marks = marks.filter_map(|mark| model.tokenizer()?.token(mark)).collect();
         let openapi = openapi::document(&bounds, &schemas).to_string();

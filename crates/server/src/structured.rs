@@ -17,7 +17,7 @@ use crate::job::Constraint;
 use kvist_engine::Error;
 use kvist_engine::model::Model;
 use kvist_engine::tokenizer::Tokenizer;
-use llguidance::api::{ParserLimits, TopLevelGrammar};
+use llguidance::api::{ParserLimits, StopReason, TopLevelGrammar};
 use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
 use serde_json::Value;
@@ -213,7 +213,7 @@ impl GrammarCompiler {
             let mark = self.control.get(*text).map_or(literal, |id| format!("<[{id}]>"));
             lark += &format!("{rule}: {mark}\n");
         }
-        let mut bytes = 0;
+        let (mut bytes, mut texts) = (0, Vec::with_capacity(grammar.schemas.len()));
         for (rule, schema) in &grammar.schemas {
             let text = schema.checked()?;
             bytes += text.len();
@@ -222,34 +222,50 @@ impl GrammarCompiler {
                 return Err(InvalidParameter::new(schema.place(), what));
             }
             lark += &format!("{rule}: %json {text}\n");
+            texts.push((schema.place(), text));
         }
+        let error = match self.matcher(lark) {
+            Ok(matcher) => return Ok(Compiled { matcher, has_end: self.has_end }),
+            Err(error) => error,
+        };
+        // Of several schemas the one that fails alone is to blame.
+        let alone = |(place, text): &(&str, String)| {
+            Some((place.to_string(), self.matcher(format!("start: %json {text}\n")).err()?))
+        };
+        let blamed = match texts.as_slice() {
+            [(place, _)] => Some((place.to_string(), error.clone())),
+            several => several.iter().find_map(alone),
+        };
+        let (place, error) = blamed.unwrap_or_else(|| ("tools".into(), error));
+        Err(InvalidParameter::new(&place, format!("can not be made a grammar: {}", plain(&error))))
+    }
+
+    fn matcher(&self, lark: String) -> Result<Matcher, String> {
         let compile = || {
             let parser = self.factory.create_parser(TopLevelGrammar::from_lark(lark));
-            parser.map(|parser| Matcher::new(Ok(parser))).map_err(|e| e.to_string())
+            let matcher = parser.map(|parser| Matcher::new(Ok(parser))).map_err(|e| e.to_string())?;
+            // What fails before the first token is the request's fault, and told before it waits for its turn.
+            matcher.deep_clone().compute_mask().map_err(|e| e.to_string())?;
+            Ok(matcher)
         };
-        let compiled = std::thread::scope(|scope| {
+        std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().stack_size(COMPILER_STACK_BYTES);
             let thread = thread.spawn_scoped(scope, compile);
             thread.map_err(|e| e.to_string())?.join().unwrap_or_else(|_| Err("broke the compiler".into()))
-        });
-        let place = match grammar.schemas.as_slice() {
-            [(_, schema)] => schema.place(),
-            _ => "tools",
-        };
-        match compiled {
-            Ok(matcher) => Ok(Compiled { matcher, has_end: self.has_end }),
-            Err(error) => {
-                Err(InvalidParameter::new(place, format!("can not be made a grammar: {}", plain(&error))))
-            }
-        }
+        })
     }
 }
 
-/// What llguidance says, without the state and the backtrace that it adds.
-fn plain(error: &str) -> &str {
-    let end =
-        ["\n<state>", "\n<non-verbose", "\n<backtrace>"].iter().filter_map(|mark| error.find(mark)).min();
-    error[..end.unwrap_or(error.len())].trim()
+/// What llguidance says, without the grammar, the state and the backtrace that it adds.
+fn plain(error: &str) -> String {
+    let marks = ["\n<state>", "\n<non-verbose", "\n<backtrace>", "\n   1 | "];
+    let end = marks.iter().filter_map(|mark| error.find(mark)).min().unwrap_or(error.len());
+    let error = error[..end].trim();
+    let error = error.split_once("failed to compile JSON schema: ").map_or(error, |(_, error)| error);
+    if error == StopReason::NoExtensionBias.to_string() {
+        return NO_WAY.into();
+    }
+    error.replace("panic: ", "llguidance broke on it: ")
 }
 
 /// A grammar over a model's tokens, at its beginning.
@@ -289,7 +305,7 @@ impl Constraint for Follow {
             }
         }
         if left == 0 {
-            return Err(failed("no token of the model can go on here"));
+            return Err(failed(NO_WAY));
         }
         Ok(())
     }
@@ -302,6 +318,9 @@ impl Constraint for Follow {
         self.matcher.is_accepting().map_err(|e| failed(&e.to_string()))
     }
 }
+
+/// A vocabulary that lacks some bytes can end where the grammar does not.
+const NO_WAY: &str = "no token of the model can go on here";
 
 fn failed(error: &str) -> String {
     format!("the grammar of the answer failed: {}", plain(error))

@@ -9,12 +9,11 @@
 mod executor;
 mod memory;
 mod queue;
-mod record;
 mod watch;
 
 pub use executor::SimExecutor;
+pub use kvist_scheduler::{Part, RECORDING_VERSION, Recorder};
 pub use queue::Arrivals;
-pub use record::{Part, RECORDING_VERSION, Recorder};
 
 use crate::cost::StepCost;
 use crate::report::{CacheCounts, Load, Outcome, Record, RequestRow};
@@ -22,11 +21,10 @@ use crate::request::{PromptContent, Request};
 use kvist_cache::Cache;
 use kvist_scheduler as scheduler;
 use kvist_scheduler::{
-    BadConfig, Clock, Config, Counters, End, Ended, LengthSource, Prompt, RequestId, Scheduler, Truth, Turn,
-    VirtualClock,
+    BadConfig, Clock, Config, Counters, End, Ended, LengthSource, Prompt, Recording, RequestId, Scheduler,
+    Truth, Turn, VirtualClock,
 };
 use memory::Memory;
-use record::Recording;
 use std::sync::Arc;
 use watch::{Blocks, Watched};
 
@@ -106,7 +104,7 @@ impl Truth for Lengths {
 }
 
 /// Run `requests` through a scheduler over `cache`, which holds nothing yet. `progress` is told how many have ended,
-/// after every turn in which one did. `recording` is told everything that arrived, was decided and happened to blocks, in
+/// after every turn in which one did. `sink` is told everything that arrived, was decided and happened to blocks, in
 /// lines of JSON (docs/simulator.md); requests are named by their place in the list.
 ///
 /// # Errors
@@ -116,7 +114,7 @@ pub fn run<'s>(
     cache: Cache,
     cost: &dyn StepCost,
     options: &Options,
-    recording: Option<&'s mut Recorder<'s>>,
+    mut sink: Option<&'s mut Recorder<'s>>,
     progress: &mut dyn FnMut(usize),
 ) -> Result<Run, RunError> {
     let lengths: Arc<[u32]> = requests.iter().map(|r| r.output_tokens).collect();
@@ -127,9 +125,9 @@ pub fn run<'s>(
     let endless = capacity >= u32::MAX / block_tokens * block_tokens;
     let mut scheduler = Scheduler::new(options.scheduler.clone(), cache, truth)?;
     scheduler.explain_misses(options.explain);
-    let one_by_one = options.one_by_one || recording.is_some();
+    let one_by_one = options.one_by_one || sink.is_some();
     let mut memory = Memory::new(scheduler.cache_mut());
-    let mut recording = recording.map(|sink| Recording::begin(sink, &mut scheduler));
+    let mut recording = sink.as_deref_mut().map(|sink| Recording::begin(&mut scheduler, sink));
     let mut executor = SimExecutor::new(cost, &lengths, block_tokens, one_by_one, options.itl);
     executor.watched = options.watch.then(Watched::default);
     let n_blocks = capacity / block_tokens;
@@ -177,6 +175,9 @@ pub fn run<'s>(
             ended_later += u64::from(ended.ended_ns > now);
             let i = ended.id.0 as usize;
             note_end(&mut rows[i], &ended, &mut cache_counts);
+            if let Some(recording) = &mut recording {
+                recording.ended(&ended);
+            }
             if ended.end == End::Finished {
                 arrivals.ended(i, ended.ended_ns);
             }
@@ -220,9 +221,9 @@ pub fn run<'s>(
         if let Some(blocks) = blocks.as_mut().filter(|_| run.changed) {
             blocks.note(now, &scheduler);
         }
-        if let Some(recording) = &mut recording {
+        if let (Some(recording), Some(sink)) = (&mut recording, sink.as_deref_mut()) {
             let end_ns = now.saturating_add(elapsed_ns.unwrap_or(0));
-            recording.turn(now, end_ns, &mut scheduler, &memory);
+            recording.turn(now, end_ns, &mut scheduler, &memory.events, sink);
         }
         match (turn, arrivals.next_ns()) {
             (Turn::Ran { elapsed_ns, .. }, _) => {

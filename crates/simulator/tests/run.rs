@@ -123,7 +123,7 @@ fn recorded(requests: &[Request], cache: Cache, cost: &dyn StepCost, options: &O
         Part::Events => events += lines,
         Part::Decisions => decisions += lines,
         Part::Blocks => blocks += lines,
-        Part::Header => {}
+        Part::Header | Part::Misses => {}
     };
     let run = run(requests, cache, cost, options, Some(&mut hear), &mut |_| ()).unwrap();
     Recorded { run, events, decisions, blocks }

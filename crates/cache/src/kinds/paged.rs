@@ -157,6 +157,10 @@ impl Paged {
         n_copies
     }
 
+    /// Positions that a query sees, if not all.
+    pub(crate) fn window(&self) -> Option<u32> {
+        self.visibility.window
+    }
     /// Is the window a reason to let blocks go?
     pub(crate) fn is_windowed(&self) -> bool {
         self.visibility.window.is_some()
@@ -233,7 +237,7 @@ impl Paged {
 
     fn let_go(&mut self, block: u32, seq: SeqId, reason: Reason) {
         match self.blocks.release(block) {
-            LetGo::Held => {}
+            LetGo::Held => self.events.push(block, Some(seq), Change::Release, reason),
             LetGo::Idle => self.events.push(block, Some(seq), Change::Idle, reason),
             LetGo::Freed => self.events.push(block, Some(seq), Change::Free, reason),
         }

@@ -3,7 +3,7 @@
 //! A model without a chat template gets a plain one: `role: text` and a line break for every message, then
 //! `assistant:`. It ends where the next turn of the user would begin.
 use super::generation::{Answers, Order};
-use super::request::{ChatFields, Common, check, read};
+use super::request::{ChatFields, Common, check, check_together, read};
 use super::stream::{self, Shape, finish_reason};
 use super::tokens::{encode, name_of, no_tokenizer};
 use crate::app::App;
@@ -45,12 +45,10 @@ pub(crate) async fn chat(
 
 /// From a body to what is submitted.
 fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, Turn, Common), ApiError> {
+    check_together(&body, app.bounds.tools)?;
     check(&mut body, &app.schemas.chat, &app.bounds.model)?;
     let (common, mut fields): (Common, ChatFields) = (read(&body)?, read(&body)?);
     let wants_scores = fields.logprobs.unwrap_or(false);
-    if fields.top_logprobs.is_some() && !wants_scores {
-        return Err(ApiError::invalid("top_logprobs", "`top_logprobs` needs `logprobs` to be true"));
-    }
     let asked = match (fields.max_completion_tokens, fields.max_tokens) {
         (Some(new), Some(old)) if new != old => {
             let message =
@@ -93,11 +91,9 @@ fn form(app: &App, fields: &mut ChatFields) -> Result<(Option<ToolFormat>, Optio
         fields.tools = None;
         return Ok((None, wanted.map(|grammar| app.compile(&grammar)).transpose()?));
     }
-    let format = app.tools.ok_or_else(|| {
-        let message = "`tools` are not supported with this model: its chat template teaches no format of calls that \
-                       kvist can read back";
-        ApiError::unsupported("tools", message)
-    })?;
+    let format = app
+        .tools
+        .ok_or_else(|| ApiError::unsupported("tools", "`tools` are not supported with this model"))?;
     if wanted.is_some() {
         let message = "`response_format` together with `tools` is not supported: an answer has one form; \
                        `tool_choice: \"none\"` leaves the tools out";

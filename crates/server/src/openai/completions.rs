@@ -1,6 +1,6 @@
 //! `POST /v1/completions`: text goes on.
 use super::generation::{Answers, Order};
-use super::request::{Common, CompletionFields, Prompt, check, read};
+use super::request::{Common, CompletionFields, Prompt, check, check_together, read};
 use super::stream::{self, Shape, finish_reason};
 use super::tokens::{encode, name_of};
 use crate::app::App;
@@ -35,17 +35,10 @@ pub(crate) async fn completions(
 
 /// From a body to what is submitted.
 fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, Text, Common), ApiError> {
+    check_together(&body, false)?;
     check(&mut body, &app.schemas.completions, &app.bounds.model)?;
     let (common, fields): (Common, CompletionFields) = (read(&body)?, read(&body)?);
     let echo = fields.echo.unwrap_or(false);
-    if echo && fields.logprobs.is_some() {
-        let message = "`echo` with `logprobs` is not supported: prompts are not scored";
-        return Err(ApiError::unsupported("echo", message));
-    }
-    if fields.best_of.is_some_and(|best| best != common.n.unwrap_or(1)) {
-        let message = "`best_of` other than `n` is not supported: kvist does not choose among answers";
-        return Err(ApiError::unsupported("best_of", message));
-    }
     let id = app.new_id("cmpl");
     let mut order = Order::new(app, caller, &common, id.clone(), "completions")?;
     let model = app.engine.model();

@@ -24,8 +24,10 @@ pub(crate) struct Order {
     pub prompts: Vec<Arc<[u32]>>,
     /// Answers to each prompt.
     pub n: u32,
-    /// Tokens of an answer at most; less where prompt and answer would outgrow the context.
+    /// Tokens of an answer at most; less where prompt and answer would outgrow the room.
     pub max_new: u32,
+    /// Tokens of prompt and answer together.
+    pub room: u32,
     pub sampling: SamplerConfig,
     pub logit_bias: Vec<(u32, f32)>,
     pub stop: Vec<String>,
@@ -77,6 +79,7 @@ impl Order {
             prompts: Vec::new(),
             n: common.n.unwrap_or(1),
             max_new: 0,
+            room: app.bounds.max_tokens,
             sampling: sampling(common),
             logit_bias,
             stop: match common.stop.clone() {
@@ -116,22 +119,14 @@ impl Order {
             if tokens == 0 {
                 return Err(ApiError::invalid(param, "the prompt has no tokens"));
             }
-            let wanted = u64::from(asked.unwrap_or(1));
-            if tokens + wanted > u64::from(most) {
-                let message = match asked {
-                    Some(_) if tokens < u64::from(most) => format!(
-                        "the prompt has {tokens} tokens and {wanted} are asked for; prompt and answer together \
-                         have room for {most}"
-                    ),
-                    _ => format!(
-                        "the prompt has {tokens} tokens; prompt and answer together have room for {most}"
-                    ),
-                };
+            if tokens >= u64::from(most) {
+                let message = format!(
+                    "the prompt has {tokens} tokens; prompt and answer together have room for {most}"
+                );
                 return Err(ApiError::too_long(param, message));
             }
         }
-        let longest = self.prompts.iter().map(|p| p.len()).max().unwrap_or(0) as u32;
-        self.max_new = asked.unwrap_or(most - longest);
+        self.max_new = asked.unwrap_or(most);
         Ok(())
     }
 
@@ -140,7 +135,8 @@ impl Order {
         let sampling = SamplerConfig { seed: self.sampling.seed.wrapping_add(index), ..self.sampling };
         Job {
             prompt: self.prompts[prompt].clone(),
-            max_new: self.max_new,
+            // An answer ends where the context is full.
+            max_new: self.max_new.min(self.room - self.prompts[prompt].len() as u32),
             sampling,
             logit_bias: self.logit_bias.clone(),
             stop: self.stop.clone(),
@@ -357,7 +353,7 @@ impl Answers {
                 let prompt_tokens = self.order.prompts[index / n].len() as u64;
                 self.app.metrics.admitted(since, prompt_tokens, u64::from(cached_tokens));
                 self.queued.get_or_insert(since);
-                if index % n == 0 {
+                if index.is_multiple_of(n) {
                     self.supplied[index / n] = Some(Supplied { cached_tokens, miss });
                 }
                 None
@@ -369,7 +365,7 @@ impl Answers {
                         self.app.metrics.first_token(since);
                         clock.first = Some(now);
                         self.ttft.get_or_insert(since);
-                        if index % n == 0 {
+                        if index.is_multiple_of(n) {
                             self.waiting.extend(index + 1..index + n);
                         }
                     }
@@ -396,7 +392,7 @@ impl Answers {
                 let decode = clock.first.zip(clock.last).map(|(first, last)| last.duration_since(first));
                 self.app.metrics.ended(how, Some(done.usage), since, decode);
                 // An answer that ends before its first token leaves the others without their signal.
-                if index % n == 0 && clock.first.is_none() {
+                if index.is_multiple_of(n) && clock.first.is_none() {
                     self.waiting.extend(index + 1..index + n);
                 }
                 let name = match done.finish {

@@ -15,6 +15,10 @@ pub(crate) struct Bounds {
     pub max_tokens: u32,
     pub max_choices: u32,
     pub max_stop: u32,
+    /// The model has a chat template of its own.
+    pub template: bool,
+    /// Its tool calls can be read back.
+    pub tools: bool,
 }
 
 impl Bounds {
@@ -25,6 +29,8 @@ impl Bounds {
             max_tokens,
             max_choices: limits.max_choices,
             max_stop: limits.max_stop,
+            template: false,
+            tools: false,
         }
     }
 
@@ -173,16 +179,23 @@ fn completions(b: &Bounds) -> Value {
             ],
         },
         "max_tokens": or_null(json!({"type": "integer", "minimum": 1, "maximum": b.max_tokens, "default": 16,
-            "description": "Tokens to generate at most; with the prompt no more than the context."})),
+            "description": "Tokens to generate at most. An answer ends where the context is full."})),
         "echo": boolean(false, "Give the prompt back before the answer. Not together with logprobs."),
-        "best_of": integer(1, i64::from(b.max_choices), "The same as `n`, or left out: kvist does not choose for you."),
+        "best_of": or_null(json!({"type": "integer", "enum": [1, null],
+            "description": "kvist does not choose among answers: ask for `n`."})),
         "logprobs": integer(0, 20, "Log-probabilities of the tokens, and of this many of the likeliest."),
     });
     fields.extend(own.as_object().cloned().unwrap_or_default());
     let refused = json!({
         "suffix": "kvist continues a text, and does not fill gaps in one",
     });
-    object(fields, &["prompt"], refused)
+    let mut schema = object(fields, &["prompt"], refused);
+    // Prompts are not scored.
+    schema["anyOf"] = json!([
+        {"properties": {"echo": {"enum": [false, null]}}},
+        {"properties": {"logprobs": {"type": "null"}}},
+    ]);
+    schema
 }
 
 fn chat(b: &Bounds) -> Value {
@@ -190,14 +203,14 @@ fn chat(b: &Bounds) -> Value {
     let most = json!({"type": "integer", "minimum": 1, "maximum": b.max_tokens,
         "description": "Tokens to generate at most; without it what the context has room for."});
     let own = json!({
-        "messages": {"type": "array", "minItems": 1, "items": message()},
+        "messages": {"type": "array", "minItems": 1, "items": message(b.template)},
         "max_tokens": or_null(most.clone()),
         "max_completion_tokens": or_null(most),
         "logprobs": boolean(false, "Log-probabilities of the tokens."),
         "top_logprobs": integer(0, 20, "Of this many of the likeliest tokens too; needs `logprobs`."),
         "response_format": response_format(),
-        "tools": or_null(json!({"type": "array", "maxItems": 128, "items": tool()})),
-        "tool_choice": tool_choice(),
+        "tools": or_null(json!({"type": "array", "maxItems": if b.tools { 128 } else { 0 }, "items": tool()})),
+        "tool_choice": if b.tools { tool_choice() } else { or_null(json!({"type": "string", "enum": ["none", null]})) },
         "parallel_tool_calls": boolean(true, "False: one call at most."),
         "chat_template_kwargs": or_null(json!({"type": "object", "description":
             "More names for the model's template, such as `enable_thinking` (vLLM)."})),
@@ -210,7 +223,7 @@ fn chat(b: &Bounds) -> Value {
         "store": or_null(json!({"type": "boolean", "enum": [false, null], "description": "Nothing is stored."})),
     });
     fields.extend(own.as_object().cloned().unwrap_or_default());
-    let refused = json!({
+    let mut refused = json!({
         "audio": "answers are text",
         "function_call": "it is OpenAI's old name: use `tool_choice`",
         "functions": "it is OpenAI's old name: use `tools`",
@@ -219,10 +232,40 @@ fn chat(b: &Bounds) -> Value {
         "verbosity": "say it in a message",
         "web_search_options": "kvist searches nothing",
     });
-    object(fields, &["messages"], refused)
+    if !b.template {
+        fields.shift_remove("chat_template_kwargs");
+        refused["chat_template_kwargs"] = NO_TEMPLATE.into();
+    }
+    let mut schema = object(fields, &["messages"], refused);
+    schema["anyOf"] = json!([
+        {"properties": {"top_logprobs": {"type": "null"}}},
+        {"required": ["logprobs"], "properties": {"logprobs": {"const": true}}},
+    ]);
+    schema
 }
 
-fn message() -> Value {
+const NO_TEMPLATE: &str = "this model has no chat template";
+
+/// What no schema says as well: fields that exclude each other, told before the schema is asked.
+pub(crate) fn check_together(body: &Value, tools: bool) -> Result<(), ApiError> {
+    let given = |name: &str| body.get(name).is_some_and(|value| !value.is_null());
+    if body.get("echo") == Some(&Value::Bool(true)) && given("logprobs") {
+        let message = "`echo` with `logprobs` is not supported: prompts are not scored";
+        return Err(ApiError::unsupported("echo", message));
+    }
+    if given("top_logprobs") && body.get("logprobs") != Some(&Value::Bool(true)) {
+        return Err(ApiError::invalid("top_logprobs", "`top_logprobs` needs `logprobs` to be true"));
+    }
+    if !tools && body.get("tools").and_then(Value::as_array).is_some_and(|tools| !tools.is_empty()) {
+        let message = "`tools` are not supported with this model: its chat template teaches no format of calls that \
+                       kvist can read back";
+        return Err(ApiError::unsupported("tools", message));
+    }
+    Ok(())
+}
+
+/// `template`: the model has one, which may know tools.
+fn message(template: bool) -> Value {
     let text_or_parts = || {
         vec![
             json!({"title": "a text", "type": "string"}),
@@ -285,8 +328,17 @@ fn message() -> Value {
         "audio": "answers are text",
         "function_call": "it is OpenAI's old name: use `tool_calls`",
     });
+    let asked =
+        role("what is asked", json!(["system", "developer", "user"]), json!({}), &["role", "content"]);
+    if !template {
+        said[schema::REFUSED]["tool_calls"] = NO_TEMPLATE.into();
+        if let Some(fields) = said["properties"].as_object_mut() {
+            fields.shift_remove("tool_calls");
+        }
+        return json!({"anyOf": [asked, said]});
+    }
     json!({"anyOf": [
-        role("what is asked", json!(["system", "developer", "user"]), json!({}), &["role", "content"]),
+        asked,
         said,
         role("what a tool answered", json!(["tool"]), json!({"tool_call_id": {"type": "string"}}),
             &["role", "content", "tool_call_id"]),
@@ -427,7 +479,6 @@ pub(crate) struct CompletionFields {
     pub prompt: Prompt,
     pub max_tokens: Option<u32>,
     pub echo: Option<bool>,
-    pub best_of: Option<u32>,
     pub logprobs: Option<u8>,
 }
 
@@ -497,10 +548,13 @@ mod tests {
 
     #[test]
     fn schemas_say_only_what_is_checked() {
-        let bounds = Bounds { model: "m".into(), vocab: 10, max_tokens: 64, max_choices: 4, max_stop: 4 };
-        let Schemas { completions, chat, tokenize, detokenize } = Schemas::new(&bounds);
-        for schema in [completions, chat, tokenize, detokenize] {
-            schema::known(&schema).unwrap_or_else(|e| panic!("{e} in {schema}"));
+        for template in [false, true] {
+            let bounds = Bounds::new("m", 10, 64, &LimitsSection::default());
+            let bounds = Bounds { template, tools: template, ..bounds };
+            let Schemas { completions, chat, tokenize, detokenize } = Schemas::new(&bounds);
+            for schema in [completions, chat, tokenize, detokenize] {
+                schema::known(&schema).unwrap_or_else(|e| panic!("{e} in {schema}"));
+            }
         }
     }
 }

@@ -129,7 +129,7 @@ impl Checker<'_> {
             },
             "pattern" | "format" if !value.is_string() => bad("is no text"),
             "minLength" | "maxLength" | "minItems" | "maxItems" | "minProperties" | "maxProperties"
-                if !value.as_u64().is_some_and(|n| n <= u64::from(u32::MAX)) =>
+                if value.as_u64().is_none_or(|n| n > u64::from(u32::MAX)) =>
             {
                 bad("is no whole number from 0 to 4294967295")
             }

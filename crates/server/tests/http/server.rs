@@ -112,12 +112,18 @@ impl Server {
     /// Nobody holds anything, within a time that is short beside what the requests would have taken.
     pub fn becomes_idle(&self) {
         let began = Instant::now();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         loop {
-            let stats = self.engine.stats();
-            if stats.running == 0 && stats.waiting == 0 && stats.held_cells == 0 {
+            // Asked between two turns: figures of the last turn may be older than the requests of this test.
+            let asked = self.engine.inspect(|state| {
+                let scheduler = &state.scheduler;
+                (scheduler.n_running(), scheduler.n_waiting(), scheduler.held_cells())
+            });
+            let live = runtime.block_on(asked).unwrap();
+            if live == (0, 0, 0) {
                 return;
             }
-            assert!(began.elapsed() < Duration::from_secs(5), "still held: {stats:?}");
+            assert!(began.elapsed() < Duration::from_secs(5), "running, waiting, cells held: {live:?}");
             std::thread::sleep(Duration::from_millis(5));
         }
     }

@@ -69,7 +69,7 @@ impl Memory {
                 | Change::Hit => State::Held,
                 Change::Free | Change::Evict => State::Free,
                 Change::Idle => State::Cached,
-                Change::Store => continue, // who stores it holds it
+                Change::Store | Change::Release => continue, // somebody holds it
             };
             let block = event.block as usize;
             if self.states.len() <= block {
@@ -81,10 +81,5 @@ impl Memory {
             self.now.cached = self.now.cached + is(state, State::Cached) - is(before, State::Cached);
         }
         (during.unwrap_or(self.now), self.now)
-    }
-
-    /// Steps (or runs of steps) committed.
-    pub fn commits(&self) -> u64 {
-        self.commits
     }
 }

@@ -1,0 +1,131 @@
+// The blocks of one layer group and who holds them, as far as block events tell.
+
+export const FREE = 0;
+export const HELD = 1;
+export const IDLE = 2;
+
+/** A use counts half after this long. */
+export const HALF_LIFE_NS = 5e9;
+
+const COLUMNS = {
+  state: Uint8Array,
+  stored: Uint8Array,
+  /** The first holder; of an idle block the last one; -1 if it was never held. */
+  owner: Int32Array,
+  born: Float64Array,
+  touched: Float64Array,
+  uses: Float32Array,
+};
+
+export class Blocks {
+  constructor({ block_tokens, blocks, window }) {
+    this.blockTokens = block_tokens;
+    /** How many there are; null without a bound. */
+    this.bound = blocks ?? null;
+    this.window = window ?? null;
+    this.high = 0;
+    this.size = 0;
+    this.held = 0;
+    this.idle = 0;
+    /** Of every held block, the sequences that hold it, in order. */
+    this.holders = [];
+    for (const [name, Type] of Object.entries(COLUMNS)) this[name] = new Type(0);
+    this.grow(this.bound !== null && this.bound <= 1 << 20 ? this.bound : 256);
+  }
+
+  clone() {
+    const copy = new Blocks({ block_tokens: this.blockTokens, blocks: 0 });
+    Object.assign(copy, this);
+    for (const name of Object.keys(COLUMNS)) copy[name] = this[name].slice();
+    copy.holders = this.holders.map((of) => of && of.slice());
+    return copy;
+  }
+
+  /** How many the map shows. */
+  get shown() {
+    return this.bound ?? Math.max(64, this.high);
+  }
+
+  grow(size) {
+    if (size <= this.size) return;
+    this.size = Math.max(size, this.size * 2);
+    for (const [name, Type] of Object.entries(COLUMNS)) {
+      const wider = new Type(this.size);
+      wider.set(this[name]);
+      if (name === 'owner') wider.fill(-1, this[name].length);
+      this[name] = wider;
+    }
+  }
+
+  refs(block) {
+    return this.holders[block]?.length ?? 0;
+  }
+
+  /** Uses of `block`, older ones counting less. */
+  heat(block, now) {
+    return this.uses[block] * 2 ** ((this.touched[block] - now) / HALF_LIFE_NS);
+  }
+
+  #become(block, state) {
+    this.grow(block + 1);
+    this.high = Math.max(this.high, block + 1);
+    const before = this.state[block];
+    this.held += (state === HELD) - (before === HELD);
+    this.idle += (state === IDLE) - (before === IDLE);
+    this.state[block] = state;
+  }
+
+  touch(block, at) {
+    this.uses[block] = this.heat(block, at) + 1;
+    this.touched[block] = at;
+  }
+
+  /** It was free, and is `seq`'s. */
+  take(block, seq, at) {
+    this.#become(block, HELD);
+    this.holders[block] = [seq];
+    this.owner[block] = seq;
+    this.stored[block] = 0;
+    this.born[block] = at;
+    this.uses[block] = 0;
+    this.touch(block, at);
+  }
+
+  hold(block, seq, at) {
+    if (this.state[block] !== HELD || block >= this.size) {
+      this.#become(block, HELD);
+      this.holders[block] = [];
+      this.owner[block] = seq;
+    }
+    this.holders[block].push(seq);
+    this.touch(block, at);
+  }
+
+  /** `seq` holds it no longer; it is in `state` if that was the last. */
+  release(block, seq, state, at) {
+    if (block >= this.size) return;
+    const holders = this.holders[block] ?? [];
+    const i = holders.indexOf(seq);
+    if (i >= 0) holders.splice(i, 1);
+    if (holders.length > 0 && state === HELD) {
+      this.owner[block] = holders[0];
+      return;
+    }
+    if (state === HELD && this.state[block] !== HELD) return;
+    this.#become(block, state === HELD ? (this.stored[block] ? IDLE : FREE) : state);
+    this.holders[block] = undefined;
+    this.touched[block] = at;
+  }
+
+  store(block) {
+    this.stored[block] = 1;
+  }
+
+  /** Of a snapshot. */
+  keep(block, at) {
+    this.#become(block, IDLE);
+    this.stored[block] = 1;
+    this.born[block] = at;
+    this.touched[block] = at;
+  }
+}

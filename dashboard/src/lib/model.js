@@ -1,0 +1,370 @@
+// What is known of a cache and its requests: the one reducer behind a recording and the live stream.
+//
+// Lines are applied in the order in which `order` puts them. Times are nanoseconds of the recorded clock.
+import { Blocks, FREE, HELD, IDLE } from './blocks.js';
+
+/** Ended requests that a live view keeps. */
+const KEPT_REQUESTS = 600;
+const KEPT_TURNS = 60000;
+const KEPT_EVENTS = 400000;
+
+/** Lines of whole turns, in order of their time. The end of a step becomes a line of its own. */
+export function order(lines) {
+  const all = [];
+  for (const line of lines) {
+    all.push(line);
+    if (line.elapsed !== undefined) all.push({ at: line.at + line.elapsed, done: line });
+  }
+  let sorted = true;
+  for (let i = 1; i < all.length && sorted; i++) sorted = (all[i - 1].at ?? 0) <= (all[i].at ?? 0);
+  return sorted ? all : all.sort((a, b) => (a.at ?? 0) - (b.at ?? 0)); // stable
+}
+
+const bump = (counts, key, n = 1) => counts.set(key, (counts.get(key) ?? 0) + n);
+
+export class Model {
+  constructor(groups = [{ block_tokens: 16, blocks: null, window: null }]) {
+    this.at = 0;
+    this.groups = groups.map((group) => new Blocks(group));
+    /** Request of every live id, and of ended ones as long as they are kept. */
+    this.requests = new Map();
+    /** Per sequence: `{ seq, request, tables, parent }`. */
+    this.sequences = new Map();
+    /** Ids of those that have not ended. */
+    this.live = new Set();
+    this.policy = null;
+    /** Recordings of older programs do not say when one of several holders lets go. */
+    this.tellsReleases = true;
+    this.turn = null;
+    this.misses = new Map();
+    this.changes = new Map();
+    this.totals = { steps: 0, prefill: 0, decode: 0, prompt: 0, hit: 0, evicted: 0, preempted: 0, ended: 0, shared: 0 };
+    /** Set by those who want to see everything over time: see `History`. */
+    this.history = null;
+    /** Called with (group, block, change) by those who want to show it. */
+    this.onchange = null;
+    this.doubled = new Map();
+  }
+
+  /** For going back to this moment. */
+  clone() {
+    const copy = new Model([]);
+    Object.assign(copy, this);
+    copy.groups = this.groups.map((group) => group.clone());
+    copy.requests = new Map([...this.requests].map(([id, r]) => [id, { ...r, segments: r.segments.map((s) => [...s]) }]));
+    copy.sequences = new Map(
+      [...this.sequences].map(([seq, s]) => [seq, { ...s, tables: s.tables.map((table) => table.slice()) }]),
+    );
+    copy.live = new Set(this.live);
+    copy.misses = new Map(this.misses);
+    copy.changes = new Map(this.changes);
+    copy.totals = { ...this.totals };
+    copy.turn = this.turn && { ...this.turn };
+    copy.history = null;
+    copy.onchange = null;
+    copy.doubled = new Map();
+    return copy;
+  }
+
+  static ofSnapshot(snapshot) {
+    const model = new Model(snapshot.groups);
+    const at = snapshot.at ?? 0;
+    model.at = at;
+    for (const r of snapshot.requests ?? []) {
+      const request = model.#request(r.id, r.arrival_ns);
+      Object.assign(request, {
+        prompt: r.prompt_tokens,
+        maxNew: r.max_new,
+        admitted: r.admitted_ns,
+        first: r.first_token_ns,
+        hit: r.hit_tokens,
+        seq: r.seq ?? null,
+        computed: r.cached,
+        known: r.prompt_tokens + r.generated,
+      });
+      request.phase = r.running
+        ? r.generated > 0 ? 'decode' : 'prefill'
+        : r.admitted_ns === null ? 'queued' : 'paused';
+      if (r.admitted_ns !== null) request.segments.push(['queued', r.arrival_ns, r.admitted_ns]);
+      if (r.first_token_ns) request.segments.push(['prefill', r.admitted_ns, r.first_token_ns], ['decode', r.first_token_ns, at]);
+    }
+    for (const { seq, tables } of snapshot.sequences ?? []) {
+      const sequence = model.#sequence(seq);
+      tables.forEach((table, g) => {
+        sequence.tables[g] = table.slice();
+        for (const block of table) {
+          if (block === null) continue;
+          if (model.groups[g].refs(block) === 0) model.groups[g].take(block, seq, at);
+          else model.groups[g].hold(block, seq, at);
+        }
+      });
+    }
+    for (const r of model.requests.values()) {
+      if (r.seq !== null && model.sequences.has(r.seq)) model.sequences.get(r.seq).request = r.id;
+    }
+    (snapshot.idle ?? []).forEach((blocks, g) => blocks.forEach((block) => model.groups[g].keep(block, at)));
+    return model;
+  }
+
+  #request(id, arrival) {
+    let request = this.requests.get(id);
+    if (!request || request.phase === 'ended') {
+      request = {
+        id, arrival, prompt: 0, maxNew: 0, admitted: null, first: null, ended: null, how: null, hit: 0, seq: null,
+        computed: 0, known: 0, generated: 0, phase: 'queued', segments: [], chunked: false, preemptions: 0, miss: null,
+      };
+      this.requests.delete(id);
+      this.requests.set(id, request);
+      this.live.add(id);
+    }
+    return request;
+  }
+
+  #sequence(seq) {
+    let sequence = this.sequences.get(seq);
+    if (!sequence) {
+      sequence = { seq, request: null, parent: null, tables: this.groups.map(() => []) };
+      this.sequences.set(seq, sequence);
+    }
+    return sequence;
+  }
+
+  #span(request, kind, from, to) {
+    const last = request.segments.at(-1);
+    if (last && last[0] === kind && last[2] >= from) last[2] = to;
+    else if (to > from) request.segments.push([kind, from, to]);
+  }
+
+  /** One line, in the order that `order` gives. */
+  apply(line) {
+    const { at } = line;
+    if (at !== undefined) this.at = Math.max(this.at, at);
+    if (line.blocks) this.#blocks(line);
+    else if (line.done) this.#done(line.at, line.done);
+    else if (line.arrive) {
+      const { id, arrival_ns, prompt_tokens, max_new } = line.arrive;
+      Object.assign(this.#request(id, arrival_ns), { prompt: prompt_tokens, known: prompt_tokens, maxNew: max_new });
+    } else if (line.elapsed !== undefined) {
+      this.turn = { from: at, to: at + line.elapsed, failed: line.failed === true };
+    } else if (line.admit !== undefined) {
+      const request = this.#request(line.admit, at);
+      if (request.admitted === null) {
+        this.totals.prompt += request.prompt;
+        this.totals.hit += line.hit;
+        request.hit = line.hit;
+        request.admitted = at;
+        this.history?.admit(at, request.prompt, line.hit);
+        this.#span(request, 'queued', request.arrival, at);
+      } else this.#span(request, 'preempted', request.pausedAt ?? at, at);
+      Object.assign(request, { seq: line.seq, computed: line.hit, phase: 'prefill' });
+      this.#sequence(line.seq).request = line.admit;
+    } else if (line.resume !== undefined) {
+      const request = this.#request(line.resume, at);
+      this.#span(request, 'preempted', request.pausedAt ?? at, at);
+      request.phase = request.known > request.prompt ? 'decode' : 'prefill';
+    } else if (line.chunk !== undefined) {
+      const request = this.#request(line.chunk, at);
+      Object.assign(request, { computed: line.first + line.tokens, chunked: true, phase: 'prefill' });
+      this.totals.prefill += line.tokens;
+      if (this.turn) {
+        this.turn.prefill = (this.turn.prefill ?? 0) + line.tokens;
+        request.segments.push(['prefill', at, this.turn.to, line.tokens]);
+      }
+    } else if (line.preempt !== undefined) {
+      const request = this.#request(line.preempt, at);
+      Object.assign(request, { phase: 'paused', pausedAt: at, preemptions: request.preemptions + 1, chunked: false });
+      if (!line.kept) request.seq = null;
+      this.totals.preempted += 1;
+    } else if (line.drop !== undefined) this.#request(line.drop, at).seq = null;
+    else if (line.miss !== undefined) {
+      bump(this.misses, line.reason);
+      const request = this.requests.get(line.miss);
+      if (request) request.miss = { reason: line.reason, position: line.position };
+    } else if (line.end !== undefined) this.#end(at, line);
+    else if (line.cancel !== undefined) return;
+    else if (line.format === 'kvist-events') this.policy = line.config?.policy ?? null;
+  }
+
+  #end(at, { end, how, generated }) {
+    const request = this.requests.get(end);
+    if (!request) return;
+    this.live.delete(end);
+    if (generated > 0 && request.first === null) request.first = at;
+    if (request.phase === 'paused') this.#span(request, 'preempted', request.pausedAt, at);
+    else if (request.phase === 'queued') this.#span(request, 'queued', request.arrival, at);
+    Object.assign(request, { phase: 'ended', ended: at, how, generated, known: request.prompt + generated });
+    this.totals.ended += 1;
+    this.history?.end(at, request);
+  }
+
+  /** A step is over. */
+  #done(at, outcome) {
+    const turn = this.turn;
+    this.turn = null;
+    let decode = 0;
+    let running = 0;
+    let waiting = 0;
+    for (const id of this.live) {
+      const request = this.requests.get(id);
+      if (request.phase === 'queued' || request.phase === 'paused') waiting += 1;
+      if (request.phase !== 'prefill' && request.phase !== 'decode') continue;
+      running += 1;
+      if (outcome.failed) continue;
+      const last = request.known - request.computed <= 1;
+      if (request.chunked ? request.computed < request.known : !last) {
+        request.chunked = false;
+        continue;
+      }
+      if (!request.chunked) {
+        request.computed += outcome.steps ?? 1;
+        decode += outcome.steps ?? 1;
+        this.#span(request, 'decode', outcome.at, at);
+      }
+      request.chunked = false;
+      request.known += outcome.steps ?? 1;
+      request.generated = request.known - request.prompt;
+      request.phase = 'decode';
+      if (request.first === null) {
+        request.first = at;
+        this.history?.firstToken(at, at - request.arrival);
+      }
+    }
+    this.totals.steps += outcome.steps ?? 1;
+    this.totals.decode += decode;
+    this.history?.turn(outcome.at, at, turn?.prefill ?? 0, decode, running, waiting, this.groups[0]);
+  }
+
+  #blocks({ at, blocks }) {
+    for (const [g, change, block, seq, reason, from] of blocks) {
+      const group = this.groups[g];
+      if (!group) continue;
+      bump(this.changes, `${change}/${reason}`);
+      this.history?.block(at, g, change, block, seq, reason, from);
+      this.onchange?.(g, block, change);
+      const sequence = seq === null ? null : this.#sequence(seq);
+      const table = sequence?.tables[g];
+      switch (change) {
+        case 'alloc':
+          group.take(block, seq, at);
+          table.push(block);
+          break;
+        case 'hit':
+          group.hold(block, seq, at);
+          table.push(block);
+          this.totals.shared += 1;
+          break;
+        case 'share':
+          if (reason !== 'duplicate') {
+            if (table.length === 0) sequence.parent = group.holders[block]?.at(-1) ?? null;
+            table.push(block);
+          } else this.doubled.set(`${g}/${seq}`, block);
+          group.hold(block, seq, at);
+          break;
+        case 'copy_on_write': {
+          group.take(block, seq, at);
+          const i = table.lastIndexOf(from);
+          if (i >= 0) table[i] = block;
+          else table.push(block);
+          break;
+        }
+        case 'store':
+          group.store(block);
+          break;
+        case 'free':
+        case 'idle':
+        case 'release': {
+          group.release(block, seq, { free: FREE, idle: IDLE, release: HELD }[change], at);
+          if (!table) break;
+          const i = table.lastIndexOf(block);
+          if (i < 0) break;
+          if (reason === 'window') table[i] = null;
+          else if (reason === 'duplicate') table[i] = this.doubled.get(`${g}/${seq}`) ?? block;
+          else table.splice(i, 1);
+          break;
+        }
+        case 'evict':
+          this.totals.evicted += 1;
+          group.release(block, null, FREE, at);
+          group.stored[block] = 0;
+          break;
+      }
+    }
+    this.#forget();
+  }
+
+  /** Sequences that hold nothing any more. */
+  #forget() {
+    for (const [seq, sequence] of this.sequences) {
+      const request = sequence.request === null ? null : this.requests.get(sequence.request);
+      const over = sequence.request !== null && (!request || request.phase === 'ended' || request.seq !== seq);
+      if (over && !this.tellsReleases) {
+        sequence.tables.forEach((table, g) => {
+          for (const block of table) if (block !== null) this.groups[g].release(block, seq, HELD, this.at);
+        });
+      }
+      const empty = sequence.tables.every((table) => table.every((block) => block === null));
+      if (empty ? over || sequence.request === null : over && !this.tellsReleases) this.sequences.delete(seq);
+    }
+  }
+
+  /** A live view does not grow without end. */
+  prune() {
+    let surplus = this.requests.size - KEPT_REQUESTS;
+    for (const [id, request] of this.requests) {
+      if (surplus <= 0) break;
+      if (request.phase !== 'ended') continue;
+      this.requests.delete(id);
+      surplus -= 1;
+    }
+    this.history?.prune();
+  }
+
+  /** The number of the first token of `block` in `sequence`, or null. */
+  position(g, sequence, block) {
+    const table = sequence.tables[g];
+    const i = table.lastIndexOf(block);
+    if (i < 0) return null;
+    const request = sequence.request === null ? null : this.requests.get(sequence.request);
+    const behind = this.groups[g].window !== null && request
+      ? Math.max(0, Math.ceil(request.computed / this.groups[g].blockTokens) - table.length)
+      : 0;
+    return (i + behind) * this.groups[g].blockTokens;
+  }
+}
+
+/** Everything over time: what charts and the lives of blocks are made of. */
+export class History {
+  constructor() {
+    this.turns = [];
+    this.firsts = [];
+    this.admits = [];
+    this.ends = [];
+    this.events = [];
+  }
+  turn(from, to, prefill, decode, running, waiting, group) {
+    this.turns.push({ from, to, prefill, decode, running, waiting, held: group.held, idle: group.idle });
+  }
+  firstToken(at, ttft) {
+    this.firsts.push([at, ttft]);
+  }
+  admit(at, prompt, hit) {
+    this.admits.push([at, prompt, hit]);
+  }
+  end(at, { first, generated, arrival }) {
+    if (first === at) this.firsts.push([at, at - arrival]);
+    if (first !== null && generated > 1) this.ends.push([at, (at - first) / (generated - 1)]);
+  }
+  block(at, ...event) {
+    this.events.push([at, ...event]);
+  }
+  /** Everything that happened to one block. */
+  life(g, block) {
+    return this.events.filter((event) => event[1] === g && event[3] === block);
+  }
+  prune() {
+    const cut = (list, most) => list.length > most * 1.25 && list.splice(0, list.length - most);
+    cut(this.turns, KEPT_TURNS);
+    cut(this.events, KEPT_EVENTS);
+    for (const list of [this.firsts, this.admits, this.ends]) cut(list, KEPT_TURNS);
+  }
+}

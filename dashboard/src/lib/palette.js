@@ -1,0 +1,70 @@
+// Colours of the canvases. CSS has its own in app.css; both are OKLCH, so that one lightness looks like one.
+
+/** OKLCH to [r, g, b], 0 to 255. Björn Ottosson's matrices. */
+export function oklch(l, c, h) {
+  const a = c * Math.cos((h * Math.PI) / 180);
+  const b = c * Math.sin((h * Math.PI) / 180);
+  const long = (l + 0.3963377774 * a + 0.2158037573 * b) ** 3;
+  const middle = (l - 0.1055613458 * a - 0.0638541728 * b) ** 3;
+  const short = (l - 0.0894841775 * a - 1.291485548 * b) ** 3;
+  const gamma = (x) => {
+    const v = x <= 0.0031308 ? 12.92 * x : 1.055 * x ** (1 / 2.4) - 0.055;
+    return Math.round(255 * Math.min(1, Math.max(0, v)));
+  };
+  return [
+    gamma(4.0767416621 * long - 3.3077115913 * middle + 0.2309699292 * short),
+    gamma(-1.2684380046 * long + 2.6097574011 * middle - 0.3413193965 * short),
+    gamma(-0.0041960863 * long - 0.7034186147 * middle + 1.707614701 * short),
+  ];
+}
+
+const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
+const mix = (a, b, t) => a.map((x, i) => Math.round(x + (b[i] - x) * t));
+/** As ImageData has it, on machines whose low byte comes first: all that run browsers. */
+export const packed = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
+
+const golden = 137.508;
+
+export function palette(dark) {
+  const surface = dark ? oklch(0.215, 0.008, 160) : oklch(0.995, 0.002, 100);
+  const free = dark ? oklch(0.26, 0.008, 160) : oklch(0.945, 0.004, 100);
+  const ink = dark ? oklch(0.93, 0.008, 120) : oklch(0.27, 0.015, 160);
+  const sequences = new Map();
+  const sequence = (seq) => {
+    let colour = sequences.get(seq);
+    if (!colour) {
+      const lightness = (dark ? 0.7 : 0.66) + (((seq * 7) % 5) - 2) * 0.022;
+      colour = oklch(lightness, dark ? 0.115 : 0.125, (155 + seq * golden) % 360);
+      sequences.set(seq, colour);
+    }
+    return colour;
+  };
+  // From calm to loud; both ends stand off the surface.
+  const scale = (from, to, steps = 64) =>
+    Array.from({ length: steps }, (_, i) => {
+      const t = i / (steps - 1);
+      return oklch(from[0] + (to[0] - from[0]) * t, from[1] + (to[1] - from[1]) * t, from[2] + (to[2] - from[2]) * t);
+    });
+  return {
+    dark,
+    surface,
+    free,
+    ink,
+    sequence,
+    /** Cached, held by nobody. */
+    idle: (colour) => mix(colour, free, dark ? 0.68 : 0.66),
+    heat: dark ? scale([0.33, 0.03, 250], [0.85, 0.16, 75]) : scale([0.88, 0.03, 250], [0.58, 0.19, 40]),
+    age: dark ? scale([0.82, 0.13, 155], [0.36, 0.03, 240]) : scale([0.6, 0.13, 155], [0.88, 0.02, 240]),
+    refs: dark ? scale([0.4, 0.03, 200], [0.86, 0.15, 140]) : scale([0.86, 0.035, 200], [0.46, 0.13, 150]),
+    accent: dark ? oklch(0.78, 0.13, 155) : oklch(0.52, 0.12, 155),
+    alarm: dark ? oklch(0.72, 0.16, 30) : oklch(0.58, 0.18, 30),
+    phases: {
+      queued: dark ? oklch(0.42, 0.01, 160) : oklch(0.85, 0.008, 120),
+      prefill: dark ? oklch(0.74, 0.12, 245) : oklch(0.6, 0.13, 250),
+      decode: dark ? oklch(0.76, 0.13, 155) : oklch(0.6, 0.13, 155),
+      preempted: dark ? oklch(0.72, 0.15, 40) : oklch(0.66, 0.16, 45),
+    },
+    css,
+    mix,
+  };
+}

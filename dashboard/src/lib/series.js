@@ -1,0 +1,65 @@
+// Charts: everything over time, in as many buckets as there is room for.
+
+/** `{ x, ttft, tpot, prefill, decode, hit, held, idle, waiting, running }`, x in seconds, null where nothing was. */
+export function series(history, [from, to], buckets = 160) {
+  const width = (to - from) / buckets;
+  const empty = () => new Array(buckets).fill(null);
+  const sums = () => new Float64Array(buckets);
+  const of = (at) => Math.min(buckets - 1, Math.max(0, Math.floor((at - from) / width)));
+  const inside = (at) => at >= from && at <= to;
+  const x = Array.from({ length: buckets }, (_, i) => (from + (i + 0.5) * width) / 1e9);
+
+  const mean = (points) => {
+    const [total, n] = [sums(), sums()];
+    for (const [at, value] of points) {
+      if (!inside(at)) continue;
+      total[of(at)] += value;
+      n[of(at)] += 1;
+    }
+    return Array.from(total, (sum, i) => (n[i] > 0 ? sum / n[i] : null));
+  };
+
+  const [prefill, decode] = [sums(), sums()];
+  const [held, idle, waiting, running] = [empty(), empty(), empty(), empty()];
+  let last = 0;
+  for (const turn of history.turns) {
+    if (!inside(turn.to)) continue;
+    // A step's tokens are spread over the time it took.
+    const [a, b] = [of(turn.from), of(turn.to)];
+    for (let i = a; i <= b; i++) {
+      const share = a === b ? 1 : (Math.min(turn.to, from + (i + 1) * width) - Math.max(turn.from, from + i * width)) / (turn.to - turn.from);
+      prefill[i] += turn.prefill * share;
+      decode[i] += turn.decode * share;
+    }
+    held[b] = turn.held;
+    idle[b] = turn.idle;
+    waiting[b] = turn.waiting;
+    running[b] = turn.running;
+    last = Math.max(last, b);
+  }
+  const steps = (values) => {
+    let now = null;
+    return values.map((value, i) => (i <= last ? (now = value ?? now) : null));
+  };
+  // The share of prompts that was found, over the last requests: one alone says little.
+  const hit = empty();
+  const recent = [];
+  for (const [at, prompt, found] of history.admits) {
+    recent.push([prompt, found]);
+    if (recent.length > 20) recent.shift();
+    if (inside(at)) hit[of(at)] = recent.reduce((sum, r) => sum + r[1], 0) / Math.max(1, recent.reduce((sum, r) => sum + r[0], 0));
+  }
+  const rate = (sum) => Array.from(sum, (n, i) => (i <= last ? (n / width) * 1e9 : null));
+  return {
+    x,
+    ttft: mean(history.firsts),
+    tpot: mean(history.ends),
+    prefill: rate(prefill),
+    decode: rate(decode),
+    hit: steps(hit),
+    held: steps(held),
+    idle: steps(idle),
+    waiting: steps(waiting),
+    running: steps(running),
+  };
+}
