@@ -148,11 +148,7 @@ impl Replay {
     ///
     /// # Errors
     /// The line is no event, or does not agree with what happened before. Nothing more can be replayed then.
-    pub fn event(
-        &mut self,
-        text: &str,
-        ran: Option<&mut dyn FnMut(Turned<'_>)>,
-    ) -> Result<(), ReplayError> {
+    pub fn event(&mut self, text: &str, ran: Option<&mut dyn FnMut(Turned<'_>)>) -> Result<(), ReplayError> {
         let line = self.line;
         self.line += 1;
         let scheduler = &mut self.scheduler;
@@ -197,6 +193,11 @@ impl Replay {
         Ok(())
     }
 
+    /// As it stands after the last line.
+    pub fn scheduler(&self) -> &Scheduler {
+        &self.scheduler
+    }
+
     /// The lines of the decision log since the last call.
     pub fn decisions(&mut self) -> String {
         self.scheduler.decisions().take()
@@ -210,9 +211,10 @@ pub fn replay(
     cache: impl Into<Option<Cache>>,
     truth: Option<Box<dyn Truth>>,
 ) -> Result<String, ReplayError> {
-    let mut lines = events.lines().enumerate().map(|(i, text)| {
-        text.map_err(|source| ReplayError::Read { line: i + 1, source })
-    });
+    let mut lines = events
+        .lines()
+        .enumerate()
+        .map(|(i, text)| text.map_err(|source| ReplayError::Read { line: i + 1, source }));
     let Some(header) = lines.next() else {
         return Err(wrong(
             1,

@@ -30,7 +30,8 @@ async fn load(engine: &Engine, all: &[u32]) {
         let family = 7 * (i % 3);
         let prompt = &all[family..family + 40 + i % 5 * 3];
         let salt = if i % 7 == 6 { "another" } else { "" };
-        let job = Job { salt: salt.into(), priority: i as i32 % 3, ..greedy(prompt, 8 + (i as u32 * 5) % 31) };
+        let job =
+            Job { salt: salt.into(), priority: i as i32 % 3, ..greedy(prompt, 8 + (i as u32 * 5) % 31) };
         let mut generation = engine.submit(job).unwrap();
         users.spawn(async move {
             let goes_after = (i % 4 == 3).then_some(i % 6);

@@ -9,6 +9,7 @@ mod machine;
 mod measure;
 mod passes;
 mod plot;
+mod predict;
 mod rig;
 mod rivals;
 mod roofline;
@@ -39,6 +40,8 @@ pub enum Command {
     Layout(layout::Args),
     /// Step costs of this machine and model, as a table for `kvist simulate --costs`
     Calibrate(calibrate::Args),
+    /// A load served for real, beside what the simulator makes of it with such a table
+    Predict(predict::Args),
     /// The cache of a model without the model: generated K and V through the real pools, growth by growth
     Synthetic(synthetic::Args),
 }
@@ -55,6 +58,7 @@ pub fn run(command: Command, quiet: bool) -> anyhow::Result<()> {
         Command::Fork(args) => fork::run(args, quiet),
         Command::Layout(args) => layout::run(args, quiet),
         Command::Calibrate(args) => calibrate::run(args, quiet),
+        Command::Predict(args) => predict::run(args, quiet),
         Command::Synthetic(args) => synthetic::run(args, quiet),
     }
 }

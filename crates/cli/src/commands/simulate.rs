@@ -1,8 +1,8 @@
 //! `kvist simulate`: what a cache, a policy and a scheduler do to a load, before there is a machine to try it on.
 mod arena;
 mod blocks;
-mod costs;
-mod replay;
+pub mod costs;
+pub mod replay;
 mod requests;
 mod schedule;
 mod seeds;

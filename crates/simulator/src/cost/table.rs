@@ -276,6 +276,11 @@ impl MeasuredTable {
         })
     }
 
+    /// What the file calls the model. May be empty.
+    pub fn model(&self) -> &str {
+        &self.model
+    }
+
     /// Under what it was measured, if the file says.
     pub fn setting(&self) -> Option<&Setting> {
         self.setting.as_ref()
@@ -387,10 +392,10 @@ mod tests {
         let shared = r#""shared": { "tokens": [1, 101], "sequences": [1, 11], "ns": [[0, 40], [80, 120]] }, "prefill""#;
         let table = MeasuredTable::parse("t", &GOOD.replacen("\"prefill\"", shared, 1)).unwrap();
         for (batch, ns) in [
-            (shape(1, 0, 1, 0), 160),                   // nothing at all
-            (shape(51, 0, 6, 0), 600 + 110 - 60),       // the mean of the four corners, not the constant 50
-            (shape(101, 0, 11, 0), 1100 + 160 - 120),   // the last corner
-            (shape(201, 0, 21, 0), 2100 + 260 - 120),   // beyond it no more than there
+            (shape(1, 0, 1, 0), 160),                 // nothing at all
+            (shape(51, 0, 6, 0), 600 + 110 - 60),     // the mean of the four corners, not the constant 50
+            (shape(101, 0, 11, 0), 1100 + 160 - 120), // the last corner
+            (shape(201, 0, 21, 0), 2100 + 260 - 120), // beyond it no more than there
         ] {
             assert_eq!(table.step_ns(&batch), ns, "{batch:?}");
         }
@@ -407,7 +412,11 @@ mod tests {
         let file: TableFile = serde_json::from_str(GOOD).unwrap();
         let file = TableFile {
             setting: Some(Setting { k: "q8".into(), block_tokens: 16, ..Setting::default() }),
-            shared: Some(SharedAxes { tokens: vec![1.0], sequences: vec![1.0, 2.0], ns: vec![vec![0.1, 1e6]] }),
+            shared: Some(SharedAxes {
+                tokens: vec![1.0],
+                sequences: vec![1.0, 2.0],
+                ns: vec![vec![0.1, 1e6]],
+            }),
             ..file
         };
         let text = serde_json::to_string(&file).unwrap();

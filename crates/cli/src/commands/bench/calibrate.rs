@@ -4,7 +4,7 @@
 //! turn, bookkeeping and the taking of tokens included. Cells are visited in rounds until the time is over, so that a busy
 //! moment of the machine hits few visits of many cells, and medians do not show it. It refuses to write a table of which a
 //! cell was never measured.
-mod steps;
+pub mod steps;
 
 use super::machine::{Machine, Watch};
 use crate::options::*;
@@ -44,7 +44,7 @@ pub struct Args {
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(32..))]
     context: Option<u32>,
     /// Time to take; a round over all cells is finished in any case
-    #[arg(long, default_value_t = 60.0, value_name = "SECONDS")]
+    #[arg(long, default_value_t = 60.0, value_name = "SECONDS", allow_negative_numbers = true)]
     seconds: f64,
     /// Where the table goes
     #[arg(short, long, value_name = "FILE", value_hint = ValueHint::FilePath)]
@@ -211,7 +211,11 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let opened = args.model.open()?;
     let context_tokens = args.context.unwrap_or(opened.config().context.min(1024));
     let served = Served {
-        cache: CacheConfig { k: args.kv, v: args.kv_v.unwrap_or(args.kv), ..CacheConfig::new(context_tokens) },
+        cache: CacheConfig {
+            k: args.kv,
+            v: args.kv_v.unwrap_or(args.kv),
+            ..CacheConfig::new(context_tokens)
+        },
         block_tokens: args.block_tokens,
         max_batch: args.max_batch,
         max_batch_tokens: args.max_batch_tokens,
@@ -221,8 +225,9 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let model = args.model.load(opened, &args.model.budget(), quiet)?;
     interrupt::listen();
     let axes = Axes::of(&served);
-    let mut steps = Steps::new(&model, &registry(&compute), served.clone())
-        .context("the cache of the measurement: try a smaller --context, --max-batch or --max-batch-tokens")?;
+    let mut steps = Steps::new(&model, &registry(&compute), served.clone()).context(
+        "the cache of the measurement: try a smaller --context, --max-batch or --max-batch-tokens",
+    )?;
 
     let bar = progress::bar("reading prompts", served.max_batch.into(), quiet);
     steps.warm(&mut || {
@@ -329,7 +334,8 @@ fn table(
     if samples.mixed.iter().flatten().any(|cell| !cell.is_empty()) {
         let ns: Vec<Vec<f64>> = samples.mixed.iter().map(|row| row.iter().map(saved).collect()).collect();
         file.shared_ns = median(&ns.concat()).unwrap_or(0.0);
-        file.shared = Some(SharedAxes { tokens: floats(&axes.beside), sequences: floats(&axes.sequences), ns });
+        file.shared =
+            Some(SharedAxes { tokens: floats(&axes.beside), sequences: floats(&axes.sequences), ns });
     }
     Ok(file)
 }

@@ -9,9 +9,8 @@ use anyhow::{Context, bail};
 use clap::ValueHint;
 use kvist_scheduler::{LengthSource, Replay, Turned};
 use kvist_simulator::cost::{BatchShape, MeasuredTable, StepCost};
-use serde::Deserialize;
 use serde::de::IgnoredAny;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Lines};
@@ -53,7 +52,7 @@ struct Lengths {
 
 /// `kvist simulate replay --json`
 #[derive(Serialize, Default)]
-struct Summary {
+pub struct Summary {
     version: u32,
     recording: String,
     events: u64,
@@ -62,13 +61,15 @@ struct Summary {
     decisions: u64,
     /// Decisions that the recording has too, to the byte; a difference is an error. 0: there was nothing to compare with.
     compared: u64,
+    /// Mean time between the end of a step and the beginning of one that follows at once.
+    between_steps_ms: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     costs: Option<Foretold>,
 }
 
 /// What a table makes of recorded steps.
 #[derive(Serialize, Default)]
-struct Foretold {
+pub struct Foretold {
     table: String,
     prefill: Sum,
     decode: Sum,
@@ -198,89 +199,148 @@ fn open(file: &Path) -> anyhow::Result<Lines<BufReader<File>>> {
 }
 
 pub fn run(args: Args, _quiet: bool) -> anyhow::Result<()> {
-    let name = args.recording.display().to_string();
     let table = args.costs.as_deref().map(costs::table).transpose()?;
-    let mut foretold = table.as_ref().map(|table| Foretold { table: table.name(), ..Foretold::default() });
     let recorded = match &args.decisions {
         None => Recorded::Between,
         Some(file) => Recorded::Apart { file: file.clone(), lines: open(file)?, line: 0 },
     };
-    let mut compared = Compared { recorded, due: VecDeque::new(), any: false, n: 0 };
     let mut out = args.output.as_deref().map(output::FileInParts::create).transpose()?;
+    let mut decided = |lines: &str| out.as_mut().map_or(Ok(()), |out| out.write(lines.as_bytes()));
+    let lines = open(&args.recording)?;
+    let summary = follow(&args.recording, lines, recorded, table.as_ref(), &mut decided)?;
+    if let Some(out) = out {
+        out.finish()?;
+    }
+    if args.json { output::show_json(&summary) } else { output::show(&summary.text()) }
+}
+
+/// A recording in memory, which holds the decisions too.
+pub fn check(name: &str, recording: &str, table: &MeasuredTable) -> anyhow::Result<Summary> {
+    let lines = recording.lines().map(|line| Ok(line.to_owned()));
+    follow(Path::new(name), lines, Recorded::Between, Some(table), &mut |_| Ok(()))
+}
+
+/// Replay the events among `lines` of `file`, and compare what is `decided` with what is `recorded`.
+fn follow(
+    file: &Path,
+    lines: impl Iterator<Item = std::io::Result<String>>,
+    recorded: Recorded,
+    table: Option<&MeasuredTable>,
+    decided: &mut dyn FnMut(&str) -> anyhow::Result<()>,
+) -> anyhow::Result<Summary> {
+    let name = file.display().to_string();
+    let mut foretold = table.map(|table| Foretold { table: table.name(), ..Foretold::default() });
+    let mut compared = Compared { recorded, due: VecDeque::new(), any: false, n: 0 };
     let mut summary = Summary { version: json::VERSION, recording: name.clone(), ..Summary::default() };
     let mut replay: Option<Replay> = None;
-    for (i, text) in open(&args.recording)?.enumerate() {
-        let (text, line) = (text.with_context(|| cannot_read(&args.recording))?, i + 1);
+    let mut gaps = Gaps::default();
+    for (i, text) in lines.enumerate() {
+        let (text, line) = (text.with_context(|| cannot_read(file))?, i + 1);
         let at = || format!("{name}, line {line}");
-        let keys: Keys = serde_json::from_str(&text)
-            .with_context(|| format!("{}: no line of a recording", at()))?;
+        let keys: Keys =
+            serde_json::from_str(&text).with_context(|| format!("{}: no line of a recording", at()))?;
         match (&mut replay, keys.format.as_deref()) {
             (_, Some("kvist-recording")) => continue,
-            (None, Some("kvist-decisions")) => {
-                bail!("{}: decisions without the events that they follow from: give the event log, and these with --decisions", at())
-            }
+            (None, Some("kvist-decisions")) => bail!(
+                "{}: decisions without the events that they follow from: give the event log, and these with --decisions",
+                at()
+            ),
             (None, _) => {
                 if keys.config.is_some_and(|config| config.lengths == LengthSource::Oracle) {
-                    bail!("{}: it was recorded with --lengths oracle, and no log holds the truth that the oracle knew", at())
+                    bail!(
+                        "{}: it was recorded with --lengths oracle, and no log holds the truth that the oracle knew",
+                        at()
+                    )
                 }
                 replay = Some(Replay::begin(&text, None, None).with_context(at)?);
             }
-            (Some(_), Some("kvist-events")) => bail!("{}: a second event log begins; give them one by one", at()),
+            (Some(_), Some("kvist-events")) => {
+                bail!("{}: a second event log begins; give them one by one", at())
+            }
             (Some(replay), None) if keys.n.is_some() => {
                 let mut ran = |turned: Turned<'_>| {
+                    gaps.turn(turned.now_ns, turned.outcome.elapsed_ns);
                     summary.steps += u64::from(turned.batch.steps);
-                    if let (Some(foretold), Some(table)) = (&mut foretold, &table) {
+                    if let (Some(foretold), Some(table)) = (&mut foretold, table) {
                         foretold.add(table, &turned);
                     }
                 };
                 replay.event(&text, Some(&mut ran)).with_context(at)?;
+                gaps.goes_on(replay.scheduler().n_running() > 0);
                 summary.events += 1;
             }
             (Some(_), _) => {
                 let decision = keys.format.is_some() || (keys.step.is_some() && keys.blocks.is_none());
                 if decision && matches!(compared.recorded, Recorded::Between) {
-                    compared.next(&args.recording, line, &text)?;
+                    compared.next(file, line, &text)?;
                 }
             }
         }
         let Some(replay) = &mut replay else { continue };
-        let decided = replay.decisions();
-        summary.decisions += decided.lines().count() as u64;
-        if let Some(out) = &mut out {
-            out.write(decided.as_bytes())?;
-        }
-        compared.decided(&decided)?;
+        let lines = replay.decisions();
+        summary.decisions += lines.lines().count() as u64;
+        decided(&lines)?;
+        compared.decided(&lines)?;
     }
     if replay.is_none() {
-        bail!("{name} holds no event log: give a recording (--record), or a log that begins with kvist-events");
+        bail!(
+            "{name} holds no event log: give a recording (--record), or a log that begins with kvist-events"
+        );
     }
     compared.end()?;
-    if let Some(out) = out {
-        out.finish()?;
-    }
     // The first line of the log is none.
     summary.decisions = summary.decisions.saturating_sub(1);
     summary.compared = compared.n.saturating_sub(1);
+    summary.between_steps_ms = gaps.mean_ms();
     summary.costs = foretold;
-    if args.json { output::show_json(&summary) } else { output::show(&summary.text()) }
+    Ok(summary)
+}
+
+/// Times between steps that follow each other at once.
+#[derive(Default)]
+struct Gaps {
+    /// When the last step ended, if another is to follow.
+    ended_ns: Option<u64>,
+    goes_on: bool,
+    n: u64,
+    sum_ns: u64,
+}
+
+impl Gaps {
+    fn turn(&mut self, now_ns: u64, elapsed_ns: u64) {
+        if let Some(ended_ns) = self.ended_ns.filter(|_| self.goes_on) {
+            self.n += 1;
+            self.sum_ns += now_ns.saturating_sub(ended_ns);
+        }
+        self.ended_ns = Some(now_ns.saturating_add(elapsed_ns));
+    }
+    fn goes_on(&mut self, goes_on: bool) {
+        self.goes_on = goes_on;
+    }
+    fn mean_ms(&self) -> f64 {
+        self.sum_ns as f64 / self.n.max(1) as f64 / 1e6
+    }
 }
 
 impl Summary {
-    fn text(&self) -> String {
+    pub fn text(&self) -> String {
         let same = match self.compared {
             0 => "nothing to compare with",
             _ => "identical",
         };
         let mut text = format!(
-            "events           {}, {} steps\ndecisions        {}, {same}\n",
-            self.events, self.steps, self.decisions
+            "events           {}, {} steps, {:.3} ms between them\ndecisions        {}, {same}\n",
+            self.events, self.steps, self.between_steps_ms, self.decisions
         );
         let Some(costs) = &self.costs else { return text };
         text += &format!("\n{}\n\n", costs.table);
         text += "                    steps   recorded   foretold    in sum   per step\n";
-        for (name, sum) in
-            [("prefill", &costs.prefill), ("decode", &costs.decode), ("mixed", &costs.mixed), ("all", &costs.all)]
-        {
+        for (name, sum) in [
+            ("prefill", &costs.prefill),
+            ("decode", &costs.decode),
+            ("mixed", &costs.mixed),
+            ("all", &costs.all),
+        ] {
             text += &format!(
                 "{name:<16} {:>8} {:>8.3} s {:>8.3} s {:>+8.1}% {:>9.1}%\n",
                 sum.steps,
@@ -291,7 +351,8 @@ impl Summary {
             );
         }
         if costs.outside > 0 {
-            text += &format!("{} steps lie outside what was measured: there times are guesses\n", costs.outside);
+            text +=
+                &format!("{} steps lie outside what was measured: there times are guesses\n", costs.outside);
         }
         text
     }

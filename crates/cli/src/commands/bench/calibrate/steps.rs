@@ -81,9 +81,9 @@ impl Served {
     pub fn paged(&self) -> anyhow::Result<PagedConfig> {
         let a_sequence = u64::from(self.context_tokens) + u64::from(SLACK) + 2 * u64::from(self.block_tokens);
         let cells = a_sequence * u64::from(self.max_batch) + 8 * u64::from(self.max_batch_tokens);
-        let cells = u32::try_from(cells)
-            .ok()
-            .with_context(|| format!("{cells} tokens are more than a cache counts: give a smaller --context or --max-batch"))?;
+        let cells = u32::try_from(cells).ok().with_context(|| {
+            format!("{cells} tokens are more than a cache counts: give a smaller --context or --max-batch")
+        })?;
         let cache = CacheConfig {
             context_tokens: cells,
             max_step_tokens: self.max_batch_tokens,
@@ -204,8 +204,7 @@ impl Steps {
     /// One turn. `None` if there was nothing to do.
     fn turn(&mut self) -> anyhow::Result<Option<Ran>> {
         let now = self.now_ns();
-        let mut noted =
-            Noted { executor: &mut self.executor, shape: BatchShape::default(), failed: false };
+        let mut noted = Noted { executor: &mut self.executor, shape: BatchShape::default(), failed: false };
         let started = Instant::now();
         let turn = self.scheduler.turn(now, &mut noted);
         let ns = started.elapsed().as_nanos() as f64;
@@ -230,8 +229,8 @@ impl Steps {
 }
 
 /// The `i`-th token of a stream (SplitMix64; Steele, Lea and Flood, 2014).
-fn token(stream: u64, i: u32, vocab: u32) -> u32 {
-    let mut x = (stream << 32 ^ u64::from(i)).wrapping_add(0x9e37_79b9_7f4a_7c15);
+pub fn token(stream: u64, i: u32, vocab: u32) -> u32 {
+    let mut x = (stream.rotate_left(32) ^ u64::from(i)).wrapping_add(0x9e37_79b9_7f4a_7c15);
     x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
     ((x ^ x >> 31) % u64::from(vocab)) as u32
