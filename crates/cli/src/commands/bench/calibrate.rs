@@ -116,6 +116,9 @@ impl Samples {
 
     /// Every cell once. `kept` says whether it counts.
     fn round(&mut self, steps: &mut Steps, axes: &Axes, mixes: bool, kept: bool) -> anyhow::Result<()> {
+        // What the last cells of the round before read has pushed the weights out of the processor's caches; a server that
+        // goes on as it does has them there.
+        steps.prefill(axes.tokens[0], axes.prefill_context[0])?;
         for (i, &tokens) in axes.tokens.iter().enumerate() {
             for (j, &context) in axes.prefill_context.iter().enumerate() {
                 let ran = steps.prefill(tokens, context)?;
@@ -159,10 +162,21 @@ fn median(values: &[f64]) -> Option<f64> {
 }
 
 /// The medians of a grid.
-fn medians(what: &str, samples: &[Vec<Vec<f64>>]) -> anyhow::Result<Vec<Vec<f64>>> {
-    let missing = || format!("a cell of `{what}` was never measured, which is an error of this program");
-    let row = |row: &Vec<Vec<f64>>| row.iter().map(|cell| median(cell).with_context(missing)).collect();
-    samples.iter().map(row).collect()
+fn medians(
+    what: &str,
+    rows: &[u32],
+    columns: &[u32],
+    samples: &[Vec<Vec<f64>>],
+) -> anyhow::Result<Vec<Vec<f64>>> {
+    let median = |row: u32, column: u32, cell: &[f64]| {
+        median(cell).with_context(|| {
+            format!("{what} of {row} at a context of {column} was never measured, which is an error of this program")
+        })
+    };
+    let row = |(row, cells): (&u32, &Vec<Vec<f64>>)| {
+        columns.iter().zip(cells).map(|(column, cell)| median(*row, *column, cell)).collect()
+    };
+    rows.iter().zip(samples).map(row).collect()
 }
 
 /// How far apart the visits of a cell lie: the middle half of them, as part of their median; the median over all cells.
@@ -303,12 +317,12 @@ fn table(
         prefill: PrefillAxes {
             tokens: floats(&axes.tokens),
             context: floats(&axes.prefill_context),
-            ns: medians("prefill", &samples.prefill)?,
+            ns: medians("prefill", &axes.tokens, &axes.prefill_context, &samples.prefill)?,
         },
         decode: DecodeAxes {
             sequences: floats(&axes.sequences),
             context: floats(&axes.decode_context),
-            ns: medians("decode", &samples.decode)?,
+            ns: medians("decode", &axes.sequences, &axes.decode_context, &samples.decode)?,
         },
     };
     // What a mixed step took less than its two sides by themselves, as this very table has them.

@@ -98,6 +98,9 @@ impl Figure {
     }
 }
 
+/// A figure's name, its unit and its value.
+type Named = (&'static str, &'static str, f64);
+
 /// What users and scheduler saw.
 #[derive(Default)]
 struct Figures {
@@ -132,7 +135,7 @@ impl Figures {
         }
     }
 
-    fn named(mut self) -> Vec<(&'static str, &'static str, f64)> {
+    fn named(mut self) -> Vec<Named> {
         let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len().max(1) as f64;
         let at = |values: &mut Vec<f64>, share: f64| {
             values.sort_by(f64::total_cmp);
@@ -241,7 +244,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         preemptions: stats.counters.preemptions as f64,
     };
     let pairs = served.named().into_iter().zip(simulated.named());
-    let figure = |((figure, unit, served), (.., simulated))| Figure { figure, unit, served, simulated };
+    let figure = |(a, b): (Named, Named)| Figure { figure: a.0, unit: a.1, served: a.2, simulated: b.2 };
     let prediction = Prediction {
         version: json::VERSION,
         table: table.name(),
@@ -392,6 +395,7 @@ fn serve(engine: &Engine, requests: &[Request], quiet: bool) -> anyhow::Result<V
 fn job(prompt: &[u32], max_new: u32, salt: &str) -> Job {
     Job {
         prompt: prompt.into(),
+        written: Vec::new(),
         max_new,
         sampling: SamplerConfig::greedy(),
         logit_bias: Vec::new(),

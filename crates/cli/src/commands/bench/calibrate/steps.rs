@@ -129,21 +129,28 @@ impl Steps {
     /// A step of `tokens` prompt tokens of sequences that have `context` tokens behind it: several short sequences, or
     /// the end of a long one. `None` if it could not be made so.
     pub fn prefill(&mut self, tokens: u32, context: u32) -> anyhow::Result<Option<Ran>> {
-        if context > tokens {
-            let block = self.served.block_tokens;
-            let held = (context - tokens + block / 2) / block * block;
-            self.submit(0, held, tokens, 1)?;
-        } else {
-            let n = (tokens / context.max(1)).clamp(1, self.served.max_batch.min(tokens));
-            for i in 0..n {
-                let first = u64::from(i) * u64::from(tokens) / u64::from(n);
-                let end = u64::from(i + 1) * u64::from(tokens) / u64::from(n);
-                self.submit(0, 0, (end - first) as u32, 1)?;
+        // What other cells left may have pushed the end of the stream out of the index: then the first try reads it anew.
+        for _ in 0..2 {
+            if context > tokens {
+                let block = self.served.block_tokens;
+                let held = (context - tokens + block / 2) / block * block;
+                self.submit(0, held.min(self.served.context_tokens / block * block), tokens, 1)?;
+            } else {
+                let n = (tokens / context.max(1)).clamp(1, self.served.max_batch.min(tokens));
+                for i in 0..n {
+                    let first = u64::from(i) * u64::from(tokens) / u64::from(n);
+                    let end = u64::from(i + 1) * u64::from(tokens) / u64::from(n);
+                    self.submit(0, 0, (end - first) as u32, 1)?;
+                }
+            }
+            let ran = self.turn()?;
+            while self.turn()?.is_some() {}
+            let wanted = (u64::from(tokens), 0);
+            if ran.is_some_and(|ran| (ran.shape.prefill_tokens, ran.shape.decode_sequences) == wanted) {
+                return Ok(ran);
             }
         }
-        let ran = self.turn()?;
-        while self.turn()?.is_some() {}
-        Ok(ran.filter(|ran| ran.shape.prefill_tokens == u64::from(tokens) && ran.shape.decode_sequences == 0))
+        Ok(None)
     }
 
     /// From now on `sequences` decode, each with about `context` tokens, for `steps` steps at least. `false` if they could
