@@ -54,6 +54,9 @@ pub struct Args {
     json: bool,
 }
 
+/// Above this scatter a table is worth little.
+const MUCH_SCATTER: f64 = 0.2;
+
 /// Decode steps that are timed per visit.
 const DECODE_STEPS: u32 = 4;
 
@@ -289,6 +292,13 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     };
     let file = table(&axes, &samples, &machine, model.name(), setting)?;
     let summary = summary(&args, &file, &samples, machine);
+    if summary.scatter > MUCH_SCATTER {
+        output::note(&format!(
+            "the middle half of a cell's visits spans {:.0}% of their median: somebody else computes on this machine, and the \
+             table is of both of you; measure again when it is quiet",
+            summary.scatter * 100.0
+        ));
+    }
     output::write_file(&args.output, (serde_json::to_string_pretty(&file)? + "\n").as_bytes())?;
     if args.json { output::show_json(&summary) } else { output::show(&summary.text(&axes)) }
 }

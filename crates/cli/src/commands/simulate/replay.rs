@@ -328,9 +328,14 @@ impl Summary {
             0 => "nothing to compare with",
             _ => "identical",
         };
+        // Virtual time passes in steps alone.
+        let between = match self.between_steps_ms {
+            0.0 => String::new(),
+            ms => format!(", {ms:.3} ms between them"),
+        };
         let mut text = format!(
-            "events           {}, {} steps, {:.3} ms between them\ndecisions        {}, {same}\n",
-            self.events, self.steps, self.between_steps_ms, self.decisions
+            "events           {}, {} steps{between}\ndecisions        {}, {same}\n",
+            self.events, self.steps, self.decisions
         );
         let Some(costs) = &self.costs else { return text };
         text += &format!("\n{}\n\n", costs.table);
