@@ -29,6 +29,9 @@ ladder:
 # kvist beside llama.cpp and torch: builds them in bench/target (some GB), measures in turns. `just rivals --only decode`.
 rivals *args:
     bench/rivals/run.sh {{args}}
+# How far off the simulator is: step costs of this machine, then a load served for real and simulated. Leave the machine alone meanwhile.
+predict *args:
+    bench/predict.sh {{args}}
 # Queueing theory with many jobs and a narrow bound; takes minutes.
 queueing:
     cargo test --release -p kvist-simulator --test queueing -- --ignored --nocapture
