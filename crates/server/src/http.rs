@@ -4,7 +4,7 @@
 //! and that every error has one shape, those of unknown paths and methods included.
 use crate::app::App;
 use crate::error::ApiError;
-use crate::{dashboard, metrics, openai};
+use crate::{dashboard, metrics, openai, sessions};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
@@ -32,6 +32,13 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/v1/chat/completions", post(openai::chat))
         .route("/v1/models", get(openai::models))
         .route("/v1/models/{*id}", get(openai::model))
+        .route("/v1/sessions", get(sessions::list).post(sessions::create))
+        .route("/v1/sessions/{id}", get(sessions::look).delete(sessions::delete))
+        .route("/v1/sessions/{id}/append", post(sessions::append))
+        .route("/v1/sessions/{id}/generate", post(sessions::generate))
+        .route("/v1/sessions/{id}/fork", post(sessions::fork))
+        .route("/v1/sessions/{id}/rollback", post(sessions::rollback))
+        .route("/v1/sessions/{id}/keep", post(sessions::keep))
         .route("/tokenize", post(openai::tokenize))
         .route("/detokenize", post(openai::detokenize))
         .route("/metrics", get(show_metrics))
