@@ -12,9 +12,11 @@
 mod app;
 mod auth;
 pub mod config;
+mod dashboard;
 mod error;
 mod http;
 mod job;
+mod live;
 mod metrics;
 mod openai;
 mod openapi;
@@ -29,4 +31,5 @@ pub use config::{ConfigError, ServerConfig};
 pub use error::ApiError;
 pub use http::{router, serve};
 pub use job::*;
+pub use live::LiveView;
 pub use worker::{Engine, EngineConfig, Generation, State, Stats, Watch};

@@ -9,8 +9,12 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
         let entry = paths.entry(path).or_insert_with(|| json!({}));
         entry[verb] = operation;
     };
-    // Each event is a chunk, an error, or `[DONE]`.
-    let streamed = json!({"text/event-stream": {}});
+    // OpenAPI 3.1 has no word for the items of a stream; tools that check streams read the schema as that of an event.
+    let event = json!({
+        "description": "One event. Its data is a chunk, an error, or [DONE] at the end.",
+        "type": "object", "required": ["data"], "properties": {"data": {"type": "string"}},
+    });
+    let streamed = json!({"text/event-stream": {"schema": event}});
     path("/v1/completions", "post", posts("Continue a text", "Completions", "Completion", &streamed));
     path("/v1/chat/completions", "post", posts("Answer a conversation", "Chat", "ChatCompletion", &streamed));
     path("/tokenize", "post", posts("Text to tokens", "Tokenize", "Tokens", &json!({})));

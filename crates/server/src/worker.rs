@@ -5,6 +5,7 @@
 mod request;
 
 use crate::job::*;
+use crate::live::LiveView;
 use kvist_backend::Registry;
 use kvist_engine::Error;
 use kvist_engine::executor::{ModelExecutor, PagedConfig};
@@ -42,6 +43,10 @@ impl EngineConfig {
 
 /// Somebody who looks at the cache behind every turn, on the engine thread: be quick.
 pub trait Watch: Send {
+    /// A request ended, in the turn of which [`Watch::turn`] will tell or between two.
+    fn ended(&mut self, ended: &Ended) {
+        let _ = ended;
+    }
     fn turn(&mut self, now_ns: u64, end_ns: u64, state: &mut State);
 }
 
@@ -102,6 +107,7 @@ struct Shared {
     /// Jobs that have not ended.
     live: watch::Sender<usize>,
     capacity_tokens: u64,
+    view: LiveView,
 }
 
 enum Command {
@@ -157,6 +163,7 @@ impl Engine {
         scheduler.explain_misses(true);
         let (commands, inbox) = channel();
         let capacity_tokens = scheduler.held_cells() + scheduler.idle_cells() + scheduler.free_cells();
+        let view = LiveView::default();
         let shared = Arc::new(Shared {
             model: model.clone(),
             commands,
@@ -167,11 +174,14 @@ impl Engine {
             stats: Mutex::new(Stats { capacity_cells: capacity_tokens, ..Stats::default() }),
             live: watch::Sender::new(0),
             capacity_tokens,
+            view: view.clone(),
         });
+        let mut watchers = config.watchers;
+        watchers.push(Box::new(view));
         let thread = Thread {
             model,
             state: State { scheduler, executor, started: Instant::now() },
-            watchers: config.watchers,
+            watchers,
             live: BTreeMap::new(),
             totals: Totals::default(),
             // Weak, or the thread would keep itself alive.
@@ -186,6 +196,10 @@ impl Engine {
 
     pub fn model(&self) -> &Arc<Model> {
         &self.shared.model
+    }
+    /// What is told to listeners and files.
+    pub fn live(&self) -> &LiveView {
+        &self.shared.view
     }
     /// Tokens that the cache holds at most.
     pub fn capacity_tokens(&self) -> u64 {
@@ -402,6 +416,7 @@ impl Thread {
     }
 
     fn end(&mut self, ended: &Ended) {
+        self.watchers.iter_mut().for_each(|watcher| watcher.ended(ended));
         self.state.executor.forget(ended.id);
         let failure = self.state.executor.take_failure();
         let Some(mut live) = self.live.remove(&ended.id) else { return };

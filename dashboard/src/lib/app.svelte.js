@@ -49,6 +49,8 @@ class App {
   /** The request that is pointed at in the timeline or a list. */
   page = $state('cache');
   tour = $state(null);
+  /** The part of the timeline that the tour shows. */
+  zoom = $state(null);
   /** What the tour points at. */
   spot = $state(null);
 

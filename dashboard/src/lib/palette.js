@@ -52,7 +52,7 @@ export function palette(dark) {
     ink,
     sequence,
     /** Cached, held by nobody. */
-    idle: (colour) => mix(colour, free, dark ? 0.68 : 0.66),
+    idle: (colour) => mix(colour, free, dark ? 0.76 : 0.74),
     heat: dark ? scale([0.33, 0.03, 250], [0.85, 0.16, 75]) : scale([0.88, 0.03, 250], [0.58, 0.19, 40]),
     age: dark ? scale([0.82, 0.13, 155], [0.36, 0.03, 240]) : scale([0.6, 0.13, 155], [0.88, 0.02, 240]),
     refs: dark ? scale([0.4, 0.03, 200], [0.86, 0.15, 140]) : scale([0.86, 0.035, 200], [0.46, 0.13, 150]),

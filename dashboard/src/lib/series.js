@@ -49,7 +49,13 @@ export function series(history, [from, to], buckets = 160) {
     if (recent.length > 20) recent.shift();
     if (inside(at)) hit[of(at)] = recent.reduce((sum, r) => sum + r[1], 0) / Math.max(1, recent.reduce((sum, r) => sum + r[0], 0));
   }
-  const rate = (sum) => Array.from(sum, (n, i) => (i <= last ? (n / width) * 1e9 : null));
+  // Means over five buckets: a step's few tokens would be all that one sees.
+  const rate = (sum) =>
+    Array.from(sum, (_, i) => {
+      if (i > last) return null;
+      const near = sum.subarray(Math.max(0, i - 2), Math.min(last, i + 2) + 1);
+      return (near.reduce((a, b) => a + b, 0) / near.length / width) * 1e9;
+    });
   return {
     x,
     ttft: mean(history.firsts),

@@ -73,6 +73,9 @@ pub struct Args {
     /// Write prompts and answers into the log
     #[arg(long)]
     log_prompts: bool,
+    /// Write what arrives, is decided and happens to blocks into this file, prompts included: for the dashboard and replays
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    record: Option<PathBuf>,
     /// Print the memory plan and end
     #[arg(long)]
     dry_run: bool,
@@ -162,16 +165,24 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
             Bytes(budget.total())
         );
     }
+    let record = args.record.as_ref().map(|path| {
+        std::fs::File::create(path).with_context(|| format!("--record: cannot write {}", path.display()))
+    });
+    let record = record.transpose()?; // better now than behind the weights
     let cache_tokens = engine.paged.cache.context_tokens;
     let model = args.model.load(opened, &budget, quiet)?;
     let engine = Engine::start(model, &registry, engine)?;
-    let app = App::new(engine, &config, cache_tokens)?;
+    let app = App::new(engine.clone(), &config, cache_tokens)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2) // they move text; the computing is done elsewhere
+        .max_blocking_threads(8) // they tokenize; more would each keep a heap of their own
         .enable_all()
         .build()
         .context("cannot start threads for connections")?;
     runtime.block_on(async {
+        if let Some(file) = record {
+            engine.live().record(&engine, file).await;
+        }
         let address = (config.http.host, config.http.port);
         let listener = tokio::net::TcpListener::bind(address)
             .await

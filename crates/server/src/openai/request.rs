@@ -170,6 +170,8 @@ fn completions(b: &Bounds) -> Value {
         schema
     };
     let some_text = || json!({"type": "string", "minLength": 1});
+    // How long they may be is told where texts are measured too: as `context_length_exceeded`.
+    let tokens = || json!({"type": "array", "minItems": 1, "items": b.tokens()});
     let mut fields = common(b);
     let own = json!({
         "prompt": {
@@ -177,8 +179,8 @@ fn completions(b: &Bounds) -> Value {
             "anyOf": [
                 titled("a text", some_text()),
                 titled("a list of texts", list(some_text(), b.max_choices)),
-                titled("a list of tokens", list(b.tokens(), b.max_tokens.saturating_sub(1).max(1))),
-                titled("a list of lists of tokens", list(list(b.tokens(), b.max_tokens.saturating_sub(1).max(1)), b.max_choices)),
+                titled("a list of tokens", tokens()),
+                titled("a list of lists of tokens", list(tokens(), b.max_choices)),
             ],
         },
         "max_tokens": or_null(json!({"type": "integer", "minimum": 1, "maximum": b.max_tokens, "default": 16,

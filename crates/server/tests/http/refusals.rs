@@ -25,6 +25,13 @@ fn refusals_name_the_field() {
         (text(json!({"prompt": ""})), 400, "prompt", "invalid_value", "empty"),
         (text(json!({"prompt": []})), 400, "prompt", "invalid_value", "empty list"),
         (text(json!({"prompt": [vocab]})), 400, "prompt[0]", "invalid_value", "expected 0 to"),
+        (
+            text(json!({"prompt": vec![300; 10_000]})),
+            400,
+            "prompt",
+            "context_length_exceeded",
+            "10000 tokens",
+        ),
         (text(json!({"prompt": long})), 400, "prompt", "context_length_exceeded", "tokens"),
         (text(json!({"max_tokens": 0})), 400, "max_tokens", "invalid_value", "1 to"),
         (text(json!({"max_tokens": context + 1})), 400, "max_tokens", "invalid_value", "1 to"),

@@ -1,0 +1,94 @@
+//! The page at `/`, embedded, and the stream that it listens to.
+//!
+//! The bundle is built from `/dashboard` and committed, so that no Node is needed here. It loads nothing from anywhere
+//! else, and its policy lets it run no script but its own.
+use crate::app::App;
+use crate::auth::Caller;
+use crate::error::ApiError;
+use crate::live::{MAX_LISTENERS, NotHeard};
+use axum::Extension;
+use axum::extract::{Path, State};
+use axum::http::{StatusCode, header};
+use axum::response::sse::{Event, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use futures_util::{StreamExt, stream};
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+
+/// Path, content type, bytes.
+const FILES: &[(&str, &str, &[u8])] = &[
+    ("", "text/html; charset=utf-8", include_bytes!("../dashboard/index.html")),
+    ("assets/app.js", "text/javascript; charset=utf-8", include_bytes!("../dashboard/assets/app.js")),
+    ("assets/index.css", "text/css; charset=utf-8", include_bytes!("../dashboard/assets/index.css")),
+    ("favicon.svg", "image/svg+xml", include_bytes!("../dashboard/favicon.svg")),
+    ("example.jsonl.gz", "application/gzip", include_bytes!("../dashboard/example.jsonl.gz")),
+];
+
+fn file(path: &str) -> Response {
+    let Some((_, kind, bytes)) = FILES.iter().find(|(name, ..)| *name == path) else {
+        let message = format!("there is no /{path}; see /openapi.json");
+        return ApiError::new(StatusCode::NOT_FOUND, "unknown_url", message).into_response();
+    };
+    let headers = [
+        (header::CONTENT_TYPE, *kind),
+        (header::CONTENT_SECURITY_POLICY, POLICY),
+        (header::CACHE_CONTROL, "no-cache"),
+        (header::REFERRER_POLICY, "no-referrer"),
+    ];
+    (headers, *bytes).into_response()
+}
+
+pub(crate) async fn index() -> Response {
+    file("")
+}
+pub(crate) async fn favicon() -> Response {
+    file("favicon.svg")
+}
+pub(crate) async fn example() -> Response {
+    file("example.jsonl.gz")
+}
+pub(crate) async fn asset(Path(name): Path<String>) -> Response {
+    file(&format!("assets/{name}"))
+}
+
+/// `GET /kvist/live`: an event `snapshot`, then events `lines` ([`crate::live`]). It tells of all users, so with keys it
+/// is for admin keys.
+pub(crate) async fn live(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+) -> Result<Response, ApiError> {
+    if !caller.admin {
+        let message = "the live view tells of all users, and is for admin keys";
+        return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message));
+    }
+    let heard = app.engine.live().listen(&app.engine, app.model_name().to_owned()).await;
+    let (snapshot, lines) = heard.map_err(|why| match why {
+        NotHeard::TooMany => {
+            let message = format!("{MAX_LISTENERS} listen already: close another dashboard");
+            ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_listeners", message).retry_after(5)
+        }
+        NotHeard::Stopped => ApiError::internal("the engine has stopped: restart the server"),
+    })?;
+    let first = stream::once(async move { Event::default().event("snapshot").data(snapshot) });
+    let rest = stream::unfold(lines, |mut lines| async move {
+        let batch = lines.recv().await?;
+        Some((Event::default().event("lines").data(&*batch), lines))
+    });
+    let events = first.chain(rest.take_until(drained(app))).map(Ok::<_, Infallible>);
+    let keep_alive = KeepAlive::new().interval(Duration::from_secs(15));
+    Ok(([(header::CACHE_CONTROL, "no-store")], Sse::new(events).keep_alive(keep_alive)).into_response())
+}
+
+/// Until the server goes down and nothing runs any more: there is nothing left to see.
+async fn drained(app: Arc<App>) {
+    loop {
+        tokio::time::sleep(Duration::from_millis(250)).await;
+        let stats = app.engine.stats();
+        if app.is_draining() && stats.running + stats.waiting == 0 {
+            return;
+        }
+    }
+}

@@ -1,0 +1,271 @@
+//! The page at `/`, the live stream, and recordings: what a listener is told is what the cache holds.
+use crate::server::*;
+use kvist_server::ServerConfig;
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{BufRead, BufReader, Write};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+/// One connection to `/kvist/live`.
+struct Listener {
+    reader: BufReader<std::net::TcpStream>,
+    snapshot: Value,
+}
+
+impl Listener {
+    fn join(server: &Server) -> Listener {
+        let mut stream = server.connect();
+        stream.write_all(b"GET /kvist/live HTTP/1.1\r\nhost: localhost\r\n\r\n").unwrap();
+        let mut listener = Listener { reader: BufReader::new(stream), snapshot: Value::Null };
+        let mut line = String::new();
+        while !line.starts_with("data:") {
+            line.clear();
+            assert!(listener.reader.read_line(&mut line).unwrap() > 0, "it ended before the snapshot");
+        }
+        listener.snapshot = serde_json::from_str(line["data:".len()..].trim()).unwrap();
+        listener
+    }
+
+    /// Every line from now on, read as it comes. An event is one chunk of the body, so that no line is cut.
+    fn lines(mut self) -> Receiver<Value> {
+        let (sender, lines) = channel();
+        std::thread::spawn(move || {
+            let mut line = String::new();
+            while self.reader.read_line(&mut line).is_ok_and(|n| n > 0) {
+                if let Some(data) = line.strip_prefix("data:") {
+                    let value = serde_json::from_str(data.trim()).unwrap_or_else(|e| panic!("{e} in {data}"));
+                    if sender.send(value).is_err() {
+                        return; // nobody wants to know any more
+                    }
+                }
+                line.clear();
+            }
+        });
+        lines
+    }
+}
+
+/// Who holds what: the stupid way.
+#[derive(Debug, Default, PartialEq)]
+struct Held {
+    holders: BTreeMap<(u64, u64), Vec<u64>>,
+    idle: BTreeSet<(u64, u64)>,
+}
+
+impl Held {
+    fn of(snapshot: &Value) -> Held {
+        let mut held = Held::default();
+        for sequence in snapshot["sequences"].as_array().unwrap() {
+            for (group, table) in sequence["tables"].as_array().unwrap().iter().enumerate() {
+                for block in table.as_array().unwrap().iter().filter_map(|block| block.as_u64()) {
+                    let seq = sequence["seq"].as_u64().unwrap();
+                    held.holders.entry((group as u64, block)).or_default().push(seq);
+                }
+            }
+        }
+        for (group, blocks) in snapshot["idle"].as_array().unwrap().iter().enumerate() {
+            held.idle.extend(blocks.as_array().unwrap().iter().map(|b| (group as u64, b.as_u64().unwrap())));
+        }
+        held
+    }
+
+    fn apply(&mut self, line: &Value) {
+        for event in line["blocks"].as_array().into_iter().flatten() {
+            let at = (event[0].as_u64().unwrap(), event[2].as_u64().unwrap());
+            let (change, seq) = (event[1].as_str().unwrap(), event[3].as_u64());
+            match change {
+                "alloc" | "copy_on_write" | "share" | "hit" => {
+                    self.idle.remove(&at);
+                    let holders = self.holders.entry(at).or_default();
+                    assert!(
+                        change == "share" || change == "hit" || holders.is_empty(),
+                        "{event} of {holders:?}"
+                    );
+                    holders.push(seq.unwrap());
+                    holders.sort_unstable();
+                }
+                "idle" | "free" | "release" => {
+                    let holders =
+                        self.holders.get_mut(&at).unwrap_or_else(|| panic!("{event}: nobody holds it"));
+                    holders.remove(holders.iter().position(|&h| Some(h) == seq).unwrap());
+                    assert_eq!(holders.is_empty(), change != "release", "{event} leaves {holders:?}");
+                    if holders.is_empty() {
+                        self.holders.remove(&at);
+                    }
+                    if change == "idle" {
+                        self.idle.insert(at);
+                    }
+                }
+                "evict" => assert!(self.idle.remove(&at), "{event}: it was not idle"),
+                "store" => assert!(self.holders.contains_key(&at), "{event}: nobody holds it"),
+                other => panic!("{other}"),
+            }
+        }
+    }
+}
+
+const TRUNK: &str =
+    "Returns the number of elements in the vector, also referred to as its length. The capacity of a vector";
+
+fn load(server: &Server, n: usize, max_tokens: u32) {
+    std::thread::scope(|scope| {
+        for i in 0..n {
+            scope.spawn(move || {
+                let prompt = match i % 3 {
+                    0 => format!("{TRUNK} is {i}"),
+                    1 => format!("{TRUNK} {TRUNK} and {i}"),
+                    _ => format!("// {i}: {TRUNK}"),
+                };
+                let body = json!({
+                    "model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": true,
+                });
+                let answer = server.post("/v1/completions", &body);
+                assert_eq!(answer.status, 200, "{}", answer.text);
+            });
+        }
+    });
+}
+
+fn narrow() -> ServerConfig {
+    let mut config = config();
+    config.cache.tokens = Some(448);
+    config
+}
+
+/// Whoever joins late knows as much as who was there before.
+#[test]
+fn lines_and_snapshots_agree() {
+    let server = Server::start(narrow());
+    let first = Listener::join(&server);
+    assert_eq!(first.snapshot["groups"], json!([{"block_tokens": 16, "blocks": 28, "window": null}]));
+    assert_eq!(first.snapshot["requests"], json!([]));
+    let mut held = Held::of(&first.snapshot);
+    let lines = first.lines();
+    let (mut changes, mut compared) = (BTreeMap::new(), 0);
+    std::thread::scope(|scope| {
+        let loaded = scope.spawn(|| load(&server, 12, 60));
+        let mut pending: Vec<Value> = Vec::new();
+        loop {
+            let over = loaded.is_finished();
+            let late = Listener::join(&server);
+            let at = late.snapshot["at"].as_u64().unwrap();
+            // Its joining made everybody else hear what happened before: a line from behind it, or silence, ends the wait.
+            while pending.last().and_then(|line| line["at"].as_u64()).is_none_or(|then| then <= at)
+                && let Ok(line) = lines.recv_timeout(Duration::from_millis(700))
+            {
+                pending.push(line);
+            }
+            pending.retain(|line| {
+                let before = line["at"].as_u64().is_none_or(|then| then <= at);
+                if before {
+                    for event in line["blocks"].as_array().into_iter().flatten() {
+                        *changes.entry(event[1].as_str().unwrap().to_owned()).or_insert(0) += 1;
+                    }
+                    held.apply(line);
+                }
+                !before
+            });
+            let mut there = Held::of(&late.snapshot);
+            there.holders.values_mut().for_each(|holders| holders.sort_unstable());
+            assert_eq!(held, there, "at {at}");
+            for request in late.snapshot["requests"].as_array().unwrap() {
+                assert!(request["prompt_tokens"].as_u64().unwrap() > 10, "{request}");
+            }
+            compared += 1;
+            if over {
+                assert!(held.holders.is_empty() && !held.idle.is_empty(), "{held:?}");
+                break;
+            }
+        }
+        loaded.join().unwrap();
+    });
+    assert!(compared >= 3, "compared {compared} times");
+    for change in ["alloc", "hit", "idle", "release", "evict", "store"] {
+        assert!(changes.contains_key(change), "no {change} in {changes:?}");
+    }
+}
+
+/// What users ask is nobody else's business.
+#[test]
+fn the_stream_is_for_admins_and_tells_no_prompt() {
+    let mut config = narrow();
+    config.keys = vec![key("ann", "ann-secret", false), key("ops", "ops-secret", true)];
+    let server = Server::start(config);
+    let bearer = |key: &str| format!("Bearer {key}");
+    let status = |headers: &[(&str, &str)]| server.send("GET", "/kvist/live", headers, b"").status;
+    assert_eq!(status(&[]), 401);
+    assert_eq!(status(&[("authorization", &bearer("ann-secret"))]), 403);
+
+    let open = Server::start(narrow());
+    let heard = Listener::join(&open).lines();
+    load(&open, 4, 8);
+    let mut lines: Vec<Value> = Vec::new();
+    while lines.iter().filter(|line| !line["end"].is_null()).count() < 4 {
+        lines.push(heard.recv_timeout(Duration::from_secs(10)).expect("four ends"));
+    }
+    let arrivals: Vec<&Value> = lines.iter().map(|line| &line["arrive"]).filter(|a| !a.is_null()).collect();
+    assert_eq!(arrivals.len(), 4);
+    for arrival in arrivals {
+        assert!(arrival["prompt_tokens"].is_u64() && arrival["max_new"] == 8, "{arrival}");
+        assert!(arrival["prompt"].is_null() && arrival["salt"].is_null(), "{arrival}");
+    }
+}
+
+/// What the engine did, done again from its recording: the same decisions, to the byte.
+#[test]
+fn a_recording_replays() {
+    let config = narrow();
+    let server = Server::start(config.clone());
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("recording.jsonl");
+    let file = std::fs::File::create(&path).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    assert!(runtime.block_on(server.engine.live().record(&server.engine, file)));
+    load(&server, 10, 40);
+    runtime.block_on(server.engine.idle());
+    // Answered behind the turn that wrote the last lines.
+    assert!(runtime.block_on(server.engine.inspect(|_| ())).is_some());
+    let text = std::fs::read_to_string(&path).unwrap();
+    let is_event =
+        |line: &&str| line.starts_with("{\"n\":") || line.starts_with("{\"format\":\"kvist-events\"");
+    let is_decision = |line: &&str| {
+        line.starts_with("{\"step\":") && !line.contains("\"blocks\":")
+            || line.starts_with("{\"format\":\"kvist-decisions\"")
+    };
+    let of = |is: &dyn Fn(&&str) -> bool| {
+        text.lines().filter(is).map(|line| format!("{line}\n")).collect::<String>()
+    };
+    let (events, decisions) = (of(&is_event), of(&is_decision));
+    let cache = config.engine(model().decoder().config()).paged.cache(model().decoder().config()).unwrap();
+    let again = kvist_scheduler::replay(events.as_bytes(), cache, None).unwrap();
+    assert!(again.contains("\"end\":9") && again.contains("\"make_room\":"), "{again}");
+    assert_eq!(again, decisions);
+    let first: Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
+    assert_eq!((&first["format"], &first["groups"][0]["blocks"]), (&json!("kvist-recording"), &json!(28)));
+    assert_eq!(text.matches("\"miss\":").count(), 10, "why each prompt was found no further");
+}
+
+#[test]
+fn the_page_is_there_and_asks_for_nothing_else() {
+    let server = Server::start(config());
+    let page = server.get("/");
+    assert_eq!(page.status, 200);
+    assert!(page.text.contains("<div id=\"app\">"), "{}", page.text);
+    let policy = page.header("content-security-policy").expect("a policy");
+    assert!(policy.contains("default-src 'none'") && !policy.contains("unsafe"), "{policy}");
+    assert!(!page.text.contains("http://") && !page.text.contains("https://"), "{}", page.text);
+    for (path, kind) in [
+        ("/assets/app.js", "text/javascript"),
+        ("/assets/index.css", "text/css"),
+        ("/favicon.svg", "image/svg+xml"),
+    ] {
+        let file = server.get(path);
+        assert_eq!(file.status, 200, "{path}");
+        assert!(file.header("content-type").is_some_and(|found| found.starts_with(kind)), "{path}");
+        assert!(page.text.contains(path.trim_start_matches('/')), "{path}");
+    }
+    for path in ["/assets/no.js", "/assets/..%2findex.html"] {
+        assert_eq!(server.get(path).status, 404, "{path}");
+    }
+}

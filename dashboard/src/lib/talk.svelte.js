@@ -1,0 +1,143 @@
+// Conversations side by side, as the playground holds them.
+//
+// A branch is a list of messages. Where the server has sessions, each branch is one: forking shares its blocks, rolling
+// back gives them up. Where it has none, branches are lists that are sent whole, and share blocks by their prefixes.
+import * as api from './api.js';
+
+let next = 1;
+
+export class Branch {
+  name = $state('');
+  /** `{ role, content, usage, error, end }`, end: tokens of the session behind it, where that is known. */
+  messages = $state([]);
+  busy = $state(false);
+  error = $state('');
+  draft = $state('');
+  id = null;
+  stopper = null;
+
+  constructor(name, messages = [], id = null) {
+    this.name = name;
+    this.messages = messages;
+    this.id = id;
+  }
+}
+
+export class Talk {
+  branches = $state([]);
+  /** Whether the server has sessions; null until it was asked. */
+  sessions = $state(null);
+  temperature = $state(0.7);
+  maxTokens = $state(200);
+
+  constructor() {
+    this.branches = [new Branch(`Branch ${next++}`)];
+  }
+
+  async probe() {
+    if (this.sessions !== null) return;
+    try {
+      await api.get('v1/sessions');
+      this.sessions = true;
+    } catch {
+      this.sessions = false;
+    }
+  }
+
+  async #session(branch) {
+    if (this.sessions && branch.id === null) branch.id = (await api.post('v1/sessions')).id;
+    return branch.id;
+  }
+
+  async #length(branch) {
+    if (branch.id === null) return null;
+    const about = await api.get(`v1/sessions/${branch.id}`);
+    return about.tokens ?? about.n_tokens ?? null;
+  }
+
+  async send(branch, text) {
+    if (branch.busy || !text.trim()) return;
+    branch.error = '';
+    branch.draft = '';
+    branch.busy = true;
+    branch.stopper = new AbortController();
+    branch.messages.push({ role: 'user', content: text, usage: null, end: null });
+    try {
+      await this.probe();
+      const id = await this.#session(branch);
+      if (id !== null) {
+        await api.post(`v1/sessions/${id}/append`, { messages: [{ role: 'user', content: text }] });
+        branch.messages.at(-1).end = await this.#length(branch);
+      }
+      await this.#answer(branch, id);
+    } catch (error) {
+      if (error.name !== 'AbortError') branch.error = error.message;
+    } finally {
+      branch.busy = false;
+      branch.stopper = null;
+    }
+  }
+
+  async #answer(branch, id) {
+    const options = { max_tokens: this.maxTokens, temperature: this.temperature };
+    const said = branch.messages.map(({ role, content }) => ({ role, content }));
+    branch.messages.push({ role: 'assistant', content: '', usage: null, end: null });
+    const answer = branch.messages.at(-1); // the reactive one
+    const { signal } = branch.stopper;
+    const stream = id === null
+      ? api.generate('v1/chat/completions', { ...options, messages: said, stream_options: { include_usage: true } }, signal)
+      : api.generate(`v1/sessions/${id}/generate`, options, signal);
+    for await (const { text, usage } of stream) {
+      answer.content += text;
+      if (usage) answer.usage = usage;
+    }
+    answer.end = await this.#length(branch);
+  }
+
+  stop(branch) {
+    branch.stopper?.abort();
+  }
+
+  /** `n` more branches that begin with the messages up to `i`, `i` included. */
+  async fork(branch, i, n = 1) {
+    branch.error = '';
+    const copy = () => branch.messages.slice(0, i + 1).map((message) => ({ ...message }));
+    try {
+      let ids = new Array(n).fill(null);
+      if (branch.id !== null) {
+        const at = branch.messages[i].end;
+        const made = await api.post(`v1/sessions/${branch.id}/fork`, { n, ...(at === null || i === branch.messages.length - 1 ? {} : { at }) });
+        ids = made.sessions.map((session) => session.id);
+      }
+      const place = this.branches.indexOf(branch) + 1;
+      this.branches.splice(place, 0, ...ids.map((id) => new Branch(`Branch ${next++}`, copy(), id)));
+    } catch (error) {
+      branch.error = error.message;
+    }
+  }
+
+  /** Take back everything behind message `i`. */
+  async rollback(branch, i) {
+    branch.error = '';
+    try {
+      if (branch.id !== null) {
+        const to = i < 0 ? 0 : branch.messages[i].end;
+        if (to === null) throw new Error('the server did not say where this message ends');
+        await api.post(`v1/sessions/${branch.id}/rollback`, { to });
+      }
+      branch.messages.length = i + 1;
+    } catch (error) {
+      branch.error = error.message;
+    }
+  }
+
+  async close(branch) {
+    this.stop(branch);
+    if (branch.id !== null) api.remove(`v1/sessions/${branch.id}`).catch((error) => (branch.error = error.message));
+    this.branches = this.branches.filter((other) => other !== branch);
+    if (this.branches.length === 0) this.branches = [new Branch(`Branch ${next++}`)];
+  }
+}
+
+/** One for the page: it survives looking at the cache. */
+export const talk = new Talk();

@@ -1,0 +1,53 @@
+// A browser, and a server of the built bundle that says what `kvist serve` says in its headers.
+import { createServer } from 'node:http';
+import { readFile } from 'node:fs/promises';
+import { existsSync } from 'node:fs';
+import { extname, join, normalize } from 'node:path';
+import { fileURLToPath } from 'node:url';
+import { chromium } from 'playwright-core';
+
+const BUNDLE = fileURLToPath(new URL('../../crates/server/dashboard/', import.meta.url));
+const TYPES = { '.html': 'text/html; charset=utf-8', '.js': 'text/javascript', '.css': 'text/css', '.svg': 'image/svg+xml', '.gz': 'application/gzip' };
+/** The same words as in crates/server/src/dashboard.rs. */
+export const POLICY =
+  "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+
+/** Serves the bundle; `routes` maps paths to handlers that come first. */
+export async function serve(routes = {}) {
+  const server = createServer(async (request, response) => {
+    const path = new URL(request.url, 'http://localhost').pathname;
+    if (routes[path]) return routes[path](request, response);
+    const file = join(BUNDLE, normalize(path === '/' ? '/index.html' : path));
+    try {
+      const bytes = await readFile(file);
+      response.writeHead(200, { 'content-type': TYPES[extname(file)] ?? 'application/octet-stream', 'content-security-policy': POLICY });
+      response.end(bytes);
+    } catch {
+      response.writeHead(404).end();
+    }
+  });
+  await new Promise((resolve) => server.listen(0, '127.0.0.1', resolve));
+  return { url: `http://127.0.0.1:${server.address().port}/`, close: () => (server.closeAllConnections(), server.close()) };
+}
+
+export const browser = await chromium.launch({
+  executablePath: process.env.CHROMIUM ?? ['/usr/bin/chromium', '/usr/bin/chromium-browser', '/usr/bin/google-chrome'].find(existsSync),
+  args: ['--no-sandbox', '--disable-gpu'],
+});
+
+/** A page that remembers what went wrong. A stream that is not there is answered 404, and told by the browser: no error. */
+export async function open(url, options = {}) {
+  const context = await browser.newContext({ viewport: { width: 1440, height: 1000 }, ...options });
+  const page = await context.newPage();
+  page.errors = [];
+  page.on('console', (message) => {
+    if (['error', 'warning'].includes(message.type()) && !message.location().url.endsWith('/kvist/live')) page.errors.push(`${message.text()} ${message.location().url}`);
+  });
+  page.on('pageerror', (error) => page.errors.push(String(error.stack)));
+  page.foreign = [];
+  page.on('request', (request) => {
+    if (!request.url().startsWith(url)) page.foreign.push(request.url());
+  });
+  await page.goto(url);
+  return page;
+}

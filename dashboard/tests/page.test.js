@@ -1,0 +1,235 @@
+// The page in a real browser: the example, recordings, the tour. `npm test`, behind `npm run build`.
+import assert from 'node:assert/strict';
+import { readFile, writeFile, mkdtemp } from 'node:fs/promises';
+import { tmpdir } from 'node:os';
+import { join } from 'node:path';
+import { after, before, test } from 'node:test';
+import { gunzipSync } from 'node:zlib';
+import { browser, open, serve } from './page.js';
+
+let server;
+before(async () => (server = await serve()));
+after(async () => {
+  server.close();
+  await browser.close();
+});
+
+/** What the figures above the map say. */
+const figures = (page) => page.$$eval('dl div', (all) => Object.fromEntries(all.map((div) => [div.querySelector('dt').textContent, div.querySelector('dd').textContent])));
+const moment = (page) => page.getByRole('slider', { name: 'Moment' }).inputValue().then(Number);
+const seek = async (page, share) => {
+  const slider = page.getByRole('slider', { name: 'Moment' });
+  const [min, max] = await slider.evaluate((input) => [Number(input.min), Number(input.max)]);
+  await slider.evaluate((input, at) => {
+    input.value = at;
+    input.dispatchEvent(new Event('input', { bubbles: true }));
+  }, min + (max - min) * share);
+  await page.waitForTimeout(120);
+};
+const map = (page) => page.getByRole('region', { name: 'Block map' }).locator('canvas');
+/** Colours of a canvas, as a text to compare. */
+const pixels = (locator) => locator.evaluate((canvas) => canvas.toDataURL());
+
+async function ready(page) {
+  await page.getByRole('region', { name: 'Block map' }).waitFor();
+  await page.waitForTimeout(200);
+}
+async function calm(page) {
+  assert.deepEqual(page.errors, []);
+  assert.deepEqual(page.foreign, [], 'requests to elsewhere');
+  await page.context().close();
+}
+
+test('without a server the example is shown', async () => {
+  const page = await open(server.url);
+  await ready(page);
+  const text = await page.getByRole('banner').or(page.locator('.top')).first().innerText();
+  assert.match(text, /Recording · Example/);
+  const { running, evicted, found } = await figures(page);
+  assert.ok(Number(running) > 3 && Number(evicted) > 50 && parseInt(found, 10) > 30, JSON.stringify({ running, evicted, found }));
+  assert.equal(await page.getByText('Playground').count(), 0, 'nothing to talk to');
+  await calm(page);
+});
+
+test('scrubbing moves everything, and comes back to the same', async () => {
+  const page = await open(server.url);
+  await ready(page);
+  await seek(page, 0.2);
+  const [early, earlyMap] = [await figures(page), await pixels(map(page))];
+  await seek(page, 0.9);
+  const [late, lateMap] = [await figures(page), await pixels(map(page))];
+  assert.notEqual(earlyMap, lateMap);
+  assert.ok(Number(late.evicted) > Number(early.evicted));
+  await seek(page, 0.2);
+  assert.deepEqual(await figures(page), early);
+  assert.equal(await pixels(map(page)), earlyMap);
+  await calm(page);
+});
+
+test('it plays, pauses and steps', async () => {
+  const page = await open(server.url);
+  await ready(page);
+  await seek(page, 0.1);
+  const begin = await moment(page);
+  await page.getByRole('button', { name: 'Play', exact: true }).click();
+  await page.waitForTimeout(900);
+  await page.getByRole('button', { name: 'Pause' }).click();
+  const passed = ((await moment(page)) - begin) / 1e9;
+  assert.ok(passed > 0.4 && passed < 2.5, `${passed} s of the recording in 0.9 s`);
+  const still = await moment(page);
+  await page.waitForTimeout(200);
+  assert.equal(await moment(page), still);
+  await page.getByRole('button', { name: 'One event on' }).click();
+  await page.waitForTimeout(60);
+  const on = await moment(page);
+  assert.ok(on > still);
+  await page.getByRole('button', { name: 'One event back' }).click();
+  await page.getByRole('button', { name: 'One event back' }).click();
+  await page.waitForTimeout(60);
+  assert.ok((await moment(page)) <= still);
+  await calm(page);
+});
+
+test('a block is told on hover, and its life on a click, with the keyboard too', async () => {
+  const page = await open(server.url);
+  await ready(page);
+  const box = await map(page).boundingBox();
+  await page.mouse.move(box.x + 20, box.y + 20);
+  const tip = page.locator('.tip').first();
+  await tip.waitFor();
+  assert.match(await tip.innerText(), /Block 0[\s\S]*held by \d+[\s\S]*sequence \d+[\s\S]*0–15[\s\S]*last touched/);
+  await page.mouse.click(box.x + 20, box.y + 20);
+  const life = page.getByRole('region', { name: 'Life of block 0' });
+  await life.waitFor();
+  assert.ok((await life.locator('li').count()) > 10);
+  const first = life.locator('li button').first();
+  assert.match(await first.innerText(), /given to #0/);
+  await first.click();
+  await page.waitForTimeout(100);
+  assert.ok((await moment(page)) < 2e9, 'it goes to where the event was');
+  await page.mouse.move(5, 5);
+  await map(page).focus();
+  await page.keyboard.press('ArrowRight');
+  await page.keyboard.press('ArrowRight');
+  await page.keyboard.press('Enter');
+  await page.getByRole('region', { name: 'Life of block 1' }).waitFor();
+  await page.keyboard.press('Escape');
+  assert.equal(await page.getByRole('region', { name: /Life of block/ }).count(), 0);
+  await calm(page);
+});
+
+test('every colouring is another picture', async () => {
+  const page = await open(server.url, { reducedMotion: 'reduce' });
+  await ready(page);
+  const seen = new Set([await pixels(map(page))]);
+  for (const name of ['References', 'Age', 'Heat']) {
+    await page.getByRole('button', { name }).click();
+    await page.waitForTimeout(80);
+    seen.add(await pixels(map(page)));
+  }
+  assert.equal(seen.size, 4);
+  await calm(page);
+});
+
+test('a dropped or chosen recording is shown, a wrong file is refused in words', async () => {
+  const page = await open(server.url);
+  await ready(page);
+  const folder = await mkdtemp(join(tmpdir(), 'kvist-'));
+  const example = gunzipSync(await readFile(new URL('../public/example.jsonl.gz', import.meta.url))).toString();
+  // The first third, cut off in the middle of a line, as a program that was killed leaves it.
+  await writeFile(join(folder, 'mine.jsonl'), example.slice(0, example.length / 3));
+  await writeFile(join(folder, 'wrong.jsonl'), '{"hello":1}\n');
+  await writeFile(join(folder, 'broken.jsonl'), '{"format":"kvist-recording","version":1}\nno json\n{}\n');
+  await page.locator('input[type=file]').setInputFiles(join(folder, 'mine.jsonl'));
+  await page.getByText('Recording · mine.jsonl').waitFor();
+  await seek(page, 1);
+  assert.ok(Number((await figures(page)).evicted) > 0);
+  for (const [file, words] of [['wrong.jsonl', /does not begin with/], ['broken.jsonl', /line 2 is not JSON/]]) {
+    await page.locator('input[type=file]').setInputFiles(join(folder, file));
+    await page.getByRole('alert').getByText(words).waitFor();
+    await page.getByRole('button', { name: 'Dismiss' }).click();
+  }
+  await page.getByText('Recording · mine.jsonl').waitFor();
+  const data = await page.evaluateHandle((text) => {
+    const transfer = new DataTransfer();
+    transfer.items.add(new File([text], 'dropped.jsonl'));
+    return transfer;
+  }, example);
+  await page.dispatchEvent('body', 'drop', { dataTransfer: data });
+  await page.getByText('Recording · dropped.jsonl').waitFor();
+  await calm(page);
+});
+
+test('the tour goes through all its steps, by keyboard, and points at what it tells of', async () => {
+  const page = await open(server.url, { reducedMotion: 'reduce' });
+  await ready(page);
+  await page.keyboard.press('t');
+  const dialog = page.getByRole('dialog');
+  await dialog.waitFor();
+  const titles = [];
+  for (;;) {
+    await page.waitForTimeout(100);
+    titles.push(await dialog.locator('h2').innerText());
+    assert.equal(await page.locator('.spot').count(), 1, titles.at(-1));
+    const done = (await dialog.getByRole('button', { name: 'Done' }).count()) > 0;
+    await dialog.getByRole('button', { name: done ? 'Done' : 'Next' }).press('Enter');
+    if (done) break;
+  }
+  assert.ok(titles.length === 7 && new Set(titles).size === 7, titles.join());
+  assert.equal(await dialog.count(), 0);
+  assert.equal(await page.locator('.spot').count(), 0);
+  await page.keyboard.press('t');
+  await page.keyboard.press('Escape');
+  assert.equal(await dialog.count(), 0);
+  await calm(page);
+});
+
+test('light and dark, wide and narrow: nothing sticks out', async () => {
+  for (const colorScheme of ['light', 'dark']) {
+    for (const width of [1600, 1000, 700, 360]) {
+      const page = await open(server.url, { colorScheme, viewport: { width, height: 800 } });
+      await ready(page);
+      const wide = await page.evaluate(() => document.documentElement.scrollWidth);
+      assert.ok(wide <= width, `${wide} of ${width} pixels in ${colorScheme}`);
+      await calm(page);
+    }
+  }
+});
+
+test('a hundred thousand blocks are drawn without stutter', async () => {
+  const page = await open(server.url);
+  await ready(page);
+  const lines = [{ format: 'kvist-recording', version: 1, groups: [{ block_tokens: 16, blocks: 100000, window: null }] }];
+  let n = 0;
+  for (let step = 0; step < 400; step++) {
+    const at = step * 1e7;
+    if (step % 4 === 0) {
+      const id = step / 4;
+      lines.push({ n: n++, at, arrive: { id, arrival_ns: at, prompt_tokens: 16000, max_new: 10 } });
+      lines.push({ n: n++, at, steps: 1, elapsed: 1e7, sampled: [null], finished: [] });
+      lines.push({ step, at, admit: id, seq: id, hit: 0 }, { step, at, chunk: id, first: 0, tokens: 16000 });
+      lines.push({ step, at, blocks: Array.from({ length: 1000 }, (_, i) => [0, 'alloc', id * 1000 + i, id, 'append']) });
+    } else lines.push({ n: n++, at, steps: 1, elapsed: 1e7, sampled: [null], finished: [] });
+  }
+  const text = lines.map((line) => JSON.stringify(line)).join('\n');
+  await page.locator('input[type=file]').setInputFiles({ name: 'large.jsonl', mimeType: 'text/plain', buffer: Buffer.from(text) });
+  await page.getByText('Recording · large.jsonl').waitFor();
+  await page.getByText('100,000 blocks').waitFor();
+  // What one frame takes of the main thread, drawing alone: 60 a second leave 16 ms.
+  const spent = await page.evaluate(async () => {
+    const slider = document.querySelector('input[type=range]');
+    const [min, max] = [Number(slider.min), Number(slider.max)];
+    const times = [];
+    for (let i = 0; i < 40; i++) {
+      slider.value = min + ((max - min) * i) / 40;
+      slider.dispatchEvent(new Event('input', { bubbles: true }));
+      const began = await new Promise((resolve) => requestAnimationFrame(() => resolve(performance.now())));
+      await new Promise((resolve) => setTimeout(resolve));
+      times.push(performance.now() - began);
+    }
+    return times.sort((a, b) => a - b)[20];
+  });
+  console.log(`100,000 blocks: ${spent.toFixed(1)} ms a frame`);
+  assert.ok(spent < 50, `${spent} ms a frame`);
+  await calm(page);
+});
