@@ -552,3 +552,141 @@ impl Inner {
         assert_eq!(used, self.used);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers that are the same in every run of a seed.
+    struct Draw(u64);
+
+    impl Draw {
+        fn below(&mut self, n: usize) -> usize {
+            self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (self.0 >> 33) as usize % n
+        }
+    }
+
+    /// Histories in a vector: what the store should hold.
+    struct Twin {
+        id: SessionId,
+        owner: usize,
+        tokens: Vec<u32>,
+        touched_s: u64,
+    }
+
+    /// Random verbs of two owners; what is there, what is counted, and what is shared, against vectors.
+    #[test]
+    fn the_store_and_a_list_of_vectors() {
+        for seed in 0..40 {
+            let mut draw = Draw(seed);
+            let quota = SessionsSection { idle_s: 50.0, max_sessions: 8, max_tokens: 60 };
+            let store = Store::new(quota, 4);
+            let owners: [Arc<str>; 2] = ["a".into(), "b".into()];
+            let mut twins: Vec<Twin> = Vec::new();
+            let (start, mut second) = (Instant::now(), 0);
+            for step in 0..400 {
+                let what = format!("seed {seed}, step {step}");
+                second += draw.below(8) as u64;
+                let at = Moment { instant: start + Duration::from_secs(second), unix_s: 1000 + second };
+                twins.retain(|twin| second - twin.touched_s < 50);
+                let owner = draw.below(2);
+                let me = &owners[owner];
+                let used = |twins: &[Twin]| {
+                    let own = twins.iter().filter(|twin| twin.owner == owner);
+                    own.fold((0, 0), |(n, tokens), twin| (n + 1, tokens + twin.tokens.len()))
+                };
+                let (n, used) = used(&twins);
+                let fits = |more: usize, tokens: usize| n + more <= 8 && used + more * tokens <= 60;
+                let own: Vec<usize> = (0..twins.len()).filter(|i| twins[*i].owner == owner).collect();
+                let picked = (!own.is_empty()).then(|| own[draw.below(own.len())]);
+                match (draw.below(5), picked) {
+                    (0, _) | (_, None) => {
+                        let tokens: Vec<u32> = (0..draw.below(9)).map(|i| i as u32).collect();
+                        let history = History::of_tokens(tokens.clone());
+                        let draft = Draft { name: None, cache_salt: None, salt: me.clone(), history };
+                        let made = store.create(at, me, draft);
+                        assert_eq!(made.is_ok(), fits(1, tokens.len()), "{what}");
+                        twins.extend(made.map(|made| Twin { id: made.id, owner, tokens, touched_s: second }));
+                    }
+                    (1, Some(i)) => {
+                        let (n, cut) = (1 + draw.below(3), draw.below(twins[i].tokens.len() + 1));
+                        let tokens = twins[i].tokens[..cut].to_vec();
+                        let made =
+                            store.fork(at, me, twins[i].id, &History::of_tokens(tokens.clone()), n, None);
+                        assert_eq!(made.is_ok(), fits(n, cut), "{what}");
+                        twins[i].touched_s = second;
+                        for seen in made.into_iter().flatten() {
+                            assert_eq!((seen.shared_tokens, seen.parent), (cut, Some(twins[i].id)), "{what}");
+                            twins.push(Twin {
+                                id: seen.id,
+                                owner,
+                                tokens: tokens.clone(),
+                                touched_s: second,
+                            });
+                        }
+                    }
+                    (2, Some(i)) => {
+                        let mut claim = store.claim(at, me, twins[i].id, true).unwrap();
+                        let again = store.claim(at, me, twins[i].id, false);
+                        assert_eq!(again.map(|_| ()).unwrap_err().status, StatusCode::CONFLICT, "{what}");
+                        let mut began = Some(History::of_tokens(twins[i].tokens.clone()));
+                        for k in 0..draw.below(6) {
+                            let pushed = claim.push(began.take(), 90 + k as u32);
+                            twins[i].tokens.push(90 + k as u32);
+                            assert_eq!(pushed.is_ok(), used + k < 60, "{what}");
+                            if pushed.is_err() {
+                                break;
+                            }
+                        }
+                        claim.end(at.instant, |_| ());
+                        twins[i].touched_s = second;
+                    }
+                    (3, Some(i)) => {
+                        let mut claim = store.claim(at, me, twins[i].id, false).unwrap();
+                        let mut tokens = twins[i].tokens.clone();
+                        tokens.truncate(draw.below(tokens.len() + 1));
+                        tokens.extend((0..draw.below(4)).map(|k| 70 + k as u32));
+                        let grows = tokens.len().saturating_sub(twins[i].tokens.len());
+                        let done = claim.commit(at, History::of_tokens(tokens.clone()));
+                        assert_eq!(done.is_ok(), grows == 0 || used + grows <= 60, "{what}");
+                        if done.is_ok() {
+                            twins[i].tokens = tokens;
+                        }
+                        twins[i].touched_s = second;
+                    }
+                    (_, Some(i)) => {
+                        let twin = twins.swap_remove(i);
+                        let other = &owners[1 - owner];
+                        assert!(store.delete(at, other, twin.id).is_err(), "{what}: another one's");
+                        store.delete(at, me, twin.id).unwrap();
+                    }
+                }
+                store.audit();
+                for (owner, name) in owners.iter().enumerate() {
+                    let mut seen: Vec<_> =
+                        store.list(at, name).into_iter().map(|s| (s.id, s.n_tokens)).collect();
+                    let own = twins.iter().filter(|twin| twin.owner == owner);
+                    let mut expected: Vec<_> = own.map(|twin| (twin.id, twin.tokens.len())).collect();
+                    seen.sort_unstable();
+                    expected.sort_unstable();
+                    assert_eq!(seen, expected, "{what}");
+                }
+                if let Some(twin) = twins.last() {
+                    let (_, history) = store.look(at, &owners[twin.owner], twin.id).unwrap();
+                    assert_eq!(history.tokens, twin.tokens, "{what}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn ids_are_read_as_they_are_written() {
+        let id = SessionId::draw();
+        assert_eq!(SessionId::parse(&id.to_string()), Some(id));
+        assert_ne!(SessionId::draw(), id);
+        for bad in ["", "sess-", "sess-0", &id.to_string().to_uppercase(), &format!("{id}0"), "sess-+123"] {
+            assert_eq!(SessionId::parse(bad), None, "{bad:?}");
+        }
+    }
+}
