@@ -29,6 +29,9 @@ ladder:
 # kvist beside llama.cpp and torch: builds them in bench/target (some GB), measures in turns. `just rivals --only decode`.
 rivals *args:
     bench/rivals/run.sh {{args}}
+# How far off the simulator is: step costs of this machine, then a load served for real and simulated. Leave the machine alone meanwhile.
+predict *args:
+    bench/predict.sh {{args}}
 # Queueing theory with many jobs and a narrow bound; takes minutes.
 queueing:
     cargo test --release -p kvist-simulator --test queueing -- --ignored --nocapture
@@ -37,6 +40,15 @@ bench-simulator *args:
     cargo run --release --manifest-path bench/simulator/Cargo.toml -- {{args}}
 bench-bookkeeping:
     cargo run --release --manifest-path bench/bookkeeping/Cargo.toml
+# The official clients (openai, aiperf, schemathesis) against `kvist serve`; KVIST names another binary than the release one.
+clients *args:
+    tests/clients/run.sh {{args}}
+# A crowd of bad clients for minutes: `just soak-server --minutes 10 --clients 256`.
+soak-server *args:
+    bench/serve/soak.py {{args}}
+# kvist serve beside llama-server over HTTP: a trunk with branches, and unrelated prompts; builds the rival first.
+bench-serve *args:
+    bench/serve/run.sh {{args}}
 # The page that `kvist serve` shows: its bundle from its sources. Needs Node.
 dashboard:
     cd dashboard && npm ci --no-audit --no-fund && npm run build

@@ -3,7 +3,7 @@ use crate::events::BlockEvent;
 use crate::ids::*;
 use crate::kind::Kind;
 use crate::plan::*;
-use crate::prefix::{Index, PrefixEvent};
+use crate::prefix::{Index, PagedSpec, PrefixEvent};
 use crate::report::{BlockUse, Report, Room};
 use crate::request::*;
 
@@ -14,13 +14,20 @@ pub struct Cache {
     pub(crate) epoch: u64,
     /// Over the full blocks of paged groups.
     pub(crate) index: Option<Index>,
+    /// What [`Cache::paged`] was told.
+    pub(crate) spec: Option<PagedSpec>,
 }
 
 impl Cache {
     /// One cell space per layer group, in group order. At least one.
     pub fn new(groups: Vec<Box<dyn Kind>>) -> Self {
         assert!(!groups.is_empty(), "a cache needs at least one layer group");
-        Cache { groups, epoch: 0, index: None }
+        Cache { groups, epoch: 0, index: None, spec: None }
+    }
+
+    /// From which [`Cache::paged`] makes another such cache, empty; `None` if it was made in another way.
+    pub fn paged_spec(&self) -> Option<&PagedSpec> {
+        self.spec.as_ref()
     }
 
     /// Layer groups.

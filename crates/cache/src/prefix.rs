@@ -265,6 +265,7 @@ impl Cache {
         };
         let mut cache = Cache::new(groups);
         cache.index = index;
+        cache.spec = Some(spec.clone());
         Ok(cache)
     }
 

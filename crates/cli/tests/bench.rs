@@ -259,3 +259,93 @@ fn a_cache_that_does_not_fit_is_refused() {
     assert_eq!(out.status.code(), Some(1), "{error}");
     assert!(error.contains("fit") || error.contains("MiB"), "{error}");
 }
+
+/// What is measured is what the simulator reads; a load that is served is replayed to the byte, and priced. How good the
+/// prediction is depends on who else computes here, and is not judged.
+#[test]
+fn a_table_of_step_costs_and_what_it_foretells() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let (costs, record, trace) = (path("costs.json"), path("run.jsonl"), path("load.jsonl"));
+    let few = ["--max-batch", "4", "--max-batch-tokens", "32", "--context", "200", "--block-tokens", "8"];
+    let calibrate =
+        [&["bench", "calibrate", "--kv", "q8", "--threads", "1", "--seconds", "0"], &few[..]].concat();
+    let summary = json(&[&calibrate[..], &["-o", &costs, "--json"]].concat());
+    check_machine(&summary);
+    let table: Value = serde_json::from_str(&std::fs::read_to_string(&costs).unwrap()).unwrap();
+    assert_eq!(table["setting"], summary["setting"]);
+    assert_eq!((&table["setting"]["k"], &table["setting"]["block_tokens"]), (&"q8".into(), &8.into()));
+    assert_eq!(table["setting"]["rounds"], 1, "one round in any case");
+    assert_eq!(table["prefill"]["tokens"], serde_json::json!([1.0, 2.0, 4.0, 8.0, 16.0, 32.0]));
+    assert_eq!(table["decode"]["sequences"], serde_json::json!([1.0, 2.0, 4.0]));
+    let of = |grid: &str| {
+        table[grid]["ns"].as_array().unwrap().iter().flat_map(|row| row.as_array().unwrap().clone())
+    };
+    assert!(of("prefill").chain(of("decode")).all(|ns| ns.as_f64().unwrap() > 1e3), "no step is that fast");
+    assert!(of("shared").count() == 4 * 3 && of("shared").all(|ns| ns.as_f64().unwrap() >= 0.0));
+
+    // Within what was measured nothing is said; beyond, everything.
+    let simulate = |more: &[&str]| {
+        let load = [
+            "simulate",
+            "--costs",
+            &costs,
+            "--requests",
+            "5",
+            "--contents",
+            "unknown",
+            "--capacity-blocks",
+            "100",
+        ];
+        let lengths =
+            ["--prompt-tokens", "uniform:least=5,most=60", "--output-tokens", "uniform:least=5,most=60"];
+        succeed(&[&load[..], &lengths, more].concat()).1
+    };
+    assert_eq!(simulate(&["--max-batch", "4", "--batch-tokens", "32", "--block-tokens", "8"]), "");
+    let said = simulate(&[]);
+    for part in ["up to 4 decoding sequences", "up to 32 prompt tokens", "blocks of 8 tokens"] {
+        assert!(said.contains(part), "{said:?} does not say {part:?}");
+    }
+
+    let predict = ["bench", "predict", "--costs", &costs, "--seconds", "2", "--busy", "0.5"];
+    let outputs = ["--threads", "1", "--record", &record, "--trace", &trace, "--json"];
+    let prediction = json(&[&predict[..], &outputs].concat());
+    let replayed = &prediction["replayed"];
+    assert!(replayed["compared"].as_u64().unwrap() > 50, "{replayed}");
+    assert_eq!(replayed["compared"], replayed["decisions"]);
+    assert_eq!(replayed["costs"]["all"]["steps"], replayed["steps"]);
+    let figure = |name: &str| {
+        prediction["figures"].as_array().unwrap().iter().find(|f| f["figure"] == name).unwrap().clone()
+    };
+    for name in ["TTFT mean", "TPOT mean", "busy", "steps", "tokens found"] {
+        let figure = figure(name);
+        assert!(
+            figure["served"].as_f64().unwrap() > 0.0 && figure["simulated"].as_f64().unwrap() > 0.0,
+            "{figure}"
+        );
+    }
+    // The recording is one, and the trace is what was simulated.
+    assert_eq!(json(&["simulate", "replay", &record, "--json"])["decisions"], replayed["decisions"]);
+    let capacity = (8192 / 8).to_string();
+    let mut again =
+        vec!["simulate", "--trace", &trace, "--costs", &costs, "--capacity-blocks", &capacity, "--json"];
+    again.extend(["--max-batch", "4", "--batch-tokens", "32", "--block-tokens", "8"]);
+    let again = json(&again);
+    assert_eq!(again["steps"]["steps"].as_f64(), figure("steps")["simulated"].as_f64());
+    let ttft_ms = again["latency"]["ttft_s"]["mean"].as_f64().unwrap() * 1e3;
+    let simulated = figure("TTFT mean")["simulated"].as_f64().unwrap();
+    assert!((ttft_ms / simulated - 1.0).abs() < 1e-6, "{ttft_ms} and {simulated}");
+
+    // Another model, cache or number of threads is none that was measured.
+    let out = run(&[&predict[..], &["--threads", "2"]].concat(), b"");
+    assert_eq!(out.status.code(), Some(1));
+    assert!(String::from_utf8(out.stderr).unwrap().contains("give --threads 1"));
+    for (args, expected) in [
+        (&["--max-batch", "8", "--max-batch-tokens", "4"][..], "at least --max-batch 8"),
+        (&["--seconds", "-1"], "--seconds"),
+    ] {
+        let out = run(&[&["bench", "calibrate", "-o", &costs], args].concat(), b"");
+        assert_eq!(out.status.code(), Some(2), "{args:?}");
+        assert!(String::from_utf8(out.stderr).unwrap().contains(expected), "{args:?}");
+    }
+}

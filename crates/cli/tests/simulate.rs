@@ -521,3 +521,73 @@ fn arena_beside_pages() {
     let (text, _) = succeed(&[&drawn[..], &["--layouts", "buddy,paged", "--reserve", "whole"]].concat());
     assert!(text.contains("external fragmentation") && !text.contains("first_fit"), "{text}");
 }
+
+/// A recording holds all that its decisions follow from: the replay needs no flag, and says where something else is claimed.
+#[test]
+fn a_recording_is_decided_anew() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let (record, log) = (path("run.jsonl"), path("decisions.jsonl"));
+    for way in [
+        &["--policy", "cost", "--schedule", "srpt", "--preempted", "kept"][..],
+        &["--block-tokens", "32", "--prefix-window", "4", "--policy", "lfu_decay", "--half-life", "20s"],
+        &["--no-prefix-cache", "--conservative"],
+    ] {
+        succeed(&[&DRAWN[..], way, &["--record", &record]].concat());
+        let replayed = json(&["simulate", "replay", &record, "-o", &log, "--json"]);
+        let n = |field: &str| replayed[field].as_u64().unwrap();
+        assert!(n("events") > 300 && n("steps") > 100 && n("decisions") > 300, "{replayed}");
+        assert_eq!(n("compared"), n("decisions"), "{way:?}");
+        let recorded = std::fs::read_to_string(&record).unwrap();
+        let is_decision = |line: &&str| {
+            let line: serde_json::Value = serde_json::from_str(line).unwrap();
+            line["format"] == "kvist-decisions" || (line["step"].is_u64() && line["blocks"].is_null())
+        };
+        let decisions: Vec<&str> = recorded.lines().filter(is_decision).collect();
+        assert_eq!(std::fs::read_to_string(&log).unwrap(), decisions.join("\n") + "\n");
+        // The two logs apart.
+        let is_event = |line: &&str| line.starts_with("{\"n\":") || line.contains("kvist-events");
+        let events: Vec<&str> = recorded.lines().filter(is_event).collect();
+        let apart = path("events.jsonl");
+        std::fs::write(&apart, events.join("\n")).unwrap();
+        let (text, _) = succeed(&["simulate", "replay", &apart, "--decisions", &log]);
+        assert!(text.contains("identical"), "{text}");
+        let (text, _) = succeed(&["simulate", "replay", &apart]);
+        assert!(text.contains("nothing to compare with"), "{text}");
+    }
+
+    let recorded = std::fs::read_to_string(&record).unwrap();
+    let decisions = std::fs::read_to_string(&log).unwrap();
+    let bad = path("bad.jsonl");
+    let refused = |text: &str, more: &[&str], expected: &[&str]| {
+        std::fs::write(&bad, text).unwrap();
+        let out = run(&[&["simulate", "replay", &bad], more].concat(), b"");
+        let said = String::from_utf8(out.stderr).unwrap();
+        assert_eq!(out.status.code(), Some(1), "{said}");
+        for part in expected {
+            assert!(said.contains(part), "{said:?} does not say {part:?}");
+        }
+    };
+    let without_last = |text: &str| text[..text.trim_end().rfind('\n').unwrap()].to_owned();
+    refused(&recorded.replacen("\"hit\":0", "\"hit\":16", 1), &[], &["bad.jsonl, line", "decides otherwise"]);
+    refused(&recorded.replacen("{\"n\":1,", "{\"n\":2,", 1), &[], &["line", "event 2 where 1 is due"]);
+    refused(&recorded.replacen("\"cache\":", "\"bucket\":", 1), &[], &["does not describe its cache"]);
+    refused(
+        &recorded.replacen("\"cache\":{\"block_tokens\":16", "\"cache\":{\"block_tokens\":0", 1),
+        &[],
+        &["no cache as described"],
+    );
+    refused(&decisions, &[], &["--decisions"]);
+    refused("{}\n", &[], &["line 1"]);
+    refused("", &[], &["holds no event log"]);
+    refused("prose\n", &[], &["line 1", "no line of a recording"]);
+    let fewer = path("fewer.jsonl");
+    std::fs::write(&fewer, without_last(&decisions)).unwrap();
+    refused(&recorded, &["--decisions", &fewer], &["fewer.jsonl ends behind line"]);
+    std::fs::write(&fewer, decisions.clone() + "{}\n").unwrap();
+    refused(&recorded, &["--decisions", &fewer], &["recorded and not replayed"]);
+
+    succeed(&[&DRAWN[..], &["--schedule", "srpt", "--lengths", "oracle", "--record", &record]].concat());
+    let recorded = std::fs::read_to_string(&record).unwrap();
+    refused(&recorded, &[], &["--lengths oracle"]);
+}

@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod admit;
+mod cache_shape;
 mod config;
 mod drive;
 mod entry;
@@ -34,7 +35,7 @@ pub use lengths::{Lengths, OraclePolicy, Truth};
 pub use log::{LOG_VERSION, Log};
 pub use policy::{BuildPolicy, POLICIES, Policy, Rank, View, build_policy};
 pub use recording::{GroupShape, Part, RECORDING_VERSION, Recorder, Recording};
-pub use replay::{ReplayError, replay};
+pub use replay::{Replay, ReplayError, Turned, replay};
 pub use request::{End, Ended, Prompt, Reason, Request, RequestId};
 pub use scheduler::{Counters, Duplicate, Scheduler, Standing, Turn};
 pub use snapshot::{LiveRequest, LiveSequence, Snapshot};

@@ -1,8 +1,10 @@
 //! Two logs of JSON lines, off by default. The event log is what came in: with the configuration it determines every
-//! decision. The decision log is what came of it. Both begin with a line that says their version and configuration.
+//! decision. The decision log is what came of it. Both begin with a line that says their version and configuration; that
+//! of the event log also says how a paged cache was made, so that a replay needs nothing but the log.
 //!
 //! Decisions name changes of membership and chunks of prompts, not every decoded token: runs of steps read the same
 //! whether they were run one by one or at once.
+use crate::cache_shape::CacheShape;
 use crate::config::Config;
 use crate::executor::Outcome;
 use crate::request::{Request, RequestId};
@@ -19,11 +21,14 @@ pub struct Log {
 }
 
 impl Log {
-    /// Begin with a line that names the format, its version and the configuration.
-    pub(crate) fn start(&mut self, format: &str, config: &Config) {
-        let config = serde_json::to_string(config).unwrap_or_default();
-        self.text =
-            Some(format!("{{\"format\":\"{format}\",\"version\":{LOG_VERSION},\"config\":{config}}}\n"));
+    /// Begin with a line that names the format, its version, the configuration, and the cache if there is one to name.
+    pub(crate) fn start(&mut self, format: &str, config: &Config, cache: Option<&CacheShape>) {
+        let mut line = format!("{{\"format\":\"{format}\",\"version\":{LOG_VERSION}");
+        line += &format!(",\"config\":{}", serde_json::to_string(config).unwrap_or_default());
+        if let Some(cache) = cache {
+            line += &format!(",\"cache\":{}", serde_json::to_string(cache).unwrap_or_default());
+        }
+        self.text = Some(line + "}\n");
     }
     /// Nothing is kept any more, and nothing more comes.
     pub(crate) fn stop(&mut self) {

@@ -1,4 +1,5 @@
 //! From an event log to the decisions that followed from it, to the byte.
+use crate::cache_shape::CacheShape;
 use crate::config::{BadConfig, Config};
 use crate::executor::{Batch, Executor, Outcome, Sampled};
 use crate::lengths::Truth;
@@ -23,7 +24,7 @@ pub enum ReplayError {
     /// A line is not what it should be.
     #[error("line {line} of the event log: {what}")]
     Line {
-        /// From 1.
+        /// From 1, of the lines of the event log alone.
         line: usize,
         /// What was found, and what was expected.
         what: String,
@@ -38,6 +39,7 @@ struct Header {
     format: String,
     version: u32,
     config: Config,
+    cache: Option<CacheShape>,
 }
 
 #[derive(Deserialize)]
@@ -61,20 +63,22 @@ struct Event {
 }
 
 /// Feeds one recorded outcome back.
-struct Recorded {
+struct Recorded<'a> {
     steps: u32,
     outcome: Outcome,
     /// What does not agree with the recording.
     disagrees: Option<String>,
-    ran: bool,
+    ran: Option<&'a mut dyn FnMut(Turned<'_>)>,
 }
 
-impl Executor for Recorded {
+impl Executor for Recorded<'_> {
     fn foresee(&mut self, _: u64, _: Batch<'_>, limit: u32) -> u32 {
         self.steps.min(limit)
     }
-    fn execute(&mut self, _: u64, _: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
-        self.ran = true;
+    fn execute(&mut self, now_ns: u64, _: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
+        if let Some(ran) = &mut self.ran {
+            ran(Turned { now_ns, batch, outcome: &self.outcome });
+        }
         out.clone_from(&self.outcome);
         let n = batch.work.iter().filter(|w| w.samples).count();
         if batch.steps != self.steps {
@@ -88,40 +92,73 @@ impl Executor for Recorded {
     }
 }
 
-/// Replay `events` over `cache`, which must be built as the recorded run's was, with the same truth if it had one.
-/// Returns the decision log.
-pub fn replay(
-    events: impl BufRead,
-    cache: Cache,
-    truth: Option<Box<dyn Truth>>,
-) -> Result<String, ReplayError> {
-    let mut lines = events.lines().enumerate().map(|(i, text)| {
-        text.map(|text| (i + 1, text)).map_err(|source| ReplayError::Read { line: i + 1, source })
-    });
-    let wrong = |line: usize, what: String| ReplayError::Line { line, what };
-    let Some(first) = lines.next() else {
-        return Err(wrong(
-            1,
-            "the log is empty; its first line says format, version and configuration".into(),
-        ));
-    };
-    let (_, text) = first?;
-    let header: Header = serde_json::from_str(&text).map_err(|e| wrong(1, format!("not a header: {e}")))?;
-    if (header.format.as_str(), header.version) != ("kvist-events", LOG_VERSION) {
-        let found = format!("{} version {}", header.format, header.version);
-        return Err(wrong(1, format!("found {found}, expected kvist-events version {LOG_VERSION}")));
+/// A turn that was replayed.
+#[derive(Clone, Copy)]
+pub struct Turned<'a> {
+    /// When it began.
+    pub now_ns: u64,
+    /// What was run, and how long that took when it was recorded.
+    pub batch: Batch<'a>,
+    pub outcome: &'a Outcome,
+}
+
+/// A replay, line by line.
+pub struct Replay {
+    scheduler: Scheduler,
+    /// The line that comes next, from 1.
+    line: usize,
+}
+
+fn wrong(line: usize, what: String) -> ReplayError {
+    ReplayError::Line { line, what }
+}
+
+impl Replay {
+    /// From the first line of an event log, over a `cache` that is built as the recorded run's was; `None` takes the one
+    /// that the line describes. With the same truth, if the run had one.
+    ///
+    /// # Errors
+    /// No such line; a configuration that does not suit; no cache given, and none described.
+    pub fn begin(
+        header: &str,
+        cache: Option<Cache>,
+        truth: Option<Box<dyn Truth>>,
+    ) -> Result<Replay, ReplayError> {
+        let header: Header =
+            serde_json::from_str(header).map_err(|e| wrong(1, format!("not a header: {e}")))?;
+        if (header.format.as_str(), header.version) != ("kvist-events", LOG_VERSION) {
+            let found = format!("{} version {}", header.format, header.version);
+            return Err(wrong(1, format!("found {found}, expected kvist-events version {LOG_VERSION}")));
+        }
+        let cache = match (cache, header.cache) {
+            (Some(cache), _) => cache,
+            (None, Some(shape)) => Cache::paged(&shape.spec())
+                .map_err(|e| wrong(1, format!("there is no cache as described: {e}")))?,
+            (None, None) => {
+                let what = "it does not describe its cache, which is no paged one or was recorded by an older program";
+                return Err(wrong(1, what.into()));
+            }
+        };
+        let mut scheduler = Scheduler::new(header.config, cache, truth)?;
+        scheduler.record();
+        Ok(Replay { scheduler, line: 2 })
     }
-    let mut scheduler = Scheduler::new(header.config, cache, truth)?;
-    scheduler.record();
-    let mut decisions = String::new();
-    for (count, line) in lines.enumerate() {
-        let (line, text) = line?;
+
+    /// The next line. `ran` is told of a turn that ran something.
+    ///
+    /// # Errors
+    /// The line is no event, or does not agree with what happened before. Nothing more can be replayed then.
+    pub fn event(&mut self, text: &str, ran: Option<&mut dyn FnMut(Turned<'_>)>) -> Result<(), ReplayError> {
+        let line = self.line;
+        self.line += 1;
+        let scheduler = &mut self.scheduler;
         let event: Event =
-            serde_json::from_str(&text).map_err(|e| wrong(line, format!("not an event: {e}")))?;
-        if event.n != count as u64 {
+            serde_json::from_str(text).map_err(|e| wrong(line, format!("not an event: {e}")))?;
+        let due = line as u64 - 2;
+        if event.n != due {
             return Err(wrong(
                 line,
-                format!("event {} where {count} is due: lines are missing or doubled", event.n),
+                format!("event {} where {due} is due: lines are missing or doubled", event.n),
             ));
         }
         match (event.arrive, event.cancel, event.steps, event.idle) {
@@ -139,8 +176,8 @@ pub fn replay(
                     sampled.map(|(i, &token)| Sampled { token, finished: event.finished.contains(&i) });
                 let outcome =
                     Outcome { elapsed_ns: event.elapsed, failed: event.failed, sampled: sampled.collect() };
-                let mut recorded =
-                    Recorded { steps: steps.unwrap_or(1), outcome, disagrees: None, ran: false };
+                let steps = steps.unwrap_or(1);
+                let mut recorded = Recorded { steps, outcome, disagrees: None, ran };
                 let turn = scheduler.turn(event.at, &mut recorded);
                 if let Some(what) = recorded.disagrees {
                     return Err(wrong(line, what));
@@ -152,8 +189,43 @@ pub fn replay(
             _ => return Err(wrong(line, "expected one of arrive, cancel, steps and idle".into())),
         }
         scheduler.drain_ended();
-        decisions.push_str(&scheduler.decisions().take());
         scheduler.events().take();
+        Ok(())
+    }
+
+    /// As it stands after the last line.
+    pub fn scheduler(&self) -> &Scheduler {
+        &self.scheduler
+    }
+
+    /// The lines of the decision log since the last call.
+    pub fn decisions(&mut self) -> String {
+        self.scheduler.decisions().take()
+    }
+}
+
+/// Replay `events` over `cache`, which must be built as the recorded run's was (`None`: as the log's header says), with
+/// the same truth if it had one. Returns the decision log.
+pub fn replay(
+    events: impl BufRead,
+    cache: impl Into<Option<Cache>>,
+    truth: Option<Box<dyn Truth>>,
+) -> Result<String, ReplayError> {
+    let mut lines = events
+        .lines()
+        .enumerate()
+        .map(|(i, text)| text.map_err(|source| ReplayError::Read { line: i + 1, source }));
+    let Some(header) = lines.next() else {
+        return Err(wrong(
+            1,
+            "the log is empty; its first line says format, version and configuration".into(),
+        ));
+    };
+    let mut replay = Replay::begin(&header?, cache.into(), truth)?;
+    let mut decisions = String::new();
+    for line in lines {
+        replay.event(&line?, None)?;
+        decisions.push_str(&replay.decisions());
     }
     Ok(decisions)
 }

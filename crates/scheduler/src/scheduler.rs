@@ -2,6 +2,7 @@
 //!
 //! A turn: form the batch (`form.rs`), place it in the cache, make room or preempt where there is none
 //! (`relief.rs`), execute, commit, and take note of what was sampled.
+use crate::cache_shape::CacheShape;
 use crate::config::{BadConfig, Config};
 use crate::entry::{Entry, Key, State};
 use crate::executor::{Batch, Executor, Outcome, Work};
@@ -154,8 +155,9 @@ impl Scheduler {
 
     /// Write down what comes in and what is decided, from now on: call it before the first event.
     pub fn record(&mut self) {
-        self.events.start("kvist-events", &self.config);
-        self.decisions.start("kvist-decisions", &self.config);
+        let cache = self.memory.cache.paged_spec().map(CacheShape::of);
+        self.events.start("kvist-events", &self.config, cache.as_ref());
+        self.decisions.start("kvist-decisions", &self.config, None);
     }
     /// No longer; what was not taken is gone.
     pub fn record_no_more(&mut self) {

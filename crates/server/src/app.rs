@@ -5,6 +5,7 @@ use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::openai::request::{Bounds, Schemas};
 use crate::openapi;
+use crate::sessions::Store;
 use crate::structured::{Compiled, Grammar, GrammarCompiler};
 use crate::tools::ToolFormat;
 use crate::worker::Engine;
@@ -34,6 +35,7 @@ pub struct App {
     pieces: OnceLock<Option<Vec<Piece>>>,
     /// Seconds since 1970.
     pub(crate) started: u64,
+    pub(crate) sessions: Arc<Store>,
     /// Turns true when the grace after a signal is over: whatever still runs is told and ended.
     pub(crate) stopping: watch::Sender<bool>,
     draining: AtomicBool,
@@ -74,6 +76,7 @@ impl App {
             metrics: Metrics::new(&name),
             bounds,
             started: unix_seconds(),
+            sessions: Store::new(config.sessions.clone(), config.cache.block_tokens),
             stopping: watch::Sender::new(false),
             draining: AtomicBool::new(false),
             id: (crate::openai::random_seed(), AtomicU64::new(0)),

@@ -24,6 +24,7 @@ pub struct ServerConfig {
     pub scheduler: SchedulerSection,
     pub http: HttpSection,
     pub limits: LimitsSection,
+    pub sessions: SessionsSection,
     /// No keys: everybody is served, and only this machine unless `http.open` says otherwise.
     pub keys: Vec<KeySection>,
 }
@@ -200,6 +201,30 @@ impl LimitsSection {
     }
 }
 
+/// What sessions a key's name may have.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SessionsSection {
+    /// A session that nobody has changed, forked or generated in for this long is gone.
+    pub idle_s: f64,
+    /// Sessions of one name at once.
+    pub max_sessions: usize,
+    /// Tokens of all sessions of one name.
+    pub max_tokens: u64,
+}
+
+impl Default for SessionsSection {
+    fn default() -> Self {
+        SessionsSection { idle_s: 3600.0, max_sessions: 256, max_tokens: 1 << 20 }
+    }
+}
+
+impl SessionsSection {
+    pub fn idle(&self) -> Duration {
+        Duration::from_secs_f64(self.idle_s)
+    }
+}
+
 /// An API key: exactly one of `key`, `key_file` and `key_env`.
 #[derive(Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -302,6 +327,16 @@ impl ServerConfig {
             if !(least..=most).contains(&value) {
                 return Err(bad(format!("limits.{name}"), value, format!("{least} to {most}")));
             }
+        }
+        let s = &self.sessions;
+        if !(0.001..=1e9).contains(&s.idle_s) {
+            return Err(bad("sessions.idle_s", s.idle_s, "0.001 to 1000000000 seconds"));
+        }
+        if s.max_sessions > 1 << 20 {
+            return Err(bad("sessions.max_sessions", s.max_sessions, "0 to 1048576"));
+        }
+        if s.max_tokens > 1 << 40 {
+            return Err(bad("sessions.max_tokens", s.max_tokens, "0 to 1099511627776"));
         }
         for origin in &self.http.cors_origins {
             let plain =
@@ -436,6 +471,8 @@ mod tests {
             ("[limits]\nmax_queue = 0", "limits.max_queue"),
             ("[limits]\nrequest_timeout_s = -1", "limits.request_timeout_s"),
             ("[limits]\ngrace_s = nan", "limits.grace_s"),
+            ("[sessions]\nidle_s = 0", "sessions.idle_s"),
+            ("[sessions]\nmax_sessions = 9999999", "sessions.max_sessions"),
             ("[http]\ncors_origins = [\"example.org\"]", "http.cors_origins"),
             ("[http]\nhost = \"0.0.0.0\"", "http.open"),
             ("[[keys]]\nname = \"a\"", "keys[0]"),

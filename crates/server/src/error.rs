@@ -65,7 +65,7 @@ impl ApiError {
     /// The deadline came before the answer did.
     pub fn deadline() -> Self {
         let message = "the request's deadline passed before it was answered";
-        ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "deadline_exceeded", message).retry_after(1)
+        ApiError::new(StatusCode::REQUEST_TIMEOUT, "deadline_exceeded", message)
     }
 
     pub fn of_rejected(rejected: Rejected, retry_after_s: u32) -> Self {
@@ -93,6 +93,7 @@ impl ApiError {
             401 => "authentication_error",
             403 => "permission_error",
             404 => "not_found_error",
+            408 => "timeout_error",
             409 => "conflict_error",
             429 => "rate_limit_error",
             503 => "service_unavailable_error",

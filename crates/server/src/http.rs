@@ -4,14 +4,16 @@
 //! and that every error has one shape, those of unknown paths and methods included.
 use crate::app::App;
 use crate::error::ApiError;
-use crate::{dashboard, metrics, openai};
+use crate::{dashboard, metrics, openai, sessions};
 use axum::Router;
+use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::header::{self, HeaderName, HeaderValue};
 use axum::http::{HeaderMap, Method, StatusCode};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use http_body_util::{BodyExt, LengthLimitError, Limited};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
@@ -30,6 +32,13 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/v1/chat/completions", post(openai::chat))
         .route("/v1/models", get(openai::models))
         .route("/v1/models/{*id}", get(openai::model))
+        .route("/v1/sessions", get(sessions::list).post(sessions::create))
+        .route("/v1/sessions/{id}", get(sessions::look).delete(sessions::delete))
+        .route("/v1/sessions/{id}/append", post(sessions::append))
+        .route("/v1/sessions/{id}/generate", post(sessions::generate))
+        .route("/v1/sessions/{id}/fork", post(sessions::fork))
+        .route("/v1/sessions/{id}/rollback", post(sessions::rollback))
+        .route("/v1/sessions/{id}/keep", post(sessions::keep))
         .route("/tokenize", post(openai::tokenize))
         .route("/detokenize", post(openai::detokenize))
         .route("/metrics", get(show_metrics))
@@ -175,28 +184,44 @@ pub(crate) async fn json_body(app: &App, request: Request) -> Result<Value, ApiE
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
     };
     let declared = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<u64>().ok());
+    // Who waits for leave to send is refused instead; whoever sends already must be heard out, see `discard`.
+    let asks_first = headers.contains_key(header::EXPECT);
+    let mut body = request.into_body();
     if declared.is_some_and(|n| n > most as u64) {
+        if !asks_first {
+            discard(body, most).await;
+        }
         return Err(too_large());
     }
-    let read = axum::body::to_bytes(request.into_body(), most);
-    let bytes = tokio::time::timeout(app.limits.read_timeout(), read).await.map_err(|_| {
+    let read = Limited::new(&mut body, most).collect();
+    let read = tokio::time::timeout(app.limits.read_timeout(), read).await.map_err(|_| {
         let message = format!("the body did not come within {} s", app.limits.read_timeout_s);
         ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_too_slow", message)
     })?;
-    let bytes = bytes.map_err(|error| {
-        let mut cause: Option<&dyn std::error::Error> = Some(&error);
-        while let Some(error) = cause {
-            if error.is::<http_body_util::LengthLimitError>() {
-                return too_large();
-            }
-            cause = error.source();
+    let bytes = match read {
+        Ok(whole) => whole.to_bytes(),
+        Err(error) if error.is::<LengthLimitError>() => {
+            discard(body, most).await;
+            return Err(too_large());
         }
-        ApiError::new(StatusCode::BAD_REQUEST, "bad_body", "the body broke off")
-    })?;
+        Err(_) => return Err(ApiError::new(StatusCode::BAD_REQUEST, "bad_body", "the body broke off")),
+    };
     serde_json::from_slice(&bytes).map_err(|e| {
         ApiError::new(StatusCode::BAD_REQUEST, "invalid_json", format!("the body is not JSON: {e}"))
     })
 }
+
+/// Take in what a client still sends of a body that is refused. A connection that is closed with bytes unread is reset,
+/// and a client that is still sending then never sees its refusal. Bounded: by [`LINGER`], and by four bodies of the
+/// size that is allowed.
+async fn discard(body: Body, most: usize) {
+    let mut body = Limited::new(body, most.saturating_mul(4));
+    let read = async { while let Some(Ok(_)) = body.frame().await {} };
+    let _ = tokio::time::timeout(LINGER, read).await;
+}
+
+/// How long a refused body may still come in.
+const LINGER: Duration = Duration::from_secs(5);
 
 /// Work of many milliseconds (tokenizing, templates), away from the threads that answer health checks.
 pub(crate) async fn blocking<T: Send + 'static>(

@@ -21,6 +21,7 @@ mod metrics;
 mod openai;
 mod openapi;
 mod schema;
+mod sessions;
 pub mod structured;
 pub mod tools;
 mod worker;

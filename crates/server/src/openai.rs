@@ -1,11 +1,11 @@
 //! The OpenAI API, as its clients speak it.
-mod chat;
-mod completions;
-mod generation;
+pub(crate) mod chat;
+pub(crate) mod completions;
+pub(crate) mod generation;
 mod models;
 pub(crate) mod request;
-mod stream;
-mod tokens;
+pub(crate) mod stream;
+pub(crate) mod tokens;
 
 pub(crate) use chat::chat;
 pub(crate) use completions::completions;

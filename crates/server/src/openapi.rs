@@ -9,7 +9,12 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
         let entry = paths.entry(path).or_insert_with(|| json!({}));
         entry[verb] = operation;
     };
-    let streamed = json!({"text/event-stream": {"schema": {"type": "string"}}});
+    // OpenAPI 3.1 has no word for the items of a stream; tools that check streams read the schema as that of an event.
+    let event = json!({
+        "description": "One event. Its data is a chunk, an error, or [DONE] at the end.",
+        "type": "object", "required": ["data"], "properties": {"data": {"type": "string"}},
+    });
+    let streamed = json!({"text/event-stream": {"schema": event}});
     path("/v1/completions", "post", posts("Continue a text", "Completions", "Completion", &streamed));
     path("/v1/chat/completions", "post", posts("Answer a conversation", "Chat", "ChatCompletion", &streamed));
     path("/tokenize", "post", posts("Text to tokens", "Tokenize", "Tokens", &json!({})));
@@ -21,6 +26,7 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
         "schema": {"type": "string"}, "example": bounds.model,
     }]);
     path("/v1/models/{model}", "get", model);
+    sessions(&mut path);
     path("/health", "get", open(gets("The process answers", "Status", &[])));
     path("/ready", "get", open(gets("New requests are taken", "Status", &["503"])));
     let mut metrics = gets("Prometheus metrics; with keys, for admin keys", "Status", &["401", "403"]);
@@ -44,6 +50,45 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
             "responses": responses(),
         },
     })
+}
+
+/// Sessions and their branches.
+fn sessions(path: &mut impl FnMut(&str, &str, Value)) {
+    let id = json!([{
+        "name": "id", "in": "path", "required": true, "description": "A session of this key",
+        "schema": {"type": "string"}, "example": "sess-00000000000000000000000000000000",
+    }]);
+    let of_one = |mut operation: Value| {
+        operation["parameters"] = id.clone();
+        operation
+    };
+    let changes = |mut operation: Value| {
+        operation["responses"]["409"] = reference("responses", "409");
+        of_one(operation)
+    };
+    let none = json!({});
+    path("/v1/sessions", "get", gets("The sessions of this key", "SessionList", &["401"]));
+    path("/v1/sessions", "post", posts("Begin a session", "SessionCreate", "Session", &none));
+    let all = ["401", "404"];
+    path("/v1/sessions/{id}", "get", of_one(gets("A session, with its history", "SessionHistory", &all)));
+    path("/v1/sessions/{id}", "delete", of_one(gets("Delete a session; its forks stay", "Deleted", &all)));
+    let streamed = json!({"text/event-stream": {"schema": {"type": "string"}}});
+    let verbs = [
+        ("append", "The history grows", "SessionAppend", "Session", &none),
+        (
+            "generate",
+            "The session goes on; what comes is part of it",
+            "SessionGenerate",
+            "Generation",
+            &streamed,
+        ),
+        ("fork", "Sessions that share the history up to a place", "SessionFork", "Forks", &none),
+        ("rollback", "The history ends there", "SessionRollback", "Session", &none),
+        ("keep", "Delete the other forks of the same call, and theirs", "SessionKeep", "Kept", &none),
+    ];
+    for (verb, summary, body, answer, beside) in verbs {
+        path(&format!("/v1/sessions/{{id}}/{verb}"), "post", changes(posts(summary, body, answer, beside)));
+    }
 }
 
 fn reference(kind: &str, name: &str) -> Value {
@@ -97,13 +142,14 @@ fn responses() -> Value {
         ),
         ("401", "No API key, or an unknown one", false),
         ("403", "Not for this key, or not under this host name", false),
-        ("404", "There is no such model or path", false),
-        ("408", "The body came too slowly", false),
+        ("404", "There is no such model, session or path", false),
+        ("409", "The session's state does not allow it: it generates, is empty, or was not forked", false),
+        ("408", "The body came too slowly, or the request's deadline passed", false),
         ("413", "The body is too large", false),
         ("415", "The body is not sent as application/json", false),
-        ("429", "The queue is full", true),
+        ("429", "The queue is full, or a quota of sessions", true),
         ("500", "The model or its cache failed", false),
-        ("503", "The server is shutting down, or the request's deadline passed", true),
+        ("503", "The server is shutting down", true),
     ];
     let mut responses = Map::new();
     for (status, description, retries) in all {
@@ -138,7 +184,54 @@ fn components(schemas: &Schemas) -> Value {
     let message =
         object(&["role", "content"], json!({"role": text(), "content": {"type": ["string", "null"]}}));
     let scores = json!({"type": ["object", "null"]});
+    let generation =
+        answer(object(&["index", "finish_reason"], json!({"index": count(), "finish_reason": finish()})));
+    let of_sessions = &schemas.sessions;
+    let maybe = |kind: &str| json!({"type": [kind, "null"]});
+    let session = json!({
+        "id": text(), "object": text(), "name": maybe("string"), "cache_salt": maybe("string"),
+        "created": count(), "expires": count(), "n_tokens": count(), "n_messages": maybe("integer"),
+        "parent": maybe("string"), "shared_tokens": count(), "running": {"type": "boolean"},
+        "children": {"type": "array", "items": text()},
+    });
+    let told = |more: Value| {
+        let mut all = session.clone();
+        for (name, field) in more.as_object().into_iter().flatten() {
+            all[name] = field.clone();
+        }
+        let required: Vec<&str> =
+            session.as_object().into_iter().flatten().map(|(name, _)| name.as_str()).collect();
+        object(&required, all)
+    };
+    let placed = object(
+        &["message", "begins", "open"],
+        json!({"message": {"type": "object"}, "begins": maybe("integer"), "open": {"type": "boolean"}}),
+    );
+    let listed = || json!({"type": "array", "items": reference("schemas", "Session")});
     json!({
+        "SessionCreate": of_sessions.create,
+        "SessionAppend": of_sessions.append,
+        "SessionGenerate": of_sessions.generate,
+        "SessionFork": of_sessions.fork,
+        "SessionRollback": of_sessions.rollback,
+        "SessionKeep": of_sessions.keep,
+        "Session": told(json!({"kept_tokens": count()})),
+        "SessionHistory": told(json!({
+            "tokens": {"type": "array", "items": count()},
+            "text": maybe("string"),
+            "messages": {"type": ["array", "null"], "items": placed},
+        })),
+        "SessionList": object(&["object", "data"], json!({"object": text(), "data": listed()})),
+        "Forks": object(&["object", "sessions"], json!({"object": text(), "sessions": listed()})),
+        "Kept": object(
+            &["id", "object", "deleted"],
+            json!({"id": text(), "object": text(), "deleted": {"type": "array", "items": text()}}),
+        ),
+        "Deleted": object(
+            &["id", "object", "deleted"],
+            json!({"id": text(), "object": text(), "deleted": {"type": "boolean"}}),
+        ),
+        "Generation": generation,
         "Completions": schemas.completions,
         "Chat": schemas.chat,
         "Tokenize": schemas.tokenize,

@@ -9,9 +9,12 @@ mod table;
 pub use constant::ConstantRates;
 pub use presets::{Hardware, ModelShape};
 pub use roofline::Roofline;
-pub use table::{Grid, MeasuredTable, TableError};
+pub use table::{
+    DecodeAxes, Grid, MeasuredTable, PrefillAxes, Range, Setting, SharedAxes, TableError, TableFile,
+};
 
 use kvist_cache::RecomputeCost;
+use kvist_scheduler::Batch;
 
 /// What a step works on, summed over its sequences: all that any model here needs to know.
 ///
@@ -34,6 +37,18 @@ pub struct BatchShape {
 }
 
 impl BatchShape {
+    /// Of a single step, as the scheduler hands it out.
+    pub fn of(batch: &Batch<'_>) -> BatchShape {
+        let mut shape = BatchShape::default();
+        for work in batch.work {
+            match work.decodes {
+                true => shape.add_decode(work.first.into()),
+                false => shape.add_prefill(work.first.into(), work.n_tokens.into()),
+            }
+        }
+        shape
+    }
+
     /// A chunk of `n_tokens` prompt tokens behind `cached_tokens` that are there already.
     pub fn add_prefill(&mut self, cached_tokens: u64, n_tokens: u64) {
         if n_tokens == 0 {

@@ -1,5 +1,6 @@
 //! `kvist bench`: measurements. Every row says on what machine, how often, and beside which limit.
 mod attention;
+mod calibrate;
 mod fork;
 mod ladder;
 mod layout;
@@ -8,6 +9,7 @@ mod machine;
 mod measure;
 mod passes;
 mod plot;
+mod predict;
 mod rig;
 mod rivals;
 mod roofline;
@@ -36,6 +38,10 @@ pub enum Command {
     Fork(fork::Args),
     /// What the order of rows and huge pages are worth to a reader
     Layout(layout::Args),
+    /// Step costs of this machine and model, as a table for `kvist simulate --costs`
+    Calibrate(calibrate::Args),
+    /// A load served for real, beside what the simulator makes of it with such a table
+    Predict(predict::Args),
     /// The cache of a model without the model: generated K and V through the real pools, growth by growth
     Synthetic(synthetic::Args),
 }
@@ -51,6 +57,8 @@ pub fn run(command: Command, quiet: bool) -> anyhow::Result<()> {
         Command::Linear(args) => linear::run(args, quiet),
         Command::Fork(args) => fork::run(args, quiet),
         Command::Layout(args) => layout::run(args, quiet),
+        Command::Calibrate(args) => calibrate::run(args, quiet),
+        Command::Predict(args) => predict::run(args, quiet),
         Command::Synthetic(args) => synthetic::run(args, quiet),
     }
 }

@@ -175,6 +175,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let app = App::new(engine.clone(), &config, cache_tokens)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2) // they move text; the computing is done elsewhere
+        .max_blocking_threads(8) // they tokenize; more would each keep a heap of their own
         .enable_all()
         .build()
         .context("cannot start threads for connections")?;

@@ -1,7 +1,8 @@
 //! `kvist simulate`: what a cache, a policy and a scheduler do to a load, before there is a machine to try it on.
 mod arena;
 mod blocks;
-mod costs;
+pub mod costs;
+pub mod replay;
 mod requests;
 mod schedule;
 mod seeds;
@@ -62,6 +63,8 @@ enum Of {
     Sweep(Box<sweep::Args>),
     /// The load in contiguous handles beside pages: what moves, what is refused, what is wasted
     Arena(Box<arena::Args>),
+    /// A recording, decided anew from its events alone: does the same come of it?
+    Replay(replay::Args),
 }
 
 /// What is simulated: shared with the sweep.
@@ -121,6 +124,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     match args.of {
         Some(Of::Sweep(args)) => return sweep::run(*args, quiet),
         Some(Of::Arena(args)) => return arena::run(*args, quiet),
+        Some(Of::Replay(args)) => return replay::run(args, quiet),
         None => {}
     }
     if let Some(n_seeds) = args.seeds {
@@ -145,6 +149,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     whats.iter().try_for_each(|what| what.check(&requests.list))?;
     if !quiet {
         whats.iter().filter_map(|what| what.schedule.remark(&requests.list)).for_each(|it| output::note(&it));
+        args.what.beyond_measurements(&requests.list)?.iter().for_each(|it| output::note(it));
     }
     let objectives = args.what.objectives();
     let mut runs = Vec::new();
@@ -228,6 +233,13 @@ impl What {
         sound.map_err(|why| wrong_usage(why.to_string()))?;
         self.costs.get()?;
         self.check_cache(requests)
+    }
+
+    /// What a measured table says nothing about, and has to guess.
+    fn beyond_measurements(&self, requests: &[Request]) -> anyhow::Result<Vec<String>> {
+        let longest = requests.iter().map(|r| u64::from(r.prompt_tokens) + u64::from(r.output_tokens)).max();
+        let (sequences, tokens) = (self.schedule.max_batch(), self.schedule.batch_tokens());
+        self.costs.beyond(sequences, tokens, longest.unwrap_or(0), self.blocks.block_tokens())
     }
 
     /// Can one cache hold them all?

@@ -134,7 +134,7 @@ mod tests {
             (call(json!({"a": []})), call(json!({"a": []}))),
         ];
         for (given, expected) in table {
-            assert_eq!(messages(&[given.clone()]).unwrap(), [expected], "{given}");
+            assert_eq!(messages(std::slice::from_ref(&given)).unwrap(), [expected], "{given}");
         }
     }
 

@@ -17,12 +17,13 @@ use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use kvist_engine::Error;
+use kvist_engine::model::Model;
 use kvist_engine::template::Conversation;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
 /// Where the plain template's answer ends: the user's next turn.
-const PLAIN_STOP: &str = "\nuser:";
+pub(crate) const PLAIN_STOP: &str = "\nuser:";
 
 pub(crate) async fn chat(
     State(app): State<Arc<App>>,
@@ -49,14 +50,8 @@ fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, T
     check(&mut body, &app.schemas.chat, &app.bounds.model)?;
     let (common, mut fields): (Common, ChatFields) = (read(&body)?, read(&body)?);
     let wants_scores = fields.logprobs.unwrap_or(false);
-    let asked = match (fields.max_completion_tokens, fields.max_tokens) {
-        (Some(new), Some(old)) if new != old => {
-            let message =
-                format!("`max_completion_tokens` is {new} and `max_tokens` {old}: give one of them");
-            return Err(ApiError::invalid("max_completion_tokens", message));
-        }
-        (new, old) => new.or(old),
-    };
+    // Both say "at most".
+    let asked = fields.max_completion_tokens.into_iter().chain(fields.max_tokens).min();
     let id = app.new_id("chatcmpl");
     let mut order = Order::new(app, caller, &common, id.clone(), "chat")?;
     let (format, constraint) = form(app, &mut fields)?;
@@ -72,9 +67,8 @@ fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, T
     order.admit(app, asked, "messages")?;
     app.log_prompts(&order.id, &order.prompts);
     let parallel = fields.parallel_tool_calls.unwrap_or(true);
-    let speaker = || Speaker { begun: false, calls: 0, parser: format.map(|f| ToolParser::new(f, parallel)) };
-    let speakers = (0..order.n).map(|_| speaker()).collect();
-    let shape = Turn { app: app.clone(), id, created: app.now(), speakers, logprobs: wants_scores };
+    let parser = || format.map(|format| ToolParser::new(format, parallel));
+    let shape = Turn::new(app, id, (0..order.n).map(|_| parser()), wants_scores);
     Ok((order, shape, common))
 }
 
@@ -106,8 +100,20 @@ fn form(app: &App, fields: &mut ChatFields) -> Result<(Option<ToolFormat>, Optio
 
 /// The conversation as tokens, up to where the answer begins.
 fn prompt(app: &App, fields: &ChatFields) -> Result<Vec<u32>, ApiError> {
+    let none = serde_json::Map::new();
+    let conversation = Conversation {
+        messages: &fields.messages,
+        tools: fields.tools.as_deref().unwrap_or_default(),
+        add_generation_prompt: true,
+        kwargs: fields.chat_template_kwargs.as_ref().unwrap_or(&none),
+    };
     let model = app.engine.model();
-    let mut messages = fields.messages.clone();
+    encode(model, &render(model, &conversation)?, model.chat_template().is_none())
+}
+
+/// The conversation as text. What the model expects at the start of one is in it if the model has a template of its own.
+pub(crate) fn render(model: &Model, conversation: &Conversation) -> Result<String, ApiError> {
+    let mut messages = conversation.messages.to_vec();
     for message in &mut messages {
         // What the API calls developer, templates call system.
         if message["role"] == "developer" {
@@ -115,29 +121,22 @@ fn prompt(app: &App, fields: &ChatFields) -> Result<Vec<u32>, ApiError> {
         }
     }
     let Some(template) = model.chat_template() else {
-        return encode(model, &plain(&messages)?, true);
+        return plain(&messages, conversation.add_generation_prompt);
     };
     let tokenizer = model.tokenizer().ok_or_else(no_tokenizer)?;
-    let none = serde_json::Map::new();
-    let conversation = Conversation {
-        messages: &messages,
-        tools: fields.tools.as_deref().unwrap_or_default(),
-        add_generation_prompt: true,
-        kwargs: fields.chat_template_kwargs.as_ref().unwrap_or(&none),
-    };
-    let text = template.render_conversation(&conversation, tokenizer).map_err(|e| {
+    let conversation = Conversation { messages: &messages, ..*conversation };
+    template.render_conversation(&conversation, tokenizer).map_err(|e| {
         // Templates refuse what their models were not trained on: roles that do not alternate, a system message.
         let param = match &e {
             Error::Usage(what) => what.split('`').nth(1).unwrap_or("messages"),
             _ => "messages",
         };
         ApiError::invalid(param, e.to_string())
-    })?;
-    encode(model, &text, false)
+    })
 }
 
 /// The plain template: see the head of this file.
-fn plain(messages: &[Value]) -> Result<String, ApiError> {
+fn plain(messages: &[Value], answer: bool) -> Result<String, ApiError> {
     let mut text = String::new();
     for (i, message) in messages.iter().enumerate() {
         let role = message["role"].as_str().unwrap_or_default();
@@ -154,7 +153,10 @@ fn plain(messages: &[Value]) -> Result<String, ApiError> {
         };
         text += &format!("{role}: {content}\n");
     }
-    Ok(text + "assistant:")
+    if answer {
+        text += "assistant:";
+    }
+    Ok(text)
 }
 
 /// One answer on its way.
@@ -186,7 +188,7 @@ impl Speaker {
 }
 
 /// How chat completions are written.
-struct Turn {
+pub(crate) struct Turn {
     app: Arc<App>,
     id: String,
     created: u64,
@@ -195,6 +197,17 @@ struct Turn {
 }
 
 impl Turn {
+    /// An answer for every parser, or none where text is text.
+    pub fn new(
+        app: &Arc<App>,
+        id: String,
+        parsers: impl Iterator<Item = Option<ToolParser>>,
+        logprobs: bool,
+    ) -> Self {
+        let speakers = parsers.map(|parser| Speaker { begun: false, calls: 0, parser }).collect();
+        Turn { app: app.clone(), id, created: app.now(), speakers, logprobs }
+    }
+
     fn choice(index: usize, delta: Value, logprobs: Value, finish: Option<&str>) -> Value {
         json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
     }
@@ -327,9 +340,9 @@ mod tests {
             json!({"role": "assistant", "content": "c", "tool_calls": null}),
             json!({"role": "user", "content": "d"}),
         ];
-        let text = plain(&messages).unwrap();
+        let text = plain(&messages, true).unwrap();
         assert_eq!(text, "system: Be brief.\nuser: a\nb\nassistant: c\nuser: d\nassistant:");
         let tool = [json!({"role": "tool", "content": "42", "tool_call_id": "1"})];
-        assert_eq!(plain(&tool).unwrap_err().param.as_deref(), Some("messages[0]"));
+        assert_eq!(plain(&tool, true).unwrap_err().param.as_deref(), Some("messages[0]"));
     }
 }

@@ -40,7 +40,7 @@ fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, T
     let (common, fields): (Common, CompletionFields) = (read(&body)?, read(&body)?);
     let echo = fields.echo.unwrap_or(false);
     let id = app.new_id("cmpl");
-    let mut order = Order::new(app, caller, &common, id.clone(), "completions")?;
+    let mut order = Order::new(app, caller, &common, id, "completions")?;
     let model = app.engine.model();
     order.prompts = match fields.prompt {
         Prompt::Text(text) => vec![encode(model, &text, true)?],
@@ -58,21 +58,12 @@ fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, T
         true => order.prompts.iter().map(|p| app.decode(p)).collect::<Result<_, _>>()?,
         false => Vec::new(),
     };
-    let answers = order.prompts.len() * order.n as usize;
-    let shape = Text {
-        app: app.clone(),
-        id,
-        created: app.now(),
-        n: order.n as usize,
-        echoes,
-        shown: vec![0; answers],
-        logprobs: order.logprobs.is_some(),
-    };
+    let shape = Text::new(app, &order, echoes);
     Ok((order, shape, common))
 }
 
 /// How text completions are written.
-struct Text {
+pub(crate) struct Text {
     app: Arc<App>,
     id: String,
     created: u64,
@@ -85,6 +76,18 @@ struct Text {
 }
 
 impl Text {
+    pub fn new(app: &Arc<App>, order: &Order, echoes: Vec<String>) -> Self {
+        Text {
+            app: app.clone(),
+            id: order.id.clone(),
+            created: app.now(),
+            n: order.n as usize,
+            echoes,
+            shown: vec![0; order.prompts.len() * order.n as usize],
+            logprobs: order.logprobs.is_some(),
+        }
+    }
+
     fn choice(&self, index: usize, text: String, logprobs: Value, finish: Option<&str>) -> Value {
         json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish})
     }

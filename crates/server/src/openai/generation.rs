@@ -19,6 +19,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
+/// Keeps what is generated, whatever becomes of the client. Of a request with one answer.
+pub(crate) trait Record: Send {
+    /// An error ends the request.
+    fn token(&mut self, token: &Token) -> Result<(), ApiError>;
+    /// The answer ended as answers do; otherwise it is dropped without.
+    fn done(&mut self, done: &Done);
+}
+
 /// What one request asks of the engine.
 pub(crate) struct Order {
     pub prompts: Vec<Arc<[u32]>>,
@@ -40,6 +48,8 @@ pub(crate) struct Order {
     pub priority: i32,
     pub deadline: Instant,
     pub explain: bool,
+    /// Hears every token and the end, before the client does.
+    pub record: Option<Box<dyn Record>>,
     /// For the log.
     pub id: String,
     pub endpoint: &'static str,
@@ -95,6 +105,7 @@ impl Order {
             priority: kvist.priority.unwrap_or(0),
             deadline: Instant::now() + timeout,
             explain: kvist.explain.unwrap_or(false),
+            record: None,
             id,
             endpoint,
             caller: caller.clone(),
@@ -375,6 +386,12 @@ impl Answers {
                 self.clocks[index].tokens += 1;
                 self.completion_tokens += 1;
                 self.app.metrics.generated(1);
+                if let Some(record) = &mut self.order.record
+                    && let Err(error) = record.token(&token)
+                {
+                    self.abandon();
+                    return Some(Err(error));
+                }
                 Some(Ok(Said::Token(token)))
             }
             Event::Done(done) => {
@@ -402,6 +419,9 @@ impl Answers {
                     Finish::Cancelled => "cancelled",
                 };
                 self.ended = Some(name);
+                if let Some(mut record) = self.order.record.take() {
+                    record.done(&done);
+                }
                 Some(Ok(Said::Done(done)))
             }
             Event::Failed(failure) => {
@@ -421,6 +441,7 @@ impl Answers {
     fn abandon(&mut self) {
         self.running.clear();
         self.waiting.clear();
+        self.order.record = None;
         for clock in &mut self.clocks {
             if std::mem::take(&mut clock.open) {
                 self.app.metrics.ended(Ended::Abort, None, self.began.elapsed(), None);

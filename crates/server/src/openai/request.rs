@@ -2,6 +2,7 @@
 use crate::config::LimitsSection;
 use crate::error::ApiError;
 use crate::schema::{self, NATURAL};
+use crate::sessions::SessionSchemas;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -34,7 +35,7 @@ impl Bounds {
         }
     }
 
-    fn tokens(&self) -> Value {
+    pub fn tokens(&self) -> Value {
         json!({"type": "integer", "minimum": 0, "maximum": self.vocab.saturating_sub(1)})
     }
 }
@@ -45,6 +46,7 @@ pub(crate) struct Schemas {
     pub chat: Value,
     pub tokenize: Value,
     pub detokenize: Value,
+    pub sessions: SessionSchemas,
 }
 
 impl Schemas {
@@ -54,12 +56,13 @@ impl Schemas {
             chat: chat(bounds),
             tokenize: tokenize(bounds),
             detokenize: detokenize(bounds),
+            sessions: SessionSchemas::new(bounds),
         }
     }
 }
 
 /// The field may be null, which is the same as leaving it out.
-fn or_null(mut schema: Value) -> Value {
+pub(crate) fn or_null(mut schema: Value) -> Value {
     if let Some(name) = schema.get("type").and_then(Value::as_str).map(str::to_string) {
         schema["type"] = json!([name, "null"]);
     }
@@ -72,11 +75,11 @@ fn number(least: f64, most: f64, default: f64, about: &str) -> Value {
     )
 }
 
-fn integer(least: i64, most: i64, about: &str) -> Value {
+pub(crate) fn integer(least: i64, most: i64, about: &str) -> Value {
     or_null(json!({"type": "integer", "minimum": least, "maximum": most, "description": about}))
 }
 
-fn boolean(default: bool, about: &str) -> Value {
+pub(crate) fn boolean(default: bool, about: &str) -> Value {
     or_null(json!({"type": "boolean", "default": default, "description": about}))
 }
 
@@ -92,7 +95,7 @@ fn ignored(schema: Value) -> Value {
 }
 
 /// What both endpoints take.
-fn common(b: &Bounds) -> Map<String, Value> {
+pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
     let fields = json!({
         "model": or_null(json!({"type": "string", "description": format!(
             "`{}`, which is also the default; any other is answered 404.", b.model)})),
@@ -148,7 +151,7 @@ fn common(b: &Bounds) -> Map<String, Value> {
     }
 }
 
-fn object(fields: Map<String, Value>, required: &[&str], refused: Value) -> Value {
+pub(crate) fn object(fields: Map<String, Value>, required: &[&str], refused: Value) -> Value {
     let mut schema = json!({
         "type": "object",
         "additionalProperties": false,
@@ -167,6 +170,8 @@ fn completions(b: &Bounds) -> Value {
         schema
     };
     let some_text = || json!({"type": "string", "minLength": 1});
+    // How long they may be is told where texts are measured too: as `context_length_exceeded`.
+    let tokens = || json!({"type": "array", "minItems": 1, "items": b.tokens()});
     let mut fields = common(b);
     let own = json!({
         "prompt": {
@@ -174,8 +179,8 @@ fn completions(b: &Bounds) -> Value {
             "anyOf": [
                 titled("a text", some_text()),
                 titled("a list of texts", list(some_text(), b.max_choices)),
-                titled("a list of tokens", list(b.tokens(), b.max_tokens)),
-                titled("a list of lists of tokens", list(list(b.tokens(), b.max_tokens), b.max_choices)),
+                titled("a list of tokens", tokens()),
+                titled("a list of lists of tokens", list(tokens(), b.max_choices)),
             ],
         },
         "max_tokens": or_null(json!({"type": "integer", "minimum": 1, "maximum": b.max_tokens, "default": 16,
@@ -198,10 +203,14 @@ fn completions(b: &Bounds) -> Value {
     schema
 }
 
+pub(crate) fn number_of_tokens(b: &Bounds) -> Value {
+    json!({"type": "integer", "minimum": 1, "maximum": b.max_tokens,
+        "description": "Tokens to generate at most; without it what the context has room for."})
+}
+
 fn chat(b: &Bounds) -> Value {
     let mut fields = common(b);
-    let most = json!({"type": "integer", "minimum": 1, "maximum": b.max_tokens,
-        "description": "Tokens to generate at most; without it what the context has room for."});
+    let most = number_of_tokens(b);
     let own = json!({
         "messages": {"type": "array", "minItems": 1, "items": message(b.template)},
         "max_tokens": or_null(most.clone()),
@@ -265,7 +274,7 @@ pub(crate) fn check_together(body: &Value, tools: bool) -> Result<(), ApiError> 
 }
 
 /// `template`: the model has one, which may know tools.
-fn message(template: bool) -> Value {
+pub(crate) fn message(template: bool) -> Value {
     let text_or_parts = || {
         vec![
             json!({"title": "a text", "type": "string"}),
@@ -381,7 +390,7 @@ fn tool_choice() -> Value {
     })
 }
 
-fn response_format() -> Value {
+pub(crate) fn response_format() -> Value {
     let kind = |name: &str, own: Value| {
         let mut required = vec!["type"];
         required.extend(own.as_object().into_iter().flatten().map(|(field, _)| field.as_str()));
@@ -551,7 +560,7 @@ mod tests {
         for template in [false, true] {
             let bounds = Bounds::new("m", 10, 64, &LimitsSection::default());
             let bounds = Bounds { template, tools: template, ..bounds };
-            let Schemas { completions, chat, tokenize, detokenize } = Schemas::new(&bounds);
+            let Schemas { completions, chat, tokenize, detokenize, .. } = Schemas::new(&bounds);
             for schema in [completions, chat, tokenize, detokenize] {
                 schema::known(&schema).unwrap_or_else(|e| panic!("{e} in {schema}"));
             }

@@ -136,7 +136,7 @@ impl<S: Shape> Streaming<S> {
             Some(Ok((index, Said::Done(done)))) => self.end(index, &done),
             Some(Err(error)) => {
                 for index in 0..self.open.len() {
-                    if self.open[index] && error.status.as_u16() == 503 {
+                    if self.open[index] && [408, 503].contains(&error.status.as_u16()) {
                         let done = Done {
                             finish: Finish::Cancelled,
                             text: String::new(),

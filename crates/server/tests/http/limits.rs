@@ -26,6 +26,29 @@ fn streaming(server: &Server, body: &Value, lines: usize) -> BufReader<std::net:
     reader
 }
 
+/// A server that answered and closed at once had the connection reset under clients that were still sending: they saw
+/// a broken pipe, and no 413.
+#[test]
+fn whoever_sends_too_much_hears_of_it() {
+    let mut config = config();
+    config.limits.max_body_bytes = 4 << 20;
+    let server = Server::start(config);
+    let body = vec![b' '; 12 << 20];
+    let json_type = ("content-type", "application/json");
+    let declared = server.send("POST", "/v1/completions", &[json_type], &body);
+    assert_eq!((declared.status, declared.error().2.as_str()), (413, "body_too_large"));
+    let mut chunks = format!("{:x}\r\n", body.len()).into_bytes();
+    chunks.extend_from_slice(&body);
+    chunks.extend_from_slice(b"\r\n0\r\n\r\n");
+    let headers = [json_type, ("transfer-encoding", "chunked")];
+    let chunked = server.send("POST", "/v1/completions", &headers, &chunks);
+    assert_eq!((chunked.status, chunked.error().2.as_str()), (413, "body_too_large"));
+    // Who asks before sending is not told to go on.
+    let headers = [json_type, ("content-length", "12000000"), ("expect", "100-continue")];
+    let asked = server.send("POST", "/v1/completions", &headers, b"");
+    assert_eq!((asked.status, asked.error().2.as_str()), (413, "body_too_large"));
+}
+
 #[test]
 fn bodies_and_headers_have_limits() {
     let mut config = config();
@@ -123,7 +146,7 @@ fn deadlines_end_requests() {
     // One that never got a turn is an error.
     let held = streaming(&server, &endless(json!({"stream": true, "n": 1})), 1);
     let answer = server.post("/v1/completions", &late);
-    assert_eq!((answer.status, answer.error().2.as_str()), (503, "deadline_exceeded"));
+    assert_eq!((answer.status, answer.error().2.as_str()), (408, "deadline_exceeded"));
     drop(held);
     server.becomes_idle();
 }

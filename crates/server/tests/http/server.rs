@@ -77,7 +77,9 @@ impl Server {
     /// Until the accepting loop has ended.
     pub fn join(&mut self) {
         self.stop();
-        self.thread.take().map(|thread| thread.join().unwrap());
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
     }
 
     pub fn post(&self, path: &str, body: &Value) -> Answer {

@@ -10,10 +10,13 @@
 //! ```
 //!
 //! `ns[i][j]` is the time of a step of `tokens[i]` prompt tokens (or `sequences[i]` decoding sequences) whose
-//! sequences have `context[j]` tokens of context on average, the new ones included. `shared_ns` (0 if absent) is what a step that does
-//! both pays once although both grids contain it: reading the weights. Fields that are not named here are ignored.
+//! sequences have `context[j]` tokens of context on average, the new ones included. What a step that does both pays once,
+//! although both grids contain it, is `shared_ns` (0 if absent): reading the weights, starting the threads. It is more the
+//! more there is on either side, as long as a step is not full; so a grid `shared` says it better, if there is one: `ns[i][j]` of
+//! `tokens[i]` beside `sequences[j]`. `setting` says under which settings all this was measured. Fields that are not named
+//! here are ignored.
 use super::{BatchShape, LONGEST_STEP_NS, StepCost, whole_ns};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 /// Times at the crossings of two axes.
 #[derive(Clone, Debug, PartialEq)]
@@ -40,31 +43,93 @@ pub struct TableError {
 pub struct MeasuredTable {
     machine: String,
     model: String,
+    setting: Option<Setting>,
     prefill: Grid,
     decode: Grid,
-    shared_ns: f64,
+    /// Of prompt tokens and decoding sequences.
+    shared: Grid,
 }
 
-#[derive(Deserialize)]
-struct File {
-    format: String,
-    version: u64,
-    #[serde(default)]
-    machine: String,
-    #[serde(default)]
-    model: String,
-    #[serde(default)]
-    shared_ns: f64,
-    prefill: Axes,
-    decode: Axes,
+/// How far a table was measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Range {
+    /// Prompt tokens of a step.
+    pub prefill_tokens: f64,
+    /// Decoding sequences of a step.
+    pub sequences: f64,
+    /// Tokens of context of a sequence, while prompts are read and while answers are written.
+    pub context_tokens: f64,
 }
 
-#[derive(Deserialize)]
-struct Axes {
+/// The file, as it is read and written.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TableFile {
+    pub format: String,
+    pub version: u64,
+    #[serde(default)]
+    pub machine: String,
+    #[serde(default)]
+    pub model: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub setting: Option<Setting>,
+    #[serde(default)]
+    pub shared_ns: f64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shared: Option<SharedAxes>,
+    pub prefill: PrefillAxes,
+    pub decode: DecodeAxes,
+}
+
+impl TableFile {
+    pub const FORMAT: &str = "kvist-step-cost";
+    pub const VERSION: u64 = 1;
+}
+
+/// What a measurement was made under: the part of a server's configuration that its times depend on.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Setting {
+    /// The program that measured.
+    pub program: String,
+    pub weights: String,
+    /// Storage of K and V.
+    pub k: String,
+    pub v: String,
+    pub block_tokens: u32,
+    pub threads: usize,
+    /// The instruction set of the kernels.
+    pub isa: String,
+    /// Times that each cell was visited.
+    pub rounds: u32,
+    pub seconds: f64,
+    /// Part of all CPU time that somebody was busy; more than this program's threads is somebody else.
+    pub busy: Option<f64>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PrefillAxes {
     #[serde(alias = "sequences")]
-    tokens: Vec<f64>,
-    context: Vec<f64>,
-    ns: Vec<Vec<f64>>,
+    pub tokens: Vec<f64>,
+    pub context: Vec<f64>,
+    /// [tokens, context]
+    pub ns: Vec<Vec<f64>>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DecodeAxes {
+    #[serde(alias = "tokens")]
+    pub sequences: Vec<f64>,
+    pub context: Vec<f64>,
+    /// [sequences, context]
+    pub ns: Vec<Vec<f64>>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SharedAxes {
+    pub tokens: Vec<f64>,
+    pub sequences: Vec<f64>,
+    /// [tokens, sequences]
+    pub ns: Vec<Vec<f64>>,
 }
 
 impl Grid {
@@ -124,6 +189,15 @@ impl Grid {
         (low + u * (high - low)).max(0.0)
     }
 
+    /// The same, where nothing goes on beyond the last measurement: there it is what it was.
+    fn within(&self, row: f64, column: f64) -> f64 {
+        let onto = |axis: &[f64], x: f64| match axis {
+            [first, .., last] => x.clamp(*first, *last),
+            _ => x,
+        };
+        self.at(onto(&self.rows, row), onto(&self.columns, column))
+    }
+
     /// Lies the point between measurements?
     pub fn covers(&self, row: f64, column: f64) -> bool {
         let within = |axis: &[f64], x: f64| {
@@ -160,30 +234,66 @@ impl MeasuredTable {
     /// [`TableError`] names the field, what was found and what to give.
     pub fn parse(file: &str, text: &str) -> Result<MeasuredTable, TableError> {
         let wrong = |what: String| TableError { file: file.into(), what };
-        let parsed: File = serde_json::from_str(text)
+        let parsed: TableFile = serde_json::from_str(text)
             .map_err(|e| wrong(format!("not a table of step costs: {}", shortened(&e.to_string()))))?;
-        if parsed.format != "kvist-step-cost" {
+        MeasuredTable::new(file, parsed)
+    }
+
+    /// The same of what has been read, or measured.
+    ///
+    /// # Errors
+    /// As [`MeasuredTable::parse`].
+    pub fn new(file: &str, parsed: TableFile) -> Result<MeasuredTable, TableError> {
+        let wrong = |what: String| TableError { file: file.into(), what };
+        if parsed.format != TableFile::FORMAT {
             return Err(wrong(format!(
                 "`format` is \"{}\": expected \"kvist-step-cost\"",
                 shortened(&parsed.format)
             )));
         }
-        if parsed.version != 1 {
+        if parsed.version != TableFile::VERSION {
             return Err(wrong(format!("`version` is {}: this program reads version 1", parsed.version)));
         }
         if !is_time(parsed.shared_ns) {
             return Err(wrong(format!("`shared_ns` is {}: a time is from 0 to 2^53 ns", parsed.shared_ns)));
         }
-        let grid = |name: &str, axes: Axes| {
-            Grid::new(axes.tokens, axes.context, &axes.ns).map_err(|what| wrong(format!("`{name}`: {what}")))
+        let grid = |name: &str, rows, columns, ns: &[Vec<f64>]| {
+            Grid::new(rows, columns, ns).map_err(|what| wrong(format!("`{name}`: {what}")))
         };
+        let (prefill, decode) = (parsed.prefill, parsed.decode);
+        let shared = parsed.shared.unwrap_or_else(|| SharedAxes {
+            tokens: vec![1.0],
+            sequences: vec![1.0],
+            ns: vec![vec![parsed.shared_ns]],
+        });
         Ok(MeasuredTable {
-            prefill: grid("prefill", parsed.prefill)?,
-            decode: grid("decode", parsed.decode)?,
+            prefill: grid("prefill", prefill.tokens, prefill.context, &prefill.ns)?,
+            decode: grid("decode", decode.sequences, decode.context, &decode.ns)?,
+            shared: grid("shared", shared.tokens, shared.sequences, &shared.ns)?,
             machine: parsed.machine,
             model: parsed.model,
-            shared_ns: parsed.shared_ns,
+            setting: parsed.setting,
         })
+    }
+
+    /// What the file calls the model. May be empty.
+    pub fn model(&self) -> &str {
+        &self.model
+    }
+
+    /// Under what it was measured, if the file says.
+    pub fn setting(&self) -> Option<&Setting> {
+        self.setting.as_ref()
+    }
+
+    /// Beyond this its times are guesses.
+    pub fn range(&self) -> Range {
+        let last = |axis: &[f64]| axis.last().copied().unwrap_or(0.0);
+        Range {
+            prefill_tokens: last(&self.prefill.rows),
+            sequences: last(&self.decode.rows),
+            context_tokens: last(&self.prefill.columns).min(last(&self.decode.columns)),
+        }
     }
 
     /// Lies the step between measurements? Where not, its time is a guess.
@@ -214,7 +324,10 @@ impl StepCost for MeasuredTable {
             (None, None) => 0,
             (Some(ns), None) | (None, Some(ns)) => whole_ns(ns),
             // Doing both is never cheaper than the dearer of the two.
-            (Some(p), Some(d)) => whole_ns((p + d - self.shared_ns).max(p).max(d)),
+            (Some(p), Some(d)) => {
+                let both = self.shared.within(batch.prefill_tokens as f64, batch.decode_sequences as f64);
+                whole_ns((p + d - both).max(p).max(d))
+            }
         }
     }
 
@@ -272,6 +385,43 @@ mod tests {
             assert_eq!(table.covers(&batch), covered, "{batch:?}");
         }
         assert_eq!(table.name(), "measured: N on M");
+    }
+
+    #[test]
+    fn what_a_mixed_step_pays_once_depends_on_both_sides() {
+        let shared = r#""shared": { "tokens": [1, 101], "sequences": [1, 11], "ns": [[0, 40], [80, 120]] }, "prefill""#;
+        let table = MeasuredTable::parse("t", &GOOD.replacen("\"prefill\"", shared, 1)).unwrap();
+        for (batch, ns) in [
+            (shape(1, 0, 1, 0), 160),                 // nothing at all
+            (shape(51, 0, 6, 0), 600 + 110 - 60),     // the mean of the four corners, not the constant 50
+            (shape(101, 0, 11, 0), 1100 + 160 - 120), // the last corner
+            (shape(201, 0, 21, 0), 2100 + 260 - 120), // beyond it no more than there
+        ] {
+            assert_eq!(table.step_ns(&batch), ns, "{batch:?}");
+        }
+        let beyond = Range { prefill_tokens: 101.0, sequences: 11.0, context_tokens: 1000.0 };
+        assert_eq!(table.range(), beyond);
+        let bad = GOOD.replacen("\"prefill\"", &shared.replace("[80, 120]", "[80]"), 1);
+        let error = MeasuredTable::parse("t", &bad).unwrap_err().to_string();
+        assert!(error.contains("`shared`: `ns[1]` has 1 times"), "{error}");
+    }
+
+    /// What is written is read again.
+    #[test]
+    fn a_table_comes_back() {
+        let file: TableFile = serde_json::from_str(GOOD).unwrap();
+        let file = TableFile {
+            setting: Some(Setting { k: "q8".into(), block_tokens: 16, ..Setting::default() }),
+            shared: Some(SharedAxes {
+                tokens: vec![1.0],
+                sequences: vec![1.0, 2.0],
+                ns: vec![vec![0.1, 1e6]],
+            }),
+            ..file
+        };
+        let text = serde_json::to_string(&file).unwrap();
+        assert_eq!(serde_json::from_str::<TableFile>(&text).unwrap(), file);
+        assert_eq!(MeasuredTable::parse("t", &text).unwrap(), MeasuredTable::new("t", file).unwrap());
     }
 
     #[test]

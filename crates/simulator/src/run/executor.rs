@@ -155,15 +155,8 @@ impl Executor for SimExecutor<'_> {
             }
             self.counts.decode_tokens += n_sequences * u64::from(batch.steps);
         } else {
-            let mut shape = BatchShape::default();
-            for work in batch.work {
-                if work.decodes {
-                    shape.add_decode(work.first.into());
-                } else {
-                    shape.add_prefill(work.first.into(), work.n_tokens.into());
-                    self.prefilled = true;
-                }
-            }
+            let shape = BatchShape::of(&batch);
+            self.prefilled = shape.prefill_sequences > 0;
             out.elapsed_ns = self.cost.step_ns(&shape);
             first_ns = out.elapsed_ns;
             self.counts.prefill_tokens += shape.prefill_tokens;

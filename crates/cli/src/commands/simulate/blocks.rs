@@ -32,6 +32,10 @@ pub struct BlockArgs {
 const BLOCK_TOKENS: u32 = 16;
 
 impl BlockArgs {
+    pub fn block_tokens(&self) -> u32 {
+        self.block_tokens.unwrap_or(BLOCK_TOKENS)
+    }
+
     pub fn parameters(&self) -> anyhow::Result<Parameters> {
         Ok(Parameters { half_life: self.half_life })
     }
@@ -39,7 +43,7 @@ impl BlockArgs {
     /// Empty bookkeeping for these requests. `costs` know what the hardware holds and what a block weighs and costs, in
     /// steps of `batch_tokens`.
     pub fn cache(&self, requests: &[Request], costs: &CostArgs, batch_tokens: u32) -> anyhow::Result<Cache> {
-        let block_tokens = self.block_tokens.unwrap_or(BLOCK_TOKENS);
+        let block_tokens = self.block_tokens();
         let capacity_tokens = match (self.capacity_blocks, costs.cache_tokens()?) {
             (Capacity::Blocks(n), _) => {
                 n.checked_mul(block_tokens).filter(|&n| n < u32::MAX).ok_or_else(|| {

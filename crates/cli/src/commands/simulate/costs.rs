@@ -8,7 +8,7 @@ use kvist_simulator::cost::{
     BatchShape, ConstantRates, Hardware, LONGEST_STEP_NS, MeasuredTable, ModelShape, Roofline, StepCost,
     recompute_cost,
 };
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 const COST: &str = "Time of a step";
 
@@ -89,11 +89,50 @@ impl CostArgs {
         Ok(cost)
     }
 
+    /// What `--costs` did not measure, and the simulation may come to: each in a sentence.
+    pub fn beyond(
+        &self,
+        max_batch: u32,
+        batch_tokens: u32,
+        longest: u64,
+        block_tokens: u32,
+    ) -> anyhow::Result<Vec<String>> {
+        let Some(file) = &self.costs else { return Ok(Vec::new()) };
+        let (file, table) = (file.display(), table(file)?);
+        let range = table.range();
+        let guess = "beyond it times are guesses along the last slope";
+        let mut beyond = Vec::new();
+        if f64::from(max_batch) > range.sequences {
+            beyond.push(format!(
+                "{file} was measured up to {} decoding sequences, --max-batch is {max_batch}: {guess}",
+                range.sequences
+            ));
+        }
+        if f64::from(batch_tokens) > range.prefill_tokens {
+            beyond.push(format!(
+                "{file} was measured up to {} prompt tokens a step, --batch-tokens is {batch_tokens}: {guess}",
+                range.prefill_tokens
+            ));
+        }
+        if longest as f64 > range.context_tokens {
+            beyond.push(format!(
+                "{file} was measured up to {} tokens of context, the longest request comes to {longest}: {guess}",
+                range.context_tokens
+            ));
+        }
+        let measured = table.setting().map_or(0, |setting| setting.block_tokens);
+        if measured != 0 && measured != block_tokens {
+            beyond.push(format!(
+                "{file} was measured with blocks of {measured} tokens, here they have {block_tokens}: give --block-tokens \
+                 {measured}, or measure anew"
+            ));
+        }
+        Ok(beyond)
+    }
+
     fn model(&self) -> anyhow::Result<Box<dyn StepCost>> {
         if let Some(file) = &self.costs {
-            let text =
-                std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
-            return Ok(Box::new(MeasuredTable::parse(&file.display().to_string(), &text)?));
+            return Ok(Box::new(table(file)?));
         }
         if let (Some(prefill), Some(decode)) = (self.prefill_rate, self.decode_rate) {
             let rates = ConstantRates::new(prefill, decode);
@@ -140,6 +179,12 @@ impl CostArgs {
             tokens => Ok(Some(tokens)),
         }
     }
+}
+
+/// A table of step costs.
+pub fn table(file: &Path) -> anyhow::Result<MeasuredTable> {
+    let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+    Ok(MeasuredTable::parse(&file.display().to_string(), &text)?)
 }
 
 fn priced(cost: &dyn StepCost, batch_tokens: u32) -> TokenWork {

@@ -78,6 +78,10 @@ impl ScheduleArgs {
             _ => None,
         }
     }
+    /// Sequences in the batch at most.
+    pub fn max_batch(&self) -> u32 {
+        self.max_batch
+    }
     /// Tokens in a step at most.
     pub fn batch_tokens(&self) -> u32 {
         self.batch_tokens

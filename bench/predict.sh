@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# How far off is the simulator? Measures the step costs of this machine with the embedded model (--model M for another),
+# then serves three loads that were not part of that, and simulates them. Prints Markdown for bench/RESULTS.md.
+# KVIST_SECONDS (90) is the time of each; KVIST_SEEDS ("1 2 3") are the loads.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+cargo build --release --quiet
+kvist=target/release/kvist
+seconds=${KVIST_SECONDS:-90}
+folder=$(mktemp -d)
+trap 'rm -r "$folder"' EXIT
+echo "By \`just predict\` on $(date -u +%Y-%m-%d)."
+echo
+echo '```'
+"$kvist" bench calibrate "$@" --seconds "$seconds" -o "$folder/costs.json"
+echo '```'
+for seed in ${KVIST_SEEDS:-1 2 3}; do
+    echo
+    "$kvist" bench predict "$@" --costs "$folder/costs.json" --seconds "$seconds" --seed "$seed" \
+        --trace "$folder/load.jsonl" --record "$folder/run.jsonl" >"$folder/prediction"
+    sed -e 's/^What was served, replayed:$/\n```/' "$folder/prediction"
+    echo '```'
+done

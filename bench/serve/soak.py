@@ -1,0 +1,419 @@
+#!/usr/bin/env python3
+"""A crowd of bad clients against `kvist serve` for some minutes, and what is left of the server afterwards.
+
+    bench/serve/soak.py --kvist target/release/kvist --minutes 10 --clients 256
+
+Every client streams completions one after the other. Of its requests some break off after a random number of events,
+some are longer than the context, some are no JSON, some come with a wrong key, some are of the other API, and every
+--burst seconds all clients at once send more than the queue holds. Meanwhile one thread asks /health without a pause
+of more than 50 ms, and another samples the resident memory (Linux: /proc) and /metrics.
+
+It ends with 1, and says why, unless
+  * every answer was one that the request deserves (a whole stream ends with [DONE] and the usage it was asked for);
+  * every /health was 200, and its 99th percentile is under --health-p99;
+  * after the clients have left, nobody holds a cell, runs or waits, within five seconds;
+  * the greedy text of a prompt is what it was before (bytes of the cache have not come to the wrong hands);
+  * resident memory stayed under the printed bound of weights, cache and working memory plus --overhead, which is for
+    what the bound does not name: program, tokenizer, connections;
+  * SIGTERM ends the server with status 0.
+
+The report is one JSON document on stdout. Only the standard library is needed. Figures of a busy machine say little:
+the load average is in the report.
+"""
+import argparse
+import collections
+import datetime
+import http.client
+import json
+import os
+import pathlib
+import platform
+import random
+import re
+import signal
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+KEY, ADMIN = "soak-user-key", "soak-admin-key"
+CONFIG = """
+[http]
+port = 0
+[scheduler]
+max_batch = {batch}
+[limits]
+max_queue = {queue}
+max_connections = 4096
+request_timeout_s = 60.0
+[[keys]]
+name = "user"
+key = "{key}"
+[[keys]]
+name = "ops"
+key = "{admin}"
+admin = true
+"""
+
+
+class Server:
+    def __init__(self, args, folder):
+        config = pathlib.Path(folder) / "kvist.toml"
+        config.write_text(CONFIG.format(batch=args.batch, queue=args.queue, key=KEY, admin=ADMIN))
+        command = [args.kvist, "serve", "--config", str(config), "--context", str(args.context)]
+        command += ["--model", args.model] if args.model else []
+        plan = json.loads(subprocess.check_output([*command, "--dry-run", "--json"]))
+        self.bound = plan["bound"]["total"]
+        # Deterministic, so that the text of a prompt can be compared.
+        self.process = subprocess.Popen([*command, "--deterministic", "--quiet"], stdout=subprocess.PIPE, text=True)
+        line = self.process.stdout.readline().split()
+        if line[:1] != ["serving"]:
+            sys.exit(f"the server ended with {self.process.wait()}")
+        self.name, (self.host, port) = line[1], line[3].removeprefix("http://").rsplit(":", 1)
+        self.port = int(port)
+
+    def connect(self, timeout=120):
+        return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+
+    def get(self, path):
+        connection = self.connect(30)
+        try:
+            connection.request("GET", path, headers={"Authorization": f"Bearer {ADMIN}"})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    def metrics(self):
+        """Values by name, summed over labels."""
+        found = collections.Counter()
+        for line in self.get("/metrics")[1].splitlines():
+            if not line.startswith("#"):
+                found[line.split("{")[0]] += float(line.split()[-1])
+        return found
+
+    def resident_bytes(self):
+        status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024
+
+    def threads(self):
+        status = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"Threads:\s+(\d+)", status)[1])
+
+    def greedy(self):
+        body = {"prompt": "fn main() {", "max_tokens": 48, "temperature": 0}
+        connection = self.connect()
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body), head(KEY))
+            answer = connection.getresponse()
+            document = json.loads(answer.read())
+            return document["choices"][0]["text"] if answer.status == 200 else document
+        finally:
+            connection.close()
+
+
+def head(key):
+    return {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+
+
+class Wrong(Exception):
+    """An answer that the request did not deserve."""
+
+
+class Load:
+    """What happened, from all threads."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.outcomes = collections.Counter()
+        self.wrong = []
+        self.first_s, self.tokens = [], 0
+
+    def count(self, outcome):
+        with self.lock:
+            self.outcomes[outcome] += 1
+
+    def accuse(self, what):
+        with self.lock:
+            self.wrong.append(what)
+
+
+WORDS = "the of a trait type value borrow move match impl loop iterator closure lifetime Result Option vector".split()
+# Beginnings that many requests share.
+TRUNKS = [" ".join(random.Random(i).choices(WORDS, k=120)) for i in range(8)]
+
+
+def stream(server, load, draw, body, leave=None):
+    """One streaming request. `leave`: break off after so many events."""
+    connection = server.connect()
+    began = time.monotonic()
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), head(KEY))
+        answer = connection.getresponse()
+        if answer.status != 200:
+            document = json.loads(answer.read())
+            if answer.status == 429 and document["error"]["code"] == "queue_full":
+                if not answer.getheader("Retry-After"):
+                    raise Wrong("429 without Retry-After")
+                return "429 queue_full"
+            if answer.status == 408 and document["error"]["code"] == "deadline_exceeded":
+                return "408 deadline_exceeded"
+            raise Wrong(f"{answer.status} to a good request: {document}")
+        events, usage, told = 0, None, None
+        for line in answer:
+            if not line.startswith(b"data: "):
+                continue
+            events += 1
+            if events == 1:
+                with load.lock:
+                    load.first_s.append(time.monotonic() - began)
+            if leave is not None and events > leave:
+                # A reset, as of a process that was killed, or an orderly end.
+                if draw.random() < 0.5:
+                    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                return "left in mid-stream"
+            if line.strip() == b"data: [DONE]":
+                if told is not None:
+                    return told
+                asked = body["max_tokens"] * body.get("n", 1)
+                if usage is None or usage["completion_tokens"] != asked:
+                    raise Wrong(f"a stream of {asked} tokens ended with the usage {usage}")
+                with load.lock:
+                    load.tokens += usage["completion_tokens"]
+                return "finished"
+            event = json.loads(line[6:])
+            if "error" in event:
+                told = f"told in the stream: {event['error']['code']}"
+                if event["error"]["code"] != "deadline_exceeded":
+                    raise Wrong(told)
+            usage = event.get("usage") or usage
+        raise Wrong(f"a stream ended after {events} events without [DONE]")
+    finally:
+        connection.close()
+
+
+def expect(server, status, code, body, key=KEY, path="/v1/completions"):
+    """A request that is to be refused."""
+    connection = server.connect()
+    try:
+        connection.request("POST", path, body, head(key))
+        answer = connection.getresponse()
+        said = answer.read()
+        if answer.status == 429:
+            return "429 queue_full"
+        if answer.status != status or json.loads(said)["error"]["code"] != code:
+            raise Wrong(f"{answer.status} where {status} {code} was due: {said[:300]}")
+        return f"{status} {code}"
+    finally:
+        connection.close()
+
+
+def leave_early(server, draw):
+    """Go away before the answer, or before the request is complete."""
+    body = json.dumps({"prompt": "fn", "max_tokens": 200, "ignore_eos": True}).encode()
+    with socket.create_connection((server.host, server.port), 30) as raw:
+        whole = (f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+                 f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n").encode() + body
+        raw.sendall(whole[:draw.randrange(1, len(whole) + 1)])
+        time.sleep(draw.uniform(0, 0.1))
+    return "left without an answer"
+
+
+def one(server, load, draw, longest):
+    dice = draw.random()
+    body = {
+        "prompt": draw.choice(TRUNKS) + " " + " ".join(draw.choices(WORDS, k=draw.randrange(1, 60))),
+        "max_tokens": draw.randrange(1, 65), "temperature": draw.choice([0, 1]), "stream": True, "ignore_eos": True,
+        "stream_options": {"include_usage": True}, "cache_salt": draw.choice(["", "", "a", "b"]),
+    }
+    if dice < 0.50:
+        return stream(server, load, draw, body)
+    if dice < 0.70:
+        return stream(server, load, draw, {**body, "max_tokens": 400}, leave=draw.randrange(0, 40))
+    if dice < 0.75:
+        return leave_early(server, draw)
+    if dice < 0.80:
+        long = draw.choice([json.dumps({"prompt": "word " * longest}), json.dumps({"prompt": [5] * (longest + 1)})])
+        return expect(server, 400, "context_length_exceeded", long)
+    if dice < 0.83:
+        return expect(server, 413, "body_too_large", b" " * (5 << 20))
+    if dice < 0.89:
+        text = json.dumps(body)
+        cut = draw.choice([text[:draw.randrange(len(text))], text + "}", "\x00" + text, text.replace(":", "=", 1), ""])
+        return expect(server, 400, "invalid_json", cut.encode())
+    if dice < 0.95:
+        return expect(server, 401, "invalid_api_key", json.dumps(body), key="soak-wrong-key")
+    if dice < 0.97:
+        return expect(server, 400, "unknown_parameter", json.dumps({**body, "promt": "a"}))
+    return stream(server, load, draw, {**body, "n": 4, "temperature": 1})
+
+
+def client(server, load, seed, until, burst, args):
+    draw = random.Random(seed)
+    time.sleep(draw.uniform(0, 1))
+    rounds = 0
+    while time.monotonic() < until:
+        if args.burst and time.monotonic() > load.began + args.burst * (rounds + 1):
+            rounds += 1
+            try:
+                burst.wait(20)  # everybody at once
+            except threading.BrokenBarrierError:
+                pass
+        try:
+            outcome = one(server, load, draw, server.longest)
+            load.count(outcome)
+            if outcome.startswith("429"):
+                time.sleep(draw.uniform(0, 0.5))
+        except Wrong as wrong:
+            load.accuse(str(wrong))
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            load.accuse(f"{type(error).__name__}: {error}")
+
+
+def health(server, times, wrong, over):
+    connection = server.connect(30)
+    while not over.is_set():
+        began = time.monotonic()
+        try:
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            answer.read()
+            if answer.status != 200:
+                wrong.append(f"/health answers {answer.status}")
+        except (OSError, http.client.HTTPException) as error:
+            wrong.append(f"/health: {type(error).__name__}: {error}")
+            connection.close()
+        times.append(time.monotonic() - began)
+        over.wait(0.05)
+
+
+def percentile(values, share):
+    values = sorted(values)
+    return values[min(len(values) - 1, int(len(values) * share))] if values else float("nan")
+
+
+def cpu():
+    try:
+        return re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())[1]
+    except (OSError, TypeError):
+        return platform.machine()
+
+
+def main():
+    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parse.add_argument("--kvist", default="target/release/kvist")
+    parse.add_argument("--model", help="without it the embedded one")
+    parse.add_argument("--minutes", type=float, default=10)
+    parse.add_argument("--clients", type=int, default=256)
+    parse.add_argument("--context", type=int, default=16384, help="tokens of the cache")
+    parse.add_argument("--batch", type=int, default=32)
+    parse.add_argument("--queue", type=int, default=96, help="less than clients, so that bursts are refused")
+    parse.add_argument("--burst", type=float, default=30, help="seconds between bursts; 0 for none")
+    parse.add_argument("--seed", type=int, default=1)
+    parse.add_argument("--health-p99", type=float, default=1.0, help="seconds")
+    parse.add_argument("--overhead", type=float, default=96, help="MiB beside the bound")
+    args = parse.parse_args()
+
+    failures, samples, times = [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(args, folder)
+        try:
+            # The context of the model, or the cache where that is smaller.
+            server.longest = json.loads(server.get("/v1/models")[1])["data"][0]["max_model_len"]
+            text = server.greedy()
+            at_start = server.resident_bytes()
+            load, over = Load(), threading.Event()
+            load.began = time.monotonic()
+            until = load.began + args.minutes * 60
+            burst = threading.Barrier(args.clients)
+            seeds = [args.seed * 1_000_003 + i for i in range(args.clients)]
+            crowd = [
+                threading.Thread(target=client, args=(server, load, seed, until, burst, args), daemon=True)
+                for seed in seeds
+            ]
+            watch = threading.Thread(target=health, args=(server, times, failures, over), daemon=True)
+            load_before = os.getloadavg()[0]
+            watch.start()
+            for thread in crowd:
+                thread.start()
+            busy = []
+            while time.monotonic() < until:
+                time.sleep(min(1, max(0, until - time.monotonic())))
+                if server.process.poll() is not None:
+                    failures.append(f"the server ended with {server.process.returncode}")
+                    break
+                metrics = server.metrics()
+                samples.append((server.resident_bytes(), metrics["kvist_cells_held"], server.threads()))
+                busy.append(metrics["vllm:num_requests_running"])
+            burst.abort()
+            deadline = time.monotonic() + 90  # what runs may end
+            for thread in crowd:
+                thread.join(max(0, deadline - time.monotonic()))
+            still = sum(thread.is_alive() for thread in crowd)
+            if still:
+                failures.append(f"{still} clients still wait for an answer")
+            deadline = time.monotonic() + 5
+            while True:
+                metrics = server.metrics()
+                left = {name: metrics[name] for name in
+                        ("kvist_cells_held", "vllm:num_requests_running", "vllm:num_requests_waiting")}
+                if not any(left.values()) or time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+            if any(left.values()):
+                failures.append(f"nobody is there any more, and held are {left}")
+            if metrics["kvist_failed_steps_total"]:
+                failures.append(f"{metrics['kvist_failed_steps_total']:.0f} steps failed")
+            over.set()
+            watch.join()
+            again = server.greedy()
+            if again != text:
+                failures.append(f"the same greedy request was answered {text!r}, and then {again!r}")
+            peak = max(rss for rss, _, _ in samples)
+            if peak > server.bound + args.overhead * 2**20:
+                failures.append(f"resident memory reached {peak}, the bound is {server.bound}")
+            p99 = percentile(times, 0.99)
+            if not p99 <= args.health_p99:
+                failures.append(f"the 99th percentile of /health is {p99:.3f} s")
+            # That the load was one.
+            for outcome in ["finished", "left in mid-stream", "400 invalid_json", "401 invalid_api_key", "429 queue_full"]:
+                if not load.outcomes[outcome]:
+                    failures.append(f"there was no {outcome!r}: the load was too short")
+            failures += sorted(set(load.wrong))[:20]
+            server.process.send_signal(signal.SIGTERM)
+            status = server.process.wait(60)
+            if status:
+                failures.append(f"SIGTERM ended the server with status {status}")
+        finally:
+            server.process.kill()
+    quarter = max(1, len(samples) // 4)
+    report = {
+        "machine": f"{cpu()}, {os.cpu_count()} CPUs", "date": datetime.date.today().isoformat(),
+        "load_average": {"before": round(load_before, 2), "end": round(os.getloadavg()[0], 2)},
+        "model": server.name, "clients": args.clients, "seconds": round(args.minutes * 60), "seed": args.seed,
+        "outcomes": dict(sorted(load.outcomes.items())), "wrong_answers": len(load.wrong),
+        "generated_tokens": load.tokens,
+        "preemptions": metrics["vllm:num_preemptions_total"],
+        "queue": args.queue, "batch": args.batch, "context_tokens": args.context,
+        "ttft_s": {"median": round(percentile(load.first_s, 0.5), 3), "p99": round(percentile(load.first_s, 0.99), 3)},
+        "health": {"checks": len(times), "median_ms": round(1e3 * percentile(times, 0.5), 2),
+                   "p99_ms": round(1e3 * percentile(times, 0.99), 2), "max_ms": round(1e3 * max(times), 2)},
+        "memory": {
+            "bound_bytes": server.bound, "resident_after_one_request": at_start, "peak_resident_bytes": peak,
+            "median_resident_first_quarter": round(statistics.median(rss for rss, _, _ in samples[:quarter])),
+            "median_resident_last_quarter": round(statistics.median(rss for rss, _, _ in samples[-quarter:])),
+            "peak_threads": max(threads for _, _, threads in samples),
+        },
+        "peak_cells_held": max(held for _, held, _ in samples), "mean_running": round(statistics.mean(busy), 1),
+        "held_at_the_end": left, "failures": failures,
+    }
+    print(json.dumps(report, indent=1))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,422 @@
+//! `kvist bench calibrate`: what the steps of a server take on this machine, as a table for `kvist simulate --costs`.
+//!
+//! Every cell is a step of the scheduler, the cache and the executor that `kvist serve` runs: the time is that of a whole
+//! turn, bookkeeping and the taking of tokens included. Cells are visited in rounds until the time is over, so that a busy
+//! moment of the machine hits few visits of many cells, and medians do not show it. It refuses to write a table of which a
+//! cell was never measured.
+pub mod steps;
+
+use super::machine::{Machine, Watch};
+use crate::options::*;
+use crate::{interrupt, json, output, progress};
+use anyhow::{Context, ensure};
+use clap::ValueHint;
+use kvist_backend::Storage;
+use kvist_engine::memory::CacheConfig;
+use kvist_simulator::cost::{
+    DecodeAxes, MeasuredTable, PrefillAxes, Setting, SharedAxes, StepCost, TableFile,
+};
+use serde::Serialize;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+use steps::{Ran, Served, Steps};
+
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Storage of K and V: f32, f16, bf16, q8, q4, ...
+    #[arg(long, default_value = "f16", value_name = "DTYPE")]
+    kv: Storage,
+    /// Storage of V, if it differs
+    #[arg(long, value_name = "DTYPE")]
+    kv_v: Option<Storage>,
+    /// Tokens of a block
+    #[arg(long, default_value_t = 16, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    block_tokens: u32,
+    /// Requests in the batch at most
+    #[arg(long, default_value_t = 32, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    max_batch: u32,
+    /// Tokens of a step at most
+    #[arg(long, default_value_t = 256, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    max_batch_tokens: u32,
+    /// Tokens of the longest sequence that is measured [default: the model's context, 1024 at most]
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(32..))]
+    context: Option<u32>,
+    /// Time to take; a round over all cells is finished in any case
+    #[arg(long, default_value_t = 60.0, value_name = "SECONDS", allow_negative_numbers = true)]
+    seconds: f64,
+    /// Where the table goes
+    #[arg(short, long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    output: PathBuf,
+    /// One JSON document about the measurement
+    #[arg(long)]
+    json: bool,
+}
+
+/// Above this scatter a table is worth little.
+const MUCH_SCATTER: f64 = 0.2;
+
+/// Decode steps that are timed per visit.
+const DECODE_STEPS: u32 = 4;
+
+/// The crossings that are measured.
+struct Axes {
+    tokens: Vec<u32>,
+    prefill_context: Vec<u32>,
+    sequences: Vec<u32>,
+    decode_context: Vec<u32>,
+    /// Of mixed steps.
+    beside: Vec<u32>,
+    /// Which of `decode_context` mixed steps have.
+    mixed_at: usize,
+}
+
+/// Powers of `factor` from `first` on, and `last`.
+fn powers(first: u32, factor: u32, last: u32) -> Vec<u32> {
+    let mut axis: Vec<u32> =
+        std::iter::successors(Some(first), |n| n.checked_mul(factor)).take_while(|n| *n < last).collect();
+    axis.push(last);
+    axis
+}
+
+impl Axes {
+    fn of(served: &Served) -> Axes {
+        let context = served.context_tokens;
+        // A full step of sequences that short still finds places for all of them.
+        let shortest = served.max_batch_tokens.div_ceil(served.max_batch).max(16).min(context);
+        let least = 32.min(context);
+        let decode_context = powers(least, 4, context);
+        Axes {
+            tokens: powers(1, 2, served.max_batch_tokens),
+            prefill_context: powers(shortest, 4, context),
+            sequences: powers(1, 2, served.max_batch),
+            mixed_at: decode_context.len() / 2,
+            decode_context,
+            beside: powers(1, 4, (served.max_batch_tokens - served.max_batch).max(1)),
+        }
+    }
+}
+
+/// Times of every cell, as they come.
+struct Samples {
+    prefill: Vec<Vec<Vec<f64>>>,
+    decode: Vec<Vec<Vec<f64>>>,
+    mixed: Vec<Vec<Vec<Ran>>>,
+}
+
+impl Samples {
+    fn new(axes: &Axes) -> Samples {
+        fn grid<T>(rows: &[u32], columns: &[u32]) -> Vec<Vec<Vec<T>>> {
+            rows.iter().map(|_| columns.iter().map(|_| Vec::new()).collect()).collect()
+        }
+        Samples {
+            prefill: grid(&axes.tokens, &axes.prefill_context),
+            decode: grid(&axes.sequences, &axes.decode_context),
+            mixed: grid(&axes.beside, &axes.sequences),
+        }
+    }
+
+    /// Every cell once. `kept` says whether it counts.
+    fn round(&mut self, steps: &mut Steps, axes: &Axes, mixes: bool, kept: bool) -> anyhow::Result<()> {
+        // What the last cells of the round before read has pushed the weights out of the processor's caches; a server that
+        // goes on as it does has them there.
+        steps.prefill(axes.tokens[0], axes.prefill_context[0])?;
+        for (i, &tokens) in axes.tokens.iter().enumerate() {
+            for (j, &context) in axes.prefill_context.iter().enumerate() {
+                let ran = steps.prefill(tokens, context)?;
+                self.prefill[i][j].extend(ran.filter(|_| kept).map(|ran| ran.ns));
+            }
+            uninterrupted()?;
+        }
+        for (i, &sequences) in axes.sequences.iter().enumerate() {
+            for (j, &context) in axes.decode_context.iter().enumerate() {
+                let n_mixed = if mixes && j == axes.mixed_at { axes.beside.len() as u32 } else { 0 };
+                if steps.begin_decoding(sequences, context, DECODE_STEPS + 2 * n_mixed)? {
+                    for _ in 0..DECODE_STEPS {
+                        let ran = steps.decode(0)?;
+                        self.decode[i][j].extend(ran.filter(|_| kept).map(|ran| ran.ns));
+                    }
+                    for (k, &tokens) in axes.beside.iter().take(n_mixed as usize).enumerate() {
+                        let ran = steps.decode(tokens)?;
+                        self.mixed[k][i].extend(ran.filter(|_| kept));
+                        let after = steps.decode(0)?;
+                        self.decode[i][j].extend(after.filter(|_| kept).map(|ran| ran.ns));
+                    }
+                }
+                steps.end_decoding()?;
+            }
+            uninterrupted()?;
+        }
+        Ok(())
+    }
+}
+
+fn uninterrupted() -> anyhow::Result<()> {
+    ensure!(!interrupt::interrupted(), "interrupted; no table is written of an unfinished measurement");
+    Ok(())
+}
+
+fn median(values: &[f64]) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let n = sorted.len();
+    Some((sorted.get(n / 2)? + sorted.get(n.checked_sub(1)? / 2)?) / 2.0)
+}
+
+/// The medians of a grid.
+fn medians(
+    what: &str,
+    rows: &[u32],
+    columns: &[u32],
+    samples: &[Vec<Vec<f64>>],
+) -> anyhow::Result<Vec<Vec<f64>>> {
+    let median = |row: u32, column: u32, cell: &[f64]| {
+        median(cell).with_context(|| {
+            format!("{what} of {row} at a context of {column} was never measured, which is an error of this program")
+        })
+    };
+    let row = |(row, cells): (&u32, &Vec<Vec<f64>>)| {
+        columns.iter().zip(cells).map(|(column, cell)| median(*row, *column, cell)).collect()
+    };
+    rows.iter().zip(samples).map(row).collect()
+}
+
+/// How far apart the visits of a cell lie: the middle half of them, as part of their median; the median over all cells.
+fn scatter(samples: &[&[Vec<Vec<f64>>]]) -> f64 {
+    let of = |cell: &Vec<f64>| {
+        let mut sorted = cell.clone();
+        sorted.sort_by(f64::total_cmp);
+        let at = |share: f64| sorted[((sorted.len() - 1) as f64 * share).round() as usize];
+        (at(0.75) - at(0.25)) / at(0.5)
+    };
+    let cells = samples.iter().flat_map(|grid| grid.iter().flatten()).filter(|cell| !cell.is_empty());
+    median(&cells.map(of).collect::<Vec<_>>()).unwrap_or(0.0)
+}
+
+/// `kvist bench calibrate --json`
+#[derive(Serialize)]
+struct Summary {
+    version: u32,
+    table: PathBuf,
+    model: String,
+    setting: Setting,
+    machine: Machine,
+    /// Cells of all grids, and steps that counted.
+    cells: usize,
+    steps: usize,
+    /// The middle half of the visits of a cell, as part of their median; median over the cells.
+    scatter: f64,
+    /// Tokens per second of full prefill steps at the shortest context, and of decode steps of one and of all sequences
+    /// at the shortest.
+    prefill_tokens_per_s: f64,
+    decode_tokens_per_s: f64,
+    decode_tokens_per_s_full: f64,
+    shared_ns: f64,
+}
+
+pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
+    if args.max_batch_tokens < args.max_batch {
+        return Err(wrong_usage(format!(
+            "--max-batch-tokens {}: give at least --max-batch {}, so that every decode finds a place",
+            args.max_batch_tokens, args.max_batch
+        )));
+    }
+    if !(args.seconds >= 0.0 && args.seconds.is_finite()) {
+        return Err(wrong_usage(format!("--seconds {}: a time is finite and not negative", args.seconds)));
+    }
+    let opened = args.model.open()?;
+    let context_tokens = args.context.unwrap_or(opened.config().context.min(1024));
+    let served = Served {
+        cache: CacheConfig {
+            k: args.kv,
+            v: args.kv_v.unwrap_or(args.kv),
+            ..CacheConfig::new(context_tokens)
+        },
+        block_tokens: args.block_tokens,
+        max_batch: args.max_batch,
+        max_batch_tokens: args.max_batch_tokens,
+        context_tokens,
+    };
+    let compute = args.model.compute.get()?;
+    let model = args.model.load(opened, &args.model.budget(), quiet)?;
+    interrupt::listen();
+    let axes = Axes::of(&served);
+    let mut steps = Steps::new(&model, &registry(&compute), served.clone()).context(
+        "the cache of the measurement: try a smaller --context, --max-batch or --max-batch-tokens",
+    )?;
+
+    let bar = progress::bar("reading prompts", served.max_batch.into(), quiet);
+    steps.warm(&mut || {
+        bar.inc(1);
+        uninterrupted()
+    })?;
+    bar.finish_and_clear();
+
+    let watch = Watch::start();
+    let (began, mut samples, mut rounds) = (Instant::now(), Samples::new(&axes), 0);
+    let bar = progress::bar("measuring (s)", args.seconds.ceil() as u64, quiet);
+    let mixes = served.max_batch_tokens > served.max_batch;
+    // The first round grows and warms what it uses.
+    samples.round(&mut steps, &axes, mixes, false)?;
+    let mut longest = Duration::ZERO;
+    while rounds == 0 || (began.elapsed() + longest).as_secs_f64() < args.seconds {
+        let round = Instant::now();
+        samples.round(&mut steps, &axes, mixes, true)?;
+        longest = longest.max(round.elapsed());
+        rounds += 1;
+        bar.set_position(began.elapsed().as_secs());
+    }
+    bar.finish_and_clear();
+    let machine = watch.machine(&compute);
+    if rounds < 3 {
+        output::note(&format!(
+            "a round takes {:.0} s, so --seconds {} gave {rounds}: give {:.0} or more for medians that mean something",
+            longest.as_secs_f64(),
+            args.seconds,
+            longest.as_secs_f64() * 6.0
+        ));
+    }
+
+    let setting = Setting {
+        program: env!("CARGO_PKG_VERSION").into(),
+        weights: args.model.weights.to_string(),
+        k: served.cache.k.to_string(),
+        v: served.cache.v.to_string(),
+        block_tokens: served.block_tokens,
+        threads: machine.threads,
+        isa: machine.isa.clone(),
+        rounds,
+        seconds: began.elapsed().as_secs_f64(),
+        busy: machine.busy,
+    };
+    let file = table(&axes, &samples, &machine, model.name(), setting)?;
+    let summary = summary(&args, &file, &samples, machine);
+    if summary.scatter > MUCH_SCATTER {
+        output::note(&format!(
+            "the middle half of a cell's visits spans {:.0}% of their median: somebody else computes on this machine, and the \
+             table is of both of you; measure again when it is quiet",
+            summary.scatter * 100.0
+        ));
+    }
+    output::write_file(&args.output, (serde_json::to_string_pretty(&file)? + "\n").as_bytes())?;
+    if args.json { output::show_json(&summary) } else { output::show(&summary.text(&axes)) }
+}
+
+fn floats(axis: &[u32]) -> Vec<f64> {
+    axis.iter().map(|n| f64::from(*n)).collect()
+}
+
+/// What was measured, as the simulator reads it.
+fn table(
+    axes: &Axes,
+    samples: &Samples,
+    machine: &Machine,
+    model: &str,
+    setting: Setting,
+) -> anyhow::Result<TableFile> {
+    let threads = if machine.threads == 1 { "thread" } else { "threads" };
+    let mut file = TableFile {
+        format: TableFile::FORMAT.into(),
+        version: TableFile::VERSION,
+        machine: format!("{}, {} {threads}", machine.cpu, machine.threads),
+        model: format!("{model}, K {} and V {}", setting.k, setting.v),
+        setting: Some(setting),
+        shared_ns: 0.0,
+        shared: None,
+        prefill: PrefillAxes {
+            tokens: floats(&axes.tokens),
+            context: floats(&axes.prefill_context),
+            ns: medians("prefill", &axes.tokens, &axes.prefill_context, &samples.prefill)?,
+        },
+        decode: DecodeAxes {
+            sequences: floats(&axes.sequences),
+            context: floats(&axes.decode_context),
+            ns: medians("decode", &axes.sequences, &axes.decode_context, &samples.decode)?,
+        },
+    };
+    // What a mixed step took less than its two sides by themselves, as this very table has them.
+    let apart = MeasuredTable::new("the measurement", file.clone())?;
+    let saved = |cell: &Vec<Ran>| {
+        let mut both: Vec<f64> = Vec::new();
+        for ran in cell {
+            let prefill = kvist_simulator::cost::BatchShape {
+                decode_sequences: 0,
+                decode_context_tokens: 0,
+                ..ran.shape
+            };
+            let decode = kvist_simulator::cost::BatchShape {
+                prefill_tokens: 0,
+                prefill_sequences: 0,
+                prefill_context_tokens: 0,
+                ..ran.shape
+            };
+            both.push(apart.step_ns(&prefill) as f64 + apart.step_ns(&decode) as f64 - ran.ns);
+        }
+        median(&both).unwrap_or(0.0).max(0.0)
+    };
+    if samples.mixed.iter().flatten().any(|cell| !cell.is_empty()) {
+        let ns: Vec<Vec<f64>> = samples.mixed.iter().map(|row| row.iter().map(saved).collect()).collect();
+        file.shared_ns = median(&ns.concat()).unwrap_or(0.0);
+        file.shared =
+            Some(SharedAxes { tokens: floats(&axes.beside), sequences: floats(&axes.sequences), ns });
+    }
+    Ok(file)
+}
+
+fn summary(args: &Args, file: &TableFile, samples: &Samples, machine: Machine) -> Summary {
+    let last = |axis: &[f64]| axis.last().copied().unwrap_or(1.0);
+    let first = |ns: Option<&Vec<f64>>| ns.and_then(|row| row.first()).copied().unwrap_or(1.0);
+    let cells = |grid: &[Vec<Vec<f64>>]| grid.iter().flatten().map(Vec::len).collect::<Vec<_>>();
+    let mixed: Vec<usize> = samples.mixed.iter().flatten().map(Vec::len).collect();
+    let counts = [cells(&samples.prefill), cells(&samples.decode), mixed].concat();
+    Summary {
+        version: json::VERSION,
+        table: args.output.clone(),
+        model: file.model.clone(),
+        setting: file.setting.clone().unwrap_or_default(),
+        machine,
+        cells: counts.len(),
+        steps: counts.iter().sum(),
+        scatter: scatter(&[&samples.prefill, &samples.decode]),
+        prefill_tokens_per_s: last(&file.prefill.tokens) * 1e9 / first(file.prefill.ns.last()),
+        decode_tokens_per_s: 1e9 / first(file.decode.ns.first()),
+        decode_tokens_per_s_full: last(&file.decode.sequences) * 1e9 / first(file.decode.ns.last()),
+        shared_ns: file.shared_ns,
+    }
+}
+
+impl Summary {
+    fn text(&self, axes: &Axes) -> String {
+        let last = |axis: &[u32]| axis.last().copied().unwrap_or(0);
+        let per_cent = |part: f64| format!("{:.0}%", part * 100.0);
+        let busy = self.machine.busy.map_or("unknown".to_owned(), per_cent);
+        [
+            format!("model            {}", self.model),
+            format!("machine          {}, {} threads; busy {busy}", self.machine.cpu, self.machine.threads),
+            format!(
+                "measured         {} cells, {} steps in {} rounds and {:.0} s; the middle half of a cell's visits spans {}",
+                self.cells,
+                self.steps,
+                self.setting.rounds,
+                self.setting.seconds,
+                per_cent(self.scatter)
+            ),
+            format!(
+                "prefill          up to {} tokens a step: {:.0} tokens/s",
+                last(&axes.tokens),
+                self.prefill_tokens_per_s
+            ),
+            format!(
+                "decode           {:.0} tokens/s alone, {:.0} with {} sequences",
+                self.decode_tokens_per_s,
+                self.decode_tokens_per_s_full,
+                last(&axes.sequences)
+            ),
+            format!("both in one step saves {:.2} ms", self.shared_ns / 1e6),
+            format!("table            {}: kvist simulate --costs {0}", self.table.display()),
+        ]
+        .join("\n")
+            + "\n"
+    }
+}

@@ -1,0 +1,244 @@
+//! Steps of a wanted shape, through the scheduler, the cache and the executor that serve.
+use anyhow::{Context, ensure};
+use kvist_backend::Registry;
+use kvist_cache::{PrefixSpec, Step};
+use kvist_engine::executor::{Choice, Choose, ModelExecutor, PagedConfig};
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::model::Model;
+use kvist_engine::sampler::{Sampler, SamplerConfig};
+use kvist_scheduler::{
+    Admission, Batch, Config, Executor, Outcome, Prompt, Request, RequestId, Scheduler, Turn,
+};
+use kvist_simulator::cost::BatchShape;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// What is served while it is measured.
+#[derive(Clone, Debug)]
+pub struct Served {
+    pub cache: CacheConfig,
+    pub block_tokens: u32,
+    pub max_batch: u32,
+    pub max_batch_tokens: u32,
+    /// The longest sequence.
+    pub context_tokens: u32,
+}
+
+/// Steps that a decoding batch takes beyond those that are wanted, at most: until its last prompt has been read.
+const SLACK: u32 = 64;
+
+pub struct Steps {
+    scheduler: Scheduler,
+    executor: ModelExecutor,
+    served: Served,
+    vocab: u32,
+    started: Instant,
+    next_id: u64,
+    /// Fresh tokens come from streams of their own, of which there is no end.
+    next_stream: u64,
+    decoding: Vec<RequestId>,
+}
+
+/// A step that was run: what it worked on, and how long the whole turn of the scheduler took.
+#[derive(Clone, Copy, Debug)]
+pub struct Ran {
+    pub shape: BatchShape,
+    pub ns: f64,
+}
+
+/// Takes the likeliest token, whatever it is.
+struct Greedy(Sampler);
+
+impl Choose for Greedy {
+    fn choose(&mut self, logits: &mut [f32]) -> Choice {
+        // Logits that cannot be sampled take the time all the same.
+        Choice { token: self.0.sample(logits).unwrap_or(0), finished: false }
+    }
+}
+
+/// The executor, and what it was asked to do.
+struct Noted<'a> {
+    executor: &'a mut ModelExecutor,
+    shape: BatchShape,
+    failed: bool,
+}
+
+impl Executor for Noted<'_> {
+    fn execute(&mut self, now_ns: u64, step: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
+        self.shape = BatchShape::of(&batch);
+        self.executor.execute(now_ns, step, batch, out);
+        self.failed = out.failed;
+    }
+}
+
+impl Served {
+    /// One more than are served, where a step has room for it: the prompt beside a full batch that decodes.
+    fn places(&self) -> u32 {
+        (self.max_batch + 1).min(self.max_batch_tokens)
+    }
+
+    /// Room for the whole batch at the longest context, and for what is computed beside it.
+    pub fn paged(&self) -> anyhow::Result<PagedConfig> {
+        let a_sequence = u64::from(self.context_tokens) + u64::from(SLACK) + 2 * u64::from(self.block_tokens);
+        let cells = a_sequence * u64::from(self.max_batch) + 8 * u64::from(self.max_batch_tokens);
+        let cells = u32::try_from(cells).ok().with_context(|| {
+            format!("{cells} tokens are more than a cache counts: give a smaller --context or --max-batch")
+        })?;
+        let cache = CacheConfig {
+            context_tokens: cells,
+            max_step_tokens: self.max_batch_tokens,
+            max_rows: self.places(),
+            ..self.cache.clone()
+        };
+        Ok(PagedConfig { cache, block_tokens: self.block_tokens, prefix: Some(PrefixSpec::default()) })
+    }
+}
+
+impl Steps {
+    pub fn new(model: &Arc<Model>, registry: &Registry, served: Served) -> anyhow::Result<Steps> {
+        let (cache, executor) = ModelExecutor::new(model, registry, &served.paged()?)?;
+        let config = Config {
+            max_batch: served.places(),
+            max_batch_tokens: served.max_batch_tokens,
+            admission: Admission::Optimistic { headroom_tokens: 0 },
+            ..Config::default()
+        };
+        Ok(Steps {
+            scheduler: Scheduler::new(config, cache, None)?,
+            executor,
+            vocab: model.decoder().config().vocab as u32,
+            served,
+            started: Instant::now(),
+            next_id: 0,
+            next_stream: 1 << 32,
+            decoding: Vec::new(),
+        })
+    }
+
+    /// Let the prefix index know the streams from which measured sequences begin, so that they need not be read again.
+    /// `progress` hears of each.
+    pub fn warm(&mut self, progress: &mut dyn FnMut() -> anyhow::Result<()>) -> anyhow::Result<()> {
+        for stream in 0..u64::from(self.served.max_batch) {
+            self.submit(stream, self.served.context_tokens, 0, 1)?;
+            while self.turn()?.is_some() {}
+            progress()?;
+        }
+        Ok(())
+    }
+
+    /// A step of `tokens` prompt tokens of sequences that have `context` tokens behind it: several short sequences, or
+    /// the end of a long one. `None` if it could not be made so.
+    pub fn prefill(&mut self, tokens: u32, context: u32) -> anyhow::Result<Option<Ran>> {
+        // What other cells left may have pushed the end of the stream out of the index: then the first try reads it anew.
+        for _ in 0..2 {
+            if context > tokens {
+                let block = self.served.block_tokens;
+                let held = (context - tokens + block / 2) / block * block;
+                self.submit(0, held.min(self.served.context_tokens / block * block), tokens, 1)?;
+            } else {
+                let n = (tokens / context.max(1)).clamp(1, self.served.max_batch.min(tokens));
+                for i in 0..n {
+                    let first = u64::from(i) * u64::from(tokens) / u64::from(n);
+                    let end = u64::from(i + 1) * u64::from(tokens) / u64::from(n);
+                    self.submit(0, 0, (end - first) as u32, 1)?;
+                }
+            }
+            let ran = self.turn()?;
+            while self.turn()?.is_some() {}
+            let wanted = (u64::from(tokens), 0);
+            if ran.is_some_and(|ran| (ran.shape.prefill_tokens, ran.shape.decode_sequences) == wanted) {
+                return Ok(ran);
+            }
+        }
+        Ok(None)
+    }
+
+    /// From now on `sequences` decode, each with about `context` tokens, for `steps` steps at least. `false` if they could
+    /// not be brought to it.
+    pub fn begin_decoding(&mut self, sequences: u32, context: u32, steps: u32) -> anyhow::Result<bool> {
+        let before = (context.saturating_sub(steps / 2)).max(1);
+        for stream in 0..sequences {
+            let id = self.submit(stream.into(), before, 0, steps + SLACK)?;
+            self.decoding.push(id);
+        }
+        for _ in 0..SLACK {
+            let Some(ran) = self.turn()? else { return Ok(false) };
+            if ran.shape.prefill_tokens == 0 && ran.shape.decode_sequences == u64::from(sequences) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// A step of those that decode, and beside them a prompt of `tokens` tokens.
+    pub fn decode(&mut self, tokens: u32) -> anyhow::Result<Option<Ran>> {
+        if tokens > 0 {
+            self.submit(0, 0, tokens, 1)?;
+        }
+        let wanted = (u64::from(tokens), self.decoding.len() as u64);
+        let ran = self.turn()?;
+        Ok(ran.filter(|ran| (ran.shape.prefill_tokens, ran.shape.decode_sequences) == wanted))
+    }
+
+    pub fn end_decoding(&mut self) -> anyhow::Result<()> {
+        let now = self.now_ns();
+        for id in std::mem::take(&mut self.decoding) {
+            self.scheduler.cancel(now, id);
+        }
+        while self.turn()?.is_some() {}
+        Ok(())
+    }
+
+    /// A request of the first `known` tokens of a stream, and of `fresh` tokens that nobody has seen.
+    fn submit(&mut self, stream: u64, known: u32, fresh: u32, max_new: u32) -> anyhow::Result<RequestId> {
+        let id = RequestId(self.next_id);
+        self.next_id += 1;
+        self.next_stream += 1;
+        let vocab = self.vocab.max(1);
+        let of = |stream: u64, n: u32| (0..n).map(move |i| token(stream, i, vocab));
+        let prompt: Arc<[u32]> = of(stream, known).chain(of(self.next_stream, fresh)).collect();
+        self.executor.expect(id, Box::new(Greedy(Sampler::new(SamplerConfig::greedy())?)));
+        let now = self.now_ns();
+        let prompt_tokens = known + fresh;
+        let request = Request {
+            prompt: Prompt::SharedTokens(prompt),
+            ..Request::new(id.0, now, prompt_tokens, max_new)
+        };
+        self.scheduler.arrive(now, request)?;
+        Ok(id)
+    }
+
+    /// One turn. `None` if there was nothing to do.
+    fn turn(&mut self) -> anyhow::Result<Option<Ran>> {
+        let now = self.now_ns();
+        let mut noted = Noted { executor: &mut self.executor, shape: BatchShape::default(), failed: false };
+        let started = Instant::now();
+        let turn = self.scheduler.turn(now, &mut noted);
+        let ns = started.elapsed().as_nanos() as f64;
+        let (shape, failed) = (noted.shape, noted.failed);
+        for ended in self.scheduler.drain_ended() {
+            self.executor.forget(ended.id);
+        }
+        if failed {
+            let why = self.executor.take_failure();
+            anyhow::bail!(why.map_or("a step failed".to_owned(), |why| format!("a step failed: {why}")));
+        }
+        ensure!(
+            self.scheduler.counters().preemptions == 0,
+            "a measured request was preempted: the cache is too small, which is an error of this program"
+        );
+        Ok(matches!(turn, Turn::Ran { .. }).then_some(Ran { shape, ns }))
+    }
+
+    fn now_ns(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+}
+
+/// The `i`-th token of a stream (SplitMix64; Steele, Lea and Flood, 2014).
+pub fn token(stream: u64, i: u32, vocab: u32) -> u32 {
+    let mut x = (stream.rotate_left(32) ^ u64::from(i)).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    ((x ^ x >> 31) % u64::from(vocab)) as u32
+}

@@ -1,0 +1,467 @@
+//! `kvist bench predict`: a load that no table was made from, served for real and simulated with the table: how far off is
+//! the simulator?
+//!
+//! Requests with popular prefixes arrive like independent users; the engine of `kvist serve` answers them in this process,
+//! on the clock of the real world, and its users note when their tokens come. The simulator is given the same requests, the
+//! same cache, the same configuration and the table. Then the steps that were really run are priced with the table, one
+//! by one: what is off there is the table, and what is off beyond is how steps came about.
+use crate::commands::bench::calibrate::steps::token;
+use crate::commands::simulate::{costs, replay};
+use crate::options::*;
+use crate::{interrupt, json, output, progress};
+use anyhow::{Context, ensure};
+use clap::ValueHint;
+use kvist_backend::Storage;
+use kvist_cache::PrefixSpec;
+use kvist_engine::executor::PagedConfig;
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::sampler::SamplerConfig;
+use kvist_scheduler::{Admission, Config};
+use kvist_server::{Engine, EngineConfig, Event, Finish, Generation, Job, State, Watch};
+use kvist_simulator::cost::{MeasuredTable, StepCost};
+use kvist_simulator::report::RequestRow;
+use kvist_simulator::request::{PromptContent, Request};
+use kvist_simulator::run::{self, Options, Run};
+use kvist_simulator::trace;
+use kvist_simulator::workload::{Arrivals, Contents, Lengths, Prefixes, Workload};
+use serde::Serialize;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// The table that `kvist bench calibrate` wrote of this model on this machine
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    costs: PathBuf,
+    #[command(flatten)]
+    model: ModelArgs,
+    /// How long requests arrive
+    #[arg(long, default_value_t = 60.0, value_name = "SECONDS", allow_negative_numbers = true)]
+    seconds: f64,
+    /// Part of the time that the machine shall be busy: requests arrive as often as the simulator finds it to be
+    #[arg(long, default_value_t = 0.7, value_name = "SHARE", allow_negative_numbers = true)]
+    busy: f64,
+    /// Of the load
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    seed: u64,
+    /// Tokens that the cache holds
+    #[arg(long, default_value_t = 8192, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1024..))]
+    context: u32,
+    /// Write the requests as a trace
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    trace: Option<PathBuf>,
+    /// Write what the engine heard and decided: a recording for `kvist simulate replay`
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    record: Option<PathBuf>,
+    /// One JSON document
+    #[arg(long)]
+    json: bool,
+}
+
+/// Tokens of a shared prefix, and how many there are.
+const PREFIX_TOKENS: u32 = 128;
+const N_PREFIXES: u32 = 12;
+/// Means of a prompt behind its prefix, and of an answer.
+const PROMPT_TOKENS: u32 = 64;
+const OUTPUT_TOKENS: u32 = 48;
+
+/// `kvist bench predict --json`
+#[derive(Serialize)]
+struct Prediction {
+    version: u32,
+    table: String,
+    load: String,
+    requests: usize,
+    /// Tokens of the cache.
+    cache_tokens: u32,
+    scheduler: Config,
+    /// Runnable threads of the whole machine, mean of a minute: before and after.
+    load_average: [Option<f64>; 2],
+    figures: Vec<Figure>,
+    /// What was served, decided anew, and its steps as the table prices them.
+    replayed: replay::Summary,
+}
+
+#[derive(Serialize)]
+struct Figure {
+    figure: &'static str,
+    unit: &'static str,
+    served: f64,
+    simulated: f64,
+}
+
+impl Figure {
+    /// Simulated over served, less one; `None` of nothing.
+    fn error(&self) -> Option<f64> {
+        (self.served != 0.0).then(|| self.simulated / self.served - 1.0)
+    }
+}
+
+/// A figure's name, its unit and its value.
+type Named = (&'static str, &'static str, f64);
+
+/// What users and scheduler saw.
+#[derive(Default)]
+struct Figures {
+    ttft_s: Vec<f64>,
+    tpot_s: Vec<f64>,
+    busy_s: f64,
+    duration_s: f64,
+    steps: f64,
+    hit_tokens: f64,
+    preemptions: f64,
+}
+
+impl Figures {
+    fn simulated(run: &Run) -> Figures {
+        let record = &run.record;
+        let seconds = |ns: u64| ns as f64 / 1e9;
+        let rows = &record.requests;
+        let ttft = |row: &RequestRow| Some(seconds(row.first_token_ns?.saturating_sub(row.arrival_ns)));
+        let tpot = |row: &RequestRow| {
+            let written = row.output_tokens.checked_sub(1).filter(|n| *n > 0)?;
+            Some(seconds(row.finished_ns?.saturating_sub(row.first_token_ns?)) / f64::from(written))
+        };
+        let last = rows.iter().filter_map(|row| row.finished_ns).max().unwrap_or(0);
+        Figures {
+            ttft_s: rows.iter().filter_map(ttft).collect(),
+            tpot_s: rows.iter().filter_map(tpot).collect(),
+            busy_s: seconds(record.steps.busy_ns),
+            duration_s: seconds(last),
+            steps: record.steps.steps as f64,
+            hit_tokens: run.counters.hit_tokens as f64,
+            preemptions: record.steps.preemptions as f64,
+        }
+    }
+
+    fn named(mut self) -> Vec<Named> {
+        let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len().max(1) as f64;
+        let at = |values: &mut Vec<f64>, share: f64| {
+            values.sort_by(f64::total_cmp);
+            let i = ((values.len() as f64 * share).ceil() as usize).clamp(1, values.len().max(1)) - 1;
+            values.get(i).copied().unwrap_or(0.0) * 1e3
+        };
+        vec![
+            ("TTFT mean", "ms", mean(&self.ttft_s) * 1e3),
+            ("TPOT mean", "ms", mean(&self.tpot_s) * 1e3),
+            ("TTFT p50", "ms", at(&mut self.ttft_s, 0.5)),
+            ("TTFT p90", "ms", at(&mut self.ttft_s, 0.9)),
+            ("TPOT p50", "ms", at(&mut self.tpot_s, 0.5)),
+            ("TPOT p90", "ms", at(&mut self.tpot_s, 0.9)),
+            ("busy", "%", self.busy_s / self.duration_s * 100.0),
+            ("steps", "", self.steps),
+            ("tokens found", "", self.hit_tokens),
+            ("preemptions", "", self.preemptions),
+        ]
+    }
+}
+
+pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
+    if !(args.seconds > 0.0 && args.seconds.is_finite()) {
+        return Err(wrong_usage(format!("--seconds {}: a time is finite and above 0", args.seconds)));
+    }
+    if !(args.busy > 0.0 && args.busy < 1.0) {
+        return Err(wrong_usage(format!("--busy {}: it is a share, above 0 and below 1", args.busy)));
+    }
+    let table = costs::table(&args.costs)?;
+    let config = served(&args, &table)?;
+    let compute = args.model.compute.get()?;
+    let model = args.model.load(args.model.open()?, &args.model.budget(), quiet)?;
+    let called = format!("{}, K {} and V {}", model.name(), config.paged.cache.k, config.paged.cache.v);
+    ensure!(
+        table.model() == called,
+        "{} was measured with {}, and this is {called}: give the same --model, or calibrate with this one",
+        args.costs.display(),
+        table.model()
+    );
+    let threads = table.setting().map_or(0, |setting| setting.threads);
+    ensure!(
+        threads == 0 || threads == compute.threads.n(),
+        "{} was measured with {threads} threads, and {} compute here: give --threads {threads}",
+        args.costs.display(),
+        compute.threads.n()
+    );
+    interrupt::listen();
+
+    let vocab = model.decoder().config().vocab as u32;
+    let longest = table.range().context_tokens as u32;
+    let simulate = |requests: &[Request]| -> anyhow::Result<Run> {
+        let options = Options { scheduler: config.scheduler.clone(), ..Options::default() };
+        let cache = config.paged.cache(model.decoder().config())?;
+        Ok(run::run(requests, cache, &table, &options, None, &mut |_| ())?)
+    };
+    // The busier the more often they arrive: halve the interval of rates until it is narrow.
+    let busy = |requests: &[Request]| -> anyhow::Result<f64> {
+        let figures = Figures::simulated(&simulate(requests)?);
+        Ok(figures.busy_s / figures.duration_s)
+    };
+    let draw = |per_s: f64| load(per_s, args.seconds, args.seed, longest, vocab);
+    let (mut low, mut high) = (0.01f64, 10_000.0f64);
+    for _ in 0..24 {
+        let middle = (low * high).sqrt();
+        // What cannot be drawn within reason is too much.
+        let too_busy = middle * args.seconds > 1e5 || busy(&draw(middle)?)? > args.busy;
+        if too_busy { high = middle } else { low = middle }
+    }
+    let requests = draw(low)?;
+    ensure!(
+        requests.len() >= 20,
+        "{} requests in {} s keep this machine busy for that part of the time, which is too few for a mean: give more \
+         --seconds, or a smaller model",
+        requests.len(),
+        args.seconds
+    );
+    if let Some(file) = &args.trace {
+        let mut text = Vec::new();
+        trace::write(&mut text, &requests).context("cannot write the trace")?;
+        output::write_file(file, &text)?;
+    }
+
+    let before = load_average();
+    let recording = Recording::default();
+    let scheduler = config.scheduler.clone();
+    let cache_tokens = config.paged.cache.context_tokens;
+    let simulated = Figures::simulated(&simulate(&requests)?);
+    let engine = EngineConfig { watchers: vec![Box::new(recording.clone())], ..config };
+    let engine = Engine::start(model.clone(), &registry(&compute), engine)?;
+    let users = serve(&engine, &requests, quiet)?;
+    let stats = engine.stats();
+    drop(engine);
+    let load_average = [before, load_average()];
+    let recording = recording.text();
+    if let Some(file) = &args.record {
+        output::write_file(file, recording.as_bytes())?;
+    }
+    let replayed = replay::check("the recording", &recording, &table)?;
+    let served = Figures {
+        ttft_s: users.iter().map(|user| user.first_s - user.arrival_s).collect(),
+        tpot_s: users.iter().filter_map(User::tpot_s).collect(),
+        busy_s: stats.busy_ns as f64 / 1e9,
+        duration_s: users.iter().map(|user| user.last_s).fold(0.0, f64::max),
+        steps: stats.counters.steps as f64,
+        hit_tokens: stats.counters.hit_tokens as f64,
+        preemptions: stats.counters.preemptions as f64,
+    };
+    let pairs = served.named().into_iter().zip(simulated.named());
+    let figure = |(a, b): (Named, Named)| Figure { figure: a.0, unit: a.1, served: a.2, simulated: b.2 };
+    let prediction = Prediction {
+        version: json::VERSION,
+        table: table.name(),
+        load: format!(
+            "{low:.2} requests/s (Poisson) for {} s, seed {}: one of {N_PREFIXES} prefixes of {PREFIX_TOKENS} tokens and a \
+             prompt of its own ({PROMPT_TOKENS} on average, lognormal); answers of {OUTPUT_TOKENS} on average, lognormal",
+            args.seconds, args.seed
+        ),
+        requests: requests.len(),
+        cache_tokens,
+        scheduler,
+        load_average,
+        figures: pairs.map(figure).collect(),
+        replayed,
+    };
+    if args.json { output::show_json(&prediction) } else { output::show(&prediction.text()) }
+}
+
+/// What is served, and simulated: as the table was measured.
+fn served(args: &Args, table: &MeasuredTable) -> anyhow::Result<EngineConfig> {
+    let file = args.costs.display();
+    let setting = table.setting();
+    let setting =
+        setting.with_context(|| format!("{file} does not say under what it was measured: calibrate"))?;
+    let storage = |text: &str| -> anyhow::Result<Storage> {
+        text.parse().map_err(|e| anyhow::anyhow!("{file}: `{text}` is no storage of K and V: {e}"))
+    };
+    let cache = CacheConfig {
+        kind: "paged".into(),
+        k: storage(&setting.k)?,
+        v: storage(&setting.v)?,
+        ..CacheConfig::new(args.context)
+    };
+    let range = table.range();
+    let scheduler = Config {
+        max_batch: range.sequences as u32,
+        max_batch_tokens: range.prefill_tokens as u32,
+        admission: Admission::Optimistic { headroom_tokens: 128 },
+        ..Config::default()
+    };
+    let prefix = Some(PrefixSpec::default());
+    let mut config = EngineConfig {
+        paged: PagedConfig { cache, block_tokens: setting.block_tokens, prefix },
+        scheduler,
+        max_queue: 100_000,
+        record: true,
+        watchers: Vec::new(),
+    };
+    config.fit();
+    Ok(config)
+}
+
+/// Requests of `seconds` seconds, of token ids below `vocab`, each of `longest` tokens at most.
+fn load(per_s: f64, seconds: f64, seed: u64, longest: u32, vocab: u32) -> anyhow::Result<Vec<Request>> {
+    let prefixes = Prefixes {
+        n_prefixes: N_PREFIXES,
+        exponent: 1.0,
+        prefix_tokens: PREFIX_TOKENS,
+        own_prompt: true,
+        tokens_per_id: 16,
+    };
+    let lognormal = |mean: u32| Lengths::Lognormal { mean: f64::from(mean), variation: 1.0 };
+    let workload = Workload {
+        n_requests: ((per_s * seconds).ceil() as usize).max(1),
+        arrivals: Arrivals::Poisson { per_s },
+        prompt_tokens: lognormal(PROMPT_TOKENS),
+        output_tokens: lognormal(OUTPUT_TOKENS),
+        contents: Contents::Prefixes(prefixes),
+    };
+    let mut requests = workload.generate(seed)?;
+    for request in &mut requests {
+        // An opaque id becomes the same tokens wherever it stands.
+        let PromptContent::Ids { ids, tokens_per_id, .. } = &request.content else { continue };
+        request.output_tokens = request.output_tokens.min(longest / 2);
+        request.prompt_tokens = request.prompt_tokens.min(longest - request.output_tokens);
+        let n = request.prompt_tokens as usize;
+        let tokens = ids.iter().flat_map(|id| (0..*tokens_per_id).map(move |i| token(*id, i, vocab)));
+        request.content = PromptContent::Tokens(tokens.take(n).collect());
+    }
+    Ok(requests)
+}
+
+/// When a user asked, and when tokens came; seconds since the beginning.
+struct User {
+    arrival_s: f64,
+    first_s: f64,
+    last_s: f64,
+    n: u32,
+}
+
+impl User {
+    fn tpot_s(&self) -> Option<f64> {
+        (self.n > 1).then(|| (self.last_s - self.first_s) / f64::from(self.n - 1))
+    }
+
+    /// What one hears until the end.
+    async fn listen(mut generation: Generation, began: Instant, arrival_s: f64) -> anyhow::Result<User> {
+        let mut user = User { arrival_s, first_s: 0.0, last_s: 0.0, n: 0 };
+        loop {
+            match generation.next().await {
+                Some(Event::Admitted { .. }) => {}
+                Some(Event::Token(_)) => {
+                    user.last_s = began.elapsed().as_secs_f64();
+                    if user.n == 0 {
+                        user.first_s = user.last_s;
+                    }
+                    user.n += 1;
+                }
+                Some(Event::Done(done)) if done.finish == Finish::Length => return Ok(user),
+                Some(other) => anyhow::bail!("a request ended in another way than it should: {other:?}"),
+                None => anyhow::bail!("the engine has died"),
+            }
+        }
+    }
+}
+
+/// All requests at their times; those that are waited for are waited for to their ends.
+fn serve(engine: &Engine, requests: &[Request], quiet: bool) -> anyhow::Result<Vec<User>> {
+    // One thread: it only waits, and the cores are the engine's.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.context("cannot start a thread for users")?;
+    let bar = progress::bar("serving", requests.len() as u64, quiet);
+    runtime.block_on(async {
+        // The first step grows and warms what it uses.
+        let (first, began) = (job(&[1], 2, "warm"), Instant::now());
+        User::listen(engine.submit(first)?, began, 0.0).await?;
+        let began = Instant::now();
+        let mut users = tokio::task::JoinSet::new();
+        for request in requests {
+            let PromptContent::Tokens(tokens) = &request.content else { continue };
+            let arrival = Duration::from_nanos(request.arrival_ns);
+            tokio::time::sleep(arrival.saturating_sub(began.elapsed())).await;
+            ensure!(!interrupt::interrupted(), "interrupted; nothing is reported of an unfinished run");
+            let generation = engine.submit(job(tokens, request.output_tokens, request.salt()))?;
+            // From when it should have come: that the users' thread was late is part of what they wait.
+            users.spawn(User::listen(generation, began, arrival.as_secs_f64()));
+            bar.inc(1);
+        }
+        let mut heard = Vec::new();
+        while let Some(user) = users.join_next().await {
+            heard.push(user??);
+        }
+        bar.finish_and_clear();
+        Ok(heard)
+    })
+}
+
+fn job(prompt: &[u32], max_new: u32, salt: &str) -> Job {
+    Job {
+        prompt: prompt.into(),
+        written: Vec::new(),
+        max_new,
+        sampling: SamplerConfig::greedy(),
+        logit_bias: Vec::new(),
+        stop: Vec::new(),
+        ignore_eos: true,
+        logprobs: None,
+        constraint: None,
+        salt: salt.into(),
+        priority: 0,
+        deadline: None,
+        explain: false,
+    }
+}
+
+/// What the engine heard and decided, in the order of a recording.
+#[derive(Clone, Default)]
+struct Recording(Arc<Mutex<String>>);
+
+impl Recording {
+    fn text(&self) -> String {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(|broken| broken.into_inner()))
+    }
+}
+
+impl Watch for Recording {
+    fn turn(&mut self, _: u64, _: u64, state: &mut State) {
+        let mut text = self.0.lock().unwrap_or_else(|broken| broken.into_inner());
+        *text += &state.scheduler.events().take();
+        *text += &state.scheduler.decisions().take();
+    }
+}
+
+/// Runnable threads of the whole machine over the last minute, where the system says.
+fn load_average() -> Option<f64> {
+    std::fs::read_to_string("/proc/loadavg").ok()?.split_whitespace().next()?.parse().ok()
+}
+
+impl Prediction {
+    fn text(&self) -> String {
+        let load = |load: Option<f64>| load.map_or("unknown".to_owned(), |load| format!("{load:.2}"));
+        let mut text = format!(
+            "{}\n{}\n{} requests; a cache of {} tokens; up to {} sequences and {} tokens a step; load average {} before, \
+             {} after\n\n",
+            self.table,
+            self.load,
+            self.requests,
+            self.cache_tokens,
+            self.scheduler.max_batch,
+            self.scheduler.max_batch_tokens,
+            load(self.load_average[0]),
+            load(self.load_average[1]),
+        );
+        text += "| | served | simulated | error |\n|---|--:|--:|--:|\n";
+        for row in &self.figures {
+            let error = row.error().map_or(String::new(), |error| format!("{:+.1}%", error * 100.0));
+            let number = |x: f64| match row.unit {
+                "" => format!("{x:.0}"),
+                unit => format!("{x:.2} {unit}"),
+            };
+            text += &format!(
+                "| {} | {} | {} | {error} |\n",
+                row.figure,
+                number(row.served),
+                number(row.simulated)
+            );
+        }
+        text + "\nWhat was served, replayed:\n" + &self.replayed.text()
+    }
+}

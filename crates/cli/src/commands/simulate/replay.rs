@@ -1,0 +1,364 @@
+//! `kvist simulate replay`: the events of a recording through the scheduler and the bookkeeping once more, over a cache
+//! that is made as the log's header says. The decisions must be the recorded ones, to the byte.
+//!
+//! Tokens and times are those of the recording: nothing is executed, and nothing is drawn. It reads a line at a time and
+//! keeps no more than the decisions of a turn.
+use super::costs;
+use crate::{json, output};
+use anyhow::{Context, bail};
+use clap::ValueHint;
+use kvist_scheduler::{LengthSource, Replay, Turned};
+use kvist_simulator::cost::{BatchShape, MeasuredTable, StepCost};
+use serde::de::IgnoredAny;
+use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Lines};
+use std::path::{Path, PathBuf};
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// A recording (--record) of the simulator or of the server, or a scheduler's event log
+    #[arg(value_name = "FILE", value_hint = ValueHint::FilePath)]
+    recording: PathBuf,
+    /// Compare with the decision log of this file; without it, with the decisions in the recording
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    decisions: Option<PathBuf>,
+    /// Write the decision log that the replay gives
+    #[arg(short, long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    output: Option<PathBuf>,
+    /// What a measured table makes of the recorded steps, beside what they took (docs/traces.md)
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    costs: Option<PathBuf>,
+    /// One JSON document
+    #[arg(long)]
+    json: bool,
+}
+
+/// Which line of a recording this is. Lines that are none of them are about something else.
+#[derive(Deserialize)]
+struct Keys {
+    format: Option<String>,
+    n: Option<IgnoredAny>,
+    step: Option<IgnoredAny>,
+    blocks: Option<IgnoredAny>,
+    config: Option<Lengths>,
+}
+
+#[derive(Deserialize)]
+struct Lengths {
+    lengths: LengthSource,
+}
+
+/// `kvist simulate replay --json`
+#[derive(Serialize, Default)]
+pub struct Summary {
+    version: u32,
+    recording: String,
+    events: u64,
+    /// Turns that ran something.
+    steps: u64,
+    decisions: u64,
+    /// Decisions that the recording has too, to the byte; a difference is an error. 0: there was nothing to compare with.
+    compared: u64,
+    /// Mean time between the end of a step and the beginning of one that follows at once.
+    between_steps_ms: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    costs: Option<Foretold>,
+}
+
+/// What a table makes of recorded steps.
+#[derive(Serialize, Default)]
+pub struct Foretold {
+    table: String,
+    prefill: Sum,
+    decode: Sum,
+    mixed: Sum,
+    all: Sum,
+    /// Steps beyond what was measured.
+    outside: u64,
+}
+
+#[derive(Serialize, Default)]
+struct Sum {
+    steps: u64,
+    recorded_s: f64,
+    foretold_s: f64,
+    /// Foretold over recorded, less one.
+    error: f64,
+    /// Sum of what single steps are off, over the recorded time.
+    error_of_steps: f64,
+    #[serde(skip)]
+    off_s: f64,
+}
+
+impl Sum {
+    fn add(&mut self, recorded_ns: u64, foretold_ns: u64) {
+        let (recorded, foretold) = (recorded_ns as f64 / 1e9, foretold_ns as f64 / 1e9);
+        self.steps += 1;
+        self.recorded_s += recorded;
+        self.foretold_s += foretold;
+        self.off_s += (foretold - recorded).abs();
+        if self.recorded_s > 0.0 {
+            self.error = self.foretold_s / self.recorded_s - 1.0;
+            self.error_of_steps = self.off_s / self.recorded_s;
+        }
+    }
+}
+
+impl Foretold {
+    fn add(&mut self, table: &MeasuredTable, turned: &Turned<'_>) {
+        if turned.batch.steps != 1 || turned.outcome.failed {
+            return; // runs of steps are of a simulation, which knows their cost
+        }
+        let shape = BatchShape::of(&turned.batch);
+        let (recorded, foretold) = (turned.outcome.elapsed_ns, table.step_ns(&shape));
+        let sum = match (shape.prefill_tokens, shape.decode_sequences) {
+            (_, 0) => &mut self.prefill,
+            (0, _) => &mut self.decode,
+            _ => &mut self.mixed,
+        };
+        sum.add(recorded, foretold);
+        self.all.add(recorded, foretold);
+        self.outside += u64::from(!table.covers(&shape));
+    }
+}
+
+/// Where the recorded decisions come from.
+enum Recorded {
+    /// They stand in the recording, behind the events they follow from.
+    Between,
+    Apart {
+        file: PathBuf,
+        lines: Lines<BufReader<File>>,
+        line: usize,
+    },
+}
+
+struct Compared {
+    recorded: Recorded,
+    /// Decided here, and not yet found in the recording.
+    due: VecDeque<String>,
+    any: bool,
+    n: u64,
+}
+
+impl Compared {
+    /// The next recorded decision, from `line` of `file`.
+    fn next(&mut self, file: &Path, line: usize, recorded: &str) -> anyhow::Result<()> {
+        self.any = true;
+        self.n += 1;
+        match self.due.pop_front() {
+            Some(here) if here == recorded => Ok(()),
+            here => bail!(
+                "{}, line {line}: the replay decides otherwise\n  recorded {recorded}\n  replayed {}",
+                file.display(),
+                here.as_deref().unwrap_or("nothing more")
+            ),
+        }
+    }
+
+    /// Decisions of a turn.
+    fn decided(&mut self, lines: &str) -> anyhow::Result<()> {
+        self.due.extend(lines.lines().map(str::to_owned));
+        while let Recorded::Apart { file, lines, line } = &mut self.recorded {
+            if self.due.is_empty() {
+                break;
+            }
+            let Some(text) = lines.next().transpose().with_context(|| cannot_read(file))? else {
+                bail!("{} ends behind line {line}, and the replay goes on: {}", file.display(), self.due[0])
+            };
+            *line += 1;
+            let (file, line) = (file.clone(), *line);
+            self.next(&file, line, &text)?;
+        }
+        Ok(())
+    }
+
+    /// Nothing more is decided.
+    fn end(&mut self) -> anyhow::Result<()> {
+        if let Recorded::Apart { file, lines, line } = &mut self.recorded {
+            if let Some(more) = lines.next().transpose().with_context(|| cannot_read(file))? {
+                bail!("{}, line {}: recorded and not replayed: {more}", file.display(), *line + 1)
+            }
+            return Ok(());
+        }
+        match self.due.front().filter(|_| self.any) {
+            Some(more) => bail!("the recording ends, and the replay has more: {more}"),
+            None => Ok(()),
+        }
+    }
+}
+
+fn cannot_read(file: &Path) -> String {
+    format!("cannot read {}", file.display())
+}
+
+fn open(file: &Path) -> anyhow::Result<Lines<BufReader<File>>> {
+    Ok(BufReader::new(File::open(file).with_context(|| cannot_read(file))?).lines())
+}
+
+pub fn run(args: Args, _quiet: bool) -> anyhow::Result<()> {
+    let table = args.costs.as_deref().map(costs::table).transpose()?;
+    let recorded = match &args.decisions {
+        None => Recorded::Between,
+        Some(file) => Recorded::Apart { file: file.clone(), lines: open(file)?, line: 0 },
+    };
+    let mut out = args.output.as_deref().map(output::FileInParts::create).transpose()?;
+    let mut decided = |lines: &str| out.as_mut().map_or(Ok(()), |out| out.write(lines.as_bytes()));
+    let lines = open(&args.recording)?;
+    let summary = follow(&args.recording, lines, recorded, table.as_ref(), &mut decided)?;
+    if let Some(out) = out {
+        out.finish()?;
+    }
+    if args.json { output::show_json(&summary) } else { output::show(&summary.text()) }
+}
+
+/// A recording in memory, which holds the decisions too.
+pub fn check(name: &str, recording: &str, table: &MeasuredTable) -> anyhow::Result<Summary> {
+    let lines = recording.lines().map(|line| Ok(line.to_owned()));
+    follow(Path::new(name), lines, Recorded::Between, Some(table), &mut |_| Ok(()))
+}
+
+/// Replay the events among `lines` of `file`, and compare what is `decided` with what is `recorded`.
+fn follow(
+    file: &Path,
+    lines: impl Iterator<Item = std::io::Result<String>>,
+    recorded: Recorded,
+    table: Option<&MeasuredTable>,
+    decided: &mut dyn FnMut(&str) -> anyhow::Result<()>,
+) -> anyhow::Result<Summary> {
+    let name = file.display().to_string();
+    let mut foretold = table.map(|table| Foretold { table: table.name(), ..Foretold::default() });
+    let mut compared = Compared { recorded, due: VecDeque::new(), any: false, n: 0 };
+    let mut summary = Summary { version: json::VERSION, recording: name.clone(), ..Summary::default() };
+    let mut replay: Option<Replay> = None;
+    let mut gaps = Gaps::default();
+    for (i, text) in lines.enumerate() {
+        let (text, line) = (text.with_context(|| cannot_read(file))?, i + 1);
+        let at = || format!("{name}, line {line}");
+        let keys: Keys =
+            serde_json::from_str(&text).with_context(|| format!("{}: no line of a recording", at()))?;
+        match (&mut replay, keys.format.as_deref()) {
+            (_, Some("kvist-recording")) => continue,
+            (None, Some("kvist-decisions")) => bail!(
+                "{}: decisions without the events that they follow from: give the event log, and these with --decisions",
+                at()
+            ),
+            (None, _) => {
+                if keys.config.is_some_and(|config| config.lengths == LengthSource::Oracle) {
+                    bail!(
+                        "{}: it was recorded with --lengths oracle, and no log holds the truth that the oracle knew",
+                        at()
+                    )
+                }
+                replay = Some(Replay::begin(&text, None, None).with_context(at)?);
+            }
+            (Some(_), Some("kvist-events")) => {
+                bail!("{}: a second event log begins; give them one by one", at())
+            }
+            (Some(replay), None) if keys.n.is_some() => {
+                let mut ran = |turned: Turned<'_>| {
+                    gaps.turn(turned.now_ns, turned.outcome.elapsed_ns);
+                    summary.steps += u64::from(turned.batch.steps);
+                    if let (Some(foretold), Some(table)) = (&mut foretold, table) {
+                        foretold.add(table, &turned);
+                    }
+                };
+                replay.event(&text, Some(&mut ran)).with_context(at)?;
+                gaps.goes_on(replay.scheduler().n_running() > 0);
+                summary.events += 1;
+            }
+            (Some(_), _) => {
+                let decision = keys.format.is_some() || (keys.step.is_some() && keys.blocks.is_none());
+                if decision && matches!(compared.recorded, Recorded::Between) {
+                    compared.next(file, line, &text)?;
+                }
+            }
+        }
+        let Some(replay) = &mut replay else { continue };
+        let lines = replay.decisions();
+        summary.decisions += lines.lines().count() as u64;
+        decided(&lines)?;
+        compared.decided(&lines)?;
+    }
+    if replay.is_none() {
+        bail!(
+            "{name} holds no event log: give a recording (--record), or a log that begins with kvist-events"
+        );
+    }
+    compared.end()?;
+    // The first line of the log is none.
+    summary.decisions = summary.decisions.saturating_sub(1);
+    summary.compared = compared.n.saturating_sub(1);
+    summary.between_steps_ms = gaps.mean_ms();
+    summary.costs = foretold;
+    Ok(summary)
+}
+
+/// Times between steps that follow each other at once.
+#[derive(Default)]
+struct Gaps {
+    /// When the last step ended, if another is to follow.
+    ended_ns: Option<u64>,
+    goes_on: bool,
+    n: u64,
+    sum_ns: u64,
+}
+
+impl Gaps {
+    fn turn(&mut self, now_ns: u64, elapsed_ns: u64) {
+        if let Some(ended_ns) = self.ended_ns.filter(|_| self.goes_on) {
+            self.n += 1;
+            self.sum_ns += now_ns.saturating_sub(ended_ns);
+        }
+        self.ended_ns = Some(now_ns.saturating_add(elapsed_ns));
+    }
+    fn goes_on(&mut self, goes_on: bool) {
+        self.goes_on = goes_on;
+    }
+    fn mean_ms(&self) -> f64 {
+        self.sum_ns as f64 / self.n.max(1) as f64 / 1e6
+    }
+}
+
+impl Summary {
+    pub fn text(&self) -> String {
+        let same = match self.compared {
+            0 => "nothing to compare with",
+            _ => "identical",
+        };
+        // Virtual time passes in steps alone.
+        let between = match self.between_steps_ms {
+            0.0 => String::new(),
+            ms => format!(", {ms:.3} ms between them"),
+        };
+        let mut text = format!(
+            "events           {}, {} steps{between}\ndecisions        {}, {same}\n",
+            self.events, self.steps, self.decisions
+        );
+        let Some(costs) = &self.costs else { return text };
+        text += &format!("\n{}\n\n", costs.table);
+        text += "                    steps   recorded   foretold    in sum   per step\n";
+        for (name, sum) in [
+            ("prefill", &costs.prefill),
+            ("decode", &costs.decode),
+            ("mixed", &costs.mixed),
+            ("all", &costs.all),
+        ] {
+            text += &format!(
+                "{name:<16} {:>8} {:>8.3} s {:>8.3} s {:>+8.1}% {:>9.1}%\n",
+                sum.steps,
+                sum.recorded_s,
+                sum.foretold_s,
+                sum.error * 100.0,
+                sum.error_of_steps * 100.0
+            );
+        }
+        if costs.outside > 0 {
+            text +=
+                &format!("{} steps lie outside what was measured: there times are guesses\n", costs.outside);
+        }
+        text
+    }
+}

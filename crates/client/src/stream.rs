@@ -1,0 +1,100 @@
+//! Server-sent events, as they come.
+use crate::{Chunk, Error, Usage, refused};
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Read};
+
+/// An answer on its way. Dropping it closes the connection, which ends the generation.
+pub struct Stream {
+    lines: BufReader<Box<dyn Read + Send>>,
+    over: bool,
+}
+
+impl Stream {
+    pub(crate) fn new(body: impl Read + Send + 'static) -> Self {
+        Stream { lines: BufReader::new(Box::new(body)), over: false }
+    }
+
+    /// The whole text, and the usage.
+    pub fn text(self) -> Result<(String, Usage), Error> {
+        let (mut text, mut usage) = (String::new(), Usage::default());
+        for chunk in self {
+            let chunk = chunk?;
+            text += &chunk.text;
+            usage = chunk.usage.unwrap_or(usage);
+        }
+        Ok((text, usage))
+    }
+
+    fn read(&mut self) -> Result<Option<Chunk>, Error> {
+        loop {
+            let mut line = String::new();
+            if self.lines.read_line(&mut line)? == 0 {
+                let early = std::io::Error::new(std::io::ErrorKind::UnexpectedEof, "no [DONE]");
+                return Err(early.into());
+            }
+            // Comments and blank lines keep the connection alive and part events.
+            let Some(data) = line.trim_end().strip_prefix("data:") else { continue };
+            let data = data.trim_start();
+            if data == "[DONE]" {
+                return Ok(None);
+            }
+            let event: Value = serde_json::from_str(data)?;
+            if let Some(error) = refused(0, &event, None) {
+                return Err(error);
+            }
+            let choice = &event["choices"][0];
+            let text = choice["text"].as_str().or(choice["delta"]["content"].as_str());
+            return Ok(Some(Chunk {
+                text: text.unwrap_or_default().into(),
+                finish_reason: choice["finish_reason"].as_str().map(str::to_string),
+                usage: event.get("usage").filter(|usage| !usage.is_null()).map(Usage::of),
+            }));
+        }
+    }
+}
+
+impl Iterator for Stream {
+    type Item = Result<Chunk, Error>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.over {
+            return None;
+        }
+        let read = self.read().transpose();
+        self.over = !matches!(read, Some(Ok(_)));
+        read
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(text: &'static str) -> Vec<Result<Chunk, Error>> {
+        Stream::new(text.as_bytes()).collect()
+    }
+
+    #[test]
+    fn events_of_both_endpoints_and_errors() {
+        let chunks = of(concat!(
+            ": alive\n\n",
+            "data: {\"choices\":[{\"text\":\"a\",\"finish_reason\":null}]}\r\n\r\n",
+            "data:{\"choices\":[{\"delta\":{\"content\":\"b\"},\"finish_reason\":\"stop\"}],\"usage\":null}\n\n",
+            "data: {\"choices\":[],\"usage\":{\"prompt_tokens\":3,\"completion_tokens\":2}}\n\n",
+            "data: [DONE]\n\n"
+        ));
+        let chunks: Vec<Chunk> = chunks.into_iter().map(Result::unwrap).collect();
+        assert_eq!(chunks.iter().map(|c| c.text.as_str()).collect::<String>(), "ab");
+        assert_eq!(chunks[1].finish_reason.as_deref(), Some("stop"));
+        let usage = Usage { prompt_tokens: 3, completion_tokens: 2, cached_tokens: 0 };
+        assert_eq!(chunks[2].usage, Some(usage));
+
+        let mut told =
+            of("data: {\"error\":{\"message\":\"m\",\"code\":\"shutting_down\"}}\n\ndata: [DONE]\n\n");
+        assert_eq!(told.len(), 1, "nothing comes behind an error");
+        assert!(matches!(told.remove(0), Err(Error::Api { code, .. }) if code == "shutting_down"));
+        for cut in ["", "data: {\"choices\":[{\"text\":\"a\"}]}\n\n", "data: {\"choi"] {
+            assert!(of(cut).pop().unwrap().is_err(), "{cut:?}");
+        }
+    }
+}

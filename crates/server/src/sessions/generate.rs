@@ -1,0 +1,220 @@
+//! `POST /v1/sessions/{id}/generate`: the session goes on, and what comes is part of it.
+//!
+//! Written as chat completions are where the session is made of messages, and as completions otherwise; `session` says
+//! which one it is.
+use super::fields::GenerateFields;
+use super::history::History;
+use super::store::Claim;
+use super::verbs::moment;
+use crate::app::App;
+use crate::auth::Caller;
+use crate::error::ApiError;
+use crate::http::{blocking, json_body};
+use crate::job::{Done, Finish, Token};
+use crate::openai::chat::{PLAIN_STOP, Turn};
+use crate::openai::completions::Text;
+use crate::openai::generation::{Answers, Order, Record};
+use crate::openai::request::{Common, check, check_together, read};
+use crate::openai::stream::{self, Shape};
+use crate::structured::ResponseFormat;
+use axum::Extension;
+use axum::extract::{Path, Request, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use serde_json::Value;
+use std::sync::Arc;
+use std::time::Instant;
+
+pub(crate) async fn generate(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let body = json_body(&app, request).await?;
+    let (mut order, run, common) = blocking({
+        let app = app.clone();
+        move || prepare(&app, &caller, &id, body)
+    })
+    .await?;
+    let (prompt, deadline) = (order.prompts[0].clone(), order.deadline);
+    run.wait(&prompt, deadline).await?;
+    let session = run.claim.id.to_string();
+    let chats = run.chats;
+    order.record = Some(Box::new(run));
+    let (logprobs, id) = (order.logprobs.is_some(), order.id.clone());
+    let text = Text::new(&app, &order, Vec::new());
+    let answers = Answers::begin(&app, order)?;
+    match chats {
+        true => {
+            let shape = Turn::new(&app, id, std::iter::once(None), logprobs);
+            respond(answers, Within { shape, session }, &common).await
+        }
+        false => respond(answers, Within { shape: text, session }, &common).await,
+    }
+}
+
+async fn respond(answers: Answers, shape: impl Shape, common: &Common) -> Result<Response, ApiError> {
+    if common.stream == Some(true) {
+        let options = common.stream_options.clone();
+        let include_usage = options.and_then(|o| o.include_usage).unwrap_or(false);
+        return Ok(stream::stream(answers, shape, include_usage));
+    }
+    Ok(axum::Json(stream::whole(answers, shape).await?).into_response())
+}
+
+/// From a body to what is submitted, and to what records it.
+fn prepare(
+    app: &Arc<App>,
+    caller: &Caller,
+    id: &str,
+    mut body: Value,
+) -> Result<(Order, Run, Common), ApiError> {
+    let id = app.sessions.id(id)?;
+    check_together(&body, true)?;
+    check(&mut body, &app.schemas.sessions.generate, &app.bounds.model)?;
+    let (common, fields): (Common, GenerateFields) = (read(&body)?, read(&body)?);
+    let claim = app.sessions.claim(moment(app), &caller.name, id, true)?;
+    let began = begin(app, &claim.history, fields.add_generation_prompt)?;
+    if began.tokens.is_empty() {
+        let message = "the session is empty: append `messages`, `text` or `tokens` first";
+        return Err(ApiError::new(StatusCode::CONFLICT, "session_empty", message));
+    }
+    let chats = began.has_messages() && !began.has_tail();
+    let kind = if chats { "chatcmpl" } else { "cmpl" };
+    let mut order = Order::new(app, caller, &common, app.new_id(kind), "sessions")?;
+    let format = fields.response_format.as_ref().filter(|format| !format.is_null());
+    let grammar = format.map(ResponseFormat::from_json).transpose()?.and_then(|format| format.grammar());
+    order.constraint = grammar.map(|grammar| app.compile(&grammar)).transpose()?;
+    order.salt = claim.salt.clone();
+    order.prompts = vec![began.tokens.clone().into()];
+    if chats && app.engine.model().chat_template().is_none() {
+        order.stop.push(PLAIN_STOP.into());
+    }
+    order.logprobs = fields.logprobs.unwrap_or(false).then(|| fields.top_logprobs.unwrap_or(0));
+    let asked = fields.max_completion_tokens.into_iter().chain(fields.max_tokens).min();
+    order.admit(app, asked, "session")?;
+    app.log_prompts(&order.id, &order.prompts);
+    let run = Run {
+        app: app.clone(),
+        claim,
+        chats,
+        from: began.tokens.len(),
+        began: Some(began),
+        text: String::new(),
+        last: None,
+        ignore_eos: order.ignore_eos,
+        ended: false,
+    };
+    Ok((order, run, common))
+}
+
+/// The history that is the prompt.
+fn begin(app: &App, history: &History, answer: Option<bool>) -> Result<History, ApiError> {
+    let by_itself = history.has_messages() && !history.has_tail() && !history.is_open();
+    match answer {
+        Some(true) if !history.has_messages() => {
+            let message = "this session is not made of messages: it has no answers of an assistant";
+            Err(ApiError::invalid("add_generation_prompt", message))
+        }
+        Some(true) => history.with_answer(app),
+        None if by_itself => history.with_answer(app),
+        _ if by_itself => Ok(history.with_tail()),
+        _ => Ok(history.clone()),
+    }
+}
+
+/// What is generated in a session, on its way into the history.
+struct Run {
+    app: Arc<App>,
+    claim: Claim,
+    chats: bool,
+    /// The prompt; it becomes the history with the first token.
+    began: Option<History>,
+    /// Its first token is the history's token of this number.
+    from: usize,
+    /// Text so far.
+    text: String,
+    last: Option<u32>,
+    ignore_eos: bool,
+    ended: bool,
+}
+
+impl Run {
+    /// Until nobody computes what this one would compute too.
+    async fn wait(&self, prompt: &Arc<[u32]>, deadline: Instant) -> Result<(), ApiError> {
+        let deadline = tokio::time::Instant::from_std(deadline);
+        while let Some(mut other) = self.claim.announce(prompt)? {
+            let gone = tokio::time::timeout_at(deadline, other.changed()).await;
+            if gone.is_err() {
+                return Err(ApiError::deadline());
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Record for Run {
+    fn token(&mut self, token: &Token) -> Result<(), ApiError> {
+        self.text += &token.text;
+        self.last = Some(token.id);
+        self.claim.push(self.began.take(), token.id)
+    }
+
+    fn done(&mut self, done: &Done) {
+        let end = done.finish == Finish::EndOfText
+            && !self.ignore_eos
+            && self.last.is_some_and(|token| self.app.engine.model().end_tokens().contains(&token));
+        let stopped = matches!(done.finish, Finish::Stop(_));
+        let complete = stopped || done.finish == Finish::EndOfText;
+        self.text += &done.text;
+        let (app, from, text) = (self.app.clone(), self.from, std::mem::take(&mut self.text));
+        self.ended = true;
+        self.claim.end(Instant::now(), |history| {
+            let settled = match complete {
+                true => history.end_answer(&*app, from, end, stopped.then_some(text.as_str())),
+                false => history.settle(&*app),
+            };
+            if let Err(error) = settled {
+                tracing::error!(target: "kvist::server", "a session's text: {error}");
+            }
+        });
+    }
+}
+
+impl Drop for Run {
+    /// The client went away, or the generation failed: what came until then stays.
+    fn drop(&mut self) {
+        if !self.ended {
+            let app = self.app.clone();
+            self.claim.end(Instant::now(), |history| {
+                if let Err(error) = history.settle(&*app) {
+                    tracing::error!(target: "kvist::server", "a session's text: {error}");
+                }
+            });
+        }
+    }
+}
+
+/// Answers that say which session they are part of.
+struct Within<S> {
+    shape: S,
+    session: String,
+}
+
+impl<S: Shape> Shape for Within<S> {
+    fn head(&self, streamed: bool) -> Value {
+        let mut head = self.shape.head(streamed);
+        head["session"] = self.session.as_str().into();
+        head
+    }
+    fn delta(&mut self, index: usize, token: &Token) -> Vec<Value> {
+        self.shape.delta(index, token)
+    }
+    fn last(&mut self, index: usize, done: &Done) -> Vec<Value> {
+        self.shape.last(index, done)
+    }
+    fn whole(&mut self, index: usize, tokens: &[Token], done: &Done) -> Value {
+        self.shape.whole(index, tokens, done)
+    }
+}

@@ -1,0 +1,255 @@
+//! The verbs of sessions, but for `generate`.
+use super::fields::{Content, CreateFields, ForkFields, KeepFields, RollbackFields};
+use super::history::{History, Scribe};
+use super::store::{Claim, Draft, Moment, Seen};
+use crate::app::App;
+use crate::auth::Caller;
+use crate::error::ApiError;
+use crate::http::{blocking, json_body};
+use crate::openai::chat::render;
+use crate::openai::request::{check, read};
+use crate::openai::tokens;
+use axum::extract::{Path, Request, State};
+use axum::{Extension, Json};
+use kvist_engine::template::Conversation;
+use serde_json::{Map, Value, json};
+use std::sync::Arc;
+use std::time::Instant;
+
+pub(super) fn moment(app: &App) -> Moment {
+    Moment { instant: Instant::now(), unix_s: app.now() }
+}
+
+impl Scribe for App {
+    fn render(
+        &self,
+        messages: &[Value],
+        kwargs: &Map<String, Value>,
+        answer: bool,
+    ) -> Result<String, ApiError> {
+        let conversation = Conversation { messages, tools: &[], add_generation_prompt: answer, kwargs };
+        render(self.engine.model(), &conversation)
+    }
+
+    fn encode_rendered(&self, text: &str, first: bool) -> Result<Vec<u32>, ApiError> {
+        // A template of the model's own writes what stands at the start of a text.
+        let model = self.engine.model();
+        tokens::encode(model, text, first && model.chat_template().is_none())
+    }
+
+    fn encode(&self, text: &str, first: bool) -> Result<Vec<u32>, ApiError> {
+        tokens::encode(self.engine.model(), text, first)
+    }
+
+    fn decode(&self, tokens: &[u32]) -> Result<String, ApiError> {
+        match tokens {
+            [] => Ok(String::new()),
+            _ => App::decode(self, tokens),
+        }
+    }
+
+    fn content(&self, answer: &str) -> String {
+        // The plain template writes a space before an answer, which the model wrote here.
+        let plain = self.engine.model().chat_template().is_none();
+        let answer = if plain { answer.strip_prefix(' ').unwrap_or(answer) } else { answer };
+        answer.into()
+    }
+}
+
+/// As clients see it.
+fn show(seen: &Seen) -> Value {
+    json!({
+        "id": seen.id.to_string(),
+        "object": "session",
+        "name": seen.name,
+        "cache_salt": seen.cache_salt,
+        "created": seen.created_s,
+        "expires": seen.expires_s,
+        "n_tokens": seen.n_tokens,
+        "n_messages": seen.n_messages,
+        "parent": seen.parent.map(|id| id.to_string()),
+        "shared_tokens": seen.shared_tokens,
+        "children": seen.children.iter().map(|id| id.to_string()).collect::<Vec<_>>(),
+        "running": seen.running,
+    })
+}
+
+/// What is there, with `content` behind it. Refused if it is more than the model, or the cache, has room for.
+fn grown(app: &App, history: &History, content: Content) -> Result<History, ApiError> {
+    let first = history.tokens.is_empty() && !history.has_messages();
+    let (grown, param) = match content {
+        Content { messages: Some(messages), .. } => {
+            let begun = History::of_messages(Map::new());
+            let before = if first { &begun } else { history };
+            (before.with_messages(app, &messages)?, "messages")
+        }
+        Content { text: Some(text), .. } => {
+            let new = app.encode(&text, history.tokens.is_empty())?;
+            (history.with_tokens(app, &new, "text")?, "text")
+        }
+        Content { tokens: Some(new), .. } => (history.with_tokens(app, &new, "tokens")?, "tokens"),
+        _ => return Ok(history.clone()),
+    };
+    let (n, most) = (grown.tokens.len(), app.bounds.max_tokens);
+    if n > most as usize {
+        let message =
+            format!("the session would have {n} tokens; prompt and answer together have room for {most}");
+        return Err(ApiError::too_long(param, message));
+    }
+    Ok(grown)
+}
+
+pub(crate) async fn create(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    request: Request,
+) -> Result<Json<Value>, ApiError> {
+    let mut body = json_body(&app, request).await?;
+    blocking(move || {
+        check(&mut body, &app.schemas.sessions.create, &app.bounds.model)?;
+        let (fields, content): (CreateFields, Content) = (read(&body)?, read(&body)?);
+        let empty = match (&content.messages, fields.chat_template_kwargs) {
+            (None, None) => History::default(),
+            (_, kwargs) => History::of_messages(kwargs.unwrap_or_default()),
+        };
+        if empty.has_messages()
+            && content.messages.is_none()
+            && (content.text.is_some() || content.tokens.is_some())
+        {
+            let message = "`chat_template_kwargs` is for sessions made of messages";
+            return Err(ApiError::invalid("chat_template_kwargs", message));
+        }
+        let history = grown(&app, &empty, content)?;
+        let draft = Draft {
+            name: fields.name,
+            salt: caller.salt(fields.cache_salt.as_deref().unwrap_or_default()),
+            cache_salt: fields.cache_salt,
+            history,
+        };
+        Ok(Json(show(&app.sessions.create(moment(&app), &caller.name, draft)?)))
+    })
+    .await
+}
+
+pub(crate) async fn list(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+) -> Result<Json<Value>, ApiError> {
+    blocking(move || {
+        let seen = app.sessions.list(moment(&app), &caller.name);
+        Ok(Json(json!({"object": "list", "data": seen.iter().map(show).collect::<Vec<_>>()})))
+    })
+    .await
+}
+
+pub(crate) async fn look(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+) -> Result<Json<Value>, ApiError> {
+    blocking(move || {
+        let (seen, mut history) = app.sessions.look(moment(&app), &caller.name, app.sessions.id(&id)?)?;
+        history.settle(&*app)?;
+        let mut document = show(&seen);
+        // They were taken together.
+        document["tokens"] = history.tokens.clone().into();
+        let text = app.engine.model().tokenizer().map(|_| Scribe::decode(&*app, &history.tokens));
+        document["text"] = text.transpose()?.into();
+        document["messages"] = history.messages().into();
+        Ok(Json(document))
+    })
+    .await
+}
+
+pub(crate) async fn delete(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+) -> Result<Json<Value>, ApiError> {
+    let session = app.sessions.id(&id)?;
+    app.sessions.delete(moment(&app), &caller.name, session)?;
+    Ok(Json(json!({"id": session.to_string(), "object": "session.deleted", "deleted": true})))
+}
+
+/// Change the claimed history; says how much of it stayed.
+fn change(app: &App, claim: &mut Claim, history: History) -> Result<Value, ApiError> {
+    let kept = claim.history.in_common(&history);
+    let mut document = show(&claim.commit(moment(app), history)?);
+    document["kept_tokens"] = kept.into();
+    Ok(document)
+}
+
+pub(crate) async fn append(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Json<Value>, ApiError> {
+    let mut body = json_body(&app, request).await?;
+    blocking(move || {
+        let id = app.sessions.id(&id)?;
+        check(&mut body, &app.schemas.sessions.append, &app.bounds.model)?;
+        let mut claim = app.sessions.claim(moment(&app), &caller.name, id, false)?;
+        let history = grown(&app, &claim.history, read(&body)?)?;
+        Ok(Json(change(&app, &mut claim, history)?))
+    })
+    .await
+}
+
+pub(crate) async fn rollback(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Json<Value>, ApiError> {
+    let mut body = json_body(&app, request).await?;
+    blocking(move || {
+        let id = app.sessions.id(&id)?;
+        check(&mut body, &app.schemas.sessions.rollback, &app.bounds.model)?;
+        let fields: RollbackFields = read(&body)?;
+        let mut claim = app.sessions.claim(moment(&app), &caller.name, id, false)?;
+        let history = claim.history.cut(&*app, fields.to.into(), "to")?;
+        Ok(Json(change(&app, &mut claim, history)?))
+    })
+    .await
+}
+
+pub(crate) async fn fork(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Json<Value>, ApiError> {
+    let mut body = json_body(&app, request).await?;
+    blocking(move || {
+        let id = app.sessions.id(&id)?;
+        check(&mut body, &app.schemas.sessions.fork, &app.bounds.model)?;
+        let fields: ForkFields = read(&body)?;
+        let (_, mut history) = app.sessions.look(moment(&app), &caller.name, id)?;
+        match fields.at {
+            Some(at) => history = history.cut(&*app, at.into(), "at")?,
+            None => history.settle(&*app)?,
+        }
+        let n = fields.n.unwrap_or(1);
+        let forks = app.sessions.fork(moment(&app), &caller.name, id, &history, n, fields.name.as_deref())?;
+        Ok(Json(json!({"object": "list", "sessions": forks.iter().map(show).collect::<Vec<_>>()})))
+    })
+    .await
+}
+
+pub(crate) async fn keep(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Json<Value>, ApiError> {
+    let mut body = json_body(&app, request).await?;
+    let id = app.sessions.id(&id)?;
+    check(&mut body, &app.schemas.sessions.keep, &app.bounds.model)?;
+    let fields: KeepFields = read(&body)?;
+    let also = fields.also.unwrap_or_default();
+    let also = also.iter().map(|id| app.sessions.id(id)).collect::<Result<Vec<_>, _>>()?;
+    let deleted = app.sessions.keep(moment(&app), &caller.name, id, &also)?;
+    let deleted: Vec<String> = deleted.iter().map(|id| id.to_string()).collect();
+    Ok(Json(json!({"id": id.to_string(), "object": "session.kept", "deleted": deleted})))
+}

@@ -1,0 +1,567 @@
+//! Sessions over real connections: what branches share is counted, and what they say is what they would have said alone.
+#[path = "http/server.rs"]
+mod server;
+
+use kvist_client::{Client, Content, Cut, Error, Generate, Message, NewSession, Session, Usage};
+use kvist_server::ServerConfig;
+use kvist_server::config::SessionsSection;
+use serde_json::{Map, Value, json};
+use server::{MODEL, Server, config, key, model};
+use std::time::{Duration, Instant};
+
+const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
+     vector is the amount of space allocated for any future elements that will be added onto the vector. ";
+
+const BLOCK: u64 = 16;
+
+fn client(server: &Server) -> Client {
+    Client::new(&format!("http://{}", server.address))
+}
+
+fn tokens(text: &str) -> Vec<u32> {
+    model().tokenizer().unwrap().encode(text, true).unwrap()
+}
+
+/// A beginning of so many tokens, none of it like any other.
+fn trunk(n: usize) -> Vec<u32> {
+    let words: String =
+        (0..n).map(|i| format!("{} {} ", i * 7919 % 1009, TEXT.split(' ').nth(i % 30).unwrap())).collect();
+    let mut tokens = tokens(&words);
+    assert!(tokens.len() >= n);
+    tokens.truncate(n);
+    tokens
+}
+
+fn greedy(n: u32) -> Generate {
+    Generate { ignore_eos: Some(true), ..Generate::greedy(n) }
+}
+
+fn begin(client: &Client, content: impl Into<Content>) -> Session {
+    client.create_session(&content.into(), &NewSession::default()).unwrap()
+}
+
+fn history(client: &Client, id: &str) -> Vec<u32> {
+    client.session(id).unwrap().tokens
+}
+
+/// The error's status and code.
+fn refusal<T: std::fmt::Debug>(result: Result<T, Error>) -> (u16, String) {
+    match result {
+        Err(Error::Api { status, code, .. }) => (status, code),
+        other => panic!("not refused: {other:?}"),
+    }
+}
+
+/// Between two turns: stored bytes that attention read, that were moved, that were written, and tokens computed.
+#[derive(Clone, Copy, Debug)]
+struct Counted {
+    read: u64,
+    moved: u64,
+    written: u64,
+    computed: u64,
+    steps: u64,
+}
+
+fn look(server: &Server) -> Counted {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let asked = server.engine.inspect(|state| {
+        let bytes = state.executor.counters();
+        let counters = state.scheduler.counters();
+        Counted {
+            read: bytes.bytes_read,
+            moved: bytes.bytes_moved,
+            written: bytes.bytes_written,
+            computed: counters.computed_tokens,
+            steps: counters.steps,
+        }
+    });
+    runtime.block_on(asked).unwrap()
+}
+
+/// Generate in all of them, from the same turn on; what it took.
+fn together(server: &Server, ids: &[String], how: &Generate) -> (Vec<Usage>, Counted) {
+    let before = look(server);
+    let (release, held) = std::sync::mpsc::channel::<()>();
+    let engine = server.engine.clone();
+    // The engine stands still until all have been submitted.
+    let holder = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(engine.inspect(move |_| held.recv().is_ok()));
+    });
+    let threads: Vec<_> = ids
+        .iter()
+        .map(|id| {
+            let (client, id, how) = (client(server), id.clone(), how.clone());
+            std::thread::spawn(move || client.generate(&id, &how).unwrap().usage)
+        })
+        .collect();
+    let began = Instant::now();
+    while !ids.iter().all(|id| client(server).session(id).unwrap().session.running) {
+        assert!(began.elapsed() < Duration::from_secs(30), "they do not begin");
+    }
+    std::thread::sleep(Duration::from_millis(500));
+    release.send(()).unwrap();
+    let usages = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+    holder.join().unwrap();
+    server.becomes_idle();
+    let after = look(server);
+    let counted = Counted {
+        read: after.read - before.read,
+        moved: after.moved - before.moved,
+        written: after.written - before.written,
+        computed: after.computed - before.computed,
+        steps: after.steps - before.steps,
+    };
+    (usages, counted)
+}
+
+/// Eight branches of a trunk of 900 tokens: what is shared is found, nothing is copied, and a step's attention reads
+/// the trunk once, however many branches there are.
+#[test]
+fn eight_branches_of_a_long_trunk_are_counted() {
+    const N: u64 = 8;
+    const TRUNK: u64 = 900;
+    const NEW: u64 = 24;
+    let server = Server::start(config());
+    let client = client(&server);
+    let root = begin(&client, trunk(TRUNK as usize));
+    client.generate(&root.id, &greedy(1)).unwrap();
+    let branches = client.fork(&root.id, Some(Cut::Token(TRUNK as u32)), N as u32 + 1).unwrap();
+    let ids: Vec<String> = branches.iter().map(|branch| branch.id.clone()).collect();
+    for (i, id) in ids.iter().enumerate() {
+        assert_eq!((branches[i].shared_tokens, branches[i].n_tokens), (TRUNK, TRUNK));
+        client.append(id, &Content::Tokens(vec![100 + i as u32])).unwrap();
+    }
+    // Bytes of a token's K and V in all layers: what a computed token writes.
+    let (usage, one) = together(&server, &ids[..1], &greedy(NEW as u32));
+    let row = one.written / one.computed;
+    let (usages, eight) = together(&server, &ids[1..], &greedy(NEW as u32));
+    let shared = TRUNK / BLOCK * BLOCK;
+    for usage in usage.iter().chain(&usages) {
+        assert_eq!(usage.prompt_tokens, TRUNK + 1);
+        assert!(usage.cached_tokens >= shared, "{} of {shared} tokens were found", usage.cached_tokens);
+    }
+    assert_eq!((one.moved, eight.moved), (0, 0), "bytes of K and V copied");
+    // Of each branch the last block, its own token, and what is generated (the last token is never computed).
+    let own = TRUNK - shared + 1 + NEW - 1;
+    assert_eq!((one.computed, eight.computed), (own, N * own));
+    assert_eq!((one.steps, eight.steps), (NEW, NEW), "all branches in one batch");
+    // Cells that the queries of a step see, each once: the trunk, and what every branch has behind it.
+    let cells =
+        |branches: u64| (0..NEW).map(|step| shared + branches * (TRUNK - shared + 1 + step)).sum::<u64>();
+    println!(
+        "attention bytes per step: one branch {}, eight {}; distinct cells x {row} bytes: {} and {}; unshared {}",
+        one.read / NEW,
+        eight.read / NEW,
+        cells(1) * row / NEW,
+        cells(N) * row / NEW,
+        N * cells(1) * row / NEW,
+    );
+    assert_eq!(one.read, cells(1) * row, "one branch reads what it sees");
+    assert_eq!(eight.read, cells(N) * row, "eight read the trunk once");
+    assert!(eight.read * 5 < N * one.read * 2, "{} against {}", eight.read, N * one.read);
+}
+
+/// Branches of a trunk that nobody has computed, set going at once: one goes ahead, the others find it.
+#[test]
+fn a_cold_trunk_is_computed_once() {
+    const TRUNK: u64 = 600;
+    let server = Server::start(config());
+    let client = client(&server);
+    let root = begin(&client, trunk(TRUNK as usize));
+    let branches = client.fork(&root.id, None, 8).unwrap();
+    for (i, branch) in branches.iter().enumerate() {
+        client.append(&branch.id, &Content::Tokens(vec![200 + i as u32])).unwrap();
+    }
+    let before = look(&server).computed;
+    let threads: Vec<_> = branches
+        .iter()
+        .map(|branch| {
+            let (client, id) = (client.clone(), branch.id.clone());
+            std::thread::spawn(move || client.generate(&id, &greedy(8)).unwrap().usage)
+        })
+        .collect();
+    let usages: Vec<Usage> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+    server.becomes_idle();
+    let computed = look(&server).computed - before;
+    let own = TRUNK % BLOCK + 1 + 7;
+    assert_eq!(computed, TRUNK / BLOCK * BLOCK + 8 * own);
+    let found = usages.iter().filter(|usage| usage.cached_tokens >= TRUNK / BLOCK * BLOCK).count();
+    assert_eq!(found, 7, "{usages:?}");
+}
+
+/// A fork of a running session is a session that was there at that moment: both go on to the text of one that was never
+/// forked.
+#[test]
+fn a_fork_of_a_running_session_says_what_it_would_have_said() {
+    const N: u32 = 160;
+    let server = Server::start(config());
+    let client = client(&server);
+    let alone = begin(&client, TEXT);
+    client.generate(&alone.id, &greedy(N)).unwrap();
+    let expected = history(&client, &alone.id);
+    let prompt = expected.len() - N as usize;
+
+    let running = begin(&client, TEXT);
+    let mut stream = client.generate_stream(&running.id, &greedy(N)).unwrap();
+    let mut forks = Vec::new();
+    for chunk in stream.by_ref() {
+        chunk.unwrap();
+        if forks.len() < 3 {
+            forks.extend(client.fork(&running.id, None, 1).unwrap());
+        }
+    }
+    assert_eq!(history(&client, &running.id), expected, "forking does not disturb");
+    let lengths: Vec<u64> = forks.iter().map(|fork| fork.n_tokens).collect();
+    assert!(lengths.is_sorted() && lengths[0] > prompt as u64, "{lengths:?}");
+    for fork in &forks {
+        let there = fork.n_tokens as usize;
+        assert_eq!(history(&client, &fork.id), expected[..there]);
+        let usage = client.generate(&fork.id, &greedy((expected.len() - there) as u32)).unwrap().usage;
+        assert_eq!(history(&client, &fork.id), expected);
+        assert!(usage.cached_tokens >= (there as u64 - 1) / BLOCK * BLOCK, "{usage:?} of {there}");
+    }
+    // In the middle of the trunk, too.
+    let early = client.fork(&running.id, Some(Cut::Token(prompt as u32 + 7)), 1).unwrap().remove(0);
+    client.generate(&early.id, &greedy(N - 7)).unwrap();
+    assert_eq!(history(&client, &early.id), expected);
+}
+
+#[test]
+fn what_a_client_that_went_away_has_heard_stays() {
+    let server = Server::start(config());
+    let client = client(&server);
+    let alone = begin(&client, TEXT);
+    client.generate(&alone.id, &greedy(400)).unwrap();
+    let expected = history(&client, &alone.id);
+    let session = begin(&client, TEXT);
+    let mut stream = client.generate_stream(&session.id, &greedy(400)).unwrap();
+    let heard: String = stream.by_ref().take(5).map(|chunk| chunk.unwrap().text).collect();
+    assert_eq!(refusal(client.append(&session.id, &"x".into())), (409, "session_busy".into()));
+    assert_eq!(refusal(client.rollback(&session.id, Cut::Token(1))), (409, "session_busy".into()));
+    assert_eq!(refusal(client.generate(&session.id, &greedy(1))), (409, "session_busy".into()));
+    drop(stream);
+    server.becomes_idle();
+    let began = Instant::now();
+    while client.session(&session.id).unwrap().session.running {
+        assert!(began.elapsed() < Duration::from_secs(5), "it still runs");
+    }
+    let left = client.session(&session.id).unwrap();
+    assert!(left.text.unwrap().contains(heard.trim_end()), "what was heard is there");
+    let n = left.tokens.len();
+    assert!(n > session.n_tokens as usize && n < expected.len(), "{n} tokens");
+    assert_eq!(left.tokens, expected[..n]);
+    client.generate(&session.id, &greedy((expected.len() - n) as u32)).unwrap();
+    assert_eq!(history(&client, &session.id), expected, "it goes on where it was left");
+}
+
+/// Whatever is evicted meanwhile is computed again, and nothing else changes.
+#[test]
+fn memory_pressure_does_not_show() {
+    let small = ServerConfig {
+        cache: kvist_server::config::CacheSection { tokens: Some(256), ..config().cache },
+        ..config()
+    };
+    let (server, roomy) = (Server::start(small), Server::start(config()));
+    let (client, other) = (client(&server), client(&roomy));
+    let root = begin(&client, trunk(120));
+    client.generate(&root.id, &greedy(8)).unwrap();
+    let branches = client.fork(&root.id, None, 3).unwrap();
+    // Something else passes through the cache: nothing of the trunk is left.
+    client.complete(&TEXT.repeat(4), &greedy(20)).unwrap();
+    let before = server.engine.stats().evicted_blocks;
+    assert!(before > 0);
+    for (i, branch) in branches.iter().enumerate() {
+        client.append(&branch.id, &Content::Tokens(vec![50 + i as u32])).unwrap();
+        let usage = client.generate(&branch.id, &greedy(60)).unwrap().usage;
+        assert_eq!(usage.cached_tokens < 120, i == 0, "the first computes it anew: {usage:?}");
+        let same = begin(&other, history(&client, &branch.id)[..129].to_vec());
+        other.generate(&same.id, &greedy(60)).unwrap();
+        assert_eq!(history(&client, &branch.id), history(&other, &same.id), "branch {i}");
+    }
+    server.becomes_idle();
+}
+
+/// A session of messages says what chat completions say to the same messages, turn after turn.
+#[test]
+fn messages_are_those_of_chat_completions() {
+    let server = Server::start(config());
+    let client = client(&server);
+    let mut said = vec![Message::system("Be brief."), Message::user("What is a vector?")];
+    let session = begin(&client, Content::Messages(said.clone()));
+    for turn in 0..3 {
+        let how = Generate::greedy(20);
+        let expected = client.chat(&said, &how).unwrap();
+        let answer = client.generate(&session.id, &how).unwrap();
+        assert_eq!(answer.text, expected.text, "turn {turn}");
+        assert_eq!(answer.finish_reason, expected.finish_reason);
+        assert_eq!(answer.usage.prompt_tokens, expected.usage.prompt_tokens, "turn {turn}");
+        assert_eq!(answer.document["session"], session.id.as_str());
+        assert_eq!(answer.document["object"], "chat.completion");
+        let there = client.session(&session.id).unwrap();
+        let messages = there.messages.unwrap();
+        assert_eq!(messages.len(), said.len() + 1);
+        let last = messages.last().unwrap();
+        let content = answer.text.strip_prefix(' ').unwrap_or(&answer.text);
+        assert_eq!(last.message, Message::assistant(content));
+        assert_eq!(last.open, answer.finish_reason == "length");
+        said.push(Message::assistant(content));
+        said.push(Message::user("And what is its capacity?"));
+        let grown = client.append(&session.id, &Content::from([said.last().unwrap().clone()])).unwrap();
+        assert_eq!(
+            grown.kept_tokens,
+            Some(there.tokens.len() as u64),
+            "what was drawn stays as it was drawn"
+        );
+    }
+    // Cut at a message: the same as if the later ones had never been.
+    let branch = client.fork(&session.id, Some(Cut::Message(2)), 1).unwrap().remove(0);
+    assert_eq!(branch.n_messages, Some(2));
+    let answer = client.generate(&branch.id, &Generate::greedy(20)).unwrap();
+    assert_eq!(answer.text, client.chat(&said[..2], &Generate::greedy(20)).unwrap().text);
+    // Inside an answer: it goes on.
+    let open = client.session(&branch.id).unwrap();
+    let begins = open.messages.as_ref().unwrap()[2].begins.unwrap();
+    let (all, n) = (open.tokens.clone(), open.tokens.len() as u32);
+    client.rollback(&branch.id, Cut::Token(n - 4)).unwrap();
+    assert!(client.session(&branch.id).unwrap().messages.unwrap()[2].open);
+    client.generate(&branch.id, &Generate::greedy(4)).unwrap();
+    assert_eq!(history(&client, &branch.id), all);
+    // Inside what the template wrote: no message, and none can follow.
+    client.rollback(&branch.id, Cut::Token(begins as u32 + 1)).unwrap();
+    assert_eq!(client.session(&branch.id).unwrap().session.n_messages, Some(2));
+    let refused = client.append(&branch.id, &Content::from([Message::user("x")]));
+    assert_eq!(refusal(refused), (409, "inside_message".into()));
+    client.rollback(&branch.id, Cut::Message(2)).unwrap();
+    client.append(&branch.id, &Content::from([Message::user("x")])).unwrap();
+}
+
+/// A stop string is no part of a history, as it is no part of a text.
+#[test]
+fn stop_strings_are_no_part_of_a_history() {
+    let server = Server::start(config());
+    let client = client(&server);
+    let session = begin(&client, TEXT);
+    let text = client.generate(&session.id, &greedy(40)).unwrap().text;
+    let words: Vec<&str> = text.split_whitespace().collect();
+    let stop = format!("{} {}", words[3], words[4]);
+    client.rollback(&session.id, Cut::Token(session.n_tokens as u32)).unwrap();
+    let how = Generate { stop: Some(vec![stop.clone()]), ..greedy(40) };
+    let answer = client.generate(&session.id, &how).unwrap();
+    assert_eq!(answer.finish_reason, "stop");
+    assert_eq!(answer.text, text[..text.find(&stop).unwrap()]);
+    let there = client.session(&session.id).unwrap().text.unwrap();
+    assert!(there.ends_with(&answer.text), "{there:?} does not end with {:?}", answer.text);
+}
+
+#[test]
+fn a_winner_is_kept_and_the_tree_stays_one() {
+    let server = Server::start(config());
+    let client = client(&server);
+    let root = begin(&client, TEXT);
+    let forks = client.fork(&root.id, None, 4).unwrap();
+    let below = client.fork(&forks[1].id, Some(Cut::Token(3)), 2).unwrap();
+    let deep = client.fork(&below[0].id, None, 1).unwrap();
+    let other = client.fork(&root.id, None, 1).unwrap();
+    assert_eq!(below[0].shared_tokens, 3);
+    let tree = client.sessions().unwrap();
+    assert_eq!(tree.len(), 9);
+    let find = |id: &str| tree.iter().find(|session| session.id == id).unwrap();
+    let mut children = find(&root.id).children.clone();
+    children.sort();
+    let mut expected: Vec<String> = forks.iter().chain(&other).map(|fork| fork.id.clone()).collect();
+    expected.sort();
+    assert_eq!(children, expected);
+    assert_eq!(find(&deep[0].id).parent.as_deref(), Some(below[0].id.as_str()));
+
+    assert_eq!(refusal(client.keep(&root.id, &[])), (409, "not_a_fork".into()));
+    assert_eq!(refusal(client.keep(&forks[0].id, &[&other[0].id])).0, 400);
+    // A loser that generates ends.
+    let mut stream = client.generate_stream(&forks[2].id, &greedy(900)).unwrap();
+    assert!(stream.next().unwrap().is_ok());
+    let mut deleted = client.keep(&forks[0].id, &[&forks[3].id]).unwrap();
+    deleted.sort();
+    let mut expected: Vec<&str> =
+        [&forks[1], &forks[2], &below[0], &below[1], &deep[0]].map(|session| session.id.as_str()).to_vec();
+    expected.sort_unstable();
+    assert_eq!(deleted, expected);
+    let end = stream.find_map(Result::err);
+    assert!(matches!(&end, Some(Error::Api { code, .. }) if code == "session_not_found"), "{end:?}");
+    drop(stream);
+    server.becomes_idle();
+    assert!(client.keep(&forks[0].id, &[&forks[3].id]).unwrap().is_empty());
+    // Who loses its parent is its grandparent's.
+    let grandchild = client.fork(&forks[0].id, None, 1).unwrap().remove(0);
+    client.delete_session(&forks[0].id).unwrap();
+    let there = client.session(&grandchild.id).unwrap().session;
+    assert_eq!(there.parent.as_deref(), Some(root.id.as_str()));
+    assert_eq!(refusal(client.session(&forks[0].id)), (404, "session_not_found".into()));
+}
+
+#[test]
+fn sessions_are_their_owners_alone() {
+    let mut with_keys = config();
+    with_keys.keys = vec![key("ann", "ann-secret", false), key("bob", "bob-secret", true)];
+    let server = Server::start(with_keys);
+    let (ann, bob) = (client(&server).with_key("ann-secret"), client(&server).with_key("bob-secret"));
+    let root = begin(&ann, TEXT);
+    let forks = ann.fork(&root.id, None, 2).unwrap();
+    assert!(bob.sessions().unwrap().is_empty());
+    let id = &forks[0].id;
+    let unknown = (404, "session_not_found".to_string());
+    for id in [id.as_str(), "sess-00000000000000000000000000000000", "nonsense"] {
+        assert_eq!(refusal(bob.session(id)), unknown);
+        assert_eq!(refusal(bob.append(id, &"a".into())), unknown);
+        assert_eq!(refusal(bob.generate(id, &greedy(1))), unknown);
+        assert_eq!(refusal(bob.fork(id, None, 1)), unknown);
+        assert_eq!(refusal(bob.rollback(id, Cut::Token(0))), unknown);
+        assert_eq!(refusal(bob.keep(id, &[])), unknown);
+        assert_eq!(refusal(bob.delete_session(id)), unknown);
+    }
+    let own = begin(&bob, TEXT);
+    let mine = bob.fork(&own.id, None, 1).unwrap().remove(0);
+    assert_eq!(refusal(bob.keep(&mine.id, &[id])).0, 400, "another one's is no sibling");
+    assert_eq!(refusal(client(&server).sessions()), (401, "invalid_api_key".into()));
+    assert_eq!(ann.sessions().unwrap().len(), 3, "nothing has happened to them");
+    // Nor do their prefixes meet.
+    ann.generate(&root.id, &greedy(4)).unwrap();
+    assert_eq!(bob.generate(&own.id, &greedy(4)).unwrap().usage.cached_tokens, 0);
+    let salted = NewSession { cache_salt: Some("s".into()), ..NewSession::default() };
+    let salted = ann.create_session(&TEXT.into(), &salted).unwrap();
+    assert_eq!(ann.generate(&salted.id, &greedy(4)).unwrap().usage.cached_tokens, 0);
+    let fork = ann.fork(&salted.id, None, 1).unwrap().remove(0);
+    assert_eq!(fork.cache_salt.as_deref(), Some("s"));
+    assert!(ann.generate(&fork.id, &greedy(4)).unwrap().usage.cached_tokens > 0, "forks share their salt");
+}
+
+#[test]
+fn quotas_and_idle_time() {
+    let mut narrow = config();
+    narrow.sessions = SessionsSection { idle_s: 4.0, max_sessions: 3, max_tokens: 120 };
+    let server = Server::start(narrow);
+    let client = client(&server);
+    let quota = (429, "session_quota".to_string());
+    let root = begin(&client, tokens(TEXT)[..30].to_vec());
+    assert_eq!(refusal(client.fork(&root.id, None, 3)), quota, "too many");
+    assert_eq!(client.sessions().unwrap().len(), 1, "none of them was made");
+    let forks = client.fork(&root.id, None, 2).unwrap();
+    assert_eq!(refusal(client.create_session(&Content::Nothing, &NewSession::default())), quota);
+    assert_eq!(refusal(client.append(&root.id, &tokens(TEXT)[..31].to_vec().into())), quota);
+    // What is generated counts as it comes, and what is over is told.
+    let ended = client.generate(&root.id, &greedy(64));
+    assert_eq!(refusal(ended), quota);
+    assert_eq!(history(&client, &root.id).len(), 61, "30 tokens were left, one is over");
+    assert_eq!(refusal(client.generate(&forks[0].id, &greedy(1))), quota);
+    client.rollback(&root.id, Cut::Token(30)).unwrap();
+    client.generate(&forks[0].id, &greedy(1)).unwrap();
+    server.becomes_idle();
+    // Whoever is used stays.
+    let began = Instant::now();
+    while began.elapsed() < Duration::from_millis(4500) {
+        client.append(&forks[1].id, &Content::Tokens(vec![1])).unwrap();
+        client.rollback(&forks[1].id, Cut::Token(30)).unwrap();
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let left = client.sessions().unwrap();
+    assert_eq!(left.iter().map(|session| &session.id).collect::<Vec<_>>(), [&forks[1].id]);
+    assert_eq!(left[0].parent, None);
+    assert_eq!(refusal(client.session(&root.id)), (404, "session_not_found".into()));
+}
+
+#[test]
+fn what_cannot_be_done_is_said() {
+    let mut small = config();
+    small.limits.max_body_bytes = 4096;
+    let server = Server::start(small);
+    let client = client(&server);
+    let text = begin(&client, TEXT);
+    let chat = begin(&client, [Message::user("a")]);
+    let empty = begin(&client, Content::Nothing);
+    let path = |id: &str, verb: &str| format!("/v1/sessions/{id}/{verb}");
+    let (t, c, e) = (&text.id, &chat.id, &empty.id);
+    let long = "long ".repeat(2000);
+    let rows = [
+        ("/v1/sessions".to_string(), json!({"text": "a", "tokens": [1]}), 400, "invalid_type"),
+        ("/v1/sessions".into(), json!({"txt": "a"}), 400, "unknown_parameter"),
+        ("/v1/sessions".into(), json!({"model": "gpt", "text": "a"}), 404, "model_not_found"),
+        ("/v1/sessions".into(), json!({"tokens": [9999999]}), 400, "invalid_value"),
+        (
+            "/v1/sessions".into(),
+            json!({"messages": [{"role": "wizard", "content": "a"}]}),
+            400,
+            "invalid_value",
+        ),
+        ("/v1/sessions".into(), json!({"text": long}), 413, "body_too_large"),
+        (path(t, "append"), json!({}), 400, ""),
+        (path(t, "append"), json!({"messages": [{"role": "user", "content": "a"}]}), 400, "invalid_value"),
+        (path(c, "append"), json!({"text": "a"}), 400, "invalid_value"),
+        (path(t, "generate"), json!({"n": 2}), 400, "unsupported_parameter"),
+        (path(t, "generate"), json!({"tools": []}), 400, "unsupported_parameter"),
+        (path(t, "generate"), json!({"max_tokens": 0}), 400, "invalid_value"),
+        (path(t, "generate"), json!({"top_logprobs": 2}), 400, "invalid_value"),
+        (path(t, "generate"), json!({"add_generation_prompt": true}), 400, "invalid_value"),
+        (path(e, "generate"), json!({}), 409, "session_empty"),
+        (path(t, "fork"), json!({"at": 100000}), 400, "invalid_value"),
+        (path(t, "fork"), json!({"at": 500}), 400, "invalid_value"),
+        (path(t, "fork"), json!({"at": {"message": 0}}), 400, "invalid_value"),
+        (path(c, "fork"), json!({"at": {"message": 2}}), 400, "invalid_value"),
+        (path(c, "fork"), json!({"n": 0}), 400, "invalid_value"),
+        (path(t, "rollback"), json!({}), 400, "missing_parameter"),
+        (path(t, "rollback"), json!({"to": -1}), 400, "invalid_value"),
+        (path(t, "rollback"), json!({"to": null}), 400, "invalid_type"),
+        (path(t, "keep"), json!({}), 409, "not_a_fork"),
+        (path(t, "dance"), json!({}), 404, "unknown_url"),
+    ];
+    let mut wrong = Vec::new();
+    for (path, body, status, code) in rows {
+        let (found, _, told, message) = server.post(&path, &body).error();
+        if found != status || (!code.is_empty() && told != code) {
+            wrong.push(format!("{path} {body}: {found} {told}: {message}"));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert_eq!(server.send("PUT", &path(t, "fork"), &[], b"").status, 405);
+    // Nothing of it has changed anything.
+    for session in [&text, &chat, &empty] {
+        let there = client.session(&session.id).unwrap().session;
+        assert_eq!((there.n_tokens, there.running), (session.n_tokens, false));
+    }
+    // A history may fill the context to the last token; then nothing more can be generated.
+    let described: Value = server.get("/openapi.json").json();
+    for verb in ["append", "generate", "fork", "rollback", "keep"] {
+        assert!(described["paths"][format!("/v1/sessions/{{id}}/{verb}")]["post"].is_object(), "{verb}");
+    }
+    assert!(described["paths"]["/v1/sessions/{id}"]["delete"].is_object());
+}
+
+/// Streams, log-probabilities and grammars are those of chat completions.
+#[test]
+fn generations_are_written_as_chat_completions_are() {
+    let server = Server::start(config());
+    let client = client(&server);
+    let session = begin(&client, [Message::user("What is a vector?")]);
+    let forks = client.fork(&session.id, None, 3).unwrap();
+    let whole = client.generate(&forks[0].id, &Generate::greedy(12)).unwrap();
+    let (text, usage) = client.generate_stream(&forks[1].id, &Generate::greedy(12)).unwrap().text().unwrap();
+    assert_eq!(text, whole.text);
+    assert_eq!((usage.prompt_tokens, usage.completion_tokens), (whole.usage.prompt_tokens, 12));
+    let more: Map<String, Value> = serde_json::from_value(json!({
+        "logprobs": true, "top_logprobs": 2, "response_format": {"type": "json_object"},
+        "kvist": {"explain": true},
+    }))
+    .unwrap();
+    let form = Generate { more, ..Generate::greedy(200) };
+    let answer = client.generate(&forks[2].id, &form).unwrap();
+    let scores = answer.document["choices"][0]["logprobs"]["content"].as_array().unwrap();
+    assert_eq!(scores.len() as u64, answer.usage.completion_tokens);
+    assert!(answer.document["kvist"]["prompts"][0]["miss"].is_object(), "{}", answer.document);
+    assert!(answer.text.trim_start().starts_with('{'), "{}", answer.text);
+    let events = server.post(
+        &format!("/v1/sessions/{}/generate", forks[0].id),
+        &json!({"stream": true, "max_tokens": 3, "ignore_eos": true, "add_generation_prompt": false}),
+    );
+    for event in events.events() {
+        assert_eq!((&event["session"], &event["model"]), (&json!(forks[0].id), &json!(MODEL)));
+        assert_eq!(event["object"], "chat.completion.chunk");
+    }
+}

@@ -1,0 +1,34 @@
+"""Checks beside schemathesis' own: what it is told to let pass must have the reason that it is let pass for."""
+import schemathesis
+from schemathesis import GenerationMode
+
+# Of requests that fit the schema these are refused: (field, part of the message).
+RELATIONS = [
+    ("top_logprobs", "needs `logprobs`"),
+    ("best_of", "other than `n`"),
+    ("echo", "together with"),
+    ("n", "are allowed at once"),
+    ("max_completion_tokens", "give one of them"),
+    ("logit_bias", "the vocabulary has"),
+    # A text's tokens are not its characters.
+    ("prompt", "room for"),
+    ("messages", "room for"),
+    # No format of calls without a chat template.
+    ("tools", "are not supported with this model"),
+    ("messages", "are not supported with this model"),
+    ("chat_template_kwargs", "template"),
+    # What JSON schemas mean, and which tool a name means, no schema says.
+    ("tools", "`tools["),
+    ("tool_choice", "tool"),
+    ("response_format", "`response_format"),
+]
+
+
+@schemathesis.check
+def refusals_have_reasons(ctx, response, case):
+    if response.status_code != 400 or case.meta is None or case.meta.generation.mode is not GenerationMode.POSITIVE:
+        return
+    error = response.json()["error"]
+    param, said = (error["param"] or "").split("[")[0].split(".")[0], error["message"]
+    known = any(param == field and part in said for field, part in RELATIONS)
+    assert known, f"a request that fits its schema was refused: {error}"

@@ -1,0 +1,138 @@
+"""Errors arrive as the classes that the official client has for them; a client that leaves holds nothing."""
+import asyncio
+import time
+
+import openai
+import pytest
+from conftest import client_of
+
+NAME = "tiny-rust-7m"
+
+
+def test_classes(client):
+    table = [
+        (dict(model="gpt-5"), openai.NotFoundError, "model", "model_not_found"),
+        (dict(temperature=3), openai.BadRequestError, "temperature", "invalid_value"),
+        (dict(max_tokens=0), openai.BadRequestError, "max_tokens", "invalid_value"),
+        (dict(n=100_000), openai.BadRequestError, "n", "invalid_value"),
+        (dict(prompt="word " * 2000), openai.BadRequestError, "prompt", "context_length_exceeded"),
+        (dict(suffix="}"), openai.BadRequestError, "suffix", "unsupported_parameter"),
+        (dict(extra_body={"temprature": 1}), openai.BadRequestError, "temprature", "unknown_parameter"),
+        (dict(prompt="word " * (1 << 20)), openai.APIStatusError, None, "body_too_large"),
+    ]
+    for fields, kind, param, code in table:
+        with pytest.raises(kind) as refused:
+            client.completions.create(**{"model": NAME, "prompt": "fn", "max_tokens": 1, **fields})
+        error = refused.value
+        assert (error.param, error.code) == (param, code), f"{fields}: {error}"
+        assert error.body["message"]
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-5")
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.embeddings.create(model=NAME, input="a")
+    assert unknown.value.code == "unknown_url"
+
+
+def test_keys(keyed):
+    for key in ["wrong-secret", "ann-secre"]:
+        with pytest.raises(openai.AuthenticationError) as refused:
+            client_of(keyed, key).models.list()
+        assert refused.value.code == "invalid_api_key"
+    assert client_of(keyed, "ann-secret").models.list().data
+    with pytest.raises(openai.PermissionDeniedError):
+        client_of(keyed, "ann-secret").get("/metrics".replace("/", keyed.url + "/", 1), cast_to=object)
+    # What one name has cached the other does not find.
+    prompt = "A prompt of two names. " * 10
+    cached = [
+        client_of(keyed, key).completions.create(model=NAME, prompt=prompt, max_tokens=1)
+        .usage.prompt_tokens_details.cached_tokens
+        for key in ["ann-secret", "ops-secret", "ann-secret"]
+    ]
+    assert cached[0] == cached[1] == 0 < cached[2], cached
+
+
+def busy(server, key):
+    return server.metric("vllm:num_requests_running", key) + server.metric("vllm:num_requests_waiting", key)
+
+
+def becomes_free(server, key=None):
+    deadline = time.monotonic() + 10
+    while busy(server, key) or server.metric("kvist_cells_held", key):
+        assert time.monotonic() < deadline, server.get("/metrics", key)[1]
+        time.sleep(0.05)
+
+
+def test_a_full_queue_is_429(keyed):
+    client = client_of(keyed, "ann-secret")
+    # One runs, one waits: both are let go of unread.
+    streams, refused = [], None
+    for _ in range(8):
+        try:
+            streams.append(client.completions.create(
+                model=NAME, prompt="fn main() {", max_tokens=900, stream=True, extra_body={"ignore_eos": True}))
+        except openai.RateLimitError as error:
+            refused = error
+            break
+    assert refused is not None, f"{len(streams)} requests were taken, room is for 2"
+    assert refused.code == "queue_full"
+    assert int(refused.response.headers["retry-after"]) >= 1
+    # The official client's own retries get through once there is room.
+    streams.pop().close()
+    for stream in streams:
+        stream.close()
+    patient = openai.OpenAI(base_url=keyed.url + "/v1", api_key="ann-secret", max_retries=5)
+    assert patient.completions.create(model=NAME, prompt="fn", max_tokens=1).choices
+    becomes_free(keyed, "ops-secret")
+
+
+def test_a_client_that_leaves_holds_nothing(plain, client):
+    generated = plain.metric("vllm:generation_tokens_total")
+    streams = [
+        client.completions.create(model=NAME, prompt="fn main() {", max_tokens=1000, stream=True,
+                                  extra_body={"ignore_eos": True})
+        for _ in range(8)
+    ]
+    for stream in streams:
+        next(iter(stream))
+        stream.close()
+    becomes_free(plain)
+    assert plain.metric("vllm:generation_tokens_total") - generated < 8 * 1000
+
+
+def test_the_async_client(plain):
+    async def run():
+        async with openai.AsyncOpenAI(base_url=plain.url + "/v1", api_key="none", max_retries=0) as client:
+            async def one(i):
+                fields = dict(model=NAME, prompt=f"Chapter {i}.", max_tokens=16, temperature=0)
+                stream = await client.completions.create(stream=True, **fields)
+                streamed = "".join([chunk.choices[0].text async for chunk in stream])
+                whole = await client.completions.create(**fields)
+                return streamed, whole.choices[0].text
+            return await asyncio.gather(*(one(i) for i in range(16)))
+    assert all(streamed and streamed == whole for streamed, whole in asyncio.run(run()))
+
+
+def test_a_cancelled_task_holds_nothing(plain):
+    async def run():
+        async with openai.AsyncOpenAI(base_url=plain.url + "/v1", api_key="none", max_retries=0) as client:
+            async def endless():
+                await client.completions.create(model=NAME, prompt="fn main() {", max_tokens=1000,
+                                                extra_body={"ignore_eos": True})
+            tasks = [asyncio.create_task(endless()) for _ in range(4)]
+            await asyncio.sleep(0.2)
+            for task in tasks:
+                task.cancel()
+            assert all(isinstance(e, asyncio.CancelledError) for e in await asyncio.gather(*tasks, return_exceptions=True))
+    asyncio.run(run())
+    becomes_free(plain)
+
+
+def test_a_deadline_in_a_stream_is_an_error(client):
+    stream = client.completions.create(
+        model=NAME, prompt="fn main() {", max_tokens=1000, stream=True,
+        extra_body={"ignore_eos": True, "kvist": {"timeout_ms": 100}})
+    reasons = []
+    with pytest.raises(openai.APIError) as refused:
+        for chunk in stream:
+            reasons.append(chunk.choices[0].finish_reason)
+    assert reasons[-1] == "length" and refused.value.code == "deadline_exceeded"
