@@ -113,8 +113,6 @@ impl LiveView {
             desk.send(at);
             let (sender, receiver) = channel(BEHIND);
             desk.listeners.push(sender);
-            let room =
-                state.scheduler.held_cells() + state.scheduler.idle_cells() + state.scheduler.free_cells();
             let greeting = Greeting {
                 format: "kvist-live",
                 version: kvist_scheduler::RECORDING_VERSION,
