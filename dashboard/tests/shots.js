@@ -4,8 +4,8 @@ import { browser, open, serve } from './page.js';
 const folder = process.argv[2] ?? 'shots';
 const server = await serve();
 for (const [name, options, act] of [
-  ['light', { colorScheme: 'light' }],
-  ['dark', { colorScheme: 'dark' }],
+  ['light', { colorScheme: 'light', viewport: { width: 1440, height: 1480 } }],
+  ['dark', { colorScheme: 'dark', viewport: { width: 1440, height: 1480 } }],
   ['narrow', { viewport: { width: 420, height: 900 }, colorScheme: 'light' }],
   ['tour', { colorScheme: 'dark' }, async (page) => {
     await page.getByRole('button', { name: 'Tour' }).click();
@@ -17,7 +17,7 @@ for (const [name, options, act] of [
   await page.waitForSelector('canvas');
   await page.waitForTimeout(700);
   await act?.(page);
-  await page.screenshot({ path: `${folder}/${name}.png`, fullPage: name !== 'tour' });
+  await page.screenshot({ path: `${folder}/${name}.png`, fullPage: name === 'narrow' });
   if (page.errors.length > 0) console.log(name, page.errors);
   await page.context().close();
 }

@@ -23,7 +23,7 @@ const BATCH_NS: u64 = 100_000_000;
 const BEHIND: usize = 64;
 
 /// Where listeners and the file are kept. Cheap to clone.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct LiveView {
     desk: Arc<Mutex<Desk>>,
 }
@@ -37,6 +37,14 @@ struct Desk {
     batch: String,
     sent_ns: u64,
     blocks: Vec<BlockEvent>,
+    bytes: CacheBytes,
+}
+
+/// What K and V take, by the plan.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct CacheBytes {
+    pub per_token: u64,
+    pub bound: u64,
 }
 
 /// The first event of a stream.
@@ -49,7 +57,7 @@ struct Greeting<'a> {
     at: u64,
     /// Bytes that K and V of one token take in all layers.
     bytes_per_token: u64,
-    /// Bytes of K and V that are reserved, and never exceeded.
+    /// Bytes that K and V take at most.
     bound_bytes: u64,
     #[serde(flatten)]
     snapshot: Snapshot,
@@ -63,6 +71,10 @@ pub(crate) enum NotHeard {
 }
 
 impl LiveView {
+    pub(crate) fn new(bytes: CacheBytes) -> LiveView {
+        LiveView { desk: Arc::new(Mutex::new(Desk { bytes, ..Desk::default() })) }
+    }
+
     fn desk(&self) -> MutexGuard<'_, Desk> {
         self.desk.lock().unwrap_or_else(|broken| broken.into_inner())
     }
@@ -101,15 +113,13 @@ impl LiveView {
             desk.send(at);
             let (sender, receiver) = channel(BEHIND);
             desk.listeners.push(sender);
-            let room =
-                state.scheduler.held_cells() + state.scheduler.idle_cells() + state.scheduler.free_cells();
             let greeting = Greeting {
                 format: "kvist-live",
                 version: kvist_scheduler::RECORDING_VERSION,
                 model: &model,
                 at,
-                bytes_per_token: state.executor.kv_bytes() / room.max(1),
-                bound_bytes: state.executor.kv_bytes(),
+                bytes_per_token: desk.bytes.per_token,
+                bound_bytes: desk.bytes.bound,
                 snapshot: Snapshot::of(&state.scheduler),
             };
             Ok((serde_json::to_string(&greeting).unwrap_or_default(), receiver))

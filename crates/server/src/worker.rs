@@ -5,8 +5,8 @@
 mod request;
 
 use crate::job::*;
-use crate::live::LiveView;
-use kvist_backend::Registry;
+use crate::live::{CacheBytes, LiveView};
+use kvist_backend::{Purpose, Registry};
 use kvist_engine::Error;
 use kvist_engine::executor::{ModelExecutor, PagedConfig};
 use kvist_engine::model::Model;
@@ -155,6 +155,8 @@ impl Engine {
     /// model's budget.
     pub fn start(model: Arc<Model>, registry: &Registry, config: EngineConfig) -> Result<Engine, Error> {
         let (cache, executor) = ModelExecutor::new(&model, registry, &config.paged)?;
+        let plan = config.paged.plan(model.decoder().config(), registry)?;
+        let bytes = CacheBytes { per_token: plan.kv_bytes_per_token, bound: plan.usage.of(Purpose::KvCache) };
         let mut scheduler = Scheduler::new(config.scheduler, cache, None)
             .map_err(|e| Error::Usage(format!("scheduler: {e}")))?;
         if config.record {
@@ -163,7 +165,7 @@ impl Engine {
         scheduler.explain_misses(true);
         let (commands, inbox) = channel();
         let capacity_tokens = scheduler.held_cells() + scheduler.idle_cells() + scheduler.free_cells();
-        let view = LiveView::default();
+        let view = LiveView::new(bytes);
         let shared = Arc::new(Shared {
             model: model.clone(),
             commands,

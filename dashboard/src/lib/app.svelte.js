@@ -193,6 +193,13 @@ class App {
     return this.source === 'recording' && this.recording?.name === 'Example';
   }
 
+  /** The tour: over what is live, if anything has happened there; else over the example. */
+  async begin() {
+    this.page = 'cache';
+    if (this.source === 'live' && this.live.model.totals.prompt === 0) await this.example();
+    this.tour = 0;
+  }
+
   seek(at) {
     if (this.source !== 'recording' || !this.recording) return;
     this.recording.seek(at);

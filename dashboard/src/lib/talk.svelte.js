@@ -8,7 +8,7 @@ let next = 1;
 
 export class Branch {
   name = $state('');
-  /** `{ role, content, usage, error, end }`, end: tokens of the session behind it, where that is known. */
+  /** `{ role, content, usage }`, as many as the session has. */
   messages = $state([]);
   busy = $state(false);
   error = $state('');
@@ -49,10 +49,11 @@ export class Talk {
     return branch.id;
   }
 
-  async #length(branch) {
-    if (branch.id === null) return null;
-    const about = await api.get(`v1/sessions/${branch.id}`);
-    return about.tokens ?? about.n_tokens ?? null;
+  /** What the session really has, behind an answer that broke off. */
+  async #resync(branch) {
+    if (branch.id === null) return;
+    const { messages } = await api.get(`v1/sessions/${branch.id}`);
+    if (messages) branch.messages = messages.map(({ message }) => ({ role: message.role, content: message.content, usage: null }));
   }
 
   async send(branch, text) {
@@ -61,17 +62,17 @@ export class Talk {
     branch.draft = '';
     branch.busy = true;
     branch.stopper = new AbortController();
-    branch.messages.push({ role: 'user', content: text, usage: null, end: null });
+    branch.messages.push({ role: 'user', content: text, usage: null });
     try {
       await this.probe();
       const id = await this.#session(branch);
       if (id !== null) {
         await api.post(`v1/sessions/${id}/append`, { messages: [{ role: 'user', content: text }] });
-        branch.messages.at(-1).end = await this.#length(branch);
       }
       await this.#answer(branch, id);
     } catch (error) {
       if (error.name !== 'AbortError') branch.error = error.message;
+      await this.#resync(branch).catch(() => {}); // it has been told that something is wrong
     } finally {
       branch.busy = false;
       branch.stopper = null;
@@ -79,19 +80,18 @@ export class Talk {
   }
 
   async #answer(branch, id) {
-    const options = { max_tokens: this.maxTokens, temperature: this.temperature };
+    const options = { max_tokens: this.maxTokens, temperature: this.temperature, stream_options: { include_usage: true } };
     const said = branch.messages.map(({ role, content }) => ({ role, content }));
-    branch.messages.push({ role: 'assistant', content: '', usage: null, end: null });
+    branch.messages.push({ role: 'assistant', content: '', usage: null });
     const answer = branch.messages.at(-1); // the reactive one
     const { signal } = branch.stopper;
     const stream = id === null
-      ? api.generate('v1/chat/completions', { ...options, messages: said, stream_options: { include_usage: true } }, signal)
+      ? api.generate('v1/chat/completions', { ...options, messages: said }, signal)
       : api.generate(`v1/sessions/${id}/generate`, options, signal);
     for await (const { text, usage } of stream) {
       answer.content += text;
       if (usage) answer.usage = usage;
     }
-    answer.end = await this.#length(branch);
   }
 
   stop(branch) {
@@ -105,8 +105,7 @@ export class Talk {
     try {
       let ids = new Array(n).fill(null);
       if (branch.id !== null) {
-        const at = branch.messages[i].end;
-        const made = await api.post(`v1/sessions/${branch.id}/fork`, { n, ...(at === null || i === branch.messages.length - 1 ? {} : { at }) });
+        const made = await api.post(`v1/sessions/${branch.id}/fork`, { n, at: { message: i + 1 } });
         ids = made.sessions.map((session) => session.id);
       }
       const place = this.branches.indexOf(branch) + 1;
@@ -121,9 +120,7 @@ export class Talk {
     branch.error = '';
     try {
       if (branch.id !== null) {
-        const to = i < 0 ? 0 : branch.messages[i].end;
-        if (to === null) throw new Error('the server did not say where this message ends');
-        await api.post(`v1/sessions/${branch.id}/rollback`, { to });
+        await api.post(`v1/sessions/${branch.id}/rollback`, { to: { message: i + 1 } });
       }
       branch.messages.length = i + 1;
     } catch (error) {

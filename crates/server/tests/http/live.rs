@@ -140,6 +140,8 @@ fn lines_and_snapshots_agree() {
     let first = Listener::join(&server);
     assert_eq!(first.snapshot["groups"], json!([{"block_tokens": 16, "blocks": 28, "window": null}]));
     assert_eq!(first.snapshot["requests"], json!([]));
+    let bytes = |name: &str| first.snapshot[name].as_u64().unwrap();
+    assert!(bytes("bytes_per_token") > 0 && bytes("bound_bytes") >= 448 * bytes("bytes_per_token"));
     let mut held = Held::of(&first.snapshot);
     let lines = first.lines();
     let (mut changes, mut compared) = (BTreeMap::new(), 0);

@@ -223,8 +223,10 @@ fn the_description_is_of_this_server() {
     let server = Server::start(config());
     let document = server.get("/openapi.json").good();
     assert_eq!(document["openapi"], "3.1.0");
+    let session = server.post("/v1/sessions", &json!({"text": "a"})).good();
+    let session = session["id"].as_str().unwrap();
     for (path, verbs) in document["paths"].as_object().unwrap() {
-        let path = path.replace("{model}", MODEL);
+        let path = path.replace("{model}", MODEL).replace("{id}", session);
         for verb in verbs.as_object().unwrap().keys() {
             let answer = match verb.as_str() {
                 "post" => server.post(&path, &json!({"nonsense": 1})),

@@ -1,0 +1,116 @@
+// The page of a running `kvist serve`: the program is $KVIST, or what cargo built last. Skipped where there is none.
+import assert from 'node:assert/strict';
+import { spawn } from 'node:child_process';
+import { existsSync } from 'node:fs';
+import { after, test } from 'node:test';
+import { fileURLToPath } from 'node:url';
+import { browser, open } from './page.js';
+
+const target = (kind) => fileURLToPath(new URL(`../../target/${kind}/kvist`, import.meta.url));
+const program = process.env.KVIST ?? ['release', 'debug'].map(target).find(existsSync);
+const skip = program === undefined && 'no kvist: cargo build, or set KVIST';
+after(() => browser.close());
+
+/** `kvist serve` with a small cache of the embedded model, on a free port. */
+async function start(...flags) {
+  const child = spawn(program, ['serve', ...(flags.includes('--port') ? [] : ['--port', '0']), '--context', '2048', '--max-batch', '8', ...flags], { stdio: ['ignore', 'pipe', 'inherit'] });
+  const url = await new Promise((resolve, reject) => {
+    let text = '';
+    child.on('exit', (code) => reject(new Error(`kvist serve ended with ${code}`)));
+    child.stdout.on('data', (data) => {
+      text += data;
+      const found = /http:\/\/\S+/.exec(text);
+      if (found) resolve(`${found[0]}/`);
+    });
+  });
+  return { child, url, stop: () => new Promise((resolve) => (child.removeAllListeners('exit'), child.on('exit', resolve), child.kill('SIGTERM'))) };
+}
+const figures = (page) => page.$$eval('dl div', (all) => Object.fromEntries(all.map((div) => [div.querySelector('dt').textContent, div.querySelector('dd').textContent])));
+const complete = (url, prompt, max_tokens) =>
+  fetch(`${url}v1/completions`, { method: 'POST', headers: { 'content-type': 'application/json' }, body: JSON.stringify({ prompt, max_tokens, temperature: 0 }) }).then((response) => response.json());
+
+test('the cache is shown live, and what others do moves it', { skip }, async () => {
+  const server = await start();
+  const page = await open(server.url);
+  await page.getByText('Live · ').waitFor();
+  await page.getByText('128 blocks of 16 tokens').waitFor();
+  assert.equal((await figures(page)).evicted, '0');
+  const prompt = 'pub fn main() { let vector = Vec::new(); '.repeat(4);
+  const answers = await Promise.all(Array.from({ length: 4 }, (_, i) => complete(server.url, `${prompt}${i}`, 60)));
+  assert.ok(answers.every((answer) => answer.usage.completion_tokens > 0), JSON.stringify(answers));
+  await complete(server.url, `${prompt}0`, 20);
+  await page.waitForTimeout(1200);
+  const { found, waiting, running } = await figures(page);
+  assert.ok(parseInt(found, 10) > 5, `found ${found}`);
+  assert.deepEqual([running, waiting], ['0', '0']);
+  const cached = await page.getByRole('region', { name: 'Block map' }).locator('footer b').allInnerTexts();
+  assert.ok(Number(cached[1]) > 3, `held, cached, free: ${cached}`);
+  // The same by the server's own count.
+  const metrics = await (await fetch(`${server.url}metrics`)).text();
+  assert.match(metrics, /kvist|vllm/);
+  assert.deepEqual(page.errors, []);
+  assert.deepEqual(page.foreign, []);
+  await page.context().close();
+  await server.stop();
+});
+
+test('chat, fork, talk to all branches, roll back', { skip }, async () => {
+  const server = await start();
+  const page = await open(server.url);
+  await page.getByText('Live · ').waitFor();
+  await page.getByRole('button', { name: 'Playground' }).click();
+  await page.getByRole('spinbutton', { name: 'Tokens at most' }).fill('24');
+  await page.getByRole('textbox', { name: /Message to Branch/ }).fill('Why is a vector contiguous?');
+  await page.keyboard.press('Enter');
+  const branches = page.locator('section.branch');
+  const answer = branches.first().locator('li.assistant .text');
+  await page.waitForFunction(() => document.querySelector('li.assistant .under .num'), null, { timeout: 30000 });
+  assert.ok((await answer.innerText()).trim().length > 0);
+  await branches.first().locator('li.assistant').getByRole('button', { name: '× 3' }).click();
+  await page.waitForFunction(() => document.querySelectorAll('section.branch').length === 4);
+  assert.equal(await branches.nth(3).locator('li.assistant .text').innerText(), await answer.innerText());
+  await page.getByRole('textbox', { name: 'Message to all branches' }).fill('And then?');
+  await page.keyboard.press('Enter');
+  await page.waitForFunction(() => document.querySelectorAll('li.assistant .under .num').length >= 8, null, { timeout: 60000 });
+  // Forks are read once: what the second answer of a branch found is more than nothing.
+  assert.match(await branches.nth(2).locator('li.assistant').last().innerText(), /of \d+ found/);
+  await branches.nth(1).locator('li').first().getByRole('button', { name: 'Roll back to here' }).click();
+  await page.waitForFunction(() => document.querySelectorAll('section.branch')[1].querySelectorAll('li').length === 1);
+  assert.equal(await branches.nth(2).locator('li').count(), 4, 'others keep theirs');
+  await branches.nth(3).getByRole('button', { name: /Close/ }).click();
+  assert.equal(await branches.count(), 3);
+  assert.deepEqual(page.errors.filter((error) => !error.includes('/v1/sessions')), []);
+  await page.context().close();
+  await server.stop();
+});
+
+test('with API keys: asked for, and kept for this tab alone', { skip }, async () => {
+  const { mkdtemp, writeFile } = await import('node:fs/promises');
+  const { tmpdir } = await import('node:os');
+  const { join } = await import('node:path');
+  const file = join(await mkdtemp(join(tmpdir(), 'kvist-')), 'kvist.toml');
+  await writeFile(file, '[[keys]]\nname = "ops"\nkey = "ops-secret"\nadmin = true\n');
+  const server = await start('--config', file);
+  const page = await open(server.url);
+  await page.getByText('The server wants an admin key').waitFor();
+  await page.getByText('Recording · Example').waitFor();
+  await page.getByLabel('API key', { exact: true }).and(page.locator('input')).fill('ops-secret');
+  await page.getByRole('button', { name: 'Connect' }).click();
+  await page.getByText('Live · ').waitFor();
+  assert.equal(await page.evaluate(() => Object.values(localStorage).join()), '');
+  await page.context().close();
+  await server.stop();
+});
+
+test('a server that goes and comes back', { skip }, async () => {
+  const first = await start();
+  const page = await open(first.url);
+  await page.getByText('Live · ').waitFor();
+  await first.stop();
+  await page.getByText('Connection lost').waitFor();
+  const second = await start('--port', new URL(first.url).port).catch(() => null);
+  assert.ok(second, 'the port is free again');
+  await page.getByText('Live · ').waitFor({ timeout: 20000 });
+  await page.context().close();
+  await second.stop();
+});
