@@ -24,7 +24,9 @@ def user(text):
 
 
 # A session holds a history and no memory: nothing is computed before something is generated.
-trunk = post("/sessions", messages=[user("What is a vector?")], name="vectors")
+brief = "You explain the standard library of Rust to people who write programs in other languages. Be brief, name types \
+and functions as the documentation does, and say what a call costs where that is known."
+trunk = post("/sessions", messages=[{"role": "system", "content": brief}, user("What is a vector?")], name="vectors")
 forks = post(f"/sessions/{trunk['id']}/fork", n=3)["sessions"]
 
 
