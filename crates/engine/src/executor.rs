@@ -150,9 +150,9 @@ impl ModelExecutor {
             request.end();
         }
     }
-    /// Why the last failed step failed.
-    pub fn take_failure(&mut self) -> Option<Error> {
-        self.failure.take()
+    /// Why the last step failed, if it did.
+    pub fn failure(&self) -> Option<&Error> {
+        self.failure.as_ref()
     }
     /// Bytes that attention has moved.
     pub fn counters(&self) -> Counters {
@@ -199,6 +199,7 @@ impl Executor for ModelExecutor {
         let started = Instant::now();
         match self.forward(step, batch) {
             Ok(()) => {
+                self.failure = None;
                 let vocab = self.model.decoder().config().vocab;
                 let rows = self.activations.logits.chunks_exact_mut(vocab);
                 let sampling = batch.work.iter().filter(|work| work.samples);

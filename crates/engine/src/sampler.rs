@@ -6,7 +6,8 @@ mod candidates;
 
 use crate::error::Error;
 use candidates::{Candidates, exp_minus, largest};
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
 
 /// How to choose. Checked by [`Sampler::new`].
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -54,7 +55,8 @@ pub struct Sampler {
     config: SamplerConfig,
     draws: u64,
     recent: VecDeque<u32>,
-    penalised: HashSet<u32>, // room for one call
+    /// How often each token stands in `recent`.
+    penalised: HashMap<u32, u32>,
     /// How often each token was drawn, if a penalty asks. Every entry changes a logit of its own, so that their order
     /// cannot show.
     drawn: HashMap<u32, u32>,
@@ -79,7 +81,7 @@ impl Sampler {
             config,
             draws: 0,
             recent: VecDeque::new(),
-            penalised: HashSet::new(),
+            penalised: HashMap::new(),
             drawn: HashMap::new(),
             candidates: Candidates::default(),
             logits: Vec::new(),
@@ -93,11 +95,18 @@ impl Sampler {
             return;
         }
         for token in tokens {
-            if self.recent.len() >= self.config.repetition_window {
-                self.recent.pop_front();
+            if self.recent.len() >= self.config.repetition_window
+                && let Some(old) = self.recent.pop_front()
+                && let Entry::Occupied(mut times) = self.penalised.entry(old)
+            {
+                *times.get_mut() -= 1;
+                if *times.get() == 0 {
+                    times.remove();
+                }
             }
             if self.config.repetition_window > 0 {
                 self.recent.push_back(*token);
+                *self.penalised.entry(*token).or_default() += 1;
             }
         }
     }
@@ -105,6 +114,7 @@ impl Sampler {
     /// Another text is continued from here on: what was observed and drawn belongs to the old one.
     pub fn forget(&mut self) {
         self.recent.clear();
+        self.penalised.clear();
         self.drawn.clear();
     }
 
@@ -146,10 +156,8 @@ impl Sampler {
 
     fn penalise(&mut self) {
         let penalty = self.config.repetition_penalty;
-        self.penalised.clear();
-        for &token in &self.recent {
-            let first = self.penalised.insert(token); // each token once
-            if let (true, Some(x)) = (first, self.logits.get_mut(token as usize)) {
+        for &token in self.penalised.keys() {
+            if let Some(x) = self.logits.get_mut(token as usize) {
                 *x = if *x > 0.0 { *x / penalty } else { *x * penalty };
             }
         }

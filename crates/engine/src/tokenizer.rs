@@ -164,6 +164,9 @@ pub struct TextState {
     shown: usize,
 }
 
+/// Tokens that may wait for a whole character, or for any text at all.
+const LONGEST_RUN: usize = 64;
+
 impl TextState {
     /// At the start of a text; `written` as [`Tokenizer::stream_with`] has it.
     pub fn new(written: &[u32]) -> Self {
@@ -179,12 +182,14 @@ impl TextState {
         }
         self.tokens.push(token);
         let new = self.new_text(tokenizer)?;
-        if new.ends_with(char::REPLACEMENT_CHARACTER) {
+        // No character is that long, and decoding a run anew for each of its tokens takes time by its square.
+        let endless = self.tokens.len() - self.shown >= LONGEST_RUN;
+        if new.ends_with(char::REPLACEMENT_CHARACTER) && !endless {
             return Ok(String::new());
         }
         // Tokens without a text (control tokens) must not become the whole context of the next one: its leading
         // space would be taken for the one at the start of a text.
-        if !new.is_empty() {
+        if !new.is_empty() || endless {
             self.advance();
         }
         Ok(new)

@@ -106,12 +106,14 @@ struct Shared {
     stats: Mutex<Stats>,
     /// Jobs that have not ended.
     live: watch::Sender<usize>,
+    /// Closed when the thread has ended.
+    is_gone: watch::Receiver<()>,
     capacity_tokens: u64,
     view: LiveView,
 }
 
 enum Command {
-    Arrive { id: RequestId, job: Box<Job>, events: mpsc::UnboundedSender<Event> },
+    Arrive { id: RequestId, job: Box<Job>, events: mpsc::UnboundedSender<Event>, unread: Arc<AtomicUsize> },
     Cancel(RequestId),
     CancelAll,
     Inspect(Box<dyn FnOnce(&mut State) + Send>),
@@ -125,10 +127,16 @@ impl Drop for Shared {
     }
 }
 
+/// What was told and not yet heard, and how many tokens of it.
+struct Unread {
+    events: mpsc::UnboundedReceiver<Event>,
+    n: Arc<AtomicUsize>,
+}
+
 /// A job that was taken. Dropping it cancels the job: its memory is free before the next step.
 pub struct Generation {
     pub id: RequestId,
-    events: mpsc::UnboundedReceiver<Event>,
+    events: Unread,
     over: bool,
     shared: Arc<Shared>,
 }
@@ -136,7 +144,10 @@ pub struct Generation {
 impl Generation {
     /// What happens next; `None` behind the end, or if the engine thread died.
     pub async fn next(&mut self) -> Option<Event> {
-        let event = self.events.recv().await;
+        let event = self.events.events.recv().await;
+        if matches!(event, Some(Event::Token(_))) {
+            self.events.n.fetch_sub(1, SeqCst);
+        }
         self.over |= matches!(event, None | Some(Event::Done(_) | Event::Failed(_)));
         event
     }
@@ -164,6 +175,7 @@ impl Engine {
         }
         scheduler.explain_misses(true);
         let (commands, inbox) = channel();
+        let (gone, is_gone) = watch::channel(());
         let capacity_tokens = scheduler.held_cells() + scheduler.idle_cells() + scheduler.free_cells();
         let view = LiveView::new(bytes);
         let shared = Arc::new(Shared {
@@ -175,6 +187,7 @@ impl Engine {
             draining: AtomicBool::new(false),
             stats: Mutex::new(Stats { capacity_cells: capacity_tokens, ..Stats::default() }),
             live: watch::Sender::new(0),
+            is_gone,
             capacity_tokens,
             view: view.clone(),
         });
@@ -191,7 +204,11 @@ impl Engine {
         };
         let named = std::thread::Builder::new().name("kvist-engine".into());
         named
-            .spawn(move || thread.run(&inbox))
+            .spawn(move || {
+                // Dropped last, by a panic too.
+                let _gone = gone;
+                thread.run(&inbox);
+            })
             .map_err(|e| Error::Usage(format!("the system refuses a thread for the engine: {e}")))?;
         Ok(Engine { shared })
     }
@@ -213,6 +230,11 @@ impl Engine {
         if self.shared.draining.load(SeqCst) {
             return Err(Rejected::Draining);
         }
+        self.submit_sibling(job)
+    }
+
+    /// The same for a job that belongs to a request which was taken before: also while the server is going down.
+    pub fn submit_sibling(&self, job: Job) -> Result<Generation, Rejected> {
         let max = self.shared.max_queue;
         let one_more = |n: usize| (n < max).then_some(n + 1);
         if let Err(waiting) = self.shared.queued.fetch_update(SeqCst, SeqCst, one_more) {
@@ -221,7 +243,9 @@ impl Engine {
         self.shared.live.send_modify(|n| *n += 1);
         let id = RequestId(self.shared.next_id.fetch_add(1, SeqCst));
         let (sender, events) = mpsc::unbounded_channel();
-        let command = Command::Arrive { id, job: Box::new(job), events: sender };
+        let unread = Arc::new(AtomicUsize::new(0));
+        let events = Unread { events, n: unread.clone() };
+        let command = Command::Arrive { id, job: Box::new(job), events: sender, unread };
         if self.shared.commands.send(command).is_err() {
             self.shared.queued.fetch_sub(1, SeqCst);
             self.shared.live.send_modify(|n| *n -= 1);
@@ -248,7 +272,7 @@ impl Engine {
 
     /// Does the thread live? Answered at once, however long a step takes.
     pub fn is_alive(&self) -> bool {
-        self.shared.commands.send(Command::Inspect(Box::new(|_| ()))).is_ok()
+        self.shared.is_gone.has_changed().is_ok()
     }
 
     /// Take no more jobs. Those that were taken go on.
@@ -262,11 +286,19 @@ impl Engine {
     pub fn cancel_all(&self) {
         let _ = self.shared.commands.send(Command::CancelAll);
     }
-    /// Until no job is live.
+    /// Until no job is live, or the thread has ended.
     pub async fn idle(&self) {
         let mut live = self.shared.live.subscribe();
-        // The sender lives as long as this handle.
-        let _ = live.wait_for(|n| *n == 0).await;
+        tokio::select! {
+            // The sender lives as long as this handle.
+            _ = live.wait_for(|n| *n == 0) => {}
+            () = self.ended() => {}
+        }
+    }
+    /// Until the thread has ended, which while this handle lives it does by a panic alone.
+    pub async fn ended(&self) {
+        let mut is_gone = self.shared.is_gone.clone();
+        while is_gone.changed().await.is_ok() {}
     }
 }
 
@@ -333,7 +365,7 @@ impl Thread {
 
     fn hear(&mut self, command: Command) {
         match command {
-            Command::Arrive { id, job, events } => self.arrive(id, *job, events),
+            Command::Arrive { id, job, events, unread } => self.arrive(id, *job, events, unread),
             Command::Cancel(id) => {
                 let now = self.state.now_ns();
                 self.state.scheduler.cancel(now, id);
@@ -350,7 +382,13 @@ impl Thread {
         self.tell();
     }
 
-    fn arrive(&mut self, id: RequestId, mut job: Job, events: mpsc::UnboundedSender<Event>) {
+    fn arrive(
+        &mut self,
+        id: RequestId,
+        mut job: Job,
+        events: mpsc::UnboundedSender<Event>,
+        unread: Arc<AtomicUsize>,
+    ) {
         let now = self.state.now_ns();
         let end = Arc::new(Mutex::new(Ending::default()));
         let prompt_tokens = u32::try_from(job.prompt.len()).unwrap_or(u32::MAX);
@@ -367,7 +405,7 @@ impl Thread {
         match Sampler::new(job.sampling) {
             Ok(mut sampler) => {
                 sampler.observe(&job.prompt);
-                let chooser = Chooser::new(self.model.clone(), sampler, &mut job, events, end);
+                let chooser = Chooser::new(self.model.clone(), sampler, &mut job, events, unread, end);
                 self.state.executor.expect(id, Box::new(chooser));
             }
             Err(e) => return self.fail(id, Failure::Engine(e.to_string())),
@@ -420,7 +458,6 @@ impl Thread {
     fn end(&mut self, ended: &Ended) {
         self.watchers.iter_mut().for_each(|watcher| watcher.ended(ended));
         self.state.executor.forget(ended.id);
-        let failure = self.state.executor.take_failure();
         let Some(mut live) = self.live.remove(&ended.id) else { return };
         if ended.admitted_ns.is_some() && !live.admitted {
             let miss = ended.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
@@ -451,6 +488,7 @@ impl Thread {
                 Event::Failed(Failure::NeverFits { needed: live.needed_tokens, capacity })
             }
             (End::Refused(reason), None) => {
+                let failure = self.state.executor.failure().filter(|_| reason == Reason::StepsFailed);
                 let why = failure.map_or_else(|| reason.name().to_owned(), |failure| failure.to_string());
                 Event::Failed(Failure::Engine(why))
             }

@@ -202,3 +202,29 @@ async fn logprobs_are_those_of_the_model() {
     }
     assert_eq!(n, 6);
 }
+
+#[tokio::test]
+async fn who_does_not_read_is_ended() {
+    let engine = engine(config(8192));
+    let mut generation = engine.submit(greedy(&tokens(TEXT), 6000)).unwrap();
+    tokio::time::timeout(Duration::from_secs(60), engine.idle()).await.expect("it was not ended");
+    let heard = hear(&mut generation).await;
+    assert_eq!(heard.tokens.len(), 4096, "what waits is bounded");
+    let Some(Failure::Engine(why)) = heard.failure else { panic!("{:?}", heard.done) };
+    assert!(why.contains("not read"), "{why}");
+    nothing_is_held(&engine).await;
+}
+
+/// A panic on the engine thread ends every request with no word, and whoever waits for the engine hears of it.
+#[tokio::test]
+async fn an_engine_that_dies_is_known_to_be_dead() {
+    let engine = engine(config(1024));
+    assert!(engine.is_alive());
+    let mut generation = engine.submit(greedy(&tokens(TEXT), 600)).unwrap();
+    assert_eq!(engine.inspect(|_| -> u32 { panic!("on purpose") }).await, None);
+    tokio::time::timeout(Duration::from_secs(10), engine.ended()).await.expect("nobody heard");
+    assert!(!engine.is_alive());
+    let heard = hear(&mut generation).await;
+    assert!(heard.done.is_none() && heard.failure.is_none());
+    tokio::time::timeout(Duration::from_secs(10), engine.idle()).await.expect("a dead engine is idle");
+}

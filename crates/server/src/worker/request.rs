@@ -5,6 +5,7 @@ use kvist_engine::model::Model;
 use kvist_engine::sampler::Sampler;
 use kvist_engine::text::StopMatcher;
 use kvist_engine::tokenizer::TextState;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -19,8 +20,14 @@ pub(super) struct Chooser {
     text: TextState,
     stops: StopMatcher,
     events: UnboundedSender<Event>,
+    /// Tokens that were told and not yet heard.
+    unread: Arc<AtomicUsize>,
     end: Arc<Mutex<Ending>>,
 }
+
+/// Tokens that may wait for a client to read them: some megabytes with all log-probabilities. Who falls back further
+/// is ended, because nothing else bounds what waits.
+const MAX_UNREAD: usize = 4096;
 
 /// How a request ended, as far as its own tokens say, and the text that was held back.
 #[derive(Debug, Default)]
@@ -40,6 +47,7 @@ impl Chooser {
         sampler: Sampler,
         job: &mut Job,
         events: UnboundedSender<Event>,
+        unread: Arc<AtomicUsize>,
         end: Arc<Mutex<Ending>>,
     ) -> Self {
         Chooser {
@@ -52,11 +60,15 @@ impl Chooser {
             text: TextState::new(&job.written),
             stops: StopMatcher::new(&job.stop),
             events,
+            unread,
             end,
         }
     }
 
     fn take(&mut self, logits: &mut [f32]) -> Result<Choice, String> {
+        if self.unread.fetch_add(1, SeqCst) >= MAX_UNREAD {
+            return Err(format!("the answer is not read: {MAX_UNREAD} of its tokens wait"));
+        }
         // Of the model's own distribution, so before anything is done to it.
         let before = self.logprobs.map(|n| LogProbs::of(logits, n));
         for &(token, bias) in &self.logit_bias {
@@ -151,15 +163,17 @@ impl LogProbs {
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let sum: f64 = logits.iter().map(|x| f64::from(x - max).exp()).sum();
         let log_sum = max + sum.ln() as f32;
-        let n = usize::from(n).min(logits.len());
-        let mut order: Vec<u32> = (0..logits.len() as u32).collect();
-        let likelier = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
-        if n > 0 && n < order.len() {
-            order.select_nth_unstable_by(n, likelier);
+        let n = usize::from(n);
+        // Few of many: most are not above the last of the best so far. Equals stay in the order of their ids.
+        let mut top: Vec<(u32, f32)> = Vec::with_capacity(n + 1);
+        for (token, &logit) in logits.iter().enumerate() {
+            if top.len() < n || top.last().is_some_and(|(_, last)| logit > *last) {
+                let place = top.partition_point(|(_, other)| *other >= logit);
+                top.insert(place, (token as u32, logit));
+                top.truncate(n);
+            }
         }
-        order.truncate(n);
-        order.sort_unstable_by(likelier);
-        let top = order.into_iter().map(|token| (token, logits[token as usize] - log_sum)).collect();
+        top.iter_mut().for_each(|(_, logit)| *logit -= log_sum);
         LogProbs { raw: logits.to_vec(), log_sum, top }
     }
 
