@@ -34,6 +34,7 @@ RELATIONS = [
     ("at", "the session has"),
     ("to", "the session has"),
     ("also", "which is no sibling"),
+    ("also", "is no session's id"),
 ]
 
 
