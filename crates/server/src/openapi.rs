@@ -79,7 +79,7 @@ fn sessions(path: &mut impl FnMut(&str, &str, Value), streamed: &Value) {
             "The session goes on; what comes is part of it",
             "SessionGenerate",
             "Generation",
-            &streamed,
+            streamed,
         ),
         ("fork", "Sessions that share the history up to a place", "SessionFork", "Forks", &none),
         ("rollback", "The history ends there", "SessionRollback", "Session", &none),
