@@ -21,6 +21,20 @@ RELATIONS = [
     ("tools", "`tools["),
     ("tool_choice", "tool"),
     ("response_format", "`response_format"),
+    # What a session is made of, and how long it has become, no schema knows.
+    ("text", "room for"),
+    ("tokens", "room for"),
+    ("session", "room for"),
+    ("messages", "is made of text or tokens"),
+    ("text", "is made of messages"),
+    ("tokens", "is made of messages"),
+    ("add_generation_prompt", "is not made of messages"),
+    ("at", "this session has no messages"),
+    ("to", "this session has no messages"),
+    ("at", "the session has"),
+    ("to", "the session has"),
+    ("also", "which is no sibling"),
+    ("also", "is no session's id"),
 ]
 
 

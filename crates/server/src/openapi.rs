@@ -26,7 +26,7 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
         "schema": {"type": "string"}, "example": bounds.model,
     }]);
     path("/v1/models/{model}", "get", model);
-    sessions(&mut path);
+    sessions(&mut path, &streamed);
     path("/health", "get", open(gets("The process answers", "Status", &[])));
     path("/ready", "get", open(gets("New requests are taken", "Status", &["503"])));
     let mut metrics = gets("Prometheus metrics; with keys, for admin keys", "Status", &["401", "403"]);
@@ -53,7 +53,7 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
 }
 
 /// Sessions and their branches.
-fn sessions(path: &mut impl FnMut(&str, &str, Value)) {
+fn sessions(path: &mut impl FnMut(&str, &str, Value), streamed: &Value) {
     let id = json!([{
         "name": "id", "in": "path", "required": true, "description": "A session of this key",
         "schema": {"type": "string"}, "example": "sess-00000000000000000000000000000000",
@@ -72,7 +72,6 @@ fn sessions(path: &mut impl FnMut(&str, &str, Value)) {
     let all = ["401", "404"];
     path("/v1/sessions/{id}", "get", of_one(gets("A session, with its history", "SessionHistory", &all)));
     path("/v1/sessions/{id}", "delete", of_one(gets("Delete a session; its forks stay", "Deleted", &all)));
-    let streamed = json!({"text/event-stream": {"schema": {"type": "string"}}});
     let verbs = [
         ("append", "The history grows", "SessionAppend", "Session", &none),
         (
@@ -80,7 +79,7 @@ fn sessions(path: &mut impl FnMut(&str, &str, Value)) {
             "The session goes on; what comes is part of it",
             "SessionGenerate",
             "Generation",
-            &streamed,
+            streamed,
         ),
         ("fork", "Sessions that share the history up to a place", "SessionFork", "Forks", &none),
         ("rollback", "The history ends there", "SessionRollback", "Session", &none),

@@ -510,6 +510,7 @@ fn what_cannot_be_done_is_said() {
         (path(t, "rollback"), json!({"to": -1}), 400, "invalid_value"),
         (path(t, "rollback"), json!({"to": null}), 400, "invalid_type"),
         (path(t, "keep"), json!({}), 409, "not_a_fork"),
+        (path(t, "keep"), json!({"also": ["nonsense"]}), 400, "invalid_value"),
         (path(t, "dance"), json!({}), 404, "unknown_url"),
     ];
     let mut wrong = Vec::new();

@@ -248,7 +248,12 @@ pub(crate) async fn keep(
     check(&mut body, &app.schemas.sessions.keep, &app.bounds.model)?;
     let fields: KeepFields = read(&body)?;
     let also = fields.also.unwrap_or_default();
-    let also = also.iter().map(|id| app.sessions.id(id)).collect::<Result<Vec<_>, _>>()?;
+    // 404 is about the session in the path alone.
+    let sibling = |(i, id): (usize, &String)| {
+        let unknown = || ApiError::invalid(format!("also[{i}]"), format!("`also[{i}]` is no session's id"));
+        app.sessions.id(id).map_err(|_| unknown())
+    };
+    let also = also.iter().enumerate().map(sibling).collect::<Result<Vec<_>, _>>()?;
     let deleted = app.sessions.keep(moment(&app), &caller.name, id, &also)?;
     let deleted: Vec<String> = deleted.iter().map(|id| id.to_string()).collect();
     Ok(Json(json!({"id": id.to_string(), "object": "session.kept", "deleted": deleted})))
