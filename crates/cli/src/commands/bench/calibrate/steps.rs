@@ -220,7 +220,7 @@ impl Steps {
             self.executor.forget(ended.id);
         }
         if failed {
-            let why = self.executor.take_failure();
+            let why = self.executor.failure();
             anyhow::bail!(why.map_or("a step failed".to_owned(), |why| format!("a step failed: {why}")));
         }
         ensure!(
