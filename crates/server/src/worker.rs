@@ -213,6 +213,11 @@ impl Engine {
         if self.shared.draining.load(SeqCst) {
             return Err(Rejected::Draining);
         }
+        self.submit_sibling(job)
+    }
+
+    /// Queue a job of a request that was taken: also while the server is going down.
+    pub fn submit_sibling(&self, job: Job) -> Result<Generation, Rejected> {
         let max = self.shared.max_queue;
         let one_more = |n: usize| (n < max).then_some(n + 1);
         if let Err(waiting) = self.shared.queued.fetch_update(SeqCst, SeqCst, one_more) {
