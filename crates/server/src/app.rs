@@ -1,5 +1,6 @@
 //! What all handlers share.
 use crate::auth::Keys;
+use crate::body::Bodies;
 use crate::config::{ConfigError, HttpSection, LimitsSection, ServerConfig};
 use crate::error::ApiError;
 use crate::metrics::Metrics;
@@ -21,6 +22,7 @@ pub struct App {
     pub(crate) http: HttpSection,
     pub(crate) limits: LimitsSection,
     pub(crate) keys: Keys,
+    pub(crate) bodies: Bodies,
     pub(crate) bounds: Bounds,
     pub(crate) schemas: Schemas,
     pub(crate) openapi: String,
@@ -66,6 +68,7 @@ impl App {
         Ok(Arc::new(App {
             http: config.http.clone(),
             limits: config.limits.clone(),
+            bodies: Bodies::new(config.limits.max_body_bytes),
             keys,
             schemas,
             tools,
