@@ -31,6 +31,13 @@ fn refusals_name_the_field() {
             "context_length_exceeded",
             "10000 tokens",
         ),
+        (
+            text(json!({"prompt": "x".repeat(1 << 20)})),
+            400,
+            "prompt",
+            "context_length_exceeded",
+            "1048576 bytes",
+        ),
         (text(json!({"prompt": long})), 400, "prompt", "context_length_exceeded", "tokens"),
         (text(json!({"max_tokens": 0})), 400, "max_tokens", "invalid_value", "1 to"),
         (text(json!({"temperature": 2.1})), 400, "temperature", "invalid_value", "0 to 2"),
