@@ -1,5 +1,6 @@
 //! What all handlers share.
 use crate::auth::Keys;
+use crate::body::Bodies;
 use crate::config::{ConfigError, HttpSection, LimitsSection, ServerConfig};
 use crate::error::ApiError;
 use crate::metrics::Metrics;
@@ -21,6 +22,7 @@ pub struct App {
     pub(crate) http: HttpSection,
     pub(crate) limits: LimitsSection,
     pub(crate) keys: Keys,
+    pub(crate) bodies: Bodies,
     pub(crate) bounds: Bounds,
     pub(crate) schemas: Schemas,
     pub(crate) openapi: String,
@@ -31,8 +33,9 @@ pub struct App {
     pub(crate) marks: Vec<u32>,
     /// Made when the first grammar is asked for: it takes a while, and memory.
     grammars: OnceLock<Result<GrammarCompiler, String>>,
-    /// Every token's bytes, made when log-probabilities are first asked for.
+    /// Every token's bytes, made when log-probabilities or the longest token are first asked for.
     pieces: OnceLock<Option<Vec<Piece>>>,
+    longest_token: OnceLock<Option<usize>>,
     /// Seconds since 1970.
     pub(crate) started: u64,
     pub(crate) sessions: Arc<Store>,
@@ -66,12 +69,14 @@ impl App {
         Ok(Arc::new(App {
             http: config.http.clone(),
             limits: config.limits.clone(),
+            bodies: Bodies::new(config.limits.max_body_bytes),
             keys,
             schemas,
             tools,
             marks,
             grammars: OnceLock::new(),
             pieces: OnceLock::new(),
+            longest_token: OnceLock::new(),
             openapi,
             metrics: Metrics::new(&name),
             bounds,
@@ -107,6 +112,12 @@ impl App {
     pub(crate) fn pieces(&self) -> Option<&[Piece]> {
         let make = || self.engine.model().tokenizer()?.pieces(self.bounds.vocab as usize).ok();
         self.pieces.get_or_init(make).as_deref()
+    }
+
+    /// Bytes of the vocabulary's longest token, if its tokens have bytes of their own.
+    pub(crate) fn longest_token(&self) -> Option<usize> {
+        let longest = || self.pieces()?.iter().map(|piece| piece.bytes.len()).max();
+        *self.longest_token.get_or_init(longest)
     }
 
     /// May take some tenths of a second the first time.

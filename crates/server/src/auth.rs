@@ -8,6 +8,7 @@ use axum::http::header::AUTHORIZATION;
 use axum::http::{HeaderMap, StatusCode};
 use sha2::{Digest, Sha256};
 use std::sync::Arc;
+use std::time::Instant;
 use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
 /// Who asks.
@@ -15,6 +16,8 @@ use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 pub struct Caller {
     pub name: Arc<str>,
     pub admin: bool,
+    /// Since when: deadlines count from here.
+    pub arrived: Instant,
 }
 
 impl Caller {
@@ -68,7 +71,8 @@ impl Keys {
             if keys.iter().any(|(other, _)| *other == hash) {
                 return Err(bad("key", "the same as another one".into(), "a key of its own"));
             }
-            keys.push((hash, Caller { name: section.name.as_str().into(), admin: section.admin }));
+            let name = section.name.as_str().into();
+            keys.push((hash, Caller { name, admin: section.admin, arrived: Instant::now() }));
         }
         Ok(Keys { keys })
     }
@@ -81,7 +85,7 @@ impl Keys {
     /// Who sent these headers; 401 if that cannot be told.
     pub fn caller(&self, headers: &HeaderMap) -> Result<Caller, ApiError> {
         if self.is_open() {
-            return Ok(Caller { name: "anybody".into(), admin: true });
+            return Ok(Caller { name: "anybody".into(), admin: true, arrived: Instant::now() });
         }
         let refuse = |what: &str| ApiError::new(StatusCode::UNAUTHORIZED, "invalid_api_key", what);
         let given = headers
@@ -100,7 +104,7 @@ impl Keys {
             found |= same;
         }
         match bool::from(found) {
-            true => Ok(self.keys[at as usize].1.clone()),
+            true => Ok(Caller { arrived: Instant::now(), ..self.keys[at as usize].1.clone() }),
             false => Err(refuse("this API key is not known here")),
         }
     }
@@ -182,7 +186,7 @@ mod tests {
         let mut seen = std::collections::BTreeMap::new();
         for name in names {
             for salt in salts {
-                let caller = Caller { name: name.into(), admin: false };
+                let caller = Caller { name: name.into(), admin: false, arrived: Instant::now() };
                 let before = seen.insert(caller.salt(salt), (name, salt));
                 assert_eq!(before, None, "{name:?} with {salt:?}");
             }

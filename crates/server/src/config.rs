@@ -155,7 +155,7 @@ impl Default for HttpSection {
 pub struct LimitsSection {
     /// Requests that may wait for the batch; one more is answered 429.
     pub max_queue: usize,
-    /// Connections at once; more wait to be accepted.
+    /// Connections at once; more are answered 503, health checks excepted.
     pub max_connections: usize,
     /// Bytes of a request's body.
     pub max_body_bytes: usize,
@@ -167,7 +167,8 @@ pub struct LimitsSection {
     pub max_stop: u32,
     /// A request is ended this long after it came.
     pub request_timeout_s: f64,
-    /// Headers, and then the body, must have come within this.
+    /// Headers, and then the body, must have come within this; and a client that takes nothing of its answer for this
+    /// long is hung up on.
     pub read_timeout_s: f64,
     /// After SIGTERM, requests that run may go on for this long.
     pub grace_s: f64,
@@ -235,7 +236,7 @@ pub struct KeySection {
     pub key_file: Option<PathBuf>,
     /// Name of an environment variable.
     pub key_env: Option<String>,
-    /// May read `/metrics` and set priorities.
+    /// May read `/metrics`, see the live view and set priorities.
     pub admin: bool,
 }
 

@@ -119,6 +119,9 @@ impl From<crate::structured::InvalidParameter> for ApiError {
     }
 }
 
+/// When a quota may have room again: that is up to its user.
+const QUOTA_RETRY_S: u32 = 60;
+
 impl std::fmt::Display for ApiError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} {}: {}", self.status.as_u16(), self.code, self.message)
@@ -129,7 +132,9 @@ impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status, axum::Json(self.to_json())).into_response();
         let headers = response.headers_mut();
-        if let Some(seconds) = self.retry_after_s {
+        // Clients ask again after a 429, and without a time at once.
+        let full = self.status == StatusCode::TOO_MANY_REQUESTS;
+        if let Some(seconds) = self.retry_after_s.or(full.then_some(QUOTA_RETRY_S)) {
             headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
         }
         if self.status == StatusCode::UNAUTHORIZED {

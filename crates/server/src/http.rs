@@ -3,21 +3,20 @@
 //! It promises that health checks are answered whatever the engine does, that a refused request costs no engine time,
 //! and that every error has one shape, those of unknown paths and methods included.
 use crate::app::App;
+pub(crate) use crate::body::{blocking, json_body};
+use crate::body::{discard, with_body};
 use crate::error::ApiError;
-use crate::{dashboard, metrics, openai, sessions};
+use crate::{connection, dashboard, metrics, openai, sessions};
 use axum::Router;
-use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::header::{self, HeaderName, HeaderValue};
 use axum::http::{HeaderMap, Method, StatusCode};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use http_body_util::{BodyExt, LengthLimitError, Limited};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
-use serde_json::Value;
 use std::future::Future;
 use std::io;
 use std::sync::Arc;
@@ -49,7 +48,7 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/favicon.svg", get(dashboard::favicon))
         .route("/example.jsonl.gz", get(dashboard::example))
         .route("/assets/{name}", get(dashboard::asset))
-        .route("/health", get(async || axum::Json(serde_json::json!({"status": "ok"}))))
+        .route("/health", get(healthy))
         .route("/ready", get(ready))
         .route("/openapi.json", get(describe));
     keyed
@@ -77,6 +76,7 @@ async fn around(State(app): State<Arc<App>>, request: Request, next: Next) -> Re
         .filter(|origin| app.http.cors_origins.iter().any(|o| o == "*" || o.as_bytes() == origin.as_bytes()));
     let preflight = request.method() == Method::OPTIONS
         && request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
+    let asked = request.headers().get(header::ACCESS_CONTROL_REQUEST_HEADERS).cloned();
     let mut response = if let Err(error) = known_host(&app, request.headers()) {
         error.into_response()
     } else if preflight && allowed.is_some() {
@@ -88,14 +88,19 @@ async fn around(State(app): State<Arc<App>>, request: Request, next: Next) -> Re
         let headers = response.headers_mut();
         headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
         headers.append(header::VARY, HeaderValue::from_static("Origin"));
+        headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static("retry-after"));
         if preflight {
             for (name, value) in [
                 (header::ACCESS_CONTROL_ALLOW_METHODS, "GET, POST, DELETE"),
-                (header::ACCESS_CONTROL_ALLOW_HEADERS, "authorization, content-type"),
                 (header::ACCESS_CONTROL_MAX_AGE, "600"),
             ] {
                 headers.insert(name, HeaderValue::from_static(value));
             }
+            // Whatever the page asks for: clients send headers of their own (OpenAI's `x-stainless-*`), and kvist acts
+            // on none that a page of an allowed origin should not send.
+            let asked = asked.unwrap_or(HeaderValue::from_static("authorization, content-type"));
+            headers.insert(header::ACCESS_CONTROL_ALLOW_HEADERS, asked);
+            headers.append(header::VARY, HeaderValue::from_static("Access-Control-Request-Headers"));
         }
     }
     response
@@ -136,7 +141,11 @@ async fn authenticate(
 ) -> Result<Response, ApiError> {
     let caller = app.keys.caller(request.headers())?;
     request.extensions_mut().insert(caller);
-    Ok(next.run(request).await)
+    Ok(with_body(next.run(request)).await)
+}
+
+async fn healthy() -> Response {
+    axum::Json(serde_json::json!({"status": "ok"})).into_response()
 }
 
 async fn ready(State(app): State<Arc<App>>) -> Response {
@@ -165,84 +174,39 @@ async fn show_metrics(
     Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response())
 }
 
-/// The body as JSON, within its limits.
-pub(crate) async fn json_body(app: &App, request: Request) -> Result<Value, ApiError> {
-    if app.is_draining() {
-        return Err(ApiError::shutting_down(app.retry_after_s()));
-    }
-    let headers = request.headers();
-    // Pages of other origins can send forms and plain text without asking; JSON they cannot.
-    let kind = headers.get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
-    let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
-    if kind != "application/json" {
-        let message = "the body must be sent with `Content-Type: application/json`";
-        return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message));
-    }
-    let most = app.limits.max_body_bytes;
-    let too_large = || {
-        let message = format!("the body has more than {most} bytes");
-        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
-    };
-    let declared = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<u64>().ok());
-    // Who waits for leave to send is refused instead; whoever sends already must be heard out, see `discard`.
-    let asks_first = headers.contains_key(header::EXPECT);
-    let mut body = request.into_body();
-    if declared.is_some_and(|n| n > most as u64) {
-        if !asks_first {
-            discard(body, most).await;
-        }
-        return Err(too_large());
-    }
-    let read = Limited::new(&mut body, most).collect();
-    let read = tokio::time::timeout(app.limits.read_timeout(), read).await.map_err(|_| {
-        let message = format!("the body did not come within {} s", app.limits.read_timeout_s);
-        ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_too_slow", message)
-    })?;
-    let bytes = match read {
-        Ok(whole) => whole.to_bytes(),
-        Err(error) if error.is::<LengthLimitError>() => {
-            discard(body, most).await;
-            return Err(too_large());
-        }
-        Err(_) => return Err(ApiError::new(StatusCode::BAD_REQUEST, "bad_body", "the body broke off")),
-    };
-    serde_json::from_slice(&bytes).map_err(|e| {
-        ApiError::new(StatusCode::BAD_REQUEST, "invalid_json", format!("the body is not JSON: {e}"))
-    })
-}
-
-/// Take in what a client still sends of a body that is refused. A connection that is closed with bytes unread is reset,
-/// and a client that is still sending then never sees its refusal. Bounded: by [`LINGER`], and by four bodies of the
-/// size that is allowed.
-async fn discard(body: Body, most: usize) {
-    let mut body = Limited::new(body, most.saturating_mul(4));
-    let read = async { while let Some(Ok(_)) = body.frame().await {} };
-    let _ = tokio::time::timeout(LINGER, read).await;
-}
-
-/// How long a refused body may still come in.
-const LINGER: Duration = Duration::from_secs(5);
-
-/// Work of many milliseconds (tokenizing, templates), away from the threads that answer health checks.
-pub(crate) async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
-) -> Result<T, ApiError> {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.unwrap_or_else(|_| Err(ApiError::internal("a request could not be prepared")))
-}
-
 /// How long a connection may take to end once all answers are.
 const FAREWELL: Duration = Duration::from_secs(2);
 
+/// Connections beyond `limits.max_connections` that are told so, and whose health checks are answered; and how long
+/// each may take.
+const RESERVE: usize = 32;
+const RESERVE_TIME: Duration = Duration::from_secs(5);
+
+/// What connections beyond the limit get.
+fn reserve(app: Arc<App>) -> Router {
+    let full = async |State(app): State<Arc<App>>, request: Request| {
+        let most = app.limits.max_connections;
+        discard(request.into_body(), app.limits.max_body_bytes).await;
+        let message = format!("there are {most} connections already: close some, or try again");
+        ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "too_many_connections", message).retry_after(1)
+    };
+    Router::new()
+        .route("/health", get(healthy))
+        .route("/ready", get(ready))
+        .fallback(full)
+        .layer(middleware::from_fn_with_state(app.clone(), around))
+        .with_state(app)
+}
+
 /// Accept and serve until `shutdown` resolves; then drain: new requests get 503, running ones have `limits.grace_s`,
-/// and are told and ended after it.
+/// and are told and ended after it. An error if the engine ends by itself: then a supervisor should start the program anew.
 pub async fn serve(
     listener: TcpListener,
     app: Arc<App>,
     shutdown: impl Future<Output = ()>,
 ) -> io::Result<()> {
-    let router = router(app.clone());
     let limits = &app.limits;
+    let (router, reserve) = (router(app.clone()), reserve(app.clone()));
     let mut http = hyper::server::conn::http1::Builder::new();
     http.timer(TokioTimer::new())
         .header_read_timeout(limits.read_timeout())
@@ -250,11 +214,16 @@ pub async fn serve(
         .max_buf_size(limits.max_header_bytes)
         // A client that is gone is noticed while its answer is still being generated.
         .half_close(false);
+    let mut briefly = http.clone();
+    briefly.keep_alive(false).header_read_timeout(limits.read_timeout().min(RESERVE_TIME));
     let places = Arc::new(Semaphore::new(limits.max_connections));
+    let reserved = Arc::new(Semaphore::new(RESERVE));
+    let patience = limits.read_timeout();
     let graceful = GracefulShutdown::new();
     let accept = async {
         loop {
-            let Ok(place) = places.clone().acquire_owned().await else { break };
+            // Taken before a connection is: when there is neither kind of place, connections wait to be accepted.
+            let Ok(spare) = reserved.clone().acquire_owned().await else { break };
             let stream = match listener.accept().await {
                 Ok((stream, _)) => stream,
                 Err(error) => {
@@ -265,10 +234,19 @@ pub async fn serve(
                 }
             };
             let _ = stream.set_nodelay(true); // an answer's tokens are small, and wait for nothing
+            let (place, http, router, most) = match places.clone().try_acquire_owned() {
+                Ok(place) => (place, &http, &router, Duration::MAX),
+                Err(_) => (spare, &briefly, &reserve, RESERVE_TIME),
+            };
+            let (socket, watched) = connection::watched(stream);
             let service = TowerToHyperService::new(router.clone().into_service::<hyper::body::Incoming>());
-            let connection = graceful.watch(http.serve_connection(TokioIo::new(stream), service));
+            let connection = graceful.watch(http.serve_connection(TokioIo::new(socket), service));
             tokio::spawn(async move {
-                let _ = connection.await; // a client that broke off is no error of ours
+                tokio::select! {
+                    _ = connection => {} // a client that broke off is no error of ours
+                    () = watched.lost(patience) => {}
+                    () = tokio::time::sleep(most) => {}
+                }
                 drop(place);
             });
         }
@@ -277,16 +255,26 @@ pub async fn serve(
         shutdown.await;
         tracing::info!(target: "kvist::server", "draining");
         app.drain();
-        if tokio::time::timeout(limits.grace(), app.engine.idle()).await.is_err() {
+        let end = tokio::time::Instant::now() + limits.grace();
+        if tokio::time::timeout_at(end, app.engine.idle()).await.is_err() {
             tracing::warn!(target: "kvist::server", "the grace is over: running requests are ended");
             app.stopping.send_replace(true);
         }
+        end
     };
-    tokio::select! {
-        () = accept => {}
-        () = drained => {}
-    }
+    let end = tokio::select! {
+        () = accept => tokio::time::Instant::now(),
+        end = drained => end,
+        () = app.engine.ended() => {
+            return Err(io::Error::other("the engine has stopped, after an error of this program: start it again"));
+        }
+    };
     drop(listener);
-    let _ = tokio::time::timeout(FAREWELL, graceful.shutdown()).await;
+    // The engine is done before its answers are sent. And of a request whose first answer has ended, others may follow.
+    let mut sent = std::pin::pin!(graceful.shutdown());
+    if tokio::time::timeout_at(end, &mut sent).await.is_err() {
+        app.stopping.send_replace(true);
+        let _ = tokio::time::timeout(FAREWELL, sent).await;
+    }
     Ok(())
 }

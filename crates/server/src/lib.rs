@@ -11,7 +11,9 @@
 
 mod app;
 mod auth;
+mod body;
 pub mod config;
+mod connection;
 mod dashboard;
 mod error;
 mod http;

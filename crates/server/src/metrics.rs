@@ -72,7 +72,7 @@ const ENDED: [(Ended, &str); 4] =
     [(Ended::Stop, "stop"), (Ended::Length, "length"), (Ended::Abort, "abort"), (Ended::Error, "error")];
 
 /// Statuses that are counted each; others count as the last.
-const STATUSES: [u16; 13] = [200, 400, 401, 403, 404, 405, 409, 413, 415, 429, 431, 500, 503];
+const STATUSES: [u16; 14] = [200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503];
 
 /// One figure of the engine: name, type, help, value.
 pub struct Reading(&'static str, &'static str, &'static str, f64);

@@ -148,7 +148,7 @@ fn responses() -> Value {
         ("415", "The body is not sent as application/json", false),
         ("429", "The queue is full, or a quota of sessions", true),
         ("500", "The model or its cache failed", false),
-        ("503", "The server is shutting down", true),
+        ("503", "The server is shutting down, or has as many connections or large bodies as it takes", true),
     ];
     let mut responses = Map::new();
     for (status, description, retries) in all {

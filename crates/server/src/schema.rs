@@ -6,7 +6,7 @@
 //! `propertyNames`, `anyOf`. Everything else is not looked at, and a test refuses schemas that rely on it.
 //!
 //! `x-kvist-refused` lists fields that OpenAI's API has and kvist does not do: they are refused by name, with the
-//! reason.
+//! reason. In the schema of a field it is the reason why all but a few values of it are refused.
 use crate::error::ApiError;
 use serde_json::{Map, Value};
 
@@ -41,6 +41,10 @@ fn found(path: &str, code: &'static str, message: String) -> Found {
         error = error.about(path);
     }
     Found { depth, error }
+}
+
+fn refused(path: &str, why: &str) -> Found {
+    found(path, "unsupported_parameter", format!("`{path}` is not supported: {why}"))
 }
 
 fn name_of(path: &str) -> String {
@@ -207,17 +211,18 @@ fn check_fields(schema: &Value, fields: &Map<String, Value>, path: &str) -> Resu
             check_at(names, &Value::from(name.as_str()), &path)?;
         }
         if let Some(property) = properties.and_then(|p| p.get(name)) {
-            check_at(property, value, &path)?;
+            let checked = check_at(property, value, &path);
+            checked.map_err(|wrong| match property.get(REFUSED).and_then(Value::as_str) {
+                Some(why) => refused(&path, why),
+                None => wrong,
+            })?;
             continue;
         }
         match schema.get("additionalProperties") {
             Some(Value::Bool(false)) => {
                 let why = schema.get(REFUSED).and_then(|r| r.get(name)).and_then(Value::as_str);
                 return Err(match why {
-                    Some(why) => {
-                        let message = format!("`{path}` is not supported: {why}");
-                        found(&path, "unsupported_parameter", message)
-                    }
+                    Some(why) => refused(&path, why),
                     None => found(&path, "unknown_parameter", format!("there is no field `{path}`")),
                 });
             }

@@ -5,7 +5,7 @@
 use super::generation::{Answers, Order};
 use super::request::{ChatFields, Common, check, check_together, read};
 use super::stream::{self, Shape, finish_reason};
-use super::tokens::{encode, name_of, no_tokenizer};
+use super::tokens::{encode_prompt, name_of, no_tokenizer};
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
@@ -108,7 +108,8 @@ fn prompt(app: &App, fields: &ChatFields) -> Result<Vec<u32>, ApiError> {
         kwargs: fields.chat_template_kwargs.as_ref().unwrap_or(&none),
     };
     let model = app.engine.model();
-    encode(model, &render(model, &conversation)?, model.chat_template().is_none())
+    let text = render(model, &conversation)?;
+    encode_prompt(app, &text, model.chat_template().is_none(), "messages")
 }
 
 /// The conversation as text. What the model expects at the start of one is in it if the model has a template of its own.

@@ -2,7 +2,7 @@
 use super::generation::{Answers, Order};
 use super::request::{Common, CompletionFields, Prompt, check, check_together, read};
 use super::stream::{self, Shape, finish_reason};
-use super::tokens::{encode, name_of};
+use super::tokens::{encode_prompt, name_of};
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
@@ -41,10 +41,11 @@ fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, T
     let echo = fields.echo.unwrap_or(false);
     let id = app.new_id("cmpl");
     let mut order = Order::new(app, caller, &common, id, "completions")?;
-    let model = app.engine.model();
     order.prompts = match fields.prompt {
-        Prompt::Text(text) => vec![encode(model, &text, true)?],
-        Prompt::Texts(texts) => texts.iter().map(|t| encode(model, t, true)).collect::<Result<_, _>>()?,
+        Prompt::Text(text) => vec![encode_prompt(app, &text, true, "prompt")?],
+        Prompt::Texts(texts) => {
+            texts.iter().map(|t| encode_prompt(app, t, true, "prompt")).collect::<Result<_, _>>()?
+        }
         Prompt::Tokens(tokens) => vec![tokens],
         Prompt::Lists(lists) => lists,
     }

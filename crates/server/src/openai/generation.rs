@@ -103,7 +103,7 @@ impl Order {
             written: Vec::new(),
             salt: caller.salt(common.cache_salt.as_deref().unwrap_or_default()),
             priority: kvist.priority.unwrap_or(0),
-            deadline: Instant::now() + timeout,
+            deadline: caller.arrived + timeout,
             explain: kvist.explain.unwrap_or(false),
             record: None,
             id,
@@ -285,7 +285,11 @@ impl Answers {
 
     fn submit(&mut self, index: usize) -> Result<(), Rejected> {
         let n = self.order.n as usize;
-        let generation = self.app.engine.submit(self.order.job(index / n, (index % n) as u32))?;
+        let job = self.order.job(index / n, (index % n) as u32);
+        let engine = &self.app.engine;
+        // A request that was taken gets all its answers, whatever the server is about to do.
+        let generation =
+            if index.is_multiple_of(n) { engine.submit(job) } else { engine.submit_sibling(job) }?;
         self.clocks[index].open = true;
         let next = |mut generation: Generation| async move {
             let event = generation.next().await?;

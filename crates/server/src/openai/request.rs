@@ -94,6 +94,14 @@ fn ignored(schema: Value) -> Value {
     schema
 }
 
+/// A field of vLLM's that kvist does not do, which may say what is so anyway.
+fn neutral(schema: Value, why: &str) -> Value {
+    let mut schema = or_null(schema);
+    schema["description"] = format!("Other values are refused: {why}.").into();
+    schema[schema::REFUSED] = why.into();
+    schema
+}
+
 /// What both endpoints take.
 pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
     let fields = json!({
@@ -123,6 +131,12 @@ pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
                     "items": {"type": "string", "minLength": 1}},
             ],
         },
+        "stop_token_ids": neutral(json!({"type": "array", "maxItems": 0}),
+            "an answer ends at the model's own end and at texts: `stop`"),
+        "min_tokens": neutral(json!({"type": "integer", "enum": [0, null]}),
+            "an answer may end at once; `ignore_eos` goes on as far as `max_tokens`"),
+        "skip_special_tokens": neutral(json!({"type": "boolean", "enum": [true, null]}),
+            "control tokens are no text, and are not written out"),
         "ignore_eos": boolean(false, "Go on when the model says that it is done (vLLM)."),
         "stream": boolean(false, "Send the answer as server-sent events while it is generated."),
         "stream_options": or_null(json!({
@@ -130,6 +144,8 @@ pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
             "properties": {
                 "include_usage": boolean(false, "Send the usage in a last chunk without choices."),
                 "include_obfuscation": ignored(json!({"type": "boolean"})),
+                "continuous_usage_stats": neutral(json!({"type": "boolean", "enum": [false, null]}),
+                    "the usage is told in a last chunk: `include_usage`"),
             },
         })),
         "cache_salt": or_null(json!({"type": "string", "maxLength": 256, "description":
@@ -183,7 +199,7 @@ fn completions(b: &Bounds) -> Value {
                 titled("a list of lists of tokens", list(tokens(), b.max_choices)),
             ],
         },
-        "max_tokens": or_null(json!({"type": "integer", "minimum": 1, "maximum": b.max_tokens, "default": 16,
+        "max_tokens": or_null(json!({"type": "integer", "minimum": 1, "maximum": u32::MAX, "default": 16,
             "description": "Tokens to generate at most. An answer ends where the context is full."})),
         "echo": boolean(false, "Give the prompt back before the answer. Not together with logprobs."),
         "best_of": or_null(json!({"type": "integer", "enum": [1, null],
@@ -204,8 +220,9 @@ fn completions(b: &Bounds) -> Value {
 }
 
 pub(crate) fn number_of_tokens(b: &Bounds) -> Value {
-    json!({"type": "integer", "minimum": 1, "maximum": b.max_tokens,
-        "description": "Tokens to generate at most; without it what the context has room for."})
+    json!({"type": "integer", "minimum": 1, "maximum": u32::MAX, "description": format!(
+        "Tokens to generate at most. An answer ends where the context is full: prompt and answer have room for {}.",
+        b.max_tokens)})
 }
 
 fn chat(b: &Bounds) -> Value {

@@ -6,15 +6,39 @@ use crate::error::ApiError;
 use crate::http::{blocking, json_body};
 use axum::Json;
 use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
 use kvist_engine::model::Model;
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::sync::Arc;
 
 /// With `special`, what the model expects at the start of a text comes first.
 pub(crate) fn encode(model: &Model, text: &str, special: bool) -> Result<Vec<u32>, ApiError> {
     let tokenizer = model.tokenizer().ok_or_else(no_tokenizer)?;
     tokenizer.encode(text, special).map_err(|e| ApiError::internal(e.to_string()))
+}
+
+/// [`encode`], unless the text is longer than the context's longest tokens: then it is refused at once. White space is not
+/// counted, because a control token may take in whatever of it stands beside.
+pub(crate) fn encode_prompt(app: &App, text: &str, special: bool, param: &str) -> Result<Vec<u32>, ApiError> {
+    let most = app.bounds.max_tokens;
+    // Most texts are shorter, and need not know the vocabulary.
+    let long = text.len() > most as usize;
+    let room = long
+        .then(|| app.longest_token())
+        .flatten()
+        .map_or(usize::MAX, |longest| longest.saturating_mul(most as usize));
+    if text.len() > room {
+        let bytes: usize = text.split_whitespace().map(str::len).sum();
+        if bytes > room {
+            let message = format!(
+                "the prompt has {bytes} bytes besides white space, more than {most} tokens can be; prompt and answer \
+                 together have room for {most} tokens"
+            );
+            return Err(ApiError::too_long(param, message));
+        }
+    }
+    encode(app.engine.model(), text, special)
 }
 
 pub(crate) fn no_tokenizer() -> ApiError {
@@ -46,14 +70,15 @@ struct Tokenize {
     add_special_tokens: Option<bool>,
 }
 
-pub(crate) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> Result<Json<Value>, ApiError> {
+pub(crate) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
     let mut body = json_body(&app, request).await?;
     blocking(move || {
         check(&mut body, &app.schemas.tokenize, &app.bounds.model)?;
         let fields: Tokenize = read(&body)?;
         let tokens = encode(app.engine.model(), &fields.prompt, fields.add_special_tokens.unwrap_or(true))?;
         let max = app.bounds.max_tokens;
-        Ok(Json(json!({"count": tokens.len(), "max_model_len": max, "tokens": tokens})))
+        // Written here: it may be long.
+        Ok(Json(json!({"count": tokens.len(), "max_model_len": max, "tokens": tokens})).into_response())
     })
     .await
 }
@@ -63,15 +88,12 @@ struct Detokenize {
     tokens: Vec<u32>,
 }
 
-pub(crate) async fn detokenize(
-    State(app): State<Arc<App>>,
-    request: Request,
-) -> Result<Json<Value>, ApiError> {
+pub(crate) async fn detokenize(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
     let mut body = json_body(&app, request).await?;
     blocking(move || {
         check(&mut body, &app.schemas.detokenize, &app.bounds.model)?;
         let fields: Detokenize = read(&body)?;
-        Ok(Json(json!({"prompt": app.decode(&fields.tokens)?})))
+        Ok(Json(json!({"prompt": app.decode(&fields.tokens)?})).into_response())
     })
     .await
 }

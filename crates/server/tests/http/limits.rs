@@ -200,3 +200,129 @@ fn when_the_grace_is_over_requests_are_told() {
     server.join();
     assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
 }
+
+/// hyper alone looks for the end of a connection only while its buffer is empty.
+#[test]
+fn a_client_that_goes_away_is_noticed_behind_what_it_sent() {
+    let server = Server::start(config());
+    for behind in ["\r\n", "GET /health HTT"] {
+        let mut stream = server.connect();
+        let body = endless(json!({})).to_string();
+        let headers = [("content-type", "application/json"), ("connection", "keep-alive")];
+        let mut bytes = request("POST", "/v1/completions", &headers, body.as_bytes());
+        bytes.extend_from_slice(behind.as_bytes());
+        stream.write_all(&bytes).unwrap();
+        let began = Instant::now();
+        while server.engine.stats().running == 0 {
+            assert!(began.elapsed() < Duration::from_secs(10), "it never ran");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        drop(stream);
+        server.becomes_idle();
+    }
+    assert_eq!(server.metric("vllm:request_success_total", ",finished_reason=\"length\""), 0.0);
+}
+
+#[test]
+fn large_bodies_do_not_stop_health_checks() {
+    let server = Server::start(config());
+    let body = format!("{{\"prompt\": [0{}]}}", ",0".repeat(1_500_000));
+    let headers = [("content-type", "application/json")];
+    let bytes = request("POST", "/v1/completions", &headers, body.as_bytes());
+    std::thread::scope(|scope| {
+        let send = || {
+            let mut stream = server.connect();
+            stream.write_all(&bytes).unwrap();
+            Answer::read(stream)
+        };
+        let senders: Vec<_> = (0..24).map(|_| scope.spawn(send)).collect();
+        let mut slowest = Duration::ZERO;
+        while !senders.iter().all(|sender| sender.is_finished()) {
+            let began = Instant::now();
+            assert_eq!(server.get("/health").status, 200);
+            slowest = slowest.max(began.elapsed());
+        }
+        assert!(slowest < Duration::from_secs(2), "{slowest:?}");
+        let mut refused = 0;
+        for sender in senders {
+            let answer = sender.join().unwrap();
+            match answer.status {
+                400 => assert_eq!(answer.error().2, "context_length_exceeded"),
+                503 => {
+                    assert_eq!(answer.error().2, "server_busy");
+                    assert!(answer.header("retry-after").is_some());
+                    refused += 1;
+                }
+                status => panic!("{status}: {}", answer.text),
+            }
+        }
+        assert!(refused < 24, "nobody was heard");
+    });
+    // What they held is free again.
+    assert_eq!(server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 1})).status, 200);
+}
+
+#[test]
+fn beyond_the_last_connection_health_checks_are_answered() {
+    let mut config = config();
+    config.limits.max_connections = 2;
+    let server = Server::start(config);
+    let body = endless(json!({"stream": true, "n": 1}));
+    let held = [streaming(&server, &body, 1), streaming(&server, &body, 1)];
+    for _ in 0..3 {
+        assert_eq!(server.get("/health").status, 200);
+        assert_eq!(server.get("/ready").status, 200);
+        let answer = server.post("/v1/completions", &body);
+        assert_eq!((answer.status, answer.error().2.as_str()), (503, "too_many_connections"));
+        assert!(answer.header("retry-after").is_some());
+    }
+    drop(held);
+    server.becomes_idle();
+    let began = Instant::now();
+    while server.get("/v1/models").status != 200 {
+        assert!(began.elapsed() < Duration::from_secs(5), "places stay taken");
+    }
+}
+
+#[test]
+fn whoever_does_not_read_is_hung_up_on() {
+    let mut config = config();
+    config.limits.read_timeout_s = 0.5;
+    config.limits.max_connections = 1;
+    let server = Server::start(config);
+    // More answers than the system's buffers take, and nobody who reads them.
+    let mut stream = server.connect();
+    let ask = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n";
+    stream.set_write_timeout(Some(Duration::from_secs(1))).unwrap();
+    let began = Instant::now();
+    while stream.write_all(&ask.repeat(100)).is_ok() {
+        assert!(began.elapsed() < Duration::from_secs(20), "everything was taken");
+    }
+    while server.get("/v1/models").status != 200 {
+        assert!(began.elapsed() < Duration::from_secs(20), "the place stays taken");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// The other answers of a request that was taken are submitted when its first one has begun, which may be after the
+/// signal.
+#[test]
+fn a_request_that_was_taken_gets_all_its_answers() {
+    let mut config = config();
+    config.scheduler.max_batch = 1;
+    let mut server = Server::start(config);
+    let held = streaming(&server, &endless(json!({"stream": true, "n": 1, "max_tokens": 100})), 1);
+    let mut stream = server.connect();
+    let body = json!({"prompt": "a", "max_tokens": 3, "ignore_eos": true, "n": 3}).to_string();
+    let headers = [("content-type", "application/json")];
+    stream.write_all(&request("POST", "/v1/completions", &headers, body.as_bytes())).unwrap();
+    while server.engine.stats().waiting == 0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    server.stop();
+    let document = Answer::read(stream).good();
+    assert_eq!(document["choices"].as_array().unwrap().len(), 3);
+    assert_eq!(document["usage"]["completion_tokens"], 9);
+    drop(held);
+    server.join();
+}

@@ -6,7 +6,6 @@ use serde_json::{Value, json};
 fn refusals_name_the_field() {
     let server = Server::start(config());
     let long = "word ".repeat(3000);
-    let context = model().decoder().config().context;
     let vocab = model().decoder().config().vocab;
     let text = |more: Value| {
         let mut body = json!({"prompt": "a"});
@@ -32,14 +31,36 @@ fn refusals_name_the_field() {
             "context_length_exceeded",
             "10000 tokens",
         ),
+        (
+            text(json!({"prompt": "x".repeat(1 << 20)})),
+            400,
+            "prompt",
+            "context_length_exceeded",
+            "1048576 bytes",
+        ),
         (text(json!({"prompt": long})), 400, "prompt", "context_length_exceeded", "tokens"),
         (text(json!({"max_tokens": 0})), 400, "max_tokens", "invalid_value", "1 to"),
-        (text(json!({"max_tokens": context + 1})), 400, "max_tokens", "invalid_value", "1 to"),
         (text(json!({"temperature": 2.1})), 400, "temperature", "invalid_value", "0 to 2"),
         (text(json!({"temperature": "hot"})), 400, "temperature", "invalid_type", "number"),
         (text(json!({"n": 0})), 400, "n", "invalid_value", "1 to"),
         (text(json!({"n": 100, "prompt": ["a", "b"]})), 400, "n", "invalid_value", "200 answers"),
         (text(json!({"best_of": 2})), 400, "best_of", "invalid_value", "expected one of 1"),
+        (text(json!({"min_tokens": 2})), 400, "min_tokens", "unsupported_parameter", "ignore_eos"),
+        (text(json!({"stop_token_ids": [2]})), 400, "stop_token_ids", "unsupported_parameter", "stop"),
+        (
+            text(json!({"skip_special_tokens": false})),
+            400,
+            "skip_special_tokens",
+            "unsupported_parameter",
+            "text",
+        ),
+        (
+            text(json!({"stream_options": {"continuous_usage_stats": true}})),
+            400,
+            "stream_options.continuous_usage_stats",
+            "unsupported_parameter",
+            "last chunk",
+        ),
         (text(json!({"suffix": "b"})), 400, "suffix", "unsupported_parameter", "gaps"),
         (text(json!({"echo": true, "logprobs": 1})), 400, "echo", "unsupported_parameter", "scored"),
         (text(json!({"logprobs": 21})), 400, "logprobs", "invalid_value", "0 to 20"),
@@ -134,6 +155,22 @@ fn refusals_name_the_field() {
     assert_eq!(server.engine.stats().counters.steps, 0);
 }
 
+/// However large `max_tokens` is, an answer ends where the context is full; and fields of vLLM may say what is so here.
+#[test]
+fn what_changes_nothing_is_taken() {
+    let server = Server::start(config());
+    let context = model().decoder().config().context;
+    let prompt = vec![300; context as usize - 3];
+    let answer = server.post(
+        "/v1/completions",
+        &json!({"prompt": prompt, "max_tokens": 1_000_000, "ignore_eos": true, "min_tokens": 0, "stop_token_ids": [],
+            "skip_special_tokens": true, "stream_options": {"continuous_usage_stats": false}}),
+    );
+    let answer = answer.good();
+    assert_eq!(answer["choices"][0]["finish_reason"], "length");
+    assert_eq!(answer["usage"]["completion_tokens"], 3);
+}
+
 #[test]
 fn what_is_no_request_is_refused_in_the_same_shape() {
     let server = Server::start(config());
@@ -141,7 +178,7 @@ fn what_is_no_request_is_refused_in_the_same_shape() {
     let deep = "[".repeat(1000);
     /// (method, path, headers, body, status, code)
     type Row<'a> = (&'a str, &'a str, &'a [(&'a str, &'a str)], &'a [u8], u16, &'a str);
-    let rows: [Row; 9] = [
+    let rows: [Row; 10] = [
         ("GET", "/nowhere", &[], b"", 404, "unknown_url"),
         ("GET", "/v1/completions", &[], b"", 405, "method_not_allowed"),
         ("DELETE", "/health", &[], b"", 405, "method_not_allowed"),
@@ -149,6 +186,7 @@ fn what_is_no_request_is_refused_in_the_same_shape() {
         ("POST", "/v1/completions", &[json_type], b"\xff\xfe", 400, "invalid_json"),
         ("POST", "/v1/completions", &[json_type], deep.as_bytes(), 400, "invalid_json"),
         ("POST", "/v1/completions", &[json_type], b"", 400, "invalid_json"),
+        ("POST", "/v1/completions", &[json_type], b"{\"n\": 1, \"n\": 2}", 400, "invalid_json"),
         ("POST", "/v1/completions", &[("content-type", "text/plain")], b"{}", 415, "unsupported_media_type"),
         ("GET", "/v1/models", &[("host", "evil.example:80")], b"", 403, "unknown_host"),
     ];
@@ -212,7 +250,12 @@ fn pages_of_other_origins_may_call_where_that_is_configured() {
         (204, Some("https://a.example"))
     );
     assert_eq!(answer.header("access-control-allow-headers"), Some("authorization, content-type"));
+    let asks =
+        [preflight[0], preflight[1], ("access-control-request-headers", "authorization, x-stainless-lang")];
+    let answer = server.send("OPTIONS", "/v1/completions", &asks, b"");
+    assert_eq!(answer.header("access-control-allow-headers"), Some("authorization, x-stainless-lang"));
     let answer = server.send("GET", "/v1/models", &[("origin", "https://a.example")], b"");
+    assert_eq!(answer.header("access-control-expose-headers"), Some("retry-after"));
     assert_eq!(answer.header("access-control-allow-origin"), Some("https://a.example"));
     let answer = server.send("GET", "/v1/models", &[("origin", "https://b.example")], b"");
     assert_eq!((answer.status, answer.header("access-control-allow-origin")), (200, None));
