@@ -87,7 +87,7 @@ fn prepare(
     let grammar = format.map(ResponseFormat::from_json).transpose()?.and_then(|format| format.grammar());
     order.constraint = grammar.map(|grammar| app.compile(&grammar)).transpose()?;
     order.salt = claim.salt.clone();
-    order.prompts = vec![began.tokens.clone().into()];
+    order.prompts = vec![began.tokens.as_slice().into()];
     if chats && app.engine.model().chat_template().is_none() {
         order.stop.push(PLAIN_STOP.into());
     }
