@@ -78,6 +78,8 @@ struct Busy {
     generates: bool,
     /// Of a generation before its first token: what is being computed. Whoever waits for that hears the sender go.
     computing: Option<(Arc<[u32]>, watch::Sender<()>)>,
+    /// Whoever holds the claim hears it go with the session.
+    _held: watch::Sender<()>,
 }
 
 /// What is told of a session.
@@ -121,6 +123,7 @@ pub(crate) struct Claim {
     pub history: History,
     pub salt: Arc<str>,
     pub owner: Arc<str>,
+    deleted: watch::Receiver<()>,
 }
 
 impl Drop for Claim {
@@ -346,10 +349,11 @@ impl Store {
             let message = format!("session {id} {what}: wait for its end, fork it, or delete it");
             return Err(ApiError::new(StatusCode::CONFLICT, "session_busy", message));
         }
-        session.busy = Some(Busy { claim: number, generates, computing: None });
+        let (held, deleted) = watch::channel(());
+        session.busy = Some(Busy { claim: number, generates, computing: None, _held: held });
         session.touched = at.instant;
         let (history, salt, owner) = (session.history.clone(), session.salt.clone(), session.owner.clone());
-        Ok(Claim { store: self.clone(), id, number, history, salt, owner })
+        Ok(Claim { store: self.clone(), id, number, history, salt, owner, deleted })
     }
 
     #[cfg(test)]
@@ -366,6 +370,15 @@ impl Claim {
     fn gone(&self) -> ApiError {
         let message = format!("session {} was deleted meanwhile", self.id);
         ApiError::new(StatusCode::NOT_FOUND, "session_not_found", message)
+    }
+
+    /// Resolves when the session is deleted, to what its user is told.
+    pub fn deleted(&self) -> impl Future<Output = ApiError> + Send + use<> {
+        let (mut deleted, error) = (self.deleted.clone(), self.gone());
+        async move {
+            while deleted.changed().await.is_ok() {}
+            error
+        }
     }
 
     /// Make it the session's history. Refused, with nothing changed, beyond the quota; becoming shorter never is.
@@ -411,12 +424,16 @@ impl Claim {
         Ok(())
     }
 
-    /// Its generation has ended, or will not go on: `last` settles the history.
+    /// Its generation has ended, or will not go on: `last` settles the history. It may take a while, and holds nobody
+    /// up: no other may change the history meanwhile.
     pub fn end(&mut self, now: Instant, last: impl FnOnce(&mut History)) {
+        let there = self.store.lock().claimed(self.id, self.number).map(|session| session.history.clone());
+        let Some(mut history) = there else { return };
+        last(&mut history);
         let mut inner = self.store.lock();
         let Some(session) = inner.claimed(self.id, self.number) else { return };
         let before = session.history.charge();
-        last(&mut session.history);
+        session.history = history;
         let n_tokens = session.history.tokens.len();
         session.computed = session.computed.min(n_tokens);
         session.touched = now;
