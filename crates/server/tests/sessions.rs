@@ -255,6 +255,41 @@ fn what_a_client_that_went_away_has_heard_stays() {
     assert_eq!(history(&client, &session.id), expected, "it goes on where it was left");
 }
 
+/// A session goes on at the engine's pace, though its client does not read; and deleting it ends its generation at once.
+#[test]
+fn a_client_that_does_not_read_holds_up_nothing() {
+    let server = Server::start(config());
+    let client = client(&server);
+    let until = |what: &str, holds: &dyn Fn() -> bool| {
+        let began = Instant::now();
+        while !holds() {
+            assert!(began.elapsed() < Duration::from_secs(30), "{what}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    };
+    // More than the buffers of a connection hold.
+    let more: Map<String, Value> =
+        serde_json::from_value(json!({"logprobs": true, "top_logprobs": 20})).unwrap();
+    let how = Generate { more, ..greedy(900) };
+    let session = begin(&client, TEXT);
+    let stream = client.generate_stream(&session.id, &how).unwrap();
+    until("it has not ended", &|| !client.session(&session.id).unwrap().session.running);
+    let there = client.session(&session.id).unwrap().session.n_tokens;
+    assert_eq!(there, session.n_tokens + 900, "all of it is there, unread");
+    let read: Vec<_> = stream.map(Result::unwrap).collect();
+    assert!(!read.is_empty());
+
+    let session = begin(&client, TEXT);
+    let stream = client.generate_stream(&session.id, &how).unwrap();
+    until("it does not begin", &|| client.session(&session.id).unwrap().session.n_tokens > session.n_tokens);
+    client.delete_session(&session.id).unwrap();
+    let before = look(&server).computed;
+    server.becomes_idle();
+    assert!(look(&server).computed < before + 400, "it was ended, and did not end by itself");
+    let end = stream.filter_map(Result::err).last();
+    assert!(matches!(&end, Some(Error::Api { code, .. }) if code == "session_not_found"), "{end:?}");
+}
+
 /// Whatever is evicted meanwhile is computed again, and nothing else changes.
 #[test]
 fn memory_pressure_does_not_show() {

@@ -19,13 +19,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
-/// Keeps what is generated, whatever becomes of the client. Of a request with one answer.
-pub(crate) trait Record: Send {
-    /// An error ends the request.
-    fn token(&mut self, token: &Token) -> Result<(), ApiError>;
-    /// The answer ended as answers do; otherwise it is dropped without.
-    fn done(&mut self, done: &Done);
-}
+/// What a generation tells; an error ends the request.
+pub(crate) type Told = BoxStream<'static, Result<Event, ApiError>>;
+
+/// Hears a generation before its client does. Of a request with one answer.
+pub(crate) type Record = Box<dyn FnOnce(Generation) -> Told + Send>;
 
 /// What one request asks of the engine.
 pub(crate) struct Order {
@@ -48,8 +46,7 @@ pub(crate) struct Order {
     pub priority: i32,
     pub deadline: Instant,
     pub explain: bool,
-    /// Hears every token and the end, before the client does.
-    pub record: Option<Box<dyn Record>>,
+    pub record: Option<Record>,
     /// For the log.
     pub id: String,
     pub endpoint: &'static str,
@@ -210,7 +207,7 @@ struct Clock {
 pub(crate) struct Answers {
     app: Arc<App>,
     order: Order,
-    running: SelectAll<BoxStream<'static, (usize, Event)>>,
+    running: SelectAll<BoxStream<'static, (usize, Result<Event, ApiError>)>>,
     /// Answers whose prompt's first one has begun, and which the queue has not taken yet.
     waiting: VecDeque<usize>,
     clocks: Vec<Clock>,
@@ -293,9 +290,13 @@ impl Answers {
         self.clocks[index].open = true;
         let next = |mut generation: Generation| async move {
             let event = generation.next().await?;
-            Some((event, generation))
+            Some((Ok(event), generation))
         };
-        self.running.push(unfold(generation, next).map(move |event| (index, event)).boxed());
+        let told = match self.order.record.take() {
+            Some(record) => record(generation),
+            None => unfold(generation, next).boxed(),
+        };
+        self.running.push(told.map(move |event| (index, event)).boxed());
         Ok(())
     }
 
@@ -344,8 +345,8 @@ impl Answers {
             tokio::select! {
                 biased; // what was said before the end is still told
                 event = self.running.next(), if !self.running.is_empty() => {
-                    if let Some(event) = event {
-                        return Ok(Some(event));
+                    if let Some((index, event)) = event {
+                        return Ok(Some((index, event?)));
                     }
                 }
                 () = stopped => return Err(ApiError::shutting_down(self.app.retry_after_s())),
@@ -390,12 +391,6 @@ impl Answers {
                 self.clocks[index].tokens += 1;
                 self.completion_tokens += 1;
                 self.app.metrics.generated(1);
-                if let Some(record) = &mut self.order.record
-                    && let Err(error) = record.token(&token)
-                {
-                    self.abandon();
-                    return Some(Err(error));
-                }
                 Some(Ok(Said::Token(token)))
             }
             Event::Done(done) => {
@@ -423,9 +418,6 @@ impl Answers {
                     Finish::Cancelled => "cancelled",
                 };
                 self.ended = Some(name);
-                if let Some(mut record) = self.order.record.take() {
-                    record.done(&done);
-                }
                 Some(Ok(Said::Done(done)))
             }
             Event::Failed(failure) => {
@@ -445,7 +437,6 @@ impl Answers {
     fn abandon(&mut self) {
         self.running.clear();
         self.waiting.clear();
-        self.order.record = None;
         for clock in &mut self.clocks {
             if std::mem::take(&mut clock.open) {
                 self.app.metrics.ended(Ended::Abort, None, self.began.elapsed(), None);

@@ -10,20 +10,23 @@ use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
 use crate::http::{blocking, json_body};
-use crate::job::{Done, Finish, Token};
+use crate::job::{Done, Event, Finish, Token};
 use crate::openai::chat::{PLAIN_STOP, Turn};
 use crate::openai::completions::Text;
-use crate::openai::generation::{Answers, Order, Record};
+use crate::openai::generation::{Answers, Order, Told};
 use crate::openai::request::{Common, check, check_together, read};
 use crate::openai::stream::{self, Shape};
 use crate::structured::ResponseFormat;
+use crate::worker::Generation;
 use axum::Extension;
 use axum::extract::{Path, Request, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use futures_util::stream::{StreamExt, unfold};
 use serde_json::Value;
 use std::sync::Arc;
 use std::time::Instant;
+use tokio::sync::mpsc;
 
 pub(crate) async fn generate(
     State(app): State<Arc<App>>,
@@ -41,7 +44,7 @@ pub(crate) async fn generate(
     run.wait(&prompt, deadline).await?;
     let session = run.claim.id.to_string();
     let chats = run.chats;
-    order.record = Some(Box::new(run));
+    order.record = Some(Box::new(|generation| run.follow(generation)));
     let (logprobs, id) = (order.logprobs.is_some(), order.id.clone());
     let text = Text::new(&app, &order, Vec::new());
     let answers = Answers::begin(&app, order)?;
@@ -87,7 +90,7 @@ fn prepare(
     let grammar = format.map(ResponseFormat::from_json).transpose()?.and_then(|format| format.grammar());
     order.constraint = grammar.map(|grammar| app.compile(&grammar)).transpose()?;
     order.salt = claim.salt.clone();
-    order.prompts = vec![began.tokens.clone().into()];
+    order.prompts = vec![began.tokens.as_slice().into()];
     if chats && app.engine.model().chat_template().is_none() {
         order.stop.push(PLAIN_STOP.into());
     }
@@ -104,7 +107,6 @@ fn prepare(
         text: String::new(),
         last: None,
         ignore_eos: order.ignore_eos,
-        ended: false,
     };
     Ok((order, run, common))
 }
@@ -137,7 +139,6 @@ struct Run {
     text: String,
     last: Option<u32>,
     ignore_eos: bool,
-    ended: bool,
 }
 
 impl Run {
@@ -154,24 +155,79 @@ impl Run {
     }
 }
 
-impl Record for Run {
+/// Tokens that a client may be behind its session. Who reads more slowly is told so; the session goes on without.
+const MAX_BEHIND: usize = 4096;
+
+impl Run {
+    /// A task of its own takes what comes into the history, at the pace at which it comes; the client hears it from a
+    /// queue. The generation ends early when the session is deleted, its quota is full, or nobody listens any more.
+    fn follow(self, generation: Generation) -> Told {
+        let (tell, told) = mpsc::channel(MAX_BEHIND);
+        tokio::spawn(self.record(generation, tell));
+        unfold(told, |mut told| async move { Some((told.recv().await?, told)) }).boxed()
+    }
+
+    async fn record(mut self, mut generation: Generation, tell: mpsc::Sender<Result<Event, ApiError>>) {
+        let gone = self.claim.deleted();
+        tokio::pin!(gone);
+        let mut behind = false;
+        let (done, last) = loop {
+            let event = tokio::select! {
+                biased; // what has come is kept
+                event = generation.next() => event,
+                error = &mut gone => break (None, Some(Err(error))),
+                () = tell.closed() => break (None, None),
+            };
+            match event {
+                Some(Event::Token(token)) => {
+                    if let Err(error) = self.token(&token) {
+                        break (None, Some(Err(error)));
+                    }
+                    // Room is left for the end.
+                    behind |= tell.capacity() < 2;
+                    if !behind {
+                        let _ = tell.try_send(Ok(Event::Token(token)));
+                    }
+                }
+                Some(Event::Done(done)) => break (Some(done.clone()), Some(Ok(Event::Done(done)))),
+                Some(Event::Failed(failure)) => break (None, Some(Ok(Event::Failed(failure)))),
+                Some(event) => drop(tell.try_send(Ok(event))),
+                None => break (None, None),
+            }
+        };
+        // Nothing more is computed while the history is settled.
+        drop(generation);
+        // The client hears of the end when the session has it.
+        let settled = tokio::task::spawn_blocking(move || self.settle(done.as_ref())).await;
+        if let Err(error) = settled {
+            tracing::error!(target: "kvist::server", "a session was not settled: {error}");
+        }
+        let last = match behind {
+            true => Some(Err(too_slow())),
+            false => last,
+        };
+        if let Some(last) = last {
+            let _ = tell.try_send(last);
+        }
+    }
+
     fn token(&mut self, token: &Token) -> Result<(), ApiError> {
         self.text += &token.text;
         self.last = Some(token.id);
         self.claim.push(self.began.take(), token.id)
     }
 
-    fn done(&mut self, done: &Done) {
-        let end = done.finish == Finish::EndOfText
+    /// The generation has ended. Without `done` it did not end as generations do: what came until then stays.
+    fn settle(mut self, done: Option<&Done>) {
+        let stopped = done.is_some_and(|done| matches!(done.finish, Finish::Stop(_)));
+        let at_end = done.is_some_and(|done| done.finish == Finish::EndOfText);
+        let end = at_end
             && !self.ignore_eos
             && self.last.is_some_and(|token| self.app.engine.model().end_tokens().contains(&token));
-        let stopped = matches!(done.finish, Finish::Stop(_));
-        let complete = stopped || done.finish == Finish::EndOfText;
-        self.text += &done.text;
-        let (app, from, text) = (self.app.clone(), self.from, std::mem::take(&mut self.text));
-        self.ended = true;
+        self.text += done.map_or("", |done| &done.text);
+        let (app, from, text) = (self.app, self.from, self.text);
         self.claim.end(Instant::now(), |history| {
-            let settled = match complete {
+            let settled = match stopped || at_end {
                 true => history.end_answer(&*app, from, end, stopped.then_some(text.as_str())),
                 false => history.settle(&*app),
             };
@@ -182,18 +238,11 @@ impl Record for Run {
     }
 }
 
-impl Drop for Run {
-    /// The client went away, or the generation failed: what came until then stays.
-    fn drop(&mut self) {
-        if !self.ended {
-            let app = self.app.clone();
-            self.claim.end(Instant::now(), |history| {
-                if let Err(error) = history.settle(&*app) {
-                    tracing::error!(target: "kvist::server", "a session's text: {error}");
-                }
-            });
-        }
-    }
+fn too_slow() -> ApiError {
+    let message = format!(
+        "the stream was read more slowly than {MAX_BEHIND} tokens behind: the session has all of them"
+    );
+    ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "reads_too_slowly", message)
 }
 
 /// Answers that say which session they are part of.

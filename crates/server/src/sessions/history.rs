@@ -9,6 +9,7 @@
 use crate::error::ApiError;
 use axum::http::StatusCode;
 use serde_json::{Map, Value, json};
+use std::sync::Arc;
 
 /// Turns messages into text, and text into tokens and back.
 pub(crate) trait Scribe {
@@ -28,12 +29,12 @@ pub(crate) trait Scribe {
     fn content(&self, answer: &str) -> String;
 }
 
-/// Tokens, and who said what.
+/// Tokens, and who said what. A clone shares both until one of them is changed.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct History {
-    pub tokens: Vec<u32>,
+    pub tokens: Arc<Vec<u32>>,
     /// `None`: of text or tokens, or empty.
-    said: Option<Said>,
+    said: Option<Arc<Said>>,
 }
 
 /// A conversation.
@@ -42,10 +43,10 @@ struct Said {
     messages: Vec<Message>,
     /// What the template has written of them: the text that the tokens stand for, up to the tail.
     text: String,
-    kwargs: Map<String, Value>,
+    kwargs: Arc<Map<String, Value>>,
     /// From here on the tokens are no message: a part of one that was cut, or what was generated as it came.
     tail: Option<usize>,
-    /// Bytes of messages and text.
+    /// Bytes of all of it in memory.
     bytes: usize,
 }
 
@@ -74,29 +75,36 @@ pub(crate) enum Cut {
     Message(usize),
 }
 
+/// What a session counts as, be it empty: it has a name, a salt, and a place in a map.
+pub(crate) const MIN_CHARGE: u64 = 16;
+
 /// Messages whose places are looked for in one go: each costs a rendering.
 const MAX_PLACED: usize = 256;
 
 impl History {
     /// Of a conversation that nobody has begun.
     pub fn of_messages(kwargs: Map<String, Value>) -> Self {
-        History { tokens: Vec::new(), said: Some(Said { kwargs, ..Said::default() }) }
+        let said = Said { kwargs: Arc::new(kwargs), ..Said::default() };
+        let mut history = History { tokens: Arc::default(), said: Some(Arc::new(said)) };
+        history.weigh();
+        history
     }
 
     #[cfg(test)]
     pub fn of_tokens(tokens: Vec<u32>) -> Self {
-        History { tokens, said: None }
+        History { tokens: Arc::new(tokens), said: None }
     }
 
     pub fn has_messages(&self) -> bool {
         self.said.is_some()
     }
 
-    /// What it counts as against a quota: its tokens, or a sixteenth of the bytes that are kept beside them, if that
-    /// is more.
+    /// What a session of it counts as against a quota: its tokens, or a sixteenth of the bytes that are kept beside
+    /// them, if that is more; at least [`MIN_CHARGE`]. Bytes that clones share count in each of them: any may be the
+    /// last.
     pub fn charge(&self) -> u64 {
         let bytes = self.said.as_ref().map_or(0, |said| said.bytes);
-        (self.tokens.len() as u64).max(bytes as u64 / 16)
+        (self.tokens.len() as u64).max(bytes as u64 / 16).max(MIN_CHARGE)
     }
 
     /// Tokens at the beginning that are the same.
@@ -104,6 +112,9 @@ impl History {
         // Whole pieces compare at the speed of memory.
         const PIECE: usize = 1024;
         let (a, b) = (&self.tokens, &other.tokens);
+        if Arc::ptr_eq(a, b) {
+            return a.len();
+        }
         let whole = a.chunks_exact(PIECE).zip(b.chunks_exact(PIECE)).take_while(|(a, b)| a == b).count();
         let from = whole * PIECE;
         from + a[from..].iter().zip(&b[from..]).take_while(|(a, b)| a == b).count()
@@ -149,7 +160,7 @@ impl History {
         }
         let cuts: Vec<usize> = bytes.iter().flatten().map(|byte| byte - before).collect();
         let (added, at) = place(scribe, &full[before..], before == 0, &cuts)?;
-        let mut tokens = if stays { self.tokens.clone() } else { Vec::new() };
+        let mut tokens = if stays { self.tokens.to_vec() } else { Vec::new() };
         let base = tokens.len();
         tokens.extend(added);
         let mut at = at.into_iter();
@@ -178,7 +189,7 @@ impl History {
             });
         }
         let said = Said { messages, text: full, kwargs: said.kwargs.clone(), tail: None, bytes: 0 };
-        let mut history = History { tokens, said: Some(said) };
+        let mut history = History { tokens: Arc::new(tokens), said: Some(Arc::new(said)) };
         history.weigh();
         Ok(history)
     }
@@ -187,7 +198,7 @@ impl History {
     pub fn with_tail(&self) -> Self {
         let mut history = self.clone();
         if let Some(said) = &mut history.said {
-            said.tail.get_or_insert(self.tokens.len());
+            Arc::make_mut(said).tail.get_or_insert(self.tokens.len());
         }
         history
     }
@@ -202,7 +213,7 @@ impl History {
             return Err(ApiError::invalid(param, message));
         }
         let mut history = self.clone();
-        history.tokens.extend_from_slice(new);
+        Arc::make_mut(&mut history.tokens).extend_from_slice(new);
         history.settle(scribe)?;
         Ok(history)
     }
@@ -228,14 +239,14 @@ impl History {
         text: Option<&str>,
     ) -> Result<(), ApiError> {
         if end && self.tokens.len() > from {
-            self.tokens.pop();
+            Arc::make_mut(&mut self.tokens).pop();
         }
         if let Some(text) = text {
             self.shorten(scribe, from, text)?;
         }
         self.settle(scribe)?;
         let n_tokens = self.tokens.len();
-        if let Some((_, ends)) = self.said.as_mut().and_then(Said::open_mut) {
+        if let Some((_, ends)) = self.said.as_mut().and_then(|said| Arc::make_mut(said).open_mut()) {
             *ends = Some(n_tokens);
         }
         Ok(())
@@ -253,10 +264,11 @@ impl History {
             }
         }
         let shown = scribe.decode(&self.tokens[from..fits])?;
-        self.tokens.truncate(fits);
+        let tokens = Arc::make_mut(&mut self.tokens);
+        tokens.truncate(fits);
         if let Some(rest) = text.strip_prefix(&shown).filter(|rest| !rest.is_empty()) {
             let rest = scribe.encode(rest, false)?;
-            self.tokens.extend(rest);
+            tokens.extend(rest);
         }
         Ok(())
     }
@@ -269,6 +281,7 @@ impl History {
         }
         if let Some((content, _)) = said.open() {
             let answer = scribe.decode(&self.tokens[content.token..])?;
+            let said = Arc::make_mut(said);
             said.text.truncate(content.byte);
             said.text += &answer;
             if let Some(message) = said.messages.last_mut() {
@@ -281,8 +294,11 @@ impl History {
 
     fn weigh(&mut self) {
         if let Some(said) = &mut self.said {
-            said.bytes = said.text.len();
-            said.bytes += said.messages.iter().map(|m| weight(&m.body)).sum::<usize>();
+            let messages = said.messages.iter().map(|m| size_of::<Message>() + weight(&m.body));
+            let bytes = said.text.len() + messages.sum::<usize>() + weight_of_names(&said.kwargs);
+            if bytes != said.bytes {
+                Arc::make_mut(said).bytes = bytes;
+            }
         }
     }
 
@@ -299,8 +315,11 @@ impl History {
             Cut::Message(message) => self.begin_of(message, param)?,
         };
         let mut history = self.clone();
-        history.tokens.truncate(token);
-        let Some(said) = history.said.as_mut().filter(|_| token < n_tokens) else { return Ok(history) };
+        if token == n_tokens {
+            return Ok(history);
+        }
+        Arc::make_mut(&mut history.tokens).truncate(token);
+        let Some(said) = history.said.as_mut().map(Arc::make_mut) else { return Ok(history) };
         match said.tail {
             Some(tail) if token > tail => return Ok(history),
             Some(tail) if token == tail => {
@@ -385,14 +404,24 @@ impl Said {
     }
 }
 
-/// Bytes of texts and keys in it.
+/// Bytes that it has on the heap.
 fn weight(value: &Value) -> usize {
     match value {
         Value::String(text) => text.len(),
-        Value::Array(items) => items.iter().map(|item| 8 + weight(item)).sum(),
-        Value::Object(fields) => fields.iter().map(|(name, field)| 8 + name.len() + weight(field)).sum(),
-        _ => 8,
+        Value::Array(items) => items.iter().map(|item| size_of::<Value>() + weight(item)).sum(),
+        Value::Object(fields) => fields.iter().map(|(name, field)| entry(name, field)).sum(),
+        _ => 0,
     }
+}
+
+/// Bytes of a field of an object: the pair, its hash, and its place in the table.
+fn entry(name: &str, value: &Value) -> usize {
+    size_of::<(String, Value)>() + 2 * size_of::<usize>() + name.len() + weight(value)
+}
+
+/// Bytes that names for a template have in memory.
+pub(crate) fn weight_of_names(names: &Map<String, Value>) -> usize {
+    names.iter().map(|(name, value)| entry(name, value)).sum()
 }
 
 /// Tokens of a text, and where among them its parts begin: at `cuts`, bytes in order.
@@ -497,18 +526,18 @@ mod tests {
             let new = [message("system", "s"), message("user", &"u".repeat(turn))];
             history = history.with_messages(&scribe, &new).unwrap();
             said.extend(new);
-            assert_eq!(history.tokens, scribe.encode(&text_of(&said), false).unwrap(), "turn {turn}");
+            assert_eq!(*history.tokens, scribe.encode(&text_of(&said), false).unwrap(), "turn {turn}");
             let before = history.clone();
             history = history.with_answer(&scribe).unwrap();
             assert!(history.is_open());
             let from = history.tokens.len();
-            history.tokens.extend(scribe.encode("yes, no", false).unwrap());
+            Arc::make_mut(&mut history.tokens).extend(scribe.encode("yes, no", false).unwrap());
             // Cut while it is open, as a fork of a running session is.
             let part = history.cut(&scribe, Cut::Token(from + 3), "at").unwrap();
             assert_eq!(bodies(&part).last(), Some(&message("assistant", "yes")));
             assert!(part.is_open());
             // The model's word for the end is the template's to write.
-            history.tokens.push(257);
+            Arc::make_mut(&mut history.tokens).push(257);
             history.end_answer(&scribe, from, true, None).unwrap();
             said.push(message("assistant", "yes, no"));
             assert_eq!(bodies(&history), said);
@@ -525,11 +554,11 @@ mod tests {
         }
         for at in 0..=history.tokens.len() {
             let cut = history.cut(&scribe, Cut::Token(at), "to").unwrap();
-            assert_eq!(cut.tokens, history.tokens[..at]);
+            assert_eq!(cut.tokens[..], history.tokens[..at]);
             let whole = bodies(&cut).len() - usize::from(cut.is_open());
             assert_eq!(bodies(&cut)[..whole], said[..whole], "token {at}");
             let begins = cut.cut(&scribe, Cut::Message(whole), "to").unwrap();
-            assert_eq!(begins.tokens, scribe.encode(&text_of(&said[..whole]), false).unwrap(), "token {at}");
+            assert_eq!(*begins.tokens, scribe.encode(&text_of(&said[..whole]), false).unwrap(), "token {at}");
             assert!(!begins.has_tail());
             let further = begins.with_messages(&scribe, &said[whole..]).unwrap();
             assert_eq!(further.tokens, history.tokens, "token {at}");
@@ -546,26 +575,46 @@ mod tests {
             History::of_messages(Map::new()).with_messages(&scribe, &[message("user", "u")]).unwrap();
         let mut history = history.with_answer(&scribe).unwrap();
         let from = history.tokens.len();
-        history.tokens.extend(scribe.encode("<think>hm</think>yes", false).unwrap());
+        Arc::make_mut(&mut history.tokens).extend(scribe.encode("<think>hm</think>yes", false).unwrap());
         history.end_answer(&scribe, from, false, None).unwrap();
         let next = history.with_messages(&scribe, &[message("user", "v")]).unwrap();
         assert_eq!(next.in_common(&history), from, "what stood before the answer stays");
         let all = scribe.render(&bodies(&next), &Map::new(), false).unwrap();
-        assert_eq!(next.tokens, scribe.encode(&all, false).unwrap());
+        assert_eq!(*next.tokens, scribe.encode(&all, false).unwrap());
         assert!(!all.contains("hm") && bodies(&next)[1] == message("assistant", "<think>hm</think>yes"));
     }
 
     #[test]
     fn a_stop_string_is_cut_out_of_a_token() {
         let scribe = Bytes { forgets: false };
-        let mut history = History { tokens: scribe.encode("ab: one two", false).unwrap(), said: None };
+        let mut history = History::of_tokens(scribe.encode("ab: one two", false).unwrap());
         history.end_answer(&scribe, 3, false, Some(" one")).unwrap();
         assert_eq!(scribe.decode(&history.tokens).unwrap(), "ab: one");
-        let charge = History { tokens: vec![1; 7], said: None }.charge();
-        assert_eq!(charge, 7);
+    }
+
+    /// What is charged is what is there: of a quota's token at most sixteen bytes, whatever they are.
+    #[test]
+    fn what_no_token_shows_counts_too() {
+        let scribe = Bytes { forgets: false };
+        assert_eq!(History::of_tokens(vec![1; 70]).charge(), 70);
+        assert_eq!(History::default().charge(), MIN_CHARGE);
         let wordy = History::of_messages(Map::new());
         let wordy =
             wordy.with_messages(&scribe, &[json!({"role": "user", "content": "", "name": "n".repeat(1600)})]);
-        assert!(wordy.unwrap().charge() >= 100, "what no token shows counts too");
+        assert!(wordy.unwrap().charge() >= 100);
+        let names = |n: usize| Map::from_iter([("a".to_string(), json!(vec![0; n]))]);
+        let named = History::of_messages(names(1000));
+        assert!(named.charge() as usize * 16 >= 1000 * size_of::<Value>(), "{}", named.charge());
+        let grown = named.with_messages(&scribe, &[message("user", "u")]).unwrap();
+        assert!(grown.charge() > named.charge(), "they stay counted");
+        // A copy is none until it is changed.
+        let copy = grown.clone();
+        assert!(Arc::ptr_eq(&copy.tokens, &grown.tokens));
+        let (Some(a), Some(b)) = (&copy.said, &grown.said) else { panic!("made of messages") };
+        assert!(Arc::ptr_eq(a, b));
+        let cut = copy.cut(&scribe, Cut::Message(0), "to").unwrap();
+        assert_eq!((cut.tokens.len(), bodies(&grown).len()), (0, 1));
+        let Some(of_cut) = &cut.said else { panic!("made of messages") };
+        assert!(Arc::ptr_eq(&of_cut.kwargs, &a.kwargs), "names are never copied");
     }
 }

@@ -78,6 +78,8 @@ struct Busy {
     generates: bool,
     /// Of a generation before its first token: what is being computed. Whoever waits for that hears the sender go.
     computing: Option<(Arc<[u32]>, watch::Sender<()>)>,
+    /// Whoever holds the claim hears it go with the session.
+    _held: watch::Sender<()>,
 }
 
 /// What is told of a session.
@@ -121,6 +123,7 @@ pub(crate) struct Claim {
     pub history: History,
     pub salt: Arc<str>,
     pub owner: Arc<str>,
+    deleted: watch::Receiver<()>,
 }
 
 impl Drop for Claim {
@@ -346,10 +349,11 @@ impl Store {
             let message = format!("session {id} {what}: wait for its end, fork it, or delete it");
             return Err(ApiError::new(StatusCode::CONFLICT, "session_busy", message));
         }
-        session.busy = Some(Busy { claim: number, generates, computing: None });
+        let (held, deleted) = watch::channel(());
+        session.busy = Some(Busy { claim: number, generates, computing: None, _held: held });
         session.touched = at.instant;
         let (history, salt, owner) = (session.history.clone(), session.salt.clone(), session.owner.clone());
-        Ok(Claim { store: self.clone(), id, number, history, salt, owner })
+        Ok(Claim { store: self.clone(), id, number, history, salt, owner, deleted })
     }
 
     #[cfg(test)]
@@ -366,6 +370,15 @@ impl Claim {
     fn gone(&self) -> ApiError {
         let message = format!("session {} was deleted meanwhile", self.id);
         ApiError::new(StatusCode::NOT_FOUND, "session_not_found", message)
+    }
+
+    /// Resolves when the session is deleted, to what its user is told.
+    pub fn deleted(&self) -> impl Future<Output = ApiError> + Send + use<> {
+        let (mut deleted, error) = (self.deleted.clone(), self.gone());
+        async move {
+            while deleted.changed().await.is_ok() {}
+            error
+        }
     }
 
     /// Make it the session's history. Refused, with nothing changed, beyond the quota; becoming shorter never is.
@@ -400,7 +413,7 @@ impl Claim {
                 busy.computing = None;
             }
         }
-        session.history.tokens.push(token);
+        Arc::make_mut(&mut session.history.tokens).push(token);
         session.computed = session.history.tokens.len() - 1;
         let after = session.history.charge();
         inner.charge(&self.owner, before, after);
@@ -411,12 +424,16 @@ impl Claim {
         Ok(())
     }
 
-    /// Its generation has ended, or will not go on: `last` settles the history.
+    /// Its generation has ended, or will not go on: `last` settles the history. It may take a while, and holds nobody
+    /// up: no other may change the history meanwhile.
     pub fn end(&mut self, now: Instant, last: impl FnOnce(&mut History)) {
+        let there = self.store.lock().claimed(self.id, self.number).map(|session| session.history.clone());
+        let Some(mut history) = there else { return };
+        last(&mut history);
         let mut inner = self.store.lock();
         let Some(session) = inner.claimed(self.id, self.number) else { return };
         let before = session.history.charge();
-        last(&mut session.history);
+        session.history = history;
         let n_tokens = session.history.tokens.len();
         session.computed = session.computed.min(n_tokens);
         session.touched = now;
@@ -555,6 +572,7 @@ impl Inner {
 
 #[cfg(test)]
 mod tests {
+    use super::super::history::MIN_CHARGE;
     use super::*;
 
     /// Numbers that are the same in every run of a seed.
@@ -575,12 +593,16 @@ mod tests {
         touched_s: u64,
     }
 
+    fn charge(n_tokens: usize) -> usize {
+        n_tokens.max(MIN_CHARGE as usize)
+    }
+
     /// Random verbs of two owners; what is there, what is counted, and what is shared, against vectors.
     #[test]
     fn the_store_and_a_list_of_vectors() {
         for seed in 0..40 {
             let mut draw = Draw(seed);
-            let quota = SessionsSection { idle_s: 50.0, max_sessions: 8, max_tokens: 60 };
+            let quota = SessionsSection { idle_s: 50.0, max_sessions: 8, max_tokens: 150 };
             let store = Store::new(quota, 4);
             let owners: [Arc<str>; 2] = ["a".into(), "b".into()];
             let mut twins: Vec<Twin> = Vec::new();
@@ -594,15 +616,15 @@ mod tests {
                 let me = &owners[owner];
                 let used = |twins: &[Twin]| {
                     let own = twins.iter().filter(|twin| twin.owner == owner);
-                    own.fold((0, 0), |(n, tokens), twin| (n + 1, tokens + twin.tokens.len()))
+                    own.fold((0, 0), |(n, tokens), twin| (n + 1, tokens + charge(twin.tokens.len())))
                 };
                 let (n, used) = used(&twins);
-                let fits = |more: usize, tokens: usize| n + more <= 8 && used + more * tokens <= 60;
+                let fits = |more: usize, tokens: usize| n + more <= 8 && used + more * charge(tokens) <= 150;
                 let own: Vec<usize> = (0..twins.len()).filter(|i| twins[*i].owner == owner).collect();
                 let picked = (!own.is_empty()).then(|| own[draw.below(own.len())]);
                 match (draw.below(5), picked) {
                     (0, _) | (_, None) => {
-                        let tokens: Vec<u32> = (0..draw.below(9)).map(|i| i as u32).collect();
+                        let tokens: Vec<u32> = (0..draw.below(40)).map(|i| i as u32).collect();
                         let history = History::of_tokens(tokens.clone());
                         let draft = Draft { name: None, cache_salt: None, salt: me.clone(), history };
                         let made = store.create(at, me, draft);
@@ -631,10 +653,15 @@ mod tests {
                         let again = store.claim(at, me, twins[i].id, false);
                         assert_eq!(again.map(|_| ()).unwrap_err().status, StatusCode::CONFLICT, "{what}");
                         let mut began = Some(History::of_tokens(twins[i].tokens.clone()));
-                        for k in 0..draw.below(6) {
+                        let others = used - charge(twins[i].tokens.len());
+                        for k in 0..draw.below(30) {
                             let pushed = claim.push(began.take(), 90 + k as u32);
                             twins[i].tokens.push(90 + k as u32);
-                            assert_eq!(pushed.is_ok(), used + k < 60, "{what}");
+                            assert_eq!(
+                                pushed.is_ok(),
+                                others + charge(twins[i].tokens.len()) <= 150,
+                                "{what}"
+                            );
                             if pushed.is_err() {
                                 break;
                             }
@@ -646,10 +673,10 @@ mod tests {
                         let mut claim = store.claim(at, me, twins[i].id, false).unwrap();
                         let mut tokens = twins[i].tokens.clone();
                         tokens.truncate(draw.below(tokens.len() + 1));
-                        tokens.extend((0..draw.below(4)).map(|k| 70 + k as u32));
-                        let grows = tokens.len().saturating_sub(twins[i].tokens.len());
+                        tokens.extend((0..draw.below(20)).map(|k| 70 + k as u32));
+                        let grows = charge(tokens.len()).saturating_sub(charge(twins[i].tokens.len()));
                         let done = claim.commit(at, History::of_tokens(tokens.clone()));
-                        assert_eq!(done.is_ok(), grows == 0 || used + grows <= 60, "{what}");
+                        assert_eq!(done.is_ok(), grows == 0 || used + grows <= 150, "{what}");
                         if done.is_ok() {
                             twins[i].tokens = tokens;
                         }
@@ -674,7 +701,7 @@ mod tests {
                 }
                 if let Some(twin) = twins.last() {
                     let (_, history) = store.look(at, &owners[twin.owner], twin.id).unwrap();
-                    assert_eq!(history.tokens, twin.tokens, "{what}");
+                    assert_eq!(*history.tokens, twin.tokens, "{what}");
                 }
             }
         }

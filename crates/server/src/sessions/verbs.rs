@@ -1,6 +1,6 @@
 //! The verbs of sessions, but for `generate`.
 use super::fields::{Content, CreateFields, ForkFields, KeepFields, RollbackFields};
-use super::history::{History, Scribe};
+use super::history::{History, Scribe, weight_of_names};
 use super::store::{Claim, Draft, Moment, Seen};
 use crate::app::App;
 use crate::auth::Caller;
@@ -99,6 +99,9 @@ fn grown(app: &App, history: &History, content: Content) -> Result<History, ApiE
     Ok(grown)
 }
 
+/// Bytes of `chat_template_kwargs` in memory.
+const MAX_NAMES: usize = 16 << 10;
+
 pub(crate) async fn create(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
@@ -108,6 +111,14 @@ pub(crate) async fn create(
     blocking(move || {
         check(&mut body, &app.schemas.sessions.create, &app.bounds.model)?;
         let (fields, content): (CreateFields, Content) = (read(&body)?, read(&body)?);
+        if let Some(names) = &fields.chat_template_kwargs {
+            let bytes = weight_of_names(names);
+            if bytes > MAX_NAMES {
+                let message =
+                    format!("`chat_template_kwargs` has {bytes} bytes in memory; {MAX_NAMES} are allowed");
+                return Err(ApiError::invalid("chat_template_kwargs", message));
+            }
+        }
         let empty = match (&content.messages, fields.chat_template_kwargs) {
             (None, None) => History::default(),
             (_, kwargs) => History::of_messages(kwargs.unwrap_or_default()),
@@ -152,7 +163,7 @@ pub(crate) async fn look(
         history.settle(&*app)?;
         let mut document = show(&seen);
         // They were taken together.
-        document["tokens"] = history.tokens.clone().into();
+        document["tokens"] = history.tokens.as_slice().into();
         let text = app.engine.model().tokenizer().map(|_| Scribe::decode(&*app, &history.tokens));
         document["text"] = text.transpose()?.into();
         document["messages"] = history.messages().into();
