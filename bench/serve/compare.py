@@ -140,7 +140,7 @@ def main():
     parse.add_argument("--generate", type=int, default=64)
     parse.add_argument("--vocab", type=int, default=30000, help="token ids are drawn from 300 to here")
     parse.add_argument("--threads", type=int, default=os.cpu_count())
-    parse.add_argument("--write", action="store_true", help="into bench/RESULTS.md")
+    parse.add_argument("--write", action="store_true", help="into bench/RESULTS.md, between markers of the model")
     args = parse.parse_args()
 
     per_request = args.trunk + args.end + args.generate
