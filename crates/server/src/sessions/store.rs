@@ -9,7 +9,7 @@ use super::history::History;
 use crate::config::SessionsSection;
 use crate::error::ApiError;
 use axum::http::StatusCode;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -65,6 +65,7 @@ struct Session {
     touched: Instant,
     history: History,
     parent: Option<SessionId>,
+    children: BTreeSet<SessionId>,
     /// The call that forked it: its siblings have the same.
     fork: Option<u64>,
     /// Tokens from the first whose K and V have been computed once, here or where it was forked.
@@ -218,6 +219,7 @@ impl Store {
             touched: at.instant,
             history: draft.history,
             parent: None,
+            children: BTreeSet::new(),
             fork: None,
             computed: 0,
             busy: None,
@@ -237,16 +239,7 @@ impl Store {
     pub fn list(&self, at: Moment, owner: &str) -> Vec<Seen> {
         let inner = self.at(at);
         let own = inner.sessions.iter().filter(|(_, session)| &*session.owner == owner);
-        let mut seen: Vec<Seen> = own.map(|(id, _)| inner.see_alone(*id, at, &self.quota)).collect();
-        let mut children: BTreeMap<SessionId, Vec<SessionId>> = BTreeMap::new();
-        for one in &seen {
-            if let Some(parent) = one.parent {
-                children.entry(parent).or_default().push(one.id);
-            }
-        }
-        for one in &mut seen {
-            one.children = children.remove(&one.id).unwrap_or_default();
-        }
+        let mut seen: Vec<Seen> = own.map(|(id, _)| inner.see(*id, at, &self.quota)).collect();
         seen.sort_by_key(|one| (one.created_s, one.id));
         seen
     }
@@ -278,6 +271,7 @@ impl Store {
             touched: at.instant,
             history: history.clone(),
             parent: Some(id),
+            children: BTreeSet::new(),
             fork: Some(fork),
             computed,
             busy: None,
@@ -324,8 +318,8 @@ impl Store {
         // Their descendants, level by level.
         let mut level = losers.clone();
         while !level.is_empty() {
-            let below = inner.sessions.iter().filter(|(_, s)| s.parent.is_some_and(|p| level.contains(&p)));
-            level = below.map(|(id, _)| *id).collect();
+            let below = level.iter().filter_map(|id| inner.sessions.get(id)).flat_map(|s| &s.children);
+            level = below.copied().collect();
             losers.extend(&level);
         }
         losers.iter().for_each(|id| inner.remove(*id));
@@ -496,14 +490,23 @@ impl Inner {
         while self.sessions.contains_key(&id) {
             id = SessionId::draw();
         }
+        if let Some(parent) = session.parent.and_then(|parent| self.sessions.get_mut(&parent)) {
+            parent.children.insert(id);
+        }
         self.sessions.insert(id, session);
         id
     }
 
     fn remove(&mut self, id: SessionId) {
         let Some(gone) = self.sessions.remove(&id) else { return };
-        for child in self.sessions.values_mut().filter(|session| session.parent == Some(id)) {
-            child.parent = gone.parent;
+        for child in &gone.children {
+            if let Some(child) = self.sessions.get_mut(child) {
+                child.parent = gone.parent;
+            }
+        }
+        if let Some(parent) = gone.parent.and_then(|parent| self.sessions.get_mut(&parent)) {
+            parent.children.remove(&id);
+            parent.children.extend(&gone.children);
         }
         if let Some(used) = self.used.get_mut(&gone.owner) {
             used.0 -= 1;
@@ -521,12 +524,6 @@ impl Inner {
     }
 
     fn see(&self, id: SessionId, at: Moment, quota: &SessionsSection) -> Seen {
-        let forked = self.sessions.iter().filter(|(_, session)| session.parent == Some(id));
-        Seen { children: forked.map(|(id, _)| *id).collect(), ..self.see_alone(id, at, quota) }
-    }
-
-    /// Without its children.
-    fn see_alone(&self, id: SessionId, at: Moment, quota: &SessionsSection) -> Seen {
         let session = &self.sessions[&id];
         let idle = at.instant.saturating_duration_since(session.touched);
         let left = if session.busy.is_some() { quota.idle() } else { quota.idle().saturating_sub(idle) };
@@ -541,7 +538,7 @@ impl Inner {
             n_messages: session.history.n_messages(),
             parent: session.parent,
             shared_tokens: parent.map_or(0, |parent| parent.history.in_common(&session.history)),
-            children: Vec::new(),
+            children: session.children.iter().copied().collect(),
             running: session.busy.as_ref().is_some_and(|busy| busy.generates),
         }
     }
@@ -554,6 +551,9 @@ impl Inner {
             let used = used.entry(session.owner.clone()).or_default();
             used.0 += 1;
             used.1 += session.history.charge();
+            let forked = self.sessions.iter().filter(|(_, other)| other.parent == Some(*id));
+            let children: BTreeSet<SessionId> = forked.map(|(id, _)| *id).collect();
+            assert_eq!(children, session.children, "the children of {id}");
             let mut above = session.parent;
             let mut steps = 0;
             while let Some(parent) = above {

@@ -177,9 +177,12 @@ pub(crate) async fn delete(
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
-    let session = app.sessions.id(&id)?;
-    app.sessions.delete(moment(&app), &caller.name, session)?;
-    Ok(Json(json!({"id": session.to_string(), "object": "session.deleted", "deleted": true})))
+    blocking(move || {
+        let session = app.sessions.id(&id)?;
+        app.sessions.delete(moment(&app), &caller.name, session)?;
+        Ok(Json(json!({"id": session.to_string(), "object": "session.deleted", "deleted": true})))
+    })
+    .await
 }
 
 /// Change the claimed history; says how much of it stayed.
@@ -255,17 +258,21 @@ pub(crate) async fn keep(
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
     let mut body = json_body(&app, request).await?;
-    let id = app.sessions.id(&id)?;
-    check(&mut body, &app.schemas.sessions.keep, &app.bounds.model)?;
-    let fields: KeepFields = read(&body)?;
-    let also = fields.also.unwrap_or_default();
-    // 404 is about the session in the path alone.
-    let sibling = |(i, id): (usize, &String)| {
-        let unknown = || ApiError::invalid(format!("also[{i}]"), format!("`also[{i}]` is no session's id"));
-        app.sessions.id(id).map_err(|_| unknown())
-    };
-    let also = also.iter().enumerate().map(sibling).collect::<Result<Vec<_>, _>>()?;
-    let deleted = app.sessions.keep(moment(&app), &caller.name, id, &also)?;
-    let deleted: Vec<String> = deleted.iter().map(|id| id.to_string()).collect();
-    Ok(Json(json!({"id": id.to_string(), "object": "session.kept", "deleted": deleted})))
+    blocking(move || {
+        let id = app.sessions.id(&id)?;
+        check(&mut body, &app.schemas.sessions.keep, &app.bounds.model)?;
+        let fields: KeepFields = read(&body)?;
+        let also = fields.also.unwrap_or_default();
+        // 404 is about the session in the path alone.
+        let sibling = |(i, id): (usize, &String)| {
+            let unknown =
+                || ApiError::invalid(format!("also[{i}]"), format!("`also[{i}]` is no session's id"));
+            app.sessions.id(id).map_err(|_| unknown())
+        };
+        let also = also.iter().enumerate().map(sibling).collect::<Result<Vec<_>, _>>()?;
+        let deleted = app.sessions.keep(moment(&app), &caller.name, id, &also)?;
+        let deleted: Vec<String> = deleted.iter().map(|id| id.to_string()).collect();
+        Ok(Json(json!({"id": id.to_string(), "object": "session.kept", "deleted": deleted})))
+    })
+    .await
 }
