@@ -81,7 +81,11 @@ impl Sampler {
             config,
             draws: 0,
             recent: VecDeque::new(),
-            penalised: HashMap::new(),
+            // A table that is at most half full clears away what was removed in place, and allocates nothing.
+            penalised: HashMap::with_capacity(match config.repetition_window {
+                window if config.repetition_penalty != 1.0 && window <= 4096 => 2 * window + 4,
+                _ => 0,
+            }),
             drawn: HashMap::new(),
             candidates: Candidates::default(),
             logits: Vec::new(),
