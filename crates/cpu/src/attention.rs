@@ -19,19 +19,21 @@
 //!
 //! Bytes: each stored row of an item once from memory, per 256 query rows. Operations: 2 × head_dim multiply-adds
 //! per query head and visible cell, and some ten for the weight.
+mod near;
 mod scratch;
 mod softmax;
 
 use crate::Compute;
-use crate::arch::LANES;
+use crate::arch::{Isa, LANES};
 use crate::pages::Pages;
-use crate::pool::{self, Lines, QUERY_ROWS, Queries, Side, Sums};
+use crate::pool::{self, Gather, Lines, QUERY_ROWS, Quads, Queries, Side, Sums};
 use crate::rotation::rotate;
 use kvist_backend::DType;
 use kvist_cache::{Mask, ReadItem, Reads, Run};
 pub use scratch::Scratch;
-use scratch::{EXTRA, PAD, ThreadScratch};
+use scratch::{EXTRA, PAD, SPARE, ThreadScratch};
 use softmax::{NOTHING, Softmax};
+use std::ops::Range;
 
 /// Sequence positions of a split.
 pub const SPLIT: u32 = 1024;
@@ -67,7 +69,13 @@ struct Rows {
     n_slots: usize,
 }
 
-impl Layer<'_> {
+impl Rows {
+    fn slots(&self) -> Range<u32> {
+        self.first_slot as u32..(self.first_slot + self.n_slots) as u32
+    }
+}
+
+impl<'l> Layer<'l> {
     fn per_kv(&self) -> usize {
         self.heads / self.kv_heads
     }
@@ -137,12 +145,13 @@ impl Layer<'_> {
         &self,
         compute: &Compute,
         rows: Rows,
-        splits: std::ops::Range<u32>,
+        splits: Range<u32>,
         total: &mut [f32],
         scratch: &mut ThreadScratch,
         query: &(dyn Fn(usize, usize) -> &'q [f32] + Sync),
     ) {
         let n_rows = rows.n_slots * self.per_kv();
+        scratch.near.begin();
         self.prepare(rows, scratch, query);
         self.reset(total, n_rows);
         let mut partial = std::mem::take(&mut scratch.partial);
@@ -215,7 +224,7 @@ impl Layer<'_> {
         }
     }
 
-    /// What of the items lies in one split.
+    /// What of the items lies in one split; splits come in their order.
     fn split(
         &self,
         compute: &Compute,
@@ -225,120 +234,236 @@ impl Layer<'_> {
         scratch: &mut ThreadScratch,
     ) {
         let (from, until) = (split * SPLIT, split.saturating_add(1).saturating_mul(SPLIT));
-        let slots = rows.first_slot as u32..(rows.first_slot + rows.n_slots) as u32;
+        let slots = rows.slots();
         let few = rows.n_slots * self.per_kv() <= LONG_TILE_ROWS;
-        let tile = if few { LONG_TILE } else { TILE } as u32;
-        for item in &self.reads.items {
-            let queries =
-                item.first_query.max(slots.start)..(item.first_query + item.n_queries).min(slots.end);
-            let first = item.first_index.max(from);
-            let end = item.first_index.saturating_add(item.run.len).min(until);
-            if queries.is_empty() {
+        let len = if few { LONG_TILE } else { TILE };
+        let at_once = (BLOCK_ROWS / self.per_kv()).max(1) as u32;
+        for start in (from..until).step_by(len) {
+            let tile = Tile { indices: start..start.saturating_add(len as u32).min(until), len };
+            if !scratch.near.reach(&self.reads.items, &slots, &tile.indices) {
                 continue;
             }
-            let mut index = first;
-            while index < end {
-                let next = end.min((index / tile + 1).saturating_mul(tile));
-                let cells = index - item.first_index..next - item.first_index;
-                self.tile(compute, rows, item, queries.clone(), cells, tile, states, scratch);
-                index = next;
+            let mut first = slots.start;
+            while first < slots.end {
+                let end = slots.end.min(first + at_once);
+                self.block(compute, rows, first..end, &tile, states, scratch);
+                first = end;
             }
         }
     }
 
-    /// The cells `cells` (offsets into the item) of one tile, for the slots `queries` of the item.
-    #[allow(clippy::too_many_arguments)]
-    fn tile(
-        &self,
-        compute: &Compute,
-        rows: Rows,
-        item: &ReadItem,
-        queries: std::ops::Range<u32>,
-        cells: std::ops::Range<u32>,
-        tile: u32,
-        states: &mut [f32],
-        scratch: &mut ThreadScratch,
-    ) {
-        let at_once = ((BLOCK_ROWS / self.per_kv()).max(1)) as u32;
-        let mut slot = queries.start;
-        while slot < queries.end {
-            let n = at_once.min(queries.end - slot);
-            let first = slot - item.first_query;
-            // What any query of the block sees of the tile: bands move with the query, so the ends bound it.
-            let (a, b) = (self.reads.span_of(item, first), self.reads.span_of(item, first + n - 1));
-            let seen = a.start.min(b.start).max(cells.start)..a.end.max(b.end).min(cells.end);
-            if !seen.is_empty() {
-                self.block(compute, rows, item, slot..slot + n, seen, tile, states, scratch);
-            }
-            slot += n;
-        }
-    }
-
-    /// Some slots of the item over some of its cells, all inside one tile.
-    #[allow(clippy::too_many_arguments)]
+    /// Some slots over one tile: scores of everything they see, weights, and sums.
     fn block(
         &self,
         compute: &Compute,
         rows: Rows,
-        item: &ReadItem,
-        slots: std::ops::Range<u32>,
-        seen: std::ops::Range<u32>,
-        tile: u32,
+        slots: Range<u32>,
+        tile: &Tile,
         states: &mut [f32],
         scratch: &mut ThreadScratch,
     ) {
-        let (isa, per_kv, head_dim) = (compute.isa, self.per_kv(), self.head_dim);
-        let n_rows = slots.len() * per_kv;
+        let (isa, per_kv, state) = (compute.isa, self.per_kv(), self.state());
+        let ThreadScratch { near, lines, queries, packed, quads, .. } = scratch;
         let row0 = (slots.start as usize - rows.first_slot) * per_kv;
-        // A line holds a tile between two pads of a vector each, since blocks of cells stick out of what is seen.
-        let stride = tile as usize + 2 * PAD;
-        let lines = &mut scratch.lines[..n_rows * stride];
-        let in_line = |offset: u32| PAD + ((item.first_index + offset) % tile) as usize;
-        let run = Run { start: item.run.start + seen.start, len: seen.end - seen.start };
-        let at = in_line(seen.start); // the run stays inside the tile, so the rest follows it
-        self.keys.blocks(self.slabs, rows.head, run, |blocks, cell| {
-            let at = (at + cell as usize) - run.start as usize;
-            let queries = Queries {
-                n: n_rows,
-                rows: &scratch.queries,
-                first: row0,
-                packed: &scratch.packed
-                    [if self.keys.shape.storage.dtype.is_quantised() { row0..row0 + n_rows } else { 0..0 }],
-            };
-            let lines = Lines { data: lines, stride, at };
-            pool::scores(isa, self.keys.shape.storage.dtype, queries, blocks, lines);
-        });
+        let stride = tile.stride();
+        let lines = &mut lines[..slots.len() * per_kv * stride];
+        let items = |i: usize| &self.reads.items[i];
 
-        // −∞ where a row does not see a cell.
-        for (r, line) in lines.chunks_exact_mut(stride).enumerate() {
-            let slot = slots.start - item.first_query + (r / per_kv) as u32;
-            let span = self.reads.span_of(item, slot);
-            let span = span.start.max(seen.start)..span.end.min(seen.end);
-            let (start, end) = match span.is_empty() {
-                true => (at, at),
-                false => (at + (span.start - seen.start) as usize, at + (span.end - seen.start) as usize),
-            };
-            let (from, until) = (at / LANES * LANES, (at + run.len as usize).next_multiple_of(LANES));
-            line[from..start].fill(f32::NEG_INFINITY);
-            line[end..until].fill(f32::NEG_INFINITY);
-            if matches!(item.mask, Mask::Bits { .. }) {
-                for cell in seen.clone().filter(|cell| !self.reads.sees(item, slot, *cell)) {
-                    line[at + (cell - seen.start) as usize] = f32::NEG_INFINITY;
-                }
+        // Where somebody sees something.
+        let pieces = near.chains().flatten().filter_map(|i| self.piece(items(i), &slots, tile));
+        let cells = pieces.map(|piece| piece.cells()).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));
+        let Some(cells) = cells else { return };
+        let vectors = cells.start / LANES..cells.end.div_ceil(LANES);
+        for line in lines.chunks_exact_mut(stride) {
+            line[vectors.start * LANES..vectors.end * LANES].fill(f32::NEG_INFINITY);
+        }
+
+        let mut gather = Gather::new();
+        for chain in near.chains() {
+            let theirs = self.rows_of(chain.clone().next().map(items), &slots);
+            let first = row0 + theirs.start;
+            let mut lines =
+                Lines { data: &mut lines[theirs.start * stride..theirs.end * stride], stride, at: 0 };
+            self.stretches(
+                &mut gather,
+                self.keys,
+                rows.head,
+                chain.clone().map(items),
+                &slots,
+                tile,
+                |gather| {
+                    let packed =
+                        if packed.is_empty() { &[][..] } else { &packed[first..first + theirs.len()] };
+                    let queries = Queries { n: theirs.len(), rows: queries, first, packed };
+                    self.score(isa, gather, queries, lines.reborrow(gather.at()));
+                },
+            );
+            for item in chain.map(items) {
+                self.hide(item, &slots, tile, lines.reborrow(0));
             }
         }
 
-        let state = self.state();
-        let states = &mut states[row0 * state..(row0 + n_rows) * state];
-        let vectors = at / LANES..(at + run.len as usize).div_ceil(LANES);
-        isa.run(Softmax { lines, stride, vectors, softcap: self.softcap, states, head_dim });
-
-        self.values.blocks(self.slabs, rows.head, run, |blocks, cell| {
-            let at = (at + cell as usize) - run.start as usize;
-            let lines = Lines { data: lines, stride, at };
-            let sums = Sums { n: n_rows, data: states, first: 0, stride: state };
-            let blocks = pool::Blocks { exact: self.exact, ..blocks };
-            pool::accumulate(isa, self.values.shape.storage.dtype, lines, blocks, sums, &mut scratch.quads);
+        let states = &mut states[row0 * state..(row0 + slots.len() * per_kv) * state];
+        isa.run(Softmax {
+            lines: &mut *lines,
+            stride,
+            vectors,
+            softcap: self.softcap,
+            states: &mut *states,
+            head_dim: self.head_dim,
         });
+
+        for chain in near.chains() {
+            let theirs = self.rows_of(chain.clone().next().map(items), &slots);
+            let mut lines =
+                Lines { data: &mut lines[theirs.start * stride..theirs.end * stride], stride, at: 0 };
+            let states = &mut states[theirs.start * state..theirs.end * state];
+            self.stretches(&mut gather, self.values, rows.head, chain.map(items), &slots, tile, |gather| {
+                let sums = Sums { n: theirs.len(), data: &mut *states, first: 0, stride: state };
+                self.weigh(isa, gather, lines.reborrow(gather.at()), sums, quads);
+            });
+        }
+    }
+
+    /// Which rows of a block of `slots` an item is for.
+    fn rows_of(&self, item: Option<&ReadItem>, slots: &Range<u32>) -> Range<usize> {
+        let (first, end) = item.map_or((0, 0), |item| (item.first_query, item.first_query + item.n_queries));
+        let row = |slot: u32| (slot.clamp(slots.start, slots.end) - slots.start) as usize * self.per_kv();
+        row(first)..row(end)
+    }
+
+    /// What `slots` see of `item` in `tile`.
+    fn piece(&self, item: &ReadItem, slots: &Range<u32>, tile: &Tile) -> Option<Piece> {
+        let first = item.first_query.max(slots.start);
+        let end = (item.first_query + item.n_queries).min(slots.end);
+        if first >= end {
+            return None;
+        }
+        let offset = |index: u32| index.saturating_sub(item.first_index).min(item.run.len);
+        let cells = offset(tile.indices.start)..offset(tile.indices.end);
+        // Bands move with the query, so those of the first and the last one bound what any of them sees.
+        let a = self.reads.span_of(item, first - item.first_query);
+        let b = self.reads.span_of(item, end - 1 - item.first_query);
+        let seen = a.start.min(b.start).max(cells.start)..a.end.max(b.end).min(cells.end);
+        if seen.is_empty() {
+            return None;
+        }
+        Some(Piece { slots: first..end, at: tile.place(item.first_index + seen.start), seen })
+    }
+
+    /// The blocks of `side` that `slots` see of a chain, as many at a time as follow each other.
+    #[allow(clippy::too_many_arguments)]
+    fn stretches<'i>(
+        &self,
+        gather: &mut Gather<'i>,
+        side: &Side,
+        head: usize,
+        chain: impl Iterator<Item = &'i ReadItem>,
+        slots: &Range<u32>,
+        tile: &Tile,
+        mut each: impl FnMut(&Gather<'_>),
+    ) where
+        'l: 'i,
+    {
+        for item in chain {
+            if let Some(piece) = self.piece(item, slots, tile) {
+                gather.add(side, self.slabs, head, piece.run(item), piece.at, &mut each);
+            }
+        }
+        gather.finish(&mut each);
+    }
+
+    /// Scores of what was gathered; what stands beside it in the lines is as it was, and −∞ behind it.
+    fn score(&self, isa: Isa, gather: &Gather<'_>, queries: Queries<'_>, mut lines: Lines<'_>) {
+        let (blocks, [before, behind]) = (gather.blocks(self.keys, false), gather.beside());
+        let (stride, dtype) = (lines.stride, self.keys.shape.storage.dtype);
+        if before.is_empty() && behind.is_empty() {
+            return pool::scores(isa, dtype, queries, blocks, lines);
+        }
+        for line in lines.data.chunks_exact_mut(stride) {
+            line.copy_within(before.clone(), stride - SPARE);
+        }
+        pool::scores(isa, dtype, queries, blocks, lines.reborrow(gather.at()));
+        for line in lines.data.chunks_exact_mut(stride) {
+            line.copy_within(stride - SPARE..stride - SPARE + before.len(), before.start);
+            line[behind.clone()].fill(f32::NEG_INFINITY);
+        }
+    }
+
+    /// −∞ where a row does not see a cell of the item.
+    fn hide(&self, item: &ReadItem, slots: &Range<u32>, tile: &Tile, lines: Lines<'_>) {
+        let (Some(piece), false) = (self.piece(item, slots, tile), item.mask == Mask::All) else { return };
+        for (r, line) in lines.data.chunks_exact_mut(lines.stride).enumerate() {
+            let slot = piece.slots.start - item.first_query + (r / self.per_kv()) as u32;
+            let span = self.reads.span_of(item, slot);
+            let line = &mut line[piece.cells()];
+            let offset =
+                |cell: u32| (cell.clamp(piece.seen.start, piece.seen.end) - piece.seen.start) as usize;
+            line[..offset(span.start)].fill(f32::NEG_INFINITY);
+            line[offset(span.end).max(offset(span.start))..].fill(f32::NEG_INFINITY);
+            if matches!(item.mask, Mask::Bits { .. }) {
+                for cell in piece.seen.clone().filter(|cell| !self.reads.sees(item, slot, *cell)) {
+                    line[offset(cell)] = f32::NEG_INFINITY;
+                }
+            }
+        }
+    }
+
+    /// `sums += Σ weight · value` of what was gathered.
+    fn weigh(&self, isa: Isa, gather: &Gather<'_>, mut lines: Lines<'_>, sums: Sums<'_>, quads: &mut Quads) {
+        let (blocks, [before, behind]) = (gather.blocks(self.values, self.exact), gather.beside());
+        let (stride, dtype) = (lines.stride, self.values.shape.storage.dtype);
+        if before.is_empty() && behind.is_empty() {
+            return pool::accumulate(isa, dtype, lines, blocks, sums, quads);
+        }
+        // Packed values are weighed by whole blocks, and what stands beside may be weights of other cells.
+        let spare = stride - SPARE;
+        for line in lines.data.chunks_exact_mut(stride) {
+            for (range, at) in [(&before, spare), (&behind, spare + PAD)] {
+                line.copy_within(range.clone(), at);
+                line[range.clone()].fill(0.0);
+            }
+        }
+        pool::accumulate(isa, dtype, lines.reborrow(gather.at()), blocks, sums, quads);
+        for line in lines.data.chunks_exact_mut(stride) {
+            for (range, at) in [(&before, spare), (&behind, spare + PAD)] {
+                line.copy_within(at..at + range.len(), range.start);
+            }
+        }
+    }
+}
+
+/// What some slots see of an item in a tile.
+struct Piece {
+    slots: Range<u32>,
+    /// Offsets into the item.
+    seen: Range<u32>,
+    /// Where the first of them stands in a line.
+    at: usize,
+}
+
+impl Piece {
+    /// Where they stand in a line.
+    fn cells(&self) -> Range<usize> {
+        self.at..self.at + self.seen.len()
+    }
+    fn run(&self, item: &ReadItem) -> Run {
+        Run { start: item.run.start + self.seen.start, len: self.seen.end - self.seen.start }
+    }
+}
+
+/// Neighbouring positions of the sequence. A line holds the scores of a row: a pad, a place for each position, a pad, since
+/// blocks of cells stick out of what is seen; and [`SPARE`].
+struct Tile {
+    indices: Range<u32>,
+    len: usize,
+}
+
+impl Tile {
+    fn stride(&self) -> usize {
+        self.len + 2 * PAD + SPARE
+    }
+    fn place(&self, index: u32) -> usize {
+        PAD + (index - self.indices.start) as usize
     }
 }

@@ -1,4 +1,5 @@
 //! The working memory of attention, reserved once for the largest step of the largest layer.
+use super::near::Near;
 use super::{BLOCK_ROWS, LONG_TILE, LONG_TILE_ROWS, SPLIT, TILE, UNIT_ROWS};
 use crate::arch::LANES;
 use crate::pool::{PackedQuery, QUERY_ROWS, Quads};
@@ -10,14 +11,18 @@ pub const EXTRA: usize = LANES + 1;
 /// Floats before and after a tile in a line of scores.
 pub const PAD: usize = LANES;
 
+/// Floats behind that, where what stands beside a stretch of cells waits while the stretch is worked on.
+pub const SPARE: usize = 2 * PAD;
+
 /// What one thread works with.
 pub struct ThreadScratch {
     pub row: Vec<f32>,     // [head_dim]
     pub queries: Vec<f32>, // [rows of a unit / QUERY_ROWS, head_dim, QUERY_ROWS]
     pub packed: Vec<PackedQuery>,
     pub partial: Vec<f32>, // [rows of a unit, head_dim + EXTRA]
-    pub lines: Vec<f32>,   // [rows of a block, tile + 2 * PAD]
+    pub lines: Vec<f32>,   // [rows of a block, tile + 2 * PAD + SPARE]
     pub quads: Box<Quads>,
+    pub near: Near,
 }
 
 /// Everybody's.
@@ -37,6 +42,8 @@ struct Sizes {
     packed: usize,
     partial: usize,
     lines: usize,
+    /// Query slots of a unit.
+    slots: usize,
     head_dim: usize,
     threads: usize,
 }
@@ -55,13 +62,15 @@ impl Sizes {
         let rows = heads.checked_mul(tokens)?;
         let filled = rows.checked_add(unit_rows.checked_mul(heads)?)?;
         let split = heads.checked_mul((cells.div_ceil(SPLIT) as usize + 1).min(MOST_SPLITS))?;
-        let lines = (BLOCK_ROWS.max(per_kv) * (TILE + 2 * PAD)).max(LONG_TILE_ROWS * (LONG_TILE + 2 * PAD));
+        let line = |tile: usize| tile + 2 * PAD + SPARE;
+        let lines = (BLOCK_ROWS.max(per_kv) * line(TILE)).max(LONG_TILE_ROWS * line(LONG_TILE));
         Some(Sizes {
             states: filled.min(rows.max(1).checked_mul(2)?).max(split).checked_mul(state)?,
             queries: unit_rows.next_multiple_of(QUERY_ROWS).checked_mul(head_dim)?,
             packed: if spec.k.dtype.is_quantised() { unit_rows } else { 0 },
             partial: unit_rows.checked_mul(state)?,
             lines,
+            slots: unit_rows.min(tokens),
             head_dim,
             threads,
         })
@@ -75,6 +84,7 @@ impl Sizes {
             .checked_mul(4)?;
         let packed = self.packed.checked_mul(size_of::<PackedQuery>() + PackedQuery::bytes(self.head_dim))?;
         let thread = floats.checked_add(packed)?.checked_add(size_of::<Quads>())?;
+        let thread = thread.checked_add(Near::bytes(self.slots))?;
         let all = self.states.checked_mul(4)?.checked_add(thread.checked_mul(self.threads)?)?;
         u64::try_from(all).ok()
     }
@@ -106,6 +116,7 @@ impl Scratch {
                 partial: buffer(sizes.partial)?,
                 lines: buffer(sizes.lines)?,
                 quads: Box::default(),
+                near: Near::new(sizes.slots),
             })
         };
         let threads = (0..threads).map(thread).collect::<Result<Vec<_>, BackendError>>()?;

@@ -12,7 +12,7 @@
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.8 of the read limit with a KV head per query head, 0.6 to 0.7 with
 //! eight query heads on each.
-use super::{AHEAD, Blocks, Codec, Lines, QUERY_ROWS, Quads, Queries, Sums};
+use super::{Blocks, Codec, Lines, QUERY_ROWS, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use crate::element::Element;
 pub use crate::element::{BF16, F16, F32};
@@ -122,10 +122,9 @@ fn scores_tile<S: Simd, E: Element, const R: usize, const B: usize>(
     let rows = queries.rows[row / QUERY_ROWS * QUERY_ROWS * head_dim..].as_chunks::<QUERY_ROWS>().0;
     let rows = &rows[..head_dim];
     let side = row % QUERY_ROWS;
-    let vectors = E::vectors(blocks.codes);
-    let mut keys: [&[E::Raw]; B] = [&[]; B];
-    for (b, keys) in keys.iter_mut().enumerate() {
-        *keys = &vectors[(block + b) * head_dim..(block + b + 1) * head_dim];
+    let (mut keys, mut ahead): ([&[E::Raw]; B], _) = ([&[]; B], [0; B]);
+    for (b, block) in blocks.list[block..block + B].iter().enumerate() {
+        (keys[b], ahead[b]) = (&E::vectors(block.codes)[..head_dim], block.ahead);
     }
     let mut sums = [[s.splat(0.0); B]; R];
     for i in 0..head_dim {
@@ -133,7 +132,7 @@ fn scores_tile<S: Simd, E: Element, const R: usize, const B: usize>(
         for b in 0..B {
             k[b] = E::widen(s, &keys[b][i]);
             if i.is_multiple_of(E::PER_LINE) {
-                s.prefetch(&keys[b][i], AHEAD);
+                s.prefetch(&keys[b][i], ahead[b]);
             }
         }
         for r in 0..R {
@@ -177,8 +176,9 @@ fn accumulate_for<S: Simd, E: Element, const R: usize, const D: usize>(
             let line = &lines.data[(query + r) * lines.stride + lines.at..];
             let mut sum = sums.row(query + r, blocks.head_dim)[i];
             for lane in blocks.lanes.clone() {
-                let at = lane * blocks.row + i * E::BYTES;
-                let value = E::decode(&blocks.codes[at..at + E::BYTES]);
+                let (block, in_block) = blocks.at(lane);
+                let at = in_block * blocks.row + i * E::BYTES;
+                let value = E::decode(&block.codes[at..at + E::BYTES]);
                 sum += line[lane] * value;
             }
             sums.row(query + r, blocks.head_dim)[i] = sum;
@@ -207,22 +207,25 @@ fn accumulate_tile<S: Simd, E: Element, const R: usize, const D: usize>(
             *acc = s.load(row);
         }
     }
-    let cells = blocks.codes[lanes.start * blocks.row..lanes.end * blocks.row].chunks_exact(blocks.row);
-    for (cell, row) in (0..n).zip(cells) {
-        let row = &E::vectors(row)[d..d + D];
-        let mut v = [s.splat(0.0); D];
-        for j in 0..D {
-            v[j] = E::widen(s, &row[j]);
-            if (d + j).is_multiple_of(E::PER_LINE) {
-                s.prefetch(&row[j], AHEAD);
-            }
-        }
-        for r in 0..R {
-            let w = s.splat(weights[r][cell]);
+    let mut first = 0;
+    for (block, lanes) in blocks.seen() {
+        for (cell, lane) in (first..).zip(lanes.clone()) {
+            let row = &E::vectors(&block.codes[lane * blocks.row..][..blocks.row])[d..d + D];
+            let mut v = [s.splat(0.0); D];
             for j in 0..D {
-                acc[r][j] = s.fma(w, v[j], acc[r][j]);
+                v[j] = E::widen(s, &row[j]);
+                if (d + j).is_multiple_of(E::PER_LINE) {
+                    s.prefetch(&row[j], block.ahead);
+                }
+            }
+            for r in 0..R {
+                let w = s.splat(weights[r][cell]);
+                for j in 0..D {
+                    acc[r][j] = s.fma(w, v[j], acc[r][j]);
+                }
             }
         }
+        first += lanes.len();
     }
     for (r, acc) in acc.iter().enumerate() {
         let (row, _) = sums.row(query + r, blocks.head_dim)[d * LANES..].as_chunks_mut();
@@ -246,7 +249,8 @@ fn accumulate_carefully<E: Element>(
         if weight == 0.0 {
             continue;
         }
-        let row = &blocks.codes[lane * blocks.row..(lane + 1) * blocks.row];
+        let (block, in_block) = blocks.at(lane);
+        let row = &block.codes[in_block * blocks.row..(in_block + 1) * blocks.row];
         let sums = sums.row(query, blocks.head_dim);
         for (sum, code) in sums.iter_mut().zip(row.chunks_exact(E::BYTES)) {
             *sum += weight * E::decode(code);

@@ -17,7 +17,7 @@
 //! Measured on two Zen 5 cores (docs/performance.md): 0.65 of the read limit with a KV head per query head; bound by
 //! arithmetic, 0.2 of it, with eight query heads on each.
 use super::quantised::{self, Packed, byte_of, param};
-use super::{AHEAD, Blocks, Codec, Lines, Quads, Queries, Sums};
+use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use half::f16;
 
@@ -98,16 +98,16 @@ impl Packed for Q4 {
         let packed = &queries.packed[query..query + R];
         let per_row = blocks.row / 4;
         let n_groups = blocks.head_dim.div_ceil(blocks.group);
-        let codes = blocks.codes.as_chunks::<64>().0.chunks_exact(per_row);
-        let params = blocks.params.as_chunks::<32>().0.chunks_exact(2 * n_groups);
-        for (block, (codes, params)) in codes.zip(params).enumerate() {
+        for (at, block) in blocks.list.iter().enumerate() {
+            let codes = &block.codes.as_chunks::<64>().0[..per_row];
+            let params = &block.params.as_chunks::<32>().0[..2 * n_groups];
             let mut sums = [s.splat(0.0); R];
             let groups = codes.chunks(blocks.group / 8).zip(params.as_chunks::<2>().0);
             for (group, (codes, [scale, minimum])) in groups.enumerate() {
                 let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
                 let first = group * (blocks.group / 4);
                 for (quad, bytes) in codes.iter().enumerate() {
-                    s.prefetch(bytes, AHEAD);
+                    s.prefetch(bytes, block.ahead);
                     let bytes = s.load_bytes(bytes);
                     let (a, b) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
                     let (at_a, at_b) = (first + quad, first + codes.len() + quad);
@@ -126,7 +126,7 @@ impl Packed for Q4 {
                 }
             }
             for (r, sums) in sums.iter().enumerate() {
-                let at = (query + r) * lines.stride + lines.at + block * LANES;
+                let at = (query + r) * lines.stride + lines.at + at * LANES;
                 if let Some(out) = lines.data[at..].first_chunk_mut() {
                     s.store(*sums, out);
                 }
@@ -143,17 +143,16 @@ impl Packed for Q4 {
         query: usize,
         quads: &mut Quads,
     ) {
-        let (head_dim, n) = (blocks.head_dim, blocks.n());
+        let head_dim = blocks.head_dim;
         let n_groups = head_dim.div_ceil(blocks.group);
-        let params = blocks.params.as_chunks::<32>().0;
         for group in 0..n_groups {
             let mut least = [s.splat(0.0); R];
             for r in 0..R {
                 let line = &lines.data[(query + r) * lines.stride + lines.at..];
-                quads.pack(s, r, line, &blocks.params[64 * group..], 2 * n_groups, n);
+                quads.pack(s, r, line, blocks.list, 2 * group);
                 let mut sum = s.splat(0.0);
-                for (b, line) in line[..n * LANES].as_chunks().0.iter().enumerate() {
-                    let minimum = s.load_f16(&params[(b * n_groups + group) * 2 + 1]);
+                for (block, line) in blocks.list.iter().zip(line.as_chunks().0) {
+                    let minimum = s.load_f16(&block.params.as_chunks::<32>().0[2 * group + 1]);
                     sum = s.add(sum, s.mul_nonzero(s.load(line), minimum));
                 }
                 least[r] = s.splat(s.sum(sum));
@@ -167,18 +166,21 @@ impl Packed for Q4 {
             let mut j = 0;
             while j < whole {
                 let mut acc = [[s.splat_i(0); 4]; R];
-                for (quad, codes) in blocks.codes.chunks_exact(4 * blocks.row).enumerate() {
-                    let Some(bytes) = codes[4 * (byte0 + j)..].first_chunk() else { break };
-                    s.prefetch(bytes, AHEAD);
-                    let bytes = s.load_bytes(bytes);
-                    let (a, b) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
-                    for r in 0..R {
-                        let (h, l) = quads.quad(r, quad);
-                        let (h, l) = (s.splat_i(h), s.splat_i(l));
-                        acc[r][0] = s.dot4(acc[r][0], a, h);
-                        acc[r][1] = s.dot4(acc[r][1], a, l);
-                        acc[r][2] = s.dot4(acc[r][2], b, h);
-                        acc[r][3] = s.dot4(acc[r][3], b, l);
+                for (at, block) in blocks.list.iter().enumerate() {
+                    for quad in 0..LANES / 4 {
+                        let codes = &block.codes[quad * 4 * blocks.row..];
+                        let Some(bytes) = codes[4 * (byte0 + j)..].first_chunk() else { break };
+                        s.prefetch(bytes, block.ahead);
+                        let bytes = s.load_bytes(bytes);
+                        let (a, b) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
+                        for r in 0..R {
+                            let (h, l) = quads.quad(r, at * LANES / 4 + quad);
+                            let (h, l) = (s.splat_i(h), s.splat_i(l));
+                            acc[r][0] = s.dot4(acc[r][0], a, h);
+                            acc[r][1] = s.dot4(acc[r][1], a, l);
+                            acc[r][2] = s.dot4(acc[r][2], b, h);
+                            acc[r][3] = s.dot4(acc[r][3], b, l);
+                        }
                     }
                 }
                 for r in 0..R {
@@ -201,10 +203,11 @@ impl Packed for Q4 {
             for (r, i) in (0..R).flat_map(|r| (0..len).map(move |i| (r, i))) {
                 let line = &lines.data[(query + r) * lines.stride + lines.at..];
                 for lane in blocks.lanes.clone().filter(|lane| line[*lane] != 0.0) {
-                    let byte = blocks.codes[lane / 4 * 4 * blocks.row + 4 * (byte0 + i % half) + lane % 4];
+                    let (block, in_block) = blocks.at(lane);
+                    let byte = block.codes[in_block / 4 * 4 * blocks.row + 4 * (byte0 + i % half) + lane % 4];
                     let code = if i < half { byte & 15 } else { byte >> 4 };
-                    let scale = param(blocks, 2 * n_groups, 2 * group, lane);
-                    let minimum = param(blocks, 2 * n_groups, 2 * group + 1, lane);
+                    let scale = param(blocks, 2 * group, lane);
+                    let minimum = param(blocks, 2 * group + 1, lane);
                     sums.row(query + r, head_dim)[first + i] +=
                         line[lane] * (minimum + scale * f32::from(code));
                 }
@@ -216,15 +219,15 @@ impl Packed for Q4 {
     #[inline(always)]
     fn weigh_one_by_one<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>) {
         let head_dim = blocks.head_dim;
-        let n_groups = head_dim.div_ceil(blocks.group);
         for query in 0..sums.n {
             let line = &lines.data[query * lines.stride + lines.at..];
             let row = sums.row(query, head_dim);
             for lane in blocks.lanes.clone().filter(|lane| line[*lane] != 0.0) {
-                let codes = &blocks.codes[lane / 4 * 4 * blocks.row..];
+                let (block, in_block) = blocks.at(lane);
+                let codes = &block.codes[in_block / 4 * 4 * blocks.row..];
                 for (group, row) in row.chunks_mut(blocks.group).enumerate() {
-                    let scale = param(blocks, 2 * n_groups, 2 * group, lane);
-                    let minimum = param(blocks, 2 * n_groups, 2 * group + 1, lane);
+                    let scale = param(blocks, 2 * group, lane);
+                    let minimum = param(blocks, 2 * group + 1, lane);
                     let weight = line[lane];
                     let codes = &codes[4 * (group * blocks.group / 2)..];
                     let (low, high) = row.split_at_mut(row.len().div_ceil(2));

@@ -17,7 +17,7 @@
 //! Measured on two Zen 5 cores (docs/performance.md): 0.7 of the read limit with a KV head per query head; bound by
 //! arithmetic, 0.34 of it, with eight query heads on each.
 use super::quantised::{self, MAX_ROWS, Packed, byte_of, param};
-use super::{AHEAD, Blocks, Codec, Lines, Quads, Queries, Sums};
+use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use half::f16;
 
@@ -96,16 +96,16 @@ impl Packed for Q8 {
         let packed = &queries.packed[query..query + R];
         let per_row = blocks.row / 4;
         let n_groups = blocks.head_dim.div_ceil(blocks.group);
-        let codes = blocks.codes.as_chunks::<64>().0.chunks_exact(per_row);
-        let scales = blocks.params.as_chunks::<32>().0.chunks_exact(n_groups);
-        for (block, (codes, scales)) in codes.zip(scales).enumerate() {
+        for (at, block) in blocks.list.iter().enumerate() {
+            let codes = &block.codes.as_chunks::<64>().0[..per_row];
+            let scales = &block.params.as_chunks::<32>().0[..n_groups];
             let mut sums = [s.splat(0.0); R];
             let groups = codes.chunks(blocks.group / 4).zip(scales);
             for (group, (codes, scale)) in groups.enumerate() {
                 let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
                 let first = group * (blocks.group / 4);
                 for (quad, codes) in codes.iter().enumerate() {
-                    s.prefetch(codes, AHEAD);
+                    s.prefetch(codes, block.ahead);
                     let codes = s.load_bytes(codes);
                     for r in 0..R {
                         high[r] = s.dot4(high[r], codes, s.splat_i(packed[r].high[first + quad]));
@@ -121,7 +121,7 @@ impl Packed for Q8 {
                 }
             }
             for (r, sums) in sums.iter().enumerate() {
-                let at = (query + r) * lines.stride + lines.at + block * LANES;
+                let at = (query + r) * lines.stride + lines.at + at * LANES;
                 if let Some(out) = lines.data[at..].first_chunk_mut() {
                     s.store(*sums, out);
                 }
@@ -138,25 +138,28 @@ impl Packed for Q8 {
         query: usize,
         quads: &mut Quads,
     ) {
-        let (head_dim, n) = (blocks.head_dim, blocks.n());
+        let head_dim = blocks.head_dim;
         let n_groups = head_dim.div_ceil(blocks.group);
         for group in 0..n_groups {
             for r in 0..R {
                 let line = &lines.data[(query + r) * lines.stride + lines.at..];
-                quads.pack(s, r, line, &blocks.params[32 * group..], n_groups, n);
+                quads.pack(s, r, line, blocks.list, group);
             }
             let (first, end) = (group * blocks.group, ((group + 1) * blocks.group).min(head_dim));
             let mut d = first;
             while end - d >= LANES {
                 let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
-                for (quad, codes) in blocks.codes.chunks_exact(4 * blocks.row).enumerate() {
-                    let Some(codes) = codes[4 * d..].first_chunk() else { break };
-                    s.prefetch(codes, AHEAD);
-                    let codes = s.load_bytes(codes);
-                    for r in 0..R {
-                        let (h, l) = quads.quad(r, quad);
-                        high[r] = s.dot4(high[r], codes, s.splat_i(h));
-                        low[r] = s.dot4(low[r], codes, s.splat_i(l));
+                for (at, block) in blocks.list.iter().enumerate() {
+                    for quad in 0..LANES / 4 {
+                        let codes = &block.codes[quad * 4 * blocks.row..];
+                        let Some(codes) = codes[4 * d..].first_chunk() else { break };
+                        s.prefetch(codes, block.ahead);
+                        let codes = s.load_bytes(codes);
+                        for r in 0..R {
+                            let (h, l) = quads.quad(r, at * LANES / 4 + quad);
+                            high[r] = s.dot4(high[r], codes, s.splat_i(h));
+                            low[r] = s.dot4(low[r], codes, s.splat_i(l));
+                        }
                     }
                 }
                 for r in 0..R {
@@ -172,8 +175,9 @@ impl Packed for Q8 {
             for (r, i) in (0..R).flat_map(|r| (d..end).map(move |i| (r, i))) {
                 let line = &lines.data[(query + r) * lines.stride + lines.at..];
                 for lane in blocks.lanes.clone().filter(|lane| line[*lane] != 0.0) {
-                    let code = blocks.codes[lane / 4 * 4 * blocks.row + 4 * i + lane % 4];
-                    let scale = param(blocks, n_groups, group, lane);
+                    let scale = param(blocks, group, lane);
+                    let (block, in_block) = blocks.at(lane);
+                    let code = block.codes[in_block / 4 * 4 * blocks.row + 4 * i + lane % 4];
                     sums.row(query + r, head_dim)[i] += line[lane] * scale * value(code);
                 }
             }
@@ -184,16 +188,16 @@ impl Packed for Q8 {
     #[inline(always)]
     fn weigh_one_by_one<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>) {
         let head_dim = blocks.head_dim;
-        let n_groups = head_dim.div_ceil(blocks.group);
         for query in 0..sums.n {
             let line = &lines.data[query * lines.stride + lines.at..];
             let row = sums.row(query, head_dim);
             for lane in blocks.lanes.clone().filter(|lane| line[*lane] != 0.0) {
-                let codes = &blocks.codes[lane / 4 * 4 * blocks.row..];
+                let (block, in_block) = blocks.at(lane);
+                let codes = &block.codes[in_block / 4 * 4 * blocks.row..];
                 let zero = s.splat_i(i32::from(ZERO));
                 for (chunk, sum) in row.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
                     // Groups are whole vectors, so that a vector has one scale.
-                    let scale = param(blocks, n_groups, chunk * LANES / blocks.group, lane);
+                    let scale = param(blocks, chunk * LANES / blocks.group, lane);
                     let bytes =
                         s.load_bytes(codes[4 * chunk * LANES..].first_chunk().expect("four cells of a row"));
                     let code = s.sub_i(byte_of(s, bytes, lane % 4), zero);
@@ -201,7 +205,7 @@ impl Packed for Q8 {
                     s.store(s.fma(s.splat(line[lane]), value, s.load(sum)), sum);
                 }
                 for i in head_dim / LANES * LANES..head_dim {
-                    let scale = param(blocks, n_groups, i / blocks.group, lane);
+                    let scale = param(blocks, i / blocks.group, lane);
                     row[i] += line[lane] * (scale * value(codes[4 * i + lane % 4]));
                 }
             }

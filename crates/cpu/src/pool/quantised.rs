@@ -3,14 +3,11 @@
 //! Integer dot products multiply bytes. A query or a weight in 8 bits would add an error of its own, as large as
 //! that of the cache; in two bytes (15 bits and a sign, about 3e-5 of the largest) it adds none that shows, and the
 //! second product costs less than widening the codes would.
-use super::{Blocks, Lines, Queries, Sums};
+use super::{Block, Blocks, Lines, MAX_BLOCKS, Queries, Sums};
 use crate::arch::{LANES, Simd, widen};
 
 /// The largest magnitude that two signed bytes hold: 127 * 256 + 127, with room for rounding.
 const LARGEST: f32 = 32_000.0;
-
-/// Most blocks of one call: a tile of 256 cells, cut anywhere.
-pub const MAX_BLOCKS: usize = 18;
 
 /// Queries of one call of integer kernels.
 pub const MAX_ROWS: usize = 8;
@@ -110,11 +107,12 @@ pub fn byte_of<S: Simd>(s: S, x: S::I, n: usize) -> S::I {
     }
 }
 
-/// Parameter `p` of the cell in lane `lane`, of `params` per cell.
+/// Parameter `p` of the cell in lane `lane`.
 #[inline(always)]
-pub fn param(blocks: &Blocks<'_>, params: usize, p: usize, lane: usize) -> f32 {
-    let at = 2 * ((lane / LANES * params + p) * LANES + lane % LANES);
-    widen(u16::from_le_bytes([blocks.params[at], blocks.params[at + 1]]))
+pub fn param(blocks: &Blocks<'_>, p: usize, lane: usize) -> f32 {
+    let (block, lane) = blocks.at(lane);
+    let at = 2 * (p * LANES + lane);
+    widen(u16::from_le_bytes([block.params[at], block.params[at + 1]]))
 }
 
 /// One query row, ready for dot products with bytes.
@@ -259,15 +257,16 @@ impl Default for Quads {
 }
 
 impl Quads {
-    /// Row `row`: `line[i] * scale[i]` for `n` blocks of cells, where `scales` are their f16 `[stride][16]`.
+    /// Row `row`: `line[i] * scale[i]` for the cells of `list`, where parameter `scale` of a block is the scale.
     #[inline(always)]
-    pub fn pack<S: Simd>(&mut self, s: S, row: usize, line: &[f32], scales: &[u8], stride: usize, n: usize) {
+    pub fn pack<S: Simd>(&mut self, s: S, row: usize, line: &[f32], list: &[Block<'_>], scale: usize) {
+        let n = list.len();
         let (line, _) = line[..n * LANES].as_chunks::<LANES>();
-        let (scales, _) = scales.as_chunks::<32>();
         let (weights, _) = self.weights.as_chunks_mut::<LANES>();
         let (mut largest, mut total) = (s.splat(0.0), s.splat(0.0));
-        for (b, line) in line.iter().enumerate() {
-            let weight = s.mul_nonzero(s.load(line), s.load_f16(&scales[b * stride]));
+        for (b, (line, block)) in line.iter().zip(list).enumerate() {
+            let scales = &block.params.as_chunks::<32>().0[scale];
+            let weight = s.mul_nonzero(s.load(line), s.load_f16(scales));
             largest = s.max(largest, weight);
             total = s.add(total, weight);
             s.store(weight, &mut weights[b]);

@@ -8,7 +8,7 @@ use crate::options::*;
 use crate::{interrupt, json, output, progress};
 use clap::ValueHint;
 use kvist_backend::{MemoryBudget, Storage};
-use kvist_cache::kinds::Visibility;
+use kvist_cache::kinds::{BLOCK_TOKENS, Visibility};
 use kvist_cache::{New, NodeId, SeqId, Span};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -30,6 +30,9 @@ pub struct Args {
     /// A tree of that many nodes behind so many tokens, two children each
     #[arg(long, value_name = "N", conflicts_with = "queries", value_parser = clap::value_parser!(u32).range(1..=4096))]
     tree: Option<u32>,
+    /// Blocks of 16 tokens of which no two are neighbours, as in a server that has run for a while
+    #[arg(long, conflicts_with_all = ["branches", "tree"])]
+    scattered: bool,
     #[command(flatten)]
     kv: KvArgs,
     /// A query sees at most this many positions
@@ -58,6 +61,7 @@ pub(super) struct Case {
     pub queries: u32,
     pub branches: Option<u32>,
     pub tree: Option<u32>,
+    pub scattered: bool,
     pub window: Option<u32>,
     pub softcap: Option<f32>,
     pub warmups: u32,
@@ -73,6 +77,7 @@ impl Case {
             queries: 1,
             branches: None,
             tree: None,
+            scattered: false,
             window: None,
             softcap: None,
             warmups: 2,
@@ -99,6 +104,7 @@ impl Args {
             queries: self.queries,
             branches: self.branches,
             tree: self.tree,
+            scattered: self.scattered,
             window: self.window,
             softcap: self.softcap,
             warmups: self.warmups,
@@ -199,13 +205,19 @@ pub(super) fn measure(
         )));
     }
     let cached = if chain { tokens.saturating_sub(queries) } else { tokens };
-    let capacity = cached.checked_add(queries).ok_or_else(|| wrong_usage("--tokens: too many"))?;
+    // Scattered blocks lie between those of a second sequence.
+    let held = if case.scattered { cached.checked_mul(2) } else { Some(cached) };
+    let capacity = held
+        .and_then(|held| held.checked_add(queries)?.checked_next_multiple_of(BLOCK_TOKENS))
+        .ok_or_else(|| wrong_usage("--tokens: too many"))?;
     let setup = Setup {
         shape,
         kind: if case.branches.is_some() {
             "cells"
         } else if case.tree.is_some() {
             "tree"
+        } else if case.scattered {
+            "paged"
         } else {
             "contiguous"
         },
@@ -219,10 +231,12 @@ pub(super) fn measure(
     let budget = crate::memory::available().map_or_else(MemoryBudget::unlimited, MemoryBudget::new);
     let mut rig = Rig::new(compute, setup, &budget)?;
     let bar = progress::bar("filling", u64::from(cached), quiet);
-    let whole = rig.fill(cached, &mut |done| {
+    let mut progress = |done| {
         bar.set_position(u64::from(done));
         !interrupt::interrupted()
-    })?;
+    };
+    let whole =
+        if case.scattered { rig.scatter(cached, &mut progress)? } else { rig.fill(cached, &mut progress)? };
     bar.finish_and_clear();
     if !whole {
         return Ok(None);
@@ -265,8 +279,10 @@ pub(super) fn measure(
         what: match (case.branches, case.tree) {
             (Some(n), _) => format!("{n} branches"),
             (_, Some(n)) => format!("a tree of {n}"),
-            _ if queries == 1 => "one query".into(),
-            _ => format!("{queries} queries"),
+            _ => {
+                let queries = if queries == 1 { "one query".into() } else { format!("{queries} queries") };
+                queries + if case.scattered { ", scattered" } else { "" }
+            }
         },
         shape,
         k: case.k.to_string(),

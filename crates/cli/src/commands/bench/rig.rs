@@ -1,7 +1,7 @@
 //! Pools without a model: generated rows through the real kinds and kernels.
 use super::shape::Shape;
 use kvist_backend::*;
-use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
+use kvist_cache::kinds::{BLOCK_TOKENS, GroupSpec, KINDS, Visibility};
 use kvist_cache::*;
 use kvist_cpu::{Compute, Cpu};
 use std::sync::Arc;
@@ -125,6 +125,36 @@ impl Rig {
                 return Ok(false);
             }
         }
+        Ok(true)
+    }
+
+    /// Give the trunk `tokens` tokens in blocks that are no neighbours: between each two of its own lies one of another
+    /// sequence. For a cache of blocks. `progress` as in [`fill`](Self::fill).
+    pub fn scatter(&mut self, tokens: u32, progress: &mut dyn FnMut(u32) -> bool) -> anyhow::Result<bool> {
+        let other = SeqId(TRUNK.0 + 1);
+        if let Some(mut sequences) = self.cache.sequences() {
+            sequences.seq_new(other)?;
+        }
+        let mut at = 0;
+        while at < tokens {
+            let n = BLOCK_TOKENS.min(tokens - at);
+            for seq in [TRUNK, other] {
+                self.step(&[Span::chain(seq, at, n)], true)?;
+            }
+            at += n;
+            if !progress(at) {
+                return Ok(false);
+            }
+        }
+        let mut runs = StepPlan::default();
+        let spans = [Span::chain(TRUNK, tokens, 1)];
+        let mut step = Step::begin(&mut self.cache, &StepRequest { spans: &spans }, &mut runs)?;
+        let items = &step.with_reads().group(GroupId(0)).reads.items;
+        let longest = items.iter().map(|item| item.run.len).max().unwrap_or(0);
+        anyhow::ensure!(
+            longest <= BLOCK_TOKENS + 1,
+            "blocks of {longest} neighbouring cells are not scattered"
+        );
         Ok(true)
     }
 

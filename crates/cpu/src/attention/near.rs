@@ -1,0 +1,103 @@
+//! Which items reach into a tile, and which of them go on where another ends.
+//!
+//! The blocks of a sequence may lie anywhere, and each is an item then. Kernels want long stretches; so the items of a
+//! tile that belong to the same queries and follow each other are chained, and a chain is read at once. Its cells are a
+//! stretch of the sequence: whoever reads chains by their beginnings meets the cells of every query in their order.
+use kvist_cache::ReadItem;
+use std::ops::Range;
+
+const NONE: u32 = u32::MAX;
+
+/// The items of one tile after the other, for some query slots.
+#[derive(Default)]
+pub struct Near {
+    /// Items that begin before this one were seen.
+    cursor: usize,
+    /// Those that reach into the tile, in their order.
+    items: Vec<Link>,
+    /// First link of each chain, in the order of the items.
+    chains: Vec<u32>,
+    /// By slot: the last link of the newest chain whose queries begin there.
+    ends: Vec<u32>,
+}
+
+#[derive(Clone, Copy)]
+struct Link {
+    item: u32,
+    /// Into the links of the same tile.
+    next: u32,
+}
+
+fn end(item: &ReadItem) -> u32 {
+    item.first_index.saturating_add(item.run.len)
+}
+
+impl Near {
+    /// Room for `slots` query slots with some items each.
+    pub fn new(slots: usize) -> Self {
+        let items = 4 * slots + 16;
+        Near {
+            cursor: 0,
+            items: Vec::with_capacity(items),
+            chains: Vec::with_capacity(items),
+            ends: Vec::with_capacity(slots),
+        }
+    }
+
+    /// Bytes that [`new`](Self::new) reserves.
+    pub fn bytes(slots: usize) -> usize {
+        (4 * slots + 16) * (size_of::<Link>() + 4) + 4 * slots
+    }
+
+    /// From the first item on.
+    pub fn begin(&mut self) {
+        self.cursor = 0;
+        self.items.clear();
+    }
+
+    /// Go on to `tile` (positions of the sequence, behind those of the last call): what of `items`, which are in the order
+    /// of their first index, concerns `slots`. `false` if nothing does.
+    pub fn reach(&mut self, items: &[ReadItem], slots: &Range<u32>, tile: &Range<u32>) -> bool {
+        self.items.retain(|link| end(&items[link.item as usize]) > tile.start);
+        while let Some(item) = items.get(self.cursor).filter(|item| item.first_index < tile.end) {
+            let theirs = item.first_query < slots.end && slots.start < item.first_query + item.n_queries;
+            if theirs && end(item) > tile.start {
+                self.items.push(Link { item: self.cursor as u32, next: NONE });
+            }
+            self.cursor += 1;
+        }
+        self.chain(items, slots);
+        !self.items.is_empty()
+    }
+
+    fn chain(&mut self, items: &[ReadItem], slots: &Range<u32>) {
+        self.chains.clear();
+        self.ends.clear();
+        self.ends.resize(slots.len(), NONE);
+        for i in 0..self.items.len() {
+            let item = &items[self.items[i].item as usize];
+            self.items[i].next = NONE;
+            // Items that began before the slots have a slot in common, the first: they cannot both begin a stretch there.
+            let newest = &mut self.ends[(item.first_query.max(slots.start) - slots.start) as usize];
+            let last = std::mem::replace(newest, i as u32);
+            let goes_on = last != NONE && {
+                let last = &items[self.items[last as usize].item as usize];
+                (last.first_query, last.n_queries) == (item.first_query, item.n_queries)
+                    && end(last) == item.first_index
+            };
+            match goes_on {
+                true => self.items[last as usize].next = i as u32,
+                false => self.chains.push(i as u32),
+            }
+        }
+    }
+
+    /// Item numbers of each chain, by the chains' beginnings.
+    pub fn chains(&self) -> impl Iterator<Item = impl Iterator<Item = usize> + Clone + '_> + '_ {
+        let link = |i: u32| self.items.get(i as usize).copied();
+        let chain = move |&first: &u32| {
+            std::iter::successors(link(first), move |at| link(at.next)).map(|at| at.item as usize)
+        };
+        self.chains.iter().map(chain)
+    }
+}
