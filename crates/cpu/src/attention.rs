@@ -279,18 +279,23 @@ impl<'l> Layer<'l> {
         }
 
         let mut gather = Gather::new();
-        for chain in near.chains() {
+        let mut chains = near.chains().peekable();
+        while let Some(chain) = chains.next() {
             let theirs = self.rows_of(chain.clone().next().map(items), &slots);
             let first = row0 + theirs.start;
             let mut lines =
                 Lines { data: &mut lines[theirs.start * stride..theirs.end * stride], stride, at: 0 };
+            let read = Read { head: rows.head, chain: chain.clone().map(items), slots: &slots, tile };
+            let (side, next) = match chains.peek().cloned() {
+                Some(next) => (self.keys, Some(next)),
+                None => (self.values, near.chains().next()),
+            };
+            let next = next.into_iter().flatten().map(items);
             self.stretches(
                 &mut gather,
                 self.keys,
-                rows.head,
-                chain.clone().map(items),
-                &slots,
-                tile,
+                read,
+                self.codes(side, rows.head, next, &slots, tile),
                 |gather| {
                     let packed =
                         if packed.is_empty() { &[][..] } else { &packed[first..first + theirs.len()] };
@@ -313,12 +318,20 @@ impl<'l> Layer<'l> {
             head_dim: self.head_dim,
         });
 
-        for chain in near.chains() {
+        let mut chains = near.chains().peekable();
+        while let Some(chain) = chains.next() {
             let theirs = self.rows_of(chain.clone().next().map(items), &slots);
             let mut lines =
                 Lines { data: &mut lines[theirs.start * stride..theirs.end * stride], stride, at: 0 };
             let states = &mut states[theirs.start * state..theirs.end * state];
-            self.stretches(&mut gather, self.values, rows.head, chain.map(items), &slots, tile, |gather| {
+            let read = Read { head: rows.head, chain: chain.map(items), slots: &slots, tile };
+            let next = chains.peek().cloned().into_iter().flatten().map(items);
+            let next = self.codes(self.values, rows.head, next, &slots, tile);
+            let behind = near
+                .behind(&self.reads.items, tile.indices.end)
+                .flat_map(|(item, offset)| (item.run.start + offset..item.run.end()).step_by(LANES));
+            let next = next.chain(behind.map(|cell| self.keys.codes(self.slabs, rows.head, cell)));
+            self.stretches(&mut gather, self.values, read, next, |gather| {
                 let sums = Sums { n: theirs.len(), data: &mut *states, first: 0, stride: state };
                 self.weigh(isa, gather, lines.reborrow(gather.at()), sums, quads);
             });
@@ -351,26 +364,42 @@ impl<'l> Layer<'l> {
         Some(Piece { slots: first..end, at: tile.place(item.first_index + seen.start), seen })
     }
 
-    /// The blocks of `side` that `slots` see of a chain, as many at a time as follow each other.
-    #[allow(clippy::too_many_arguments)]
-    fn stretches<'i>(
-        &self,
-        gather: &mut Gather<'i>,
-        side: &Side,
+    /// Codes of `side`, block by block, of what `slots` see of `chain`.
+    fn codes<'i>(
+        &'i self,
+        side: &'i Side,
         head: usize,
         chain: impl Iterator<Item = &'i ReadItem>,
-        slots: &Range<u32>,
-        tile: &Tile,
+        slots: &'i Range<u32>,
+        tile: &'i Tile,
+    ) -> impl Iterator<Item = &'l [u8]> {
+        let runs = chain.filter_map(|item| Some(self.piece(item, slots, tile)?.run(item)));
+        let cells = runs.flat_map(|run| (run.start..run.end()).step_by(LANES));
+        cells.map(move |cell| side.codes(self.slabs, head, cell))
+    }
+
+    /// The blocks of `side` that are read, as many at a time as follow each other. `next` are the codes that are worked
+    /// on then.
+    fn stretches<'i>(
+        &self,
+        gather: &mut Gather<'l>,
+        side: &Side,
+        read: Read<'_, impl Iterator<Item = &'i ReadItem>>,
+        next: impl Iterator<Item = &'l [u8]>,
         mut each: impl FnMut(&Gather<'_>),
-    ) where
-        'l: 'i,
-    {
-        for item in chain {
+    ) {
+        let (slots, tile, mut goes_on) = (read.slots, read.tile, false);
+        for item in read.chain {
             if let Some(piece) = self.piece(item, slots, tile) {
-                gather.add(side, self.slabs, head, piece.run(item), piece.at, &mut each);
+                gather.add(side, self.slabs, read.head, piece.run(item), piece.at, &mut each);
+                goes_on = piece.seen.end < item.run.len;
             }
         }
-        gather.finish(&mut each);
+        // What goes on in memory was fetched on its way.
+        match goes_on {
+            true => gather.finish(std::iter::empty(), each),
+            false => gather.finish(next, each),
+        }
     }
 
     /// Scores of what was gathered; what stands beside it in the lines is as it was, and −∞ behind it.
@@ -431,6 +460,14 @@ impl<'l> Layer<'l> {
             }
         }
     }
+}
+
+/// Items that follow each other, read by some slots in one tile.
+struct Read<'r, C> {
+    head: usize,
+    chain: C,
+    slots: &'r Range<u32>,
+    tile: &'r Tile,
 }
 
 /// What some slots see of an item in a tile.

@@ -141,6 +141,13 @@ pub struct Block<'b> {
     pub ahead: usize,
 }
 
+impl Block<'_> {
+    /// Meanwhile `codes` shall be fetched.
+    fn fetch(&mut self, codes: &[u8]) {
+        self.ahead = (codes.as_ptr() as usize).wrapping_sub(self.codes.as_ptr() as usize);
+    }
+}
+
 /// Blocks of one head that follow each other in the sequence, wherever they lie.
 pub struct Blocks<'b> {
     pub head_dim: usize,
@@ -188,11 +195,13 @@ pub struct Gather<'b> {
     lanes: Range<usize>,
     /// Where the first lane of the first block stands in a line.
     at: usize,
+    /// How many blocks ahead is fetched.
+    distance: usize,
 }
 
 impl<'b> Gather<'b> {
     pub fn new() -> Self {
-        Gather { list: [Block::default(); MAX_BLOCKS], n: 0, lanes: 0..0, at: 0 }
+        Gather { list: [Block::default(); MAX_BLOCKS], n: 0, lanes: 0..0, at: 0, distance: 1 }
     }
 
     /// Add the cells `run` of `head`, the first of which stands at `at` in a line. What does not follow the blocks so far
@@ -209,7 +218,7 @@ impl<'b> Gather<'b> {
     ) {
         let shape = &side.shape;
         let (codes_len, params_len) = (shape.block_codes(), shape.block_params());
-        let distance = (AHEAD / codes_len.max(1)).max(1);
+        self.distance = (AHEAD / codes_len.max(1)).clamp(1, MAX_BLOCKS);
         let mut cell = run.start;
         while cell < run.end() {
             let segment = side.segment_of(cell);
@@ -220,7 +229,7 @@ impl<'b> Gather<'b> {
             let at = at + (cell - run.start) as usize - lane;
             let follows = lane == 0 && self.lanes.end == self.n * LANES && at == self.at + self.lanes.end;
             if self.n > 0 && !(follows && self.n + n <= MAX_BLOCKS) {
-                self.finish(&mut full);
+                self.finish(std::iter::empty(), &mut full);
             }
             if self.n == 0 {
                 (self.at, self.lanes) = (at, lane..lane);
@@ -231,9 +240,8 @@ impl<'b> Gather<'b> {
                 let codes = part(segment.codes, codes_len);
                 // Where a stretch ends its neighbour in memory may go on; inside of it the next block is known.
                 self.list[self.n] = Block { codes, params: part(segment.params, params_len), ahead: AHEAD };
-                if let Some(before) = self.n.checked_sub(distance) {
-                    let before = &mut self.list[before];
-                    before.ahead = (codes.as_ptr() as usize).wrapping_sub(before.codes.as_ptr() as usize);
+                if let Some(before) = self.n.checked_sub(self.distance) {
+                    self.list[before].fetch(codes);
                 }
                 self.n += 1;
             }
@@ -242,12 +250,18 @@ impl<'b> Gather<'b> {
         }
     }
 
-    /// There is no more to add: `full` sees what there is.
-    pub fn finish(&mut self, mut full: impl FnMut(&Self)) {
-        if self.n > 0 {
-            full(self);
-            (self.n, self.lanes) = (0, 0..0);
+    /// There is no more to add: `full` sees what there is. `next` are the codes that will be worked on then, block by block.
+    pub fn finish(&mut self, next: impl Iterator<Item = &'b [u8]>, mut full: impl FnMut(&Self)) {
+        if self.n == 0 {
+            return;
         }
+        let first = self.n.saturating_sub(self.distance);
+        let next = next.skip(self.distance.saturating_sub(self.n));
+        for (block, codes) in self.list[first..self.n].iter_mut().zip(next) {
+            block.fetch(codes);
+        }
+        full(self);
+        (self.n, self.lanes) = (0, 0..0);
     }
 
     /// Where the first lane of the first block stands in a line.
@@ -453,6 +467,13 @@ impl Side {
     fn block_of(segment: &Segment, head: usize, cell: u32) -> usize {
         let blocks = (segment.cells.len as usize).div_ceil(LANES);
         head * blocks + (cell - segment.cells.start) as usize / LANES
+    }
+
+    /// Codes of the block of `head` that holds `cell`.
+    pub fn codes<'b>(&self, slabs: &'b [Pages], head: usize, cell: u32) -> &'b [u8] {
+        let segment = self.segment_of(cell);
+        let at = segment.codes + Self::block_of(segment, head, cell) * self.shape.block_codes();
+        &slabs[segment.slab].bytes()[at..at + self.shape.block_codes()]
     }
 
     fn lane_of(segment: &Segment, cell: u32) -> usize {

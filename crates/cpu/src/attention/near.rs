@@ -92,6 +92,19 @@ impl Near {
         }
     }
 
+    /// Items that reach beyond the tile, which ends at `end`, and then those that begin behind it; and the offset in each
+    /// from which that is.
+    pub fn behind<'n>(
+        &'n self,
+        items: &'n [ReadItem],
+        tile_end: u32,
+    ) -> impl Iterator<Item = (&'n ReadItem, u32)> {
+        let on =
+            self.items.iter().map(|link| &items[link.item as usize]).filter(move |item| end(item) > tile_end);
+        on.map(move |item| (item, tile_end - item.first_index))
+            .chain(items[self.cursor..].iter().map(|item| (item, 0)))
+    }
+
     /// Item numbers of each chain, by the chains' beginnings.
     pub fn chains(&self) -> impl Iterator<Item = impl Iterator<Item = usize> + Clone + '_> + '_ {
         let link = |i: u32| self.items.get(i as usize).copied();

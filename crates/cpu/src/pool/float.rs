@@ -18,6 +18,8 @@ use crate::element::Element;
 pub use crate::element::{BF16, F16, F32};
 use half::f16;
 
+const CACHE_LINE: usize = 64;
+
 impl<E: Element> Codec for E {
     const ELEMENT: Option<usize> = Some(E::BYTES);
     const PARAMS: usize = 0;
@@ -122,23 +124,33 @@ fn scores_tile<S: Simd, E: Element, const R: usize, const B: usize>(
     let rows = queries.rows[row / QUERY_ROWS * QUERY_ROWS * head_dim..].as_chunks::<QUERY_ROWS>().0;
     let rows = &rows[..head_dim];
     let side = row % QUERY_ROWS;
-    let (mut keys, mut ahead): ([&[E::Raw]; B], _) = ([&[]; B], [0; B]);
-    for (b, block) in blocks.list[block..block + B].iter().enumerate() {
-        (keys[b], ahead[b]) = (&E::vectors(block.codes)[..head_dim], block.ahead);
+    let list = &blocks.list[block..block + B];
+    let mut keys: [&[E::Raw]; B] = [&[]; B];
+    for (keys, block) in keys.iter_mut().zip(list) {
+        *keys = &E::vectors(block.codes)[..head_dim];
     }
+    // One block after the other is fetched, a part of it with each element: as many addresses as blocks would not fit the
+    // registers.
+    let (part, fetched) = (head_dim.div_ceil(B), B * LANES * E::BYTES);
     let mut sums = [[s.splat(0.0); B]; R];
-    for i in 0..head_dim {
-        let mut k = [s.splat(0.0); B];
-        for b in 0..B {
-            k[b] = E::widen(s, &keys[b][i]);
-            if i.is_multiple_of(E::PER_LINE) {
-                s.prefetch(&keys[b][i], ahead[b]);
+    for (b, block) in list.iter().enumerate() {
+        let first = b * part;
+        for i in first..(first + part).min(head_dim) {
+            let at = (i - first) * fetched;
+            if at.is_multiple_of(CACHE_LINE) {
+                for line in (0..fetched).step_by(CACHE_LINE) {
+                    s.prefetch(&block.codes[0], block.ahead.wrapping_add(at + line));
+                }
             }
-        }
-        for r in 0..R {
-            let q = s.splat(rows[i][if R == QUERY_ROWS { r } else { (side + r) % QUERY_ROWS }]);
+            let mut k = [s.splat(0.0); B];
             for b in 0..B {
-                sums[r][b] = s.fma(q, k[b], sums[r][b]);
+                k[b] = E::widen(s, &keys[b][i]);
+            }
+            for r in 0..R {
+                let q = s.splat(rows[i][if R == QUERY_ROWS { r } else { (side + r) % QUERY_ROWS }]);
+                for b in 0..B {
+                    sums[r][b] = s.fma(q, k[b], sums[r][b]);
+                }
             }
         }
     }
@@ -209,8 +221,11 @@ fn accumulate_tile<S: Simd, E: Element, const R: usize, const D: usize>(
     }
     let mut first = 0;
     for (block, lanes) in blocks.seen() {
-        for (cell, lane) in (first..).zip(lanes.clone()) {
-            let row = &E::vectors(&block.codes[lane * blocks.row..][..blocks.row])[d..d + D];
+        let mut rows = &block.codes[lanes.start * blocks.row..];
+        for cell in first..first + lanes.len() {
+            let (row, rest) = rows.split_at(blocks.row);
+            let row = &E::vectors(row)[d..d + D];
+            rows = rest;
             let mut v = [s.splat(0.0); D];
             for j in 0..D {
                 v[j] = E::widen(s, &row[j]);

@@ -246,9 +246,9 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         "the cache of the measurement: try a smaller --context, --max-batch or --max-batch-tokens",
     )?;
 
-    let bar = progress::bar("reading prompts", served.max_batch.into(), quiet);
-    steps.warm(&mut || {
-        bar.inc(1);
+    let bar = progress::bar("reading prompts", served.context_tokens.into(), quiet);
+    steps.warm(&mut |known| {
+        bar.set_position(known.into());
         uninterrupted()
     })?;
     bar.finish_and_clear();

@@ -182,6 +182,17 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         args.costs.display(),
         compute.threads.n()
     );
+    let setting = table.setting().cloned().unwrap_or_default();
+    for (what, measured, here) in [
+        ("--weights", &setting.weights, args.model.weights.to_string()),
+        ("KVIST_ISA", &setting.isa, compute.isa.to_string()),
+    ] {
+        ensure!(
+            measured.is_empty() || *measured == here,
+            "{} was measured with {what} {measured}, and this is {here}: give the same, or calibrate with this",
+            args.costs.display()
+        );
+    }
     interrupt::listen();
 
     let vocab = model.decoder().config().vocab as u32;
@@ -388,6 +399,8 @@ fn serve(engine: &Engine, requests: &[Request], quiet: bool) -> anyhow::Result<V
             heard.push(user??);
         }
         bar.finish_and_clear();
+        // The last token is told before the turn is noted and recorded.
+        engine.inspect(|_| ()).await.context("the engine has died")?;
         Ok(heard)
     })
 }

@@ -27,6 +27,9 @@ pub struct Served {
 /// Steps that a decoding batch takes beyond those that are wanted, at most: until its last prompt has been read.
 const SLACK: u32 = 64;
 
+/// Blocks of one stream that are neighbours.
+const WARM_BLOCKS: u32 = 4;
+
 pub struct Steps {
     scheduler: Scheduler,
     executor: ModelExecutor,
@@ -116,12 +119,18 @@ impl Steps {
     }
 
     /// Let the prefix index know the streams from which measured sequences begin, so that they need not be read again.
-    /// `progress` hears of each.
-    pub fn warm(&mut self, progress: &mut dyn FnMut() -> anyhow::Result<()>) -> anyhow::Result<()> {
-        for stream in 0..u64::from(self.served.max_batch) {
-            self.submit(stream, self.served.context_tokens, 0, 1)?;
-            while self.turn()?.is_some() {}
-            progress()?;
+    /// They take turns, some blocks each, so that a stream's blocks are no neighbours: in a server that has run for a while
+    /// they are none either. `progress` hears how many tokens of each are known.
+    pub fn warm(&mut self, progress: &mut dyn FnMut(u32) -> anyhow::Result<()>) -> anyhow::Result<()> {
+        let slice = WARM_BLOCKS * self.served.block_tokens;
+        let mut known = 0;
+        while known < self.served.context_tokens {
+            known = known.saturating_add(slice).min(self.served.context_tokens);
+            for stream in 0..u64::from(self.served.max_batch) {
+                self.submit(stream, known, 0, 1)?;
+                while self.turn()?.is_some() {}
+            }
+            progress(known)?;
         }
         Ok(())
     }
