@@ -1,6 +1,6 @@
 // The server's API, as far as the playground uses it. Errors are what the server says.
 import { app } from './app.svelte.js';
-import { eventsOf } from './live.js';
+import { eventsOf, messageOf } from './live.js';
 
 export class Refused extends Error {
   constructor(status, message) {
@@ -15,13 +15,7 @@ async function call(method, path, body, signal) {
   if (app.key) headers.authorization = `Bearer ${app.key}`;
   const response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
   if (response.ok) return response;
-  let message = `status ${response.status}`;
-  try {
-    message = (await response.json()).error.message;
-  } catch {
-    // not in the shape of errors: the status has to do
-  }
-  throw new Refused(response.status, message);
+  throw new Refused(response.status, await messageOf(response));
 }
 
 export const get = async (path) => (await call('GET', path)).json();
