@@ -6,7 +6,7 @@ import { extname, join, normalize } from 'node:path';
 import { fileURLToPath } from 'node:url';
 import { chromium } from 'playwright-core';
 
-const BUNDLE = fileURLToPath(new URL('../../crates/server/dashboard/', import.meta.url));
+export const BUNDLE = process.env.KVIST_BUNDLE ?? fileURLToPath(new URL('../../crates/server/dashboard/', import.meta.url));
 const TYPES = { '.html': 'text/html; charset=utf-8', '.js': 'text/javascript', '.css': 'text/css', '.svg': 'image/svg+xml', '.gz': 'application/gzip' };
 /** The same words as in crates/server/src/dashboard.rs. */
 export const POLICY =

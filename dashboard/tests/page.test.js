@@ -116,6 +116,56 @@ test('a block is told on hover, and its life on a click, with the keyboard too',
   await calm(page);
 });
 
+test('requests, sequences and charts are told to the keyboard as well', async () => {
+  const page = await open(server.url);
+  await ready(page);
+  const said = (region) => page.getByRole('region', { name: region, exact: true }).locator('[aria-live]').innerText();
+  const timeline = page.getByRole('region', { name: 'Requests over time' });
+  await timeline.locator('canvas').focus();
+  await page.keyboard.press('ArrowDown');
+  const first = await said('Requests over time');
+  assert.match(first, /^Request \d+, \d+ tokens of prompt, \d+ of them found/);
+  assert.match(await timeline.locator('.tip').innerText(), new RegExp(first.split(',')[0]));
+  for (let i = 0; i < 30; i++) await page.keyboard.press('ArrowDown');
+  assert.equal(Number(/\d+/.exec(await said('Requests over time'))[0]), Number(/\d+/.exec(first)[0]) + 30);
+  assert.ok((await timeline.locator('.tip').boundingBox()).y > 0, 'it is in view');
+  await page.keyboard.press('Escape');
+  assert.equal(await timeline.locator('.tip').count(), 0);
+
+  await page.getByRole('application', { name: 'Live sequences' }).focus();
+  const rows = new Set();
+  for (let i = 0; i < 3; i++) {
+    await page.keyboard.press('ArrowDown');
+    rows.add(await said('Who shares what'));
+  }
+  assert.equal(rows.size, 3);
+  for (const row of rows) assert.match(row, /^Sequence \d+, request \d+: \d+ blocks/);
+
+  const before = await moment(page);
+  await page.getByRole('application', { name: 'Tokens per second over time' }).focus();
+  await page.keyboard.press('ArrowRight');
+  await page.keyboard.press('ArrowRight');
+  assert.match(await said('Tokens per second'), /^At [\d.]+ s: prefill \S+, decode \S+/);
+  await page.keyboard.press('Enter');
+  await page.waitForTimeout(60);
+  assert.ok((await moment(page)) > before, 'it goes there');
+  await calm(page);
+});
+
+test('a wheel that Shift turns aside zooms too', async () => {
+  const page = await open(server.url);
+  await ready(page);
+  const timeline = page.getByRole('region', { name: 'Requests over time' });
+  const wheel = (more) => timeline.locator('canvas').evaluate((canvas, more) => canvas.dispatchEvent(new WheelEvent('wheel', { bubbles: true, cancelable: true, clientX: 700, ...more })), more);
+  await wheel({ deltaX: -100 });
+  assert.equal(await timeline.getByRole('button', { name: 'All' }).count(), 0, 'alone it moves, and there is nowhere to');
+  await wheel({ deltaX: -100, shiftKey: true });
+  await timeline.getByRole('button', { name: 'All' }).waitFor();
+  await wheel({ deltaX: 100, shiftKey: true });
+  await timeline.getByRole('button', { name: 'All' }).waitFor({ state: 'detached' });
+  await calm(page);
+});
+
 test('every colouring is another picture', async () => {
   const page = await open(server.url, { reducedMotion: 'reduce' });
   await ready(page);

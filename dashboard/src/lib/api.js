@@ -9,22 +9,23 @@ export class Refused extends Error {
   }
 }
 
-async function call(method, path, body, signal) {
+async function call(method, path, body, options = {}) {
   const headers = {};
   if (body !== undefined) headers['content-type'] = 'application/json';
   if (app.key) headers.authorization = `Bearer ${app.key}`;
-  const response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+  const response = await fetch(path, { ...options, method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
   if (response.ok) return response;
   throw new Refused(response.status, await messageOf(response));
 }
 
 export const get = async (path) => (await call('GET', path)).json();
 export const post = async (path, body = {}) => (await call('POST', path, body)).json();
-export const remove = (path) => call('DELETE', path);
+/** `keepalive`: also when the page is left. */
+export const remove = (path, keepalive = false) => call('DELETE', path, undefined, { keepalive });
 
 /** The text of a streamed answer, piece by piece; returns what it took, if the server says. */
 export async function* generate(path, body, signal) {
-  const response = await call('POST', path, { ...body, stream: true }, signal);
+  const response = await call('POST', path, { ...body, stream: true }, { signal });
   for await (const { event, data } of eventsOf(response.body)) {
     if (data === '[DONE]') return;
     const chunk = JSON.parse(data);
