@@ -41,6 +41,7 @@ export class Load {
     this.at = 1e9;
     this.n = 0;
     this.next = 0;
+    this.turns = 0;
     this.free = Array.from({ length: blocks }, (_, i) => blocks - 1 - i);
     this.idle = [];
     this.holders = new Map();
@@ -56,6 +57,7 @@ export class Load {
   #take(events, seq) {
     if (this.free.length === 0) {
       const gone = this.idle.shift();
+      if (gone === undefined) throw new Error(`no block of ${this.blocks} is free or idle: fewer sequences, or shorter ones`);
       events.push([0, 'evict', gone, null, 'make_room']);
       this.free.push(gone);
     }
@@ -118,10 +120,12 @@ export class Load {
       sequence.tokens += 1;
       if (sequence.tokens > sequence.table.length * 16) sequence.table.push(this.#take(before, sequence.seq));
     }
-    if (this.n % every === 0) this.#begin(before, lines);
+    this.turns += 1;
+    const moves = this.turns % every === 0;
+    if (moves) this.#begin(before, lines);
     lines.push({ step: this.n, at: this.at, blocks: before });
     this.at += 80 * MS;
-    if (this.n % every === 0) this.#end(after, ending);
+    if (moves) this.#end(after, ending);
     lines.push(...ending, { step: this.n, at: this.at, blocks: after });
     this.at += 20 * MS;
     return lines;

@@ -49,6 +49,9 @@ function counting() {
 /** What was drawn so far on `canvas`. */
 export const calls = (canvas) => canvas.evaluate((element) => ({ clearRect: 0, putImageData: 0, fill: 0, stroke: 0, ...element.calls }));
 
+/** Lets `ms` pass by the page's own clock, and then two frames: what was to be drawn has been. */
+export const pass = (page, ms = 0) => page.evaluate((ms) => new Promise((resolve) => setTimeout(() => requestAnimationFrame(() => requestAnimationFrame(resolve)), ms)), ms);
+
 /** A page that remembers what went wrong. A stream that is not there is answered 404, and told by the browser: no error. */
 export async function open(url, options = {}) {
   const context = await browser.newContext({ viewport: { width: 1440, height: 1000 }, ...options });

@@ -5,7 +5,7 @@ import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { after, before, test } from 'node:test';
 import { gunzipSync } from 'node:zlib';
-import { browser, calls, open, serve } from './page.js';
+import { browser, calls, open, pass, serve } from './page.js';
 
 let server;
 before(async () => (server = await serve()));
@@ -24,7 +24,7 @@ const seek = async (page, share) => {
     input.value = at;
     input.dispatchEvent(new Event('input', { bubbles: true }));
   }, min + (max - min) * share);
-  await page.waitForTimeout(120);
+  await pass(page, 60);
 };
 const map = (page) => page.getByRole('region', { name: 'Block map' }).locator('canvas');
 /** Colours of a canvas, as a text to compare. */
@@ -126,9 +126,16 @@ test('requests, sequences and charts are told to the keyboard as well', async ()
   const first = await said('Requests over time');
   assert.match(first, /^Request \d+, \d+ tokens of prompt, \d+ of them found/);
   assert.match(await timeline.locator('.tip').innerText(), new RegExp(first.split(',')[0]));
-  for (let i = 0; i < 30; i++) await page.keyboard.press('ArrowDown');
-  assert.equal(Number(/\d+/.exec(await said('Requests over time'))[0]), Number(/\d+/.exec(first)[0]) + 30);
-  assert.ok((await timeline.locator('.tip').boundingBox()).y > 0, 'it is in view');
+  const lanes = [first];
+  for (let i = 0; i < 30; i++) {
+    await page.keyboard.press('ArrowDown');
+    lanes.push(await said('Requests over time'));
+  }
+  assert.equal(new Set(lanes).size, 31);
+  const [field, tip] = [await timeline.locator('canvas').boundingBox(), await timeline.locator('.tip').boundingBox()];
+  assert.ok(tip.y > field.y && tip.y < field.y + field.height, 'it is in view');
+  for (let i = 0; i < 30; i++) await page.keyboard.press('ArrowUp');
+  assert.equal(await said('Requests over time'), first);
   await page.keyboard.press('Escape');
   assert.equal(await timeline.locator('.tip').count(), 0);
 
@@ -263,7 +270,7 @@ test('a hundred thousand blocks are one image each time, and are left alone when
   await page.locator('input[type=file]').setInputFiles({ name: 'large.jsonl', mimeType: 'text/plain', buffer: Buffer.from(text) });
   await page.getByText('Recording · large.jsonl').waitFor();
   await page.getByText('100,000 blocks').waitFor();
-  await page.waitForTimeout(100);
+  await pass(page, 100);
   const begun = await calls(map(page));
   for (let i = 0; i < 10; i++) await seek(page, i / 10);
   const sought = await calls(map(page));
@@ -271,13 +278,15 @@ test('a hundred thousand blocks are one image each time, and are left alone when
   assert.equal(sought.putImageData - begun.putImageData, 10, 'and one image for each drawing');
   assert.equal(sought.fill, begun.fill);
   // Playing makes blocks glow where cells are large. Behind a pause nothing may go on.
+  await page.getByLabel('Speed').selectOption('0.1');
+  await seek(page, 0.2);
   await page.getByRole('button', { name: 'Play', exact: true }).click();
   await page.waitForFunction((before) => document.querySelector('.map canvas').calls.clearRect > before + 5, sought.clearRect);
   await page.getByRole('button', { name: 'Pause' }).click();
   await page.mouse.move(5, 5);
-  await page.waitForTimeout(1000);
+  await pass(page, 1000);
   const paused = await calls(map(page));
-  await page.waitForTimeout(500);
+  await pass(page, 500);
   assert.deepEqual(await calls(map(page)), paused);
   await calm(page);
 });
