@@ -74,16 +74,17 @@ test('it plays, pauses and steps', async () => {
   await page.getByRole('button', { name: 'Play', exact: true }).click();
   await page.waitForFunction((begin) => document.querySelector('input[type=range]').value > begin + 0.3e9, begin);
   await page.getByRole('button', { name: 'Pause' }).click();
+  await pass(page); // what is drawn already is one frame behind
   const still = await moment(page);
-  await page.waitForTimeout(200);
+  await pass(page, 200);
   assert.equal(await moment(page), still);
   await page.getByRole('button', { name: 'One event on' }).click();
-  await page.waitForTimeout(60);
+  await pass(page);
   const on = await moment(page);
   assert.ok(on > still);
   await page.getByRole('button', { name: 'One event back' }).click();
   await page.getByRole('button', { name: 'One event back' }).click();
-  await page.waitForTimeout(60);
+  await pass(page);
   assert.ok((await moment(page)) <= still);
   await calm(page);
 });
@@ -154,7 +155,7 @@ test('requests, sequences and charts are told to the keyboard as well', async ()
   await page.keyboard.press('ArrowRight');
   assert.match(await said('Tokens per second'), /^At [\d.]+ s: prefill \S+, decode \S+/);
   await page.keyboard.press('Enter');
-  await page.waitForTimeout(60);
+  await pass(page);
   assert.ok((await moment(page)) > before, 'it goes there');
   await calm(page);
 });
