@@ -62,6 +62,17 @@ dashboard-check:
     npm ci --no-audit --no-fund
     KVIST_BUNDLE=$bundle npm run build
     diff -r "$bundle" ../crates/server/dashboard || { echo "the bundle is not that of its sources: run \`just dashboard\` and commit it" >&2; exit 1; }
-# The page in a browser: Chromium is taken from the system, or from $CHROMIUM.
+# The page in a browser, by itself and as `kvist serve` shows it: Chromium is taken from the system, or from $CHROMIUM; KVIST
+# names another binary than the release one, which has to have this page embedded.
 dashboard-test: dashboard
+    #!/usr/bin/env bash
+    set -euo pipefail
+    if [[ -z ${KVIST:-} ]]; then
+        cargo build --release -p kvist
+        KVIST=${CARGO_TARGET_DIR:-target}/release/kvist
+    fi
+    export KVIST=$(realpath "$KVIST")
     cd dashboard && npm test
+# What a frame of a live map of 100,000 blocks takes; it only prints. `just dashboard-frames 20000` takes fewer.
+dashboard-frames *args: dashboard
+    cd dashboard && node tests/frames.js {{args}}

@@ -1,14 +1,16 @@
-// The page of a running `kvist serve`: the program is $KVIST, or what cargo built last. Skipped where there is none.
+// The page of a running `kvist serve`: the program is $KVIST, as `just dashboard-test` builds it. Skipped where there is none:
+// what cargo built last may have the page of yesterday embedded.
 import assert from 'node:assert/strict';
-import { spawn } from 'node:child_process';
-import { existsSync } from 'node:fs';
+import { execFileSync, spawn } from 'node:child_process';
+import { mkdtemp, readFile, writeFile } from 'node:fs/promises';
+import { tmpdir } from 'node:os';
+import { join } from 'node:path';
 import { after, test } from 'node:test';
-import { fileURLToPath } from 'node:url';
-import { browser, open } from './page.js';
+import { gunzipSync } from 'node:zlib';
+import { BUNDLE, browser, open } from './page.js';
 
-const target = (kind) => fileURLToPath(new URL(`../../target/${kind}/kvist`, import.meta.url));
-const program = process.env.KVIST ?? ['release', 'debug'].map(target).find(existsSync);
-const skip = program === undefined && 'no kvist: cargo build, or set KVIST';
+const program = process.env.KVIST;
+const skip = program === undefined && 'KVIST names no program: `just dashboard-test` builds one';
 after(() => browser.close());
 
 /** `kvist serve` with a small cache of the embedded model, on a free port. */
@@ -54,6 +56,53 @@ test('the cache is shown live, and what others do moves it', { skip }, async () 
   await server.stop();
 });
 
+test('the program has the page that is tested', { skip }, async () => {
+  const server = await start();
+  for (const file of ['index.html', 'assets/app.js', 'assets/index.css', 'example.jsonl.gz']) {
+    const served = Buffer.from(await (await fetch(server.url + (file === 'index.html' ? '' : file))).arrayBuffer());
+    assert.ok(served.equals(await readFile(join(BUNDLE, file))), `${file} is not the bundle's: build the program again`);
+  }
+  await server.stop();
+});
+
+test('the example can be replayed by the program', { skip }, async () => {
+  const file = join(await mkdtemp(join(tmpdir(), 'kvist-')), 'example.jsonl');
+  await writeFile(file, gunzipSync(await readFile(join(BUNDLE, 'example.jsonl.gz'))));
+  const replayed = JSON.parse(execFileSync(program, ['simulate', 'replay', file, '--json']));
+  assert.ok(replayed.decisions > 300, JSON.stringify(replayed));
+});
+
+test('what was said is answered in a fork, and leaving the page ends its sessions', { skip }, async () => {
+  const server = await start();
+  const page = await open(server.url);
+  await page.getByText('Live · ').waitFor();
+  // The first question whether there are sessions gets lost: that is no answer.
+  let lost = 0;
+  await page.route('**/v1/sessions', (route) => (lost++ === 0 ? route.fulfill({ status: 503, body: '' }) : route.continue()));
+  await page.getByRole('button', { name: 'Playground' }).click();
+  await page.getByRole('spinbutton', { name: 'Tokens at most' }).fill('12');
+  await page.waitForFunction(() => document.querySelector('textarea'));
+  assert.equal(await page.getByText('This server has no sessions').count(), 0);
+  await page.getByRole('textbox', { name: /Message to Branch/ }).fill('What is a slice?');
+  await page.keyboard.press('Enter');
+  await page.waitForFunction(() => document.querySelector('li.assistant .under .num'), null, { timeout: 30000 });
+  const branches = page.locator('section.branch');
+  await branches.first().locator('li.user').getByRole('button', { name: '× 3' }).click();
+  await page.waitForFunction(() => document.querySelectorAll('section.branch').length === 4);
+  assert.equal(await branches.nth(2).locator('li').count(), 1);
+  await branches.nth(2).getByRole('button', { name: 'Answer' }).click();
+  await branches.nth(2).locator('li.assistant .under .num').waitFor({ timeout: 30000 });
+  const sessions = async () => (await (await fetch(`${server.url}v1/sessions`)).json()).data.map((session) => session.n_messages).sort();
+  assert.deepEqual(await sessions(), [1, 1, 2, 2]);
+  await page.unroute('**/v1/sessions');
+  await page.reload();
+  await page.getByText('Live · ').waitFor();
+  for (let i = 0; i < 50 && (await sessions()).length > 0; i++) await page.waitForTimeout(100);
+  assert.deepEqual(await sessions(), []);
+  await page.context().close();
+  await server.stop();
+});
+
 test('chat, fork, talk to all branches, roll back', { skip }, async () => {
   const server = await start();
   const page = await open(server.url);
@@ -89,9 +138,6 @@ test('chat, fork, talk to all branches, roll back', { skip }, async () => {
 });
 
 test('with API keys: asked for, and kept for this tab alone', { skip }, async () => {
-  const { mkdtemp, writeFile } = await import('node:fs/promises');
-  const { tmpdir } = await import('node:os');
-  const { join } = await import('node:path');
   const file = join(await mkdtemp(join(tmpdir(), 'kvist-')), 'kvist.toml');
   await writeFile(file, '[[keys]]\nname = "ops"\nkey = "ops-secret"\nadmin = true\n');
   const server = await start('--config', file);
@@ -115,6 +161,8 @@ test('a server that goes and comes back', { skip }, async () => {
   const second = await start('--port', new URL(first.url).port).catch(() => null);
   assert.ok(second, 'the port is free again');
   await page.getByText('Live · ').waitFor({ timeout: 20000 });
+  await complete(second.url, 'pub fn main() {', 16);
+  await page.waitForFunction(() => document.querySelector('[aria-label="Memory, blocks"] b')?.textContent !== '–', null, { timeout: 10000 });
   await page.context().close();
   await second.stop();
 });

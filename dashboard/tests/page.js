@@ -6,7 +6,7 @@ import { extname, join, normalize } from 'node:path';
 import { fileURLToPath } from 'node:url';
 import { chromium } from 'playwright-core';
 
-const BUNDLE = fileURLToPath(new URL('../../crates/server/dashboard/', import.meta.url));
+export const BUNDLE = process.env.KVIST_BUNDLE ?? fileURLToPath(new URL('../../crates/server/dashboard/', import.meta.url));
 const TYPES = { '.html': 'text/html; charset=utf-8', '.js': 'text/javascript', '.css': 'text/css', '.svg': 'image/svg+xml', '.gz': 'application/gzip' };
 /** The same words as in crates/server/src/dashboard.rs. */
 export const POLICY =
@@ -35,10 +35,28 @@ export const browser = await chromium.launch({
   args: ['--no-sandbox', '--disable-gpu'],
 });
 
+/** In the page: every canvas counts in `calls` what is drawn on it. Each drawing begins with one `clearRect`. */
+function counting() {
+  for (const name of ['clearRect', 'putImageData', 'fill', 'stroke']) {
+    const real = CanvasRenderingContext2D.prototype[name];
+    CanvasRenderingContext2D.prototype[name] = function (...args) {
+      this.canvas.calls ??= {};
+      this.canvas.calls[name] = (this.canvas.calls[name] ?? 0) + 1;
+      return real.apply(this, args);
+    };
+  }
+}
+/** What was drawn so far on `canvas`. */
+export const calls = (canvas) => canvas.evaluate((element) => ({ clearRect: 0, putImageData: 0, fill: 0, stroke: 0, ...element.calls }));
+
+/** Lets `ms` pass by the page's own clock, and then two frames: what was to be drawn has been. */
+export const pass = (page, ms = 0) => page.evaluate((ms) => new Promise((resolve) => setTimeout(() => requestAnimationFrame(() => requestAnimationFrame(resolve)), ms)), ms);
+
 /** A page that remembers what went wrong. A stream that is not there is answered 404, and told by the browser: no error. */
 export async function open(url, options = {}) {
   const context = await browser.newContext({ viewport: { width: 1440, height: 1000 }, ...options });
   const page = await context.newPage();
+  await page.addInitScript(counting);
   page.errors = [];
   page.on('console', (message) => {
     if (['error', 'warning'].includes(message.type()) && !message.location().url.endsWith('/kvist/live')) page.errors.push(`${message.text()} ${message.location().url}`);

@@ -1,6 +1,6 @@
 // The server's API, as far as the playground uses it. Errors are what the server says.
 import { app } from './app.svelte.js';
-import { eventsOf } from './live.js';
+import { eventsOf, messageOf } from './live.js';
 
 export class Refused extends Error {
   constructor(status, message) {
@@ -9,28 +9,23 @@ export class Refused extends Error {
   }
 }
 
-async function call(method, path, body, signal) {
+async function call(method, path, body, options = {}) {
   const headers = {};
   if (body !== undefined) headers['content-type'] = 'application/json';
   if (app.key) headers.authorization = `Bearer ${app.key}`;
-  const response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+  const response = await fetch(path, { ...options, method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
   if (response.ok) return response;
-  let message = `status ${response.status}`;
-  try {
-    message = (await response.json()).error.message;
-  } catch {
-    // not in the shape of errors: the status has to do
-  }
-  throw new Refused(response.status, message);
+  throw new Refused(response.status, await messageOf(response));
 }
 
 export const get = async (path) => (await call('GET', path)).json();
 export const post = async (path, body = {}) => (await call('POST', path, body)).json();
-export const remove = (path) => call('DELETE', path);
+/** `keepalive`: also when the page is left. */
+export const remove = (path, keepalive = false) => call('DELETE', path, undefined, { keepalive });
 
 /** The text of a streamed answer, piece by piece; returns what it took, if the server says. */
 export async function* generate(path, body, signal) {
-  const response = await call('POST', path, { ...body, stream: true }, signal);
+  const response = await call('POST', path, { ...body, stream: true }, { signal });
   for await (const { event, data } of eventsOf(response.body)) {
     if (data === '[DONE]') return;
     const chunk = JSON.parse(data);

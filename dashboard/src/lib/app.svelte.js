@@ -1,7 +1,9 @@
 // What the page shows: a recording or a live server, at one moment, and what is selected.
+import { Flashes } from './flashes.js';
 import { Live } from './live.js';
 import { palette } from './palette.js';
 import { Recording, textOf } from './recording.js';
+import { Throttle } from './throttle.js';
 
 const stored = (storage, key) => {
   try {
@@ -19,20 +21,24 @@ const store = (storage, key, value) => {
   }
 };
 
+const EXAMPLE = 'Example';
+
 const darkly = matchMedia('(prefers-color-scheme: dark)');
 const still = matchMedia('(prefers-reduced-motion: reduce)');
 
 class App {
   /** 'recording' or 'live': which of the two is shown. */
   source = $state('recording');
-  /** Of the server: connecting, live, lost, denied, absent. */
+  /** Of the server: connecting, live, lost, denied, refused, absent. */
   server = $state('connecting');
+  /** Why it refused. */
+  refusal = $state('');
   name = $state('');
   error = $state('');
   loading = $state(true);
   /** Counts what was drawn: who reads it is drawn anew when anything changed. */
   tick = $state(0);
-  /** The same, four times a second at most: for what is dear to compute. */
+  /** The same, four times a second at most, and at once where a recording jumps: for what is dear to compute. */
   slow = $state(0);
   /** Changes when another recording or another server is shown. */
   epoch = $state(0);
@@ -46,7 +52,7 @@ class App {
   followed = $state(null);
   /** The sequence that is pointed at, anywhere. */
   pointed = $state(null);
-  /** The request that is pointed at in the timeline or a list. */
+  /** Of a live server: 'cache' or 'play'. */
   page = $state('cache');
   tour = $state(null);
   /** The part of the timeline that the tour shows. */
@@ -56,9 +62,14 @@ class App {
 
   recording = null;
   live = null;
-  #flashes = new Map();
-  #slowAt = 0;
+  flashes = new Flashes();
+  #slowly = new Throttle(250, () => (this.slow += 1));
+  #jumped = false;
   #wanted = false;
+  /** Nobody has asked for anything but the server: it is shown as soon as it is there. */
+  #awaited = true;
+  /** What was shown before the tour. */
+  #before = null;
   #last = 0;
 
   constructor() {
@@ -87,8 +98,10 @@ class App {
     const first = this.live?.model?.history?.turns[0]?.from ?? at - 1e9;
     return [Math.max(first, at - 300e9), Math.max(at, first + 1e9)];
   }
+  /** Of K and V in all layers; null where that is not told, or layers differ in the blocks they have. */
   get bytesPerToken() {
-    return this.source === 'live' ? this.live?.about?.bytes_per_token ?? null : null;
+    const about = this.source === 'live' ? this.live?.about : null;
+    return about?.groups.length === 1 ? about.bytes_per_token : null;
   }
 
   setTheme(theme) {
@@ -104,61 +117,64 @@ class App {
   changed = () => {
     if (this.#wanted) return;
     this.#wanted = true;
-    requestAnimationFrame((now) => {
+    requestAnimationFrame(() => {
       this.#wanted = false;
       this.tick += 1;
-      if (now - this.#slowAt > 240 || !this.playing) {
-        this.#slowAt = now;
-        this.slow += 1;
-      }
+      if (this.#jumped) this.#slowly.force();
+      else this.#slowly.ask();
+      this.#jumped = false;
     });
   };
+  /** The moment is another one: nothing may wait. */
+  #jump() {
+    this.#jumped = true;
+    this.changed();
+  }
 
   flash = (g, block, change) => {
-    if (this.still) return;
-    const kind = { alloc: 1, copy_on_write: 1, hit: 2, share: 2, evict: 3, free: 0 }[change];
-    if (kind) this.#flashes.set(g * 2 ** 32 + block, [kind, performance.now()]);
+    if (!this.still) this.flashes.add(g, block, change);
   };
-  /** What happened to blocks of group `g` in the last moments: [block, kind, 1 → 0]. */
-  *flashes(g) {
-    const now = performance.now();
-    for (const [id, [kind, since]] of this.#flashes) {
-      const left = 1 - (now - since) / 600;
-      if (left <= 0) this.#flashes.delete(id);
-      else if (Math.floor(id / 2 ** 32) === g) yield [id % 2 ** 32, kind, left];
-    }
-  }
-  get flashing() {
-    return this.#flashes.size > 0;
-  }
 
   connect() {
     this.live?.stop();
     this.server = 'connecting';
+    this.#awaited = true;
     this.live = new Live({
       key: () => this.key,
-      onchange: this.flash,
+      // What the server does is not what a recording that is shown does.
+      onchange: (...change) => this.source === 'live' && this.flash(...change),
       changed: () => this.source === 'live' && this.changed(),
-      state: (state) => {
-        const first = state === 'live' && this.server !== 'live' && this.server !== 'lost';
+      begun: () => this.source === 'live' && this.#begin('live'),
+      state: (state, refusal = '') => {
         this.server = state;
-        if (first) this.show('live');
-        else if ((state === 'absent' || state === 'denied') && this.recording === null) this.example();
+        this.refusal = refusal;
+        if (state === 'live') {
+          if (this.#awaited) this.show('live');
+        } else if (this.live.model === null && (this.source === 'live' || this.recording === null)) {
+          if (this.recording) this.show('recording');
+          else this.example(() => this.server !== 'live');
+        }
       },
     });
   }
 
   show(source) {
     if (source === 'recording' && this.recording === null) return this.example();
+    if (source === 'live') this.#awaited = false;
     this.playing = false;
+    this.#begin(source);
+  }
+
+  /** Nothing that was shown is there any more. */
+  #begin(source) {
     this.source = source;
     this.name = source === 'live' ? this.live.about?.model ?? 'live' : this.recording.name;
     this.followed = null;
     this.pointed = null;
     this.loading = false;
-    this.#flashes.clear();
+    this.flashes.clear();
     this.epoch += 1;
-    this.changed();
+    this.#jump();
   }
 
   async open(blob, name) {
@@ -166,6 +182,7 @@ class App {
     this.loading = true;
     try {
       this.recording = new Recording(await textOf(blob), name);
+      if (name !== EXAMPLE) this.#awaited = false;
       this.show('recording');
       return true;
     } catch (error) {
@@ -176,12 +193,14 @@ class App {
     }
   }
 
-  async example() {
+  /** Shows the example, if it is `wanted` when it has been read. */
+  async example(wanted = () => true) {
     if (this.exampleShown) return this.show('recording');
     try {
       const response = await fetch('example.jsonl.gz');
       if (!response.ok) throw new Error(`the example recording is missing (status ${response.status})`);
-      if (await this.open(await response.blob(), 'Example')) {
+      const blob = await response.blob();
+      if (wanted() && (await this.open(blob, EXAMPLE))) {
         this.seek(this.recording.begin + (this.recording.end - this.recording.begin) * 0.42);
       }
     } catch (error) {
@@ -190,20 +209,30 @@ class App {
     }
   }
   get exampleShown() {
-    return this.source === 'recording' && this.recording?.name === 'Example';
+    return this.source === 'recording' && this.recording?.name === EXAMPLE;
   }
 
-  /** The tour: over what is live, if anything has happened there; else over the example. */
+  /** The tour: over what is live, if anything has happened there; else over a recording. */
   async begin() {
+    if (this.tour === null) this.#before = this.source;
+    this.#awaited = false;
     this.page = 'cache';
-    if (this.source === 'live' && this.live.model.totals.prompt === 0) await this.example();
+    if (this.source === 'live' && !(this.live.model?.totals.prompt > 0)) await this.show('recording');
     this.tour = 0;
+  }
+  /** Back to what was shown before. */
+  endTour() {
+    this.tour = null;
+    this.speed = 1;
+    this.zoom = null;
+    this.spot = null;
+    if (this.#before === 'live' && this.source !== 'live' && this.live.model) this.show('live');
   }
 
   seek(at) {
     if (this.source !== 'recording' || !this.recording) return;
     this.recording.seek(at);
-    this.changed();
+    this.#jump();
   }
 
   step(direction) {

@@ -12,6 +12,7 @@ const COLUMNS = {
   stored: Uint8Array,
   /** The first holder; of an idle block the last one; -1 if it was never held. */
   owner: Int32Array,
+  /** Both -Infinity if that was before anybody listened. */
   born: Float64Array,
   touched: Float64Array,
   uses: Float32Array,
@@ -121,11 +122,17 @@ export class Blocks {
     this.stored[block] = 1;
   }
 
-  /** Of a snapshot. */
-  keep(block, at) {
-    this.#become(block, IDLE);
-    this.stored[block] = 1;
-    this.born[block] = at;
-    this.touched[block] = at;
+  /** Of a snapshot: `seq` holds it, or, if that is null, nobody does and it is cached. Its past is not known. */
+  adopt(block, seq) {
+    if (seq === null || this.refs(block) === 0) {
+      this.#become(block, seq === null ? IDLE : HELD);
+      this.holders[block] = seq === null ? undefined : [];
+      this.owner[block] = seq ?? -1;
+      this.stored[block] = seq === null ? 1 : 0;
+      this.uses[block] = 0;
+      this.born[block] = -Infinity;
+      this.touched[block] = -Infinity;
+    }
+    if (seq !== null) this.holders[block].push(seq);
   }
 }

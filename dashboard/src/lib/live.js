@@ -29,10 +29,22 @@ export async function* eventsOf(body) {
   }
 }
 
+/** What the server says of an answer that is not what was asked for. */
+export async function messageOf(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `status ${response.status}`; // not in the shape of errors: the status has to do
+  }
+}
+
 export class Live {
-  /** `changed` hears of news, `state` of 'connecting', 'live', 'lost', 'denied' and 'absent'. */
-  constructor({ key, changed, state, onchange }) {
-    Object.assign(this, { key, changed, state, onchange });
+  /**
+   * `state` hears of 'live', 'lost', 'denied', 'absent' (there is no such stream here) and, with what the server says,
+   * 'refused'; `changed` of news, `begun` of a server that is not the one before: another one, or the same, restarted.
+   */
+  constructor({ key, changed, state, begun, onchange }) {
+    Object.assign(this, { key, changed, state, begun, onchange });
     this.model = null;
     this.stopper = new AbortController();
     this.#run();
@@ -51,20 +63,25 @@ export class Live {
         const response = await fetch('kvist/live', { headers, signal: this.stopper.signal });
         if (response.status === 401 || response.status === 403) return this.state('denied');
         const type = response.headers.get('content-type') ?? '';
-        if (!response.ok || !type.startsWith('text/event-stream')) {
-          if (this.model === null && response.status !== 503) return this.state('absent');
-          throw new Error(`status ${response.status}`);
+        if (!response.ok) {
+          if (response.status === 404 && this.model === null) return this.state('absent');
+          throw new Error(await messageOf(response));
+        }
+        if (!type.startsWith('text/event-stream')) {
+          if (this.model === null) return this.state('absent');
+          throw new Error(`an answer of type ${type || 'unknown'}`);
         }
         for await (const { event, data } of eventsOf(response.body)) {
           wait = 500;
           this.#hear(event, data);
         }
+        if (this.model === null) throw new Error('the stream ended before it began');
       } catch (error) {
         if (this.stopper.signal.aborted) return;
-        if (this.model === null && !(error instanceof TypeError)) console.debug('live stream:', error.message);
-        if (this.model === null) return this.state('absent');
+        // A server that has no place for another listener has one later.
+        if (this.model === null) this.state('refused', error instanceof TypeError ? 'no answer' : error.message);
       }
-      this.state('lost');
+      if (this.model !== null) this.state('lost');
       await new Promise((resolve) => setTimeout(resolve, wait));
       wait = Math.min(wait * 2, 8000);
     }
@@ -74,11 +91,16 @@ export class Live {
     if (event === 'snapshot') {
       const snapshot = JSON.parse(data);
       const model = Model.ofSnapshot(snapshot);
-      model.history = this.model?.history ?? new History();
+      const before = this.model;
+      // The clock of a server begins with it.
+      const same = before !== null && model.at >= before.at && snapshot.model === this.about.model;
+      if (same) model.resume(before);
+      else model.history = new History();
       model.onchange = this.onchange;
       this.model = model;
       this.about = snapshot;
       this.#clock(model.at);
+      if (before !== null && !same) this.begun();
       this.state('live');
     } else if (event === 'lines' && this.model) {
       const lines = data.split('\n').filter(Boolean).map((line) => JSON.parse(line));

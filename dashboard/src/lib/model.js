@@ -43,17 +43,16 @@ export class Model {
     this.history = null;
     /** Called with (group, block, change) by those who want to show it. */
     this.onchange = null;
-    this.doubled = new Map();
   }
 
-  /** For going back to this moment. */
+  /** For going back to this moment. Ended requests are shared, and so are segments: both are replaced, never changed. */
   clone() {
     const copy = new Model([]);
     Object.assign(copy, this);
     copy.groups = this.groups.map((group) => group.clone());
-    copy.requests = new Map([...this.requests].map(([id, r]) => [id, { ...r, segments: r.segments.map((s) => [...s]) }]));
+    copy.requests = new Map([...this.requests].map(([id, r]) => [id, r.phase === 'ended' ? r : { ...r, segments: r.segments.slice() }]));
     copy.sequences = new Map(
-      [...this.sequences].map(([seq, s]) => [seq, { ...s, tables: s.tables.map((table) => table.slice()) }]),
+      [...this.sequences].map(([seq, s]) => [seq, { ...s, tables: s.tables.map((table) => table.slice()), doubled: s.doubled.slice() }]),
     );
     copy.live = new Set(this.live);
     copy.misses = new Map(this.misses);
@@ -62,7 +61,6 @@ export class Model {
     copy.turn = this.turn && { ...this.turn };
     copy.history = null;
     copy.onchange = null;
-    copy.doubled = new Map();
     return copy;
   }
 
@@ -81,6 +79,7 @@ export class Model {
         seq: r.seq ?? null,
         computed: r.cached,
         known: r.prompt_tokens + r.generated,
+        generated: r.generated,
       });
       request.phase = r.running
         ? r.generated > 0 ? 'decode' : 'prefill'
@@ -93,17 +92,26 @@ export class Model {
       tables.forEach((table, g) => {
         sequence.tables[g] = table.slice();
         for (const block of table) {
-          if (block === null) continue;
-          if (model.groups[g].refs(block) === 0) model.groups[g].take(block, seq, at);
-          else model.groups[g].hold(block, seq, at);
+          if (block !== null) model.groups[g].adopt(block, seq);
         }
       });
     }
     for (const r of model.requests.values()) {
       if (r.seq !== null && model.sequences.has(r.seq)) model.sequences.get(r.seq).request = r.id;
     }
-    (snapshot.idle ?? []).forEach((blocks, g) => blocks.forEach((block) => model.groups[g].keep(block, at)));
+    (snapshot.idle ?? []).forEach((blocks, g) => blocks.forEach((block) => model.groups[g].adopt(block, null)));
     return model;
+  }
+
+  /** This is the same server as `before`, heard again: what was counted goes on, and what has ended is not forgotten. */
+  resume(before) {
+    this.history = before.history;
+    this.totals = before.totals;
+    this.misses = before.misses;
+    this.changes = before.changes;
+    const now = this.requests;
+    this.requests = new Map([...before.requests].filter(([id, request]) => request.phase === 'ended' && !now.has(id)));
+    for (const [id, request] of now) this.requests.set(id, request);
   }
 
   #request(id, arrival) {
@@ -123,16 +131,20 @@ export class Model {
   #sequence(seq) {
     let sequence = this.sequences.get(seq);
     if (!sequence) {
-      sequence = { seq, request: null, parent: null, tables: this.groups.map(() => []) };
+      // `doubled`, per group: the block whose copy this sequence is about to give up.
+      sequence = { seq, request: null, parent: null, tables: this.groups.map(() => []), doubled: [] };
       this.sequences.set(seq, sequence);
     }
     return sequence;
   }
 
   #span(request, kind, from, to) {
-    const last = request.segments.at(-1);
-    if (last && last[0] === kind && last[2] >= from) last[2] = to;
-    else if (to > from) request.segments.push([kind, from, to]);
+    const { segments } = request;
+    const last = segments.at(-1);
+    // Between two steps a server does other things: what goes on decoding is one segment for all that. Whoever loses his
+    // place has another one in between.
+    if (last?.[0] === kind && (kind === 'decode' || last[2] >= from)) segments[segments.length - 1] = [kind, last[1], to];
+    else if (to > from) segments.push([kind, from, to]);
   }
 
   /** One line, in the order that `order` gives. */
@@ -179,7 +191,7 @@ export class Model {
     else if (line.miss !== undefined) {
       bump(this.misses, line.reason);
       const request = this.requests.get(line.miss);
-      if (request) request.miss = { reason: line.reason, position: line.position };
+      if (request) this.requests.set(line.miss, { ...request, miss: { reason: line.reason, position: line.position } });
     } else if (line.end !== undefined) this.#end(at, line);
     else if (line.cancel !== undefined) return;
     else if (line.format === 'kvist-events') this.policy = line.config?.policy ?? null;
@@ -189,7 +201,10 @@ export class Model {
     const request = this.requests.get(end);
     if (!request) return;
     this.live.delete(end);
-    if (generated > 0 && request.first === null) request.first = at;
+    if (generated > 0 && request.first === null) {
+      request.first = at;
+      this.history?.firstToken(at, at - request.arrival);
+    }
     if (request.phase === 'paused') this.#span(request, 'preempted', request.pausedAt, at);
     else if (request.phase === 'queued') this.#span(request, 'queued', request.arrival, at);
     Object.assign(request, { phase: 'ended', ended: at, how, generated, known: request.prompt + generated });
@@ -257,7 +272,7 @@ export class Model {
           if (reason !== 'duplicate') {
             if (table.length === 0) sequence.parent = group.holders[block]?.at(-1) ?? null;
             table.push(block);
-          } else this.doubled.set(`${g}/${seq}`, block);
+          } else sequence.doubled[g] = block;
           group.hold(block, seq, at);
           break;
         case 'copy_on_write': {
@@ -278,7 +293,7 @@ export class Model {
           const i = table.lastIndexOf(block);
           if (i < 0) break;
           if (reason === 'window') table[i] = null;
-          else if (reason === 'duplicate') table[i] = this.doubled.get(`${g}/${seq}`) ?? block;
+          else if (reason === 'duplicate') table[i] = sequence.doubled[g] ?? block;
           else table.splice(i, 1);
           break;
         }
@@ -350,8 +365,7 @@ export class History {
   admit(at, prompt, hit) {
     this.admits.push([at, prompt, hit]);
   }
-  end(at, { first, generated, arrival }) {
-    if (first === at) this.firsts.push([at, at - arrival]);
+  end(at, { first, generated }) {
     if (first !== null && generated > 1) this.ends.push([at, (at - first) / (generated - 1)]);
   }
   block(at, ...event) {

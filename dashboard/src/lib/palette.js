@@ -24,6 +24,8 @@ const mix = (a, b, t) => a.map((x, i) => Math.round(x + (b[i] - x) * t));
 export const packed = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
 
 const golden = 137.508;
+/** Colours that are kept: more than there are live sequences, fewer than a server has in a day. */
+const KEPT_COLOURS = 1 << 16;
 
 export function palette(dark) {
   const surface = dark ? oklch(0.215, 0.008, 160) : oklch(0.995, 0.002, 100);
@@ -35,6 +37,7 @@ export function palette(dark) {
     if (!colour) {
       const lightness = (dark ? 0.7 : 0.66) + (((seq * 7) % 5) - 2) * 0.022;
       colour = oklch(lightness, dark ? 0.115 : 0.125, (155 + seq * golden) % 360);
+      if (sequences.size >= KEPT_COLOURS) sequences.clear();
       sequences.set(seq, colour);
     }
     return colour;

@@ -43,12 +43,13 @@ export function series(history, [from, to], buckets = 160) {
   };
   // The share of prompts that was found, over the last requests: one alone says little.
   const hit = empty();
-  const recent = [];
-  for (const [at, prompt, found] of history.admits) {
-    recent.push([prompt, found]);
-    if (recent.length > 20) recent.shift();
-    if (inside(at)) hit[of(at)] = recent.reduce((sum, r) => sum + r[1], 0) / Math.max(1, recent.reduce((sum, r) => sum + r[0], 0));
-  }
+  let [prompts, found] = [0, 0];
+  history.admits.forEach(([at, prompt, hits], i) => {
+    const [, oldPrompt, oldHits] = history.admits[i - 20] ?? [0, 0, 0];
+    prompts += prompt - oldPrompt;
+    found += hits - oldHits;
+    if (inside(at)) hit[of(at)] = found / Math.max(1, prompts);
+  });
   // Means over five buckets: a step's few tokens would be all that one sees.
   const rate = (sum) =>
     Array.from(sum, (_, i) => {

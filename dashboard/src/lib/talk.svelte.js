@@ -39,13 +39,22 @@ export class Talk {
     try {
       await api.get('v1/sessions');
       this.sessions = true;
-    } catch {
-      this.sessions = false;
+    } catch (error) {
+      // Anything else may go over: it is asked again.
+      if (error.status === 404 || error.status === 405) this.sessions = false;
     }
   }
 
-  async #session(branch) {
-    if (this.sessions && branch.id === null) branch.id = (await api.post('v1/sessions')).id;
+  /** The session of `branch`, if the server has sessions, with all of its messages; `more` are those it does not have yet. */
+  async #session(branch, more) {
+    await this.probe();
+    if (!this.sessions) return null;
+    if (branch.id === null) {
+      branch.id = (await api.post('v1/sessions')).id;
+      more = branch.messages;
+    }
+    const messages = more.map(({ role, content }) => ({ role, content }));
+    if (messages.length > 0) await api.post(`v1/sessions/${branch.id}/append`, { messages });
     return branch.id;
   }
 
@@ -58,20 +67,26 @@ export class Talk {
 
   async send(branch, text) {
     if (branch.busy || !text.trim()) return;
-    branch.error = '';
     branch.draft = '';
+    branch.messages.push({ role: 'user', content: text, usage: null });
+    await this.#goOn(branch, branch.messages.slice(-1));
+  }
+
+  /** An answer to what was said last: of a branch that was forked there. */
+  async answer(branch) {
+    if (!branch.busy) await this.#goOn(branch, []);
+  }
+
+  async #goOn(branch, more) {
+    branch.error = '';
     branch.busy = true;
     branch.stopper = new AbortController();
-    branch.messages.push({ role: 'user', content: text, usage: null });
     try {
-      await this.probe();
-      const id = await this.#session(branch);
-      if (id !== null) {
-        await api.post(`v1/sessions/${id}/append`, { messages: [{ role: 'user', content: text }] });
-      }
-      await this.#answer(branch, id);
+      await this.#answer(branch, await this.#session(branch, more));
     } catch (error) {
       if (error.name !== 'AbortError') branch.error = error.message;
+      // An answer that never began was not given.
+      if (branch.messages.at(-1).role === 'assistant' && !branch.messages.at(-1).content) branch.messages.pop();
       await this.#resync(branch).catch(() => {}); // it has been told that something is wrong
     } finally {
       branch.busy = false;
@@ -134,7 +149,13 @@ export class Talk {
     this.branches = this.branches.filter((other) => other !== branch);
     if (this.branches.length === 0) this.branches = [new Branch(`Branch ${next++}`)];
   }
+
+  /** The page is left, and with it goes what nobody could find again. */
+  leave() {
+    for (const { id } of this.branches) if (id !== null) api.remove(`v1/sessions/${id}`, true).catch(() => {}); // nobody is there to be told
+  }
 }
 
 /** One for the page: it survives looking at the cache. */
 export const talk = new Talk();
+addEventListener('pagehide', (event) => event.persisted || talk.leave());

@@ -1,0 +1,168 @@
+// The reducer without a browser: lines as a server writes them, and what they make of requests, blocks and charts.
+import assert from 'node:assert/strict';
+import { test } from 'node:test';
+import { Flashes } from '../src/lib/flashes.js';
+import { History, Model, order } from '../src/lib/model.js';
+import { palette } from '../src/lib/palette.js';
+import { Recording } from '../src/lib/recording.js';
+import { series } from '../src/lib/series.js';
+import { Throttle } from '../src/lib/throttle.js';
+
+const GROUPS = [{ block_tokens: 16, blocks: 64, window: null }];
+const MS = 1e6;
+
+/** Lines of one request on a server: steps of `step` ns, and `gap` ns of other work between two of them. */
+function served({ id = 0, begin = 0, tokens = 5, step = 10 * MS, gap = 1 * MS, hit = 0 }) {
+  let at = begin;
+  const lines = [{ n: 0, at, arrive: { id, arrival_ns: at, prompt_tokens: 20, max_new: tokens } }];
+  for (let i = 0; i < tokens; i++) {
+    at += gap;
+    lines.push({ n: i + 1, at, steps: 1, elapsed: step, sampled: [null], finished: i === tokens - 1 ? [0] : [] });
+    if (i === 0) {
+      lines.push({ step: i, at, admit: id, seq: id, hit }, { step: i, at, chunk: id, first: hit, tokens: 20 - hit });
+      lines.push({ step: i, at, blocks: [[0, 'alloc', 2 * id, id, 'append'], [0, 'alloc', 2 * id + 1, id, 'append']] });
+    }
+    at += step;
+    if (i === tokens - 1) {
+      lines.push({ step: i, at, end: id, how: 'stop', generated: tokens });
+      lines.push({ step: i, at, blocks: [[0, 'idle', 2 * id, id, 'remove'], [0, 'free', 2 * id + 1, id, 'remove']] });
+    }
+  }
+  return lines;
+}
+function reduced(lines, model = new Model(GROUPS)) {
+  model.history ??= new History();
+  for (const line of order(lines)) model.apply(line);
+  return model;
+}
+const kinds = (request) => request.segments.map(([kind]) => kind);
+const text = (lines) => [{ format: 'kvist-recording', version: 1, groups: GROUPS }, ...lines].map((line) => JSON.stringify(line)).join('\n');
+
+test('an answer is one segment, however long a server does other things between two steps', () => {
+  const request = reduced(served({ tokens: 500 })).requests.get(0);
+  assert.deepEqual(kinds(request), ['queued', 'prefill', 'decode']);
+  assert.deepEqual(request.segments.at(-1), ['decode', 12 * MS, 500 * 11 * MS]);
+});
+
+test('a preemption lies between two segments of an answer', () => {
+  const lines = served({ tokens: 4 }).filter((line) => line.n !== 3);
+  const at = 22 * MS;
+  lines.splice(-4, 0, { step: 2, at: at + 1, preempt: 0, for: 'room', kept: true }, { step: 2, at: at + 5 * MS, resume: 0 });
+  assert.deepEqual(kinds(reduced(lines).requests.get(0)), ['queued', 'prefill', 'decode', 'preempted', 'decode']);
+});
+
+test('keyframes share what has ended, and going back changes none of them', () => {
+  const lines = Array.from({ length: 60 }, (_, id) => served({ id: id % 16 + 16 * Math.floor(id / 16), begin: id * 100 * MS, tokens: 6 })).flat();
+  const recording = new Recording(text(lines), 'many');
+  const [a, b] = recording.keyframes.slice(-2).map((frame) => frame.model.requests.get(0));
+  assert.equal(a.phase, 'ended');
+  assert.equal(a, b);
+  const state = () => JSON.stringify([[...recording.now.requests.values()], [...recording.now.sequences.values()], recording.now.groups[0].held]);
+  const moments = [0.1, 0.37, 0.5, 0.83, 1].map((share) => recording.begin + (recording.end - recording.begin) * share);
+  // Its stupid twin: everything from the beginning on.
+  const told = moments.map((at) => {
+    const model = new Model(GROUPS);
+    for (const line of recording.lines) if ((line.at ?? 0) <= at) model.apply(line);
+    return JSON.stringify([[...model.requests.values()], [...model.sequences.values()], model.groups[0].held]);
+  });
+  for (const i of [4, 0, 3, 1, 2, 0, 4, 2, 1, 3]) {
+    recording.seek(moments[i]);
+    assert.equal(state(), told[i], `at ${moments[i]}`);
+  }
+});
+
+test('a first token is counted once, be it the last too or not', () => {
+  for (const tokens of [1, 2, 7]) {
+    assert.deepEqual(reduced(served({ tokens })).history.firsts, [[11 * MS, 11 * MS]], `${tokens} tokens`);
+  }
+  // A request of which only the end is told.
+  const model = reduced([{ at: 0, arrive: { id: 1, arrival_ns: 0, prompt_tokens: 3, max_new: 1 } }, { at: 5 * MS, end: 1, how: 'stop', generated: 1 }]);
+  assert.deepEqual(model.history.firsts, [[5 * MS, 5 * MS]]);
+});
+
+test('of a block that a snapshot tells of, nothing is said that is not known', () => {
+  const sequences = [{ seq: 4, tables: [[7, 2]] }, { seq: 5, tables: [[7]] }];
+  const model = Model.ofSnapshot({ at: 90 * MS, groups: GROUPS, requests: [], sequences, idle: [[9]] });
+  const [group] = model.groups;
+  assert.deepEqual([group.held, group.idle, group.refs(7), group.owner[7], group.owner[9]], [2, 1, 2, 4, -1]);
+  for (const block of [7, 2, 9]) {
+    assert.deepEqual([group.touched[block], group.born[block], group.heat(block, 100 * MS)], [-Infinity, -Infinity, 0], `block ${block}`);
+  }
+  model.apply({ at: 100 * MS, blocks: [[0, 'hit', 9, 6, 'open'], [0, 'release', 7, 4, 'remove']] });
+  assert.deepEqual([group.held, group.idle, group.refs(9), group.refs(7), group.owner[7]], [3, 0, 1, 1, 5]);
+  assert.equal(group.touched[9], 100 * MS);
+  assert.equal(group.heat(9, 100 * MS), 1);
+});
+
+test('a block that is known twice leaves nothing behind but the one that stays', () => {
+  const model = new Model(GROUPS);
+  const events = [[0, 'alloc', 0, 0, 'append'], [0, 'alloc', 1, 1, 'append'], [0, 'store', 0, 0, 'full'], [0, 'share', 0, 1, 'duplicate'], [0, 'free', 1, 1, 'duplicate']];
+  for (const blocks of [events.slice(0, 4), events.slice(4)]) model.apply({ at: 1, blocks });
+  assert.deepEqual(model.sequences.get(1).tables, [[0]]);
+  model.apply({ at: 2, blocks: [[0, 'release', 0, 1, 'remove'], [0, 'idle', 0, 0, 'remove']] });
+  assert.equal(model.sequences.size, 0);
+  assert.ok(!Object.values(model).some((value) => value instanceof Map && value.size > 0 && value !== model.changes));
+});
+
+test('the share that was found is that of the last twenty prompts', () => {
+  const history = new History();
+  const admits = Array.from({ length: 90 }, (_, i) => [i * MS, 10 + ((i * 7) % 40), (i * 13) % 10]);
+  for (const admit of admits) history.admit(...admit);
+  const { hit } = series(history, [0, 90 * MS], 90);
+  // A chart ends where the last step does.
+  history.turn(0, 90 * MS, 0, 0, 0, 0, { held: 0, idle: 0 });
+  const told = series(history, [0, 90 * MS], 90).hit;
+  assert.equal(hit.at(-1), null);
+  admits.forEach((_, i) => {
+    const last = admits.slice(Math.max(0, i - 19), i + 1);
+    const share = last.reduce((sum, [, , found]) => sum + found, 0) / last.reduce((sum, [, prompt]) => sum + prompt, 0);
+    assert.ok(Math.abs(told[i] - share) < 1e-12, `prompt ${i}: ${told[i]}, not ${share}`);
+  });
+});
+
+test('what glows goes out, whether it is shown or not', () => {
+  let now = 0;
+  const flashes = new Flashes(() => now);
+  flashes.add(1, 7, 'alloc');
+  flashes.add(0, 7, 'free');
+  assert.deepEqual([...flashes.of(0)], []);
+  assert.deepEqual([...flashes.of(1)], [[7, 'given', 1]]);
+  now = 300;
+  flashes.add(1, 8, 'evict');
+  flashes.add(1, 7, 'hit');
+  now = 601;
+  assert.deepEqual([...flashes.of(1)].map(([block, kind]) => [block, kind]), [[8, 'gone'], [7, 'found']]);
+  now = 901;
+  assert.equal(flashes.any, false);
+});
+
+test('what is dear runs as often as it may, and the last time is not lost', () => {
+  let now = 0;
+  let timer = null;
+  let ran = [];
+  const clock = { now: () => now, setTimeout: (run, after) => (timer = { run, at: now + after }), clearTimeout: () => (timer = null) };
+  const throttle = new Throttle(250, () => ran.push(now), clock);
+  for (; now <= 2000; now += 16) {
+    if (timer && timer.at <= now) timer.run();
+    if (now < 1000) throttle.ask();
+  }
+  // 992 was asked for, and came.
+  assert.ok(ran.length >= 4 && ran.length <= 6 && ran.at(-1) >= 992, ran.join());
+  ran.slice(1).forEach((at, i) => assert.ok(at - ran[i] >= 250, ran.join()));
+  ran = [];
+  now = 2001;
+  throttle.force();
+  now = 2002;
+  throttle.ask();
+  throttle.force();
+  assert.deepEqual([ran, timer], [[2001, 2002], null]);
+});
+
+test('colours are kept for as many sequences as live, not for all there ever were', () => {
+  const { sequence } = palette(false);
+  const first = sequence(0);
+  assert.equal(sequence(0), first);
+  for (let seq = 1; seq < 70000; seq++) sequence(seq);
+  assert.notEqual(sequence(0), first, 'it was made anew');
+  assert.deepEqual(sequence(0), first);
+});
