@@ -3,6 +3,8 @@ check: fmt lint doc test deny
 
 fmt:
     cargo fmt --all --check
+    cargo fmt --manifest-path bench/simulator/Cargo.toml --check
+    cargo fmt --manifest-path bench/bookkeeping/Cargo.toml --check
 
 lint:
     cargo clippy --workspace --all-targets -- -D warnings

@@ -14,7 +14,7 @@ use clap::{Parser, Subcommand};
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
-/// A KV cache for large language models, and a runner to see it work.
+/// A KV cache for large language models: run, chat, serve, simulate.
 #[derive(Parser)]
 #[command(name = "kvist", version, max_term_width = 110)]
 struct Cli {

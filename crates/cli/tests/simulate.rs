@@ -568,6 +568,19 @@ fn a_recording_is_decided_anew() {
             assert!(said.contains(part), "{said:?} does not say {part:?}");
         }
     };
+    // A server that was killed leaves a line cut off, or an event without what followed from it.
+    let cut = &recorded[..recorded.len() - 5];
+    std::fs::write(&bad, cut).unwrap();
+    let (text, said) = succeed(&["simulate", "replay", &bad]);
+    assert!(text.contains("identical") && said.contains("cut off"), "{text}{said}");
+    let last_event = recorded.rfind("{\"n\":").unwrap();
+    let after = recorded[last_event..].find('\n').unwrap();
+    std::fs::write(&bad, &recorded[..=last_event + after]).unwrap();
+    let (text, _) = succeed(&["simulate", "replay", &bad]);
+    assert!(text.contains("identical"), "{text}");
+    let middle = recorded.len() / 2;
+    refused(&(recorded[..middle].to_owned() + "\n" + &recorded[middle..]), &[], &["no line of a recording"]);
+
     let without_last = |text: &str| text[..text.trim_end().rfind('\n').unwrap()].to_owned();
     refused(&recorded.replacen("\"hit\":0", "\"hit\":16", 1), &[], &["bad.jsonl, line", "decides otherwise"]);
     refused(&recorded.replacen("{\"n\":1,", "{\"n\":2,", 1), &[], &["line", "event 2 where 1 is due"]);

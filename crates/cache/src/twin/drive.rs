@@ -385,6 +385,8 @@ fn check_reads(group: &GroupPlan, memory: &Memory, seen: &[Vec<Seen>], request: 
     let reads = &group.reads;
     let n_queries = seen.len() as u32;
     let mut got = vec![Vec::new(); seen.len()];
+    let sorted = reads.items.is_sorted_by_key(|item| item.first_index);
+    assert!(sorted, "items are out of order: {:?}", reads.items);
     for item in &reads.items {
         assert!(item.run.len > 0 && item.n_queries > 0, "an empty item: {item:?}");
         assert!(item.run.end() <= group.cells_end, "{item:?} reads past cell {}", group.cells_end);
