@@ -50,7 +50,8 @@ impl Theirs {
         let sequence = TokenBlockSequence::from_slice(tokens, self.block_tokens, Some(1337));
         let blocks = sequence.blocks();
         let fresh = self.manager.allocate_blocks(blocks.len()).expect("there is room");
-        let complete = fresh.into_iter().zip(blocks).map(|(fresh, block)| fresh.complete(block).expect("it fits"));
+        let complete =
+            fresh.into_iter().zip(blocks).map(|(fresh, block)| fresh.complete(block).expect("it fits"));
         drop(self.manager.register_blocks(complete.collect()));
     }
 }
@@ -150,9 +151,13 @@ fn main() {
         let check = |hit: u32| assert_eq!(hit, wanted);
         let n = N_PROMPTS;
 
-        let hash = compare(n, |_| (), |i| {
-            black_box(theirs.hashes(&prompts[i]));
-        });
+        let hash = compare(
+            n,
+            |_| (),
+            |i| {
+                black_box(theirs.hashes(&prompts[i]));
+            },
+        );
         println!("| {block_tokens} | hash | none | | {:.2} | |", hash.1);
         let look_up = compare(
             n,
@@ -166,7 +171,12 @@ fn main() {
                 check(ours.open(&Content::Tokens(&prompts[i])));
                 ours.close(A);
             },
-            |i| assert_eq!(theirs.manager.match_blocks(&theirs.hashes(&prompts[i])).len(), per_prompt as usize),
+            |i| {
+                assert_eq!(
+                    theirs.manager.match_blocks(&theirs.hashes(&prompts[i])).len(),
+                    per_prompt as usize
+                )
+            },
         );
         row(block_tokens, "match, hashing included", matched);
         let allocated = compare(
