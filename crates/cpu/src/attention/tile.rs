@@ -1,0 +1,266 @@
+//! Some queries over some neighbouring positions of the sequence: scores, weights, sums.
+//!
+//! What is seen may lie in many places: every chain of items is gathered into stretches of blocks, as long as they can be,
+//! for the kernels. Blocks stick out of what is seen, on both sides; what stands there belongs to others and is put back.
+use super::scratch::{PAD, SPARE, ThreadScratch};
+use super::softmax::Softmax;
+use super::{Layer, Rows};
+use crate::Compute;
+use crate::arch::{Isa, LANES};
+use crate::pool::{self, Gather, Lines, Quads, Queries, Side, Sums};
+use kvist_cache::{Mask, ReadItem, Run};
+use std::ops::Range;
+
+impl<'l> Layer<'l> {
+    /// Some slots over one tile: scores of everything they see, weights, and sums.
+    pub(super) fn block(
+        &self,
+        compute: &Compute,
+        rows: Rows,
+        slots: Range<u32>,
+        tile: &Tile,
+        states: &mut [f32],
+        scratch: &mut ThreadScratch,
+    ) {
+        let (isa, per_kv, state) = (compute.isa, self.per_kv(), self.state());
+        let ThreadScratch { near, lines, queries, packed, quads, .. } = scratch;
+        let row0 = (slots.start as usize - rows.first_slot) * per_kv;
+        let stride = tile.stride();
+        let lines = &mut lines[..slots.len() * per_kv * stride];
+        let items = |i: usize| &self.reads.items[i];
+
+        // Where somebody sees something.
+        let pieces = near.chains().flatten().filter_map(|i| self.piece(items(i), &slots, tile));
+        let cells = pieces.map(|piece| piece.cells()).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));
+        let Some(cells) = cells else { return };
+        let vectors = cells.start / LANES..cells.end.div_ceil(LANES);
+        for line in lines.chunks_exact_mut(stride) {
+            line[vectors.start * LANES..vectors.end * LANES].fill(f32::NEG_INFINITY);
+        }
+
+        let mut gather = Gather::new();
+        let mut chains = near.chains().peekable();
+        while let Some(chain) = chains.next() {
+            let theirs = self.rows_of(chain.clone().next().map(items), &slots);
+            let first = row0 + theirs.start;
+            let mut lines =
+                Lines { data: &mut lines[theirs.start * stride..theirs.end * stride], stride, at: 0 };
+            let read = Read { head: rows.head, chain: chain.clone().map(items), slots: &slots, tile };
+            let (side, next) = match chains.peek().cloned() {
+                Some(next) => (self.keys, Some(next)),
+                None => (self.values, near.chains().next()),
+            };
+            let next = next.into_iter().flatten().map(items);
+            self.stretches(
+                &mut gather,
+                self.keys,
+                read,
+                self.codes(side, rows.head, next, &slots, tile),
+                |gather| {
+                    let packed =
+                        if packed.is_empty() { &[][..] } else { &packed[first..first + theirs.len()] };
+                    let queries = Queries { n: theirs.len(), rows: queries, first, packed };
+                    self.score(isa, gather, queries, lines.reborrow(gather.at()));
+                },
+            );
+            for item in chain.map(items) {
+                self.hide(item, &slots, tile, lines.reborrow(0));
+            }
+        }
+
+        let states = &mut states[row0 * state..(row0 + slots.len() * per_kv) * state];
+        isa.run(Softmax {
+            lines: &mut *lines,
+            stride,
+            vectors,
+            softcap: self.softcap,
+            states: &mut *states,
+            head_dim: self.head_dim,
+        });
+
+        let mut chains = near.chains().peekable();
+        while let Some(chain) = chains.next() {
+            let theirs = self.rows_of(chain.clone().next().map(items), &slots);
+            let mut lines =
+                Lines { data: &mut lines[theirs.start * stride..theirs.end * stride], stride, at: 0 };
+            let states = &mut states[theirs.start * state..theirs.end * state];
+            let read = Read { head: rows.head, chain: chain.map(items), slots: &slots, tile };
+            let next = chains.peek().cloned().into_iter().flatten().map(items);
+            let next = self.codes(self.values, rows.head, next, &slots, tile);
+            let behind = near
+                .behind(&self.reads.items, tile.indices.end)
+                .flat_map(|(item, offset)| (item.run.start + offset..item.run.end()).step_by(LANES));
+            let next = next.chain(behind.map(|cell| self.keys.codes(self.slabs, rows.head, cell)));
+            self.stretches(&mut gather, self.values, read, next, |gather| {
+                let sums = Sums { n: theirs.len(), data: &mut *states, first: 0, stride: state };
+                self.weigh(isa, gather, lines.reborrow(gather.at()), sums, quads);
+            });
+        }
+    }
+
+    /// Which rows of a block of `slots` an item is for.
+    fn rows_of(&self, item: Option<&ReadItem>, slots: &Range<u32>) -> Range<usize> {
+        let (first, end) = item.map_or((0, 0), |item| (item.first_query, item.first_query + item.n_queries));
+        let row = |slot: u32| (slot.clamp(slots.start, slots.end) - slots.start) as usize * self.per_kv();
+        row(first)..row(end)
+    }
+
+    /// What `slots` see of `item` in `tile`.
+    fn piece(&self, item: &ReadItem, slots: &Range<u32>, tile: &Tile) -> Option<Piece> {
+        let first = item.first_query.max(slots.start);
+        let end = (item.first_query + item.n_queries).min(slots.end);
+        if first >= end {
+            return None;
+        }
+        let offset = |index: u32| index.saturating_sub(item.first_index).min(item.run.len);
+        let cells = offset(tile.indices.start)..offset(tile.indices.end);
+        // Bands move with the query, so those of the first and the last one bound what any of them sees.
+        let a = self.reads.span_of(item, first - item.first_query);
+        let b = self.reads.span_of(item, end - 1 - item.first_query);
+        let seen = a.start.min(b.start).max(cells.start)..a.end.max(b.end).min(cells.end);
+        if seen.is_empty() {
+            return None;
+        }
+        Some(Piece { slots: first..end, at: tile.place(item.first_index + seen.start), seen })
+    }
+
+    /// Codes of `side`, block by block, of what `slots` see of `chain`.
+    fn codes<'i>(
+        &'i self,
+        side: &'i Side,
+        head: usize,
+        chain: impl Iterator<Item = &'i ReadItem>,
+        slots: &'i Range<u32>,
+        tile: &'i Tile,
+    ) -> impl Iterator<Item = &'l [u8]> {
+        let runs = chain.filter_map(|item| Some(self.piece(item, slots, tile)?.run(item)));
+        let cells = runs.flat_map(|run| (run.start..run.end()).step_by(LANES));
+        cells.map(move |cell| side.codes(self.slabs, head, cell))
+    }
+
+    /// The blocks of `side` that are read, as many at a time as follow each other. `next` are the codes that are worked
+    /// on then.
+    fn stretches<'i>(
+        &self,
+        gather: &mut Gather<'l>,
+        side: &Side,
+        read: Read<'_, impl Iterator<Item = &'i ReadItem>>,
+        next: impl Iterator<Item = &'l [u8]>,
+        mut each: impl FnMut(&Gather<'_>),
+    ) {
+        let (slots, tile, mut goes_on) = (read.slots, read.tile, false);
+        for item in read.chain {
+            if let Some(piece) = self.piece(item, slots, tile) {
+                gather.add(side, self.slabs, read.head, piece.run(item), piece.at, &mut each);
+                goes_on = piece.seen.end < item.run.len;
+            }
+        }
+        // What goes on in memory was fetched on its way.
+        match goes_on {
+            true => gather.finish(std::iter::empty(), each),
+            false => gather.finish(next, each),
+        }
+    }
+
+    /// Scores of what was gathered; what stands beside it in the lines is as it was, and −∞ behind it.
+    fn score(&self, isa: Isa, gather: &Gather<'_>, queries: Queries<'_>, mut lines: Lines<'_>) {
+        let (blocks, [before, behind]) = (gather.blocks(self.keys, false), gather.beside());
+        let (stride, dtype) = (lines.stride, self.keys.shape.storage.dtype);
+        if before.is_empty() && behind.is_empty() {
+            return pool::scores(isa, dtype, queries, blocks, lines);
+        }
+        for line in lines.data.chunks_exact_mut(stride) {
+            line.copy_within(before.clone(), stride - SPARE);
+        }
+        pool::scores(isa, dtype, queries, blocks, lines.reborrow(gather.at()));
+        for line in lines.data.chunks_exact_mut(stride) {
+            line.copy_within(stride - SPARE..stride - SPARE + before.len(), before.start);
+            line[behind.clone()].fill(f32::NEG_INFINITY);
+        }
+    }
+
+    /// −∞ where a row does not see a cell of the item.
+    fn hide(&self, item: &ReadItem, slots: &Range<u32>, tile: &Tile, lines: Lines<'_>) {
+        let (Some(piece), false) = (self.piece(item, slots, tile), item.mask == Mask::All) else { return };
+        for (r, line) in lines.data.chunks_exact_mut(lines.stride).enumerate() {
+            let slot = piece.slots.start - item.first_query + (r / self.per_kv()) as u32;
+            let span = self.reads.span_of(item, slot);
+            let line = &mut line[piece.cells()];
+            let offset =
+                |cell: u32| (cell.clamp(piece.seen.start, piece.seen.end) - piece.seen.start) as usize;
+            line[..offset(span.start)].fill(f32::NEG_INFINITY);
+            line[offset(span.end).max(offset(span.start))..].fill(f32::NEG_INFINITY);
+            if matches!(item.mask, Mask::Bits { .. }) {
+                for cell in piece.seen.clone().filter(|cell| !self.reads.sees(item, slot, *cell)) {
+                    line[offset(cell)] = f32::NEG_INFINITY;
+                }
+            }
+        }
+    }
+
+    /// `sums += Σ weight · value` of what was gathered.
+    fn weigh(&self, isa: Isa, gather: &Gather<'_>, mut lines: Lines<'_>, sums: Sums<'_>, quads: &mut Quads) {
+        let (blocks, [before, behind]) = (gather.blocks(self.values, self.exact), gather.beside());
+        let (stride, dtype) = (lines.stride, self.values.shape.storage.dtype);
+        if before.is_empty() && behind.is_empty() {
+            return pool::accumulate(isa, dtype, lines, blocks, sums, quads);
+        }
+        // Packed values are weighed by whole blocks, and what stands beside may be weights of other cells.
+        let spare = stride - SPARE;
+        for line in lines.data.chunks_exact_mut(stride) {
+            for (range, at) in [(&before, spare), (&behind, spare + PAD)] {
+                line.copy_within(range.clone(), at);
+                line[range.clone()].fill(0.0);
+            }
+        }
+        pool::accumulate(isa, dtype, lines.reborrow(gather.at()), blocks, sums, quads);
+        for line in lines.data.chunks_exact_mut(stride) {
+            for (range, at) in [(&before, spare), (&behind, spare + PAD)] {
+                line.copy_within(at..at + range.len(), range.start);
+            }
+        }
+    }
+}
+
+/// Items that follow each other, read by some slots in one tile.
+struct Read<'r, C> {
+    head: usize,
+    chain: C,
+    slots: &'r Range<u32>,
+    tile: &'r Tile,
+}
+
+/// What some slots see of an item in a tile.
+struct Piece {
+    slots: Range<u32>,
+    /// Offsets into the item.
+    seen: Range<u32>,
+    /// Where the first of them stands in a line.
+    at: usize,
+}
+
+impl Piece {
+    /// Where they stand in a line.
+    fn cells(&self) -> Range<usize> {
+        self.at..self.at + self.seen.len()
+    }
+    fn run(&self, item: &ReadItem) -> Run {
+        Run { start: item.run.start + self.seen.start, len: self.seen.end - self.seen.start }
+    }
+}
+
+/// Neighbouring positions of the sequence. A line holds the scores of a row: a pad, a place for each position, a pad, since
+/// blocks of cells stick out of what is seen; and [`SPARE`].
+pub(super) struct Tile {
+    pub indices: Range<u32>,
+    pub len: usize,
+}
+
+impl Tile {
+    fn stride(&self) -> usize {
+        self.len + 2 * PAD + SPARE
+    }
+    fn place(&self, index: u32) -> usize {
+        PAD + (index - self.indices.start) as usize
+    }
+}
