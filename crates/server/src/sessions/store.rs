@@ -4,10 +4,14 @@
 //! generates in it, holds its [`Claim`]; forks and looks need none. Whose a session is, nobody else learns: to others
 //! it does not exist.
 //!
-//! Quotas are counted as histories change, token by token while they are generated; `Inner::audit` counts anew.
+//! Quotas are counted as histories change, token by token while they are generated; `Inner::audit` counts anew. No verb
+//! looks at the sessions of others, but for those that have expired.
+mod ahead;
+
 use super::history::History;
 use crate::config::SessionsSection;
 use crate::error::ApiError;
+use ahead::Ahead;
 use axum::http::StatusCode;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -71,14 +75,14 @@ struct Session {
     /// Tokens from the first whose K and V have been computed once, here or where it was forked.
     computed: usize,
     busy: Option<Busy>,
+    /// It stands in [`Inner::due`]: always, but while somebody who holds it has outlasted its time.
+    is_due: bool,
 }
 
 /// Somebody changes it.
 struct Busy {
     claim: u64,
     generates: bool,
-    /// Of a generation before its first token: what is being computed. Whoever waits for that hears the sender go.
-    computing: Option<(Arc<[u32]>, watch::Sender<()>)>,
     /// Whoever holds the claim hears it go with the session.
     _held: watch::Sender<()>,
 }
@@ -103,10 +107,24 @@ pub(crate) struct Seen {
 #[derive(Default)]
 struct Inner {
     sessions: BTreeMap<SessionId, Session>,
-    /// Sessions and charge of every owner that has any.
-    used: BTreeMap<Arc<str>, (usize, u64)>,
+    /// Of every owner that has any.
+    owned: BTreeMap<Arc<str>, Owned>,
+    /// When to see whether a session has expired: not later than it has.
+    due: BTreeSet<(Instant, SessionId)>,
+    /// Prompts that are being computed.
+    ahead: Ahead,
+    /// Sessions looked at to find expired ones.
+    #[cfg(test)]
+    n_looked: usize,
     /// Numbers of claims and forks.
     next: u64,
+}
+
+/// An owner's sessions, and what they count as.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Owned {
+    ids: BTreeSet<SessionId>,
+    charge: u64,
 }
 
 pub(crate) struct Store {
@@ -130,8 +148,8 @@ pub(crate) struct Claim {
 impl Drop for Claim {
     fn drop(&mut self) {
         let mut inner = self.store.lock();
-        if let Some(session) = inner.claimed(self.id, self.number) {
-            session.busy = None;
+        if inner.claimed(self.id, self.number).is_some() {
+            inner.release(self.id, self.store.quota.idle());
         }
     }
 }
@@ -149,10 +167,22 @@ impl Store {
     fn at(&self, at: Moment) -> MutexGuard<'_, Inner> {
         let mut inner = self.lock();
         let idle = self.quota.idle();
-        let old = |s: &Session| s.busy.is_none() && at.instant.saturating_duration_since(s.touched) >= idle;
-        let expired: Vec<SessionId> =
-            inner.sessions.iter().filter(|(_, s)| old(s)).map(|(id, _)| *id).collect();
-        expired.into_iter().for_each(|id| inner.remove(id));
+        while let Some((due, id)) = inner.due.first().copied().filter(|(due, _)| *due <= at.instant) {
+            inner.due.remove(&(due, id));
+            #[cfg(test)]
+            {
+                inner.n_looked += 1;
+            }
+            let Some(session) = inner.sessions.get_mut(&id) else { continue };
+            session.is_due = false;
+            if session.busy.is_some() {
+                continue; // until it is let go
+            }
+            match idle.checked_sub(at.instant.saturating_duration_since(session.touched)) {
+                None | Some(Duration::ZERO) => inner.remove(id),
+                Some(_) => inner.wait(id, idle),
+            }
+        }
         inner
     }
 
@@ -182,7 +212,7 @@ impl Store {
 
     /// Refused, with nothing changed, if `n` more sessions of `charge` each would be too many.
     fn admit(&self, inner: &Inner, owner: &str, n: usize, charge: u64) -> Result<(), ApiError> {
-        let (sessions, tokens) = inner.used.get(owner).copied().unwrap_or_default();
+        let (sessions, tokens) = inner.owned.get(owner).map_or((0, 0), |own| (own.ids.len(), own.charge));
         if sessions + n > self.quota.max_sessions {
             let message = format!(
                 "this key has {sessions} sessions, and {n} more would pass its {}: delete some, or keep a winner",
@@ -223,8 +253,9 @@ impl Store {
             fork: None,
             computed: 0,
             busy: None,
+            is_due: false,
         };
-        let id = inner.add(session);
+        let id = inner.add(session, self.quota.idle());
         Ok(inner.see(id, at, &self.quota))
     }
 
@@ -238,8 +269,8 @@ impl Store {
     /// In the order in which they were made, as far as seconds tell.
     pub fn list(&self, at: Moment, owner: &str) -> Vec<Seen> {
         let inner = self.at(at);
-        let own = inner.sessions.iter().filter(|(_, session)| &*session.owner == owner);
-        let mut seen: Vec<Seen> = own.map(|(id, _)| inner.see(*id, at, &self.quota)).collect();
+        let own = inner.owned.get(owner).into_iter().flat_map(|own| &own.ids);
+        let mut seen: Vec<Seen> = own.map(|id| inner.see(*id, at, &self.quota)).collect();
         seen.sort_by_key(|one| (one.created_s, one.id));
         seen
     }
@@ -275,9 +306,11 @@ impl Store {
             fork: Some(fork),
             computed,
             busy: None,
+            is_due: false,
         };
         let forked: Vec<Session> = (0..n).map(one).collect();
-        let ids: Vec<SessionId> = forked.into_iter().map(|session| inner.add(session)).collect();
+        let ids: Vec<SessionId> =
+            forked.into_iter().map(|session| inner.add(session, self.quota.idle())).collect();
         Ok(ids.into_iter().map(|id| inner.see(id, at, &self.quota)).collect())
     }
 
@@ -313,7 +346,8 @@ impl Store {
                 return Err(ApiError::invalid(format!("also[{i}]"), message));
             }
         }
-        let mut losers: Vec<SessionId> = inner.sessions.keys().copied().collect();
+        let own = inner.owned.get(owner).into_iter().flat_map(|own| &own.ids);
+        let mut losers: Vec<SessionId> = own.copied().collect();
         losers.retain(|other| *other != id && !also.contains(other) && sibling(&inner, other));
         // Their descendants, level by level.
         let mut level = losers.clone();
@@ -344,7 +378,7 @@ impl Store {
             return Err(ApiError::new(StatusCode::CONFLICT, "session_busy", message));
         }
         let (held, deleted) = watch::channel(());
-        session.busy = Some(Busy { claim: number, generates, computing: None, _held: held });
+        session.busy = Some(Busy { claim: number, generates, _held: held });
         session.touched = at.instant;
         let (history, salt, owner) = (session.history.clone(), session.salt.clone(), session.owner.clone());
         Ok(Claim { store: self.clone(), id, number, history, salt, owner, deleted })
@@ -352,7 +386,7 @@ impl Store {
 
     #[cfg(test)]
     pub fn audit(&self) {
-        self.lock().audit();
+        self.lock().audit(self.quota.idle());
     }
 }
 
@@ -381,7 +415,7 @@ impl Claim {
         let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
         let (before, after) = (session.history.charge(), history.charge());
         if after > before {
-            let (_, tokens) = inner.used.get(&self.owner).copied().unwrap_or_default();
+            let tokens = inner.owned.get(&self.owner).map_or(0, |own| own.charge);
             self.store.admit_tokens(tokens, after - before)?;
         }
         let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
@@ -399,19 +433,19 @@ impl Claim {
         let mut inner = self.store.lock();
         let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
         let before = session.history.charge();
+        let is_first = began.is_some();
         if let Some(began) = began {
             session.history = began;
-            session.computed = session.history.tokens.len();
-            // Whoever waits for it goes on.
-            if let Some(busy) = &mut session.busy {
-                busy.computing = None;
-            }
         }
         Arc::make_mut(&mut session.history.tokens).push(token);
         session.computed = session.history.tokens.len() - 1;
         let after = session.history.charge();
         inner.charge(&self.owner, before, after);
-        let (_, tokens) = inner.used.get(&self.owner).copied().unwrap_or_default();
+        if is_first {
+            // Whoever waits for it goes on.
+            inner.ahead.done(&self.salt, self.id);
+        }
+        let tokens = inner.owned.get(&self.owner).map_or(0, |own| own.charge);
         if tokens > self.store.quota.max_tokens {
             return Err(self.store.too_long(tokens, 1));
         }
@@ -431,9 +465,9 @@ impl Claim {
         let n_tokens = session.history.tokens.len();
         session.computed = session.computed.min(n_tokens);
         session.touched = now;
-        session.busy = None;
         let after = session.history.charge();
         inner.charge(&self.owner, before, after);
+        inner.release(self.id, self.store.quota.idle());
     }
 
     /// Say that `prompt` is about to be computed, unless a generation of the same salt computes more of it right now than
@@ -442,32 +476,16 @@ impl Claim {
     /// So branches of a trunk that nobody has computed yet, all set going at once, compute it once: one goes ahead, the
     /// others find it in the cache. Each wait is for a longer beginning than the one before, so it ends.
     pub fn announce(&self, prompt: &Arc<[u32]>) -> Result<Option<watch::Receiver<()>>, ApiError> {
+        let block = self.store.block_tokens;
         let mut inner = self.store.lock();
         let computed = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?.computed;
-        let mut best: Option<(usize, watch::Receiver<()>)> = None;
-        for session in inner.sessions.values().filter(|session| session.salt == self.salt) {
-            let Some((other, sender)) = session.busy.as_ref().and_then(|busy| busy.computing.as_ref()) else {
-                continue;
-            };
-            let same = other.iter().zip(prompt.iter()).take_while(|(a, b)| a == b).count();
-            let found = same - same % self.store.block_tokens;
-            if found > computed && best.as_ref().is_none_or(|(most, _)| found > *most) {
-                best = Some((found, sender.subscribe()));
-            }
+        if let Some((found, receiver)) = inner.ahead.best(&self.salt, prompt, computed, block) {
+            let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
+            session.computed = found;
+            return Ok(Some(receiver));
         }
-        let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
-        Ok(match best {
-            Some((found, receiver)) => {
-                session.computed = found;
-                Some(receiver)
-            }
-            None => {
-                if let Some(busy) = &mut session.busy {
-                    busy.computing = Some((prompt.clone(), watch::Sender::new(())));
-                }
-                None
-            }
-        })
+        inner.ahead.begin(&self.salt, self.id, prompt.clone());
+        Ok(None)
     }
 }
 
@@ -482,10 +500,26 @@ impl Inner {
         self.sessions.get_mut(&id).filter(held)
     }
 
-    fn add(&mut self, session: Session) -> SessionId {
-        let used = self.used.entry(session.owner.clone()).or_default();
-        used.0 += 1;
-        used.1 += session.history.charge();
+    /// Nobody changes it any more.
+    fn release(&mut self, id: SessionId, idle: Duration) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        session.busy = None;
+        self.ahead.done(&session.salt, id);
+        self.wait(id, idle);
+    }
+
+    /// See to it that it expires.
+    fn wait(&mut self, id: SessionId, idle: Duration) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        // An instant beyond the clock never comes.
+        if let Some(due) = session.touched.checked_add(idle)
+            && !std::mem::replace(&mut session.is_due, true)
+        {
+            self.due.insert((due, id));
+        }
+    }
+
+    fn add(&mut self, session: Session, idle: Duration) -> SessionId {
         let mut id = SessionId::draw();
         while self.sessions.contains_key(&id) {
             id = SessionId::draw();
@@ -493,7 +527,11 @@ impl Inner {
         if let Some(parent) = session.parent.and_then(|parent| self.sessions.get_mut(&parent)) {
             parent.children.insert(id);
         }
+        let own = self.owned.entry(session.owner.clone()).or_default();
+        own.ids.insert(id);
+        own.charge += session.history.charge();
         self.sessions.insert(id, session);
+        self.wait(id, idle);
         id
     }
 
@@ -508,18 +546,19 @@ impl Inner {
             parent.children.remove(&id);
             parent.children.extend(&gone.children);
         }
-        if let Some(used) = self.used.get_mut(&gone.owner) {
-            used.0 -= 1;
-            used.1 -= gone.history.charge();
-            if used.0 == 0 {
-                self.used.remove(&gone.owner);
+        self.ahead.done(&gone.salt, id);
+        if let Some(own) = self.owned.get_mut(&gone.owner) {
+            own.ids.remove(&id);
+            own.charge -= gone.history.charge();
+            if own.ids.is_empty() {
+                self.owned.remove(&gone.owner);
             }
         }
     }
 
     fn charge(&mut self, owner: &Arc<str>, before: u64, after: u64) {
-        if let Some(used) = self.used.get_mut(owner) {
-            used.1 = used.1 - before + after;
+        if let Some(own) = self.owned.get_mut(owner) {
+            own.charge = own.charge - before + after;
         }
     }
 
@@ -545,12 +584,16 @@ impl Inner {
 
     /// What is counted is what is there, and parents are.
     #[cfg(test)]
-    fn audit(&self) {
-        let mut used: BTreeMap<Arc<str>, (usize, u64)> = BTreeMap::new();
+    fn audit(&self, idle: Duration) {
+        let mut owned: BTreeMap<Arc<str>, Owned> = BTreeMap::new();
         for (id, session) in &self.sessions {
-            let used = used.entry(session.owner.clone()).or_default();
-            used.0 += 1;
-            used.1 += session.history.charge();
+            let own = owned.entry(session.owner.clone()).or_default();
+            own.ids.insert(*id);
+            own.charge += session.history.charge();
+            let due: Vec<Instant> = self.due.iter().filter(|(_, of)| of == id).map(|(due, _)| *due).collect();
+            assert_eq!(due.len(), usize::from(session.is_due), "{id} is due at {due:?}");
+            assert!(session.is_due || session.busy.is_some(), "{id} never expires");
+            assert!(due.iter().all(|due| *due <= session.touched + idle), "{id} expires late");
             let forked = self.sessions.iter().filter(|(_, other)| other.parent == Some(*id));
             let children: BTreeSet<SessionId> = forked.map(|(id, _)| *id).collect();
             assert_eq!(children, session.children, "the children of {id}");
@@ -566,7 +609,11 @@ impl Inner {
                 assert!(steps <= self.sessions.len(), "{id} is its own ancestor");
             }
         }
-        assert_eq!(used, self.used);
+        assert_eq!(owned, self.owned);
+        for (salt, id) in self.ahead.all() {
+            let session = self.sessions.get(&id).unwrap_or_else(|| panic!("{id} is gone, and computes"));
+            assert!(session.salt == salt && session.busy.is_some(), "{id} does not compute");
+        }
     }
 }
 
@@ -705,6 +752,69 @@ mod tests {
                 }
             }
         }
+    }
+
+    fn text(salt: &str, tokens: &[u32]) -> Draft {
+        Draft {
+            name: None,
+            cache_salt: None,
+            salt: salt.into(),
+            history: History::of_tokens(tokens.to_vec()),
+        }
+    }
+
+    /// While somebody holds a session its time may pass; when it is let go untouched it is gone, and if it was used it
+    /// has all its time again.
+    #[test]
+    fn who_is_held_expires_when_let_go() {
+        let store = Store::new(SessionsSection { idle_s: 50.0, max_sessions: 8, max_tokens: 1000 }, 4);
+        let me: Arc<str> = "a".into();
+        let start = Instant::now();
+        let at = |s: u64| Moment { instant: start + Duration::from_secs(s), unix_s: s };
+        let ids: Vec<SessionId> =
+            (0..3).map(|_| store.create(at(0), &me, text("s", &[1])).unwrap().id).collect();
+        let mut claims: Vec<Claim> =
+            ids.iter().map(|id| store.claim(at(10), &me, *id, true).unwrap()).collect();
+        for s in [49, 50, 60, 200] {
+            assert_eq!(store.list(at(s), &me).len(), 3, "{s}");
+            store.audit();
+        }
+        claims[0].end(at(201).instant, |_| ());
+        store.audit();
+        drop(claims.remove(1));
+        let there: Vec<SessionId> = store.list(at(202), &me).into_iter().map(|seen| seen.id).collect();
+        let mut expected = [ids[0], ids[2]];
+        expected.sort_unstable();
+        assert_eq!(there, expected);
+        assert_eq!(store.list(at(250), &me).len(), 2);
+        assert_eq!(store.list(at(251), &me).len(), 1, "the one that is held");
+        drop(claims);
+        assert_eq!(store.list(at(251), &me).len(), 0);
+        store.audit();
+    }
+
+    /// A verb looks at nobody else's sessions; each is looked at when its time may be over.
+    #[test]
+    fn a_verb_does_not_look_at_all_sessions() {
+        let store = Store::new(SessionsSection { idle_s: 50.0, max_sessions: 2000, max_tokens: 1 << 20 }, 4);
+        let (me, other): (Arc<str>, Arc<str>) = ("a".into(), "b".into());
+        let start = Instant::now();
+        let at = |ms: u64| Moment { instant: start + Duration::from_millis(ms), unix_s: 0 };
+        for _ in 0..1000 {
+            store.create(at(0), &other, text("b", &[1])).unwrap();
+        }
+        let mine = store.create(at(0), &me, text("a", &[1])).unwrap().id;
+        for ms in 0..1000 {
+            store.claim(at(ms * 30), &me, mine, false).unwrap();
+            store.look(at(ms * 30), &me, mine).unwrap();
+        }
+        assert_eq!(store.lock().n_looked, 0, "nobody's time is over");
+        for ms in 0..1000 {
+            store.claim(at(40_000 + ms * 40), &me, mine, false).unwrap();
+        }
+        assert_eq!(store.list(at(80_000), &other).len(), 0);
+        let looked = store.lock().n_looked;
+        assert!((1000..1010).contains(&looked), "{looked} looked at");
     }
 
     #[test]
