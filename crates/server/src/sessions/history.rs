@@ -6,8 +6,14 @@
 //! [`History::in_common`] tells how much of it stayed.
 //!
 //! Pure: text and tokens come from a [`Scribe`].
+mod places;
+#[cfg(test)]
+mod twin;
+
 use crate::error::ApiError;
 use axum::http::StatusCode;
+use kvist_engine::tokenizer::Ends;
+use places::Rendered;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
@@ -20,13 +26,16 @@ pub(crate) trait Scribe {
         kwargs: &Map<String, Value>,
         answer: bool,
     ) -> Result<String, ApiError>;
-    /// Tokens of rendered text; `first`: nothing stands before it.
-    fn encode_rendered(&self, text: &str, first: bool) -> Result<Vec<u32>, ApiError>;
+    /// Tokens of rendered text, and where they end; `first`: nothing stands before it. Refused, before it costs much, if
+    /// no tokens of that many bytes fit.
+    fn encode_rendered(&self, text: &str, first: bool) -> Result<Ends, ApiError>;
     /// Tokens of a text by itself; `first`: nothing stands before it.
     fn encode(&self, text: &str, first: bool) -> Result<Vec<u32>, ApiError>;
     fn decode(&self, tokens: &[u32]) -> Result<String, ApiError>;
     /// The content of a message whose answer is this text.
     fn content(&self, answer: &str) -> String;
+    /// Tokens that a history may have.
+    fn room(&self) -> usize;
 }
 
 /// Tokens, and who said what. A clone shares both until one of them is changed.
@@ -78,8 +87,16 @@ pub(crate) enum Cut {
 /// What a session counts as, be it empty: it has a name, a salt, and a place in a map.
 pub(crate) const MIN_CHARGE: u64 = 16;
 
-/// Messages whose places are looked for in one go: each costs a rendering.
-const MAX_PLACED: usize = 256;
+/// Refused if a history of `n` tokens has no room.
+pub(crate) fn admit(scribe: &impl Scribe, n: usize, param: &str) -> Result<(), ApiError> {
+    let room = scribe.room();
+    if n > room {
+        let message =
+            format!("the session would have {n} tokens; prompt and answer together have room for {room}");
+        return Err(ApiError::too_long(param, message));
+    }
+    Ok(())
+}
 
 impl History {
     /// Of a conversation that nobody has begun.
@@ -146,23 +163,19 @@ impl History {
         let full = scribe.render(&bodies, &said.kwargs, answer)?;
         let stays = full.starts_with(&said.text) && !said.messages.is_empty();
         let (known, before) = if stays { (said.messages.len(), said.text.len()) } else { (0, 0) };
-        // Where the messages begin that have no place yet; behind the last one, the answer.
-        let wanted = known..bodies.len() + usize::from(answer);
-        let mut bytes: Vec<Option<usize>> = Vec::new();
-        for at in wanted.clone() {
-            let text = match at {
-                0 => Some(String::new()),
-                _ if wanted.len() > MAX_PLACED => None,
-                _ => scribe.render(&bodies[..at], &said.kwargs, false).ok(),
-            };
-            let last = bytes.iter().flatten().last().copied().unwrap_or(before);
-            bytes.push(text.filter(|t| full.starts_with(t.as_str()) && t.len() >= last).map(|t| t.len()));
-        }
-        let cuts: Vec<usize> = bytes.iter().flatten().map(|byte| byte - before).collect();
-        let (added, at) = place(scribe, &full[before..], before == 0, &cuts)?;
+        let param = if answer { "session" } else { "messages" };
+        let added = scribe.encode_rendered(&full[before..], before == 0)?;
         let mut tokens = if stays { self.tokens.to_vec() } else { Vec::new() };
         let base = tokens.len();
-        tokens.extend(added);
+        // Before places are looked for, which costs more.
+        admit(scribe, base + added.tokens.len(), param)?;
+        tokens.extend(&added.tokens);
+        // Where the messages begin that have no place yet; behind the last one, the answer.
+        let wanted = known..bodies.len() + usize::from(answer);
+        let rendered = Rendered { scribe, bodies: &bodies, kwargs: &said.kwargs, answer, text: &full };
+        let bytes = rendered.begins(wanted, before);
+        // Where a token reaches over a cut, the cut is before it.
+        let at = added.before(bytes.iter().flatten().map(|byte| byte - before));
         let mut at = at.into_iter();
         let mut places = bytes.into_iter().map(|byte| {
             let place = Place { byte: byte?, token: base + at.next()? };
@@ -424,37 +437,6 @@ pub(crate) fn weight_of_names(names: &Map<String, Value>) -> usize {
     names.iter().map(|(name, value)| entry(name, value)).sum()
 }
 
-/// Tokens of a text, and where among them its parts begin: at `cuts`, bytes in order.
-fn place(
-    scribe: &impl Scribe,
-    text: &str,
-    first: bool,
-    cuts: &[usize],
-) -> Result<(Vec<u32>, Vec<usize>), ApiError> {
-    let whole = scribe.encode_rendered(text, first)?;
-    let (mut parts, mut at, mut from) = (Vec::new(), Vec::new(), 0);
-    for &cut in cuts {
-        parts.extend(match cut > from {
-            true => scribe.encode_rendered(&text[from..cut], first && from == 0)?,
-            false => Vec::new(),
-        });
-        at.push(parts.len());
-        from = cut;
-    }
-    if from < text.len() {
-        parts.extend(scribe.encode_rendered(&text[from..], first && from == 0)?);
-    }
-    if parts == whole {
-        return Ok((whole, at));
-    }
-    // A token reaches over a cut: the cut is before it.
-    for (at, &cut) in at.iter_mut().zip(cuts) {
-        let before = scribe.encode_rendered(&text[..cut], first)?;
-        *at = if cut == 0 { 0 } else { before.iter().zip(&whole).take_while(|(a, b)| a == b).count() };
-    }
-    Ok((whole, at))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -485,8 +467,18 @@ mod tests {
             }
             Ok(text + if answer { "<|im_start|>assistant\n" } else { "" })
         }
-        fn encode_rendered(&self, text: &str, _: bool) -> Result<Vec<u32>, ApiError> {
-            self.encode(text, false)
+        fn encode_rendered(&self, text: &str, _: bool) -> Result<Ends, ApiError> {
+            let tokens = self.encode(text, false)?;
+            let length = |token: &u32| token.checked_sub(256).map_or(1, |mark| MARKS[mark as usize].len());
+            let mut end = 0;
+            let ends = tokens.iter().map(|token| {
+                end += length(token);
+                end
+            });
+            Ok(Ends { ends: ends.collect(), tokens })
+        }
+        fn room(&self) -> usize {
+            usize::MAX
         }
         fn encode(&self, mut text: &str, _: bool) -> Result<Vec<u32>, ApiError> {
             let mut tokens = Vec::new();
