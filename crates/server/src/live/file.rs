@@ -56,10 +56,10 @@ impl RecordFile {
         let there = (behind.clone(), over.clone());
         let named = std::thread::Builder::new().name("kvist-recording".into());
         named.spawn(move || {
-            if let Err(error) = write(sink, &inbox, &there.0) {
-                if !there.1.swap(true, SeqCst) {
-                    say_over(&format!("it cannot be written ({error})"));
-                }
+            if let Err(error) = write(sink, &inbox, &there.0)
+                && !there.1.swap(true, SeqCst)
+            {
+                say_over(&format!("it cannot be written ({error})"));
             }
         })?;
         Ok(RecordFile { orders, turn: String::new(), behind, over, most })

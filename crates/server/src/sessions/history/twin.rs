@@ -1,8 +1,9 @@
 //! Places against the stupid way to find them: the template is asked about every message, and every beginning of the text
 //! is tokenized. Over templates and tokenizers of real models' kinds, and random conversations.
+use super::places::Rendered;
 use super::*;
 use kvist_engine::template::{ChatTemplate, Conversation};
-use kvist_engine::tokenizer::Tokenizer;
+use kvist_engine::tokenizer::{Ends, Tokenizer};
 use kvist_engine::weights::Gguf;
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -271,7 +272,7 @@ fn placing_takes_time_by_the_length() {
         for (_, tokenizer) in &tokenizers {
             for n in [40, 256] {
                 let scribe = Counting::new(template.as_ref(), tokenizer);
-                let role = |at: usize| if at % 2 == 0 { "user" } else { "assistant" };
+                let role = |at: usize| ["user", "assistant"][at % 2];
                 let said: Vec<Value> = (0..n)
                     .map(|at| json!({"role": role(at), "content": format!("number {at} says so")}))
                     .collect();
