@@ -86,16 +86,22 @@ impl History {
 
     /// Make `text` of what stands behind token `from`, of which it is a beginning.
     pub(super) fn shorten(&mut self, scribe: &impl Scribe, from: usize, text: &str) -> Result<(), ApiError> {
-        // The most tokens whose text is a beginning of it: it grows with the tokens.
+        let decode = |to: usize| scribe.decode(&self.tokens[from..to]);
+        // The most tokens whose text is a beginning of it: it grows with the tokens, but for its end, which may be half a
+        // character.
         let (mut fits, mut too_many) = (from, self.tokens.len() + 1);
         while fits + 1 < too_many {
             let middle = fits + (too_many - fits) / 2;
-            match text.starts_with(&scribe.decode(&self.tokens[from..middle])?) {
+            match text.starts_with(decode(middle)?.trim_end_matches(char::REPLACEMENT_CHARACTER)) {
                 true => fits = middle,
                 false => too_many = middle,
             }
         }
-        let shown = scribe.decode(&self.tokens[from..fits])?;
+        let mut shown = decode(fits)?;
+        while !text.starts_with(&shown) {
+            fits -= 1;
+            shown = decode(fits)?;
+        }
         let tokens = Arc::make_mut(&mut self.tokens);
         tokens.truncate(fits);
         if let Some(rest) = text.strip_prefix(&shown).filter(|rest| !rest.is_empty()) {

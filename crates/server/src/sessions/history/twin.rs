@@ -295,3 +295,38 @@ fn placing_takes_time_by_the_length() {
         }
     }
 }
+
+/// A stop string is taken off an answer of any script: the tokens before it stay as they were drawn, which are those that
+/// trying every number of them finds.
+#[test]
+fn answers_are_shortened_and_not_cut_anew() {
+    let mut draw = Draw(3);
+    let mut compared = 0;
+    for (name, tokenizer) in tokenizers() {
+        let scribe = Counting::new(None, &tokenizer);
+        for round in 0..200 {
+            let prompt = scribe.encode("A prompt: ", true).unwrap();
+            let words: String = (0..1 + draw.below(12))
+                .map(|_| draw.one(&["日本", "🙂", "é", " the", "a", "한국", " "]))
+                .collect();
+            let mut tokens = prompt.clone();
+            tokens.extend(scribe.encode(&words, false).unwrap());
+            let from = prompt.len();
+            let answer = scribe.decode(&tokens[from..]).unwrap();
+            let ends: Vec<usize> = answer.char_indices().map(|(at, _)| at).collect();
+            let Some(stop) = ends.get(draw.below(ends.len().max(1))) else { continue };
+            let text = &answer[..*stop];
+            let slowly = (from..=tokens.len())
+                .rfind(|to| text.starts_with(&scribe.decode(&tokens[from..*to]).unwrap()))
+                .unwrap();
+            let mut history = History::of_tokens(tokens.clone());
+            history.end_answer(&scribe, from, false, Some(text)).unwrap();
+            let what = format!("{name}, round {round}: {answer:?} up to {text:?}");
+            assert_eq!(history.tokens[..slowly], tokens[..slowly], "{what}");
+            let whole = scribe.decode(&tokens[from..slowly]).unwrap() == text;
+            assert!(!whole || history.tokens.len() == slowly, "{what}");
+            compared += 1;
+        }
+    }
+    assert!(compared > 900, "{compared}");
+}
