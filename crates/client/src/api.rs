@@ -2,18 +2,54 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-/// One turn of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// One turn of a conversation. What a session gives back is what it was sent.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
-    /// `system`, `user`, `assistant` or `tool`.
+    /// `system`, `developer`, `user`, `assistant` or `tool`.
     pub role: String,
+    /// `None` beside calls of tools.
     #[serde(default)]
-    pub content: Option<String>,
+    pub content: Option<Said>,
+    /// Any other field of the API: `name`, `tool_calls`, `tool_call_id`.
+    #[serde(flatten)]
+    pub more: Map<String, Value>,
+}
+
+/// What a message says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Said {
+    Text(String),
+    /// Parts of text, `{"type": "text", "text": …}`, which the server joins by line breaks.
+    Parts(Vec<Value>),
+}
+
+impl Said {
+    /// As the server reads it.
+    pub fn text(&self) -> String {
+        match self {
+            Said::Text(text) => text.clone(),
+            Said::Parts(parts) => {
+                let texts: Vec<&str> = parts.iter().filter_map(|part| part["text"].as_str()).collect();
+                texts.join("\n")
+            }
+        }
+    }
+}
+
+impl From<&str> for Said {
+    fn from(text: &str) -> Self {
+        Said::Text(text.into())
+    }
 }
 
 impl Message {
     pub fn new(role: &str, content: &str) -> Self {
-        Message { role: role.into(), content: Some(content.into()) }
+        Message { role: role.into(), content: Some(content.into()), more: Map::new() }
+    }
+    /// What it says; empty beside calls of tools.
+    pub fn text(&self) -> String {
+        self.content.as_ref().map(Said::text).unwrap_or_default()
     }
     pub fn user(content: &str) -> Self {
         Message::new("user", content)
@@ -215,4 +251,33 @@ pub struct Placed {
     pub begins: Option<u64>,
     /// An answer that may go on.
     pub open: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a session gives back is read, whatever the server takes, and goes back as it came.
+    #[test]
+    fn messages_of_every_shape() {
+        let call = json!([{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]);
+        let rows = [
+            (json!({"role": "user", "content": "a"}), "a"),
+            (
+                json!({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}),
+                "a\nb",
+            ),
+            (json!({"role": "user", "content": "a", "name": "ann"}), "a"),
+            (json!({"role": "assistant", "content": null, "tool_calls": call}), ""),
+            (json!({"role": "tool", "content": "1", "tool_call_id": "c"}), "1"),
+        ];
+        for (value, text) in rows {
+            let read: Placed = serde_json::from_value(json!({"message": value, "begins": 3, "open": false}))
+                .unwrap_or_else(|e| panic!("{e}: {value}"));
+            assert_eq!(read.message.text(), text);
+            assert_eq!(serde_json::to_value(&read.message).unwrap(), value);
+        }
+        let none: Message = serde_json::from_value(json!({"role": "user"})).unwrap();
+        assert_eq!((none.content.clone(), none.text()), (None, String::new()));
+    }
 }

@@ -1,5 +1,6 @@
 //! Text to tokens and back, with the `tokenizers` crate: from `tokenizer.json`, or rebuilt from the vocabulary of
 //! a GGUF file.
+mod ends;
 mod gguf;
 mod pieces;
 
@@ -8,6 +9,7 @@ use crate::files;
 use crate::guard::quietly;
 use std::path::Path;
 
+pub use ends::Ends;
 pub use pieces::Piece;
 
 /// A tokenizer and what a model's files say about using it.

@@ -61,6 +61,36 @@ fn gguf_tokenizers_agree_with_the_originals() {
     assert!(bad.is_empty(), "{} bad:\n{}", bad.len(), bad.join("\n"));
 }
 
+/// Where tokens end is where the stupid way finds it: by tokenizing a beginning of the text, wherever that gives a
+/// beginning of its tokens.
+#[test]
+fn tokens_end_where_beginnings_of_the_text_do() {
+    let mut compared = 0;
+    for case in cases("tokenizers") {
+        let (tokenizer, expected, case) = (tokenizer(&case), expected(&case), name(&case));
+        let special = expected["special"].as_object().unwrap();
+        for text in expected["texts"].as_object().unwrap().keys().chain(special.keys()) {
+            for first in [false, true] {
+                let found = tokenizer.encode_with_ends(text, first).unwrap();
+                assert_eq!(found.tokens, tokenizer.encode(text, first).unwrap(), "{case}: {text:?}");
+                assert_eq!(found.tokens.len(), found.ends.len());
+                assert!(found.ends.is_sorted() && found.ends.last().is_none_or(|end| *end <= text.len()));
+                let cuts: Vec<usize> = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect();
+                for (cut, n) in cuts.iter().zip(found.before(cuts.iter().copied())) {
+                    let slowly = found.ends.iter().filter(|end| **end <= *cut).count();
+                    assert_eq!(n, if *cut == 0 { 0 } else { slowly }, "{case}: {text:?} at {cut}");
+                    let before = tokenizer.encode(&text[..*cut], first).unwrap();
+                    if *cut > 0 && found.tokens.starts_with(&before) {
+                        assert_eq!(n, before.len(), "{case}: {text:?} at {cut}: {found:?}");
+                        compared += 1;
+                    }
+                }
+            }
+        }
+    }
+    assert!(compared > 5000, "{compared} places");
+}
+
 /// The pieces of a stream.
 fn stream(tokenizer: &Tokenizer, tokens: &[u32]) -> Vec<String> {
     let mut stream = tokenizer.stream();

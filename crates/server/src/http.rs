@@ -198,8 +198,18 @@ fn reserve(app: Arc<App>) -> Router {
         .with_state(app)
 }
 
+/// How long the end waits for a disk to take the rest of a recording.
+const LAST_LINES: Duration = Duration::from_secs(10);
+
+/// The recording, if there is one, is in its file.
+async fn recorded(app: &App) {
+    if tokio::time::timeout(LAST_LINES, app.engine.live().recorded(&app.engine)).await.is_err() {
+        tracing::error!(target: "kvist::server", "the recording lacks its end: the disk is too slow");
+    }
+}
+
 /// Accept and serve until `shutdown` resolves; then drain: new requests get 503, running ones have `limits.grace_s`,
-/// and are told and ended after it. An error if the engine ends by itself: then a supervisor should start the program anew.
+/// and are told and ended after it. A recording is written to its end. An error if the engine ends by itself: then a supervisor should start the program anew.
 pub async fn serve(
     listener: TcpListener,
     app: Arc<App>,
@@ -266,6 +276,7 @@ pub async fn serve(
         () = accept => tokio::time::Instant::now(),
         end = drained => end,
         () = app.engine.ended() => {
+            recorded(&app).await;
             return Err(io::Error::other("the engine has stopped, after an error of this program: start it again"));
         }
     };
@@ -276,5 +287,6 @@ pub async fn serve(
         app.stopping.send_replace(true);
         let _ = tokio::time::timeout(FAREWELL, sent).await;
     }
+    recorded(&app).await;
     Ok(())
 }

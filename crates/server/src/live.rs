@@ -1,17 +1,20 @@
 //! What the engine does, told to whoever listens: dashboards over a stream, and a file.
 //!
 //! A listener hears a [`Snapshot`] first and then the lines of a recording, in batches of whole turns, ten a second at
-//! most. It joins between two turns, so that the snapshot and what follows fit together. The lines tell no token and no
-//! salt. A file gets everything, prompts included, from before the first event: it can be replayed.
+//! most. It joins between two turns, so that the snapshot and what follows fit together. The lines tell no token, of
+//! prompts or of answers, and no salt. A file gets everything, prompts included, from before the first event: it can be replayed.
 //!
-//! Without listener and file the engine keeps no log. A listener that does not keep up is dropped, and may come again;
-//! the engine waits for nobody.
+//! Without listener and file the engine keeps no log. A listener that does not keep up is dropped, and may come again; a
+//! file that does not ends. The engine waits for nobody.
+mod file;
+
 use crate::worker::{Engine, State, Watch};
+use file::RecordFile;
 use kvist_cache::BlockEvent;
 use kvist_scheduler::{Ended, Part, Recording, Snapshot};
-use serde::Serialize;
+use serde::de::IgnoredAny;
+use serde::{Deserialize, Serialize, Serializer};
 use std::fs::File;
-use std::io::{BufWriter, Write};
 use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
@@ -31,7 +34,7 @@ pub struct LiveView {
 #[derive(Default)]
 struct Desk {
     recording: Option<Recording>,
-    file: Option<BufWriter<File>>,
+    file: Option<RecordFile>,
     listeners: Vec<Sender<Arc<str>>>,
     /// What listeners have not been sent yet.
     batch: String,
@@ -79,18 +82,32 @@ impl LiveView {
         self.desk.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
-    /// Write everything into `file` from now on: called before the first request, the recording can be replayed. A file
-    /// that cannot be written to ends the recording, which the log says, and nothing else.
+    /// Write everything into `file` from now on: called before the first request, the recording can be replayed. It is
+    /// written on a thread of its own. A file that cannot be written to, or 64 MiB slower than the engine, ends the
+    /// recording, which the log says, and nothing else.
     ///
-    /// Returns whether the engine lives.
+    /// Returns whether it has begun: not if the engine has ended, or the system refuses a thread.
     pub async fn record(&self, engine: &Engine, file: File) -> bool {
         let live = self.clone();
+        let Ok(file) = RecordFile::new(file) else { return false };
         let begun = engine.inspect(move |state| {
             let mut desk = live.desk();
-            desk.file = Some(BufWriter::new(file));
+            desk.file = Some(file);
             desk.begin(state);
         });
         begun.await.is_some()
+    }
+
+    /// Until all turns before now are in the file. Returns whether they are: not without a file, nor where the recording
+    /// has ended.
+    pub async fn recorded(&self, engine: &Engine) -> bool {
+        // Answered behind the turn that runs; an engine that has ended has told all.
+        engine.inspect(|_| ()).await;
+        let written = self.desk().file.as_ref().map(RecordFile::written);
+        match written {
+            Some(written) => written.await.is_ok(),
+            None => false,
+        }
     }
 
     /// A snapshot as JSON, and the batches of lines that follow it.
@@ -113,18 +130,23 @@ impl LiveView {
             desk.send(at);
             let (sender, receiver) = channel(BEHIND);
             desk.listeners.push(sender);
+            Ok((at, desk.bytes, Snapshot::of(&state.scheduler), receiver))
+        });
+        let (at, bytes, snapshot, receiver) = joined.await.unwrap_or(Err(NotHeard::Stopped))?;
+        // A full cache makes a long text, for which neither the engine nor other connections wait.
+        let written = tokio::task::spawn_blocking(move || {
             let greeting = Greeting {
                 format: "kvist-live",
                 version: kvist_scheduler::RECORDING_VERSION,
                 model: &model,
                 at,
-                bytes_per_token: desk.bytes.per_token,
-                bound_bytes: desk.bytes.bound,
-                snapshot: Snapshot::of(&state.scheduler),
+                bytes_per_token: bytes.per_token,
+                bound_bytes: bytes.bound,
+                snapshot,
             };
-            Ok((serde_json::to_string(&greeting).unwrap_or_default(), receiver))
+            serde_json::to_string(&greeting).unwrap_or_default()
         });
-        joined.await.unwrap_or(Err(NotHeard::Stopped))
+        Ok((written.await.map_err(|_| NotHeard::Stopped)?, receiver))
     }
 }
 
@@ -162,32 +184,33 @@ impl Desk {
     fn begin(&mut self, state: &mut State) {
         if self.recording.is_none() {
             let file = &mut self.file;
-            let recording = Recording::begin(&mut state.scheduler, &mut |_, lines| write(file, lines));
-            self.recording = Some(recording);
+            let header = &mut |_, lines: &str| file.iter_mut().for_each(|file| file.push(lines));
+            self.recording = Some(Recording::begin(&mut state.scheduler, header));
         }
     }
 
     /// What happened in the turn that has just run.
     fn take(&mut self, now_ns: u64, end_ns: u64, state: &mut State) {
-        let Desk { recording: Some(recording), file, batch, blocks, .. } = self else { return };
+        let Desk { recording: Some(recording), file, listeners, batch, blocks, .. } = self else { return };
         blocks.clear();
         state.scheduler.cache_mut().drain_events(blocks, &mut Vec::new());
         recording.turn(now_ns, end_ns, &mut state.scheduler, blocks, &mut |part, lines| {
-            write(file, lines);
+            if let Some(file) = file {
+                file.push(lines);
+            }
             match part {
+                _ if listeners.is_empty() => {}
                 Part::Events => lines.lines().for_each(|line| discreet(line, batch)),
                 _ => batch.push_str(lines),
             }
         });
+        if file.as_mut().is_some_and(|file| !file.end_turn()) {
+            *file = None;
+        }
     }
 
     fn send(&mut self, now_ns: u64) {
         self.sent_ns = now_ns;
-        if let Some(file) = &mut self.file
-            && file.flush().is_err()
-        {
-            write_failed(&mut self.file);
-        }
         let batch = self.batch.trim_end();
         if !batch.is_empty() && !self.listeners.is_empty() {
             let batch: Arc<str> = batch.into();
@@ -197,30 +220,64 @@ impl Desk {
     }
 }
 
-fn write(file: &mut Option<BufWriter<File>>, lines: &str) {
-    if file.as_mut().is_some_and(|file| file.write_all(lines.as_bytes()).is_err()) {
-        write_failed(file);
-    }
-}
-
-fn write_failed(file: &mut Option<BufWriter<File>>) {
-    tracing::error!(target: "kvist::server", "the recording cannot be written, and ends here: is the disk full?");
-    *file = None;
-}
-
-/// An event without what somebody asked, and under which name.
+/// An event without what somebody asked or was answered, and under which name. A line is made anew of what a listener
+/// may know, so that a field which is new in the log stays there until somebody allows it here.
 fn discreet(line: &str, out: &mut String) {
-    if !line.contains("\"arrive\"") {
+    // The configuration, and how the cache was made: all of it.
+    if line.starts_with("{\"format\":") {
         out.push_str(line);
         out.push('\n');
         return;
     }
     // What cannot be read is not passed on.
-    let Ok(mut event) = serde_json::from_str::<serde_json::Value>(line) else { return };
-    if let Some(request) = event.get_mut("arrive").and_then(|request| request.as_object_mut()) {
-        request.remove("prompt");
-        request.remove("salt");
-    }
-    out.push_str(&event.to_string());
+    let Ok(event) = serde_json::from_str::<Discreet>(line) else { return };
+    let Ok(event) = serde_json::to_string(&event) else { return };
+    out.push_str(&event);
     out.push('\n');
+}
+
+/// A line of the event log, as listeners hear it.
+#[derive(Deserialize, Serialize)]
+struct Discreet {
+    n: u64,
+    at: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    arrive: Option<Arrival>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cancel: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    idle: Option<bool>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    steps: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    elapsed: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    failed: Option<bool>,
+    /// How many were.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sampled: Option<Number>,
+    /// Places among those sampled.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    finished: Option<Vec<u32>>,
+}
+
+/// A request, without its prompt and its salt.
+#[derive(Deserialize, Serialize)]
+struct Arrival {
+    id: u64,
+    arrival_ns: u64,
+    prompt_tokens: u32,
+    max_new: u32,
+    deadline_ns: Option<u64>,
+    priority: i32,
+}
+
+/// Read from a list, written as its length.
+#[derive(Deserialize)]
+struct Number(Vec<IgnoredAny>);
+
+impl Serialize for Number {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_u64(self.0.len() as u64)
+    }
 }

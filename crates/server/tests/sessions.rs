@@ -2,7 +2,7 @@
 #[path = "http/server.rs"]
 mod server;
 
-use kvist_client::{Client, Content, Cut, Error, Generate, Message, NewSession, Session, Usage};
+use kvist_client::{Client, Content, Cut, Error, Generate, Message, NewSession, Said, Session, Usage};
 use kvist_server::ServerConfig;
 use kvist_server::config::SessionsSection;
 use serde_json::{Map, Value, json};
@@ -369,6 +369,61 @@ fn messages_are_those_of_chat_completions() {
     assert_eq!(refusal(refused), (409, "inside_message".into()));
     client.rollback(&branch.id, Cut::Message(2)).unwrap();
     client.append(&branch.id, &Content::from([Message::user("x")])).unwrap();
+}
+
+/// Messages made of parts, and with names, are sessions as any others: they are read back as they were sent.
+#[test]
+fn messages_of_parts_are_read_back() {
+    let server = Server::start(config());
+    let client = client(&server);
+    let part = |text: &str| json!({"type": "text", "text": text});
+    let parts = Message {
+        content: Some(Said::Parts(vec![part("What is"), part("a vector?")])),
+        more: serde_json::from_value(json!({"name": "ann"})).unwrap(),
+        ..Message::user("")
+    };
+    let said = [Message::system("Be brief."), parts.clone()];
+    let session = begin(&client, said.clone());
+    let joined = begin(&client, [Message::system("Be brief."), Message::user("What is\na vector?")]);
+    let there = client.session(&session.id).unwrap();
+    assert_eq!(there.tokens, history(&client, &joined.id));
+    let read: Vec<Message> = there.messages.unwrap().into_iter().map(|placed| placed.message).collect();
+    assert_eq!(read, said);
+    assert_eq!(read[1].text(), "What is\na vector?");
+}
+
+/// A long conversation at once: every message has its place, which is where the conversation without the later ones ends.
+#[test]
+fn every_message_of_a_long_conversation_has_its_place() {
+    let server = Server::start(config());
+    let client = client(&server);
+    let said: Vec<Message> = (0..60)
+        .map(|i| Message::new(["user", "assistant"][i % 2], &format!("Number {i} says {}.", i * 7919 % 1009)))
+        .collect();
+    let all = begin(&client, Content::Messages(said.clone()));
+    let there = client.session(&all.id).unwrap();
+    for (at, placed) in there.messages.unwrap().iter().enumerate() {
+        let begins = placed.begins.unwrap_or_else(|| panic!("message {at} has no place")) as usize;
+        if at % 7 == 1 {
+            let part = begin(&client, Content::Messages(said[..at].to_vec()));
+            assert_eq!(history(&client, &part.id), there.tokens[..begins], "message {at}");
+        }
+    }
+    // What cannot fit is refused by its bytes, before it is tokenized.
+    let long = Message::user(&"0123456789abcdef".repeat(200_000));
+    match client.create_session(&Content::from([long]), &NewSession::default()) {
+        Err(Error::Api { code, message, .. }) => {
+            assert_eq!(code, "context_length_exceeded");
+            assert!(message.contains("bytes besides white space"), "{message}");
+        }
+        other => panic!("{other:?}"),
+    }
+    let text = Content::Text("0123456789abcdef".repeat(200_000));
+    let refused = client.create_session(&text, &NewSession::default());
+    assert!(
+        matches!(&refused, Err(Error::Api { message, .. }) if message.contains("besides white space")),
+        "{refused:?}"
+    );
 }
 
 /// A stop string is no part of a history, as it is no part of a text.

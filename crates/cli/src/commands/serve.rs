@@ -181,7 +181,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         .context("cannot start threads for connections")?;
     runtime.block_on(async {
         if let Some(file) = record {
-            engine.live().record(&engine, file).await;
+            let has_begun = engine.live().record(&engine, file).await;
+            anyhow::ensure!(has_begun, "--record: the system refuses a thread that writes it");
         }
         let address = (config.http.host, config.http.port);
         let listener = tokio::net::TcpListener::bind(address)

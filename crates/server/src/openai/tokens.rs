@@ -18,9 +18,15 @@ pub(crate) fn encode(model: &Model, text: &str, special: bool) -> Result<Vec<u32
     tokenizer.encode(text, special).map_err(|e| ApiError::internal(e.to_string()))
 }
 
-/// [`encode`], unless the text is longer than the context's longest tokens: then it is refused at once. White space is not
-/// counted, because a control token may take in whatever of it stands beside.
+/// [`encode`], unless the text is too long for any tokens: [`refuse_long`].
 pub(crate) fn encode_prompt(app: &App, text: &str, special: bool, param: &str) -> Result<Vec<u32>, ApiError> {
+    refuse_long(app, text, param)?;
+    encode(app.engine.model(), text, special)
+}
+
+/// Refuse a text that is longer than the context's longest tokens. White space is not counted, because a control token
+/// may take in whatever of it stands beside.
+pub(crate) fn refuse_long(app: &App, text: &str, param: &str) -> Result<(), ApiError> {
     let most = app.bounds.max_tokens;
     // Most texts are shorter, and need not know the vocabulary.
     let long = text.len() > most as usize;
@@ -38,7 +44,7 @@ pub(crate) fn encode_prompt(app: &App, text: &str, special: bool, param: &str) -
             return Err(ApiError::too_long(param, message));
         }
     }
-    encode(app.engine.model(), text, special)
+    Ok(())
 }
 
 pub(crate) fn no_tokenizer() -> ApiError {

@@ -15,7 +15,7 @@ pub(crate) struct SessionSchemas {
     pub keep: Value,
 }
 
-/// Messages of one request: where each begins costs a rendering.
+/// Messages of one request.
 const MAX_MESSAGES: u32 = 256;
 const MAX_NAME: u32 = 64;
 

@@ -4,12 +4,22 @@
 //! generates in it, holds its [`Claim`]; forks and looks need none. Whose a session is, nobody else learns: to others
 //! it does not exist.
 //!
-//! Quotas are counted as histories change, token by token while they are generated; `Inner::audit` counts anew.
+//! Quotas are counted as histories change, token by token while they are generated; `Inner::audit` counts anew. No verb
+//! looks at the sessions of others, but for those that have expired.
+mod ahead;
+mod claim;
+mod inner;
+#[cfg(test)]
+mod tests;
+
 use super::history::History;
 use crate::config::SessionsSection;
 use crate::error::ApiError;
 use axum::http::StatusCode;
-use std::collections::{BTreeMap, BTreeSet};
+use claim::Busy;
+pub(crate) use claim::Claim;
+use inner::{Inner, Session};
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
@@ -55,34 +65,6 @@ pub(crate) struct Draft {
     pub history: History,
 }
 
-struct Session {
-    owner: Arc<str>,
-    name: Option<String>,
-    cache_salt: Option<String>,
-    salt: Arc<str>,
-    created_s: u64,
-    /// When it was last changed, forked or made.
-    touched: Instant,
-    history: History,
-    parent: Option<SessionId>,
-    children: BTreeSet<SessionId>,
-    /// The call that forked it: its siblings have the same.
-    fork: Option<u64>,
-    /// Tokens from the first whose K and V have been computed once, here or where it was forked.
-    computed: usize,
-    busy: Option<Busy>,
-}
-
-/// Somebody changes it.
-struct Busy {
-    claim: u64,
-    generates: bool,
-    /// Of a generation before its first token: what is being computed. Whoever waits for that hears the sender go.
-    computing: Option<(Arc<[u32]>, watch::Sender<()>)>,
-    /// Whoever holds the claim hears it go with the session.
-    _held: watch::Sender<()>,
-}
-
 /// What is told of a session.
 #[derive(Clone, Debug)]
 pub(crate) struct Seen {
@@ -100,40 +82,11 @@ pub(crate) struct Seen {
     pub running: bool,
 }
 
-#[derive(Default)]
-struct Inner {
-    sessions: BTreeMap<SessionId, Session>,
-    /// Sessions and charge of every owner that has any.
-    used: BTreeMap<Arc<str>, (usize, u64)>,
-    /// Numbers of claims and forks.
-    next: u64,
-}
-
 pub(crate) struct Store {
     inner: Mutex<Inner>,
     quota: SessionsSection,
     /// What is shared in the cache is whole blocks.
     block_tokens: usize,
-}
-
-/// The right to change one session, until it is dropped.
-pub(crate) struct Claim {
-    store: Arc<Store>,
-    pub id: SessionId,
-    number: u64,
-    pub history: History,
-    pub salt: Arc<str>,
-    pub owner: Arc<str>,
-    deleted: watch::Receiver<()>,
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        let mut inner = self.store.lock();
-        if let Some(session) = inner.claimed(self.id, self.number) {
-            session.busy = None;
-        }
-    }
 }
 
 impl Store {
@@ -149,10 +102,22 @@ impl Store {
     fn at(&self, at: Moment) -> MutexGuard<'_, Inner> {
         let mut inner = self.lock();
         let idle = self.quota.idle();
-        let old = |s: &Session| s.busy.is_none() && at.instant.saturating_duration_since(s.touched) >= idle;
-        let expired: Vec<SessionId> =
-            inner.sessions.iter().filter(|(_, s)| old(s)).map(|(id, _)| *id).collect();
-        expired.into_iter().for_each(|id| inner.remove(id));
+        while let Some((due, id)) = inner.due.first().copied().filter(|(due, _)| *due <= at.instant) {
+            inner.due.remove(&(due, id));
+            #[cfg(test)]
+            {
+                inner.n_looked += 1;
+            }
+            let Some(session) = inner.sessions.get_mut(&id) else { continue };
+            session.is_due = false;
+            if session.busy.is_some() {
+                continue; // until it is let go
+            }
+            match idle.checked_sub(at.instant.saturating_duration_since(session.touched)) {
+                None | Some(Duration::ZERO) => inner.remove(id),
+                Some(_) => inner.wait(id, idle),
+            }
+        }
         inner
     }
 
@@ -182,7 +147,7 @@ impl Store {
 
     /// Refused, with nothing changed, if `n` more sessions of `charge` each would be too many.
     fn admit(&self, inner: &Inner, owner: &str, n: usize, charge: u64) -> Result<(), ApiError> {
-        let (sessions, tokens) = inner.used.get(owner).copied().unwrap_or_default();
+        let (sessions, tokens) = inner.owned.get(owner).map_or((0, 0), |own| (own.ids.len(), own.charge));
         if sessions + n > self.quota.max_sessions {
             let message = format!(
                 "this key has {sessions} sessions, and {n} more would pass its {}: delete some, or keep a winner",
@@ -223,8 +188,9 @@ impl Store {
             fork: None,
             computed: 0,
             busy: None,
+            is_due: false,
         };
-        let id = inner.add(session);
+        let id = inner.add(session, self.quota.idle());
         Ok(inner.see(id, at, &self.quota))
     }
 
@@ -238,8 +204,8 @@ impl Store {
     /// In the order in which they were made, as far as seconds tell.
     pub fn list(&self, at: Moment, owner: &str) -> Vec<Seen> {
         let inner = self.at(at);
-        let own = inner.sessions.iter().filter(|(_, session)| &*session.owner == owner);
-        let mut seen: Vec<Seen> = own.map(|(id, _)| inner.see(*id, at, &self.quota)).collect();
+        let own = inner.owned.get(owner).into_iter().flat_map(|own| &own.ids);
+        let mut seen: Vec<Seen> = own.map(|id| inner.see(*id, at, &self.quota)).collect();
         seen.sort_by_key(|one| (one.created_s, one.id));
         seen
     }
@@ -275,9 +241,11 @@ impl Store {
             fork: Some(fork),
             computed,
             busy: None,
+            is_due: false,
         };
         let forked: Vec<Session> = (0..n).map(one).collect();
-        let ids: Vec<SessionId> = forked.into_iter().map(|session| inner.add(session)).collect();
+        let ids: Vec<SessionId> =
+            forked.into_iter().map(|session| inner.add(session, self.quota.idle())).collect();
         Ok(ids.into_iter().map(|id| inner.see(id, at, &self.quota)).collect())
     }
 
@@ -313,7 +281,8 @@ impl Store {
                 return Err(ApiError::invalid(format!("also[{i}]"), message));
             }
         }
-        let mut losers: Vec<SessionId> = inner.sessions.keys().copied().collect();
+        let own = inner.owned.get(owner).into_iter().flat_map(|own| &own.ids);
+        let mut losers: Vec<SessionId> = own.copied().collect();
         losers.retain(|other| *other != id && !also.contains(other) && sibling(&inner, other));
         // Their descendants, level by level.
         let mut level = losers.clone();
@@ -344,7 +313,7 @@ impl Store {
             return Err(ApiError::new(StatusCode::CONFLICT, "session_busy", message));
         }
         let (held, deleted) = watch::channel(());
-        session.busy = Some(Busy { claim: number, generates, computing: None, _held: held });
+        session.busy = Some(Busy { claim: number, generates, _held: held });
         session.touched = at.instant;
         let (history, salt, owner) = (session.history.clone(), session.salt.clone(), session.owner.clone());
         Ok(Claim { store: self.clone(), id, number, history, salt, owner, deleted })
@@ -352,368 +321,10 @@ impl Store {
 
     #[cfg(test)]
     pub fn audit(&self) {
-        self.lock().audit();
+        self.lock().audit(self.quota.idle());
     }
 }
 
 fn too_many(message: String) -> ApiError {
     ApiError::new(StatusCode::TOO_MANY_REQUESTS, "session_quota", message)
-}
-
-impl Claim {
-    fn gone(&self) -> ApiError {
-        let message = format!("session {} was deleted meanwhile", self.id);
-        ApiError::new(StatusCode::NOT_FOUND, "session_not_found", message)
-    }
-
-    /// Resolves when the session is deleted, to what its user is told.
-    pub fn deleted(&self) -> impl Future<Output = ApiError> + Send + use<> {
-        let (mut deleted, error) = (self.deleted.clone(), self.gone());
-        async move {
-            while deleted.changed().await.is_ok() {}
-            error
-        }
-    }
-
-    /// Make it the session's history. Refused, with nothing changed, beyond the quota; becoming shorter never is.
-    pub fn commit(&mut self, at: Moment, history: History) -> Result<Seen, ApiError> {
-        let mut inner = self.store.lock();
-        let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
-        let (before, after) = (session.history.charge(), history.charge());
-        if after > before {
-            let (_, tokens) = inner.used.get(&self.owner).copied().unwrap_or_default();
-            self.store.admit_tokens(tokens, after - before)?;
-        }
-        let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
-        session.computed = session.computed.min(session.history.in_common(&history));
-        session.touched = at.instant;
-        session.history = history.clone();
-        self.history = history;
-        inner.charge(&self.owner, before, after);
-        Ok(inner.see(self.id, at, &self.store.quota))
-    }
-
-    /// A generated token. The first one makes `began`, its prompt, the session's history: it has been computed.
-    /// Refused when the session is gone, or its owner's quota is full.
-    pub fn push(&mut self, began: Option<History>, token: u32) -> Result<(), ApiError> {
-        let mut inner = self.store.lock();
-        let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
-        let before = session.history.charge();
-        if let Some(began) = began {
-            session.history = began;
-            session.computed = session.history.tokens.len();
-            // Whoever waits for it goes on.
-            if let Some(busy) = &mut session.busy {
-                busy.computing = None;
-            }
-        }
-        Arc::make_mut(&mut session.history.tokens).push(token);
-        session.computed = session.history.tokens.len() - 1;
-        let after = session.history.charge();
-        inner.charge(&self.owner, before, after);
-        let (_, tokens) = inner.used.get(&self.owner).copied().unwrap_or_default();
-        if tokens > self.store.quota.max_tokens {
-            return Err(self.store.too_long(tokens, 1));
-        }
-        Ok(())
-    }
-
-    /// Its generation has ended, or will not go on: `last` settles the history. It may take a while, and holds nobody
-    /// up: no other may change the history meanwhile.
-    pub fn end(&mut self, now: Instant, last: impl FnOnce(&mut History)) {
-        let there = self.store.lock().claimed(self.id, self.number).map(|session| session.history.clone());
-        let Some(mut history) = there else { return };
-        last(&mut history);
-        let mut inner = self.store.lock();
-        let Some(session) = inner.claimed(self.id, self.number) else { return };
-        let before = session.history.charge();
-        session.history = history;
-        let n_tokens = session.history.tokens.len();
-        session.computed = session.computed.min(n_tokens);
-        session.touched = now;
-        session.busy = None;
-        let after = session.history.charge();
-        inner.charge(&self.owner, before, after);
-    }
-
-    /// Say that `prompt` is about to be computed, unless a generation of the same salt computes more of it right now than
-    /// ever was: then a receiver that fails when that one has its first token, or has ended.
-    ///
-    /// So branches of a trunk that nobody has computed yet, all set going at once, compute it once: one goes ahead, the
-    /// others find it in the cache. Each wait is for a longer beginning than the one before, so it ends.
-    pub fn announce(&self, prompt: &Arc<[u32]>) -> Result<Option<watch::Receiver<()>>, ApiError> {
-        let mut inner = self.store.lock();
-        let computed = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?.computed;
-        let mut best: Option<(usize, watch::Receiver<()>)> = None;
-        for session in inner.sessions.values().filter(|session| session.salt == self.salt) {
-            let Some((other, sender)) = session.busy.as_ref().and_then(|busy| busy.computing.as_ref()) else {
-                continue;
-            };
-            let same = other.iter().zip(prompt.iter()).take_while(|(a, b)| a == b).count();
-            let found = same - same % self.store.block_tokens;
-            if found > computed && best.as_ref().is_none_or(|(most, _)| found > *most) {
-                best = Some((found, sender.subscribe()));
-            }
-        }
-        let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
-        Ok(match best {
-            Some((found, receiver)) => {
-                session.computed = found;
-                Some(receiver)
-            }
-            None => {
-                if let Some(busy) = &mut session.busy {
-                    busy.computing = Some((prompt.clone(), watch::Sender::new(())));
-                }
-                None
-            }
-        })
-    }
-}
-
-impl Inner {
-    fn number(&mut self) -> u64 {
-        self.next += 1;
-        self.next
-    }
-
-    fn claimed(&mut self, id: SessionId, number: u64) -> Option<&mut Session> {
-        let held = |session: &&mut Session| session.busy.as_ref().is_some_and(|busy| busy.claim == number);
-        self.sessions.get_mut(&id).filter(held)
-    }
-
-    fn add(&mut self, session: Session) -> SessionId {
-        let used = self.used.entry(session.owner.clone()).or_default();
-        used.0 += 1;
-        used.1 += session.history.charge();
-        let mut id = SessionId::draw();
-        while self.sessions.contains_key(&id) {
-            id = SessionId::draw();
-        }
-        if let Some(parent) = session.parent.and_then(|parent| self.sessions.get_mut(&parent)) {
-            parent.children.insert(id);
-        }
-        self.sessions.insert(id, session);
-        id
-    }
-
-    fn remove(&mut self, id: SessionId) {
-        let Some(gone) = self.sessions.remove(&id) else { return };
-        for child in &gone.children {
-            if let Some(child) = self.sessions.get_mut(child) {
-                child.parent = gone.parent;
-            }
-        }
-        if let Some(parent) = gone.parent.and_then(|parent| self.sessions.get_mut(&parent)) {
-            parent.children.remove(&id);
-            parent.children.extend(&gone.children);
-        }
-        if let Some(used) = self.used.get_mut(&gone.owner) {
-            used.0 -= 1;
-            used.1 -= gone.history.charge();
-            if used.0 == 0 {
-                self.used.remove(&gone.owner);
-            }
-        }
-    }
-
-    fn charge(&mut self, owner: &Arc<str>, before: u64, after: u64) {
-        if let Some(used) = self.used.get_mut(owner) {
-            used.1 = used.1 - before + after;
-        }
-    }
-
-    fn see(&self, id: SessionId, at: Moment, quota: &SessionsSection) -> Seen {
-        let session = &self.sessions[&id];
-        let idle = at.instant.saturating_duration_since(session.touched);
-        let left = if session.busy.is_some() { quota.idle() } else { quota.idle().saturating_sub(idle) };
-        let parent = session.parent.and_then(|parent| self.sessions.get(&parent));
-        Seen {
-            id,
-            name: session.name.clone(),
-            cache_salt: session.cache_salt.clone(),
-            created_s: session.created_s,
-            expires_s: at.unix_s + left.saturating_add(Duration::from_millis(999)).as_secs(),
-            n_tokens: session.history.tokens.len(),
-            n_messages: session.history.n_messages(),
-            parent: session.parent,
-            shared_tokens: parent.map_or(0, |parent| parent.history.in_common(&session.history)),
-            children: session.children.iter().copied().collect(),
-            running: session.busy.as_ref().is_some_and(|busy| busy.generates),
-        }
-    }
-
-    /// What is counted is what is there, and parents are.
-    #[cfg(test)]
-    fn audit(&self) {
-        let mut used: BTreeMap<Arc<str>, (usize, u64)> = BTreeMap::new();
-        for (id, session) in &self.sessions {
-            let used = used.entry(session.owner.clone()).or_default();
-            used.0 += 1;
-            used.1 += session.history.charge();
-            let forked = self.sessions.iter().filter(|(_, other)| other.parent == Some(*id));
-            let children: BTreeSet<SessionId> = forked.map(|(id, _)| *id).collect();
-            assert_eq!(children, session.children, "the children of {id}");
-            let mut above = session.parent;
-            let mut steps = 0;
-            while let Some(parent) = above {
-                let parent =
-                    self.sessions.get(&parent).unwrap_or_else(|| panic!("{id} has a parent that is gone"));
-                assert_eq!(parent.owner, session.owner, "{id} was forked from another owner's");
-                assert!(session.computed <= session.history.tokens.len());
-                above = parent.parent;
-                steps += 1;
-                assert!(steps <= self.sessions.len(), "{id} is its own ancestor");
-            }
-        }
-        assert_eq!(used, self.used);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::super::history::MIN_CHARGE;
-    use super::*;
-
-    /// Numbers that are the same in every run of a seed.
-    struct Draw(u64);
-
-    impl Draw {
-        fn below(&mut self, n: usize) -> usize {
-            self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (self.0 >> 33) as usize % n
-        }
-    }
-
-    /// Histories in a vector: what the store should hold.
-    struct Twin {
-        id: SessionId,
-        owner: usize,
-        tokens: Vec<u32>,
-        touched_s: u64,
-    }
-
-    fn charge(n_tokens: usize) -> usize {
-        n_tokens.max(MIN_CHARGE as usize)
-    }
-
-    /// Random verbs of two owners; what is there, what is counted, and what is shared, against vectors.
-    #[test]
-    fn the_store_and_a_list_of_vectors() {
-        for seed in 0..40 {
-            let mut draw = Draw(seed);
-            let quota = SessionsSection { idle_s: 50.0, max_sessions: 8, max_tokens: 150 };
-            let store = Store::new(quota, 4);
-            let owners: [Arc<str>; 2] = ["a".into(), "b".into()];
-            let mut twins: Vec<Twin> = Vec::new();
-            let (start, mut second) = (Instant::now(), 0);
-            for step in 0..400 {
-                let what = format!("seed {seed}, step {step}");
-                second += draw.below(8) as u64;
-                let at = Moment { instant: start + Duration::from_secs(second), unix_s: 1000 + second };
-                twins.retain(|twin| second - twin.touched_s < 50);
-                let owner = draw.below(2);
-                let me = &owners[owner];
-                let used = |twins: &[Twin]| {
-                    let own = twins.iter().filter(|twin| twin.owner == owner);
-                    own.fold((0, 0), |(n, tokens), twin| (n + 1, tokens + charge(twin.tokens.len())))
-                };
-                let (n, used) = used(&twins);
-                let fits = |more: usize, tokens: usize| n + more <= 8 && used + more * charge(tokens) <= 150;
-                let own: Vec<usize> = (0..twins.len()).filter(|i| twins[*i].owner == owner).collect();
-                let picked = (!own.is_empty()).then(|| own[draw.below(own.len())]);
-                match (draw.below(5), picked) {
-                    (0, _) | (_, None) => {
-                        let tokens: Vec<u32> = (0..draw.below(40)).map(|i| i as u32).collect();
-                        let history = History::of_tokens(tokens.clone());
-                        let draft = Draft { name: None, cache_salt: None, salt: me.clone(), history };
-                        let made = store.create(at, me, draft);
-                        assert_eq!(made.is_ok(), fits(1, tokens.len()), "{what}");
-                        twins.extend(made.map(|made| Twin { id: made.id, owner, tokens, touched_s: second }));
-                    }
-                    (1, Some(i)) => {
-                        let (n, cut) = (1 + draw.below(3), draw.below(twins[i].tokens.len() + 1));
-                        let tokens = twins[i].tokens[..cut].to_vec();
-                        let made =
-                            store.fork(at, me, twins[i].id, &History::of_tokens(tokens.clone()), n, None);
-                        assert_eq!(made.is_ok(), fits(n, cut), "{what}");
-                        twins[i].touched_s = second;
-                        for seen in made.into_iter().flatten() {
-                            assert_eq!((seen.shared_tokens, seen.parent), (cut, Some(twins[i].id)), "{what}");
-                            twins.push(Twin {
-                                id: seen.id,
-                                owner,
-                                tokens: tokens.clone(),
-                                touched_s: second,
-                            });
-                        }
-                    }
-                    (2, Some(i)) => {
-                        let mut claim = store.claim(at, me, twins[i].id, true).unwrap();
-                        let again = store.claim(at, me, twins[i].id, false);
-                        assert_eq!(again.map(|_| ()).unwrap_err().status, StatusCode::CONFLICT, "{what}");
-                        let mut began = Some(History::of_tokens(twins[i].tokens.clone()));
-                        let others = used - charge(twins[i].tokens.len());
-                        for k in 0..draw.below(30) {
-                            let pushed = claim.push(began.take(), 90 + k as u32);
-                            twins[i].tokens.push(90 + k as u32);
-                            assert_eq!(
-                                pushed.is_ok(),
-                                others + charge(twins[i].tokens.len()) <= 150,
-                                "{what}"
-                            );
-                            if pushed.is_err() {
-                                break;
-                            }
-                        }
-                        claim.end(at.instant, |_| ());
-                        twins[i].touched_s = second;
-                    }
-                    (3, Some(i)) => {
-                        let mut claim = store.claim(at, me, twins[i].id, false).unwrap();
-                        let mut tokens = twins[i].tokens.clone();
-                        tokens.truncate(draw.below(tokens.len() + 1));
-                        tokens.extend((0..draw.below(20)).map(|k| 70 + k as u32));
-                        let grows = charge(tokens.len()).saturating_sub(charge(twins[i].tokens.len()));
-                        let done = claim.commit(at, History::of_tokens(tokens.clone()));
-                        assert_eq!(done.is_ok(), grows == 0 || used + grows <= 150, "{what}");
-                        if done.is_ok() {
-                            twins[i].tokens = tokens;
-                        }
-                        twins[i].touched_s = second;
-                    }
-                    (_, Some(i)) => {
-                        let twin = twins.swap_remove(i);
-                        let other = &owners[1 - owner];
-                        assert!(store.delete(at, other, twin.id).is_err(), "{what}: another one's");
-                        store.delete(at, me, twin.id).unwrap();
-                    }
-                }
-                store.audit();
-                for (owner, name) in owners.iter().enumerate() {
-                    let mut seen: Vec<_> =
-                        store.list(at, name).into_iter().map(|s| (s.id, s.n_tokens)).collect();
-                    let own = twins.iter().filter(|twin| twin.owner == owner);
-                    let mut expected: Vec<_> = own.map(|twin| (twin.id, twin.tokens.len())).collect();
-                    seen.sort_unstable();
-                    expected.sort_unstable();
-                    assert_eq!(seen, expected, "{what}");
-                }
-                if let Some(twin) = twins.last() {
-                    let (_, history) = store.look(at, &owners[twin.owner], twin.id).unwrap();
-                    assert_eq!(*history.tokens, twin.tokens, "{what}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn ids_are_read_as_they_are_written() {
-        let id = SessionId::draw();
-        assert_eq!(SessionId::parse(&id.to_string()), Some(id));
-        assert_ne!(SessionId::draw(), id);
-        for bad in ["", "sess-", "sess-0", &id.to_string().to_uppercase(), &format!("{id}0"), "sess-+123"] {
-            assert_eq!(SessionId::parse(bad), None, "{bad:?}");
-        }
-    }
 }

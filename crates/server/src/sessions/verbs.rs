@@ -1,6 +1,6 @@
 //! The verbs of sessions, but for `generate`.
 use super::fields::{Content, CreateFields, ForkFields, KeepFields, RollbackFields};
-use super::history::{History, Scribe, weight_of_names};
+use super::history::{History, Scribe, admit, weight_of_names};
 use super::store::{Claim, Draft, Moment, Seen};
 use crate::app::App;
 use crate::auth::Caller;
@@ -12,6 +12,7 @@ use crate::openai::tokens;
 use axum::extract::{Path, Request, State};
 use axum::{Extension, Json};
 use kvist_engine::template::Conversation;
+use kvist_engine::tokenizer::Ends;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 use std::time::Instant;
@@ -31,14 +32,30 @@ impl Scribe for App {
         render(self.engine.model(), &conversation)
     }
 
-    fn encode_rendered(&self, text: &str, first: bool) -> Result<Vec<u32>, ApiError> {
+    fn encode_rendered(&self, text: &str, first: bool) -> Result<Ends, ApiError> {
+        tokens::refuse_long(self, text, "messages")?;
         // A template of the model's own writes what stands at the start of a text.
         let model = self.engine.model();
-        tokens::encode(model, text, first && model.chat_template().is_none())
+        let special = first && model.chat_template().is_none();
+        let tokenizer = model.tokenizer().ok_or_else(tokens::no_tokenizer)?;
+        let ends =
+            tokenizer.encode_with_ends(text, special).map_err(|e| ApiError::internal(e.to_string()))?;
+        let vocab = self.bounds.vocab;
+        if let Some(token) = ends.tokens.iter().find(|token| **token >= vocab) {
+            let message = format!(
+                "the messages have the token {token}, and the model has {vocab}: its tokenizer knows more"
+            );
+            return Err(ApiError::invalid("messages", message));
+        }
+        Ok(ends)
     }
 
     fn encode(&self, text: &str, first: bool) -> Result<Vec<u32>, ApiError> {
-        tokens::encode(self.engine.model(), text, first)
+        tokens::encode_prompt(self, text, first, "text")
+    }
+
+    fn room(&self) -> usize {
+        self.bounds.max_tokens as usize
     }
 
     fn decode(&self, tokens: &[u32]) -> Result<String, ApiError> {
@@ -90,12 +107,7 @@ fn grown(app: &App, history: &History, content: Content) -> Result<History, ApiE
         Content { tokens: Some(new), .. } => (history.with_tokens(app, &new, "tokens")?, "tokens"),
         _ => return Ok(history.clone()),
     };
-    let (n, most) = (grown.tokens.len(), app.bounds.max_tokens);
-    if n > most as usize {
-        let message =
-            format!("the session would have {n} tokens; prompt and answer together have room for {most}");
-        return Err(ApiError::too_long(param, message));
-    }
+    admit(app, grown.tokens.len(), param)?;
     Ok(grown)
 }
 

@@ -214,6 +214,89 @@ fn the_stream_is_for_admins_and_tells_no_prompt() {
     }
 }
 
+/// All numbers in it.
+fn numbers(value: &Value, found: &mut BTreeSet<u64>) {
+    match value {
+        Value::Number(number) => found.extend(number.as_u64()),
+        Value::String(text) => {
+            let digits = text.split(|c: char| !c.is_ascii_digit());
+            found.extend(digits.filter_map(|digits| digits.parse::<u64>().ok()));
+        }
+        Value::Array(items) => items.iter().for_each(|item| numbers(item, found)),
+        Value::Object(fields) => fields.values().for_each(|field| numbers(field, found)),
+        _ => {}
+    }
+}
+
+/// Nor what they are answered: no line of any kind has a token of a prompt or of an answer, while a recording has all.
+#[test]
+fn the_stream_tells_no_token() {
+    const PROMPT: [u64; 6] = [1423, 1427, 1429, 1433, 1439, 1447];
+    const ANSWER: u64 = 1451;
+    let server = Server::start(narrow());
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("recording.jsonl");
+    let file = std::fs::File::create(&path).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    assert!(runtime.block_on(server.engine.live().record(&server.engine, file)));
+    let listener = Listener::join(&server);
+    let mut found = BTreeSet::new();
+    numbers(&listener.snapshot, &mut found);
+    let heard = listener.lines();
+    // The bias leaves nothing else to say.
+    let bias: serde_json::Map<String, Value> = [(ANSWER.to_string(), json!(100))].into_iter().collect();
+    let answered = std::thread::scope(|scope| {
+        let ask = || {
+            let body = json!({
+                "model": MODEL, "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": true,
+                "logit_bias": bias, "n": 2, "kvist": {"explain": true},
+            });
+            server.post("/v1/completions", &body).good()
+        };
+        // The second one is found; the third goes away.
+        let threads: Vec<_> = (0..2).map(|_| scope.spawn(ask)).collect();
+        let mut gone = server.connect();
+        let body =
+            json!({"prompt": PROMPT, "max_tokens": 300, "logit_bias": bias, "ignore_eos": true}).to_string();
+        gone.write_all(&request(
+            "POST",
+            "/v1/completions",
+            &[("content-type", "application/json")],
+            body.as_bytes(),
+        ))
+        .unwrap();
+        std::thread::sleep(Duration::from_millis(50));
+        drop(gone);
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<Value>>()
+    });
+    assert_eq!(answered.len(), 2);
+    runtime.block_on(server.engine.idle());
+    // Somebody who joins late makes everybody hear what happened before; and hears of the past itself.
+    let mut late = Listener::join(&server);
+    numbers(&late.snapshot.take(), &mut found);
+    let mut kinds = BTreeSet::new();
+    let mut sampled = 0;
+    while let Ok(line) = heard.recv_timeout(Duration::from_millis(700)) {
+        numbers(&line, &mut found);
+        sampled += line["sampled"].as_u64().unwrap_or(0);
+        kinds.extend(line.as_object().unwrap().keys().cloned());
+    }
+    for kind in ["arrive", "elapsed", "sampled", "finished", "admit", "chunk", "end", "miss", "blocks"] {
+        assert!(kinds.contains(kind), "no {kind} in {kinds:?}");
+    }
+    assert!(sampled >= 24, "{sampled} tokens of four answers");
+    for token in PROMPT.into_iter().chain([ANSWER]) {
+        assert!(!found.contains(&token), "token {token} is told");
+    }
+    assert!(runtime.block_on(server.engine.live().recorded(&server.engine)));
+    let recording = std::fs::read_to_string(&path).unwrap();
+    let mut written = BTreeSet::new();
+    recording.lines().for_each(|line| numbers(&serde_json::from_str(line).unwrap(), &mut written));
+    for token in PROMPT.into_iter().chain([ANSWER]) {
+        assert!(written.contains(&token), "token {token} is not in the recording, which is to be replayed");
+    }
+}
+
 /// What the engine did, done again from its recording: the same decisions, to the byte.
 #[test]
 fn a_recording_replays() {
@@ -226,8 +309,7 @@ fn a_recording_replays() {
     assert!(runtime.block_on(server.engine.live().record(&server.engine, file)));
     load(&server, 10, 40);
     runtime.block_on(server.engine.idle());
-    // Answered behind the turn that wrote the last lines.
-    assert!(runtime.block_on(server.engine.inspect(|_| ())).is_some());
+    assert!(runtime.block_on(server.engine.live().recorded(&server.engine)));
     let text = std::fs::read_to_string(&path).unwrap();
     let is_event =
         |line: &&str| line.starts_with("{\"n\":") || line.starts_with("{\"format\":\"kvist-events\"");

@@ -1,0 +1,257 @@
+//! A recording's file, written on a thread of its own: a slow disk holds up no step.
+//!
+//! Whole turns are handed over, and wait in memory until they are written, [`MAX_BEHIND`] bytes of them at most. Where
+//! the disk is slower than that, is full, or fails, the recording ends with the last turn that was written whole: what is
+//! there can be replayed. The log says so, once, and the engine goes on.
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use tokio::sync::oneshot;
+
+/// Bytes that may wait to be written.
+const MAX_BEHIND: usize = 64 << 20;
+
+/// What a recording is written to.
+pub(super) trait Sink: Write + Send + 'static {
+    /// Forget what is behind the first `bytes`.
+    fn cut(&mut self, bytes: u64);
+}
+
+impl Sink for File {
+    fn cut(&mut self, bytes: u64) {
+        // A pipe cannot: whoever reads it has read it.
+        let _ = self.set_len(bytes);
+    }
+}
+
+enum Order {
+    /// Whole lines.
+    Write(String),
+    /// Answer when all that was handed over before is in the file.
+    Answer(oneshot::Sender<()>),
+}
+
+/// The engine's side. Dropped, it lets the thread write what was handed over, and end.
+pub(super) struct RecordFile {
+    orders: Sender<Order>,
+    /// Of the turn that is being told.
+    turn: String,
+    behind: Arc<AtomicUsize>,
+    /// It ended early, which the log has said.
+    over: Arc<AtomicBool>,
+    most: usize,
+}
+
+impl RecordFile {
+    /// An error if the system refuses a thread.
+    pub fn new(file: File) -> std::io::Result<Self> {
+        Self::over(file, MAX_BEHIND)
+    }
+
+    fn over(sink: impl Sink, most: usize) -> std::io::Result<Self> {
+        let (orders, inbox) = channel();
+        let (behind, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+        let there = (behind.clone(), over.clone());
+        let named = std::thread::Builder::new().name("kvist-recording".into());
+        named.spawn(move || {
+            if let Err(error) = write(sink, &inbox, &there.0)
+                && !there.1.swap(true, SeqCst)
+            {
+                say_over(&format!("it cannot be written ({error})"));
+            }
+        })?;
+        Ok(RecordFile { orders, turn: String::new(), behind, over, most })
+    }
+
+    /// Lines of the turn that is being told.
+    pub fn push(&mut self, lines: &str) {
+        self.turn.push_str(lines);
+    }
+
+    /// The turn is told. Returns whether the recording goes on; if not, nothing of the turn is in it.
+    pub fn end_turn(&mut self) -> bool {
+        if self.over.load(SeqCst) {
+            return false;
+        }
+        if self.turn.is_empty() {
+            return true;
+        }
+        let turn = std::mem::take(&mut self.turn);
+        let behind = self.behind.fetch_add(turn.len(), SeqCst) + turn.len();
+        if behind > self.most {
+            if !self.over.swap(true, SeqCst) {
+                let mib = self.most >> 20;
+                say_over(&format!("more than {mib} MiB wait to be written: the disk is too slow"));
+            }
+            return false;
+        }
+        self.orders.send(Order::Write(turn)).is_ok()
+    }
+
+    /// Resolves when all turns that were told are in the file; to an error if they never will be.
+    pub fn written(&self) -> oneshot::Receiver<()> {
+        let (sender, written) = oneshot::channel();
+        // A thread that has ended drops it, which is the answer.
+        let _ = self.orders.send(Order::Answer(sender));
+        written
+    }
+}
+
+fn say_over(why: &str) {
+    tracing::error!(target: "kvist::server", "the recording ends here, with a whole turn: {why}");
+}
+
+/// Until the other side is gone. Flushed whenever it has caught up.
+fn write(sink: impl Sink, inbox: &Receiver<Order>, behind: &AtomicUsize) -> std::io::Result<()> {
+    let mut file = BufWriter::new(sink);
+    // Bytes of whole turns that are certain to be in the file.
+    let (mut written, mut whole) = (0, 0);
+    let mut go_on = || -> std::io::Result<()> {
+        loop {
+            let order = match inbox.try_recv() {
+                Ok(order) => order,
+                Err(TryRecvError::Disconnected) => return file.flush(),
+                Err(TryRecvError::Empty) => {
+                    file.flush()?;
+                    whole = written;
+                    match inbox.recv() {
+                        Ok(order) => order,
+                        Err(_) => return Ok(()),
+                    }
+                }
+            };
+            match order {
+                Order::Write(turn) => {
+                    file.write_all(turn.as_bytes())?;
+                    written += turn.len() as u64;
+                    behind.fetch_sub(turn.len(), SeqCst);
+                }
+                Order::Answer(sender) => {
+                    file.flush()?;
+                    whole = written;
+                    let _ = sender.send(());
+                }
+            }
+        }
+    };
+    let ended = go_on();
+    if ended.is_err() {
+        // What is in the buffer must not be tried again when it is dropped.
+        let (mut sink, _) = file.into_parts();
+        sink.cut(whole);
+    }
+    ended
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Error, ErrorKind};
+    use std::sync::Mutex;
+    use std::sync::mpsc::SyncSender;
+
+    /// A disk of so many bytes, which waits for leave before each write, if it is given somebody to ask.
+    struct Disk {
+        bytes: Arc<Mutex<Vec<u8>>>,
+        room: usize,
+        leave: Option<Receiver<()>>,
+    }
+
+    impl Write for Disk {
+        fn write(&mut self, new: &[u8]) -> std::io::Result<usize> {
+            if let Some(leave) = &self.leave {
+                let _ = leave.recv();
+            }
+            let mut bytes = self.bytes.lock().unwrap();
+            let n = new.len().min(self.room - bytes.len());
+            if n == 0 {
+                return Err(Error::new(ErrorKind::StorageFull, "no space left"));
+            }
+            bytes.extend_from_slice(&new[..n]);
+            Ok(n)
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl Sink for Disk {
+        fn cut(&mut self, bytes: u64) {
+            self.bytes.lock().unwrap().truncate(bytes as usize);
+        }
+    }
+
+    fn record(room: usize, most: usize, slow: bool) -> (RecordFile, Arc<Mutex<Vec<u8>>>, SyncSender<()>) {
+        let (go, leave) = std::sync::mpsc::sync_channel(1 << 20);
+        let bytes = Arc::new(Mutex::new(Vec::new()));
+        let disk = Disk { bytes: bytes.clone(), room, leave: slow.then_some(leave) };
+        (RecordFile::over(disk, most).unwrap(), bytes, go)
+    }
+
+    fn turn(i: usize) -> String {
+        format!("{{\"turn\":{i}}}\n").repeat(1 + i % 3)
+    }
+
+    /// Turns one after the other until it says that it is over, or `n`; how many it took.
+    fn tell(file: &mut RecordFile, n: usize) -> usize {
+        (0..n)
+            .find(|i| {
+                turn(*i).lines().for_each(|line| file.push(&format!("{line}\n")));
+                !file.end_turn()
+            })
+            .unwrap_or(n)
+    }
+
+    fn turns(n: usize) -> String {
+        (0..n).map(turn).collect()
+    }
+
+    #[test]
+    fn all_that_was_told_is_there() {
+        let (mut file, bytes, _) = record(usize::MAX, MAX_BEHIND, false);
+        assert_eq!(tell(&mut file, 500), 500);
+        file.written().blocking_recv().unwrap();
+        assert_eq!(String::from_utf8(bytes.lock().unwrap().clone()).unwrap(), turns(500));
+        assert_eq!(file.behind.load(SeqCst), 0);
+    }
+
+    /// Nobody waits for a disk that takes nothing; what it takes at last is whole turns.
+    #[test]
+    fn a_slow_disk_ends_the_recording_and_holds_nobody_up() {
+        let (mut file, bytes, go) = record(usize::MAX, 20_000, true);
+        let told = tell(&mut file, 100_000);
+        // The thread has a buffer of its own.
+        let bytes_told = turns(told).len();
+        assert!(bytes_told <= 30_000 && turns(told + 1).len() > 20_000, "{told} turns, {bytes_told} bytes");
+        assert!(!file.end_turn(), "it stays over");
+        for _ in 0..1000 {
+            let _ = go.send(());
+        }
+        file.written().blocking_recv().unwrap();
+        assert_eq!(String::from_utf8(bytes.lock().unwrap().clone()).unwrap(), turns(told));
+    }
+
+    #[test]
+    fn a_full_disk_leaves_whole_turns() {
+        let (mut file, bytes, _) = record(10_000, MAX_BEHIND, false);
+        let mut told = 0;
+        // Handed over in parts, so that some are in the file before it is full.
+        while told < 100_000 {
+            file.push(&turn(told));
+            if !file.end_turn() {
+                break;
+            }
+            told += 1;
+            if told % 50 == 0 && file.written().blocking_recv().is_err() {
+                break;
+            }
+        }
+        assert!(file.written().blocking_recv().is_err(), "it never will be");
+        assert!(!file.end_turn());
+        let text = String::from_utf8(bytes.lock().unwrap().clone()).unwrap();
+        assert!(turns(told).starts_with(&text) && !text.is_empty(), "{text}");
+        assert!((0..told).any(|n| turns(n) == text), "no part of a turn: {:?}", text.lines().last());
+    }
+}

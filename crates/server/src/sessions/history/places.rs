@@ -1,0 +1,186 @@
+//! Where in a conversation's text its messages begin.
+//!
+//! A message begins where the template's text of those before it ends, if the text of all goes on from there. Asking the
+//! template about each takes time by the square of their number, so beyond [`MAX_ASKED`] it is asked about some: the text
+//! is rendered once with a mark inside every message, which tells where their contents are; then what the template writes
+//! behind a content is learned from the first and the last pair of messages of the same shape (roles, names of fields), and
+//! from one with blanks at the end of its content and one without, and believed of the others where the text has it. Where
+//! the template says different things about those, or takes the marks amiss, the others have no place. Messages that
+//! show no content, or not all of it, are asked about while there are renderings left.
+//!
+//! It costs [`MAX_ASKED`] + 1 renderings at most, of any number of messages.
+use super::Scribe;
+use serde_json::{Map, Value};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+/// Places that the template is asked about, each a rendering.
+pub(super) const MAX_ASKED: usize = 16;
+
+/// Marks are of a private use area, one for each message.
+const MARKS: Range<u32> = 0xF0000..0xFFFFE;
+
+/// Where a content ends: without the blanks at its end, which templates may leave out, and with them where they stand.
+type End = [usize; 2];
+const BARE: usize = 0;
+const KEPT: usize = 1;
+
+/// A conversation, and its text.
+pub(super) struct Rendered<'a, S> {
+    pub scribe: &'a S,
+    pub bodies: &'a [Value],
+    pub kwargs: &'a Map<String, Value>,
+    /// With the beginning of an answer behind it.
+    pub answer: bool,
+    pub text: &'a str,
+}
+
+impl<S: Scribe> Rendered<'_, S> {
+    /// The bytes at which these messages begin, in order; where the text shows it. The message behind the last is the
+    /// answer. None begins before byte `from`.
+    pub fn begins(&self, wanted: Range<usize>, from: usize) -> Vec<Option<usize>> {
+        let mut found = match wanted.len() <= MAX_ASKED {
+            true => wanted.map(|at| self.ask(at)).collect(),
+            false => self.learn(wanted),
+        };
+        // In order, or they are none.
+        let mut last = from;
+        for place in &mut found {
+            *place = place.filter(|byte| *byte >= last);
+            last = place.unwrap_or(last);
+        }
+        found
+    }
+
+    fn ask(&self, at: usize) -> Option<usize> {
+        if at == 0 {
+            return Some(0);
+        }
+        let before = self.scribe.render(&self.bodies[..at], self.kwargs, false).ok()?;
+        self.text.starts_with(&before).then_some(before.len())
+    }
+
+    fn learn(&self, wanted: Range<usize>) -> Vec<Option<usize>> {
+        let mut found = vec![None; wanted.len()];
+        let ends = self.ends(wanted.start.saturating_sub(1)).unwrap_or_default();
+        let ends = |at: usize| at.checked_sub(1).and_then(|before| *ends.get(before)?);
+        // In the order in which they come first.
+        let mut kinds: Vec<Vec<usize>> = Vec::new();
+        let mut known: BTreeMap<(String, Option<String>), usize> = BTreeMap::new();
+        let mut alone = Vec::new();
+        for at in wanted.clone() {
+            if at == 0 {
+                found[0] = Some(0);
+                continue;
+            }
+            if ends(at).is_none() {
+                alone.push(at);
+                continue;
+            }
+            let kind = (shape(&self.bodies[at - 1]), self.bodies.get(at).map(shape));
+            let kind = *known.entry(kind).or_insert(kinds.len());
+            if kind == kinds.len() {
+                kinds.push(Vec::new());
+            }
+            kinds[kind].push(at);
+        }
+        let mut left = MAX_ASKED;
+        for places in kinds {
+            let has_blanks = |at: &&usize| ends(**at).is_some_and(|[bare, kept]| bare != kept);
+            let blank = places.iter().find(has_blanks);
+            let bare = places.iter().find(|at| !has_blanks(at));
+            let asked = places.first().into_iter().chain(places.last()).chain(blank).chain(bare);
+            let asked: BTreeSet<usize> = asked.copied().collect();
+            if left < asked.len() {
+                continue;
+            }
+            left -= asked.len();
+            for at in &asked {
+                found[at - wanted.start] = self.ask(*at);
+            }
+            // What stands behind each, blanks at the end of contents being kept, or not: if it is the same.
+            let closing = |way: usize| {
+                let behind = |at: &usize| self.text.get(ends(*at)?[way]..found[at - wanted.start]?);
+                let mut all = asked.iter().map(behind);
+                let first = all.next()??;
+                all.all(|other| other == Some(first)).then_some((way, first))
+            };
+            let Some((way, closing)) = closing(KEPT).or_else(|| closing(BARE)) else { continue };
+            for at in places {
+                let end = ends(at).map(|ends| ends[way]).filter(|_| !asked.contains(&at));
+                let fits = end.filter(|end| self.text[*end..].starts_with(closing));
+                if let Some(end) = fits {
+                    found[at - wanted.start] = Some(end + closing.len());
+                }
+            }
+        }
+        for at in alone.into_iter().take(left) {
+            found[at - wanted.start] = self.ask(at);
+        }
+        found
+    }
+
+    /// For messages from `from` on, where in the text their content ends; of those before, nothing. `None` if the template
+    /// does not take marks for a part of what is said.
+    fn ends(&self, from: usize) -> Option<Vec<Option<End>>> {
+        let is_mark = |c: &char| MARKS.contains(&u32::from(*c));
+        if self.text.chars().any(|c| is_mark(&c)) || self.bodies.len() > MARKS.len() {
+            return None;
+        }
+        let mut bodies = self.bodies.to_vec();
+        let mut contents = vec![String::new(); bodies.len()];
+        for (at, mark) in MARKS.enumerate().take(bodies.len()).skip(from) {
+            let Some(said) = said(&mut bodies[at]) else { continue };
+            contents[at].clone_from(said);
+            let words = said.trim_end();
+            if let Some((at, _)) = words.char_indices().last() {
+                said.insert(at, char::from_u32(mark).unwrap_or_default());
+            }
+        }
+        let marked = self.scribe.render(&bodies, self.kwargs, self.answer).ok()?;
+        let mut ends: Vec<Option<End>> = vec![None; bodies.len()];
+        let mut odd = Vec::new();
+        let mut rest = self.text;
+        for c in marked.chars() {
+            if !is_mark(&c) {
+                rest = rest.strip_prefix(c)?;
+                continue;
+            }
+            // It stands before the last character.
+            let end = self.text.len() - rest.len() + rest.chars().next().map_or(0, char::len_utf8);
+            let message = (u32::from(c) - MARKS.start) as usize;
+            let content = contents.get(message)?;
+            let words = content.trim_end();
+            let blanks = &content[words.len()..];
+            let kept = self.text[end..].starts_with(blanks).then_some(end + blanks.len());
+            // One of which the template left something out, as of what was thought, may end in a way of its own.
+            let is_whole = self.text[..end].ends_with(words.trim_start());
+            if ends[message].replace([end, kept.unwrap_or(end)]).is_some() || !is_whole {
+                odd.push(message);
+            }
+        }
+        odd.into_iter().for_each(|message| ends[message] = None);
+        rest.is_empty().then_some(ends)
+    }
+}
+
+/// What a message ends with, if it is a text.
+fn said(body: &mut Value) -> Option<&mut String> {
+    let content = body.get_mut("content")?;
+    let content = match content {
+        Value::Array(parts) => parts.last_mut()?.get_mut("text")?,
+        content => content,
+    };
+    match content {
+        Value::String(text) => Some(text),
+        _ => None,
+    }
+}
+
+/// What templates ask of a message before they write it.
+fn shape(body: &Value) -> String {
+    let mut names: Vec<&str> =
+        body.as_object().into_iter().flatten().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    format!("{}: {}", body["role"].as_str().unwrap_or_default(), names.join(" "))
+}

@@ -1,0 +1,166 @@
+//! Histories against what the template itself makes of their messages.
+use super::*;
+use kvist_engine::tokenizer::Ends;
+
+/// ChatML over bytes: a token for each, and one for each mark. With `forgets`, what the assistant thought earlier is
+/// left out once somebody else has spoken, as templates of thinking models do.
+struct Bytes {
+    forgets: bool,
+}
+
+const MARKS: [&str; 2] = ["<|im_start|>", "<|im_end|>"];
+
+impl Scribe for Bytes {
+    fn render(&self, messages: &[Value], _: &Map<String, Value>, answer: bool) -> Result<String, ApiError> {
+        let mut text = String::new();
+        for (i, message) in messages.iter().enumerate() {
+            let content = message["content"].as_str().unwrap();
+            let content = match content.split_once("/think>") {
+                Some((_, content)) if self.forgets && i + 1 < messages.len() => content,
+                _ => content,
+            };
+            text += &format!("<|im_start|>{}\n{content}<|im_end|>\n", message["role"].as_str().unwrap());
+        }
+        Ok(text + if answer { "<|im_start|>assistant\n" } else { "" })
+    }
+    fn encode_rendered(&self, text: &str, _: bool) -> Result<Ends, ApiError> {
+        let tokens = self.encode(text, false)?;
+        let length = |token: &u32| token.checked_sub(256).map_or(1, |mark| MARKS[mark as usize].len());
+        let mut end = 0;
+        let ends = tokens.iter().map(|token| {
+            end += length(token);
+            end
+        });
+        Ok(Ends { ends: ends.collect(), tokens })
+    }
+    fn room(&self) -> usize {
+        usize::MAX
+    }
+    fn encode(&self, mut text: &str, _: bool) -> Result<Vec<u32>, ApiError> {
+        let mut tokens = Vec::new();
+        while let Some(first) = text.bytes().next() {
+            let mark = MARKS.iter().position(|mark| text.starts_with(mark));
+            tokens.push(mark.map_or(u32::from(first), |mark| 256 + mark as u32));
+            text = &text[mark.map_or(1, |mark| MARKS[mark].len())..];
+        }
+        Ok(tokens)
+    }
+    fn decode(&self, tokens: &[u32]) -> Result<String, ApiError> {
+        Ok(tokens.iter().filter_map(|token| u8::try_from(*token).ok()).map(char::from).collect())
+    }
+    fn content(&self, answer: &str) -> String {
+        answer.into()
+    }
+}
+
+fn message(role: &str, content: &str) -> Value {
+    json!({"role": role, "content": content})
+}
+
+fn bodies(history: &History) -> Vec<Value> {
+    history.messages().unwrap().into_iter().map(|m| m["message"].clone()).collect()
+}
+
+/// Tokens are always those of the template's text, whatever was said, cut and gone on with; a cut at a message is the
+/// history before it; a cut inside an answer leaves its beginning.
+#[test]
+fn histories_and_the_template_itself() {
+    let scribe = Bytes { forgets: false };
+    let none = Map::new();
+    let text_of = |messages: &[Value]| scribe.render(messages, &none, false).unwrap();
+    let mut history = History::of_messages(Map::new());
+    let mut said: Vec<Value> = Vec::new();
+    for turn in 0..4 {
+        let new = [message("system", "s"), message("user", &"u".repeat(turn))];
+        history = history.with_messages(&scribe, &new).unwrap();
+        said.extend(new);
+        assert_eq!(*history.tokens, scribe.encode(&text_of(&said), false).unwrap(), "turn {turn}");
+        let before = history.clone();
+        history = history.with_answer(&scribe).unwrap();
+        assert!(history.is_open());
+        let from = history.tokens.len();
+        Arc::make_mut(&mut history.tokens).extend(scribe.encode("yes, no", false).unwrap());
+        // Cut while it is open, as a fork of a running session is.
+        let part = history.cut(&scribe, Cut::Token(from + 3), "at").unwrap();
+        assert_eq!(bodies(&part).last(), Some(&message("assistant", "yes")));
+        assert!(part.is_open());
+        // The model's word for the end is the template's to write.
+        Arc::make_mut(&mut history.tokens).push(257);
+        history.end_answer(&scribe, from, true, None).unwrap();
+        said.push(message("assistant", "yes, no"));
+        assert_eq!(bodies(&history), said);
+        assert!(!history.is_open());
+        assert_eq!(history.cut(&scribe, Cut::Message(said.len() - 1), "to").unwrap(), before);
+    }
+    history = history.with_messages(&scribe, &[message("user", "end")]).unwrap();
+    said.push(message("user", "end"));
+    for at in 0..=said.len() {
+        let cut = history.cut(&scribe, Cut::Message(at), "to").unwrap();
+        assert_eq!(bodies(&cut), said[..at]);
+        let again = cut.with_messages(&scribe, &said[at..]).unwrap();
+        assert_eq!(again.tokens, history.tokens, "message {at}");
+    }
+    for at in 0..=history.tokens.len() {
+        let cut = history.cut(&scribe, Cut::Token(at), "to").unwrap();
+        assert_eq!(cut.tokens[..], history.tokens[..at]);
+        let whole = bodies(&cut).len() - usize::from(cut.is_open());
+        assert_eq!(bodies(&cut)[..whole], said[..whole], "token {at}");
+        let begins = cut.cut(&scribe, Cut::Message(whole), "to").unwrap();
+        assert_eq!(*begins.tokens, scribe.encode(&text_of(&said[..whole]), false).unwrap(), "token {at}");
+        assert!(!begins.has_tail());
+        let further = begins.with_messages(&scribe, &said[whole..]).unwrap();
+        assert_eq!(further.tokens, history.tokens, "token {at}");
+    }
+    assert!(history.cut(&scribe, Cut::Token(history.tokens.len() + 1), "to").is_err());
+    assert!(history.cut(&scribe, Cut::Message(said.len() + 1), "to").is_err());
+}
+
+/// A template that rewrites what was said is followed, and it shows.
+#[test]
+fn templates_that_forget_rewrite() {
+    let scribe = Bytes { forgets: true };
+    let history = History::of_messages(Map::new()).with_messages(&scribe, &[message("user", "u")]).unwrap();
+    let mut history = history.with_answer(&scribe).unwrap();
+    let from = history.tokens.len();
+    Arc::make_mut(&mut history.tokens).extend(scribe.encode("<think>hm</think>yes", false).unwrap());
+    history.end_answer(&scribe, from, false, None).unwrap();
+    let next = history.with_messages(&scribe, &[message("user", "v")]).unwrap();
+    assert_eq!(next.in_common(&history), from, "what stood before the answer stays");
+    let all = scribe.render(&bodies(&next), &Map::new(), false).unwrap();
+    assert_eq!(*next.tokens, scribe.encode(&all, false).unwrap());
+    assert!(!all.contains("hm") && bodies(&next)[1] == message("assistant", "<think>hm</think>yes"));
+}
+
+#[test]
+fn a_stop_string_is_cut_out_of_a_token() {
+    let scribe = Bytes { forgets: false };
+    let mut history = History::of_tokens(scribe.encode("ab: one two", false).unwrap());
+    history.end_answer(&scribe, 3, false, Some(" one")).unwrap();
+    assert_eq!(scribe.decode(&history.tokens).unwrap(), "ab: one");
+}
+
+/// What is charged is what is there: of a quota's token at most sixteen bytes, whatever they are.
+#[test]
+fn what_no_token_shows_counts_too() {
+    let scribe = Bytes { forgets: false };
+    assert_eq!(History::of_tokens(vec![1; 70]).charge(), 70);
+    assert_eq!(History::default().charge(), MIN_CHARGE);
+    let wordy = History::of_messages(Map::new());
+    let wordy =
+        wordy.with_messages(&scribe, &[json!({"role": "user", "content": "", "name": "n".repeat(1600)})]);
+    assert!(wordy.unwrap().charge() >= 100);
+    let names = |n: usize| Map::from_iter([("a".to_string(), json!(vec![0; n]))]);
+    let named = History::of_messages(names(1000));
+    assert!(named.charge() as usize * 16 >= 1000 * size_of::<Value>(), "{}", named.charge());
+    let grown = named.with_messages(&scribe, &[message("user", "u")]).unwrap();
+    assert!(grown.charge() > named.charge(), "they stay counted");
+    // A copy is none until it is changed.
+    let copy = grown.clone();
+    assert!(Arc::ptr_eq(&copy.tokens, &grown.tokens));
+    let (Some(a), Some(b)) = (&copy.said, &grown.said) else { panic!("made of messages") };
+    assert!(Arc::ptr_eq(a, b));
+    let cut = copy.cut(&scribe, Cut::Message(0), "to").unwrap();
+    assert_eq!((cut.tokens.len(), bodies(&grown).len()), (0, 1));
+    let Some(of_cut) = &cut.said else { panic!("made of messages") };
+    assert!(Arc::ptr_eq(&of_cut.kwargs, &a.kwargs), "names are never copied");
+}

@@ -1,0 +1,180 @@
+//! All sessions, whoever owns them: what is there, what it counts as, when it expires. Under the store's lock.
+use super::ahead::Ahead;
+use super::claim::Busy;
+use super::{Moment, Seen, SessionId};
+use crate::config::SessionsSection;
+use crate::sessions::history::History;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+pub(super) struct Session {
+    pub owner: Arc<str>,
+    pub name: Option<String>,
+    pub cache_salt: Option<String>,
+    pub salt: Arc<str>,
+    pub created_s: u64,
+    /// When it was last changed, forked or made.
+    pub touched: Instant,
+    pub history: History,
+    pub parent: Option<SessionId>,
+    pub children: BTreeSet<SessionId>,
+    /// The call that forked it: its siblings have the same.
+    pub fork: Option<u64>,
+    /// Tokens from the first whose K and V have been computed once, here or where it was forked.
+    pub computed: usize,
+    pub busy: Option<Busy>,
+    /// It stands in [`Inner::due`]: always, but while somebody who holds it has outlasted its time.
+    pub is_due: bool,
+}
+
+#[derive(Default)]
+pub(super) struct Inner {
+    pub sessions: BTreeMap<SessionId, Session>,
+    /// Of every owner that has any.
+    pub owned: BTreeMap<Arc<str>, Owned>,
+    /// When to see whether a session has expired: not later than it has.
+    pub due: BTreeSet<(Instant, SessionId)>,
+    /// Prompts that are being computed.
+    pub ahead: Ahead,
+    /// Sessions looked at to find expired ones.
+    #[cfg(test)]
+    pub n_looked: usize,
+    /// Numbers of claims and forks.
+    pub next: u64,
+}
+
+/// An owner's sessions, and what they count as.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Owned {
+    pub ids: BTreeSet<SessionId>,
+    pub charge: u64,
+}
+
+impl Inner {
+    pub fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    pub fn claimed(&mut self, id: SessionId, number: u64) -> Option<&mut Session> {
+        let held = |session: &&mut Session| session.busy.as_ref().is_some_and(|busy| busy.claim == number);
+        self.sessions.get_mut(&id).filter(held)
+    }
+
+    /// Nobody changes it any more.
+    pub fn release(&mut self, id: SessionId, idle: Duration) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        session.busy = None;
+        self.ahead.done(&session.salt, id);
+        self.wait(id, idle);
+    }
+
+    /// See to it that it expires.
+    pub fn wait(&mut self, id: SessionId, idle: Duration) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        // An instant beyond the clock never comes.
+        if let Some(due) = session.touched.checked_add(idle)
+            && !std::mem::replace(&mut session.is_due, true)
+        {
+            self.due.insert((due, id));
+        }
+    }
+
+    pub fn add(&mut self, session: Session, idle: Duration) -> SessionId {
+        let mut id = SessionId::draw();
+        while self.sessions.contains_key(&id) {
+            id = SessionId::draw();
+        }
+        if let Some(parent) = session.parent.and_then(|parent| self.sessions.get_mut(&parent)) {
+            parent.children.insert(id);
+        }
+        let own = self.owned.entry(session.owner.clone()).or_default();
+        own.ids.insert(id);
+        own.charge += session.history.charge();
+        self.sessions.insert(id, session);
+        self.wait(id, idle);
+        id
+    }
+
+    pub fn remove(&mut self, id: SessionId) {
+        let Some(gone) = self.sessions.remove(&id) else { return };
+        for child in &gone.children {
+            if let Some(child) = self.sessions.get_mut(child) {
+                child.parent = gone.parent;
+            }
+        }
+        if let Some(parent) = gone.parent.and_then(|parent| self.sessions.get_mut(&parent)) {
+            parent.children.remove(&id);
+            parent.children.extend(&gone.children);
+        }
+        self.ahead.done(&gone.salt, id);
+        if let Some(own) = self.owned.get_mut(&gone.owner) {
+            own.ids.remove(&id);
+            own.charge -= gone.history.charge();
+            if own.ids.is_empty() {
+                self.owned.remove(&gone.owner);
+            }
+        }
+    }
+
+    pub fn charge(&mut self, owner: &Arc<str>, before: u64, after: u64) {
+        if let Some(own) = self.owned.get_mut(owner) {
+            own.charge = own.charge - before + after;
+        }
+    }
+
+    pub fn see(&self, id: SessionId, at: Moment, quota: &SessionsSection) -> Seen {
+        let session = &self.sessions[&id];
+        let idle = at.instant.saturating_duration_since(session.touched);
+        let left = if session.busy.is_some() { quota.idle() } else { quota.idle().saturating_sub(idle) };
+        let parent = session.parent.and_then(|parent| self.sessions.get(&parent));
+        Seen {
+            id,
+            name: session.name.clone(),
+            cache_salt: session.cache_salt.clone(),
+            created_s: session.created_s,
+            expires_s: at.unix_s + left.saturating_add(Duration::from_millis(999)).as_secs(),
+            n_tokens: session.history.tokens.len(),
+            n_messages: session.history.n_messages(),
+            parent: session.parent,
+            shared_tokens: parent.map_or(0, |parent| parent.history.in_common(&session.history)),
+            children: session.children.iter().copied().collect(),
+            running: session.busy.as_ref().is_some_and(|busy| busy.generates),
+        }
+    }
+
+    /// What is counted is what is there, and parents are.
+    #[cfg(test)]
+    pub fn audit(&self, idle: Duration) {
+        let mut owned: BTreeMap<Arc<str>, Owned> = BTreeMap::new();
+        for (id, session) in &self.sessions {
+            let own = owned.entry(session.owner.clone()).or_default();
+            own.ids.insert(*id);
+            own.charge += session.history.charge();
+            let due: Vec<Instant> = self.due.iter().filter(|(_, of)| of == id).map(|(due, _)| *due).collect();
+            assert_eq!(due.len(), usize::from(session.is_due), "{id} is due at {due:?}");
+            assert!(session.is_due || session.busy.is_some(), "{id} never expires");
+            assert!(due.iter().all(|due| *due <= session.touched + idle), "{id} expires late");
+            let forked = self.sessions.iter().filter(|(_, other)| other.parent == Some(*id));
+            let children: BTreeSet<SessionId> = forked.map(|(id, _)| *id).collect();
+            assert_eq!(children, session.children, "the children of {id}");
+            let mut above = session.parent;
+            let mut steps = 0;
+            while let Some(parent) = above {
+                let parent =
+                    self.sessions.get(&parent).unwrap_or_else(|| panic!("{id} has a parent that is gone"));
+                assert_eq!(parent.owner, session.owner, "{id} was forked from another owner's");
+                assert!(session.computed <= session.history.tokens.len());
+                above = parent.parent;
+                steps += 1;
+                assert!(steps <= self.sessions.len(), "{id} is its own ancestor");
+            }
+        }
+        assert_eq!(owned, self.owned);
+        for (salt, id) in self.ahead.all() {
+            let session = self.sessions.get(&id).unwrap_or_else(|| panic!("{id} is gone, and computes"));
+            assert!(session.salt == salt && session.busy.is_some(), "{id} does not compute");
+        }
+    }
+}

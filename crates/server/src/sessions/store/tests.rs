@@ -1,0 +1,190 @@
+//! The store against histories in a vector, and what its verbs look at.
+use super::super::history::MIN_CHARGE;
+use super::*;
+
+/// Numbers that are the same in every run of a seed.
+struct Draw(u64);
+
+impl Draw {
+    fn below(&mut self, n: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.0 >> 33) as usize % n
+    }
+}
+
+/// Histories in a vector: what the store should hold.
+struct Twin {
+    id: SessionId,
+    owner: usize,
+    tokens: Vec<u32>,
+    touched_s: u64,
+}
+
+fn charge(n_tokens: usize) -> usize {
+    n_tokens.max(MIN_CHARGE as usize)
+}
+
+/// Random verbs of two owners; what is there, what is counted, and what is shared, against vectors.
+#[test]
+fn the_store_and_a_list_of_vectors() {
+    for seed in 0..40 {
+        let mut draw = Draw(seed);
+        let quota = SessionsSection { idle_s: 50.0, max_sessions: 8, max_tokens: 150 };
+        let store = Store::new(quota, 4);
+        let owners: [Arc<str>; 2] = ["a".into(), "b".into()];
+        let mut twins: Vec<Twin> = Vec::new();
+        let (start, mut second) = (Instant::now(), 0);
+        for step in 0..400 {
+            let what = format!("seed {seed}, step {step}");
+            second += draw.below(8) as u64;
+            let at = Moment { instant: start + Duration::from_secs(second), unix_s: 1000 + second };
+            twins.retain(|twin| second - twin.touched_s < 50);
+            let owner = draw.below(2);
+            let me = &owners[owner];
+            let used = |twins: &[Twin]| {
+                let own = twins.iter().filter(|twin| twin.owner == owner);
+                own.fold((0, 0), |(n, tokens), twin| (n + 1, tokens + charge(twin.tokens.len())))
+            };
+            let (n, used) = used(&twins);
+            let fits = |more: usize, tokens: usize| n + more <= 8 && used + more * charge(tokens) <= 150;
+            let own: Vec<usize> = (0..twins.len()).filter(|i| twins[*i].owner == owner).collect();
+            let picked = (!own.is_empty()).then(|| own[draw.below(own.len())]);
+            match (draw.below(5), picked) {
+                (0, _) | (_, None) => {
+                    let tokens: Vec<u32> = (0..draw.below(40)).map(|i| i as u32).collect();
+                    let history = History::of_tokens(tokens.clone());
+                    let draft = Draft { name: None, cache_salt: None, salt: me.clone(), history };
+                    let made = store.create(at, me, draft);
+                    assert_eq!(made.is_ok(), fits(1, tokens.len()), "{what}");
+                    twins.extend(made.map(|made| Twin { id: made.id, owner, tokens, touched_s: second }));
+                }
+                (1, Some(i)) => {
+                    let (n, cut) = (1 + draw.below(3), draw.below(twins[i].tokens.len() + 1));
+                    let tokens = twins[i].tokens[..cut].to_vec();
+                    let made = store.fork(at, me, twins[i].id, &History::of_tokens(tokens.clone()), n, None);
+                    assert_eq!(made.is_ok(), fits(n, cut), "{what}");
+                    twins[i].touched_s = second;
+                    for seen in made.into_iter().flatten() {
+                        assert_eq!((seen.shared_tokens, seen.parent), (cut, Some(twins[i].id)), "{what}");
+                        twins.push(Twin { id: seen.id, owner, tokens: tokens.clone(), touched_s: second });
+                    }
+                }
+                (2, Some(i)) => {
+                    let mut claim = store.claim(at, me, twins[i].id, true).unwrap();
+                    let again = store.claim(at, me, twins[i].id, false);
+                    assert_eq!(again.map(|_| ()).unwrap_err().status, StatusCode::CONFLICT, "{what}");
+                    let mut began = Some(History::of_tokens(twins[i].tokens.clone()));
+                    let others = used - charge(twins[i].tokens.len());
+                    for k in 0..draw.below(30) {
+                        let pushed = claim.push(began.take(), 90 + k as u32);
+                        twins[i].tokens.push(90 + k as u32);
+                        assert_eq!(pushed.is_ok(), others + charge(twins[i].tokens.len()) <= 150, "{what}");
+                        if pushed.is_err() {
+                            break;
+                        }
+                    }
+                    claim.end(at.instant, |_| ());
+                    twins[i].touched_s = second;
+                }
+                (3, Some(i)) => {
+                    let mut claim = store.claim(at, me, twins[i].id, false).unwrap();
+                    let mut tokens = twins[i].tokens.clone();
+                    tokens.truncate(draw.below(tokens.len() + 1));
+                    tokens.extend((0..draw.below(20)).map(|k| 70 + k as u32));
+                    let grows = charge(tokens.len()).saturating_sub(charge(twins[i].tokens.len()));
+                    let done = claim.commit(at, History::of_tokens(tokens.clone()));
+                    assert_eq!(done.is_ok(), grows == 0 || used + grows <= 150, "{what}");
+                    if done.is_ok() {
+                        twins[i].tokens = tokens;
+                    }
+                    twins[i].touched_s = second;
+                }
+                (_, Some(i)) => {
+                    let twin = twins.swap_remove(i);
+                    let other = &owners[1 - owner];
+                    assert!(store.delete(at, other, twin.id).is_err(), "{what}: another one's");
+                    store.delete(at, me, twin.id).unwrap();
+                }
+            }
+            store.audit();
+            for (owner, name) in owners.iter().enumerate() {
+                let mut seen: Vec<_> = store.list(at, name).into_iter().map(|s| (s.id, s.n_tokens)).collect();
+                let own = twins.iter().filter(|twin| twin.owner == owner);
+                let mut expected: Vec<_> = own.map(|twin| (twin.id, twin.tokens.len())).collect();
+                seen.sort_unstable();
+                expected.sort_unstable();
+                assert_eq!(seen, expected, "{what}");
+            }
+            if let Some(twin) = twins.last() {
+                let (_, history) = store.look(at, &owners[twin.owner], twin.id).unwrap();
+                assert_eq!(*history.tokens, twin.tokens, "{what}");
+            }
+        }
+    }
+}
+
+fn text(salt: &str, tokens: &[u32]) -> Draft {
+    Draft { name: None, cache_salt: None, salt: salt.into(), history: History::of_tokens(tokens.to_vec()) }
+}
+
+/// While somebody holds a session its time may pass; when it is let go untouched it is gone, and if it was used it
+/// has all its time again.
+#[test]
+fn who_is_held_expires_when_let_go() {
+    let store = Store::new(SessionsSection { idle_s: 50.0, max_sessions: 8, max_tokens: 1000 }, 4);
+    let me: Arc<str> = "a".into();
+    let start = Instant::now();
+    let at = |s: u64| Moment { instant: start + Duration::from_secs(s), unix_s: s };
+    let ids: Vec<SessionId> = (0..3).map(|_| store.create(at(0), &me, text("s", &[1])).unwrap().id).collect();
+    let mut claims: Vec<Claim> = ids.iter().map(|id| store.claim(at(10), &me, *id, true).unwrap()).collect();
+    for s in [49, 50, 60, 200] {
+        assert_eq!(store.list(at(s), &me).len(), 3, "{s}");
+        store.audit();
+    }
+    claims[0].end(at(201).instant, |_| ());
+    store.audit();
+    drop(claims.remove(1));
+    let there: Vec<SessionId> = store.list(at(202), &me).into_iter().map(|seen| seen.id).collect();
+    let mut expected = [ids[0], ids[2]];
+    expected.sort_unstable();
+    assert_eq!(there, expected);
+    assert_eq!(store.list(at(250), &me).len(), 2);
+    assert_eq!(store.list(at(251), &me).len(), 1, "the one that is held");
+    drop(claims);
+    assert_eq!(store.list(at(251), &me).len(), 0);
+    store.audit();
+}
+
+/// A verb looks at nobody else's sessions; each is looked at when its time may be over.
+#[test]
+fn a_verb_does_not_look_at_all_sessions() {
+    let store = Store::new(SessionsSection { idle_s: 50.0, max_sessions: 2000, max_tokens: 1 << 20 }, 4);
+    let (me, other): (Arc<str>, Arc<str>) = ("a".into(), "b".into());
+    let start = Instant::now();
+    let at = |ms: u64| Moment { instant: start + Duration::from_millis(ms), unix_s: 0 };
+    for _ in 0..1000 {
+        store.create(at(0), &other, text("b", &[1])).unwrap();
+    }
+    let mine = store.create(at(0), &me, text("a", &[1])).unwrap().id;
+    for ms in 0..1000 {
+        store.claim(at(ms * 30), &me, mine, false).unwrap();
+        store.look(at(ms * 30), &me, mine).unwrap();
+    }
+    assert_eq!(store.lock().n_looked, 0, "nobody's time is over");
+    for ms in 0..1000 {
+        store.claim(at(40_000 + ms * 40), &me, mine, false).unwrap();
+    }
+    assert_eq!(store.list(at(80_000), &other).len(), 0);
+    let looked = store.lock().n_looked;
+    assert!((1000..1010).contains(&looked), "{looked} looked at");
+}
+
+#[test]
+fn ids_are_read_as_they_are_written() {
+    let id = SessionId::draw();
+    assert_eq!(SessionId::parse(&id.to_string()), Some(id));
+    assert_ne!(SessionId::draw(), id);
+    for bad in ["", "sess-", "sess-0", &id.to_string().to_uppercase(), &format!("{id}0"), "sess-+123"] {
+        assert_eq!(SessionId::parse(bad), None, "{bad:?}");
+    }
+}

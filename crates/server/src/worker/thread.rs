@@ -1,0 +1,283 @@
+//! The engine thread: it owns the scheduler, the cache and the bytes, and takes one turn after the other.
+//!
+//! Between turns it hears what arrived, who went away and whose deadline has passed; behind a turn it says what came of
+//! it. So a request that nobody waits for any more holds nothing when the next step begins.
+use super::request::{Chooser, Ending};
+use super::{Shared, State, Stats, Watch};
+use crate::job::*;
+use kvist_engine::model::Model;
+use kvist_engine::sampler::Sampler;
+use kvist_scheduler::{End, Ended, Prompt, Reason, Request, RequestId, Turn};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+use tokio::sync::mpsc;
+
+pub(super) enum Command {
+    Arrive { id: RequestId, job: Box<Job>, events: mpsc::UnboundedSender<Event>, unread: Arc<AtomicUsize> },
+    Cancel(RequestId),
+    CancelAll,
+    Inspect(Box<dyn FnOnce(&mut State) + Send>),
+    Stop,
+}
+
+pub(super) struct Thread {
+    pub model: Arc<Model>,
+    pub state: State,
+    pub watchers: Vec<Box<dyn Watch>>,
+    pub live: BTreeMap<RequestId, Live>,
+    pub totals: Totals,
+    pub shared: std::sync::Weak<Shared>,
+}
+
+#[derive(Default)]
+pub(super) struct Totals {
+    prompt_tokens: u64,
+    busy_ns: u64,
+}
+
+/// A job that has not ended.
+pub(super) struct Live {
+    events: mpsc::UnboundedSender<Event>,
+    end: Arc<Mutex<Ending>>,
+    deadline: Option<Instant>,
+    explain: bool,
+    admitted: bool,
+    /// Its deadline has passed.
+    late: bool,
+    needed_tokens: u64,
+}
+
+impl Thread {
+    pub fn run(mut self, inbox: &Receiver<Command>) {
+        let mut idle = true;
+        loop {
+            // A handle that was dropped on another thread: nobody can ask for anything any more.
+            let command = if idle { inbox.recv().ok() } else { inbox.try_recv().ok() };
+            match command {
+                Some(Command::Stop) => return,
+                Some(command) => {
+                    self.hear(command);
+                    idle = false; // look whether there is more before the turn
+                    continue;
+                }
+                None if idle => return,
+                None => {}
+            }
+            self.end_late();
+            let now = self.state.now_ns();
+            let State { scheduler, executor, .. } = &mut self.state;
+            let turn = scheduler.turn(now, executor);
+            let elapsed_ns = match turn {
+                Turn::Ran { elapsed_ns, .. } => elapsed_ns,
+                Turn::Idle => 0,
+            };
+            self.totals.busy_ns += elapsed_ns;
+            self.tell();
+            for watcher in &mut self.watchers {
+                watcher.turn(now, now + elapsed_ns, &mut self.state);
+            }
+            self.note();
+            idle = turn == Turn::Idle;
+        }
+    }
+
+    fn hear(&mut self, command: Command) {
+        match command {
+            Command::Arrive { id, job, events, unread } => self.arrive(id, *job, events, unread),
+            Command::Cancel(id) => {
+                let now = self.state.now_ns();
+                self.state.scheduler.cancel(now, id);
+            }
+            Command::CancelAll => {
+                let now = self.state.now_ns();
+                for id in self.live.keys() {
+                    self.state.scheduler.cancel(now, *id);
+                }
+            }
+            Command::Inspect(look) => look(&mut self.state),
+            Command::Stop => {}
+        }
+        self.tell();
+    }
+
+    fn arrive(
+        &mut self,
+        id: RequestId,
+        mut job: Job,
+        events: mpsc::UnboundedSender<Event>,
+        unread: Arc<AtomicUsize>,
+    ) {
+        let now = self.state.now_ns();
+        let end = Arc::new(Mutex::new(Ending::default()));
+        let prompt_tokens = u32::try_from(job.prompt.len()).unwrap_or(u32::MAX);
+        let live = Live {
+            events: events.clone(),
+            end: end.clone(),
+            deadline: job.deadline,
+            explain: job.explain,
+            admitted: false,
+            late: false,
+            needed_tokens: u64::from(prompt_tokens) + u64::from(job.max_new),
+        };
+        self.live.insert(id, live);
+        match Sampler::new(job.sampling) {
+            Ok(mut sampler) => {
+                sampler.observe(&job.prompt);
+                let chooser = Chooser::new(self.model.clone(), sampler, &mut job, events, unread, end);
+                self.state.executor.expect(id, Box::new(chooser));
+            }
+            Err(e) => return self.fail(id, Failure::Engine(e.to_string())),
+        }
+        let request = Request {
+            id,
+            arrival_ns: now,
+            prompt_tokens,
+            max_new: job.max_new,
+            prompt: Prompt::SharedTokens(job.prompt),
+            deadline_ns: job.deadline.map(|at| {
+                let left = at.saturating_duration_since(Instant::now());
+                now.saturating_add(u64::try_from(left.as_nanos()).unwrap_or(u64::MAX))
+            }),
+            priority: job.priority,
+            salt: job.salt,
+        };
+        if let Err(duplicate) = self.state.scheduler.arrive(now, request) {
+            self.fail(id, Failure::Engine(duplicate.to_string()));
+        }
+    }
+
+    /// Cancel what is past its deadline.
+    fn end_late(&mut self) {
+        let now = Instant::now();
+        let now_ns = self.state.now_ns();
+        for (id, live) in &mut self.live {
+            if !live.late && live.deadline.is_some_and(|deadline| deadline <= now) {
+                live.late = true;
+                self.state.scheduler.cancel(now_ns, *id);
+            }
+        }
+    }
+
+    /// Say who was admitted and what ended.
+    fn tell(&mut self) {
+        for (id, live) in self.live.iter_mut().filter(|(_, live)| !live.admitted) {
+            let Some(standing) = self.state.scheduler.standing(*id) else { continue };
+            if standing.admitted_ns.is_some() {
+                let miss = standing.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
+                live.admit(standing.hit_tokens, miss, standing.prompt_tokens, &mut self.totals, &self.shared);
+            }
+        }
+        let ended: Vec<Ended> = self.state.scheduler.drain_ended().collect();
+        for ended in ended {
+            self.end(&ended);
+        }
+    }
+
+    fn end(&mut self, ended: &Ended) {
+        self.watchers.iter_mut().for_each(|watcher| watcher.ended(ended));
+        self.state.executor.forget(ended.id);
+        let Some(mut live) = self.live.remove(&ended.id) else { return };
+        if ended.admitted_ns.is_some() && !live.admitted {
+            let miss = ended.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
+            live.admit(ended.hit_tokens, miss, ended.prompt_tokens, &mut self.totals, &self.shared);
+        }
+        let ending = std::mem::take(&mut *live.end.lock().unwrap_or_else(|broken| broken.into_inner()));
+        let done = |finish| {
+            Event::Done(Done {
+                finish,
+                text: ending.text.clone(),
+                usage: Usage {
+                    prompt_tokens: ended.prompt_tokens,
+                    completion_tokens: ended.generated,
+                    cached_tokens: ended.hit_tokens,
+                    preemptions: ended.preemptions,
+                },
+            })
+        };
+        let event = match (ended.end, ending.failure) {
+            (_, Some(failure)) => Event::Failed(Failure::Engine(failure)),
+            (End::Finished, None) => done(ending.finish.clone().unwrap_or(Finish::Length)),
+            (End::Cancelled, None) if live.late => done(Finish::Deadline),
+            (End::Cancelled, None) => done(Finish::Cancelled),
+            // What it wrote until then is its answer.
+            (End::Refused(Reason::CacheFull), None) => done(Finish::Length),
+            (End::Refused(Reason::NeverFits), None) => {
+                let capacity = self.shared.upgrade().map_or(0, |shared| shared.capacity_tokens);
+                Event::Failed(Failure::NeverFits { needed: live.needed_tokens, capacity })
+            }
+            (End::Refused(reason), None) => {
+                let failure = self.state.executor.failure().filter(|_| reason == Reason::StepsFailed);
+                let why = failure.map_or_else(|| reason.name().to_owned(), |failure| failure.to_string());
+                Event::Failed(Failure::Engine(why))
+            }
+        };
+        live.over(event, &self.shared);
+    }
+
+    fn fail(&mut self, id: RequestId, failure: Failure) {
+        self.state.executor.forget(id);
+        if let Some(live) = self.live.remove(&id) {
+            live.over(Event::Failed(failure), &self.shared);
+        }
+    }
+
+    /// Figures for those who ask between turns.
+    fn note(&mut self) {
+        let Some(shared) = self.shared.upgrade() else { return };
+        let scheduler = &mut self.state.scheduler;
+        let index = scheduler.cache_mut().prefixes().map(|prefixes| prefixes.report());
+        let (held, idle, free) = (scheduler.held_cells(), scheduler.idle_cells(), scheduler.free_cells());
+        let stats = Stats {
+            running: scheduler.n_running(),
+            waiting: scheduler.n_waiting(),
+            counters: *scheduler.counters(),
+            prompt_tokens: self.totals.prompt_tokens,
+            capacity_cells: held + idle + free,
+            held_cells: held,
+            idle_cells: idle,
+            free_cells: free,
+            stored_blocks: index.as_ref().map_or(0, |index| index.n_stored),
+            evicted_blocks: index.as_ref().map_or(0, |index| index.n_evicted),
+            kv_bytes: self.state.executor.kv_bytes(),
+            kv_bytes_read: self.state.executor.counters().bytes_read,
+            busy_ns: self.totals.busy_ns,
+        };
+        *shared.stats.lock().unwrap_or_else(|broken| broken.into_inner()) = stats;
+    }
+}
+
+impl Live {
+    fn admit(
+        &mut self,
+        cached_tokens: u32,
+        miss: Option<kvist_cache::MissReason>,
+        prompt_tokens: u32,
+        totals: &mut Totals,
+        shared: &std::sync::Weak<Shared>,
+    ) {
+        self.admitted = true;
+        totals.prompt_tokens += u64::from(prompt_tokens);
+        if let Some(shared) = shared.upgrade() {
+            shared.queued.fetch_sub(1, SeqCst);
+        }
+        let _ = self.events.send(Event::Admitted { cached_tokens, miss });
+        let mut end = self.end.lock().unwrap_or_else(|broken| broken.into_inner());
+        end.admitted = true;
+        for event in end.early.drain(..) {
+            let _ = self.events.send(event);
+        }
+    }
+
+    fn over(self, event: Event, shared: &std::sync::Weak<Shared>) {
+        let _ = self.events.send(event);
+        if let Some(shared) = shared.upgrade() {
+            if !self.admitted {
+                shared.queued.fetch_sub(1, SeqCst);
+            }
+            shared.live.send_modify(|n| *n -= 1);
+        }
+    }
+}
