@@ -25,6 +25,11 @@ pub(crate) trait Scribe {
     /// Tokens of a text by itself; `first`: nothing stands before it.
     fn encode(&self, text: &str, first: bool) -> Result<Vec<u32>, ApiError>;
     fn decode(&self, tokens: &[u32]) -> Result<String, ApiError>;
+    /// Where in these tokens the end begins on which the text of what follows them may depend.
+    fn context(&self, tokens: &[u32]) -> usize {
+        let _ = tokens;
+        0
+    }
     /// The content of a message whose answer is this text.
     fn content(&self, answer: &str) -> String;
 }
@@ -254,16 +259,32 @@ impl History {
 
     /// Make `text` of what stands behind token `from`, of which it is a beginning.
     fn shorten(&mut self, scribe: &impl Scribe, from: usize, text: &str) -> Result<(), ApiError> {
-        // The most tokens whose text is a beginning of it: it grows with the tokens.
+        // As it was said: behind what stands before it, or SentencePiece would take its first blank.
+        let context = scribe.context(&self.tokens[..from]);
+        let before = scribe.decode(&self.tokens[context..from])?;
+        let said = |to: usize| {
+            let mut all = scribe.decode(&self.tokens[context..to])?;
+            match all.starts_with(&before) {
+                true => Ok(all.split_off(before.len())),
+                false => scribe.decode(&self.tokens[from..to]),
+            }
+        };
+        // The most tokens whose text is a beginning of it: it grows with the tokens, but for a character that is cut.
+        let cut = |c| c == char::REPLACEMENT_CHARACTER;
         let (mut fits, mut too_many) = (from, self.tokens.len() + 1);
         while fits + 1 < too_many {
             let middle = fits + (too_many - fits) / 2;
-            match text.starts_with(&scribe.decode(&self.tokens[from..middle])?) {
+            match text.starts_with(said(middle)?.trim_end_matches(cut)) {
                 true => fits = middle,
                 false => too_many = middle,
             }
         }
-        let shown = scribe.decode(&self.tokens[from..fits])?;
+        // Back to where a character is whole.
+        let mut shown = said(fits)?;
+        while fits > from && !text.starts_with(&shown) {
+            fits -= 1;
+            shown = said(fits)?;
+        }
         let tokens = Arc::make_mut(&mut self.tokens);
         tokens.truncate(fits);
         if let Some(rest) = text.strip_prefix(&shown).filter(|rest| !rest.is_empty()) {

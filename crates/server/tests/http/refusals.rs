@@ -255,7 +255,7 @@ fn pages_of_other_origins_may_call_where_that_is_configured() {
     let answer = server.send("OPTIONS", "/v1/completions", &asks, b"");
     assert_eq!(answer.header("access-control-allow-headers"), Some("authorization, x-stainless-lang"));
     let answer = server.send("GET", "/v1/models", &[("origin", "https://a.example")], b"");
-    assert_eq!(answer.header("access-control-expose-headers"), Some("retry-after"));
+    assert_eq!(answer.header("access-control-expose-headers"), Some("retry-after, x-should-retry"));
     assert_eq!(answer.header("access-control-allow-origin"), Some("https://a.example"));
     let answer = server.send("GET", "/v1/models", &[("origin", "https://b.example")], b"");
     assert_eq!((answer.status, answer.header("access-control-allow-origin")), (200, None));
