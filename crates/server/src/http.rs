@@ -224,6 +224,15 @@ fn reserve(app: Arc<App>) -> Router {
         .with_state(app)
 }
 
+/// Threads as [`serve`] wants them.
+pub fn runtime() -> io::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2) // they move text; the computing is done elsewhere
+        .max_blocking_threads(8) // they tokenize; more would each keep a heap of their own
+        .enable_all()
+        .build()
+}
+
 /// Accept and serve until `shutdown` resolves; then drain: new requests get 503, running ones have `limits.grace_s`,
 /// and are told and ended after it. An error if the engine ends by itself: then a supervisor should start the program anew.
 pub async fn serve(

@@ -199,6 +199,26 @@ async fn a_token_that_the_model_does_not_know_fails_its_own_request() {
     nothing_is_held(&engine).await;
 }
 
+/// A grammar that grew too large is its user's affair, and known as such.
+#[tokio::test]
+async fn a_grammar_that_fails_says_so() {
+    struct Fails(u32);
+    impl Constraint for Fails {
+        fn mask(&mut self, _: &mut [f32]) -> Result<(), String> {
+            self.0 += 1;
+            if self.0 > 3 { Err("too large".into()) } else { Ok(()) }
+        }
+        fn accept(&mut self, _: u32) -> Result<bool, String> {
+            Ok(false)
+        }
+    }
+    let engine = engine(config(1024));
+    let job = Job { constraint: Some(Box::new(Fails(0))), ..greedy(&tokens(TEXT), 10) };
+    let heard = hear(&mut engine.submit(job).unwrap()).await;
+    assert_eq!((heard.tokens.len(), heard.failure), (3, Some(Failure::Grammar("too large".into()))));
+    nothing_is_held(&engine).await;
+}
+
 #[tokio::test]
 async fn a_stop_string_is_no_part_of_the_text() {
     let prompt = tokens("The capacity of a vector is");

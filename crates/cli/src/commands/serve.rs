@@ -173,12 +173,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let model = args.model.load(opened, &budget, quiet)?;
     let engine = Engine::start(model, &registry, engine)?;
     let app = App::new(engine.clone(), &config, cache_tokens)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2) // they move text; the computing is done elsewhere
-        .max_blocking_threads(8) // they tokenize; more would each keep a heap of their own
-        .enable_all()
-        .build()
-        .context("cannot start threads for connections")?;
+    let runtime = kvist_server::runtime().context("cannot start threads for connections")?;
     runtime.block_on(async {
         if let Some(file) = record {
             engine.live().record(&engine, file).await;

@@ -605,6 +605,46 @@ mod tests {
         assert!(!all.contains("hm") && bodies(&next)[1] == message("assistant", "<think>hm</think>yes"));
     }
 
+    /// Tokens of bytes, as text that may be cut inside a character; a mark is none of it.
+    struct Utf8(Bytes);
+
+    impl Scribe for Utf8 {
+        fn render(&self, m: &[Value], kwargs: &Map<String, Value>, answer: bool) -> Result<String, ApiError> {
+            self.0.render(m, kwargs, answer)
+        }
+        fn encode_rendered(&self, text: &str, first: bool) -> Result<Vec<u32>, ApiError> {
+            self.0.encode(text, first)
+        }
+        fn encode(&self, _: &str, _: bool) -> Result<Vec<u32>, ApiError> {
+            Ok(vec![256])
+        }
+        fn decode(&self, tokens: &[u32]) -> Result<String, ApiError> {
+            let bytes: Vec<u8> = tokens.iter().filter_map(|token| u8::try_from(*token).ok()).collect();
+            Ok(String::from_utf8_lossy(&bytes).into_owned())
+        }
+        fn content(&self, answer: &str) -> String {
+            answer.into()
+        }
+    }
+
+    /// Half a character is no beginning of a text: the search for the last token went astray there, and what had been
+    /// drawn was encoded anew. Here encoding anything gives a mark.
+    #[test]
+    fn answers_of_long_characters_keep_their_tokens() {
+        let scribe = Utf8(Bytes { forgets: false });
+        let letters = ["a", "é", "漢", "😀", "\u{fffd}"];
+        let mut numbers = kvist_cache::twin::SplitMix64(11);
+        let mut n = |below: u64| (numbers.next() % below) as usize;
+        for _ in 0..2000 {
+            let mut word = |most: u64| (0..n(most)).map(|_| letters[n(5)]).collect::<String>();
+            let (prompt, kept, rest) = (word(4), word(12), word(6));
+            let tokens = |text: &str| text.bytes().map(u32::from).collect::<Vec<_>>();
+            let mut history = History::of_tokens(tokens(&format!("{prompt}{kept}{rest}")));
+            history.end_answer(&scribe, prompt.len(), false, Some(&kept)).unwrap();
+            assert_eq!(*history.tokens, tokens(&format!("{prompt}{kept}")), "{prompt:?} {kept:?} {rest:?}");
+        }
+    }
+
     #[test]
     fn a_stop_string_is_cut_out_of_a_token() {
         let scribe = Bytes { forgets: false };
