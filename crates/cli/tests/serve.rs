@@ -146,6 +146,9 @@ fn files_and_flags_that_cannot_be_served_are_told() {
         for word in words {
             assert!(stderr.contains(word), "{text:?}: {stderr:?} does not say {word}");
         }
+        // A plan of what cannot start is none.
+        let dry = run(&["serve", "--config", path, "--dry-run"], b"");
+        assert_eq!(dry.status.code(), Some(1), "{text:?}");
     }
     for args in
         [&["serve", "--policy", "best"][..], &["serve", "--host", "0.0.0.0"], &["serve", "--eviction", "opt"]]
@@ -156,7 +159,9 @@ fn files_and_flags_that_cannot_be_served_are_told() {
     // A port that somebody has.
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
-    let out = run(&["serve", "--port", &port], b"");
+    let record = folder.path().join("record.jsonl");
+    let out = run(&["serve", "--port", &port, "--record", record.to_str().unwrap()], b"");
     let stderr = String::from_utf8(out.stderr).unwrap();
     assert!(out.status.code() == Some(1) && stderr.contains(&port), "{stderr}");
+    assert!(!record.exists(), "it was found out behind the weights");
 }
