@@ -14,7 +14,12 @@ struct Server {
 
 impl Server {
     fn start(args: &[&str]) -> Server {
+        Server::logging("error", args)
+    }
+
+    fn logging(level: &str, args: &[&str]) -> Server {
         let mut command = kvist();
+        command.env("KVIST_LOG", level);
         command.args(["serve", "--port", "0", "-q"]).args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let mut line = String::new();
@@ -100,6 +105,26 @@ fn serves_what_run_writes_until_it_is_told_to_end() {
     stream.read_to_string(&mut rest).unwrap();
     assert!(rest.contains("\"length\"") && rest.contains("[DONE]") && !rest.contains("\"error\""), "{rest}");
     assert_eq!(server.ends(), Some(0));
+}
+
+/// Answers of documents were logged, and streamed ones never.
+#[test]
+fn the_log_has_prompts_and_streamed_answers_where_that_is_asked() {
+    for stream in [false, true] {
+        let mut server = Server::logging("info", &["--log-prompts", "--context", "512"]);
+        let request =
+            serde_json::json!({"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "stream": stream});
+        let answer = server.ask("POST", "/v1/completions", &request.to_string());
+        assert!(answer.contains("length") || answer.contains("stop"), "{answer}");
+        let mut log = server.child.stderr.take().unwrap();
+        server.signal("-TERM");
+        assert_eq!(server.ends(), Some(0));
+        let mut text = String::new();
+        log.read_to_string(&mut text).unwrap();
+        let lines = |what: &str| text.lines().filter(|line| line.contains(what)).count();
+        assert!(text.contains(PROMPT), "stream: {stream}: {text}");
+        assert_eq!(lines("answer id="), 1, "stream: {stream}: {text}");
+    }
 }
 
 #[test]

@@ -161,3 +161,26 @@ impl IntoResponse for ApiError {
         response
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A step is of many requests: what it says of its failure is not for each of them.
+    #[test]
+    fn failures_tell_what_their_request_caused_alone() {
+        let of = |failure: Failure| {
+            let error = ApiError::of_failure(&failure);
+            (error.status.as_u16(), error.code, error.message)
+        };
+        let (status, code, message) = of(Failure::Engine("request 7: token 256".into()));
+        assert_eq!((status, code), (500, "internal_error"));
+        assert!(!message.contains('7') && !message.contains("256"), "{message}");
+        assert_eq!(of(Failure::Grammar("too large".into())), (400, "grammar_failed", "too large".into()));
+        let (status, code, _) = of(Failure::Unread(4096));
+        assert_eq!((status, code), (503, "reads_too_slowly"));
+        let (status, code, message) = of(Failure::UnknownToken { token: 256, vocab: 200 });
+        assert_eq!((status, code), (400, "invalid_value"));
+        assert!(message.contains("256") && message.contains("200"), "{message}");
+    }
+}
