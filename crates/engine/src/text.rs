@@ -109,7 +109,8 @@ impl StopMatcher {
 
 #[cfg(test)]
 mod tests {
-    use super::StopMatcher;
+    use super::{StopMatcher, Stops};
+    use std::sync::Arc;
 
     fn run(stops: &[&str], pieces: &[&str]) -> (String, Option<String>) {
         let stops: Vec<String> = stops.iter().map(|s| s.to_string()).collect();
@@ -152,6 +153,19 @@ mod tests {
             found += usize::from(expected.1.is_some());
         }
         assert!((5_000..18_000).contains(&found), "{found} of 20,000 were stopped");
+    }
+
+    /// Of a request's answers each has its own place in the strings, and none its own strings.
+    #[test]
+    fn texts_share_strings_and_nothing_else() {
+        let stops = Arc::new(Stops::new(&["ab".to_string(), String::new()]));
+        let mut matchers = vec![StopMatcher::of(stops.clone()); 2];
+        assert_eq!(Arc::strong_count(&stops), 3);
+        let (mut out, mut other) = (String::new(), String::new());
+        assert_eq!(matchers[0].push("xa", &mut out), None);
+        assert_eq!(matchers[1].push("b", &mut other), None);
+        assert_eq!(matchers[0].push("b", &mut out), Some("ab".to_string()));
+        assert_eq!((out.as_str(), other.as_str()), ("x", "b"));
     }
 
     #[test]

@@ -226,8 +226,9 @@ async fn a_stop_string_is_no_part_of_the_text() {
     let words: Vec<&str> = text.split_whitespace().collect();
     let stop = format!("{} {}", words[3], words[4]);
     let engine = engine(config(1024));
-    let mut generation =
-        engine.submit(Job { stop: Arc::new(Stops::new(&[stop.clone()])), ..greedy(&prompt, 40) }).unwrap();
+    let mut generation = engine
+        .submit(Job { stop: Arc::new(Stops::new(std::slice::from_ref(&stop))), ..greedy(&prompt, 40) })
+        .unwrap();
     let heard = hear(&mut generation).await;
     assert_eq!(heard.done.unwrap().finish, Finish::Stop(stop.clone()));
     assert_eq!(heard.text, text[..text.find(&stop).unwrap()]);

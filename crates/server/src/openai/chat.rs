@@ -111,17 +111,7 @@ fn prompt(app: &App, fields: &ChatFields) -> Result<Vec<u32>, ApiError> {
 
 /// The conversation as text. What the model expects at the start of one is in it if the model has a template of its own.
 pub(crate) fn render(model: &Model, conversation: &Conversation) -> Result<String, ApiError> {
-    let mut messages = conversation.messages.to_vec();
-    for message in &mut messages {
-        // Null is "not there" to the API; templates ask whether a name is there, and take its length.
-        if let Some(fields) = message.as_object_mut() {
-            fields.retain(|name, value| name == "content" || !value.is_null());
-        }
-        // What the API calls developer, templates call system.
-        if message["role"] == "developer" {
-            message["role"] = "system".into();
-        }
-    }
+    let messages = for_templates(conversation.messages);
     let Some(template) = model.chat_template() else {
         return plain(&messages, conversation.add_generation_prompt);
     };
@@ -135,6 +125,22 @@ pub(crate) fn render(model: &Model, conversation: &Conversation) -> Result<Strin
         };
         ApiError::invalid(param, e.to_string())
     })
+}
+
+/// Messages as templates know them.
+fn for_templates(messages: &[Value]) -> Vec<Value> {
+    let mut messages = messages.to_vec();
+    for message in &mut messages {
+        // Null is "not there" to the API; templates ask whether a name is there, and take its length.
+        if let Some(fields) = message.as_object_mut() {
+            fields.retain(|name, value| name == "content" || !value.is_null());
+        }
+        // What the API calls developer, templates call system.
+        if message["role"] == "developer" {
+            message["role"] = "system".into();
+        }
+    }
+    messages
 }
 
 /// The plain template: see the head of this file.
@@ -320,6 +326,17 @@ impl Shape for Turn {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn templates_see_no_null_but_that_of_a_content() {
+        let messages = [
+            json!({"role": "developer", "content": "a", "name": null}),
+            json!({"role": "assistant", "content": null, "refusal": null, "tool_calls": null, "audio": null}),
+        ];
+        let expected =
+            [json!({"role": "system", "content": "a"}), json!({"role": "assistant", "content": null})];
+        assert_eq!(for_templates(&messages), expected);
+    }
 
     #[test]
     fn the_plain_template_is_the_documented_one() {
