@@ -291,7 +291,8 @@ fn the_description_is_of_this_server() {
         for verb in verbs.as_object().unwrap().keys() {
             // Of its own: one of the verbs deletes it.
             let session = server.post("/v1/sessions", &json!({"text": "a"})).good();
-            let path = path.replace("{model}", MODEL).replace("{id}", session["id"].as_str().unwrap());
+            let session = session["id"].as_str().unwrap();
+            let path = path.replace("{model}", MODEL).replace("{id}", session);
             let answer = match verb.as_str() {
                 "post" => server.post(&path, &json!({"nonsense": 1})),
                 verb => server.send(&verb.to_ascii_uppercase(), &path, &[], b""),
@@ -299,6 +300,9 @@ fn the_description_is_of_this_server() {
             let expected = if verb == "post" { 400 } else { 200 };
             assert_eq!(answer.status, expected, "{verb} {path}: {}", answer.text);
             assert!(verbs[verb]["responses"].get(expected.to_string()).is_some(), "{verb} {path}");
+            let bad = server.send(&verb.to_ascii_uppercase(), &path.replace(session, "%ff"), &[], b"");
+            let described = |status: u16| verbs[verb]["responses"].get(status.to_string()).is_some();
+            assert!(described(bad.status), "{verb} {path}: {}", bad.text);
         }
     }
     // Every reference leads somewhere.
