@@ -108,7 +108,7 @@ const MAX_STOP_CHARS: u32 = 256;
 /// What both endpoints take.
 pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
     let fields = json!({
-        "model": or_null(json!({"type": "string", "description": format!(
+        "model": or_null(json!({"type": "string", "enum": [b.model, null], "description": format!(
             "`{}`, which is also the default; any other is answered 404.", b.model)})),
         "temperature": number(0.0, 2.0, 1.0, "0 takes the likeliest token."),
         "top_p": number(0.0, 1.0, 1.0, "Choose among the likeliest that together reach this probability."),
