@@ -71,6 +71,19 @@ def test_an_assistants_message_goes_back(client):
     assert answer.choices[0].message.content is not None
 
 
+def test_a_dumped_message_goes_back(client, tools):
+    # Everybody's idiom: what stands in the object, and null for all that does not.
+    for asked, fields in [(client, {}), (tools, {"tools": TOOLS, "tool_choice": "none"}),
+                          (tools, {"tools": TOOLS, "tool_choice": "required", "max_completion_tokens": 200,
+                                   "parallel_tool_calls": False, "temperature": 1, "seed": 1})]:
+        said = chat(asked, **fields).choices[0].message
+        dumped = said.model_dump()
+        assert dumped["function_call"] is None and "annotations" in dumped
+        told = [{"role": "tool", "tool_call_id": call.id, "content": "12:00"} for call in said.tool_calls or []]
+        messages = [*MESSAGES, dumped, *(told or [{"role": "user", "content": "And why?"}])]
+        assert chat(asked, messages=messages).choices[0].message.role == "assistant"
+
+
 class Answer(pydantic.BaseModel):
     name: typing.Literal["trait", "struct"]
     count: typing.Literal[1, 2, 3]

@@ -85,6 +85,21 @@ def test_a_full_queue_is_429(keyed):
     becomes_free(keyed, "ops-secret")
 
 
+def test_a_deadline_is_not_asked_again(keyed):
+    sent = []
+    http = openai.DefaultHttpxClient(event_hooks={"request": [sent.append]})
+    patient = openai.OpenAI(base_url=keyed.url + "/v1", api_key="ann-secret", max_retries=5, http_client=http)
+    running = client_of(keyed, "ann-secret").completions.create(
+        model=NAME, prompt="fn main() {", max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+    next(iter(running))
+    with pytest.raises(openai.APIStatusError) as refused:
+        patient.completions.create(model=NAME, prompt="fn", extra_body={"kvist": {"timeout_ms": 50}})
+    running.close()
+    assert refused.value.status_code == 408 and refused.value.code == "deadline_exceeded"
+    assert len(sent) == 1, f"{len(sent)} requests"
+    becomes_free(keyed, "ops-secret")
+
+
 def test_a_client_that_leaves_holds_nothing(plain, client):
     generated = plain.metric("vllm:generation_tokens_total")
     streams = [

@@ -14,7 +14,12 @@ struct Server {
 
 impl Server {
     fn start(args: &[&str]) -> Server {
+        Server::logging("error", args)
+    }
+
+    fn logging(level: &str, args: &[&str]) -> Server {
         let mut command = kvist();
+        command.env("KVIST_LOG", level);
         command.args(["serve", "--port", "0", "-q"]).args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let mut line = String::new();
@@ -102,6 +107,26 @@ fn serves_what_run_writes_until_it_is_told_to_end() {
     assert_eq!(server.ends(), Some(0));
 }
 
+/// Answers of documents were logged, and streamed ones never.
+#[test]
+fn the_log_has_prompts_and_streamed_answers_where_that_is_asked() {
+    for stream in [false, true] {
+        let mut server = Server::logging("info", &["--log-prompts", "--context", "512"]);
+        let request =
+            serde_json::json!({"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "stream": stream});
+        let answer = server.ask("POST", "/v1/completions", &request.to_string());
+        assert!(answer.contains("length") || answer.contains("stop"), "{answer}");
+        let mut log = server.child.stderr.take().unwrap();
+        server.signal("-TERM");
+        assert_eq!(server.ends(), Some(0));
+        let mut text = String::new();
+        log.read_to_string(&mut text).unwrap();
+        let lines = |what: &str| text.lines().filter(|line| line.contains(what)).count();
+        assert!(text.contains(PROMPT), "stream: {stream}: {text}");
+        assert_eq!(lines("answer id="), 1, "stream: {stream}: {text}");
+    }
+}
+
 #[test]
 fn the_plan_names_every_purpose_and_is_refused_where_it_does_not_fit() {
     let plan = json(&["serve", "--dry-run", "--json", "--context", "4096", "--kv", "q8"]);
@@ -146,6 +171,9 @@ fn files_and_flags_that_cannot_be_served_are_told() {
         for word in words {
             assert!(stderr.contains(word), "{text:?}: {stderr:?} does not say {word}");
         }
+        // A plan of what cannot start is none.
+        let dry = run(&["serve", "--config", path, "--dry-run"], b"");
+        assert_eq!(dry.status.code(), Some(1), "{text:?}");
     }
     for args in
         [&["serve", "--policy", "best"][..], &["serve", "--host", "0.0.0.0"], &["serve", "--eviction", "opt"]]
@@ -156,7 +184,9 @@ fn files_and_flags_that_cannot_be_served_are_told() {
     // A port that somebody has.
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
-    let out = run(&["serve", "--port", &port], b"");
+    let record = folder.path().join("record.jsonl");
+    let out = run(&["serve", "--port", &port, "--record", record.to_str().unwrap()], b"");
     let stderr = String::from_utf8(out.stderr).unwrap();
     assert!(out.status.code() == Some(1) && stderr.contains(&port), "{stderr}");
+    assert!(!record.exists(), "it was found out behind the weights");
 }

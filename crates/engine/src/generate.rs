@@ -103,7 +103,7 @@ pub fn generate(
 ) -> Result<Generation, Error> {
     let started = Instant::now();
     let eos = session.model().end_tokens().to_vec();
-    let mut out = Output::new(tokenizer, limits);
+    let mut out = Output::new(tokenizer, prompt, limits);
     let done = session.prefill(seq, prompt, &mut |n| observer.prefilled(n))?;
     let prefill = started.elapsed();
     let started = Instant::now();
@@ -163,8 +163,8 @@ struct Output<'t> {
 }
 
 impl<'t> Output<'t> {
-    fn new(tokenizer: Option<&'t Tokenizer>, limits: &Limits) -> Self {
-        let stream = tokenizer.map(|t| t.stream());
+    fn new(tokenizer: Option<&'t Tokenizer>, prompt: &[u32], limits: &Limits) -> Self {
+        let stream = tokenizer.map(|t| t.stream_after(prompt));
         Output { stream, stops: StopMatcher::new(&limits.stop), text: String::new(), shown: 0 }
     }
     /// The stop string that this token completed, if it did.

@@ -1,54 +1,73 @@
 //! Stop strings, found across pieces and never shown in part.
 
-/// Looks for stop strings in a text that comes in pieces. What could be the beginning of one is held back.
-///
-/// Every byte is looked at once per stop string, however long strings and text are (Knuth, Morris and Pratt, 1977).
+use std::sync::Arc;
+
+/// Stop strings, made ready to be looked for: once, however many texts they may end.
 #[derive(Clone, Debug, Default)]
-pub struct StopMatcher {
-    stops: Vec<Stop>,
-    /// The longest end of the text so far that begins a stop string.
-    held: String,
-}
+pub struct Stops(Vec<Stop>);
 
 #[derive(Clone, Debug)]
 struct Stop {
     text: String,
     /// Of each beginning of the text, the length of its longest proper end that is a beginning too. `[len]`
-    border: Vec<usize>,
-    /// How much of it the text so far ends with.
-    matched: usize,
+    border: Vec<u32>,
+}
+
+impl Stops {
+    /// Empty strings stop nothing, and neither do those of 4 GiB.
+    pub fn new(stops: &[String]) -> Self {
+        let counted = stops.iter().filter(|s| !s.is_empty() && u32::try_from(s.len()).is_ok());
+        Stops(counted.map(|s| Stop::new(s)).collect())
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
 }
 
 impl Stop {
     fn new(text: &str) -> Self {
-        let mut stop = Stop { text: text.into(), border: vec![0], matched: 0 };
+        let mut stop = Stop { text: text.into(), border: vec![0] };
+        let mut matched = 0;
         for &byte in &text.as_bytes()[1..] {
-            stop.step(byte);
-            stop.border.push(stop.matched);
+            matched = stop.step(matched, byte);
+            stop.border.push(matched as u32);
         }
-        stop.matched = 0;
         stop
     }
 
-    /// One byte more of the text. Uses no border that is longer than what is matched.
-    fn step(&mut self, byte: u8) {
+    /// How much of it a text ends with that ended with `matched` of it and goes on with `byte`. Uses no border that is
+    /// longer than `matched`.
+    fn step(&self, mut matched: usize, byte: u8) -> usize {
         let text = self.text.as_bytes();
-        while self.matched == text.len() || (self.matched > 0 && text[self.matched] != byte) {
-            self.matched = self.border[self.matched - 1];
+        while matched == text.len() || (matched > 0 && text[matched] != byte) {
+            matched = self.border[matched - 1] as usize;
         }
-        self.matched += usize::from(text[self.matched] == byte);
+        matched + usize::from(text[matched] == byte)
     }
+}
 
-    fn is_complete(&self) -> bool {
-        self.matched == self.text.len()
-    }
+/// Looks for stop strings in a text that comes in pieces. What could be the beginning of one is held back.
+///
+/// Every byte is looked at once per stop string, however long strings and text are (Knuth, Morris and Pratt, 1977).
+#[derive(Clone, Debug, Default)]
+pub struct StopMatcher {
+    stops: Arc<Stops>,
+    /// How much of each the text so far ends with.
+    matched: Vec<usize>,
+    /// The longest end of the text so far that begins a stop string.
+    held: String,
 }
 
 impl StopMatcher {
     /// Empty strings stop nothing.
     pub fn new(stops: &[String]) -> Self {
-        let stops = stops.iter().filter(|s| !s.is_empty()).map(|s| Stop::new(s)).collect();
-        StopMatcher { stops, held: String::new() }
+        Self::of(Arc::new(Stops::new(stops)))
+    }
+
+    /// One of several texts that the same strings may end.
+    pub fn of(stops: Arc<Stops>) -> Self {
+        StopMatcher { matched: vec![0; stops.0.len()], stops, held: String::new() }
     }
 
     /// Take a piece; append to `out` what is certain not to belong to a stop string. If one is complete, `out`
@@ -56,9 +75,10 @@ impl StopMatcher {
     /// not depend on how it was cut into pieces; of those the longest.
     pub fn push(&mut self, piece: &str, out: &mut String) -> Option<String> {
         for (i, &byte) in piece.as_bytes().iter().enumerate() {
-            self.stops.iter_mut().for_each(|stop| stop.step(byte));
-            let complete = self.stops.iter().filter(|stop| stop.is_complete());
-            if let Some(stop) = complete.max_by_key(|stop| stop.text.len()) {
+            let each = self.stops.0.iter().zip(&mut self.matched);
+            each.for_each(|(stop, matched)| *matched = stop.step(*matched, byte));
+            let complete = self.stops.0.iter().zip(&self.matched).filter(|(stop, n)| stop.text.len() == **n);
+            if let Some((stop, _)) = complete.max_by_key(|(stop, _)| stop.text.len()) {
                 let found = stop.text.clone();
                 // A stop string begins and ends with whole characters, and so does what stands before it.
                 self.held.push_str(&piece[..=i]);
@@ -68,7 +88,7 @@ impl StopMatcher {
             }
         }
         self.held.push_str(piece);
-        let begun = self.stops.iter().map(|stop| stop.matched).max().unwrap_or(0);
+        let begun = self.matched.iter().copied().max().unwrap_or(0);
         let sure = self.held.len() - begun;
         out.push_str(&self.held[..sure]);
         self.held.drain(..sure);
@@ -83,13 +103,14 @@ impl StopMatcher {
 
     fn forget(&mut self) {
         self.held.clear();
-        self.stops.iter_mut().for_each(|stop| stop.matched = 0);
+        self.matched.fill(0);
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::StopMatcher;
+    use super::{StopMatcher, Stops};
+    use std::sync::Arc;
 
     fn run(stops: &[&str], pieces: &[&str]) -> (String, Option<String>) {
         let stops: Vec<String> = stops.iter().map(|s| s.to_string()).collect();
@@ -132,6 +153,19 @@ mod tests {
             found += usize::from(expected.1.is_some());
         }
         assert!((5_000..18_000).contains(&found), "{found} of 20,000 were stopped");
+    }
+
+    /// Of a request's answers each has its own place in the strings, and none its own strings.
+    #[test]
+    fn texts_share_strings_and_nothing_else() {
+        let stops = Arc::new(Stops::new(&["ab".to_string(), String::new()]));
+        let mut matchers = vec![StopMatcher::of(stops.clone()); 2];
+        assert_eq!(Arc::strong_count(&stops), 3);
+        let (mut out, mut other) = (String::new(), String::new());
+        assert_eq!(matchers[0].push("xa", &mut out), None);
+        assert_eq!(matchers[1].push("b", &mut other), None);
+        assert_eq!(matchers[0].push("b", &mut out), Some("ab".to_string()));
+        assert_eq!((out.as_str(), other.as_str()), ("x", "b"));
     }
 
     #[test]

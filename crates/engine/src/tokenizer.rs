@@ -90,6 +90,10 @@ impl Tokenizer {
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
+    /// What the vocabulary calls a token.
+    pub fn name(&self, token: u32) -> Option<String> {
+        self.inner.id_to_token(token)
+    }
     pub fn token(&self, text: &str) -> Option<u32> {
         self.inner.token_to_id(text)
     }
@@ -98,10 +102,25 @@ impl Tokenizer {
     pub fn stream(&self) -> TextStream<'_> {
         self.stream_with(&[])
     }
+    /// Decode what follows `before`, token by token: all pieces together are what the text of both has behind that of
+    /// `before`, its first blank included, which SentencePiece takes off the start of a text.
+    pub fn stream_after(&self, before: &[u32]) -> TextStream<'_> {
+        TextStream { tokenizer: self, state: TextState::after(self, before, &[]) }
+    }
     /// Decode token by token, and write out these control tokens by their names: where they mark what a program is
     /// to read, as `<tool_call>` does, their absence would change what the text says.
     pub fn stream_with(&self, written: &[u32]) -> TextStream<'_> {
         TextStream { tokenizer: self, state: TextState::new(written) }
+    }
+
+    /// The end of `tokens` on which what follows them may depend.
+    pub fn context_of<'a>(&self, tokens: &'a [u32]) -> &'a [u32] {
+        let from = |back: usize| &tokens[tokens.len().saturating_sub(CONTEXT_TOKENS + back)..];
+        // Not from inside a character: SentencePiece would make its bytes, and all that follow them, into replacements.
+        let whole = |part: &&[u32]| {
+            self.decode(part).is_ok_and(|text| !text.starts_with(char::REPLACEMENT_CHARACTER))
+        };
+        (0..4).map(from).find(whole).unwrap_or(from(0))
     }
 
     fn failed(&self, error: tokenizers::Error) -> Error {
@@ -169,10 +188,20 @@ pub struct TextState {
 /// Tokens that may wait for a whole character, or for any text at all.
 const LONGEST_RUN: usize = 64;
 
+/// Tokens of what stands before a text that its first pieces may depend on: enough that one of them has a text, where
+/// control tokens are the last ones.
+pub const CONTEXT_TOKENS: usize = 16;
+
 impl TextState {
     /// At the start of a text; `written` as [`Tokenizer::stream_with`] has it.
     pub fn new(written: &[u32]) -> Self {
         TextState { written: written.into(), ..TextState::default() }
+    }
+
+    /// Behind `before`, see [`Tokenizer::stream_after`]. Its last [`CONTEXT_TOKENS`] are looked at.
+    pub fn after(tokenizer: &Tokenizer, before: &[u32], written: &[u32]) -> Self {
+        let tokens = tokenizer.context_of(before).to_vec();
+        TextState { written: written.into(), shown: tokens.len(), tokens, first: 0 }
     }
 
     /// See [`TextStream::push`].

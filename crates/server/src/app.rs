@@ -11,7 +11,7 @@ use crate::structured::{Compiled, Grammar, GrammarCompiler};
 use crate::tools::ToolFormat;
 use crate::worker::Engine;
 use kvist_engine::tokenizer::Piece;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
@@ -42,8 +42,6 @@ pub struct App {
     /// Turns true when the grace after a signal is over: whatever still runs is told and ended.
     pub(crate) stopping: watch::Sender<bool>,
     draining: AtomicBool,
-    /// Ids of requests: drawn once, then counted, so that none comes twice.
-    id: (u64, AtomicU64),
 }
 
 impl App {
@@ -69,7 +67,7 @@ impl App {
         Ok(Arc::new(App {
             http: config.http.clone(),
             limits: config.limits.clone(),
-            bodies: Bodies::new(config.limits.max_body_bytes),
+            bodies: Bodies::new(config.limits.max_body_bytes, &keys.names()),
             keys,
             schemas,
             tools,
@@ -84,7 +82,6 @@ impl App {
             sessions: Store::new(config.sessions.clone(), config.cache.block_tokens),
             stopping: watch::Sender::new(false),
             draining: AtomicBool::new(false),
-            id: (crate::openai::random_seed(), AtomicU64::new(0)),
             engine,
         }))
     }
@@ -130,8 +127,7 @@ impl App {
     }
 
     pub(crate) fn new_id(&self, kind: &str) -> String {
-        let count = self.id.1.fetch_add(1, Ordering::Relaxed);
-        format!("{kind}-{:016x}{count:08x}", self.id.0)
+        format!("{kind}-{:032x}", crate::openai::random_id())
     }
 
     pub(crate) fn now(&self) -> u64 {

@@ -33,6 +33,9 @@ pub struct Keys {
     keys: Vec<([u8; 32], Caller)>,
 }
 
+/// Who asks where there are no keys.
+const ANYBODY: &str = "anybody";
+
 /// Shorter keys can be guessed.
 const MIN_KEY_BYTES: usize = 8;
 
@@ -82,10 +85,21 @@ impl Keys {
         self.keys.is_empty()
     }
 
+    /// The names that callers can have, each once.
+    pub fn names(&self) -> Vec<Arc<str>> {
+        let mut names: Vec<Arc<str>> = self.keys.iter().map(|(_, caller)| caller.name.clone()).collect();
+        if self.is_open() {
+            names.push(ANYBODY.into());
+        }
+        names.sort();
+        names.dedup();
+        names
+    }
+
     /// Who sent these headers; 401 if that cannot be told.
     pub fn caller(&self, headers: &HeaderMap) -> Result<Caller, ApiError> {
         if self.is_open() {
-            return Ok(Caller { name: "anybody".into(), admin: true, arrived: Instant::now() });
+            return Ok(Caller { name: ANYBODY.into(), admin: true, arrived: Instant::now() });
         }
         let refuse = |what: &str| ApiError::new(StatusCode::UNAUTHORIZED, "invalid_api_key", what);
         let given = headers

@@ -3,9 +3,11 @@
 //! It promises that the threads which answer health checks neither parse nor tokenize, and that bodies of all
 //! connections together take a bounded amount of memory: their bytes are counted while they come in (a client that
 //! declares much and sends little takes little), and documents, which take up to some thirty times as much, are made
-//! only for a few large ones at a time. A field that stands twice in an object is refused: one of the two would be
+//! only for a few large ones at a time. Small bodies ([`SMALL_BYTES`]) do not wait for large ones; of both every key's name
+//! has a share that no other name can take. A field that stands twice in an object is refused: one of the two would be
 //! ignored.
 use crate::app::App;
+use crate::auth::Caller;
 use crate::error::ApiError;
 use axum::body::Body;
 use axum::extract::Request;
@@ -14,6 +16,7 @@ use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,27 +24,100 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Bytes of bodies that are held, over all connections.
 pub(crate) struct Bodies {
-    /// As they came. Nobody waits for this: who still sends would hold what others need.
-    raw: Arc<Semaphore>,
+    /// As they came, where they are large. Nobody waits for this: who still sends would hold what others need. Of small
+    /// ones the limit of connections is the bound.
+    raw: Lane,
     /// As documents, until the work on them is done. Whoever wants one waits, oldest first.
-    parsed: Arc<Semaphore>,
+    small: Lane,
+    large: Lane,
+    /// What a large document counts as at least: each takes a thread.
+    least: usize,
 }
 
 /// Bodies of the largest size that are held as bytes, and as documents.
 const RAW_BODIES: usize = 16;
 const PARSED_BODIES: usize = 2;
+/// Large documents that are worked on at a time, whatever their size: half of the threads for such work.
+const LARGE_AT_WORK: usize = 4;
+
+/// Bodies up to here have a lane of their own.
+pub(crate) const SMALL_BYTES: usize = 64 << 10;
+/// Small bodies of the largest size that are documents at a time.
+const SMALL_BODIES: usize = 32;
+
+/// Bytes for all, and the part of them that each name may hold.
+struct Lane {
+    all: Arc<Semaphore>,
+    shares: BTreeMap<Arc<str>, Arc<Semaphore>>,
+}
+
+/// Bytes of a lane, until it is dropped.
+struct Leave {
+    own: Option<OwnedSemaphorePermit>,
+    all: OwnedSemaphorePermit,
+}
+
+impl Lane {
+    /// The names share it evenly; each may hold `most` at least, be there ever so many.
+    fn new(bytes: usize, most: usize, names: &[Arc<str>]) -> Self {
+        let semaphore = |n: usize| Arc::new(Semaphore::new(n.min(Semaphore::MAX_PERMITS)));
+        let share = (bytes / names.len().max(1)).max(most);
+        let shares = names.iter().map(|name| (name.clone(), semaphore(share))).collect();
+        Lane { all: semaphore(bytes), shares }
+    }
+
+    /// `None`: there is no room now.
+    fn try_take(&self, name: &str, bytes: usize) -> Option<Leave> {
+        let n = u32::try_from(bytes).ok()?;
+        let own = self.shares.get(name).map(|own| own.clone().try_acquire_many_owned(n)).transpose().ok()?;
+        Some(Leave { own, all: self.all.clone().try_acquire_many_owned(n).ok()? })
+    }
+
+    /// `None`: there can be no such room.
+    async fn take(&self, name: &str, bytes: usize) -> Option<Leave> {
+        let n = u32::try_from(bytes).ok()?;
+        // First in the own line, so that in the common one nobody stands twice as often as others.
+        let own = match self.shares.get(name) {
+            Some(own) => Some(own.clone().acquire_many_owned(n).await.ok()?),
+            None => None,
+        };
+        Some(Leave { own, all: self.all.clone().acquire_many_owned(n).await.ok()? })
+    }
+}
+
+impl Leave {
+    fn merge(&mut self, more: Leave) {
+        self.all.merge(more.all);
+        if let (Some(own), Some(more)) = (&mut self.own, more.own) {
+            own.merge(more);
+        }
+    }
+}
 
 impl Bodies {
-    /// `most` is what one body may have.
-    pub fn new(most: usize) -> Self {
-        let bodies = |n: usize| Arc::new(Semaphore::new(most.saturating_mul(n).min(Semaphore::MAX_PERMITS)));
-        Bodies { raw: bodies(RAW_BODIES), parsed: bodies(PARSED_BODIES) }
+    /// `most` is what one body may have; bodies come from callers of these names.
+    pub fn new(most: usize, names: &[Arc<str>]) -> Self {
+        let large = most.saturating_mul(PARSED_BODIES);
+        Bodies {
+            raw: Lane::new(most.saturating_mul(RAW_BODIES), most, names),
+            small: Lane::new(SMALL_BODIES * SMALL_BYTES, SMALL_BYTES, names),
+            large: Lane::new(large, most, names),
+            least: large / LARGE_AT_WORK,
+        }
+    }
+
+    /// Leave to make a document of so many bytes.
+    async fn document(&self, name: &str, bytes: usize) -> Option<Leave> {
+        match bytes <= SMALL_BYTES {
+            true => self.small.take(name, bytes).await,
+            false => self.large.take(name, bytes.max(self.least)).await,
+        }
     }
 }
 
 tokio::task_local! {
     /// The leave to hold a document, on its way from [`json_body`] to the work on it.
-    static DOCUMENT: Cell<Option<OwnedSemaphorePermit>>;
+    static DOCUMENT: Cell<Option<Leave>>;
 }
 
 /// Handlers that take bodies run in here.
@@ -56,29 +132,29 @@ fn busy() -> ApiError {
 
 /// The body as JSON, within its limits.
 pub(crate) async fn json_body(app: &App, request: Request) -> Result<Value, ApiError> {
+    let most = app.limits.max_body_bytes;
+    let headers = request.headers();
     if app.is_draining() {
+        refuse(request, most).await;
         return Err(ApiError::shutting_down(app.retry_after_s()));
     }
-    let headers = request.headers();
     // Pages of other origins can send forms and plain text without asking; JSON they cannot.
     let kind = headers.get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
     let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
     if kind != "application/json" {
+        refuse(request, most).await;
         let message = "the body must be sent with `Content-Type: application/json`";
         return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message));
     }
-    let most = app.limits.max_body_bytes;
     let declared = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<u64>().ok());
-    // Who waits for leave to send is refused instead; whoever sends already must be heard out, see `discard`.
-    let asks_first = headers.contains_key(header::EXPECT);
-    let mut body = request.into_body();
     if declared.is_some_and(|n| n > most as u64) {
-        if !asks_first {
-            discard(body, most).await;
-        }
+        refuse(request, most).await;
         return Err(too_large(most));
     }
-    let read = tokio::time::timeout(app.limits.read_timeout(), collect(&mut body, app)).await;
+    let name =
+        request.extensions().get::<Caller>().map_or_else(Default::default, |caller| caller.name.clone());
+    let mut body = request.into_body();
+    let read = tokio::time::timeout(app.limits.read_timeout(), collect(&mut body, app, &name)).await;
     let read = read.map_err(|_| {
         let message = format!("the body did not come within {} s", app.limits.read_timeout_s);
         ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_too_slow", message)
@@ -90,10 +166,9 @@ pub(crate) async fn json_body(app: &App, request: Request) -> Result<Value, ApiE
             return Err(error);
         }
     };
-    let size = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
-    let leave = app.bodies.parsed.clone().acquire_many_owned(size);
+    let leave = app.bodies.document(&name, bytes.len());
     let leave = tokio::time::timeout(app.limits.read_timeout(), leave).await;
-    let leave = leave.ok().and_then(Result::ok).ok_or_else(busy)?;
+    let leave = leave.ok().flatten().ok_or_else(busy)?;
     let (document, leave) = blocking(move || {
         let document = serde_json::from_slice::<Document>(&bytes).map_err(|e| {
             ApiError::new(StatusCode::BAD_REQUEST, "invalid_json", format!("the body is not JSON: {e}"))
@@ -111,11 +186,9 @@ fn too_large(most: usize) -> ApiError {
     ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
 }
 
-/// The body's bytes, and what they hold of [`Bodies`].
-async fn collect(body: &mut Body, app: &App) -> Result<(Vec<u8>, OwnedSemaphorePermit), ApiError> {
-    let raw = &app.bodies.raw;
-    let take = |n: u32| raw.clone().try_acquire_many_owned(n).map_err(|_| busy());
-    let mut held = take(0)?;
+/// The body's bytes, and what they hold of [`Bodies`] if they are many.
+async fn collect(body: &mut Body, app: &App, name: &str) -> Result<(Vec<u8>, Option<Leave>), ApiError> {
+    let mut held: Option<Leave> = None;
     let mut bytes = Vec::new();
     let mut limited = Limited::new(body, app.limits.max_body_bytes);
     while let Some(frame) = limited.frame().await {
@@ -124,11 +197,25 @@ async fn collect(body: &mut Body, app: &App) -> Result<(Vec<u8>, OwnedSemaphoreP
             false => ApiError::new(StatusCode::BAD_REQUEST, "bad_body", "the body broke off"),
         })?;
         if let Ok(data) = frame.into_data() {
-            held.merge(take(u32::try_from(data.len()).unwrap_or(u32::MAX))?);
+            let new = if held.is_some() { data.len() } else { bytes.len() + data.len() };
+            if held.is_some() || new > SMALL_BYTES {
+                let more = app.bodies.raw.try_take(name, new).ok_or_else(busy)?;
+                match &mut held {
+                    Some(held) => held.merge(more),
+                    None => held = Some(more),
+                }
+            }
             bytes.extend_from_slice(&data);
         }
     }
     Ok((bytes, held))
+}
+
+/// [`discard`] the body of a request that is refused, unless the client waits for leave to send it.
+pub(crate) async fn refuse(request: Request, most: usize) {
+    if !request.headers().contains_key(header::EXPECT) {
+        discard(request.into_body(), most).await;
+    }
 }
 
 /// Take in what a client still sends of a body that is refused. A connection that is closed with bytes unread is reset,

@@ -1,6 +1,7 @@
 //! What a server is told at its start: one TOML file, and flags that override it.
 //!
 //! Everything has a default; a field that nobody knows is an error, because a misspelt limit is no limit.
+use crate::auth::Keys;
 use crate::tools::ToolFormat;
 use crate::worker::EngineConfig;
 use kvist_backend::Storage;
@@ -275,6 +276,11 @@ impl ServerConfig {
     /// `file` is what errors call it.
     pub fn parse(file: &Path, text: &str) -> Result<Self, ConfigError> {
         toml::from_str(text).map_err(|e| ConfigError::Toml { file: file.into(), what: e.to_string() })
+    }
+
+    /// Are the keys there? Reads their files and variables, as the start of a server does once more.
+    pub fn check_keys(&self) -> Result<(), ConfigError> {
+        Keys::new(&self.keys).map(drop)
     }
 
     /// Everything that no type can say. After flags have been put in.

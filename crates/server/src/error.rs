@@ -5,7 +5,7 @@
 //! ```
 use crate::job::{Failure, Rejected};
 use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
-use axum::http::{HeaderValue, StatusCode};
+use axum::http::{HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
@@ -40,6 +40,11 @@ impl ApiError {
     /// 400: prompt and answer do not fit.
     pub fn too_long(param: &str, message: impl Into<String>) -> Self {
         ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", message).about(param)
+    }
+
+    /// 400: the model has no such token, though its tokenizer may.
+    pub fn unknown_token(message: impl Into<String>) -> Self {
+        ApiError::new(StatusCode::BAD_REQUEST, "invalid_value", message)
     }
 
     pub fn about(mut self, param: impl Into<String>) -> Self {
@@ -83,7 +88,13 @@ impl ApiError {
             Failure::NeverFits { .. } => {
                 ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", failure.to_string())
             }
-            Failure::Engine(_) => ApiError::internal(failure.to_string()),
+            Failure::UnknownToken { .. } => ApiError::unknown_token(failure.to_string()),
+            Failure::Unread(_) => {
+                ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "reads_too_slowly", failure.to_string())
+            }
+            Failure::Grammar(why) => ApiError::new(StatusCode::BAD_REQUEST, "grammar_failed", why.clone()),
+            // A step is of many requests, and what failed in it may be about another one.
+            Failure::Engine(_) => ApiError::internal("the model failed; the server's log says how"),
         }
     }
 
@@ -119,6 +130,9 @@ impl From<crate::structured::InvalidParameter> for ApiError {
     }
 }
 
+/// `false`: asking the same again gives the same answer, whatever the status says elsewhere.
+pub(crate) const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
+
 /// When a quota may have room again: that is up to its user.
 const QUOTA_RETRY_S: u32 = 60;
 
@@ -137,9 +151,36 @@ impl IntoResponse for ApiError {
         if let Some(seconds) = self.retry_after_s.or(full.then_some(QUOTA_RETRY_S)) {
             headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
         }
+        // OpenAI's clients repeat every 408 and 429, and wait as long as they are told to.
+        if ["session_quota", "deadline_exceeded"].contains(&self.code) {
+            headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"));
+        }
         if self.status == StatusCode::UNAUTHORIZED {
             headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A step is of many requests: what it says of its failure is not for each of them.
+    #[test]
+    fn failures_tell_what_their_request_caused_alone() {
+        let of = |failure: Failure| {
+            let error = ApiError::of_failure(&failure);
+            (error.status.as_u16(), error.code, error.message)
+        };
+        let (status, code, message) = of(Failure::Engine("request 7: token 256".into()));
+        assert_eq!((status, code), (500, "internal_error"));
+        assert!(!message.contains('7') && !message.contains("256"), "{message}");
+        assert_eq!(of(Failure::Grammar("too large".into())), (400, "grammar_failed", "too large".into()));
+        let (status, code, _) = of(Failure::Unread(4096));
+        assert_eq!((status, code), (503, "reads_too_slowly"));
+        let (status, code, message) = of(Failure::UnknownToken { token: 256, vocab: 200 });
+        assert_eq!((status, code), (400, "invalid_value"));
+        assert!(message.contains("256") && message.contains("200"), "{message}");
     }
 }

@@ -4,12 +4,13 @@
 //! and that every error has one shape, those of unknown paths and methods included.
 use crate::app::App;
 pub(crate) use crate::body::{blocking, json_body};
-use crate::body::{discard, with_body};
+use crate::body::{discard, refuse, with_body};
 use crate::error::ApiError;
 use crate::{connection, dashboard, metrics, openai, sessions};
 use axum::Router;
-use axum::extract::{Request, State};
+use axum::extract::{FromRequestParts, Request, State};
 use axum::http::header::{self, HeaderName, HeaderValue};
+use axum::http::request::Parts;
 use axum::http::{HeaderMap, Method, StatusCode};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
@@ -59,6 +60,22 @@ pub fn router(app: Arc<App>) -> Router {
         .with_state(app)
 }
 
+/// A name in a path, refused in the one shape of errors.
+pub(crate) struct Path<T>(pub T);
+
+impl<S: Send + Sync> FromRequestParts<S> for Path<String> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let path = axum::extract::Path::<String>::from_request_parts(parts, state).await;
+        let bad = |_| {
+            let message = format!("{} is no UTF-8 once its percent signs are resolved", parts.uri.path());
+            ApiError::new(StatusCode::BAD_REQUEST, "invalid_value", message)
+        };
+        path.map(|axum::extract::Path(name)| Path(name)).map_err(bad)
+    }
+}
+
 async fn no_such_path(request: Request) -> ApiError {
     let message = format!("there is no {}; see /openapi.json", request.uri().path());
     ApiError::new(StatusCode::NOT_FOUND, "unknown_url", message)
@@ -88,7 +105,10 @@ async fn around(State(app): State<Arc<App>>, request: Request, next: Next) -> Re
         let headers = response.headers_mut();
         headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
         headers.append(header::VARY, HeaderValue::from_static("Origin"));
-        headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static("retry-after"));
+        headers.insert(
+            header::ACCESS_CONTROL_EXPOSE_HEADERS,
+            HeaderValue::from_static("retry-after, x-should-retry"),
+        );
         if preflight {
             for (name, value) in [
                 (header::ACCESS_CONTROL_ALLOW_METHODS, "GET, POST, DELETE"),
@@ -139,7 +159,13 @@ async fn authenticate(
     mut request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
-    let caller = app.keys.caller(request.headers())?;
+    let caller = match app.keys.caller(request.headers()) {
+        Ok(caller) => caller,
+        Err(error) => {
+            refuse(request, app.limits.max_body_bytes).await;
+            return Err(error);
+        }
+    };
     request.extensions_mut().insert(caller);
     Ok(with_body(next.run(request)).await)
 }
@@ -206,6 +232,15 @@ async fn recorded(app: &App) {
     if tokio::time::timeout(LAST_LINES, app.engine.live().recorded(&app.engine)).await.is_err() {
         tracing::error!(target: "kvist::server", "the recording lacks its end: the disk is too slow");
     }
+}
+
+/// Threads as [`serve`] wants them.
+pub fn runtime() -> io::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2) // they move text; the computing is done elsewhere
+        .max_blocking_threads(8) // they tokenize; more would each keep a heap of their own
+        .enable_all()
+        .build()
 }
 
 /// Accept and serve until `shutdown` resolves; then drain: new requests get 503, running ones have `limits.grace_s`,

@@ -1,20 +1,21 @@
 //! What the HTTP side asks of the engine thread, and what it hears back.
 use kvist_cache::MissReason;
 use kvist_engine::sampler::SamplerConfig;
+use kvist_engine::text::Stops;
 use std::sync::Arc;
 use std::time::Instant;
 
 /// One generation. Tokens in, tokens and text out.
 pub struct Job {
-    /// Token ids, at least one, all inside the vocabulary.
+    /// Token ids, at least one. With one that lies outside the vocabulary it ends as [`Failure::UnknownToken`].
     pub prompt: Arc<[u32]>,
     /// Tokens to generate at most, at least 1.
     pub max_new: u32,
     pub sampling: SamplerConfig,
     /// Added to the logits of these tokens before anything else.
-    pub logit_bias: Vec<(u32, f32)>,
-    /// Texts that end the generation; they are not part of it.
-    pub stop: Vec<String>,
+    pub logit_bias: Arc<[(u32, f32)]>,
+    /// Texts that end the generation; they are not part of it. Shared by the answers of a request.
+    pub stop: Arc<Stops>,
     /// Go on when the model says that it is done.
     pub ignore_eos: bool,
     /// Report the log-probability of every token, and of this many of the likeliest beside it.
@@ -113,7 +114,16 @@ pub struct Usage {
 pub enum Failure {
     #[error("the request needs more room than the cache has: {needed} tokens of {capacity}")]
     NeverFits { needed: u64, capacity: u64 },
-    /// The model, its cache or the grammar failed.
+    /// The prompt has a token that the model does not know.
+    #[error("the prompt has the token {token}; the model's vocabulary has {vocab}")]
+    UnknownToken { token: u32, vocab: u32 },
+    /// So many tokens were told and not heard that no more are kept.
+    #[error("the answer is not read: {0} of its tokens wait")]
+    Unread(usize),
+    /// The grammar of the answer grew too large, or nothing that it allows can be written with the model's tokens.
+    #[error("{0}")]
+    Grammar(String),
+    /// The model or its cache failed. What it says is for the log: it may tell of other requests.
     #[error("{0}")]
     Engine(String),
 }

@@ -31,7 +31,7 @@ mod worker;
 pub use app::App;
 pub use config::{ConfigError, ServerConfig};
 pub use error::ApiError;
-pub use http::{router, serve};
+pub use http::{router, runtime, serve};
 pub use job::*;
 pub use live::LiveView;
 pub use worker::{Engine, EngineConfig, Generation, State, Stats, Watch};

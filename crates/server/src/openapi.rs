@@ -20,7 +20,7 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
     path("/tokenize", "post", posts("Text to tokens", "Tokenize", "Tokens", &json!({})));
     path("/detokenize", "post", posts("Tokens to text", "Detokenize", "Detokenized", &json!({})));
     path("/v1/models", "get", gets("The models: one", "ModelList", &["401"]));
-    let mut model = gets("One model", "Model", &["401", "404"]);
+    let mut model = gets("One model", "Model", &["400", "401", "404"]);
     model["parameters"] = json!([{
         "name": "model", "in": "path", "required": true, "description": format!("`{}`", bounds.model),
         "schema": {"type": "string"}, "example": bounds.model,
@@ -69,7 +69,7 @@ fn sessions(path: &mut impl FnMut(&str, &str, Value), streamed: &Value) {
     let none = json!({});
     path("/v1/sessions", "get", gets("The sessions of this key", "SessionList", &["401"]));
     path("/v1/sessions", "post", posts("Begin a session", "SessionCreate", "Session", &none));
-    let all = ["401", "404"];
+    let all = ["400", "401", "404"];
     path("/v1/sessions/{id}", "get", of_one(gets("A session, with its history", "SessionHistory", &all)));
     path("/v1/sessions/{id}", "delete", of_one(gets("Delete a session; its forks stay", "Deleted", &all)));
     let verbs = [
@@ -158,6 +158,10 @@ fn responses() -> Value {
         });
         if retries {
             response["headers"] = retry.clone();
+        }
+        if ["408", "429"].contains(&status) {
+            response["headers"]["x-should-retry"] = json!({"schema": {"type": "string", "enum": ["false"]},
+                "description": "Where asking again gives the same answer"});
         }
         responses.insert(status.into(), response);
     }

@@ -6,7 +6,7 @@
 //! `propertyNames`, `anyOf`. Everything else is not looked at, and a test refuses schemas that rely on it.
 //!
 //! `x-kvist-refused` lists fields that OpenAI's API has and kvist does not do: they are refused by name, with the
-//! reason. In the schema of a field it is the reason why all but a few values of it are refused.
+//! reason, unless they are null. In the schema of a field it is the reason why all but a few values of it are refused.
 use crate::error::ApiError;
 use serde_json::{Map, Value};
 
@@ -221,6 +221,10 @@ fn check_fields(schema: &Value, fields: &Map<String, Value>, path: &str) -> Resu
         match schema.get("additionalProperties") {
             Some(Value::Bool(false)) => {
                 let why = schema.get(REFUSED).and_then(|r| r.get(name)).and_then(Value::as_str);
+                // As OpenAI's clients write out messages that they were given: null is "not there".
+                if why.is_some() && value.is_null() {
+                    continue;
+                }
                 return Err(match why {
                     Some(why) => refused(&path, why),
                     None => found(&path, "unknown_parameter", format!("there is no field `{path}`")),
@@ -356,6 +360,8 @@ mod tests {
                 json!({"prompt": "a", "suffix": "b"}),
                 Some(("suffix", "unsupported_parameter", "only continues")),
             ),
+            (json!({"prompt": "a", "suffix": null}), None),
+            (json!({"prompt": "a", "sufix": null}), Some(("sufix", "unknown_parameter", "no field `sufix`"))),
             (json!({"prompt": "a", "sufix": "b"}), Some(("sufix", "unknown_parameter", "no field `sufix`"))),
         ];
         let mut bad = Vec::new();

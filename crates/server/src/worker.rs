@@ -216,6 +216,11 @@ impl Engine {
         self.shared.capacity_tokens
     }
 
+    /// Would a job be taken now? Who submits is told again.
+    pub fn has_room(&self) -> bool {
+        self.shared.queued.load(SeqCst) < self.shared.max_queue
+    }
+
     /// Queue a job, unless the queue is full or the server is going down. Never blocks.
     pub fn submit(&self, job: Job) -> Result<Generation, Rejected> {
         if self.shared.draining.load(SeqCst) {

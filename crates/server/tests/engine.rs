@@ -8,6 +8,7 @@ use kvist_engine::memory::CacheConfig;
 use kvist_engine::model::Model;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::ModelSession;
+use kvist_engine::text::Stops;
 use kvist_server::*;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -171,6 +172,53 @@ async fn what_never_fits_is_said() {
     nothing_is_held(&engine).await;
 }
 
+/// Found in a step, a token that the model does not know failed everybody in it, three times.
+#[tokio::test]
+async fn a_token_that_the_model_does_not_know_fails_its_own_request() {
+    let engine = engine(config(1024));
+    let vocab = model().decoder().config().vocab as u32;
+    let mut prompt = tokens(TEXT);
+    let mut running = engine.submit(greedy(&prompt, 40)).unwrap();
+    assert!(matches!(running.next().await, Some(Event::Admitted { .. })));
+    prompt.push(vocab + 3);
+    let mut bad = engine.submit(greedy(&prompt, 40)).unwrap();
+    let heard = hear(&mut bad).await;
+    assert_eq!(heard.failure, Some(Failure::UnknownToken { token: vocab + 3, vocab }));
+    assert!(heard.admitted.is_none());
+    let mut tokens = 0;
+    while let Some(event) = running.next().await {
+        match event {
+            Event::Token(_) => tokens += 1,
+            Event::Failed(failure) => panic!("{failure}"),
+            Event::Done(_) | Event::Admitted { .. } => {}
+        }
+    }
+    assert_eq!(tokens, 40);
+    let failed = engine.inspect(|state| state.scheduler.counters().failed_steps).await.unwrap();
+    assert_eq!(failed, 0);
+    nothing_is_held(&engine).await;
+}
+
+/// A grammar that grew too large is its user's affair, and known as such.
+#[tokio::test]
+async fn a_grammar_that_fails_says_so() {
+    struct Fails(u32);
+    impl Constraint for Fails {
+        fn mask(&mut self, _: &mut [f32]) -> Result<(), String> {
+            self.0 += 1;
+            if self.0 > 3 { Err("too large".into()) } else { Ok(()) }
+        }
+        fn accept(&mut self, _: u32) -> Result<bool, String> {
+            Ok(false)
+        }
+    }
+    let engine = engine(config(1024));
+    let job = Job { constraint: Some(Box::new(Fails(0))), ..greedy(&tokens(TEXT), 10) };
+    let heard = hear(&mut engine.submit(job).unwrap()).await;
+    assert_eq!((heard.tokens.len(), heard.failure), (3, Some(Failure::Grammar("too large".into()))));
+    nothing_is_held(&engine).await;
+}
+
 #[tokio::test]
 async fn a_stop_string_is_no_part_of_the_text() {
     let prompt = tokens("The capacity of a vector is");
@@ -178,7 +226,9 @@ async fn a_stop_string_is_no_part_of_the_text() {
     let words: Vec<&str> = text.split_whitespace().collect();
     let stop = format!("{} {}", words[3], words[4]);
     let engine = engine(config(1024));
-    let mut generation = engine.submit(Job { stop: vec![stop.clone()], ..greedy(&prompt, 40) }).unwrap();
+    let mut generation = engine
+        .submit(Job { stop: Arc::new(Stops::new(std::slice::from_ref(&stop))), ..greedy(&prompt, 40) })
+        .unwrap();
     let heard = hear(&mut generation).await;
     assert_eq!(heard.done.unwrap().finish, Finish::Stop(stop.clone()));
     assert_eq!(heard.text, text[..text.find(&stop).unwrap()]);
@@ -210,8 +260,7 @@ async fn who_does_not_read_is_ended() {
     tokio::time::timeout(Duration::from_secs(60), engine.idle()).await.expect("it was not ended");
     let heard = hear(&mut generation).await;
     assert_eq!(heard.tokens.len(), 4096, "what waits is bounded");
-    let Some(Failure::Engine(why)) = heard.failure else { panic!("{:?}", heard.done) };
-    assert!(why.contains("not read"), "{why}");
+    assert_eq!(heard.failure, Some(Failure::Unread(4096)), "{:?}", heard.done);
     nothing_is_held(&engine).await;
 }
 

@@ -143,6 +143,7 @@ struct Plan {
 
 pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let config = args.config()?;
+    config.check_keys()?;
     args.model.model = config.model.path.clone();
     let opened = args.model.open()?;
     let registry = registry(&args.model.compute.get()?);
@@ -165,29 +166,26 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
             Bytes(budget.total())
         );
     }
+    let address = (config.http.host, config.http.port);
+    let taken = || format!("cannot listen on {}:{}; try another --port", address.0, address.1);
+    // Given back at once: nobody is to wait for an answer while the weights come.
+    drop(std::net::TcpListener::bind(address).with_context(taken)?);
     let record = args.record.as_ref().map(|path| {
         std::fs::File::create(path).with_context(|| format!("--record: cannot write {}", path.display()))
     });
-    let record = record.transpose()?; // better now than behind the weights
+    // Better now than behind the weights.
+    let record = record.transpose()?;
     let cache_tokens = engine.paged.cache.context_tokens;
     let model = args.model.load(opened, &budget, quiet)?;
     let engine = Engine::start(model, &registry, engine)?;
     let app = App::new(engine.clone(), &config, cache_tokens)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2) // they move text; the computing is done elsewhere
-        .max_blocking_threads(8) // they tokenize; more would each keep a heap of their own
-        .enable_all()
-        .build()
-        .context("cannot start threads for connections")?;
+    let runtime = kvist_server::runtime().context("cannot start threads for connections")?;
     runtime.block_on(async {
         if let Some(file) = record {
             let has_begun = engine.live().record(&engine, file).await;
             anyhow::ensure!(has_begun, "--record: the system refuses a thread that writes it");
         }
-        let address = (config.http.host, config.http.port);
-        let listener = tokio::net::TcpListener::bind(address)
-            .await
-            .with_context(|| format!("cannot listen on {}:{}; try another --port", address.0, address.1))?;
+        let listener = tokio::net::TcpListener::bind(address).await.with_context(taken)?;
         let address = listener.local_addr()?;
         // stdout, because it is what a program that starts this one waits for.
         output::show(&format!("serving {} on http://{address}\n", app.model_name()))?;

@@ -4,8 +4,9 @@
 //! `assistant:`. It ends where the next turn of the user would begin.
 use super::generation::{Answers, Order};
 use super::request::{ChatFields, Common, check, check_together, read};
+use super::scores::Scorer;
 use super::stream::{self, Shape, finish_reason};
-use super::tokens::{encode_prompt, name_of, no_tokenizer};
+use super::tokens::{encode_prompt, no_tokenizer};
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
@@ -15,7 +16,7 @@ use crate::structured::{Compiled, ResponseFormat};
 use crate::tools::{ToolCall, ToolChoice, ToolDelta, ToolFormat, ToolParser, tools_from_json};
 use axum::Extension;
 use axum::extract::{Request, State};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use kvist_engine::Error;
 use kvist_engine::model::Model;
 use kvist_engine::template::Conversation;
@@ -37,11 +38,7 @@ pub(crate) async fn chat(
     })
     .await?;
     let answers = Answers::begin(&app, order)?;
-    if common.stream == Some(true) {
-        let include_usage = common.stream_options.and_then(|o| o.include_usage).unwrap_or(false);
-        return Ok(stream::stream(answers, shape, include_usage));
-    }
-    Ok(axum::Json(stream::whole(answers, shape).await?).into_response())
+    stream::respond(answers, shape, &common).await
 }
 
 /// From a body to what is submitted.
@@ -114,13 +111,7 @@ fn prompt(app: &App, fields: &ChatFields) -> Result<Vec<u32>, ApiError> {
 
 /// The conversation as text. What the model expects at the start of one is in it if the model has a template of its own.
 pub(crate) fn render(model: &Model, conversation: &Conversation) -> Result<String, ApiError> {
-    let mut messages = conversation.messages.to_vec();
-    for message in &mut messages {
-        // What the API calls developer, templates call system.
-        if message["role"] == "developer" {
-            message["role"] = "system".into();
-        }
-    }
+    let messages = for_templates(conversation.messages);
     let Some(template) = model.chat_template() else {
         return plain(&messages, conversation.add_generation_prompt);
     };
@@ -134,6 +125,22 @@ pub(crate) fn render(model: &Model, conversation: &Conversation) -> Result<Strin
         };
         ApiError::invalid(param, e.to_string())
     })
+}
+
+/// Messages as templates know them.
+fn for_templates(messages: &[Value]) -> Vec<Value> {
+    let mut messages = messages.to_vec();
+    for message in &mut messages {
+        // Null is "not there" to the API; templates ask whether a name is there, and take its length.
+        if let Some(fields) = message.as_object_mut() {
+            fields.retain(|name, value| name == "content" || !value.is_null());
+        }
+        // What the API calls developer, templates call system.
+        if message["role"] == "developer" {
+            message["role"] = "system".into();
+        }
+    }
+    messages
 }
 
 /// The plain template: see the head of this file.
@@ -194,7 +201,7 @@ pub(crate) struct Turn {
     id: String,
     created: u64,
     speakers: Vec<Speaker>,
-    logprobs: bool,
+    scorer: Option<Scorer>,
 }
 
 impl Turn {
@@ -206,7 +213,8 @@ impl Turn {
         logprobs: bool,
     ) -> Self {
         let speakers = parsers.map(|parser| Speaker { begun: false, calls: 0, parser }).collect();
-        Turn { app: app.clone(), id, created: app.now(), speakers, logprobs }
+        let scorer = logprobs.then(|| Scorer::chat(app));
+        Turn { app: app.clone(), id, created: app.now(), speakers, scorer }
     }
 
     fn choice(index: usize, delta: Value, logprobs: Value, finish: Option<&str>) -> Value {
@@ -256,23 +264,6 @@ impl Turn {
             reason => reason,
         }
     }
-
-    fn scores(&self, tokens: &[Token]) -> Value {
-        if !self.logprobs {
-            return Value::Null;
-        }
-        let named = |id: u32, logprob: Option<f32>| {
-            let name = name_of(&self.app, id);
-            json!({"token": name.text, "logprob": logprob, "bytes": name.bytes})
-        };
-        let one = |token: &Token| {
-            let mut entry = named(token.id, token.logprob.as_ref().map(|l| l.logprob));
-            let top = token.logprob.iter().flat_map(|l| &l.top);
-            entry["top_logprobs"] = top.map(|(id, logprob)| named(*id, Some(*logprob))).collect();
-            entry
-        };
-        json!({"content": tokens.iter().map(one).collect::<Vec<_>>(), "refusal": null})
-    }
 }
 
 impl Shape for Turn {
@@ -288,7 +279,7 @@ impl Shape for Turn {
     fn delta(&mut self, index: usize, token: &Token) -> Vec<Value> {
         let mut choices = Vec::new();
         let said = self.speakers[index].push(&token.text);
-        let scores = self.scores(std::slice::from_ref(token));
+        let scores = self.scorer.as_ref().map_or(Value::Null, |scorer| scorer.of_token(token, 0));
         self.say(index, said, scores, &mut choices);
         choices
     }
@@ -304,7 +295,6 @@ impl Shape for Turn {
     fn whole(&mut self, index: usize, tokens: &[Token], done: &Done) -> Value {
         let mut text: String = tokens.iter().map(|t| t.text.as_str()).collect();
         text += &done.text;
-        self.app.log_answer(&self.id, index, &text);
         let (mut content, mut calls) = (String::new(), Vec::new());
         for delta in self.speakers[index].finish(&text) {
             match delta {
@@ -323,15 +313,30 @@ impl Shape for Turn {
         json!({
             "index": index,
             "message": message,
-            "logprobs": self.scores(tokens),
+            "logprobs": null,
             "finish_reason": self.reason(index, done),
         })
+    }
+
+    fn scorer(&self) -> Option<Scorer> {
+        self.scorer.clone()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn templates_see_no_null_but_that_of_a_content() {
+        let messages = [
+            json!({"role": "developer", "content": "a", "name": null}),
+            json!({"role": "assistant", "content": null, "refusal": null, "tool_calls": null, "audio": null}),
+        ];
+        let expected =
+            [json!({"role": "system", "content": "a"}), json!({"role": "assistant", "content": null})];
+        assert_eq!(for_templates(&messages), expected);
+    }
 
     #[test]
     fn the_plain_template_is_the_documented_one() {

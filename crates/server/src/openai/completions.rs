@@ -1,8 +1,9 @@
 //! `POST /v1/completions`: text goes on.
 use super::generation::{Answers, Order};
 use super::request::{Common, CompletionFields, Prompt, check, check_together, read};
+use super::scores::Scorer;
 use super::stream::{self, Shape, finish_reason};
-use super::tokens::{encode_prompt, name_of};
+use super::tokens::encode_prompt;
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
@@ -10,7 +11,7 @@ use crate::http::{blocking, json_body};
 use crate::job::{Done, Token};
 use axum::Extension;
 use axum::extract::{Request, State};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -26,11 +27,7 @@ pub(crate) async fn completions(
     })
     .await?;
     let answers = Answers::begin(&app, order)?;
-    if common.stream == Some(true) {
-        let include_usage = common.stream_options.and_then(|o| o.include_usage).unwrap_or(false);
-        return Ok(stream::stream(answers, shape, include_usage));
-    }
-    Ok(axum::Json(stream::whole(answers, shape).await?).into_response())
+    stream::respond(answers, shape, &common).await
 }
 
 /// From a body to what is submitted.
@@ -73,7 +70,7 @@ pub(crate) struct Text {
     echoes: Vec<String>,
     /// Characters of each answer that were given out: where the next token's text begins.
     shown: Vec<usize>,
-    logprobs: bool,
+    scorer: Option<Scorer>,
 }
 
 impl Text {
@@ -85,7 +82,7 @@ impl Text {
             n: order.n as usize,
             echoes,
             shown: vec![0; order.prompts.len() * order.n as usize],
-            logprobs: order.logprobs.is_some(),
+            scorer: order.logprobs.is_some().then(|| Scorer::text(app)),
         }
     }
 
@@ -96,23 +93,6 @@ impl Text {
     /// The prompt, once, before the answer's first text.
     fn echo(&self, index: usize) -> &str {
         self.echoes.get(index / self.n).map_or("", String::as_str)
-    }
-
-    fn scores(&self, tokens: &[Token], mut offset: usize) -> Value {
-        if !self.logprobs {
-            return Value::Null;
-        }
-        let (mut names, mut scores, mut tops, mut offsets) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        for token in tokens {
-            names.push(name_of(&self.app, token.id).text);
-            scores.push(token.logprob.as_ref().map(|l| l.logprob));
-            let top = token.logprob.iter().flat_map(|l| &l.top);
-            let top = top.map(|(id, logprob)| (name_of(&self.app, *id).text, Value::from(*logprob)));
-            tops.push(Value::Object(top.collect()));
-            offsets.push(offset);
-            offset += token.text.chars().count();
-        }
-        json!({"tokens": names, "token_logprobs": scores, "top_logprobs": tops, "text_offset": offsets})
     }
 }
 
@@ -129,11 +109,12 @@ impl Shape for Text {
     fn delta(&mut self, index: usize, token: &Token) -> Vec<Value> {
         let first = self.shown[index] == 0;
         let echo = if first { self.echo(index) } else { "" };
-        if token.text.is_empty() && echo.is_empty() && !self.logprobs {
+        if token.text.is_empty() && echo.is_empty() && self.scorer.is_none() {
             return Vec::new();
         }
         let text = format!("{echo}{}", token.text);
-        let scores = self.scores(std::slice::from_ref(token), self.shown[index]);
+        let offset = self.shown[index];
+        let scores = self.scorer.as_ref().map_or(Value::Null, |scorer| scorer.of_token(token, offset));
         self.shown[index] += text.chars().count();
         vec![self.choice(index, text, scores, None)]
     }
@@ -148,7 +129,10 @@ impl Shape for Text {
         let mut text = self.echo(index).to_string();
         tokens.iter().for_each(|t| text += &t.text);
         text += &done.text;
-        self.app.log_answer(&self.id, index, &text);
-        self.choice(index, text, self.scores(tokens, 0), Some(finish_reason(&done.finish)))
+        self.choice(index, text, Value::Null, Some(finish_reason(&done.finish)))
+    }
+
+    fn scorer(&self) -> Option<Scorer> {
+        self.scorer.clone()
     }
 }

@@ -6,14 +6,16 @@ use super::request::{Common, OneOrMore};
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
-use crate::job::{Done, Event, Finish, Job, Rejected, Token};
+use crate::job::{Done, Event, Failure, Finish, Job, Rejected, Token};
 use crate::metrics::Ended;
 use crate::structured::Compiled;
 use crate::worker::Generation;
+use axum::http::StatusCode;
 use futures_util::StreamExt;
 use futures_util::stream::{BoxStream, SelectAll, unfold};
 use kvist_cache::MissReason;
 use kvist_engine::sampler::SamplerConfig;
+use kvist_engine::text::Stops;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -35,8 +37,10 @@ pub(crate) struct Order {
     /// Tokens of prompt and answer together.
     pub room: u32,
     pub sampling: SamplerConfig,
-    pub logit_bias: Vec<(u32, f32)>,
+    pub logit_bias: Arc<[(u32, f32)]>,
     pub stop: Vec<String>,
+    /// The same, ready, from [`Order::admit`] on.
+    stops: Arc<Stops>,
     pub ignore_eos: bool,
     pub logprobs: Option<u8>,
     pub constraint: Option<Compiled>,
@@ -65,7 +69,7 @@ impl Order {
         let kvist = common.kvist.clone().unwrap_or_default();
         if kvist.priority.is_some() && !caller.admin {
             let message = "`kvist.priority` is for admin keys, and this is none";
-            return Err(ApiError::unsupported("kvist.priority", message));
+            return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message).about("kvist.priority"));
         }
         let vocab = app.bounds.vocab;
         let mut logit_bias = Vec::new();
@@ -88,12 +92,13 @@ impl Order {
             max_new: 0,
             room: app.bounds.max_tokens,
             sampling: sampling(common),
-            logit_bias,
+            logit_bias: logit_bias.into(),
             stop: match common.stop.clone() {
                 None => Vec::new(),
                 Some(OneOrMore::One(stop)) => vec![stop],
                 Some(OneOrMore::More(stops)) => stops,
             },
+            stops: Arc::default(),
             ignore_eos: common.ignore_eos.unwrap_or(false),
             logprobs: None,
             constraint: None,
@@ -135,6 +140,11 @@ impl Order {
             }
         }
         self.max_new = asked.unwrap_or(most);
+        self.stops = Arc::new(Stops::new(&self.stop));
+        if self.logprobs.is_some() {
+            // Made here, and not on a thread that serves: it takes a while.
+            app.pieces();
+        }
         Ok(())
     }
 
@@ -147,7 +157,7 @@ impl Order {
             max_new: self.max_new.min(self.room - self.prompts[prompt].len() as u32),
             sampling,
             logit_bias: self.logit_bias.clone(),
-            stop: self.stop.clone(),
+            stop: self.stops.clone(),
             ignore_eos: self.ignore_eos,
             logprobs: self.logprobs,
             constraint: self.constraint.as_ref().map(Compiled::constraint),
@@ -173,6 +183,12 @@ fn sampling(common: &Common) -> SamplerConfig {
         presence_penalty: common.presence_penalty.unwrap_or(0.0),
         seed: common.seed.map_or_else(random_seed, |seed| seed as u64),
     }
+}
+
+/// Nobody finds another one by counting, or learns how many were drawn between two.
+pub(crate) fn random_id() -> u128 {
+    let half = || u128::from(random_seed());
+    half() << 64 | half()
 }
 
 /// From the keys that std draws for its hash maps.
@@ -219,6 +235,8 @@ pub(crate) struct Answers {
     ttft: Option<Duration>,
     completion_tokens: u64,
     ended: Option<&'static str>,
+    /// What each answer says, where that is logged.
+    texts: Vec<String>,
 }
 
 /// How long to wait before a full queue is asked again for the other answers of a request that runs.
@@ -241,6 +259,7 @@ impl Answers {
             ttft: None,
             completion_tokens: 0,
             ended: Some("rejected"),
+            texts: vec![String::new(); if app.http.log_prompts { total } else { 0 }],
             order,
         };
         for prompt in 0..answers.order.prompts.len() {
@@ -327,7 +346,10 @@ impl Answers {
 
     async fn event(&mut self) -> Result<Option<(usize, Event)>, ApiError> {
         loop {
-            while let Some(index) = self.waiting.front().copied() {
+            // A job is not made, with a grammar of its own, before there is a place for it.
+            while let Some(index) = self.waiting.front().copied()
+                && self.app.engine.has_room()
+            {
                 match self.submit(index) {
                     Ok(()) => drop(self.waiting.pop_front()),
                     Err(Rejected::Full { .. }) => break,
@@ -391,6 +413,9 @@ impl Answers {
                 self.clocks[index].tokens += 1;
                 self.completion_tokens += 1;
                 self.app.metrics.generated(1);
+                if let Some(text) = self.texts.get_mut(index) {
+                    *text += &token.text;
+                }
                 Some(Ok(Said::Token(token)))
             }
             Event::Done(done) => {
@@ -418,16 +443,27 @@ impl Answers {
                     Finish::Cancelled => "cancelled",
                 };
                 self.ended = Some(name);
+                if let Some(text) = self.texts.get_mut(index) {
+                    *text += &done.text;
+                    self.app.log_answer(&self.order.id, index, text);
+                }
                 Some(Ok(Said::Done(done)))
             }
             Event::Failed(failure) => {
                 self.clocks[index].open = false;
-                self.app.metrics.ended(Ended::Error, None, since, None);
+                // What a client causes is no error of the server, and no line of its log but the request's.
+                let (how, name) = match &failure {
+                    Failure::Engine(what) => {
+                        tracing::error!(target: "kvist::server", id = self.order.id, "a request failed: {what}");
+                        (Ended::Error, "error")
+                    }
+                    Failure::Unread(_) => (Ended::Abort, "unread"),
+                    Failure::Grammar(_) => (Ended::Abort, "grammar"),
+                    Failure::NeverFits { .. } | Failure::UnknownToken { .. } => (Ended::Abort, "rejected"),
+                };
+                self.app.metrics.ended(how, None, since, None);
                 self.abandon();
-                self.ended = Some("error");
-                if let crate::job::Failure::Engine(what) = &failure {
-                    tracing::error!(target: "kvist::server", id = self.order.id, "a request failed: {what}");
-                }
+                self.ended = Some(name);
                 Some(Err(ApiError::of_failure(&failure)))
             }
         }

@@ -1,8 +1,9 @@
 //! `GET /v1/models`, `GET /v1/models/{id}`: the one model.
 use crate::app::App;
 use crate::error::ApiError;
+use crate::http::Path;
 use axum::Json;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::http::StatusCode;
 use serde_json::{Value, json};
 use std::sync::Arc;

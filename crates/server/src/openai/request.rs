@@ -102,10 +102,13 @@ fn neutral(schema: Value, why: &str) -> Value {
     schema
 }
 
+/// Of a stop string. Longer ones are no marks of an end, and each is looked for in every byte.
+const MAX_STOP_CHARS: u32 = 256;
+
 /// What both endpoints take.
 pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
     let fields = json!({
-        "model": or_null(json!({"type": "string", "description": format!(
+        "model": or_null(json!({"type": "string", "enum": [b.model, null], "description": format!(
             "`{}`, which is also the default; any other is answered 404.", b.model)})),
         "temperature": number(0.0, 2.0, 1.0, "0 takes the likeliest token."),
         "top_p": number(0.0, 1.0, 1.0, "Choose among the likeliest that together reach this probability."),
@@ -126,9 +129,9 @@ pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
             "description": "Texts that end the answer and are not part of it.",
             "anyOf": [
                 {"title": "null", "type": "null"},
-                {"title": "a text", "type": "string", "minLength": 1},
+                {"title": "a text", "type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
                 {"title": "a list of texts", "type": "array", "maxItems": b.max_stop,
-                    "items": {"type": "string", "minLength": 1}},
+                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}},
             ],
         },
         "stop_token_ids": neutral(json!({"type": "array", "maxItems": 0}),
@@ -347,6 +350,7 @@ pub(crate) fn message(template: bool) -> Value {
             "refusal": or_null(json!({"type": "string", "description": "Passed on to the model's template."})),
             "reasoning_content": text("Passed on to the model's template."),
             "tool_calls": or_null(json!({"type": "array", "items": call})),
+            "annotations": ignored(json!({"type": "array"})),
         }),
         &["role"],
     );

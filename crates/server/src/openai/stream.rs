@@ -4,14 +4,21 @@
 //! was generated, otherwise `finish_reason` is `length` and `kvist.ended` says which. In a stream: `finish_reason` is
 //! `length`, and an error event follows before `[DONE]`.
 use super::generation::{Answers, Said, Supplied};
+use super::request::Common;
+use super::scores::Scorer;
+use crate::body::blocking;
 use crate::error::ApiError;
 use crate::job::{Done, Finish, Token};
+use axum::body::Body;
+use axum::http::header::CONTENT_TYPE;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
-use futures_util::stream::unfold;
+use futures_util::StreamExt;
+use futures_util::stream::{once, unfold};
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::convert::Infallible;
+use std::future::ready;
 use std::time::Duration;
 
 /// How an endpoint writes answers.
@@ -22,8 +29,10 @@ pub(crate) trait Shape: Send + 'static {
     fn delta(&mut self, index: usize, token: &Token) -> Vec<Value>;
     /// The choices that end it, the last one with the reason.
     fn last(&mut self, index: usize, done: &Done) -> Vec<Value>;
-    /// The choice of a whole answer.
+    /// The choice of a whole answer, but for its log-probabilities: those are null here.
     fn whole(&mut self, index: usize, tokens: &[Token], done: &Done) -> Value;
+    /// Who writes them, if they were asked for.
+    fn scorer(&self) -> Option<Scorer>;
 }
 
 /// OpenAI's word.
@@ -43,8 +52,21 @@ fn cut_off(finish: &Finish, answers: &Answers) -> Option<ApiError> {
     }
 }
 
+/// As the request wants them.
+pub(crate) async fn respond(
+    answers: Answers,
+    shape: impl Shape,
+    common: &Common,
+) -> Result<Response, ApiError> {
+    if common.stream == Some(true) {
+        let options = common.stream_options.as_ref();
+        return Ok(stream(answers, shape, options.and_then(|o| o.include_usage).unwrap_or(false)));
+    }
+    whole(answers, shape).await
+}
+
 /// All answers in one document.
-pub(crate) async fn whole(mut answers: Answers, mut shape: impl Shape) -> Result<Value, ApiError> {
+async fn whole(mut answers: Answers, mut shape: impl Shape) -> Result<Response, ApiError> {
     let mut tokens: Vec<Vec<Token>> = vec![Vec::new(); answers.total()];
     let mut ends: Vec<Option<Done>> = vec![None; answers.total()];
     while let Some(said) = answers.next().await {
@@ -53,32 +75,151 @@ pub(crate) async fn whole(mut answers: Answers, mut shape: impl Shape) -> Result
             (index, Said::Done(done)) => ends[index] = Some(done),
         }
     }
-    let mut choices = Vec::new();
-    let mut ended = None;
-    for (index, (tokens, end)) in tokens.iter().zip(&ends).enumerate() {
+    let mut kvist = json!({});
+    if answers.explains() {
+        kvist["prompts"] = explained(&answers);
+    }
+    for (tokens, end) in tokens.iter().zip(&ends) {
         let Some(done) = end else { return Err(ApiError::internal("an answer has no end")) };
         if let Some(error) = cut_off(&done.finish, &answers) {
             if tokens.is_empty() {
                 return Err(error);
             }
-            ended = Some(error.code);
+            kvist["ended"] = error.code.into();
         }
-        choices.push(shape.whole(index, tokens, done));
     }
-    let mut document = shape.head(false);
-    document["choices"] = choices.into();
-    document["usage"] = answers.usage();
-    let mut kvist = json!({});
-    if answers.explains() {
-        kvist["prompts"] = explained(&answers);
-    }
-    if let Some(code) = ended {
-        kvist["ended"] = code.into();
-    }
+    let mut behind = json!({"usage": answers.usage()});
     if kvist.as_object().is_some_and(|k| !k.is_empty()) {
-        document["kvist"] = kvist;
+        behind["kvist"] = kvist;
     }
-    Ok(document)
+    drop(answers);
+    let (document, first) = blocking(move || {
+        let ends = ends.iter().flatten();
+        let choices = tokens.into_iter().zip(ends).enumerate();
+        let choices = choices.map(|(index, (tokens, done))| (shape.whole(index, &tokens, done), tokens));
+        let choices = choices.collect();
+        let mut document = Document { scorer: shape.scorer(), choices, behind, place: Place::Choice(0) };
+        let mut first = open(&shape.head(false));
+        first.extend(b",\"choices\":[");
+        document.write(&mut first);
+        Ok((document, first))
+    })
+    .await?;
+    let body = match document.place {
+        Place::Over => Body::from(first),
+        _ => {
+            let parts = unfold(document, |document| async {
+                match document.place {
+                    Place::Over => None,
+                    _ => Some(match document.part().await {
+                        Ok((part, document)) => (Ok(part), document),
+                        Err(error) => (Err(std::io::Error::other(error.to_string())), Document::default()),
+                    }),
+                }
+            });
+            Body::from_stream(once(ready(Ok(first))).chain(parts))
+        }
+    };
+    Ok(([(CONTENT_TYPE, "application/json")], body).into_response())
+}
+
+/// An object's text, up to where another field may stand.
+fn open(object: &Value) -> Vec<u8> {
+    let mut text = object.to_string().into_bytes();
+    text.pop();
+    text
+}
+
+/// Bytes of a document that are made at a time. Most documents are shorter.
+const PART_BYTES: usize = 256 << 10;
+
+/// A document on its way. With log-probabilities it may have a hundred times the bytes of what it is made of, so it is
+/// made in parts, as fast as the client takes them.
+#[derive(Default)]
+struct Document {
+    scorer: Option<Scorer>,
+    choices: Vec<(Value, Vec<Token>)>,
+    /// The fields behind the choices.
+    behind: Value,
+    place: Place,
+}
+
+/// What comes next.
+#[derive(Clone, Copy, Default)]
+enum Place {
+    /// The choice of this number, or the end.
+    Choice(usize),
+    /// The score of a token, whose text begins at the character `offset`.
+    Score { choice: usize, column: usize, token: usize, offset: usize },
+    #[default]
+    Over,
+}
+
+impl Document {
+    /// The next part, made away from the threads that serve.
+    async fn part(mut self) -> Result<(Vec<u8>, Document), ApiError> {
+        blocking(move || {
+            let mut part = Vec::with_capacity(PART_BYTES);
+            self.write(&mut part);
+            Ok((part, self))
+        })
+        .await
+    }
+
+    fn write(&mut self, out: &mut Vec<u8>) {
+        while out.len() < PART_BYTES && !matches!(self.place, Place::Over) {
+            self.place = self.step(out);
+        }
+    }
+
+    fn step(&mut self, out: &mut Vec<u8>) -> Place {
+        match self.place {
+            Place::Choice(choice) if choice == self.choices.len() => {
+                out.extend(b"],");
+                // Its brace has been opened.
+                out.extend(&self.behind.to_string().as_bytes()[1..]);
+                Place::Over
+            }
+            Place::Choice(choice) => {
+                if choice > 0 {
+                    out.push(b',');
+                }
+                let document = &mut self.choices[choice].0;
+                let Some(scorer) = &self.scorer else {
+                    out.extend(document.to_string().as_bytes());
+                    return Place::Choice(choice + 1);
+                };
+                if let Some(fields) = document.as_object_mut() {
+                    fields.shift_remove("logprobs");
+                }
+                out.extend(open(document));
+                out.extend(b",\"logprobs\":");
+                out.extend(scorer.frame()[0].as_bytes());
+                Place::Score { choice, column: 0, token: 0, offset: 0 }
+            }
+            Place::Score { choice, column, token, offset } => {
+                let Some(scorer) = &self.scorer else { return Place::Over };
+                let tokens = &mut self.choices[choice].1;
+                if let Some(scored) = tokens.get(token) {
+                    if token > 0 {
+                        out.push(b',');
+                    }
+                    scorer.write(column, scored, offset, out);
+                    let offset = offset + scored.text.chars().count();
+                    return Place::Score { choice, column, token: token + 1, offset };
+                }
+                let frame = scorer.frame();
+                out.extend(frame[column + 1].as_bytes());
+                if column + 2 < frame.len() {
+                    return Place::Score { choice, column: column + 1, token: 0, offset: 0 };
+                }
+                out.push(b'}');
+                *tokens = Vec::new();
+                Place::Choice(choice + 1)
+            }
+            Place::Over => Place::Over,
+        }
+    }
 }
 
 /// What each prompt found in the cache.
@@ -108,7 +249,7 @@ struct Streaming<S> {
 }
 
 /// Answers as they come.
-pub(crate) fn stream(answers: Answers, shape: impl Shape, include_usage: bool) -> Response {
+fn stream(answers: Answers, shape: impl Shape, include_usage: bool) -> Response {
     let open = vec![true; answers.total()];
     let state =
         Streaming { answers, shape, events: VecDeque::new(), open, error: None, include_usage, over: false };

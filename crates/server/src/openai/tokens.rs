@@ -10,18 +10,31 @@ use axum::response::{IntoResponse, Response};
 use kvist_engine::model::Model;
 use serde::Deserialize;
 use serde_json::json;
+use std::borrow::Cow;
 use std::sync::Arc;
 
-/// With `special`, what the model expects at the start of a text comes first.
+/// With `special`, what the model expects at the start of a text comes first. Refused if the tokenizer gives a token that
+/// the model does not know: repackaged models have such ones, for padding.
 pub(crate) fn encode(model: &Model, text: &str, special: bool) -> Result<Vec<u32>, ApiError> {
     let tokenizer = model.tokenizer().ok_or_else(no_tokenizer)?;
-    tokenizer.encode(text, special).map_err(|e| ApiError::internal(e.to_string()))
+    let tokens = tokenizer.encode(text, special).map_err(|e| ApiError::internal(e.to_string()))?;
+    let vocab = model.decoder().config().vocab;
+    match tokens.iter().find(|token| **token as usize >= vocab) {
+        None => Ok(tokens),
+        Some(&token) => {
+            let name = tokenizer.name(token).unwrap_or_default();
+            let message = format!(
+                "the text has {name:?}, which is token {token} to the tokenizer; the model's vocabulary has {vocab}"
+            );
+            Err(ApiError::unknown_token(message))
+        }
+    }
 }
 
 /// [`encode`], unless the text is too long for any tokens: [`refuse_long`].
 pub(crate) fn encode_prompt(app: &App, text: &str, special: bool, param: &str) -> Result<Vec<u32>, ApiError> {
     refuse_long(app, text, param)?;
-    encode(app.engine.model(), text, special)
+    encode(app.engine.model(), text, special).map_err(|error| error.about(param))
 }
 
 /// Refuse a text that is longer than the context's longest tokens. White space is not counted, because a control token
@@ -52,21 +65,21 @@ pub(crate) fn no_tokenizer() -> ApiError {
 }
 
 /// A token as log-probabilities call it.
-pub(crate) struct Name {
+pub(crate) struct Name<'a> {
     /// Bytes that are no UTF-8 by themselves are replaced.
-    pub text: String,
+    pub text: Cow<'a, str>,
     /// What it adds to a text; a control token's name. `None` if the tokenizer gives its tokens no bytes of their own.
-    pub bytes: Option<Vec<u8>>,
+    pub bytes: Option<&'a [u8]>,
 }
 
 /// Of a model without a tokenizer the token's number.
-pub(crate) fn name_of(app: &App, token: u32) -> Name {
+pub(crate) fn name_of(app: &App, token: u32) -> Name<'_> {
     match app.pieces().and_then(|pieces| pieces.get(token as usize)) {
-        Some(piece) => {
-            let text = String::from_utf8_lossy(&piece.bytes).into_owned();
-            Name { text, bytes: Some(piece.bytes.clone()) }
+        Some(piece) => Name { text: String::from_utf8_lossy(&piece.bytes), bytes: Some(&piece.bytes) },
+        None => {
+            let text = app.decode(&[token]).unwrap_or_else(|_| token.to_string());
+            Name { text: text.into(), bytes: None }
         }
-        None => Name { text: app.decode(&[token]).unwrap_or_else(|_| token.to_string()), bytes: None },
     }
 }
 
@@ -81,7 +94,8 @@ pub(crate) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> R
     blocking(move || {
         check(&mut body, &app.schemas.tokenize, &app.bounds.model)?;
         let fields: Tokenize = read(&body)?;
-        let tokens = encode(app.engine.model(), &fields.prompt, fields.add_special_tokens.unwrap_or(true))?;
+        let special = fields.add_special_tokens.unwrap_or(true);
+        let tokens = encode(app.engine.model(), &fields.prompt, special).map_err(|e| e.about("prompt"))?;
         let max = app.bounds.max_tokens;
         // Written here: it may be long.
         Ok(Json(json!({"count": tokens.len(), "max_model_len": max, "tokens": tokens})).into_response())

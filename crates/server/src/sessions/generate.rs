@@ -9,19 +9,20 @@ use super::verbs::moment;
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
-use crate::http::{blocking, json_body};
+use crate::http::{Path, blocking, json_body};
 use crate::job::{Done, Event, Finish, Token};
 use crate::openai::chat::{PLAIN_STOP, Turn};
 use crate::openai::completions::Text;
 use crate::openai::generation::{Answers, Order, Told};
 use crate::openai::request::{Common, check, check_together, read};
+use crate::openai::scores::Scorer;
 use crate::openai::stream::{self, Shape};
 use crate::structured::ResponseFormat;
 use crate::worker::Generation;
 use axum::Extension;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::http::StatusCode;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use futures_util::stream::{StreamExt, unfold};
 use serde_json::Value;
 use std::sync::Arc;
@@ -51,19 +52,10 @@ pub(crate) async fn generate(
     match chats {
         true => {
             let shape = Turn::new(&app, id, std::iter::once(None), logprobs);
-            respond(answers, Within { shape, session }, &common).await
+            stream::respond(answers, Within { shape, session }, &common).await
         }
-        false => respond(answers, Within { shape: text, session }, &common).await,
+        false => stream::respond(answers, Within { shape: text, session }, &common).await,
     }
-}
-
-async fn respond(answers: Answers, shape: impl Shape, common: &Common) -> Result<Response, ApiError> {
-    if common.stream == Some(true) {
-        let options = common.stream_options.clone();
-        let include_usage = options.and_then(|o| o.include_usage).unwrap_or(false);
-        return Ok(stream::stream(answers, shape, include_usage));
-    }
-    Ok(axum::Json(stream::whole(answers, shape).await?).into_response())
 }
 
 /// From a body to what is submitted, and to what records it.
@@ -265,5 +257,8 @@ impl<S: Shape> Shape for Within<S> {
     }
     fn whole(&mut self, index: usize, tokens: &[Token], done: &Done) -> Value {
         self.shape.whole(index, tokens, done)
+    }
+    fn scorer(&self) -> Option<Scorer> {
+        self.shape.scorer()
     }
 }

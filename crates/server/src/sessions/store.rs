@@ -31,8 +31,7 @@ pub(crate) struct SessionId(pub u128);
 
 impl SessionId {
     fn draw() -> Self {
-        let half = || u128::from(crate::openai::random_seed());
-        SessionId((half() << 64) | half())
+        SessionId(crate::openai::random_id())
     }
 
     pub fn parse(text: &str) -> Option<Self> {

@@ -5,11 +5,11 @@ use super::store::{Claim, Draft, Moment, Seen};
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
-use crate::http::{blocking, json_body};
+use crate::http::{Path, blocking, json_body};
 use crate::openai::chat::render;
 use crate::openai::request::{check, read};
 use crate::openai::tokens;
-use axum::extract::{Path, Request, State};
+use axum::extract::{Request, State};
 use axum::{Extension, Json};
 use kvist_engine::template::Conversation;
 use kvist_engine::tokenizer::Ends;
@@ -63,6 +63,11 @@ impl Scribe for App {
             [] => Ok(String::new()),
             _ => App::decode(self, tokens),
         }
+    }
+
+    fn context(&self, tokens: &[u32]) -> usize {
+        let end = self.engine.model().tokenizer().map_or(tokens, |t| t.context_of(tokens));
+        tokens.len() - end.len()
     }
 
     fn content(&self, answer: &str) -> String {

@@ -13,7 +13,7 @@ use tokio::sync::mpsc::UnboundedSender;
 pub(super) struct Chooser {
     model: Arc<Model>,
     sampler: Sampler,
-    logit_bias: Vec<(u32, f32)>,
+    logit_bias: Arc<[(u32, f32)]>,
     constraint: Option<Box<dyn Constraint>>,
     logprobs: Option<u8>,
     ignore_eos: bool,
@@ -37,7 +37,7 @@ pub(super) struct Ending {
     /// Tokens of the turn that admitted it: what comes before the first one is known only behind that turn.
     pub early: Vec<Event>,
     pub finish: Option<Finish>,
-    pub failure: Option<String>,
+    pub failure: Option<Failure>,
     pub text: String,
 }
 
@@ -50,39 +50,43 @@ impl Chooser {
         unread: Arc<AtomicUsize>,
         end: Arc<Mutex<Ending>>,
     ) -> Self {
+        let text = match model.tokenizer() {
+            Some(tokenizer) => TextState::after(tokenizer, &job.prompt, &job.written),
+            None => TextState::new(&job.written),
+        };
         Chooser {
             model,
             sampler,
-            logit_bias: std::mem::take(&mut job.logit_bias),
+            logit_bias: job.logit_bias.clone(),
             constraint: job.constraint.take(),
             logprobs: job.logprobs,
             ignore_eos: job.ignore_eos,
-            text: TextState::new(&job.written),
-            stops: StopMatcher::new(&job.stop),
+            text,
+            stops: StopMatcher::of(job.stop.clone()),
             events,
             unread,
             end,
         }
     }
 
-    fn take(&mut self, logits: &mut [f32]) -> Result<Choice, String> {
+    fn take(&mut self, logits: &mut [f32]) -> Result<Choice, Failure> {
         if self.unread.fetch_add(1, SeqCst) >= MAX_UNREAD {
-            return Err(format!("the answer is not read: {MAX_UNREAD} of its tokens wait"));
+            return Err(Failure::Unread(MAX_UNREAD));
         }
         // Of the model's own distribution, so before anything is done to it.
         let before = self.logprobs.map(|n| LogProbs::of(logits, n));
-        for &(token, bias) in &self.logit_bias {
+        for &(token, bias) in self.logit_bias.iter() {
             if let Some(logit) = logits.get_mut(token as usize) {
                 *logit += bias;
             }
         }
         if let Some(constraint) = &mut self.constraint {
-            constraint.mask(logits)?;
+            constraint.mask(logits).map_err(Failure::Grammar)?;
         }
-        let token = self.sampler.sample(logits).map_err(|e| e.to_string())?;
+        let token = self.sampler.sample(logits).map_err(engine)?;
         self.sampler.observe(&[token]);
         let complete = match &mut self.constraint {
-            Some(constraint) => constraint.accept(token)?,
+            Some(constraint) => constraint.accept(token).map_err(Failure::Grammar)?,
             None => false,
         };
         let logprob = before.map(|before| before.token(token));
@@ -91,7 +95,7 @@ impl Chooser {
         let mut finish = (says_end || complete).then_some(Finish::EndOfText);
         // The token that ends a text is none of it; a grammar's last one is.
         if let (false, Some(tokenizer)) = (says_end, self.model.tokenizer()) {
-            let piece = self.text.push(tokenizer, token).map_err(|e| e.to_string())?;
+            let piece = self.text.push(tokenizer, token).map_err(engine)?;
             if let Some(stop) = self.stops.push(&piece, &mut text) {
                 finish = Some(Finish::Stop(stop));
             }
@@ -121,10 +125,10 @@ impl Chooser {
     }
 
     /// What was held back becomes final.
-    fn flush(&mut self) -> Result<(), String> {
+    fn flush(&mut self) -> Result<(), Failure> {
         let mut text = String::new();
         if let Some(tokenizer) = self.model.tokenizer() {
-            let rest = self.text.finish(tokenizer).map_err(|e| e.to_string())?;
+            let rest = self.text.finish(tokenizer).map_err(engine)?;
             if self.stops.push(&rest, &mut text).is_none() {
                 self.stops.finish(&mut text);
             }
@@ -132,6 +136,10 @@ impl Chooser {
         self.lock().text = text;
         Ok(())
     }
+}
+
+fn engine(error: kvist_engine::Error) -> Failure {
+    Failure::Engine(error.to_string())
 }
 
 impl Choose for Chooser {

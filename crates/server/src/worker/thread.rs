@@ -123,6 +123,12 @@ impl Thread {
             needed_tokens: u64::from(prompt_tokens) + u64::from(job.max_new),
         };
         self.live.insert(id, live);
+        // Found in a step, it would fail all who are in it.
+        let vocab = self.model.decoder().config().vocab;
+        if let Some(&token) = job.prompt.iter().find(|token| **token as usize >= vocab) {
+            let vocab = u32::try_from(vocab).unwrap_or(u32::MAX);
+            return self.fail(id, Failure::UnknownToken { token, vocab });
+        }
         match Sampler::new(job.sampling) {
             Ok(mut sampler) => {
                 sampler.observe(&job.prompt);
@@ -198,7 +204,7 @@ impl Thread {
             })
         };
         let event = match (ended.end, ending.failure) {
-            (_, Some(failure)) => Event::Failed(Failure::Engine(failure)),
+            (_, Some(failure)) => Event::Failed(failure),
             (End::Finished, None) => done(ending.finish.clone().unwrap_or(Finish::Length)),
             (End::Cancelled, None) if live.late => done(Finish::Deadline),
             (End::Cancelled, None) => done(Finish::Cancelled),

@@ -162,6 +162,18 @@ fn log_probabilities_add_up() {
         assert!((own - best).abs() < 1e-6, "greedy takes the likeliest: {own}, {best}");
         assert!(top.values().map(|v| v.as_f64().unwrap().exp()).sum::<f64>() <= 1.0 + 1e-4);
     }
+    // The token that was drawn is among them, however unlikely it was.
+    for seed in 0..8 {
+        let hot = json!({"logprobs": 1, "temperature": 2, "seed": seed});
+        let whole = server.post("/v1/completions", &with(greedy(TEXT, 6), hot)).good();
+        let scores = &whole["choices"][0]["logprobs"];
+        for i in 0..6 {
+            let top = scores["top_logprobs"][i].as_object().unwrap();
+            let own = &top[scores["tokens"][i].as_str().unwrap()];
+            assert_eq!(*own, scores["token_logprobs"][i], "{scores}");
+            assert!(top.len() <= 2, "{scores}");
+        }
+    }
     let body = json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0,
         "logprobs": true, "top_logprobs": 2, "ignore_eos": true});
     let whole = server.post("/v1/chat/completions", &body).good();
@@ -182,6 +194,84 @@ fn log_probabilities_add_up() {
         .flat_map(|e| e["choices"][0]["logprobs"]["content"].as_array().cloned().unwrap_or_default())
         .collect();
     assert_eq!(streamed, scores);
+}
+
+/// Made at once, on a thread that serves, they took a gigabyte.
+#[test]
+fn large_documents_come_in_parts_and_are_what_streams_say() {
+    let server = Server::start(config());
+    let common = json!({"max_tokens": 50, "temperature": 1.3, "seed": 5, "n": 24, "ignore_eos": true});
+    let completion = with(common.clone(), json!({"prompt": TEXT, "logprobs": 20}));
+    let message = json!([{"role": "user", "content": "Hi"}]);
+    let chat = with(common, json!({"messages": message, "logprobs": true, "top_logprobs": 20}));
+    let columns: &[(&str, Value, &[&str])] = &[
+        ("/v1/completions", completion, &["tokens", "token_logprobs", "top_logprobs", "text_offset"]),
+        ("/v1/chat/completions", chat, &["content"]),
+    ];
+    for (path, body, columns) in columns {
+        let answer = server.post(path, body);
+        assert_eq!(
+            answer.header("transfer-encoding"),
+            Some("chunked"),
+            "{path}: {} bytes",
+            answer.text.len()
+        );
+        assert_eq!(answer.header("content-type"), Some("application/json"));
+        let whole = answer.good();
+        assert_eq!(whole["choices"].as_array().unwrap().len(), 24);
+        assert!(whole["usage"]["completion_tokens"].as_u64().unwrap() > 0, "{}", whole["usage"]);
+        let events = server.post(path, &with(body.clone(), json!({"stream": true}))).events();
+        for (i, choice) in whole["choices"].as_array().unwrap().iter().enumerate() {
+            assert_eq!(choice["index"], i);
+            for column in *columns {
+                let of_index = |event: &&Value| event["choices"][0]["index"] == i;
+                let streamed: Vec<Value> = events
+                    .iter()
+                    .filter(of_index)
+                    .flat_map(|e| e["choices"][0]["logprobs"][column].as_array().cloned().unwrap_or_default())
+                    .collect();
+                assert_eq!(choice["logprobs"][column], json!(streamed), "{path} {i} {column}");
+            }
+        }
+    }
+}
+
+/// Ids that counted told how many others had asked.
+#[test]
+fn ids_of_requests_tell_nothing() {
+    let server = Server::start(config());
+    let ids: Vec<u128> = (0..8)
+        .map(|_| {
+            let id = server.post("/v1/completions", &greedy("a", 1)).good()["id"].clone();
+            u128::from_str_radix(id.as_str().unwrap().strip_prefix("cmpl-").unwrap(), 16).unwrap()
+        })
+        .collect();
+    for (i, one) in ids.iter().enumerate() {
+        for other in &ids[..i] {
+            for shift in [0, 64] {
+                let (a, b) = ((one >> shift) as u64, (other >> shift) as u64);
+                assert!(a.abs_diff(b) > 1 << 32 && (a ^ b).count_ones() > 4, "{one:x} beside {other:x}");
+            }
+        }
+    }
+}
+
+/// As `message.model_dump()` of OpenAI's client writes an answer out.
+#[test]
+fn an_answer_goes_back_with_its_nulls() {
+    let server = Server::start(config());
+    let said = json!({"content": "Hello.", "refusal": null, "role": "assistant", "annotations": null, "audio": null,
+        "function_call": null, "tool_calls": null});
+    let ask = |said: Value| {
+        let messages = json!([{"role": "user", "content": "Hi"}, said, {"role": "user", "content": "And?"}]);
+        server
+            .post("/v1/chat/completions", &json!({"messages": messages, "max_tokens": 2, "functions": null}))
+    };
+    ask(said.clone()).good();
+    ask(with(said.clone(), json!({"annotations": []}))).good();
+    assert_eq!(ask(with(said, json!({"audio": {"id": "a"}}))).error().1, "messages[1].audio");
+    let body = with(greedy("a", 1), json!({"suffix": null, "best_of": null}));
+    server.post("/v1/completions", &body).good();
 }
 
 #[test]

@@ -43,6 +43,9 @@ fn whoever_sends_too_much_hears_of_it() {
     let headers = [json_type, ("transfer-encoding", "chunked")];
     let chunked = server.send("POST", "/v1/completions", &headers, &chunks);
     assert_eq!((chunked.status, chunked.error().2.as_str()), (413, "body_too_large"));
+    // Nor do other refusals cut off who is still sending.
+    let plain = server.send("POST", "/v1/completions", &[("content-type", "text/plain")], &body);
+    assert_eq!((plain.status, plain.error().2.as_str()), (415, "unsupported_media_type"));
     // Who asks before sending is not told to go on.
     let headers = [json_type, ("content-length", "12000000"), ("expect", "100-continue")];
     let asked = server.send("POST", "/v1/completions", &headers, b"");
@@ -147,6 +150,7 @@ fn deadlines_end_requests() {
     let held = streaming(&server, &endless(json!({"stream": true, "n": 1})), 1);
     let answer = server.post("/v1/completions", &late);
     assert_eq!((answer.status, answer.error().2.as_str()), (408, "deadline_exceeded"));
+    assert_eq!(answer.header("x-should-retry"), Some("false"));
     drop(held);
     server.becomes_idle();
 }

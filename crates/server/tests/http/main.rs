@@ -1,6 +1,8 @@
 //! The server over real connections: answers, streams, refusals, limits, keys, and clients that go away.
 mod answers;
+mod bodies;
 mod limits;
 mod live;
 mod refusals;
 mod server;
+mod words;

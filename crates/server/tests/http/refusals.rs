@@ -73,6 +73,8 @@ fn refusals_name_the_field() {
             "vocabulary",
         ),
         (text(json!({"stop": ["a", ""]})), 400, "stop[1]", "invalid_value", "empty"),
+        (text(json!({"stop": "x".repeat(257)})), 400, "stop", "invalid_value", "256 are allowed"),
+        (text(json!({"stop": ["a", "é".repeat(300)]})), 400, "stop[1]", "invalid_value", "300 characters"),
         (text(json!({"temprature": 1})), 400, "temprature", "unknown_parameter", "no field"),
         (text(json!({"kvist": {"explian": true}})), 400, "kvist.explian", "unknown_parameter", "no field"),
         (text(json!({"stream_options": {"x": 1}})), 400, "stream_options.x", "unknown_parameter", "no field"),
@@ -178,8 +180,10 @@ fn what_is_no_request_is_refused_in_the_same_shape() {
     let deep = "[".repeat(1000);
     /// (method, path, headers, body, status, code)
     type Row<'a> = (&'a str, &'a str, &'a [(&'a str, &'a str)], &'a [u8], u16, &'a str);
-    let rows: [Row; 10] = [
+    let rows: [Row; 12] = [
         ("GET", "/nowhere", &[], b"", 404, "unknown_url"),
+        ("GET", "/v1/models/%ff", &[], b"", 400, "invalid_value"),
+        ("GET", "/v1/sessions/%ff", &[], b"", 400, "invalid_value"),
         ("GET", "/v1/completions", &[], b"", 405, "method_not_allowed"),
         ("DELETE", "/health", &[], b"", 405, "method_not_allowed"),
         ("POST", "/v1/completions", &[json_type], b"{\"prompt\": ", 400, "invalid_json"),
@@ -228,11 +232,28 @@ fn keys_open_what_they_open() {
             assert_eq!(answer.error().2, "invalid_api_key");
         }
     }
+    // Whoever still sends hears of it too.
+    let large = vec![b' '; 3 << 20];
+    assert_eq!(server.send("POST", "/v1/completions", &[json_type], &large).error().2, "invalid_api_key");
     let body = json!({"prompt": "a", "max_tokens": 1, "kvist": {"priority": 3}}).to_string();
-    for (key, status) in [("Bearer ann-secret", 400), ("Bearer ops-secret", 200)] {
+    for (key, status) in [("Bearer ann-secret", 403), ("Bearer ops-secret", 200)] {
         let headers = [json_type, ("authorization", key)];
         assert_eq!(server.send("POST", "/v1/completions", &headers, body.as_bytes()).status, status, "{key}");
     }
+}
+
+/// OpenAI's clients repeat every 429 and 408, and sleep as long as they are told to.
+#[test]
+fn what_stays_refused_is_not_to_be_asked_again() {
+    let mut config = config();
+    config.sessions.max_sessions = 1;
+    let server = Server::start(config);
+    let body = json!({"text": "a"});
+    server.post("/v1/sessions", &body).good();
+    let answer = server.post("/v1/sessions", &body);
+    assert_eq!((answer.status, answer.error().2.as_str()), (429, "session_quota"));
+    assert_eq!(answer.header("x-should-retry"), Some("false"));
+    assert_eq!(server.get("/nowhere").header("x-should-retry"), None);
 }
 
 #[test]
@@ -255,7 +276,7 @@ fn pages_of_other_origins_may_call_where_that_is_configured() {
     let answer = server.send("OPTIONS", "/v1/completions", &asks, b"");
     assert_eq!(answer.header("access-control-allow-headers"), Some("authorization, x-stainless-lang"));
     let answer = server.send("GET", "/v1/models", &[("origin", "https://a.example")], b"");
-    assert_eq!(answer.header("access-control-expose-headers"), Some("retry-after"));
+    assert_eq!(answer.header("access-control-expose-headers"), Some("retry-after, x-should-retry"));
     assert_eq!(answer.header("access-control-allow-origin"), Some("https://a.example"));
     let answer = server.send("GET", "/v1/models", &[("origin", "https://b.example")], b"");
     assert_eq!((answer.status, answer.header("access-control-allow-origin")), (200, None));
@@ -266,18 +287,22 @@ fn the_description_is_of_this_server() {
     let server = Server::start(config());
     let document = server.get("/openapi.json").good();
     assert_eq!(document["openapi"], "3.1.0");
-    let session = server.post("/v1/sessions", &json!({"text": "a"})).good();
-    let session = session["id"].as_str().unwrap();
     for (path, verbs) in document["paths"].as_object().unwrap() {
-        let path = path.replace("{model}", MODEL).replace("{id}", session);
         for verb in verbs.as_object().unwrap().keys() {
+            // Of its own: one of the verbs deletes it.
+            let session = server.post("/v1/sessions", &json!({"text": "a"})).good();
+            let session = session["id"].as_str().unwrap();
+            let path = path.replace("{model}", MODEL).replace("{id}", session);
             let answer = match verb.as_str() {
                 "post" => server.post(&path, &json!({"nonsense": 1})),
-                _ => server.get(&path),
+                verb => server.send(&verb.to_ascii_uppercase(), &path, &[], b""),
             };
             let expected = if verb == "post" { 400 } else { 200 };
             assert_eq!(answer.status, expected, "{verb} {path}: {}", answer.text);
             assert!(verbs[verb]["responses"].get(expected.to_string()).is_some(), "{verb} {path}");
+            let bad = server.send(&verb.to_ascii_uppercase(), &path.replace(session, "%ff"), &[], b"");
+            let described = |status: u16| verbs[verb]["responses"].get(status.to_string()).is_some();
+            assert!(described(bad.status), "{verb} {path}: {}", bad.text);
         }
     }
     // Every reference leads somewhere.

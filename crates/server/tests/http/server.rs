@@ -50,15 +50,18 @@ pub struct Server {
 
 impl Server {
     pub fn start(config: ServerConfig) -> Server {
-        let settings = config.engine(model().decoder().config());
+        Server::start_with(model().clone(), config)
+    }
+
+    pub fn start_with(model: Arc<Model>, config: ServerConfig) -> Server {
+        let settings = config.engine(model.decoder().config());
         let tokens = settings.paged.cache.context_tokens;
-        let engine = Engine::start(model().clone(), &backends::all(), settings).unwrap();
+        let engine = Engine::start(model, &backends::all(), settings).unwrap();
         let app = App::new(engine.clone(), &config, tokens).unwrap();
         let (stop, stopped) = oneshot::channel();
         let (ready, address) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
-            let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
-            runtime.unwrap().block_on(async {
+            kvist_server::runtime().unwrap().block_on(async {
                 let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
                 ready.send(listener.local_addr().unwrap()).unwrap();
                 let stopped = async { drop(stopped.await) };

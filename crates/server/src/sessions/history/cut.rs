@@ -86,21 +86,30 @@ impl History {
 
     /// Make `text` of what stands behind token `from`, of which it is a beginning.
     pub(super) fn shorten(&mut self, scribe: &impl Scribe, from: usize, text: &str) -> Result<(), ApiError> {
-        let decode = |to: usize| scribe.decode(&self.tokens[from..to]);
+        // As it was said: behind what stands before it, or SentencePiece would take its first blank.
+        let context = scribe.context(&self.tokens[..from]);
+        let before = scribe.decode(&self.tokens[context..from])?;
+        let said = |to: usize| {
+            let mut all = scribe.decode(&self.tokens[context..to])?;
+            match all.starts_with(&before) {
+                true => Ok(all.split_off(before.len())),
+                false => scribe.decode(&self.tokens[from..to]),
+            }
+        };
         // The most tokens whose text is a beginning of it: it grows with the tokens, but for its end, which may be half a
         // character.
         let (mut fits, mut too_many) = (from, self.tokens.len() + 1);
         while fits + 1 < too_many {
             let middle = fits + (too_many - fits) / 2;
-            match text.starts_with(decode(middle)?.trim_end_matches(char::REPLACEMENT_CHARACTER)) {
+            match text.starts_with(said(middle)?.trim_end_matches(char::REPLACEMENT_CHARACTER)) {
                 true => fits = middle,
                 false => too_many = middle,
             }
         }
-        let mut shown = decode(fits)?;
-        while !text.starts_with(&shown) {
+        let mut shown = said(fits)?;
+        while fits > from && !text.starts_with(&shown) {
             fits -= 1;
-            shown = decode(fits)?;
+            shown = said(fits)?;
         }
         let tokens = Arc::make_mut(&mut self.tokens);
         tokens.truncate(fits);

@@ -22,6 +22,11 @@ pub(crate) trait Scribe {
     /// Tokens of a text by itself; `first`: nothing stands before it.
     fn encode(&self, text: &str, first: bool) -> Result<Vec<u32>, ApiError>;
     fn decode(&self, tokens: &[u32]) -> Result<String, ApiError>;
+    /// Where in these tokens the end begins on which the text of what follows them may depend.
+    fn context(&self, tokens: &[u32]) -> usize {
+        let _ = tokens;
+        0
+    }
     /// The content of a message whose answer is this text.
     fn content(&self, answer: &str) -> String;
     /// Tokens that a history may have.

@@ -1,0 +1,77 @@
+//! Bodies that come at the same time: nobody's large ones keep anybody's small ones, or another name's large ones, out.
+use crate::server::*;
+use serde_json::json;
+use std::io::Write;
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+const LARGEST: usize = 4 << 20;
+
+fn two_keys() -> kvist_server::ServerConfig {
+    let mut config = config();
+    config.limits.max_body_bytes = LARGEST;
+    config.keys = vec![key("ann", "ann-secret", false), key("bob", "bob-secret", false)];
+    config
+}
+
+fn send(server: &Server, key: &str, path: &str, body: &[u8]) -> Answer {
+    let headers = [("content-type", "application/json"), ("authorization", key)];
+    server.send("POST", path, &headers, body)
+}
+
+const ANN: &str = "Bearer ann-secret";
+const BOB: &str = "Bearer bob-secret";
+
+/// All but the last byte of a body of the largest size.
+fn stalled(server: &Server, key: &str) -> TcpStream {
+    let mut stream = server.connect();
+    let length = LARGEST.to_string();
+    let headers = [("content-type", "application/json"), ("authorization", key), ("content-length", &length)];
+    stream.write_all(&request("POST", "/tokenize", &headers, &vec![b' '; LARGEST - 1])).unwrap();
+    stream
+}
+
+#[test]
+fn bodies_that_stay_unfinished_keep_out_large_ones_of_their_own_name_alone() {
+    let server = Server::start(two_keys());
+    let held: Vec<TcpStream> = (0..16).map(|_| stalled(&server, ANN)).collect();
+    let small = json!({"prompt": "a", "max_tokens": 1}).to_string();
+    let large = json!({"prompt": "word ".repeat(60_000)}).to_string();
+    // Those that came last may not have been read to their last byte yet.
+    let began = Instant::now();
+    while send(&server, ANN, "/v1/completions", large.as_bytes()).status != 503 {
+        assert!(began.elapsed() < Duration::from_secs(20), "they hold nothing");
+    }
+    for key in [ANN, BOB] {
+        let answer = send(&server, key, "/v1/completions", small.as_bytes());
+        assert_eq!(answer.status, 200, "{key}: {}", answer.text);
+    }
+    let answer = send(&server, BOB, "/v1/completions", large.as_bytes());
+    assert_eq!(answer.error().2, "context_length_exceeded");
+    drop(held);
+}
+
+#[test]
+fn small_bodies_do_not_wait_for_large_ones() {
+    let server = Server::start(two_keys());
+    let large = json!({"prompt": "word after word ".repeat(120_000)}).to_string();
+    let small = json!({"prompt": "a", "max_tokens": 1}).to_string();
+    let began = Instant::now();
+    let slowest = std::thread::scope(|scope| {
+        let tokenize = || assert_eq!(send(&server, ANN, "/tokenize", large.as_bytes()).status, 200);
+        let senders: Vec<_> = (0..12).map(|_| scope.spawn(tokenize)).collect();
+        let mut slowest = Duration::ZERO;
+        while !senders.iter().all(|sender| sender.is_finished()) {
+            for key in [ANN, BOB] {
+                let began = Instant::now();
+                assert_eq!(send(&server, key, "/v1/completions", small.as_bytes()).status, 200);
+                slowest = slowest.max(began.elapsed());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        slowest
+    });
+    let whole = began.elapsed();
+    assert!(whole > Duration::from_secs(1), "{whole:?} is too short to tell");
+    assert!(slowest < whole / 4, "a small body took {slowest:?} of {whole:?}");
+}
