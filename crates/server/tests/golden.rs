@@ -43,8 +43,11 @@ async fn load(engine: &Engine, all: &[u32]) {
                 }
             }
         });
-        if i % 5 == 4 {
-            tokio::time::sleep(Duration::from_millis(15)).await;
+        // Users come while others are served, on a machine of any speed: some steps later, and not some time.
+        let steps = || engine.stats().counters.steps;
+        let until = steps() + 3;
+        while i % 5 == 4 && steps() < until {
+            tokio::time::sleep(Duration::from_micros(200)).await;
         }
     }
     // One that waits and is never admitted, one that can never be.

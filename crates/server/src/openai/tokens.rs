@@ -8,6 +8,7 @@ use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use kvist_engine::model::Model;
+use kvist_engine::tokenizer::Tokenizer;
 use serde::Deserialize;
 use serde_json::json;
 use std::borrow::Cow;
@@ -18,17 +19,19 @@ use std::sync::Arc;
 pub(crate) fn encode(model: &Model, text: &str, special: bool) -> Result<Vec<u32>, ApiError> {
     let tokenizer = model.tokenizer().ok_or_else(no_tokenizer)?;
     let tokens = tokenizer.encode(text, special).map_err(|e| ApiError::internal(e.to_string()))?;
+    known(model, tokenizer, &tokens)?;
+    Ok(tokens)
+}
+
+/// Refuse tokens that the model does not know.
+pub(crate) fn known(model: &Model, tokenizer: &Tokenizer, tokens: &[u32]) -> Result<(), ApiError> {
     let vocab = model.decoder().config().vocab;
-    match tokens.iter().find(|token| **token as usize >= vocab) {
-        None => Ok(tokens),
-        Some(&token) => {
-            let name = tokenizer.name(token).unwrap_or_default();
-            let message = format!(
-                "the text has {name:?}, which is token {token} to the tokenizer; the model's vocabulary has {vocab}"
-            );
-            Err(ApiError::unknown_token(message))
-        }
-    }
+    let Some(&token) = tokens.iter().find(|token| **token as usize >= vocab) else { return Ok(()) };
+    let name = tokenizer.name(token).unwrap_or_default();
+    let message = format!(
+        "the text has {name:?}, which is token {token} to the tokenizer; the model's vocabulary has {vocab}"
+    );
+    Err(ApiError::unknown_token(message))
 }
 
 /// [`encode`], unless the text is too long for any tokens: [`refuse_long`].

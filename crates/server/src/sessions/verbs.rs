@@ -40,13 +40,7 @@ impl Scribe for App {
         let tokenizer = model.tokenizer().ok_or_else(tokens::no_tokenizer)?;
         let ends =
             tokenizer.encode_with_ends(text, special).map_err(|e| ApiError::internal(e.to_string()))?;
-        let vocab = self.bounds.vocab;
-        if let Some(token) = ends.tokens.iter().find(|token| **token >= vocab) {
-            let message = format!(
-                "the messages have the token {token}, and the model has {vocab}: its tokenizer knows more"
-            );
-            return Err(ApiError::invalid("messages", message));
-        }
+        tokens::known(model, tokenizer, &ends.tokens).map_err(|error| error.about("messages"))?;
         Ok(ends)
     }
 

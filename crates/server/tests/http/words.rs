@@ -49,8 +49,8 @@ fn a_token_that_the_model_does_not_know_is_refused_by_name() {
         ("/v1/completions", json!({"prompt": ["w1", "<pad>"]}), "prompt"),
         ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": "<pad>"}]}), "messages"),
         ("/tokenize", json!({"prompt": "w1<pad>"}), "prompt"),
-        ("/v1/sessions", json!({"text": "w1 <pad>"}), ""),
-        ("/v1/sessions", json!({"messages": [{"role": "user", "content": "<pad>"}]}), ""),
+        ("/v1/sessions", json!({"text": "w1 <pad>"}), "text"),
+        ("/v1/sessions", json!({"messages": [{"role": "user", "content": "<pad>"}]}), "messages"),
     ];
     for (path, body, param) in rows {
         let error = server.post(path, &body).error();
