@@ -1,7 +1,8 @@
 //! `kvist bench calibrate`: what the steps of a server take on this machine, as a table for `kvist simulate --costs`.
 //!
 //! Every cell is a step of the scheduler, the cache and the executor that `kvist serve` runs: the time is that of a whole
-//! turn, bookkeeping and the taking of tokens included. Cells are visited in rounds until the time is over, so that a busy
+//! turn, bookkeeping and the taking of tokens included. Every token is sent to a listener of its own on another thread, as a
+//! server does: where computing takes all cores, that is felt. Cells are visited in rounds until the time is over, so that a busy
 //! moment of the machine hits few visits of many cells, and medians do not show it. It refuses to write a table of which a
 //! cell was never measured.
 pub mod steps;
@@ -80,6 +81,18 @@ fn powers(first: u32, factor: u32, last: u32) -> Vec<u32> {
     axis
 }
 
+/// Powers of two up to `last`, and between each two one odd number, √2 times the smaller. Kernels work by tiles, whose rows
+/// are a power of two: whole tiles alone would be cheap steps, and what lies between them dearer than a line says.
+fn counts(last: u32) -> Vec<u32> {
+    let between = |n: u32| (f64::from(n) * std::f64::consts::SQRT_2) as u32 | 1;
+    let powers = std::iter::successors(Some(1u32), |n| n.checked_mul(2));
+    let mut axis: Vec<u32> = powers.take_while(|n| *n < last).flat_map(|n| [n, between(n)]).collect();
+    axis.push(last);
+    axis.retain(|n| *n <= last);
+    axis.dedup();
+    axis
+}
+
 impl Axes {
     fn of(served: &Served) -> Axes {
         let context = served.context_tokens;
@@ -88,9 +101,9 @@ impl Axes {
         let least = 32.min(context);
         let decode_context = powers(least, 4, context);
         Axes {
-            tokens: powers(1, 2, served.max_batch_tokens),
+            tokens: counts(served.max_batch_tokens),
             prefill_context: powers(shortest, 4, context),
-            sequences: powers(1, 2, served.max_batch),
+            sequences: counts(served.max_batch),
             mixed_at: decode_context.len() / 2,
             decode_context,
             beside: powers(1, 4, (served.max_batch_tokens - served.max_batch).max(1)),

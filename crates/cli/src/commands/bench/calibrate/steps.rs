@@ -12,6 +12,7 @@ use kvist_scheduler::{
 use kvist_simulator::cost::BatchShape;
 use std::sync::Arc;
 use std::time::Instant;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 /// What is served while it is measured.
 #[derive(Clone, Debug)]
@@ -40,6 +41,7 @@ pub struct Steps {
     /// Fresh tokens come from streams of their own, of which there is no end.
     next_stream: u64,
     decoding: Vec<RequestId>,
+    listeners: Listeners,
 }
 
 /// A step that was run: what it worked on, and how long the whole turn of the scheduler took.
@@ -49,13 +51,46 @@ pub struct Ran {
     pub ns: f64,
 }
 
-/// Takes the likeliest token, whatever it is.
-struct Greedy(Sampler);
+/// Takes the likeliest token, whatever it is, and tells its listener.
+struct Greedy {
+    sampler: Sampler,
+    listener: UnboundedSender<u32>,
+}
 
 impl Choose for Greedy {
     fn choose(&mut self, logits: &mut [f32]) -> Choice {
         // Logits that cannot be sampled take the time all the same.
-        Choice { token: self.0.sample(logits).unwrap_or(0), finished: false }
+        let token = self.sampler.sample(logits).unwrap_or(0);
+        let _ = self.listener.send(token);
+        Choice { token, finished: false }
+    }
+}
+
+/// A thread on which somebody waits for each request's tokens.
+struct Listeners(UnboundedSender<UnboundedReceiver<u32>>);
+
+impl Listeners {
+    fn new() -> anyhow::Result<Self> {
+        let (sender, mut all) = unbounded_channel::<UnboundedReceiver<u32>>();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().context("cannot start a thread")?;
+        // It ends with the sender.
+        std::thread::Builder::new()
+            .name("kvist-listeners".into())
+            .spawn(move || {
+                runtime.block_on(async {
+                    while let Some(mut one) = all.recv().await {
+                        tokio::spawn(async move { while one.recv().await.is_some() {} });
+                    }
+                });
+            })
+            .context("cannot start a thread")?;
+        Ok(Listeners(sender))
+    }
+
+    fn add(&self) -> UnboundedSender<u32> {
+        let (sender, tokens) = unbounded_channel();
+        let _ = self.0.send(tokens);
+        sender
     }
 }
 
@@ -115,6 +150,7 @@ impl Steps {
             next_id: 0,
             next_stream: 1 << 32,
             decoding: Vec::new(),
+            listeners: Listeners::new()?,
         })
     }
 
@@ -206,7 +242,8 @@ impl Steps {
         let vocab = self.vocab.max(1);
         let of = |stream: u64, n: u32| (0..n).map(move |i| token(stream, i, vocab));
         let prompt: Arc<[u32]> = of(stream, known).chain(of(self.next_stream, fresh)).collect();
-        self.executor.expect(id, Box::new(Greedy(Sampler::new(SamplerConfig::greedy())?)));
+        let sampler = Sampler::new(SamplerConfig::greedy())?;
+        self.executor.expect(id, Box::new(Greedy { sampler, listener: self.listeners.add() }));
         let now = self.now_ns();
         let prompt_tokens = known + fresh;
         let request = Request {
