@@ -384,16 +384,15 @@ fn serve(engine: &Engine, requests: &[Request], quiet: bool) -> anyhow::Result<V
         User::listen(engine.submit(first)?, began, 0.0).await?;
         let began = Instant::now();
         let mut users = tokio::task::JoinSet::new();
-        for request in requests {
-            let PromptContent::Tokens(tokens) = &request.content else { continue };
-            let arrival = Duration::from_nanos(request.arrival_ns);
-            tokio::time::sleep(arrival.saturating_sub(began.elapsed())).await;
-            ensure!(!interrupt::interrupted(), "interrupted; nothing is reported of an unfinished run");
-            let generation = engine.submit(job(tokens, request.output_tokens, request.salt()))?;
-            // From when it should have come: that the users' thread was late is part of what they wait.
-            users.spawn(User::listen(generation, began, arrival.as_secs_f64()));
+        let (come, mut coming) = tokio::sync::mpsc::unbounded_channel();
+        let (arriving, jobs) = (engine.clone(), arrivals(requests));
+        let arriving =
+            std::thread::spawn(move || arrive(&arriving, jobs, began, |user| drop(come.send(user))));
+        while let Some((generation, arrival_s)) = coming.recv().await {
+            users.spawn(User::listen(generation, began, arrival_s));
             bar.inc(1);
         }
+        arriving.join().map_err(|_| anyhow::anyhow!("the thread of arrivals has died"))??;
         let mut heard = Vec::new();
         while let Some(user) = users.join_next().await {
             heard.push(user??);
@@ -403,6 +402,34 @@ fn serve(engine: &Engine, requests: &[Request], quiet: bool) -> anyhow::Result<V
         engine.inspect(|_| ()).await.context("the engine has died")?;
         Ok(heard)
     })
+}
+
+/// What is asked, and when.
+fn arrivals(requests: &[Request]) -> Vec<(Duration, Job)> {
+    let job = |request: &Request| match &request.content {
+        PromptContent::Tokens(tokens) => {
+            let arrival = Duration::from_nanos(request.arrival_ns);
+            Some((arrival, job(tokens, request.output_tokens, request.salt())))
+        }
+        _ => None,
+    };
+    requests.iter().filter_map(job).collect()
+}
+
+/// Every job at its time, on a thread of its own: the timer of the thread that listens counts in milliseconds, which is much
+/// of what is measured. `come` hears what was submitted and when it should have been: to be late is part of the wait.
+fn arrive(
+    engine: &Engine,
+    jobs: Vec<(Duration, Job)>,
+    began: Instant,
+    mut come: impl FnMut((Generation, f64)),
+) -> anyhow::Result<()> {
+    for (arrival, job) in jobs {
+        std::thread::sleep(arrival.saturating_sub(began.elapsed()));
+        ensure!(!interrupt::interrupted(), "interrupted; nothing is reported of an unfinished run");
+        come((engine.submit(job)?, arrival.as_secs_f64()));
+    }
+    Ok(())
 }
 
 fn job(prompt: &[u32], max_new: u32, salt: &str) -> Job {

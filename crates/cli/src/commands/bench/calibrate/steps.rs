@@ -72,7 +72,8 @@ struct Listeners(UnboundedSender<UnboundedReceiver<u32>>);
 impl Listeners {
     fn new() -> anyhow::Result<Self> {
         let (sender, mut all) = unbounded_channel::<UnboundedReceiver<u32>>();
-        let runtime = tokio::runtime::Builder::new_current_thread().build().context("cannot start a thread")?;
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().build().context("cannot start a thread")?;
         // It ends with the sender.
         std::thread::Builder::new()
             .name("kvist-listeners".into())
