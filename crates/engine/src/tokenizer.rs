@@ -56,8 +56,12 @@ impl Tokenizer {
         let encoding = quietly(|| self.inner.encode_fast(text, special));
         let encoding = encoding.ok_or_else(|| self.broke())?.map_err(|e| self.failed(e))?;
         let ids = encoding.get_ids();
-        let prepend = self.prepend.filter(|bos| special && ids.first() != Some(bos));
-        Ok(prepend.into_iter().chain(ids.iter().copied()).collect())
+        Ok(self.in_front(ids, special).into_iter().chain(ids.iter().copied()).collect())
+    }
+
+    /// What stands in front of these tokens of a text, if nothing of theirs does.
+    fn in_front(&self, ids: &[u32], special: bool) -> Option<u32> {
+        self.prepend.filter(|bos| special && ids.first() != Some(bos))
     }
 
     /// Can it encode? A GGUF file may cut words in a way that kvist does not know.

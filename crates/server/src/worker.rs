@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
-use thread::{Command, Thread, Totals};
+use thread::{Command, Thread};
 use tokio::sync::{mpsc, watch};
 
 /// What an engine is made of, besides the model.
@@ -69,8 +69,6 @@ pub struct Stats {
     pub running: usize,
     pub waiting: usize,
     pub counters: Counters,
-    /// Tokens of prompts of admitted requests, those that were found included.
-    pub prompt_tokens: u64,
     /// Cells of the layer group in which room is counted.
     pub capacity_cells: u64,
     pub held_cells: u64,
@@ -189,7 +187,7 @@ impl Engine {
             state: State { scheduler, executor, started: Instant::now() },
             watchers,
             live: BTreeMap::new(),
-            totals: Totals::default(),
+            busy_ns: 0,
             // Weak, or the thread would keep itself alive.
             shared: Arc::downgrade(&shared),
         };

@@ -37,7 +37,7 @@ impl Tokenizer {
         self.check()?;
         let encoding = quietly(|| self.inner.encode(text, special));
         let encoding = encoding.ok_or_else(|| self.broke())?.map_err(|e| self.failed(e))?;
-        let prepend = self.prepend.filter(|bos| special && encoding.get_ids().first() != Some(bos));
+        let prepend = self.in_front(encoding.get_ids(), special);
         let tokens = prepend.into_iter().chain(encoding.get_ids().iter().copied()).collect();
         let mut last = 0;
         let ends = prepend.map(|_| 0).into_iter().chain(encoding.get_offsets().iter().map(|(_, end)| *end));

@@ -28,14 +28,9 @@ pub(super) struct Thread {
     pub state: State,
     pub watchers: Vec<Box<dyn Watch>>,
     pub live: BTreeMap<RequestId, Live>,
-    pub totals: Totals,
+    /// Nanoseconds spent in steps.
+    pub busy_ns: u64,
     pub shared: std::sync::Weak<Shared>,
-}
-
-#[derive(Default)]
-pub(super) struct Totals {
-    prompt_tokens: u64,
-    busy_ns: u64,
 }
 
 /// A job that has not ended.
@@ -74,7 +69,7 @@ impl Thread {
                 Turn::Ran { elapsed_ns, .. } => elapsed_ns,
                 Turn::Idle => 0,
             };
-            self.totals.busy_ns += elapsed_ns;
+            self.busy_ns += elapsed_ns;
             self.tell();
             for watcher in &mut self.watchers {
                 watcher.turn(now, now + elapsed_ns, &mut self.state);
@@ -173,7 +168,7 @@ impl Thread {
             let Some(standing) = self.state.scheduler.standing(*id) else { continue };
             if standing.admitted_ns.is_some() {
                 let miss = standing.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
-                live.admit(standing.hit_tokens, miss, standing.prompt_tokens, &mut self.totals, &self.shared);
+                live.admit(standing.hit_tokens, miss, &self.shared);
             }
         }
         let ended: Vec<Ended> = self.state.scheduler.drain_ended().collect();
@@ -188,7 +183,7 @@ impl Thread {
         let Some(mut live) = self.live.remove(&ended.id) else { return };
         if ended.admitted_ns.is_some() && !live.admitted {
             let miss = ended.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
-            live.admit(ended.hit_tokens, miss, ended.prompt_tokens, &mut self.totals, &self.shared);
+            live.admit(ended.hit_tokens, miss, &self.shared);
         }
         let ending = std::mem::take(&mut *live.end.lock().unwrap_or_else(|broken| broken.into_inner()));
         let done = |finish| {
@@ -240,7 +235,6 @@ impl Thread {
             running: scheduler.n_running(),
             waiting: scheduler.n_waiting(),
             counters: *scheduler.counters(),
-            prompt_tokens: self.totals.prompt_tokens,
             capacity_cells: held + idle + free,
             held_cells: held,
             idle_cells: idle,
@@ -249,7 +243,7 @@ impl Thread {
             evicted_blocks: index.as_ref().map_or(0, |index| index.n_evicted),
             kv_bytes: self.state.executor.kv_bytes(),
             kv_bytes_read: self.state.executor.counters().bytes_read,
-            busy_ns: self.totals.busy_ns,
+            busy_ns: self.busy_ns,
         };
         *shared.stats.lock().unwrap_or_else(|broken| broken.into_inner()) = stats;
     }
@@ -260,12 +254,9 @@ impl Live {
         &mut self,
         cached_tokens: u32,
         miss: Option<kvist_cache::MissReason>,
-        prompt_tokens: u32,
-        totals: &mut Totals,
         shared: &std::sync::Weak<Shared>,
     ) {
         self.admitted = true;
-        totals.prompt_tokens += u64::from(prompt_tokens);
         if let Some(shared) = shared.upgrade() {
             shared.queued.fetch_sub(1, SeqCst);
         }

@@ -175,14 +175,14 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         args.costs.display(),
         table.model()
     );
-    let threads = table.setting().map_or(0, |setting| setting.threads);
+    let setting = table.setting().cloned().unwrap_or_default();
+    let threads = setting.threads;
     ensure!(
         threads == 0 || threads == compute.threads.n(),
         "{} was measured with {threads} threads, and {} compute here: give --threads {threads}",
         args.costs.display(),
         compute.threads.n()
     );
-    let setting = table.setting().cloned().unwrap_or_default();
     for (what, measured, here) in [
         ("--weights", &setting.weights, args.model.weights.to_string()),
         ("KVIST_ISA", &setting.isa, compute.isa.to_string()),
