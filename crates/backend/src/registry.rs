@@ -3,7 +3,7 @@ use crate::error::BackendError;
 use crate::pools::*;
 use crate::session::Session;
 use kvist_cache::Cache;
-use kvist_cache::kinds::{GroupSpec, KINDS, Unbuildable};
+use kvist_cache::kinds::{self, GroupSpec, KINDS, KindError, Unbuildable};
 
 /// The backends a program was built with, and every kind.
 #[derive(Default)]
@@ -43,14 +43,17 @@ impl Registry {
         kind: &str,
         groups: &[GroupSpec],
     ) -> Result<(Cache, &dyn Backend), BuildError> {
-        let build = KINDS.iter().find(|(name, _)| *name == kind).map(|(_, build)| build);
-        let (Some(backend), Some(build)) = (self.backend(backend), build) else {
+        let unknown = || {
             let known = self.pairs().map(|(b, k)| format!("{b}:{k}")).collect();
-            return Err(BuildError::Unknown { backend: backend.into(), kind: kind.into(), known });
+            BuildError::Unknown { backend: backend.into(), kind: kind.into(), known }
         };
-        let spaces = groups.iter().map(build).collect::<Result<Vec<_>, _>>();
-        let spaces = spaces.map_err(|why| BuildError::Kind { kind: kind.into(), why })?;
-        Ok((Cache::new(spaces), backend))
+        let backend_of = self.backend(backend).ok_or_else(unknown)?;
+        let spaces = groups.iter().map(|group| kinds::build(kind, group)).collect::<Result<Vec<_>, _>>();
+        let spaces = spaces.map_err(|why| match why {
+            KindError::Unknown { .. } => unknown(),
+            KindError::Unbuildable(why) => BuildError::Kind { kind: kind.into(), why },
+        })?;
+        Ok((Cache::new(spaces), backend_of))
     }
 
     /// A session of `kind` over `backend`. `spec.capacity_cells` is filled in from the kind.

@@ -17,7 +17,7 @@ mod report;
 mod resize;
 mod views;
 
-pub use allocator::{ALLOCATORS, Allocator, BuildAllocator, Handle};
+pub use allocator::{ALLOCATORS, Allocator, BuildAllocator, Handle, UnknownAllocator, build};
 pub use append::{Append, BlockCells, BlockCopy};
 pub use buddy::Buddy;
 pub use first_fit::FirstFit;

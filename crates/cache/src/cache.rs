@@ -50,6 +50,12 @@ impl Cache {
         self.groups[0].next_position(seq)
     }
 
+    /// Speculative nodes of `seq` that wait for a verdict; `None` if there is no such sequence, or the kind does not
+    /// speculate.
+    pub fn n_nodes(&self, seq: SeqId) -> Option<u32> {
+        self.groups[0].n_nodes(seq)
+    }
+
     /// Would this step be accepted? A dry run of the real thing, so admission and execution cannot disagree.
     pub fn can_run(&self, request: &StepRequest<'_>, scratch: &mut StepPlan) -> Result<(), Refused> {
         self.prepare(request, scratch)

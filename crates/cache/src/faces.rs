@@ -71,6 +71,11 @@ impl Sequences<'_> {
     /// Let `dst` hold what `src` holds at positions `from..until`, without copying a byte. `dst` is made if it
     /// does not exist, and continues where the range or `src` ends. It must end before the range and wait for no
     /// verdict; a gap before `from` is allowed. Speculative nodes of `src` are not shared.
+    ///
+    /// The range ends where `src` does. If nothing is left of it, nothing is copied: a `dst` that exists and ends at
+    /// `from` or before stays as it is, one that does not exist is made empty, and one that ends later is refused
+    /// like any other. With a prefix index, a `dst` that is made here, or was empty and gets tokens, belongs to the
+    /// salt of `src`.
     pub fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         self.can_end_at(src, until)?;
         let begins = self.cache.next_position(dst).is_none_or(|next| next == 0);
@@ -147,9 +152,9 @@ impl Sequences<'_> {
 }
 
 impl Trees<'_> {
-    /// Speculative nodes of `seq`; `None` if there is no such sequence.
-    pub fn n_nodes(&mut self, seq: SeqId) -> Option<u32> {
-        self.cache.groups[0].trees().expect(CHECKED).n_nodes(seq)
+    /// See [`Cache::n_nodes`].
+    pub fn n_nodes(&self, seq: SeqId) -> Option<u32> {
+        self.cache.n_nodes(seq)
     }
 
     /// Make this root-to-node chain part of `seq` and free its other nodes. No bytes move. Refused, with nothing

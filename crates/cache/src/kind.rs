@@ -17,6 +17,11 @@ pub trait Kind: Send {
     fn seq_len(&self, seq: SeqId) -> Option<u32>;
     /// Position of the next token of `seq`. Not its length: after the removal of a prefix they differ.
     fn next_position(&self, seq: SeqId) -> Option<u32>;
+    /// Speculative nodes of `seq` that wait for a verdict; `None` if there is no such sequence, and in kinds that do
+    /// not speculate.
+    fn n_nodes(&self, _seq: SeqId) -> Option<u32> {
+        None
+    }
 
     /// Choose cells for the new tokens: `writes`, `copies`, `depths`, `cells_end` of `out`. O(tokens placed).
     fn prepare(&self, spans: &Spans, group: GroupId, out: &mut GroupPlan) -> Result<(), Refused>;
@@ -93,8 +98,6 @@ pub trait SequenceKind: Kind {
 
 /// A kind that accepts [`New::Frontier`](crate::New::Frontier).
 pub trait TreeKind: Kind {
-    /// Speculative nodes of `seq` that wait for a verdict.
-    fn n_nodes(&self, seq: SeqId) -> Option<u32>;
     /// See [`Trees::commit_path`](crate::Trees::commit_path).
     fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused>;
 }

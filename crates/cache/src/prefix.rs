@@ -10,10 +10,12 @@
 mod as_is;
 mod content;
 mod ghosts;
+mod hits;
 mod index;
 mod tree;
 
 pub use content::{Content, Vocabulary};
+pub use hits::{HitCounts, RECENT_PROMPTS};
 pub(crate) use index::Index;
 
 use crate::cache::Cache;
@@ -36,10 +38,12 @@ pub struct Moment {
 pub struct PagedSpec {
     /// Tokens of a block, at least 1. Powers of two are faster.
     pub block_tokens: u32,
-    /// One cell space each. `capacity_tokens` is rounded down to whole blocks; `u32::MAX` is as good as endless, and
+    /// One cell space each. `capacity_tokens` is rounded down to whole blocks, of which there has to be one; `u32::MAX` is as good as endless, and
     /// such a group never evicts.
     pub groups: Vec<GroupSpec>,
-    /// Tokens that a rollback can always take back, although the window has moved past what its next query needs.
+    /// Tokens that rollbacks can take back although the window has moved past what the next query needs, counted from
+    /// the furthest position that the sequence has reached. So rollbacks one after the other share them, and they are
+    /// whole again when the sequence has grown past that position.
     pub rollback_tokens: u32,
     /// With an index over its full blocks?
     pub prefix: Option<PrefixSpec>,
@@ -217,6 +221,16 @@ pub enum PrefixEvent {
     Cleared,
 }
 
+/// What [`Prefixes::store`] found: `n_new + n_known` is the number of full blocks that were handed over and are
+/// committed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stored {
+    /// Blocks of content that the index did not know.
+    pub n_new: u32,
+    /// Blocks of content that it knew already, from this sequence or from another one.
+    pub n_known: u32,
+}
+
 /// The state of an index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefixReport {
@@ -228,6 +242,10 @@ pub struct PrefixReport {
     pub n_salts: u32,
     /// The eviction policy; `None` where nothing is ever evicted.
     pub policy: Option<&'static str>,
+    /// Every [`Prefixes::open`] since the beginning.
+    pub opened: HitCounts,
+    /// The last [`RECENT_PROMPTS`] of them.
+    pub recent: HitCounts,
 }
 
 /// The face of a paged cache with a prefix index.
@@ -346,12 +364,29 @@ impl Prefixes<'_> {
     }
 
     /// Let the index know the full blocks of `seq`, whose tokens from the first on are `content` (as far as it goes).
-    /// Returns how many it did not know. Where it knows a block from elsewhere, `seq` holds that one from now on.
-    pub fn store(&mut self, seq: SeqId, content: &Content<'_>, at: Moment) -> Result<u32, Refused> {
+    /// Where it knows a block from elsewhere, `seq` holds that one from now on.
+    ///
+    /// All of `content` is compared with what is stored for `seq` already, in O(its length): content that differs is
+    /// refused as [`Refused::OtherContent`], and nothing changes. Who stores at every step hands over what is new with
+    /// [`store_from`](Self::store_from).
+    pub fn store(&mut self, seq: SeqId, content: &Content<'_>, at: Moment) -> Result<Stored, Refused> {
+        self.store_from(seq, 0, content, at)
+    }
+
+    /// [`store`](Self::store), for a caller that has stored what lies before position `from`: blocks of `seq` that are
+    /// stored and begin before it are neither compared again nor counted. `content` still begins with the first token
+    /// of `seq`. O(blocks behind `from`).
+    pub fn store_from(
+        &mut self,
+        seq: SeqId,
+        from: u32,
+        content: &Content<'_>,
+        at: Moment,
+    ) -> Result<Stored, Refused> {
         let Cache { groups, index, epoch, .. } = &mut *self.cache;
-        let n_stored = index.as_mut().expect(CHECKED).store(groups, seq, content, at)?;
+        let stored = index.as_mut().expect(CHECKED).store(groups, seq, from, content, at)?;
         *epoch += 1;
-        Ok(n_stored)
+        Ok(stored)
     }
 
     /// Evict idle blocks until `n_tokens` cells are free in every group, or nothing idle is left. Returns the number of

@@ -10,7 +10,8 @@ pub use text::ArenaText;
 pub struct Report {
     /// Cells it can hold.
     pub capacity_cells: u32,
-    /// Cells that a token or a node holds.
+    /// Cells that are not free: those that a token or a node holds. In kinds that hand out blocks, all cells of the
+    /// blocks that are held or idle, filled or not ([`BlockReport::unused_cells`]).
     pub used_cells: u32,
     /// One past the highest occupied cell. Shrinks when the top cells are freed.
     pub high_water: u32,

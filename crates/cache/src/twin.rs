@@ -336,13 +336,13 @@ impl Twin {
         let source = self.sequences.get(&src).ok_or(Refused::UnknownSequence(src))?.clone();
         let until = until.min(source.next_position);
         let mut copy = self.sequences.get(&dst).cloned().unwrap_or_default();
+        if copy.next_position > from {
+            return Err(Refused::Occupied { seq: dst, position: copy.next_position - 1 });
+        }
+        if !copy.nodes.is_empty() {
+            return Err(Refused::Speculating(dst));
+        }
         if from < until {
-            if copy.next_position > from {
-                return Err(Refused::Occupied { seq: dst, position: copy.next_position - 1 });
-            }
-            if !copy.nodes.is_empty() {
-                return Err(Refused::Speculating(dst));
-            }
             copy.tokens.extend(source.tokens.range(from..until));
             copy.next_position = until;
         }

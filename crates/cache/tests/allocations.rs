@@ -71,3 +71,26 @@ fn an_enormous_capacity_costs_what_is_used_of_it() {
         assert!(taken.bytes_max < 100_000, "{kind}: {} bytes for 1,000 tokens", taken.bytes_max);
     }
 }
+
+/// Blocks that leave a window and that the index knows are handed from the pool to the index at every step, in a buffer
+/// that goes back and forth: a pool that never got it back allocated another one each time.
+#[test]
+fn indexed_blocks_leave_a_window_without_allocating() {
+    let visibility = Visibility { window: Some(600), sinks: 0 };
+    let group = GroupSpec { capacity_tokens: u32::MAX, visibility, max_step_tokens: 512 };
+    let prefix = Some(PrefixSpec::default());
+    let spec = PagedSpec { block_tokens: 1, groups: vec![group], rollback_tokens: 0, prefix };
+    let mut it = Stepping { cache: Cache::paged(&spec).unwrap(), plan: StepPlan::default() };
+    let tokens: Vec<u32> = (0..512).collect();
+    let (prompt, at) = (Content::Tokens(&tokens), Moment::default());
+    it.cache.prefixes().unwrap().open(A, "", &prompt, at).unwrap();
+    it.grow(A, 512);
+    it.cache.prefixes().unwrap().store(A, &prompt, at).unwrap();
+    // The window lets go of the first block at 600 tokens; lists have room for 1,024.
+    (512..700).for_each(|_| _ = it.grow(A, 1));
+    let idle = |it: &Stepping| it.report().blocks.unwrap().counters.fell_idle;
+    let before = idle(&it);
+    let n_allocations =
+        allocation_counter::measure(|| (700..1_000).for_each(|_| _ = it.grow(A, 1))).count_total;
+    assert_eq!((idle(&it) - before, n_allocations), (300, 0));
+}

@@ -1,5 +1,5 @@
 //! The arena: allocators against bitmaps, the whole against a simulated memory, and the figures of its source.
-use kvist_cache::arena::*;
+use kvist_cache::arena::{self, *};
 use kvist_cache::twin::Choices;
 use kvist_cache::{BlockEvent, Change, Reason, SeqId};
 use std::collections::BTreeMap;
@@ -10,7 +10,7 @@ const B: SeqId = SeqId(2);
 const C: SeqId = SeqId(3);
 
 fn build(name: &str, n_blocks: u32) -> Box<dyn Allocator> {
-    ALLOCATORS.iter().find(|(its, _)| *its == name).expect("an allocator of the table").1(n_blocks)
+    arena::build(name, n_blocks).expect("an allocator of the table")
 }
 
 /// Which blocks are taken, searched from end to end.

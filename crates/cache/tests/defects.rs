@@ -1,6 +1,6 @@
 //! Every defect of the seed documents that touches bookkeeping. Each test opens with the story of its bug.
 mod stepping;
-use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
+use kvist_cache::kinds::{GroupSpec, Visibility, build};
 use kvist_cache::*;
 use stepping::*;
 
@@ -281,7 +281,7 @@ fn a_ring_never_overwrites_what_its_own_chunk_must_see() {
 /// A ring without a window would be a cache that forgets at random.
 #[test]
 fn a_ring_needs_a_window() {
-    let build = KINDS.iter().find(|(name, _)| *name == "ring").unwrap().1;
+    let build = |group: &GroupSpec| build("ring", group);
     let group = GroupSpec { capacity_tokens: 64, visibility: Visibility::FULL, max_step_tokens: 8 };
     let error = build(&group).err().expect("it has no window").to_string();
     assert!(error.contains("--window"), "{error}");
@@ -297,8 +297,8 @@ fn layer_groups_see_by_their_own_windows() {
         visibility: Visibility { window, sinks: 0 },
         max_step_tokens: 64,
     };
-    let build = KINDS.iter().find(|(name, _)| *name == "cells").unwrap().1;
-    let mut cache = Cache::new(vec![build(&group(None)).unwrap(), build(&group(Some(4))).unwrap()]);
+    let spaces = [None, Some(4)].map(|window| build("cells", &group(window)).unwrap());
+    let mut cache = Cache::new(spaces.into());
     let mut plan = StepPlan::default();
     cache.sequences().unwrap().seq_new(A).unwrap();
     for (start, n, read) in [(0, 20, [20, 20]), (20, 1, [21, 4])] {
@@ -344,4 +344,58 @@ fn two_spans_never_share_the_last_cells() {
         cells.sort_unstable();
         assert_eq!(cells, (5..35).collect::<Vec<_>>(), "{kind}");
     }
+}
+
+/// A fork of an empty sequence onto a live one was answered `Ok` and did nothing: the check came after an early return. The
+/// caller went on as if the sequence were empty now.
+#[test]
+fn an_empty_source_does_not_make_an_occupied_place_free() {
+    for kind in ["cells", "tree", "paged"] {
+        let mut it = full(kind, 64);
+        it.sequences().seq_new(A).unwrap();
+        it.sequences().seq_new(B).unwrap();
+        it.sequences().fork(A, B).unwrap(); // both are empty
+        it.grow(B, 5);
+        let occupied = Refused::Occupied { seq: B, position: 4 };
+        assert_eq!(it.sequences().fork(A, B), Err(occupied.clone()), "{kind}");
+        assert_eq!(it.sequences().seq_cp(A, B, 0, 3), Err(occupied), "{kind}");
+        assert_eq!((it.cache.next_position(A), it.cache.next_position(B)), (Some(0), Some(5)), "{kind}");
+        it.sequences().seq_cp(A, B, 5, 9).unwrap(); // it ends before the range, of which A has nothing
+        it.sequences().fork(A, C).unwrap();
+        assert_eq!((it.cache.next_position(B), it.cache.next_position(C)), (Some(5), Some(0)), "{kind}");
+    }
+}
+
+/// How many nodes wait for a verdict could only be asked by borrowing the cache for change.
+#[test]
+fn counting_nodes_changes_nothing() {
+    let mut it = full("tree", 64);
+    it.sequences().seq_new(A).unwrap();
+    it.grow(A, 4);
+    it.speculate(A, &[None, Some(0), Some(0)]).unwrap();
+    let cache: &Cache = &it.cache;
+    assert_eq!((cache.n_nodes(A), cache.n_nodes(B)), (Some(3), None));
+    assert_eq!(it.cache.trees().unwrap().n_nodes(A), Some(3));
+    it.cache.trees().unwrap().discard(A).unwrap();
+    assert_eq!(it.cache.n_nodes(A), Some(0));
+    assert_eq!(full("cells", 8).cache.n_nodes(A), None, "it does not speculate");
+}
+
+/// Every caller searched the tables of kinds and allocators by itself, and had its own words for a name that is not there.
+#[test]
+fn kinds_and_allocators_are_built_by_name() {
+    let group = GroupSpec { capacity_tokens: 64, visibility: Visibility::FULL, max_step_tokens: 8 };
+    for (name, _) in kvist_cache::kinds::KINDS.iter().filter(|(name, _)| *name != "ring") {
+        assert_eq!(build(name, &group).expect("it is listed").capacity_cells(), 64, "{name}");
+    }
+    let error = build("cell", &group).err().expect("no such kind").to_string();
+    assert_eq!(error, "there is no kind of cache `cell`: take one of contiguous, ring, cells, tree, paged");
+    let error = build("ring", &group).err().expect("it has no window").to_string();
+    assert!(error.contains("sliding window"), "{error}");
+    for (name, _) in kvist_cache::arena::ALLOCATORS {
+        let allocator = kvist_cache::arena::build(name, 40).expect("it is listed");
+        assert_eq!((allocator.name(), allocator.n_blocks()), (*name, 40));
+    }
+    let error = kvist_cache::arena::build("best_fit", 40).err().expect("no such allocator").to_string();
+    assert_eq!(error, "there is no allocator `best_fit`: take one of first_fit, buddy");
 }

@@ -1,6 +1,6 @@
 //! Selective keeping against a model that sorts, on real caches, whose reads say what is held.
 use kvist_cache::keep::*;
-use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
+use kvist_cache::kinds::{self, GroupSpec, Visibility};
 use kvist_cache::twin::Choices;
 use kvist_cache::*;
 use std::collections::BTreeMap;
@@ -9,7 +9,7 @@ const A: SeqId = SeqId(0);
 
 fn build(kind: &str) -> Cache {
     let group = GroupSpec { capacity_tokens: 256, visibility: Visibility::FULL, max_step_tokens: 64 };
-    Cache::new(vec![KINDS.iter().find(|(name, _)| *name == kind).unwrap().1(&group).unwrap()])
+    Cache::new(vec![kinds::build(kind, &group).unwrap()])
 }
 
 fn grow(cache: &mut Cache, n: u32) {

@@ -43,6 +43,8 @@ impl Prefixes {
 struct Sequence {
     salt: &'static str,
     tokens: Vec<u32>,
+    /// Leading blocks that the index was told of, or supplied.
+    stored: usize,
 }
 
 /// A prefix of whole blocks.
@@ -339,14 +341,17 @@ impl Drive {
         let fits = |n: u32| {
             (0..self.spec.groups.len()).all(|g| {
                 let see = self.spec.groups[g].visibility;
-                // Blocks with a position that the next query sees, and the last one.
+                // Blocks with a position that the next query sees.
                 (0..n).all(|i| {
                     let seen = (i * block..(i + 1) * block).any(|p| see.sees(n * block, p));
-                    !(seen || i + 1 == n) || self.knows(g, prefix_at[i as usize])
+                    !seen || self.knows(g, prefix_at[i as usize])
                 })
             })
         };
-        (0..=last).rev().find(|&n| fits(n)).unwrap_or(0) * block
+        // Windows of 1 see nothing of it; but what lies nowhere was not found.
+        let lies_somewhere =
+            |n: u32| (0..self.spec.groups.len()).any(|g| self.knows(g, prefix_at[n as usize - 1]));
+        (1..=last).rev().find(|&n| fits(n) && lies_somewhere(n)).unwrap_or(0) * block
     }
 
     fn write(&mut self, choices: &mut Choices<'_>) {
@@ -517,7 +522,8 @@ impl Drive {
                         Some(idle),
                         "what the hit takes from the room"
                     );
-                    vacant.insert(Sequence { salt, tokens: tokens[..hit as usize].to_vec() });
+                    let stored = (hit / self.spec.block_tokens) as usize;
+                    vacant.insert(Sequence { salt, tokens: tokens[..hit as usize].to_vec(), stored });
                 } else {
                     assert_eq!(opened, Err(Refused::SequenceExists(seq)));
                 }
@@ -533,8 +539,29 @@ impl Drive {
                     let whole = Prefix { number: prefix, parent, n_blocks: n as u32 };
                     self.by_hash.insert(hash, whole);
                 }
-                let content = Content::Tokens(&sequence.tokens);
-                self.cache.prefixes().expect("an index").store(seq, &content, at).expect("it is open");
+                // A caller who lies about what is stored already is refused, unless it hands over what follows only.
+                let from =
+                    if choices.one_in(2) { 0 } else { choices.below(sequence.tokens.len() as u32 + 9) };
+                let n_blocks = sequence.tokens.len() / block;
+                let mut told = sequence.tokens.clone();
+                let lies_in = match sequence.stored {
+                    n if n > 0 && choices.one_in(4) => {
+                        let place = choices.below((n * block) as u32) as usize;
+                        told[place] += 1;
+                        Some(place / block).filter(|&i| i >= (from as usize / block).min(n_blocks))
+                    }
+                    _ => None,
+                };
+                let content = Content::Tokens(&told);
+                let done = self.cache.prefixes().expect("an index").store_from(seq, from, &content, at);
+                if let Some(i) = lies_in {
+                    assert_eq!(done, Err(Refused::OtherContent { seq, position: (i * block) as u32 }));
+                } else {
+                    let done = done.expect("it is open");
+                    let given = n_blocks - (from as usize / block).min(sequence.stored);
+                    assert_eq!((done.n_new + done.n_known) as usize, given, "{done:?}");
+                    self.sequences.get_mut(&seq).expect("it is open").stored = n_blocks;
+                }
             }
             10 | 11 => {
                 self.log.push(format!("fork {seq} {other}"));
@@ -544,17 +571,19 @@ impl Drive {
                     (None, _) => assert_eq!(done, Err(Refused::UnknownSequence(seq))),
                     (Some(source), there) => {
                         let until = until.min(source.tokens.len() as u32) as usize;
-                        let occupied = there.is_some_and(|there| !there.tokens.is_empty()) && until > 0;
+                        let occupied = there.is_some_and(|there| !there.tokens.is_empty());
                         if occupied {
                             assert!(
                                 matches!(done, Err(Refused::Occupied { .. } | Refused::WindowGone { .. })),
                                 "{done:?}"
                             );
                         } else if done.is_ok() && until == 0 {
-                            self.sequences.entry(other).or_insert(Sequence { salt: "", tokens: vec![] });
+                            let empty = Sequence { salt: source.salt, tokens: vec![], stored: 0 };
+                            self.sequences.entry(other).or_insert(empty);
                         } else if done.is_ok() {
                             let tokens = source.tokens[..until].to_vec();
-                            self.sequences.insert(other, Sequence { salt: source.salt, tokens });
+                            let stored = source.stored.min(until / self.spec.block_tokens as usize);
+                            self.sequences.insert(other, Sequence { salt: source.salt, tokens, stored });
                         } else {
                             assert!(matches!(done, Err(Refused::WindowGone { .. })), "{done:?}");
                             assert!((0..self.spec.groups.len()).any(|g| self.is_windowed(g)));
@@ -617,7 +646,10 @@ impl Drive {
     }
 
     fn shorten(&mut self, seq: SeqId, to: u32, forgets: bool) {
-        self.sequences.get_mut(&seq).expect("it is open").tokens.truncate(to as usize);
+        let block = self.block();
+        let sequence = self.sequences.get_mut(&seq).expect("it is open");
+        sequence.tokens.truncate(to as usize);
+        sequence.stored = sequence.stored.min((to / block) as usize);
         if to == 0 && forgets {
             self.sequences.remove(&seq);
         }

@@ -206,16 +206,222 @@ fn content_that_lies_is_refused() {
     rig.prefixes().open(SeqId(0), "", &Content::Tokens(&a), AT).expect("it is new");
     rig.grow(SeqId(0), 12);
     rig.cache.sequences().expect("many").fork(SeqId(0), SeqId(1)).expect("it is new");
-    assert_eq!(rig.prefixes().store(SeqId(0), &Content::Tokens(&a), AT), Ok(3));
+    assert_eq!(rig.prefixes().store(SeqId(0), &Content::Tokens(&a), AT), Ok(Stored { n_new: 3, n_known: 0 }));
     let refused = Refused::OtherContent { seq: SeqId(1), position: 0 };
     assert_eq!(rig.prefixes().store(SeqId(1), &Content::Tokens(&b), AT), Err(refused));
-    assert_eq!(rig.prefixes().store(SeqId(1), &Content::Tokens(&a), AT), Ok(0));
+    assert_eq!(rig.prefixes().store(SeqId(1), &Content::Tokens(&a), AT), Ok(Stored { n_new: 0, n_known: 3 }));
     for seq in [0, 1].map(SeqId) {
         rig.cache.sequences().expect("many").seq_rm(seq, 0, u32::MAX).expect("it is open");
     }
     rig.prefixes().make_room(u32::MAX, AT);
     assert_eq!(rig.cache.report()[0].used_cells, 0);
     assert_eq!(rig.cache.lookup("", &Content::Tokens(&a)).hit_tokens, 0);
+}
+
+/// `store` looked at new blocks only: a caller that handed over other tokens for blocks it had stored before was told
+/// that all was well, and `OtherContent` never came.
+#[test]
+fn content_that_contradicts_what_was_stored_is_refused() {
+    let (honest, seq) = (count(12), SeqId(0));
+    let lie = |at: usize| {
+        let mut tokens = honest.clone();
+        tokens[at] += 100;
+        tokens
+    };
+    let mut rig = Rig::new(&spec(4, 400));
+    rig.prefixes().open(seq, "", &Content::Tokens(&honest), AT).expect("it is new");
+    rig.grow(seq, 8);
+    let stored = |n_new, n_known| Ok(Stored { n_new, n_known });
+    assert_eq!(rig.prefixes().store(seq, &Content::Tokens(&honest[..8]), AT), stored(2, 0));
+    rig.grow(seq, 4);
+    let before = (rig.cache.report(), rig.prefixes().report());
+    for (at, block) in [(0, 0), (3, 0), (4, 4), (7, 4)] {
+        let refused = Err(Refused::OtherContent { seq, position: block });
+        assert_eq!(rig.prefixes().store(seq, &Content::Tokens(&lie(at)), AT), refused, "a lie at {at}");
+        let shorter = &lie(at)[..8];
+        assert_eq!(rig.prefixes().store(seq, &Content::Tokens(shorter), AT), refused, "and nothing new");
+        let tail = rig.prefixes().store_from(seq, block, &Content::Tokens(&lie(at)), AT);
+        assert_eq!(tail, refused, "the block from which on it hands over");
+    }
+    assert_eq!((rig.cache.report(), rig.prefixes().report()), before, "a refusal changed something");
+    // Of several lies the first is named.
+    let all: Vec<u32> = honest.iter().map(|t| t + 100).collect();
+    let refused = Err(Refused::OtherContent { seq, position: 0 });
+    assert_eq!(rig.prefixes().store(seq, &Content::Tokens(&all), AT), refused);
+    assert_eq!(rig.prefixes().store(seq, &Content::Tokens(&honest[..3]), AT), stored(0, 0), "no whole block");
+    assert_eq!(
+        rig.prefixes().store(seq, &Content::Tokens(&honest[..7]), AT),
+        stored(0, 1),
+        "a shorter truth"
+    );
+
+    // What lies before the position is the caller's word from before, and is not looked at.
+    assert_eq!(rig.prefixes().store_from(seq, 8, &Content::Tokens(&lie(5)), AT), stored(1, 0));
+    assert_eq!(rig.prefixes().store_from(seq, 4, &Content::Tokens(&honest), AT), stored(0, 2));
+    assert_eq!(rig.prefixes().store_from(seq, u32::MAX, &Content::Tokens(&honest), AT), stored(0, 0));
+    assert_eq!(
+        rig.cache.lookup("", &Content::Tokens(&count(13))).hit_tokens,
+        12,
+        "the truth is what is stored"
+    );
+    // After a rollback other tokens are no lie.
+    rig.cache.sequences().expect("many").seq_rm(seq, 4, u32::MAX).expect("it is open");
+    rig.grow(seq, 8);
+    assert_eq!(rig.prefixes().store(seq, &Content::Tokens(&lie(5)), AT), stored(2, 1));
+}
+
+/// A hit whose tokens lie in the window of no query was none for a group of window 1, which keeps nothing at all: its
+/// presence alone suppressed every hit.
+#[test]
+fn a_window_of_one_asks_for_nothing() {
+    let mut spec = spec(4, 400);
+    let window = |window| Visibility { window: Some(window), sinks: 0 };
+    spec.groups.push(GroupSpec { capacity_tokens: 400, visibility: window(1), max_step_tokens: 1 });
+    let prompt = count(41);
+    for sinks in [0, 3] {
+        spec.groups[1].visibility.sinks = sinks;
+        let mut rig = Rig::new(&spec);
+        rig.serve("", &Content::Tokens(&prompt[..40]));
+        assert_eq!(rig.serve("", &Content::Tokens(&prompt)), 40, "{sinks} sinks");
+        rig.prefixes().make_room(u32::MAX, AT);
+        assert_eq!(rig.cache.lookup("", &Content::Tokens(&prompt)).hit_tokens, 0);
+    }
+    // Where no group asks for anything, a block that lies nowhere is no hit.
+    spec.groups[0].visibility = window(1);
+    spec.groups[1].visibility = window(1);
+    let mut rig = Rig::new(&spec);
+    let seq = SeqId(0);
+    rig.prefixes().open(seq, "", &Content::Tokens(&prompt), AT).expect("it is new");
+    rig.grow(seq, 40);
+    rig.prefixes().store(seq, &Content::Tokens(&prompt), AT).expect("it is open");
+    assert_eq!(rig.cache.lookup("", &Content::Tokens(&prompt)).hit_tokens, 0);
+    // A wider window beside them decides.
+    spec.groups[0].visibility = window(5);
+    let mut rig = Rig::new(&spec);
+    rig.serve("", &Content::Tokens(&prompt[..40]));
+    assert_eq!(rig.cache.lookup("", &Content::Tokens(&prompt)).hit_tokens, 40);
+    assert_eq!(rig.cache.lookup("", &Content::Tokens(&prompt[..30])).hit_tokens, 0);
+}
+
+/// A fork of an empty sequence was answered `Ok` although its place was taken, and its copy belonged to no salt: what it
+/// stored was found by strangers.
+#[test]
+fn a_fork_of_an_empty_sequence_is_a_fork() {
+    let mut rig = Rig::new(&spec(4, 400));
+    let (empty, live, copy, idle) = (SeqId(0), SeqId(1), SeqId(2), SeqId(3));
+    let tokens = count(9);
+    rig.prefixes().open(empty, "ours", &Content::Tokens(&tokens), AT).expect("it is new");
+    rig.prefixes().open(live, "theirs", &Content::Tokens(&tokens), AT).expect("it is new");
+    rig.prefixes().open(idle, "theirs", &Content::Tokens(&tokens), AT).expect("it is new");
+    rig.grow(live, 9);
+    let occupied = Err(Refused::Occupied { seq: live, position: 8 });
+    assert_eq!(rig.cache.sequences().expect("many").fork(empty, live), occupied);
+    assert_eq!(rig.cache.next_position(live), Some(9));
+    assert_eq!(rig.cache.sequences().expect("many").fork(empty, copy), Ok(()));
+    assert_eq!(rig.cache.sequences().expect("many").fork(empty, idle), Ok(()), "it holds nothing");
+    assert_eq!(rig.cache.sequences().expect("many").seq_cp(live, empty, 3, 3), Ok(()), "an empty range");
+    for (seq, salt) in [(copy, "ours"), (idle, "theirs"), (empty, "ours")] {
+        rig.grow(seq, 9);
+        rig.prefixes().store(seq, &Content::Tokens(&tokens), AT).expect("it is open");
+        assert_eq!(rig.cache.lookup(salt, &Content::Tokens(&tokens)).hit_tokens, 8, "{seq} under {salt}");
+        assert_eq!(rig.cache.lookup("", &Content::Tokens(&tokens)).hit_tokens, 0, "{seq} is no stranger's");
+        rig.cache.sequences().expect("many").seq_rm(seq, 0, u32::MAX).expect("it is open");
+        rig.prefixes().make_room(u32::MAX, AT);
+    }
+}
+
+/// Hit ratios were there since the start only: what a server does today was not to be seen in them.
+#[test]
+fn hits_are_counted_over_the_last_prompts_too() {
+    let mut rig = Rig::new(&spec(4, 400));
+    assert_eq!(
+        (rig.prefixes().report().opened.ratio(), rig.prefixes().report().recent),
+        (None, HitCounts::default())
+    );
+    let n_recent = RECENT_PROMPTS as u64;
+    for _ in 0..=n_recent {
+        rig.serve("", &Content::Tokens(&count(9)));
+    }
+    rig.serve("", &Content::Unknown { n_tokens: 7 });
+    let report = rig.prefixes().report();
+    let counts =
+        |n_prompts, hits| HitCounts { n_prompts, prompt_tokens: 9 * n_prompts, hit_tokens: 8 * hits };
+    assert_eq!(report.opened, counts(n_recent + 1, n_recent));
+    assert_eq!(report.recent, counts(n_recent, n_recent), "the first one, which found nothing, is long ago");
+    assert_eq!(report.recent.ratio(), Some(8.0 / 9.0));
+    for n in 0..n_recent {
+        rig.serve("another", &Content::Tokens(&[n as u32 + 1_000; 3]));
+    }
+    let recent = HitCounts { n_prompts: n_recent, prompt_tokens: 3 * n_recent, hit_tokens: 0 };
+    assert_eq!(rig.prefixes().report().recent, recent);
+    assert_eq!(rig.prefixes().report().opened.hit_tokens, 8 * n_recent);
+}
+
+/// The names of prefixes go to routers and tiers, which compare them with their own: they are the same in every run, in
+/// every version and on every machine, and each bit of a token counts.
+#[test]
+fn names_of_prefixes_are_pinned() {
+    let rig = Rig::new(&spec(3, 30));
+    let hash = |salt, tokens: &[u32]| rig.cache.prefix_hash(salt, tokens);
+    assert_eq!(hash("", &[]), 0xe220_a839_7b1d_cdaf);
+    let pinned = [
+        ("", vec![0, 0, 0], 0x4e08_f9af_d2fd_2e59),
+        ("", vec![1, 2, 3], 0x8aa2_8fe5_a372_35ef),
+        ("", vec![1, 2, 3, 4, 5, 6], 0xec7e_e9d7_1f51_b888),
+        ("tenant", vec![1, 2, 3], 0x11e0_72d6_c928_4145),
+        ("tenant", vec![u32::MAX, u32::MAX, u32::MAX], 0x9508_6af8_a764_05a9),
+    ];
+    for (salt, tokens, expected) in pinned {
+        assert_eq!(hash(salt, &tokens), expected, "{salt} {tokens:?}: {:#x}", hash(salt, &tokens));
+    }
+    let mut seen = std::collections::BTreeSet::new();
+    let names = (0..3).flat_map(|at| (0..32).map(move |bit| (at, bit)));
+    for (at, bit) in names {
+        let mut tokens = [7; 3];
+        tokens[at] ^= 1 << bit;
+        assert!(seen.insert(hash("", &tokens)), "bit {bit} of token {at} does not count");
+    }
+    assert_eq!(hash("", &[1, 2, 3, 9]), hash("", &[1, 2, 3]), "whole blocks only");
+    assert_ne!(hash("a", &[1, 2, 3]), hash("b", &[1, 2, 3]));
+}
+
+/// A step that does not fit says what to do about it, and doing that helps.
+#[test]
+fn no_space_says_what_to_try() {
+    let mut rig = Rig::new(&spec(16, 64));
+    rig.serve("", &Content::Tokens(&count(32)));
+    let seq = SeqId(7);
+    rig.prefixes().open(seq, "", &Content::Unknown { n_tokens: 80 }, AT).expect("it is new");
+    let (spans, long) = ([Span::chain(seq, 0, 48)], [Span::chain(seq, 0, 80)]);
+    let (request, long) = (StepRequest { spans: &spans }, StepRequest { spans: &long });
+    let refused = rig.cache.can_run(&request, &mut rig.plan).expect_err("32 cells are idle");
+    let of = |needed, reclaimable| Refused::NoSpace { group: GroupId(0), needed, free: 32, reclaimable };
+    assert_eq!(refused, of(48, 32));
+    assert_eq!(
+        refused.to_string(),
+        "the step needs 48 cells of layer group 0, and 32 are free; 32 more are held by the index alone: make room for 48, and try again"
+    );
+    let refused = rig.cache.can_run(&long, &mut rig.plan).expect_err("it never fits");
+    assert_eq!(refused, of(80, 32));
+    assert!(refused.to_string().contains("which is not enough: remove or shorten sequences"), "{refused}");
+    let exact = of(64, 32).to_string();
+    assert!(exact.ends_with("make room for 64, and try again"), "{exact}");
+    let none = of(48, 0).to_string();
+    assert!(
+        none.ends_with("32 are free: remove or shorten sequences, or take fewer tokens at once"),
+        "{none}"
+    );
+    assert_eq!(rig.prefixes().make_room(48, AT), 1);
+    assert_eq!(rig.cache.can_run(&request, &mut rig.plan), Ok(()));
+}
+
+/// A capacity below one block made a cache of no cells at all, in which nothing ever fits.
+#[test]
+fn a_group_holds_at_least_one_block() {
+    let error = Cache::paged(&spec(16, 15)).err().expect("no block fits").to_string();
+    assert!(error.contains("less than one block") && error.contains("smaller blocks"), "{error}");
+    let cache = Cache::paged(&spec(16, 16)).expect("one block fits");
+    assert_eq!(cache.capacity_cells(), [16]);
 }
 
 #[test]

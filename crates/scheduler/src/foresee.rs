@@ -46,10 +46,8 @@ impl Scheduler {
         if fits(limit) {
             return limit;
         }
-        let (mut good, mut bad) = (0, limit);
-        if u64::from(limit) > free + u64::from(block) {
-            bad = u32::try_from(free + u64::from(block) + 1).unwrap_or(limit).min(limit);
-        }
+        // A sequence alone takes what is free and fills its last block: fewer steps than cells in both.
+        let (mut good, mut bad) = (0, u32::try_from(free + u64::from(block)).unwrap_or(limit).min(limit));
         while bad - good > 1 {
             let middle = good + (bad - good) / 2;
             if fits(middle) { good = middle } else { bad = middle }

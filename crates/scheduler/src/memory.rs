@@ -189,13 +189,13 @@ impl Memory {
             .unwrap_or_else(|refused| panic!("sequence {seq} is new and its content was checked: {refused}"))
     }
 
-    /// Let the index know the full blocks of `seq`, of whose tokens the first `n_tokens` are known and computed.
-    /// Returns how many it did not know.
-    pub fn store(&mut self, seq: SeqId, prompt: &Prompt, n_tokens: u32, at: At) -> u32 {
+    /// Let the index know the full blocks of `seq`, of whose tokens the first `n_tokens` are known and computed, and the
+    /// first `stored` were handed over before. Returns how many blocks it did not know.
+    pub fn store(&mut self, seq: SeqId, prompt: &Prompt, stored: u32, n_tokens: u32, at: At) -> u32 {
         let Some(mut prefixes) = self.cache.prefixes() else { return 0 };
-        let stored = prefixes.store(seq, &content(prompt, n_tokens), at.moment());
-        stored
-            .unwrap_or_else(|refused| panic!("sequence {seq} is live and its content was checked: {refused}"))
+        let done = prefixes.store_from(seq, stored, &content(prompt, n_tokens), at.moment());
+        done.unwrap_or_else(|refused| panic!("sequence {seq} is live and its content was checked: {refused}"))
+            .n_new
     }
 
     /// Forget a sequence. What an index knows stays, and can be reclaimed.

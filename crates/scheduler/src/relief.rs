@@ -39,8 +39,8 @@ impl Scheduler {
         false
     }
 
-    /// Fewer tokens of prompts in this step, by the cells that are `missing`, or half as many where it is not cells
-    /// that are missing. Not less than a block beside others, or they would wait for a chunk that brings nobody on.
+    /// Fewer tokens of prompts in this step, by the cells that are `missing`, and by one at least, so that it goes on.
+    /// Not less than a block beside others, or they would wait for a chunk that brings nobody on.
     fn shorten_prompts(&mut self, missing: u32) -> bool {
         let of_prompts = |w: &&Work| w.n_tokens > 1 || !w.samples;
         let n_tokens: u32 = self.batch.iter().filter(of_prompts).map(|w| w.n_tokens).sum();
@@ -49,8 +49,7 @@ impl Scheduler {
         if n_tokens <= least {
             return false;
         }
-        let shorter = if missing == 0 { n_tokens / 2 } else { n_tokens.saturating_sub(missing) };
-        self.prompt_limit = shorter.max(least);
+        self.prompt_limit = n_tokens.saturating_sub(missing.max(1)).max(least);
         true
     }
 

@@ -472,9 +472,9 @@ impl Scheduler {
             let full = entry.cached.min(entry.known_content());
             let full = full - full % block;
             if full > entry.stored {
-                entry.stored = full;
+                let stored = std::mem::replace(&mut entry.stored, full);
                 let seq = entry.seq.expect("who runs has a sequence");
-                if self.memory.store(seq, &entry.prompt, full, end) > 0 {
+                if self.memory.store(seq, &entry.prompt, stored, full, end) > 0 {
                     self.blocked = None;
                 }
             }

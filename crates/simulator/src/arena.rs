@@ -286,13 +286,10 @@ pub fn replay(requests: &[Request], layout: &str, setting: &Setting) -> Result<R
     if !fits || block_tokens == 0 || !(1..=MOST_BLOCKS).contains(&capacity_blocks) {
         return Err(ReplayRefused::BadSize { capacity_blocks, block_tokens });
     }
-    let allocator = ALLOCATORS.iter().find(|(name, _)| *name == layout);
-    let mut place: Box<dyn Place> = match allocator {
-        Some((_, build)) => {
-            Box::new(InArena { arena: Arena::new(block_tokens, build(capacity_blocks))?, moved: 0 })
-        }
-        None if layout == PAGED => Box::new(InPages::new(setting)?),
-        None => return Err(ReplayRefused::UnknownLayout { name: layout.to_owned() }),
+    let mut place: Box<dyn Place> = match arena::build(layout, capacity_blocks) {
+        Ok(allocator) => Box::new(InArena { arena: Arena::new(block_tokens, allocator)?, moved: 0 }),
+        Err(_) if layout == PAGED => Box::new(InPages::new(setting)?),
+        Err(_) => return Err(ReplayRefused::UnknownLayout { name: layout.to_owned() }),
     };
     let mut found =
         Replayed { layout: layout.to_owned(), requests: requests.len() as u64, ..Replayed::default() };

@@ -2,7 +2,7 @@
 use super::cases::{Case, Strides};
 use super::{Options, rows};
 use crate::*;
-use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
+use kvist_cache::kinds::{self, GroupSpec, Visibility};
 use kvist_cache::twin::{Choices, Fate, Model, Operation, Seen, Twin};
 use kvist_cache::*;
 use std::ops::Range;
@@ -112,8 +112,7 @@ impl<'c> Rig<'c> {
             GroupSpec { capacity_tokens, visibility, max_step_tokens }
         });
         let groups: Vec<GroupSpec> = groups.collect();
-        let (_, build) = KINDS.iter().find(|(name, _)| *name == kind).expect("shapes name kinds");
-        let spaces = groups.iter().map(|g| build(g).unwrap_or_else(|e| panic!("{g:?}: {e}")));
+        let spaces = groups.iter().map(|g| kinds::build(kind, g).unwrap_or_else(|e| panic!("{g:?}: {e}")));
         let cache = Cache::new(spaces.collect());
         let spec = PoolSpec {
             layout: case.layout(),

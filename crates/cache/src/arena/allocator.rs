@@ -56,3 +56,25 @@ pub const ALLOCATORS: &[(&str, BuildAllocator)] = &[
     ("first_fit", |n_blocks| Box::new(FirstFit::new(n_blocks))),
     ("buddy", |n_blocks| Box::new(Buddy::new(n_blocks))),
 ];
+
+/// No allocator of this name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnknownAllocator {
+    /// What was asked for.
+    pub name: String,
+}
+
+impl std::fmt::Display for UnknownAllocator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let known = ALLOCATORS.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
+        write!(f, "there is no allocator `{}`: take one of {known}", self.name)
+    }
+}
+impl std::error::Error for UnknownAllocator {}
+
+/// The allocator `name` over `n_blocks` blocks.
+pub fn build(name: &str, n_blocks: u32) -> Result<Box<dyn Allocator>, UnknownAllocator> {
+    let entry = ALLOCATORS.iter().find(|(known, _)| *known == name);
+    let (_, build) = entry.ok_or_else(|| UnknownAllocator { name: name.to_owned() })?;
+    Ok(build(n_blocks))
+}

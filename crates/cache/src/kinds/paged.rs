@@ -55,10 +55,16 @@ struct Table {
 }
 
 impl Paged {
-    /// Of `group.capacity_tokens / block_tokens` blocks, rounded down. `max_step_tokens` is ignored.
+    /// Of `group.capacity_tokens / block_tokens` blocks, rounded down, of which there has to be one.
+    /// `max_step_tokens` is ignored.
     pub fn new(group: &GroupSpec, block_tokens: u32, rollback_tokens: u32) -> Result<Self, Unbuildable> {
         if block_tokens == 0 {
             return Err(Unbuildable("a block holds at least one token"));
+        }
+        if group.capacity_tokens < block_tokens {
+            return Err(Unbuildable(
+                "the capacity of a layer group is less than one block: give it more tokens, or take smaller blocks",
+            ));
         }
         if group.visibility.window == Some(0) {
             return Err(Unbuildable("a window of no tokens shows nothing"));
@@ -532,13 +538,12 @@ impl SequenceKind for Paged {
     fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         let source = self.table(src)?;
         let until = until.min(source.next_position);
-        let there = self.sequences.get(&dst);
+        if let Some(next) = self.next_position(dst).filter(|&next| next > from) {
+            return Err(Refused::Occupied { seq: dst, position: next - 1 });
+        }
         if from >= until {
             self.sequences.entry(dst).or_default();
             return Ok(());
-        }
-        if let Some(position) = there.map(|t| t.next_position).filter(|&next| next > from) {
-            return Err(Refused::Occupied { seq: dst, position: position - 1 });
         }
         if from > 0 {
             return Err(Refused::NotHere(TAILS_ONLY));

@@ -242,10 +242,6 @@ impl CellSpace {
     pub fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         let source = self.sequence(src)?;
         let until = until.min(source.next_position);
-        if from >= until {
-            self.sequences.entry(dst).or_default();
-            return Ok(());
-        }
         if let Some(there) = self.sequences.get(&dst) {
             if there.next_position > from {
                 return Err(Refused::Occupied { seq: dst, position: there.next_position - 1 });
@@ -253,6 +249,10 @@ impl CellSpace {
             if !there.nodes.is_empty() {
                 return Err(Refused::Speculating(dst));
             }
+        }
+        if from >= until {
+            self.sequences.entry(dst).or_default();
+            return Ok(());
         }
         // `dst` leaves the map while `src` is read: nothing is copied twice.
         let mut copy = self.sequences.remove(&dst).unwrap_or_default();

@@ -34,6 +34,9 @@ impl Kind for Tree {
     fn next_position(&self, seq: SeqId) -> Option<u32> {
         self.space.next_position(seq)
     }
+    fn n_nodes(&self, seq: SeqId) -> Option<u32> {
+        self.space.sequence(seq).ok().map(|sequence| sequence.nodes.len() as u32)
+    }
 
     fn prepare(&self, spans: &Spans, group: GroupId, out: &mut GroupPlan) -> Result<(), Refused> {
         for span in &spans.list {
@@ -98,9 +101,6 @@ impl SequenceKind for Tree {
 }
 
 impl TreeKind for Tree {
-    fn n_nodes(&self, seq: SeqId) -> Option<u32> {
-        self.space.sequence(seq).ok().map(|sequence| sequence.nodes.len() as u32)
-    }
     fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused> {
         self.space.commit_path(seq, accepted)
     }

@@ -6,8 +6,9 @@ mod room;
 
 use super::content::{Content, Keying};
 use super::ghosts::Ghosts;
+use super::hits::Hits;
 use super::tree::{Node, Tree, chain, salt_hash};
-use super::{Lookup, Moment, PrefixEvent, PrefixReport, PrefixSpec, RecomputeCost};
+use super::{Lookup, Moment, PrefixEvent, PrefixReport, PrefixSpec, RecomputeCost, Stored};
 use crate::events::{Change, Reason};
 use crate::evict::{Order, Policy, Rank, Use};
 use crate::ids::*;
@@ -35,6 +36,7 @@ pub(crate) struct Index {
     tick: u64,
     n_stored: u64,
     n_evicted: u64,
+    hits: Hits,
     /// Changes with every block that the index learns or forgets.
     pub version: u64,
     path: Vec<Node>,
@@ -149,6 +151,7 @@ impl Index {
             tick: 0,
             n_stored: 0,
             n_evicted: 0,
+            hits: Hits::default(),
             version: 0,
             path: Vec::new(),
             buffer: Vec::new(),
@@ -193,17 +196,20 @@ impl Index {
             (node, n_matched) = (child, n_matched + 1);
             visit(node);
             let mut whole = true;
+            // Groups of a window of 1 ask for nothing; but a hit that lies in no group at all is none.
+            let mut lies_somewhere = !self.only_windows;
             for (paged, group, in_a_row, from_the_first) in &mut windows {
                 let here = group.block(node) != NONE;
+                lies_somewhere |= here;
                 if here && *from_the_first + 1 == n_matched {
                     *from_the_first = n_matched;
                 }
                 *in_a_row = if here { *in_a_row + 1 } else { 0 };
                 let first = paged.first_seen(n_matched * keying.block_tokens).max(paged.sink_blocks());
                 whole &= *from_the_first >= paged.sink_blocks().min(n_matched)
-                    && *in_a_row >= n_matched.saturating_sub(first).max(1); // a window of 1 needs nothing: ask for the last
+                    && *in_a_row >= n_matched.saturating_sub(first);
             }
-            if whole {
+            if whole && lies_somewhere {
                 (n_hit, hit_node) = (n_matched, node);
             }
         }
@@ -312,25 +318,48 @@ impl Index {
         self.path = path;
         self.set_leaf(groups, seq, Some(Leaf { root, node, n_blocks: walk.n_hit }));
         let block_tokens = self.block_tokens();
+        if !matches!(content, Content::Unknown { .. }) {
+            self.hits.count(content.n_tokens(), walk.n_hit * block_tokens);
+        }
         Ok(Lookup { hit_tokens: walk.n_hit * block_tokens, idle_tokens: n_idle * block_tokens })
     }
 
+    /// The first of the blocks `from..until` that is stored for this leaf with other content. O(blocks stored behind
+    /// `from`).
+    fn contradicted(&mut self, leaf: Leaf, content: &Content<'_>, from: u32, until: u32) -> Option<u32> {
+        let (keying, mut buffer) = (self.tree.keying(), std::mem::take(&mut self.buffer));
+        let (mut node, mut first) = (leaf.node, None);
+        for i in (from..leaf.n_blocks).rev() {
+            if i < until && self.tree.key(node) != keying.key(content, i, &mut buffer) {
+                first = Some(i);
+            }
+            node = self.tree.parent(node);
+        }
+        self.buffer = buffer;
+        first
+    }
+
+    /// Of `content`, the blocks before position `from` are not compared if they are stored already.
     pub fn store(
         &mut self,
         groups: &mut [Box<dyn Kind>],
         seq: SeqId,
+        from: u32,
         content: &Content<'_>,
         at: Moment,
-    ) -> Result<u32, Refused> {
+    ) -> Result<Stored, Refused> {
         let mut leaf = *self.leaves.get(&seq).ok_or(Refused::UnknownSequence(seq))?;
         if !self.tree.keying().accepts(content) {
             return Err(Refused::NotHere("this prefix index was made for content of another kind"));
         }
-        self.moment = at;
         let committed = groups[0].next_position(seq).unwrap_or(0) / self.block_tokens();
         let n_blocks = self.tree.keying().n_blocks(content).min(committed);
+        let from = (from / self.block_tokens()).min(n_blocks);
+        if let Some(i) = self.contradicted(leaf, content, from, n_blocks) {
+            return Err(Refused::OtherContent { seq, position: i * self.block_tokens() });
+        }
         if n_blocks <= leaf.n_blocks {
-            return Ok(0);
+            return Ok(Stored { n_new: 0, n_known: n_blocks - from });
         }
         let (first, mut n_stored) = (leaf.n_blocks, 0);
         let tables = groups
@@ -353,6 +382,7 @@ impl Index {
             }
         }
         self.buffer = buffer;
+        self.moment = at;
         for i in first..n_blocks {
             let (node, is_new) = self.tree.child_or_new(leaf.node, content, i);
             if is_new && i == 0 {
@@ -380,7 +410,7 @@ impl Index {
         self.n_stored += u64::from(n_stored);
         self.set_leaf(groups, seq, Some(leaf));
         self.settle(groups);
-        Ok(n_stored)
+        Ok(Stored { n_new: n_stored, n_known: n_blocks - from.min(first) - n_stored })
     }
 
     /// `block` of `group` holds the tokens of `node`.
@@ -431,15 +461,13 @@ impl Index {
 
     /// `dst` holds what `src` does, up to where it ends.
     pub fn forked(&mut self, groups: &[Box<dyn Kind>], src: SeqId, dst: SeqId) {
-        match self.leaves.get(&src).copied() {
-            Some(leaf) if groups[0].next_position(dst).is_some_and(|next| next > 0) => {
-                self.set_leaf(groups, dst, Some(leaf));
-                self.shortened(groups, dst);
-            }
-            _ if groups[0].next_position(dst).is_some() && !self.leaves.contains_key(&dst) => {
-                self.opened_empty(groups, dst, "");
-            }
-            _ => {}
+        let is_empty = groups[0].next_position(dst) == Some(0);
+        if is_empty && self.leaves.contains_key(&dst) {
+            return; // nothing was copied to a sequence that has a salt already
+        }
+        if let Some(leaf) = self.leaves.get(&src).copied() {
+            self.set_leaf(groups, dst, Some(leaf));
+            self.shortened(groups, dst);
         }
     }
 
@@ -466,6 +494,8 @@ impl Index {
             n_evicted: self.n_evicted,
             n_salts: self.salts.len() as u32,
             policy: self.groups.iter().find_map(|g| Some(g.evict.as_ref()?.policy.name())),
+            opened: self.hits.all,
+            recent: self.hits.recent,
         }
     }
 

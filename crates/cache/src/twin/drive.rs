@@ -1,6 +1,6 @@
 //! Random operations against a real cache and its twin, compared after each one over a simulated memory.
 use super::{Choices, Fate, Model, Operation, Seen, Twin};
-use crate::kinds::{GroupSpec, KINDS, Visibility};
+use crate::kinds::{self, GroupSpec, KINDS, Visibility};
 use crate::*;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -96,10 +96,9 @@ impl Drive {
     /// A cache of the kind `name` with these layer groups, driven with sequence ids below `n_ids`.
     pub fn over(name: &str, groups: Vec<GroupSpec>, n_ids: u32) -> Self {
         let model = Model::of(name).unwrap_or_else(|| panic!("the twin knows no kind {name}"));
-        let (kind, build) =
-            KINDS.iter().find(|(known, _)| *known == name).expect("the twin knows only kinds");
-        let cache =
-            Cache::new(groups.iter().map(|g| build(g).unwrap_or_else(|e| panic!("{g:?}: {e}"))).collect());
+        let kind = KINDS.iter().find(|(known, _)| *known == name).expect("the twin knows only kinds").0;
+        let build = |g| kinds::build(kind, g).unwrap_or_else(|e| panic!("{g:?}: {e}"));
+        let cache = Cache::new(groups.iter().map(build).collect());
         let memories = cache.report().into_iter().map(|report| Memory {
             cells: vec![GARBAGE; report.capacity_cells as usize],
             places: BTreeMap::new(),

@@ -1,6 +1,6 @@
 //! A cache of one layer group and the steps that tests take with it.
 #![allow(dead_code)] // each test file uses its own part
-use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
+use kvist_cache::kinds::{self, GroupSpec, Visibility};
 use kvist_cache::*;
 
 pub const A: SeqId = SeqId(0);
@@ -17,8 +17,7 @@ pub fn full(kind: &str, capacity_tokens: u32) -> Stepping {
 }
 
 pub fn with(kind: &str, group: GroupSpec) -> Stepping {
-    let (_, build) = KINDS.iter().find(|(name, _)| *name == kind).expect("a known kind");
-    let cache = Cache::new(vec![build(&group).expect("it can be built")]);
+    let cache = Cache::new(vec![kinds::build(kind, &group).expect("it can be built")]);
     Stepping { cache, plan: StepPlan::default() }
 }
 

@@ -1,7 +1,7 @@
 //! A model of attention layers only, and the steps that tests take with it.
 #![allow(dead_code)] // each test file uses its own part
 use kvist_backend::*;
-use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
+use kvist_cache::kinds::{self, GroupSpec, Visibility};
 use kvist_cache::*;
 use std::sync::Arc;
 
@@ -68,10 +68,9 @@ impl Model {
     }
 
     pub fn cache(&self, kind: &str, capacity_tokens: u32) -> Cache {
-        let (_, build) = KINDS.iter().find(|(name, _)| *name == kind).expect("a known kind");
         let group =
             GroupSpec { capacity_tokens, visibility: self.visibility, max_step_tokens: self.max_step_tokens };
-        Cache::new(vec![build(&group).unwrap()])
+        Cache::new(vec![kinds::build(kind, &group).unwrap()])
     }
 
     pub fn session(&self, backend: &dyn Backend, kind: &str, capacity_tokens: u32) -> Session {

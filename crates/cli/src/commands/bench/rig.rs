@@ -1,7 +1,7 @@
 //! Pools without a model: generated rows through the real kinds and kernels.
 use super::shape::Shape;
 use kvist_backend::*;
-use kvist_cache::kinds::{BLOCK_TOKENS, GroupSpec, KINDS, Visibility};
+use kvist_cache::kinds::{self, BLOCK_TOKENS, GroupSpec, Visibility};
 use kvist_cache::*;
 use kvist_cpu::{Compute, Cpu};
 use std::sync::Arc;
@@ -58,9 +58,8 @@ impl Rig {
         let Setup { shape, k, v, .. } = setup;
         let chunk = setup.max_step_tokens.max(CHUNK.min(setup.capacity));
         let cache = |kind: &str, visibility: Visibility| {
-            let (_, build) = KINDS.iter().find(|(name, _)| *name == kind).expect("a kind of this program");
             let group = GroupSpec { capacity_tokens: setup.capacity, visibility, max_step_tokens: chunk };
-            anyhow::Ok(Cache::new(vec![build(&group)?]))
+            anyhow::Ok(Cache::new(vec![kinds::build(kind, &group)?]))
         };
         let spec = PoolSpec {
             layout: shape.layout(),

@@ -121,10 +121,10 @@ impl RequestArgs {
         let kind = match self.contents {
             Contents::Unknown => "unrelated requests",
             Contents::Prefixes(_) => "requests with popular prefixes",
-            Contents::Chats(_) => "chats",
-            Contents::Agents(_) => "agents",
+            Contents::Chats(_) => "requests of chats",
+            Contents::Agents(_) => "requests of agents",
         };
-        let name = format!("{} requests of {kind}", list.len());
+        let name = format!("{} {kind}", list.len());
         Ok(Requests { list, name, drawn: true, remarks: Vec::new() })
     }
 }

@@ -1,0 +1,169 @@
+//! Runs of decode steps, by example: as long as nothing can be decided, and not a step longer.
+use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
+use kvist_cache::{Cache, PagedSpec, PrefixSpec, Step, Vocabulary};
+use kvist_scheduler::*;
+
+fn group(capacity_tokens: u32) -> GroupSpec {
+    GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: capacity_tokens }
+}
+fn cells(capacity_tokens: u32) -> Cache {
+    Cache::new(vec![Box::new(Cells::new(&group(capacity_tokens)))])
+}
+fn paged(capacity_tokens: u32, vocabulary: Vocabulary) -> Cache {
+    let prefix = Some(PrefixSpec { vocabulary, ..PrefixSpec::default() });
+    let groups = vec![group(capacity_tokens)];
+    Cache::paged(&PagedSpec { block_tokens: 4, groups, rollback_tokens: 0, prefix }).unwrap()
+}
+fn config() -> Config {
+    Config { admission: Admission::Optimistic { headroom_tokens: 0 }, ..Config::default() }
+}
+
+/// Runs all that may be run as one, and knows nothing of answers: only the scheduler holds it back.
+#[derive(Default)]
+struct Eager {
+    /// Of each call: steps that were run as one.
+    runs: Vec<u32>,
+    /// What it was allowed, each time it was asked.
+    limits: Vec<u32>,
+}
+
+impl Executor for Eager {
+    fn foresee(&mut self, _: u64, _: Batch<'_>, limit: u32) -> u32 {
+        self.limits.push(limit);
+        limit
+    }
+    fn execute(&mut self, _: u64, _: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
+        self.runs.push(batch.steps);
+        out.elapsed_ns = 10 * u64::from(batch.steps);
+        let samples = batch.work.iter().filter(|w| w.samples);
+        out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
+    }
+}
+
+fn drain(scheduler: &mut Scheduler) -> (Eager, Vec<Ended>) {
+    let (mut executor, mut now) = (Eager::default(), 0);
+    while let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now, &mut executor) {
+        now += elapsed_ns;
+    }
+    let ended = scheduler.drain_ended().collect();
+    (executor, ended)
+}
+
+/// An answer ends at its `max_new`, also where the executor would run on: the first token comes with the prompt.
+#[test]
+fn a_run_ends_where_the_first_answer_does() {
+    let mut s = Scheduler::new(config(), cells(1000), None).unwrap();
+    s.arrive(0, Request::new(0, 0, 10, 20)).unwrap();
+    s.arrive(0, Request::new(1, 0, 7, 5)).unwrap();
+    let (executor, ended) = drain(&mut s);
+    assert_eq!(executor.runs, [1, 4, 15]);
+    assert_eq!(executor.limits, [4, 15], "more was never allowed");
+    let lengths: Vec<(u64, u32, u64)> =
+        ended.iter().map(|e| (e.id.0, e.generated, e.computed_tokens)).collect();
+    assert_eq!(lengths, [(1, 5, 11), (0, 20, 29)]);
+}
+
+/// What a trace knows of an answer goes into the index block by block, before others ask for it. Behind the last whole block
+/// that is known nothing is due.
+#[test]
+fn a_run_ends_where_the_index_is_told() {
+    let of = |cached: u32, known: u32, max_new: u32| {
+        let ids: std::sync::Arc<[u64]> = (0..16).collect();
+        let mut s = Scheduler::new(config(), paged(400, Vocabulary::Ids { tokens_per_id: 4 }), None).unwrap();
+        let prompt = Prompt::Ids { ids, tokens_per_id: 4, n_tokens: known };
+        s.arrive(0, Request { prompt, ..Request::new(0, 0, cached, max_new) }).unwrap();
+        let (executor, ended) = drain(&mut s);
+        assert_eq!(ended[0].generated, max_new);
+        executor.runs
+    };
+    assert_eq!(of(10, 10, 20), [1, 19], "nothing is known of the answer");
+    assert_eq!(of(10, 30, 20), [1, 2, 4, 4, 4, 4, 1], "blocks end at 12, 16, 20, 24 and 28; 29 are fed");
+    assert_eq!(of(10, 30, 40), [1, 2, 4, 4, 4, 4, 21], "the block of 28 to 32 is not known to its end");
+    assert_eq!(of(8, 12, 9), [1, 4, 4], "a block that begins with the answer, known to its last token");
+    assert_eq!(of(8, 11, 9), [1, 8], "not known to its last token");
+}
+
+/// Free cells bound a run: at the step that does not fit, somebody has to go. Two answers in 40 cells, 20 of them taken.
+#[test]
+fn a_run_ends_where_memory_does() {
+    let mut s = Scheduler::new(config(), cells(40), None).unwrap();
+    s.arrive(0, Request::new(0, 0, 10, 20)).unwrap();
+    s.arrive(0, Request::new(1, 0, 10, 20)).unwrap();
+    let (executor, ended) = drain(&mut s);
+    assert_eq!(
+        executor.runs,
+        [1, 10, 1, 8, 1, 8],
+        "one of them is preempted, and comes back with its prompt"
+    );
+    assert_eq!(ended.iter().map(|e| (e.id.0, e.preemptions)).collect::<Vec<_>>(), [(0, 0), (1, 1)]);
+
+    // Far less room than the answers are long: 2 steps of two sequences in 5 cells.
+    let mut s = Scheduler::new(config(), cells(125), None).unwrap();
+    s.arrive(0, Request::new(0, 0, 60, 60)).unwrap();
+    s.arrive(0, Request::new(1, 0, 60, 60)).unwrap();
+    let (executor, ended) = drain(&mut s);
+    assert_eq!(executor.runs[..3], [1, 2, 1]);
+    assert_eq!(executor.limits[0], 2);
+    assert_eq!(ended.iter().map(|e| e.generated).collect::<Vec<_>>(), [60, 60]);
+
+    // In blocks of 4, beside 32 cells that the index keeps: 20 free, and 3 in the last block.
+    let mut s = Scheduler::new(config(), paged(64, Vocabulary::Tokens), None).unwrap();
+    let prompt = Prompt::Tokens((0..32).collect());
+    s.arrive(0, Request { prompt, ..Request::new(0, 0, 32, 1) }).unwrap();
+    drain(&mut s);
+    assert_eq!((s.idle_cells(), s.free_cells()), (32, 32));
+    s.arrive(0, Request::new(1, 0, 9, 50)).unwrap();
+    let (executor, ended) = drain(&mut s);
+    assert_eq!(executor.runs[..3], [1, 23, 1], "the 24th step needs an eviction, which is made for it alone");
+    assert_eq!((ended[0].generated, s.counters().make_rooms > 0), (50, true));
+    assert_eq!(executor.runs.iter().sum::<u32>(), 50);
+}
+
+/// Whatever runs as one: the decisions are those of single steps.
+#[test]
+fn runs_decide_what_single_steps_decide() {
+    let serve = |single: bool| {
+        let mut s = Scheduler::new(config(), paged(96, Vocabulary::Ids { tokens_per_id: 4 }), None).unwrap();
+        s.record();
+        for id in 0..6 {
+            let ids: std::sync::Arc<[u64]> = (0..4).chain([100 + id / 2; 8]).collect();
+            let prompt = Prompt::Ids { ids, tokens_per_id: 4, n_tokens: 30 };
+            s.arrive(0, Request { prompt, ..Request::new(id, 0, 17 + id as u32, 30) }).unwrap();
+        }
+        let mut now = 0;
+        let (mut eager, mut one) = (
+            Eager::default(),
+            Script(|_, batch: Batch<'_>, out: &mut Outcome| {
+                out.elapsed_ns = 10;
+                let samples = batch.work.iter().filter(|w| w.samples);
+                out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
+            }),
+        );
+        let executor: &mut dyn Executor = if single { &mut one } else { &mut eager };
+        while let Turn::Ran { elapsed_ns, .. } = s.turn(now, executor) {
+            now += elapsed_ns;
+        }
+        let ended: Vec<Ended> = s.drain_ended().collect();
+        (s.decisions().take(), ended, *s.counters(), now, eager.runs.iter().any(|&n| n > 1))
+    };
+    let (runs, steps) = (serve(false), serve(true));
+    assert!(runs.4 && runs.2.preemptions > 0, "{:?}", runs.2);
+    assert_eq!(runs.0, steps.0);
+    assert_eq!((runs.1, runs.2, runs.3), (steps.1, steps.2, steps.3));
+}
+
+/// The decision log names chunks of prompts, and no decoded token.
+#[test]
+fn the_log_names_chunks_of_prompts_alone() {
+    let config = Config { max_batch: 2, max_batch_tokens: 4, ..config() };
+    let mut s = Scheduler::new(config, cells(100), None).unwrap();
+    s.record();
+    s.arrive(0, Request::new(7, 0, 10, 5)).unwrap();
+    drain(&mut s);
+    let log = s.decisions().take();
+    let chunks: Vec<&str> =
+        log.lines().filter_map(|line| line.split_once("\"chunk\":").map(|(_, chunk)| chunk)).collect();
+    let expected =
+        ["7,\"first\":0,\"tokens\":4}", "7,\"first\":4,\"tokens\":4}", "7,\"first\":8,\"tokens\":2}"];
+    assert_eq!(chunks, expected, "{log}");
+}
