@@ -105,6 +105,11 @@ pub fn of_engine(stats: &Stats) -> Vec<Reading> {
             "Blocks that were evicted from the prefix index.",
             stats.evicted_blocks,
         ),
+        gauge(
+            "kvist_prefix_cache_recent_hit_ratio",
+            "Share of the tokens of the last 1000 prompts that the prefix index supplied, 1 is all; readmissions count as prompts.",
+            stats.recent_hits.ratio().unwrap_or(0.0),
+        ),
         gauge("kvist_kv_bytes", "Bytes reserved for K and V.", stats.kv_bytes as f64),
         count("kvist_kv_bytes_read_total", "Bytes of K and V that attention has read.", stats.kv_bytes_read),
         Reading("kvist_busy_seconds_total", "counter", "Time spent in steps.", stats.busy_ns as f64 / 1e9),
@@ -276,7 +281,8 @@ mod tests {
         metrics.responded(200);
         metrics.responded(418);
         metrics.admitted(ms(2), 7, 4);
-        let stats = Stats { running: 2, held_cells: 16, capacity_cells: 64, ..Stats::default() };
+        let recent_hits = kvist_cache::HitCounts { n_prompts: 3, prompt_tokens: 40, hit_tokens: 16 };
+        let stats = Stats { running: 2, held_cells: 16, capacity_cells: 64, recent_hits, ..Stats::default() };
         let text = metrics.render(&of_engine(&stats));
         let label = "model_name=\"a \\\"b\\\"\"";
         for line in [
@@ -288,6 +294,7 @@ mod tests {
             format!("vllm:time_to_first_token_seconds_count{{{label}}} 3"),
             format!("vllm:request_time_per_output_token_seconds_sum{{{label}}} 0.04"),
             format!("vllm:kv_cache_usage_perc{{{label}}} 0.25"),
+            format!("kvist_prefix_cache_recent_hit_ratio{{{label}}} 0.4"),
             format!("vllm:prompt_tokens_total{{{label}}} 7"),
             format!("vllm:prefix_cache_hits_total{{{label}}} 4"),
             format!("vllm:request_success_total{{{label},finished_reason=\"length\"}} 1"),

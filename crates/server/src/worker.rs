@@ -78,6 +78,8 @@ pub struct Stats {
     /// Blocks that the prefix index came to know, and that were evicted from it.
     pub stored_blocks: u64,
     pub evicted_blocks: u64,
+    /// Of the last prompts that were looked up.
+    pub recent_hits: kvist_cache::HitCounts,
     /// KV bytes reserved.
     pub kv_bytes: u64,
     /// Stored bytes that attention has read.

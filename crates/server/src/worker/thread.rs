@@ -241,6 +241,7 @@ impl Thread {
             free_cells: free,
             stored_blocks: index.as_ref().map_or(0, |index| index.n_stored),
             evicted_blocks: index.as_ref().map_or(0, |index| index.n_evicted),
+            recent_hits: index.map(|index| index.recent).unwrap_or_default(),
             kv_bytes: self.state.executor.kv_bytes(),
             kv_bytes_read: self.state.executor.counters().bytes_read,
             busy_ns: self.busy_ns,
