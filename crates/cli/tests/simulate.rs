@@ -604,3 +604,21 @@ fn a_recording_is_decided_anew() {
     let recorded = std::fs::read_to_string(&record).unwrap();
     refused(&recorded, &[], &["--lengths oracle"]);
 }
+
+/// A drawn load whose requests share nothing was called "5 requests of unrelated requests".
+#[test]
+fn a_load_is_called_by_what_it_is() {
+    for (contents, expected) in [
+        ("unknown", "5 unrelated requests"),
+        (
+            "prefixes:n=2,exponent=1,tokens=64,own_prompt=true,tokens_per_id=16",
+            "5 requests with popular prefixes",
+        ),
+        ("chats:least_turns=1,most_turns=1,think_s=1,system_tokens=32", "5 requests of chats"),
+    ] {
+        let (stdout, stderr) = succeed(&["simulate", "--requests", "5", "--contents", contents]);
+        let said = format!("{stdout}{stderr}");
+        assert!(said.contains(expected) && !said.contains("requests of requests"), "{contents}: {said}");
+        assert!(!said.contains("requests of unrelated"), "{said}");
+    }
+}
