@@ -117,7 +117,11 @@ fn a_refused_request_begins_no_step() {
     step(&mut session, 1.0);
     let before = session.cache.report();
     let (gap, long) = ([Span::chain(A, 7, 1)], [Span::chain(A, 1, 64)]);
-    for (spans, words) in [(&gap[..], "continues at position 1"), (&long, "full"), (&[], "empty")] {
+    for (spans, words) in [
+        (&gap[..], "continues at position 1"),
+        (&long, "64 cells of layer group 0, and 63 are free"),
+        (&[], "empty"),
+    ] {
         let request = StepRequest { spans };
         assert!(session.can_run(&request).is_err());
         match session.step(&request).err() {
