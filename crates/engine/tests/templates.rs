@@ -223,7 +223,14 @@ fn no_template_takes_more_than_it_may() {
         "{{ debug() }}".into(),
         "{% include 'chat' %}".into(),
     ] {
-        let template = ChatTemplate::new("the-file", &source).unwrap();
+        // Some are refused as they are compiled.
+        let template = match ChatTemplate::new("the-file", &source) {
+            Ok(template) => template,
+            Err(error) => {
+                assert!(error.to_string().contains("constants"), "{source}: {error}");
+                continue;
+            }
+        };
         let messages = [json!({"role": "user", "content": "hello"})];
         let (may, took, rendered) = measured(&template, &messages, &[]);
         match rendered {
@@ -286,7 +293,7 @@ fn long_conversations_are_rendered() {
         let template = ChatTemplate::new("t", source).unwrap();
         for tools in [&[], &tools[..]] {
             let (may, took, rendered) = measured(&template, &messages, tools);
-            let rendered = rendered.unwrap_or_else(|e| panic!("{e}: {}", &source[..100]));
+            let rendered = rendered.unwrap_or_else(|e| panic!("{e}: {source}"));
             assert!(took <= may, "{took} of {may}");
             assert!(rendered.len() > 3, "{source}");
         }

@@ -11,8 +11,8 @@ use std::cell::Cell;
 use std::fmt;
 
 /// Bytes that the renderings of any conversation may take; and how many for each byte of the conversation. Templates of
-/// models make some ten bytes for each that they are given. Those that cut a list anew for every message make 24 bytes for
-/// each message and each message: a thousand turns need 12 MB.
+/// models make some ten bytes for each that they are given. Those whose list grows by every message make 24 bytes for
+/// each message and each one before it: a thousand turns need 12 MB.
 const ALLOWANCE_BYTES: usize = 32 << 20;
 const ALLOWANCE_FACTOR: usize = 16;
 

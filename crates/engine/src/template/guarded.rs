@@ -155,9 +155,15 @@ pub(super) fn register(environment: &mut Environment<'static>) {
     });
     environment.add_filter(SLICED, move |values: Rest<Value>| -> Seen {
         let sliced = value(&values, 0);
-        // Backwards over a text goes through a list of its characters; over a list, through a copy.
-        let each = if sliced.as_str().is_some() { 8 } else { 2 * size_of::<Value>() };
-        spend(items(&sliced)?.saturating_mul(each))?;
+        // Backwards over a text goes through a list of its characters; over a list, through a copy. Forwards over a list
+        // is a way to walk it.
+        let backwards = i64::try_from(value(&values, 3)).is_ok_and(|step| step < 0);
+        let bytes = match (sliced.as_str().is_some(), backwards || sliced.is_tuple()) {
+            (true, _) => items(&sliced)?.saturating_mul(8),
+            (false, true) => items(&sliced)?.saturating_mul(2 * size_of::<Value>()),
+            (false, false) => SLOT_BYTES,
+        };
+        spend(bytes)?;
         Ok(back(values))
     });
     environment.add_filter(SPREAD, move |values: Rest<Value>| -> Seen {
