@@ -4,7 +4,8 @@
     bench/serve/soak.py --kvist target/release/kvist --minutes 10 --clients 256
 
 Every client streams completions one after the other. Of its requests some break off after a random number of events,
-some are longer than the context, some are no JSON, some come with a wrong key, some are of the other API, and every
+some are longer than the context, some are no JSON, some come with a wrong key, some are of the other API, some are made
+to cost much before the model sees them (nested tools, megabytes of blanks: --attacks), and every
 --burst seconds all clients at once send more than the queue holds. Meanwhile one thread asks /health without a pause
 of more than 50 ms, and another samples the resident memory (Linux: /proc) and /metrics.
 
@@ -13,8 +14,8 @@ It ends with 1, and says why, unless
   * every /health was 200, and its 99th percentile is under --health-p99;
   * after the clients have left, nobody holds a cell, runs or waits, within five seconds;
   * the greedy text of a prompt is what it was before (bytes of the cache have not come to the wrong hands);
-  * resident memory stayed under the printed bound of weights, cache and working memory plus --overhead, which is for
-    what the bound does not name: program, tokenizer, connections;
+  * resident memory stayed under the printed bound of weights, cache, working memory and requests plus --overhead, which
+    is for what the bound does not name: program, tokenizer, sessions, connections;
   * SIGTERM ends the server with status 0.
 
 The report is one JSON document on stdout. Only the standard library is needed. Figures of a busy machine say little:
@@ -67,7 +68,8 @@ class Server:
         command = [args.kvist, "serve", "--config", str(config), "--context", str(args.context)]
         command += ["--model", args.model] if args.model else []
         plan = json.loads(subprocess.check_output([*command, "--dry-run", "--json"]))
-        self.bound = plan["bound"]["total"]
+        # The model, and requests while they are made ready.
+        self.bound = plan["bound"]["total"] + plan["requests_bytes"]
         # Deterministic, so that the text of a prompt can be compared.
         self.process = subprocess.Popen([*command, "--deterministic", "--quiet"], stdout=subprocess.PIPE, text=True)
         line = self.process.stdout.readline().split()
@@ -223,7 +225,60 @@ def leave_early(server, draw):
     return "left without an answer"
 
 
-def one(server, load, draw, longest):
+def heavy(draw):
+    """A path and a body that is small or allowed, and made to cost much: by nesting, by white space, by its values."""
+    size = 4 << 20
+    default = [1] * draw.choice([10, 20000])
+    for _ in range(draw.choice([20, 100])):
+        default = [default]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {
+        "type": "object", "properties": {"a": {"type": "string", "default": default}}}}}
+    blanks = " " * (size - draw.randrange(1000, size // 2))
+    said = lambda text: [{"role": "user", "content": text}]
+    return draw.choice([
+        ("/v1/chat/completions", json.dumps({"messages": said("hello"), "tools": [tool], "max_tokens": 1})),
+        ("/v1/chat/completions", json.dumps({"messages": said("hello"), "max_tokens": 1,
+                                             "chat_template_kwargs": {"a": default}})),
+        ("/v1/chat/completions", json.dumps({"messages": said("a") * draw.choice([100, 20000]), "max_tokens": 1})),
+        ("/v1/chat/completions", json.dumps({"messages": said(blanks), "max_tokens": 1})),
+        ("/v1/completions", json.dumps({"prompt": blanks, "max_tokens": 1})),
+        ("/v1/completions", json.dumps({"prompt": [blanks[:size // 40]] * 30, "max_tokens": 1})),
+        ("/v1/sessions", json.dumps({"text": blanks})),
+        ("/v1/sessions", json.dumps({"messages": said(blanks)})),
+        ("/v1/sessions", json.dumps({"messages": said("a") * 250})),
+        ("/tokenize", json.dumps({"prompt": blanks})),
+        ("/tokenize", json.dumps({"prompt": "a" * len(blanks)})),
+        ("/tokenize", json.dumps({"prompt": ("a" * 5 + "\t\n " * 3) * (len(blanks) // 20)})),
+        ("/detokenize", json.dumps({"tokens": [5] * draw.choice([1000, 200000, 1000000])})),
+        ("/tokenize", "[" + "[]," * (size // 4) + "[]]"),
+        ("/tokenize", "[" * draw.choice([100, 100000])),
+    ])
+
+
+def attack(server, draw):
+    """One of those; every other client leaves while its request is made ready. Any refusal will do, and so will an
+    answer: what counts is what it costs the server."""
+    path, body = heavy(draw)
+    connection = server.connect()
+    try:
+        connection.request("POST", path, body, head(KEY))
+        if draw.random() < 0.5:
+            time.sleep(draw.uniform(0, 0.2))
+            return "attack left"
+        answer = connection.getresponse()
+        said = answer.read()
+        if answer.status not in (200, 400, 408, 413, 429, 503):
+            raise Wrong(f"{answer.status} to an attack on {path}: {said[:300]}")
+        return f"attack {answer.status}"
+    except (BrokenPipeError, ConnectionResetError):
+        return "attack hung up on"
+    finally:
+        connection.close()
+
+
+def one(server, load, draw, longest, attacks=0.0):
+    if draw.random() < attacks:
+        return attack(server, draw)
     dice = draw.random()
     body = {
         "prompt": draw.choice(TRUNKS) + " " + " ".join(draw.choices(WORDS, k=draw.randrange(1, 60))),
@@ -264,7 +319,7 @@ def client(server, load, seed, until, burst, args):
             except threading.BrokenBarrierError:
                 pass
         try:
-            outcome = one(server, load, draw, server.longest)
+            outcome = one(server, load, draw, server.longest, args.attacks)
             load.count(outcome)
             if outcome.startswith("429"):
                 time.sleep(draw.uniform(0, 0.5))
@@ -314,6 +369,7 @@ def main():
     parse.add_argument("--queue", type=int, default=96, help="less than clients, so that bursts are refused")
     parse.add_argument("--burst", type=float, default=30, help="seconds between bursts; 0 for none")
     parse.add_argument("--seed", type=int, default=1)
+    parse.add_argument("--attacks", type=float, default=0.02, help="share of requests that are made to cost much")
     parse.add_argument("--health-p99", type=float, default=1.0, help="seconds")
     parse.add_argument("--overhead", type=float, default=96, help="MiB beside the bound")
     args = parse.parse_args()
@@ -403,7 +459,7 @@ def main():
         "health": {"checks": len(times), "median_ms": round(1e3 * percentile(times, 0.5), 2),
                    "p99_ms": round(1e3 * percentile(times, 0.99), 2), "max_ms": round(1e3 * max(times), 2)},
         "memory": {
-            "bound_bytes": server.bound, "resident_after_one_request": at_start, "peak_resident_bytes": peak,
+            "bound_bytes": server.bound, "peak_over_bound": round(peak / server.bound, 3), "resident_after_one_request": at_start, "peak_resident_bytes": peak,
             "median_resident_first_quarter": round(statistics.median(rss for rss, _, _ in samples[:quarter])),
             "median_resident_last_quarter": round(statistics.median(rss for rss, _, _ in samples[-quarter:])),
             "peak_threads": max(threads for _, _, threads in samples),

@@ -136,8 +136,12 @@ fn the_plan_names_every_purpose_and_is_refused_where_it_does_not_fit() {
     assert_eq!((plan["cache_tokens"].as_u64(), plan["k"].as_str()), (Some(4096), Some("q8")));
     let twice = json(&["serve", "--dry-run", "--json", "--context", "8192", "--kv", "q8"]);
     assert_eq!(twice["bound"]["kv_cache"].as_u64(), Some(2 * of("kv_cache")));
+    // As docs/serving.md says it.
+    assert_eq!(plan["requests_bytes"].as_u64(), Some((66 * 4 + 64) << 20));
+    let small = json(&["serve", "--dry-run", "--json", "--max-body", "1MiB"]);
+    assert_eq!(small["requests_bytes"].as_u64(), Some((66 + 64) << 20));
     let (text, _) = succeed(&["serve", "--dry-run"]);
-    assert!(text.contains("bound ") && text.contains("KV cache"), "{text}");
+    assert!(text.contains("bound ") && text.contains("KV cache") && text.contains("requests "), "{text}");
     for args in
         [&["serve", "--dry-run", "--memory", "1MiB"][..], &["serve", "--memory", "12MiB", "--port", "0"]]
     {

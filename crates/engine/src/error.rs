@@ -30,6 +30,9 @@ pub enum Error {
     Tokenizer { file: String, what: String },
     #[error("chat template of {file}: {what}")]
     Template { file: String, what: String },
+    /// See [`Halt`](crate::halt::Halt).
+    #[error("the work was ended before it was done")]
+    Halted,
     #[error("{0}")]
     Sampling(String),
     #[error("token {token} lies outside the vocabulary of {vocab} tokens")]

@@ -16,6 +16,7 @@ mod ffi;
 mod files;
 pub mod generate;
 mod guard;
+pub mod halt;
 pub mod memory;
 pub mod model;
 pub mod sampler;

@@ -1,18 +1,23 @@
 //! Chat templates: the Jinja that models ship, rendered as transformers renders it.
+//!
+//! A template is a program of whoever made the model, fed with what a client sends. It promises that a rendering ends: its
+//! instructions are counted; that it takes no more than [`Conversation::rendering_bytes`], and is an error where it
+//! would; that what is nested deeply is refused; and that a rendering whose [`Halt`](crate::halt::Halt) is over ends
+//! within a round of a loop, a filter or a write.
+mod allowance;
 mod conversation;
+mod filters;
+mod guarded;
 
 use crate::error::Error;
 use crate::guard::quietly;
+use crate::halt;
 use crate::tokenizer::{Tokenizer, folder_config};
 use crate::weights::Gguf;
-use minijinja::machinery::{Token, tokenize};
+use minijinja::machinery::{Token, eval, get_compiled_template, make_string_output, tokenize};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Serde, Value};
-use minijinja::{Environment, ErrorKind, context};
-use serde::Serialize;
-use serde_json::Serializer;
-use serde_json::ser::{Formatter, PrettyFormatter};
-use std::io::{self, Write};
+use minijinja::value::{Serde, Value};
+use minijinja::{Environment, context};
 use std::path::Path;
 
 pub use conversation::Conversation;
@@ -58,9 +63,45 @@ const MAX_TAG_TOKENS: usize = 2_000;
 /// memory.
 const COMPILER_STACK_BYTES: usize = 256 << 20;
 
-/// Instructions one rendering may take: a conversation of a thousand turns needs a hundredth of it, and a template
-/// that counts to a billion ends.
+/// Bytes, or items, that products of constants may have: the compiler computes them, `'x' * 100000000` too.
+const MAX_CONSTANT_BYTES: usize = 1 << 20;
+
+/// Instructions one rendering may take, checks included: a conversation of a thousand turns needs a fiftieth of it, and
+/// a template that counts to a billion ends.
 const FUEL: u64 = 20_000_000;
+
+/// The constants of one tag.
+#[derive(Default)]
+struct Constants {
+    /// Bytes of texts, and a byte for each place of a list.
+    bytes: usize,
+    /// What the numbers are together at most, be they added or multiplied.
+    product: usize,
+    multiplies: bool,
+}
+
+impl Constants {
+    fn see(&mut self, token: &Token) {
+        match token {
+            Token::Str(text) => self.bytes += text.len() + 1,
+            Token::String(text) => self.bytes += text.len() + 1,
+            Token::BracketOpen | Token::BraceOpen | Token::Comma => self.bytes += 1,
+            Token::Int(number) => self.times(usize::try_from(*number).unwrap_or(usize::MAX)),
+            Token::Int128(_) | Token::Pow => self.times(usize::MAX),
+            Token::Mul => self.multiplies = true,
+            _ => {}
+        }
+    }
+
+    fn times(&mut self, number: usize) {
+        self.product = self.product.max(1).saturating_mul(number.max(2));
+    }
+
+    /// That a product of them can have.
+    fn bytes(self) -> usize {
+        if self.multiplies { self.bytes.saturating_mul(self.product) } else { 0 }
+    }
+}
 
 impl ChatTemplate {
     /// Compile a template's text; `file` is what errors call it.
@@ -71,12 +112,8 @@ impl ChatTemplate {
         environment.set_fuel(Some(FUEL));
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(failed)?;
         environment.set_syntax(syntax.clone());
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_function("raise_exception", |text: String| -> Result<Value, minijinja::Error> {
-            Err(minijinja::Error::new(ErrorKind::InvalidOperation, text))
-        });
-        environment.add_function("strftime_now", strftime_now);
-        environment.add_filter("tojson", tojson);
+        filters::register(&mut environment);
+        guarded::register(&mut environment);
         // To minijinja none is as empty a list as any; templates ask whether `tools`, none where there are no tools, is one.
         environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
         let text = source.to_string();
@@ -85,17 +122,25 @@ impl ChatTemplate {
             let what = format!("has {} bytes; kvist takes {MAX_SOURCE_BYTES}", source.len());
             return Err(Error::Template { file: file.into(), what });
         }
-        let mut tokens = 0;
+        let (mut tokens, mut constants, mut all_constants) = (0, Constants::default(), 0_usize);
         for token in tokenize(&source, false, syntax) {
             let Ok((token, _)) = token else { break }; // the compiler says it better
             tokens += 1;
+            constants.see(&token);
             match token {
                 Token::VariableStart | Token::BlockStart => tokens = 0,
+                Token::VariableEnd | Token::BlockEnd => {
+                    all_constants = all_constants.saturating_add(std::mem::take(&mut constants).bytes());
+                }
                 _ if tokens > MAX_TAG_TOKENS => {
                     let what = format!("has a tag of more than {MAX_TAG_TOKENS} tokens");
                     return Err(Error::Template { file: file.into(), what });
                 }
                 _ => {}
+            }
+            if all_constants > MAX_CONSTANT_BYTES {
+                let what = format!("multiplies constants to more than {MAX_CONSTANT_BYTES} bytes");
+                return Err(Error::Template { file: file.into(), what });
             }
         }
         std::thread::scope(|scope| {
@@ -180,8 +225,9 @@ impl ChatTemplate {
                 ("content", Value::from(m.content.as_str())),
             ])
         };
+        let bytes = messages.iter().map(|m| m.role.len() + m.content.len()).sum();
         let messages: Vec<Value> = messages.iter().map(turn).collect();
-        self.fill(context! { messages }, tokenizer, add_generation_prompt)
+        self.fill(context! { messages }, bytes, tokenizer, add_generation_prompt)
     }
 
     /// The text of a conversation as a client of the OpenAI API has it. Errors in the messages are
@@ -198,6 +244,8 @@ impl ChatTemplate {
                 "`chat_template_kwargs.{name}` is not to be set: the request gives it"
             )));
         }
+        conversation.check_depth()?;
+        let bytes = conversation.bytes();
         let mut messages = conversation::messages(conversation.messages)?;
         let chosen = self.chosen(!conversation.tools.is_empty());
         let fill = |messages: &[serde_json::Value]| {
@@ -208,7 +256,7 @@ impl ChatTemplate {
                 documents => (),
                 ..Value::from(Serde(conversation.kwargs))
             };
-            chosen.fill(values, tokenizer, conversation.add_generation_prompt)
+            chosen.fill(values, bytes, tokenizer, conversation.add_generation_prompt)
         };
         let rendered = fill(&messages);
         // Some templates take the length of a content without asking whether there is one.
@@ -224,9 +272,11 @@ impl ChatTemplate {
     fn fill(
         &self,
         values: Value,
+        bytes: usize,
         tokenizer: &Tokenizer,
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
+        halt::check()?;
         let failed = |error| failed(&self.file, error);
         let template = self.environment.get_template(NAME).map_err(failed)?;
         let values = context! {
@@ -235,9 +285,22 @@ impl ChatTemplate {
             eos_token => tokenizer.eos_text.as_deref().unwrap_or_default(),
             ..values
         };
+        let compiled = get_compiled_template(&template);
+        let render = || {
+            let program = guarded::guarded(&compiled.instructions);
+            let blocks = compiled.blocks.iter();
+            let blocks = blocks.map(|(name, block)| (*name, guarded::guarded(block))).collect();
+            let mut text = String::new();
+            let mut out = make_string_output(&mut text);
+            let escape = compiled.initial_auto_escape.clone();
+            eval(&self.environment, &program, values, &blocks, &mut out, escape)?;
+            drop(out);
+            Ok(text)
+        };
         // minijinja 3.0.5 panics on an empty list or text walked backwards, `[][::-1]`. It only reads what it is
         // given, so nothing is left half done.
-        let rendered = quietly(|| template.render(values));
+        let rendered = allowance::within(allowance::of(bytes), || quietly(render));
+        halt::check()?;
         let broke = || Error::Template { file: self.file.clone(), what: "broke the template engine".into() };
         rendered.ok_or_else(broke)?.map_err(failed)
     }
@@ -272,38 +335,8 @@ fn without_generation_marks(source: &str) -> String {
     out + rest
 }
 
-/// As transformers has it: Python's spacing and nothing escaped for HTML, which Jinja's own filter does.
-fn tojson(value: Value, options: Kwargs) -> Result<Value, minijinja::Error> {
-    let failed = |e: serde_json::Error| minijinja::Error::new(ErrorKind::BadSerialization, e.to_string());
-    let mut json = Vec::new();
-    match options.get::<Option<usize>>("indent")? {
-        None => value.serialize(&mut Serializer::with_formatter(&mut json, Spaced)).map_err(failed)?,
-        Some(indent) => {
-            let indent = " ".repeat(indent.min(16));
-            let formatter = PrettyFormatter::with_indent(indent.as_bytes());
-            value.serialize(&mut Serializer::with_formatter(&mut json, formatter)).map_err(failed)?;
-        }
-    }
-    Ok(Value::from(String::from_utf8_lossy(&json)))
-}
-
-/// `{"a": 1, "b": [2, 3]}`
-struct Spaced;
-
-impl Formatter for Spaced {
-    fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
-        writer.write_all(if first { b"" } else { b", " })
-    }
-    fn begin_object_key<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
-        writer.write_all(if first { b"" } else { b", " })
-    }
-    fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
-        writer.write_all(b": ")
-    }
-}
-
 /// Today in UTC, by the few codes that templates use.
-fn strftime_now(format: String) -> String {
+fn strftime_now(format: &str) -> String {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     let (year, month, day) = civil_from_days((now.as_secs() / 86_400) as i64);
     const MONTHS: [&str; 12] = [
@@ -345,7 +378,40 @@ fn civil_from_days(days: i64) -> (i64, u32, u32) {
 
 #[cfg(test)]
 mod tests {
-    use super::civil_from_days;
+    use super::{ChatTemplate, civil_from_days};
+    use crate::error::Error;
+    use crate::halt::Halt;
+    use minijinja::{Value, context};
+
+    /// A client left, and its rendering went on to the end: 12 s of it. Here the template itself says that the client has
+    /// left, in the middle of what it does.
+    #[test]
+    fn a_rendering_ends_when_nobody_wants_it() {
+        let tokenizer = crate::tokenizer::tests::tiny();
+        for rest in [
+            "{% for i in range(1000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}",
+            "{{ 'a' ~ 'b' }}",
+            "{{ [1] | tojson }}",
+            "{{ 'a'.upper() }}",
+            "raw",
+        ] {
+            let halt = Halt::default();
+            let mut template =
+                ChatTemplate::new("t", &format!("a{{% if leave() %}}{{% endif %}}{rest}")).unwrap();
+            let client = halt.clone();
+            template.environment.add_function("leave", move || {
+                client.cancel();
+                Value::from(true)
+            });
+            let render = || template.fill(context! {}, 0, &tokenizer, false);
+            assert!(matches!(halt.during(render), Err(Error::Halted)), "{rest}");
+            assert!(render().is_ok(), "{rest}: the halt outlived the work");
+        }
+        let late = Halt::new(Some(std::time::Instant::now()));
+        let template = ChatTemplate::new("t", "a").unwrap();
+        let rendered = late.during(|| template.fill(context! {}, 0, &tokenizer, false));
+        assert!(matches!(rendered, Err(Error::Halted)));
+    }
 
     #[test]
     fn days_become_dates() {

@@ -1,5 +1,9 @@
 //! Text to tokens and back, with the `tokenizers` crate: from `tokenizer.json`, or rebuilt from the vocabulary of
 //! a GGUF file.
+//!
+//! Where that changes no token, a text is tokenized in pieces: [`Tokenizer::largest_piece`] says how large they are, and
+//! the [`Halt`](crate::halt::Halt) of a thread is looked at between them.
+mod cuts;
 mod ends;
 mod gguf;
 mod pieces;
@@ -7,6 +11,8 @@ mod pieces;
 use crate::error::Error;
 use crate::files;
 use crate::guard::quietly;
+use crate::halt;
+use cuts::{Cuts, PIECE_BYTES};
 use std::path::Path;
 
 pub use ends::Ends;
@@ -15,6 +21,8 @@ pub use pieces::Piece;
 /// A tokenizer and what a model's files say about using it.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    /// Where texts may be cut before they are tokenized.
+    cuts: Cuts,
     file: String,
     /// How the file wants words cut, where kvist does not know how that is done: its tokens would be wrong.
     unknown_pre: Option<String>,
@@ -47,16 +55,33 @@ impl Tokenizer {
         let text = |key: &str| special_text(config.get(key)?);
         let (bos_text, eos_text) = (text("bos_token"), text("eos_token"));
         let eos = eos_text.as_deref().and_then(|t| inner.token_to_id(t));
-        Ok(Some(Tokenizer { inner, file, unknown_pre: None, prepend: None, eos, bos_text, eos_text }))
+        let cuts = cuts_of(&inner);
+        Ok(Some(Tokenizer { inner, cuts, file, unknown_pre: None, prepend: None, eos, bos_text, eos_text }))
     }
 
     /// Tokens of `text`; with `special`, those that the model expects at the start of a text.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, Error> {
+        self.encode_pieces(text, special, PIECE_BYTES)
+    }
+
+    fn encode_pieces(&self, text: &str, special: bool, least: usize) -> Result<Vec<u32>, Error> {
         self.check()?;
-        let encoding = quietly(|| self.inner.encode_fast(text, special));
-        let encoding = encoding.ok_or_else(|| self.broke())?.map_err(|e| self.failed(e))?;
-        let ids = encoding.get_ids();
-        Ok(self.in_front(ids, special).into_iter().chain(ids.iter().copied()).collect())
+        let mut tokens = Vec::new();
+        for (i, piece) in self.cuts.pieces(text, least).enumerate() {
+            halt::check()?;
+            let special = special && i == 0;
+            let encoding = quietly(|| self.inner.encode_fast(piece, special));
+            let encoding = encoding.ok_or_else(|| self.broke())?.map_err(|e| self.failed(e))?;
+            let ids = encoding.get_ids();
+            tokens.extend(self.in_front(ids, special).into_iter().chain(ids.iter().copied()));
+        }
+        Ok(tokens)
+    }
+
+    /// Bytes of the largest piece of a text that is tokenized at once: of the whole text, where this tokenizer cuts none.
+    /// Tokenizing takes some hundred times as much memory.
+    pub fn largest_piece(&self, text: &str) -> usize {
+        self.cuts.pieces(text, PIECE_BYTES).map(str::len).max().unwrap_or(0)
     }
 
     /// What stands in front of these tokens of a text, if nothing of theirs does.
@@ -140,6 +165,11 @@ fn parse(json: &[u8]) -> Result<tokenizers::Tokenizer, String> {
     serde_json::from_slice::<serde::de::IgnoredAny>(json).map_err(|e| format!("not JSON: {e}"))?;
     let parsed = quietly(|| tokenizers::Tokenizer::from_bytes(json));
     parsed.ok_or_else(|| "holds something that kvist cannot read".to_string())?.map_err(|e| e.to_string())
+}
+
+/// Broken ones are not cut; whoever encodes hears of it.
+fn cuts_of(tokenizer: &tokenizers::Tokenizer) -> Cuts {
+    quietly(|| Cuts::of(tokenizer)).unwrap_or(Cuts::Nowhere)
 }
 
 /// `tokenizer_config.json`, or nothing.
@@ -251,5 +281,21 @@ impl TextState {
     fn advance(&mut self) {
         self.first = self.shown;
         self.shown = self.tokens.len();
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::Tokenizer;
+
+    /// It knows two letters.
+    pub fn tiny() -> Tokenizer {
+        let json = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+            "pre_tokenizer": null, "post_processor": null, "decoder": null, "model": {"type": "BPE",
+            "dropout": null, "unk_token": null, "continuing_subword_prefix": null, "end_of_word_suffix": null,
+            "fuse_unk": false, "byte_fallback": false, "vocab": {"a": 0, "b": 1}, "merges": []}}"#;
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("tokenizer.json"), json).unwrap();
+        Tokenizer::from_folder(folder.path()).unwrap().unwrap()
     }
 }

@@ -135,3 +135,190 @@ fn what_is_no_conversation_is_refused() {
     let error = text(json!([{"role": "user"}, {"content": "x"}]), json!([]), &template).unwrap_err();
     assert!(matches!(&error, Error::Usage(what) if what.contains("messages[1]")), "{error}");
 }
+
+/// What a rendering of these messages may take, and what of that it took at once, on this thread.
+fn measured(
+    template: &ChatTemplate,
+    messages: &[Value],
+    tools: &[Value],
+) -> (usize, usize, Result<String, Error>) {
+    let none = Map::new();
+    let conversation = Conversation { messages, tools, add_generation_prompt: true, kwargs: &none };
+    let tokenizer = tokenizer();
+    let mut rendered = Ok(String::new());
+    let taken = allocation_counter::measure(|| {
+        rendered = template.render_conversation(&conversation, &tokenizer);
+    });
+    (conversation.rendering_bytes(), taken.bytes_max as usize, rendered)
+}
+
+/// Templates had fuel and no bound of memory: each of these took gigabytes, or ended the process with its allocation.
+#[test]
+fn no_template_takes_more_than_it_may() {
+    let grow = |step: &str| {
+        format!(
+            "{{% set ns = namespace(x='abcdefghijklmnop', l=[1]) %}}{{% for i in range(60) %}}{step}{{% endfor %}}{{{{ ns.x }}}}"
+        )
+    };
+    let x = |value: &str| grow(&format!("{{% set ns.x = {value} %}}"));
+    let l =
+        |value: &str| grow(&format!("{{% set ns.l = {value} %}}{{% set ns.x = ns.l | string | length %}}"));
+    let mut bad = Vec::new();
+    for source in [
+        x("ns.x ~ ns.x"),
+        x("ns.x + ns.x"),
+        x("ns.x * 100"),
+        x("100 * ns.x"),
+        x("ns.x | replace('a', ns.x)"),
+        x("ns.x.replace('', ns.x)"),
+        x("ns.x | indent(1000000000)"),
+        x("ns.x | indent(width=1000000000, first=true)"),
+        x("[ns.x, ns.x] | join(ns.x)"),
+        x("ns.x.join([ns.x, ns.x])"),
+        x("ns.x | join(ns.x)"),
+        x("(ns.x ~ '\\n') | indent(4) ~ ns.x"),
+        x("'%1000000000d' | format(1)"),
+        x("'%*d' | format(1000000000, 1)"),
+        x("'{:>1000000000}'.format(1)"),
+        x("'{:{}}'.format(1, 1000000000)"),
+        x("'{0}{0}'.format(ns.x)"),
+        x("'%s%s' | format(ns.x, ns.x)"),
+        x("'%(a)s%(a)s' | format(a=ns.x)"),
+        x("[ns.x, ns.x] | string"),
+        x("[ns.x, ns.x] | tojson"),
+        x("[ns.x, ns.x] | pprint"),
+        x("ns.x | upper ~ ns.x | e"),
+        x("(ns.x ~ ns.x)[::-1]"),
+        x("dict(a=ns.x, b=ns.x) | tojson(indent=4)"),
+        l("ns.l + ns.l"),
+        l("ns.l * 100"),
+        l("[ns.l, ns.l]"),
+        l("(ns.l, ns.l)"),
+        l("{'a': ns.l, 'b': ns.l}"),
+        l("ns.l | zip(ns.l)"),
+        l("ns.l | chain(ns.l) | list"),
+        l("ns.l | batch(100000000, 1)"),
+        l("ns.l | slice(100000000)"),
+        l("range(99999) | list * 1000"),
+        grow("{% set x %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = x %}"),
+        grow(
+            "{% set x %}{% filter upper %}{{ ns.x }}{{ ns.x }}{% endfilter %}{% endset %}{% set ns.x = x %}",
+        ),
+        grow("{{ messages * 1000000 }}"),
+        grow("{% for i in messages * 100000000 %}{{ i }}{% endfor %}"),
+        grow("{{ ('ab' | list * 10000000) | join('abcdefgh') }}"),
+        grow("{% macro m(a) %}{{ a }}{{ a }}{% endmacro %}{% set ns.x = m(ns.x) %}"),
+        grow(
+            "{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}{% set x %}{% call m() %}{{ ns.x }}{% endcall %}{% endset %}{% set ns.x = x %}",
+        ),
+        format!("{{% for i in range(90000) %}}{}{{% endfor %}}", "raw".repeat(30_000)),
+        format!(
+            "{{% set x %}}{{% for i in range(90000) %}}{}{{% endfor %}}{{% endset %}}",
+            "raw".repeat(30_000)
+        ),
+        "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns }}".into(),
+        "{% set ns = namespace() %}{% set ns.x = [ns] %}{{ ns == ns }}".into(),
+        "{% set ns = namespace(l=[]) %}{% for i in range(90000) %}{% set ns.l = [ns.l] %}{% endfor %}".into(),
+        "{{ dict(*(messages * 100000000)) }}".into(),
+        "{{ debug() }}".into(),
+        "{% include 'chat' %}".into(),
+    ] {
+        // Some are refused as they are compiled.
+        let template = match ChatTemplate::new("the-file", &source) {
+            Ok(template) => template,
+            Err(error) => {
+                assert!(error.to_string().contains("constants"), "{source}: {error}");
+                continue;
+            }
+        };
+        let messages = [json!({"role": "user", "content": "hello"})];
+        let (may, took, rendered) = measured(&template, &messages, &[]);
+        match rendered {
+            Err(Error::Template { file, .. }) if file == "the-file" && took <= may => {}
+            other => bad.push(format!("{source}: took {took} of {may}: {:?}", other.map(|text| text.len()))),
+        }
+    }
+    assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+/// The compiler computes constants: the process ended before anything was rendered.
+#[test]
+fn constants_are_bounded() {
+    for source in [
+        "{{ 'abc' * 100000000 }}",
+        "{{ ('abc' * 1000) * 100000 }}",
+        "{{ 'abc' * 10 ** 8 }}",
+        "{{ 'a' * (99999999 + 1) ~ 'b' }}",
+        "{{ (1, 2) * 100000000 }}",
+        "{{ 'x' ~ [1] * 100000000 }}",
+        &"{{ 'aaaaaaaa' * 100000 }}".repeat(1000),
+    ] {
+        let error = ChatTemplate::new("the-file", source).unwrap_err().to_string();
+        assert!(error.contains("the-file") && error.contains("constants"), "{error}");
+    }
+    for (source, text) in
+        [("{{ '=' * 40 }}", "=".repeat(40)), ("{{ 1024 * 1024 * 1024 * 4 }}", (1_u64 << 32).to_string())]
+    {
+        let template = ChatTemplate::new("t", source).unwrap();
+        assert_eq!(self::text(json!([]), json!([]), &template).unwrap(), text);
+    }
+}
+
+/// What templates of models do stays far within the bounds: a thousand turns, and tools with large schemas.
+#[test]
+fn long_conversations_are_rendered() {
+    let turn = |i: usize| {
+        let role = if i % 2 == 0 { "user" } else { "assistant" };
+        json!({"role": role, "content": format!("{i}: {}", "What is ownership, and who borrows? ".repeat(12))})
+    };
+    let messages: Vec<Value> = (0..1001).map(turn).collect();
+    let field = |i: usize| {
+        (format!("field_{i}"), json!({"type": "string", "description": "What it is for. ".repeat(8)}))
+    };
+    let properties: Map<String, Value> = (0..40).map(field).collect();
+    let tool = |i: usize| {
+        json!({"type": "function", "function": {"name": format!("tool_{i}"), "description": "What it does.",
+            "parameters": {"type": "object", "properties": properties}}})
+    };
+    let tools: Vec<Value> = (0..64).map(tool).collect();
+    let own = [
+        // A list cut anew for every message, and one that grows.
+        "{% for m in messages %}{{ messages[loop.index0:] | length }}{{ m.role }}{{ m.content }}{% endfor %}",
+        "{% set ns = namespace(l=[]) %}{% for m in messages %}{% set ns.l = ns.l + [m] %}{% endfor %}{{ ns.l | length }}",
+        "{% for m in messages[::-1] %}{{ ('<' + m.role + '>' + m['content'] | trim + '</s>').strip().split('\n')[-1] }}{% endfor %}",
+    ];
+    let models = ["deepseek", "hermes", "llama", "qwen"].map(|name| fixtures().join(format!("{name}.jinja")));
+    let models = models.map(|path| std::fs::read_to_string(path).unwrap());
+    for source in own.iter().copied().chain(models.iter().map(String::as_str)) {
+        let template = ChatTemplate::new("t", source).unwrap();
+        for tools in [&[], &tools[..]] {
+            let (may, took, rendered) = measured(&template, &messages, tools);
+            let rendered = rendered.unwrap_or_else(|e| panic!("{e}: {source}"));
+            assert!(took <= may, "{took} of {may}");
+            assert!(rendered.len() > 3, "{source}");
+        }
+    }
+}
+
+/// A body of 62 KB, a default nested a hundred deep with many leaves, and `tojson(indent=4)`: 12 s and 0.8 GB.
+#[test]
+fn nested_defaults_are_bounded() {
+    let nested = |depth: usize, leaves: usize| {
+        let leaves = Value::from(vec![1; leaves]);
+        let default = (0..depth).fold(leaves, |inner, _| json!([inner]));
+        json!({"type": "function", "function": {"name": "f", "parameters": {"type": "object",
+            "properties": {"a": {"default": default}}}}})
+    };
+    let template =
+        ChatTemplate::new("t", "{% for i in range(9) %}{{ tools | tojson(indent=16) }}{% endfor %}").unwrap();
+    let messages = [json!({"role": "user", "content": "hello"})];
+    let (_, _, deep) = measured(&template, &messages, &[nested(2, 1), nested(90, 30_000)]);
+    assert!(matches!(&deep, Err(Error::Usage(what)) if what.contains("`tools[1]` is nested")), "{deep:?}");
+    let (may, took, wide) = measured(&template, &messages, &[nested(50, 30_000)]);
+    assert!(
+        matches!(&wide, Err(Error::Template { what, .. }) if what.contains(&may.to_string())),
+        "{:?}",
+        wide.err()
+    );
+    assert!(took <= may, "{took} of {may}");
+}

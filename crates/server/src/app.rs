@@ -9,6 +9,7 @@ use crate::openapi;
 use crate::sessions::Store;
 use crate::structured::{Compiled, Grammar, GrammarCompiler};
 use crate::tools::ToolFormat;
+use crate::work::Work;
 use crate::worker::Engine;
 use kvist_engine::tokenizer::Piece;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,6 +24,7 @@ pub struct App {
     pub(crate) limits: LimitsSection,
     pub(crate) keys: Keys,
     pub(crate) bodies: Bodies,
+    pub(crate) work: Work,
     pub(crate) bounds: Bounds,
     pub(crate) schemas: Schemas,
     pub(crate) openapi: String,
@@ -68,6 +70,7 @@ impl App {
             http: config.http.clone(),
             limits: config.limits.clone(),
             bodies: Bodies::new(config.limits.max_body_bytes, &keys.names()),
+            work: Work::new(config.limits.max_body_bytes),
             keys,
             schemas,
             tools,

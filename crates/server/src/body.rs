@@ -1,25 +1,27 @@
 //! Bodies: read, made into documents, and the work on them.
 //!
 //! It promises that the threads which answer health checks neither parse nor tokenize, and that bodies of all
-//! connections together take a bounded amount of memory: their bytes are counted while they come in (a client that
-//! declares much and sends little takes little), and documents, which take up to some thirty times as much, are made
-//! only for a few large ones at a time. Small bodies ([`SMALL_BYTES`]) do not wait for large ones; of both every key's name
+//! connections together take a bounded amount of memory ([`bodies_bytes`]): their bytes are counted while they come in (a
+//! client that declares much and sends little takes little), and documents, of which a value may take a hundred times
+//! its bytes, are weighed before they are made, and made only for a few large ones at a time. Small bodies ([`SMALL_BYTES`]) do not wait for large ones; of both every key's name
 //! has a share that no other name can take. A field that stands twice in an object is refused: one of the two would be
 //! ignored.
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
+use crate::work::{PREPARATION, halted};
 use axum::body::Body;
 use axum::extract::Request;
 use axum::http::{StatusCode, header};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
+use kvist_engine::halt::Halt;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Bytes of bodies that are held, over all connections.
@@ -32,18 +34,50 @@ pub(crate) struct Bodies {
     large: Lane,
     /// What a large document counts as at least: each takes a thread.
     least: usize,
+    /// What one may count as.
+    most: usize,
 }
 
-/// Bodies of the largest size that are held as bytes, and as documents.
+/// Bodies of the largest size that are held as bytes.
 const RAW_BODIES: usize = 16;
-const PARSED_BODIES: usize = 2;
+/// Bytes of memory for large documents, and for one of them, for each byte that a body may have.
+const DOCUMENTS_FACTOR: usize = 24;
+const DOCUMENT_FACTOR: usize = 12;
 /// Large documents that are worked on at a time, whatever their size: half of the threads for such work.
 const LARGE_AT_WORK: usize = 4;
 
 /// Bodies up to here have a lane of their own.
 pub(crate) const SMALL_BYTES: usize = 64 << 10;
-/// Small bodies of the largest size that are documents at a time.
-const SMALL_BODIES: usize = 32;
+/// Bytes of memory for small documents: for three of the heaviest, or a hundred texts.
+const SMALL_DOCUMENTS_BYTES: usize = 32 << 20;
+
+/// What a document takes for each byte of its body, and for each value in it: itself, what is read of it, and the copies
+/// that a template gets.
+const BYTE_WEIGHT: usize = 4;
+const VALUE_WEIGHT: usize = 320;
+
+/// Bytes of memory that all bodies and their documents take at a time, where one may have so many bytes.
+pub(crate) fn bodies_bytes(most: usize) -> usize {
+    let raw = most.saturating_mul(RAW_BODIES);
+    // Buffers grow by an eighth.
+    let raw = raw.saturating_add(raw / 8);
+    raw.saturating_add(most.saturating_mul(DOCUMENTS_FACTOR)).saturating_add(SMALL_DOCUMENTS_BYTES)
+}
+
+/// What the document of this body will take, at most. Commas and brackets outside texts tell how many values there are.
+fn weight(body: &[u8]) -> usize {
+    let (mut values, mut in_text, mut escaped) = (1_usize, false, false);
+    for byte in body {
+        match (in_text, byte) {
+            (true, _) if escaped => escaped = false,
+            (true, b'\\') => escaped = true,
+            (_, b'"') => in_text = !in_text,
+            (false, b',' | b'[' | b'{' | b':') => values += 1,
+            _ => {}
+        }
+    }
+    body.len().saturating_mul(BYTE_WEIGHT).saturating_add(values.saturating_mul(VALUE_WEIGHT))
+}
 
 /// Bytes for all, and the part of them that each name may hold.
 struct Lane {
@@ -97,20 +131,21 @@ impl Leave {
 impl Bodies {
     /// `most` is what one body may have; bodies come from callers of these names.
     pub fn new(most: usize, names: &[Arc<str>]) -> Self {
-        let large = most.saturating_mul(PARSED_BODIES);
+        let (large, one) = (most.saturating_mul(DOCUMENTS_FACTOR), most.saturating_mul(DOCUMENT_FACTOR));
         Bodies {
             raw: Lane::new(most.saturating_mul(RAW_BODIES), most, names),
-            small: Lane::new(SMALL_BODIES * SMALL_BYTES, SMALL_BYTES, names),
-            large: Lane::new(large, most, names),
+            small: Lane::new(SMALL_DOCUMENTS_BYTES, weight(&[b','; SMALL_BYTES]), names),
+            large: Lane::new(large, one, names),
             least: large / LARGE_AT_WORK,
+            most: one.max(weight(&[b','; SMALL_BYTES])),
         }
     }
 
-    /// Leave to make a document of so many bytes.
-    async fn document(&self, name: &str, bytes: usize) -> Option<Leave> {
+    /// Leave to make a document of that weight, of a body of so many bytes.
+    async fn document(&self, name: &str, bytes: usize, weight: usize) -> Option<Leave> {
         match bytes <= SMALL_BYTES {
-            true => self.small.take(name, bytes).await,
-            false => self.large.take(name, bytes.max(self.least)).await,
+            true => self.small.take(name, weight).await,
+            false => self.large.take(name, weight.max(self.least)).await,
         }
     }
 }
@@ -166,7 +201,15 @@ pub(crate) async fn json_body(app: &App, request: Request) -> Result<Value, ApiE
             return Err(error);
         }
     };
-    let leave = app.bodies.document(&name, bytes.len());
+    let weight = weight(&bytes);
+    if weight > app.bodies.most && bytes.len() > SMALL_BYTES {
+        let message = format!(
+            "the body has so many values that its document would take {weight} bytes; {} are allowed",
+            app.bodies.most
+        );
+        return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message));
+    }
+    let leave = app.bodies.document(&name, bytes.len(), weight);
     let leave = tokio::time::timeout(app.limits.read_timeout(), leave).await;
     let leave = leave.ok().flatten().ok_or_else(busy)?;
     let (document, leave) = blocking(move || {
@@ -205,6 +248,9 @@ async fn collect(body: &mut Body, app: &App, name: &str) -> Result<(Vec<u8>, Opt
                     None => held = Some(more),
                 }
             }
+            if bytes.capacity() - bytes.len() < data.len() {
+                bytes.reserve_exact(data.len().max(bytes.len() / 8));
+            }
             bytes.extend_from_slice(&data);
         }
     }
@@ -236,12 +282,27 @@ pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
     let document = DOCUMENT.try_with(Cell::take).ok().flatten();
+    let halt = Halt::default();
+    // A handler is dropped when its client leaves.
+    let _wanted = Wanted(halt.clone());
     let done = tokio::task::spawn_blocking(move || {
-        let done = work();
+        let done = match halt.is_over() {
+            true => Err(halted()),
+            false => halt.until(Instant::now() + PREPARATION).during(work),
+        };
         drop(document);
         done
     });
     done.await.unwrap_or_else(|_| Err(ApiError::internal("a request could not be prepared")))
+}
+
+/// Ends the work when nobody waits for it any more.
+struct Wanted(Halt);
+
+impl Drop for Wanted {
+    fn drop(&mut self) {
+        self.0.cancel();
+    }
 }
 
 /// JSON whose objects have every name once.
@@ -305,6 +366,27 @@ impl<'de> Visitor<'de> for Reader {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A body of 4 MiB of `[[],[],…` was a document of some 300 MB, and counted as its bytes.
+    #[test]
+    fn documents_are_weighed_before_they_are_made() {
+        for (body, values) in [
+            (r#"{"prompt": "a, [b], {c: \\", "max_tokens": 3}"#, 5),
+            ("[[],[],[]]", 7),
+            (r#"{"a": "x\",[", "b": [1, 2]}"#, 7),
+            ("3", 1),
+        ] {
+            let expected = body.len() * BYTE_WEIGHT + values * VALUE_WEIGHT;
+            assert_eq!(weight(body.as_bytes()), expected, "{body}");
+        }
+        let bodies = Bodies::new(4 << 20, &[]);
+        assert!(weight("word, after word. ".repeat(230_000).as_bytes()) > bodies.most);
+        assert!(weight(format!("\"{}\"", "word, after word. ".repeat(230_000)).as_bytes()) < bodies.most / 2);
+        assert!(
+            weight(format!("[{}]", "12345,".repeat(131_072)).as_bytes()) < bodies.most,
+            "a prompt of 131,072 tokens"
+        );
+    }
 
     #[test]
     fn documents_are_those_of_serde_json_but_for_names_that_stand_twice() {

@@ -6,6 +6,7 @@ use crate::app::App;
 pub(crate) use crate::body::{blocking, json_body};
 use crate::body::{discard, refuse, with_body};
 use crate::error::ApiError;
+use crate::work::THREADS;
 use crate::{connection, dashboard, metrics, openai, sessions};
 use axum::Router;
 use axum::extract::{FromRequestParts, Request, State};
@@ -238,7 +239,7 @@ async fn recorded(app: &App) {
 pub fn runtime() -> io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2) // they move text; the computing is done elsewhere
-        .max_blocking_threads(8) // they tokenize; more would each keep a heap of their own
+        .max_blocking_threads(THREADS) // they tokenize; more would each keep a heap of their own
         .enable_all()
         .build()
 }

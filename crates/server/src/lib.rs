@@ -26,6 +26,7 @@ mod schema;
 mod sessions;
 pub mod structured;
 pub mod tools;
+mod work;
 mod worker;
 
 pub use app::App;
@@ -34,4 +35,5 @@ pub use error::ApiError;
 pub use http::{router, runtime, serve};
 pub use job::*;
 pub use live::LiveView;
+pub use work::request_bytes;
 pub use worker::{Engine, EngineConfig, Generation, State, Stats, Watch};

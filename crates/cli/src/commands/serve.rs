@@ -136,8 +136,10 @@ struct Plan {
     v: String,
     max_batch: u32,
     max_batch_tokens: u32,
-    /// Never exceeded.
+    /// What the model takes. Never exceeded.
     bound: json::MemoryBytes,
+    /// What requests take beside it while they are made ready, all together.
+    requests_bytes: u64,
     available_bytes: Option<u64>,
 }
 
@@ -219,6 +221,8 @@ fn show_plan(args: &Args, config: &ServerConfig, opened: &Opened, plan: &MemoryP
     let weights = opened.weight_bytes(args.model.weights)?;
     let bound = plan.usage.with(Purpose::Weights, weights);
     let total = bound.checked_total().context("these sizes overflow: no machine holds such a server")?;
+    let requests_bytes = kvist_server::request_bytes(config.limits.max_body_bytes) as u64;
+    let total = total.saturating_add(requests_bytes);
     let available = args.model.memory.map(|size| size.0).or_else(memory::available);
     let report = Plan {
         version: json::VERSION,
@@ -230,6 +234,7 @@ fn show_plan(args: &Args, config: &ServerConfig, opened: &Opened, plan: &MemoryP
         max_batch: config.scheduler.max_batch,
         max_batch_tokens: config.scheduler.max_batch_tokens,
         bound: bound.into(),
+        requests_bytes,
         available_bytes: available,
     };
     if args.json {
@@ -251,6 +256,7 @@ fn show_plan(args: &Args, config: &ServerConfig, opened: &Opened, plan: &MemoryP
             format!("  per token      {}", Bytes(plan.kv_bytes_per_token)),
             format!("scratch          {}", Bytes(report.bound.scratch)),
             format!("activations      {}", Bytes(report.bound.activations)),
+            format!("requests         {}", Bytes(requests_bytes)),
             format!("bound            {}", Bytes(total)),
         ];
         if let Some(available) = available {

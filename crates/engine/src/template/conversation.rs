@@ -3,6 +3,7 @@
 //! As vLLM does it: parts of text are joined by line breaks, and the arguments of a tool call, a JSON text in the
 //! API, become the value that it stands for, because templates apply `tojson` to it. Whatever else a message holds
 //! (`name`, `tool_call_id`, `reasoning_content`) is passed on as it is.
+use super::allowance::{self, MAX_REQUEST_DEPTH};
 use crate::error::Error;
 use serde_json::{Map, Value};
 
@@ -17,6 +18,64 @@ pub struct Conversation<'a> {
     pub add_generation_prompt: bool,
     /// More names for the template, such as `enable_thinking`.
     pub kwargs: &'a Map<String, Value>,
+}
+
+impl Conversation<'_> {
+    /// Bytes that one rendering of it may take; with [`ChatTemplate::render_conversation`](super::ChatTemplate), which
+    /// refuses a template that would take more.
+    pub fn rendering_bytes(&self) -> usize {
+        allowance::of(self.bytes())
+    }
+
+    /// About what it has as JSON.
+    pub(super) fn bytes(&self) -> usize {
+        let lists = self.messages.iter().chain(self.tools).map(weight).sum::<usize>();
+        lists + self.kwargs.iter().map(|(name, value)| name.len() + weight(value)).sum::<usize>()
+    }
+
+    /// Refused, by its place, if something of it is nested too deeply.
+    pub(super) fn check_depth(&self) -> Result<(), Error> {
+        for (name, list) in [("messages", self.messages), ("tools", self.tools)] {
+            for (at, value) in list.iter().enumerate() {
+                check_depth(value, &format!("{name}[{at}]"))?;
+            }
+        }
+        for (name, value) in self.kwargs {
+            check_depth(value, &format!("chat_template_kwargs.{name}"))?;
+        }
+        Ok(())
+    }
+}
+
+fn weight(value: &Value) -> usize {
+    8 + match value {
+        Value::String(text) => text.len(),
+        Value::Array(items) => items.iter().map(weight).sum(),
+        Value::Object(fields) => fields.iter().map(|(name, value)| name.len() + weight(value)).sum(),
+        _ => 0,
+    }
+}
+
+/// JSON is read to a depth of 128 at most, so that this may recurse.
+fn check_depth(value: &Value, place: &str) -> Result<(), Error> {
+    fn is_deep(value: &Value, left: usize) -> bool {
+        let below = |value: &Value| match left.checked_sub(1) {
+            Some(left) => is_deep(value, left),
+            None => true,
+        };
+        match value {
+            Value::Array(items) => items.iter().any(below),
+            Value::Object(fields) => fields.values().any(below),
+            _ => false,
+        }
+    }
+    match is_deep(value, MAX_REQUEST_DEPTH) {
+        true => Err(bad(
+            place,
+            &format!("is nested more than {MAX_REQUEST_DEPTH} deep: chat templates get no deeper values"),
+        )),
+        false => Ok(()),
+    }
 }
 
 /// Names that templates know already.
@@ -95,7 +154,9 @@ fn arguments(arguments: Option<&Value>, place: &str) -> Result<Value, Error> {
         None | Some(Value::Null) => Ok(Value::Object(Map::new())),
         Some(Value::String(text)) if text.trim().is_empty() => Ok(Value::Object(Map::new())),
         Some(Value::String(text)) => {
-            serde_json::from_str(text).map_err(|e| bad(place, &format!("is not JSON: {e}")))
+            let value = serde_json::from_str(text).map_err(|e| bad(place, &format!("is not JSON: {e}")))?;
+            check_depth(&value, place)?;
+            Ok(value)
         }
         Some(value @ (Value::Object(_) | Value::Array(_))) => Ok(value.clone()),
         Some(_) => Err(bad(place, "is neither a JSON text nor an object")),

@@ -82,6 +82,7 @@ impl Tokenizer {
         let llama3 = pre.is_some_and(|pre| pre == "llama-bpe");
         let adds_bos = m.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(model == "llama" || llama3);
         Ok(Some(Tokenizer {
+            cuts: super::cuts_of(&inner),
             inner,
             file: gguf.file().into(),
             unknown_pre: pre.filter(|pre| model == "gpt2" && !is_known(pre)).map(str::to_string),

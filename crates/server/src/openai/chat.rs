@@ -14,11 +14,11 @@ use crate::http::{blocking, json_body};
 use crate::job::{Done, Token};
 use crate::structured::{Compiled, ResponseFormat};
 use crate::tools::{ToolCall, ToolChoice, ToolDelta, ToolFormat, ToolParser, tools_from_json};
+use crate::work::halted;
 use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 use kvist_engine::Error;
-use kvist_engine::model::Model;
 use kvist_engine::template::Conversation;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -105,26 +105,41 @@ fn prompt(app: &App, fields: &ChatFields) -> Result<Vec<u32>, ApiError> {
         kwargs: fields.chat_template_kwargs.as_ref().unwrap_or(&none),
     };
     let model = app.engine.model();
-    let text = render(model, &conversation)?;
+    let text = render(app, &conversation)?;
     encode_prompt(app, &text, model.chat_template().is_none(), "messages")
 }
 
 /// The conversation as text. What the model expects at the start of one is in it if the model has a template of its own.
-pub(crate) fn render(model: &Model, conversation: &Conversation) -> Result<String, ApiError> {
+/// Longer than a body it may not be.
+pub(crate) fn render(app: &App, conversation: &Conversation) -> Result<String, ApiError> {
+    let model = app.engine.model();
     let messages = for_templates(conversation.messages);
-    let Some(template) = model.chat_template() else {
-        return plain(&messages, conversation.add_generation_prompt);
+    let text = match model.chat_template() {
+        None => plain(&messages, conversation.add_generation_prompt)?,
+        Some(template) => {
+            let tokenizer = model.tokenizer().ok_or_else(no_tokenizer)?;
+            let conversation = Conversation { messages: &messages, ..*conversation };
+            let _taken = app.work.take(conversation.rendering_bytes(), "messages")?;
+            template.render_conversation(&conversation, tokenizer).map_err(|e| {
+                // Templates refuse what their models were not trained on: roles that do not alternate, a system message.
+                let param = match &e {
+                    Error::Halted => return halted(),
+                    Error::Usage(what) => what.split('`').nth(1).unwrap_or("messages"),
+                    _ => "messages",
+                };
+                ApiError::invalid(param, e.to_string())
+            })?
+        }
     };
-    let tokenizer = model.tokenizer().ok_or_else(no_tokenizer)?;
-    let conversation = Conversation { messages: &messages, ..*conversation };
-    template.render_conversation(&conversation, tokenizer).map_err(|e| {
-        // Templates refuse what their models were not trained on: roles that do not alternate, a system message.
-        let param = match &e {
-            Error::Usage(what) => what.split('`').nth(1).unwrap_or("messages"),
-            _ => "messages",
-        };
-        ApiError::invalid(param, e.to_string())
-    })
+    let most = app.limits.max_body_bytes;
+    if text.len() > most {
+        let message = format!(
+            "the conversation has {} bytes as the model's chat template writes it; {most} (max_body_bytes) are allowed",
+            text.len()
+        );
+        return Err(ApiError::too_long("messages", message));
+    }
+    Ok(text)
 }
 
 /// Messages as templates know them.

@@ -29,7 +29,7 @@ impl Scribe for App {
         answer: bool,
     ) -> Result<String, ApiError> {
         let conversation = Conversation { messages, tools: &[], add_generation_prompt: answer, kwargs };
-        render(self.engine.model(), &conversation)
+        render(self, &conversation)
     }
 
     fn encode_rendered(&self, text: &str, first: bool) -> Result<Ends, ApiError> {
@@ -37,11 +37,7 @@ impl Scribe for App {
         // A template of the model's own writes what stands at the start of a text.
         let model = self.engine.model();
         let special = first && model.chat_template().is_none();
-        let tokenizer = model.tokenizer().ok_or_else(tokens::no_tokenizer)?;
-        let ends =
-            tokenizer.encode_with_ends(text, special).map_err(|e| ApiError::internal(e.to_string()))?;
-        tokens::known(model, tokenizer, &ends.tokens).map_err(|error| error.about("messages"))?;
-        Ok(ends)
+        tokens::encode_with_ends(self, text, special, "messages")
     }
 
     fn encode(&self, text: &str, first: bool) -> Result<Vec<u32>, ApiError> {

@@ -12,32 +12,38 @@ const VOCAB: usize = 104;
 
 fn words() -> &'static Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
-    MODEL.get_or_init(|| {
-        let folder = tempfile::tempdir().unwrap();
-        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/tests/fixtures/parity/llama-gqa");
-        for file in ["config.json", "model.safetensors"] {
-            std::fs::copy(fixture.join(file), folder.path().join(file)).unwrap();
-        }
-        let vocab: Map<String, Value> = (0..VOCAB).map(|i| (format!("▁w{i}"), json!(i))).collect();
-        let tokenizer = json!({
-            "version": "1.0",
-            "added_tokens": [{"id": VOCAB, "content": "<pad>", "single_word": false, "lstrip": false,
-                "rstrip": false, "normalized": false, "special": true}],
-            "normalizer": null,
-            "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true},
-            "post_processor": null,
-            "decoder": {"type": "Sequence", "decoders": [
-                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-                {"type": "Fuse"},
-                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-            ]},
-            "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "▁w2"},
-        });
-        std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
-        let options = LoadOptions { form: WeightForm::F32, mmap: false, ..LoadOptions::default() };
-        let file = ModelFile::Path(folder.path().into());
-        Arc::new(Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap())
-    })
+    MODEL.get_or_init(|| words_with(None))
+}
+
+/// The same, with a chat template.
+pub fn words_with(template: Option<&str>) -> Arc<Model> {
+    let folder = tempfile::tempdir().unwrap();
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/tests/fixtures/parity/llama-gqa");
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(fixture.join(file), folder.path().join(file)).unwrap();
+    }
+    let vocab: Map<String, Value> = (0..VOCAB).map(|i| (format!("▁w{i}"), json!(i))).collect();
+    let tokenizer = json!({
+        "version": "1.0",
+        "added_tokens": [{"id": VOCAB, "content": "<pad>", "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true}],
+        "normalizer": null,
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true},
+        "post_processor": null,
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ]},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "▁w2"},
+    });
+    std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    if let Some(template) = template {
+        std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
+    }
+    let options = LoadOptions { form: WeightForm::F32, mmap: false, ..LoadOptions::default() };
+    let file = ModelFile::Path(folder.path().into());
+    Arc::new(Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap())
 }
 
 /// It came as far as a step, which failed three times for everybody in it.

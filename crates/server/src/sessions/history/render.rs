@@ -2,7 +2,9 @@
 use super::places::Rendered;
 use super::{History, Message, Place, Said};
 use crate::error::ApiError;
+use crate::work::halted;
 use axum::http::StatusCode;
+use kvist_engine::halt;
 use kvist_engine::tokenizer::Ends;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -82,6 +84,8 @@ impl History {
         let wanted = known..bodies.len() + usize::from(answer);
         let rendered = Rendered { scribe, bodies: &bodies, kwargs: &said.kwargs, answer, text: &full };
         let bytes = rendered.begins(wanted, before);
+        // Renderings that were ended tell no places.
+        halt::check().map_err(|_| halted())?;
         // Where a token reaches over a cut, the cut is before it.
         let at = added.before(bytes.iter().flatten().map(|byte| byte - before));
         let mut at = at.into_iter();

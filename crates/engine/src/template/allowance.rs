@@ -1,0 +1,186 @@
+//! What a rendering may take: bytes of memory, and nesting.
+//!
+//! minijinja counts instructions (its fuel) and no bytes, and an allocation that fails ends the process. So every value
+//! that a template makes, and every byte that it writes, is paid for before it is made ([`spend`]), from an allowance
+//! that is set for the thread while it renders. What is freed is not paid back: the sum is a bound of what is there at
+//! any time, and it needs no knowledge of which values live.
+use crate::halt;
+use minijinja::value::{Value, ValueKind};
+use minijinja::{Error, ErrorKind};
+use std::cell::Cell;
+use std::fmt;
+
+/// Bytes that the renderings of any conversation may take; and how many for each byte of the conversation. Templates of
+/// models make some ten bytes for each that they are given. Those whose list grows by every message make 24 bytes for
+/// each message and each one before it: a thousand turns need 12 MB.
+const ALLOWANCE_BYTES: usize = 32 << 20;
+const ALLOWANCE_FACTOR: usize = 16;
+
+/// Values inside each other: what a request may bring, and what a template may make of it. Walks over values take a
+/// frame of the stack for each.
+pub(super) const MAX_REQUEST_DEPTH: usize = 64;
+const MAX_DEPTH: usize = 100;
+
+/// Items of a list that is only described (`list * n`, `list + list`): to walk it takes time, and no memory.
+const MAX_ITEMS: usize = 1_000_000;
+
+/// A value in a list or a map.
+pub(super) const SLOT_BYTES: usize = 72;
+
+/// What one rendering of so many bytes may take.
+pub(super) fn of(bytes: usize) -> usize {
+    ALLOWANCE_BYTES.saturating_add(bytes.saturating_mul(ALLOWANCE_FACTOR))
+}
+
+thread_local! {
+    static LEFT: Cell<usize> = const { Cell::new(usize::MAX) };
+    static LIMIT: Cell<usize> = const { Cell::new(usize::MAX) };
+}
+
+/// Render on this thread within `limit` bytes.
+pub(super) fn within<T>(limit: usize, render: impl FnOnce() -> T) -> T {
+    struct Before(usize, usize);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            LEFT.set(self.0);
+            LIMIT.set(self.1);
+        }
+    }
+    let _before = Before(LEFT.replace(limit), LIMIT.replace(limit));
+    render()
+}
+
+pub(super) fn refuse(what: impl Into<String>) -> Error {
+    Error::new(ErrorKind::InvalidOperation, what.into())
+}
+
+fn too_much() -> Error {
+    refuse(format!(
+        "the template takes more than the {} bytes that it may take for this conversation",
+        LIMIT.get()
+    ))
+}
+
+/// Pay for bytes that are about to be made. Also where a rendering that is to end ends.
+pub(super) fn spend(bytes: usize) -> Result<(), Error> {
+    halt::check().map_err(|e| refuse(e.to_string()))?;
+    let left = LEFT.get().checked_sub(bytes).ok_or_else(too_much)?;
+    LEFT.set(left);
+    Ok(())
+}
+
+/// Refuse a list of more items than may be walked.
+pub(super) fn count(items: usize) -> Result<(), Error> {
+    match items > MAX_ITEMS {
+        true => Err(refuse(format!("a list of {items} items is too long; {MAX_ITEMS} are allowed"))),
+        false => Ok(()),
+    }
+}
+
+/// Items of a list or map, characters of a text at most; 1 of anything else.
+pub(super) fn items(value: &Value) -> Result<usize, Error> {
+    let n = match value.kind() {
+        ValueKind::String | ValueKind::Bytes => return Ok(value.as_bytes().map_or(0, <[u8]>::len)),
+        ValueKind::Seq | ValueKind::Iterable | ValueKind::Map => match value.len() {
+            Some(n) => n,
+            // One whose length is known to its end alone.
+            None => value.try_iter()?.take(MAX_ITEMS + 1).count(),
+        },
+        _ => 1,
+    };
+    count(n)?;
+    Ok(n)
+}
+
+/// Bytes of a value, with everything that it leads to, however often. Refused if that is more than a rendering may
+/// take, or nested more deeply. `inside`: a namespace in it is refused too, because it may become part of itself.
+pub(super) fn weigh(value: &Value, inside: bool) -> Result<usize, Error> {
+    fn walk(value: &Value, inside: bool, depth: usize, left: &mut usize) -> Result<(), Error> {
+        let mut take = |bytes: usize| {
+            *left = left.checked_sub(bytes).ok_or_else(too_much)?;
+            Ok::<(), Error>(())
+        };
+        take(SLOT_BYTES)?;
+        let kind = value.kind();
+        match kind {
+            ValueKind::String | ValueKind::Bytes => return take(value.as_bytes().map_or(0, <[u8]>::len)),
+            ValueKind::Seq | ValueKind::Iterable | ValueKind::Map => {}
+            _ => return Ok(()),
+        }
+        let Some(depth) = depth.checked_sub(1) else {
+            return Err(refuse(format!("values are nested more than {MAX_DEPTH} deep")));
+        };
+        if kind == ValueKind::Map {
+            if inside && value.as_object().is_some_and(|object| object.type_name().ends_with("::Namespace")) {
+                return Err(refuse("a namespace cannot be put into a namespace"));
+            }
+            for key in value.try_iter()? {
+                walk(&value.get_item(&key)?, inside, depth, left)?;
+                walk(&key, inside, depth, left)?;
+            }
+        } else {
+            for item in value.try_iter()? {
+                walk(&item, inside, depth, left)?;
+            }
+        }
+        Ok(())
+    }
+    let limit = LIMIT.get();
+    let mut left = limit;
+    walk(value, inside, MAX_DEPTH, &mut left)?;
+    Ok(limit - left)
+}
+
+/// Bytes that a value has as a text, at most.
+pub(super) fn text_bytes(value: &Value) -> Result<usize, Error> {
+    match value.kind() {
+        ValueKind::String => Ok(value.as_bytes().map_or(0, <[u8]>::len)),
+        ValueKind::Seq | ValueKind::Iterable | ValueKind::Map | ValueKind::Bytes | ValueKind::Plain => {
+            // A character inside a list may be written as `\u{10ffff}`.
+            Ok(weigh(value, false)?.saturating_mul(10))
+        }
+        _ => Ok(48),
+    }
+}
+
+/// A text that is paid for as it is written.
+#[derive(Default)]
+struct Paid {
+    text: String,
+    refused: Option<Error>,
+}
+
+impl fmt::Write for Paid {
+    fn write_str(&mut self, more: &str) -> fmt::Result {
+        // A text grows by doubling.
+        match spend(2 * more.len()) {
+            Ok(()) => {
+                self.text += more;
+                Ok(())
+            }
+            Err(error) => {
+                self.refused = Some(error);
+                Err(fmt::Error)
+            }
+        }
+    }
+}
+
+/// What a template writes of a value: texts and numbers themselves, lists and maps as a text.
+pub(super) fn as_written(value: Value) -> Result<Value, Error> {
+    match value.kind() {
+        ValueKind::Seq | ValueKind::Iterable | ValueKind::Map | ValueKind::Bytes | ValueKind::Plain => {}
+        _ => return Ok(value),
+    }
+    weigh(&value, false)?;
+    let mut paid = Paid::default();
+    let written = fmt::write(&mut paid, format_args!("{value}"));
+    match (paid.refused, written) {
+        (Some(error), _) => Err(error),
+        (None, Err(_)) => Err(refuse("a value cannot be written")),
+        (None, Ok(())) => {
+            spend(paid.text.len())?;
+            Ok(Value::from(paid.text))
+        }
+    }
+}

@@ -1,0 +1,249 @@
+//! Filters, functions and methods that templates call, each paid for before it makes something.
+//!
+//! minijinja's own, and Python's methods, behind a cost: an upper bound of the bytes that they make, from the sizes of what
+//! they are given.
+use super::allowance::{SLOT_BYTES, items, refuse, spend, text_bytes, weigh};
+use super::strftime_now;
+use minijinja::filters;
+use minijinja::value::{Kwargs, Rest, Value};
+use minijinja::{Environment, Error, ErrorKind, State};
+use minijinja_contrib::pycompat::unknown_method_callback;
+use serde::Serialize;
+use serde_json::Serializer;
+use serde_json::ser::{Formatter, PrettyFormatter};
+use std::io::{self, Write};
+
+/// What a filter or a method makes of its first value and the others.
+#[derive(Clone, Copy)]
+enum Makes {
+    /// One of its values, a number, or something that is walked when it is used.
+    Nothing,
+    /// So many times the text of the first value.
+    Text(usize),
+    /// A list with the items of all values, or one nested in it for each: places of so many bytes.
+    List {
+        nested: bool,
+    },
+    /// Pieces of a text.
+    Pieces,
+    Joined,
+    Replaced,
+    Indented,
+    Formatted,
+}
+
+/// Bytes that `made` has at most, of these values: `values[0]` is what the filter is applied to.
+fn cost(made: Makes, values: &[Value]) -> Result<usize, Error> {
+    let first = values.first().cloned().unwrap_or_default();
+    let text = || text_bytes(&first);
+    let others = values.get(1..).unwrap_or_default();
+    Ok(match made {
+        Makes::Nothing => 0,
+        Makes::Text(times) => text()?.saturating_mul(times),
+        Makes::List { .. } => {
+            let mut n = 0_usize;
+            for value in values {
+                // A number says how many to fill up.
+                n = n.saturating_add(value.as_usize().map_or_else(|| items(value), Ok)?);
+            }
+            n.saturating_mul(2 * SLOT_BYTES)
+        }
+        Makes::Pieces => {
+            let given = first.as_str().unwrap_or_default();
+            let pieces = match others.first().and_then(Value::as_str) {
+                Some(by) => given.matches(by).count(),
+                None => given.chars().filter(|c| c.is_whitespace()).count(),
+            };
+            text()?.saturating_mul(2).saturating_add((pieces + 2).saturating_mul(2 * SLOT_BYTES))
+        }
+        Makes::Joined => joined(&first, others.first())?,
+        Makes::Replaced => {
+            let given = text()?;
+            let [from, to] = [0, 1].map(|at| others.get(at).and_then(Value::as_str).unwrap_or_default());
+            let found = first.as_str().map_or(given, |given| given.matches(from).count());
+            given.saturating_add(found.saturating_mul(to.len())).saturating_mul(2)
+        }
+        Makes::Indented => {
+            let lines = 1 + first.as_str().map_or(0, |text| text.matches('\n').count());
+            text()?.saturating_add(lines.saturating_mul(1 + largest(others))).saturating_mul(2)
+        }
+        Makes::Formatted => {
+            let format = first.as_str().unwrap_or_default();
+            // Widths stand in the format, or are among the values; each place may take any value, of a map too.
+            let mut place = largest(others).saturating_add(64);
+            for value in others {
+                place = place.max(text_bytes(value)?.saturating_add(largest(others)));
+            }
+            let places = format.matches(['%', '{']).count();
+            format.len().saturating_add(widths(format)).saturating_add(places.saturating_mul(place)) * 2
+        }
+    })
+}
+
+/// A list as a text, with `by` between its items.
+fn joined(list: &Value, by: Option<&Value>) -> Result<usize, Error> {
+    let by = by.map_or(Ok(0), text_bytes)?;
+    let mut bytes = 0_usize;
+    let n = items(list)?;
+    if let Ok(all) = list.try_iter() {
+        for item in all {
+            bytes = bytes.saturating_add(text_bytes(&item)?);
+        }
+    }
+    Ok(bytes.saturating_add(n.saturating_mul(by)).saturating_mul(3))
+}
+
+/// The largest number among the values, those with names too.
+fn largest(values: &[Value]) -> usize {
+    let named = |value: &Value| -> usize {
+        let Ok(names) = value.try_iter() else { return 0 };
+        names.filter_map(|name| value.get_item(&name).ok()?.as_usize()).max().unwrap_or(0)
+    };
+    let number =
+        |value: &Value| value.as_usize().unwrap_or_else(|| if value.is_kwargs() { named(value) } else { 0 });
+    values.iter().map(number).max().unwrap_or(0)
+}
+
+/// All numbers of a format together: its widths and precisions are among them.
+fn widths(format: &str) -> usize {
+    let numbers = format.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
+    numbers.map(|digits| digits.parse().unwrap_or(usize::MAX)).fold(0, usize::saturating_add)
+}
+
+fn pay(made: Makes, values: &[Value]) -> Result<(), Error> {
+    spend(cost(made, values)?)
+}
+
+/// Values may be nested in what was made: see that they are not too many, and not too deep.
+fn seen(made: Makes, value: Value) -> Result<Value, Error> {
+    if matches!(made, Makes::List { nested: true }) {
+        weigh(&value, false)?;
+    }
+    Ok(value)
+}
+
+pub(super) fn register(environment: &mut Environment<'static>) {
+    let list = Makes::List { nested: false };
+    let lists = Makes::List { nested: true };
+    macro_rules! filters {
+        ($($makes:expr => $($name:literal: $filter:ident),*;)*) => {$($({
+            let filter = Value::from_function(filters::$filter);
+            let makes = $makes;
+            environment.add_filter($name, move |state: &mut State, values: Rest<Value>| {
+                pay(makes, &values)?;
+                seen(makes, filter.call(state, &values)?)
+            });
+        })*)*};
+    }
+    filters! {
+        Makes::Nothing => "default": default, "d": default, "round": round, "abs": abs, "int": int, "float": float,
+            "attr": attr, "first": first, "last": last, "min": min, "max": max, "length": length, "count": length,
+            "bool": bool;
+        Makes::Text(1) => "safe": safe, "string": string, "trim": trim;
+        Makes::Text(3) => "lower": lower, "upper": upper, "title": title, "capitalize": capitalize, "sum": sum,
+            "pprint": pprint;
+        Makes::Text(8) => "escape": escape, "e": escape;
+        list => "list": list, "sort": sort, "unique": unique, "reverse": reverse, "map": map, "select": select,
+            "reject": reject, "selectattr": selectattr, "rejectattr": rejectattr;
+        lists => "batch": batch, "slice": slice, "groupby": groupby, "zip": zip, "chain": chain, "items": items,
+            "dictsort": dictsort;
+        Makes::Pieces => "split": split, "lines": lines;
+        Makes::Joined => "join": join;
+        Makes::Replaced => "replace": replace;
+        Makes::Indented => "indent": indent;
+        Makes::Formatted => "format": format;
+    }
+    environment.add_filter("tojson", tojson);
+    environment.set_unknown_method_callback(method);
+    environment.add_function("raise_exception", |text: String| -> Result<Value, Error> { Err(refuse(text)) });
+    environment.add_function("strftime_now", |format: String| -> Result<String, Error> {
+        // The longest name of a month stands for two bytes.
+        spend(format.len().saturating_mul(8))?;
+        Ok(strftime_now(&format))
+    });
+    // It writes down everything that there is, and Jinja has it not.
+    environment.remove_global("debug");
+}
+
+/// Python's methods.
+fn method(state: &mut State, value: &Value, name: &str, others: &[Value]) -> Result<Value, Error> {
+    let is_text = value.as_str().is_some();
+    let makes = match name {
+        "upper" | "lower" | "title" | "capitalize" => Makes::Text(3),
+        "strip" | "lstrip" | "rstrip" => Makes::Text(1),
+        "split" | "splitlines" => Makes::Pieces,
+        "replace" => Makes::Replaced,
+        "format" => Makes::Formatted,
+        "items" => Makes::List { nested: true },
+        "join" if is_text => {
+            let all = others.first().cloned().unwrap_or_default();
+            spend(joined(&all, Some(value))?)?;
+            Makes::Nothing
+        }
+        _ => Makes::Nothing,
+    };
+    let mut values = vec![value.clone()];
+    values.extend_from_slice(others);
+    pay(makes, &values)?;
+    seen(makes, unknown_method_callback(state, value, name, others)?)
+}
+
+/// JSON that is paid for as it is written.
+#[derive(Default)]
+struct Paid {
+    json: Vec<u8>,
+    refused: Option<Error>,
+}
+
+impl Write for Paid {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        // It grows by doubling, and is copied.
+        match spend(3 * bytes.len()) {
+            Ok(()) => {
+                self.json.extend_from_slice(bytes);
+                Ok(bytes.len())
+            }
+            Err(error) => {
+                self.refused = Some(error);
+                Err(io::ErrorKind::OutOfMemory.into())
+            }
+        }
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// As transformers has it: Python's spacing and nothing escaped for HTML, which Jinja's own filter does.
+fn tojson(value: Value, options: Kwargs) -> Result<Value, Error> {
+    weigh(&value, false)?;
+    let mut paid = Paid::default();
+    let written = match options.get::<Option<usize>>("indent")? {
+        None => value.serialize(&mut Serializer::with_formatter(&mut paid, Spaced)),
+        Some(indent) => {
+            let indent = " ".repeat(indent.min(16));
+            let formatter = PrettyFormatter::with_indent(indent.as_bytes());
+            value.serialize(&mut Serializer::with_formatter(&mut paid, formatter))
+        }
+    };
+    if let Some(error) = paid.refused {
+        return Err(error);
+    }
+    written.map_err(|e| Error::new(ErrorKind::BadSerialization, e.to_string()))?;
+    Ok(Value::from(String::from_utf8_lossy(&paid.json)))
+}
+
+/// `{"a": 1, "b": [2, 3]}`
+struct Spaced;
+
+impl Formatter for Spaced {
+    fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        writer.write_all(if first { b"" } else { b", " })
+    }
+    fn begin_object_key<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        writer.write_all(if first { b"" } else { b", " })
+    }
+    fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> io::Result<()> {
+        writer.write_all(b": ")
+    }
+}

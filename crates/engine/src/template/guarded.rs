@@ -1,0 +1,193 @@
+//! A compiled template, with checks before the instructions that make values and behind those whose values nest.
+//!
+//! minijinja's operators (`~`, `+`, `*`, slices) and its writing are inside its machine, where no filter sees them. So the
+//! program is copied with calls of filters beside those instructions, under names that no template can write. Their
+//! results are the values that they are given; the program does the same as before, or stops.
+use super::allowance::{SLOT_BYTES, as_written, count, items, refuse, spend, text_bytes, weigh};
+use minijinja::machinery::{Instruction, Instructions};
+use minijinja::value::{Rest, Value, ValueKind};
+use minijinja::{Environment, Error};
+
+const RAW: &str = "(raw)";
+const WRITTEN: &str = "(written)";
+const ADDED: &str = "(added)";
+const MULTIPLIED: &str = "(multiplied)";
+const JOINED: &str = "(joined)";
+const SLICED: &str = "(sliced)";
+const SPREAD: &str = "(spread)";
+const MADE: &str = "(made)";
+const ATTRIBUTE: &str = "(attribute)";
+const ROUND: &str = "(round)";
+const ANOTHER: &str = "(another template)";
+
+/// The filter is looked up anew each time: there are few places to remember one.
+const NOT_REMEMBERED: u8 = !0;
+
+fn call<'s>(filter: &'static str, values: usize) -> Instruction<'s> {
+    Instruction::ApplyFilter(filter, u16::try_from(values).ok(), NOT_REMEMBERED)
+}
+
+/// See so many values on top of the stack, and leave them there.
+fn see<'s>(filter: &'static str, values: usize) -> Vec<Instruction<'s>> {
+    vec![call(filter, values), Instruction::UnpackList(values)]
+}
+
+/// See a number.
+fn note<'s>(filter: &'static str, number: usize) -> Vec<Instruction<'s>> {
+    vec![Instruction::LoadConst(Value::from(number)), call(filter, 1), Instruction::DiscardTop]
+}
+
+fn before<'s>(instruction: &Instruction<'s>) -> Vec<Instruction<'s>> {
+    match instruction {
+        Instruction::EmitRaw(text) => note(RAW, text.len()),
+        Instruction::Emit => vec![call(WRITTEN, 1)],
+        Instruction::Add => see(ADDED, 2),
+        Instruction::Mul => see(MULTIPLIED, 2),
+        Instruction::StringConcat => see(JOINED, 2),
+        Instruction::Slice => see(SLICED, 4),
+        Instruction::SetAttr(_) => see(ATTRIBUTE, 2),
+        Instruction::UnpackLists(n) if *n > 0 => see(SPREAD, *n),
+        Instruction::Iterate(_) => note(ROUND, 0),
+        Instruction::Include(_) | Instruction::LoadBlocks | Instruction::ExportLocals => {
+            vec![call(ANOTHER, 1)]
+        }
+        _ => Vec::new(),
+    }
+}
+
+fn behind<'s>(instruction: &Instruction<'s>) -> Option<Instruction<'s>> {
+    let makes = matches!(
+        instruction,
+        Instruction::BuildMap(_)
+            | Instruction::BuildKwargs(_)
+            | Instruction::MergeKwargs(_)
+            | Instruction::BuildList(_)
+            | Instruction::BuildTuple(_)
+    );
+    makes.then(|| call(MADE, 1))
+}
+
+/// The same program, with checks.
+pub(super) fn guarded<'s>(program: &Instructions<'s>) -> Instructions<'s> {
+    let all = || (0..).map_while(|at| program.get(at));
+    // Where each instruction is to stand, with what is before it; and the end.
+    let mut places = Vec::new();
+    let mut n = 0_u32;
+    for instruction in all() {
+        places.push(n);
+        n += 1 + before(instruction).len() as u32 + u32::from(behind(instruction).is_some());
+    }
+    places.push(n);
+    let to = |at: u32| places.get(at as usize).copied().unwrap_or(n);
+    let mut out = Instructions::new(program.name(), program.source());
+    for (at, instruction) in (0..).zip(all()) {
+        let moved = match instruction {
+            Instruction::Iterate(target) => Instruction::Iterate(to(*target)),
+            Instruction::Jump(target) => Instruction::Jump(to(*target)),
+            Instruction::JumpIfFalse(target) => Instruction::JumpIfFalse(to(*target)),
+            Instruction::JumpIfFalseOrPop(target) => Instruction::JumpIfFalseOrPop(to(*target)),
+            Instruction::JumpIfTrueOrPop(target) => Instruction::JumpIfTrueOrPop(to(*target)),
+            Instruction::BuildMacro(name, target, flags) => {
+                Instruction::BuildMacro(name, to(*target), *flags)
+            }
+            other => other.clone(),
+        };
+        let line = program.get_line(at).and_then(|line| u16::try_from(line).ok());
+        for instruction in before(instruction).into_iter().chain([moved]).chain(behind(instruction)) {
+            match line {
+                Some(line) => out.add_with_line(instruction, line),
+                None => out.add(instruction),
+            };
+        }
+    }
+    out
+}
+
+/// What [`guarded`] programs call.
+pub(super) fn register(environment: &mut Environment<'static>) {
+    type Seen = Result<Value, Error>;
+    let value = |values: &[Value], at: usize| values.get(at).cloned().unwrap_or_default();
+    // A list that is unpacked comes out with its first item on top.
+    let back = |values: Rest<Value>| Value::from(values.iter().rev().cloned().collect::<Vec<Value>>());
+    let is_list = |value: &Value| matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable);
+
+    environment.add_filter(RAW, |bytes: usize| -> Seen {
+        spend(2 * bytes)?;
+        Ok(Value::UNDEFINED)
+    });
+    environment.add_filter(WRITTEN, |value: Rest<Value>| -> Seen {
+        let written = as_written(value.first().cloned().unwrap_or_default())?;
+        // A text grows by doubling.
+        spend(2 * text_bytes(&written)?)?;
+        Ok(written)
+    });
+    environment.add_filter(ADDED, move |values: Rest<Value>| -> Seen {
+        let [left, right] = [value(&values, 0), value(&values, 1)];
+        if is_list(&left) && is_list(&right) {
+            let n = items(&left)? + items(&right)?;
+            count(n)?;
+            // Long chains of them are made into one list.
+            spend((n + 1) * size_of::<Value>())?;
+        } else if let (Some(left), Some(right)) = (left.as_str(), right.as_str()) {
+            spend(left.len() + right.len())?;
+        }
+        Ok(back(values))
+    });
+    environment.add_filter(MULTIPLIED, move |values: Rest<Value>| -> Seen {
+        for (many, times) in [(value(&values, 0), value(&values, 1)), (value(&values, 1), value(&values, 0))]
+        {
+            let Some(times) = times.as_usize() else { continue };
+            if let Some(text) = many.as_str() {
+                spend(text.len().saturating_mul(times))?;
+            } else if is_list(&many) {
+                let n = items(&many)?.saturating_mul(times);
+                count(n)?;
+                spend(if many.is_tuple() { n * size_of::<Value>() } else { SLOT_BYTES })?;
+            }
+        }
+        Ok(back(values))
+    });
+    environment.add_filter(JOINED, move |values: Rest<Value>| -> Seen {
+        let [left, right] = [as_written(value(&values, 0))?, as_written(value(&values, 1))?];
+        // Both are written into one text, which grows by doubling and is copied.
+        spend((text_bytes(&left)? + text_bytes(&right)?).saturating_mul(3))?;
+        Ok(Value::from(vec![right, left]))
+    });
+    environment.add_filter(SLICED, move |values: Rest<Value>| -> Seen {
+        let sliced = value(&values, 0);
+        // Backwards over a text goes through a list of its characters; over a list, through a copy. Forwards over a list
+        // is a way to walk it.
+        let backwards = i64::try_from(value(&values, 3)).is_ok_and(|step| step < 0);
+        let bytes = match (sliced.as_str().is_some(), backwards || sliced.is_tuple()) {
+            (true, _) => items(&sliced)?.saturating_mul(8),
+            (false, true) => items(&sliced)?.saturating_mul(2 * size_of::<Value>()),
+            (false, false) => SLOT_BYTES,
+        };
+        spend(bytes)?;
+        Ok(back(values))
+    });
+    environment.add_filter(SPREAD, move |values: Rest<Value>| -> Seen {
+        for list in values.iter() {
+            spend(items(list)?.saturating_mul(SLOT_BYTES))?;
+        }
+        Ok(back(values))
+    });
+    environment.add_filter(MADE, move |values: Rest<Value>| -> Seen {
+        let made = value(&values, 0);
+        weigh(&made, false)?;
+        spend((items(&made)? + 1).saturating_mul(SLOT_BYTES))?;
+        Ok(made)
+    });
+    environment.add_filter(ATTRIBUTE, move |values: Rest<Value>| -> Seen {
+        weigh(&value(&values, 0), true)?;
+        spend(SLOT_BYTES)?;
+        Ok(back(values))
+    });
+    environment.add_filter(ROUND, |_: usize| -> Seen {
+        spend(0)?;
+        Ok(Value::UNDEFINED)
+    });
+    environment.add_filter(ANOTHER, |_: Rest<Value>| -> Seen {
+        Err(refuse("a chat template stands alone: kvist has no other one to include, import or extend"))
+    });
+}
