@@ -2,11 +2,13 @@
 use crate::auth::Keys;
 use crate::body::Bodies;
 use crate::config::{ConfigError, HttpSection, LimitsSection, ServerConfig};
+use crate::connections::Connections;
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::openai::request::{Bounds, Schemas};
 use crate::openapi;
 use crate::sessions::Store;
+use crate::shares::Shares;
 use crate::structured::{Compiled, Grammar, GrammarCompiler};
 use crate::tools::ToolFormat;
 use crate::worker::Engine;
@@ -23,6 +25,9 @@ pub struct App {
     pub(crate) limits: LimitsSection,
     pub(crate) keys: Keys,
     pub(crate) bodies: Bodies,
+    pub(crate) connections: Arc<Connections>,
+    /// Requests that are being read or answered, as connections allow.
+    pub(crate) under_way: Shares,
     pub(crate) bounds: Bounds,
     pub(crate) schemas: Schemas,
     pub(crate) openapi: String,
@@ -68,6 +73,8 @@ impl App {
             http: config.http.clone(),
             limits: config.limits.clone(),
             bodies: Bodies::new(config.limits.max_body_bytes, &keys.names()),
+            connections: Arc::new(Connections::new(config.limits.max_connections, !keys.is_open())),
+            under_way: Shares::new(config.limits.max_connections, &keys.names()),
             keys,
             schemas,
             tools,

@@ -1,6 +1,7 @@
 //! The server over real connections: answers, streams, refusals, limits, keys, and clients that go away.
 mod answers;
 mod bodies;
+mod doors;
 mod limits;
 mod live;
 mod refusals;
