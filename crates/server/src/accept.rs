@@ -29,6 +29,8 @@ const MAX_HEADERS: usize = 100;
 
 /// Before a full system, or a full reserve, is asked again.
 const ASK_AGAIN: Duration = Duration::from_millis(20);
+/// Connections that make room where files are short, so that not each new one has to ask.
+const ROOM: usize = 16;
 /// What a connection that makes room takes to close.
 const CLOSING: Duration = Duration::from_millis(1);
 /// The log says this often that connections cannot be accepted.
@@ -76,7 +78,7 @@ pub(crate) async fn accept(
                     told = Some(Instant::now());
                     tracing::warn!(target: "kvist::server", "cannot accept a connection: {error}");
                 }
-                let has_room = is_out_of_files(&error) && app.connections.make_room(Instant::now());
+                let has_room = is_out_of_files(&error) && app.connections.make_room(ROOM, Instant::now());
                 tokio::time::sleep(if has_room { CLOSING } else { ASK_AGAIN }).await;
                 continue;
             }

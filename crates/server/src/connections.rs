@@ -104,9 +104,10 @@ impl Connections {
         Some(Seat { connections: self.clone(), number, door })
     }
 
-    /// Close one that is awaited, though there are places: the system has no more files. Returns whether there was one.
-    pub fn make_room(&self, now: Instant) -> bool {
-        self.displace(&mut self.doors(), now)
+    /// Close `n` that are awaited, though there are places: the system has no more files. Returns whether there was one.
+    pub fn make_room(&self, n: usize, now: Instant) -> bool {
+        let mut doors = self.doors();
+        (0..n).take_while(|_| self.displace(&mut doors, now)).count() > 0
     }
 
     fn displace(&self, doors: &mut Doors, now: Instant) -> bool {
@@ -327,6 +328,9 @@ mod tests {
         assert!(hall.enter(1).is_some());
         assert_eq!(hall.gone(), [1, 2]);
         assert_eq!((hall.connections.count(), hall.connections.displaced()), ((3, 0), 2));
+        // Where the system has no more files, some go at once.
+        assert!(hall.connections.make_room(5, hall.now));
+        assert_eq!((hall.gone(), hall.connections.displaced()), (vec![1, 2, 3, 4], 4));
         // Those that go by themselves leave their places.
         hall.seats.clear();
         assert_eq!(hall.connections.count(), (0, 0));
@@ -340,7 +344,7 @@ mod tests {
             hall.set(i, Phase::Answer);
         }
         assert_eq!(hall.enter(2), None);
-        assert!(!hall.connections.make_room(hall.now));
+        assert!(!hall.connections.make_room(3, hall.now));
         assert_eq!(hall.connections.displaced(), 0);
         // But one that takes nothing of its answer is awaited.
         hall.seats[1].door.stalls();
