@@ -9,9 +9,15 @@ to cost much before the model sees them (nested tools, megabytes of blanks: --at
 --burst seconds all clients at once send more than the queue holds. Meanwhile one thread asks /health without a pause
 of more than 50 ms, and another samples the resident memory (Linux: /proc) and /metrics.
 
+Beside them, unless --dribblers is 0, attack those who want to keep others out (class Doors): connections beyond
+max_connections that send their headers a byte at a time and come again when they are closed; one key that asks for
+n = 64 from ten threads; and bodies that stay unfinished, with and without a key. A client with a key of its own behaves
+well meanwhile.
+
 It ends with 1, and says why, unless
   * every answer was one that the request deserves (a whole stream ends with [DONE] and the usage it was asked for);
   * every /health was 200, and its 99th percentile is under --health-p99;
+  * every request of the well-behaved client was answered 200, and the 99th percentile of its times is under --calm-p99;
   * after the clients have left, nobody holds a cell, runs or waits, within five seconds;
   * the greedy text of a prompt is what it was before (bytes of the cache have not come to the wrong hands);
   * resident memory stayed under the printed bound of weights, cache, working memory and requests plus --overhead, which
@@ -41,7 +47,7 @@ import tempfile
 import threading
 import time
 
-KEY, ADMIN = "soak-user-key", "soak-admin-key"
+KEY, ADMIN, HOG, CALM = "soak-user-key", "soak-admin-key", "soak-hog-key", "soak-calm-key"
 CONFIG = """
 [http]
 port = 0
@@ -49,11 +55,17 @@ port = 0
 max_batch = {batch}
 [limits]
 max_queue = {queue}
-max_connections = 4096
+max_connections = {connections}
 request_timeout_s = 60.0
 [[keys]]
 name = "user"
 key = "{key}"
+[[keys]]
+name = "hog"
+key = "{hog}"
+[[keys]]
+name = "calm"
+key = "{calm}"
 [[keys]]
 name = "ops"
 key = "{admin}"
@@ -64,7 +76,8 @@ admin = true
 class Server:
     def __init__(self, args, folder):
         config = pathlib.Path(folder) / "kvist.toml"
-        config.write_text(CONFIG.format(batch=args.batch, queue=args.queue, key=KEY, admin=ADMIN))
+        config.write_text(CONFIG.format(batch=args.batch, queue=args.queue, connections=args.connections,
+                                        key=KEY, admin=ADMIN, hog=HOG, calm=CALM))
         command = [args.kvist, "serve", "--config", str(config), "--context", str(args.context)]
         command += ["--model", args.model] if args.model else []
         plan = json.loads(subprocess.check_output([*command, "--dry-run", "--json"]))
@@ -346,6 +359,133 @@ def health(server, times, wrong, over):
         over.wait(0.05)
 
 
+class Doors:
+    """Those who want to keep others out, and one who wants in."""
+
+    HOGS, UNFINISHED = 10, 32
+
+    def __init__(self, server, dribblers):
+        self.server, self.dribblers = server, dribblers
+        self.over, self.lock = threading.Event(), threading.Lock()
+        self.counts = collections.Counter()
+        self.calm_s, self.refused_s = [], []
+        tasks = [self.dribble, self.behave] + [self.hog] * self.HOGS
+        tasks += [lambda i=i: self.leave_unfinished(i) for i in range(self.UNFINISHED)]
+        self.threads = [threading.Thread(target=task, daemon=True) for task in tasks if dribblers]
+
+    def start(self):
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self):
+        self.over.set()
+        deadline = time.monotonic() + 90
+        for thread in self.threads:
+            thread.join(max(0, deadline - time.monotonic()))
+
+    def count(self, what, times=None, seconds=None):
+        with self.lock:
+            self.counts[what] += 1
+            if times is not None:
+                times.append(seconds)
+
+    def dribble(self):
+        """Keep so many connections open, each with a head that never ends."""
+        address, crowd = (self.server.host, self.server.port), []
+        while not self.over.wait(0.25):
+            while len(crowd) < self.dribblers and not self.over.is_set():
+                raw = socket.socket()
+                raw.setblocking(False)
+                raw.connect_ex(address)
+                crowd.append((raw, b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-Slow: "))
+                self.count("dribblers opened")
+            kept = []
+            for raw, left in crowd:
+                try:
+                    left = left[raw.send(left[:1]):] or b"x"
+                    closed = raw.recv(4096) == b""
+                except BlockingIOError:
+                    closed = False
+                except OSError:
+                    closed = True
+                if closed:
+                    raw.close()
+                    self.count("dribblers closed by the server")
+                else:
+                    kept.append((raw, left))
+            crowd = kept
+        for raw, _ in crowd:
+            raw.close()
+
+    def ask(self, key, body):
+        connection = self.server.connect()
+        began = time.monotonic()
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(body), head(key))
+            answer = connection.getresponse()
+            answer.read()
+            return str(answer.status), time.monotonic() - began
+        except (OSError, http.client.HTTPException) as error:
+            return type(error).__name__, time.monotonic() - began
+        finally:
+            connection.close()
+
+    def hog(self):
+        body = {"prompt": "let mut all =", "max_tokens": 16, "n": 64, "temperature": 1, "ignore_eos": True}
+        while not self.over.is_set():
+            status, _ = self.ask(HOG, body)
+            self.count(f"hog: {status}")
+            if status != "200":
+                self.over.wait(0.05)
+
+    def behave(self):
+        body = {"prompt": "fn calm() {", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        while not self.over.wait(0.2):
+            status, seconds = self.ask(CALM, body)
+            self.count(f"calm: {status}", self.calm_s, seconds)
+
+    def leave_unfinished(self, i):
+        """The head of a request and a byte of its body. Who has a key is waited for; others are refused at once."""
+        key, length, expected = [("soak-wrong-key", 1000, 401), (HOG, 1 << 30, 413), (HOG, 1000, None)][i % 3]
+        text = (f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n{{").encode()
+        while not self.over.wait(0.1):
+            began = time.monotonic()
+            try:
+                with socket.create_connection((self.server.host, self.server.port), 30) as raw:
+                    raw.settimeout(5 if expected is None else 30)
+                    raw.sendall(text)
+                    said = raw.recv(4096)
+            except TimeoutError:
+                said = b"waited for"
+            except OSError as error:
+                said = type(error).__name__.encode()
+            if expected is None:
+                self.count(f"unfinished: {said[:12].decode()}")
+            else:
+                self.count(f"unfinished: {said[:12].decode()}", self.refused_s, time.monotonic() - began)
+
+    def failures(self, calm_p99):
+        if not self.dribblers:
+            return
+        for what, n in sorted(self.counts.items()):
+            if what.startswith("calm: ") and what != "calm: 200":
+                yield f"a client that behaves well was answered {what.removeprefix('calm: ')}, {n} times"
+        if not percentile(self.calm_s, 0.99) <= calm_p99:
+            yield f"the 99th percentile of a client that behaves well is {percentile(self.calm_s, 0.99):.2f} s"
+        for what in ("dribblers closed by the server", "hog: 429", "hog: 200", "unfinished: HTTP/1.1 401"):
+            if not self.counts[what]:
+                yield f"there was no {what!r}: the attack was none"
+
+    def report(self):
+        def times(values):
+            return {"n": len(values), "median": round(percentile(values, 0.5), 3), "p99": round(percentile(values, 0.99), 3)}
+        asked = sum(n for what, n in self.counts.items() if what.startswith("calm: "))
+        share = self.counts["calm: 200"] / asked if asked else None
+        return {"dribblers": self.dribblers, "outcomes": dict(sorted(self.counts.items())), "calm_share_answered": share,
+                "calm_s": times(self.calm_s), "refused_s": times(self.refused_s)}
+
+
 def percentile(values, share):
     values = sorted(values)
     return values[min(len(values) - 1, int(len(values) * share))] if values else float("nan")
@@ -367,6 +507,9 @@ def main():
     parse.add_argument("--context", type=int, default=16384, help="tokens of the cache")
     parse.add_argument("--batch", type=int, default=32)
     parse.add_argument("--queue", type=int, default=96, help="less than clients, so that bursts are refused")
+    parse.add_argument("--connections", type=int, default=1024, help="max_connections")
+    parse.add_argument("--dribblers", type=int, default=1100, help="connections that never finish their headers; 0: no attack")
+    parse.add_argument("--calm-p99", type=float, default=30.0, help="seconds for the client that behaves well")
     parse.add_argument("--burst", type=float, default=30, help="seconds between bursts; 0 for none")
     parse.add_argument("--seed", type=int, default=1)
     parse.add_argument("--attacks", type=float, default=0.02, help="share of requests that are made to cost much")
@@ -394,6 +537,8 @@ def main():
             watch = threading.Thread(target=health, args=(server, times, failures, over), daemon=True)
             load_before = os.getloadavg()[0]
             watch.start()
+            doors = Doors(server, args.dribblers)
+            doors.start()
             for thread in crowd:
                 thread.start()
             busy = []
@@ -406,6 +551,7 @@ def main():
                 samples.append((server.resident_bytes(), metrics["kvist_cells_held"], server.threads()))
                 busy.append(metrics["vllm:num_requests_running"])
             burst.abort()
+            doors.stop()
             deadline = time.monotonic() + 90  # what runs may end
             for thread in crowd:
                 thread.join(max(0, deadline - time.monotonic()))
@@ -432,6 +578,7 @@ def main():
             peak = max(rss for rss, _, _ in samples)
             if peak > server.bound + args.overhead * 2**20:
                 failures.append(f"resident memory reached {peak}, the bound is {server.bound}")
+            failures += doors.failures(args.calm_p99)
             p99 = percentile(times, 0.99)
             if not p99 <= args.health_p99:
                 failures.append(f"the 99th percentile of /health is {p99:.3f} s")
@@ -458,6 +605,7 @@ def main():
         "ttft_s": {"median": round(percentile(load.first_s, 0.5), 3), "p99": round(percentile(load.first_s, 0.99), 3)},
         "health": {"checks": len(times), "median_ms": round(1e3 * percentile(times, 0.5), 2),
                    "p99_ms": round(1e3 * percentile(times, 0.99), 2), "max_ms": round(1e3 * max(times), 2)},
+        "doors": doors.report(),
         "memory": {
             "bound_bytes": server.bound, "peak_over_bound": round(peak / server.bound, 3), "resident_after_one_request": at_start, "peak_resident_bytes": peak,
             "median_resident_first_quarter": round(statistics.median(rss for rss, _, _ in samples[:quarter])),

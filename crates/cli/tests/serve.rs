@@ -107,6 +107,35 @@ fn serves_what_run_writes_until_it_is_told_to_end() {
     assert_eq!(server.ends(), Some(0));
 }
 
+/// `--record` emptied a file that was there, and with it the recording of the day before.
+#[test]
+fn a_recording_that_is_there_is_kept_unless_it_is_said_otherwise() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("day.jsonl");
+    let path = file.to_str().unwrap();
+    std::fs::write(&file, "of yesterday\n").unwrap();
+    let out = run(&["serve", "--port", "0", "--context", "512", "--record", path], b"");
+    let stderr = String::from_utf8(out.stderr).unwrap();
+    assert_eq!(out.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains(path) && stderr.contains("--record-overwrite"), "{stderr}");
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "of yesterday\n");
+    // A server that does not start leaves it, too.
+    let more = ["--record", path, "--record-overwrite"];
+    let out = run(&[&["serve", "--port", "0", "--memory", "12MiB"][..], &more].concat(), b"");
+    assert_eq!(out.status.code(), Some(1));
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "of yesterday\n");
+    let recorded = |args: &[&str]| {
+        let server = Server::start(&[&["--context", "512"], args].concat());
+        server.signal("-TERM");
+        assert_eq!(server.ends(), Some(0));
+        std::fs::read_to_string(&file).unwrap()
+    };
+    assert!(recorded(&more).starts_with("{\"format\":\"kvist-recording\""));
+    // An empty one is none.
+    std::fs::write(&file, "").unwrap();
+    assert!(recorded(&["--record", path]).starts_with("{\"format\":\"kvist-recording\""));
+}
+
 /// Answers of documents were logged, and streamed ones never.
 #[test]
 fn the_log_has_prompts_and_streamed_answers_where_that_is_asked() {

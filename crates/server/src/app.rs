@@ -2,11 +2,13 @@
 use crate::auth::Keys;
 use crate::body::Bodies;
 use crate::config::{ConfigError, HttpSection, LimitsSection, ServerConfig};
+use crate::connections::Connections;
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::openai::request::{Bounds, Schemas};
 use crate::openapi;
 use crate::sessions::Store;
+use crate::shares::Shares;
 use crate::structured::{Compiled, Grammar, GrammarCompiler};
 use crate::tools::ToolFormat;
 use crate::work::Work;
@@ -25,6 +27,9 @@ pub struct App {
     pub(crate) keys: Keys,
     pub(crate) bodies: Bodies,
     pub(crate) work: Work,
+    pub(crate) connections: Arc<Connections>,
+    /// Requests that are being read or answered, as connections allow.
+    pub(crate) under_way: Shares,
     pub(crate) bounds: Bounds,
     pub(crate) schemas: Schemas,
     pub(crate) openapi: String,
@@ -71,6 +76,8 @@ impl App {
             limits: config.limits.clone(),
             bodies: Bodies::new(config.limits.max_body_bytes, &keys.names()),
             work: Work::new(config.limits.max_body_bytes),
+            connections: Arc::new(Connections::new(config.limits.max_connections, !keys.is_open())),
+            under_way: Shares::new(config.limits.max_connections, &keys.names()),
             keys,
             schemas,
             tools,

@@ -87,13 +87,7 @@ impl Keys {
 
     /// The names that callers can have, each once.
     pub fn names(&self) -> Vec<Arc<str>> {
-        let mut names: Vec<Arc<str>> = self.keys.iter().map(|(_, caller)| caller.name.clone()).collect();
-        if self.is_open() {
-            names.push(ANYBODY.into());
-        }
-        names.sort();
-        names.dedup();
-        names
+        names(self.keys.iter().map(|(_, caller)| &*caller.name))
     }
 
     /// Who sent these headers; 401 if that cannot be told.
@@ -122,6 +116,17 @@ impl Keys {
             false => Err(refuse("this API key is not known here")),
         }
     }
+}
+
+/// The names that callers can have where keys have these, each once.
+pub(crate) fn names<'a>(of_keys: impl Iterator<Item = &'a str>) -> Vec<Arc<str>> {
+    let mut names: Vec<Arc<str>> = of_keys.map(Into::into).collect();
+    if names.is_empty() {
+        names.push(ANYBODY.into());
+    }
+    names.sort();
+    names.dedup();
+    names
 }
 
 fn hash(key: &str) -> [u8; 32] {

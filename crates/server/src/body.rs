@@ -3,8 +3,10 @@
 //! It promises that the threads which answer health checks neither parse nor tokenize, and that bodies of all
 //! connections together take a bounded amount of memory ([`bodies_bytes`]): their bytes are counted while they come in (a
 //! client that declares much and sends little takes little), and documents, of which a value may take a hundred times
-//! its bytes, are weighed before they are made, and made only for a few large ones at a time. Small bodies ([`SMALL_BYTES`]) do not wait for large ones; of both every key's name
-//! has a share that no other name can take. A field that stands twice in an object is refused: one of the two would be
+//! its bytes, are weighed before they are made, and made only for a few large ones at a time. Small bodies
+//! ([`SMALL_BYTES`]) do not wait for large ones; of both every key's name has a share that no other name can take. What is
+//! refused is refused before the rest of the body has come: the connection takes that in, and ends (`connection.rs`). A
+//! field that stands twice in an object is refused: one of the two would be
 //! ignored.
 use crate::app::App;
 use crate::auth::Caller;
@@ -170,20 +172,26 @@ pub(crate) async fn json_body(app: &App, request: Request) -> Result<Value, ApiE
     let most = app.limits.max_body_bytes;
     let headers = request.headers();
     if app.is_draining() {
-        refuse(request, most).await;
         return Err(ApiError::shutting_down(app.retry_after_s()));
     }
     // Pages of other origins can send forms and plain text without asking; JSON they cannot.
     let kind = headers.get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
     let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
     if kind != "application/json" {
-        refuse(request, most).await;
         let message = "the body must be sent with `Content-Type: application/json`";
+        return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message));
+    }
+    let codings = headers.get_all(header::CONTENT_ENCODING).iter().map(|v| v.to_str().unwrap_or("unknown"));
+    let codings: Vec<&str> = codings.flat_map(|value| value.split(',')).map(str::trim).collect();
+    if let Some(coding) = codings.iter().find(|c| !c.is_empty() && !c.eq_ignore_ascii_case("identity")) {
+        let coding: String = coding.chars().take(32).collect();
+        let message = format!(
+            "the body is sent with `Content-Encoding: {coding}`: send it as it is, without compression"
+        );
         return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message));
     }
     let declared = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<u64>().ok());
     if declared.is_some_and(|n| n > most as u64) {
-        refuse(request, most).await;
         return Err(too_large(most));
     }
     let name =
@@ -194,13 +202,7 @@ pub(crate) async fn json_body(app: &App, request: Request) -> Result<Value, ApiE
         let message = format!("the body did not come within {} s", app.limits.read_timeout_s);
         ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_too_slow", message)
     })?;
-    let (bytes, raw) = match read {
-        Ok(read) => read,
-        Err(error) => {
-            discard(body, most).await;
-            return Err(error);
-        }
-    };
+    let (bytes, raw) = read?;
     let weight = weight(&bytes);
     if weight > app.bodies.most && bytes.len() > SMALL_BYTES {
         let message = format!(
@@ -256,25 +258,6 @@ async fn collect(body: &mut Body, app: &App, name: &str) -> Result<(Vec<u8>, Opt
     }
     Ok((bytes, held))
 }
-
-/// [`discard`] the body of a request that is refused, unless the client waits for leave to send it.
-pub(crate) async fn refuse(request: Request, most: usize) {
-    if !request.headers().contains_key(header::EXPECT) {
-        discard(request.into_body(), most).await;
-    }
-}
-
-/// Take in what a client still sends of a body that is refused. A connection that is closed with bytes unread is reset,
-/// and a client that is still sending then never sees its refusal. Bounded: by [`LINGER`], and by four bodies of the
-/// size that is allowed.
-pub(crate) async fn discard(body: Body, most: usize) {
-    let mut body = Limited::new(body, most.saturating_mul(4));
-    let read = async { while let Some(Ok(_)) = body.frame().await {} };
-    let _ = tokio::time::timeout(LINGER, read).await;
-}
-
-/// How long a refused body may still come in.
-const LINGER: Duration = Duration::from_secs(5);
 
 /// Work of many milliseconds (parsing, tokenizing, templates), away from the threads that answer health checks. The
 /// document of the request that is at work counts as held until the work is done, whether or not anybody waits for it.

@@ -1,7 +1,7 @@
 //! What a server is told at its start: one TOML file, and flags that override it.
 //!
 //! Everything has a default; a field that nobody knows is an error, because a misspelt limit is no limit.
-use crate::auth::Keys;
+use crate::auth::{self, Keys};
 use crate::tools::ToolFormat;
 use crate::worker::EngineConfig;
 use kvist_backend::Storage;
@@ -154,13 +154,15 @@ impl Default for HttpSection {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LimitsSection {
-    /// Requests that may wait for the batch; one more is answered 429.
+    /// Requests that may wait for the batch; one more is answered 429. The names of keys share half of them evenly, and
+    /// take the other half as they come; there is one for each name at least.
     pub max_queue: usize,
-    /// Connections at once; more are answered 503, health checks excepted.
+    /// Connections at once. One more takes the place of one whose client the server waits for; where there is none, it is
+    /// answered 503, health checks excepted.
     pub max_connections: usize,
     /// Bytes of a request's body.
     pub max_body_bytes: usize,
-    /// Bytes of a request's line and headers.
+    /// Bytes of a request's line and headers. Of these there may be 100 lines.
     pub max_header_bytes: usize,
     /// Answers that one request may ask for: prompts times `n`.
     pub max_choices: u32,
@@ -168,7 +170,9 @@ pub struct LimitsSection {
     pub max_stop: u32,
     /// A request is ended this long after it came.
     pub request_timeout_s: f64,
-    /// Headers, and then the body, must have come within this; and a client that takes nothing of its answer for this
+    /// From the first byte of a request's head to its last.
+    pub header_timeout_s: f64,
+    /// A request must begin within this, and then its body must have come; and a client that takes nothing of its answer for this
     /// long is hung up on.
     pub read_timeout_s: f64,
     /// After SIGTERM, requests that run may go on for this long.
@@ -185,6 +189,7 @@ impl Default for LimitsSection {
             max_choices: 128,
             max_stop: 16,
             request_timeout_s: 600.0,
+            header_timeout_s: 10.0,
             read_timeout_s: 30.0,
             grace_s: 30.0,
         }
@@ -197,6 +202,9 @@ impl LimitsSection {
     }
     pub fn read_timeout(&self) -> Duration {
         Duration::from_secs_f64(self.read_timeout_s)
+    }
+    pub fn header_timeout(&self) -> Duration {
+        Duration::from_secs_f64(self.header_timeout_s)
     }
     pub fn grace(&self) -> Duration {
         Duration::from_secs_f64(self.grace_s)
@@ -313,6 +321,7 @@ impl ServerConfig {
         let l = &self.limits;
         let seconds = [
             ("request_timeout_s", l.request_timeout_s),
+            ("header_timeout_s", l.header_timeout_s),
             ("read_timeout_s", l.read_timeout_s),
             ("grace_s", l.grace_s),
         ];
@@ -400,11 +409,24 @@ impl ServerConfig {
             paged: PagedConfig { cache, block_tokens: c.block_tokens, prefix: Some(prefix) },
             scheduler: self.scheduler.config(),
             max_queue: self.limits.max_queue,
+            names: auth::names(self.keys.iter().map(|key| key.name.as_str())),
             record: false,
             watchers: Vec::new(),
         };
         engine.fit();
         engine
+    }
+
+    /// What can be served, and may not be what was meant.
+    pub fn warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        if self.keys.is_empty() && self.http.cors_origins.iter().any(|origin| origin == "*") {
+            let warning = "http.cors_origins has \"*\" and there are no [[keys]]: every page that a browser on this machine \
+                           opens can use the model, read and delete sessions, and see the live view; name the origins \
+                           that may call, or configure [[keys]]";
+            warnings.push(warning.into());
+        }
+        warnings
     }
 
     /// What clients call the model, if its file is called `file`.
@@ -460,6 +482,28 @@ mod tests {
         assert!(!format!("{config:?}").contains("secret"), "a key must not be printed");
     }
 
+    /// Without a word at the start, any page could read and delete sessions.
+    #[test]
+    fn pages_of_every_origin_without_keys_are_warned_of() {
+        let warned = |text: &str| {
+            let config = ServerConfig::parse(Path::new("k.toml"), text).unwrap();
+            config.check().unwrap();
+            config.warnings()
+        };
+        let open = warned("[http]\ncors_origins = [\"*\"]");
+        assert!(
+            open.len() == 1 && open[0].contains("cors_origins") && open[0].contains("[[keys]]"),
+            "{open:?}"
+        );
+        for fine in [
+            "",
+            "[http]\ncors_origins = [\"https://example.org\"]",
+            "[http]\ncors_origins = [\"*\"]\n[[keys]]\nname = \"ann\"\nkey = \"ann-secret\"",
+        ] {
+            assert_eq!(warned(fine), Vec::<String>::new(), "{fine}");
+        }
+    }
+
     #[test]
     fn bad_files_are_told_by_field() {
         let table = [
@@ -478,6 +522,7 @@ mod tests {
             ("[limits]\nmax_queue = 0", "limits.max_queue"),
             ("[limits]\nrequest_timeout_s = -1", "limits.request_timeout_s"),
             ("[limits]\ngrace_s = nan", "limits.grace_s"),
+            ("[limits]\nheader_timeout_s = 0", "limits.header_timeout_s"),
             ("[sessions]\nidle_s = 0", "sessions.idle_s"),
             ("[sessions]\nmax_sessions = 9999999", "sessions.max_sessions"),
             ("[http]\ncors_origins = [\"example.org\"]", "http.cors_origins"),

@@ -3,13 +3,18 @@
 //! hyper looks for the end of a connection only while it reads from it, which it does not do while an answer is under
 //! way and bytes of the next request lie in its buffer; and it waits for a client that does not read as long as that
 //! likes. Here both ends are found beside it: [`Watched::lost`].
+//!
+//! A request that is refused is answered before all of it has come. A connection that is closed with bytes unread is reset,
+//! and a client that is still sending then never sees its refusal: [`Watched::linger`] takes in the rest.
+use crate::connections::{Door, Phase};
 use futures_util::FutureExt;
 use std::io;
+use std::net::Shutdown;
+use std::os::fd::AsFd;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::task::{Context, Poll, ready};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 
@@ -21,32 +26,62 @@ pub(crate) struct Watched(Arc<Shared>);
 
 struct Shared {
     stream: TcpStream,
-    began: Instant,
-    /// Milliseconds after `began` since when the client takes nothing of what it should take; 0 if it does.
-    stalled_ms: AtomicU64,
+    door: Arc<Door>,
 }
 
-pub(crate) fn watched(stream: TcpStream) -> (Socket, Watched) {
-    let shared = Arc::new(Shared { stream, began: Instant::now(), stalled_ms: AtomicU64::new(0) });
+pub(crate) fn watched(stream: TcpStream, door: Arc<Door>) -> (Socket, Watched) {
+    let shared = Arc::new(Shared { stream, door });
     (Socket(shared.clone()), Watched(shared))
 }
 
 /// How often a connection is looked at.
 const LOOK: Duration = Duration::from_millis(100);
 
+/// How long the rest of a refused request may still come in.
+const LINGER: Duration = Duration::from_secs(5);
+
 impl Watched {
-    /// Until the client has hung up, or has taken nothing for `patience` of what it should take.
-    pub async fn lost(&self, patience: Duration) {
+    pub fn door(&self) -> &Door {
+        &self.0.door
+    }
+
+    /// Until the client has hung up, has taken nothing for `patience` of what it should take, or takes longer than
+    /// `head` to send the head of a request.
+    pub async fn lost(&self, patience: Duration, head: Duration) {
+        let Shared { stream, door } = &*self.0;
         loop {
             tokio::time::sleep(LOOK).await;
             // Known to the runtime already: this asks nobody.
-            let ready = self.0.stream.ready(Interest::READABLE).now_or_never();
+            let ready = stream.ready(Interest::READABLE).now_or_never();
             let gone = ready.is_some_and(|ready| ready.map_or(true, |ready| ready.is_read_closed()));
-            let stalled = Duration::from_millis(self.0.stalled_ms.load(Relaxed));
-            if gone || (!stalled.is_zero() && self.0.began.elapsed().saturating_sub(stalled) >= patience) {
+            let stalled = door.stalled().is_some_and(|since| since.elapsed() >= patience);
+            if gone || stalled || door.dribbles(head) {
                 return;
             }
         }
+    }
+
+    /// Say that nothing more comes, and take in what the client still sends, so that it sees its answer: `most` bytes, and
+    /// for [`LINGER`].
+    pub async fn linger(&self, most: usize) {
+        let Shared { stream, door } = &*self.0;
+        door.goes_on(None, Phase::Leaving);
+        let said = stream.as_fd().try_clone_to_owned();
+        if said.and_then(|fd| std::net::TcpStream::from(fd).shutdown(Shutdown::Write)).is_err() {
+            return;
+        }
+        let rest = async {
+            let (mut left, mut bytes) = (most, vec![0; 16 << 10]);
+            while left > 0 && stream.readable().await.is_ok() {
+                match stream.try_read(&mut bytes) {
+                    Ok(0) => return,
+                    Ok(n) => left = left.saturating_sub(n),
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    Err(_) => return,
+                }
+            }
+        };
+        let _ = tokio::time::timeout(LINGER, rest).await;
     }
 }
 
@@ -56,18 +91,17 @@ impl Socket {
         cx: &mut Context<'_>,
         write: impl Fn(&TcpStream) -> io::Result<usize>,
     ) -> Poll<io::Result<usize>> {
-        let Shared { stream, began, stalled_ms } = &*self.0;
+        let Shared { stream, door } = &*self.0;
         loop {
             let Poll::Ready(ready) = stream.poll_write_ready(cx) else {
-                let now = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX).max(1);
-                let _ = stalled_ms.compare_exchange(0, now, Relaxed, Relaxed);
+                door.stalls();
                 return Poll::Pending;
             };
             ready?;
             match write(stream) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 written => {
-                    stalled_ms.store(0, Relaxed);
+                    door.takes();
                     return Poll::Ready(written);
                 }
             }
@@ -77,13 +111,17 @@ impl Socket {
 
 impl AsyncRead for Socket {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let stream = &self.0.stream;
+        let Shared { stream, door } = &*self.0;
         loop {
             ready!(stream.poll_read_ready(cx))?;
             match stream.try_read(into.initialize_unfilled()) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 read => {
-                    into.advance(read?);
+                    let n = read?;
+                    into.advance(n);
+                    if n > 0 {
+                        door.goes_on(Some(Phase::Idle), Phase::Head);
+                    }
                     return Poll::Ready(Ok(()));
                 }
             }

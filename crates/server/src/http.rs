@@ -2,12 +2,14 @@
 //!
 //! It promises that health checks are answered whatever the engine does, that a refused request costs no engine time,
 //! and that every error has one shape, those of unknown paths and methods included.
+use crate::accept::accept;
 use crate::app::App;
+use crate::body::with_body;
 pub(crate) use crate::body::{blocking, json_body};
-use crate::body::{discard, refuse, with_body};
+use crate::connections::Door;
 use crate::error::ApiError;
 use crate::work::THREADS;
-use crate::{connection, dashboard, metrics, openai, sessions};
+use crate::{dashboard, metrics, openai, sessions};
 use axum::Router;
 use axum::extract::{FromRequestParts, Request, State};
 use axum::http::header::{self, HeaderName, HeaderValue};
@@ -16,15 +18,12 @@ use axum::http::{HeaderMap, Method, StatusCode};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
-use hyper_util::service::TowerToHyperService;
 use std::future::Future;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
 
 /// Every route of the API.
 pub fn router(app: Arc<App>) -> Router {
@@ -95,7 +94,8 @@ async fn around(State(app): State<Arc<App>>, request: Request, next: Next) -> Re
     let preflight = request.method() == Method::OPTIONS
         && request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
     let asked = request.headers().get(header::ACCESS_CONTROL_REQUEST_HEADERS).cloned();
-    let mut response = if let Err(error) = known_host(&app, request.headers()) {
+    let refused = one_host(request.headers()).and_then(|()| known_host(&app, request.headers()));
+    let mut response = if let Err(error) = refused {
         error.into_response()
     } else if preflight && allowed.is_some() {
         StatusCode::NO_CONTENT.into_response()
@@ -131,6 +131,17 @@ async fn around(State(app): State<Arc<App>>, request: Request, next: Next) -> Re
     response
 }
 
+/// Two names are two requests to programs that read one each: a proxy before this server may have read the other.
+fn one_host(headers: &HeaderMap) -> Result<(), ApiError> {
+    match headers.get_all(header::HOST).iter().count() {
+        0 | 1 => Ok(()),
+        n => {
+            let message = format!("the request has {n} `Host` headers: send one");
+            Err(ApiError::new(StatusCode::BAD_REQUEST, "invalid_value", message))
+        }
+    }
+}
+
 /// A server that serves whoever reaches this machine alone must not be reached through a name that some page had
 /// its browser look up (DNS rebinding).
 fn known_host(app: &App, headers: &HeaderMap) -> Result<(), ApiError> {
@@ -160,13 +171,18 @@ async fn authenticate(
     mut request: Request,
     next: Next,
 ) -> Result<Response, ApiError> {
-    let caller = match app.keys.caller(request.headers()) {
-        Ok(caller) => caller,
-        Err(error) => {
-            refuse(request, app.limits.max_body_bytes).await;
-            return Err(error);
-        }
-    };
+    let caller = app.keys.caller(request.headers())?;
+    if let Some(door) = request.extensions().get::<Arc<Door>>() {
+        let place = app.under_way.take(&caller.name).map_err(|full| {
+            let message = format!(
+                "{} requests of this key's name are under way, and the places left are shares of other keys: try again \
+                 when some are answered",
+                full.taken
+            );
+            ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "too_many_connections", message).retry_after(1)
+        })?;
+        door.knows(&caller.name, place);
+    }
     request.extensions_mut().insert(caller);
     Ok(with_body(next.run(request)).await)
 }
@@ -197,23 +213,19 @@ async fn show_metrics(
         let message = "metrics tell of all users, and are for admin keys";
         return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message));
     }
-    let text = app.metrics.render(&metrics::of_engine(&app.engine.stats()));
+    let mut readings = metrics::of_engine(&app.engine.stats());
+    readings.extend(metrics::of_limits(&app));
+    let text = app.metrics.render(&readings);
     Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response())
 }
 
 /// How long a connection may take to end once all answers are.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// Connections beyond `limits.max_connections` that are told so, and whose health checks are answered; and how long
-/// each may take.
-const RESERVE: usize = 32;
-const RESERVE_TIME: Duration = Duration::from_secs(5);
-
 /// What connections beyond the limit get.
 fn reserve(app: Arc<App>) -> Router {
-    let full = async |State(app): State<Arc<App>>, request: Request| {
+    let full = async |State(app): State<Arc<App>>| {
         let most = app.limits.max_connections;
-        discard(request.into_body(), app.limits.max_body_bytes).await;
         let message = format!("there are {most} connections already: close some, or try again");
         ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "too_many_connections", message).retry_after(1)
     };
@@ -253,50 +265,8 @@ pub async fn serve(
 ) -> io::Result<()> {
     let limits = &app.limits;
     let (router, reserve) = (router(app.clone()), reserve(app.clone()));
-    let mut http = hyper::server::conn::http1::Builder::new();
-    http.timer(TokioTimer::new())
-        .header_read_timeout(limits.read_timeout())
-        .max_headers(100)
-        .max_buf_size(limits.max_header_bytes)
-        // A client that is gone is noticed while its answer is still being generated.
-        .half_close(false);
-    let mut briefly = http.clone();
-    briefly.keep_alive(false).header_read_timeout(limits.read_timeout().min(RESERVE_TIME));
-    let places = Arc::new(Semaphore::new(limits.max_connections));
-    let reserved = Arc::new(Semaphore::new(RESERVE));
-    let patience = limits.read_timeout();
     let graceful = GracefulShutdown::new();
-    let accept = async {
-        loop {
-            // Taken before a connection is: when there is neither kind of place, connections wait to be accepted.
-            let Ok(spare) = reserved.clone().acquire_owned().await else { break };
-            let stream = match listener.accept().await {
-                Ok((stream, _)) => stream,
-                Err(error) => {
-                    // Out of files, or a client that went away: neither is a reason to end.
-                    tracing::warn!(target: "kvist::server", "cannot accept a connection: {error}");
-                    tokio::time::sleep(Duration::from_millis(50)).await;
-                    continue;
-                }
-            };
-            let _ = stream.set_nodelay(true); // an answer's tokens are small, and wait for nothing
-            let (place, http, router, most) = match places.clone().try_acquire_owned() {
-                Ok(place) => (place, &http, &router, Duration::MAX),
-                Err(_) => (spare, &briefly, &reserve, RESERVE_TIME),
-            };
-            let (socket, watched) = connection::watched(stream);
-            let service = TowerToHyperService::new(router.clone().into_service::<hyper::body::Incoming>());
-            let connection = graceful.watch(http.serve_connection(TokioIo::new(socket), service));
-            tokio::spawn(async move {
-                tokio::select! {
-                    _ = connection => {} // a client that broke off is no error of ours
-                    () = watched.lost(patience) => {}
-                    () = tokio::time::sleep(most) => {}
-                }
-                drop(place);
-            });
-        }
-    };
+    let accept = accept(&listener, &app, router, reserve, &graceful);
     let drained = async {
         shutdown.await;
         tracing::info!(target: "kvist::server", "draining");

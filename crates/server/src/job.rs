@@ -24,6 +24,8 @@ pub struct Job {
     pub constraint: Option<Box<dyn Constraint>>,
     /// Control tokens that have their name as text, where others have none: marks of tool calls.
     pub written: Vec<u32>,
+    /// Whose it is: names share the queue.
+    pub name: Arc<str>,
     /// Prefixes are shared inside a salt only.
     pub salt: Arc<str>,
     /// Larger is more urgent, where the scheduling policy asks.
@@ -47,6 +49,8 @@ pub trait Constraint: Send {
 pub enum Event {
     /// It entered the batch.
     Admitted {
+        /// When: before the step in which it was first computed.
+        at: Instant,
         /// Tokens of the prompt that the prefix index supplied.
         cached_tokens: u32,
         /// Why no more, if that was asked: as a tenant may know it.
@@ -131,8 +135,21 @@ pub enum Failure {
 /// A job that was not taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Rejected {
-    #[error("the queue is full: {waiting} requests wait")]
-    Full { waiting: usize },
+    /// `waiting` requests of the job's name wait, and there is no place for more. Where `is_shared`, other names have
+    /// places that this one cannot take.
+    #[error("{}", full(*waiting, *is_shared))]
+    Full { waiting: usize, is_shared: bool },
     #[error("the server is shutting down")]
     Draining,
+}
+
+/// A name is told what it has itself, and not what others have.
+fn full(waiting: usize, is_shared: bool) -> String {
+    match is_shared {
+        true => format!(
+            "the queue is full for this key: {waiting} of its name's requests wait, and the places left are shares of \
+             other keys; try again when some are answered"
+        ),
+        false => format!("the queue is full: {waiting} requests wait; try again when some are answered"),
+    }
 }

@@ -9,11 +9,13 @@
 //! checked against the schemas that `/openapi.json` shows.
 #![forbid(unsafe_code)]
 
+mod accept;
 mod app;
 mod auth;
 mod body;
 pub mod config;
 mod connection;
+mod connections;
 mod dashboard;
 mod error;
 mod http;
@@ -24,6 +26,7 @@ mod openai;
 mod openapi;
 mod schema;
 mod sessions;
+mod shares;
 pub mod structured;
 pub mod tools;
 mod work;

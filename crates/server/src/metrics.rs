@@ -3,6 +3,7 @@
 //!
 //! Times are those of the HTTP side: from the moment a request was read to the moment its tokens were handed to the
 //! connection. Counters of the cache come from the engine ([`Stats`](crate::Stats)).
+use crate::app::App;
 use crate::job::Usage;
 use crate::worker::Stats;
 use std::fmt::Write;
@@ -117,6 +118,27 @@ pub fn of_engine(stats: &Stats) -> Vec<Reading> {
         count("kvist_failed_steps_total", "Steps that failed.", c.failed_steps),
         count("kvist_computed_tokens_total", "Tokens computed.", c.computed_tokens),
         count("kvist_lost_tokens_total", "Tokens lost to preemptions.", c.lost_tokens),
+    ]
+}
+
+/// What was refused or closed because something was full.
+pub(crate) fn of_limits(app: &App) -> Vec<Reading> {
+    let (connections, known) = app.connections.count();
+    let gauge = |name, help, value: usize| Reading(name, "gauge", help, value as f64);
+    let count = |name, help, value: u64| Reading(name, "counter", help, value as f64);
+    vec![
+        count(
+            "kvist_queue_full_total",
+            "Requests that were refused because the queue was full for their key.",
+            app.engine.rejected(),
+        ),
+        gauge("kvist_connections", "Connections that are there, the reserve not counted.", connections),
+        gauge("kvist_connections_known", "Of these, connections that have shown a known key.", known),
+        count(
+            "kvist_connections_displaced_total",
+            "Connections whose client was waited for, closed to make room for others.",
+            app.connections.displaced(),
+        ),
     ]
 }
 

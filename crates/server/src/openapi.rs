@@ -145,8 +145,8 @@ fn responses() -> Value {
         ("409", "The session's state does not allow it: it generates, is empty, or was not forked", false),
         ("408", "The body came too slowly, or the request's deadline passed", false),
         ("413", "The body is too large", false),
-        ("415", "The body is not sent as application/json", false),
-        ("429", "The queue is full, or a quota of sessions", true),
+        ("415", "The body is not sent as application/json, or is compressed", false),
+        ("429", "The queue is full for this key, or a quota of sessions", true),
         ("500", "The model or its cache failed", false),
         ("503", "The server is shutting down, or has as many connections or large bodies as it takes", true),
     ];

@@ -6,6 +6,7 @@ mod thread;
 
 use crate::job::*;
 use crate::live::{CacheBytes, LiveView};
+use crate::shares::{NoPlace, Shares};
 use kvist_backend::{Purpose, Registry};
 use kvist_engine::Error;
 use kvist_engine::executor::{ModelExecutor, PagedConfig};
@@ -15,8 +16,8 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
-use thread::{Command, Thread};
+use std::time::{Duration, Instant};
+use thread::{Arrival, Command, Thread};
 use tokio::sync::{mpsc, watch};
 
 /// What an engine is made of, besides the model.
@@ -26,6 +27,8 @@ pub struct EngineConfig {
     pub scheduler: Config,
     /// Requests that may wait; more are rejected.
     pub max_queue: usize,
+    /// Whose requests they are, each name once: names share the queue. Without any it is one for all.
+    pub names: Vec<Arc<str>>,
     /// Keep the logs from which everything can be replayed; watchers take them.
     pub record: bool,
     /// Called behind every turn.
@@ -59,7 +62,15 @@ pub struct State {
 impl State {
     /// The engine's clock: nanoseconds since it started.
     pub fn now_ns(&self) -> u64 {
-        u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
+        self.ns_of(Instant::now())
+    }
+
+    fn ns_of(&self, at: Instant) -> u64 {
+        u64::try_from(at.saturating_duration_since(self.started).as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    fn instant_of(&self, ns: u64) -> Instant {
+        self.started + Duration::from_nanos(ns)
     }
 }
 
@@ -98,9 +109,10 @@ struct Shared {
     model: Arc<Model>,
     commands: Sender<Command>,
     next_id: AtomicU64,
-    /// Jobs that wait: submitted, and neither admitted nor ended.
-    queued: AtomicUsize,
-    max_queue: usize,
+    /// Places of jobs that wait: submitted, and neither admitted nor ended.
+    queue: Shares,
+    /// Jobs that were rejected because it was full, other answers of requests that run not counted.
+    rejected: AtomicU64,
     draining: AtomicBool,
     stats: Mutex<Stats>,
     /// Jobs that have not ended.
@@ -173,8 +185,8 @@ impl Engine {
             model: model.clone(),
             commands,
             next_id: AtomicU64::new(0),
-            queued: AtomicUsize::new(0),
-            max_queue: config.max_queue,
+            queue: Shares::new(config.max_queue, &config.names),
+            rejected: AtomicU64::new(0),
             draining: AtomicBool::new(false),
             stats: Mutex::new(Stats { capacity_cells: capacity_tokens, ..Stats::default() }),
             live: watch::Sender::new(0),
@@ -216,34 +228,38 @@ impl Engine {
         self.shared.capacity_tokens
     }
 
-    /// Would a job be taken now? Who submits is told again.
-    pub fn has_room(&self) -> bool {
-        self.shared.queued.load(SeqCst) < self.shared.max_queue
+    /// Would a job of this name be taken now? Who submits is told again.
+    pub fn has_room(&self, name: &str) -> bool {
+        self.shared.queue.has_room(name)
+    }
+    /// Jobs that were rejected because the queue was full for their names.
+    pub(crate) fn rejected(&self) -> u64 {
+        self.shared.rejected.load(SeqCst)
     }
 
-    /// Queue a job, unless the queue is full or the server is going down. Never blocks.
+    /// Queue a job, unless the queue is full for its name or the server is going down. Never blocks.
     pub fn submit(&self, job: Job) -> Result<Generation, Rejected> {
         if self.shared.draining.load(SeqCst) {
             return Err(Rejected::Draining);
         }
-        self.submit_sibling(job)
+        let submitted = self.submit_sibling(job);
+        if matches!(submitted, Err(Rejected::Full { .. })) {
+            self.shared.rejected.fetch_add(1, SeqCst);
+        }
+        submitted
     }
 
     /// The same for a job that belongs to a request which was taken before: also while the server is going down.
     pub fn submit_sibling(&self, job: Job) -> Result<Generation, Rejected> {
-        let max = self.shared.max_queue;
-        let one_more = |n: usize| (n < max).then_some(n + 1);
-        if let Err(waiting) = self.shared.queued.fetch_update(SeqCst, SeqCst, one_more) {
-            return Err(Rejected::Full { waiting });
-        }
+        let full = |full: NoPlace| Rejected::Full { waiting: full.taken, is_shared: full.is_shared };
+        let place = self.shared.queue.take(&job.name).map_err(full)?;
         self.shared.live.send_modify(|n| *n += 1);
         let id = RequestId(self.shared.next_id.fetch_add(1, SeqCst));
         let (sender, events) = mpsc::unbounded_channel();
         let unread = Arc::new(AtomicUsize::new(0));
         let events = Unread { events, n: unread.clone() };
-        let command = Command::Arrive { id, job: Box::new(job), events: sender, unread };
-        if self.shared.commands.send(command).is_err() {
-            self.shared.queued.fetch_sub(1, SeqCst);
+        let arrival = Arrival { id, job: Box::new(job), at: Instant::now(), place, events: sender, unread };
+        if self.shared.commands.send(Command::Arrive(arrival)).is_err() {
             self.shared.live.send_modify(|n| *n -= 1);
             return Err(Rejected::Draining);
         }

@@ -149,7 +149,7 @@ async fn queues_end_and_deadlines_pass() {
         .submit(Job { deadline: Some(Instant::now() + Duration::from_millis(30)), ..greedy(&all, 5) })
         .unwrap();
     let waiting = engine.submit(greedy(&all, 5)).unwrap();
-    assert_eq!(engine.submit(greedy(&all, 5)).err(), Some(Rejected::Full { waiting: 2 }));
+    assert_eq!(engine.submit(greedy(&all, 5)).err(), Some(Rejected::Full { waiting: 2, is_shared: false }));
     let heard = hear(&mut late).await;
     assert_eq!(heard.done.unwrap().finish, Finish::Deadline);
     assert!(heard.admitted.is_none());
@@ -276,4 +276,33 @@ async fn an_engine_that_dies_is_known_to_be_dead() {
     let heard = hear(&mut generation).await;
     assert!(heard.done.is_none() && heard.failure.is_none());
     tokio::time::timeout(Duration::from_secs(10), engine.idle()).await.expect("a dead engine is idle");
+}
+
+/// When a turn's last step ended, and how long it took, of the first turn that ran one.
+#[derive(Clone, Default)]
+struct FirstStep(Arc<std::sync::Mutex<Option<(Instant, Duration)>>>);
+
+impl Watch for FirstStep {
+    fn turn(&mut self, now_ns: u64, end_ns: u64, _: &mut State) {
+        if end_ns > now_ns {
+            self.0.lock().unwrap().get_or_insert((Instant::now(), Duration::from_nanos(end_ns - now_ns)));
+        }
+    }
+}
+
+/// The time in the queue contained the first step, because it ended when the admission was told: it was the time to the
+/// first token.
+#[tokio::test]
+async fn a_request_is_admitted_when_its_first_step_begins() {
+    let (first, mut settings) = (FirstStep::default(), config(4096));
+    settings.watchers.push(Box::new(first.clone()));
+    let engine = engine(settings);
+    let before = Instant::now();
+    let mut generation = engine.submit(greedy(&tokens(TEXT), 1)).unwrap();
+    let Some(Event::Admitted { at, .. }) = generation.next().await else { panic!("it was not admitted") };
+    hear(&mut generation).await;
+    // Behind what watchers of that turn saw.
+    engine.inspect(|_| ()).await;
+    let (ended, took) = first.0.lock().unwrap().unwrap();
+    assert!(at >= before && at + took <= ended, "{took:?} were counted as waiting");
 }

@@ -9,8 +9,9 @@ use kvist_engine::memory::MemoryPlan;
 use kvist_engine::model::Opened;
 use kvist_server::{App, Engine, ServerConfig, serve};
 use serde::Serialize;
+use std::fs::File;
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -55,7 +56,7 @@ pub struct Args {
     /// Tokens of a step at most
     #[arg(long, value_name = "TOKENS")]
     max_batch_tokens: Option<u32>,
-    /// Requests that may wait; one more is answered 429
+    /// Requests that may wait; one more is answered 429. Every key's name has a share of these places
     #[arg(long, value_name = "N")]
     max_queue: Option<usize>,
     /// End requests this long after they came
@@ -76,6 +77,9 @@ pub struct Args {
     /// Write what arrives, is decided and happens to blocks into this file, prompts included: for the dashboard and replays
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     record: Option<PathBuf>,
+    /// Let --record replace what the file holds; without it a file that is not empty is left alone, and the server does not start
+    #[arg(long, requires = "record")]
+    record_overwrite: bool,
     /// Print the memory plan and end
     #[arg(long)]
     dry_run: bool,
@@ -146,6 +150,9 @@ struct Plan {
 pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let config = args.config()?;
     config.check_keys()?;
+    for warning in config.warnings() {
+        tracing::warn!(target: "kvist::server", "{warning}");
+    }
     args.model.model = config.model.path.clone();
     let opened = args.model.open()?;
     let registry = registry(&args.model.compute.get()?);
@@ -172,11 +179,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let taken = || format!("cannot listen on {}:{}; try another --port", address.0, address.1);
     // Given back at once: nobody is to wait for an answer while the weights come.
     drop(std::net::TcpListener::bind(address).with_context(taken)?);
-    let record = args.record.as_ref().map(|path| {
-        std::fs::File::create(path).with_context(|| format!("--record: cannot write {}", path.display()))
-    });
     // Better now than behind the weights.
-    let record = record.transpose()?;
+    let record = args.record.as_deref().map(|path| record_file(path, args.record_overwrite)).transpose()?;
     let cache_tokens = engine.paged.cache.context_tokens;
     let model = args.model.load(opened, &budget, quiet)?;
     let engine = Engine::start(model, &registry, engine)?;
@@ -184,6 +188,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let runtime = kvist_server::runtime().context("cannot start threads for connections")?;
     runtime.block_on(async {
         if let Some(file) = record {
+            // Not before it begins: a server that does not start leaves what was there. A pipe has no length.
+            let _ = file.set_len(0);
             let has_begun = engine.live().record(&engine, file).await;
             anyhow::ensure!(has_begun, "--record: the system refuses a thread that writes it");
         }
@@ -193,6 +199,21 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         output::show(&format!("serving {} on http://{address}\n", app.model_name()))?;
         serve(listener, app, terminated()).await.context("the server failed")
     })
+}
+
+/// What a server recorded cannot be had again, so it is not lost by starting the same command twice.
+fn record_file(path: &Path, overwrite: bool) -> anyhow::Result<File> {
+    let cannot = || format!("--record: cannot write {}", path.display());
+    let file = File::options().write(true).create(true).truncate(false).open(path).with_context(cannot)?;
+    let there = file.metadata().with_context(cannot)?;
+    if there.is_file() && there.len() > 0 && !overwrite {
+        anyhow::bail!(
+            "--record: {} exists and has {}; take another name, move it away, or replace it with --record-overwrite",
+            path.display(),
+            Bytes(there.len())
+        );
+    }
+    Ok(file)
 }
 
 /// SIGTERM or SIGINT. A second one ends the program.

@@ -115,7 +115,8 @@ struct ShowArgs {
         help_heading = "Results"
     )]
     beside: Vec<String>,
-    /// Everything that arrived, was decided and happened to blocks, as JSON lines
+    /// Everything that arrived, was decided and happened to blocks, as JSON lines. As of all results, a file that exists is
+    /// replaced: the same command writes the same again
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Results")]
     record: Option<PathBuf>,
 }

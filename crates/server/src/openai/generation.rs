@@ -162,6 +162,7 @@ impl Order {
             logprobs: self.logprobs,
             constraint: self.constraint.as_ref().map(Compiled::constraint),
             written: self.written.clone(),
+            name: self.caller.name.clone(),
             salt: self.salt.clone(),
             priority: self.priority,
             deadline: Some(self.deadline),
@@ -213,6 +214,8 @@ pub(crate) struct Supplied {
 
 /// One answer, for metrics.
 struct Clock {
+    /// Since when it waits for the batch, if it first waited for another answer to its prompt.
+    due: Option<Instant>,
     first: Option<Instant>,
     last: Option<Instant>,
     tokens: u32,
@@ -246,7 +249,7 @@ impl Answers {
     /// Submit. On an error nothing of it runs.
     pub fn begin(app: &Arc<App>, order: Order) -> Result<Self, ApiError> {
         let total = order.prompts.len() * order.n as usize;
-        let clock = |_| Clock { first: None, last: None, tokens: 0, open: false };
+        let clock = |_| Clock { due: None, first: None, last: None, tokens: 0, open: false };
         let mut answers = Answers {
             app: app.clone(),
             running: SelectAll::new(),
@@ -348,7 +351,7 @@ impl Answers {
         loop {
             // A job is not made, with a grammar of its own, before there is a place for it.
             while let Some(index) = self.waiting.front().copied()
-                && self.app.engine.has_room()
+                && self.app.engine.has_room(&self.order.caller.name)
             {
                 match self.submit(index) {
                     Ok(()) => drop(self.waiting.pop_front()),
@@ -387,10 +390,11 @@ impl Answers {
         let now = Instant::now();
         let since = now.duration_since(self.began);
         match event {
-            Event::Admitted { cached_tokens, miss } => {
+            Event::Admitted { at, cached_tokens, miss } => {
                 let prompt_tokens = self.order.prompts[index / n].len() as u64;
-                self.app.metrics.admitted(since, prompt_tokens, u64::from(cached_tokens));
-                self.queued.get_or_insert(since);
+                let queued = at.saturating_duration_since(self.clocks[index].due.unwrap_or(self.began));
+                self.app.metrics.admitted(queued, prompt_tokens, u64::from(cached_tokens));
+                self.queued.get_or_insert(queued);
                 if index.is_multiple_of(n) {
                     self.supplied[index / n] = Some(Supplied { cached_tokens, miss });
                 }
@@ -404,7 +408,7 @@ impl Answers {
                         clock.first = Some(now);
                         self.ttft.get_or_insert(since);
                         if index.is_multiple_of(n) {
-                            self.waiting.extend(index + 1..index + n);
+                            self.wait(index + 1..index + n, now);
                         }
                     }
                     Some(last) => self.app.metrics.next_token(now.duration_since(last)),
@@ -434,7 +438,7 @@ impl Answers {
                 self.app.metrics.ended(how, Some(done.usage), since, decode);
                 // An answer that ends before its first token leaves the others without their signal.
                 if index.is_multiple_of(n) && clock.first.is_none() {
-                    self.waiting.extend(index + 1..index + n);
+                    self.wait(index + 1..index + n, now);
                 }
                 let name = match done.finish {
                     Finish::EndOfText | Finish::Stop(_) => "stop",
@@ -467,6 +471,12 @@ impl Answers {
                 Some(Err(ApiError::of_failure(&failure)))
             }
         }
+    }
+
+    /// These answers are submitted as soon as the queue takes them.
+    fn wait(&mut self, others: std::ops::Range<usize>, now: Instant) {
+        self.clocks[others.clone()].iter_mut().for_each(|clock| clock.due = Some(now));
+        self.waiting.extend(others);
     }
 
     /// End everything that runs.

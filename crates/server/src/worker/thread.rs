@@ -5,22 +5,35 @@
 use super::request::{Chooser, Ending};
 use super::{Shared, State, Stats, Watch};
 use crate::job::*;
+use crate::shares::Place;
 use kvist_engine::model::Model;
 use kvist_engine::sampler::Sampler;
 use kvist_scheduler::{End, Ended, Prompt, Reason, Request, RequestId, Turn};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use tokio::sync::mpsc;
 
 pub(super) enum Command {
-    Arrive { id: RequestId, job: Box<Job>, events: mpsc::UnboundedSender<Event>, unread: Arc<AtomicUsize> },
+    Arrive(Arrival),
     Cancel(RequestId),
     CancelAll,
     Inspect(Box<dyn FnOnce(&mut State) + Send>),
     Stop,
+}
+
+/// A job on its way to the thread.
+pub(super) struct Arrival {
+    pub id: RequestId,
+    pub job: Box<Job>,
+    /// When it was submitted: a step may have run since.
+    pub at: Instant,
+    /// In the queue.
+    pub place: Place,
+    pub events: mpsc::UnboundedSender<Event>,
+    pub unread: Arc<AtomicUsize>,
 }
 
 pub(super) struct Thread {
@@ -39,7 +52,8 @@ pub(super) struct Live {
     end: Arc<Mutex<Ending>>,
     deadline: Option<Instant>,
     explain: bool,
-    admitted: bool,
+    /// In the queue, until it is admitted.
+    place: Option<Place>,
     /// Its deadline has passed.
     late: bool,
     needed_tokens: u64,
@@ -81,7 +95,7 @@ impl Thread {
 
     fn hear(&mut self, command: Command) {
         match command {
-            Command::Arrive { id, job, events, unread } => self.arrive(id, *job, events, unread),
+            Command::Arrive(arrival) => self.arrive(arrival),
             Command::Cancel(id) => {
                 let now = self.state.now_ns();
                 self.state.scheduler.cancel(now, id);
@@ -98,13 +112,8 @@ impl Thread {
         self.tell();
     }
 
-    fn arrive(
-        &mut self,
-        id: RequestId,
-        mut job: Job,
-        events: mpsc::UnboundedSender<Event>,
-        unread: Arc<AtomicUsize>,
-    ) {
+    fn arrive(&mut self, arrival: Arrival) {
+        let Arrival { id, mut job, at, place, events, unread } = arrival;
         let now = self.state.now_ns();
         let end = Arc::new(Mutex::new(Ending::default()));
         let prompt_tokens = u32::try_from(job.prompt.len()).unwrap_or(u32::MAX);
@@ -113,7 +122,7 @@ impl Thread {
             end: end.clone(),
             deadline: job.deadline,
             explain: job.explain,
-            admitted: false,
+            place: Some(place),
             late: false,
             needed_tokens: u64::from(prompt_tokens) + u64::from(job.max_new),
         };
@@ -134,7 +143,7 @@ impl Thread {
         }
         let request = Request {
             id,
-            arrival_ns: now,
+            arrival_ns: self.state.ns_of(at),
             prompt_tokens,
             max_new: job.max_new,
             prompt: Prompt::SharedTokens(job.prompt),
@@ -164,11 +173,11 @@ impl Thread {
 
     /// Say who was admitted and what ended.
     fn tell(&mut self) {
-        for (id, live) in self.live.iter_mut().filter(|(_, live)| !live.admitted) {
+        for (id, live) in self.live.iter_mut().filter(|(_, live)| live.place.is_some()) {
             let Some(standing) = self.state.scheduler.standing(*id) else { continue };
-            if standing.admitted_ns.is_some() {
+            if let Some(at) = standing.admitted_ns {
                 let miss = standing.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
-                live.admit(standing.hit_tokens, miss, &self.shared);
+                live.admit(self.state.instant_of(at), standing.hit_tokens, miss);
             }
         }
         let ended: Vec<Ended> = self.state.scheduler.drain_ended().collect();
@@ -181,9 +190,11 @@ impl Thread {
         self.watchers.iter_mut().for_each(|watcher| watcher.ended(ended));
         self.state.executor.forget(ended.id);
         let Some(mut live) = self.live.remove(&ended.id) else { return };
-        if ended.admitted_ns.is_some() && !live.admitted {
+        if let Some(at) = ended.admitted_ns
+            && live.place.is_some()
+        {
             let miss = ended.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
-            live.admit(ended.hit_tokens, miss, &self.shared);
+            live.admit(self.state.instant_of(at), ended.hit_tokens, miss);
         }
         let ending = std::mem::take(&mut *live.end.lock().unwrap_or_else(|broken| broken.into_inner()));
         let done = |finish| {
@@ -251,17 +262,9 @@ impl Thread {
 }
 
 impl Live {
-    fn admit(
-        &mut self,
-        cached_tokens: u32,
-        miss: Option<kvist_cache::MissReason>,
-        shared: &std::sync::Weak<Shared>,
-    ) {
-        self.admitted = true;
-        if let Some(shared) = shared.upgrade() {
-            shared.queued.fetch_sub(1, SeqCst);
-        }
-        let _ = self.events.send(Event::Admitted { cached_tokens, miss });
+    fn admit(&mut self, at: Instant, cached_tokens: u32, miss: Option<kvist_cache::MissReason>) {
+        self.place = None;
+        let _ = self.events.send(Event::Admitted { at, cached_tokens, miss });
         let mut end = self.end.lock().unwrap_or_else(|broken| broken.into_inner());
         end.admitted = true;
         for event in end.early.drain(..) {
@@ -269,12 +272,11 @@ impl Live {
         }
     }
 
-    fn over(self, event: Event, shared: &std::sync::Weak<Shared>) {
+    fn over(mut self, event: Event, shared: &std::sync::Weak<Shared>) {
+        // Whoever hears of the end finds its place free.
+        self.place = None;
         let _ = self.events.send(event);
         if let Some(shared) = shared.upgrade() {
-            if !self.admitted {
-                shared.queued.fetch_sub(1, SeqCst);
-            }
             shared.live.send_modify(|n| *n -= 1);
         }
     }

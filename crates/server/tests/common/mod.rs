@@ -50,6 +50,7 @@ pub fn config(context_tokens: u32) -> EngineConfig {
             ..Config::default()
         },
         max_queue: 64,
+        names: Vec::new(),
         record: false,
         watchers: Vec::new(),
     };
@@ -72,6 +73,7 @@ pub fn greedy(prompt: &[u32], max_new: u32) -> Job {
         logprobs: None,
         constraint: None,
         written: Vec::new(),
+        name: "".into(),
         salt: "".into(),
         priority: 0,
         deadline: None,
@@ -93,7 +95,7 @@ pub async fn hear(generation: &mut Generation) -> Heard {
     let mut heard = Heard::default();
     while let Some(event) = generation.next().await {
         match event {
-            Event::Admitted { cached_tokens, miss } => {
+            Event::Admitted { cached_tokens, miss, .. } => {
                 assert!(heard.tokens.is_empty(), "a token before its admission");
                 assert!(heard.admitted.replace((cached_tokens, miss)).is_none(), "admitted twice");
             }

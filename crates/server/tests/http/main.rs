@@ -2,6 +2,7 @@
 mod answers;
 mod bodies;
 mod costly;
+mod doors;
 mod limits;
 mod live;
 mod refusals;

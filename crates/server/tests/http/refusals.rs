@@ -180,7 +180,8 @@ fn what_is_no_request_is_refused_in_the_same_shape() {
     let deep = "[".repeat(1000);
     /// (method, path, headers, body, status, code)
     type Row<'a> = (&'a str, &'a str, &'a [(&'a str, &'a str)], &'a [u8], u16, &'a str);
-    let rows: [Row; 12] = [
+    let gzip = ("content-encoding", "gzip");
+    let rows: [Row; 16] = [
         ("GET", "/nowhere", &[], b"", 404, "unknown_url"),
         ("GET", "/v1/models/%ff", &[], b"", 400, "invalid_value"),
         ("GET", "/v1/sessions/%ff", &[], b"", 400, "invalid_value"),
@@ -193,11 +194,28 @@ fn what_is_no_request_is_refused_in_the_same_shape() {
         ("POST", "/v1/completions", &[json_type], b"{\"n\": 1, \"n\": 2}", 400, "invalid_json"),
         ("POST", "/v1/completions", &[("content-type", "text/plain")], b"{}", 415, "unsupported_media_type"),
         ("GET", "/v1/models", &[("host", "evil.example:80")], b"", 403, "unknown_host"),
+        // A proxy before this server may have read the other one.
+        ("GET", "/v1/models", &[("host", "localhost"), ("host", "evil.example")], b"", 400, "invalid_value"),
+        ("GET", "/health", &[("host", "localhost"), ("host", "localhost")], b"", 400, "invalid_value"),
+        // It was called no JSON.
+        ("POST", "/v1/completions", &[json_type, gzip], b"\x1f\x8b\x08", 415, "unsupported_media_type"),
+        (
+            "POST",
+            "/tokenize",
+            &[json_type, ("content-encoding", "identity, br")],
+            b"{}",
+            415,
+            "unsupported_media_type",
+        ),
     ];
     for (method, path, headers, body, status, code) in rows {
         let error = server.send(method, path, headers, body).error();
         assert_eq!((error.0, error.2.as_str()), (status, code), "{method} {path}: {error:?}");
     }
+    let compressed = server.send("POST", "/v1/completions", &[json_type, gzip], b"\x1f\x8b\x08").error();
+    assert!(compressed.3.contains("gzip") && compressed.3.contains("without compression"), "{compressed:?}");
+    let plain = [json_type, ("content-encoding", "identity")];
+    assert_eq!(server.send("POST", "/tokenize", &plain, b"{\"prompt\": \"a\"}").status, 200);
     for host in ["localhost", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:80"] {
         assert_eq!(server.send("GET", "/v1/models", &[("host", host)], b"").status, 200, "{host}");
     }

@@ -301,6 +301,7 @@ fn served(args: &Args, table: &MeasuredTable) -> anyhow::Result<EngineConfig> {
         paged: PagedConfig { cache, block_tokens: setting.block_tokens, prefix },
         scheduler,
         max_queue: 100_000,
+        names: Vec::new(),
         record: true,
         watchers: Vec::new(),
     };
@@ -436,6 +437,7 @@ fn job(prompt: &[u32], max_new: u32, salt: &str) -> Job {
     Job {
         prompt: prompt.into(),
         written: Vec::new(),
+        name: "".into(),
         max_new,
         sampling: SamplerConfig::greedy(),
         logit_bias: [].into(),
