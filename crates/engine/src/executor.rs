@@ -13,6 +13,7 @@ use kvist_backend::{Counters, Layout, PoolSpec, Purpose, Registry, Reservation, 
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, RecomputeCost, Step};
 use kvist_scheduler::{Executor, Outcome, RequestId, Sampled};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -21,11 +22,9 @@ pub trait Choose: Send {
     /// Take the next token from `logits` (`[vocab]`, which may be changed), and say whether it is the last one.
     /// Whoever cannot take one says that to its user itself, and ends.
     fn choose(&mut self, logits: &mut [f32]) -> Choice;
-    /// Of the positions `first..end`, which a step computes: those whose logits are wanted, from this one on, whatever
-    /// becomes of them. `end`: none.
-    fn wants(&self, first: u32, end: u32) -> u32 {
-        let _ = first;
-        end
+    /// Of these positions, which a step computes: those whose logits are wanted beside what is chosen from.
+    fn wants(&self, computed: Range<u32>) -> Range<u32> {
+        computed.end..computed.end
     }
     /// The logits behind the token at `position`, which was wanted. In order; a step that failed says them again.
     fn score(&mut self, position: u32, logits: &[f32]) {
@@ -190,10 +189,11 @@ impl ModelExecutor {
                 return Err(Error::TokenOutsideVocabulary { token, vocab });
             }
             if let Some(request) = self.requests.get(&work.request) {
-                let end = work.first + work.n_tokens;
+                let (first, end) = (work.first, work.first + work.n_tokens);
+                let wanted = request.wants(first..end);
+                let wanted = wanted.start.max(first)..wanted.end.min(end);
                 let row = self.tokens.len() as u32;
-                let wanted = request.wants(work.first, end).max(work.first)..end;
-                self.scored.extend(wanted.map(|position| (row + position - work.first, i, position)));
+                self.scored.extend(wanted.map(|position| (row + position - first, i, position)));
             }
             self.tokens.extend_from_slice(tokens);
             if work.samples {

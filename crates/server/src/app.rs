@@ -5,6 +5,7 @@ use crate::config::{ConfigError, HttpSection, LimitsSection, ServerConfig};
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::openai::request::{Bounds, Schemas};
+use crate::openai::scores::ScoreRoom;
 use crate::openapi;
 use crate::sessions::Store;
 use crate::structured::{Compiled, Grammar, GrammarCompiler};
@@ -23,6 +24,8 @@ pub struct App {
     pub(crate) limits: LimitsSection,
     pub(crate) keys: Keys,
     pub(crate) bodies: Bodies,
+    /// Log-probabilities of prompts, which are there all at once.
+    pub(crate) scores: ScoreRoom,
     pub(crate) bounds: Bounds,
     pub(crate) schemas: Schemas,
     pub(crate) openapi: String,
@@ -67,6 +70,7 @@ impl App {
         Ok(Arc::new(App {
             http: config.http.clone(),
             limits: config.limits.clone(),
+            scores: ScoreRoom::new(bounds.max_tokens, &keys.names()),
             bodies: Bodies::new(config.limits.max_body_bytes, &keys.names()),
             keys,
             schemas,

@@ -40,6 +40,8 @@ pub(super) struct Live {
     deadline: Option<Instant>,
     explain: bool,
     admitted: bool,
+    /// It generates tokens, beside being computed.
+    generates: bool,
     /// Its deadline has passed.
     late: bool,
     needed_tokens: u64,
@@ -114,6 +116,7 @@ impl Thread {
             deadline: job.deadline,
             explain: job.explain,
             admitted: false,
+            generates: job.max_new > 0,
             late: false,
             needed_tokens: u64::from(prompt_tokens) + u64::from(job.max_new),
         };
@@ -136,7 +139,8 @@ impl Thread {
             id,
             arrival_ns: now,
             prompt_tokens,
-            max_new: job.max_new,
+            // A request has a token at least; that it is not wanted is known to whoever takes it.
+            max_new: job.max_new.max(1),
             prompt: Prompt::SharedTokens(job.prompt),
             deadline_ns: job.deadline.map(|at| {
                 let left = at.saturating_duration_since(Instant::now());
@@ -144,6 +148,7 @@ impl Thread {
             }),
             priority: job.priority,
             salt: job.salt,
+            fresh: job.prompt_logprobs,
         };
         if let Err(duplicate) = self.state.scheduler.arrive(now, request) {
             self.fail(id, Failure::Engine(duplicate.to_string()));
@@ -192,7 +197,7 @@ impl Thread {
                 text: ending.text.clone(),
                 usage: Usage {
                     prompt_tokens: ended.prompt_tokens,
-                    completion_tokens: ended.generated,
+                    completion_tokens: if live.generates { ended.generated } else { 0 },
                     cached_tokens: ended.hit_tokens,
                     preemptions: ended.preemptions,
                 },

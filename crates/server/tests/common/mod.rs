@@ -70,6 +70,7 @@ pub fn greedy(prompt: &[u32], max_new: u32) -> Job {
         stop: Arc::default(),
         ignore_eos: true,
         logprobs: None,
+        prompt_logprobs: false,
         constraint: None,
         written: Vec::new(),
         salt: "".into(),
