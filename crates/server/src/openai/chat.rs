@@ -53,8 +53,7 @@ fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, T
     let mut order = Order::new(app, caller, &common, id.clone(), "chat")?;
     let parallel = fields.parallel_tool_calls.unwrap_or(true);
     let tools = fields.tools.as_deref().unwrap_or_default();
-    let form =
-        Form::new(app, tools, fields.tool_choice.as_ref(), parallel, fields.response_format.as_ref())?;
+    let form = Form::new(app, tools, fields.tool_choice.as_ref(), parallel, fields.response_format.as_ref())?;
     order.constraint = form.constraint;
     match form.reading {
         Some(_) => order.written = app.marks.clone(),
@@ -320,7 +319,10 @@ impl Shape for Turn {
     fn delta(&mut self, index: usize, token: &Token) -> Vec<Value> {
         let mut choices = Vec::new();
         let said = self.speakers[index].push(&token.text);
-        let scores = self.scorer.as_ref().map_or(Value::Null, |scorer| scorer.of_tokens(std::slice::from_ref(token), 0));
+        let scores = self
+            .scorer
+            .as_ref()
+            .map_or(Value::Null, |scorer| scorer.of_tokens(std::slice::from_ref(token), 0));
         self.say(index, said, scores, &mut choices);
         choices
     }

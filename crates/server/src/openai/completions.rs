@@ -62,7 +62,9 @@ fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, T
     app.log_prompts(&order.id, &order.prompts);
     let echoes = match echo {
         true if order.prompt_logprobs => order.prompts.iter().map(Echo::scored).collect(),
-        true => order.prompts.iter().map(|p| Ok(Echo::Text(app.decode(p)?))).collect::<Result<_, ApiError>>()?,
+        true => {
+            order.prompts.iter().map(|p| Ok(Echo::Text(app.decode(p)?))).collect::<Result<_, ApiError>>()?
+        }
         false => Vec::new(),
     };
     let shape = Text { echoes, ..Text::new(app, &order) };
@@ -72,7 +74,8 @@ fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, T
 /// What the schema says in other words, or not at all.
 fn check_answers(app: &App, body: &Value) -> Result<(), ApiError> {
     // Its branches differ in what they hold, so that of too many prompts it would tell whichever came furthest.
-    if let Some(prompts) = body["prompt"].as_array().filter(|prompts| prompts.iter().any(|p| !p.is_number())) {
+    if let Some(prompts) = body["prompt"].as_array().filter(|prompts| prompts.iter().any(|p| !p.is_number()))
+    {
         let n = body["n"].as_u64().and_then(|n| u32::try_from(n).ok()).unwrap_or(1).max(1);
         let most = app.bounds.max_choices;
         if prompts.len() as u64 * u64::from(n) > u64::from(most) {

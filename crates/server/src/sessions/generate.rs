@@ -126,10 +126,12 @@ fn prepare(
     Ok((order, run, common))
 }
 
+/// The request itself says that calls are wanted.
 fn asks_for_calls(fields: &GenerateFields) -> bool {
-    let tools = fields.tools.as_ref().is_some_and(|tools| !tools.is_empty());
-    let choice = fields.tool_choice.as_ref().is_some_and(|choice| !choice.is_null() && choice != "none");
-    tools && fields.tool_choice.as_ref().is_none_or(|choice| choice != "none") || choice
+    match fields.tool_choice.as_ref().filter(|choice| !choice.is_null()) {
+        Some(choice) => choice != "none",
+        None => fields.tools.as_ref().is_some_and(|tools| !tools.is_empty()),
+    }
 }
 
 /// What the answer must look like, and the history with the tools that its template is told of.
@@ -143,7 +145,8 @@ fn form(
     let goes_on = history.is_open() && fields.add_generation_prompt != Some(true);
     let another = "an answer that goes on: `add_generation_prompt: true` begins another one";
     if goes_on && tools != history.tools() {
-        let message = format!("`tools` cannot change inside an answer, and the session's last message is {another}");
+        let message =
+            format!("`tools` cannot change inside an answer, and the session's last message is {another}");
         return Err(ApiError::invalid("tools", message));
     }
     // Tools that the session knows from before are no wish of this request.

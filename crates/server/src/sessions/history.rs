@@ -130,7 +130,8 @@ impl History {
     /// The last message, an answer of the text `raw`, is told as `shown`. Where its tokens do not give that text again (the
     /// marks of calls are control tokens), the template is to write the calls.
     pub fn show_last(&mut self, scribe: &impl Scribe, raw: &str, shown: Value) {
-        let Some(message) = self.said.as_mut().and_then(|said| Arc::make_mut(said).messages.last_mut()) else {
+        let Some(message) = self.said.as_mut().and_then(|said| Arc::make_mut(said).messages.last_mut())
+        else {
             return;
         };
         match message.body["content"] == scribe.content(raw).as_str() {

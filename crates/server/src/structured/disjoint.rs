@@ -47,9 +47,7 @@ fn type_of(value: &Value) -> &'static str {
 fn same(a: &Value, b: &Value) -> bool {
     match (a, b) {
         (Value::Number(x), Value::Number(y)) => x == y || x.as_f64() == y.as_f64(),
-        (Value::Array(x), Value::Array(y)) => {
-            x.len() == y.len() && x.iter().zip(y).all(|(x, y)| same(x, y))
-        }
+        (Value::Array(x), Value::Array(y)) => x.len() == y.len() && x.iter().zip(y).all(|(x, y)| same(x, y)),
         (Value::Object(x), Value::Object(y)) => {
             x.len() == y.len() && x.iter().all(|(name, x)| y.get(name).is_some_and(|y| same(x, y)))
         }
@@ -159,9 +157,8 @@ impl<'s> Prover<'s> {
                 }
             }
             asked.iter().any(|schema| **schema == Value::Bool(false))
-                || (0..asked.len()).any(|i| {
-                    (i + 1..asked.len()).any(|j| self.disjoint(&[asked[i]], &[asked[j]], depth - 1))
-                })
+                || (0..asked.len())
+                    .any(|i| (i + 1..asked.len()).any(|j| self.disjoint(&[asked[i]], &[asked[j]], depth - 1)))
         })
     }
 }
@@ -239,7 +236,11 @@ mod tests {
             (json!({"type": "integer", "maximum": 4}), json!({"type": "integer", "minimum": 5}), true),
             (json!({"type": "integer", "maximum": 5}), json!({"type": "integer", "minimum": 5}), false),
             (json!({"type": "number", "exclusiveMaximum": 5}), json!({"type": "number", "minimum": 5}), true),
-            (json!({"type": ["number", "null"], "maximum": 4}), json!({"type": ["number", "null"], "minimum": 5}), false),
+            (
+                json!({"type": ["number", "null"], "maximum": 4}),
+                json!({"type": ["number", "null"], "minimum": 5}),
+                false,
+            ),
             // Bounds say nothing of what is no number.
             (json!({"maximum": 4}), json!({"minimum": 5}), false),
             (kind(json!({"const": "a"})), kind(json!({"const": "b"})), true),
@@ -252,11 +253,23 @@ mod tests {
                 false,
             ),
             // Required in one is enough.
-            (json!({"type": "object", "properties": {"k": {"const": "a"}}}), kind(json!({"const": "b"})), true),
+            (
+                json!({"type": "object", "properties": {"k": {"const": "a"}}}),
+                kind(json!({"const": "b"})),
+                true,
+            ),
             // `properties` says nothing of what is no object.
-            (json!({"properties": {"k": {"const": "a"}}, "required": ["k"]}), json!({"properties": {"k": {"const": "b"}}}), false),
+            (
+                json!({"properties": {"k": {"const": "a"}}, "required": ["k"]}),
+                json!({"properties": {"k": {"const": "b"}}}),
+                false,
+            ),
             (closed("a"), closed("b"), true),
-            (json!({"type": "object", "required": ["a"]}), json!({"type": "object", "required": ["b"]}), false),
+            (
+                json!({"type": "object", "required": ["a"]}),
+                json!({"type": "object", "required": ["b"]}),
+                false,
+            ),
             (json!({"type": "object", "required": ["a"]}), closed("b"), true),
             (
                 json!({"type": "object", "required": ["a"]}),
@@ -270,7 +283,11 @@ mod tests {
             (json!({"allOf": [{"type": "string"}, {}]}), json!({"type": "null"}), true),
             (json!({"anyOf": [{"type": "string"}, {"type": "integer"}]}), json!({"type": "null"}), true),
             (json!({"anyOf": [{"type": "string"}, {"type": "integer"}]}), json!({"type": "integer"}), false),
-            (json!({"type": "array", "items": {"type": "string"}}), json!({"type": "array", "items": {"type": "null"}}), false),
+            (
+                json!({"type": "array", "items": {"type": "string"}}),
+                json!({"type": "array", "items": {"type": "null"}}),
+                false,
+            ),
         ] {
             assert_eq!(disjoint(&[&a], &[&b], &root), expected, "{a} and {b}");
             assert_eq!(disjoint(&[&b], &[&a], &root), expected, "{b} and {a}");

@@ -279,7 +279,10 @@ mod tests {
             Schema::new("s", schema.clone()).checked().unwrap_or_else(|e| panic!("{schema}: {e}"));
         }
         let refused = [
-            (json!({"oneOf": [{"type": "number"}, {"type": "integer"}]}), "`s.oneOf` cannot be enforced: its alternatives 0 and 1"),
+            (
+                json!({"oneOf": [{"type": "number"}, {"type": "integer"}]}),
+                "`s.oneOf` cannot be enforced: its alternatives 0 and 1",
+            ),
             (json!({"oneOf": [{"type": "string"}, {"type": "null"}, {}]}), "alternatives 0 and 2"),
             (json!({"properties": {"x": {"oneOf": [kind("a"), kind("a")]}}}), "`s.properties.x.oneOf`"),
             (json!({"oneOf": vec![json!({}); 65]}), "`s.oneOf` has 65 alternatives"),

@@ -98,8 +98,7 @@ fn pythonic(mut grammar: Grammar, call: usize, tool: &Tool) -> Result<Grammar, I
 }
 
 fn qwen_coder(mut grammar: Grammar, call: usize, tool: &Tool) -> Result<Grammar, InvalidParameter> {
-    let mut rule =
-        format!("call_{call}: call_begin {}", literal(&format!("\n<function={}>\n", tool.name)));
+    let mut rule = format!("call_{call}: call_begin {}", literal(&format!("\n<function={}>\n", tool.name)));
     let mut rules = String::new();
     for (at, argument) in arguments(tool)?.into_iter().enumerate() {
         let bad = |what: &str| InvalidParameter::new(&argument.place, what.into());
@@ -178,8 +177,13 @@ fn arguments(tool: &Tool) -> Result<Vec<Argument<'_>>, InvalidParameter> {
                     the arguments under `properties`";
         return Err(InvalidParameter::new(&format!("{place}.{keyword}"), what.into()));
     }
-    let required: Vec<&str> =
-        root.get("required").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str).collect();
+    let required: Vec<&str> = root
+        .get("required")
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+        .filter_map(Value::as_str)
+        .collect();
     let properties = root.get("properties").and_then(Value::as_object);
     if let Some(name) = required.iter().find(|name| properties.is_none_or(|p| !p.contains_key(**name))) {
         let what = format!("asks for `{name}`, which is none of the properties");
@@ -211,7 +215,9 @@ fn arguments(tool: &Tool) -> Result<Vec<Argument<'_>>, InvalidParameter> {
 fn reference_to_elsewhere(schema: &Value) -> Option<&str> {
     match schema {
         Value::Object(fields) => fields.iter().find_map(|(name, value)| match (name.as_str(), value) {
-            ("$ref", Value::String(to)) if !DEFINITIONS.iter().any(|d| to.starts_with(&format!("#/{d}/"))) => {
+            ("$ref", Value::String(to))
+                if !DEFINITIONS.iter().any(|d| to.starts_with(&format!("#/{d}/"))) =>
+            {
                 Some(to.as_str())
             }
             (_, value) => reference_to_elsewhere(value),
@@ -279,7 +285,8 @@ impl Argument<'_> {
             let texts: Option<Vec<String>> = values.iter().map(text).collect();
             return match texts {
                 Some(_) if says.iter().any(|name| !["enum", "const", "type"].contains(name)) => {
-                    Err("says more of its texts than which they are: this model writes them without quotes".into())
+                    Err("says more of its texts than which they are: this model writes them without quotes"
+                        .into())
                 }
                 Some(texts) if texts.iter().any(|text| text.contains(PARAMETER_END)) => {
                     Err(format!("has a text with `{PARAMETER_END}`, where this model's values end"))
@@ -298,7 +305,8 @@ impl Argument<'_> {
             let known = |name: &String| name == "type" || NOTES.contains(&name.as_str());
             schema.as_object().is_some_and(|fields| fields.keys().all(known))
         };
-        if says.iter().all(|name| *name == "type") || (alone && says.iter().all(|name| bounds.contains(name))) {
+        if says.iter().all(|name| *name == "type") || (alone && says.iter().all(|name| bounds.contains(name)))
+        {
             return Ok(Form::Text { least: length("minLength").unwrap_or(0), most: length("maxLength") });
         }
         if let [only @ ("anyOf" | "oneOf")] = says.as_slice()

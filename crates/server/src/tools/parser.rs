@@ -272,7 +272,7 @@ mod tests {
     use super::*;
 
     fn cut(format: ToolFormat, pieces: &[&str]) -> (String, Vec<ToolCall>) {
-        let (mut parser, mut out) = (ToolParser::new(format, true), Vec::new());
+        let (mut parser, mut out) = (ToolParser::new(format, true, tools().into()), Vec::new());
         pieces.iter().for_each(|piece| parser.push(piece, &mut out));
         parser.finish(&mut out);
         let (mut content, mut calls) = (String::new(), Vec::new());
@@ -292,7 +292,13 @@ mod tests {
         ToolCall { name: name.into(), arguments: arguments.into() }
     }
 
-    use ToolFormat::{Hermes, Llama3};
+    use ToolFormat::{Hermes, Llama3, Pythonic, Qwen3Coder};
+
+    fn tools() -> Vec<Tool> {
+        let tool = serde_json::json!({"type": "function", "function": {"name": "f", "parameters": {
+            "type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}}});
+        super::super::tools_from_json(&[tool]).unwrap()
+    }
 
     /// (format, answer, its text, its calls)
     type Row = (ToolFormat, &'static str, &'static str, &'static [(&'static str, &'static str)]);
@@ -382,20 +388,68 @@ mod tests {
         (Llama3, r#"See {"name": "f", "parameters": {}}"#, r#"See {"name": "f", "parameters": {}}"#, &[]),
         (Llama3, r#"{"name": "", "parameters": {}}"#, r#"{"name": "", "parameters": {}}"#, &[]),
         (Llama3, "<|python", "<|python", &[]),
+        (Pythonic, "", "", &[]),
+        (Pythonic, "[f()]", "", &[("f", "{}")]),
+        (
+            Pythonic,
+            "\n[get_weather(city=\"Paris, ]\", days=3), g(a=[1, {'b': None}])]\n",
+            "",
+            &[("get_weather", r#"{"city": "Paris, ]", "days": 3}"#), ("g", r#"{"a": [1, {"b": null}]}"#)],
+        ),
+        (Pythonic, "<|python_start|>[f(a=True)]<|python_end|>", "", &[("f", r#"{"a": true}"#)]),
+        (Pythonic, "<|python_start|> [f()] \n<|python_end|>\nDone.", "Done.", &[("f", "{}")]),
+        (Pythonic, "I look. <|python_start|>[f()]<|python_e", "I look. ", &[("f", "{}")]),
+        (Pythonic, "[f()] [g()]", "", &[("f", "{}"), ("g", "{}")]),
+        // Lists, links, code and halves of calls are text.
+        (Pythonic, "[1, 2]", "[1, 2]", &[]),
+        (Pythonic, "[f()", "[f()", &[]),
+        (Pythonic, "[f(a='x", "[f(a='x", &[]),
+        (Pythonic, "[f(a=g())]", "[f(a=g())]", &[]),
+        (Pythonic, "[the docs](https://a.b) say", "[the docs](https://a.b) say", &[]),
+        (Pythonic, "See [f()]", "See [f()]", &[]),
+        (Pythonic, "<|python_start|>print(1)<|python_end|>", "<|python_start|>print(1)<|python_end|>", &[]),
+        (
+            Qwen3Coder,
+            "<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n<parameter=s>\n3\n</parameter>\n</function>\n</tool_call>",
+            "",
+            &[("f", r#"{"n": 3, "s": "3"}"#)],
+        ),
+        (
+            Qwen3Coder,
+            "Let me.\n<tool_call>\n<function=f>\n<parameter=s>\nif a < b:\n\treturn \"</tool_call>\"\n\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+            "Let me.\n",
+            &[("f", r#"{"s": "if a < b:\n\treturn \"</tool_call>\"\n"}"#), ("g", "{}")],
+        ),
+        // The outer marks are left out at times, or cut off.
+        (Qwen3Coder, "<function=f><parameter=n>1</parameter></function>", "", &[("f", r#"{"n": 1}"#)]),
+        (Qwen3Coder, "<tool_call><function=f></function></tool", "", &[("f", "{}")]),
+        (Qwen3Coder, "<tool_call><function=f></function> x", "x", &[("f", "{}")]),
+        (Qwen3Coder, "<tool_call><function=f></function", "<tool_call><function=f></function", &[]),
+        (
+            Qwen3Coder,
+            "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>",
+            "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>",
+            &[],
+        ),
+        (Qwen3Coder, "<tool_call><tool_call><function=f></function>", "<tool_call>", &[("f", "{}")]),
+        (Qwen3Coder, "<function=>", "<function=>", &[]),
+        (Qwen3Coder, "<function=a b></function>", "<function=a b></function>", &[]),
+        (Qwen3Coder, "1 <function", "1 <function", &[]),
+        (Qwen3Coder, "<function=f>oops</function>", "<function=f>oops</function>", &[]),
     ];
 
     #[test]
     fn answers_are_taken_apart() {
         for (format, answer, text, calls) in TABLE {
             let calls: Vec<_> = calls.iter().map(|(n, a)| call(n, a)).collect();
-            assert_eq!(format.parse(answer), (text.to_string(), calls), "{format:?}: {answer}");
+            assert_eq!(format.parse(answer, &tools()), (text.to_string(), calls), "{format:?}: {answer}");
         }
     }
 
     #[test]
     fn cuts_change_nothing() {
         for (format, answer, ..) in TABLE {
-            let whole = format.parse(answer);
+            let whole = format.parse(answer, &tools());
             let letters: Vec<String> = answer.chars().map(String::from).collect();
             let letters: Vec<&str> = letters.iter().map(String::as_str).collect();
             assert_eq!(cut(*format, &letters), whole, "{format:?} by letters: {answer}");
@@ -409,7 +463,27 @@ mod tests {
     /// Random answers out of what calls are made of, cut at random.
     #[test]
     fn random_cuts_of_random_answers_change_nothing() {
-        const BITS: [&str; 24] = [
+        const BITS: [&str; 44] = [
+            "<|python_start|>",
+            "<|python_end|>",
+            "[f(a=1)]",
+            "[f(), g(s=']')]",
+            "[f(",
+            "f(",
+            ")]",
+            "a=",
+            "'",
+            ",",
+            "[",
+            "]",
+            "<function=f>",
+            "</function>",
+            "<parameter=n>",
+            "<parameter=s>",
+            "</parameter>",
+            "<function=f>\n<parameter=n>\n12\n</parameter>\n</function>\n",
+            "<func",
+            "\\x4",
             "<tool_call>",
             "</tool_call>",
             "<|python_tag|>",
@@ -441,11 +515,12 @@ mod tests {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             ((state >> 33) as usize) % n
         };
+        let tools = tools();
         let mut found = 0;
         for round in 0..20_000 {
             let answer: String = (0..below(12)).map(|_| BITS[below(BITS.len())]).collect();
-            let format = [Hermes, Llama3][below(2)];
-            let whole = format.parse(&answer);
+            let format = [Hermes, Llama3, Pythonic, Qwen3Coder][below(4)];
+            let whole = format.parse(&answer, &tools);
             found += whole.1.len();
             let mut pieces = Vec::new();
             let mut rest = answer.as_str();
@@ -470,7 +545,7 @@ mod tests {
 
     #[test]
     fn text_is_not_held_back_without_need() {
-        let (mut parser, mut out) = (ToolParser::new(Hermes, true), Vec::new());
+        let (mut parser, mut out) = (ToolParser::new(Hermes, true, Arc::default()), Vec::new());
         let mut push = |piece: &str| {
             parser.push(piece, &mut out);
             std::mem::take(&mut out)
@@ -490,7 +565,7 @@ mod tests {
 
     #[test]
     fn one_call_where_one_is_asked_for() {
-        let (mut parser, mut out) = (ToolParser::new(Llama3, false), Vec::new());
+        let (mut parser, mut out) = (ToolParser::new(Llama3, false, Arc::default()), Vec::new());
         parser.push(r#"{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}"#, &mut out);
         parser.finish(&mut out);
         assert_eq!(out, [ToolDelta::Call { index: 0, call: call("f", "{}") }]);

@@ -355,8 +355,11 @@ mod tests {
             ("''", "\"\""),
             ("'''a'b''c'''", "\"a'b''c\""),
             ("\"\"\"\"\"\"", "\"\""),
-            (r"'\n\t\x41\u00e9\U0001F600\101\d\
-'", r#""\n\tAé😀A\\d""#),
+            (
+                r"'\n\t\x41\u00e9\U0001F600\101\d\
+'",
+                r#""\n\tAé😀A\\d""#,
+            ),
             (r"'\ud83d\ude00'", "\"😀\""),
             (r"'\ud83d!\ud83d'", "\"\u{FFFD}!\u{FFFD}\""),
             (r"'\ud83d\q'", "\"\u{FFFD}\\\\q\""),
@@ -385,9 +388,20 @@ mod tests {
             assert_eq!(literal(python).as_deref(), Some(json), "{python}");
             serde_json::from_str::<serde_json::Value>(json).unwrap();
         }
-        for text in
-            ["", "x", "0x10", "1 2", "007", "1 + 1", "{1: 2}", "{'a': 1, 'a': 2}", "[1 2]", "f()", "'a", "'\\xg'"]
-        {
+        for text in [
+            "",
+            "x",
+            "0x10",
+            "1 2",
+            "007",
+            "1 + 1",
+            "{1: 2}",
+            "{'a': 1, 'a': 2}",
+            "[1 2]",
+            "f()",
+            "'a",
+            "'\\xg'",
+        ] {
             assert_eq!(literal(text), None, "{text}");
         }
         assert_eq!(literal(&"[".repeat(100_000)), None);

@@ -188,7 +188,8 @@ impl Choose for Chooser {
 
     fn score(&mut self, position: u32, logits: &[f32]) {
         let Some(scores) = &mut self.prompt else { return };
-        let Some(&token) = scores.prompt.get(position as usize + 1).filter(|_| position == scores.next) else {
+        let Some(&token) = scores.prompt.get(position as usize + 1).filter(|_| position == scores.next)
+        else {
             return;
         };
         scores.next += 1;

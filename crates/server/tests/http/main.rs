@@ -4,5 +4,7 @@ mod bodies;
 mod limits;
 mod live;
 mod refusals;
+mod scores;
 mod server;
+mod tools;
 mod words;

@@ -18,8 +18,7 @@ impl History {
     pub(super) fn weigh(&mut self) {
         if let Some(said) = &mut self.said {
             let shown = |m: &Message| m.shown.as_ref().map_or(0, weight);
-            let messages =
-                said.messages.iter().map(|m| size_of::<Message>() + weight(&m.body) + shown(m));
+            let messages = said.messages.iter().map(|m| size_of::<Message>() + weight(&m.body) + shown(m));
             let bytes = said.text.len() + messages.sum::<usize>() + weight_of_names(&said.kwargs);
             if bytes != said.bytes {
                 Arc::make_mut(said).bytes = bytes;
