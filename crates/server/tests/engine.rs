@@ -190,7 +190,7 @@ async fn a_token_that_the_model_does_not_know_fails_its_own_request() {
         match event {
             Event::Token(_) => tokens += 1,
             Event::Failed(failure) => panic!("{failure}"),
-            Event::Done(_) | Event::Admitted { .. } => {}
+            Event::Done(_) | Event::Admitted { .. } | Event::Prompt(_) => {}
         }
     }
     assert_eq!(tokens, 40);

@@ -188,10 +188,10 @@ fn a_prompt_as_long_as_the_context() {
 #[test]
 fn more_scores_than_there_is_room_for_are_refused() {
     let server = Server::start(config());
-    let many = vec![vec![1; 4000]; 20];
+    let many = vec![vec![1; 1000]; 128];
     let error = server.post("/v1/completions", &ask(json!(many), json!({"logprobs": 20}))).error();
     assert_eq!((error.0, error.1.as_str()), (400, "prompt"), "{error:?}");
-    assert!(error.3.contains("80000 tokens") && error.3.contains("fewer prompts"), "{error:?}");
+    assert!(error.3.contains("128000 tokens") && error.3.contains("fewer prompts"), "{error:?}");
     assert_eq!(server.engine.stats().counters.steps, 0);
 }
 
