@@ -5,8 +5,9 @@ from schemathesis import GenerationMode
 # Of requests that fit the schema these are refused: (field, part of the message).
 RELATIONS = [
     ("top_logprobs", "needs `logprobs`"),
-    ("echo", "together with"),
-    ("n", "are allowed at once"),
+    ("n", "`max_choices` allows"),
+    ("prompt", "`max_choices` allows"),
+    ("prompt", "fewer prompts at a time"),
     ("logit_bias", "the vocabulary has"),
     # A text's tokens are not its characters.
     ("prompt", "room for"),
@@ -25,6 +26,10 @@ RELATIONS = [
     ("text", "room for"),
     ("tokens", "room for"),
     ("session", "room for"),
+    # Tools are for conversations, and stay the same inside an answer.
+    ("tools", "goes on as a text"),
+    ("tools", "is for sessions made of messages"),
+    ("tools", "cannot change inside an answer"),
     ("messages", "is made of text or tokens"),
     ("text", "is made of messages"),
     ("tokens", "is made of messages"),

@@ -178,6 +178,22 @@ def test_tools_that_are_not_called(tools):
     assert answer.message.content or answer.message.tool_calls
 
 
+def test_a_session_with_a_call(tools):
+    def post(path, **body):
+        return tools.post(path, body=body, cast_to=dict[str, object])
+
+    session = post("/sessions", messages=[{"role": "user", "content": "What time is it?"}], tools=TOOLS)["id"]
+    answer = post(f"/sessions/{session}/generate", tool_choice="required", max_tokens=200, parallel_tool_calls=False,
+                  temperature=1, seed=1)
+    call, = answer["choices"][0]["message"]["tool_calls"]
+    assert answer["choices"][0]["finish_reason"] == "tool_calls" and json.loads(call["function"]["arguments"])
+    post(f"/sessions/{session}/append",
+         messages=[{"role": "tool", "tool_call_id": call["id"], "content": "12:00"}])
+    fork = post(f"/sessions/{session}/fork")["sessions"][0]["id"]
+    said = post(f"/sessions/{fork}/generate", tool_choice="none", max_tokens=4)
+    assert said["choices"][0]["finish_reason"] in ("stop", "length")
+
+
 def test_a_parsed_call(tools):
     class Time(pydantic.BaseModel):
         zone: typing.Literal["UTC", "CET"]

@@ -105,6 +105,23 @@ def test_echo_and_tokens(client):
     assert answer.usage.prompt_tokens == 4
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_scored_prompt(client, max_tokens):
+    # As lm-eval asks for it; the second time the cache knows the prompt.
+    prompt = "A vector has a length and a capacity. " * 6
+    for _ in range(2):
+        complete(client, prompt=prompt, max_tokens=1)
+        answer = complete(client, prompt=prompt, echo=True, logprobs=2, max_tokens=max_tokens)
+        scores, n = answer.choices[0].logprobs, answer.usage.prompt_tokens
+        assert answer.usage.completion_tokens == max_tokens
+        assert len(scores.tokens) == len(scores.token_logprobs) == len(scores.text_offset) == n + max_tokens
+        assert scores.token_logprobs[0] is None and all(score <= 0 for score in scores.token_logprobs[1:])
+        assert answer.choices[0].text.startswith(prompt)
+        # Said twice, it is expected more.
+        half = n // 2
+        assert sum(scores.token_logprobs[half:n]) > sum(scores.token_logprobs[1:half])
+
+
 def test_logit_bias(client):
     text = complete(client, max_tokens=3, logit_bias={"300": 100}).choices[0].text
     said = complete(client, prompt=[300], max_tokens=1, echo=True).choices[0].text

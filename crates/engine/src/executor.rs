@@ -13,6 +13,7 @@ use kvist_backend::{Counters, Layout, PoolSpec, Purpose, Registry, Reservation, 
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, RecomputeCost, Step};
 use kvist_scheduler::{Executor, Outcome, RequestId, Sampled};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -21,6 +22,14 @@ pub trait Choose: Send {
     /// Take the next token from `logits` (`[vocab]`, which may be changed), and say whether it is the last one.
     /// Whoever cannot take one says that to its user itself, and ends.
     fn choose(&mut self, logits: &mut [f32]) -> Choice;
+    /// Of these positions, which a step computes: those whose logits are wanted beside what is chosen from.
+    fn wants(&self, computed: Range<u32>) -> Range<u32> {
+        computed.end..computed.end
+    }
+    /// The logits behind the token at `position`, which was wanted. In order; a step that failed says them again.
+    fn score(&mut self, position: u32, logits: &[f32]) {
+        let _ = (position, logits);
+    }
     /// No token follows: called once, by [`ModelExecutor::forget`].
     fn end(&mut self) {}
 }
@@ -98,6 +107,9 @@ pub struct ModelExecutor {
     tokens: Vec<u32>,
     positions: Vec<u32>,
     rows: Vec<u32>,
+    /// Rows that are wanted beside those that are sampled from: (batch row, share of the batch, position).
+    scored: Vec<(u32, usize, u32)>,
+    max_rows: usize,
     /// Asked by id, never iterated.
     requests: HashMap<RequestId, Box<dyn Choose>>,
     failure: Option<Error>,
@@ -133,6 +145,8 @@ impl ModelExecutor {
             tokens: Vec::new(),
             positions: Vec::new(),
             rows: Vec::new(),
+            scored: Vec::new(),
+            max_rows: config.cache.max_rows.max(1) as usize,
             requests: HashMap::new(),
             failure: None,
             _activation_bytes: activations,
@@ -167,11 +181,19 @@ impl ModelExecutor {
         let vocab = self.model.decoder().config().vocab;
         self.tokens.clear();
         self.rows.clear();
+        self.scored.clear();
         for (i, work) in batch.work.iter().enumerate() {
             let unknown = || Error::Usage(format!("request {} has no tokens to feed", work.request));
             let tokens = batch.tokens(i).ok_or_else(unknown)?;
             if let Some(&token) = tokens.iter().find(|&&token| token as usize >= vocab) {
                 return Err(Error::TokenOutsideVocabulary { token, vocab });
+            }
+            if let Some(request) = self.requests.get(&work.request) {
+                let (first, end) = (work.first, work.first + work.n_tokens);
+                let wanted = request.wants(first..end);
+                let wanted = wanted.start.max(first)..wanted.end.min(end);
+                let row = self.tokens.len() as u32;
+                self.scored.extend(wanted.map(|position| (row + position - first, i, position)));
             }
             self.tokens.extend_from_slice(tokens);
             if work.samples {
@@ -181,10 +203,31 @@ impl ModelExecutor {
         self.runner.begin(step)?;
         let plan = step.plan();
         plan.positions(&mut self.positions);
-        let pass = Batch { tokens: &self.tokens, positions: &self.positions, rows: &self.rows, taps: &[] };
+        // What is only scored comes piece by piece, in the room that there is for rows; what is sampled from comes last.
+        let rows: &[u32] = if self.scored.is_empty() { &self.rows } else { &[] };
+        let pass = Batch { tokens: &self.tokens, positions: &self.positions, rows, taps: &[] };
         let runner = &mut self.runner;
-        self.model.decoder().forward(pass, &mut |call| runner.attend(plan, call), &mut self.activations)?;
-        Ok(self.runner.complete()?)
+        let decoder = self.model.decoder();
+        decoder.forward(pass, &mut |call| runner.attend(plan, call), &mut self.activations)?;
+        self.runner.complete()?;
+        if self.scored.is_empty() {
+            return Ok(());
+        }
+        let mut piece = Vec::with_capacity(self.max_rows);
+        for scored in self.scored.chunks(self.max_rows) {
+            piece.clear();
+            piece.extend(scored.iter().map(|(row, ..)| *row));
+            decoder.logits(&piece, &mut self.activations);
+            for ((_, share, position), logits) in
+                scored.iter().zip(self.activations.logits.chunks_exact(vocab))
+            {
+                if let Some(request) = self.requests.get_mut(&batch.work[*share].request) {
+                    request.score(*position, logits);
+                }
+            }
+        }
+        decoder.logits(&self.rows, &mut self.activations);
+        Ok(())
     }
 }
 

@@ -109,7 +109,7 @@ impl Scheduler {
 
     /// What the index would supply. Changes nothing.
     pub(crate) fn lookup(&self, entry: &Entry) -> Lookup {
-        self.memory.lookup(&entry.salt, &entry.prompt, entry.known_content())
+        self.memory.lookup(&entry.salt, &entry.prompt, entry.wanted_content())
     }
 
     /// As it is.
@@ -165,9 +165,9 @@ impl Scheduler {
         let mut hit = 0;
         if !resumed {
             let seq = SeqId(self.next_seq);
-            let miss = (self.explain && entry.admitted_ns.is_none())
-                .then(|| self.memory.explain(&entry.salt, &entry.prompt, entry.known_content()));
-            hit = self.memory.open(seq, &entry.salt, &entry.prompt, entry.known_content(), at);
+            let miss = (self.explain && !entry.fresh && entry.admitted_ns.is_none())
+                .then(|| self.memory.explain(&entry.salt, &entry.prompt, entry.wanted_content()));
+            hit = self.memory.open(seq, &entry.salt, &entry.prompt, entry.wanted_content(), at);
             self.next_seq = self.next_seq.wrapping_add(1);
             let entry = &mut self.entries[slot as usize];
             entry.seq = Some(seq);
@@ -215,7 +215,7 @@ impl Scheduler {
 /// What the index would supply, asked again only if it has changed: a prompt is long, and stands in the queue for many
 /// attempts.
 fn hit_tokens(memory: &Memory, entry: &mut Entry) -> u32 {
-    let (of_tokens, version) = (entry.known_content(), memory.prefix_version());
+    let (of_tokens, version) = (entry.wanted_content(), memory.prefix_version());
     match entry.found {
         Some(found) if (found.of_tokens, found.version) == (of_tokens, version) => found.hit_tokens,
         _ => {

@@ -55,6 +55,8 @@ pub(crate) struct Entry {
     pub expected_new: u32,
     pub salt: Arc<str>,
     pub prompt: Prompt,
+    /// The index supplies it with nothing.
+    pub fresh: bool,
     /// What conservative admission has set aside for it.
     pub reserved: u64,
     /// What the index was last found to supply, in tokens, of how many and at which version of it.
@@ -113,7 +115,12 @@ impl Entry {
         self.content().min(self.known)
     }
 
-    /// The same, with what a trace knows of the answer.
+    /// Tokens, from the first, that the index is asked for.
+    pub fn wanted_content(&self) -> u32 {
+        if self.fresh { 0 } else { self.known_content() }
+    }
+
+    /// [`Entry::known_content`], with what a trace knows of the answer.
     fn content(&self) -> u32 {
         match &self.prompt {
             Prompt::Unknown => 0,

@@ -88,6 +88,10 @@ pub struct Request {
     /// Requests with different salts share no prefix.
     #[serde(default)]
     pub salt: Arc<str>,
+    /// Compute every token, also those that the prefix index could supply: for whom wants what comes of each. What it
+    /// computes is indexed as ever.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub fresh: bool,
 }
 
 impl Request {
@@ -102,6 +106,7 @@ impl Request {
             deadline_ns: None,
             priority: 0,
             salt: Arc::from(""),
+            fresh: false,
         }
     }
 }

@@ -283,6 +283,7 @@ impl Scheduler {
             expected_new: 1,
             salt: request.salt,
             prompt: request.prompt,
+            fresh: request.fresh,
             reserved: 0,
             found: None,
             overtaken: 0,

@@ -6,6 +6,7 @@ use crate::connections::Connections;
 use crate::error::ApiError;
 use crate::metrics::Metrics;
 use crate::openai::request::{Bounds, Schemas};
+use crate::openai::scores::ScoreRoom;
 use crate::openapi;
 use crate::sessions::Store;
 use crate::shares::Shares;
@@ -30,6 +31,8 @@ pub struct App {
     pub(crate) connections: Arc<Connections>,
     /// Requests that are being read or answered, as connections allow.
     pub(crate) under_way: Shares,
+    /// Log-probabilities of prompts, which are there all at once.
+    pub(crate) scores: ScoreRoom,
     pub(crate) bounds: Bounds,
     pub(crate) schemas: Schemas,
     pub(crate) openapi: String,
@@ -74,6 +77,7 @@ impl App {
         Ok(Arc::new(App {
             http: config.http.clone(),
             limits: config.limits.clone(),
+            scores: ScoreRoom::new(bounds.max_tokens, &keys.names()),
             bodies: Bodies::new(config.limits.max_body_bytes, &keys.names()),
             work: Work::new(config.limits.max_body_bytes),
             connections: Arc::new(Connections::new(config.limits.max_connections, !keys.is_open())),

@@ -82,20 +82,20 @@ fn weight(body: &[u8]) -> usize {
 }
 
 /// Bytes for all, and the part of them that each name may hold.
-struct Lane {
+pub(crate) struct Lane {
     all: Arc<Semaphore>,
     shares: BTreeMap<Arc<str>, Arc<Semaphore>>,
 }
 
 /// Bytes of a lane, until it is dropped.
-struct Leave {
+pub(crate) struct Leave {
     own: Option<OwnedSemaphorePermit>,
     all: OwnedSemaphorePermit,
 }
 
 impl Lane {
     /// The names share it evenly; each may hold `most` at least, be there ever so many.
-    fn new(bytes: usize, most: usize, names: &[Arc<str>]) -> Self {
+    pub fn new(bytes: usize, most: usize, names: &[Arc<str>]) -> Self {
         let semaphore = |n: usize| Arc::new(Semaphore::new(n.min(Semaphore::MAX_PERMITS)));
         let share = (bytes / names.len().max(1)).max(most);
         let shares = names.iter().map(|name| (name.clone(), semaphore(share))).collect();
@@ -110,7 +110,7 @@ impl Lane {
     }
 
     /// `None`: there can be no such room.
-    async fn take(&self, name: &str, bytes: usize) -> Option<Leave> {
+    pub async fn take(&self, name: &str, bytes: usize) -> Option<Leave> {
         let n = u32::try_from(bytes).ok()?;
         // First in the own line, so that in the common one nobody stands twice as often as others.
         let own = match self.shares.get(name) {

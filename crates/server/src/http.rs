@@ -51,6 +51,7 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/assets/{name}", get(dashboard::asset))
         .route("/health", get(healthy))
         .route("/ready", get(ready))
+        .route("/version", get(version))
         .route("/openapi.json", get(describe));
     keyed
         .merge(open)
@@ -185,6 +186,11 @@ async fn authenticate(
     }
     request.extensions_mut().insert(caller);
     Ok(with_body(next.run(request)).await)
+}
+
+/// As vLLM has it.
+async fn version() -> Response {
+    axum::Json(serde_json::json!({"version": env!("CARGO_PKG_VERSION")})).into_response()
 }
 
 async fn healthy() -> Response {

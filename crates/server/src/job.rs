@@ -9,7 +9,7 @@ use std::time::Instant;
 pub struct Job {
     /// Token ids, at least one. With one that lies outside the vocabulary it ends as [`Failure::UnknownToken`].
     pub prompt: Arc<[u32]>,
-    /// Tokens to generate at most, at least 1.
+    /// Tokens to generate at most. 0: the prompt is computed, and that is all.
     pub max_new: u32,
     pub sampling: SamplerConfig,
     /// Added to the logits of these tokens before anything else.
@@ -20,6 +20,8 @@ pub struct Job {
     pub ignore_eos: bool,
     /// Report the log-probability of every token, and of this many of the likeliest beside it.
     pub logprobs: Option<u8>,
+    /// The same of the prompt's tokens. All of them are computed: the prefix index has no logits.
+    pub prompt_logprobs: bool,
     /// What may come next, if not everything.
     pub constraint: Option<Box<dyn Constraint>>,
     /// Control tokens that have their name as text, where others have none: marks of tool calls.
@@ -44,7 +46,8 @@ pub trait Constraint: Send {
     fn accept(&mut self, token: u32) -> Result<bool, String>;
 }
 
-/// What a generation tells, in this order: `Admitted` once, `Token` for each token, `Done` or `Failed` once.
+/// What a generation tells, in this order: `Admitted` once, `Prompt` as often as it takes where that was asked, `Token`
+/// for each token, `Done` or `Failed` once.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// It entered the batch.
@@ -56,6 +59,8 @@ pub enum Event {
         /// Why no more, if that was asked: as a tenant may know it.
         miss: Option<MissReason>,
     },
+    /// Of tokens of the prompt, from the second on: each given those before it.
+    Prompt(Vec<LogProb>),
     Token(Token),
     Done(Done),
     /// It can not be served, or not further.

@@ -29,6 +29,7 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
     sessions(&mut path, &streamed);
     path("/health", "get", open(gets("The process answers", "Status", &[])));
     path("/ready", "get", open(gets("New requests are taken", "Status", &["503"])));
+    path("/version", "get", open(gets("kvist's version (vLLM)", "Version", &[])));
     let mut metrics = gets("Prometheus metrics; with keys, for admin keys", "Status", &["401", "403"]);
     metrics["responses"]["200"] = json!({"description": "Text format 0.0.4", "content": {"text/plain": {"schema": {"type": "string"}}}});
     path("/metrics", "get", metrics);
@@ -267,6 +268,7 @@ fn components(schemas: &Schemas) -> Value {
             &["object", "data"],
             json!({"object": text(), "data": {"type": "array", "items": reference("schemas", "Model")}}),
         ),
+        "Version": object(&["version"], json!({"version": text()})),
         "Status": object(&["status"], json!({"status": text()})),
         "Error": object(
             &["error"],

@@ -9,6 +9,7 @@
 //! size is bounded, and llguidance's own limits bound the rest: a hostile schema gets an error, when it is compiled or
 //! at the token where it grows too large, and costs at most [`MAX_SCHEMA_BYTES`]-worth of compiling, some milliseconds
 //! per token and some tens of MB. Compiling belongs on a thread that may block.
+mod disjoint;
 mod schema;
 
 pub use schema::{MAX_SCHEMA_BYTES, Schema};
@@ -70,14 +71,13 @@ impl ResponseFormat {
                         return Err(bad(".json_schema.name", what));
                     }
                 }
-                let strict = match given.get("strict") {
-                    None | Some(Value::Null) => false,
-                    Some(Value::Bool(strict)) => *strict,
-                    Some(_) => return Err(bad(".json_schema.strict", "is neither true nor false")),
-                };
+                // What cannot be enforced is refused in either case.
+                if !matches!(given.get("strict"), None | Some(Value::Null | Value::Bool(_))) {
+                    return Err(bad(".json_schema.strict", "is neither true nor false"));
+                }
                 let place = "response_format.json_schema.schema";
                 let schema = given.get("schema").ok_or_else(|| bad(".json_schema.schema", "is missing"))?;
-                let schema = Schema::new(place, schema.clone()).strict(strict);
+                let schema = Schema::new(place, schema.clone());
                 Ok(ResponseFormat::JsonSchema { schema })
             }
             Some(other) => {

@@ -1,19 +1,24 @@
 //! Tool calls: how models write them, and how they become `tool_calls` again.
 //!
 //! A model is told of its tools by its chat template, and answers in the words it was trained on. [`ToolFormat`] knows
-//! two families of them:
+//! four families of them:
 //!
 //! | format | a call | several |
 //! |---|---|---|
 //! | `llama3` | `{"name": "f", "parameters": {…}}`, at the start or after `<\|python_tag\|>` | joined by `;` or blanks |
 //! | `hermes`, `qwen` | `<tool_call>{"name": "f", "arguments": {…}}</tool_call>`, anywhere | one after the other |
+//! | `pythonic` | `[f(a=1)]`, at the start or after `<\|python_start\|>` | in the same list |
+//! | `qwen3_coder` | `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, anywhere | one after the other |
 //!
-//! What only looks like a call stays text, to the letter. Arguments are given on as the model wrote them; they are JSON,
-//! but whether they fit the tool's schema is checked only where a grammar enforced it ([`ToolChoice::Required`] and
+//! What only looks like a call stays text, to the letter. Arguments that the model wrote as JSON are given on as they are,
+//! others are made into JSON; whether they fit the tool's schema is checked only where a grammar enforced it ([`ToolChoice::Required`] and
 //! [`ToolChoice::Named`]).
 mod call;
 mod choice;
+mod grammar;
 mod parser;
+mod pythonic;
+mod qwen_coder;
 
 pub use call::ToolCall;
 pub use choice::{Tool, ToolChoice, tools_from_json};
@@ -25,21 +30,28 @@ pub enum ToolFormat {
     Llama3,
     /// Nous Hermes 2 Pro and later, Qwen 2.5 and 3.
     Hermes,
+    /// Llama 3.2 and 4 where their templates ask for it.
+    Pythonic,
+    Qwen3Coder,
 }
 
 const TOOL_CALL: &str = "<tool_call>";
 const TOOL_CALL_END: &str = "</tool_call>";
 const PYTHON_TAG: &str = "<|python_tag|>";
+const PYTHON_START: &str = "<|python_start|>";
+const PYTHON_END: &str = "<|python_end|>";
 
 impl ToolFormat {
     /// Names for a configuration, `none` beside them.
-    pub const NAMES: &str = "llama3, hermes, qwen, none";
+    pub const NAMES: &str = "llama3, hermes, qwen, pythonic, qwen3_coder, none";
 
     /// By name. `none` is `Ok(None)`: tools are refused.
     pub fn by_name(name: &str) -> Result<Option<Self>, String> {
         match name {
             "llama3" => Ok(Some(ToolFormat::Llama3)),
             "hermes" | "qwen" => Ok(Some(ToolFormat::Hermes)),
+            "pythonic" => Ok(Some(ToolFormat::Pythonic)),
+            "qwen3_coder" => Ok(Some(ToolFormat::Qwen3Coder)),
             "none" => Ok(None),
             _ => Err(format!("there is no tool format `{name}`; known are {}", Self::NAMES)),
         }
@@ -48,12 +60,21 @@ impl ToolFormat {
     /// The one that a chat template teaches; `None` if it knows nothing of tools, or another format.
     pub fn of_template(source: &str) -> Option<Self> {
         let has = |text: &str| source.contains(text);
-        // Qwen3-Coder and others write XML inside the same tag.
-        if has(TOOL_CALL) && !has("<function=") && !has("<arg_key>") {
-            return Some(ToolFormat::Hermes);
+        // Several write XML inside the same tag: Qwen3-Coder, and others in ways that are not known here.
+        match has(TOOL_CALL) {
+            true if has("<arg_key>") => return None,
+            true if has(qwen_coder::FUNCTION) => {
+                return has("<parameter=").then_some(ToolFormat::Qwen3Coder);
+            }
+            true => return Some(ToolFormat::Hermes),
+            false => {}
+        }
+        // The words by which Meta's prompts, and those made after them, teach it.
+        if has("[func_name1(") || has("[func_name(") || has("[function_name(") {
+            return Some(ToolFormat::Pythonic);
         }
         let llama = has("<|start_header_id|>") && has("parameters") && has("tools");
-        (llama && !has(TOOL_CALL)).then_some(ToolFormat::Llama3)
+        llama.then_some(ToolFormat::Llama3)
     }
 
     /// Texts that mark calls. Where the tokenizer has one as a control token, its name must be written out
@@ -61,24 +82,14 @@ impl ToolFormat {
     pub fn markers(self) -> &'static [&'static str] {
         match self {
             ToolFormat::Llama3 => &[PYTHON_TAG],
-            ToolFormat::Hermes => &[TOOL_CALL, TOOL_CALL_END],
+            ToolFormat::Hermes | ToolFormat::Qwen3Coder => &[TOOL_CALL, TOOL_CALL_END],
+            ToolFormat::Pythonic => &[PYTHON_START, PYTHON_END],
         }
     }
 
     /// A whole answer: the text that is no call, and the calls. The same as from a [`ToolParser`].
-    pub fn parse(self, text: &str) -> (String, Vec<ToolCall>) {
-        let mut parser = ToolParser::new(self, true);
-        let mut deltas = Vec::new();
-        parser.push(text, &mut deltas);
-        parser.finish(&mut deltas);
-        let (mut content, mut calls) = (String::new(), Vec::new());
-        for delta in deltas {
-            match delta {
-                ToolDelta::Content(text) => content += &text,
-                ToolDelta::Call { call, .. } => calls.push(call),
-            }
-        }
-        (content, calls)
+    pub fn parse(self, text: &str, tools: &[Tool]) -> (String, Vec<ToolCall>) {
+        ToolParser::new(self, true, tools.into()).whole(text)
     }
 }
 
@@ -98,6 +109,15 @@ mod tests {
             // Hermes on a Llama 3 base has both.
             (&format!("<|start_header_id|>{hermes} parameters"), Some(ToolFormat::Hermes)),
             ("<tool_call>\n<function=example>\n</function>", None),
+            (
+                "<tool_call>\n<function=example>\n<parameter=a>\n1\n</parameter>\n</function>",
+                Some(ToolFormat::Qwen3Coder),
+            ),
+            ("<tool_call>{name}\n<arg_key>", None),
+            (
+                &format!("{llama} MUST put it in the format of [func_name1(params_name1=params_value1)]"),
+                Some(ToolFormat::Pythonic),
+            ),
             ("<|start_header_id|>{{ message.content }}", None),
             ("", None),
         ] {
@@ -108,6 +128,8 @@ mod tests {
     #[test]
     fn names() {
         assert_eq!(ToolFormat::by_name("qwen"), Ok(Some(ToolFormat::Hermes)));
+        assert_eq!(ToolFormat::by_name("pythonic"), Ok(Some(ToolFormat::Pythonic)));
+        assert_eq!(ToolFormat::by_name("qwen3_coder"), Ok(Some(ToolFormat::Qwen3Coder)));
         assert_eq!(ToolFormat::by_name("none"), Ok(None));
         assert!(ToolFormat::by_name("mistral").unwrap_err().contains(ToolFormat::NAMES));
     }

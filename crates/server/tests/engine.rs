@@ -190,7 +190,7 @@ async fn a_token_that_the_model_does_not_know_fails_its_own_request() {
         match event {
             Event::Token(_) => tokens += 1,
             Event::Failed(failure) => panic!("{failure}"),
-            Event::Done(_) | Event::Admitted { .. } => {}
+            Event::Done(_) | Event::Admitted { .. } | Event::Prompt(_) => {}
         }
     }
     assert_eq!(tokens, 40);
@@ -251,6 +251,51 @@ async fn logprobs_are_those_of_the_model() {
         n += 1;
     }
     assert_eq!(n, 6);
+}
+
+/// Scored prompts are told once, in order, whatever is computed again because the cache was full.
+#[tokio::test]
+async fn prompts_are_scored_once_however_often_they_are_computed() {
+    let all = tokens(TEXT);
+    let ask = |n: usize, max_new: u32| Job {
+        logprobs: Some(2),
+        prompt_logprobs: true,
+        ..greedy(&all[..n], max_new)
+    };
+    let scores = async |generation: &mut Generation| {
+        let mut scores: Vec<LogProb> = Vec::new();
+        let mut tokens = 0;
+        while let Some(event) = generation.next().await {
+            match event {
+                Event::Prompt(more) => {
+                    assert_eq!(tokens, 0, "a token before the prompt was scored");
+                    scores.extend(more);
+                }
+                Event::Token(_) => tokens += 1,
+                Event::Admitted { cached_tokens, miss } => {
+                    assert_eq!((cached_tokens, miss), (0, None), "the index has no logits");
+                }
+                Event::Done(done) => assert_eq!(done.usage.completion_tokens, tokens),
+                Event::Failed(failure) => panic!("{failure}"),
+            }
+        }
+        (scores, tokens)
+    };
+    let roomy = engine(config(1024));
+    let (expected, none) = scores(&mut roomy.submit(ask(60, 0)).unwrap()).await;
+    assert_eq!((expected.len(), none), (59, 0));
+    let narrow = engine(config(176));
+    let mut running: Vec<Generation> = (0..4).map(|_| narrow.submit(ask(60, 40)).unwrap()).collect();
+    for generation in &mut running {
+        let (found, tokens) = scores(generation).await;
+        assert_eq!(tokens, 40);
+        assert_eq!(found.len(), expected.len());
+        for (a, b) in found.iter().zip(&expected) {
+            assert!((a.logprob - b.logprob).abs() < 2e-3, "{a:?}, {b:?}");
+            assert_eq!(a.top.len(), 2);
+        }
+    }
+    assert!(narrow.stats().counters.preemptions > 0, "nobody was computed again");
 }
 
 #[tokio::test]

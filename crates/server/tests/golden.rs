@@ -30,8 +30,17 @@ async fn load(engine: &Engine, all: &[u32]) {
         let family = 7 * (i % 3);
         let prompt = &all[family..family + 40 + i % 5 * 3];
         let salt = if i % 7 == 6 { "another" } else { "" };
-        let job =
-            Job { salt: salt.into(), priority: i as i32 % 3, ..greedy(prompt, 8 + (i as u32 * 5) % 31) };
+        // Some take nothing from the index, because they are scored; some of these are nothing else.
+        let scored = i % 9 == 5;
+        let max_new = if i == 23 { 0 } else { 8 + (i as u32 * 5) % 31 };
+        let logprobs = scored.then_some(2);
+        let job = Job {
+            salt: salt.into(),
+            priority: i as i32 % 3,
+            logprobs,
+            prompt_logprobs: scored,
+            ..greedy(prompt, max_new)
+        };
         let mut generation = engine.submit(job).unwrap();
         users.spawn(async move {
             let goes_after = (i % 4 == 3).then_some(i % 6);
@@ -90,6 +99,7 @@ async fn recorded_events_give_the_same_decisions() {
         assert!(counters.hit_tokens > 0, "{policy}: nothing was found");
         assert!(events.matches("\"cancel\":").count() > 2, "{policy}: nobody went away");
         assert!(n("\"how\":\"cancelled\"") > 2 && n("\"how\":\"never_fits\"") > 0, "{policy}: {decisions}");
+        assert!(events.matches("\"fresh\":true").count() == 3, "{policy}: nobody was scored");
         assert!(n("\"chunk\":") > n("\"admit\":"), "{policy}: no prompt was cut into chunks");
 
         let cache = paged.cache(model().decoder().config()).unwrap();

@@ -586,7 +586,12 @@ fn what_cannot_be_done_is_said() {
         (path(t, "append"), json!({"messages": [{"role": "user", "content": "a"}]}), 400, "invalid_value"),
         (path(c, "append"), json!({"text": "a"}), 400, "invalid_value"),
         (path(t, "generate"), json!({"n": 2}), 400, "unsupported_parameter"),
-        (path(t, "generate"), json!({"tools": []}), 400, "unsupported_parameter"),
+        (
+            path(t, "generate"),
+            json!({"tools": [{"type": "function", "function": {"name": "f"}}]}),
+            400,
+            "unsupported_parameter",
+        ),
         (path(t, "generate"), json!({"max_tokens": 0}), 400, "invalid_value"),
         (path(t, "generate"), json!({"top_logprobs": 2}), 400, "invalid_value"),
         (path(t, "generate"), json!({"add_generation_prompt": true}), 400, "invalid_value"),

@@ -177,20 +177,26 @@ impl Decoder {
         }
 
         // Logits of the wanted rows only: at 128k tokens of vocabulary the rest would cost more than the layers.
-        for (i, &row) in batch.rows.iter().enumerate() {
+        self.logits(batch.rows, a);
+        Ok(())
+    }
+
+    /// Logits of these rows of the pass that `a` was last in, in place of those that are there. Ascending. For more rows
+    /// than there is room for at once.
+    pub fn logits(&self, rows: &[u32], a: &mut Activations) {
+        let (compute, hidden) = (&self.compute, self.config.hidden);
+        for (i, &row) in rows.iter().enumerate() {
             let row = row as usize * hidden..(row as usize + 1) * hidden;
             let normed = &mut a.h[i * hidden..(i + 1) * hidden];
-            steps::rms_norm(compute, &a.x[row], &self.norm, c.norm_eps, normed);
+            steps::rms_norm(compute, &a.x[row], &self.norm, self.config.norm_eps, normed);
         }
-        let n_rows = batch.rows.len();
         a.logits.clear();
-        if n_rows > 0 {
-            let mut rows = a.inputs.of(&a.h[..n_rows * hidden], hidden);
+        if !rows.is_empty() {
+            let mut rows = a.inputs.of(&a.h[..rows.len() * hidden], hidden);
             match &self.head {
                 Some(head) => head.forward(compute, &mut rows, &mut a.logits),
                 None => self.embedding.logits(compute, &mut rows, &mut a.logits),
             }
         }
-        Ok(())
     }
 }

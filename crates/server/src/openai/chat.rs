@@ -13,7 +13,7 @@ use crate::error::ApiError;
 use crate::http::{blocking, json_body};
 use crate::job::{Done, Token};
 use crate::structured::{Compiled, ResponseFormat};
-use crate::tools::{ToolCall, ToolChoice, ToolDelta, ToolFormat, ToolParser, tools_from_json};
+use crate::tools::{Tool, ToolCall, ToolChoice, ToolDelta, ToolFormat, ToolParser, tools_from_json};
 use crate::work::halted;
 use axum::Extension;
 use axum::extract::{Request, State};
@@ -51,10 +51,14 @@ fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, T
     let asked = fields.max_completion_tokens.into_iter().chain(fields.max_tokens).min();
     let id = app.new_id("chatcmpl");
     let mut order = Order::new(app, caller, &common, id.clone(), "chat")?;
-    let (format, constraint) = form(app, &mut fields)?;
-    order.constraint = constraint;
-    if format.is_some() {
-        order.written = app.marks.clone();
+    let parallel = fields.parallel_tool_calls.unwrap_or(true);
+    let tools = fields.tools.as_deref().unwrap_or_default();
+    let form = Form::new(app, tools, fields.tool_choice.as_ref(), parallel, fields.response_format.as_ref())?;
+    order.constraint = form.constraint;
+    match form.reading {
+        Some(_) => order.written = app.marks.clone(),
+        // The model is not to be told of them.
+        None => fields.tools = None,
     }
     order.prompts = vec![prompt(app, &fields)?.into()];
     if app.engine.model().chat_template().is_none() {
@@ -63,36 +67,65 @@ fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, T
     order.logprobs = wants_scores.then(|| fields.top_logprobs.unwrap_or(0));
     order.admit(app, asked, "messages")?;
     app.log_prompts(&order.id, &order.prompts);
-    let parallel = fields.parallel_tool_calls.unwrap_or(true);
-    let parser = || format.map(|format| ToolParser::new(format, parallel));
+    let parser = || form.reading.as_ref().map(Reading::parser);
     let shape = Turn::new(app, id, (0..order.n).map(|_| parser()), wants_scores);
     Ok((order, shape, common))
 }
 
-/// How calls are read back, if there are tools to call, and what the answer must look like. Takes tools away that the
-/// model is not to be told of.
-fn form(app: &App, fields: &mut ChatFields) -> Result<(Option<ToolFormat>, Option<Compiled>), ApiError> {
-    let tools = tools_from_json(fields.tools.as_deref().unwrap_or_default())?;
-    let choice = ToolChoice::from_json(fields.tool_choice.as_ref(), &tools)?;
-    let wanted = match fields.response_format.as_ref().filter(|format| !format.is_null()) {
-        Some(format) => ResponseFormat::from_json(format)?.grammar(),
-        None => None,
-    };
-    if choice == ToolChoice::None {
-        fields.tools = None;
-        return Ok((None, wanted.map(|grammar| app.compile(&grammar)).transpose()?));
+/// How calls are read back, and what the answer must look like.
+pub(crate) struct Form {
+    /// `None`: text is text, because there are no tools, or none is to be called.
+    pub reading: Option<Reading>,
+    pub constraint: Option<Compiled>,
+    /// A call is demanded.
+    pub demands: bool,
+}
+
+/// How calls are read back.
+#[derive(Clone)]
+pub(crate) struct Reading {
+    format: ToolFormat,
+    tools: Arc<[Tool]>,
+    parallel: bool,
+}
+
+impl Reading {
+    pub fn parser(&self) -> ToolParser {
+        ToolParser::new(self.format, self.parallel, self.tools.clone())
     }
-    let format = app
-        .tools
-        .ok_or_else(|| ApiError::unsupported("tools", "`tools` are not supported with this model"))?;
-    if wanted.is_some() {
-        let message = "`response_format` together with `tools` is not supported: an answer has one form; \
-                       `tool_choice: \"none\"` leaves the tools out";
-        return Err(ApiError::unsupported("response_format", message));
+}
+
+impl Form {
+    pub fn new(
+        app: &App,
+        tools: &[Value],
+        choice: Option<&Value>,
+        parallel: bool,
+        wanted: Option<&Value>,
+    ) -> Result<Self, ApiError> {
+        let tools = tools_from_json(tools)?;
+        let choice = ToolChoice::from_json(choice, &tools)?;
+        let wanted = match wanted.filter(|format| !format.is_null()) {
+            Some(format) => ResponseFormat::from_json(format)?.grammar(),
+            None => None,
+        };
+        if choice == ToolChoice::None {
+            let constraint = wanted.map(|grammar| app.compile(&grammar)).transpose()?;
+            return Ok(Form { reading: None, constraint, demands: false });
+        }
+        let format = app
+            .tools
+            .ok_or_else(|| ApiError::unsupported("tools", "`tools` are not supported with this model"))?;
+        if wanted.is_some() {
+            let message = "`response_format` together with `tools` is not supported: an answer has one form; \
+                           `tool_choice: \"none\"` leaves the tools out";
+            return Err(ApiError::unsupported("response_format", message));
+        }
+        let grammar = choice.grammar(format, &tools, parallel)?;
+        let reading = Some(Reading { format, tools: tools.into(), parallel });
+        let demands = grammar.is_some();
+        Ok(Form { reading, constraint: grammar.map(|grammar| app.compile(&grammar)).transpose()?, demands })
     }
-    let parallel = fields.parallel_tool_calls.unwrap_or(true);
-    let grammar = choice.grammar(format, &tools, parallel);
-    Ok((Some(format), grammar.map(|grammar| app.compile(&grammar)).transpose()?))
 }
 
 /// The conversation as tokens, up to where the answer begins.
@@ -182,6 +215,21 @@ fn plain(messages: &[Value], answer: bool) -> Result<String, ApiError> {
     Ok(text)
 }
 
+/// A call as the API has it: that of `number` in the answer `index` of the request `id`.
+pub(crate) fn tool_call(id: &str, index: usize, number: usize, call: &ToolCall) -> Value {
+    json!({
+        "id": format!("call_{}_{index}_{number}", id.trim_start_matches("chatcmpl-")),
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    })
+}
+
+/// The assistant's message that these calls are in.
+pub(crate) fn calling(content: &str, calls: Vec<Value>) -> Value {
+    let content = if content.is_empty() { Value::Null } else { content.into() };
+    json!({"role": "assistant", "content": content, "tool_calls": calls})
+}
+
 /// One answer on its way.
 struct Speaker {
     /// Its role was said.
@@ -236,16 +284,8 @@ impl Turn {
         json!({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
     }
 
-    fn call_id(&self, index: usize, call: usize) -> String {
-        format!("call_{}_{index}_{call}", self.id.trim_start_matches("chatcmpl-"))
-    }
-
     fn call(&self, index: usize, number: usize, call: &ToolCall) -> Value {
-        json!({
-            "id": self.call_id(index, number),
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        })
+        tool_call(&self.id, index, number, call)
     }
 
     /// The chunk that says who speaks, once; then what is said.
@@ -294,7 +334,10 @@ impl Shape for Turn {
     fn delta(&mut self, index: usize, token: &Token) -> Vec<Value> {
         let mut choices = Vec::new();
         let said = self.speakers[index].push(&token.text);
-        let scores = self.scorer.as_ref().map_or(Value::Null, |scorer| scorer.of_token(token, 0));
+        let scores = self
+            .scorer
+            .as_ref()
+            .map_or(Value::Null, |scorer| scorer.of_tokens(std::slice::from_ref(token), 0));
         self.say(index, said, scores, &mut choices);
         choices
     }

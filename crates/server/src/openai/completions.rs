@@ -1,5 +1,5 @@
 //! `POST /v1/completions`: text goes on.
-use super::generation::{Answers, Order};
+use super::generation::{Answers, Order, too_many};
 use super::request::{Common, CompletionFields, Prompt, check, check_together, read};
 use super::scores::Scorer;
 use super::stream::{self, Shape, finish_reason};
@@ -8,10 +8,11 @@ use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
 use crate::http::{blocking, json_body};
-use crate::job::{Done, Token};
+use crate::job::{Done, LogProb, Token};
 use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
+use kvist_engine::tokenizer::TextState;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -21,11 +22,16 @@ pub(crate) async fn completions(
     request: Request,
 ) -> Result<Response, ApiError> {
     let body = json_body(&app, request).await?;
-    let (order, shape, common) = blocking({
+    let name = caller.name.clone();
+    let (mut order, shape, common) = blocking({
         let app = app.clone();
         move || prepare(&app, &caller, body)
     })
     .await?;
+    if let Some(top) = order.logprobs.filter(|_| order.prompt_logprobs) {
+        let tokens = order.prompts.iter().map(|prompt| prompt.len()).sum();
+        order.leave = Some(app.scores.take(&name, tokens, top, order.deadline).await?);
+    }
     let answers = Answers::begin(&app, order)?;
     stream::respond(answers, shape, &common).await
 }
@@ -33,6 +39,7 @@ pub(crate) async fn completions(
 /// From a body to what is submitted.
 fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, Text, Common), ApiError> {
     check_together(&body, false)?;
+    check_answers(app, &body)?;
     check(&mut body, &app.schemas.completions, &app.bounds.model)?;
     let (common, fields): (Common, CompletionFields) = (read(&body)?, read(&body)?);
     let echo = fields.echo.unwrap_or(false);
@@ -50,14 +57,84 @@ fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, T
     .map(Arc::from)
     .collect();
     order.logprobs = fields.logprobs;
+    order.prompt_logprobs = echo && fields.logprobs.is_some();
     order.admit(app, Some(fields.max_tokens.unwrap_or(16)), "prompt")?;
     app.log_prompts(&order.id, &order.prompts);
     let echoes = match echo {
-        true => order.prompts.iter().map(|p| app.decode(p)).collect::<Result<_, _>>()?,
+        true if order.prompt_logprobs => order.prompts.iter().map(Echo::scored).collect(),
+        true => {
+            order.prompts.iter().map(|p| Ok(Echo::Text(app.decode(p)?))).collect::<Result<_, ApiError>>()?
+        }
         false => Vec::new(),
     };
-    let shape = Text::new(app, &order, echoes);
+    let shape = Text { echoes, ..Text::new(app, &order) };
     Ok((order, shape, common))
+}
+
+/// What the schema says in other words, or not at all.
+fn check_answers(app: &App, body: &Value) -> Result<(), ApiError> {
+    // Its branches differ in what they hold, so that of too many prompts it would tell whichever came furthest.
+    if let Some(prompts) = body["prompt"].as_array().filter(|prompts| prompts.iter().any(|p| !p.is_number()))
+    {
+        let n = body["n"].as_u64().and_then(|n| u32::try_from(n).ok()).unwrap_or(1).max(1);
+        let most = app.bounds.max_choices;
+        if prompts.len() as u64 * u64::from(n) > u64::from(most) {
+            return Err(too_many(prompts.len(), n, most));
+        }
+    }
+    if body["max_tokens"].as_f64() == Some(0.0) && body["echo"] != true {
+        let message = "`max_tokens` is 0, so that nothing is said: it needs `echo: true`, or at least 1";
+        return Err(ApiError::invalid("max_tokens", message));
+    }
+    Ok(())
+}
+
+/// A prompt that is given back.
+enum Echo {
+    Text(String),
+    /// With log-probabilities, token by token.
+    Scored {
+        prompt: Arc<[u32]>,
+        text: TextState,
+        made: Arc<Vec<Token>>,
+    },
+}
+
+impl Echo {
+    fn scored(prompt: &Arc<[u32]>) -> Self {
+        Echo::Scored { prompt: prompt.clone(), text: TextState::new(&[]), made: Arc::default() }
+    }
+
+    /// Scores of the next tokens. The first token has none.
+    fn add(&mut self, app: &App, scores: impl Iterator<Item = Option<LogProb>>) {
+        let Echo::Scored { prompt, text, made } = self else { return };
+        let made = Arc::make_mut(made);
+        let first = made.is_empty().then_some(None);
+        let tokenizer = app.engine.model().tokenizer();
+        for logprob in first.into_iter().chain(scores) {
+            let Some(&id) = prompt.get(made.len()) else { return };
+            let mut piece = tokenizer.and_then(|t| text.push(t, id).ok()).unwrap_or_default();
+            if made.len() + 1 == prompt.len() {
+                piece += &tokenizer.and_then(|t| text.finish(t).ok()).unwrap_or_default();
+            }
+            made.push(Token { id, text: piece, logprob });
+        }
+    }
+
+    /// All of its tokens, scored or not.
+    fn tokens(&mut self, app: &App) -> Arc<Vec<Token>> {
+        let left = match self {
+            Echo::Text(_) => return Arc::default(),
+            Echo::Scored { prompt, made, .. } => prompt.len() - made.len(),
+        };
+        if left > 0 {
+            self.add(app, (0..left).map(|_| None));
+        }
+        match self {
+            Echo::Scored { made, .. } => made.clone(),
+            Echo::Text(_) => Arc::default(),
+        }
+    }
 }
 
 /// How text completions are written.
@@ -67,21 +144,25 @@ pub(crate) struct Text {
     created: u64,
     n: usize,
     /// The prompts, if they are to be given back.
-    echoes: Vec<String>,
+    echoes: Vec<Echo>,
     /// Characters of each answer that were given out: where the next token's text begins.
     shown: Vec<usize>,
+    /// Scored tokens of its prompt that were given out, of each answer.
+    echoed: Vec<usize>,
     scorer: Option<Scorer>,
 }
 
 impl Text {
-    pub fn new(app: &Arc<App>, order: &Order, echoes: Vec<String>) -> Self {
+    pub fn new(app: &Arc<App>, order: &Order) -> Self {
+        let total = order.prompts.len() * order.n as usize;
         Text {
             app: app.clone(),
             id: order.id.clone(),
             created: app.now(),
             n: order.n as usize,
-            echoes,
-            shown: vec![0; order.prompts.len() * order.n as usize],
+            echoes: Vec::new(),
+            shown: vec![0; total],
+            echoed: vec![0; total],
             scorer: order.logprobs.is_some().then(|| Scorer::text(app)),
         }
     }
@@ -90,11 +171,39 @@ impl Text {
         json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish})
     }
 
-    /// The prompt, once, before the answer's first text.
+    /// The prompt as a text, once, before the answer's first text.
     fn echo(&self, index: usize) -> &str {
-        self.echoes.get(index / self.n).map_or("", String::as_str)
+        match self.echoes.get(index / self.n) {
+            Some(Echo::Text(text)) => text,
+            _ => "",
+        }
+    }
+
+    /// Tokens with their scores.
+    fn scored(&mut self, index: usize, tokens: &[Token], echo: &str) -> Value {
+        let text: String = std::iter::once(echo).chain(tokens.iter().map(|t| t.text.as_str())).collect();
+        let offset = self.shown[index];
+        let scores = self.scorer.as_ref().map_or(Value::Null, |scorer| scorer.of_tokens(tokens, offset));
+        self.shown[index] += text.chars().count();
+        self.choice(index, text, scores, None)
+    }
+
+    /// What of `tokens`, those of its prompt, was not given out.
+    fn rest(&mut self, index: usize, tokens: &[Token]) -> Vec<Value> {
+        let from = std::mem::replace(&mut self.echoed[index], tokens.len());
+        match tokens.get(from..).unwrap_or_default() {
+            [] => Vec::new(),
+            rest => rest.chunks(CHUNK_TOKENS).map(|rest| self.scored(index, rest, "")).collect(),
+        }
+    }
+
+    fn whole_prompt(&mut self, index: usize) -> Arc<Vec<Token>> {
+        self.echoes.get_mut(index / self.n).map_or_else(Arc::default, |echo| echo.tokens(&self.app))
     }
 }
+
+/// Tokens of a prompt in one chunk of a stream.
+const CHUNK_TOKENS: usize = 64;
 
 impl Shape for Text {
     fn head(&self, _streamed: bool) -> Value {
@@ -106,28 +215,44 @@ impl Shape for Text {
         })
     }
 
+    fn prompt(&mut self, index: usize, scores: Vec<LogProb>, streamed: bool) -> Vec<Value> {
+        let Some(echo) = self.echoes.get_mut(index / self.n) else { return Vec::new() };
+        echo.add(&self.app, scores.into_iter().map(Some));
+        let made = match echo {
+            Echo::Scored { made, .. } if streamed => made.clone(),
+            _ => return Vec::new(),
+        };
+        self.rest(index, &made)
+    }
+
+    fn before(&mut self, index: usize) -> Arc<Vec<Token>> {
+        self.whole_prompt(index)
+    }
+
     fn delta(&mut self, index: usize, token: &Token) -> Vec<Value> {
+        let prompt = self.whole_prompt(index);
+        let mut choices = self.rest(index, &prompt);
         let first = self.shown[index] == 0;
-        let echo = if first { self.echo(index) } else { "" };
-        if token.text.is_empty() && echo.is_empty() && self.scorer.is_none() {
-            return Vec::new();
+        let echo = if first { self.echo(index).to_string() } else { String::new() };
+        if !(token.text.is_empty() && echo.is_empty() && self.scorer.is_none()) {
+            choices.push(self.scored(index, std::slice::from_ref(token), &echo));
         }
-        let text = format!("{echo}{}", token.text);
-        let offset = self.shown[index];
-        let scores = self.scorer.as_ref().map_or(Value::Null, |scorer| scorer.of_token(token, offset));
-        self.shown[index] += text.chars().count();
-        vec![self.choice(index, text, scores, None)]
+        choices
     }
 
     fn last(&mut self, index: usize, done: &Done) -> Vec<Value> {
+        let prompt = self.whole_prompt(index);
+        let mut choices = self.rest(index, &prompt);
         let echo = if self.shown[index] == 0 { self.echo(index) } else { "" };
         let text = format!("{echo}{}", done.text);
-        vec![self.choice(index, text, Value::Null, Some(finish_reason(&done.finish)))]
+        choices.push(self.choice(index, text, Value::Null, Some(finish_reason(&done.finish))));
+        choices
     }
 
     fn whole(&mut self, index: usize, tokens: &[Token], done: &Done) -> Value {
+        let prompt = self.whole_prompt(index);
         let mut text = self.echo(index).to_string();
-        tokens.iter().for_each(|t| text += &t.text);
+        prompt.iter().chain(tokens).for_each(|t| text += &t.text);
         text += &done.text;
         self.choice(index, text, Value::Null, Some(finish_reason(&done.finish)))
     }

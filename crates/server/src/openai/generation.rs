@@ -5,8 +5,9 @@
 use super::request::{Common, OneOrMore};
 use crate::app::App;
 use crate::auth::Caller;
+use crate::body::Leave;
 use crate::error::ApiError;
-use crate::job::{Done, Event, Failure, Finish, Job, Rejected, Token};
+use crate::job::{Done, Event, Failure, Finish, Job, LogProb, Rejected, Token};
 use crate::metrics::Ended;
 use crate::structured::Compiled;
 use crate::worker::Generation;
@@ -43,6 +44,10 @@ pub(crate) struct Order {
     stops: Arc<Stops>,
     pub ignore_eos: bool,
     pub logprobs: Option<u8>,
+    /// Of the prompts' tokens too.
+    pub prompt_logprobs: bool,
+    /// The room that these take.
+    pub leave: Option<Leave>,
     pub constraint: Option<Compiled>,
     /// Control tokens that are written out.
     pub written: Vec<u32>,
@@ -101,6 +106,8 @@ impl Order {
             stops: Arc::default(),
             ignore_eos: common.ignore_eos.unwrap_or(false),
             logprobs: None,
+            prompt_logprobs: false,
+            leave: None,
             constraint: None,
             written: Vec::new(),
             salt: caller.salt(common.cache_salt.as_deref().unwrap_or_default()),
@@ -119,20 +126,15 @@ impl Order {
         let most = app.bounds.max_tokens;
         let choices = self.prompts.len() as u64 * u64::from(self.n);
         if choices > u64::from(app.bounds.max_choices) {
-            let message = format!(
-                "{} prompts times n = {} are {choices} answers; {} are allowed at once",
-                self.prompts.len(),
-                self.n,
-                app.bounds.max_choices
-            );
-            return Err(ApiError::invalid("n", message));
+            return Err(too_many(self.prompts.len(), self.n, app.bounds.max_choices));
         }
         for prompt in &self.prompts {
             let tokens = prompt.len() as u64;
             if tokens == 0 {
                 return Err(ApiError::invalid(param, "the prompt has no tokens"));
             }
-            if tokens >= u64::from(most) {
+            // Where nothing is generated, nothing needs room.
+            if tokens + u64::from(asked != Some(0)) > u64::from(most) {
                 let message = format!(
                     "the prompt has {tokens} tokens; prompt and answer together have room for {most}"
                 );
@@ -160,6 +162,8 @@ impl Order {
             stop: self.stops.clone(),
             ignore_eos: self.ignore_eos,
             logprobs: self.logprobs,
+            // One answer's are those of all.
+            prompt_logprobs: self.prompt_logprobs && choice == 0,
             constraint: self.constraint.as_ref().map(Compiled::constraint),
             written: self.written.clone(),
             name: self.caller.name.clone(),
@@ -169,6 +173,16 @@ impl Order {
             explain: self.explain,
         }
     }
+}
+
+/// More answers than a request may have.
+pub(crate) fn too_many(prompts: usize, n: u32, most: u32) -> ApiError {
+    let message = format!(
+        "the request has {prompts} prompts and n = {n}: {} answers, and `max_choices` allows {most} of one request. \
+         Send fewer prompts at a time, or a smaller `n`",
+        prompts as u64 * u64::from(n)
+    );
+    ApiError::invalid(if n > 1 { "n" } else { "prompt" }, message)
 }
 
 fn sampling(common: &Common) -> SamplerConfig {
@@ -200,6 +214,8 @@ pub(crate) fn random_seed() -> u64 {
 
 /// What an answer tells.
 pub(crate) enum Said {
+    /// Of tokens of its prompt, from the second on. The first answer to a prompt tells them.
+    Prompt(Vec<LogProb>),
     Token(Token),
     /// Its end. Of [`Finish::Deadline`] and [`Finish::Cancelled`] the server's user is told.
     Done(Done),
@@ -279,6 +295,10 @@ impl Answers {
     }
     pub fn prompts(&self) -> usize {
         self.order.prompts.len()
+    }
+    /// The room that log-probabilities of prompts take, until whoever has them lets go of it.
+    pub fn take_leave(&mut self) -> Option<Leave> {
+        self.order.leave.take()
     }
     pub fn retry_after_s(&self) -> u32 {
         self.app.retry_after_s()
@@ -400,6 +420,7 @@ impl Answers {
                 }
                 None
             }
+            Event::Prompt(scores) => Some(Ok(Said::Prompt(scores))),
             Event::Token(token) => {
                 let clock = &mut self.clocks[index];
                 match clock.last {

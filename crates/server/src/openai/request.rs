@@ -1,4 +1,5 @@
 //! What a request may say: the schemas that bodies are checked against, and what is read from a body that passed.
+use super::scores::MAX_TOP;
 use crate::config::LimitsSection;
 use crate::error::ApiError;
 use crate::schema::{self, NATURAL};
@@ -202,22 +203,23 @@ fn completions(b: &Bounds) -> Value {
                 titled("a list of lists of tokens", list(tokens(), b.max_choices)),
             ],
         },
-        "max_tokens": or_null(json!({"type": "integer", "minimum": 1, "maximum": u32::MAX, "default": 16,
-            "description": "Tokens to generate at most. An answer ends where the context is full."})),
-        "echo": boolean(false, "Give the prompt back before the answer. Not together with logprobs."),
+        "max_tokens": or_null(json!({"type": "integer", "minimum": 0, "maximum": u32::MAX, "default": 16,
+            "description": "Tokens to generate at most. An answer ends where the context is full. 0 needs `echo`."})),
+        "echo": boolean(false, "Give the prompt back before the answer; with `logprobs` those of its tokens too."),
         "best_of": or_null(json!({"type": "integer", "enum": [1, null],
             "description": "kvist does not choose among answers: ask for `n`."})),
-        "logprobs": integer(0, 20, "Log-probabilities of the tokens, and of this many of the likeliest."),
+        "logprobs": integer(0, i64::from(MAX_TOP),
+            "Log-probabilities of the tokens, and of this many of the likeliest."),
     });
     fields.extend(own.as_object().cloned().unwrap_or_default());
     let refused = json!({
         "suffix": "kvist continues a text, and does not fill gaps in one",
     });
     let mut schema = object(fields, &["prompt"], refused);
-    // Prompts are not scored.
+    // An answer says something.
     schema["anyOf"] = json!([
-        {"properties": {"echo": {"enum": [false, null]}}},
-        {"properties": {"logprobs": {"type": "null"}}},
+        {"properties": {"max_tokens": {"type": ["integer", "null"], "minimum": 1}}},
+        {"required": ["echo"], "properties": {"echo": {"const": true}}},
     ]);
     schema
 }
@@ -238,8 +240,8 @@ fn chat(b: &Bounds) -> Value {
         "logprobs": boolean(false, "Log-probabilities of the tokens."),
         "top_logprobs": integer(0, 20, "Of this many of the likeliest tokens too; needs `logprobs`."),
         "response_format": response_format(),
-        "tools": or_null(json!({"type": "array", "maxItems": if b.tools { 128 } else { 0 }, "items": tool()})),
-        "tool_choice": if b.tools { tool_choice() } else { or_null(json!({"type": "string", "enum": ["none", null]})) },
+        "tools": tools(b),
+        "tool_choice": tool_choice(b),
         "parallel_tool_calls": boolean(true, "False: one call at most."),
         "chat_template_kwargs": or_null(json!({"type": "object", "description":
             "More names for the model's template, such as `enable_thinking` (vLLM)."})),
@@ -278,10 +280,6 @@ const NO_TEMPLATE: &str = "this model has no chat template";
 /// What no schema says as well: fields that exclude each other, told before the schema is asked.
 pub(crate) fn check_together(body: &Value, tools: bool) -> Result<(), ApiError> {
     let given = |name: &str| body.get(name).is_some_and(|value| !value.is_null());
-    if body.get("echo") == Some(&Value::Bool(true)) && given("logprobs") {
-        let message = "`echo` with `logprobs` is not supported: prompts are not scored";
-        return Err(ApiError::unsupported("echo", message));
-    }
     if given("top_logprobs") && body.get("logprobs") != Some(&Value::Bool(true)) {
         return Err(ApiError::invalid("top_logprobs", "`top_logprobs` needs `logprobs` to be true"));
     }
@@ -395,7 +393,14 @@ fn tool() -> Value {
     })
 }
 
-fn tool_choice() -> Value {
+pub(crate) fn tools(b: &Bounds) -> Value {
+    or_null(json!({"type": "array", "maxItems": if b.tools { 128 } else { 0 }, "items": tool()}))
+}
+
+pub(crate) fn tool_choice(b: &Bounds) -> Value {
+    if !b.tools {
+        return or_null(json!({"type": "string", "enum": ["none", null]}));
+    }
     json!({
         "description": "Whether tools are called: `auto` is the default where there are tools.",
         "anyOf": [
@@ -431,7 +436,7 @@ pub(crate) fn response_format() -> Value {
             "description": ignored(json!({"type": "string"})),
             "schema": {"type": "object", "description":
                 "A JSON schema. What of it cannot be enforced is refused by its path."},
-            "strict": boolean(false, "Refuse also what can only be approximated."),
+            "strict": boolean(false, "What cannot be enforced is refused in either case."),
         },
     });
     json!({

@@ -1,12 +1,67 @@
 //! Log-probabilities, as the two endpoints write them: token by token, so that a long answer's need not be in memory at
 //! once. They are some hundred bytes for each of up to 21 tokens in the place of one.
+//!
+//! Those of a prompt are computed faster than any client reads: [`ScoreRoom`] bounds what there is of them at a time.
 use super::tokens::name_of;
 use crate::app::App;
-use crate::job::Token;
+use crate::body::{Lane, Leave};
+use crate::error::ApiError;
+use crate::job::{LogProb, Token};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 use std::sync::Arc;
+use std::time::Instant;
+
+/// Most log-probabilities beside a token's own.
+pub(crate) const MAX_TOP: u8 = 20;
+
+/// Room for the log-probabilities of prompts, over all requests. Every name has a share that no other can take.
+pub(crate) struct ScoreRoom {
+    lane: Lane,
+    /// Of one request.
+    most: usize,
+}
+
+/// What one request may take at least.
+const MIN_ROOM: usize = 16 << 20;
+/// Requests that may take as much as that at a time.
+const REQUESTS: usize = 4;
+
+/// Bytes that a prompt's token takes with so many log-probabilities: it, its text, and the list.
+fn bytes_of_token(top: u8) -> usize {
+    size_of::<Token>() + 32 + usize::from(top) * size_of::<(u32, f32)>() + size_of::<LogProb>()
+}
+
+impl ScoreRoom {
+    /// One request may ask for those of a whole context.
+    pub fn new(context: u32, names: &[Arc<str>]) -> Self {
+        let most = (context as usize).saturating_mul(bytes_of_token(MAX_TOP)).max(MIN_ROOM);
+        ScoreRoom { lane: Lane::new(most.saturating_mul(REQUESTS), most, names), most }
+    }
+
+    /// Room for so many tokens of prompts. Waits for it until the deadline.
+    pub async fn take(
+        &self,
+        name: &str,
+        tokens: usize,
+        top: u8,
+        deadline: Instant,
+    ) -> Result<Leave, ApiError> {
+        let bytes = tokens.saturating_mul(bytes_of_token(top));
+        if bytes > self.most {
+            let fit = self.most / bytes_of_token(top);
+            let message = format!(
+                "`echo` with `logprobs`: the prompts have {tokens} tokens, and one request may have those of {fit} scored \
+                 with {top} log-probabilities each. Send fewer prompts at a time, or a smaller `logprobs`"
+            );
+            return Err(ApiError::invalid("prompt", message));
+        }
+        let leave = self.lane.take(name, bytes);
+        let leave = tokio::time::timeout_at(deadline.into(), leave).await;
+        leave.map_err(|_| ApiError::deadline())?.ok_or_else(|| ApiError::internal("no room for scores"))
+    }
+}
 
 /// Writes scores for one endpoint: a column of entries after the other, with an entry for each token.
 #[derive(Clone)]
@@ -27,7 +82,7 @@ enum Entry<'a> {
     Scored(Scored<'a>),
     Name(Cow<'a, str>),
     LogProb(Option<f64>),
-    Tops(Map<String, Value>),
+    Tops(Option<Map<String, Value>>),
     Offset(usize),
 }
 
@@ -65,17 +120,24 @@ impl Scorer {
         let _ = serde_json::to_writer(out, &self.entry(column, token, offset));
     }
 
-    /// All of one token's, in a document of its own.
-    pub fn of_token(&self, token: &Token, offset: usize) -> Value {
-        let entry =
-            |column: usize| serde_json::to_value(self.entry(column, token, offset)).unwrap_or_default();
+    /// All of some tokens', in a document of their own.
+    pub fn of_tokens(&self, tokens: &[Token], offset: usize) -> Value {
+        let column = |column: usize| -> Value {
+            let mut offset = offset;
+            let entry = |token: &Token| {
+                let entry = serde_json::to_value(self.entry(column, token, offset)).unwrap_or_default();
+                offset += token.text.chars().count();
+                entry
+            };
+            tokens.iter().map(entry).collect()
+        };
         match self.chat {
-            true => json!({"content": [entry(0)], "refusal": null}),
+            true => json!({"content": column(0), "refusal": null}),
             false => json!({
-                "tokens": [entry(0)],
-                "token_logprobs": [entry(1)],
-                "top_logprobs": [entry(2)],
-                "text_offset": [entry(3)],
+                "tokens": column(0),
+                "token_logprobs": column(1),
+                "top_logprobs": column(2),
+                "text_offset": column(3),
             }),
         }
     }
@@ -100,7 +162,8 @@ impl Scorer {
                 let mut tops: Map<String, Value> = top.map(named).collect();
                 // The token itself is always among them, and before another one of the same name.
                 tops.insert(name_of(&self.app, token.id).text.into_owned(), own.into());
-                Entry::Tops(tops)
+                // Before the first token of a prompt stands nothing.
+                Entry::Tops(token.logprob.is_some().then_some(tops))
             }
             _ => Entry::Offset(offset),
         }

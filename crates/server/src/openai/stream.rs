@@ -6,9 +6,9 @@
 use super::generation::{Answers, Said, Supplied};
 use super::request::Common;
 use super::scores::Scorer;
-use crate::body::blocking;
+use crate::body::{Leave, blocking};
 use crate::error::ApiError;
-use crate::job::{Done, Finish, Token};
+use crate::job::{Done, Finish, LogProb, Token};
 use axum::body::Body;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::sse::{Event, KeepAlive, Sse};
@@ -19,12 +19,24 @@ use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::future::ready;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How an endpoint writes answers.
 pub(crate) trait Shape: Send + 'static {
     /// The document around choices; `streamed` for chunks.
     fn head(&self, streamed: bool) -> Value;
+    /// Log-probabilities of a prompt have come, by way of this answer: the choices of chunks that say them, where they are
+    /// `streamed`.
+    fn prompt(&mut self, index: usize, scores: Vec<LogProb>, streamed: bool) -> Vec<Value> {
+        let _ = (index, scores, streamed);
+        Vec::new()
+    }
+    /// Tokens of the prompt that are scored before those of this answer, when it is over.
+    fn before(&mut self, index: usize) -> Arc<Vec<Token>> {
+        let _ = index;
+        Arc::default()
+    }
     /// The choices of chunks that say this token of an answer: often one, sometimes none.
     fn delta(&mut self, index: usize, token: &Token) -> Vec<Value>;
     /// The choices that end it, the last one with the reason.
@@ -71,6 +83,7 @@ async fn whole(mut answers: Answers, mut shape: impl Shape) -> Result<Response, 
     let mut ends: Vec<Option<Done>> = vec![None; answers.total()];
     while let Some(said) = answers.next().await {
         match said? {
+            (index, Said::Prompt(scores)) => drop(shape.prompt(index, scores, false)),
             (index, Said::Token(token)) => tokens[index].push(token),
             (index, Said::Done(done)) => ends[index] = Some(done),
         }
@@ -92,13 +105,18 @@ async fn whole(mut answers: Answers, mut shape: impl Shape) -> Result<Response, 
     if kvist.as_object().is_some_and(|k| !k.is_empty()) {
         behind["kvist"] = kvist;
     }
+    let leave = answers.take_leave();
     drop(answers);
     let (document, first) = blocking(move || {
         let ends = ends.iter().flatten();
         let choices = tokens.into_iter().zip(ends).enumerate();
-        let choices = choices.map(|(index, (tokens, done))| (shape.whole(index, &tokens, done), tokens));
+        let choices = choices.map(|(index, (tokens, done))| {
+            let document = shape.whole(index, &tokens, done);
+            Choice { document, before: shape.before(index), tokens }
+        });
         let choices = choices.collect();
-        let mut document = Document { scorer: shape.scorer(), choices, behind, place: Place::Choice(0) };
+        let mut document =
+            Document { scorer: shape.scorer(), choices, behind, place: Place::Choice(0), _leave: leave };
         let mut first = open(&shape.head(false));
         first.extend(b",\"choices\":[");
         document.write(&mut first);
@@ -138,10 +156,18 @@ const PART_BYTES: usize = 256 << 10;
 #[derive(Default)]
 struct Document {
     scorer: Option<Scorer>,
-    choices: Vec<(Value, Vec<Token>)>,
+    choices: Vec<Choice>,
     /// The fields behind the choices.
     behind: Value,
     place: Place,
+    _leave: Option<Leave>,
+}
+
+struct Choice {
+    document: Value,
+    /// Scored tokens: those of the prompt, which several share, and the answer's.
+    before: Arc<Vec<Token>>,
+    tokens: Vec<Token>,
 }
 
 /// What comes next.
@@ -184,7 +210,7 @@ impl Document {
                 if choice > 0 {
                     out.push(b',');
                 }
-                let document = &mut self.choices[choice].0;
+                let document = &mut self.choices[choice].document;
                 let Some(scorer) = &self.scorer else {
                     out.extend(document.to_string().as_bytes());
                     return Place::Choice(choice + 1);
@@ -199,8 +225,9 @@ impl Document {
             }
             Place::Score { choice, column, token, offset } => {
                 let Some(scorer) = &self.scorer else { return Place::Over };
-                let tokens = &mut self.choices[choice].1;
-                if let Some(scored) = tokens.get(token) {
+                let Choice { before, tokens, .. } = &mut self.choices[choice];
+                let scored = before.get(token).or_else(|| tokens.get(token.checked_sub(before.len())?));
+                if let Some(scored) = scored {
                     if token > 0 {
                         out.push(b',');
                     }
@@ -214,7 +241,7 @@ impl Document {
                     return Place::Score { choice, column: column + 1, token: 0, offset: 0 };
                 }
                 out.push(b'}');
-                *tokens = Vec::new();
+                (*before, *tokens) = Default::default();
                 Place::Choice(choice + 1)
             }
             Place::Over => Place::Over,
@@ -270,6 +297,10 @@ fn stream(answers: Answers, shape: impl Shape, include_usage: bool) -> Response 
 impl<S: Shape> Streaming<S> {
     async fn step(&mut self) {
         match self.answers.next().await {
+            Some(Ok((index, Said::Prompt(scores)))) => {
+                let choices = self.shape.prompt(index, scores, true);
+                self.say(choices, false);
+            }
             Some(Ok((index, Said::Token(token)))) => {
                 let choices = self.shape.delta(index, &token);
                 self.say(choices, false);

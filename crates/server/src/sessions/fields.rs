@@ -1,6 +1,7 @@
 //! What requests about sessions may say.
 use crate::openai::request::{
     Bounds, boolean, common, integer, message, number_of_tokens, object, or_null, response_format,
+    tool_choice, tools,
 };
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -82,6 +83,7 @@ fn create(b: &Bounds) -> Value {
             "chat_template_kwargs".into(),
             or_null(json!({"type": "object", "description": "More names for the model's template."})),
         );
+        all.insert("tools".into(), tools(b));
     }
     let mut schema = object(all, &[], json!({}));
     schema["anyOf"] = CONTENT.iter().map(|name| json!({"properties": alone(name)})).collect();
@@ -115,13 +117,14 @@ fn generate(b: &Bounds) -> Value {
             "Begin an answer of the assistant. Without it: if the session is made of messages, and its last one is none \
              that may go on. False goes on with the tokens as they are."})),
     })));
+    all.insert("tools".into(), tools(b));
+    all.insert("tool_choice".into(), tool_choice(b));
+    all.insert("parallel_tool_calls".into(), boolean(true, "False: one call at most."));
     let refused = json!({
         "n": "fork the session, and generate in every branch",
         "cache_salt": "it is the session's, given when it was made",
         "messages": "append them first",
         "prompt": "append it first",
-        "tools": "sessions do not read calls back: use /v1/chat/completions",
-        "tool_choice": "sessions do not read calls back: use /v1/chat/completions",
     });
     let mut schema = object(all, &[], refused);
     schema["anyOf"] = json!([
@@ -169,6 +172,7 @@ pub(super) struct CreateFields {
     pub name: Option<String>,
     pub cache_salt: Option<String>,
     pub chat_template_kwargs: Option<Map<String, Value>>,
+    pub tools: Option<Vec<Value>>,
 }
 
 #[derive(Deserialize)]
@@ -179,6 +183,9 @@ pub(super) struct GenerateFields {
     pub top_logprobs: Option<u8>,
     pub response_format: Option<Value>,
     pub add_generation_prompt: Option<bool>,
+    pub tools: Option<Vec<Value>>,
+    pub tool_choice: Option<Value>,
+    pub parallel_tool_calls: Option<bool>,
 }
 
 #[derive(Clone, Copy, Deserialize)]

@@ -5,19 +5,19 @@
 use super::fields::GenerateFields;
 use super::history::History;
 use super::store::Claim;
-use super::verbs::moment;
+use super::verbs::{known_tools, moment};
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
 use crate::http::{Path, blocking, json_body};
 use crate::job::{Done, Event, Finish, Token};
-use crate::openai::chat::{PLAIN_STOP, Turn};
+use crate::openai::chat::{Form, PLAIN_STOP, Reading, Turn, calling, tool_call};
 use crate::openai::completions::Text;
 use crate::openai::generation::{Answers, Order, Told};
 use crate::openai::request::{Common, check, check_together, read};
 use crate::openai::scores::Scorer;
 use crate::openai::stream::{self, Shape};
-use crate::structured::ResponseFormat;
+use crate::tools::ToolParser;
 use crate::worker::Generation;
 use axum::Extension;
 use axum::extract::{Request, State};
@@ -44,14 +44,14 @@ pub(crate) async fn generate(
     let (prompt, deadline) = (order.prompts[0].clone(), order.deadline);
     run.wait(&prompt, deadline).await?;
     let session = run.claim.id.to_string();
-    let chats = run.chats;
+    let (chats, parser) = (run.chats, run.parser.clone());
     order.record = Some(Box::new(|generation| run.follow(generation)));
     let (logprobs, id) = (order.logprobs.is_some(), order.id.clone());
-    let text = Text::new(&app, &order, Vec::new());
+    let text = Text::new(&app, &order);
     let answers = Answers::begin(&app, order)?;
     match chats {
         true => {
-            let shape = Turn::new(&app, id, std::iter::once(None), logprobs);
+            let shape = Turn::new(&app, id, std::iter::once(parser), logprobs);
             stream::respond(answers, Within { shape, session }, &common).await
         }
         false => stream::respond(answers, Within { shape: text, session }, &common).await,
@@ -66,11 +66,16 @@ fn prepare(
     mut body: Value,
 ) -> Result<(Order, Run, Common), ApiError> {
     let id = app.sessions.id(id)?;
-    check_together(&body, true)?;
+    check_together(&body, app.bounds.tools)?;
     check(&mut body, &app.schemas.sessions.generate, &app.bounds.model)?;
     let (common, fields): (Common, GenerateFields) = (read(&body)?, read(&body)?);
     let claim = app.sessions.claim(moment(app), &caller.name, id, true)?;
-    let began = begin(app, &claim.history, fields.add_generation_prompt)?;
+    let tools = match &fields.tools {
+        Some(tools) => tools.as_slice(),
+        None => claim.history.tools(),
+    };
+    let (form, history) = form(app, &claim.history, &fields, tools)?;
+    let began = begin(app, &history, fields.add_generation_prompt)?;
     if began.tokens.is_empty() {
         let message = "the session is empty: append `messages`, `text` or `tokens` first";
         return Err(ApiError::new(StatusCode::CONFLICT, "session_empty", message));
@@ -78,9 +83,23 @@ fn prepare(
     let chats = began.has_messages() && !began.has_tail();
     let kind = if chats { "chatcmpl" } else { "cmpl" };
     let mut order = Order::new(app, caller, &common, app.new_id(kind), "sessions")?;
-    let format = fields.response_format.as_ref().filter(|format| !format.is_null());
-    let grammar = format.map(ResponseFormat::from_json).transpose()?.and_then(|format| format.grammar());
-    order.constraint = grammar.map(|grammar| app.compile(&grammar)).transpose()?;
+    order.constraint = form.constraint;
+    let reading = form.reading.filter(|_| chats);
+    if reading.is_none() && asks_for_calls(&fields) {
+        let message = "`tools` are for answers of the assistant, and this session goes on as a text: append `messages`, \
+                       or leave `tools` and `tool_choice` out";
+        return Err(ApiError::invalid("tools", message));
+    }
+    // An answer that goes on may have begun a call.
+    let before = began.open_text().unwrap_or_default().to_string();
+    let parser = reading.as_ref().map(|reading| {
+        let mut parser = reading.parser();
+        parser.push(&before, &mut Vec::new());
+        parser
+    });
+    if reading.is_some() {
+        order.written = app.marks.clone();
+    }
     order.salt = claim.salt.clone();
     order.prompts = vec![began.tokens.as_slice().into()];
     if chats && app.engine.model().chat_template().is_none() {
@@ -97,10 +116,55 @@ fn prepare(
         from: began.tokens.len(),
         began: Some(began),
         text: String::new(),
+        before,
+        reading,
+        parser,
+        request: order.id.clone(),
         last: None,
         ignore_eos: order.ignore_eos,
     };
     Ok((order, run, common))
+}
+
+/// The request itself says that calls are wanted.
+fn asks_for_calls(fields: &GenerateFields) -> bool {
+    match fields.tool_choice.as_ref().filter(|choice| !choice.is_null()) {
+        Some(choice) => choice != "none",
+        None => fields.tools.as_ref().is_some_and(|tools| !tools.is_empty()),
+    }
+}
+
+/// What the answer must look like, and the history with the tools that its template is told of.
+fn form(
+    app: &App,
+    history: &History,
+    fields: &GenerateFields,
+    tools: &[Value],
+) -> Result<(Form, History), ApiError> {
+    known_tools(tools)?;
+    let goes_on = history.is_open() && fields.add_generation_prompt != Some(true);
+    let another = "an answer that goes on: `add_generation_prompt: true` begins another one";
+    if goes_on && tools != history.tools() {
+        let message =
+            format!("`tools` cannot change inside an answer, and the session's last message is {another}");
+        return Err(ApiError::invalid("tools", message));
+    }
+    // Tools that the session knows from before are no wish of this request.
+    let wanted = fields.response_format.as_ref().filter(|format| !format.is_null());
+    let silent = fields.tools.is_none() && fields.tool_choice.is_none();
+    let none = Value::from("none");
+    let choice = match silent && (wanted.is_some() || app.tools.is_none()) {
+        true => Some(&none),
+        false => fields.tool_choice.as_ref(),
+    };
+    let form = Form::new(app, tools, choice, fields.parallel_tool_calls.unwrap_or(true), wanted)?;
+    if goes_on && form.demands {
+        let message = format!(
+            "`tool_choice` demands a call, which begins an answer, and the session's last message is {another}"
+        );
+        return Err(ApiError::invalid("tool_choice", message));
+    }
+    Ok((form, history.with_tools(tools)))
 }
 
 /// The history that is the prompt.
@@ -129,6 +193,13 @@ struct Run {
     from: usize,
     /// Text so far.
     text: String,
+    /// What the answer that goes on had said before.
+    before: String,
+    /// How calls are read from the answer, and what reads them for the client.
+    reading: Option<Reading>,
+    parser: Option<ToolParser>,
+    /// The request's id, of which calls have theirs.
+    request: String,
     last: Option<u32>,
     ignore_eos: bool,
 }
@@ -218,6 +289,13 @@ impl Run {
             && self.last.is_some_and(|token| self.app.engine.model().end_tokens().contains(&token));
         self.text += done.map_or("", |done| &done.text);
         let (app, from, text) = (self.app, self.from, self.text);
+        let raw = self.before + &text;
+        let calling = self.reading.filter(|_| stopped || at_end).and_then(|reading| {
+            let (content, calls) = reading.parser().whole(&raw);
+            let calls: Vec<Value> =
+                calls.iter().enumerate().map(|(n, call)| tool_call(&self.request, 0, n, call)).collect();
+            (!calls.is_empty()).then(|| calling(&content, calls))
+        });
         self.claim.end(Instant::now(), |history| {
             let settled = match stopped || at_end {
                 true => history.end_answer(&*app, from, end, stopped.then_some(text.as_str())),
@@ -225,6 +303,9 @@ impl Run {
             };
             if let Err(error) = settled {
                 tracing::error!(target: "kvist::server", "a session's text: {error}");
+            }
+            if let Some(calling) = calling {
+                history.show_last(&*app, &raw, calling);
             }
         });
     }

@@ -22,7 +22,7 @@ use serde_json::{Map, Value, json};
 use std::sync::Arc;
 #[cfg(test)]
 pub(crate) use weight::MIN_CHARGE;
-pub(crate) use weight::weight_of_names;
+pub(crate) use weight::{weight, weight_of_names};
 
 /// Tokens, and who said what. A clone shares both until one of them is changed.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -48,7 +48,10 @@ struct Said {
 /// One message, and where it stands.
 #[derive(Clone, Debug, PartialEq)]
 struct Message {
+    /// As the template is given it: of a generated one, the content is what was drawn.
     body: Value,
+    /// As it is told, if that is another: with the calls of tools that were read from it.
+    shown: Option<Value>,
     begins: Option<Place>,
     /// Of a generated one: where its content begins. It goes up to `ends`, which is the history's end while it is open.
     content: Option<(Place, Option<usize>)>,
@@ -60,6 +63,9 @@ struct Place {
     token: usize,
     byte: usize,
 }
+
+/// The name under which templates know tools. It is none that a request may set by itself.
+pub(crate) const TOOLS: &str = "tools";
 
 impl History {
     /// Of a conversation that nobody has begun.
@@ -90,6 +96,49 @@ impl History {
         let whole = a.chunks_exact(PIECE).zip(b.chunks_exact(PIECE)).take_while(|(a, b)| a == b).count();
         let from = whole * PIECE;
         from + a[from..].iter().zip(&b[from..]).take_while(|(a, b)| a == b).count()
+    }
+
+    /// The tools that the template is told of.
+    pub fn tools(&self) -> &[Value] {
+        let names = self.said.as_ref().and_then(|said| said.kwargs.get(TOOLS));
+        names.and_then(Value::as_array).map_or(&[], Vec::as_slice)
+    }
+
+    /// From the next rendering on the template is told of these tools.
+    pub fn with_tools(&self, tools: &[Value]) -> Self {
+        let mut history = self.clone();
+        if let Some(said) = history.said.as_mut().filter(|_| self.tools() != tools) {
+            let kwargs = &mut Arc::make_mut(said).kwargs;
+            let mut names = Map::clone(kwargs);
+            names.shift_remove(TOOLS);
+            if !tools.is_empty() {
+                names.insert(TOOLS.into(), tools.into());
+            }
+            *kwargs = Arc::new(names);
+            history.weigh();
+        }
+        history
+    }
+
+    /// What its last message says, if that is an answer that may go on.
+    pub fn open_text(&self) -> Option<&str> {
+        let said = self.said.as_ref().filter(|said| said.tail.is_none())?;
+        let (content, _) = said.open()?;
+        said.text.get(content.byte..)
+    }
+
+    /// The last message, an answer of the text `raw`, is told as `shown`. Where its tokens do not give that text again (the
+    /// marks of calls are control tokens), the template is to write the calls.
+    pub fn show_last(&mut self, scribe: &impl Scribe, raw: &str, shown: Value) {
+        let Some(message) = self.said.as_mut().and_then(|said| Arc::make_mut(said).messages.last_mut())
+        else {
+            return;
+        };
+        match message.body["content"] == scribe.content(raw).as_str() {
+            true => message.shown = Some(shown),
+            false => message.body = shown,
+        }
+        self.weigh();
     }
 
     /// What follows is none of its messages.
@@ -162,7 +211,8 @@ impl History {
             said.text.truncate(content.byte);
             said.text += &answer;
             if let Some(message) = said.messages.last_mut() {
-                message.body["content"] = scribe.content(&answer).into();
+                message.body = json!({"role": "assistant", "content": scribe.content(&answer)});
+                message.shown = None;
             }
         }
         self.weigh();
@@ -175,7 +225,7 @@ impl History {
         let last = said.messages.len().saturating_sub(1);
         let show = |(i, message): (usize, &Message)| {
             json!({
-                "message": message.body,
+                "message": message.shown.as_ref().unwrap_or(&message.body),
                 "begins": message.begins.map(|begins| begins.token),
                 "open": i == last && self.is_open(),
             })

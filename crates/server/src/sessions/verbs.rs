@@ -1,6 +1,6 @@
 //! The verbs of sessions, but for `generate`.
 use super::fields::{Content, CreateFields, ForkFields, KeepFields, RollbackFields};
-use super::history::{History, Scribe, admit, weight_of_names};
+use super::history::{History, Scribe, TOOLS, admit, weight, weight_of_names};
 use super::store::{Claim, Draft, Moment, Seen};
 use crate::app::App;
 use crate::auth::Caller;
@@ -9,6 +9,7 @@ use crate::http::{Path, blocking, json_body};
 use crate::openai::chat::render;
 use crate::openai::request::{check, read};
 use crate::openai::tokens;
+use crate::tools::tools_from_json;
 use axum::extract::{Request, State};
 use axum::{Extension, Json};
 use kvist_engine::template::Conversation;
@@ -28,7 +29,13 @@ impl Scribe for App {
         kwargs: &Map<String, Value>,
         answer: bool,
     ) -> Result<String, ApiError> {
-        let conversation = Conversation { messages, tools: &[], add_generation_prompt: answer, kwargs };
+        let Some(tools) = kwargs.get(TOOLS).and_then(Value::as_array) else {
+            let conversation = Conversation { messages, tools: &[], add_generation_prompt: answer, kwargs };
+            return render(self, &conversation);
+        };
+        let mut kwargs = kwargs.clone();
+        kwargs.shift_remove(TOOLS);
+        let conversation = Conversation { messages, tools, add_generation_prompt: answer, kwargs: &kwargs };
         render(self, &conversation)
     }
 
@@ -92,7 +99,7 @@ fn grown(app: &App, history: &History, content: Content) -> Result<History, ApiE
     let (grown, param) = match content {
         Content { messages: Some(messages), .. } => {
             let begun = History::of_messages(Map::new());
-            let before = if first { &begun } else { history };
+            let before = if first && !history.has_messages() { &begun } else { history };
             (before.with_messages(app, &messages)?, "messages")
         }
         Content { text: Some(text), .. } => {
@@ -108,6 +115,19 @@ fn grown(app: &App, history: &History, content: Content) -> Result<History, ApiE
 
 /// Bytes of `chat_template_kwargs` in memory.
 const MAX_NAMES: usize = 16 << 10;
+/// Bytes of `tools` in memory.
+const MAX_TOOLS: usize = 256 << 10;
+
+/// Tools that a session is to know.
+pub(super) fn known_tools(tools: &[Value]) -> Result<(), ApiError> {
+    tools_from_json(tools)?;
+    let bytes: usize = tools.iter().map(|tool| size_of::<Value>() + weight(tool)).sum();
+    if bytes > MAX_TOOLS {
+        let message = format!("`tools` has {bytes} bytes in memory; {MAX_TOOLS} are allowed in a session");
+        return Err(ApiError::invalid("tools", message));
+    }
+    Ok(())
+}
 
 pub(crate) async fn create(
     State(app): State<Arc<App>>,
@@ -126,16 +146,23 @@ pub(crate) async fn create(
                 return Err(ApiError::invalid("chat_template_kwargs", message));
             }
         }
-        let empty = match (&content.messages, fields.chat_template_kwargs) {
-            (None, None) => History::default(),
-            (_, kwargs) => History::of_messages(kwargs.unwrap_or_default()),
+        if fields.chat_template_kwargs.as_ref().is_some_and(|names| names.contains_key(TOOLS)) {
+            let message = "`chat_template_kwargs.tools` is not to be set: `tools` gives it";
+            return Err(ApiError::invalid("chat_template_kwargs", message));
+        }
+        let tools = fields.tools.unwrap_or_default();
+        known_tools(&tools)?;
+        let empty = match (&content.messages, &fields.chat_template_kwargs) {
+            (None, None) if tools.is_empty() => History::default(),
+            (_, kwargs) => History::of_messages(kwargs.clone().unwrap_or_default()).with_tools(&tools),
         };
         if empty.has_messages()
             && content.messages.is_none()
             && (content.text.is_some() || content.tokens.is_some())
         {
-            let message = "`chat_template_kwargs` is for sessions made of messages";
-            return Err(ApiError::invalid("chat_template_kwargs", message));
+            let name = if tools.is_empty() { "chat_template_kwargs" } else { "tools" };
+            let message = format!("`{name}` is for sessions made of messages");
+            return Err(ApiError::invalid(name, message));
         }
         let history = grown(&app, &empty, content)?;
         let draft = Draft {

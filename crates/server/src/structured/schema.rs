@@ -2,44 +2,42 @@
 //!
 //! Refused, each with its path: what is no schema; keywords that JSON Schema knows and that can not be enforced (`not`,
 //! `if`, `uniqueItems`, …), because an answer that ignores them would not be valid; references to other documents, to
-//! anchors and to nowhere; too many bytes, too deep a nesting. Keywords that JSON Schema does not know are annotations,
+//! anchors and to nowhere; `oneOf` whose alternatives may hold at once ([`disjoint`]); too many bytes, too deep a nesting. Keywords that JSON Schema does not know are annotations,
 //! as it says itself. Properties come in the order of the schema.
 use super::InvalidParameter;
+use super::disjoint::disjoint;
 use serde_json::{Map, Value, json};
 
 /// Most bytes of one schema, as compact JSON.
 pub const MAX_SCHEMA_BYTES: usize = 64 << 10;
 /// Levels of objects and lists.
 const MAX_DEPTH: usize = 64;
-/// Between two parts of an answer's JSON, so that a model can not write blanks for ever.
-const BLANKS: &str = r"[\x20\x0A\x0D\x09]{1,64}";
+/// Between two parts of an answer's JSON: a blank, or a line break and an indentation of up to 24 blanks or 8 tabs. What is
+/// printed for people fits; a model that likes nothing better than blanks is through with them soon.
+const BLANKS: &str = r"\x20|\x0D?\x0A(\x20{0,24}|\x09{0,8})";
 
 /// A schema and its place in the request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schema {
     place: String,
     schema: Value,
-    strict: bool,
 }
 
 impl Schema {
     /// `place` is what errors call it. Nothing is checked yet.
     pub fn new(place: &str, schema: Value) -> Self {
-        Schema { place: place.into(), schema, strict: false }
+        Schema { place: place.into(), schema }
     }
 
-    /// Refuse also what can only be approximated: `oneOf` with alternatives that may overlap is otherwise taken as
-    /// `anyOf`.
-    pub fn strict(self, strict: bool) -> Self {
-        Schema { strict, ..self }
-    }
-
-    pub(super) fn place(&self) -> &str {
+    pub(crate) fn place(&self) -> &str {
         &self.place
+    }
+    pub(crate) fn value(&self) -> &Value {
+        &self.schema
     }
 
     /// The schema for llguidance, as JSON.
-    pub(super) fn checked(&self) -> Result<String, InvalidParameter> {
+    pub(crate) fn checked(&self) -> Result<String, InvalidParameter> {
         // The depth first: everything else walks the value.
         let bad = |problem: String| Err(InvalidParameter::new(&self.place, problem));
         if depth_exceeds(&self.schema, MAX_DEPTH) {
@@ -56,7 +54,8 @@ impl Schema {
             _ => return bad("admits nothing".into()),
         };
         // Options of llguidance; what a request says under this name is not passed on.
-        let options = json!({"whitespace_pattern": BLANKS, "coerce_one_of": !self.strict});
+        // Where no two alternatives hold at once, one of them is any of them.
+        let options = json!({"whitespace_pattern": BLANKS, "coerce_one_of": true});
         schema.insert("x-guidance".into(), options);
         Ok(Value::Object(schema).to_string())
     }
@@ -71,6 +70,9 @@ fn depth_exceeds(value: &Value, limit: usize) -> bool {
         _ => false,
     }
 }
+
+/// Alternatives of one `oneOf`: each is compared with every other one.
+const MAX_ONE_OF: usize = 64;
 
 const TYPES: [&str; 7] = ["null", "boolean", "integer", "number", "string", "array", "object"];
 
@@ -87,6 +89,31 @@ impl Checker<'_> {
         };
         for (keyword, value) in map {
             self.keyword(keyword, value, &format!("{place}.{keyword}"))?;
+        }
+        match map.get("oneOf").and_then(Value::as_array) {
+            Some(ways) => self.one_of(map, ways, place),
+            None => Ok(()),
+        }
+    }
+
+    /// "Exactly one" can only be said by a grammar where it is the same as "any".
+    fn one_of(&self, map: &Map<String, Value>, ways: &[Value], place: &str) -> Result<(), InvalidParameter> {
+        let bad = |problem: String| Err(InvalidParameter::new(&format!("{place}.oneOf"), problem));
+        if ways.len() > MAX_ONE_OF {
+            return bad(format!("has {} alternatives; {MAX_ONE_OF} are taken: say `anyOf`", ways.len()));
+        }
+        let mut rest = map.clone();
+        rest.shift_remove("oneOf");
+        let rest = Value::Object(rest);
+        for (i, a) in ways.iter().enumerate() {
+            for (j, b) in ways.iter().enumerate().skip(i + 1) {
+                if !disjoint(&[&rest, a], &[&rest, b], self.root) {
+                    return bad(format!(
+                        "cannot be enforced: its alternatives {i} and {j} may both admit the same value. Tell them apart \
+                         by their types or by a required property with another `const` in each, or say `anyOf`"
+                    ));
+                }
+            }
         }
         Ok(())
     }
@@ -233,9 +260,36 @@ mod tests {
     #[test]
     fn a_request_does_not_set_the_compilers_options() {
         let schema = json!({"type": "object", "x-guidance": {"lenient": true}, "title": "T"});
-        let text = Schema::new("s", schema).strict(true).checked().unwrap();
+        let text = Schema::new("s", schema).checked().unwrap();
         let value: Value = serde_json::from_str(&text).unwrap();
         assert_eq!(value["x-guidance"]["lenient"], json!(null));
-        assert_eq!(value["x-guidance"]["coerce_one_of"], json!(false));
+        assert_eq!(value["x-guidance"]["coerce_one_of"], json!(true));
+    }
+
+    /// It was taken as `anyOf`, which admits what two alternatives admit, and nothing was said.
+    #[test]
+    fn one_of_is_enforced_or_refused() {
+        let kind = |kind: &str| json!({"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]});
+        let taken = [
+            json!({"oneOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]}),
+            json!({"oneOf": [kind("a"), kind("b"), {"type": "array"}]}),
+            json!({"$defs": {"a": kind("a"), "b": kind("b")}, "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}),
+        ];
+        for schema in taken {
+            Schema::new("s", schema.clone()).checked().unwrap_or_else(|e| panic!("{schema}: {e}"));
+        }
+        let refused = [
+            (
+                json!({"oneOf": [{"type": "number"}, {"type": "integer"}]}),
+                "`s.oneOf` cannot be enforced: its alternatives 0 and 1",
+            ),
+            (json!({"oneOf": [{"type": "string"}, {"type": "null"}, {}]}), "alternatives 0 and 2"),
+            (json!({"properties": {"x": {"oneOf": [kind("a"), kind("a")]}}}), "`s.properties.x.oneOf`"),
+            (json!({"oneOf": vec![json!({}); 65]}), "`s.oneOf` has 65 alternatives"),
+        ];
+        for (schema, expected) in refused {
+            let error = Schema::new("s", schema.clone()).checked().unwrap_err().to_string();
+            assert!(error.contains(expected), "{schema}: {error}");
+        }
     }
 }

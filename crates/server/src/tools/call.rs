@@ -13,8 +13,8 @@ pub struct ToolCall {
 /// What stands at the start of a text. Longer texts with this beginning give the same, unless it is `Unfinished`.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// A JSON object that is a call, and its length in bytes.
-    Call(ToolCall, usize),
+    /// Calls, at least one, and their length in bytes.
+    Calls(Vec<ToolCall>, usize),
     /// The text ends inside what may become a call.
     Unfinished,
     /// No continuation makes it a call.
@@ -65,7 +65,7 @@ pub(super) fn read(text: &str, bare: bool) -> Found {
     if written.name.is_empty() {
         return Found::Nothing;
     }
-    Found::Call(ToolCall { name: written.name, arguments }, object.len())
+    Found::Calls(vec![ToolCall { name: written.name, arguments }], object.len())
 }
 
 fn is_object(text: &str) -> bool {

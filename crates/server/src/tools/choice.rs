@@ -1,6 +1,5 @@
-//! `tools` and `tool_choice` of a request, and the grammar that makes a model call one.
-use super::{TOOL_CALL, TOOL_CALL_END, ToolFormat};
-use crate::structured::{Grammar, InvalidParameter, Schema};
+//! `tools` and `tool_choice` of a request.
+use crate::structured::{InvalidParameter, Schema};
 use serde_json::{Map, Value, json};
 
 /// OpenAI's limit.
@@ -10,7 +9,14 @@ const MAX_TOOLS: usize = 128;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tool {
     pub name: String,
-    parameters: Schema,
+    pub(super) parameters: Schema,
+}
+
+impl Tool {
+    /// Of its arguments.
+    pub(super) fn schema(&self) -> &Value {
+        self.parameters.value()
+    }
 }
 
 /// Which of them it is to call.
@@ -114,39 +120,6 @@ impl ToolChoice {
             return Err(bad("is given, but there are no tools".into()));
         }
         Ok(choice)
-    }
-
-    /// What enforces it; `None` if nothing has to be. `parallel`: several calls may be made where the format has
-    /// them; Llama 3 is made to call once, as its template takes one call per turn.
-    pub fn grammar(&self, format: ToolFormat, tools: &[Tool], parallel: bool) -> Option<Grammar> {
-        let chosen: Vec<&Tool> = match self {
-            ToolChoice::None | ToolChoice::Auto => return None,
-            ToolChoice::Required => tools.iter().collect(),
-            ToolChoice::Named(name) => tools.iter().filter(|tool| tool.name == *name).collect(),
-        };
-        let parallel = parallel && format == ToolFormat::Hermes && *self == ToolChoice::Required;
-        let start = if parallel { "start: call (\"\\n\" call)*\n" } else { "start: call\n" };
-        let names: Vec<String> = (0..chosen.len()).map(|at| format!("call_{at}")).collect();
-        let rules = format!("{start}call: {}\n", names.join(" | "));
-        let mut grammar = Grammar::new(rules);
-        for (at, tool) in chosen.into_iter().enumerate() {
-            // A name needs no escapes: `tools_from_json` lets none through that would.
-            let (open, close) = match format {
-                ToolFormat::Llama3 => (format!(r#"{{"name": "{}", "parameters": "#, tool.name), "}"),
-                ToolFormat::Hermes => (format!("\n{{\"name\": \"{}\", \"arguments\": ", tool.name), "}\n"),
-            };
-            let (open, close) = (Value::from(open), Value::from(close));
-            let (before, after) = match format {
-                ToolFormat::Llama3 => ("", ""),
-                ToolFormat::Hermes => ("call_begin ", " call_end"),
-            };
-            grammar.rule(&format!("call_{at}: {before}{open} args_{at} {close}{after}\n"));
-            grammar = grammar.with(&format!("args_{at}"), tool.parameters.clone());
-        }
-        Some(match format {
-            ToolFormat::Llama3 => grammar,
-            ToolFormat::Hermes => grammar.mark("call_begin", TOOL_CALL).mark("call_end", TOOL_CALL_END),
-        })
     }
 }
 

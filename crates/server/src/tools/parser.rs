@@ -4,7 +4,12 @@
 //! whole. The result does not depend on how the text was cut: a decision is taken only when no continuation can change
 //! it.
 use super::call::{Found, read};
-use super::{PYTHON_TAG, TOOL_CALL, TOOL_CALL_END, ToolCall, ToolFormat};
+use super::qwen_coder::FUNCTION;
+use super::{
+    PYTHON_END, PYTHON_START, PYTHON_TAG, TOOL_CALL, TOOL_CALL_END, Tool, ToolCall, ToolFormat, pythonic,
+    qwen_coder,
+};
+use std::sync::Arc;
 
 /// What became certain.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,6 +38,8 @@ enum Place {
 pub struct ToolParser {
     format: ToolFormat,
     parallel: bool,
+    /// What Qwen3-Coder's values are to be.
+    tools: Arc<[Tool]>,
     place: Place,
     held: String,
     calls: usize,
@@ -42,8 +49,8 @@ pub struct ToolParser {
 
 impl ToolParser {
     /// Without `parallel` the first call is the only one: later ones are swallowed.
-    pub fn new(format: ToolFormat, parallel: bool) -> Self {
-        ToolParser { format, parallel, place: Place::Start, held: String::new(), calls: 0, look_at: 0 }
+    pub fn new(format: ToolFormat, parallel: bool, tools: Arc<[Tool]>) -> Self {
+        ToolParser { format, parallel, tools, place: Place::Start, held: String::new(), calls: 0, look_at: 0 }
     }
 
     /// Calls so far.
@@ -54,8 +61,9 @@ impl ToolParser {
     /// The answer goes on with this.
     pub fn push(&mut self, piece: &str, out: &mut Vec<ToolDelta>) {
         self.held += piece;
-        // Only a brace or the end of a marker completes anything.
-        if self.held.len() >= self.look_at || piece.contains(['}', '>']) {
+        // Only a bracket or the end of a marker completes anything.
+        let bracket = if self.format == ToolFormat::Pythonic { ']' } else { '}' };
+        if self.held.len() >= self.look_at || piece.contains([bracket, '>']) {
             self.look(false, out);
         }
     }
@@ -64,6 +72,21 @@ impl ToolParser {
     pub fn finish(&mut self, out: &mut Vec<ToolDelta>) {
         self.look(true, out);
         debug_assert!(self.held.is_empty(), "{:?} stayed", self.held);
+    }
+
+    /// Of a whole answer: the text that is no call, and the calls.
+    pub fn whole(mut self, answer: &str) -> (String, Vec<ToolCall>) {
+        let mut deltas = Vec::new();
+        self.push(answer, &mut deltas);
+        self.finish(&mut deltas);
+        let (mut content, mut calls) = (String::new(), Vec::new());
+        for delta in deltas {
+            match delta {
+                ToolDelta::Content(text) => content += &text,
+                ToolDelta::Call { call, .. } => calls.push(call),
+            }
+        }
+        (content, calls)
     }
 
     fn look(&mut self, end: bool, out: &mut Vec<ToolDelta>) {
@@ -90,13 +113,31 @@ impl ToolParser {
             }
             return false;
         }
-        let opened = rest.find(self.opener());
-        // A call of Llama 3 needs no mark where the answer begins or after another call.
-        let unmarked =
-            self.format == ToolFormat::Llama3 && self.place != Place::Text && rest.starts_with('{');
+        // What closes calls belongs to them, be there one or not.
+        if let Some(closer) = self.closer().filter(|_| self.place == Place::Called) {
+            if rest.starts_with(closer) {
+                self.held.drain(..blank + closer.len());
+                return true;
+            }
+            if closer.starts_with(rest) {
+                if end {
+                    self.held.clear();
+                }
+                return false;
+            }
+        }
+        let find = |opener: &&'static str| rest.find(*opener).map(|at| (at, *opener));
+        let opened = self.openers().iter().filter_map(find).min();
+        // A call of Llama needs no mark where the answer begins or after another call.
+        let unmarked = match self.format {
+            ToolFormat::Llama3 => self.place != Place::Text && rest.starts_with('{'),
+            ToolFormat::Pythonic => self.place != Place::Text && rest.starts_with('['),
+            ToolFormat::Hermes | ToolFormat::Qwen3Coder => false,
+        };
         let (at, body) = match opened {
             _ if unmarked => (0, 0),
-            Some(at) => (at, at + self.opener().len()),
+            Some((at, FUNCTION)) => (at, at), // it is a part of the call
+            Some((at, opener)) => (at, at + opener.len()),
             None => {
                 let sure = if end { rest.len() } else { rest.len() - self.possible_start(rest) };
                 if sure > 0 {
@@ -114,17 +155,19 @@ impl ToolParser {
                 self.look_at = self.held.len() * 2;
                 false
             }
-            Found::Call(call, len) => {
+            Found::Calls(calls, len) => {
                 self.held.drain(..blank + body + len);
                 self.place = Place::Called;
-                if self.calls == 0 || self.parallel {
-                    out.push(ToolDelta::Call { index: self.calls, call });
-                    self.calls += 1;
+                for call in calls {
+                    if self.calls == 0 || self.parallel {
+                        out.push(ToolDelta::Call { index: self.calls, call });
+                        self.calls += 1;
+                    }
                 }
                 true
             }
             Found::Nothing => {
-                // At least the brace, so that it is not looked at again.
+                // At least the bracket, so that it is not looked at again.
                 self.text(blank, body.max(1), out);
                 true
             }
@@ -134,26 +177,36 @@ impl ToolParser {
     /// What follows an opener, up to and with its closing mark.
     fn call(&self, body: &str, end: bool) -> Found {
         let start = body.len() - body.trim_start().len();
-        let bare = self.format == ToolFormat::Hermes;
-        let found = match read(&body[start..], bare) {
-            Found::Call(call, len) => {
+        let rest = &body[start..];
+        let found = match self.format {
+            ToolFormat::Llama3 => read(rest, false),
+            ToolFormat::Hermes => read(rest, true),
+            ToolFormat::Pythonic => pythonic::read(rest),
+            ToolFormat::Qwen3Coder => match rest.strip_prefix(FUNCTION) {
+                Some(function) => match qwen_coder::read(function, &self.tools) {
+                    Found::Calls(calls, len) => Found::Calls(calls, FUNCTION.len() + len),
+                    other => other,
+                },
+                None if FUNCTION.starts_with(rest) => Found::Unfinished,
+                None => Found::Nothing,
+            },
+        };
+        let found = match found {
+            Found::Calls(calls, len) => {
                 let len = start + len;
-                match self.format {
-                    ToolFormat::Llama3 => Found::Call(call, len),
-                    ToolFormat::Hermes => {
-                        let tail = &body[len..];
-                        let blank = tail.len() - tail.trim_start().len();
-                        let tail = &tail[blank..];
-                        if tail.starts_with(TOOL_CALL_END) {
-                            Found::Call(call, len + blank + TOOL_CALL_END.len())
-                        } else if !TOOL_CALL_END.starts_with(tail) {
-                            Found::Nothing
-                        } else if end {
-                            Found::Call(call, body.len())
-                        } else {
-                            Found::Unfinished
-                        }
-                    }
+                let tail = &body[len..];
+                let blank = tail.len() - tail.trim_start().len();
+                let tail = &tail[blank..];
+                if self.format != ToolFormat::Hermes {
+                    Found::Calls(calls, len)
+                } else if tail.starts_with(TOOL_CALL_END) {
+                    Found::Calls(calls, len + blank + TOOL_CALL_END.len())
+                } else if !TOOL_CALL_END.starts_with(tail) {
+                    Found::Nothing
+                } else if end {
+                    Found::Calls(calls, body.len())
+                } else {
+                    Found::Unfinished
                 }
             }
             other => other,
@@ -186,17 +239,31 @@ impl ToolParser {
         self.held.drain(..len);
     }
 
-    fn opener(&self) -> &'static str {
+    fn openers(&self) -> &'static [&'static str] {
         match self.format {
-            ToolFormat::Llama3 => PYTHON_TAG,
-            ToolFormat::Hermes => TOOL_CALL,
+            ToolFormat::Llama3 => &[PYTHON_TAG],
+            ToolFormat::Hermes => &[TOOL_CALL],
+            ToolFormat::Pythonic => &[PYTHON_START],
+            // Its models leave the first one out at times.
+            ToolFormat::Qwen3Coder => &[TOOL_CALL, FUNCTION],
+        }
+    }
+
+    /// What may stand behind calls.
+    fn closer(&self) -> Option<&'static str> {
+        match self.format {
+            ToolFormat::Llama3 | ToolFormat::Hermes => None,
+            ToolFormat::Pythonic => Some(PYTHON_END),
+            ToolFormat::Qwen3Coder => Some(TOOL_CALL_END),
         }
     }
 
     /// Length of the longest end of `text` that begins an opener.
     fn possible_start(&self, text: &str) -> usize {
-        let opener = self.opener();
-        (1..opener.len().min(text.len() + 1)).rev().find(|n| text.ends_with(&opener[..*n])).unwrap_or(0)
+        let begins = |opener: &&str| {
+            (1..opener.len().min(text.len() + 1)).rev().find(|n| text.ends_with(&opener[..*n])).unwrap_or(0)
+        };
+        self.openers().iter().map(begins).max().unwrap_or(0)
     }
 }
 
@@ -205,7 +272,7 @@ mod tests {
     use super::*;
 
     fn cut(format: ToolFormat, pieces: &[&str]) -> (String, Vec<ToolCall>) {
-        let (mut parser, mut out) = (ToolParser::new(format, true), Vec::new());
+        let (mut parser, mut out) = (ToolParser::new(format, true, tools().into()), Vec::new());
         pieces.iter().for_each(|piece| parser.push(piece, &mut out));
         parser.finish(&mut out);
         let (mut content, mut calls) = (String::new(), Vec::new());
@@ -225,7 +292,13 @@ mod tests {
         ToolCall { name: name.into(), arguments: arguments.into() }
     }
 
-    use ToolFormat::{Hermes, Llama3};
+    use ToolFormat::{Hermes, Llama3, Pythonic, Qwen3Coder};
+
+    fn tools() -> Vec<Tool> {
+        let tool = serde_json::json!({"type": "function", "function": {"name": "f", "parameters": {
+            "type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}}});
+        super::super::tools_from_json(&[tool]).unwrap()
+    }
 
     /// (format, answer, its text, its calls)
     type Row = (ToolFormat, &'static str, &'static str, &'static [(&'static str, &'static str)]);
@@ -315,20 +388,68 @@ mod tests {
         (Llama3, r#"See {"name": "f", "parameters": {}}"#, r#"See {"name": "f", "parameters": {}}"#, &[]),
         (Llama3, r#"{"name": "", "parameters": {}}"#, r#"{"name": "", "parameters": {}}"#, &[]),
         (Llama3, "<|python", "<|python", &[]),
+        (Pythonic, "", "", &[]),
+        (Pythonic, "[f()]", "", &[("f", "{}")]),
+        (
+            Pythonic,
+            "\n[get_weather(city=\"Paris, ]\", days=3), g(a=[1, {'b': None}])]\n",
+            "",
+            &[("get_weather", r#"{"city": "Paris, ]", "days": 3}"#), ("g", r#"{"a": [1, {"b": null}]}"#)],
+        ),
+        (Pythonic, "<|python_start|>[f(a=True)]<|python_end|>", "", &[("f", r#"{"a": true}"#)]),
+        (Pythonic, "<|python_start|> [f()] \n<|python_end|>\nDone.", "Done.", &[("f", "{}")]),
+        (Pythonic, "I look. <|python_start|>[f()]<|python_e", "I look. ", &[("f", "{}")]),
+        (Pythonic, "[f()] [g()]", "", &[("f", "{}"), ("g", "{}")]),
+        // Lists, links, code and halves of calls are text.
+        (Pythonic, "[1, 2]", "[1, 2]", &[]),
+        (Pythonic, "[f()", "[f()", &[]),
+        (Pythonic, "[f(a='x", "[f(a='x", &[]),
+        (Pythonic, "[f(a=g())]", "[f(a=g())]", &[]),
+        (Pythonic, "[the docs](https://a.b) say", "[the docs](https://a.b) say", &[]),
+        (Pythonic, "See [f()]", "See [f()]", &[]),
+        (Pythonic, "<|python_start|>print(1)<|python_end|>", "<|python_start|>print(1)<|python_end|>", &[]),
+        (
+            Qwen3Coder,
+            "<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n<parameter=s>\n3\n</parameter>\n</function>\n</tool_call>",
+            "",
+            &[("f", r#"{"n": 3, "s": "3"}"#)],
+        ),
+        (
+            Qwen3Coder,
+            "Let me.\n<tool_call>\n<function=f>\n<parameter=s>\nif a < b:\n\treturn \"</tool_call>\"\n\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+            "Let me.\n",
+            &[("f", r#"{"s": "if a < b:\n\treturn \"</tool_call>\"\n"}"#), ("g", "{}")],
+        ),
+        // The outer marks are left out at times, or cut off.
+        (Qwen3Coder, "<function=f><parameter=n>1</parameter></function>", "", &[("f", r#"{"n": 1}"#)]),
+        (Qwen3Coder, "<tool_call><function=f></function></tool", "", &[("f", "{}")]),
+        (Qwen3Coder, "<tool_call><function=f></function> x", "x", &[("f", "{}")]),
+        (Qwen3Coder, "<tool_call><function=f></function", "<tool_call><function=f></function", &[]),
+        (
+            Qwen3Coder,
+            "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>",
+            "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>",
+            &[],
+        ),
+        (Qwen3Coder, "<tool_call><tool_call><function=f></function>", "<tool_call>", &[("f", "{}")]),
+        (Qwen3Coder, "<function=>", "<function=>", &[]),
+        (Qwen3Coder, "<function=a b></function>", "<function=a b></function>", &[]),
+        (Qwen3Coder, "1 <function", "1 <function", &[]),
+        (Qwen3Coder, "<function=f>oops</function>", "<function=f>oops</function>", &[]),
     ];
 
     #[test]
     fn answers_are_taken_apart() {
         for (format, answer, text, calls) in TABLE {
             let calls: Vec<_> = calls.iter().map(|(n, a)| call(n, a)).collect();
-            assert_eq!(format.parse(answer), (text.to_string(), calls), "{format:?}: {answer}");
+            assert_eq!(format.parse(answer, &tools()), (text.to_string(), calls), "{format:?}: {answer}");
         }
     }
 
     #[test]
     fn cuts_change_nothing() {
         for (format, answer, ..) in TABLE {
-            let whole = format.parse(answer);
+            let whole = format.parse(answer, &tools());
             let letters: Vec<String> = answer.chars().map(String::from).collect();
             let letters: Vec<&str> = letters.iter().map(String::as_str).collect();
             assert_eq!(cut(*format, &letters), whole, "{format:?} by letters: {answer}");
@@ -342,7 +463,27 @@ mod tests {
     /// Random answers out of what calls are made of, cut at random.
     #[test]
     fn random_cuts_of_random_answers_change_nothing() {
-        const BITS: [&str; 24] = [
+        const BITS: [&str; 44] = [
+            "<|python_start|>",
+            "<|python_end|>",
+            "[f(a=1)]",
+            "[f(), g(s=']')]",
+            "[f(",
+            "f(",
+            ")]",
+            "a=",
+            "'",
+            ",",
+            "[",
+            "]",
+            "<function=f>",
+            "</function>",
+            "<parameter=n>",
+            "<parameter=s>",
+            "</parameter>",
+            "<function=f>\n<parameter=n>\n12\n</parameter>\n</function>\n",
+            "<func",
+            "\\x4",
             "<tool_call>",
             "</tool_call>",
             "<|python_tag|>",
@@ -374,11 +515,12 @@ mod tests {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             ((state >> 33) as usize) % n
         };
+        let tools = tools();
         let mut found = 0;
         for round in 0..20_000 {
             let answer: String = (0..below(12)).map(|_| BITS[below(BITS.len())]).collect();
-            let format = [Hermes, Llama3][below(2)];
-            let whole = format.parse(&answer);
+            let format = [Hermes, Llama3, Pythonic, Qwen3Coder][below(4)];
+            let whole = format.parse(&answer, &tools);
             found += whole.1.len();
             let mut pieces = Vec::new();
             let mut rest = answer.as_str();
@@ -403,7 +545,7 @@ mod tests {
 
     #[test]
     fn text_is_not_held_back_without_need() {
-        let (mut parser, mut out) = (ToolParser::new(Hermes, true), Vec::new());
+        let (mut parser, mut out) = (ToolParser::new(Hermes, true, Arc::default()), Vec::new());
         let mut push = |piece: &str| {
             parser.push(piece, &mut out);
             std::mem::take(&mut out)
@@ -423,7 +565,7 @@ mod tests {
 
     #[test]
     fn one_call_where_one_is_asked_for() {
-        let (mut parser, mut out) = (ToolParser::new(Llama3, false), Vec::new());
+        let (mut parser, mut out) = (ToolParser::new(Llama3, false, Arc::default()), Vec::new());
         parser.push(r#"{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}"#, &mut out);
         parser.finish(&mut out);
         assert_eq!(out, [ToolDelta::Call { index: 0, call: call("f", "{}") }]);

@@ -5,6 +5,7 @@ use kvist_engine::model::Model;
 use kvist_engine::sampler::Sampler;
 use kvist_engine::text::StopMatcher;
 use kvist_engine::tokenizer::TextState;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use tokio::sync::mpsc::UnboundedSender;
@@ -16,6 +17,9 @@ pub(super) struct Chooser {
     logit_bias: Arc<[(u32, f32)]>,
     constraint: Option<Box<dyn Constraint>>,
     logprobs: Option<u8>,
+    prompt: Option<PromptScores>,
+    /// A token is wanted at all.
+    generates: bool,
     ignore_eos: bool,
     text: TextState,
     stops: StopMatcher,
@@ -28,6 +32,18 @@ pub(super) struct Chooser {
 /// Tokens that may wait for a client to read them: some megabytes with all log-probabilities. Who falls back further
 /// is ended, because nothing else bounds what waits.
 const MAX_UNREAD: usize = 4096;
+
+/// Log-probabilities of a prompt, on their way.
+struct PromptScores {
+    prompt: Arc<[u32]>,
+    n: u8,
+    /// The first position whose logits have not come. What is computed again after a preemption is not told again.
+    next: u32,
+    ready: Vec<LogProb>,
+}
+
+/// How many are told at a time.
+const SCORES_TOLD: usize = 64;
 
 /// How a request ended, as far as its own tokens say, and the text that was held back.
 #[derive(Debug, Default)]
@@ -60,6 +76,13 @@ impl Chooser {
             logit_bias: job.logit_bias.clone(),
             constraint: job.constraint.take(),
             logprobs: job.logprobs,
+            prompt: job.logprobs.filter(|_| job.prompt_logprobs).map(|n| PromptScores {
+                prompt: job.prompt.clone(),
+                n,
+                next: 0,
+                ready: Vec::new(),
+            }),
+            generates: job.max_new > 0,
             ignore_eos: job.ignore_eos,
             text,
             stops: StopMatcher::of(job.stop.clone()),
@@ -70,11 +93,15 @@ impl Chooser {
     }
 
     fn take(&mut self, logits: &mut [f32]) -> Result<Choice, Failure> {
+        if !self.generates {
+            self.lock().finish = Some(Finish::Length);
+            return Ok(Choice { token: 0, finished: true });
+        }
         if self.unread.fetch_add(1, SeqCst) >= MAX_UNREAD {
             return Err(Failure::Unread(MAX_UNREAD));
         }
         // Of the model's own distribution, so before anything is done to it.
-        let before = self.logprobs.map(|n| LogProbs::of(logits, n));
+        let before = self.logprobs.map(|n| (LogProbs::of(logits, n), logits.to_vec()));
         for &(token, bias) in self.logit_bias.iter() {
             if let Some(logit) = logits.get_mut(token as usize) {
                 *logit += bias;
@@ -89,7 +116,7 @@ impl Chooser {
             Some(constraint) => constraint.accept(token).map_err(Failure::Grammar)?,
             None => false,
         };
-        let logprob = before.map(|before| before.token(token));
+        let logprob = before.map(|(before, raw)| before.token(&raw, token));
         let says_end = self.model.end_tokens().contains(&token) && !self.ignore_eos;
         let mut text = String::new();
         let mut finish = (says_end || complete).then_some(Finish::EndOfText);
@@ -101,15 +128,7 @@ impl Chooser {
             }
         }
         let stopped = matches!(finish, Some(Finish::Stop(_)));
-        let event = Event::Token(Token { id: token, text, logprob });
-        let mut end = self.lock();
-        if end.admitted {
-            // Nobody listens: the request is cancelled, but this step has been run.
-            let _ = self.events.send(event);
-        } else {
-            end.early.push(event);
-        }
-        drop(end);
+        self.tell(Event::Token(Token { id: token, text, logprob }));
         let finished = finish.is_some();
         if let Some(finish) = finish {
             self.lock().finish = Some(finish);
@@ -118,6 +137,16 @@ impl Chooser {
             }
         }
         Ok(Choice { token, finished })
+    }
+
+    fn tell(&self, event: Event) {
+        let mut end = self.lock();
+        if end.admitted {
+            // Nobody listens: the request is cancelled, but this step has been run.
+            let _ = self.events.send(event);
+        } else {
+            end.early.push(event);
+        }
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Ending> {
@@ -150,6 +179,27 @@ impl Choose for Chooser {
         })
     }
 
+    fn wants(&self, computed: Range<u32>) -> Range<u32> {
+        let Some(scores) = &self.prompt else { return computed.end..computed.end };
+        // Behind the last token stands no other one of the prompt.
+        let end = scores.prompt.len() as u32 - 1;
+        computed.start.max(scores.next)..computed.end.min(end)
+    }
+
+    fn score(&mut self, position: u32, logits: &[f32]) {
+        let Some(scores) = &mut self.prompt else { return };
+        let Some(&token) = scores.prompt.get(position as usize + 1).filter(|_| position == scores.next)
+        else {
+            return;
+        };
+        scores.next += 1;
+        scores.ready.push(LogProbs::of(logits, scores.n).token(logits, token));
+        if scores.ready.len() == SCORES_TOLD || scores.next as usize + 1 == scores.prompt.len() {
+            let ready = std::mem::take(&mut scores.ready);
+            self.tell(Event::Prompt(ready));
+        }
+    }
+
     fn end(&mut self) {
         if self.lock().finish.is_none()
             && let Err(failure) = self.flush()
@@ -161,7 +211,6 @@ impl Choose for Chooser {
 
 /// Log-probabilities of one row, before it is changed: the sum for the token that will be taken, and the likeliest.
 struct LogProbs {
-    raw: Vec<f32>,
     log_sum: f32,
     top: Vec<(u32, f32)>,
 }
@@ -182,10 +231,11 @@ impl LogProbs {
             }
         }
         top.iter_mut().for_each(|(_, logit)| *logit -= log_sum);
-        LogProbs { raw: logits.to_vec(), log_sum, top }
+        LogProbs { log_sum, top }
     }
 
-    fn token(self, token: u32) -> LogProb {
-        LogProb { logprob: self.raw[token as usize] - self.log_sum, top: self.top }
+    /// `logits` are those that it is of.
+    fn token(self, logits: &[f32], token: u32) -> LogProb {
+        LogProb { logprob: logits[token as usize] - self.log_sum, top: self.top }
     }
 }

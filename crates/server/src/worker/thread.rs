@@ -54,6 +54,8 @@ pub(super) struct Live {
     explain: bool,
     /// In the queue, until it is admitted.
     place: Option<Place>,
+    /// It generates tokens, beside being computed.
+    generates: bool,
     /// Its deadline has passed.
     late: bool,
     needed_tokens: u64,
@@ -123,6 +125,7 @@ impl Thread {
             deadline: job.deadline,
             explain: job.explain,
             place: Some(place),
+            generates: job.max_new > 0,
             late: false,
             needed_tokens: u64::from(prompt_tokens) + u64::from(job.max_new),
         };
@@ -145,7 +148,8 @@ impl Thread {
             id,
             arrival_ns: self.state.ns_of(at),
             prompt_tokens,
-            max_new: job.max_new,
+            // A request has a token at least; that it is not wanted is known to whoever takes it.
+            max_new: job.max_new.max(1),
             prompt: Prompt::SharedTokens(job.prompt),
             deadline_ns: job.deadline.map(|at| {
                 let left = at.saturating_duration_since(Instant::now());
@@ -153,6 +157,7 @@ impl Thread {
             }),
             priority: job.priority,
             salt: job.salt,
+            fresh: job.prompt_logprobs,
         };
         if let Err(duplicate) = self.state.scheduler.arrive(now, request) {
             self.fail(id, Failure::Engine(duplicate.to_string()));
@@ -203,7 +208,7 @@ impl Thread {
                 text: ending.text.clone(),
                 usage: Usage {
                     prompt_tokens: ended.prompt_tokens,
-                    completion_tokens: ended.generated,
+                    completion_tokens: if live.generates { ended.generated } else { 0 },
                     cached_tokens: ended.hit_tokens,
                     preemptions: ended.preemptions,
                 },

@@ -71,6 +71,7 @@ pub fn greedy(prompt: &[u32], max_new: u32) -> Job {
         stop: Arc::default(),
         ignore_eos: true,
         logprobs: None,
+        prompt_logprobs: false,
         constraint: None,
         written: Vec::new(),
         name: "".into(),
@@ -84,6 +85,8 @@ pub fn greedy(prompt: &[u32], max_new: u32) -> Job {
 /// What a generation said.
 #[derive(Debug, Default)]
 pub struct Heard {
+    /// Tokens of the prompt that were scored.
+    pub prompt_scores: usize,
     pub tokens: Vec<u32>,
     pub text: String,
     pub admitted: Option<(u32, Option<kvist_cache::MissReason>)>,
@@ -99,6 +102,7 @@ pub async fn hear(generation: &mut Generation) -> Heard {
                 assert!(heard.tokens.is_empty(), "a token before its admission");
                 assert!(heard.admitted.replace((cached_tokens, miss)).is_none(), "admitted twice");
             }
+            Event::Prompt(scores) => heard.prompt_scores += scores.len(),
             Event::Token(token) => {
                 heard.tokens.push(token.id);
                 heard.text += &token.text;

@@ -6,5 +6,7 @@ mod doors;
 mod limits;
 mod live;
 mod refusals;
+mod scores;
 mod server;
+mod tools;
 mod words;

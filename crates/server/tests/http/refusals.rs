@@ -62,7 +62,6 @@ fn refusals_name_the_field() {
             "last chunk",
         ),
         (text(json!({"suffix": "b"})), 400, "suffix", "unsupported_parameter", "gaps"),
-        (text(json!({"echo": true, "logprobs": 1})), 400, "echo", "unsupported_parameter", "scored"),
         (text(json!({"logprobs": 21})), 400, "logprobs", "invalid_value", "0 to 20"),
         (text(json!({"logit_bias": {"x": 1}})), 400, "logit_bias.x", "invalid_value", "number"),
         (

@@ -444,6 +444,7 @@ fn job(prompt: &[u32], max_new: u32, salt: &str) -> Job {
         stop: Default::default(),
         ignore_eos: true,
         logprobs: None,
+        prompt_logprobs: false,
         constraint: None,
         salt: salt.into(),
         priority: 0,

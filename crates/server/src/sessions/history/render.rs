@@ -95,7 +95,7 @@ impl History {
         });
         let mut messages = if stays { said.messages.clone() } else { Vec::new() };
         for body in bodies.drain(known..) {
-            messages.push(Message { body, begins: places.next().flatten(), content: None });
+            messages.push(Message { body, shown: None, begins: places.next().flatten(), content: None });
         }
         if stays {
             // What was open is closed by the template.
@@ -109,6 +109,7 @@ impl History {
             let content = Place { token: tokens.len(), byte: full.len() };
             messages.push(Message {
                 body: json!({"role": "assistant", "content": ""}),
+                shown: None,
                 begins: places.next().flatten(),
                 content: Some((content, None)),
             });

@@ -17,7 +17,8 @@ impl History {
 
     pub(super) fn weigh(&mut self) {
         if let Some(said) = &mut self.said {
-            let messages = said.messages.iter().map(|m| size_of::<Message>() + weight(&m.body));
+            let shown = |m: &Message| m.shown.as_ref().map_or(0, weight);
+            let messages = said.messages.iter().map(|m| size_of::<Message>() + weight(&m.body) + shown(m));
             let bytes = said.text.len() + messages.sum::<usize>() + weight_of_names(&said.kwargs);
             if bytes != said.bytes {
                 Arc::make_mut(said).bytes = bytes;
@@ -27,7 +28,7 @@ impl History {
 }
 
 /// Bytes that it has on the heap.
-fn weight(value: &Value) -> usize {
+pub(crate) fn weight(value: &Value) -> usize {
     match value {
         Value::String(text) => text.len(),
         Value::Array(items) => items.iter().map(|item| size_of::<Value>() + weight(item)).sum(),

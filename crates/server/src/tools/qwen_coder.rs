@@ -1,0 +1,243 @@
+//! Calls as Qwen3-Coder writes them:
+//!
+//! ```text
+//! <tool_call>
+//! <function=get_weather>
+//! <parameter=city>
+//! Paris
+//! </parameter>
+//! </function>
+//! </tool_call>
+//! ```
+//!
+//! Values are written as they are, without quotes: what they are to be stands in the tool's schema. A text stays a text,
+//! be it `3` or `null`; of other types a value is taken as JSON (or as Python writes it), and where it is none, as text.
+//! A parameter that no schema describes is a text. One line break at either end belongs to the format.
+use super::ToolCall;
+use super::call::Found;
+use super::choice::Tool;
+use super::pythonic;
+use serde_json::Value;
+use serde_json::value::RawValue;
+
+pub(super) const FUNCTION: &str = "<function=";
+const FUNCTION_END: &str = "</function>";
+const PARAMETER: &str = "<parameter=";
+pub(super) const PARAMETER_END: &str = "</parameter>";
+
+/// Bytes of a function's or a parameter's name.
+const MAX_NAME: usize = 256;
+
+/// What follows `<function=`, up to and with its end.
+pub(super) fn read(text: &str, tools: &[Tool]) -> Found {
+    let Some(name) = name(text) else { return Found::Nothing };
+    let Some((name, mut at)) = name else { return Found::Unfinished };
+    let tool = tools.iter().find(|tool| tool.name == name);
+    let mut arguments: Vec<(&str, String)> = Vec::new();
+    loop {
+        at += text[at..].len() - text[at..].trim_start().len();
+        let rest = &text[at..];
+        if rest.starts_with(FUNCTION_END) {
+            at += FUNCTION_END.len();
+            break;
+        }
+        let Some(rest) = rest.strip_prefix(PARAMETER) else {
+            let may = FUNCTION_END.starts_with(rest) || PARAMETER.starts_with(rest);
+            return if may { Found::Unfinished } else { Found::Nothing };
+        };
+        let (key, begins) = match self::name(rest) {
+            None => return Found::Nothing,
+            Some(None) => return Found::Unfinished,
+            Some(Some(found)) => found,
+        };
+        let rest = &rest[begins..];
+        let Some(ends) = rest.find(PARAMETER_END) else { return Found::Unfinished };
+        let value = &rest[..ends];
+        let value = value.strip_prefix("\r\n").or(value.strip_prefix('\n')).unwrap_or(value);
+        let value = value.strip_suffix('\n').unwrap_or(value);
+        let value = convert(value, tool.and_then(|tool| Types::of(tool, key)));
+        match arguments.iter_mut().find(|(other, _)| *other == key) {
+            Some((_, old)) => *old = value,
+            None => arguments.push((key, value)),
+        }
+        at += PARAMETER.len() + begins + ends + PARAMETER_END.len();
+    }
+    let arguments: Vec<String> =
+        arguments.into_iter().map(|(key, value)| format!("{}: {value}", Value::from(key))).collect();
+    let arguments = format!("{{{}}}", arguments.join(", "));
+    Found::Calls(vec![ToolCall { name: name.into(), arguments }], at)
+}
+
+/// A name up to `>`, and where it is over. `None`: no continuation makes one; `Some(None)`: it is unfinished.
+fn name(text: &str) -> Option<Option<(&str, usize)>> {
+    let end = text.find(|c: char| c == '>' || c == '<' || c.is_whitespace());
+    match end {
+        Some(end) if text[end..].starts_with('>') && (1..=MAX_NAME).contains(&end) => {
+            Some(Some((&text[..end], end + 1)))
+        }
+        None if text.len() <= MAX_NAME => Some(None),
+        _ => None,
+    }
+}
+
+/// JSON types, as far as a schema tells them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Types(u8);
+
+const NAMES: [&str; 7] = ["null", "boolean", "integer", "number", "string", "array", "object"];
+const STRING: u8 = 16;
+
+/// References and alternatives that are followed to find a type.
+const MAX_STEPS: u32 = 16;
+
+impl Types {
+    fn of(tool: &Tool, key: &str) -> Option<Self> {
+        let root = tool.schema();
+        Self::of_schema(root.get("properties")?.get(key)?, root, MAX_STEPS)
+    }
+
+    fn of_schema(schema: &Value, root: &Value, steps: u32) -> Option<Self> {
+        let steps = steps.checked_sub(1)?;
+        let all = |list: &Value| -> Option<Self> {
+            let of = list.as_array()?.iter().map(|schema| Self::of_schema(schema, root, steps));
+            of.reduce(|a, b| Some(Types(a?.0 | b?.0)))?
+        };
+        let of_value = |value: &Value| match value {
+            Value::Null => "null",
+            Value::Bool(_) => "boolean",
+            Value::Number(n) if n.is_f64() => "number",
+            Value::Number(_) => "integer",
+            Value::String(_) => "string",
+            Value::Array(_) => "array",
+            Value::Object(_) => "object",
+        };
+        if let Some(kind) = schema.get("type") {
+            let names = kind.as_array().map_or(std::slice::from_ref(kind), Vec::as_slice);
+            return Some(Types(names.iter().filter_map(Value::as_str).map(bit).fold(0, |a, b| a | b)));
+        }
+        if let Some(value) = schema.get("const") {
+            return Some(Types(bit(of_value(value))));
+        }
+        if let Some(values) = schema.get("enum").and_then(Value::as_array) {
+            return Some(Types(values.iter().map(|value| bit(of_value(value))).fold(0, |a, b| a | b)));
+        }
+        if let Some(to) = schema.get("$ref").and_then(Value::as_str) {
+            return Self::of_schema(root.pointer(to.strip_prefix('#')?)?, root, steps);
+        }
+        for keyword in ["anyOf", "oneOf"] {
+            if let Some(list) = schema.get(keyword) {
+                return all(list);
+            }
+        }
+        let parts = schema.get("allOf").and_then(Value::as_array)?;
+        let known = parts.iter().filter_map(|part| Self::of_schema(part, root, steps));
+        known.reduce(|a, b| Types(a.0 & b.0))
+    }
+
+    fn has(self, name: &str) -> bool {
+        self.0 & bit(name) != 0
+    }
+}
+
+fn bit(name: &str) -> u8 {
+    NAMES.iter().position(|known| *known == name).map_or(0, |at| 1 << at)
+}
+
+/// As JSON.
+fn convert(value: &str, types: Option<Types>) -> String {
+    let text = || Value::from(value).to_string();
+    let Some(types) = types.filter(|types| types.0 != STRING && types.0 != 0) else { return text() };
+    let trimmed = value.trim();
+    let read = |text: &str| -> Option<String> {
+        let raw = serde_json::from_str::<&RawValue>(text).ok()?.get();
+        let whole = || {
+            let digits = raw.strip_prefix('-').unwrap_or(raw);
+            digits.bytes().all(|b| b.is_ascii_digit()) || raw.parse::<f64>().is_ok_and(|x| x.fract() == 0.0)
+        };
+        let fits = match raw.bytes().next()? {
+            b'n' => types.has("null"),
+            b't' | b'f' => types.has("boolean"),
+            b'[' => types.has("array"),
+            b'{' => types.has("object"),
+            b'"' => false,
+            _ => types.has("number") || (types.has("integer") && whole()),
+        };
+        fits.then(|| raw.to_string())
+    };
+    let lower = || trimmed.to_ascii_lowercase();
+    let word = matches!(trimmed.len(), 4 | 5).then(lower).filter(|w| w == "true" || w == "false");
+    word.and_then(|word| read(&word))
+        .or_else(|| read(trimmed))
+        .or_else(|| read(&pythonic::literal(trimmed)?))
+        .unwrap_or_else(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tools_from_json;
+    use super::*;
+    use serde_json::json;
+
+    fn tools() -> Vec<Tool> {
+        let parameters = json!({
+            "type": "object",
+            "properties": {
+                "s": {"type": "string"}, "i": {"type": "integer"}, "n": {"type": "number"},
+                "b": {"type": "boolean"}, "o": {"type": "object"}, "a": {"type": "array"},
+                "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                "either": {"type": ["string", "null"]},
+                "ref": {"$ref": "#/$defs/n"}, "loop": {"$ref": "#/$defs/loop"},
+                "enum": {"enum": ["1", "2"]}, "one": {"const": 1}, "any": {},
+            },
+            "$defs": {"n": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}},
+        });
+        let tool = json!({"type": "function", "function": {"name": "f", "parameters": parameters}});
+        tools_from_json(&[tool]).unwrap()
+    }
+
+    #[test]
+    fn values_are_what_the_schema_says() {
+        let tools = tools();
+        for (key, value, expected) in [
+            ("s", "Paris", "\"Paris\""),
+            ("s", "3", "\"3\""),
+            ("s", "null", "\"null\""),
+            ("s", "a\nb \"c\" <d>", r#""a\nb \"c\" <d>""#),
+            ("s", "", "\"\""),
+            ("i", "3", "3"),
+            ("i", " -3 ", "-3"),
+            ("i", "3.0", "3.0"),
+            ("i", "3.5", "\"3.5\""),
+            ("i", "three", "\"three\""),
+            ("i", "123456789012345678901234567890", "123456789012345678901234567890"),
+            ("n", "2.5", "2.5"),
+            ("n", "2", "2"),
+            ("b", "true", "true"),
+            ("b", "True", "true"),
+            ("b", "yes", "\"yes\""),
+            ("o", r#"{"a": [1]}"#, r#"{"a": [1]}"#),
+            ("o", "{'a': None}", r#"{"a": null}"#),
+            ("o", "{oops", "\"{oops\""),
+            ("a", "[1, 2]", "[1, 2]"),
+            ("a", "{}", "\"{}\""),
+            ("maybe", "null", "null"),
+            ("maybe", "None", "null"),
+            ("maybe", "7", "7"),
+            ("either", "null", "null"),
+            ("either", "text", "\"text\""),
+            ("ref", "7", "7"),
+            ("loop", "7", "\"7\""),
+            ("enum", "1", "\"1\""),
+            ("one", "1", "1"),
+            ("any", "1", "\"1\""),
+            ("unknown", "1", "\"1\""),
+        ] {
+            let text = format!("f>\n<parameter={key}>\n{value}\n</parameter>\n</function>");
+            let Found::Calls(calls, len) = read(&text, &tools) else { panic!("{text}") };
+            assert_eq!(len, text.len());
+            let arguments = format!("{{\"{key}\": {expected}}}");
+            assert_eq!(calls, [ToolCall { name: "f".into(), arguments: arguments.clone() }], "{text}");
+            serde_json::from_str::<Value>(&arguments).unwrap();
+        }
+    }
+}
