@@ -6,7 +6,7 @@ use super::request::{Common, OneOrMore};
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
-use crate::job::{Done, Event, Failure, Finish, Job, Rejected, Token};
+use crate::job::{Done, Event, Failure, Finish, Job, Name, Rejected, Token};
 use crate::metrics::Ended;
 use crate::structured::Compiled;
 use crate::worker::Generation;
@@ -50,9 +50,11 @@ pub(crate) struct Order {
     pub priority: i32,
     pub deadline: Instant,
     pub explain: bool,
+    pub pace: Option<u32>,
     pub record: Option<Record>,
-    /// For the log.
+    /// For the log, and for those who watch.
     pub id: String,
+    pub session: Option<Arc<str>>,
     pub endpoint: &'static str,
     pub caller: Caller,
 }
@@ -107,8 +109,10 @@ impl Order {
             priority: kvist.priority.unwrap_or(0),
             deadline: caller.arrived + timeout,
             explain: kvist.explain.unwrap_or(false),
+            pace: kvist.pace,
             record: None,
             id,
+            session: None,
             endpoint,
             caller: caller.clone(),
         })
@@ -166,6 +170,8 @@ impl Order {
             priority: self.priority,
             deadline: Some(self.deadline),
             explain: self.explain,
+            pace: self.pace,
+            name: Name { request: self.id.as_str().into(), session: self.session.clone() },
         }
     }
 }
