@@ -177,7 +177,7 @@ test('a text in four branches that are alive at once, and drawn when they rest',
   await sharing.getByText('4 live sequences').waitFor({ timeout: 60000 });
   assert.match(await sharing.locator('.saved').innerText(), /sharing saves \d+ blocks/);
   for (const name of ['Branch 1', 'Branch 2', 'Branch 3', 'Branch 4']) await sharing.locator('svg').getByText(name, { exact: true }).waitFor();
-  for (const stop of await page.getByRole('button', { name: 'Stop' }).all()) await stop.click();
+  for (let i = 0; i < 4; i++) await branches.nth(i).getByRole('button', { name: 'Stop' }).click();
   await sharing.getByText('0 live sequences, 4 at rest').waitFor({ timeout: 60000 });
   assert.match(await sharing.locator('.saved').innerText(), /sharing saves \d+ blocks/);
   // What they share is a piece of its own, to which one can go back.
