@@ -179,14 +179,14 @@ async fn a_pace_is_kept_until_somebody_has_none() {
     let mut watched = engine.submit(slow(1000)).unwrap();
     assert!(matches!(watched.next().await, Some(Event::Admitted { .. })));
     let mut hurried = engine.submit(greedy(&all, 1000)).unwrap();
-    let (slow, fast) = tokio::join!(hear(&mut watched), async {
+    let (went_along, fast) = tokio::join!(hear(&mut watched), async {
         let heard = hear(&mut hurried).await;
         // What is left of the slow one is at its pace again: it is not waited for.
         engine.cancel_all();
         heard
     });
     assert_eq!(fast.tokens.len(), 1000);
-    assert!(slow.tokens.len() >= 990, "it went along: {} tokens", slow.tokens.len());
+    assert!(went_along.tokens.len() >= 990, "{} tokens", went_along.tokens.len());
     // A deadline passes in a pause, too.
     let deadline = Some(Instant::now() + Duration::from_millis(50));
     let mut late = engine.submit(Job { deadline, ..slow(3000) }).unwrap();
