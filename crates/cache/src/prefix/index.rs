@@ -240,8 +240,7 @@ impl Index {
         content: &Content<'_>,
     ) -> Vec<Option<u32>> {
         let at = group.0 as usize;
-        let (Some(kind), Some(of), Some(&root)) =
-            (groups.get(at), self.groups.get(at), self.salts.get(salt))
+        let (Some(kind), Some(of), Some(&root)) = (groups.get(at), self.groups.get(at), self.salts.get(salt))
         else {
             return Vec::new();
         };

@@ -30,7 +30,7 @@ impl Unit {
                     v if v < 1e-6 => (value * 1e9, " ns"),
                     v if v < 1e-3 => (value * 1e6, " µs"),
                     v if v < 1.0 => (value * 1e3, " ms"),
-                    v if v < 120.0 && v.round() != 60.0 => (value, " s"),
+                    v if v < 60.0 => (value, " s"),
                     v if v < 36_000.0 => return clock(value),
                     _ => (value / 3600.0, " h"),
                 };
@@ -154,8 +154,8 @@ fn finite(low: f64, high: f64, otherwise: f64) -> (f64, f64) {
 const MINUTE: f64 = 60.0;
 /// What clocks count in, in seconds.
 const TIMES: [f64; 18] = [
-    15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 900.0, 1200.0, 1800.0, 3600.0, 7200.0, 10_800.0, 18_000.0, 21_600.0,
-    36_000.0, 43_200.0, 86_400.0, 172_800.0,
+    15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 900.0, 1200.0, 1800.0, 3600.0, 7200.0, 10_800.0, 18_000.0,
+    21_600.0, 36_000.0, 43_200.0, 86_400.0, 172_800.0,
 ];
 
 /// At least `step`: beyond ten seconds as clocks count, where decimals would be 8 min 20 s.
@@ -172,8 +172,7 @@ fn least_ratio(steps: &[f64], every: i32) -> f64 {
 
 /// From a minute on, as far apart as `ratio` asks.
 fn round_times(wanted: bool, ratio: f64) -> impl Iterator<Item = f64> {
-    const LOG: [f64; 9] =
-        [60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 10_800.0, 36_000.0, 86_400.0];
+    const LOG: [f64; 9] = [60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 10_800.0, 36_000.0, 86_400.0];
     let mut last = 0.0;
     LOG.into_iter().filter(move |time| {
         // Clocks do not count by tens: a little closer will do.
@@ -203,7 +202,8 @@ mod tests {
             (Unit::Seconds, 0.000_5, "500 µs"),
             (Unit::Seconds, 0.0123, "12.3 ms"),
             (Unit::Seconds, 1.5, "1.5 s"),
-            (Unit::Seconds, 83.24, "83.2 s"),
+            (Unit::Seconds, 59.3, "59.3 s"),
+            (Unit::Seconds, 83.24, "1 min 23 s"),
             (Unit::Seconds, 500.0, "8 min 20 s"),
             (Unit::Seconds, 1800.0, "30 min"),
             (Unit::Seconds, 3599.7, "1 h"),
