@@ -7,7 +7,7 @@ import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { after, test } from 'node:test';
 import { gunzipSync } from 'node:zlib';
-import { BUNDLE, browser, open } from './page.js';
+import { BUNDLE, browser, open, pass } from './page.js';
 
 const program = process.env.KVIST;
 const skip = program === undefined && 'KVIST names no program: `just dashboard-test` builds one';
@@ -28,6 +28,8 @@ async function start(...flags) {
   return { child, url, stop: () => new Promise((resolve) => (child.removeAllListeners('exit'), child.on('exit', resolve), child.kill('SIGTERM'))) };
 }
 const figures = (page) => page.$$eval('dl div', (all) => Object.fromEntries(all.map((div) => [div.querySelector('dt').textContent, div.querySelector('dd').textContent])));
+/** The embedded model only goes on with texts: as if it had a chat template, or was asked as one that has. */
+const chatting = (page) => page.route('**/v1/models', (route) => route.fulfill({ json: { object: 'list', data: [{ id: 'chats', object: 'model', chat_template: true }] } }));
 const complete = (url, prompt, max_tokens) =>
   fetch(`${url}v1/completions`, { method: 'POST', headers: { 'content-type': 'application/json' }, body: JSON.stringify({ prompt, max_tokens, temperature: 0 }) }).then((response) => response.json());
 
@@ -76,6 +78,7 @@ test('what was said is answered in a fork, and leaving the page ends its session
   const server = await start();
   const page = await open(server.url);
   await page.getByText('Live · ').waitFor();
+  await chatting(page);
   // The first question whether there are sessions gets lost: that is no answer.
   let lost = 0;
   await page.route('**/v1/sessions', (route) => (lost++ === 0 ? route.fulfill({ status: 503, body: '' }) : route.continue()));
@@ -106,6 +109,7 @@ test('what was said is answered in a fork, and leaving the page ends its session
 test('chat, fork, talk to all branches, roll back', { skip }, async () => {
   const server = await start();
   const page = await open(server.url);
+  await chatting(page);
   await page.getByText('Live · ').waitFor();
   await page.getByRole('button', { name: 'Playground' }).click();
   await page.getByRole('spinbutton', { name: 'Tokens at most' }).fill('24');
@@ -137,14 +141,87 @@ test('chat, fork, talk to all branches, roll back', { skip }, async () => {
   await server.stop();
 });
 
+// The two minutes of the README: the embedded model had answered before one could look, then nothing was drawn; of four
+// branches one and a half could be seen, and the buttons below an answer by halves.
+test('a text in four branches that are alive at once, and drawn when they rest', { skip }, async () => {
+  const server = await start();
+  const page = await open(server.url, { viewport: { width: 1400, height: 900 } });
+  await page.getByText('Live · ').waitFor();
+  await page.getByRole('button', { name: 'Playground' }).click();
+  const pace = page.getByRole('combobox', { name: 'Pace' });
+  const begin = page.getByRole('button', { name: 'The borrow checker' });
+  await begin.waitFor();
+  assert.equal(await pace.locator('option:checked').innerText(), '10 tokens/s', 'slow enough to be watched');
+  await pace.selectOption('as fast as it goes');
+  await page.getByRole('spinbutton', { name: 'Tokens at most' }).fill('40');
+  await begin.click();
+  const branches = page.locator('section.branch');
+  const fork = branches.first().locator('li.assistant').getByRole('button', { name: '× 3' });
+  await fork.waitFor({ timeout: 60000 });
+  await fork.click();
+  await page.waitForFunction(() => document.querySelectorAll('section.branch').length === 4);
+  await pass(page, 100);
+  for (let i = 0; i < 4; i++) {
+    for (const part of [branches.nth(i), branches.nth(i).locator('li.assistant .acts')]) {
+      const box = await part.boundingBox();
+      assert.ok(box.x >= 0 && box.x + box.width <= 1400 && box.y >= 0 && box.y + box.height <= 900, `branch ${i + 1}: ${JSON.stringify(box)}`);
+    }
+    const [list, acts] = [await branches.nth(i).locator('ol').boundingBox(), await branches.nth(i).locator('li.assistant .acts').boundingBox()];
+    assert.ok(acts.y + acts.height <= list.y + list.height, `the buttons of branch ${i + 1}`);
+  }
+  // At three tokens a second they are alive for a minute.
+  await pace.selectOption('3 tokens/s');
+  await page.getByRole('spinbutton', { name: 'Tokens at most' }).fill('200');
+  await page.getByRole('button', { name: 'Let all go on' }).click();
+  const sharing = page.getByRole('region', { name: 'Who shares what' });
+  await sharing.getByText('4 live sequences').waitFor({ timeout: 60000 });
+  assert.match(await sharing.locator('.saved').innerText(), /sharing saves \d+ blocks/);
+  for (const name of ['Branch 1', 'Branch 2', 'Branch 3', 'Branch 4']) await sharing.locator('svg').getByText(name, { exact: true }).waitFor();
+  for (let i = 0; i < 4; i++) await branches.nth(i).getByRole('button', { name: 'Stop' }).click();
+  await sharing.getByText('0 live sequences, 4 at rest').waitFor({ timeout: 60000 });
+  assert.match(await sharing.locator('.saved').innerText(), /sharing saves \d+ blocks/);
+  // What they share is a piece of its own, to which one can go back.
+  await branches.nth(3).locator('li').nth(1).getByRole('button', { name: 'Roll back to here' }).click();
+  await page.waitForFunction(() => document.querySelectorAll('section.branch')[3].querySelectorAll('li').length === 2);
+  assert.equal(await branches.nth(1).locator('li').count(), 3, 'others keep theirs');
+  const sessions = (await (await fetch(`${server.url}v1/sessions`)).json()).data;
+  const tokens = sessions.map((session) => session.n_tokens).sort((a, b) => a - b);
+  assert.ok(tokens.length === 4 && tokens[0] < tokens[1], `one is shorter than the others: ${tokens}`);
+  assert.deepEqual(page.errors, []);
+  await page.context().close();
+  await server.stop();
+});
+
+// It was wider than a phone, and an hour was divided at 500 s.
+test('a simulated run fits a phone, and counts minutes as clocks do', { skip }, async () => {
+  const file = join(await mkdtemp(join(tmpdir(), 'kvist-')), 'run.html');
+  execFileSync(program, ['simulate', '--requests', '120', '--arrivals', 'poisson:per_s=0.1', '--html', file], { stdio: 'ignore' });
+  const context = await browser.newContext({ viewport: { width: 375, height: 812 } });
+  const page = await context.newPage();
+  await page.goto(`file://${file}`);
+  assert.ok((await page.evaluate(() => document.documentElement.scrollWidth)) <= 375);
+  const ticks = await page.locator('svg .tick').allTextContents();
+  assert.ok(ticks.some((text) => /^\d+ min$/.test(text)), ticks.join());
+  assert.ok(!ticks.some((text) => /^\d{3,} s$/.test(text)), ticks.join());
+  await context.close();
+});
+
 test('with API keys: asked for, and kept for this tab alone', { skip }, async () => {
   const file = join(await mkdtemp(join(tmpdir(), 'kvist-')), 'kvist.toml');
-  await writeFile(file, '[[keys]]\nname = "ops"\nkey = "ops-secret"\nadmin = true\n');
+  await writeFile(file, '[[keys]]\nname = "ops"\nkey = "ops-secret"\nadmin = true\n[[keys]]\nname = "ann"\nkey = "ann-secret"\n');
   const server = await start('--config', file);
   const page = await open(server.url);
   await page.getByText('The server wants an admin key').waitFor();
   await page.getByText('Recording · Example').waitFor();
-  await page.getByLabel('API key', { exact: true }).and(page.locator('input')).fill('ops-secret');
+  const field = page.getByLabel('API key', { exact: true }).and(page.locator('input'));
+  await field.fill('somebody-elses');
+  await page.getByRole('button', { name: 'Connect' }).click();
+  await page.getByText('It does not know this one.').waitFor();
+  await field.fill('ann-secret');
+  await page.getByRole('button', { name: 'Connect' }).click();
+  await page.getByText('it is not an admin key').waitFor();
+  await page.getByRole('button', { name: 'Another key' }).click();
+  await field.fill('ops-secret');
   await page.getByRole('button', { name: 'Connect' }).click();
   await page.getByText('Live · ').waitFor();
   assert.equal(await page.evaluate(() => Object.values(localStorage).join()), '');

@@ -3,9 +3,10 @@ import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { Flashes } from '../src/lib/flashes.js';
 import { History, Model, order } from '../src/lib/model.js';
-import { palette } from '../src/lib/palette.js';
+import { contrast, palette } from '../src/lib/palette.js';
 import { Recording } from '../src/lib/recording.js';
 import { series } from '../src/lib/series.js';
+import { forest, layout } from '../src/lib/sharing.js';
 import { Throttle } from '../src/lib/throttle.js';
 
 const GROUPS = [{ block_tokens: 16, blocks: 64, window: null }];
@@ -165,4 +166,59 @@ test('colours are kept for as many sequences as live, not for all there ever wer
   for (let seq = 1; seq < 70000; seq++) sequence(seq);
   assert.notEqual(sequence(0), first, 'it was made anew');
   assert.deepEqual(sequence(0), first);
+});
+
+// Of two branches that had just been answered the page said "No sequence is live", although both lay in the cache.
+test('a session at rest is drawn with the blocks that it would find', () => {
+  const sessions = [
+    { id: 'sess-a', parent: null, tokens: 40, running: false, tables: [[3, 4]] },
+    { id: 'sess-b', parent: 'sess-a', tokens: 60, running: false, tables: [[3, 4, 7]] },
+  ];
+  const model = Model.ofSnapshot({ groups: GROUPS, at: 0, requests: [], sequences: [], idle: [[3, 4, 7]] });
+  const shown = (rank) => {
+    const trees = forest(model, 0, rank);
+    return { rows: layout(trees).rows.map(({ seq, end }) => [seq, end]), saved: trees.named - trees.held, live: trees.live, resting: trees.resting };
+  };
+  model.tell(sessions);
+  assert.deepEqual(shown(), { rows: [['sess-b', 3], ['sess-a', 2]], saved: 2, live: 0, resting: 2 });
+
+  // One that runs is its sequence, in its place, and nothing else.
+  const run = [
+    { n: 0, at: 1, arrive: { id: 9, arrival_ns: 1, prompt_tokens: 40, max_new: 9, name: 'cmpl-1', session: 'sess-a' } },
+    { n: 1, at: 2, steps: 1, elapsed: 5, sampled: 1, finished: [] },
+    { step: 1, at: 2, admit: 9, seq: 5, hit: 32 },
+    { step: 1, at: 2, blocks: [[0, 'hit', 3, 5, 'open'], [0, 'hit', 4, 5, 'open'], [0, 'alloc', 8, 5, 'append']] },
+  ];
+  reduced(run, model);
+  assert.equal(model.requests.get(9).name, 'cmpl-1');
+  assert.deepEqual(shown(), { rows: [[5, 3], ['sess-b', 3]], saved: 2, live: 1, resting: 1 });
+
+  // It rests again before the server has said so: whole blocks behind all tokens but the last one.
+  const end = [
+    { step: 2, at: 9, end: 9, how: 'length', generated: 9 },
+    { step: 2, at: 9, blocks: [[0, 'store', 8, 5, 'append'], [0, 'idle', 3, 5, 'remove'], [0, 'idle', 4, 5, 'remove'], [0, 'idle', 8, 5, 'remove']] },
+  ];
+  reduced(end, model);
+  assert.deepEqual(shown(), { rows: [['sess-a', 3], ['sess-b', 3]], saved: 2, live: 0, resting: 2 });
+  assert.deepEqual(shown((id) => ({ 'sess-b': 0, 'sess-a': 1 })[id]).rows.map(([id]) => id), ['sess-b', 'sess-a']);
+
+  // What is evicted is found no more, nor what lies behind it.
+  reduced([{ step: 3, at: 20, blocks: [[0, 'evict', 4, null, 'make_room']] }], model);
+  assert.deepEqual(shown(), { rows: [['sess-a', 1], ['sess-b', 1]].slice(0, 2), saved: 1, live: 0, resting: 2 });
+});
+
+// On a dark ground, lanes that waited and free blocks could hardly be seen.
+test('what waits and what is free stand off the ground', () => {
+  for (const dark of [false, true]) {
+    const { surface, line, phases } = palette(dark);
+    for (const [name, colour] of Object.entries({ free: line, ...phases })) {
+      assert.ok(contrast(colour, surface) >= 3, `${name} in ${dark ? 'dark' : 'light'}: ${contrast(colour, surface)}`);
+    }
+  }
+  assert.equal(contrast([0, 0, 0], [255, 255, 255]), 21);
+});
+
+test('where no step has run, charts have no point', () => {
+  const { x, ...lines } = series(new History(), [0, 1e9]);
+  for (const [name, values] of Object.entries(lines)) assert.ok(values.every((value) => value === null), name);
 });

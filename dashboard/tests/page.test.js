@@ -89,6 +89,65 @@ test('it plays, pauses and steps', async () => {
   await calm(page);
 });
 
+// A button that had been clicked kept the space for itself.
+test('space plays and pauses, whatever was clicked before', async () => {
+  const page = await open(server.url);
+  await ready(page);
+  const play = page.getByRole('button', { name: 'Play', exact: true });
+  const pause = page.getByRole('button', { name: 'Pause' });
+  for (const name of ['One event on', 'References', /^Theme/]) {
+    await page.getByRole('button', { name }).click();
+    await page.keyboard.press(' ');
+    await pause.waitFor();
+    await page.keyboard.press(' ');
+    await play.waitFor();
+  }
+  await page.getByRole('slider', { name: 'Moment' }).click();
+  await page.keyboard.press(' ');
+  await pause.waitFor();
+  await page.keyboard.press(' ');
+  await play.waitFor();
+  // Who goes there with the keyboard presses the button.
+  const before = await moment(page);
+  await page.getByRole('button', { name: 'One event back' }).focus();
+  await page.keyboard.press(' ');
+  await pass(page);
+  assert.ok((await moment(page)) < before);
+  assert.equal(await pause.count(), 0);
+  await calm(page);
+});
+
+// Its last step lay on what it explained, and on a phone the third one did.
+test('the tour covers nothing of what it explains', async () => {
+  for (const viewport of [{ width: 1440, height: 900 }, { width: 1100, height: 800 }, { width: 375, height: 812 }]) {
+    const page = await open(server.url, { viewport, reducedMotion: 'reduce' });
+    await ready(page);
+    await page.keyboard.press('t');
+    const dialog = page.getByRole('dialog');
+    for (let step = 1; step <= 7; step++) {
+      await dialog.getByText(`${step} / 7`).waitFor();
+      const look = async () => {
+        const [over, spot] = [await dialog.boundingBox(), await page.locator('.spot').boundingBox()];
+        const overlap = (at, size) => Math.max(0, Math.min(over[at] + over[size], spot[at] + spot[size]) - Math.max(over[at], spot[at]));
+        const covered = (overlap('x', 'width') * overlap('y', 'height')) / (spot.width * spot.height);
+        const above = Math.max(0, -spot.y) / spot.height;
+        return { over, spot, seen: covered + above < 0.1 && over.y >= 0 && over.y + over.height <= viewport.height };
+      };
+      // It comes to rest where it is seen, and stays there.
+      let seen = 0;
+      let last;
+      for (let i = 0; i < 300 && seen < 4; i++) {
+        await pass(page, 100);
+        last = await look();
+        seen = last.seen ? seen + 1 : 0;
+      }
+      assert.ok(seen >= 4, `step ${step} of ${viewport.width} px: ${JSON.stringify(last)}`);
+      await dialog.getByRole('button', { name: step < 7 ? 'Next' : 'Done' }).click();
+    }
+    await calm(page);
+  }
+});
+
 test('a block is told on hover, and its life on a click, with the keyboard too', async () => {
   const page = await open(server.url);
   await ready(page);

@@ -183,3 +183,122 @@ test('the tour waits for no server, and leaves the page where it was', async () 
   await page.getByRole('dialog').waitFor();
   await calm(page);
 });
+
+/** Nothing has ever happened here. */
+const nothing = (more = {}) => ({
+  format: 'kvist-live', version: 1, model: 'pretended', at: 5e9, bytes_per_token: 4096, bound_bytes: 64 * 65536,
+  groups: [{ block_tokens: 16, blocks: 64, window: null }], requests: [], sequences: [], idle: [[]], counters: {}, ...more,
+});
+async function begun(snapshot, options) {
+  const server = await pretend(snapshot);
+  servers.push(server);
+  const page = await open(server.url, options);
+  await page.getByText('Live · pretended').waitFor();
+  await page.getByRole('region', { name: 'Block map' }).waitFor();
+  return { server, page };
+}
+/** One request: it arrives, reads 40 tokens, writes one, and leaves two blocks to the index. */
+const answered = (more = {}) => [
+  { n: 0, at: 6e9, arrive: { id: 0, arrival_ns: 6e9, prompt_tokens: 40, max_new: 1, ...more } },
+  { n: 1, at: 6e9, steps: 1, elapsed: 2e7, sampled: 1, finished: [0] },
+  { step: 0, at: 6e9, admit: 0, seq: 0, hit: 0 }, { step: 0, at: 6e9, chunk: 0, first: 0, tokens: 40 },
+  { step: 0, at: 6e9, blocks: [[0, 'alloc', 0, 0, 'append'], [0, 'alloc', 1, 0, 'append'], [0, 'alloc', 2, 0, 'append']] },
+  { step: 1, at: 6.02e9, end: 0, how: 'length', generated: 1 },
+  { step: 1, at: 6.02e9, blocks: [[0, 'store', 0, 0, 'append'], [0, 'store', 1, 0, 'append'], [0, 'idle', 0, 0, 'remove'], [0, 'idle', 1, 0, 'remove'], [0, 'free', 2, 0, 'remove']] },
+];
+
+// Axes said 0.000 of nothing, and the panel of requests was an empty frame.
+test('a server that has done nothing says so, and what to do', async () => {
+  const { page } = await begun(nothing());
+  const charts = page.locator('section.chart');
+  await charts.first().waitFor();
+  for (let i = 0; i < (await charts.count()); i++) assert.match(await charts.nth(i).innerText(), /Nothing to show yet/);
+  const timeline = page.getByRole('region', { name: 'Requests over time' });
+  assert.match(await timeline.innerText(), /No request yet/);
+  await timeline.getByRole('button', { name: 'Write something here' }).click();
+  await page.getByRole('textbox', { name: /Message to Branch/ }).waitFor();
+  await page.context().close();
+});
+
+// A lane was called 17, which is neither in the server's log nor in any answer.
+test('lanes have the ids of the log', async () => {
+  const { server, page } = await begun(nothing());
+  const name = 'chatcmpl-0123456789abcdef0123456789abcdef';
+  await page.evaluate(() => {
+    window.written = new Set();
+    const real = CanvasRenderingContext2D.prototype.fillText;
+    CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+      window.written.add(text);
+      return real.call(this, text, ...rest);
+    };
+  });
+  server.tell(answered({ name, session: 'sess-00' }));
+  await page.waitForFunction(() => window.written.has('chatcmpl-01234567…'));
+  const timeline = page.getByRole('region', { name: 'Requests over time' });
+  assert.equal(await timeline.getByText('No request yet').count(), 0);
+  await timeline.locator('canvas').focus();
+  await page.keyboard.press('ArrowDown');
+  assert.match(await timeline.locator('.tip').innerText(), new RegExp(`^${name}\\s+session sess-00`));
+  await calm(page);
+});
+
+// Cached blocks were of a colour that the legend did not have.
+test('the legend has the colours of the map', async () => {
+  for (const colorScheme of ['light', 'dark']) {
+    const { server, page } = await begun(nothing(), { colorScheme, reducedMotion: 'reduce' });
+    server.tell(answered());
+    const footer = page.getByRole('region', { name: 'Block map' }).locator('footer');
+    await page.waitForFunction(() => document.querySelectorAll('.map footer b')[1].textContent === '2');
+    await pass(page);
+    const colour = await map(page).evaluate((canvas) => {
+      const context = canvas.getContext('2d');
+      // Somewhere in the first block: the first pixel of its row that is not empty.
+      const { data } = context.getImageData(0, 20 * devicePixelRatio, canvas.width, 1);
+      for (let i = 0; i < data.length; i += 4) if (data[i + 3] === 255 && data[i + 7] === 255) return `rgb(${data[i + 4]}, ${data[i + 5]}, ${data[i + 6]})`;
+    });
+    const shown = await footer.locator('i.cached').evaluate((swatch) => getComputedStyle(swatch).backgroundImage);
+    assert.ok(shown.includes(colour), `${colour} is not in ${shown}`);
+    await calm(page);
+  }
+});
+
+// Between two answers the page had nothing to show of the branches of a conversation.
+test('sessions at rest stay drawn, and their blocks are pointed at', async () => {
+  const { server, page } = await begun(nothing());
+  const sharing = page.getByRole('region', { name: 'Who shares what' });
+  assert.match(await sharing.innerText(), /no session has a full block in the cache/);
+  server.tell(answered({ name: 'cmpl-1', session: 'sess-aa11bb22' }));
+  server.rest([
+    { id: 'sess-aa11bb22', parent: null, tokens: 41, running: false, tables: [[0, 1]] },
+    { id: 'sess-cc33dd44', parent: 'sess-aa11bb22', tokens: 20, running: false, tables: [[0]] },
+  ]);
+  await sharing.getByText('0 live sequences, 2 at rest').waitFor();
+  assert.match(await sharing.locator('.saved').innerText(), /sharing saves 1 blocks, 33%, 64(\.0)? KiB/);
+  assert.match(await sharing.locator('svg').innerHTML(), /sess-aa11bb…/);
+  const before = await map(page).evaluate((canvas) => canvas.toDataURL());
+  await page.getByRole('application', { name: 'Live sequences and sessions at rest' }).focus();
+  await page.keyboard.press('ArrowDown');
+  assert.match(await sharing.locator('[aria-live]').innerText(), /^Session sess-\w+, at rest: \d blocks/);
+  await pass(page);
+  assert.notEqual(await map(page).evaluate((canvas) => canvas.toDataURL()), before, 'others are faint');
+  server.rest([]);
+  await sharing.getByText('no session has a full block in the cache').waitFor();
+  await calm(page);
+});
+
+// Connect said nothing to a key that is known, and not an admin's.
+test('a key without the rights of an administrator is told what it can do', async () => {
+  const server = await pretend(nothing());
+  servers.push(server);
+  server.refuse(403, 'the live view tells of all users, and is for admin keys');
+  const page = await open(server.url);
+  await page.getByText('it is not an admin key').waitFor();
+  await page.getByText('The API and the Playground work with this key').waitFor();
+  await page.getByText('Recording · Example').waitFor();
+  await page.getByRole('button', { name: 'Playground' }).click();
+  await page.getByRole('textbox', { name: /Message to Branch/ }).waitFor();
+  assert.equal(await page.getByRole('region', { name: 'Block map' }).count(), 0, 'there is nothing of it to see');
+  await page.getByRole('button', { name: 'Another key' }).click();
+  await page.getByLabel('API key', { exact: true }).and(page.locator('input')).waitFor();
+  await page.context().close();
+});

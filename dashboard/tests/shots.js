@@ -6,7 +6,7 @@ const server = await serve();
 for (const [name, options, act] of [
   ['light', { colorScheme: 'light', viewport: { width: 1440, height: 1480 } }],
   ['dark', { colorScheme: 'dark', viewport: { width: 1440, height: 1480 } }],
-  ['narrow', { viewport: { width: 420, height: 900 }, colorScheme: 'light' }],
+  ['narrow', { viewport: { width: 375, height: 812 }, colorScheme: 'light' }],
   ['tour', { colorScheme: 'dark' }, async (page) => {
     await page.getByRole('button', { name: 'Tour' }).click();
     for (let i = 0; i < 3; i++) await page.getByRole('button', { name: 'Next' }).click();

@@ -46,7 +46,9 @@ test('a server without a place is asked again; one without a stream is not', asy
   assert.deepEqual(told, ['refused: 16 listen already', 'refused: status 503', 'live']);
   assert.deepEqual(await heard([refusal(404, 'there is no such thing')], 'absent'), ['absent']);
   assert.deepEqual(await heard([() => new Response('<html>', { headers: { 'content-type': 'text/html' } })], 'absent'), ['absent']);
-  assert.deepEqual(await heard([refusal(403, 'for admin keys')], 'denied'), ['denied']);
+  assert.deepEqual(await heard([refusal(401, 'no API key')], 'denied'), ['denied']);
+  // A key that is known, and not an admin's, was told that it is wrong.
+  assert.deepEqual(await heard([refusal(403, 'for admin keys')], 'limited'), ['limited']);
 });
 
 test('a connection that fails is tried again', async () => {

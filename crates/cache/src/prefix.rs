@@ -305,6 +305,15 @@ impl Cache {
         }
     }
 
+    /// The blocks of `group` that `open` would find, in the order of their positions; `None` for those that it would not
+    /// hold, because the window has left them behind. Pure. Empty without an index, or where `group` does not exist.
+    pub fn lookup_blocks(&self, group: GroupId, salt: &str, content: &Content<'_>) -> Vec<Option<u32>> {
+        match &self.index {
+            Some(index) => index.lookup_blocks(&self.groups, group, salt, content),
+            None => Vec::new(),
+        }
+    }
+
     /// Positions that a query of `group` sees, its own included; `None` if it sees all, or there are no blocks.
     pub fn window(&self, group: GroupId) -> Option<u32> {
         self.groups.get(group.0 as usize)?.paged()?.window()

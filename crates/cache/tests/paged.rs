@@ -508,6 +508,9 @@ impl Drive {
                 let content = Content::Tokens(&tokens);
                 let found = self.cache.lookup(salt, &content);
                 assert_eq!(found.hit_tokens, hit);
+                let groups = || (0..self.cache.n_groups() as u16).map(GroupId);
+                let blocks: Vec<_> =
+                    groups().map(|group| self.cache.lookup_blocks(group, salt, &content)).collect();
                 let (before, idle) = (self.cache.report(), found.idle_tokens);
                 let reason = self.cache.explain(salt, &content, Audience::Tenant);
                 assert!(reason.position() >= hit, "{reason:?} of a hit of {hit}");
@@ -522,6 +525,9 @@ impl Drive {
                         Some(idle),
                         "what the hit takes from the room"
                     );
+                    let tables = (0..self.cache.n_groups() as u16)
+                        .map(|group| self.cache.block_table(GroupId(group), seq).expect("it was opened"));
+                    assert_eq!(tables.collect::<Vec<_>>(), blocks, "it holds what was foretold");
                     let stored = (hit / self.spec.block_tokens) as usize;
                     vacant.insert(Sequence { salt, tokens: tokens[..hit as usize].to_vec(), stored });
                 } else {

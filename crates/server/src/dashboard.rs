@@ -5,7 +5,7 @@
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
-use crate::live::{MAX_LISTENERS, NotHeard};
+use crate::live::{MAX_LISTENERS, NotHeard, sessions};
 use axum::Extension;
 use axum::extract::{Path, State};
 use axum::http::{StatusCode, header};
@@ -54,7 +54,7 @@ pub(crate) async fn asset(Path(name): Path<String>) -> Response {
     file(&format!("assets/{name}"))
 }
 
-/// `GET /kvist/live`: an event `snapshot`, then events `lines` ([`crate::live`]). It tells of all users, so with keys it
+/// `GET /kvist/live`: an event `snapshot`, then events `lines` ([`crate::live`]) and `sessions` ([`sessions`]). It tells of all users, so with keys it
 /// is for admin keys.
 pub(crate) async fn live(
     State(app): State<Arc<App>>,
@@ -77,6 +77,10 @@ pub(crate) async fn live(
         let batch = lines.recv().await?;
         Some((Event::default().event("lines").data(&*batch), lines))
     });
+    let sessions = sessions::watch(app.clone()).map(|now| Event::default().event("sessions").data(now));
+    let rest = stream::select(rest.map(Some).chain(stream::once(async { None })), sessions.map(Some));
+    // Where the lines end, the stream does.
+    let rest = rest.take_while(|event| std::future::ready(event.is_some())).filter_map(std::future::ready);
     let events = first.chain(rest.take_until(drained(app))).map(Ok::<_, Infallible>);
     let keep_alive = KeepAlive::new().interval(Duration::from_secs(15));
     Ok(([(header::CACHE_CONTROL, "no-store")], Sse::new(events).keep_alive(keep_alive)).into_response())

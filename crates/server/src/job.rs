@@ -36,6 +36,20 @@ pub struct Job {
     pub deadline: Option<Instant>,
     /// Ask the prefix index why it supplied no more.
     pub explain: bool,
+    /// Tokens per second to write at, so that a person can watch: the engine waits between its steps while every job that
+    /// is live has a pace, and keeps the fastest of them. Beside a job without one it has no effect.
+    pub pace: Option<u32>,
+    /// What people call it.
+    pub name: Name,
+}
+
+/// What the log and the clients call a job; those who watch the engine are told. Nothing is decided by it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Name {
+    /// The id of its request. Empty: it has none.
+    pub request: Arc<str>,
+    /// The session that it goes on with.
+    pub session: Option<Arc<str>>,
 }
 
 /// What may be generated next: a grammar.

@@ -7,13 +7,16 @@
 //! Without listener and file the engine keeps no log. A listener that does not keep up is dropped, and may come again; a
 //! file that does not ends. The engine waits for nobody.
 mod file;
+pub(crate) mod sessions;
 
+use crate::job::Name;
 use crate::worker::{Engine, State, Watch};
 use file::RecordFile;
 use kvist_cache::BlockEvent;
-use kvist_scheduler::{Ended, Part, Recording, Snapshot};
+use kvist_scheduler::{Ended, Part, Recording, RequestId, Snapshot};
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize, Serializer};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
@@ -41,6 +44,24 @@ struct Desk {
     sent_ns: u64,
     blocks: Vec<BlockEvent>,
     bytes: CacheBytes,
+    names: Names,
+}
+
+/// What the log calls the requests that are live, by the numbers that the engine gives them.
+#[derive(Default)]
+struct Names {
+    of: BTreeMap<u64, Name>,
+    /// Ended, but what the turn has to tell of them is not told yet.
+    ended: Vec<u64>,
+}
+
+impl Names {
+    /// The turn is told.
+    fn forget_ended(&mut self) {
+        for id in self.ended.drain(..) {
+            self.of.remove(&id);
+        }
+    }
 }
 
 /// What K and V take, by the plan.
@@ -64,6 +85,22 @@ struct Greeting<'a> {
     bound_bytes: u64,
     #[serde(flatten)]
     snapshot: Snapshot,
+    /// Of the requests of the snapshot.
+    names: BTreeMap<u64, Named>,
+}
+
+/// As the log and the clients call a request.
+#[derive(Serialize)]
+struct Named {
+    name: Arc<str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    session: Option<Arc<str>>,
+}
+
+impl From<&Name> for Named {
+    fn from(name: &Name) -> Named {
+        Named { name: name.request.clone(), session: name.session.clone() }
+    }
 }
 
 /// There are [`MAX_LISTENERS`], or the engine has stopped.
@@ -130,9 +167,10 @@ impl LiveView {
             desk.send(at);
             let (sender, receiver) = channel(BEHIND);
             desk.listeners.push(sender);
-            Ok((at, desk.bytes, Snapshot::of(&state.scheduler), receiver))
+            let names = desk.names.of.iter().map(|(id, name)| (*id, name.into())).collect();
+            Ok((at, desk.bytes, Snapshot::of(&state.scheduler), names, receiver))
         });
-        let (at, bytes, snapshot, receiver) = joined.await.unwrap_or(Err(NotHeard::Stopped))?;
+        let (at, bytes, snapshot, names, receiver) = joined.await.unwrap_or(Err(NotHeard::Stopped))?;
         // A full cache makes a long text, for which neither the engine nor other connections wait.
         let written = tokio::task::spawn_blocking(move || {
             let greeting = Greeting {
@@ -143,6 +181,7 @@ impl LiveView {
                 bytes_per_token: bytes.per_token,
                 bound_bytes: bytes.bound,
                 snapshot,
+                names,
             };
             serde_json::to_string(&greeting).unwrap_or_default()
         });
@@ -151,35 +190,48 @@ impl LiveView {
 }
 
 impl Watch for LiveView {
+    fn arrived(&mut self, id: RequestId, name: &Name) {
+        if !name.request.is_empty() {
+            self.desk().names.of.insert(id.0, name.clone());
+        }
+    }
+
     fn ended(&mut self, ended: &Ended) {
-        if let Some(recording) = &mut self.desk().recording {
+        let mut desk = self.desk();
+        desk.names.ended.push(ended.id.0);
+        if let Some(recording) = &mut desk.recording {
             recording.ended(ended);
         }
     }
 
     fn turn(&mut self, now_ns: u64, end_ns: u64, state: &mut State) {
         let mut desk = self.desk();
-        if desk.recording.is_none() {
-            return;
-        }
-        desk.listeners.retain(|listener| !listener.is_closed());
-        if desk.file.is_none() && desk.listeners.is_empty() {
-            if let Some(recording) = desk.recording.take() {
-                recording.end(&mut state.scheduler);
-            }
-            desk.batch.clear();
-            return;
-        }
-        desk.take(now_ns, end_ns, state);
-        // Nobody may come for a while: nothing is held back then.
-        let is_idle = state.scheduler.n_running() + state.scheduler.n_waiting() == 0;
-        if is_idle || end_ns.saturating_sub(desk.sent_ns) >= BATCH_NS {
-            desk.send(end_ns);
-        }
+        desk.turn(now_ns, end_ns, state);
+        desk.names.forget_ended();
     }
 }
 
 impl Desk {
+    fn turn(&mut self, now_ns: u64, end_ns: u64, state: &mut State) {
+        if self.recording.is_none() {
+            return;
+        }
+        self.listeners.retain(|listener| !listener.is_closed());
+        if self.file.is_none() && self.listeners.is_empty() {
+            if let Some(recording) = self.recording.take() {
+                recording.end(&mut state.scheduler);
+            }
+            self.batch.clear();
+            return;
+        }
+        self.take(now_ns, end_ns, state);
+        // Nobody may come for a while: nothing is held back then.
+        let is_idle = state.scheduler.n_running() + state.scheduler.n_waiting() == 0;
+        if is_idle || end_ns.saturating_sub(self.sent_ns) >= BATCH_NS {
+            self.send(end_ns);
+        }
+    }
+
     /// Switch the logs on, if they are not.
     fn begin(&mut self, state: &mut State) {
         if self.recording.is_none() {
@@ -191,7 +243,9 @@ impl Desk {
 
     /// What happened in the turn that has just run.
     fn take(&mut self, now_ns: u64, end_ns: u64, state: &mut State) {
-        let Desk { recording: Some(recording), file, listeners, batch, blocks, .. } = self else { return };
+        let Desk { recording: Some(recording), file, listeners, batch, blocks, names, .. } = self else {
+            return;
+        };
         blocks.clear();
         state.scheduler.cache_mut().drain_events(blocks, &mut Vec::new());
         recording.turn(now_ns, end_ns, &mut state.scheduler, blocks, &mut |part, lines| {
@@ -200,7 +254,7 @@ impl Desk {
             }
             match part {
                 _ if listeners.is_empty() => {}
-                Part::Events => lines.lines().for_each(|line| discreet(line, batch)),
+                Part::Events => lines.lines().for_each(|line| discreet(line, names, batch)),
                 _ => batch.push_str(lines),
             }
         });
@@ -220,9 +274,10 @@ impl Desk {
     }
 }
 
-/// An event without what somebody asked or was answered, and under which name. A line is made anew of what a listener
-/// may know, so that a field which is new in the log stays there until somebody allows it here.
-fn discreet(line: &str, out: &mut String) {
+/// An event without what somebody asked or was answered, and under which salt. A line is made anew of what a listener
+/// may know, so that a field which is new in the log stays there until somebody allows it here. An arrival has the name
+/// of its request.
+fn discreet(line: &str, names: &Names, out: &mut String) {
     // The configuration, and how the cache was made: all of it.
     if line.starts_with("{\"format\":") {
         out.push_str(line);
@@ -230,7 +285,10 @@ fn discreet(line: &str, out: &mut String) {
         return;
     }
     // What cannot be read is not passed on.
-    let Ok(event) = serde_json::from_str::<Discreet>(line) else { return };
+    let Ok(mut event) = serde_json::from_str::<Discreet>(line) else { return };
+    if let Some(arrival) = &mut event.arrive {
+        arrival.named = names.of.get(&arrival.id).map(Named::from);
+    }
     let Ok(event) = serde_json::to_string(&event) else { return };
     out.push_str(&event);
     out.push('\n');
@@ -270,6 +328,8 @@ struct Arrival {
     max_new: u32,
     deadline_ns: Option<u64>,
     priority: i32,
+    #[serde(flatten, skip_deserializing)]
+    named: Option<Named>,
 }
 
 /// Read from a list, written as its length.

@@ -262,7 +262,11 @@ fn components(schemas: &Schemas) -> Value {
         "Detokenized": object(&["prompt"], json!({"prompt": text()})),
         "Model": object(
             &["id", "object", "created", "owned_by"],
-            json!({"id": text(), "object": text(), "created": count(), "owned_by": text(), "max_model_len": count()}),
+            json!({
+                "id": text(), "object": text(), "created": count(), "owned_by": text(), "max_model_len": count(),
+                "chat_template": {"type": "boolean", "description":
+                    "The model has a chat template of its own. One that has none continues texts."},
+            }),
         ),
         "ModelList": object(
             &["object", "data"],

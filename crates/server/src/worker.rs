@@ -45,6 +45,10 @@ impl EngineConfig {
 
 /// Somebody who looks at the cache behind every turn, on the engine thread: be quick.
 pub trait Watch: Send {
+    /// A job was taken, under this number and this name; [`Watch::ended`] follows, and before it maybe some turns.
+    fn arrived(&mut self, id: RequestId, name: &Name) {
+        let _ = (id, name);
+    }
     /// A request ended, in the turn of which [`Watch::turn`] will tell or between two.
     fn ended(&mut self, ended: &Ended) {
         let _ = ended;
@@ -202,6 +206,7 @@ impl Engine {
             watchers,
             live: BTreeMap::new(),
             busy_ns: 0,
+            turned: Instant::now(),
             // Weak, or the thread would keep itself alive.
             shared: Arc::downgrade(&shared),
         };

@@ -162,6 +162,38 @@ async fn queues_end_and_deadlines_pass() {
     nothing_is_held(&engine).await;
 }
 
+/// The embedded model had answered before anybody could watch: a job may ask to be written slowly. It holds up nothing
+/// that is not slow itself, and the engine hears as quickly as ever.
+#[tokio::test]
+async fn a_pace_is_kept_until_somebody_has_none() {
+    let all = tokens(TEXT);
+    let engine = engine(config(4096));
+    let slow = |max_new| Job { pace: Some(1), ..greedy(&all, max_new) };
+    let begun = Instant::now();
+    let mut watched = engine.submit(slow(3)).unwrap();
+    let heard = hear(&mut watched).await;
+    assert_eq!(heard.tokens.len(), 3);
+    let took = begun.elapsed();
+    assert!(took >= Duration::from_secs(2), "two pauses of a second, and {took:?} in all");
+    // A thousand of them would be watched for a quarter of an hour.
+    let mut watched = engine.submit(slow(1000)).unwrap();
+    assert!(matches!(watched.next().await, Some(Event::Admitted { .. })));
+    let mut hurried = engine.submit(greedy(&all, 1000)).unwrap();
+    let (went_along, fast) = tokio::join!(hear(&mut watched), async {
+        let heard = hear(&mut hurried).await;
+        // What is left of the slow one is at its pace again: it is not waited for.
+        engine.cancel_all();
+        heard
+    });
+    assert_eq!(fast.tokens.len(), 1000);
+    assert!(went_along.tokens.len() >= 990, "{} tokens", went_along.tokens.len());
+    // A deadline passes in a pause, too.
+    let deadline = Some(Instant::now() + Duration::from_millis(50));
+    let mut late = engine.submit(Job { deadline, ..slow(3000) }).unwrap();
+    assert_eq!(hear(&mut late).await.done.unwrap().finish, Finish::Deadline);
+    nothing_is_held(&engine).await;
+}
+
 #[tokio::test]
 async fn what_never_fits_is_said() {
     let engine = engine(config(64));

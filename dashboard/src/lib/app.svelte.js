@@ -29,7 +29,7 @@ const still = matchMedia('(prefers-reduced-motion: reduce)');
 class App {
   /** 'recording' or 'live': which of the two is shown. */
   source = $state('recording');
-  /** Of the server: connecting, live, lost, denied, refused, absent. */
+  /** Of the server: connecting, live, lost, denied, limited, refused, absent. */
   server = $state('connecting');
   /** Why it refused. */
   refusal = $state('');
@@ -50,7 +50,7 @@ class App {
   key = $state(stored(sessionStorage, 'kvist-key') ?? '');
   /** `{ g, block }` of the block whose life is followed. */
   followed = $state(null);
-  /** The sequence that is pointed at, anywhere. */
+  /** The sequence that is pointed at, anywhere, or the session at rest. */
   pointed = $state(null);
   /** Of a live server: 'cache' or 'play'. */
   page = $state('cache');
@@ -158,6 +158,12 @@ class App {
     });
   }
 
+  /** To the playground: what is said there is shown live. */
+  talk() {
+    this.page = 'play';
+    if (this.source === 'recording' && this.live?.model) this.show('live');
+  }
+
   show(source) {
     if (source === 'recording' && this.recording === null) return this.example();
     if (source === 'live') this.#awaited = false;
@@ -212,12 +218,14 @@ class App {
     return this.source === 'recording' && this.recording?.name === EXAMPLE;
   }
 
-  /** The tour: over what is live, if anything has happened there; else over a recording. */
+  /** The tour: over what is live, if several sequences are at work there; else over a recording, where they are. */
   async begin() {
-    if (this.tour === null) this.#before = this.source;
+    if (this.tour === null) this.#before = { source: this.source, page: this.page };
     this.#awaited = false;
     this.page = 'cache';
-    if (this.source === 'live' && !(this.live.model?.totals.prompt > 0)) await this.show('recording');
+    const model = this.live?.model;
+    const busy = model?.totals.prompt > 0 && model.live.size > 1;
+    if (this.source === 'live' && !busy) await this.show('recording');
     this.tour = 0;
   }
   /** Back to what was shown before. */
@@ -226,7 +234,8 @@ class App {
     this.speed = 1;
     this.zoom = null;
     this.spot = null;
-    if (this.#before === 'live' && this.source !== 'live' && this.live.model) this.show('live');
+    this.page = this.#before.page;
+    if (this.#before.source === 'live' && this.source !== 'live' && this.live.model) this.show('live');
   }
 
   seek(at) {
@@ -261,6 +270,12 @@ class App {
   follow(g, block) {
     this.followed = block === null ? null : { g, block };
     this.changed();
+  }
+  /** The blocks of the session at rest that is pointed at, in group `g`; null if it is none. */
+  pointedBlocks(g) {
+    if (typeof this.pointed !== 'string') return null;
+    const session = this.model?.sessions?.find(({ id }) => id === this.pointed);
+    return new Set(session?.tables[g] ?? []);
   }
   point(seq) {
     if (this.pointed === seq) return;

@@ -40,8 +40,8 @@ export async function messageOf(response) {
 
 export class Live {
   /**
-   * `state` hears of 'live', 'lost', 'denied', 'absent' (there is no such stream here) and, with what the server says,
-   * 'refused'; `changed` of news, `begun` of a server that is not the one before: another one, or the same, restarted.
+   * `state` hears of 'live', 'lost', 'denied' (no key, or none that is known), 'limited' (the key is not an admin's),
+   * 'absent' (there is no such stream here) and, with what the server says, 'refused'; `changed` of news, `begun` of a server that is not the one before: another one, or the same, restarted.
    */
   constructor({ key, changed, state, begun, onchange }) {
     Object.assign(this, { key, changed, state, begun, onchange });
@@ -61,7 +61,8 @@ export class Live {
         const headers = { accept: 'text/event-stream' };
         if (this.key()) headers.authorization = `Bearer ${this.key()}`;
         const response = await fetch('kvist/live', { headers, signal: this.stopper.signal });
-        if (response.status === 401 || response.status === 403) return this.state('denied');
+        if (response.status === 401) return this.state('denied');
+        if (response.status === 403) return this.state('limited');
         const type = response.headers.get('content-type') ?? '';
         if (!response.ok) {
           if (response.status === 404 && this.model === null) return this.state('absent');
@@ -107,6 +108,8 @@ export class Live {
       for (const line of order(lines)) this.model.apply(line);
       this.model.prune();
       this.#clock(this.model.at);
+    } else if (event === 'sessions' && this.model) {
+      this.model.tell(JSON.parse(data).sessions);
     } else return;
     this.changed();
   }

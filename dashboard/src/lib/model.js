@@ -30,6 +30,9 @@ export class Model {
     this.requests = new Map();
     /** Per sequence: `{ seq, request, tables, parent }`. */
     this.sequences = new Map();
+    /** Sessions of a server, running or not: `{ id, parent, tokens, running, tables }`; null where none are told of. */
+    this.sessions = null;
+    this.resting = [];
     /** Ids of those that have not ended. */
     this.live = new Set();
     this.policy = null;
@@ -41,6 +44,8 @@ export class Model {
     this.totals = { steps: 0, prefill: 0, decode: 0, prompt: 0, hit: 0, evicted: 0, preempted: 0, ended: 0, shared: 0 };
     /** Set by those who want to see everything over time: see `History`. */
     this.history = null;
+    /** Of requests that were there before this page: see `#request`. */
+    this.names = {};
     /** Called with (group, block, change) by those who want to show it. */
     this.onchange = null;
   }
@@ -66,6 +71,7 @@ export class Model {
 
   static ofSnapshot(snapshot) {
     const model = new Model(snapshot.groups);
+    model.names = snapshot.names ?? {};
     const at = snapshot.at ?? 0;
     model.at = at;
     for (const r of snapshot.requests ?? []) {
@@ -117,8 +123,10 @@ export class Model {
   #request(id, arrival) {
     let request = this.requests.get(id);
     if (!request || request.phase === 'ended') {
+      // The log's name of it, and the session that it is of: where a server tells them.
+      const { name = null, session = null } = this.names[id] ?? {};
       request = {
-        id, arrival, prompt: 0, maxNew: 0, admitted: null, first: null, ended: null, how: null, hit: 0, seq: null,
+        id, name, session, arrival, prompt: 0, maxNew: 0, admitted: null, first: null, ended: null, how: null, hit: 0, seq: null,
         computed: 0, known: 0, generated: 0, phase: 'queued', segments: [], chunked: false, preemptions: 0, miss: null,
       };
       this.requests.delete(id);
@@ -154,8 +162,8 @@ export class Model {
     if (line.blocks) this.#blocks(line);
     else if (line.done) this.#done(line.at, line.done);
     else if (line.arrive) {
-      const { id, arrival_ns, prompt_tokens, max_new } = line.arrive;
-      Object.assign(this.#request(id, arrival_ns), { prompt: prompt_tokens, known: prompt_tokens, maxNew: max_new });
+      const { id, arrival_ns, prompt_tokens, max_new, name = null, session = null } = line.arrive;
+      Object.assign(this.#request(id, arrival_ns), { name, session, prompt: prompt_tokens, known: prompt_tokens, maxNew: max_new });
     } else if (line.elapsed !== undefined) {
       this.turn = { from: at, to: at + line.elapsed, failed: line.failed === true };
     } else if (line.admit !== undefined) {
@@ -208,6 +216,7 @@ export class Model {
     if (request.phase === 'paused') this.#span(request, 'preempted', request.pausedAt, at);
     else if (request.phase === 'queued') this.#span(request, 'queued', request.arrival, at);
     Object.assign(request, { phase: 'ended', ended: at, how, generated, known: request.prompt + generated });
+    this.#rest(request);
     this.totals.ended += 1;
     this.history?.end(at, request);
   }
@@ -301,10 +310,40 @@ export class Model {
           this.totals.evicted += 1;
           group.release(block, null, FREE, at);
           group.stored[block] = 0;
+          this.#lose(g, block);
           break;
       }
     }
     this.#forget();
+  }
+
+  /** What the server tells of its sessions. */
+  tell(sessions) {
+    this.sessions = sessions;
+    // To see quickly whether a block that goes is one of theirs.
+    this.resting = this.groups.map((_, g) => new Set(sessions.flatMap(({ tables }) => tables[g] ?? [])));
+  }
+
+  /** A session's request has ended: what it would find is what was computed. The server says so itself a moment later. */
+  #rest(request) {
+    const session = this.sessions?.find(({ id }) => id === request.session);
+    const sequence = this.sequences.get(request.seq);
+    if (!session || !sequence) return;
+    session.running = false;
+    session.tables = sequence.tables.map((table, g) => {
+      const blocks = table.slice(0, Math.max(0, Math.floor((request.known - 1) / this.groups[g].blockTokens)));
+      blocks.forEach((block) => this.resting[g].add(block));
+      return blocks;
+    });
+  }
+
+  /** What a session would find ends before a block that is gone. The server says so itself a moment later. */
+  #lose(g, block) {
+    if (!this.resting[g]?.has(block)) return;
+    for (const { tables } of this.sessions) {
+      const i = tables[g]?.indexOf(block) ?? -1;
+      if (i >= 0) tables[g].length = i;
+    }
   }
 
   /** Sequences that hold nothing any more. */

@@ -27,12 +27,24 @@ const golden = 137.508;
 /** Colours that are kept: more than there are live sequences, fewer than a server has in a day. */
 const KEPT_COLOURS = 1 << 16;
 
+/** How far two colours stand off each other, as WCAG counts it: 1 to 21. */
+export function contrast(a, b) {
+  const linear = (x) => ((x /= 255) <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+  const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+  const [low, high] = [luminance(a), luminance(b)].sort((x, y) => x - y);
+  return (high + 0.05) / (low + 0.05);
+}
+
 export function palette(dark) {
   const surface = dark ? oklch(0.215, 0.008, 160) : oklch(0.995, 0.002, 100);
   const free = dark ? oklch(0.26, 0.008, 160) : oklch(0.945, 0.004, 100);
+  /** Of what is empty: an outline that stands off the surface as far as WCAG asks of graphics, 3:1. */
+  const line = dark ? oklch(0.54, 0.012, 160) : oklch(0.64, 0.01, 130);
   const ink = dark ? oklch(0.93, 0.008, 120) : oklch(0.27, 0.015, 160);
   const sequences = new Map();
   const sequence = (seq) => {
+    // Of a block that was there before the page, it is not known whose it was.
+    if (seq < 0) return line;
     let colour = sequences.get(seq);
     if (!colour) {
       const lightness = (dark ? 0.7 : 0.66) + (((seq * 7) % 5) - 2) * 0.022;
@@ -52,17 +64,18 @@ export function palette(dark) {
     dark,
     surface,
     free,
+    line,
     ink,
     sequence,
     /** Cached, held by nobody. */
-    idle: (colour) => mix(colour, free, dark ? 0.76 : 0.74),
+    idle: (colour) => mix(colour, free, dark ? 0.62 : 0.66),
     heat: dark ? scale([0.33, 0.03, 250], [0.85, 0.16, 75]) : scale([0.88, 0.03, 250], [0.58, 0.19, 40]),
     age: dark ? scale([0.82, 0.13, 155], [0.36, 0.03, 240]) : scale([0.6, 0.13, 155], [0.88, 0.02, 240]),
     refs: dark ? scale([0.4, 0.03, 200], [0.86, 0.15, 140]) : scale([0.86, 0.035, 200], [0.46, 0.13, 150]),
     accent: dark ? oklch(0.78, 0.13, 155) : oklch(0.52, 0.12, 155),
     alarm: dark ? oklch(0.72, 0.16, 30) : oklch(0.58, 0.18, 30),
     phases: {
-      queued: dark ? oklch(0.42, 0.01, 160) : oklch(0.85, 0.008, 120),
+      queued: dark ? oklch(0.58, 0.012, 160) : oklch(0.63, 0.012, 120),
       prefill: dark ? oklch(0.74, 0.12, 245) : oklch(0.6, 0.13, 250),
       decode: dark ? oklch(0.76, 0.13, 155) : oklch(0.6, 0.13, 155),
       preempted: dark ? oklch(0.72, 0.15, 40) : oklch(0.66, 0.16, 45),

@@ -21,7 +21,7 @@ export function series(history, [from, to], buckets = 160) {
 
   const [prefill, decode] = [sums(), sums()];
   const [held, idle, waiting, running] = [empty(), empty(), empty(), empty()];
-  let last = 0;
+  let last = -1;
   for (const turn of history.turns) {
     if (!inside(turn.to)) continue;
     // A step's tokens are spread over the time it took.

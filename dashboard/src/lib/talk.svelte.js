@@ -1,19 +1,21 @@
-// Conversations side by side, as the playground holds them.
+// Conversations, or texts, side by side, as the playground holds them.
 //
-// A branch is a list of messages. Where the server has sessions, each branch is one: forking shares its blocks, rolling
-// back gives them up. Where it has none, branches are lists that are sent whole, and share blocks by their prefixes.
+// A branch is a list of pieces. Where the model has a chat template, they are messages of a chat; where it has none, it goes
+// on with a text, and pieces are what was written by whom. Where the server has sessions, each branch is one: forking shares
+// its blocks, rolling back gives them up. Where it has none, branches are lists that are sent whole, and share blocks by
+// their prefixes.
 import * as api from './api.js';
 
 let next = 1;
 
 export class Branch {
   name = $state('');
-  /** `{ role, content, usage }`, as many as the session has. */
+  /** `{ role, content, usage, ends, open }`: of a text, `ends` is how many tokens there are up to here; an `open` one was cut. */
   messages = $state([]);
   busy = $state(false);
   error = $state('');
   draft = $state('');
-  id = null;
+  id = $state(null);
   stopper = null;
 
   constructor(name, messages = [], id = null) {
@@ -23,18 +25,27 @@ export class Branch {
   }
 }
 
+const piece = (role, content, more = {}) => ({ role, content, usage: null, ends: null, open: false, ...more });
+
 export class Talk {
   branches = $state([]);
   /** Whether the server has sessions; null until it was asked. */
   sessions = $state(null);
+  /** Whether the model answers in a chat, or goes on with a text; null until the server was asked. */
+  chats = $state(null);
   temperature = $state(0.7);
   maxTokens = $state(200);
+  /** Tokens per second, to be watched; null: as fast as it goes. */
+  pace = $state(null);
 
   constructor() {
     this.branches = [new Branch(`Branch ${next++}`)];
   }
 
   async probe() {
+    await Promise.all([this.#probeSessions(), this.#probeModel()]);
+  }
+  async #probeSessions() {
     if (this.sessions !== null) return;
     try {
       await api.get('v1/sessions');
@@ -44,8 +55,19 @@ export class Talk {
       if (error.status === 404 || error.status === 405) this.sessions = false;
     }
   }
+  async #probeModel() {
+    if (this.chats !== null) return;
+    try {
+      const [model] = (await api.get('v1/models')).data;
+      this.chats = model.chat_template !== false;
+      // A model that only goes on with texts is small, and has answered before anybody could look.
+      if (!this.chats) this.pace = 10;
+    } catch {
+      /* it is asked again */
+    }
+  }
 
-  /** The session of `branch`, if the server has sessions, with all of its messages; `more` are those it does not have yet. */
+  /** The session of `branch`, if the server has sessions, with all of its pieces; `more` are those it does not have yet. */
   async #session(branch, more) {
     await this.probe();
     if (!this.sessions) return null;
@@ -53,28 +75,46 @@ export class Talk {
       branch.id = (await api.post('v1/sessions')).id;
       more = branch.messages;
     }
-    const messages = more.map(({ role, content }) => ({ role, content }));
-    if (messages.length > 0) await api.post(`v1/sessions/${branch.id}/append`, { messages });
+    if (more.length === 0) return branch.id;
+    const path = `v1/sessions/${branch.id}/append`;
+    if (this.chats) await api.post(path, { messages: more.map(({ role, content }) => ({ role, content })) });
+    else {
+      const { n_tokens } = await api.post(path, { text: more.map(({ content }) => content).join('') });
+      branch.messages.at(-1).ends = n_tokens;
+    }
     return branch.id;
   }
 
   /** What the session really has, behind an answer that broke off. */
   async #resync(branch) {
     if (branch.id === null) return;
-    const { messages } = await api.get(`v1/sessions/${branch.id}`);
-    if (messages) branch.messages = messages.map(({ message }) => ({ role: message.role, content: message.content, usage: null }));
+    const { messages, n_tokens } = await api.get(`v1/sessions/${branch.id}`);
+    if (messages) branch.messages = messages.map(({ message, open }) => piece(message.role, message.content, { open }));
+    else if (branch.messages.length > 0) branch.messages.at(-1).ends = n_tokens;
   }
 
   async send(branch, text) {
     if (branch.busy || !text.trim()) return;
+    await this.probe();
     branch.draft = '';
-    branch.messages.push({ role: 'user', content: text, usage: null });
+    // What is answered does not go on any more.
+    if (branch.messages.length > 0) branch.messages.at(-1).open = false;
+    // Of a text, a word begins behind a space.
+    const last = branch.messages.at(-1)?.content;
+    if (!this.chats && last && !/\s$/.test(last) && /^\w/.test(text)) text = ` ${text}`;
+    branch.messages.push(piece('user', text));
     await this.#goOn(branch, branch.messages.slice(-1));
   }
 
-  /** An answer to what was said last: of a branch that was forked there. */
+  /** An answer to what was said last, or more of one that was cut, or more of the text. */
   async answer(branch) {
     if (!branch.busy) await this.#goOn(branch, []);
+  }
+
+  /** Is there something to go on with, without a word from anybody? */
+  canGoOn(branch) {
+    const last = branch.messages.at(-1);
+    return !branch.busy && last !== undefined && (!this.chats || last.role === 'user' || last.open);
   }
 
   async #goOn(branch, more) {
@@ -96,31 +136,43 @@ export class Talk {
 
   async #answer(branch, id) {
     const options = { max_tokens: this.maxTokens, temperature: this.temperature, stream_options: { include_usage: true } };
+    if (this.pace) options.kvist = { pace: this.pace };
     const said = branch.messages.map(({ role, content }) => ({ role, content }));
-    branch.messages.push({ role: 'assistant', content: '', usage: null });
+    // An answer that was cut is one message with what follows; of a text, what is shared stays a piece of its own.
+    if (!(this.chats && id !== null && branch.messages.at(-1).open)) branch.messages.push(piece('assistant', ''));
     const answer = branch.messages.at(-1); // the reactive one
     const { signal } = branch.stopper;
-    const stream = id === null
-      ? api.generate('v1/chat/completions', { ...options, messages: said }, signal)
-      : api.generate(`v1/sessions/${id}/generate`, options, signal);
-    for await (const { text, usage } of stream) {
+    const stream = id !== null
+      ? api.generate(`v1/sessions/${id}/generate`, options, signal)
+      : this.chats
+        ? api.generate('v1/chat/completions', { ...options, messages: said }, signal)
+        : api.generate('v1/completions', { ...options, prompt: said.map(({ content }) => content).join('') }, signal);
+    answer.open = true;
+    for await (const { text, usage, finish } of stream) {
       answer.content += text;
       if (usage) answer.usage = usage;
+      if (finish) answer.open = finish === 'length';
     }
+    if (id !== null && !this.chats) answer.ends = (await api.get(`v1/sessions/${id}`)).n_tokens;
   }
 
   stop(branch) {
     branch.stopper?.abort();
   }
 
-  /** `n` more branches that begin with the messages up to `i`, `i` included. */
+  /** Where a session is cut so that piece `i` is its last. */
+  #place(branch, i) {
+    return this.chats ? { message: i + 1 } : branch.messages[i].ends;
+  }
+
+  /** `n` more branches that begin with the pieces up to `i`, `i` included. */
   async fork(branch, i, n = 1) {
     branch.error = '';
     const copy = () => branch.messages.slice(0, i + 1).map((message) => ({ ...message }));
     try {
       let ids = new Array(n).fill(null);
       if (branch.id !== null) {
-        const made = await api.post(`v1/sessions/${branch.id}/fork`, { n, at: { message: i + 1 } });
+        const made = await api.post(`v1/sessions/${branch.id}/fork`, { n, at: this.#place(branch, i) });
         ids = made.sessions.map((session) => session.id);
       }
       const place = this.branches.indexOf(branch) + 1;
@@ -130,12 +182,12 @@ export class Talk {
     }
   }
 
-  /** Take back everything behind message `i`. */
+  /** Take back everything behind piece `i`. */
   async rollback(branch, i) {
     branch.error = '';
     try {
       if (branch.id !== null) {
-        await api.post(`v1/sessions/${branch.id}/rollback`, { to: { message: i + 1 } });
+        await api.post(`v1/sessions/${branch.id}/rollback`, { to: this.#place(branch, i) });
       }
       branch.messages.length = i + 1;
     } catch (error) {

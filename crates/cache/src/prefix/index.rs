@@ -238,6 +238,29 @@ impl Index {
         Lookup { hit_tokens: walk.n_hit * self.block_tokens(), idle_tokens: n_idle * self.block_tokens() }
     }
 
+    pub fn lookup_blocks(
+        &self,
+        groups: &[Box<dyn Kind>],
+        group: GroupId,
+        salt: &str,
+        content: &Content<'_>,
+    ) -> Vec<Option<u32>> {
+        let at = group.0 as usize;
+        let (Some(kind), Some(of), Some(&root)) = (groups.get(at), self.groups.get(at), self.salts.get(salt))
+        else {
+            return Vec::new();
+        };
+        let mut nodes = Vec::new();
+        let walk = self.walk(groups, root, content, &mut Vec::new(), |node| nodes.push(node));
+        nodes.truncate(walk.n_hit as usize);
+        let paged = paged(&**kind);
+        let block = |(i, node): (u32, Node)| {
+            let block = of.block(node);
+            (block != NONE && paged.is_seen(i, walk.n_hit)).then_some(block)
+        };
+        (0..).zip(nodes).map(block).collect()
+    }
+
     pub fn hash(&self, salt: &str, content: &Content<'_>) -> u64 {
         let (keying, mut buffer) = (self.tree.keying(), Vec::new());
         let blocks = 0..keying.n_blocks(content);

@@ -7,7 +7,7 @@ use crate::app::App;
 use crate::auth::Caller;
 use crate::body::Leave;
 use crate::error::ApiError;
-use crate::job::{Done, Event, Failure, Finish, Job, LogProb, Rejected, Token};
+use crate::job::{Done, Event, Failure, Finish, Job, LogProb, Name, Rejected, Token};
 use crate::metrics::Ended;
 use crate::structured::Compiled;
 use crate::worker::Generation;
@@ -55,9 +55,11 @@ pub(crate) struct Order {
     pub priority: i32,
     pub deadline: Instant,
     pub explain: bool,
+    pub pace: Option<u32>,
     pub record: Option<Record>,
-    /// For the log.
+    /// For the log, and for those who watch.
     pub id: String,
+    pub session: Option<Arc<str>>,
     pub endpoint: &'static str,
     pub caller: Caller,
 }
@@ -114,8 +116,10 @@ impl Order {
             priority: kvist.priority.unwrap_or(0),
             deadline: caller.arrived + timeout,
             explain: kvist.explain.unwrap_or(false),
+            pace: kvist.pace,
             record: None,
             id,
+            session: None,
             endpoint,
             caller: caller.clone(),
         })
@@ -171,6 +175,8 @@ impl Order {
             priority: self.priority,
             deadline: Some(self.deadline),
             explain: self.explain,
+            pace: self.pace,
+            name: Name { request: self.id.as_str().into(), session: self.session.clone() },
         }
     }
 }

@@ -15,6 +15,7 @@ fn card(app: &App) -> Value {
         "created": app.started,
         "owned_by": "kvist",
         "max_model_len": app.bounds.max_tokens,
+        "chat_template": app.bounds.template,
     })
 }
 

@@ -161,6 +161,9 @@ pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
                 "timeout_ms": integer(1, 1 << 40, "End the request then; never later than the server's own limit."),
                 "priority": integer(i64::from(i32::MIN), i64::from(i32::MAX),
                     "Larger is more urgent, under the scheduling policy `priority`. Admin keys only."),
+                "pace": integer(1, 1000, "Tokens per second to write at, so that a person can watch: the engine waits \
+                    between its steps while every request has a `pace`, and keeps the fastest of them. As soon as one \
+                    has none, nothing is slowed down."),
             },
         })),
         "user": ignored(json!({"type": "string"})),
@@ -507,6 +510,7 @@ pub(crate) struct KvistFields {
     pub explain: Option<bool>,
     pub timeout_ms: Option<u64>,
     pub priority: Option<i32>,
+    pub pace: Option<u32>,
 }
 
 #[derive(Clone, Debug, Deserialize)]

@@ -44,6 +44,7 @@ pub(crate) async fn generate(
     let (prompt, deadline) = (order.prompts[0].clone(), order.deadline);
     run.wait(&prompt, deadline).await?;
     let session = run.claim.id.to_string();
+    order.session = Some(session.as_str().into());
     let (chats, parser) = (run.chats, run.parser.clone());
     order.record = Some(Box::new(|generation| run.follow(generation)));
     let (logprobs, id) = (order.logprobs.is_some(), order.id.clone());

@@ -81,6 +81,15 @@ pub(crate) struct Seen {
     pub running: bool,
 }
 
+/// What the live view may know of a session, and what it needs to find its blocks.
+pub(crate) struct Rest {
+    pub id: SessionId,
+    pub parent: Option<SessionId>,
+    pub running: bool,
+    pub tokens: Arc<Vec<u32>>,
+    pub salt: Arc<str>,
+}
+
 pub(crate) struct Store {
     inner: Mutex<Inner>,
     quota: SessionsSection,
@@ -207,6 +216,32 @@ impl Store {
         let mut seen: Vec<Seen> = own.map(|id| inner.see(*id, at, &self.quota)).collect();
         seen.sort_by_key(|one| (one.created_s, one.id));
         seen
+    }
+
+    /// Of all owners: the `most` sessions that were used last, in the order in which they were made, and how many there
+    /// are beside them. For those who may know of all users.
+    pub fn rests(&self, now: Instant, most: usize) -> (Vec<Rest>, usize) {
+        let inner = self.at(Moment { instant: now, unix_s: 0 });
+        let mut last: Vec<_> = inner.sessions.iter().map(|(id, session)| (session.touched, *id)).collect();
+        last.sort_unstable_by(|a, b| b.cmp(a));
+        let more = last.len().saturating_sub(most);
+        last.truncate(most);
+        let mut rests: Vec<_> = last
+            .into_iter()
+            .filter_map(|(_, id)| inner.sessions.get(&id).map(|session| (id, session)))
+            .map(|(id, session)| {
+                let rest = Rest {
+                    id,
+                    parent: session.parent,
+                    running: session.busy.as_ref().is_some_and(|busy| busy.generates),
+                    tokens: session.history.tokens.clone(),
+                    salt: session.salt.clone(),
+                };
+                ((session.created_s, session.fork, id), rest)
+            })
+            .collect();
+        rests.sort_by_key(|(made, _)| *made);
+        (rests.into_iter().map(|(_, rest)| rest).collect(), more)
     }
 
     /// `n` sessions with this beginning of the history of `id`.

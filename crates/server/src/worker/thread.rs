@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::AtomicUsize;
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
 pub(super) enum Command {
@@ -43,6 +43,8 @@ pub(super) struct Thread {
     pub live: BTreeMap<RequestId, Live>,
     /// Nanoseconds spent in steps.
     pub busy_ns: u64,
+    /// When the last turn began.
+    pub turned: Instant,
     pub shared: std::sync::Weak<Shared>,
 }
 
@@ -56,6 +58,7 @@ pub(super) struct Live {
     place: Option<Place>,
     /// It generates tokens, beside being computed.
     generates: bool,
+    pace: Option<u32>,
     /// Its deadline has passed.
     late: bool,
     needed_tokens: u64,
@@ -66,7 +69,11 @@ impl Thread {
         let mut idle = true;
         loop {
             // A handle that was dropped on another thread: nobody can ask for anything any more.
-            let command = if idle { inbox.recv().ok() } else { inbox.try_recv().ok() };
+            let command = match self.pause() {
+                _ if idle => inbox.recv().ok(),
+                Some(pause) => inbox.recv_timeout(pause).ok(),
+                None => inbox.try_recv().ok(),
+            };
             match command {
                 Some(Command::Stop) => return,
                 Some(command) => {
@@ -78,6 +85,7 @@ impl Thread {
                 None => {}
             }
             self.end_late();
+            self.turned = Instant::now();
             let now = self.state.now_ns();
             let State { scheduler, executor, .. } = &mut self.state;
             let turn = scheduler.turn(now, executor);
@@ -93,6 +101,16 @@ impl Thread {
             self.note();
             idle = turn == Turn::Idle;
         }
+    }
+
+    /// How long to do nothing before the next turn, unless something comes in: while all that is live is to be watched.
+    fn pause(&self) -> Option<Duration> {
+        let paces = self.live.values().map(|live| live.pace);
+        let fastest = paces.reduce(|a, b| Some(a?.max(b?)))??;
+        let due = self.turned + Duration::from_secs(1) / fastest.max(1);
+        let deadlines = self.live.values().filter(|live| !live.late).filter_map(|live| live.deadline);
+        let until = deadlines.fold(due, Instant::min);
+        Some(until.saturating_duration_since(Instant::now())).filter(|pause| !pause.is_zero())
     }
 
     fn hear(&mut self, command: Command) {
@@ -126,6 +144,7 @@ impl Thread {
             explain: job.explain,
             place: Some(place),
             generates: job.max_new > 0,
+            pace: job.pace,
             late: false,
             needed_tokens: u64::from(prompt_tokens) + u64::from(job.max_new),
         };
@@ -159,8 +178,9 @@ impl Thread {
             salt: job.salt,
             fresh: job.prompt_logprobs,
         };
-        if let Err(duplicate) = self.state.scheduler.arrive(now, request) {
-            self.fail(id, Failure::Engine(duplicate.to_string()));
+        match self.state.scheduler.arrive(now, request) {
+            Ok(()) => self.watchers.iter_mut().for_each(|watcher| watcher.arrived(id, &job.name)),
+            Err(duplicate) => self.fail(id, Failure::Engine(duplicate.to_string())),
         }
     }
 

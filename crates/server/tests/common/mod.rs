@@ -79,6 +79,8 @@ pub fn greedy(prompt: &[u32], max_new: u32) -> Job {
         priority: 0,
         deadline: None,
         explain: true,
+        pace: None,
+        name: Name::default(),
     }
 }
 

@@ -214,10 +214,18 @@ fn the_stream_is_for_admins_and_tells_no_prompt() {
     }
 }
 
+/// `cmpl-` or another kind, and 32 hexadecimal digits.
+fn is_id(text: &str) -> bool {
+    let digits = text.split_once('-').map(|(_, digits)| digits);
+    digits.is_some_and(|digits| digits.len() == 32 && digits.bytes().all(|b| b.is_ascii_hexdigit()))
+}
+
 /// All numbers in it.
 fn numbers(value: &Value, found: &mut BTreeSet<u64>) {
     match value {
         Value::Number(number) => found.extend(number.as_u64()),
+        // Ids are drawn at random: digits of theirs say nothing.
+        Value::String(text) if is_id(text) => {}
         Value::String(text) => {
             let digits = text.split(|c: char| !c.is_ascii_digit());
             found.extend(digits.filter_map(|digits| digits.parse::<u64>().ok()));
@@ -270,6 +278,7 @@ fn the_stream_tells_no_token() {
         threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<Value>>()
     });
     assert_eq!(answered.len(), 2);
+    server.post("/v1/sessions", &json!({"tokens": PROMPT, "name": "of 1423"})).good();
     runtime.block_on(server.engine.idle());
     // Somebody who joins late makes everybody hear what happened before; and hears of the past itself.
     let mut late = Listener::join(&server);
@@ -281,7 +290,9 @@ fn the_stream_tells_no_token() {
         sampled += line["sampled"].as_u64().unwrap_or(0);
         kinds.extend(line.as_object().unwrap().keys().cloned());
     }
-    for kind in ["arrive", "elapsed", "sampled", "finished", "admit", "chunk", "end", "miss", "blocks"] {
+    for kind in
+        ["arrive", "elapsed", "sampled", "finished", "admit", "chunk", "end", "miss", "blocks", "sessions"]
+    {
         assert!(kinds.contains(kind), "no {kind} in {kinds:?}");
     }
     assert!(sampled >= 24, "{sampled} tokens of four answers");
@@ -295,6 +306,74 @@ fn the_stream_tells_no_token() {
     for token in PROMPT.into_iter().chain([ANSWER]) {
         assert!(written.contains(&token), "token {token} is not in the recording, which is to be replayed");
     }
+}
+
+/// Lanes of the page had the engine's numbers, which no log and no client knows.
+#[test]
+fn requests_have_the_names_of_the_log() {
+    let server = Server::start(config());
+    let heard = Listener::join(&server).lines();
+    let body = json!({"model": MODEL, "prompt": TRUNK, "max_tokens": 1, "temperature": 0});
+    let answer = server.post("/v1/completions", &body).good();
+    let session = server.post("/v1/sessions", &json!({"text": TRUNK})).good();
+    let path = format!("/v1/sessions/{}/generate", session["id"].as_str().unwrap());
+    // Slow enough to be met by a listener that comes later.
+    let body = json!({"max_tokens": 2000, "ignore_eos": true, "stream": true, "kvist": {"pace": 1}});
+    let mut going = server.connect();
+    let headers = [("content-type", "application/json")];
+    going.write_all(&request("POST", &path, &headers, body.to_string().as_bytes())).unwrap();
+    let mut arrivals = Vec::new();
+    while arrivals.len() < 2 {
+        let line = heard.recv_timeout(Duration::from_secs(60)).expect("two arrivals");
+        arrivals.extend(line.get("arrive").cloned());
+    }
+    assert_eq!((&arrivals[0]["name"], &arrivals[0]["session"]), (&answer["id"], &Value::Null));
+    assert_eq!(arrivals[1]["session"], session["id"]);
+    assert!(is_id(arrivals[1]["name"].as_str().unwrap()), "{}", arrivals[1]);
+    let late = Listener::join(&server).snapshot;
+    let number = arrivals[1]["id"].to_string();
+    let expected = json!({number: {"name": arrivals[1]["name"], "session": session["id"]}});
+    assert_eq!(late["names"], expected, "of what has ended no name is kept");
+}
+
+/// The page had nothing to show of sessions between two answers, although their blocks lie in the cache.
+#[test]
+fn sessions_at_rest_are_told_with_what_they_would_find() {
+    let server = Server::start(config());
+    let heard = Listener::join(&server).lines();
+    let until = |holds: &dyn Fn(&[Value]) -> bool| loop {
+        let line = heard.recv_timeout(Duration::from_secs(60)).expect("news of sessions");
+        if let Some(sessions) = line["sessions"].as_array()
+            && holds(sessions)
+        {
+            return sessions.clone();
+        }
+    };
+    let made = server.post("/v1/sessions", &json!({"text": format!("{TRUNK} {TRUNK}")})).good();
+    let seen = until(&|sessions| sessions.len() == 1);
+    assert_eq!((&seen[0]["id"], &seen[0]["tokens"]), (&made["id"], &made["n_tokens"]));
+    assert_eq!(seen[0]["tables"], json!([[]]), "nothing is computed yet");
+    let path = format!("/v1/sessions/{}", made["id"].as_str().unwrap());
+    let body = json!({"max_tokens": 8, "ignore_eos": true, "temperature": 0});
+    server.post(&format!("{path}/generate"), &body).good();
+    let blocks = |session: &Value| session["tables"][0].as_array().map_or(0, Vec::len);
+    let seen = until(&|sessions| sessions[0]["running"] == false && blocks(&sessions[0]) > 0);
+    // The last token is computed again, and so its block is not found.
+    let tokens = seen[0]["tokens"].as_u64().unwrap();
+    assert_eq!(tokens, made["n_tokens"].as_u64().unwrap() + 8);
+    assert_eq!(blocks(&seen[0]) as u64, (tokens - 1) / 16);
+    let idle = Listener::join(&server).snapshot["idle"][0].as_array().unwrap().clone();
+    assert!(seen[0]["tables"][0].as_array().unwrap().iter().all(|block| idle.contains(block)), "{seen:?}");
+    let forks = server.post(&format!("{path}/fork"), &json!({"n": 2, "at": 33})).good();
+    let seen = until(&|sessions| sessions.len() == 3);
+    let trunk = &seen.iter().find(|session| session["id"] == made["id"]).unwrap()["tables"][0];
+    for fork in forks["sessions"].as_array().unwrap() {
+        let fork = seen.iter().find(|session| session["id"] == fork["id"]).unwrap();
+        assert_eq!((&fork["parent"], blocks(fork)), (&made["id"], 2), "{fork}");
+        assert_eq!(fork["tables"][0][1], trunk[1], "the same blocks");
+    }
+    assert_eq!(server.send("DELETE", &path, &[], b"").status, 200);
+    until(&|sessions| sessions.len() == 2 && sessions[0]["parent"].is_null());
 }
 
 /// What the engine did, done again from its recording: the same decisions, to the byte.

@@ -42,7 +42,8 @@ for (const map of document.querySelectorAll(".blocks")) {
       context.fill();
     });
     totals.forEach((total, i) => { counts[i].textContent = ((100 * total) / n).toFixed(0) + "%"; });
-    output.textContent = seconds.toFixed(seconds < 100 ? 2 : 0) + " s";
+    const whole = Math.round(seconds);
+    output.textContent = seconds < 120 ? seconds.toFixed(2) + " s" : `${Math.floor(whole / 60)}:${String(whole % 60).padStart(2, "0")} min`;
   }
   canvas.addEventListener("pointermove", (event) => {
     const i = Math.floor(event.offsetY / pitch) * columns + Math.floor(event.offsetX / pitch);

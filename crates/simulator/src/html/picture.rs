@@ -78,7 +78,7 @@ impl Figure {
             let (width, height) = (n(panel.width), n(panel.height));
             let _ = write!(
                 content,
-                "<svg viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"{}\">{}</svg>\n{end}",
+                "<div class=\"wide\"><svg viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"{}\">{}</svg></div>\n{end}",
                 escape(&panel.said),
                 panel.body
             );

@@ -30,14 +30,24 @@ impl Unit {
                     v if v < 1e-6 => (value * 1e9, " ns"),
                     v if v < 1e-3 => (value * 1e6, " µs"),
                     v if v < 1.0 => (value * 1e3, " ms"),
-                    v if v < 600.0 => (value, " s"),
-                    v if v < 36_000.0 => (value / 60.0, " min"),
+                    v if v < 60.0 => (value, " s"),
+                    v if v < 36_000.0 => return clock(value),
                     _ => (value / 3600.0, " h"),
                 };
                 digits(value) + suffix
             }
         }
     }
+}
+
+/// Minutes, with hours or seconds where there are any: `8 min 20 s`.
+fn clock(value: f64) -> String {
+    let (sign, all) = (if value < 0.0 { "-" } else { "" }, value.abs().round() as u64);
+    let parts = [(all / 3600, "h"), (all / 60 % 60, "min"), (all % 60, "s")];
+    // Beside hours, seconds do not matter.
+    let shown = parts.iter().skip_while(|(n, _)| *n == 0).take(2).filter(|(n, _)| *n > 0);
+    let shown: Vec<String> = shown.map(|(n, unit)| format!("{n} {unit}")).collect();
+    format!("{sign}{}", shown.join(" "))
 }
 
 /// Three digits that matter, no zeros behind the point.
@@ -108,12 +118,19 @@ impl Scale {
             let last = self.high.log10().ceil() as i32;
             let decades = (first..=last).filter(|d| d.rem_euclid(every) == 0);
             let ticks = decades.flat_map(|d| steps.iter().map(move |step| step * 10f64.powi(d)));
+            let is_time = self.unit == Unit::Seconds && self.high > MINUTE;
+            let ticks = ticks.filter(|t| !is_time || *t < MINUTE);
+            let ticks = ticks.chain(round_times(is_time, least_ratio(steps, every)));
             let ticks: Vec<f64> =
                 ticks.filter(|t| (self.low * 0.999..=self.high * 1.001).contains(t)).collect();
             // So little of a decade that hardly a round number lies in it is almost linear.
             if ticks.len() >= 3 { ticks } else { Scale { is_log: false, ..*self }.ticks(n.min(5)) }
         } else {
-            let step = round_step((self.high - self.low) / n as f64);
+            let step = (self.high - self.low) / n as f64;
+            let step = match self.unit {
+                Unit::Seconds => round_time(step),
+                _ => round_step(step),
+            };
             let first = (self.low / step).ceil() as i64;
             let last = (self.high / step * 1.000_001).floor() as i64;
             (first..=last).take(MOST_TICKS).map(|i| i as f64 * step).collect()
@@ -134,6 +151,39 @@ fn finite(low: f64, high: f64, otherwise: f64) -> (f64, f64) {
     }
 }
 
+const MINUTE: f64 = 60.0;
+/// What clocks count in, in seconds.
+const TIMES: [f64; 18] = [
+    15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 900.0, 1200.0, 1800.0, 3600.0, 7200.0, 10_800.0, 18_000.0,
+    21_600.0, 36_000.0, 43_200.0, 86_400.0, 172_800.0,
+];
+
+/// At least `step`: beyond ten seconds as clocks count, where decimals would be 8 min 20 s.
+fn round_time(step: f64) -> f64 {
+    let round = TIMES.into_iter().find(|time| *time >= step * 0.999_999).filter(|_| step > 10.0);
+    round.unwrap_or_else(|| round_step(step))
+}
+
+/// The least ratio of two neighbours that are `steps` in every decade of `every`.
+fn least_ratio(steps: &[f64], every: i32) -> f64 {
+    let next = steps.iter().skip(1).copied().chain([10f64.powi(every)]);
+    steps.iter().zip(next).map(|(a, b)| b / a).fold(f64::INFINITY, f64::min)
+}
+
+/// From a minute on, as far apart as `ratio` asks.
+fn round_times(wanted: bool, ratio: f64) -> impl Iterator<Item = f64> {
+    const LOG: [f64; 9] = [60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 10_800.0, 36_000.0, 86_400.0];
+    let mut last = 0.0;
+    LOG.into_iter().filter(move |time| {
+        // Clocks do not count by tens: a little closer will do.
+        let far = wanted && *time >= last * ratio * 0.6;
+        if far {
+            last = *time;
+        }
+        far
+    })
+}
+
 /// 1, 2, 2.5 or 5 times a power of ten, at least `step`.
 fn round_step(step: f64) -> f64 {
     let magnitude = 10f64.powf(step.log10().floor());
@@ -152,7 +202,12 @@ mod tests {
             (Unit::Seconds, 0.000_5, "500 µs"),
             (Unit::Seconds, 0.0123, "12.3 ms"),
             (Unit::Seconds, 1.5, "1.5 s"),
+            (Unit::Seconds, 59.3, "59.3 s"),
+            (Unit::Seconds, 83.24, "1 min 23 s"),
+            (Unit::Seconds, 500.0, "8 min 20 s"),
             (Unit::Seconds, 1800.0, "30 min"),
+            (Unit::Seconds, 3599.7, "1 h"),
+            (Unit::Seconds, 9_045.0, "2 h 30 min"),
             (Unit::Seconds, 36_000.0, "10 h"),
             (Unit::Count, 9_999.0, "9999"),
             (Unit::Count, 10_000.0, "10k"),
@@ -179,6 +234,22 @@ mod tests {
                 assert!(ticks.iter().all(|t| scale.at(*t).is_finite()));
             }
         }
+    }
+
+    /// An hour was divided at 500 s, 1,000 s, 1,500 s.
+    #[test]
+    fn minutes_are_divided_as_clocks_do() {
+        let shown = |scale: Scale, n| {
+            scale.ticks(n).into_iter().map(|tick| scale.unit.show(tick)).collect::<Vec<_>>().join(", ")
+        };
+        let hour = Scale::linear(0.0, 3600.0, Unit::Seconds);
+        assert_eq!(shown(hour, 7), "0 s, 10 min, 20 min, 30 min, 40 min, 50 min, 1 h");
+        let minutes = Scale::linear(0.0, 700.0, Unit::Seconds);
+        assert_eq!(shown(minutes, 10), "0 s, 2 min, 4 min, 6 min, 8 min, 10 min");
+        assert_eq!(shown(Scale::linear(0.0, 40.0, Unit::Seconds), 5), "0 s, 10 s, 20 s, 30 s, 40 s");
+        let log = Scale::log(0.5, 4000.0, Unit::Seconds);
+        assert_eq!(shown(log, 6), "1 s, 10 s, 1 min, 10 min, 1 h");
+        assert_eq!(shown(Scale::log(20.0, 700.0, Unit::Seconds), 6), "30 s, 1 min, 2 min, 5 min, 10 min");
     }
 
     /// Neither NaN nor a loop without end.

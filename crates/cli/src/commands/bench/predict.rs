@@ -450,6 +450,8 @@ fn job(prompt: &[u32], max_new: u32, salt: &str) -> Job {
         priority: 0,
         deadline: None,
         explain: false,
+        pace: None,
+        name: Default::default(),
     }
 }
 
