@@ -216,7 +216,12 @@ impl Engine {
 
     /// Would a job be taken now? Who submits is told again.
     pub fn has_room(&self) -> bool {
-        self.shared.queued.load(SeqCst) < self.shared.max_queue
+        self.queued() < self.shared.max_queue
+    }
+
+    /// Jobs that wait: submitted, and neither admitted nor ended.
+    pub fn queued(&self) -> usize {
+        self.shared.queued.load(SeqCst)
     }
 
     /// Queue a job, unless the queue is full or the server is going down. Never blocks.
