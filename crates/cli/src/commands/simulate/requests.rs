@@ -26,7 +26,7 @@ pub struct RequestArgs {
     /// Let turns of a chat wait for the answer before, instead of arriving when they did
     #[arg(long, requires = "trace", help_heading = TRACE)]
     follow_parents: bool,
-    /// Requests to draw, at least: chats and agents come whole
+    /// Requests to draw; the last chat or agent ends where there are as many
     #[arg(long, default_value_t = 1000, value_name = "N", conflicts_with = "trace", help_heading = WORKLOAD)]
     requests: usize,
     /// When requests, or whole chats, arrive: poisson:per_s=X, gamma:per_s=X,variation=X, on_off:per_s=X,on_s=X,off_s=X,
@@ -118,13 +118,13 @@ impl RequestArgs {
             contents: self.contents.clone(),
         };
         let list = workload.generate(seed).map_err(|why| wrong_usage(why.to_string()))?;
-        let kind = match self.contents {
-            Contents::Unknown => "unrelated requests",
-            Contents::Prefixes(_) => "requests with popular prefixes",
-            Contents::Chats(_) => "chats",
-            Contents::Agents(_) => "agents",
+        let n = list.len();
+        let name = match self.contents {
+            Contents::Unknown => format!("{n} unrelated requests"),
+            Contents::Prefixes(_) => format!("{n} requests with popular prefixes"),
+            Contents::Chats(_) => format!("{n} requests of chats"),
+            Contents::Agents(_) => format!("{n} requests of agents"),
         };
-        let name = format!("{} requests of {kind}", list.len());
         Ok(Requests { list, name, drawn: true, remarks: Vec::new() })
     }
 }
