@@ -38,6 +38,9 @@ fn run_writes_text_to_stdout_and_the_summary_to_stderr() {
         succeed_with(&["run", "--greedy", "-n", "12", "--ignore-eos", "-q"], b"The borrow checker").0,
         text
     );
+    // Words that are not quoted were "unexpected arguments".
+    let words = ["run", "-q", "--greedy", "-n", "12", "--ignore-eos", "The", "borrow", "checker"];
+    assert_eq!(succeed(&words).0, text);
     for more in [
         &["--no-cache"][..],
         &["--kind", "cells"],
