@@ -88,13 +88,13 @@ test('what was said is answered in a fork, and leaving the page ends its session
   assert.equal(await page.getByText('This server has no sessions').count(), 0);
   await page.getByRole('textbox', { name: /Message to Branch/ }).fill('What is a slice?');
   await page.keyboard.press('Enter');
-  await page.waitForFunction(() => document.querySelector('li.assistant .under .num'), null, { timeout: 30000 });
+  await page.waitForFunction(() => document.querySelector('li.assistant .under .num'), null, { timeout: 300000 });
   const branches = page.locator('section.branch');
   await branches.first().locator('li.user').getByRole('button', { name: '× 3' }).click();
   await page.waitForFunction(() => document.querySelectorAll('section.branch').length === 4);
   assert.equal(await branches.nth(2).locator('li').count(), 1);
   await branches.nth(2).getByRole('button', { name: 'Answer' }).click();
-  await branches.nth(2).locator('li.assistant .under .num').waitFor({ timeout: 30000 });
+  await branches.nth(2).locator('li.assistant .under .num').waitFor({ timeout: 300000 });
   const sessions = async () => (await (await fetch(`${server.url}v1/sessions`)).json()).data.map((session) => session.n_messages).sort();
   assert.deepEqual(await sessions(), [1, 1, 2, 2]);
   await page.unroute('**/v1/sessions');
@@ -117,14 +117,14 @@ test('chat, fork, talk to all branches, roll back', { skip }, async () => {
   await page.keyboard.press('Enter');
   const branches = page.locator('section.branch');
   const answer = branches.first().locator('li.assistant .text');
-  await page.waitForFunction(() => document.querySelector('li.assistant .under .num'), null, { timeout: 30000 });
+  await page.waitForFunction(() => document.querySelector('li.assistant .under .num'), null, { timeout: 300000 });
   assert.ok((await answer.innerText()).trim().length > 0);
   await branches.first().locator('li.assistant').getByRole('button', { name: '× 3' }).click();
   await page.waitForFunction(() => document.querySelectorAll('section.branch').length === 4);
   assert.equal(await branches.nth(3).locator('li.assistant .text').innerText(), await answer.innerText());
   await page.getByRole('textbox', { name: 'Message to all branches' }).fill('And then?');
   await page.keyboard.press('Enter');
-  await page.waitForFunction(() => document.querySelectorAll('li.assistant .under .num').length >= 8, null, { timeout: 60000 });
+  await page.waitForFunction(() => document.querySelectorAll('li.assistant .under .num').length >= 8, null, { timeout: 300000 });
   // Forks are read once: what the second answer of a branch found is more than nothing.
   assert.match(await branches.nth(2).locator('li.assistant').last().innerText(), /of \d+ found/);
   await branches.nth(1).locator('li').first().getByRole('button', { name: 'Roll back to here' }).click();
@@ -237,9 +237,9 @@ test('a server that goes and comes back', { skip }, async () => {
   await page.getByText('Connection lost').waitFor();
   const second = await start('--port', new URL(first.url).port).catch(() => null);
   assert.ok(second, 'the port is free again');
-  await page.getByText('Live · ').waitFor({ timeout: 20000 });
+  await page.getByText('Live · ').waitFor({ timeout: 300000 });
   await complete(second.url, 'pub fn main() {', 16);
-  await page.waitForFunction(() => document.querySelector('[aria-label="Memory, blocks"] b')?.textContent !== '–', null, { timeout: 10000 });
+  await page.waitForFunction(() => document.querySelector('[aria-label="Memory, blocks"] b')?.textContent !== '–', null, { timeout: 300000 });
   await page.context().close();
   await second.stop();
 });

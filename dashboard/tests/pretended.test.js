@@ -84,7 +84,7 @@ test('behind a restart of the server, charts and figures begin anew', async () =
   next.model = 'next';
   next.at = 3e9;
   server.restart(() => next.snapshot());
-  await page.getByText('Live · next').waitFor({ timeout: 10000 });
+  await page.getByText('Live · next').waitFor({ timeout: 300000 });
   assert.equal(await page.getByRole('region', { name: /Life of block/ }).count(), 0, 'it is another block now');
   const chart = page.getByRole('region', { name: 'Tokens per second' });
   const moves = async () => (await chart.locator('b').nth(1).innerText()) !== '–' && Number((await figures(page))['tokens/s']) > 0;
@@ -106,7 +106,7 @@ test('a server without a place is waited for, and says why', async () => {
   await page.getByText('Recording · Example').waitFor();
   await page.getByRole('button', { name: 'API key' }).waitFor();
   server.refuse(null);
-  await page.getByText('Live · pretended').waitFor({ timeout: 10000 });
+  await page.getByText('Live · pretended').waitFor({ timeout: 300000 });
   assert.equal(await page.getByText('16 listen already').count(), 0);
   await calm(page);
 });

@@ -9,7 +9,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 def client_of(server, key="none"):
-    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0, timeout=600)
 
 
 def served(*args):

@@ -24,7 +24,7 @@ class Server:
     def get(self, path, key=None):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers), timeout=30) as answer:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers), timeout=600) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as refused:
             return refused.code, refused.read().decode()

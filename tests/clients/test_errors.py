@@ -56,7 +56,7 @@ def busy(server, key):
 
 
 def becomes_free(server, key=None):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 600  # a safety net
     while busy(server, key) or server.metric("kvist_cells_held", key):
         assert time.monotonic() < deadline, server.get("/metrics", key)[1]
         time.sleep(0.05)
@@ -143,11 +143,14 @@ def test_a_cancelled_task_holds_nothing(plain):
 
 
 def test_a_deadline_in_a_stream_is_an_error(client):
-    stream = client.completions.create(
-        model=NAME, prompt="fn main() {", max_tokens=1000, stream=True,
-        extra_body={"ignore_eos": True, "kvist": {"timeout_ms": 100}})
     reasons = []
-    with pytest.raises(openai.APIError) as refused:
-        for chunk in stream:
-            reasons.append(chunk.choices[0].finish_reason)
+    for timeout_ms in (100, 1000, 10000):  # on a busy machine no token comes within the first
+        stream = client.completions.create(
+            model=NAME, prompt="fn main() {", max_tokens=1000, stream=True,
+            extra_body={"ignore_eos": True, "kvist": {"timeout_ms": timeout_ms}})
+        with pytest.raises(openai.APIError) as refused:
+            for chunk in stream:
+                reasons.append(chunk.choices[0].finish_reason)
+        if reasons:
+            break
     assert reasons[-1] == "length" and refused.value.code == "deadline_exceeded"

@@ -158,8 +158,8 @@ pub const POLICIES: &[Entry] = &[
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // the fields' names are what there is to say
 pub enum PolicyError {
-    /// No policy of this name.
-    UnknownPolicy { name: String },
+    /// No policy of this name; `serving` says for what it was asked, and so what there is instead.
+    UnknownPolicy { name: String, serving: bool },
     /// It needs the future, which a server does not have.
     SimulatorOnly { name: &'static str },
     /// No policy has a parameter of this name.
@@ -177,9 +177,9 @@ impl std::fmt::Display for PolicyError {
             f.write_str(&entries.map(|entry| entry.name).collect::<Vec<_>>().join(", "))
         };
         match self {
-            PolicyError::UnknownPolicy { name } => {
+            PolicyError::UnknownPolicy { name, serving } => {
                 write!(f, "there is no eviction policy `{name}`: take one of ")?;
-                list(f, false)
+                list(f, *serving)
             }
             PolicyError::SimulatorOnly { name } => {
                 write!(
@@ -208,7 +208,7 @@ impl std::error::Error for PolicyError {}
 
 /// The policy `name`. Refused: an unknown name, and a parameter which that policy does not read.
 pub fn build(name: &str, parameters: &Parameters) -> Result<Box<dyn Policy>, PolicyError> {
-    let unknown = || PolicyError::UnknownPolicy { name: name.to_owned() };
+    let unknown = || PolicyError::UnknownPolicy { name: name.to_owned(), serving: false };
     let entry = POLICIES.iter().find(|entry| entry.name == name).ok_or_else(unknown)?;
     parameters.check(entry)?;
     Ok((entry.build)(parameters))
@@ -216,9 +216,10 @@ pub fn build(name: &str, parameters: &Parameters) -> Result<Box<dyn Policy>, Pol
 
 /// As [`build`], for whoever has no trace to look ahead in: refuses those that need the future.
 pub fn build_for_serving(name: &str, parameters: &Parameters) -> Result<Box<dyn Policy>, PolicyError> {
-    match POLICIES.iter().find(|entry| entry.name == name && entry.simulator_only) {
-        Some(entry) => Err(PolicyError::SimulatorOnly { name: entry.name }),
-        None => build(name, parameters),
+    match POLICIES.iter().find(|entry| entry.name == name) {
+        Some(entry) if entry.simulator_only => Err(PolicyError::SimulatorOnly { name: entry.name }),
+        Some(_) => build(name, parameters),
+        None => Err(PolicyError::UnknownPolicy { name: name.to_owned(), serving: true }),
     }
 }
 

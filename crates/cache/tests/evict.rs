@@ -307,6 +307,9 @@ fn names_and_parameters_are_checked() {
         (build("lru", &short), &["`lru`", "half_life", "lfu_decay and cost"]),
         (build("cost", &Parameters { half_life: Some(std::time::Duration::ZERO) }), &["half_life", "300s"]),
     ];
+    // What is offered is taken: `opt` was named to a server, and refused to it then.
+    let unknown = build_for_serving("lur", &Parameters::default()).err().expect("refused").to_string();
+    assert!(unknown.ends_with("lfu_decay, cost"), "{unknown}");
     for (result, parts) in bad {
         let error = result.as_ref().err().expect("refused").to_string();
         for part in *parts {

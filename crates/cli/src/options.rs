@@ -8,7 +8,7 @@ use kvist_cpu::arch::Isa;
 use kvist_engine::config::ModelConfig;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::model::{LoadOptions, Model, ModelFile, Opened};
-use kvist_engine::sampler::{Sampler, SamplerConfig};
+use kvist_engine::sampler::{Sampler, SamplerConfig, Shipped};
 use kvist_engine::weights::WeightForm;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -109,6 +109,11 @@ impl ModelArgs {
             opened.guess_pretokenizer();
         }
         Ok(opened)
+    }
+
+    /// The same for who gives tokens: a tokenizer that is missing or broken is not looked at.
+    pub fn open_without_texts(&self) -> anyhow::Result<Opened> {
+        Ok(Opened::open_without_texts(&self.file(), !self.no_mmap)?)
     }
 
     /// Refuse a session that will not fit before the weights are read; then read them, with a progress bar. `least`
@@ -284,27 +289,27 @@ pub fn registry(compute: &Compute) -> Registry {
 
 #[derive(Args, Clone, Debug)]
 pub struct SamplingArgs {
-    /// 0 always takes the likeliest token
-    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
-    pub temperature: f32,
+    /// 0 always takes the likeliest token [default: the model's generation_config.json, or 0.8]
+    #[arg(long, allow_negative_numbers = true)]
+    pub temperature: Option<f32>,
     /// Take the likeliest token, whatever the rest says
     #[arg(long, conflicts_with = "temperature")]
     pub greedy: bool,
-    /// Choose among the K likeliest; 0 is all
-    #[arg(long, default_value_t = 40)]
-    pub top_k: u32,
-    /// Choose among the likeliest that together reach this probability
-    #[arg(long, default_value_t = 0.95, allow_negative_numbers = true)]
-    pub top_p: f32,
-    /// Drop tokens less likely than this share of the likeliest
-    #[arg(long, default_value_t = 0.05, allow_negative_numbers = true)]
-    pub min_p: f32,
-    /// Make tokens of the recent text less likely; 1 is off
-    #[arg(long, default_value_t = 1.0, allow_negative_numbers = true)]
-    pub repeat_penalty: f32,
-    /// Recent tokens that the penalty looks at
-    #[arg(long, default_value_t = 64, value_name = "TOKENS")]
-    pub repeat_last: usize,
+    /// Choose among the K likeliest; 0 is all [default: the model's, or 40]
+    #[arg(long)]
+    pub top_k: Option<u32>,
+    /// Choose among the likeliest that together reach this probability [default: the model's, or 0.95]
+    #[arg(long, allow_negative_numbers = true)]
+    pub top_p: Option<f32>,
+    /// Drop tokens less likely than this share of the likeliest [default: the model's, or 0.05]
+    #[arg(long, allow_negative_numbers = true)]
+    pub min_p: Option<f32>,
+    /// Make tokens of the recent text less likely; 1 is off [default: the model's, or 1]
+    #[arg(long, allow_negative_numbers = true)]
+    pub repeat_penalty: Option<f32>,
+    /// Recent tokens that the penalty looks at [default: the model's, or 64]
+    #[arg(long, value_name = "TOKENS")]
+    pub repeat_last: Option<usize>,
     /// The same seed gives the same text; without it one is drawn and the summary names it
     #[arg(long)]
     pub seed: Option<u64>,
@@ -318,18 +323,23 @@ impl SamplingArgs {
         })
     }
 
-    pub fn sampler(&self, seed: u64) -> anyhow::Result<Sampler> {
-        let config = SamplerConfig {
-            temperature: if self.greedy { 0.0 } else { self.temperature },
-            top_k: self.top_k as usize,
-            top_p: self.top_p,
-            min_p: self.min_p,
-            repetition_penalty: self.repeat_penalty,
-            repetition_window: self.repeat_last,
+    pub fn sampler(&self, shipped: &Shipped, seed: u64) -> anyhow::Result<Sampler> {
+        Sampler::new(self.config(shipped, seed)).map_err(|e| wrong_usage(e.to_string()))
+    }
+
+    /// Flags come first, then what the model ships, then our own defaults.
+    fn config(&self, shipped: &Shipped, seed: u64) -> SamplerConfig {
+        let temperature = if self.greedy { Some(0.0) } else { self.temperature };
+        SamplerConfig {
+            temperature: temperature.or(shipped.temperature).unwrap_or(0.8),
+            top_k: self.top_k.map(|k| k as usize).or(shipped.top_k).unwrap_or(40),
+            top_p: self.top_p.or(shipped.top_p).unwrap_or(0.95),
+            min_p: self.min_p.or(shipped.min_p).unwrap_or(0.05),
+            repetition_penalty: self.repeat_penalty.or(shipped.repetition_penalty).unwrap_or(1.0),
+            repetition_window: self.repeat_last.or(shipped.repetition_window).unwrap_or(64),
             seed,
             ..SamplerConfig::greedy()
-        };
-        Sampler::new(config).map_err(|e| wrong_usage(e.to_string()))
+        }
     }
 }
 
@@ -357,4 +367,41 @@ pub fn parse_tokens(text: &str) -> Result<Vec<u32>, String> {
 /// Bytes as people and `--json` see them.
 pub fn bytes(bytes: u64) -> Bytes {
     Bytes(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        sampling: SamplingArgs,
+    }
+
+    /// Users of transformers and vLLM expect what the model's makers set, and were given our defaults.
+    #[test]
+    fn what_a_model_ships_stands_between_flags_and_our_defaults() {
+        let with = |flags: &[&str], shipped: &Shipped| {
+            let line = Line::parse_from(std::iter::once(&"kvist").chain(flags));
+            line.sampling.config(shipped, 7)
+        };
+        let ours = with(&[], &Shipped::default());
+        assert_eq!((ours.temperature, ours.top_k, ours.top_p, ours.min_p), (0.8, 40, 0.95, 0.05));
+        assert_eq!((ours.repetition_penalty, ours.repetition_window, ours.seed), (1.0, 64, 7));
+        let shipped = Shipped {
+            temperature: Some(0.6),
+            top_k: Some(20),
+            repetition_penalty: Some(1.1),
+            repetition_window: Some(usize::MAX),
+            ..Shipped::default()
+        };
+        let theirs = with(&[], &shipped);
+        assert_eq!((theirs.temperature, theirs.top_k, theirs.top_p, theirs.min_p), (0.6, 20, 0.95, 0.05));
+        assert_eq!((theirs.repetition_penalty, theirs.repetition_window), (1.1, usize::MAX));
+        let flags = with(&["--temperature", "1", "--top-k", "0", "--repeat-last", "8"], &shipped);
+        assert_eq!((flags.temperature, flags.top_k, flags.repetition_window), (1.0, 0, 8));
+        assert_eq!(with(&["--greedy"], &shipped).temperature, 0.0);
+    }
 }

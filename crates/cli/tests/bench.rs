@@ -260,6 +260,9 @@ fn a_cache_that_does_not_fit_is_refused() {
     assert!(error.contains("fit") || error.contains("MiB"), "{error}");
 }
 
+/// It asked for a load of two seconds, in which a busy machine served too few requests to judge by: a number of requests
+/// depends on no clock.
+///
 /// What is measured is what the simulator reads; a load that is served is replayed to the byte, and priced. How good the
 /// prediction is depends on who else computes here, and is not judged.
 #[test]
@@ -309,12 +312,13 @@ fn a_table_of_step_costs_and_what_it_foretells() {
         assert!(said.contains(part), "{said:?} does not say {part:?}");
     }
 
-    let predict = ["bench", "predict", "--costs", &costs, "--seconds", "2", "--busy", "0.5"];
+    let predict = ["bench", "predict", "--costs", &costs, "--requests", "40", "--busy", "0.5"];
     let outputs = ["--threads", "1", "--record", &record, "--trace", &trace, "--json"];
     let prediction = json(&[&predict[..], &outputs].concat());
     let replayed = &prediction["replayed"];
     assert!(replayed["compared"].as_u64().unwrap() > 50, "{replayed}");
     assert_eq!(replayed["compared"], replayed["decisions"]);
+    assert_eq!(prediction["requests"], 40);
     assert_eq!(replayed["costs"]["all"]["steps"], replayed["steps"]);
     let figure = |name: &str| {
         prediction["figures"].as_array().unwrap().iter().find(|f| f["figure"] == name).unwrap().clone()
@@ -338,6 +342,9 @@ fn a_table_of_step_costs_and_what_it_foretells() {
     let simulated = figure("TTFT mean")["simulated"].as_f64().unwrap();
     assert!((ttft_ms / simulated - 1.0).abs() < 1e-6, "{ttft_ms} and {simulated}");
 
+    let out = run(&["bench", "predict", "--costs", &costs, "--requests", "5"], b"");
+    assert_eq!(out.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("20..=100000"), "too few for a mean");
     // Another model, cache or number of threads is none that was measured.
     let out = run(&[&predict[..], &["--threads", "2"]].concat(), b"");
     assert_eq!(out.status.code(), Some(1));

@@ -38,6 +38,9 @@ fn run_writes_text_to_stdout_and_the_summary_to_stderr() {
         succeed_with(&["run", "--greedy", "-n", "12", "--ignore-eos", "-q"], b"The borrow checker").0,
         text
     );
+    // Words that are not quoted were "unexpected arguments".
+    let words = ["run", "-q", "--greedy", "-n", "12", "--ignore-eos", "The", "borrow", "checker"];
+    assert_eq!(succeed(&words).0, text);
     for more in [
         &["--no-cache"][..],
         &["--kind", "cells"],
@@ -341,17 +344,19 @@ fn a_chat_that_waits_ends_at_the_first_signal() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // Its greeting is there, and it reads.
+    // Its greeting is there: it reads, or is about to, and hears the signal in both cases.
     child.stderr.as_mut().unwrap().read_exact(&mut [0; 5]).unwrap();
-    std::thread::sleep(std::time::Duration::from_millis(300));
     let kill = std::process::Command::new("kill").arg(child.id().to_string()).status().unwrap();
     assert!(kill.success());
-    for _ in 0..100 {
+    // A chat that went on would end with its input, and say 0.
+    let mut stdin = child.stdin.take();
+    for _ in 0..6000 {
         if let Some(status) = child.try_wait().unwrap() {
             return assert_eq!(status.code(), Some(130));
         }
         std::thread::sleep(std::time::Duration::from_millis(100));
     }
+    drop(stdin.take());
     child.kill().unwrap();
     panic!("it went on waiting");
 }
@@ -388,6 +393,78 @@ fn a_models_own_window_counts_and_is_reported() {
     assert!(said.contains("change nothing"), "{said}");
     // A plan takes its model as the other commands do, too.
     assert_eq!(json(&["plan", "--json", &config]), json(&["plan", "--json", "--model", &config]));
+}
+
+/// A folder with a config.json alone was refused for its missing weights, while the file itself was planned.
+#[test]
+fn a_plan_needs_no_more_than_a_config() {
+    let config = fixtures().join("parity/llama-gqa/config.json");
+    let folder = tempfile::tempdir().unwrap();
+    let copy = folder.path().join("config.json");
+    std::fs::copy(&config, &copy).unwrap();
+    let plan = |path: &std::path::Path| json(&["plan", "--json", path.to_str().unwrap()]);
+    assert_eq!(plan(folder.path()), plan(&copy));
+    // Weights that are there are looked at: a download that broke off is no config alone.
+    std::fs::write(folder.path().join("model.safetensors"), "").unwrap();
+    let out = run(&["plan", folder.path().to_str().unwrap()], b"");
+    assert_eq!(out.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("model.safetensors"));
+}
+
+/// A model with a window of its own was planned with a cache of its whole context, and no word of what would do.
+#[test]
+fn a_plan_says_what_a_ring_would_take() {
+    let path = |case: &str| fixtures().join("parity").join(case).join("config.json").display().to_string();
+    let window = path("mistral-window");
+    let (plan, ring) =
+        (json(&["plan", "--json", &window]), json(&["plan", "--json", &window, "--kind", "ring"]));
+    assert_eq!(plan["ring"]["window_tokens"], 8);
+    assert_eq!(plan["ring"]["kv_cache_bytes"], ring["bound"]["kv_cache"]);
+    assert!(number(&ring, "bound.kv_cache") < number(&plan, "bound.kv_cache"));
+    let (text, _) = succeed(&["plan", &window]);
+    assert!(text.contains("--kind ring takes") && text.contains("8 tokens back"), "{text}");
+    assert!(ring["ring"].is_null(), "it is one");
+    for full in ["llama-gqa", "qwen2-window-mixed"] {
+        assert!(json(&["plan", "--json", &path(full)])["ring"].is_null(), "{full} sees everything somewhere");
+    }
+}
+
+/// `logits` needs no tokenizer, but was stopped by a broken one.
+#[test]
+fn a_broken_tokenizer_is_no_affair_of_logits() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(fixtures().join("parity/llama-gqa").join(name), folder.path().join(name)).unwrap();
+    }
+    std::fs::write(folder.path().join("tokenizer.json"), "{").unwrap();
+    let model = folder.path().to_str().unwrap();
+    succeed(&["logits", "--model", model, "--tokens", "1,2", "--generate", "2"]);
+    let out = run(&["run", "--model", model, "x"], b"");
+    assert_eq!(out.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("tokenizer.json"));
+}
+
+/// "The cache is full" said neither how full nor what helps.
+#[test]
+fn a_chat_without_room_says_what_makes_some() {
+    let says = |args: &[&str], stdin: &str, status: i32, words: &[&str]| {
+        let out = run(&[&["chat", "--greedy"], args].concat(), stdin.as_bytes());
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(status), "{said}");
+        for word in words {
+            assert!(said.contains(word), "no {word:?} in {said}");
+        }
+    };
+    let long = "the borrow checker and the vector ".repeat(20);
+    let too_long =
+        ["the conversation with this turn has ", "the cache holds 32", "start again with --context "];
+    says(&["--context", "32", "-n", "4"], &long, 1, &too_long);
+    let full = ["is full (16 of 16 tokens)", "/undo takes back", "/fork", "--context 128"];
+    says(&["--context", "16", "-n", "100"], "Ownership is\n", 0, &full);
+    let beside = "/fork a\nOwnership is\n/switch main\nthe vector and the borrow checker and the trait and the struct and \
+                  the enum and the function and the module and the crate and the type and the value of the vector\n";
+    let other = ["the cache holds 48 tokens, of which ", "are in use", "/drop gives one up (a)"];
+    says(&["--context", "48", "-n", "36"], beside, 1, &other);
 }
 
 #[test]

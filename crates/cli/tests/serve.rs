@@ -7,6 +7,9 @@ use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+/// Nothing is judged by it: it ends a test that would wait for ever.
+const PATIENCE: Duration = Duration::from_secs(600);
+
 struct Server {
     child: Child,
     address: String,
@@ -31,7 +34,7 @@ impl Server {
 
     fn connect(&self, method: &str, path: &str, body: &str) -> TcpStream {
         let mut stream = TcpStream::connect(&self.address).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
         let head = format!(
             "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n\
              content-length: {}\r\n\r\n",
@@ -60,7 +63,7 @@ impl Server {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status.code();
             }
-            if began.elapsed() > Duration::from_secs(30) {
+            if began.elapsed() > PATIENCE {
                 let _ = self.child.kill();
                 panic!("it goes on after its signal");
             }
@@ -87,7 +90,7 @@ const PROMPT: &str = "A trait is";
 fn serves_what_run_writes_until_it_is_told_to_end() {
     let (expected, _) =
         succeed(&["run", "--greedy", "--raw", "-q", "--max-tokens", "12", "--kv", "f32", PROMPT]);
-    let server = Server::start(&["--kv", "f32", "--context", "2048"]);
+    let server = Server::start(&["--kv", "f32", "--context", "2048", "--grace", "3600"]);
     let request = serde_json::json!({"prompt": PROMPT, "max_tokens": 12, "temperature": 0}).to_string();
     let answer = body_of(&server.ask("POST", "/v1/completions", &request));
     let text = answer["choices"][0]["text"].as_str().unwrap();

@@ -6,6 +6,8 @@ use crate::weights::{Encoding, WeightForm};
 use kvist_backend::*;
 use kvist_cache::Cache;
 use kvist_cache::kinds::{GroupSpec, Visibility};
+use std::ffi::OsStr;
+use std::path::Path;
 use std::sync::Arc;
 
 /// The policy of one session's cache. The architecture comes from the model.
@@ -254,6 +256,9 @@ impl ModelSize {
     /// model.
     pub fn of(file: &ModelFile, form: WeightForm) -> Result<Self, Error> {
         match file {
+            ModelFile::Path(path) if is_config_alone(path) => {
+                Self::of(&ModelFile::Path(path.join("config.json")), form)
+            }
             ModelFile::Path(path) if path.extension().is_some_and(|e| e == "json") => {
                 let text = std::fs::read_to_string(path)
                     .map_err(|source| Error::Read { path: path.clone(), source })?;
@@ -263,7 +268,7 @@ impl ModelSize {
                 Self::sum(name, config, form, |_| Ok(stored))
             }
             _ => {
-                let opened = Opened::open(file, true)?;
+                let opened = Opened::open_without_texts(file, true)?;
                 let encoding = |spec: &TensorSpec| Ok(opened.source.find(spec)?.encoding);
                 Self::sum(opened.name.clone(), opened.config.clone(), form, encoding)
             }
@@ -289,4 +294,14 @@ impl ModelSize {
         }
         Ok(size)
     }
+}
+
+/// A folder that has a config.json and nothing of the weights that it describes.
+fn is_config_alone(folder: &Path) -> bool {
+    let is_weights = |name: &OsStr| {
+        let name = name.to_string_lossy();
+        name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json")
+    };
+    let files = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    folder.join("config.json").is_file() && !files.into_iter().any(|file| is_weights(&file.file_name()))
 }

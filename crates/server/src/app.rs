@@ -14,6 +14,7 @@ use crate::structured::{Compiled, Grammar, GrammarCompiler};
 use crate::tools::ToolFormat;
 use crate::work::Work;
 use crate::worker::Engine;
+use kvist_engine::sampler::Shipped;
 use kvist_engine::tokenizer::Piece;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -69,7 +70,8 @@ impl App {
             (None, Some(template)) => ToolFormat::of_template(template.source(true)),
         };
         let template = model.chat_template().is_some();
-        let bounds = Bounds { template, tools: tools.is_some(), ..bounds };
+        let sampling = if config.model.ships_sampling() { *model.sampling() } else { Shipped::default() };
+        let bounds = Bounds { template, tools: tools.is_some(), sampling, ..bounds };
         let schemas = Schemas::new(&bounds);
         let marks = tools.iter().flat_map(|format| format.markers());
         let marks = marks.filter_map(|mark| model.tokenizer()?.token(mark)).collect();

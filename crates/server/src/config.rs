@@ -39,6 +39,18 @@ pub struct ModelSection {
     pub name: Option<String>,
     /// How it writes tool calls: `llama3`, `hermes`, `qwen`, `none`; without it, what its chat template teaches.
     pub tools: Option<String>,
+    /// Defaults of sampling: `auto` takes those that the model ships (`generation_config.json`, `general.sampling.*`), as
+    /// vLLM does; `none` leaves OpenAI's.
+    pub generation_config: Option<String>,
+}
+
+impl ModelSection {
+    pub(crate) const GENERATION_CONFIGS: [&str; 2] = ["auto", "none"];
+
+    /// Do defaults that the model ships count?
+    pub(crate) fn ships_sampling(&self) -> bool {
+        self.generation_config.as_deref() != Some("none")
+    }
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -293,6 +305,11 @@ impl ServerConfig {
 
     /// Everything that no type can say. After flags have been put in.
     pub fn check(&self) -> Result<(), ConfigError> {
+        if let Some(name) = &self.model.generation_config
+            && !ModelSection::GENERATION_CONFIGS.contains(&name.as_str())
+        {
+            return Err(bad("model.generation_config", format!("{name:?}"), "auto or none"));
+        }
         if let Some(name) = &self.model.tools
             && ToolFormat::by_name(name).is_err()
         {
@@ -531,6 +548,7 @@ mod tests {
             ("[[keys]]\nkey = \"a\"", "keys[0].name"),
             ("[[keys]]\nname = \"a\"\nkey = \"a\"\nkey_env = \"B\"", "keys[0]"),
             ("[model]\ntools = \"mistral\"", "model.tools"),
+            ("[model]\ngeneration_config = \"vllm\"", "model.generation_config"),
             ("model = 3", "model"),
             ("[model", "line 1"),
         ];

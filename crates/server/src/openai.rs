@@ -4,6 +4,7 @@ pub(crate) mod completions;
 pub(crate) mod generation;
 mod models;
 pub(crate) mod request;
+mod sampling;
 pub(crate) mod scores;
 pub(crate) mod stream;
 pub(crate) mod tokens;

@@ -57,6 +57,13 @@ impl Shares {
         self.0.taken.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
+    /// Places that are taken, by all names.
+    pub fn n_taken(&self) -> usize {
+        let taken = self.taken();
+        let own: usize = taken.by_name.values().map(|&n| n.min(self.0.share)).sum();
+        own + taken.common
+    }
+
     /// Is there a place now? [`Shares::take`] tells again.
     pub fn has_room(&self, name: &str) -> bool {
         self.room(&self.taken(), name).is_ok()

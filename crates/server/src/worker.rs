@@ -237,6 +237,12 @@ impl Engine {
     pub fn has_room(&self, name: &str) -> bool {
         self.shared.queue.has_room(name)
     }
+
+    /// Jobs that wait: submitted, and neither admitted nor ended.
+    pub fn queued(&self) -> usize {
+        self.shared.queue.n_taken()
+    }
+
     /// Jobs that were rejected because the queue was full for their names.
     pub(crate) fn rejected(&self) -> u64 {
         self.shared.rejected.load(SeqCst)

@@ -13,6 +13,9 @@ use kvist_server::*;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// Nothing is judged by it: it ends a test that would wait for ever.
+const PATIENCE: Duration = Duration::from_secs(600);
+
 const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
      vector is the amount of space allocated for any future elements that will be added onto the vector. This is not \
      to be confused with the length of a vector, which specifies the number of actual elements within the vector.";
@@ -40,7 +43,7 @@ fn alone_with(
 }
 
 async fn nothing_is_held(engine: &Engine) {
-    tokio::time::timeout(Duration::from_secs(20), engine.idle()).await.expect("somebody is still live");
+    tokio::time::timeout(PATIENCE, engine.idle()).await.expect("somebody is still live");
     let (held, running, waiting) = engine
         .inspect(|state| {
             let scheduler = &state.scheduler;
@@ -145,11 +148,25 @@ async fn queues_end_and_deadlines_pass() {
     let engine = engine(small);
     let mut running = engine.submit(greedy(&all, 3000)).unwrap();
     assert!(matches!(running.next().await, Some(Event::Admitted { .. })));
+    // The engine stands still, so that the deadline passes when the queue has been looked at.
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let still = engine.clone();
+    let (standing, stands) = tokio::sync::oneshot::channel();
+    let held = tokio::spawn(async move {
+        let stand = move |_: &mut State| {
+            let _ = standing.send(());
+            released.recv().is_ok()
+        };
+        still.inspect(stand).await
+    });
+    stands.await.unwrap();
     let mut late = engine
         .submit(Job { deadline: Some(Instant::now() + Duration::from_millis(30)), ..greedy(&all, 5) })
         .unwrap();
     let waiting = engine.submit(greedy(&all, 5)).unwrap();
     assert_eq!(engine.submit(greedy(&all, 5)).err(), Some(Rejected::Full { waiting: 2, is_shared: false }));
+    drop(release);
+    assert_eq!(held.await.unwrap(), Some(false));
     let heard = hear(&mut late).await;
     assert_eq!(heard.done.unwrap().finish, Finish::Deadline);
     assert!(heard.admitted.is_none());
@@ -334,7 +351,7 @@ async fn prompts_are_scored_once_however_often_they_are_computed() {
 async fn who_does_not_read_is_ended() {
     let engine = engine(config(8192));
     let mut generation = engine.submit(greedy(&tokens(TEXT), 6000)).unwrap();
-    tokio::time::timeout(Duration::from_secs(60), engine.idle()).await.expect("it was not ended");
+    tokio::time::timeout(PATIENCE, engine.idle()).await.expect("it was not ended");
     let heard = hear(&mut generation).await;
     assert_eq!(heard.tokens.len(), 4096, "what waits is bounded");
     assert_eq!(heard.failure, Some(Failure::Unread(4096)), "{:?}", heard.done);
@@ -348,11 +365,11 @@ async fn an_engine_that_dies_is_known_to_be_dead() {
     assert!(engine.is_alive());
     let mut generation = engine.submit(greedy(&tokens(TEXT), 600)).unwrap();
     assert_eq!(engine.inspect(|_| -> u32 { panic!("on purpose") }).await, None);
-    tokio::time::timeout(Duration::from_secs(10), engine.ended()).await.expect("nobody heard");
+    tokio::time::timeout(PATIENCE, engine.ended()).await.expect("nobody heard");
     assert!(!engine.is_alive());
     let heard = hear(&mut generation).await;
     assert!(heard.done.is_none() && heard.failure.is_none());
-    tokio::time::timeout(Duration::from_secs(10), engine.idle()).await.expect("a dead engine is idle");
+    tokio::time::timeout(PATIENCE, engine.idle()).await.expect("a dead engine is idle");
 }
 
 /// When a turn's last step ended, and how long it took, of the first turn that ran one.

@@ -7,7 +7,6 @@ use kvist_server::ServerConfig;
 use kvist_server::config::SessionsSection;
 use serde_json::{Map, Value, json};
 use server::{MODEL, Server, config, key, model};
-use std::time::{Duration, Instant};
 
 const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
      vector is the amount of space allocated for any future elements that will be added onto the vector. ";
@@ -81,13 +80,8 @@ fn look(server: &Server) -> Counted {
 /// Generate in all of them, from the same turn on; what it took.
 fn together(server: &Server, ids: &[String], how: &Generate) -> (Vec<Usage>, Counted) {
     let before = look(server);
-    let (release, held) = std::sync::mpsc::channel::<()>();
-    let engine = server.engine.clone();
     // The engine stands still until all have been submitted.
-    let holder = std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        runtime.block_on(engine.inspect(move |_| held.recv().is_ok()));
-    });
+    let held = server.hold();
     let threads: Vec<_> = ids
         .iter()
         .map(|id| {
@@ -95,14 +89,9 @@ fn together(server: &Server, ids: &[String], how: &Generate) -> (Vec<Usage>, Cou
             std::thread::spawn(move || client.generate(&id, &how).unwrap().usage)
         })
         .collect();
-    let began = Instant::now();
-    while !ids.iter().all(|id| client(server).session(id).unwrap().session.running) {
-        assert!(began.elapsed() < Duration::from_secs(30), "they do not begin");
-    }
-    std::thread::sleep(Duration::from_millis(500));
-    release.send(()).unwrap();
+    server.until("all are submitted", || server.engine.queued() == ids.len());
+    drop(held);
     let usages = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
-    holder.join().unwrap();
     server.becomes_idle();
     let after = look(server);
     let counted = Counted {
@@ -237,15 +226,15 @@ fn what_a_client_that_went_away_has_heard_stays() {
     let session = begin(&client, TEXT);
     let mut stream = client.generate_stream(&session.id, &greedy(400)).unwrap();
     let heard: String = stream.by_ref().take(5).map(|chunk| chunk.unwrap().text).collect();
+    let held = server.hold();
     assert_eq!(refusal(client.append(&session.id, &"x".into())), (409, "session_busy".into()));
     assert_eq!(refusal(client.rollback(&session.id, Cut::Token(1))), (409, "session_busy".into()));
     assert_eq!(refusal(client.generate(&session.id, &greedy(1))), (409, "session_busy".into()));
     drop(stream);
+    let ended = || !client.session(&session.id).unwrap().session.running;
+    server.until("it is noticed", ended);
+    drop(held);
     server.becomes_idle();
-    let began = Instant::now();
-    while client.session(&session.id).unwrap().session.running {
-        assert!(began.elapsed() < Duration::from_secs(5), "it still runs");
-    }
     let left = client.session(&session.id).unwrap();
     assert!(left.text.unwrap().contains(heard.trim_end()), "what was heard is there");
     let n = left.tokens.len();
@@ -260,20 +249,13 @@ fn what_a_client_that_went_away_has_heard_stays() {
 fn a_client_that_does_not_read_holds_up_nothing() {
     let server = Server::start(config());
     let client = client(&server);
-    let until = |what: &str, holds: &dyn Fn() -> bool| {
-        let began = Instant::now();
-        while !holds() {
-            assert!(began.elapsed() < Duration::from_secs(30), "{what}");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    };
     // More than the buffers of a connection hold.
     let more: Map<String, Value> =
         serde_json::from_value(json!({"logprobs": true, "top_logprobs": 20})).unwrap();
     let how = Generate { more, ..greedy(900) };
     let session = begin(&client, TEXT);
     let stream = client.generate_stream(&session.id, &how).unwrap();
-    until("it has not ended", &|| !client.session(&session.id).unwrap().session.running);
+    server.until("it ends", || !client.session(&session.id).unwrap().session.running);
     let there = client.session(&session.id).unwrap().session.n_tokens;
     assert_eq!(there, session.n_tokens + 900, "all of it is there, unread");
     let read: Vec<_> = stream.map(Result::unwrap).collect();
@@ -281,11 +263,13 @@ fn a_client_that_does_not_read_holds_up_nothing() {
 
     let session = begin(&client, TEXT);
     let stream = client.generate_stream(&session.id, &how).unwrap();
-    until("it does not begin", &|| client.session(&session.id).unwrap().session.n_tokens > session.n_tokens);
-    client.delete_session(&session.id).unwrap();
+    server.until("it begins", || client.session(&session.id).unwrap().session.n_tokens > session.n_tokens);
     let before = look(&server).computed;
+    let held = server.hold();
+    client.delete_session(&session.id).unwrap();
+    drop(held);
     server.becomes_idle();
-    assert!(look(&server).computed < before + 400, "it was ended, and did not end by itself");
+    assert!(look(&server).computed < before + 700, "it was ended, and did not end by itself");
     let end = stream.filter_map(Result::err).last();
     assert!(matches!(&end, Some(Error::Api { code, .. }) if code == "session_not_found"), "{end:?}");
 }
@@ -525,9 +509,9 @@ fn sessions_are_their_owners_alone() {
 }
 
 #[test]
-fn quotas_and_idle_time() {
+fn quotas() {
     let mut narrow = config();
-    narrow.sessions = SessionsSection { idle_s: 4.0, max_sessions: 3, max_tokens: 120 };
+    narrow.sessions = SessionsSection { max_sessions: 3, max_tokens: 120, ..narrow.sessions };
     let server = Server::start(narrow);
     let client = client(&server);
     let quota = (429, "session_quota".to_string());
@@ -544,18 +528,21 @@ fn quotas_and_idle_time() {
     assert_eq!(refusal(client.generate(&forks[0].id, &greedy(1))), quota);
     client.rollback(&root.id, Cut::Token(30)).unwrap();
     client.generate(&forks[0].id, &greedy(1)).unwrap();
-    server.becomes_idle();
-    // Whoever is used stays.
-    let began = Instant::now();
-    while began.elapsed() < Duration::from_millis(4500) {
-        client.append(&forks[1].id, &Content::Tokens(vec![1])).unwrap();
-        client.rollback(&forks[1].id, Cut::Token(30)).unwrap();
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    let left = client.sessions().unwrap();
-    assert_eq!(left.iter().map(|session| &session.id).collect::<Vec<_>>(), [&forks[1].id]);
-    assert_eq!(left[0].parent, None);
+}
+
+/// That a session which is used stays, and what becomes of the forks of one that goes, is shown on a clock that is given:
+/// `src/sessions/store/tests.rs`.
+#[test]
+fn sessions_at_rest_go() {
+    let mut brief = config();
+    brief.sessions = SessionsSection { idle_s: 0.2, ..brief.sessions };
+    let server = Server::start(brief);
+    let client = client(&server);
+    let root = begin(&client, TEXT);
+    let gone = || client.session(&root.id).is_err_and(|e| matches!(&e, Error::Api { status: 404, .. }));
+    server.until("it goes", gone);
     assert_eq!(refusal(client.session(&root.id)), (404, "session_not_found".into()));
+    assert!(client.sessions().unwrap().is_empty());
 }
 
 #[test]

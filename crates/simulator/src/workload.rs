@@ -22,7 +22,7 @@ use contents::Weaver;
 /// What arrives, by description.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Workload {
-    /// Requests to make. Chats and agents stop when their last tree is complete, and so may make a few more.
+    /// Requests to make. The last chat or agent ends where there are as many: with a turn, or a request, that nothing follows.
     pub n_requests: usize,
     pub arrivals: Arrivals,
     /// Tokens of a prompt of its own; of one turn of a chat, what the user adds.
@@ -107,6 +107,8 @@ impl Workload {
                 &mut requests,
             );
         }
+        // Followers stand behind their parents, so that none loses its own.
+        requests.truncate(self.n_requests);
         Ok(requests)
     }
 }

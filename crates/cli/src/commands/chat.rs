@@ -1,13 +1,21 @@
 //! `kvist chat`: turns, branches, undo.
+mod input;
+mod wrap;
+
 use crate::options::*;
 use crate::{interrupt, json, output};
 use anyhow::Context;
+use input::{Heard, Input};
+use kvist_backend::StepError;
+use kvist_cache::Refused;
+use kvist_engine::Error;
 use kvist_engine::chat::{Chat, Turn};
 use kvist_engine::generate::{Finish, Limits, Observer};
 use kvist_engine::session::ModelSession;
 use serde::Serialize;
-use std::io::{BufRead, IsTerminal};
+use std::io::IsTerminal;
 use std::path::Path;
+use wrap::Wrap;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -26,6 +34,10 @@ pub struct Args {
     /// What the model is told first
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
+    /// Keep no history of what is typed; without this, kvist/chat-history in the user's folder for state has the last
+    /// 1,000 lines
+    #[arg(long)]
+    no_history: bool,
     /// One JSON document per turn, a line each
     #[arg(long)]
     json: bool,
@@ -42,7 +54,9 @@ const HELP: &str = "\
 /save-transcript FILE   write this branch to a file
 /help                   this
 /quit                   or end of input
-//TEXT                  say /TEXT";
+//TEXT                  say /TEXT
+a \\ at a line's end      goes on with the next line
+arrows, Ctrl-R          find what was typed before";
 
 /// `kvist chat --json`, one line per turn
 #[derive(Serialize)]
@@ -62,8 +76,8 @@ struct TurnReport<'a> {
 pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     // Branches need a kind that shares; who names another one gets that.
     args.cache.kind.get_or_insert_with(|| "cells".into());
-    let mut sampler = args.sampling.sampler(args.sampling.seed())?;
     let opened = args.model.open()?;
+    let mut sampler = args.sampling.sampler(opened.sampling(), args.sampling.seed())?;
     opened.tokenizer().context("this model has no tokenizer (tokenizer.json beside it)")?.check()?;
     if args.system.is_some() && opened.chat_template().is_none() {
         return Err(wrong_usage(
@@ -79,7 +93,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     if args.system.is_some() {
         chat.set_system(args.system.clone()).map_err(|e| wrong_usage(e.to_string()))?;
     }
-    let interactive = std::io::stdin().is_terminal();
+    let mut input = Input::new(!args.no_history)?;
+    let interactive = input.is_terminal();
     if !quiet {
         output::note(&format!("{}; /help lists the commands", model.name()));
         if !chat.has_template() {
@@ -92,28 +107,14 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         ignore_eos: false,
         no_cache: false,
     };
-    let mut line = Vec::new();
     loop {
-        if interactive {
-            output::ask(&format!("\n{}> ", chat.current().name));
-        }
-        line.clear();
-        let read = interrupt::idle(|| std::io::stdin().lock().read_until(b'\n', &mut line));
-        if read.context("cannot read stdin")? == 0 {
-            return Ok(());
-        }
-        let said = match utf8(std::mem::take(&mut line), "stdin") {
-            Ok(said) => said,
-            Err(error) if interactive => {
-                output::note(&format!("kvist: {}", output::sentence(&error)));
-                continue;
-            }
-            Err(error) => return Err(error),
+        let said = match input.next(&format!("{}> ", chat.current().name))? {
+            Heard::Said(said) if said.trim().is_empty() => continue,
+            Heard::Said(said) => said,
+            Heard::Nothing => continue,
+            Heard::End => return Ok(()),
         };
-        let said = said.trim_end_matches(['\n', '\r']);
-        if said.trim().is_empty() {
-            continue;
-        }
+        let said = said.as_str();
         match said.split_once(' ').map_or((said, ""), |(command, rest)| (command, rest.trim())) {
             ("/quit" | "/exit", _) => return Ok(()),
             (command, rest) if command.starts_with('/') && !command.starts_with("//") => {
@@ -126,18 +127,23 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
             }
             _ => {
                 let said = said.strip_prefix('/').filter(|rest| rest.starts_with('/')).unwrap_or(said);
-                let mut watch = Watch { stream: !args.json, failed: None };
+                let mut watch =
+                    Watch { stream: !args.json, wrap: terminal_width().map(Wrap::new), failed: None };
                 let turn = chat.say(said, &mut sampler, &limits, &mut watch);
+                watch.end();
                 if let Some(failed) = watch.failed {
                     return Err(failed);
                 }
                 match turn {
-                    Ok(turn) => tell(&chat, said, &turn, args.json, quiet)?,
-                    // One that does not fit is no end of the conversation.
-                    Err(error) if interactive => {
-                        output::note(&format!("kvist: {}", output::sentence(&error.into())))
+                    Ok(turn) => tell(&chat, said, &turn, &args, quiet)?,
+                    Err(error) => {
+                        let error = explained(error, &chat, args.max_tokens);
+                        // One that does not fit is no end of the conversation.
+                        if !interactive {
+                            return Err(error);
+                        }
+                        output::note(&format!("kvist: {}", output::sentence(&error)));
                     }
-                    Err(error) => return Err(error.into()),
                 }
                 // At a terminal the conversation goes on; a script would go on from half an answer.
                 if interrupt::interrupted() && !interactive {
@@ -149,9 +155,9 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
 }
 
-fn tell(chat: &Chat, said: &str, turn: &Turn, json: bool, quiet: bool) -> anyhow::Result<()> {
+fn tell(chat: &Chat, said: &str, turn: &Turn, args: &Args, quiet: bool) -> anyhow::Result<()> {
     let g = &turn.generation;
-    if json {
+    if args.json {
         let report = TurnReport {
             version: json::VERSION,
             branch: &chat.current().name,
@@ -177,12 +183,75 @@ fn tell(chat: &Chat, said: &str, turn: &Turn, json: bool, quiet: bool) -> anyhow
             bytes(chat.session().kv_bytes())
         ));
         if g.finish == Finish::CacheFull {
-            output::note(
-                "the cache is full: /undo, /drop branches, start with a larger --context, or with --kind ring --window TOKENS, which never fills",
-            );
+            let (used, capacity) = in_use(chat);
+            output::note(&format!(
+                "the cache is full ({used} of {capacity} tokens), and the answer ends here: {}",
+                ways_out(chat, capacity, args.max_tokens)
+            ));
         }
     }
     Ok(())
+}
+
+/// Tokens that the cache holds, and that it can hold.
+fn in_use(chat: &Chat) -> (u32, u32) {
+    let groups = chat.session().report();
+    let fullest = groups.iter().max_by_key(|group| group.used_cells);
+    fullest.map_or((0, 0), |group| (group.used_cells, group.capacity_cells))
+}
+
+/// An error of a turn; of one that finds no room, how full the cache is and what makes room.
+fn explained(error: Error, chat: &Chat, max_tokens: u32) -> anyhow::Error {
+    match error {
+        Error::PromptTooLong { tokens, context } => {
+            let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+            anyhow::anyhow!(
+                "the conversation with this turn has {tokens} tokens, and the cache holds {context}; the turn is not \
+                 taken: {}",
+                ways_out(chat, tokens, max_tokens)
+            )
+        }
+        Error::Step(StepError::Refused(Refused::NoSpace { .. })) => {
+            let (used, capacity) = in_use(chat);
+            anyhow::anyhow!(
+                "the cache holds {capacity} tokens, of which {used} are in use, and this turn needs more than the rest; \
+                 it is not taken: {}",
+                ways_out(chat, capacity, max_tokens)
+            )
+        }
+        error => error.into(),
+    }
+}
+
+/// What makes room for a conversation that came to `tokens` tokens.
+fn ways_out(chat: &Chat, tokens: u32, max_tokens: u32) -> String {
+    let mut ways = vec!["say less".to_string()];
+    if !chat.current().messages.is_empty() {
+        ways = vec!["/undo takes back the last question and its answer".into()];
+    }
+    let current = &chat.current().name;
+    let others: Vec<&str> =
+        chat.branches().iter().map(|branch| branch.name.as_str()).filter(|name| name != current).collect();
+    if !others.is_empty() {
+        ways.push(format!("/switch goes on in another branch, /drop gives one up ({})", others.join(", ")));
+    } else if chat.session().config().kind != "contiguous" {
+        ways.push("next time a /fork before a digression lets you come back from it".into());
+    }
+    let enough = tokens.saturating_add(max_tokens).checked_next_power_of_two().unwrap_or(u32::MAX);
+    let trained = chat.session().model().decoder().config().context;
+    let beyond =
+        if enough > trained { format!(" (the model was trained on {trained})") } else { String::new() };
+    ways.push(format!("start again with --context {enough}{beyond}"));
+    ways.push("or with --kind ring --window TOKENS, which never fills".into());
+    ways.join("; ")
+}
+
+/// Columns of the terminal that stdout is.
+fn terminal_width() -> Option<usize> {
+    if !std::io::stdout().is_terminal() {
+        return None;
+    }
+    console::Term::stdout().size_checked().map(|(_, columns)| usize::from(columns)).filter(|n| *n > 0)
 }
 
 /// Carry out a command; the answer is for people.
@@ -237,7 +306,26 @@ fn obey(chat: &mut Chat, command: &str, rest: &str) -> anyhow::Result<String> {
 
 struct Watch {
     stream: bool,
+    /// At a terminal.
+    wrap: Option<Wrap>,
     failed: Option<anyhow::Error>,
+}
+
+impl Watch {
+    fn show(&mut self, text: &str) {
+        if self.stream
+            && let Err(error) = output::show(text)
+        {
+            self.failed = Some(error);
+        }
+    }
+
+    /// No more text comes.
+    fn end(&mut self) {
+        if let Some(rest) = self.wrap.as_mut().map(Wrap::end) {
+            self.show(&rest);
+        }
+    }
 }
 
 impl Observer for Watch {
@@ -248,10 +336,12 @@ impl Observer for Watch {
         !interrupt::interrupted()
     }
     fn text(&mut self, text: &str) -> bool {
-        if self.stream
-            && let Err(error) = output::show(text)
-        {
-            self.failed = Some(error);
+        match &mut self.wrap {
+            Some(wrap) => {
+                let text = wrap.push(text);
+                self.show(&text);
+            }
+            None => self.show(text),
         }
         self.failed.is_none()
     }

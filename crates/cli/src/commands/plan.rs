@@ -2,15 +2,16 @@
 use crate::options::*;
 use crate::{json, output};
 use clap::ValueHint;
-use kvist_backend::{Bytes, Purpose, Usage};
-use kvist_engine::memory::{MemoryPlan, ModelSize};
+use kvist_backend::{Bytes, Purpose, Registry, Usage};
+use kvist_engine::config::ModelConfig;
+use kvist_engine::memory::{CacheConfig, MemoryPlan, ModelSize};
 use kvist_engine::weights::WeightForm;
 use serde::Serialize;
 use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// A config.json, a Hugging Face folder or a .gguf file; without it the embedded model
+    /// A config.json or the folder that holds it, a Hugging Face folder or a .gguf file; without it the embedded model
     #[arg(value_hint = ValueHint::AnyPath)]
     path: Option<PathBuf>,
     /// The same, as the other commands take it
@@ -45,6 +46,9 @@ struct Report {
     weight_bytes_on_disk: u64,
     kv_bytes_per_token: u64,
     kv_bits_per_value: f64,
+    /// What a ring would take, where the model's own window is shorter than the context and the cache is no ring.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ring: Option<Ring>,
     /// The bound: weights, a full cache, scratch and activations at the largest step.
     bound: json::MemoryBytes,
     /// Everything but the weights: what each further session adds.
@@ -54,6 +58,12 @@ struct Report {
     bytes_read_per_token_empty: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     ceiling: Option<Ceiling>,
+}
+
+#[derive(Serialize)]
+struct Ring {
+    window_tokens: u32,
+    kv_cache_bytes: u64,
 }
 
 /// Decode cannot be faster: every weight and every visible cell is read once per token.
@@ -76,7 +86,8 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     let mut cache = args.cache.clone();
     cache.context = Some(context);
     let config = cache.config(&size.config, u64::from(context))?;
-    let plan = MemoryPlan::of_session(&size.config, &registry(&args.compute.get()?), &config)?;
+    let registry = registry(&args.compute.get()?);
+    let plan = MemoryPlan::of_session(&size.config, &registry, &config)?;
     let bound = plan.usage.with(Purpose::Weights, size.resident_bytes);
     if bound.checked_total().is_none() {
         anyhow::bail!("these sizes overflow: no machine holds such a model and cache");
@@ -93,6 +104,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         weight_bytes_on_disk: size.stored_bytes,
         kv_bytes_per_token: plan.kv_bytes_per_token,
         kv_bits_per_value: plan.kv_bits_per_value(&size.config),
+        ring: ring(&size.config, &registry, &config, plan.usage.of(Purpose::KvCache)),
         bound: bound.into(),
         session_bytes: plan.session_bound(),
         bytes_read_per_token: read,
@@ -119,6 +131,19 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         }
         _ => Ok(()),
     }
+}
+
+/// A ring forgets what the model's own window hides; other kinds keep it, since a rollback may need it.
+fn ring(model: &ModelConfig, registry: &Registry, config: &CacheConfig, kv_bytes: u64) -> Option<Ring> {
+    let window = model.group_windows().into_iter().collect::<Option<Vec<u32>>>()?.into_iter().max()?;
+    if config.kind == "ring" || window >= config.context_tokens {
+        return None;
+    }
+    // A kind or a backend that cannot be built so is no hint.
+    let as_ring = CacheConfig { kind: "ring".into(), ..config.clone() };
+    let plan = MemoryPlan::of_session(model, registry, &as_ring).ok()?;
+    let kv_cache_bytes = plan.usage.of(Purpose::KvCache);
+    (kv_cache_bytes < kv_bytes).then_some(Ring { window_tokens: window, kv_cache_bytes })
 }
 
 impl Report {
@@ -152,6 +177,14 @@ impl Report {
                 Bytes(self.bytes_read_per_token_empty)
             ),
         ];
+        if let Some(ring) = &self.ring {
+            lines.push(format!(
+                "hint             --kind ring takes {} for the KV cache: this model sees {} tokens back, and a ring keeps no \
+                 more",
+                Bytes(ring.kv_cache_bytes),
+                ring.window_tokens
+            ));
+        }
         if let Some(c) = &self.ceiling {
             lines.push(format!(
                 "ceiling          {:.1} tokens/s at a full cache, {:.1} at an empty one ({:.1} if weights cost nothing)",

@@ -14,8 +14,8 @@ use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// What to continue or answer; `-`, or nothing where stdin is a pipe, reads stdin
-    prompt: Option<String>,
+    /// What to continue or answer, quoted or in several words; `-`, or nothing where stdin is a pipe, reads stdin
+    prompt: Vec<String>,
     /// Read the prompt from a file
     #[arg(short, long, conflicts_with = "prompt", value_hint = ValueHint::FilePath)]
     file: Option<PathBuf>,
@@ -57,8 +57,8 @@ const NO_TOKENIZER: &str =
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let prompt = args.prompt()?;
     let seed = args.sampling.seed();
-    let mut sampler = args.sampling.sampler(seed)?;
     let opened = args.model.open()?;
+    let mut sampler = args.sampling.sampler(opened.sampling(), seed)?;
     let (tokens, echo) = args.encode(&opened, &prompt)?;
     let needed = tokens.len() as u64 + u64::from(args.max_tokens);
     let config = args.cache.config(opened.config(), needed)?;
@@ -96,12 +96,12 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
 
 impl Args {
     fn prompt(&self) -> anyhow::Result<String> {
-        let prompt = match (&self.prompt, &self.file) {
+        let prompt = match (self.prompt.as_slice(), &self.file) {
             (_, Some(path)) => read_text(path)?,
-            (Some(text), None) if text != "-" => text.clone(),
-            (None, None) if std::io::stdin().is_terminal() => {
+            ([], None) if std::io::stdin().is_terminal() => {
                 return Err(wrong_usage("no prompt: give one, or --file, or pipe it in"));
             }
+            (words, None) if !words.is_empty() && words != ["-"] => words.join(" "),
             _ => {
                 let mut bytes = Vec::new();
                 std::io::stdin().read_to_end(&mut bytes).context("cannot read stdin")?;

@@ -23,6 +23,9 @@ pub struct Args {
     /// What clients call the model
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
+    /// Defaults of sampling: auto takes those that the model ships (generation_config.json), none leaves OpenAI's
+    #[arg(long, value_name = "WHICH", value_parser = ["auto", "none"])]
+    generation_config: Option<String>,
     /// Address to listen on; without API keys a loopback one
     #[arg(long)]
     host: Option<IpAddr>,
@@ -104,6 +107,7 @@ impl Args {
             c.model.path = self.model.model.clone();
         }
         c.model.name = self.name.clone().or(c.model.name);
+        c.model.generation_config = self.generation_config.clone().or(c.model.generation_config);
         set(&mut c.http.host, &self.host);
         set(&mut c.http.port, &self.port);
         c.http.open |= self.open;

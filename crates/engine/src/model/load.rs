@@ -4,6 +4,7 @@ use super::rope::RotaryEmbedding;
 use crate::config::{ModelConfig, Role, TensorSpec};
 use crate::embedded;
 use crate::error::Error;
+use crate::sampler::Shipped;
 use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{Embedding, Linear, Source, WeightForm};
@@ -47,6 +48,7 @@ pub struct Model {
     tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
     end_tokens: Vec<u32>,
+    sampling: Shipped,
     weights: Reservation,
 }
 
@@ -57,16 +59,28 @@ pub struct Opened {
     pub(crate) source: Source,
     tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
+    sampling: Shipped,
 }
 
 impl Opened {
     /// With `mmap` only the headers are read; without it every file, whole.
     pub fn open(file: &ModelFile, mmap: bool) -> Result<Self, Error> {
+        Self::open_with(file, mmap, true)
+    }
+
+    /// The same without tokenizer, chat template and defaults of sampling, whose files are not looked at: for those who
+    /// have tokens, or ask for sizes alone.
+    pub fn open_without_texts(file: &ModelFile, mmap: bool) -> Result<Self, Error> {
+        Self::open_with(file, mmap, false)
+    }
+
+    fn open_with(file: &ModelFile, mmap: bool, texts: bool) -> Result<Self, Error> {
         match file {
             ModelFile::Embedded => {
-                Self::gguf(embedded::NAME.into(), Source::gguf_bytes(embedded::NAME, embedded::MODEL)?)
+                let source = Source::gguf_bytes(embedded::NAME, embedded::MODEL)?;
+                Self::gguf(embedded::NAME.into(), source, texts)
             }
-            ModelFile::Path(path) if path.is_dir() => Self::folder(path, mmap),
+            ModelFile::Path(path) if path.is_dir() => Self::folder(path, mmap, texts),
             ModelFile::Path(path) if path.exists() => {
                 if path.extension().is_some_and(|e| e == "safetensors") {
                     return Err(Error::NotAModel {
@@ -74,29 +88,34 @@ impl Opened {
                         what: "a weight file alone; give the folder that holds it and config.json".into(),
                     });
                 }
-                Self::gguf(path.display().to_string(), Source::gguf_file(path, mmap)?)
+                Self::gguf(path.display().to_string(), Source::gguf_file(path, mmap)?, texts)
             }
-            ModelFile::Path(path) => Err(Error::NotAModel {
-                path: path.clone(),
-                what: "not there; give a Hugging Face folder or a .gguf file".into(),
-            }),
+            ModelFile::Path(path) => Err(Error::NotAModel { path: path.clone(), what: not_there(path) }),
         }
     }
 
-    fn folder(path: &Path, mmap: bool) -> Result<Self, Error> {
+    fn folder(path: &Path, mmap: bool, texts: bool) -> Result<Self, Error> {
         let config = ModelConfig::from_folder(path)?;
         let source = Source::folder(path, mmap)?;
-        let tokenizer = Tokenizer::from_folder(path)?;
-        let template = ChatTemplate::from_folder(path)?;
-        Ok(Opened { name: path.display().to_string(), config, source, tokenizer, template })
+        let name = path.display().to_string();
+        let mut opened =
+            Opened { name, config, source, tokenizer: None, template: None, sampling: Shipped::default() };
+        if texts {
+            opened.tokenizer = Tokenizer::from_folder(path)?;
+            opened.template = ChatTemplate::from_folder(path)?;
+            opened.sampling = Shipped::from_folder(path)?;
+        }
+        Ok(opened)
     }
 
-    fn gguf(name: String, source: Source) -> Result<Self, Error> {
+    fn gguf(name: String, source: Source, texts: bool) -> Result<Self, Error> {
         let gguf = source.as_gguf().ok_or_else(|| Error::Usage("not a GGUF source".into()))?;
         let config = ModelConfig::from_gguf(gguf)?;
-        let tokenizer = Tokenizer::from_gguf(gguf)?;
-        let template = ChatTemplate::from_gguf(gguf)?;
-        Ok(Opened { name, config, source, tokenizer, template })
+        let (tokenizer, template, sampling) = match texts {
+            true => (Tokenizer::from_gguf(gguf)?, ChatTemplate::from_gguf(gguf)?, Shipped::from_gguf(gguf)?),
+            false => (None, None, Shipped::default()),
+        };
+        Ok(Opened { name, config, source, tokenizer, template, sampling })
     }
 
     pub fn name(&self) -> &str {
@@ -116,6 +135,11 @@ impl Opened {
     }
     pub fn chat_template(&self) -> Option<&ChatTemplate> {
         self.template.as_ref()
+    }
+
+    /// How its makers sample from it.
+    pub fn sampling(&self) -> &Shipped {
+        &self.sampling
     }
 
     /// Bytes the weights will take in this form: what [`Model::load`] reserves.
@@ -141,7 +165,7 @@ impl Opened {
             }
         }
         let weights = budget.reserve(Purpose::Weights, opened.weight_bytes(options.form)?)?;
-        let Opened { name, config, source, tokenizer, template } = opened;
+        let Opened { name, config, source, tokenizer, template, sampling } = opened;
         let total = config.tensors().len();
         let mut loader = Loader {
             specs: config.tensors(),
@@ -159,7 +183,20 @@ impl Opened {
         }
         end_tokens.sort_unstable();
         end_tokens.dedup();
-        Ok(Model { name, decoder, tokenizer, template, end_tokens, weights })
+        Ok(Model { name, decoder, tokenizer, template, end_tokens, sampling, weights })
+    }
+}
+
+/// What to do about a path that is none. Two names without a dot in front may be meant as a repository of the Hub.
+fn not_there(path: &Path) -> String {
+    let advice = "not there; give a Hugging Face folder or a .gguf file";
+    let names: Option<Vec<&str>> = path.components().map(|part| part.as_os_str().to_str()).collect();
+    match names.as_deref() {
+        Some([owner, name]) if !["/", ".", ".."].contains(owner) && !name.ends_with(".gguf") => format!(
+            "{advice}. kvist downloads nothing: if this is a repository of the Hub, run `hf download {owner}/{name} \
+             --local-dir {name}`, then give {name}"
+        ),
+        _ => advice.into(),
     }
 }
 
@@ -198,6 +235,10 @@ impl Model {
     /// Tokens that end a text.
     pub fn end_tokens(&self) -> &[u32] {
         &self.end_tokens
+    }
+    /// How its makers sample from it.
+    pub fn sampling(&self) -> &Shipped {
+        &self.sampling
     }
     /// The budget the weights were reserved from; sessions take theirs from it too.
     pub fn budget(&self) -> &Arc<MemoryBudget> {

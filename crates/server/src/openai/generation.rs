@@ -3,6 +3,7 @@
 //! The first answer to each prompt is submitted at once; the others when its first token has come, so that they find its
 //! prompt in the cache. Dropping [`Answers`] cancels whatever still runs.
 use super::request::{Common, OneOrMore};
+use super::sampling::sampling;
 use crate::app::App;
 use crate::auth::Caller;
 use crate::body::Leave;
@@ -98,7 +99,7 @@ impl Order {
             n: common.n.unwrap_or(1),
             max_new: 0,
             room: app.bounds.max_tokens,
-            sampling: sampling(common),
+            sampling: sampling(common, &app.bounds.sampling),
             logit_bias: logit_bias.into(),
             stop: match common.stop.clone() {
                 None => Vec::new(),
@@ -189,21 +190,6 @@ pub(crate) fn too_many(prompts: usize, n: u32, most: u32) -> ApiError {
         prompts as u64 * u64::from(n)
     );
     ApiError::invalid(if n > 1 { "n" } else { "prompt" }, message)
-}
-
-fn sampling(common: &Common) -> SamplerConfig {
-    SamplerConfig {
-        temperature: common.temperature.unwrap_or(1.0),
-        top_k: usize::try_from(common.top_k.unwrap_or(0)).unwrap_or(0),
-        // 0 keeps the likeliest alone, as any share does that it reaches by itself.
-        top_p: common.top_p.unwrap_or(1.0).max(f32::MIN_POSITIVE),
-        min_p: common.min_p.unwrap_or(0.0),
-        repetition_penalty: common.repetition_penalty.unwrap_or(1.0),
-        repetition_window: usize::MAX,
-        frequency_penalty: common.frequency_penalty.unwrap_or(0.0),
-        presence_penalty: common.presence_penalty.unwrap_or(0.0),
-        seed: common.seed.map_or_else(random_seed, |seed| seed as u64),
-    }
 }
 
 /// Nobody finds another one by counting, or learns how many were drawn between two.

@@ -4,6 +4,7 @@ use crate::config::LimitsSection;
 use crate::error::ApiError;
 use crate::schema::{self, NATURAL};
 use crate::sessions::SessionSchemas;
+use kvist_engine::sampler::Shipped;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -21,6 +22,8 @@ pub(crate) struct Bounds {
     pub template: bool,
     /// Its tool calls can be read back.
     pub tools: bool,
+    /// Defaults that it ships.
+    pub sampling: Shipped,
 }
 
 impl Bounds {
@@ -33,6 +36,7 @@ impl Bounds {
             max_stop: limits.max_stop,
             template: false,
             tools: false,
+            sampling: Shipped::default(),
         }
     }
 
@@ -108,14 +112,20 @@ const MAX_STOP_CHARS: u32 = 256;
 
 /// What both endpoints take.
 pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
+    let s = &b.sampling;
+    // As people write it: 0.6 has no short form as a double.
+    let default = |shipped: Option<f32>, otherwise: f64| {
+        shipped.and_then(|x| x.to_string().parse().ok()).unwrap_or(otherwise)
+    };
     let fields = json!({
         "model": or_null(json!({"type": "string", "enum": [b.model, null], "description": format!(
             "`{}`, which is also the default; any other is answered 404.", b.model)})),
-        "temperature": number(0.0, 2.0, 1.0, "0 takes the likeliest token."),
-        "top_p": number(0.0, 1.0, 1.0, "Choose among the likeliest that together reach this probability."),
-        "top_k": integer(-1, i64::from(u32::MAX), "Choose among the k likeliest; 0 and -1 are all."),
-        "min_p": number(0.0, 1.0, 0.0, "Drop what is less likely than this share of the likeliest."),
-        "repetition_penalty": number(0.01, 100.0, 1.0,
+        "temperature": number(0.0, 2.0, default(s.temperature, 1.0), "0 takes the likeliest token."),
+        "top_p": number(0.0, 1.0, default(s.top_p, 1.0), "Choose among the likeliest that together reach this probability."),
+        "top_k": integer(-1, i64::from(u32::MAX), &format!(
+            "Choose among the k likeliest; 0 and -1 are all. {} without it.", s.top_k.unwrap_or(0))),
+        "min_p": number(0.0, 1.0, default(s.min_p, 0.0), "Drop what is less likely than this share of the likeliest."),
+        "repetition_penalty": number(0.01, 100.0, default(s.repetition_penalty, 1.0),
             "Divides positive and multiplies negative logits of tokens of prompt and answer."),
         "frequency_penalty": number(-2.0, 2.0, 0.0, "Subtracted from a token's logit for each time it was generated."),
         "presence_penalty": number(-2.0, 2.0, 0.0, "Subtracted from the logits of tokens that were generated."),

@@ -3,13 +3,13 @@ use crate::server::*;
 use serde_json::json;
 use std::io::Write;
 use std::net::TcpStream;
-use std::time::{Duration, Instant};
 
 const LARGEST: usize = 4 << 20;
 
 fn two_keys() -> kvist_server::ServerConfig {
     let mut config = config();
     config.limits.max_body_bytes = LARGEST;
+    config.limits.read_timeout_s = 3600.0;
     config.keys = vec![key("ann", "ann-secret", false), key("bob", "bob-secret", false)];
     config
 }
@@ -38,10 +38,8 @@ fn bodies_that_stay_unfinished_keep_out_large_ones_of_their_own_name_alone() {
     let small = json!({"prompt": "a", "max_tokens": 1}).to_string();
     let large = json!({"prompt": "word ".repeat(60_000)}).to_string();
     // Those that came last may not have been read to their last byte yet.
-    let began = Instant::now();
-    while send(&server, ANN, "/v1/completions", large.as_bytes()).status != 503 {
-        assert!(began.elapsed() < Duration::from_secs(20), "they hold nothing");
-    }
+    let refused = || send(&server, ANN, "/v1/completions", large.as_bytes()).status == 503;
+    server.until("they hold all there is", refused);
     for key in [ANN, BOB] {
         let answer = send(&server, key, "/v1/completions", small.as_bytes());
         assert_eq!(answer.status, 200, "{key}: {}", answer.text);
@@ -56,22 +54,19 @@ fn small_bodies_do_not_wait_for_large_ones() {
     let server = Server::start(two_keys());
     let large = json!({"prompt": "word after word ".repeat(120_000)}).to_string();
     let small = json!({"prompt": "a", "max_tokens": 1}).to_string();
-    let began = Instant::now();
-    let slowest = std::thread::scope(|scope| {
+    std::thread::scope(|scope| {
         let tokenize = || assert_eq!(send(&server, ANN, "/tokenize", large.as_bytes()).status, 200);
         let senders: Vec<_> = (0..12).map(|_| scope.spawn(tokenize)).collect();
-        let mut slowest = Duration::ZERO;
+        let mut answered = 0;
         while !senders.iter().all(|sender| sender.is_finished()) {
             for key in [ANN, BOB] {
-                let began = Instant::now();
                 assert_eq!(send(&server, key, "/v1/completions", small.as_bytes()).status, 200);
-                slowest = slowest.max(began.elapsed());
+                answered += 1;
             }
-            std::thread::sleep(Duration::from_millis(20));
         }
-        slowest
+        assert!(
+            answered > 8,
+            "{answered} small bodies while 12 large ones were read: each waited for most of them"
+        );
     });
-    let whole = began.elapsed();
-    assert!(whole > Duration::from_secs(1), "{whole:?} is too short to tell");
-    assert!(slowest < whole / 4, "a small body took {slowest:?} of {whole:?}");
 }

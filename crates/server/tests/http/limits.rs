@@ -2,12 +2,14 @@
 use crate::server::*;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// Long enough that nobody waits for its end.
+/// Long enough that nobody waits for its end: it would fill the cache.
 fn endless(more: Value) -> Value {
-    let mut body =
-        json!({"prompt": "fn main", "max_tokens": 450, "ignore_eos": true, "temperature": 1, "n": 4});
+    let n = more["n"].as_u64().unwrap_or(4);
+    let mut body = json!({
+        "prompt": "fn main", "max_tokens": 3900 / n, "ignore_eos": true, "temperature": 1, "n": n,
+    });
     body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     body
 }
@@ -57,8 +59,7 @@ fn bodies_and_headers_have_limits() {
     let mut config = config();
     config.limits.max_body_bytes = 2000;
     config.limits.max_header_bytes = 8 << 10;
-    config.limits.read_timeout_s = 0.5;
-    let server = Server::start(config);
+    let server = Server::start(config.clone());
     let json_type = ("content-type", "application/json");
     let body = json!({"prompt": "a ".repeat(2000)}).to_string();
     let declared = server.send("POST", "/v1/completions", &[json_type], body.as_bytes());
@@ -71,24 +72,28 @@ fn bodies_and_headers_have_limits() {
     let wide = "x".repeat(10 << 10);
     assert_eq!(server.send("GET", "/health", &[("x-wide", &wide)], b"").status, 431);
     // A body that never comes.
+    config.limits.read_timeout_s = 2.0;
+    let server = Server::start(config);
     let headers = [json_type, ("content-length", "100")];
     let slow = server.send("POST", "/v1/completions", &headers, b"{");
     assert_eq!((slow.status, slow.error().2.as_str()), (408, "body_too_slow"));
     // Headers that never come: the connection ends.
     let mut stream = server.connect();
     stream.write_all(b"GET /health HTTP/1.1\r\nhost: loc").unwrap();
-    let began = Instant::now();
-    let _ = stream.read_to_end(&mut Vec::new());
-    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    stream.read_to_end(&mut Vec::new()).expect("the server hangs up before the client's own timeout");
     assert_eq!(server.get("/health").status, 200);
 }
 
 #[test]
 fn a_client_that_goes_away_frees_its_memory() {
     let server = Server::start(config());
+    let aborted = || server.metric("vllm:request_success_total", ",finished_reason=\"abort\"");
     for lines in [0, 1, 20] {
         let reader = streaming(&server, &endless(json!({"stream": true})), lines);
+        let (held, before) = (server.hold(), aborted());
         drop(reader);
+        server.until("it is noticed", || aborted() > before);
+        drop(held);
         server.becomes_idle();
     }
     // Nobody waits for the one document either.
@@ -96,14 +101,13 @@ fn a_client_that_goes_away_frees_its_memory() {
     let body = endless(json!({})).to_string();
     let headers = [("content-type", "application/json")];
     stream.write_all(&request("POST", "/v1/completions", &headers, body.as_bytes())).unwrap();
-    let began = Instant::now();
-    while server.engine.stats().running == 0 {
-        assert!(began.elapsed() < Duration::from_secs(10), "it never ran");
-        std::thread::sleep(Duration::from_millis(2));
-    }
+    server.until("it runs", || server.engine.stats().running > 0);
+    let (held, before) = (server.hold(), aborted());
     drop(stream);
+    server.until("it is noticed", || aborted() > before);
+    drop(held);
     server.becomes_idle();
-    assert!(server.metric("vllm:request_success_total", ",finished_reason=\"abort\"") >= 4.0);
+    assert!(aborted() >= 4.0);
     assert_eq!(server.metric("vllm:request_success_total", ",finished_reason=\"length\""), 0.0);
 }
 
@@ -115,6 +119,7 @@ fn a_full_queue_says_so() {
     let server = Server::start(config);
     let one = endless(json!({"stream": true, "n": 1}));
     let mut held = vec![streaming(&server, &one, 1)];
+    let still = server.hold();
     held.push(streaming(&server, &one, 0));
     held.push(streaming(&server, &one, 0));
     let answer = server.post("/v1/completions", &one);
@@ -125,6 +130,7 @@ fn a_full_queue_says_so() {
     assert_eq!(several.status, 429);
     assert_eq!(server.get("/health").status, 200);
     drop(held);
+    drop(still);
     server.becomes_idle();
     assert_eq!(server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 1})).status, 200);
 }
@@ -134,21 +140,30 @@ fn deadlines_end_requests() {
     let mut config = config();
     config.scheduler.max_batch = 1;
     let server = Server::start(config);
-    let late = endless(json!({"kvist": {"timeout_ms": 150}, "n": 1}));
+    let late =
+        |ms: u64, stream: bool| endless(json!({"stream": stream, "kvist": {"timeout_ms": ms}, "n": 1}));
+    // On a busy machine no token comes within the first of these times, and then one within the last.
+    let in_time = |stream: bool, said: &dyn Fn(&Answer) -> bool| {
+        let ask = |ms| server.post("/v1/completions", &late(ms, stream));
+        [150, 2_000, 60_000]
+            .into_iter()
+            .map(ask)
+            .find(|answer| said(answer))
+            .expect("a token within a minute")
+    };
     // What came until then is given, and the client told.
-    let whole = server.post("/v1/completions", &late).good();
+    let said = |answer: &Answer| answer.json()["usage"]["completion_tokens"].as_u64().is_some_and(|n| n > 0);
+    let whole = in_time(false, &said).good();
     assert_eq!(whole["kvist"]["ended"], "deadline_exceeded");
     assert_eq!(whole["choices"][0]["finish_reason"], "length");
     assert!(whole["usage"]["completion_tokens"].as_u64().unwrap() > 0);
-    let events = server
-        .post("/v1/completions", &endless(json!({"stream": true, "n": 1, "kvist": {"timeout_ms": 150}})));
-    let events = events.events();
+    let events = in_time(true, &|answer| answer.text.contains("\"finish_reason\":\"length\"")).events();
     let (error, chunks) = events.split_last().unwrap();
     assert_eq!(error["error"]["code"], "deadline_exceeded");
     assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "length");
     // One that never got a turn is an error.
     let held = streaming(&server, &endless(json!({"stream": true, "n": 1})), 1);
-    let answer = server.post("/v1/completions", &late);
+    let answer = server.post("/v1/completions", &late(150, false));
     assert_eq!((answer.status, answer.error().2.as_str()), (408, "deadline_exceeded"));
     assert_eq!(answer.header("x-should-retry"), Some("false"));
     drop(held);
@@ -161,18 +176,17 @@ fn a_server_that_ends_lets_requests_finish() {
     let body = endless(json!({"stream": true, "n": 1, "max_tokens": 120}));
     let mut reader = streaming(&server, &body, 1);
     let mut other = server.connect();
+    let still = server.hold();
     server.stop();
     // Still accepted, and told.
-    let began = Instant::now();
-    while server.get("/ready").status == 200 {
-        assert!(began.elapsed() < Duration::from_secs(5));
-    }
+    server.until("the signal is heard", || server.get("/ready").status != 200);
     let refused = server.post("/v1/completions", &body);
     assert_eq!((refused.status, refused.error().2.as_str()), (503, "shutting_down"));
     assert!(refused.header("retry-after").is_some());
     assert_eq!(server.get("/health").status, 200);
     other.write_all(&request("GET", "/ready", &[], b"")).unwrap();
     assert_eq!(Answer::read(other).status, 503);
+    drop(still);
     let mut rest = String::new();
     reader.read_to_string(&mut rest).unwrap();
     assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("[DONE]"), "{rest}");
@@ -185,15 +199,12 @@ fn when_the_grace_is_over_requests_are_told() {
     let mut config = config();
     config.limits.grace_s = 0.1;
     let mut server = Server::start(config);
-    let mut reader = streaming(&server, &endless(json!({"stream": true})), 1);
-    let body = endless(json!({})).to_string();
+    let mut reader = streaming(&server, &endless(json!({"stream": true, "n": 2, "max_tokens": 990})), 1);
+    let body = endless(json!({"n": 2, "max_tokens": 990})).to_string();
     let mut whole = server.connect();
     let headers = [("content-type", "application/json")];
     whole.write_all(&request("POST", "/v1/completions", &headers, body.as_bytes())).unwrap();
-    while server.engine.stats().running < 3 {
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    let began = Instant::now();
+    server.until("both run", || server.engine.stats().running >= 3);
     server.stop();
     let mut rest = String::new();
     reader.read_to_string(&mut rest).unwrap();
@@ -202,13 +213,13 @@ fn when_the_grace_is_over_requests_are_told() {
     let answer = Answer::read(whole);
     assert_eq!((answer.status, answer.error().2.as_str()), (503, "shutting_down"));
     server.join();
-    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
 }
 
 /// hyper alone looks for the end of a connection only while its buffer is empty.
 #[test]
 fn a_client_that_goes_away_is_noticed_behind_what_it_sent() {
     let server = Server::start(config());
+    let aborted = || server.metric("vllm:request_success_total", ",finished_reason=\"abort\"");
     for behind in ["\r\n", "GET /health HTT"] {
         let mut stream = server.connect();
         let body = endless(json!({})).to_string();
@@ -216,12 +227,11 @@ fn a_client_that_goes_away_is_noticed_behind_what_it_sent() {
         let mut bytes = request("POST", "/v1/completions", &headers, body.as_bytes());
         bytes.extend_from_slice(behind.as_bytes());
         stream.write_all(&bytes).unwrap();
-        let began = Instant::now();
-        while server.engine.stats().running == 0 {
-            assert!(began.elapsed() < Duration::from_secs(10), "it never ran");
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        server.until("it runs", || server.engine.stats().running > 0);
+        let (held, before) = (server.hold(), aborted());
         drop(stream);
+        server.until("it is noticed", || aborted() > before);
+        drop(held);
         server.becomes_idle();
     }
     assert_eq!(server.metric("vllm:request_success_total", ",finished_reason=\"length\""), 0.0);
@@ -241,13 +251,15 @@ fn large_bodies_do_not_stop_health_checks() {
             Answer::read(stream)
         };
         let senders: Vec<_> = (0..24).map(|_| scope.spawn(send)).collect();
-        let mut slowest = Duration::ZERO;
+        let mut answered = 0;
         while !senders.iter().all(|sender| sender.is_finished()) {
-            let began = Instant::now();
             assert_eq!(server.get("/health").status, 200);
-            slowest = slowest.max(began.elapsed());
+            answered += 1;
         }
-        assert!(slowest < Duration::from_secs(2), "{slowest:?}");
+        assert!(
+            answered > 5,
+            "{answered} health checks while 24 bodies were read: each waited for most of them"
+        );
         let mut refused = 0;
         for sender in senders {
             let answer = sender.join().unwrap();
@@ -272,8 +284,9 @@ fn beyond_the_last_connection_health_checks_are_answered() {
     let mut config = config();
     config.limits.max_connections = 2;
     let server = Server::start(config);
-    let body = endless(json!({"stream": true, "n": 1}));
+    let body = endless(json!({"stream": true, "n": 1, "max_tokens": 1990}));
     let held = [streaming(&server, &body, 1), streaming(&server, &body, 1)];
+    let still = server.hold();
     for _ in 0..3 {
         assert_eq!(server.get("/health").status, 200);
         assert_eq!(server.get("/ready").status, 200);
@@ -282,31 +295,24 @@ fn beyond_the_last_connection_health_checks_are_answered() {
         assert!(answer.header("retry-after").is_some());
     }
     drop(held);
+    drop(still);
     server.becomes_idle();
-    let began = Instant::now();
-    while server.get("/v1/models").status != 200 {
-        assert!(began.elapsed() < Duration::from_secs(5), "places stay taken");
-    }
+    server.until("places are free", || server.get("/v1/models").status == 200);
 }
 
 #[test]
 fn whoever_does_not_read_is_hung_up_on() {
     let mut config = config();
-    config.limits.read_timeout_s = 0.5;
+    config.limits.read_timeout_s = 2.0;
     config.limits.max_connections = 1;
     let server = Server::start(config);
     // More answers than the system's buffers take, and nobody who reads them.
     let mut stream = server.connect();
     let ask = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n";
     stream.set_write_timeout(Some(Duration::from_secs(1))).unwrap();
-    let began = Instant::now();
-    while stream.write_all(&ask.repeat(100)).is_ok() {
-        assert!(began.elapsed() < Duration::from_secs(20), "everything was taken");
-    }
-    while server.get("/v1/models").status != 200 {
-        assert!(began.elapsed() < Duration::from_secs(20), "the place stays taken");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    let n_taken = (0..10_000).take_while(|_| stream.write_all(&ask.repeat(100)).is_ok()).count();
+    assert!(n_taken < 10_000, "everything was taken");
+    server.until("the place is free", || server.get("/v1/models").status == 200);
 }
 
 /// The other answers of a request that was taken are submitted when its first one has begun, which may be after the
@@ -316,18 +322,17 @@ fn a_request_that_was_taken_gets_all_its_answers() {
     let mut config = config();
     config.scheduler.max_batch = 1;
     let mut server = Server::start(config);
-    let held = streaming(&server, &endless(json!({"stream": true, "n": 1, "max_tokens": 100})), 1);
+    let held = streaming(&server, &endless(json!({"stream": true, "n": 1})), 1);
     let mut stream = server.connect();
     let body = json!({"prompt": "a", "max_tokens": 3, "ignore_eos": true, "n": 3}).to_string();
     let headers = [("content-type", "application/json")];
     stream.write_all(&request("POST", "/v1/completions", &headers, body.as_bytes())).unwrap();
-    while server.engine.stats().waiting == 0 {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    server.until("it waits", || server.engine.stats().waiting > 0);
     server.stop();
+    server.until("the signal is heard", || server.engine.is_draining());
+    drop(held);
     let document = Answer::read(stream).good();
     assert_eq!(document["choices"].as_array().unwrap().len(), 3);
     assert_eq!(document["usage"]["completion_tokens"], 9);
-    drop(held);
     server.join();
 }

@@ -5,7 +5,6 @@ use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Write};
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Duration;
 
 /// One connection to `/kvist/live`.
 struct Listener {
@@ -127,6 +126,21 @@ fn load(server: &Server, n: usize, max_tokens: u32) {
     });
 }
 
+/// Something that every listener hears of, when it has heard what was before.
+fn nudge(server: &Server) {
+    server
+        .post(
+            "/v1/completions",
+            &json!({"prompt": TRUNK, "max_tokens": 1, "temperature": 0, "ignore_eos": true}),
+        )
+        .good();
+}
+
+/// Is there a line from behind this moment?
+fn is_behind(line: &Value, at: u64) -> bool {
+    line["at"].as_u64().is_some_and(|then| then > at)
+}
+
 fn narrow() -> ServerConfig {
     let mut config = config();
     config.cache.tokens = Some(448);
@@ -147,16 +161,20 @@ fn lines_and_snapshots_agree() {
     let (mut changes, mut compared) = (BTreeMap::new(), 0);
     std::thread::scope(|scope| {
         let loaded = scope.spawn(|| load(&server, 12, 60));
+        let mut nudges = Vec::new();
         let mut pending: Vec<Value> = Vec::new();
         loop {
             let over = loaded.is_finished();
+            if over {
+                nudges.drain(..).for_each(|nudged: std::thread::ScopedJoinHandle<()>| nudged.join().unwrap());
+                server.becomes_idle();
+            }
             let late = Listener::join(&server);
             let at = late.snapshot["at"].as_u64().unwrap();
-            // Its joining made everybody else hear what happened before: a line from behind it, or silence, ends the wait.
-            while pending.last().and_then(|line| line["at"].as_u64()).is_none_or(|then| then <= at)
-                && let Ok(line) = lines.recv_timeout(Duration::from_millis(700))
-            {
-                pending.push(line);
+            // Its joining made everybody else hear what happened before; a line from behind it ends the wait.
+            nudges.push(scope.spawn(|| nudge(&server)));
+            while !pending.iter().any(|line| is_behind(line, at)) {
+                pending.push(lines.recv_timeout(PATIENCE).expect("the line of the nudge"));
             }
             pending.retain(|line| {
                 let before = line["at"].as_u64().is_none_or(|then| then <= at);
@@ -204,7 +222,7 @@ fn the_stream_is_for_admins_and_tells_no_prompt() {
     load(&open, 4, 8);
     let mut lines: Vec<Value> = Vec::new();
     while lines.iter().filter(|line| !line["end"].is_null()).count() < 4 {
-        lines.push(heard.recv_timeout(Duration::from_secs(10)).expect("four ends"));
+        lines.push(heard.recv_timeout(PATIENCE).expect("four ends"));
     }
     let arrivals: Vec<&Value> = lines.iter().map(|line| &line["arrive"]).filter(|a| !a.is_null()).collect();
     assert_eq!(arrivals.len(), 4);
@@ -264,8 +282,10 @@ fn the_stream_tells_no_token() {
         // The second one is found; the third goes away.
         let threads: Vec<_> = (0..2).map(|_| scope.spawn(ask)).collect();
         let mut gone = server.connect();
-        let body =
-            json!({"prompt": PROMPT, "max_tokens": 300, "logit_bias": bias, "ignore_eos": true}).to_string();
+        let body = json!({
+            "prompt": PROMPT, "max_tokens": 300, "logit_bias": bias, "ignore_eos": true, "stream": true,
+        })
+        .to_string();
         gone.write_all(&request(
             "POST",
             "/v1/completions",
@@ -273,7 +293,7 @@ fn the_stream_tells_no_token() {
             body.as_bytes(),
         ))
         .unwrap();
-        std::thread::sleep(Duration::from_millis(50));
+        assert_eq!(head(&mut BufReader::new(&gone)).0, 200);
         drop(gone);
         threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<Value>>()
     });
@@ -282,10 +302,16 @@ fn the_stream_tells_no_token() {
     runtime.block_on(server.engine.idle());
     // Somebody who joins late makes everybody hear what happened before; and hears of the past itself.
     let mut late = Listener::join(&server);
+    let at = late.snapshot["at"].as_u64().unwrap();
     numbers(&late.snapshot.take(), &mut found);
+    nudge(&server);
     let mut kinds = BTreeSet::new();
     let mut sampled = 0;
-    while let Ok(line) = heard.recv_timeout(Duration::from_millis(700)) {
+    loop {
+        let line = heard.recv_timeout(PATIENCE).expect("the line of the nudge");
+        if is_behind(&line, at) {
+            break;
+        }
         numbers(&line, &mut found);
         sampled += line["sampled"].as_u64().unwrap_or(0);
         kinds.extend(line.as_object().unwrap().keys().cloned());

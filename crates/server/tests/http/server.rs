@@ -24,6 +24,9 @@ pub fn model() -> &'static Arc<Model> {
     })
 }
 
+/// Nothing is judged by it: it ends a test that would wait for ever.
+pub const PATIENCE: Duration = Duration::from_secs(600);
+
 pub const MODEL: &str = "tiny-rust-7m";
 
 pub fn config() -> ServerConfig {
@@ -33,7 +36,7 @@ pub fn config() -> ServerConfig {
     config.cache.tokens = Some(4096);
     config.scheduler.max_batch = 8;
     config.scheduler.max_batch_tokens = 64;
-    config.limits.grace_s = 20.0;
+    config.limits.grace_s = 3600.0;
     config
 }
 
@@ -102,7 +105,7 @@ impl Server {
 
     pub fn connect(&self) -> TcpStream {
         let stream = TcpStream::connect(self.address).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
         stream
     }
 
@@ -114,7 +117,33 @@ impl Server {
         line.unwrap_or_else(|| panic!("{start} is not in\n{text}")).parse().unwrap()
     }
 
-    /// Nobody holds anything, within a time that is short beside what the requests would have taken.
+    /// Stop the engine between two turns until what is returned is dropped: meanwhile no request gets a token or ends,
+    /// however busy the machine is, and HTTP goes on.
+    pub fn hold(&self) -> Held {
+        let (standing, stands) = std::sync::mpsc::channel();
+        let (release, released) = std::sync::mpsc::channel::<()>();
+        let engine = self.engine.clone();
+        let holder = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            runtime.block_on(engine.inspect(move |_| {
+                standing.send(()).unwrap();
+                released.recv().is_ok()
+            }));
+        });
+        stands.recv().unwrap();
+        Held { release: Some(release), holder: Some(holder) }
+    }
+
+    /// Wait until it holds.
+    pub fn until(&self, what: &str, holds: impl Fn() -> bool) {
+        let began = Instant::now();
+        while !holds() {
+            assert!(began.elapsed() < PATIENCE, "never: {what}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Until nobody holds anything.
     pub fn becomes_idle(&self) {
         let began = Instant::now();
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
@@ -128,8 +157,23 @@ impl Server {
             if live == (0, 0, 0) {
                 return;
             }
-            assert!(began.elapsed() < Duration::from_secs(5), "running, waiting, cells held: {live:?}");
+            assert!(began.elapsed() < PATIENCE, "running, waiting, cells held: {live:?}");
             std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// An engine that stands still.
+pub struct Held {
+    release: Option<std::sync::mpsc::Sender<()>>,
+    holder: Option<JoinHandle<()>>,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.release.take();
+        if let Some(holder) = self.holder.take() {
+            holder.join().unwrap();
         }
     }
 }

@@ -39,6 +39,12 @@ pub struct Args {
     /// How long requests arrive
     #[arg(long, default_value_t = 60.0, value_name = "SECONDS", allow_negative_numbers = true)]
     seconds: f64,
+    /// Requests to serve, however long they take to arrive
+    #[arg(
+        long, value_name = "N", conflicts_with = "seconds",
+        value_parser = clap::value_parser!(u32).range(i64::from(FEWEST)..=100_000)
+    )]
+    requests: Option<u32>,
     /// Part of the time that the machine shall be busy: requests arrive as often as the simulator finds it to be
     #[arg(long, default_value_t = 0.7, value_name = "SHARE", allow_negative_numbers = true)]
     busy: f64,
@@ -59,6 +65,8 @@ pub struct Args {
     json: bool,
 }
 
+/// Fewer requests make no mean.
+const FEWEST: u32 = 20;
 /// Tokens of a shared prefix, and how many there are.
 const PREFIX_TOKENS: u32 = 128;
 const N_PREFIXES: u32 = 12;
@@ -207,19 +215,23 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         let figures = Figures::simulated(&simulate(requests)?);
         Ok(figures.busy_s / figures.duration_s)
     };
-    let draw = |per_s: f64| load(per_s, args.seconds, args.seed, longest, vocab);
+    let n_requests = |per_s: f64| match args.requests {
+        Some(n) => n as usize,
+        None => ((per_s * args.seconds).ceil() as usize).max(1),
+    };
+    let draw = |per_s: f64| load(per_s, n_requests(per_s), args.seed, longest, vocab);
     let (mut low, mut high) = (0.01f64, 10_000.0f64);
     for _ in 0..24 {
         let middle = (low * high).sqrt();
         // What cannot be drawn within reason is too much.
-        let too_busy = middle * args.seconds > 1e5 || busy(&draw(middle)?)? > args.busy;
+        let too_busy = n_requests(middle) > 100_000 || busy(&draw(middle)?)? > args.busy;
         if too_busy { high = middle } else { low = middle }
     }
     let requests = draw(low)?;
     ensure!(
-        requests.len() >= 20,
+        requests.len() >= FEWEST as usize,
         "{} requests in {} s keep this machine busy for that part of the time, which is too few for a mean: give more \
-         --seconds, or a smaller model",
+         --seconds, --requests {FEWEST}, or a smaller model",
         requests.len(),
         args.seconds
     );
@@ -260,9 +272,10 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         version: json::VERSION,
         table: table.name(),
         load: format!(
-            "{low:.2} requests/s (Poisson) for {} s, seed {}: one of {N_PREFIXES} prefixes of {PREFIX_TOKENS} tokens and a \
+            "{low:.2} requests/s (Poisson){}, seed {}: one of {N_PREFIXES} prefixes of {PREFIX_TOKENS} tokens and a \
              prompt of its own ({PROMPT_TOKENS} on average, lognormal); answers of {OUTPUT_TOKENS} on average, lognormal",
-            args.seconds, args.seed
+            args.requests.map_or(format!(" for {} s", args.seconds), |_| String::new()),
+            args.seed
         ),
         requests: requests.len(),
         cache_tokens,
@@ -309,8 +322,8 @@ fn served(args: &Args, table: &MeasuredTable) -> anyhow::Result<EngineConfig> {
     Ok(config)
 }
 
-/// Requests of `seconds` seconds, of token ids below `vocab`, each of `longest` tokens at most.
-fn load(per_s: f64, seconds: f64, seed: u64, longest: u32, vocab: u32) -> anyhow::Result<Vec<Request>> {
+/// `n_requests` requests of token ids below `vocab`, each of `longest` tokens at most.
+fn load(per_s: f64, n_requests: usize, seed: u64, longest: u32, vocab: u32) -> anyhow::Result<Vec<Request>> {
     let prefixes = Prefixes {
         n_prefixes: N_PREFIXES,
         exponent: 1.0,
@@ -320,7 +333,7 @@ fn load(per_s: f64, seconds: f64, seed: u64, longest: u32, vocab: u32) -> anyhow
     };
     let lognormal = |mean: u32| Lengths::Lognormal { mean: f64::from(mean), variation: 1.0 };
     let workload = Workload {
-        n_requests: ((per_s * seconds).ceil() as usize).max(1),
+        n_requests,
         arrivals: Arrivals::Poisson { per_s },
         prompt_tokens: lognormal(PROMPT_TOKENS),
         output_tokens: lognormal(OUTPUT_TOKENS),

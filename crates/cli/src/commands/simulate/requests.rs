@@ -26,7 +26,7 @@ pub struct RequestArgs {
     /// Let turns of a chat wait for the answer before, instead of arriving when they did
     #[arg(long, requires = "trace", help_heading = TRACE)]
     follow_parents: bool,
-    /// Requests to draw, at least: chats and agents come whole
+    /// Requests to draw; the last chat or agent ends where there are as many
     #[arg(long, default_value_t = 1000, value_name = "N", conflicts_with = "trace", help_heading = WORKLOAD)]
     requests: usize,
     /// When requests, or whole chats, arrive: poisson:per_s=X, gamma:per_s=X,variation=X, on_off:per_s=X,on_s=X,off_s=X,

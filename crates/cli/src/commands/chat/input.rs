@@ -1,0 +1,208 @@
+//! What is said: from a terminal with line editing and a history, from a pipe line by line.
+//!
+//! The history is a file of the user alone, of at most [`MAX_ENTRIES`] entries. Where it cannot be read or written, a chat
+//! goes on without it and says so once.
+use crate::options::utf8;
+use crate::{interrupt, output};
+use anyhow::Context;
+use rustyline::completion::Completer;
+use rustyline::error::ReadlineError;
+use rustyline::highlight::Highlighter;
+use rustyline::hint::Hinter;
+use rustyline::history::FileHistory;
+use rustyline::validate::{ValidationContext, ValidationResult, Validator};
+use rustyline::{Behavior, Config, Editor, Helper};
+use std::ffi::OsString;
+use std::io::{BufRead, IsTerminal};
+use std::path::PathBuf;
+
+/// Lines that the history keeps.
+const MAX_ENTRIES: usize = 1000;
+/// Bytes of a line that is kept; a longer one was pasted.
+const MAX_ENTRY_BYTES: usize = 16 << 10;
+
+/// One look at the input.
+pub enum Heard {
+    Said(String),
+    /// Nothing came of it, and the reason was told: ask again.
+    Nothing,
+    End,
+}
+
+pub enum Input {
+    Terminal(Box<Terminal>),
+    Pipe,
+}
+
+pub struct Terminal {
+    editor: Editor<Lines, FileHistory>,
+    history: Option<PathBuf>,
+    /// Ctrl-C came last: a second one ends the chat.
+    interrupted: bool,
+}
+
+impl Input {
+    /// Line editing if stdin is a terminal; with a history that outlives the chat, if `keep` says so.
+    pub fn new(keep: bool) -> anyhow::Result<Input> {
+        if !std::io::stdin().is_terminal() {
+            return Ok(Input::Pipe);
+        }
+        let config = Config::builder()
+            .max_history_size(MAX_ENTRIES)?
+            .history_ignore_dups(true)?
+            .history_ignore_space(true)
+            // Text goes to stdout and nothing else does: the prompt goes to the terminal itself.
+            .behavior(Behavior::PreferTerm)
+            .build();
+        let mut editor = Editor::with_config(config).context("cannot edit lines at this terminal")?;
+        editor.set_helper(Some(Lines));
+        let mut terminal = Terminal { editor, history: None, interrupted: false };
+        if keep {
+            terminal.remember();
+        }
+        Ok(Input::Terminal(Box::new(terminal)))
+    }
+
+    pub fn is_terminal(&self) -> bool {
+        matches!(self, Input::Terminal(_))
+    }
+
+    pub fn next(&mut self, prompt: &str) -> anyhow::Result<Heard> {
+        match self {
+            Input::Terminal(terminal) => terminal.next(prompt),
+            Input::Pipe => {
+                let mut line = Vec::new();
+                let read = interrupt::idle(|| std::io::stdin().lock().read_until(b'\n', &mut line));
+                match read.context("cannot read stdin")? {
+                    0 => Ok(Heard::End),
+                    _ => Ok(Heard::Said(utf8(line, "stdin")?.trim_end_matches(['\n', '\r']).into())),
+                }
+            }
+        }
+    }
+}
+
+impl Terminal {
+    /// Read the history, and keep it from now on.
+    fn remember(&mut self) {
+        let Some(path) = history_file(|name| std::env::var_os(name)) else { return };
+        let folder = path.parent().map(std::fs::create_dir_all).unwrap_or(Ok(()));
+        let loaded = folder.map_err(ReadlineError::Io).and_then(|()| match path.exists() {
+            true => self.editor.load_history(&path),
+            false => Ok(()),
+        });
+        match loaded {
+            Ok(()) => self.history = Some(path),
+            Err(error) => note_no_history(&path, &error),
+        }
+    }
+
+    fn next(&mut self, prompt: &str) -> anyhow::Result<Heard> {
+        output::ask("\n");
+        let read = interrupt::idle(|| self.editor.readline(prompt));
+        let before = std::mem::take(&mut self.interrupted);
+        match read {
+            Ok(line) => {
+                self.keep(&line);
+                Ok(Heard::Said(joined(&line)))
+            }
+            Err(ReadlineError::Interrupted) if before => std::process::exit(130),
+            Err(ReadlineError::Interrupted) => {
+                self.interrupted = true;
+                output::note("Ctrl-C again, Ctrl-D or /quit ends the chat");
+                Ok(Heard::Nothing)
+            }
+            Err(ReadlineError::Eof) => Ok(Heard::End),
+            // The terminal was resized, or the program stopped and went on.
+            Err(ReadlineError::Signal(_)) => Ok(Heard::Nothing),
+            // The line is gone, the chat is not.
+            Err(ReadlineError::Io(error)) if error.kind() == std::io::ErrorKind::InvalidData => {
+                output::note("kvist: that was not UTF-8 text: set the terminal to UTF-8");
+                Ok(Heard::Nothing)
+            }
+            Err(error) => Err(error).context("cannot read the terminal"),
+        }
+    }
+
+    fn keep(&mut self, line: &str) {
+        let kept = line.len() <= MAX_ENTRY_BYTES && !line.trim().is_empty();
+        if !kept || !self.editor.add_history_entry(line).unwrap_or(false) {
+            return;
+        }
+        if let Some(path) = self.history.take() {
+            match self.editor.append_history(&path) {
+                Ok(()) => self.history = Some(path),
+                Err(error) => note_no_history(&path, &error),
+            }
+        }
+    }
+}
+
+fn note_no_history(path: &std::path::Path, error: &ReadlineError) {
+    output::note(&format!("kvist: no history is kept: {}: {error}", path.display()));
+}
+
+/// In the user's folder for state, as the XDG base directories have it; on Windows that of local data.
+fn history_file(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let folder = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let state = match cfg!(windows) {
+        true => folder("LOCALAPPDATA"),
+        false => folder("XDG_STATE_HOME").or_else(|| Some(folder("HOME")?.join(".local/state"))),
+    };
+    Some(state?.join("kvist").join("chat-history"))
+}
+
+/// A backslash at the end of a line lets it go on with the next one.
+fn joined(line: &str) -> String {
+    line.replace("\\\n", "\n")
+}
+
+/// Lines as people type them.
+struct Lines;
+
+impl Validator for Lines {
+    fn validate(&self, typed: &mut ValidationContext<'_>) -> rustyline::Result<ValidationResult> {
+        Ok(match typed.input().ends_with('\\') {
+            true => ValidationResult::Incomplete,
+            false => ValidationResult::Valid(None),
+        })
+    }
+}
+impl Completer for Lines {
+    type Candidate = String;
+}
+impl Hinter for Lines {
+    type Hint = String;
+}
+impl Highlighter for Lines {}
+impl Helper for Lines {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg(not(windows))]
+    fn where_the_history_lies() {
+        let with = |set: &[(&str, &str)]| {
+            let set: Vec<(String, OsString)> =
+                set.iter().map(|(name, value)| (name.to_string(), value.into())).collect();
+            history_file(|name| set.iter().find(|(n, _)| n == name).map(|(_, value)| value.clone()))
+        };
+        let path = |text: &str| Some(PathBuf::from(text));
+        assert_eq!(with(&[("HOME", "/home/a")]), path("/home/a/.local/state/kvist/chat-history"));
+        assert_eq!(with(&[("HOME", "/home/a"), ("XDG_STATE_HOME", "/s")]), path("/s/kvist/chat-history"));
+        // The specification has relative paths ignored.
+        assert_eq!(
+            with(&[("HOME", "/home/a"), ("XDG_STATE_HOME", "s")]),
+            path("/home/a/.local/state/kvist/chat-history")
+        );
+        assert_eq!(with(&[]), None);
+    }
+
+    #[test]
+    fn lines_that_go_on() {
+        assert_eq!(joined("one\\\ntwo\\\nthree"), "one\ntwo\nthree");
+        assert_eq!(joined("C:\\new"), "C:\\new");
+    }
+}

@@ -1,0 +1,180 @@
+//! Text that streams to a terminal, wrapped between words.
+//!
+//! A word is shown when its end has come, so that it is never broken; one that is longer than a line is left to the
+//! terminal. Code (between fences, or indented by four blanks) and rows of tables stay as they are.
+use unicode_width::UnicodeWidthChar;
+
+pub struct Wrap {
+    /// Columns of the terminal.
+    width: usize,
+    /// Columns used in this line of the terminal.
+    column: usize,
+    /// Blanks since the last word.
+    gap: String,
+    /// What has come of a word.
+    word: String,
+    /// The word is longer than a line, and its beginning was shown.
+    overlong: bool,
+    /// The text's own line so far: its beginning says what it is.
+    line: String,
+    fenced: bool,
+}
+
+impl Wrap {
+    /// From the beginning of a line.
+    pub fn new(width: usize) -> Wrap {
+        let (gap, word, line) = (String::new(), String::new(), String::new());
+        Wrap { width: width.max(1), column: 0, gap, word, overlong: false, line, fenced: false }
+    }
+
+    /// What can be shown of the text up to here.
+    pub fn push(&mut self, text: &str) -> String {
+        let mut out = String::new();
+        for c in text.chars() {
+            if c == '\n' {
+                self.end_word(&mut out);
+                out.push(c);
+                (self.column, self.overlong) = (0, false);
+                self.fenced ^= is_fence(&self.line);
+                self.line.clear();
+                continue;
+            }
+            self.line.push(c);
+            if self.fenced || is_fence(&self.line) || is_code(&self.line) {
+                self.end_word(&mut out);
+                out.push(c);
+                self.column += width(c);
+            } else if c == ' ' || c == '\t' {
+                self.place_word(&mut out);
+                self.gap.push(c);
+                self.overlong = false;
+            } else if self.overlong {
+                out.push(c);
+                self.column = self.column % self.width + width(c);
+            } else if width(c) > 1 {
+                // Scripts without blanks may be broken between any two characters.
+                self.place_word(&mut out);
+                self.word.push(c);
+                self.place_word(&mut out);
+            } else {
+                self.word.push(c);
+                if columns(&self.word) > self.width {
+                    self.place_word(&mut out);
+                    self.column = (self.column - 1) % self.width + 1;
+                    self.overlong = true;
+                }
+            }
+        }
+        out
+    }
+
+    /// The rest, behind the last text.
+    pub fn end(&mut self) -> String {
+        let mut out = String::new();
+        self.end_word(&mut out);
+        out
+    }
+
+    /// The word in this line or the next one.
+    fn place_word(&mut self, out: &mut String) {
+        if self.word.is_empty() {
+            return;
+        }
+        let (gap, word) = (columns(&self.gap), columns(&self.word));
+        if self.column > 0 && self.column + gap + word > self.width {
+            out.push('\n');
+            self.column = 0;
+        } else {
+            out.push_str(&self.gap);
+            self.column += gap;
+        }
+        out.push_str(&self.word);
+        self.column += word;
+        self.gap.clear();
+        self.word.clear();
+    }
+
+    /// The word, and the blanks behind it.
+    fn end_word(&mut self, out: &mut String) {
+        self.place_word(out);
+        out.push_str(&self.gap);
+        self.column += columns(&self.gap);
+        self.gap.clear();
+    }
+}
+
+fn is_fence(line: &str) -> bool {
+    let line = line.trim_start_matches(' ');
+    line.starts_with("```") || line.starts_with("~~~")
+}
+
+fn is_code(line: &str) -> bool {
+    line.starts_with("    ") || line.starts_with('\t') || line.starts_with('|')
+}
+
+fn columns(text: &str) -> usize {
+    text.chars().map(width).sum()
+}
+
+/// A tab is counted as one column: where it ends, the terminal knows.
+fn width(c: char) -> usize {
+    if c == '\t' { 1 } else { c.width().unwrap_or(0) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// However the text is cut, the same is shown.
+    fn wrapped(width: usize, text: &str) -> String {
+        let whole = |pieces: &mut dyn Iterator<Item = String>| {
+            let mut wrap = Wrap::new(width);
+            let shown: String = pieces.map(|piece| wrap.push(&piece)).collect();
+            shown + &wrap.end()
+        };
+        let at_once = whole(&mut std::iter::once(text.to_string()));
+        assert_eq!(whole(&mut text.chars().map(String::from)), at_once, "{text:?}");
+        at_once
+    }
+
+    #[test]
+    fn lines_break_between_words() {
+        assert_eq!(wrapped(10, "one two three four"), "one two\nthree four");
+        assert_eq!(wrapped(10, "one two  three"), "one two\nthree");
+        assert_eq!(wrapped(7, "one two"), "one two");
+        assert_eq!(wrapped(10, "a\n\n  - b c\n"), "a\n\n  - b c\n", "what fits stays as it is");
+        assert_eq!(wrapped(4, "a "), "a ");
+        assert_eq!(wrapped(80, ""), "");
+    }
+
+    #[test]
+    fn words_that_are_longer_than_a_line_are_whole() {
+        assert_eq!(wrapped(5, "a abcdefghij b"), "a\nabcdefghij\nb");
+        assert_eq!(wrapped(1, "ab c"), "ab\nc");
+    }
+
+    #[test]
+    fn characters_have_widths() {
+        assert_eq!(wrapped(6, "äöü äöü"), "äöü\näöü");
+        assert_eq!(wrapped(5, "所有权系统"), "所有\n权系\n统", "two columns each");
+    }
+
+    #[test]
+    fn code_stays_as_it_is() {
+        let code = "```rust\nlet a = vec![1, 2, 3];\n```\n";
+        assert_eq!(wrapped(10, code), code);
+        assert_eq!(wrapped(10, "    let a = vec![1];\n"), "    let a = vec![1];\n");
+        assert_eq!(wrapped(10, "| a | b | c | d |\n"), "| a | b | c | d |\n");
+        let behind = format!("{code}one two three");
+        assert_eq!(wrapped(10, &behind), format!("{code}one two\nthree"));
+    }
+
+    /// A word comes with the blank behind it, and not with the end of the line.
+    #[test]
+    fn words_are_shown_as_they_come() {
+        let mut wrap = Wrap::new(80);
+        assert_eq!(wrap.push("one tw"), "one");
+        assert_eq!(wrap.push("o "), " two");
+        assert_eq!(wrap.end(), " ");
+    }
+}

@@ -1,0 +1,50 @@
+//! How an answer is sampled.
+use super::generation::random_seed;
+use super::request::Common;
+use kvist_engine::sampler::{SamplerConfig, Shipped};
+
+/// What the request says, then what the model ships, then OpenAI's defaults.
+pub(crate) fn sampling(common: &Common, shipped: &Shipped) -> SamplerConfig {
+    SamplerConfig {
+        temperature: common.temperature.or(shipped.temperature).unwrap_or(1.0),
+        // Below 0 is all, too.
+        top_k: common.top_k.map(|k| usize::try_from(k).unwrap_or(0)).or(shipped.top_k).unwrap_or(0),
+        // 0 keeps the likeliest alone, as any share does that it reaches by itself.
+        top_p: common.top_p.or(shipped.top_p).unwrap_or(1.0).max(f32::MIN_POSITIVE),
+        min_p: common.min_p.or(shipped.min_p).unwrap_or(0.0),
+        repetition_penalty: common.repetition_penalty.or(shipped.repetition_penalty).unwrap_or(1.0),
+        repetition_window: usize::MAX,
+        frequency_penalty: common.frequency_penalty.unwrap_or(0.0),
+        presence_penalty: common.presence_penalty.unwrap_or(0.0),
+        seed: common.seed.map_or_else(random_seed, |seed| seed as u64),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// vLLM samples as the model's makers say where a request is silent, and its users expect that.
+    #[test]
+    fn what_a_model_ships_stands_between_a_request_and_the_defaults_of_openai() {
+        let with =
+            |body: &str, shipped: &Shipped| sampling(&serde_json::from_str::<Common>(body).unwrap(), shipped);
+        let neutral = with("{}", &Shipped::default());
+        assert_eq!((neutral.temperature, neutral.top_k, neutral.top_p, neutral.min_p), (1.0, 0, 1.0, 0.0));
+        let shipped = Shipped {
+            temperature: Some(0.6),
+            top_k: Some(20),
+            top_p: Some(0.95),
+            repetition_penalty: Some(1.1),
+            ..Shipped::default()
+        };
+        let silent = with("{}", &shipped);
+        assert_eq!((silent.temperature, silent.top_k, silent.top_p, silent.min_p), (0.6, 20, 0.95, 0.0));
+        assert_eq!(silent.repetition_penalty, 1.1);
+        let asked = with(r#"{"temperature": 0, "top_k": -1, "top_p": 1, "repetition_penalty": 1}"#, &shipped);
+        assert_eq!(
+            (asked.temperature, asked.top_k, asked.top_p, asked.repetition_penalty),
+            (0.0, 0, 1.0, 1.0)
+        );
+    }
+}
