@@ -18,7 +18,7 @@ const SPREAD: &str = "(spread)";
 const MADE: &str = "(made)";
 const ATTRIBUTE: &str = "(attribute)";
 const ROUND: &str = "(round)";
-const ANOTHER: &str = "(another template)";
+const ANOTHER: &str = "(another)";
 
 /// The filter is looked up anew each time: there are few places to remember one.
 const NOT_REMEMBERED: u8 = !0;
