@@ -1,5 +1,5 @@
-//! When work of many milliseconds (a rendering, a tokenization) ends before it is done: its result is wanted by no
-//! one any more, or its time is over.
+//! When work of many milliseconds (a rendering, a tokenization) ends before it is done: the client that wanted its result
+//! has left, or its time is over.
 //!
 //! Set for a thread while the work runs on it, and looked at between pieces of the work. It promises nothing about how
 //! soon that is; [`template`](crate::template) and [`tokenizer`](crate::tokenizer) say how large their pieces are.

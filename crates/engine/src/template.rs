@@ -1,6 +1,6 @@
 //! Chat templates: the Jinja that models ship, rendered as transformers renders it.
 //!
-//! A template is a program of whoever made the model, fed with what a client sends. It promises that a rendering ends: its
+//! A template is a program that comes with a model, fed with what a client sends. It promises that a rendering ends: its
 //! instructions are counted; that it takes no more than [`Conversation::rendering_bytes`], and is an error where it
 //! would; that what is nested deeply is refused; and that a rendering whose [`Halt`](crate::halt::Halt) is over ends
 //! within a round of a loop, a filter or a write.
@@ -386,7 +386,7 @@ mod tests {
     /// A client left, and its rendering went on to the end: 12 s of it. Here the template itself says that the client has
     /// left, in the middle of what it does.
     #[test]
-    fn a_rendering_ends_when_nobody_wants_it() {
+    fn a_rendering_ends_when_its_client_leaves() {
         let tokenizer = crate::tokenizer::tests::tiny();
         for rest in [
             "{% for i in range(1000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}",

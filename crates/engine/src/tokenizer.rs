@@ -167,7 +167,7 @@ fn parse(json: &[u8]) -> Result<tokenizers::Tokenizer, String> {
     parsed.ok_or_else(|| "holds something that kvist cannot read".to_string())?.map_err(|e| e.to_string())
 }
 
-/// Broken ones are not cut; whoever encodes hears of it.
+/// Broken ones are not cut; encoding says what is wrong.
 fn cuts_of(tokenizer: &tokenizers::Tokenizer) -> Cuts {
     quietly(|| Cuts::of(tokenizer)).unwrap_or(Cuts::Nowhere)
 }

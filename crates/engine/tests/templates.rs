@@ -164,6 +164,15 @@ fn no_template_takes_more_than_it_may() {
     let l =
         |value: &str| grow(&format!("{{% set ns.l = {value} %}}{{% set ns.x = ns.l | string | length %}}"));
     let mut bad = Vec::new();
+    let refusals = [
+        "takes more than",
+        "too long",
+        "too large", // minijinja's own
+        "nested more than 100 deep",
+        "a namespace cannot be put into a namespace",
+        "stands alone",
+        "debug is unknown",
+    ];
     for source in [
         x("ns.x ~ ns.x"),
         x("ns.x + ns.x"),
@@ -234,8 +243,11 @@ fn no_template_takes_more_than_it_may() {
         let messages = [json!({"role": "user", "content": "hello"})];
         let (may, took, rendered) = measured(&template, &messages, &[]);
         match rendered {
-            Err(Error::Template { file, .. }) if file == "the-file" && took <= may => {}
-            other => bad.push(format!("{source}: took {took} of {may}: {:?}", other.map(|text| text.len()))),
+            Err(Error::Template { file, what })
+                if file == "the-file" && took <= may && refusals.iter().any(|part| what.contains(part)) => {}
+            other => {
+                bad.push(format!("{:.200}: took {took} of {may}: {:?}", source, other.map(|text| text.len())))
+            }
         }
     }
     assert!(bad.is_empty(), "{}", bad.join("\n"));

@@ -279,7 +279,7 @@ pub(crate) async fn blocking<T: Send + 'static>(
     done.await.unwrap_or_else(|_| Err(ApiError::internal("a request could not be prepared")))
 }
 
-/// Ends the work when nobody waits for it any more.
+/// Ends the work when its handler is dropped.
 struct Wanted(Halt);
 
 impl Drop for Wanted {

@@ -152,8 +152,8 @@ struct Paid {
 
 impl fmt::Write for Paid {
     fn write_str(&mut self, more: &str) -> fmt::Result {
-        // A text grows by doubling.
-        match spend(2 * more.len()) {
+        // A text grows by doubling, and is copied as it grows.
+        match spend(3 * more.len()) {
             Ok(()) => {
                 self.text += more;
                 Ok(())

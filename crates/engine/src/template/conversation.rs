@@ -21,7 +21,7 @@ pub struct Conversation<'a> {
 }
 
 impl Conversation<'_> {
-    /// Bytes that one rendering of it may take; with [`ChatTemplate::render_conversation`](super::ChatTemplate), which
+    /// Bytes that one rendering of it may take. [`ChatTemplate::render_conversation`](super::ChatTemplate::render_conversation)
     /// refuses a template that would take more.
     pub fn rendering_bytes(&self) -> usize {
         allowance::of(self.bytes())

@@ -5,7 +5,7 @@
 use super::allowance::{SLOT_BYTES, items, refuse, spend, text_bytes, weigh};
 use super::strftime_now;
 use minijinja::filters;
-use minijinja::value::{Kwargs, Rest, Value};
+use minijinja::value::{Kwargs, Rest, Value, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, State};
 use minijinja_contrib::pycompat::unknown_method_callback;
 use serde::Serialize;
@@ -32,6 +32,9 @@ enum Makes {
     Formatted,
 }
 
+/// A text that is made piece by piece grows by doubling, is copied as it grows, and once it is whole.
+const GROWTH: usize = 4;
+
 /// Bytes that `made` has at most, of these values: `values[0]` is what the filter is applied to.
 fn cost(made: Makes, values: &[Value]) -> Result<usize, Error> {
     let first = values.first().cloned().unwrap_or_default();
@@ -39,7 +42,7 @@ fn cost(made: Makes, values: &[Value]) -> Result<usize, Error> {
     let others = values.get(1..).unwrap_or_default();
     Ok(match made {
         Makes::Nothing => 0,
-        Makes::Text(times) => text()?.saturating_mul(times),
+        Makes::Text(times) => text()?.saturating_mul(times).saturating_mul(2),
         Makes::List { .. } => {
             let mut n = 0_usize;
             for value in values {
@@ -61,11 +64,11 @@ fn cost(made: Makes, values: &[Value]) -> Result<usize, Error> {
             let given = text()?;
             let [from, to] = [0, 1].map(|at| others.get(at).and_then(Value::as_str).unwrap_or_default());
             let found = first.as_str().map_or(given, |given| given.matches(from).count());
-            given.saturating_add(found.saturating_mul(to.len())).saturating_mul(2)
+            given.saturating_add(found.saturating_mul(to.len())).saturating_mul(GROWTH)
         }
         Makes::Indented => {
             let lines = 1 + first.as_str().map_or(0, |text| text.matches('\n').count());
-            text()?.saturating_add(lines.saturating_mul(1 + largest(others))).saturating_mul(2)
+            text()?.saturating_add(lines.saturating_mul(1 + largest(others))).saturating_mul(GROWTH)
         }
         Makes::Formatted => {
             let format = first.as_str().unwrap_or_default();
@@ -75,7 +78,8 @@ fn cost(made: Makes, values: &[Value]) -> Result<usize, Error> {
                 place = place.max(text_bytes(value)?.saturating_add(largest(others)));
             }
             let places = format.matches(['%', '{']).count();
-            format.len().saturating_add(widths(format)).saturating_add(places.saturating_mul(place)) * 2
+            let bytes = format.len().saturating_add(widths(format));
+            bytes.saturating_add(places.saturating_mul(place)).saturating_mul(GROWTH)
         }
     })
 }
@@ -90,7 +94,7 @@ fn joined(list: &Value, by: Option<&Value>) -> Result<usize, Error> {
             bytes = bytes.saturating_add(text_bytes(&item)?);
         }
     }
-    Ok(bytes.saturating_add(n.saturating_mul(by)).saturating_mul(3))
+    Ok(bytes.saturating_add(n.saturating_mul(by)).saturating_mul(GROWTH))
 }
 
 /// The largest number among the values, those with names too.
@@ -129,7 +133,8 @@ pub(super) fn register(environment: &mut Environment<'static>) {
         ($($makes:expr => $($name:literal: $filter:ident),*;)*) => {$($({
             let filter = Value::from_function(filters::$filter);
             let makes = $makes;
-            environment.add_filter($name, move |state: &mut State, values: Rest<Value>| {
+            environment.add_filter($name, move |state: &mut State, values: Rest<ValueOrKwargs>| {
+                let values = values.into_values();
                 pay(makes, &values)?;
                 seen(makes, filter.call(state, &values)?)
             });
@@ -197,8 +202,8 @@ struct Paid {
 
 impl Write for Paid {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // It grows by doubling, and is copied.
-        match spend(3 * bytes.len()) {
+        // It grows by doubling, is copied as it grows, and once it is whole.
+        match spend(4 * bytes.len()) {
             Ok(()) => {
                 self.json.extend_from_slice(bytes);
                 Ok(bytes.len())

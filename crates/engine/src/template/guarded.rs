@@ -5,7 +5,7 @@
 //! results are the values that they are given; the program does the same as before, or stops.
 use super::allowance::{SLOT_BYTES, as_written, count, items, refuse, spend, text_bytes, weigh};
 use minijinja::machinery::{Instruction, Instructions};
-use minijinja::value::{Rest, Value, ValueKind};
+use minijinja::value::{Rest, Value, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error};
 
 const RAW: &str = "(raw)";
@@ -18,7 +18,7 @@ const SPREAD: &str = "(spread)";
 const MADE: &str = "(made)";
 const ATTRIBUTE: &str = "(attribute)";
 const ROUND: &str = "(round)";
-const ANOTHER: &str = "(another template)";
+const ANOTHER: &str = "(another)";
 
 /// The filter is looked up anew each time: there are few places to remember one.
 const NOT_REMEMBERED: u8 = !0;
@@ -106,22 +106,25 @@ pub(super) fn guarded<'s>(program: &Instructions<'s>) -> Instructions<'s> {
 /// What [`guarded`] programs call.
 pub(super) fn register(environment: &mut Environment<'static>) {
     type Seen = Result<Value, Error>;
+    // Named arguments are a value too.
+    type Given = Rest<ValueOrKwargs>;
     let value = |values: &[Value], at: usize| values.get(at).cloned().unwrap_or_default();
     // A list that is unpacked comes out with its first item on top.
-    let back = |values: Rest<Value>| Value::from(values.iter().rev().cloned().collect::<Vec<Value>>());
+    let back = |values: Vec<Value>| Value::from(values.into_iter().rev().collect::<Vec<Value>>());
     let is_list = |value: &Value| matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable);
 
     environment.add_filter(RAW, |bytes: usize| -> Seen {
-        spend(2 * bytes)?;
+        spend(bytes.saturating_mul(3))?;
         Ok(Value::UNDEFINED)
     });
-    environment.add_filter(WRITTEN, |value: Rest<Value>| -> Seen {
-        let written = as_written(value.first().cloned().unwrap_or_default())?;
-        // A text grows by doubling.
-        spend(2 * text_bytes(&written)?)?;
+    environment.add_filter(WRITTEN, move |values: Given| -> Seen {
+        let written = as_written(value(&values.into_values(), 0))?;
+        // A text grows by doubling, and is copied as it grows.
+        spend(text_bytes(&written)?.saturating_mul(3))?;
         Ok(written)
     });
-    environment.add_filter(ADDED, move |values: Rest<Value>| -> Seen {
+    environment.add_filter(ADDED, move |values: Given| -> Seen {
+        let values = values.into_values();
         let [left, right] = [value(&values, 0), value(&values, 1)];
         if is_list(&left) && is_list(&right) {
             let n = items(&left)? + items(&right)?;
@@ -129,16 +132,18 @@ pub(super) fn register(environment: &mut Environment<'static>) {
             // Long chains of them are made into one list.
             spend((n + 1) * size_of::<Value>())?;
         } else if let (Some(left), Some(right)) = (left.as_str(), right.as_str()) {
-            spend(left.len() + right.len())?;
+            // Joined, and copied into a value.
+            spend(2 * (left.len() + right.len()))?;
         }
         Ok(back(values))
     });
-    environment.add_filter(MULTIPLIED, move |values: Rest<Value>| -> Seen {
+    environment.add_filter(MULTIPLIED, move |values: Given| -> Seen {
+        let values = values.into_values();
         for (many, times) in [(value(&values, 0), value(&values, 1)), (value(&values, 1), value(&values, 0))]
         {
             let Some(times) = times.as_usize() else { continue };
             if let Some(text) = many.as_str() {
-                spend(text.len().saturating_mul(times))?;
+                spend(text.len().saturating_mul(times).saturating_mul(2))?;
             } else if is_list(&many) {
                 let n = items(&many)?.saturating_mul(times);
                 count(n)?;
@@ -147,13 +152,15 @@ pub(super) fn register(environment: &mut Environment<'static>) {
         }
         Ok(back(values))
     });
-    environment.add_filter(JOINED, move |values: Rest<Value>| -> Seen {
+    environment.add_filter(JOINED, move |values: Given| -> Seen {
+        let values = values.into_values();
         let [left, right] = [as_written(value(&values, 0))?, as_written(value(&values, 1))?];
-        // Both are written into one text, which grows by doubling and is copied.
-        spend((text_bytes(&left)? + text_bytes(&right)?).saturating_mul(3))?;
+        // Both are written into one text, which grows by doubling, is copied as it grows, and once it is whole.
+        spend((text_bytes(&left)? + text_bytes(&right)?).saturating_mul(4))?;
         Ok(Value::from(vec![right, left]))
     });
-    environment.add_filter(SLICED, move |values: Rest<Value>| -> Seen {
+    environment.add_filter(SLICED, move |values: Given| -> Seen {
+        let values = values.into_values();
         let sliced = value(&values, 0);
         // Backwards over a text goes through a list of its characters; over a list, through a copy. Forwards over a list
         // is a way to walk it.
@@ -166,19 +173,22 @@ pub(super) fn register(environment: &mut Environment<'static>) {
         spend(bytes)?;
         Ok(back(values))
     });
-    environment.add_filter(SPREAD, move |values: Rest<Value>| -> Seen {
+    environment.add_filter(SPREAD, move |values: Given| -> Seen {
+        let values = values.into_values();
         for list in values.iter() {
             spend(items(list)?.saturating_mul(SLOT_BYTES))?;
         }
         Ok(back(values))
     });
-    environment.add_filter(MADE, move |values: Rest<Value>| -> Seen {
+    environment.add_filter(MADE, move |values: Given| -> Seen {
+        let values = values.into_values();
         let made = value(&values, 0);
         weigh(&made, false)?;
         spend((items(&made)? + 1).saturating_mul(SLOT_BYTES))?;
         Ok(made)
     });
-    environment.add_filter(ATTRIBUTE, move |values: Rest<Value>| -> Seen {
+    environment.add_filter(ATTRIBUTE, move |values: Given| -> Seen {
+        let values = values.into_values();
         weigh(&value(&values, 0), true)?;
         spend(SLOT_BYTES)?;
         Ok(back(values))
@@ -187,7 +197,7 @@ pub(super) fn register(environment: &mut Environment<'static>) {
         spend(0)?;
         Ok(Value::UNDEFINED)
     });
-    environment.add_filter(ANOTHER, |_: Rest<Value>| -> Seen {
+    environment.add_filter(ANOTHER, |_: Given| -> Seen {
         Err(refuse("a chat template stands alone: kvist has no other one to include, import or extend"))
     });
 }

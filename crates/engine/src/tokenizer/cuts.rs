@@ -186,7 +186,7 @@ mod tests {
 
     /// The embedded model's is cut; one that takes in white space, or cuts words in an unknown way, is not.
     #[test]
-    fn who_is_cut() {
+    fn known_tokenizers_are_cut() {
         let gguf = Gguf::from_bytes("embedded", crate::embedded::MODEL.to_vec()).unwrap();
         let embedded = Tokenizer::from_gguf(&gguf).unwrap().unwrap();
         assert_eq!(embedded.cuts, Cuts::BeforeBlanks);
