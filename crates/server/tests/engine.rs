@@ -334,7 +334,9 @@ async fn prompts_are_scored_once_however_often_they_are_computed() {
     let (expected, none) = scores(&mut roomy.submit(ask(60, 0)).unwrap()).await;
     assert_eq!((expected.len(), none), (59, 0));
     let narrow = engine(config(176));
-    let mut running: Vec<Generation> = (0..4).map(|_| narrow.submit(ask(60, 40)).unwrap()).collect();
+    // Under salts of their own, so that they share no blocks and outgrow the cache.
+    let salted = |i: u32| Job { salt: i.to_string().into(), ..ask(60, 40) };
+    let mut running: Vec<Generation> = (0..4).map(|i| narrow.submit(salted(i)).unwrap()).collect();
     for generation in &mut running {
         let (found, tokens) = scores(generation).await;
         assert_eq!(tokens, 40);
