@@ -29,7 +29,7 @@ mutants crate shard="0/1" *args:
     #!/usr/bin/env bash
     set -euo pipefail
     cargo mutants --version >/dev/null 2>&1 || { echo "cargo-mutants is missing: cargo install cargo-mutants --locked --version '^27.1'" >&2; exit 1; }
-    export CARGO_PROFILE_DEV_OPT_LEVEL=${CARGO_PROFILE_DEV_OPT_LEVEL:-1} KVIST_OPS=${KVIST_OPS:-20000}
+    export CARGO_PROFILE_DEV_OPT_LEVEL=${CARGO_PROFILE_DEV_OPT_LEVEL:-1}
     cargo mutants -p kvist-{{crate}} --shard {{shard}} --sharding round-robin --no-shuffle \
         --timeout-multiplier 4 --minimum-test-timeout 60 {{args}} -- --lib --tests
 # The tables of docs/quality.md and bench/RESULTS.md, measured anew.

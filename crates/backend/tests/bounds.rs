@@ -53,6 +53,8 @@ fn rows_lie_where_the_strides_say() {
     assert_eq!(Tensor::strided(&data, 4, 12).row(2, 1, 4), &[20.0, 21.0, 22.0, 23.0]);
     TensorMut::dense(&mut data, 2, 4).row(2, 0, 4).fill(-1.0);
     assert_eq!(&data[15..21], &[15.0, -1.0, -1.0, -1.0, -1.0, 20.0]);
+    assert_eq!(TensorMut::dense(&mut data, 2, 4).row(0, 1, 4), &[4.0, 5.0, 6.0, 7.0]);
+    assert_eq!(TensorMut::strided(&mut data, 3, 10).row(1, 1, 2), &[13.0, 14.0]);
 }
 
 fn layer(owner: u16) -> LayerSpec {

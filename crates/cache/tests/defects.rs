@@ -399,3 +399,19 @@ fn kinds_and_allocators_are_built_by_name() {
     let error = kvist_cache::arena::build("best_fit", 40).err().expect("no such allocator").to_string();
     assert_eq!(error, "there is no allocator `best_fit`: take one of first_fit, buddy");
 }
+
+/// Keeping the beginning of one sequence of a paged cache was tried by no test.
+#[test]
+fn a_paged_cache_keeps_a_beginning_and_forgets_the_others() {
+    let mut it = full("paged", 64);
+    it.sequences().seq_new(A).unwrap();
+    it.grow(A, 20);
+    it.sequences().fork(A, B).unwrap();
+    it.grow(B, 9);
+    assert!(matches!(it.sequences().seq_keep(A, 3, 9), Err(Refused::NotHere(_))), "from the end alone");
+    it.sequences().seq_keep(B, 0, 17).unwrap();
+    assert_eq!((it.cache.next_position(A), it.cache.next_position(B)), (None, Some(17)));
+    assert_eq!(it.report().used_cells, 32, "whole blocks");
+    it.sequences().seq_keep(B, 5, 5).unwrap();
+    assert_eq!((it.cache.next_position(B), it.report().used_cells), (None, 0), "nothing is kept");
+}

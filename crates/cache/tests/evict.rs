@@ -328,6 +328,9 @@ fn names_and_parameters_are_checked() {
     }
     assert!(matches!(short.set("halflife", "1s"), Err(PolicyError::UnknownParameter { .. })));
     assert_eq!(parse_duration("2.5m"), Some(std::time::Duration::from_secs(150)));
+    let ns = |text| parse_duration(text).map(|duration| duration.as_nanos());
+    let read = ["7ns", "3us", "40ms", "2s", "1m", "2h"].map(ns);
+    assert_eq!(read, [7, 3_000, 40_000_000, 2_000_000_000, 60_000_000_000, 7_200_000_000_000].map(Some));
 }
 
 /// Scores of any sign and size keep their order as integers.

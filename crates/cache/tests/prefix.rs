@@ -132,6 +132,9 @@ fn trace_ids_are_cut_into_blocks() {
             hit,
             "{tokens_per_id} in blocks of {block_tokens}"
         );
+        let n_tokens = 6 * tokens_per_id;
+        let coarser = Content::Ids { ids: &[7, u64::MAX, 10], tokens_per_id: 2 * tokens_per_id, n_tokens };
+        assert_eq!(rig.cache.lookup("", &coarser).hit_tokens, 0, "ids of another size are other ids");
         let other = Content::Tokens(&[7; 64]);
         assert!(rig.prefixes().open(SeqId(99), "", &other, AT).is_err(), "content of another kind");
     }

@@ -188,3 +188,19 @@ pub struct Ended {
     /// Why the prefix index supplied no more on its first admission, as an operator may know it; if that was asked.
     pub miss: Option<MissReason>,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_prompts_have_in_common() {
+        let ids =
+            |ids: &[u64]| Prompt::Ids { ids: ids.into(), tokens_per_id: 4, n_tokens: 4 * ids.len() as u32 };
+        let (a, b) = (ids(&[1, 2, 3, 4]), ids(&[1, 2, 9, 4]));
+        assert_eq!([16, 8, 7, 3, 0].map(|n| a.in_common(&b, n)), [8, 8, 7, 3, 0]);
+        let (a, b) = (Prompt::Tokens(vec![1, 2, 3]), Prompt::SharedTokens([1, 2, 4].into()));
+        assert_eq!([3, 2, 1].map(|n| a.in_common(&b, n)), [2, 2, 1]);
+        assert_eq!((a.in_common(&Prompt::Unknown, 3), ids(&[1]).in_common(&a, 3)), (0, 0));
+    }
+}

@@ -319,3 +319,37 @@ fn bad_event_logs_name_the_line() {
     }
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
+
+/// Names go into logs and records that others read: they are pinned.
+#[test]
+fn names_are_what_they_are_listed_as() {
+    for (name, _) in POLICIES {
+        let policy = build_policy(&Config { policy: (*name).into(), ..Config::default() }).unwrap();
+        assert_eq!(policy.name(), *name);
+    }
+    let reasons = [
+        (Reason::EmptyPrompt, "empty_prompt"),
+        (Reason::NothingToGenerate, "nothing_to_generate"),
+        (Reason::Malformed, "malformed"),
+        (Reason::ForeignContent, "foreign_content"),
+        (Reason::NeverFits, "never_fits"),
+        (Reason::CacheFull, "cache_full"),
+        (Reason::StepsFailed, "steps_failed"),
+    ];
+    for (reason, name) in reasons {
+        assert_eq!(reason.name(), name);
+    }
+    let config = Config { max_batch: 7, ..Config::default() };
+    assert_eq!(Scheduler::new(config, cells(10), None).unwrap().config().max_batch, 7);
+}
+
+/// A line that is no text is named by its number, the first being 1.
+#[test]
+fn a_line_that_cannot_be_read_is_named() {
+    let mut scheduler = Scheduler::new(Config::default(), cells(100), None).unwrap();
+    scheduler.record();
+    let header = scheduler.events().take();
+    let log = [header.as_bytes(), &[0xff, b'\n']].concat();
+    let error = replay(&log[..], cells(100), None).unwrap_err();
+    assert!(error.to_string().contains("line 2"), "{error}");
+}

@@ -1,0 +1,47 @@
+//! The plain driver and its clock, which only other crates had tried: what arrives when, and who is told.
+use kvist_cache::Cache;
+use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
+use kvist_scheduler::*;
+
+fn scheduler() -> Scheduler {
+    let group = GroupSpec { capacity_tokens: 100, visibility: Visibility::FULL, max_step_tokens: 100 };
+    let cache = Cache::new(vec![Box::new(Cells::new(&group))]);
+    Scheduler::new(Config { max_batch: 1, ..Config::default() }, cache, None).unwrap()
+}
+
+/// A step takes 10 ns.
+fn machine() -> Script<impl FnMut(u64, Batch<'_>, &mut Outcome)> {
+    Script(|_, batch: Batch<'_>, out: &mut Outcome| {
+        out.elapsed_ns = 10;
+        let samples = batch.work.iter().filter(|w| w.samples);
+        out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
+    })
+}
+
+#[test]
+fn everybody_is_served_and_told_of_once() {
+    let mut clock = VirtualClock(5);
+    let mut ended = Vec::new();
+    // The second waits for the first, and nothing happens before the third arrives.
+    let arrivals = [Request::new(0, 0, 4, 3), Request::new(1, 7, 4, 1), Request::new(2, 100, 4, 2)];
+    drive(&mut scheduler(), &mut machine(), &mut clock, arrivals, |e| ended.push(e)).unwrap();
+    let told: Vec<_> = ended.iter().map(|e| (e.id.0, e.admitted_ns, e.ended_ns)).collect();
+    assert_eq!(told, [(0, Some(5), 35), (1, Some(35), 45), (2, Some(100), 120)]);
+    assert_eq!(clock, VirtualClock(120));
+
+    let twice = [Request::new(0, 0, 4, 3), Request::new(0, 1, 4, 3)];
+    let refused = drive(&mut scheduler(), &mut machine(), &mut VirtualClock(0), twice, |_| ());
+    assert_eq!(refused, Err(Duplicate(RequestId(0))));
+}
+
+#[test]
+fn a_virtual_clock_goes_where_it_is_told_and_never_back() {
+    let mut clock = VirtualClock(3);
+    clock.advance(4);
+    assert_eq!(clock.now_ns(), 7);
+    clock.sleep_until(20);
+    assert_eq!(clock.now_ns(), 20);
+    clock.sleep_until(5);
+    clock.advance(u64::MAX);
+    assert_eq!(clock.now_ns(), u64::MAX);
+}

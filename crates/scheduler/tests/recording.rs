@@ -1,0 +1,69 @@
+//! A recording by example, line by line: other crates play it, and nothing here had looked at it.
+use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::{Cache, PagedSpec, PrefixSpec};
+use kvist_scheduler::*;
+
+#[test]
+fn a_recording_tells_blocks_at_the_moments_of_their_step() {
+    let group = |capacity_tokens, window| GroupSpec {
+        capacity_tokens,
+        visibility: Visibility { window, sinks: 0 },
+        max_step_tokens: 1,
+    };
+    let groups = vec![group(64, None), group(u32::MAX, Some(100))];
+    let prefix = Some(PrefixSpec::default());
+    let cache = Cache::paged(&PagedSpec { block_tokens: 4, groups, rollback_tokens: 0, prefix }).unwrap();
+    let mut s = Scheduler::new(Config::default(), cache, None).unwrap();
+    s.explain_misses(true);
+    let mut lines: Vec<(Part, String)> = Vec::new();
+    let mut sink = |part, text: &str| lines.extend(text.lines().map(|line| (part, line.to_owned())));
+    let mut recording = Recording::begin(&mut s, &mut sink);
+    let prompt = Prompt::Tokens((0..5).collect());
+    s.arrive(100, Request { prompt, ..Request::new(3, 100, 5, 2) }).unwrap();
+    let mut machine = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
+        out.elapsed_ns = 10;
+        let samples = batch.work.iter().filter(|w| w.samples);
+        out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
+    });
+    let (mut now, mut blocks, mut prefixes) = (100, Vec::new(), Vec::new());
+    while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut machine) {
+        blocks.clear();
+        s.cache_mut().drain_events(&mut blocks, &mut prefixes);
+        let ended: Vec<Ended> = s.drain_ended().collect();
+        ended.iter().for_each(|ended| recording.ended(ended));
+        recording.turn(now, now + elapsed_ns, &mut s, &blocks, &mut sink);
+        now += elapsed_ns;
+    }
+    recording.end(&mut s);
+    assert!(s.events().take().is_empty(), "nothing is written down any more");
+    let of = |part| lines.iter().filter(|(p, _)| *p == part).map(|(_, line)| &**line).collect::<Vec<_>>();
+    assert_eq!(
+        of(Part::Header),
+        [
+            "{\"format\":\"kvist-recording\",\"version\":1,\"groups\":[{\"block_tokens\":4,\"blocks\":16,\"window\":null},{\"block_tokens\":4,\"blocks\":null,\"window\":100}]}"
+        ]
+    );
+    let told = of(Part::Blocks);
+    // The first step writes two blocks of each group at its beginning, and stores the full one at its end.
+    assert!(
+        told[0].starts_with(
+            "{\"step\":0,\"at\":100,\"blocks\":[[0,\"alloc\",0,0,\"append\"],[0,\"alloc\",1,0,\"append\"],"
+        ),
+        "{told:#?}"
+    );
+    assert!(
+        told[1].starts_with(
+            "{\"step\":1,\"at\":110,\"blocks\":[[0,\"store\",0,0,\"store\"],[1,\"store\",0,0,\"store\"]]}"
+        ),
+        "{told:#?}"
+    );
+    // The second ends the request.
+    assert!(
+        told.last()
+            .is_some_and(|line| line.contains("\"at\":120") && line.contains("[0,\"idle\",0,0,\"remove\"]")),
+        "{told:#?}"
+    );
+    assert_eq!(of(Part::Misses), ["{\"at\":120,\"miss\":3,\"reason\":\"never_seen\",\"position\":0}"]);
+    assert!(of(Part::Events)[1].contains("\"arrive\""), "{:?}", of(Part::Events));
+    assert!(of(Part::Decisions).iter().any(|line| line.contains("\"end\":3")));
+}
