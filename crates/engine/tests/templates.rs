@@ -280,7 +280,7 @@ fn constants_are_bounded() {
 #[test]
 fn long_conversations_are_rendered() {
     let turn = |i: usize| {
-        let role = if i % 2 == 0 { "user" } else { "assistant" };
+        let role = if i.is_multiple_of(2) { "user" } else { "assistant" };
         json!({"role": role, "content": format!("{i}: {}", "What is ownership, and who borrows? ".repeat(12))})
     };
     let messages: Vec<Value> = (0..1001).map(turn).collect();

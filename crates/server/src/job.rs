@@ -26,8 +26,8 @@ pub struct Job {
     pub constraint: Option<Box<dyn Constraint>>,
     /// Control tokens that have their name as text, where others have none: marks of tool calls.
     pub written: Vec<u32>,
-    /// Whose it is: names share the queue.
-    pub name: Arc<str>,
+    /// The name of the key that it came with: names share the queue.
+    pub tenant: Arc<str>,
     /// Prefixes are shared inside a salt only.
     pub salt: Arc<str>,
     /// Larger is more urgent, where the scheduling policy asks.
@@ -39,7 +39,7 @@ pub struct Job {
     /// Tokens per second to write at, so that a person can watch: the engine waits between its steps while every job that
     /// is live has a pace, and keeps the fastest of them. Beside a job without one it has no effect.
     pub pace: Option<u32>,
-    /// What people call it.
+    /// What the log and the clients call it.
     pub name: Name,
 }
 

@@ -263,7 +263,7 @@ impl Engine {
     /// The same for a job that belongs to a request which was taken before: also while the server is going down.
     pub fn submit_sibling(&self, job: Job) -> Result<Generation, Rejected> {
         let full = |full: NoPlace| Rejected::Full { waiting: full.taken, is_shared: full.is_shared };
-        let place = self.shared.queue.take(&job.name).map_err(full)?;
+        let place = self.shared.queue.take(&job.tenant).map_err(full)?;
         self.shared.live.send_modify(|n| *n += 1);
         let id = RequestId(self.shared.next_id.fetch_add(1, SeqCst));
         let (sender, events) = mpsc::unbounded_channel();

@@ -321,7 +321,7 @@ async fn prompts_are_scored_once_however_often_they_are_computed() {
                     scores.extend(more);
                 }
                 Event::Token(_) => tokens += 1,
-                Event::Admitted { cached_tokens, miss } => {
+                Event::Admitted { cached_tokens, miss, .. } => {
                     assert_eq!((cached_tokens, miss), (0, None), "the index has no logits");
                 }
                 Event::Done(done) => assert_eq!(done.usage.completion_tokens, tokens),

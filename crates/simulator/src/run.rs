@@ -288,6 +288,7 @@ fn as_scheduled(request: &Request, i: usize, at_ns: u64, max_new: Option<u32>) -
         deadline_ns: request.deadline_ns,
         priority: request.priority,
         salt: request.salt.clone().unwrap_or_else(|| Arc::from("")),
+        fresh: false,
     }
 }
 

@@ -171,7 +171,7 @@ impl Order {
             prompt_logprobs: self.prompt_logprobs && choice == 0,
             constraint: self.constraint.as_ref().map(Compiled::constraint),
             written: self.written.clone(),
-            name: self.caller.name.clone(),
+            tenant: self.caller.name.clone(),
             salt: self.salt.clone(),
             priority: self.priority,
             deadline: Some(self.deadline),

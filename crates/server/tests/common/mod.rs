@@ -74,7 +74,7 @@ pub fn greedy(prompt: &[u32], max_new: u32) -> Job {
         prompt_logprobs: false,
         constraint: None,
         written: Vec::new(),
-        name: "".into(),
+        tenant: "".into(),
         salt: "".into(),
         priority: 0,
         deadline: None,

@@ -450,7 +450,7 @@ fn job(prompt: &[u32], max_new: u32, salt: &str) -> Job {
     Job {
         prompt: prompt.into(),
         written: Vec::new(),
-        name: "".into(),
+        tenant: "".into(),
         max_new,
         sampling: SamplerConfig::greedy(),
         logit_bias: [].into(),
