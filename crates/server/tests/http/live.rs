@@ -350,7 +350,7 @@ fn requests_have_the_names_of_the_log() {
     going.write_all(&request("POST", &path, &headers, body.to_string().as_bytes())).unwrap();
     let mut arrivals = Vec::new();
     while arrivals.len() < 2 {
-        let line = heard.recv_timeout(std::time::Duration::from_secs(600)).expect("two arrivals");
+        let line = heard.recv_timeout(PATIENCE).expect("two arrivals");
         arrivals.extend(line.get("arrive").cloned());
     }
     assert_eq!((&arrivals[0]["name"], &arrivals[0]["session"]), (&answer["id"], &Value::Null));
@@ -368,7 +368,7 @@ fn sessions_at_rest_are_told_with_what_they_would_find() {
     let server = Server::start(config());
     let heard = Listener::join(&server).lines();
     let until = |holds: &dyn Fn(&[Value]) -> bool| loop {
-        let line = heard.recv_timeout(std::time::Duration::from_secs(600)).expect("news of sessions");
+        let line = heard.recv_timeout(PATIENCE).expect("news of sessions");
         if let Some(sessions) = line["sessions"].as_array()
             && holds(sessions)
         {
