@@ -40,7 +40,7 @@ impl Scheduler {
     }
 
     /// Fewer tokens of prompts in this step, by the cells that are `missing`, and by one at least, so that it goes on.
-    /// Not less than a block beside others, or they would wait for a chunk that brings nobody on.
+    /// Not less than a block beside others, or they would wait for a chunk that lets no request advance.
     fn shorten_prompts(&mut self, missing: u32) -> bool {
         let of_prompts = |w: &&Work| w.n_tokens > 1 || !w.samples;
         let n_tokens: u32 = self.batch.iter().filter(of_prompts).map(|w| w.n_tokens).sum();

@@ -1,4 +1,4 @@
-//! The plain driver and its clock, which only other crates had tried: what arrives when, and who is told.
+//! The plain driver and its clock, which only other crates had tried: what arrives when, and which callbacks run.
 use kvist_cache::Cache;
 use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
 use kvist_scheduler::*;

@@ -26,7 +26,7 @@ const STALLED: Duration = Duration::from_secs(1);
 /// The connections that are there.
 pub(crate) struct Connections {
     most: usize,
-    /// Whoever is known has a name of its own. Without, all are grouped by address.
+    /// There are keys: connections that showed one are grouped by its name. Without keys, all are grouped by address.
     has_names: bool,
     doors: Mutex<Doors>,
     displaced: AtomicU64,

@@ -52,7 +52,7 @@ impl Work {
         Work { left: Arc::new(Semaphore::new(units)), units }
     }
 
-    /// Room for work of so many bytes on this thread, one of those that may wait. Whoever has some must not ask for more.
+    /// Room for work of so many bytes on this thread, one of those that may wait. A thread that holds room must not ask for more: it would wait for itself.
     pub fn take(&self, bytes: usize, param: &str) -> Result<Taken, ApiError> {
         let units = bytes.div_ceil(UNIT);
         if units > self.units {

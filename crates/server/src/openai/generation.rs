@@ -288,7 +288,7 @@ impl Answers {
     pub fn prompts(&self) -> usize {
         self.order.prompts.len()
     }
-    /// The room that log-probabilities of prompts take, until whoever has them lets go of it.
+    /// The room that log-probabilities of prompts take, until their reader drops it.
     pub fn take_leave(&mut self) -> Option<Leave> {
         self.order.leave.take()
     }

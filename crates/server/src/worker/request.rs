@@ -142,7 +142,7 @@ impl Chooser {
     fn tell(&self, event: Event) {
         let mut end = self.lock();
         if end.admitted {
-            // Nobody listens: the request is cancelled, but this step has been run.
+            // The receiver is gone: the request is cancelled, but this step has been run.
             let _ = self.events.send(event);
         } else {
             end.early.push(event);

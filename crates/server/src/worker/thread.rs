@@ -167,7 +167,7 @@ impl Thread {
             id,
             arrival_ns: self.state.ns_of(at),
             prompt_tokens,
-            // A request has a token at least; that it is not wanted is known to whoever takes it.
+            // A request has one token at least. `generates` says whether it is wanted.
             max_new: job.max_new.max(1),
             prompt: Prompt::SharedTokens(job.prompt),
             deadline_ns: job.deadline.map(|at| {
@@ -298,7 +298,7 @@ impl Live {
     }
 
     fn over(mut self, event: Event, shared: &std::sync::Weak<Shared>) {
-        // Whoever hears of the end finds its place free.
+        // The place is free before the end is told.
         self.place = None;
         let _ = self.events.send(event);
         if let Some(shared) = shared.upgrade() {

@@ -1,4 +1,4 @@
-//! Who comes in: shares of the queue, connections that say nothing, heads that are too long, refusals that do not wait.
+//! What is let in: shares of the queue, connections that say nothing, heads that are too long, refusals that do not wait.
 use crate::server::*;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -21,7 +21,7 @@ fn two_keys() -> kvist_server::ServerConfig {
     config
 }
 
-/// Long enough that nobody waits for its end.
+/// Longer than any test runs.
 fn endless(n: u32) -> Value {
     json!({"prompt": "fn main", "max_tokens": 450, "ignore_eos": true, "temperature": 1, "n": n, "stream": true})
 }
@@ -208,7 +208,7 @@ fn refusals_do_not_wait_for_bodies() {
         let mut body = String::new();
         reader.read_to_string(&mut body).unwrap();
         assert!(body.contains("\"error\""), "{path}: {body}");
-        // And whoever still sends is not cut off.
+        // A client that still sends is not cut off.
         stream.write_all(&[b' '; 2000]).unwrap();
     }
     // A body that has come leaves the connection as it is.

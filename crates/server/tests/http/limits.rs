@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::time::Duration;
 
-/// Long enough that nobody waits for its end: it would fill the cache.
+/// Longer than any test runs: it would fill the cache.
 fn endless(more: Value) -> Value {
     let n = more["n"].as_u64().unwrap_or(4);
     let mut body = json!({

@@ -143,7 +143,7 @@ impl Server {
         }
     }
 
-    /// Until nobody holds anything.
+    /// Until no request holds a cell.
     pub fn becomes_idle(&self) {
         let began = Instant::now();
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
