@@ -223,7 +223,10 @@ fn models() {
             &["run", "-q", "x", "--model"],
             &["plan"],
         ] {
-            // A plan of what it could not load is no use either; but it reads no weights of a folder that has them.
+            // A config.json is all that a plan needs.
+            if command == ["plan"] && model == place("no-weights") {
+                continue;
+            }
             let args: Vec<&str> = command.iter().copied().chain([model.as_str()]).collect();
             all.push(rows(&args, 1, words));
         }
