@@ -10,7 +10,7 @@ use kvist_engine::model::Model;
 use kvist_engine::sampler::Sampler;
 use kvist_scheduler::{End, Ended, Prompt, Reason, Request, RequestId, Turn};
 use std::collections::BTreeMap;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -103,10 +103,16 @@ impl Thread {
         }
     }
 
-    /// How long to do nothing before the next turn, unless something comes in: while all that is live is to be watched.
+    /// How long to do nothing before the next turn, unless something comes in: while all that is live has a pace, and
+    /// writes. Prompts are read at full speed, and a server that is going down waits for nothing.
     fn pause(&self) -> Option<Duration> {
         let paces = self.live.values().map(|live| live.pace);
         let fastest = paces.reduce(|a, b| Some(a?.max(b?)))??;
+        let reads = |id| self.state.scheduler.standing(id).is_some_and(|it| it.running && it.generated == 0);
+        let drains = self.shared.upgrade().is_none_or(|shared| shared.draining.load(SeqCst));
+        if drains || self.live.keys().any(|id| reads(*id)) {
+            return None;
+        }
         let due = self.turned + Duration::from_secs(1) / fastest.max(1);
         let deadlines = self.live.values().filter(|live| !live.late).filter_map(|live| live.deadline);
         let until = deadlines.fold(due, Instant::min);
