@@ -32,7 +32,8 @@ const pixels = (locator) => locator.evaluate((canvas) => canvas.toDataURL());
 
 async function ready(page) {
   await page.getByRole('region', { name: 'Block map' }).waitFor();
-  await page.waitForTimeout(200);
+  await page.waitForFunction(() => document.querySelector('.map canvas').calls?.clearRect > 0);
+  await pass(page, 200);
 }
 async function calm(page) {
   assert.deepEqual(page.errors, []);
@@ -163,8 +164,7 @@ test('a block is told on hover, and its life on a click, with the keyboard too',
   const first = life.locator('li button').first();
   assert.match(await first.innerText(), /given to #0/);
   await first.click();
-  await page.waitForTimeout(100);
-  assert.ok((await moment(page)) < 2e9, 'it goes to where the event was');
+  await page.waitForFunction(() => Number(document.querySelector('input[type=range]').value) < 2e9); // where the event was
   await page.mouse.move(5, 5);
   await map(page).focus();
   await page.keyboard.press('ArrowRight');
@@ -239,7 +239,7 @@ test('every colouring is another picture', async () => {
   const seen = new Set([await pixels(map(page))]);
   for (const name of ['References', 'Age', 'Heat']) {
     await page.getByRole('button', { name }).click();
-    await page.waitForTimeout(80);
+    await pass(page, 80);
     seen.add(await pixels(map(page)));
   }
   assert.equal(seen.size, 4);
@@ -275,6 +275,19 @@ test('a dropped or chosen recording is shown, a wrong file is refused in words',
   await calm(page);
 });
 
+// It offered to write something, where there was nothing to write to.
+test('a recording without a request says so', async () => {
+  const page = await open(server.url);
+  await ready(page);
+  const line = '{"format":"kvist-recording","version":1,"groups":[{"block_tokens":16,"blocks":64,"window":null}]}\n';
+  await page.locator('input[type=file]').setInputFiles({ name: 'empty.jsonl', mimeType: 'text/plain', buffer: Buffer.from(line) });
+  await page.getByText('Recording · empty.jsonl').waitFor();
+  const timeline = page.getByRole('region', { name: 'Requests over time' });
+  await timeline.getByText('No request was recorded.').waitFor();
+  assert.equal(await timeline.getByRole('button', { name: 'Write something here' }).count(), 0);
+  await calm(page);
+});
+
 test('the tour goes through all its steps, by keyboard, and points at what it tells of', async () => {
   const page = await open(server.url, { reducedMotion: 'reduce' });
   await ready(page);
@@ -283,9 +296,9 @@ test('the tour goes through all its steps, by keyboard, and points at what it te
   await dialog.waitFor();
   const titles = [];
   for (;;) {
-    await page.waitForTimeout(100);
+    await dialog.getByText(`${titles.length + 1} / 7`).waitFor();
     titles.push(await dialog.locator('h2').innerText());
-    assert.equal(await page.locator('.spot').count(), 1, titles.at(-1));
+    await page.waitForFunction(() => document.querySelectorAll('.spot').length === 1);
     const done = (await dialog.getByRole('button', { name: 'Done' }).count()) > 0;
     await dialog.getByRole('button', { name: done ? 'Done' : 'Next' }).press('Enter');
     if (done) break;

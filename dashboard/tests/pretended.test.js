@@ -55,7 +55,7 @@ test('while blocks glow, only the map is drawn with every frame', async () => {
   const chart = page.getByRole('region', { name: 'Tokens per second' }).locator('canvas');
   server.tell(load.turn());
   await chart.waitFor();
-  await page.waitForTimeout(300);
+  await pass(page, 300);
   const from = await now(page);
   const [mapBegun, begun] = [await calls(map(page)), await calls(chart)];
   for (let i = 0; i < 15; i++) {
@@ -84,7 +84,7 @@ test('behind a restart of the server, charts and figures begin anew', async () =
   next.model = 'next';
   next.at = 3e9;
   server.restart(() => next.snapshot());
-  await page.getByText('Live · next').waitFor({ timeout: 300000 });
+  await page.getByText('Live · next').waitFor();
   assert.equal(await page.getByRole('region', { name: /Life of block/ }).count(), 0, 'it is another block now');
   const chart = page.getByRole('region', { name: 'Tokens per second' });
   const moves = async () => (await chart.locator('b').nth(1).innerText()) !== '–' && Number((await figures(page))['tokens/s']) > 0;
@@ -106,7 +106,7 @@ test('a server without a place is waited for, and says why', async () => {
   await page.getByText('Recording · Example').waitFor();
   await page.getByRole('button', { name: 'API key' }).waitFor();
   server.refuse(null);
-  await page.getByText('Live · pretended').waitFor({ timeout: 300000 });
+  await page.getByText('Live · pretended').waitFor();
   assert.equal(await page.getByText('16 listen already').count(), 0);
   await calm(page);
 });
@@ -116,7 +116,7 @@ test('what a server does is not shown on a recording', async () => {
   const { server, page } = await live(load);
   await page.getByRole('button', { name: 'Replay' }).click();
   await page.getByText('Recording · Example').waitFor();
-  await page.waitForTimeout(400);
+  await pass(page, 400);
   const before = await calls(map(page));
   for (let i = 0; i < 3; i++) server.tell(load.turn());
   await pass(page, 150);
@@ -144,7 +144,7 @@ test('of blocks that were there before the page, no past is made up', async () =
   for (const text of told.filter((text) => !text.includes('free'))) assert.match(text, /last touched before this page was connected · heat 0\.0/);
   assert.ok(!told.some((text) => text.includes('-1')), told.join('\n'));
   await page.getByRole('button', { name: 'Age' }).click();
-  await page.waitForTimeout(100);
+  await pass(page);
   await calm(page);
 });
 
@@ -264,7 +264,7 @@ test('the legend has the colours of the map', async () => {
 
 // Between two answers the page had nothing to show of the branches of a conversation.
 test('sessions at rest stay drawn, and their blocks are pointed at', async () => {
-  const { server, page } = await begun(nothing());
+  const { server, page } = await begun(nothing(), { reducedMotion: 'reduce' });
   const sharing = page.getByRole('region', { name: 'Who shares what' });
   assert.match(await sharing.innerText(), /no session has a full block in the cache/);
   server.tell(answered({ name: 'cmpl-1', session: 'sess-aa11bb22' }));
@@ -275,6 +275,7 @@ test('sessions at rest stay drawn, and their blocks are pointed at', async () =>
   await sharing.getByText('0 live sequences, 2 at rest').waitFor();
   assert.match(await sharing.locator('.saved').innerText(), /sharing saves 1 blocks, 33%, 64(\.0)? KiB/);
   assert.match(await sharing.locator('svg').innerHTML(), /sess-aa11bb…/);
+  await pass(page, 100);
   const before = await map(page).evaluate((canvas) => canvas.toDataURL());
   await page.getByRole('application', { name: 'Live sequences and sessions at rest' }).focus();
   await page.keyboard.press('ArrowDown');
@@ -283,6 +284,8 @@ test('sessions at rest stay drawn, and their blocks are pointed at', async () =>
   assert.notEqual(await map(page).evaluate((canvas) => canvas.toDataURL()), before, 'others are faint');
   server.rest([]);
   await sharing.getByText('no session has a full block in the cache').waitFor();
+  // What was pointed at is gone: the map went faint, and stayed so.
+  await page.waitForFunction((before) => document.querySelector('.map canvas').toDataURL() === before, before);
   await calm(page);
 });
 
@@ -300,5 +303,100 @@ test('a key without the rights of an administrator is told what it can do', asyn
   assert.equal(await page.getByRole('region', { name: 'Block map' }).count(), 0, 'there is nothing of it to see');
   await page.getByRole('button', { name: 'Another key' }).click();
   await page.getByLabel('API key', { exact: true }).and(page.locator('input')).waitFor();
+  await page.context().close();
+});
+
+/** The API of a model that goes on with texts, as the playground asks it: a token is a character. `down` has paths that are refused, `asked` every change of a session, with its key. */
+async function talking(page, down = []) {
+  const sessions = new Map();
+  const asked = [];
+  const chunks = (text) => ({ contentType: 'text/event-stream', body: `data: ${JSON.stringify({ choices: [{ text, finish_reason: 'length' }] })}\n\ndata: [DONE]\n\n` });
+  await page.route('**/v1/**', (route) => {
+    const request = route.request();
+    const [, , what, id, verb] = new URL(request.url()).pathname.split('/');
+    const body = request.postDataJSON();
+    if (down.includes(what)) return route.fulfill({ status: 503, json: { error: { message: 'too early' } } });
+    if (what === 'models') return route.fulfill({ json: { data: [{ id: 'pretended', chat_template: false }] } });
+    if (what === 'completions') return route.fulfill(chunks(' its memory'));
+    if (request.method() !== 'GET') asked.push([request.headers().authorization?.slice(7), request.method(), id, verb, body?.text ?? body?.at]);
+    if (!id && request.method() === 'GET') return route.fulfill({ json: { data: [] } });
+    if (!id) {
+      const made = `sess-${sessions.size}`;
+      sessions.set(made, '');
+      return route.fulfill({ json: { id: made } });
+    }
+    if (verb === 'append') sessions.set(id, sessions.get(id) + body.text);
+    if (verb === 'fork') return route.fulfill({ json: { sessions: [{ id: 'sess-fork' }] } });
+    // An answer begins and does not end; the session has more of it than the page was given.
+    if (verb === 'generate') return sessions.set(id, `${sessions.get(id)} and frees it`);
+    const text = sessions.get(id);
+    return route.fulfill({ json: { id, text, messages: null, n_tokens: text?.length, running: false } });
+  });
+  await page.getByRole('button', { name: 'Playground' }).click();
+  return { asked, down };
+}
+const pieces = (page) => page.locator('li .text').allInnerTexts();
+const say = async (page, text) => {
+  await page.getByRole('textbox', { name: /Message to Branch/ }).fill(text);
+  await page.keyboard.press('Enter');
+};
+
+// What a chat is was taken for a text where the server had not said; a session that was made late could not be cut; what came behind Stop was in the session and not on the page.
+test('a text is what its session has, wherever it was stopped, and is cut where it is shown', async () => {
+  const { page } = await begun(nothing());
+  const { asked, down } = await talking(page, ['models', 'sessions']);
+  await say(page, 'A vector owns');
+  await page.getByText('The server did not say which model it has: too early').waitFor();
+  assert.deepEqual([await pieces(page), asked], [[], []], 'nothing was sent');
+  down.shift();
+  await page.keyboard.press('Enter');
+  const goOn = page.getByRole('button', { name: 'Go on' });
+  await goOn.waitFor();
+  assert.deepEqual([await pieces(page), asked], [['A vector owns', ' its memory'], []], 'without sessions');
+  down.shift();
+  await goOn.click();
+  const stop = page.getByRole('button', { name: 'Stop', exact: true });
+  await page.waitForFunction(() => document.querySelectorAll('li').length === 3);
+  await stop.click();
+  await goOn.waitFor();
+  assert.deepEqual(await pieces(page), ['A vector owns', ' its memory', ' and frees it']);
+  await page.getByRole('button', { name: 'Fork', exact: true }).first().click();
+  await page.waitForFunction(() => document.querySelectorAll('section.branch').length === 2);
+  assert.deepEqual(asked.map(([, ...rest]) => rest), [
+    ['POST', undefined, undefined, undefined],
+    ['POST', 'sess-0', 'append', 'A vector owns'],
+    ['POST', 'sess-0', 'append', ' its memory'],
+    ['POST', 'sess-0', 'generate', undefined],
+    ['POST', 'sess-0', 'fork', 13],
+  ]);
+  await page.context().close();
+});
+
+// Branches went on in the sessions of the former key's name, which are not there for another one.
+test('with another key, what was said goes on in new sessions', async () => {
+  const { page } = await begun(nothing());
+  const { asked } = await talking(page);
+  const stop = page.getByRole('button', { name: 'Stop', exact: true });
+  const goOn = page.getByRole('button', { name: 'Go on' });
+  await say(page, 'A vector owns');
+  await page.waitForFunction(() => document.querySelectorAll('li').length === 2);
+  await stop.click();
+  await goOn.waitFor();
+  await page.getByRole('button', { name: 'API key' }).click();
+  await page.getByLabel('API key', { exact: true }).and(page.locator('input')).fill('second');
+  await page.getByRole('button', { name: 'Connect' }).click();
+  await page.getByText('Live · pretended').waitFor();
+  await goOn.click();
+  await page.waitForFunction(() => document.querySelectorAll('li').length === 3);
+  await stop.click();
+  await goOn.waitFor();
+  assert.deepEqual(await pieces(page), ['A vector owns', ' and frees it', ' and frees it']);
+  assert.deepEqual(asked.slice(3), [
+    [undefined, 'DELETE', 'sess-0', undefined, undefined],
+    ['second', 'POST', undefined, undefined, undefined],
+    ['second', 'POST', 'sess-1', 'append', 'A vector owns'],
+    ['second', 'POST', 'sess-1', 'append', ' and frees it'],
+    ['second', 'POST', 'sess-1', 'generate', undefined],
+  ]);
   await page.context().close();
 });

@@ -36,7 +36,7 @@ class App {
   name = $state('');
   error = $state('');
   loading = $state(true);
-  /** Counts what was drawn: who reads it is drawn anew when anything changed. */
+  /** Counts what was drawn: what reads it is drawn anew when anything changed. */
   tick = $state(0);
   /** The same, four times a second at most, and at once where a recording jumps: for what is dear to compute. */
   slow = $state(0);

@@ -1,4 +1,4 @@
-// The blocks of one layer group and who holds them, as far as block events tell.
+// The blocks of one layer group and the sequences that hold them, as far as block events tell.
 
 export const FREE = 0;
 export const HELD = 1;
@@ -122,7 +122,7 @@ export class Blocks {
     this.stored[block] = 1;
   }
 
-  /** Of a snapshot: `seq` holds it, or, if that is null, nobody does and it is cached. Its past is not known. */
+  /** Of a snapshot: `seq` holds it, or, if that is null, none does and it is cached. Its past is not known. */
   adopt(block, seq) {
     if (seq === null || this.refs(block) === 0) {
       this.#become(block, seq === null ? IDLE : HELD);

@@ -15,7 +15,7 @@ export class Flashes {
   add(g, block, change) {
     const kind = KINDS[change];
     if (!kind) return;
-    // Here too: whoever shows none of them would keep them all.
+    // Here too: where none of them is shown, all would be kept.
     this.#expire();
     const id = g * 2 ** 32 + block;
     this.#all.delete(id);

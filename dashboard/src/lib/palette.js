@@ -67,7 +67,7 @@ export function palette(dark) {
     line,
     ink,
     sequence,
-    /** Cached, held by nobody. */
+    /** Cached, held by no sequence. */
     idle: (colour) => mix(colour, free, dark ? 0.62 : 0.66),
     heat: dark ? scale([0.33, 0.03, 250], [0.85, 0.16, 75]) : scale([0.88, 0.03, 250], [0.58, 0.19, 40]),
     age: dark ? scale([0.82, 0.13, 155], [0.36, 0.03, 240]) : scale([0.6, 0.13, 155], [0.88, 0.02, 240]),

@@ -1,9 +1,9 @@
 // Conversations, or texts, side by side, as the playground holds them.
 //
 // A branch is a list of pieces. Where the model has a chat template, they are messages of a chat; where it has none, it goes
-// on with a text, and pieces are what was written by whom. Where the server has sessions, each branch is one: forking shares
-// its blocks, rolling back gives them up. Where it has none, branches are lists that are sent whole, and share blocks by
-// their prefixes.
+// on with a text, and pieces are what was typed and what was generated. Where the server has sessions, each branch is one:
+// forking shares its blocks, rolling back gives them up. Where it has none, branches are lists that are sent whole, and share
+// blocks by their prefixes.
 import * as api from './api.js';
 
 let next = 1;
@@ -37,6 +37,8 @@ export class Talk {
   maxTokens = $state(200);
   /** Tokens per second, to be watched; null: as fast as it goes. */
   pace = $state(null);
+  /** Why `chats` is null. */
+  #untold = '';
 
   constructor() {
     this.branches = [new Branch(`Branch ${next++}`)];
@@ -62,40 +64,74 @@ export class Talk {
       this.chats = model.chat_template !== false;
       // A model that only goes on with texts is small, and has answered before anybody could look.
       if (!this.chats) this.pace = 10;
-    } catch {
-      /* it is asked again */
+    } catch (error) {
+      this.#untold = error.message; // it is asked again
     }
+  }
+  /** A session that began as a text stays one: without knowing which it is to be, nothing is sent. */
+  async #ready(branch) {
+    await this.probe();
+    if (this.chats === null) branch.error = `The server did not say which model it has: ${this.#untold}`;
+    return this.chats !== null && !branch.busy;
   }
 
   /** The session of `branch`, if the server has sessions, with all of its pieces; `more` are those it does not have yet. */
   async #session(branch, more) {
     await this.probe();
     if (!this.sessions) return null;
-    if (branch.id === null) {
-      branch.id = (await api.post('v1/sessions')).id;
-      more = branch.messages;
+    if (branch.id !== null) {
+      await this.#append(branch.id, more);
+      return branch.id;
     }
-    if (more.length === 0) return branch.id;
-    const path = `v1/sessions/${branch.id}/append`;
-    if (this.chats) await api.post(path, { messages: more.map(({ role, content }) => ({ role, content })) });
-    else {
-      const { n_tokens } = await api.post(path, { text: more.map(({ content }) => content).join('') });
-      branch.messages.at(-1).ends = n_tokens;
+    const { id } = await api.post('v1/sessions');
+    try {
+      await this.#append(id, branch.messages);
+      branch.stopper.signal.throwIfAborted();
+    } catch (error) {
+      // The next one gets all pieces again.
+      api.remove(`v1/sessions/${id}`).catch(() => {}); // it expires
+      throw error;
     }
-    return branch.id;
+    // For this session every answer is a whole one.
+    if (this.chats) branch.messages.at(-1).open = false;
+    return (branch.id = id);
+  }
+  /** Of a text piece by piece, so that it can be cut behind each of them. */
+  async #append(id, pieces) {
+    const path = `v1/sessions/${id}/append`;
+    if (this.chats) {
+      if (pieces.length > 0) await api.post(path, { messages: pieces.map(({ role, content }) => ({ role, content })) });
+      return;
+    }
+    let ends = 0;
+    for (const one of pieces) {
+      if (one.content) ends = (await api.post(path, { text: one.content })).n_tokens;
+      one.ends = ends;
+    }
   }
 
-  /** What the session really has, behind an answer that broke off. */
+  /** What the session really has, behind an answer that broke off: of a text the last piece is what lies behind the others.
+   *  Returns whether there is a session. */
   async #resync(branch) {
-    if (branch.id === null) return;
-    const { messages, n_tokens } = await api.get(`v1/sessions/${branch.id}`);
+    let seen;
+    // It is still written to until the server finds that the stream was closed.
+    while (branch.id !== null && (seen = await api.get(`v1/sessions/${branch.id}`)).running) await new Promise((resolve) => setTimeout(resolve, 100));
+    if (branch.id === null) return false;
+    const { messages, text, n_tokens } = seen;
     if (messages) branch.messages = messages.map(({ message, open }) => piece(message.role, message.content, { open }));
-    else if (branch.messages.length > 0) branch.messages.at(-1).ends = n_tokens;
+    else if (branch.messages.length > 0) {
+      const before = branch.messages.slice(0, -1).map(({ content }) => content).join('');
+      // A tokenizer may write a text otherwise than it was typed: then it is one piece.
+      if (!text.startsWith(before)) branch.messages = [piece('assistant', text)];
+      else branch.messages.at(-1).content = text.slice(before.length);
+      branch.messages.at(-1).ends = n_tokens;
+      if (!branch.messages.at(-1).content) branch.messages.pop();
+    }
+    return true;
   }
 
   async send(branch, text) {
-    if (branch.busy || !text.trim()) return;
-    await this.probe();
+    if (branch.busy || !text.trim() || !(await this.#ready(branch))) return;
     branch.draft = '';
     // What is answered does not go on any more.
     if (branch.messages.length > 0) branch.messages.at(-1).open = false;
@@ -108,26 +144,33 @@ export class Talk {
 
   /** An answer to what was said last, or more of one that was cut, or more of the text. */
   async answer(branch) {
-    if (!branch.busy) await this.#goOn(branch, []);
+    if (!branch.busy && (await this.#ready(branch))) await this.#goOn(branch, []);
   }
 
-  /** Is there something to go on with, without a word from anybody? */
+  /** Is there something to go on with, without a new message? */
   canGoOn(branch) {
     const last = branch.messages.at(-1);
-    return !branch.busy && last !== undefined && (!this.chats || last.role === 'user' || last.open);
+    return !branch.busy && last !== undefined && (this.chats === false || last.role === 'user' || last.open);
   }
 
   async #goOn(branch, more) {
     branch.error = '';
     branch.busy = true;
     branch.stopper = new AbortController();
+    const said = more.map(({ content }) => content).join('');
+    let given = false;
     try {
-      await this.#answer(branch, await this.#session(branch, more));
+      const id = await this.#session(branch, more);
+      given = true;
+      await this.#answer(branch, id);
     } catch (error) {
       if (error.name !== 'AbortError') branch.error = error.message;
-      // An answer that never began was not given.
-      if (branch.messages.at(-1).role === 'assistant' && !branch.messages.at(-1).content) branch.messages.pop();
-      await this.#resync(branch).catch(() => {}); // it has been told that something is wrong
+      // What the session did not get can be sent again; an answer that never began was not given.
+      const unsent = branch.id !== null && !given;
+      if (unsent) branch.draft ||= said;
+      const synced = await this.#resync(branch).catch(() => false); // it has been told that something is wrong
+      const last = branch.messages.at(-1);
+      if (!synced && ((unsent && said) || (last.role === 'assistant' && !last.content))) branch.messages.pop();
     } finally {
       branch.busy = false;
       branch.stopper = null;
@@ -200,6 +243,13 @@ export class Talk {
     if (branch.id !== null) api.remove(`v1/sessions/${branch.id}`).catch((error) => (branch.error = error.message));
     this.branches = this.branches.filter((other) => other !== branch);
     if (this.branches.length === 0) this.branches = [new Branch(`Branch ${next++}`)];
+  }
+
+  /** Another key does not have the sessions of this one: what was said is given to new ones, when it goes on. */
+  forget() {
+    for (const branch of this.branches) this.stop(branch);
+    this.leave();
+    for (const branch of this.branches) branch.id = null;
   }
 
   /** The page is left, and with it goes what nobody could find again. */
