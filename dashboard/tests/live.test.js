@@ -43,12 +43,11 @@ test('the cache is shown live, and what others do moves it', { skip }, async () 
   const answers = await Promise.all(Array.from({ length: 4 }, (_, i) => complete(server.url, `${prompt}${i}`, 60)));
   assert.ok(answers.every((answer) => answer.usage.completion_tokens > 0), JSON.stringify(answers));
   await complete(server.url, `${prompt}0`, 20);
-  await page.waitForTimeout(1200);
-  const { found, waiting, running } = await figures(page);
-  assert.ok(parseInt(found, 10) > 5, `found ${found}`);
-  assert.deepEqual([running, waiting], ['0', '0']);
-  const cached = await page.getByRole('region', { name: 'Block map' }).locator('footer b').allInnerTexts();
-  assert.ok(Number(cached[1]) > 3, `held, cached, free: ${cached}`);
+  await page.waitForFunction(() => {
+    const { running, waiting, found } = Object.fromEntries([...document.querySelectorAll('dl div')].map((div) => [div.querySelector('dt').textContent, div.querySelector('dd').textContent]));
+    const cached = document.querySelectorAll('.map footer b')[1].textContent;
+    return running === '0' && waiting === '0' && parseInt(found, 10) > 5 && Number(cached) > 3;
+  });
   // The same by the server's own count.
   const metrics = await (await fetch(`${server.url}metrics`)).text();
   assert.match(metrics, /kvist|vllm/);
@@ -88,19 +87,19 @@ test('what was said is answered in a fork, and leaving the page ends its session
   assert.equal(await page.getByText('This server has no sessions').count(), 0);
   await page.getByRole('textbox', { name: /Message to Branch/ }).fill('What is a slice?');
   await page.keyboard.press('Enter');
-  await page.waitForFunction(() => document.querySelector('li.assistant .under .num'), null, { timeout: 300000 });
+  await page.waitForFunction(() => document.querySelector('li.assistant .under .num'));
   const branches = page.locator('section.branch');
   await branches.first().locator('li.user').getByRole('button', { name: '× 3' }).click();
   await page.waitForFunction(() => document.querySelectorAll('section.branch').length === 4);
   assert.equal(await branches.nth(2).locator('li').count(), 1);
   await branches.nth(2).getByRole('button', { name: 'Answer' }).click();
-  await branches.nth(2).locator('li.assistant .under .num').waitFor({ timeout: 300000 });
+  await branches.nth(2).locator('li.assistant .under .num').waitFor();
   const sessions = async () => (await (await fetch(`${server.url}v1/sessions`)).json()).data.map((session) => session.n_messages).sort();
   assert.deepEqual(await sessions(), [1, 1, 2, 2]);
   await page.unroute('**/v1/sessions');
   await page.reload();
   await page.getByText('Live · ').waitFor();
-  for (let i = 0; i < 50 && (await sessions()).length > 0; i++) await page.waitForTimeout(100);
+  for (let i = 0; i < 3000 && (await sessions()).length > 0; i++) await page.waitForTimeout(100);
   assert.deepEqual(await sessions(), []);
   await page.context().close();
   await server.stop();
@@ -117,14 +116,14 @@ test('chat, fork, talk to all branches, roll back', { skip }, async () => {
   await page.keyboard.press('Enter');
   const branches = page.locator('section.branch');
   const answer = branches.first().locator('li.assistant .text');
-  await page.waitForFunction(() => document.querySelector('li.assistant .under .num'), null, { timeout: 300000 });
+  await page.waitForFunction(() => document.querySelector('li.assistant .under .num'));
   assert.ok((await answer.innerText()).trim().length > 0);
   await branches.first().locator('li.assistant').getByRole('button', { name: '× 3' }).click();
   await page.waitForFunction(() => document.querySelectorAll('section.branch').length === 4);
   assert.equal(await branches.nth(3).locator('li.assistant .text').innerText(), await answer.innerText());
   await page.getByRole('textbox', { name: 'Message to all branches' }).fill('And then?');
   await page.keyboard.press('Enter');
-  await page.waitForFunction(() => document.querySelectorAll('li.assistant .under .num').length >= 8, null, { timeout: 300000 });
+  await page.waitForFunction(() => document.querySelectorAll('li.assistant .under .num').length >= 8);
   // Forks are read once: what the second answer of a branch found is more than nothing.
   assert.match(await branches.nth(2).locator('li.assistant').last().innerText(), /of \d+ found/);
   await branches.nth(1).locator('li').first().getByRole('button', { name: 'Roll back to here' }).click();
@@ -157,7 +156,7 @@ test('a text in four branches that are alive at once, and drawn when they rest',
   await begin.click();
   const branches = page.locator('section.branch');
   const fork = branches.first().locator('li.assistant').getByRole('button', { name: '× 3' });
-  await fork.waitFor({ timeout: 60000 });
+  await fork.waitFor();
   await fork.click();
   await page.waitForFunction(() => document.querySelectorAll('section.branch').length === 4);
   await pass(page, 100);
@@ -169,16 +168,16 @@ test('a text in four branches that are alive at once, and drawn when they rest',
     const [list, acts] = [await branches.nth(i).locator('ol').boundingBox(), await branches.nth(i).locator('li.assistant .acts').boundingBox()];
     assert.ok(acts.y + acts.height <= list.y + list.height, `the buttons of branch ${i + 1}`);
   }
-  // At three tokens a second they are alive for a minute.
+  // At three tokens a second they are alive for five minutes.
   await pace.selectOption('3 tokens/s');
-  await page.getByRole('spinbutton', { name: 'Tokens at most' }).fill('200');
+  await page.getByRole('spinbutton', { name: 'Tokens at most' }).fill('1000');
   await page.getByRole('button', { name: 'Let all go on' }).click();
   const sharing = page.getByRole('region', { name: 'Who shares what' });
-  await sharing.getByText('4 live sequences').waitFor({ timeout: 60000 });
+  await sharing.getByText('4 live sequences').waitFor();
   assert.match(await sharing.locator('.saved').innerText(), /sharing saves \d+ blocks/);
   for (const name of ['Branch 1', 'Branch 2', 'Branch 3', 'Branch 4']) await sharing.locator('svg').getByText(name, { exact: true }).waitFor();
   for (let i = 0; i < 4; i++) await branches.nth(i).getByRole('button', { name: 'Stop' }).click();
-  await sharing.getByText('0 live sequences, 4 at rest').waitFor({ timeout: 60000 });
+  await sharing.getByText('0 live sequences, 4 at rest').waitFor();
   assert.match(await sharing.locator('.saved').innerText(), /sharing saves \d+ blocks/);
   // What they share is a piece of its own, to which one can go back.
   await branches.nth(3).locator('li').nth(1).getByRole('button', { name: 'Roll back to here' }).click();
@@ -237,9 +236,9 @@ test('a server that goes and comes back', { skip }, async () => {
   await page.getByText('Connection lost').waitFor();
   const second = await start('--port', new URL(first.url).port).catch(() => null);
   assert.ok(second, 'the port is free again');
-  await page.getByText('Live · ').waitFor({ timeout: 300000 });
+  await page.getByText('Live · ').waitFor();
   await complete(second.url, 'pub fn main() {', 16);
-  await page.waitForFunction(() => document.querySelector('[aria-label="Memory, blocks"] b')?.textContent !== '–', null, { timeout: 300000 });
+  await page.waitForFunction(() => document.querySelector('[aria-label="Memory, blocks"] b')?.textContent !== '–');
   await page.context().close();
   await second.stop();
 });

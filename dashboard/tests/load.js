@@ -3,7 +3,7 @@ import { serve } from './page.js';
 
 const MS = 1e6;
 
-/** `tell` sends lines to who listens, `rest` what sessions there are, `restart` ends the streams and begins anew, `refuse` answers with an error instead. */
+/** `tell` sends lines to all listeners, `rest` what sessions there are, `restart` ends the streams and begins anew, `refuse` answers with an error instead. */
 export async function pretend(snapshot) {
   let listeners = new Set();
   let refusal = null;
@@ -35,7 +35,7 @@ export async function pretend(snapshot) {
   };
 }
 
-/** A cache of `blocks` blocks, nearly full, and `running` sequences of `long` blocks, of which every other one shares the first half with somebody. */
+/** A cache of `blocks` blocks, nearly full, and `running` sequences of `long` blocks, of which every other one shares the first half with another. */
 export class Load {
   constructor({ blocks = 100_000, running = 256, long = 250, model = 'pretended' } = {}) {
     Object.assign(this, { blocks, long, model });
@@ -112,7 +112,7 @@ export class Load {
     };
   }
 
-  /** One step: everybody writes a token; one request in `every` turns comes, and one goes. */
+  /** One step: every sequence writes a token; one request in `every` turns comes, and one goes. */
   turn(every = 1) {
     const lines = [{ n: this.n++, at: this.at, steps: 1, elapsed: 80 * MS, sampled: [], finished: [] }];
     const [before, after] = [[], []];

@@ -55,6 +55,8 @@ export const pass = (page, ms = 0) => page.evaluate((ms) => new Promise((resolve
 /** A page that remembers what went wrong. A stream that is not there is answered 404, and told by the browser: no error. */
 export async function open(url, options = {}) {
   const context = await browser.newContext({ viewport: { width: 1440, height: 1000 }, ...options });
+  // A busy machine is slow: what never comes ends the test, and what comes late does not.
+  context.setDefaultTimeout(300000);
   const page = await context.newPage();
   await page.addInitScript(counting);
   page.errors = [];
