@@ -144,10 +144,11 @@ def test_a_cancelled_task_holds_nothing(plain):
 
 def test_a_deadline_in_a_stream_is_an_error(client):
     reasons = []
-    for timeout_ms in (100, 1000, 10000):  # on a busy machine no token comes within the first
+    # On a busy machine no token comes within the first; at this pace no machine is done before the last.
+    for timeout_ms in (100, 1000, 10000, 100000):
         stream = client.completions.create(
             model=NAME, prompt="fn main() {", max_tokens=1000, stream=True,
-            extra_body={"ignore_eos": True, "kvist": {"timeout_ms": timeout_ms}})
+            extra_body={"ignore_eos": True, "kvist": {"timeout_ms": timeout_ms, "pace": 1}})
         with pytest.raises(openai.APIError) as refused:
             for chunk in stream:
                 reasons.append(chunk.choices[0].finish_reason)
