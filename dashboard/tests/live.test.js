@@ -179,6 +179,12 @@ test('a text in four branches that are alive at once, and drawn when they rest',
   for (let i = 0; i < 4; i++) await branches.nth(i).getByRole('button', { name: 'Stop' }).click();
   await sharing.getByText('0 live sequences, 4 at rest').waitFor();
   assert.match(await sharing.locator('.saved').innerText(), /sharing saves \d+ blocks/);
+  // The page has all of what they have, also what was written before the server knew of Stop.
+  await page.waitForFunction(() => !document.querySelector('.branches').textContent.includes('writing …'));
+  const shown = await branches.evaluateAll((all) => all.map((branch) => [...branch.querySelectorAll('li .text')].map((text) => text.textContent).join('')));
+  const ids = (await (await fetch(`${server.url}v1/sessions`)).json()).data.map((session) => session.id);
+  const texts = await Promise.all(ids.map(async (id) => (await (await fetch(`${server.url}v1/sessions/${id}`)).json()).text));
+  assert.deepEqual(shown.sort(), texts.sort());
   // What they share is a piece of its own, to which one can go back.
   await branches.nth(3).locator('li').nth(1).getByRole('button', { name: 'Roll back to here' }).click();
   await page.waitForFunction(() => document.querySelectorAll('section.branch')[3].querySelectorAll('li').length === 2);
