@@ -39,7 +39,7 @@ fn refusals_name_the_field() {
             "1048576 bytes",
         ),
         (text(json!({"prompt": long})), 400, "prompt", "context_length_exceeded", "tokens"),
-        (text(json!({"max_tokens": 0})), 400, "max_tokens", "invalid_value", "1 to"),
+        (text(json!({"max_tokens": 0})), 400, "max_tokens", "invalid_value", "at least 1"),
         (text(json!({"temperature": 2.1})), 400, "temperature", "invalid_value", "0 to 2"),
         (text(json!({"temperature": "hot"})), 400, "temperature", "invalid_type", "number"),
         (text(json!({"n": 0})), 400, "n", "invalid_value", "1 to"),
