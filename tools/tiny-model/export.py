@@ -1,6 +1,6 @@
 """A Hugging Face folder (f16 weights, config and tokenizer files) from a checkpoint of `train.py`.
 
-    python export.py RUN/checkpoint.pt --tokenizer CORPUS/tokenizer.json --out FOLDER
+    python export.py RUN/checkpoint.pt --out FOLDER
 """
 import argparse
 import json
