@@ -1,5 +1,5 @@
-"""Corpus of the tiny models: the Rust documentation that ships with the toolchain, and the documentation comments of the
-crates that this workspace depends on.
+"""Corpus of the tiny models: the Rust documentation that ships with the toolchain, and the documentation comments of
+the crates that this workspace depends on.
 
     rustup component add rust-docs
     cargo fetch
@@ -38,8 +38,8 @@ CHROME = {"-", "#", "##", "###", "####", "Skip to main content", "Expand descrip
 BEGIN_ID, END_ID = 0, 1
 API_PAGE = 12_000       # characters: a few std pages are very long lists
 PASSAGE = 2_000         # characters
-# A document is left out if it holds this share of the shingles of a held-out one. Shingles are runs of that many words or
-# marks; those in more documents than `BOILERPLATE` do not count.
+# A document is left out if it holds this share of the shingles of a held-out one. Shingles are runs of that many words
+# or marks; those in more documents than `BOILERPLATE` do not count.
 OVERLAP, SHINGLE, BOILERPLATE = 0.5, 13, 20
 
 

@@ -44,7 +44,7 @@ def plain(markdown):
         elif code:
             if not re.match(r"\s*#( |$)", line):
                 out.append(line.rstrip())
-        elif re.match(r"\[[^\]]+\]: ", stripped) or re.match(r"!?\[!\[|<!--|\|[-: |]+\|$", stripped):
+        elif re.match(r"\[[^\]]+\]: |!?\[!\[|<!--|\|[-: |]+\|$", stripped):
             continue
         else:
             heading = re.match(r"#+ +(.*)", stripped)
@@ -53,8 +53,8 @@ def plain(markdown):
             text = re.sub(r"</?\w[^>]*>", "", text) if "`" not in text else text
             text = text.replace("`", "").replace("**", "")
             text = re.sub(r"^[*+] ", "- ", text)
-            joins = out and out[-1] and out[-1] != "```" and text and not heading and not re.match(r"- |\d+\. |\|", text)
-            if joins:
+            starts = heading or re.match(r"- |\d+\. |\|", text)
+            if text and not starts and out and out[-1] not in ("", "```"):
                 out[-1] += " " + text
             else:
                 out += ["", text, ""] if heading else [text]
@@ -89,7 +89,8 @@ def file_text(path, title):
         elif docs and line:
             item, text = ITEM.match(line), plain(docs)
             if item and item.group(1) in PAGE:
-                parts.append(f"# {PAGE[item.group(1)]} {item.group(0).split()[-1]}\n\n```\n{signature(lines, at)}\n```\n\n{text}")
+                name = f"# {PAGE[item.group(1)]} {item.group(0).split()[-1]}"
+                parts.append(f"{name}\n\n```\n{signature(lines, at)}\n```\n\n{text}")
             elif item:
                 parts.append(f"#### {signature(lines, at)}\n\n{text}")
             elif not re.search("[{(]", line) or re.match(r"\w+(\(|,| \{)", line):
@@ -110,6 +111,7 @@ def documents(manifest):
     for name, _, folder in sorted(packages(manifest)):
         for path in sorted(folder.glob("README*.md")):
             yield plain(path.read_text(encoding="utf8", errors="replace").splitlines())
-        for path in sorted((folder / "src").rglob("*.rs")):
-            module = [p for p in path.relative_to(folder / "src").with_suffix("").parts if p not in ("lib", "mod", "main")]
+        source = folder / "src"
+        for path in sorted(source.rglob("*.rs")):
+            module = [p for p in path.relative_to(source).with_suffix("").parts if p not in ("lib", "mod", "main")]
             yield from file_text(path, "::".join([name.replace("-", "_"), *module]))

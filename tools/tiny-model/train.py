@@ -22,7 +22,7 @@ from repetition import Repetition
 BEGIN_ID = 0
 WARM_UP = 100       # steps
 WEIGHT_DECAY = 0.1
-# Share of the rows that come from each file of `corpus.py`: while rows are half as long as the context, then to the end.
+# Share of the rows from each file of `corpus.py`: while rows are half as long as the context, and from then on.
 FIRST = {"prose": 0.45, "api": 0.27, "tails": 0.08, "crates": 0.20}
 LAST = {"prose": 0.42, "api": 0.37, "tails": 0.08, "crates": 0.03, "passages": 0.10}
 
@@ -88,7 +88,7 @@ def main():
     parser.add_argument("--data", type=Path, required=True, help="folder of what corpus.py wrote")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--init", type=Path, help="weights to start from, a model.safetensors; default: random")
-    parser.add_argument("--share", type=int, default=1, help="layers that share one K and V (2: every second owns none)")
+    parser.add_argument("--share", type=int, default=1, help="layers that share a K and V (2: every second owns none)")
     parser.add_argument("--steps", type=int, default=4400)
     parser.add_argument("--decay-from", type=int, default=300, help="step at which the learning rate begins to fall")
     parser.add_argument("--long-from", type=int, default=3350,
