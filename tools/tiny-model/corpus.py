@@ -90,6 +90,8 @@ def pages(root):
         # Folder by folder, each folder's own pages first.
         folders = sorted({p.parent for p in (root / book).rglob("*.html")}, key=lambda p: p.parts)
         for folder in folders:
+            if "es" in folder.relative_to(root).parts:      # a translation that is half in English
+                continue
             for path in sorted(folder.glob("*.html")):
                 if path.name not in NO_PAGES:
                     text = page_text(path)
