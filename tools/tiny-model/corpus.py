@@ -1,23 +1,29 @@
-"""Corpus and tokenizer of the tiny models, from the Rust documentation that ships with the toolchain.
+"""Corpus of the tiny models: the Rust documentation that ships with the toolchain, and the documentation comments of
+the crates that this workspace depends on.
 
     rustup component add rust-docs
+    cargo fetch
     python corpus.py OUT
 
-Writes to OUT: `tokenizer.json` (byte-level BPE of 4,096 tokens), `val.txt` (the held-out documents, a NUL byte
-between two), and the token ids `train.bin`, `prose.bin` (the books without the API pages) and `val.bin`: u16,
-`<|end_of_text|>` after each document.
+Writes token ids to OUT, u16, each document between `<|begin_of_text|>` and `<|end_of_text|>`: `prose.bin` (books,
+references, the pages of primitive types), `api.bin` (the other pages of `std`, of each its first 12,000 characters),
+`tails.bin` (the rest of those pages), `crates.bin`, `passages.bin` (pieces of the prose that begin with a paragraph, as
+what people type does), and `val.bin`, which is `val.txt` beside this script. What overlaps `val.txt` is left out and
+named.
 """
 import argparse
 import collections
-import random
 import re
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer
 
+import crates
+
+HERE = Path(__file__).parent
 BOOKS = ("book reference rust-by-example nomicon cargo rustc edition-guide unstable-book clippy embedded-book "
          "style-guide rustdoc error_codes std").split()
 NO_PAGES = {"print.html", "toc.html", "searchindex.html", "all.html", "404.html"}
@@ -29,13 +35,12 @@ CHROME = {"-", "#", "##", "###", "####", "Skip to main content", "Expand descrip
           "Press S or / to search in the book", "Press ? to show this help", "Press Esc to hide this help",
           "Press  or  to navigate between chapters", "## Keyboard shortcuts", "# Rust By Example",
           "# The Rust Programming Language", "# The Rust Reference", "# The Cargo Book"}
-BEGIN, END, END_ID = "<|begin_of_text|>", "<|end_of_text|>", 1
-VOCABULARY = 4096
-# The pre-tokenizer that llama.cpp calls "qwen2".
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-         r"|\s+(?!\S)|\s+")
-MAX_API_PAGE = 12_000   # characters: a few std pages are very long lists
-VALIDATION = 25         # documents of each kind
+BEGIN_ID, END_ID = 0, 1
+API_PAGE = 12_000       # characters: a few std pages are very long lists
+PASSAGE = 2_000         # characters
+# A document is left out if it holds this share of the shingles of a held-out one. Shingles are runs of that many words
+# or marks; those in more documents than `BOILERPLATE` do not count.
+OVERLAP, SHINGLE, BOILERPLATE = 0.5, 13, 20
 
 
 class Text(HTMLParser):
@@ -85,11 +90,14 @@ def pages(root):
         # Folder by folder, each folder's own pages first.
         folders = sorted({p.parent for p in (root / book).rglob("*.html")}, key=lambda p: p.parts)
         for folder in folders:
+            if "es" in folder.relative_to(root).parts:      # a translation that is half in English
+                continue
             for path in sorted(folder.glob("*.html")):
                 if path.name not in NO_PAGES:
                     text = page_text(path)
                     if len(text) >= 200:
                         yield text
+    yield page_text(root / "releases.html")
 
 
 def clean(documents):
@@ -109,44 +117,69 @@ def clean(documents):
                 if seen[part] > 2:
                     continue
             parts.append(part)
-        lines = "\n\n".join(parts).split("\n")
-        text = "\n".join(line.rstrip() for line in lines if line.strip() not in CHROME)
-        text = re.sub(r"\n{3,}", "\n\n", text).strip()
+        text = "\n\n".join(parts)
         for fancy, plain in zip("“”‘’–—", "\"\"''--"):
             text = text.replace(fancy, plain)
         text = "".join(c for c in text.replace("…", "...") if ord(c) < 128)
+        text = "\n".join(line.rstrip() for line in text.split("\n") if line.strip() not in CHROME)
+        text = re.sub(r"\n{3,}", "\n\n", text).strip()
         if len(text) >= 400:
             kept.append(text)
     return kept
 
 
-def split(documents):
-    """Training and validation documents, and those of the former that are no API pages."""
-    def is_api(text):
-        return re.match(r"^(std|core|alloc)(::|\n)", text) is not None
-
-    api = [d[:MAX_API_PAGE] for d in documents if is_api(d)]
-    prose = [d for d in documents if not is_api(d)]
-    rng = random.Random(7)
-    rng.shuffle(api)
-    rng.shuffle(prose)
-    validation = prose[:VALIDATION] + api[:VALIDATION]
-    prose, api = prose[VALIDATION:], api[VALIDATION:]
-    training = prose + api
-    rng.shuffle(training)
-    return training, prose, validation
+def shingles(text):
+    words = re.findall(r"\w+|[^\w\s]", text)
+    return {" ".join(words[i:i + SHINGLE]) for i in range(len(words) - SHINGLE + 1)}
 
 
-def train_tokenizer(documents):
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(documents, trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[BEGIN, END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 0)])
-    return tokenizer
+def decontaminate(documents, held_out):
+    """The documents that are not, in good part, one of those held out: the page itself, its translation or copy under
+    another path, the page of a sister type."""
+    targets = [shingles(d) for d in held_out]
+    together = set().union(*targets)
+    shared = [shingles(d) & together for d in documents]
+    often = collections.Counter(s for found in shared for s in found)
+    targets = [{s for s in target if often[s] <= BOILERPLATE} for target in targets]
+    kept = []
+    for document, found in zip(documents, shared):
+        if any(len(found & target) >= OVERLAP * max(len(target), 20) for target in targets):
+            print("left out:", " ".join(document[:80].split()))
+        else:
+            kept.append(document)
+    return kept
+
+
+def parts(documents):
+    """`prose`, `api` and `tails`."""
+    prose, api, tails = [], [], []
+    for document in documents:
+        if not re.match(r"(std|core|alloc)(::|\n)", document):
+            prose.append(document)
+        elif len(document) <= API_PAGE + 1000:
+            api.append(document)
+        else:
+            cut = document.rfind("\n\n", API_PAGE // 2, API_PAGE)
+            cut = API_PAGE if cut < 0 else cut
+            api.append(document[:cut].rstrip())
+            tails.append(document[cut:].lstrip())
+    return dict(prose=prose, api=api, tails=tails)
+
+
+def passages(documents):
+    """From every few paragraphs on, the text up to `PASSAGE` characters."""
+    for document in documents:
+        paragraphs, begun, at = document.split("\n\n"), -PASSAGE, 0
+        for i, paragraph in enumerate(paragraphs):
+            if at - begun > PASSAGE and len(paragraph) >= 120 and re.match(r"[A-Z][a-z']* ", paragraph):
+                piece = ""
+                for follower in paragraphs[i:]:
+                    if len(piece) + len(follower) > PASSAGE and piece:
+                        break
+                    piece += follower + "\n\n"
+                yield piece
+                begun = at
+            at += len(paragraph) + 2
 
 
 def main():
@@ -162,12 +195,16 @@ def main():
         raise SystemExit(f"{root} is not there: rustup component add rust-docs")
     args.out.mkdir(parents=True, exist_ok=True)
 
-    training, prose, validation = split(clean(list(pages(root))))
-    tokenizer = train_tokenizer(training + prose)
-    tokenizer.save(str(args.out / "tokenizer.json"))
-    (args.out / "val.txt").write_text("\0".join(validation))
-    for name, documents in (("train", training), ("prose", prose), ("val", validation)):
-        ids = [i for d in documents for i in [*tokenizer.encode(d).ids, END_ID]]
+    held_out = (HERE / "val.txt").read_text().split("\0")
+    files = parts(decontaminate(clean(list(pages(root))), held_out))
+    files["crates"] = decontaminate(clean(list(crates.documents(HERE / "../../Cargo.toml"))), held_out)
+    files["passages"] = list(passages(files["prose"]))
+    files["val"] = held_out
+    tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
+    for name, documents in files.items():
+        encoded = tokenizer.encode_batch(documents, add_special_tokens=False)
+        end = [] if name == "passages" else [END_ID]
+        ids = [i for e in encoded for i in (BEGIN_ID, *e.ids, *end)]
         np.array(ids, dtype=np.uint16).tofile(args.out / f"{name}.bin")
         print(f"{name}: {len(documents):,} documents, {len(ids):,} tokens")
 

@@ -1,6 +1,6 @@
-"""A Hugging Face folder (f16 weights, config and tokenizer files) from a checkpoint of `train.py`.
+"""A Hugging Face folder (f16 weights, config, tokenizer files) from a checkpoint of `train.py`, or the mean of several.
 
-    python export.py RUN/checkpoint.pt --tokenizer CORPUS/tokenizer.json --out FOLDER
+    python export.py RUN/before.pt RUN/checkpoint.pt --out FOLDER
 """
 import argparse
 import json
@@ -28,18 +28,19 @@ def config_of(shape):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("checkpoints", type=Path, nargs="+")
     parser.add_argument("--tokenizer", type=Path, default=Path(__file__).with_name("tokenizer.json"))
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-    shape = Shape(**state["shape"])
+    states = [torch.load(path, map_location="cpu", weights_only=True) for path in args.checkpoints]
+    shape = Shape(**states[0]["shape"])
+    mean = {name: sum(state["model"][name] for state in states) / len(states) for name in states[0]["model"]}
     args.out.mkdir(parents=True, exist_ok=True)
 
     def write(name, value):
         (args.out / name).write_text(json.dumps(value, indent=2) + "\n")
 
-    weights = {"model." + name: tensor.half().contiguous() for name, tensor in state["model"].items()}
+    weights = {"model." + name: tensor.half().contiguous() for name, tensor in mean.items()}
     save_file(weights, args.out / "model.safetensors", metadata={"format": "pt"})
     write("config.json", config_of(shape))
     write("generation_config.json", dict(bos_token_id=0, eos_token_id=1))

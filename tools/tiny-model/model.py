@@ -43,6 +43,17 @@ def rotate(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def causal_attention(q, k, v, block=256):
+    """Queries block by block, each against the keys up to its end: on CPUs a good deal faster than PyTorch's own."""
+    out, length = [], q.shape[2]
+    for start in range(0, length, block):
+        end = min(start + block, length)
+        scores = q[:, :, start:end] @ k[:, :, :end].mT
+        later = torch.full((end - start, end), -torch.inf, dtype=scores.dtype).triu(start + 1)
+        out.append(torch.softmax(scores / math.sqrt(q.shape[3]) + later, -1) @ v[:, :, :end])
+    return torch.cat(out, 2)
+
+
 class Attention(nn.Module):
     def __init__(self, shape, owns):
         super().__init__()
@@ -65,7 +76,7 @@ class Attention(nn.Module):
             k = rotate(split(self.k_proj(x), self.shape.kv_heads), cos, sin)
             v = split(self.v_proj(x), self.shape.kv_heads)
             kv = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        y = F.scaled_dot_product_attention(q, *kv, is_causal=True)
+        y = causal_attention(q, *kv)
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1)), kv
 
 

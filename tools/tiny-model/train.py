@@ -1,13 +1,11 @@
 """Trains a tiny model on what `corpus.py` wrote.
 
-    python train.py --data CORPUS --out RUN                                  # the plain one: 2,826 steps
-    python train.py --data CORPUS --out RUN --share 2 --steps 1500           # with cross-layer KV sharing
+    python train.py --data CORPUS --out RUN --init tiny-rust-7m/model.safetensors
 
-Saves RUN/checkpoint.pt every few minutes and goes on from it, exactly, when started again. Takes hours on two CPU cores;
-bf16 arithmetic, f32 weights.
+Saves RUN/checkpoint.pt every few minutes and goes on from it when started again; RUN/before.pt is what there was before
+training against repetition. bf16 arithmetic, f32 weights.
 """
 import argparse
-import math
 import os
 import time
 from dataclasses import asdict
@@ -15,18 +13,43 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from model import Shape, TinyLlama
+from muon import Muon
+from repetition import Repetition
 
-WARM_UP, LOWEST = 200, 0.03     # steps; share of the learning rate that is left at the end
-FROM_TRAIN = 0.55               # share of the batches from train.bin, the others are from prose.bin
+BEGIN_ID = 0
+WARM_UP = 100       # steps
+WEIGHT_DECAY = 0.1
+UNLIKELIHOOD = 0.25  # its weight against the ordinary loss, every fourth step
+# Share of the rows from each file of `corpus.py`: while rows are half as long as the context, and from then on.
+FIRST = {"prose": 0.45, "api": 0.27, "tails": 0.08, "crates": 0.20}
+LAST = {"prose": 0.42, "api": 0.38, "tails": 0.08, "crates": 0.02, "passages": 0.10}
 
 
-def learning_rate(step, steps, peak):
-    warm = min(1, (step + 1) / WARM_UP)
-    cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
-    return peak * warm * (cosine * (1 - LOWEST) + LOWEST)
+class Source:
+    """The documents of one file in an order of their own each epoch, cut into windows that come in random order."""
+
+    def __init__(self, path, context, seed):
+        self.tokens, self.context, self.seed = np.fromfile(path, dtype=np.uint16), context, seed
+        self.documents = np.split(self.tokens, np.flatnonzero(self.tokens == BEGIN_ID)[1:])
+        self.begin(epoch=0, taken=0)
+
+    def begin(self, epoch, taken):
+        rng = np.random.default_rng([self.seed, self.context, epoch])
+        self.epoch, self.taken = epoch, taken
+        self.stream = np.concatenate([self.documents[i] for i in rng.permutation(len(self.documents))])
+        starts = np.arange(rng.integers(self.context), len(self.stream) - self.context - 1, self.context)
+        self.starts = rng.permutation(starts)
+
+    def row(self):
+        if self.taken == len(self.starts):
+            self.begin(self.epoch + 1, 0)
+        start = self.starts[self.taken]
+        self.taken += 1
+        return self.stream[start:start + self.context + 1].astype(np.int64)
 
 
 def loss_of(model, inputs, targets):
@@ -35,27 +58,25 @@ def loss_of(model, inputs, targets):
     return F.cross_entropy(logits.float().view(-1, model.shape.vocabulary), targets.reshape(-1))
 
 
-def draw(rng, source, batch, context):
-    starts = rng.integers(0, len(source) - context - 1, batch)
-    rows = torch.from_numpy(np.stack([source[i:i + context + 1] for i in starts]).astype(np.int64))
-    return rows[:, :-1], rows[:, 1:]
-
-
 @torch.no_grad()
 def validate(model, tokens):
-    """Nats per token, over windows of the whole context."""
-    context, losses = model.shape.context, []
-    for start in range(0, len(tokens) - context - 1, context):
-        row = torch.from_numpy(tokens[start:start + context + 1].astype(np.int64))[None]
-        losses.append(loss_of(model, row[:, :-1], row[:, 1:]).item())
-    return sum(losses) / len(losses)
+    """Nats per token as `kvist eval` counts them: windows of the whole context, the first token of each given."""
+    total, count = 0.0, 0
+    for window in np.split(tokens, range(model.shape.context, len(tokens), model.shape.context)):
+        row = torch.from_numpy(window.astype(np.int64))[None]
+        total += loss_of(model, row[:, :-1], row[:, 1:]).item() * (len(window) - 1)
+        count += len(window) - 1
+    return total / count
 
 
-def optimizer_of(model, peak):
-    matrices = [p for p in model.parameters() if p.dim() == 2]
+def optimizers_of(model, peak):
+    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+    hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and "layers." in name]
     vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)]
-    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
+    groups = [dict(params=[model.embed_tokens.weight], weight_decay=WEIGHT_DECAY),
+              dict(params=vectors, weight_decay=0.0)]
+    return [Muon(hidden, lr=peak, weight_decay=WEIGHT_DECAY),
+            torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)]
 
 
 def save(path, **state):
@@ -66,23 +87,28 @@ def save(path, **state):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of train.bin, prose.bin and val.bin")
+    parser.add_argument("--data", type=Path, required=True, help="folder of what corpus.py wrote")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--share", type=int, default=1, help="layers that share one K and V (2: every second owns none)")
-    parser.add_argument("--steps", type=int, default=2826)
-    parser.add_argument("--batch", type=int, default=8, help="rows of 1,024 tokens a step")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--init", type=Path, help="weights to start from, a model.safetensors; default: random")
+    parser.add_argument("--share", type=int, default=1, help="layers that share a K and V (2: every second owns none)")
+    parser.add_argument("--steps", type=int, default=4030)
+    parser.add_argument("--decay-from", type=int, default=300, help="step at which the learning rate begins to fall")
+    parser.add_argument("--long-from", type=int, default=3350,
+                        help="step from which rows are of the whole context and repetition is trained against")
+    parser.add_argument("--tokens", type=int, default=4096, help="of one step")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save-every", type=float, default=300, help="seconds between checkpoints")
-    parser.add_argument("--validate-every", type=int, default=500, help="steps between validations")
+    parser.add_argument("--validate-every", type=int, default=200, help="steps between validations")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
 
-    train, prose, val = (np.fromfile(args.data / f"{name}.bin", dtype=np.uint16) for name in ("train", "prose", "val"))
+    val = np.fromfile(args.data / "val.bin", dtype=np.uint16)
     model = TinyLlama(Shape(share=args.share))
-    optimizer, rng, step = optimizer_of(model, args.lr), np.random.default_rng(0), 0
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(train):,} tokens", flush=True)
+    if args.init:
+        model.load_state_dict({name.removeprefix("model."): w.float() for name, w in load_file(args.init).items()})
+    optimizers, rng, step, places = optimizers_of(model, args.lr), np.random.default_rng(0), 0, {}
     args.out.mkdir(parents=True, exist_ok=True)
     checkpoint = args.out / "checkpoint.pt"
     if checkpoint.exists():
@@ -90,35 +116,64 @@ def main():
         if state["shape"] != asdict(model.shape):
             raise SystemExit(f"{checkpoint} is of another model: {state['shape']}")
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        rng.bit_generator.state, step = state["rng"], state["step"]
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        rng.bit_generator.state, step, places = state["rng"], state["step"], state["places"]
         print(f"goes on at step {step}", flush=True)
+    loss = torch.compile(loss_of, dynamic=False)
+
+    def sources():
+        mix, context = (LAST, model.shape.context) if step >= args.long_from else (FIRST, model.shape.context // 2)
+        found = {name: Source(args.data / f"{name}.bin", context, i) for i, name in enumerate(mix)}
+        for name, source in found.items():
+            epoch, taken, of = places.get(name, (0, 0, context))
+            source.begin(epoch, taken) if of == context else source.begin(epoch + 1, 0)
+        return mix, context, found
 
     def keep():
-        save(checkpoint, model=model.state_dict(), optimizer=optimizer.state_dict(), rng=rng.bit_generator.state,
-             step=step, shape=asdict(model.shape))
+        save(checkpoint, model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers],
+             rng=rng.bit_generator.state, step=step, shape=asdict(model.shape), places=places)
 
-    first, started, saved = step, time.time(), time.time()
+    mix, context, data = sources()
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters; "
+          + ", ".join(f"{name} {len(source.tokens):,} tokens" for name, source in data.items()), flush=True)
+    first, started, saved, running, repeated = step, time.time(), time.time(), [], []
+    repetition = Repetition(step)
     while step < args.steps:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args.steps, args.lr)
-        source = train if rng.random() < FROM_TRAIN else prose
-        loss = loss_of(model, *draw(rng, source, args.batch, model.shape.context))
-        loss.backward()
+        if step == args.long_from:
+            mix, context, data = sources()
+            save(args.out / "before.pt", model=model.state_dict(), shape=asdict(model.shape))
+        names = rng.choice(list(mix), args.tokens // context, p=list(mix.values()))
+        rows = torch.from_numpy(np.stack([data[name].row() for name in names]))
+        places = {name: (source.epoch, source.taken, context) for name, source in data.items()}
+        left = (args.steps - step) / (args.steps - args.decay_from)
+        rate = args.lr * min(1, (step + 1) / WARM_UP, left)
+        value = loss(model, rows[:, :-1], rows[:, 1:])
+        value.backward()
+        running.append(value.item())
+        if step >= args.long_from and step % 4 == 0:
+            value, share = repetition.loss(model, data)
+            (UNLIKELIHOOD * value).backward()
+            repeated.append(share)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         step += 1
         if step % 50 == 0 or step == args.steps:
-            speed = (step - first) * args.batch * model.shape.context / (time.time() - started)
-            print(f"{step}: loss {loss.item():.3f}, {speed:.0f} tokens/s", flush=True)
+            speed = (step - first) * args.tokens / (time.time() - started)
+            print(f"{step}: loss {np.mean(running):.3f}, rate {rate:.1e}, {speed:.0f} tokens/s"
+                  + (f", {np.mean(repeated):.3f} repeated" if repeated else ""), flush=True)
+            running, repeated = [], []
         if step % args.validate_every == 0:
-            print(f"{step}: validation {validate(model, val):.3f}", flush=True)
+            print(f"{step}: validation {validate(model, val):.4f}", flush=True)
         if time.time() - saved > args.save_every:
             keep()
             saved = time.time()
     keep()
-    print(f"done: validation {validate(model, val):.3f} nats per token", flush=True)
+    print(f"done: validation {validate(model, val):.4f} nats per token", flush=True)
 
 
 if __name__ == "__main__":
