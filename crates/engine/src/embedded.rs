@@ -1,4 +1,4 @@
-//! The small model inside this program: 7M parameters trained on the Rust documentation. Its card, licence and
+//! The small model inside this program: 7M parameters trained on the documentation of Rust and of crates. Its card, licence and
 //! training script are in `tools/tiny-model/`.
 
 /// What it is called.
