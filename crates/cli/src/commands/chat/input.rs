@@ -1,4 +1,5 @@
-//! What is said: from a terminal with line editing and a history, from a pipe line by line.
+//! What is said: from a terminal with line editing and a history, from a pipe, or a terminal that cannot do that, line by
+//! line.
 //!
 //! The history is a file of the user alone, of at most [`MAX_ENTRIES`] entries. Where it cannot be read or written, a chat
 //! goes on without it and says so once.
@@ -12,6 +13,7 @@ use rustyline::hint::Hinter;
 use rustyline::history::FileHistory;
 use rustyline::validate::{ValidationContext, ValidationResult, Validator};
 use rustyline::{Behavior, Config, Editor, Helper};
+use std::cell::RefCell;
 use std::ffi::OsString;
 use std::io::{BufRead, IsTerminal};
 use std::path::PathBuf;
@@ -31,7 +33,10 @@ pub enum Heard {
 
 pub enum Input {
     Terminal(Box<Terminal>),
-    Pipe,
+    /// A pipe, or a terminal without line editing, which is asked.
+    Plain {
+        asks: bool,
+    },
 }
 
 pub struct Terminal {
@@ -45,7 +50,11 @@ impl Input {
     /// Line editing if stdin is a terminal; with a history that outlives the chat, if `keep` says so.
     pub fn new(keep: bool) -> anyhow::Result<Input> {
         if !std::io::stdin().is_terminal() {
-            return Ok(Input::Pipe);
+            return Ok(Input::Plain { asks: false });
+        }
+        // There the editor would write its prompt to stdout.
+        if std::env::var("TERM").is_ok_and(|term| cannot_edit(&term)) {
+            return Ok(Input::Plain { asks: true });
         }
         let config = Config::builder()
             .max_history_size(MAX_ENTRIES)?
@@ -55,7 +64,7 @@ impl Input {
             .behavior(Behavior::PreferTerm)
             .build();
         let mut editor = Editor::with_config(config).context("cannot edit lines at this terminal")?;
-        editor.set_helper(Some(Lines));
+        editor.set_helper(Some(Lines::default()));
         let mut terminal = Terminal { editor, history: None, interrupted: false };
         if keep {
             terminal.remember();
@@ -64,13 +73,16 @@ impl Input {
     }
 
     pub fn is_terminal(&self) -> bool {
-        matches!(self, Input::Terminal(_))
+        !matches!(self, Input::Plain { asks: false })
     }
 
     pub fn next(&mut self, prompt: &str) -> anyhow::Result<Heard> {
         match self {
             Input::Terminal(terminal) => terminal.next(prompt),
-            Input::Pipe => {
+            Input::Plain { asks } => {
+                if *asks {
+                    output::ask(&format!("\n{prompt}"));
+                }
                 let mut line = Vec::new();
                 let read = interrupt::idle(|| std::io::stdin().lock().read_until(b'\n', &mut line));
                 match read.context("cannot read stdin")? {
@@ -99,12 +111,15 @@ impl Terminal {
 
     fn next(&mut self, prompt: &str) -> anyhow::Result<Heard> {
         output::ask("\n");
+        interrupt::keep_terminal();
         let read = interrupt::idle(|| self.editor.readline(prompt));
         let before = std::mem::take(&mut self.interrupted);
         match read {
             Ok(line) => {
+                let asked = self.editor.helper_mut().map(|lines| lines.asked.take()).unwrap_or_default();
+                let line = joined(&line, &asked);
                 self.keep(&line);
-                Ok(Heard::Said(joined(&line)))
+                Ok(Heard::Said(ended(line)))
             }
             Err(ReadlineError::Interrupted) if before => std::process::exit(130),
             Err(ReadlineError::Interrupted) => {
@@ -152,20 +167,48 @@ fn history_file(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> 
     Some(state?.join("kvist").join("chat-history"))
 }
 
-/// A backslash at the end of a line lets it go on with the next one.
-fn joined(line: &str) -> String {
-    line.replace("\\\n", "\n")
+/// Terminals that the editor does not know how to drive.
+fn cannot_edit(term: &str) -> bool {
+    ["dumb", "cons25", "emacs"].iter().any(|name| name.eq_ignore_ascii_case(term))
+}
+
+/// Does a backslash at the end ask for another line? Two of them stand for one.
+fn goes_on(typed: &str) -> bool {
+    typed.ends_with('\\') && !typed.ends_with("\\\\")
+}
+
+/// Without the backslashes that asked for another line; those of a pasted text are part of it.
+fn joined(typed: &str, asked: &[String]) -> String {
+    let lines = typed.split_inclusive('\n').map(|line| match line.strip_suffix("\\\n") {
+        Some(start) if asked.iter().any(|a| a.strip_suffix('\\') == Some(start)) => format!("{start}\n"),
+        _ => line.to_string(),
+    });
+    lines.collect()
+}
+
+/// Two backslashes at the end are one.
+fn ended(mut said: String) -> String {
+    if said.ends_with("\\\\") {
+        said.pop();
+    }
+    said
 }
 
 /// Lines as people type them.
-struct Lines;
+#[derive(Default)]
+struct Lines {
+    /// Those that went on with another one.
+    asked: RefCell<Vec<String>>,
+}
 
 impl Validator for Lines {
     fn validate(&self, typed: &mut ValidationContext<'_>) -> rustyline::Result<ValidationResult> {
-        Ok(match typed.input().ends_with('\\') {
-            true => ValidationResult::Incomplete,
-            false => ValidationResult::Valid(None),
-        })
+        let typed = typed.input();
+        if !goes_on(typed) {
+            return Ok(ValidationResult::Valid(None));
+        }
+        self.asked.borrow_mut().extend(typed.rsplit('\n').next().map(str::to_string));
+        Ok(ValidationResult::Incomplete)
     }
 }
 impl Completer for Lines {
@@ -202,7 +245,12 @@ mod tests {
 
     #[test]
     fn lines_that_go_on() {
-        assert_eq!(joined("one\\\ntwo\\\nthree"), "one\ntwo\nthree");
-        assert_eq!(joined("C:\\new"), "C:\\new");
+        let asked = ["one\\".to_string(), "two\\".to_string()];
+        assert_eq!(joined("one\\\ntwo\\\nthree", &asked), "one\ntwo\nthree");
+        // What was pasted lost them, too.
+        assert_eq!(joined("one\\\ncc \\\n -o x", &asked), "one\ncc \\\n -o x");
+        assert_eq!(joined("C:\\new", &asked), "C:\\new");
+        assert!(goes_on("one\\") && !goes_on("one") && !goes_on("C:\\\\"));
+        assert_eq!(ended("C:\\\\".into()), "C:\\", "a line can end in one");
     }
 }

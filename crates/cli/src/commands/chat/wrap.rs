@@ -2,7 +2,8 @@
 //!
 //! A word is shown when its end has come, so that it is never broken; one that is longer than a line is left to the
 //! terminal. Code (between fences, or indented by four blanks) and rows of tables stay as they are.
-use unicode_width::UnicodeWidthChar;
+use unicode_segmentation::UnicodeSegmentation;
+use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 pub struct Wrap {
     /// Columns of the terminal.
@@ -13,6 +14,8 @@ pub struct Wrap {
     gap: String,
     /// What has come of a word.
     word: String,
+    /// The word is one wide character, with what joins it.
+    wide: bool,
     /// The word is longer than a line, and its beginning was shown.
     overlong: bool,
     /// The text's own line so far: its beginning says what it is.
@@ -24,7 +27,7 @@ impl Wrap {
     /// From the beginning of a line.
     pub fn new(width: usize) -> Wrap {
         let (gap, word, line) = (String::new(), String::new(), String::new());
-        Wrap { width: width.max(1), column: 0, gap, word, overlong: false, line, fenced: false }
+        Wrap { width: width.max(1), column: 0, gap, word, wide: false, overlong: false, line, fenced: false }
     }
 
     /// What can be shown of the text up to here.
@@ -35,7 +38,7 @@ impl Wrap {
                 self.end_word(&mut out);
                 out.push(c);
                 (self.column, self.overlong) = (0, false);
-                self.fenced ^= is_fence(&self.line);
+                self.fenced ^= is_fence(&self.line) && !closes_itself(&self.line);
                 self.line.clear();
                 continue;
             }
@@ -51,11 +54,13 @@ impl Wrap {
             } else if self.overlong {
                 out.push(c);
                 self.column = self.column % self.width + width(c);
-            } else if width(c) > 1 {
+            } else if joins(&self.word, c) {
+                self.word.push(c);
+            } else if self.wide || width(c) > 1 {
                 // Scripts without blanks may be broken between any two characters.
                 self.place_word(&mut out);
                 self.word.push(c);
-                self.place_word(&mut out);
+                self.wide = width(c) > 1;
             } else {
                 self.word.push(c);
                 if columns(&self.word) > self.width {
@@ -92,6 +97,7 @@ impl Wrap {
         self.column += word;
         self.gap.clear();
         self.word.clear();
+        self.wide = false;
     }
 
     /// The word, and the blanks behind it.
@@ -108,12 +114,24 @@ fn is_fence(line: &str) -> bool {
     line.starts_with("```") || line.starts_with("~~~")
 }
 
+/// Code within a line that begins with it: "```x```".
+fn closes_itself(line: &str) -> bool {
+    line.trim_start_matches(' ').trim_start_matches('`').contains('`')
+}
+
+/// Is `c` part of the word's last character, as people see it? So are the parts of an emoji.
+fn joins(word: &str, c: char) -> bool {
+    let joined =
+        || format!("{word}{c}").graphemes(true).next_back().is_some_and(|last| last.len() > c.len_utf8());
+    !c.is_ascii() && !word.is_empty() && joined()
+}
+
 fn is_code(line: &str) -> bool {
     line.starts_with("    ") || line.starts_with('\t') || line.starts_with('|')
 }
 
 fn columns(text: &str) -> usize {
-    text.chars().map(width).sum()
+    text.width()
 }
 
 /// A tab is counted as one column: where it ends, the terminal knows.
@@ -157,6 +175,22 @@ mod tests {
     fn characters_have_widths() {
         assert_eq!(wrapped(6, "äöü äöü"), "äöü\näöü");
         assert_eq!(wrapped(5, "所有权系统"), "所有\n权系\n统", "two columns each");
+        assert_eq!(wrapped(5, "所有ab 权"), "所有\nab 权");
+    }
+
+    /// What is made of several characters was cut between them.
+    #[test]
+    fn an_emoji_is_one_character() {
+        for emoji in ["👩\u{200d}💻", "❤\u{fe0f}\u{200d}🔥", "👍🏽", "🇩🇪", "❤\u{fe0f}"] {
+            assert_eq!(
+                wrapped(5, &format!("abc {emoji}")),
+                format!("abc\n{emoji}"),
+                "{emoji:?}: two columns"
+            );
+            assert_eq!(wrapped(6, &format!("abc {emoji}")), format!("abc {emoji}"));
+            assert_eq!(wrapped(3, &format!("所{emoji}")), format!("所\n{emoji}"));
+        }
+        assert_eq!(wrapped(4, "👩\u{200d}💻👍🏽👍🏽"), "👩\u{200d}💻👍🏽\n👍🏽");
     }
 
     #[test]
@@ -165,6 +199,8 @@ mod tests {
         assert_eq!(wrapped(10, code), code);
         assert_eq!(wrapped(10, "    let a = vec![1];\n"), "    let a = vec![1];\n");
         assert_eq!(wrapped(10, "| a | b | c | d |\n"), "| a | b | c | d |\n");
+        // One that opens and ends in its line left all that followed as it was.
+        assert_eq!(wrapped(10, "```x```\none two three"), "```x```\none two\nthree");
         let behind = format!("{code}one two three");
         assert_eq!(wrapped(10, &behind), format!("{code}one two\nthree"));
     }
