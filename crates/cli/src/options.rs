@@ -289,10 +289,10 @@ pub fn registry(compute: &Compute) -> Registry {
 
 #[derive(Args, Clone, Debug)]
 pub struct SamplingArgs {
-    /// 0 always takes the likeliest token [default: the model's generation_config.json, or 0.8]
+    /// 0 takes the likeliest token, behind the penalty [default: the model's generation_config.json, or 0.8]
     #[arg(long, allow_negative_numbers = true)]
     pub temperature: Option<f32>,
-    /// Take the likeliest token, whatever the rest says
+    /// Take the likeliest token, whatever the rest and the model's defaults say; only --repeat-penalty changes it
     #[arg(long, conflicts_with = "temperature")]
     pub greedy: bool,
     /// Choose among the K likeliest; 0 is all [default: the model's, or 40]
@@ -323,12 +323,30 @@ impl SamplingArgs {
         })
     }
 
-    pub fn sampler(&self, shipped: &Shipped, seed: u64) -> anyhow::Result<Sampler> {
-        Sampler::new(self.config(shipped, seed)).map_err(|e| wrong_usage(e.to_string()))
+    pub fn sampler(&self, opened: &Opened, seed: u64) -> anyhow::Result<Sampler> {
+        let shipped = match self.asks_the_model() {
+            true => *opened.sampling().map_err(|e| anyhow!("{e}"))?,
+            false => Shipped::default(),
+        };
+        Sampler::new(self.config(&shipped, seed)).map_err(|e| wrong_usage(e.to_string()))
     }
 
-    /// Flags come first, then what the model ships, then our own defaults.
+    /// Is there anything that flags leave to the model's defaults?
+    fn asks_the_model(&self) -> bool {
+        let all_are_given = self.temperature.is_some()
+            && self.top_k.is_some()
+            && self.top_p.is_some()
+            && self.min_p.is_some()
+            && self.repeat_penalty.is_some()
+            && self.repeat_last.is_some();
+        !self.greedy && !all_are_given
+    }
+
+    /// Flags come first, then what the model ships, then our own defaults. Of a model's defaults `--greedy` takes none: a
+    /// penalty would choose another token than the likeliest.
     fn config(&self, shipped: &Shipped, seed: u64) -> SamplerConfig {
+        let none = Shipped::default();
+        let shipped = if self.greedy { &none } else { shipped };
         let temperature = if self.greedy { Some(0.0) } else { self.temperature };
         SamplerConfig {
             temperature: temperature.or(shipped.temperature).unwrap_or(0.8),
@@ -402,6 +420,10 @@ mod tests {
         assert_eq!((theirs.repetition_penalty, theirs.repetition_window), (1.1, usize::MAX));
         let flags = with(&["--temperature", "1", "--top-k", "0", "--repeat-last", "8"], &shipped);
         assert_eq!((flags.temperature, flags.top_k, flags.repetition_window), (1.0, 0, 8));
-        assert_eq!(with(&["--greedy"], &shipped).temperature, 0.0);
+        // A penalty that the model ships made `--greedy` take others than the likeliest.
+        let greedy = with(&["--greedy"], &shipped);
+        assert_eq!((greedy.temperature, greedy.repetition_penalty), (0.0, 1.0));
+        assert_eq!(with(&["--greedy", "--repeat-penalty", "1.5"], &shipped).repetition_penalty, 1.5);
+        assert_eq!(with(&["--temperature", "0"], &shipped).repetition_penalty, 1.1);
     }
 }

@@ -56,6 +56,7 @@ const HELP: &str = "\
 /quit                   or end of input
 //TEXT                  say /TEXT
 a \\ at a line's end      goes on with the next line
+\\\\ at the end           is a \\, and ends what you say
 arrows, Ctrl-R          find what was typed before";
 
 /// `kvist chat --json`, one line per turn
@@ -77,7 +78,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     // Branches need a kind that shares; who names another one gets that.
     args.cache.kind.get_or_insert_with(|| "cells".into());
     let opened = args.model.open()?;
-    let mut sampler = args.sampling.sampler(opened.sampling(), args.sampling.seed())?;
+    let mut sampler = args.sampling.sampler(&opened, args.sampling.seed())?;
     opened.tokenizer().context("this model has no tokenizer (tokenizer.json beside it)")?.check()?;
     if args.system.is_some() && opened.chat_template().is_none() {
         return Err(wrong_usage(

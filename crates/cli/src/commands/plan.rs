@@ -179,8 +179,8 @@ impl Report {
         ];
         if let Some(ring) = &self.ring {
             lines.push(format!(
-                "hint             --kind ring takes {} for the KV cache: this model sees {} tokens back, and a ring keeps no \
-                 more",
+                "hint             --kind ring takes {} for the KV cache: this model sees {} tokens back, and a ring keeps that \
+                 and one step",
                 Bytes(ring.kv_cache_bytes),
                 ring.window_tokens
             ));

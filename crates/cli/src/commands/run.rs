@@ -58,7 +58,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let prompt = args.prompt()?;
     let seed = args.sampling.seed();
     let opened = args.model.open()?;
-    let mut sampler = args.sampling.sampler(opened.sampling(), seed)?;
+    let mut sampler = args.sampling.sampler(&opened, seed)?;
     let (tokens, echo) = args.encode(&opened, &prompt)?;
     let needed = tokens.len() as u64 + u64::from(args.max_tokens);
     let config = args.cache.config(opened.config(), needed)?;

@@ -148,6 +148,8 @@ struct Plan {
     bound: json::MemoryBytes,
     /// What requests take beside it while they are made ready, all together.
     requests_bytes: u64,
+    /// Both: what must be there.
+    total_bytes: u64,
     available_bytes: Option<u64>,
 }
 
@@ -159,6 +161,11 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     args.model.model = config.model.path.clone();
     let opened = args.model.open()?;
+    if config.model.generation_config.as_deref() != Some("none")
+        && let Err(error) = opened.sampling()
+    {
+        anyhow::bail!("{error}; --generation-config none does without it");
+    }
     let registry = registry(&args.model.compute.get()?);
     let engine = config.engine(opened.config());
     let plan = engine.paged.plan(opened.config(), &registry)?;
@@ -170,11 +177,13 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     let budget = args.model.budget();
     let free = MemoryPlan::free_after(&opened, args.model.weights, &budget)?;
-    if plan.session_bound() > free {
+    let requests_bytes = requests_bytes(&config);
+    if plan.session_bound().saturating_add(requests_bytes) > free {
         anyhow::bail!(
-            "the cache asks {} (working memory included), and beside the weights {} of {} are free; try a smaller \
-             --context, --kv q8, --max-batch-tokens or --max-batch",
+            "the cache asks {} (working memory included), requests {}, and beside the weights {} of {} are free; try a \
+             smaller --context, --kv q8, --max-batch-tokens, --max-batch or --max-body",
             Bytes(plan.session_bound()),
+            Bytes(requests_bytes),
             Bytes(free),
             Bytes(budget.total())
         );
@@ -193,7 +202,12 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     runtime.block_on(async {
         if let Some(file) = record {
             // Not before it begins: a server that does not start leaves what was there. A pipe has no length.
-            let _ = file.set_len(0);
+            match file.set_len(0) {
+                Err(error) if file.metadata().map_or(true, |there| there.is_file()) => {
+                    return Err(error).context("--record: what the file holds cannot be removed");
+                }
+                _ => {}
+            }
             let has_begun = engine.live().record(&engine, file).await;
             anyhow::ensure!(has_begun, "--record: the system refuses a thread that writes it");
         }
@@ -242,11 +256,16 @@ async fn terminated() {
     });
 }
 
+/// What requests take until the model has them.
+fn requests_bytes(config: &ServerConfig) -> u64 {
+    kvist_server::request_bytes(config.limits.max_body_bytes) as u64
+}
+
 fn show_plan(args: &Args, config: &ServerConfig, opened: &Opened, plan: &MemoryPlan) -> anyhow::Result<()> {
     let weights = opened.weight_bytes(args.model.weights)?;
     let bound = plan.usage.with(Purpose::Weights, weights);
     let total = bound.checked_total().context("these sizes overflow: no machine holds such a server")?;
-    let requests_bytes = kvist_server::request_bytes(config.limits.max_body_bytes) as u64;
+    let requests_bytes = requests_bytes(config);
     let total = total.saturating_add(requests_bytes);
     let available = args.model.memory.map(|size| size.0).or_else(memory::available);
     let report = Plan {
@@ -260,6 +279,7 @@ fn show_plan(args: &Args, config: &ServerConfig, opened: &Opened, plan: &MemoryP
         max_batch_tokens: config.scheduler.max_batch_tokens,
         bound: bound.into(),
         requests_bytes,
+        total_bytes: total,
         available_bytes: available,
     };
     if args.json {
@@ -282,7 +302,7 @@ fn show_plan(args: &Args, config: &ServerConfig, opened: &Opened, plan: &MemoryP
             format!("scratch          {}", Bytes(report.bound.scratch)),
             format!("activations      {}", Bytes(report.bound.activations)),
             format!("requests         {}", Bytes(requests_bytes)),
-            format!("bound            {}", Bytes(total)),
+            format!("total bound      {}", Bytes(total)),
         ];
         if let Some(available) = available {
             lines.push(format!("available        {}", Bytes(available)));

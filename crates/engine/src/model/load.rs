@@ -59,7 +59,8 @@ pub struct Opened {
     pub(crate) source: Source,
     tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
-    sampling: Shipped,
+    /// An error counts only where these defaults are asked for.
+    sampling: Result<Shipped, Error>,
 }
 
 impl Opened {
@@ -98,12 +99,18 @@ impl Opened {
         let config = ModelConfig::from_folder(path)?;
         let source = Source::folder(path, mmap)?;
         let name = path.display().to_string();
-        let mut opened =
-            Opened { name, config, source, tokenizer: None, template: None, sampling: Shipped::default() };
+        let mut opened = Opened {
+            name,
+            config,
+            source,
+            tokenizer: None,
+            template: None,
+            sampling: Ok(Shipped::default()),
+        };
         if texts {
             opened.tokenizer = Tokenizer::from_folder(path)?;
             opened.template = ChatTemplate::from_folder(path)?;
-            opened.sampling = Shipped::from_folder(path)?;
+            opened.sampling = Shipped::from_folder(path);
         }
         Ok(opened)
     }
@@ -112,8 +119,8 @@ impl Opened {
         let gguf = source.as_gguf().ok_or_else(|| Error::Usage("not a GGUF source".into()))?;
         let config = ModelConfig::from_gguf(gguf)?;
         let (tokenizer, template, sampling) = match texts {
-            true => (Tokenizer::from_gguf(gguf)?, ChatTemplate::from_gguf(gguf)?, Shipped::from_gguf(gguf)?),
-            false => (None, None, Shipped::default()),
+            true => (Tokenizer::from_gguf(gguf)?, ChatTemplate::from_gguf(gguf)?, Shipped::from_gguf(gguf)),
+            false => (None, None, Ok(Shipped::default())),
         };
         Ok(Opened { name, config, source, tokenizer, template, sampling })
     }
@@ -137,9 +144,9 @@ impl Opened {
         self.template.as_ref()
     }
 
-    /// How its makers sample from it.
-    pub fn sampling(&self) -> &Shipped {
-        &self.sampling
+    /// How its makers sample from it, or why what they say about it cannot be.
+    pub fn sampling(&self) -> Result<&Shipped, &Error> {
+        self.sampling.as_ref()
     }
 
     /// Bytes the weights will take in this form: what [`Model::load`] reserves.
@@ -183,6 +190,7 @@ impl Opened {
         }
         end_tokens.sort_unstable();
         end_tokens.dedup();
+        let sampling = sampling.unwrap_or_default();
         Ok(Model { name, decoder, tokenizer, template, end_tokens, sampling, weights })
     }
 }
@@ -236,7 +244,7 @@ impl Model {
     pub fn end_tokens(&self) -> &[u32] {
         &self.end_tokens
     }
-    /// How its makers sample from it.
+    /// How its makers sample from it; nothing where that cannot be ([`Opened::sampling`] says why).
     pub fn sampling(&self) -> &Shipped {
         &self.sampling
     }
