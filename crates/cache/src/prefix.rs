@@ -366,8 +366,31 @@ impl Prefixes<'_> {
         content: &Content<'_>,
         at: Moment,
     ) -> Result<Lookup, Refused> {
+        self.open_counted(seq, salt, content, at, true)
+    }
+
+    /// [`open`](Self::open), for a prompt that was opened before, and removed: it finds what was stored of itself, and is
+    /// not counted again in [`PrefixReport::opened`].
+    pub fn open_again(
+        &mut self,
+        seq: SeqId,
+        salt: &str,
+        content: &Content<'_>,
+        at: Moment,
+    ) -> Result<Lookup, Refused> {
+        self.open_counted(seq, salt, content, at, false)
+    }
+
+    fn open_counted(
+        &mut self,
+        seq: SeqId,
+        salt: &str,
+        content: &Content<'_>,
+        at: Moment,
+        is_first: bool,
+    ) -> Result<Lookup, Refused> {
         let Cache { groups, index, epoch, .. } = &mut *self.cache;
-        let found = index.as_mut().expect(CHECKED).open(groups, seq, salt, content, at)?;
+        let found = index.as_mut().expect(CHECKED).open(groups, seq, salt, content, at, is_first)?;
         *epoch += 1;
         Ok(found)
     }
@@ -376,8 +399,8 @@ impl Prefixes<'_> {
     /// Where it knows a block from elsewhere, `seq` holds that one from now on.
     ///
     /// All of `content` is compared with what is stored for `seq` already, in O(its length): content that differs is
-    /// refused as [`Refused::OtherContent`], and nothing changes. Who stores at every step hands over what is new with
-    /// [`store_from`](Self::store_from).
+    /// refused as [`Refused::OtherContent`], and nothing changes. A caller that stores at every step hands over what
+    /// is new with [`store_from`](Self::store_from).
     pub fn store(&mut self, seq: SeqId, content: &Content<'_>, at: Moment) -> Result<Stored, Refused> {
         self.store_from(seq, 0, content, at)
     }

@@ -346,6 +346,11 @@ fn hits_are_counted_over_the_last_prompts_too() {
         rig.serve("", &Content::Tokens(&count(9)));
     }
     rig.serve("", &Content::Unknown { n_tokens: 7 });
+    rig.serve("", &Content::Tokens(&[]));
+    let again =
+        rig.prefixes().open_again(SeqId(7), "", &Content::Tokens(&count(9)), AT).expect("it is closed");
+    assert_eq!(again.hit_tokens, 8);
+    rig.cache.sequences().expect("many").seq_rm(SeqId(7), 0, u32::MAX).expect("it is open");
     let report = rig.prefixes().report();
     let counts =
         |n_prompts, hits| HitCounts { n_prompts, prompt_tokens: 9 * n_prompts, hit_tokens: 8 * hits };

@@ -165,9 +165,11 @@ impl Scheduler {
         let mut hit = 0;
         if !resumed {
             let seq = SeqId(self.next_seq);
-            let miss = (self.explain && !entry.fresh && entry.admitted_ns.is_none())
+            let is_first = entry.admitted_ns.is_none();
+            let miss = (self.explain && !entry.fresh && is_first)
                 .then(|| self.memory.explain(&entry.salt, &entry.prompt, entry.wanted_content()));
-            hit = self.memory.open(seq, &entry.salt, &entry.prompt, entry.wanted_content(), at);
+            let n_tokens = entry.wanted_content();
+            hit = self.memory.open(seq, &entry.salt, &entry.prompt, n_tokens, at, is_first);
             self.next_seq = self.next_seq.wrapping_add(1);
             let entry = &mut self.entries[slot as usize];
             entry.seq = Some(seq);

@@ -46,7 +46,8 @@ impl Scheduler {
         if fits(limit) {
             return limit;
         }
-        // A sequence alone takes what is free and fills its last block: fewer steps than cells in both.
+        // A sequence alone takes the free cells and those left in its last block, which are fewer than a block: so many
+        // steps do not fit.
         let (mut good, mut bad) = (0, u32::try_from(free + u64::from(block)).unwrap_or(limit).min(limit));
         while bad - good > 1 {
             let middle = good + (bad - good) / 2;

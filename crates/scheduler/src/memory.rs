@@ -178,11 +178,23 @@ impl Memory {
     }
 
     /// Make a sequence that holds as much of the first `n_tokens` as the index supplies, and say how much that is.
-    pub fn open(&mut self, seq: SeqId, salt: &str, prompt: &Prompt, n_tokens: u32, at: At) -> u32 {
+    /// `is_first`: the prompt had none before.
+    pub fn open(
+        &mut self,
+        seq: SeqId,
+        salt: &str,
+        prompt: &Prompt,
+        n_tokens: u32,
+        at: At,
+        is_first: bool,
+    ) -> u32 {
+        let (content, moment) = (content(prompt, n_tokens), at.moment());
         let opened = match self.cache.prefixes() {
-            Some(mut prefixes) => prefixes
-                .open(seq, salt, &content(prompt, n_tokens), at.moment())
-                .map(|found| found.hit_tokens),
+            Some(mut prefixes) => match is_first {
+                true => prefixes.open(seq, salt, &content, moment),
+                false => prefixes.open_again(seq, salt, &content, moment),
+            }
+            .map(|found| found.hit_tokens),
             None => self.cache.sequences().expect(CHECKED).seq_new(seq).map(|()| 0),
         };
         opened

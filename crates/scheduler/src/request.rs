@@ -88,7 +88,7 @@ pub struct Request {
     /// Requests with different salts share no prefix.
     #[serde(default)]
     pub salt: Arc<str>,
-    /// Compute every token, also those that the prefix index could supply: for whom wants what comes of each. What it
+    /// Compute every token, also those that the prefix index could supply, where something is wanted of each. What it
     /// computes is indexed as ever.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub fresh: bool,

@@ -1,6 +1,6 @@
 //! Small pools, windows and refused admissions: what must not happen to those who wait, and to those who run.
 use kvist_cache::kinds::{GroupSpec, Visibility};
-use kvist_cache::{Cache, Change, PagedSpec, PrefixSpec};
+use kvist_cache::{Cache, Change, HitCounts, PagedSpec, PrefixSpec};
 use kvist_scheduler::*;
 
 fn group(capacity_tokens: u32, window: Option<u32>) -> GroupSpec {
@@ -112,6 +112,48 @@ fn nobody_makes_way_for_nothing() {
             assert_eq!(entered, preemptions > 0, "{preempted:?} prompt of {prompt}");
         }
     }
+}
+
+/// A request that was preempted found what it had stored itself, and that was counted as a hit of another prompt; one
+/// that asks for nothing was counted as a prompt that missed.
+#[test]
+fn a_prompt_counts_once_in_the_hit_ratio() {
+    let mut s = Scheduler::new(tight("fcfs"), paged(&[group(40, None)], 4, "lru"), None).unwrap();
+    for id in [0, 1] {
+        let prompt = tokens(10, id);
+        s.arrive(0, Request { prompt, ..Request::new(id.into(), 0, 10, 20) }).unwrap();
+    }
+    let (mut m, mut now) = (machine(), 0);
+    while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut m) {
+        now += elapsed_ns;
+    }
+    s.arrive(now, Request { prompt: tokens(10, 0), fresh: true, ..Request::new(2, now, 10, 1) }).unwrap();
+    s.turn(now, &mut m);
+    assert_eq!((s.counters().preemptions, s.drain_ended().count()), (1, 3));
+    let opened = s.cache_mut().prefixes().unwrap().report().opened;
+    assert_eq!(opened, HitCounts { n_prompts: 2, prompt_tokens: 20, hit_tokens: 0 });
+}
+
+/// What is short is taken from the prompts of the step, and a decoded token is none.
+#[test]
+fn prompts_are_shortened_by_what_is_missing() {
+    let groups = [group(100_000, None), group(60, Some(32))];
+    let mut s = Scheduler::new(tight("fcfs"), paged(&groups, 10, "lru"), None).unwrap();
+    let mut shares = Vec::new();
+    let mut m = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
+        out.elapsed_ns = 10;
+        shares.push(batch.work.iter().map(|w| w.n_tokens).collect::<Vec<_>>());
+        let samples = batch.work.iter().filter(|w| w.samples);
+        out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
+    });
+    s.arrive(0, Request::new(0, 0, 20, 10)).unwrap();
+    s.turn(0, &mut m);
+    // Four blocks are free, and with the one that is decoded into the step needs five.
+    s.arrive(10, Request::new(1, 10, 35, 10)).unwrap();
+    s.turn(10, &mut m);
+    assert_eq!(s.counters().preemptions, 0);
+    drop(m);
+    assert_eq!(shares, [vec![20], vec![1, 25]]);
 }
 
 /// What victims share with somebody who stays, or with the newcomer, is no room; what they share among themselves is.

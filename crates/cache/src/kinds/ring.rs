@@ -60,8 +60,7 @@ impl Ring {
         while from < until {
             let (start, room) = match from.checked_sub(self.sinks()) {
                 // The ring follows the sinks without a gap: its first round continues their run.
-                // No caller asks for more of it than that round has.
-                None => (from, u32::MAX),
+                None => (from, self.capacity_cells() - from),
                 Some(p) => (self.sinks() + p % self.round(), self.round() - p % self.round()),
             };
             let len = room.min(until - from);

@@ -1,8 +1,9 @@
 //! What the index supplied of the prompts that were opened: since the beginning, and of the last ones.
 use std::collections::VecDeque;
 
-/// Prompts that were opened, and what the index supplied of them. A prompt of unknown content is not counted: nothing
-/// of it could be found.
+/// Prompts that were opened, and what the index supplied of them. Neither a prompt of unknown content is
+/// counted nor an empty one, of which nothing could be found, nor one that was opened before
+/// ([`open_again`](super::Prefixes::open_again)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HitCounts {
     /// Prompts.

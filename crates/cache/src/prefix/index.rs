@@ -309,6 +309,7 @@ impl Index {
         self.roots.get(&leaf.root).map(|(salt, _)| &**salt)
     }
 
+    /// `is_first`: its prompt was not opened before, and is counted.
     pub fn open(
         &mut self,
         groups: &mut [Box<dyn Kind>],
@@ -316,6 +317,7 @@ impl Index {
         salt: &str,
         content: &Content<'_>,
         at: Moment,
+        is_first: bool,
     ) -> Result<Lookup, Refused> {
         if groups[0].next_position(seq).is_some() {
             return Err(Refused::SequenceExists(seq));
@@ -341,7 +343,7 @@ impl Index {
         self.path = path;
         self.set_leaf(groups, seq, Some(Leaf { root, node, n_blocks: walk.n_hit }));
         let block_tokens = self.block_tokens();
-        if !matches!(content, Content::Unknown { .. }) {
+        if is_first && content.n_tokens() > 0 && !matches!(content, Content::Unknown { .. }) {
             self.hits.count(content.n_tokens(), walk.n_hit * block_tokens);
         }
         Ok(Lookup { hit_tokens: walk.n_hit * block_tokens, idle_tokens: n_idle * block_tokens })
