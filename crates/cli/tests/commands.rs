@@ -422,7 +422,11 @@ fn a_plan_says_what_a_ring_would_take() {
     assert_eq!(plan["ring"]["kv_cache_bytes"], ring["bound"]["kv_cache"]);
     assert!(number(&ring, "bound.kv_cache") < number(&plan, "bound.kv_cache"));
     let (text, _) = succeed(&["plan", &window]);
-    assert!(text.contains("--kind ring takes") && text.contains("8 tokens back"), "{text}");
+    assert!(
+        text.contains("--kind ring takes")
+            && text.contains("8 tokens back, and a ring keeps that and one step"),
+        "{text}"
+    );
     assert!(ring["ring"].is_null(), "it is one");
     for full in ["llama-gqa", "qwen2-window-mixed"] {
         assert!(json(&["plan", "--json", &path(full)])["ring"].is_null(), "{full} sees everything somewhere");
@@ -442,6 +446,34 @@ fn a_broken_tokenizer_is_no_affair_of_logits() {
     let out = run(&["run", "--model", model, "x"], b"");
     assert_eq!(out.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&out.stderr).contains("tokenizer.json"));
+}
+
+/// One bad field stopped every command, and nothing switched it off.
+#[test]
+fn a_default_that_cannot_be_matters_only_where_it_is_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(fixtures().join("parity/llama-gqa").join(name), folder.path().join(name)).unwrap();
+    }
+    std::fs::write(folder.path().join("generation_config.json"), "{\"top_p\": 0}").unwrap();
+    let model = folder.path().to_str().unwrap();
+    let serve = ["serve", "--dry-run", "--model", model];
+    succeed(&[&serve[..], &["--generation-config", "none"]].concat());
+    let every = "--temperature 1 --top-k 0 --top-p 1 --min-p 0 --repeat-penalty 1 --repeat-last 0";
+    let every: Vec<&str> = every.split(' ').collect();
+    let run_it = ["run", "--model", model, "x"];
+    for (args, is_told) in [
+        (serve.to_vec(), true),
+        (run_it.to_vec(), true),
+        // These fail for want of a tokenizer.
+        ([&run_it[..], &["--greedy"]].concat(), false),
+        ([&run_it[..], &every].concat(), false),
+    ] {
+        let out = run(&args, b"");
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(1), "{args:?}: {stderr}");
+        assert_eq!(stderr.contains("top_p"), is_told, "{args:?}: {stderr}");
+    }
 }
 
 /// "The cache is full" said neither how full nor what helps.

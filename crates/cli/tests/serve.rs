@@ -172,6 +172,14 @@ fn the_plan_names_every_purpose_and_is_refused_where_it_does_not_fit() {
     assert_eq!(plan["requests_bytes"].as_u64(), Some((66 * 4 + 64) << 20));
     let small = json(&["serve", "--dry-run", "--json", "--max-body", "1MiB"]);
     assert_eq!(small["requests_bytes"].as_u64(), Some((66 + 64) << 20));
+    assert_eq!(plan["total_bytes"].as_u64(), Some(of("total") + ((66 * 4 + 64) << 20)));
+    // Requests were in the plan and not in the bound: the dry run refused this, and the server started.
+    for last in [&["--dry-run"][..], &["--port", "0"]] {
+        let out = run(&[&["serve", "--memory", "300MiB", "--context", "4096"], last].concat(), b"");
+        let stderr = String::from_utf8(out.stderr).unwrap();
+        assert_eq!(out.status.code(), Some(1), "{last:?}: {stderr}");
+        assert!(last[0] == "--dry-run" || stderr.contains("requests 328 MiB"), "{stderr}");
+    }
     let (text, _) = succeed(&["serve", "--dry-run"]);
     assert!(text.contains("bound ") && text.contains("KV cache") && text.contains("requests "), "{text}");
     for args in
