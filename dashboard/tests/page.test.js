@@ -279,8 +279,8 @@ test('a dropped or chosen recording is shown, a wrong file is refused in words',
 test('a recording without a request says so', async () => {
   const page = await open(server.url);
   await ready(page);
-  const line = '{"format":"kvist-recording","version":1,"groups":[{"block_tokens":16,"blocks":64,"window":null}]}\n';
-  await page.locator('input[type=file]').setInputFiles({ name: 'empty.jsonl', mimeType: 'text/plain', buffer: Buffer.from(line) });
+  const lines = [{ format: 'kvist-recording', version: 1, groups: [{ block_tokens: 16, blocks: 64, window: null }] }, { n: 0, at: 1e9, steps: 1, elapsed: 1e7, sampled: [], finished: [] }];
+  await page.locator('input[type=file]').setInputFiles({ name: 'empty.jsonl', mimeType: 'text/plain', buffer: Buffer.from(lines.map((line) => JSON.stringify(line)).join('\n')) });
   await page.getByText('Recording · empty.jsonl').waitFor();
   const timeline = page.getByRole('region', { name: 'Requests over time' });
   await timeline.getByText('No request was recorded.').waitFor();
