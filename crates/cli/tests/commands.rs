@@ -361,6 +361,45 @@ fn a_chat_that_waits_ends_at_the_first_signal() {
     panic!("it went on waiting");
 }
 
+/// The prompt of a terminal that is not known went to stdout, and a signal at the prompt left the terminal raw.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_terminal_is_left_as_it_was_and_stdout_has_no_prompt() {
+    use nix::sys::termios::{LocalFlags, tcgetattr};
+    use std::io::Write;
+    for term in ["dumb", "xterm"] {
+        let pty = nix::pty::openpty(None, None).unwrap();
+        let (mut master, slave) = (std::fs::File::from(pty.master), pty.slave);
+        let before = tcgetattr(&slave).unwrap().local_flags;
+        let terminal = || Stdio::from(slave.try_clone().unwrap());
+        let mut command = std::process::Command::new("setsid");
+        command.arg("--ctty").arg(kvist().get_program()).args(["chat", "-q", "--no-history"]);
+        command.env("TERM", term).stdin(terminal()).stdout(Stdio::piped()).stderr(terminal());
+        let mut child = command.spawn().unwrap();
+        let mut said = Vec::new();
+        while !String::from_utf8_lossy(&said).contains("main> ") {
+            let mut some = [0; 256];
+            let n = master.read(&mut some).unwrap();
+            said.extend(&some[..n]);
+        }
+        if term == "dumb" {
+            master.write_all(b"/quit\n").unwrap();
+        } else {
+            assert!(
+                !tcgetattr(&slave).unwrap().local_flags.contains(LocalFlags::ICANON),
+                "it edits no lines"
+            );
+            let kill = std::process::Command::new("kill").arg(child.id().to_string()).status().unwrap();
+            assert!(kill.success());
+        }
+        let mut stdout = String::new();
+        child.stdout.take().unwrap().read_to_string(&mut stdout).unwrap();
+        let status = child.wait().unwrap().code();
+        assert_eq!((status, stdout.as_str()), (Some(if term == "dumb" { 0 } else { 130 }), ""), "{term}");
+        assert_eq!(tcgetattr(&slave).unwrap().local_flags, before, "{term}");
+    }
+}
+
 /// A part must not pass for the whole.
 #[test]
 fn a_continuation_that_is_cut_short_is_a_failure_and_says_so() {
