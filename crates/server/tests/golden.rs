@@ -58,11 +58,11 @@ async fn load(engine: &Engine, all: &[u32]) {
             }
         });
         // Users come while others are served, on a machine of any speed: some steps later, and not some time.
+        // Where all that came before has ended meanwhile, there is nothing to wait for.
         let steps = || engine.stats().counters.steps;
         let until = steps() + 3;
-        while i % 5 == 4 && steps() < until {
-            tokio::time::sleep(Duration::from_micros(200)).await;
-        }
+        let becomes_idle = || tokio::time::timeout(Duration::from_micros(200), engine.idle());
+        while i % 5 == 4 && steps() < until && becomes_idle().await.is_err() {}
     }
     // One that waits and is never admitted, one that can never be.
     drop(engine.submit(greedy(&all[..30], 5)).unwrap());

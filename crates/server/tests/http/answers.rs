@@ -296,7 +296,7 @@ fn conversations_without_a_template_are_plain() {
     let reason = if cut == expected { "length" } else { "stop" };
     assert_eq!(spoken(&events, |c| c["delta"]["content"].as_str()), [(cut, reason.into())]);
     // Without a limit it goes on to the end of the context, or of the text.
-    let body = json!({"messages": messages, "temperature": 0, "kvist": {"timeout_ms": 20000}});
+    let body = json!({"messages": messages, "temperature": 0});
     let whole = server.post("/v1/chat/completions", &body).good();
     let total = whole["usage"]["total_tokens"].as_u64().unwrap();
     assert!(whole["choices"][0]["finish_reason"] == "stop" || total >= 512, "{whole}");

@@ -140,8 +140,10 @@ fn deadlines_end_requests() {
     let mut config = config();
     config.scheduler.max_batch = 1;
     let server = Server::start(config);
-    let late =
-        |ms: u64, stream: bool| endless(json!({"stream": stream, "kvist": {"timeout_ms": ms}, "n": 1}));
+    // At this pace none comes to its end before its deadline.
+    let late = |ms: u64, stream: bool| {
+        endless(json!({"stream": stream, "kvist": {"timeout_ms": ms, "pace": 1}, "n": 1}))
+    };
     // On a busy machine no token comes within the first of these times, and then one within the last.
     let in_time = |stream: bool, said: &dyn Fn(&Answer) -> bool| {
         let ask = |ms| server.post("/v1/completions", &late(ms, stream));
@@ -162,7 +164,7 @@ fn deadlines_end_requests() {
     assert_eq!(error["error"]["code"], "deadline_exceeded");
     assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "length");
     // One that never got a turn is an error.
-    let held = streaming(&server, &endless(json!({"stream": true, "n": 1})), 1);
+    let held = streaming(&server, &endless(json!({"stream": true, "kvist": {"pace": 1}, "n": 1})), 1);
     let answer = server.post("/v1/completions", &late(150, false));
     assert_eq!((answer.status, answer.error().2.as_str()), (408, "deadline_exceeded"));
     assert_eq!(answer.header("x-should-retry"), Some("false"));
