@@ -43,14 +43,19 @@ pub struct ToolParser {
     place: Place,
     held: String,
     calls: usize,
-    /// Inside a call, do not look again before this much is held, or a mark comes: looking takes linear time.
-    look_at: usize,
+    /// Of a call that was not complete, the bytes that were looked at. To look takes time for each, so the next time is
+    /// when they have doubled, or a mark comes; see [`SHORT_BYTES`].
+    looked: usize,
 }
+
+/// A call of so many bytes is looked at with every mark. A longer one, of which each bracket of a nested list would have
+/// the whole read again, when it has grown by an eighth too, or at the end of the answer.
+const SHORT_BYTES: usize = 4 << 10;
 
 impl ToolParser {
     /// Without `parallel` the first call is the only one: later ones are swallowed.
     pub fn new(format: ToolFormat, parallel: bool, tools: Arc<[Tool]>) -> Self {
-        ToolParser { format, parallel, tools, place: Place::Start, held: String::new(), calls: 0, look_at: 0 }
+        ToolParser { format, parallel, tools, place: Place::Start, held: String::new(), calls: 0, looked: 0 }
     }
 
     /// Calls so far.
@@ -63,7 +68,9 @@ impl ToolParser {
         self.held += piece;
         // Only a bracket or the end of a marker completes anything.
         let bracket = if self.format == ToolFormat::Pythonic { ']' } else { '}' };
-        if self.held.len() >= self.look_at || piece.contains([bracket, '>']) {
+        let grown = if self.looked > SHORT_BYTES { self.looked / 8 } else { 0 };
+        let marked = self.held.len() >= self.looked + grown && piece.contains([bracket, '>']);
+        if marked || self.held.len() >= self.looked * 2 {
             self.look(false, out);
         }
     }
@@ -90,7 +97,7 @@ impl ToolParser {
     }
 
     fn look(&mut self, end: bool, out: &mut Vec<ToolDelta>) {
-        self.look_at = 0;
+        self.looked = 0;
         while self.turn(end, out) {}
     }
 
@@ -152,7 +159,7 @@ impl ToolParser {
         }
         match self.call(&rest[body..], end) {
             Found::Unfinished => {
-                self.look_at = self.held.len() * 2;
+                self.looked = self.held.len();
                 false
             }
             Found::Calls(calls, len) => {
@@ -570,5 +577,35 @@ mod tests {
         parser.finish(&mut out);
         assert_eq!(out, [ToolDelta::Call { index: 0, call: call("f", "{}") }]);
         assert_eq!(parser.calls(), 1);
+    }
+
+    /// Every bracket of a nested list had the whole call read again, seconds in a long answer.
+    #[test]
+    fn long_calls_are_not_read_again_with_every_bracket() {
+        let (lists, objects) = ("[1],".repeat(20_000), "{},".repeat(20_000));
+        for (format, answer, arguments) in [
+            (Pythonic, format!("[f(a=[{lists}])]"), format!("{{\"a\": [{}]}}", ["[1]"; 20_000].join(", "))),
+            (
+                Hermes,
+                format!(
+                    "<tool_call>{{\"name\": \"f\", \"arguments\": {{\"a\": [{objects}{{}}]}}}}</tool_call>"
+                ),
+                format!("{{\"a\": [{objects}{{}}]}}"),
+            ),
+        ] {
+            let (mut parser, mut out) = (ToolParser::new(format, true, Arc::default()), Vec::new());
+            let (mut read_bytes, mut looked) = (0, 0);
+            for piece in answer.split_inclusive([']', '}']) {
+                parser.push(piece, &mut out);
+                if parser.looked != looked {
+                    looked = parser.looked;
+                    read_bytes += looked;
+                }
+            }
+            parser.finish(&mut out);
+            assert_eq!(out, [ToolDelta::Call { index: 0, call: call("f", &arguments) }]);
+            let bound = 9 * answer.len() + SHORT_BYTES * SHORT_BYTES;
+            assert!(read_bytes < bound, "{format:?}: {read_bytes} of {}", answer.len());
+        }
     }
 }
