@@ -1,20 +1,23 @@
 //! Can two schemas admit the same value? Told from what they say of types, named values, bounds of numbers, and of
 //! properties that must be there. "No" is a proof; where nothing is proven the answer is "maybe", which counts as yes.
+//!
+//! What a proof costs is counted in steps, of which many questions may have one number between them; without steps nothing
+//! is proven.
 use serde_json::{Map, Value};
+use std::cell::Cell;
 
-/// References and alternatives that are followed, over all of a question; behind them nothing is proven.
-const MAX_STEPS: u32 = 4096;
 /// Levels of schemas inside each other.
 const MAX_DEPTH: u32 = 16;
 
-/// Is there no value that all schemas of `a` and all of `b` admit? References are looked up in `root`.
-pub(super) fn disjoint(a: &[&Value], b: &[&Value], root: &Value) -> bool {
-    Prover { root, steps: MAX_STEPS }.disjoint(a, b, MAX_DEPTH)
+/// Is there no value that all schemas of `a` and all of `b` admit? References are looked up in `root`. `steps` are left
+/// for proofs, and taken from.
+pub(super) fn disjoint(a: &[&Value], b: &[&Value], root: &Value, steps: &Cell<usize>) -> bool {
+    Prover { root, steps }.disjoint(a, b, MAX_DEPTH)
 }
 
 struct Prover<'s> {
     root: &'s Value,
-    steps: u32,
+    steps: &'s Cell<usize>,
 }
 
 /// What is asked of one value: all of it.
@@ -43,36 +46,43 @@ fn type_of(value: &Value) -> &'static str {
     }
 }
 
-/// As JSON Schema compares: 1 and 1.0 are the same.
-fn same(a: &Value, b: &Value) -> bool {
-    match (a, b) {
-        (Value::Number(x), Value::Number(y)) => x == y || x.as_f64() == y.as_f64(),
-        (Value::Array(x), Value::Array(y)) => x.len() == y.len() && x.iter().zip(y).all(|(x, y)| same(x, y)),
-        (Value::Object(x), Value::Object(y)) => {
-            x.len() == y.len() && x.iter().all(|(name, x)| y.get(name).is_some_and(|y| same(x, y)))
-        }
-        _ => a == b,
-    }
-}
-
 impl<'s> Prover<'s> {
-    fn step(&mut self) -> bool {
-        self.steps = self.steps.saturating_sub(1);
-        self.steps > 0
+    /// Are some left?
+    fn spend(&self, steps: usize) -> bool {
+        self.steps.set(self.steps.get().saturating_sub(steps));
+        self.steps.get() > 0
+    }
+
+    /// Could they be? As JSON Schema compares: 1 and 1.0 are the same.
+    fn same(&self, a: &Value, b: &Value) -> bool {
+        if !self.spend(1) {
+            return true;
+        }
+        match (a, b) {
+            (Value::Number(x), Value::Number(y)) => x == y || x.as_f64() == y.as_f64(),
+            (Value::Array(x), Value::Array(y)) => {
+                x.len() == y.len() && x.iter().zip(y).all(|(x, y)| self.same(x, y))
+            }
+            (Value::Object(x), Value::Object(y)) => {
+                x.len() == y.len() && x.iter().all(|(name, x)| y.get(name).is_some_and(|y| self.same(x, y)))
+            }
+            _ => a == b,
+        }
     }
 
     /// With references and `allOf` taken apart.
-    fn demands(&mut self, schemas: &[&'s Value], depth: u32, out: &mut Demands<'s>) {
+    fn demands(&self, schemas: &[&'s Value], depth: u32, out: &mut Demands<'s>) {
         for schema in schemas {
             match schema {
                 Value::Bool(false) => out.nothing = true,
-                Value::Object(map) if depth > 0 && self.step() => {
+                Value::Object(map) if depth > 0 && self.spend(1 + out.parts.len() / 16) => {
                     if out.parts.iter().any(|known| std::ptr::eq(*known, map)) {
                         continue;
                     }
                     out.parts.push(map);
                     let to = map.get("$ref").and_then(Value::as_str).and_then(|to| to.strip_prefix('#'));
-                    if let Some(target) = to.and_then(|to| self.root.pointer(to)) {
+                    let paid = |to: &&str| self.spend(length(to));
+                    if let Some(target) = to.filter(paid).and_then(|to| self.root.pointer(to)) {
                         self.demands(&[target], depth - 1, out);
                     }
                     if let Some(all) = map.get("allOf").and_then(Value::as_array) {
@@ -86,8 +96,8 @@ impl<'s> Prover<'s> {
         }
     }
 
-    fn disjoint(&mut self, a: &[&'s Value], b: &[&'s Value], depth: u32) -> bool {
-        if depth == 0 || !self.step() {
+    fn disjoint(&self, a: &[&'s Value], b: &[&'s Value], depth: u32) -> bool {
+        if depth == 0 || !self.spend(1) {
             return false;
         }
         // One value has to meet both.
@@ -125,8 +135,8 @@ impl<'s> Prover<'s> {
         if let Some((first, rest)) = lists.split_first() {
             let mut left = first.iter().filter(|value| {
                 types & bit(type_of(value)) != 0
-                    && rest.iter().all(|list| list.iter().any(|other| same(other, value)))
-                    && !parts.iter().any(|part| out_of_bounds(part, value))
+                    && rest.iter().all(|list| list.iter().any(|other| self.same(other, value)))
+                    && !parts.iter().any(|part| self.spend(1) && out_of_bounds(part, value))
             });
             return left.next().is_none();
         }
@@ -138,7 +148,7 @@ impl<'s> Prover<'s> {
     }
 
     /// Some property must be there, and cannot be.
-    fn no_object(&mut self, parts: &[&'s Map<String, Value>], depth: u32) -> bool {
+    fn no_object(&self, parts: &[&'s Map<String, Value>], depth: u32) -> bool {
         let required: Vec<&str> = parts
             .iter()
             .filter_map(|part| part.get("required")?.as_array())
@@ -146,6 +156,9 @@ impl<'s> Prover<'s> {
             .filter_map(Value::as_str)
             .collect();
         required.into_iter().any(|name| {
+            if !self.spend(parts.len() * (1 + length(name))) {
+                return false;
+            }
             let mut asked: Vec<&'s Value> = Vec::new();
             for part in parts {
                 let own = part.get("properties").and_then(|properties| properties.get(name));
@@ -163,6 +176,11 @@ impl<'s> Prover<'s> {
     }
 }
 
+/// Steps that it takes to look for a name beyond those for one of usual length.
+fn length(name: &str) -> usize {
+    name.len() / 64
+}
+
 /// The values that it may be, where they are named.
 fn values(part: &Map<String, Value>) -> Option<Vec<&Value>> {
     match (part.get("const"), part.get("enum")) {
@@ -172,9 +190,12 @@ fn values(part: &Map<String, Value>) -> Option<Vec<&Value>> {
     }
 }
 
-/// The least and the most that it may be, and whether these may be.
+/// From here on numbers that are not the same are the same `f64`.
+const INEXACT: f64 = (1_u64 << 53) as f64;
+
+/// The least and the most that it may be, and whether these may be. Bounds that are not exact are none.
 fn bounds(part: &Map<String, Value>) -> [(f64, bool); 2] {
-    let number = |name: &str| part.get(name).and_then(Value::as_f64);
+    let number = |name: &str| part.get(name).and_then(Value::as_f64).filter(|x| x.abs() < INEXACT);
     let bound = |inclusive: &str, exclusive: &str, none: f64, tighter: fn(f64, f64) -> bool| {
         let own = (number(inclusive).unwrap_or(none), true);
         // An old draft has true there, about the other one.
@@ -209,6 +230,10 @@ mod tests {
     use super::*;
     use serde_json::json;
 
+    fn disjoint(a: &[&Value], b: &[&Value], root: &Value) -> bool {
+        super::disjoint(a, b, root, &Cell::new(4096))
+    }
+
     #[test]
     fn what_is_proven() {
         let root = json!({"$defs": {
@@ -240,6 +265,22 @@ mod tests {
                 json!({"type": ["number", "null"], "maximum": 4}),
                 json!({"type": ["number", "null"], "minimum": 5}),
                 false,
+            ),
+            // As `f64` these two are one, and nothing seemed to lie between them: 9007199254740993 does.
+            (
+                json!({"type": "integer", "exclusiveMinimum": 9007199254740992_u64}),
+                json!({"type": "integer", "maximum": 9007199254740993_u64}),
+                false,
+            ),
+            (
+                json!({"type": "integer", "exclusiveMaximum": -9007199254740992_i64}),
+                json!({"const": -9007199254740993_i64}),
+                false,
+            ),
+            (
+                json!({"type": "integer", "exclusiveMinimum": 9007199254740990_u64}),
+                json!({"type": "integer", "maximum": 9007199254740990_u64}),
+                true,
             ),
             // Bounds say nothing of what is no number.
             (json!({"maximum": 4}), json!({"minimum": 5}), false),
@@ -296,5 +337,32 @@ mod tests {
         let beside = json!({"type": "object", "required": ["k"]});
         let (a, b) = (json!({"properties": {"k": {"const": 1}}}), json!({"properties": {"k": {"const": 2}}}));
         assert!(disjoint(&[&beside, &a], &[&beside, &b], &root));
+    }
+
+    /// Lists, names and references of any length took one step, and each question had steps of its own.
+    #[test]
+    fn all_that_is_looked_at_is_counted() {
+        let many = |from: u32| json!({"enum": (from..from + 100).collect::<Vec<_>>()});
+        let name = "n".repeat(6400);
+        let long = json!({"type": "object", "required": [name]});
+        let all = json!({"allOf": vec![json!({}); 400]});
+        let to = json!({"$ref": format!("#/$defs/{name}")});
+        for (a, b, expected, least) in [
+            (many(0), many(1000), true, 10_000),
+            (json!({"const": vec![1; 500]}), json!({"const": vec![1; 500]}), false, 500),
+            (many(0), json!({"allOf": vec![json!({"type": "number"}); 100]}), false, 100),
+            (long.clone(), long, false, 400),
+            (all.clone(), all, false, 10_000),
+            (to.clone(), to, false, 200),
+        ] {
+            let steps = Cell::new(100_000);
+            assert_eq!(super::disjoint(&[&a], &[&b], &json!({}), &steps), expected);
+            let taken = 100_000 - steps.get();
+            assert!(taken >= least && steps.get() > 0, "{taken}");
+            // With fewer it is not proven, and ends.
+            let few = Cell::new(least / 2);
+            assert!(!super::disjoint(&[&a], &[&b], &json!({}), &few));
+            assert_eq!(few.get(), 0);
+        }
     }
 }

@@ -2,11 +2,14 @@
 //!
 //! Refused, each with its path: what is no schema; keywords that JSON Schema knows and that can not be enforced (`not`,
 //! `if`, `uniqueItems`, …), because an answer that ignores them would not be valid; references to other documents, to
-//! anchors and to nowhere; `oneOf` whose alternatives may hold at once ([`disjoint`]); too many bytes, too deep a nesting. Keywords that JSON Schema does not know are annotations,
-//! as it says itself. Properties come in the order of the schema.
+//! anchors and to nowhere; `oneOf` whose alternatives may hold at once, or that would take too long to tell apart
+//! ([`disjoint`]); too many bytes, too deep a nesting. Keywords that JSON Schema does not know are annotations, as it says
+//! itself. Properties come in the order of the schema.
 use super::InvalidParameter;
 use super::disjoint::disjoint;
+use kvist_engine::halt;
 use serde_json::{Map, Value, json};
+use std::cell::Cell;
 
 /// Most bytes of one schema, as compact JSON.
 pub const MAX_SCHEMA_BYTES: usize = 64 << 10;
@@ -47,7 +50,9 @@ impl Schema {
         if bytes > MAX_SCHEMA_BYTES {
             return bad(format!("has {bytes} bytes; {MAX_SCHEMA_BYTES} are taken"));
         }
-        Checker { root: &self.schema }.schema(&self.schema, &self.place)?;
+        let max_steps = bytes * STEPS_PER_BYTE;
+        let checker = Checker { root: &self.schema, max_steps, steps: Cell::new(max_steps) };
+        checker.schema(&self.schema, &self.place)?;
         let mut schema = match &self.schema {
             Value::Object(map) => map.clone(),
             Value::Bool(true) => Map::new(),
@@ -74,10 +79,17 @@ fn depth_exceeds(value: &Value, limit: usize) -> bool {
 /// Alternatives of one `oneOf`: each is compared with every other one.
 const MAX_ONE_OF: usize = 64;
 
+/// Steps to tell alternatives apart that all `oneOf` of a schema have between them, for each of its bytes: so those of all
+/// schemas of a request are bounded by its bytes. A step takes some tenths of a microsecond.
+const STEPS_PER_BYTE: usize = 16;
+
 const TYPES: [&str; 7] = ["null", "boolean", "integer", "number", "string", "array", "object"];
 
 struct Checker<'s> {
     root: &'s Value,
+    max_steps: usize,
+    /// Those that are left.
+    steps: Cell<usize>,
 }
 
 impl Checker<'_> {
@@ -107,7 +119,20 @@ impl Checker<'_> {
         let rest = Value::Object(rest);
         for (i, a) in ways.iter().enumerate() {
             for (j, b) in ways.iter().enumerate().skip(i + 1) {
-                if !disjoint(&[&rest, a], &[&rest, b], self.root) {
+                if halt::check().is_err() {
+                    return bad(
+                        "was not looked at to its end: the time to make the request ready is over".into()
+                    );
+                }
+                if !disjoint(&[&rest, a], &[&rest, b], self.root, &self.steps) {
+                    if self.steps.get() == 0 {
+                        return bad(format!(
+                            "cannot be enforced: to tell the alternatives of this schema apart takes more than {} \
+                             steps. Tell them apart by their types or by a property with another `const` in each, the \
+                             first of those that are required, or say `anyOf`",
+                            self.max_steps
+                        ));
+                    }
                     return bad(format!(
                         "cannot be enforced: its alternatives {i} and {j} may both admit the same value. Tell them apart \
                          by their types or by a required property with another `const` in each, or say `anyOf`"
@@ -291,5 +316,43 @@ mod tests {
             let error = Schema::new("s", schema.clone()).checked().unwrap_err().to_string();
             assert!(error.contains(expected), "{schema}: {error}");
         }
+    }
+
+    /// Each pair of each `oneOf` had 4096 steps: this one, of 56 kB, took 16 seconds, and went on when its client had left.
+    #[test]
+    fn all_one_of_of_a_schema_share_their_steps() {
+        let way =
+            |at: usize| json!({"anyOf": (0..34).map(|n| json!({"const": at * 34 + n})).collect::<Vec<_>>()});
+        let defs: Map<String, Value> = (0..64).map(|at| (at.to_string(), way(at))).collect();
+        let refs: Vec<Value> = (0..64).map(|at| json!({"$ref": format!("#/$defs/{at}")})).collect();
+        let of = |n: usize| json!({"$defs": defs, "prefixItems": vec![json!({"oneOf": refs}); n]});
+        for n in [1, 16] {
+            let error = Schema::new("s", of(n)).checked().unwrap_err();
+            assert_eq!(error.param, "s.prefixItems[0].oneOf");
+            let steps = of(n).to_string().len() * STEPS_PER_BYTE;
+            assert!(error.problem.contains(&format!("takes more than {steps} steps")), "{error}");
+        }
+        // Each of these by itself has enough, and all together have not.
+        let few = |n: usize| json!({"$defs": defs, "prefixItems": vec![json!({"oneOf": refs[..6]}); n]});
+        Schema::new("s", few(1)).checked().unwrap();
+        let error = Schema::new("s", few(60)).checked().unwrap_err();
+        assert!(
+            error.param.starts_with("s.prefixItems[") && error.param != "s.prefixItems[0].oneOf",
+            "{error}"
+        );
+        assert!(error.problem.contains("steps"), "{error}");
+        // The largest `oneOf` of usual alternatives has enough.
+        let kind = |at: usize| json!({"type": "object", "properties": {"kind": {"const": format!("k{at}")}, "v": {"type": "string"}}, "required": ["kind", "v"]});
+        let usual: Map<String, Value> = (0..64).map(|at| (at.to_string(), kind(at))).collect();
+        Schema::new("s", json!({"$defs": usual, "oneOf": refs})).checked().unwrap();
+        let last = |at: usize| json!({"type": "object", "properties": {"kind": {"const": at}}, "required": ["kind"]});
+        Schema::new("s", json!({"oneOf": (0..64).map(last).collect::<Vec<_>>()})).checked().unwrap();
+        // The client has left.
+        let halt = halt::Halt::default();
+        halt.cancel();
+        let schema = Schema::new("s", json!({"oneOf": [{"type": "string"}, {"type": "null"}]}));
+        let error = halt.during(|| schema.checked()).unwrap_err();
+        assert!(error.param == "s.oneOf" && error.problem.contains("time"), "{error}");
+        schema.checked().unwrap();
     }
 }
