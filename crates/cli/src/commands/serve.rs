@@ -12,6 +12,7 @@ use serde::Serialize;
 use std::fs::File;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -199,7 +200,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let engine = Engine::start(model, &registry, engine)?;
     let app = App::new(engine.clone(), &config, cache_tokens)?;
     let runtime = kvist_server::runtime().context("cannot start threads for connections")?;
-    runtime.block_on(async {
+    let served = runtime.block_on(async {
         if let Some(file) = record {
             // Not before it begins: a server that does not start leaves what was there. A pipe has no length.
             match file.set_len(0) {
@@ -216,7 +217,10 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         // stdout, because it is what a program that starts this one waits for.
         output::show(&format!("serving {} on http://{address}\n", app.model_name()))?;
         serve(listener, app, terminated()).await.context("the server failed")
-    })
+    });
+    // The grace is over. A rendering or a tokenization that does not end must not keep the program.
+    runtime.shutdown_timeout(Duration::from_secs(2));
+    served
 }
 
 /// What a server recorded cannot be had again, so it is not lost by starting the same command twice.
