@@ -3,7 +3,7 @@
 //! A template is a program that comes with a model, fed with what a client sends. It promises that a rendering ends: its
 //! instructions are counted; that it takes no more than [`Conversation::rendering_bytes`], and is an error where it
 //! would; that what is nested deeply is refused; and that a rendering whose [`Halt`](crate::halt::Halt) is over ends
-//! within a round of a loop, a filter or a write.
+//! within a round of a loop, a filter or a write. One of these walks no list that would weigh more than that, were it made.
 mod allowance;
 mod conversation;
 mod filters;

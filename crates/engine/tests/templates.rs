@@ -253,6 +253,110 @@ fn no_template_takes_more_than_it_may() {
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
+/// Lists that are walks over lists, thousands inside each other, took a frame of the stack each and ended the process; sums
+/// of empty lists took memory without an end.
+#[test]
+fn no_walk_is_inside_another() {
+    let again = |first: &str, step: &str| {
+        format!(
+            "{{% set ns = namespace(l={first}) %}}{{% for i in range(30000) %}}{{% set ns.l = {step} %}}{{% endfor %}}{{{{ ns.l | length }}}}"
+        )
+    };
+    let messages = [json!({"role": "user", "content": "hello"})];
+    for (source, text) in [
+        (again("[1]", "ns.l[0:]"), "1"),
+        (again("[1]", "ns.l[::-1]"), "1"),
+        (again("[1]", "ns.l * 1"), "1"),
+        (again("[1]", "1 * ns.l[:9]"), "1"),
+        (again("[1]", "ns.l | reverse"), "1"),
+        (again("[1]", "(ns.l + [])[0:]"), "1"),
+        (again("[1]", "ns.l | chain([][1:])"), "1"),
+        (again("{'a': 1}", "ns.l | chain({'a': 2})"), "1"),
+        (again("[]", "ns.l | zip"), "0"),
+        (again("[]", "ns.l + ns.l"), "0"),
+        (again("[]", "ns.l | chain(ns.l)"), "0"),
+    ] {
+        let template = ChatTemplate::new("t", &source).unwrap();
+        let (may, took, rendered) = measured(&template, &messages, &[]);
+        assert!(took <= may, "{source}: {took} of {may}");
+        match rendered {
+            Ok(rendered) => assert_eq!(rendered, text, "{source}"),
+            Err(error) => assert!(error.to_string().contains("takes more than"), "{source}: {error}"),
+        }
+    }
+    // What they give is what it was.
+    for (source, text) in [
+        ("{{ [1, 2, 3, 4][1:][1:] }}", "[3, 4]"),
+        ("{{ ([1, 2][1:] * 2)[1:] + [5] }}", "[2, 5]"),
+        ("{{ [1] | chain([2]) }}{{ ([1] | chain([2]))[1] }}", "[1, 2]2"),
+        ("{{ ({'b': 1} | chain({'a': 2})).b }}{{ {'b': 1} | chain({'a': 2}) }}", "1{'a': 2, 'b': 1}"),
+        ("{{ {'a': 1}.items()[0:] | list }}", "[('a', 1)]"),
+        ("{{ [1, 2] | zip([3, 4][0:]) | list }}", "[(1, 3), (2, 4)]"),
+        ("{{ dict({'a': 1}, b=2) }}{{ namespace(a=1).a }}", "{'a': 1, 'b': 2}1"),
+        ("{{ [1, 2, 3] | select('in', [2, 3]) | list }}", "[2, 3]"),
+    ] {
+        let template = ChatTemplate::new("t", source).unwrap();
+        assert_eq!(self::text(json!([]), json!([]), &template).unwrap(), text, "{source}");
+    }
+}
+
+/// A list of large ones, repeated, was compared with another for hours, in one instruction.
+#[test]
+fn no_comparison_is_without_an_end() {
+    let messages = [json!({"role": "user", "content": "hello"})];
+    for compare in [
+        "{{ a in [b] * n }}",
+        "{{ [a] * n == [b] * n }}",
+        "{{ [a] * n < [b] * n }}",
+        "{{ ([b] * n) | sort }}",
+        "{{ ([b] * n) | unique }}",
+        "{{ {([b] * n): 1} }}",
+        "{% set ns = namespace(l=[b]) %}{% for i in range(20) %}{% set ns.l = ns.l + ns.l %}{% endfor %}{{ a in ns.l }}",
+        "{% set l = [b] * 300 %}{% set l = l + l %}{% set l = l + l %}{{ a in l }}",
+    ] {
+        let source = format!(
+            "{{% set n = 1000000 %}}{{% set a = range(1500) | list + [1] %}}{{% set b = range(1500) | list + [2] %}}{compare}"
+        );
+        let template = ChatTemplate::new("t", &source).unwrap();
+        let (_, _, rendered) = measured(&template, &messages, &[]);
+        let error = rendered.unwrap_err().to_string();
+        assert!(error.contains("takes more than"), "{compare}: {error}");
+    }
+}
+
+/// Closures of macros, digits of numbers, and copies of maps were not paid for.
+#[test]
+fn what_was_free_is_paid() {
+    let messages = [json!({"role": "user", "content": "hello"})];
+    for step in [
+        "{% for j in range(1000) %}{% set x = j %}{% macro m() %}{{ x }}{% endmacro %}{% endfor %}",
+        "{{ 1e308 }}{{ 1e308 }}{{ 1e308 }}{{ 1e308 }}{{ -5e-324 }}{{ 1e308 ~ 1e308 }}",
+        "{% set ns.l = ns.l + [dict(m)] %}",
+        "{% set ns.l = ns.l + [dict(namespace(m))] %}",
+    ] {
+        let source = format!(
+            "{{% set ns = namespace(l=[]) %}}{{% set m = {{'a': 1, 'b': 2, 'c': 3, 'd': 4}} %}}{{% for i in range(90000) %}}{step}{{% endfor %}}"
+        );
+        let template = ChatTemplate::new("t", &source).unwrap();
+        let (may, took, rendered) = measured(&template, &messages, &[]);
+        assert!(took <= may, "{step}: {took} of {may}");
+        let error = rendered.unwrap_err().to_string();
+        assert!(error.contains("takes more than"), "{step}: {error}");
+    }
+}
+
+/// A list that grows by every message paid for each that it was before: from some 1,670 on they were refused.
+#[test]
+fn a_list_grows_by_every_message() {
+    let messages: Vec<Value> =
+        (0..4000).map(|i| json!({"role": "user", "content": format!("{i}")})).collect();
+    let source = "{% set ns = namespace(l=[]) %}{% for m in messages %}{% set ns.l = ns.l + [m] %}{% endfor %}{{ ns.l | length }}";
+    let template = ChatTemplate::new("t", source).unwrap();
+    let (may, took, rendered) = measured(&template, &messages, &[]);
+    assert_eq!(rendered.unwrap(), "4000");
+    assert!(took <= may, "{took} of {may}");
+}
+
 /// The compiler computes constants: the process ended before anything was rendered.
 #[test]
 fn constants_are_bounded() {

@@ -7,12 +7,13 @@
 use crate::halt;
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, ErrorKind};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 use std::fmt;
 
 /// Bytes that the renderings of any conversation may take; and how many for each byte of the conversation. Templates of
 /// models make some ten bytes for each that they are given. Those whose list grows by every message make 24 bytes for
-/// each message and each one before it: a thousand turns need 12 MB.
+/// each message and each one before it, at every thirtieth message.
 const ALLOWANCE_BYTES: usize = 32 << 20;
 const ALLOWANCE_FACTOR: usize = 16;
 
@@ -21,7 +22,7 @@ const ALLOWANCE_FACTOR: usize = 16;
 pub(super) const MAX_REQUEST_DEPTH: usize = 64;
 const MAX_DEPTH: usize = 100;
 
-/// Items of a list that is only described (`list * n`, `list + list`): to walk it takes time, and no memory.
+/// Items of a list that is only described (`list * n`, `list + list`): to walk it takes time, and little memory.
 const MAX_ITEMS: usize = 1_000_000;
 
 /// A value in a list or a map.
@@ -35,7 +36,11 @@ pub(super) fn of(bytes: usize) -> usize {
 thread_local! {
     static LEFT: Cell<usize> = const { Cell::new(usize::MAX) };
     static LIMIT: Cell<usize> = const { Cell::new(usize::MAX) };
+    /// The last sums of lists, and what they weigh: a list that grows by every message is not walked for each.
+    static SUMS: RefCell<VecDeque<(Value, usize)>> = const { RefCell::new(VecDeque::new()) };
 }
+
+const MAX_SUMS: usize = 4;
 
 /// Render on this thread within `limit` bytes.
 pub(super) fn within<T>(limit: usize, render: impl FnOnce() -> T) -> T {
@@ -44,9 +49,11 @@ pub(super) fn within<T>(limit: usize, render: impl FnOnce() -> T) -> T {
         fn drop(&mut self) {
             LEFT.set(self.0);
             LIMIT.set(self.1);
+            SUMS.take();
         }
     }
     let _before = Before(LEFT.replace(limit), LIMIT.replace(limit));
+    SUMS.take();
     render()
 }
 
@@ -67,6 +74,16 @@ pub(super) fn spend(bytes: usize) -> Result<(), Error> {
     let left = LEFT.get().checked_sub(bytes).ok_or_else(too_much)?;
     LEFT.set(left);
     Ok(())
+}
+
+/// Refuse what could not be paid for.
+pub(super) fn afford(bytes: usize) -> Result<(), Error> {
+    if bytes > LEFT.get() { Err(too_much()) } else { Ok(()) }
+}
+
+/// Refuse a list that weighs more than a rendering may take, were it made.
+pub(super) fn walkable(weight: usize) -> Result<(), Error> {
+    if weight > LIMIT.get() { Err(too_much()) } else { Ok(()) }
 }
 
 /// Refuse a list of more items than may be walked.
@@ -92,10 +109,65 @@ pub(super) fn items(value: &Value) -> Result<usize, Error> {
     Ok(n)
 }
 
+/// A list of its own instead of one that is a walk over another (`list[1:]`, `list * 2`): no walk is to be inside
+/// another, and that one inside a third, because each takes a frame of the stack.
+pub(super) fn listed(value: Value) -> Result<Value, Error> {
+    if value.kind() != ValueKind::Iterable {
+        return Ok(value);
+    }
+    let n = items(&value)?;
+    spend((n + 1).saturating_mul(size_of::<Value>()))?;
+    let mut list = Vec::with_capacity(n);
+    for item in value.try_iter()? {
+        // `zip` and `items` make theirs as they are walked.
+        if item.is_tuple() {
+            spend((items(&item)? + 1).saturating_mul(SLOT_BYTES))?;
+        }
+        list.push(item);
+    }
+    Ok(Value::from(list))
+}
+
+/// What two lists weigh together, and whether it stays so.
+pub(super) fn weigh_sum(left: &Value, right: &Value) -> Result<(usize, bool), Error> {
+    let (mut sum, mut stays) = (0_usize, true);
+    for list in [left, right] {
+        let (weight, so) = weighed(list, false)?;
+        sum = sum.saturating_add(weight);
+        stays &= so;
+    }
+    walkable(sum)?;
+    Ok((sum, stays))
+}
+
+/// Remember what a sum weighs.
+pub(super) fn remember(sum: &Value, weight: usize) {
+    SUMS.with_borrow_mut(|sums| {
+        if sums.len() == MAX_SUMS {
+            sums.pop_front();
+        }
+        sums.push_back((sum.clone(), weight));
+    });
+}
+
 /// Bytes of a value, with everything that it leads to, however often. Refused if that is more than a rendering may
 /// take, or nested more deeply. `inside`: a namespace in it is refused too, because it may become part of itself.
+///
+/// It bounds time too: no list, made or only described, is there that weighs more, so that to compare two, to look for
+/// something in one, or to sort it, comes to an end.
 pub(super) fn weigh(value: &Value, inside: bool) -> Result<usize, Error> {
-    fn walk(value: &Value, inside: bool, depth: usize, left: &mut usize) -> Result<(), Error> {
+    weighed(value, inside).map(|(weight, _)| weight)
+}
+
+/// Beside it: whether it stays so. Namespaces and loops change.
+fn weighed(value: &Value, inside: bool) -> Result<(usize, bool), Error> {
+    fn walk(
+        value: &Value,
+        inside: bool,
+        depth: usize,
+        left: &mut usize,
+        stays: &mut bool,
+    ) -> Result<(), Error> {
         let mut take = |bytes: usize| {
             *left = left.checked_sub(bytes).ok_or_else(too_much)?;
             Ok::<(), Error>(())
@@ -111,24 +183,35 @@ pub(super) fn weigh(value: &Value, inside: bool) -> Result<usize, Error> {
             return Err(refuse(format!("values are nested more than {MAX_DEPTH} deep")));
         };
         if kind == ValueKind::Map {
-            if inside && value.as_object().is_some_and(|object| object.type_name().ends_with("::Namespace")) {
-                return Err(refuse("a namespace cannot be put into a namespace"));
+            let is = |name: &str| value.as_object().is_some_and(|object| object.type_name().ends_with(name));
+            if is("::Namespace") {
+                *stays = false;
+                if inside {
+                    return Err(refuse("a namespace cannot be put into a namespace"));
+                }
             }
+            *stays &= !is("::Loop");
             for key in value.try_iter()? {
-                walk(&value.get_item(&key)?, inside, depth, left)?;
-                walk(&key, inside, depth, left)?;
+                walk(&value.get_item(&key)?, inside, depth, left, stays)?;
+                walk(&key, inside, depth, left, stays)?;
             }
         } else {
             for item in value.try_iter()? {
-                walk(&item, inside, depth, left)?;
+                walk(&item, inside, depth, left, stays)?;
             }
         }
         Ok(())
     }
+    let known = SUMS.with_borrow(|sums| {
+        sums.iter().find(|(sum, _)| minijinja::tests::is_sameas(sum, value)).map(|(_, weight)| *weight)
+    });
+    if let Some(weight) = known {
+        return Ok((weight, true));
+    }
     let limit = LIMIT.get();
-    let mut left = limit;
-    walk(value, inside, MAX_DEPTH, &mut left)?;
-    Ok(limit - left)
+    let (mut left, mut stays) = (limit, true);
+    walk(value, inside, MAX_DEPTH, &mut left, &mut stays)?;
+    Ok((limit - left, stays))
 }
 
 /// Bytes that a value has as a text, at most.
@@ -139,6 +222,8 @@ pub(super) fn text_bytes(value: &Value) -> Result<usize, Error> {
             // A character inside a list may be written as `\u{10ffff}`.
             Ok(weigh(value, false)?.saturating_mul(10))
         }
+        // 1e308 has all its digits.
+        ValueKind::Number if !value.is_integer() => Ok(352),
         _ => Ok(48),
     }
 }

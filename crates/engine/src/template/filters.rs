@@ -2,11 +2,10 @@
 //!
 //! minijinja's own, and Python's methods, behind a cost: an upper bound of the bytes that they make, from the sizes of what
 //! they are given.
-use super::allowance::{SLOT_BYTES, items, refuse, spend, text_bytes, weigh};
+use super::allowance::{SLOT_BYTES, items, listed, refuse, spend, text_bytes, weigh};
 use super::strftime_now;
-use minijinja::filters;
-use minijinja::value::{Kwargs, Rest, Value, ValueOrKwargs};
-use minijinja::{Environment, Error, ErrorKind, State};
+use minijinja::value::{Kwargs, Rest, Value, ValueKind, ValueOrKwargs};
+use minijinja::{Environment, Error, ErrorKind, State, filters, functions, tests};
 use minijinja_contrib::pycompat::unknown_method_callback;
 use serde::Serialize;
 use serde_json::Serializer;
@@ -73,7 +72,7 @@ fn cost(made: Makes, values: &[Value]) -> Result<usize, Error> {
         Makes::Formatted => {
             let format = first.as_str().unwrap_or_default();
             // Widths stand in the format, or are among the values; each place may take any value, of a map too.
-            let mut place = largest(others).saturating_add(64);
+            let mut place = largest(others).saturating_add(192); // 128 digits, in fours
             for value in others {
                 place = place.max(text_bytes(value)?.saturating_add(largest(others)));
             }
@@ -150,14 +149,53 @@ pub(super) fn register(environment: &mut Environment<'static>) {
         Makes::Text(8) => "escape": escape, "e": escape;
         list => "list": list, "sort": sort, "unique": unique, "reverse": reverse, "map": map, "select": select,
             "reject": reject, "selectattr": selectattr, "rejectattr": rejectattr;
-        lists => "batch": batch, "slice": slice, "groupby": groupby, "zip": zip, "chain": chain, "items": items,
-            "dictsort": dictsort;
+        lists => "batch": batch, "slice": slice, "groupby": groupby, "items": items, "dictsort": dictsort;
         Makes::Pieces => "split": split, "lines": lines;
         Makes::Joined => "join": join;
         Makes::Replaced => "replace": replace;
         Makes::Indented => "indent": indent;
         Makes::Formatted => "format": format;
     }
+    // These make walks over what they are given, or maps of maps.
+    let (chain, zip) = (Value::from_function(filters::chain), Value::from_function(filters::zip));
+    environment.add_filter("chain", move |state: &mut State, values: Rest<ValueOrKwargs>| {
+        let values = values.into_values();
+        pay(lists, &values)?;
+        let chained = chain.call(state, &values)?;
+        weigh(&chained, false)?;
+        let items: Vec<Value> = chained.try_iter()?.collect();
+        Ok::<_, Error>(match chained.kind() {
+            ValueKind::Map => {
+                let pairs = items.into_iter().map(|key| Ok((key.clone(), chained.get_item(&key)?)));
+                Value::from_pairs(pairs.collect::<Result<Vec<(Value, Value)>, Error>>()?)
+            }
+            ValueKind::Iterable => {
+                Value::make_object_iterable(items, |items| Box::new(items.iter().cloned()))
+            }
+            _ => Value::from(items),
+        })
+    });
+    environment.add_filter("zip", move |state: &mut State, values: Rest<ValueOrKwargs>| {
+        let values = values.into_values();
+        pay(lists, &values)?;
+        let values = values.into_iter().map(listed).collect::<Result<Vec<Value>, Error>>()?;
+        seen(lists, zip.call(state, &values)?)
+    });
+    for (name, function) in [
+        ("dict", Value::from_function(functions::dict)),
+        ("namespace", Value::from_function(functions::namespace)),
+    ] {
+        environment.add_function(name, move |state: &mut State, values: Rest<ValueOrKwargs>| {
+            let values = values.into_values();
+            pay(list, &values)?;
+            function.call(state, &values)
+        });
+    }
+    // `select` and its like try it for each of their items.
+    environment.add_test("in", |state: &State, value: &Value, list: &Value| {
+        spend(0)?;
+        tests::is_in(state, value, list)
+    });
     environment.add_filter("tojson", tojson);
     environment.set_unknown_method_callback(method);
     environment.add_function("raise_exception", |text: String| -> Result<Value, Error> { Err(refuse(text)) });

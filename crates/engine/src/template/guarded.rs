@@ -3,14 +3,19 @@
 //! minijinja's operators (`~`, `+`, `*`, slices) and its writing are inside its machine, where no filter sees them. So the
 //! program is copied with calls of filters beside those instructions, under names that no template can write. Their
 //! results are the values that they are given; the program does the same as before, or stops.
-use super::allowance::{SLOT_BYTES, as_written, count, items, refuse, spend, text_bytes, weigh};
+use super::allowance::{
+    SLOT_BYTES, afford, as_written, count, items, listed, refuse, remember, spend, text_bytes, walkable,
+    weigh, weigh_sum,
+};
 use minijinja::machinery::{Instruction, Instructions};
 use minijinja::value::{Rest, Value, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error};
+use std::cell::Cell;
 
 const RAW: &str = "(raw)";
 const WRITTEN: &str = "(written)";
 const ADDED: &str = "(added)";
+const SUM: &str = "(sum)";
 const MULTIPLIED: &str = "(multiplied)";
 const JOINED: &str = "(joined)";
 const SLICED: &str = "(sliced)";
@@ -19,6 +24,8 @@ const MADE: &str = "(made)";
 const ATTRIBUTE: &str = "(attribute)";
 const ROUND: &str = "(round)";
 const ANOTHER: &str = "(another)";
+
+const CLOSURE_BYTES: usize = 512;
 
 /// The filter is looked up anew each time: there are few places to remember one.
 const NOT_REMEMBERED: u8 = !0;
@@ -48,6 +55,8 @@ fn before<'s>(instruction: &Instruction<'s>) -> Vec<Instruction<'s>> {
         Instruction::SetAttr(_) => see(ATTRIBUTE, 2),
         Instruction::UnpackLists(n) if *n > 0 => see(SPREAD, *n),
         Instruction::Iterate(_) => note(ROUND, 0),
+        // What a macro sees of its surroundings lives as long as the rendering, and has a place for each name.
+        Instruction::Enclose(_) | Instruction::BuildMacro(..) => note(RAW, CLOSURE_BYTES),
         Instruction::Include(_) | Instruction::LoadBlocks | Instruction::ExportLocals => {
             vec![call(ANOTHER, 1)]
         }
@@ -56,31 +65,32 @@ fn before<'s>(instruction: &Instruction<'s>) -> Vec<Instruction<'s>> {
 }
 
 fn behind<'s>(instruction: &Instruction<'s>) -> Option<Instruction<'s>> {
-    let makes = matches!(
-        instruction,
+    match instruction {
         Instruction::BuildMap(_)
-            | Instruction::BuildKwargs(_)
-            | Instruction::MergeKwargs(_)
-            | Instruction::BuildList(_)
-            | Instruction::BuildTuple(_)
-    );
-    makes.then(|| call(MADE, 1))
+        | Instruction::BuildKwargs(_)
+        | Instruction::MergeKwargs(_)
+        | Instruction::BuildList(_)
+        | Instruction::BuildTuple(_) => Some(call(MADE, 1)),
+        Instruction::Add => Some(call(SUM, 1)),
+        _ => None,
+    }
 }
 
 /// The same program, with checks.
 pub(super) fn guarded<'s>(program: &Instructions<'s>) -> Instructions<'s> {
     let all = || (0..).map_while(|at| program.get(at));
+    let checks: Vec<_> = all().map(|instruction| (before(instruction), behind(instruction))).collect();
     // Where each instruction is to stand, with what is before it; and the end.
-    let mut places = Vec::new();
+    let mut places = Vec::with_capacity(checks.len() + 1);
     let mut n = 0_u32;
-    for instruction in all() {
+    for (before, behind) in &checks {
         places.push(n);
-        n += 1 + before(instruction).len() as u32 + u32::from(behind(instruction).is_some());
+        n += 1 + before.len() as u32 + u32::from(behind.is_some());
     }
     places.push(n);
     let to = |at: u32| places.get(at as usize).copied().unwrap_or(n);
     let mut out = Instructions::new(program.name(), program.source());
-    for (at, instruction) in (0..).zip(all()) {
+    for ((at, instruction), (before, behind)) in (0..).zip(all()).zip(checks) {
         let moved = match instruction {
             Instruction::Iterate(target) => Instruction::Iterate(to(*target)),
             Instruction::Jump(target) => Instruction::Jump(to(*target)),
@@ -93,7 +103,7 @@ pub(super) fn guarded<'s>(program: &Instructions<'s>) -> Instructions<'s> {
             other => other.clone(),
         };
         let line = program.get_line(at).and_then(|line| u16::try_from(line).ok());
-        for instruction in before(instruction).into_iter().chain([moved]).chain(behind(instruction)) {
+        for instruction in before.into_iter().chain([moved]).chain(behind) {
             match line {
                 Some(line) => out.add_with_line(instruction, line),
                 None => out.add(instruction),
@@ -101,6 +111,11 @@ pub(super) fn guarded<'s>(program: &Instructions<'s>) -> Instructions<'s> {
         }
     }
     out
+}
+
+thread_local! {
+    /// What the lists weigh that are about to be added.
+    static PENDING: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
 /// What [`guarded`] programs call.
@@ -126,28 +141,54 @@ pub(super) fn register(environment: &mut Environment<'static>) {
     environment.add_filter(ADDED, move |values: Given| -> Seen {
         let values = values.into_values();
         let [left, right] = [value(&values, 0), value(&values, 1)];
+        PENDING.set(None);
         if is_list(&left) && is_list(&right) {
+            // A sum of nothing and nothing, and of that and that, is to be no chain of 2^n lists, and one whose length is
+            // not known would be made into one without an end.
+            let plain = |list: Value| match list.len() {
+                Some(0) if list.kind() == ValueKind::Iterable => Ok(Value::from(Vec::<Value>::new())),
+                Some(_) => Ok(list),
+                None => listed(list),
+            };
+            let (left, right) = (plain(left)?, plain(right)?);
             let n = items(&left)? + items(&right)?;
             count(n)?;
+            let (weight, stays) = weigh_sum(&left, &right)?;
+            PENDING.set(stays.then_some(weight));
             // Long chains of them are made into one list.
-            spend((n + 1) * size_of::<Value>())?;
+            afford((n + 1) * size_of::<Value>())?;
+            spend(2 * SLOT_BYTES)?;
+            return Ok(Value::from(vec![right, left]));
         } else if let (Some(left), Some(right)) = (left.as_str(), right.as_str()) {
             // Joined, and copied into a value.
             spend(2 * (left.len() + right.len()))?;
         }
         Ok(back(values))
     });
+    environment.add_filter(SUM, move |values: Given| -> Seen {
+        let sum = value(&values.into_values(), 0);
+        if sum.kind() == ValueKind::Seq {
+            spend((items(&sum)? + 1).saturating_mul(size_of::<Value>()))?;
+        }
+        if let Some(weight) = PENDING.take() {
+            remember(&sum, weight);
+        }
+        Ok(sum)
+    });
     environment.add_filter(MULTIPLIED, move |values: Given| -> Seen {
-        let values = values.into_values();
-        for (many, times) in [(value(&values, 0), value(&values, 1)), (value(&values, 1), value(&values, 0))]
-        {
+        let mut values = values.into_values();
+        for at in [0, 1] {
+            let (many, times) = (value(&values, at), value(&values, 1 - at));
             let Some(times) = times.as_usize() else { continue };
             if let Some(text) = many.as_str() {
                 spend(text.len().saturating_mul(times).saturating_mul(2))?;
             } else if is_list(&many) {
+                let many = listed(many)?;
                 let n = items(&many)?.saturating_mul(times);
                 count(n)?;
+                walkable(weigh(&many, false)?.saturating_mul(times))?;
                 spend(if many.is_tuple() { n * size_of::<Value>() } else { SLOT_BYTES })?;
+                values[at] = many;
             }
         }
         Ok(back(values))
@@ -160,8 +201,8 @@ pub(super) fn register(environment: &mut Environment<'static>) {
         Ok(Value::from(vec![right, left]))
     });
     environment.add_filter(SLICED, move |values: Given| -> Seen {
-        let values = values.into_values();
-        let sliced = value(&values, 0);
+        let mut values = values.into_values();
+        let sliced = listed(value(&values, 0))?;
         // Backwards over a text goes through a list of its characters; over a list, through a copy. Forwards over a list
         // is a way to walk it.
         let backwards = i64::try_from(value(&values, 3)).is_ok_and(|step| step < 0);
@@ -171,6 +212,9 @@ pub(super) fn register(environment: &mut Environment<'static>) {
             (false, false) => SLOT_BYTES,
         };
         spend(bytes)?;
+        if let Some(first) = values.first_mut() {
+            *first = sliced;
+        }
         Ok(back(values))
     });
     environment.add_filter(SPREAD, move |values: Given| -> Seen {
