@@ -28,10 +28,10 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Bytes of bodies that are held, over all connections.
 pub(crate) struct Bodies {
-    /// As they came, where they are large. Nobody waits for this: who still sends would hold what others need. Of small
-    /// ones the limit of connections is the bound.
+    /// As they came. There is no waiting for this: a client that still sends would hold what others need.
     raw: Lane,
-    /// As documents, until the work on them is done. Whoever wants one waits, oldest first.
+    small_raw: Lane,
+    /// As documents, until the work on them is done. Requests wait for these, oldest first.
     small: Lane,
     large: Lane,
     /// What a large document counts as at least: each takes a thread.
@@ -50,7 +50,9 @@ const LARGE_AT_WORK: usize = 4;
 
 /// Bodies up to here have a lane of their own.
 pub(crate) const SMALL_BYTES: usize = 64 << 10;
-/// Bytes of memory for small documents: for three of the heaviest, or a hundred texts.
+/// Bytes of small bodies that are held as bytes.
+const SMALL_BODIES_BYTES: usize = 32 << 20;
+/// Bytes of memory for small documents: for one of the heaviest, or a hundred texts.
 const SMALL_DOCUMENTS_BYTES: usize = 32 << 20;
 
 /// What a document takes for each byte of its body, and for each value in it: itself, what is read of it, and the copies
@@ -60,7 +62,7 @@ const VALUE_WEIGHT: usize = 320;
 
 /// Bytes of memory that all bodies and their documents take at a time, where one may have so many bytes.
 pub(crate) fn bodies_bytes(most: usize) -> usize {
-    let raw = most.saturating_mul(RAW_BODIES);
+    let raw = most.saturating_mul(RAW_BODIES).saturating_add(SMALL_BODIES_BYTES);
     // Buffers grow by an eighth.
     let raw = raw.saturating_add(raw / 8);
     raw.saturating_add(most.saturating_mul(DOCUMENTS_FACTOR)).saturating_add(SMALL_DOCUMENTS_BYTES)
@@ -81,7 +83,8 @@ fn weight(body: &[u8]) -> usize {
     body.len().saturating_mul(BYTE_WEIGHT).saturating_add(values.saturating_mul(VALUE_WEIGHT))
 }
 
-/// Bytes for all, and the part of them that each name may hold.
+/// Bytes for all, and the part of them that each name may hold. Of so many names as have room beside each other with the
+/// largest part that one request may take, none can take another's; of more, each waits in turn.
 pub(crate) struct Lane {
     all: Arc<Semaphore>,
     shares: BTreeMap<Arc<str>, Arc<Semaphore>>,
@@ -103,7 +106,7 @@ impl Lane {
     }
 
     /// `None`: there is no room now.
-    fn try_take(&self, name: &str, bytes: usize) -> Option<Leave> {
+    pub fn try_take(&self, name: &str, bytes: usize) -> Option<Leave> {
         let n = u32::try_from(bytes).ok()?;
         let own = self.shares.get(name).map(|own| own.clone().try_acquire_many_owned(n)).transpose().ok()?;
         Some(Leave { own, all: self.all.clone().try_acquire_many_owned(n).ok()? })
@@ -136,6 +139,7 @@ impl Bodies {
         let (large, one) = (most.saturating_mul(DOCUMENTS_FACTOR), most.saturating_mul(DOCUMENT_FACTOR));
         Bodies {
             raw: Lane::new(most.saturating_mul(RAW_BODIES), most, names),
+            small_raw: Lane::new(SMALL_BODIES_BYTES, SMALL_BYTES, names),
             small: Lane::new(SMALL_DOCUMENTS_BYTES, weight(&[b','; SMALL_BYTES]), names),
             large: Lane::new(large, one, names),
             least: large / LARGE_AT_WORK,
@@ -162,8 +166,8 @@ pub(crate) async fn with_body<T>(handler: impl Future<Output = T>) -> T {
     DOCUMENT.scope(Cell::new(None), handler).await
 }
 
-fn busy() -> ApiError {
-    let message = "too many large bodies are being read: try again";
+pub(crate) fn busy() -> ApiError {
+    let message = "too many bodies are being read or worked on: try again";
     ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "server_busy", message).retry_after(1)
 }
 
@@ -197,7 +201,8 @@ pub(crate) async fn json_body(app: &App, request: Request) -> Result<Value, ApiE
     let name =
         request.extensions().get::<Caller>().map_or_else(Default::default, |caller| caller.name.clone());
     let mut body = request.into_body();
-    let read = tokio::time::timeout(app.limits.read_timeout(), collect(&mut body, app, &name)).await;
+    let read =
+        tokio::time::timeout(app.limits.read_timeout(), collect(&mut body, &app.bodies, most, &name)).await;
     let read = read.map_err(|_| {
         let message = format!("the body did not come within {} s", app.limits.read_timeout_s);
         ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_too_slow", message)
@@ -231,24 +236,36 @@ fn too_large(most: usize) -> ApiError {
     ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
 }
 
-/// The body's bytes, and what they hold of [`Bodies`] if they are many.
-async fn collect(body: &mut Body, app: &App, name: &str) -> Result<(Vec<u8>, Option<Leave>), ApiError> {
+/// The body's bytes, `most` at most, and what they hold of [`Bodies`].
+async fn collect(
+    body: &mut Body,
+    bodies: &Bodies,
+    most: usize,
+    name: &str,
+) -> Result<(Vec<u8>, Option<Leave>), ApiError> {
     let mut held: Option<Leave> = None;
     let mut bytes = Vec::new();
-    let mut limited = Limited::new(body, app.limits.max_body_bytes);
+    let mut limited = Limited::new(body, most);
     while let Some(frame) = limited.frame().await {
         let frame = frame.map_err(|error| match error.is::<LengthLimitError>() {
-            true => too_large(app.limits.max_body_bytes),
+            true => too_large(most),
             false => ApiError::new(StatusCode::BAD_REQUEST, "bad_body", "the body broke off"),
         })?;
         if let Ok(data) = frame.into_data() {
-            let new = if held.is_some() { data.len() } else { bytes.len() + data.len() };
-            if held.is_some() || new > SMALL_BYTES {
-                let more = app.bodies.raw.try_take(name, new).ok_or_else(busy)?;
-                match &mut held {
-                    Some(held) => held.merge(more),
-                    None => held = Some(more),
+            let all = bytes.len() + data.len();
+            let (lane, new) = match (all > SMALL_BYTES, bytes.len() > SMALL_BYTES) {
+                (false, _) => (&bodies.small_raw, data.len()),
+                // Now it is a large one.
+                (true, false) => {
+                    held = None;
+                    (&bodies.raw, all)
                 }
+                (true, true) => (&bodies.raw, data.len()),
+            };
+            let more = lane.try_take(name, new).ok_or_else(busy)?;
+            match &mut held {
+                Some(held) => held.merge(more),
+                None => held = Some(more),
             }
             if bytes.capacity() - bytes.len() < data.len() {
                 bytes.reserve_exact(data.len().max(bytes.len() / 8));
@@ -369,6 +386,36 @@ mod tests {
             weight(format!("[{}]", "12345,".repeat(131_072)).as_bytes()) < bodies.most,
             "a prompt of 131,072 tokens"
         );
+    }
+
+    /// Those up to 64 KiB were counted by the limit of connections alone.
+    #[tokio::test]
+    async fn small_bodies_are_counted_as_they_come() {
+        let (a, b): (Arc<str>, Arc<str>) = ("a".into(), "b".into());
+        let bodies = Bodies::new(4 << 20, &[a.clone(), b.clone()]);
+        let read = |bytes: usize, name: Arc<str>| {
+            let bodies = &bodies;
+            async move { collect(&mut Body::from(vec![b' '; bytes]), bodies, 4 << 20, &name).await }
+        };
+        let left = || (bodies.small_raw.all.available_permits(), bodies.raw.all.available_permits());
+        let (none, all) = (left(), SMALL_BODIES_BYTES);
+        let small = read(SMALL_BYTES, a.clone()).await.unwrap();
+        assert_eq!(left(), (all - SMALL_BYTES, none.1));
+        let large = read(SMALL_BYTES + 1, a.clone()).await.unwrap();
+        assert_eq!(left(), (all - SMALL_BYTES, none.1 - SMALL_BYTES - 1));
+        drop((small, large));
+        assert_eq!(left(), none);
+        // A name has its half, whatever the other one holds.
+        let mut held = Vec::new();
+        let refused = loop {
+            match read(SMALL_BYTES, a.clone()).await {
+                Ok(body) => held.push(body),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!((held.len() * SMALL_BYTES, refused.code.as_ref()), (all / 2, "server_busy"));
+        assert!(read(SMALL_BYTES, b).await.is_ok());
+        assert!(bodies_bytes(0) >= all + SMALL_DOCUMENTS_BYTES);
     }
 
     #[test]

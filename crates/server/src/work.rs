@@ -52,13 +52,19 @@ impl Work {
         Work { left: Arc::new(Semaphore::new(units)), units }
     }
 
-    /// Room for work of so many bytes on this thread, one of those that may wait. A thread that holds room must not ask for more: it would wait for itself.
+    /// Bytes for all.
+    pub fn bytes(&self) -> usize {
+        self.units * UNIT
+    }
+
+    /// Room for work of so many bytes on this thread, one of those that may wait. A thread that holds room must not ask
+    /// for more: it would wait for itself.
     pub fn take(&self, bytes: usize, param: &str) -> Result<Taken, ApiError> {
         let units = bytes.div_ceil(UNIT);
         if units > self.units {
             let message = format!(
                 "to make this ready takes up to {bytes} bytes of memory; the server has {} for such work: shorten it",
-                self.units * UNIT
+                self.bytes()
             );
             return Err(ApiError::invalid(param, message));
         }

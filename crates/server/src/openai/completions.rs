@@ -188,15 +188,6 @@ impl Text {
         self.choice(index, text, scores, None)
     }
 
-    /// What of `tokens`, those of its prompt, was not given out.
-    fn rest(&mut self, index: usize, tokens: &[Token]) -> Vec<Value> {
-        let from = std::mem::replace(&mut self.echoed[index], tokens.len());
-        match tokens.get(from..).unwrap_or_default() {
-            [] => Vec::new(),
-            rest => rest.chunks(CHUNK_TOKENS).map(|rest| self.scored(index, rest, "")).collect(),
-        }
-    }
-
     fn whole_prompt(&mut self, index: usize) -> Arc<Vec<Token>> {
         self.echoes.get_mut(index / self.n).map_or_else(Arc::default, |echo| echo.tokens(&self.app))
     }
@@ -215,14 +206,22 @@ impl Shape for Text {
         })
     }
 
-    fn prompt(&mut self, index: usize, scores: Vec<LogProb>, streamed: bool) -> Vec<Value> {
-        let Some(echo) = self.echoes.get_mut(index / self.n) else { return Vec::new() };
-        echo.add(&self.app, scores.into_iter().map(Some));
-        let made = match echo {
-            Echo::Scored { made, .. } if streamed => made.clone(),
-            _ => return Vec::new(),
+    fn prompt(&mut self, index: usize, scores: Vec<LogProb>) {
+        if let Some(echo) = self.echoes.get_mut(index / self.n) {
+            echo.add(&self.app, scores.into_iter().map(Some));
+        }
+    }
+
+    fn unsaid(&mut self, index: usize, complete: bool) -> Option<Value> {
+        let tokens = match self.echoes.get_mut(index / self.n)? {
+            Echo::Text(_) => return None,
+            echo if complete => echo.tokens(&self.app),
+            Echo::Scored { made, .. } => made.clone(),
         };
-        self.rest(index, &made)
+        let unsaid = tokens.get(self.echoed[index]..).filter(|unsaid| !unsaid.is_empty())?;
+        let unsaid = &unsaid[..unsaid.len().min(CHUNK_TOKENS)];
+        self.echoed[index] += unsaid.len();
+        Some(self.scored(index, unsaid, ""))
     }
 
     fn before(&mut self, index: usize) -> Arc<Vec<Token>> {
@@ -230,8 +229,7 @@ impl Shape for Text {
     }
 
     fn delta(&mut self, index: usize, token: &Token) -> Vec<Value> {
-        let prompt = self.whole_prompt(index);
-        let mut choices = self.rest(index, &prompt);
+        let mut choices = Vec::new();
         let first = self.shown[index] == 0;
         let echo = if first { self.echo(index).to_string() } else { String::new() };
         if !(token.text.is_empty() && echo.is_empty() && self.scorer.is_none()) {
@@ -241,12 +239,9 @@ impl Shape for Text {
     }
 
     fn last(&mut self, index: usize, done: &Done) -> Vec<Value> {
-        let prompt = self.whole_prompt(index);
-        let mut choices = self.rest(index, &prompt);
         let echo = if self.shown[index] == 0 { self.echo(index) } else { "" };
         let text = format!("{echo}{}", done.text);
-        choices.push(self.choice(index, text, Value::Null, Some(finish_reason(&done.finish))));
-        choices
+        vec![self.choice(index, text, Value::Null, Some(finish_reason(&done.finish)))]
     }
 
     fn whole(&mut self, index: usize, tokens: &[Token], done: &Done) -> Value {

@@ -292,6 +292,13 @@ impl Answers {
     pub fn take_leave(&mut self) -> Option<Leave> {
         self.order.leave.take()
     }
+    pub fn holds_leave(&self) -> bool {
+        self.order.leave.is_some()
+    }
+    /// When the room of an answer that is not read is given back.
+    pub fn reading_ends(&self) -> Instant {
+        Instant::now() + self.app.limits.request_timeout()
+    }
     pub fn retry_after_s(&self) -> u32 {
         self.app.retry_after_s()
     }

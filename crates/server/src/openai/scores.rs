@@ -1,10 +1,11 @@
 //! Log-probabilities, as the two endpoints write them: token by token, so that a long answer's need not be in memory at
 //! once. They are some hundred bytes for each of up to 21 tokens in the place of one.
 //!
-//! Those of a prompt are computed faster than any client reads: [`ScoreRoom`] bounds what there is of them at a time.
+//! Those of a prompt are computed faster than any client reads: [`ScoreRoom`] bounds what there is of them at a time, and
+//! of other long answers until they are read.
 use super::tokens::name_of;
 use crate::app::App;
-use crate::body::{Lane, Leave};
+use crate::body::{Lane, Leave, busy};
 use crate::error::ApiError;
 use crate::job::{LogProb, Token};
 use serde::Serialize;
@@ -16,7 +17,8 @@ use std::time::Instant;
 /// Most log-probabilities beside a token's own.
 pub(crate) const MAX_TOP: u8 = 20;
 
-/// Room for the log-probabilities of prompts, over all requests. Every name has a share that no other can take.
+/// Room for the log-probabilities of prompts and for long texts and lists of tokens, over all requests. Each of up to
+/// [`REQUESTS`] names has a share that no other can take; of more, each waits in turn.
 pub(crate) struct ScoreRoom {
     lane: Lane,
     /// Of one request.
@@ -38,6 +40,18 @@ impl ScoreRoom {
     pub fn new(context: u32, names: &[Arc<str>]) -> Self {
         let most = (context as usize).saturating_mul(bytes_of_token(MAX_TOP)).max(MIN_ROOM);
         ScoreRoom { lane: Lane::new(most.saturating_mul(REQUESTS), most, names), most }
+    }
+
+    /// Room for an answer of so many bytes, at once.
+    pub fn try_take(&self, name: &str, bytes: usize, param: &str) -> Result<Leave, ApiError> {
+        if bytes > self.most {
+            let message = format!(
+                "the answer would have {bytes} bytes in memory; one may have {}: send less at a time",
+                self.most
+            );
+            return Err(ApiError::invalid(param, message));
+        }
+        self.lane.try_take(name, bytes).ok_or_else(busy)
     }
 
     /// Room for so many tokens of prompts. Waits for it until the deadline.
@@ -167,5 +181,23 @@ impl Scorer {
             }
             _ => Entry::Offset(offset),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_answers_have_a_bound_together() {
+        let names: [Arc<str>; 2] = ["a".into(), "b".into()];
+        let room = ScoreRoom::new(1000, &names);
+        let take = |name: &str, bytes| room.try_take(name, bytes, "prompt").map_err(|error| error.code);
+        let held = [take("a", MIN_ROOM).unwrap(), take("a", MIN_ROOM).unwrap()];
+        assert_eq!(take("a", 1).err().as_deref(), Some("server_busy"));
+        let other = [take("b", MIN_ROOM).unwrap(), take("b", MIN_ROOM).unwrap()];
+        assert_eq!(take("b", MIN_ROOM + 1).err().as_deref(), Some("invalid_value"));
+        drop((held, other));
+        assert!(take("a", MIN_ROOM).is_ok());
     }
 }

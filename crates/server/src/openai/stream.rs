@@ -14,23 +14,29 @@ use axum::http::header::CONTENT_TYPE;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::StreamExt;
-use futures_util::stream::{once, unfold};
+use futures_util::stream::{once, poll_fn, unfold};
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::future::ready;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
+use std::task::{Poll, ready as ready_or_wait};
+use std::time::{Duration, Instant};
+use tokio::task::AbortHandle;
 
 /// How an endpoint writes answers.
 pub(crate) trait Shape: Send + 'static {
     /// The document around choices; `streamed` for chunks.
     fn head(&self, streamed: bool) -> Value;
-    /// Log-probabilities of a prompt have come, by way of this answer: the choices of chunks that say them, where they are
-    /// `streamed`.
-    fn prompt(&mut self, index: usize, scores: Vec<LogProb>, streamed: bool) -> Vec<Value> {
-        let _ = (index, scores, streamed);
-        Vec::new()
+    /// Log-probabilities of a prompt have come, by way of this answer.
+    fn prompt(&mut self, index: usize, scores: Vec<LogProb>) {
+        let _ = (index, scores);
+    }
+    /// The choice of a chunk that says some more of an answer's prompt, before the answer itself. `complete`: no more
+    /// log-probabilities of it will come.
+    fn unsaid(&mut self, index: usize, complete: bool) -> Option<Value> {
+        let _ = (index, complete);
+        None
     }
     /// Tokens of the prompt that are scored before those of this answer, when it is over.
     fn before(&mut self, index: usize) -> Arc<Vec<Token>> {
@@ -83,7 +89,7 @@ async fn whole(mut answers: Answers, mut shape: impl Shape) -> Result<Response, 
     let mut ends: Vec<Option<Done>> = vec![None; answers.total()];
     while let Some(said) = answers.next().await {
         match said? {
-            (index, Said::Prompt(scores)) => drop(shape.prompt(index, scores, false)),
+            (index, Said::Prompt(scores)) => shape.prompt(index, scores),
             (index, Said::Token(token)) => tokens[index].push(token),
             (index, Said::Done(done)) => ends[index] = Some(done),
         }
@@ -105,7 +111,7 @@ async fn whole(mut answers: Answers, mut shape: impl Shape) -> Result<Response, 
     if kvist.as_object().is_some_and(|k| !k.is_empty()) {
         behind["kvist"] = kvist;
     }
-    let leave = answers.take_leave();
+    let (leave, reading_ends) = (answers.take_leave(), answers.reading_ends());
     drop(answers);
     let (document, first) = blocking(move || {
         let ends = ends.iter().flatten();
@@ -135,7 +141,7 @@ async fn whole(mut answers: Answers, mut shape: impl Shape) -> Result<Response, 
                     }),
                 }
             });
-            Body::from_stream(once(ready(Ok(first))).chain(parts))
+            until(reading_ends, Body::from_stream(once(ready(Ok(first))).chain(parts)))
         }
     };
     Ok(([(CONTENT_TYPE, "application/json")], body).into_response())
@@ -264,11 +270,16 @@ fn explained(answers: &Answers) -> Value {
 /// How often a stream that has nothing to say shows that it is alive.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
+/// How long a client may read what is left of a stream with log-probabilities of its prompt, when its time is over.
+const READING: Duration = Duration::from_secs(30);
+
 struct Streaming<S> {
     answers: Answers,
     shape: S,
     /// Ready to be sent.
     events: VecDeque<Event>,
+    /// Waits until its prompt is said.
+    held: Option<(usize, Said)>,
     open: Vec<bool>,
     error: Option<ApiError>,
     include_usage: bool,
@@ -278,8 +289,16 @@ struct Streaming<S> {
 /// Answers as they come.
 fn stream(answers: Answers, shape: impl Shape, include_usage: bool) -> Response {
     let open = vec![true; answers.total()];
-    let state =
-        Streaming { answers, shape, events: VecDeque::new(), open, error: None, include_usage, over: false };
+    let state = Streaming {
+        answers,
+        shape,
+        events: VecDeque::new(),
+        held: None,
+        open,
+        error: None,
+        include_usage,
+        over: false,
+    };
     let next = |mut state: Streaming<_>| async move {
         loop {
             if let Some(event) = state.events.pop_front() {
@@ -291,16 +310,83 @@ fn stream(answers: Answers, shape: impl Shape, include_usage: bool) -> Response 
             state.step().await;
         }
     };
-    Sse::new(unfold(state, next)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response()
+    let is_bounded = state.answers.holds_leave();
+    // Generating ends before this, and then the client has as long to read what is left.
+    let ends = state.answers.reading_ends() + READING;
+    let response =
+        Sse::new(unfold(state, next)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response();
+    match is_bounded {
+        true => response.map(|body| until(ends, body)),
+        false => response,
+    }
+}
+
+/// The body until the moment: then it is dropped with all that it holds, be it read or not, and the connection breaks
+/// off.
+pub(crate) fn until(moment: Instant, body: Body) -> Body {
+    let held = Arc::new(Mutex::new(Some(body.into_data_stream())));
+    let end = {
+        let held = held.clone();
+        tokio::spawn(async move {
+            tokio::time::sleep_until(moment.into()).await;
+            let body = held.lock().unwrap_or_else(|broken| broken.into_inner()).take();
+            drop(body);
+        })
+    };
+    let end = EndsWith(end.abort_handle());
+    Body::from_stream(poll_fn(move |context| {
+        let _ = &end;
+        let mut held = held.lock().unwrap_or_else(|broken| broken.into_inner());
+        let next = match held.as_mut() {
+            Some(body) => ready_or_wait!(body.poll_next_unpin(context)),
+            None => Some(Err(axum::Error::new("the answer was not read in time"))),
+        };
+        Poll::Ready(next)
+    }))
+}
+
+/// A task that ends when this is dropped.
+struct EndsWith(AbortHandle);
+
+impl Drop for EndsWith {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// What an answer told, or first a part of its prompt: then it is to be told again. A prompt that several answers say may
+/// be long, and this is done by the threads that serve.
+fn in_turn(shape: &mut impl Shape, index: usize, mut said: Said) -> (Option<Value>, Said) {
+    let complete = match &mut said {
+        Said::Prompt(scores) => {
+            shape.prompt(index, std::mem::take(scores));
+            false
+        }
+        Said::Token(_) | Said::Done(_) => true,
+    };
+    (shape.unsaid(index, complete), said)
 }
 
 impl<S: Shape> Streaming<S> {
     async fn step(&mut self) {
-        match self.answers.next().await {
-            Some(Ok((index, Said::Prompt(scores)))) => {
-                let choices = self.shape.prompt(index, scores, true);
-                self.say(choices, false);
-            }
+        let next = match self.held.take() {
+            Some(held) => Some(Ok(held)),
+            None => self.answers.next().await,
+        };
+        let next = match next {
+            Some(Ok((index, said))) => match in_turn(&mut self.shape, index, said) {
+                (Some(choice), said) => {
+                    self.held = Some((index, said));
+                    self.say(vec![choice], false);
+                    // Others are served between two parts.
+                    return tokio::task::yield_now().await;
+                }
+                (None, said) => Some(Ok((index, said))),
+            },
+            other => other,
+        };
+        match next {
+            Some(Ok((_, Said::Prompt(_)))) => {}
             Some(Ok((index, Said::Token(token)))) => {
                 let choices = self.shape.delta(index, &token);
                 self.say(choices, false);
@@ -364,4 +450,81 @@ impl<S: Shape> Streaming<S> {
 /// JSON has no line breaks of its own: one `data:` line.
 fn data(document: &Value) -> Event {
     Event::default().data(document.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::body::Lane;
+
+    /// A prompt of three parts.
+    struct Three(usize);
+
+    impl Shape for Three {
+        fn head(&self, _streamed: bool) -> Value {
+            json!({})
+        }
+        fn unsaid(&mut self, _index: usize, complete: bool) -> Option<Value> {
+            let most = if complete { 3 } else { 2 };
+            (self.0 < most).then(|| {
+                self.0 += 1;
+                self.0.into()
+            })
+        }
+        fn delta(&mut self, _index: usize, _token: &Token) -> Vec<Value> {
+            Vec::new()
+        }
+        fn last(&mut self, _index: usize, _done: &Done) -> Vec<Value> {
+            Vec::new()
+        }
+        fn whole(&mut self, _index: usize, _tokens: &[Token], _done: &Done) -> Value {
+            Value::Null
+        }
+        fn scorer(&self) -> Option<Scorer> {
+            None
+        }
+    }
+
+    /// All of it was written at once, for every answer: seconds on a thread that serves.
+    #[test]
+    fn a_prompt_is_said_in_parts_before_its_answer() {
+        let mut shape = Three(0);
+        let mut said = Said::Prompt(Vec::new());
+        for expected in [Some(1), Some(2), None] {
+            let (choice, held) = in_turn(&mut shape, 0, said);
+            assert_eq!(choice, expected.map(Value::from));
+            said = held;
+        }
+        said = Said::Token(Token { id: 7, text: "a".into(), logprob: None });
+        for expected in [Some(3), None] {
+            let (choice, held) = in_turn(&mut shape, 0, said);
+            assert_eq!(choice, expected.map(Value::from));
+            said = held;
+        }
+        assert!(matches!(said, Said::Token(token) if token.id == 7));
+    }
+
+    /// A client that reads slowly kept what others waited for.
+    #[tokio::test]
+    async fn what_a_body_holds_is_given_back_unread() {
+        let lane = Lane::new(8, 8, &[]);
+        let lend = |leave| {
+            let parts = std::iter::from_fn(move || {
+                let _held = &leave;
+                Some(Ok::<_, Infallible>("part"))
+            });
+            Body::from_stream(futures_util::stream::iter(parts))
+        };
+        let now = Instant::now();
+        let body = until(now, lend(lane.take("a", 8).await.unwrap()));
+        // It is not polled, and there is room again.
+        let leave = lane.take("b", 8).await.unwrap();
+        assert!(body.into_data_stream().next().await.unwrap().is_err());
+        let mut body = until(now + Duration::from_secs(3600), lend(leave)).into_data_stream();
+        assert_eq!(body.next().await.unwrap().unwrap(), "part");
+        assert!(lane.try_take("c", 1).is_none());
+        drop(body);
+        // The task that was to end it lets go of it too.
+        assert!(lane.take("c", 8).await.is_some());
+    }
 }

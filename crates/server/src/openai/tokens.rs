@@ -1,30 +1,38 @@
 //! Text to tokens and back: what prompts and log-probabilities need, and `POST /tokenize`, `POST /detokenize` as vLLM
 //! has them.
 use super::request::{check, read};
+use super::stream::until;
 use crate::app::App;
+use crate::auth::Caller;
 use crate::error::ApiError;
 use crate::http::{blocking, json_body};
 use crate::work::{Taken, halted};
-use axum::Json;
+use axum::body::Body;
 use axum::extract::{Request, State};
+use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
+use futures_util::stream::iter;
 use kvist_engine::Error;
 use kvist_engine::model::Model;
 use kvist_engine::tokenizer::{Ends, Tokenizer};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::borrow::Cow;
+use std::convert::Infallible;
+use std::iter::once;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// With `special`, what the model expects at the start of a text comes first. Refused if the tokenizer gives a token that
-/// the model does not know: repackaged models have such ones, for padding.
-fn encode(app: &App, text: &str, special: bool, param: &str) -> Result<Vec<u32>, ApiError> {
+/// the model does not know: repackaged models have such ones, for padding. With the room that was taken for it.
+fn encode(app: &App, text: &str, special: bool, param: &str) -> Result<(Vec<u32>, Taken), ApiError> {
     let model = app.engine.model();
     let tokenizer = model.tokenizer().ok_or_else(no_tokenizer)?;
-    let _taken = room_for(app, tokenizer, text, TOKEN_BYTES, param)?;
+    let taken = room_for(app, tokenizer, text, TOKEN_BYTES, param)?;
     let tokens = tokenizer.encode(text, special).map_err(failed)?;
     known(model, tokenizer, &tokens).map_err(|error| error.about(param))?;
-    Ok(tokens)
+    Ok((tokens, taken))
 }
 
 /// [`encode`] of rendered text, and where its tokens end.
@@ -44,9 +52,7 @@ fn failed(error: Error) -> ApiError {
     }
 }
 
-/// Bytes of a text that a tokenizer takes at once, and how many bytes of memory it takes for each. Measured: 118, of
-/// white space.
-const MAX_PIECE_BYTES: usize = 512 << 10;
+/// Bytes of memory that a tokenizer takes for each byte of a text that it takes at once. Measured: 118, of white space.
 const PIECE_FACTOR: usize = 128;
 
 /// Bytes for each byte of a text, each of which may be a token: in lists that grow by doubling, and are copied.
@@ -62,14 +68,16 @@ fn room_for(
     param: &str,
 ) -> Result<Taken, ApiError> {
     let piece = tokenizer.largest_piece(text);
-    if piece > MAX_PIECE_BYTES {
+    let (lists, most) = (text.len() * each, app.work.bytes());
+    if piece * PIECE_FACTOR + lists > most {
+        let most = most.saturating_sub(lists) / PIECE_FACTOR;
         let message = format!(
-            "the text has {piece} bytes in one piece; this model's tokenizer takes {MAX_PIECE_BYTES} at once, where no \
-             word ends that is followed by a blank or a line break"
+            "the text has {piece} bytes in one piece; of such a text this model's tokenizer takes {most} at once, where \
+             no word ends that is followed by a blank or a line break (a greater max_body_bytes allows more)"
         );
         return Err(ApiError::invalid(param, message));
     }
-    app.work.take(piece * PIECE_FACTOR + text.len() * each, param)
+    app.work.take(piece * PIECE_FACTOR + lists, param)
 }
 
 /// Refuse tokens that the model does not know.
@@ -86,7 +94,7 @@ pub(crate) fn known(model: &Model, tokenizer: &Tokenizer, tokens: &[u32]) -> Res
 /// [`encode`], unless the text is too long for any tokens: [`refuse_long`].
 pub(crate) fn encode_prompt(app: &App, text: &str, special: bool, param: &str) -> Result<Vec<u32>, ApiError> {
     refuse_long(app, text, param)?;
-    encode(app, text, special, param)
+    encode(app, text, special, param).map(|(tokens, _taken)| tokens)
 }
 
 /// White space that a text may have beside what the context's longest tokens can be.
@@ -159,15 +167,81 @@ struct Tokens {
     tokens: Vec<u32>,
 }
 
-pub(crate) async fn tokenize(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
+/// Tokens, and bytes of a text, that are written at a time. What is no longer is an answer in one part.
+const PART_TOKENS: usize = 8 << 10;
+const PART_BYTES: usize = 16 << 10;
+
+/// A long answer: its parts are made as the client takes them. What they are made of takes `bytes`, which are among
+/// those of [`ScoreRoom`](super::scores::ScoreRoom) until they are read.
+fn in_parts(
+    app: &App,
+    caller: &Caller,
+    bytes: usize,
+    param: &str,
+    parts: impl Iterator<Item = String> + Send + 'static,
+) -> Result<Response, ApiError> {
+    let leave = app.scores.try_take(&caller.name, bytes, param)?;
+    let mut held = Some((parts, leave));
+    let parts = std::iter::from_fn(move || {
+        let part = held.as_mut()?.0.next();
+        if part.is_none() {
+            held = None;
+        }
+        part.map(Ok::<_, Infallible>)
+    });
+    let body = until(Instant::now() + app.limits.request_timeout(), Body::from_stream(iter(parts)));
+    Ok(([(CONTENT_TYPE, "application/json")], body).into_response())
+}
+
+/// As [`Tokens`] is written.
+fn token_parts(tokens: Vec<u32>, max_model_len: u32) -> impl Iterator<Item = String> {
+    let count = tokens.len();
+    let head = format!("{{\"count\":{count},\"max_model_len\":{max_model_len},\"tokens\":[");
+    let part = move |at: usize| {
+        let mut part = String::new();
+        for (place, token) in (at..).zip(tokens[at..].iter().take(PART_TOKENS)) {
+            if place > 0 {
+                part.push(',');
+            }
+            part += &token.to_string();
+        }
+        part
+    };
+    once(head).chain((0..count).step_by(PART_TOKENS).map(part)).chain(once("]}".into()))
+}
+
+/// As `{"prompt": text}` is written.
+fn text_parts(text: String) -> impl Iterator<Item = String> {
+    let mut at = 0;
+    let parts = std::iter::from_fn(move || {
+        let end = text.floor_char_boundary(at + PART_BYTES);
+        let part = text.get(at..end).filter(|part| !part.is_empty())?;
+        at = end;
+        let part = Value::from(part).to_string();
+        // Without its quotes.
+        Some(part[1..part.len() - 1].to_string())
+    });
+    once("{\"prompt\":\"".to_string()).chain(parts).chain(once("\"}".into()))
+}
+
+pub(crate) async fn tokenize(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    request: Request,
+) -> Result<Response, ApiError> {
     let mut body = json_body(&app, request).await?;
     blocking(move || {
         check(&mut body, &app.schemas.tokenize, &app.bounds.model)?;
         let fields: Tokenize = read(&body)?;
         let special = fields.add_special_tokens.unwrap_or(true);
-        let tokens = encode(&app, &fields.prompt, special, "prompt")?;
-        // Written here, and not as a document: it may be long.
-        Ok(Json(Tokens { count: tokens.len(), max_model_len: app.bounds.max_tokens, tokens }).into_response())
+        let (mut tokens, _taken) = encode(&app, &fields.prompt, special, "prompt")?;
+        let max_model_len = app.bounds.max_tokens;
+        if tokens.len() <= PART_TOKENS {
+            return Ok(Json(Tokens { count: tokens.len(), max_model_len, tokens }).into_response());
+        }
+        tokens.shrink_to_fit();
+        let bytes = tokens.len() * size_of::<u32>();
+        in_parts(&app, &caller, bytes, "prompt", token_parts(tokens, max_model_len))
     })
     .await
 }
@@ -180,7 +254,11 @@ struct Detokenize {
 /// Bytes of a token, where tokens have none of their own.
 const LONGEST_UNKNOWN: usize = 256;
 
-pub(crate) async fn detokenize(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
+pub(crate) async fn detokenize(
+    State(app): State<Arc<App>>,
+    Extension(caller): Extension<Caller>,
+    request: Request,
+) -> Result<Response, ApiError> {
     let mut body = json_body(&app, request).await?;
     blocking(move || {
         check(&mut body, &app.schemas.detokenize, &app.bounds.model)?;
@@ -188,7 +266,36 @@ pub(crate) async fn detokenize(State(app): State<Arc<App>>, request: Request) ->
         // Each is a text of its own before they are one, which is copied into the answer.
         let longest = app.longest_token().unwrap_or(LONGEST_UNKNOWN);
         let _taken = app.work.take(fields.tokens.len() * (64 + 4 * longest), "tokens")?;
-        Ok(Json(json!({"prompt": app.decode(&fields.tokens)?})).into_response())
+        let mut text = app.decode(&fields.tokens)?;
+        if text.len() <= PART_BYTES {
+            return Ok(Json(json!({"prompt": text})).into_response());
+        }
+        text.shrink_to_fit();
+        in_parts(&app, &caller, text.len(), "tokens", text_parts(text))
     })
     .await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_the_answer() {
+        for n in [1, PART_TOKENS, PART_TOKENS + 1, 3 * PART_TOKENS] {
+            let tokens: Vec<u32> = (0..n as u32).collect();
+            let whole = json!({"count": n, "max_model_len": 7, "tokens": tokens}).to_string();
+            let parts: Vec<String> = token_parts(tokens, 7).collect();
+            assert!(parts.iter().all(|part| part.len() <= 11 * PART_TOKENS));
+            assert_eq!(parts.concat(), whole);
+        }
+        for text in ["", "a", "\"\\\n\u{1}é", "日本"] {
+            for n in [1, PART_BYTES, PART_BYTES + 1] {
+                let text = text.repeat(n);
+                let parts: Vec<String> = text_parts(text.clone()).collect();
+                assert!(parts.iter().all(|part| part.len() <= 6 * PART_BYTES));
+                assert_eq!(parts.concat(), json!({"prompt": text}).to_string());
+            }
+        }
+    }
 }
