@@ -20,7 +20,7 @@ use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::future::ready;
 use std::sync::{Arc, Mutex};
-use std::task::{Poll, ready as ready_or_wait};
+use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 use tokio::task::AbortHandle;
 
@@ -324,24 +324,31 @@ fn stream(answers: Answers, shape: impl Shape, include_usage: bool) -> Response 
 /// The body until the moment: then it is dropped with all that it holds, be it read or not, and the connection breaks
 /// off.
 pub(crate) fn until(moment: Instant, body: Body) -> Body {
-    let held = Arc::new(Mutex::new(Some(body.into_data_stream())));
+    let held = Arc::new(Mutex::new((Some(body.into_data_stream()), None::<Waker>)));
     let end = {
         let held = held.clone();
         tokio::spawn(async move {
             tokio::time::sleep_until(moment.into()).await;
-            let body = held.lock().unwrap_or_else(|broken| broken.into_inner()).take();
+            let (body, reader) = {
+                let mut held = held.lock().unwrap_or_else(|broken| broken.into_inner());
+                (held.0.take(), held.1.take())
+            };
             drop(body);
+            if let Some(reader) = reader {
+                reader.wake();
+            }
         })
     };
     let end = EndsWith(end.abort_handle());
     Body::from_stream(poll_fn(move |context| {
         let _ = &end;
         let mut held = held.lock().unwrap_or_else(|broken| broken.into_inner());
-        let next = match held.as_mut() {
-            Some(body) => ready_or_wait!(body.poll_next_unpin(context)),
-            None => Some(Err(axum::Error::new("the answer was not read in time"))),
+        let Some(body) = &mut held.0 else {
+            return Poll::Ready(Some(Err(axum::Error::new("the answer was not read in time"))));
         };
-        Poll::Ready(next)
+        let next = body.poll_next_unpin(context);
+        held.1 = next.is_pending().then(|| context.waker().clone());
+        next
     }))
 }
 
@@ -526,5 +533,9 @@ mod tests {
         drop(body);
         // The task that was to end it lets go of it too.
         assert!(lane.take("c", 8).await.is_some());
+        // A reader that waits for more hears of the end.
+        let silent = Body::from_stream(futures_util::stream::pending::<Result<&str, Infallible>>());
+        let mut body = until(Instant::now(), silent).into_data_stream();
+        assert!(body.next().await.unwrap().is_err());
     }
 }

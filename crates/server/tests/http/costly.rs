@@ -38,6 +38,20 @@ fn white_space_is_refused_before_it_is_tokenized() {
     assert_eq!(words["count"], words["tokens"].as_array().unwrap().len());
 }
 
+/// Both were written at once, and nothing counted them until they were read.
+#[test]
+fn long_texts_become_tokens_and_texts_again() {
+    let server = Server::start(config());
+    let text = "a \"word\" after\nanother é 日本 ".repeat(2_000);
+    let expected = model().tokenizer().unwrap().encode(&text, false).unwrap();
+    let made = server.post("/tokenize", &json!({"prompt": text, "add_special_tokens": false})).good();
+    assert!(expected.len() > 10_000, "{}", expected.len());
+    assert_eq!((&made["count"], &made["tokens"]), (&json!(expected.len()), &json!(expected)));
+    assert!(made["max_model_len"].is_u64());
+    let back = server.post("/detokenize", &json!({"tokens": expected})).good();
+    assert_eq!(back, json!({"prompt": text}));
+}
+
 /// A document of many values has a hundred times the bytes of its body, and counted as its bytes.
 #[test]
 fn documents_of_too_many_values_are_refused_before_they_are_made() {
