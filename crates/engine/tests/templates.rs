@@ -332,6 +332,7 @@ fn what_was_free_is_paid() {
         "{% for j in range(1000) %}{% set x = j %}{% macro m() %}{{ x }}{% endmacro %}{% endfor %}",
         "{{ 1e308 }}{{ 1e308 }}{{ 1e308 }}{{ 1e308 }}{{ -5e-324 }}{{ 1e308 ~ 1e308 }}",
         "{% set ns.l = ns.l + [dict(m)] %}",
+        "{{ ([1e308] * (i * 100)) in 'a' }}",
         "{% set ns.l = ns.l + [dict(namespace(m))] %}",
     ] {
         let source = format!(

@@ -228,6 +228,14 @@ pub(super) fn text_bytes(value: &Value) -> Result<usize, Error> {
     }
 }
 
+/// Pay for `value in text`: what is no text itself is written as one.
+pub(super) fn looked_for(value: &Value, container: &Value) -> Result<(), Error> {
+    match container.kind() == ValueKind::String && value.kind() != ValueKind::String {
+        true => spend(text_bytes(value)?.saturating_mul(3)),
+        false => spend(0),
+    }
+}
+
 /// A text that is paid for as it is written.
 #[derive(Default)]
 struct Paid {

@@ -2,7 +2,7 @@
 //!
 //! minijinja's own, and Python's methods, behind a cost: an upper bound of the bytes that they make, from the sizes of what
 //! they are given.
-use super::allowance::{SLOT_BYTES, items, listed, refuse, spend, text_bytes, weigh};
+use super::allowance::{SLOT_BYTES, items, listed, looked_for, refuse, spend, text_bytes, weigh};
 use super::strftime_now;
 use minijinja::value::{Kwargs, Rest, Value, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, State, filters, functions, tests};
@@ -193,7 +193,7 @@ pub(super) fn register(environment: &mut Environment<'static>) {
     }
     // `select` and its like try it for each of their items.
     environment.add_test("in", |state: &State, value: &Value, list: &Value| {
-        spend(0)?;
+        looked_for(value, list)?;
         tests::is_in(state, value, list)
     });
     environment.add_filter("tojson", tojson);

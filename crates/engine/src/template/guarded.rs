@@ -4,8 +4,8 @@
 //! program is copied with calls of filters beside those instructions, under names that no template can write. Their
 //! results are the values that they are given; the program does the same as before, or stops.
 use super::allowance::{
-    SLOT_BYTES, afford, as_written, count, items, listed, refuse, remember, spend, text_bytes, walkable,
-    weigh, weigh_sum,
+    SLOT_BYTES, afford, as_written, count, items, listed, looked_for, refuse, remember, spend, text_bytes,
+    walkable, weigh, weigh_sum,
 };
 use minijinja::machinery::{Instruction, Instructions};
 use minijinja::value::{Rest, Value, ValueKind, ValueOrKwargs};
@@ -22,6 +22,7 @@ const SLICED: &str = "(sliced)";
 const SPREAD: &str = "(spread)";
 const MADE: &str = "(made)";
 const ATTRIBUTE: &str = "(attribute)";
+const FOUND: &str = "(found)";
 const ROUND: &str = "(round)";
 const ANOTHER: &str = "(another)";
 
@@ -54,6 +55,7 @@ fn before<'s>(instruction: &Instruction<'s>) -> Vec<Instruction<'s>> {
         Instruction::Slice => see(SLICED, 4),
         Instruction::SetAttr(_) => see(ATTRIBUTE, 2),
         Instruction::UnpackLists(n) if *n > 0 => see(SPREAD, *n),
+        Instruction::In | Instruction::CompareAndPreserve(_) => see(FOUND, 2),
         Instruction::Iterate(_) => note(ROUND, 0),
         // What a macro sees of its surroundings lives as long as the rendering, and has a place for each name.
         Instruction::Enclose(_) | Instruction::BuildMacro(..) => note(RAW, CLOSURE_BYTES),
@@ -235,6 +237,11 @@ pub(super) fn register(environment: &mut Environment<'static>) {
         let values = values.into_values();
         weigh(&value(&values, 0), true)?;
         spend(SLOT_BYTES)?;
+        Ok(back(values))
+    });
+    environment.add_filter(FOUND, move |values: Given| -> Seen {
+        let values = values.into_values();
+        looked_for(&value(&values, 0), &value(&values, 1))?;
         Ok(back(values))
     });
     environment.add_filter(ROUND, |_: usize| -> Seen {
