@@ -592,7 +592,10 @@ fn an_error_in_a_template_names_its_line() {
         ("a\n\n\n{{ raise_exception('roles must alternate') }}", &["roles must alternate", ":4"]),
         ("{{ messages[0].content.no_such() }}", &["no_such", ":1"]),
         ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}", &["fuel"]),
-        ("{% for a in range(90000) %}{% for b in range(90000) %}{{ b }}{% endfor %}{% endfor %}", &["may take"]),
+        (
+            "{% for a in range(90000) %}{% for b in range(90000) %}{{ b }}{% endfor %}{% endfor %}",
+            &["may take"],
+        ),
         ("{{ ''[::-1] }}", &["broke"]), // a panic in minijinja 3.0.5
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", &["recursion"]),
     ];
