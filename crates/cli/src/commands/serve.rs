@@ -214,9 +214,10 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         }
         let listener = tokio::net::TcpListener::bind(address).await.with_context(taken)?;
         let address = listener.local_addr()?;
-        // stdout, because it is what a program that starts this one waits for.
+        let end = terminated();
+        // stdout, because it is what a program that starts this one waits for. From then on a signal drains.
         output::show(&format!("serving {} on http://{address}\n", app.model_name()))?;
-        serve(listener, app, terminated()).await.context("the server failed")
+        serve(listener, app, end).await.context("the server failed")
     });
     // The grace is over. A rendering or a tokenization that does not end must not keep the program.
     runtime.shutdown_timeout(Duration::from_secs(2));
@@ -238,26 +239,27 @@ fn record_file(path: &Path, overwrite: bool) -> anyhow::Result<File> {
     Ok(file)
 }
 
-/// SIGTERM or SIGINT. A second one ends the program.
-async fn terminated() {
+/// SIGTERM or SIGINT, which are listened for from now on. A second one ends the program.
+fn terminated() -> impl Future<Output = ()> {
     use tokio::signal::unix::{SignalKind, signal};
-    let (Ok(mut terminate), Ok(mut interrupt)) =
-        (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
-    else {
-        // Without handlers the signals end the program as they always do.
-        return std::future::pending().await;
-    };
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
-    }
-    tokio::spawn(async move {
+    let signals = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()));
+    async move {
+        let (Ok(mut terminate), Ok(mut interrupt)) = signals else {
+            // Without handlers the signals end the program as they always do.
+            return std::future::pending().await;
+        };
         tokio::select! {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
         }
-        std::process::exit(130);
-    });
+        tokio::spawn(async move {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            std::process::exit(130);
+        });
+    }
 }
 
 /// What requests take until the model has them.
