@@ -55,6 +55,8 @@ fn a_decoded_token_allocates_nothing_after_warm_up() {
                 let mut sampler = Sampler::new(config).unwrap();
                 session.prefill(SeqId::ONLY, &prompt, &mut |_| true).unwrap();
                 sampler.observe(&prompt);
+                // Room for candidates grows with how many there are: here all tokens are, once.
+                sampler.sample(&vec![0.0; session.logits_row(0).len()]).unwrap();
                 let mut token = prompt[0];
                 let bytes = (0..200).fold(0, |_, _| {
                     token = turn(&mut session, &mut sampler, token);
