@@ -152,7 +152,6 @@ fn prompts_are_shortened_by_what_is_missing() {
     s.arrive(10, Request::new(1, 10, 35, 10)).unwrap();
     s.turn(10, &mut m);
     assert_eq!(s.counters().preemptions, 0);
-    drop(m);
     assert_eq!(shares, [vec![20], vec![1, 25]]);
 }
 

@@ -413,7 +413,7 @@ mod tests {
                 Err(error) => break error,
             }
         };
-        assert_eq!((held.len() * SMALL_BYTES, refused.code.as_ref()), (all / 2, "server_busy"));
+        assert_eq!((held.len() * SMALL_BYTES, refused.code), (all / 2, "server_busy"));
         assert!(read(SMALL_BYTES, b).await.is_ok());
         assert!(bodies_bytes(0) >= all + SMALL_DOCUMENTS_BYTES);
     }

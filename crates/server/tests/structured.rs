@@ -182,7 +182,7 @@ fn demanded_calls_are_made_and_read_back() {
             let choice_value = choice.clone();
             let choice = ToolChoice::from_json(Some(&choice), &tools).unwrap();
             let grammar = choice.grammar(format, &tools, parallel).unwrap().unwrap();
-            for seed in 0..6 {
+            for seed in 0..16 {
                 let (text, complete) = writer.write(&grammar, seed, 200);
                 if !complete {
                     continue;

@@ -194,9 +194,9 @@ mod tests {
         let room = ScoreRoom::new(1000, &names);
         let take = |name: &str, bytes| room.try_take(name, bytes, "prompt").map_err(|error| error.code);
         let held = [take("a", MIN_ROOM).unwrap(), take("a", MIN_ROOM).unwrap()];
-        assert_eq!(take("a", 1).err().as_deref(), Some("server_busy"));
+        assert_eq!(take("a", 1).err(), Some("server_busy"));
         let other = [take("b", MIN_ROOM).unwrap(), take("b", MIN_ROOM).unwrap()];
-        assert_eq!(take("b", MIN_ROOM + 1).err().as_deref(), Some("invalid_value"));
+        assert_eq!(take("b", MIN_ROOM + 1).err(), Some("invalid_value"));
         drop((held, other));
         assert!(take("a", MIN_ROOM).is_ok());
     }

@@ -214,7 +214,10 @@ fn token_parts(tokens: Vec<u32>, max_model_len: u32) -> impl Iterator<Item = Str
 fn text_parts(text: String) -> impl Iterator<Item = String> {
     let mut at = 0;
     let parts = std::iter::from_fn(move || {
-        let end = text.floor_char_boundary(at + PART_BYTES);
+        let mut end = text.len().min(at + PART_BYTES);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
         let part = text.get(at..end).filter(|part| !part.is_empty())?;
         at = end;
         let part = Value::from(part).to_string();
