@@ -106,7 +106,8 @@ fn serves_what_run_writes_until_it_is_told_to_end() {
     server.signal("-TERM");
     let mut rest = String::new();
     stream.read_to_string(&mut rest).unwrap();
-    assert!(rest.contains("\"length\"") && rest.contains("[DONE]") && !rest.contains("\"error\""), "{rest}");
+    assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("data: [DONE]"), "{rest}");
+    assert!(!rest.contains("data: {\"error\""), "{rest}");
     assert_eq!(server.ends(), Some(0));
 }
 

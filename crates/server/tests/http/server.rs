@@ -240,8 +240,13 @@ impl Answer {
     pub fn events(&self) -> Vec<Value> {
         assert_eq!(self.status, 200, "{}", self.text);
         assert_eq!(self.header("content-type"), Some("text/event-stream"));
-        let mut data: Vec<&str> = self.text.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
-        assert_eq!(data.pop(), Some("[DONE]"), "{}", self.text);
+        Self::events_of(&self.text)
+    }
+
+    /// The same of a body that was read by hand, with or without the lines of its chunks.
+    pub fn events_of(body: &str) -> Vec<Value> {
+        let mut data: Vec<&str> = body.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
+        assert_eq!(data.pop(), Some("[DONE]"), "{body}");
         data.iter().map(|text| serde_json::from_str(text).unwrap()).collect()
     }
 
