@@ -275,12 +275,18 @@ async fn collect(
     Ok((bytes, held))
 }
 
+/// The leave to hold the document of the request that is at work: whatever works on it drops it behind the document.
+pub(crate) fn take_document() -> Option<Leave> {
+    DOCUMENT.try_with(Cell::take).ok().flatten()
+}
+
 /// Work of many milliseconds (parsing, tokenizing, templates), away from the threads that answer health checks. The
 /// document of the request that is at work counts as held until the work is done, whether or not anybody waits for it.
+/// What renders or tokenizes needs room for that: [`Work::run`](crate::work::Work::run).
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
-    let document = DOCUMENT.try_with(Cell::take).ok().flatten();
+    let document = take_document();
     let halt = Halt::default();
     // A handler is dropped when its client leaves.
     let _wanted = Wanted(halt.clone());
@@ -296,7 +302,7 @@ pub(crate) async fn blocking<T: Send + 'static>(
 }
 
 /// Ends the work when its handler is dropped.
-struct Wanted(Halt);
+pub(crate) struct Wanted(pub Halt);
 
 impl Drop for Wanted {
     fn drop(&mut self) {
