@@ -9,6 +9,7 @@
 //! at that moment, the work ends, its thread goes to others, and the request waits, oldest first. Then the work is begun
 //! anew, with that room in hand ([`Work::run`]).
 use crate::body::{self, Lane, Leave, SMALL_BYTES, Wanted, bodies_bytes};
+use crate::config::ServerConfig;
 use crate::error::ApiError;
 use kvist_engine::halt::{self, Halt};
 use std::cell::RefCell;
@@ -40,12 +41,18 @@ pub(crate) const SETTLING_BYTES: usize = 1 << 20;
 /// Threads that make requests ready.
 pub(crate) const THREADS: usize = 8;
 
-/// Bytes of memory that all requests together take until they are submitted: bodies and their documents, renderings,
-/// tokenizations, and the text that each thread may hold beside them. The sizes of lanes and semaphores enforce it.
-pub fn request_bytes(max_body_bytes: usize) -> usize {
-    let texts = max_body_bytes.saturating_mul(THREADS);
-    let work = work_bytes(max_body_bytes).saturating_add(RESERVE_BYTES);
-    bodies_bytes(max_body_bytes).saturating_add(work).saturating_add(texts)
+/// Bytes of memory that all requests of a server together take beside the model's, for a model of this context. Until
+/// they are submitted: bodies and their documents, renderings, tokenizations, and the text that each thread may hold
+/// beside them. From then on: their prompts, while they wait for the batch and while they are in it. The sizes of lanes,
+/// semaphores, queue and batch enforce it.
+pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
+    let most = config.limits.max_body_bytes;
+    let texts = most.saturating_mul(THREADS);
+    let work = work_bytes(most).saturating_add(RESERVE_BYTES);
+    let ready = bodies_bytes(most).saturating_add(work).saturating_add(texts);
+    let prompt = u64::from(model_context.min(config.cache_tokens(model_context)));
+    let prompts = config.queue_places() as u64 + u64::from(config.scheduler.max_batch);
+    (ready as u64).saturating_add(prompts.saturating_mul(prompt).saturating_mul(size_of::<u32>() as u64))
 }
 
 /// Bytes are counted in units, of which there may be as many as a semaphore holds.
