@@ -19,6 +19,7 @@ mod grammar;
 mod parser;
 mod pythonic;
 mod qwen_coder;
+mod types;
 
 pub use call::ToolCall;
 pub use choice::{Tool, ToolChoice, tools_from_json};
