@@ -550,6 +550,28 @@ fn a_default_that_cannot_be_matters_only_where_it_is_asked_for() {
     }
 }
 
+/// A model's defaults changed what was written, and no output said so.
+#[test]
+fn a_models_defaults_are_told_once() {
+    let folder = escaping_model();
+    let model = ["-n", "2", "--model", folder.path().to_str().unwrap()];
+    let told = |args: &[&str], stdin: &[u8]| {
+        let (_, said) = succeed_with(&[args, &model].concat(), stdin);
+        said.lines().filter(|line| line.contains("sampling defaults")).map(String::from).collect::<Vec<_>>()
+    };
+    let none: [&str; 0] = [];
+    assert_eq!(told(&["run", "x"], b""), none, "it ships none");
+    std::fs::write(folder.path().join("generation_config.json"), r#"{"temperature": 0.7, "top_p": 0.8}"#)
+        .unwrap();
+    let line = ["sampling defaults of the model: temperature 0.7, top_p 0.8"];
+    assert_eq!(told(&["run", "x"], b""), line);
+    assert_eq!(told(&["chat"], b"x\nx\n"), line);
+    assert_eq!(told(&["run", "--top-p", "1", "x"], b""), ["sampling defaults of the model: temperature 0.7"]);
+    for args in [&["run", "--greedy", "x"][..], &["run", "-q", "x"], &["run", "--json", "x"]] {
+        assert_eq!(told(args, b""), none, "{args:?}");
+    }
+}
+
 /// "The cache is full" said neither how full nor what helps.
 #[test]
 fn a_chat_without_room_says_what_makes_some() {
