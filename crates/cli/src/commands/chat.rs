@@ -339,12 +339,14 @@ impl Observer for Watch {
         !interrupt::interrupted()
     }
     fn text(&mut self, text: &str) -> bool {
+        // Before it is wrapped: what is written for a control character takes columns.
+        let text = output::harmless(text);
         match &mut self.wrap {
             Some(wrap) => {
-                let text = wrap.push(text);
+                let text = wrap.push(&text);
                 self.show(&text);
             }
-            None => self.show(text),
+            None => self.show(&text),
         }
         self.failed.is_none()
     }
