@@ -2,8 +2,8 @@
 //!
 //! A model without a chat template gets a plain one: `role: text` and a line break for every message, then
 //! `assistant:`. It ends where the next turn of the user would begin.
+use super::fields::{ChatFields, Common, check, check_together, read};
 use super::generation::{Answers, Order};
-use super::request::{ChatFields, Common, check, check_together, read};
 use super::scores::Scorer;
 use super::stream::{self, Shape, finish_reason};
 use super::tokens::{encode_prompt, no_tokenizer};
