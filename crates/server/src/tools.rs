@@ -16,6 +16,8 @@
 mod call;
 mod choice;
 mod grammar;
+mod looked;
+mod marks;
 mod parser;
 mod pythonic;
 mod qwen_coder;
