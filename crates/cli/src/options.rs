@@ -331,6 +331,24 @@ impl SamplingArgs {
         Sampler::new(self.config(&shipped, seed)).map_err(|e| wrong_usage(e.to_string()))
     }
 
+    /// The model's defaults that count beside these flags, for people; `None` where there are none.
+    pub fn of_the_model(&self, opened: &Opened) -> Option<String> {
+        let shipped = opened.sampling().ok().filter(|_| self.asks_the_model())?;
+        shipped_defaults(&self.counting(shipped))
+    }
+
+    /// Those of a model's defaults that no flag replaces.
+    fn counting(&self, shipped: &Shipped) -> Shipped {
+        Shipped {
+            temperature: shipped.temperature.filter(|_| self.temperature.is_none()),
+            top_k: shipped.top_k.filter(|_| self.top_k.is_none()),
+            top_p: shipped.top_p.filter(|_| self.top_p.is_none()),
+            min_p: shipped.min_p.filter(|_| self.min_p.is_none()),
+            repetition_penalty: shipped.repetition_penalty.filter(|_| self.repeat_penalty.is_none()),
+            repetition_window: shipped.repetition_window.filter(|_| self.repeat_last.is_none()),
+        }
+    }
+
     /// Is there anything that flags leave to the model's defaults?
     fn asks_the_model(&self) -> bool {
         let all_are_given = self.temperature.is_some()
@@ -359,6 +377,25 @@ impl SamplingArgs {
             ..SamplerConfig::greedy()
         }
     }
+}
+
+/// Defaults of sampling that a model ships, in a line for people; `None` where it ships none. They change what is written,
+/// and stand in no flag.
+pub fn shipped_defaults(shipped: &Shipped) -> Option<String> {
+    let mut said: Vec<String> = Vec::new();
+    let mut say =
+        |name: &str, value: Option<String>| said.extend(value.map(|value| format!("{name} {value}")));
+    say("temperature", shipped.temperature.map(|x| x.to_string()));
+    say("top_k", shipped.top_k.map(|k| k.to_string()));
+    say("top_p", shipped.top_p.map(|x| x.to_string()));
+    say("min_p", shipped.min_p.map(|x| x.to_string()));
+    say("repetition_penalty", shipped.repetition_penalty.map(|x| x.to_string()));
+    let window = |tokens: usize| match tokens {
+        usize::MAX => "whole text".to_string(),
+        tokens => format!("last {tokens} tokens"),
+    };
+    say("penalty over the", shipped.repetition_window.map(window));
+    (!said.is_empty()).then(|| format!("sampling defaults of the model: {}", said.join(", ")))
 }
 
 /// A text file, which must be UTF-8.
@@ -425,5 +462,28 @@ mod tests {
         assert_eq!((greedy.temperature, greedy.repetition_penalty), (0.0, 1.0));
         assert_eq!(with(&["--greedy", "--repeat-penalty", "1.5"], &shipped).repetition_penalty, 1.5);
         assert_eq!(with(&["--temperature", "0"], &shipped).repetition_penalty, 1.1);
+    }
+
+    /// No output said which defaults of a model counted.
+    #[test]
+    fn defaults_that_count_are_told() {
+        let with = |flags: &[&str], shipped: &Shipped| {
+            let line = Line::parse_from(std::iter::once(&"kvist").chain(flags));
+            shipped_defaults(&line.sampling.counting(shipped))
+        };
+        let shipped = Shipped {
+            temperature: Some(0.7),
+            top_p: Some(0.8),
+            repetition_penalty: Some(1.1),
+            repetition_window: Some(usize::MAX),
+            ..Shipped::default()
+        };
+        let all = "sampling defaults of the model: temperature 0.7, top_p 0.8, repetition_penalty 1.1, penalty over the \
+                   whole text";
+        assert_eq!(with(&[], &shipped).as_deref(), Some(all));
+        let rest = "sampling defaults of the model: top_p 0.8, repetition_penalty 1.1";
+        let flags = ["--temperature", "1", "--repeat-last", "8"];
+        assert_eq!(with(&flags, &shipped).as_deref(), Some(rest));
+        assert_eq!(with(&[], &Shipped::default()), None);
     }
 }

@@ -1,12 +1,40 @@
 //! stdout, and how errors are said.
 use anyhow::Context;
-use std::io::{self, Write};
+use std::borrow::Cow;
+use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
 /// Write to stdout now, not when a buffer is full.
 pub fn show(text: &str) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to stdout")
+}
+
+/// A model's text as stdout is to have it. At a terminal its control characters stand as marks: they could move the cursor,
+/// set the clipboard, or have the terminal type something. Elsewhere nothing is changed.
+pub fn harmless(text: &str) -> Cow<'_, str> {
+    match io::stdout().is_terminal() {
+        true => marked(text),
+        false => Cow::Borrowed(text),
+    }
+}
+
+/// As `less` writes them: `^[` for ESC, `<U+009B>` for those beyond ASCII. Line breaks and tabs stay. Each character is
+/// looked at by itself, so that it does not matter how a sequence is cut.
+fn marked(text: &str) -> Cow<'_, str> {
+    let drives = |c: char| c.is_control() && c != '\n' && c != '\t';
+    if !text.contains(drives) {
+        return Cow::Borrowed(text);
+    }
+    let mut out = String::with_capacity(text.len() + 8);
+    for c in text.chars() {
+        match c {
+            c if !drives(c) => out.push(c),
+            '\0'..='\x7f' => out.extend(['^', char::from(c as u8 ^ 0x40)]),
+            c => out += &format!("<U+{:04X}>", u32::from(c)),
+        }
+    }
+    Cow::Owned(out)
 }
 
 /// A line on stderr. Where stderr cannot be written there is nobody to tell, and that is no failure of the work.
@@ -105,4 +133,23 @@ fn beside(path: &Path) -> anyhow::Result<PathBuf> {
     let mut part = name.to_os_string();
     part.push(format!(".{}.part", std::process::id()));
     Ok(path.with_file_name(part))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::marked;
+
+    #[test]
+    fn control_characters_stand_as_marks() {
+        for (text, expected) in [
+            ("a\tb\nc é 所", "a\tb\nc é 所"),
+            ("\x1b[31mred\x1b[0m", "^[[31mred^[[0m"),
+            ("\x1b", "^["),
+            ("[2J", "[2J"),
+            ("\0\x07\x08\r\n\x7f", "^@^G^H^M\n^?"),
+            ("\u{80}\u{9b}31m\u{9f}\u{a0}", "<U+0080><U+009B>31m<U+009F>\u{a0}"),
+        ] {
+            assert_eq!(marked(text), expected, "{text:?}");
+        }
+    }
 }

@@ -469,9 +469,42 @@ fn a_plan_says_what_a_ring_would_take() {
         "{text}"
     );
     assert!(ring["ring"].is_null(), "it is one");
-    for full in ["llama-gqa", "qwen2-window-mixed"] {
-        assert!(json(&["plan", "--json", &path(full)])["ring"].is_null(), "{full} sees everything somewhere");
-    }
+    assert!(json(&["plan", "--json", &path("llama-gqa")])["ring"].is_null(), "it sees everything");
+}
+
+/// There was no such word where some layers see the whole context.
+#[test]
+fn a_plan_says_what_a_ring_would_take_where_some_layers_have_a_window() {
+    let folder = fixtures().join("parity/qwen2-window-mixed");
+    let mixed = folder.display().to_string();
+    let plan = json(&["plan", "--json", &mixed]);
+    assert_eq!((number(&plan, "ring.window_tokens"), number(&plan, "ring.window_flag_tokens")), (9.0, 512.0));
+    let ring = json(&["plan", "--json", &mixed, "--kind", "ring", "--window", "512"]);
+    assert_eq!(plan["ring"]["kv_cache_bytes"], ring["bound"]["kv_cache"]);
+    assert!(number(&ring, "bound.kv_cache") < number(&plan, "bound.kv_cache"));
+    let (text, _) = succeed(&["plan", &mixed]);
+    assert!(text.contains("--kind ring --window 512 takes") && text.contains("see 9 tokens back"), "{text}");
+    // With a window of ours that is the one of the ring.
+    let ours = json(&["plan", "--json", &mixed, "--window", "64"]);
+    let ring = json(&["plan", "--json", &mixed, "--window", "64", "--kind", "ring"]);
+    assert_eq!(ours["ring"]["kv_cache_bytes"], ring["bound"]["kv_cache"]);
+    assert!(ours["ring"].get("window_flag_tokens").is_none(), "{ours}");
+    // What is written is the same.
+    let args = [
+        "logits",
+        "--model",
+        &mixed,
+        "--tokens",
+        "1,2,3",
+        "--generate",
+        "80",
+        "--kv",
+        "f32",
+        "--context",
+        "100",
+    ];
+    let written = |more: &[&str]| succeed(&[&args[..], more].concat()).0;
+    assert_eq!(written(&["--kind", "ring", "--window", "100"]), written(&[]));
 }
 
 /// `logits` needs no tokenizer, but was stopped by a broken one.
@@ -514,6 +547,28 @@ fn a_default_that_cannot_be_matters_only_where_it_is_asked_for() {
         let stderr = String::from_utf8_lossy(&out.stderr);
         assert_eq!(out.status.code(), Some(1), "{args:?}: {stderr}");
         assert_eq!(stderr.contains("top_p"), is_told, "{args:?}: {stderr}");
+    }
+}
+
+/// A model's defaults changed what was written, and no output said so.
+#[test]
+fn a_models_defaults_are_told_once() {
+    let folder = escaping_model();
+    let model = ["-n", "2", "--model", folder.path().to_str().unwrap()];
+    let told = |args: &[&str], stdin: &[u8]| {
+        let (_, said) = succeed_with(&[args, &model].concat(), stdin);
+        said.lines().filter(|line| line.contains("sampling defaults")).map(String::from).collect::<Vec<_>>()
+    };
+    let none: [&str; 0] = [];
+    assert_eq!(told(&["run", "x"], b""), none, "it ships none");
+    std::fs::write(folder.path().join("generation_config.json"), r#"{"temperature": 0.7, "top_p": 0.8}"#)
+        .unwrap();
+    let line = ["sampling defaults of the model: temperature 0.7, top_p 0.8"];
+    assert_eq!(told(&["run", "x"], b""), line);
+    assert_eq!(told(&["chat"], b"x\nx\n"), line);
+    assert_eq!(told(&["run", "--top-p", "1", "x"], b""), ["sampling defaults of the model: temperature 0.7"]);
+    for args in [&["run", "--greedy", "x"][..], &["run", "-q", "x"], &["run", "--json", "x"]] {
+        assert_eq!(told(args, b""), none, "{args:?}");
     }
 }
 

@@ -140,6 +140,23 @@ fn a_recording_that_is_there_is_kept_unless_it_is_said_otherwise() {
     assert!(recorded(&["--record", path]).starts_with("{\"format\":\"kvist-recording\""));
 }
 
+/// They changed answers, and no output said so.
+#[test]
+fn the_log_says_which_defaults_of_the_model_count() {
+    let folder = escaping_model();
+    std::fs::write(folder.path().join("generation_config.json"), r#"{"top_k": 20}"#).unwrap();
+    let model = ["--model", folder.path().to_str().unwrap()];
+    for (more, expected) in [(&[][..], 1), (&["--generation-config", "none"], 0)] {
+        let mut server = Server::logging("info", &[&model, more].concat());
+        let mut log = server.child.stderr.take().unwrap();
+        server.signal("-TERM");
+        assert_eq!(server.ends(), Some(0));
+        let mut text = String::new();
+        log.read_to_string(&mut text).unwrap();
+        assert_eq!(text.matches("sampling defaults of the model: top_k 20").count(), expected, "{text}");
+    }
+}
+
 /// Answers of documents were logged, and streamed ones never.
 #[test]
 fn the_log_has_prompts_and_streamed_answers_where_that_is_asked() {

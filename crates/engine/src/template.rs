@@ -14,7 +14,7 @@ use crate::guard::quietly;
 use crate::halt;
 use crate::tokenizer::{Tokenizer, folder_config};
 use crate::weights::Gguf;
-use minijinja::machinery::{Token, eval, get_compiled_template, make_string_output, tokenize};
+use minijinja::machinery::{Token, tokenize};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Serde, Value};
 use minijinja::{Environment, context};
@@ -40,7 +40,7 @@ impl Message {
 pub struct ChatTemplate {
     file: String,
     source: String,
-    environment: Environment<'static>,
+    guarded: guarded::Guarded,
     tool_use: Option<Box<ChatTemplate>>,
 }
 
@@ -106,6 +106,15 @@ impl Constants {
 impl ChatTemplate {
     /// Compile a template's text; `file` is what errors call it.
     pub fn new(file: &str, source: &str) -> Result<Self, Error> {
+        Self::compiled(file, source, |_| {})
+    }
+
+    /// The same, in an environment with more in it.
+    fn compiled(
+        file: &str,
+        source: &str,
+        add: impl FnOnce(&mut Environment<'static>),
+    ) -> Result<Self, Error> {
         let failed = |error| failed(file, error);
         let mut environment = Environment::new();
         environment.set_debug(false); // errors are one line, in a debug build too
@@ -116,6 +125,7 @@ impl ChatTemplate {
         guarded::register(&mut environment);
         // To minijinja none is as empty a list as any; templates ask whether `tools`, none where there are no tools, is one.
         environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
+        add(&mut environment);
         let text = source.to_string();
         let source = without_generation_marks(source);
         if source.len() > MAX_SOURCE_BYTES {
@@ -151,7 +161,8 @@ impl ChatTemplate {
             let compiled = thread.map_err(|_| broke())?.join().ok().flatten();
             compiled.ok_or_else(broke)?.map_err(failed)
         })?;
-        Ok(ChatTemplate { file: file.into(), source: text, environment, tool_use: None })
+        let guarded = guarded::Guarded::new(environment, NAME).map_err(failed)?;
+        Ok(ChatTemplate { file: file.into(), source: text, guarded, tool_use: None })
     }
 
     /// Take this one when there are tools.
@@ -278,28 +289,15 @@ impl ChatTemplate {
     ) -> Result<String, Error> {
         halt::check()?;
         let failed = |error| failed(&self.file, error);
-        let template = self.environment.get_template(NAME).map_err(failed)?;
         let values = context! {
             add_generation_prompt => add_generation_prompt,
             bos_token => tokenizer.bos_text.as_deref().unwrap_or_default(),
             eos_token => tokenizer.eos_text.as_deref().unwrap_or_default(),
             ..values
         };
-        let compiled = get_compiled_template(&template);
-        let render = || {
-            let program = guarded::guarded(&compiled.instructions);
-            let blocks = compiled.blocks.iter();
-            let blocks = blocks.map(|(name, block)| (*name, guarded::guarded(block))).collect();
-            let mut text = String::new();
-            let mut out = make_string_output(&mut text);
-            let escape = compiled.initial_auto_escape.clone();
-            eval(&self.environment, &program, values, &blocks, &mut out, escape)?;
-            drop(out);
-            Ok(text)
-        };
         // minijinja 3.0.5 panics on an empty list or text walked backwards, `[][::-1]`. It only reads what it is
         // given, so nothing is left half done.
-        let rendered = allowance::within(allowance::of(bytes), || quietly(render));
+        let rendered = allowance::within(allowance::of(bytes), || quietly(|| self.guarded.render(values)));
         halt::check()?;
         let broke = || Error::Template { file: self.file.clone(), what: "broke the template engine".into() };
         rendered.ok_or_else(broke)?.map_err(failed)
@@ -396,13 +394,15 @@ mod tests {
             "raw",
         ] {
             let halt = Halt::default();
-            let mut template =
-                ChatTemplate::new("t", &format!("a{{% if leave() %}}{{% endif %}}{rest}")).unwrap();
             let client = halt.clone();
-            template.environment.add_function("leave", move || {
-                client.cancel();
-                Value::from(true)
-            });
+            let source = format!("a{{% if leave() %}}{{% endif %}}{rest}");
+            let template = ChatTemplate::compiled("t", &source, |environment| {
+                environment.add_function("leave", move || {
+                    client.cancel();
+                    Value::from(true)
+                });
+            })
+            .unwrap();
             let render = || template.fill(context! {}, 0, &tokenizer, false);
             assert!(matches!(halt.during(render), Err(Error::Halted)), "{rest}");
             assert!(render().is_ok(), "{rest}: the halt outlived the work");

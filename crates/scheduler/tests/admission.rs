@@ -1,4 +1,7 @@
 //! Small pools, windows and refused admissions: what must not happen to those who wait, and to those who run.
+mod common;
+
+use common::machine;
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::{Cache, Change, HitCounts, PagedSpec, PrefixSpec};
 use kvist_scheduler::*;
@@ -10,14 +13,6 @@ fn paged(groups: &[GroupSpec], block_tokens: u32, policy: &str) -> Cache {
     let prefix = Some(PrefixSpec { policy: policy.into(), ..PrefixSpec::default() });
     let groups = groups.to_vec();
     Cache::paged(&PagedSpec { block_tokens, groups, rollback_tokens: 0, prefix }).unwrap()
-}
-/// Everybody writes as much as they may; a step takes 10 ns.
-fn machine() -> Script<impl FnMut(u64, Batch<'_>, &mut Outcome)> {
-    Script(|_, batch: Batch<'_>, out: &mut Outcome| {
-        out.elapsed_ns = 10;
-        let samples = batch.work.iter().filter(|w| w.samples);
-        out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
-    })
 }
 /// No headroom.
 fn tight(policy: &str) -> Config {
@@ -48,7 +43,7 @@ fn prompts_longer_than_a_window_group_go_through_in_chunks() {
         for id in 0..n {
             s.arrive(0, Request::new(id.into(), 0, 2000, 4)).unwrap();
         }
-        let (mut m, mut now) = (machine(), 0);
+        let (mut m, mut now) = (machine(10), 0);
         while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut m) {
             now += elapsed_ns;
             assert!(now < 100_000, "{name}: it goes in circles");
@@ -66,7 +61,7 @@ fn prompts_longer_than_a_window_group_go_through_in_chunks() {
 #[test]
 fn what_a_window_lets_go_of_admits_the_next() {
     let mut s = Scheduler::new(Config::default(), paged(&[group(1024, Some(64))], 16, "lru"), None).unwrap();
-    let mut m = machine();
+    let mut m = machine(10);
     s.arrive(0, Request::new(0, 0, 900, 100_000)).unwrap();
     s.arrive(0, Request::new(1, 0, 600, 10)).unwrap();
     s.turn(0, &mut m);
@@ -79,7 +74,7 @@ fn what_a_window_lets_go_of_admits_the_next() {
 #[test]
 fn a_longer_hit_admits_who_waited_for_memory() {
     let mut s = Scheduler::new(tight("fcfs"), paged(&[group(400, None)], 10, "lru"), None).unwrap();
-    let mut m = machine();
+    let mut m = machine(10);
     for id in 0..2 {
         s.arrive(0, Request { prompt: tokens(300, 1), ..Request::new(id, 0, 300, 50) }).unwrap();
     }
@@ -96,7 +91,7 @@ fn nobody_makes_way_for_nothing() {
         for (prompt, preemptions) in [(700, 0), (250, 1), (380, 2)] {
             let config = Config { preempted, ..tight("edf") };
             let mut s = Scheduler::new(config, paged(&[group(1000, None)], 10, "lru"), None).unwrap();
-            let mut m = machine();
+            let mut m = machine(10);
             s.arrive(0, due(0, 0, 500, 50, 1_000)).unwrap();
             s.arrive(0, due(1, 0, 140, 50, 9_000)).unwrap();
             s.arrive(0, due(2, 0, 140, 50, 9_001)).unwrap();
@@ -123,7 +118,7 @@ fn a_prompt_counts_once_in_the_hit_ratio() {
         let prompt = tokens(10, id);
         s.arrive(0, Request { prompt, ..Request::new(id.into(), 0, 10, 20) }).unwrap();
     }
-    let (mut m, mut now) = (machine(), 0);
+    let (mut m, mut now) = (machine(10), 0);
     while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut m) {
         now += elapsed_ns;
     }
@@ -197,7 +192,7 @@ fn shared_blocks_are_room_when_their_last_holder_goes() {
     let mut bad = Vec::new();
     for (name, first, second, (newcomer, prompt), expected) in rows {
         let mut s = Scheduler::new(tight("edf"), paged(&[group(700, None)], 10, "lru"), None).unwrap();
-        let mut m = machine();
+        let mut m = machine(10);
         let mut now = 0;
         s.arrive(0, Request { prompt: tokens(100, 1), ..due(0, 0, 100, 90, 10) }).unwrap();
         for (id, family) in [(1, first), (2, second)] {
@@ -222,7 +217,7 @@ fn shared_blocks_are_room_when_their_last_holder_goes() {
 #[test]
 fn refused_admissions_leave_no_trace() {
     let mut s = Scheduler::new(tight("fcfs"), paged(&[group(400, None)], 10, "lfu"), None).unwrap();
-    let mut m = machine();
+    let mut m = machine(10);
     s.arrive(0, Request { prompt: tokens(200, 1), ..Request::new(0, 0, 200, 1) }).unwrap();
     s.turn(0, &mut m);
     assert_eq!((s.n_running(), s.idle_cells()), (0, 200));
@@ -251,7 +246,7 @@ fn ties_leave_nobody_behind() {
         ..Config::default()
     };
     let mut s = Scheduler::new(config, paged(&[group(1000, None)], 10, "lru"), None).unwrap();
-    let (mut m, mut now) = (machine(), 0);
+    let (mut m, mut now) = (machine(10), 0);
     s.arrive(0, Request { prompt: tokens(20, 0), ..Request::new(0, 0, 20, 1) }).unwrap();
     s.turn(0, &mut m);
     s.arrive(1, Request { prompt: tokens(20, 5), ..Request::new(1, 1, 20, 1) }).unwrap();

@@ -1,33 +1,14 @@
 //! What the scheduler does in particular cases, as tables.
-use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
-use kvist_cache::{Cache, PagedSpec, PrefixSpec, Vocabulary};
+mod common;
+
+use common::{cells, group, machine, paged};
+use kvist_cache::{Cache, Vocabulary};
 use kvist_scheduler::*;
 use std::sync::Arc;
 
-fn group(capacity_tokens: u32) -> GroupSpec {
-    GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: capacity_tokens }
-}
-fn cells(capacity_tokens: u32) -> Cache {
-    Cache::new(vec![Box::new(Cells::new(&group(capacity_tokens)))])
-}
-fn paged(capacity_tokens: u32, vocabulary: Vocabulary) -> Cache {
-    let prefix = Some(PrefixSpec { vocabulary, ..PrefixSpec::default() });
-    let groups = vec![group(capacity_tokens)];
-    Cache::paged(&PagedSpec { block_tokens: 4, groups, rollback_tokens: 0, prefix }).unwrap()
-}
-
-/// Everybody writes as much as they may; a step takes 1000 ns.
-fn machine() -> Script<impl FnMut(u64, Batch<'_>, &mut Outcome)> {
-    Script(|_, batch: Batch<'_>, out: &mut Outcome| {
-        out.elapsed_ns = 1000;
-        let samples = batch.work.iter().filter(|w| w.samples);
-        out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
-    })
-}
-
 /// Run until nothing is left; who ended, in order.
 fn finish(scheduler: &mut Scheduler, mut now_ns: u64) -> Vec<Ended> {
-    let mut executor = machine();
+    let mut executor = machine(1000);
     while let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now_ns, &mut executor) {
         now_ns += elapsed_ns;
     }
@@ -85,7 +66,7 @@ fn policies_order_as_they_say() {
 fn ageing_leaves_nobody_behind() {
     let config = Config { policy: "priority".into(), max_batch: 1, ageing_ns: 50_000, ..Config::default() };
     let mut scheduler = Scheduler::new(config, cells(1000), None).unwrap();
-    let (mut now_ns, mut executor, mut waited) = (0, machine(), None);
+    let (mut now_ns, mut executor, mut waited) = (0, machine(1000), None);
     scheduler.arrive(0, Request::new(0, 0, 3, 1)).unwrap();
     for id in 1..2000 {
         let urgent = Request { priority: 4, ..Request::new(id, now_ns, 3, 1) };
@@ -166,12 +147,12 @@ fn cancellation_frees_memory_before_the_next_step() {
     let mut scheduler = Scheduler::new(Config::default(), cells(40), None).unwrap();
     scheduler.arrive(0, Request::new(0, 0, 30, 5)).unwrap();
     scheduler.arrive(0, Request::new(1, 0, 35, 5)).unwrap();
-    scheduler.turn(0, &mut machine());
+    scheduler.turn(0, &mut machine(1000));
     assert_eq!((scheduler.n_running(), scheduler.n_waiting(), scheduler.held_cells()), (1, 1, 30));
     assert!(scheduler.cancel(1000, RequestId(0)));
     assert!(!scheduler.cancel(1000, RequestId(0)), "it is not live any more");
     assert_eq!(scheduler.held_cells(), 0);
-    scheduler.turn(1000, &mut machine());
+    scheduler.turn(1000, &mut machine(1000));
     assert_eq!((scheduler.n_running(), scheduler.held_cells()), (1, 35));
 }
 

@@ -1,21 +1,11 @@
 //! The plain driver and its clock, which only other crates had tried: what arrives when, and which callbacks run.
-use kvist_cache::Cache;
-use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
+mod common;
+
+use common::{cells, machine};
 use kvist_scheduler::*;
 
 fn scheduler() -> Scheduler {
-    let group = GroupSpec { capacity_tokens: 100, visibility: Visibility::FULL, max_step_tokens: 100 };
-    let cache = Cache::new(vec![Box::new(Cells::new(&group))]);
-    Scheduler::new(Config { max_batch: 1, ..Config::default() }, cache, None).unwrap()
-}
-
-/// A step takes 10 ns.
-fn machine() -> Script<impl FnMut(u64, Batch<'_>, &mut Outcome)> {
-    Script(|_, batch: Batch<'_>, out: &mut Outcome| {
-        out.elapsed_ns = 10;
-        let samples = batch.work.iter().filter(|w| w.samples);
-        out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
-    })
+    Scheduler::new(Config { max_batch: 1, ..Config::default() }, cells(100), None).unwrap()
 }
 
 #[test]
@@ -24,13 +14,13 @@ fn everybody_is_served_and_told_of_once() {
     let mut ended = Vec::new();
     // The second waits for the first, and nothing happens before the third arrives.
     let arrivals = [Request::new(0, 0, 4, 3), Request::new(1, 7, 4, 1), Request::new(2, 100, 4, 2)];
-    drive(&mut scheduler(), &mut machine(), &mut clock, arrivals, |e| ended.push(e)).unwrap();
+    drive(&mut scheduler(), &mut machine(10), &mut clock, arrivals, |e| ended.push(e)).unwrap();
     let told: Vec<_> = ended.iter().map(|e| (e.id.0, e.admitted_ns, e.ended_ns)).collect();
     assert_eq!(told, [(0, Some(5), 35), (1, Some(35), 45), (2, Some(100), 120)]);
     assert_eq!(clock, VirtualClock(120));
 
     let twice = [Request::new(0, 0, 4, 3), Request::new(0, 1, 4, 3)];
-    let refused = drive(&mut scheduler(), &mut machine(), &mut VirtualClock(0), twice, |_| ());
+    let refused = drive(&mut scheduler(), &mut machine(10), &mut VirtualClock(0), twice, |_| ());
     assert_eq!(refused, Err(Duplicate(RequestId(0))));
 }
 

@@ -1,19 +1,10 @@
 //! Runs of decode steps, by example: as long as nothing can be decided, and not a step longer.
-use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
-use kvist_cache::{Cache, PagedSpec, PrefixSpec, Step, Vocabulary};
+mod common;
+
+use common::{cells, paged};
+use kvist_cache::{Step, Vocabulary};
 use kvist_scheduler::*;
 
-fn group(capacity_tokens: u32) -> GroupSpec {
-    GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: capacity_tokens }
-}
-fn cells(capacity_tokens: u32) -> Cache {
-    Cache::new(vec![Box::new(Cells::new(&group(capacity_tokens)))])
-}
-fn paged(capacity_tokens: u32, vocabulary: Vocabulary) -> Cache {
-    let prefix = Some(PrefixSpec { vocabulary, ..PrefixSpec::default() });
-    let groups = vec![group(capacity_tokens)];
-    Cache::paged(&PagedSpec { block_tokens: 4, groups, rollback_tokens: 0, prefix }).unwrap()
-}
 fn config() -> Config {
     Config { admission: Admission::Optimistic { headroom_tokens: 0 }, ..Config::default() }
 }

@@ -2,16 +2,14 @@
 //! replayed from its event log, to the byte.
 //!
 //! `KVIST_OPS` sets how many operations; a failure prints its seed.
-use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
+mod common;
+
+use common::cells;
+use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::twin::SplitMix64 as Random;
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, Step};
 use kvist_scheduler::*;
 use std::collections::BTreeMap;
-
-fn cells(capacity_tokens: u32) -> Cache {
-    let group = GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: capacity_tokens };
-    Cache::new(vec![Box::new(Cells::new(&group))])
-}
 
 /// `mixed` adds a group of layers with a window, whose pool is smaller.
 fn paged(capacity_tokens: u32, mixed: bool) -> Cache {

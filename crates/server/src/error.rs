@@ -126,7 +126,10 @@ impl ApiError {
 
 impl From<crate::structured::InvalidParameter> for ApiError {
     fn from(bad: crate::structured::InvalidParameter) -> Self {
-        ApiError::invalid(bad.param.clone(), bad.to_string())
+        match bad.halted {
+            true => crate::work::halted(),
+            false => ApiError::invalid(bad.param.clone(), bad.to_string()),
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! The OpenAI API, as its clients speak it.
 pub(crate) mod chat;
 pub(crate) mod completions;
+pub(crate) mod fields;
 pub(crate) mod generation;
 mod models;
 pub(crate) mod request;

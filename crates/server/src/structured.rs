@@ -14,6 +14,8 @@ mod schema;
 
 pub use schema::{MAX_SCHEMA_BYTES, Schema};
 
+use schema::PROOF_STEPS;
+
 use crate::job::Constraint;
 use kvist_engine::Error;
 use kvist_engine::model::Model;
@@ -32,11 +34,18 @@ pub struct InvalidParameter {
     /// A path, such as `response_format.json_schema.schema.properties.a`.
     pub param: String,
     pub problem: String,
+    /// Nothing may be wrong with it: the client left, or the time was over, while it was looked at.
+    pub halted: bool,
 }
 
 impl InvalidParameter {
     pub fn new(param: &str, problem: String) -> Self {
-        InvalidParameter { param: param.into(), problem }
+        InvalidParameter { param: param.into(), problem, halted: false }
+    }
+
+    pub(crate) fn halted(param: &str) -> Self {
+        let problem = "was not looked at to its end: the time to make the request ready is over".into();
+        InvalidParameter { halted: true, ..Self::new(param, problem) }
     }
 }
 
@@ -107,11 +116,13 @@ pub struct Grammar {
     lark: String,
     schemas: Vec<(String, Schema)>,
     marks: Vec<(&'static str, &'static str)>,
+    /// Steps that are left for proofs about its schemas.
+    pub(crate) proof_steps: usize,
 }
 
 impl Grammar {
     pub(crate) fn new(lark: String) -> Self {
-        Grammar { lark, schemas: Vec::new(), marks: Vec::new() }
+        Grammar { lark, schemas: Vec::new(), marks: Vec::new(), proof_steps: PROOF_STEPS }
     }
     /// One more rule, with its line's end.
     pub(crate) fn rule(&mut self, rule: &str) {
@@ -214,8 +225,9 @@ impl GrammarCompiler {
             lark += &format!("{rule}: {mark}\n");
         }
         let (mut bytes, mut texts) = (0, Vec::with_capacity(grammar.schemas.len()));
+        let mut proof_steps = grammar.proof_steps;
         for (rule, schema) in &grammar.schemas {
-            let text = schema.checked()?;
+            let text = schema.checked(&mut proof_steps)?;
             bytes += text.len();
             if bytes > MAX_GRAMMAR_BYTES {
                 let what = format!("brings the schemas to {bytes} bytes; {MAX_GRAMMAR_BYTES} are taken");

@@ -16,9 +16,12 @@
 mod call;
 mod choice;
 mod grammar;
+mod looked;
+mod marks;
 mod parser;
 mod pythonic;
 mod qwen_coder;
+mod types;
 
 pub use call::ToolCall;
 pub use choice::{Tool, ToolChoice, tools_from_json};

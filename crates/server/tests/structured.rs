@@ -631,3 +631,30 @@ fn errors_name_the_tool() {
     assert_eq!(error.param, "tools[1].function.parameters");
     assert!(error.problem.contains("unclosed group") && !error.problem.contains("x-guidance"), "{error}");
 }
+
+/// Each schema had steps of its own to tell its alternatives apart: a request with a hundred tools had a hundred times as
+/// many.
+#[test]
+fn all_schemas_of_a_request_share_their_steps() {
+    let (tokenizer, end) = small_tokenizer(&SMALL);
+    let grammars = GrammarCompiler::new(&tokenizer, SMALL.len() + 2, &end).unwrap();
+    let way =
+        |at: usize| json!({"anyOf": (0..34).map(|n| json!({"const": at * 34 + n})).collect::<Vec<_>>()});
+    let defs: serde_json::Map<String, Value> = (0..64).map(|at| (at.to_string(), way(at))).collect();
+    let refs: Vec<Value> = (0..6).map(|at| json!({"$ref": format!("#/$defs/{at}")})).collect();
+    let x = json!({"type": "array", "prefixItems": vec![json!({"oneOf": refs}); 4]});
+    let parameters = json!({"type": "object", "$defs": defs, "properties": {"x": x}});
+    let demanded = |format: ToolFormat, n: usize| {
+        let tool = |at: usize| json!({"type": "function", "function": {"name": format!("f{at}"), "parameters": parameters}});
+        let tools = tools_from_json(&(0..n).map(tool).collect::<Vec<_>>()).unwrap();
+        let grammar = ToolChoice::Required.grammar(format, &tools, true)?;
+        grammars.compile(&grammar.unwrap())
+    };
+    for (format, several) in [(ToolFormat::Hermes, 6), (ToolFormat::Pythonic, 6), (ToolFormat::Qwen3Coder, 6)]
+    {
+        demanded(format, 1).unwrap();
+        let error = demanded(format, several).unwrap_err();
+        assert!(error.param.starts_with("tools[") && !error.param.starts_with("tools[0]"), "{error}");
+        assert!(error.param.ends_with(".oneOf") && error.problem.contains("steps"), "{error}");
+    }
+}

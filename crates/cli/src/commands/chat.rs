@@ -79,6 +79,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     args.cache.kind.get_or_insert_with(|| "cells".into());
     let opened = args.model.open()?;
     let mut sampler = args.sampling.sampler(&opened, args.sampling.seed())?;
+    let of_the_model = args.sampling.of_the_model(&opened);
     opened.tokenizer().context("this model has no tokenizer (tokenizer.json beside it)")?.check()?;
     if args.system.is_some() && opened.chat_template().is_none() {
         return Err(wrong_usage(
@@ -101,6 +102,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         if !chat.has_template() {
             output::note("it has no chat template: what you type is continued as plain text");
         }
+        of_the_model.iter().for_each(|line| output::note(line));
     }
     let limits = Limits {
         max_tokens: args.max_tokens as usize,
@@ -337,12 +339,14 @@ impl Observer for Watch {
         !interrupt::interrupted()
     }
     fn text(&mut self, text: &str) -> bool {
+        // Before it is wrapped: what is written for a control character takes columns.
+        let text = output::harmless(text);
         match &mut self.wrap {
             Some(wrap) => {
-                let text = wrap.push(text);
+                let text = wrap.push(&text);
                 self.show(&text);
             }
-            None => self.show(text),
+            None => self.show(&text),
         }
         self.failed.is_none()
     }

@@ -46,7 +46,7 @@ struct Report {
     weight_bytes_on_disk: u64,
     kv_bytes_per_token: u64,
     kv_bits_per_value: f64,
-    /// What a ring would take, where the model's own window is shorter than the context and the cache is no ring.
+    /// What a ring would take, where layers have a window of their own, shorter than the context, and the cache is no ring.
     #[serde(skip_serializing_if = "Option::is_none")]
     ring: Option<Ring>,
     /// The bound: weights, a full cache, scratch and activations at the largest step.
@@ -62,7 +62,11 @@ struct Report {
 
 #[derive(Serialize)]
 struct Ring {
+    /// The largest of the model's own windows that are shorter than the context.
     window_tokens: u32,
+    /// What `--window` is to say, where other layers see the whole context: that much.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    window_flag_tokens: Option<u32>,
     kv_cache_bytes: u64,
 }
 
@@ -135,15 +139,22 @@ pub fn run(args: Args) -> anyhow::Result<()> {
 
 /// A ring forgets what the model's own window hides; other kinds keep it, since a rollback may need it.
 fn ring(model: &ModelConfig, registry: &Registry, config: &CacheConfig, kv_bytes: u64) -> Option<Ring> {
-    let window = model.group_windows().into_iter().collect::<Option<Vec<u32>>>()?.into_iter().max()?;
-    if config.kind == "ring" || window >= config.context_tokens {
+    let context = config.context_tokens;
+    let shorter = |window: &Option<u32>| window.filter(|window| *window < context);
+    let windows: Vec<Option<u32>> = model.group_windows().iter().map(shorter).collect();
+    let window_tokens = windows.iter().flatten().copied().max()?;
+    if config.kind == "ring" {
         return None;
     }
+    // A ring that is as long as the context hides nothing of it from the other layers.
+    let others = config.window.is_none() && windows.contains(&None);
+    let window_flag_tokens = others.then_some(context);
+    let window = config.window.or(window_flag_tokens);
     // A kind or a backend that cannot be built so is no hint.
-    let as_ring = CacheConfig { kind: "ring".into(), ..config.clone() };
+    let as_ring = CacheConfig { kind: "ring".into(), window, ..config.clone() };
     let plan = MemoryPlan::of_session(model, registry, &as_ring).ok()?;
     let kv_cache_bytes = plan.usage.of(Purpose::KvCache);
-    (kv_cache_bytes < kv_bytes).then_some(Ring { window_tokens: window, kv_cache_bytes })
+    (kv_cache_bytes < kv_bytes).then_some(Ring { window_tokens, window_flag_tokens, kv_cache_bytes })
 }
 
 impl Report {
@@ -178,12 +189,17 @@ impl Report {
             ),
         ];
         if let Some(ring) = &self.ring {
-            lines.push(format!(
-                "hint             --kind ring takes {} for the KV cache: this model sees {} tokens back, and a ring keeps that \
-                 and one step",
-                Bytes(ring.kv_cache_bytes),
-                ring.window_tokens
-            ));
+            let (takes, window) = (Bytes(ring.kv_cache_bytes), ring.window_tokens);
+            lines.push(match ring.window_flag_tokens {
+                None => format!(
+                    "hint             --kind ring takes {takes} for the KV cache: this model sees {window} tokens back, and a \
+                     ring keeps that and one step"
+                ),
+                Some(flag) => format!(
+                    "hint             --kind ring --window {flag} takes {takes} for the KV cache: layers of this model see \
+                     {window} tokens back, and a ring keeps that and one step; the others see the whole context as before"
+                ),
+            });
         }
         if let Some(c) = &self.ceiling {
             lines.push(format!(

@@ -59,6 +59,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let seed = args.sampling.seed();
     let opened = args.model.open()?;
     let mut sampler = args.sampling.sampler(&opened, seed)?;
+    let of_the_model = args.sampling.of_the_model(&opened);
     let (tokens, echo) = args.encode(&opened, &prompt)?;
     let needed = tokens.len() as u64 + u64::from(args.max_tokens);
     let config = args.cache.config(opened.config(), needed)?;
@@ -90,6 +91,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     output::show("\n")?;
     if !quiet {
         output::note(&report.summary());
+        of_the_model.iter().for_each(|line| output::note(line));
     }
     Ok(())
 }
@@ -156,7 +158,7 @@ impl Observer for Watch {
         self.bar.finish_and_clear();
         let text = self.echo.take().unwrap_or_default() + text;
         if self.stream
-            && let Err(error) = output::show(&text)
+            && let Err(error) = output::show(&output::harmless(&text))
         {
             self.failed = Some(error);
         }

@@ -196,6 +196,11 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     // Better now than behind the weights.
     let record = args.record.as_deref().map(|path| record_file(path, args.record_overwrite)).transpose()?;
     let cache_tokens = engine.paged.cache.context_tokens;
+    if config.model.generation_config.as_deref() != Some("none")
+        && let Some(line) = opened.sampling().ok().and_then(shipped_defaults)
+    {
+        tracing::info!(target: "kvist::server", "{line}");
+    }
     let model = args.model.load(opened, &budget, quiet)?;
     let engine = Engine::start(model, &registry, engine)?;
     let app = App::new(engine.clone(), &config, cache_tokens)?;

@@ -1,5 +1,6 @@
 //! Running the real program.
 #![allow(dead_code)] // each test binary uses its part
+use serde_json::{Map, Value};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -41,4 +42,27 @@ pub fn json(args: &[&str]) -> serde_json::Value {
 /// The engine's fixtures.
 pub fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/tests/fixtures")
+}
+
+/// A model whose every token but one begins with ESC, and that never ends its text.
+pub fn escaping_model() -> tempfile::TempDir {
+    let (from, folder) = (fixtures().join("parity/llama-gqa"), tempfile::tempdir().unwrap());
+    let path = |name: &str| folder.path().join(name);
+    std::fs::copy(from.join("model.safetensors"), path("model.safetensors")).unwrap();
+    let config = std::fs::read_to_string(from.join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&config).unwrap();
+    config.as_object_mut().unwrap().remove("eos_token_id");
+    std::fs::write(path("config.json"), config.to_string()).unwrap();
+    // `ě` is how byte-level tokenizers write the byte of ESC.
+    let piece = |id: u64| if id == 0 { "x".to_string() } else { format!("ě[{id}C") };
+    let n_tokens = config["vocab_size"].as_u64().unwrap();
+    let vocab: Map<String, Value> = (0..n_tokens).map(|id| (piece(id), id.into())).collect();
+    let tokenizer = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null, "post_processor": null,
+        "added_tokens": [], "pre_tokenizer": null,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false},
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []},
+    });
+    std::fs::write(path("tokenizer.json"), tokenizer.to_string()).unwrap();
+    folder
 }

@@ -7,10 +7,12 @@ use super::allowance::{
     SLOT_BYTES, afford, as_written, count, items, listed, looked_for, refuse, remember, spend, text_bytes,
     walkable, weigh, weigh_sum,
 };
-use minijinja::machinery::{Instruction, Instructions};
+use minijinja::machinery::{Instruction, Instructions, eval, get_compiled_template, make_string_output};
 use minijinja::value::{Rest, Value, ValueKind, ValueOrKwargs};
-use minijinja::{Environment, Error};
+use minijinja::{AutoEscape, Environment, Error};
+use self_cell::self_cell;
 use std::cell::Cell;
+use std::collections::BTreeMap;
 
 const RAW: &str = "(raw)";
 const WRITTEN: &str = "(written)";
@@ -78,8 +80,56 @@ fn behind<'s>(instruction: &Instruction<'s>) -> Option<Instruction<'s>> {
     }
 }
 
+/// The copies of one template, which borrow its names and texts from the environment that compiled it.
+struct Programs<'e> {
+    main: Instructions<'e>,
+    blocks: BTreeMap<&'e str, Instructions<'e>>,
+    escape: AutoEscape,
+}
+
+impl<'e> Programs<'e> {
+    fn new(environment: &'e Environment<'static>, name: &str) -> Result<Self, Error> {
+        let template = environment.get_template(name)?;
+        let compiled = get_compiled_template(&template);
+        Ok(Programs {
+            main: guarded(&compiled.instructions),
+            blocks: compiled.blocks.iter().map(|(name, block)| (*name, guarded(block))).collect(),
+            escape: compiled.initial_auto_escape.clone(),
+        })
+    }
+}
+
+self_cell! {
+    struct Cells {
+        owner: Environment<'static>,
+        #[covariant]
+        dependent: Programs,
+    }
+}
+
+/// A template with its checks, which are put in once.
+pub(super) struct Guarded(Cells);
+
+impl Guarded {
+    /// `environment` has compiled a template of this name, and [`register`]ed what the checks call.
+    pub fn new(environment: Environment<'static>, name: &str) -> Result<Self, Error> {
+        Cells::try_new(environment, |environment| Programs::new(environment, name)).map(Guarded)
+    }
+
+    pub fn render(&self, values: Value) -> Result<String, Error> {
+        self.0.with_dependent(|environment, programs| {
+            let mut text = String::new();
+            let mut out = make_string_output(&mut text);
+            let escape = programs.escape.clone();
+            eval(environment, &programs.main, values, &programs.blocks, &mut out, escape)?;
+            drop(out);
+            Ok(text)
+        })
+    }
+}
+
 /// The same program, with checks.
-pub(super) fn guarded<'s>(program: &Instructions<'s>) -> Instructions<'s> {
+fn guarded<'s>(program: &Instructions<'s>) -> Instructions<'s> {
     let all = || (0..).map_while(|at| program.get(at));
     let checks: Vec<_> = all().map(|instruction| (before(instruction), behind(instruction))).collect();
     // Where each instruction is to stand, with what is before it; and the end.
@@ -120,7 +170,7 @@ thread_local! {
     static PENDING: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// What [`guarded`] programs call.
+/// What the checks call.
 pub(super) fn register(environment: &mut Environment<'static>) {
     type Seen = Result<Value, Error>;
     // Named arguments are a value too.

@@ -2,8 +2,8 @@
 //!
 //! A model without a chat template gets a plain one: `role: text` and a line break for every message, then
 //! `assistant:`. It ends where the next turn of the user would begin.
+use super::fields::{ChatFields, Common, check, check_together, read};
 use super::generation::{Answers, Order};
-use super::request::{ChatFields, Common, check, check_together, read};
 use super::scores::Scorer;
 use super::stream::{self, Shape, finish_reason};
 use super::tokens::{encode_prompt, no_tokenizer};
@@ -20,7 +20,7 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use kvist_engine::Error;
 use kvist_engine::template::Conversation;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use std::sync::Arc;
 
 /// Where the plain template's answer ends: the user's next turn.
@@ -119,94 +119,10 @@ impl Form {
             return Err(ApiError::unsupported("response_format", message));
         }
         let grammar = choice.grammar(format, &tools, parallel)?;
-        let reading = Some(Reading { format, tools: for_reading(format, described)?, parallel });
+        let reading = Some(Reading { format, tools: format.held(described)?.into(), parallel });
         let demands = grammar.is_some();
         Ok(Form { reading, constraint: grammar.map(|grammar| app.compile(&grammar)).transpose()?, demands })
     }
-}
-
-/// JSON types, a bit for each.
-const TYPES: [&str; 7] = ["null", "boolean", "integer", "number", "string", "array", "object"];
-const STRING: u8 = 1 << 4;
-
-/// References and alternatives that are followed to find a type; steps of that for all tools of a request; bytes of a
-/// parameter's name; parameters that are not texts. What is beyond the first three is read as a text.
-const MAX_DEPTH: u32 = 16;
-const MAX_STEPS: usize = 20_000;
-const MAX_PARAMETER_NAME: usize = 256;
-const MAX_TYPED: usize = 2048;
-
-/// What calls are read back by. That is held for as long as the request waits and runs, so it is little: Qwen3-Coder's
-/// format alone needs anything of the tools, the types of parameters that are not texts.
-fn for_reading(format: ToolFormat, tools: &[Value]) -> Result<Arc<[Tool]>, ApiError> {
-    if format != ToolFormat::Qwen3Coder {
-        return Ok(Arc::default());
-    }
-    let (mut steps, mut typed) = (MAX_STEPS, 0);
-    let mut small = Vec::with_capacity(tools.len());
-    for tool in tools {
-        let function = &tool["function"];
-        let root = &function["parameters"];
-        let mut properties = Map::new();
-        for (name, schema) in root["properties"].as_object().into_iter().flatten() {
-            let types = types(schema, root, MAX_DEPTH, &mut steps).unwrap_or(0);
-            if types == 0 || types == STRING || name.len() > MAX_PARAMETER_NAME {
-                continue;
-            }
-            typed += 1;
-            if typed > MAX_TYPED {
-                let message =
-                    format!("`tools` has more than {MAX_TYPED} parameters that are not of the type `string`");
-                return Err(ApiError::invalid("tools", message));
-            }
-            let names =
-                TYPES.iter().enumerate().filter(|(at, _)| types & 1 << at != 0).map(|(_, name)| *name);
-            properties.insert(name.clone(), json!({"type": names.collect::<Vec<_>>()}));
-        }
-        let parameters = json!({"type": "object", "properties": properties});
-        let function = json!({"name": function["name"], "parameters": parameters});
-        small.push(json!({"type": "function", "function": function}));
-    }
-    Ok(tools_from_json(&small)?.into())
-}
-
-/// The types that a schema admits, as far as it tells them.
-fn types(schema: &Value, root: &Value, depth: u32, steps: &mut usize) -> Option<u8> {
-    let bit = |name: &str| TYPES.iter().position(|known| *known == name).map_or(0, |at| 1_u8 << at);
-    let of_value = |value: &Value| match value {
-        Value::Null => bit("null"),
-        Value::Bool(_) => bit("boolean"),
-        Value::Number(n) if n.is_f64() => bit("number"),
-        Value::Number(_) => bit("integer"),
-        Value::String(_) => STRING,
-        Value::Array(_) => bit("array"),
-        Value::Object(_) => bit("object"),
-    };
-    let depth = depth.checked_sub(1)?;
-    *steps = steps.checked_sub(1)?;
-    if std::ptr::eq(schema, root) {
-        return Some(bit("object"));
-    }
-    if let Some(kind) = schema.get("type") {
-        let names = kind.as_array().map_or(std::slice::from_ref(kind), Vec::as_slice);
-        return Some(names.iter().filter_map(Value::as_str).map(bit).fold(0, |a, b| a | b));
-    }
-    if let Some(value) = schema.get("const") {
-        return Some(of_value(value));
-    }
-    if let Some(values) = schema.get("enum").and_then(Value::as_array) {
-        return Some(values.iter().map(of_value).fold(0, |a, b| a | b));
-    }
-    if let Some(to) = schema.get("$ref").and_then(Value::as_str) {
-        return types(root.pointer(to.strip_prefix('#')?)?, root, depth, steps);
-    }
-    if let Some(list) = schema.get("anyOf").or_else(|| schema.get("oneOf")) {
-        let list = list.as_array().filter(|list| !list.is_empty())?;
-        return list.iter().try_fold(0, |all, one| Some(all | types(one, root, depth, steps)?));
-    }
-    let parts = schema.get("allOf")?.as_array()?;
-    let known = parts.iter().filter_map(|part| types(part, root, depth, steps));
-    known.reduce(|a, b| a & b)
 }
 
 /// The conversation as tokens, up to where the answer begins.
@@ -465,58 +381,6 @@ impl Shape for Turn {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn tool(parameters: Value) -> Value {
-        json!({"type": "function", "function": {"name": "f", "description": "d", "parameters": parameters}})
-    }
-
-    /// They were held as they came, some 30 bytes for each of theirs, and by formats that do not look at them.
-    #[test]
-    fn of_tools_is_held_what_calls_are_read_back_by() {
-        let described = [tool(json!({
-            "properties": {
-                "s": {"type": "string", "description": "long"}, "i": {"type": "integer"}, "o": {"type": "object"},
-                "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-                "one": {"oneOf": [{"const": 1}, {"enum": [true, "x"]}]},
-                "open": {"anyOf": [{"type": "integer"}, {}]}, "any": {}, "none": {"anyOf": []},
-                "ref": {"$ref": "#/$defs/n"}, "loop": {"$ref": "#/$defs/loop"}, "own": {"$ref": "#"},
-                "both": {"allOf": [{"type": ["integer", "null"]}, {"type": "integer"}, {}]},
-                "either": {"type": ["string", "null"]},
-            },
-            "$defs": {"n": {"type": "number"}, "loop": {"$ref": "#/$defs/loop"}},
-        }))];
-        let whole = tools_from_json(&described).unwrap();
-        let format = ToolFormat::Qwen3Coder;
-        let held = for_reading(format, &described).unwrap();
-        let names = described[0]["function"]["parameters"]["properties"].as_object().unwrap();
-        for key in names.keys().map(String::as_str).chain(["unknown"]) {
-            for value in ["3", "2.5", "null", "true", "{\"a\": 1}", "[1]", "text"] {
-                let text = format!(
-                    "<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
-                );
-                let (said, calls) = format.parse(&text, &held);
-                assert_eq!(calls.len(), 1, "{text}");
-                assert_eq!((said, calls), format.parse(&text, &whole), "{key}: {value}");
-            }
-        }
-        let heavy = [tool(json!({"properties": {}, "x": vec![json!([]); 100_000]}))];
-        assert_eq!(for_reading(format, &heavy), for_reading(format, &[tool(json!({"properties": {}}))]));
-        assert_eq!(for_reading(ToolFormat::Hermes, &described).unwrap().len(), 0);
-    }
-
-    #[test]
-    fn types_that_are_hard_to_find_come_to_an_end() {
-        let many = vec![json!({"$ref": "#/$defs/a"}); 100];
-        let endless =
-            tool(json!({"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"anyOf": many}}}));
-        assert_eq!(for_reading(ToolFormat::Qwen3Coder, &[endless]).unwrap().len(), 1);
-        let typed = |n: usize| -> Map<String, Value> {
-            (0..n).map(|n| (format!("p{n}"), json!({"type": "integer"}))).collect()
-        };
-        let read = |n| for_reading(ToolFormat::Qwen3Coder, &[tool(json!({"properties": typed(n)}))]);
-        assert!(read(MAX_TYPED).is_ok());
-        assert_eq!(read(MAX_TYPED + 1).unwrap_err().param.as_deref(), Some("tools"));
-    }
 
     #[test]
     fn templates_see_no_null_but_that_of_a_content() {

@@ -1,6 +1,6 @@
 //! `POST /v1/completions`: text goes on.
+use super::fields::{Common, CompletionFields, Prompt, check, check_together, read};
 use super::generation::{Answers, Order, too_many};
-use super::request::{Common, CompletionFields, Prompt, check, check_together, read};
 use super::scores::Scorer;
 use super::stream::{self, Shape, finish_reason};
 use super::tokens::encode_prompt;

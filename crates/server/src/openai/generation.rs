@@ -2,7 +2,7 @@
 //!
 //! The first answer to each prompt is submitted at once; the others when its first token has come, so that they find its
 //! prompt in the cache. Dropping [`Answers`] cancels whatever still runs.
-use super::request::{Common, OneOrMore};
+use super::fields::{Common, OneOrMore};
 use super::sampling::sampling;
 use crate::app::App;
 use crate::auth::Caller;

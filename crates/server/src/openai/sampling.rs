@@ -1,6 +1,6 @@
 //! How an answer is sampled.
+use super::fields::Common;
 use super::generation::random_seed;
-use super::request::Common;
 use kvist_engine::sampler::{SamplerConfig, Shipped};
 
 /// What the request says, then what the model ships, then OpenAI's defaults.

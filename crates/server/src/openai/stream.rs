@@ -3,8 +3,8 @@
 //! An answer that was cut off by its deadline or by the server's end is told so. In a document: an error if nothing
 //! was generated, otherwise `finish_reason` is `length` and `kvist.ended` says which. In a stream: `finish_reason` is
 //! `length`, and an error event follows before `[DONE]`.
+use super::fields::Common;
 use super::generation::{Answers, Said, Supplied};
-use super::request::Common;
 use super::scores::Scorer;
 use crate::body::{Leave, blocking};
 use crate::error::ApiError;

@@ -1,6 +1,6 @@
 //! Text to tokens and back: what prompts and log-probabilities need, and `POST /tokenize`, `POST /detokenize` as vLLM
 //! has them.
-use super::request::{check, read};
+use super::fields::{check, read};
 use super::stream::until;
 use crate::app::App;
 use crate::auth::Caller;

@@ -7,7 +7,7 @@ use crate::auth::Caller;
 use crate::error::ApiError;
 use crate::http::{Path, blocking, json_body};
 use crate::openai::chat::render;
-use crate::openai::request::{check, read};
+use crate::openai::fields::{check, read};
 use crate::openai::tokens;
 use crate::tools::tools_from_json;
 use axum::extract::{Request, State};

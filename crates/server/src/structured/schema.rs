@@ -39,8 +39,8 @@ impl Schema {
         &self.schema
     }
 
-    /// The schema for llguidance, as JSON.
-    pub(crate) fn checked(&self) -> Result<String, InvalidParameter> {
+    /// The schema for llguidance, as JSON. Proofs take from `proof_steps`, which all schemas of a request share.
+    pub(crate) fn checked(&self, proof_steps: &mut usize) -> Result<String, InvalidParameter> {
         // The depth first: everything else walks the value.
         let bad = |problem: String| Err(InvalidParameter::new(&self.place, problem));
         if depth_exceeds(&self.schema, MAX_DEPTH) {
@@ -50,9 +50,11 @@ impl Schema {
         if bytes > MAX_SCHEMA_BYTES {
             return bad(format!("has {bytes} bytes; {MAX_SCHEMA_BYTES} are taken"));
         }
-        let max_steps = bytes * STEPS_PER_BYTE;
+        let max_steps = (bytes * STEPS_PER_BYTE).min(*proof_steps);
         let checker = Checker { root: &self.schema, max_steps, steps: Cell::new(max_steps) };
-        checker.schema(&self.schema, &self.place)?;
+        let checked = checker.schema(&self.schema, &self.place);
+        *proof_steps -= max_steps - checker.steps.get();
+        checked?;
         let mut schema = match &self.schema {
             Value::Object(map) => map.clone(),
             Value::Bool(true) => Map::new(),
@@ -79,9 +81,13 @@ fn depth_exceeds(value: &Value, limit: usize) -> bool {
 /// Alternatives of one `oneOf`: each is compared with every other one.
 const MAX_ONE_OF: usize = 64;
 
-/// Steps to tell alternatives apart that all `oneOf` of a schema have between them, for each of its bytes: so those of all
-/// schemas of a request are bounded by its bytes. A step takes far less than a microsecond.
+/// Steps to tell alternatives apart that all `oneOf` of a schema have between them, for each of its bytes: so a short
+/// request causes little work. A step takes far less than a microsecond.
 const STEPS_PER_BYTE: usize = 16;
+
+/// Steps that all schemas of a request have between them, as many as the largest schema has: so a hundred tools cause no
+/// more work than one.
+pub(super) const PROOF_STEPS: usize = MAX_SCHEMA_BYTES * STEPS_PER_BYTE;
 
 const TYPES: [&str; 7] = ["null", "boolean", "integer", "number", "string", "array", "object"];
 
@@ -120,15 +126,13 @@ impl Checker<'_> {
         for (i, a) in ways.iter().enumerate() {
             for (j, b) in ways.iter().enumerate().skip(i + 1) {
                 if halt::check().is_err() {
-                    return bad(
-                        "was not looked at to its end: the time to make the request ready is over".into()
-                    );
+                    return Err(InvalidParameter::halted(&format!("{place}.oneOf")));
                 }
                 if !disjoint(&[&rest, a], &[&rest, b], self.root, &self.steps) {
                     if self.steps.get() == 0 {
                         return bad(format!(
-                            "cannot be enforced: to tell the alternatives of this schema apart takes more than {} \
-                             steps. Tell them apart by their types or by a property with another `const` in each, the \
+                            "cannot be enforced: to tell the alternatives of this schema apart takes more than the {} \
+                             steps that it and the request's other schemas leave. Tell them apart by their types or by a property with another `const` in each, the \
                              first of those that are required, or say `anyOf`",
                             self.max_steps
                         ));
@@ -240,6 +244,13 @@ impl Checker<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ApiError;
+
+    /// The only one of its request.
+    fn checked(schema: &Schema) -> Result<String, InvalidParameter> {
+        let mut proof_steps = PROOF_STEPS;
+        schema.checked(&mut proof_steps)
+    }
 
     #[test]
     fn bad_schemas_are_refused_by_path() {
@@ -277,7 +288,7 @@ mod tests {
             (json!({"description": "x".repeat(MAX_SCHEMA_BYTES)}), "bytes;"),
             (deep, "nested deeper"),
         ] {
-            let error = Schema::new("s", schema.clone()).checked().unwrap_err().to_string();
+            let error = checked(&Schema::new("s", schema.clone())).unwrap_err().to_string();
             assert!(error.contains(place), "{schema}: {error}");
         }
     }
@@ -285,7 +296,7 @@ mod tests {
     #[test]
     fn a_request_does_not_set_the_compilers_options() {
         let schema = json!({"type": "object", "x-guidance": {"lenient": true}, "title": "T"});
-        let text = Schema::new("s", schema).checked().unwrap();
+        let text = checked(&Schema::new("s", schema)).unwrap();
         let value: Value = serde_json::from_str(&text).unwrap();
         assert_eq!(value["x-guidance"]["lenient"], json!(null));
         assert_eq!(value["x-guidance"]["coerce_one_of"], json!(true));
@@ -301,7 +312,7 @@ mod tests {
             json!({"$defs": {"a": kind("a"), "b": kind("b")}, "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}),
         ];
         for schema in taken {
-            Schema::new("s", schema.clone()).checked().unwrap_or_else(|e| panic!("{schema}: {e}"));
+            checked(&Schema::new("s", schema.clone())).unwrap_or_else(|e| panic!("{schema}: {e}"));
         }
         let refused = [
             (
@@ -313,7 +324,7 @@ mod tests {
             (json!({"oneOf": vec![json!({}); 65]}), "`s.oneOf` has 65 alternatives"),
         ];
         for (schema, expected) in refused {
-            let error = Schema::new("s", schema.clone()).checked().unwrap_err().to_string();
+            let error = checked(&Schema::new("s", schema.clone())).unwrap_err().to_string();
             assert!(error.contains(expected), "{schema}: {error}");
         }
     }
@@ -327,15 +338,15 @@ mod tests {
         let refs: Vec<Value> = (0..64).map(|at| json!({"$ref": format!("#/$defs/{at}")})).collect();
         let of = |n: usize| json!({"$defs": defs, "prefixItems": vec![json!({"oneOf": refs}); n]});
         for n in [1, 16] {
-            let error = Schema::new("s", of(n)).checked().unwrap_err();
+            let error = checked(&Schema::new("s", of(n))).unwrap_err();
             assert_eq!(error.param, "s.prefixItems[0].oneOf");
             let steps = of(n).to_string().len() * STEPS_PER_BYTE;
-            assert!(error.problem.contains(&format!("takes more than {steps} steps")), "{error}");
+            assert!(error.problem.contains(&format!("takes more than the {steps} steps")), "{error}");
         }
         // Each of these by itself has enough, and all together have not.
         let few = |n: usize| json!({"$defs": defs, "prefixItems": vec![json!({"oneOf": refs[..6]}); n]});
-        Schema::new("s", few(1)).checked().unwrap();
-        let error = Schema::new("s", few(60)).checked().unwrap_err();
+        checked(&Schema::new("s", few(1))).unwrap();
+        let error = checked(&Schema::new("s", few(60))).unwrap_err();
         assert!(
             error.param.starts_with("s.prefixItems[") && error.param != "s.prefixItems[0].oneOf",
             "{error}"
@@ -344,15 +355,20 @@ mod tests {
         // The largest `oneOf` of usual alternatives has enough.
         let kind = |at: usize| json!({"type": "object", "properties": {"kind": {"const": format!("k{at}")}, "v": {"type": "string"}}, "required": ["kind", "v"]});
         let usual: Map<String, Value> = (0..64).map(|at| (at.to_string(), kind(at))).collect();
-        Schema::new("s", json!({"$defs": usual, "oneOf": refs})).checked().unwrap();
+        checked(&Schema::new("s", json!({"$defs": usual, "oneOf": refs}))).unwrap();
         let last = |at: usize| json!({"type": "object", "properties": {"kind": {"const": at}}, "required": ["kind"]});
-        Schema::new("s", json!({"oneOf": (0..64).map(last).collect::<Vec<_>>()})).checked().unwrap();
+        checked(&Schema::new("s", json!({"oneOf": (0..64).map(last).collect::<Vec<_>>()}))).unwrap();
         // The client has left.
         let halt = halt::Halt::default();
         halt.cancel();
         let schema = Schema::new("s", json!({"oneOf": [{"type": "string"}, {"type": "null"}]}));
-        let error = halt.during(|| schema.checked()).unwrap_err();
+        let error = halt.during(|| checked(&schema)).unwrap_err();
         assert!(error.param == "s.oneOf" && error.problem.contains("time"), "{error}");
-        schema.checked().unwrap();
+        checked(&schema).unwrap();
+        // It was answered 400, as if the schema were at fault.
+        let answered = ApiError::from(error);
+        assert_eq!((answered.status.as_u16(), answered.code), (408, "deadline_exceeded"), "{answered}");
+        let wrong = checked(&Schema::new("s", json!({"type": 1}))).unwrap_err();
+        assert_eq!(ApiError::from(wrong).status.as_u16(), 400);
     }
 }

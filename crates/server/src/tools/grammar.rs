@@ -71,7 +71,7 @@ fn json(mut grammar: Grammar, format: ToolFormat, at: usize, tool: &Tool) -> Gra
 
 /// `f(a=1, b=2)`. A JSON value is a literal to the parser.
 fn pythonic(mut grammar: Grammar, call: usize, tool: &Tool) -> Result<Grammar, InvalidParameter> {
-    let arguments = arguments(tool)?;
+    let arguments = arguments(tool, &mut grammar.proof_steps)?;
     let n = arguments.len();
     grammar.rule(&format!("call_{call}: {} first_{call}_0 \")\"\n", literal(&format!("{}(", tool.name))));
     // `first`: nothing stands before this argument; `more`: something does, and a comma comes between.
@@ -100,7 +100,7 @@ fn pythonic(mut grammar: Grammar, call: usize, tool: &Tool) -> Result<Grammar, I
 fn qwen_coder(mut grammar: Grammar, call: usize, tool: &Tool) -> Result<Grammar, InvalidParameter> {
     let mut rule = format!("call_{call}: call_begin {}", literal(&format!("\n<function={}>\n", tool.name)));
     let mut rules = String::new();
-    for (at, argument) in arguments(tool)?.into_iter().enumerate() {
+    for (at, argument) in arguments(tool, &mut grammar.proof_steps)?.into_iter().enumerate() {
         let bad = |what: &str| InvalidParameter::new(&argument.place, what.into());
         if argument.name.contains(|c: char| matches!(c, '<' | '>') || c.is_whitespace()) {
             return Err(bad("has marks or blanks in its name, which the calls of this model cannot have"));
@@ -167,9 +167,9 @@ const OF_THE_WHOLE: [&str; 18] = [
 ];
 
 /// A tool's arguments, in the order of its schema.
-fn arguments(tool: &Tool) -> Result<Vec<Argument<'_>>, InvalidParameter> {
+fn arguments<'t>(tool: &'t Tool, proof_steps: &mut usize) -> Result<Vec<Argument<'t>>, InvalidParameter> {
     // That it is a schema at all is asked first.
-    tool.parameters.checked()?;
+    tool.parameters.checked(proof_steps)?;
     let place = tool.parameters.place();
     let Some(root) = tool.schema().as_object() else { return Ok(Vec::new()) };
     if let Some(keyword) = OF_THE_WHOLE.iter().find(|keyword| root.contains_key(**keyword)) {

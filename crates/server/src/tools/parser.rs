@@ -3,12 +3,10 @@
 //! Text that can not belong to a call is given on at once; what may begin one is held back until it is decided. Calls come
 //! whole. The result does not depend on how the text was cut: a decision is taken only when no continuation can change
 //! it.
-use super::call::{Found, read};
+use super::call::Found;
+use super::looked::Looked;
 use super::qwen_coder::FUNCTION;
-use super::{
-    PYTHON_END, PYTHON_START, PYTHON_TAG, TOOL_CALL, TOOL_CALL_END, Tool, ToolCall, ToolFormat, pythonic,
-    qwen_coder,
-};
+use super::{Tool, ToolCall, ToolFormat};
 use std::sync::Arc;
 
 /// What became certain.
@@ -43,19 +41,21 @@ pub struct ToolParser {
     place: Place,
     held: String,
     calls: usize,
-    /// Of a call that was not complete, the bytes that were looked at. To look takes time for each, so the next time is
-    /// when they have doubled, or a mark comes; see [`SHORT_BYTES`].
-    looked: usize,
+    looked: Looked,
 }
-
-/// A call of so many bytes is looked at with every mark. A longer one, of which each bracket of a nested list would have
-/// the whole read again, when it has grown by an eighth too, or at the end of the answer.
-const SHORT_BYTES: usize = 4 << 10;
 
 impl ToolParser {
     /// Without `parallel` the first call is the only one: later ones are swallowed.
     pub fn new(format: ToolFormat, parallel: bool, tools: Arc<[Tool]>) -> Self {
-        ToolParser { format, parallel, tools, place: Place::Start, held: String::new(), calls: 0, looked: 0 }
+        ToolParser {
+            format,
+            parallel,
+            tools,
+            place: Place::Start,
+            held: String::new(),
+            calls: 0,
+            looked: Looked::default(),
+        }
     }
 
     /// Calls so far.
@@ -66,11 +66,7 @@ impl ToolParser {
     /// The answer goes on with this.
     pub fn push(&mut self, piece: &str, out: &mut Vec<ToolDelta>) {
         self.held += piece;
-        // Only a bracket or the end of a marker completes anything.
-        let bracket = if self.format == ToolFormat::Pythonic { ']' } else { '}' };
-        let grown = if self.looked > SHORT_BYTES { self.looked / 8 } else { 0 };
-        let marked = self.held.len() >= self.looked + grown && piece.contains([bracket, '>']);
-        if marked || self.held.len() >= self.looked * 2 {
+        if self.looked.is_due(self.held.len(), self.format.may_complete(piece)) {
             self.look(false, out);
         }
     }
@@ -97,7 +93,7 @@ impl ToolParser {
     }
 
     fn look(&mut self, end: bool, out: &mut Vec<ToolDelta>) {
-        self.looked = 0;
+        self.looked = Looked::default();
         while self.turn(end, out) {}
     }
 
@@ -121,7 +117,7 @@ impl ToolParser {
             return false;
         }
         // What closes calls belongs to them, be there one or not.
-        if let Some(closer) = self.closer().filter(|_| self.place == Place::Called) {
+        if let Some(closer) = self.format.closer().filter(|_| self.place == Place::Called) {
             if rest.starts_with(closer) {
                 self.held.drain(..blank + closer.len());
                 return true;
@@ -134,13 +130,8 @@ impl ToolParser {
             }
         }
         let find = |opener: &&'static str| rest.find(*opener).map(|at| (at, *opener));
-        let opened = self.openers().iter().filter_map(find).min();
-        // A call of Llama needs no mark where the answer begins or after another call.
-        let unmarked = match self.format {
-            ToolFormat::Llama3 => self.place != Place::Text && rest.starts_with('{'),
-            ToolFormat::Pythonic => self.place != Place::Text && rest.starts_with('['),
-            ToolFormat::Hermes | ToolFormat::Qwen3Coder => false,
-        };
+        let opened = self.format.openers().iter().filter_map(find).min();
+        let unmarked = self.place != Place::Text && self.format.begins_unmarked(rest);
         let (at, body) = match opened {
             _ if unmarked => (0, 0),
             Some((at, FUNCTION)) => (at, at), // it is a part of the call
@@ -157,9 +148,9 @@ impl ToolParser {
             self.text(blank, at, out);
             return true;
         }
-        match self.call(&rest[body..], end) {
+        match self.format.read(&rest[body..], end, &self.tools) {
             Found::Unfinished => {
-                self.looked = self.held.len();
+                self.looked = Looked(self.held.len());
                 false
             }
             Found::Calls(calls, len) => {
@@ -178,49 +169,6 @@ impl ToolParser {
                 self.text(blank, body.max(1), out);
                 true
             }
-        }
-    }
-
-    /// What follows an opener, up to and with its closing mark.
-    fn call(&self, body: &str, end: bool) -> Found {
-        let start = body.len() - body.trim_start().len();
-        let rest = &body[start..];
-        let found = match self.format {
-            ToolFormat::Llama3 => read(rest, false),
-            ToolFormat::Hermes => read(rest, true),
-            ToolFormat::Pythonic => pythonic::read(rest),
-            ToolFormat::Qwen3Coder => match rest.strip_prefix(FUNCTION) {
-                Some(function) => match qwen_coder::read(function, &self.tools) {
-                    Found::Calls(calls, len) => Found::Calls(calls, FUNCTION.len() + len),
-                    other => other,
-                },
-                None if FUNCTION.starts_with(rest) => Found::Unfinished,
-                None => Found::Nothing,
-            },
-        };
-        let found = match found {
-            Found::Calls(calls, len) => {
-                let len = start + len;
-                let tail = &body[len..];
-                let blank = tail.len() - tail.trim_start().len();
-                let tail = &tail[blank..];
-                if self.format != ToolFormat::Hermes {
-                    Found::Calls(calls, len)
-                } else if tail.starts_with(TOOL_CALL_END) {
-                    Found::Calls(calls, len + blank + TOOL_CALL_END.len())
-                } else if !TOOL_CALL_END.starts_with(tail) {
-                    Found::Nothing
-                } else if end {
-                    Found::Calls(calls, body.len())
-                } else {
-                    Found::Unfinished
-                }
-            }
-            other => other,
-        };
-        match found {
-            Found::Unfinished if end => Found::Nothing,
-            found => found,
         }
     }
 
@@ -246,36 +194,18 @@ impl ToolParser {
         self.held.drain(..len);
     }
 
-    fn openers(&self) -> &'static [&'static str] {
-        match self.format {
-            ToolFormat::Llama3 => &[PYTHON_TAG],
-            ToolFormat::Hermes => &[TOOL_CALL],
-            ToolFormat::Pythonic => &[PYTHON_START],
-            // Its models leave the first one out at times.
-            ToolFormat::Qwen3Coder => &[TOOL_CALL, FUNCTION],
-        }
-    }
-
-    /// What may stand behind calls.
-    fn closer(&self) -> Option<&'static str> {
-        match self.format {
-            ToolFormat::Llama3 | ToolFormat::Hermes => None,
-            ToolFormat::Pythonic => Some(PYTHON_END),
-            ToolFormat::Qwen3Coder => Some(TOOL_CALL_END),
-        }
-    }
-
     /// Length of the longest end of `text` that begins an opener.
     fn possible_start(&self, text: &str) -> usize {
         let begins = |opener: &&str| {
             (1..opener.len().min(text.len() + 1)).rev().find(|n| text.ends_with(&opener[..*n])).unwrap_or(0)
         };
-        self.openers().iter().map(begins).max().unwrap_or(0)
+        self.format.openers().iter().map(begins).max().unwrap_or(0)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::looked::SHORT_BYTES;
     use super::*;
 
     fn cut(format: ToolFormat, pieces: &[&str]) -> (String, Vec<ToolCall>) {
@@ -597,8 +527,8 @@ mod tests {
             let (mut read_bytes, mut looked) = (0, 0);
             for piece in answer.split_inclusive([']', '}']) {
                 parser.push(piece, &mut out);
-                if parser.looked != looked {
-                    looked = parser.looked;
+                if parser.looked.0 != looked {
+                    looked = parser.looked.0;
                     read_bytes += looked;
                 }
             }

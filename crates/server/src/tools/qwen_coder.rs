@@ -17,6 +17,7 @@ use super::ToolCall;
 use super::call::Found;
 use super::choice::Tool;
 use super::pythonic;
+use super::types::{MAX_NAME, Types};
 use serde_json::Value;
 use serde_json::value::RawValue;
 
@@ -24,9 +25,6 @@ pub(super) const FUNCTION: &str = "<function=";
 const FUNCTION_END: &str = "</function>";
 const PARAMETER: &str = "<parameter=";
 pub(super) const PARAMETER_END: &str = "</parameter>";
-
-/// Bytes of a function's or a parameter's name.
-const MAX_NAME: usize = 256;
 
 /// What follows `<function=`, up to and with its end.
 pub(super) fn read(text: &str, tools: &[Tool]) -> Found {
@@ -80,73 +78,10 @@ fn name(text: &str) -> Option<Option<(&str, usize)>> {
     }
 }
 
-/// JSON types, as far as a schema tells them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Types(u8);
-
-const NAMES: [&str; 7] = ["null", "boolean", "integer", "number", "string", "array", "object"];
-const STRING: u8 = 16;
-
-/// References and alternatives that are followed to find a type.
-const MAX_STEPS: u32 = 16;
-
-impl Types {
-    fn of(tool: &Tool, key: &str) -> Option<Self> {
-        let root = tool.schema();
-        Self::of_schema(root.get("properties")?.get(key)?, root, MAX_STEPS)
-    }
-
-    fn of_schema(schema: &Value, root: &Value, steps: u32) -> Option<Self> {
-        let steps = steps.checked_sub(1)?;
-        let all = |list: &Value| -> Option<Self> {
-            let of = list.as_array()?.iter().map(|schema| Self::of_schema(schema, root, steps));
-            of.reduce(|a, b| Some(Types(a?.0 | b?.0)))?
-        };
-        let of_value = |value: &Value| match value {
-            Value::Null => "null",
-            Value::Bool(_) => "boolean",
-            Value::Number(n) if n.is_f64() => "number",
-            Value::Number(_) => "integer",
-            Value::String(_) => "string",
-            Value::Array(_) => "array",
-            Value::Object(_) => "object",
-        };
-        if let Some(kind) = schema.get("type") {
-            let names = kind.as_array().map_or(std::slice::from_ref(kind), Vec::as_slice);
-            return Some(Types(names.iter().filter_map(Value::as_str).map(bit).fold(0, |a, b| a | b)));
-        }
-        if let Some(value) = schema.get("const") {
-            return Some(Types(bit(of_value(value))));
-        }
-        if let Some(values) = schema.get("enum").and_then(Value::as_array) {
-            return Some(Types(values.iter().map(|value| bit(of_value(value))).fold(0, |a, b| a | b)));
-        }
-        if let Some(to) = schema.get("$ref").and_then(Value::as_str) {
-            return Self::of_schema(root.pointer(to.strip_prefix('#')?)?, root, steps);
-        }
-        for keyword in ["anyOf", "oneOf"] {
-            if let Some(list) = schema.get(keyword) {
-                return all(list);
-            }
-        }
-        let parts = schema.get("allOf").and_then(Value::as_array)?;
-        let known = parts.iter().filter_map(|part| Self::of_schema(part, root, steps));
-        known.reduce(|a, b| Types(a.0 & b.0))
-    }
-
-    fn has(self, name: &str) -> bool {
-        self.0 & bit(name) != 0
-    }
-}
-
-fn bit(name: &str) -> u8 {
-    NAMES.iter().position(|known| *known == name).map_or(0, |at| 1 << at)
-}
-
 /// As JSON.
 fn convert(value: &str, types: Option<Types>) -> String {
     let text = || Value::from(value).to_string();
-    let Some(types) = types.filter(|types| types.0 != STRING && types.0 != 0) else { return text() };
+    let Some(types) = types.filter(|types| !types.is_text()) else { return text() };
     let trimmed = value.trim();
     let read = |text: &str| -> Option<String> {
         let raw = serde_json::from_str::<&RawValue>(text).ok()?.get();

@@ -1,0 +1,132 @@
+//! The fields of a request, read from a body that is checked first: against its schema, and for what no schema says.
+use crate::error::ApiError;
+use crate::schema;
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+
+/// What both endpoints take, read from a body that passed its schema.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct Common {
+    pub temperature: Option<f32>,
+    pub top_p: Option<f32>,
+    pub top_k: Option<i64>,
+    pub min_p: Option<f32>,
+    pub repetition_penalty: Option<f32>,
+    pub frequency_penalty: Option<f32>,
+    pub presence_penalty: Option<f32>,
+    pub logit_bias: Option<BTreeMap<String, f32>>,
+    pub seed: Option<i64>,
+    pub n: Option<u32>,
+    pub stop: Option<OneOrMore>,
+    pub ignore_eos: Option<bool>,
+    pub stream: Option<bool>,
+    pub stream_options: Option<StreamOptions>,
+    pub cache_salt: Option<String>,
+    pub kvist: Option<KvistFields>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum OneOrMore {
+    One(String),
+    More(Vec<String>),
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct StreamOptions {
+    pub include_usage: Option<bool>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct KvistFields {
+    pub explain: Option<bool>,
+    pub timeout_ms: Option<u64>,
+    pub priority: Option<i32>,
+    pub pace: Option<u32>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct CompletionFields {
+    pub prompt: Prompt,
+    pub max_tokens: Option<u32>,
+    pub echo: Option<bool>,
+    pub logprobs: Option<u8>,
+}
+
+/// As the client gave it.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum Prompt {
+    Text(String),
+    Texts(Vec<String>),
+    Tokens(Vec<u32>),
+    Lists(Vec<Vec<u32>>),
+}
+
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct ChatFields {
+    pub messages: Vec<Value>,
+    pub max_tokens: Option<u32>,
+    pub max_completion_tokens: Option<u32>,
+    pub logprobs: Option<bool>,
+    pub top_logprobs: Option<u8>,
+    pub response_format: Option<Value>,
+    pub tools: Option<Vec<Value>>,
+    pub tool_choice: Option<Value>,
+    pub parallel_tool_calls: Option<bool>,
+    pub chat_template_kwargs: Option<Map<String, Value>>,
+}
+
+/// What no schema says as well: fields that exclude each other, told before the schema is asked.
+pub(crate) fn check_together(body: &Value, tools: bool) -> Result<(), ApiError> {
+    let given = |name: &str| body.get(name).is_some_and(|value| !value.is_null());
+    if given("top_logprobs") && body.get("logprobs") != Some(&Value::Bool(true)) {
+        return Err(ApiError::invalid("top_logprobs", "`top_logprobs` needs `logprobs` to be true"));
+    }
+    if !tools && body.get("tools").and_then(Value::as_array).is_some_and(|tools| !tools.is_empty()) {
+        let message = "`tools` are not supported with this model: its chat template teaches no format of calls that \
+                       kvist can read back";
+        return Err(ApiError::unsupported("tools", message));
+    }
+    Ok(())
+}
+
+/// Check a body's model and fields: what [`read`] then reads is as the schema says.
+pub(crate) fn check(body: &mut Value, schema: &Value, model: &str) -> Result<(), ApiError> {
+    if let Some(asked) = body.get("model").and_then(Value::as_str)
+        && asked != model
+    {
+        let message = format!("there is no model {asked:?} here; this server serves {model:?}");
+        let error = ApiError::new(axum::http::StatusCode::NOT_FOUND, "model_not_found", message);
+        return Err(error.about("model"));
+    }
+    schema::check(schema, body)?;
+    integers(body);
+    Ok(())
+}
+
+/// Fields of a checked body.
+pub(crate) fn read<'a, T: Deserialize<'a>>(body: &'a Value) -> Result<T, ApiError> {
+    T::deserialize(body).map_err(|e| {
+        ApiError::new(axum::http::StatusCode::BAD_REQUEST, "invalid_value", format!("the body: {e}"))
+    })
+}
+
+/// `1.0` is an integer to JSON Schema, and none to serde.
+fn integers(value: &mut Value) {
+    match value {
+        Value::Number(number) if !number.is_i64() && !number.is_u64() => {
+            let whole = number.as_f64().filter(|x| x.fract() == 0.0 && x.abs() < 9e15);
+            if let Some(whole) = whole {
+                *value = Value::from(whole as i64);
+            }
+        }
+        Value::Array(items) => items.iter_mut().for_each(integers),
+        Value::Object(fields) => fields.values_mut().for_each(integers),
+        _ => {}
+    }
+}

@@ -1,0 +1,85 @@
+//! What calls of a format begin and end with, and what is between the two.
+use super::call::{Found, read};
+use super::qwen_coder::FUNCTION;
+use super::{
+    PYTHON_END, PYTHON_START, PYTHON_TAG, TOOL_CALL, TOOL_CALL_END, Tool, ToolFormat, pythonic, qwen_coder,
+};
+
+impl ToolFormat {
+    /// What a call may begin with.
+    pub(super) fn openers(self) -> &'static [&'static str] {
+        match self {
+            ToolFormat::Llama3 => &[PYTHON_TAG],
+            ToolFormat::Hermes => &[TOOL_CALL],
+            ToolFormat::Pythonic => &[PYTHON_START],
+            // Its models leave the first one out at times.
+            ToolFormat::Qwen3Coder => &[TOOL_CALL, FUNCTION],
+        }
+    }
+
+    /// What may stand behind calls.
+    pub(super) fn closer(self) -> Option<&'static str> {
+        match self {
+            ToolFormat::Llama3 | ToolFormat::Hermes => None,
+            ToolFormat::Pythonic => Some(PYTHON_END),
+            ToolFormat::Qwen3Coder => Some(TOOL_CALL_END),
+        }
+    }
+
+    /// Does a call begin here without a mark? It may where the answer begins, or after another call.
+    pub(super) fn begins_unmarked(self, text: &str) -> bool {
+        match self {
+            ToolFormat::Llama3 => text.starts_with('{'),
+            ToolFormat::Pythonic => text.starts_with('['),
+            ToolFormat::Hermes | ToolFormat::Qwen3Coder => false,
+        }
+    }
+
+    /// Only a bracket or the end of a mark completes anything.
+    pub(super) fn may_complete(self, piece: &str) -> bool {
+        piece.contains([if self == ToolFormat::Pythonic { ']' } else { '}' }, '>'])
+    }
+
+    /// What follows an opener, up to and with its closing mark; `end`: nothing follows it.
+    pub(super) fn read(self, body: &str, end: bool, tools: &[Tool]) -> Found {
+        let start = body.len() - body.trim_start().len();
+        let rest = &body[start..];
+        let found = match self {
+            ToolFormat::Llama3 => read(rest, false),
+            ToolFormat::Hermes => read(rest, true),
+            ToolFormat::Pythonic => pythonic::read(rest),
+            ToolFormat::Qwen3Coder => match rest.strip_prefix(FUNCTION) {
+                Some(function) => match qwen_coder::read(function, tools) {
+                    Found::Calls(calls, len) => Found::Calls(calls, FUNCTION.len() + len),
+                    other => other,
+                },
+                None if FUNCTION.starts_with(rest) => Found::Unfinished,
+                None => Found::Nothing,
+            },
+        };
+        let found = match found {
+            Found::Calls(calls, len) => {
+                let len = start + len;
+                let tail = &body[len..];
+                let blank = tail.len() - tail.trim_start().len();
+                let tail = &tail[blank..];
+                if self != ToolFormat::Hermes {
+                    Found::Calls(calls, len)
+                } else if tail.starts_with(TOOL_CALL_END) {
+                    Found::Calls(calls, len + blank + TOOL_CALL_END.len())
+                } else if !TOOL_CALL_END.starts_with(tail) {
+                    Found::Nothing
+                } else if end {
+                    Found::Calls(calls, body.len())
+                } else {
+                    Found::Unfinished
+                }
+            }
+            other => other,
+        };
+        match found {
+            Found::Unfinished if end => Found::Nothing,
+            found => found,
+        }
+    }
+}
