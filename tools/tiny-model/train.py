@@ -1,9 +1,9 @@
 """Trains a tiny model on what `corpus.py` wrote.
 
-    python train.py --data CORPUS --out RUN --init tiny-rust-7m/model.safetensors
+    python train.py --data CORPUS --out RUN --init ../../crates/engine/embedded/tiny-rust-7m.gguf
 
 Saves RUN/checkpoint.pt every few minutes and goes on from it when started again; RUN/before.pt is what there was before
-training against repetition. bf16 arithmetic, f32 weights.
+rows were of the whole context. bf16 arithmetic, f32 weights.
 """
 import argparse
 import os
@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file
@@ -19,11 +20,11 @@ from torch.nn import functional as F
 from model import Shape, TinyLlama
 from muon import Muon
 from repetition import Repetition
+from to_gguf import gguf_name, unpermute
 
 BEGIN_ID = 0
 WARM_UP = 100       # steps
 WEIGHT_DECAY = 0.1
-UNLIKELIHOOD = 0.25  # its weight against the ordinary loss, every fourth step
 # Share of the rows from each file of `corpus.py`: while rows are half as long as the context, and from then on.
 FIRST = {"prose": 0.45, "api": 0.27, "tails": 0.08, "crates": 0.20}
 LAST = {"prose": 0.42, "api": 0.38, "tails": 0.08, "crates": 0.02, "passages": 0.10}
@@ -50,6 +51,19 @@ class Source:
         start = self.starts[self.taken]
         self.taken += 1
         return self.stream[start:start + self.context + 1].astype(np.int64)
+
+
+def weights_of(path, model):
+    """The parameters in a GGUF file of `to_gguf.py` or in a model.safetensors."""
+    if path.suffix != ".gguf":
+        return {name.removeprefix("model."): w.float() for name, w in load_file(path).items()}
+    tensors = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
+    found = {}
+    for name, p in model.named_parameters():
+        rows = tensors[gguf_name("model." + name)].reshape(p.shape)
+        heads = model.shape.heads if ".q_proj." in name else model.shape.kv_heads if ".k_proj." in name else 0
+        found[name] = torch.from_numpy((unpermute(rows, heads) if heads else rows).copy())
+    return found
 
 
 def loss_of(model, inputs, targets):
@@ -89,12 +103,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of what corpus.py wrote")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--init", type=Path, help="weights to start from, a model.safetensors; default: random")
+    parser.add_argument("--init", type=Path, help="weights to start from, model.safetensors or GGUF; default: random")
     parser.add_argument("--share", type=int, default=1, help="layers that share a K and V (2: every second owns none)")
-    parser.add_argument("--steps", type=int, default=4030)
-    parser.add_argument("--decay-from", type=int, default=300, help="step at which the learning rate begins to fall")
-    parser.add_argument("--long-from", type=int, default=3350,
-                        help="step from which rows are of the whole context and repetition is trained against")
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--decay-from", type=int, default=100, help="step at which the learning rate begins to fall")
+    parser.add_argument("--long-from", type=int, default=3000, help="step from which rows are of the whole context")
+    parser.add_argument("--unlikelihood", type=float, default=0,
+                        help="weight of training against repetition, every fourth step of whole rows; 0: none")
     parser.add_argument("--tokens", type=int, default=4096, help="of one step")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--threads", type=int, default=2)
@@ -107,7 +122,7 @@ def main():
     val = np.fromfile(args.data / "val.bin", dtype=np.uint16)
     model = TinyLlama(Shape(share=args.share))
     if args.init:
-        model.load_state_dict({name.removeprefix("model."): w.float() for name, w in load_file(args.init).items()})
+        model.load_state_dict(weights_of(args.init, model))
     optimizers, rng, step, places = optimizers_of(model, args.lr), np.random.default_rng(0), 0, {}
     args.out.mkdir(parents=True, exist_ok=True)
     checkpoint = args.out / "checkpoint.pt"
@@ -151,9 +166,9 @@ def main():
         value = loss(model, rows[:, :-1], rows[:, 1:])
         value.backward()
         running.append(value.item())
-        if step >= args.long_from and step % 4 == 0:
+        if args.unlikelihood and step >= args.long_from and step % 4 == 0:
             value, share = repetition.loss(model, data)
-            (UNLIKELIHOOD * value).backward()
+            (args.unlikelihood * value).backward()
             repeated.append(share)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
