@@ -1,7 +1,8 @@
 //! Which requests make up the next step, and how many tokens of each.
 //!
 //! 1. Everybody who decodes gets one token.
-//! 2. What is left of the budget goes to prefills in the order of rank, whole prompts or chunks of them. Who waits
+//! 2. What is left of the budget goes to prefills in the order of rank, whole prompts or chunks of them; a token of a
+//!    prompt that is computed afresh, because something is wanted of each, counts as two. Who waits
 //!    is admitted when its turn comes: behind the prefills of the batch, or, under a policy that preempts, among them.
 //!    Where a group with a window has less room than the budget, the room is the bound: the chunks of a long prompt
 //!    go through a small pool one after the other.
@@ -88,7 +89,10 @@ impl Scheduler {
     /// A share of what is left of the budget.
     fn serve(&mut self, slot: u32, budget: &mut u32) {
         let entry = &mut self.entries[slot as usize];
-        entry.share = (entry.known - entry.cached).min(*budget);
-        *budget -= entry.share;
+        // Where something is wanted of every token, each has logits of its own, which count as another token. An odd
+        // budget is rounded up, or a budget of one would never go on.
+        let each = if entry.fresh { 2 } else { 1 };
+        entry.share = (entry.known - entry.cached).min(budget.div_ceil(each));
+        *budget = budget.saturating_sub(entry.share.saturating_mul(each));
     }
 }

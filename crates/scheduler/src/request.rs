@@ -88,8 +88,8 @@ pub struct Request {
     /// Requests with different salts share no prefix.
     #[serde(default)]
     pub salt: Arc<str>,
-    /// Compute every token, also those that the prefix index could supply, where something is wanted of each. What it
-    /// computes is indexed as ever.
+    /// Compute every token, also those that the prefix index could supply, where something is wanted of each: in
+    /// the budget of a step they count twice. What it computes is indexed as ever.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub fresh: bool,
 }

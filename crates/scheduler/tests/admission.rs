@@ -134,6 +134,34 @@ fn a_prompt_counts_once_in_the_hit_ratio() {
     assert_eq!(opened, HitCounts { n_prompts: 2, prompt_tokens: 20, hit_tokens: 0 });
 }
 
+/// Each token of a scored prompt has a row of logits, which the budget of a step did not count: such steps took longer
+/// than others of as many tokens, and requests that decoded beside them waited.
+#[test]
+fn tokens_of_which_something_is_wanted_count_twice() {
+    for (budget, fresh, expected) in [
+        (8, false, vec![vec![8], vec![2, 6], vec![1, 4]]),
+        (8, true, vec![vec![4], vec![4], vec![2, 4], vec![1, 6]]),
+        (9, true, vec![vec![5], vec![5], vec![1, 8], vec![1, 2]]),
+        (2, true, vec![vec![1]; 9]),
+    ] {
+        let config = Config { max_batch: 2, max_batch_tokens: budget, ..Config::default() };
+        let mut s = Scheduler::new(config, paged(&[group(1000, None)], 4, "lru"), None).unwrap();
+        let mut shares = Vec::new();
+        let mut m = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
+            out.elapsed_ns = 10;
+            shares.push(batch.work.iter().map(|w| w.n_tokens).collect::<Vec<_>>());
+            let samples = batch.work.iter().filter(|w| w.samples);
+            out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
+        });
+        s.arrive(0, Request { fresh, ..Request::new(0, 0, 10, 10) }).unwrap();
+        s.arrive(0, Request::new(1, 0, 10, 10)).unwrap();
+        for turn in 0..expected.len() {
+            s.turn(10 * turn as u64, &mut m);
+        }
+        assert_eq!(shares, expected, "{budget} tokens, fresh: {fresh}");
+    }
+}
+
 /// What is short is taken from the prompts of the step, and a decoded token is none.
 #[test]
 fn prompts_are_shortened_by_what_is_missing() {

@@ -1,5 +1,5 @@
 //! What all handlers share.
-use crate::auth::Keys;
+use crate::auth::{Caller, Keys};
 use crate::body::Bodies;
 use crate::config::{ConfigError, HttpSection, LimitsSection, ServerConfig};
 use crate::connections::Connections;
@@ -81,7 +81,7 @@ impl App {
             limits: config.limits.clone(),
             scores: ScoreRoom::new(bounds.max_tokens, &keys.names()),
             bodies: Bodies::new(config.limits.max_body_bytes, &keys.names()),
-            work: Work::new(config.limits.max_body_bytes),
+            work: Work::new(config.limits.max_body_bytes, &keys.names()),
             connections: Arc::new(Connections::new(config.limits.max_connections, !keys.is_open())),
             under_way: Shares::new(config.limits.max_connections, &keys.names()),
             keys,
@@ -131,6 +131,16 @@ impl App {
     pub(crate) fn longest_token(&self) -> Option<usize> {
         let longest = || self.pieces()?.iter().map(|piece| piece.bytes.len()).max();
         *self.longest_token.get_or_init(longest)
+    }
+
+    /// Work on a request that renders or tokenizes, away from the threads that serve: [`Work::run`].
+    pub(crate) async fn prepare<T: Send + 'static>(
+        self: &Arc<Self>,
+        caller: &Caller,
+        mut work: impl FnMut(&Arc<App>, &Caller) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let (app, asks) = (self.clone(), caller.clone());
+        self.work.run(&caller.name, move || work(&app, &asks)).await
     }
 
     /// May take some tenths of a second the first time.

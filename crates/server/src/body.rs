@@ -200,9 +200,8 @@ pub(crate) async fn json_body(app: &App, request: Request) -> Result<Value, ApiE
     }
     let name =
         request.extensions().get::<Caller>().map_or_else(Default::default, |caller| caller.name.clone());
-    let mut body = request.into_body();
-    let read =
-        tokio::time::timeout(app.limits.read_timeout(), collect(&mut body, &app.bodies, most, &name)).await;
+    let read = collect(request.into_body(), &app.bodies, most, &name);
+    let read = tokio::time::timeout(app.limits.read_timeout(), read).await;
     let read = read.map_err(|_| {
         let message = format!("the body did not come within {} s", app.limits.read_timeout_s);
         ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_too_slow", message)
@@ -238,7 +237,7 @@ fn too_large(most: usize) -> ApiError {
 
 /// The body's bytes, `most` at most, and what they hold of [`Bodies`].
 async fn collect(
-    body: &mut Body,
+    body: Body,
     bodies: &Bodies,
     most: usize,
     name: &str,
@@ -276,12 +275,18 @@ async fn collect(
     Ok((bytes, held))
 }
 
+/// The leave to hold the document of the request that is at work: whatever works on it drops it behind the document.
+pub(crate) fn take_document() -> Option<Leave> {
+    DOCUMENT.try_with(Cell::take).ok().flatten()
+}
+
 /// Work of many milliseconds (parsing, tokenizing, templates), away from the threads that answer health checks. The
 /// document of the request that is at work counts as held until the work is done, whether or not anybody waits for it.
+/// What renders or tokenizes needs room for that: [`Work::run`](crate::work::Work::run).
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
-    let document = DOCUMENT.try_with(Cell::take).ok().flatten();
+    let document = take_document();
     let halt = Halt::default();
     // A handler is dropped when its client leaves.
     let _wanted = Wanted(halt.clone());
@@ -297,7 +302,7 @@ pub(crate) async fn blocking<T: Send + 'static>(
 }
 
 /// Ends the work when its handler is dropped.
-struct Wanted(Halt);
+pub(crate) struct Wanted(pub Halt);
 
 impl Drop for Wanted {
     fn drop(&mut self) {
@@ -395,7 +400,7 @@ mod tests {
         let bodies = Bodies::new(4 << 20, &[a.clone(), b.clone()]);
         let read = |bytes: usize, name: Arc<str>| {
             let bodies = &bodies;
-            async move { collect(&mut Body::from(vec![b' '; bytes]), bodies, 4 << 20, &name).await }
+            async move { collect(Body::from(vec![b' '; bytes]), bodies, 4 << 20, &name).await }
         };
         let left = || (bodies.small_raw.all.available_permits(), bodies.raw.all.available_permits());
         let (none, all) = (left(), SMALL_BODIES_BYTES);

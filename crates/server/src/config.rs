@@ -14,6 +14,7 @@ use kvist_scheduler::{Admission, Config, LengthSource, Preempted, PrefixOrder};
 use serde::{Deserialize, Deserializer};
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// `kvist.toml`
@@ -412,6 +413,16 @@ impl ServerConfig {
         tokens.max(self.cache.block_tokens)
     }
 
+    /// The names that callers can have, each once.
+    fn names(&self) -> Vec<Arc<str>> {
+        auth::names(self.keys.iter().map(|key| key.name.as_str()))
+    }
+
+    /// Requests that may wait for the batch: there is a place for each name at least.
+    pub(crate) fn queue_places(&self) -> usize {
+        self.limits.max_queue.max(self.names().len())
+    }
+
     /// What the engine is made of, for this model.
     pub fn engine(&self, model: &ModelConfig) -> EngineConfig {
         let c = &self.cache;
@@ -426,7 +437,7 @@ impl ServerConfig {
             paged: PagedConfig { cache, block_tokens: c.block_tokens, prefix: Some(prefix) },
             scheduler: self.scheduler.config(),
             max_queue: self.limits.max_queue,
-            names: auth::names(self.keys.iter().map(|key| key.name.as_str())),
+            names: self.names(),
             record: false,
             watchers: Vec::new(),
         };

@@ -32,6 +32,7 @@ const BEHIND: usize = 64;
 #[derive(Clone)]
 pub struct LiveView {
     desk: Arc<Mutex<Desk>>,
+    pub(crate) sessions: Arc<sessions::Looks>,
 }
 
 #[derive(Default)]
@@ -112,11 +113,16 @@ pub(crate) enum NotHeard {
 
 impl LiveView {
     pub(crate) fn new(bytes: CacheBytes) -> LiveView {
-        LiveView { desk: Arc::new(Mutex::new(Desk { bytes, ..Desk::default() })) }
+        LiveView { desk: Arc::new(Mutex::new(Desk { bytes, ..Desk::default() })), sessions: Arc::default() }
     }
 
     fn desk(&self) -> MutexGuard<'_, Desk> {
         self.desk.lock().unwrap_or_else(|broken| broken.into_inner())
+    }
+
+    /// How often the blocks of sessions were looked up for listeners.
+    pub fn session_lookups(&self) -> u64 {
+        self.sessions.n_lookups()
     }
 
     /// Write everything into `file` from now on: called before the first request, the recording can be replayed. It is

@@ -16,5 +16,5 @@ mod verbs;
 
 pub(crate) use fields::SessionSchemas;
 pub(crate) use generate::generate;
-pub(crate) use store::{Rest, Store};
+pub(crate) use store::{Rest, SessionId, Store};
 pub(crate) use verbs::{append, create, delete, fork, keep, list, look, rollback};

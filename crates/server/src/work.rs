@@ -1,14 +1,23 @@
 //! Memory that requests take while they are made ready, beside their documents: renderings and tokenizations.
 //!
-//! It promises that all of them together take no more than [`work_bytes`] says, because each takes its bound before it
-//! begins, and waits, oldest first, while there is no room. What could never have room is refused.
-use crate::body::bodies_bytes;
+//! It promises that all of them together take no more than [`work_bytes`] and [`RESERVE_BYTES`] say, because each takes
+//! its bound before it begins; that a request which waits for room holds no thread, and its place in line ends with it;
+//! and that a key's name which has taken all the common room leaves the reserve to the others. What could never have
+//! room is refused.
+//!
+//! How much a rendering or a tokenization takes is known on the thread that is about to begin it. Where there is no room
+//! at that moment, the work ends, its thread goes to others, and the request waits, oldest first. Then the work is begun
+//! anew, with that room in hand ([`Work::run`]).
+use crate::body::{self, Lane, Leave, SMALL_BYTES, Wanted, bodies_bytes};
+use crate::config::ServerConfig;
 use crate::error::ApiError;
-use kvist_engine::halt;
+use kvist_engine::halt::{self, Halt};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::marker::PhantomData;
 use std::sync::Arc;
-use std::time::Duration;
-use tokio::runtime::Handle;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::time::{Duration, Instant};
 
 /// A request is made ready (parsed, rendered, tokenized) within this, or refused.
 pub(crate) const PREPARATION: Duration = Duration::from_secs(30);
@@ -18,66 +27,265 @@ pub(crate) const PREPARATION: Duration = Duration::from_secs(30);
 const RENDERING_BYTES: usize = 32 << 20;
 const RENDERING_FACTOR: usize = 16;
 
-/// Bytes for all renderings and tokenizations at a time: room for one of the largest body, be it all of one text.
+/// Bytes for renderings and tokenizations at a time: room for one of the largest body, be it all of one text.
 pub(crate) fn work_bytes(max_body_bytes: usize) -> usize {
     max_body_bytes.saturating_mul(RENDERING_FACTOR).saturating_add(RENDERING_BYTES)
 }
 
+/// Bytes beside these, for work on conversations and texts up to [`SMALL_BYTES`].
+const RESERVE_BYTES: usize = RENDERING_BYTES + SMALL_BYTES * RENDERING_FACTOR;
+
+/// Bytes that the end of an answer may take which a stop string cut inside a token: the rest of that token is tokenized.
+pub(crate) const SETTLING_BYTES: usize = 1 << 20;
+
 /// Threads that make requests ready.
 pub(crate) const THREADS: usize = 8;
 
-/// Bytes of memory that all requests together take until they are submitted: bodies and their documents, renderings,
-/// tokenizations, and the text that each thread may hold beside them. The sizes of lanes and semaphores enforce it.
-pub fn request_bytes(max_body_bytes: usize) -> usize {
-    let texts = max_body_bytes.saturating_mul(THREADS);
-    bodies_bytes(max_body_bytes).saturating_add(work_bytes(max_body_bytes)).saturating_add(texts)
+/// Bytes of memory that all requests of a server together take beside the model's, for a model of this context. Until
+/// they are submitted: bodies and their documents, renderings, tokenizations, and the text that each thread may hold
+/// beside them. From then on: their prompts, while they wait for the batch and while they are in it. The sizes of lanes,
+/// semaphores, queue and batch enforce it.
+pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
+    let most = config.limits.max_body_bytes;
+    let texts = most.saturating_mul(THREADS);
+    let work = work_bytes(most).saturating_add(RESERVE_BYTES);
+    let ready = bodies_bytes(most).saturating_add(work).saturating_add(texts);
+    let prompt = u64::from(model_context.min(config.cache_tokens(model_context)));
+    let prompts = config.queue_places() as u64 + u64::from(config.scheduler.max_batch);
+    (ready as u64).saturating_add(prompts.saturating_mul(prompt).saturating_mul(size_of::<u32>() as u64))
 }
 
 /// Bytes are counted in units, of which there may be as many as a semaphore holds.
 const UNIT: usize = 1 << 10;
 
-pub(crate) struct Work {
-    left: Arc<Semaphore>,
-    units: usize,
+fn units(bytes: usize) -> usize {
+    bytes.div_ceil(UNIT)
 }
 
-/// Bytes, until it is dropped.
+pub(crate) struct Work {
+    /// Each name waits in a line of its own, so that in this one none stands for more than all the room.
+    common: Lane,
+    units: usize,
+    /// For what is small, of names that have none of the common room.
+    reserve: Lane,
+    /// Units that each name has of the common room, where there are several names.
+    held: BTreeMap<Arc<str>, Arc<AtomicUsize>>,
+}
+
+/// Room, until it is dropped.
+pub(crate) struct Room {
+    _leave: Leave,
+    /// What its name has of the common room, this one included.
+    of: Option<(Arc<AtomicUsize>, usize)>,
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        if let Some((held, units)) = &self.of {
+            held.fetch_sub(*units, SeqCst);
+        }
+    }
+}
+
+/// Room for a piece of work on this thread, until it is dropped.
 pub(crate) struct Taken {
-    _units: OwnedSemaphorePermit,
+    /// `None`: it is lent by the run.
+    _room: Option<Room>,
+    lent: usize,
+    /// It is given back to the run of the thread that took it.
+    _here: PhantomData<*const ()>,
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        RUN.with_borrow_mut(|run| run.iter_mut().for_each(|run| run.left += self.lent));
+    }
+}
+
+thread_local! {
+    static RUN: RefCell<Option<Run>> = const { RefCell::new(None) };
+}
+
+/// Work on this thread.
+struct Run {
+    name: Arc<str>,
+    /// Bytes of the room in hand that nothing has taken.
+    left: usize,
+    /// Bytes for which there was no room.
+    wants: Option<usize>,
+    halt: Halt,
+}
+
+/// What became of work.
+enum Ran<T, W> {
+    Done(Result<T, ApiError>),
+    /// It is to be done again, with so many bytes of room in hand.
+    Again(usize, W),
+}
+
+/// Work that may be begun again, and the document that it is on: dropped in this order.
+struct Begun<F> {
+    work: F,
+    _document: Option<Leave>,
+    until: Option<Instant>,
 }
 
 impl Work {
-    pub fn new(max_body_bytes: usize) -> Self {
-        let units = (work_bytes(max_body_bytes) / UNIT).min(u32::MAX as usize).min(Semaphore::MAX_PERMITS);
-        Work { left: Arc::new(Semaphore::new(units)), units }
+    /// Work is asked for by callers of these names.
+    pub fn new(max_body_bytes: usize, names: &[Arc<str>]) -> Self {
+        let all = units(work_bytes(max_body_bytes)).min(u32::MAX as usize);
+        let reserve = units(RESERVE_BYTES);
+        let held = names.iter().filter(|_| names.len() > 1).map(|name| (name.clone(), Arc::default()));
+        Work {
+            common: Lane::new(all, all, names),
+            units: all,
+            reserve: Lane::new(reserve, reserve, names),
+            held: held.collect(),
+        }
     }
 
-    /// Bytes for all.
+    /// Bytes that one may take.
     pub fn bytes(&self) -> usize {
         self.units * UNIT
     }
 
-    /// Room for work of so many bytes on this thread, one of those that may wait. A thread that holds room must not ask
-    /// for more: it would wait for itself.
+    fn common(&self, name: &str, units: usize, leave: Leave) -> Room {
+        let of = self.held.get(name).map(|held| (held.clone(), units));
+        if let Some((held, units)) = &of {
+            held.fetch_add(*units, SeqCst);
+        }
+        Room { _leave: leave, of }
+    }
+
+    /// The reserve is for small work of names that have nothing else.
+    fn may_use_reserve(&self, name: &str, units: usize) -> bool {
+        units * UNIT <= RESERVE_BYTES && self.held.get(name).is_none_or(|held| held.load(SeqCst) == 0)
+    }
+
+    /// `None`: there is no room now, or others wait for it.
+    fn try_room(&self, name: &str, bytes: usize) -> Option<Room> {
+        let units = units(bytes);
+        if let Some(leave) = self.common.try_take(name, units) {
+            return Some(self.common(name, units, leave));
+        }
+        let leave = self.may_use_reserve(name, units).then(|| self.reserve.try_take(name, units)).flatten();
+        leave.map(|leave| Room { _leave: leave, of: None })
+    }
+
+    /// Waits for room, oldest first. `None`: there can be no such room.
+    pub async fn room(&self, name: &str, bytes: usize) -> Option<Room> {
+        let units = units(bytes);
+        let common = async { Some(self.common(name, units, self.common.take(name, units).await?)) };
+        if !self.may_use_reserve(name, units) {
+            return common.await;
+        }
+        let reserve = async { Some(Room { _leave: self.reserve.take(name, units).await?, of: None }) };
+        tokio::select! {
+            biased;
+            room = common => room,
+            room = reserve => room,
+        }
+    }
+
+    /// Room for work of so many bytes on this thread, which [`Work::run`] or [`with`] has given it. Where there is none,
+    /// the run is over: it will be begun again when there is.
     pub fn take(&self, bytes: usize, param: &str) -> Result<Taken, ApiError> {
-        let units = bytes.div_ceil(UNIT);
-        if units > self.units {
+        if bytes > self.bytes() {
             let message = format!(
                 "to make this ready takes up to {bytes} bytes of memory; the server has {} for such work: shorten it",
                 self.bytes()
             );
             return Err(ApiError::invalid(param, message));
         }
-        let taken = Handle::current().block_on(async {
-            let taken = self.left.clone().acquire_many_owned(u32::try_from(units).unwrap_or(u32::MAX));
-            tokio::time::timeout(PREPARATION, taken).await
-        });
         halt::check().map_err(|_| halted())?;
-        match taken {
-            Ok(Ok(units)) => Ok(Taken { _units: units }),
-            _ => Err(halted()),
+        RUN.with_borrow_mut(|run| {
+            let run = run.as_mut().ok_or_else(halted)?;
+            if bytes <= run.left {
+                run.left -= bytes;
+                return Ok(Taken { _room: None, lent: bytes, _here: PhantomData });
+            }
+            match self.try_room(&run.name, bytes) {
+                Some(room) => Ok(Taken { _room: Some(room), lent: 0, _here: PhantomData }),
+                None => {
+                    run.wants = Some(bytes);
+                    // Some work takes an error for an answer, and would go on.
+                    run.halt.cancel();
+                    Err(halted())
+                }
+            }
+        })
+    }
+
+    /// [`blocking`](body::blocking), for work that takes room. It is begun again when there was none, so it changes
+    /// nothing before it has taken the last of its room.
+    pub async fn run<T: Send + 'static>(
+        &self,
+        name: &Arc<str>,
+        work: impl FnMut() -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        self.run_within(PREPARATION, name, work).await
+    }
+
+    async fn run_within<T: Send + 'static>(
+        &self,
+        within: Duration,
+        name: &Arc<str>,
+        work: impl FnMut() -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let mut begun = Begun { work, _document: body::take_document(), until: None };
+        let mut room: Option<(Room, usize)> = None;
+        loop {
+            let halt = Halt::default();
+            // A handler is dropped when its client leaves.
+            let _wanted = Wanted(halt.clone());
+            let name_of_run = name.clone();
+            let ran = tokio::task::spawn_blocking(move || {
+                // Waiting for the first thread is not counted.
+                let until = *begun.until.get_or_insert_with(|| Instant::now() + within);
+                if halt.is_over() {
+                    return Ran::Done(Err(halted()));
+                }
+                let left = room.as_ref().map_or(0, |(_, bytes)| *bytes);
+                let (done, wants) = during(name_of_run, left, &halt.until(until), &mut begun.work);
+                drop(room);
+                match (done, wants) {
+                    (Err(_), Some(bytes)) => Ran::Again(bytes, begun),
+                    (done, _) => Ran::Done(done),
+                }
+            });
+            let ran = ran.await.map_err(|_| ApiError::internal("a request could not be prepared"))?;
+            let bytes = match ran {
+                Ran::Done(done) => return done,
+                Ran::Again(bytes, again) => {
+                    begun = again;
+                    bytes
+                }
+            };
+            let until = begun.until.unwrap_or_else(Instant::now);
+            let waited = tokio::time::timeout_at(until.into(), self.room(name, bytes)).await;
+            room = Some((waited.ok().flatten().ok_or_else(halted)?, bytes));
         }
     }
+}
+
+/// What the work says, and the bytes for which it found no room.
+fn during<T>(name: Arc<str>, left: usize, halt: &Halt, work: impl FnOnce() -> T) -> (T, Option<usize>) {
+    struct Before(Option<Run>);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            RUN.set(self.0.take());
+        }
+    }
+    let run = Run { name, left, wants: None, halt: halt.clone() };
+    let _before = Before(RUN.replace(Some(run)));
+    let done = halt.during(work);
+    (done, RUN.with_borrow(|run| run.as_ref().and_then(|run| run.wants)))
+}
+
+/// Work on this thread that is not begun again: with [`SETTLING_BYTES`] of room, where it has that.
+pub(crate) fn with<T>(name: Arc<str>, room: Option<Room>, work: impl FnOnce() -> T) -> T {
+    let left = room.as_ref().map_or(0, |_| SETTLING_BYTES);
+    during(name, left, &Halt::default(), work).0
 }
 
 /// The client has left, or its request took too long to be made ready.
@@ -93,12 +301,38 @@ pub(crate) fn halted() -> ApiError {
 mod tests {
     use super::*;
     use kvist_engine::template::Conversation;
+    use std::pin::{Pin, pin};
+    use std::task::{Context, Poll, Waker};
+    use tokio::sync::mpsc::unbounded_channel;
+
+    const MAX_BODY: usize = 4 << 20;
+
+    fn names(n: usize) -> Vec<Arc<str>> {
+        (0..n).map(|i| format!("name-{i}").into()).collect()
+    }
+
+    fn poll<F: Future>(future: &mut Pin<&mut F>) -> Poll<F::Output> {
+        future.as_mut().poll(&mut Context::from_waker(Waker::noop()))
+    }
+
+    /// With one thread that makes requests ready.
+    fn runtime() -> tokio::runtime::Runtime {
+        let mut runtime = tokio::runtime::Builder::new_multi_thread();
+        runtime.worker_threads(2).max_blocking_threads(1).enable_all().build().unwrap()
+    }
+
+    /// All of it can be had, and nothing is counted as held.
+    fn is_free(work: &Work, name: &str) -> bool {
+        let room = work.common.try_take(name, work.units);
+        let reserve = work.reserve.try_take(name, units(RESERVE_BYTES));
+        room.is_some() && reserve.is_some() && work.held.values().all(|held| held.load(SeqCst) == 0)
+    }
 
     /// What is set aside is what a rendering may take.
     #[test]
     fn the_largest_conversation_has_room() {
         let kwargs = serde_json::Map::new();
-        for bytes in [0, 1000, 4 << 20] {
+        for bytes in [0, 1000, MAX_BODY] {
             let messages = [serde_json::json!({"role": "user", "content": "a".repeat(bytes)})];
             let conversation = Conversation {
                 messages: &messages,
@@ -114,26 +348,154 @@ mod tests {
         }
     }
 
+    /// Requests that waited for room held the threads, so that those which needed none waited behind them.
+    #[test]
+    fn a_request_that_waits_for_room_holds_no_thread() {
+        let names = names(2);
+        let (a, b) = (names[0].clone(), names[1].clone());
+        let work = Arc::new(Work::new(MAX_BODY, &names));
+        runtime().block_on(async {
+            let held = work.try_room(&a, work.bytes()).unwrap();
+            let (tell, mut began) = unbounded_channel();
+            let run = |name: &Arc<str>, bytes: usize| {
+                let (work, name, tell) = (work.clone(), name.clone(), tell.clone());
+                tokio::spawn(async move {
+                    let own = work.clone();
+                    let done = own.run(&name, move || {
+                        let _ = tell.send(());
+                        work.take(bytes, "messages").map(|_| bytes)
+                    });
+                    done.await.map_err(|error| error.code)
+                })
+            };
+            let waiting: Vec<_> = (0..3 * THREADS).map(|_| run(&a, work.bytes())).collect();
+            // All have been at work once.
+            for _ in 0..waiting.len() {
+                began.recv().await.unwrap();
+            }
+            // Another name's small one goes by, and so does what needs no room.
+            assert_eq!(run(&b, RENDERING_BYTES).await.unwrap(), Ok(RENDERING_BYTES));
+            assert_eq!(run(&a, 0).await.unwrap(), Ok(0));
+            assert!(waiting.iter().all(|run| !run.is_finished()));
+            drop(held);
+            for waiting in waiting {
+                assert_eq!(waiting.await.unwrap(), Ok(work.bytes()));
+            }
+            assert!(is_free(&work, &b));
+            // What can never have room does not wait for it.
+            assert_eq!(run(&a, work.bytes() + 1).await.unwrap(), Err("invalid_value"));
+        });
+    }
+
+    #[test]
+    fn a_name_that_has_all_the_room_leaves_the_reserve() {
+        for n in [1, 2, 3] {
+            let names = names(n);
+            let work = Work::new(MAX_BODY, &names);
+            let all = work.try_room(&names[0], work.bytes()).unwrap();
+            let reserve = |name: &Arc<str>| work.try_room(name, RESERVE_BYTES);
+            // A name alone leaves it to its own small requests.
+            assert_eq!(reserve(&names[0]).is_some(), n == 1);
+            for name in &names[1..] {
+                assert!(work.try_room(name, RESERVE_BYTES + 1).is_none());
+                let room = reserve(name);
+                assert!(room.is_some() && reserve(name).is_none());
+            }
+            drop(all);
+            assert!(is_free(&work, &names[0]));
+        }
+    }
+
+    /// One name's large requests stood in line before those of all others.
+    #[tokio::test]
+    async fn names_have_the_room_in_turn() {
+        let names = names(2);
+        let work = Work::new(MAX_BODY, &names);
+        let most = work.bytes();
+        let held = work.try_room(&names[0], most).unwrap();
+        let mut first = pin!(work.room(&names[0], most));
+        let mut second = pin!(work.room(&names[0], most));
+        let mut other = pin!(work.room(&names[1], most));
+        assert!(poll(&mut first).is_pending() && poll(&mut second).is_pending());
+        assert!(poll(&mut other).is_pending());
+        drop(held);
+        // The name that had it waits in its own line, and is behind the other one again.
+        let now = poll(&mut other);
+        assert!(now.is_ready() && poll(&mut first).is_pending() && poll(&mut second).is_pending());
+        drop(now);
+        assert!(poll(&mut first).is_ready());
+    }
+
+    #[tokio::test]
+    async fn a_client_that_leaves_gives_its_place_back() {
+        let names = names(1);
+        let work = Work::new(MAX_BODY, &names);
+        let most = work.bytes();
+        let held = work.try_room(&names[0], most / 2).unwrap();
+        {
+            // It has the half that was free already.
+            let mut waiting = pin!(work.room(&names[0], most));
+            assert!(poll(&mut waiting).is_pending());
+            let mut small = pin!(work.room(&names[0], UNIT));
+            assert!(poll(&mut small).is_ready(), "the reserve is no part of that");
+        }
+        assert!(work.try_room(&names[0], most / 2).is_some());
+        drop(held);
+        assert!(is_free(&work, &names[0]));
+    }
+
+    #[test]
+    fn waiting_has_its_time() {
+        let names = names(1);
+        let work = Arc::new(Work::new(MAX_BODY, &names));
+        runtime().block_on(async {
+            let held = work.try_room(&names[0], work.bytes()).unwrap();
+            let own = work.clone();
+            let most = work.bytes();
+            let late = work.run_within(Duration::from_millis(20), &names[0], move || {
+                own.take(most, "messages").map(|_| ())
+            });
+            assert_eq!(late.await.unwrap_err().code, ApiError::deadline().code);
+            drop(held);
+            assert!(is_free(&work, &names[0]));
+        });
+    }
+
     /// Eight renderings at once, each within its limits, ended the process: together they were without any.
     #[test]
-    fn work_waits_for_work() {
-        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
-        let work = Arc::new(Work::new(0));
-        let whole = work_bytes(0);
-        let (first, second) = (work.clone(), work.clone());
+    fn all_work_together_has_its_bound() {
+        let names = names(3);
+        let work = Arc::new(Work::new(MAX_BODY, &names));
+        let mut runtime = tokio::runtime::Builder::new_multi_thread();
+        let runtime = runtime.worker_threads(2).max_blocking_threads(THREADS).enable_all().build().unwrap();
+        let (now, peak) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         runtime.block_on(async {
-            let refused = tokio::task::spawn_blocking({
-                let work = work.clone();
-                move || work.take(whole + UNIT, "messages").err().map(|error| error.param)
-            });
-            assert_eq!(refused.await.unwrap(), Some(Some("messages".to_string())));
-            let held = tokio::task::spawn_blocking(move || first.take(whole, "a").unwrap()).await.unwrap();
-            let waits = tokio::task::spawn_blocking(move || second.take(UNIT, "b").is_ok());
-            tokio::task::yield_now().await;
-            assert!(work.left.available_permits() == 0 && !waits.is_finished());
-            drop(held);
-            assert!(waits.await.unwrap());
-            assert_eq!(work.left.available_permits(), work.units);
+            let run = |i: usize| {
+                let (work, now, peak, name) = (work.clone(), now.clone(), peak.clone(), names[i % 3].clone());
+                tokio::spawn(async move {
+                    let own = work.clone();
+                    // A rendering, and then a tokenization that takes more or less.
+                    let pieces = [RENDERING_BYTES + i * 99_991, (i % 7) * (9 << 20) + 1];
+                    let done = own.run(&name, move || {
+                        for bytes in pieces {
+                            let taken = work.take(bytes, "messages")?;
+                            peak.fetch_max(now.fetch_add(bytes, SeqCst) + bytes, SeqCst);
+                            std::thread::yield_now();
+                            now.fetch_sub(bytes, SeqCst);
+                            drop(taken);
+                        }
+                        Ok(())
+                    });
+                    done.await.is_ok()
+                })
+            };
+            let runs: Vec<_> = (0..200).map(run).collect();
+            for run in runs {
+                assert!(run.await.unwrap());
+            }
         });
+        let peak = peak.load(SeqCst);
+        assert!(peak <= work_bytes(MAX_BODY) + RESERVE_BYTES, "{peak}");
+        assert!(is_free(&work, &names[0]));
     }
 }

@@ -147,7 +147,7 @@ struct Plan {
     max_batch_tokens: u32,
     /// What the model takes. Never exceeded.
     bound: json::MemoryBytes,
-    /// What requests take beside it while they are made ready, all together.
+    /// What requests take beside it, all together: while they are made ready, and their prompts from then on.
     requests_bytes: u64,
     /// Both: what must be there.
     total_bytes: u64,
@@ -178,11 +178,11 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     let budget = args.model.budget();
     let free = MemoryPlan::free_after(&opened, args.model.weights, &budget)?;
-    let requests_bytes = requests_bytes(&config);
+    let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
     if plan.session_bound().saturating_add(requests_bytes) > free {
         anyhow::bail!(
             "the cache asks {} (working memory included), requests {}, and beside the weights {} of {} are free; try a \
-             smaller --context, --kv q8, --max-batch-tokens, --max-batch or --max-body",
+             smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
             Bytes(plan.session_bound()),
             Bytes(requests_bytes),
             Bytes(free),
@@ -262,16 +262,11 @@ fn terminated() -> impl Future<Output = ()> {
     }
 }
 
-/// What requests take until the model has them.
-fn requests_bytes(config: &ServerConfig) -> u64 {
-    kvist_server::request_bytes(config.limits.max_body_bytes) as u64
-}
-
 fn show_plan(args: &Args, config: &ServerConfig, opened: &Opened, plan: &MemoryPlan) -> anyhow::Result<()> {
     let weights = opened.weight_bytes(args.model.weights)?;
     let bound = plan.usage.with(Purpose::Weights, weights);
     let total = bound.checked_total().context("these sizes overflow: no machine holds such a server")?;
-    let requests_bytes = requests_bytes(config);
+    let requests_bytes = kvist_server::request_bytes(config, opened.config().context);
     let total = total.saturating_add(requests_bytes);
     let available = args.model.memory.map(|size| size.0).or_else(memory::available);
     let report = Plan {

@@ -10,7 +10,7 @@ use super::tokens::{encode_prompt, no_tokenizer};
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
-use crate::http::{blocking, json_body};
+use crate::http::json_body;
 use crate::job::{Done, Token};
 use crate::structured::{Compiled, ResponseFormat};
 use crate::tools::{Tool, ToolCall, ToolChoice, ToolDelta, ToolFormat, ToolParser, tools_from_json};
@@ -31,21 +31,18 @@ pub(crate) async fn chat(
     Extension(caller): Extension<Caller>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let body = json_body(&app, request).await?;
-    let (order, shape, common) = blocking({
-        let app = app.clone();
-        move || prepare(&app, &caller, body)
-    })
-    .await?;
+    let mut body = json_body(&app, request).await?;
+    let prepared = app.prepare(&caller, move |app, caller| prepare(app, caller, &mut body));
+    let (order, shape, common) = prepared.await?;
     let answers = Answers::begin(&app, order)?;
     stream::respond(answers, shape, &common).await
 }
 
 /// From a body to what is submitted.
-fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, Turn, Common), ApiError> {
-    check_together(&body, app.bounds.tools)?;
-    check(&mut body, &app.schemas.chat, &app.bounds.model)?;
-    let (common, mut fields): (Common, ChatFields) = (read(&body)?, read(&body)?);
+fn prepare(app: &Arc<App>, caller: &Caller, body: &mut Value) -> Result<(Order, Turn, Common), ApiError> {
+    check_together(body, app.bounds.tools)?;
+    check(body, &app.schemas.chat, &app.bounds.model)?;
+    let (common, mut fields): (Common, ChatFields) = (read(body)?, read(body)?);
     let wants_scores = fields.logprobs.unwrap_or(false);
     // Both say "at most".
     let asked = fields.max_completion_tokens.into_iter().chain(fields.max_tokens).min();

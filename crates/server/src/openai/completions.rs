@@ -7,7 +7,7 @@ use super::tokens::encode_prompt;
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
-use crate::http::{blocking, json_body};
+use crate::http::json_body;
 use crate::job::{Done, LogProb, Token};
 use axum::Extension;
 use axum::extract::{Request, State};
@@ -21,27 +21,23 @@ pub(crate) async fn completions(
     Extension(caller): Extension<Caller>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let body = json_body(&app, request).await?;
-    let name = caller.name.clone();
-    let (mut order, shape, common) = blocking({
-        let app = app.clone();
-        move || prepare(&app, &caller, body)
-    })
-    .await?;
+    let mut body = json_body(&app, request).await?;
+    let prepared = app.prepare(&caller, move |app, caller| prepare(app, caller, &mut body));
+    let (mut order, shape, common) = prepared.await?;
     if let Some(top) = order.logprobs.filter(|_| order.prompt_logprobs) {
         let tokens = order.prompts.iter().map(|prompt| prompt.len()).sum();
-        order.leave = Some(app.scores.take(&name, tokens, top, order.deadline).await?);
+        order.leave = Some(app.scores.take(&caller.name, tokens, top, order.deadline).await?);
     }
     let answers = Answers::begin(&app, order)?;
     stream::respond(answers, shape, &common).await
 }
 
 /// From a body to what is submitted.
-fn prepare(app: &Arc<App>, caller: &Caller, mut body: Value) -> Result<(Order, Text, Common), ApiError> {
-    check_together(&body, false)?;
-    check_answers(app, &body)?;
-    check(&mut body, &app.schemas.completions, &app.bounds.model)?;
-    let (common, fields): (Common, CompletionFields) = (read(&body)?, read(&body)?);
+fn prepare(app: &Arc<App>, caller: &Caller, body: &mut Value) -> Result<(Order, Text, Common), ApiError> {
+    check_together(body, false)?;
+    check_answers(app, body)?;
+    check(body, &app.schemas.completions, &app.bounds.model)?;
+    let (common, fields): (Common, CompletionFields) = (read(body)?, read(body)?);
     let echo = fields.echo.unwrap_or(false);
     let id = app.new_id("cmpl");
     let mut order = Order::new(app, caller, &common, id, "completions")?;

@@ -5,7 +5,7 @@ use super::stream::until;
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
-use crate::http::{blocking, json_body};
+use crate::http::json_body;
 use crate::work::{Taken, halted};
 use axum::body::Body;
 use axum::extract::{Request, State};
@@ -233,20 +233,20 @@ pub(crate) async fn tokenize(
     request: Request,
 ) -> Result<Response, ApiError> {
     let mut body = json_body(&app, request).await?;
-    blocking(move || {
+    let tokenized = app.prepare(&caller, move |app, caller| {
         check(&mut body, &app.schemas.tokenize, &app.bounds.model)?;
         let fields: Tokenize = read(&body)?;
         let special = fields.add_special_tokens.unwrap_or(true);
-        let (mut tokens, _taken) = encode(&app, &fields.prompt, special, "prompt")?;
+        let (mut tokens, _taken) = encode(app, &fields.prompt, special, "prompt")?;
         let max_model_len = app.bounds.max_tokens;
         if tokens.len() <= PART_TOKENS {
             return Ok(Json(Tokens { count: tokens.len(), max_model_len, tokens }).into_response());
         }
         tokens.shrink_to_fit();
         let bytes = tokens.len() * size_of::<u32>();
-        in_parts(&app, &caller, bytes, "prompt", token_parts(tokens, max_model_len))
-    })
-    .await
+        in_parts(app, caller, bytes, "prompt", token_parts(tokens, max_model_len))
+    });
+    tokenized.await
 }
 
 #[derive(Deserialize)]
@@ -263,7 +263,7 @@ pub(crate) async fn detokenize(
     request: Request,
 ) -> Result<Response, ApiError> {
     let mut body = json_body(&app, request).await?;
-    blocking(move || {
+    let text = app.prepare(&caller, move |app, caller| {
         check(&mut body, &app.schemas.detokenize, &app.bounds.model)?;
         let fields: Detokenize = read(&body)?;
         // Each is a text of its own before they are one, which is copied into the answer.
@@ -274,9 +274,9 @@ pub(crate) async fn detokenize(
             return Ok(Json(json!({"prompt": text})).into_response());
         }
         text.shrink_to_fit();
-        in_parts(&app, &caller, text.len(), "tokens", text_parts(text))
-    })
-    .await
+        in_parts(app, caller, text.len(), "tokens", text_parts(text))
+    });
+    text.await
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use super::verbs::{known_tools, moment};
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
-use crate::http::{Path, blocking, json_body};
+use crate::http::{Path, json_body};
 use crate::job::{Done, Event, Finish, Token};
 use crate::openai::chat::{Form, PLAIN_STOP, Reading, Turn, calling, tool_call};
 use crate::openai::completions::Text;
@@ -18,6 +18,7 @@ use crate::openai::request::{Common, check, check_together, read};
 use crate::openai::scores::Scorer;
 use crate::openai::stream::{self, Shape};
 use crate::tools::ToolParser;
+use crate::work::{self, PREPARATION, SETTLING_BYTES};
 use crate::worker::Generation;
 use axum::Extension;
 use axum::extract::{Request, State};
@@ -28,6 +29,7 @@ use serde_json::Value;
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::mpsc;
+use tokio::task::JoinError;
 
 pub(crate) async fn generate(
     State(app): State<Arc<App>>,
@@ -35,12 +37,9 @@ pub(crate) async fn generate(
     Path(id): Path<String>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let body = json_body(&app, request).await?;
-    let (mut order, run, common) = blocking({
-        let app = app.clone();
-        move || prepare(&app, &caller, &id, body)
-    })
-    .await?;
+    let mut body = json_body(&app, request).await?;
+    let prepared = app.prepare(&caller, move |app, caller| prepare(app, caller, &id, &mut body));
+    let (mut order, run, common) = prepared.await?;
     let (prompt, deadline) = (order.prompts[0].clone(), order.deadline);
     run.wait(&prompt, deadline).await?;
     let session = run.claim.id.to_string();
@@ -64,12 +63,12 @@ fn prepare(
     app: &Arc<App>,
     caller: &Caller,
     id: &str,
-    mut body: Value,
+    body: &mut Value,
 ) -> Result<(Order, Run, Common), ApiError> {
     let id = app.sessions.id(id)?;
-    check_together(&body, app.bounds.tools)?;
-    check(&mut body, &app.schemas.sessions.generate, &app.bounds.model)?;
-    let (common, fields): (Common, GenerateFields) = (read(&body)?, read(&body)?);
+    check_together(body, app.bounds.tools)?;
+    check(body, &app.schemas.sessions.generate, &app.bounds.model)?;
+    let (common, fields): (Common, GenerateFields) = (read(body)?, read(body)?);
     let claim = app.sessions.claim(moment(app), &caller.name, id, true)?;
     let tools = match &fields.tools {
         Some(tools) => tools.as_slice(),
@@ -115,6 +114,7 @@ fn prepare(
         claim,
         chats,
         from: began.tokens.len(),
+        owner: caller.name.clone(),
         began: Some(began),
         text: String::new(),
         before,
@@ -187,6 +187,8 @@ fn begin(app: &App, history: &History, answer: Option<bool>) -> Result<History, 
 struct Run {
     app: Arc<App>,
     claim: Claim,
+    /// The name of the key that generates.
+    owner: Arc<str>,
     chats: bool,
     /// The prompt; it becomes the history with the first token.
     began: Option<History>,
@@ -262,7 +264,7 @@ impl Run {
         // Nothing more is computed while the history is settled.
         drop(generation);
         // The client hears of the end when the session has it.
-        let settled = tokio::task::spawn_blocking(move || self.settle(done.as_ref())).await;
+        let settled = self.settled(done).await;
         if let Err(error) = settled {
             tracing::error!(target: "kvist::server", "a session was not settled: {error}");
         }
@@ -273,6 +275,19 @@ impl Run {
         if let Some(last) = last {
             let _ = tell.try_send(last);
         }
+    }
+
+    async fn settled(self, done: Option<Done>) -> Result<(), JoinError> {
+        let name = self.owner.clone();
+        // A stop string may end inside a token, whose beginning is tokenized then. No thread waits for the room.
+        let room = match done.as_ref().map(|done| &done.finish) {
+            Some(Finish::Stop(_)) => {
+                let room = self.app.work.room(&name, SETTLING_BYTES);
+                tokio::time::timeout(PREPARATION, room).await.ok().flatten()
+            }
+            _ => None,
+        };
+        tokio::task::spawn_blocking(move || work::with(name, room, || self.settle(done.as_ref()))).await
     }
 
     fn token(&mut self, token: &Token) -> Result<(), ApiError> {

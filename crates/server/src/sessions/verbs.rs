@@ -135,7 +135,7 @@ pub(crate) async fn create(
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
     let mut body = json_body(&app, request).await?;
-    blocking(move || {
+    let created = app.prepare(&caller, move |app, caller| {
         check(&mut body, &app.schemas.sessions.create, &app.bounds.model)?;
         let (fields, content): (CreateFields, Content) = (read(&body)?, read(&body)?);
         if let Some(names) = &fields.chat_template_kwargs {
@@ -164,16 +164,16 @@ pub(crate) async fn create(
             let message = format!("`{name}` is for sessions made of messages");
             return Err(ApiError::invalid(name, message));
         }
-        let history = grown(&app, &empty, content)?;
+        let history = grown(app, &empty, content)?;
         let draft = Draft {
             name: fields.name,
             salt: caller.salt(fields.cache_salt.as_deref().unwrap_or_default()),
             cache_salt: fields.cache_salt,
             history,
         };
-        Ok(Json(show(&app.sessions.create(moment(&app), &caller.name, draft)?)))
-    })
-    .await
+        Ok(Json(show(&app.sessions.create(moment(app), &caller.name, draft)?)))
+    });
+    created.await
 }
 
 pub(crate) async fn list(
@@ -234,14 +234,14 @@ pub(crate) async fn append(
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
     let mut body = json_body(&app, request).await?;
-    blocking(move || {
+    let appended = app.prepare(&caller, move |app, caller| {
         let id = app.sessions.id(&id)?;
         check(&mut body, &app.schemas.sessions.append, &app.bounds.model)?;
-        let mut claim = app.sessions.claim(moment(&app), &caller.name, id, false)?;
-        let history = grown(&app, &claim.history, read(&body)?)?;
-        Ok(Json(change(&app, &mut claim, history)?))
-    })
-    .await
+        let mut claim = app.sessions.claim(moment(app), &caller.name, id, false)?;
+        let history = grown(app, &claim.history, read(&body)?)?;
+        Ok(Json(change(app, &mut claim, history)?))
+    });
+    appended.await
 }
 
 pub(crate) async fn rollback(

@@ -402,6 +402,33 @@ fn sessions_at_rest_are_told_with_what_they_would_find() {
     until(&|sessions| sessions.len() == 2 && sessions[0]["parent"].is_null());
 }
 
+/// Every listener had every session looked up on the engine's thread, more than twice a second, whether or not anything
+/// had changed.
+#[test]
+fn listeners_share_what_is_looked_up() {
+    let server = Server::start(config());
+    server.post("/v1/sessions", &json!({"text": TRUNK})).good();
+    let lookups = || server.engine.live().session_lookups();
+    let hears = |heard: &Receiver<Value>, n: usize| {
+        while heard.recv_timeout(PATIENCE).expect("news of sessions")["sessions"].as_array().map(Vec::len)
+            != Some(n)
+        {}
+    };
+    let first = Listener::join(&server).lines();
+    hears(&first, 1);
+    assert_eq!(lookups(), 1);
+    let mut all: Vec<_> = (0..8).map(|_| Listener::join(&server).lines()).collect();
+    all.push(first);
+    all[..8].iter().for_each(|heard| hears(heard, 1));
+    assert_eq!(lookups(), 1, "nothing has changed since");
+    server.post("/v1/sessions", &json!({"text": "another"})).good();
+    all.iter().for_each(|heard| hears(heard, 2));
+    assert_eq!(lookups(), 2, "for all of them");
+    // What the index knows is another reason.
+    nudge(&server);
+    server.until("the index has changed", || lookups() > 2);
+}
+
 /// What the engine did, done again from its recording: the same decisions, to the byte.
 #[test]
 fn a_recording_replays() {
