@@ -122,7 +122,7 @@ fn linear_layers_of_every_encoding() {
         "bench",
         "linear",
         "--weights",
-        "f32,f16,bf16,q8_0,q4_0,q4_K,q6_K",
+        "f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,iq4_nl,mxfp4,q2_K,q3_K,q4_K,q5_K,q6_K,iq4_xs,few",
         "--outputs",
         "4096",
         "--inputs",
@@ -134,7 +134,7 @@ fn linear_layers_of_every_encoding() {
         "--json",
     ];
     let rows = lines(&args);
-    assert_eq!(rows.len(), 14);
+    assert_eq!(rows.len(), 34);
     rows.iter().for_each(check_machine);
     let q8 = rows.iter().find(|row| row["weights"] == "q8_0").unwrap();
     assert_eq!(q8["bytes_read"].as_u64(), Some(4096 * 1024 / 32 * 34));
@@ -225,7 +225,7 @@ fn wrong_usage_is_named() {
         (&["bench", "attention", "--head-dim", "65536"], "head-dim"),
         (&["bench", "attention", "--k", "q5"], "q5"),
         (&["bench", "attention", "--threads", "0"], "threads"),
-        (&["bench", "linear", "--weights", "q5_1"], "q6_K"),
+        (&["bench", "linear", "--weights", "q9_1"], "q6_K"),
         (&["bench", "linear", "--weights", "q6_K", "--inputs", "100"], "256"),
         (&["bench", "fork", "--branches", "0"], "branches"),
         (&["bench", "synthetic", "--chunk", "0"], "chunk"),

@@ -72,10 +72,11 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn dot2(self, acc: Self::F, a: Self::I, b: Self::I) -> Self::F;
     /// Byte `N` of every lane, without a sign.
     fn byte<const N: u32>(self, x: Self::I) -> Self::I;
-    /// The low half of every byte.
-    fn low_nibbles(self, x: Self::I) -> Self::I;
-    /// The high half of every byte.
-    fn high_nibbles(self, x: Self::I) -> Self::I;
+    /// Of every byte, `bits` bits from bit `at` on, as bits `to` and up.
+    fn field(self, x: Self::I, at: u32, bits: u32, to: u32) -> Self::I;
+    fn or(self, a: Self::I, b: Self::I) -> Self::I;
+    /// Of every byte, which is less than 16, the entry of the table.
+    fn lookup(self, table: &[u8; 16], x: Self::I) -> Self::I;
     /// Four codes of six bits in three bytes: the lower six bits of each, and the upper two of all, those of the first
     /// lowest.
     fn sixes(self, x: [Self::I; 3]) -> [Self::I; 4];
@@ -98,6 +99,16 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Even and odd bf16 of every lane's pair, widened.
     fn widen_pairs(self, x: Self::I) -> (Self::F, Self::F);
 
+    /// The low half of every byte.
+    #[inline(always)]
+    fn low_nibbles(self, x: Self::I) -> Self::I {
+        self.field(x, 0, 4, 0)
+    }
+    /// The high half of every byte.
+    #[inline(always)]
+    fn high_nibbles(self, x: Self::I) -> Self::I {
+        self.field(x, 4, 4, 0)
+    }
     /// Sum of the lanes, always in the same order.
     #[inline(always)]
     fn sum(self, x: Self::F) -> f32 {

@@ -13,11 +13,12 @@
 //! same alone and among others (bf16 products of large batches are the exception; `Compute::deterministic` does
 //! without them).
 mod blocks;
+mod codes;
 mod float;
 mod inputs;
 mod k_quants;
-mod q4_0;
-mod q8_0;
+mod simple;
+mod super_blocks;
 
 use crate::Compute;
 use crate::arch::{Columns, Kernel, LANES, Simd};
@@ -38,8 +39,19 @@ pub enum Packing {
     BF16,
     Q8_0,
     Q4_0,
+    Q4_1,
+    Q5_0,
+    Q5_1,
+    Iq4Nl,
+    Mxfp4,
+    Q2K,
+    Q3K,
     Q4K,
+    Q5K,
     Q6K,
+    Iq4Xs,
+    /// At most 16 values, in a form of kvist's own: what ggml's rarer formats become when they are read, without a loss.
+    Few,
 }
 
 /// Evaluate `$body` with the type `$F` of `$packing`. A new format: one file and its line here.
@@ -59,19 +71,59 @@ macro_rules! with_format {
                 $body
             }
             Packing::Q8_0 => {
-                type $F = q8_0::Q8_0;
+                type $F = blocks::Blocks<simple::Q8_0>;
                 $body
             }
             Packing::Q4_0 => {
-                type $F = q4_0::Q4_0;
+                type $F = blocks::Blocks<simple::Q4_0>;
+                $body
+            }
+            Packing::Q4_1 => {
+                type $F = blocks::Blocks<simple::Q4_1>;
+                $body
+            }
+            Packing::Q5_0 => {
+                type $F = blocks::Blocks<simple::Q5_0>;
+                $body
+            }
+            Packing::Q5_1 => {
+                type $F = blocks::Blocks<simple::Q5_1>;
+                $body
+            }
+            Packing::Iq4Nl => {
+                type $F = blocks::Blocks<simple::Iq4Nl>;
+                $body
+            }
+            Packing::Mxfp4 => {
+                type $F = blocks::Blocks<simple::Mxfp4>;
+                $body
+            }
+            Packing::Q2K => {
+                type $F = super_blocks::SuperBlocks<k_quants::Q2K>;
+                $body
+            }
+            Packing::Q3K => {
+                type $F = super_blocks::SuperBlocks<k_quants::Q3K>;
                 $body
             }
             Packing::Q4K => {
-                type $F = k_quants::Q4K;
+                type $F = super_blocks::SuperBlocks<k_quants::Q4K>;
+                $body
+            }
+            Packing::Q5K => {
+                type $F = super_blocks::SuperBlocks<k_quants::Q5K>;
                 $body
             }
             Packing::Q6K => {
-                type $F = k_quants::Q6K;
+                type $F = super_blocks::SuperBlocks<k_quants::Q6K>;
+                $body
+            }
+            Packing::Iq4Xs => {
+                type $F = super_blocks::SuperBlocks<k_quants::Iq4Xs>;
+                $body
+            }
+            Packing::Few => {
+                type $F = super_blocks::SuperBlocks<k_quants::Few>;
                 $body
             }
         }
@@ -183,6 +235,27 @@ impl fmt::Display for BadMatrix {
 impl std::error::Error for BadMatrix {}
 
 impl Packing {
+    /// All, with what GGUF files call them; [`Packing::Few`] is in none.
+    pub const NAMES: [(&str, Packing); 17] = [
+        ("f32", Packing::F32),
+        ("f16", Packing::F16),
+        ("bf16", Packing::BF16),
+        ("q8_0", Packing::Q8_0),
+        ("q4_0", Packing::Q4_0),
+        ("q4_1", Packing::Q4_1),
+        ("q5_0", Packing::Q5_0),
+        ("q5_1", Packing::Q5_1),
+        ("iq4_nl", Packing::Iq4Nl),
+        ("mxfp4", Packing::Mxfp4),
+        ("q2_K", Packing::Q2K),
+        ("q3_K", Packing::Q3K),
+        ("q4_K", Packing::Q4K),
+        ("q5_K", Packing::Q5K),
+        ("q6_K", Packing::Q6K),
+        ("iq4_xs", Packing::Iq4Xs),
+        ("few", Packing::Few),
+    ];
+
     /// Bytes of a panel of rows of `inputs` elements; `None` if rows are no whole blocks, or it overflows.
     fn panel_bytes(self, inputs: usize) -> Option<usize> {
         with_format!(self, F => {
@@ -196,6 +269,19 @@ impl Packing {
     pub fn resident_bytes(self, outputs: usize, inputs: usize) -> Option<u64> {
         let panels = outputs.div_ceil(LANES);
         u64::try_from(panels.checked_mul(self.panel_bytes(inputs)?)?).ok()
+    }
+
+    /// Whole blocks of the file as f32. Panics unless `out` has as many elements as `bytes` encodes.
+    pub fn decode(self, bytes: &[u8], out: &mut [f32]) {
+        with_format!(self, F => {
+            assert!(out.len() * F::BLOCK.1 == bytes.len() * F::BLOCK.0, "elements of whole blocks");
+            let mut panel = vec![0; F::CODES + F::SCALES];
+            let (codes, scales) = panel.split_at_mut(F::CODES);
+            for (block, out) in bytes.chunks_exact(F::BLOCK.1).zip(out.chunks_exact_mut(F::BLOCK.0)) {
+                F::pack(block, 0, codes, scales);
+                F::unpack(codes, scales, 0, out);
+            }
+        });
     }
 
     /// Elements of one block, and its bytes in the file.

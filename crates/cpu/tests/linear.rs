@@ -4,8 +4,14 @@ use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
 use kvist_cpu::linear::{Inputs, Matrix, Packing};
 
-const ALL: [Packing; 7] =
-    [Packing::F32, Packing::F16, Packing::BF16, Packing::Q8_0, Packing::Q4_0, Packing::Q4K, Packing::Q6K];
+const ALL: [Packing; 17] = {
+    let (mut all, mut i) = ([Packing::F32; 17], 0);
+    while i < all.len() {
+        all[i] = Packing::NAMES[i].1;
+        i += 1;
+    }
+    all
+};
 
 /// A generator that needs no crate.
 struct Random(u64);
@@ -41,9 +47,17 @@ fn file(packing: Packing, outputs: usize, inputs: usize, random: &mut Random) ->
                     half.copy_from_slice(&bf16::from_f32(random.float()).to_le_bytes());
                 }
             }
-            Packing::Q8_0 | Packing::Q4_0 => scale(0),
-            Packing::Q4K => (0..4).step_by(2).for_each(scale),
+            Packing::Q8_0 | Packing::Q4_0 | Packing::Q5_0 | Packing::Iq4Nl | Packing::Iq4Xs => scale(0),
+            Packing::Q4_1 | Packing::Q5_1 | Packing::Q4K | Packing::Q5K => [0, 2].into_iter().for_each(scale),
+            Packing::Mxfp4 => block[0] = 116 + block[0] % 10,
+            Packing::Q2K => [80, 82].into_iter().for_each(scale),
+            Packing::Q3K => scale(108),
             Packing::Q6K => scale(208),
+            Packing::Few => {
+                block[..4].copy_from_slice(&(random.float() * 0.01).to_le_bytes());
+                // One table for all rows.
+                (4..20).for_each(|i| block[i] = (i * 53 % 256) as u8);
+            }
         }
         all.extend(block);
     }

@@ -24,8 +24,6 @@ pub enum Error {
     TensorShape { file: String, name: String, found: Vec<usize>, expected: Vec<usize> },
     #[error("{file}: tensor `{name}` is stored as {found}; kvist reads {known}")]
     TensorEncoding { file: String, name: String, found: String, known: String },
-    #[error("linear algebra failed: {0}")]
-    Candle(#[from] candle_core::Error),
     #[error("tokenizer of {file}: {what}")]
     Tokenizer { file: String, what: String },
     #[error("chat template of {file}: {what}")]

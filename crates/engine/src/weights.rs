@@ -1,12 +1,13 @@
 //! Weights on disk and in memory: safetensors folders and GGUF files in, linear layers out.
 //!
 //! Readers trust nothing: every count, length and offset of a header is checked against the file before it is
-//! used, and nothing is allocated by a number that the file merely claims. Codecs and matrix products are
-//! candle's.
+//! used, and nothing is allocated by a number that the file merely claims.
 mod encoding;
 mod gguf;
 mod linear;
+mod repack;
 mod safetensors;
+mod split;
 mod view;
 
 pub use encoding::{Encoding, WeightForm};
@@ -32,9 +33,9 @@ impl Source {
     pub fn folder(path: &Path, mmap: bool) -> Result<Self, Error> {
         safetensors::Folder::open(path, mmap).map(Source::Folder)
     }
+    /// The file, with its other parts if it is the first of several.
     pub fn gguf_file(path: &Path, mmap: bool) -> Result<Self, Error> {
-        let contents = Contents::open(path, mmap)?;
-        Gguf::parse(&path.display().to_string(), Arc::new(contents)).map(Source::Gguf)
+        split::open(path, mmap).map(Source::Gguf)
     }
     /// A GGUF file that is part of the program.
     pub fn gguf_bytes(name: &str, bytes: &'static [u8]) -> Result<Self, Error> {

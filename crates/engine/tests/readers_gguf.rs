@@ -268,14 +268,14 @@ const MODELS: &[Row] = &[
     ("a transposed one", |f| f.tensors[10].dims = vec![8, 12], &["ffn_down", "[12, 8]", "[8, 12]"]),
     (
         "an unread encoding",
-        |f| f.tensor("blk.0.ffn_up.weight").kind = 10,
-        &["blk.0.ffn_up.weight", "q2_K", "f32, f16, bf16, q8_0, q4_0, q4_K, q6_K"],
+        |f| f.tensor("blk.0.ffn_up.weight").kind = 40,
+        &["blk.0.ffn_up.weight", "nvfp4", "f32, f16, bf16, f64, q8_0", "q4_K", "iq4_xs", "mxfp4"],
     ),
     ("an unknown encoding", |f| f.tensor("blk.0.ffn_up.weight").kind = 4_000, &["ggml type 4000"]),
     (
         "an unread embedding",
-        |f| f.tensor("token_embd.weight").kind = 7,
-        &["token_embd.weight", "q5_1", "q8_0"],
+        |f| f.tensor("token_embd.weight").kind = 26,
+        &["token_embd.weight", "whole numbers", "q8_0"],
     ),
     ("no architecture", |f| f.drop_key("general.architecture"), &["general.architecture", "missing"]),
     ("architecture 7", |f| f.set("general.architecture", uint(7)), &["general.architecture", "a text"]),
@@ -486,4 +486,65 @@ fn changed_bytes_never_panic() {
             consider(bytes);
         }
     }
+}
+
+/// The good file in parts of so many tensors, with what `gguf-split` writes; the first one has the metadata, and none of
+/// the tensors where `n_tensors` begins with 0.
+fn parts(n_tensors: &[usize]) -> Vec<File> {
+    let whole = File::good();
+    let mut tensors = whole.tensors.clone().into_iter();
+    let part = |(number, n): (usize, &usize)| {
+        let mut part = if number == 0 { whole.clone() } else { File { values: Vec::new(), ..whole.clone() } };
+        part.tensors = tensors.by_ref().take(*n).collect();
+        part.set("split.no", typed(2, &(number as u16).to_le_bytes()));
+        part.set("split.count", typed(2, &(n_tensors.len() as u16).to_le_bytes()));
+        part.set("split.tensors.count", typed(5, &(whole.tensors.len() as i32).to_le_bytes()));
+        part
+    };
+    n_tensors.iter().enumerate().map(part).collect()
+}
+
+fn write_parts(folder: &Path, parts: &[File]) -> Vec<std::path::PathBuf> {
+    let path = |i: usize| folder.join(format!("hostile.gguf-{:05}-of-{:05}.gguf", i + 1, parts.len()));
+    (0..parts.len()).for_each(|i| std::fs::write(path(i), parts[i].bytes()).unwrap());
+    (0..parts.len()).map(path).collect()
+}
+
+#[test]
+fn files_in_parts_are_one_model() {
+    let folder = tempfile::tempdir().unwrap();
+    for n_tensors in [&[4, 5, 2][..], &[0, 11], &[11, 0]] {
+        let paths = write_parts(folder.path(), &parts(n_tensors));
+        load(ModelFile::Path(paths[0].clone())).unwrap();
+    }
+}
+
+#[test]
+fn parts_that_do_not_belong_together_are_refused() {
+    type Change = fn(&mut Vec<File>);
+    let rows: &[(&str, Change, usize, &[&str])] = &[
+        ("the second part", |_| (), 1, &["part 2 of 3", "give the first one", "-00001-of-00003.gguf"]),
+        ("a part of another number", |p| p[2].set("split.no", uint(1)), 0, &["part 3 of 3", "split.no is 1"]),
+        ("a part of another split", |p| p[1].set("split.count", uint(7)), 0, &["part 2 of 3", "split.count 7"]),
+        ("a part that is whole", |p| p[1].drop_key("split.no"), 0, &["part 2 of 3", "split.no is nothing"]),
+        ("no number", |p| p[0].drop_key("split.no"), 0, &["split.no", "missing"]),
+        ("a tensor twice", |p| p[2].tensors = p[1].tensors.clone(), 0, &["holds the tensor", "holds too"]),
+        ("a tensor too few", |p| drop(p[2].tensors.pop()), 0, &["11 tensors", "they hold 10"]),
+        ("a part cut short", |p| p[2].short_by = 4, 0, &["ends before"]),
+        ("another count than the name has", |p| p[0].set("split.count", uint(4)), 0, &["-00001-of-00004.gguf"]),
+    ];
+    for (what, change, given, expected) in rows {
+        let folder = tempfile::tempdir().unwrap();
+        let mut all = parts(&[4, 5, 2]);
+        change(&mut all);
+        let paths = write_parts(folder.path(), &all);
+        let error = load(ModelFile::Path(paths[*given].clone())).expect_err(what).to_string();
+        let missing: Vec<_> = expected.iter().filter(|word| !error.contains(**word)).collect();
+        assert!(missing.is_empty(), "{what}: no {missing:?} in {error}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let paths = write_parts(folder.path(), &parts(&[4, 5, 2]));
+    std::fs::remove_file(&paths[2]).unwrap();
+    let error = load(ModelFile::Path(paths[0].clone())).unwrap_err().to_string();
+    assert!(error.contains("-00003-of-00003.gguf is not there"), "{error}");
 }

@@ -205,17 +205,27 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    fn low_nibbles(self, x: I) -> I {
+    fn field(self, x: I, at: u32, bits: u32, to: u32) -> I {
         // SAFETY: the CPU was asked.
         unsafe {
-            let mask = _mm256_set1_epi8(15);
-            [_mm256_and_si256(x[0], mask), _mm256_and_si256(x[1], mask)]
+            let mask = _mm256_set1_epi8((((1u32 << bits) - 1) << to) as i8);
+            let by = _mm_cvtsi32_si128(at.abs_diff(to).cast_signed());
+            let one = |x| if at >= to { _mm256_srl_epi16(x, by) } else { _mm256_sll_epi16(x, by) };
+            [_mm256_and_si256(one(x[0]), mask), _mm256_and_si256(one(x[1]), mask)]
         }
     }
     #[inline(always)]
-    fn high_nibbles(self, x: I) -> I {
+    fn or(self, a: I, b: I) -> I {
         // SAFETY: the CPU was asked.
-        unsafe { self.low_nibbles([_mm256_srli_epi16::<4>(x[0]), _mm256_srli_epi16::<4>(x[1])]) }
+        unsafe { [_mm256_or_si256(a[0], b[0]), _mm256_or_si256(a[1], b[1])] }
+    }
+    #[inline(always)]
+    fn lookup(self, table: &[u8; 16], x: I) -> I {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe {
+            let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
+            [_mm256_shuffle_epi8(table, x[0]), _mm256_shuffle_epi8(table, x[1])]
+        }
     }
     #[inline(always)]
     fn add_i(self, a: I, b: I) -> I {

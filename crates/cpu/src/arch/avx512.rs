@@ -170,14 +170,26 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    fn low_nibbles(self, x: __m512i) -> __m512i {
+    fn field(self, x: __m512i, at: u32, bits: u32, to: u32) -> __m512i {
         // SAFETY: the CPU was asked.
-        unsafe { _mm512_and_si512(x, _mm512_set1_epi8(15)) }
+        unsafe {
+            let mask = _mm512_set1_epi8((((1u32 << bits) - 1) << to) as i8);
+            let by = _mm_cvtsi32_si128(at.abs_diff(to).cast_signed());
+            _mm512_and_si512(if at >= to { _mm512_srl_epi16(x, by) } else { _mm512_sll_epi16(x, by) }, mask)
+        }
     }
     #[inline(always)]
-    fn high_nibbles(self, x: __m512i) -> __m512i {
+    fn or(self, a: __m512i, b: __m512i) -> __m512i {
         // SAFETY: the CPU was asked.
-        unsafe { _mm512_and_si512(_mm512_srli_epi16::<4>(x), _mm512_set1_epi8(15)) }
+        unsafe { _mm512_or_si512(a, b) }
+    }
+    #[inline(always)]
+    fn lookup(self, table: &[u8; 16], x: __m512i) -> __m512i {
+        // SAFETY: the CPU was asked; the array is as long as the vector.
+        unsafe {
+            let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
+            _mm512_shuffle_epi8(table, x)
+        }
     }
     #[inline(always)]
     fn sixes(self, [a, b, c]: [__m512i; 3]) -> [__m512i; 4] {

@@ -125,12 +125,20 @@ impl Simd for Portable {
         each(|i| x[i] >> (8 * N) & 255)
     }
     #[inline(always)]
-    fn low_nibbles(self, x: [i32; 16]) -> [i32; 16] {
-        each(|i| x[i] & 0x0f0f_0f0f)
+    fn field(self, x: [i32; 16], at: u32, bits: u32, to: u32) -> [i32; 16] {
+        let mask = (((1 << bits) - 1) << to) * 0x0101_0101;
+        each(|i| {
+            let x = x[i] as u32;
+            ((if at >= to { x >> (at - to) } else { x << (to - at) }) & mask) as i32
+        })
     }
     #[inline(always)]
-    fn high_nibbles(self, x: [i32; 16]) -> [i32; 16] {
-        each(|i| (x[i] >> 4) & 0x0f0f_0f0f)
+    fn or(self, a: [i32; 16], b: [i32; 16]) -> [i32; 16] {
+        each(|i| a[i] | b[i])
+    }
+    #[inline(always)]
+    fn lookup(self, table: &[u8; 16], x: [i32; 16]) -> [i32; 16] {
+        each(|i| i32::from_le_bytes(x[i].to_le_bytes().map(|code| table[usize::from(code & 15)])))
     }
     #[inline(always)]
     fn sixes(self, [a, b, c]: [[i32; 16]; 3]) -> [[i32; 16]; 4] {

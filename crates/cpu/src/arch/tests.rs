@@ -49,6 +49,7 @@ impl Kernel for Everything<'_> {
         put("byte 1", s.to_f32(s.byte::<1>(a)));
         put("byte 2", s.to_f32(s.byte::<2>(a)));
         put("byte 3", s.to_f32(s.byte::<3>(a)));
+        let table: &[u8; 16] = self.bytes.first_chunk().unwrap();
         let sixes = s.sixes([a, b, s.times_256(b)]);
         for (name, x) in [
             ("low nibbles", s.low_nibbles(a)),
@@ -57,6 +58,11 @@ impl Kernel for Everything<'_> {
             ("sixes 1", sixes[1]),
             ("sixes 2", sixes[2]),
             ("sixes 3", sixes[3]),
+            ("field down", s.field(a, 3, 2, 1)),
+            ("field up", s.field(a, 2, 1, 4)),
+            ("whole field", s.field(a, 0, 8, 0)),
+            ("lookup", s.lookup(table, s.low_nibbles(b))),
+            ("or", s.or(a, b)),
         ] {
             for (n, x) in [x, s.over_256(x)].into_iter().enumerate() {
                 put(name, low(x));

@@ -1,8 +1,10 @@
 //! The kernel of formats with one scale per 32 codes.
 //!
 //! ```text
-//! for each block:  units = Σ over 8 quads dot4(code + zero, x's codes) − zero × Σ x's codes
-//!                  y += units × (scale × x's scale)
+//! w = scale × (code − zero) [+ minimum]
+//!
+//! for each block:  units = Σ over 8 quads dot4(code, x's codes) − zero × Σ x's codes
+//!                  y += units × (scale × x's scale) [+ minimum × Σ x]
 //! ```
 //!
 //! Eight products of 64 bytes per block of 16 rows and token. What bounds large batches is loads (two per cycle), so
@@ -10,20 +12,79 @@
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): q8_0 at 0.8 of the read limit for one token, q4_0 at 0.6 to 0.7; 1.3
 //! TFLOP/s for 512.
-use super::inputs::{GROUP, Inputs, NEGATIVE_SUM, scale_of};
+use super::codes::{Codes, Group};
+use super::inputs::{Form, GROUP, Inputs, NEGATIVE_SUM, scale_of};
 use super::{AHEAD, Format, Panels, for_token_tiles, put};
-use crate::arch::{Columns, Simd};
+use crate::arch::{Columns, LANES, Simd, widen};
+use std::marker::PhantomData;
 
 /// A format with one scale per 32 codes.
-pub trait Blocks: Format {
-    /// What is added to a code so that it has no sign, as a power of two.
-    const ZERO_BITS: u32;
-    /// Eight quads of 16 rows, without a sign.
-    fn load<S: Simd>(s: S, codes: &[u8]) -> [S::I; 8];
+pub trait Block: 'static {
+    type Codes: Codes;
+    /// Of a block in the file.
+    const BYTES: usize;
+    /// The code of 0, as a power of two; `None` where there is a minimum instead.
+    const ZERO_BITS: Option<u32>;
+    /// What each code of four bits stands for, where that is not itself.
+    const TABLE: Option<[u8; 16]> = None;
+
+    /// Before the table.
+    fn codes(block: &[u8]) -> Group;
+    /// The scale as it is held: f16, unless [`load_scale`](Self::load_scale) says otherwise.
+    fn scale(block: &[u8]) -> [u8; 2];
+    /// f16. Without one, 0.
+    fn minimum(_: &[u8]) -> [u8; 2] {
+        [0; 2]
+    }
+    #[inline(always)]
+    fn load_scale<S: Simd>(s: S, scales: &[u8; 32]) -> S::F {
+        s.load_f16(scales)
+    }
+    fn widen_scale(scale: u16) -> f32 {
+        widen(scale)
+    }
+}
+
+/// A [`Block`] as a format. Scales of 16 rows, then their minima.
+pub struct Blocks<F>(PhantomData<F>);
+
+impl<F: Block> Blocks<F> {
+    const HAS_MINIMUM: bool = F::ZERO_BITS.is_none();
+}
+
+impl<F: Block> Format for Blocks<F> {
+    const BLOCK: (usize, usize) = (32, F::BYTES);
+    const CODES: usize = F::Codes::BYTES;
+    const SCALES: usize = 2 * LANES * if Self::HAS_MINIMUM { 2 } else { 1 };
+    const FORM: Form = Form::Codes;
+
+    fn pack(block: &[u8], lane: usize, codes: &mut [u8], scales: &mut [u8]) {
+        F::Codes::put(&F::codes(block), lane, codes);
+        let both = [F::scale(block), F::minimum(block)];
+        for (scales, bytes) in scales.chunks_exact_mut(2 * LANES).zip(both) {
+            scales[2 * lane..2 * lane + 2].copy_from_slice(&bytes);
+        }
+    }
+
+    fn unpack(codes: &[u8], scales: &[u8], lane: usize, out: &mut [f32]) {
+        let at = |row: usize| u16::from_le_bytes([scales[2 * (row + lane)], scales[2 * (row + lane) + 1]]);
+        let scale = F::widen_scale(at(0));
+        let minimum = if Self::HAS_MINIMUM { widen(at(LANES)) } else { 0.0 };
+        let zero = F::ZERO_BITS.map_or(0, |bits| 1i32 << bits);
+        for (out, code) in out.iter_mut().zip(F::Codes::get(codes, lane)) {
+            let code = F::TABLE.map_or(code, |table| table[usize::from(code)]);
+            *out = scale * (i32::from(code) - zero) as f32 + minimum;
+        }
+    }
+
+    #[inline(always)]
+    fn multiply<S: Simd>(s: S, weights: &Panels<'_>, inputs: &Inputs, _: bool, out: &mut Columns<'_, f32>) {
+        multiply::<S, F>(s, weights, inputs, out);
+    }
 }
 
 #[inline(always)]
-pub fn multiply<S: Simd, F: Blocks>(s: S, weights: &Panels<'_>, inputs: &Inputs, out: &mut Columns<'_, f32>) {
+fn multiply<S: Simd, F: Block>(s: S, weights: &Panels<'_>, inputs: &Inputs, out: &mut Columns<'_, f32>) {
     let mut panel = 0;
     while panel < weights.n {
         if S::ACCUMULATORS >= 16 && weights.n - panel >= 2 && inputs.n >= 4 {
@@ -38,7 +99,7 @@ pub fn multiply<S: Simd, F: Blocks>(s: S, weights: &Panels<'_>, inputs: &Inputs,
 
 /// Four tokens at a time: sixteen vectors of weights and eight of sums fill the registers.
 #[inline(always)]
-fn two_panels<S: Simd, F: Blocks, const T: usize>(
+fn two_panels<S: Simd, F: Block, const T: usize>(
     s: S,
     weights: &Panels<'_>,
     inputs: &Inputs,
@@ -57,7 +118,7 @@ fn two_panels<S: Simd, F: Blocks, const T: usize>(
 
 /// `N` tokens, from number `side` of the tile of `T` on, times `P` panels.
 #[inline(always)]
-fn tile<S: Simd, F: Blocks, const T: usize, const N: usize, const P: usize>(
+fn tile<S: Simd, F: Block, const T: usize, const N: usize, const P: usize>(
     s: S,
     weights: &Panels<'_>,
     inputs: &Inputs,
@@ -68,25 +129,35 @@ fn tile<S: Simd, F: Blocks, const T: usize, const N: usize, const P: usize>(
 ) {
     let (blocks, x) = (inputs.width / GROUP, inputs.groups_of::<T>(first));
     let (mut codes, mut scales): ([&[u8]; P], [&[[u8; 32]]; P]) = ([&[]; P], [&[]; P]);
+    let per_block = if F::ZERO_BITS.is_none() { 2 } else { 1 };
     for p in 0..P {
-        let (c, f) = weights.get::<F>(panel + p);
-        (codes[p], scales[p]) = (&c[..blocks * F::CODES], &f.as_chunks().0[..blocks]);
+        let (c, f) = weights.get::<Blocks<F>>(panel + p);
+        (codes[p], scales[p]) = (&c[..blocks * F::Codes::BYTES], &f.as_chunks().0[..blocks * per_block]);
     }
     let mut sums = [[s.splat(0.0); P]; N];
     for b in 0..blocks {
-        let (mut w, mut scale) = ([[s.splat_i(0); 8]; P], [s.splat(0.0); P]);
+        let (mut w, mut scale, mut least) = ([[s.splat_i(0); 8]; P], [s.splat(0.0); P], [s.splat(0.0); P]);
         for p in 0..P {
-            let codes = &codes[p][b * F::CODES..(b + 1) * F::CODES];
+            let codes = &codes[p][b * F::Codes::BYTES..(b + 1) * F::Codes::BYTES];
             s.prefetch(&codes[0], AHEAD);
-            for line in 1..F::CODES / 64 {
+            for line in 1..F::Codes::BYTES / 64 {
                 s.prefetch(&codes[64 * line], AHEAD);
             }
-            w[p] = F::load(s, codes);
-            scale[p] = s.load_f16(&scales[p][b]);
+            w[p] = F::Codes::load(s, codes);
+            if let Some(table) = &F::TABLE {
+                w[p] = w[p].map(|quad| s.lookup(table, quad));
+            }
+            scale[p] = F::load_scale(s, &scales[p][b * per_block]);
+            if F::ZERO_BITS.is_none() {
+                least[p] = s.load_f16(&scales[p][b * per_block + 1]);
+            }
         }
         for n in 0..N {
             let t = (side + n) % T;
-            let zero = s.shift_left(s.splat_i(x[b][NEGATIVE_SUM][t]), F::ZERO_BITS);
+            let zero = match F::ZERO_BITS {
+                Some(bits) => s.shift_left(s.splat_i(x[b][NEGATIVE_SUM][t]), bits),
+                None => s.splat_i(0),
+            };
             let mut units = [zero; P];
             for q in 0..8 {
                 let quad = s.splat_i(x[b][q][t]);
@@ -97,6 +168,12 @@ fn tile<S: Simd, F: Blocks, const T: usize, const N: usize, const P: usize>(
             let x_scale = s.splat(scale_of(&x[b], t));
             for p in 0..P {
                 sums[n][p] = s.fma(s.to_f32(units[p]), s.mul(scale[p], x_scale), sums[n][p]);
+            }
+            if F::ZERO_BITS.is_none() {
+                let sum = s.splat(-x[b][NEGATIVE_SUM][t] as f32 * scale_of(&x[b], t));
+                for p in 0..P {
+                    sums[n][p] = s.fma(least[p], sum, sums[n][p]);
+                }
             }
         }
     }

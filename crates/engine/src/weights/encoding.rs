@@ -1,60 +1,113 @@
 //! How a tensor's elements are encoded, on disk and in memory.
-use candle_core::quantized::GgmlDType;
 use kvist_cpu::linear::Packing;
 use std::fmt;
 use std::str::FromStr;
 
-/// The encodings kvist reads.
+/// The encodings kvist reads: safetensors' floats and ggml's types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Encoding {
     F32,
     F16,
     BF16,
+    F64,
     Q8_0,
+    Q8_1,
     Q4_0,
+    Q4_1,
+    Q5_0,
+    Q5_1,
+    Q2K,
+    Q3K,
     Q4K,
+    Q5K,
     Q6K,
+    Q8K,
+    Iq1S,
+    Iq1M,
+    Iq2Xxs,
+    Iq2Xs,
+    Iq2S,
+    Iq3Xxs,
+    Iq3S,
+    Iq4Nl,
+    Iq4Xs,
+    Tq1_0,
+    Tq2_0,
+    Mxfp4,
 }
 
-impl Encoding {
-    pub const ALL: [Encoding; 7] = [
-        Encoding::F32,
-        Encoding::F16,
-        Encoding::BF16,
-        Encoding::Q8_0,
-        Encoding::Q4_0,
-        Encoding::Q4K,
-        Encoding::Q6K,
-    ];
+struct Facts {
+    encoding: Encoding,
+    name: &'static str,
+    /// ggml's number.
+    ggml: u32,
+    /// Elements and bytes of one block.
+    block: (usize, usize),
+    /// What it is in memory.
+    held: Packing,
+}
 
+const fn facts(encoding: Encoding, name: &'static str, ggml: u32, block: (usize, usize), held: Packing) -> Facts {
+    Facts { encoding, name, ggml, block, held }
+}
+
+/// In the order of the enum.
+#[rustfmt::skip]
+const FACTS: [Facts; 28] = [
+    facts(Encoding::F32, "f32", 0, (1, 4), Packing::F32),
+    facts(Encoding::F16, "f16", 1, (1, 2), Packing::F16),
+    facts(Encoding::BF16, "bf16", 30, (1, 2), Packing::BF16),
+    facts(Encoding::F64, "f64", 28, (1, 8), Packing::F32),
+    facts(Encoding::Q8_0, "q8_0", 8, (32, 34), Packing::Q8_0),
+    facts(Encoding::Q8_1, "q8_1", 9, (32, 36), Packing::Q8_0),
+    facts(Encoding::Q4_0, "q4_0", 2, (32, 18), Packing::Q4_0),
+    facts(Encoding::Q4_1, "q4_1", 3, (32, 20), Packing::Q4_1),
+    facts(Encoding::Q5_0, "q5_0", 6, (32, 22), Packing::Q5_0),
+    facts(Encoding::Q5_1, "q5_1", 7, (32, 24), Packing::Q5_1),
+    facts(Encoding::Q2K, "q2_K", 10, (256, 84), Packing::Q2K),
+    facts(Encoding::Q3K, "q3_K", 11, (256, 110), Packing::Q3K),
+    facts(Encoding::Q4K, "q4_K", 12, (256, 144), Packing::Q4K),
+    facts(Encoding::Q5K, "q5_K", 13, (256, 176), Packing::Q5K),
+    facts(Encoding::Q6K, "q6_K", 14, (256, 210), Packing::Q6K),
+    facts(Encoding::Q8K, "q8_K", 15, (256, 292), Packing::Q8_0),
+    facts(Encoding::Iq1S, "iq1_s", 19, (256, 50), Packing::Few),
+    facts(Encoding::Iq1M, "iq1_m", 29, (256, 56), Packing::Few),
+    facts(Encoding::Iq2Xxs, "iq2_xxs", 16, (256, 66), Packing::Few),
+    facts(Encoding::Iq2Xs, "iq2_xs", 17, (256, 74), Packing::Few),
+    facts(Encoding::Iq2S, "iq2_s", 22, (256, 82), Packing::Few),
+    facts(Encoding::Iq3Xxs, "iq3_xxs", 18, (256, 98), Packing::Few),
+    facts(Encoding::Iq3S, "iq3_s", 21, (256, 110), Packing::Few),
+    facts(Encoding::Iq4Nl, "iq4_nl", 20, (32, 18), Packing::Iq4Nl),
+    facts(Encoding::Iq4Xs, "iq4_xs", 23, (256, 136), Packing::Iq4Xs),
+    facts(Encoding::Tq1_0, "tq1_0", 34, (256, 54), Packing::Few),
+    facts(Encoding::Tq2_0, "tq2_0", 35, (256, 66), Packing::Few),
+    facts(Encoding::Mxfp4, "mxfp4", 39, (32, 17), Packing::Mxfp4),
+];
+
+impl Encoding {
+    fn facts(self) -> &'static Facts {
+        &FACTS[self as usize]
+    }
+    pub fn all() -> impl Iterator<Item = Encoding> {
+        FACTS.iter().map(|facts| facts.encoding)
+    }
+    /// The type that GGUF files call by this number.
+    pub fn of_ggml(number: u32) -> Option<Encoding> {
+        FACTS.iter().find(|facts| facts.ggml == number).map(|facts| facts.encoding)
+    }
     pub fn name(self) -> &'static str {
-        match self {
-            Encoding::F32 => "f32",
-            Encoding::F16 => "f16",
-            Encoding::BF16 => "bf16",
-            Encoding::Q8_0 => "q8_0",
-            Encoding::Q4_0 => "q4_0",
-            Encoding::Q4K => "q4_K",
-            Encoding::Q6K => "q6_K",
-        }
+        self.facts().name
     }
     /// `f32, f16, …`, for errors.
     pub fn known() -> String {
-        Encoding::ALL.map(Encoding::name).join(", ")
+        FACTS.each_ref().map(|facts| facts.name).join(", ")
     }
     pub fn is_float(self) -> bool {
-        matches!(self, Encoding::F32 | Encoding::F16 | Encoding::BF16)
+        self.block().0 == 1
     }
     /// Elements and bytes of one block; rows are whole blocks.
     pub fn block(self) -> (usize, usize) {
-        match self {
-            Encoding::F32 => (1, 4),
-            Encoding::F16 | Encoding::BF16 => (1, 2),
-            Encoding::Q8_0 => (32, 34),
-            Encoding::Q4_0 => (32, 18),
-            Encoding::Q4K => (256, 144),
-            Encoding::Q6K => (256, 210),
-        }
+        self.facts().block
     }
     /// Bytes of a row of `len` elements; `None` if it is not whole blocks, or overflows.
     pub fn row_bytes(self, len: usize) -> Option<usize> {
@@ -66,37 +119,19 @@ impl Encoding {
         let (last, rows) = shape.split_last()?;
         rows.iter().try_fold(self.row_bytes(*last)?, |bytes, n| bytes.checked_mul(*n))
     }
-    pub(crate) fn packing(self) -> Packing {
-        match self {
-            Encoding::F32 => Packing::F32,
-            Encoding::F16 => Packing::F16,
-            Encoding::BF16 => Packing::BF16,
-            Encoding::Q8_0 => Packing::Q8_0,
-            Encoding::Q4_0 => Packing::Q4_0,
-            Encoding::Q4K => Packing::Q4K,
-            Encoding::Q6K => Packing::Q6K,
-        }
-    }
-    pub(crate) fn candle(self) -> GgmlDType {
-        match self {
-            Encoding::F32 => GgmlDType::F32,
-            Encoding::F16 => GgmlDType::F16,
-            Encoding::BF16 => GgmlDType::BF16,
-            Encoding::Q8_0 => GgmlDType::Q8_0,
-            Encoding::Q4_0 => GgmlDType::Q4_0,
-            Encoding::Q4K => GgmlDType::Q4K,
-            Encoding::Q6K => GgmlDType::Q6K,
-        }
+    /// How its tensors are held without a change of what they mean.
+    pub(crate) fn held(self) -> Packing {
+        self.facts().held
     }
     /// What a tensor with rows of `row` elements becomes in memory under `form`.
-    pub fn resident(self, form: WeightForm, row: usize) -> Encoding {
+    pub(crate) fn resident(self, form: WeightForm, row: usize) -> Packing {
         match form {
-            WeightForm::F32 => Encoding::F32,
+            WeightForm::F32 => Packing::F32,
             // bf16 is held in pairs.
-            WeightForm::AsStored if self == Encoding::BF16 && !row.is_multiple_of(2) => Encoding::F32,
-            WeightForm::AsStored => self,
+            WeightForm::AsStored if self == Encoding::BF16 && !row.is_multiple_of(2) => Packing::F32,
+            WeightForm::AsStored => self.held(),
             // Rows that are no whole blocks stay what they would be without it.
-            WeightForm::Q8_0 if row.is_multiple_of(32) => Encoding::Q8_0,
+            WeightForm::Q8_0 if row.is_multiple_of(32) => Packing::Q8_0,
             WeightForm::Q8_0 => self.resident(WeightForm::AsStored, row),
         }
     }
@@ -129,5 +164,21 @@ impl FromStr for WeightForm {
         let all = [WeightForm::AsStored, WeightForm::F32, WeightForm::Q8_0];
         let found = all.into_iter().find(|form| form.to_string() == text);
         found.ok_or_else(|| format!("`{text}` is no form of weights: take as-stored, f32 or q8_0"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn facts_stand_in_the_order_of_the_enum() {
+        for (i, facts) in FACTS.iter().enumerate() {
+            assert_eq!(facts.encoding as usize, i);
+            assert_eq!(Encoding::of_ggml(facts.ggml), Some(facts.encoding));
+            let same = facts.encoding.is_float() || facts.held.block() == facts.block;
+            let changed = matches!(facts.held, Packing::Few | Packing::Q8_0);
+            assert!(same || changed, "{} is held as {:?}", facts.name, facts.held);
+        }
     }
 }

@@ -10,17 +10,20 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A parsed header over the file's bytes.
+/// A parsed header over the file's bytes; of a split file ([`open`](super::split::open)), over those of its parts, the first of
+/// which has the metadata.
 #[derive(Debug)]
 pub struct Gguf {
     file: String,
-    contents: Arc<Contents>,
+    /// Name and bytes of each part.
+    parts: Vec<(String, Arc<Contents>)>,
     pub metadata: Metadata,
     tensors: HashMap<String, TensorInfo>,
 }
 
 #[derive(Debug)]
 struct TensorInfo {
+    part: usize,
     shape: Vec<usize>, // slowest dimension first
     /// `Err` names an encoding that kvist does not read; it matters only if the tensor is asked for.
     encoding: Result<Encoding, String>,
@@ -109,7 +112,7 @@ impl Gguf {
                     "ends before `{name}` does: {len} bytes at offset {offset} of the data, file of {size}"
                 ))
             })?;
-            if tensors.insert(name.clone(), TensorInfo { shape, encoding, bytes }).is_some() {
+            if tensors.insert(name.clone(), TensorInfo { part: 0, shape, encoding, bytes }).is_some() {
                 return Err(r.bad(format!("holds the tensor `{name}` twice")));
             }
         }
@@ -121,7 +124,21 @@ impl Gguf {
         {
             return Err(r.bad(format!("places `{b}` where `{a}` lies")));
         }
-        Ok(Gguf { file: file.into(), contents, metadata, tensors })
+        Ok(Gguf { file: file.into(), parts: vec![(file.into(), contents)], metadata, tensors })
+    }
+
+    /// Take the tensors of another part of the same file.
+    pub(super) fn join(&mut self, other: Gguf) -> Result<(), Error> {
+        let first = self.parts.len();
+        for (name, info) in other.tensors {
+            if let Some(twin) = self.tensors.get(&name) {
+                let what = format!("holds the tensor `{name}`, which {} holds too", self.parts[twin.part].0);
+                return Err(Error::Malformed { file: other.file, what });
+            }
+            self.tensors.insert(name, TensorInfo { part: first + info.part, ..info });
+        }
+        self.parts.extend(other.parts);
+        Ok(())
     }
 
     /// A file that is in memory already; `file` is what errors call it.
@@ -149,14 +166,15 @@ impl Gguf {
         let missing = || Error::MissingTensor { file: self.file.clone(), name: name.into() };
         let info = self.tensors.get(name).ok_or_else(missing)?;
         let encoding = info.encoding.clone().map_err(|found| Error::TensorEncoding {
-            file: self.file.clone(),
+            file: self.parts[info.part].0.clone(),
             name: name.into(),
             found,
             known: Encoding::known(),
         })?;
-        let view = self.contents.get(info.bytes.clone());
+        let (file, contents) = &self.parts[info.part];
+        let view = contents.get(info.bytes.clone());
         let view = view.and_then(|bytes| View::new(name, info.shape.clone(), encoding, bytes));
-        view.ok_or_else(|| Error::Malformed { file: self.file.clone(), what: format!("`{name}` is empty") })
+        view.ok_or_else(|| Error::Malformed { file: file.clone(), what: format!("`{name}` is empty") })
     }
 
     /// A tensor by its Hugging Face name. q and k of families that llama.cpp's converter permutes come back in
@@ -448,16 +466,8 @@ impl<'f> Reader<'f> {
             shape.push(n.ok_or_else(|| self.bad(format!("gives `{name}` an impossible shape")))?);
         }
         shape.reverse();
-        let encoding = match self.u32("a tensor's type")? {
-            0 => Ok(Encoding::F32),
-            1 => Ok(Encoding::F16),
-            2 => Ok(Encoding::Q4_0),
-            8 => Ok(Encoding::Q8_0),
-            12 => Ok(Encoding::Q4K),
-            14 => Ok(Encoding::Q6K),
-            30 => Ok(Encoding::BF16),
-            other => Err(ggml_type_name(other)),
-        };
+        let number = self.u32("a tensor's type")?;
+        let encoding = Encoding::of_ggml(number).ok_or_else(|| ggml_type_name(number));
         let offset = self.u64("a tensor's offset")?;
         Ok((name, shape, encoding, offset))
     }
@@ -466,17 +476,9 @@ impl<'f> Reader<'f> {
 /// ggml's name of a type that kvist does not read.
 fn ggml_type_name(kind: u32) -> String {
     let name = match kind {
-        3 => "q4_1",
-        6 => "q5_0",
-        7 => "q5_1",
-        9 => "q8_1",
-        10 => "q2_K",
-        11 => "q3_K",
-        13 => "q5_K",
-        15 => "q8_K",
-        16..=23 | 29 => "an iq type",
-        34 | 35 => "a ternary type",
-        39 => "mxfp4",
+        24..=27 => "whole numbers",
+        40 => "nvfp4",
+        41 => "q1_0",
         _ => return format!("ggml type {kind}"),
     };
     name.into()

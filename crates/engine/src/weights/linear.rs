@@ -38,7 +38,7 @@ impl Linear {
     pub fn resident_bytes(shape: &[usize], stored: Encoding, form: WeightForm) -> u64 {
         let (inputs, rows) = shape.split_last().unwrap_or((&0, &[]));
         let outputs = rows.iter().try_fold(1usize, |n, rows| n.checked_mul(*rows));
-        let packing = stored.resident(form, *inputs).packing();
+        let packing = stored.resident(form, *inputs);
         outputs.and_then(|outputs| packing.resident_bytes(outputs, *inputs)).unwrap_or(u64::MAX)
     }
 }

@@ -1,11 +1,10 @@
 //! One tensor of a file, not yet copied.
 use super::encoding::{Encoding, WeightForm};
 use super::linear::{Embedding, Linear};
+use super::repack;
 use crate::error::Error;
-use candle_core::quantized::{QStorage, QTensor};
-use candle_core::{Device, Tensor};
 use kvist_cpu::Compute;
-use kvist_cpu::linear::Matrix;
+use kvist_cpu::linear::{Matrix, Packing};
 use std::borrow::Cow;
 
 /// Checked: `bytes` is exactly what shape and encoding need.
@@ -76,10 +75,13 @@ impl<'s> View<'s> {
             }
             Encoding::F16 => halves(|b| half::f16::from_le_bytes(b).to_f32()),
             Encoding::BF16 => halves(|b| half::bf16::from_le_bytes(b).to_f32()),
-            _ => packed(self.encoding, bytes, &self.shape)?
-                .dequantize(&Device::Cpu)?
-                .flatten_all()?
-                .to_vec1()?,
+            encoding => {
+                let (packing, bytes) = (encoding.held(), repack::held(encoding, bytes));
+                let (elements, size) = packing.block();
+                let mut all = vec![0.0; bytes.len() / size * elements];
+                packing.decode(&bytes, &mut all);
+                all
+            }
         })
     }
 
@@ -87,15 +89,12 @@ impl<'s> View<'s> {
     fn matrix(&self, compute: &Compute, form: WeightForm) -> Result<Matrix, Error> {
         let resident = self.encoding.resident(form, self.row_len());
         let bytes = match resident {
-            same if same == self.encoding => self.ordered()?,
-            Encoding::F32 => Cow::Owned(self.to_f32()?.iter().flat_map(|x| x.to_le_bytes()).collect()),
-            packed => {
-                let tensor = Tensor::from_vec(self.to_f32()?, self.shape.as_slice(), &Device::Cpu)?;
-                Cow::Owned(QTensor::quantize(&tensor, packed.candle())?.data()?.into_owned())
-            }
+            same if same == self.encoding.held() => repack::held(self.encoding, self.ordered()?),
+            Packing::Q8_0 => Cow::Owned(repack::to_q8_0(&self.to_f32()?)),
+            _ => Cow::Owned(self.to_f32()?.iter().flat_map(|x| x.to_le_bytes()).collect()),
         };
         let (inputs, rows) = self.shape.split_last().unwrap_or((&0, &[]));
-        let packed = Matrix::pack(compute, resident.packing(), rows.iter().product(), *inputs, &bytes);
+        let packed = Matrix::pack(compute, resident, rows.iter().product(), *inputs, &bytes);
         packed.map_err(|error| Error::Malformed { file: self.name.clone(), what: error.to_string() })
     }
 
@@ -105,16 +104,4 @@ impl<'s> View<'s> {
     pub fn to_embedding(&self, compute: &Compute, form: WeightForm) -> Result<Embedding, Error> {
         Ok(Embedding::new(self.matrix(compute, form)?))
     }
-}
-
-/// Packed blocks as candle holds them.
-pub(super) fn packed(encoding: Encoding, bytes: Cow<'_, [u8]>, shape: &[usize]) -> Result<QTensor, Error> {
-    // candle reads blocks where they lie and insists on the alignment of their f16 fields, which a file need
-    // not give; a fresh copy has it.
-    let aligned = match bytes {
-        Cow::Borrowed(b) if !b.as_ptr().cast::<u32>().is_aligned() => Cow::Owned(b.to_vec()),
-        other => other,
-    };
-    let storage = QStorage::from_data(aligned, &Device::Cpu, encoding.candle())?;
-    Ok(QTensor::new(storage, shape)?)
 }

@@ -11,13 +11,14 @@ use std::time::Instant;
 #[derive(clap::Args)]
 #[command(mut_arg("runs", |runs| runs.default_value("7")))]
 pub struct Args {
-    /// Encodings: f32, f16, bf16, q8_0, q4_0, q4_K, q6_K
+    /// Encodings by ggml's names: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl, mxfp4, q2_K to q6_K, iq4_xs; and few, which iq1
+    /// to iq3 and tq become
     #[arg(long, value_delimiter = ',', value_name = "NAMES", default_value = "q8_0,q4_0,bf16")]
     weights: Vec<String>,
     /// Outputs of the layer
     #[arg(long, default_value_t = 5632, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     outputs: u32,
-    /// Inputs of the layer: whole blocks of 256 for q4_K and q6_K, of 32 for q8_0 and q4_0
+    /// Inputs of the layer: whole blocks, which are of 32 or 256
     #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     inputs: u32,
     /// Tokens of a batch; one row for each
@@ -28,16 +29,6 @@ pub struct Args {
     #[command(flatten)]
     measure: RunsArgs,
 }
-
-const PACKINGS: [(&str, Packing); 7] = [
-    ("f32", Packing::F32),
-    ("f16", Packing::F16),
-    ("bf16", Packing::BF16),
-    ("q8_0", Packing::Q8_0),
-    ("q4_0", Packing::Q4_0),
-    ("q4_K", Packing::Q4K),
-    ("q6_K", Packing::Q6K),
-];
 
 /// More than any cache holds.
 const BYTES: u64 = 256 << 20;
@@ -65,9 +56,9 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let compute = args.compute.get()?;
     let mut chosen = Vec::new();
     for name in &args.weights {
-        let found = PACKINGS.iter().find(|(known, _)| known.eq_ignore_ascii_case(name));
+        let found = Packing::NAMES.iter().find(|(known, _)| known.eq_ignore_ascii_case(name));
         chosen.push(*found.ok_or_else(|| {
-            wrong_usage(format!("--weights {name}: known are {}", PACKINGS.map(|(name, _)| name).join(", ")))
+            wrong_usage(format!("--weights {name}: known are {}", Packing::NAMES.map(|(name, _)| name).join(", ")))
         })?);
     }
     interrupt::listen();

@@ -1,0 +1,151 @@
+//! ggml's formats with one scale per 32 weights.
+//!
+//! ```text
+//! q4_0     w = d × (code − 8)         4.5 bits per weight     q4_1    w = d × code + m       5
+//! q5_0     w = d × (code − 16)        5.5                     q5_1    w = d × code + m       6
+//! q8_0     w = d × code               8.5
+//! iq4_nl   w = d × values[code]       4.5                     mxfp4   w = 2^e × values[code]   4.25 in the file, 4.5 here
+//! ```
+use super::blocks::Block;
+use super::codes::{Group, Planes};
+use crate::arch::Simd;
+
+/// Element j in the low half of byte j, element j + 16 in its high half.
+pub fn nibbles(bytes: &[u8]) -> Group {
+    std::array::from_fn(|i| bytes[i % 16] >> (4 * (i / 16)) & 15)
+}
+
+/// The same, and a bit for each in four bytes.
+fn fives(upper: &[u8], bytes: &[u8]) -> Group {
+    let low = nibbles(bytes);
+    std::array::from_fn(|i| low[i] | (upper[i / 8] >> (i % 8) & 1) << 4)
+}
+
+fn pair(bytes: &[u8]) -> [u8; 2] {
+    [bytes[0], bytes[1]]
+}
+
+pub struct Q4_0;
+impl Block for Q4_0 {
+    type Codes = Planes<4, 0>;
+    const BYTES: usize = 18;
+    const ZERO_BITS: Option<u32> = Some(3);
+    fn codes(block: &[u8]) -> Group {
+        nibbles(&block[2..])
+    }
+    fn scale(block: &[u8]) -> [u8; 2] {
+        pair(block)
+    }
+}
+
+pub struct Q4_1;
+impl Block for Q4_1 {
+    type Codes = Planes<4, 0>;
+    const BYTES: usize = 20;
+    const ZERO_BITS: Option<u32> = None;
+    fn codes(block: &[u8]) -> Group {
+        nibbles(&block[4..])
+    }
+    fn scale(block: &[u8]) -> [u8; 2] {
+        pair(block)
+    }
+    fn minimum(block: &[u8]) -> [u8; 2] {
+        pair(&block[2..])
+    }
+}
+
+pub struct Q5_0;
+impl Block for Q5_0 {
+    type Codes = Planes<4, 1>;
+    const BYTES: usize = 22;
+    const ZERO_BITS: Option<u32> = Some(4);
+    fn codes(block: &[u8]) -> Group {
+        fives(&block[2..6], &block[6..])
+    }
+    fn scale(block: &[u8]) -> [u8; 2] {
+        pair(block)
+    }
+}
+
+pub struct Q5_1;
+impl Block for Q5_1 {
+    type Codes = Planes<4, 1>;
+    const BYTES: usize = 24;
+    const ZERO_BITS: Option<u32> = None;
+    fn codes(block: &[u8]) -> Group {
+        fives(&block[4..8], &block[8..])
+    }
+    fn scale(block: &[u8]) -> [u8; 2] {
+        pair(block)
+    }
+    fn minimum(block: &[u8]) -> [u8; 2] {
+        pair(&block[2..])
+    }
+}
+
+pub struct Q8_0;
+impl Block for Q8_0 {
+    type Codes = Planes<8, 0>;
+    const BYTES: usize = 34;
+    const ZERO_BITS: Option<u32> = Some(7);
+    fn codes(block: &[u8]) -> Group {
+        std::array::from_fn(|i| block[2 + i] ^ 128)
+    }
+    fn scale(block: &[u8]) -> [u8; 2] {
+        pair(block)
+    }
+}
+
+/// Values of signed bytes, 128 added so that they have no sign.
+const fn unsigned(values: [i8; 16]) -> [u8; 16] {
+    let (mut table, mut i) = ([0; 16], 0);
+    while i < 16 {
+        table[i] = values[i].cast_unsigned() ^ 128;
+        i += 1;
+    }
+    table
+}
+
+/// The values of iq4_nl and iq4_xs.
+pub const IQ4: [u8; 16] =
+    unsigned([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]);
+
+pub struct Iq4Nl;
+impl Block for Iq4Nl {
+    type Codes = Planes<4, 0>;
+    const BYTES: usize = 18;
+    const ZERO_BITS: Option<u32> = Some(7);
+    const TABLE: Option<[u8; 16]> = Some(IQ4);
+    fn codes(block: &[u8]) -> Group {
+        nibbles(&block[2..])
+    }
+    fn scale(block: &[u8]) -> [u8; 2] {
+        pair(block)
+    }
+}
+
+/// OCP's microscaling format: FP4 values, here twice as large so that they are whole numbers, and a power of two.
+pub struct Mxfp4;
+impl Block for Mxfp4 {
+    type Codes = Planes<4, 0>;
+    const BYTES: usize = 17;
+    const ZERO_BITS: Option<u32> = Some(7);
+    const TABLE: Option<[u8; 16]> =
+        Some(unsigned([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]));
+    fn codes(block: &[u8]) -> Group {
+        nibbles(&block[1..])
+    }
+    /// 2^(e − 128) as bf16, whose exponent has as many bits: the two smallest are subnormal there.
+    fn scale(block: &[u8]) -> [u8; 2] {
+        let e = u16::from(block[0]);
+        let bits = if e < 2 { 0x20 << e } else { (e - 1) << 7 };
+        bits.to_le_bytes()
+    }
+    #[inline(always)]
+    fn load_scale<S: Simd>(s: S, scales: &[u8; 32]) -> S::F {
+        s.load_bf16(scales)
+    }
+    fn widen_scale(scale: u16) -> f32 {
+        f32::from_bits(u32::from(scale) << 16)
+    }
+}

@@ -1,0 +1,232 @@
+//! The kernel of formats with super-blocks of 256 weights, whose groups are scaled by small integers and those by one float.
+//!
+//! ```text
+//! w = d × sc × (code − zero) [− dmin × m]          8 groups of 32, or 16 of 16; sc in 8 bits with a sign, m in 6
+//!
+//! per group:        units = Σ dot4(code, x's codes) − zero × Σ x's codes;   a += units × sc × x's scale
+//!                   [b += m × Σ x]
+//! per super-block:  y += d × a [− dmin × b]
+//! ```
+//!
+//! Per 32 inputs of 16 rows: 8 products of 64 bytes per token.
+use super::codes::{Codes, Group};
+use super::inputs::{self, Form, Inputs, MINUS_32_SUMS, NEGATIVE_SUM, scale_of};
+use super::{AHEAD, Format, Panels, for_token_tiles, put};
+use crate::arch::{Columns, LANES, Simd, widen};
+use std::marker::PhantomData;
+
+/// Weights of a super-block.
+pub const SUPER: usize = 256;
+
+/// A format with super-blocks.
+pub trait SuperBlock: 'static {
+    type Codes: Codes;
+    /// Of a super-block in the file.
+    const BYTES: usize;
+    /// The code of 0, as a power of two; `None` where there are minima instead.
+    const ZERO_BITS: Option<u32>;
+    /// Groups are of 16, two to each 32 inputs, instead of 32.
+    const HALVES: bool;
+    /// What codes stand for.
+    const VALUES: Values = Values::Codes;
+
+    /// The codes of weights `32 × i` and on, before the table.
+    fn codes(block: &[u8], i: usize) -> Group;
+    /// Scale and minimum of group `i`.
+    fn scale(block: &[u8], i: usize) -> (i8, u8);
+    /// d and dmin, in f16. With a table of its own, d in f32.
+    fn factors(block: &[u8]) -> [[u8; 2]; 2];
+    /// Its own table, if it has one.
+    fn table(_: &[u8]) -> [u8; 16] {
+        [0; 16]
+    }
+}
+
+/// What codes stand for: themselves, or of four bits, entries of a table.
+pub enum Values {
+    Codes,
+    Table([u8; 16]),
+    /// Every super-block has a table, the same for sixteen rows.
+    OwnTable,
+}
+
+/// A [`SuperBlock`] as a format. Scales of a super-block: sc `[groups][16]`, m `[groups][16]`, d `[16]`, dmin `[16]`, its own
+/// table `[16]`.
+pub struct SuperBlocks<F>(PhantomData<F>);
+
+impl<F: SuperBlock> SuperBlocks<F> {
+    const HAS_MINIMA: bool = F::ZERO_BITS.is_none();
+    const OWN_TABLE: bool = matches!(F::VALUES, Values::OwnTable);
+    const GROUPS: usize = if F::HALVES { 16 } else { 8 };
+    /// Bytes before d, and those of d and dmin: two f16, or one f32 of the same size.
+    const SMALL: usize = Self::GROUPS * LANES * if Self::HAS_MINIMA { 2 } else { 1 };
+    const LARGE: usize = 2 * LANES * if Self::HAS_MINIMA || Self::OWN_TABLE { 2 } else { 1 };
+
+    #[inline(always)]
+    fn table(scales: &[u8]) -> Option<[u8; 16]> {
+        match F::VALUES {
+            Values::Codes => None,
+            Values::Table(table) => Some(table),
+            Values::OwnTable => scales.last_chunk().copied(),
+        }
+    }
+}
+
+impl<F: SuperBlock> Format for SuperBlocks<F> {
+    const BLOCK: (usize, usize) = (SUPER, F::BYTES);
+    const CODES: usize = 8 * F::Codes::BYTES;
+    const SCALES: usize = Self::SMALL + Self::LARGE + if Self::OWN_TABLE { 16 } else { 0 };
+    const FORM: Form = Form::Codes;
+
+    fn pack(block: &[u8], lane: usize, codes: &mut [u8], scales: &mut [u8]) {
+        for (i, codes) in codes.chunks_exact_mut(F::Codes::BYTES).enumerate() {
+            F::Codes::put(&F::codes(block, i), lane, codes);
+        }
+        let (small, large) = scales.split_at_mut(Self::SMALL);
+        for i in 0..Self::GROUPS {
+            let (scale, minimum) = F::scale(block, i);
+            small[i * LANES + lane] = scale.cast_unsigned();
+            if Self::HAS_MINIMA {
+                small[(Self::GROUPS + i) * LANES + lane] = minimum;
+            }
+        }
+        let (factors, table) = large.split_at_mut(Self::LARGE);
+        let found = F::factors(block);
+        if Self::OWN_TABLE {
+            factors[4 * lane..4 * lane + 4].copy_from_slice(found.as_flattened());
+            table.copy_from_slice(&F::table(block));
+            return;
+        }
+        for (factors, factor) in factors.chunks_exact_mut(2 * LANES).zip(found) {
+            factors[2 * lane..2 * lane + 2].copy_from_slice(&factor);
+        }
+    }
+
+    fn unpack(codes: &[u8], scales: &[u8], lane: usize, out: &mut [f32]) {
+        let (small, large) = scales.split_at(Self::SMALL);
+        let factor = |row: usize| match Self::OWN_TABLE {
+            true => f32::from_le_bytes([0, 1, 2, 3].map(|i| large[4 * row + i])),
+            false => widen(u16::from_le_bytes([large[2 * row], large[2 * row + 1]])),
+        };
+        let table = Self::table(scales);
+        let zero = F::ZERO_BITS.map_or(0, |bits| 1i32 << bits);
+        for (i, out) in out.chunks_exact_mut(32).enumerate() {
+            let codes = F::Codes::get(&codes[i * F::Codes::BYTES..(i + 1) * F::Codes::BYTES], lane);
+            for (j, (out, code)) in out.iter_mut().zip(codes).enumerate() {
+                let group = if F::HALVES { 2 * i + j / 16 } else { i };
+                let scale = factor(lane) * f32::from(small[group * LANES + lane].cast_signed());
+                let code = table.map_or(code, |table| table[usize::from(code)]);
+                *out = scale * (i32::from(code) - zero) as f32;
+                if Self::HAS_MINIMA {
+                    *out -= factor(LANES + lane) * f32::from(small[(Self::GROUPS + group) * LANES + lane]);
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn multiply<S: Simd>(s: S, weights: &Panels<'_>, inputs: &Inputs, _: bool, out: &mut Columns<'_, f32>) {
+        for panel in 0..weights.n {
+            let (codes, scales) = weights.get::<Self>(panel);
+            for_token_tiles!(inputs.n, first, T => tile::<S, F, T>(s, codes, scales, inputs, first, panel, out));
+        }
+    }
+}
+
+#[inline(always)]
+fn tile<S: Simd, F: SuperBlock, const T: usize>(
+    s: S,
+    codes: &[u8],
+    scales: &[u8],
+    inputs: &Inputs,
+    first: usize,
+    panel: usize,
+    out: &mut Columns<'_, f32>,
+) {
+    let x = inputs.groups_of::<T>(first).as_chunks::<8>().0;
+    let blocks = codes.chunks_exact(SuperBlocks::<F>::CODES);
+    let mut sums = [s.splat(0.0); T];
+    for ((codes, scales), x) in blocks.zip(scales.chunks_exact(SuperBlocks::<F>::SCALES)).zip(x) {
+        let (small, large) = scales.split_at(SuperBlocks::<F>::SMALL);
+        let (small, large) = (small.as_chunks::<LANES>().0, large.as_chunks::<{ 2 * LANES }>().0);
+        let table = SuperBlocks::<F>::table(scales);
+        let (mut scaled, mut least) = ([s.splat(0.0); T], [s.splat(0.0); T]);
+        for (i, x) in x.iter().enumerate() {
+            let codes = &codes[i * F::Codes::BYTES..(i + 1) * F::Codes::BYTES];
+            for line in codes.as_chunks::<64>().0 {
+                s.prefetch(line, AHEAD);
+            }
+            let mut w = F::Codes::load(s, codes);
+            if let Some(table) = &table {
+                w = w.map(|quad| s.lookup(table, quad));
+            }
+            if F::HALVES {
+                halves::<S, F, T>(s, &w, small, i, x, &mut scaled, &mut least);
+            } else {
+                // Scales have seven bits and a sign at most, minima six.
+                let scale = s.to_f32(s.load_i8(&small[i]));
+                for t in 0..T {
+                    let mut units = match F::ZERO_BITS {
+                        Some(bits) => s.shift_left(s.splat_i(x[NEGATIVE_SUM][t]), bits),
+                        None => s.splat_i(0),
+                    };
+                    for q in 0..8 {
+                        units = s.dot4(units, w[q], s.splat_i(x[q][t]));
+                    }
+                    scaled[t] = s.fma(s.mul(s.to_f32(units), scale), s.splat(scale_of(x, t)), scaled[t]);
+                    if F::ZERO_BITS.is_none() {
+                        let minimum = s.to_f32(s.load_i8(&small[8 + i]));
+                        let sum = -x[NEGATIVE_SUM][t] as f32 * scale_of(x, t);
+                        least[t] = s.fma(minimum, s.splat(sum), least[t]);
+                    }
+                }
+            }
+        }
+        let d = match large.as_flattened().first_chunk() {
+            Some(wide) if SuperBlocks::<F>::OWN_TABLE => s.load_f32_bytes(wide),
+            _ => s.load_f16(&large[0]),
+        };
+        for t in 0..T {
+            sums[t] = s.fma(d, scaled[t], sums[t]);
+            if F::ZERO_BITS.is_none() {
+                sums[t] = s.sub(sums[t], s.mul(s.load_f16(&large[1]), least[t]));
+            }
+        }
+    }
+    for (t, sums) in sums.into_iter().enumerate() {
+        put(s, out, first + t, panel, sums);
+    }
+}
+
+/// 32 inputs whose halves have scales of their own.
+#[inline(always)]
+fn halves<S: Simd, F: SuperBlock, const T: usize>(
+    s: S,
+    w: &[S::I; 8],
+    small: &[[u8; LANES]],
+    i: usize,
+    x: &inputs::Group<T>,
+    scaled: &mut [S::F; T],
+    least: &mut [S::F; T],
+) {
+    for half in 0..2 {
+        let scale = s.load_i8(&small[2 * i + half]);
+        for t in 0..T {
+            let minus_32_sum = x[MINUS_32_SUMS + half][t];
+            let mut units = s.splat_i(F::ZERO_BITS.map_or(0, |bits| match bits.checked_sub(5) {
+                Some(more) => minus_32_sum << more,
+                None => minus_32_sum >> (5 - bits),
+            }));
+            for q in 4 * half..4 * half + 4 {
+                units = s.dot4(units, w[q], s.splat_i(x[q][t]));
+            }
+            let units = s.to_f32(s.mul_i(units, scale));
+            scaled[t] = s.fma(units, s.splat(scale_of(x, t)), scaled[t]);
+            if F::ZERO_BITS.is_none() {
+                let minimum = s.to_f32(s.load_i8(&small[16 + 2 * i + half]));
+                let sum = minus_32_sum as f32 * (scale_of(x, t) / -32.0);
+                least[t] = s.fma(minimum, s.splat(sum), least[t]);
+            }
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! GGUF files in parts, as llama.cpp's `gguf-split` writes them: `NAME-00001-of-00003.gguf` has the metadata and the others tensors
+//! alone, and `split.no`, `split.count` and `split.tensors.count` of each say which it is of how many.
+use super::gguf::Gguf;
+use crate::error::Error;
+use crate::ffi::Contents;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The file, and the parts beside it if it is the first of several.
+pub(super) fn open(path: &Path, mmap: bool) -> Result<Gguf, Error> {
+    let one = |path: &Path| Gguf::parse(&path.display().to_string(), Arc::new(Contents::open(path, mmap)?));
+    let mut whole = one(path)?;
+    let count = whole.metadata.size("split.count")?.unwrap_or(1);
+    if count <= 1 {
+        return Ok(whole);
+    }
+    let bad = |file: &str, what: String| Error::Malformed { file: file.into(), what };
+    let number = whole.metadata.must_size("split.no")?;
+    let name_of = name(path, number, count).ok_or_else(|| {
+        let ending = format!("-{:05}-of-{count:05}.gguf", number + 1);
+        bad(whole.file(), format!("is one of {count} parts, whose name should end in {ending}: give it its old name back"))
+    })?;
+    if number != 0 {
+        let first = name_of(0);
+        let what = format!("is part {} of {count}; give the first one, {}", number + 1, first.display());
+        return Err(bad(whole.file(), what));
+    }
+    let expected = whole.metadata.size("split.tensors.count")?;
+    for number in 1..count {
+        let path = name_of(number);
+        if !path.exists() {
+            let what = format!("is the first of {count} parts; {} is not there", path.display());
+            return Err(bad(whole.file(), what));
+        }
+        let part = one(&path)?;
+        let found = (part.metadata.size("split.no")?, part.metadata.size("split.count")?);
+        if found != (Some(number), Some(count)) {
+            let says = |n: Option<usize>| n.map_or("nothing".into(), |n| n.to_string());
+            let what = format!(
+                "should be part {} of {count}; its split.no is {} and its split.count {}",
+                number + 1,
+                says(found.0),
+                says(found.1)
+            );
+            return Err(bad(part.file(), what));
+        }
+        whole.join(part)?;
+    }
+    let found = whole.n_tensors();
+    match expected {
+        Some(expected) if expected != found => {
+            Err(bad(whole.file(), format!("says that its parts hold {expected} tensors; they hold {found}")))
+        }
+        _ => Ok(whole),
+    }
+}
+
+/// From the name of part `number` (from 0) to those of all; `None` if it is no such name.
+fn name(path: &Path, number: usize, count: usize) -> Option<impl Fn(usize) -> PathBuf> {
+    let ending = move |number: usize| format!("-{:05}-of-{count:05}.gguf", number + 1);
+    let stem = path.file_name()?.to_str()?.strip_suffix(&ending(number))?.to_string();
+    let path = path.to_path_buf();
+    Some(move |number| path.with_file_name(stem.clone() + &ending(number)))
+}
