@@ -5,7 +5,7 @@ use kvist_engine::weights::{Encoding, Gguf, View};
 
 #[test]
 fn every_type_decodes_to_what_ggml_says() {
-    let path = fixtures("gguf/types/model.gguf");
+    let path = fixtures("types").join("model.gguf");
     let gguf = Gguf::from_bytes("types", std::fs::read(path).unwrap()).unwrap();
     let mut n_seen = 0;
     for encoding in Encoding::all() {
