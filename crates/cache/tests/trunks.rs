@@ -1,6 +1,7 @@
 //! A trunk that several sequences share is one item of the reads.
 mod stepping;
 use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::twin::SplitMix64;
 use kvist_cache::*;
 use stepping::*;
 
@@ -48,6 +49,35 @@ fn trunks_of_trunks_are_read_once() {
     assert_eq!(twos.iter().map(|(run, _)| run.len).sum::<u32>(), 50 + 30, "{twos:?}");
     assert!(twos.iter().all(|&(_, first_index)| first_index >= 100), "{twos:?}");
     assert_eq!(it.reads().cells_read(), 100 + 50 + 30 + 4);
+}
+
+/// Forks of forks, whatever their names: the order in which a step names its sequences is none of their prefixes.
+#[test]
+fn what_branches_share_is_read_once_whatever_their_names() {
+    for seed in 0..300 {
+        let mut random = SplitMix64(seed);
+        let mut it = full("cells", 4_096);
+        let mut names: Vec<u32> = (0..10).collect();
+        for i in 0..names.len() {
+            names.swap(i, random.below(10) as usize);
+        }
+        it.sequences().seq_new(SeqId(names[0])).unwrap();
+        for n in 0..names.len() {
+            if n > 0 {
+                let from = names[random.below(n as u32) as usize];
+                it.sequences().fork(SeqId(from), SeqId(names[n])).unwrap();
+            }
+            for _ in 0..3 {
+                let grown = names[random.below(n as u32 + 1) as usize];
+                it.grow(SeqId(grown), 1 + random.below(30));
+            }
+        }
+        for _ in 0..3 {
+            decode(&mut it, 10);
+            let held = u64::from(it.report().used_cells);
+            assert_eq!(it.reads().cells_read(), held, "seed {seed}: {:?}", it.reads().items);
+        }
+    }
 }
 
 #[test]
