@@ -155,37 +155,47 @@ fn prompts_are_shortened_by_what_is_missing() {
     assert_eq!(shares, [vec![20], vec![1, 25]]);
 }
 
-/// Decoded tokens are no prompt, and beside others a prompt is not cut to less than a block: it would wait for a chunk that
-/// lets no request advance. So somebody has to go.
+/// Beside others a prompt is not cut to less than a block: it would wait for a chunk that lets no request advance. So
+/// somebody has to go.
 #[test]
 fn prompts_are_not_shortened_to_less_than_a_block() {
-    let groups = [group(100_000, None), group(60, Some(32))];
-    let mut s = Scheduler::new(tight("fcfs"), paged(&groups, 10, "lru"), None).unwrap();
+    let groups = [group(100_000, None), group(70, Some(32))];
+    let config = Config { max_batch: 4, max_batch_tokens: 26, ..tight("fcfs") };
+    let mut s = Scheduler::new(config, paged(&groups, 10, "lru"), None).unwrap();
     let mut m = machine();
-    for id in 0..3 {
-        s.arrive(0, Request::new(id, 0, 20, 10)).unwrap();
-        s.turn(0, &mut m);
-    }
-    assert_eq!((s.n_running(), s.counters().preemptions), (2, 1), "{:?}", s.counters());
+    s.arrive(0, Request::new(0, 0, 29, 10)).unwrap();
+    s.turn(0, &mut m);
+    s.turn(10, &mut m);
+    s.arrive(20, Request::new(1, 20, 45, 10)).unwrap();
+    s.turn(20, &mut m);
+    let cached = |s: &Scheduler| [0, 1].map(|id| s.standing(RequestId(id)).unwrap().cached_tokens);
+    assert_eq!((cached(&s), s.counters().preemptions), ([30, 25], 0));
+    // One block of the window group is free, and each wants one. The five cells that the prompt has are not enough.
+    s.turn(30, &mut m);
+    assert_eq!((cached(&s), s.counters().preemptions), ([31, 0], 1));
 }
 
 /// What a window group lacks is taken from the prompts, and nothing is evicted for it that another group keeps.
 #[test]
 fn a_window_that_is_short_evicts_nothing_elsewhere() {
-    let groups = [group(60, Some(32)), group(80, None)];
-    let mut s = Scheduler::new(tight("fcfs"), paged(&groups, 10, "lru"), None).unwrap();
+    let groups = [group(70, Some(32)), group(90, None)];
+    let config = Config { max_batch: 4, max_batch_tokens: 21, ..tight("fcfs") };
+    let mut s = Scheduler::new(config, paged(&groups, 10, "lru"), None).unwrap();
     let mut m = machine();
-    s.arrive(0, Request { prompt: tokens(20, 1), ..Request::new(0, 0, 20, 1) }).unwrap();
+    s.arrive(0, Request { prompt: tokens(20, 1), ..Request::new(9, 0, 20, 1) }).unwrap();
     s.turn(0, &mut m);
-    assert_eq!(s.idle_cells(), 20);
-    s.arrive(10, Request::new(1, 10, 20, 10)).unwrap();
+    s.arrive(10, Request::new(0, 10, 29, 10)).unwrap();
     s.turn(10, &mut m);
-    // With the block that is decoded into the step needs five blocks of either group. Four are free there, and with what
-    // nobody holds six in the group that keeps everything; shortened, it needs four.
-    s.arrive(20, Request::new(2, 20, 35, 10)).unwrap();
     s.turn(20, &mut m);
-    assert_eq!((s.n_running(), s.counters().preemptions, s.idle_cells()), (2, 0, 20));
-    assert_eq!(s.standing(RequestId(2)).unwrap().cached_tokens, 25);
+    s.arrive(30, Request::new(1, 30, 45, 10)).unwrap();
+    s.turn(30, &mut m);
+    let cached = |s: &Scheduler| [0, 1].map(|id| s.standing(RequestId(id)).unwrap().cached_tokens);
+    assert_eq!((cached(&s), s.idle_cells(), s.free_cells()), ([30, 20], 20, 20));
+    // A step of 1 and 20 tokens needs three blocks of either group: more than the window group has, and one more than
+    // are free in the other. Shortened, it needs two.
+    s.turn(40, &mut m);
+    assert_eq!((cached(&s), s.idle_cells(), s.free_cells()), ([31, 30], 20, 0));
+    assert_eq!(s.counters().preemptions, 0);
 }
 
 /// A request that waits with its cache is judged like any other: it drops others behind it and never its own cache, it
