@@ -258,6 +258,19 @@ fn weights_that_do_not_fit_are_refused_by_size() {
     assert_eq!(budget.usage(), Usage::default());
 }
 
+/// A folder with a config.json and no weights is one of those; with weights it is a model, whose names must be found.
+#[test]
+fn a_folder_without_weights_is_its_config() {
+    let folder = tempfile::tempdir().unwrap();
+    let json = std::fs::read_to_string(fixtures("parity/qwen2-window-mixed/config.json")).unwrap();
+    std::fs::write(folder.path().join("config.json"), json).unwrap();
+    let of = |path: &std::path::Path| ModelSize::of(&ModelFile::Path(path.into()), WeightForm::AsStored);
+    let (alone, itself) = (of(folder.path()).unwrap(), of(&folder.path().join("config.json")).unwrap());
+    assert_eq!((alone.stored_bytes, alone.resident_bytes), (itself.stored_bytes, itself.resident_bytes));
+    std::fs::write(folder.path().join("model.safetensors"), "no weights").unwrap();
+    assert!(of(folder.path()).is_err(), "weights that are no weights are not passed over");
+}
+
 #[test]
 fn the_figures_of_llama_7b() {
     let folder = tempfile::tempdir().unwrap();
