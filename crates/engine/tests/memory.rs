@@ -185,6 +185,7 @@ fn a_session_that_does_not_fit_is_refused_with_advice_that_holds() {
                     ["--chunk", tokens] => {
                         seen[2] += 1;
                         advised.max_step_tokens = tokens.parse().unwrap();
+                        assert!(advised.max_step_tokens < config.max_step_tokens, "as it was: {error}");
                     }
                     _ => assert!(advice.contains("--memory"), "{error}"),
                 }
