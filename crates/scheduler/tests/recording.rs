@@ -73,8 +73,11 @@ fn a_recording_tells_blocks_at_the_moments_of_their_step() {
 /// What a live view begins with: who is live, and where its blocks lie.
 #[test]
 fn a_snapshot_names_what_is_live() {
-    let group =
-        GroupSpec { capacity_tokens: 40, visibility: Visibility { window: None, sinks: 0 }, max_step_tokens: 1 };
+    let group = GroupSpec {
+        capacity_tokens: 40,
+        visibility: Visibility { window: None, sinks: 0 },
+        max_step_tokens: 1,
+    };
     let prefix = Some(PrefixSpec::default());
     let spec = PagedSpec { block_tokens: 4, groups: vec![group], rollback_tokens: 0, prefix };
     let config = Config { max_batch: 1, ..Config::default() };
