@@ -146,7 +146,7 @@ fn registry() -> kvist_backend::Registry {
     backends::on(model().decoder().compute())
 }
 
-/// A token that the model does not have, and a request whose tokens nobody knows: the step fails, the cache is as it was,
+/// A token that the model does not have, and a request whose tokens are not known: the step fails, the cache is as it was,
 /// and the reason can be asked for.
 #[test]
 fn steps_that_cannot_be_computed_fail_and_say_why() {

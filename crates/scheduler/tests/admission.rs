@@ -156,7 +156,7 @@ fn prompts_are_shortened_by_what_is_missing() {
 }
 
 /// Beside others a prompt is not cut to less than a block: it would wait for a chunk that lets no request advance. So
-/// somebody has to go.
+/// one of the requests has to go.
 #[test]
 fn prompts_are_not_shortened_to_less_than_a_block() {
     let groups = [group(100_000, None), group(70, Some(32))];
@@ -199,12 +199,12 @@ fn a_window_that_is_short_evicts_nothing_elsewhere() {
 }
 
 /// A request that waits with its cache is judged like any other: it drops others behind it and never its own cache, it
-/// is no room for itself, and those who rank before the newcomer do not stand before those who rank behind it.
+/// is no room for itself, and requests that rank before the newcomer do not stand before those that rank behind it.
 ///
 /// A of deadline 9,000 has computed 100 of 290 tokens when U, which is urgent, takes its memory. V of deadline 9,500 overtakes
 /// it with a longer hit, and so does N of deadline 9,200.
 #[test]
-fn who_waits_with_a_cache_is_a_victim_in_its_order() {
+fn a_request_that_waits_with_a_cache_is_a_victim_in_its_order() {
     const A: u64 = 10;
     const U: u64 = 11;
     const V: u64 = 12;

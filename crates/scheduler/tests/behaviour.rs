@@ -101,7 +101,7 @@ fn lengths_are_learnt_from_what_finished() {
     }
 }
 
-/// A turn that runs nothing and ends nobody leaves no line; one that ends somebody leaves one, or a replay would not
+/// A turn that runs nothing and ends no request leaves no line; one that ends a request leaves one, or a replay would not
 /// know when.
 #[test]
 fn an_idle_turn_is_an_event_where_it_ends_a_request() {
