@@ -436,3 +436,27 @@ impl Prefixes<'_> {
 }
 
 const CHECKED: &str = "this face exists only where there is an index";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kinds::{GroupSpec, Visibility};
+    use crate::{Span, StepPlan, StepRequest};
+
+    /// What was planned before blocks were evicted may write to cells that are another's by now. Borrows rule it out; if
+    /// they ever do not, it is found.
+    #[test]
+    #[should_panic(expected = "a plan of epoch 1 met a cache of 2")]
+    fn no_plan_outlives_an_eviction() {
+        let groups =
+            vec![GroupSpec { capacity_tokens: 16, visibility: Visibility::FULL, max_step_tokens: 16 }];
+        let prefix = Some(PrefixSpec::default());
+        let spec = PagedSpec { block_tokens: 4, groups, rollback_tokens: 0, prefix };
+        let mut cache = Cache::paged(&spec).unwrap();
+        cache.sequences().unwrap().seq_new(SeqId(1)).unwrap();
+        let mut plan = StepPlan::default();
+        cache.prepare(&StepRequest { spans: &[Span::chain(SeqId(1), 0, 3)] }, &mut plan).unwrap();
+        cache.prefixes().unwrap().make_room(4, Moment { now_ns: 0 });
+        cache.apply(&plan);
+    }
+}

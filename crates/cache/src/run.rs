@@ -31,3 +31,16 @@ pub fn push_run(runs: &mut Vec<Run>, run: Run) {
         _ => runs.push(run),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Run;
+
+    #[test]
+    fn a_run_contains_its_cells() {
+        let run = Run { start: 3, len: 2 };
+        let found: Vec<u32> = (0..9).filter(|&cell| run.contains(cell)).collect();
+        assert_eq!(found, run.cells().collect::<Vec<_>>());
+        assert_eq!(found, [3, 4]);
+    }
+}

@@ -273,6 +273,7 @@ fn flat_caches_agree_with_vectors() {
         let mut flat = Flat::new(40, evict::build(policy, &Parameters::default()).unwrap());
         let mut here: Vec<(u64, u64, u64, u64)> = Vec::new(); // key, stored, last used, uses
         for tick in 0..N_OPERATIONS {
+            assert_eq!((flat.len() as usize, flat.is_empty()), (here.len(), here.is_empty()));
             let key = u64::from(choices.below(12) * choices.below(12));
             let touched = flat.touch_or_insert(key, &Use { tick, ..Use::default() });
             if let Some(entry) = here.iter_mut().find(|entry| entry.0 == key) {

@@ -522,3 +522,26 @@ fn idle_blocks_above_a_held_one_can_go() {
     assert!(chains.iter().all(|salt| rig.cache.lookup(salt, &Content::Tokens(&tokens)).hit_tokens == 0));
     assert_eq!(rig.cache.report()[0].blocks.expect("paged").free, 7);
 }
+
+/// Tokens that a paged sequence holds, up to where cells are in use, and ranges that end where the sequence does.
+#[test]
+fn a_paged_sequence_is_as_long_as_what_it_holds() {
+    let mut rig = Rig::new(&spec(4, 64));
+    let seq = SeqId(5);
+    assert_eq!(rig.cache.seq_len(seq), None);
+    rig.cache.sequences().unwrap().seq_new(seq).unwrap();
+    rig.grow(seq, 5);
+    assert_eq!((rig.cache.seq_len(seq), rig.plan.group(GroupId(0)).cells_end), (Some(5), 8));
+    assert!(matches!(rig.cache.sequences().unwrap().seq_rm(seq, 1, 4), Err(Refused::NotHere(_))));
+    rig.cache.sequences().unwrap().seq_rm(seq, 3, 5).unwrap();
+    assert_eq!(rig.cache.seq_len(seq), Some(3));
+
+    // A window of 6: at position 14 a query sees 9 and what follows, and the two blocks before are gone.
+    let mut windowed = spec(4, 64);
+    windowed.groups[0].visibility.window = Some(6);
+    let mut rig = Rig::new(&windowed);
+    rig.cache.sequences().unwrap().seq_new(seq).unwrap();
+    rig.grow(seq, 5);
+    rig.grow(seq, 9);
+    assert_eq!((rig.cache.next_position(seq), rig.cache.seq_len(seq)), (Some(14), Some(6)));
+}

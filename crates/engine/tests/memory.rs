@@ -185,6 +185,7 @@ fn a_session_that_does_not_fit_is_refused_with_advice_that_holds() {
                     ["--chunk", tokens] => {
                         seen[2] += 1;
                         advised.max_step_tokens = tokens.parse().unwrap();
+                        assert!(advised.max_step_tokens < config.max_step_tokens, "as it was: {error}");
                     }
                     _ => assert!(advice.contains("--memory"), "{error}"),
                 }
@@ -256,6 +257,19 @@ fn weights_that_do_not_fit_are_refused_by_size() {
     let error = Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap_err().to_string();
     assert!(error.contains("weights") && error.contains("MiB"), "{error}");
     assert_eq!(budget.usage(), Usage::default());
+}
+
+/// A folder with a config.json and no weights is one of those; with weights it is a model, whose names must be found.
+#[test]
+fn a_folder_without_weights_is_its_config() {
+    let folder = tempfile::tempdir().unwrap();
+    let json = std::fs::read_to_string(fixtures("parity/qwen2-window-mixed/config.json")).unwrap();
+    std::fs::write(folder.path().join("config.json"), json).unwrap();
+    let of = |path: &std::path::Path| ModelSize::of(&ModelFile::Path(path.into()), WeightForm::AsStored);
+    let (alone, itself) = (of(folder.path()).unwrap(), of(&folder.path().join("config.json")).unwrap());
+    assert_eq!((alone.stored_bytes, alone.resident_bytes), (itself.stored_bytes, itself.resident_bytes));
+    std::fs::write(folder.path().join("model.safetensors"), "no weights").unwrap();
+    assert!(of(folder.path()).is_err(), "weights that are no weights are not passed over");
 }
 
 #[test]

@@ -178,6 +178,118 @@ fn prompts_are_shortened_by_what_is_missing() {
     assert_eq!(shares, [vec![20], vec![1, 25]]);
 }
 
+/// Beside others a prompt is not cut to less than a block: it would wait for a chunk that lets no request advance. So
+/// one of the requests has to go.
+#[test]
+fn prompts_are_not_shortened_to_less_than_a_block() {
+    let groups = [group(100_000, None), group(70, Some(32))];
+    let config = Config { max_batch: 4, max_batch_tokens: 26, ..tight("fcfs") };
+    let mut s = Scheduler::new(config, paged(&groups, 10, "lru"), None).unwrap();
+    let mut m = machine();
+    s.arrive(0, Request::new(0, 0, 29, 10)).unwrap();
+    s.turn(0, &mut m);
+    s.turn(10, &mut m);
+    s.arrive(20, Request::new(1, 20, 45, 10)).unwrap();
+    s.turn(20, &mut m);
+    let cached = |s: &Scheduler| [0, 1].map(|id| s.standing(RequestId(id)).unwrap().cached_tokens);
+    assert_eq!((cached(&s), s.counters().preemptions), ([30, 25], 0));
+    // One block of the window group is free, and each wants one. The five cells that the prompt has are not enough.
+    s.turn(30, &mut m);
+    assert_eq!((cached(&s), s.counters().preemptions), ([31, 0], 1));
+}
+
+/// What a window group lacks is taken from the prompts, and nothing is evicted for it that another group keeps.
+#[test]
+fn a_window_that_is_short_evicts_nothing_elsewhere() {
+    let groups = [group(70, Some(32)), group(90, None)];
+    let config = Config { max_batch: 4, max_batch_tokens: 21, ..tight("fcfs") };
+    let mut s = Scheduler::new(config, paged(&groups, 10, "lru"), None).unwrap();
+    let mut m = machine();
+    s.arrive(0, Request { prompt: tokens(20, 1), ..Request::new(9, 0, 20, 1) }).unwrap();
+    s.turn(0, &mut m);
+    s.arrive(10, Request::new(0, 10, 29, 10)).unwrap();
+    s.turn(10, &mut m);
+    s.turn(20, &mut m);
+    s.arrive(30, Request::new(1, 30, 45, 10)).unwrap();
+    s.turn(30, &mut m);
+    let cached = |s: &Scheduler| [0, 1].map(|id| s.standing(RequestId(id)).unwrap().cached_tokens);
+    assert_eq!((cached(&s), s.idle_cells(), s.free_cells()), ([30, 20], 20, 20));
+    // A step of 1 and 20 tokens needs three blocks of either group: more than the window group has, and one more than
+    // are free in the other. Shortened, it needs two.
+    s.turn(40, &mut m);
+    assert_eq!((cached(&s), s.idle_cells(), s.free_cells()), ([31, 30], 20, 0));
+    assert_eq!(s.counters().preemptions, 0);
+}
+
+/// A request that waits with its cache is judged like any other: it drops others behind it and never its own cache, it
+/// is no room for itself, and requests that rank before the newcomer do not stand before those that rank behind it.
+///
+/// A of deadline 9,000 has computed 100 of 290 tokens when U, which is urgent, takes its memory. V of deadline 9,500 overtakes
+/// it with a longer hit, and so does N of deadline 9,200.
+#[test]
+fn a_request_that_waits_with_a_cache_is_a_victim_in_its_order() {
+    const A: u64 = 10;
+    const U: u64 = 11;
+    const V: u64 = 12;
+    const N: u64 = 13;
+    let paused = |headroom_tokens, capacity_tokens| {
+        let config = Config {
+            admission: Admission::Optimistic { headroom_tokens },
+            policy: "edf".into(),
+            preempted: Preempted::Kept,
+            prefix_order: PrefixOrder::Window(8),
+            max_batch: 8,
+            max_batch_tokens: 100,
+            ..Config::default()
+        };
+        let mut s = Scheduler::new(config, paged(&[group(capacity_tokens, None)], 10, "lru"), None).unwrap();
+        let (mut m, mut now) = (machine(), 0);
+        // What V and N begin with.
+        for (family, prompt) in [(1, 120), (2, 150)] {
+            if prompt < capacity_tokens / 3 {
+                let known = Request::new(family.into(), now, prompt, 1);
+                s.arrive(now, Request { prompt: tokens(prompt, family), ..known }).unwrap();
+                while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut m) {
+                    now += elapsed_ns;
+                }
+            }
+        }
+        s.arrive(now, due(A, now, 290, 50, 9_000)).unwrap();
+        s.turn(now, &mut m);
+        s
+    };
+    let v = || Request { prompt: tokens(125, 1), ..due(V, 110, 125, 50, 9_500) };
+    let stands = |s: &Scheduler, id| {
+        let it = s.standing(RequestId(id)).expect("it is live");
+        (it.running, it.cached_tokens)
+    };
+    let mut m = machine();
+
+    // U goes and V comes. There is room for what A lacks if V goes, and not beside what A has.
+    let mut s = paused(0, 400);
+    s.arrive(100, due(U, 100, 110, 50, 1_000)).unwrap();
+    s.turn(100, &mut m);
+    assert_eq!(stands(&s, A), (false, 100), "it keeps what it has computed");
+    s.cancel(110, RequestId(U));
+    s.arrive(110, v()).unwrap();
+    s.turn(110, &mut m);
+    assert_eq!((stands(&s, A), stands(&s, V)), ((true, 200), (false, 0)));
+    assert_eq!(s.counters().lost_tokens, 120, "V's alone");
+
+    // With U beside it, A has no room even if V goes: V stays. N, which needs less, has.
+    let mut s = paused(400, 700);
+    s.arrive(100, due(U, 100, 10, 500, 1_000)).unwrap();
+    s.turn(100, &mut m);
+    assert_eq!(stands(&s, A), (false, 100));
+    s.arrive(110, v()).unwrap();
+    s.turn(110, &mut m);
+    assert_eq!((stands(&s, A), stands(&s, V)), ((false, 100), (true, 125)));
+    s.arrive(120, Request { prompt: tokens(135, 2), ..due(N, 120, 135, 50, 9_200) }).unwrap();
+    s.turn(120, &mut m);
+    assert_eq!((stands(&s, A), stands(&s, V)), ((false, 100), (false, 0)));
+    assert_eq!(stands(&s, N), (true, 135));
+}
+
 /// What victims share with somebody who stays, or with the newcomer, is no room; what they share among themselves is.
 #[test]
 fn shared_blocks_are_room_when_their_last_holder_goes() {

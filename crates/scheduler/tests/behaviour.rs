@@ -61,6 +61,58 @@ fn policies_order_as_they_say() {
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
+/// What finished says how long the next answers will be.
+#[test]
+fn lengths_are_learnt_from_what_finished() {
+    for (lengths, expected) in [(LengthSource::RunningMean, [1, 2]), (LengthSource::MaxNew, [2, 1])] {
+        let config = Config {
+            policy: "sjf".into(),
+            lengths,
+            max_batch: 1,
+            work: TokenWork { prefill_ns: 1000, decode_ns: 50_000 },
+            ..Config::default()
+        };
+        let mut scheduler = Scheduler::new(config, cells(1000), None).unwrap();
+        scheduler.arrive(0, Request::new(0, 0, 10, 2)).unwrap();
+        assert_eq!(ids(&finish(&mut scheduler, 0)), [0]);
+        // Two tokens each as it seems now; 100 and 3 at most.
+        scheduler.arrive(9000, Request::new(1, 9000, 10, 100)).unwrap();
+        scheduler.arrive(9000, Request::new(2, 9000, 40, 3)).unwrap();
+        assert_eq!(ids(&finish(&mut scheduler, 9000)), expected, "{lengths:?}");
+    }
+}
+
+/// A turn that runs nothing and ends no request leaves no line; one that ends a request leaves one, or a replay would not
+/// know when.
+#[test]
+fn an_idle_turn_is_an_event_where_it_ends_a_request() {
+    let mut scheduler = Scheduler::new(Config::default(), cells(100), None).unwrap();
+    scheduler.record();
+    scheduler.arrive(0, Request::new(0, 0, 10, 3)).unwrap();
+    finish(&mut scheduler, 0);
+    let events = scheduler.events().take();
+    assert_eq!(events.lines().count(), 1 + 1 + 3, "a header, an arrival, three steps: {events}");
+
+    // A window group that is smaller than its window: the step that does not fit it alone never will.
+    let windowed = GroupSpec {
+        capacity_tokens: 8,
+        visibility: Visibility { window: Some(64), sinks: 0 },
+        max_step_tokens: 1,
+    };
+    let cache = || {
+        let groups = vec![group(1000), windowed];
+        Cache::paged(&PagedSpec { block_tokens: 4, groups, rollback_tokens: 0, prefix: None }).unwrap()
+    };
+    let mut scheduler = Scheduler::new(Config::default(), cache(), None).unwrap();
+    scheduler.record();
+    scheduler.arrive(0, Request::new(0, 0, 20, 3)).unwrap();
+    let ended = finish(&mut scheduler, 0);
+    assert_eq!(ended[0].end, End::Refused(Reason::CacheFull));
+    let (events, decisions) = (scheduler.events().take(), scheduler.decisions().take());
+    assert!(events.ends_with("\"idle\":true}\n"), "{events}");
+    assert_eq!(replay(events.as_bytes(), cache(), None).unwrap(), decisions);
+}
+
 /// Under a stream of urgent requests that never ends, a request of level 0 waits for as long as the levels are worth.
 #[test]
 fn ageing_leaves_nobody_behind() {
@@ -319,6 +371,14 @@ fn names_are_what_they_are_listed_as() {
     ];
     for (reason, name) in reasons {
         assert_eq!(reason.name(), name);
+    }
+    let lengths = [
+        (LengthSource::MaxNew, "predicted (max_new)"),
+        (LengthSource::RunningMean, "predicted (running_mean)"),
+        (LengthSource::Oracle, "oracle"),
+    ];
+    for (source, name) in lengths {
+        assert_eq!(source.name(), name);
     }
     let config = Config { max_batch: 7, ..Config::default() };
     assert_eq!(Scheduler::new(config, cells(10), None).unwrap().config().max_batch, 7);

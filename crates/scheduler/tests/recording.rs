@@ -65,5 +65,41 @@ fn a_recording_tells_blocks_at_the_moments_of_their_step() {
     );
     assert_eq!(of(Part::Misses), ["{\"at\":120,\"miss\":3,\"reason\":\"never_seen\",\"position\":0}"]);
     assert!(of(Part::Events)[1].contains("\"arrive\""), "{:?}", of(Part::Events));
-    assert!(of(Part::Decisions).iter().any(|line| line.contains("\"end\":3")));
+    // Of the second step, at its end.
+    let end = "{\"step\":1,\"at\":120,\"end\":3,\"how\":\"finished\",\"generated\":2}";
+    assert_eq!(of(Part::Decisions).last(), Some(&end));
+}
+
+/// What a live view begins with: who is live, and where its blocks lie.
+#[test]
+fn a_snapshot_names_what_is_live() {
+    let group = GroupSpec {
+        capacity_tokens: 40,
+        visibility: Visibility { window: None, sinks: 0 },
+        max_step_tokens: 1,
+    };
+    let prefix = Some(PrefixSpec::default());
+    let spec = PagedSpec { block_tokens: 4, groups: vec![group], rollback_tokens: 0, prefix };
+    let config = Config { max_batch: 1, ..Config::default() };
+    let mut s = Scheduler::new(config, Cache::paged(&spec).unwrap(), None).unwrap();
+    let mut machine = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
+        out.elapsed_ns = 10;
+        let samples = batch.work.iter().filter(|w| w.samples);
+        out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
+    });
+    for (id, max_new) in [(5, 1), (9, 3), (7, 3)] {
+        let prompt = Prompt::Tokens((0..9).map(|i| i + id * 100).collect());
+        s.arrive(0, Request { prompt, ..Request::new(id.into(), 0, 9, max_new) }).unwrap();
+    }
+    s.turn(0, &mut machine); // the first ends
+    s.turn(10, &mut machine); // the second goes on
+    let snapshot = Snapshot::of(&s);
+    let requests: Vec<(u64, bool, Option<u32>, u32)> =
+        snapshot.requests.iter().map(|it| (it.id.0, it.running, it.seq, it.cached)).collect();
+    assert_eq!(requests, [(7, false, None, 0), (9, true, Some(1), 9)]);
+    let [sequence] = &snapshot.sequences[..] else { panic!("{snapshot:?}") };
+    assert_eq!((sequence.seq, sequence.len, sequence.tables[0].iter().flatten().count()), (1, 9, 3));
+    assert_eq!(snapshot.idle, [[0, 1]], "the full blocks of the first");
+    assert_eq!(snapshot.groups, [GroupShape { block_tokens: 4, blocks: Some(10), window: None }]);
+    assert_eq!(snapshot.counters, *s.counters());
 }

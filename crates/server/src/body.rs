@@ -371,6 +371,8 @@ impl<'de> Visitor<'de> for Reader {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::task::Poll;
 
     /// A body of 4 MiB of `[[],[],…` was a document of some 300 MB, and counted as its bytes.
     #[test]
@@ -421,6 +423,33 @@ mod tests {
         assert_eq!((held.len() * SMALL_BYTES, refused.code), (all / 2, "server_busy"));
         assert!(read(SMALL_BYTES, b).await.is_ok());
         assert!(bodies_bytes(0) >= all + SMALL_DOCUMENTS_BYTES);
+    }
+
+    /// A client leaves while its work waits for a thread: the work is not begun.
+    #[test]
+    fn work_that_is_not_wanted_any_more_is_not_begun() {
+        let mut builder = tokio::runtime::Builder::new_current_thread();
+        let runtime = builder.enable_all().max_blocking_threads(1).build().unwrap();
+        for leaves in [true, false] {
+            let begun = Arc::new(AtomicBool::new(false));
+            let flag = begun.clone();
+            runtime.block_on(async {
+                let (go, wait) = std::sync::mpsc::channel::<()>();
+                let before = tokio::task::spawn_blocking(move || wait.recv().is_ok());
+                let mut work = Box::pin(blocking(move || {
+                    flag.store(true, Ordering::Relaxed);
+                    Ok(())
+                }));
+                let waits = std::future::poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx).is_pending()));
+                assert!(waits.await);
+                let kept = (!leaves).then_some(work); // or dropped, with its handler
+                go.send(()).unwrap();
+                assert!(before.await.unwrap());
+                tokio::task::spawn_blocking(|| ()).await.unwrap(); // behind it, on the one thread
+                drop(kept);
+            });
+            assert_eq!(begun.load(Ordering::Relaxed), !leaves);
+        }
     }
 
     #[test]

@@ -139,3 +139,29 @@ impl Hasher for Mix {
         self.0 = z ^ (z >> 31);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Mix;
+    use std::collections::BTreeSet;
+    use std::hash::Hasher;
+
+    /// Numbers and bytes are mixed into as many hashes, whose lowest and highest bits differ too.
+    #[test]
+    fn hashes_are_spread() {
+        let of = |write: &dyn Fn(&mut Mix)| {
+            let mut mix = Mix::default();
+            write(&mut mix);
+            mix.finish()
+        };
+        let numbers: Vec<u64> = (0..256).map(|i| of(&|mix| mix.write_u64(i))).collect();
+        let bytes: Vec<u64> = (0..=255).map(|i: u8| of(&|mix| mix.write(&[7, i]))).collect();
+        for hashes in [numbers, bytes] {
+            assert_eq!(hashes.iter().collect::<BTreeSet<_>>().len(), 256);
+            for shift in [0, 57] {
+                let groups: BTreeSet<u64> = hashes.iter().map(|hash| (hash >> shift) & 127).collect();
+                assert!(groups.len() > 64, "{} of 128 groups behind bit {shift}", groups.len());
+            }
+        }
+    }
+}
