@@ -185,7 +185,7 @@ fn prompts_are_not_shortened_to_less_than_a_block() {
     let groups = [group(100_000, None), group(70, Some(32))];
     let config = Config { max_batch: 4, max_batch_tokens: 26, ..tight("fcfs") };
     let mut s = Scheduler::new(config, paged(&groups, 10, "lru"), None).unwrap();
-    let mut m = machine();
+    let mut m = machine(10);
     s.arrive(0, Request::new(0, 0, 29, 10)).unwrap();
     s.turn(0, &mut m);
     s.turn(10, &mut m);
@@ -204,7 +204,7 @@ fn a_window_that_is_short_evicts_nothing_elsewhere() {
     let groups = [group(70, Some(32)), group(90, None)];
     let config = Config { max_batch: 4, max_batch_tokens: 21, ..tight("fcfs") };
     let mut s = Scheduler::new(config, paged(&groups, 10, "lru"), None).unwrap();
-    let mut m = machine();
+    let mut m = machine(10);
     s.arrive(0, Request { prompt: tokens(20, 1), ..Request::new(9, 0, 20, 1) }).unwrap();
     s.turn(0, &mut m);
     s.arrive(10, Request::new(0, 10, 29, 10)).unwrap();
@@ -243,7 +243,7 @@ fn a_request_that_waits_with_a_cache_is_a_victim_in_its_order() {
             ..Config::default()
         };
         let mut s = Scheduler::new(config, paged(&[group(capacity_tokens, None)], 10, "lru"), None).unwrap();
-        let (mut m, mut now) = (machine(), 0);
+        let (mut m, mut now) = (machine(10), 0);
         // What V and N begin with.
         for (family, prompt) in [(1, 120), (2, 150)] {
             if prompt < capacity_tokens / 3 {
@@ -263,7 +263,7 @@ fn a_request_that_waits_with_a_cache_is_a_victim_in_its_order() {
         let it = s.standing(RequestId(id)).expect("it is live");
         (it.running, it.cached_tokens)
     };
-    let mut m = machine();
+    let mut m = machine(10);
 
     // U goes and V comes. There is room for what A lacks if V goes, and not beside what A has.
     let mut s = paused(0, 400);

@@ -2,7 +2,8 @@
 mod common;
 
 use common::{cells, group, machine, paged};
-use kvist_cache::{Cache, Vocabulary};
+use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::{Cache, PagedSpec, Vocabulary};
 use kvist_scheduler::*;
 use std::sync::Arc;
 

@@ -145,7 +145,9 @@ fn tile<S: Simd, F: Block, const T: usize, const N: usize, const P: usize>(
             }
             w[p] = F::Codes::load(s, codes);
             if let Some(table) = &F::TABLE {
-                w[p] = w[p].map(|quad| s.lookup(table, quad));
+                for quad in &mut w[p] {
+                    *quad = s.lookup(table, *quad);
+                }
             }
             scale[p] = F::load_scale(s, &scales[p][b * per_block]);
             if F::ZERO_BITS.is_none() {

@@ -158,7 +158,9 @@ fn tile<S: Simd, F: SuperBlock, const T: usize>(
             }
             let mut w = F::Codes::load(s, codes);
             if let Some(table) = &table {
-                w = w.map(|quad| s.lookup(table, quad));
+                for quad in &mut w {
+                    *quad = s.lookup(table, *quad);
+                }
             }
             if F::HALVES {
                 halves::<S, F, T>(s, &w, small, i, x, &mut scaled, &mut least);
