@@ -275,7 +275,7 @@ impl Packing {
     pub fn decode(self, bytes: &[u8], out: &mut [f32]) {
         with_format!(self, F => {
             assert!(out.len() * F::BLOCK.1 == bytes.len() * F::BLOCK.0, "elements of whole blocks");
-            let mut panel = vec![0; F::CODES + F::SCALES];
+            let mut panel = [0; F::CODES + F::SCALES];
             let (codes, scales) = panel.split_at_mut(F::CODES);
             for (block, out) in bytes.chunks_exact(F::BLOCK.1).zip(out.chunks_exact_mut(F::BLOCK.0)) {
                 F::pack(block, 0, codes, scales);

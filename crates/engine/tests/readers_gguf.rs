@@ -525,13 +525,23 @@ fn parts_that_do_not_belong_together_are_refused() {
     let rows: &[(&str, Change, usize, &[&str])] = &[
         ("the second part", |_| (), 1, &["part 2 of 3", "give the first one", "-00001-of-00003.gguf"]),
         ("a part of another number", |p| p[2].set("split.no", uint(1)), 0, &["part 3 of 3", "split.no is 1"]),
-        ("a part of another split", |p| p[1].set("split.count", uint(7)), 0, &["part 2 of 3", "split.count 7"]),
+        (
+            "a part of another split",
+            |p| p[1].set("split.count", uint(7)),
+            0,
+            &["part 2 of 3", "split.count 7"],
+        ),
         ("a part that is whole", |p| p[1].drop_key("split.no"), 0, &["part 2 of 3", "split.no is nothing"]),
         ("no number", |p| p[0].drop_key("split.no"), 0, &["split.no", "missing"]),
         ("a tensor twice", |p| p[2].tensors = p[1].tensors.clone(), 0, &["holds the tensor", "holds too"]),
         ("a tensor too few", |p| drop(p[2].tensors.pop()), 0, &["11 tensors", "they hold 10"]),
         ("a part cut short", |p| p[2].short_by = 4, 0, &["ends before"]),
-        ("another count than the name has", |p| p[0].set("split.count", uint(4)), 0, &["-00001-of-00004.gguf"]),
+        (
+            "another count than the name has",
+            |p| p[0].set("split.count", uint(4)),
+            0,
+            &["-00001-of-00004.gguf"],
+        ),
     ];
     for (what, change, given, expected) in rows {
         let folder = tempfile::tempdir().unwrap();

@@ -12,7 +12,10 @@ fn every_type_decodes_to_what_ggml_says() {
         let name = encoding.name().to_uppercase();
         if !gguf.has(&name) {
             // Floats have tests of their own; ggml's package does not decode the others, which no file of weights holds.
-            assert!(encoding.is_float() || ["q8_1", "q8_K"].contains(&encoding.name()), "{name} is not in the file");
+            assert!(
+                encoding.is_float() || ["q8_1", "q8_K"].contains(&encoding.name()),
+                "{name} is not in the file"
+            );
             continue;
         }
         n_seen += 1;

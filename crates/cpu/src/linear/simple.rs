@@ -130,8 +130,7 @@ impl Block for Mxfp4 {
     type Codes = Planes<4, 0>;
     const BYTES: usize = 17;
     const ZERO_BITS: Option<u32> = Some(7);
-    const TABLE: Option<[u8; 16]> =
-        Some(unsigned([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]));
+    const TABLE: Option<[u8; 16]> = Some(unsigned([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]));
     fn codes(block: &[u8]) -> Group {
         nibbles(&block[1..])
     }

@@ -47,7 +47,13 @@ struct Facts {
     held: Packing,
 }
 
-const fn facts(encoding: Encoding, name: &'static str, ggml: u32, block: (usize, usize), held: Packing) -> Facts {
+const fn facts(
+    encoding: Encoding,
+    name: &'static str,
+    ggml: u32,
+    block: (usize, usize),
+    held: Packing,
+) -> Facts {
     Facts { encoding, name, ggml, block, held }
 }
 

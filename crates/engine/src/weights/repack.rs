@@ -146,18 +146,28 @@ fn iq2_xxs(block: &[u8]) -> Few {
 
 /// `d, 32 × (9 bits of a grid index, 7 signs), scales of 4 bits[16]`
 fn iq2_xs(block: &[u8]) -> Few {
-    grids(f16_at(block, 0) / 8.0, signed(&TWOS), |i| 2 * nibble(&block[66..], i) + 1, |i| {
-        let run = u16_at(&block[2..], i);
-        with_signs(IQ2_XS.entry((run & 511).into()), signs_of((run >> 9).into()))
-    })
+    grids(
+        f16_at(block, 0) / 8.0,
+        signed(&TWOS),
+        |i| 2 * nibble(&block[66..], i) + 1,
+        |i| {
+            let run = u16_at(&block[2..], i);
+            with_signs(IQ2_XS.entry((run & 511).into()), signs_of((run >> 9).into()))
+        },
+    )
 }
 
 /// `d, grid indices[32], signs[32], upper bits of the indices[8], scales of 4 bits[16]`
 fn iq2_s(block: &[u8]) -> Few {
-    grids(f16_at(block, 0) / 8.0, signed(&TWOS), |i| 2 * nibble(&block[74..], i) + 1, |i| {
-        let upper = usize::from(block[66 + i / 4] >> (2 * (i % 4)) & 3);
-        with_signs(IQ2_S.entry(usize::from(block[2 + i]) | upper << 8), block[34 + i])
-    })
+    grids(
+        f16_at(block, 0) / 8.0,
+        signed(&TWOS),
+        |i| 2 * nibble(&block[74..], i) + 1,
+        |i| {
+            let upper = usize::from(block[66 + i / 4] >> (2 * (i % 4)) & 3);
+            with_signs(IQ2_S.entry(usize::from(block[2 + i]) | upper << 8), block[34 + i])
+        },
+    )
 }
 
 /// `d, grid indices[64], 8 × (4 × 7 signs and 4 bits of scale)`; w = d × (1/2 + s) / 2 × ±grid
@@ -228,6 +238,6 @@ fn tq1_0(block: &[u8]) -> Few {
             _ => (48 + (i - 240) % 4, (i - 240) / 4),
         };
         let shifted = block[byte].wrapping_mul([1, 3, 9, 27, 81][digit]);
-        (u16::from(shifted) * 3 >> 8) as u8
+        ((u16::from(shifted) * 3) >> 8) as u8
     })
 }

@@ -18,7 +18,10 @@ pub(super) fn open(path: &Path, mmap: bool) -> Result<Gguf, Error> {
     let number = whole.metadata.must_size("split.no")?;
     let name_of = name(path, number, count).ok_or_else(|| {
         let ending = format!("-{:05}-of-{count:05}.gguf", number + 1);
-        bad(whole.file(), format!("is one of {count} parts, whose name should end in {ending}: give it its old name back"))
+        bad(
+            whole.file(),
+            format!("is one of {count} parts, whose name should end in {ending}: give it its old name back"),
+        )
     })?;
     if number != 0 {
         let first = name_of(0);

@@ -58,7 +58,10 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     for name in &args.weights {
         let found = Packing::NAMES.iter().find(|(known, _)| known.eq_ignore_ascii_case(name));
         chosen.push(*found.ok_or_else(|| {
-            wrong_usage(format!("--weights {name}: known are {}", Packing::NAMES.map(|(name, _)| name).join(", ")))
+            wrong_usage(format!(
+                "--weights {name}: known are {}",
+                Packing::NAMES.map(|(name, _)| name).join(", ")
+            ))
         })?);
     }
     interrupt::listen();
