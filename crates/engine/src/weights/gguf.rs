@@ -10,8 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A parsed header over the file's bytes; of a split file ([`open`](super::split::open)), over those of its parts, the first of
-/// which has the metadata.
+/// A parsed header over the file's bytes; of a split file, over those of its parts, the first of which has the metadata.
 #[derive(Debug)]
 pub struct Gguf {
     file: String,
