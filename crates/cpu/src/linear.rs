@@ -54,7 +54,8 @@ pub enum Packing {
     Few,
 }
 
-/// Evaluate `$body` with the type `$F` of `$packing`. A new format: one file and its line here.
+/// Evaluate `$body` with the type `$F` of `$packing`. A new format: a type in `simple.rs` or `k_quants.rs`, its line here and in
+/// [`Packing::NAMES`].
 macro_rules! with_format {
     ($packing:expr, $F:ident => $body:expr) => {
         match $packing {
@@ -154,6 +155,11 @@ trait Format: 'static {
         deterministic: bool,
         out: &mut Columns<'_, f32>,
     );
+}
+
+/// The first two bytes: an f16.
+fn pair(bytes: &[u8]) -> [u8; 2] {
+    [bytes[0], bytes[1]]
 }
 
 /// Neighbouring panels.

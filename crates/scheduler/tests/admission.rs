@@ -14,6 +14,14 @@ fn paged(groups: &[GroupSpec], block_tokens: u32, policy: &str) -> Cache {
     let groups = groups.to_vec();
     Cache::paged(&PagedSpec { block_tokens, groups, rollback_tokens: 0, prefix }).unwrap()
 }
+/// The same machine, which tells how many tokens each request of each step had.
+fn telling(shares: &mut Vec<Vec<u32>>) -> Script<impl FnMut(u64, Batch<'_>, &mut Outcome)> {
+    let Script(mut step) = machine(10);
+    Script(move |at, batch: Batch<'_>, out: &mut Outcome| {
+        shares.push(batch.work.iter().map(|work| work.n_tokens).collect());
+        step(at, batch, out);
+    })
+}
 /// No headroom.
 fn tight(policy: &str) -> Config {
     let admission = Admission::Optimistic { headroom_tokens: 0 };
@@ -142,17 +150,13 @@ fn tokens_of_which_something_is_wanted_count_twice() {
         let config = Config { max_batch: 2, max_batch_tokens: budget, ..Config::default() };
         let mut s = Scheduler::new(config, paged(&[group(1000, None)], 4, "lru"), None).unwrap();
         let mut shares = Vec::new();
-        let mut m = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
-            out.elapsed_ns = 10;
-            shares.push(batch.work.iter().map(|w| w.n_tokens).collect::<Vec<_>>());
-            let samples = batch.work.iter().filter(|w| w.samples);
-            out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
-        });
+        let mut m = telling(&mut shares);
         s.arrive(0, Request { fresh, ..Request::new(0, 0, 10, 10) }).unwrap();
         s.arrive(0, Request::new(1, 0, 10, 10)).unwrap();
         for turn in 0..expected.len() {
             s.turn(10 * turn as u64, &mut m);
         }
+        drop(m);
         assert_eq!(shares, expected, "{budget} tokens, fresh: {fresh}");
     }
 }
@@ -163,18 +167,14 @@ fn prompts_are_shortened_by_what_is_missing() {
     let groups = [group(100_000, None), group(60, Some(32))];
     let mut s = Scheduler::new(tight("fcfs"), paged(&groups, 10, "lru"), None).unwrap();
     let mut shares = Vec::new();
-    let mut m = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
-        out.elapsed_ns = 10;
-        shares.push(batch.work.iter().map(|w| w.n_tokens).collect::<Vec<_>>());
-        let samples = batch.work.iter().filter(|w| w.samples);
-        out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
-    });
+    let mut m = telling(&mut shares);
     s.arrive(0, Request::new(0, 0, 20, 10)).unwrap();
     s.turn(0, &mut m);
     // Four blocks are free, and with the one that is decoded into the step needs five.
     s.arrive(10, Request::new(1, 10, 35, 10)).unwrap();
     s.turn(10, &mut m);
     assert_eq!(s.counters().preemptions, 0);
+    drop(m);
     assert_eq!(shares, [vec![20], vec![1, 25]]);
 }
 

@@ -70,7 +70,7 @@ fn a_recording_tells_blocks_at_the_moments_of_their_step() {
     assert_eq!(of(Part::Decisions).last(), Some(&end));
 }
 
-/// What a live view begins with: who is live, and where its blocks lie.
+/// What a live view begins with: which sequences are live, and where their blocks lie.
 #[test]
 fn a_snapshot_names_what_is_live() {
     let group = GroupSpec {

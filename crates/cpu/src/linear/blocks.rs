@@ -14,7 +14,7 @@
 //! TFLOP/s for 512.
 use super::codes::{Codes, Group};
 use super::inputs::{Form, GROUP, Inputs, NEGATIVE_SUM, scale_of};
-use super::{AHEAD, Format, Panels, for_token_tiles, put};
+use super::{AHEAD, Format, Panels, for_token_tiles, pair, put};
 use crate::arch::{Columns, LANES, Simd, widen};
 use std::marker::PhantomData;
 
@@ -30,11 +30,9 @@ pub trait Block: 'static {
 
     /// Before the table.
     fn codes(block: &[u8]) -> Group;
-    /// The scale as it is held: f16, unless [`load_scale`](Self::load_scale) says otherwise.
-    fn scale(block: &[u8]) -> [u8; 2];
-    /// f16. Without one, 0.
-    fn minimum(_: &[u8]) -> [u8; 2] {
-        [0; 2]
+    /// The scale as it is held: f16, unless [`load_scale`](Self::load_scale) says otherwise. Blocks begin with it.
+    fn scale(block: &[u8]) -> [u8; 2] {
+        pair(block)
     }
     #[inline(always)]
     fn load_scale<S: Simd>(s: S, scales: &[u8; 32]) -> S::F {
@@ -60,7 +58,8 @@ impl<F: Block> Format for Blocks<F> {
 
     fn pack(block: &[u8], lane: usize, codes: &mut [u8], scales: &mut [u8]) {
         F::Codes::put(&F::codes(block), lane, codes);
-        let both = [F::scale(block), F::minimum(block)];
+        // The minimum, if there is one, is f16 and follows the scale.
+        let both = [F::scale(block), pair(&block[2..])];
         for (scales, bytes) in scales.chunks_exact_mut(2 * LANES).zip(both) {
             scales[2 * lane..2 * lane + 2].copy_from_slice(&bytes);
         }

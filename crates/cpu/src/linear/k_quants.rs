@@ -14,14 +14,11 @@
 //! Scales are held unpacked, a byte each. `few` is no format of ggml: its rarer ones (iq1 to iq3, tq) are brought into this form
 //! when a file is read, and lose nothing by it, for none of them has more than 16 values.
 use super::codes::{Group, Planes, Sixes};
+use super::pair;
 use super::simple::{IQ4, nibbles};
 use super::super_blocks::{SuperBlock, Values};
 
-fn pair(bytes: &[u8]) -> [u8; 2] {
-    [bytes[0], bytes[1]]
-}
-
-/// Field `2 × shift` of two bits, of the 32 bytes that hold weights `32 × i` and on.
+/// Fields of two bits: 32 bytes hold four groups of 32, one in each pair of bits.
 fn twos(bytes: &[u8], i: usize) -> Group {
     std::array::from_fn(|l| bytes[i / 4 * 32 + l] >> (2 * (i % 4)) & 3)
 }
@@ -94,9 +91,6 @@ impl SuperBlock for Q4K {
     fn scale(block: &[u8], i: usize) -> (i8, u8) {
         scale_min(&block[4..16], i)
     }
-    fn factors(block: &[u8]) -> [[u8; 2]; 2] {
-        [pair(block), pair(&block[2..])]
-    }
 }
 
 /// `d, dmin, scales[12], upper bits[32], codes[128]`
@@ -112,9 +106,6 @@ impl SuperBlock for Q5K {
     }
     fn scale(block: &[u8], i: usize) -> (i8, u8) {
         scale_min(&block[4..16], i)
-    }
-    fn factors(block: &[u8]) -> [[u8; 2]; 2] {
-        [pair(block), pair(&block[2..])]
     }
 }
 
@@ -156,9 +147,6 @@ impl SuperBlock for Iq4Xs {
         let upper = block[2 + i / 4] >> (2 * (i % 4)) & 3;
         ((low | upper << 4).cast_signed() - 32, 0)
     }
-    fn factors(block: &[u8]) -> [[u8; 2]; 2] {
-        [pair(block), [0; 2]]
-    }
 }
 
 /// `d as f32, table[16], scales[16], codes[128]`
@@ -174,9 +162,6 @@ impl SuperBlock for Few {
     }
     fn scale(block: &[u8], i: usize) -> (i8, u8) {
         (block[20 + i].cast_signed(), 0)
-    }
-    fn factors(block: &[u8]) -> [[u8; 2]; 2] {
-        [pair(block), pair(&block[2..])]
     }
     fn table(block: &[u8]) -> [u8; 16] {
         std::array::from_fn(|i| block[4 + i])

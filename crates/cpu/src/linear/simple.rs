@@ -21,10 +21,6 @@ fn fives(upper: &[u8], bytes: &[u8]) -> Group {
     std::array::from_fn(|i| low[i] | (upper[i / 8] >> (i % 8) & 1) << 4)
 }
 
-fn pair(bytes: &[u8]) -> [u8; 2] {
-    [bytes[0], bytes[1]]
-}
-
 pub struct Q4_0;
 impl Block for Q4_0 {
     type Codes = Planes<4, 0>;
@@ -32,9 +28,6 @@ impl Block for Q4_0 {
     const ZERO_BITS: Option<u32> = Some(3);
     fn codes(block: &[u8]) -> Group {
         nibbles(&block[2..])
-    }
-    fn scale(block: &[u8]) -> [u8; 2] {
-        pair(block)
     }
 }
 
@@ -46,12 +39,6 @@ impl Block for Q4_1 {
     fn codes(block: &[u8]) -> Group {
         nibbles(&block[4..])
     }
-    fn scale(block: &[u8]) -> [u8; 2] {
-        pair(block)
-    }
-    fn minimum(block: &[u8]) -> [u8; 2] {
-        pair(&block[2..])
-    }
 }
 
 pub struct Q5_0;
@@ -61,9 +48,6 @@ impl Block for Q5_0 {
     const ZERO_BITS: Option<u32> = Some(4);
     fn codes(block: &[u8]) -> Group {
         fives(&block[2..6], &block[6..])
-    }
-    fn scale(block: &[u8]) -> [u8; 2] {
-        pair(block)
     }
 }
 
@@ -75,12 +59,6 @@ impl Block for Q5_1 {
     fn codes(block: &[u8]) -> Group {
         fives(&block[4..8], &block[8..])
     }
-    fn scale(block: &[u8]) -> [u8; 2] {
-        pair(block)
-    }
-    fn minimum(block: &[u8]) -> [u8; 2] {
-        pair(&block[2..])
-    }
 }
 
 pub struct Q8_0;
@@ -90,9 +68,6 @@ impl Block for Q8_0 {
     const ZERO_BITS: Option<u32> = Some(7);
     fn codes(block: &[u8]) -> Group {
         std::array::from_fn(|i| block[2 + i] ^ 128)
-    }
-    fn scale(block: &[u8]) -> [u8; 2] {
-        pair(block)
     }
 }
 
@@ -118,9 +93,6 @@ impl Block for Iq4Nl {
     const TABLE: Option<[u8; 16]> = Some(IQ4);
     fn codes(block: &[u8]) -> Group {
         nibbles(&block[2..])
-    }
-    fn scale(block: &[u8]) -> [u8; 2] {
-        pair(block)
     }
 }
 

@@ -11,7 +11,7 @@
 //! Per 32 inputs of 16 rows: 8 products of 64 bytes per token.
 use super::codes::{Codes, Group};
 use super::inputs::{self, Form, Inputs, MINUS_32_SUMS, NEGATIVE_SUM, scale_of};
-use super::{AHEAD, Format, Panels, for_token_tiles, put};
+use super::{AHEAD, Format, Panels, for_token_tiles, pair, put};
 use crate::arch::{Columns, LANES, Simd, widen};
 use std::marker::PhantomData;
 
@@ -34,8 +34,11 @@ pub trait SuperBlock: 'static {
     fn codes(block: &[u8], i: usize) -> Group;
     /// Scale and minimum of group `i`.
     fn scale(block: &[u8], i: usize) -> (i8, u8);
-    /// d and dmin, in f16. With a table of its own, d in f32.
-    fn factors(block: &[u8]) -> [[u8; 2]; 2];
+    /// d and dmin, in f16; d alone where there are no minima, and in f32 where there is a table of its own. Most blocks begin
+    /// with them.
+    fn factors(block: &[u8]) -> [[u8; 2]; 2] {
+        [pair(block), pair(&block[2..])]
+    }
     /// Its own table, if it has one.
     fn table(_: &[u8]) -> [u8; 16] {
         [0; 16]
