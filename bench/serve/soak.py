@@ -46,6 +46,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 
 KEY, ADMIN, HOG, CALM = "soak-user-key", "soak-admin-key", "soak-hog-key", "soak-calm-key"
 CONFIG = """
@@ -331,6 +332,7 @@ def client(server, load, seed, until, burst, args):
                 burst.wait(20)  # everybody at once
             except threading.BrokenBarrierError:
                 pass
+        began = time.monotonic()
         try:
             outcome = one(server, load, draw, server.longest, args.attacks)
             load.count(outcome)
@@ -339,7 +341,10 @@ def client(server, load, seed, until, burst, args):
         except Wrong as wrong:
             load.accuse(str(wrong))
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            load.accuse(f"{type(error).__name__}: {error}")
+            # The innermost line of this file: what the client was about.
+            line = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == __file__][-1]
+            after = f"{time.monotonic() - began:.2f} s after the request began, {time.monotonic() - load.began:.0f} s after all"
+            load.accuse(f"{type(error).__name__}: {error} (line {line}, {after})")
 
 
 def health(server, times, wrong, over):
