@@ -282,10 +282,11 @@ fn during<T>(name: Arc<str>, left: usize, halt: &Halt, work: impl FnOnce() -> T)
     (done, RUN.with_borrow(|run| run.as_ref().and_then(|run| run.wants)))
 }
 
-/// Work on this thread that is not begun again: with [`SETTLING_BYTES`] of room, where it has that.
-pub(crate) fn with<T>(name: Arc<str>, room: Option<Room>, work: impl FnOnce() -> T) -> T {
-    let left = room.as_ref().map_or(0, |_| SETTLING_BYTES);
-    during(name, left, &Halt::default(), work).0
+/// Work on this thread that is not begun again: with `bytes` of room in hand, which are given back behind it.
+pub(crate) fn with<T>(name: Arc<str>, room: Option<Room>, bytes: usize, work: impl FnOnce() -> T) -> T {
+    let done = during(name, bytes, &Halt::default(), work).0;
+    drop(room);
+    done
 }
 
 /// The client has left, or its request took too long to be made ready.
@@ -424,6 +425,30 @@ mod tests {
         assert!(now.is_ready() && poll(&mut first).is_pending() && poll(&mut second).is_pending());
         drop(now);
         assert!(poll(&mut first).is_ready());
+    }
+
+    /// A session that is settled has taken its room before, and is not begun again.
+    #[test]
+    fn work_that_is_not_begun_again_has_its_room_in_hand() {
+        let names = names(1);
+        let work = Work::new(MAX_BODY, &names);
+        let all = work.bytes();
+        let room = work.try_room(&names[0], all);
+        let reserve = work.reserve.try_take(&names[0], units(RESERVE_BYTES));
+        assert!(room.is_some() && reserve.is_some());
+        let twice = with(names[0].clone(), room, all, || {
+            let first = work.take(all, "session").map(drop).is_ok();
+            // What is given back is there again, and no more than that.
+            let taken = work.take(all, "session");
+            (first, taken.is_ok(), work.take(1, "session").is_err())
+        });
+        assert_eq!(twice, (true, true, true));
+        drop(reserve);
+        assert!(is_free(&work, &names[0]));
+        // Without any it takes what is free, and fails where nothing is.
+        assert!(with(names[0].clone(), None, 0, || work.take(all, "session").is_ok()));
+        let _held = work.try_room(&names[0], all);
+        assert!(with(names[0].clone(), None, 0, || work.take(all, "session").is_err()));
     }
 
     #[tokio::test]

@@ -532,6 +532,63 @@ fn quotas() {
 
 /// That a session which is used stays, and what becomes of the forks of one that goes, is shown on a clock that is given:
 /// `src/sessions/store/tests.rs`.
+/// 600 requests for one session, none of them read, held a copy of its history each: 1.6 GB, counted nowhere.
+#[test]
+fn histories_that_are_not_read_have_a_bound() {
+    use std::io::{BufReader, Write};
+    let mut config = config();
+    config.limits.max_body_bytes = 16 << 20;
+    // Nothing ends by its time here.
+    (config.limits.read_timeout_s, config.limits.request_timeout_s) = (3600.0, 3600.0);
+    let server = Server::start(config);
+    // The template does not show names, so that few tokens have many bytes.
+    let named = json!({"role": "user", "content": "a", "name": "n".repeat(8_000_000)});
+    let long = server.post("/v1/sessions", &json!({"messages": [named]})).good();
+    let path = format!("/v1/sessions/{}", long["id"].as_str().unwrap());
+    let unread = || {
+        let mut stream = server.connect();
+        stream.write_all(&server::request("GET", &path, &[], b"")).unwrap();
+        let mut reader = BufReader::with_capacity(1, stream);
+        let (status, _) = server::head(&mut reader);
+        (status, reader)
+    };
+    let held: Vec<_> = (0..4).map(|_| unread()).collect();
+    assert!(held.iter().all(|(status, _)| *status == 200));
+    let refused = server.get(&path);
+    assert_eq!((refused.status, refused.error().2.as_str()), (503, "server_busy"));
+    // A short one is told at any time.
+    let short = server.post("/v1/sessions", &json!({"text": "fn main"})).good();
+    server.get(&format!("/v1/sessions/{}", short["id"].as_str().unwrap())).good();
+    drop(held);
+    server.until("there is room again", || server.get(&path).status == 200);
+}
+
+/// A long history is written in parts, and says what a short one does.
+#[test]
+fn long_histories_are_told_whole() {
+    let server = Server::start(config());
+    let mut tokens = tokens(&TEXT.repeat(120));
+    tokens.truncate(4000);
+    let text = model().tokenizer().unwrap().decode(&tokens).unwrap();
+    assert!(text.len() > 16 << 10);
+    let made = server.post("/v1/sessions", &json!({"tokens": tokens})).good();
+    let looked = server.get(&format!("/v1/sessions/{}", made["id"].as_str().unwrap()));
+    assert_eq!(looked.header("transfer-encoding"), Some("chunked"));
+    let looked = looked.good();
+    assert_eq!((&looked["text"], &looked["tokens"]), (&json!(text), &json!(tokens)));
+    assert_eq!(looked["messages"], Value::Null);
+    let names: Vec<&String> = looked.as_object().unwrap().keys().collect();
+    let expected: Vec<&String> = made.as_object().unwrap().keys().collect();
+    assert_eq!(names[..expected.len()], expected);
+    let said = |i: usize| json!({"role": (["user", "assistant"][i % 2]), "content": format!("{i}: \"{TEXT}\"\n")});
+    let messages: Vec<Value> = (0..60).map(said).collect();
+    let made = server.post("/v1/sessions", &json!({"messages": messages})).good();
+    let looked = server.get(&format!("/v1/sessions/{}", made["id"].as_str().unwrap())).good();
+    let told = looked["messages"].as_array().unwrap();
+    assert_eq!(told.iter().map(|m| &m["message"]).collect::<Vec<_>>(), messages.iter().collect::<Vec<_>>());
+    assert!(told.iter().all(|m| m["begins"].is_u64() && m["open"] == false));
+}
+
 #[test]
 fn sessions_at_rest_go() {
     let mut brief = config();

@@ -42,6 +42,11 @@ impl ScoreRoom {
         ScoreRoom { lane: Lane::new(most.saturating_mul(REQUESTS), most, names), most }
     }
 
+    /// Bytes that one request may take.
+    pub fn most(&self) -> usize {
+        self.most
+    }
+
     /// Room for an answer of so many bytes, at once.
     pub fn try_take(&self, name: &str, bytes: usize, param: &str) -> Result<Leave, ApiError> {
         if bytes > self.most {

@@ -168,12 +168,12 @@ struct Tokens {
 }
 
 /// Tokens, and bytes of a text, that are written at a time. What is no longer is an answer in one part.
-const PART_TOKENS: usize = 8 << 10;
-const PART_BYTES: usize = 16 << 10;
+pub(crate) const PART_TOKENS: usize = 8 << 10;
+pub(crate) const PART_BYTES: usize = 16 << 10;
 
 /// A long answer: its parts are made as the client takes them. What they are made of takes `bytes`, which are among
 /// those of [`ScoreRoom`](super::scores::ScoreRoom) until they are read.
-fn in_parts(
+pub(crate) fn in_parts(
     app: &App,
     caller: &Caller,
     bytes: usize,
@@ -197,9 +197,15 @@ fn in_parts(
 fn token_parts(tokens: Vec<u32>, max_model_len: u32) -> impl Iterator<Item = String> {
     let count = tokens.len();
     let head = format!("{{\"count\":{count},\"max_model_len\":{max_model_len},\"tokens\":[");
+    once(head).chain(items(tokens)).chain(once("]}".into()))
+}
+
+/// What stands between the brackets of a list.
+pub(crate) fn items(tokens: impl AsRef<Vec<u32>>) -> impl Iterator<Item = String> {
+    let count = tokens.as_ref().len();
     let part = move |at: usize| {
         let mut part = String::new();
-        for (place, token) in (at..).zip(tokens[at..].iter().take(PART_TOKENS)) {
+        for (place, token) in (at..).zip(tokens.as_ref()[at..].iter().take(PART_TOKENS)) {
             if place > 0 {
                 part.push(',');
             }
@@ -207,24 +213,39 @@ fn token_parts(tokens: Vec<u32>, max_model_len: u32) -> impl Iterator<Item = Str
         }
         part
     };
-    once(head).chain((0..count).step_by(PART_TOKENS).map(part)).chain(once("]}".into()))
+    (0..count).step_by(PART_TOKENS).map(part)
 }
 
 /// As `{"prompt": text}` is written.
 fn text_parts(text: String) -> impl Iterator<Item = String> {
+    once("{\"prompt\":\"".to_string()).chain(escaped(text)).chain(once("\"}".into()))
+}
+
+/// What stands between the quotes of a text.
+pub(crate) fn escaped(text: String) -> impl Iterator<Item = String> {
     let mut at = 0;
-    let parts = std::iter::from_fn(move || {
-        let mut end = text.len().min(at + PART_BYTES);
-        while !text.is_char_boundary(end) {
-            end -= 1;
-        }
-        let part = text.get(at..end).filter(|part| !part.is_empty())?;
-        at = end;
-        let part = Value::from(part).to_string();
-        // Without its quotes.
-        Some(part[1..part.len() - 1].to_string())
-    });
-    once("{\"prompt\":\"".to_string()).chain(parts).chain(once("\"}".into()))
+    std::iter::from_fn(move || {
+        let part = part_of(&text, at, PART_BYTES);
+        at += part.len();
+        (!part.is_empty()).then(|| escape(part))
+    })
+}
+
+/// From the byte `at` on, whole characters in `most` bytes.
+pub(crate) fn part_of(text: &str, at: usize, most: usize) -> &str {
+    let mut end = text.len().min(at + most);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[at..end]
+}
+
+/// As JSON has it between quotes.
+pub(crate) fn escape(text: &str) -> String {
+    let mut text = Value::from(text).to_string();
+    text.pop();
+    text.remove(0);
+    text
 }
 
 pub(crate) async fn tokenize(
@@ -257,6 +278,24 @@ struct Detokenize {
 /// Bytes of a token, where tokens have none of their own.
 const LONGEST_UNKNOWN: usize = 256;
 
+/// Bytes of the text that these tokens have at most. The first time it may take a while.
+pub(crate) fn text_bytes(app: &App, tokens: &[u32]) -> usize {
+    let pieces = app.pieces();
+    let bytes = |token: &u32| match pieces {
+        Some(pieces) => pieces.get(*token as usize).map_or(0, |piece| piece.bytes.len()),
+        None => {
+            let name = app.engine.model().tokenizer().and_then(|tokenizer| tokenizer.name(*token));
+            name.map_or(LONGEST_UNKNOWN, |name| name.len())
+        }
+    };
+    tokens.iter().map(bytes).sum()
+}
+
+/// Bytes that it takes to decode them: each is a text of its own before they are one, which is copied.
+pub(crate) fn decoding_bytes(app: &App, tokens: &[u32]) -> usize {
+    tokens.len() * 64 + 4 * text_bytes(app, tokens)
+}
+
 pub(crate) async fn detokenize(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
@@ -266,9 +305,7 @@ pub(crate) async fn detokenize(
     let text = app.prepare(&caller, move |app, caller| {
         check(&mut body, &app.schemas.detokenize, &app.bounds.model)?;
         let fields: Detokenize = read(&body)?;
-        // Each is a text of its own before they are one, which is copied into the answer.
-        let longest = app.longest_token().unwrap_or(LONGEST_UNKNOWN);
-        let _taken = app.work.take(fields.tokens.len() * (64 + 4 * longest), "tokens")?;
+        let _taken = app.work.take(decoding_bytes(app, &fields.tokens), "tokens")?;
         let mut text = app.decode(&fields.tokens)?;
         if text.len() <= PART_BYTES {
             return Ok(Json(json!({"prompt": text})).into_response());

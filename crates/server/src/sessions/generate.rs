@@ -5,7 +5,7 @@
 use super::fields::GenerateFields;
 use super::history::History;
 use super::store::Claim;
-use super::verbs::{known_tools, moment};
+use super::verbs::{decoding_room, known_tools, moment};
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
@@ -18,7 +18,7 @@ use crate::openai::generation::{Answers, Order, Told};
 use crate::openai::scores::Scorer;
 use crate::openai::stream::{self, Shape};
 use crate::tools::ToolParser;
-use crate::work::{self, PREPARATION, SETTLING_BYTES};
+use crate::work::{self, SETTLING_BYTES};
 use crate::worker::Generation;
 use axum::Extension;
 use axum::extract::{Request, State};
@@ -279,15 +279,19 @@ impl Run {
 
     async fn settled(self, done: Option<Done>) -> Result<(), JoinError> {
         let name = self.owner.clone();
-        // A stop string may end inside a token, whose beginning is tokenized then. No thread waits for the room.
-        let room = match done.as_ref().map(|done| &done.finish) {
-            Some(Finish::Stop(_)) => {
-                let room = self.app.work.room(&name, SETTLING_BYTES);
-                tokio::time::timeout(PREPARATION, room).await.ok().flatten()
-            }
-            _ => None,
+        let (app, from) = (self.app.clone(), self.from);
+        let history = self.claim.now();
+        let stops = matches!(done.as_ref().map(|done| &done.finish), Some(Finish::Stop(_)));
+        let bytes = move || {
+            let decoded = decoding_room(&app, history.unsettled(&*app, from));
+            // A stop string may end inside a token, whose beginning is tokenized then.
+            (decoded + if stops { SETTLING_BYTES } else { 0 }).min(app.work.bytes())
         };
-        tokio::task::spawn_blocking(move || work::with(name, room, || self.settle(done.as_ref()))).await
+        let bytes = tokio::task::spawn_blocking(bytes).await?;
+        // No thread waits for the room. The task does, however long: what was said is not lost.
+        let room = self.app.work.room(&name, bytes).await;
+        let left = room.as_ref().map_or(0, |_| bytes);
+        tokio::task::spawn_blocking(move || work::with(name, room, left, || self.settle(done.as_ref()))).await
     }
 
     fn token(&mut self, token: &Token) -> Result<(), ApiError> {
@@ -319,6 +323,8 @@ impl Run {
             };
             if let Err(error) = settled {
                 tracing::error!(target: "kvist::server", "a session's text: {error}");
+                // Its tokens stay as they were drawn, and its text is theirs.
+                let _ = history.settle(&*app);
             }
             if let Some(calling) = calling {
                 history.show_last(&*app, &raw, calling);

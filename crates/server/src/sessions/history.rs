@@ -19,6 +19,7 @@ use crate::error::ApiError;
 pub(crate) use cut::Cut;
 pub(crate) use render::{Scribe, admit};
 use serde_json::{Map, Value, json};
+use std::io::{self, Write};
 use std::sync::Arc;
 #[cfg(test)]
 pub(crate) use weight::MIN_CHARGE;
@@ -221,20 +222,61 @@ impl History {
 
     /// The messages, each with the token at which it begins; `open` if it may go on.
     pub fn messages(&self) -> Option<Vec<Value>> {
+        self.n_messages().map(|n| (0..n).filter_map(|at| self.message(at)).collect())
+    }
+
+    /// The message of this number.
+    pub fn message(&self, at: usize) -> Option<Value> {
         let said = self.said.as_ref()?;
-        let last = said.messages.len().saturating_sub(1);
-        let show = |(i, message): (usize, &Message)| {
-            json!({
-                "message": message.shown.as_ref().unwrap_or(&message.body),
-                "begins": message.begins.map(|begins| begins.token),
-                "open": i == last && self.is_open(),
-            })
-        };
-        Some(said.messages.iter().enumerate().map(show).collect())
+        let message = said.messages.get(at)?;
+        Some(json!({
+            "message": message.shown.as_ref().unwrap_or(&message.body),
+            "begins": message.begins.map(|begins| begins.token),
+            "open": at + 1 == said.messages.len() && self.is_open(),
+        }))
     }
 
     pub fn n_messages(&self) -> Option<usize> {
         self.said.as_ref().map(|said| said.messages.len())
+    }
+}
+
+/// Counts bytes.
+struct Count(usize);
+
+impl Write for Count {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0 += bytes.len();
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl History {
+    /// Bytes of memory beside its tokens.
+    pub fn said_bytes(&self) -> usize {
+        self.said.as_ref().map_or(0, |said| said.bytes)
+    }
+
+    /// Bytes of the message that is longest as JSON.
+    pub fn longest_message(&self) -> usize {
+        let bytes = |message: &Message| {
+            let mut count = Count(0);
+            // Counting does not fail.
+            let _ = serde_json::to_writer(&mut count, message.shown.as_ref().unwrap_or(&message.body));
+            count.0
+        };
+        self.said.as_ref().and_then(|said| said.messages.iter().map(bytes).max()).unwrap_or(0)
+    }
+
+    /// The tokens that the end of a generation may decode anew, if its first one is token `from`.
+    pub fn unsettled(&self, scribe: &impl Scribe, from: usize) -> &[u32] {
+        let open = self.said.as_ref().filter(|said| said.tail.is_none()).and_then(|said| said.open());
+        let open = open.map_or(from, |(content, _)| content.token);
+        let from = from.min(self.tokens.len());
+        &self.tokens[scribe.context(&self.tokens[..from]).min(open)..]
     }
 }
 

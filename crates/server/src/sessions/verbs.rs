@@ -8,13 +8,15 @@ use crate::error::ApiError;
 use crate::http::{Path, blocking, json_body};
 use crate::openai::chat::render;
 use crate::openai::fields::{check, read};
-use crate::openai::tokens;
+use crate::openai::tokens::{self, PART_BYTES, PART_TOKENS, escaped, in_parts, items};
 use crate::tools::tools_from_json;
 use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use kvist_engine::template::Conversation;
 use kvist_engine::tokenizer::Ends;
 use serde_json::{Map, Value, json};
+use std::iter::once;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -56,10 +58,11 @@ impl Scribe for App {
     }
 
     fn decode(&self, tokens: &[u32]) -> Result<String, ApiError> {
-        match tokens {
-            [] => Ok(String::new()),
-            _ => App::decode(self, tokens),
+        if tokens.is_empty() {
+            return Ok(String::new());
         }
+        let _taken = self.work.take(decoding_room(self, tokens), "session")?;
+        App::decode(self, tokens)
     }
 
     fn context(&self, tokens: &[u32]) -> usize {
@@ -73,6 +76,12 @@ impl Scribe for App {
         let answer = if plain { answer.strip_prefix(' ').unwrap_or(answer) } else { answer };
         answer.into()
     }
+}
+
+/// Room in which these tokens of a session are decoded. A session that was taken is shown: one that needs more than
+/// there is takes all.
+pub(super) fn decoding_room(app: &App, tokens: &[u32]) -> usize {
+    tokens::decoding_bytes(app, tokens).min(app.work.bytes())
 }
 
 /// As clients see it.
@@ -191,19 +200,63 @@ pub(crate) async fn look(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
     Path(id): Path<String>,
-) -> Result<Json<Value>, ApiError> {
-    blocking(move || {
-        let (seen, mut history) = app.sessions.look(moment(&app), &caller.name, app.sessions.id(&id)?)?;
-        history.settle(&*app)?;
+) -> Result<Response, ApiError> {
+    let looked = app.prepare(&caller, move |app, caller| {
+        let (seen, mut history) = app.sessions.look(moment(app), &caller.name, app.sessions.id(&id)?)?;
+        history.settle(&**app)?;
+        let _taken = app.work.take(decoding_room(app, &history.tokens), "session")?;
+        let text = app.engine.model().tokenizer().map(|_| match history.tokens.as_slice() {
+            [] => Ok(String::new()),
+            tokens => app.decode(tokens),
+        });
+        let mut text = text.transpose()?;
+        let bytes = text.as_ref().map_or(0, String::len);
+        let is_short = history.tokens.len() <= PART_TOKENS && bytes.max(history.said_bytes()) <= PART_BYTES;
+        if !is_short {
+            if let Some(text) = &mut text {
+                text.shrink_to_fit();
+            }
+            let bytes = bytes + history.tokens.len() * size_of::<u32>() + history.said_bytes();
+            let bytes = (bytes + history.longest_message()).min(app.scores.most());
+            return in_parts(app, caller, bytes, "session", document_parts(&show(&seen), history, text));
+        }
         let mut document = show(&seen);
         // They were taken together.
         document["tokens"] = history.tokens.as_slice().into();
-        let text = app.engine.model().tokenizer().map(|_| Scribe::decode(&*app, &history.tokens));
-        document["text"] = text.transpose()?.into();
+        document["text"] = text.into();
         document["messages"] = history.messages().into();
-        Ok(Json(document))
-    })
-    .await
+        Ok(Json(document).into_response())
+    });
+    looked.await
+}
+
+/// The same document, part by part. A part is made when the client takes it.
+fn document_parts(
+    shown: &Value,
+    history: History,
+    text: Option<String>,
+) -> impl Iterator<Item = String> + Send + 'static {
+    let mut head = shown.to_string();
+    head.pop();
+    head += ",\"tokens\":[";
+    let one = |part: &str| once(part.to_string());
+    let text: Box<dyn Iterator<Item = String> + Send> = match text {
+        Some(text) => Box::new(one("\"").chain(escaped(text)).chain(one("\""))),
+        None => Box::new(one("null")),
+    };
+    let tokens = items(history.tokens.clone());
+    let messages: Box<dyn Iterator<Item = String> + Send> = match history.n_messages() {
+        Some(n) => {
+            let message = move |at: usize| {
+                let comma = if at > 0 { "," } else { "" };
+                format!("{comma}{}", history.message(at).unwrap_or_default())
+            };
+            Box::new(one("[").chain((0..n).map(message)).chain(one("]")))
+        }
+        None => Box::new(one("null")),
+    };
+    let parts = once(head).chain(tokens).chain(one("],\"text\":")).chain(text);
+    parts.chain(one(",\"messages\":")).chain(messages).chain(one("}"))
 }
 
 pub(crate) async fn delete(
@@ -251,15 +304,15 @@ pub(crate) async fn rollback(
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
     let mut body = json_body(&app, request).await?;
-    blocking(move || {
+    let rolled = app.prepare(&caller, move |app, caller| {
         let id = app.sessions.id(&id)?;
         check(&mut body, &app.schemas.sessions.rollback, &app.bounds.model)?;
         let fields: RollbackFields = read(&body)?;
-        let mut claim = app.sessions.claim(moment(&app), &caller.name, id, false)?;
-        let history = claim.history.cut(&*app, fields.to.into(), "to")?;
-        Ok(Json(change(&app, &mut claim, history)?))
-    })
-    .await
+        let mut claim = app.sessions.claim(moment(app), &caller.name, id, false)?;
+        let history = claim.history.cut(&**app, fields.to.into(), "to")?;
+        Ok(Json(change(app, &mut claim, history)?))
+    });
+    rolled.await
 }
 
 pub(crate) async fn fork(
@@ -269,20 +322,20 @@ pub(crate) async fn fork(
     request: Request,
 ) -> Result<Json<Value>, ApiError> {
     let mut body = json_body(&app, request).await?;
-    blocking(move || {
+    let forked = app.prepare(&caller, move |app, caller| {
         let id = app.sessions.id(&id)?;
         check(&mut body, &app.schemas.sessions.fork, &app.bounds.model)?;
         let fields: ForkFields = read(&body)?;
-        let (_, mut history) = app.sessions.look(moment(&app), &caller.name, id)?;
+        let (_, mut history) = app.sessions.look(moment(app), &caller.name, id)?;
         match fields.at {
-            Some(at) => history = history.cut(&*app, at.into(), "at")?,
-            None => history.settle(&*app)?,
+            Some(at) => history = history.cut(&**app, at.into(), "at")?,
+            None => history.settle(&**app)?,
         }
         let n = fields.n.unwrap_or(1);
-        let forks = app.sessions.fork(moment(&app), &caller.name, id, &history, n, fields.name.as_deref())?;
+        let forks = app.sessions.fork(moment(app), &caller.name, id, &history, n, fields.name.as_deref())?;
         Ok(Json(json!({"object": "list", "sessions": forks.iter().map(show).collect::<Vec<_>>()})))
-    })
-    .await
+    });
+    forked.await
 }
 
 pub(crate) async fn keep(

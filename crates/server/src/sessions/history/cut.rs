@@ -111,12 +111,12 @@ impl History {
             fits -= 1;
             shown = said(fits)?;
         }
+        let rest = text.strip_prefix(&shown).filter(|rest| !rest.is_empty());
+        // It may fail, and then nothing has been changed.
+        let rest = rest.map(|rest| scribe.encode(rest, false)).transpose()?;
         let tokens = Arc::make_mut(&mut self.tokens);
         tokens.truncate(fits);
-        if let Some(rest) = text.strip_prefix(&shown).filter(|rest| !rest.is_empty()) {
-            let rest = scribe.encode(rest, false)?;
-            tokens.extend(rest);
-        }
+        tokens.extend(rest.into_iter().flatten());
         Ok(())
     }
 }

@@ -139,6 +139,44 @@ fn a_stop_string_is_cut_out_of_a_token() {
     assert_eq!(scribe.decode(&history.tokens).unwrap(), "ab: one");
 }
 
+/// A token of several letters, of which a stop string leaves the first. The tokens were cut before their rest was
+/// tokenized, so that an answer was shorter than what its client had heard.
+#[test]
+fn tokens_that_cannot_be_made_anew_stay() {
+    struct Pairs(bool);
+    impl Scribe for Pairs {
+        fn render(&self, _: &[Value], _: &Map<String, Value>, _: bool) -> Result<String, ApiError> {
+            Ok(String::new())
+        }
+        fn encode_rendered(&self, _: &str, _: bool) -> Result<Ends, ApiError> {
+            Err(ApiError::internal("not asked"))
+        }
+        fn encode(&self, text: &str, _: bool) -> Result<Vec<u32>, ApiError> {
+            match self.0 {
+                true => Err(ApiError::internal("no room")),
+                false => Ok(text.bytes().map(u32::from).collect()),
+            }
+        }
+        /// From 256 on a token is two letters.
+        fn decode(&self, tokens: &[u32]) -> Result<String, ApiError> {
+            let letters = |t: &u32| if *t < 256 { vec![*t as u8] } else { vec![b'a', (t - 256) as u8] };
+            Ok(tokens.iter().flat_map(letters).map(char::from).collect())
+        }
+        fn content(&self, answer: &str) -> String {
+            answer.into()
+        }
+        fn room(&self) -> usize {
+            usize::MAX
+        }
+    }
+    let drawn = vec![u32::from(b':'), 256 + u32::from(b'b'), 256 + u32::from(b'c')];
+    let mut history = History::of_tokens(drawn.clone());
+    history.end_answer(&Pairs(true), 1, false, Some("aba")).unwrap_err();
+    assert_eq!(*history.tokens, drawn);
+    history.end_answer(&Pairs(false), 1, false, Some("aba")).unwrap();
+    assert_eq!(*history.tokens, [drawn[0], drawn[1], u32::from(b'a')]);
+}
+
 /// What is charged is what is there: of a quota's token at most sixteen bytes, whatever they are.
 #[test]
 fn what_no_token_shows_counts_too() {

@@ -50,6 +50,12 @@ impl Claim {
         }
     }
 
+    /// The session's history as it is now; empty if the session is gone.
+    pub fn now(&self) -> History {
+        let mut inner = self.store.lock();
+        inner.claimed(self.id, self.number).map(|session| session.history.clone()).unwrap_or_default()
+    }
+
     /// Make it the session's history. Refused, with nothing changed, beyond the quota; becoming shorter never is.
     pub fn commit(&mut self, at: Moment, history: History) -> Result<Seen, ApiError> {
         let mut inner = self.store.lock();
