@@ -2,8 +2,8 @@
 use super::fields::{Common, CompletionFields, Prompt, check, check_together, read};
 use super::generation::{Answers, Order, too_many};
 use super::scores::Scorer;
-use super::stream::{self, Shape, finish_reason};
-use super::tokens::encode_prompt;
+use super::stream::{self, Before, Shape, finish_reason};
+use super::tokens::{PART_BYTES, decoding_bytes, encode_prompt, part_of, text_bytes};
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
@@ -23,17 +23,37 @@ pub(crate) async fn completions(
 ) -> Result<Response, ApiError> {
     let mut body = json_body(&app, request).await?;
     let prepared = app.prepare(&caller, move |app, caller| prepare(app, caller, &mut body));
-    let (mut order, shape, common) = prepared.await?;
+    let Prepared { mut order, mut shape, common, echoed_bytes } = prepared.await?;
     if let Some(top) = order.logprobs.filter(|_| order.prompt_logprobs) {
         let tokens = order.prompts.iter().map(|prompt| prompt.len()).sum();
         order.leave = Some(app.scores.take(&caller.name, tokens, top, order.deadline).await?);
+    } else if let Some(bytes) = echoed_bytes {
+        if bytes > PART_BYTES {
+            order.leave = Some(app.scores.take_echo(&caller.name, bytes, order.deadline).await?);
+        }
+        let prompts = order.prompts.clone();
+        let echo = move |app: &Arc<App>, prompt: &Arc<[u32]>| {
+            let _taken = app.work.take(decoding_bytes(app, prompt), "prompt")?;
+            Ok(Echo::Text(app.decode(prompt)?.into()))
+        };
+        let echoes = app.prepare(&caller, move |app, _| prompts.iter().map(|p| echo(app, p)).collect());
+        shape.echoes = echoes.await?;
     }
     let answers = Answers::begin(&app, order)?;
     stream::respond(answers, shape, &common).await
 }
 
+/// A request that is ready.
+struct Prepared {
+    order: Order,
+    shape: Text,
+    common: Common,
+    /// Bytes of the prompts as texts, if they are to be given back as such.
+    echoed_bytes: Option<usize>,
+}
+
 /// From a body to what is submitted.
-fn prepare(app: &Arc<App>, caller: &Caller, body: &mut Value) -> Result<(Order, Text, Common), ApiError> {
+fn prepare(app: &Arc<App>, caller: &Caller, body: &mut Value) -> Result<Prepared, ApiError> {
     check_together(body, false)?;
     check_answers(app, body)?;
     check(body, &app.schemas.completions, &app.bounds.model)?;
@@ -56,15 +76,11 @@ fn prepare(app: &Arc<App>, caller: &Caller, body: &mut Value) -> Result<(Order, 
     order.prompt_logprobs = echo && fields.logprobs.is_some();
     order.admit(app, Some(fields.max_tokens.unwrap_or(16)), "prompt")?;
     app.log_prompts(&order.id, &order.prompts);
-    let echoes = match echo {
-        true if order.prompt_logprobs => order.prompts.iter().map(Echo::scored).collect(),
-        true => {
-            order.prompts.iter().map(|p| Ok(Echo::Text(app.decode(p)?))).collect::<Result<_, ApiError>>()?
-        }
-        false => Vec::new(),
-    };
-    let shape = Text { echoes, ..Text::new(app, &order) };
-    Ok((order, shape, common))
+    let scored = order.prompts.iter().filter(|_| order.prompt_logprobs);
+    let shape = Text { echoes: scored.map(Echo::scored).collect(), ..Text::new(app, &order) };
+    let echoed_bytes = (echo && !order.prompt_logprobs)
+        .then(|| order.prompts.iter().map(|prompt| text_bytes(app, prompt)).sum());
+    Ok(Prepared { order, shape, common, echoed_bytes })
 }
 
 /// What the schema says in other words, or not at all.
@@ -87,7 +103,8 @@ fn check_answers(app: &App, body: &Value) -> Result<(), ApiError> {
 
 /// A prompt that is given back.
 enum Echo {
-    Text(String),
+    /// As a text, which all answers to it share.
+    Text(Arc<str>),
     /// With log-probabilities, token by token.
     Scored {
         prompt: Arc<[u32]>,
@@ -143,7 +160,7 @@ pub(crate) struct Text {
     echoes: Vec<Echo>,
     /// Characters of each answer that were given out: where the next token's text begins.
     shown: Vec<usize>,
-    /// Scored tokens of its prompt that were given out, of each answer.
+    /// Of each answer: what of its prompt was given out. Scored tokens, or bytes of the text.
     echoed: Vec<usize>,
     scorer: Option<Scorer>,
 }
@@ -167,17 +184,9 @@ impl Text {
         json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish})
     }
 
-    /// The prompt as a text, once, before the answer's first text.
-    fn echo(&self, index: usize) -> &str {
-        match self.echoes.get(index / self.n) {
-            Some(Echo::Text(text)) => text,
-            _ => "",
-        }
-    }
-
     /// Tokens with their scores.
-    fn scored(&mut self, index: usize, tokens: &[Token], echo: &str) -> Value {
-        let text: String = std::iter::once(echo).chain(tokens.iter().map(|t| t.text.as_str())).collect();
+    fn scored(&mut self, index: usize, tokens: &[Token]) -> Value {
+        let text: String = tokens.iter().map(|t| t.text.as_str()).collect();
         let offset = self.shown[index];
         let scores = self.scorer.as_ref().map_or(Value::Null, |scorer| scorer.of_tokens(tokens, offset));
         self.shown[index] += text.chars().count();
@@ -210,40 +219,41 @@ impl Shape for Text {
 
     fn unsaid(&mut self, index: usize, complete: bool) -> Option<Value> {
         let tokens = match self.echoes.get_mut(index / self.n)? {
-            Echo::Text(_) => return None,
+            Echo::Text(text) => {
+                let part = part_of(text, self.echoed[index], PART_BYTES).to_string();
+                self.echoed[index] += part.len();
+                return (!part.is_empty()).then(|| self.choice(index, part, Value::Null, None));
+            }
             echo if complete => echo.tokens(&self.app),
             Echo::Scored { made, .. } => made.clone(),
         };
         let unsaid = tokens.get(self.echoed[index]..).filter(|unsaid| !unsaid.is_empty())?;
         let unsaid = &unsaid[..unsaid.len().min(CHUNK_TOKENS)];
         self.echoed[index] += unsaid.len();
-        Some(self.scored(index, unsaid, ""))
+        Some(self.scored(index, unsaid))
     }
 
-    fn before(&mut self, index: usize) -> Arc<Vec<Token>> {
-        self.whole_prompt(index)
+    fn before(&mut self, index: usize) -> Before {
+        match self.echoes.get(index / self.n) {
+            None => Before::default(),
+            Some(Echo::Text(text)) => Before { text: Some(text.clone()), ..Before::default() },
+            Some(Echo::Scored { .. }) => Before { text: None, tokens: self.whole_prompt(index) },
+        }
     }
 
     fn delta(&mut self, index: usize, token: &Token) -> Vec<Value> {
-        let mut choices = Vec::new();
-        let first = self.shown[index] == 0;
-        let echo = if first { self.echo(index).to_string() } else { String::new() };
-        if !(token.text.is_empty() && echo.is_empty() && self.scorer.is_none()) {
-            choices.push(self.scored(index, std::slice::from_ref(token), &echo));
+        match token.text.is_empty() && self.scorer.is_none() {
+            true => Vec::new(),
+            false => vec![self.scored(index, std::slice::from_ref(token))],
         }
-        choices
     }
 
     fn last(&mut self, index: usize, done: &Done) -> Vec<Value> {
-        let echo = if self.shown[index] == 0 { self.echo(index) } else { "" };
-        let text = format!("{echo}{}", done.text);
-        vec![self.choice(index, text, Value::Null, Some(finish_reason(&done.finish)))]
+        vec![self.choice(index, done.text.clone(), Value::Null, Some(finish_reason(&done.finish)))]
     }
 
     fn whole(&mut self, index: usize, tokens: &[Token], done: &Done) -> Value {
-        let prompt = self.whole_prompt(index);
-        let mut text = self.echo(index).to_string();
-        prompt.iter().chain(tokens).for_each(|t| text += &t.text);
+        let mut text: String = tokens.iter().map(|t| t.text.as_str()).collect();
         text += &done.text;
         self.choice(index, text, Value::Null, Some(finish_reason(&done.finish)))
     }

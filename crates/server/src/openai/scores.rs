@@ -76,6 +76,23 @@ impl ScoreRoom {
             );
             return Err(ApiError::invalid("prompt", message));
         }
+        self.wait(name, bytes, deadline).await
+    }
+
+    /// Room for prompts of so many bytes, which are to be given back. Waits for it until the deadline.
+    pub async fn take_echo(&self, name: &str, bytes: usize, deadline: Instant) -> Result<Leave, ApiError> {
+        if bytes > self.most {
+            let message = format!(
+                "`echo`: the prompts have {bytes} bytes, and those of one request may have {}: send fewer prompts at a \
+                 time",
+                self.most
+            );
+            return Err(ApiError::invalid("prompt", message));
+        }
+        self.wait(name, bytes, deadline).await
+    }
+
+    async fn wait(&self, name: &str, bytes: usize, deadline: Instant) -> Result<Leave, ApiError> {
         let leave = self.lane.take(name, bytes);
         let leave = tokio::time::timeout_at(deadline.into(), leave).await;
         leave.map_err(|_| ApiError::deadline())?.ok_or_else(|| ApiError::internal("no room for scores"))
@@ -204,5 +221,18 @@ mod tests {
         assert_eq!(take("b", MIN_ROOM + 1).err(), Some("invalid_value"));
         drop((held, other));
         assert!(take("a", MIN_ROOM).is_ok());
+    }
+
+    #[tokio::test]
+    async fn prompts_that_are_given_back_have_the_same_room() {
+        let room = ScoreRoom::new(1000, &[]);
+        let now = Instant::now();
+        let code = |taken: Result<Leave, ApiError>| taken.map_err(|error| error.code);
+        let all: Vec<Leave> = (0..REQUESTS).map(|_| room.try_take("", MIN_ROOM, "prompt").ok().unwrap()).collect();
+        assert_eq!(code(room.take_echo("", 1, now).await).err(), Some(ApiError::deadline().code));
+        assert_eq!(code(room.take_echo("", MIN_ROOM + 1, now).await).err(), Some("invalid_value"));
+        drop(all);
+        let later = now + std::time::Duration::from_secs(3600);
+        assert!(room.take_echo("", MIN_ROOM, later).await.is_ok());
     }
 }

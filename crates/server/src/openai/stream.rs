@@ -6,6 +6,7 @@
 use super::fields::Common;
 use super::generation::{Answers, Said, Supplied};
 use super::scores::Scorer;
+use super::tokens::{escape, part_of};
 use crate::body::{Leave, blocking};
 use crate::error::ApiError;
 use crate::job::{Done, Finish, LogProb, Token};
@@ -38,19 +39,28 @@ pub(crate) trait Shape: Send + 'static {
         let _ = (index, complete);
         None
     }
-    /// Tokens of the prompt that are scored before those of this answer, when it is over.
-    fn before(&mut self, index: usize) -> Arc<Vec<Token>> {
+    /// What of the prompt stands before this answer in a document, when it is over.
+    fn before(&mut self, index: usize) -> Before {
         let _ = index;
-        Arc::default()
+        Before::default()
     }
     /// The choices of chunks that say this token of an answer: often one, sometimes none.
     fn delta(&mut self, index: usize, token: &Token) -> Vec<Value>;
     /// The choices that end it, the last one with the reason.
     fn last(&mut self, index: usize, done: &Done) -> Vec<Value>;
-    /// The choice of a whole answer, but for its log-probabilities: those are null here.
+    /// The choice of a whole answer, but for its prompt, and for its log-probabilities: those are null here.
     fn whole(&mut self, index: usize, tokens: &[Token], done: &Done) -> Value;
     /// Who writes them, if they were asked for.
     fn scorer(&self) -> Option<Scorer>;
+}
+
+/// A prompt that is given back. All answers to it share it: it is written as often as it is asked for, and held once.
+#[derive(Default)]
+pub(crate) struct Before {
+    /// As a text.
+    pub text: Option<Arc<str>>,
+    /// Or as tokens that are scored.
+    pub tokens: Arc<Vec<Token>>,
 }
 
 /// OpenAI's word.
@@ -156,6 +166,8 @@ fn open(object: &Value) -> Vec<u8> {
 
 /// Bytes of a document that are made at a time. Most documents are shorter.
 const PART_BYTES: usize = 256 << 10;
+/// Bytes of a prompt that are written at once.
+const TEXT_BYTES: usize = 16 << 10;
 
 /// A document on its way. With log-probabilities it may have a hundred times the bytes of what it is made of, so it is
 /// made in parts, as fast as the client takes them.
@@ -171,8 +183,8 @@ struct Document {
 
 struct Choice {
     document: Value,
-    /// Scored tokens: those of the prompt, which several share, and the answer's.
-    before: Arc<Vec<Token>>,
+    before: Before,
+    /// Of the answer. They are scored if the prompt's are.
     tokens: Vec<Token>,
 }
 
@@ -181,6 +193,8 @@ struct Choice {
 enum Place {
     /// The choice of this number, or the end.
     Choice(usize),
+    /// The text of a choice's prompt, from this byte or this token on, and then its own.
+    Text { choice: usize, at: usize },
     /// The score of a token, whose text begins at the character `offset`.
     Score { choice: usize, column: usize, token: usize, offset: usize },
     #[default]
@@ -204,6 +218,14 @@ impl Document {
         }
     }
 
+    /// Where the scores of a choice begin.
+    fn scores(&self, choice: usize, out: &mut Vec<u8>) -> Place {
+        let frame = self.scorer.as_ref().map_or("", |scorer| scorer.frame()[0]);
+        out.extend(b",\"logprobs\":");
+        out.extend(frame.as_bytes());
+        Place::Score { choice, column: 0, token: 0, offset: 0 }
+    }
+
     fn step(&mut self, out: &mut Vec<u8>) -> Place {
         match self.place {
             Place::Choice(choice) if choice == self.choices.len() => {
@@ -216,22 +238,55 @@ impl Document {
                 if choice > 0 {
                     out.push(b',');
                 }
-                let document = &mut self.choices[choice].document;
-                let Some(scorer) = &self.scorer else {
-                    out.extend(document.to_string().as_bytes());
-                    return Place::Choice(choice + 1);
-                };
-                if let Some(fields) = document.as_object_mut() {
-                    fields.shift_remove("logprobs");
+                let Choice { document, before, .. } = &mut self.choices[choice];
+                if before.text.is_none() && before.tokens.is_empty() {
+                    if self.scorer.is_none() {
+                        out.extend(document.to_string().as_bytes());
+                        return Place::Choice(choice + 1);
+                    }
+                    if let Some(fields) = document.as_object_mut() {
+                        fields.shift_remove("logprobs");
+                    }
+                    out.extend(open(document));
+                    return self.scores(choice, out);
                 }
+                let fields = document.as_object_mut();
+                let text = fields.and_then(|fields| {
+                    fields.shift_remove("logprobs");
+                    fields.shift_remove("text")
+                });
                 out.extend(open(document));
-                out.extend(b",\"logprobs\":");
-                out.extend(scorer.frame()[0].as_bytes());
-                Place::Score { choice, column: 0, token: 0, offset: 0 }
+                out.extend(b",\"text\":\"");
+                *document = text.unwrap_or_default();
+                Place::Text { choice, at: 0 }
+            }
+            Place::Text { choice, at } => {
+                let Choice { document, before, .. } = &mut self.choices[choice];
+                let (part, next) = match &before.text {
+                    Some(text) => {
+                        let part = part_of(text, at, TEXT_BYTES);
+                        (part, at + part.len())
+                    }
+                    None => (before.tokens.get(at).map_or("", |token| token.text.as_str()), at + 1),
+                };
+                let is_over = before.text.as_ref().map_or(before.tokens.len(), |text| text.len()) <= at;
+                if !is_over {
+                    out.extend(escape(part).as_bytes());
+                    return Place::Text { choice, at: next };
+                }
+                before.text = None;
+                out.extend(escape(document.take().as_str().unwrap_or_default()).as_bytes());
+                out.push(b'"');
+                if self.scorer.is_some() {
+                    return self.scores(choice, out);
+                }
+                out.extend(b",\"logprobs\":null}");
+                Place::Choice(choice + 1)
             }
             Place::Score { choice, column, token, offset } => {
                 let Some(scorer) = &self.scorer else { return Place::Over };
                 let Choice { before, tokens, .. } = &mut self.choices[choice];
+                let before = &mut before.tokens;
                 let scored = before.get(token).or_else(|| tokens.get(token.checked_sub(before.len())?));
                 if let Some(scored) = scored {
                     if token > 0 {
@@ -489,6 +544,41 @@ mod tests {
         }
         fn scorer(&self) -> Option<Scorer> {
             None
+        }
+    }
+
+    /// Every answer had a copy of its prompt's text: 128 answers to 198 KB were 25 MB for each that was not read.
+    #[test]
+    fn answers_share_the_text_of_their_prompt() {
+        let prompt: Arc<str> = "é \"quoted\"\n".repeat(50_000).into();
+        let tokens = prompt.chars().map(|c| Token { id: 1, text: c.into(), logprob: None });
+        let tokens: Arc<Vec<Token>> = Arc::new(tokens.collect());
+        for scored in [false, true] {
+            let choice = |index: usize| Choice {
+                document: json!({"index": index, "text": " end", "logprobs": null, "finish_reason": "stop"}),
+                before: match scored {
+                    true => Before { text: None, tokens: tokens.clone() },
+                    false => Before { text: Some(prompt.clone()), ..Before::default() },
+                },
+                tokens: Vec::new(),
+            };
+            let choices = (0..4).map(choice).collect();
+            let mut document = Document { choices, behind: json!({"usage": 1}), ..Document::default() };
+            document.place = Place::Choice(0);
+            let mut all = b"{\"choices\":[".to_vec();
+            while !matches!(document.place, Place::Over) {
+                let mut part = Vec::new();
+                document.write(&mut part);
+                assert!(part.len() < PART_BYTES + 2 * TEXT_BYTES, "{}", part.len());
+                all.extend(part);
+            }
+            let told: Value = serde_json::from_slice(&all).unwrap();
+            assert_eq!(told["usage"], 1);
+            for index in 0..4 {
+                let expected =
+                    json!({"index": index, "text": format!("{prompt} end"), "logprobs": null, "finish_reason": "stop"});
+                assert!(told["choices"][index] == expected, "{index}, scored: {scored}");
+            }
         }
     }
 
