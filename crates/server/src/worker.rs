@@ -6,7 +6,7 @@ mod thread;
 
 use crate::job::*;
 use crate::live::{CacheBytes, LiveView};
-use crate::shares::{NoPlace, Shares};
+use crate::shares::{NoPlace, Place, Shares};
 use kvist_backend::{Purpose, Registry};
 use kvist_engine::Error;
 use kvist_engine::executor::{ModelExecutor, PagedConfig};
@@ -113,7 +113,7 @@ struct Shared {
     model: Arc<Model>,
     commands: Sender<Command>,
     next_id: AtomicU64,
-    /// Places of jobs that wait: submitted, and neither admitted nor ended.
+    /// Places of jobs that wait: reserved or submitted, and neither admitted nor ended.
     queue: Shares,
     /// Jobs that were rejected because it was full, other answers of requests that run not counted.
     rejected: AtomicU64,
@@ -166,6 +166,10 @@ impl Drop for Generation {
             let _ = self.shared.commands.send(Command::Cancel(self.id));
         }
     }
+}
+
+fn full(none: NoPlace) -> Rejected {
+    Rejected::Full { waiting: none.taken, is_shared: none.is_shared }
 }
 
 impl Engine {
@@ -238,7 +242,8 @@ impl Engine {
         self.shared.queue.has_room(name)
     }
 
-    /// Jobs that wait: submitted, and neither admitted nor ended.
+    /// Places that are taken: by jobs that were submitted, and neither admitted nor ended, and by requests that are to
+    /// submit some.
     pub fn queued(&self) -> usize {
         self.shared.queue.n_taken()
     }
@@ -250,20 +255,35 @@ impl Engine {
 
     /// Queue a job, unless the queue is full for its name or the server is going down. Never blocks.
     pub fn submit(&self, job: Job) -> Result<Generation, Rejected> {
+        let mut places = self.reserve(&job.tenant, 1)?;
+        match places.pop() {
+            Some(place) => self.submit_in(job, place),
+            None => self.submit_sibling(job),
+        }
+    }
+
+    /// Places for `n` jobs of this name, or none: what waits for something else before it is submitted counts as waiting
+    /// too, and is not refused behind that. They are given back when they are dropped.
+    pub(crate) fn reserve(&self, tenant: &Arc<str>, n: usize) -> Result<Vec<Arc<Place>>, Rejected> {
         if self.shared.draining.load(SeqCst) {
             return Err(Rejected::Draining);
         }
-        let submitted = self.submit_sibling(job);
-        if matches!(submitted, Err(Rejected::Full { .. })) {
+        let places: Result<_, NoPlace> =
+            (0..n).map(|_| self.shared.queue.take(tenant).map(Arc::new)).collect();
+        places.map_err(|none| {
             self.shared.rejected.fetch_add(1, SeqCst);
-        }
-        submitted
+            full(none)
+        })
     }
 
     /// The same for a job that belongs to a request which was taken before: also while the server is going down.
     pub fn submit_sibling(&self, job: Job) -> Result<Generation, Rejected> {
-        let full = |full: NoPlace| Rejected::Full { waiting: full.taken, is_shared: full.is_shared };
         let place = self.shared.queue.take(&job.tenant).map_err(full)?;
+        self.submit_in(job, Arc::new(place))
+    }
+
+    /// The same, with a place that was taken before. It is free again when the job is admitted and no one else holds it.
+    pub(crate) fn submit_in(&self, job: Job, place: Arc<Place>) -> Result<Generation, Rejected> {
         self.shared.live.send_modify(|n| *n += 1);
         let id = RequestId(self.shared.next_id.fetch_add(1, SeqCst));
         let (sender, events) = mpsc::unbounded_channel();

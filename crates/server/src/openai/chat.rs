@@ -66,6 +66,7 @@ fn prepare(app: &Arc<App>, caller: &Caller, body: &mut Value) -> Result<(Order, 
     app.log_prompts(&order.id, &order.prompts);
     let parser = || form.reading.as_ref().map(Reading::parser);
     let shape = Turn::new(app, id, (0..order.n).map(|_| parser()), wants_scores);
+    order.queue(app)?;
     Ok((order, shape, common))
 }
 

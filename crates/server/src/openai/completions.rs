@@ -80,6 +80,7 @@ fn prepare(app: &Arc<App>, caller: &Caller, body: &mut Value) -> Result<Prepared
     let shape = Text { echoes: scored.map(Echo::scored).collect(), ..Text::new(app, &order) };
     let echoed_bytes = (echo && !order.prompt_logprobs)
         .then(|| order.prompts.iter().map(|prompt| text_bytes(app, prompt)).sum());
+    order.queue(app)?;
     Ok(Prepared { order, shape, common, echoed_bytes })
 }
 

@@ -10,6 +10,7 @@ use crate::body::Leave;
 use crate::error::ApiError;
 use crate::job::{Done, Event, Failure, Finish, Job, LogProb, Name, Rejected, Token};
 use crate::metrics::Ended;
+use crate::shares::Place;
 use crate::structured::Compiled;
 use crate::worker::Generation;
 use axum::http::StatusCode;
@@ -58,6 +59,9 @@ pub(crate) struct Order {
     pub explain: bool,
     pub pace: Option<u32>,
     pub record: Option<Record>,
+    /// In the queue, of each prompt: from when it is ready until the last of its answers was submitted. Its answers use it
+    /// one after the other, and other places where there are some.
+    places: Vec<Option<Arc<Place>>>,
     /// For the log, and for those who watch.
     pub id: String,
     pub session: Option<Arc<str>>,
@@ -119,6 +123,7 @@ impl Order {
             explain: kvist.explain.unwrap_or(false),
             pace: kvist.pace,
             record: None,
+            places: Vec::new(),
             id,
             session: None,
             endpoint,
@@ -155,6 +160,43 @@ impl Order {
         Ok(())
     }
 
+    /// Take a place in the queue for each prompt, which is memory from now on. What it waits for until it is submitted
+    /// holds up no other's place, and no full queue refuses it behind that.
+    pub fn queue(&mut self, app: &App) -> Result<(), ApiError> {
+        let places = app.engine.reserve(&self.caller.name, self.prompts.len());
+        let places = places.map_err(|rejected| {
+            self.log(&Figures { ended: "rejected", ..Figures::default() });
+            ApiError::of_rejected(rejected, app.retry_after_s())
+        })?;
+        self.places = places.into_iter().map(Some).collect();
+        Ok(())
+    }
+
+    /// Does nothing that was submitted use this prompt's place?
+    fn has_place(&self, prompt: usize) -> bool {
+        self.places[prompt].as_ref().is_some_and(|place| Arc::strong_count(place) == 1)
+    }
+
+    /// The log's line of the request.
+    fn log(&self, figures: &Figures) {
+        let ms = |time: Option<Duration>| time.map_or(-1.0, |t| (t.as_secs_f64() * 1e4).round() / 10.0);
+        tracing::info!(
+            target: "kvist::server",
+            id = self.id,
+            key = &*self.caller.name,
+            endpoint = self.endpoint,
+            answers = self.prompts.len() * self.n as usize,
+            prompt_tokens = self.prompts.iter().map(|p| p.len()).sum::<usize>(),
+            cached_tokens = figures.cached_tokens,
+            completion_tokens = figures.completion_tokens,
+            queued_ms = ms(figures.queued),
+            ttft_ms = ms(figures.ttft),
+            total_ms = ms(Some(figures.total)),
+            ended = figures.ended,
+            "request"
+        );
+    }
+
     fn job(&self, prompt: usize, choice: u32) -> Job {
         let index = prompt as u64 * u64::from(self.n) + u64::from(choice);
         let sampling = SamplerConfig { seed: self.sampling.seed.wrapping_add(index), ..self.sampling };
@@ -180,6 +222,17 @@ impl Order {
             name: Name { request: self.id.as_str().into(), session: self.session.clone() },
         }
     }
+}
+
+/// What became of a request.
+#[derive(Default)]
+struct Figures {
+    cached_tokens: u64,
+    completion_tokens: u64,
+    queued: Option<Duration>,
+    ttft: Option<Duration>,
+    total: Duration,
+    ended: &'static str,
 }
 
 /// More answers than a request may have.
@@ -324,10 +377,17 @@ impl Answers {
     fn submit(&mut self, index: usize) -> Result<(), Rejected> {
         let n = self.order.n as usize;
         let job = self.order.job(index / n, (index % n) as u32);
-        let engine = &self.app.engine;
+        let (engine, prompt) = (&self.app.engine, index / n);
+        let own = self.order.places[prompt].clone().filter(|own| Arc::strong_count(own) == 2);
         // A request that was taken gets all its answers, whatever the server is about to do.
-        let generation =
-            if index.is_multiple_of(n) { engine.submit(job) } else { engine.submit_sibling(job) }?;
+        let generation = match own {
+            Some(own) => engine.submit_in(job, own),
+            None => engine.submit_sibling(job),
+        }?;
+        if (index + 1).is_multiple_of(n) {
+            // There are no more. The place is free when what uses it has been admitted.
+            self.order.places[prompt] = None;
+        }
         self.clocks[index].open = true;
         let next = |mut generation: Generation| async move {
             let event = generation.next().await?;
@@ -370,7 +430,8 @@ impl Answers {
         loop {
             // A job is not made, with a grammar of its own, before there is a place for it.
             while let Some(index) = self.waiting.front().copied()
-                && self.app.engine.has_room(&self.order.caller.name)
+                && (self.order.has_place(index / self.order.n as usize)
+                    || self.app.engine.has_room(&self.order.caller.name))
             {
                 match self.submit(index) {
                     Ok(()) => drop(self.waiting.pop_front()),
@@ -503,6 +564,7 @@ impl Answers {
     fn abandon(&mut self) {
         self.running.clear();
         self.waiting.clear();
+        self.order.places.fill(None);
         for clock in &mut self.clocks {
             if std::mem::take(&mut clock.open) {
                 self.app.metrics.ended(Ended::Abort, None, self.began.elapsed(), None);
@@ -515,21 +577,13 @@ impl Answers {
 impl Drop for Answers {
     fn drop(&mut self) {
         self.abandon();
-        let ms = |time: Option<Duration>| time.map_or(-1.0, |t| (t.as_secs_f64() * 1e4).round() / 10.0);
-        tracing::info!(
-            target: "kvist::server",
-            id = self.order.id,
-            key = &*self.order.caller.name,
-            endpoint = self.order.endpoint,
-            answers = self.total(),
-            prompt_tokens = self.order.prompts.iter().map(|p| p.len()).sum::<usize>(),
-            cached_tokens = self.supplied.iter().flatten().map(|s| u64::from(s.cached_tokens)).sum::<u64>(),
-            completion_tokens = self.completion_tokens,
-            queued_ms = ms(self.queued),
-            ttft_ms = ms(self.ttft),
-            total_ms = ms(Some(self.began.elapsed())),
-            ended = self.ended.unwrap_or("unknown"),
-            "request"
-        );
+        self.order.log(&Figures {
+            cached_tokens: self.supplied.iter().flatten().map(|s| u64::from(s.cached_tokens)).sum(),
+            completion_tokens: self.completion_tokens,
+            queued: self.queued,
+            ttft: self.ttft,
+            total: self.began.elapsed(),
+            ended: self.ended.unwrap_or("unknown"),
+        });
     }
 }

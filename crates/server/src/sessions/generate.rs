@@ -109,6 +109,7 @@ fn prepare(
     let asked = fields.max_completion_tokens.into_iter().chain(fields.max_tokens).min();
     order.admit(app, asked, "session")?;
     app.log_prompts(&order.id, &order.prompts);
+    order.queue(app)?;
     let run = Run {
         app: app.clone(),
         claim,

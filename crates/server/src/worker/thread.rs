@@ -31,7 +31,7 @@ pub(super) struct Arrival {
     /// When it was submitted: a step may have run since.
     pub at: Instant,
     /// In the queue.
-    pub place: Place,
+    pub place: Arc<Place>,
     pub events: mpsc::UnboundedSender<Event>,
     pub unread: Arc<AtomicUsize>,
 }
@@ -55,7 +55,7 @@ pub(super) struct Live {
     deadline: Option<Instant>,
     explain: bool,
     /// In the queue, until it is admitted.
-    place: Option<Place>,
+    place: Option<Arc<Place>>,
     /// It generates tokens, beside being computed.
     generates: bool,
     pace: Option<u32>,

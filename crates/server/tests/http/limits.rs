@@ -135,6 +135,35 @@ fn a_full_queue_says_so() {
     assert_eq!(server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 1})).status, 200);
 }
 
+/// Requests that waited for room for their scores were in no account, and when there was some the queue refused them.
+#[test]
+fn what_waits_for_room_for_its_scores_has_a_place_in_the_queue() {
+    const PROMPTS: usize = 56;
+    let mut config = config();
+    config.limits.max_queue = 5 * PROMPTS;
+    let server = Server::start(config);
+    let still = server.hold();
+    // The scores of each take nearly a quarter of the room.
+    let prompts = vec![vec![5; 1020]; PROMPTS];
+    let scored = json!({"prompt": prompts, "echo": true, "logprobs": 20, "max_tokens": 0}).to_string();
+    let headers = [("content-type", "application/json")];
+    let ask = || {
+        let mut stream = server.connect();
+        stream.write_all(&request("POST", "/v1/completions", &headers, scored.as_bytes())).unwrap();
+        stream
+    };
+    let waiting: Vec<_> = (0..5).map(|_| ask()).collect();
+    server.until("the last one waits too", || server.engine.queued() == 5 * PROMPTS);
+    // It is refused at once, and not when there is room.
+    let refused = Answer::read(ask());
+    assert_eq!((refused.status, refused.error().2.as_str()), (429, "queue_full"));
+    drop(waiting);
+    server.until("they have left", || server.metric("kvist_connections", "") <= 1.0);
+    drop(still);
+    server.becomes_idle();
+    assert_eq!(server.engine.queued(), 0);
+}
+
 #[test]
 fn deadlines_end_requests() {
     let mut config = config();
