@@ -188,22 +188,23 @@ fn the_plan_names_every_purpose_and_is_refused_where_it_does_not_fit() {
     assert_eq!(twice["bound"]["kv_cache"].as_u64(), Some(2 * of("kv_cache")));
     const CONTEXT: u64 = 1024; // of the embedded model
     // As docs/serving.md says it: by the bodies, and by the prompts of the queue and the batch.
-    let requests = |max_body_mib: u64, n_prompts: u64, context: u64| {
-        Some(((66 * max_body_mib + 133) << 20) + n_prompts * context * 4)
+    let requests = |max_body_mib: u64, queue: u64, batch: u64, context: u64| {
+        let prompts = queue * context * 4 + batch * (context * 17 / 2 + 64);
+        Some(((66 * max_body_mib + 133) << 20) + prompts)
     };
-    assert_eq!(plan["requests_bytes"].as_u64(), requests(4, 256 + 32, CONTEXT));
-    assert_eq!(plan["total_bytes"].as_u64(), requests(4, 256 + 32, CONTEXT).map(|bytes| bytes + of("total")));
+    assert_eq!(plan["requests_bytes"].as_u64(), requests(4, 256, 32, CONTEXT));
+    assert_eq!(plan["total_bytes"].as_u64(), requests(4, 256, 32, CONTEXT).map(|bytes| bytes + of("total")));
     let small = json(&["serve", "--dry-run", "--json", "--max-body", "1MiB", "--max-batch", "8"]);
-    assert_eq!(small["requests_bytes"].as_u64(), requests(1, 256 + 8, CONTEXT));
+    assert_eq!(small["requests_bytes"].as_u64(), requests(1, 256, 8, CONTEXT));
     // No prompt is longer than the cache.
     let narrow = json(&["serve", "--dry-run", "--json", "--context", "64", "--max-queue", "100000"]);
-    assert_eq!(narrow["requests_bytes"].as_u64(), requests(4, 100_000 + 32, 64));
+    assert_eq!(narrow["requests_bytes"].as_u64(), requests(4, 100_000, 32, 64));
     // Requests were in the plan and not in the bound: the dry run refused this, and the server started.
     for last in [&["--dry-run"][..], &["--port", "0"]] {
         let out = run(&[&["serve", "--memory", "300MiB", "--context", "4096"], last].concat(), b"");
         let stderr = String::from_utf8(out.stderr).unwrap();
         assert_eq!(out.status.code(), Some(1), "{last:?}: {stderr}");
-        assert!(last[0] == "--dry-run" || stderr.contains("requests 398.12 MiB"), "{stderr}");
+        assert!(last[0] == "--dry-run" || stderr.contains("requests 398.27 MiB"), "{stderr}");
     }
     let (text, _) = succeed(&["serve", "--dry-run"]);
     assert!(text.contains("bound ") && text.contains("KV cache") && text.contains("requests "), "{text}");

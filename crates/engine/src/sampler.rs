@@ -25,7 +25,7 @@ pub struct SamplerConfig {
     pub min_p: f32,
     /// Divide positive and multiply negative logits of recent tokens by this; 1 is off (Keskar et al., 2019).
     pub repetition_penalty: f32,
-    /// Recent tokens that the penalty looks at.
+    /// Recent tokens that the penalty looks at; `usize::MAX` for all of them, which are not remembered in order then.
     pub repetition_window: usize,
     /// Subtracted from a logit once for every time that this sampler drew the token; 0 is off. Below 0 it invites
     /// repetition (OpenAI's API reference, "frequency and presence penalties").
@@ -52,6 +52,9 @@ impl SamplerConfig {
     }
 }
 
+/// More tokens than any vocabulary has.
+const MAX_TOKENS: u32 = 1 << 24;
+
 /// Draws tokens. The same configuration and logits give the same tokens on every machine.
 #[derive(Clone, Debug)]
 pub struct Sampler {
@@ -60,6 +63,8 @@ pub struct Sampler {
     recent: VecDeque<u32>,
     /// How often each token stands in `recent`.
     penalised: HashMap<u32, u32>,
+    /// Without a window: a bit for each token, set once it was observed.
+    observed: Vec<u64>,
     /// How often each token was drawn, if a penalty asks. Every entry changes a logit of its own, so that their order
     /// cannot show.
     drawn: HashMap<u32, u32>,
@@ -84,6 +89,7 @@ impl Sampler {
             config,
             draws: 0,
             recent: VecDeque::new(),
+            observed: Vec::new(),
             // A table that is at most half full clears away what was removed in place, and allocates nothing.
             penalised: HashMap::with_capacity(match config.repetition_window {
                 window if config.repetition_penalty != 1.0 && window <= 4096 => 2 * window + 4,
@@ -100,6 +106,9 @@ impl Sampler {
     pub fn observe(&mut self, tokens: &[u32]) {
         if self.config.repetition_penalty == 1.0 {
             return;
+        }
+        if self.config.repetition_window == usize::MAX {
+            return self.observe_for_ever(tokens);
         }
         for token in tokens {
             if self.recent.len() >= self.config.repetition_window
@@ -118,10 +127,23 @@ impl Sampler {
         }
     }
 
+    fn observe_for_ever(&mut self, tokens: &[u32]) {
+        // What no vocabulary has changes no logit.
+        for &token in tokens.iter().filter(|token| **token < MAX_TOKENS) {
+            let word = token as usize / 64;
+            if word >= self.observed.len() {
+                self.observed.reserve_exact(word + 1 - self.observed.len());
+                self.observed.resize(word + 1, 0);
+            }
+            self.observed[word] |= 1 << (token % 64);
+        }
+    }
+
     /// Another text is continued from here on: what was observed and drawn belongs to the old one.
     pub fn forget(&mut self) {
         self.recent.clear();
         self.penalised.clear();
+        self.observed.clear();
         self.drawn.clear();
     }
 
@@ -163,8 +185,13 @@ impl Sampler {
 
     fn penalise(&mut self) {
         let penalty = self.config.repetition_penalty;
-        for &token in self.penalised.keys() {
-            if let Some(x) = self.logits.get_mut(token as usize) {
+        let bits = |(word, bits): (usize, &u64)| {
+            let bits = *bits;
+            (0..64).filter(move |bit| bits >> bit & 1 == 1).map(move |bit| word * 64 + bit)
+        };
+        let observed = self.observed.iter().enumerate().filter(|(_, bits)| **bits != 0).flat_map(bits);
+        for token in self.penalised.keys().map(|token| *token as usize).chain(observed) {
+            if let Some(x) = self.logits.get_mut(token) {
                 *x = if *x > 0.0 { *x / penalty } else { *x * penalty };
             }
         }

@@ -74,3 +74,18 @@ fn a_decoded_token_allocates_nothing_after_warm_up() {
     }
     assert!(bad.is_empty(), "allocations in 40 tokens after warm-up:\n{}", bad.join("\n"));
 }
+
+/// A penalty that looks at the whole text kept a second copy of every prompt, and a table beside it.
+#[test]
+fn a_penalty_without_a_window_takes_a_bit_of_each_token() {
+    const VOCAB: u32 = 50_000;
+    let config =
+        SamplerConfig { repetition_penalty: 1.1, repetition_window: usize::MAX, ..SamplerConfig::greedy() };
+    let mut sampler = Sampler::new(config).unwrap();
+    let prompt: Vec<u32> = (0..500_000).map(|i| i * 7919 % VOCAB).collect();
+    let counted = allocation_counter::measure(|| {
+        sampler.observe(&[VOCAB - 1]);
+        sampler.observe(&prompt);
+    });
+    assert!(counted.bytes_total <= u64::from(VOCAB / 8) + 64, "{counted:?}");
+}

@@ -92,7 +92,7 @@ fn random_config(n: &mut Numbers) -> SamplerConfig {
         top_p: n.pick(&[1.0, 1.0, 0.95, 0.7, 0.3, 0.01]),
         min_p: n.pick(&[0.0, 0.0, 0.02, 0.2, 1.0]),
         repetition_penalty: n.pick(&[1.0, 1.0, 1.3, 0.7]),
-        repetition_window: n.pick(&[0, 1, 3, 64]),
+        repetition_window: n.pick(&[0, 1, 3, 64, usize::MAX]),
         frequency_penalty: n.pick(&[0.0, 0.0, 0.4, 2.0, -0.7]),
         presence_penalty: n.pick(&[0.0, 0.0, 0.6, 2.0, -1.1]),
         seed: n.0.next(),

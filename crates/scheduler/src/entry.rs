@@ -146,12 +146,6 @@ impl Entry {
         if tokens.len() < end || tokens.get(end) == Some(&token) {
             return;
         }
-        if let Prompt::SharedTokens(shared) = &self.prompt {
-            self.prompt = Prompt::Tokens(shared[..end].to_vec());
-        }
-        if let Prompt::Tokens(tokens) = &mut self.prompt {
-            tokens.truncate(end);
-            tokens.push(token);
-        }
+        self.prompt.push(end, token);
     }
 }

@@ -63,6 +63,24 @@ impl Prompt {
             Prompt::Unknown | Prompt::Ids { .. } => None,
         }
     }
+
+    /// Behind the first `end` tokens comes this one. Room for more grows by an eighth: doubling would take as much again as
+    /// a long prompt.
+    pub(crate) fn push(&mut self, end: usize, token: u32) {
+        let more = end / 8 + 16;
+        if let Prompt::SharedTokens(shared) = self {
+            let mut own = Vec::with_capacity(end + more);
+            own.extend_from_slice(&shared[..end]);
+            *self = Prompt::Tokens(own);
+        }
+        if let Prompt::Tokens(tokens) = self {
+            tokens.truncate(end);
+            if tokens.len() == tokens.capacity() {
+                tokens.reserve_exact(more);
+            }
+            tokens.push(token);
+        }
+    }
 }
 
 /// One request.
@@ -192,6 +210,22 @@ pub struct Ended {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The first sampled token made a copy, and doubled it.
+    #[test]
+    fn an_answer_takes_little_beside_its_prompt() {
+        for n in [0, 1, 1000, 100_000] {
+            let shared: Arc<[u32]> = vec![1; n].into();
+            let mut prompt = Prompt::SharedTokens(shared);
+            for token in 0..2000 {
+                let end = n + token as usize;
+                prompt.push(end, token);
+                let Prompt::Tokens(tokens) = &prompt else { panic!("not its own: {prompt:?}") };
+                assert_eq!((tokens.len(), tokens[end]), (end + 1, token));
+                assert!(tokens.capacity() <= end + end / 8 + 16, "{} for {end}", tokens.capacity());
+            }
+        }
+    }
 
     #[test]
     fn what_prompts_have_in_common() {

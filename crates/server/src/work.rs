@@ -41,18 +41,22 @@ pub(crate) const SETTLING_BYTES: usize = 1 << 20;
 /// Threads that make requests ready.
 pub(crate) const THREADS: usize = 8;
 
-/// Bytes of memory that all requests of a server together take beside the model's, for a model of this context. Until
-/// they are submitted: bodies and their documents, renderings, tokenizations, and the text that each thread may hold
-/// beside them. From then on: their prompts, while they wait for the batch and while they are in it. The sizes of lanes,
-/// semaphores, queue and batch enforce it.
+/// Bytes of memory that all requests of a server together take beside the model's, for a model of this context. First
+/// come bodies and their documents, renderings, tokenizations, and the text that each thread may hold beside them. When
+/// a request is ready, its prompts take places in the queue, and then in the batch. The sizes of lanes, semaphores, queue
+/// and batch enforce it.
 pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
     let most = config.limits.max_body_bytes;
     let texts = most.saturating_mul(THREADS);
     let work = work_bytes(most).saturating_add(RESERVE_BYTES);
     let ready = bodies_bytes(most).saturating_add(work).saturating_add(texts);
-    let prompt = u64::from(model_context.min(config.cache_tokens(model_context)));
-    let prompts = config.queue_places() as u64 + u64::from(config.scheduler.max_batch);
-    (ready as u64).saturating_add(prompts.saturating_mul(prompt).saturating_mul(size_of::<u32>() as u64))
+    let tokens = u64::from(model_context.min(config.cache_tokens(model_context)));
+    let prompt = tokens.saturating_mul(size_of::<u32>() as u64);
+    let queue = prompt.saturating_mul(config.queue_places() as u64);
+    // The scheduler has a copy to which it appends the answer; it grows by an eighth.
+    let batch = prompt.saturating_mul(2).saturating_add(prompt / 8 + 64);
+    let batch = batch.saturating_mul(u64::from(config.scheduler.max_batch));
+    (ready as u64).saturating_add(queue).saturating_add(batch)
 }
 
 /// Bytes are counted in units, of which there may be as many as a semaphore holds.

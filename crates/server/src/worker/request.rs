@@ -14,6 +14,9 @@ use tokio::sync::mpsc::UnboundedSender;
 pub(super) struct Chooser {
     model: Arc<Model>,
     sampler: Sampler,
+    /// The prompt, until the sampler observes it: with the first token, because a request that waits takes its prompt
+    /// and nothing more.
+    unobserved: Option<Arc<[u32]>>,
     logit_bias: Arc<[(u32, f32)]>,
     constraint: Option<Box<dyn Constraint>>,
     logprobs: Option<u8>,
@@ -73,6 +76,7 @@ impl Chooser {
         Chooser {
             model,
             sampler,
+            unobserved: Some(job.prompt.clone()),
             logit_bias: job.logit_bias.clone(),
             constraint: job.constraint.take(),
             logprobs: job.logprobs,
@@ -109,6 +113,9 @@ impl Chooser {
         }
         if let Some(constraint) = &mut self.constraint {
             constraint.mask(logits).map_err(Failure::Grammar)?;
+        }
+        if let Some(prompt) = self.unobserved.take() {
+            self.sampler.observe(&prompt);
         }
         let token = self.sampler.sample(logits).map_err(engine)?;
         self.sampler.observe(&[token]);

@@ -162,8 +162,7 @@ impl Thread {
             return self.fail(id, Failure::UnknownToken { token, vocab });
         }
         match Sampler::new(job.sampling) {
-            Ok(mut sampler) => {
-                sampler.observe(&job.prompt);
+            Ok(sampler) => {
                 let chooser = Chooser::new(self.model.clone(), sampler, &mut job, events, unread, end);
                 self.state.executor.expect(id, Box::new(chooser));
             }
