@@ -6,7 +6,7 @@ use kvist_engine::config::{ModelConfig, Role, TensorSpec};
 use kvist_engine::template::{ChatTemplate, Message};
 use kvist_engine::text::StopMatcher;
 use kvist_engine::tokenizer::Tokenizer;
-use kvist_engine::weights::{Gguf, Source};
+use kvist_engine::weights::{Encoding, Gguf, Source};
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
@@ -29,6 +29,9 @@ fn gguf(bytes: &[u8]) {
             let _ = stream.push(token);
         }
     }
+    for encoding in Encoding::all() {
+        let _ = gguf.tensor(&encoding.name().to_uppercase()).and_then(|view| view.to_f32());
+    }
     if let Ok(config) = ModelConfig::from_gguf(&gguf) {
         for spec in config.tensors() {
             let _ = gguf.find(&spec.name).and_then(|view| view.to_f32());
@@ -39,10 +42,30 @@ fn gguf(bytes: &[u8]) {
 #[test]
 fn readers_gguf() {
     bolero::check!().with_iterations(ITERATIONS).for_each(gguf);
-    for case in ["tokenizers/spm/model.gguf", "tokenizers/bpe-qwen2/model.gguf"] {
+    for case in ["tokenizers/spm/model.gguf", "tokenizers/bpe-qwen2/model.gguf", "types/model.gguf"] {
         let real = std::fs::read(fixture(case)).expect("a fixture of the engine");
         (0..CHANGED / 3).for_each(|seed| gguf(&changed(&real, seed)));
     }
+}
+
+/// A file that says it is one of several, as it is opened by its name.
+#[test]
+fn readers_split() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let name = folder.path().join("x-00001-of-00002.gguf");
+    let read = |bytes: &[u8]| {
+        std::fs::write(&name, bytes).expect("a temporary file");
+        let _ = Source::gguf_file(&name, false);
+    };
+    let numbers = [0, 1, 2, 3, 99_999, 100_000, u64::from(u32::MAX), u64::MAX - 1, u64::MAX];
+    for number in numbers {
+        for count in numbers {
+            let real = gguf_of(&[("split.no", number), ("split.count", count), ("split.tensors.count", count)]);
+            read(&real);
+            (0..CHANGED / 50).for_each(|seed| read(&changed(&real, seed)));
+        }
+    }
+    bolero::check!().with_iterations(ITERATIONS).for_each(|bytes: &[u8]| read(bytes));
 }
 
 #[test]
@@ -214,16 +237,22 @@ fn write_readers_corpus() {
 
 /// One value of each type that has a length, and one tensor.
 fn small_gguf() -> Vec<u8> {
+    gguf_of(&[])
+}
+
+/// The same, with these numbers.
+fn gguf_of(numbers: &[(&str, u64)]) -> Vec<u8> {
     let text = |s: &str| [&(s.len() as u64).to_le_bytes(), s.as_bytes()].concat();
     let word = |n: u32| n.to_le_bytes().to_vec();
     let long = |n: u64| n.to_le_bytes().to_vec();
     let mut bytes = [
         b"GGUF".to_vec(),
-        [word(3), long(1), long(4)].concat(),
+        [word(3), long(1), long(4 + numbers.len() as u64)].concat(),
         [text("general.architecture"), word(8), text("llama")].concat(),
         [text("tokenizer.ggml.model"), word(8), text("llama")].concat(),
         [text("tokenizer.ggml.tokens"), word(9), word(8), long(2), text("a"), text("b")].concat(),
         [text("tokenizer.ggml.scores"), word(9), word(6), long(2), vec![0; 8]].concat(),
+        numbers.iter().flat_map(|(key, n)| [text(key), word(10), long(*n)].concat()).collect(),
         [text("token_embd.weight"), word(2), long(2), long(2), word(0), long(0)].concat(),
     ]
     .concat();

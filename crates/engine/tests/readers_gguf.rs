@@ -51,6 +51,9 @@ fn list(kind: u32, n: u64, bytes: &[u8]) -> Vec<u8> {
 fn uint(n: u32) -> Vec<u8> {
     typed(U32, &n.to_le_bytes())
 }
+fn long(n: u64) -> Vec<u8> {
+    typed(10, &n.to_le_bytes())
+}
 fn uints(numbers: &[u32]) -> Vec<u8> {
     let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
     list(U32, numbers.len() as u64, &bytes)
@@ -532,6 +535,10 @@ fn parts_that_do_not_belong_together_are_refused() {
             &["part 2 of 3", "split.count 7"],
         ),
         ("a part that is whole", |p| p[1].drop_key("split.no"), 0, &["part 2 of 3", "split.no is nothing"]),
+        ("a number that none follows", |p| p[0].set("split.no", long(u64::MAX)), 0, &["18446744073709551615"]),
+        ("a number behind the last", |p| p[0].set("split.no", uint(3)), 0, &["one of 3 parts", "from 0 is 3"]),
+        ("parts without end", |p| p[0].set("split.count", long(u64::MAX)), 0, &["99999 parts are possible"]),
+        ("more parts than names", |p| p[0].set("split.count", uint(100_000)), 0, &["one of 100000 parts"]),
         ("no number", |p| p[0].drop_key("split.no"), 0, &["split.no", "missing"]),
         ("a tensor twice", |p| p[2].tensors = p[1].tensors.clone(), 0, &["holds the tensor", "holds too"]),
         ("a tensor too few", |p| drop(p[2].tensors.pop()), 0, &["11 tensors", "they hold 10"]),
@@ -557,4 +564,14 @@ fn parts_that_do_not_belong_together_are_refused() {
     std::fs::remove_file(&paths[2]).unwrap();
     let error = load(ModelFile::Path(paths[0].clone())).unwrap_err().to_string();
     assert!(error.contains("-00003-of-00003.gguf is not there"), "{error}");
+    #[cfg(unix)]
+    {
+        use std::os::unix::ffi::OsStrExt;
+        let name = std::ffi::OsStr::from_bytes(b"\xff-00001-of-00003.gguf");
+        let path = folder.path().join(name);
+        std::fs::copy(&paths[0], &path).unwrap();
+        // It was told to take the name that it has.
+        let error = load(ModelFile::Path(path)).unwrap_err().to_string();
+        assert!(error.contains("no UTF-8") && !error.contains("old name"), "{error}");
+    }
 }

@@ -1,10 +1,13 @@
-//! GGUF files in parts, as llama.cpp's `gguf-split` writes them: `NAME-00001-of-00003.gguf` has the metadata and the others tensors
-//! alone, and `split.no`, `split.count` and `split.tensors.count` of each say which it is of how many.
+//! GGUF files in parts, as llama.cpp's `gguf-split` writes them: `NAME-00001-of-00003.gguf` has the metadata and the
+//! others tensors alone, and `split.no`, `split.count` and `split.tensors.count` of each say which it is of how many.
 use super::gguf::Gguf;
 use crate::error::Error;
 use crate::ffi::Contents;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+/// A name has five digits for its number.
+const MAX_PARTS: usize = 99_999;
 
 /// The file, and the parts beside it if it is the first of several.
 pub(super) fn open(path: &Path, mmap: bool) -> Result<Gguf, Error> {
@@ -16,6 +19,18 @@ pub(super) fn open(path: &Path, mmap: bool) -> Result<Gguf, Error> {
     }
     let bad = |file: &str, what: String| Error::Malformed { file: file.into(), what };
     let number = whole.metadata.must_size("split.no")?;
+    if number >= count || count > MAX_PARTS {
+        let what = format!(
+            "says that it is one of {count} parts, and its number from 0 is {number}; {MAX_PARTS} parts are possible"
+        );
+        return Err(bad(whole.file(), what));
+    }
+    if path.file_name().is_some_and(|name| name.to_str().is_none()) {
+        let what = format!(
+            "is one of {count} parts, which are found by their names, and its name is no UTF-8: rename all of them"
+        );
+        return Err(bad(whole.file(), what));
+    }
     let name_of = name(path, number, count).ok_or_else(|| {
         let ending = format!("-{:05}-of-{count:05}.gguf", number + 1);
         bad(
