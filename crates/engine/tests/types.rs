@@ -43,6 +43,13 @@ fn types_of_intermediate_results_are_read() {
     let q8_k = [&0.25f32.to_le_bytes()[..], &codes.repeat(8), &[7; 32]].concat();
     let view = View::new("x", vec![256], Encoding::Q8K, &q8_k).unwrap();
     assert_eq!(view.to_f32().unwrap(), values.repeat(8));
+    // Its scale is an f32, which as an f16 would be 0, or infinite.
+    for d in [1e-9f32, 1e9] {
+        let q8_k = [&d.to_le_bytes()[..], &codes.repeat(8), &[7; 32]].concat();
+        let view = View::new("x", vec![256], Encoding::Q8K, &q8_k).unwrap();
+        let values: Vec<f32> = codes.iter().map(|code| d * f32::from(code.cast_signed())).collect();
+        assert_eq!(view.to_f32().unwrap(), values.repeat(8));
+    }
 }
 
 #[test]

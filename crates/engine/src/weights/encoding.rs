@@ -75,7 +75,7 @@ const FACTS: [Facts; 28] = [
     facts(Encoding::Q4K, "q4_K", 12, (256, 144), Packing::Q4K),
     facts(Encoding::Q5K, "q5_K", 13, (256, 176), Packing::Q5K),
     facts(Encoding::Q6K, "q6_K", 14, (256, 210), Packing::Q6K),
-    facts(Encoding::Q8K, "q8_K", 15, (256, 292), Packing::Q8_0),
+    facts(Encoding::Q8K, "q8_K", 15, (256, 292), Packing::F32),
     facts(Encoding::Iq1S, "iq1_s", 19, (256, 50), Packing::Few),
     facts(Encoding::Iq1M, "iq1_m", 29, (256, 56), Packing::Few),
     facts(Encoding::Iq2Xxs, "iq2_xxs", 16, (256, 66), Packing::Few),
@@ -183,7 +183,7 @@ mod tests {
             assert_eq!(facts.encoding as usize, i);
             assert_eq!(Encoding::of_ggml(facts.ggml), Some(facts.encoding));
             let same = facts.encoding.is_float() || facts.held.block() == facts.block;
-            let changed = matches!(facts.held, Packing::Few | Packing::Q8_0);
+            let changed = matches!(facts.held, Packing::Few | Packing::Q8_0 | Packing::F32);
             assert!(same || changed, "{} is held as {:?}", facts.name, facts.held);
         }
     }

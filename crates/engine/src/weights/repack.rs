@@ -1,35 +1,50 @@
 //! What formats that no kernel reads become when a file is read.
 //!
 //! The rare ones of ggml (iq1 to iq3, tq) have at most sixteen values, small whole scales and one float per 256 weights: they
-//! become [`Packing::Few`], which holds just that, and lose nothing. Their grids (`grids.bin`, written by
+//! become [`Packing::Few`](kvist_cpu::linear::Packing::Few), which holds just that, and lose nothing. Their grids (`grids.bin`, written by
 //! `tools/fixtures/grids.py`) are those of ggml.
 use super::encoding::Encoding;
-use kvist_cpu::linear::Packing;
 use std::borrow::Cow;
 
 /// The blocks of a tensor in the packing that [`Encoding::held`] names.
 pub(super) fn held(encoding: Encoding, bytes: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
-    let (_, size) = encoding.block();
-    let blocks = bytes.chunks_exact(size);
-    let few = |form: fn(&[u8]) -> Few| blocks.clone().flat_map(|block| form(block).bytes()).collect();
-    Cow::Owned(match encoding {
-        Encoding::Iq1S => few(iq1_s),
-        Encoding::Iq1M => few(iq1_m),
-        Encoding::Iq2Xxs => few(iq2_xxs),
-        Encoding::Iq2Xs => few(iq2_xs),
-        Encoding::Iq2S => few(iq2_s),
-        Encoding::Iq3Xxs => few(iq3_xxs),
-        Encoding::Iq3S => few(iq3_s),
-        Encoding::Tq1_0 => few(tq1_0),
-        Encoding::Tq2_0 => few(tq2_0),
+    match encoding {
+        Encoding::Iq1S => few(encoding, &bytes, iq1_s),
+        Encoding::Iq1M => few(encoding, &bytes, iq1_m),
+        Encoding::Iq2Xxs => few(encoding, &bytes, iq2_xxs),
+        Encoding::Iq2Xs => few(encoding, &bytes, iq2_xs),
+        Encoding::Iq2S => few(encoding, &bytes, iq2_s),
+        Encoding::Iq3Xxs => few(encoding, &bytes, iq3_xxs),
+        Encoding::Iq3S => few(encoding, &bytes, iq3_s),
+        Encoding::Tq1_0 => few(encoding, &bytes, tq1_0),
+        Encoding::Tq2_0 => few(encoding, &bytes, tq2_0),
         // Without the sum of its codes.
-        Encoding::Q8_1 => blocks.flat_map(|block| [&block[..2], &block[4..]].concat()).collect(),
-        Encoding::Q8K => blocks.flat_map(q8_k).collect(),
-        Encoding::F64 => blocks
-            .flat_map(|x| (f64::from_le_bytes(std::array::from_fn(|i| x[i])) as f32).to_le_bytes())
-            .collect(),
+        Encoding::Q8_1 => each(encoding, &bytes, |block, out| {
+            out[..2].copy_from_slice(&block[..2]);
+            out[2..].copy_from_slice(&block[4..]);
+        }),
+        Encoding::Q8K => each(encoding, &bytes, q8_k),
+        Encoding::F64 => each(encoding, &bytes, |x, out| {
+            let x = f64::from_le_bytes(std::array::from_fn(|i| x[i])) as f32;
+            out.copy_from_slice(&x.to_le_bytes());
+        }),
         _ => return bytes,
-    })
+    }
+    .into()
+}
+
+/// Every block in its new form, in memory of the right size from the start.
+fn each(encoding: Encoding, bytes: &[u8], write: impl Fn(&[u8], &mut [u8])) -> Vec<u8> {
+    let (elements, size) = encoding.block();
+    let (held_elements, held_size) = encoding.held().block();
+    let new_size = elements / held_elements * held_size;
+    let mut all = vec![0; bytes.len() / size * new_size];
+    bytes.chunks_exact(size).zip(all.chunks_exact_mut(new_size)).for_each(|(block, out)| write(block, out));
+    all
+}
+
+fn few(encoding: Encoding, bytes: &[u8], form: fn(&[u8]) -> Few) -> Vec<u8> {
+    each(encoding, bytes, |block, out| form(block).write(out))
 }
 
 /// Rounded as ggml does.
@@ -43,13 +58,15 @@ pub(super) fn to_q8_0(x: &[f32]) -> Vec<u8> {
     x.chunks_exact(32).flat_map(block).collect()
 }
 
-/// One float and 256 codes: eight blocks of q8_0.
-fn q8_k(block: &[u8]) -> Vec<u8> {
-    let d = half::f16::from_f32(f32::from_le_bytes([block[0], block[1], block[2], block[3]])).to_le_bytes();
-    block[4..260].chunks_exact(32).flat_map(|codes| [&d[..], codes].concat()).collect()
+/// One float and 256 codes. No packing has so wide a scale, so it becomes floats.
+fn q8_k(block: &[u8], out: &mut [u8]) {
+    let d = f32::from_le_bytes([block[0], block[1], block[2], block[3]]);
+    for (code, out) in block[4..260].iter().zip(out.as_chunks_mut::<4>().0) {
+        *out = (d * f32::from(code.cast_signed())).to_le_bytes();
+    }
 }
 
-/// A super-block of [`Packing::Few`]: `w = d × scale of its 16 × values[code]`.
+/// A super-block of `Packing::Few`: `w = d × scale of its 16 × values[code]`.
 struct Few {
     d: f32,
     values: [i8; 16],
@@ -58,15 +75,14 @@ struct Few {
 }
 
 impl Few {
-    fn bytes(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(Packing::Few.block().1);
-        bytes.extend(self.d.to_le_bytes());
-        bytes.extend(self.values.map(|value| value.cast_unsigned() ^ 128));
-        bytes.extend(self.scales);
-        for codes in self.codes.as_chunks::<32>().0 {
-            bytes.extend((0..16).map(|i| codes[i] | codes[i + 16] << 4));
+    fn write(&self, out: &mut [u8]) {
+        let (head, runs) = out.split_at_mut(4 + 16 + 16);
+        head[..4].copy_from_slice(&self.d.to_le_bytes());
+        head[4..20].copy_from_slice(&self.values.map(|value| value.cast_unsigned() ^ 128));
+        head[20..].copy_from_slice(&self.scales);
+        for (codes, out) in self.codes.as_chunks::<32>().0.iter().zip(runs.as_chunks_mut::<16>().0) {
+            *out = std::array::from_fn(|i| codes[i] | codes[i + 16] << 4);
         }
-        bytes
     }
 }
 
