@@ -94,6 +94,7 @@ fn log_to_stderr(verbose: u8, quiet: bool, serves: bool) -> anyhow::Result<()> {
         })?,
         _ => EnvFilter::new(default),
     };
+    // It marks control characters in what it is given, as `output::note` does.
     let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)

@@ -4,14 +4,16 @@ use std::borrow::Cow;
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
-/// Write to stdout now, not when a buffer is full.
+/// Write to stdout now, not when a buffer is full; at a terminal [`harmless`].
 pub fn show(text: &str) -> anyhow::Result<()> {
+    let text = harmless(text);
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to stdout")
 }
 
-/// A model's text as stdout is to have it. At a terminal its control characters stand as marks: they could move the cursor,
-/// set the clipboard, or have the terminal type something. Elsewhere nothing is changed.
+/// A text as stdout is to have it. At a terminal its control characters stand as marks: what a model says, or a file of one
+/// (its name, the names of its tensors), could move the cursor, set the clipboard, or have the terminal type something.
+/// Elsewhere nothing is changed.
 pub fn harmless(text: &str) -> Cow<'_, str> {
     match io::stdout().is_terminal() {
         true => marked(text),
@@ -37,13 +39,18 @@ fn marked(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// A line on stderr. Where stderr cannot be written there is nobody to tell, and that is no failure of the work.
+/// A line on stderr, with marks as [`harmless`] makes them. Where stderr cannot be written there is no one to tell, and that
+/// is no failure of the work.
 pub fn note(text: &str) {
-    let _ = writeln!(io::stderr().lock(), "{text}");
+    ask(&format!("{text}\n"));
 }
 
-/// On stderr, as it is: a prompt.
+/// The same without a line's end: a prompt.
 pub fn ask(text: &str) {
+    let text = match io::stderr().is_terminal() {
+        true => marked(text),
+        false => Cow::Borrowed(text),
+    };
     let mut err = io::stderr().lock();
     let _ = err.write_all(text.as_bytes()).and_then(|()| err.flush());
 }

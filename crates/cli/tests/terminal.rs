@@ -40,21 +40,60 @@ impl Heard {
     }
 }
 
-/// stdout of a program for which it is a terminal.
-fn shown(args: &[&str], stdin: &[u8]) -> String {
+/// What a program says to a terminal: stdout, or stderr.
+fn told(args: &[&str], stdin: &[u8], stderr: bool) -> (i32, String) {
     let size = Winsize { ws_row: 24, ws_col: 200, ws_xpixel: 0, ws_ypixel: 0 };
     let pty = openpty(Some(&size), None).unwrap();
     let mut command = kvist();
-    command.args(args).stdin(Stdio::piped()).stdout(Stdio::from(pty.slave)).stderr(Stdio::null());
+    command.args(args).stdin(Stdio::piped());
+    match stderr {
+        true => command.stdout(Stdio::null()).stderr(Stdio::from(pty.slave)),
+        false => command.stdout(Stdio::from(pty.slave)).stderr(Stdio::null()),
+    };
     let mut child = command.spawn().unwrap();
     drop(command); // it holds the terminal's other end open
-    child.stdin.take().unwrap().write_all(stdin).unwrap();
+    // One that has ended hears nothing.
+    let _ = child.stdin.take().unwrap().write_all(stdin);
     let (mut master, mut said, mut some) = (File::from(pty.master), Vec::new(), [0; 4096]);
     while let Ok(n @ 1..) = master.read(&mut some) {
         said.extend(&some[..n]);
     }
-    assert!(child.wait().unwrap().success(), "{args:?}");
-    String::from_utf8(said).unwrap()
+    (child.wait().unwrap().code().unwrap(), String::from_utf8(said).unwrap())
+}
+
+fn shown(args: &[&str], stdin: &[u8]) -> String {
+    let (status, said) = told(args, stdin, false);
+    assert_eq!(status, 0, "{args:?}");
+    said
+}
+
+/// A file of one value, which names an architecture that there is not.
+fn gguf_of_a_family(family: &str) -> Vec<u8> {
+    let text = |s: &str| [&(s.len() as u64).to_le_bytes()[..], s.as_bytes()].concat();
+    let mut bytes = [b"GGUF".to_vec(), 3_u32.to_le_bytes().to_vec(), [0; 8].to_vec()].concat();
+    bytes.extend(1_u64.to_le_bytes());
+    bytes.extend(text("general.architecture"));
+    bytes.extend(8_u32.to_le_bytes());
+    bytes.extend(text(family));
+    bytes.resize(bytes.len().next_multiple_of(32), 0);
+    bytes
+}
+
+/// What was said of a file went to the terminal as the file had it: its title was set, and more could have been.
+#[test]
+fn what_is_said_of_a_file_does_not_drive_the_terminal() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    std::fs::write(&path, gguf_of_a_family("\x1b]0;title\x07\u{9b}2J")).unwrap();
+    let path = path.to_str().unwrap();
+    for args in [vec!["run", "x", "--model", path], vec!["chat", "--model", path], vec!["plan", path]] {
+        let piped = run(&args, b"");
+        let piped = String::from_utf8(piped.stderr).unwrap();
+        assert!(piped.contains("\x1b]0;title"), "{args:?}: {piped:?}");
+        let (status, said) = told(&args, b"", true);
+        assert_eq!(status, 1, "{args:?}: {said}");
+        assert!(said.contains("^[]0;title^G<U+009B>2J") && !said.contains(['\x1b', '\u{9b}']), "{said:?}");
+    }
 }
 
 /// A model could clear the screen, or have the terminal type something.

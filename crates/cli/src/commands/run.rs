@@ -158,7 +158,7 @@ impl Observer for Watch {
         self.bar.finish_and_clear();
         let text = self.echo.take().unwrap_or_default() + text;
         if self.stream
-            && let Err(error) = output::show(&output::harmless(&text))
+            && let Err(error) = output::show(&text)
         {
             self.failed = Some(error);
         }
