@@ -49,7 +49,7 @@ impl ModelSection {
     pub(crate) const GENERATION_CONFIGS: [&str; 2] = ["auto", "none"];
 
     /// Do defaults that the model ships count?
-    pub(crate) fn ships_sampling(&self) -> bool {
+    pub fn ships_sampling(&self) -> bool {
         self.generation_config.as_deref() != Some("none")
     }
 }

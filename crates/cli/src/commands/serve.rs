@@ -162,7 +162,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     args.model.model = config.model.path.clone();
     let opened = args.model.open()?;
-    if config.model.generation_config.as_deref() != Some("none")
+    if config.model.ships_sampling()
         && let Err(error) = opened.sampling()
     {
         anyhow::bail!("{error}; --generation-config none does without it");
@@ -196,7 +196,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     // Better now than behind the weights.
     let record = args.record.as_deref().map(|path| record_file(path, args.record_overwrite)).transpose()?;
     let cache_tokens = engine.paged.cache.context_tokens;
-    if config.model.generation_config.as_deref() != Some("none")
+    if config.model.ships_sampling()
         && let Some(line) = opened.sampling().ok().and_then(shipped_defaults)
     {
         tracing::info!(target: "kvist::server", "{line}");
