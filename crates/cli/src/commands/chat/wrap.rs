@@ -114,9 +114,10 @@ fn is_fence(line: &str) -> bool {
     line.starts_with("```") || line.starts_with("~~~")
 }
 
-/// Code within a line that begins with it: "```x```".
+/// Code within a line that begins with it: "```x```". Behind a fence of tildes a backtick is only a word's.
 fn closes_itself(line: &str) -> bool {
-    line.trim_start_matches(' ').trim_start_matches('`').contains('`')
+    let line = line.trim_start_matches(' ');
+    line.starts_with('`') && line.trim_start_matches('`').contains('`')
 }
 
 /// Is `c` part of the word's last character, as people see it? So are the parts of an emoji.
@@ -201,6 +202,8 @@ mod tests {
         assert_eq!(wrapped(10, "| a | b | c | d |\n"), "| a | b | c | d |\n");
         // One that opens and ends in its line left all that followed as it was.
         assert_eq!(wrapped(10, "```x```\none two three"), "```x```\none two\nthree");
+        let tildes = "~~~ `sh` x\necho one two three four\n~~~\n";
+        assert_eq!(wrapped(10, &format!("{tildes}one two three")), format!("{tildes}one two\nthree"));
         let behind = format!("{code}one two three");
         assert_eq!(wrapped(10, &behind), format!("{code}one two\nthree"));
     }
