@@ -137,6 +137,11 @@ fn an_answer_is_stopped_and_the_chat_goes_on() {
         terminal.wait("end of the turn", |said| said.matches(" written at ").count() == turn);
     }
     terminal.wait("prompt", |said| said.matches("main> ").count() == 3);
+    keys.write_all(b"/help\n").unwrap();
+    terminal.wait("prompt", |said| said.matches("main> ").count() == 4);
+    // It promised lines that go on, and what was typed before, to those who have neither.
+    let said = String::from_utf8(terminal.0.0.lock().unwrap().clone()).unwrap();
+    assert!(said.contains("say /TEXT") && !said.contains("goes on with the next line"), "{said}");
     keys.write_all(b"/quit\n").unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(0));
 }

@@ -54,7 +54,10 @@ const HELP: &str = "\
 /save-transcript FILE   write this branch to a file
 /help                   this
 /quit                   or end of input
-//TEXT                  say /TEXT
+//TEXT                  say /TEXT";
+
+/// Where lines are edited.
+const HELP_WITH_LINES: &str = "
 a \\ at a line's end      goes on with the next line
 \\\\ at the end           is a \\, and ends what you say
 arrows, Ctrl-R          find what was typed before";
@@ -121,7 +124,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         match said.split_once(' ').map_or((said, ""), |(command, rest)| (command, rest.trim())) {
             ("/quit" | "/exit", _) => return Ok(()),
             (command, rest) if command.starts_with('/') && !command.starts_with("//") => {
-                match obey(&mut chat, command, rest) {
+                match obey(&mut chat, command, rest, input.edits()) {
                     Ok(answer) => output::note(&answer),
                     // In a pipe nobody sees that a command failed, and what follows would be said in a wrong place.
                     Err(error) if !interactive => return Err(error),
@@ -258,10 +261,10 @@ fn terminal_width() -> Option<usize> {
 }
 
 /// Carry out a command; the answer is for people.
-fn obey(chat: &mut Chat, command: &str, rest: &str) -> anyhow::Result<String> {
+fn obey(chat: &mut Chat, command: &str, rest: &str, edits: bool) -> anyhow::Result<String> {
     let name = (!rest.is_empty()).then_some(rest);
     Ok(match command {
-        "/help" => HELP.into(),
+        "/help" => format!("{HELP}{}", if edits { HELP_WITH_LINES } else { "" }),
         "/fork" => {
             let before = chat.session().counters().bytes_moved;
             let branch = chat.fork(name)?.name.clone();

@@ -76,6 +76,11 @@ impl Input {
         !matches!(self, Input::Plain { asks: false })
     }
 
+    /// Lines are edited, found again, and go on behind a backslash.
+    pub fn edits(&self) -> bool {
+        matches!(self, Input::Terminal(_))
+    }
+
     pub fn next(&mut self, prompt: &str) -> anyhow::Result<Heard> {
         match self {
             Input::Terminal(terminal) => terminal.next(prompt),
