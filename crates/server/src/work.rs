@@ -16,8 +16,8 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
+use tokio::sync::watch;
 
 /// A request is made ready (parsed, rendered, tokenized) within this, or refused.
 pub(crate) const PREPARATION: Duration = Duration::from_secs(30);
@@ -73,20 +73,20 @@ pub(crate) struct Work {
     /// For what is small, of names that have none of the common room.
     reserve: Lane,
     /// Units that each name has of the common room, where there are several names.
-    held: BTreeMap<Arc<str>, Arc<AtomicUsize>>,
+    held: BTreeMap<Arc<str>, watch::Sender<usize>>,
 }
 
 /// Room, until it is dropped.
 pub(crate) struct Room {
     _leave: Leave,
     /// What its name has of the common room, this one included.
-    of: Option<(Arc<AtomicUsize>, usize)>,
+    of: Option<(watch::Sender<usize>, usize)>,
 }
 
 impl Drop for Room {
     fn drop(&mut self) {
         if let Some((held, units)) = &self.of {
-            held.fetch_sub(*units, SeqCst);
+            held.send_modify(|held| *held -= units);
         }
     }
 }
@@ -139,7 +139,8 @@ impl Work {
     pub fn new(max_body_bytes: usize, names: &[Arc<str>]) -> Self {
         let all = units(work_bytes(max_body_bytes)).min(u32::MAX as usize);
         let reserve = units(RESERVE_BYTES);
-        let held = names.iter().filter(|_| names.len() > 1).map(|name| (name.clone(), Arc::default()));
+        let held = names.iter().filter(|_| names.len() > 1);
+        let held = held.map(|name| (name.clone(), watch::Sender::new(0)));
         Work {
             common: Lane::new(all, all, names),
             units: all,
@@ -156,14 +157,14 @@ impl Work {
     fn common(&self, name: &str, units: usize, leave: Leave) -> Room {
         let of = self.held.get(name).map(|held| (held.clone(), units));
         if let Some((held, units)) = &of {
-            held.fetch_add(*units, SeqCst);
+            held.send_modify(|held| *held += units);
         }
         Room { _leave: leave, of }
     }
 
     /// The reserve is for small work of names that have nothing else.
     fn may_use_reserve(&self, name: &str, units: usize) -> bool {
-        units * UNIT <= RESERVE_BYTES && self.held.get(name).is_none_or(|held| held.load(SeqCst) == 0)
+        units * UNIT <= RESERVE_BYTES && self.held.get(name).is_none_or(|held| *held.borrow() == 0)
     }
 
     /// `None`: there is no room now, or others wait for it.
@@ -180,10 +181,22 @@ impl Work {
     pub async fn room(&self, name: &str, bytes: usize) -> Option<Room> {
         let units = units(bytes);
         let common = async { Some(self.common(name, units, self.common.take(name, units).await?)) };
-        if !self.may_use_reserve(name, units) {
+        if units * UNIT > RESERVE_BYTES {
             return common.await;
         }
-        let reserve = async { Some(Room { _leave: self.reserve.take(name, units).await?, of: None }) };
+        let reserve = async {
+            loop {
+                if let Some(held) = self.held.get(name) {
+                    // This has the sender, so there is one.
+                    let _ = held.subscribe().wait_for(|held| *held == 0).await;
+                }
+                let leave = self.reserve.take(name, units).await?;
+                // The name may have got some of the common room meanwhile.
+                if self.may_use_reserve(name, units) {
+                    return Some(Room { _leave: leave, of: None });
+                }
+            }
+        };
         tokio::select! {
             biased;
             room = common => room,
@@ -307,6 +320,7 @@ mod tests {
     use super::*;
     use kvist_engine::template::Conversation;
     use std::pin::{Pin, pin};
+    use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
     use std::task::{Context, Poll, Waker};
     use tokio::sync::mpsc::unbounded_channel;
 
@@ -330,7 +344,7 @@ mod tests {
     fn is_free(work: &Work, name: &str) -> bool {
         let room = work.common.try_take(name, work.units);
         let reserve = work.reserve.try_take(name, units(RESERVE_BYTES));
-        room.is_some() && reserve.is_some() && work.held.values().all(|held| held.load(SeqCst) == 0)
+        room.is_some() && reserve.is_some() && work.held.values().all(|held| *held.borrow() == 0)
     }
 
     /// What is set aside is what a rendering may take.
@@ -429,6 +443,28 @@ mod tests {
         assert!(now.is_ready() && poll(&mut first).is_pending() && poll(&mut second).is_pending());
         drop(now);
         assert!(poll(&mut first).is_ready());
+    }
+
+    /// Whether a small request may use the reserve was asked once, when it began to wait.
+    #[tokio::test]
+    async fn a_small_request_has_the_reserve_when_its_name_has_nothing_else() {
+        let names = names(2);
+        let work = Work::new(MAX_BODY, &names);
+        let most = work.bytes();
+        let held = work.try_room(&names[0], most).unwrap();
+        let mut other = pin!(work.room(&names[1], most));
+        let mut small = pin!(work.room(&names[0], UNIT));
+        assert!(poll(&mut other).is_pending() && poll(&mut small).is_pending());
+        drop(held);
+        let Poll::Ready(Some(all)) = poll(&mut other) else { panic!("it is its turn") };
+        let Poll::Ready(Some(room)) = poll(&mut small) else { panic!("the reserve is free") };
+        assert!(room.of.is_none());
+        drop((all, room));
+        // While its name has common room, the reserve is not for it.
+        let _held = [0, 1].map(|i| work.try_room(&names[i], most / 2).unwrap());
+        let mut small = pin!(work.room(&names[0], UNIT));
+        assert!(poll(&mut small).is_pending());
+        assert!(work.try_room(&names[0], UNIT).is_none());
     }
 
     /// A session that is settled has taken its room before, and is not begun again.
