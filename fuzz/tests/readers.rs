@@ -60,7 +60,8 @@ fn readers_split() {
     let numbers = [0, 1, 2, 3, 99_999, 100_000, u64::from(u32::MAX), u64::MAX - 1, u64::MAX];
     for number in numbers {
         for count in numbers {
-            let real = gguf_of(&[("split.no", number), ("split.count", count), ("split.tensors.count", count)]);
+            let real =
+                gguf_of(&[("split.no", number), ("split.count", count), ("split.tensors.count", count)]);
             read(&real);
             (0..CHANGED / 50).for_each(|seed| read(&changed(&real, seed)));
         }

@@ -319,7 +319,8 @@ impl Cache {
         self.groups.get(group.0 as usize)?.paged()?.window()
     }
 
-    /// While this number stays the same, `lookup` finds as many `hit_tokens` of a prompt as before. 0 without an index.
+    /// While this number stays the same, the index knows the same blocks by the same tokens: of a prompt, `lookup` finds as
+    /// many `hit_tokens` as before, and `lookup_blocks` the same blocks. 0 without an index.
     pub fn prefix_version(&self) -> u64 {
         self.index.as_ref().map_or(0, |index| index.version)
     }

@@ -476,7 +476,7 @@ fn the_largest_sizes_are_sizes() {
 }
 
 #[test]
-fn whoever_watches_hears_that_all_is_forgotten() {
+fn watchers_hear_that_all_is_forgotten() {
     let mut rig = Rig::new(&spec(4, 100));
     rig.cache.watch(true);
     rig.prefixes().open(SeqId(0), "", &Content::Tokens(&[1]), AT).expect("it is new");

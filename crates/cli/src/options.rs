@@ -111,7 +111,7 @@ impl ModelArgs {
         Ok(opened)
     }
 
-    /// The same for who gives tokens: a tokenizer that is missing or broken is not looked at.
+    /// The same where tokens are given: a tokenizer that is missing or broken is not looked at.
     pub fn open_without_texts(&self) -> anyhow::Result<Opened> {
         Ok(Opened::open_without_texts(&self.file(), !self.no_mmap)?)
     }

@@ -20,7 +20,7 @@ use std::time::Instant;
 /// What becomes of a request's logits.
 pub trait Choose: Send {
     /// Take the next token from `logits` (`[vocab]`, which may be changed), and say whether it is the last one.
-    /// Whoever cannot take one says that to its user itself, and ends.
+    /// A chooser that cannot take one tells its user so itself, and says that it is finished.
     fn choose(&mut self, logits: &mut [f32]) -> Choice;
     /// Of these positions, which a step computes: those whose logits are wanted beside what is chosen from.
     fn wants(&self, computed: Range<u32>) -> Range<u32> {
@@ -247,7 +247,7 @@ impl Executor for ModelExecutor {
                 let rows = self.activations.logits.chunks_exact_mut(vocab);
                 let sampling = batch.work.iter().filter(|work| work.samples);
                 for (work, logits) in sampling.zip(rows) {
-                    // A request that nobody expected has nobody to say what to do with its logits.
+                    // Without a chooser a request ends: nothing says what to do with its logits.
                     let choice = self.requests.get_mut(&work.request).map(|request| request.choose(logits));
                     let (token, finished) =
                         choice.map_or((None, true), |choice| (Some(choice.token), choice.finished));

@@ -207,7 +207,7 @@ impl TextStream<'_> {
     }
 }
 
-/// The same for whoever cannot borrow the tokenizer for as long: it must be the same one in every call.
+/// The same for callers that cannot borrow the tokenizer for as long: it must be the same one in every call.
 #[derive(Clone, Debug, Default)]
 pub struct TextState {
     /// Control tokens that have their name as text.

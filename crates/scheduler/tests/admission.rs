@@ -80,7 +80,7 @@ fn what_a_window_lets_go_of_admits_the_next() {
 
 /// Who waits for memory is tried again when another has stored what it begins with.
 #[test]
-fn a_longer_hit_admits_who_waited_for_memory() {
+fn a_longer_hit_admits_a_request_that_waited_for_memory() {
     let mut s = Scheduler::new(tight("fcfs"), paged(&[group(400, None)], 10, "lru"), None).unwrap();
     let mut m = machine(10);
     for id in 0..2 {
@@ -94,7 +94,7 @@ fn a_longer_hit_admits_who_waited_for_memory() {
 
 /// A request that would not fit even if all behind it went sends nobody away; one that would, sends as few as need be.
 #[test]
-fn nobody_makes_way_for_nothing() {
+fn no_request_makes_way_for_nothing() {
     for preempted in [Preempted::Recompute, Preempted::Kept] {
         for (prompt, preemptions) in [(700, 0), (250, 1), (380, 2)] {
             let config = Config { preempted, ..tight("edf") };
@@ -349,7 +349,7 @@ fn refused_admissions_leave_no_trace() {
 
 /// The head is overtaken 64 times by longer hits of its own rank, and no more.
 #[test]
-fn ties_leave_nobody_behind() {
+fn ties_leave_no_request_behind() {
     let config = Config {
         policy: "edf".into(),
         prefix_order: PrefixOrder::Ties,

@@ -116,7 +116,7 @@ fn an_idle_turn_is_an_event_where_it_ends_a_request() {
 
 /// Under a stream of urgent requests that never ends, a request of level 0 waits for as long as the levels are worth.
 #[test]
-fn ageing_leaves_nobody_behind() {
+fn ageing_leaves_no_request_behind() {
     let config = Config { policy: "priority".into(), max_batch: 1, ageing_ns: 50_000, ..Config::default() };
     let mut scheduler = Scheduler::new(config, cells(1000), None).unwrap();
     let (mut now_ns, mut executor, mut waited) = (0, machine(1000), None);

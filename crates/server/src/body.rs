@@ -1,13 +1,12 @@
 //! Bodies: read, made into documents, and the work on them.
 //!
 //! It promises that the threads which answer health checks neither parse nor tokenize, and that bodies of all
-//! connections together take a bounded amount of memory ([`bodies_bytes`]): their bytes are counted while they come in (a
-//! client that declares much and sends little takes little), and documents, of which a value may take a hundred times
-//! its bytes, are weighed before they are made, and made only for a few large ones at a time. Small bodies
-//! ([`SMALL_BYTES`]) do not wait for large ones; of both every key's name has a share that no other name can take. What is
-//! refused is refused before the rest of the body has come: the connection takes that in, and ends (`connection.rs`). A
-//! field that stands twice in an object is refused: one of the two would be
-//! ignored.
+//! connections together take a bounded amount of memory ([`bodies_bytes`]). Their bytes are counted while they come in: a
+//! client that declares much and sends little takes little. A value may take a hundred times its bytes, so documents are
+//! weighed before they are made, and few large ones are made at a time. Small bodies ([`SMALL_BYTES`]) do not wait for
+//! large ones; of both every key's name has a share that no other name can take. What is refused is refused before the
+//! rest of the body has come: the connection takes that in, and ends (`connection.rs`). A field that stands twice in an
+//! object is refused, because one of the two would be ignored.
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
@@ -83,8 +82,8 @@ fn weight(body: &[u8]) -> usize {
     body.len().saturating_mul(BYTE_WEIGHT).saturating_add(values.saturating_mul(VALUE_WEIGHT))
 }
 
-/// Bytes for all, and the part of them that each name may hold. Of so many names as have room beside each other with the
-/// largest part that one request may take, none can take another's; of more, each waits in turn.
+/// Bytes that all requests share, and the part of them that each name may hold. As long as there is room for the largest
+/// request of every name at once, no name can take another's part; of more names, each waits in turn.
 pub(crate) struct Lane {
     all: Arc<Semaphore>,
     shares: BTreeMap<Arc<str>, Arc<Semaphore>>,
@@ -97,7 +96,7 @@ pub(crate) struct Leave {
 }
 
 impl Lane {
-    /// The names share it evenly; each may hold `most` at least, be there ever so many.
+    /// The names share it evenly. Each may hold `most` at least, however many names there are.
     pub fn new(bytes: usize, most: usize, names: &[Arc<str>]) -> Self {
         let semaphore = |n: usize| Arc::new(Semaphore::new(n.min(Semaphore::MAX_PERMITS)));
         let share = (bytes / names.len().max(1)).max(most);
@@ -115,7 +114,7 @@ impl Lane {
     /// `None`: there can be no such room.
     pub async fn take(&self, name: &str, bytes: usize) -> Option<Leave> {
         let n = u32::try_from(bytes).ok()?;
-        // First in the own line, so that in the common one nobody stands twice as often as others.
+        // First in the own line, so that in the common one each name stands once.
         let own = match self.shares.get(name) {
             Some(own) => Some(own.clone().acquire_many_owned(n).await.ok()?),
             None => None,
@@ -275,13 +274,14 @@ async fn collect(
     Ok((bytes, held))
 }
 
-/// The leave to hold the document of the request that is at work: whatever works on it drops it behind the document.
+/// The leave to hold the document of the request that is at work. The work takes it, and drops it when it has dropped the
+/// document.
 pub(crate) fn take_document() -> Option<Leave> {
     DOCUMENT.try_with(Cell::take).ok().flatten()
 }
 
 /// Work of many milliseconds (parsing, tokenizing, templates), away from the threads that answer health checks. The
-/// document of the request that is at work counts as held until the work is done, whether or not anybody waits for it.
+/// document of the request that is at work counts as held until the work is done, also when its client has left.
 /// What renders or tokenizes needs room for that: [`Work::run`](crate::work::Work::run).
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,

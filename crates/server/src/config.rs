@@ -228,7 +228,7 @@ impl LimitsSection {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SessionsSection {
-    /// A session that nobody has changed, forked or generated in for this long is gone.
+    /// A session that was not changed, forked or generated in for this long is gone.
     pub idle_s: f64,
     /// Sessions of one name at once.
     pub max_sessions: usize,

@@ -21,7 +21,7 @@ use tokio::net::TcpStream;
 /// What hyper reads and writes. It is closed when it is dropped.
 pub(crate) struct Socket(Arc<Shared>);
 
-/// The same connection, for whoever watches it.
+/// The same connection, for the task that watches it.
 pub(crate) struct Watched(Arc<Shared>);
 
 struct Shared {
@@ -51,7 +51,7 @@ impl Watched {
         let Shared { stream, door } = &*self.0;
         loop {
             tokio::time::sleep(LOOK).await;
-            // Known to the runtime already: this asks nobody.
+            // The runtime knows it already: the system is not asked.
             let ready = stream.ready(Interest::READABLE).now_or_never();
             let gone = ready.is_some_and(|ready| ready.map_or(true, |ready| ready.is_read_closed()));
             let stalled = door.stalled().is_some_and(|since| since.elapsed() >= patience);

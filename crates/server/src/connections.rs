@@ -38,7 +38,7 @@ struct Doors {
     by_number: BTreeMap<u64, Arc<Door>>,
 }
 
-/// One connection, as those see it who decide about it.
+/// What is known of one connection where it is decided which one goes.
 pub(crate) struct Door {
     address: IpAddr,
     began: Instant,

@@ -143,7 +143,7 @@ fn one_host(headers: &HeaderMap) -> Result<(), ApiError> {
     }
 }
 
-/// A server that serves whoever reaches this machine alone must not be reached through a name that some page had
+/// A server that is reached from this machine alone must not be reached through a name that some page had
 /// its browser look up (DNS rebinding).
 fn known_host(app: &App, headers: &HeaderMap) -> Result<(), ApiError> {
     if !app.keys.is_open() || !app.http.host.is_loopback() || app.http.open {
@@ -263,7 +263,8 @@ pub fn runtime() -> io::Result<tokio::runtime::Runtime> {
 }
 
 /// Accept and serve until `shutdown` resolves; then drain: new requests get 503, running ones have `limits.grace_s`,
-/// and are told and ended after it. A recording is written to its end. An error if the engine ends by itself: then a supervisor should start the program anew.
+/// and are told and ended after it. A recording is written to its end. An error if the engine ends by itself: then a
+/// supervisor should start the program anew.
 pub async fn serve(
     listener: TcpListener,
     app: Arc<App>,

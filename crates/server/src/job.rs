@@ -43,7 +43,7 @@ pub struct Job {
     pub name: Name,
 }
 
-/// What the log and the clients call a job; those who watch the engine are told. Nothing is decided by it.
+/// What the log and the clients call a job; watchers of the engine are told. Nothing is decided by it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Name {
     /// The id of its request. Empty: it has none.

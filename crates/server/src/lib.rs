@@ -1,7 +1,7 @@
 //! kvist over HTTP: one model, many users, one cache that they share as far as their salts allow.
 //!
 //! One thread owns the scheduler, the cache and the weights, and takes one turn after the other ([`Engine`]); everything
-//! else talks to it through [`Job`]s and [`Event`]s. It promises that a request that nobody waits for any more holds
+//! else talks to it through [`Job`]s and [`Event`]s. It promises that a request whose client has left holds
 //! nothing after the next step, and that no memory is taken beyond the plan that was printed at the start.
 //!
 //! [`ServerConfig`] is what a server is told, [`App`] what its handlers share, [`serve`] the loop that accepts

@@ -1,11 +1,11 @@
-//! What the engine does, told to whoever listens: dashboards over a stream, and a file.
+//! What the engine does, told to its listeners: dashboards over a stream, and a file.
 //!
 //! A listener hears a [`Snapshot`] first and then the lines of a recording, in batches of whole turns, ten a second at
 //! most. It joins between two turns, so that the snapshot and what follows fit together. The lines tell no token, of
 //! prompts or of answers, and no salt. A file gets everything, prompts included, from before the first event: it can be replayed.
 //!
 //! Without listener and file the engine keeps no log. A listener that does not keep up is dropped, and may come again; a
-//! file that does not ends. The engine waits for nobody.
+//! file that does not ends. The engine waits for no listener.
 mod file;
 pub(crate) mod sessions;
 
@@ -167,7 +167,7 @@ impl LiveView {
             if desk.listeners.len() >= MAX_LISTENERS {
                 return Err(NotHeard::TooMany);
             }
-            // What happened before is told to those who are there already, and stands in the snapshot.
+            // What happened before is told to listeners that are there already, and stands in the snapshot.
             desk.begin(state);
             desk.take(at, at, state);
             desk.send(at);
@@ -231,7 +231,7 @@ impl Desk {
             return;
         }
         self.take(now_ns, end_ns, state);
-        // Nobody may come for a while: nothing is held back then.
+        // No listener may come for a while: nothing is held back then.
         let is_idle = state.scheduler.n_running() + state.scheduler.n_waiting() == 0;
         if is_idle || end_ns.saturating_sub(self.sent_ns) >= BATCH_NS {
             self.send(end_ns);
@@ -280,8 +280,8 @@ impl Desk {
     }
 }
 
-/// An event without what somebody asked or was answered, and under which salt. A line is made anew of what a listener
-/// may know, so that a field which is new in the log stays there until somebody allows it here. An arrival has the name
+/// An event without prompts, answers and salts. A line is made anew of what a listener may know, so that a field which is
+/// new in the log stays there until it is allowed here. An arrival has the name
 /// of its request.
 fn discreet(line: &str, names: &Names, out: &mut String) {
     // The configuration, and how the cache was made: all of it.

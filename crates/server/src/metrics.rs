@@ -96,10 +96,14 @@ pub fn of_engine(stats: &Stats) -> Vec<Reading> {
         gauge("kvist_cells_held", "Cells that requests hold.", stats.held_cells as f64),
         gauge(
             "kvist_cells_idle",
-            "Cells that the prefix index knows and nobody holds.",
+            "Cells that the prefix index knows and no request holds.",
             stats.idle_cells as f64,
         ),
-        gauge("kvist_cells_free", "Cells of which nobody knows anything.", stats.free_cells as f64),
+        gauge(
+            "kvist_cells_free",
+            "Cells that no request holds and the prefix index does not know.",
+            stats.free_cells as f64,
+        ),
         count("kvist_blocks_stored_total", "Blocks that the prefix index came to know.", stats.stored_blocks),
         count(
             "kvist_blocks_evicted_total",

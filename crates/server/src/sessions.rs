@@ -7,7 +7,7 @@
 //! and nothing else changes.
 //!
 //! It promises that what is generated becomes part of the session token by token, whatever becomes of the client; that
-//! there is one change to a session at a time; and that nobody but its owner learns that it exists.
+//! there is one change to a session at a time; and that only its owner learns that it exists.
 mod fields;
 mod generate;
 mod history;

@@ -189,7 +189,7 @@ impl GrammarCompiler {
         let mut ends: Vec<u32> = end_tokens.iter().copied().filter(|id| (*id as usize) < vocab).collect();
         let has_end = !ends.is_empty();
         if !has_end {
-            // llguidance wants one: it lies beyond the logits, so that nobody samples it.
+            // llguidance wants one: it lies beyond the logits, so that it is never sampled.
             ends.push(words.len() as u32);
             words.push(b"\xff<end>".to_vec());
         }

@@ -59,7 +59,7 @@ pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
     (ready as u64).saturating_add(queue).saturating_add(batch)
 }
 
-/// Bytes are counted in units, of which there may be as many as a semaphore holds.
+/// A semaphore gives 2³² permits at a time at most, so a permit stands for a unit of bytes.
 const UNIT: usize = 1 << 10;
 
 fn units(bytes: usize) -> usize {
@@ -67,7 +67,8 @@ fn units(bytes: usize) -> usize {
 }
 
 pub(crate) struct Work {
-    /// Each name waits in a line of its own, so that in this one none stands for more than all the room.
+    /// For all names. A request waits in its name's own line first: so the requests of a name together ask here for no more
+    /// than there is, and names have it in turn.
     common: Lane,
     units: usize,
     /// For what is small, of names that have none of the common room.

@@ -1,4 +1,4 @@
-//! The engine, as those who ask see it: jobs go in, events come back, and whoever drops a [`Generation`] cancels it.
+//! The engine, as handlers see it: jobs go in, events come back, and to drop a [`Generation`] cancels it.
 //!
 //! A thread of its own ([`thread`]) owns the scheduler, the cache and the bytes; nothing here waits for it.
 mod request;
@@ -43,7 +43,7 @@ impl EngineConfig {
     }
 }
 
-/// Somebody who looks at the cache behind every turn, on the engine thread: be quick.
+/// What looks at the cache behind every turn, on the engine thread: it has to be quick.
 pub trait Watch: Send {
     /// A job was taken, under this number and this name; [`Watch::ended`] follows, and before it maybe some turns.
     fn arrived(&mut self, id: RequestId, name: &Name) {
@@ -56,7 +56,7 @@ pub trait Watch: Send {
     fn turn(&mut self, now_ns: u64, end_ns: u64, state: &mut State);
 }
 
-/// What the engine thread owns, for those who look at it between turns.
+/// What the engine thread owns, and others look at between turns.
 pub struct State {
     pub scheduler: Scheduler,
     pub executor: ModelExecutor,
@@ -87,7 +87,7 @@ pub struct Stats {
     /// Cells of the layer group in which room is counted.
     pub capacity_cells: u64,
     pub held_cells: u64,
-    /// Cells that the index knows and nobody holds.
+    /// Cells that the index knows and no request holds.
     pub idle_cells: u64,
     pub free_cells: u64,
     /// Blocks that the prefix index came to know, and that were evicted from it.
@@ -237,7 +237,7 @@ impl Engine {
         self.shared.capacity_tokens
     }
 
-    /// Would a job of this name be taken now? Who submits is told again.
+    /// Would a job of this name be taken now? [`Engine::submit`] tells again.
     pub fn has_room(&self, name: &str) -> bool {
         self.shared.queue.has_room(name)
     }

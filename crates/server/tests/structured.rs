@@ -326,7 +326,7 @@ fn masks_of_a_finite_language() {
 
 /// Answers were blanks to the end where the model likes nothing better: 64 of them between any two parts.
 #[test]
-fn who_prefers_blanks_comes_to_an_end() {
+fn a_model_that_prefers_blanks_comes_to_an_end() {
     let (tokenizer, end) = small_tokenizer(&SMALL);
     let vocab = SMALL.len() + 2;
     let grammars = GrammarCompiler::new(&tokenizer, vocab, &end).unwrap();

@@ -71,7 +71,7 @@ fn a_block_has_one_owner_and_none_is_lost() {
 /// With one block free, a request for two waits at the head: neither the one behind it, who wants one, nor the
 /// one who would not wait gets past.
 #[test]
-fn nobody_overtakes() {
+fn no_waiter_is_overtaken() {
     check(|| {
         let shared = SharedBlocks::new(2);
         let (one, other) = (shared.allocate(1).unwrap(), shared.allocate(1).unwrap());

@@ -78,7 +78,7 @@ struct TurnReport<'a> {
 }
 
 pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
-    // Branches need a kind that shares; who names another one gets that.
+    // Branches need a kind that shares. Another one is taken where `--kind` names it.
     args.cache.kind.get_or_insert_with(|| "cells".into());
     let opened = args.model.open()?;
     let mut sampler = args.sampling.sampler(&opened, args.sampling.seed())?;
@@ -126,7 +126,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
             (command, rest) if command.starts_with('/') && !command.starts_with("//") => {
                 match obey(&mut chat, command, rest, input.edits()) {
                     Ok(answer) => output::note(&answer),
-                    // In a pipe nobody sees that a command failed, and what follows would be said in a wrong place.
+                    // In a pipe a failed command goes unseen, and what follows would be said in a wrong place.
                     Err(error) if !interactive => return Err(error),
                     Err(error) => output::note(&format!("kvist: {}", output::sentence(&error))),
                 }

@@ -191,7 +191,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     let address = (config.http.host, config.http.port);
     let taken = || format!("cannot listen on {}:{}; try another --port", address.0, address.1);
-    // Given back at once: nobody is to wait for an answer while the weights come.
+    // Given back at once: no client is to wait for an answer while the weights come.
     drop(std::net::TcpListener::bind(address).with_context(taken)?);
     // Better now than behind the weights.
     let record = args.record.as_deref().map(|path| record_file(path, args.record_overwrite)).transpose()?;

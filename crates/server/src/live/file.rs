@@ -21,7 +21,7 @@ pub(super) trait Sink: Write + Send + 'static {
 
 impl Sink for File {
     fn cut(&mut self, bytes: u64) {
-        // A pipe cannot: whoever reads it has read it.
+        // A pipe cannot: its reader has read it.
         let _ = self.set_len(bytes);
     }
 }
@@ -217,9 +217,9 @@ mod tests {
         assert_eq!(file.behind.load(SeqCst), 0);
     }
 
-    /// Nobody waits for a disk that takes nothing; what it takes at last is whole turns.
+    /// Nothing waits for a disk that takes nothing; what it takes at last is whole turns.
     #[test]
-    fn a_slow_disk_ends_the_recording_and_holds_nobody_up() {
+    fn a_slow_disk_ends_the_recording_and_holds_nothing_up() {
         let (mut file, bytes, go) = record(usize::MAX, 20_000, true);
         let told = tell(&mut file, 100_000);
         // The thread has a buffer of its own.

@@ -38,8 +38,8 @@ struct Session {
     tables: Vec<Vec<Option<u32>>>,
 }
 
-/// What was found last. It promises that the engine's thread is asked once between two times at which listeners look,
-/// however many listen, and that it looks no blocks up while sessions and prefix index stay as they are.
+/// What was found last. All listeners share it: it promises that the engine's thread is asked once per interval, however
+/// many listen, and that it looks no blocks up while sessions and prefix index stay as they are.
 #[derive(Default)]
 pub(crate) struct Looks {
     last: Mutex<Option<Look>>,

@@ -286,7 +286,7 @@ impl Turn {
         tool_call(&self.id, index, number, call)
     }
 
-    /// The chunk that says who speaks, once; then what is said.
+    /// The chunk that names the role, once; then what is said.
     fn say(&mut self, index: usize, said: Vec<ToolDelta>, mut scores: Value, choices: &mut Vec<Value>) {
         let speaker = &mut self.speakers[index];
         if !std::mem::replace(&mut speaker.begun, true) {

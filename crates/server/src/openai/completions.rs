@@ -107,11 +107,7 @@ enum Echo {
     /// As a text, which all answers to it share.
     Text(Arc<str>),
     /// With log-probabilities, token by token.
-    Scored {
-        prompt: Arc<[u32]>,
-        text: TextState,
-        made: Arc<Vec<Token>>,
-    },
+    Scored { prompt: Arc<[u32]>, text: TextState, made: Arc<Vec<Token>> },
 }
 
 impl Echo {

@@ -62,7 +62,7 @@ pub(crate) struct Order {
     /// In the queue, of each prompt: from when it is ready until the last of its answers was submitted. Its answers use it
     /// one after the other, and other places where there are some.
     places: Vec<Option<Arc<Place>>>,
-    /// For the log, and for those who watch.
+    /// For the log, and for the live view.
     pub id: String,
     pub session: Option<Arc<str>>,
     pub endpoint: &'static str,
@@ -245,7 +245,7 @@ pub(crate) fn too_many(prompts: usize, n: u32, most: u32) -> ApiError {
     ApiError::invalid(if n > 1 { "n" } else { "prompt" }, message)
 }
 
-/// Nobody finds another one by counting, or learns how many were drawn between two.
+/// No client finds another's by counting, or learns how many were drawn between two.
 pub(crate) fn random_id() -> u128 {
     let half = || u128::from(random_seed());
     half() << 64 | half()
@@ -407,7 +407,7 @@ impl Answers {
         loop {
             let event = self.event().await;
             match event {
-                // Whoever was taken is answered, unless nobody is left to do it.
+                // What was taken is answered, unless the engine has ended.
                 Ok(None) if self.clocks.iter().any(|c| c.open) => {
                     self.abandon();
                     return Some(Err(ApiError::internal("the engine has stopped")));

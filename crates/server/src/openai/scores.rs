@@ -228,7 +228,8 @@ mod tests {
         let room = ScoreRoom::new(1000, &[]);
         let now = Instant::now();
         let code = |taken: Result<Leave, ApiError>| taken.map_err(|error| error.code);
-        let all: Vec<Leave> = (0..REQUESTS).map(|_| room.try_take("", MIN_ROOM, "prompt").ok().unwrap()).collect();
+        let all: Vec<Leave> =
+            (0..REQUESTS).map(|_| room.try_take("", MIN_ROOM, "prompt").ok().unwrap()).collect();
         assert_eq!(code(room.take_echo("", 1, now).await).err(), Some(ApiError::deadline().code));
         assert_eq!(code(room.take_echo("", MIN_ROOM + 1, now).await).err(), Some("invalid_value"));
         drop(all);

@@ -50,7 +50,7 @@ pub(crate) trait Shape: Send + 'static {
     fn last(&mut self, index: usize, done: &Done) -> Vec<Value>;
     /// The choice of a whole answer, but for its prompt, and for its log-probabilities: those are null here.
     fn whole(&mut self, index: usize, tokens: &[Token], done: &Done) -> Value;
-    /// Who writes them, if they were asked for.
+    /// What writes them, if they were asked for.
     fn scorer(&self) -> Option<Scorer>;
 }
 
@@ -575,8 +575,7 @@ mod tests {
             let told: Value = serde_json::from_slice(&all).unwrap();
             assert_eq!(told["usage"], 1);
             for index in 0..4 {
-                let expected =
-                    json!({"index": index, "text": format!("{prompt} end"), "logprobs": null, "finish_reason": "stop"});
+                let expected = json!({"index": index, "text": format!("{prompt} end"), "logprobs": null, "finish_reason": "stop"});
                 assert!(told["choices"][index] == expected, "{index}, scored: {scored}");
             }
         }

@@ -209,7 +209,7 @@ struct Run {
 }
 
 impl Run {
-    /// Until nobody computes what this one would compute too.
+    /// Until no other generation computes what this one would compute too.
     async fn wait(&self, prompt: &Arc<[u32]>, deadline: Instant) -> Result<(), ApiError> {
         let deadline = tokio::time::Instant::from_std(deadline);
         while let Some(mut other) = self.claim.announce(prompt)? {
@@ -222,12 +222,13 @@ impl Run {
     }
 }
 
-/// Tokens that a client may be behind its session. Who reads more slowly is told so; the session goes on without.
+/// Tokens that a client may be behind its session. A client that reads more slowly is told so; the session
+/// goes on without it.
 const MAX_BEHIND: usize = 4096;
 
 impl Run {
     /// A task of its own takes what comes into the history, at the pace at which it comes; the client hears it from a
-    /// queue. The generation ends early when the session is deleted, its quota is full, or nobody listens any more.
+    /// queue. The generation ends early when the session is deleted, its quota is full, or the client has left.
     fn follow(self, generation: Generation) -> Told {
         let (tell, told) = mpsc::channel(MAX_BEHIND);
         tokio::spawn(self.record(generation, tell));

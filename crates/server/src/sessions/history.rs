@@ -69,7 +69,7 @@ struct Place {
 pub(crate) const TOOLS: &str = "tools";
 
 impl History {
-    /// Of a conversation that nobody has begun.
+    /// Of a conversation without messages yet.
     pub fn of_messages(kwargs: Map<String, Value>) -> Self {
         let said = Said { kwargs: Arc::new(kwargs), ..Said::default() };
         let mut history = History { tokens: Arc::default(), said: Some(Arc::new(said)) };

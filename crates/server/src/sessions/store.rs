@@ -1,8 +1,8 @@
-//! Every session of a server: who owns it, what it was forked from, what happens to it, when it expires.
+//! Every session of a server: its owner, what it was forked from, what happens to it, when it expires.
 //!
-//! Integers and texts alone: a session holds nothing in the cache. One change at a time: whoever changes a session, or
-//! generates in it, holds its [`Claim`]; forks and looks need none. Whose a session is, nobody else learns: to others
-//! it does not exist.
+//! Integers and texts alone: a session holds nothing in the cache. One change at a time: a request that changes a session,
+//! or generates in it, holds its [`Claim`]; forks and looks need none. Only its owner learns of a session: to others it
+//! does not exist.
 //!
 //! Quotas are counted as histories change, token by token while they are generated; `Inner::audit` counts anew. No verb
 //! looks at the sessions of others, but for those that have expired.
@@ -25,7 +25,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
-/// Drawn at random: nobody finds another one's by counting.
+/// Drawn at random, so that no client finds another's by counting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct SessionId(pub u128);
 
@@ -219,7 +219,7 @@ impl Store {
     }
 
     /// Of all owners: the `most` sessions that were used last, in the order in which they were made, and how many there
-    /// are beside them. For those who may know of all users.
+    /// are beside them. For readers that may know of all users.
     pub fn rests(&self, now: Instant, most: usize) -> (Vec<Rest>, usize) {
         let inner = self.at(Moment { instant: now, unix_s: 0 });
         let mut last: Vec<_> = inner.sessions.iter().map(|(id, session)| (session.touched, *id)).collect();
@@ -330,7 +330,7 @@ impl Store {
         Ok(losers)
     }
 
-    /// The right to change it; 409 while somebody else has it.
+    /// The right to change it; 409 while another request has it.
     pub fn claim(
         self: &Arc<Self>,
         at: Moment,

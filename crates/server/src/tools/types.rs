@@ -137,7 +137,7 @@ mod tests {
 
     /// They were held as they came, some 30 bytes for each of theirs, and by formats that do not look at them.
     #[test]
-    fn of_tools_is_held_what_calls_are_read_back_by() {
+    fn only_what_reads_calls_back_is_kept_of_tools() {
         let described = [tool(json!({
             "properties": {
                 "s": {"type": "string", "description": "long"}, "i": {"type": "integer"}, "o": {"type": "object"},

@@ -32,8 +32,8 @@ pub(super) struct Chooser {
     end: Arc<Mutex<Ending>>,
 }
 
-/// Tokens that may wait for a client to read them: some megabytes with all log-probabilities. Who falls back further
-/// is ended, because nothing else bounds what waits.
+/// Tokens that may wait for a client to read them: some megabytes with all log-probabilities. A client that falls
+/// back further is cut off, because nothing else bounds what waits.
 const MAX_UNREAD: usize = 4096;
 
 /// Log-probabilities of a prompt, on their way.

@@ -1,7 +1,7 @@
 //! The engine thread: it owns the scheduler, the cache and the bytes, and takes one turn after the other.
 //!
-//! Between turns it hears what arrived, who went away and whose deadline has passed; behind a turn it says what came of
-//! it. So a request that nobody waits for any more holds nothing when the next step begins.
+//! Between turns it hears what arrived, which clients left and which deadlines have passed; behind a turn it says what came
+//! of it. So a request whose client has left holds nothing when the next step begins.
 use super::request::{Chooser, Ending};
 use super::{Shared, State, Stats, Watch};
 use crate::job::*;
@@ -68,7 +68,7 @@ impl Thread {
     pub fn run(mut self, inbox: &Receiver<Command>) {
         let mut idle = true;
         loop {
-            // A handle that was dropped on another thread: nobody can ask for anything any more.
+            // The last handle was dropped, on another thread: no more commands can come.
             let command = match self.pause() {
                 _ if idle => inbox.recv().ok(),
                 Some(pause) => inbox.recv_timeout(pause).ok(),
@@ -155,7 +155,7 @@ impl Thread {
             needed_tokens: u64::from(prompt_tokens) + u64::from(job.max_new),
         };
         self.live.insert(id, live);
-        // Found in a step, it would fail all who are in it.
+        // Found in a step, it would fail all requests that are in it.
         let vocab = self.model.decoder().config().vocab;
         if let Some(&token) = job.prompt.iter().find(|token| **token as usize >= vocab) {
             let vocab = u32::try_from(vocab).unwrap_or(u32::MAX);
@@ -201,7 +201,7 @@ impl Thread {
         }
     }
 
-    /// Say who was admitted and what ended.
+    /// Say which jobs were admitted and which ended.
     fn tell(&mut self) {
         for (id, live) in self.live.iter_mut().filter(|(_, live)| live.place.is_some()) {
             let Some(standing) = self.state.scheduler.standing(*id) else { continue };
@@ -266,7 +266,7 @@ impl Thread {
         }
     }
 
-    /// Figures for those who ask between turns.
+    /// Figures that are asked for between turns.
     fn note(&mut self) {
         let Some(shared) = self.shared.upgrade() else { return };
         let scheduler = &mut self.state.scheduler;

@@ -31,7 +31,7 @@ fn streaming(server: &Server, body: &Value, lines: usize) -> BufReader<std::net:
 /// A server that answered and closed at once had the connection reset under clients that were still sending: they saw
 /// a broken pipe, and no 413.
 #[test]
-fn whoever_sends_too_much_hears_of_it() {
+fn a_client_that_sends_too_much_hears_of_it() {
     let mut config = config();
     config.limits.max_body_bytes = 4 << 20;
     let server = Server::start(config);
@@ -336,7 +336,7 @@ fn beyond_the_last_connection_health_checks_are_answered() {
 }
 
 #[test]
-fn whoever_does_not_read_is_hung_up_on() {
+fn a_client_that_does_not_read_is_hung_up_on() {
     let mut config = config();
     config.limits.read_timeout_s = 2.0;
     config.limits.max_connections = 1;

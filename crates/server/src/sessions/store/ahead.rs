@@ -1,4 +1,4 @@
-//! Who computes what for whom: prompts whose first token has not come yet, by salt.
+//! Prompts that are being computed, by salt: those whose first token has not come yet.
 //!
 //! A prompt is compared with those of its own salt alone, and with most of them in one block: to be worth waiting for,
 //! another must have the block behind what was computed already. So branches that have their trunk part at once.
@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use tokio::sync::watch;
 
-/// A prompt, and what goes when it has been computed or will not be: whoever waits hears that.
+/// A prompt. `done` is dropped when it has been computed or will not be, and receivers that wait hear that.
 struct Computing {
     prompt: Arc<[u32]>,
     done: watch::Sender<()>,
@@ -37,8 +37,8 @@ impl Ahead {
         }
     }
 
-    /// Who computes most of `prompt`, if that is more than its first `computed` tokens: how many tokens will be found, in
-    /// whole blocks, and who is heard to go.
+    /// The session that computes most of `prompt`, if that is more than its first `computed` tokens: how many tokens will be
+    /// found, in whole blocks, and a receiver that fails when it is done.
     pub fn best(
         &self,
         salt: &str,

@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::watch;
 
-/// Somebody changes it.
+/// A request changes it.
 pub(super) struct Busy {
     pub claim: u64,
     pub generates: bool,
-    /// Whoever holds the claim hears it go with the session.
+    /// It goes with the session: then the claim's receiver fails.
     pub _held: watch::Sender<()>,
 }
 
@@ -89,7 +89,7 @@ impl Claim {
         let after = session.history.charge();
         inner.charge(&self.owner, before, after);
         if is_first {
-            // Whoever waits for it goes on.
+            // What waits for it goes on.
             inner.ahead.done(&self.salt, self.id);
         }
         let tokens = inner.owned.get(&self.owner).map_or(0, |own| own.charge);
@@ -99,8 +99,8 @@ impl Claim {
         Ok(())
     }
 
-    /// Its generation has ended, or will not go on: `last` settles the history. It may take a while, and holds nobody
-    /// up: no other may change the history meanwhile.
+    /// Its generation has ended, or will not go on: `last` settles the history. It may take a while, without
+    /// the store's lock: no other may change the history meanwhile.
     pub fn end(&mut self, now: Instant, last: impl FnOnce(&mut History)) {
         let there = self.store.lock().claimed(self.id, self.number).map(|session| session.history.clone());
         let Some(mut history) = there else { return };
@@ -120,7 +120,7 @@ impl Claim {
     /// Say that `prompt` is about to be computed, unless a generation of the same salt computes more of it right now than
     /// ever was: then a receiver that fails when that one has its first token, or has ended.
     ///
-    /// So branches of a trunk that nobody has computed yet, all set going at once, compute it once: one goes ahead, the
+    /// So branches of a trunk that was never computed, all set going at once, compute it once: one goes ahead, the
     /// others find it in the cache. Each wait is for a longer beginning than the one before, so it ends.
     pub fn announce(&self, prompt: &Arc<[u32]>) -> Result<Option<watch::Receiver<()>>, ApiError> {
         let block = self.store.block_tokens;

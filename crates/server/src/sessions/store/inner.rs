@@ -1,4 +1,4 @@
-//! All sessions, whoever owns them: what is there, what it counts as, when it expires. Under the store's lock.
+//! All sessions, of all owners: what is there, what it counts as, when it expires. Under the store's lock.
 use super::ahead::Ahead;
 use super::claim::Busy;
 use super::{Moment, Seen, SessionId};
@@ -24,7 +24,7 @@ pub(super) struct Session {
     /// Tokens from the first whose K and V have been computed once, here or where it was forked.
     pub computed: usize,
     pub busy: Option<Busy>,
-    /// It stands in [`Inner::due`]: always, but while somebody who holds it has outlasted its time.
+    /// It stands in [`Inner::due`]: always, but while a claim has outlasted its time.
     pub is_due: bool,
 }
 
@@ -62,7 +62,7 @@ impl Inner {
         self.sessions.get_mut(&id).filter(held)
     }
 
-    /// Nobody changes it any more.
+    /// No request changes it any more.
     pub fn release(&mut self, id: SessionId, idle: Duration) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         session.busy = None;

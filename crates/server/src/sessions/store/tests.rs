@@ -130,7 +130,7 @@ fn text(salt: &str, tokens: &[u32]) -> Draft {
 /// While somebody holds a session its time may pass; when it is let go untouched it is gone, and if it was used it
 /// has all its time again.
 #[test]
-fn who_is_held_expires_when_let_go() {
+fn a_claimed_session_expires_when_it_is_let_go() {
     let store = Store::new(SessionsSection { idle_s: 50.0, max_sessions: 8, max_tokens: 1000 }, 4);
     let me: Arc<str> = "a".into();
     let start = Instant::now();
@@ -155,7 +155,7 @@ fn who_is_held_expires_when_let_go() {
     store.audit();
 }
 
-/// A verb looks at nobody else's sessions; each is looked at when its time may be over.
+/// A verb looks at no other owner's sessions; each is looked at when its time may be over.
 #[test]
 fn a_verb_does_not_look_at_all_sessions() {
     let store = Store::new(SessionsSection { idle_s: 50.0, max_sessions: 2000, max_tokens: 1 << 20 }, 4);
@@ -170,7 +170,7 @@ fn a_verb_does_not_look_at_all_sessions() {
         store.claim(at(ms * 30), &me, mine, false).unwrap();
         store.look(at(ms * 30), &me, mine).unwrap();
     }
-    assert_eq!(store.lock().n_looked, 0, "nobody's time is over");
+    assert_eq!(store.lock().n_looked, 0, "no session's time is over");
     for ms in 0..1000 {
         store.claim(at(40_000 + ms * 40), &me, mine, false).unwrap();
     }

@@ -235,7 +235,7 @@ impl Steps {
         Ok(())
     }
 
-    /// A request of the first `known` tokens of a stream, and of `fresh` tokens that nobody has seen.
+    /// A request of the first `known` tokens of a stream, and of `fresh` tokens that no other has.
     fn submit(&mut self, stream: u64, known: u32, fresh: u32, max_new: u32) -> anyhow::Result<RequestId> {
         let id = RequestId(self.next_id);
         self.next_id += 1;
