@@ -123,7 +123,7 @@ async fn the_same_text_of_packed_numbers_when_asked() {
 }
 
 #[tokio::test]
-async fn who_goes_away_holds_nothing() {
+async fn a_request_whose_client_left_holds_nothing() {
     let all = tokens(TEXT);
     let engine = engine(config(4096));
     let mut first = engine.submit(greedy(&all, 3000)).unwrap();
@@ -350,7 +350,7 @@ async fn prompts_are_scored_once_however_often_they_are_computed() {
 }
 
 #[tokio::test]
-async fn who_does_not_read_is_ended() {
+async fn a_client_that_does_not_read_is_cut_off() {
     let engine = engine(config(8192));
     let mut generation = engine.submit(greedy(&tokens(TEXT), 6000)).unwrap();
     tokio::time::timeout(PATIENCE, engine.idle()).await.expect("it was not ended");
@@ -401,4 +401,22 @@ async fn a_request_is_admitted_when_its_first_step_begins() {
     engine.inspect(|_| ()).await;
     let (ended, took) = first.0.lock().unwrap().unwrap();
     assert!(at >= before && at + took <= ended, "{took:?} were counted as waiting");
+}
+
+/// A sampler observes the prompt when the first token is due, and not while its request waits.
+#[tokio::test]
+async fn a_repetition_penalty_looks_at_the_prompt() {
+    let engine = engine(config(1024));
+    let mut prompt = tokens(TEXT);
+    let next = hear(&mut engine.submit(greedy(&prompt, 1)).unwrap()).await.tokens[0];
+    prompt.insert(0, next);
+    let plain = hear(&mut engine.submit(greedy(&prompt, 1)).unwrap()).await.tokens[0];
+    assert!(prompt.contains(&plain));
+    let sampling =
+        SamplerConfig { repetition_penalty: 100.0, repetition_window: usize::MAX, ..SamplerConfig::greedy() };
+    let penalised = Job { sampling, ..greedy(&prompt, 3) };
+    let heard = hear(&mut engine.submit(penalised).unwrap()).await;
+    assert_eq!(heard.tokens.len(), 3);
+    assert!(heard.tokens.iter().all(|token| !prompt.contains(token)), "{:?}", heard.tokens);
+    assert!(heard.tokens[0] != heard.tokens[1] && heard.tokens[1] != heard.tokens[2], "{:?}", heard.tokens);
 }
