@@ -71,7 +71,9 @@ fn sessions(path: &mut impl FnMut(&str, &str, Value), streamed: &Value) {
     path("/v1/sessions", "get", gets("The sessions of this key", "SessionList", &["401"]));
     path("/v1/sessions", "post", posts("Begin a session", "SessionCreate", "Session", &none));
     let all = ["400", "401", "404"];
-    path("/v1/sessions/{id}", "get", of_one(gets("A session, with its history", "SessionHistory", &all)));
+    // A long one takes time and room.
+    let looked = [&all[..], &["408", "503"]].concat();
+    path("/v1/sessions/{id}", "get", of_one(gets("A session, with its history", "SessionHistory", &looked)));
     path("/v1/sessions/{id}", "delete", of_one(gets("Delete a session; its forks stay", "Deleted", &all)));
     let verbs = [
         ("append", "The history grows", "SessionAppend", "Session", &none),
@@ -149,7 +151,11 @@ fn responses() -> Value {
         ("415", "The body is not sent as application/json, or is compressed", false),
         ("429", "The queue is full for this key, or a quota of sessions", true),
         ("500", "The model or its cache failed", false),
-        ("503", "The server is shutting down, or has as many connections or large bodies as it takes", true),
+        (
+            "503",
+            "The server is shutting down, or has as many connections, large bodies or unread answers as it takes",
+            true,
+        ),
     ];
     let mut responses = Map::new();
     for (status, description, retries) in all {

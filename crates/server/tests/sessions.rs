@@ -556,6 +556,8 @@ fn histories_that_are_not_read_have_a_bound() {
     assert!(held.iter().all(|(status, _)| *status == 200));
     let refused = server.get(&path);
     assert_eq!((refused.status, refused.error().2.as_str()), (503, "server_busy"));
+    let described = server.get("/openapi.json").good();
+    assert!(described["paths"]["/v1/sessions/{id}"]["get"]["responses"]["503"].is_object());
     // A short one is told at any time.
     let short = server.post("/v1/sessions", &json!({"text": "fn main"})).good();
     server.get(&format!("/v1/sessions/{}", short["id"].as_str().unwrap())).good();

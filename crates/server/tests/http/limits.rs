@@ -136,15 +136,17 @@ fn a_full_queue_says_so() {
 }
 
 /// Requests that waited for room for their scores were in no account, and when there was some the queue refused them.
+/// Prompts that were given back as texts had no room at all.
 #[test]
-fn what_waits_for_room_for_its_scores_has_a_place_in_the_queue() {
-    const PROMPTS: usize = 56;
+fn what_waits_for_room_has_a_place_in_the_queue() {
+    const SCORED: usize = 56;
+    const ECHOED: usize = 128;
     let mut config = config();
-    config.limits.max_queue = 5 * PROMPTS;
+    config.limits.max_queue = 5 * SCORED + ECHOED;
     let server = Server::start(config);
     let still = server.hold();
     // The scores of each take nearly a quarter of the room.
-    let prompts = vec![vec![5; 1020]; PROMPTS];
+    let prompts = vec![vec![5; 1020]; SCORED];
     let scored = json!({"prompt": prompts, "echo": true, "logprobs": 20, "max_tokens": 0}).to_string();
     let headers = [("content-type", "application/json")];
     let ask = || {
@@ -153,11 +155,23 @@ fn what_waits_for_room_for_its_scores_has_a_place_in_the_queue() {
         stream
     };
     let waiting: Vec<_> = (0..5).map(|_| ask()).collect();
-    server.until("the last one waits too", || server.engine.queued() == 5 * PROMPTS);
-    // It is refused at once, and not when there is room.
+    server.until("the last one waits too", || server.engine.queued() == 5 * SCORED);
+    // The engine stands still: a request that was submitted would not hear of its deadline.
+    let pieces = model().tokenizer().unwrap().pieces(model().decoder().config().vocab).unwrap();
+    let longest = (0..pieces.len()).filter(|i| !pieces[*i].control).max_by_key(|i| pieces[*i].bytes.len());
+    let long = longest.unwrap();
+    assert!(ECHOED * 1020 * pieces[long].bytes.len() > 2 << 20, "{}", pieces[long].bytes.len());
+    let echoed = json!({"prompt": vec![vec![long; 1020]; ECHOED], "echo": true, "kvist": {"timeout_ms": 50}});
+    assert_eq!(server.post("/v1/completions", &echoed).error().2, "deadline_exceeded");
+    server.until("its places are free again", || server.engine.queued() == 5 * SCORED);
+    // What the queue refuses it refuses at once, and not when there is room.
+    let plain = json!({"prompt": vec!["a"; ECHOED], "max_tokens": 1, "stream": true}).to_string();
+    let mut last = server.connect();
+    last.write_all(&request("POST", "/v1/completions", &headers, plain.as_bytes())).unwrap();
+    server.until("the queue is full", || server.engine.queued() == 5 * SCORED + ECHOED);
     let refused = Answer::read(ask());
     assert_eq!((refused.status, refused.error().2.as_str()), (429, "queue_full"));
-    drop(waiting);
+    drop((waiting, last));
     server.until("they have left", || server.metric("kvist_connections", "") <= 1.0);
     drop(still);
     server.becomes_idle();
