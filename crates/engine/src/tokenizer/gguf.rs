@@ -20,7 +20,7 @@ use tokenizers::{AddedToken, SplitDelimiterBehavior};
 fn pre_tokenizer(name: &str) -> (Option<&'static str>, bool) {
     // (a pattern, or GPT-2's own; digits one by one)
     match name {
-        "llama-bpe" | "llama3" | "llama-v3" | "dbrx" | "smaug-bpe" => (
+        "llama-bpe" | "llama3" | "llama-v3" | "dbrx" | "smaug-bpe" | "falcon3" | "pixtral" => (
             Some(
                 r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
             ),
@@ -29,6 +29,20 @@ fn pre_tokenizer(name: &str) -> (Option<&'static str>, bool) {
         "qwen2" | "deepseek-r1-qwen" => (
             Some(
                 r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            ),
+            false,
+        ),
+        // Of GPT-4o, gpt-oss and Phi-4-mini; a word does not end in capitals.
+        "gpt-4o" | "llama4" => (
+            Some(
+                r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            ),
+            false,
+        ),
+        // Of Mistral since Nemo.
+        "tekken" => (
+            Some(
+                r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
             ),
             false,
         ),
@@ -79,8 +93,8 @@ impl Tokenizer {
         let eos = m.token("tokenizer.ggml.eos_token_id")?;
         // llama.cpp's defaults where the file is silent.
         let pre = m.text("tokenizer.ggml.pre")?;
-        let llama3 = pre.is_some_and(|pre| pre == "llama-bpe");
-        let adds_bos = m.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(model == "llama" || llama3);
+        let with_bos = pre.is_some_and(|pre| ["llama-bpe", "tekken"].contains(&pre));
+        let adds_bos = m.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(model == "llama" || with_bos);
         Ok(Some(Tokenizer {
             cuts: super::cuts_of(&inner),
             inner,
@@ -107,7 +121,7 @@ fn byte_level(gguf: &Gguf, vocab: &HashMap<&str, u32>) -> Result<tokenizers::Tok
     let pre = m.text("tokenizer.ggml.pre")?.unwrap_or("default");
     let bpe = BPE::builder()
         .vocab_and_merges(owned(vocab), merges)
-        .ignore_merges(pre == "llama-bpe")
+        .ignore_merges(["llama-bpe", "tekken"].contains(&pre))
         .build()
         .map_err(|e| bad(e.to_string()))?;
     let mut tokenizer = tokenizers::Tokenizer::new(bpe);
