@@ -73,24 +73,33 @@ fn readers_split() {
 fn readers_safetensors() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let name = folder.path().join("model.safetensors");
+    let experts =
+        ModelConfig::from_folder(&fixture("parity/gpt-oss-mxfp4")).expect("a fixture of the engine");
+    let experts: Vec<_> =
+        experts.tensors().into_iter().filter(|spec| spec.name.contains(".experts.")).collect();
     let read = |bytes: &[u8]| {
         std::fs::write(&name, bytes).expect("a temporary file");
         let Ok(source) = Source::folder(folder.path(), false) else { return };
         for name in ["model.norm.weight", "x", "lm_head.weight"] {
             for shape in [vec![32], vec![2], vec![104, 32]] {
-                let spec = TensorSpec { name: name.into(), shape, role: Role::Norm };
+                let spec = TensorSpec { name: name.into(), shape, role: Role::Norm, within: None };
                 let _ = source.find(&spec).and_then(|view| view.to_f32());
             }
         }
+        for spec in &experts {
+            let _ = source.find(spec).and_then(|view| view.to_f32());
+        }
     };
     bolero::check!().with_iterations(ITERATIONS).for_each(|bytes: &[u8]| read(bytes));
-    let real = std::fs::read(fixture("parity/llama-gqa/model.safetensors")).expect("a fixture of the engine");
-    // Almost all of it is data; what can lie is the header.
-    let header = real.len().min(4_000);
-    for seed in 0..CHANGED {
-        let mut bytes = changed(&real[..header], seed);
-        bytes.extend_from_slice(&real[header..]);
-        read(&bytes);
+    for case in ["parity/llama-gqa", "parity/gpt-oss-mxfp4"] {
+        let real = std::fs::read(fixture(case).join("model.safetensors")).expect("a fixture of the engine");
+        // Almost all of it is data; what can lie is the header.
+        let header = real.len().min(4_000);
+        for seed in 0..CHANGED / 2 {
+            let mut bytes = changed(&real[..header], seed);
+            bytes.extend_from_slice(&real[header..]);
+            read(&bytes);
+        }
     }
 }
 
@@ -102,14 +111,30 @@ fn readers_config() {
             && config.n_layers < 1_000
             && config.head_dim < 1 << 16
         {
-            let _ = (config.tensors(), config.layout().check(), config.rope.inv_freq());
+            let _ = (
+                config.tensors(),
+                config.layout().check(),
+                config.ropes.iter().map(|r| r.inv_freq(64)).count(),
+            );
         }
     };
     bolero::check!().with_iterations(ITERATIONS).for_each(|bytes: &[u8]| read(bytes));
-    for case in ["llama-rope-llama3", "llama-rope-yarn", "llama-shared-kv", "qwen2-window-mixed", "smollm3"] {
+    let cases = [
+        "llama-rope-llama3",
+        "llama-rope-yarn",
+        "llama-shared-kv",
+        "qwen2-window-mixed",
+        "smollm3",
+        "gemma2",
+        "gemma3",
+        "phi3-longrope-long",
+        "qwen3-moe-mixed",
+        "gpt-oss",
+    ];
+    for case in cases {
         let real = std::fs::read(fixture("parity").join(case).join("config.json"));
         let real = real.expect("a fixture of the engine");
-        (0..CHANGED).for_each(|seed| read(&changed(&real, seed)));
+        (0..CHANGED / 2).for_each(|seed| read(&changed(&real, seed)));
     }
 }
 

@@ -44,6 +44,33 @@ pub struct Attend<'a> {
     pub scale: f32,
     /// Scores become `cap * tanh(score / cap)`.
     pub softcap: Option<f32>,
+    /// A score of nothing for each query head: it takes its share of the weights, and adds nothing (the learned sinks
+    /// of gpt-oss).
+    pub sinks: Option<&'a [f32]>,
+}
+
+impl Attend<'_> {
+    /// Is everything there for `n` tokens?
+    pub fn check(
+        &self,
+        n: usize,
+        heads: usize,
+        kv_heads: usize,
+        head_dim: usize,
+    ) -> Result<(), BackendError> {
+        self.q.check("q", n, heads, head_dim)?;
+        self.out.check("out", n, heads, head_dim)?;
+        if let Some((k, v)) = &self.kv {
+            k.check("k", n, kv_heads, head_dim)?;
+            v.check("v", n, kv_heads, head_dim)?;
+        }
+        match self.sinks {
+            Some(sinks) if sinks.len() != heads => {
+                Err(BackendError::Shape { what: "sinks", expected: vec![heads], elements: sinks.len() })
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Which half of a cache.

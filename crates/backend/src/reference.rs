@@ -147,11 +147,8 @@ impl Pools for ReferencePools {
         if call.kv.is_some() != (owner == call.layer.0 as usize) {
             return Err(BackendError::LayerOrder(call.layer));
         }
-        call.q.check("q", n, heads, d)?;
-        call.out.check("out", n, heads, d)?;
+        call.check(n, heads, kv_heads, d)?;
         if let Some((k, v)) = call.kv {
-            k.check("k", n, kv_heads, d)?;
-            v.check("v", n, kv_heads, d)?;
             for copy in &group.copies {
                 self.copy(layer.group, Some(owner), copy.from, copy.to, copy.len);
             }
@@ -174,9 +171,10 @@ impl Pools for ReferencePools {
                     call.softcap.map_or(scaled, |cap| f64::from(cap) * (scaled / f64::from(cap)).tanh())
                 };
                 let scores: Vec<f64> = seen.iter().map(score).collect();
-                let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let sink = call.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[head]));
+                let max = scores.iter().copied().fold(sink, f64::max);
                 let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
-                let sum: f64 = weights.iter().sum();
+                let sum = weights.iter().sum::<f64>() + (sink - max).exp();
                 for (i, out) in call.out.row(token, head, d).iter_mut().enumerate() {
                     let value = |(c, w): (&usize, &f64)| w * f64::from(rows.v[at(*c) + i]);
                     *out = (seen.iter().zip(&weights).map(value).sum::<f64>() / sum) as f32;

@@ -51,8 +51,16 @@ fn step(session: &mut Session, spec: &PoolSpec, spans: &[Span<'_>]) {
         let mut out = vec![f32::NAN; q.len()];
         let kv = spec.layout.owns(l).then(|| (Tensor::dense(&k, heads, d), Tensor::dense(&v, heads, d)));
         let (q, out_rows) = (Tensor::dense(&q, 2, d), TensorMut::dense(&mut out, 2, d));
-        step.attend(Attend { layer: LayerId(l as u16), q, kv, out: out_rows, scale: 1.0, softcap: None })
-            .unwrap();
+        step.attend(Attend {
+            layer: LayerId(l as u16),
+            q,
+            kv,
+            out: out_rows,
+            scale: 1.0,
+            softcap: None,
+            sinks: None,
+        })
+        .unwrap();
         // Scores are equal, so that an output is the mean of what its token sees: itself and all before it.
         for (t, &p) in positions.iter().enumerate() {
             for head in 0..2 {

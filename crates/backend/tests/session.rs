@@ -37,7 +37,15 @@ fn attend(step: &mut SessionStep<'_>, layer: u16, v: f32) -> Result<f32, Backend
     let kv = (layer < 2).then(|| (Tensor::dense(&ones, 1, 2), Tensor::dense(&v, 1, 2)));
     let out_rows = TensorMut::dense(&mut out, 1, 2);
     let q = Tensor::dense(&ones, 1, 2);
-    step.attend(Attend { layer: LayerId(layer), q, kv, out: out_rows, scale: 1.0, softcap: None })?;
+    step.attend(Attend {
+        layer: LayerId(layer),
+        q,
+        kv,
+        out: out_rows,
+        scale: 1.0,
+        softcap: None,
+        sinks: None,
+    })?;
     Ok(out[0])
 }
 

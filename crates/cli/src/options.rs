@@ -128,20 +128,27 @@ impl ModelArgs {
         let budget = self.budget();
         let registry = registry(&self.compute.get()?);
         let plan = MemoryPlan::admit(&opened, self.weights, &registry, config, least, &budget)?;
-        Ok((self.load(opened, &budget, quiet)?, plan))
+        let context = Some(config.context_tokens);
+        Ok((self.load(opened, context, &budget, quiet)?, plan))
     }
 
-    /// Read the weights, with a progress bar.
+    /// Read the weights, with a progress bar. `context` is [`LoadOptions::context`].
     pub fn load(
         &self,
         opened: Opened,
+        context: Option<u32>,
         budget: &Arc<MemoryBudget>,
         quiet: bool,
     ) -> anyhow::Result<Arc<Model>> {
         let compute = self.compute.get()?;
         let bar = crate::progress::bar("loading", 0, quiet);
-        let options =
-            LoadOptions { form: self.weights, mmap: !self.no_mmap, compute, ..LoadOptions::default() };
+        let options = LoadOptions {
+            form: self.weights,
+            mmap: !self.no_mmap,
+            context,
+            compute,
+            ..LoadOptions::default()
+        };
         let model = opened.load(&options, budget, &mut |done, total| {
             bar.set_length(total as u64);
             bar.set_position(done as u64);

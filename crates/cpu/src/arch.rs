@@ -146,6 +146,38 @@ pub trait Simd: Copy + Send + Sync + 'static {
         }
         (self.mul(p, f), n)
     }
+    /// `-limit ≤ x ≤ limit`; a NaN passes.
+    #[inline(always)]
+    fn clamp(self, x: Self::F, limit: f32) -> Self::F {
+        let x = self.max(self.splat(-limit), x);
+        let zero = self.splat(0.0);
+        self.sub(zero, self.max(self.splat(-limit), self.sub(zero, x)))
+    }
+    /// `1 / (1 + e^-x)`. A NaN passes.
+    #[inline(always)]
+    fn sigmoid(self, x: Self::F) -> Self::F {
+        let one = self.splat(1.0);
+        self.div(one, self.add(self.exp(self.sub(self.splat(0.0), x)), one))
+    }
+    /// `e^x`, where beyond ±126 powers of two it stays what it is there. A NaN passes.
+    #[inline(always)]
+    fn exp(self, x: Self::F) -> Self::F {
+        let x = self.clamp(self.mul(x, self.splat(std::f32::consts::LOG2_E)), 126.0);
+        let (mantissa, exponent) = self.exp2_parts(x);
+        self.scale_by_power(self.add(mantissa, self.splat(1.0)), exponent)
+    }
+    /// `tanh x = (e^2x − 1) / (e^2x + 1)`, with the numerator from the series itself, so that it is exact where x is small. A
+    /// NaN passes.
+    #[inline(always)]
+    fn tanh(self, x: Self::F) -> Self::F {
+        let one = self.splat(1.0);
+        // Beyond ±20 tanh is ±1 in f32.
+        let x = self.clamp(x, 20.0);
+        let (mantissa, exponent) = self.exp2_parts(self.mul(x, self.splat(2.0 * std::f32::consts::LOG2_E)));
+        let power = self.scale_by_power(one, exponent);
+        let numerator = self.fma(mantissa, power, self.sub(power, one));
+        self.div(numerator, self.add(numerator, self.splat(2.0)))
+    }
 }
 
 /// Code that is compiled for each instruction set. `run` must be `#[inline(always)]`, and so must all it calls:

@@ -62,6 +62,8 @@ pub struct Layer<'l> {
     pub head_dim: usize,
     pub scale: f32,
     pub softcap: Option<f32>,
+    /// A score of nothing per query head.
+    pub sinks: Option<&'l [f32]>,
     /// Weigh packed values one by one.
     pub exact: bool,
 }
@@ -133,14 +135,19 @@ impl<'l> Layer<'l> {
                 self.merge(total, other, rows.n_slots * per_kv);
             }
             for (i, row) in total.chunks_exact_mut(state).take(rows.n_slots * per_kv).enumerate() {
+                let head = rows.head * per_kv + i % per_kv;
                 let (sums, norms) = row.split_at_mut(self.head_dim);
-                let inverse = 1.0 / softmax::sum(&norms[..LANES]);
-                sums.iter_mut().for_each(|x| *x *= inverse);
+                let norm = softmax::sum(&norms[..LANES]);
+                let factor = match self.sinks {
+                    None => 1.0 / norm,
+                    Some(sinks) => softmax::beside(norm, norms[LANES], sinks[head]),
+                };
+                sums.iter_mut().for_each(|x| *x *= factor);
                 if self.values.shape.storage.rotate {
                     rotate(sums);
                 }
                 let token = self.reads.order[rows.first_slot + i / per_kv] as usize;
-                put(token, rows.head * per_kv + i % per_kv, sums);
+                put(token, head, sums);
             }
         }
     }

@@ -227,11 +227,8 @@ impl Pools for CpuPools {
         if call.kv.is_some() != (owner == call.layer.0 as usize) {
             return Err(BackendError::LayerOrder(call.layer));
         }
-        call.q.check("q", n, heads, head_dim)?;
-        call.out.check("out", n, heads, head_dim)?;
+        call.check(n, heads, kv_heads, head_dim)?;
         if let Some((k, v)) = call.kv {
-            k.check("k", n, kv_heads, head_dim)?;
-            v.check("v", n, kv_heads, head_dim)?;
             self.store(owner, group, k, v);
         }
         self.counters.bytes_read += group.reads.cells_read() * kv_heads as u64 * self.row_bytes(&layer);
@@ -246,6 +243,7 @@ impl Pools for CpuPools {
             head_dim,
             scale: call.scale,
             softcap: call.softcap,
+            sinks: call.sinks,
             exact: self.compute.deterministic,
         };
         attention.run(

@@ -67,51 +67,127 @@ impl Kernel for Norm<'_> {
     }
 }
 
-/// `gate = silu(gate) * up` (Shazeer, 2020).
-pub fn swiglu(compute: &Compute, gate: &mut [f32], up: &[f32]) {
+/// What a gate goes through before it multiplies what is gated (Shazeer, 2020).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Gate {
+    /// `silu(gate) * up`, `silu(x) = x * sigmoid(x)`
+    Silu,
+    /// `gelu(gate) * up`, in the approximation by tanh (Hendrycks and Gimpel, 2016)
+    Gelu,
+    /// `g * sigmoid(1.702 g) * (u + 1)`, with `g = min(gate, limit)` and `u` of `up` within ± `limit` (gpt-oss)
+    Clamped { limit: f32 },
+}
+
+/// `gate = f(gate, up)`.
+pub fn gated(compute: &Compute, f: Gate, gate: &mut [f32], up: &[f32]) {
     let width = LANES.min(gate.len().max(1));
     let whole = gate.len() / width * width;
     let (gate, gate_rest) = gate.split_at_mut(whole);
     each_rows(compute, gate, width, |first, gate| {
         let up = &up[first * width..first * width + gate.len()];
-        compute.isa.run(Swiglu { gate, up });
+        compute.isa.run(Gated { f, gate, up });
     });
-    compute.isa.run(Swiglu { gate: gate_rest, up: &up[whole..] });
+    compute.isa.run(Gated { f, gate: gate_rest, up: &up[whole..] });
 }
 
-struct Swiglu<'g> {
+struct Gated<'g> {
+    f: Gate,
     gate: &'g mut [f32],
     up: &'g [f32],
 }
 
-impl Kernel for Swiglu<'_> {
+impl Kernel for Gated<'_> {
     type Out = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let (gate, gate_rest) = self.gate.as_chunks_mut::<LANES>();
-        let (up, up_rest) = self.up.as_chunks::<LANES>();
-        for (gate, up) in gate.iter_mut().zip(up) {
-            swiglu_lanes(s, gate, up);
+        match self.f {
+            Gate::Silu => lanes(s, self.gate, self.up, |s, gate, up| s.mul(silu(s, gate), up)),
+            Gate::Gelu => lanes(s, self.gate, self.up, |s, gate, up| s.mul(gelu(s, gate), up)),
+            Gate::Clamped { limit } => {
+                lanes(s, self.gate, self.up, |s, gate, up| clamped(s, gate, up, limit));
+            }
         }
-        let (mut g, mut u) = ([0.0; LANES], [0.0; LANES]);
-        g[..gate_rest.len()].copy_from_slice(gate_rest);
-        u[..up_rest.len()].copy_from_slice(up_rest);
-        swiglu_lanes(s, &mut g, &u);
-        let n = gate_rest.len();
-        gate_rest.copy_from_slice(&g[..n]);
     }
 }
 
+/// `gate = f(gate, up)`, sixteen at a time.
 #[inline(always)]
-fn swiglu_lanes<S: Simd>(s: S, gate: &mut [f32; LANES], up: &[f32; LANES]) {
-    let (zero, one) = (s.splat(0.0), s.splat(1.0));
-    let x = s.load(gate);
-    // e^-x, where beyond ±126 powers of two it is 0 or too large for silu to be anything but 0; a NaN passes.
-    let negative = s.max(s.splat(-126.0), s.mul(x, s.splat(-std::f32::consts::LOG2_E)));
-    let negative = s.sub(zero, s.max(s.splat(-126.0), s.sub(zero, negative)));
-    let (mantissa, exponent) = s.exp2_parts(negative);
-    let e = s.scale_by_power(s.add(mantissa, one), exponent);
-    s.store(s.mul(s.div(x, s.add(e, one)), s.load(up)), gate);
+fn lanes<S: Simd>(s: S, gate: &mut [f32], up: &[f32], f: impl Fn(S, S::F, S::F) -> S::F) {
+    let (gate, gate_rest) = gate.as_chunks_mut::<LANES>();
+    let (up, up_rest) = up.as_chunks::<LANES>();
+    for (gate, up) in gate.iter_mut().zip(up) {
+        s.store(f(s, s.load(gate), s.load(up)), gate);
+    }
+    let (mut g, mut u) = ([0.0; LANES], [0.0; LANES]);
+    g[..gate_rest.len()].copy_from_slice(gate_rest);
+    u[..up_rest.len()].copy_from_slice(up_rest);
+    s.store(f(s, s.load(&g), s.load(&u)), &mut g);
+    let n = gate_rest.len();
+    gate_rest.copy_from_slice(&g[..n]);
+}
+
+#[inline(always)]
+fn silu<S: Simd>(s: S, x: S::F) -> S::F {
+    over_one_plus_exp(s, x, s.sub(s.splat(0.0), x))
+}
+
+/// `x/2 * (1 + tanh(y))`, which is `x * sigmoid(2y)`, with `y = √(2/π) * (x + 0.044715 x³)`.
+#[inline(always)]
+fn gelu<S: Simd>(s: S, x: S::F) -> S::F {
+    let minus_twice = -2.0 * (2.0 / std::f32::consts::PI).sqrt();
+    let cubic = s.fma(s.mul(x, x), s.splat(minus_twice * 0.044_715), s.splat(minus_twice));
+    over_one_plus_exp(s, x, s.mul(x, cubic))
+}
+
+#[inline(always)]
+fn clamped<S: Simd>(s: S, gate: S::F, up: S::F, limit: f32) -> S::F {
+    let zero = s.splat(0.0);
+    // The smaller of both: a NaN passes.
+    let gate = s.sub(zero, s.max(s.splat(-limit), s.sub(zero, gate)));
+    let swish = over_one_plus_exp(s, gate, s.mul(gate, s.splat(-1.702)));
+    s.mul(swish, s.add(s.clamp(up, limit), s.splat(1.0)))
+}
+
+/// `x / (1 + e^y)`
+#[inline(always)]
+fn over_one_plus_exp<S: Simd>(s: S, x: S::F, y: S::F) -> S::F {
+    s.div(x, s.add(s.exp(y), s.splat(1.0)))
+}
+
+/// `x *= by`.
+pub fn scale(compute: &Compute, x: &mut [f32], by: f32) {
+    each_rows(compute, x, 1, |_, x| x.iter_mut().for_each(|x| *x *= by));
+}
+
+/// `x = cap * tanh(x / cap)`.
+pub fn softcap(compute: &Compute, x: &mut [f32], cap: f32) {
+    let width = LANES.min(x.len().max(1));
+    let whole = x.len() / width * width;
+    let (x, rest) = x.split_at_mut(whole);
+    each_rows(compute, x, width, |_, x| compute.isa.run(SoftCap { x, cap }));
+    compute.isa.run(SoftCap { x: rest, cap });
+}
+
+struct SoftCap<'x> {
+    x: &'x mut [f32],
+    cap: f32,
+}
+
+impl Kernel for SoftCap<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let capped = |x: S::F| s.mul(s.tanh(s.mul(x, s.splat(1.0 / self.cap))), s.splat(self.cap));
+        let (x, rest) = self.x.as_chunks_mut::<LANES>();
+        for x in x {
+            s.store(capped(s.load(x)), x);
+        }
+        let mut last = [0.0; LANES];
+        last[..rest.len()].copy_from_slice(rest);
+        s.store(capped(s.load(&last)), &mut last);
+        let n = rest.len();
+        rest.copy_from_slice(&last[..n]);
+    }
 }
 
 /// `x += y`.
@@ -191,21 +267,45 @@ mod tests {
                         );
                     }
                 }
-                let (mut gate, up) = (ramp(rows * dim, 90.0), ramp(rows * dim, 2.0));
-                let before = gate.clone();
-                swiglu(&compute, &mut gate, &up);
-                for ((gate, x), up) in gate.iter().zip(before).zip(up) {
-                    let x = f64::from(x);
-                    let expected = x / (1.0 + (-x).exp()) * f64::from(up);
-                    let within = (1e-6 + 2e-7 * x.abs()) * expected.abs() + 1e-30; // the exponent is rounded
-                    assert!(
-                        (f64::from(*gate) - expected).abs() <= within,
-                        "{isa} silu({x}): {gate} {expected}"
-                    );
+                let up = ramp(rows * dim, 2.0);
+                for (f, size) in [(Gate::Silu, 90.0), (Gate::Gelu, 12.0), (Gate::Clamped { limit: 1.5 }, 9.0)]
+                {
+                    let before = ramp(rows * dim, size);
+                    let mut gate = before.clone();
+                    gated(&compute, f, &mut gate, &up);
+                    for ((gate, x), up) in gate.iter().zip(before).zip(&up) {
+                        let (mut x, mut up) = (f64::from(x), f64::from(*up));
+                        let y = match f {
+                            Gate::Silu => x,
+                            Gate::Gelu => {
+                                2.0 * (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))
+                            }
+                            Gate::Clamped { limit } => {
+                                (x, up) =
+                                    (x.min(limit.into()), up.clamp(-f64::from(limit), limit.into()) + 1.0);
+                                1.702 * x
+                            }
+                        };
+                        let expected = x / (1.0 + (-y).exp()) * up;
+                        let within = (1e-6 + 2e-7 * y.abs()) * expected.abs() + 1e-30; // the exponent is rounded
+                        assert!(
+                            (f64::from(*gate) - expected).abs() <= within,
+                            "{isa} {f:?}({x}): {gate} {expected}"
+                        );
+                    }
+                }
+                let before = ramp(rows * dim, 90.0);
+                let (mut capped, mut scaled) = (before.clone(), before.clone());
+                softcap(&compute, &mut capped, 30.0);
+                scale(&compute, &mut scaled, 0.3);
+                for ((x, capped), scaled) in before.iter().zip(capped).zip(scaled) {
+                    let expected = 30.0 * (f64::from(*x) / 30.0).tanh();
+                    assert!((f64::from(capped) - expected).abs() <= 1e-5, "{isa} {x}: {capped} {expected}");
+                    assert_eq!(scaled, x * 0.3);
                 }
             }
             let mut strange = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 200.0, -200.0];
-            swiglu(&compute, &mut strange, &[1.0; 5]);
+            gated(&compute, Gate::Silu, &mut strange, &[1.0; 5]);
             assert!(
                 strange[0].is_nan()
                     && strange[1] == f32::INFINITY

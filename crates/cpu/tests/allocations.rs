@@ -58,6 +58,7 @@ impl Turn {
                 out: TensorMut::dense(out, heads, head_dim),
                 scale: 0.2,
                 softcap: Some(30.0),
+                sinks: None,
             })
             .unwrap();
         }

@@ -153,6 +153,7 @@ fn strange_rows_are_stored_or_seen() {
                 out: TensorMut::dense(&mut out, 1, 80),
                 scale: 1.0,
                 softcap: None,
+                sinks: None,
             })
             .unwrap();
             step.commit().unwrap();
@@ -201,6 +202,7 @@ fn a_broken_row_is_seen_by_those_who_see_it() {
             out: TensorMut::dense(&mut out, 2, d),
             scale: 0.125,
             softcap: None,
+            sinks: None,
         })
         .unwrap();
         step.commit().unwrap();

@@ -25,7 +25,19 @@ pub struct ModelConfig {
     pub intermediate: usize,
     pub vocab: usize,
     pub norm_eps: f32,
-    pub rope: Rope,
+    /// Checkpoints hold the weights of norms less 1 (Gemma in safetensors).
+    pub norms_less_one: bool,
+    /// The rotary embeddings that its layers choose from.
+    pub ropes: Vec<Rope>,
+    /// Multiplies the embedding of a token; 1 for most.
+    pub embedding_scale: f32,
+    /// Multiplies the scores of attention.
+    pub attention_scale: f32,
+    /// Every head of every layer has a learned score of nothing, which takes a share of its weights.
+    pub sinks: bool,
+    /// `cap × tanh(score / cap)`, of attention and of logits.
+    pub attention_softcap: Option<f32>,
+    pub logit_softcap: Option<f32>,
     /// The embedding is also the output layer.
     pub tie_embeddings: bool,
     /// Biases on q, k and v.
@@ -35,6 +47,12 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// RMSNorm over each head of q and k, before RoPE.
     pub qk_norm: bool,
+    /// RMSNorm over what attention and MLP add, too.
+    pub post_norms: bool,
+    /// Of the MLP's gate.
+    pub activation: Activation,
+    /// Of the layers that are [routed](LayerConfig::routed).
+    pub experts: Option<Experts>,
     pub layers: Vec<LayerConfig>,
     /// Positions the model was trained on.
     pub context: u32,
@@ -42,6 +60,8 @@ pub struct ModelConfig {
     pub eos: Vec<u32>,
     /// How the checkpoint stores its weights, by its own word.
     pub stored_dtype: Encoding,
+    /// The same of its experts.
+    pub stored_experts: Encoding,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,14 +70,53 @@ pub struct LayerConfig {
     pub window: Option<u32>,
     /// Itself, or the lower layer whose K and V it borrows.
     pub owner: usize,
-    /// Turns q and k by position; false for NoPE layers.
-    pub rope: bool,
+    /// Which of the model's rotary embeddings turns q and k; `None` for NoPE layers.
+    pub rope: Option<usize>,
+    /// Has experts instead of one MLP.
+    pub routed: bool,
+}
+
+/// The experts of a layer: gated MLPs, of which each token uses a few.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Experts {
+    pub n: usize,
+    /// Experts that a token uses.
+    pub used: usize,
+    /// `intermediate_size` of each.
+    pub width: usize,
+    /// The weights of those that are used add up to 1.
+    pub renormalise: bool,
+    /// The router and all experts have biases.
+    pub bias: bool,
+}
+
+/// What a gate goes through before it multiplies.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Activation {
+    /// `x × sigmoid(x)`
+    Silu,
+    /// GELU in its approximation by tanh.
+    Gelu,
+    /// `x × sigmoid(1.702 x)` of what is at most `limit`, times one more than the other factor, which is within ±
+    /// `limit` (gpt-oss).
+    Clamped { limit: f32 },
 }
 
 /// More than any model has; below it no product of two sizes overflows.
 const ABSURD: usize = 1 << 28;
 
+/// Experts of all layers together: each has names of its own, which take memory before a file is looked at.
+const MOST_EXPERTS: usize = 1 << 17;
+
 impl ModelConfig {
+    /// Of a layer's MLP, or of the experts that a token uses together.
+    pub fn mlp_width(&self, layer: &LayerConfig) -> usize {
+        match self.experts {
+            Some(experts) if layer.routed => experts.used.saturating_mul(experts.width),
+            _ => self.intermediate,
+        }
+    }
+
     /// The checks that every source of a config must pass.
     fn check(self, file: &str) -> Result<Self, Error> {
         let bad = |field: &str, problem: String| {
@@ -124,8 +183,30 @@ impl ModelConfig {
                 );
             }
         }
-        if let Err((field, problem)) = self.rope.check(self.head_dim) {
-            return bad(field, problem);
+        if let Some(Experts { n, used, width, .. }) = self.experts {
+            if n == 0 || n.saturating_mul(self.n_layers) > MOST_EXPERTS {
+                return bad("num_experts", format!("is {n} in {} layers, which no model has", self.n_layers));
+            }
+            if used == 0 || used > n {
+                return bad("num_experts_per_tok", format!("is {used} of {n} experts"));
+            }
+            if width == 0 || width > ABSURD {
+                return bad("moe_intermediate_size", format!("is {width}, which no model has"));
+            }
+        }
+        for (field, value) in [
+            ("query_pre_attn_scalar", Some(self.attention_scale)),
+            ("attn_logit_softcapping", self.attention_softcap),
+            ("final_logit_softcapping", self.logit_softcap),
+        ] {
+            if value.is_some_and(|value| !value.is_finite() || value <= 0.0) {
+                return bad(field, "must be a number above 0".into());
+            }
+        }
+        for rope in &self.ropes {
+            if let Err((field, problem)) = rope.check(self.head_dim) {
+                return bad(field, problem);
+            }
         }
         Ok(self)
     }

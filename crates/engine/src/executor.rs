@@ -90,11 +90,12 @@ fn block_bytes(layout: &Layout, config: &CacheConfig, block_tokens: u32) -> Vec<
 /// Multiply-adds of one token: of the linear layers (without the output layer, which a prompt's tokens do not pass),
 /// and of attention per position seen.
 fn recompute_cost(model: &ModelConfig) -> RecomputeCost {
-    let (hidden, wide) = (model.hidden as f64, model.intermediate as f64);
+    let hidden = model.hidden as f64;
+    let wide: usize = model.layers.iter().map(|layer| model.mlp_width(layer)).sum();
     let (q, kv) = ((model.n_heads * model.head_dim) as f64, (model.n_kv_heads * model.head_dim) as f64);
     let n_layers = model.n_layers as f64;
     RecomputeCost {
-        per_token: n_layers * hidden * (2.0 * q + 2.0 * kv + 3.0 * wide),
+        per_token: hidden * (n_layers * (2.0 * q + 2.0 * kv) + 3.0 * wide as f64),
         per_pair: n_layers * 2.0 * q,
     }
 }

@@ -1,5 +1,5 @@
 //! What a model and its cache will take, before anything is loaded: the same arithmetic that the budget records.
-use crate::config::{ModelConfig, Role, TensorSpec};
+use crate::config::{Experts, ModelConfig, Role, TensorSpec};
 use crate::error::Error;
 use crate::model::{Activations, ModelFile, Opened, resident_bytes};
 use crate::weights::{Encoding, WeightForm};
@@ -264,8 +264,9 @@ impl ModelSize {
                     .map_err(|source| Error::Read { path: path.clone(), source })?;
                 let name = path.display().to_string();
                 let config = ModelConfig::from_json(&name, &text)?;
-                let stored = config.stored_dtype;
-                Self::sum(name, config, form, |_| Ok(stored))
+                let (stored, experts) = (config.stored_dtype, config.stored_experts);
+                let of = |spec: &TensorSpec| if spec.role == Role::Expert { experts } else { stored };
+                Self::sum(name, config, form, |spec| Ok(of(spec)))
             }
             _ => {
                 let opened = Opened::open_without_texts(file, true)?;
@@ -289,7 +290,12 @@ impl ModelSize {
                 size.stored_bytes.saturating_add(stored.tensor_bytes(&spec.shape).unwrap_or(0) as u64);
             size.resident_bytes = size.resident_bytes.saturating_add(resident);
             let gathered = spec.role == Role::Embedding && !size.config.tie_embeddings;
-            let read = if gathered { resident / spec.shape[0].max(1) as u64 } else { resident };
+            let read = match (spec.role, size.config.experts) {
+                // One row, and those experts alone that a token uses: what a step with one token reads.
+                _ if gathered => resident / spec.shape[0].max(1) as u64,
+                (Role::Expert, Some(Experts { n, used, .. })) => resident / n as u64 * used as u64,
+                _ => resident,
+            };
             size.read_per_token = size.read_per_token.saturating_add(read);
         }
         Ok(size)

@@ -2,6 +2,7 @@
 mod decoder;
 mod layout;
 mod load;
+mod mlp;
 mod rope;
 mod top;
 

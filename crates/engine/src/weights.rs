@@ -4,6 +4,7 @@
 //! used, and nothing is allocated by a number that the file merely claims.
 mod encoding;
 mod gguf;
+mod gpt_oss;
 mod linear;
 mod repack;
 mod safetensors;
@@ -11,7 +12,7 @@ mod split;
 mod view;
 
 pub use encoding::{Encoding, WeightForm};
-pub use gguf::{Gguf, Metadata};
+pub use gguf::{Gguf, Metadata, Value};
 pub use linear::{Embedding, Linear};
 pub use view::View;
 
@@ -57,18 +58,40 @@ impl Source {
 
     /// The tensor a model asks for, with the shape it asks for.
     pub fn find(&self, spec: &TensorSpec) -> Result<View<'_>, Error> {
-        let view = match self {
-            Source::Folder(folder) => folder.find(&spec.name)?,
-            Source::Gguf(gguf) => gguf.find(&spec.name)?,
+        let mut shape = spec.shape.clone();
+        let (view, first) = match (self.view(&spec.name), &spec.within) {
+            (Err(missing @ Error::MissingTensor { .. }), Some(within)) => {
+                if let Source::Folder(folder) = self
+                    && let Some(view) = gpt_oss::find(folder, spec)?
+                {
+                    return Ok(view);
+                }
+                shape[0] = within.rows;
+                // The name that is missing is the one that most files have.
+                let view = self.view(&within.name).map_err(|_| missing)?;
+                (view.merged(shape.len()), Some(within.first))
+            }
+            (view, _) => (view?, None),
         };
-        if view.shape != spec.shape {
-            return Err(Error::TensorShape {
-                file: self.file().into(),
-                name: view.name,
-                found: view.shape,
-                expected: spec.shape.clone(),
-            });
+        if view.shape != shape {
+            let (name, found) = (view.name, view.shape);
+            return Err(Error::TensorShape { file: self.file().into(), name, found, expected: shape });
         }
-        Ok(view)
+        let view = match first {
+            Some(first) => view.rows(first, spec.shape[0]),
+            None => view,
+        };
+        match self {
+            Source::Folder(_) => Ok(view),
+            Source::Gguf(gguf) => gguf.in_order(&spec.name, view),
+        }
+    }
+
+    /// A tensor by its Hugging Face name, as it stands in the file.
+    fn view(&self, name: &str) -> Result<View<'_>, Error> {
+        match self {
+            Source::Folder(folder) => folder.find(name),
+            Source::Gguf(gguf) => gguf.find(name),
+        }
     }
 }

@@ -3,7 +3,7 @@
 mod common;
 use common::*;
 use kvist_engine::config::ModelConfig;
-use kvist_engine::model::{LoadOptions, Model, ModelFile};
+use kvist_engine::model::{Model, ModelFile};
 use kvist_engine::weights::WeightForm;
 use std::path::Path;
 
@@ -26,7 +26,9 @@ fn relative_difference(found: &[f32], expected: &[f32]) -> f32 {
 fn compare(case: &Path, file: ModelFile, tolerance: f32, check_text: bool) -> Vec<String> {
     let name = case.file_name().unwrap().to_string_lossy().into_owned();
     let expected = Expected::read(case);
-    let model = match load(file) {
+    // Packed weights are multiplied in another arithmetic; what they mean is compared here.
+    let form = if name.contains("mxfp4") { WeightForm::F32 } else { WeightForm::AsStored };
+    let model = match load_in(file, form) {
         Ok(model) => model,
         Err(error) => return vec![format!("{name}: {error}")],
     };
@@ -66,7 +68,8 @@ fn every_family_and_rope_variant_agrees_with_transformers() {
 }
 
 /// Large batches of bf16 weights are multiplied in bf16 pairs, where the CPU can: activations keep 8 bits, as they do
-/// in a runtime that computes in bf16.
+/// in a runtime that computes in bf16. Experts in MXFP4 take activations in 8 bits, too, and a token near the border between two
+/// experts may go to the other.
 #[test]
 fn the_fast_products_are_near() {
     for case in cases("parity") {
@@ -74,7 +77,7 @@ fn the_fast_products_are_near() {
         let n = expected.tokens.len() as u32;
         let model = Model::load(
             &ModelFile::Path(case.clone()),
-            &LoadOptions::default(),
+            &texts(),
             &kvist_backend::MemoryBudget::unlimited(),
             &mut |_, _| {},
         );
@@ -82,8 +85,12 @@ fn the_fast_products_are_near() {
         let found = logits(&mut session, &expected.tokens);
         let spread = expected.logits.iter().fold(0f32, |max, x| max.max(x.abs()));
         let difference = max_difference(&found, &expected.logits);
-        let bf16 = case.to_string_lossy().contains("bf16");
-        let allowed = if bf16 { 0.05 * spread } else { F32_TOLERANCE };
+        let name = case.to_string_lossy();
+        let allowed = match () {
+            () if name.contains("bf16") => 0.05 * spread,
+            () if name.contains("mxfp4") => 0.15 * spread,
+            () => F32_TOLERANCE,
+        };
         assert!(difference <= allowed, "{case:?}: {difference}, of {spread}");
     }
 }
@@ -92,7 +99,7 @@ fn the_fast_products_are_near() {
 fn without_a_cache_the_text_is_the_same() {
     for case in cases("parity") {
         let expected = Expected::read(&case);
-        let model = load(ModelFile::Path(case.clone())).unwrap();
+        let model = load_in(ModelFile::Path(case.clone()), WeightForm::F32).unwrap();
         let n = expected.tokens.len() as u32;
         let mut session = session(&model, &exact("contiguous", n + 64, n + 64));
         let found = greedy(&mut session, &expected.tokens, 64, true);
@@ -108,7 +115,7 @@ fn gguf_files_agree_with_transformers_on_the_same_weights() {
     for case in cases("gguf") {
         let name = case.file_name().unwrap().to_string_lossy().into_owned();
         let file = ModelFile::Path(case.join("model.gguf"));
-        if name.contains("-q") {
+        if name.starts_with("llama-q") {
             // Expected are the dequantised weights. Held as f32 they must agree; packed, the kernels round activations
             // to 8 bits in groups of 32, which is noise of a known size: a wrong scale would be far outside.
             let expected = Expected::read(&case);
@@ -169,17 +176,26 @@ fn silence_means_what_it_means_to_transformers() {
         ("Qwen2", 32, 1e4, false),
         ("Qwen3", 32, 1e4, false),
         ("SmolLM3", 4, 2e6, true),
+        ("Gemma", 16, 1e4, true),
+        ("Gemma2", 4, 1e4, true),
+        ("Gemma3", 4, 1e6, true),
+        ("Phi3", 32, 1e4, false),
     ] {
         let found = config(class, "");
         assert_eq!(
-            (found.n_kv_heads, found.rope.theta, found.tie_embeddings),
+            (found.n_kv_heads, found.ropes[0].theta, found.tie_embeddings),
             (kv_heads, theta, tied),
             "{class}"
         );
         assert_eq!(config(class, r#", "num_key_value_heads": null"#).n_kv_heads, 32, "{class}");
         let windows = |more: &str| config(class, more).layers.iter().map(|l| l.window).collect::<Vec<_>>();
-        let always = if class == "Mistral" { Some(4096) } else { None };
-        assert_eq!(windows(""), [always; 30], "{class}");
+        let silent = |l: usize| match class {
+            "Mistral" => Some(4096),
+            "Gemma2" => ((l + 1) % 2 != 0).then_some(4096),
+            "Gemma3" => ((l + 1) % 6 != 0).then_some(4096),
+            _ => None,
+        };
+        assert_eq!(windows(""), (0..30).map(silent).collect::<Vec<_>>(), "{class}");
         if class.starts_with("Qwen") {
             let late = |l: usize| (l >= 28).then_some(4096);
             assert_eq!(windows(r#", "use_sliding_window": true"#), (0..30).map(late).collect::<Vec<_>>());
@@ -187,7 +203,7 @@ fn silence_means_what_it_means_to_transformers() {
     }
     let partial =
         config("Llama", r#", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}"#);
-    assert_eq!(partial.rope.dim, 64);
+    assert_eq!(partial.ropes[0].dim, 64);
 }
 
 #[test]

@@ -285,7 +285,7 @@ const MODELS: &[Row] = &[
     (
         "an unknown architecture",
         |f| f.set("general.architecture", words("mamba")),
-        &["mamba", "llama, mistral, qwen2, qwen3, smollm3"],
+        &["mamba", "gemma3, gpt-oss, llama, mistral, phi3, qwen2"],
     ),
     ("no layers given", |f| f.drop_key("llama.block_count"), &["llama.block_count", "missing"]),
     ("no layers", |f| f.set("llama.block_count", uint(0)), &["num_hidden_layers", "0"]),
@@ -346,6 +346,27 @@ const MODELS: &[Row] = &[
         "rope base NaN",
         |f| f.set("llama.rope.freq_base", typed(F32, &f32::NAN.to_le_bytes())),
         &["rope_theta", "NaN"],
+    ),
+    (
+        "experts of which none is used",
+        |f| f.set("llama.expert_count", uint(4)),
+        &["expert_used_count", "missing"],
+    ),
+    (
+        "more experts than any model has",
+        |f| {
+            f.set("llama.expert_count", uint(1 << 20));
+            f.set("llama.expert_used_count", uint(2));
+        },
+        &["num_experts", "1048576"],
+    ),
+    (
+        "more used than there are",
+        |f| {
+            f.set("llama.expert_count", uint(4));
+            f.set("llama.expert_used_count", uint(5));
+        },
+        &["num_experts_per_tok", "5 of 4"],
     ),
     ("unknown rope", |f| f.set("llama.rope.scaling.type", words("longrope")), &["longrope", "yarn"]),
     (

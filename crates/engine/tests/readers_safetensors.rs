@@ -260,10 +260,7 @@ const CONFIGS: &[Row] = &[
     (
         "an unknown architecture",
         |f| f.set("architectures", json!(["MambaForCausalLM"])),
-        &[
-            "MambaForCausalLM",
-            "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, SmolLM3ForCausalLM",
-        ],
+        &["MambaForCausalLM", "Gemma3ForCausalLM, GemmaForCausalLM, GptOssForCausalLM, LlamaForCausalLM"],
     ),
     ("architectures of text", |f| f.set("architectures", json!("Llama")), &["architectures", "a list"]),
     ("no layers given", |f| f.set("num_hidden_layers", json!(null)), &["num_hidden_layers", "missing"]),
@@ -361,7 +358,11 @@ const CONFIGS: &[Row] = &[
     ("rope base 0", |f| f.set("rope_theta", json!(0)), &["rope_theta", "is 0"]),
     ("rope base below 0", |f| f.set("rope_theta", json!(-1e4)), &["rope_theta", "-10000"]),
     ("rope of text", |f| f.set("rope_scaling", json!("linear")), &["rope_scaling", "no JSON object"]),
-    ("unknown rope", |f| f.set("rope_scaling", json!({"type": "su"})), &["`su`", "linear, llama3 and yarn"]),
+    (
+        "unknown rope",
+        |f| f.set("rope_scaling", json!({"type": "su"})),
+        &["`su`", "linear, llama3, yarn and longrope"],
+    ),
     ("rope without factor", |f| f.set("rope_scaling", json!({"type": "linear"})), &["factor", "missing"]),
     ("rope by 0", |f| f.set("rope_scaling", json!({"type": "linear", "factor": 0})), &["factor", "is 0"]),
     (

@@ -67,20 +67,27 @@ pub struct Case {
     pub sharing: Sharing,
     pub strides: Strides,
     pub softcap: Option<f32>,
+    /// Scores of nothing per head, far below the others, beside them, and far above them.
+    pub sinks: bool,
 }
 
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Case { shape, k, v, heads, head_dim, length, sharing, strides, softcap } = self;
+        let Case { shape, k, v, heads, head_dim, length, sharing, strides, softcap, sinks } = self;
         write!(
             f,
-            "{} · {} | k {k} v {v} | {}:{} heads of {head_dim} | length {length} | {sharing:?} {strides:?} softcap {softcap:?}",
+            "{} · {} | k {k} v {v} | {}:{} heads of {head_dim} | length {length} | {sharing:?} {strides:?} softcap {softcap:?} sinks {sinks}",
             shape.kind, shape.name, heads.0, heads.1
         )
     }
 }
 
 impl Case {
+    pub fn sinks(&self) -> Option<Vec<f32>> {
+        let scores = |head: u32| [0.5, -2.0, 30.0, -30.0][head as usize % 4];
+        self.sinks.then(|| (0..self.heads.0).map(scores).collect())
+    }
+
     pub fn n_groups(&self) -> usize {
         1 + usize::from(matches!(self.sharing, Sharing::Windows | Sharing::WindowsBorrowed))
     }
@@ -105,7 +112,7 @@ impl Case {
     }
 }
 
-const N_AXES: usize = 9;
+const N_AXES: usize = 10;
 
 /// Cases in which any two values of any two axes meet: take a pair that has not met, and give every other axis the
 /// value that meets most of the others for the first time (after AETG: Cohen et al., 1997).
@@ -121,6 +128,7 @@ pub fn sample(seed: u64) -> Vec<Case> {
         SHARINGS.len(),
         STRIDES.len(),
         SOFTCAPS.len(),
+        2,
     ];
     let mut choices = Choices::from_seed(seed, u64::MAX);
     let widest = sizes.iter().copied().max().unwrap_or(0);
@@ -165,6 +173,7 @@ pub fn sample(seed: u64) -> Vec<Case> {
                     sharing: SHARINGS[row[6]],
                     strides: STRIDES[row[7]],
                     softcap: SOFTCAPS[row[8]],
+                    sinks: row[9] == 1,
                 });
             }
         }

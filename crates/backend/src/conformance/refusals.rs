@@ -80,6 +80,7 @@ impl Call {
             out: TensorMut::dense(out, HEADS, HEAD_DIM),
             scale: 1.0,
             softcap: None,
+            sinks: None,
         }
     }
 }
@@ -166,6 +167,9 @@ fn wrong_shapes(backend: &dyn Backend) -> Result<(), String> {
                 other => return Err(format!("{spoilt} too short: {other:?}")),
             }
         }
+        let mut call = Call::new(3);
+        let attend = Attend { sinks: Some(&[0.0; HEADS - 1]), ..call.of(0, true) };
+        refused!(step.attend(attend), BackendError::Shape { what: "sinks", .. }, "sinks of fewer heads");
         let (mut call, full) = (Call::new(3), Call::new(3));
         let huge = Tensor::strided(&full.q, usize::MAX / 2, HEAD_DIM);
         let attend = Attend { q: huge, ..call.of(0, true) };

@@ -330,6 +330,7 @@ impl<'c> Rig<'c> {
                 out: TensorMut::dense(&mut out, heads, head_dim),
                 scale: 1.0,
                 softcap: None,
+                sinks: None,
             };
             if let Err(error) = step.attend(call) {
                 failure = Some(format!("layer {l} failed: {error}"));
@@ -371,6 +372,7 @@ impl<'c> Rig<'c> {
             })
             .collect();
         let mut failure = None;
+        let sinks = self.case.sinks();
         for (l, (data, places)) in inputs.iter().enumerate() {
             let head_dim = self.spec.layout.layers[l].head_dim as usize;
             let (mut out, place) = lay(self.case.strides, n_tokens, &[self.case.heads.0 as usize], head_dim);
@@ -382,6 +384,7 @@ impl<'c> Rig<'c> {
                 out: TensorMut::strided(&mut out, place[0].token_stride, place[0].head_stride),
                 scale: 1.0 / (head_dim as f32).sqrt(),
                 softcap: self.case.softcap,
+                sinks: sinks.as_deref(),
             };
             if let Err(error) = step.attend(call) {
                 failure = Some(format!("layer {l} failed: {error}"));
@@ -477,6 +480,7 @@ impl<'c> Rig<'c> {
         let head_dim = spec.head_dim as usize;
         let per_kv = (self.case.heads.0 / spec.n_kv_heads) as usize;
         let scale = self.scale(layer);
+        let sinks = self.case.sinks();
         let mut bad = Vec::new();
         let mut expected = vec![0.0; head_dim];
         for (token, seen) in seen.iter().enumerate() {
@@ -489,7 +493,8 @@ impl<'c> Rig<'c> {
                     let value = seen.value as usize;
                     (&written.k[value][rows.clone()], &written.v[value][rows.clone()])
                 });
-                let size = attention(q, visible, scale, self.case.softcap, &mut expected);
+                let sink = sinks.as_ref().map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[head]));
+                let size = attention(q, visible, scale, self.case.softcap, sink, &mut expected);
                 let packed = self.case.k.dtype.is_quantised() || self.case.v.dtype.is_quantised();
                 let tolerance = size * if packed { self.options.packed } else { self.options.attention };
                 let found = &mut out[place.row(token, head, head_dim)];
@@ -528,6 +533,7 @@ fn attention<'r>(
     visible: impl Iterator<Item = (&'r [f32], &'r [f32])> + Clone,
     scale: f32,
     softcap: Option<f32>,
+    sink: f64,
     out: &mut [f64],
 ) -> f64 {
     let scale = f64::from(scale);
@@ -539,8 +545,8 @@ fn attention<'r>(
         size = size.max(scale.abs() * norm(q) * norm(k));
         largest = v.iter().fold(largest, |largest, x| largest.max(f64::from(x.abs())));
     }
-    let peak = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let mut sum = 0.0;
+    let peak = scores.iter().copied().fold(sink, f64::max);
+    let mut sum = (sink - peak).exp();
     out.fill(0.0);
     for (score, (_, v)) in scores.iter().zip(visible) {
         let weight = (score - peak).exp();

@@ -86,7 +86,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let budget = args.model.budget();
     let free = MemoryPlan::free_after(&opened, args.model.weights, &budget)?;
     let plan = fit(architecture, &registry, &config, &reference, free, budget.total())?;
-    let model = args.model.load(opened, &budget, quiet)?;
+    let model = args.model.load(opened, Some(context), &budget, quiet)?;
     interrupt::listen();
     let mut under_test = ModelSession::new(&model, &registry, &config)?;
     let mut expected = ModelSession::new(&model, &registry, &reference)?;

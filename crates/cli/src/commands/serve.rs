@@ -201,7 +201,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     {
         tracing::info!(target: "kvist::server", "{line}");
     }
-    let model = args.model.load(opened, &budget, quiet)?;
+    let model = args.model.load(opened, Some(cache_tokens), &budget, quiet)?;
     let engine = Engine::start(model, &registry, engine)?;
     let app = App::new(engine.clone(), &config, cache_tokens)?;
     let runtime = kvist_server::runtime().context("cannot start threads for connections")?;

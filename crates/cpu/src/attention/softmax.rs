@@ -18,6 +18,15 @@ pub fn power(n: f32) -> f32 {
     if n < -126.0 { 0.0 } else { n.exp2() }
 }
 
+/// By what the sums of a row are multiplied whose weights add up to `norm` at the maximum `max`, where nothing has the score
+/// `sink` beside them.
+pub fn beside(norm: f32, max: f32, sink: f32) -> f32 {
+    let sink = sink * std::f32::consts::LOG2_E;
+    let peak = if sink > max { sink } else { max };
+    let shrink = power(max - peak);
+    shrink / (norm * shrink + power(sink - peak))
+}
+
 /// Sum of sixteen lanes, always in the same order.
 pub fn sum(lanes: &[f32]) -> f32 {
     let mut sums = [0.0; 8];
@@ -95,19 +104,11 @@ impl Kernel for Softmax<'_> {
     }
 }
 
-/// `log₂ e · cap · tanh(x)`, where x is the score over `cap`: `tanh x = (e^2x − 1) / (e^2x + 1)`, and the numerator
-/// from the series itself, since most scores are small beside the cap.
+/// `log₂ e · cap · tanh(x)`, where x is the score over `cap`.
 #[inline(always)]
 fn soft_cap<S: Simd>(s: S, cap: f32, scores: &mut [f32; LANES]) {
     let masked = *scores;
-    let (zero, one) = (s.splat(0.0), s.splat(1.0));
-    // Beyond ±20 tanh is ±1 in f32; a NaN passes.
-    let x = s.max(s.splat(-20.0), s.load(scores));
-    let x = s.sub(zero, s.max(s.splat(-20.0), s.sub(zero, x)));
-    let (mantissa, exponent) = s.exp2_parts(s.mul(x, s.splat(2.0 * std::f32::consts::LOG2_E)));
-    let power = s.scale_by_power(one, exponent);
-    let numerator = s.fma(mantissa, power, s.sub(power, one));
-    let tanh = s.div(numerator, s.add(numerator, s.splat(2.0)));
+    let tanh = s.tanh(s.load(scores));
     s.store(s.mul(tanh, s.splat(cap * std::f32::consts::LOG2_E)), scores);
     for (capped, score) in scores.iter_mut().zip(masked) {
         if score == f32::NEG_INFINITY {

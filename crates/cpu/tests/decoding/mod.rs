@@ -125,6 +125,7 @@ impl Model {
                 out: TensorMut::dense(&mut out, heads, d),
                 scale: 1.0 / (d as f32).sqrt(),
                 softcap: None,
+                sinks: None,
             })
             .unwrap();
             outputs.push(out);

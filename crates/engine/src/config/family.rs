@@ -1,4 +1,5 @@
 //! The families kvist runs. What differs between them is data.
+use super::Activation;
 
 /// A model family. Its differences from Llama are what the table in this file says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -8,9 +9,16 @@ pub enum Family {
     Qwen2,
     Qwen3,
     SmolLm3,
+    Gemma,
+    Gemma2,
+    Gemma3,
+    Phi3,
+    Mixtral,
+    Qwen3Moe,
+    GptOss,
 }
 
-/// What a family fixes where its config is silent.
+/// What a family fixes, and what it has where its config is silent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Traits {
     pub family: Family,
@@ -18,18 +26,45 @@ pub(super) struct Traits {
     pub class: &'static str,
     /// `model_type` in config.json.
     pub model_type: &'static str,
+    /// The class that has this model as its `text_config`, beside the parts that see.
+    pub seeing_class: Option<&'static str>,
     /// `general.architecture` of a GGUF file.
     pub gguf: &'static str,
     /// Biases on q, k and v; `None` follows `attention_bias`, which also covers the output.
     pub qkv_bias: Option<bool>,
+    /// `attention_bias` where config.json is silent; a router and experts have biases then, too.
+    pub biased: bool,
+    /// Heads have scores of nothing.
+    pub sinks: bool,
     pub qk_norm: bool,
+    /// RMSNorm over what attention and MLP add, too.
+    pub post_norms: bool,
+    pub activation: Activation,
+    /// Experts, those a token uses, and their width where it is not `intermediate_size`, where config.json is silent.
+    pub experts: Option<(usize, usize, Option<usize>)>,
+    /// safetensors hold the weights of norms less 1, and an embedding is multiplied by the root of its width.
+    pub gemma: bool,
     /// `sliding_window` counts without `use_sliding_window`.
     pub always_slides: bool,
+    /// Every so many layers one sees all, where there are windows; `None` leaves it to the config.
+    pub full_every: Option<usize>,
+    /// Layers that slide have a rotary embedding of their own, with this theta.
+    pub sliding_theta: Option<f64>,
+    /// `attn_logit_softcapping` and `final_logit_softcapping`.
+    pub softcaps: (Option<f64>, Option<f64>),
+    /// `query_pre_attn_scalar`, whose root divides scores; `None` is always the width of a head.
+    pub query_scalar: Option<f64>,
     /// `tie_word_embeddings` and `rope_theta` where config.json is silent.
     pub tied: bool,
     pub theta: f64,
+    /// `rms_norm_eps` and `max_position_embeddings`, likewise.
+    pub norm_eps: f64,
+    pub context: usize,
     /// Where config.json is silent and it is not hidden_size / heads.
     pub head_dim: Option<usize>,
+    /// Where config.json is silent; without it they must be there.
+    pub heads: Option<usize>,
+    pub vocab: Option<usize>,
     /// Where config.json is silent and it is not the number of heads.
     pub kv_heads: Option<usize>,
     /// `sliding_window` and the first layer that slides, where config.json is silent.
@@ -43,21 +78,69 @@ const LLAMA: Traits = Traits {
     family: Family::Llama,
     class: "LlamaForCausalLM",
     model_type: "llama",
+    seeing_class: None,
     gguf: "llama",
     qkv_bias: None,
+    biased: false,
+    sinks: false,
     qk_norm: false,
+    post_norms: false,
+    activation: Activation::Silu,
+    experts: None,
+    gemma: false,
     always_slides: false,
+    full_every: None,
+    sliding_theta: None,
+    softcaps: (None, None),
+    query_scalar: None,
     tied: false,
     theta: 10_000.0,
+    norm_eps: 1e-6,
+    context: 2048,
     head_dim: None,
+    heads: None,
+    vocab: None,
     kv_heads: None,
     window: None,
     first_sliding: 0,
     gguf_permuted: true,
 };
 
-/// SmolLM and SmolLM2 are Llama models; so are Mistral's in a GGUF file.
-pub(super) const FAMILIES: [Traits; 5] = [
+const GEMMA: Traits = Traits {
+    family: Family::Gemma,
+    class: "GemmaForCausalLM",
+    model_type: "gemma",
+    gguf: "gemma",
+    activation: Activation::Gelu,
+    gemma: true,
+    tied: true,
+    context: 8192,
+    head_dim: Some(256),
+    heads: Some(16),
+    kv_heads: Some(16),
+    vocab: Some(256_000),
+    gguf_permuted: false,
+    ..LLAMA
+};
+
+const GEMMA2: Traits = Traits {
+    family: Family::Gemma2,
+    class: "Gemma2ForCausalLM",
+    model_type: "gemma2",
+    gguf: "gemma2",
+    post_norms: true,
+    always_slides: true,
+    full_every: Some(2),
+    softcaps: (Some(50.0), Some(30.0)),
+    query_scalar: Some(256.0),
+    heads: Some(8),
+    kv_heads: Some(4),
+    window: Some(4096),
+    ..GEMMA
+};
+
+/// SmolLM and SmolLM2 are Llama models; so are Mistral's in a GGUF file. Phi-4 is a Phi-3 model.
+pub(super) const FAMILIES: [Traits; 12] = [
     LLAMA,
     Traits {
         family: Family::Mistral,
@@ -96,6 +179,54 @@ pub(super) const FAMILIES: [Traits; 5] = [
         ..LLAMA
     },
     Traits {
+        family: Family::Qwen3Moe,
+        class: "Qwen3MoeForCausalLM",
+        model_type: "qwen3_moe",
+        gguf: "qwen3moe",
+        qk_norm: true,
+        experts: Some((128, 8, Some(768))),
+        kv_heads: Some(4),
+        window: Some(4096),
+        first_sliding: 28,
+        context: 32_768,
+        gguf_permuted: false,
+        ..LLAMA
+    },
+    // In a GGUF file it is Llama with experts.
+    Traits {
+        family: Family::Mixtral,
+        class: "MixtralForCausalLM",
+        model_type: "mixtral",
+        qkv_bias: Some(false),
+        experts: Some((8, 2, None)),
+        always_slides: true,
+        kv_heads: Some(8),
+        theta: 1_000_000.0,
+        norm_eps: 1e-5,
+        context: 131_072,
+        ..LLAMA
+    },
+    Traits {
+        family: Family::GptOss,
+        class: "GptOssForCausalLM",
+        model_type: "gpt_oss",
+        gguf: "gpt-oss",
+        biased: true,
+        sinks: true,
+        activation: Activation::Clamped { limit: 7.0 },
+        experts: Some((128, 4, None)),
+        always_slides: true,
+        full_every: Some(2),
+        head_dim: Some(64),
+        kv_heads: Some(8),
+        theta: 150_000.0,
+        norm_eps: 1e-5,
+        context: 131_072,
+        window: Some(128),
+        gguf_permuted: false,
+        ..LLAMA
+    },
+    Traits {
         family: Family::SmolLm3,
         class: "SmolLM3ForCausalLM",
         model_type: "smollm3",
@@ -105,9 +236,43 @@ pub(super) const FAMILIES: [Traits; 5] = [
         kv_heads: Some(4),
         ..LLAMA
     },
+    GEMMA,
+    GEMMA2,
+    Traits {
+        family: Family::Gemma3,
+        class: "Gemma3ForCausalLM",
+        model_type: "gemma3_text",
+        seeing_class: Some("Gemma3ForConditionalGeneration"),
+        gguf: "gemma3",
+        qk_norm: true,
+        full_every: Some(6),
+        sliding_theta: Some(10_000.0),
+        softcaps: (None, None),
+        theta: 1_000_000.0,
+        context: 131_072,
+        vocab: Some(262_208),
+        ..GEMMA2
+    },
+    Traits {
+        family: Family::Phi3,
+        class: "Phi3ForCausalLM",
+        model_type: "phi3",
+        gguf: "phi3",
+        qkv_bias: Some(false),
+        always_slides: true,
+        norm_eps: 1e-5,
+        context: 4096,
+        heads: Some(32),
+        vocab: Some(32_064),
+        gguf_permuted: false,
+        ..LLAMA
+    },
 ];
 
 /// The known architectures, for an error.
 pub(super) fn known(name: fn(&Traits) -> &'static str) -> String {
-    FAMILIES.iter().map(name).collect::<Vec<_>>().join(", ")
+    let mut names: Vec<_> = FAMILIES.iter().map(name).collect();
+    names.sort_unstable();
+    names.dedup();
+    names.join(", ")
 }

@@ -1,8 +1,8 @@
 //! The architecture out of a GGUF file's metadata.
-use super::family::{self, FAMILIES};
+use super::family::{self, FAMILIES, Traits};
 use super::rope::yarn_temperature;
 use super::*;
-use crate::weights::Gguf;
+use crate::weights::{Gguf, Value};
 
 /// Does llama.cpp's converter permute q and k of this `general.architecture`?
 pub(crate) fn gguf_permutes(architecture: &str) -> bool {
@@ -57,14 +57,19 @@ impl ModelConfig {
                 return Err(Error::MissingTensor { file: file.into(), name });
             }
         };
-        let window = m.size(&key("attention.sliding_window"))?.filter(|w| *w > 0);
-        let window = window.map(|w| u32::try_from(w).unwrap_or(u32::MAX));
+        let window = match m.size(&key("attention.sliding_window"))? {
+            Some(window) => Some(window).filter(|w| *w > 0).map(|w| u32::try_from(w).unwrap_or(u32::MAX)),
+            // Gemma 2's files may leave it out.
+            None if traits.family == Family::Gemma2 => traits.window,
+            None => None,
+        };
+        let slides = sliding_layers(gguf, traits, n_layers)?;
         let owners = m.ints(&key("kv_owner_layer"))?;
         if let Some(owners) = owners.filter(|owners| owners.len() != n_layers) {
             return Err(bad("kv_owner_layer", format!("lists {} layers of {n_layers}", owners.len())));
         }
         let mut layers = Vec::with_capacity(n_layers);
-        for l in 0..n_layers {
+        for (l, slides) in slides.into_iter().enumerate() {
             let owner = match owners.and_then(|owners| owners.get(l)) {
                 Some(owner) => {
                     usize::try_from(*owner).map_err(|_| bad("kv_owner_layer", format!("holds {owner}")))?
@@ -73,8 +78,15 @@ impl ModelConfig {
             };
             // llama.cpp runs SmolLM3 without rope in every fourth layer.
             let rope = traits.family != Family::SmolLm3 || !(l + 1).is_multiple_of(4);
-            layers.push(LayerConfig { window, owner, rope });
+            let window = window.filter(|_| slides);
+            let rope = rope.then_some(usize::from(window.is_some() && traits.sliding_theta.is_some()));
+            let routed = gguf.has(&format!("blk.{l}.ffn_gate_inp.weight"));
+            layers.push(LayerConfig { window, owner, rope, routed });
         }
+        let softcap = |name: &str, silent: Option<f64>| {
+            let cap = m.number(&key(name))?.or(silent).map(|cap| cap as f32);
+            Ok::<_, Error>(cap.filter(|cap| *cap != 0.0))
+        };
         ModelConfig {
             family: traits.family,
             n_layers,
@@ -85,19 +97,71 @@ impl ModelConfig {
             intermediate: m.must_size(&key("feed_forward_length"))?,
             vocab,
             norm_eps: m.number(&key("attention.layer_norm_rms_epsilon"))?.unwrap_or(1e-6) as f32,
-            rope: rope(gguf, architecture, traits.theta, head_dim, context)?,
+            norms_less_one: false,
+            ropes: ropes(gguf, architecture, traits, head_dim, context)?,
+            embedding_scale: if traits.gemma { (hidden as f32).sqrt() } else { 1.0 },
+            attention_scale: 1.0 / (query_scalar(traits, n_layers, hidden, n_heads, head_dim) as f32).sqrt(),
+            sinks: traits.sinks,
+            attention_softcap: softcap("attn_logit_softcapping", traits.softcaps.0)?,
+            logit_softcap: softcap("final_logit_softcapping", traits.softcaps.1)?,
             tie_embeddings: !gguf.has("output.weight"),
-            qkv_bias: gguf.has("blk.0.attn_q.bias"),
+            qkv_bias: gguf.has("blk.0.attn_q.bias") || gguf.has("blk.0.attn_qkv.bias"),
             o_bias: gguf.has("blk.0.attn_output.bias"),
             mlp_bias: gguf.has("blk.0.ffn_gate.bias"),
             qk_norm: traits.qk_norm,
+            post_norms: traits.post_norms,
+            activation: traits.activation,
+            experts: experts(gguf, architecture)?,
             layers,
             context: u32::try_from(context).unwrap_or(u32::MAX),
             bos: m.token("tokenizer.ggml.bos_token_id")?,
             eos: end_tokens(gguf)?,
             stored_dtype: gguf.tensor("token_embd.weight")?.encoding,
+            stored_experts: match gguf.has("blk.0.ffn_down_exps.weight") {
+                true => gguf.tensor("blk.0.ffn_down_exps.weight")?.encoding,
+                false => gguf.tensor("token_embd.weight")?.encoding,
+            },
         }
         .check(file)
+    }
+}
+
+fn experts(gguf: &Gguf, architecture: &str) -> Result<Option<Experts>, Error> {
+    let m = &gguf.metadata;
+    let key = |name: &str| format!("{architecture}.{name}");
+    let Some(n) = m.size(&key("expert_count"))?.filter(|n| *n > 0) else { return Ok(None) };
+    let width = match m.size(&key("expert_feed_forward_length"))? {
+        Some(width) => width,
+        None => m.must_size(&key("feed_forward_length"))?,
+    };
+    let used = m.must_size(&key("expert_used_count"))?;
+    let bias = gguf.has("blk.0.ffn_gate_inp.bias");
+    Ok(Some(Experts { n, used, width, renormalise: true, bias }))
+}
+
+/// Which layers have the window, where the file has one.
+fn sliding_layers(gguf: &Gguf, traits: &Traits, n_layers: usize) -> Result<Vec<bool>, Error> {
+    let m = &gguf.metadata;
+    let key = format!("{}.attention.sliding_window_pattern", traits.gguf);
+    let Some(silent) = traits.full_every else { return Ok(vec![true; n_layers]) };
+    // A list of truth values, or every how many layers one sees all.
+    if let Some(Value::Ints(list)) = m.get(&key) {
+        if list.len() != n_layers {
+            let problem = format!("lists {} layers of {n_layers}", list.len());
+            return Err(Error::Config { file: gguf.file().into(), field: key, problem });
+        }
+        return Ok(list.iter().map(|slides| *slides != 0).collect());
+    }
+    let every = m.size(&key)?.unwrap_or(silent).max(1);
+    Ok((0..n_layers).map(|l| !(l + 1).is_multiple_of(every)).collect())
+}
+
+/// `query_pre_attn_scalar`, which GGUF files do not have: it is the width of a head but in the largest of Gemma 2 and
+/// 3, which are known by their number of layers, as in llama.cpp.
+fn query_scalar(traits: &Traits, n_layers: usize, hidden: usize, n_heads: usize, head_dim: usize) -> usize {
+    match (traits.family, n_layers) {
+        (Family::Gemma2, 46) | (Family::Gemma3, 62) => hidden / n_heads.max(1),
+        _ => head_dim,
     }
 }
 
@@ -110,6 +174,24 @@ fn end_tokens(gguf: &Gguf) -> Result<Vec<u32>, Error> {
     Ok(all)
 }
 
+/// The rotary embedding of all layers; where those that slide have their own, it is the second.
+fn ropes(
+    gguf: &Gguf,
+    architecture: &str,
+    traits: &Traits,
+    head_dim: usize,
+    context: usize,
+) -> Result<Vec<Rope>, Error> {
+    let mut full = rope(gguf, architecture, traits.theta, head_dim, context)?;
+    if let (Family::GptOss, RopeScaling::Yarn { truncate, .. }) = (traits.family, &mut full.scaling) {
+        *truncate = false; // which a GGUF file does not say
+    }
+    let Some(silent) = traits.sliding_theta else { return Ok(vec![full]) };
+    let theta = gguf.metadata.number(&format!("{architecture}.rope.freq_base_swa"))?.unwrap_or(silent);
+    let sliding = Rope { theta, scaling: RopeScaling::None, ..full.clone() };
+    Ok(vec![full, sliding])
+}
+
 fn rope(gguf: &Gguf, architecture: &str, theta: f64, head_dim: usize, context: usize) -> Result<Rope, Error> {
     let m = &gguf.metadata;
     let key = |name: &str| format!("{architecture}.rope.{name}");
@@ -118,7 +200,15 @@ fn rope(gguf: &Gguf, architecture: &str, theta: f64, head_dim: usize, context: u
     let factor = || -> Result<f64, Error> {
         m.number(&key("scaling.factor"))?.ok_or_else(|| bad("scaling.factor", "is missing".into()))
     };
+    let original = m.number(&key("scaling.original_context_length"))?.unwrap_or(context as f64);
     let scaling = match m.text(&key("scaling.type"))?.unwrap_or("none") {
+        // Phi-3's factors for short and long texts.
+        _ if gguf.has("rope_factors_long.weight") => RopeScaling::Long {
+            short: gguf.tensor("rope_factors_short.weight")?.to_f32()?,
+            long: gguf.tensor("rope_factors_long.weight")?.to_f32()?,
+            original_context: original,
+            attention_factor: m.number(&key("scaling.attn_factor"))?.unwrap_or(1.0),
+        },
         // Llama 3's ramp is stored as one factor per frequency.
         _ if gguf.has("rope_freqs.weight") => {
             RopeScaling::Factors(gguf.tensor("rope_freqs.weight")?.to_f32()?)
@@ -133,9 +223,7 @@ fn rope(gguf: &Gguf, architecture: &str, theta: f64, head_dim: usize, context: u
             let given = m.number(&key("scaling.attn_factor"))?.unwrap_or(1.0);
             RopeScaling::Yarn {
                 factor,
-                original_context: m
-                    .number(&key("scaling.original_context_length"))?
-                    .unwrap_or(context as f64),
+                original_context: original,
                 beta_fast: m.number(&key("scaling.yarn_beta_fast"))?.unwrap_or(32.0),
                 beta_slow: m.number(&key("scaling.yarn_beta_slow"))?.unwrap_or(1.0),
                 attention_factor: given * yarn_temperature(factor, 1.0),

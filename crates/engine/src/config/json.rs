@@ -1,7 +1,7 @@
 //! `config.json`, as transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`,
 //! `dtype`) write it.
 use super::family::{self, FAMILIES, Traits};
-use super::rope::yarn_temperature;
+use super::rope::{longrope_temperature, yarn_temperature};
 use super::*;
 use crate::files::read_text;
 use serde_json::{Map, Value};
@@ -27,20 +27,18 @@ impl ModelConfig {
 
     /// The text of a `config.json`; `file` is what errors call it.
     pub fn from_json(file: &str, text: &str) -> Result<Self, Error> {
-        let fields = Fields::parse(file, text)?;
-        let traits = fields.family()?;
-        if fields.get("quantization_config").is_some() {
+        let whole = Fields::parse(file, text)?;
+        let traits = whole.family()?;
+        let fields = whole.of_text()?;
+        let packed = whole.get("quantization_config").or(fields.get("quantization_config"));
+        let is_mxfp4 = |packed: &Value| packed.get("quant_method").and_then(Value::as_str) == Some("mxfp4");
+        if packed.is_some_and(|packed| traits.family != Family::GptOss || !is_mxfp4(packed)) {
             let problem = "says that the weights are packed in a way kvist does not read: take the original \
                            checkpoint with --weights q8_0, or a GGUF file";
             return Err(fields.bad("quantization_config", problem.into()));
         }
-        if let Some(activation) = fields.get("hidden_act").and_then(Value::as_str)
-            && activation != "silu"
-        {
-            return Err(fields.bad("hidden_act", format!("is `{activation}`; kvist knows silu")));
-        }
         let hidden = fields.must_size("hidden_size")?;
-        let n_heads = fields.must_size("num_attention_heads")?;
+        let n_heads = fields.size_or("num_attention_heads", traits.heads)?;
         let n_layers = fields.must_size("num_hidden_layers")?;
         if n_layers > u16::MAX as usize {
             return Err(fields.bad("num_hidden_layers", format!("is {n_layers}, which no model has")));
@@ -54,8 +52,13 @@ impl ModelConfig {
                 return Err(fields.bad("num_attention_heads", problem));
             }
         };
-        let context = fields.size("max_position_embeddings")?.unwrap_or(2048);
-        let attention_bias = fields.flag("attention_bias")?.unwrap_or(false);
+        let stored = match dtype(&fields).or(dtype(&whole)) {
+            Some("float16") => Encoding::F16,
+            Some("bfloat16") => Encoding::BF16,
+            _ => Encoding::F32,
+        };
+        let context = fields.size("max_position_embeddings")?.unwrap_or(traits.context);
+        let attention_bias = fields.flag("attention_bias")?.unwrap_or(traits.biased);
         ModelConfig {
             family: traits.family,
             n_layers,
@@ -69,26 +72,36 @@ impl ModelConfig {
             },
             head_dim,
             intermediate: fields.must_size("intermediate_size")?,
-            vocab: fields.must_size("vocab_size")?,
-            norm_eps: fields.number("rms_norm_eps")?.unwrap_or(1e-6) as f32,
-            rope: fields.rope(traits, head_dim, context)?,
+            vocab: fields.size_or("vocab_size", traits.vocab)?,
+            norm_eps: fields.number("rms_norm_eps")?.unwrap_or(traits.norm_eps) as f32,
+            norms_less_one: traits.gemma,
+            ropes: fields.ropes(traits, head_dim, context)?,
+            embedding_scale: if traits.gemma { (hidden as f32).sqrt() } else { 1.0 },
+            attention_scale: fields.attention_scale(traits, head_dim)?,
+            sinks: traits.sinks,
+            attention_softcap: fields.softcap("attn_logit_softcapping", traits.softcaps.0)?,
+            logit_softcap: fields.softcap("final_logit_softcapping", traits.softcaps.1)?,
             tie_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(traits.tied),
             qkv_bias: traits.qkv_bias.unwrap_or(attention_bias),
             o_bias: traits.qkv_bias.is_none() && attention_bias,
             mlp_bias: fields.flag("mlp_bias")?.unwrap_or(false),
             qk_norm: traits.qk_norm,
+            post_norms: traits.post_norms,
+            activation: fields.activation(traits)?,
+            experts: fields.experts(traits)?,
             layers: fields.layers(traits, n_layers)?,
             context: u32::try_from(context).unwrap_or(u32::MAX),
-            bos: fields.tokens("bos_token_id")?.first().copied(),
-            eos: fields.tokens("eos_token_id")?,
-            stored_dtype: match fields.get("dtype").or(fields.get("torch_dtype")).and_then(Value::as_str) {
-                Some("float16") => Encoding::F16,
-                Some("bfloat16") => Encoding::BF16,
-                _ => Encoding::F32,
-            },
+            bos: fields.or("bos_token_id", &whole).tokens("bos_token_id")?.first().copied(),
+            eos: fields.or("eos_token_id", &whole).tokens("eos_token_id")?,
+            stored_dtype: stored,
+            stored_experts: if packed.is_some() { Encoding::Mxfp4 } else { stored },
         }
         .check(file)
     }
+}
+
+fn dtype<'f>(fields: &'f Fields<'_>) -> Option<&'f str> {
+    fields.get("dtype").or(fields.get("torch_dtype")).and_then(Value::as_str)
 }
 
 /// A JSON object, with errors that name file and field. `null` is absent.
@@ -117,7 +130,23 @@ impl<'f> Fields<'f> {
         size.map(Some).ok_or_else(|| self.bad(field, format!("is {value}; a size was expected")))
     }
     fn must_size(&self, field: &str) -> Result<usize, Error> {
-        self.size(field)?.ok_or_else(|| self.bad(field, "is missing".into()))
+        self.size_or(field, None)
+    }
+    /// What the family has where the config is silent; without that it must be there.
+    fn size_or(&self, field: &str, silent: Option<usize>) -> Result<usize, Error> {
+        self.size(field)?.or(silent).ok_or_else(|| self.bad(field, "is missing".into()))
+    }
+    /// These fields, or others where this field is absent.
+    fn or<'s>(&'s self, field: &str, others: &'s Self) -> &'s Self {
+        if self.get(field).is_some() { self } else { others }
+    }
+    /// The fields of the model of text: these, or those of `text_config` where it is part of a larger model.
+    fn of_text(&self) -> Result<Fields<'f>, Error> {
+        match self.get("text_config") {
+            None => Ok(Fields { file: self.file, object: self.object.clone() }),
+            Some(Value::Object(object)) => Ok(Fields { file: self.file, object: object.clone() }),
+            Some(_) => Err(self.bad("text_config", "is no JSON object".into())),
+        }
     }
     fn number(&self, field: &str) -> Result<Option<f64>, Error> {
         let Some(value) = self.get(field) else { return Ok(None) };
@@ -142,6 +171,11 @@ impl<'f> Fields<'f> {
             Some(value) => Ok(vec![token(value)?]),
         }
     }
+    fn numbers(&self, field: &str) -> Result<Vec<f32>, Error> {
+        let list = self.list(field)?.ok_or_else(|| self.bad(field, "is missing".into()))?;
+        let numbers = list.iter().map(|value| value.as_f64().map(|x| x as f32));
+        numbers.collect::<Option<_>>().ok_or_else(|| self.bad(field, "must be a list of numbers".into()))
+    }
     fn list(&self, field: &str) -> Result<Option<&Vec<Value>>, Error> {
         let Some(value) = self.get(field) else { return Ok(None) };
         value.as_array().map(Some).ok_or_else(|| self.bad(field, format!("is {value}; a list was expected")))
@@ -152,7 +186,7 @@ impl<'f> Fields<'f> {
         let class = classes.iter().filter_map(Value::as_str).next();
         let model_type = self.get("model_type").and_then(Value::as_str);
         let found = match class {
-            Some(class) => FAMILIES.iter().find(|t| t.class == class),
+            Some(class) => FAMILIES.iter().find(|t| t.class == class || t.seeing_class == Some(class)),
             None => FAMILIES.iter().find(|t| Some(t.model_type) == model_type),
         };
         found.ok_or_else(|| Error::UnknownArchitecture {
@@ -160,6 +194,57 @@ impl<'f> Fields<'f> {
             found: class.or(model_type).unwrap_or("(none named)").into(),
             known: family::known(|t| t.class),
         })
+    }
+
+    /// Silence means the family's own; `null` means none.
+    fn softcap(&self, field: &str, silent: Option<f64>) -> Result<Option<f32>, Error> {
+        let silent = if self.object.contains_key(field) { None } else { silent };
+        Ok(self.number(field)?.or(silent).map(|cap| cap as f32))
+    }
+
+    fn attention_scale(&self, traits: &Traits, head_dim: usize) -> Result<f32, Error> {
+        let scalar = match traits.query_scalar {
+            Some(silent) => self.number("query_pre_attn_scalar")?.unwrap_or(silent),
+            None => head_dim as f64,
+        };
+        Ok(1.0 / (scalar as f32).sqrt())
+    }
+
+    fn experts(&self, traits: &Traits) -> Result<Option<Experts>, Error> {
+        let Some((n, used, width)) = traits.experts else { return Ok(None) };
+        let given = self.size("num_local_experts")?.or(self.size("num_experts")?);
+        Ok(Some(Experts {
+            n: given.unwrap_or(n),
+            used: self.size("num_experts_per_tok")?.unwrap_or(used),
+            width: match width {
+                Some(width) => self.size("moe_intermediate_size")?.unwrap_or(width),
+                None => self.must_size("intermediate_size")?,
+            },
+            // Qwen's may leave it.
+            renormalise: match traits.family {
+                Family::Qwen3Moe => self.flag("norm_topk_prob")?.unwrap_or(false),
+                _ => true,
+            },
+            bias: traits.biased,
+        }))
+    }
+
+    fn activation(&self, traits: &Traits) -> Result<Activation, Error> {
+        if let Activation::Clamped { limit } = traits.activation {
+            let limit = self.number("swiglu_limit")?.map_or(limit, |limit| limit as f32);
+            return Ok(Activation::Clamped { limit });
+        }
+        let field = if self.get("hidden_activation").is_some() { "hidden_activation" } else { "hidden_act" };
+        match self.get(field).map(|value| value.as_str().unwrap_or_default()) {
+            None => Ok(traits.activation),
+            Some("silu") => Ok(Activation::Silu),
+            Some("gelu_pytorch_tanh" | "gelu_new") => Ok(Activation::Gelu),
+            // The first files of Gemma say so, and mean the approximation.
+            Some("gelu") if traits.gemma => Ok(Activation::Gelu),
+            Some(other) => {
+                Err(self.bad(field, format!("is `{other}`; kvist knows silu and gelu_pytorch_tanh")))
+            }
+        }
     }
 
     fn layers(&self, traits: &Traits, n_layers: usize) -> Result<Vec<LayerConfig>, Error> {
@@ -174,8 +259,13 @@ impl<'f> Fields<'f> {
             true => 0,
             false => self.size("max_window_layers")?.unwrap_or(traits.first_sliding),
         };
+        let full_every = match traits.full_every {
+            Some(silent) => Some(self.size("sliding_window_pattern")?.unwrap_or(silent).max(1)),
+            None => None,
+        };
         // Mistral windows every layer and has no list of types.
-        let types = if traits.always_slides { None } else { self.list("layer_types")? };
+        let windows_all = traits.always_slides && full_every.is_none();
+        let types = if windows_all { None } else { self.list("layer_types")? };
         let owners = self.list("kv_owner_layer")?;
         let no_rope = self.list("no_rope_layers")?;
         for (field, list) in [("layer_types", types), ("kv_owner_layer", owners)] {
@@ -187,8 +277,14 @@ impl<'f> Fields<'f> {
             Family::SmolLm3 => Some(self.size("no_rope_layer_interval")?.unwrap_or(4).max(1)),
             _ => None,
         };
+        // Qwen's layers with one MLP: those of a list, and all but every so many.
+        let dense = self.list("mlp_only_layers")?.map_or(&[][..], Vec::as_slice);
+        let sparse_step = self.size("decoder_sparse_step")?.unwrap_or(1).max(1);
         let mut layers = Vec::with_capacity(n_layers);
         for l in 0..n_layers {
+            let routed = traits.experts.is_some()
+                && (l + 1).is_multiple_of(sparse_step)
+                && !dense.iter().any(|layer| layer.as_u64() == Some(l as u64));
             // The list may be longer than the model.
             let rope = match no_rope.and_then(|r| r.get(l)) {
                 Some(value) => value.as_u64() != Some(0) && value.as_bool() != Some(false),
@@ -196,7 +292,7 @@ impl<'f> Fields<'f> {
             };
             let sliding = match types.and_then(|t| t.get(l)) {
                 None if traits.family == Family::SmolLm3 => !rope,
-                None => l >= first_sliding,
+                None => l >= first_sliding && full_every.is_none_or(|n| !(l + 1).is_multiple_of(n)),
                 Some(Value::String(kind)) if kind == "full_attention" => false,
                 Some(Value::String(kind)) if kind == "sliding_attention" => true,
                 Some(other) => {
@@ -209,29 +305,66 @@ impl<'f> Fields<'f> {
                     self.bad("kv_owner_layer", format!("holds {value}; a layer was expected"))
                 })?,
             };
-            layers.push(LayerConfig { window: window.filter(|_| sliding), owner, rope });
+            let rope = rope.then_some(usize::from(sliding && traits.sliding_theta.is_some()));
+            layers.push(LayerConfig { window: window.filter(|_| sliding), owner, rope, routed });
         }
         Ok(layers)
     }
 
-    fn rope(&self, traits: &Traits, head_dim: usize, context: usize) -> Result<Rope, Error> {
+    /// The rotary embedding of all layers; where those that slide have their own, it is the second.
+    fn ropes(&self, traits: &Traits, head_dim: usize, context: usize) -> Result<Vec<Rope>, Error> {
         let (field, parameters) = match (self.get("rope_parameters"), self.get("rope_scaling")) {
             (Some(value), _) => ("rope_parameters", value.clone()),
             (None, Some(value)) => ("rope_scaling", value.clone()),
+            // The stretch of gpt-oss is part of the family.
+            (None, None) if traits.family == Family::GptOss => {
+                let stretch = r#"{"rope_type": "yarn", "factor": 32.0, "truncate": false,
+                                  "original_max_position_embeddings": 4096}"#;
+                ("rope_scaling", serde_json::from_str(stretch).unwrap_or_default())
+            }
             (None, None) => ("rope_scaling", Value::Object(Map::new())),
         };
         let Value::Object(object) = parameters else {
             return Err(self.bad(field, "is no JSON object".into()));
         };
         let file = format!("{}: {field}", self.file);
-        let p = Fields { file: &file, object };
-        // One set per type of layer, or something newer: read as if it were one set it would be a plain rope.
-        if let Some((name, value)) = p.object.iter().find(|(_, value)| value.is_object()) {
-            return Err(p.bad(name, format!("is {value}; kvist knows one rope for all layers")));
-        }
+        let all = Fields { file: &file, object };
+        let theta = self.number("rope_theta")?.unwrap_or(traits.theta);
+        let rope = |p: &Fields<'_>, theta: f64| self.rope(traits, p, theta, head_dim, context);
+        let Some(sliding_theta) = traits.sliding_theta else {
+            // One set per type of layer, or something newer: read as if it were one set it would be a plain rope.
+            if let Some((name, value)) = all.object.iter().find(|(_, value)| value.is_object()) {
+                return Err(
+                    all.bad(name, format!("is {value}; kvist knows one rope for all layers of this family"))
+                );
+            }
+            return Ok(vec![rope(&all, theta)?]);
+        };
+        let sliding_theta = self.number("rope_local_base_freq")?.unwrap_or(sliding_theta);
+        // By the type of layer in new files; in old ones it is that of layers which see all.
+        let of = |name: &str| match all.get(name) {
+            Some(Value::Object(object)) => Ok(Some(Fields { file: &file, object: object.clone() })),
+            Some(value) => Err(all.bad(name, format!("is {value}; a JSON object was expected"))),
+            None => Ok(None),
+        };
+        let (full, sliding) = (of("full_attention")?, of("sliding_attention")?);
+        let nothing = Fields { file: &file, object: Map::new() };
+        let is_new = full.is_some() || sliding.is_some();
+        let full = full.as_ref().unwrap_or(if is_new { &nothing } else { &all });
+        Ok(vec![rope(full, theta)?, rope(sliding.as_ref().unwrap_or(&nothing), sliding_theta)?])
+    }
+
+    fn rope(
+        &self,
+        traits: &Traits,
+        p: &Fields<'_>,
+        theta: f64,
+        head_dim: usize,
+        context: usize,
+    ) -> Result<Rope, Error> {
         let partial = p.number("partial_rotary_factor")?.or(self.number("partial_rotary_factor")?);
         let dim = (head_dim as f64 * partial.unwrap_or(1.0)) as usize;
-        let theta = p.number("rope_theta")?.or(self.number("rope_theta")?).unwrap_or(traits.theta);
+        let theta = p.number("rope_theta")?.unwrap_or(theta);
         let kind = p.get("rope_type").or(p.get("type")).and_then(Value::as_str).unwrap_or("default");
         let must =
             |name: &str| p.number(name)?.ok_or_else(|| p.bad(name, format!("is missing; {kind} needs it")));
@@ -246,6 +379,20 @@ impl<'f> Fields<'f> {
                 high_freq_factor: must("high_freq_factor")?,
                 original_context: original.unwrap_or(context as f64),
             },
+            // The first files of Phi-3 call it su, or yarn.
+            kind if kind == "longrope" || traits.family == Family::Phi3 && ["su", "yarn"].contains(&kind) => {
+                let original = original.unwrap_or(context as f64);
+                let factor = p.number("factor")?.unwrap_or(context as f64 / original);
+                RopeScaling::Long {
+                    short: p.numbers("short_factor")?,
+                    long: p.numbers("long_factor")?,
+                    original_context: original,
+                    attention_factor: match p.number("attention_factor")? {
+                        Some(given) => given,
+                        None => longrope_temperature(factor, original),
+                    },
+                }
+            }
             "yarn" => {
                 let original = original.unwrap_or(context as f64);
                 let factor = p.number("factor")?.unwrap_or(context as f64 / original);
@@ -269,7 +416,7 @@ impl<'f> Fields<'f> {
                 }
             }
             other => {
-                let problem = format!("is `{other}`; kvist knows default, linear, llama3 and yarn");
+                let problem = format!("is `{other}`; kvist knows default, linear, llama3, yarn and longrope");
                 return Err(p.bad("rope_type", problem));
             }
         };

@@ -37,17 +37,29 @@ pub enum RopeScaling {
     },
     /// Every frequency divided by its own factor: `rope_freqs.weight` of a GGUF file.
     Factors(Vec<f32>),
+    /// Likewise, with one set for texts within the original context and one for longer ones (LongRoPE; Ding et al.,
+    /// 2024).
+    Long {
+        short: Vec<f32>,
+        long: Vec<f32>,
+        original_context: f64,
+        attention_factor: f64,
+    },
 }
 
 impl Rope {
-    /// One frequency per pair of elements: `[dim / 2]`.
-    pub fn inv_freq(&self) -> Vec<f32> {
+    /// One frequency per pair of elements, for texts of up to `context` tokens: `[dim / 2]`.
+    pub fn inv_freq(&self, context: u32) -> Vec<f32> {
         let dim = self.dim as f32;
         let plain = (0..self.dim / 2).map(|i| 1.0 / (self.theta as f32).powf((2 * i) as f32 / dim));
         match &self.scaling {
             RopeScaling::None => plain.collect(),
             RopeScaling::Linear { factor } => plain.map(|f| f / *factor as f32).collect(),
             RopeScaling::Factors(factors) => plain.zip(factors).map(|(f, by)| f / by).collect(),
+            RopeScaling::Long { short, long, original_context, .. } => {
+                let factors = if f64::from(context) > *original_context { long } else { short };
+                plain.zip(factors).map(|(f, by)| f / by).collect()
+            }
             RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
                 let low_wavelength = (original_context / low_freq_factor) as f32;
                 let high_wavelength = (original_context / high_freq_factor) as f32;
@@ -96,7 +108,9 @@ impl Rope {
     /// Multiplies cos and sin of every angle.
     pub fn attention_factor(&self) -> f32 {
         match self.scaling {
-            RopeScaling::Yarn { attention_factor, .. } => attention_factor as f32,
+            RopeScaling::Yarn { attention_factor, .. } | RopeScaling::Long { attention_factor, .. } => {
+                attention_factor as f32
+            }
             _ => 1.0,
         }
     }
@@ -135,17 +149,30 @@ impl Rope {
                 positive("beta_slow", *beta_slow)?;
                 positive("attention_factor", *attention_factor)
             }
-            RopeScaling::Factors(factors) => {
-                if factors.len() != self.dim / 2 {
-                    return Err((
-                        "rope_freqs",
-                        format!("has {} factors for {} pairs", factors.len(), self.dim / 2),
-                    ));
-                }
-                factors.iter().try_for_each(|f| positive("rope_freqs", f64::from(*f)))
+            RopeScaling::Factors(factors) => self.check_factors("rope_freqs", factors),
+            RopeScaling::Long { short, long, original_context, attention_factor } => {
+                self.check_factors("short_factor", short)?;
+                self.check_factors("long_factor", long)?;
+                positive("original_max_position_embeddings", *original_context)?;
+                positive("attention_factor", *attention_factor)
             }
         }
     }
+
+    fn check_factors(&self, field: &'static str, factors: &[f32]) -> Result<(), (&'static str, String)> {
+        if factors.len() != self.dim / 2 {
+            return Err((field, format!("has {} factors for {} pairs", factors.len(), self.dim / 2)));
+        }
+        match factors.iter().find(|factor| !factor.is_finite() || **factor <= 0.0) {
+            Some(factor) => Err((field, format!("holds {factor}; factors must be above 0"))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The temperature of LongRoPE for a stretch by `factor`, when a config gives none.
+pub(super) fn longrope_temperature(factor: f64, original_context: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / original_context.ln()).sqrt() }
 }
 
 /// The temperature of yarn for a stretch by `factor`, when a config gives none.

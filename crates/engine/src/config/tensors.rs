@@ -1,5 +1,5 @@
 //! Every tensor a model needs, by its Hugging Face name: the list that loading, checking and planning share.
-use super::ModelConfig;
+use super::{Family, ModelConfig};
 
 /// What a tensor is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -7,6 +7,10 @@ pub enum Role {
     Embedding,
     /// `[out, in]`
     Linear,
+    /// Which experts a token uses: `[n experts, in]`
+    Router,
+    /// `[out, in]` of one expert
+    Expert,
     Norm,
     Bias,
 }
@@ -17,53 +21,118 @@ pub struct TensorSpec {
     /// Slowest dimension first.
     pub shape: Vec<usize>,
     pub role: Role,
+    /// Where it may be instead: among the rows of a larger tensor.
+    pub within: Option<Within>,
+}
+
+/// Rows of a tensor that some checkpoints hold for several: q, k and v, or gate and up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Within {
+    pub name: String,
+    /// All that it has, and the first that is wanted.
+    pub rows: usize,
+    pub first: usize,
 }
 
 impl ModelConfig {
+    /// Gate, up and down of a layer with one MLP.
+    pub(crate) fn mlp_names(&self, l: usize) -> [String; 3] {
+        ["gate_proj", "up_proj", "down_proj"].map(|part| format!("model.layers.{l}.mlp.{part}"))
+    }
+    pub(crate) fn router_name(&self, l: usize) -> String {
+        match self.family {
+            Family::Mixtral => format!("model.layers.{l}.block_sparse_moe.gate"),
+            Family::GptOss => format!("model.layers.{l}.mlp.router"),
+            _ => format!("model.layers.{l}.mlp.gate"),
+        }
+    }
+    /// Gate, up and down of an expert.
+    pub(crate) fn expert_names(&self, l: usize, expert: usize) -> [String; 3] {
+        let (module, parts) = match self.family {
+            Family::Mixtral => ("block_sparse_moe", ["w1", "w3", "w2"]),
+            _ => ("mlp", ["gate_proj", "up_proj", "down_proj"]),
+        };
+        parts.map(|part| format!("model.layers.{l}.{module}.experts.{expert}.{part}"))
+    }
+
     /// All tensors, in the order of the layers. Borrowing layers have no K and V; a tied model has no `lm_head`.
     pub fn tensors(&self) -> Vec<TensorSpec> {
         let mut all = Vec::new();
-        let mut push = |name: String, shape: &[usize], role: Role| {
-            all.push(TensorSpec { name, shape: shape.to_vec(), role });
+        let mut push = |name: String, shape: &[usize], role: Role, within: Option<Within>| {
+            all.push(TensorSpec { name, shape: shape.to_vec(), role, within });
         };
         let (hidden, wide) = (self.hidden, self.intermediate);
         let (q, kv) = (self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim);
-        push("model.embed_tokens.weight".into(), &[self.vocab, hidden], Role::Embedding);
+        push("model.embed_tokens.weight".into(), &[self.vocab, hidden], Role::Embedding, None);
         for (l, layer) in self.layers.iter().enumerate() {
             let owns = layer.owner == l;
-            let linears: [(&str, usize, usize, bool, bool); 7] = [
-                ("self_attn.q_proj", q, hidden, true, self.qkv_bias),
-                ("self_attn.k_proj", kv, hidden, owns, self.qkv_bias),
-                ("self_attn.v_proj", kv, hidden, owns, self.qkv_bias),
-                ("self_attn.o_proj", hidden, q, true, self.o_bias),
-                ("mlp.gate_proj", wide, hidden, true, self.mlp_bias),
-                ("mlp.up_proj", wide, hidden, true, self.mlp_bias),
-                ("mlp.down_proj", hidden, wide, true, self.mlp_bias),
+            // The tensor that some checkpoints have instead, its rows, and the first that is meant.
+            let qkv = |first| owns.then_some(("self_attn.qkv_proj", q + 2 * kv, first));
+            let gate_up = |first| Some(("mlp.gate_up_proj", 2 * wide, first));
+            let dense = !layer.routed;
+            let linears: [(&str, usize, usize, bool, bool, Option<(&str, usize, usize)>); 7] = [
+                ("self_attn.q_proj", q, hidden, true, self.qkv_bias, qkv(0)),
+                ("self_attn.k_proj", kv, hidden, owns, self.qkv_bias, qkv(q)),
+                ("self_attn.v_proj", kv, hidden, owns, self.qkv_bias, qkv(q + kv)),
+                ("self_attn.o_proj", hidden, q, true, self.o_bias, None),
+                ("mlp.gate_proj", wide, hidden, dense, self.mlp_bias, gate_up(0)),
+                ("mlp.up_proj", wide, hidden, dense, self.mlp_bias, gate_up(wide)),
+                ("mlp.down_proj", hidden, wide, dense, self.mlp_bias, None),
             ];
-            for (part, rows, columns, present, bias) in linears {
-                let name = format!("model.layers.{l}.{part}");
+            for (part, rows, columns, present, bias, within) in linears {
+                let named = |part: &str, kind: &str| format!("model.layers.{l}.{part}.{kind}");
+                let within = |kind: &str| {
+                    within.map(|(whole, rows, first)| Within { name: named(whole, kind), rows, first })
+                };
                 if present {
-                    push(format!("{name}.weight"), &[rows, columns], Role::Linear);
+                    push(named(part, "weight"), &[rows, columns], Role::Linear, within("weight"));
                 }
                 if present && bias {
-                    push(format!("{name}.bias"), &[rows], Role::Bias);
+                    push(named(part, "bias"), &[rows], Role::Bias, within("bias"));
                 }
             }
-            let norms: [(&str, usize, bool); 4] = [
+            if let Some(experts) = self.experts.filter(|_| layer.routed) {
+                let router = self.router_name(l);
+                push(format!("{router}.weight"), &[experts.n, hidden], Role::Router, None);
+                if experts.bias {
+                    push(format!("{router}.bias"), &[experts.n], Role::Bias, None);
+                }
+                for expert in 0..experts.n {
+                    let shapes = [[experts.width, hidden], [experts.width, hidden], [hidden, experts.width]];
+                    let parts = self.expert_names(l, expert).into_iter().zip(shapes);
+                    for ((name, shape), part) in parts.zip(["gate_proj", "up_proj", "down_proj"]) {
+                        let (rows, first) = (experts.n * shape[0], expert * shape[0]);
+                        let within = |kind: &str| {
+                            let name = format!("model.layers.{l}.mlp.experts.{part}.{kind}");
+                            Some(Within { name, rows, first })
+                        };
+                        push(format!("{name}.weight"), &shape, Role::Expert, within("weight"));
+                        if experts.bias {
+                            push(format!("{name}.bias"), &shape[..1], Role::Bias, within("bias"));
+                        }
+                    }
+                }
+            }
+            if self.sinks {
+                push(format!("model.layers.{l}.self_attn.sinks"), &[self.n_heads], Role::Bias, None);
+            }
+            let norms: [(&str, usize, bool); 6] = [
                 ("input_layernorm", hidden, true),
                 ("post_attention_layernorm", hidden, true),
+                ("pre_feedforward_layernorm", hidden, self.post_norms),
+                ("post_feedforward_layernorm", hidden, self.post_norms),
                 ("self_attn.q_norm", self.head_dim, self.qk_norm),
                 ("self_attn.k_norm", self.head_dim, self.qk_norm && owns),
             ];
             for (part, len, present) in norms {
                 if present {
-                    push(format!("model.layers.{l}.{part}.weight"), &[len], Role::Norm);
+                    push(format!("model.layers.{l}.{part}.weight"), &[len], Role::Norm, None);
                 }
             }
         }
-        push("model.norm.weight".into(), &[hidden], Role::Norm);
+        push("model.norm.weight".into(), &[hidden], Role::Norm, None);
         if !self.tie_embeddings {
-            push("lm_head.weight".into(), &[self.vocab, hidden], Role::Linear);
+            push("lm_head.weight".into(), &[self.vocab, hidden], Role::Linear, None);
         }
         all
     }

@@ -5,16 +5,19 @@
 //! for each layer:
 //!     h = norm(x);  q = rope(h·Wq);  an owner also: k = rope(h·Wk), v = h·Wv
 //!     x += attend(q, k, v)·Wo          the cache writes k and v, and reads what q may see
-//!     h = norm(x);  x += (silu(h·Wgate) * (h·Wup))·Wdown
+//!     h = norm(x);  x += mlp(h)        one, or the experts that a router picks
 //! logits = norm(x)·Whead               only of the rows that were asked for
 //! ```
+//! Families add to this: a norm of q and k, norms behind attention and MLP, GELU, caps, a scale of the embedding.
+use super::mlp::{self, Mlp};
 use super::rope::{Angles, RotaryEmbedding};
-use crate::config::ModelConfig;
+use crate::config::{Activation, ModelConfig};
 use crate::error::Error;
 use crate::weights::{Embedding, Linear};
 use kvist_backend::{Attend, BackendError, Layout, Tensor, TensorMut};
 use kvist_cache::LayerId;
 use kvist_cpu::linear::Inputs;
+use kvist_cpu::steps::Gate;
 use kvist_cpu::{Compute, steps};
 
 /// One layer's weights.
@@ -28,11 +31,16 @@ pub(super) struct Layer {
     pub q_norm: Option<Vec<f32>>,
     pub k_norm: Option<Vec<f32>>,
     pub o: Linear,
+    /// A score of nothing per head (gpt-oss).
+    pub sinks: Option<Vec<f32>>,
+    /// Of what attention adds (Gemma 2 and 3).
+    pub attention_post_norm: Option<Vec<f32>>,
     pub mlp_norm: Vec<f32>,
-    pub gate: Linear,
-    pub up: Linear,
-    pub down: Linear,
-    pub rope: bool,
+    pub mlp: Mlp,
+    /// Of what the MLP adds.
+    pub mlp_post_norm: Option<Vec<f32>>,
+    /// Which of the decoder's rotary embeddings.
+    pub rope: Option<usize>,
 }
 
 /// The weights of a model, ready to run. Knows nothing of caches: attention is a call it is handed.
@@ -46,7 +54,7 @@ pub struct Decoder {
     pub(super) norm: Vec<f32>,
     /// `None` when the embedding is also the output layer.
     pub(super) head: Option<Linear>,
-    pub(super) rope: RotaryEmbedding,
+    pub(super) ropes: Vec<RotaryEmbedding>,
 }
 
 /// One step's tokens, and what is wanted of them.
@@ -70,10 +78,9 @@ pub struct Activations {
     v: Vec<f32>,
     attended: Vec<f32>,  // [n_tokens, n_heads, head_dim]
     projected: Vec<f32>, // [n_tokens, hidden]
-    gate: Vec<f32>,      // [n_tokens, intermediate]
-    up: Vec<f32>,
-    angles: Angles,
-    inputs: Inputs, // the input of a linear layer, as its kernel wants it
+    mlp: mlp::Buffers,
+    angles: Vec<Angles>, // of each rotary embedding
+    inputs: Inputs,      // the input of a linear layer, as its kernel wants it
     /// `[rows, vocab]`, in the order of [`Batch::rows`].
     pub logits: Vec<f32>,
     /// `[n_tokens, hidden]` for each layer of [`Batch::taps`], in their order.
@@ -86,15 +93,17 @@ impl Activations {
     pub fn bytes(config: &ModelConfig, n_tokens: usize, n_rows: usize) -> Option<u64> {
         let q = config.n_heads.checked_mul(config.head_dim)?;
         let kv = config.n_kv_heads.checked_mul(config.head_dim)?;
-        let (hidden, wide) = (config.hidden, config.intermediate);
-        // x, h, projected; q, attended; k, v; gate, up; cos, sin
-        let held = [(3, hidden), (2, q), (2, kv), (2, wide), (1, config.head_dim)];
+        let hidden = config.hidden;
+        // x, h, projected; q, attended; k, v; cos, sin of each rotary embedding
+        let held = [(3, hidden), (2, q), (2, kv), (config.ropes.len(), config.head_dim)];
         let held = held.iter().try_fold(0usize, |sum, (n, width)| sum.checked_add(width.checked_mul(*n)?))?;
         let logits = config.vocab.checked_mul(n_rows)?;
         let floats = held.checked_mul(n_tokens)?.checked_add(logits)?;
         // The widest layer's input once more, in every form.
-        let inputs = Inputs::bytes(n_tokens.max(n_rows), hidden.max(q).max(wide))?;
-        u64::try_from(floats.checked_mul(size_of::<f32>())?.checked_add(inputs)?).ok()
+        let inputs = Inputs::bytes(n_tokens.max(n_rows), hidden.max(q))?;
+        let dense = if config.layers.iter().all(|layer| layer.routed) { 0 } else { config.intermediate };
+        let mlp = mlp::Buffers::bytes(n_tokens, hidden, dense, config.experts.as_ref())?;
+        u64::try_from(floats.checked_mul(size_of::<f32>())?.checked_add(inputs)?.checked_add(mlp)?).ok()
     }
 }
 
@@ -121,13 +130,23 @@ impl Decoder {
         let (c, compute) = (&self.config, &self.compute);
         let (n, hidden, head_dim) = (batch.tokens.len(), c.hidden, c.head_dim);
         let (heads, kv_heads) = (c.n_heads, c.n_kv_heads);
-        let scale = 1.0 / (head_dim as f32).sqrt();
+        let gate = match c.activation {
+            Activation::Silu => Gate::Silu,
+            Activation::Gelu => Gate::Gelu,
+            Activation::Clamped { limit } => Gate::Clamped { limit },
+        };
 
         self.embedding.gather(batch.tokens, &mut a.x);
+        if c.embedding_scale != 1.0 {
+            steps::scale(compute, &mut a.x, c.embedding_scale);
+        }
         a.h.resize(n * hidden, 0.0);
         a.attended.resize(n * heads * head_dim, 0.0);
         a.taps.resize_with(batch.taps.len(), Vec::new);
-        self.rope.angles(batch.positions, &mut a.angles);
+        a.angles.resize_with(self.ropes.len(), Angles::default);
+        for (rope, angles) in self.ropes.iter().zip(&mut a.angles) {
+            rope.angles(batch.positions, angles);
+        }
 
         for (l, layer) in self.layers.iter().enumerate() {
             steps::rms_norm(compute, &a.x, &layer.attention_norm, c.norm_eps, &mut a.h);
@@ -136,9 +155,12 @@ impl Decoder {
             if let Some(norm) = &layer.q_norm {
                 steps::rms_norm_in_place(compute, &mut a.q, norm, c.norm_eps);
             }
-            if layer.rope {
-                self.rope.apply(compute, &a.angles, &mut a.q, heads, head_dim);
-            }
+            let turn = |x: &mut [f32], n_heads: usize| {
+                if let Some(rope) = layer.rope {
+                    self.ropes[rope].apply(compute, &a.angles[rope], x, n_heads, head_dim);
+                }
+            };
+            turn(&mut a.q, heads);
             let mut kv = None;
             if let Some((k, v)) = &layer.kv {
                 k.forward(compute, &mut h, &mut a.k);
@@ -146,9 +168,7 @@ impl Decoder {
                 if let Some(norm) = &layer.k_norm {
                     steps::rms_norm_in_place(compute, &mut a.k, norm, c.norm_eps);
                 }
-                if layer.rope {
-                    self.rope.apply(compute, &a.angles, &mut a.k, kv_heads, head_dim);
-                }
+                turn(&mut a.k, kv_heads);
                 kv = Some((Tensor::dense(&a.k, kv_heads, head_dim), Tensor::dense(&a.v, kv_heads, head_dim)));
             }
             attend(Attend {
@@ -156,18 +176,21 @@ impl Decoder {
                 q: Tensor::dense(&a.q, heads, head_dim),
                 kv,
                 out: TensorMut::dense(&mut a.attended, heads, head_dim),
-                scale,
-                softcap: None,
+                scale: c.attention_scale,
+                softcap: c.attention_softcap,
+                sinks: layer.sinks.as_deref(),
             })?;
             layer.o.forward(compute, &mut a.inputs.of(&a.attended, heads * head_dim), &mut a.projected);
+            if let Some(norm) = &layer.attention_post_norm {
+                steps::rms_norm_in_place(compute, &mut a.projected, norm, c.norm_eps);
+            }
             steps::add(compute, &mut a.x, &a.projected);
 
             steps::rms_norm(compute, &a.x, &layer.mlp_norm, c.norm_eps, &mut a.h);
-            let mut h = a.inputs.of(&a.h, hidden);
-            layer.gate.forward(compute, &mut h, &mut a.gate);
-            layer.up.forward(compute, &mut h, &mut a.up);
-            steps::swiglu(compute, &mut a.gate, &a.up);
-            layer.down.forward(compute, &mut a.inputs.of(&a.gate, c.intermediate), &mut a.projected);
+            layer.mlp.forward(compute, gate, &a.h, &mut a.inputs, &mut a.mlp, &mut a.projected);
+            if let Some(norm) = &layer.mlp_post_norm {
+                steps::rms_norm_in_place(compute, &mut a.projected, norm, c.norm_eps);
+            }
             steps::add(compute, &mut a.x, &a.projected);
 
             for (kept, _) in a.taps.iter_mut().zip(batch.taps).filter(|(_, tap)| tap.0 as usize == l) {
@@ -196,6 +219,9 @@ impl Decoder {
             match &self.head {
                 Some(head) => head.forward(compute, &mut rows, &mut a.logits),
                 None => self.embedding.logits(compute, &mut rows, &mut a.logits),
+            }
+            if let Some(cap) = self.config.logit_softcap {
+                steps::softcap(compute, &mut a.logits, cap);
             }
         }
     }

@@ -1,5 +1,6 @@
 //! From a file to a decoder: every tensor named and checked, every byte reserved before it is read.
 use super::decoder::{Decoder, Layer};
+use super::mlp::{Gated, Mlp, Routed};
 use super::rope::RotaryEmbedding;
 use crate::config::{ModelConfig, Role, TensorSpec};
 use crate::embedded;
@@ -10,6 +11,7 @@ use crate::tokenizer::Tokenizer;
 use crate::weights::{Embedding, Linear, Source, WeightForm};
 use kvist_backend::{MemoryBudget, Purpose, Reservation};
 use kvist_cpu::Compute;
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -30,13 +32,17 @@ pub struct LoadOptions {
     /// Make every run of this many layers share the K and V of its first one, whatever the file says: times and
     /// bytes are those of a model trained so, its text is not. For measurements.
     pub share_kv: Option<usize>,
+    /// Tokens of the longest text that it will read and write: models with LongRoPE turn by other frequencies where
+    /// that is more than they were first trained on. `None`: not more.
+    pub context: Option<u32>,
     /// What multiplies.
     pub compute: Compute,
 }
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: None, compute: Compute::default() }
+        let compute = Compute::default();
+        LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: None, context: None, compute }
     }
 }
 
@@ -173,12 +179,15 @@ impl Opened {
         }
         let weights = budget.reserve(Purpose::Weights, opened.weight_bytes(options.form)?)?;
         let Opened { name, config, source, tokenizer, template, sampling } = opened;
-        let total = config.tensors().len();
+        let specs = config.tensors();
+        let total = specs.len();
         let mut loader = Loader {
-            specs: config.tensors(),
+            specs: specs.into_iter().map(|spec| (spec.name.clone(), spec)).collect(),
             source,
             form: options.form,
             compute: options.compute.clone(),
+            norms_less_one: config.norms_less_one,
+            context: options.context.unwrap_or(0),
             done: 0,
             total,
             progress,
@@ -212,8 +221,18 @@ fn not_there(path: &Path) -> String {
 pub(crate) fn resident_bytes(spec: &TensorSpec, stored: crate::weights::Encoding, form: WeightForm) -> u64 {
     match spec.role {
         Role::Embedding => Embedding::resident_bytes(&spec.shape, stored, form),
-        Role::Linear => Linear::resident_bytes(&spec.shape, stored, form),
+        Role::Linear | Role::Router | Role::Expert => {
+            Linear::resident_bytes(&spec.shape, stored, form_of(spec, form))
+        }
         Role::Norm | Role::Bias => spec.shape.iter().map(|n| *n as u64).product::<u64>() * 4,
+    }
+}
+
+/// The few weights that choose experts stay what they are: a little error there is another expert.
+fn form_of(spec: &TensorSpec, form: WeightForm) -> WeightForm {
+    match (spec.role, form) {
+        (Role::Router, WeightForm::Q8_0) => WeightForm::AsStored,
+        _ => form,
     }
 }
 
@@ -255,10 +274,13 @@ impl Model {
 }
 
 struct Loader<'p> {
-    specs: Vec<TensorSpec>,
+    specs: HashMap<String, TensorSpec>,
     source: Source,
     form: WeightForm,
     compute: Compute,
+    norms_less_one: bool,
+    /// Tokens of the longest text.
+    context: u32,
     done: usize,
     total: usize,
     progress: &'p mut dyn FnMut(usize, usize),
@@ -266,7 +288,7 @@ struct Loader<'p> {
 
 impl Loader<'_> {
     fn spec(&self, name: &str) -> Option<TensorSpec> {
-        self.specs.iter().find(|spec| spec.name == name).cloned()
+        self.specs.get(name).cloned()
     }
     fn tick(&mut self) {
         self.done += 1;
@@ -278,15 +300,24 @@ impl Loader<'_> {
         self.tick();
         Ok(Some(self.source.find(&spec)?.to_f32()?))
     }
-    fn norm(&mut self, name: &str) -> Result<Vec<f32>, Error> {
-        self.vector(name)?
-            .ok_or_else(|| Error::MissingTensor { file: self.source.file().into(), name: name.into() })
+    /// The weights of a norm, if the model has it.
+    fn norm(&mut self, name: &str) -> Result<Option<Vec<f32>>, Error> {
+        let mut norm = self.vector(&format!("{name}.weight"))?;
+        if self.norms_less_one {
+            norm.iter_mut().flatten().for_each(|weight| *weight += 1.0);
+        }
+        Ok(norm)
+    }
+    fn must_norm(&mut self, name: &str) -> Result<Vec<f32>, Error> {
+        let missing =
+            Error::MissingTensor { file: self.source.file().into(), name: format!("{name}.weight") };
+        self.norm(name)?.ok_or(missing)
     }
     /// A linear layer with its bias, if the model has it.
     fn linear(&mut self, name: &str) -> Result<Option<Linear>, Error> {
         let Some(spec) = self.spec(&format!("{name}.weight")) else { return Ok(None) };
         self.tick();
-        let linear = self.source.find(&spec)?.to_linear(&self.compute, self.form)?;
+        let linear = self.source.find(&spec)?.to_linear(&self.compute, form_of(&spec, self.form))?;
         let bias = self.vector(&format!("{name}.bias"))?;
         Ok(Some(linear.with_bias(bias)))
     }
@@ -295,6 +326,19 @@ impl Loader<'_> {
             file: self.source.file().into(),
             name: format!("{name}.weight"),
         })
+    }
+
+    fn mlp(&mut self, config: &ModelConfig, l: usize) -> Result<Mlp, Error> {
+        let Some(how) = config.experts.filter(|_| config.layers[l].routed) else {
+            return Ok(Mlp::Dense(self.gated(config.mlp_names(l))?));
+        };
+        let router = self.must(&config.router_name(l))?;
+        let experts = (0..how.n).map(|expert| self.gated(config.expert_names(l, expert)));
+        let experts = experts.collect::<Result<_, _>>()?;
+        Ok(Mlp::Routed(Routed { router, experts, how }))
+    }
+    fn gated(&mut self, [gate, up, down]: [String; 3]) -> Result<Gated, Error> {
+        Ok(Gated { gate: self.must(&gate)?, up: self.must(&up)?, down: self.must(&down)? })
     }
 
     fn decoder(&mut self, config: ModelConfig) -> Result<Decoder, Error> {
@@ -311,23 +355,29 @@ impl Loader<'_> {
             let name = |part: &str| format!("model.layers.{l}.{part}");
             let k = self.linear(&name("self_attn.k_proj"))?;
             let v = self.linear(&name("self_attn.v_proj"))?;
+            // Where there is a norm behind attention, that before the MLP has another name.
+            let (attention_post_norm, mlp_norm) = match config.post_norms {
+                true => (self.norm(&name("post_attention_layernorm"))?, "pre_feedforward_layernorm"),
+                false => (None, "post_attention_layernorm"),
+            };
             layers.push(Layer {
-                attention_norm: self.norm(&name("input_layernorm.weight"))?,
+                attention_norm: self.must_norm(&name("input_layernorm"))?,
                 q: self.must(&name("self_attn.q_proj"))?,
                 kv: k.zip(v),
-                q_norm: self.vector(&name("self_attn.q_norm.weight"))?,
-                k_norm: self.vector(&name("self_attn.k_norm.weight"))?,
+                q_norm: self.norm(&name("self_attn.q_norm"))?,
+                k_norm: self.norm(&name("self_attn.k_norm"))?,
                 o: self.must(&name("self_attn.o_proj"))?,
-                mlp_norm: self.norm(&name("post_attention_layernorm.weight"))?,
-                gate: self.must(&name("mlp.gate_proj"))?,
-                up: self.must(&name("mlp.up_proj"))?,
-                down: self.must(&name("mlp.down_proj"))?,
+                sinks: self.vector(&name("self_attn.sinks"))?,
+                attention_post_norm,
+                mlp_norm: self.must_norm(&name(mlp_norm))?,
+                mlp_post_norm: self.norm(&name("post_feedforward_layernorm"))?,
+                mlp: self.mlp(&config, l)?,
                 rope: layer.rope,
             });
         }
-        let norm = self.norm("model.norm.weight")?;
+        let norm = self.must_norm("model.norm")?;
         let head = self.linear("lm_head")?;
-        let rope = RotaryEmbedding::new(&config.rope);
-        Ok(Decoder { compute: self.compute.clone(), config, layout, embedding, layers, norm, head, rope })
+        let ropes = config.ropes.iter().map(|rope| RotaryEmbedding::new(rope, self.context)).collect();
+        Ok(Decoder { compute: self.compute.clone(), config, layout, embedding, layers, norm, head, ropes })
     }
 }

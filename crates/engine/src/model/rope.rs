@@ -18,8 +18,10 @@ pub struct RotaryEmbedding {
 }
 
 impl RotaryEmbedding {
-    pub fn new(rope: &Rope) -> Self {
-        RotaryEmbedding { inverse_frequencies: rope.inv_freq(), attention_factor: rope.attention_factor() }
+    /// For texts of up to `context` tokens.
+    pub fn new(rope: &Rope, context: u32) -> Self {
+        let attention_factor = rope.attention_factor();
+        RotaryEmbedding { inverse_frequencies: rope.inv_freq(context), attention_factor }
     }
 
     /// Fill `angles` for tokens at these positions. f32 throughout, as transformers computes them.

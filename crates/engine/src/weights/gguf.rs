@@ -176,17 +176,21 @@ impl Gguf {
         view.ok_or_else(|| Error::Malformed { file: file.clone(), what: format!("`{name}` is empty") })
     }
 
-    /// A tensor by its Hugging Face name. q and k of families that llama.cpp's converter permutes come back in
-    /// their original order.
+    /// A tensor by its Hugging Face name, as it stands in the file.
     pub fn find(&self, name: &str) -> Result<View<'_>, Error> {
         let missing = || Error::MissingTensor { file: self.file.clone(), name: name.into() };
-        let gguf = gguf_name(name).ok_or_else(missing)?;
-        let view = self.tensor(&gguf).map_err(|e| match e {
+        let gguf = self.gguf_name(name).ok_or_else(missing)?;
+        self.tensor(&gguf).map_err(|e| match e {
             Error::MissingTensor { file, .. } => {
                 Error::MissingTensor { file, name: format!("{gguf} ({name})") }
             }
             other => other,
-        })?;
+        })
+    }
+
+    /// The rows of a tensor in their original order, which is another one for q and k of families that llama.cpp's
+    /// converter permutes. `name` is that of Hugging Face.
+    pub(super) fn in_order<'s>(&self, name: &str, view: View<'s>) -> Result<View<'s>, Error> {
         let key = match name.rsplit('.').nth(1) {
             Some("q_proj") => "attention.head_count",
             Some("k_proj") => "attention.head_count_kv",
@@ -203,6 +207,24 @@ impl Gguf {
         };
         Ok(view.interleaved(heads))
     }
+
+    /// llama.cpp's name of a Hugging Face tensor. Two names mean different things in different families; there the
+    /// tensors that a file has tell.
+    fn gguf_name(&self, name: &str) -> Option<String> {
+        let gguf = gguf_name(name)?;
+        let (layer, _) = gguf.rsplit_once('.')?;
+        let (layer, module) = layer.rsplit_once('.').unwrap_or((layer, ""));
+        let has = |module: &str| self.has(&format!("{layer}.{module}.weight"));
+        match module {
+            // The norm behind attention is that before the MLP, but where there is one for each.
+            "ffn_norm" if name.contains("post_attention_layernorm") && has("post_attention_norm") => {
+                Some(gguf.replace("ffn_norm", "post_attention_norm"))
+            }
+            // Phi-3's has the rows of both.
+            "ffn_up" if name.ends_with("mlp.up_proj.weight") && !has("ffn_gate") => None,
+            _ => Some(gguf),
+        }
+    }
 }
 
 /// llama.cpp's name of a Hugging Face tensor.
@@ -213,23 +235,54 @@ fn gguf_name(name: &str) -> Option<String> {
         "lm_head.weight" => return Some("output.weight".into()),
         _ => {}
     }
+    if let Some(layer) =
+        name.strip_prefix("model.layers.").and_then(|rest| rest.strip_suffix(".self_attn.sinks"))
+    {
+        return Some(format!("blk.{layer}.attn_sinks.weight"));
+    }
     let (layer, part) = name.strip_prefix("model.layers.")?.split_once('.')?;
     let (module, kind) = part.rsplit_once('.')?;
+    // Experts, one by one as the first files have them, or all in one tensor.
+    if let Some((part, expert)) = expert(module) {
+        return Some(match expert {
+            Some(expert) => format!("blk.{layer}.{part}.{expert}.{kind}"),
+            None => format!("blk.{layer}.{part}_exps.{kind}"),
+        });
+    }
     let module = match module {
         "input_layernorm" => "attn_norm",
-        "post_attention_layernorm" => "ffn_norm",
+        "post_attention_layernorm" | "pre_feedforward_layernorm" => "ffn_norm",
+        "post_feedforward_layernorm" => "post_ffw_norm",
         "self_attn.q_proj" => "attn_q",
         "self_attn.k_proj" => "attn_k",
         "self_attn.v_proj" => "attn_v",
+        "self_attn.qkv_proj" => "attn_qkv",
         "self_attn.o_proj" => "attn_output",
         "self_attn.q_norm" => "attn_q_norm",
         "self_attn.k_norm" => "attn_k_norm",
         "mlp.gate_proj" => "ffn_gate",
-        "mlp.up_proj" => "ffn_up",
+        "mlp.up_proj" | "mlp.gate_up_proj" => "ffn_up",
         "mlp.down_proj" => "ffn_down",
+        "mlp.gate" | "mlp.router" | "block_sparse_moe.gate" => "ffn_gate_inp",
         _ => return None,
     };
     Some(format!("blk.{layer}.{module}.{kind}"))
+}
+
+/// The part of an expert, and its number: `mlp.experts.3.up_proj`, `mlp.experts.up_proj` for all.
+fn expert(module: &str) -> Option<(&'static str, Option<&str>)> {
+    let rest = module.split_once(".experts.")?.1;
+    let (expert, part) = match rest.split_once('.') {
+        Some((expert, part)) => (Some(expert), part),
+        None => (None, rest),
+    };
+    let part = match part {
+        "gate_proj" | "w1" => "ffn_gate",
+        "up_proj" | "w3" => "ffn_up",
+        "down_proj" | "w2" => "ffn_down",
+        _ => return None,
+    };
+    Some((part, expert))
 }
 
 impl Metadata {

@@ -23,6 +23,10 @@ impl Linear {
         self.weight.outputs()
     }
 
+    pub fn inputs(&self) -> usize {
+        self.weight.inputs()
+    }
+
     /// `x: [n_tokens, in]`, `out` becomes `[n_tokens, out]`.
     pub fn forward(&self, compute: &Compute, x: &mut Input<'_>, out: &mut Vec<f32>) {
         out.resize(x.n() * self.outputs(), 0.0);

@@ -75,9 +75,33 @@ impl Folder {
         &self.path
     }
 
+    /// Shape and bytes of a tensor of bytes, if it is there.
+    pub(super) fn bytes(&self, name: &str) -> Result<Option<(&[usize], &[u8])>, Error> {
+        let Some(shard) = self.index.get(name).map(|shard| &self.shards[*shard]) else { return Ok(None) };
+        let Some(info) = shard.metadata.info(name).filter(|info| info.dtype == Dtype::U8) else {
+            return Ok(None);
+        };
+        let (from, until) = info.data_offsets;
+        let bytes = shard.data.checked_add(from).zip(shard.data.checked_add(until));
+        let bytes = bytes.and_then(|(from, until)| shard.contents.get(from..until));
+        let elements = info.shape.iter().try_fold(1usize, |n, size| n.checked_mul(*size));
+        let fits = bytes.filter(|bytes| Some(bytes.len()) == elements);
+        let bytes = fits.ok_or_else(|| Error::Malformed {
+            file: shard.file.clone(),
+            what: format!("the bytes of `{name}` are not what its shape {:?} needs", info.shape),
+        })?;
+        Ok(Some((&info.shape, bytes)))
+    }
+
     pub fn find(&self, name: &str) -> Result<View<'_>, Error> {
         let missing = || Error::MissingTensor { file: self.path.clone(), name: name.into() };
-        let shard = &self.shards[*self.index.get(name).ok_or_else(missing)?];
+        // A model of text that is part of a larger one has a name in front, at either of two places.
+        let inside = format!("language_model.{name}");
+        let behind = name.strip_prefix("model.").map(|rest| format!("model.language_model.{rest}"));
+        let names = [Some(name), Some(&inside), behind.as_deref()];
+        let found = names.into_iter().flatten().find_map(|name| self.index.get_key_value(name));
+        let (name, shard) = found.ok_or_else(missing)?;
+        let shard = &self.shards[*shard];
         let info = shard.metadata.info(name).ok_or_else(missing)?;
         let encoding = match info.dtype {
             Dtype::F32 => Encoding::F32,

@@ -16,20 +16,74 @@ pub struct View<'s> {
     pub shape: Vec<usize>,
     pub encoding: Encoding,
     bytes: &'s [u8],
-    /// The rows stand as llama.cpp's converter leaves q and k of the Llama family: this is the number of heads.
-    interleaved_heads: Option<usize>,
+    order: Order<'s>,
+}
+
+/// How a file holds the rows of a tensor.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Order<'s> {
+    AsTheyAre,
+    /// As llama.cpp's converter leaves q and k of the Llama family: of each head, the rows of its two halves in turn.
+    Interleaved {
+        heads: usize,
+    },
+    /// Floats, turned: row `r` is column `first + r × step` of so many.
+    Columns {
+        columns: usize,
+        first: usize,
+        step: usize,
+    },
+    /// MXFP4, whose scales are another tensor and whose codes stand in pairs: row `r` is row `first + r × step`.
+    Scaled {
+        scales: &'s [u8],
+        first: usize,
+        step: usize,
+    },
 }
 
 impl<'s> View<'s> {
     /// `None` if the bytes are not what the shape needs.
     pub fn new(name: &str, shape: Vec<usize>, encoding: Encoding, bytes: &'s [u8]) -> Option<Self> {
         let fits = encoding.tensor_bytes(&shape) == Some(bytes.len()) && !bytes.is_empty();
-        fits.then(|| View { name: name.into(), shape, encoding, bytes, interleaved_heads: None })
+        fits.then(|| View { name: name.into(), shape, encoding, bytes, order: Order::AsTheyAre })
+    }
+
+    /// Rows that a file holds in another order, which must fit into its bytes.
+    pub(super) fn ordered_by(
+        name: &str,
+        shape: Vec<usize>,
+        encoding: Encoding,
+        bytes: &'s [u8],
+        order: Order<'s>,
+    ) -> Self {
+        View { name: name.into(), shape, encoding, bytes, order }
+    }
+
+    /// As they stand in the file.
+    pub(super) fn bytes(&self) -> &'s [u8] {
+        self.bytes
     }
 
     /// Rows are those of `heads` heads with the two halves of each interleaved.
     pub(super) fn interleaved(mut self, heads: usize) -> Self {
-        self.interleaved_heads = Some(heads);
+        self.order = Order::Interleaved { heads };
+        self
+    }
+
+    /// The same with so many dimensions: the slowest become one.
+    pub(super) fn merged(mut self, dimensions: usize) -> Self {
+        while self.shape.len() > dimensions.max(1) {
+            let slowest = self.shape.remove(0);
+            self.shape[0] *= slowest;
+        }
+        self
+    }
+
+    /// `n` of its rows, from `first` on. There must be so many.
+    pub(super) fn rows(mut self, first: usize, n: usize) -> Self {
+        let row_bytes = self.bytes.len() / self.shape[0];
+        self.bytes = &self.bytes[first * row_bytes..(first + n) * row_bytes];
+        self.shape[0] = n;
         self
     }
 
@@ -37,11 +91,47 @@ impl<'s> View<'s> {
         self.shape.last().copied().unwrap_or(1)
     }
 
-    /// The bytes with rows in the order of the Hugging Face checkpoints. Whole rows move, so any encoding does.
-    ///
-    /// Row `2i + h` of a head (half `h` of pair `i`) goes to row `h * dim / 2 + i`.
+    /// The bytes with rows in the order of the Hugging Face checkpoints.
     fn ordered(&self) -> Result<Cow<'s, [u8]>, Error> {
-        let Some(heads) = self.interleaved_heads else { return Ok(Cow::Borrowed(self.bytes)) };
+        match self.order {
+            Order::AsTheyAre => Ok(Cow::Borrowed(self.bytes)),
+            Order::Interleaved { heads } => self.halves_apart(heads).map(Cow::Owned),
+            Order::Columns { columns, first, step } => Ok(Cow::Owned(self.turned(columns, first, step))),
+            Order::Scaled { scales, first, step } => Ok(Cow::Owned(self.scaled(scales, first, step))),
+        }
+    }
+
+    fn turned(&self, columns: usize, first: usize, step: usize) -> Vec<u8> {
+        let (_, size) = self.encoding.block();
+        let mut turned = Vec::with_capacity(self.shape.iter().product::<usize>() * size);
+        for row in 0..self.shape[0] {
+            let column = size * (first + row * step);
+            let elements = self.bytes.chunks_exact(columns * size).map(|line| &line[column..column + size]);
+            elements.for_each(|element| turned.extend_from_slice(element));
+        }
+        turned
+    }
+
+    /// Blocks as ggml has them: the scale, and in each byte codes that are 16 apart where the file has neighbours.
+    fn scaled(&self, scales: &[u8], first: usize, step: usize) -> Vec<u8> {
+        const CODES: usize = 16;
+        let per_row = self.row_len() / 32;
+        let mut all = Vec::with_capacity(self.shape[0] * per_row * (1 + CODES));
+        for row in 0..self.shape[0] {
+            let row = (first + row * step) * per_row..(first + row * step + 1) * per_row;
+            let blocks = self.bytes[row.start * CODES..row.end * CODES].chunks_exact(CODES);
+            for (scale, block) in scales[row].iter().zip(blocks) {
+                all.push(*scale);
+                let code = |i: usize| block[i / 2] >> (4 * (i % 2)) & 15;
+                all.extend((0..CODES).map(|i| code(i) | code(i + CODES) << 4));
+            }
+        }
+        all
+    }
+
+    /// Whole rows move, so any encoding does: row `2i + h` of a head (half `h` of pair `i`) goes to row
+    /// `h * dim / 2 + i`.
+    fn halves_apart(&self, heads: usize) -> Result<Vec<u8>, Error> {
         // A bias is a column: its rows are single elements.
         let rows = self.shape[..(self.shape.len() - 1).max(1)].iter().product::<usize>();
         let per_head = rows / heads.max(1);
@@ -61,7 +151,7 @@ impl<'s> View<'s> {
                 }
             }
         }
-        Ok(Cow::Owned(ordered))
+        Ok(ordered)
     }
 
     /// Every element as f32.

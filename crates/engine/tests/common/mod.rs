@@ -8,6 +8,7 @@ use kvist_engine::memory::CacheConfig;
 use kvist_engine::model::{LoadOptions, Model, ModelFile};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::weights::WeightForm;
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,9 +27,18 @@ pub fn cases(kind: &str) -> Vec<PathBuf> {
     all
 }
 
+/// Options for texts as the fixtures have them.
+pub fn texts() -> LoadOptions {
+    LoadOptions { context: Some(128), ..LoadOptions::default() }
+}
+
 /// For tests that compare texts: a row's arithmetic is its own.
 pub fn load(file: ModelFile) -> Result<Arc<Model>, kvist_engine::Error> {
-    let options = LoadOptions { compute: Compute::default().deterministic(true), ..LoadOptions::default() };
+    load_in(file, WeightForm::AsStored)
+}
+
+pub fn load_in(file: ModelFile, form: WeightForm) -> Result<Arc<Model>, kvist_engine::Error> {
+    let options = LoadOptions { form, compute: Compute::default().deterministic(true), ..texts() };
     Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).map(Arc::new)
 }
 

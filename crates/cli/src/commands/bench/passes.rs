@@ -104,7 +104,7 @@ struct Bench<'a> {
 impl<'a> Bench<'a> {
     fn new(common: &'a Common, quiet: bool) -> anyhow::Result<Self> {
         let size = ModelSize::of(&common.model.file(), common.model.weights)?;
-        let model = common.model.load(common.model.open()?, &common.model.budget(), quiet)?;
+        let model = common.model.load(common.model.open()?, None, &common.model.budget(), quiet)?;
         interrupt::listen();
         Ok(Bench { model, common, size, quiet })
     }

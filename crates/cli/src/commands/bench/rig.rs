@@ -203,6 +203,7 @@ fn attend(pools: &mut dyn Pools, plan: &StepPlan, setup: &Setup, rows: &mut Rows
                 out: TensorMut::dense(&mut rows.out[..n * heads * head_dim], heads, head_dim),
                 scale: 1.0 / (head_dim as f32).sqrt(),
                 softcap: setup.softcap,
+                sinks: None,
             },
         )?;
     }
