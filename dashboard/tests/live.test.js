@@ -1,32 +1,18 @@
 // The page of a running `kvist serve`: the program is $KVIST, as `just dashboard-test` builds it. Skipped where there is none:
 // what cargo built last may have the page of yesterday embedded.
 import assert from 'node:assert/strict';
-import { execFileSync, spawn } from 'node:child_process';
+import { execFileSync } from 'node:child_process';
 import { mkdtemp, readFile, writeFile } from 'node:fs/promises';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { after, test } from 'node:test';
 import { gunzipSync } from 'node:zlib';
+import { program, start } from './kvist.js';
 import { BUNDLE, browser, open, pass } from './page.js';
 
-const program = process.env.KVIST;
 const skip = program === undefined && 'KVIST names no program: `just dashboard-test` builds one';
 after(() => browser.close());
 
-/** `kvist serve` with a small cache of the embedded model, on a free port. */
-async function start(...flags) {
-  const child = spawn(program, ['serve', ...(flags.includes('--port') ? [] : ['--port', '0']), '--context', '2048', '--max-batch', '8', ...flags], { stdio: ['ignore', 'pipe', 'inherit'] });
-  const url = await new Promise((resolve, reject) => {
-    let text = '';
-    child.on('exit', (code) => reject(new Error(`kvist serve ended with ${code}`)));
-    child.stdout.on('data', (data) => {
-      text += data;
-      const found = /http:\/\/\S+/.exec(text);
-      if (found) resolve(`${found[0]}/`);
-    });
-  });
-  return { child, url, stop: () => new Promise((resolve) => (child.removeAllListeners('exit'), child.on('exit', resolve), child.kill('SIGTERM'))) };
-}
 const figures = (page) => page.$$eval('dl div', (all) => Object.fromEntries(all.map((div) => [div.querySelector('dt').textContent, div.querySelector('dd').textContent])));
 /** The embedded model only goes on with texts: as if it had a chat template, or was asked as one that has. */
 const chatting = (page) => page.route('**/v1/models', (route) => route.fulfill({ json: { object: 'list', data: [{ id: 'chats', object: 'model', chat_template: true }] } }));
