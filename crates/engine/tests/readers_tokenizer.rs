@@ -52,7 +52,7 @@ fn gguf_tokenizers_agree_with_the_originals() {
         for text in plain.keys() {
             let decoded = tokenizer.decode(&tokenizer.encode(text, true).unwrap()).unwrap();
             // SentencePiece's mark for a space cannot be told from one.
-            let same = if case == "spm" { text.replace('▁', " ") } else { text.clone() };
+            let same = if case.starts_with("spm") { text.replace('▁', " ") } else { text.clone() };
             if decoded != same {
                 bad.push(format!("{case}: {text:?} comes back as {decoded:?}"));
             }
@@ -135,12 +135,12 @@ fn streams_say_what_the_whole_says() {
             let pieces = stream(&tokenizer, &tokens);
             let said = pieces.concat();
             // The one exception that the documentation of `TextStream` names.
-            if case == "spm" && whole.contains(REPLACEMENT) {
-                assert!(said.contains(REPLACEMENT), "spm {seed}: {said:?} for {whole:?}");
+            if case.starts_with("spm") && whole.contains(REPLACEMENT) {
+                assert!(said.contains(REPLACEMENT), "{case} {seed}: {said:?} for {whole:?}");
                 let mut said = said.chars();
                 let rest: Option<char> =
                     whole.chars().filter(|c| *c != REPLACEMENT).find(|c| !said.any(|s| s == *c));
-                assert_eq!(rest, None, "spm {seed}: {pieces:?} lacks something of {whole:?}");
+                assert_eq!(rest, None, "{case} {seed}: {pieces:?} lacks something of {whole:?}");
             } else {
                 assert_eq!(said, whole, "{case} {seed}: {tokens:?} in {pieces:?}");
             }

@@ -11,7 +11,7 @@ use crate::openapi;
 use crate::sessions::Store;
 use crate::shares::Shares;
 use crate::structured::{Compiled, Grammar, GrammarCompiler};
-use crate::tools::ToolFormat;
+use crate::tools::Tooling;
 use crate::work::Work;
 use crate::worker::Engine;
 use kvist_engine::sampler::Shipped;
@@ -38,8 +38,8 @@ pub struct App {
     pub(crate) schemas: Schemas,
     pub(crate) openapi: String,
     pub(crate) metrics: Metrics,
-    /// How the model writes tool calls, if it does.
-    pub(crate) tools: Option<ToolFormat>,
+    /// How the model hears of tools and calls them, if it does.
+    pub(crate) tools: Option<Tooling>,
     /// Control tokens that mark tool calls: they are written out where tools are.
     pub(crate) marks: Vec<u32>,
     /// Made when the first grammar is asked for: it takes a while, and memory.
@@ -66,14 +66,14 @@ impl App {
         let bounds = Bounds::new(&name, decoder.vocab, decoder.context.min(cache_tokens), &config.limits);
         let tools = match (&config.model.tools, model.chat_template()) {
             (_, None) => None,
-            (Some(name), _) => ToolFormat::by_name(name).ok().flatten(),
-            (None, Some(template)) => ToolFormat::of_template(template.source(true)),
+            (Some(name), _) => Tooling::by_name(name).ok().flatten(),
+            (None, Some(template)) => Tooling::of_template(template.source(true)),
         };
         let template = model.chat_template().is_some();
         let sampling = if config.model.ships_sampling() { *model.sampling() } else { Shipped::default() };
         let bounds = Bounds { template, tools: tools.is_some(), sampling, ..bounds };
         let schemas = Schemas::new(&bounds);
-        let marks = tools.iter().flat_map(|format| format.markers());
+        let marks = tools.iter().flat_map(|tools| tools.format.markers());
         let marks = marks.filter_map(|mark| model.tokenizer()?.token(mark)).collect();
         let openapi = openapi::document(&bounds, &schemas).to_string();
         Ok(Arc::new(App {

@@ -2,7 +2,7 @@
 //!
 //! Everything has a default; a field that nobody knows is an error, because a misspelt limit is no limit.
 use crate::auth::{self, Keys};
-use crate::tools::ToolFormat;
+use crate::tools::Tooling;
 use crate::worker::EngineConfig;
 use kvist_backend::Storage;
 use kvist_cache::PrefixSpec;
@@ -38,7 +38,7 @@ pub struct ModelSection {
     pub path: Option<PathBuf>,
     /// What clients call it; without it the last part of the path.
     pub name: Option<String>,
-    /// How it writes tool calls: `llama3`, `hermes`, `qwen`, `none`; without it, what its chat template teaches.
+    /// How it writes tool calls, by a name of [`Tooling::NAMES`]; without it, what its chat template teaches.
     pub tools: Option<String>,
     /// Defaults of sampling: `auto` takes those that the model ships (`generation_config.json`, `general.sampling.*`), as
     /// vLLM does; `none` leaves OpenAI's.
@@ -312,9 +312,9 @@ impl ServerConfig {
             return Err(bad("model.generation_config", format!("{name:?}"), "auto or none"));
         }
         if let Some(name) = &self.model.tools
-            && ToolFormat::by_name(name).is_err()
+            && Tooling::by_name(name).is_err()
         {
-            return Err(bad("model.tools", format!("{name:?}"), format!("one of {}", ToolFormat::NAMES)));
+            return Err(bad("model.tools", format!("{name:?}"), format!("one of {}", Tooling::NAMES)));
         }
         let c = &self.cache;
         if c.tokens == Some(0) {

@@ -10,6 +10,9 @@
 //! | `pythonic` | `[f(a=1)]`, at the start or after `<\|python_start\|>` | in the same list |
 //! | `qwen3_coder` | `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, anywhere | one after the other |
 //!
+//! A template that knows nothing of tools is helped out: [`taught`] tells the model of them in a message, and it answers as Hermes
+//! does.
+//!
 //! What only looks like a call stays text, to the letter. Arguments that the model wrote as JSON are given on as they are,
 //! others are made into JSON; whether they fit the tool's schema is checked only where a grammar enforced it ([`ToolChoice::Required`] and
 //! [`ToolChoice::Named`]).
@@ -21,11 +24,48 @@ mod marks;
 mod parser;
 mod pythonic;
 mod qwen_coder;
+pub(crate) mod taught;
 mod types;
 
 pub use call::ToolCall;
 pub use choice::{Tool, ToolChoice, tools_from_json};
 pub use parser::{ToolDelta, ToolParser};
+
+/// How a model hears of its tools, and how it calls them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tooling {
+    pub format: ToolFormat,
+    /// A message tells it of them, because its chat template would not.
+    pub taught: bool,
+}
+
+impl Tooling {
+    /// Names for a configuration, `none` beside them.
+    pub const NAMES: &str = "llama3, hermes, qwen, pythonic, qwen3_coder, generic, none";
+
+    /// By name. `none` is `Ok(None)`: tools are refused.
+    pub fn by_name(name: &str) -> Result<Option<Self>, String> {
+        let format = match name {
+            "llama3" => ToolFormat::Llama3,
+            "hermes" | "qwen" | "generic" => ToolFormat::Hermes,
+            "pythonic" => ToolFormat::Pythonic,
+            "qwen3_coder" => ToolFormat::Qwen3Coder,
+            "none" => return Ok(None),
+            _ => return Err(format!("there is no tool format `{name}`; known are {}", Self::NAMES)),
+        };
+        Ok(Some(Tooling { format, taught: name == "generic" }))
+    }
+
+    /// What goes with a chat template. `None` if it has a format of tools that is not known here.
+    pub fn of_template(source: &str) -> Option<Self> {
+        match ToolFormat::of_template(source) {
+            Some(format) => Some(Tooling { format, taught: false }),
+            // One that says anything of tools has words of its own for them.
+            None if ["tools", "tool_call", "TOOL_CALL"].iter().any(|word| source.contains(word)) => None,
+            None => Some(Tooling { format: ToolFormat::Hermes, taught: true }),
+        }
+    }
+}
 
 /// How a model writes tool calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,21 +85,6 @@ const PYTHON_START: &str = "<|python_start|>";
 const PYTHON_END: &str = "<|python_end|>";
 
 impl ToolFormat {
-    /// Names for a configuration, `none` beside them.
-    pub const NAMES: &str = "llama3, hermes, qwen, pythonic, qwen3_coder, none";
-
-    /// By name. `none` is `Ok(None)`: tools are refused.
-    pub fn by_name(name: &str) -> Result<Option<Self>, String> {
-        match name {
-            "llama3" => Ok(Some(ToolFormat::Llama3)),
-            "hermes" | "qwen" => Ok(Some(ToolFormat::Hermes)),
-            "pythonic" => Ok(Some(ToolFormat::Pythonic)),
-            "qwen3_coder" => Ok(Some(ToolFormat::Qwen3Coder)),
-            "none" => Ok(None),
-            _ => Err(format!("there is no tool format `{name}`; known are {}", Self::NAMES)),
-        }
-    }
-
     /// The one that a chat template teaches; `None` if it knows nothing of tools, or another format.
     pub fn of_template(source: &str) -> Option<Self> {
         let has = |text: &str| source.contains(text);
@@ -98,7 +123,7 @@ impl ToolFormat {
 
 #[cfg(test)]
 mod tests {
-    use super::ToolFormat;
+    use super::{ToolFormat, Tooling};
 
     #[test]
     fn templates_tell_their_format() {
@@ -130,10 +155,23 @@ mod tests {
 
     #[test]
     fn names() {
-        assert_eq!(ToolFormat::by_name("qwen"), Ok(Some(ToolFormat::Hermes)));
-        assert_eq!(ToolFormat::by_name("pythonic"), Ok(Some(ToolFormat::Pythonic)));
-        assert_eq!(ToolFormat::by_name("qwen3_coder"), Ok(Some(ToolFormat::Qwen3Coder)));
-        assert_eq!(ToolFormat::by_name("none"), Ok(None));
-        assert!(ToolFormat::by_name("mistral").unwrap_err().contains(ToolFormat::NAMES));
+        let known = |format, taught| Ok(Some(Tooling { format, taught }));
+        assert_eq!(Tooling::by_name("qwen"), known(ToolFormat::Hermes, false));
+        assert_eq!(Tooling::by_name("generic"), known(ToolFormat::Hermes, true));
+        assert_eq!(Tooling::by_name("pythonic"), known(ToolFormat::Pythonic, false));
+        assert_eq!(Tooling::by_name("qwen3_coder"), known(ToolFormat::Qwen3Coder, false));
+        assert_eq!(Tooling::by_name("none"), Ok(None));
+        assert!(Tooling::by_name("mistral").unwrap_err().contains(Tooling::NAMES));
+    }
+
+    #[test]
+    fn templates_without_tools_are_helped_out() {
+        let plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}";
+        assert_eq!(Tooling::of_template(plain), Some(Tooling { format: ToolFormat::Hermes, taught: true }));
+        for own in ["{% if tools %}[AVAILABLE_TOOLS]", "[TOOL_CALLS]", "{{ message.tool_calls }}"] {
+            assert_eq!(Tooling::of_template(own), None, "{own}");
+        }
+        let hermes = Tooling { format: ToolFormat::Hermes, taught: false };
+        assert_eq!(Tooling::of_template("{% if tools %}<tool_call>"), Some(hermes));
     }
 }

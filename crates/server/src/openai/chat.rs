@@ -13,13 +13,15 @@ use crate::error::ApiError;
 use crate::http::json_body;
 use crate::job::{Done, Token};
 use crate::structured::{Compiled, ResponseFormat};
+use crate::tools::taught::{Place, teach};
 use crate::tools::{Tool, ToolCall, ToolChoice, ToolDelta, ToolFormat, ToolParser, tools_from_json};
 use crate::work::halted;
 use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 use kvist_engine::Error;
-use kvist_engine::template::Conversation;
+use kvist_engine::template::{ChatTemplate, Conversation};
+use kvist_engine::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -111,7 +113,7 @@ impl Form {
             let constraint = wanted.map(|grammar| app.compile(&grammar)).transpose()?;
             return Ok(Form { reading: None, constraint, demands: false });
         }
-        let format = app
+        let tooling = app
             .tools
             .ok_or_else(|| ApiError::unsupported("tools", "`tools` are not supported with this model"))?;
         if wanted.is_some() {
@@ -119,6 +121,7 @@ impl Form {
                            `tool_choice: \"none\"` leaves the tools out";
             return Err(ApiError::unsupported("response_format", message));
         }
+        let format = tooling.format;
         let grammar = choice.grammar(format, &tools, parallel)?;
         let reading = Some(Reading { format, tools: format.held(described)?.into(), parallel });
         let demands = grammar.is_some();
@@ -149,9 +152,26 @@ pub(crate) fn render(app: &App, conversation: &Conversation) -> Result<String, A
         None => plain(&messages, conversation.add_generation_prompt)?,
         Some(template) => {
             let tokenizer = model.tokenizer().ok_or_else(no_tokenizer)?;
-            let conversation = Conversation { messages: &messages, ..*conversation };
-            let _taken = app.work.take(conversation.rendering_bytes(), "messages")?;
-            template.render_conversation(&conversation, tokenizer).map_err(|e| {
+            let written = match app.tools.filter(|tools| tools.taught) {
+                None => {
+                    write(app, template, tokenizer, &Conversation { messages: &messages, ..*conversation })?
+                }
+                Some(_) => {
+                    let in_place = |place| {
+                        let messages = teach(&messages, conversation.tools, place);
+                        let taught = Conversation { messages: &messages, tools: &[], ..*conversation };
+                        write(app, template, tokenizer, &taught)
+                    };
+                    match in_place(Place::System)? {
+                        // The template may refuse a system message.
+                        Err(error) if !matches!(error, Error::Halted) && !conversation.tools.is_empty() => {
+                            in_place(Place::User)?
+                        }
+                        written => written,
+                    }
+                }
+            };
+            written.map_err(|e| {
                 // Templates refuse what their models were not trained on: roles that do not alternate, a system message.
                 let param = match &e {
                     Error::Halted => return halted(),
@@ -171,6 +191,17 @@ pub(crate) fn render(app: &App, conversation: &Conversation) -> Result<String, A
         return Err(ApiError::too_long("messages", message));
     }
     Ok(text)
+}
+
+/// A conversation as the template writes it; the outer error is that there is no room for it.
+fn write(
+    app: &App,
+    template: &ChatTemplate,
+    tokenizer: &Tokenizer,
+    conversation: &Conversation,
+) -> Result<Result<String, Error>, ApiError> {
+    let _taken = app.work.take(conversation.rendering_bytes(), "messages")?;
+    Ok(template.render_conversation(conversation, tokenizer))
 }
 
 /// Messages as templates know them.

@@ -14,16 +14,22 @@ A call is <tool_call>{"name": ..., "arguments": ...}</tool_call>
 {%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
 {% endfor %}{%- if add_generation_prompt %}[assistant]{% endif %}"#;
 
+/// Knows nothing of tools, and takes no system message.
+const PLAIN_TEMPLATE: &str = r#"{%- for m in messages %}
+{%- if m.role not in ["user", "assistant"] %}{{ raise_exception("no role " + m.role) }}{% endif %}[{{ m.role }}]{{ m.content }}
+{% endfor %}{%- if add_generation_prompt %}[assistant]{% endif %}"#;
+
 /// The embedded model with a chat template: one more text among the metadata of its file.
-fn with_template() -> &'static Arc<Model> {
-    static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
-    MODEL.get_or_init(|| {
+fn with_template(template: &'static str) -> Arc<Model> {
+    static MODELS: [OnceLock<Arc<Model>>; 2] = [const { OnceLock::new() }; 2];
+    let model = &MODELS[usize::from(template == PLAIN_TEMPLATE)];
+    model.get_or_init(|| {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/embedded/tiny-rust-7m.gguf");
         let mut bytes = std::fs::read(file).unwrap();
         let n_keys = u64::from_le_bytes(bytes[16..24].try_into().unwrap()) + 1;
         bytes[16..24].copy_from_slice(&n_keys.to_le_bytes());
         let key = "tokenizer.chat_template";
-        let mut template = TEMPLATE.to_string();
+        let mut template = template.to_string();
         // Tensors stay where their alignment wants them.
         while !(8 + key.len() + 4 + 8 + template.len()).is_multiple_of(64) {
             template.insert_str(0, "{#- -#}");
@@ -37,14 +43,19 @@ fn with_template() -> &'static Arc<Model> {
         let options = LoadOptions { form: WeightForm::F32, mmap: false, ..LoadOptions::default() };
         let budget = MemoryBudget::unlimited();
         Arc::new(Model::load(&ModelFile::Path(path), &options, &budget, &mut |_, _| {}).unwrap())
-    })
+    });
+    model.get().unwrap().clone()
 }
 
 fn start(format: Option<&str>) -> Server {
+    start_with(TEMPLATE, format)
+}
+
+fn start_with(template: &'static str, format: Option<&str>) -> Server {
     let mut config: ServerConfig = config();
     config.model.name = Some(MODEL.into());
     config.model.tools = format.map(String::from);
-    Server::start_with(with_template().clone(), config)
+    Server::start_with(with_template(template), config)
 }
 
 fn tools() -> Value {
@@ -70,6 +81,37 @@ fn begin(server: &Server) -> String {
 
 fn path(id: &str, verb: &str) -> String {
     format!("/v1/sessions/{id}{verb}")
+}
+
+/// They were refused: "its chat template teaches no format".
+#[test]
+fn a_template_without_tools_is_helped_out() {
+    let server = start_with(PLAIN_TEMPLATE, None);
+    let ask = |messages: Value, more: Value| {
+        let mut body = demand(more);
+        body["messages"] = messages;
+        server.post("/v1/chat/completions", &body)
+    };
+    let question = json!({"role": "user", "content": QUESTION});
+    let answer = ask(json!([question]), json!({})).good();
+    let call = &answer["choices"][0]["message"]["tool_calls"][0];
+    assert_eq!(call["function"]["name"], "look_up", "{answer}");
+    // It is told of them, and the results of its calls are read.
+    let tokens = |answer: &Value| answer["usage"]["prompt_tokens"].as_u64().unwrap();
+    let without = ask(json!([question]), json!({"tools": null, "tool_choice": null})).good();
+    assert!(tokens(&answer) > tokens(&without) + 50, "{answer} {without}");
+    let result = json!({"role": "tool", "tool_call_id": call["id"], "content": "A list that grows."});
+    let messages = json!([question, answer["choices"][0]["message"], result]);
+    let next = ask(messages, json!({"tool_choice": "auto"})).good();
+    assert!(tokens(&next) > tokens(&answer) + 20, "{next}");
+    // In sessions too.
+    let id = begin(&server);
+    let answer = server.post(&path(&id, "/generate"), &demand(json!({}))).good();
+    let call = &answer["choices"][0]["message"]["tool_calls"][0];
+    assert_eq!(call["function"]["name"], "look_up", "{answer}");
+    // What the template refuses for another reason stays refused.
+    let odd = json!([{"role": "system", "content": "S"}, question]);
+    assert_eq!(ask(odd, json!({})).error().0, 400);
 }
 
 /// They were refused: "sessions do not read calls back".
