@@ -114,7 +114,7 @@ fn readers_config() {
             let _ = (
                 config.tensors(),
                 config.layout().check(),
-                config.ropes.iter().map(|r| r.inv_freq(64)).count(),
+                config.ropes.iter().flat_map(|rope| rope.inv_freq(64)).sum::<f32>(),
             );
         }
     };

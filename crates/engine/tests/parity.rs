@@ -191,8 +191,8 @@ fn silence_means_what_it_means_to_transformers() {
         let windows = |more: &str| config(class, more).layers.iter().map(|l| l.window).collect::<Vec<_>>();
         let silent = |l: usize| match class {
             "Mistral" => Some(4096),
-            "Gemma2" => ((l + 1) % 2 != 0).then_some(4096),
-            "Gemma3" => ((l + 1) % 6 != 0).then_some(4096),
+            "Gemma2" => (!(l + 1).is_multiple_of(2)).then_some(4096),
+            "Gemma3" => (!(l + 1).is_multiple_of(6)).then_some(4096),
             _ => None,
         };
         assert_eq!(windows(""), (0..30).map(silent).collect::<Vec<_>>(), "{class}");

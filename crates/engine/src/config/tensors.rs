@@ -25,6 +25,12 @@ pub struct TensorSpec {
     pub within: Option<Within>,
 }
 
+/// The part of a layer that holds the rows, all that it has, and the first that is meant.
+type Place = (&'static str, usize, usize);
+
+/// The part of a layer, its shape, whether the layer has it and with a bias, and what some checkpoints have instead.
+type Projection = (&'static str, [usize; 2], bool, bool, Option<Place>);
+
 /// Rows of a tensor that some checkpoints hold for several: q, k and v, or gate and up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Within {
@@ -66,29 +72,28 @@ impl ModelConfig {
         push("model.embed_tokens.weight".into(), &[self.vocab, hidden], Role::Embedding, None);
         for (l, layer) in self.layers.iter().enumerate() {
             let owns = layer.owner == l;
-            // The tensor that some checkpoints have instead, its rows, and the first that is meant.
             let qkv = |first| owns.then_some(("self_attn.qkv_proj", q + 2 * kv, first));
             let gate_up = |first| Some(("mlp.gate_up_proj", 2 * wide, first));
             let dense = !layer.routed;
-            let linears: [(&str, usize, usize, bool, bool, Option<(&str, usize, usize)>); 7] = [
-                ("self_attn.q_proj", q, hidden, true, self.qkv_bias, qkv(0)),
-                ("self_attn.k_proj", kv, hidden, owns, self.qkv_bias, qkv(q)),
-                ("self_attn.v_proj", kv, hidden, owns, self.qkv_bias, qkv(q + kv)),
-                ("self_attn.o_proj", hidden, q, true, self.o_bias, None),
-                ("mlp.gate_proj", wide, hidden, dense, self.mlp_bias, gate_up(0)),
-                ("mlp.up_proj", wide, hidden, dense, self.mlp_bias, gate_up(wide)),
-                ("mlp.down_proj", hidden, wide, dense, self.mlp_bias, None),
+            let linears: [Projection; 7] = [
+                ("self_attn.q_proj", [q, hidden], true, self.qkv_bias, qkv(0)),
+                ("self_attn.k_proj", [kv, hidden], owns, self.qkv_bias, qkv(q)),
+                ("self_attn.v_proj", [kv, hidden], owns, self.qkv_bias, qkv(q + kv)),
+                ("self_attn.o_proj", [hidden, q], true, self.o_bias, None),
+                ("mlp.gate_proj", [wide, hidden], dense, self.mlp_bias, gate_up(0)),
+                ("mlp.up_proj", [wide, hidden], dense, self.mlp_bias, gate_up(wide)),
+                ("mlp.down_proj", [hidden, wide], dense, self.mlp_bias, None),
             ];
-            for (part, rows, columns, present, bias, within) in linears {
+            for (part, shape, present, bias, within) in linears {
                 let named = |part: &str, kind: &str| format!("model.layers.{l}.{part}.{kind}");
                 let within = |kind: &str| {
                     within.map(|(whole, rows, first)| Within { name: named(whole, kind), rows, first })
                 };
                 if present {
-                    push(named(part, "weight"), &[rows, columns], Role::Linear, within("weight"));
+                    push(named(part, "weight"), &shape, Role::Linear, within("weight"));
                 }
                 if present && bias {
-                    push(named(part, "bias"), &[rows], Role::Bias, within("bias"));
+                    push(named(part, "bias"), &shape[..1], Role::Bias, within("bias"));
                 }
             }
             if let Some(experts) = self.experts.filter(|_| layer.routed) {

@@ -27,6 +27,9 @@ pub struct Folder {
     index: BTreeMap<String, usize>,
 }
 
+/// Shape and elements of a tensor of bytes.
+pub(super) type Bytes<'f> = (&'f [usize], &'f [u8]);
+
 const INDEX: &str = "model.safetensors.index.json";
 
 impl Folder {
@@ -75,8 +78,8 @@ impl Folder {
         &self.path
     }
 
-    /// Shape and bytes of a tensor of bytes, if it is there.
-    pub(super) fn bytes(&self, name: &str) -> Result<Option<(&[usize], &[u8])>, Error> {
+    /// A tensor of bytes, if it is there.
+    pub(super) fn bytes(&self, name: &str) -> Result<Option<Bytes<'_>>, Error> {
         let Some(shard) = self.index.get(name).map(|shard| &self.shards[*shard]) else { return Ok(None) };
         let Some(info) = shard.metadata.info(name).filter(|info| info.dtype == Dtype::U8) else {
             return Ok(None);

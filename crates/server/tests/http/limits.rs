@@ -101,7 +101,7 @@ fn a_client_that_goes_away_frees_its_memory() {
     let body = endless(json!({})).to_string();
     let headers = [("content-type", "application/json")];
     stream.write_all(&request("POST", "/v1/completions", &headers, body.as_bytes())).unwrap();
-    server.until("it runs", || server.engine.stats().running > 0);
+    server.until("it runs", || server.live().0 > 0);
     let (held, before) = (server.hold(), aborted());
     drop(stream);
     server.until("it is noticed", || aborted() > before);
@@ -251,7 +251,7 @@ fn when_the_grace_is_over_requests_are_told() {
     let mut whole = server.connect();
     let headers = [("content-type", "application/json")];
     whole.write_all(&request("POST", "/v1/completions", &headers, body.as_bytes())).unwrap();
-    server.until("both run", || server.engine.stats().running >= 3);
+    server.until("both run", || server.live().0 >= 3);
     server.stop();
     let mut rest = String::new();
     reader.read_to_string(&mut rest).unwrap();
@@ -276,7 +276,7 @@ fn a_client_that_goes_away_is_noticed_behind_what_it_sent() {
         let mut bytes = request("POST", "/v1/completions", &headers, body.as_bytes());
         bytes.extend_from_slice(behind.as_bytes());
         stream.write_all(&bytes).unwrap();
-        server.until("it runs", || server.engine.stats().running > 0);
+        server.until("it runs", || server.live().0 > 0);
         let (held, before) = (server.hold(), aborted());
         drop(stream);
         server.until("it is noticed", || aborted() > before);
@@ -376,7 +376,7 @@ fn a_request_that_was_taken_gets_all_its_answers() {
     let body = json!({"prompt": "a", "max_tokens": 3, "ignore_eos": true, "n": 3}).to_string();
     let headers = [("content-type", "application/json")];
     stream.write_all(&request("POST", "/v1/completions", &headers, body.as_bytes())).unwrap();
-    server.until("it waits", || server.engine.stats().waiting > 0);
+    server.until("it waits", || server.live().1 > 0);
     server.stop();
     server.until("the signal is heard", || server.engine.is_draining());
     drop(held);

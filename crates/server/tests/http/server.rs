@@ -143,17 +143,22 @@ impl Server {
         }
     }
 
+    /// Requests that run and wait, and the cells they hold. Asked between two turns: the engine's figures, and `/metrics`, are
+    /// those of the last turn, and may be older than what a test has done since. Not while the engine is [held](Self::hold).
+    pub fn live(&self) -> (usize, usize, u64) {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let asked = self.engine.inspect(|state| {
+            let scheduler = &state.scheduler;
+            (scheduler.n_running(), scheduler.n_waiting(), scheduler.held_cells())
+        });
+        runtime.block_on(asked).unwrap()
+    }
+
     /// Until no request holds a cell.
     pub fn becomes_idle(&self) {
         let began = Instant::now();
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         loop {
-            // Asked between two turns: figures of the last turn may be older than the requests of this test.
-            let asked = self.engine.inspect(|state| {
-                let scheduler = &state.scheduler;
-                (scheduler.n_running(), scheduler.n_waiting(), scheduler.held_cells())
-            });
-            let live = runtime.block_on(asked).unwrap();
+            let live = self.live();
             if live == (0, 0, 0) {
                 return;
             }
