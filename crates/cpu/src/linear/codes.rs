@@ -32,12 +32,15 @@ const fn ones(bits: u32) -> u32 {
     0x0101_0101 * ((1 << bits) - 1)
 }
 
-/// Put a plane of `bits`, whose bits the quads have from bit `from` on.
-fn put_plane(quads: &[u32; 8], from: u32, bits: u32, lane: usize, lines: &mut [u8]) {
-    for (l, line) in lines.chunks_exact_mut(4 * LANES).enumerate() {
-        let sharing = quads[l..].iter().step_by(bits as usize);
-        let field = |(slot, quad): (u32, &u32)| (quad >> from & ones(bits)) << (slot * bits);
-        let word = (0..).zip(sharing).map(field).fold(0, |word, field| word | field);
+/// Put a plane of `BITS`, whose bits the quads have from bit `FROM` on. Loading a model is this loop: its bounds are known to
+/// the compiler.
+fn put_plane<const FROM: u32, const BITS: u32>(quads: &[u32; 8], lane: usize, lines: &mut [u8]) {
+    for (l, line) in lines.as_chunks_mut::<{ 4 * LANES }>().0.iter_mut().enumerate().take(BITS as usize) {
+        let mut word = 0;
+        for slot in 0..8 / BITS {
+            let quad = quads[l + (slot * BITS) as usize];
+            word |= (quad >> FROM & ones(BITS)) << (slot * BITS);
+        }
         line[4 * lane..4 * lane + 4].copy_from_slice(&word.to_le_bytes());
     }
 }
@@ -56,8 +59,8 @@ impl<const LOW: u32, const HIGH: u32> Codes for Planes<LOW, HIGH> {
     fn put(codes: &Group, lane: usize, place: &mut [u8]) {
         let quads = std::array::from_fn(|q| u32::from_le_bytes([0, 1, 2, 3].map(|i| codes[4 * q + i])));
         let (low, high) = place.split_at_mut(4 * LANES * LOW as usize);
-        put_plane(&quads, 0, LOW, lane, low);
-        put_plane(&quads, LOW, HIGH, lane, high);
+        put_plane::<0, LOW>(&quads, lane, low);
+        put_plane::<LOW, HIGH>(&quads, lane, high);
     }
 
     fn get(place: &[u8], lane: usize) -> Group {

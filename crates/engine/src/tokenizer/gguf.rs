@@ -2,7 +2,6 @@
 use super::Tokenizer;
 use crate::error::Error;
 use crate::weights::Gguf;
-use std::collections::HashMap;
 use tokenizers::decoders::DecoderWrapper;
 use tokenizers::decoders::byte_fallback::ByteFallback;
 use tokenizers::decoders::fuse::Fuse;
@@ -56,6 +55,9 @@ fn is_known(pre: &str) -> bool {
     ["default", "gpt-2", "gpt2"].contains(&pre) || pre_tokenizer(pre) != (None, false)
 }
 
+/// Texts and ids. Large ones are asked a million times while a file is read.
+type Vocabulary<'t> = ahash::AHashMap<&'t str, u32>;
+
 /// Token types of `tokenizer.ggml.token_type`.
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
@@ -73,7 +75,7 @@ impl Tokenizer {
         if u32::try_from(tokens.len()).is_err() {
             return Err(bad(format!("has {} tokens", tokens.len())));
         }
-        let vocab: HashMap<&str, u32> = tokens.iter().map(String::as_str).zip(0..).collect();
+        let vocab: Vocabulary<'_> = tokens.iter().map(String::as_str).zip(0..).collect();
         let mut inner = match model {
             "gpt2" => byte_level(gguf, &vocab)?,
             "llama" => sentence_piece(gguf, tokens, &vocab)?,
@@ -108,7 +110,7 @@ impl Tokenizer {
     }
 }
 
-fn byte_level(gguf: &Gguf, vocab: &HashMap<&str, u32>) -> Result<tokenizers::Tokenizer, Error> {
+fn byte_level(gguf: &Gguf, vocab: &Vocabulary<'_>) -> Result<tokenizers::Tokenizer, Error> {
     let bad = |what: String| Error::Tokenizer { file: gguf.file().into(), what };
     let m = &gguf.metadata;
     let lines = m.texts("tokenizer.ggml.merges")?.ok_or_else(|| bad("has no merges".into()))?;
@@ -147,7 +149,7 @@ fn byte_level(gguf: &Gguf, vocab: &HashMap<&str, u32>) -> Result<tokenizers::Tok
 fn sentence_piece(
     gguf: &Gguf,
     tokens: &[String],
-    vocab: &HashMap<&str, u32>,
+    vocab: &Vocabulary<'_>,
 ) -> Result<tokenizers::Tokenizer, Error> {
     let bad = |what: String| Error::Tokenizer { file: gguf.file().into(), what };
     let m = &gguf.metadata;
@@ -196,6 +198,6 @@ fn sentence_piece(
     Ok(tokenizer)
 }
 
-fn owned(vocab: &HashMap<&str, u32>) -> ahash::AHashMap<String, u32> {
+fn owned(vocab: &Vocabulary<'_>) -> ahash::AHashMap<String, u32> {
     vocab.iter().map(|(text, id)| (text.to_string(), *id)).collect()
 }
