@@ -269,6 +269,13 @@ pub(super) const FAMILIES: [Traits; 12] = [
     },
 ];
 
+impl Family {
+    /// As config.json writes it.
+    pub fn name(self) -> &'static str {
+        FAMILIES.iter().find(|traits| traits.family == self).map_or("", |traits| traits.model_type)
+    }
+}
+
 /// The known architectures, for an error.
 pub(super) fn known(name: fn(&Traits) -> &'static str) -> String {
     let mut names: Vec<_> = FAMILIES.iter().map(name).collect();
