@@ -145,17 +145,20 @@ impl MemoryPlan {
         Err(plan.too_large(model, registry, config, least, free, budget.total()))
     }
 
-    /// The longest context, up to that of `config`, of which a session fits into `free` bytes: in steps of 64 tokens, and
-    /// 0 if none does.
+    /// The longest context of which a session fits into `free` bytes: that of `config`, or else a multiple of 64 tokens
+    /// below it; 0 if none does.
     pub fn longest_context(model: &ModelConfig, registry: &Registry, config: &CacheConfig, free: u64) -> u32 {
-        let fits = |blocks: u32| {
-            let config = CacheConfig { context_tokens: blocks * 64, ..config.clone() };
+        let fits = |context_tokens: u32| {
+            let config = CacheConfig { context_tokens, ..config.clone() };
             Self::of_session(model, registry, &config).is_ok_and(|plan| plan.session_bound() <= free)
         };
+        if fits(config.context_tokens) {
+            return config.context_tokens;
+        }
         let (mut low, mut high) = (0, config.context_tokens / 64);
         while low < high {
             let middle = low + (high - low).div_ceil(2);
-            if fits(middle) { low = middle } else { high = middle - 1 }
+            if fits(middle * 64) { low = middle } else { high = middle - 1 }
         }
         low * 64
     }

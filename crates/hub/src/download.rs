@@ -20,6 +20,11 @@ pub trait Progress {
     fn end(&mut self);
     /// A line for people.
     fn note(&mut self, text: &str);
+    /// Can the model of this config.json be run? Asked before its weights come; the answer why not ends the download.
+    fn accept(&mut self, config: &Path) -> Result<(), String> {
+        let _ = config;
+        Ok(())
+    }
 }
 
 /// Attempts that bring not one byte before it is given up.

@@ -42,6 +42,9 @@ pub enum Error {
          that it was made from, whose config.json is enough"
     )]
     TooMuchForASize { name: String, size: String },
+    /// [`Progress::accept`](crate::Progress::accept) says no.
+    #[error("{name}: {why}. Its weights were not downloaded")]
+    NotAccepted { name: String, why: String },
     #[error("{path} has room for {free}; {needed} more are needed: free some, or set HF_HUB_CACHE to a folder elsewhere", path = path.display())]
     DiskFull { path: PathBuf, needed: String, free: String },
     #[error("{path}: no space is left on the device; what has come is kept, and the same command goes on there", path = path.display())]

@@ -68,7 +68,7 @@ impl Hub {
             Name::LmStudio(name) => stores::lm_studio::resolve(places, &name),
             Name::LlamaCpp(file) => stores::llama_cpp::resolve(places, &file),
             Name::Hub(name) if self.settings.offline => self.cached(&name),
-            Name::Hub(name) => self.from_hub(&name, progress),
+            Name::Hub(name) => self.newest(&name, progress),
         }
     }
 
@@ -110,7 +110,7 @@ impl Hub {
         })
     }
 
-    fn from_hub(&self, name: &HubName, progress: &mut dyn Progress) -> Result<Resolved, Error> {
+    fn newest(&self, name: &HubName, progress: &mut dyn Progress) -> Result<Resolved, Error> {
         let client = Client::new(&self.settings)?;
         let listing = match client.list(name) {
             // The Hub being away is no reason not to run what is here.
@@ -127,7 +127,7 @@ impl Hub {
         };
         let repo = Repo::new(&self.settings.places.hugging_face, name);
         let choice = choose::choose(name, &listing.paths())?;
-        let mut fetch = |paths: &[String]| {
+        let fetch = |paths: &[String], progress: &mut dyn Progress| {
             let files = paths.iter().map(|path| client.complete(name, &listing, path));
             let files = files.collect::<Result<Vec<_>, _>>()?;
             download::fetch(&self.settings, &client, &repo, name, &listing.commit, &files, progress)
@@ -135,12 +135,15 @@ impl Hub {
         let snapshot = repo.snapshot(&listing.commit);
         let resolved = match &choice {
             Choice::Gguf(parts) => {
-                fetch(parts)?;
+                fetch(parts, progress)?;
                 Resolved { path: snapshot.join(&parts[0]), title: None }
             }
             Choice::Folder { texts, weights } => {
-                fetch(texts)?;
-                fetch(&named_by_index(name, &listing, &snapshot, weights)?)?;
+                fetch(texts, progress)?;
+                let weights = named_by_index(name, &listing, &snapshot, weights)?;
+                let refuse = |why| Error::NotAccepted { name: name.to_string(), why };
+                progress.accept(&snapshot.join(CONFIG)).map_err(refuse)?;
+                fetch(&weights, progress)?;
                 Resolved { path: snapshot, title: Some(name.name.clone()) }
             }
         };

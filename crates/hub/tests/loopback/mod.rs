@@ -224,6 +224,8 @@ pub struct Heard {
     pub at: u64,
     pub ended: usize,
     pub notes: Vec<String>,
+    /// What is answered where a config is shown.
+    pub refuses: Option<String>,
 }
 
 impl Progress for Heard {
@@ -238,5 +240,9 @@ impl Progress for Heard {
     }
     fn note(&mut self, text: &str) {
         self.notes.push(text.into());
+    }
+    fn accept(&mut self, config: &Path) -> Result<(), String> {
+        assert!(config.ends_with("config.json") && config.is_file());
+        self.refuses.take().map_or(Ok(()), Err)
     }
 }
