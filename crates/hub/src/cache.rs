@@ -33,7 +33,7 @@ impl Repo {
     pub(crate) fn blobs(&self) -> PathBuf {
         self.path.join("blobs")
     }
-    /// The file that whoever writes this blob holds locked; huggingface_hub uses the same.
+    /// The file that is locked while this blob is written; huggingface_hub uses the same.
     pub(crate) fn lock(&self, blob: &str) -> PathBuf {
         self.locks.join(format!("{blob}.lock"))
     }

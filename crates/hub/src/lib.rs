@@ -6,7 +6,7 @@
 //! four caches hold.
 //!
 //! It promises that a file has its final name only when its size and its hash are those that the Hub says, that a
-//! download that was cut short goes on where it stopped, and that a token is sent to the Hub and to nobody else. It
+//! download that was cut short goes on where it stopped, and that a token is sent to the Hub and to no other host. It
 //! refuses before anything is written what can be known before: a name that is none, a repository that is gated or not
 //! there, a disk that is too small. It never looks inside a model: that is the engine's.
 #![forbid(unsafe_code)]
@@ -100,7 +100,7 @@ impl Hub {
         }
     }
 
-    /// What the cache has of it, without asking anybody.
+    /// What the cache has of it, without a request.
     fn cached(&self, name: &HubName) -> Result<Resolved, Error> {
         let repo = Repo::new(&self.settings.places.hugging_face, name);
         repo.find(name)?.ok_or_else(|| Error::NotInCache {

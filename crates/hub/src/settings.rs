@@ -22,7 +22,7 @@ pub struct Settings {
     /// `https://huggingface.co`, or a mirror; without a slash at its end.
     pub endpoint: String,
     pub token: Option<String>,
-    /// Ask nobody.
+    /// Send no request.
     pub offline: bool,
     /// Go through the proxy that the environment names.
     pub proxy: bool,

@@ -270,9 +270,11 @@ pub(super) const FAMILIES: [Traits; 12] = [
 ];
 
 impl Family {
-    /// As config.json writes it.
+    /// As config.json writes it, of a model that also sees without its ending for text.
     pub fn name(self) -> &'static str {
-        FAMILIES.iter().find(|traits| traits.family == self).map_or("", |traits| traits.model_type)
+        let name =
+            FAMILIES.iter().find(|traits| traits.family == self).map_or("", |traits| traits.model_type);
+        name.trim_end_matches("_text")
     }
 }
 
