@@ -3,6 +3,7 @@ pub mod bench;
 pub mod chat;
 pub mod eval;
 pub mod logits;
+pub mod models;
 pub mod plan;
 pub mod run;
 pub mod serve;

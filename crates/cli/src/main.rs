@@ -9,6 +9,7 @@ mod memory;
 mod options;
 mod output;
 mod progress;
+mod source;
 
 use clap::{Parser, Subcommand};
 use std::io::IsTerminal;
@@ -36,6 +37,8 @@ enum Command {
     Chat(commands::chat::Args),
     /// What a model and its cache will take, before anything is loaded
     Plan(commands::plan::Args),
+    /// The models on this machine: what to type for them, and whether they run in its memory
+    Models(commands::models::Args),
     /// What a quantised or windowed cache costs in quality, measured against a reference cache
     Eval(commands::eval::Args),
     /// Logits of given tokens, or greedy continuations, for comparison with other runtimes
@@ -56,7 +59,8 @@ fn main() -> ExitCode {
     let done = log_to_stderr(cli.verbose, quiet, serves).and_then(|()| match cli.command {
         Command::Run(args) => commands::run::run(args, quiet),
         Command::Chat(args) => commands::chat::run(args, quiet),
-        Command::Plan(args) => commands::plan::run(args),
+        Command::Plan(args) => commands::plan::run(args, quiet),
+        Command::Models(args) => commands::models::run(args),
         Command::Eval(args) => commands::eval::run(args, quiet),
         Command::Logits(args) => commands::logits::run(args, quiet),
         Command::Serve(args) => commands::serve::run(*args, quiet),

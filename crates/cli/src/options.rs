@@ -1,5 +1,7 @@
 //! Options that several commands share.
 use crate::memory;
+use crate::source::Source;
+pub use crate::source::SourceArgs;
 use anyhow::{Context, anyhow};
 use clap::Args;
 use kvist_backend::{Bytes, MemoryBudget, Registry, Storage};
@@ -7,10 +9,9 @@ use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
 use kvist_engine::config::ModelConfig;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
-use kvist_engine::model::{LoadOptions, Model, ModelFile, Opened};
+use kvist_engine::model::{LoadOptions, Model, Opened};
 use kvist_engine::sampler::{Sampler, SamplerConfig, Shipped};
 use kvist_engine::weights::WeightForm;
-use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
 
@@ -29,7 +30,9 @@ impl std::error::Error for WrongUsage {}
 pub fn is_wrong_usage(error: &anyhow::Error) -> bool {
     use kvist_backend::BuildError::{Kind, Unknown};
     let build = error.downcast_ref::<kvist_engine::Error>();
+    let name = error.downcast_ref::<kvist_hub::Error>().is_some_and(kvist_hub::Error::is_wrong_name);
     error.is::<WrongUsage>()
+        || name
         || matches!(build, Some(kvist_engine::Error::Build(Unknown { .. } | Kind { .. })))
 }
 
@@ -68,9 +71,8 @@ pub fn parse_rate(text: &str) -> Result<Size, String> {
 
 #[derive(Args, Clone, Debug)]
 pub struct ModelArgs {
-    /// A Hugging Face folder or a .gguf file; without it the embedded model
-    #[arg(short, long, value_name = "PATH")]
-    pub model: Option<PathBuf>,
+    #[command(flatten)]
+    pub source: SourceArgs,
     /// How linear layers are held: as-stored (the file's own encoding), f32, q8_0
     #[arg(long, default_value = "as-stored", value_name = "FORM")]
     pub weights: WeightForm,
@@ -88,13 +90,6 @@ pub struct ModelArgs {
 }
 
 impl ModelArgs {
-    pub fn file(&self) -> ModelFile {
-        match &self.model {
-            Some(path) => ModelFile::Path(path.clone()),
-            None => ModelFile::Embedded,
-        }
-    }
-
     pub fn budget(&self) -> Arc<MemoryBudget> {
         match self.memory {
             Some(size) => MemoryBudget::new(size.0),
@@ -103,17 +98,23 @@ impl ModelArgs {
     }
 
     /// Headers, tokenizer and template: enough to refuse what cannot work.
-    pub fn open(&self) -> anyhow::Result<Opened> {
-        let mut opened = Opened::open(&self.file(), !self.no_mmap)?;
+    pub fn open(&self, quiet: bool) -> anyhow::Result<Opened> {
+        self.open_at(&self.source.find(quiet)?)
+    }
+
+    /// The same of a model that has been found.
+    pub fn open_at(&self, source: &Source) -> anyhow::Result<Opened> {
+        let mut opened = Opened::open(&source.file, !self.no_mmap)?;
         if self.guess_pretokenizer {
             opened.guess_pretokenizer();
         }
-        Ok(opened)
+        Ok(named(opened, source))
     }
 
     /// The same where tokens are given: a tokenizer that is missing or broken is not looked at.
-    pub fn open_without_texts(&self) -> anyhow::Result<Opened> {
-        Ok(Opened::open_without_texts(&self.file(), !self.no_mmap)?)
+    pub fn open_without_texts(&self, quiet: bool) -> anyhow::Result<Opened> {
+        let source = self.source.find(quiet)?;
+        Ok(named(Opened::open_without_texts(&source.file, !self.no_mmap)?, &source))
     }
 
     /// Refuse a session that will not fit before the weights are read; then read them, with a progress bar. `least`
@@ -156,6 +157,14 @@ impl ModelArgs {
         bar.finish_and_clear();
         Ok(Arc::new(model?))
     }
+}
+
+/// A model that was asked for by a name goes by it: its path may be a hash.
+fn named(mut opened: Opened, source: &Source) -> Opened {
+    if let Some(typed) = &source.typed {
+        opened.rename(typed);
+    }
+    opened
 }
 
 /// Every thread has a stack and scratch of its own, and a system that refuses one can only be met by ending.

@@ -145,6 +145,24 @@ impl MemoryPlan {
         Err(plan.too_large(model, registry, config, least, free, budget.total()))
     }
 
+    /// The longest context of which a session fits into `free` bytes: that of `config`, or else a multiple of 64 tokens
+    /// below it; 0 if none does.
+    pub fn longest_context(model: &ModelConfig, registry: &Registry, config: &CacheConfig, free: u64) -> u32 {
+        let fits = |context_tokens: u32| {
+            let config = CacheConfig { context_tokens, ..config.clone() };
+            Self::of_session(model, registry, &config).is_ok_and(|plan| plan.session_bound() <= free)
+        };
+        if fits(config.context_tokens) {
+            return config.context_tokens;
+        }
+        let (mut low, mut high) = (0, config.context_tokens / 64);
+        while low < high {
+            let middle = low + (high - low).div_ceil(2);
+            if fits(middle * 64) { low = middle } else { high = middle - 1 }
+        }
+        low * 64
+    }
+
     /// What is free once these weights are there.
     pub fn free_after(opened: &Opened, form: WeightForm, budget: &MemoryBudget) -> Result<u64, Error> {
         let (asked, free, total) = (opened.weight_bytes(form)?, budget.free(), budget.total());
@@ -181,24 +199,15 @@ impl MemoryPlan {
                 break;
             }
         }
-        // The longest context that fits, to 64 tokens, with the largest chunk that leaves room for any.
+        // The longest context that fits, with the largest chunk that leaves room for any.
         for chunk in chunks {
             let max_step_tokens = chunk.min(config.max_step_tokens);
             let max_rows = config.max_rows.min(max_step_tokens);
-            let context = |blocks: u32| CacheConfig {
-                context_tokens: blocks * 64,
-                max_step_tokens,
-                max_rows,
-                ..config.clone()
-            };
-            let (mut low, mut high) = (0, config.context_tokens / 64);
-            while low < high {
-                let middle = low + (high - low).div_ceil(2);
-                if fits(&context(middle)) { low = middle } else { high = middle - 1 }
-            }
-            if low > 0 && low as usize * 64 >= least {
+            let shorter = CacheConfig { max_step_tokens, max_rows, ..config.clone() };
+            let longest = Self::longest_context(model, registry, &shorter, free);
+            if longest > 0 && longest as usize >= least {
                 let chunk = (chunk < config.max_step_tokens).then(|| format!(" --chunk {chunk}"));
-                advice.push(format!("--context {}{}", low * 64, chunk.unwrap_or_default()));
+                advice.push(format!("--context {longest}{}", chunk.unwrap_or_default()));
                 break;
             }
         }
@@ -268,12 +277,14 @@ impl ModelSize {
                 let of = |spec: &TensorSpec| if spec.role == Role::Expert { experts } else { stored };
                 Self::sum(name, config, form, |spec| Ok(of(spec)))
             }
-            _ => {
-                let opened = Opened::open_without_texts(file, true)?;
-                let encoding = |spec: &TensorSpec| Ok(opened.source.find(spec)?.encoding);
-                Self::sum(opened.name.clone(), opened.config.clone(), form, encoding)
-            }
+            _ => Self::of_opened(&Opened::open_without_texts(file, true)?, form),
         }
+    }
+
+    /// Of a model whose headers are read: nothing is opened again.
+    pub fn of_opened(opened: &Opened, form: WeightForm) -> Result<Self, Error> {
+        let encoding = |spec: &TensorSpec| Ok(opened.source.find(spec)?.encoding);
+        Self::sum(opened.name.clone(), opened.config.clone(), form, encoding)
     }
 
     fn sum(

@@ -301,3 +301,39 @@ fn the_figures_of_llama_7b() {
     let kv_alone = 100e9 / (1u64 << 30) as f64;
     assert!(ceiling < 8.0 && kv_alone > 90.0, "{ceiling} tokens/s with weights, {kv_alone} without");
 }
+
+#[test]
+fn the_longest_context_is_the_longest() {
+    let opened = Opened::open(&ModelFile::Embedded, true).unwrap();
+    let (model, registry) = (opened.config(), backends::all());
+    let of = |context| CacheConfig { max_step_tokens: 16, ..CacheConfig::new(context) };
+    let takes = |context| MemoryPlan::of_session(model, &registry, &of(context)).unwrap().session_bound();
+    let longest = |most, free| MemoryPlan::longest_context(model, &registry, &of(most), free);
+    // One byte less is one step less; a context that fits whole need be no multiple of a step.
+    assert_eq!([takes(640), takes(640) - 1, takes(704) - 1].map(|free| longest(1000, free)), [640, 576, 640]);
+    assert_eq!([takes(1000), takes(1000) - 1].map(|free| longest(1000, free)), [1000, 960]);
+    assert_eq!((longest(50, takes(50)), longest(50, takes(50) - 1), longest(1000, 0)), (50, 0, 0));
+}
+
+/// What is told of a file that has been opened, and not by its name.
+#[test]
+fn a_model_says_its_family_and_how_it_is_stored() {
+    for (file, family, stored) in [
+        (fixtures("parity").join("qwen3"), "qwen3", "f32"),
+        (fixtures("parity").join("llama-gqa-sharded-bf16"), "llama", "bf16"),
+        (fixtures("gguf").join("llama-q8_0/model.gguf"), "llama", "Q8_0"),
+        (fixtures("gguf").join("llama-gqa-bf16/model.gguf"), "llama", "BF16"),
+    ] {
+        let mut opened = Opened::open_without_texts(&ModelFile::Path(file.clone()), true).unwrap();
+        assert_eq!(opened.config().family.name(), family, "{file:?}");
+        assert!(
+            opened.stored_as().unwrap().eq_ignore_ascii_case(stored),
+            "{file:?}: {:?}",
+            opened.stored_as()
+        );
+        let size = ModelSize::of_opened(&opened, WeightForm::AsStored).unwrap();
+        assert_eq!(size.resident_bytes, opened.weight_bytes(WeightForm::AsStored).unwrap(), "{file:?}");
+        opened.rename("hf:org/name");
+        assert_eq!(opened.name(), "hf:org/name");
+    }
+}

@@ -34,7 +34,7 @@ pub struct ServerConfig {
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelSection {
-    /// A Hugging Face folder or a .gguf file; without it the embedded model.
+    /// A Hugging Face folder or a .gguf file, or a name that the program finds one by; without it the embedded model.
     pub path: Option<PathBuf>,
     /// What clients call it; without it the last part of the path.
     pub name: Option<String>,

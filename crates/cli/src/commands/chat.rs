@@ -80,7 +80,7 @@ struct TurnReport<'a> {
 pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     // Branches need a kind that shares. Another one is taken where `--kind` names it.
     args.cache.kind.get_or_insert_with(|| "cells".into());
-    let opened = args.model.open()?;
+    let opened = args.model.open(quiet)?;
     let mut sampler = args.sampling.sampler(&opened, args.sampling.seed())?;
     let of_the_model = args.sampling.of_the_model(&opened);
     opened.tokenizer().context("this model has no tokenizer (tokenizer.json beside it)")?.check()?;

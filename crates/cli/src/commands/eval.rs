@@ -54,7 +54,7 @@ struct Report {
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let text = read_text(&args.text)?;
-    let opened = args.model.open()?;
+    let opened = args.model.open(quiet)?;
     let tokenizer = opened.tokenizer().context("this model has no tokenizer (tokenizer.json beside it)")?;
     let mut tokens = Vec::new();
     for document in text.split('\0').filter(|d| !d.is_empty()) {

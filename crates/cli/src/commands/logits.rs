@@ -56,7 +56,7 @@ struct Report {
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let tokens = args.tokens()?;
-    let opened = args.model.open_without_texts()?;
+    let opened = args.model.open_without_texts(quiet)?;
     let needed = tokens.len() as u64 + u64::from(args.generate.unwrap_or(0));
     let mut config = args.cache.config(opened.config(), needed)?;
     config.max_rows = config.max_step_tokens;

@@ -11,12 +11,11 @@ use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// A config.json or the folder that holds it, a Hugging Face folder or a .gguf file; without it the embedded model
-    #[arg(value_hint = ValueHint::AnyPath)]
+    /// A config.json or the folder that holds it, or what --model takes; without it the embedded model
+    #[arg(value_hint = ValueHint::AnyPath, value_name = "MODEL", conflicts_with = "model")]
     path: Option<PathBuf>,
-    /// The same, as the other commands take it
-    #[arg(short, long, value_name = "PATH", conflicts_with = "path", value_hint = ValueHint::AnyPath)]
-    model: Option<PathBuf>,
+    #[command(flatten)]
+    source: SourceArgs,
     #[command(flatten)]
     cache: CacheArgs,
     /// How linear layers are held: as-stored, f32, q8_0
@@ -80,12 +79,11 @@ struct Ceiling {
     tokens_per_second_kv_alone: f64,
 }
 
-pub fn run(args: Args) -> anyhow::Result<()> {
-    let file =
-        args.path.as_ref().or(args.model.as_ref()).map_or(kvist_engine::model::ModelFile::Embedded, |path| {
-            kvist_engine::model::ModelFile::Path(path.clone())
-        });
-    let size = ModelSize::of(&file, args.weights)?;
+pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
+    args.source.model = args.source.model.or(args.path);
+    let source = args.source.find_config(quiet)?;
+    let mut size = ModelSize::of(&source.file, args.weights)?;
+    size.name = source.typed.unwrap_or(size.name);
     let context = args.cache.context.unwrap_or(size.config.context);
     let mut cache = args.cache.clone();
     cache.context = Some(context);

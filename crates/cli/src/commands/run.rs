@@ -57,7 +57,7 @@ const NO_TOKENIZER: &str =
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let prompt = args.prompt()?;
     let seed = args.sampling.seed();
-    let opened = args.model.open()?;
+    let opened = args.model.open(quiet)?;
     let mut sampler = args.sampling.sampler(&opened, seed)?;
     let of_the_model = args.sampling.of_the_model(&opened);
     let (tokens, echo) = args.encode(&opened, &prompt)?;

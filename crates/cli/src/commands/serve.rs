@@ -104,8 +104,8 @@ impl Args {
                 *field = flag.clone();
             }
         }
-        if self.model.model.is_some() {
-            c.model.path = self.model.model.clone();
+        if self.model.source.model.is_some() {
+            c.model.path = self.model.source.model.clone();
         }
         c.model.name = self.name.clone().or(c.model.name);
         c.model.generation_config = self.generation_config.clone().or(c.model.generation_config);
@@ -155,13 +155,16 @@ struct Plan {
 }
 
 pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
-    let config = args.config()?;
+    let mut config = args.config()?;
     config.check_keys()?;
     for warning in config.warnings() {
         tracing::warn!(target: "kvist::server", "{warning}");
     }
-    args.model.model = config.model.path.clone();
-    let opened = args.model.open()?;
+    args.model.source.model = config.model.path.clone();
+    let source = args.model.source.find(quiet)?;
+    let opened = args.model.open_at(&source)?;
+    config.model.path = source.path().map(Path::to_path_buf);
+    config.model.name = config.model.name.or(source.title);
     if config.model.ships_sampling()
         && let Err(error) = opened.sampling()
     {

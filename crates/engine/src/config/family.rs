@@ -269,6 +269,15 @@ pub(super) const FAMILIES: [Traits; 12] = [
     },
 ];
 
+impl Family {
+    /// As config.json writes it, of a model that also sees without its ending for text.
+    pub fn name(self) -> &'static str {
+        let name =
+            FAMILIES.iter().find(|traits| traits.family == self).map_or("", |traits| traits.model_type);
+        name.trim_end_matches("_text")
+    }
+}
+
 /// The known architectures, for an error.
 pub(super) fn known(name: fn(&Traits) -> &'static str) -> String {
     let mut names: Vec<_> = FAMILIES.iter().map(name).collect();

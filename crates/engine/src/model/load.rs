@@ -8,7 +8,7 @@ use crate::error::Error;
 use crate::sampler::Shipped;
 use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;
-use crate::weights::{Embedding, Linear, Source, WeightForm};
+use crate::weights::{Embedding, Encoding, Gguf, Linear, Source, WeightForm};
 use kvist_backend::{MemoryBudget, Purpose, Reservation};
 use kvist_cpu::Compute;
 use std::collections::HashMap;
@@ -134,6 +134,27 @@ impl Opened {
     pub fn name(&self) -> &str {
         &self.name
     }
+    /// Go by another name than the path, which may say little (a hash, a commit). Errors name the file all the same.
+    pub fn rename(&mut self, name: &str) {
+        self.name = name.into();
+    }
+    /// How its weights are stored: as a GGUF file says of itself (`Q4_K_M`), or what most of their bytes are (`bf16`).
+    pub fn stored_as(&self) -> Result<String, Error> {
+        if let Some(name) = self.source.as_gguf().and_then(Gguf::file_type) {
+            return Ok(name.into());
+        }
+        let mut bytes: Vec<(Encoding, usize)> = Vec::new();
+        for spec in self.config.tensors() {
+            let encoding = self.source.find(&spec)?.encoding;
+            let more = encoding.tensor_bytes(&spec.shape).unwrap_or(0);
+            match bytes.iter_mut().find(|(known, _)| *known == encoding) {
+                Some((_, sum)) => *sum = sum.saturating_add(more),
+                None => bytes.push((encoding, more)),
+            }
+        }
+        let most = bytes.iter().max_by_key(|(_, sum)| *sum);
+        Ok(most.map_or(self.config.stored_dtype, |(encoding, _)| *encoding).name().into())
+    }
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
@@ -210,8 +231,7 @@ fn not_there(path: &Path) -> String {
     let names: Option<Vec<&str>> = path.components().map(|part| part.as_os_str().to_str()).collect();
     match names.as_deref() {
         Some([owner, name]) if !["/", ".", ".."].contains(owner) && !name.ends_with(".gguf") => format!(
-            "{advice}. kvist downloads nothing: if this is a repository of the Hub, run `hf download {owner}/{name} \
-             --local-dir {name}`, then give {name}"
+            "{advice}. If a repository of the Hugging Face Hub is meant, the kvist program downloads it as hf:{owner}/{name}"
         ),
         _ => advice.into(),
     }

@@ -148,6 +148,11 @@ impl Gguf {
     pub fn file(&self) -> &str {
         &self.file
     }
+    /// `general.file_type` by llama.cpp's name; `None` where it is missing or means nothing.
+    pub fn file_type(&self) -> Option<&'static str> {
+        let number = self.metadata.size("general.file_type").ok()??;
+        FILE_TYPES.iter().find(|(known, _)| *known == number).map(|(_, name)| *name)
+    }
     pub fn n_tensors(&self) -> usize {
         self.tensors.len()
     }
@@ -524,6 +529,45 @@ impl<'f> Reader<'f> {
         Ok((name, shape, encoding, offset))
     }
 }
+
+/// llama.cpp's `llama_ftype`: how most tensors of a file are quantised.
+const FILE_TYPES: [(usize, &str); 35] = [
+    (0, "F32"),
+    (1, "F16"),
+    (2, "Q4_0"),
+    (3, "Q4_1"),
+    (7, "Q8_0"),
+    (8, "Q5_0"),
+    (9, "Q5_1"),
+    (10, "Q2_K"),
+    (11, "Q3_K_S"),
+    (12, "Q3_K_M"),
+    (13, "Q3_K_L"),
+    (14, "Q4_K_S"),
+    (15, "Q4_K_M"),
+    (16, "Q5_K_S"),
+    (17, "Q5_K_M"),
+    (18, "Q6_K"),
+    (19, "IQ2_XXS"),
+    (20, "IQ2_XS"),
+    (21, "Q2_K_S"),
+    (22, "IQ3_XS"),
+    (23, "IQ3_XXS"),
+    (24, "IQ1_S"),
+    (25, "IQ4_NL"),
+    (26, "IQ3_S"),
+    (27, "IQ3_M"),
+    (28, "IQ2_S"),
+    (29, "IQ2_M"),
+    (30, "IQ4_XS"),
+    (31, "IQ1_M"),
+    (32, "BF16"),
+    (36, "TQ1_0"),
+    (37, "TQ2_0"),
+    (38, "MXFP4"),
+    (39, "NVFP4"),
+    (40, "Q1_0"),
+];
 
 /// ggml's name of a type that kvist does not read.
 fn ggml_type_name(kind: u32) -> String {

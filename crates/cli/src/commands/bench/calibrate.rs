@@ -238,7 +238,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if !(args.seconds >= 0.0 && args.seconds.is_finite()) {
         return Err(wrong_usage(format!("--seconds {}: a time is finite and not negative", args.seconds)));
     }
-    let opened = args.model.open()?;
+    let opened = args.model.open(quiet)?;
     let context_tokens = args.context.unwrap_or(opened.config().context.min(1024));
     let served = Served {
         cache: CacheConfig {

@@ -1,6 +1,7 @@
 //! `kvist bench ladder`: what each step from "no cache" to "int8 and shared layers" is worth, in tokens per second
 //! and in bytes, on the same model in the same run.
 use crate::options::*;
+use crate::source::Source;
 use crate::{interrupt, json, output, progress};
 use anyhow::Context;
 use clap::ValueHint;
@@ -11,7 +12,7 @@ use kvist_backend::{MemoryBudget, Registry, Storage};
 use kvist_cache::SeqId;
 use kvist_engine::generate::{Limits, generate};
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::model::{LoadOptions, Model, ModelFile};
+use kvist_engine::model::{LoadOptions, Model};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::ModelSession;
 use serde::Serialize;
@@ -30,12 +31,11 @@ pub struct Args {
     /// Runs that count; medians are reported
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     runs: u32,
-    /// The model; without it the embedded one
-    #[arg(short, long, value_name = "PATH")]
-    model: Option<PathBuf>,
+    #[command(flatten)]
+    source: SourceArgs,
     /// A model trained with cross-layer sharing for v3 and v4. Without it every second layer of the model is made
     /// to borrow: times and bytes are right, its text is not
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "MODEL")]
     shared: Option<PathBuf>,
     /// Only these steps: v0,v1,v1',v2,v3,v4
     #[arg(long, value_delimiter = ',', value_name = "STEPS")]
@@ -138,15 +138,15 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         return Err(wrong_usage("--only takes v0, v1, v1', v2, v3 and v4"));
     }
     interrupt::listen();
-    let file = |path: &Option<PathBuf>| path.clone().map_or(ModelFile::Embedded, ModelFile::Path);
-    let load = |file: &ModelFile, share: Option<usize>| -> anyhow::Result<Arc<Model>> {
+    let load = |source: &Source, share: Option<usize>| -> anyhow::Result<Arc<Model>> {
         let options = LoadOptions { share_kv: share, ..LoadOptions::default() };
-        Ok(Arc::new(Model::load(file, &options, &MemoryBudget::unlimited(), &mut |_, _| {})?))
+        Ok(Arc::new(Model::load(&source.file, &options, &MemoryBudget::unlimited(), &mut |_, _| {})?))
     };
-    let plain = load(&file(&args.model), None)?;
-    let shared = match &args.shared {
-        Some(_) => load(&file(&args.shared), None)?,
-        None => load(&file(&args.model), Some(2))?,
+    let source = args.source.find(quiet)?;
+    let plain = load(&source, None)?;
+    let shared = match args.shared.clone() {
+        Some(model) => load(&SourceArgs { model: Some(model), ..args.source.clone() }.find(quiet)?, None)?,
+        None => load(&source, Some(2))?,
     };
     // v1 keeps its bytes as the note had it: every step allocates anew and copies the past.
     let compute = kvist_cpu::Compute::default();

@@ -103,8 +103,9 @@ struct Bench<'a> {
 
 impl<'a> Bench<'a> {
     fn new(common: &'a Common, quiet: bool) -> anyhow::Result<Self> {
-        let size = ModelSize::of(&common.model.file(), common.model.weights)?;
-        let model = common.model.load(common.model.open()?, None, &common.model.budget(), quiet)?;
+        let opened = common.model.open(quiet)?;
+        let size = ModelSize::of_opened(&opened, common.model.weights)?;
+        let model = common.model.load(opened, None, &common.model.budget(), quiet)?;
         interrupt::listen();
         Ok(Bench { model, common, size, quiet })
     }

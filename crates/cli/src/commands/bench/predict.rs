@@ -175,7 +175,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let table = costs::table(&args.costs)?;
     let config = served(&args, &table)?;
     let compute = args.model.compute.get()?;
-    let model = args.model.load(args.model.open()?, None, &args.model.budget(), quiet)?;
+    let model = args.model.load(args.model.open(quiet)?, None, &args.model.budget(), quiet)?;
     let called = format!("{}, K {} and V {}", model.name(), config.paged.cache.k, config.paged.cache.v);
     ensure!(
         table.model() == called,

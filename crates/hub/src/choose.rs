@@ -1,0 +1,293 @@
+//! Which files of a repository make the model that is meant. A function of names alone, so that a cache is asked by the
+//! same rules as the Hub.
+use crate::error::near;
+use crate::{Error, HubName};
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Choice {
+    /// The parts of a GGUF model, the first one first.
+    Gguf(Vec<String>),
+    /// A safetensors folder.
+    Folder { texts: Vec<String>, weights: Weights },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Weights {
+    Single(String),
+    /// The shards are those that it names.
+    Index(String),
+}
+
+/// Without a quantisation: the one that llama.cpp takes too.
+const DEFAULT_QUANTS: [&str; 2] = ["Q4_K_M", "Q8_0"];
+
+/// What the engine reads of a folder beside its weights.
+const TEXTS: [&str; 6] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+];
+const SINGLE: &str = "model.safetensors";
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
+
+/// Of all `paths` of a repository, those that `name` means. A safetensors model comes before GGUF files, which are asked
+/// for by a quantisation or a file.
+pub(crate) fn choose(name: &HubName, paths: &[&str]) -> Result<Choice, Error> {
+    let has = |path: &str| paths.contains(&path);
+    let models: Vec<&str> = paths.iter().copied().filter(|path| is_model(path)).collect();
+    let missing = |asked: String| {
+        let there = match (near_picks(name, &models), has("config.json")) {
+            (Some(there), _) => format!("there are {there}"),
+            (None, true) => format!(
+                "it has no GGUF files; hf:{} without what follows the colon takes its safetensors",
+                name.repo()
+            ),
+            (None, false) => "it has no GGUF files".into(),
+        };
+        Error::NoSuchFile { repo: name.repo(), asked, there }
+    };
+    match name.pick.as_deref() {
+        Some(file) if name.picks_file() => {
+            let found = paths.iter().find(|path| **path == file);
+            let found = found.or_else(|| paths.iter().find(|path| path.eq_ignore_ascii_case(file)));
+            let first = found.ok_or_else(|| missing(format!("file {file}")))?;
+            parts(name, first, paths)
+        }
+        Some(quant) => match models.iter().find(|path| is_of(path, quant)) {
+            Some(first) => parts(name, first, paths),
+            None => Err(missing(format!("quantisation {quant}"))),
+        },
+        None if has("config.json") && (has(SINGLE) || has(INDEX)) => {
+            let texts = TEXTS.iter().filter(|text| has(text)).map(|text| text.to_string());
+            let weights = match has(SINGLE) {
+                true => Weights::Single(SINGLE.into()),
+                false => Weights::Index(INDEX.into()),
+            };
+            let index = matches!(weights, Weights::Index(_)).then(|| INDEX.to_string());
+            Ok(Choice::Folder { texts: texts.chain(index).collect(), weights })
+        }
+        None => {
+            let default = DEFAULT_QUANTS.iter().find_map(|q| models.iter().find(|path| is_of(path, q)));
+            match default.or(models.first()) {
+                Some(first) => parts(name, first, paths),
+                None => Err(Error::NoModel { repo: name.repo(), what: nothing_of(paths) }),
+            }
+        }
+    }
+}
+
+/// What there is instead of a model that kvist could run.
+fn nothing_of(paths: &[&str]) -> String {
+    let any = |ending: &str| paths.iter().any(|path| path.ends_with(ending));
+    let advice = "a repository whose name ends in -GGUF may have the same model";
+    if any(".safetensors") {
+        format!("safetensors, but no model of transformers (config.json with model.safetensors); {advice}")
+    } else if any(".bin") || any(".pt") || any(".pth") {
+        format!("PyTorch weights alone; kvist reads safetensors and GGUF: {advice}")
+    } else if any(".onnx") {
+        format!("ONNX files alone; kvist reads safetensors and GGUF: {advice}")
+    } else {
+        "neither safetensors nor GGUF files".into()
+    }
+}
+
+/// All parts of the model that `first` begins, or is.
+fn parts(name: &HubName, first: &str, paths: &[&str]) -> Result<Choice, Error> {
+    let Some((stem, _, count)) = split(first) else { return Ok(Choice::Gguf(vec![first.into()])) };
+    let parts: Vec<String> = (1..=count).map(|part| format!("{stem}-{part:05}-of-{count:05}.gguf")).collect();
+    match parts.iter().find(|part| !paths.contains(&part.as_str())) {
+        Some(part) => Err(Error::NoSuchFile {
+            repo: name.repo(),
+            asked: format!("file {part}"),
+            there: format!("{first} is one of {count} parts"),
+        }),
+        None => Ok(Choice::Gguf(parts)),
+    }
+}
+
+/// More parts than any model has.
+const MAX_PARTS: u32 = 4096;
+
+/// `NAME-00002-of-00003.gguf`: `NAME`, 2 and 3.
+pub(crate) fn split(path: &str) -> Option<(&str, u32, u32)> {
+    let stem = path.strip_suffix(".gguf")?;
+    let (rest, count) = stem.rsplit_once("-of-")?;
+    let (stem, part) = rest.rsplit_once('-')?;
+    let number = |text: &str| (text.len() == 5).then(|| text.parse::<u32>().ok())?;
+    let (part, count) = (number(part)?, number(count)?);
+    ((1..=count).contains(&part) && count <= MAX_PARTS).then_some((stem, part, count))
+}
+
+/// A GGUF file that is a model, or its first part: not the rest of one, nor what belongs to a model (llama.cpp's list).
+pub(crate) fn is_model(path: &str) -> bool {
+    const BESIDE: [&str; 6] = ["mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-"];
+    let file = file_name(path).to_lowercase();
+    file.ends_with(".gguf")
+        && split(path).is_none_or(|(_, part, _)| part == 1)
+        && !BESIDE.iter().any(|part| file.contains(part))
+}
+
+pub(crate) fn file_name(path: &str) -> &str {
+    path.rsplit('/').next().unwrap_or(path)
+}
+
+/// Does the name of a file, or a folder that it lies in, say that it is so quantised?
+pub(crate) fn is_of(path: &str, quant: &str) -> bool {
+    let (path, quant) = (path.to_uppercase(), quant.to_uppercase());
+    let ends = |c: Option<char>, marks: &str| c.is_none_or(|c| marks.contains(c));
+    !quant.is_empty()
+        && path.match_indices(&quant).any(|(at, _)| {
+            ends(path[..at].chars().next_back(), "-./_")
+                && ends(path[at + quant.len()..].chars().next(), "-./")
+        })
+}
+
+/// The quantisation that a path names, as people write it: `Q4_K_M` of `x-q4_k_m-00001-of-00002.gguf`.
+pub fn quant(path: &str) -> Option<String> {
+    let stem = split(path).map_or(path.strip_suffix(".gguf").unwrap_or(path), |(stem, ..)| stem);
+    let is_quant = |part: &str| {
+        let digit = |rest: &str| rest.starts_with(|c: char| c.is_ascii_digit());
+        let after = |prefix: &str| part.strip_prefix(prefix).is_some_and(digit);
+        ["F16", "F32", "BF16", "FP16", "FP32"].contains(&part)
+            || ["Q", "IQ", "TQ", "MXFP", "NVFP"].iter().any(|prefix| after(prefix))
+    };
+    let mut parts: Vec<String> = stem.split(['-', '.', '/']).map(str::to_uppercase).collect();
+    parts.reverse();
+    parts.into_iter().find(|part| is_quant(part))
+}
+
+/// What can be asked for in this repository: quantisations, and files where two have the same; the nearest first.
+fn near_picks(name: &HubName, models: &[&str]) -> Option<String> {
+    let asked = name.pick.as_deref().unwrap_or_default();
+    match name.picks_file() {
+        true => near(asked, models.iter().map(|path| path.to_string())),
+        false => near(asked, models.iter().map(|path| pick(path, models))),
+    }
+}
+
+/// The shortest that chooses this file among those: its quantisation, or its path.
+pub(crate) fn pick(path: &str, models: &[&str]) -> String {
+    match quant(path) {
+        Some(quant) if models.iter().filter(|path| is_of(path, &quant)).count() == 1 => quant,
+        _ => path.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn name(pick: Option<&str>) -> HubName {
+        HubName { owner: "a".into(), name: "b".into(), revision: None, pick: pick.map(Into::into) }
+    }
+    fn gguf(parts: &[&str]) -> Choice {
+        Choice::Gguf(parts.iter().map(|part| part.to_string()).collect())
+    }
+
+    const MANY: [&str; 8] = [
+        "README.md",
+        "imatrix.gguf",
+        "mmproj-model-Q4_K_M.gguf",
+        "x-F16.gguf",
+        "x-IQ4_XS.gguf",
+        "x-Q4_K_M.gguf",
+        "x-Q5_K_M-00001-of-00002.gguf",
+        "x-Q5_K_M-00002-of-00002.gguf",
+    ];
+
+    #[test]
+    fn a_quantisation_is_found_by_its_name() {
+        for (pick, expected) in [
+            (None, &["x-Q4_K_M.gguf"][..]),
+            (Some("q4_k_m"), &["x-Q4_K_M.gguf"]),
+            (Some("f16"), &["x-F16.gguf"]),
+            (Some("IQ4_XS"), &["x-IQ4_XS.gguf"]),
+            (Some("Q5_K_M"), &["x-Q5_K_M-00001-of-00002.gguf", "x-Q5_K_M-00002-of-00002.gguf"]),
+            (Some("X-f16.GGUF"), &["x-F16.gguf"]),
+            // Any part means the whole.
+            (
+                Some("x-Q5_K_M-00002-of-00002.gguf"),
+                &["x-Q5_K_M-00001-of-00002.gguf", "x-Q5_K_M-00002-of-00002.gguf"],
+            ),
+        ] {
+            assert_eq!(choose(&name(pick), &MANY).unwrap(), gguf(expected), "{pick:?}");
+        }
+        // As llama.cpp: Q4_K_M, Q8_0, the first.
+        let choice = |paths: &[&str]| choose(&name(None), paths).unwrap();
+        assert_eq!(choice(&["x-Q2_K.gguf", "x-Q8_0.gguf"]), gguf(&["x-Q8_0.gguf"]));
+        assert_eq!(choice(&["mmproj-Q8_0.gguf", "x-Q2_K.gguf", "x-Q3_K_S.gguf"]), gguf(&["x-Q2_K.gguf"]));
+        assert_eq!(choice(&["Q4_K_M/x.gguf", "Q8_0/x.gguf"]), gguf(&["Q4_K_M/x.gguf"]));
+        assert_eq!(choice(&["llama-2.Q4_K_M.gguf"]), gguf(&["llama-2.Q4_K_M.gguf"]));
+    }
+
+    #[test]
+    fn what_is_not_there_is_said_with_what_is() {
+        let error = |pick: Option<&str>, paths: &[&str]| choose(&name(pick), paths).unwrap_err().to_string();
+        let said = error(Some("Q4_K_S"), &MANY);
+        assert!(said.contains("a/b has no quantisation Q4_K_S; there are Q4_K_M, "), "{said}");
+        assert!(said.contains("IQ4_XS") && said.contains("F16") && !said.contains("mmproj"), "{said}");
+        // A part of a name is none: `4` or `K_M` would be drawn by lot.
+        assert!(error(Some("4"), &MANY).contains("has no quantisation"));
+        assert!(error(Some("Q4_XS"), &MANY).contains("IQ4_XS"));
+        let said = error(Some("x-F61.gguf"), &MANY);
+        assert!(said.contains("no file x-F61.gguf; there are x-F16.gguf, "), "{said}");
+        let half = ["x-00001-of-00002.gguf"];
+        assert!(error(None, &half).contains("no file x-00002-of-00002.gguf"), "{}", error(None, &half));
+        let folder = ["config.json", "model.safetensors"];
+        assert!(error(Some("Q8_0"), &folder).contains("takes its safetensors"));
+        for (paths, expected) in [
+            (&["config.json", "pytorch_model.bin"][..], "PyTorch weights alone"),
+            (&["onnx/model.onnx"], "ONNX"),
+            (&["unet/x.safetensors"], "no model of transformers"),
+            (&["README.md"], "neither safetensors nor GGUF"),
+        ] {
+            assert!(error(None, paths).contains(expected), "{paths:?}: {}", error(None, paths));
+        }
+        // Two files of one quantisation have to be told apart by name.
+        let two = ["a/x-Q8_0.gguf", "b/x-Q8_0.gguf"];
+        assert!(error(Some("F32"), &two).contains("a/x-Q8_0.gguf, b/x-Q8_0.gguf"));
+    }
+
+    #[test]
+    fn a_safetensors_repository_gives_what_the_engine_reads() {
+        let texts = ["config.json", "tokenizer.json"];
+        let single = ["README.md", "config.json", "model.safetensors", "onnx/model.onnx", "tokenizer.json"];
+        let Choice::Folder { texts: chosen, weights } = choose(&name(None), &single).unwrap() else {
+            panic!()
+        };
+        assert_eq!((chosen, weights), (texts.map(String::from).to_vec(), Weights::Single(SINGLE.into())));
+        let sharded = ["config.json", "model-00001-of-00002.safetensors", INDEX, "x-Q8_0.gguf"];
+        let Choice::Folder { texts: chosen, weights } = choose(&name(None), &sharded).unwrap() else {
+            panic!()
+        };
+        assert_eq!(chosen, ["config.json", INDEX].map(String::from));
+        assert_eq!(weights, Weights::Index(INDEX.into()));
+        // A repository of both: the quantisation says which is meant.
+        assert_eq!(choose(&name(Some("Q8_0")), &sharded).unwrap(), gguf(&["x-Q8_0.gguf"]));
+    }
+
+    #[test]
+    fn names_tell_quantisations() {
+        for (path, expected) in [
+            ("x-q4_k_m.gguf", Some("Q4_K_M")),
+            ("llama-2-7b.Q5_K_S.gguf", Some("Q5_K_S")),
+            ("UD-IQ2_XXS/x-UD-IQ2_XXS-00001-of-00003.gguf", Some("IQ2_XXS")),
+            ("Q8_0/x-00001-of-00002.gguf", Some("Q8_0")),
+            ("x-Q4_K_M-imat.gguf", Some("Q4_K_M")),
+            ("gpt-oss-20b-MXFP4.gguf", Some("MXFP4")),
+            ("Qwen3-0.6B-bf16.gguf", Some("BF16")),
+            ("gemma-3-270m.gguf", None),
+            ("Qwen-q.gguf", None),
+        ] {
+            assert_eq!(quant(path).as_deref(), expected, "{path}");
+        }
+        assert_eq!(split("x-00002-of-00003.gguf"), Some(("x", 2, 3)));
+        for none in ["x-00004-of-00003.gguf", "x-2-of-3.gguf", "x-00000-of-00003.gguf", "x.gguf", "-of-.gguf"]
+        {
+            assert_eq!(split(none), None, "{none}");
+        }
+    }
+}

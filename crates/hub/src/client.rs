@@ -1,0 +1,360 @@
+//! Questions to the Hub, and its answers. Redirects are followed here, one by one: the first answer has the file's hash,
+//! and a token must not travel on to the host that keeps the bytes.
+use crate::cache::is_commit;
+use crate::name::is_safe_path;
+use crate::{Error, HubName, Settings};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::sync::Arc;
+use std::time::Duration;
+use ureq::http::{Response, StatusCode, header};
+use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
+use ureq::{Agent, Body};
+
+/// What a repository has at a commit.
+#[derive(Debug)]
+pub(crate) struct Listing {
+    pub(crate) commit: String,
+    pub(crate) files: BTreeMap<String, Facts>,
+}
+
+/// What the Hub says of a file before it comes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Facts {
+    pub(crate) size: Option<u64>,
+    pub(crate) hash: Option<Hash>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Hash {
+    /// Of a file in large file storage.
+    Sha256(String),
+    /// Of a file in git: its blob's id.
+    Git(String),
+}
+
+impl Hash {
+    fn parse(text: &str) -> Option<Hash> {
+        let text = text.trim().trim_start_matches("W/").trim_matches('"').to_lowercase();
+        match (text.len(), text.bytes().all(|b| b.is_ascii_hexdigit())) {
+            (64, true) => Some(Hash::Sha256(text)),
+            (40, true) => Some(Hash::Git(text)),
+            _ => None,
+        }
+    }
+    pub(crate) fn hex(&self) -> &str {
+        match self {
+            Hash::Sha256(hex) | Hash::Git(hex) => hex,
+        }
+    }
+}
+
+/// A file whose size and hash are known, and where it is.
+#[derive(Clone, Debug)]
+pub(crate) struct Remote {
+    pub(crate) path: String,
+    pub(crate) size: u64,
+    pub(crate) hash: Hash,
+    pub(crate) url: String,
+}
+
+impl Listing {
+    pub(crate) fn paths(&self) -> Vec<&str> {
+        self.files.keys().map(String::as_str).collect()
+    }
+}
+
+pub(crate) struct Client<'a> {
+    agent: Agent,
+    settings: &'a Settings,
+}
+
+/// A list of files is no longer than this.
+const MAX_LISTING_BYTES: u64 = 64 << 20;
+const MAX_REDIRECTS: usize = 8;
+
+impl<'a> Client<'a> {
+    pub(crate) fn new(settings: &'a Settings) -> Result<Self, Error> {
+        let mut config = Agent::config_builder()
+            .http_status_as_error(false)
+            .max_redirects(0)
+            .user_agent(concat!("kvist/", env!("CARGO_PKG_VERSION")))
+            .timeout_resolve(Some(Duration::from_secs(10)))
+            .timeout_connect(Some(Duration::from_secs(10)))
+            .timeout_per_read(Some(settings.patience))
+            .timeout_per_write(Some(settings.patience));
+        if !settings.proxy {
+            config = config.proxy(None);
+        }
+        if let Some(path) = &settings.certificates {
+            let pem = std::fs::read(path).map_err(Error::file("read", path))?;
+            let certificates = parse_pem(&pem).filter_map(|item| match item {
+                Ok(PemItem::Certificate(certificate)) => Some(certificate),
+                _ => None,
+            });
+            let roots = RootCerts::Specific(Arc::new(certificates.collect()));
+            config = config.tls_config(TlsConfig::builder().root_certs(roots).build());
+        }
+        Ok(Client { agent: config.build().into(), settings })
+    }
+
+    /// What the repository has, with sizes and hashes where the Hub says them.
+    pub(crate) fn list(&self, name: &HubName) -> Result<Listing, Error> {
+        #[derive(Deserialize)]
+        struct Info {
+            sha: String,
+            #[serde(default)]
+            siblings: Vec<Sibling>,
+        }
+        #[derive(Deserialize)]
+        #[serde(rename_all = "camelCase")]
+        struct Sibling {
+            rfilename: String,
+            size: Option<u64>,
+            blob_id: Option<String>,
+            lfs: Option<Lfs>,
+        }
+        #[derive(Deserialize)]
+        struct Lfs {
+            sha256: Option<String>,
+            size: Option<u64>,
+        }
+        let url = format!(
+            "{}/api/models/{}/revision/{}?blobs=true",
+            self.settings.endpoint,
+            name.repo(),
+            escaped(name.revision()).replace('/', "%2F"),
+        );
+        let answer = self.ask("GET", &url, 0)?;
+        if !answer.last.status().is_success() {
+            return Err(self.refusal(name, None, &url, answer));
+        }
+        let odd = |what: String| Error::Answer {
+            what: format!("{url} answered what is no list of files ({what}): is HF_ENDPOINT a Hub?"),
+        };
+        let text = answer.last.into_body().into_with_config().limit(MAX_LISTING_BYTES).read_to_string();
+        let text = text.map_err(|error| self.unreachable(&error))?;
+        let info: Info = serde_json::from_str(&text).map_err(|error| odd(error.to_string()))?;
+        if !is_commit(&info.sha) {
+            return Err(odd(format!("its commit is {:?}", info.sha)));
+        }
+        let facts = |sibling: &Sibling| {
+            let large = sibling.lfs.as_ref();
+            let hash = large.and_then(|lfs| lfs.sha256.as_deref()).or(sibling.blob_id.as_deref());
+            Facts { size: large.and_then(|lfs| lfs.size).or(sibling.size), hash: hash.and_then(Hash::parse) }
+        };
+        // A name that would lead out of the folder is none that a model has.
+        let files = info.siblings.iter().filter(|sibling| is_safe_path(&sibling.rfilename));
+        let files = files.map(|sibling| (sibling.rfilename.clone(), facts(sibling))).collect();
+        Ok(Listing { commit: info.sha, files })
+    }
+
+    /// What has to be known of a file before it is fetched; asked for where the list did not say it, as of a mirror.
+    pub(crate) fn complete(&self, name: &HubName, listing: &Listing, path: &str) -> Result<Remote, Error> {
+        let endpoint = &self.settings.endpoint;
+        let url = format!("{endpoint}/{}/resolve/{}/{}", name.repo(), listing.commit, escaped(path));
+        let mut facts = listing.files.get(path).cloned().unwrap_or_default();
+        if facts.size.is_none() || facts.hash.is_none() {
+            let answer = self.ask("HEAD", &url, 0)?;
+            if answer.last.status().is_client_error() || answer.last.status().is_server_error() {
+                return Err(self.refusal(name, Some(path), &url, answer));
+            }
+            let said = |names: [&str; 2]| names.iter().find_map(|name| text_of(&answer.last, name));
+            facts.hash = facts.hash.or_else(|| Hash::parse(&said(["x-linked-etag", "etag"])?));
+            facts.size =
+                facts.size.or_else(|| said(["x-linked-size", "content-length"])?.trim().parse().ok());
+        }
+        match (facts.size, facts.hash) {
+            (Some(size), Some(hash)) => Ok(Remote { path: path.into(), size, hash, url }),
+            _ => Err(Error::Answer {
+                what: format!(
+                    "{url}: the Hub tells no size and no hash of it, so that it could not be checked"
+                ),
+            }),
+        }
+    }
+
+    /// The file from byte `from` on.
+    pub(crate) fn open(&self, name: &HubName, file: &Remote, from: u64) -> Result<Opened, Error> {
+        let answer = self.ask("GET", &file.url, from)?;
+        let response = &answer.last;
+        let starts = match response.status() {
+            StatusCode::OK => 0,
+            StatusCode::PARTIAL_CONTENT => text_of(response, header::CONTENT_RANGE.as_str())
+                .and_then(|range| range.strip_prefix("bytes ")?.split('-').next()?.parse().ok())
+                .unwrap_or(from),
+            StatusCode::RANGE_NOT_SATISFIABLE => return Ok(Opened::NothingThere),
+            _ => return Err(self.refusal(name, Some(&file.path), &file.url, answer)),
+        };
+        if starts != from && starts != 0 {
+            return Ok(Opened::NothingThere);
+        }
+        Ok(Opened::From(starts, Box::new(answer.last.into_body().into_reader())))
+    }
+
+    /// Ask, and follow where the answer points to.
+    fn ask(&self, method: &str, url: &str, from: u64) -> Result<Answer, Error> {
+        let mut left = false;
+        let mut url = url.to_string();
+        for _ in 0..=MAX_REDIRECTS {
+            let mut request = ureq::http::Request::builder().method(method).uri(&url);
+            request = request.header(header::ACCEPT_ENCODING, "identity");
+            if let Some(token) = self.settings.token.as_ref().filter(|_| self.is_ours(&url)) {
+                request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
+            }
+            if from > 0 {
+                request = request.header(header::RANGE, format!("bytes={from}-"));
+            }
+            let request =
+                request.body(()).map_err(|error| Error::Answer { what: format!("{url}: {error}") })?;
+            let response = self.agent.run(request).map_err(|error| self.unreachable(&error))?;
+            let next = match response.status().is_redirection() {
+                true => text_of(&response, header::LOCATION.as_str()),
+                false => None,
+            };
+            let next = next.map(|next| self.join(&url, &next)).transpose()?;
+            let elsewhere = next.as_ref().is_some_and(|next| !self.is_ours(next));
+            match next {
+                // What a HEAD asks for is said by the Hub's own answer, not by the host that keeps the bytes.
+                Some(next) if method == "GET" || !elsewhere => {
+                    url = next;
+                    left |= elsewhere;
+                }
+                _ => return Ok(Answer { elsewhere: left, last: response }),
+            }
+        }
+        Err(Error::Answer { what: format!("{url}: one redirect leads to the next") })
+    }
+
+    /// Where a redirect leads to. It may not leave what is encrypted.
+    fn join(&self, from: &str, to: &str) -> Result<String, Error> {
+        let end_of_host = |url: &str| {
+            let host = url.find("://").map_or(0, |at| at + 3);
+            url[host..].find('/').map_or(url.len(), |at| host + at)
+        };
+        let odd = |what: &str| Err(Error::Answer { what: format!("{from} leads to {to}, {what}") });
+        if to.starts_with('/') && !to.starts_with("//") {
+            Ok(format!("{}{to}", &from[..end_of_host(from)]))
+        } else if to.starts_with("https://") || (to.starts_with("http://") && from.starts_with("http://")) {
+            Ok(to.into())
+        } else if to.starts_with("http://") {
+            odd("which is not encrypted")
+        } else {
+            odd("which is no address")
+        }
+    }
+
+    /// Is it the Hub that is asked, which the token is for?
+    fn is_ours(&self, url: &str) -> bool {
+        let rest = url.strip_prefix(self.settings.endpoint.as_str());
+        rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+    }
+
+    pub(crate) fn unreachable(&self, error: &ureq::Error) -> Error {
+        let cause = match error {
+            ureq::Error::HostNotFound => "no such host".into(),
+            ureq::Error::Io(error) => error.to_string(),
+            error => error.to_string(),
+        };
+        Error::Unreachable { endpoint: self.settings.endpoint.clone(), cause }
+    }
+
+    /// What an answer that is no success means.
+    fn refusal(&self, name: &HubName, file: Option<&str>, url: &str, answer: Answer) -> Error {
+        let Answer { elsewhere, last: response } = answer;
+        let status = response.status().as_u16();
+        let code = text_of(&response, "x-error-code").unwrap_or_default();
+        let said = text_of(&response, "x-error-message").unwrap_or_else(|| {
+            let mut text = String::new();
+            let _ = response.into_body().into_reader().take(4096).read_to_string(&mut text);
+            let json: Option<serde_json::Value> = serde_json::from_str(&text).ok();
+            json.and_then(|json| json["error"].as_str().map(Into::into)).unwrap_or_default()
+        });
+        let said = one_line(&said);
+        let endpoint = self.settings.endpoint.clone();
+        let repo = name.repo();
+        let has_token = self.settings.token.is_some();
+        let tokens = format!("{endpoint}/settings/tokens");
+        let status_of = |said: String| Error::Status {
+            url: url.into(),
+            status,
+            said: if said.is_empty() { said } else { format!(": {said}") },
+        };
+        match (status, code.as_str()) {
+            // A host that keeps the bytes knows nothing of repositories.
+            _ if elsewhere => status_of(said),
+            (401 | 403, "GatedRepo") | (403, "") => Error::Gated {
+                page: format!("{endpoint}/{repo}"),
+                repo,
+                tokens,
+                why: match has_token {
+                    true if said.is_empty() => "the account of this token has not been let in".into(),
+                    true => said,
+                    false => {
+                        "it is given to accounts that have accepted its terms, and no token is set".into()
+                    }
+                },
+            },
+            (404, "RevisionNotFound") => Error::NoRevision { repo, revision: name.revision().into() },
+            (404, "EntryNotFound") if file.is_some() => Error::NoSuchFile {
+                repo,
+                asked: format!("file {}", file.unwrap_or_default()),
+                there: "its list of files says otherwise; try again".into(),
+            },
+            // The Hub does not tell a stranger which repositories are private.
+            (404, _) | (401, "RepoNotFound") => Error::NoRepository {
+                endpoint,
+                repo,
+                advice: match has_token {
+                    true => ", and that the token may read it",
+                    false => "; for a private one, set HF_TOKEN",
+                },
+            },
+            (401, _) if has_token => Error::Token {
+                endpoint,
+                tokens,
+                said: if said.is_empty() { "it answered 401".into() } else { said },
+            },
+            (401, _) => Error::NoRepository { endpoint, repo, advice: "; for a private one, set HF_TOKEN" },
+            _ => status_of(said),
+        }
+    }
+}
+
+struct Answer {
+    /// The last one is not the Hub's.
+    elsewhere: bool,
+    last: Response<Body>,
+}
+
+pub(crate) enum Opened {
+    /// Bytes from here on: from where they were asked for, or from the beginning.
+    From(u64, Box<dyn Read>),
+    /// There is nothing to go on with.
+    NothingThere,
+}
+
+fn text_of(response: &Response<Body>, name: &str) -> Option<String> {
+    response.headers().get(name)?.to_str().ok().map(Into::into)
+}
+
+/// A server's words, short and harmless.
+fn one_line(text: &str) -> String {
+    let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(300).collect();
+    text.trim().into()
+}
+
+/// As part of a URL's path.
+fn escaped(path: &str) -> String {
+    let mut out = String::with_capacity(path.len());
+    for byte in path.bytes() {
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' | b'/' => {
+                out.push(byte.into())
+            }
+            byte => out += &format!("%{byte:02X}"),
+        }
+    }
+    out
+}

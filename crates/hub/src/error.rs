@@ -1,0 +1,144 @@
+//! Everything that can go wrong between a name and a file, said so that the reader knows what to do.
+use std::path::PathBuf;
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// What was typed cannot be a name.
+    #[error("{typed}: {problem}")]
+    Name { typed: String, problem: String },
+    #[error(
+        "{repo} is gated: {why}. Accept its terms at {page}, then set HF_TOKEN to a token of that account which may read \
+         ({tokens})"
+    )]
+    Gated { repo: String, page: String, tokens: String, why: String },
+    #[error(
+        "{endpoint} does not accept the token ({said}): set HF_TOKEN to a valid one ({tokens}), or unset it"
+    )]
+    Token { endpoint: String, tokens: String, said: String },
+    #[error("{endpoint} has no repository {repo}, or it is private: check the name{advice}")]
+    NoRepository { endpoint: String, repo: String, advice: &'static str },
+    #[error("{repo} has no revision {revision}: give a branch, a tag or a commit")]
+    NoRevision { repo: String, revision: String },
+    /// The repository has no such file or quantisation.
+    #[error("{repo} has no {asked}; {there}")]
+    NoSuchFile { repo: String, asked: String, there: String },
+    /// Nothing that kvist could run.
+    #[error("{repo} has {what}")]
+    NoModel { repo: String, what: String },
+    #[error(
+        "cannot reach {endpoint}: {cause}. Check the network, HF_ENDPOINT and HTTPS_PROXY; --offline takes what is in the \
+         cache, and `kvist models` lists it"
+    )]
+    Unreachable { endpoint: String, cause: String },
+    #[error("{url} answered {status}{said}")]
+    Status { url: String, status: u16, said: String },
+    /// The Hub's answer, or a file of its cache, is not what it should be.
+    #[error("{what}")]
+    Answer { what: String },
+    #[error("{name} is not in the cache, and --offline or HF_HUB_OFFLINE downloads nothing ({cache}: {there})", cache = cache.display())]
+    NotInCache { name: String, cache: PathBuf, there: String },
+    #[error(
+        "{name} is not here, and its sizes are inside its {size}: download it by running it, or plan with the repository \
+         that it was made from, whose config.json is enough"
+    )]
+    TooMuchForASize { name: String, size: String },
+    /// [`Progress::accept`](crate::Progress::accept) says no.
+    #[error("{name}: {why}. Its weights were not downloaded")]
+    NotAccepted { name: String, why: String },
+    #[error("{path} has room for {free}; {needed} more are needed: free some, or set HF_HUB_CACHE to a folder elsewhere", path = path.display())]
+    DiskFull { path: PathBuf, needed: String, free: String },
+    #[error("{path}: no space is left on the device; what has come is kept, and the same command goes on there", path = path.display())]
+    NoSpaceLeft { path: PathBuf },
+    #[error(
+        "{file} broke off after {have} of {size} bytes: {cause}. What has come is kept, and the same command goes on there"
+    )]
+    BrokeOff { file: String, have: u64, size: u64, cause: String },
+    /// What came is not what the Hub says it is; nothing of it was kept.
+    #[error(
+        "{file} is damaged: {what}. Nothing of it was kept; try again, and if it stays so, the Hub or a proxy is at fault"
+    )]
+    Damaged { file: String, what: String },
+    #[error("{name} is not there; {there}")]
+    NotInStore { name: String, there: String },
+    #[error("cannot {verb} {path}: {source}", path = path.display())]
+    File { verb: &'static str, path: PathBuf, source: std::io::Error },
+}
+
+impl Error {
+    pub(crate) fn file(verb: &'static str, path: &std::path::Path) -> impl FnOnce(std::io::Error) -> Error {
+        move |source| match source.kind() {
+            std::io::ErrorKind::StorageFull => Error::NoSpaceLeft { path: path.into() },
+            _ => Error::File { verb, path: path.into(), source },
+        }
+    }
+
+    /// Is it the Hub that is away, rather than that it says no?
+    pub fn is_unreachable(&self) -> bool {
+        matches!(self, Error::Unreachable { .. } | Error::Status { status: 429 | 500.., .. })
+    }
+
+    /// Is the name itself wrong, whatever the world is like?
+    pub fn is_wrong_name(&self) -> bool {
+        matches!(self, Error::Name { .. })
+    }
+}
+
+/// The names most like `asked`, then the others, as a sentence.
+pub(crate) fn near(asked: &str, names: impl IntoIterator<Item = String>) -> Option<String> {
+    const SHOWN: usize = 12;
+    let mut names: Vec<String> = names.into_iter().collect();
+    names.sort();
+    names.dedup();
+    let asked = asked.to_lowercase();
+    names.sort_by_key(|name| distance(&asked, &name.to_lowercase()));
+    let rest = names.len().saturating_sub(SHOWN);
+    names.truncate(SHOWN);
+    if rest > 0 {
+        names.push(format!("and {rest} more"));
+    }
+    (!names.is_empty()).then(|| names.join(", "))
+}
+
+/// Levenshtein's: how many letters have to be changed, added or taken away.
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut corner = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let changed = corner + usize::from(x != *y);
+            corner = row[j + 1];
+            row[j + 1] = changed.min(row[j] + 1).min(corner + 1);
+        }
+    }
+    row[b.len()]
+}
+
+/// Bytes as people read them.
+pub(crate) fn human(bytes: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < units.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{bytes} B") } else { format!("{value:.1} {}", units[unit]) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nearest_names_come_first() {
+        let names = ["Q8_0", "Q4_K_S", "F16"].map(String::from);
+        assert_eq!(near("q4_k_m", names).unwrap(), "Q4_K_S, Q8_0, F16");
+        assert_eq!(near("x", []), None);
+        let many = near("a", (0..20).map(|i| format!("file{i}"))).unwrap();
+        assert!(many.ends_with("and 8 more"), "{many}");
+        assert_eq!([distance("", "abc"), distance("kitten", "sitting"), distance("a", "a")], [3, 3, 0]);
+        assert_eq!([human(5), human(1536), human(3 << 30)], ["5 B", "1.5 KiB", "3.0 GiB"]);
+    }
+}

@@ -1,0 +1,173 @@
+//! Which model is meant: from what people type to a folder or a file on this machine.
+//!
+//! A name is a path, `hf:ORG/NAME[@REVISION][:QUANT|:FILE]` of the Hugging Face Hub, or a model that another program has
+//! downloaded (`ollama:NAME`, `lmstudio:ORG/NAME`, `llama.cpp:FILE`). [`Hub::resolve`] downloads what is missing into
+//! Hugging Face's own cache folder, in the layout that its other clients read and write; [`stores::list`] says what the
+//! four caches hold.
+//!
+//! It promises that a file has its final name only when its size and its hash are those that the Hub says, that a
+//! download that was cut short goes on where it stopped, and that a token is sent to the Hub and to no other host. It
+//! refuses before anything is written what can be known before: a name that is none, a repository that is gated or not
+//! there, a disk that is too small. It never looks inside a model: that is the engine's.
+#![forbid(unsafe_code)]
+
+mod cache;
+mod choose;
+mod client;
+mod download;
+mod error;
+mod name;
+mod settings;
+pub mod stores;
+
+pub use choose::quant;
+pub use download::Progress;
+pub use error::Error;
+pub use name::{HubName, Name};
+pub use settings::{Places, Settings, free_bytes};
+
+use cache::Repo;
+use choose::Choice;
+use client::{Client, Listing};
+use std::path::{Path, PathBuf};
+
+const CONFIG: &str = "config.json";
+
+/// A model that is here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Resolved {
+    /// A folder, or a file: of a GGUF in parts the first one.
+    pub path: PathBuf,
+    /// What to call it, where the path does not say: a snapshot's last part is a commit, a blob's a hash.
+    pub title: Option<String>,
+}
+
+/// The Hub, and the caches of this machine.
+#[derive(Clone, Debug)]
+pub struct Hub {
+    settings: Settings,
+}
+
+impl Hub {
+    pub fn new(settings: Settings) -> Self {
+        Hub { settings }
+    }
+
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// The folder or the file that `typed` means; what is missing of it is downloaded. An error leaves nothing under a
+    /// final name that is not whole; what had come of a file stays beside it, and the next call goes on there.
+    pub fn resolve(&self, typed: &Path, progress: &mut dyn Progress) -> Result<Resolved, Error> {
+        let places = &self.settings.places;
+        match Name::parse(typed)? {
+            // What is no model is the engine's to say.
+            Name::Path(path) => Ok(Resolved { path, title: None }),
+            Name::Ollama(name) => stores::ollama::resolve(places, &name),
+            Name::LmStudio(name) => stores::lm_studio::resolve(places, &name),
+            Name::LlamaCpp(file) => stores::llama_cpp::resolve(places, &file),
+            Name::Hub(name) if self.settings.offline => self.cached(&name),
+            Name::Hub(name) => self.newest(&name, progress),
+        }
+    }
+
+    /// What `typed` means for one that asks for sizes alone: of a safetensors model that is not here nothing but its
+    /// config.json is downloaded. A GGUF file has its config inside, and is not downloaded for that.
+    pub fn resolve_config(&self, typed: &Path, progress: &mut dyn Progress) -> Result<Resolved, Error> {
+        let name = match Name::parse(typed)? {
+            Name::Hub(name) if !self.settings.offline => name,
+            _ => return self.resolve(typed, progress),
+        };
+        if let Ok(resolved) = self.cached(&name) {
+            return Ok(resolved);
+        }
+        let client = Client::new(&self.settings)?;
+        let listing = client.list(&name)?;
+        match choose::choose(&name, &listing.paths())? {
+            Choice::Gguf(parts) => {
+                let bytes = parts.iter().filter_map(|part| listing.files.get(part)?.size).sum();
+                Err(Error::TooMuchForASize { name: name.to_string(), size: error::human(bytes) })
+            }
+            Choice::Folder { .. } => {
+                let repo = Repo::new(&self.settings.places.hugging_face, &name);
+                let config = client.complete(&name, &listing, CONFIG)?;
+                let (settings, commit) = (&self.settings, &listing.commit);
+                download::fetch(settings, &client, &repo, &name, commit, &[config], progress)?;
+                let path = repo.snapshot(commit).join(CONFIG);
+                Ok(Resolved { path, title: Some(name.name) })
+            }
+        }
+    }
+
+    /// What the cache has of it, without a request.
+    fn cached(&self, name: &HubName) -> Result<Resolved, Error> {
+        let repo = Repo::new(&self.settings.places.hugging_face, name);
+        repo.find(name)?.ok_or_else(|| Error::NotInCache {
+            name: name.to_string(),
+            cache: repo.path().to_path_buf(),
+            there: repo.there(),
+        })
+    }
+
+    fn newest(&self, name: &HubName, progress: &mut dyn Progress) -> Result<Resolved, Error> {
+        let client = Client::new(&self.settings)?;
+        let listing = match client.list(name) {
+            // The Hub being away is no reason not to run what is here.
+            Err(error) if error.is_unreachable() => match self.cached(name) {
+                Ok(resolved) => {
+                    progress.note(&format!(
+                        "{error}; taking what the cache has of {name} (--offline asks for that at once)"
+                    ));
+                    return Ok(resolved);
+                }
+                Err(_) => return Err(error),
+            },
+            listing => listing?,
+        };
+        let repo = Repo::new(&self.settings.places.hugging_face, name);
+        let choice = choose::choose(name, &listing.paths())?;
+        let fetch = |paths: &[String], progress: &mut dyn Progress| {
+            let files = paths.iter().map(|path| client.complete(name, &listing, path));
+            let files = files.collect::<Result<Vec<_>, _>>()?;
+            download::fetch(&self.settings, &client, &repo, name, &listing.commit, &files, progress)
+        };
+        let snapshot = repo.snapshot(&listing.commit);
+        let resolved = match &choice {
+            Choice::Gguf(parts) => {
+                fetch(parts, progress)?;
+                Resolved { path: snapshot.join(&parts[0]), title: None }
+            }
+            Choice::Folder { texts, weights } => {
+                fetch(texts, progress)?;
+                let weights = named_by_index(name, &listing, &snapshot, weights)?;
+                let refuse = |why| Error::NotAccepted { name: name.to_string(), why };
+                progress.accept(&snapshot.join(CONFIG)).map_err(refuse)?;
+                fetch(&weights, progress)?;
+                Resolved { path: snapshot, title: Some(name.name.clone()) }
+            }
+        };
+        repo.write_ref(name.revision(), &listing.commit)?;
+        Ok(resolved)
+    }
+}
+
+/// The weights that a folder needs: one file, or those that its index names, which must be in the repository.
+fn named_by_index(
+    name: &HubName,
+    listing: &Listing,
+    snapshot: &Path,
+    weights: &choose::Weights,
+) -> Result<Vec<String>, Error> {
+    let index = match weights {
+        choose::Weights::Single(file) => return Ok(vec![file.clone()]),
+        choose::Weights::Index(index) => snapshot.join(index),
+    };
+    let shards = cache::shards(&index)?;
+    match shards.iter().find(|shard| !listing.files.contains_key(*shard)) {
+        Some(shard) => Err(Error::Answer {
+            what: format!("{}: its index names {shard}, which the repository does not have", name.repo()),
+        }),
+        None => Ok(shards),
+    }
+}
