@@ -64,7 +64,7 @@ def truth(model):
     path = CACHE / f"{model.stem}.f32.gguf"
     if not path.exists():
         decoded.as_f32(model, path)
-    with llama.Model(path, kv=llama.F32, flash="off") as loaded:
+    with llama.Model(path, n_ctx=2048, kv=llama.F32, flash="off") as loaded:
         yield loaded
 
 
