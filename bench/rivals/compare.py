@@ -220,12 +220,13 @@ def rows(args):
     for file in sorted(args.real_models.glob("*.gguf")):
         if file.stem.endswith(".f32"):
             continue
-        model = file.stem.split("-")[0].lower() if file.stem.startswith("SmolLM2") else file.stem.rsplit("-", 1)[0]
+        model = "-".join(file.stem.lower().split("-")[:2])  # smollm2-135m, gemma-3
         for depth in (0, 1024):
             command = [*kvist, "decode", "--model", file, "--depth", depth, *cache, *threads, "--json"]
             rivals = dict(steps(file, depth, "decode 32"))
             own = Once(command, "tokens_per_s")
-            every.append(Row(f"decode-{model}-{thousands(depth)}", f"decode {file.stem} at depth {depth}", "tokens/s", own, rivals))
+            title = f"decode {file.stem} at depth {depth}"
+            every.append(Row(f"decode-{model}-{thousands(depth)}", title, "tokens/s", own, rivals))
         prefill(file, f"prefill 512 {file.stem}", f"prefill-{model}", dict(steps(file, 0, "prefill 512")))
     return every
 
