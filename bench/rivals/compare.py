@@ -189,32 +189,45 @@ def rows(args):
         attention("a", kind, 16384, 1, [], 15)
     attention("a", "f16", 4608, 512, ["bf16", "f32"], 3)
 
-    def steps(model, depth, request):
-        file = args.models / f"{model}.gguf"
+    def steps(file, depth, request):
         for compiler, path in builds.items():
             for flash in ("on", "off"):
                 # The content of the cache does not matter, only its layout: one file for all compilers.
-                state = states / f"{model}-{depth}-flash-{flash}"
+                state = states / f"{file.stem}-{depth}-flash-{flash}"
                 command = [path / "steps", "--model", file, "--flash", flash, "--depth", depth, *threads]
                 way = "flash" if flash == "on" else "plain"
                 yield ("llama.cpp", f"{way}, {compiler}"), Stays([*command, "--state", state], request)
 
     cache = ["--k", "f16", "--v", "f16"]
     for model, depth in (("b-q8_0", 0), ("b-q8_0", 4096), ("b-q8_0", 16384), ("b-q4_0", 0)):
-        command = [*kvist, "decode", "--model", args.models / f"{model}.gguf", "--depth", depth, *cache, *threads]
+        file = args.models / f"{model}.gguf"
+        command = [*kvist, "decode", "--model", file, "--depth", depth, *cache, *threads]
         title = f"decode (b) {model[2:]} at depth {depth}"
         own = Once([*command, "--json"], "tokens_per_s")
-        rivals = dict(steps(model, depth, "decode 32"))
+        rivals = dict(steps(file, depth, "decode 32"))
         every.append(Row(f"decode-{model}-{thousands(depth)}", title, "tokens/s", own, rivals))
 
     def prefill(file, title, name, rivals):
         command = [*kvist, "prefill", "--model", args.models / file, "--tokens", 512, *threads, "--json"]
         every.append(Row(name, title, "tokens/s", Once(command, "tokens_per_s"), rivals))
 
-    prefill("b-q8_0.gguf", "prefill 512 (b) q8_0", "prefill-b-q8_0", dict(steps("b-q8_0", 0, "prefill 512")))
+    prefill("b-q8_0.gguf", "prefill 512 (b) q8_0", "prefill-b-q8_0", dict(steps(args.models / "b-q8_0.gguf", 0, "prefill 512")))
     command = [*torch, "prefill", "--shape", "b", "--tokens", 512, "--dtype", "bf16", *threads, "--runs", 3]
     whole = {("torch bf16", ""): Once(command, "tokens_per_s")}
     prefill("b-bf16", "prefill 512 (b) bf16", "prefill-b-bf16", whole)
+
+    # Files that people have, where tests/real-models has fetched them.
+    for file in sorted(args.real_models.glob("*.gguf")):
+        if file.stem.endswith(".f32"):
+            continue
+        model = "-".join(file.stem.lower().split("-")[:2])  # smollm2-135m, gemma-3
+        for depth in (0, 1024):
+            command = [*kvist, "decode", "--model", file, "--depth", depth, *cache, *threads, "--json"]
+            rivals = dict(steps(file, depth, "decode 32"))
+            own = Once(command, "tokens_per_s")
+            title = f"decode {file.stem} at depth {depth}"
+            every.append(Row(f"decode-{model}-{thousands(depth)}", title, "tokens/s", own, rivals))
+        prefill(file, f"prefill 512 {file.stem}", f"prefill-{model}", dict(steps(file, 0, "prefill 512")))
     return every
 
 
@@ -346,6 +359,7 @@ def main():
     parser.add_argument("--kvist", type=pathlib.Path, default=BENCH.parent / "target/release/kvist")
     parser.add_argument("--models", type=pathlib.Path, default=BENCH / "target/models")
     parser.add_argument("--rivals", type=pathlib.Path, default=BENCH / "target/rivals")
+    parser.add_argument("--real-models", type=pathlib.Path, default=BENCH.parent / "tests/real-models/.cache")
     parser.add_argument("--out", type=pathlib.Path, default=BENCH / "RESULTS.md")
     args = parser.parse_args()
     if args.rounds < 1 or args.threads < 1:

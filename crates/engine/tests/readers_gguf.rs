@@ -2,10 +2,13 @@
 //! only the file's claims ask for.
 mod common;
 use common::{fixtures, load};
+use kvist_cpu::Compute;
+use kvist_cpu::arch::Isa;
+use kvist_cpu::linear::Inputs;
 use kvist_engine::config::ModelConfig;
 use kvist_engine::model::ModelFile;
 use kvist_engine::tokenizer::Tokenizer;
-use kvist_engine::weights::Gguf;
+use kvist_engine::weights::{Gguf, View, WeightForm};
 use std::path::Path;
 
 const U8: u32 = 0;
@@ -163,6 +166,38 @@ fn the_good_file_loads() {
     refused(folder.path(), &file.bytes()).unwrap();
 }
 
+/// Converters of nvfp4 write one number beside each weight. A file with such a number was once read as if it were not there.
+#[test]
+fn a_scale_beside_a_weight_multiplies_it() {
+    let mut file = File::good();
+    let plain = Gguf::from_bytes("plain", file.bytes()).unwrap();
+    let name = b"blk.0.ffn_up.scale".to_vec();
+    file.tensors.push(Tensor { name, dims: vec![1], kind: 0, offset: None });
+    let scaled = Gguf::from_bytes("scaled", file.bytes()).unwrap();
+    let scale = scaled.tensor("blk.0.ffn_up.scale").unwrap().to_f32().unwrap()[0];
+    assert!(scale != 0.0 && scale != 1.0);
+    let up = "model.layers.0.mlp.up_proj.weight";
+    let bare = plain.find(up).unwrap().to_f32().unwrap();
+    let expected: Vec<f32> = bare.iter().map(|x| x * scale).collect();
+    let view = scaled.find(up).unwrap();
+    assert_eq!(view.to_f32().unwrap(), expected);
+    let other = "model.layers.0.mlp.gate_proj.weight";
+    assert_eq!(scaled.find(other).unwrap().to_f32().unwrap(), plain.find(other).unwrap().to_f32().unwrap());
+
+    // Layers too: a weight stays in its encoding, and the outputs are multiplied.
+    let compute = Compute::new(Isa::best(), 1);
+    let x: Vec<f32> = (0..8).map(|i| i as f32 - 2.5).collect();
+    let outputs = |view: &View<'_>| {
+        let (mut inputs, mut out) = (Inputs::default(), Vec::new());
+        let linear = view.to_linear(&compute, WeightForm::AsStored).unwrap();
+        linear.forward(&compute, &mut inputs.of(&x, 8), &mut out);
+        out
+    };
+    let expected: Vec<f32> = outputs(&plain.find(up).unwrap()).iter().map(|y| y * scale).collect();
+    assert_eq!(outputs(&view), expected);
+    assert!(scaled.find(up).unwrap().to_embedding(&compute, WeightForm::AsStored).is_err());
+}
+
 #[test]
 fn a_file_cut_anywhere_is_refused() {
     let folder = tempfile::tempdir().unwrap();
@@ -271,8 +306,16 @@ const MODELS: &[Row] = &[
     ("a transposed one", |f| f.tensors[10].dims = vec![8, 12], &["ffn_down", "[12, 8]", "[8, 12]"]),
     (
         "an unread encoding",
-        |f| f.tensor("blk.0.ffn_up.weight").kind = 40,
-        &["blk.0.ffn_up.weight", "nvfp4", "f32, f16, bf16, f64, q8_0", "q4_K", "iq4_xs", "mxfp4"],
+        |f| f.tensor("blk.0.ffn_up.weight").kind = 42,
+        &["blk.0.ffn_up.weight", "q2_0", "f32, f16, bf16, f64, q8_0", "q4_K", "iq4_xs", "mxfp4"],
+    ),
+    (
+        "two scales of one tensor",
+        |f| {
+            let name = b"blk.0.ffn_up.scale".to_vec();
+            f.tensors.push(Tensor { name, dims: vec![2], kind: 0, offset: None });
+        },
+        &["blk.0.ffn_up.scale", "one finite number"],
     ),
     ("an unknown encoding", |f| f.tensor("blk.0.ffn_up.weight").kind = 4_000, &["ggml type 4000"]),
     (

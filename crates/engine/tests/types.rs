@@ -28,7 +28,7 @@ fn every_type_decodes_to_what_ggml_says() {
             panic!("{name}: element {i} is {}, not {}", found[i], expected[i]);
         }
     }
-    assert_eq!(n_seen, 22);
+    assert_eq!(n_seen, 24);
 }
 
 /// The two that are only ever made while a program computes.

@@ -224,7 +224,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         let address = listener.local_addr()?;
         let end = terminated();
         // stdout, because it is what a program that starts this one waits for. From then on a signal drains.
-        output::show(&format!("serving {} on http://{address}\n", app.model_name()))?;
+        let name = output::harmless(app.model_name());
+        output::show(&format!("serving {name} on http://{address}\n"))?;
         serve(listener, app, end).await.context("the server failed")
     });
     // The grace is over. A rendering or a tokenization that does not end must not keep the program.

@@ -34,6 +34,8 @@ pub enum Encoding {
     Tq1_0,
     Tq2_0,
     Mxfp4,
+    Nvfp4,
+    Q1_0,
 }
 
 struct Facts {
@@ -59,7 +61,7 @@ const fn facts(
 
 /// In the order of the enum.
 #[rustfmt::skip]
-const FACTS: [Facts; 28] = [
+const FACTS: [Facts; 30] = [
     facts(Encoding::F32, "f32", 0, (1, 4), Packing::F32),
     facts(Encoding::F16, "f16", 1, (1, 2), Packing::F16),
     facts(Encoding::BF16, "bf16", 30, (1, 2), Packing::BF16),
@@ -88,6 +90,8 @@ const FACTS: [Facts; 28] = [
     facts(Encoding::Tq1_0, "tq1_0", 34, (256, 54), Packing::Few),
     facts(Encoding::Tq2_0, "tq2_0", 35, (256, 66), Packing::Few),
     facts(Encoding::Mxfp4, "mxfp4", 39, (32, 17), Packing::Mxfp4),
+    facts(Encoding::Nvfp4, "nvfp4", 40, (64, 36), Packing::BF16),
+    facts(Encoding::Q1_0, "q1_0", 41, (128, 18), Packing::Q4_0),
 ];
 
 impl Encoding {
@@ -183,7 +187,8 @@ mod tests {
             assert_eq!(facts.encoding as usize, i);
             assert_eq!(Encoding::of_ggml(facts.ggml), Some(facts.encoding));
             let same = facts.encoding.is_float() || facts.held.block() == facts.block;
-            let changed = matches!(facts.held, Packing::Few | Packing::Q8_0 | Packing::F32);
+            let exact = matches!(facts.encoding, Encoding::Nvfp4 | Encoding::Q1_0);
+            let changed = exact || matches!(facts.held, Packing::Few | Packing::Q8_0 | Packing::F32);
             assert!(same || changed, "{} is held as {:?}", facts.name, facts.held);
         }
     }

@@ -181,15 +181,37 @@ impl Gguf {
         view.ok_or_else(|| Error::Malformed { file: file.clone(), what: format!("`{name}` is empty") })
     }
 
-    /// A tensor by its Hugging Face name, as it stands in the file.
+    /// The number beside a weight that multiplies all of it: converters of nvfp4 write one, whose blocks have scales of eight
+    /// bits.
+    fn scale_of(&self, weight: &str) -> Result<Option<f32>, Error> {
+        let Some(name) = weight.strip_suffix(".weight").map(|layer| format!("{layer}.scale")) else {
+            return Ok(None);
+        };
+        if !self.has(&name) {
+            return Ok(None);
+        }
+        match self.tensor(&name)?.to_f32()?[..] {
+            [scale] if scale.is_finite() => Ok(Some(scale)),
+            _ => Err(Error::Malformed {
+                file: self.file.clone(),
+                what: format!("`{name}` is not one finite number"),
+            }),
+        }
+    }
+
+    /// A tensor by its Hugging Face name, as it stands in the file, with its scale.
     pub fn find(&self, name: &str) -> Result<View<'_>, Error> {
         let missing = || Error::MissingTensor { file: self.file.clone(), name: name.into() };
         let gguf = self.gguf_name(name).ok_or_else(missing)?;
-        self.tensor(&gguf).map_err(|e| match e {
+        let view = self.tensor(&gguf).map_err(|e| match e {
             Error::MissingTensor { file, .. } => {
                 Error::MissingTensor { file, name: format!("{gguf} ({name})") }
             }
             other => other,
+        })?;
+        Ok(match self.scale_of(&gguf)? {
+            Some(scale) => view.times(scale),
+            None => view,
         })
     }
 
@@ -573,8 +595,7 @@ const FILE_TYPES: [(usize, &str); 35] = [
 fn ggml_type_name(kind: u32) -> String {
     let name = match kind {
         24..=27 => "whole numbers",
-        40 => "nvfp4",
-        41 => "q1_0",
+        42 => "q2_0",
         _ => return format!("ggml type {kind}"),
     };
     name.into()

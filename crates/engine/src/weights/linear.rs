@@ -3,16 +3,17 @@ use super::encoding::{Encoding, WeightForm};
 use kvist_cpu::Compute;
 use kvist_cpu::linear::{Input, Matrix};
 
-/// `y = x·Wᵀ + b` with `W: [out, in]`.
+/// `y = scale × x·Wᵀ + b` with `W: [out, in]`.
 #[derive(Debug)]
 pub struct Linear {
     weight: Matrix,
+    scale: f32,
     bias: Option<Vec<f32>>, // [out]
 }
 
 impl Linear {
-    pub(super) fn new(weight: Matrix) -> Self {
-        Linear { weight, bias: None }
+    pub(super) fn new(weight: Matrix, scale: f32) -> Self {
+        Linear { weight, scale, bias: None }
     }
 
     pub fn with_bias(self, bias: Option<Vec<f32>>) -> Self {
@@ -31,6 +32,9 @@ impl Linear {
     pub fn forward(&self, compute: &Compute, x: &mut Input<'_>, out: &mut Vec<f32>) {
         out.resize(x.n() * self.outputs(), 0.0);
         self.weight.multiply(compute, x, out);
+        if self.scale != 1.0 {
+            out.iter_mut().for_each(|y| *y *= self.scale);
+        }
         if let Some(bias) = &self.bias {
             for row in out.chunks_exact_mut(self.outputs()) {
                 row.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
@@ -55,7 +59,7 @@ pub struct Embedding {
 
 impl Embedding {
     pub(super) fn new(table: Matrix) -> Self {
-        Embedding { table: Linear::new(table) }
+        Embedding { table: Linear::new(table, 1.0) }
     }
 
     /// `out` becomes `[tokens, hidden]`. Tokens must lie inside the vocabulary.

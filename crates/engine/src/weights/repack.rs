@@ -2,7 +2,8 @@
 //!
 //! The rare ones of ggml (iq1 to iq3, tq) have at most sixteen values, small whole scales and one float per 256 weights: they
 //! become [`Packing::Few`](kvist_cpu::linear::Packing::Few), which holds just that, and lose nothing. Their grids (`grids.bin`, written by
-//! `tools/fixtures/grids.py`) are those of ggml.
+//! `tools/fixtures/grids.py`) are those of ggml. Two have other homes, as exact: the one bit of q1_0 is a code of q4_0, and
+//! a product of nvfp4, whose scales change every 16 weights, fits into bf16.
 use super::encoding::Encoding;
 use std::borrow::Cow;
 
@@ -24,6 +25,8 @@ pub(super) fn held(encoding: Encoding, bytes: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
             out[2..].copy_from_slice(&block[4..]);
         }),
         Encoding::Q8K => each(encoding, &bytes, q8_k),
+        Encoding::Q1_0 => each(encoding, &bytes, q1_0),
+        Encoding::Nvfp4 => each(encoding, &bytes, nvfp4),
         Encoding::F64 => each(encoding, &bytes, |x, out| {
             let x = f64::from_le_bytes(std::array::from_fn(|i| x[i])) as f32;
             out.copy_from_slice(&x.to_le_bytes());
@@ -63,6 +66,38 @@ fn q8_k(block: &[u8], out: &mut [u8]) {
     let d = f32::from_le_bytes([block[0], block[1], block[2], block[3]]);
     for (code, out) in block[4..260].iter().zip(out.as_chunks_mut::<4>().0) {
         *out = (d * f32::from(code.cast_signed())).to_le_bytes();
+    }
+}
+
+/// `d, bits[128]`; w = ±d. Four blocks of q4_0, whose codes 7 and 9 mean −d and d.
+fn q1_0(block: &[u8], out: &mut [u8]) {
+    for (bits, out) in block[2..].chunks_exact(4).zip(out.chunks_exact_mut(18)) {
+        let code = |i: usize| 7 + 2 * (bits[i / 8] >> (i % 8) & 1);
+        out[..2].copy_from_slice(&block[..2]);
+        out[2..].iter_mut().enumerate().for_each(|(i, out)| *out = code(i) | code(i + 16) << 4);
+    }
+}
+
+/// `scales[4], codes of 4 bits[4][16]`; w = scale × value, as bf16. A scale has four significant bits and a value two, so the
+/// product has six at most, of eight.
+fn nvfp4(block: &[u8], out: &mut [u8]) {
+    const TWICE: [i8; 8] = [0, 1, 2, 3, 4, 6, 8, 12];
+    for (i, out) in out.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+        let (group, i) = (i / 16, i % 16);
+        let code = block[4 + 8 * group + i % 8] >> (4 * (i / 8)) & 15;
+        let size = half_e4m3(block[group]) * f32::from(TWICE[usize::from(code & 7)]);
+        *out = half::bf16::from_f32(if code < 8 { size } else { -size }).to_le_bytes();
+    }
+}
+
+/// Half of a float of four bits of exponent and three of mantissa. Its sign is not looked at; what would be NaN is 0, as in
+/// ggml.
+fn half_e4m3(x: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(x >> 3 & 15), f32::from(x & 7));
+    match exponent {
+        _ if x == 0x7f => 0.0,
+        0 => mantissa * 2f32.powi(-10),
+        _ => (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 8),
     }
 }
 

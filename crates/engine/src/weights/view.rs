@@ -17,6 +17,8 @@ pub struct View<'s> {
     pub encoding: Encoding,
     bytes: &'s [u8],
     order: Order<'s>,
+    /// What every element is multiplied by.
+    factor: f32,
 }
 
 /// How a file holds the rows of a tensor.
@@ -45,7 +47,7 @@ impl<'s> View<'s> {
     /// `None` if the bytes are not what the shape needs.
     pub fn new(name: &str, shape: Vec<usize>, encoding: Encoding, bytes: &'s [u8]) -> Option<Self> {
         let fits = encoding.tensor_bytes(&shape) == Some(bytes.len()) && !bytes.is_empty();
-        fits.then(|| View { name: name.into(), shape, encoding, bytes, order: Order::AsTheyAre })
+        fits.then(|| View { name: name.into(), shape, encoding, bytes, order: Order::AsTheyAre, factor: 1.0 })
     }
 
     /// Rows that a file holds in another order, which must fit into its bytes.
@@ -56,7 +58,7 @@ impl<'s> View<'s> {
         bytes: &'s [u8],
         order: Order<'s>,
     ) -> Self {
-        View { name: name.into(), shape, encoding, bytes, order }
+        View { name: name.into(), shape, encoding, bytes, order, factor: 1.0 }
     }
 
     /// As they stand in the file.
@@ -67,6 +69,12 @@ impl<'s> View<'s> {
     /// Rows are those of `heads` heads with the two halves of each interleaved.
     pub(super) fn interleaved(mut self, heads: usize) -> Self {
         self.order = Order::Interleaved { heads };
+        self
+    }
+
+    /// Every element is `factor` times what the bytes say.
+    pub(super) fn times(mut self, factor: f32) -> Self {
+        self.factor = factor;
         self
     }
 
@@ -156,6 +164,15 @@ impl<'s> View<'s> {
 
     /// Every element as f32.
     pub fn to_f32(&self) -> Result<Vec<f32>, Error> {
+        let mut all = self.decoded()?;
+        if self.factor != 1.0 {
+            all.iter_mut().for_each(|x| *x *= self.factor);
+        }
+        Ok(all)
+    }
+
+    /// Before the factor.
+    fn decoded(&self) -> Result<Vec<f32>, Error> {
         let bytes = self.ordered()?;
         let halves =
             |decode: fn([u8; 2]) -> f32| bytes.chunks_exact(2).map(|b| decode([b[0], b[1]])).collect();
@@ -175,13 +192,13 @@ impl<'s> View<'s> {
         })
     }
 
-    /// The matrix as it will be held: `[out, in]`. Only a change of encoding decodes it.
+    /// The matrix as it will be held, before the factor: `[out, in]`. Only a change of encoding decodes it.
     fn matrix(&self, compute: &Compute, form: WeightForm) -> Result<Matrix, Error> {
         let resident = self.encoding.resident(form, self.row_len());
         let bytes = match resident {
             same if same == self.encoding.held() => repack::held(self.encoding, self.ordered()?),
-            Packing::Q8_0 => Cow::Owned(repack::to_q8_0(&self.to_f32()?)),
-            _ => Cow::Owned(self.to_f32()?.iter().flat_map(|x| x.to_le_bytes()).collect()),
+            Packing::Q8_0 => Cow::Owned(repack::to_q8_0(&self.decoded()?)),
+            _ => Cow::Owned(self.decoded()?.iter().flat_map(|x| x.to_le_bytes()).collect()),
         };
         let (inputs, rows) = self.shape.split_last().unwrap_or((&0, &[]));
         let packed = Matrix::pack(compute, resident, rows.iter().product(), *inputs, &bytes);
@@ -189,9 +206,13 @@ impl<'s> View<'s> {
     }
 
     pub fn to_linear(&self, compute: &Compute, form: WeightForm) -> Result<Linear, Error> {
-        Ok(Linear::new(self.matrix(compute, form)?))
+        Ok(Linear::new(self.matrix(compute, form)?, self.factor))
     }
     pub fn to_embedding(&self, compute: &Compute, form: WeightForm) -> Result<Embedding, Error> {
+        if self.factor != 1.0 {
+            let what = format!("`{}` has a scale beside it; embeddings have none", self.name);
+            return Err(Error::Malformed { file: self.name.clone(), what });
+        }
         Ok(Embedding::new(self.matrix(compute, form)?))
     }
 }
