@@ -117,9 +117,9 @@ class Server(kvist.Server):
 
 @pytest.fixture(scope="session")
 def server(model, tmp_path_factory):
-    """Greedy means greedy: defaults of sampling that a file has do not count. Tools are forced, whatever the template teaches."""
+    """Greedy means greedy: defaults of sampling that a file has do not count."""
     config = tmp_path_factory.mktemp("serve") / "kvist.toml"
-    config.write_text('[model]\ntools = "hermes"\ngeneration_config = "none"\n')
+    config.write_text('[model]\ngeneration_config = "none"\n')
     running = Server("--config", config, "--model", model, "--context", 4096)
     yield running
     assert running.stop() == 0

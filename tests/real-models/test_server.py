@@ -71,7 +71,10 @@ def test_a_schema(server, model, report):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=["required", "named"])
-def test_a_tool(server, choice):
+def test_a_tool(server, model, choice):
+    """SmolLM2's template knows no tools: kvist tells it of them."""
+    if "gemma" in model.name:
+        pytest.skip(f"{model.name} has no chat template, and takes no tools")
     fields = {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False}
     body = asked("What is the weather in Paris?", **fields)
     answer = server.post("/v1/chat/completions", {"model": server.name, **body})["choices"][0]
