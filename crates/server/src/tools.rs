@@ -10,8 +10,7 @@
 //! | `pythonic` | `[f(a=1)]`, at the start or after `<\|python_start\|>` | in the same list |
 //! | `qwen3_coder` | `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, anywhere | one after the other |
 //!
-//! A template that knows nothing of tools is helped out: [`taught`] tells the model of them in a message, and it answers as Hermes
-//! does.
+//! Where a template knows nothing of tools, `generic` tells the model of them in a message, and it answers as Hermes does.
 //!
 //! What only looks like a call stays text, to the letter. Arguments that the model wrote as JSON are given on as they are,
 //! others are made into JSON; whether they fit the tool's schema is checked only where a grammar enforced it ([`ToolChoice::Required`] and
