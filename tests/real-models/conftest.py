@@ -77,6 +77,12 @@ def answers(rival, prompts):
     return [rival.greedy(prompt, ANSWER_TOKENS) for prompt in prompts]
 
 
+@pytest.fixture(scope="session")
+def texts(model, prompts):
+    """kvist's answers."""
+    return [kvist.greedy(model, prompt, ANSWER_TOKENS) for prompt in prompts]
+
+
 class Places:
     """Every place of one of llama.cpp's answers: what it took, what it found second, and their distance by the truth."""
 

@@ -13,12 +13,6 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="session")
-def texts(model, prompts):
-    """kvist's answers."""
-    return [kvist.greedy(model, prompt, ANSWER_TOKENS) for prompt in prompts]
-
-
 def test_the_first_difference_is_at_a_tie(model, rival, prompts, answers, texts, tie, report):
     same, apart = 0, []
     for number, (prompt, (theirs, _), ours) in enumerate(zip(prompts, answers, texts)):

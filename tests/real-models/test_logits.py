@@ -54,8 +54,7 @@ def test_decoded_weights_give_the_same_logits(model, text, exact, report):
     off, span = np.abs(ours - exact).max(-1), np.ptp(exact)
     report(f"{model.stem}: weights decoded to f32: logits, which span {span:.0f}, off by {np.median(off):.1e}, at most {off.max():.1e}")
     # At the second token of SmolLM2 the hidden state is so large that llama.cpp differs from itself by 4e-3 there, with
-    # tokens one by one and all at once.
-    # ggml looks GELU up in a table of f16, for any weights.
+    # tokens one by one and all at once. Gemma's GELU is looked up in a table of f16 by llama.cpp.
     usual = 2e-4 if "gemma" in model.name else 2e-5
     assert np.median(off) <= usual * span and off.max() <= 5e-4 * span
     assert (ours.argmax(-1) == exact.argmax(-1)).mean() >= 0.99

@@ -1,7 +1,4 @@
 """Chat templates, byte for byte as llama.cpp and as transformers render them, and the tokens they become."""
-import json
-
-import kvist
 import llama_server
 import pytest
 from prompts import CONVERSATIONS
