@@ -104,8 +104,9 @@ def places(rival, truth, prompts, answers):
 
 @pytest.fixture(scope="session")
 def tie(places):
-    """Leads below this are ties: so far llama.cpp's own kernels move the lead of the likeliest token, at most."""
-    return max(place.errors.max() for place in places)
+    """Leads below this are ties: half as far again as llama.cpp's own kernels move the lead of the likeliest token, which is not
+    the same on every CPU."""
+    return 1.5 * max(place.errors.max() for place in places)
 
 
 class Server(kvist.Server):

@@ -44,7 +44,7 @@ def test_every_place_of_an_answer(model, places, tie, report):
     theirs = np.concatenate([place.errors for place in places]).mean()
     report(f"{model.stem}: kvist would write another token at {others} of {total} places of llama.cpp's answers")
     report(f"{model.stem}: the lead of the likeliest is off by {mean:.3f}, at most {worst:.3f}; llama.cpp {theirs:.3f}, {tie:.3f}")
-    assert mean <= 1.25 * theirs
+    assert mean <= 1.5 * theirs
 
 
 def test_decoded_weights_say_the_same(model, truth, prompts, report):

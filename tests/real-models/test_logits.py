@@ -69,4 +69,4 @@ def test_packed_weights_lose_no_more_than_llama_cpp_does(model, text, exact, rep
         theirs.append(kl)
     kl, line = told(exact, kvist.logits_of(model, text))
     report(f"{model.stem}: kvist: {line}")
-    assert kl <= 1.25 * max(theirs)
+    assert kl <= 1.5 * max(theirs)
