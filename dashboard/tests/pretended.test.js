@@ -235,9 +235,11 @@ test('lanes have the ids of the log', async () => {
   server.tell(answered({ name, session: 'sess-00' }));
   await page.waitForFunction(() => window.written.has('chatcmpl-01234567…'));
   const timeline = page.getByRole('region', { name: 'Requests over time' });
-  assert.equal(await timeline.getByText('No request yet').count(), 0);
+  // The page may draw a frame before it changes its words.
+  await timeline.getByText('No request yet').waitFor({ state: 'detached' });
   await timeline.locator('canvas').focus();
   await page.keyboard.press('ArrowDown');
+  await timeline.locator('.tip').getByText(name).waitFor();
   assert.match(await timeline.locator('.tip').innerText(), new RegExp(`^${name}\\s+session sess-00`));
   await calm(page);
 });
