@@ -153,12 +153,6 @@ pub trait Simd: Copy + Send + Sync + 'static {
         let zero = self.splat(0.0);
         self.sub(zero, self.max(self.splat(-limit), self.sub(zero, x)))
     }
-    /// `1 / (1 + e^-x)`. A NaN passes.
-    #[inline(always)]
-    fn sigmoid(self, x: Self::F) -> Self::F {
-        let one = self.splat(1.0);
-        self.div(one, self.add(self.exp(self.sub(self.splat(0.0), x)), one))
-    }
     /// `e^x`, where beyond ±126 powers of two it stays what it is there. A NaN passes.
     #[inline(always)]
     fn exp(self, x: Self::F) -> Self::F {

@@ -100,8 +100,8 @@ impl Activations {
         let logits = config.vocab.checked_mul(n_rows)?;
         let floats = held.checked_mul(n_tokens)?.checked_add(logits)?;
         // The widest layer's input once more, in every form.
-        let inputs = Inputs::bytes(n_tokens.max(n_rows), hidden.max(q))?;
         let dense = if config.layers.iter().all(|layer| layer.routed) { 0 } else { config.intermediate };
+        let inputs = Inputs::bytes(n_tokens.max(n_rows), hidden.max(q).max(dense))?;
         let mlp = mlp::Buffers::bytes(n_tokens, hidden, dense, config.experts.as_ref())?;
         u64::try_from(floats.checked_mul(size_of::<f32>())?.checked_add(inputs)?.checked_add(mlp)?).ok()
     }

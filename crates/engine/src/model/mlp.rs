@@ -38,6 +38,7 @@ pub(super) struct Routed {
 #[derive(Debug, Default)]
 pub(super) struct Buffers {
     wide: Wide,
+    wide_inputs: Inputs,
     odds: Vec<f32>,     // [tokens, n experts]
     routes: Vec<Route>, // [tokens × used], by expert
     order: Vec<u32>,    // [n experts]
@@ -51,7 +52,6 @@ pub(super) struct Buffers {
 struct Wide {
     gate: Vec<f32>, // [tokens, width]
     up: Vec<f32>,
-    inputs: Inputs,
 }
 
 /// A token goes to an expert, whose answer has this weight.
@@ -74,8 +74,12 @@ impl Buffers {
         }
         let per_token = floats.checked_mul(size_of::<f32>())?;
         let per_token = per_token.checked_add(routes.checked_mul(size_of::<Route>())?)?;
-        let rows = if experts.is_some() { Inputs::bytes(n, hidden)? } else { 0 };
-        n.checked_mul(per_token)?.checked_add(Inputs::bytes(n, width)?)?.checked_add(rows)
+        // One MLP needs no forms but those that the whole pass has.
+        let forms = match experts {
+            Some(experts) => Inputs::bytes(n, hidden)?.checked_add(Inputs::bytes(n, experts.width)?)?,
+            None => 0,
+        };
+        n.checked_mul(per_token)?.checked_add(forms)
     }
 }
 
@@ -92,8 +96,8 @@ impl Mlp {
     ) {
         match self {
             Mlp::Dense(mlp) => {
-                let mut x = inputs.of(x, mlp.gate.inputs());
-                mlp.forward(compute, f, &mut x, &mut buffers.wide, out);
+                mlp.widen(compute, f, &mut inputs.of(x, mlp.gate.inputs()), &mut buffers.wide);
+                mlp.narrow(compute, inputs, &buffers.wide, out);
             }
             Mlp::Routed(routed) => routed.forward(compute, f, x, inputs, buffers, out),
         }
@@ -101,12 +105,13 @@ impl Mlp {
 }
 
 impl Gated {
-    fn forward(&self, compute: &Compute, f: Gate, x: &mut Input<'_>, wide: &mut Wide, out: &mut Vec<f32>) {
-        let Wide { gate, up, inputs } = wide;
-        self.gate.forward(compute, x, gate);
-        self.up.forward(compute, x, up);
-        steps::gated(compute, f, gate, up);
-        self.down.forward(compute, &mut inputs.of(gate, self.down.inputs()), out);
+    fn widen(&self, compute: &Compute, f: Gate, x: &mut Input<'_>, wide: &mut Wide) {
+        self.gate.forward(compute, x, &mut wide.gate);
+        self.up.forward(compute, x, &mut wide.up);
+        steps::gated(compute, f, &mut wide.gate, &wide.up);
+    }
+    fn narrow(&self, compute: &Compute, inputs: &mut Inputs, wide: &Wide, out: &mut Vec<f32>) {
+        self.down.forward(compute, &mut inputs.of(&wide.gate, self.down.inputs()), out);
     }
 }
 
@@ -121,7 +126,7 @@ impl Routed {
         out: &mut Vec<f32>,
     ) {
         let hidden = self.router.inputs();
-        let Buffers { wide, odds, routes, order, rows, row_inputs, answer } = buffers;
+        let Buffers { wide, wide_inputs, odds, routes, order, rows, row_inputs, answer } = buffers;
         let mut whole = inputs.of(x, hidden);
         self.router.forward(compute, &mut whole, odds);
         self.how.route(odds, order, routes);
@@ -132,15 +137,16 @@ impl Routed {
             let expert = &self.experts[run[0].expert as usize];
             if alone {
                 // The forms of its input serve all experts.
-                expert.forward(compute, f, &mut whole, wide, answer);
+                expert.widen(compute, f, &mut whole, wide);
             } else {
                 rows.clear();
                 for route in run {
                     let first = route.token as usize * hidden;
                     rows.extend_from_slice(&x[first..first + hidden]);
                 }
-                expert.forward(compute, f, &mut row_inputs.of(rows, hidden), wide, answer);
+                expert.widen(compute, f, &mut row_inputs.of(rows, hidden), wide);
             }
+            expert.narrow(compute, wide_inputs, wide, answer);
             for (route, answer) in run.iter().zip(answer.chunks_exact(hidden)) {
                 let first = route.token as usize * hidden;
                 for (out, y) in out[first..first + hidden].iter_mut().zip(answer) {
