@@ -4,7 +4,7 @@ use super::encoding::Encoding;
 use super::view::View;
 use crate::error::Error;
 use crate::ffi::Contents;
-use ::safetensors::tensor::Metadata;
+use ::safetensors::tensor::{Metadata, TensorInfo};
 use ::safetensors::{Dtype, SafeTensors};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
@@ -16,6 +16,19 @@ struct Shard {
     metadata: Metadata,
     /// Where tensor data begins.
     data: usize,
+}
+
+impl Shard {
+    /// What the header says are the tensor's, if the file has them.
+    fn bytes(&self, info: &TensorInfo) -> Option<&[u8]> {
+        let (from, until) = info.data_offsets;
+        self.contents.get(self.data.checked_add(from)?..self.data.checked_add(until)?)
+    }
+
+    fn unlike_its_shape(&self, name: &str, info: &TensorInfo) -> Error {
+        let what = format!("the bytes of `{name}` are not what its shape {:?} needs", info.shape);
+        Error::Malformed { file: self.file.clone(), what }
+    }
 }
 
 /// The tensors of a folder.
@@ -84,15 +97,10 @@ impl Folder {
         let Some(info) = shard.metadata.info(name).filter(|info| info.dtype == Dtype::U8) else {
             return Ok(None);
         };
-        let (from, until) = info.data_offsets;
-        let bytes = shard.data.checked_add(from).zip(shard.data.checked_add(until));
-        let bytes = bytes.and_then(|(from, until)| shard.contents.get(from..until));
+        let bytes = shard.bytes(info);
         let elements = info.shape.iter().try_fold(1usize, |n, size| n.checked_mul(*size));
         let fits = bytes.filter(|bytes| Some(bytes.len()) == elements);
-        let bytes = fits.ok_or_else(|| Error::Malformed {
-            file: shard.file.clone(),
-            what: format!("the bytes of `{name}` are not what its shape {:?} needs", info.shape),
-        })?;
+        let bytes = fits.ok_or_else(|| shard.unlike_its_shape(name, info))?;
         Ok(Some((&info.shape, bytes)))
     }
 
@@ -120,14 +128,9 @@ impl Folder {
                 });
             }
         };
-        let (from, until) = info.data_offsets;
-        let bytes = shard.data.checked_add(from).zip(shard.data.checked_add(until));
-        let bytes = bytes.and_then(|(from, until)| shard.contents.get(from..until));
+        let bytes = shard.bytes(info);
         let view = bytes.and_then(|bytes| View::new(name, info.shape.clone(), encoding, bytes));
-        view.ok_or_else(|| Error::Malformed {
-            file: shard.file.clone(),
-            what: format!("the bytes of `{name}` are not what its shape {:?} needs", info.shape),
-        })
+        view.ok_or_else(|| shard.unlike_its_shape(name, info))
     }
 }
 
