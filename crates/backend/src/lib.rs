@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod budget;
+mod channels;
 pub mod conformance;
 mod error;
 mod layout;
@@ -18,6 +19,7 @@ mod storage;
 mod tensor;
 
 pub use budget::*;
+pub use channels::ChannelOrder;
 pub use error::{BackendError, StepError};
 pub use layout::{BadLayout, LayerSpec, Layout};
 pub use ledger::KvLedger;

@@ -1,5 +1,6 @@
 //! The trait a backend implements: bytes behind a plan.
 use crate::budget::{MemoryBudget, Purpose, Usage};
+use crate::channels::ChannelOrder;
 use crate::error::BackendError;
 use crate::layout::Layout;
 use crate::storage::Storage;
@@ -18,6 +19,8 @@ pub struct PoolSpec {
     /// Tokens of the largest step: the scratch is reserved for it once.
     pub max_step_tokens: u32,
     pub budget: Arc<MemoryBudget>,
+    /// The order in which storages with outliers take the channels of the keys; without it they take them as they come.
+    pub channels: Option<Arc<ChannelOrder>>,
 }
 
 impl PoolSpec {

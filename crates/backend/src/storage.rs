@@ -12,12 +12,18 @@ pub enum DType {
     Q8,
     /// 4-bit codes, affine: an f16 scale and an f16 minimum per group.
     Q4,
+    /// 4-bit codes of a rotated row, its levels those that fit a normal distribution: one f16 scale per row.
+    T4,
 }
 
 impl DType {
-    pub const ALL: [DType; 5] = [DType::F32, DType::F16, DType::BF16, DType::Q8, DType::Q4];
+    pub const ALL: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::Q8, DType::Q4, DType::T4];
 
     pub fn is_quantised(self) -> bool {
+        matches!(self, DType::Q8 | DType::Q4 | DType::T4)
+    }
+    /// Does it have a scale for each group of elements, and may it be rotated? `T4` always is, and scales whole rows.
+    pub fn has_groups(self) -> bool {
         matches!(self, DType::Q8 | DType::Q4)
     }
     pub fn name(self) -> &'static str {
@@ -27,21 +33,26 @@ impl DType {
             DType::BF16 => "bf16",
             DType::Q8 => "q8",
             DType::Q4 => "q4",
+            DType::T4 => "t4",
         }
     }
 }
 
-/// Dtype, quantisation group and rotation of one side. Written `q4`, `q4-64`, `q8-rot`, `q4-64-rot`.
+/// Dtype, quantisation group and rotation of one side. Written `q4`, `q4-64`, `q8-rot`, `q4-64-rot`, `t4`, `t4-o`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Storage {
     pub dtype: DType,
-    /// Elements along head_dim that share a scale: 32 or 64. The last group of a row may be short. Only
-    /// quantised dtypes look at it.
+    /// Elements along head_dim that share a scale: 32 or 64. The last group of a row may be short. Only q8 and q4
+    /// look at it.
     pub group: u32,
     /// Rotate rows by a Hadamard matrix (after RoPE), block-diagonal over the largest power-of-two factor of
     /// head_dim. Spreads outliers over a group before it is quantised; scores and outputs are the same but for
-    /// rounding.
+    /// rounding. `T4` rotates by itself and does not look at it.
     pub rotate: bool,
+    /// Keep the strongest eighth of the channels in 8 bits, beside the codes of the others: for keys in `T4`. A few
+    /// channels of K are many times larger than the rest, in every token, and a score minds them most. Which ones,
+    /// the pools are told ([`ChannelOrder`](crate::ChannelOrder)).
+    pub outliers: bool,
 }
 
 impl Storage {
@@ -50,10 +61,23 @@ impl Storage {
     pub const BF16: Storage = Storage::new(DType::BF16);
     pub const Q8: Storage = Storage::new(DType::Q8);
     pub const Q4: Storage = Storage::new(DType::Q4);
+    pub const T4: Storage = Storage::new(DType::T4);
+    /// `t4-o`: for keys.
+    pub const T4_O: Storage = Storage { outliers: true, ..Storage::T4 };
 
     /// The dtype with groups of 32, not rotated.
     pub const fn new(dtype: DType) -> Self {
-        Storage { dtype, group: 32, rotate: false }
+        Storage { dtype, group: 32, rotate: false, outliers: false }
+    }
+
+    /// The same for values, which have no channels that stand out in every token: without outliers.
+    pub const fn for_values(self) -> Self {
+        Storage { outliers: false, ..self }
+    }
+
+    /// Channels of a row that are kept in 8 bits: an eighth, filled up so that rows are whole words.
+    pub fn n_outliers(self, head_dim: u32) -> u32 {
+        if self.outliers { head_dim.div_ceil(8).next_multiple_of(8).min(head_dim) } else { 0 }
     }
 
     /// Groups per row.
@@ -70,6 +94,11 @@ impl Storage {
             DType::F16 | DType::BF16 => 2 * d,
             DType::Q8 => d + 2 * groups,
             DType::Q4 => d.div_ceil(2) + 4 * groups,
+            DType::T4 => {
+                let outliers = u64::from(self.n_outliers(head_dim));
+                let scales = if outliers > 0 { 2 } else { 1 };
+                outliers + (d - outliers).div_ceil(2) + 2 * scales
+            }
         }
     }
 }
@@ -77,10 +106,11 @@ impl Storage {
 impl fmt::Display for Storage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.dtype.name())?;
-        if self.dtype.is_quantised() && self.group != 32 {
+        if self.dtype.has_groups() && self.group != 32 {
             write!(f, "-{}", self.group)?;
         }
-        if self.rotate { f.write_str("-rot") } else { Ok(()) }
+        f.write_str(if self.outliers { "-o" } else { "" })?;
+        f.write_str(if self.rotate { "-rot" } else { "" })
     }
 }
 
@@ -89,7 +119,7 @@ impl FromStr for Storage {
     fn from_str(text: &str) -> Result<Self, String> {
         let refuse = || {
             format!(
-                "`{text}` is no KV dtype: take f32, f16, bf16, q8 or q4; q8 and q4 with groups of 64 are q8-64 and q4-64; -rot at the end adds the rotation"
+                "`{text}` is no KV dtype: take f32, f16, bf16, q8, q4 or t4; q8 and q4 with groups of 64 are q8-64 and q4-64; -rot at the end adds the rotation, which t4 has already; t4-o keeps the strongest channels of K in 8 bits"
             )
         };
         let mut parts = text.split('-');
@@ -98,10 +128,11 @@ impl FromStr for Storage {
         let mut storage = Storage::new(dtype);
         for part in parts {
             match part {
-                "32" | "64" if dtype.is_quantised() && !storage.rotate => {
+                "32" | "64" if dtype.has_groups() && !storage.rotate => {
                     storage.group = if part == "64" { 64 } else { 32 }
                 }
-                "rot" if !storage.rotate => storage.rotate = true,
+                "rot" if !storage.rotate && dtype != DType::T4 => storage.rotate = true,
+                "o" if !storage.outliers && dtype == DType::T4 => storage.outliers = true,
                 _ => return Err(refuse()),
             }
         }

@@ -23,6 +23,7 @@ fn spec() -> PoolSpec {
         capacity_cells: vec![32],
         max_step_tokens: 8,
         budget: MemoryBudget::new(10_000),
+        channels: None,
     }
 }
 

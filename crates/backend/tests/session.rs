@@ -22,6 +22,7 @@ fn session(kind: &str) -> Session {
         capacity_cells: vec![],
         max_step_tokens: 8,
         budget: MemoryBudget::unlimited(),
+        channels: None,
     };
     let registry = Registry::default().with(Box::new(Reference));
     let mut session = registry.session("reference", kind, &[group], &spec).unwrap();

@@ -5,11 +5,12 @@ use kvist_backend::*;
 fn names_read_back_as_themselves() {
     for dtype in DType::ALL {
         for group in [32, 64] {
-            for rotate in [false, true] {
-                if !dtype.is_quantised() && group == 64 {
+            for (rotate, outliers) in [(false, false), (true, false), (false, true)] {
+                let turns_itself = dtype == DType::T4;
+                if !dtype.has_groups() && group == 64 || turns_itself && rotate || !turns_itself && outliers {
                     continue; // without groups there is one name
                 }
-                let storage = Storage { dtype, group, rotate };
+                let storage = Storage { dtype, group, rotate, outliers };
                 assert_eq!(storage.to_string().parse(), Ok(storage), "{storage}");
             }
         }
@@ -38,10 +39,14 @@ fn other_names_are_refused_and_the_known_ones_told() {
         "rot",
         "-rot",
         "q4-064",
+        "q8-o",
+        "t4-64",
+        "t4-rot",
+        "t4-o-o",
     ];
     for text in wrong {
         let refused = text.parse::<Storage>().expect_err(text);
-        for known in ["f32", "f16", "bf16", "q8", "q4", "q8-64", "-rot"] {
+        for known in ["f32", "f16", "bf16", "q8", "q4", "t4", "t4-o", "q8-64", "-rot"] {
             assert!(refused.contains(known), "`{text}`: {refused}");
         }
     }
@@ -66,6 +71,13 @@ fn rows_have_the_bytes_their_format_says() {
         ("q4-64", 80, 48, 4.8),
         ("q4", 33, 25, 200.0 / 33.0), // half a byte more for the odd value
         ("q8", 1, 3, 24.0),
+        ("t4", 64, 34, 4.25),
+        ("t4", 128, 66, 4.125),
+        ("t4", 80, 42, 4.2),
+        ("t4-o", 64, 40, 5.0),   // 8 of 64 channels in 8 bits, and a scale for them
+        ("t4-o", 128, 76, 4.75), // 16 of 128
+        ("t4-o", 80, 52, 5.2),   // 16 of 80: an eighth, filled up to 8
+        ("t4-o", 256, 148, 4.625),
     ];
     for (name, head_dim, bytes, bits) in cases {
         let storage: Storage = name.parse().unwrap();

@@ -227,7 +227,8 @@ pub struct CacheArgs {
     /// cells
     #[arg(long)]
     pub kind: Option<String>,
-    /// Storage of K and V: f32, f16, bf16, q8, q4; q8-64 and q4-64 share a scale over 64 values; -rot rotates
+    /// Storage of K and V: f32, f16, bf16, q8, q4, t4; q8-64 and q4-64 share a scale over 64 values; -rot rotates; t4-o
+    /// keeps the strongest channels of K in 8 bits (V is t4 then)
     #[arg(long, default_value = "f16", value_name = "DTYPE")]
     pub kv: Storage,
     /// Storage of V, if it differs
@@ -272,11 +273,17 @@ impl CacheArgs {
                 );
             }
         }
+        if let Some(v) = self.kv_v.filter(|v| v.outliers) {
+            anyhow::bail!(
+                "--kv-v {v}: only keys have channels that stand out; take --kv-v {}",
+                v.for_values()
+            );
+        }
         Ok(CacheConfig {
             backend: self.backend.clone(),
             kind: kind.into(),
             k: self.kv,
-            v: self.kv_v.unwrap_or(self.kv),
+            v: self.kv_v.unwrap_or(self.kv.for_values()),
             max_step_tokens: self.chunk.min(context.max(1)),
             window: self.window,
             sinks: self.sinks,

@@ -31,7 +31,6 @@ use crate::Compute;
 use crate::arch::LANES;
 use crate::pages::Pages;
 use crate::pool::{QUERY_ROWS, Side};
-use crate::rotation::rotate;
 use kvist_backend::DType;
 use kvist_cache::{ReadItem, Reads};
 pub use scratch::Scratch;
@@ -143,9 +142,7 @@ impl<'l> Layer<'l> {
                     Some(sinks) => softmax::beside(norm, norms[LANES], sinks[head]),
                 };
                 sums.iter_mut().for_each(|x| *x *= factor);
-                if self.values.shape.storage.rotate {
-                    rotate(sums);
-                }
+                self.values.turn_back(rows.head, sums);
                 let token = self.reads.order[rows.first_slot + i / per_kv] as usize;
                 put(token, head, sums);
             }
@@ -196,15 +193,12 @@ impl<'l> Layer<'l> {
         for i in 0..n {
             let row = &mut scratch.row[..head_dim];
             let token = self.reads.order[rows.first_slot + i / per_kv] as usize;
-            row.copy_from_slice(query(token, rows.head * per_kv + i % per_kv));
-            if keys.storage.rotate {
-                rotate(row);
-            }
+            self.keys.turn(rows.head, query(token, rows.head * per_kv + i % per_kv), row);
             row.iter_mut().for_each(|x| *x *= scale);
-            let group = keys.storage.group as usize;
             match keys.storage.dtype {
-                DType::Q8 => scratch.packed[i].pack_bytes(row, group),
-                DType::Q4 => scratch.packed[i].pack_nibbles(row, group),
+                DType::Q8 => scratch.packed[i].pack_bytes(row, keys.group),
+                DType::Q4 => scratch.packed[i].pack_nibbles(row, keys.group),
+                DType::T4 => scratch.packed[i].pack_outliers(row, keys.group),
                 DType::F32 | DType::F16 | DType::BF16 => {
                     let side_by_side = &mut scratch.queries[i / QUERY_ROWS * QUERY_ROWS * head_dim..];
                     let column = side_by_side.iter_mut().skip(i % QUERY_ROWS).step_by(QUERY_ROWS);

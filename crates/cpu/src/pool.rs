@@ -18,10 +18,12 @@ mod gather;
 mod q4;
 mod q8;
 pub(crate) mod quantised;
+mod t4;
 
 use crate::Growth;
 use crate::arch::{Isa, Kernel, LANES, Simd};
 use crate::pages::Pages;
+use crate::rotation::{rotate, rotate_whole, rotate_whole_back};
 pub use float::{BF16, F16, F32};
 pub use gather::{Block, Blocks, Gather, MAX_BLOCKS};
 use half::f16;
@@ -30,6 +32,7 @@ use kvist_cache::Run;
 pub use q4::Q4;
 pub use q8::Q8;
 pub use quantised::{PackedQuery, Quads};
+pub use t4::T4;
 
 /// Evaluate `$body` with the type `$C` that packs `$dtype`. A new dtype: one file and its line here.
 macro_rules! with_codec {
@@ -55,18 +58,25 @@ macro_rules! with_codec {
                 type $C = $crate::pool::Q4;
                 $body
             }
+            kvist_backend::DType::T4 => {
+                type $C = $crate::pool::T4;
+                $body
+            }
         }
     };
 }
 
 /// How one dtype packs a row, and the two products attention needs of packed blocks.
+///
+/// `group` is how many elements share a scale. Of `T4`, whose rows have one scale, it is how many come first with a byte each:
+/// 0, or the outliers.
 pub trait Codec: 'static {
     /// Bytes of one element of a float dtype; `None` if four bytes of a cell stand together.
     const ELEMENT: Option<usize>;
-    /// f16 parameters of a group of elements: 0, a scale, or a scale and a minimum.
-    const PARAMS: usize;
     /// Bytes of codes of a row of `head_dim` elements.
-    fn code_bytes(head_dim: usize) -> usize;
+    fn code_bytes(head_dim: usize, group: usize) -> usize;
+    /// f16 parameters of a row.
+    fn params(head_dim: usize, group: usize) -> usize;
     /// Is every stored value a finite number?
     fn encode(row: &[f32], group: usize, codes: &mut [u8], params: &mut [f16]) -> bool;
     fn decode(codes: &[u8], params: &[f16], group: usize, row: &mut [f32]);
@@ -194,15 +204,21 @@ pub struct Geometry {
     row: usize,
     /// f16 parameters per cell.
     params: usize,
+    /// See [`Codec`].
+    pub group: usize,
     interleaving: Interleaving,
 }
 
 impl Geometry {
     pub fn new(half: Half, storage: Storage, heads: u32, head_dim: u32) -> Self {
-        let groups = storage.n_groups(head_dim) as usize;
+        let group = match storage.dtype {
+            DType::T4 => storage.n_outliers(head_dim),
+            _ => storage.group,
+        } as usize;
         let (heads, head_dim) = (heads as usize, head_dim as usize);
-        let (bytes, element, params) =
-            with_codec!(storage.dtype, C => (C::code_bytes(head_dim), C::ELEMENT, C::PARAMS));
+        let (bytes, element, params) = with_codec!(storage.dtype, C => {
+            (C::code_bytes(head_dim, group), C::ELEMENT, C::params(head_dim, group))
+        });
         let (row, interleaving) = match half {
             Half::K => {
                 let unit = element.unwrap_or(4);
@@ -210,7 +226,7 @@ impl Geometry {
             }
             Half::V => (bytes, Interleaving::Values { together: if element.is_some() { 1 } else { 4 } }),
         };
-        Geometry { storage, heads, head_dim, row, params: params * groups, interleaving }
+        Geometry { storage, heads, head_dim, row, params, group, interleaving }
     }
 
     /// Bytes that `cells` cells take: whole blocks of every head. `None` if it overflows.
@@ -254,15 +270,58 @@ pub struct Side {
     segments: Vec<Segment>,
     /// Was anything stored that is not a finite number?
     broken: bool,
+    /// Channels of every head, one head after the other, in the order in which they are stored; empty if as they come.
+    order: Vec<u16>,
     // One row on its way.
     codes: Vec<u8>,
     params: Vec<f16>,
 }
 
 impl Side {
-    pub fn new(shape: Geometry) -> Self {
+    /// `order` is looked at by storages with outliers.
+    pub fn new(shape: Geometry, order: &[u16]) -> Self {
         let (codes, params) = (vec![0; shape.row], vec![f16::ZERO; shape.params]);
-        Side { shape, segments: Vec::new(), broken: false, codes, params }
+        let order = if shape.storage.outliers { order.to_vec() } else { Vec::new() };
+        Side { shape, segments: Vec::new(), broken: false, order, codes, params }
+    }
+
+    /// The channels of `head` in the order in which they are stored.
+    fn order(&self, head: usize) -> Option<&[u16]> {
+        let d = self.shape.head_dim;
+        self.order.get(head * d..(head + 1) * d)
+    }
+
+    /// `row` of `head` as it is stored: its channels in their order, rotated. Dot products of two rows stay what they are.
+    pub fn turn(&self, head: usize, row: &[f32], turned: &mut [f32]) {
+        match self.order(head) {
+            Some(order) => {
+                turned.iter_mut().zip(order).for_each(|(x, channel)| *x = row[usize::from(*channel)])
+            }
+            None => turned.copy_from_slice(row),
+        }
+        match self.shape.storage {
+            Storage { dtype: DType::T4, .. } => rotate_whole(&mut turned[self.shape.group..]),
+            Storage { rotate: true, .. } => rotate(turned),
+            _ => {}
+        }
+    }
+
+    /// The inverse of [`turn`](Self::turn).
+    pub fn turn_back(&self, head: usize, row: &mut [f32]) {
+        match self.shape.storage {
+            Storage { dtype: DType::T4, .. } => rotate_whole_back(&mut row[self.shape.group..]),
+            Storage { rotate: true, .. } => rotate(row),
+            _ => {}
+        }
+        if let Some(order) = self.order(head) {
+            let turned = row.to_vec();
+            order.iter().zip(turned).for_each(|(channel, x)| row[usize::from(*channel)] = x);
+        }
+    }
+
+    /// Are rows stored otherwise than they come?
+    pub fn turns(&self) -> bool {
+        self.shape.storage.rotate || self.shape.storage.dtype == DType::T4
     }
 
     /// Cells there is room for.
@@ -324,8 +383,7 @@ impl Side {
     pub fn write(&mut self, slabs: &mut [Pages], head: usize, cell: u32, row: &[f32]) {
         let shape = self.shape;
         let (codes, params) = (&mut self.codes[..], &mut self.params[..]);
-        let group = shape.storage.group as usize;
-        let finite = with_codec!(shape.storage.dtype, C => C::encode(row, group, codes, params));
+        let finite = with_codec!(shape.storage.dtype, C => C::encode(row, shape.group, codes, params));
         self.broken |= !finite;
         let segment = *self.segment_of(cell);
         let (block, lane) = (Self::block_of(&segment, head, cell), Self::lane_of(&segment, cell));
@@ -357,8 +415,7 @@ impl Side {
             f16::from_le_bytes([slab[at], slab[at + 1]])
         };
         let params: Vec<f16> = (0..shape.params).map(param).collect();
-        let group = shape.storage.group as usize;
-        with_codec!(shape.storage.dtype, C => C::decode(&codes, &params, group, row));
+        with_codec!(shape.storage.dtype, C => C::decode(&codes, &params, shape.group, row));
     }
 
     /// Packed bytes of `len` cells of every head, from `from` to `to`; the runs do not overlap.

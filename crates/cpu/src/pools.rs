@@ -2,7 +2,6 @@
 use crate::attention::{Layer, Scratch};
 use crate::pages::Pages;
 use crate::pool::{Geometry, Side};
-use crate::rotation::rotate;
 use crate::{Compute, Growth};
 use kvist_backend::{Side as Half, *};
 use kvist_cache::*;
@@ -29,7 +28,7 @@ pub struct CpuPools {
     slabs: Vec<Pages>,
     ledger: KvLedger,
     scratch: Scratch,
-    turned: Vec<f32>, // one row on its way into a rotated pool
+    turned: Vec<f32>, // one row on its way into a pool that stores it turned
     begun: Option<StepId>,
     counters: Counters,
 }
@@ -43,12 +42,21 @@ impl CpuPools {
     ) -> Result<Self, BackendError> {
         spec.layout.check()?;
         for storage in [spec.k, spec.v] {
-            if storage.dtype.is_quantised() && ![32, 64].contains(&storage.group) {
+            if storage.dtype.has_groups() && ![32, 64].contains(&storage.group) {
                 let group = storage.group;
                 return Err(BackendError::Unsupported(format!(
                     "groups of {group} elements; there are 32 and 64"
                 )));
             }
+        }
+        if spec.v.outliers || spec.k.outliers && spec.k.dtype != DType::T4 {
+            let (k, v) = (spec.k, spec.v);
+            return Err(BackendError::Unsupported(format!(
+                "outliers of K in {k} and V in {v}; they are for keys in t4"
+            )));
+        }
+        if spec.channels.as_ref().is_some_and(|order| !order.fits(&spec.layout)) {
+            return Err(BackendError::Unsupported("an order of channels that is of another model".into()));
         }
         let needed = spec.layout.n_groups();
         if spec.capacity_cells.len() < needed {
@@ -57,8 +65,9 @@ impl CpuPools {
         }
         let layers = spec.layout.layers.iter().enumerate().map(|(l, layer)| {
             spec.layout.owns(l).then(|| {
-                let [keys, values] = sides(spec, layer).map(Side::new);
-                Owned { keys, values }
+                let order = spec.channels.as_ref().map_or(&[][..], |order| order.layer(l));
+                let [keys, values] = sides(spec, layer);
+                Owned { keys: Side::new(keys, order), values: Side::new(values, &[]) }
             })
         });
         let max_tokens = spec.capacity_cells.iter().copied().max().unwrap_or(0);
@@ -186,9 +195,8 @@ struct Wanted {
 }
 
 fn put(side: &mut Side, slabs: &mut [Pages], head: u32, cell: u32, row: &[f32], turned: &mut [f32]) {
-    if side.shape.storage.rotate {
-        turned.copy_from_slice(row);
-        rotate(turned);
+    if side.turns() {
+        side.turn(head as usize, row, turned);
         side.write(slabs, head as usize, cell, turned);
     } else {
         side.write(slabs, head as usize, cell, row);
@@ -301,9 +309,7 @@ impl Pools for CpuPools {
             return Err(BackendError::Shape { what: "row", expected, elements: row.len() });
         }
         pool.read(&self.slabs, kv_head as usize, cell, row);
-        if pool.shape.storage.rotate {
-            rotate(row);
-        }
+        pool.turn_back(kv_head as usize, row);
         Ok(())
     }
 

@@ -12,6 +12,27 @@ pub fn rotate(row: &mut [f32]) {
     }
 }
 
+/// Rotate the whole of `row` in place, whatever its length: over the largest power of two from its start, then over as many
+/// from its end. The two overlap, so that nothing stays by itself.
+pub fn rotate_whole(row: &mut [f32]) {
+    let Some(block) = row.len().checked_ilog2().map(|n| 1 << n) else { return };
+    rotate(&mut row[..block]);
+    if block < row.len() {
+        let start = row.len() - block;
+        rotate(&mut row[start..]);
+    }
+}
+
+/// The inverse of [`rotate_whole`].
+pub fn rotate_whole_back(row: &mut [f32]) {
+    let Some(block) = row.len().checked_ilog2().map(|n| 1 << n) else { return };
+    if block < row.len() {
+        let start = row.len() - block;
+        rotate(&mut row[start..]);
+    }
+    rotate(&mut row[..block]);
+}
+
 /// The fast Walsh–Hadamard transform: log₂ n rounds of butterflies.
 fn walsh_hadamard(x: &mut [f32]) {
     let mut half = 1;
@@ -28,7 +49,27 @@ fn walsh_hadamard(x: &mut [f32]) {
 
 #[cfg(test)]
 mod tests {
-    use super::rotate;
+    use super::*;
+
+    #[test]
+    fn a_row_of_any_length_is_turned_and_turned_back() {
+        for len in [0, 1, 2, 3, 24, 40, 56, 64, 80, 96, 112, 224] {
+            let mut x = vec![0.0; len];
+            if let Some(last) = x.last_mut() {
+                *last = 1.0;
+            }
+            let mut y = x.clone();
+            rotate_whole(&mut y);
+            let length: f32 = y.iter().map(|x| x * x).sum();
+            assert!(len == 0 || (length - 1.0).abs() < 1e-5, "length {length} at {len}");
+            // One element is spread over at least half of the row.
+            assert!(y.iter().filter(|y| **y != 0.0).count() >= len.div_ceil(2), "{len}");
+            rotate_whole_back(&mut y);
+            for (a, b) in x.iter().zip(&y) {
+                assert!((a - b).abs() < 1e-6, "{a} came back as {b} at {len}");
+            }
+        }
+    }
 
     #[test]
     fn it_is_its_own_inverse_and_keeps_lengths() {

@@ -131,14 +131,18 @@ impl ModelExecutor {
             registry.plan(&config.cache.backend, "paged", &config.cache.groups(architecture))?;
         let plan = MemoryPlan::of_cache(architecture, backend, &cache, &config.cache)?;
         let bound = plan.usage.with(Purpose::Weights, 0);
+        let channels = model.channel_order(registry, &config.cache)?;
         let budget = model.budget().promise(&bound).map_err(|refused| {
             let config = CacheConfig { kind: "paged".into(), ..config.cache.clone() };
             plan.too_large(architecture, registry, &config, 0, refused.free, refused.total)
         })?;
         let activations = budget.reserve(Purpose::Activations, plan.usage.of(Purpose::Activations))?;
         let layout = model.decoder().layout();
-        let spec =
-            PoolSpec { capacity_cells: cache.capacity_cells(), ..config.cache.pool_spec(layout, &budget) };
+        let spec = PoolSpec {
+            capacity_cells: cache.capacity_cells(),
+            channels,
+            ..config.cache.pool_spec(layout, &budget)
+        };
         let executor = ModelExecutor {
             model: model.clone(),
             runner: Runner::new(backend.pools(&spec)?, layout.clone()),

@@ -6,6 +6,7 @@
 #![deny(unsafe_code)]
 
 pub mod backends;
+mod channels;
 pub mod chat;
 pub mod config;
 pub mod divergence;

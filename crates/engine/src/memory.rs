@@ -74,6 +74,7 @@ impl CacheConfig {
             capacity_cells: Vec::new(),
             max_step_tokens: self.max_step_tokens,
             budget: budget.clone(),
+            channels: None,
         }
     }
 }

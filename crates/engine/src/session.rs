@@ -2,7 +2,7 @@
 use crate::error::Error;
 use crate::memory::{CacheConfig, MemoryPlan};
 use crate::model::{Activations, Batch, Model};
-use kvist_backend::{Counters, Purpose, Registry, Reservation};
+use kvist_backend::{Attend, Counters, PoolSpec, Purpose, Registry, Reservation};
 use kvist_cache::*;
 use std::sync::Arc;
 
@@ -54,6 +54,7 @@ impl ModelSession {
     pub fn new(model: &Arc<Model>, registry: &Registry, config: &CacheConfig) -> Result<Self, Error> {
         let budget = model.budget();
         let plan = MemoryPlan::of_session(model.decoder().config(), registry, config)?;
+        let channels = model.channel_order(registry, config)?;
         // The whole of it is set aside now: two sessions that do not fit together must not both begin.
         let bound = plan.usage.with(Purpose::Weights, 0);
         let budget = &budget.promise(&bound).map_err(|refused| {
@@ -65,7 +66,7 @@ impl ModelSession {
             &config.backend,
             &config.kind,
             &config.groups(model.decoder().config()),
-            &config.pool_spec(layout, budget),
+            &PoolSpec { channels, ..config.pool_spec(layout, budget) },
         )?;
         let mut this = ModelSession {
             model: model.clone(),
@@ -153,6 +154,16 @@ impl ModelSession {
 
     /// One forward pass over the new tokens of one or many sequences. On `Err` the cache is as it was.
     pub fn forward(&mut self, feeds: &[Feed<'_>], want: Want) -> Result<(), Error> {
+        self.forward_watched(feeds, want, &mut |_| ())
+    }
+
+    /// The same; `watch` sees the queries, keys and values of every layer.
+    pub(crate) fn forward_watched(
+        &mut self,
+        feeds: &[Feed<'_>],
+        want: Want,
+        watch: &mut dyn FnMut(&Attend<'_>),
+    ) -> Result<(), Error> {
         self.gather(feeds, want)?;
         // At most a handful of feeds per pass: their spans live on the stack of this call.
         let mut spans = [Span::chain(SeqId::ONLY, 0, 0); 8];
@@ -177,7 +188,11 @@ impl ModelSession {
         let batch =
             Batch { tokens: &self.tokens, positions: &self.positions, rows: &self.rows, taps: &self.taps };
         let decoder = self.model.decoder();
-        decoder.forward(batch, &mut |call| step.attend(call), &mut self.activations)?;
+        let mut attend = |call: Attend<'_>| {
+            watch(&call);
+            step.attend(call)
+        };
+        decoder.forward(batch, &mut attend, &mut self.activations)?;
         step.commit()?;
         self.n_rows = self.rows.len();
         Ok(())

@@ -429,7 +429,7 @@ impl ServerConfig {
         let cache = CacheConfig {
             kind: "paged".into(),
             k: c.kv,
-            v: c.kv_v.unwrap_or(c.kv),
+            v: c.kv_v.unwrap_or(c.kv.for_values()),
             ..CacheConfig::new(self.cache_tokens(model.context))
         };
         let prefix = PrefixSpec { policy: c.eviction.clone(), ..PrefixSpec::default() };

@@ -1,6 +1,6 @@
 //! The axes, and a sample of their product in which any two values of any two axes meet.
 use super::shapes::{SHAPES, Shape};
-use crate::{DType, LayerSpec, Layout, Storage};
+use crate::{ChannelOrder, DType, LayerSpec, Layout, Side, Storage};
 use kvist_cache::twin::Choices;
 use kvist_cache::{GroupId, LayerId};
 use std::fmt;
@@ -42,16 +42,19 @@ pub enum Strides {
 
 const STRIDES: [Strides; 4] = [Strides::Dense, Strides::Fused, Strides::HeadMajor, Strides::Padded];
 
-/// Every dtype, both groups where there are groups, with and without rotation.
-fn storages() -> Vec<Storage> {
+/// Every dtype, both groups where there are groups, with and without rotation; of keys, with outliers too.
+fn storages(side: Side) -> Vec<Storage> {
     let mut all = Vec::new();
     for dtype in DType::ALL {
-        for group in if dtype.is_quantised() { &[32, 64][..] } else { &[32] } {
+        for group in if dtype.has_groups() { &[32, 64][..] } else { &[32] } {
             for rotate in [false, true] {
-                all.push(Storage { dtype, group: *group, rotate });
+                all.push(Storage { group: *group, rotate, ..Storage::new(dtype) });
             }
         }
     }
+    // It rotates by itself.
+    all.retain(|storage| *storage != Storage { rotate: true, ..Storage::T4 });
+    all.extend((side == Side::K).then_some(Storage::T4_O));
     all
 }
 
@@ -92,6 +95,17 @@ impl Case {
         1 + usize::from(matches!(self.sharing, Sharing::Windows | Sharing::WindowsBorrowed))
     }
 
+    /// The channels of every head in some order: for storages that look at it.
+    pub fn channels(&self) -> Option<ChannelOrder> {
+        let layout = self.layout();
+        let energy = |layer: &LayerSpec| {
+            let channels = 0..layer.n_kv_heads * layer.head_dim;
+            channels.map(|c| f64::from(c.wrapping_mul(2_654_435_761) >> 20)).collect()
+        };
+        let energies: Vec<Vec<f64>> = layout.layers.iter().map(energy).collect();
+        ChannelOrder::of_energies(&layout, &energies)
+    }
+
     pub fn layout(&self) -> Layout {
         let layer = |group: u16, owner: u16| LayerSpec {
             group: GroupId(group),
@@ -117,11 +131,11 @@ const N_AXES: usize = 10;
 /// Cases in which any two values of any two axes meet: take a pair that has not met, and give every other axis the
 /// value that meets most of the others for the first time (after AETG: Cohen et al., 1997).
 pub fn sample(seed: u64) -> Vec<Case> {
-    let storages = storages();
+    let (keys, values) = (storages(Side::K), storages(Side::V));
     let sizes: [usize; N_AXES] = [
         SHAPES.len(),
-        storages.len(),
-        storages.len(),
+        keys.len(),
+        values.len(),
         HEADS.len(),
         HEAD_DIMS.len(),
         LENGTHS.len(),
@@ -165,8 +179,8 @@ pub fn sample(seed: u64) -> Vec<Case> {
                 }
                 cases.push(Case {
                     shape: &SHAPES[row[0]],
-                    k: storages[row[1]],
-                    v: storages[row[2]],
+                    k: keys[row[1]],
+                    v: values[row[2]],
                     heads: HEADS[row[3]],
                     head_dim: HEAD_DIMS[row[4]],
                     length: LENGTHS[row[5]],

@@ -42,6 +42,7 @@ fn spec(budget: &Arc<MemoryBudget>) -> PoolSpec {
         capacity_cells: vec![2_000],
         max_step_tokens: 300,
         budget: budget.clone(),
+        channels: None,
     }
 }
 

@@ -6,6 +6,7 @@ use kvist_cache::kinds::{self, GroupSpec, Visibility};
 use kvist_cache::twin::{Choices, Fate, Model, Operation, Seen, Twin};
 use kvist_cache::*;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// What one case showed.
 #[derive(Default)]
@@ -121,6 +122,7 @@ impl<'c> Rig<'c> {
             capacity_cells: cache.capacity_cells(),
             max_step_tokens,
             budget: MemoryBudget::unlimited(),
+            channels: case.channels().map(Arc::new),
         };
         let pools = backend.pools(&spec).unwrap_or_else(|e| panic!("no pools: {e}"));
         let session = Session::new(cache, pools, spec.layout.clone());
@@ -449,7 +451,8 @@ impl<'c> Rig<'c> {
                     let error = if self.options.exact_rows {
                         if original == row { 0.0 } else { f64::INFINITY }
                     } else {
-                        rows::error(storage, original, row)
+                        let order = self.order(layer, side, head);
+                        rows::error(storage, &order, original, row)
                     };
                     if error > self.found.worst_row || error.is_nan() {
                         self.found.worst_row = error;
@@ -466,6 +469,18 @@ impl<'c> Rig<'c> {
                     Side::V => written.v.push(stored),
                 }
             }
+        }
+    }
+
+    /// The channels of a head as they are stored.
+    fn order(&self, layer: usize, side: Side, head: usize) -> Vec<usize> {
+        let head_dim = self.spec.layout.layers[layer].head_dim as usize;
+        match &self.spec.channels {
+            Some(order) if side == Side::K && self.spec.k.outliers => {
+                let head = &order.layer(layer)[head * head_dim..(head + 1) * head_dim];
+                head.iter().map(|c| usize::from(*c)).collect()
+            }
+            _ => (0..head_dim).collect(),
         }
     }
 

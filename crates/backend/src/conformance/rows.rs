@@ -9,12 +9,18 @@
 //! | q8 | M·(1/254 + 2⁻¹⁰) + 2⁻¹⁸ | half a step of M/127, M the group's largest magnitude; a scale that f16 rounded down cuts off at most 127 steps' 2⁻¹¹ |
 //! | q4 | R/30·(1 + 2⁻¹⁰) + R·2⁻¹¹ + 2·(2⁻¹¹·\|m\| + 2⁻²⁵) | half a step of R/15, R the group's range; scale and minimum m are f16 |
 //!
+//! | t4 | what its definition gives, and 2⁻¹⁰ of the row's length for a scale in f16 and for ties | see `t4` |
+//!
 //! A rotated row is bounded as a whole: the rotation keeps lengths, so the length of its error is at most the length
 //! of the bounds in the rotated basis, and 10⁻⁶ of the row's own for turning it there and back in f32.
 use crate::{DType, Storage};
 
 /// The part of the bound that `stored` uses up: above 1 it is too far. NaN stays NaN.
-pub fn error(storage: Storage, written: &[f32], stored: &[f32]) -> f64 {
+/// `order` are the channels as they are stored: with outliers, the strongest first.
+pub fn error(storage: Storage, order: &[usize], written: &[f32], stored: &[f32]) -> f64 {
+    if storage.dtype == DType::T4 {
+        return t4_error(storage, order, written, stored);
+    }
     let mut row: Vec<f64> = written.iter().map(|x| f64::from(*x)).collect();
     let differences = || written.iter().zip(stored).map(|(x, y)| (f64::from(*x) - f64::from(*y)).abs());
     if storage.rotate {
@@ -45,6 +51,8 @@ fn bounds(storage: Storage, row: &[f64]) -> Vec<f64> {
         let magnitude = least.abs().max(most.abs());
         let bound = match storage.dtype {
             DType::F32 => 0.0,
+            // Measured as a whole, by `t4_error`.
+            DType::T4 => f64::INFINITY,
             DType::F16 => ulp * magnitude + 2f64.powi(-25),
             DType::BF16 => 2f64.powi(-8) * magnitude,
             DType::Q8 => magnitude * (1.0 / 254.0 + 2.0 * ulp) + 2f64.powi(-18),
@@ -57,6 +65,68 @@ fn bounds(storage: Storage, row: &[f64]) -> Vec<f64> {
         all.extend(group.iter().map(|_| bound));
     }
     all
+}
+
+/// The levels of `t4`, those of the least mean square error for a normal distribution (Max, 1960; Lloyd, 1982), where 127
+/// stands for 2.7326 standard deviations.
+const T4_LEVELS: [f64; 8] = [6.0, 18.0, 31.0, 44.0, 58.0, 75.0, 96.0, 127.0];
+
+/// Outliers are bounded as q8 in one group; the others are turned, and what comes back is compared with the definition.
+fn t4_error(storage: Storage, order: &[usize], written: &[f32], stored: &[f32]) -> f64 {
+    let n = storage.n_outliers(written.len() as u32) as usize;
+    let take = |row: &[f32], channels: &[usize]| -> Vec<f64> {
+        channels.iter().map(|c| f64::from(row[*c])).collect()
+    };
+    let (outliers, others) = order.split_at(n);
+    let (wide, wide_stored) = (take(written, outliers), take(stored, outliers));
+    let eights = Storage { group: n.max(1) as u32, ..Storage::Q8 };
+    let parts = bounds(eights, &wide).into_iter().zip(wide.iter().zip(&wide_stored));
+    let worst = parts.map(|(bound, (x, y))| part((x - y).abs(), bound)).fold(0.0, f64::max);
+    let length = |v: &[f64]| v.iter().map(|x| x * x).sum::<f64>().sqrt();
+    let (row, found) = (take(written, others), take(stored, others));
+    let own = length(&row);
+    let defined = t4(&row);
+    let off = |y: &[f64]| length(&row.iter().zip(y).map(|(x, y)| x - y).collect::<Vec<_>>());
+    let allowed = 1e-3 * own + 2f64.powi(-18) * (row.len() as f64).sqrt();
+    // Farther from the row than the definition is, by more than rounding; and lost signs would show here too.
+    let farther = part((off(&found) - off(&defined)).max(0.0), allowed);
+    let elsewhere = length(&found.iter().zip(&defined).map(|(x, y)| x - y).collect::<Vec<_>>());
+    // A tie may fall to either side: one level of one element.
+    worst.max(farther).max(part(elsewhere, allowed + 0.7 * own / (row.len().max(1) as f64).sqrt()))
+}
+
+/// Rotate, take the nearest levels for the row's root mean square, give the levels the row's length, and turn back. In
+/// f64, but for a scale that f16 cannot hold.
+fn t4(row: &[f64]) -> Vec<f64> {
+    let n = row.len();
+    if n == 0 {
+        return Vec::new();
+    }
+    let power = 1 << n.ilog2();
+    let mut turned = row.to_vec();
+    rotate(&mut turned[..power]);
+    if power < n {
+        rotate(&mut turned[n - power..]);
+    }
+    let mean_square = turned.iter().map(|x| x * x).sum::<f64>() / n as f64;
+    let unit = mean_square.sqrt() * 2.7326 / 127.0;
+    if unit == 0.0 {
+        return vec![0.0; n];
+    }
+    let level = |x: &f64| {
+        let nearest =
+            |a: &&f64, b: &&f64| (**a - x.abs() / unit).abs().total_cmp(&(**b - x.abs() / unit).abs());
+        x.signum() * T4_LEVELS.iter().min_by(nearest).copied().unwrap_or(0.0)
+    };
+    let mut levels: Vec<f64> = turned.iter().map(level).collect();
+    let scale =
+        (turned.iter().map(|x| x * x).sum::<f64>() / levels.iter().map(|x| x * x).sum::<f64>()).sqrt();
+    levels.iter_mut().for_each(|x| *x *= scale.min(65_504.0));
+    if power < n {
+        rotate(&mut levels[n - power..]);
+    }
+    rotate(&mut levels[..power]);
+    levels
 }
 
 /// The normalised Hadamard matrix (Sylvester's), block-diagonal over the largest power of two that divides the length.

@@ -39,7 +39,7 @@ pub struct Args {
     /// Tokens that the cache holds, over all requests
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
-    /// Storage of K and V: f32, f16, bf16, q8, q4, ...
+    /// Storage of K and V: f32, f16, bf16, q8, q4, t4, ...
     #[arg(long, value_name = "DTYPE")]
     kv: Option<Storage>,
     /// Storage of V, if it differs
@@ -284,7 +284,7 @@ fn show_plan(args: &Args, config: &ServerConfig, opened: &Opened, plan: &MemoryP
         cache_tokens: config.cache_tokens(opened.config().context),
         block_tokens: config.cache.block_tokens,
         k: config.cache.kv.to_string(),
-        v: config.cache.kv_v.unwrap_or(config.cache.kv).to_string(),
+        v: config.cache.kv_v.unwrap_or(config.cache.kv.for_values()).to_string(),
         max_batch: config.scheduler.max_batch,
         max_batch_tokens: config.scheduler.max_batch_tokens,
         bound: bound.into(),

@@ -22,10 +22,13 @@ const CACHE_LINE: usize = 64;
 
 impl<E: Element> Codec for E {
     const ELEMENT: Option<usize> = Some(E::BYTES);
-    const PARAMS: usize = 0;
-    fn code_bytes(head_dim: usize) -> usize {
+    fn code_bytes(head_dim: usize, _: usize) -> usize {
         head_dim * E::BYTES
     }
+    fn params(_: usize, _: usize) -> usize {
+        0
+    }
+
     fn encode(row: &[f32], _: usize, codes: &mut [u8], _: &mut [f16]) -> bool {
         let mut finite = true;
         for (x, code) in row.iter().zip(codes.chunks_exact_mut(E::BYTES)) {

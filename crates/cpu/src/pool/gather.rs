@@ -155,7 +155,7 @@ impl<'b> Gather<'b> {
     pub fn blocks(&self, side: &Side, exact: bool) -> Blocks<'_> {
         Blocks {
             head_dim: side.shape.head_dim,
-            group: side.shape.storage.group as usize,
+            group: side.shape.group,
             row: side.shape.row,
             list: &self.list[..self.n],
             lanes: self.lanes.clone(),

@@ -25,9 +25,11 @@ pub struct Q4;
 
 impl Codec for Q4 {
     const ELEMENT: Option<usize> = None;
-    const PARAMS: usize = 2;
-    fn code_bytes(head_dim: usize) -> usize {
+    fn code_bytes(head_dim: usize, _group: usize) -> usize {
         head_dim.div_ceil(2)
+    }
+    fn params(head_dim: usize, group: usize) -> usize {
+        2 * head_dim.div_ceil(group)
     }
 
     fn encode(row: &[f32], group: usize, codes: &mut [u8], params: &mut [f16]) -> bool {

@@ -27,9 +27,11 @@ const ZERO: u8 = 128;
 
 impl Codec for Q8 {
     const ELEMENT: Option<usize> = None;
-    const PARAMS: usize = 1;
-    fn code_bytes(head_dim: usize) -> usize {
+    fn code_bytes(head_dim: usize, _group: usize) -> usize {
         head_dim
+    }
+    fn params(head_dim: usize, group: usize) -> usize {
+        head_dim.div_ceil(group)
     }
 
     fn encode(row: &[f32], group: usize, codes: &mut [u8], params: &mut [f16]) -> bool {

@@ -164,7 +164,7 @@ impl PackedQuery {
     /// Room for a row of `head_dim` elements in groups of at least 32.
     pub fn new(head_dim: usize) -> Self {
         let quads = head_dim.div_ceil(4) + 2 * head_dim.div_ceil(32);
-        let groups = head_dim.div_ceil(32);
+        let groups = head_dim.div_ceil(32).max(2);
         PackedQuery {
             high: Vec::with_capacity(quads),
             low: Vec::with_capacity(quads),
@@ -176,7 +176,7 @@ impl PackedQuery {
 
     /// Bytes that [`new`](Self::new) reserves.
     pub fn bytes(head_dim: usize) -> usize {
-        8 * (head_dim.div_ceil(4) + 2 * head_dim.div_ceil(32)) + 12 * head_dim.div_ceil(32)
+        8 * (head_dim.div_ceil(4) + 2 * head_dim.div_ceil(32)) + 12 * head_dim.div_ceil(32).max(2)
     }
 
     fn clear(&mut self) {
@@ -223,13 +223,27 @@ impl PackedQuery {
     pub fn pack_nibbles(&mut self, row: &[f32], group: usize) {
         self.clear();
         for group in row.chunks(group) {
-            let (low, high) = group.split_at(group.len().div_ceil(2));
-            self.group(group, [low, high].into_iter());
-            // Both halves have as many quads, so that a kernel needs no cases.
-            if high.len().div_ceil(4) < low.len().div_ceil(4) {
-                self.high.push(0);
-                self.low.push(0);
-            }
+            self.halves(group);
+        }
+    }
+
+    /// For a row whose first `outliers` elements have a byte each, and the others a nibble: two groups, or one.
+    pub fn pack_outliers(&mut self, row: &[f32], outliers: usize) {
+        self.clear();
+        let (wide, others) = row.split_at(outliers);
+        if outliers > 0 {
+            self.group(wide, std::iter::once(wide));
+        }
+        self.halves(others);
+    }
+
+    fn halves(&mut self, group: &[f32]) {
+        let (low, high) = group.split_at(group.len().div_ceil(2));
+        self.group(group, [low, high].into_iter());
+        // Both halves have as many quads, so that a kernel needs no cases.
+        if high.len().div_ceil(4) < low.len().div_ceil(4) {
+            self.high.push(0);
+            self.low.push(0);
         }
     }
 }

@@ -39,6 +39,7 @@ impl Default for Model {
 pub fn storages() -> Vec<Storage> {
     let names = "f32 f16 bf16 q8 q8-64 q4 q4-64";
     let names = names.split(' ').flat_map(|name| [name.to_string(), format!("{name}-rot")]);
+    let names = names.chain(["t4".to_string(), "t4-o".to_string()]);
     names.map(|name| name.parse().unwrap()).collect()
 }
 
@@ -60,10 +61,11 @@ impl Model {
         PoolSpec {
             layout: self.layout(),
             k: self.k,
-            v: self.v,
+            v: self.v.for_values(),
             capacity_cells,
             max_step_tokens: self.max_step_tokens,
             budget: self.budget.clone(),
+            channels: None,
         }
     }
 

@@ -9,11 +9,11 @@ use crate::sampler::Shipped;
 use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{Embedding, Encoding, Gguf, Linear, Source, WeightForm};
-use kvist_backend::{MemoryBudget, Purpose, Reservation};
+use kvist_backend::{ChannelOrder, MemoryBudget, Purpose, Reservation};
 use kvist_cpu::Compute;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Where a model comes from.
 #[derive(Clone, Debug)]
@@ -55,6 +55,8 @@ pub struct Model {
     template: Option<ChatTemplate>,
     end_tokens: Vec<u32>,
     sampling: Shipped,
+    /// Of the keys, once a cache has asked for it.
+    channels: OnceLock<Arc<ChannelOrder>>,
     weights: Reservation,
 }
 
@@ -221,7 +223,8 @@ impl Opened {
         end_tokens.sort_unstable();
         end_tokens.dedup();
         let sampling = sampling.unwrap_or_default();
-        Ok(Model { name, decoder, tokenizer, template, end_tokens, sampling, weights })
+        let channels = OnceLock::new();
+        Ok(Model { name, decoder, tokenizer, template, end_tokens, sampling, channels, weights })
     }
 }
 
@@ -286,6 +289,9 @@ impl Model {
     /// How its makers sample from it; nothing where that cannot be ([`Opened::sampling`] says why).
     pub fn sampling(&self) -> &Shipped {
         &self.sampling
+    }
+    pub(crate) fn channels(&self) -> &OnceLock<Arc<ChannelOrder>> {
+        &self.channels
     }
     /// The budget the weights were reserved from; sessions take theirs from it too.
     pub fn budget(&self) -> &Arc<MemoryBudget> {

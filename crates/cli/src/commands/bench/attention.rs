@@ -73,7 +73,7 @@ impl Case {
     pub fn of(kv: Storage, runs: u32) -> Self {
         Case {
             k: kv,
-            v: kv,
+            v: kv.for_values(),
             queries: 1,
             branches: None,
             tree: None,

@@ -26,7 +26,7 @@ use steps::{Ran, Served, Steps};
 pub struct Args {
     #[command(flatten)]
     model: ModelArgs,
-    /// Storage of K and V: f32, f16, bf16, q8, q4, ...
+    /// Storage of K and V: f32, f16, bf16, q8, q4, t4, ...
     #[arg(long, default_value = "f16", value_name = "DTYPE")]
     kv: Storage,
     /// Storage of V, if it differs
@@ -243,7 +243,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let served = Served {
         cache: CacheConfig {
             k: args.kv,
-            v: args.kv_v.unwrap_or(args.kv),
+            v: args.kv_v.unwrap_or(args.kv.for_values()),
             ..CacheConfig::new(context_tokens)
         },
         block_tokens: args.block_tokens,

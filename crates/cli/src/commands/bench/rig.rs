@@ -68,6 +68,7 @@ impl Rig {
             capacity_cells: vec![setup.capacity],
             max_step_tokens: chunk,
             budget: budget.clone(),
+            channels: None,
         };
         let pools = Cpu::new(compute.clone()).pools(&spec)?;
         let elements = |n: u32| u64::from(chunk) * u64::from(n) * u64::from(shape.head_dim);
