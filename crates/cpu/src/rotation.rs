@@ -13,11 +13,14 @@ pub fn rotate(row: &mut [f32]) {
 }
 
 /// Rotate the whole of `row` in place, whatever its length: over the largest power of two from its start, then over as many
-/// from its end. The two overlap, so that nothing stays by itself.
+/// from its end, so that nothing stays by itself. Some signs are flipped before each, so that a row that is regular, say
+/// constant, does not turn into a spike.
 pub fn rotate_whole(row: &mut [f32]) {
     let Some(block) = row.len().checked_ilog2().map(|n| 1 << n) else { return };
+    flip_signs(row);
     rotate(&mut row[..block]);
     if block < row.len() {
+        flip_signs(row);
         let start = row.len() - block;
         rotate(&mut row[start..]);
     }
@@ -29,8 +32,19 @@ pub fn rotate_whole_back(row: &mut [f32]) {
     if block < row.len() {
         let start = row.len() - block;
         rotate(&mut row[start..]);
+        flip_signs(row);
     }
     rotate(&mut row[..block]);
+    flip_signs(row);
+}
+
+/// The signs of about half of the elements, always the same ones.
+fn flip_signs(row: &mut [f32]) {
+    for (i, x) in row.iter_mut().enumerate() {
+        let mixed = (i as u32 + 1).wrapping_mul(0x9e37_79b1);
+        let mixed = (mixed ^ mixed >> 15).wrapping_mul(0x85eb_ca6b);
+        *x = f32::from_bits(x.to_bits() ^ (mixed & 1 << 31));
+    }
 }
 
 /// The fast Walsh–Hadamard transform: log₂ n rounds of butterflies.

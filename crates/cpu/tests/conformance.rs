@@ -163,7 +163,14 @@ fn strange_rows_are_stored_or_seen() {
                 session.pools().inspect(LayerId(0), side, 0, 0, &mut stored).unwrap();
                 // One q4 step of the range, rotated by at most the block of 16; f16 parameters.
                 let near = |x: f32, y: f32| (x - y).abs() <= largest * 0.3 + 1e-5;
-                let kept = stored.iter().zip(row).all(|(x, y)| near(*x, *y));
+                let length =
+                    |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+                let off = length(&mut stored.iter().zip(row).map(|(x, y)| x - y));
+                // What turns as a whole is near as a whole.
+                let kept = match storage.dtype == DType::T4 {
+                    true => off <= 0.2 * length(&mut row.iter().copied()) + 1e-4,
+                    false => stored.iter().zip(row).all(|(x, y)| near(*x, *y)),
+                };
                 let seen = stored.iter().any(|x| !x.is_finite());
                 if *finite && !kept || !finite && !seen {
                     bad.push(format!("{storage} {side:?} {what}: {stored:?}"));

@@ -95,7 +95,7 @@ fn t4_error(storage: Storage, order: &[usize], written: &[f32], stored: &[f32]) 
     worst.max(farther).max(part(elsewhere, allowed + 0.7 * own / (row.len().max(1) as f64).sqrt()))
 }
 
-/// Rotate, take the nearest levels for the row's root mean square, give the levels the row's length, and turn back. In
+/// Flip some signs, rotate, take the nearest levels for the row's root mean square, give the levels the row's length, and turn back. In
 /// f64, but for a scale that f16 cannot hold.
 fn t4(row: &[f64]) -> Vec<f64> {
     let n = row.len();
@@ -103,9 +103,17 @@ fn t4(row: &[f64]) -> Vec<f64> {
         return Vec::new();
     }
     let power = 1 << n.ilog2();
+    let mixed = |i: usize| (i as u32 + 1).wrapping_mul(0x9e37_79b1);
+    let sign = |i: usize| match (mixed(i) ^ mixed(i) >> 15).wrapping_mul(0x85eb_ca6b) >> 31 {
+        0 => 1.0,
+        _ => -1.0,
+    };
+    let flip = |row: &mut [f64]| row.iter_mut().enumerate().for_each(|(i, x)| *x *= sign(i));
     let mut turned = row.to_vec();
+    flip(&mut turned);
     rotate(&mut turned[..power]);
     if power < n {
+        flip(&mut turned);
         rotate(&mut turned[n - power..]);
     }
     let mean_square = turned.iter().map(|x| x * x).sum::<f64>() / n as f64;
@@ -124,8 +132,10 @@ fn t4(row: &[f64]) -> Vec<f64> {
     levels.iter_mut().for_each(|x| *x *= scale.min(65_504.0));
     if power < n {
         rotate(&mut levels[n - power..]);
+        flip(&mut levels);
     }
     rotate(&mut levels[..power]);
+    flip(&mut levels);
     levels
 }
 
