@@ -90,7 +90,8 @@ pub trait Observer {
     fn reasoning(&mut self, _text: &str) -> bool {
         true
     }
-    /// Control tokens that are to be written out, as [`Tokenizer::stream_with`] has it. Asked once, before anything is generated.
+    /// Control tokens that are to be written out, as [`Tokenizer::stream_with`] has it. Asked once, before anything is
+    /// generated.
     fn written(&self) -> &[u32] {
         &[]
     }

@@ -5,12 +5,13 @@
 //! <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
 //! ```
 //!
-//! What the model thinks is in the channel `analysis`, what it says in `final`. `commentary` has calls of functions, and
-//! what is said before them. The prompt ends with `<|start|>assistant`, so an answer begins inside a header; the recipient
-//! of a call may stand before its channel too. `<|return|>` and `<|call|>` end an answer, `<|end|>` a message of it.
+//! What the model thinks is in the channel `analysis`, what it says in `final`. `commentary` has calls of functions,
+//! and what is said before them. The prompt ends with `<|start|>assistant`, so an answer begins inside a header; the
+//! recipient of a call may stand before its channel too. `<|return|>` and `<|call|>` end an answer, `<|end|>` a message
+//! of it.
 //!
-//! The format's control tokens have no text, so they are to be written out by their names where an answer is read ([`marks`]); a
-//! [`ChannelParser`] takes the text apart.
+//! The format's control tokens have no text, so they are to be written out by their names where an answer is read
+//! ([`marks`]); a [`ChannelParser`] takes the text apart.
 mod generate;
 mod header;
 
@@ -32,8 +33,8 @@ pub const CALL: &str = "<|call|>";
 /// The names of the format's control tokens. None is the beginning of another one.
 pub const MARKS: [&str; 7] = [START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL];
 
-/// The control tokens of the format that a vocabulary has. `None` where its model does not speak it: its chat template has to
-/// write channels, and they have to be tokens.
+/// The control tokens of the format that a vocabulary has. `None` where its model does not speak it: its chat template
+/// has to write channels, and they have to be tokens.
 pub fn marks(tokenizer: &Tokenizer, template: &ChatTemplate) -> Option<Vec<u32>> {
     let writes = template.source(false).contains(CHANNEL) && is_known(tokenizer);
     writes.then(|| MARKS.iter().filter_map(|mark| tokenizer.token(mark)).collect())
@@ -44,8 +45,8 @@ fn is_known(tokenizer: &Tokenizer) -> bool {
     [START, END, MESSAGE, CHANNEL].iter().all(|mark| tokenizer.token(mark).is_some())
 }
 
-/// The tokens that end an answer, where a vocabulary is of this format: a file may leave out `<|call|>`, or name `<|end|>`, behind
-/// which the answer goes on.
+/// The tokens that end an answer, where a vocabulary is of this format: a file may leave out `<|call|>`, or name
+/// `<|end|>`, behind which the answer goes on.
 pub(crate) fn correct_ends(tokenizer: &Tokenizer, ends: &mut Vec<u32>) {
     let answer = [RETURN, CALL].map(|mark| tokenizer.token(mark));
     let [Some(returns), Some(calls)] = answer else { return };
@@ -78,10 +79,10 @@ enum Channel {
 
 /// Reads an answer that comes in pieces.
 ///
-/// It promises that the result does not depend on how the text was cut, that text is told as soon as no mark can begin in it,
-/// and that its time goes with the text's length. It holds a call until that is complete, a header, and the beginning of
-/// a mark; each is bounded. No text is lost: what has no known shape is content, and so is a call without an object.
-/// Messages of one channel are told with a line break between them, as vLLM does.
+/// It promises that the result does not depend on how the text was cut, that text is told as soon as no mark can begin
+/// in it, and that its time goes with the text's length. It holds a call until that is complete, a header, and the
+/// beginning of a mark; each is bounded. No text is lost: what has no known shape is content, and so is a call without
+/// an object. Messages of one channel are told with a line break between them, as vLLM does.
 ///
 /// It sees text: a mark that the model spells with ordinary tokens is one too.
 #[derive(Clone, Debug, Default)]

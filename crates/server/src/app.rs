@@ -14,8 +14,6 @@ use crate::structured::{Compiled, Grammar, GrammarCompiler};
 use crate::tools::{ToolFormat, Tooling};
 use crate::work::Work;
 use crate::worker::Engine;
-#[cfg(doc)]
-use kvist_engine::harmony;
 use kvist_engine::sampler::Shipped;
 use kvist_engine::tokenizer::Piece;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -45,7 +43,7 @@ pub struct App {
     pub(crate) metrics: Metrics,
     /// How the model hears of tools and calls them, if it does.
     pub(crate) tools: Option<Tooling>,
-    /// Its answers are messages in channels: [`harmony`].
+    /// Its answers are messages in channels: [`kvist_engine::harmony`].
     pub(crate) channels: bool,
     /// Control tokens that mark tool calls, or channels: they are written out where answers are read.
     pub(crate) marks: Vec<u32>,

@@ -95,8 +95,8 @@ const PYTHON_START: &str = "<|python_start|>";
 const PYTHON_END: &str = "<|python_end|>";
 
 impl ToolFormat {
-    /// The one that a chat template teaches; `None` if it knows nothing of tools, or another format. Harmony is known by the
-    /// vocabulary too: [`Model::harmony`](kvist_engine::model::Model::harmony).
+    /// The one that a chat template teaches; `None` if it knows nothing of tools, or another format. Harmony is known
+    /// by the vocabulary too: [`Model::harmony`](kvist_engine::model::Model::harmony).
     pub fn of_template(source: &str) -> Option<Self> {
         let has = |text: &str| source.contains(text);
         // Several write XML inside the same tag: Qwen3-Coder, and others in ways that are not known here.

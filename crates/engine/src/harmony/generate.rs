@@ -7,8 +7,9 @@ use crate::session::ModelSession;
 use crate::tokenizer::Tokenizer;
 use kvist_cache::SeqId;
 
-/// As [`generate`], where the prompt ends with the beginning of an answer. Of a model that answers in channels the text is what
-/// it says; what it thinks is told to [`Observer::reasoning`] and comes beside it. Of other models that is empty.
+/// As [`generate`], where the prompt ends with the beginning of an answer. Of a model that answers in channels the text
+/// is what it says; what it thinks is told to [`Observer::reasoning`] and comes beside it. Of other models that is
+/// empty.
 pub fn generate_answer(
     session: &mut ModelSession,
     seq: SeqId,
@@ -29,7 +30,8 @@ pub fn generate_answer(
     Ok((Generation { text, ..generation }, reasoning))
 }
 
-/// Tells an observer what is said and what is thought of an answer. The model was told of no functions: a call of one is text.
+/// Tells an observer what is said and what is thought of an answer. The model was told of no functions: a call of one
+/// is text.
 struct Channels<'o> {
     marks: &'o [u32],
     parser: ChannelParser,

@@ -91,8 +91,8 @@ impl<'t> Header<'t> {
         rest
     }
 
-    /// Take what the text of the message is said to be from the start of the rest. Without its mark it can be told from that text
-    /// only in a header that is closed.
+    /// Take what the text of the message is said to be from the start of the rest. Without its mark it can be told from
+    /// that text only in a header that is closed.
     fn content_type(&mut self, closed: bool) {
         let rest = self.rest.trim_start();
         self.rest = match rest.strip_prefix(CONSTRAIN) {
@@ -105,7 +105,8 @@ impl<'t> Header<'t> {
         }
     }
 
-    /// Of a header behind which nothing comes: does it end before the text of its message? `started`: `<|start|>` stands before it.
+    /// Of a header behind which nothing comes: does it end before the text of its message? `started`: `<|start|>`
+    /// stands before it.
     pub fn is_cut(&self, started: bool) -> bool {
         let rest = self.rest.trim();
         let is_word = rest.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');

@@ -141,8 +141,8 @@ fn cuts_change_nothing() {
     }
 }
 
-/// Reads a whole text by its marks alone. It knows answers in which every message has its header, and says of others that it
-/// does not.
+/// Reads a whole text by its marks alone. It knows answers in which every message has its header, and says of others
+/// that it does not.
 fn twin(text: &str) -> Option<Answer> {
     let mut answer = Answer::default();
     let mut said: [Vec<String>; 2] = Default::default();

@@ -10,8 +10,8 @@ use serde_json::{Map, Value};
 
 impl ToolChoice {
     /// What enforces it; `None` if nothing has to be. `parallel`: several calls may be made where the format has
-    /// them; Llama 3 is made to call once, as its template takes one call per turn, and so is Harmony. Refused: schemas that the format
-    /// cannot be held to.
+    /// them; Llama 3 is made to call once, as its template takes one call per turn, and so is Harmony. Refused: schemas
+    /// that the format cannot be held to.
     pub fn grammar(
         &self,
         format: ToolFormat,

@@ -1,7 +1,7 @@
 //! Conversations for chat templates of the [Harmony format](kvist_engine::harmony), and grammars of its answers.
 //!
-//! gpt-oss's template asks for what the API does not say: `thinking` is what was thought before a call, each message has one call,
-//! whose result follows it, and every function has a description.
+//! gpt-oss's template asks for what the API does not say: `thinking` is what was thought before a call, each message
+//! has one call, whose result follows it, and every function has a description.
 use super::Tool;
 use crate::structured::{Grammar, Schema};
 use kvist_engine::harmony::{CHANNEL, CONSTRAIN, END, MESSAGE, START};
@@ -105,8 +105,8 @@ pub(crate) fn answer(schema: Schema) -> Grammar {
     grammar.with("answer", schema)
 }
 
-/// An answer that calls one of the functions. The model may think before, and say something. A call ends the answer, so there
-/// is one.
+/// An answer that calls one of the functions. The model may think before, and say something. A call ends the answer, so
+/// there is one.
 pub(super) fn calls(chosen: Vec<&Tool>) -> Grammar {
     let names: Vec<String> = (0..chosen.len()).map(|at| format!("call_{at}")).collect();
     let mut grammar = before(&format!("({})", names.join(" | ")), "(\"analysis\" | \"commentary\")");

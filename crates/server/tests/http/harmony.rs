@@ -1,6 +1,7 @@
 //! Answers in channels: what is thought, said and called is told apart, in documents, streams and sessions.
 //!
-//! The embedded model knows no channels. Grammars make it write them, or a request for each token: a large bias leaves it no choice.
+//! The embedded model knows no channels. Grammars make it write them, or a request for each token: a large bias leaves
+//! it no choice.
 use crate::server::*;
 use kvist_backend::MemoryBudget;
 use kvist_engine::harmony::MARKS;
@@ -153,7 +154,8 @@ fn a_form_is_for_the_final_message() {
     let body = ask(
         json!({"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}),
     );
-    // It is led to think more and more, and to end that sooner or later. This model hardly comes to an answer once it thinks.
+    // It is led to think more and more, and to end that sooner or later. This model hardly comes to an answer once it
+    // thinks.
     let thinks = harmony().tokenizer().unwrap().encode("analysis", false).unwrap()[0];
     let (mut thoughtful, mut formed) = (0, 0);
     for round in 0..18 {
