@@ -81,6 +81,9 @@ pub struct Run {
     pub model: String,
     pub prompt: String,
     pub text: String,
+    /// What the model thought, where its format tells that from what it says.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub reasoning: String,
     pub tokens: Vec<u32>,
     pub finish: &'static str,
     pub seed: u64,
@@ -106,7 +109,7 @@ impl Run {
         session: &ModelSession,
         plan: &MemoryPlan,
         prompt: &str,
-        generation: &Generation,
+        (generation, reasoning): (&Generation, String),
         seed: u64,
     ) -> Self {
         let used = model.budget().usage();
@@ -116,6 +119,7 @@ impl Run {
             model: model.name().to_string(),
             prompt: prompt.to_string(),
             text: generation.text.clone(),
+            reasoning,
             tokens: generation.tokens.clone(),
             finish: generation.finish.name(),
             seed,

@@ -11,6 +11,16 @@ pub fn show(text: &str) -> anyhow::Result<()> {
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to stdout")
 }
 
+/// The same, fainter than what stands beside it, where the terminal can and its user wants colours.
+pub fn show_dimmed(text: &str) -> anyhow::Result<()> {
+    if text.is_empty() || !console::colors_enabled() {
+        return show(text);
+    }
+    let text = console::style(harmless(text)).dim().to_string();
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to stdout")
+}
+
 /// A text as stdout is to have it. At a terminal its control characters stand as marks: what a model says, or a file of one
 /// (its name, the names of its tensors), could move the cursor, set the clipboard, or have the terminal type something.
 /// Elsewhere nothing is changed.

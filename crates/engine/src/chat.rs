@@ -3,7 +3,8 @@
 //! A turn renders the whole conversation, keeps the cached tokens that it still begins with, rolls back the rest
 //! and feeds only what is new. Forking shares cells, undoing changes only what is said: the next turn rolls back.
 use crate::error::Error;
-use crate::generate::{Finish, Generation, Limits, Observer, generate};
+use crate::generate::{Finish, Generation, Limits, Observer};
+use crate::harmony::generate_answer;
 use crate::sampler::Sampler;
 use crate::session::ModelSession;
 use crate::template::Message;
@@ -31,7 +32,10 @@ pub struct Chat {
 /// What one turn took.
 #[derive(Clone, Debug)]
 pub struct Turn {
+    /// Its text is what the model says, without what it thinks.
     pub generation: Generation,
+    /// What it thinks, where its format tells one from the other ([`harmony`](crate::harmony)).
+    pub reasoning: String,
     /// Tokens of the conversation that the cache still held.
     pub reused_tokens: usize,
 }
@@ -164,23 +168,24 @@ impl Chat {
         sampler.forget();
         sampler.observe(&tokens[..reused_tokens]);
         let new = &tokens[reused_tokens..];
-        let generation = generate(&mut self.session, seq, new, Some(tokenizer), sampler, limits, observer);
+        let generation =
+            generate_answer(&mut self.session, seq, new, Some(tokenizer), sampler, limits, observer);
         // Whatever happened, the cache says how far it got.
         let held = self.session.cache().next_position(seq).unwrap_or(0) as usize;
         let branch = &mut self.branches[self.current];
         let mut fed = tokens.clone();
-        if let Ok(generation) = &generation {
+        if let Ok((generation, _)) = &generation {
             fed.extend(&generation.tokens);
         }
         fed.truncate(held);
         branch.cached = fed;
-        let generation = generation?;
+        let (generation, reasoning) = generation?;
         let unfinished_prompt = generation.finish == Finish::Cancelled && generation.tokens.is_empty();
         if !unfinished_prompt {
             messages.push(Message::new("assistant", &generation.text));
             branch.messages = messages;
         }
-        Ok(Turn { generation, reused_tokens })
+        Ok(Turn { generation, reasoning, reused_tokens })
     }
 
     /// Make the current branch hold only what `tokens` begins with, and leave at least one token to compute.

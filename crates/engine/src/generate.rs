@@ -85,6 +85,16 @@ pub trait Observer {
     fn text(&mut self, _text: &str) -> bool {
         true
     }
+    /// The same of what the model thinks, where its format tells that from what it says: of
+    /// [`generate_answer`](crate::harmony::generate_answer) alone.
+    fn reasoning(&mut self, _text: &str) -> bool {
+        true
+    }
+    /// Control tokens that are to be written out, as [`Tokenizer::stream_with`] has it. Asked once, before anything is
+    /// generated.
+    fn written(&self) -> &[u32] {
+        &[]
+    }
 }
 
 impl Observer for () {}
@@ -103,7 +113,7 @@ pub fn generate(
 ) -> Result<Generation, Error> {
     let started = Instant::now();
     let eos = session.model().end_tokens().to_vec();
-    let mut out = Output::new(tokenizer, prompt, limits);
+    let mut out = Output::new(tokenizer, prompt, limits, observer.written());
     let done = session.prefill(seq, prompt, &mut |n| observer.prefilled(n))?;
     let prefill = started.elapsed();
     let started = Instant::now();
@@ -163,8 +173,8 @@ struct Output<'t> {
 }
 
 impl<'t> Output<'t> {
-    fn new(tokenizer: Option<&'t Tokenizer>, prompt: &[u32], limits: &Limits) -> Self {
-        let stream = tokenizer.map(|t| t.stream_after(prompt));
+    fn new(tokenizer: Option<&'t Tokenizer>, prompt: &[u32], limits: &Limits, written: &[u32]) -> Self {
+        let stream = tokenizer.map(|t| t.stream_after(prompt, written));
         Output { stream, stops: StopMatcher::new(&limits.stop), text: String::new(), shown: 0 }
     }
     /// The stop string that this token completed, if it did.

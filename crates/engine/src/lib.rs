@@ -18,6 +18,7 @@ mod files;
 pub mod generate;
 mod guard;
 pub mod halt;
+pub mod harmony;
 pub mod memory;
 pub mod model;
 pub mod sampler;

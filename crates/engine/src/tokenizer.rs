@@ -133,8 +133,9 @@ impl Tokenizer {
     }
     /// Decode what follows `before`, token by token: all pieces together are what the text of both has behind that of
     /// `before`, its first blank included, which SentencePiece takes off the start of a text.
-    pub fn stream_after(&self, before: &[u32]) -> TextStream<'_> {
-        TextStream { tokenizer: self, state: TextState::after(self, before, &[]) }
+    /// `written` as [`stream_with`](Self::stream_with) has it.
+    pub fn stream_after(&self, before: &[u32], written: &[u32]) -> TextStream<'_> {
+        TextStream { tokenizer: self, state: TextState::after(self, before, written) }
     }
     /// Decode token by token, and write out these control tokens by their names: where they mark what a program is
     /// to read, as `<tool_call>` does, their absence would change what the text says.

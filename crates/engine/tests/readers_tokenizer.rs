@@ -162,7 +162,7 @@ fn streams_go_on_behind_what_stands_before() {
                 let before = tokenizer.decode(&tokens[..cut]).unwrap();
                 // A cut inside a character: its beginning was given out as replacements.
                 let Some(rest) = whole.strip_prefix(&before) else { continue };
-                let mut stream = tokenizer.stream_after(&tokens[..cut]);
+                let mut stream = tokenizer.stream_after(&tokens[..cut], &[]);
                 let mut said: String = tokens[cut..].iter().map(|t| stream.push(*t).unwrap()).collect();
                 said += &stream.finish().unwrap();
                 assert_eq!(said, rest, "{case}: {text:?} cut behind token {cut}");

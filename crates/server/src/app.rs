@@ -11,7 +11,7 @@ use crate::openapi;
 use crate::sessions::Store;
 use crate::shares::Shares;
 use crate::structured::{Compiled, Grammar, GrammarCompiler};
-use crate::tools::Tooling;
+use crate::tools::{ToolFormat, Tooling};
 use crate::work::Work;
 use crate::worker::Engine;
 use kvist_engine::sampler::Shipped;
@@ -20,6 +20,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
+
+/// The name under which templates know how long a model is to think.
+pub(crate) const EFFORT: &str = "reasoning_effort";
 
 /// One server: an engine, and how it is shown to the world.
 pub struct App {
@@ -40,7 +43,9 @@ pub struct App {
     pub(crate) metrics: Metrics,
     /// How the model hears of tools and calls them, if it does.
     pub(crate) tools: Option<Tooling>,
-    /// Control tokens that mark tool calls: they are written out where tools are.
+    /// Its answers are messages in channels: [`kvist_engine::harmony`].
+    pub(crate) channels: bool,
+    /// Control tokens that mark tool calls, or channels: they are written out where answers are read.
     pub(crate) marks: Vec<u32>,
     /// Made when the first grammar is asked for: it takes a while, and memory.
     grammars: OnceLock<Result<GrammarCompiler, String>>,
@@ -67,13 +72,23 @@ impl App {
         let tools = match (&config.model.tools, model.chat_template()) {
             (_, None) => None,
             (Some(name), _) => Tooling::by_name(name).ok().flatten(),
+            (None, Some(_)) if model.harmony().is_some() => {
+                Some(Tooling { format: ToolFormat::Harmony, taught: false })
+            }
             (None, Some(template)) => Tooling::of_template(template.source(true)),
         };
+        // Without tools its answers have channels all the same.
+        let channels = match tools {
+            Some(tools) => tools.format == ToolFormat::Harmony,
+            None => model.harmony().is_some(),
+        };
         let template = model.chat_template().is_some();
+        let effort = model.chat_template().is_some_and(|template| template.source(false).contains(EFFORT));
         let sampling = if config.model.ships_sampling() { *model.sampling() } else { Shipped::default() };
-        let bounds = Bounds { template, tools: tools.is_some(), sampling, ..bounds };
+        let bounds = Bounds { template, effort, tools: tools.is_some(), sampling, ..bounds };
         let schemas = Schemas::new(&bounds);
-        let marks = tools.iter().flat_map(|tools| tools.format.markers());
+        let format = if channels { Some(ToolFormat::Harmony) } else { tools.map(|tools| tools.format) };
+        let marks = format.iter().flat_map(|format| format.markers());
         let marks = marks.filter_map(|mark| model.tokenizer()?.token(mark)).collect();
         let openapi = openapi::document(&bounds, &schemas).to_string();
         Ok(Arc::new(App {
@@ -87,6 +102,7 @@ impl App {
             keys,
             schemas,
             tools,
+            channels,
             marks,
             grammars: OnceLock::new(),
             pieces: OnceLock::new(),
@@ -165,6 +181,19 @@ impl App {
         let tokenizer =
             tokenizer.ok_or_else(|| ApiError::unsupported("tokens", "this model has no tokenizer"))?;
         tokenizer.decode(tokens).map_err(|e| ApiError::internal(e.to_string()))
+    }
+
+    /// Of an answer, as it is read: with the marks of channels.
+    pub(crate) fn decode_answer(&self, tokens: &[u32]) -> Result<String, ApiError> {
+        let tokenizer = self.engine.model().tokenizer().filter(|_| self.channels);
+        let Some(tokenizer) = tokenizer else { return self.decode(tokens) };
+        let failed = |error: kvist_engine::Error| ApiError::internal(error.to_string());
+        let mut stream = tokenizer.stream_with(&self.marks);
+        let mut text = String::new();
+        for token in tokens {
+            text += &stream.push(*token).map_err(failed)?;
+        }
+        Ok(text + &stream.finish().map_err(failed)?)
     }
 
     pub(crate) fn log_prompts(&self, id: &str, prompts: &[Arc<[u32]>]) {

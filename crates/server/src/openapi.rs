@@ -192,7 +192,8 @@ fn components(schemas: &Schemas) -> Value {
         )
     };
     let message =
-        object(&["role", "content"], json!({"role": text(), "content": {"type": ["string", "null"]}}));
+        json!({"role": text(), "content": {"type": ["string", "null"]}, "reasoning_content": text()});
+    let message = object(&["role", "content"], message);
     let scores = json!({"type": ["object", "null"]});
     let generation =
         answer(object(&["index", "finish_reason"], json!({"index": count(), "finish_reason": finish()})));

@@ -97,16 +97,20 @@ impl ResponseFormat {
         }
     }
 
+    /// What the answer is to be; `None` for text.
+    pub fn schema(&self) -> Option<Schema> {
+        match self {
+            ResponseFormat::Text => None,
+            ResponseFormat::JsonObject => {
+                Some(Schema::new("response_format", serde_json::json!({"type": "object"})))
+            }
+            ResponseFormat::JsonSchema { schema } => Some(schema.clone()),
+        }
+    }
+
     /// `None` for text.
     pub fn grammar(&self) -> Option<Grammar> {
-        let schema = match self {
-            ResponseFormat::Text => return None,
-            ResponseFormat::JsonObject => {
-                Schema::new("response_format", serde_json::json!({"type": "object"}))
-            }
-            ResponseFormat::JsonSchema { schema } => schema.clone(),
-        };
-        Some(Grammar::new("start: answer\n".into()).with("answer", schema))
+        Some(Grammar::new("start: answer\n".into()).with("answer", self.schema()?))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Tool calls: how models write them, and how they become `tool_calls` again.
 //!
 //! A model is told of its tools by its chat template, and answers in the words it was trained on. [`ToolFormat`] knows
-//! four families of them:
+//! five families of them:
 //!
 //! | format | a call | several |
 //! |---|---|---|
@@ -9,6 +9,9 @@
 //! | `hermes`, `qwen` | `<tool_call>{"name": "f", "arguments": {…}}</tool_call>`, anywhere | one after the other |
 //! | `pythonic` | `[f(a=1)]`, at the start or after `<\|python_start\|>` | in the same list |
 //! | `qwen3_coder` | `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, anywhere | one after the other |
+//! | `harmony` | `<\|channel\|>commentary to=functions.f <\|constrain\|>json<\|message\|>{…}`, a message | one after the other |
+//!
+//! Harmony's answers are messages in channels ([`kvist_engine::harmony`]), which are told apart without tools too.
 //!
 //! Where a template knows nothing of tools, `generic` tells the model of them in a message, and it answers as Hermes does.
 //!
@@ -18,17 +21,22 @@
 mod call;
 mod choice;
 mod grammar;
+pub(crate) mod harmony;
 mod looked;
 mod marks;
 mod parser;
 mod pythonic;
 mod qwen_coder;
+mod reader;
 pub(crate) mod taught;
 mod types;
 
 pub use call::ToolCall;
 pub use choice::{Tool, ToolChoice, tools_from_json};
 pub use parser::{ToolDelta, ToolParser};
+pub(crate) use reader::{AnswerReader, Reading, Said};
+
+use kvist_engine::harmony::MARKS;
 
 /// How a model hears of its tools, and how it calls them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +48,7 @@ pub struct Tooling {
 
 impl Tooling {
     /// Names for a configuration, `none` beside them.
-    pub const NAMES: &str = "llama3, hermes, qwen, pythonic, qwen3_coder, generic, none";
+    pub const NAMES: &str = "llama3, hermes, qwen, pythonic, qwen3_coder, harmony, generic, none";
 
     /// By name. `none` is `Ok(None)`: tools are refused.
     pub fn by_name(name: &str) -> Result<Option<Self>, String> {
@@ -49,6 +57,7 @@ impl Tooling {
             "hermes" | "qwen" | "generic" => ToolFormat::Hermes,
             "pythonic" => ToolFormat::Pythonic,
             "qwen3_coder" => ToolFormat::Qwen3Coder,
+            "harmony" => ToolFormat::Harmony,
             "none" => return Ok(None),
             _ => return Err(format!("there is no tool format `{name}`; known are {}", Self::NAMES)),
         };
@@ -75,6 +84,8 @@ pub enum ToolFormat {
     /// Llama 3.2 and 4 where their templates ask for it.
     Pythonic,
     Qwen3Coder,
+    /// gpt-oss.
+    Harmony,
 }
 
 const TOOL_CALL: &str = "<tool_call>";
@@ -84,7 +95,8 @@ const PYTHON_START: &str = "<|python_start|>";
 const PYTHON_END: &str = "<|python_end|>";
 
 impl ToolFormat {
-    /// The one that a chat template teaches; `None` if it knows nothing of tools, or another format.
+    /// The one that a chat template teaches; `None` if it knows nothing of tools, or another format. Harmony is known
+    /// by the vocabulary too: [`Model::harmony`](kvist_engine::model::Model::harmony).
     pub fn of_template(source: &str) -> Option<Self> {
         let has = |text: &str| source.contains(text);
         // Several write XML inside the same tag: Qwen3-Coder, and others in ways that are not known here.
@@ -111,12 +123,15 @@ impl ToolFormat {
             ToolFormat::Llama3 => &[PYTHON_TAG],
             ToolFormat::Hermes | ToolFormat::Qwen3Coder => &[TOOL_CALL, TOOL_CALL_END],
             ToolFormat::Pythonic => &[PYTHON_START, PYTHON_END],
+            ToolFormat::Harmony => &MARKS,
         }
     }
 
-    /// A whole answer: the text that is no call, and the calls. The same as from a [`ToolParser`].
+    /// A whole answer: the text that is said and no call, and the calls.
     pub fn parse(self, text: &str, tools: &[Tool]) -> (String, Vec<ToolCall>) {
-        ToolParser::new(self, true, tools.into()).whole(text)
+        let reading = Reading { format: self, tools: tools.into(), parallel: true, calls: true };
+        let said = reading.reader().whole(text);
+        (said.content, said.calls)
     }
 }
 
@@ -159,6 +174,7 @@ mod tests {
         assert_eq!(Tooling::by_name("generic"), known(ToolFormat::Hermes, true));
         assert_eq!(Tooling::by_name("pythonic"), known(ToolFormat::Pythonic, false));
         assert_eq!(Tooling::by_name("qwen3_coder"), known(ToolFormat::Qwen3Coder, false));
+        assert_eq!(Tooling::by_name("harmony"), known(ToolFormat::Harmony, false));
         assert_eq!(Tooling::by_name("none"), Ok(None));
         assert!(Tooling::by_name("mistral").unwrap_err().contains(Tooling::NAMES));
     }

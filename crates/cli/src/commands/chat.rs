@@ -69,6 +69,9 @@ struct TurnReport<'a> {
     branch: &'a str,
     user: &'a str,
     text: &'a str,
+    /// What the model thought, where its format tells that from what it says.
+    #[serde(skip_serializing_if = "str::is_empty")]
+    reasoning: &'a str,
     finish: &'static str,
     reused_tokens: usize,
     prompt_tokens: usize,
@@ -133,8 +136,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
             }
             _ => {
                 let said = said.strip_prefix('/').filter(|rest| rest.starts_with('/')).unwrap_or(said);
-                let mut watch =
-                    Watch { stream: !args.json, wrap: terminal_width().map(Wrap::new), failed: None };
+                let wrap = terminal_width().map(Wrap::new);
+                let mut watch = Watch { stream: !args.json, wrap, thinks: false, began: false, failed: None };
                 let turn = chat.say(said, &mut sampler, &limits, &mut watch);
                 watch.end();
                 if let Some(failed) = watch.failed {
@@ -169,6 +172,7 @@ fn tell(chat: &Chat, said: &str, turn: &Turn, args: &Args, quiet: bool) -> anyho
             branch: &chat.current().name,
             user: said,
             text: &g.text,
+            reasoning: &turn.reasoning,
             finish: g.finish.name(),
             reused_tokens: turn.reused_tokens,
             prompt_tokens: g.prompt_tokens,
@@ -314,14 +318,20 @@ struct Watch {
     stream: bool,
     /// At a terminal.
     wrap: Option<Wrap>,
+    /// What was shown last is what the model thinks.
+    thinks: bool,
+    /// Something was shown.
+    began: bool,
     failed: Option<anyhow::Error>,
 }
 
 impl Watch {
     fn show(&mut self, text: &str) {
-        if self.stream
-            && let Err(error) = output::show(text)
-        {
+        if !self.stream {
+            return;
+        }
+        let shown = if self.thinks { output::show_dimmed(text) } else { output::show(text) };
+        if let Err(error) = shown {
             self.failed = Some(error);
         }
     }
@@ -330,6 +340,19 @@ impl Watch {
     fn end(&mut self) {
         if let Some(rest) = self.wrap.as_mut().map(Wrap::end) {
             self.show(&rest);
+        }
+    }
+
+    /// From what is thought to what is said, and back.
+    fn turn(&mut self, thinks: bool) {
+        if self.thinks == thinks {
+            return;
+        }
+        self.end();
+        self.thinks = thinks;
+        if let Some(wrap) = self.wrap.as_mut().filter(|_| self.began) {
+            let space = wrap.push("\n\n");
+            self.show(&space);
         }
     }
 }
@@ -341,7 +364,20 @@ impl Observer for Watch {
     fn sampled(&mut self) -> bool {
         !interrupt::interrupted()
     }
+    /// At a terminal alone: what a program reads is the answer.
+    fn reasoning(&mut self, text: &str) -> bool {
+        if self.wrap.is_some() {
+            self.turn(true);
+            self.began = true;
+            let text = output::harmless(text);
+            let text = self.wrap.as_mut().map(|wrap| wrap.push(&text)).unwrap_or_default();
+            self.show(&text);
+        }
+        self.failed.is_none()
+    }
     fn text(&mut self, text: &str) -> bool {
+        self.turn(false);
+        self.began = true;
         // Before it is wrapped: what is written for a control character takes columns.
         let text = output::harmless(text);
         match &mut self.wrap {

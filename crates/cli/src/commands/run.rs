@@ -6,6 +6,7 @@ use clap::ValueHint;
 use indicatif::ProgressBar;
 use kvist_cache::SeqId;
 use kvist_engine::generate::{Limits, Observer, generate};
+use kvist_engine::harmony::generate_answer;
 use kvist_engine::model::Opened;
 use kvist_engine::session::ModelSession;
 use kvist_engine::template::Message;
@@ -61,6 +62,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let mut sampler = args.sampling.sampler(&opened, seed)?;
     let of_the_model = args.sampling.of_the_model(&opened);
     let (tokens, echo) = args.encode(&opened, &prompt)?;
+    let answers = !args.raw && opened.chat_template().is_some();
     let needed = tokens.len() as u64 + u64::from(args.max_tokens);
     let config = args.cache.config(opened.config(), needed)?;
     kvist_engine::check_prompt(&config, tokens.len())?;
@@ -77,14 +79,21 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     };
     let bar = progress::bar("reading", tokens.len() as u64, quiet || tokens.len() < 512);
     let echo = echo.filter(|_| !args.json).map(str::to_string);
-    let mut watch = Watch { bar, echo, stream: !args.json, failed: None };
-    let generation =
-        generate(&mut session, SeqId::ONLY, &tokens, Some(tokenizer), &mut sampler, &limits, &mut watch)?;
+    let thinks = std::io::stdout().is_terminal().then_some(false);
+    let mut watch = Watch { bar, echo, stream: !args.json, thinks, failed: None };
+    let (seq, tokenizer) = (SeqId::ONLY, Some(tokenizer));
+    let (generation, reasoning) = match answers {
+        true => generate_answer(&mut session, seq, &tokens, tokenizer, &mut sampler, &limits, &mut watch)?,
+        false => {
+            let text = generate(&mut session, seq, &tokens, tokenizer, &mut sampler, &limits, &mut watch)?;
+            (text, String::new())
+        }
+    };
     watch.text(""); // an answer without a text has an echo too
     if let Some(failed) = watch.failed {
         return Err(failed);
     }
-    let report = json::Run::new(&model, &session, &plan, &prompt, &generation, seed);
+    let report = json::Run::new(&model, &session, &plan, &prompt, (&generation, reasoning), seed);
     if args.json {
         return output::show_json(&report);
     }
@@ -143,7 +152,21 @@ struct Watch {
     /// The prompt, which comes with the first word of the answer: a failure before that leaves nothing on stdout.
     echo: Option<String>,
     stream: bool,
+    /// At a terminal: what was shown last is what the model thinks.
+    thinks: Option<bool>,
     failed: Option<anyhow::Error>,
+}
+
+impl Watch {
+    fn show(&mut self, text: &str, thinks: bool) -> bool {
+        let shown = match (self.stream, thinks) {
+            (false, _) => Ok(()),
+            (true, true) => output::show_dimmed(text),
+            (true, false) => output::show(text),
+        };
+        self.failed = self.failed.take().or(shown.err());
+        self.failed.is_none()
+    }
 }
 
 impl Observer for Watch {
@@ -156,12 +179,18 @@ impl Observer for Watch {
     }
     fn text(&mut self, text: &str) -> bool {
         self.bar.finish_and_clear();
-        let text = self.echo.take().unwrap_or_default() + text;
-        if self.stream
-            && let Err(error) = output::show(&text)
-        {
-            self.failed = Some(error);
+        let space = if self.thinks == Some(true) { "\n\n" } else { "" };
+        self.thinks = self.thinks.map(|_| false);
+        let text = self.echo.take().unwrap_or_default() + space + text;
+        self.show(&text, false)
+    }
+    /// At a terminal alone: what a program reads is the answer.
+    fn reasoning(&mut self, text: &str) -> bool {
+        if self.thinks.is_none() {
+            return true;
         }
-        self.failed.is_none()
+        self.bar.finish_and_clear();
+        self.thinks = Some(true);
+        self.show(text, true)
     }
 }

@@ -5,6 +5,7 @@ use super::rope::RotaryEmbedding;
 use crate::config::{ModelConfig, Role, TensorSpec};
 use crate::embedded;
 use crate::error::Error;
+use crate::harmony;
 use crate::sampler::Shipped;
 use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;
@@ -53,6 +54,7 @@ pub struct Model {
     decoder: Decoder,
     tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
+    harmony: Option<Vec<u32>>,
     end_tokens: Vec<u32>,
     sampling: Shipped,
     /// Of the keys, once a cache has asked for it.
@@ -219,12 +221,15 @@ impl Opened {
         let mut end_tokens = decoder.config().eos.clone();
         if let Some(tokenizer) = &tokenizer {
             end_tokens.extend(tokenizer.eos());
+            harmony::correct_ends(tokenizer, &mut end_tokens);
         }
+        let marks = tokenizer.as_ref().zip(template.as_ref());
+        let harmony = marks.and_then(|(tokenizer, template)| harmony::marks(tokenizer, template));
         end_tokens.sort_unstable();
         end_tokens.dedup();
         let sampling = sampling.unwrap_or_default();
         let channels = OnceLock::new();
-        Ok(Model { name, decoder, tokenizer, template, end_tokens, sampling, channels, weights })
+        Ok(Model { name, decoder, tokenizer, template, harmony, end_tokens, sampling, channels, weights })
     }
 }
 
@@ -281,6 +286,10 @@ impl Model {
     }
     pub fn chat_template(&self) -> Option<&ChatTemplate> {
         self.template.as_ref()
+    }
+    /// The control tokens of the [Harmony format](crate::harmony), if it answers in that.
+    pub fn harmony(&self) -> Option<&[u32]> {
+        self.harmony.as_deref()
     }
     /// Tokens that end a text.
     pub fn end_tokens(&self) -> &[u32] {

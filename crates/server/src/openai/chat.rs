@@ -7,19 +7,22 @@ use super::generation::{Answers, Order};
 use super::scores::Scorer;
 use super::stream::{self, Shape, finish_reason};
 use super::tokens::{encode_prompt, no_tokenizer};
-use crate::app::App;
+use crate::app::{App, EFFORT};
 use crate::auth::Caller;
 use crate::error::ApiError;
 use crate::http::json_body;
 use crate::job::{Done, Token};
 use crate::structured::{Compiled, ResponseFormat};
 use crate::tools::taught::{Place, teach};
-use crate::tools::{Tool, ToolCall, ToolChoice, ToolDelta, ToolFormat, ToolParser, tools_from_json};
+use crate::tools::{
+    AnswerReader, Reading, Said, ToolCall, ToolChoice, ToolDelta, ToolFormat, harmony, tools_from_json,
+};
 use crate::work::halted;
 use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 use kvist_engine::Error;
+use kvist_engine::harmony::{END, RETURN};
 use kvist_engine::template::{ChatTemplate, Conversation};
 use kvist_engine::tokenizer::Tokenizer;
 use serde_json::{Value, json};
@@ -52,12 +55,19 @@ fn prepare(app: &Arc<App>, caller: &Caller, body: &mut Value) -> Result<(Order, 
     let mut order = Order::new(app, caller, &common, id.clone(), "chat")?;
     let parallel = fields.parallel_tool_calls.unwrap_or(true);
     let tools = fields.tools.as_deref().unwrap_or_default();
-    let form = Form::new(app, tools, fields.tool_choice.as_ref(), parallel, fields.response_format.as_ref())?;
-    order.constraint = form.constraint;
-    match form.reading {
-        Some(_) => order.written = app.marks.clone(),
+    let choice = fields.tool_choice.as_ref();
+    let mut form = Form::new(app, app.channels, tools, choice, parallel, fields.response_format.as_ref())?;
+    order.constraint = form.constraint.take();
+    if form.reading.is_some() {
+        order.written = app.marks.clone();
+    }
+    if !form.reads_calls() {
         // The model is not to be told of them.
-        None => fields.tools = None,
+        fields.tools = None;
+    }
+    if let Some(effort) = fields.reasoning_effort.take() {
+        let kwargs = fields.chat_template_kwargs.get_or_insert_default();
+        kwargs.entry(EFFORT).or_insert(effort.into());
     }
     order.prompts = vec![prompt(app, &fields)?.into()];
     if app.engine.model().chat_template().is_none() {
@@ -66,38 +76,26 @@ fn prepare(app: &Arc<App>, caller: &Caller, body: &mut Value) -> Result<(Order, 
     order.logprobs = wants_scores.then(|| fields.top_logprobs.unwrap_or(0));
     order.admit(app, asked, "messages")?;
     app.log_prompts(&order.id, &order.prompts);
-    let parser = || form.reading.as_ref().map(Reading::parser);
-    let shape = Turn::new(app, id, (0..order.n).map(|_| parser()), wants_scores);
+    let reader = || form.reading.as_ref().map(Reading::reader);
+    let shape = Turn::new(app, id, (0..order.n).map(|_| reader()), wants_scores);
     order.queue(app)?;
     Ok((order, shape, common))
 }
 
-/// How calls are read back, and what the answer must look like.
+/// How an answer is read, and what it must look like.
 pub(crate) struct Form {
-    /// `None`: text is text, because there are no tools, or none is to be called.
+    /// `None`: text is text, because there are no tools, or none is to be called, and no channels.
     pub reading: Option<Reading>,
     pub constraint: Option<Compiled>,
     /// A call is demanded.
     pub demands: bool,
 }
 
-/// How calls are read back.
-#[derive(Clone)]
-pub(crate) struct Reading {
-    format: ToolFormat,
-    tools: Arc<[Tool]>,
-    parallel: bool,
-}
-
-impl Reading {
-    pub fn parser(&self) -> ToolParser {
-        ToolParser::new(self.format, self.parallel, self.tools.clone())
-    }
-}
-
 impl Form {
+    /// `channels`: the answer is written in them.
     pub fn new(
         app: &App,
+        channels: bool,
         described: &[Value],
         choice: Option<&Value>,
         parallel: bool,
@@ -106,12 +104,17 @@ impl Form {
         let tools = tools_from_json(described)?;
         let choice = ToolChoice::from_json(choice, &tools)?;
         let wanted = match wanted.filter(|format| !format.is_null()) {
-            Some(format) => ResponseFormat::from_json(format)?.grammar(),
+            Some(format) => {
+                let format = ResponseFormat::from_json(format)?;
+                if channels { format.schema().map(harmony::answer) } else { format.grammar() }
+            }
             None => None,
         };
         if choice == ToolChoice::None {
             let constraint = wanted.map(|grammar| app.compile(&grammar)).transpose()?;
-            return Ok(Form { reading: None, constraint, demands: false });
+            let format = ToolFormat::Harmony;
+            let reading = || Reading { format, tools: Arc::default(), parallel, calls: false };
+            return Ok(Form { reading: channels.then(reading), constraint, demands: false });
         }
         let tooling = app
             .tools
@@ -123,9 +126,14 @@ impl Form {
         }
         let format = tooling.format;
         let grammar = choice.grammar(format, &tools, parallel)?;
-        let reading = Some(Reading { format, tools: format.held(described)?.into(), parallel });
+        let reading = Some(Reading { format, tools: format.held(described)?.into(), parallel, calls: true });
         let demands = grammar.is_some();
         Ok(Form { reading, constraint: grammar.map(|grammar| app.compile(&grammar)).transpose()?, demands })
+    }
+
+    /// Tools may be called.
+    pub fn reads_calls(&self) -> bool {
+        self.reading.as_ref().is_some_and(|reading| reading.calls)
     }
 }
 
@@ -153,6 +161,19 @@ pub(crate) fn render(app: &App, conversation: &Conversation) -> Result<String, A
         Some(template) => {
             let tokenizer = model.tokenizer().ok_or_else(no_tokenizer)?;
             let written = match app.tools.filter(|tools| tools.taught) {
+                None if app.channels => {
+                    let messages = harmony::for_template(&messages);
+                    let tools = harmony::described(conversation.tools);
+                    let conversation = Conversation { messages: &messages, tools: &tools, ..*conversation };
+                    let ends = !conversation.add_generation_prompt;
+                    write(app, template, tokenizer, &conversation)?.map(|text| {
+                        match text.strip_suffix(RETURN) {
+                            // It ends what models are trained on, and is never read by one.
+                            Some(text) if ends => format!("{text}{END}"),
+                            _ => text,
+                        }
+                    })
+                }
                 None => {
                     write(app, template, tokenizer, &Conversation { messages: &messages, ..*conversation })?
                 }
@@ -253,10 +274,19 @@ pub(crate) fn tool_call(id: &str, index: usize, number: usize, call: &ToolCall) 
     })
 }
 
-/// The assistant's message that these calls are in.
-pub(crate) fn calling(content: &str, calls: Vec<Value>) -> Value {
-    let content = if content.is_empty() { Value::Null } else { content.into() };
-    json!({"role": "assistant", "content": content, "tool_calls": calls})
+/// The assistant's message that says this, with the calls as the API has them.
+pub(crate) fn message(said: &Said, calls: Vec<Value>) -> Value {
+    let mut message = json!({"role": "assistant", "content": said.content});
+    if !said.reasoning.is_empty() {
+        message["reasoning_content"] = said.reasoning.as_str().into();
+    }
+    if !calls.is_empty() {
+        if said.content.is_empty() {
+            message["content"] = Value::Null;
+        }
+        message["tool_calls"] = calls.into();
+    }
+    message
 }
 
 /// One answer on its way.
@@ -264,14 +294,14 @@ struct Speaker {
     /// Its role was said.
     begun: bool,
     calls: usize,
-    parser: Option<ToolParser>,
+    reader: Option<AnswerReader>,
 }
 
 impl Speaker {
     fn push(&mut self, text: &str) -> Vec<ToolDelta> {
         let mut out = Vec::new();
-        match &mut self.parser {
-            Some(parser) => parser.push(text, &mut out),
+        match &mut self.reader {
+            Some(reader) => reader.push(text, &mut out),
             None if text.is_empty() => {}
             None => out.push(ToolDelta::Content(text.into())),
         }
@@ -280,8 +310,8 @@ impl Speaker {
 
     fn finish(&mut self, text: &str) -> Vec<ToolDelta> {
         let mut out = self.push(text);
-        if let Some(parser) = &mut self.parser {
-            parser.finish(&mut out);
+        if let Some(reader) = &mut self.reader {
+            reader.finish(&mut out);
         }
         out
     }
@@ -297,14 +327,14 @@ pub(crate) struct Turn {
 }
 
 impl Turn {
-    /// An answer for every parser, or none where text is text.
+    /// An answer for every reader, or none where text is text.
     pub fn new(
         app: &Arc<App>,
         id: String,
-        parsers: impl Iterator<Item = Option<ToolParser>>,
+        readers: impl Iterator<Item = Option<AnswerReader>>,
         logprobs: bool,
     ) -> Self {
-        let speakers = parsers.map(|parser| Speaker { begun: false, calls: 0, parser }).collect();
+        let speakers = readers.map(|reader| Speaker { begun: false, calls: 0, reader }).collect();
         let scorer = logprobs.then(|| Scorer::chat(app));
         Turn { app: app.clone(), id, created: app.now(), speakers, scorer }
     }
@@ -327,6 +357,7 @@ impl Turn {
         for delta in said {
             let delta = match delta {
                 ToolDelta::Content(text) => json!({"content": text}),
+                ToolDelta::Reasoning(text) => json!({"reasoning_content": text}),
                 ToolDelta::Call { index: number, call } => {
                     self.speakers[index].calls += 1;
                     let mut call = self.call(index, number, &call);
@@ -382,21 +413,12 @@ impl Shape for Turn {
     fn whole(&mut self, index: usize, tokens: &[Token], done: &Done) -> Value {
         let mut text: String = tokens.iter().map(|t| t.text.as_str()).collect();
         text += &done.text;
-        let (mut content, mut calls) = (String::new(), Vec::new());
-        for delta in self.speakers[index].finish(&text) {
-            match delta {
-                ToolDelta::Content(text) => content += &text,
-                ToolDelta::Call { index: number, call } => calls.push(self.call(index, number, &call)),
-            }
-        }
+        let said: Said = self.speakers[index].finish(&text).into_iter().collect();
+        let calls = said.calls.iter().enumerate().map(|(number, call)| self.call(index, number, call));
+        let calls: Vec<Value> = calls.collect();
         self.speakers[index].calls = calls.len();
-        let mut message = json!({"role": "assistant", "content": content, "refusal": null});
-        if !calls.is_empty() {
-            if content.is_empty() {
-                message["content"] = Value::Null;
-            }
-            message["tool_calls"] = calls.into();
-        }
+        let mut message = message(&said, calls);
+        message["refusal"] = Value::Null;
         json!({
             "index": index,
             "message": message,

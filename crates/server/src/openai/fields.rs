@@ -79,6 +79,7 @@ pub(crate) struct ChatFields {
     pub tool_choice: Option<Value>,
     pub parallel_tool_calls: Option<bool>,
     pub chat_template_kwargs: Option<Map<String, Value>>,
+    pub reasoning_effort: Option<String>,
 }
 
 /// What no schema says as well: fields that exclude each other, told before the schema is asked.

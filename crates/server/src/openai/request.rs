@@ -18,6 +18,8 @@ pub(crate) struct Bounds {
     pub max_stop: u32,
     /// The model has a chat template of its own.
     pub template: bool,
+    /// It says how long the model is to think.
+    pub effort: bool,
     /// Its tool calls can be read back.
     pub tools: bool,
     /// Defaults that it ships.
@@ -33,6 +35,7 @@ impl Bounds {
             max_choices: limits.max_choices,
             max_stop: limits.max_stop,
             template: false,
+            effort: false,
             tools: false,
             sampling: Shipped::default(),
         }
@@ -274,6 +277,12 @@ fn chat(b: &Bounds) -> Value {
         "verbosity": "say it in a message",
         "web_search_options": "kvist searches nothing",
     });
+    if b.effort {
+        refused.as_object_mut().map(|refused| refused.shift_remove("reasoning_effort"));
+        let about = "How long the model is to think: `reasoning_effort` of its template.";
+        let effort = json!({"type": "string", "enum": ["low", "medium", "high", null], "description": about});
+        fields.insert("reasoning_effort".into(), or_null(effort));
+    }
     if !b.template {
         fields.shift_remove("chat_template_kwargs");
         refused["chat_template_kwargs"] = NO_TEMPLATE.into();
@@ -344,6 +353,7 @@ pub(crate) fn message(template: bool) -> Value {
             "content": {"anyOf": nullable},
             "refusal": or_null(json!({"type": "string", "description": "Passed on to the model's template."})),
             "reasoning_content": text("Passed on to the model's template."),
+            "reasoning": text("vLLM's newer name. Passed on to the model's template."),
             "tool_calls": or_null(json!({"type": "array", "items": call})),
             "annotations": ignored(json!({"type": "array"})),
         }),
@@ -471,7 +481,7 @@ mod tests {
     fn schemas_say_only_what_is_checked() {
         for template in [false, true] {
             let bounds = Bounds::new("m", 10, 64, &LimitsSection::default());
-            let bounds = Bounds { template, tools: template, ..bounds };
+            let bounds = Bounds { template, effort: template, tools: template, ..bounds };
             let Schemas { completions, chat, tokenize, detokenize, .. } = Schemas::new(&bounds);
             for schema in [completions, chat, tokenize, detokenize] {
                 schema::known(&schema).unwrap_or_else(|e| panic!("{e} in {schema}"));

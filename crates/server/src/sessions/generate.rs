@@ -11,13 +11,13 @@ use crate::auth::Caller;
 use crate::error::ApiError;
 use crate::http::{Path, json_body};
 use crate::job::{Done, Event, Finish, Token};
-use crate::openai::chat::{Form, PLAIN_STOP, Reading, Turn, calling, tool_call};
+use crate::openai::chat::{Form, PLAIN_STOP, Turn, message, tool_call};
 use crate::openai::completions::Text;
 use crate::openai::fields::{Common, check, check_together, read};
 use crate::openai::generation::{Answers, Order, Told};
 use crate::openai::scores::Scorer;
 use crate::openai::stream::{self, Shape};
-use crate::tools::ToolParser;
+use crate::tools::{AnswerReader, Reading, ToolFormat};
 use crate::work::{self, SETTLING_BYTES};
 use crate::worker::Generation;
 use axum::Extension;
@@ -44,14 +44,14 @@ pub(crate) async fn generate(
     run.wait(&prompt, deadline).await?;
     let session = run.claim.id.to_string();
     order.session = Some(session.as_str().into());
-    let (chats, parser) = (run.chats, run.parser.clone());
+    let (chats, reader) = (run.chats, run.reader.clone());
     order.record = Some(Box::new(|generation| run.follow(generation)));
     let (logprobs, id) = (order.logprobs.is_some(), order.id.clone());
     let text = Text::new(&app, &order);
     let answers = Answers::begin(&app, order)?;
     match chats {
         true => {
-            let shape = Turn::new(&app, id, std::iter::once(parser), logprobs);
+            let shape = Turn::new(&app, id, std::iter::once(reader), logprobs);
             stream::respond(answers, Within { shape, session }, &common).await
         }
         false => stream::respond(answers, Within { shape: text, session }, &common).await,
@@ -90,12 +90,12 @@ fn prepare(
                        or leave `tools` and `tool_choice` out";
         return Err(ApiError::invalid("tools", message));
     }
-    // An answer that goes on may have begun a call.
+    // An answer that goes on may have begun a call, or a message.
     let before = began.open_text().unwrap_or_default().to_string();
-    let parser = reading.as_ref().map(|reading| {
-        let mut parser = reading.parser();
-        parser.push(&before, &mut Vec::new());
-        parser
+    let reader = reading.as_ref().map(|reading| {
+        let mut reader = reading.reader();
+        reader.push(&before, &mut Vec::new());
+        reader
     });
     if reading.is_some() {
         order.written = app.marks.clone();
@@ -120,7 +120,7 @@ fn prepare(
         text: String::new(),
         before,
         reading,
-        parser,
+        reader,
         request: order.id.clone(),
         last: None,
         ignore_eos: order.ignore_eos,
@@ -159,12 +159,22 @@ fn form(
         true => Some(&none),
         false => fields.tool_choice.as_ref(),
     };
-    let form = Form::new(app, tools, choice, fields.parallel_tool_calls.unwrap_or(true), wanted)?;
+    // A text has no channels.
+    let ends = fields.add_generation_prompt == Some(false) && !history.is_open();
+    let channels = app.channels && history.has_messages() && !history.has_tail() && !ends;
+    let parallel = fields.parallel_tool_calls.unwrap_or(true);
+    let form = Form::new(app, channels, tools, choice, parallel, wanted)?;
     if goes_on && form.demands {
         let message = format!(
             "`tool_choice` demands a call, which begins an answer, and the session's last message is {another}"
         );
         return Err(ApiError::invalid("tool_choice", message));
+    }
+    if goes_on && form.constraint.is_some() && channels {
+        let message = format!(
+            "`response_format` is for the final message of a whole answer, and the session's last message is {another}"
+        );
+        return Err(ApiError::invalid("response_format", message));
     }
     Ok((form, history.with_tools(tools)))
 }
@@ -199,9 +209,9 @@ struct Run {
     text: String,
     /// What the answer that goes on had said before.
     before: String,
-    /// How calls are read from the answer, and what reads them for the client.
+    /// How the answer is read, and what reads it for the client.
     reading: Option<Reading>,
-    parser: Option<ToolParser>,
+    reader: Option<AnswerReader>,
     /// The request's id, of which calls have theirs.
     request: String,
     last: Option<u32>,
@@ -312,11 +322,12 @@ impl Run {
         self.text += done.map_or("", |done| &done.text);
         let (app, from, text) = (self.app, self.from, self.text);
         let raw = self.before + &text;
-        let calling = self.reading.filter(|_| stopped || at_end).and_then(|reading| {
-            let (content, calls) = reading.parser().whole(&raw);
-            let calls: Vec<Value> =
-                calls.iter().enumerate().map(|(n, call)| tool_call(&self.request, 0, n, call)).collect();
-            (!calls.is_empty()).then(|| calling(&content, calls))
+        let shown = self.reading.filter(|_| stopped || at_end).and_then(|reading| {
+            let said = reading.reader().whole(&raw);
+            let calls = said.calls.iter().enumerate();
+            let calls: Vec<Value> = calls.map(|(n, call)| tool_call(&self.request, 0, n, call)).collect();
+            let is_text = calls.is_empty() && reading.format != ToolFormat::Harmony;
+            (!is_text).then(|| message(&said, calls))
         });
         self.claim.end(Instant::now(), |history| {
             let settled = match stopped || at_end {
@@ -328,8 +339,8 @@ impl Run {
                 // Its tokens stay as they were drawn, and its text is theirs.
                 let _ = history.settle(&*app);
             }
-            if let Some(calling) = calling {
-                history.show_last(&*app, &raw, calling);
+            if let Some(shown) = shown {
+                history.show_last(&*app, &raw, shown);
             }
         });
     }

@@ -212,7 +212,7 @@ impl History {
             said.text.truncate(content.byte);
             said.text += &answer;
             if let Some(message) = said.messages.last_mut() {
-                message.body = json!({"role": "assistant", "content": scribe.content(&answer)});
+                message.body = scribe.message(&answer);
                 message.shown = None;
             }
         }

@@ -6,10 +6,10 @@ use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
 use crate::http::{Path, blocking, json_body};
-use crate::openai::chat::render;
+use crate::openai::chat::{message, render};
 use crate::openai::fields::{check, read};
 use crate::openai::tokens::{self, PART_BYTES, PART_TOKENS, escaped, in_parts, items};
-use crate::tools::tools_from_json;
+use crate::tools::{Reading, ToolFormat, tools_from_json};
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
@@ -62,7 +62,7 @@ impl Scribe for App {
             return Ok(String::new());
         }
         let _taken = self.work.take(decoding_room(self, tokens), "session")?;
-        App::decode(self, tokens)
+        self.decode_answer(tokens)
     }
 
     fn context(&self, tokens: &[u32]) -> usize {
@@ -75,6 +75,16 @@ impl Scribe for App {
         let plain = self.engine.model().chat_template().is_none();
         let answer = if plain { answer.strip_prefix(' ').unwrap_or(answer) } else { answer };
         answer.into()
+    }
+
+    fn message(&self, answer: &str) -> Value {
+        if !self.channels {
+            return json!({"role": "assistant", "content": self.content(answer)});
+        }
+        // Of calls only the generation that wrote them knows that they may be made.
+        let reading =
+            Reading { format: ToolFormat::Harmony, tools: Arc::default(), parallel: true, calls: false };
+        message(&reading.reader().whole(answer), Vec::new())
     }
 }
 

@@ -4,14 +4,14 @@
 //! argument by itself, in the order of the schema: there each has the grammar of its own schema, and what a schema says of
 //! the object as a whole, or of a text that stands without quotes, is refused by its path if it cannot be said so.
 use super::qwen_coder::PARAMETER_END;
-use super::{TOOL_CALL, TOOL_CALL_END, Tool, ToolChoice, ToolFormat};
+use super::{TOOL_CALL, TOOL_CALL_END, Tool, ToolChoice, ToolFormat, harmony};
 use crate::structured::{Grammar, InvalidParameter, Schema};
 use serde_json::{Map, Value};
 
 impl ToolChoice {
     /// What enforces it; `None` if nothing has to be. `parallel`: several calls may be made where the format has
-    /// them; Llama 3 is made to call once, as its template takes one call per turn. Refused: schemas that the format
-    /// cannot be held to.
+    /// them; Llama 3 is made to call once, as its template takes one call per turn, and so is Harmony. Refused: schemas
+    /// that the format cannot be held to.
     pub fn grammar(
         &self,
         format: ToolFormat,
@@ -23,9 +23,13 @@ impl ToolChoice {
             ToolChoice::Required => tools.iter().collect(),
             ToolChoice::Named(name) => tools.iter().filter(|tool| tool.name == *name).collect(),
         };
+        if format == ToolFormat::Harmony {
+            return Ok(Some(harmony::calls(chosen)));
+        }
         let parallel = parallel && *self == ToolChoice::Required;
         let start = match (format, parallel) {
-            (ToolFormat::Llama3, _) | (ToolFormat::Hermes | ToolFormat::Qwen3Coder, false) => "call",
+            (ToolFormat::Llama3 | ToolFormat::Harmony, _)
+            | (ToolFormat::Hermes | ToolFormat::Qwen3Coder, false) => "call",
             (ToolFormat::Hermes | ToolFormat::Qwen3Coder, true) => "call (\"\\n\" call)*",
             (ToolFormat::Pythonic, false) => "\"[\" call \"]\"",
             (ToolFormat::Pythonic, true) => "\"[\" call (\", \" call)* \"]\"",
@@ -34,13 +38,15 @@ impl ToolChoice {
         let mut grammar = Grammar::new(format!("start: {start}\ncall: {}\n", names.join(" | ")));
         for (at, tool) in chosen.into_iter().enumerate() {
             grammar = match format {
-                ToolFormat::Llama3 | ToolFormat::Hermes => json(grammar, format, at, tool),
+                ToolFormat::Llama3 | ToolFormat::Hermes | ToolFormat::Harmony => {
+                    json(grammar, format, at, tool)
+                }
                 ToolFormat::Pythonic => pythonic(grammar, at, tool)?,
                 ToolFormat::Qwen3Coder => qwen_coder(grammar, at, tool)?,
             };
         }
         Ok(Some(match format {
-            ToolFormat::Llama3 | ToolFormat::Pythonic => grammar,
+            ToolFormat::Llama3 | ToolFormat::Pythonic | ToolFormat::Harmony => grammar,
             ToolFormat::Hermes | ToolFormat::Qwen3Coder => {
                 grammar.mark("call_begin", TOOL_CALL).mark("call_end", TOOL_CALL_END)
             }

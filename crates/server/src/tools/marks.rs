@@ -1,4 +1,4 @@
-//! What calls of a format begin and end with, and what is between the two.
+//! What calls of a format begin and end with, and what is between the two. Harmony has no calls inside a text.
 use super::call::{Found, read};
 use super::qwen_coder::FUNCTION;
 use super::{
@@ -14,13 +14,14 @@ impl ToolFormat {
             ToolFormat::Pythonic => &[PYTHON_START],
             // Its models leave the first one out at times.
             ToolFormat::Qwen3Coder => &[TOOL_CALL, FUNCTION],
+            ToolFormat::Harmony => &[],
         }
     }
 
     /// What may stand behind calls.
     pub(super) fn closer(self) -> Option<&'static str> {
         match self {
-            ToolFormat::Llama3 | ToolFormat::Hermes => None,
+            ToolFormat::Llama3 | ToolFormat::Hermes | ToolFormat::Harmony => None,
             ToolFormat::Pythonic => Some(PYTHON_END),
             ToolFormat::Qwen3Coder => Some(TOOL_CALL_END),
         }
@@ -31,7 +32,7 @@ impl ToolFormat {
         match self {
             ToolFormat::Llama3 => text.starts_with('{'),
             ToolFormat::Pythonic => text.starts_with('['),
-            ToolFormat::Hermes | ToolFormat::Qwen3Coder => false,
+            ToolFormat::Hermes | ToolFormat::Qwen3Coder | ToolFormat::Harmony => false,
         }
     }
 
@@ -56,6 +57,7 @@ impl ToolFormat {
                 None if FUNCTION.starts_with(rest) => Found::Unfinished,
                 None => Found::Nothing,
             },
+            ToolFormat::Harmony => Found::Nothing,
         };
         let found = match found {
             Found::Calls(calls, len) => {

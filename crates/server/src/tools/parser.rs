@@ -13,6 +13,8 @@ use std::sync::Arc;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToolDelta {
     Content(String),
+    /// What the model thinks, where its format tells it from what it says.
+    Reasoning(String),
     /// The `index`-th call of this answer, from 0, complete.
     Call {
         index: usize,
@@ -75,21 +77,6 @@ impl ToolParser {
     pub fn finish(&mut self, out: &mut Vec<ToolDelta>) {
         self.look(true, out);
         debug_assert!(self.held.is_empty(), "{:?} stayed", self.held);
-    }
-
-    /// Of a whole answer: the text that is no call, and the calls.
-    pub fn whole(mut self, answer: &str) -> (String, Vec<ToolCall>) {
-        let mut deltas = Vec::new();
-        self.push(answer, &mut deltas);
-        self.finish(&mut deltas);
-        let (mut content, mut calls) = (String::new(), Vec::new());
-        for delta in deltas {
-            match delta {
-                ToolDelta::Content(text) => content += &text,
-                ToolDelta::Call { call, .. } => calls.push(call),
-            }
-        }
-        (content, calls)
     }
 
     fn look(&mut self, end: bool, out: &mut Vec<ToolDelta>) {
@@ -220,6 +207,7 @@ mod tests {
                     assert_eq!(index, calls.len());
                     calls.push(call);
                 }
+                ToolDelta::Reasoning(text) => panic!("{text:?} is thought"),
             }
         }
         (content, calls)

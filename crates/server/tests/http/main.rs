@@ -3,6 +3,7 @@ mod answers;
 mod bodies;
 mod costly;
 mod doors;
+mod harmony;
 mod limits;
 mod live;
 mod refusals;

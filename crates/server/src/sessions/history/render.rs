@@ -31,6 +31,10 @@ pub(crate) trait Scribe {
     }
     /// The content of a message whose answer is this text.
     fn content(&self, answer: &str) -> String;
+    /// The message whose answer is this text, whole or not.
+    fn message(&self, answer: &str) -> Value {
+        json!({"role": "assistant", "content": self.content(answer)})
+    }
     /// Tokens that a history may have.
     fn room(&self) -> usize;
 }

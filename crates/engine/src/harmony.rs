@@ -1,0 +1,330 @@
+//! OpenAI's Harmony format, in which gpt-oss answers: messages in channels, between control tokens.
+//!
+//! ```text
+//! <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
+//! <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
+//! ```
+//!
+//! What the model thinks is in the channel `analysis`, what it says in `final`. `commentary` has calls of functions,
+//! and what is said before them. The prompt ends with `<|start|>assistant`, so an answer begins inside a header; the
+//! recipient of a call may stand before its channel too. `<|return|>` and `<|call|>` end an answer, `<|end|>` a message
+//! of it.
+//!
+//! The format's control tokens have no text, so they are to be written out by their names where an answer is read
+//! ([`marks`]); a [`ChannelParser`] takes the text apart.
+mod generate;
+mod header;
+
+use crate::template::ChatTemplate;
+use crate::tokenizer::Tokenizer;
+use header::Header;
+use serde::de::IgnoredAny;
+
+pub use generate::generate_answer;
+
+pub const START: &str = "<|start|>";
+pub const END: &str = "<|end|>";
+pub const MESSAGE: &str = "<|message|>";
+pub const CHANNEL: &str = "<|channel|>";
+pub const CONSTRAIN: &str = "<|constrain|>";
+pub const RETURN: &str = "<|return|>";
+pub const CALL: &str = "<|call|>";
+
+/// The names of the format's control tokens. None is the beginning of another one.
+pub const MARKS: [&str; 7] = [START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL];
+
+/// The control tokens of the format that a vocabulary has. `None` where its model does not speak it: its chat template
+/// has to write channels, and they have to be tokens.
+pub fn marks(tokenizer: &Tokenizer, template: &ChatTemplate) -> Option<Vec<u32>> {
+    let writes = template.source(false).contains(CHANNEL) && is_known(tokenizer);
+    writes.then(|| MARKS.iter().filter_map(|mark| tokenizer.token(mark)).collect())
+}
+
+/// Does the vocabulary have what no message of the format can be without?
+fn is_known(tokenizer: &Tokenizer) -> bool {
+    [START, END, MESSAGE, CHANNEL].iter().all(|mark| tokenizer.token(mark).is_some())
+}
+
+/// The tokens that end an answer, where a vocabulary is of this format: a file may leave out `<|call|>`, or name
+/// `<|end|>`, behind which the answer goes on.
+pub(crate) fn correct_ends(tokenizer: &Tokenizer, ends: &mut Vec<u32>) {
+    let answer = [RETURN, CALL].map(|mark| tokenizer.token(mark));
+    let [Some(returns), Some(calls)] = answer else { return };
+    if is_known(tokenizer) {
+        ends.retain(|token| tokenizer.token(END) != Some(*token));
+        ends.extend([returns, calls]);
+    }
+}
+
+/// What became certain of an answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Delta {
+    Content(String),
+    Reasoning(String),
+    /// A call of a function, complete. The arguments are a JSON object, as the model wrote it.
+    Call {
+        name: String,
+        arguments: String,
+    },
+}
+
+/// Where a message is told.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Channel {
+    Reasoning,
+    /// Every other one, known or not.
+    #[default]
+    Content,
+}
+
+/// Reads an answer that comes in pieces.
+///
+/// It promises that the result does not depend on how the text was cut, that text is told as soon as no mark can begin
+/// in it, and that its time goes with the text's length. It holds a call until that is complete, a header, and the
+/// beginning of a mark; each is bounded. No text is lost: what has no known shape is content, and so is a call without
+/// an object. Messages of one channel are told with a line break between them, as vLLM does.
+///
+/// It sees text: a mark that the model spells with ordinary tokens is one too.
+#[derive(Clone, Debug, Default)]
+pub struct ChannelParser {
+    /// Calls are told as such; otherwise what they say is content.
+    calls: bool,
+    /// What may become a mark.
+    held: String,
+    place: Place,
+    /// A header's text, with the marks inside.
+    header: String,
+    /// It follows `<|start|>`, and so is one whatever it says.
+    started: bool,
+    channel: Channel,
+    /// The message is a call.
+    call: Option<Call>,
+    /// The message has said something.
+    spoken: bool,
+    /// Something was said in this channel before.
+    content: bool,
+    reasoning: bool,
+    /// A message, or a mark of one, has come.
+    begun: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Place {
+    /// In a header, or before one.
+    #[default]
+    Header,
+    Body,
+}
+
+/// A call on its way.
+#[derive(Clone, Debug, Default)]
+struct Call {
+    name: String,
+    body: String,
+    /// Its object has begun.
+    opened: bool,
+}
+
+/// Bytes of a header. What is longer is none, and its rest is text.
+const MAX_HEADER: usize = 512;
+
+/// Bytes of a call. What is longer is text.
+const MAX_CALL: usize = 4 << 20;
+
+impl ChannelParser {
+    pub fn new(calls: bool) -> Self {
+        ChannelParser { calls, ..ChannelParser::default() }
+    }
+
+    /// The answer goes on with this.
+    pub fn push(&mut self, piece: &str, out: &mut Vec<Delta>) {
+        let mut text = std::mem::take(&mut self.held);
+        text += piece;
+        // What stands before the first has been taken; no mark begins between both.
+        let (mut taken, mut looked) = (0, 0);
+        while let Some(at) = text[looked..].find('<').map(|at| looked + at) {
+            let rest = &text[at..];
+            if let Some(mark) = MARKS.into_iter().find(|mark| rest.starts_with(mark)) {
+                self.text(&text[taken..at], out);
+                self.mark(mark, out);
+                taken = at + mark.len();
+                looked = taken;
+            } else if MARKS.iter().any(|mark| mark.starts_with(rest)) {
+                self.text(&text[taken..at], out);
+                self.held.push_str(rest);
+                return;
+            } else {
+                looked = at + 1;
+            }
+        }
+        self.text(&text[taken..], out);
+    }
+
+    /// The answer is over.
+    pub fn finish(&mut self, out: &mut Vec<Delta>) {
+        let held = std::mem::take(&mut self.held);
+        self.text(&held, out);
+        if self.place == Place::Header {
+            self.give_up_header(true, out);
+        }
+        self.close(out);
+    }
+
+    fn text(&mut self, text: &str, out: &mut Vec<Delta>) {
+        if text.is_empty() {
+            return;
+        }
+        if self.place == Place::Body {
+            return self.say(text, out);
+        }
+        // At the same byte however the text is cut.
+        let mut room = MAX_HEADER.saturating_sub(self.header.len()).min(text.len());
+        while !text.is_char_boundary(room) {
+            room -= 1;
+        }
+        self.header += &text[..room];
+        if room < text.len() || !(self.started || header::may_go_on(&self.header)) {
+            self.give_up_header(false, out);
+            self.say(&text[room..], out);
+        }
+    }
+
+    fn mark(&mut self, mark: &'static str, out: &mut Vec<Delta>) {
+        match (mark, self.place) {
+            (MESSAGE, Place::Header) => {
+                let header = std::mem::take(&mut self.header);
+                self.open(Header::read(&header, true), out);
+            }
+            (MESSAGE | CONSTRAIN, Place::Body) => self.say(mark, out),
+            (CHANNEL | CONSTRAIN, Place::Header) => {
+                // A second channel in a header takes the place of one that says nothing.
+                let goes_on = mark == CONSTRAIN || Header::read(&self.header, false).rest.trim().is_empty();
+                if !goes_on || self.header.len() + mark.len() > MAX_HEADER {
+                    self.end_message(out);
+                }
+                self.header += mark;
+            }
+            (CHANNEL, Place::Body) => {
+                self.end_message(out);
+                self.header += mark;
+            }
+            (START, _) => {
+                self.end_message(out);
+                self.started = true;
+            }
+            _ => self.end_message(out),
+        }
+        self.begun = true;
+    }
+
+    /// A message begins.
+    fn open(&mut self, header: Header<'_>, out: &mut Vec<Delta>) {
+        self.place = Place::Body;
+        self.channel = header.channel;
+        self.spoken = false;
+        let name = header.function.filter(|_| self.calls);
+        self.call = name.map(|name| Call { name: name.into(), ..Call::default() });
+        self.say(header.rest, out);
+    }
+
+    /// The text that was to be a header is the message itself, but for what begins one. `over`: nothing follows.
+    fn give_up_header(&mut self, over: bool, out: &mut Vec<Delta>) {
+        let text = std::mem::take(&mut self.header);
+        let mut header = Header::read(&text, false);
+        if !self.started && !header.is_one() {
+            header.rest = &text;
+        }
+        // Blanks between messages belong to none.
+        let is_blank = self.begun && header.rest.trim().is_empty();
+        if is_blank || (over && header.is_cut(self.started)) {
+            header.rest = "";
+        }
+        self.open(header, out);
+    }
+
+    /// The next one begins with a header.
+    fn end_message(&mut self, out: &mut Vec<Delta>) {
+        if self.place == Place::Header {
+            self.give_up_header(false, out);
+        }
+        self.close(out);
+        (self.place, self.started) = (Place::Header, false);
+    }
+
+    fn close(&mut self, out: &mut Vec<Delta>) {
+        let Some(Call { name, body, .. }) = self.call.take() else { return };
+        let arguments = body.trim();
+        match arguments.starts_with('{') && serde_json::from_str::<IgnoredAny>(arguments).is_ok() {
+            true => out.push(Delta::Call { name, arguments: arguments.into() }),
+            false => self.tell(&body, out),
+        }
+    }
+
+    /// Of a message's text.
+    fn say(&mut self, text: &str, out: &mut Vec<Delta>) {
+        let Some(call) = &mut self.call else { return self.tell(text, out) };
+        call.body += text;
+        let start = text.trim_start();
+        let is_call = call.opened || start.is_empty() || start.starts_with('{');
+        call.opened |= !start.is_empty();
+        if !is_call || call.body.len() > MAX_CALL {
+            let body = std::mem::take(&mut call.body);
+            self.call = None;
+            self.tell(&body, out);
+        }
+    }
+
+    fn tell(&mut self, text: &str, out: &mut Vec<Delta>) {
+        if text.is_empty() {
+            return;
+        }
+        let is_reasoning = self.channel == Channel::Reasoning;
+        let before = if is_reasoning { &mut self.reasoning } else { &mut self.content };
+        let between = if *before && !self.spoken { "\n" } else { "" };
+        (*before, self.spoken, self.begun) = (true, true, true);
+        match (out.last_mut(), is_reasoning) {
+            (Some(Delta::Reasoning(last)), true) | (Some(Delta::Content(last)), false) => {
+                last.push_str(between);
+                last.push_str(text);
+            }
+            (_, true) => out.push(Delta::Reasoning(format!("{between}{text}"))),
+            (_, false) => out.push(Delta::Content(format!("{between}{text}"))),
+        }
+    }
+}
+
+/// A whole answer, read.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Answer {
+    pub content: String,
+    pub reasoning: String,
+    /// Names and arguments.
+    pub calls: Vec<(String, String)>,
+}
+
+impl Answer {
+    /// The same as from a [`ChannelParser`].
+    pub fn read(text: &str, calls: bool) -> Self {
+        let (mut parser, mut out) = (ChannelParser::new(calls), Vec::new());
+        parser.push(text, &mut out);
+        parser.finish(&mut out);
+        out.into_iter().collect()
+    }
+}
+
+impl FromIterator<Delta> for Answer {
+    fn from_iter<T: IntoIterator<Item = Delta>>(deltas: T) -> Self {
+        let mut answer = Answer::default();
+        for delta in deltas {
+            match delta {
+                Delta::Content(text) => answer.content += &text,
+                Delta::Reasoning(text) => answer.reasoning += &text,
+                Delta::Call { name, arguments } => answer.calls.push((name, arguments)),
+            }
+        }
+        answer
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,121 @@
+//! Answers in channels out of a session.
+use super::{ChannelParser, Delta};
+use crate::error::Error;
+use crate::generate::{Generation, Limits, Observer, generate};
+use crate::sampler::Sampler;
+use crate::session::ModelSession;
+use crate::tokenizer::Tokenizer;
+use kvist_cache::SeqId;
+
+/// As [`generate`], where the prompt ends with the beginning of an answer. Of a model that answers in channels the text
+/// is what it says; what it thinks is told to [`Observer::reasoning`] and comes beside it. Of other models that is
+/// empty.
+pub fn generate_answer(
+    session: &mut ModelSession,
+    seq: SeqId,
+    prompt: &[u32],
+    tokenizer: Option<&Tokenizer>,
+    sampler: &mut Sampler,
+    limits: &Limits,
+    observer: &mut dyn Observer,
+) -> Result<(Generation, String), Error> {
+    let model = session.model().clone();
+    let Some(marks) = model.harmony() else {
+        let generation = generate(session, seq, prompt, tokenizer, sampler, limits, observer)?;
+        return Ok((generation, String::new()));
+    };
+    let mut channels = Channels::new(marks, observer);
+    let generation = generate(session, seq, prompt, tokenizer, sampler, limits, &mut channels)?;
+    let (text, reasoning) = channels.finish();
+    Ok((Generation { text, ..generation }, reasoning))
+}
+
+/// Tells an observer what is said and what is thought of an answer. The model was told of no functions: a call of one
+/// is text.
+struct Channels<'o> {
+    marks: &'o [u32],
+    parser: ChannelParser,
+    observer: &'o mut dyn Observer,
+    content: String,
+    reasoning: String,
+}
+
+impl<'o> Channels<'o> {
+    fn new(marks: &'o [u32], observer: &'o mut dyn Observer) -> Self {
+        let (content, reasoning) = (String::new(), String::new());
+        Channels { marks, parser: ChannelParser::new(false), observer, content, reasoning }
+    }
+
+    fn tell(&mut self, deltas: Vec<Delta>) -> bool {
+        let mut goes_on = true;
+        for delta in deltas {
+            goes_on &= match delta {
+                Delta::Reasoning(text) => {
+                    self.reasoning += &text;
+                    self.observer.reasoning(&text)
+                }
+                Delta::Content(text) | Delta::Call { arguments: text, .. } => {
+                    self.content += &text;
+                    self.observer.text(&text)
+                }
+            };
+        }
+        goes_on
+    }
+
+    /// What was said, and what was thought.
+    fn finish(mut self) -> (String, String) {
+        let mut rest = Vec::new();
+        self.parser.finish(&mut rest);
+        self.tell(rest);
+        (self.content, self.reasoning)
+    }
+}
+
+impl Observer for Channels<'_> {
+    fn prefilled(&mut self, tokens: usize) -> bool {
+        self.observer.prefilled(tokens)
+    }
+    fn sampled(&mut self) -> bool {
+        self.observer.sampled()
+    }
+    fn text(&mut self, text: &str) -> bool {
+        let mut deltas = Vec::new();
+        self.parser.push(text, &mut deltas);
+        self.tell(deltas)
+    }
+    fn written(&self) -> &[u32] {
+        self.marks
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Default)]
+    struct Heard(String, String);
+
+    impl Observer for Heard {
+        fn text(&mut self, text: &str) -> bool {
+            self.0 += text;
+            true
+        }
+        fn reasoning(&mut self, text: &str) -> bool {
+            self.1 += text;
+            self.1.len() < 4
+        }
+    }
+
+    #[test]
+    fn an_observer_hears_what_is_said_and_what_is_thought() {
+        let mut heard = Heard::default();
+        let mut channels = Channels::new(&[], &mut heard);
+        assert!(channels.text("<|channel|>analysis<|message|>So"));
+        assert!(!channels.text("so."), "it was to stop");
+        assert!(channels.text("<|end|><|start|>assistant<|channel|>final<|message|>Yes<"));
+        let told = channels.finish();
+        assert_eq!(told, ("Yes<".to_string(), "Soso.".to_string()));
+        assert_eq!((heard.0, heard.1), told);
+    }
+}

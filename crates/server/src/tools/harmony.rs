@@ -1,0 +1,180 @@
+//! Conversations for chat templates of the [Harmony format](kvist_engine::harmony), and grammars of its answers.
+//!
+//! gpt-oss's template asks for what the API does not say: `thinking` is what was thought before a call, each message
+//! has one call, whose result follows it, and every function has a description.
+use super::Tool;
+use crate::structured::{Grammar, Schema};
+use kvist_engine::harmony::{CHANNEL, CONSTRAIN, END, MESSAGE, START};
+use serde_json::{Value, json};
+
+/// The messages as the template knows them.
+pub(crate) fn for_template(messages: &[Value]) -> Vec<Value> {
+    let mut out = Vec::with_capacity(messages.len());
+    let mut rest = messages;
+    while let [message, after @ ..] = rest {
+        rest = after;
+        let calls = message["tool_calls"].as_array().filter(|calls| !calls.is_empty());
+        let Some(calls) = calls else {
+            out.push(message.clone());
+            continue;
+        };
+        let n_results = after.iter().take_while(|message| message["role"] == "tool").count();
+        let (results, after) = after.split_at(n_results);
+        rest = after;
+        let mut results: Vec<Option<&Value>> = results.iter().map(Some).collect();
+        for (n, call) in calls.iter().enumerate() {
+            out.push(calling(message, call, n == 0));
+            // The template names a result after the call before it.
+            let of_it = |result: &Value| result["tool_call_id"] == call["id"] && !call["id"].is_null();
+            for result in &mut results {
+                if result.is_some_and(of_it) {
+                    out.extend(result.take().cloned());
+                }
+            }
+        }
+        out.extend(results.into_iter().flatten().cloned());
+    }
+    out
+}
+
+/// The message with this one of its calls; with the `first`, what was thought and said before it.
+fn calling(message: &Value, call: &Value, first: bool) -> Value {
+    let mut message = message.clone();
+    let Some(fields) = message.as_object_mut() else { return message };
+    let mut taken =
+        |name: &str| fields.shift_remove(name).map(|text| text_of(&text)).filter(|text| !text.is_empty());
+    let names = ["thinking", "reasoning_content", "reasoning"].map(&mut taken);
+    // Several names for one text.
+    let thought = names.into_iter().flatten().next();
+    let content = taken("content");
+    fields.insert("tool_calls".into(), json!([call]));
+    fields.insert("content".into(), "".into());
+    if first {
+        // The template takes one of them, and writes either as what was thought.
+        let before: Vec<String> = thought.into_iter().chain(content).collect();
+        if !before.is_empty() {
+            fields.insert("thinking".into(), before.join("\n").into());
+        }
+    }
+    message
+}
+
+/// Parts of text are joined as everywhere.
+fn text_of(content: &Value) -> String {
+    match content {
+        Value::Array(parts) => {
+            parts.iter().filter_map(|part| part["text"].as_str()).collect::<Vec<_>>().join("\n")
+        }
+        content => content.as_str().unwrap_or_default().into(),
+    }
+}
+
+/// The tools, each with a description: the template takes none for granted.
+pub(crate) fn described(tools: &[Value]) -> Vec<Value> {
+    let described = |tool: &Value| {
+        let mut tool = tool.clone();
+        if let Some(function) = tool.get_mut("function").and_then(Value::as_object_mut)
+            && !function.get("description").is_some_and(Value::is_string)
+        {
+            function.insert("description".into(), "".into());
+        }
+        tool
+    };
+    tools.iter().map(described).collect()
+}
+
+/// Messages before the one that matters, up to where that begins.
+fn before(start: &str, channels: &str) -> Grammar {
+    let lark = format!(
+        "start: before* {start}\nbefore: channel {channels} message text end begin \"assistant\"\ntext: /(?s:.*)/\n"
+    );
+    let marks = [
+        ("channel", CHANNEL),
+        ("message", MESSAGE),
+        ("end", END),
+        ("begin", START),
+        ("constrain", CONSTRAIN),
+    ];
+    marks.into_iter().fold(Grammar::new(lark), |grammar, (rule, mark)| grammar.mark(rule, mark))
+}
+
+/// An answer whose final message is a value that the schema admits. The model may think before.
+pub(crate) fn answer(schema: Schema) -> Grammar {
+    let mut grammar = before("final", "\"analysis\"");
+    grammar.rule("final: channel \"final\" (\" \"? constrain \"json\")? message answer\n");
+    grammar.with("answer", schema)
+}
+
+/// An answer that calls one of the functions. The model may think before, and say something. A call ends the answer, so
+/// there is one.
+pub(super) fn calls(chosen: Vec<&Tool>) -> Grammar {
+    let names: Vec<String> = (0..chosen.len()).map(|at| format!("call_{at}")).collect();
+    let mut grammar = before(&format!("({})", names.join(" | ")), "(\"analysis\" | \"commentary\")");
+    grammar.rule("json: (\" \"? constrain \"json\" | \" json\")?\n");
+    for (at, tool) in chosen.into_iter().enumerate() {
+        let recipient = Value::from(format!(" to=functions.{}", tool.name));
+        let in_channel = Value::from(format!("commentary to=functions.{}", tool.name));
+        grammar.rule(&format!(
+            "call_{at}: (channel {in_channel} | {recipient} channel \"commentary\") json message args_{at}\n"
+        ));
+        grammar = grammar.with(&format!("args_{at}"), tool.parameters.clone());
+    }
+    grammar
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_call_is_a_message_before_its_results() {
+        let call =
+            |id: &str| json!({"id": id, "type": "function", "function": {"name": id, "arguments": "{}"}});
+        let result = |id: &str| json!({"role": "tool", "tool_call_id": id, "content": id});
+        let question = json!({"role": "user", "content": "Why?"});
+        let messages = [
+            question.clone(),
+            json!({"role": "assistant", "content": "I look.", "reasoning_content": "Two.", "tool_calls": [call("a"), call("b")]}),
+            result("b"),
+            result("a"),
+            result("c"),
+            json!({"role": "assistant", "content": "So.", "reasoning_content": "Done."}),
+        ];
+        let expected = [
+            question.clone(),
+            json!({"role": "assistant", "tool_calls": [call("a")], "content": "", "thinking": "Two.\nI look."}),
+            result("a"),
+            json!({"role": "assistant", "tool_calls": [call("b")], "content": ""}),
+            result("b"),
+            result("c"),
+            messages[5].clone(),
+        ];
+        assert_eq!(for_template(&messages), expected);
+        // Either alone, by any name, in parts, or nothing.
+        for (fields, thinking) in [
+            (json!({"content": null, "reasoning": "R"}), Some("R")),
+            (json!({"reasoning_content": "R", "reasoning": "R", "content": ""}), Some("R")),
+            (
+                json!({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}),
+                Some("a\nb"),
+            ),
+            (json!({"thinking": "T"}), Some("T")),
+            (json!({}), None),
+        ] {
+            let mut message = json!({"role": "assistant", "tool_calls": [call("a")]});
+            message.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+            let rendered = for_template(&[message]);
+            assert_eq!(rendered[0].get("thinking").and_then(Value::as_str), thinking, "{fields}");
+            assert_eq!(rendered[0]["content"], "");
+        }
+        assert_eq!(for_template(&messages[..1]), [question]);
+    }
+
+    #[test]
+    fn every_function_is_described() {
+        let tool = |function: Value| json!({"type": "function", "function": function});
+        let tools = [tool(json!({"name": "f"})), tool(json!({"name": "g", "description": "G."}))];
+        let expected = [tool(json!({"name": "f", "description": ""})), tools[1].clone()];
+        assert_eq!(described(&tools), expected);
+    }
+}
