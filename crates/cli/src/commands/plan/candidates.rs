@@ -67,7 +67,8 @@ fn candidate(asked: &Asked, command: Command, kind: &'static str, rung: Rung) ->
     let fits = |context: u32| at(context).is_some_and(|(.., total)| total <= asked.memory_bytes);
     let context = asked.cache.context_tokens;
     let (cache, plan, total_bytes) = at(context)?;
-    let context_fits_tokens = MemoryPlan::longest(context.max(asked.model.context), fits);
+    let does_fit = total_bytes <= asked.memory_bytes;
+    let longest = MemoryPlan::longest(context.max(asked.model.context), fits);
     Some(Candidate {
         command,
         kind,
@@ -75,8 +76,9 @@ fn candidate(asked: &Asked, command: Command, kind: &'static str, rung: Rung) ->
         cache,
         plan,
         total_bytes,
-        fits: total_bytes <= asked.memory_bytes,
-        context_fits_tokens,
+        fits: does_fit,
+        // Which may be none of its steps.
+        context_fits_tokens: if does_fit { longest.max(context) } else { longest },
     })
 }
 
@@ -137,6 +139,11 @@ impl Candidate {
         let v = if k == v { String::new() } else { format!(" --kv-v {v}") };
         format!("{kind}--kv {k}{v}")
     }
+
+    /// The longest context that fits, as far as it was asked for.
+    pub fn useful_context(&self) -> u32 {
+        self.context_fits_tokens.min(self.cache.context_tokens)
+    }
 }
 
 /// Of the caches for `command`, the first of those whose context can be longest.
@@ -144,9 +151,10 @@ pub fn longest<'a>(
     candidates: impl DoubleEndedIterator<Item = &'a Candidate>,
     command: Command,
 ) -> Option<&'a Candidate> {
-    let can = candidates.filter(|c| c.command == command && c.context_fits_tokens > 0);
+    let can =
+        candidates.filter(|candidate| candidate.command == command && candidate.context_fits_tokens > 0);
     // Of equals, max_by_key takes the last.
-    can.rev().max_by_key(|candidate| candidate.context_fits_tokens)
+    can.rev().max_by_key(|candidate| candidate.useful_context())
 }
 
 /// Of the caches for `command`, the first of those that take least.

@@ -23,15 +23,15 @@ pub fn nothing_fits(asked: &Asked, packed_bytes: u64) -> anyhow::Error {
     )
 }
 
-/// The longest context that fits, in steps as they are or, if that leaves room for none, in smaller ones.
+/// The longest context that fits; in smaller steps, if that makes it longer.
 fn shorter(asked: &Asked) -> Option<String> {
     let at = |chunk: u32| -> Option<(u32, Candidate)> {
         let candidates = candidates::all(&Asked { chunk, ..*asked }, LADDER);
         Some((chunk, longest(candidates.iter(), Command::Run)?.clone()))
     };
-    let chunks = [asked.chunk, 64, 16].map(|chunk| chunk.min(asked.chunk));
-    let (chunk, fits) = chunks.into_iter().find_map(at)?;
-    let context = fits.context_fits_tokens.min(asked.cache.context_tokens);
+    // Of equals, max_by_key takes the last: that of the largest steps.
+    let chunks = [16, 64, asked.chunk].map(|chunk| chunk.min(asked.chunk));
+    let (chunk, fits) = chunks.into_iter().filter_map(at).max_by_key(|(_, fits)| fits.useful_context())?;
     let chunk = (chunk < asked.chunk).then(|| format!(" --chunk {chunk}"));
-    Some(format!("{} --context {context}{}", fits.flags(), chunk.unwrap_or_default()))
+    Some(format!("{} --context {}{}", fits.flags(), fits.useful_context(), chunk.unwrap_or_default()))
 }

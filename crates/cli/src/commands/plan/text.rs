@@ -5,14 +5,14 @@ use kvist_backend::Bytes;
 
 impl Recommendation {
     pub fn text(&self) -> String {
-        let whose =
-            if self.kl.of_this_model { "measured here, on" } else { "not of this model: measured on" };
+        let models = self.kl.models.join(" and ");
+        let whose = match self.kl.of_this_model {
+            true => format!("measured here, on {models}:"),
+            false => format!("not of this model (that is --measure): measured on {models},"),
+        };
         let mut lines = vec![
-            format!(
-                "KL               of a cache in f32 and this one, mean, nats per token; {whose} {} ({})",
-                self.kl.models.join(" and "),
-                self.kl.measured_on
-            ),
+            "KL               from a cache in f32: mean, nats per token".to_string(),
+            format!("                 {whose} {}", self.kl.measured_on),
             String::new(),
         ];
         for (title, rows) in self.groups() {
@@ -32,7 +32,7 @@ impl Recommendation {
         let candidates = || self.candidates.iter().map(|row| &row.candidate);
         let least = smallest(candidates(), Command::Serve)?;
         let shorter = longest(candidates(), Command::Serve)
-            .map(|shorter| format!("; {} --context {} fits", shorter.flags(), shorter.context_fits_tokens));
+            .map(|shorter| format!("; {} --context {} fits", shorter.flags(), shorter.useful_context()));
         Some(format!(
             "serve it         not in this memory: {} at least, since requests take memory, too{}",
             Bytes(least.total_bytes),
