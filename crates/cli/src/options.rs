@@ -261,7 +261,8 @@ pub struct CacheArgs {
     /// cells
     #[arg(long)]
     pub kind: Option<String>,
-    /// Storage of K and V: f32, f16, bf16, q8, q4; q8-64 and q4-64 share a scale over 64 values; -rot rotates; without it f16
+    /// Storage of K and V: f32, f16, bf16, q8, q4; q8-64 and q4-64 share a scale over 64 values; -rot rotates; without
+    /// it f16
     #[arg(long, value_name = "DTYPE")]
     pub kv: Option<Storage>,
     /// Storage of V, if it differs
