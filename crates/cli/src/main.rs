@@ -9,6 +9,7 @@ mod memory;
 mod options;
 mod output;
 mod progress;
+mod scoring;
 mod source;
 
 use clap::{Parser, Subcommand};

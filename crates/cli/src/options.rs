@@ -12,6 +12,7 @@ use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::model::{LoadOptions, Model, Opened};
 use kvist_engine::sampler::{Sampler, SamplerConfig, Shipped};
 use kvist_engine::weights::WeightForm;
+use std::fmt;
 use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
 
@@ -61,6 +62,39 @@ impl FromStr for Size {
         let power = ["", "k", "m", "g", "t"].iter().position(|p| *p == prefix).ok_or_else(refuse)?;
         let bytes = number * base.powi(power as i32);
         if bytes.is_finite() && bytes <= u64::MAX as f64 { Ok(Size(bytes as u64)) } else { Err(refuse()) }
+    }
+}
+
+/// As it can be typed again: in the largest unit that leaves a whole number.
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let units = [("TB", 10u64.pow(12)), ("GB", 10u64.pow(9)), ("MB", 10u64.pow(6))];
+        let binary = [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
+        let whole = |(_, unit): &&(&str, u64)| self.0 > 0 && self.0.is_multiple_of(*unit);
+        match units.iter().find(whole).or_else(|| binary.iter().find(whole)) {
+            Some((name, unit)) => write!(f, "{}{name}", self.0 / unit),
+            None => write!(f, "{}", self.0),
+        }
+    }
+}
+
+/// `32768`, `32k`, `1m`: tokens, in units of 1024.
+pub fn parse_context(text: &str) -> Result<u32, String> {
+    let refuse =
+        || format!("`{text}` is no number of tokens: write it as 32768 or 32k, at most {}", u32::MAX);
+    let lower = text.to_ascii_lowercase();
+    let (digits, unit) = match (lower.strip_suffix('k'), lower.strip_suffix('m')) {
+        (Some(digits), _) => (digits, 1 << 10),
+        (_, Some(digits)) => (digits, 1 << 20),
+        _ => (lower.as_str(), 1),
+    };
+    if !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(refuse());
+    }
+    let tokens: u32 = digits.parse().map_err(|_| refuse())?;
+    match tokens.checked_mul(unit) {
+        Some(0) => Err(format!("`{text}` tokens hold nothing: take 1 or more")),
+        tokens => tokens.ok_or_else(refuse),
     }
 }
 
@@ -228,14 +262,14 @@ pub struct CacheArgs {
     #[arg(long)]
     pub kind: Option<String>,
     /// Storage of K and V: f32, f16, bf16, q8, q4, t4; q8-64 and q4-64 share a scale over 64 values; -rot rotates; t4-o
-    /// keeps the strongest channels of K in 8 bits (V is t4 then)
-    #[arg(long, default_value = "f16", value_name = "DTYPE")]
-    pub kv: Storage,
+    /// keeps the strongest channels of K in 8 bits (V is t4 then); without it f16
+    #[arg(long, value_name = "DTYPE")]
+    pub kv: Option<Storage>,
     /// Storage of V, if it differs
     #[arg(long, value_name = "DTYPE")]
     pub kv_v: Option<Storage>,
-    /// Tokens the cache may hold; without it the prompt and --max-tokens, within the model's context
-    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    /// Tokens the cache may hold, 32768 or 32k; without it the prompt and --max-tokens, within the model's context
+    #[arg(long, value_name = "TOKENS", value_parser = parse_context)]
     pub context: Option<u32>,
     /// Tokens of one prefill step
     #[arg(long, default_value_t = 256, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=65536))]
@@ -263,7 +297,7 @@ impl CacheArgs {
             tracing::warn!(target: "kvist::cli", "{context} tokens of context; the model was trained on {trained}");
         }
         self.say_which_windows_count(model);
-        for storage in [Some(self.kv), self.kv_v].into_iter().flatten() {
+        for storage in [self.kv, self.kv_v].into_iter().flatten() {
             if storage.rotate && !storage.dtype.is_quantised() {
                 tracing::warn!(
                     target: "kvist::cli",
@@ -279,11 +313,12 @@ impl CacheArgs {
                 v.for_values()
             );
         }
+        let k = self.kv.unwrap_or(Storage::F16);
         Ok(CacheConfig {
             backend: self.backend.clone(),
             kind: kind.into(),
-            k: self.kv,
-            v: self.kv_v.unwrap_or(self.kv.for_values()),
+            k,
+            v: self.kv_v.unwrap_or(k.for_values()),
             max_step_tokens: self.chunk.min(context.max(1)),
             window: self.window,
             sinks: self.sinks,
@@ -451,6 +486,34 @@ pub fn bytes(bytes: u64) -> Bytes {
 mod tests {
     use super::*;
     use clap::Parser;
+
+    #[test]
+    fn tokens_of_a_context() {
+        for (text, expected) in
+            [("1", 1), ("32768", 32768), ("32k", 32768), ("128K", 131_072), ("1m", 1 << 20)]
+        {
+            assert_eq!(parse_context(text), Ok(expected), "{text}");
+        }
+        for bad in ["", "k", "0", "0k", "-1", "+1", "1.5k", "32q", "32kb", "4m k", "4194304k", "99999999999"]
+        {
+            assert!(parse_context(bad).is_err_and(|error| error.contains(&format!("`{bad}`"))), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_size_is_written_so_that_it_can_be_typed_again() {
+        for (bytes, text) in [
+            (8_000_000_000, "8GB"),
+            (8 << 30, "8GiB"),
+            (1536 << 20, "1536MiB"),
+            (123_456_789, "123456789"),
+            (1 << 10, "1KiB"),
+            (0, "0"),
+        ] {
+            assert_eq!(Size(bytes).to_string(), text);
+            assert_eq!(text.parse(), Ok(Size(bytes)));
+        }
+    }
 
     #[derive(Parser)]
     struct Line {

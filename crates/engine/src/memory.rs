@@ -153,10 +153,16 @@ impl MemoryPlan {
             let config = CacheConfig { context_tokens, ..config.clone() };
             Self::of_session(model, registry, &config).is_ok_and(|plan| plan.session_bound() <= free)
         };
-        if fits(config.context_tokens) {
-            return config.context_tokens;
+        Self::longest(config.context_tokens, fits)
+    }
+
+    /// The longest context that fits: `most`, or else a multiple of 64 tokens below it; 0 if none does. What fits does so
+    /// at every shorter context.
+    pub fn longest(most: u32, fits: impl Fn(u32) -> bool) -> u32 {
+        if fits(most) {
+            return most;
         }
-        let (mut low, mut high) = (0, config.context_tokens / 64);
+        let (mut low, mut high) = (0, most / 64);
         while low < high {
             let middle = low + (high - low).div_ceil(2);
             if fits(middle * 64) { low = middle } else { high = middle - 1 }

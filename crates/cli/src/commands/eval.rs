@@ -1,14 +1,11 @@
 //! `kvist eval`: what a cache costs in quality, as numbers: the same text through the cache under test and through
 //! a reference cache, token by token.
 use crate::options::*;
-use crate::{interrupt, json, output, progress};
-use anyhow::Context;
+use crate::{interrupt, json, output, progress, scoring};
 use clap::ValueHint;
 use kvist_backend::{Bytes, Registry, Storage};
 use kvist_engine::config::ModelConfig;
-use kvist_engine::divergence::Divergence;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
-use kvist_engine::session::{Feed, ModelSession, Want};
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -55,27 +52,14 @@ struct Report {
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let text = read_text(&args.text)?;
     let opened = args.model.open(quiet)?;
-    let tokenizer = opened.tokenizer().context("this model has no tokenizer (tokenizer.json beside it)")?;
-    let mut tokens = Vec::new();
-    for document in text.split('\0').filter(|d| !d.is_empty()) {
-        tokens.extend(tokenizer.encode(document, true)?);
-        tokens.extend(tokenizer.eos());
-    }
+    let mut tokens = scoring::tokens(&opened, &text)?;
     let architecture = opened.config();
     let context = args.cache.context.unwrap_or(architecture.context);
     let mut cache = args.cache.clone();
     cache.context = Some(context);
     let mut config = cache.config(architecture, u64::from(context))?;
     config.max_rows = config.max_step_tokens;
-    // The reference sees everything the model lets it see.
-    let reference = CacheConfig {
-        kind: "contiguous".into(),
-        k: args.reference,
-        v: args.reference,
-        window: None,
-        sinks: 0,
-        ..config.clone()
-    };
+    let reference = scoring::reference(&config, args.reference);
     if args.limit > 0 {
         tokens.truncate(args.limit + 1);
     }
@@ -88,33 +72,9 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let plan = fit(architecture, &registry, &config, &reference, free, budget.total())?;
     let model = args.model.load(opened, Some(context), &budget, quiet)?;
     interrupt::listen();
-    let mut under_test = ModelSession::new(&model, &registry, &config)?;
-    let mut expected = ModelSession::new(&model, &registry, &reference)?;
-    let mut divergence = Divergence::default();
     let bar = progress::bar("scoring", tokens.len() as u64, quiet);
-    let mut stopped = false;
-    'text: for window in tokens.chunks(context as usize).filter(|w| w.len() > 1) {
-        under_test.clear()?;
-        expected.clear()?;
-        let mut at = 0;
-        for chunk in window.chunks(config.max_step_tokens as usize) {
-            under_test.forward(&[Feed::chain(kvist_cache::SeqId::ONLY, chunk)], Want::All)?;
-            expected.forward(&[Feed::chain(kvist_cache::SeqId::ONLY, chunk)], Want::All)?;
-            for row in 0..chunk.len() {
-                if let Some(next) = window.get(at + row + 1) {
-                    divergence.add(expected.logits_row(row), under_test.logits_row(row), *next)?;
-                }
-            }
-            at += chunk.len();
-            bar.inc(chunk.len() as u64);
-            if interrupt::interrupted() {
-                stopped = true;
-                break 'text;
-            }
-        }
-    }
+    let (d, stopped) = scoring::score(&model, &registry, &config, &reference, &tokens, &bar)?;
     bar.finish_and_clear();
-    let d = divergence.summary().context("nothing was scored")?;
     let report = Report {
         version: json::VERSION,
         model: model.name().to_string(),

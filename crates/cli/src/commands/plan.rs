@@ -1,11 +1,22 @@
-//! `kvist plan`: what a model and its cache will take, before anything is loaded.
+//! `kvist plan`: what a model and its cache will take, before anything is loaded; and which cache to take.
+mod candidates;
+mod command_line;
+mod ladder;
+mod measure;
+mod recommendation;
+mod shortage;
+mod text;
+
 use crate::options::*;
 use crate::{json, output};
+use candidates::{Asked, ring_window};
 use clap::ValueHint;
 use kvist_backend::{Bytes, Purpose, Registry, Usage};
 use kvist_engine::config::ModelConfig;
 use kvist_engine::memory::{CacheConfig, MemoryPlan, ModelSize};
 use kvist_engine::weights::WeightForm;
+use ladder::{LADDER, Rung};
+use recommendation::{Kl, Recommendation};
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -24,9 +35,23 @@ pub struct Args {
     /// Memory bandwidth: gives the ceiling in tokens/s
     #[arg(long, value_name = "RATE", value_parser = parse_rate)]
     bandwidth: Option<Size>,
-    /// Refuse (exit status 1) what does not fit into this much memory
+    /// Recommend a cache that fits into this much memory; with --kind or --kv, refuse one that does not (exit status 1)
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     memory: Option<Size>,
+    /// Run this model over so many tokens (512), to say what each pair of dtypes costs it and not other models
+    #[arg(
+        long,
+        value_name = "TOKENS",
+        num_args = 0..=1,
+        default_missing_value = "512",
+        value_parser = parse_context,
+        requires = "memory",
+        conflicts_with_all = ["kind", "kv", "kv_v"]
+    )]
+    measure: Option<u32>,
+    /// The text of --measure, UTF-8; without it held-out text of the embedded model
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, requires = "measure")]
+    text: Option<PathBuf>,
     #[command(flatten)]
     compute: ComputeArgs,
     /// One JSON document
@@ -57,6 +82,9 @@ struct Report {
     bytes_read_per_token_empty: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     ceiling: Option<Ceiling>,
+    /// With `--memory`, and neither `--kind` nor `--kv`; the fields above are then those of the cache for `kvist run`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    recommendation: Option<Recommendation>,
 }
 
 #[derive(Serialize)]
@@ -80,7 +108,7 @@ struct Ceiling {
 }
 
 pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
-    args.source.model = args.source.model.or(args.path);
+    args.source.model = args.source.model.or(args.path.take());
     let source = args.source.find_config(quiet)?;
     let mut size = ModelSize::of(&source.file, args.weights)?;
     size.name = source.typed.unwrap_or(size.name);
@@ -89,6 +117,19 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     cache.context = Some(context);
     let config = cache.config(&size.config, u64::from(context))?;
     let registry = registry(&args.compute.get()?);
+    let is_chosen = args.cache.kind.is_some() || args.cache.kv.is_some() || args.cache.kv_v.is_some();
+    let asked = args.memory.filter(|_| !is_chosen).map(|memory| Asked {
+        model: &size.config,
+        registry: &registry,
+        weight_bytes: size.resident_bytes,
+        memory_bytes: memory.0,
+        cache: &config,
+        chunk: args.cache.chunk,
+    });
+    let recommendation =
+        asked.as_ref().map(|asked| recommend(&args, asked, &size.name, quiet)).transpose()?;
+    let pick = recommendation.as_ref().and_then(|r| r.run.as_ref());
+    let config = pick.map_or(&config, |pick| &pick.candidate.cache).clone();
     let plan = MemoryPlan::of_session(&size.config, &registry, &config)?;
     let bound = plan.usage.with(Purpose::Weights, size.resident_bytes);
     if bound.checked_total().is_none() {
@@ -117,14 +158,19 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
             tokens_per_second_empty: per_second(size.read_per_token, rate.0),
             tokens_per_second_kv_alone: per_second(visible, rate.0),
         }),
+        recommendation,
     };
     if args.json {
         output::show_json(&report)?;
     } else {
         output::show(&report.text(&bound))?;
     }
-    match args.memory {
-        Some(memory) if bound.total() > memory.0 => {
+    match (args.memory, &asked, &report.recommendation) {
+        (_, Some(asked), Some(Recommendation { run: None, .. })) => {
+            let packed = ModelSize::of(&source.file, WeightForm::Q8_0);
+            Err(shortage::nothing_fits(asked, packed.map_or(u64::MAX, |size| size.resident_bytes)))
+        }
+        (Some(memory), None, _) if bound.total() > memory.0 => {
             anyhow::bail!(
                 "{} are needed, {} are there; try --kv q8, --context or --weights q8_0",
                 Bytes(bound.total()),
@@ -133,6 +179,18 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         }
         _ => Ok(()),
     }
+}
+
+/// Every cache that this model could have in the memory, and the best of them.
+fn recommend(args: &Args, asked: &Asked, name: &str, quiet: bool) -> anyhow::Result<Recommendation> {
+    let candidates = candidates::all(asked, LADDER);
+    let Some(scored) = args.measure else {
+        let kl = |rung: &Rung| rung.kl.map(Some).to_vec();
+        return Ok(Recommendation::of(args, asked, Kl::reference(), candidates, &kl));
+    };
+    let measured = measure::measure(args, scored, asked.cache, LADDER, quiet)?;
+    let kl = |rung: &Rung| vec![measured.kl_of(rung)];
+    Ok(Recommendation::of(args, asked, Kl::measured(name, args, &measured), candidates, &kl))
 }
 
 /// A ring forgets what the model's own window hides; other kinds keep it, since a rollback may need it.
@@ -144,10 +202,8 @@ fn ring(model: &ModelConfig, registry: &Registry, config: &CacheConfig, kv_bytes
     if config.kind == "ring" {
         return None;
     }
-    // A ring that is as long as the context hides nothing of it from the other layers.
-    let others = config.window.is_none() && windows.contains(&None);
-    let window_flag_tokens = others.then_some(context);
-    let window = config.window.or(window_flag_tokens);
+    let window = ring_window(model, config);
+    let window_flag_tokens = window.filter(|_| config.window.is_none());
     // A kind or a backend that cannot be built so is no hint.
     let as_ring = CacheConfig { kind: "ring".into(), window, ..config.clone() };
     let plan = MemoryPlan::of_session(model, registry, &as_ring).ok()?;
@@ -186,7 +242,8 @@ impl Report {
                 Bytes(self.bytes_read_per_token_empty)
             ),
         ];
-        if let Some(ring) = &self.ring {
+        // Its lines say what each kind takes.
+        if let (Some(ring), None) = (&self.ring, &self.recommendation) {
             let (takes, window) = (Bytes(ring.kv_cache_bytes), ring.window_tokens);
             lines.push(match ring.window_flag_tokens {
                 None => format!(
@@ -205,6 +262,10 @@ impl Report {
                 c.tokens_per_second, c.tokens_per_second_empty, c.tokens_per_second_kv_alone
             ));
         }
-        lines.join("\n") + "\n"
+        let text = lines.join("\n") + "\n";
+        match &self.recommendation {
+            Some(recommendation) => text + "\n" + &recommendation.text(),
+            None => text,
+        }
     }
 }

@@ -36,8 +36,8 @@ pub struct Args {
     /// Serve without API keys on an address that others reach
     #[arg(long)]
     open: bool,
-    /// Tokens that the cache holds, over all requests
-    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    /// Tokens that the cache holds, over all requests: 32768 or 32k
+    #[arg(long, value_name = "TOKENS", value_parser = parse_context)]
     context: Option<u32>,
     /// Storage of K and V: f32, f16, bf16, q8, q4, t4, ...
     #[arg(long, value_name = "DTYPE")]

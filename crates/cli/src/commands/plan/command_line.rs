@@ -1,0 +1,73 @@
+//! A recommendation as something to paste: the flags that make this very cache.
+use super::Args;
+use super::candidates::{Candidate, Command};
+use kvist_engine::weights::WeightForm;
+use std::path::{Path, PathBuf};
+
+/// Of the chunk that a command takes without `--chunk`.
+const CHUNK: u32 = 256;
+
+pub fn of(args: &Args, candidate: &Candidate) -> String {
+    let mut words: Vec<String> = vec!["kvist".into()];
+    let mut flag =
+        |name: &str, value: Option<String>| words.extend(value.map(|value| format!("{name} {value}")));
+    let runs = candidate.command == Command::Run;
+    let cache = &candidate.cache;
+    let differs = |differs: bool, value: String| differs.then_some(value);
+    flag(if runs { "run" } else { "serve" }, Some(String::new()));
+    flag("--model", args.source.model.as_deref().map(model));
+    flag("--weights", differs(args.weights != WeightForm::AsStored, args.weights.to_string()));
+    flag("--memory", args.memory.map(|size| size.to_string()));
+    flag("--threads", args.compute.threads.map(|threads| threads.to_string()));
+    flag("--deterministic", differs(args.compute.deterministic, String::new()));
+    if runs {
+        flag("--backend", differs(cache.backend != "cpu", cache.backend.clone()));
+        flag("--kind", Some(candidate.kind.into()));
+        flag("--window", cache.window.map(|window| window.to_string()));
+        flag("--sinks", differs(cache.sinks > 0, cache.sinks.to_string()));
+        flag("--chunk", differs(args.cache.chunk != CHUNK, args.cache.chunk.to_string()));
+    }
+    flag("--kv", Some(cache.k.to_string()));
+    flag("--kv-v", differs(cache.v != cache.k, cache.v.to_string()));
+    flag("--context", Some(cache.context_tokens.to_string()));
+    words.iter().map(|word| word.trim_end()).collect::<Vec<_>>().join(" ")
+}
+
+/// What `--model` takes: the folder of a config.json, where its weights belong.
+fn model(typed: &Path) -> String {
+    let is_config = typed.extension().is_some_and(|extension| extension == "json");
+    let folder = || typed.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let path = match is_config {
+        true => folder().map_or_else(|| PathBuf::from("."), Path::to_path_buf),
+        false => typed.to_path_buf(),
+    };
+    quoted(&path.display().to_string())
+}
+
+/// For a shell.
+fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:@+,=%".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        return word.into();
+    }
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_is_named_for_a_shell() {
+        for (typed, expected) in [
+            ("hf:Qwen/Qwen3-0.6B:Q8_0", "hf:Qwen/Qwen3-0.6B:Q8_0"),
+            ("./config.json", "."),
+            ("config.json", "."),
+            ("models/a/config.json", "models/a"),
+            ("my models/a.gguf", "'my models/a.gguf'"),
+            ("it's; rm", r"'it'\''s; rm'"),
+        ] {
+            assert_eq!(model(Path::new(typed)), expected);
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! `--measure`: what pairs of dtypes cost this model, as `kvist eval` measures it.
+use super::Args;
+use super::ladder::Rung;
+use crate::options::{ModelArgs, read_text, registry, wrong_usage};
+use crate::{interrupt, memory, progress, scoring};
+use anyhow::Context;
+use kvist_backend::{Bytes, MemoryBudget, Storage};
+use kvist_engine::memory::{CacheConfig, MemoryPlan};
+use kvist_engine::model::Opened;
+use kvist_engine::weights::WeightForm;
+
+/// Held-out text of the embedded model, for those who have none.
+const TEXT: &str = include_str!("../../../../../tools/tiny-model/val.txt");
+
+pub struct Measured {
+    /// Tokens that were scored, in windows of so many.
+    pub tokens: usize,
+    pub window_tokens: u32,
+    pub weights: WeightForm,
+    /// Mean KL of the rungs that fit beside a cache in f32.
+    kl: Vec<(Rung, f64)>,
+}
+
+impl Measured {
+    pub fn kl_of(&self, rung: &Rung) -> Option<f64> {
+        let same = |(known, _): &&(Rung, f64)| (known.k, known.v) == (rung.k, rung.v);
+        self.kl.iter().find(same).map(|(_, kl)| *kl)
+    }
+}
+
+/// In the memory of this machine, whatever the plan is for. Each rung through a cache of the plainest kind: how cells
+/// are handed out changes no logit.
+pub fn measure(
+    args: &Args,
+    scored: u32,
+    cache: &CacheConfig,
+    ladder: &[Rung],
+    quiet: bool,
+) -> anyhow::Result<Measured> {
+    let text = args.text.as_deref().map_or_else(|| Ok(TEXT.into()), read_text)?;
+    let mut model = ModelArgs {
+        source: args.source.clone(),
+        weights: args.weights,
+        no_mmap: false,
+        memory: None,
+        guess_pretokenizer: false,
+        compute: args.compute.clone(),
+    };
+    let opened = model.open(quiet).context("--measure runs the model, and needs its weights")?;
+    let mut tokens = scoring::tokens(&opened, &text).context("--measure")?;
+    // The last token of a window is not scored: nothing follows it.
+    tokens.truncate((scored as usize).saturating_add(1));
+    if tokens.len() < 2 {
+        return Err(wrong_usage("--text: there must be two tokens at least"));
+    }
+    let window_tokens = (tokens.len() as u32).min(opened.config().context);
+    let under_test = |rung: &Rung| CacheConfig { k: rung.k, v: rung.v, ..in_windows(cache, window_tokens) };
+    let reference = scoring::reference(&in_windows(cache, window_tokens), Storage::F32);
+
+    let registry = registry(&args.compute.get()?);
+    let budget = memory::available().map_or_else(MemoryBudget::unlimited, MemoryBudget::new);
+    let bytes = |config: &CacheConfig| {
+        MemoryPlan::of_session(opened.config(), &registry, config)
+            .map_or(u64::MAX, |plan| plan.session_bound())
+    };
+    let beside = |rung: &Rung| bytes(&under_test(rung)).saturating_add(bytes(&reference));
+    let needed: Vec<u64> = ladder.iter().map(beside).collect();
+    let least = needed.iter().copied().min().unwrap_or(0);
+    let (form, free) = form(&opened, args.weights, needed.iter().copied().max().unwrap_or(0), &budget)?;
+    anyhow::ensure!(
+        least <= free,
+        "--measure: two caches of {window_tokens} tokens ask {} (working memory included), {} are free beside the \
+         weights; try --measure with fewer tokens, or a smaller --chunk",
+        Bytes(least),
+        Bytes(free)
+    );
+    model.weights = form;
+    let model = model.load(opened, Some(window_tokens), &budget, quiet)?;
+    interrupt::listen();
+    let n_measured = needed.iter().filter(|bytes| **bytes <= free).count();
+    let bar = progress::bar("measuring", (n_measured * tokens.len()) as u64, quiet);
+    let mut measured = Measured { tokens: 0, window_tokens, weights: form, kl: Vec::new() };
+    for (rung, _) in ladder.iter().zip(&needed).filter(|(_, needed)| **needed <= free) {
+        let (summary, interrupted) =
+            scoring::score(&model, &registry, &under_test(rung), &reference, &tokens, &bar)?;
+        anyhow::ensure!(!interrupted, "--measure was interrupted");
+        measured.tokens = summary.tokens;
+        measured.kl.push((*rung, summary.kl_mean));
+    }
+    bar.finish_and_clear();
+    Ok(measured)
+}
+
+/// Products with packed weights round their input, and that noise would hide what f16 and q8 cost: f32 if it fits
+/// beside the caches, or else what was asked for. With it, what is free beside the weights.
+fn form(
+    opened: &Opened,
+    asked: WeightForm,
+    caches: u64,
+    budget: &MemoryBudget,
+) -> anyhow::Result<(WeightForm, u64)> {
+    match MemoryPlan::free_after(opened, WeightForm::F32, budget) {
+        Ok(free) if free >= caches => Ok((WeightForm::F32, free)),
+        _ => Ok((asked, MemoryPlan::free_after(opened, asked, budget).context("--measure runs the model")?)),
+    }
+}
+
+/// A cache for windows of the text, of which every logit is wanted.
+fn in_windows(cache: &CacheConfig, window_tokens: u32) -> CacheConfig {
+    let step = cache.max_step_tokens.min(window_tokens);
+    CacheConfig {
+        kind: "contiguous".into(),
+        context_tokens: window_tokens,
+        max_step_tokens: step,
+        max_rows: step,
+        ..cache.clone()
+    }
+}

@@ -1,0 +1,243 @@
+//! `kvist plan --memory`: the cache that it recommends is the best that fits, and the line to paste makes that cache.
+mod program;
+use program::*;
+use serde_json::Value;
+
+fn number(value: &Value, name: &str) -> f64 {
+    let found = name.split('.').fold(value, |value, name| &value[name]);
+    found.as_f64().unwrap_or_else(|| panic!("`{name}` is no number in {value}"))
+}
+fn candidates<'a>(plan: &'a Value, command: &str) -> Vec<&'a Value> {
+    let all = plan["recommendation"]["candidates"].as_array().unwrap();
+    all.iter().filter(|row| row["command"] == command).collect()
+}
+fn parity(case: &str) -> String {
+    fixtures().join("parity").join(case).join("config.json").display().to_string()
+}
+fn plan(memory: &str, more: &[&str]) -> Value {
+    json(&[&["plan", "--json", "--memory", memory], more].concat())
+}
+
+/// The words of a line to paste, without the program's name.
+fn words(line: &Value) -> Vec<&str> {
+    let line = line.as_str().unwrap();
+    line.strip_prefix("kvist ").unwrap_or_else(|| panic!("{line}")).split(' ').collect()
+}
+
+/// The choice judged by what the report itself says, at sizes of memory from "too small for f16" on.
+#[test]
+fn the_least_kl_that_fits_is_recommended() {
+    let all = plan("1TiB", &["--context", "1k"]);
+    let mut sizes: Vec<u64> = [candidates(&all, "run"), candidates(&all, "serve")]
+        .concat()
+        .into_iter()
+        .map(|row| number(row, "total_bytes") as u64)
+        .collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    assert!(sizes.len() >= 10, "{sizes:?}: five pairs of dtypes at least, in a session and in a server");
+    for memory in sizes {
+        let plan = plan(&memory.to_string(), &["--context", "1k"]);
+        for command in ["run", "serve"] {
+            let rows = candidates(&plan, command);
+            for row in &rows {
+                assert_eq!(row["fits"] == true, number(row, "total_bytes") <= memory as f64, "{row}");
+                assert_eq!(row["fits"] == true, number(row, "context_fits_tokens") >= 1024.0, "{row}");
+            }
+            let fits = rows.iter().filter(|row| row["fits"] == true);
+            let best = fits.map(|row| number(row, "kl_mean")).reduce(f64::min);
+            let pick = &plan["recommendation"][command];
+            assert_eq!(pick["kl_mean"].as_f64(), best, "{memory}: {pick}");
+            assert!(pick.is_null() || number(pick, "total_bytes") <= memory as f64, "{pick}");
+        }
+        // The plan is that of the cache that it recommends.
+        let pick = &plan["recommendation"]["run"];
+        assert_eq!(
+            (&plan["cache"]["kind"], &plan["cache"]["k"], &plan["cache"]["v"], &plan["bound"]["total"]),
+            (&pick["kind"], &pick["k"], &pick["v"], &pick["total_bytes"])
+        );
+    }
+    let f16 = &all["recommendation"]["run"];
+    assert_eq!((&f16["kind"], &f16["k"], &f16["v"]), (&"contiguous".into(), &"f16".into(), &"f16".into()));
+}
+
+#[test]
+fn what_is_to_be_pasted_makes_the_cache_that_was_planned() {
+    let all = plan("1TiB", &["--context", "1k", "--chunk", "32"]);
+    let totals = candidates(&all, "run");
+    let kind = |row: &&&Value| row["kind"] == "contiguous";
+    for row in totals.iter().filter(kind) {
+        let memory = row["total_bytes"].to_string();
+        let plan = plan(&memory, &["--context", "1k", "--chunk", "32"]);
+        let pick = &plan["recommendation"]["run"];
+        let run =
+            json(&[&words(&pick["command_line"])[..], &["--json", "-n", "4", "The borrow checker"]].concat());
+        assert_eq!((&run["bound"], &run["cache"]), (&plan["bound"], &plan["cache"]));
+        assert!(number(&run, "used.total") <= number(row, "total_bytes"));
+    }
+    // A server counts its requests, and starts.
+    let least = candidates(&all, "serve").iter().map(|row| number(row, "total_bytes") as u64).min().unwrap();
+    let tight = plan(&least.to_string(), &["--context", "1k"]);
+    let pick = &tight["recommendation"]["serve"];
+    let serve = json(&[&words(&pick["command_line"])[..], &["--dry-run", "--json"]].concat());
+    assert_eq!(serve["total_bytes"], pick["total_bytes"]);
+    assert_eq!((&serve["k"], &serve["v"], &serve["cache_tokens"]), (&pick["k"], &pick["v"], &1024.into()));
+}
+
+#[test]
+fn the_longest_context_that_fits_does_and_no_longer_one() {
+    let all = plan("13MiB", &["--context", "1000"]);
+    let row = candidates(&all, "run")[0];
+    let fits = number(row, "context_fits_tokens") as u64;
+    assert!(row["fits"] == false && fits > 0 && fits.is_multiple_of(64), "{row}");
+    // What fits does, also where it is no multiple of 64.
+    let tight = plan(&row["total_bytes"].to_string(), &["--context", "1000"]);
+    let row = candidates(&tight, "run")[0];
+    assert_eq!((&row["fits"], &row["context_fits_tokens"]), (&true.into(), &1000.into()), "{row}");
+    let at = |context: u64| {
+        let context = context.to_string();
+        run(&["plan", "--memory", "13MiB", "--kind", "contiguous", "--context", &context], b"").status.code()
+    };
+    assert_eq!((at(fits), at(fits + 64)), (Some(0), Some(1)), "{row}");
+}
+
+#[test]
+fn people_see_a_table_and_lines_to_paste() {
+    let (text, _) = succeed(&["plan", "--memory", "1GB", "--context", "1k"]);
+    for words in [
+        "kvist run --kind contiguous or cells or tree or paged\n",
+        "kvist serve, its requests included\n",
+        "longest context",
+        "KL SmolLM2 135M",
+        "not of this model (that is --measure): measured on SmolLM2 135M and Gemma 3 270M, 2,048 tokens",
+        "run it           kvist run --memory 1GB --kind contiguous --kv f16 --context 1024\n",
+        "serve it         kvist serve --memory 1GB --kv f16 --context 1024\n",
+    ] {
+        assert!(text.contains(words), "no {words:?} in {text}");
+    }
+    assert!(!text.contains("ring"), "this model has no window: {text}");
+    // A server may not fit where a session does.
+    let (text, _) = succeed(&["plan", "--memory", "100MB", "--context", "1k"]);
+    assert!(text.contains("serve it         not in this memory"), "{text}");
+    // A kind or a dtype that was chosen is planned as ever.
+    for chosen in [["--kv", "q8"], ["--kv-v", "q8"], ["--kind", "cells"]] {
+        let one = plan("1GB", &chosen);
+        assert!(one.get("recommendation").is_none(), "{one}");
+    }
+}
+
+/// A config.json is enough; a model with windows may have a ring.
+#[test]
+fn a_ring_is_recommended_where_it_alone_lets_a_better_dtype_fit() {
+    for case in ["mistral-window", "qwen2-window-mixed"] {
+        let config = parity(case);
+        let all = plan("1TiB", &["--model", &config, "--chunk", "4"]);
+        assert_eq!(all["recommendation"]["run"]["kind"], "contiguous", "the simplest of equals");
+        let f16 = |kind: &str| {
+            let rows = candidates(&all, "run").into_iter();
+            let row = rows.into_iter().find(|row| row["kind"] == kind && row["k"] == "f16");
+            row.unwrap_or_else(|| panic!("no {kind} in {all}")).clone()
+        };
+        let (ring, contiguous) = (f16("ring"), f16("contiguous"));
+        assert!(number(&ring, "total_bytes") < number(&contiguous, "total_bytes"));
+        let memory = ring["total_bytes"].to_string();
+        let tight = plan(&memory, &["--model", &config, "--chunk", "4"]);
+        let pick = &tight["recommendation"]["run"];
+        assert_eq!((&pick["kind"], &pick["k"]), (&"ring".into(), &"f16".into()), "{pick}");
+        // Its line makes the same cache of the folder where the weights belong.
+        let mut args = words(&pick["command_line"]);
+        args[0] = "plan";
+        let same = json(&[&args[..], &["--json"]].concat());
+        assert_eq!(
+            (&same["bound"]["kv_cache"], &same["cache"]),
+            (&tight["bound"]["kv_cache"], &tight["cache"])
+        );
+    }
+}
+
+#[test]
+fn where_nothing_fits_it_says_what_would() {
+    let out = run(&["plan", "--memory", "9MiB", "--context", "4k"], b"");
+    let said = String::from_utf8(out.stderr).unwrap();
+    let text = String::from_utf8(out.stdout).unwrap();
+    assert_eq!(out.status.code(), Some(1), "{said}");
+    assert!(said.contains("nothing fits: the least is") && said.contains("9 MiB are there"), "{said}");
+    assert!(text.contains("longest context") && !text.contains("run it"), "{text}");
+    let advice = said.split("try ").nth(1).unwrap().split([',', '\n']).next().unwrap();
+    let advice: Vec<&str> = advice.split_whitespace().collect();
+    assert!(advice.contains(&"--context"), "{said}");
+    succeed(&[&["run", "--memory", "9MiB", "-n", "2"], &advice[..], &["a"]].concat());
+    // Nor do the weights.
+    let out = run(&["plan", "--json", "--memory", "1MiB"], b"");
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(1), "{said}");
+    assert!(said.contains("a smaller model") && !said.contains("--context"), "{said}");
+    let report: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert!(report["recommendation"]["run"].is_null() && report["recommendation"]["serve"].is_null());
+    let folder = fixtures().join("parity/llama-gqa").display().to_string();
+    let out = run(&["plan", "--model", &folder, "--memory", "1KiB"], b"");
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(said.contains("--weights q8_0"), "these are f32: {said}");
+}
+
+#[test]
+fn a_measured_plan_goes_by_what_this_model_loses() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("text.txt");
+    std::fs::write(
+        &file,
+        "A struct groups values of several types under one name, and an enum is one of several.",
+    )
+    .unwrap();
+    let file = file.display().to_string();
+    let measured = plan("1GB", &["-q", "--context", "1k", "--measure", "16", "--text", &file]);
+    let kl = &measured["recommendation"]["kl"];
+    assert_eq!((&kl["of_this_model"], kl["models"].as_array().unwrap().len()), (&true.into(), 1));
+    assert!(kl["measured_on"].as_str().unwrap().contains("weights held as f32"), "{kl}");
+    assert_eq!(measured["recommendation"]["run"]["k"], "f16");
+    // They are the figures of `eval`, which measures the same.
+    std::fs::write(folder.path().join("cut.txt"), "").unwrap();
+    for row in candidates(&measured, "run").into_iter().filter(|row| row["kind"] == "contiguous") {
+        let (k, v) = (row["k"].as_str().unwrap(), row["v"].as_str().unwrap());
+        let dtypes = ["--kv", k, "--kv-v", v, "--weights", "f32", "--context", "17", "--limit", "16"];
+        let eval = json(&[&["eval", "-q", "--json", "--text", &file], &dtypes[..]].concat());
+        assert_eq!((&row["kl_mean"], &eval["tokens"]), (&eval["kl_mean"], &16.into()), "{row}");
+    }
+    let (text, _) = succeed(&["plan", "-q", "--memory", "1GB", "--context", "1k", "--measure", "8"]);
+    assert!(
+        text.contains("measured here") && text.contains("8 tokens of the embedded model's held-out text"),
+        "{text}"
+    );
+}
+
+#[test]
+fn bad_input_is_told_by_the_name_of_its_flag() {
+    let folder = tempfile::tempdir().unwrap();
+    let empty = folder.path().join("empty.txt");
+    std::fs::write(&empty, "").unwrap();
+    let (empty, config) = (empty.display().to_string(), parity("llama-gqa"));
+    let alone = folder.path().join("config.json");
+    std::fs::copy(&config, &alone).unwrap();
+    let alone = alone.display().to_string();
+    for (args, status, words) in [
+        (&["--memory", "lots"][..], 2, &["--memory", "`lots` is no size"][..]),
+        (&["--memory", "1GB", "--context", "32q"], 2, &["--context", "`32q` is no number of tokens", "32k"]),
+        (&["--memory", "1GB", "--context", "0k"], 2, &["--context", "`0k`"]),
+        (&["--measure"], 2, &["--memory"]),
+        (&["--memory", "1GB", "--text", "a"], 2, &["--measure"]),
+        (&["--memory", "1GB", "--measure", "--kv", "q8"], 2, &["--measure", "--kv"]),
+        (&["--memory", "1GB", "--measure", "0"], 2, &["--measure", "`0`"]),
+        (&["--memory", "1GB", "--measure", "./a.gguf"], 2, &["--measure", "`./a.gguf` is no number"]),
+        (&["--memory", "1GB", "--measure", "8", "--text", &empty], 2, &["--text", "two tokens"]),
+        (&["--memory", "1GB", "--measure", "8", "--text", "/missing"], 1, &["/missing"]),
+        (&["--memory", "1GB", "--measure", "8", "--model", &alone], 1, &["--measure", "needs its weights"]),
+    ] {
+        let out = run(&[&["plan"], args].concat(), b"");
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(status), "{args:?}: {said}");
+        for word in words {
+            assert!(said.contains(word), "{args:?}: no {word:?} in {said}");
+        }
+        assert!(!said.contains("panicked"), "{said}");
+    }
+}
