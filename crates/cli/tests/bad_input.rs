@@ -61,6 +61,8 @@ fn arguments() {
         row("run --kv q5 x", 2, &["`q5` is no KV dtype", "q4-64"]),
         row("run --kv q8-48 x", 2, &["q8-48"]),
         row("run --kv-v f8 x", 2, &["f8"]),
+        row("run --kv t4-rot x", 2, &["t4-rot", "t4-o"]),
+        row("run --kv-v t4-o x", 2, &["--kv-v t4-o", "--kv-v t4"]),
         row("run --weights q3 x", 2, &["as-stored"]),
         row("run --kind ring x", 2, &["ring", "--window"]),
         row("chat --kind ring", 2, &["ring", "--window"]),

@@ -160,6 +160,7 @@ fn a_plan_is_the_bound_of_a_run() {
     for cache in [
         &["--kv", "f16"][..],
         &["--kv", "q4-64-rot", "--kv-v", "q8", "--kind", "cells"],
+        &["--kv", "t4-o"],
         &["--kind", "ring", "--window", "32", "--sinks", "4", "--chunk", "16"],
         &["--kind", "tree", "--weights", "f32"],
     ] {
@@ -205,7 +206,7 @@ fn eval_measures_a_cache_against_another() {
     std::fs::write(&text, words).unwrap();
     let text = text.display().to_string();
     let eval = |kv: &str| json(&["eval", "-q", "--json", "--text", &text, "--kv", kv]);
-    let (same, q8, q4) = (eval("f32"), eval("q8"), eval("q4"));
+    let (same, q8, q4, t4) = (eval("f32"), eval("q8"), eval("q4"), eval("t4-o"));
     fields(
         &same,
         &[
@@ -229,6 +230,10 @@ fn eval_measures_a_cache_against_another() {
         assert_eq!(number(&same, name), 0.0, "{name}: a cache against itself");
         assert!(number(&q4, name) > number(&q8, name), "{name}: q4 {q4} against q8 {q8}");
     }
+    // Fewer bits, and nearer.
+    let bytes = |report| number(report, "kv_bytes_per_token");
+    assert!(bytes(&t4) < bytes(&q4) && number(&t4, "kl_mean") < number(&q4, "kl_mean"), "{t4} against {q4}");
+    assert_eq!((&t4["cache"]["k"], &t4["cache"]["v"]), (&Value::from("t4-o"), &Value::from("t4")));
     assert!(number(&q8, "kl_mean") > 0.0 && number(&q4, "kl_mean") < 1.0);
     assert_eq!(number(&same, "top1_agreement"), 1.0);
     assert_eq!(same["perplexity"], same["perplexity_reference"]);

@@ -1,6 +1,6 @@
 //! Which channels of a model's keys are strongest, found by a look at its keys over a short text. A few channels of K are many
 //! times larger than the others in every token (KVQuant: Hooper et al., 2024); storages with outliers keep those in more bits.
-//! It takes one prefill of [`TOKENS`] tokens, once per model, and gives the same order every time.
+//! It takes a prefill of [`TOKENS`] tokens, once per model, and gives the same order every time.
 use crate::error::Error;
 use crate::memory::CacheConfig;
 use crate::model::Model;
@@ -11,7 +11,8 @@ use std::sync::Arc;
 
 /// Tokens that are looked at.
 const TOKENS: u32 = 256;
-/// Tokens of a step: few, so that the working memory stays small.
+/// Tokens that are looked at together, each in a context of its own: few, so that the look takes less memory than the cache
+/// that it is for.
 const CHUNK: u32 = 64;
 /// Prose, numbers and code. Which text it is matters little: strong channels are strong in all of them.
 const TEXT: &str = include_str!("channels/text.txt");
@@ -35,7 +36,7 @@ impl Model {
     }
 }
 
-/// One prefill in f32 that adds up the squares of the keys.
+/// A prefill in f32 that adds up the squares of the keys.
 fn look(model: &Arc<Model>, registry: &Registry, backend: &str) -> Result<ChannelOrder, Error> {
     let architecture = model.decoder().config();
     let tokens = tokens(model)?;
@@ -44,13 +45,14 @@ fn look(model: &Arc<Model>, registry: &Registry, backend: &str) -> Result<Channe
         k: Storage::F32,
         v: Storage::F32,
         max_step_tokens: CHUNK,
-        ..CacheConfig::new(TOKENS.min(architecture.context))
+        ..CacheConfig::new(CHUNK.min(architecture.context))
     };
     let mut session = ModelSession::new(model, registry, &config)?;
     let layout = model.decoder().layout();
     let channels = |layer: &kvist_backend::LayerSpec| (layer.n_kv_heads * layer.head_dim) as usize;
     let mut squares: Vec<Vec<f64>> = layout.layers.iter().map(|layer| vec![0.0; channels(layer)]).collect();
-    for chunk in tokens.chunks(CHUNK as usize) {
+    for chunk in tokens.chunks(config.context_tokens as usize) {
+        session.clear()?;
         let mut watch = |call: &Attend<'_>| {
             let layer = call.layer.0 as usize;
             let (Some((k, _)), d) = (call.kv, layout.layers[layer].head_dim as usize) else { return };
@@ -76,7 +78,7 @@ fn tokens(model: &Model) -> Result<Vec<u32>, Error> {
     };
     // A tokenizer may know tokens that the model lacks, and a text may be short in its tokens.
     tokens.retain(|token| (*token as usize) < config.vocab);
-    let n = TOKENS.min(config.context) as usize;
+    let n = TOKENS as usize;
     let spread = |i: usize| (i as u32).wrapping_mul(2_654_435_761) % config.vocab.max(1) as u32;
     tokens.extend((tokens.len()..n).map(spread));
     tokens.truncate(n);

@@ -2,7 +2,7 @@
 //! the tokenizer gives strings. So it is counted here without one.
 mod common;
 use common::*;
-use kvist_backend::MemoryBudget;
+use kvist_backend::{MemoryBudget, Storage};
 use kvist_cache::SeqId;
 use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
@@ -45,12 +45,18 @@ fn a_decoded_token_allocates_nothing_after_warm_up() {
     ];
     let mut bad = Vec::new();
     for kind in ["contiguous", "cells", "tree", "ring"] {
-        for storage in ["f16", "q8", "q4-64"] {
+        for storage in ["f16", "q8", "q4-64", "t4-o"] {
             for (name, config) in samplers {
-                let storage = storage.parse().unwrap();
+                let storage: Storage = storage.parse().unwrap();
                 let window = (kind == "ring").then_some(100);
                 let kind = kind.to_string();
-                let cache = CacheConfig { kind, k: storage, v: storage, window, ..CacheConfig::new(500) };
+                let cache = CacheConfig {
+                    kind,
+                    k: storage,
+                    v: storage.for_values(),
+                    window,
+                    ..CacheConfig::new(500)
+                };
                 let mut session = session(&model, &cache);
                 let mut sampler = Sampler::new(config).unwrap();
                 session.prefill(SeqId::ONLY, &prompt, &mut |_| true).unwrap();

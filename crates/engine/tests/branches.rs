@@ -255,9 +255,9 @@ fn a_layer_that_borrows_stores_nothing() {
     let (layers, owners) = (layout.layers.len(), layout.owners().count());
     assert_eq!((layers, owners), (4, 2));
     let registry = backends::all();
-    for storage in ["f32", "f16", "q8", "q4", "q4-64-rot"] {
+    for storage in ["f32", "f16", "q8", "q4", "q4-64-rot", "t4", "t4-o"] {
         let storage: Storage = storage.parse().unwrap();
-        let config = CacheConfig { k: storage, v: storage, ..CacheConfig::new(64) };
+        let config = CacheConfig { k: storage, v: storage.for_values(), ..CacheConfig::new(64) };
         let mut alone = shared.decoder().config().clone();
         alone.layers.iter_mut().enumerate().for_each(|(l, layer)| layer.owner = l);
         let bytes = |model: &kvist_engine::config::ModelConfig| {

@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 
 const KINDS: [&str; 5] = ["contiguous", "ring", "cells", "tree", "paged"];
 const CHUNKS: [u32; 4] = [1, 7, 64, 256];
-const DTYPES: [(&str, &str); 9] = [
+const DTYPES: [(&str, &str); 10] = [
     ("f32", "f32"),
     ("f16", "f16"),
     ("bf16", "bf16"),
@@ -22,6 +22,7 @@ const DTYPES: [(&str, &str); 9] = [
     ("q4-64-rot", "q4-64-rot"),
     ("q8", "q4"),
     ("q4-rot", "f16"),
+    ("t4-o", "t4"),
 ];
 
 /// What the crates say of themselves, kept as it was so that the tests do not move with the documentation.

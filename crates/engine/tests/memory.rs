@@ -12,7 +12,7 @@ use kvist_engine::weights::WeightForm;
 use std::sync::Arc;
 
 const KINDS: [&str; 5] = ["contiguous", "ring", "cells", "tree", "paged"];
-const DTYPES: [&str; 14] = [
+const DTYPES: [&str; 16] = [
     "f32",
     "f16",
     "bf16",
@@ -27,6 +27,8 @@ const DTYPES: [&str; 14] = [
     "q8-64-rot",
     "q4-rot",
     "q4-64-rot",
+    "t4",
+    "t4-o",
 ];
 const MIB: u64 = 1 << 20;
 
@@ -71,7 +73,7 @@ fn check(file: ModelFile, pairs: &[(&str, &str)], shapes: &[(u32, u32)]) {
                 let config = CacheConfig {
                     kind: kind.into(),
                     k: k.parse().unwrap(),
-                    v: v.parse().unwrap(),
+                    v: v.parse::<Storage>().unwrap().for_values(),
                     max_step_tokens: step,
                     window: (kind == "ring").then_some(context - 5),
                     sinks: if kind == "ring" { 3 } else { 0 },

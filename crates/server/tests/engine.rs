@@ -32,7 +32,7 @@ fn alone_with(
     prompt: &[u32],
     max_tokens: usize,
 ) -> (Vec<u32>, String) {
-    let config = CacheConfig { k: kv, v: kv, ..CacheConfig::new(1024) };
+    let config = CacheConfig { k: kv, v: kv.for_values(), ..CacheConfig::new(1024) };
     let mut session = ModelSession::new(model, registry, &config).unwrap();
     let limits = Limits { max_tokens, stop: Vec::new(), ignore_eos: true, no_cache: false };
     let mut sampler = Sampler::new(SamplerConfig::greedy()).unwrap();
@@ -100,12 +100,12 @@ async fn the_same_text_of_packed_numbers_when_asked() {
     let (model, registry) = deterministic();
     let all = tokens(TEXT);
     let prompts: Vec<&[u32]> = vec![&all[..40], &all, &all[..33], &all[10..20]];
-    for kv in [Storage::Q8, Storage::Q4, Storage::F16] {
+    for kv in [Storage::Q8, Storage::Q4, Storage::T4_O, Storage::F16] {
         let alone: Vec<_> =
             prompts.iter().map(|prompt| alone_with(model, registry, kv, prompt, 60).0).collect();
         for (context, most) in [(1024, 64), (176, 9)] {
             let mut config = config(context);
-            (config.paged.cache.k, config.paged.cache.v) = (kv, kv);
+            (config.paged.cache.k, config.paged.cache.v) = (kv, kv.for_values());
             config.scheduler.max_batch_tokens = most;
             config.fit();
             let engine = Engine::start(model.clone(), registry, config).unwrap();
