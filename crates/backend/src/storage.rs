@@ -22,7 +22,7 @@ impl DType {
     pub fn is_quantised(self) -> bool {
         matches!(self, DType::Q8 | DType::Q4 | DType::T4)
     }
-    /// Does it have a scale for each group of elements, and may it be rotated? `T4` always is, and scales whole rows.
+    /// Does it have a scale for each group of elements?
     pub fn has_groups(self) -> bool {
         matches!(self, DType::Q8 | DType::Q4)
     }
@@ -75,9 +75,10 @@ impl Storage {
         Storage { outliers: false, ..self }
     }
 
-    /// Channels of a row that are kept in 8 bits: an eighth, filled up so that rows are whole words.
+    /// Channels of a row that are kept in 8 bits: an eighth, filled up so that rows are whole words. None of a row that is
+    /// shorter than a word.
     pub fn n_outliers(self, head_dim: u32) -> u32 {
-        if self.outliers { head_dim.div_ceil(8).next_multiple_of(8).min(head_dim) } else { 0 }
+        if self.outliers { head_dim.div_ceil(8).next_multiple_of(8).min(head_dim / 4 * 4) } else { 0 }
     }
 
     /// Groups per row.

@@ -78,6 +78,8 @@ fn rows_have_the_bytes_their_format_says() {
         ("t4-o", 128, 76, 4.75), // 16 of 128
         ("t4-o", 80, 52, 5.2),   // 16 of 80: an eighth, filled up to 8
         ("t4-o", 256, 148, 4.625),
+        ("t4-o", 2, 3, 12.0), // no four channels, no outliers
+        ("t4-o", 6, 9, 12.0),
     ];
     for (name, head_dim, bytes, bits) in cases {
         let storage: Storage = name.parse().unwrap();

@@ -52,7 +52,7 @@ impl CpuPools {
         if spec.v.outliers || spec.k.outliers && spec.k.dtype != DType::T4 {
             let (k, v) = (spec.k, spec.v);
             return Err(BackendError::Unsupported(format!(
-                "outliers of K in {k} and V in {v}; they are for keys in t4"
+                "K in {k} and V in {v}: outliers are for keys in t4"
             )));
         }
         if spec.channels.as_ref().is_some_and(|order| !order.fits(&spec.layout)) {

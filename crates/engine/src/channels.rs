@@ -5,21 +5,20 @@ use crate::error::Error;
 use crate::memory::CacheConfig;
 use crate::model::Model;
 use crate::session::{Feed, ModelSession, Want};
-use kvist_backend::{Attend, ChannelOrder, Registry, Storage};
+use kvist_backend::{Attend, Bytes, ChannelOrder, LayerSpec, Registry};
 use kvist_cache::SeqId;
 use std::sync::Arc;
 
 /// Tokens that are looked at.
 const TOKENS: u32 = 256;
-/// Tokens that are looked at together, each in a context of its own: few, so that the look takes less memory than the cache
-/// that it is for.
-const CHUNK: u32 = 64;
+/// Tokens of a context: each so many are looked at by themselves, so that the look takes less memory than any cache of some
+/// use.
+const CONTEXT: u32 = 16;
 /// Prose, numbers and code. Which text it is matters little: strong channels are strong in all of them.
 const TEXT: &str = include_str!("channels/text.txt");
 
 impl Model {
-    /// The order of the channels, for a cache of `config` that asks for one. Needs room for a short cache in f32 while it
-    /// looks.
+    /// The order of the channels, for a cache of `config` that asks for one. Needs room for a very short cache while it looks.
     pub(crate) fn channel_order(
         self: &Arc<Self>,
         registry: &Registry,
@@ -31,39 +30,50 @@ impl Model {
         if let Some(found) = self.channels().get() {
             return Ok(Some(found.clone()));
         }
-        let found = Arc::new(look(self, registry, &config.backend)?);
+        let begun = std::time::Instant::now();
+        let found = Arc::new(look(self, registry, config)?);
+        tracing::info!(target: "kvist::engine", "looked at {TOKENS} keys for the strongest channels in {:.1?}", begun.elapsed());
         Ok(Some(self.channels().get_or_init(|| found).clone()))
     }
 }
 
-/// A prefill in f32 that adds up the squares of the keys.
-fn look(model: &Arc<Model>, registry: &Registry, backend: &str) -> Result<ChannelOrder, Error> {
+/// A prefill that adds up the squares of the keys.
+fn look(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result<ChannelOrder, Error> {
     let architecture = model.decoder().config();
     let tokens = tokens(model)?;
+    let context = CONTEXT.min(architecture.context);
     let config = CacheConfig {
-        backend: backend.into(),
-        k: Storage::F32,
-        v: Storage::F32,
-        max_step_tokens: CHUNK,
-        ..CacheConfig::new(CHUNK.min(architecture.context))
+        backend: wanted.backend.clone(),
+        max_step_tokens: context.min(wanted.max_step_tokens),
+        ..CacheConfig::new(context)
     };
-    let mut session = ModelSession::new(model, registry, &config)?;
+    let mut session = ModelSession::new(model, registry, &config).map_err(|error| match error {
+        Error::CacheTooLarge { asked, free, .. } => Error::Usage(format!(
+            "{}: a look at some of the model's keys comes first, and takes {}; {} are free. Take another dtype, or more memory",
+            wanted.k,
+            Bytes(asked),
+            Bytes(free)
+        )),
+        error => error,
+    })?;
     let layout = model.decoder().layout();
-    let channels = |layer: &kvist_backend::LayerSpec| (layer.n_kv_heads * layer.head_dim) as usize;
+    let channels = |layer: &LayerSpec| (layer.n_kv_heads * layer.head_dim) as usize;
     let mut squares: Vec<Vec<f64>> = layout.layers.iter().map(|layer| vec![0.0; channels(layer)]).collect();
-    for chunk in tokens.chunks(config.context_tokens as usize) {
+    for text in tokens.chunks(context as usize) {
         session.clear()?;
-        let mut watch = |call: &Attend<'_>| {
-            let layer = call.layer.0 as usize;
-            let (Some((k, _)), d) = (call.kv, layout.layers[layer].head_dim as usize) else { return };
-            for (head, squares) in squares[layer].chunks_exact_mut(d).enumerate() {
-                for token in 0..chunk.len() {
-                    let row = k.row(token, head, d).iter();
-                    squares.iter_mut().zip(row).for_each(|(sum, x)| *sum += f64::from(*x) * f64::from(*x));
+        for step in text.chunks(config.max_step_tokens.max(1) as usize) {
+            let mut watch = |call: &Attend<'_>| {
+                let layer = call.layer.0 as usize;
+                let (Some((k, _)), d) = (call.kv, layout.layers[layer].head_dim as usize) else { return };
+                for (head, squares) in squares[layer].chunks_exact_mut(d).enumerate() {
+                    for token in 0..step.len() {
+                        let row = k.row(token, head, d).iter().map(|x| f64::from(*x));
+                        squares.iter_mut().zip(row).for_each(|(sum, x)| *sum += x * x);
+                    }
                 }
-            }
-        };
-        session.forward_watched(&[Feed::chain(SeqId::ONLY, chunk)], Want::Nothing, &mut watch)?;
+            };
+            session.forward_watched(&[Feed::chain(SeqId::ONLY, step)], Want::Nothing, &mut watch)?;
+        }
     }
     let unfit = || Error::Usage("the keys of this model have no order of channels".into());
     ChannelOrder::of_energies(layout, &squares).ok_or_else(unfit)

@@ -138,6 +138,33 @@ fn tight(session_bytes: u64) -> (Arc<MemoryBudget>, Arc<Model>) {
     (budget, model)
 }
 
+/// The look at the keys that comes before it takes less.
+#[test]
+fn a_cache_with_outliers_opens_in_exactly_the_memory_that_is_planned() {
+    let registry = backends::all();
+    for (kind, context, chunk) in [("contiguous", 64, 16), ("cells", 256, 64), ("paged", 500, 4)] {
+        let config = CacheConfig {
+            kind: kind.into(),
+            k: Storage::T4_O,
+            v: Storage::T4,
+            max_step_tokens: chunk,
+            ..CacheConfig::new(context)
+        };
+        let bytes = |model: &Arc<Model>| {
+            MemoryPlan::of_session(model.decoder().config(), &registry, &config).unwrap().session_bound()
+        };
+        let (_, any) = tight(64 * MIB);
+        let (budget, model) = tight(bytes(&any));
+        let session = ModelSession::new(&model, &registry, &config);
+        assert!(session.is_ok(), "{kind} {context} {chunk}: {}", session.map(drop).unwrap_err());
+        drop((session, budget));
+        // Where not even the look fits, the refusal names it.
+        let (_, model) = tight(100_000);
+        let error = ModelSession::new(&model, &registry, &config).map(drop).unwrap_err().to_string();
+        assert!(error.contains("t4-o") && error.contains("look"), "{error}");
+    }
+}
+
 #[test]
 fn a_session_that_does_not_fit_is_refused_with_advice_that_holds() {
     let registry = backends::all();

@@ -323,11 +323,15 @@ impl ServerConfig {
         if c.block_tokens == 0 || c.block_tokens > 4096 {
             return Err(bad("cache.block_tokens", c.block_tokens, "1 to 4096"));
         }
+        if let Some(v) = c.kv_v.filter(|v| v.outliers) {
+            let expected = format!("{}: only keys have channels that stand out", v.for_values());
+            return Err(bad("cache.kv_v", v, expected));
+        }
         if self.scheduler.lengths == LengthSource::Oracle {
             return Err(bad(
                 "scheduler.lengths",
                 "oracle",
-                "max_new or running_mean: nobody knows the future here",
+                "max_new or running_mean: the future is not known here",
             ));
         }
         build_for_serving(&c.eviction, &Parameters::default())
@@ -541,6 +545,7 @@ mod tests {
             ("[http]\nhost = \"localhost\"", "host"),
             ("[cache]\nkv = \"f17\"", "f17"),
             ("[cache]\nblock_tokens = 0", "cache.block_tokens"),
+            ("[cache]\nkv_v = \"t4-o\"", "cache.kv_v"),
             ("[cache]\ntokens = 0", "cache.tokens"),
             ("[scheduler]\npolicy = \"best\"", "best"),
             ("[scheduler]\nmax_batch = 0", "max_batch"),

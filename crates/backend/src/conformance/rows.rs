@@ -8,7 +8,6 @@
 //! | bf16 | 2⁻⁸·\|x\| | 8 significant bits |
 //! | q8 | M·(1/254 + 2⁻¹⁰) + 2⁻¹⁸ | half a step of M/127, M the group's largest magnitude; a scale that f16 rounded down cuts off at most 127 steps' 2⁻¹¹ |
 //! | q4 | R/30·(1 + 2⁻¹⁰) + R·2⁻¹¹ + 2·(2⁻¹¹·\|m\| + 2⁻²⁵) | half a step of R/15, R the group's range; scale and minimum m are f16 |
-//!
 //! | t4 | what its definition gives, and 2⁻¹⁰ of the row's length for a scale in f16 and for ties | see `t4` |
 //!
 //! A rotated row is bounded as a whole: the rotation keeps lengths, so the length of its error is at most the length
@@ -31,7 +30,12 @@ pub fn error(storage: Storage, order: &[usize], written: &[f32], stored: &[f32])
         return part(length(&differences().collect::<Vec<_>>()), allowed);
     }
     let parts = bounds(storage, &row).into_iter().zip(differences()).map(|(bound, d)| part(d, bound));
-    parts.fold(0.0, |worst, part| if part > worst || part.is_nan() { part } else { worst })
+    parts.fold(0.0, worse)
+}
+
+/// The larger one; NaN is the worst there is.
+fn worse(a: f64, b: f64) -> f64 {
+    if b > a || b.is_nan() { b } else { a }
 }
 
 fn part(difference: f64, allowed: f64) -> f64 {
@@ -67,8 +71,8 @@ fn bounds(storage: Storage, row: &[f64]) -> Vec<f64> {
     all
 }
 
-/// The levels of `t4`, those of the least mean square error for a normal distribution (Max, 1960; Lloyd, 1982), where 127
-/// stands for 2.7326 standard deviations.
+/// The levels of `t4`: those of the least mean square error for a normal distribution (Max, 1960; Lloyd, 1982). 127 stands for
+/// 2.7326 standard deviations.
 const T4_LEVELS: [f64; 8] = [6.0, 18.0, 31.0, 44.0, 58.0, 75.0, 96.0, 127.0];
 
 /// Outliers are bounded as q8 in one group; the others are turned, and what comes back is compared with the definition.
@@ -81,7 +85,7 @@ fn t4_error(storage: Storage, order: &[usize], written: &[f32], stored: &[f32]) 
     let (wide, wide_stored) = (take(written, outliers), take(stored, outliers));
     let eights = Storage { group: n.max(1) as u32, ..Storage::Q8 };
     let parts = bounds(eights, &wide).into_iter().zip(wide.iter().zip(&wide_stored));
-    let worst = parts.map(|(bound, (x, y))| part((x - y).abs(), bound)).fold(0.0, f64::max);
+    let worst = parts.map(|(bound, (x, y))| part((x - y).abs(), bound)).fold(0.0, worse);
     let length = |v: &[f64]| v.iter().map(|x| x * x).sum::<f64>().sqrt();
     let (row, found) = (take(written, others), take(stored, others));
     let own = length(&row);
@@ -89,14 +93,15 @@ fn t4_error(storage: Storage, order: &[usize], written: &[f32], stored: &[f32]) 
     let off = |y: &[f64]| length(&row.iter().zip(y).map(|(x, y)| x - y).collect::<Vec<_>>());
     let allowed = 1e-3 * own + 2f64.powi(-18) * (row.len() as f64).sqrt();
     // Farther from the row than the definition is, by more than rounding; and lost signs would show here too.
-    let farther = part((off(&found) - off(&defined)).max(0.0), allowed);
+    let farther = part(worse(0.0, off(&found) - off(&defined)), allowed);
     let elsewhere = length(&found.iter().zip(&defined).map(|(x, y)| x - y).collect::<Vec<_>>());
     // A tie may fall to either side: one level of one element.
-    worst.max(farther).max(part(elsewhere, allowed + 0.7 * own / (row.len().max(1) as f64).sqrt()))
+    let elsewhere = part(elsewhere, allowed + 0.7 * own / (row.len().max(1) as f64).sqrt());
+    worse(worse(worst, farther), elsewhere)
 }
 
-/// Flip some signs, rotate, take the nearest levels for the row's root mean square, give the levels the row's length, and turn back. In
-/// f64, but for a scale that f16 cannot hold.
+/// Flip some signs, rotate, take the nearest levels for the row's root mean square, give the levels the row's length, and turn
+/// back. In f64, but for a scale that f16 cannot hold.
 fn t4(row: &[f64]) -> Vec<f64> {
     let n = row.len();
     if n == 0 {
@@ -154,5 +159,28 @@ fn rotate(row: &mut [f64]) {
         }
         let norm = (block.len() as f64).sqrt();
         block.iter_mut().for_each(|x| *x /= norm);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_of_t4_that_is_no_number_is_too_far() {
+        let row: Vec<f32> = (0..32).map(|i| (i * 7 % 11) as f32 - 5.0).collect();
+        let order: Vec<usize> = (0..32).rev().collect();
+        let exact: Vec<f32> = {
+            let others: Vec<f64> = order[8..].iter().map(|c| f64::from(row[*c])).collect();
+            let mut stored = row.clone();
+            order[8..].iter().zip(t4(&others)).for_each(|(c, x)| stored[*c] = x as f32);
+            stored
+        };
+        assert!(error(Storage::T4_O, &order, &row, &exact) < 1.0);
+        for broken in 0..32 {
+            let mut stored = exact.clone();
+            stored[broken] = f32::NAN;
+            assert!(error(Storage::T4_O, &order, &row, &stored).is_nan(), "{broken}");
+        }
     }
 }

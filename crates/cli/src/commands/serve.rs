@@ -48,10 +48,10 @@ pub struct Args {
     /// Tokens of a block
     #[arg(long, value_name = "TOKENS")]
     block_tokens: Option<u32>,
-    /// Who goes first when room is made: lru, fifo, lfu, ...
+    /// Which cached blocks go first when room is made: lru, fifo, lfu, ...
     #[arg(long, value_name = "POLICY")]
     eviction: Option<String>,
-    /// Who runs next: fcfs, sjf, srpt, edf, laxity, priority
+    /// Which request runs next: fcfs, sjf, srpt, edf, laxity, priority
     #[arg(long, value_name = "POLICY")]
     policy: Option<String>,
     /// Requests in the batch at most

@@ -6,6 +6,7 @@ use super::Tool;
 use crate::structured::{Grammar, Schema};
 use kvist_engine::harmony::{CHANNEL, CONSTRAIN, END, MESSAGE, START};
 use serde_json::{Value, json};
+use std::collections::HashMap;
 
 /// The messages as the template knows them.
 pub(crate) fn for_template(messages: &[Value]) -> Vec<Value> {
@@ -21,42 +22,47 @@ pub(crate) fn for_template(messages: &[Value]) -> Vec<Value> {
         let n_results = after.iter().take_while(|message| message["role"] == "tool").count();
         let (results, after) = after.split_at(n_results);
         rest = after;
-        let mut results: Vec<Option<&Value>> = results.iter().map(Some).collect();
+        let mut of_call: HashMap<&str, Vec<usize>> = HashMap::new();
+        for (at, result) in results.iter().enumerate() {
+            if let Some(id) = result["tool_call_id"].as_str() {
+                of_call.entry(id).or_default().push(at);
+            }
+        }
+        let mut taken = vec![false; results.len()];
         for (n, call) in calls.iter().enumerate() {
             out.push(calling(message, call, n == 0));
             // The template names a result after the call before it.
-            let of_it = |result: &Value| result["tool_call_id"] == call["id"] && !call["id"].is_null();
-            for result in &mut results {
-                if result.is_some_and(of_it) {
-                    out.extend(result.take().cloned());
-                }
+            for at in call["id"].as_str().and_then(|id| of_call.remove(id)).into_iter().flatten() {
+                out.push(results[at].clone());
+                taken[at] = true;
             }
         }
-        out.extend(results.into_iter().flatten().cloned());
+        let others = results.iter().zip(taken).filter(|(_, taken)| !taken);
+        out.extend(others.map(|(result, _)| result.clone()));
     }
     out
 }
 
-/// The message with this one of its calls; with the `first`, what was thought and said before it.
+/// The message with this one of its calls; with the `first`, what else it has, and what was thought and said before it.
 fn calling(message: &Value, call: &Value, first: bool) -> Value {
-    let mut message = message.clone();
-    let Some(fields) = message.as_object_mut() else { return message };
-    let mut taken =
-        |name: &str| fields.shift_remove(name).map(|text| text_of(&text)).filter(|text| !text.is_empty());
-    let names = ["thinking", "reasoning_content", "reasoning"].map(&mut taken);
-    // Several names for one text.
-    let thought = names.into_iter().flatten().next();
-    let content = taken("content");
-    fields.insert("tool_calls".into(), json!([call]));
-    fields.insert("content".into(), "".into());
-    if first {
-        // The template takes one of them, and writes either as what was thought.
-        let before: Vec<String> = thought.into_iter().chain(content).collect();
-        if !before.is_empty() {
-            fields.insert("thinking".into(), before.join("\n").into());
+    let mut one = json!({"role": message["role"], "tool_calls": [call], "content": ""});
+    let (true, Some(fields), Some(one_fields)) = (first, message.as_object(), one.as_object_mut()) else {
+        return one;
+    };
+    const TEXTS: [&str; 4] = ["thinking", "reasoning_content", "reasoning", "content"];
+    let text = |name: &str| fields.get(name).map(text_of).filter(|text| !text.is_empty());
+    // Several names for one text; and the template takes one of thought and content, and writes either as what was thought.
+    let thought = TEXTS[..3].iter().find_map(|name| text(name));
+    let before: Vec<String> = thought.into_iter().chain(text("content")).collect();
+    for (name, value) in fields {
+        if !TEXTS.contains(&name.as_str()) && !one_fields.contains_key(name) {
+            one_fields.insert(name.clone(), value.clone());
         }
     }
-    message
+    if !before.is_empty() {
+        one_fields.insert("thinking".into(), before.join("\n").into());
+    }
+    one
 }
 
 /// Parts of text are joined as everywhere.
@@ -168,6 +174,21 @@ mod tests {
             assert_eq!(rendered[0]["content"], "");
         }
         assert_eq!(for_template(&messages[..1]), [question]);
+    }
+
+    /// Each call is copied once, however many there are: 20,000 of them would be 200 million copies otherwise.
+    #[test]
+    fn many_calls_are_as_many_messages() {
+        let call = |n: usize| json!({"id": format!("c{n}"), "function": {"name": "f", "arguments": "{}"}});
+        let calls: Vec<Value> = (0..20_000).map(call).collect();
+        let result = |n: usize| json!({"role": "tool", "tool_call_id": format!("c{n}"), "content": "r"});
+        let mut messages = vec![json!({"role": "assistant", "tool_calls": calls})];
+        messages.extend((0..20_000).rev().map(result));
+        let rendered = for_template(&messages);
+        assert_eq!(rendered.len(), 40_000);
+        for (n, pair) in rendered.chunks_exact(2).enumerate() {
+            assert_eq!((&pair[0]["tool_calls"][0], &pair[1]), (&call(n), &result(n)));
+        }
     }
 
     #[test]

@@ -9,7 +9,7 @@ use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::model::Opened;
 use kvist_engine::weights::WeightForm;
 
-/// Held-out text of the embedded model, for those who have none.
+/// Held-out text of the embedded model, where --text names no other.
 const TEXT: &str = include_str!("../../../../../tools/tiny-model/val.txt");
 
 pub struct Measured {
