@@ -44,6 +44,8 @@ q4-rot f16
 f16 q4
 f16 q4-rot
 q8 q4
+t4-o t4
+t4 t4
 PAIRS
     done
 }

@@ -308,10 +308,10 @@ impl CacheArgs {
             }
         }
         if let Some(v) = self.kv_v.filter(|v| v.outliers) {
-            anyhow::bail!(
-                "--kv-v {v}: only keys have channels that stand out; take --kv-v {}",
-                v.for_values()
-            );
+            let known = v.for_values();
+            return Err(wrong_usage(format!(
+                "--kv-v {v}: only keys have channels that stand out; take --kv-v {known}"
+            )));
         }
         let k = self.kv.unwrap_or(Storage::F16);
         Ok(CacheConfig {

@@ -185,6 +185,26 @@ fn strange_rows_are_stored_or_seen() {
     assert!(bad.is_empty(), "{} bad rows:\n{}", bad.len(), bad.join("\n"));
 }
 
+/// Rows shorter than any model's, of every remainder: groups, halves and words of codes are cut short.
+#[test]
+fn heads_of_a_few_elements_are_stored_and_read() {
+    let free = |head_dim| Model { head_dim, ..Model::default() };
+    for head_dim in 1..=21 {
+        let mut exact = free(head_dim).session(&Cpu::default(), "contiguous", 40);
+        let spans = [Span::chain(A, 0, 33)];
+        let expected = free(head_dim).step(&mut exact, &spans, 3);
+        for (k, v) in storages().into_iter().map(|storage| (storage, storage)) {
+            let model = Model { k, v, ..free(head_dim) };
+            let mut session = model.session(&Cpu::default(), "contiguous", 40);
+            let out = model.step(&mut session, &spans, 3);
+            // Values lie between -1 and 1.
+            let off = out.iter().flatten().zip(expected.iter().flatten()).map(|(x, y)| (x - y).abs());
+            let worst = off.fold(0f32, |worst, x| if x > worst || x.is_nan() { x } else { worst });
+            assert!(worst < 0.5, "{k} with heads of {head_dim}: {worst}");
+        }
+    }
+}
+
 /// A row that is not a number reaches every query that sees it, and no other: a masked cell has no weight, and
 /// nothing times NaN would still be NaN.
 #[test]

@@ -6,6 +6,7 @@ use crate::{Error, HubName, Resolved};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// One repository in the cache.
 #[derive(Clone, Debug)]
@@ -51,7 +52,10 @@ impl Repo {
         }
         let folder = path.parent().unwrap_or(&self.path);
         std::fs::create_dir_all(folder).map_err(Error::file("make", folder))?;
-        let part = folder.join(format!(".{}.part", std::process::id()));
+        // Another thread or another program may write the same.
+        static WRITES: AtomicU64 = AtomicU64::new(0);
+        let number = WRITES.fetch_add(1, Ordering::Relaxed);
+        let part = folder.join(format!(".{}-{number}.part", std::process::id()));
         std::fs::write(&part, commit).map_err(Error::file("write", &part))?;
         std::fs::rename(&part, &path).map_err(Error::file("write", &path))
     }

@@ -7,7 +7,7 @@ use std::fmt;
 
 /// Query heads and KV heads: MHA, GQA 2, 4 and 8, MQA.
 const HEADS: [(u32, u32); 6] = [(2, 2), (4, 2), (8, 2), (16, 2), (5, 1), (3, 3)];
-const HEAD_DIMS: [u32; 8] = [6, 24, 32, 64, 80, 96, 128, 256];
+const HEAD_DIMS: [u32; 7] = [24, 32, 64, 80, 96, 128, 256];
 const LENGTHS: [u32; 16] = [1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 258];
 const SOFTCAPS: [Option<f32>; 3] = [None, Some(3.0), Some(50.0)];
 

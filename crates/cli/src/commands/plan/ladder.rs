@@ -30,7 +30,7 @@ pub const LADDER: &[Rung] = &[
     Rung { k: Q8_ROT, v: Storage::T4, kl: [9.4e-3, 1.5e-2] },
     Rung { k: Q4_ROT, v: Q4_ROT, kl: [5.3e-2, 1.8e-1] },
     Rung { k: Q4_64_ROT, v: Q4_64_ROT, kl: [7.8e-2, 2.1e-1] },
-    Rung { k: Storage::T4_O, v: Storage::T4, kl: [2.6e-2, 5.2e-2] },
+    Rung { k: Storage::T4_O, v: Storage::T4, kl: [2.4e-2, 4.8e-2] },
     Rung { k: Storage::T4, v: Storage::T4, kl: [8.2e-2, 3.2e-1] },
 ];
 
