@@ -26,7 +26,7 @@ pub fn reference(config: &CacheConfig, storage: Storage) -> CacheConfig {
     CacheConfig {
         kind: "contiguous".into(),
         k: storage,
-        v: storage,
+        v: storage.for_values(),
         window: None,
         sinks: 0,
         ..config.clone()

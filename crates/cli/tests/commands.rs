@@ -234,6 +234,9 @@ fn eval_measures_a_cache_against_another() {
     let bytes = |report| number(report, "kv_bytes_per_token");
     assert!(bytes(&t4) < bytes(&q4) && number(&t4, "kl_mean") < number(&q4, "kl_mean"), "{t4} against {q4}");
     assert_eq!((&t4["cache"]["k"], &t4["cache"]["v"]), (&Value::from("t4-o"), &Value::from("t4")));
+    // As the reference, too.
+    let itself = ["eval", "-q", "--json", "--text", &text, "--kv", "t4-o", "--reference", "t4-o"];
+    assert_eq!(number(&json(&itself), "kl_mean"), 0.0);
     assert!(number(&q8, "kl_mean") > 0.0 && number(&q4, "kl_mean") < 1.0);
     assert_eq!(number(&same, "top1_agreement"), 1.0);
     assert_eq!(same["perplexity"], same["perplexity_reference"]);

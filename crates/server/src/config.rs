@@ -70,6 +70,13 @@ pub struct CacheSection {
     pub eviction: String,
 }
 
+impl CacheSection {
+    /// Storage of V.
+    pub fn values(&self) -> Storage {
+        self.kv_v.unwrap_or(self.kv.for_values())
+    }
+}
+
 impl Default for CacheSection {
     fn default() -> Self {
         CacheSection { tokens: None, kv: Storage::F16, kv_v: None, block_tokens: 16, eviction: "lru".into() }
@@ -433,7 +440,7 @@ impl ServerConfig {
         let cache = CacheConfig {
             kind: "paged".into(),
             k: c.kv,
-            v: c.kv_v.unwrap_or(c.kv.for_values()),
+            v: c.values(),
             ..CacheConfig::new(self.cache_tokens(model.context))
         };
         let prefix = PrefixSpec { policy: c.eviction.clone(), ..PrefixSpec::default() };

@@ -112,7 +112,7 @@ fn fit(
             ..base.clone()
         };
         let plan = MemoryPlan::of_session(model, registry, &shape(config))?;
-        let reference = CacheConfig { k: storage, v: storage, ..shape(reference) };
+        let reference = CacheConfig { k: storage, v: storage.for_values(), ..shape(reference) };
         let beside = MemoryPlan::of_session(model, registry, &reference)?;
         let (a, b) = (plan.session_bound(), beside.session_bound());
         Ok((plan, a, b))

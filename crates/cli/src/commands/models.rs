@@ -126,7 +126,7 @@ impl Model {
         let budget = memory.map_or_else(MemoryBudget::unlimited, MemoryBudget::new);
         let fits = match MemoryPlan::free_after(&opened, WeightForm::AsStored, &budget) {
             Ok(free) => {
-                let cache = CacheConfig { k: kv, v: kv, ..CacheConfig::new(config.context) };
+                let cache = CacheConfig { k: kv, v: kv.for_values(), ..CacheConfig::new(config.context) };
                 MemoryPlan::longest_context(config, registry, &cache, free)
             }
             Err(_) => 0,

@@ -284,7 +284,7 @@ fn show_plan(args: &Args, config: &ServerConfig, opened: &Opened, plan: &MemoryP
         cache_tokens: config.cache_tokens(opened.config().context),
         block_tokens: config.cache.block_tokens,
         k: config.cache.kv.to_string(),
-        v: config.cache.kv_v.unwrap_or(config.cache.kv.for_values()).to_string(),
+        v: config.cache.values().to_string(),
         max_batch: config.scheduler.max_batch,
         max_batch_tokens: config.scheduler.max_batch_tokens,
         bound: bound.into(),
