@@ -3,6 +3,7 @@ use crate::budget::{MemoryBudget, Purpose, Usage};
 use crate::channels::ChannelOrder;
 use crate::error::BackendError;
 use crate::layout::Layout;
+use crate::recent::Recent;
 use crate::storage::Storage;
 use crate::tensor::{Tensor, TensorMut};
 use kvist_cache::{LayerId, MovePlan, StepPlan};
@@ -21,6 +22,8 @@ pub struct PoolSpec {
     pub budget: Arc<MemoryBudget>,
     /// The order in which storages with outliers take the channels of the keys; without it they take them as they come.
     pub channels: Option<Arc<ChannelOrder>>,
+    /// The newest tokens, in f16 beside their packed rows.
+    pub recent: Recent,
 }
 
 impl PoolSpec {

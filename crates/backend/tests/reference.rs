@@ -24,6 +24,7 @@ fn spec() -> PoolSpec {
         max_step_tokens: 8,
         budget: MemoryBudget::new(10_000),
         channels: None,
+        recent: Recent::default(),
     }
 }
 

@@ -23,6 +23,7 @@ fn session(kind: &str) -> Session {
         max_step_tokens: 8,
         budget: MemoryBudget::unlimited(),
         channels: None,
+        recent: Recent::default(),
     };
     let registry = Registry::default().with(Box::new(Reference));
     let mut session = registry.session("reference", kind, &[group], &spec).unwrap();

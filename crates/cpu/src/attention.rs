@@ -23,6 +23,7 @@
 //! Bytes: each stored row of an item once from memory, per 256 query rows. Operations: 2 × head_dim multiply-adds
 //! per query head and visible cell, and some ten for the weight.
 mod near;
+mod recent;
 mod scratch;
 mod softmax;
 mod tile;
@@ -31,6 +32,7 @@ use crate::Compute;
 use crate::arch::LANES;
 use crate::pages::Pages;
 use crate::pool::{QUERY_ROWS, Side};
+use crate::recent::RecentReads;
 use kvist_backend::DType;
 use kvist_cache::{ReadItem, Reads};
 pub use scratch::Scratch;
@@ -65,6 +67,8 @@ pub struct Layer<'l> {
     pub sinks: Option<&'l [f32]>,
     /// Weigh packed values one by one.
     pub exact: bool,
+    /// What is read in f16 instead.
+    pub recent: Option<RecentReads<'l>>,
 }
 
 /// A KV head and some of its query slots.
@@ -193,6 +197,13 @@ impl<'l> Layer<'l> {
         for i in 0..n {
             let row = &mut scratch.row[..head_dim];
             let token = self.reads.order[rows.first_slot + i / per_kv] as usize;
+            if self.recent.is_some_and(|recent| recent.has_keys()) {
+                let width = head_dim.next_multiple_of(LANES);
+                let (plain, behind) = scratch.plain[i * width..(i + 1) * width].split_at_mut(head_dim);
+                let query = query(token, rows.head * per_kv + i % per_kv);
+                plain.iter_mut().zip(query).for_each(|(out, x)| *out = x * scale);
+                behind.fill(0.0);
+            }
             self.keys.turn(rows.head, query(token, rows.head * per_kv + i % per_kv), row);
             row.iter_mut().for_each(|x| *x *= scale);
             match keys.storage.dtype {

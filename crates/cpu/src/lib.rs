@@ -20,6 +20,7 @@ mod pages;
 pub mod peak;
 mod pool;
 mod pools;
+mod recent;
 mod rotation;
 pub mod steps;
 pub mod stream;
@@ -123,6 +124,7 @@ impl Backend for Cpu {
             kv = kv.checked_add(layer)?;
         }
         let scratch = attention::Scratch::bytes(spec, self.compute.threads.n())?;
+        let scratch = scratch.checked_add(recent::RecentRows::bytes(spec)?)?;
         Some(Usage::default().with(Purpose::KvCache, kv).with(Purpose::Scratch, scratch))
     }
 }

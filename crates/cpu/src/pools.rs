@@ -2,6 +2,7 @@
 use crate::attention::{Layer, Scratch};
 use crate::pages::Pages;
 use crate::pool::{Geometry, Side};
+use crate::recent::RecentRows;
 use crate::{Compute, Growth};
 use kvist_backend::{Side as Half, *};
 use kvist_cache::*;
@@ -28,6 +29,7 @@ pub struct CpuPools {
     slabs: Vec<Pages>,
     ledger: KvLedger,
     scratch: Scratch,
+    recent: Option<RecentRows>,
     turned: Vec<f32>, // one row on its way into a pool that stores it turned
     begun: Option<StepId>,
     counters: Counters,
@@ -78,6 +80,7 @@ impl CpuPools {
             slabs: Vec::new(),
             ledger: KvLedger::new(&spec.budget, device, max_tokens, spec.layout.owners().count()),
             scratch: Scratch::new(spec, compute.threads.n(), &spec.budget)?,
+            recent: RecentRows::new(spec, &spec.budget)?,
             turned: vec![0.0; spec.layout.max_head_dim() as usize],
             begun: None,
             counters: Counters::default(),
@@ -175,15 +178,27 @@ impl CpuPools {
             for head in 0..layer.n_kv_heads {
                 let (k, v) = (k.row(token, head as usize, head_dim), v.row(token, head as usize, head_dim));
                 put(&mut owned.keys, &mut self.slabs, head, cell, k, turned);
-                put(&mut owned.values, &mut self.slabs, head, cell, v, turned);
+                let v = put(&mut owned.values, &mut self.slabs, head, cell, v, turned);
+                if let Some(recent) = &mut self.recent {
+                    recent.write(owner, token, head as usize, k, v);
+                }
             }
             written += 1;
+        }
+        if let Some(recent) = &mut self.recent {
+            recent.keep(owner, layer.group);
         }
         let heads = u64::from(layer.n_kv_heads);
         let copied: u64 = group.copies.iter().map(|copy| u64::from(copy.len)).sum();
         self.counters.bytes_written += written * heads * self.row_bytes(&layer);
         self.counters.bytes_moved += copied * heads * self.row_bytes(&layer);
     }
+}
+
+/// Cells that there is room for in a layer group.
+fn cells_of(layout: &Layout, layers: &[Option<Owned>], group: GroupId) -> u32 {
+    let mut owners = layout.layers.iter().zip(layers).filter(|(layer, _)| layer.group == group);
+    owners.find_map(|(_, owned)| owned.as_ref()).map_or(0, |owned| owned.keys.cells())
 }
 
 /// What a layer grows by.
@@ -194,13 +209,23 @@ struct Wanted {
     bytes: [u64; 2],
 }
 
-fn put(side: &mut Side, slabs: &mut [Pages], head: u32, cell: u32, row: &[f32], turned: &mut [f32]) {
-    if side.turns() {
+/// Store a row. Gives it back as it was turned for that.
+fn put<'r>(
+    side: &mut Side,
+    slabs: &mut [Pages],
+    head: u32,
+    cell: u32,
+    row: &'r [f32],
+    turned: &'r mut [f32],
+) -> &'r [f32] {
+    let row = if side.turns() {
         side.turn(head as usize, row, turned);
-        side.write(slabs, head as usize, cell, turned);
+        turned
     } else {
-        side.write(slabs, head as usize, cell, row);
-    }
+        row
+    };
+    side.write(slabs, head as usize, cell, row);
+    row
 }
 
 impl Pools for CpuPools {
@@ -218,6 +243,10 @@ impl Pools for CpuPools {
             ));
         }
         self.grow(|group| plan.group(group).cells_end)?;
+        if let Some(recent) = &mut self.recent {
+            let layers = &self.layers;
+            recent.begin(plan, |group| cells_of(&self.spec.layout, layers, group));
+        }
         self.begun = Some(plan.id());
         Ok(())
     }
@@ -253,6 +282,7 @@ impl Pools for CpuPools {
             softcap: call.softcap,
             sinks: call.sinks,
             exact: self.compute.deterministic,
+            recent: self.recent.as_ref().and_then(|recent| recent.reads(owner, layer.group)),
         };
         attention.run(
             &self.compute,
@@ -266,6 +296,9 @@ impl Pools for CpuPools {
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError> {
         self.grow(|group| moves.cells_end(group))?;
         for (group, copies) in moves.groups() {
+            if let Some(recent) = &mut self.recent {
+                recent.relocate(*group, copies, cells_of(&self.spec.layout, &self.layers, *group));
+            }
             for (l, layer) in self.spec.layout.layers.iter().enumerate() {
                 let Some(owned) = &mut self.layers[l] else { continue };
                 if layer.group != *group {

@@ -10,6 +10,9 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::sync::Arc;
 
+/// Tokens of a group that is read in f16: as many as a block of a server's cache has.
+pub const RECENT_TOKENS: u32 = 16;
+
 /// The policy of one session's cache. The architecture comes from the model.
 #[derive(Clone, Debug)]
 pub struct CacheConfig {
@@ -26,6 +29,8 @@ pub struct CacheConfig {
     pub sinks: u32,
     /// Rows of logits wanted at once: 1 for a conversation, more for batches and for evaluation.
     pub max_rows: u32,
+    /// The newest tokens, which packed storages keep in f16 as well.
+    pub recent: Recent,
 }
 
 impl CacheConfig {
@@ -40,6 +45,7 @@ impl CacheConfig {
             window: None,
             sinks: 0,
             max_rows: 1,
+            recent: Recent { tokens: RECENT_TOKENS, sequences: 4 },
         }
     }
 
@@ -75,6 +81,7 @@ impl CacheConfig {
             max_step_tokens: self.max_step_tokens,
             budget: budget.clone(),
             channels: None,
+            recent: self.recent,
         }
     }
 }

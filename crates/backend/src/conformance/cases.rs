@@ -9,6 +9,7 @@ use std::fmt;
 const HEADS: [(u32, u32); 6] = [(2, 2), (4, 2), (8, 2), (16, 2), (5, 1), (3, 3)];
 const HEAD_DIMS: [u32; 7] = [24, 32, 64, 80, 96, 128, 256];
 const LENGTHS: [u32; 16] = [1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 258];
+const RECENT: [u32; 4] = [0, 1, 16, 64];
 const SOFTCAPS: [Option<f32>; 3] = [None, Some(3.0), Some(50.0)];
 
 /// How the layers of a case relate.
@@ -72,14 +73,16 @@ pub struct Case {
     pub softcap: Option<f32>,
     /// Scores of nothing per head, far below the others, beside them, and far above them.
     pub sinks: bool,
+    /// Tokens of a group that is read in f16.
+    pub recent: u32,
 }
 
 impl fmt::Display for Case {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Case { shape, k, v, heads, head_dim, length, sharing, strides, softcap, sinks } = self;
+        let Case { shape, k, v, heads, head_dim, length, sharing, strides, softcap, sinks, recent } = self;
         write!(
             f,
-            "{} · {} | k {k} v {v} | {}:{} heads of {head_dim} | length {length} | {sharing:?} {strides:?} softcap {softcap:?} sinks {sinks}",
+            "{} · {} | k {k} v {v} | {}:{} heads of {head_dim} | length {length} | {sharing:?} {strides:?} softcap {softcap:?} sinks {sinks} recent {recent}",
             shape.kind, shape.name, heads.0, heads.1
         )
     }
@@ -126,7 +129,7 @@ impl Case {
     }
 }
 
-const N_AXES: usize = 10;
+const N_AXES: usize = 11;
 
 /// Cases in which any two values of any two axes meet: take a pair that has not met, and give every other axis the
 /// value that meets most of the others for the first time (after AETG: Cohen et al., 1997).
@@ -143,6 +146,7 @@ pub fn sample(seed: u64) -> Vec<Case> {
         STRIDES.len(),
         SOFTCAPS.len(),
         2,
+        RECENT.len(),
     ];
     let mut choices = Choices::from_seed(seed, u64::MAX);
     let widest = sizes.iter().copied().max().unwrap_or(0);
@@ -188,6 +192,7 @@ pub fn sample(seed: u64) -> Vec<Case> {
                     strides: STRIDES[row[7]],
                     softcap: SOFTCAPS[row[8]],
                     sinks: row[9] == 1,
+                    recent: RECENT[row[10]],
                 });
             }
         }

@@ -43,6 +43,7 @@ fn spec(budget: &Arc<MemoryBudget>) -> PoolSpec {
         max_step_tokens: 300,
         budget: budget.clone(),
         channels: None,
+        recent: Recent::default(),
     }
 }
 

@@ -30,12 +30,38 @@ pub fn run(backend: &dyn Backend, case: &Case, options: &Options, number: u64) -
     found
 }
 
-/// Rows of one owner layer by the number of their write: `[n_kv_heads * head_dim]` each.
+/// Rows of one owner layer by the number of their write.
 #[derive(Default)]
 struct Written {
-    k: Vec<Vec<f32>>,
-    v: Vec<Vec<f32>>,
+    k: Vec<Row>,
+    v: Vec<Row>,
 }
+
+/// A row of every KV head: `[n_kv_heads * head_dim]`.
+struct Row {
+    /// As it was read back.
+    stored: Vec<f32>,
+    /// As it is read while it is recent.
+    recent: Vec<f32>,
+}
+
+impl Row {
+    fn read(&self, recent: bool, elements: &Range<usize>) -> &[f32] {
+        let row = if recent { &self.recent } else { &self.stored };
+        &row[elements.clone()]
+    }
+}
+
+/// A written token.
+#[derive(Clone, Copy)]
+struct Token {
+    position: u32,
+    /// Do later steps find its row among the recent ones?
+    kept: bool,
+}
+
+/// Slots for recent rows: more than any script fills, so that the rig knows which are there.
+const RECENT_ROWS: u32 = 4096;
 
 pub struct Rig<'c> {
     case: &'c Case,
@@ -47,6 +73,8 @@ pub struct Rig<'c> {
     twin: Twin,
     choices: Choices<'static>,
     written: Vec<Written>,
+    /// By the number of the write.
+    tokens: Vec<Token>,
     /// Cells every group was grown to; `None` after a compaction, which grows by what it needs.
     grown: Option<Vec<u32>>,
     found: Found,
@@ -123,6 +151,10 @@ impl<'c> Rig<'c> {
             max_step_tokens,
             budget: MemoryBudget::unlimited(),
             channels: case.channels().map(Arc::new),
+            recent: Recent {
+                tokens: case.recent,
+                sequences: (RECENT_ROWS / case.recent.max(1)).saturating_sub(1),
+            },
         };
         let pools = backend.pools(&spec).unwrap_or_else(|e| panic!("no pools: {e}"));
         let session = Session::new(cache, pools, spec.layout.clone());
@@ -137,6 +169,7 @@ impl<'c> Rig<'c> {
             groups,
             session,
             written,
+            tokens: Vec::new(),
             found: Found::default(),
             spec,
         }
@@ -373,6 +406,7 @@ impl<'c> Rig<'c> {
                 writes.iter().flat_map(|run| run.cells()).collect()
             })
             .collect();
+        let tokens = tokens_of(step.plan(), self.case.recent);
         let mut failure = None;
         let sinks = self.case.sinks();
         for (l, (data, places)) in inputs.iter().enumerate() {
@@ -402,6 +436,7 @@ impl<'c> Rig<'c> {
             return self.bad(format!("not committed: {error}"));
         }
         self.twin.apply(&request);
+        self.tokens.extend_from_slice(&tokens);
 
         for (layer, (data, places)) in inputs.iter().enumerate() {
             if self.spec.layout.owns(layer) {
@@ -411,7 +446,7 @@ impl<'c> Rig<'c> {
         }
         for (layer, ((data, places), (out, place))) in inputs.iter().zip(outputs).enumerate() {
             let group = self.spec.layout.layers[layer].group.0 as usize;
-            self.check_outputs(layer, (data, &places[0]), (out, place), &seen[group]);
+            self.check_outputs(layer, (data, &places[0]), (out, place), &seen[group], &tokens);
         }
         if self.session.pools().counters().bytes_read <= read_before {
             self.bad("attention counted no byte read".into());
@@ -463,10 +498,17 @@ impl<'c> Rig<'c> {
                         ));
                     }
                 }
-                let written = &mut self.written[layer];
+                // Float storages take no notice, and so does a backend that keeps f32.
+                let recent = if storage.dtype.is_quantised() && !self.options.exact_rows {
+                    let heads = (0..spec.n_kv_heads as usize).flat_map(|head| place.row(token, head, head_dim));
+                    heads.map(|at| half::f16::from_f32(data[at]).to_f32()).collect()
+                } else {
+                    stored.clone()
+                };
+                let (written, row) = (&mut self.written[layer], Row { stored, recent });
                 match side {
-                    Side::K => written.k.push(stored),
-                    Side::V => written.v.push(stored),
+                    Side::K => written.k.push(row),
+                    Side::V => written.v.push(row),
                 }
             }
         }
@@ -490,6 +532,7 @@ impl<'c> Rig<'c> {
         (data, queries): (&[f32], &Place),
         (mut out, place): (Vec<f32>, Place),
         seen: &[Vec<Seen>],
+        tokens: &[Token],
     ) {
         let spec = self.spec.layout.layers[layer];
         let head_dim = spec.head_dim as usize;
@@ -498,6 +541,11 @@ impl<'c> Rig<'c> {
         let sinks = self.case.sinks();
         let mut bad = Vec::new();
         let mut expected = vec![0.0; head_dim];
+        let recent_tokens = self.case.recent;
+        let first_new = self.tokens.len() - tokens.len();
+        let group = |position: u32| position.checked_div(recent_tokens);
+        // Rows that are turned before they are rounded have errors that are bounded as a whole.
+        let turned = recent_tokens > 0 && (self.case.v.rotate || self.case.v.dtype == DType::T4);
         for (token, seen) in seen.iter().enumerate() {
             for head in 0..place.n_heads {
                 let q = &data[queries.row(token, head, head_dim)];
@@ -506,12 +554,16 @@ impl<'c> Rig<'c> {
                 let written = &self.written[spec.owner.0 as usize];
                 let visible = seen.iter().map(|seen| {
                     let value = seen.value as usize;
-                    (&written.k[value][rows.clone()], &written.v[value][rows.clone()])
+                    let Token { position, kept } = self.tokens[value];
+                    let own = group(position).is_some() && group(position) == group(tokens[token].position);
+                    let recent = own && (kept || value >= first_new);
+                    (written.k[value].read(recent, &rows), written.v[value].read(recent, &rows))
                 });
                 let sink = sinks.as_ref().map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[head]));
                 let size = attention(q, visible, scale, self.case.softcap, sink, &mut expected);
                 let packed = self.case.k.dtype.is_quantised() || self.case.v.dtype.is_quantised();
-                let tolerance = size * if packed { self.options.packed } else { self.options.attention };
+                let tolerance = size.0 * if packed { self.options.packed } else { self.options.attention };
+                let tolerance = tolerance + if turned { size.1 * 2f64.powi(-11) } else { 0.0 };
                 let found = &mut out[place.row(token, head, head_dim)];
                 for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
                     let difference = (f64::from(*found) - expected).abs();
@@ -536,13 +588,31 @@ impl<'c> Rig<'c> {
     }
 }
 
+/// The tokens of a step. Rows of a group that was filled are not kept; those of nodes are.
+fn tokens_of(plan: &StepPlan, recent: u32) -> Vec<Token> {
+    let mut positions = Vec::new();
+    plan.positions(&mut positions);
+    let mut tokens = Vec::new();
+    for span in plan.spans() {
+        let end = span.start + span.n_tokens;
+        let chain = matches!(span.kind, SpanKind::Chain);
+        tokens.extend(span.tokens().map(|token| {
+            let position = positions[token as usize];
+            let full = end.checked_rem(recent).is_some_and(|rest| position < end - rest);
+            Token { position, kept: !(chain && full) }
+        }));
+    }
+    tokens
+}
+
 fn note_growth(grown: &mut Option<Vec<u32>>, plan: &StepPlan) {
     for (g, cells) in grown.iter_mut().flatten().enumerate() {
         *cells = (*cells).max(plan.group(GroupId(g as u16)).cells_end);
     }
 }
 
-/// Scalar attention in f64. Returns (1 + S) × V, the size its rounding errors are measured by.
+/// Scalar attention in f64. Returns (1 + S) × V, the size its rounding errors are measured by, and the length of the longest
+/// value.
 fn attention<'r>(
     q: &[f32],
     visible: impl Iterator<Item = (&'r [f32], &'r [f32])> + Clone,
@@ -550,14 +620,15 @@ fn attention<'r>(
     softcap: Option<f32>,
     sink: f64,
     out: &mut [f64],
-) -> f64 {
+) -> (f64, f64) {
     let scale = f64::from(scale);
     let norm = |row: &[f32]| dot(row, row).sqrt();
-    let (mut scores, mut size, mut largest) = (Vec::new(), 0f64, 0f64);
+    let (mut scores, mut size, mut largest, mut longest) = (Vec::new(), 0f64, 0f64, 0f64);
     for (k, v) in visible.clone() {
         let score = dot(q, k) * scale;
         scores.push(softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh()));
         size = size.max(scale.abs() * norm(q) * norm(k));
+        longest = longest.max(norm(v));
         largest = v.iter().fold(largest, |largest, x| largest.max(f64::from(x.abs())));
     }
     let peak = scores.iter().copied().fold(sink, f64::max);
@@ -569,7 +640,7 @@ fn attention<'r>(
         out.iter_mut().zip(v).for_each(|(out, v)| *out += weight * f64::from(*v));
     }
     out.iter_mut().for_each(|out| *out /= sum);
-    (1.0 + size) * largest
+    ((1.0 + size) * largest, longest)
 }
 
 /// Four sums, only so that the suite takes seconds.

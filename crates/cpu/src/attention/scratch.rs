@@ -19,10 +19,12 @@ pub struct ThreadScratch {
     pub row: Vec<f32>,     // [head_dim]
     pub queries: Vec<f32>, // [rows of a unit / QUERY_ROWS, head_dim, QUERY_ROWS]
     pub packed: Vec<PackedQuery>,
+    pub plain: Vec<f32>, // [rows of a unit, head_dim in whole vectors], where recent keys are read in f16
     pub partial: Vec<f32>, // [rows of a unit, head_dim + EXTRA]
     pub lines: Vec<f32>,   // [rows of a block, tile + 2 * PAD + SPARE]
     pub quads: Box<Quads>,
     pub near: Near,
+    pub weights: Vec<f32>, // of values that are read in f16: [rows of a block × recent tokens] at most
 }
 
 /// Everybody's.
@@ -40,6 +42,8 @@ struct Sizes {
     states: usize,
     queries: usize,
     packed: usize,
+    plain: usize,
+    weights: usize,
     partial: usize,
     lines: usize,
     /// Query slots of a unit.
@@ -68,6 +72,14 @@ impl Sizes {
             states: filled.min(rows.max(1).checked_mul(2)?).max(split).checked_mul(state)?,
             queries: unit_rows.next_multiple_of(QUERY_ROWS).checked_mul(head_dim)?,
             packed: if spec.k.dtype.is_quantised() { unit_rows } else { 0 },
+            plain: match spec.k.dtype.is_quantised() && spec.recent.tokens > 0 {
+                true => unit_rows.checked_mul(head_dim.checked_next_multiple_of(LANES)?)?,
+                false => 0,
+            },
+            weights: match spec.v.dtype.is_quantised() {
+                true => BLOCK_ROWS.max(per_kv).checked_mul(spec.recent.tokens as usize)?,
+                false => 0,
+            },
             partial: unit_rows.checked_mul(state)?,
             lines,
             slots: unit_rows.min(tokens),
@@ -80,7 +92,8 @@ impl Sizes {
         let floats = self
             .queries
             .checked_add(self.partial)?
-            .checked_add(self.lines + self.head_dim)?
+            .checked_add(self.lines + self.head_dim + self.weights)?
+            .checked_add(self.plain)?
             .checked_mul(4)?;
         let packed = self.packed.checked_mul(size_of::<PackedQuery>() + PackedQuery::bytes(self.head_dim))?;
         let thread = floats.checked_add(packed)?.checked_add(size_of::<Quads>())?;
@@ -115,8 +128,10 @@ impl Scratch {
                 packed: (0..sizes.packed).map(|_| PackedQuery::new(sizes.head_dim)).collect(),
                 partial: buffer(sizes.partial)?,
                 lines: buffer(sizes.lines)?,
+                plain: buffer(sizes.plain)?,
                 quads: Box::default(),
                 near: Near::new(sizes.slots),
+                weights: Vec::with_capacity(sizes.weights),
             })
         };
         let threads = (0..threads).map(thread).collect::<Result<Vec<_>, BackendError>>()?;

@@ -2,12 +2,14 @@
 //!
 //! What is seen may lie in many places: every chain of items is gathered into stretches of blocks, as long as they can be,
 //! for the kernels. Blocks stick out of what is seen, on both sides; what stands there belongs to others and is put back.
+use super::recent::{OwnGroup, OwnScores, OwnSums};
 use super::scratch::{PAD, SPARE, ThreadScratch};
 use super::softmax::Softmax;
 use super::{Layer, Rows};
 use crate::Compute;
 use crate::arch::{Isa, LANES};
 use crate::pool::{self, Gather, Lines, Quads, Queries, Side, Sums};
+use crate::recent::RecentReads;
 use kvist_cache::{Mask, ReadItem, Run};
 use std::ops::Range;
 
@@ -23,7 +25,7 @@ impl<'l> Layer<'l> {
         scratch: &mut ThreadScratch,
     ) {
         let (isa, per_kv, state) = (compute.isa, self.per_kv(), self.state());
-        let ThreadScratch { near, lines, queries, packed, quads, .. } = scratch;
+        let ThreadScratch { near, lines, queries, packed, plain, quads, weights, .. } = scratch;
         let row0 = (slots.start as usize - rows.first_slot) * per_kv;
         let stride = tile.stride();
         let lines = &mut lines[..slots.len() * per_kv * stride];
@@ -68,6 +70,17 @@ impl<'l> Layer<'l> {
             }
         }
 
+        let own = self.own_groups(rows, &slots, tile);
+        if self.recent.is_some_and(|recent| recent.has_keys()) {
+            let width = self.head_dim.next_multiple_of(LANES);
+            for (i, group) in own.clone() {
+                let lines = &mut lines[i * per_kv * stride..(i + 1) * per_kv * stride];
+                let row = row0 + i * per_kv;
+                let queries = &plain[row * width..(row + per_kv) * width];
+                isa.run(OwnScores { group, queries, lines, stride });
+            }
+        }
+
         let states = &mut states[row0 * state..(row0 + slots.len() * per_kv) * state];
         isa.run(Softmax {
             lines: &mut *lines,
@@ -77,6 +90,14 @@ impl<'l> Layer<'l> {
             states: &mut *states,
             head_dim: self.head_dim,
         });
+
+        weights.clear();
+        if self.recent.is_some_and(|recent| recent.has_values()) {
+            for (i, group) in own.clone() {
+                let lines = &mut lines[i * per_kv * stride..(i + 1) * per_kv * stride];
+                group.take_weights(lines, stride, weights);
+            }
+        }
 
         let mut chains = near.chains().peekable();
         while let Some(chain) = chains.next() {
@@ -96,6 +117,34 @@ impl<'l> Layer<'l> {
                 self.weigh(isa, gather, lines.reborrow(gather.at()), sums, quads);
             });
         }
+
+        let mut weights = &weights[..];
+        for (i, group) in own.filter(|_| !weights.is_empty()) {
+            let states = &mut states[i * per_kv * state..(i + 1) * per_kv * state];
+            let (theirs, others) = weights.split_at(group.len() * per_kv);
+            weights = others;
+            isa.run(OwnSums { group, weights: theirs, states, state, head_dim: self.head_dim });
+        }
+    }
+
+    /// What each of `slots` reads in f16 in `tile`, with the slot's number among them.
+    fn own_groups(
+        &self,
+        rows: Rows,
+        slots: &Range<u32>,
+        tile: &Tile,
+    ) -> impl Iterator<Item = (usize, OwnGroup<'l>)> + Clone {
+        let Range { start, end } = *slots;
+        let (reads, indices, first) = (self.reads, tile.indices.clone(), tile.place(tile.indices.start));
+        let group = move |recent: RecentReads<'l>| {
+            let indices = indices.clone();
+            (start..end).enumerate().filter_map(move |(i, slot)| {
+                let token = reads.order[slot as usize] as usize;
+                let group = OwnGroup::new(recent, token, rows.head, &indices, first);
+                (group.len() > 0).then_some((i, group))
+            })
+        };
+        self.recent.into_iter().flat_map(group)
     }
 
     /// Which rows of a block of `slots` an item is for.

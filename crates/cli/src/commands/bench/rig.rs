@@ -69,6 +69,7 @@ impl Rig {
             max_step_tokens: chunk,
             budget: budget.clone(),
             channels: None,
+            recent: Recent::default(),
         };
         let pools = Cpu::new(compute.clone()).pools(&spec)?;
         let elements = |n: u32| u64::from(chunk) * u64::from(n) * u64::from(shape.head_dim);

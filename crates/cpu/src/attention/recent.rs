@@ -1,0 +1,107 @@
+//! The newest tokens of a tile: their scores and their shares of the sums come from f16 rows and not from the pool.
+use crate::arch::{Kernel, LANES, Simd};
+use crate::recent::{Own, RecentReads};
+use std::ops::Range;
+
+/// What one token reads from recent rows in a tile, for all query heads on a KV head.
+#[derive(Clone, Copy)]
+pub struct OwnGroup<'o> {
+    reads: RecentReads<'o>,
+    /// In the tile.
+    own: &'o [Own],
+    head: usize,
+    /// The place in the sequence that stands first in a line, and where that is.
+    first: (u32, usize),
+}
+
+impl<'o> OwnGroup<'o> {
+    /// What `token` reads of the places `indices`, the first of which stands at `first` in a line.
+    pub fn new(reads: RecentReads<'o>, token: usize, head: usize, indices: &Range<u32>, first: usize) -> Self {
+        let all = reads.of(token);
+        let below = |index: u32| all.partition_point(|own| own.index < index);
+        let own = &all[below(indices.start)..below(indices.end)];
+        OwnGroup { reads, own, head, first: (indices.start, first) }
+    }
+
+    /// Rows that it reads.
+    pub fn len(&self) -> usize {
+        self.own.len()
+    }
+
+    /// The rows, and their places in a line.
+    fn rows(&self) -> impl Iterator<Item = (&'o Own, usize)> + use<'o> {
+        let (index, place) = self.first;
+        self.own.iter().map(move |own| (own, place + (own.index - index) as usize))
+    }
+
+    /// Take the weights of its rows out of the lines, row by row.
+    pub fn take_weights(&self, lines: &mut [f32], stride: usize, weights: &mut Vec<f32>) {
+        for (_, at) in self.rows() {
+            weights.extend(lines.chunks_exact_mut(stride).map(|line| std::mem::take(&mut line[at])));
+        }
+    }
+}
+
+/// Scores, a line per query: `lines[query][place] = q · k`.
+pub struct OwnScores<'k> {
+    pub group: OwnGroup<'k>,
+    /// A row per query, scaled, filled up to whole vectors.
+    pub queries: &'k [f32],
+    pub lines: &'k mut [f32],
+    pub stride: usize,
+}
+
+impl Kernel for OwnScores<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let n_rows = self.lines.len() / self.stride;
+        let width = self.queries.len() / n_rows;
+        for (own, at) in self.group.rows() {
+            let key = self.group.reads.key(own, self.group.head);
+            let lines = self.lines.chunks_exact_mut(self.stride);
+            for (line, query) in lines.zip(self.queries.chunks_exact(width)) {
+                let mut sum = s.splat(0.0);
+                for (k, q) in key.iter().zip(query.as_chunks::<LANES>().0) {
+                    sum = s.fma(s.load_f16(k), s.load(q), sum);
+                }
+                line[at] = s.sum(sum);
+            }
+        }
+    }
+}
+
+/// Sums, a state per query: `sums[query] += Σ weight · v`.
+pub struct OwnSums<'k> {
+    pub group: OwnGroup<'k>,
+    /// A weight per query for every row, row by row.
+    pub weights: &'k [f32],
+    pub states: &'k mut [f32],
+    pub state: usize,
+    pub head_dim: usize,
+}
+
+impl Kernel for OwnSums<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let n_rows = self.states.len() / self.state;
+        for ((own, _), weights) in self.group.rows().zip(self.weights.chunks_exact(n_rows)) {
+            let value = self.group.reads.value(own, self.group.head);
+            for (state, weight) in self.states.chunks_exact_mut(self.state).zip(weights) {
+                let weight = s.splat(*weight);
+                let (sums, rest) = state[..self.head_dim].as_chunks_mut::<LANES>();
+                let mut value = value.iter();
+                for (sum, v) in sums.iter_mut().zip(&mut value) {
+                    s.store(s.fma(s.load_f16(v), weight, s.load(sum)), sum);
+                }
+                if let Some(v) = value.next() {
+                    let mut last = [0.0; LANES];
+                    last[..rest.len()].copy_from_slice(rest);
+                    s.store(s.fma(s.load_f16(v), weight, s.load(&last)), &mut last);
+                    rest.copy_from_slice(&last[..rest.len()]);
+                }
+            }
+        }
+    }
+}
