@@ -4,11 +4,11 @@ use crate::source::Source;
 pub use crate::source::SourceArgs;
 use anyhow::{Context, anyhow};
 use clap::Args;
-use kvist_backend::{Bytes, MemoryBudget, Registry, Storage};
+use kvist_backend::{Bytes, MemoryBudget, Recent, Registry, Storage};
 use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
 use kvist_engine::config::ModelConfig;
-use kvist_engine::memory::{CacheConfig, MemoryPlan};
+use kvist_engine::memory::{CacheConfig, MemoryPlan, RECENT_TOKENS};
 use kvist_engine::model::{LoadOptions, Model, Opened};
 use kvist_engine::sampler::{Sampler, SamplerConfig, Shipped};
 use kvist_engine::weights::WeightForm;
@@ -252,6 +252,13 @@ pub fn parse_stop(text: &str) -> Result<String, String> {
     }
 }
 
+/// Tokens of a group that is kept in f16.
+pub fn parse_recent(text: &str) -> Result<u32, String> {
+    let tokens = text.parse().map_err(|_| "not a number of tokens".to_string())?;
+    Recent { tokens, sequences: 1 }.check().map_err(|e| e.to_string())?;
+    Ok(tokens)
+}
+
 #[derive(Args, Clone, Debug)]
 pub struct CacheArgs {
     /// What holds the bytes: cpu, reference (slow, for comparison)
@@ -268,6 +275,10 @@ pub struct CacheArgs {
     /// Storage of V, if it differs
     #[arg(long, value_name = "DTYPE")]
     pub kv_v: Option<Storage>,
+    /// q8, q4 and t4 also keep the newest tokens in f16, in groups of this many (a power of two up to 64), and are that much
+    /// closer to f16; 0 for none
+    #[arg(long, value_name = "TOKENS", default_value_t = RECENT_TOKENS, value_parser = parse_recent)]
+    pub kv_recent: u32,
     /// Tokens the cache may hold, 32768 or 32k; without it the prompt and --max-tokens, within the model's context
     #[arg(long, value_name = "TOKENS", value_parser = parse_context)]
     pub context: Option<u32>,
@@ -322,6 +333,7 @@ impl CacheArgs {
             max_step_tokens: self.chunk.min(context.max(1)),
             window: self.window,
             sinks: self.sinks,
+            recent: Recent { tokens: self.kv_recent, ..CacheConfig::new(context).recent },
             ..CacheConfig::new(context)
         })
     }

@@ -40,11 +40,28 @@ pub fn rotate_whole_back(row: &mut [f32]) {
 
 /// The signs of about half of the elements, always the same ones.
 fn flip_signs(row: &mut [f32]) {
-    for (i, x) in row.iter_mut().enumerate() {
-        let mixed = (i as u32 + 1).wrapping_mul(0x9e37_79b1);
-        let mixed = (mixed ^ mixed >> 15).wrapping_mul(0x85eb_ca6b);
-        *x = f32::from_bits(x.to_bits() ^ (mixed & 1 << 31));
+    /// Those of heads of usual sizes.
+    const SIGNS: [u32; 256] = {
+        let (mut signs, mut i) = ([0; 256], 0);
+        while i < signs.len() {
+            signs[i] = sign(i as u32);
+            i += 1;
+        }
+        signs
+    };
+    let (usual, others) = row.split_at_mut(row.len().min(SIGNS.len()));
+    for (x, sign) in usual.iter_mut().zip(SIGNS) {
+        *x = f32::from_bits(x.to_bits() ^ sign);
     }
+    for (x, i) in others.iter_mut().zip(SIGNS.len() as u32..) {
+        *x = f32::from_bits(x.to_bits() ^ sign(i));
+    }
+}
+
+/// The sign bit of element `i`, or 0.
+const fn sign(i: u32) -> u32 {
+    let mixed = (i + 1).wrapping_mul(0x9e37_79b1);
+    (mixed ^ mixed >> 15).wrapping_mul(0x85eb_ca6b) & 1 << 31
 }
 
 /// The fast Walsh–Hadamard transform: log₂ n rounds of butterflies.

@@ -101,27 +101,61 @@ impl Kernel for Gated<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         match self.f {
-            Gate::Silu => lanes(s, self.gate, self.up, |s, gate, up| s.mul(silu(s, gate), up)),
-            Gate::Gelu => lanes(s, self.gate, self.up, |s, gate, up| s.mul(gelu(s, gate), up)),
-            Gate::Clamped { limit } => {
-                lanes(s, self.gate, self.up, |s, gate, up| clamped(s, gate, up, limit));
-            }
+            Gate::Silu => lanes(s, self.gate, self.up, SiluGate),
+            Gate::Gelu => lanes(s, self.gate, self.up, GeluGate),
+            Gate::Clamped { limit } => lanes(s, self.gate, self.up, ClampedGate { limit }),
         }
+    }
+}
+
+/// What becomes of a gate and what it gates. A type and no closure: a closure is not compiled for the kernel's instruction
+/// set, and called once per vector.
+trait Activation: Copy {
+    fn of<S: Simd>(self, s: S, gate: S::F, up: S::F) -> S::F;
+}
+
+#[derive(Clone, Copy)]
+struct SiluGate;
+#[derive(Clone, Copy)]
+struct GeluGate;
+#[derive(Clone, Copy)]
+struct ClampedGate {
+    limit: f32,
+}
+
+impl Activation for SiluGate {
+    #[inline(always)]
+    fn of<S: Simd>(self, s: S, gate: S::F, up: S::F) -> S::F {
+        s.mul(silu(s, gate), up)
+    }
+}
+
+impl Activation for GeluGate {
+    #[inline(always)]
+    fn of<S: Simd>(self, s: S, gate: S::F, up: S::F) -> S::F {
+        s.mul(gelu(s, gate), up)
+    }
+}
+
+impl Activation for ClampedGate {
+    #[inline(always)]
+    fn of<S: Simd>(self, s: S, gate: S::F, up: S::F) -> S::F {
+        clamped(s, gate, up, self.limit)
     }
 }
 
 /// `gate = f(gate, up)`, sixteen at a time.
 #[inline(always)]
-fn lanes<S: Simd>(s: S, gate: &mut [f32], up: &[f32], f: impl Fn(S, S::F, S::F) -> S::F) {
+fn lanes<S: Simd>(s: S, gate: &mut [f32], up: &[f32], f: impl Activation) {
     let (gate, gate_rest) = gate.as_chunks_mut::<LANES>();
     let (up, up_rest) = up.as_chunks::<LANES>();
     for (gate, up) in gate.iter_mut().zip(up) {
-        s.store(f(s, s.load(gate), s.load(up)), gate);
+        s.store(f.of(s, s.load(gate), s.load(up)), gate);
     }
     let (mut g, mut u) = ([0.0; LANES], [0.0; LANES]);
     g[..gate_rest.len()].copy_from_slice(gate_rest);
     u[..up_rest.len()].copy_from_slice(up_rest);
-    s.store(f(s, s.load(&g), s.load(&u)), &mut g);
+    s.store(f.of(s, s.load(&g), s.load(&u)), &mut g);
     let n = gate_rest.len();
     gate_rest.copy_from_slice(&g[..n]);
 }
@@ -177,17 +211,21 @@ impl Kernel for SoftCap<'_> {
     type Out = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let capped = |x: S::F| s.mul(s.tanh(s.mul(x, s.splat(1.0 / self.cap))), s.splat(self.cap));
         let (x, rest) = self.x.as_chunks_mut::<LANES>();
         for x in x {
-            s.store(capped(s.load(x)), x);
+            s.store(capped(s, s.load(x), self.cap), x);
         }
         let mut last = [0.0; LANES];
         last[..rest.len()].copy_from_slice(rest);
-        s.store(capped(s.load(&last)), &mut last);
+        s.store(capped(s, s.load(&last), self.cap), &mut last);
         let n = rest.len();
         rest.copy_from_slice(&last[..n]);
     }
+}
+
+#[inline(always)]
+fn capped<S: Simd>(s: S, x: S::F, cap: f32) -> S::F {
+    s.mul(s.tanh(s.mul(x, s.splat(1.0 / cap))), s.splat(cap))
 }
 
 /// `x += y`.

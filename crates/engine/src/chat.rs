@@ -194,7 +194,8 @@ impl Chat {
         let same = branch.cached.iter().zip(tokens).take_while(|(a, b)| a == b).count();
         let mut keep = same.min(tokens.len().saturating_sub(1));
         if keep < branch.cached.len() {
-            let at = u32::try_from(keep).unwrap_or(u32::MAX);
+            let at = self.session.config().cut_before(u32::try_from(keep).unwrap_or(u32::MAX));
+            keep = at as usize;
             if let Some(mut sequences) = self.session.cache().sequences() {
                 sequences.seq_rm(branch.seq, at, u32::MAX)?;
                 if at == 0 {

@@ -9,7 +9,7 @@ use crate::config::ModelConfig;
 use crate::error::Error;
 use crate::memory::{CacheConfig, MemoryPlan};
 use crate::model::{Activations, Batch, Model};
-use kvist_backend::{Counters, Layout, PoolSpec, Purpose, Registry, Reservation, Runner};
+use kvist_backend::{Counters, Layout, PoolSpec, Purpose, Recent, Registry, Reservation, Runner};
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, RecomputeCost, Step};
 use kvist_scheduler::{Executor, Outcome, RequestId, Sampled};
 use std::collections::HashMap;
@@ -44,7 +44,8 @@ pub struct Choice {
 /// A paged cache for a model: its policy, and the size of its blocks.
 #[derive(Clone, Debug)]
 pub struct PagedConfig {
-    /// `kind` is ignored; `max_step_tokens` and `max_rows` are those of the largest batch.
+    /// `kind` is ignored; `max_step_tokens` and `max_rows` are those of the largest batch. Recent tokens are kept for as many
+    /// sequences as there are rows, in groups that blocks consist of.
     pub cache: CacheConfig,
     /// Tokens of a block, at least 1. The cache holds whole blocks.
     pub block_tokens: u32,
@@ -73,7 +74,15 @@ impl PagedConfig {
     pub fn plan(&self, model: &ModelConfig, registry: &Registry) -> Result<MemoryPlan, Error> {
         let cache = self.cache(model)?;
         let (_, backend) = registry.plan(&self.cache.backend, "paged", &self.cache.groups(model))?;
-        MemoryPlan::of_cache(model, backend, &cache, &self.cache)
+        MemoryPlan::of_cache(model, backend, &cache, &self.sized())
+    }
+
+    /// The policy of the bytes. Hits end with blocks: where groups of recent tokens do so too, a request that begins with a hit
+    /// reads what it would have read without one.
+    fn sized(&self) -> CacheConfig {
+        let most = 1u32 << self.block_tokens.trailing_zeros().min(31);
+        let tokens = self.cache.recent.tokens.min(most);
+        CacheConfig { recent: Recent { tokens, sequences: self.cache.max_rows }, ..self.cache.clone() }
     }
 }
 
@@ -129,7 +138,8 @@ impl ModelExecutor {
         let cache = config.cache(architecture)?;
         let (_, backend) =
             registry.plan(&config.cache.backend, "paged", &config.cache.groups(architecture))?;
-        let plan = MemoryPlan::of_cache(architecture, backend, &cache, &config.cache)?;
+        let sized = config.sized();
+        let plan = MemoryPlan::of_cache(architecture, backend, &cache, &sized)?;
         let bound = plan.usage.with(Purpose::Weights, 0);
         let channels = model.channel_order(registry, &config.cache)?;
         let budget = model.budget().promise(&bound).map_err(|refused| {
@@ -141,7 +151,7 @@ impl ModelExecutor {
         let spec = PoolSpec {
             capacity_cells: cache.capacity_cells(),
             channels,
-            ..config.cache.pool_spec(layout, &budget)
+            ..sized.pool_spec(layout, &budget)
         };
         let executor = ModelExecutor {
             model: model.clone(),

@@ -45,7 +45,7 @@ impl CacheConfig {
             window: None,
             sinks: 0,
             max_rows: 1,
-            recent: Recent { tokens: RECENT_TOKENS, sequences: 4 },
+            recent: Recent { tokens: RECENT_TOKENS, sequences: 8 },
         }
     }
 
@@ -69,6 +69,14 @@ impl CacheConfig {
             }
         };
         windows.into_iter().map(group).collect()
+    }
+
+    /// The last position up to `position` at which a sequence of these storages can be cut off and go on as if it had never
+    /// been longer: what was recent there may be kept as it is stored alone.
+    pub fn cut_before(&self, position: u32) -> u32 {
+        let packed = self.k.dtype.is_quantised() || self.v.dtype.is_quantised();
+        let groups = if packed { self.recent.tokens } else { 0 };
+        position - position.checked_rem(groups).unwrap_or(0)
     }
 
     /// Capacities are filled in by the kind.

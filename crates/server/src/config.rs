@@ -4,12 +4,12 @@
 use crate::auth::{self, Keys};
 use crate::tools::Tooling;
 use crate::worker::EngineConfig;
-use kvist_backend::Storage;
+use kvist_backend::{Recent, Storage};
 use kvist_cache::PrefixSpec;
 use kvist_cache::evict::{Parameters, build_for_serving};
 use kvist_engine::config::ModelConfig;
 use kvist_engine::executor::PagedConfig;
-use kvist_engine::memory::CacheConfig;
+use kvist_engine::memory::{CacheConfig, RECENT_TOKENS};
 use kvist_scheduler::{Admission, Config, LengthSource, Preempted, PrefixOrder};
 use serde::{Deserialize, Deserializer};
 use std::net::IpAddr;
@@ -64,6 +64,9 @@ pub struct CacheSection {
     pub kv: Storage,
     #[serde(deserialize_with = "some_storage")]
     pub kv_v: Option<Storage>,
+    /// Tokens of a group that packed storages keep in f16 as well while they are the newest: a power of two up to 64, or 0.
+    /// Blocks consist of groups; where they cannot, groups are shorter.
+    pub kv_recent: u32,
     /// Tokens of a block: what is shared and evicted is whole blocks.
     pub block_tokens: u32,
     /// Name of an eviction policy.
@@ -79,7 +82,14 @@ impl CacheSection {
 
 impl Default for CacheSection {
     fn default() -> Self {
-        CacheSection { tokens: None, kv: Storage::F16, kv_v: None, block_tokens: 16, eviction: "lru".into() }
+        CacheSection {
+            tokens: None,
+            kv: Storage::F16,
+            kv_v: None,
+            kv_recent: RECENT_TOKENS,
+            block_tokens: 16,
+            eviction: "lru".into(),
+        }
     }
 }
 
@@ -330,6 +340,10 @@ impl ServerConfig {
         if c.block_tokens == 0 || c.block_tokens > 4096 {
             return Err(bad("cache.block_tokens", c.block_tokens, "1 to 4096"));
         }
+        if (Recent { tokens: c.kv_recent, sequences: 1 }).check().is_err() {
+            let expected = format!("a power of two up to {}, or 0", Recent::MOST_TOKENS);
+            return Err(bad("cache.kv_recent", c.kv_recent, expected));
+        }
         if let Some(v) = c.kv_v.filter(|v| v.outliers) {
             let expected = format!("{}: only keys have channels that stand out", v.for_values());
             return Err(bad("cache.kv_v", v, expected));
@@ -441,6 +455,7 @@ impl ServerConfig {
             kind: "paged".into(),
             k: c.kv,
             v: c.values(),
+            recent: Recent { tokens: c.kv_recent, sequences: self.scheduler.max_batch },
             ..CacheConfig::new(self.cache_tokens(model.context))
         };
         let prefix = PrefixSpec { policy: c.eviction.clone(), ..PrefixSpec::default() };
@@ -552,6 +567,7 @@ mod tests {
             ("[http]\nhost = \"localhost\"", "host"),
             ("[cache]\nkv = \"f17\"", "f17"),
             ("[cache]\nblock_tokens = 0", "cache.block_tokens"),
+            ("[cache]\nkv_recent = 12", "cache.kv_recent"),
             ("[cache]\nkv_v = \"t4-o\"", "cache.kv_v"),
             ("[cache]\ntokens = 0", "cache.tokens"),
             ("[scheduler]\npolicy = \"best\"", "best"),

@@ -45,6 +45,9 @@ pub struct Args {
     /// Storage of V, if it differs
     #[arg(long, value_name = "DTYPE")]
     kv_v: Option<Storage>,
+    /// Tokens of a group that q8, q4 and t4 keep in f16 as well while they are the newest; 0 for none
+    #[arg(long, value_name = "TOKENS", value_parser = parse_recent)]
+    kv_recent: Option<u32>,
     /// Tokens of a block
     #[arg(long, value_name = "TOKENS")]
     block_tokens: Option<u32>,
@@ -117,6 +120,7 @@ impl Args {
         c.cache.tokens = self.context.or(c.cache.tokens);
         set(&mut c.cache.kv, &self.kv);
         c.cache.kv_v = self.kv_v.or(c.cache.kv_v);
+        set(&mut c.cache.kv_recent, &self.kv_recent);
         set(&mut c.cache.block_tokens, &self.block_tokens);
         set(&mut c.cache.eviction, &self.eviction);
         set(&mut c.scheduler.policy, &self.policy);

@@ -1,6 +1,7 @@
 //! A recommendation as something to paste: the flags that make this very cache.
 use super::Args;
 use super::candidates::{Candidate, Command};
+use kvist_engine::memory::RECENT_TOKENS;
 use kvist_engine::weights::WeightForm;
 use std::path::{Path, PathBuf};
 
@@ -29,6 +30,9 @@ pub fn of(args: &Args, candidate: &Candidate) -> String {
     }
     flag("--kv", Some(cache.k.to_string()));
     flag("--kv-v", differs(cache.v != cache.k, cache.v.to_string()));
+    let packed = cache.k.dtype.is_quantised() || cache.v.dtype.is_quantised();
+    let recent = cache.recent.tokens;
+    flag("--kv-recent", differs(packed && recent != RECENT_TOKENS, recent.to_string()));
     flag("--context", Some(cache.context_tokens.to_string()));
     words.iter().map(|word| word.trim_end()).collect::<Vec<_>>().join(" ")
 }
