@@ -58,6 +58,7 @@ fn arguments() {
         row("run --quiet --verbose x", 2, &["cannot be used with"]),
         row("run --kind heap x", 2, &["cpu:heap", "cpu:contiguous", "cpu:tree"]),
         row("run --backend tpu x", 2, &["tpu:contiguous", "cpu:contiguous", "reference:ring"]),
+        row("run hi --kv q4 --kv-recent 12", 2, &["--kv-recent", "power of two up to 64, or 0"]),
         row("run --kv q5 x", 2, &["`q5` is no KV dtype", "q4-64"]),
         row("run --kv q8-48 x", 2, &["q8-48"]),
         row("run --kv-v f8 x", 2, &["f8"]),

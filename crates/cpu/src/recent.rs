@@ -86,8 +86,7 @@ impl Sizes {
         }
         let Layout { layers, .. } = &spec.layout;
         let shape = |(l, layer): (usize, &kvist_backend::LayerSpec)| {
-            let (heads, vectors) =
-                (layer.n_kv_heads as usize, (layer.head_dim as usize).div_ceil(LANES));
+            let (heads, vectors) = (layer.n_kv_heads as usize, (layer.head_dim as usize).div_ceil(LANES));
             spec.layout.owns(l).then_some(Shape { heads, vectors, keys, values })
         };
         let shapes: Vec<Option<Shape>> = layers.iter().enumerate().map(shape).collect();
@@ -102,7 +101,9 @@ impl Sizes {
 
     fn bytes(&self) -> Option<u64> {
         let kept = self.shapes.iter().flatten().map(|shape| shape.row().checked_mul(self.slots));
-        let vectors = kept.chain(self.fresh.iter().copied().map(Some)).try_fold(0usize, |sum, n| sum.checked_add(n?))?;
+        let vectors = kept
+            .chain(self.fresh.iter().copied().map(Some))
+            .try_fold(0usize, |sum, n| sum.checked_add(n?))?;
         u64::try_from(vectors.checked_mul(size_of::<Vector>())?).ok()
     }
 }
@@ -411,11 +412,14 @@ impl Group {
     /// The row of a cell that `token` sees, if its position is in the token's group.
     fn row(&self, cell: u32, token: usize, step: &StepTokens<'_>) -> Option<u32> {
         if let Some(fresh) = self.fresh[cell as usize].checked_sub(1) {
-            return step.is_own(token, step.positions[fresh as usize]).then_some(self.slots.len() as u32 + fresh);
+            return step
+                .is_own(token, step.positions[fresh as usize])
+                .then_some(self.slots.len() as u32 + fresh);
         }
         let Place { slot, generation } = self.places[cell as usize];
         let found = self.slots.get(slot as usize)?;
-        (generation > 0 && found.generation == generation && step.is_own(token, found.position)).then_some(slot)
+        (generation > 0 && found.generation == generation && step.is_own(token, found.position))
+            .then_some(slot)
     }
 
     /// This step reads `row`.
@@ -483,5 +487,77 @@ impl Group {
     fn take_oldest(&self) -> Option<usize> {
         let old = self.slots.iter().enumerate().filter(|(_, slot)| slot.used != self.step);
         old.min_by_key(|(_, slot)| slot.used).map(|(i, _)| i)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A group of two slots, both taken by a step each, and what a third step takes after `between`.
+    fn after_two(mut between: impl FnMut(&mut Group)) -> (Group, Option<u32>) {
+        let mut group = Group::new(2);
+        for position in [0, 1] {
+            group.step += 1;
+            group.take(position);
+        }
+        group.step += 1;
+        between(&mut group);
+        let taken = group.take(2);
+        (group, taken)
+    }
+
+    #[test]
+    fn rows_that_were_read_longest_ago_go_first() {
+        let (group, taken) = after_two(|_| ());
+        assert_eq!((taken, group.slots[0].position, group.slots[0].generation), (Some(0), 2, 2));
+        assert_eq!(after_two(|group| group.note(0, true)).1, Some(1));
+    }
+
+    #[test]
+    fn rows_of_a_full_group_go_before_older_ones() {
+        let fill = |group: &mut Group| {
+            group.slots[1].filled = true;
+            group.filled.push_back(1);
+        };
+        assert_eq!(after_two(fill).1, Some(1));
+        // Unless another sequence reads them.
+        let (_, taken) = after_two(|group| {
+            fill(group);
+            group.note(1, true);
+        });
+        assert_eq!(taken, Some(0));
+    }
+
+    #[test]
+    fn what_the_step_reads_is_never_taken() {
+        let (group, taken) = after_two(|group| [0, 1].into_iter().for_each(|row| group.note(row, true)));
+        assert_eq!(taken, None);
+        assert!(group.slots.iter().all(|slot| slot.generation == 1));
+    }
+
+    #[test]
+    fn a_cell_whose_slot_was_taken_has_no_row() {
+        let (mut group, _) = after_two(|group| {
+            group.reach(2);
+            group.places[0] = Place { slot: 0, generation: 1 };
+            group.places[1] = Place { slot: 1, generation: 1 };
+        });
+        group.read.clear();
+        let step = StepTokens { tokens: 16, positions: &[3], bounds: &[] };
+        assert_eq!([group.row(0, 0, &step), group.row(1, 0, &step)], [None, Some(1)]);
+        // Nor one of another group of positions.
+        let step = StepTokens { tokens: 16, positions: &[16], bounds: &[] };
+        assert_eq!(group.row(1, 0, &step), None);
+    }
+
+    #[test]
+    fn what_is_no_number_stays_visible_and_what_is_too_large_saturates() {
+        let mut out = [[7; 2 * LANES]];
+        round(&[f32::NAN, f32::INFINITY, -1e9, 0.1], &mut out);
+        let (values, _) = out.as_flattened().as_chunks::<2>();
+        let value = |i: usize| f16::from_le_bytes(values[i]).to_f32();
+        assert!(value(0).is_nan());
+        assert_eq!([value(1), value(2), value(4)], [65504.0, -65504.0, 0.0]);
     }
 }

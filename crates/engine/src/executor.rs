@@ -148,11 +148,8 @@ impl ModelExecutor {
         })?;
         let activations = budget.reserve(Purpose::Activations, plan.usage.of(Purpose::Activations))?;
         let layout = model.decoder().layout();
-        let spec = PoolSpec {
-            capacity_cells: cache.capacity_cells(),
-            channels,
-            ..sized.pool_spec(layout, &budget)
-        };
+        let spec =
+            PoolSpec { capacity_cells: cache.capacity_cells(), channels, ..sized.pool_spec(layout, &budget) };
         let executor = ModelExecutor {
             model: model.clone(),
             runner: Runner::new(backend.pools(&spec)?, layout.clone()),

@@ -500,7 +500,8 @@ impl<'c> Rig<'c> {
                 }
                 // Float storages take no notice, and so does a backend that keeps f32.
                 let recent = if storage.dtype.is_quantised() && !self.options.exact_rows {
-                    let heads = (0..spec.n_kv_heads as usize).flat_map(|head| place.row(token, head, head_dim));
+                    let heads =
+                        (0..spec.n_kv_heads as usize).flat_map(|head| place.row(token, head, head_dim));
                     heads.map(|at| half::f16::from_f32(data[at]).to_f32()).collect()
                 } else {
                     stored.clone()

@@ -16,7 +16,13 @@ pub struct OwnGroup<'o> {
 
 impl<'o> OwnGroup<'o> {
     /// What `token` reads of the places `indices`, the first of which stands at `first` in a line.
-    pub fn new(reads: RecentReads<'o>, token: usize, head: usize, indices: &Range<u32>, first: usize) -> Self {
+    pub fn new(
+        reads: RecentReads<'o>,
+        token: usize,
+        head: usize,
+        indices: &Range<u32>,
+        first: usize,
+    ) -> Self {
         let all = reads.of(token);
         let below = |index: u32| all.partition_point(|own| own.index < index);
         let own = &all[below(indices.start)..below(indices.end)];

@@ -21,7 +21,7 @@ pub struct ThreadScratch {
     pub packed: Vec<PackedQuery>,
     pub plain: Vec<f32>, // [rows of a unit, head_dim in whole vectors], where recent keys are read in f16
     pub partial: Vec<f32>, // [rows of a unit, head_dim + EXTRA]
-    pub lines: Vec<f32>,   // [rows of a block, tile + 2 * PAD + SPARE]
+    pub lines: Vec<f32>, // [rows of a block, tile + 2 * PAD + SPARE]
     pub quads: Box<Quads>,
     pub near: Near,
     pub weights: Vec<f32>, // of values that are read in f16: [rows of a block × recent tokens] at most

@@ -66,7 +66,7 @@ impl Model {
             max_step_tokens: self.max_step_tokens,
             budget: self.budget.clone(),
             channels: None,
-            recent: Recent::default(),
+            recent: Recent { tokens: 16, sequences: 8 },
         }
     }
 
