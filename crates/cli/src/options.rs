@@ -333,7 +333,7 @@ impl CacheArgs {
             max_step_tokens: self.chunk.min(context.max(1)),
             window: self.window,
             sinks: self.sinks,
-            recent: Recent { tokens: self.kv_recent, ..CacheConfig::new(context).recent },
+            recent: Recent { tokens: self.kv_recent, sequences: 1 },
             ..CacheConfig::new(context)
         })
     }

@@ -186,11 +186,13 @@ fn a_measured_plan_goes_by_what_this_model_loses() {
     let file = folder.path().join("text.txt");
     std::fs::write(
         &file,
-        "A struct groups values of several types under one name, and an enum is one of several.",
+        "A struct groups values of several types under one name, and an enum is one of several. The compiler checks \
+         that every reference is valid for as long as it is used, and that no two of them change the same value. A \
+         trait says what a type can do, and a function that is generic over it can be called with any such type.",
     )
     .unwrap();
     let file = file.display().to_string();
-    let measured = plan("1GB", &["-q", "--context", "1k", "--measure", "16", "--text", &file]);
+    let measured = plan("1GB", &["-q", "--context", "1k", "--measure", "48", "--text", &file]);
     let kl = &measured["recommendation"]["kl"];
     assert_eq!((&kl["of_this_model"], kl["models"].as_array().unwrap().len()), (&true.into(), 1));
     assert!(kl["measured_on"].as_str().unwrap().contains("weights held as f32"), "{kl}");
@@ -199,9 +201,9 @@ fn a_measured_plan_goes_by_what_this_model_loses() {
     std::fs::write(folder.path().join("cut.txt"), "").unwrap();
     for row in candidates(&measured, "run").into_iter().filter(|row| row["kind"] == "contiguous") {
         let (k, v) = (row["k"].as_str().unwrap(), row["v"].as_str().unwrap());
-        let dtypes = ["--kv", k, "--kv-v", v, "--weights", "f32", "--context", "17", "--limit", "16"];
+        let dtypes = ["--kv", k, "--kv-v", v, "--weights", "f32", "--context", "49", "--limit", "48"];
         let eval = json(&[&["eval", "-q", "--json", "--text", &file], &dtypes[..]].concat());
-        assert_eq!((&row["kl_mean"], &eval["tokens"]), (&eval["kl_mean"], &16.into()), "{row}");
+        assert_eq!((&row["kl_mean"], &eval["tokens"]), (&eval["kl_mean"], &48.into()), "{row}");
     }
     let (text, _) = succeed(&["plan", "-q", "--memory", "1GB", "--context", "1k", "--measure", "8"]);
     assert!(

@@ -220,12 +220,14 @@ impl RecentRows {
     }
 }
 
-/// Elements in f16, and zeros up to the next whole vector; what does not fit saturates, and a NaN stays one.
+/// Elements in f16, and zeros up to the next whole vector. Numbers that do not fit saturate; what is no number stays none, so
+/// that it is seen.
 fn round(row: &[f32], out: &mut [Vector]) {
     let largest = f16::MAX.to_f32();
     out.last_mut().into_iter().for_each(|last| *last = Vector::default());
     for (x, out) in row.iter().zip(out.as_flattened_mut().chunks_exact_mut(2)) {
-        out.copy_from_slice(&f16::from_f32(x.clamp(-largest, largest)).to_le_bytes());
+        let x = if x.is_finite() { x.clamp(-largest, largest) } else { *x };
+        out.copy_from_slice(&f16::from_f32(x).to_le_bytes());
     }
 }
 
@@ -552,12 +554,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_number_stays_visible_and_what_is_too_large_saturates() {
+    fn what_is_no_number_stays_none_and_what_is_too_large_saturates() {
         let mut out = [[7; 2 * LANES]];
         round(&[f32::NAN, f32::INFINITY, -1e9, 0.1], &mut out);
         let (values, _) = out.as_flattened().as_chunks::<2>();
         let value = |i: usize| f16::from_le_bytes(values[i]).to_f32();
         assert!(value(0).is_nan());
-        assert_eq!([value(1), value(2), value(4)], [65504.0, -65504.0, 0.0]);
+        assert_eq!([value(1), value(2), value(4)], [f32::INFINITY, -65504.0, 0.0]);
     }
 }

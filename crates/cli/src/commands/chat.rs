@@ -43,6 +43,9 @@ pub struct Args {
     json: bool,
 }
 
+/// Branches whose newest tokens are kept in f16 at once.
+const RECENT_BRANCHES: u32 = 8;
+
 const HELP: &str = "\
 /fork [NAME]            go on in a new branch; nothing is copied
 /branches               list them
@@ -94,7 +97,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     let context = args.cache.context.unwrap_or(opened.config().context);
     args.cache.context = Some(context);
-    let config = args.cache.config(opened.config(), u64::from(context))?;
+    let mut config = args.cache.config(opened.config(), u64::from(context))?;
+    config.recent.sequences = RECENT_BRANCHES;
     let (model, _) = args.model.load_for(opened, &config, 0, quiet)?;
     interrupt::listen();
     let mut chat = Chat::new(ModelSession::new(&model, &registry(model.decoder().compute()), &config)?, None);
