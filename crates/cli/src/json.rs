@@ -39,6 +39,8 @@ pub struct CacheShape {
     pub kind: String,
     pub k: String,
     pub v: String,
+    /// Tokens of a group that packed storages keep in f16 as well.
+    pub kv_recent: u32,
     pub context_tokens: u32,
     pub window: Option<u32>,
     pub sinks: u32,
@@ -67,6 +69,7 @@ impl CacheShape {
             kind: config.kind.clone(),
             k: config.k.to_string(),
             v: config.v.to_string(),
+            kv_recent: config.recent.tokens,
             context_tokens: config.context_tokens,
             window: config.window,
             sinks: config.sinks,

@@ -275,8 +275,8 @@ pub struct CacheArgs {
     /// Storage of V, if it differs
     #[arg(long, value_name = "DTYPE")]
     pub kv_v: Option<Storage>,
-    /// q8, q4 and t4 also keep the newest tokens in f16, in groups of this many (a power of two up to 64), and are that much
-    /// closer to f16; 0 for none
+    /// q8, q4 and t4 also keep the newest tokens in f16, in groups of this many (a power of two up to 64): texts come closer
+    /// to those of f16; 0 for none
     #[arg(long, value_name = "TOKENS", default_value_t = RECENT_TOKENS, value_parser = parse_recent)]
     pub kv_recent: u32,
     /// Tokens the cache may hold, 32768 or 32k; without it the prompt and --max-tokens, within the model's context

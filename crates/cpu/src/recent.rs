@@ -1,9 +1,8 @@
 //! The newest tokens in f16, beside their packed rows: which of them a step's queries read, and where they lie.
 //!
-//! A row is written once, when its token is new. If its group of positions is still to grow, it is kept in a slot; cells know
-//! their slots, so forks and copies share them. The slots of a group that was filled are the first to be taken again, then
-//! those that were read longest ago: rows of sequences that have ended, unless there are more sequences than slots are for.
-//! A cell whose slot was taken is read as it is stored.
+//! A row is written once, when its token is new, and kept in a slot if later steps may read it. Cells know their slots, so
+//! forks and copies share them; a slot is free once all its cells were filled anew. If none is free, the slots of groups that
+//! were filled go first, then those that were read longest ago. A cell whose slot was taken is read as it is stored.
 use crate::arch::LANES;
 use half::f16;
 use kvist_backend::{BackendError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
@@ -75,6 +74,9 @@ struct Sizes {
     shapes: Vec<Option<Shape>>,
     /// Vectors of each fresh buffer.
     fresh: Vec<usize>,
+    /// Of each layer group: places for what the tokens of a step read.
+    own: usize,
+    groups: usize,
 }
 
 impl Sizes {
@@ -96,7 +98,11 @@ impl Sizes {
             true => vec![rows.max().unwrap_or(0)],
             false => rows.collect(),
         };
-        Some(Sizes { slots: spec.recent.rows() as usize, shapes, fresh })
+        // No more rows than cells.
+        let cells = spec.capacity_cells.iter().copied().max().unwrap_or(0);
+        let slots = spec.recent.rows().min(cells) as usize;
+        let own = (spec.recent.tokens as usize).saturating_mul(tokens);
+        Some(Sizes { slots, shapes, fresh, own, groups: spec.layout.n_groups() })
     }
 
     fn bytes(&self) -> Option<u64> {
@@ -104,7 +110,10 @@ impl Sizes {
         let vectors = kept
             .chain(self.fresh.iter().copied().map(Some))
             .try_fold(0usize, |sum, n| sum.checked_add(n?))?;
-        u64::try_from(vectors.checked_mul(size_of::<Vector>())?).ok()
+        let books = self.own.checked_mul(size_of::<Own>())?;
+        let books =
+            books.checked_add(self.slots.checked_mul(size_of::<Slot>())?)?.checked_mul(self.groups)?;
+        u64::try_from(vectors.checked_mul(size_of::<Vector>())?.checked_add(books)?).ok()
     }
 }
 
@@ -138,7 +147,7 @@ impl RecentRows {
         Ok(Some(RecentRows {
             tokens: spec.recent.tokens,
             slots: sizes.slots,
-            groups: (0..spec.layout.n_groups()).map(|_| Group::new(sizes.slots)).collect(),
+            groups: (0..sizes.groups).map(|_| Group::new(sizes.slots, sizes.own)).collect(),
             layers: layers.collect::<Result<_, BackendError>>()?,
             fresh: sizes.fresh.iter().map(|n| buffer(*n)).collect::<Result<_, _>>()?,
             positions: Vec::new(),
@@ -154,14 +163,20 @@ impl RecentRows {
         for span in plan.spans() {
             let end = span.start + span.n_tokens;
             let started = end - end % self.tokens;
+            let kept = started.saturating_sub(self.tokens);
             let positions = &self.positions[span.tokens().start as usize..span.tokens().end as usize];
             self.bounds.extend(positions.iter().map(|&position| {
                 let group = position - position % self.tokens;
                 match span.kind {
-                    SpanKind::Chain => Bounds { low: group, high: position + 1, stays: position >= started },
+                    SpanKind::Chain => Bounds {
+                        low: group,
+                        high: position + 1,
+                        stays: position >= started,
+                        kept: position >= kept,
+                    },
                     // Nodes follow the committed tokens in any order of positions.
                     SpanKind::Frontier { .. } => {
-                        Bounds { low: group.min(span.start), high: u32::MAX, stays: true }
+                        Bounds { low: group.min(span.start), high: u32::MAX, stays: true, kept: true }
                     }
                 }
             }));
@@ -207,10 +222,11 @@ impl RecentRows {
     /// What the queries of the step read of a layer.
     pub fn reads(&self, owner: usize, group: GroupId) -> Option<RecentReads<'_>> {
         let layer = self.layers[owner].as_ref()?;
-        let Group { own, counts, .. } = &self.groups[group.0 as usize];
+        let Group { own, counts, lowest, .. } = &self.groups[group.0 as usize];
         Some(RecentReads {
             own,
             counts,
+            lowest: *lowest,
             tokens: self.tokens as usize,
             shape: layer.shape,
             n_slots: self.slots,
@@ -236,6 +252,7 @@ fn round(row: &[f32], out: &mut [Vector]) {
 pub struct RecentReads<'r> {
     own: &'r [Own],
     counts: &'r [u8],
+    lowest: u32,
     tokens: usize,
     shape: Shape,
     n_slots: usize,
@@ -244,6 +261,10 @@ pub struct RecentReads<'r> {
 }
 
 impl<'r> RecentReads<'r> {
+    /// No token reads anything in front of this place of its sequence from here.
+    pub fn lowest(&self) -> u32 {
+        self.lowest
+    }
     /// What `token` reads from here, in the order of the sequence.
     pub fn of(&self, token: usize) -> &'r [Own] {
         &self.own[token * self.tokens..][..usize::from(self.counts[token])]
@@ -275,6 +296,8 @@ struct Bounds {
     high: u32,
     /// Is the group still to grow when the step is done?
     stays: bool,
+    /// Is its row kept?
+    kept: bool,
 }
 
 /// The tokens of a step.
@@ -293,9 +316,9 @@ impl StepTokens<'_> {
 /// One layer group's cells, slots and reads.
 struct Group {
     slots: Vec<Slot>,
-    /// Slots that were never taken: those from here on.
-    unused: usize,
-    /// Slots of groups that are full; some may be in use again.
+    /// Slots without a cell.
+    free: Vec<u32>,
+    /// Slots of groups that are full; some may be free, or in use again.
     filled: VecDeque<u32>,
     /// By cell: the slot of its row, if it is still the cell's.
     places: Vec<Place>,
@@ -310,6 +333,8 @@ struct Group {
     /// As many places for each token as a group has tokens, and how many of them are filled.
     own: Vec<Own>,
     counts: Vec<u8>,
+    /// The first place of a sequence that any token reads from here.
+    lowest: u32,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -317,14 +342,19 @@ struct Slot {
     position: u32,
     /// Counts how often it was taken.
     generation: u32,
+    /// Cells whose row it is.
+    cells: u32,
     /// The step that used it last.
     used: u64,
     /// The last step in which a group that is still to grow read it.
     stays: u64,
+    /// Is its group full?
     filled: bool,
+    /// Does it stand in the queue of those?
+    queued: bool,
 }
 
-/// A slot, and which of its uses. None was taken 0 times.
+/// A slot, and how often it had been taken. 0: no slot.
 #[derive(Clone, Copy, Default)]
 struct Place {
     slot: u32,
@@ -332,19 +362,20 @@ struct Place {
 }
 
 impl Group {
-    fn new(slots: usize) -> Self {
+    fn new(slots: usize, own: usize) -> Self {
         Group {
             slots: vec![Slot::default(); slots],
-            unused: 0,
+            free: (0..slots as u32).rev().collect(),
             filled: VecDeque::with_capacity(slots),
             places: Vec::new(),
             fresh: Vec::new(),
             written: Vec::new(),
             step: 0,
-            read: Vec::new(),
-            kept: Vec::new(),
-            own: Vec::new(),
+            read: Vec::with_capacity(slots),
+            kept: Vec::with_capacity(slots),
+            own: vec![Own::default(); own],
             counts: Vec::new(),
+            lowest: u32::MAX,
         }
     }
 
@@ -357,20 +388,42 @@ impl Group {
 
     fn copy(&mut self, copies: &[CellCopy]) {
         for copy in copies {
-            let from = copy.from as usize;
-            self.places.copy_within(from..from + copy.len as usize, copy.to as usize);
+            for i in 0..copy.len {
+                let place = self.places[(copy.from + i) as usize];
+                self.set(copy.to + i, place);
+            }
         }
+    }
+
+    /// The row of `cell` is that of `place` from now on.
+    fn set(&mut self, cell: u32, place: Place) {
+        if let Some(slot) = self.slot(place) {
+            slot.cells += 1;
+        }
+        let before = std::mem::replace(&mut self.places[cell as usize], place);
+        if let Some(slot) = self.slot(before) {
+            slot.cells -= 1;
+            if slot.cells == 0 {
+                slot.filled = false;
+                self.free.push(before.slot);
+            }
+        }
+    }
+
+    /// The slot of a place, if it was not taken since.
+    fn slot(&mut self, Place { slot, generation }: Place) -> Option<&mut Slot> {
+        self.slots.get_mut(slot as usize).filter(|slot| generation > 0 && slot.generation == generation)
     }
 
     fn begin(&mut self, plan: &GroupPlan, step: &StepTokens<'_>, cells: u32) {
         self.step += 1;
-        self.reach(cells);
+        self.reach(cells.max(plan.cells_end));
         for cell in self.written.drain(..) {
             self.fresh[cell as usize] = 0;
         }
         self.copy(&plan.copies);
         for (token, cell) in plan.writes.iter().flat_map(|run| run.cells()).enumerate() {
-            self.places[cell as usize] = Place::default();
+            self.set(cell, Place::default());
             self.fresh[cell as usize] = token as u32 + 1;
             self.written.push(cell);
         }
@@ -381,10 +434,10 @@ impl Group {
     /// Which rows each token reads.
     fn find(&mut self, plan: &GroupPlan, step: &StepTokens<'_>) {
         let (n, most) = (step.positions.len(), step.tokens as usize);
-        self.own.resize((n * most).max(self.own.len()), Own::default());
         self.counts.clear();
         self.counts.resize(n, 0);
         self.read.clear();
+        self.lowest = u32::MAX;
         let lowest = step.bounds.iter().map(|bounds| bounds.low).min().unwrap_or(0);
         let reads = &plan.reads;
         for item in &reads.items {
@@ -402,6 +455,7 @@ impl Group {
                     let row = self.row(item.run.start + at, token, step);
                     let count = usize::from(self.counts[token]);
                     if let Some(row) = row.filter(|_| count < most && reads.sees(item, query, at)) {
+                        self.lowest = self.lowest.min(item.first_index + at);
                         self.own[token * most + count] = Own { index: item.first_index + at, row };
                         self.counts[token] += 1;
                         self.note(row, bounds.stays);
@@ -437,58 +491,66 @@ impl Group {
         }
     }
 
-    /// Slots for the new rows that later steps read.
+    /// Slots for the new rows that later steps read, and for those of the last full group, in case the sequence is cut off
+    /// there.
     fn keep(&mut self, step: &StepTokens<'_>) {
         self.kept.clear();
-        for (token, bounds) in step.bounds.iter().enumerate().filter(|(_, bounds)| bounds.stays) {
-            debug_assert!(bounds.low < bounds.high);
-            if let Some(slot) = self.take(step.positions[token]) {
-                let generation = self.slots[slot as usize].generation;
-                self.places[self.written[token] as usize] = Place { slot, generation };
-                self.kept.push((token as u32, slot));
+        for (token, bounds) in step.bounds.iter().enumerate().filter(|(_, bounds)| bounds.kept) {
+            let position = step.positions[token];
+            let slot = self.take_spare().or_else(|| if bounds.stays { self.take_oldest() } else { None });
+            let Some(slot) = slot else { continue };
+            let Slot { generation, queued, .. } = self.slots[slot as usize];
+            let generation = generation.wrapping_add(1).max(1);
+            let (used, stays) = (self.step, self.step);
+            self.slots[slot as usize] = Slot { position, generation, used, stays, queued, ..Slot::default() };
+            if !bounds.stays {
+                self.fill(slot);
             }
+            self.set(self.written[token], Place { slot, generation });
+            self.kept.push((token as u32, slot));
         }
-        for &row in &self.read {
-            let slot = &mut self.slots[row as usize];
-            if slot.stays != self.step {
-                slot.filled = true;
-                self.filled.push_back(row);
+        for i in 0..self.read.len() {
+            let row = self.read[i];
+            if self.slots[row as usize].stays != self.step {
+                self.fill(row);
             }
         }
     }
 
-    /// A slot for a row; `None` if this step uses them all.
-    fn take(&mut self, position: u32) -> Option<u32> {
-        let slot = if self.unused < self.slots.len() {
-            self.unused += 1;
-            self.unused - 1
-        } else {
-            self.take_filled().or_else(|| self.take_oldest())?
-        };
-        let taken = &mut self.slots[slot];
-        *taken = Slot {
-            position,
-            generation: taken.generation.wrapping_add(1).max(1),
-            used: self.step,
-            stays: self.step,
-            filled: false,
-        };
-        Some(slot as u32)
+    /// The group of this row is full.
+    fn fill(&mut self, row: u32) {
+        let slot = &mut self.slots[row as usize];
+        slot.filled = true;
+        if !std::mem::replace(&mut slot.queued, true) {
+            self.filled.push_back(row);
+        }
     }
 
-    fn take_filled(&mut self) -> Option<usize> {
-        while let Some(slot) = self.filled.pop_front() {
-            // It may have been read again since, or taken as the oldest.
-            if std::mem::take(&mut self.slots[slot as usize].filled) {
-                return Some(slot as usize);
+    /// A slot that no group in growth needs and this step does not read.
+    fn take_spare(&mut self) -> Option<u32> {
+        if let Some(slot) = self.free.pop() {
+            return Some(slot);
+        }
+        for _ in 0..self.filled.len() {
+            let slot = self.filled.pop_front()?;
+            let is = &mut self.slots[slot as usize];
+            // It may have been read again since, or freed, or taken as the oldest.
+            if is.filled && is.used == self.step {
+                self.filled.push_back(slot);
+                continue;
+            }
+            is.queued = false;
+            if is.filled {
+                return Some(slot);
             }
         }
         None
     }
 
-    fn take_oldest(&self) -> Option<usize> {
+    /// The slot that was read longest ago, if this step does not read it.
+    fn take_oldest(&self) -> Option<u32> {
         let old = self.slots.iter().enumerate().filter(|(_, slot)| slot.used != self.step);
-        old.min_by_key(|(_, slot)| slot.used).map(|(i, _)| i)
+        old.min_by_key(|(_, slot)| slot.used).map(|(i, _)| i as u32)
     }
 }
 
@@ -496,61 +558,83 @@ impl Group {
 mod tests {
     use super::*;
 
-    /// A group of two slots, both taken by a step each, and what a third step takes after `between`.
-    fn after_two(mut between: impl FnMut(&mut Group)) -> (Group, Option<u32>) {
-        let mut group = Group::new(2);
-        for position in [0, 1] {
-            group.step += 1;
-            group.take(position);
-        }
+    /// A group of two slots and some cells, of which the first two have rows of groups that grow.
+    fn two() -> Group {
+        let mut group = Group::new(2, 0);
+        group.reach(4);
+        [0, 1].into_iter().for_each(|cell| put(&mut group, cell, true));
         group.step += 1;
-        between(&mut group);
-        let taken = group.take(2);
-        (group, taken)
+        group
+    }
+
+    /// A step that fills `cell` with the token of that position.
+    fn put(group: &mut Group, cell: u32, stays: bool) {
+        group.step += 1;
+        again(group, cell, stays);
+    }
+    fn again(group: &mut Group, cell: u32, stays: bool) {
+        let bounds = [Bounds { low: 0, high: 1, stays, kept: true }];
+        group.written = vec![cell];
+        group.keep(&StepTokens { tokens: 16, positions: &[cell], bounds: &bounds });
+    }
+
+    /// Positions of the cells that have rows.
+    fn rows(group: &Group) -> Vec<u32> {
+        let step = StepTokens { tokens: 16, positions: &[0], bounds: &[] };
+        let row = |cell| Some(group.slots[group.row(cell, 0, &step)? as usize].position);
+        (0..4).filter_map(row).collect()
     }
 
     #[test]
     fn rows_that_were_read_longest_ago_go_first() {
-        let (group, taken) = after_two(|_| ());
-        assert_eq!((taken, group.slots[0].position, group.slots[0].generation), (Some(0), 2, 2));
-        assert_eq!(after_two(|group| group.note(0, true)).1, Some(1));
+        let mut group = two();
+        assert_eq!(rows(&group), [0, 1]);
+        again(&mut group, 2, true);
+        assert_eq!(rows(&group), [1, 2]);
+        let mut group = two();
+        group.note(0, true);
+        let read = group.slots[0].position;
+        again(&mut group, 2, true);
+        assert_eq!(rows(&group), [read, 2]);
     }
 
     #[test]
-    fn rows_of_a_full_group_go_before_older_ones() {
-        let fill = |group: &mut Group| {
-            group.slots[1].filled = true;
-            group.filled.push_back(1);
-        };
-        assert_eq!(after_two(fill).1, Some(1));
-        // Unless another sequence reads them.
-        let (_, taken) = after_two(|group| {
-            fill(group);
-            group.note(1, true);
-        });
-        assert_eq!(taken, Some(0));
+    fn rows_of_a_full_group_go_before_older_ones_and_push_none_out() {
+        let mut group = Group::new(2, 0);
+        group.reach(4);
+        put(&mut group, 0, true);
+        put(&mut group, 1, false);
+        put(&mut group, 2, true);
+        assert_eq!(rows(&group), [0, 2]);
+        put(&mut group, 3, false);
+        assert_eq!(rows(&group), [0, 2], "both grow");
     }
 
     #[test]
     fn what_the_step_reads_is_never_taken() {
-        let (group, taken) = after_two(|group| [0, 1].into_iter().for_each(|row| group.note(row, true)));
-        assert_eq!(taken, None);
-        assert!(group.slots.iter().all(|slot| slot.generation == 1));
+        let mut group = two();
+        [0, 1].into_iter().for_each(|row| group.note(row, true));
+        again(&mut group, 2, true);
+        assert_eq!(rows(&group), [0, 1]);
     }
 
     #[test]
-    fn a_cell_whose_slot_was_taken_has_no_row() {
-        let (mut group, _) = after_two(|group| {
-            group.reach(2);
-            group.places[0] = Place { slot: 0, generation: 1 };
-            group.places[1] = Place { slot: 1, generation: 1 };
-        });
-        group.read.clear();
-        let step = StepTokens { tokens: 16, positions: &[3], bounds: &[] };
-        assert_eq!([group.row(0, 0, &step), group.row(1, 0, &step)], [None, Some(1)]);
-        // Nor one of another group of positions.
+    fn a_slot_is_free_once_all_its_cells_were_filled_anew() {
+        let mut group = two();
+        group.copy(&[CellCopy { from: 1, to: 3, len: 1 }]);
+        group.set(1, Place::default());
+        assert_eq!((rows(&group), group.free.len()), (vec![0, 1], 0));
+        group.set(3, Place::default());
+        assert_eq!((rows(&group), group.free.len()), (vec![0], 1));
+        put(&mut group, 2, true);
+        assert_eq!(rows(&group), [0, 2]);
+    }
+
+    #[test]
+    fn rows_of_another_group_of_positions_are_not_read() {
+        let group = two();
         let step = StepTokens { tokens: 16, positions: &[16], bounds: &[] };
-        assert_eq!(group.row(1, 0, &step), None);
+        assert_eq!(group.row(0, 0, &step), None);
     }
 
     #[test]

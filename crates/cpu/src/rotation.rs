@@ -41,7 +41,7 @@ pub fn rotate_whole_back(row: &mut [f32]) {
 /// The signs of about half of the elements, always the same ones.
 fn flip_signs(row: &mut [f32]) {
     /// Those of heads of usual sizes.
-    const SIGNS: [u32; 256] = {
+    static SIGNS: [u32; 256] = {
         let (mut signs, mut i) = ([0; 256], 0);
         while i < signs.len() {
             signs[i] = sign(i as u32);
@@ -50,7 +50,7 @@ fn flip_signs(row: &mut [f32]) {
         signs
     };
     let (usual, others) = row.split_at_mut(row.len().min(SIGNS.len()));
-    for (x, sign) in usual.iter_mut().zip(SIGNS) {
+    for (x, sign) in usual.iter_mut().zip(&SIGNS) {
         *x = f32::from_bits(x.to_bits() ^ sign);
     }
     for (x, i) in others.iter_mut().zip(SIGNS.len() as u32..) {

@@ -25,6 +25,8 @@ pub struct Chat {
     session: ModelSession,
     branches: Vec<Branch>,
     current: usize,
+    /// The sequence that was fed last.
+    fed: Option<SeqId>,
     next_seq: u32,
     system: Option<String>,
 }
@@ -43,7 +45,7 @@ pub struct Turn {
 impl Chat {
     pub fn new(session: ModelSession, system: Option<String>) -> Self {
         let main = Branch { name: "main".into(), messages: Vec::new(), seq: SeqId::ONLY, cached: Vec::new() };
-        Chat { session, branches: vec![main], current: 0, next_seq: 1, system }
+        Chat { session, branches: vec![main], current: 0, fed: None, next_seq: 1, system }
     }
 
     pub fn session(&self) -> &ModelSession {
@@ -167,6 +169,7 @@ impl Chat {
         // Another branch may have spoken last, or this one unsaid something: what repeats is what this text repeats.
         sampler.forget();
         sampler.observe(&tokens[..reused_tokens]);
+        self.fed = Some(seq);
         let new = &tokens[reused_tokens..];
         let generation =
             generate_answer(&mut self.session, seq, new, Some(tokenizer), sampler, limits, observer);
@@ -193,9 +196,12 @@ impl Chat {
         let branch = &mut self.branches[self.current];
         let same = branch.cached.iter().zip(tokens).take_while(|(a, b)| a == b).count();
         let mut keep = same.min(tokens.len().saturating_sub(1));
+        // While another branch was fed, the newest tokens of this one may have lost their rows in f16.
+        if keep < branch.cached.len() || self.fed.is_some_and(|fed| fed != branch.seq) {
+            keep = self.session.config().cut_before(u32::try_from(keep).unwrap_or(u32::MAX)) as usize;
+        }
         if keep < branch.cached.len() {
-            let at = self.session.config().cut_before(u32::try_from(keep).unwrap_or(u32::MAX));
-            keep = at as usize;
+            let at = u32::try_from(keep).unwrap_or(u32::MAX);
             if let Some(mut sequences) = self.session.cache().sequences() {
                 sequences.seq_rm(branch.seq, at, u32::MAX)?;
                 if at == 0 {

@@ -45,7 +45,7 @@ pub struct Choice {
 #[derive(Clone, Debug)]
 pub struct PagedConfig {
     /// `kind` is ignored; `max_step_tokens` and `max_rows` are those of the largest batch. Recent tokens are kept for as many
-    /// sequences as there are rows, in groups that blocks consist of.
+    /// sequences as there are rows; a group is at most the largest power of two that divides a block.
     pub cache: CacheConfig,
     /// Tokens of a block, at least 1. The cache holds whole blocks.
     pub block_tokens: u32,
@@ -80,9 +80,8 @@ impl PagedConfig {
     /// The policy of the bytes. Hits end with blocks: where groups of recent tokens do so too, a request that begins with a hit
     /// reads what it would have read without one.
     fn sized(&self) -> CacheConfig {
-        let most = 1u32 << self.block_tokens.trailing_zeros().min(31);
-        let tokens = self.cache.recent.tokens.min(most);
-        CacheConfig { recent: Recent { tokens, sequences: self.cache.max_rows }, ..self.cache.clone() }
+        let recent = Recent { sequences: self.cache.max_rows, ..self.cache.recent };
+        CacheConfig { recent: recent.within_blocks(self.block_tokens), ..self.cache.clone() }
     }
 }
 
@@ -143,7 +142,7 @@ impl ModelExecutor {
         let bound = plan.usage.with(Purpose::Weights, 0);
         let channels = model.channel_order(registry, &config.cache)?;
         let budget = model.budget().promise(&bound).map_err(|refused| {
-            let config = CacheConfig { kind: "paged".into(), ..config.cache.clone() };
+            let config = CacheConfig { kind: "paged".into(), ..sized.clone() };
             plan.too_large(architecture, registry, &config, 0, refused.free, refused.total)
         })?;
         let activations = budget.reserve(Purpose::Activations, plan.usage.of(Purpose::Activations))?;

@@ -13,6 +13,9 @@ use std::sync::Arc;
 /// Tokens of a group that is read in f16: as many as a block of a server's cache has.
 pub const RECENT_TOKENS: u32 = 16;
 
+/// Sequences whose newest tokens a session keeps in f16, where its kind holds several.
+pub const RECENT_SEQUENCES: u32 = 8;
+
 /// The policy of one session's cache. The architecture comes from the model.
 #[derive(Clone, Debug)]
 pub struct CacheConfig {
@@ -45,7 +48,7 @@ impl CacheConfig {
             window: None,
             sinks: 0,
             max_rows: 1,
-            recent: Recent { tokens: RECENT_TOKENS, sequences: 8 },
+            recent: Recent { tokens: RECENT_TOKENS, sequences: RECENT_SEQUENCES },
         }
     }
 
@@ -71,8 +74,8 @@ impl CacheConfig {
         windows.into_iter().map(group).collect()
     }
 
-    /// The last position up to `position` at which a sequence of these storages can be cut off and go on as if it had never
-    /// been longer: what was recent there may be kept as it is stored alone.
+    /// The last position up to `position` at which a sequence can be cut off and go on as if it had never been longer. Of the
+    /// group behind it, rows in f16 may be gone.
     pub fn cut_before(&self, position: u32) -> u32 {
         let packed = self.k.dtype.is_quantised() || self.v.dtype.is_quantised();
         let groups = if packed { self.recent.tokens } else { 0 };
@@ -89,7 +92,10 @@ impl CacheConfig {
             max_step_tokens: self.max_step_tokens,
             budget: budget.clone(),
             channels: None,
-            recent: self.recent,
+            recent: match self.kind.as_str() {
+                "contiguous" | "ring" => Recent { sequences: 1, ..self.recent },
+                _ => self.recent,
+            },
         }
     }
 }

@@ -64,8 +64,8 @@ pub struct CacheSection {
     pub kv: Storage,
     #[serde(deserialize_with = "some_storage")]
     pub kv_v: Option<Storage>,
-    /// Tokens of a group that packed storages keep in f16 as well while they are the newest: a power of two up to 64, or 0.
-    /// Blocks consist of groups; where they cannot, groups are shorter.
+    /// Tokens of a group that packed storages keep in f16 as well while they are the newest: a power of two up to 64, or 0. A
+    /// group is at most the largest power of two that divides a block.
     pub kv_recent: u32,
     /// Tokens of a block: what is shared and evicted is whole blocks.
     pub block_tokens: u32,
@@ -77,6 +77,12 @@ impl CacheSection {
     /// Storage of V.
     pub fn values(&self) -> Storage {
         self.kv_v.unwrap_or(self.kv.for_values())
+    }
+    /// Tokens of a group that is kept in f16, as blocks permit them; 0 where nothing is packed.
+    pub fn recent_tokens(&self) -> u32 {
+        let packed = self.kv.dtype.is_quantised() || self.values().dtype.is_quantised();
+        let asked = Recent { tokens: if packed { self.kv_recent } else { 0 }, sequences: 1 };
+        asked.within_blocks(self.block_tokens).tokens
     }
 }
 
@@ -455,7 +461,7 @@ impl ServerConfig {
             kind: "paged".into(),
             k: c.kv,
             v: c.values(),
-            recent: Recent { tokens: c.kv_recent, sequences: self.scheduler.max_batch },
+            recent: Recent { tokens: c.kv_recent, sequences: 1 },
             ..CacheConfig::new(self.cache_tokens(model.context))
         };
         let prefix = PrefixSpec { policy: c.eviction.clone(), ..PrefixSpec::default() };
@@ -474,6 +480,14 @@ impl ServerConfig {
     /// What can be served, and may not be what was meant.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
+        let (asked, recent) = (self.cache.kv_recent, self.cache.recent_tokens());
+        if 0 < recent && recent < asked {
+            let block = self.cache.block_tokens;
+            warnings.push(format!(
+                "cache.kv_recent is {asked}, and blocks of {block} tokens consist of groups of {recent} at most: {recent} it is; \
+                 take a block_tokens that {asked} divides"
+            ));
+        }
         if self.keys.is_empty() && self.http.cors_origins.iter().any(|origin| origin == "*") {
             let warning = "http.cors_origins has \"*\" and there are no [[keys]]: every page that a browser on this machine \
                            opens can use the model, read and delete sessions, and see the live view; name the origins \

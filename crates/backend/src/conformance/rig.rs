@@ -589,7 +589,7 @@ impl<'c> Rig<'c> {
     }
 }
 
-/// The tokens of a step. Rows of a group that was filled are not kept; those of nodes are.
+/// The tokens of a step. Rows of the last full group are kept, and those behind it; and those of nodes.
 fn tokens_of(plan: &StepPlan, recent: u32) -> Vec<Token> {
     let mut positions = Vec::new();
     plan.positions(&mut positions);
@@ -599,8 +599,8 @@ fn tokens_of(plan: &StepPlan, recent: u32) -> Vec<Token> {
         let chain = matches!(span.kind, SpanKind::Chain);
         tokens.extend(span.tokens().map(|token| {
             let position = positions[token as usize];
-            let full = end.checked_rem(recent).is_some_and(|rest| position < end - rest);
-            Token { position, kept: !(chain && full) }
+            let last = end.checked_rem(recent).map_or(0, |rest| (end - rest).saturating_sub(recent));
+            Token { position, kept: !chain || position >= last }
         }));
     }
     tokens

@@ -11,6 +11,7 @@ use kvist_cache::Refused;
 use kvist_engine::Error;
 use kvist_engine::chat::{Chat, Turn};
 use kvist_engine::generate::{Finish, Limits, Observer};
+use kvist_engine::memory::RECENT_SEQUENCES;
 use kvist_engine::session::ModelSession;
 use serde::Serialize;
 use std::io::IsTerminal;
@@ -42,9 +43,6 @@ pub struct Args {
     #[arg(long)]
     json: bool,
 }
-
-/// Branches whose newest tokens are kept in f16 at once.
-const RECENT_BRANCHES: u32 = 8;
 
 const HELP: &str = "\
 /fork [NAME]            go on in a new branch; nothing is copied
@@ -98,7 +96,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let context = args.cache.context.unwrap_or(opened.config().context);
     args.cache.context = Some(context);
     let mut config = args.cache.config(opened.config(), u64::from(context))?;
-    config.recent.sequences = RECENT_BRANCHES;
+    config.recent.sequences = RECENT_SEQUENCES;
     let (model, _) = args.model.load_for(opened, &config, 0, quiet)?;
     interrupt::listen();
     let mut chat = Chat::new(ModelSession::new(&model, &registry(model.decoder().compute()), &config)?, None);

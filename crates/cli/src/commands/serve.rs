@@ -45,7 +45,8 @@ pub struct Args {
     /// Storage of V, if it differs
     #[arg(long, value_name = "DTYPE")]
     kv_v: Option<Storage>,
-    /// Tokens of a group that q8, q4 and t4 keep in f16 as well while they are the newest; 0 for none
+    /// Tokens of a group that q8, q4 and t4 keep in f16 as well while they are the newest: a power of two up to 64 that
+    /// divides a block; 0 for none
     #[arg(long, value_name = "TOKENS", value_parser = parse_recent)]
     kv_recent: Option<u32>,
     /// Tokens of a block
@@ -147,6 +148,7 @@ struct Plan {
     block_tokens: u32,
     k: String,
     v: String,
+    kv_recent: u32,
     max_batch: u32,
     max_batch_tokens: u32,
     /// What the model takes. Never exceeded.
@@ -289,6 +291,7 @@ fn show_plan(args: &Args, config: &ServerConfig, opened: &Opened, plan: &MemoryP
         block_tokens: config.cache.block_tokens,
         k: config.cache.kv.to_string(),
         v: config.cache.values().to_string(),
+        kv_recent: config.cache.recent_tokens(),
         max_batch: config.scheduler.max_batch,
         max_batch_tokens: config.scheduler.max_batch_tokens,
         bound: bound.into(),

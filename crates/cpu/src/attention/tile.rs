@@ -144,7 +144,8 @@ impl<'l> Layer<'l> {
                 (group.len() > 0).then_some((i, group))
             })
         };
-        self.recent.into_iter().flat_map(group)
+        let reached = tile.indices.end;
+        self.recent.filter(|recent| recent.lowest() < reached).into_iter().flat_map(group)
     }
 
     /// Which rows of a block of `slots` an item is for.

@@ -4,6 +4,7 @@ use kvist_backend::*;
 use kvist_cache::kinds::{self, BLOCK_TOKENS, GroupSpec, Visibility};
 use kvist_cache::*;
 use kvist_cpu::{Compute, Cpu};
+use kvist_engine::memory::RECENT_TOKENS;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -69,7 +70,7 @@ impl Rig {
             max_step_tokens: chunk,
             budget: budget.clone(),
             channels: None,
-            recent: Recent::default(),
+            recent: Recent { tokens: RECENT_TOKENS, sequences: 1 },
         };
         let pools = Cpu::new(compute.clone()).pools(&spec)?;
         let elements = |n: u32| u64::from(chunk) * u64::from(n) * u64::from(shape.head_dim);

@@ -108,6 +108,7 @@ fn serve_at(asked: &Asked, rung: Rung, context: u32) -> Option<Sized> {
     config.cache.tokens = Some(context);
     config.cache.kv = rung.k;
     config.cache.kv_v = Some(rung.v);
+    config.cache.kv_recent = asked.cache.recent.tokens;
     let engine = config.engine(asked.model);
     let plan = engine.paged.plan(asked.model, asked.registry).ok()?;
     let total = plan.usage.with(Purpose::Weights, asked.weight_bytes).checked_total()?;
