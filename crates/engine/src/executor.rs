@@ -81,7 +81,8 @@ impl PagedConfig {
     /// reads what it would have read without one.
     fn sized(&self) -> CacheConfig {
         let recent = Recent { sequences: self.cache.max_rows, ..self.cache.recent };
-        CacheConfig { recent: recent.within_blocks(self.block_tokens), ..self.cache.clone() }
+        let recent = recent.within_blocks(self.block_tokens);
+        CacheConfig { kind: "paged".into(), recent, ..self.cache.clone() }
     }
 }
 
@@ -142,8 +143,7 @@ impl ModelExecutor {
         let bound = plan.usage.with(Purpose::Weights, 0);
         let channels = model.channel_order(registry, &config.cache)?;
         let budget = model.budget().promise(&bound).map_err(|refused| {
-            let config = CacheConfig { kind: "paged".into(), ..sized.clone() };
-            plan.too_large(architecture, registry, &config, 0, refused.free, refused.total)
+            plan.too_large(architecture, registry, &sized, 0, refused.free, refused.total)
         })?;
         let activations = budget.reserve(Purpose::Activations, plan.usage.of(Purpose::Activations))?;
         let layout = model.decoder().layout();
