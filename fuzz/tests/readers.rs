@@ -2,11 +2,11 @@
 mod changed;
 
 use changed::changed;
-use kvist_engine::config::{ModelConfig, Role, TensorSpec};
-use kvist_engine::template::{ChatTemplate, Message};
 use kvist_engine::text::StopMatcher;
-use kvist_engine::tokenizer::Tokenizer;
-use kvist_engine::weights::{Encoding, Gguf, Source};
+use kvist_model::config::{ModelConfig, Role, TensorSpec};
+use kvist_model::template::{ChatTemplate, Message};
+use kvist_model::tokenizer::Tokenizer;
+use kvist_model::weights::{Encoding, Gguf, Source};
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
@@ -16,7 +16,7 @@ const ITERATIONS: usize = 1_000;
 const CHANGED: u64 = 150;
 
 fn fixture(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/engine/tests/fixtures").join(path)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates/model/tests/fixtures").join(path)
 }
 
 fn gguf(bytes: &[u8]) {

@@ -8,7 +8,7 @@ import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 KVIST = os.environ.get("KVIST") or str(ROOT / "target/release/kvist")
-EMBEDDED = ROOT / "crates/engine/embedded/tiny-rust-7m.gguf"
+EMBEDDED = ROOT / "crates/model/embedded/tiny-rust-7m.gguf"
 
 
 class Server:

@@ -1,6 +1,6 @@
 """Trains a tiny model on what `corpus.py` wrote.
 
-    python train.py --data CORPUS --out RUN --init ../../crates/engine/embedded/tiny-rust-7m.gguf
+    python train.py --data CORPUS --out RUN --init ../../crates/model/embedded/tiny-rust-7m.gguf
 
 Saves RUN/checkpoint.pt every few minutes and goes on from it when started again; RUN/before.pt is what there was before
 rows were of the whole context. bf16 arithmetic, f32 weights.

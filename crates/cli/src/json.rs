@@ -1,11 +1,11 @@
 //! The shapes of `--json`, described in docs/json.md. `version` changes when a field changes its meaning or
 //! goes; new fields may join.
 use kvist_backend::{Bytes, Purpose};
-use kvist_engine::config::ModelConfig;
 use kvist_engine::generate::Generation;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
-use kvist_engine::model::Model;
 use kvist_engine::session::ModelSession;
+use kvist_model::Model;
+use kvist_model::config::ModelConfig;
 use serde::Serialize;
 
 /// Version of every shape here.

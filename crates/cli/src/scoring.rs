@@ -6,8 +6,8 @@ use kvist_backend::{Registry, Storage};
 use kvist_cache::SeqId;
 use kvist_engine::divergence::{Divergence, Summary};
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::model::{Model, Opened};
 use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_model::{Model, Opened};
 use std::sync::Arc;
 
 /// The tokens of a text; a NUL byte ends a document.

@@ -3,10 +3,10 @@ use crate::{output, progress};
 use clap::{Args, ValueHint};
 use indicatif::{ProgressBar, ProgressStyle};
 use kvist_backend::Bytes;
-use kvist_engine::memory::ModelSize;
-use kvist_engine::model::ModelFile;
-use kvist_engine::weights::WeightForm;
 use kvist_hub::{Hub, Name, Progress, Resolved, Settings};
+use kvist_model::ModelFile;
+use kvist_model::ModelSize;
+use kvist_model::weights::WeightForm;
 use std::path::{Path, PathBuf};
 
 #[derive(Args, Clone, Debug)]

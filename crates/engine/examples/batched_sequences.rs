@@ -5,9 +5,9 @@
 use kvist_backend::MemoryBudget;
 use kvist_cache::SeqId;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::model::{LoadOptions, Model, ModelFile, top_two};
 use kvist_engine::session::{Feed, ModelSession, Want};
 use kvist_engine::{Error, backends};
+use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::Arc;
 
 const PROMPTS: [&str; 3] = ["The borrow checker", "A trait is", "To open a file for reading, call"];

@@ -5,9 +5,9 @@
 use kvist_backend::{Bytes, MemoryBudget};
 use kvist_cache::SeqId;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::model::{LoadOptions, Model, ModelFile, top_two};
 use kvist_engine::session::{Feed, ModelSession, Want};
 use kvist_engine::{Error, backends};
+use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::Arc;
 
 pub fn main() -> Result<(), Error> {

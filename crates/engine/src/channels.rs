@@ -1,12 +1,12 @@
 //! Which channels of a model's keys are strongest, found by a look at its keys over a short text. A few channels of K are many
 //! times larger than the others in every token (KVQuant: Hooper et al., 2024); storages with outliers keep those in more bits.
 //! It takes a prefill of [`TOKENS`] tokens, once per model, and gives the same order every time.
-use crate::error::Error;
 use crate::memory::CacheConfig;
-use crate::model::Model;
 use crate::session::{Feed, ModelSession, Want};
 use kvist_backend::{Attend, Bytes, ChannelOrder, LayerSpec, Registry};
 use kvist_cache::SeqId;
+use kvist_model::Error;
+use kvist_model::Model;
 use std::sync::Arc;
 
 /// Tokens that are looked at.
@@ -17,24 +17,22 @@ const CONTEXT: u32 = 16;
 /// Prose, numbers and code. Which text it is matters little: strong channels are strong in all of them.
 const TEXT: &str = include_str!("channels/text.txt");
 
-impl Model {
-    /// The order of the channels, for a cache of `config` that asks for one. Needs room for a very short cache while it looks.
-    pub(crate) fn channel_order(
-        self: &Arc<Self>,
-        registry: &Registry,
-        config: &CacheConfig,
-    ) -> Result<Option<Arc<ChannelOrder>>, Error> {
-        if !config.k.outliers {
-            return Ok(None);
-        }
-        if let Some(found) = self.channels().get() {
-            return Ok(Some(found.clone()));
-        }
-        let begun = std::time::Instant::now();
-        let found = Arc::new(look(self, registry, config)?);
-        tracing::info!(target: "kvist::engine", "looked at {TOKENS} keys for the strongest channels in {:.1?}", begun.elapsed());
-        Ok(Some(self.channels().get_or_init(|| found).clone()))
+/// The order of the channels, for a cache of `config` that asks for one. Needs room for a very short cache while it looks.
+pub(crate) fn channel_order(
+    model: &Arc<Model>,
+    registry: &Registry,
+    config: &CacheConfig,
+) -> Result<Option<Arc<ChannelOrder>>, Error> {
+    if !config.k.outliers {
+        return Ok(None);
     }
+    if let Some(found) = model.channels().get() {
+        return Ok(Some(found.clone()));
+    }
+    let begun = std::time::Instant::now();
+    let found = Arc::new(look(model, registry, config)?);
+    tracing::info!(target: "kvist::engine", "looked at {TOKENS} keys for the strongest channels in {:.1?}", begun.elapsed());
+    Ok(Some(model.channels().get_or_init(|| found).clone()))
 }
 
 /// A prefill that adds up the squares of the keys.

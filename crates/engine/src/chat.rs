@@ -2,13 +2,13 @@
 //!
 //! A turn renders the whole conversation, keeps the cached tokens that it still begins with, rolls back the rest
 //! and feeds only what is new. Forking shares cells, undoing changes only what is said: the next turn rolls back.
-use crate::error::Error;
+use crate::answer::generate_answer;
 use crate::generate::{Finish, Generation, Limits, Observer};
-use crate::harmony::generate_answer;
 use crate::sampler::Sampler;
 use crate::session::ModelSession;
-use crate::template::Message;
 use kvist_cache::{Refused, SeqId};
+use kvist_model::Error;
+use kvist_model::template::Message;
 
 /// One line of conversation.
 #[derive(Clone, Debug)]
@@ -36,7 +36,7 @@ pub struct Chat {
 pub struct Turn {
     /// Its text is what the model says, without what it thinks.
     pub generation: Generation,
-    /// What it thinks, where its format tells one from the other ([`harmony`](crate::harmony)).
+    /// What it thinks, where its format tells one from the other ([`harmony`](kvist_model::harmony)).
     pub reasoning: String,
     /// Tokens of the conversation that the cache still held.
     pub reused_tokens: usize,

@@ -1,7 +1,7 @@
 //! How far one distribution over the next token is from another: perplexity, Kullback–Leibler divergence, top-1
 //! agreement.
-use crate::error::Error;
-use crate::model::top_two;
+use kvist_model::Error;
+use kvist_model::top_two;
 
 /// Collects one scored token after the other.
 #[derive(Clone, Debug, Default)]

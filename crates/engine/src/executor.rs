@@ -5,12 +5,13 @@
 //!
 //! It promises that a step which fails leaves the cache as it was, and that everything it will ever hold is promised
 //! by the budget when it is made.
-use crate::config::ModelConfig;
-use crate::error::Error;
+use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
-use crate::model::{Activations, Batch, Model};
 use kvist_backend::{Counters, Layout, PoolSpec, Purpose, Recent, Registry, Reservation, Runner};
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, RecomputeCost, Step};
+use kvist_model::Error;
+use kvist_model::config::ModelConfig;
+use kvist_model::{Activations, Batch, Model};
 use kvist_scheduler::{Executor, Outcome, RequestId, Sampled};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -141,7 +142,7 @@ impl ModelExecutor {
         let sized = config.sized();
         let plan = MemoryPlan::of_cache(architecture, backend, &cache, &sized)?;
         let bound = plan.usage.with(Purpose::Weights, 0);
-        let channels = model.channel_order(registry, &config.cache)?;
+        let channels = channel_order(model, registry, &config.cache)?;
         let budget = model.budget().promise(&bound).map_err(|refused| {
             plan.too_large(architecture, registry, &sized, 0, refused.free, refused.total)
         })?;

@@ -1,11 +1,11 @@
 //! Text out of a session: prefill, then one token after the other until something ends it.
-use crate::error::Error;
 use crate::sampler::Sampler;
 use crate::session::{Feed, ModelSession, Want};
 use crate::text::StopMatcher;
-use crate::tokenizer::{TextStream, Tokenizer};
 use kvist_backend::StepError;
 use kvist_cache::{Refused, SeqId};
+use kvist_model::Error;
+use kvist_model::tokenizer::{TextStream, Tokenizer};
 use std::time::{Duration, Instant};
 
 /// What ended a generation.
@@ -86,7 +86,7 @@ pub trait Observer {
         true
     }
     /// The same of what the model thinks, where its format tells that from what it says: of
-    /// [`generate_answer`](crate::harmony::generate_answer) alone.
+    /// [`generate_answer`](kvist_model::harmony::generate_answer) alone.
     fn reasoning(&mut self, _text: &str) -> bool {
         true
     }

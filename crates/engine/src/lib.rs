@@ -1,34 +1,23 @@
-//! A model that runs: weights, decoder, tokenizer and sampler over any kvist cache.
+//! A model that runs: sessions, sampling, generation and chat over any kvist cache.
 //!
-//! Load a [`model::Model`] once, give every conversation a [`session::ModelSession`] with the kind, the dtypes and
+//! Load a [`kvist_model::Model`] once, give every conversation a [`session::ModelSession`] with the kind, the dtypes and
 //! the backend it wants, and [`generate`](generate::generate). It promises that memory is known before it is taken
 //! ([`memory::MemoryPlan`]), and that no file and no text can make it panic.
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
+pub mod answer;
 pub mod backends;
 mod channels;
 pub mod chat;
-pub mod config;
 pub mod divergence;
-pub mod embedded;
-pub mod error;
 pub mod executor;
-mod ffi;
-mod files;
 pub mod generate;
-mod guard;
-pub mod halt;
-pub mod harmony;
 pub mod memory;
-pub mod model;
 pub mod sampler;
 pub mod session;
-pub mod template;
 pub mod text;
-pub mod tokenizer;
-pub mod weights;
 
-pub use error::Error;
+pub use kvist_model::Error;
 
 /// A prompt that the cache cannot hold is refused before any work is done. A ring holds any.
 pub fn check_prompt(config: &memory::CacheConfig, tokens: usize) -> Result<(), Error> {

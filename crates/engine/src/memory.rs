@@ -1,13 +1,11 @@
 //! What a model and its cache will take, before anything is loaded: the same arithmetic that the budget records.
-use crate::config::{Experts, ModelConfig, Role, TensorSpec};
-use crate::error::Error;
-use crate::model::{Activations, ModelFile, Opened, resident_bytes};
-use crate::weights::{Encoding, WeightForm};
 use kvist_backend::*;
 use kvist_cache::Cache;
 use kvist_cache::kinds::{GroupSpec, Visibility};
-use std::ffi::OsStr;
-use std::path::Path;
+use kvist_model::Error;
+use kvist_model::config::ModelConfig;
+use kvist_model::weights::WeightForm;
+use kvist_model::{Activations, Opened};
 use std::sync::Arc;
 
 /// Tokens of a group that is read in f16: as many as a block of a server's cache has.
@@ -273,80 +271,4 @@ impl MemoryPlan {
             model.layout().owners().map(|(_, l)| 2 * u64::from(l.n_kv_heads * l.head_dim)).sum();
         8.0 * self.kv_bytes_per_token as f64 / values.max(1) as f64
     }
-}
-
-/// A model's weights in numbers, without loading any.
-#[derive(Clone, Debug)]
-pub struct ModelSize {
-    pub name: String,
-    pub config: ModelConfig,
-    /// On disk, as far as the model needs them.
-    pub stored_bytes: u64,
-    /// In memory: what loading will reserve.
-    pub resident_bytes: u64,
-    /// Weights that one decoded token reads: all but the rows of an embedding that is not the output layer.
-    pub read_per_token: u64,
-}
-
-impl ModelSize {
-    /// Of a `config.json` alone (its `dtype` says how weights are stored), a folder, a GGUF file or the embedded
-    /// model.
-    pub fn of(file: &ModelFile, form: WeightForm) -> Result<Self, Error> {
-        match file {
-            ModelFile::Path(path) if is_config_alone(path) => {
-                Self::of(&ModelFile::Path(path.join("config.json")), form)
-            }
-            ModelFile::Path(path) if path.extension().is_some_and(|e| e == "json") => {
-                let text = std::fs::read_to_string(path)
-                    .map_err(|source| Error::Read { path: path.clone(), source })?;
-                let name = path.display().to_string();
-                let config = ModelConfig::from_json(&name, &text)?;
-                let (stored, experts) = (config.stored_dtype, config.stored_experts);
-                let of = |spec: &TensorSpec| if spec.role == Role::Expert { experts } else { stored };
-                Self::sum(name, config, form, |spec| Ok(of(spec)))
-            }
-            _ => Self::of_opened(&Opened::open_without_texts(file, true)?, form),
-        }
-    }
-
-    /// Of a model whose headers are read: nothing is opened again.
-    pub fn of_opened(opened: &Opened, form: WeightForm) -> Result<Self, Error> {
-        let encoding = |spec: &TensorSpec| Ok(opened.source.find(spec)?.encoding);
-        Self::sum(opened.name.clone(), opened.config.clone(), form, encoding)
-    }
-
-    fn sum(
-        name: String,
-        config: ModelConfig,
-        form: WeightForm,
-        encoding: impl Fn(&TensorSpec) -> Result<Encoding, Error>,
-    ) -> Result<Self, Error> {
-        let mut size = ModelSize { name, stored_bytes: 0, resident_bytes: 0, read_per_token: 0, config };
-        for spec in size.config.tensors() {
-            let stored = encoding(&spec)?;
-            let resident = resident_bytes(&spec, stored, form);
-            size.stored_bytes =
-                size.stored_bytes.saturating_add(stored.tensor_bytes(&spec.shape).unwrap_or(0) as u64);
-            size.resident_bytes = size.resident_bytes.saturating_add(resident);
-            let gathered = spec.role == Role::Embedding && !size.config.tie_embeddings;
-            let read = match (spec.role, size.config.experts) {
-                // One row, and those experts alone that a token uses: what a step with one token reads.
-                _ if gathered => resident / spec.shape[0].max(1) as u64,
-                (Role::Expert, Some(Experts { n, used, .. })) => resident / n as u64 * used as u64,
-                _ => resident,
-            };
-            size.read_per_token = size.read_per_token.saturating_add(read);
-        }
-        Ok(size)
-    }
-}
-
-/// A folder that has a config.json and nothing of the weights that it describes.
-fn is_config_alone(folder: &Path) -> bool {
-    let is_weights = |name: &OsStr| {
-        let name = name.to_string_lossy();
-        name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json")
-    };
-    let files = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    folder.join("config.json").is_file() && !files.into_iter().any(|file| is_weights(&file.file_name()))
 }

@@ -3,12 +3,9 @@
 //! In this order, as llama.cpp's default chain has it: penalties (repetition, then frequency and presence), top-k, top-p,
 //! min-p, temperature, draw. Probabilities for top-p and min-p are those before the temperature.
 mod candidates;
-mod shipped;
 
-pub use shipped::Shipped;
-
-use crate::error::Error;
 use candidates::{Candidates, exp_minus, largest};
+use kvist_model::Error;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 

@@ -1,9 +1,10 @@
 //! A model with a cache: one forward pass after the other, over any kind, dtype and backend.
-use crate::error::Error;
+use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
-use crate::model::{Activations, Batch, Model};
 use kvist_backend::{Attend, Counters, PoolSpec, Purpose, Registry, Reservation};
 use kvist_cache::*;
+use kvist_model::Error;
+use kvist_model::{Activations, Batch, Model};
 use std::sync::Arc;
 
 /// The tokens one sequence adds in a pass.
@@ -54,7 +55,7 @@ impl ModelSession {
     pub fn new(model: &Arc<Model>, registry: &Registry, config: &CacheConfig) -> Result<Self, Error> {
         let budget = model.budget();
         let plan = MemoryPlan::of_session(model.decoder().config(), registry, config)?;
-        let channels = model.channel_order(registry, config)?;
+        let channels = channel_order(model, registry, config)?;
         // The whole of it is set aside now: two sessions that do not fit together must not both begin.
         let bound = plan.usage.with(Purpose::Weights, 0);
         let budget = &budget.promise(&bound).map_err(|refused| {

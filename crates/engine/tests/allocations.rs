@@ -7,9 +7,9 @@ use kvist_cache::SeqId;
 use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::model::{LoadOptions, Model, ModelFile};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_model::{LoadOptions, Model, ModelFile};
 use std::sync::Arc;
 
 /// A step, a draw, and what the penalty has to remember.

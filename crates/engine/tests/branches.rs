@@ -8,10 +8,10 @@ use kvist_engine::backends;
 use kvist_engine::chat::Chat;
 use kvist_engine::generate::Limits;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
-use kvist_engine::model::{LoadOptions, Model, ModelFile, top_two};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{Feed, ModelSession, Want};
-use kvist_engine::weights::WeightForm;
+use kvist_model::weights::WeightForm;
+use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::{Arc, OnceLock};
 
 const A: SeqId = SeqId::ONLY;
@@ -260,7 +260,7 @@ fn a_layer_that_borrows_stores_nothing() {
         let config = CacheConfig { k: storage, v: storage.for_values(), ..CacheConfig::new(64) };
         let mut alone = shared.decoder().config().clone();
         alone.layers.iter_mut().enumerate().for_each(|(l, layer)| layer.owner = l);
-        let bytes = |model: &kvist_engine::config::ModelConfig| {
+        let bytes = |model: &kvist_model::config::ModelConfig| {
             let plan = MemoryPlan::of_session(model, &registry, &config).unwrap();
             (plan.kv_bytes_per_token, plan.usage.of(Purpose::KvCache))
         };

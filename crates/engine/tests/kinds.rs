@@ -5,9 +5,9 @@ use common::*;
 use kvist_backend::{MemoryBudget, Storage};
 use kvist_cache::{LayerId, SeqId};
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::model::{LoadOptions, Model, ModelFile, top_two};
 use kvist_engine::session::{Feed, ModelSession, Want};
-use kvist_engine::weights::WeightForm;
+use kvist_model::weights::WeightForm;
+use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::{Arc, OnceLock};
 
 const KINDS: [&str; 5] = ["contiguous", "ring", "cells", "tree", "paged"];

@@ -5,10 +5,11 @@ use common::{fixtures, session};
 use kvist_backend::{Bytes, MemoryBudget, Purpose, Storage, Usage};
 use kvist_cache::SeqId;
 use kvist_engine::backends;
-use kvist_engine::memory::{CacheConfig, MemoryPlan, ModelSize};
-use kvist_engine::model::{LoadOptions, Model, ModelFile, Opened};
+use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::session::{Feed, ModelSession, Want};
-use kvist_engine::weights::WeightForm;
+use kvist_model::ModelSize;
+use kvist_model::weights::WeightForm;
+use kvist_model::{LoadOptions, Model, ModelFile, Opened};
 use std::sync::Arc;
 
 const KINDS: [&str; 5] = ["contiguous", "ring", "cells", "tree", "paged"];

@@ -2,9 +2,9 @@
 //! through every kind of cache. The fixtures' generator is `tools/fixtures/`.
 mod common;
 use common::*;
-use kvist_engine::config::ModelConfig;
-use kvist_engine::model::{Model, ModelFile};
-use kvist_engine::weights::WeightForm;
+use kvist_model::config::ModelConfig;
+use kvist_model::weights::WeightForm;
+use kvist_model::{Model, ModelFile};
 use std::path::Path;
 
 /// f32 sums of a few hundred terms in another order.
@@ -122,10 +122,9 @@ fn gguf_files_agree_with_transformers_on_the_same_weights() {
             for (form, tolerance) in
                 [(WeightForm::F32, F32_TOLERANCE), (WeightForm::AsStored, PACKED_TOLERANCE)]
             {
-                let options = kvist_engine::model::LoadOptions { form, ..Default::default() };
+                let options = kvist_model::LoadOptions { form, ..Default::default() };
                 let budget = kvist_backend::MemoryBudget::unlimited();
-                let model =
-                    kvist_engine::model::Model::load(&file, &options, &budget, &mut |_, _| {}).unwrap();
+                let model = kvist_model::Model::load(&file, &options, &budget, &mut |_, _| {}).unwrap();
                 let n = expected.tokens.len() as u32;
                 let model = model.into();
                 for (kind, chunk) in KINDS.into_iter().flat_map(|kind| [(kind, 1), (kind, n)]) {

@@ -14,8 +14,8 @@ use crate::structured::{Compiled, Grammar, GrammarCompiler};
 use crate::tools::{ToolFormat, Tooling};
 use crate::work::Work;
 use crate::worker::Engine;
-use kvist_engine::sampler::Shipped;
-use kvist_engine::tokenizer::Piece;
+use kvist_model::generation_config::Shipped;
+use kvist_model::tokenizer::Piece;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -43,7 +43,7 @@ pub struct App {
     pub(crate) metrics: Metrics,
     /// How the model hears of tools and calls them, if it does.
     pub(crate) tools: Option<Tooling>,
-    /// Its answers are messages in channels: [`kvist_engine::harmony`].
+    /// Its answers are messages in channels: [`kvist_model::harmony`].
     pub(crate) channels: bool,
     /// Control tokens that mark tool calls, or channels: they are written out where answers are read.
     pub(crate) marks: Vec<u32>,

@@ -18,8 +18,8 @@ use schema::PROOF_STEPS;
 
 use crate::job::Constraint;
 use kvist_engine::Error;
-use kvist_engine::model::Model;
-use kvist_engine::tokenizer::Tokenizer;
+use kvist_model::Model;
+use kvist_model::tokenizer::Tokenizer;
 use llguidance::api::{ParserLimits, StopReason, TopLevelGrammar};
 use llguidance::toktrie::{ApproximateTokEnv, InferenceCapabilities, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};

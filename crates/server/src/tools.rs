@@ -11,7 +11,7 @@
 //! | `qwen3_coder` | `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, anywhere | one after the other |
 //! | `harmony` | `<\|channel\|>commentary to=functions.f <\|constrain\|>json<\|message\|>{…}`, a message | one after the other |
 //!
-//! Harmony's answers are messages in channels ([`kvist_engine::harmony`]), which are told apart without tools too.
+//! Harmony's answers are messages in channels ([`kvist_model::harmony`]), which are told apart without tools too.
 //!
 //! Where a template knows nothing of tools, `generic` tells the model of them in a message, and it answers as Hermes does.
 //!
@@ -36,7 +36,7 @@ pub use choice::{Tool, ToolChoice, tools_from_json};
 pub use parser::{ToolDelta, ToolParser};
 pub(crate) use reader::{AnswerReader, Reading, Said};
 
-use kvist_engine::harmony::MARKS;
+use kvist_model::harmony::MARKS;
 
 /// How a model hears of its tools, and how it calls them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,7 +96,7 @@ const PYTHON_END: &str = "<|python_end|>";
 
 impl ToolFormat {
     /// The one that a chat template teaches; `None` if it knows nothing of tools, or another format. Harmony is known
-    /// by the vocabulary too: [`Model::harmony`](kvist_engine::model::Model::harmony).
+    /// by the vocabulary too: [`Model::harmony`](kvist_model::Model::harmony).
     pub fn of_template(source: &str) -> Option<Self> {
         let has = |text: &str| source.contains(text);
         // Several write XML inside the same tag: Qwen3-Coder, and others in ways that are not known here.

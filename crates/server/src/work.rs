@@ -11,7 +11,7 @@
 use crate::body::{self, Lane, Leave, SMALL_BYTES, Wanted, bodies_bytes};
 use crate::config::ServerConfig;
 use crate::error::ApiError;
-use kvist_engine::halt::{self, Halt};
+use kvist_model::halt::{self, Halt};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
@@ -23,7 +23,7 @@ use tokio::sync::watch;
 pub(crate) const PREPARATION: Duration = Duration::from_secs(30);
 
 /// Bytes that a rendering of an empty conversation may take, and those for each byte of a conversation, as
-/// [`Conversation::rendering_bytes`](kvist_engine::template::Conversation::rendering_bytes) has them.
+/// [`Conversation::rendering_bytes`](kvist_model::template::Conversation::rendering_bytes) has them.
 const RENDERING_BYTES: usize = 32 << 20;
 const RENDERING_FACTOR: usize = 16;
 
@@ -319,7 +319,7 @@ pub(crate) fn halted() -> ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvist_engine::template::Conversation;
+    use kvist_model::template::Conversation;
     use std::pin::{Pin, pin};
     use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
     use std::task::{Context, Poll, Waker};

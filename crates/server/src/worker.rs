@@ -10,7 +10,7 @@ use crate::shares::{NoPlace, Place, Shares};
 use kvist_backend::{Purpose, Registry};
 use kvist_engine::Error;
 use kvist_engine::executor::{ModelExecutor, PagedConfig};
-use kvist_engine::model::Model;
+use kvist_model::Model;
 use kvist_scheduler::{Config, Counters, Ended, RequestId, Scheduler};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};

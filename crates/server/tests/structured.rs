@@ -3,10 +3,10 @@
 use kvist_backend::MemoryBudget;
 use kvist_cache::SeqId;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::model::{LoadOptions, Model, ModelFile};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{Feed, ModelSession, Want};
-use kvist_engine::tokenizer::Tokenizer;
+use kvist_model::tokenizer::Tokenizer;
+use kvist_model::{LoadOptions, Model, ModelFile};
 use kvist_server::structured::{Grammar, GrammarCompiler, ResponseFormat};
 use kvist_server::tools::{ToolChoice, ToolFormat, tools_from_json};
 use serde_json::{Value, json};

@@ -5,9 +5,9 @@ use anyhow::Context;
 use clap::ValueHint;
 use kvist_cache::SeqId;
 use kvist_engine::generate::{Finish, Limits, generate};
-use kvist_engine::model::top_two;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_model::top_two;
 use serde::Serialize;
 use std::path::PathBuf;
 

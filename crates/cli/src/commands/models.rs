@@ -5,9 +5,9 @@ use anyhow::Context;
 use kvist_backend::{Bytes, MemoryBudget, Registry, Storage};
 use kvist_engine::Error;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
-use kvist_engine::model::{ModelFile, Opened};
-use kvist_engine::weights::WeightForm;
 use kvist_hub::stores::{self, Found};
+use kvist_model::weights::WeightForm;
+use kvist_model::{ModelFile, Opened};
 use serde::Serialize;
 use std::path::PathBuf;
 

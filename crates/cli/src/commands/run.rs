@@ -5,11 +5,11 @@ use anyhow::Context;
 use clap::ValueHint;
 use indicatif::ProgressBar;
 use kvist_cache::SeqId;
+use kvist_engine::answer::generate_answer;
 use kvist_engine::generate::{Limits, Observer, generate};
-use kvist_engine::harmony::generate_answer;
-use kvist_engine::model::Opened;
 use kvist_engine::session::ModelSession;
-use kvist_engine::template::Message;
+use kvist_model::Opened;
+use kvist_model::template::Message;
 use std::io::{IsTerminal, Read};
 use std::path::PathBuf;
 

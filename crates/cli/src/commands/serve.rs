@@ -6,7 +6,7 @@ use anyhow::Context;
 use clap::ValueHint;
 use kvist_backend::{Bytes, Purpose, Storage};
 use kvist_engine::memory::MemoryPlan;
-use kvist_engine::model::Opened;
+use kvist_model::Opened;
 use kvist_server::{App, Engine, ServerConfig, serve};
 use serde::Serialize;
 use std::fs::File;

@@ -41,7 +41,7 @@ pub fn json(args: &[&str]) -> serde_json::Value {
 
 /// The engine's fixtures.
 pub fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/tests/fixtures")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures")
 }
 
 /// A model whose every token but one begins with ESC, and that never ends its text.

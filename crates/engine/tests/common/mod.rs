@@ -5,16 +5,16 @@ use kvist_cpu::Compute;
 use kvist_engine::backends;
 use kvist_engine::generate::{Limits, generate};
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::model::{LoadOptions, Model, ModelFile};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{Feed, ModelSession, Want};
-use kvist_engine::weights::WeightForm;
+use kvist_model::weights::WeightForm;
+use kvist_model::{LoadOptions, Model, ModelFile};
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub fn fixtures(kind: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(kind)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures").join(kind)
 }
 
 /// The sub-folders, sorted; there must be some.

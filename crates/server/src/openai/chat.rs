@@ -22,9 +22,9 @@ use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
 use kvist_engine::Error;
-use kvist_engine::harmony::{END, RETURN};
-use kvist_engine::template::{ChatTemplate, Conversation};
-use kvist_engine::tokenizer::Tokenizer;
+use kvist_model::harmony::{END, RETURN};
+use kvist_model::template::{ChatTemplate, Conversation};
+use kvist_model::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 use std::sync::Arc;
 

@@ -12,7 +12,7 @@ use crate::job::{Done, LogProb, Token};
 use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
-use kvist_engine::tokenizer::TextState;
+use kvist_model::tokenizer::TextState;
 use serde_json::{Value, json};
 use std::sync::Arc;
 

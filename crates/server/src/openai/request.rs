@@ -4,7 +4,7 @@ use super::scores::MAX_TOP;
 use crate::config::LimitsSection;
 use crate::schema::{self, NATURAL};
 use crate::sessions::SessionSchemas;
-use kvist_engine::sampler::Shipped;
+use kvist_model::generation_config::Shipped;
 use serde_json::{Map, Value, json};
 
 /// Numbers of this server that schemas tell.

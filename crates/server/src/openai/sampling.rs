@@ -1,7 +1,8 @@
 //! How an answer is sampled.
 use super::fields::Common;
 use super::generation::random_seed;
-use kvist_engine::sampler::{SamplerConfig, Shipped};
+use kvist_engine::sampler::SamplerConfig;
+use kvist_model::generation_config::Shipped;
 
 /// What the request says, then what the model ships, then OpenAI's defaults.
 pub(crate) fn sampling(common: &Common, shipped: &Shipped) -> SamplerConfig {

@@ -7,7 +7,7 @@
 //! itself. Properties come in the order of the schema.
 use super::InvalidParameter;
 use super::disjoint::disjoint;
-use kvist_engine::halt;
+use kvist_model::halt;
 use serde_json::{Map, Value, json};
 use std::cell::Cell;
 

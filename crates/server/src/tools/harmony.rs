@@ -1,10 +1,10 @@
-//! Conversations for chat templates of the [Harmony format](kvist_engine::harmony), and grammars of its answers.
+//! Conversations for chat templates of the [Harmony format](kvist_model::harmony), and grammars of its answers.
 //!
 //! gpt-oss's template asks for what the API does not say: `thinking` is what was thought before a call, each message
 //! has one call, whose result follows it, and every function has a description.
 use super::Tool;
 use crate::structured::{Grammar, Schema};
-use kvist_engine::harmony::{CHANNEL, CONSTRAIN, END, MESSAGE, START};
+use kvist_model::harmony::{CHANNEL, CONSTRAIN, END, MESSAGE, START};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 

@@ -1,6 +1,6 @@
 //! Reads an answer: what is said, what is thought, and the calls.
 use super::{Tool, ToolCall, ToolDelta, ToolFormat, ToolParser};
-use kvist_engine::harmony::{ChannelParser, Delta};
+use kvist_model::harmony::{ChannelParser, Delta};
 use std::sync::Arc;
 
 /// What reads the answers of a request.

@@ -1,10 +1,10 @@
 //! One request on the engine thread: what becomes of its logits, and what its user is told.
 use crate::job::*;
 use kvist_engine::executor::{Choice, Choose};
-use kvist_engine::model::Model;
 use kvist_engine::sampler::Sampler;
 use kvist_engine::text::StopMatcher;
-use kvist_engine::tokenizer::TextState;
+use kvist_model::Model;
+use kvist_model::tokenizer::TextState;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};

@@ -4,9 +4,9 @@
 //! it no choice.
 use crate::server::*;
 use kvist_backend::MemoryBudget;
-use kvist_engine::harmony::MARKS;
-use kvist_engine::model::{LoadOptions, Model, ModelFile};
-use kvist_engine::weights::WeightForm;
+use kvist_model::harmony::MARKS;
+use kvist_model::weights::WeightForm;
+use kvist_model::{LoadOptions, Model, ModelFile};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -55,7 +55,7 @@ fn list(bytes: &[u8], key: &str, is_text: bool) -> (usize, Vec<usize>) {
 fn harmony() -> Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
     let load = || {
-        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/embedded/tiny-rust-7m.gguf");
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/embedded/tiny-rust-7m.gguf");
         let mut bytes = std::fs::read(file).unwrap();
         let before = bytes.len();
         let n = MARKS.len();

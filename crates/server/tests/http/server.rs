@@ -2,8 +2,8 @@
 #![allow(dead_code)]
 use kvist_backend::{MemoryBudget, Storage};
 use kvist_engine::backends;
-use kvist_engine::model::{LoadOptions, Model, ModelFile};
-use kvist_engine::weights::WeightForm;
+use kvist_model::weights::WeightForm;
+use kvist_model::{LoadOptions, Model, ModelFile};
 use kvist_server::config::KeySection;
 use kvist_server::{App, Engine, ServerConfig, serve};
 use serde_json::Value;

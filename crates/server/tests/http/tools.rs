@@ -1,8 +1,8 @@
 //! Tools in sessions: calls are read from what a session generates, and are part of its history.
 use crate::server::*;
 use kvist_backend::MemoryBudget;
-use kvist_engine::model::{LoadOptions, Model, ModelFile};
-use kvist_engine::weights::WeightForm;
+use kvist_model::weights::WeightForm;
+use kvist_model::{LoadOptions, Model, ModelFile};
 use kvist_server::ServerConfig;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -24,7 +24,7 @@ fn with_template(template: &'static str) -> Arc<Model> {
     static MODELS: [OnceLock<Arc<Model>>; 2] = [const { OnceLock::new() }; 2];
     let model = &MODELS[usize::from(template == PLAIN_TEMPLATE)];
     model.get_or_init(|| {
-        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/embedded/tiny-rust-7m.gguf");
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/embedded/tiny-rust-7m.gguf");
         let mut bytes = std::fs::read(file).unwrap();
         let n_keys = u64::from_le_bytes(bytes[16..24].try_into().unwrap()) + 1;
         bytes[16..24].copy_from_slice(&n_keys.to_le_bytes());

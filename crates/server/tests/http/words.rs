@@ -2,8 +2,8 @@
 //! token more than the model.
 use crate::server::*;
 use kvist_backend::MemoryBudget;
-use kvist_engine::model::{LoadOptions, Model, ModelFile};
-use kvist_engine::weights::WeightForm;
+use kvist_model::weights::WeightForm;
+use kvist_model::{LoadOptions, Model, ModelFile};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -18,7 +18,7 @@ fn words() -> &'static Arc<Model> {
 /// The same, with a chat template.
 pub fn words_with(template: Option<&str>) -> Arc<Model> {
     let folder = tempfile::tempdir().unwrap();
-    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/tests/fixtures/parity/llama-gqa");
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures/parity/llama-gqa");
     for file in ["config.json", "model.safetensors"] {
         std::fs::copy(fixture.join(file), folder.path().join(file)).unwrap();
     }

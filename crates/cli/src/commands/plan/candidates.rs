@@ -2,8 +2,8 @@
 //! is to the byte what `kvist run` and `kvist serve` reserve.
 use super::ladder::Rung;
 use kvist_backend::{Purpose, Registry};
-use kvist_engine::config::ModelConfig;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
+use kvist_model::config::ModelConfig;
 use kvist_server::{ServerConfig, request_bytes};
 use serde::Serialize;
 

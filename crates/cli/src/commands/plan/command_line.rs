@@ -2,7 +2,7 @@
 use super::Args;
 use super::candidates::{Candidate, Command};
 use kvist_engine::memory::RECENT_TOKENS;
-use kvist_engine::weights::WeightForm;
+use kvist_model::weights::WeightForm;
 use std::path::{Path, PathBuf};
 
 /// Of the chunk that a command takes without `--chunk`.

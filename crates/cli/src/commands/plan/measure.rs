@@ -6,8 +6,8 @@ use crate::{interrupt, memory, progress, scoring};
 use anyhow::Context;
 use kvist_backend::{Bytes, MemoryBudget, Storage};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
-use kvist_engine::model::Opened;
-use kvist_engine::weights::WeightForm;
+use kvist_model::Opened;
+use kvist_model::weights::WeightForm;
 
 /// Held-out text of the embedded model, where --text names no other.
 const TEXT: &str = include_str!("../../../../../tools/tiny-model/val.txt");

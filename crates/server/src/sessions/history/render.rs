@@ -4,8 +4,8 @@ use super::{History, Message, Place, Said};
 use crate::error::ApiError;
 use crate::work::halted;
 use axum::http::StatusCode;
-use kvist_engine::halt;
-use kvist_engine::tokenizer::Ends;
+use kvist_model::halt;
+use kvist_model::tokenizer::Ends;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
 //! Histories against what the template itself makes of their messages.
 use super::*;
-use kvist_engine::tokenizer::Ends;
+use kvist_model::tokenizer::Ends;
 
 /// ChatML over bytes: a token for each, and one for each mark. With `forgets`, what the assistant thought earlier is
 /// left out once somebody else has spoken, as templates of thinking models do.

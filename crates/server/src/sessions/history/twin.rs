@@ -2,9 +2,9 @@
 //! is tokenized. Over templates and tokenizers of real models' kinds, and random conversations.
 use super::places::Rendered;
 use super::*;
-use kvist_engine::template::{ChatTemplate, Conversation};
-use kvist_engine::tokenizer::{Ends, Tokenizer};
-use kvist_engine::weights::Gguf;
+use kvist_model::template::{ChatTemplate, Conversation};
+use kvist_model::tokenizer::{Ends, Tokenizer};
+use kvist_model::weights::Gguf;
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
@@ -117,7 +117,7 @@ fn stupid_tokens(scribe: &Counting, text: &str, cuts: &[usize]) -> Vec<usize> {
 }
 
 fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../engine/tests/fixtures")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures")
 }
 
 fn tokenizers() -> Vec<(String, Tokenizer)> {

@@ -4,8 +4,8 @@ use kvist_backend::Registry;
 use kvist_cache::{PrefixSpec, Step};
 use kvist_engine::executor::{Choice, Choose, ModelExecutor, PagedConfig};
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::model::Model;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
+use kvist_model::Model;
 use kvist_scheduler::{
     Admission, Batch, Config, Executor, Outcome, Prompt, Request, RequestId, Scheduler, Turn,
 };

@@ -2,7 +2,7 @@
 mod common;
 use common::fixtures;
 use kvist_backend::MemoryBudget;
-use kvist_engine::model::{LoadOptions, Model, ModelFile};
+use kvist_model::{LoadOptions, Model, ModelFile};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;

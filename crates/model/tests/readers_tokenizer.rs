@@ -2,10 +2,10 @@
 //! constructs that real models use.
 mod common;
 use common::{cases, fixtures};
-use kvist_engine::Error;
-use kvist_engine::template::{ChatTemplate, Message};
-use kvist_engine::tokenizer::Tokenizer;
-use kvist_engine::weights::Gguf;
+use kvist_model::Error;
+use kvist_model::template::{ChatTemplate, Message};
+use kvist_model::tokenizer::Tokenizer;
+use kvist_model::weights::Gguf;
 use serde_json::{Value, json};
 use std::path::Path;
 

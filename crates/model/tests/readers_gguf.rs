@@ -5,10 +5,10 @@ use common::{fixtures, load};
 use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
 use kvist_cpu::linear::Inputs;
-use kvist_engine::config::ModelConfig;
-use kvist_engine::model::ModelFile;
-use kvist_engine::tokenizer::Tokenizer;
-use kvist_engine::weights::{Gguf, View, WeightForm};
+use kvist_model::ModelFile;
+use kvist_model::config::ModelConfig;
+use kvist_model::tokenizer::Tokenizer;
+use kvist_model::weights::{Gguf, View, WeightForm};
 use std::path::Path;
 
 const U8: u32 = 0;

@@ -1,7 +1,7 @@
 //! Every type of tensor: decoded to what ggml's Python package says, and refused where its bytes are not what it needs.
 mod common;
 use common::fixtures;
-use kvist_engine::weights::{Encoding, Gguf, View};
+use kvist_model::weights::{Encoding, Gguf, View};
 
 #[test]
 fn every_type_decodes_to_what_ggml_says() {

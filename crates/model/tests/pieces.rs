@@ -1,7 +1,7 @@
 //! The bytes of every token, one after the other, are the text of all of them.
 use kvist_backend::MemoryBudget;
-use kvist_engine::model::{LoadOptions, Model, ModelFile};
-use kvist_engine::tokenizer::Tokenizer;
+use kvist_model::tokenizer::Tokenizer;
+use kvist_model::{LoadOptions, Model, ModelFile};
 use std::path::Path;
 
 fn check(name: &str, tokenizer: &Tokenizer, vocab: usize) {
@@ -42,7 +42,7 @@ fn bytes_of_tokens_are_their_text() {
             .join(case)
             .join("model.gguf");
         let bytes = std::fs::read(&path).unwrap();
-        let gguf = kvist_engine::weights::Gguf::from_bytes(case, bytes).unwrap();
+        let gguf = kvist_model::weights::Gguf::from_bytes(case, bytes).unwrap();
         let tokenizer = Tokenizer::from_gguf(&gguf).unwrap().unwrap();
         check(case, &tokenizer, tokenizer.vocab_size());
     }

@@ -1,7 +1,7 @@
 //! Conversations with tools, rendered as transformers renders them; which template is taken, and what is refused.
-use kvist_engine::Error;
-use kvist_engine::template::{ChatTemplate, Conversation};
-use kvist_engine::tokenizer::Tokenizer;
+use kvist_model::Error;
+use kvist_model::template::{ChatTemplate, Conversation};
+use kvist_model::tokenizer::Tokenizer;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 

@@ -2,7 +2,7 @@
 //! too short.
 mod common;
 use common::*;
-use kvist_engine::model::{LoadOptions, Model, ModelFile};
+use kvist_model::{LoadOptions, Model, ModelFile};
 use std::path::Path;
 
 fn load(file: &Path, mmap: bool) -> Result<(), String> {

@@ -12,15 +12,12 @@
 //!
 //! The format's control tokens have no text, so they are to be written out by their names where an answer is read
 //! ([`marks`]); a [`ChannelParser`] takes the text apart.
-mod generate;
 mod header;
 
 use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;
 use header::Header;
 use serde::de::IgnoredAny;
-
-pub use generate::generate_answer;
 
 pub const START: &str = "<|start|>";
 pub const END: &str = "<|end|>";

@@ -1,11 +1,11 @@
 //! Answers in channels out of a session.
-use super::{ChannelParser, Delta};
-use crate::error::Error;
 use crate::generate::{Generation, Limits, Observer, generate};
 use crate::sampler::Sampler;
 use crate::session::ModelSession;
-use crate::tokenizer::Tokenizer;
 use kvist_cache::SeqId;
+use kvist_model::Error;
+use kvist_model::harmony::{ChannelParser, Delta};
+use kvist_model::tokenizer::Tokenizer;
 
 /// As [`generate`], where the prompt ends with the beginning of an answer. Of a model that answers in channels the text
 /// is what it says; what it thinks is told to [`Observer::reasoning`] and comes beside it. Of other models that is

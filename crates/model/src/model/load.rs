@@ -5,8 +5,8 @@ use super::rope::RotaryEmbedding;
 use crate::config::{ModelConfig, Role, TensorSpec};
 use crate::embedded;
 use crate::error::Error;
+use crate::generation_config::Shipped;
 use crate::harmony;
-use crate::sampler::Shipped;
 use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{Embedding, Encoding, Gguf, Linear, Source, WeightForm};
@@ -246,7 +246,7 @@ fn not_there(path: &Path) -> String {
 }
 
 /// Bytes one tensor takes when it is loaded.
-pub(crate) fn resident_bytes(spec: &TensorSpec, stored: crate::weights::Encoding, form: WeightForm) -> u64 {
+pub(super) fn resident_bytes(spec: &TensorSpec, stored: crate::weights::Encoding, form: WeightForm) -> u64 {
     match spec.role {
         Role::Embedding => Embedding::resident_bytes(&spec.shape, stored, form),
         Role::Linear | Role::Router | Role::Expert => {
@@ -299,7 +299,8 @@ impl Model {
     pub fn sampling(&self) -> &Shipped {
         &self.sampling
     }
-    pub(crate) fn channels(&self) -> &OnceLock<Arc<ChannelOrder>> {
+    /// The order of the channels of its keys, once it was looked for.
+    pub fn channels(&self) -> &OnceLock<Arc<ChannelOrder>> {
         &self.channels
     }
     /// The budget the weights were reserved from; sessions take theirs from it too.

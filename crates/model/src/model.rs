@@ -4,9 +4,11 @@ mod layout;
 mod load;
 mod mlp;
 mod rope;
+mod size;
 mod top;
 
 pub use decoder::{Activations, Batch, Decoder};
-pub(crate) use load::resident_bytes;
+use load::resident_bytes;
 pub use load::{LoadOptions, Model, ModelFile, Opened};
+pub use size::ModelSize;
 pub use top::top_two;

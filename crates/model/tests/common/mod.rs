@@ -1,0 +1,37 @@
+//! What the integration tests of this crate share.
+#![allow(dead_code)] // each test binary uses its part
+use kvist_backend::MemoryBudget;
+use kvist_cpu::Compute;
+use kvist_model::weights::WeightForm;
+use kvist_model::{LoadOptions, Model, ModelFile};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+pub fn fixtures(kind: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(kind)
+}
+
+/// The sub-folders, sorted; there must be some.
+pub fn cases(kind: &str) -> Vec<PathBuf> {
+    let mut all: Vec<PathBuf> =
+        std::fs::read_dir(fixtures(kind)).unwrap().map(|e| e.unwrap().path()).collect();
+    all.retain(|p| p.is_dir());
+    all.sort();
+    assert!(!all.is_empty(), "no fixtures of {kind}");
+    all
+}
+
+/// Options for texts as the fixtures have them.
+pub fn texts() -> LoadOptions {
+    LoadOptions { context: Some(128), ..LoadOptions::default() }
+}
+
+/// For tests that compare texts: a row's arithmetic is its own.
+pub fn load(file: ModelFile) -> Result<Arc<Model>, kvist_model::Error> {
+    load_in(file, WeightForm::AsStored)
+}
+
+pub fn load_in(file: ModelFile, form: WeightForm) -> Result<Arc<Model>, kvist_model::Error> {
+    let options = LoadOptions { form, compute: Compute::default().deterministic(true), ..texts() };
+    Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).map(Arc::new)
+}
