@@ -5,6 +5,7 @@
 //! were filled go first, then those that were read longest ago. A cell whose slot was taken is read as it is stored.
 use crate::arch::LANES;
 use half::f16;
+use half::slice::HalfFloatSliceExt;
 use kvist_backend::{BackendError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
 use kvist_cache::{CellCopy, GroupId, GroupPlan, SpanKind, StepPlan};
 use std::collections::VecDeque;
@@ -240,10 +241,15 @@ impl RecentRows {
 /// that it is seen.
 fn round(row: &[f32], out: &mut [Vector]) {
     let largest = f16::MAX.to_f32();
-    out.last_mut().into_iter().for_each(|last| *last = Vector::default());
-    for (x, out) in row.iter().zip(out.as_flattened_mut().chunks_exact_mut(2)) {
-        let x = if x.is_finite() { x.clamp(-largest, largest) } else { *x };
-        out.copy_from_slice(&f16::from_f32(x).to_le_bytes());
+    for (row, out) in row.chunks(LANES).zip(out) {
+        let (mut wide, mut narrow) = ([0.0; LANES], [f16::ZERO; LANES]);
+        for (wide, x) in wide.iter_mut().zip(row) {
+            *wide = if x.is_finite() { x.clamp(-largest, largest) } else { *x };
+        }
+        narrow.convert_from_f32_slice(&wide);
+        for (out, x) in out.as_chunks_mut::<2>().0.iter_mut().zip(narrow) {
+            *out = x.to_le_bytes();
+        }
     }
 }
 
