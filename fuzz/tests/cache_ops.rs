@@ -1,7 +1,7 @@
-//! The bytes of a fuzzer choose operations on a cache, which is compared with its twin after each of them.
+//! The fuzzer's bytes choose operations on a cache, which is compared with its reference model after each operation.
 use kvist_cache::twin::{Choices, replay};
 
-/// Bolero's own random inputs stay below a hundred bytes: enough to begin with, too short to fill a pool.
+/// Bolero's own random inputs are shorter than a hundred bytes, which is too short to fill a pool.
 const LONG_INPUTS: u64 = 100;
 
 macro_rules! target {
@@ -26,14 +26,14 @@ target! {
     cache_ops_tree: "tree",
 }
 
-/// Up to 4 KiB that look random.
+/// Up to 4 KiB of pseudo-random bytes.
 fn long_input(seed: u64) -> Vec<u8> {
     let mut choices = Choices::from_seed(seed, 0);
     let len = 1 + choices.below(4_096);
     (0..len).map(|_| choices.below(256) as u8).collect()
 }
 
-/// Writes the committed corpus anew: `cargo test -p kvist-fuzz -- --ignored write_corpus`.
+/// Rewrites the committed corpus: `cargo test -p kvist-fuzz -- --ignored write_corpus`.
 #[test]
 #[ignore = "writes files into the source tree"]
 fn write_corpus() {

@@ -1,5 +1,5 @@
-//! Bytes of a fuzzer as event logs of a scheduler: a log may be refused, and nothing may panic. What is replayed gives one
-//! decision log, every time.
+//! The fuzzer's bytes as a scheduler's event log: a log may be refused, but nothing may panic. Replaying an accepted
+//! log gives the same decision log every time.
 mod changed;
 
 use changed::changed;
@@ -11,14 +11,14 @@ use kvist_simulator::run::{Options, Part, run};
 use kvist_simulator::workload::{Arrivals, Chats, Contents, Lengths, Workload};
 use std::sync::LazyLock;
 
-/// Iterations of an ordinary test run; a fuzzing engine sets its own end.
+/// Iterations of an ordinary test run; a fuzzing engine sets its own number.
 const ITERATIONS: usize = 1_000;
-/// Changed copies of each real log.
+/// Modified copies of each real log.
 const CHANGED: u64 = 600;
 
 const BLOCK_TOKENS: u32 = 16;
 
-/// So small that a good log has preemptions and evictions in it.
+/// A small cache, so that a valid log contains preemptions and evictions.
 fn cache() -> Cache {
     let spec = PagedSpec {
         block_tokens: BLOCK_TOKENS,
@@ -32,7 +32,7 @@ fn cache() -> Cache {
     Cache::paged(&spec).expect("a paged cache")
 }
 
-/// What schedulers of several sorts were told by a small load.
+/// The event logs of several schedulers under a small load.
 static LOGS: LazyLock<Vec<String>> = LazyLock::new(|| {
     let config = |policy: &str| Config {
         policy: policy.into(),
@@ -75,7 +75,7 @@ fn log(scheduler: Config, seed: u64) -> String {
     events
 }
 
-/// Numbers at the edges of what fields hold, and others that are none.
+/// Numbers at the limits of the fields' types, and some that are not numbers.
 const NUMBERS: [&str; 9] = [
     "0",
     "1",
@@ -88,7 +88,7 @@ const NUMBERS: [&str; 9] = [
     "null",
 ];
 
-/// `log` with lines removed, repeated or exchanged, or a number replaced: most of it still parses.
+/// `log` with lines removed, repeated or swapped, or with a number replaced. Most of it still parses.
 fn changed_lines(log: &str, seed: u64) -> String {
     let mut z = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(1);
     let mut below = |n: usize| {
@@ -116,7 +116,7 @@ fn changed_lines(log: &str, seed: u64) -> String {
             break;
         }
     }
-    // Lines that moved are numbered anew, or the first rule would refuse them all.
+    // Renumber the moved lines; otherwise the first check would refuse every such log.
     if below(2) == 0 {
         for (n, line) in lines.iter_mut().skip(1).enumerate() {
             if let Some(rest) =
@@ -129,7 +129,7 @@ fn changed_lines(log: &str, seed: u64) -> String {
     lines.join("\n")
 }
 
-/// Was it accepted?
+/// Returns whether the log was accepted.
 fn read(bytes: &[u8]) -> bool {
     match replay(bytes, cache(), None) {
         Ok(decisions) => {
@@ -149,7 +149,7 @@ fn event_logs() {
         assert!(log.contains("\"arrive\"") && read(log.as_bytes()), "a real log is accepted");
     }
     bolero::check!().with_iterations(ITERATIONS).for_each(|bytes: &[u8]| {
-        // Half of them behind a good first line.
+        // Half of the inputs follow a valid first line.
         let header = LOGS[0].lines().next().unwrap_or_default();
         match bytes.split_first() {
             Some((choice, rest)) if choice % 2 == 0 => {
@@ -165,11 +165,11 @@ fn event_logs() {
             accepted += u32::from(read(&changed(log.as_bytes(), seed)));
         }
     }
-    // Or nothing but the first rules was tried.
+    // Otherwise only the first checks would have been tested.
     assert!(accepted > 50, "{accepted} changed logs were accepted");
 }
 
-/// Writes the committed corpus anew: `cargo test -p kvist-fuzz -- --ignored write_event_logs_corpus`.
+/// Rewrites the committed corpus: `cargo test -p kvist-fuzz -- --ignored write_event_logs_corpus`.
 #[test]
 #[ignore = "writes files into the source tree"]
 fn write_event_logs_corpus() {
@@ -177,7 +177,7 @@ fn write_event_logs_corpus() {
     std::fs::create_dir_all(&dir).expect("the source tree can be written");
     for (i, log) in LOGS.iter().enumerate() {
         for (name, text) in [("whole", log.clone()), ("changed", changed_lines(log, i as u64))] {
-            // An odd first byte: it is taken as it is.
+            // The first byte is odd, so the text is used unchanged.
             assert!(text.is_empty() || text.as_bytes()[0] % 2 == 1, "`{{` is odd");
             std::fs::write(format!("{dir}/{name}-{i}"), text).expect("the source tree can be written");
         }

@@ -1,4 +1,4 @@
-//! Bytes of a fuzzer as the files and texts that strangers give us: anything may be refused, nothing may panic.
+//! The fuzzer's bytes as files and texts from untrusted sources: anything may be refused, but nothing may panic.
 mod changed;
 
 use changed::changed;
@@ -10,9 +10,9 @@ use kvist_model::weights::{Encoding, Gguf, Source};
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-/// Iterations of an ordinary test run; a fuzzing engine sets its own end.
+/// Iterations of an ordinary test run; a fuzzing engine sets its own number.
 const ITERATIONS: usize = 1_000;
-/// Changed copies of real files: random bytes alone do not get past a magic number.
+/// Modified copies of real files: purely random bytes do not get past a magic number.
 const CHANGED: u64 = 150;
 
 fn fixture(path: &str) -> PathBuf {
@@ -48,7 +48,7 @@ fn readers_gguf() {
     }
 }
 
-/// A file that says it is one of several, as it is opened by its name.
+/// A file that claims to be one of several parts, opened by its name.
 #[test]
 fn readers_split() {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -93,7 +93,7 @@ fn readers_safetensors() {
     bolero::check!().with_iterations(ITERATIONS).for_each(|bytes: &[u8]| read(bytes));
     for case in ["parity/llama-gqa", "parity/gpt-oss-mxfp4"] {
         let real = std::fs::read(fixture(case).join("model.safetensors")).expect("a fixture of the engine");
-        // Almost all of it is data; what can lie is the header.
+        // Almost all of the file is data; only the header can be invalid.
         let header = real.len().min(4_000);
         for seed in 0..CHANGED / 2 {
             let mut bytes = changed(&real[..header], seed);
@@ -160,7 +160,7 @@ fn readers_template() {
     for seed in 0..CHANGED * 4 {
         template(&changed(TEMPLATES[seed as usize % TEMPLATES.len()].as_bytes(), seed));
     }
-    // Deeper than a stack: nested, and in chains.
+    // Deeper than the stack allows: nested, and in chains.
     for (open, close) in [("(", ")"), ("[", "]"), ("{'a':", "}"), ("{% if a %}", "{% endif %}"), ("{{ -", "")]
     {
         for depth in [100, 10_000, 100_000] {
@@ -191,11 +191,12 @@ const TEMPLATES: [&str; 4] = [
     "{% macro f(x) %}{{ x.split()[-1] }}{% endmacro %}{% generation %}{{ f(messages[0].content) }}{% endgeneration %}",
 ];
 
-/// The first byte cuts the rest into stop strings and text; the text comes in pieces as long as its own bytes say.
+/// The first byte splits the rest into stop strings and text. The text arrives in pieces, whose lengths its own bytes
+/// give.
 fn stops(bytes: &[u8]) {
     let Some((stops, bytes)) = bytes.split_first() else { return };
     let (stops, text) = bytes.split_at((*stops as usize % 16).min(bytes.len()));
-    // Few letters, so that stop strings are found.
+    // A small alphabet, so that stop strings occur in the text.
     let letters =
         |bytes: &[u8]| -> String { bytes.iter().map(|b| ['a', 'b', 'é', '日'][*b as usize % 4]).collect() };
     let stops: Vec<String> = stops.chunks(3).map(letters).collect();
@@ -233,7 +234,7 @@ fn readers_stops() {
     bolero::check!().with_iterations(10 * ITERATIONS).for_each(stops);
 }
 
-/// Writes the committed corpus anew: `cargo test -p kvist-fuzz -- --ignored write_corpus`.
+/// Rewrites the committed corpus: `cargo test -p kvist-fuzz -- --ignored write_corpus`.
 #[test]
 #[ignore = "writes files into the source tree"]
 fn write_readers_corpus() {
@@ -266,7 +267,7 @@ fn small_gguf() -> Vec<u8> {
     gguf_of(&[])
 }
 
-/// The same, with these numbers.
+/// Like [`small_gguf`], with these numbers.
 fn gguf_of(numbers: &[(&str, u64)]) -> Vec<u8> {
     let text = |s: &str| [&(s.len() as u64).to_le_bytes(), s.as_bytes()].concat();
     let word = |n: u32| n.to_le_bytes().to_vec();

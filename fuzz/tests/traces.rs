@@ -1,9 +1,9 @@
-//! Bytes of a fuzzer as traces, tables of step costs and descriptions of workloads.
+//! The fuzzer's bytes as traces, step cost tables and workload descriptions.
 use kvist_simulator::cost::{BatchShape, MeasuredTable, StepCost};
 use kvist_simulator::trace::{Format, ReadOptions, Trace};
 use kvist_simulator::workload::{Arrivals, Contents, Lengths};
 
-/// Iterations of an ordinary test run; a fuzzing engine sets its own end.
+/// Iterations of an ordinary test run; a fuzzing engine sets its own number.
 const ITERATIONS: usize = 2_000;
 
 #[test]

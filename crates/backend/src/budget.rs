@@ -1,8 +1,9 @@
-//! Every byte by purpose. A budget refuses before anyone allocates, and guards give back on drop.
+//! Memory accounting by purpose. A budget refuses a reservation before any memory is allocated; reservations return
+//! their bytes on drop.
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What bytes are for.
+/// What memory is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Purpose {
     Weights,
@@ -37,7 +38,7 @@ impl Usage {
     pub fn of(&self, purpose: Purpose) -> u64 {
         self.bytes[purpose as usize]
     }
-    /// The sum; more than 64 bits hold is as much as there can be, and fits nowhere.
+    /// The sum, saturated at 64 bits. A saturated sum fits no budget.
     pub fn total(&self) -> u64 {
         self.bytes.iter().fold(0, |sum, bytes| sum.saturating_add(*bytes))
     }
@@ -48,14 +49,14 @@ impl Usage {
     fn largest(&self) -> Purpose {
         Purpose::ALL.into_iter().max_by_key(|purpose| self.of(*purpose)).unwrap_or(Purpose::KvCache)
     }
-    /// The usage with `bytes` for `purpose` instead of what it was.
+    /// The usage with `bytes` for `purpose`, replacing its previous value.
     pub fn with(mut self, purpose: Purpose, bytes: u64) -> Self {
         self.bytes[purpose as usize] = bytes;
         self
     }
 }
 
-/// More was asked for than is free. Nothing was reserved.
+/// More bytes were asked for than are free. Nothing was reserved.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{} for the {} do not fit: {} of {} are free", Bytes(*asked), purpose.name(), Bytes(*free), Bytes(*total))]
 pub struct OutOfBudget {
@@ -65,20 +66,20 @@ pub struct OutOfBudget {
     pub total: u64,
 }
 
-/// The memory a process may use, and who uses it. Shared by the models and sessions of a process.
+/// The memory that a process may use, and its current use. Shared by the models and sessions of a process.
 #[derive(Debug)]
 pub struct MemoryBudget {
     total: u64,
     held: Mutex<Held>,
-    /// Where this one's total is set aside, if it is a part of another.
+    /// The budget that this one's total is set aside in, if it is a part of another.
     parent: Option<Arc<MemoryBudget>>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Held {
-    /// Drawn here, and through promises.
+    /// Bytes reserved here, including those reserved through promised sub-budgets.
     used: Usage,
-    /// Promised and not drawn yet.
+    /// Bytes set aside for sub-budgets and not reserved yet.
     promised: u64,
 }
 
@@ -92,34 +93,34 @@ impl MemoryBudget {
     pub fn new(total_bytes: u64) -> Arc<Self> {
         Arc::new(MemoryBudget { total: total_bytes, held: Mutex::default(), parent: None })
     }
-    /// Counts, and refuses nothing.
+    /// A budget that counts but never refuses.
     pub fn unlimited() -> Arc<Self> {
         Self::new(u64::MAX)
     }
     pub fn total(&self) -> u64 {
         self.total
     }
-    /// What was drawn, through promises too.
+    /// Bytes reserved, including those reserved through sub-budgets.
     pub fn usage(&self) -> Usage {
         self.lock().used
     }
-    /// What nobody holds and nobody was promised.
+    /// Bytes neither reserved nor promised to a sub-budget.
     pub fn free(&self) -> u64 {
         self.total - self.lock().total()
     }
-    /// Numbers stay right even if a holder panicked, so a poisoned lock is no reason to stop.
+    /// The numbers stay correct even if a thread panicked, so a poisoned lock is safe to use.
     fn lock(&self) -> MutexGuard<'_, Held> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
-    /// Reserve `bytes` before allocating them.
+    /// Reserves `bytes`. Call it before allocating them.
     pub fn reserve(self: &Arc<Self>, purpose: Purpose, bytes: u64) -> Result<Reservation, OutOfBudget> {
         let mut reservation = Reservation::empty(self, purpose);
         reservation.grow(bytes)?;
         Ok(reservation)
     }
 
-    /// Set aside all that `usage` says, as a budget of its own: nobody else gets these bytes while it lives, and
-    /// they count as used here only once they are drawn from it. So what grows later is admitted, or refused, now.
+    /// Sets aside all of `usage` as a sub-budget. No other reservation can take these bytes while it lives, and they
+    /// count as used here only once they are reserved from it. Later growth is thus admitted or refused now.
     pub fn promise(self: &Arc<Self>, usage: &Usage) -> Result<Arc<Self>, OutOfBudget> {
         let (asked, purpose) = (usage.total(), usage.largest());
         let mut held = self.lock();
@@ -132,7 +133,7 @@ impl MemoryBudget {
         Ok(Arc::new(MemoryBudget { total: asked, held: Mutex::default(), parent }))
     }
 
-    /// Draw, or say how much is free.
+    /// Reserves bytes; `Err` says how many are free.
     fn draw(&self, purpose: Purpose, bytes: u64) -> Result<(), u64> {
         let mut held = self.lock();
         let free = self.total - held.total();
@@ -154,7 +155,7 @@ impl MemoryBudget {
             held.promised += bytes;
         });
     }
-    /// Every budget that this one is a part of, the nearest first.
+    /// Applies `change` to every budget that this one is a part of, the nearest first.
     fn parents(&self, change: impl Fn(&mut Held)) {
         let mut next = &self.parent;
         while let Some(budget) = next {
@@ -164,7 +165,7 @@ impl MemoryBudget {
     }
 }
 
-/// The last one who could have drawn from it is gone.
+/// The last user of a sub-budget is gone: returns its promised bytes to the parent.
 impl Drop for MemoryBudget {
     fn drop(&mut self) {
         if let Some(parent) = &self.parent {
@@ -173,7 +174,7 @@ impl Drop for MemoryBudget {
     }
 }
 
-/// Bytes held. Gives them back on drop, so that usage returns exactly to its start.
+/// Reserved bytes. They are returned on drop, so usage returns exactly to its start.
 #[derive(Debug)]
 #[must_use = "a dropped reservation is given back"]
 pub struct Reservation {
@@ -183,7 +184,7 @@ pub struct Reservation {
 }
 
 impl Reservation {
-    /// Holds nothing yet.
+    /// A reservation of 0 bytes.
     pub fn empty(budget: &Arc<MemoryBudget>, purpose: Purpose) -> Self {
         Reservation { budget: budget.clone(), purpose, bytes: 0 }
     }
@@ -193,7 +194,7 @@ impl Reservation {
     pub fn budget(&self) -> &Arc<MemoryBudget> {
         &self.budget
     }
-    /// Reserve `more` bytes, or change nothing.
+    /// Reserves `more` bytes, or changes nothing.
     pub fn grow(&mut self, more: u64) -> Result<(), OutOfBudget> {
         let (purpose, total) = (self.purpose, self.budget.total);
         let refused = |free| OutOfBudget { purpose, asked: more, free, total };
@@ -201,7 +202,7 @@ impl Reservation {
         self.bytes += more;
         Ok(())
     }
-    /// Give `less` bytes back, at most all.
+    /// Returns `less` bytes, at most all of them.
     pub fn shrink(&mut self, less: u64) {
         let less = less.min(self.bytes);
         self.budget.give_back(self.purpose, less);
@@ -215,7 +216,7 @@ impl Drop for Reservation {
     }
 }
 
-/// Bytes for people: `512 KiB`, `1.50 GiB`.
+/// Formats bytes for display: `512 KiB`, `1.50 GiB`.
 #[derive(Clone, Copy, Debug)]
 pub struct Bytes(pub u64);
 

@@ -1,17 +1,18 @@
-//! Which channels of the keys are strongest: a property of a model's weights, found by a look at some of its keys.
+//! The strongest channels of the keys. They are a property of a model's weights, measured on a sample of its keys.
 use crate::layout::Layout;
 
-/// For each KV head of each layer that stores keys, its channels, the strongest first.
+/// For each KV head of each layer that stores keys: its channels, strongest first.
 ///
-/// RoPE turns the two channels of a pair into each other, so a pair is as strong as both together, whatever the position.
+/// RoPE rotates the two channels of a pair into each other, so both count with the pair's combined energy, whatever
+/// the position.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChannelOrder {
     layers: Vec<Vec<u16>>, // per layer [n_kv_heads, head_dim]; empty for borrowers
 }
 
 impl ChannelOrder {
-    /// From the mean square of every channel, per layer `[n_kv_heads, head_dim]`; channels `i` and `i + head_dim / 2`
-    /// are a pair of RoPE. `None` if a layer of `layout` has other sizes.
+    /// Sorts channels by their mean square, given per layer as `[n_kv_heads, head_dim]`. Channels `i` and
+    /// `i + head_dim / 2` are a RoPE pair. `None` if a layer of `layout` has other sizes.
     pub fn of_energies(layout: &Layout, energies: &[Vec<f64>]) -> Option<Self> {
         let layer = |(l, spec): (usize, &crate::LayerSpec)| {
             if !layout.owns(l) {
@@ -25,12 +26,12 @@ impl ChannelOrder {
         (energies.len() == layout.layers.len()).then_some(ChannelOrder { layers })
     }
 
-    /// The channels of every KV head of a layer, one head after the other.
+    /// The channel order of a layer: all KV heads, one after the other.
     pub fn layer(&self, layer: usize) -> &[u16] {
         self.layers.get(layer).map_or(&[], Vec::as_slice)
     }
 
-    /// Is it an order of the channels of every layer of `layout`?
+    /// Whether this orders the channels of every layer of `layout`.
     pub fn fits(&self, layout: &Layout) -> bool {
         let fits = |(l, order): (usize, &Vec<u16>)| {
             let spec = &layout.layers[l];
@@ -49,7 +50,7 @@ impl ChannelOrder {
     }
 }
 
-/// Channels of one head by the energy of their pair, ties by number.
+/// The channels of one head by the energy of their pair, ties by channel number.
 fn strongest_first(energies: &[f64]) -> Vec<u16> {
     let half = energies.len() / 2;
     let pair =

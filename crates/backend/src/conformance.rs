@@ -1,15 +1,16 @@
-//! The suite any backend runs: [`run`] for what attention computes, [`refusals`] for what it must refuse.
+//! The conformance suite for backends: [`run`] tests what attention computes, [`refusals`] what a backend must
+//! refuse.
 //!
 //! Cases are sampled over plan shape × K storage × V storage × heads × head_dim × length × layer sharing × strides ×
-//! soft-cap, such that any two values of any two axes meet in some case. Every case drives a session and the
-//! [twin](kvist_cache::twin) side by side. What a query must see comes from the twin's visibility rule, never from
-//! the plan's reads; what it must compute is scalar f64 attention over exactly those rows.
+//! soft-cap, such that any two values of any two axes occur together in some case. Every case drives a session and
+//! the [reference model](kvist_cache::twin) side by side. What a query must see comes from the model's visibility
+//! rule, never from the plan's reads; what it must compute is scalar f64 attention over exactly those rows.
 //!
-//! Storage and arithmetic are judged apart, so that the loss of a coarse dtype cannot hide a wrong sum: a stored row,
-//! read back, must be as close to the row written as its dtype permits (`rows.rs` has the bounds), and attention over the rows
-//! *as they were read back* must be exact but for f32 rounding. Outputs and the gaps between strided rows are
-//! poisoned before, abandoned steps leave NaN in the cells they wrote, and every comparison is written so that a NaN
-//! fails it.
+//! Storage and arithmetic are tested separately, so that the loss of a coarse dtype cannot hide a wrong sum. A stored
+//! row, read back, must be as close to the written row as its dtype permits (`rows.rs` has the bounds), and attention
+//! over the rows *as they were read back* must be exact except for f32 rounding. Outputs and the gaps between strided
+//! rows are filled with NaN before a step, abandoned steps leave NaN in the cells they wrote, and every comparison
+//! fails on NaN.
 use crate::Backend;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -22,24 +23,24 @@ mod shapes;
 
 pub use refusals::refusals;
 
-/// What to run, and how exact to be.
+/// What to run, and with which tolerances.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Of the sample and of every value.
+    /// Seed of the case sample and of all values.
     pub seed: u64,
-    /// Error of an output element allowed, as a part of `(1 + S) × V`: S is the largest |scale|·‖q‖·‖k‖ and V the
-    /// largest |v| its query sees. A score of size S carries an f32 rounding error of that relative size, which its
-    /// weight inherits; sums of up to 300 weighted values add theirs. It holds for every storage, because the
-    /// expected values are computed from the rows as they are stored; rotation adds log₂(head_dim) roundings more.
+    /// Allowed error of an output element, as a fraction of `(1 + S) × V`: S is the largest |scale|·‖q‖·‖k‖ and V the
+    /// largest |v| that its query sees. A score of size S has an f32 rounding error of that relative size, which its
+    /// weight inherits; sums of up to 300 weighted values add theirs. The tolerance holds for every storage, because
+    /// the expected values are computed from the stored rows; rotation adds log₂(head_dim) more roundings.
     pub attention: f64,
-    /// The same where K or V is q8 or q4. Kernels that multiply integers round queries and weights to do so, and
-    /// say here how much.
+    /// The same tolerance where K or V is q8 or q4. Kernels that multiply integers round queries and weights first,
+    /// and set here by how much.
     pub packed: f64,
-    /// Stored rows must come back bit for bit, whatever the storage: for a backend that stores f32 only.
+    /// Stored rows must come back bit for bit, whatever the storage. For backends that store f32 only.
     pub exact_rows: bool,
-    /// Run the case of this number alone.
+    /// Run only the case of this number.
     pub only: Option<usize>,
-    /// Run one case in so many: for a second look at kernels that have passed all of them.
+    /// Run only every n-th case, for kernels that have passed all of them before.
     pub one_in: usize,
 }
 
@@ -50,7 +51,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// The default, or what the variables `KVIST_SEED` and `KVIST_CASE` say.
+    /// The defaults, overridden by the environment variables `KVIST_SEED` and `KVIST_CASE`.
     pub fn from_env() -> Self {
         let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse().ok());
         let default = Options::default();
@@ -62,16 +63,16 @@ impl Options {
     }
 }
 
-/// What was run, and how close it was.
+/// What was run, and how close the results were.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Report {
     pub seed: u64,
     pub n_cases: usize,
     pub n_steps: usize,
     pub n_outputs: usize,
-    /// Largest part of the attention tolerance that an output used up.
+    /// Largest fraction of the attention tolerance that an output used.
     pub worst_output: f64,
-    /// Largest part of its storage's bound that a stored row used up.
+    /// Largest fraction of its storage's bound that a stored row used.
     pub worst_row: f64,
 }
 
@@ -87,10 +88,10 @@ impl fmt::Display for Report {
     }
 }
 
-/// Lines of one bad case that are worth reading.
+/// Maximum number of reported lines per failing case.
 const LINES_PER_CASE: usize = 4;
 
-/// Run every sampled case; `Err` is a table of every bad one, with the seed.
+/// Runs every sampled case. `Err` is a table of all failing cases, with the seed.
 pub fn run(backend: &dyn Backend, options: &Options) -> Result<Report, String> {
     let mut report = Report { seed: options.seed, ..Report::default() };
     let mut table = String::new();

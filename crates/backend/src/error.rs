@@ -1,4 +1,4 @@
-//! What can go wrong below the bookkeeping.
+//! Errors of backends.
 use crate::budget::OutOfBudget;
 use crate::layout::BadLayout;
 use kvist_cache::{LayerId, Refused};
@@ -17,8 +17,8 @@ pub enum BackendError {
     UnknownLayer { layer: LayerId, n_layers: usize },
     #[error("{what} {index} does not exist: there are {len}")]
     OutOfRange { what: &'static str, index: usize, len: usize },
-    /// An owner written twice or without K and V, a borrower that brought K and V or came before its owner, or
-    /// a commit before every layer had run.
+    /// An owner layer was written twice or without K and V; a borrowing layer passed K and V or ran before its owner;
+    /// or a step was committed before every layer had run.
     #[error("layer {0} came out of order, or with K and V it must not bring, or without those it must")]
     LayerOrder(LayerId),
     #[error("attend without begin of this very step")]
@@ -27,7 +27,7 @@ pub enum BackendError {
     Unsupported(String),
 }
 
-/// Why a session's step did not begin: an answer of the bookkeeping, or a failure below it. Nothing has changed.
+/// Why a session's step did not begin: the cache refused it, or the backend failed. Nothing has changed.
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
     #[error(transparent)]

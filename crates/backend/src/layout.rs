@@ -1,25 +1,25 @@
-//! What the architecture fixes: layers, heads, groups. Policy (capacity, dtype) is elsewhere.
+//! What the model's architecture fixes: layers, heads, groups. Configuration (capacity, dtype) is elsewhere.
 use kvist_cache::{GroupId, LayerId};
 
-/// One decoder layer, to a backend.
+/// One decoder layer, as a backend needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerSpec {
-    /// The layer group whose cells it reads.
+    /// The layer group whose cells the layer reads.
     pub group: GroupId,
-    /// Itself, or the lower layer of the same group whose K and V it borrows.
+    /// The layer itself, or the lower layer of the same group whose K and V it borrows.
     pub owner: LayerId,
     pub n_kv_heads: u32,
     pub head_dim: u32,
 }
 
-/// The attention of one model.
+/// The attention layout of one model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     pub n_heads: u32,
     pub layers: Vec<LayerSpec>,
 }
 
-/// A layout that no model has.
+/// An invalid layout.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("layer {layer}: {what}")]
 pub struct BadLayout {
@@ -28,12 +28,12 @@ pub struct BadLayout {
 }
 
 impl Layout {
-    /// Does layer `layer` store K and V, rather than borrow them?
+    /// Whether layer `layer` stores K and V itself instead of borrowing them.
     pub fn owns(&self, layer: usize) -> bool {
         self.layers[layer].owner.0 as usize == layer
     }
 
-    /// The layers that store, with their index.
+    /// The layers that store K and V, with their index.
     pub fn owners(&self) -> impl Iterator<Item = (usize, &LayerSpec)> {
         self.layers.iter().enumerate().filter(|(l, spec)| spec.owner.0 as usize == *l)
     }
@@ -47,8 +47,8 @@ impl Layout {
         self.layers.iter().map(|l| l.head_dim).max().unwrap_or(0)
     }
 
-    /// Every backend relies on this: query heads divide into KV heads, borrowers read an owner below them that
-    /// has their shape and their group.
+    /// Checks what every backend relies on: query heads are a multiple of KV heads, and a layer that borrows reads an
+    /// owner below it with the same shape and group.
     pub fn check(&self) -> Result<(), BadLayout> {
         for (layer, spec) in self.layers.iter().enumerate() {
             let bad = |what: String| Err(BadLayout { layer, what });

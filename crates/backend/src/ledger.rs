@@ -1,12 +1,12 @@
-//! The KV bytes of one cache: reserved, narrated, given back. Every backend allocates through it, so every
-//! backend tells the same story.
+//! Reserves, logs and releases the KV bytes of one cache. Every backend allocates through it, so all backends log the
+//! same events.
 //!
-//! Events (`tracing`, target `kvist::memory`): `kv_cache.allocate`, `.grow`, `.free` at INFO, `.refuse` at WARN,
-//! with `action`, `target`, `device`, `bytes`, `max_tokens`, `layers`, `error_kind` and a sentence for people.
+//! Events (`tracing`, target `kvist::memory`): `kv_cache.allocate`, `.grow`, `.free` at INFO, `.refuse` at WARN, with
+//! `action`, `target`, `device`, `bytes`, `max_tokens`, `layers`, `error_kind` and a readable sentence.
 use crate::budget::*;
 use std::sync::Arc;
 
-/// Holds the KV bytes of one cache. Narrates the release on drop.
+/// The KV bytes of one cache. Logs their release on drop.
 #[derive(Debug)]
 pub struct KvLedger {
     reservation: Reservation,
@@ -34,7 +34,7 @@ macro_rules! narrate {
 }
 
 impl KvLedger {
-    /// Nothing is reserved yet. `max_tokens` is the capacity of the largest layer group.
+    /// Makes a ledger without reserved bytes. `max_tokens` is the capacity of the largest layer group.
     pub fn new(budget: &Arc<MemoryBudget>, device: &'static str, max_tokens: u32, layers: usize) -> Self {
         let reservation = Reservation::empty(budget, Purpose::KvCache);
         KvLedger { reservation, device, max_tokens, layers }
@@ -44,7 +44,7 @@ impl KvLedger {
         self.reservation.bytes()
     }
 
-    /// Reserve `more` bytes before allocating them, or change nothing.
+    /// Reserves `more` bytes, or changes nothing. Call it before allocating them.
     pub fn grow(&mut self, more: u64) -> Result<(), OutOfBudget> {
         let before = self.bytes();
         if let Err(error) = self.reservation.grow(more) {
@@ -78,7 +78,7 @@ impl KvLedger {
         Ok(())
     }
 
-    /// Give back what was reserved for an allocation that the system then refused.
+    /// Returns bytes that were reserved for an allocation which the system then refused.
     pub fn shrink(&mut self, less: u64) {
         self.reservation.shrink(less);
         narrate!(

@@ -1,8 +1,8 @@
-//! WHAT a backend is: the trait behind which K and V bytes live, and all that is the same for every backend.
+//! The backend interface: the trait for storing K and V bytes and attending over them, and what all backends share.
 //!
-//! It promises that every byte is reserved in a [`MemoryBudget`] before it is allocated, that fresh memory is
-//! zeroed, and that a step in which any layer failed leaves the cache as it was. [`mod@reference`] is the scalar
-//! backend that a reader believes at sight; [`conformance`] is the suite that any other must pass against it.
+//! Every byte is reserved in a [`MemoryBudget`] before it is allocated, fresh memory is zeroed, and a step in which
+//! any layer failed leaves the cache as it was. [`mod@reference`] is a simple scalar backend that serves as the
+//! reference; [`conformance`] is the test suite that every other backend must pass.
 #![forbid(unsafe_code)]
 
 mod budget;

@@ -1,4 +1,4 @@
-//! The trait a backend implements: bytes behind a plan.
+//! The traits that a backend implements: it stores the bytes and executes plans.
 use crate::budget::{MemoryBudget, Purpose, Usage};
 use crate::channels::ChannelOrder;
 use crate::error::BackendError;
@@ -15,19 +15,19 @@ pub struct PoolSpec {
     pub layout: Layout,
     pub k: Storage,
     pub v: Storage,
-    /// Cells each layer group may come to hold, in group order.
+    /// Maximum number of cells of each layer group, in group order.
     pub capacity_cells: Vec<u32>,
-    /// Tokens of the largest step: the scratch is reserved for it once.
+    /// Tokens of the largest step. Scratch memory is reserved for it once.
     pub max_step_tokens: u32,
     pub budget: Arc<MemoryBudget>,
-    /// The order in which storages with outliers take the channels of the keys; without it they take them as they come.
+    /// The channel order of the keys, for storages with outliers. Without it they use the natural order.
     pub channels: Option<Arc<ChannelOrder>>,
-    /// The newest tokens, in f16 beside their packed rows.
+    /// How many of the newest tokens are also kept in f16, beside their quantised rows.
     pub recent: Recent,
 }
 
 impl PoolSpec {
-    /// K and V bytes that one cell of every group costs together, scales included: the honest bytes per token.
+    /// K and V bytes per token: one cell of every layer group, scales included.
     pub fn bytes_per_token(&self) -> u64 {
         self.layout
             .owners()
@@ -43,20 +43,20 @@ impl PoolSpec {
 pub struct Attend<'a> {
     pub layer: LayerId,
     pub q: Tensor<'a>, // [n_tokens, n_heads, head_dim]
-    /// `None` for a layer that borrows: it has no K and V, and must not be able to write any.
+    /// `None` for a layer that borrows another layer's K and V: it must not write any.
     pub kv: Option<(Tensor<'a>, Tensor<'a>)>, // [n_tokens, n_kv_heads, head_dim] each, K after RoPE
-    pub out: TensorMut<'a>, // [n_tokens, n_heads, head_dim], wholly overwritten
+    pub out: TensorMut<'a>, // [n_tokens, n_heads, head_dim], overwritten completely
     /// Multiplies every score; usually 1/sqrt(head_dim).
     pub scale: f32,
     /// Scores become `cap * tanh(score / cap)`.
     pub softcap: Option<f32>,
-    /// A score of nothing for each query head: it takes its share of the weights, and adds nothing (the learned sinks
-    /// of gpt-oss).
+    /// One sink score per query head, without a value: it takes part in the softmax and adds nothing to the output
+    /// (the learned sinks of gpt-oss).
     pub sinks: Option<&'a [f32]>,
 }
 
 impl Attend<'_> {
-    /// Is everything there for `n` tokens?
+    /// Checks that all tensors have the right sizes for `n` tokens.
     pub fn check(
         &self,
         n: usize,
@@ -79,17 +79,17 @@ impl Attend<'_> {
     }
 }
 
-/// Which half of a cache.
+/// One side of a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
     K,
     V,
 }
 
-/// Bytes the kernels have moved since the pools were made.
+/// Bytes that the kernels have moved since the pools were made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Stored bytes read by attention: bounded by occupancy, whatever the capacity.
+    /// Stored bytes read by attention. Bounded by the cells in use, not by the capacity.
     pub bytes_read: u64,
     /// Stored bytes written for new tokens.
     pub bytes_written: u64,
@@ -97,21 +97,21 @@ pub struct Counters {
     pub bytes_moved: u64,
 }
 
-/// The bytes of one cache. Integers arrive as a plan.
+/// The K and V bytes of one cache. They are addressed by plans.
 pub trait Pools: Send {
-    /// Once per step, before any write: grow (all layers or none), cut the work. On `Err` nothing is visible:
-    /// larger pools hold no token. The plan has its reads.
+    /// Starts a step, before any write: grows the pools (all layers or none) and partitions the work. Call it once
+    /// per step, with a plan that has its reads. On `Err` nothing visible has changed: larger pools hold no tokens.
     fn begin(&mut self, plan: &StepPlan) -> Result<(), BackendError>;
 
-    /// Copy, write, then attend over exactly the cells the plan's reads name.
+    /// Makes the copies, writes the new K and V, then attends over exactly the cells that the plan's reads name.
     fn attend(&mut self, plan: &StepPlan, call: Attend<'_>) -> Result<(), BackendError>;
 
-    /// One round of compaction. A round that permutes densely packed cells goes through free ones above them, so
-    /// it may grow the pools as [`begin`](Self::begin) does. On `Err` nothing has moved.
+    /// Executes one round of compaction. A round that permutes densely packed cells goes through free cells above
+    /// them, so it may grow the pools as [`begin`](Self::begin) does. On `Err` nothing has moved.
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError>;
 
-    /// One stored row, decoded (and turned back, if it is stored rotated): for tests and tools. Rows never
-    /// written are zero.
+    /// Decodes one stored row (and undoes its rotation, if it is stored rotated), for tests and tools. Rows that were
+    /// never written are zero.
     fn inspect(
         &self,
         layer: LayerId,
@@ -121,23 +121,23 @@ pub trait Pools: Send {
         row: &mut [f32], // [head_dim]
     ) -> Result<(), BackendError>;
 
-    /// KV bytes reserved now.
+    /// KV bytes currently reserved.
     fn bytes(&self) -> u64;
     fn counters(&self) -> Counters;
 }
 
-/// A maker of pools.
+/// A backend: it makes pools.
 pub trait Backend: Send + Sync {
     fn id(&self) -> &'static str;
 
-    /// Empty pools. Reserves the scratch; K and V are reserved as they grow.
+    /// Makes empty pools. Reserves the scratch memory; K and V are reserved as they grow.
     fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError>;
 
-    /// What pools of this spec reserve when `cells[group]` cells of each group are in use: exactly what the
-    /// budget will record as [`Purpose::KvCache`] and [`Purpose::Scratch`]. `None` if it overflows.
+    /// What pools of this spec reserve when `cells[group]` cells of each group are in use: exactly what the budget
+    /// records as [`Purpose::KvCache`] and [`Purpose::Scratch`]. `None` on overflow.
     fn usage(&self, spec: &PoolSpec, cells: &[u32]) -> Option<Usage>;
 
-    /// [`usage`](Self::usage) with every group full: the bound that is never exceeded.
+    /// [`usage`](Self::usage) with every group full: an upper bound that is never exceeded.
     fn bound(&self, spec: &PoolSpec) -> Option<Usage> {
         self.usage(spec, &spec.capacity_cells)
     }
@@ -148,8 +148,9 @@ pub trait Backend: Send + Sync {
     }
 }
 
-/// Cells reserved when `cells` of at most `capacity` are in use: pools grow by appended segments of doubling
-/// size, the last one clamped to the capacity, so that nothing is copied and no transient exceeds the bound.
+/// Cells reserved when `cells` of at most `capacity` are in use. Pools grow by appending segments of doubling size,
+/// the last one clamped to the capacity. Growth therefore copies nothing, and memory never exceeds the bound, not
+/// even temporarily.
 pub fn reserved_cells(cells: u32, capacity: u32) -> u32 {
     if cells == 0 {
         return 0;

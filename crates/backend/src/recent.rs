@@ -1,40 +1,42 @@
-//! The newest tokens, kept in f16 beside their packed rows.
+//! The newest tokens, kept in f16 beside their quantised rows.
 use crate::error::BackendError;
 
-/// The newest tokens of every sequence are read as f16, although they are stored packed: a query weighs its neighbours
-/// most, so their errors cost most. Positions are cut into groups of `tokens`; a query reads the keys and values of its own
-/// group, up to itself, in f16, and those of all groups before as they are stored. (KIVI keeps such a residual of 32 to 128
-/// tokens: Liu et al., 2024.)
+/// Makes queries read the newest tokens of every sequence as f16, although they are also stored quantised. A query
+/// gives its nearest tokens the largest weights, so errors there cost most. Positions are divided into groups of
+/// `tokens`. A query reads the keys and values of its own group, up to itself, in f16, and all earlier groups as they
+/// are stored. (KIVI keeps such a residual of 32 to 128 tokens: Liu et al., 2024.)
 ///
-/// Groups end at fixed positions. As long as a row is kept, what a query reads does not depend on chunks, batches or hits: a
-/// sequence that goes on behind a cached prefix of whole groups finds everything it may read in the pools. Float storages
-/// take no notice.
+/// Groups end at fixed positions. As long as a row is kept, what a query reads does not depend on chunks, batches or
+/// prefix hits: a sequence that continues behind a cached prefix of whole groups finds everything it may read in the
+/// pools. Float storages ignore this setting.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Recent {
-    /// Tokens of a group: a power of two, [`Recent::MOST_TOKENS`] at most. 0 turns it off.
+    /// Tokens per group: a power of two, at most [`Recent::MOST_TOKENS`]. 0 turns it off.
     pub tokens: u32,
-    /// Sequences whose newest tokens are kept at once; forks share the rows of what they share. With more sequences, or trees
-    /// with more nodes than there are rows, the rows that were read longest ago are dropped, and read as they are stored
-    /// from then on.
+    /// Number of sequences whose newest tokens are kept at the same time; forks share the rows of shared tokens. With
+    /// more sequences, or draft trees with more nodes than there are rows, the least recently read rows are dropped
+    /// and from then on read as they are stored.
     pub sequences: u32,
 }
 
 impl Recent {
-    /// Tokens of the longest group.
+    /// Maximum tokens per group.
     pub const MOST_TOKENS: u32 = 64;
 
-    /// Rows that are kept between two steps, if the cache has as many cells: a group of each sequence, and one more.
+    /// Rows that are kept between two steps, if the cache has that many cells: one group per sequence, plus one
+    /// group.
     pub fn rows(&self) -> u32 {
         self.tokens.saturating_mul(self.sequences.saturating_add(1))
     }
 
-    /// The same with groups that blocks of `block_tokens` consist of: the largest power of two that divides a block, at most.
+    /// The same setting with groups that divide blocks of `block_tokens`: at most the largest power of two that
+    /// divides a block.
     pub fn within_blocks(self, block_tokens: u32) -> Self {
         let most = 1u32 << block_tokens.trailing_zeros().min(31);
         Recent { tokens: self.tokens.min(most), ..self }
     }
 
-    /// Is `tokens` a length that there is?
+    /// Checks that `tokens` is a valid group length.
     pub fn check(&self) -> Result<(), BackendError> {
         match self.tokens {
             0 => Ok(()),

@@ -1,8 +1,9 @@
-//! Scalar attention over an explicit mask, to be believed at sight: for every query, look at the row of the mask,
-//! take the softmax over the cells it names, add up their values. Everything is kept and added as f64 made from f32.
+//! Scalar attention over an explicit mask, simple enough to verify by reading: for every query, take the cells that
+//! its row of the mask names, compute the softmax over their scores, and add up their values. Inputs and stored rows
+//! are f32; all arithmetic is f64.
 //!
-//! It stores f32 whatever storage it is asked for (and its [`usage`](Backend::usage) says so): what a dtype loses is
-//! for the tolerances of the [`conformance`] suite to state.
+//! It stores f32 whatever storage is requested (and its [`usage`](Backend::usage) says so). The loss of a dtype is
+//! defined by the tolerances of the [`conformance`] suite.
 use crate::*;
 use kvist_cache::{GroupId, GroupPlan, LayerId, MovePlan, StepId, StepPlan};
 
@@ -39,12 +40,12 @@ impl Backend for Reference {
     }
 }
 
-/// Both sides of one cell of a layer.
+/// Bytes of one cell of a layer, K and V together.
 fn row_bytes(layer: &LayerSpec) -> u64 {
     2 * 4 * u64::from(layer.n_kv_heads) * u64::from(layer.head_dim)
 }
 
-/// `[cells, n_kv_heads, head_dim]` each.
+/// K and V rows, `[cells, n_kv_heads, head_dim]` each.
 #[derive(Clone, Debug, Default)]
 struct Rows {
     k: Vec<f32>,
@@ -61,13 +62,13 @@ struct ReferencePools {
 }
 
 impl ReferencePools {
-    /// Elements of one cell of a layer.
+    /// Elements of one cell of a layer, K or V.
     fn cell(&self, layer: usize) -> usize {
         let layer = &self.spec.layout.layers[layer];
         (layer.n_kv_heads * layer.head_dim) as usize
     }
 
-    /// Make room for `cells_end(group)` cells of every group: all layers or none.
+    /// Grows the pools to `cells_end(group)` cells of every group: all layers or none.
     fn grow(&mut self, cells_end: impl Fn(GroupId) -> u32) -> Result<(), BackendError> {
         let mut sizes = Vec::new();
         let mut more = 0;

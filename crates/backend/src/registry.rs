@@ -1,11 +1,12 @@
-//! Kinds and backends by name. Two small tables whose product is every pair; nothing is registered pair by pair.
+//! Cache kinds and backends by name. Any kind works with any backend, so there are two small tables and no table of
+//! pairs.
 use crate::error::BackendError;
 use crate::pools::*;
 use crate::session::Session;
 use kvist_cache::Cache;
 use kvist_cache::kinds::{self, GroupSpec, KINDS, KindError, Unbuildable};
 
-/// The backends a program was built with, and every kind.
+/// The backends that a program was built with, and every cache kind.
 #[derive(Default)]
 pub struct Registry {
     backends: Vec<Box<dyn Backend>>,
@@ -36,7 +37,8 @@ impl Registry {
         self.backends.iter().map(|b| &**b).find(|b| b.id() == id)
     }
 
-    /// The bookkeeping of `kind` for these layer groups, and the backend that will hold its bytes.
+    /// Builds the bookkeeping of `kind` for these layer groups, and returns it with the backend that will hold its
+    /// bytes.
     pub fn plan(
         &self,
         backend: &str,
@@ -56,7 +58,7 @@ impl Registry {
         Ok((Cache::new(spaces), backend_of))
     }
 
-    /// A session of `kind` over `backend`. `spec.capacity_cells` is filled in from the kind.
+    /// Builds a session of `kind` over `backend`. Takes `spec.capacity_cells` from the kind.
     pub fn session(
         &self,
         backend: &str,

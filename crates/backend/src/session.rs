@@ -1,10 +1,10 @@
-//! Bookkeeping and bytes of one cache, composed at run time: any kind over any backend.
+//! Combines the bookkeeping and the bytes of one cache at run time: any kind over any backend.
 use crate::error::{BackendError, StepError};
 use crate::layout::Layout;
 use crate::pools::*;
 use kvist_cache::*;
 
-/// Which layers this step has run: makes "only when every layer succeeded" a check and not a promise.
+/// Which layers have run in this step. Checks that a step commits only after every layer has succeeded.
 #[derive(Debug)]
 pub struct Layers {
     layout: Layout,
@@ -19,7 +19,8 @@ impl Layers {
     pub fn begin(&mut self) {
         self.done.fill(false);
     }
-    /// May this call run now? Owners bring K and V once; borrowers bring none and come after their owner.
+    /// Checks that this call may run now. A layer that owns K and V passes them once; a layer that borrows passes
+    /// none and runs after its owner.
     pub fn admit(&self, call: &Attend<'_>) -> Result<(), BackendError> {
         let l = call.layer.0 as usize;
         let n_layers = self.done.len();
@@ -32,7 +33,7 @@ impl Layers {
     pub fn note(&mut self, layer: LayerId) {
         self.done[layer.0 as usize] = true;
     }
-    /// Has every layer run?
+    /// Checks that every layer has run.
     pub fn complete(&self) -> Result<(), BackendError> {
         match self.done.iter().position(|done| !done) {
             None => Ok(()),
@@ -41,7 +42,8 @@ impl Layers {
     }
 }
 
-/// The bytes behind the plans of one cache, whoever owns the cache: pools, and the order in which layers run.
+/// Executes the plans of one cache: the pools, and the check that layers run in order. The cache itself may be owned
+/// elsewhere.
 pub struct Runner {
     pools: Box<dyn Pools>,
     layers: Layers,
@@ -51,12 +53,12 @@ impl Runner {
     pub fn new(pools: Box<dyn Pools>, layout: Layout) -> Self {
         Runner { pools, layers: Layers::new(layout) }
     }
-    /// Begin a step. On `Err` it must not be committed.
+    /// Begins a step. On `Err` the step must not be committed.
     pub fn begin(&mut self, step: &mut Step<'_>) -> Result<(), BackendError> {
         self.layers.begin();
         self.pools.begin(step.with_reads())
     }
-    /// Run one layer of the step that began last.
+    /// Runs one layer of the step that began last.
     pub fn attend(&mut self, plan: &StepPlan, call: Attend<'_>) -> Result<(), BackendError> {
         self.layers.admit(&call)?;
         let layer = call.layer;
@@ -64,7 +66,7 @@ impl Runner {
         self.layers.note(layer);
         Ok(())
     }
-    /// Refused unless every layer has run: only then may the step be committed.
+    /// Returns `Err` unless every layer has run. Only then may the step be committed.
     pub fn complete(&self) -> Result<(), BackendError> {
         self.layers.complete()
     }
@@ -73,7 +75,7 @@ impl Runner {
     }
 }
 
-/// One cache: a kind over a backend's pools.
+/// One cache: a kind, over the pools of a backend.
 pub struct Session {
     pub cache: Cache,
     runner: Runner,
@@ -87,20 +89,20 @@ impl Session {
         Session { cache, runner, plan: StepPlan::default(), moves: MovePlan::default() }
     }
 
-    /// Begin a step. On `Err` nothing has changed.
+    /// Begins a step. On `Err` nothing has changed.
     pub fn step(&mut self, request: &StepRequest<'_>) -> Result<SessionStep<'_>, StepError> {
         let mut step = Step::begin(&mut self.cache, request, &mut self.plan)?;
         self.runner.begin(&mut step)?;
         Ok(SessionStep { step, runner: &mut self.runner })
     }
 
-    /// Would this step be refused for want of space, or for its shape?
+    /// Dry run: whether the cache would accept this step.
     pub fn can_run(&mut self, request: &StepRequest<'_>) -> Result<(), Refused> {
         self.cache.can_run(request, &mut self.plan)
     }
 
-    /// Lay every sequence into one run again, as far as shared cells permit. On `Err` the rounds that were
-    /// finished stand and everything is still readable.
+    /// Compacts the cache: moves every sequence into one run, as far as shared cells permit. On `Err` the finished
+    /// rounds remain applied, and everything is still readable.
     pub fn compact(&mut self) -> Result<(), BackendError> {
         while let Some(round) = Relocation::begin(&mut self.cache, &mut self.moves) {
             self.runner.pools.relocate(round.moves())?;
@@ -114,7 +116,7 @@ impl Session {
     }
 }
 
-/// A session's step in flight. Dropped, it leaves the cache as it was.
+/// A session's step in flight. Dropping it leaves the cache as it was.
 #[must_use = "a step that is dropped is abandoned"]
 pub struct SessionStep<'s> {
     step: Step<'s>,
@@ -125,11 +127,11 @@ impl SessionStep<'_> {
     pub fn plan(&self) -> &StepPlan {
         self.step.plan()
     }
-    /// Run one layer.
+    /// Runs one layer.
     pub fn attend(&mut self, call: Attend<'_>) -> Result<(), BackendError> {
         self.runner.attend(self.step.plan(), call)
     }
-    /// Refused unless every layer has run.
+    /// Commits the step. Refused unless every layer has run.
     pub fn commit(self) -> Result<(), BackendError> {
         self.runner.complete()?;
         self.step.commit();

@@ -1,4 +1,4 @@
-//! How K or V rows are stored, and what they cost.
+//! How K or V rows are stored, and their size in bytes.
 use std::fmt;
 use std::str::FromStr;
 
@@ -12,7 +12,7 @@ pub enum DType {
     Q8,
     /// 4-bit codes, affine: an f16 scale and an f16 minimum per group.
     Q4,
-    /// 4-bit codes of a rotated row, its levels those that fit a normal distribution: one f16 scale per row.
+    /// 4-bit codes of a rotated row, with levels optimised for a normal distribution: one f16 scale per row.
     T4,
 }
 
@@ -22,7 +22,7 @@ impl DType {
     pub fn is_quantised(self) -> bool {
         matches!(self, DType::Q8 | DType::Q4 | DType::T4)
     }
-    /// Does it have a scale for each group of elements?
+    /// Whether it has a scale per group of elements.
     pub fn has_groups(self) -> bool {
         matches!(self, DType::Q8 | DType::Q4)
     }
@@ -38,20 +38,20 @@ impl DType {
     }
 }
 
-/// Dtype, quantisation group and rotation of one side. Written `q4`, `q4-64`, `q8-rot`, `q4-64-rot`, `t4`, `t4-o`.
+/// Dtype, quantisation group and rotation of one side. Text form: `q4`, `q4-64`, `q8-rot`, `q4-64-rot`, `t4`, `t4-o`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Storage {
     pub dtype: DType,
-    /// Elements along head_dim that share a scale: 32 or 64. The last group of a row may be short. Only q8 and q4
-    /// look at it.
+    /// Elements along head_dim that share a scale: 32 or 64. The last group of a row may be shorter. Only q8 and q4
+    /// use it.
     pub group: u32,
     /// Rotate rows by a Hadamard matrix (after RoPE), block-diagonal over the largest power-of-two factor of
-    /// head_dim. Spreads outliers over a group before it is quantised; scores and outputs are the same but for
-    /// rounding. `T4` rotates by itself and does not look at it.
+    /// head_dim. The rotation spreads outliers over a group before quantisation; scores and outputs stay the same
+    /// except for rounding. `T4` always rotates and ignores this flag.
     pub rotate: bool,
-    /// Keep the strongest eighth of the channels in 8 bits, beside the codes of the others: for keys in `T4`. A few
-    /// channels of K are many times larger than the rest, in every token, and a score minds them most. Which ones,
-    /// the pools are told ([`ChannelOrder`](crate::ChannelOrder)).
+    /// Keep the strongest eighth of the channels in 8 bits, beside the codes of the others. For keys in `T4`: a few
+    /// channels of K are many times larger than the rest, in every token, and affect scores most. The pools are told
+    /// which channels ([`ChannelOrder`](crate::ChannelOrder)).
     pub outliers: bool,
 }
 
@@ -62,7 +62,7 @@ impl Storage {
     pub const Q8: Storage = Storage::new(DType::Q8);
     pub const Q4: Storage = Storage::new(DType::Q4);
     pub const T4: Storage = Storage::new(DType::T4);
-    /// `t4-o`: for keys.
+    /// `t4-o`, for keys.
     pub const T4_O: Storage = Storage { outliers: true, ..Storage::T4 };
 
     /// The dtype with groups of 32, not rotated.
@@ -70,12 +70,12 @@ impl Storage {
         Storage { dtype, group: 32, rotate: false, outliers: false }
     }
 
-    /// The same for values, which have no channels that stand out in every token: without outliers.
+    /// The same storage without outliers, for values: they have no channels that are large in every token.
     pub const fn for_values(self) -> Self {
         Storage { outliers: false, ..self }
     }
 
-    /// Channels of a row that are kept in 8 bits: an eighth, filled up so that rows are whole words. None of a row that is
+    /// Channels of a row that are kept in 8 bits: an eighth, rounded up so that rows are whole words. 0 for a row
     /// shorter than a word.
     pub fn n_outliers(self, head_dim: u32) -> u32 {
         if self.outliers { head_dim.div_ceil(8).next_multiple_of(8).min(head_dim / 4 * 4) } else { 0 }

@@ -1,7 +1,7 @@
-//! Activations as a backend sees them: rows with token and head strides.
+//! Activations as passed to a backend: rows with token and head strides.
 use crate::error::BackendError;
 
-/// `[n_tokens, n_heads, head_dim]` f32 rows that need not be dense: K may be read out of a fused QKV buffer.
+/// `[n_tokens, n_heads, head_dim]` f32 rows. They need not be dense: K may be part of a fused QKV buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct Tensor<'a> {
     data: &'a [f32],
@@ -9,7 +9,7 @@ pub struct Tensor<'a> {
     head_stride: usize,
 }
 
-/// The same, to write to.
+/// Like [`Tensor`], writable.
 #[derive(Debug)]
 pub struct TensorMut<'a> {
     data: &'a mut [f32],
@@ -17,7 +17,7 @@ pub struct TensorMut<'a> {
     head_stride: usize,
 }
 
-/// Does `len` hold `n_tokens × n_heads` rows of `head_dim` at these strides?
+/// Checks that `len` elements hold `n_tokens × n_heads` rows of `head_dim` at these strides.
 fn check(
     what: &'static str,
     len: usize,
@@ -45,7 +45,7 @@ impl<'a> Tensor<'a> {
     pub fn dense(data: &'a [f32], n_heads: usize, head_dim: usize) -> Self {
         Tensor { data, token_stride: n_heads * head_dim, head_stride: head_dim }
     }
-    /// Every row of the shape lies inside the data.
+    /// Checks that every row of the shape lies inside the data.
     pub fn check(
         &self,
         what: &'static str,
@@ -55,7 +55,7 @@ impl<'a> Tensor<'a> {
     ) -> Result<(), BackendError> {
         check(what, self.data.len(), (self.token_stride, self.head_stride), (n_tokens, n_heads, head_dim))
     }
-    /// One row; after [`check`](Self::check) it exists.
+    /// One row. [`check`](Self::check) guarantees that it exists.
     pub fn row(&self, token: usize, head: usize, head_dim: usize) -> &'a [f32] {
         &self.data[token * self.token_stride + head * self.head_stride..][..head_dim]
     }
@@ -69,7 +69,7 @@ impl<'a> TensorMut<'a> {
     pub fn dense(data: &'a mut [f32], n_heads: usize, head_dim: usize) -> Self {
         TensorMut { data, token_stride: n_heads * head_dim, head_stride: head_dim }
     }
-    /// Every row of the shape lies inside the data.
+    /// Checks that every row of the shape lies inside the data.
     pub fn check(
         &self,
         what: &'static str,
@@ -79,7 +79,7 @@ impl<'a> TensorMut<'a> {
     ) -> Result<(), BackendError> {
         check(what, self.data.len(), (self.token_stride, self.head_stride), (n_tokens, n_heads, head_dim))
     }
-    /// One row; after [`check`](Self::check) it exists.
+    /// One row. [`check`](Self::check) guarantees that it exists.
     pub fn row(&mut self, token: usize, head: usize, head_dim: usize) -> &mut [f32] {
         &mut self.data[token * self.token_stride + head * self.head_stride..][..head_dim]
     }

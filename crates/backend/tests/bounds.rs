@@ -1,4 +1,4 @@
-//! Shapes that do not fit are errors: tensors, layouts, names.
+//! Invalid shapes are errors: tensors, layouts, names.
 use kvist_backend::reference::Reference;
 use kvist_backend::*;
 use kvist_cache::kinds::{GroupSpec, Visibility};
@@ -18,13 +18,13 @@ fn tensors_check_their_last_row() {
         (24, (4, 13), (3, 2, 4), false), // one past the end
         (21, (9, 5), (2, 2, 4), true),
         (24, (0, 0), (1_000, 1_000, 24), true), // one row for all
-        (24, (8, 4), (0, 2, 4), true),          // nothing needs nothing
+        (24, (8, 4), (0, 2, 4), true),          // an empty shape fits
         (0, (8, 4), (3, 0, 4), true),
         (24, (max, 4), (2, 1, 4), false),
         (24, (max, 4), (3, 1, 4), false), // the product overflows
         (24, (max / 2, max / 2), (2, 2, 4), false),
         (24, (8, 4), (max, max, 4), false),
-        (24, (max, max), (1, 1, 4), true), // never multiplied by anything but 0
+        (24, (max, max), (1, 1, 4), true), // the strides are multiplied by 0 only
         (24, (8, 4), (1, 1, max), false),
         (24, (8, 8), (2, 2, max), false), // the sum overflows
     ];
@@ -107,7 +107,7 @@ fn an_unknown_pair_lists_the_known_ones() {
         let made = registry.plan(backend, kind, &[group]);
         match made {
             Ok((cache, found)) => assert_eq!((found.id(), cache.n_groups()), (backend, 1)),
-            // Without a window there is no ring, and the error says what to give.
+            // A ring needs a window; the error says which option to give.
             Err(error) => {
                 assert!(kind == "ring" && error.to_string().contains("--window"), "{backend}:{kind}: {error}")
             }

@@ -1,4 +1,4 @@
-//! A budget refuses before anyone allocates, and counts back to zero.
+//! A budget refuses before any memory is allocated, and its usage returns to zero.
 use kvist_backend::*;
 
 #[test]
@@ -9,10 +9,10 @@ fn it_refuses_what_does_not_fit_and_changes_nothing() {
     assert_eq!(refused, OutOfBudget { purpose: Purpose::KvCache, asked: 401, free: 400, total: 1_000 });
     assert_eq!(refused.to_string(), "401 B for the KV cache do not fit: 400 B of 1000 B are free");
     assert_eq!((budget.usage().total(), budget.free()), (600, 400));
-    let kv = budget.reserve(Purpose::KvCache, 400).unwrap(); // to the last byte
+    let kv = budget.reserve(Purpose::KvCache, 400).unwrap(); // up to the last byte
     assert_eq!(budget.free(), 0);
     assert!(budget.reserve(Purpose::Scratch, 1).is_err());
-    let nothing = budget.reserve(Purpose::Scratch, 0).unwrap(); // nothing always fits
+    let nothing = budget.reserve(Purpose::Scratch, 0).unwrap(); // 0 bytes always fit
     assert_eq!(budget.usage().of(Purpose::Weights), 600);
     assert_eq!(budget.usage().of(Purpose::KvCache), 400);
     drop((weights, kv, nothing));
@@ -30,7 +30,7 @@ fn a_reservation_grows_shrinks_and_gives_back() {
     held.grow(300).unwrap();
     held.shrink(400);
     assert_eq!((held.bytes(), budget.free()), (600, 400));
-    held.shrink(u64::MAX); // at most all
+    held.shrink(u64::MAX); // at most all of them
     assert_eq!((held.bytes(), budget.free()), (0, 1_000));
     held.grow(10).unwrap();
     drop(held);
@@ -42,13 +42,13 @@ fn unlimited_counts_and_refuses_nothing_that_exists() {
     let budget = MemoryBudget::unlimited();
     let held = budget.reserve(Purpose::Activations, u64::MAX - 5).unwrap();
     assert_eq!(budget.free(), 5);
-    // The sum of all reservations is still a number.
+    // The sum of all reservations does not overflow.
     assert!(budget.reserve(Purpose::Weights, 6).is_err());
     drop(held);
     assert_eq!(budget.usage().total(), 0);
 }
 
-/// Numbers stay right when a holder panics: the guard is dropped by the unwinding.
+/// Numbers stay correct when a thread with a reservation panics: unwinding drops the guard.
 #[test]
 fn a_panic_gives_back() {
     let budget = MemoryBudget::new(100);
@@ -80,7 +80,7 @@ fn threads_never_get_more_than_there_is() {
     assert_eq!(budget.usage(), Usage::default());
 }
 
-/// Bytes that are promised are nobody else's, whether or not they are drawn yet.
+/// Promised bytes are unavailable to others, whether or not they have been reserved yet.
 #[test]
 fn a_promise_is_kept_and_given_back() {
     let budget = MemoryBudget::new(1_000);
@@ -96,12 +96,12 @@ fn a_promise_is_kept_and_given_back() {
     assert_eq!((first.free(), budget.free()), (150, 0), "drawing a promise takes nothing more");
     assert_eq!((budget.usage().of(Purpose::KvCache), first.usage().total()), (450, 450));
     assert!(kv.grow(151).is_err(), "no more than was promised");
-    // A promise can be promised on.
+    // A sub-budget can have sub-budgets.
     let part = first.promise(&Usage::default().with(Purpose::Scratch, 100)).unwrap();
     let scratch = part.reserve(Purpose::Scratch, 70).unwrap();
     assert_eq!((part.free(), first.free(), budget.free()), (30, 50, 0));
     assert_eq!((budget.usage().of(Purpose::Scratch), first.usage().of(Purpose::Scratch)), (70, 70));
-    drop(part); // whoever drew from it still holds it
+    drop(part); // the reservation from it still counts
     assert_eq!(first.free(), 50);
     drop(scratch);
     assert_eq!((first.free(), budget.usage().of(Purpose::Scratch)), (150, 0));

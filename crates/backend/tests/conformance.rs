@@ -1,10 +1,11 @@
-//! The reference passes the suite that is written against it, almost exactly.
+//! The reference backend passes the conformance suite, with almost no tolerance.
 use kvist_backend::conformance::{self, Options};
 use kvist_backend::reference::Reference;
 
 #[test]
 fn the_reference_conforms() {
-    // f64 sums rounded once to f32: half a unit in the last place of an output. It stores f32 whatever it is asked for.
+    // f64 sums rounded once to f32: half a unit in the last place of an output. It stores f32 whatever storage is
+    // requested.
     let options = Options { attention: 1e-8, exact_rows: true, ..Options::from_env() };
     match conformance::run(&Reference, &options) {
         Ok(report) => println!("{report}"),

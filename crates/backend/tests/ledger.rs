@@ -1,4 +1,4 @@
-//! What the ledger of a cache's bytes tells and gives back, to a subscriber that knows nothing but `tracing`.
+//! The events that the KV ledger logs and the bytes it returns, as seen by a plain `tracing` subscriber.
 use kvist_backend::*;
 use std::fmt::{Debug, Write};
 use std::sync::{Arc, Mutex};
@@ -36,13 +36,13 @@ impl Subscriber for Listener {
     fn exit(&self, _: &Id) {}
 }
 
-/// The release was told by a `drop` that no test of this crate looked at.
+/// Regression test: no test of this crate covered the event that `drop` logs for the release.
 #[test]
 fn every_change_is_told_and_the_last_one_too() {
     let listener = Listener::default();
     let budget = MemoryBudget::new(1_000);
     tracing::subscriber::with_default(listener.clone(), || {
-        drop(KvLedger::new(&budget, "toy", 8, 2)); // held nothing: says nothing
+        drop(KvLedger::new(&budget, "toy", 8, 2)); // reserved nothing, so it logs nothing
         let mut ledger = KvLedger::new(&budget, "toy", 8, 2);
         ledger.grow(300).unwrap();
         ledger.grow(500).unwrap();

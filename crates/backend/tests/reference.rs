@@ -1,5 +1,5 @@
-//! The reference backend by hand: where rows lie, what they cost, and what is counted. Its arithmetic is judged by the
-//! conformance suite.
+//! The reference backend, checked by hand: where rows are stored, what they cost, and what is counted. The
+//! conformance suite checks its arithmetic.
 use kvist_backend::reference::Reference;
 use kvist_backend::*;
 use kvist_cache::kinds::{self, GroupSpec, Visibility};
@@ -8,7 +8,8 @@ use kvist_cache::*;
 const A: SeqId = SeqId(0);
 const B: SeqId = SeqId(1);
 
-/// 2 query heads; an owner of 2 KV heads of 3, one of 1 of 4, and a borrower from the first.
+/// 2 query heads; one owner with 2 KV heads of 3 elements, one owner with 1 KV head of 4, and a layer that borrows
+/// from the first.
 fn spec() -> PoolSpec {
     let layer = |owner, n_kv_heads, head_dim| LayerSpec {
         group: GroupId(0),
@@ -35,12 +36,12 @@ fn session(spec: &PoolSpec) -> Session {
     Session::new(cache, Reference.pools(spec).unwrap(), spec.layout.clone())
 }
 
-/// What stands in the stored rows: every number is another.
+/// A distinct value for every stored element.
 fn value(layer: usize, side: usize, position: u32, element: usize) -> f32 {
     (layer * 10_000 + side * 5_000) as f32 + position as f32 * 20.0 + element as f32
 }
 
-/// A step of chains, all layers of it, committed.
+/// Runs and commits a step of chains, through all layers.
 fn step(session: &mut Session, spec: &PoolSpec, spans: &[Span<'_>]) {
     let positions: Vec<u32> = spans.iter().flat_map(|span| (span.start..).take(n_tokens(span))).collect();
     let mut step = session.step(&StepRequest { spans }).unwrap();
@@ -63,7 +64,7 @@ fn step(session: &mut Session, spec: &PoolSpec, spans: &[Span<'_>]) {
             sinks: None,
         })
         .unwrap();
-        // Scores are equal, so that an output is the mean of what its token sees: itself and all before it.
+        // All scores are equal, so an output is the mean of what its token sees: itself and all tokens before it.
         for (t, &p) in positions.iter().enumerate() {
             for head in 0..2 {
                 let owner = layer.owner.0 as usize;
@@ -121,7 +122,7 @@ fn rows_lie_where_they_should_and_are_counted() {
             }
         }
     }
-    // What is not there is named.
+    // Errors name what does not exist.
     let refused =
         |layer, head, cell, d| row(&session, layer, Side::K, head, cell, d).unwrap_err().to_string();
     assert_eq!(refused(0, 2, 0, 3), "KV head 2 does not exist: there are 2");
@@ -130,7 +131,8 @@ fn rows_lie_where_they_should_and_are_counted() {
     assert!(refused(0, 0, 0, 4).starts_with("row: 4 elements cannot hold the shape [3]"));
     assert!(refused(3, 0, 0, 3).starts_with("layer 3 does not exist: the model has 3"));
 
-    // 2 sides × 4 bytes: 48 of the first layer and 32 of the second for each token; 48 of the borrower to be read.
+    // 2 sides × 4 bytes: 48 bytes of the first layer and 32 of the second per token, and 48 read by the borrowing
+    // layer.
     let counters = session.pools().counters();
     assert_eq!((counters.bytes_written, counters.bytes_moved), (5 * 80, 0));
     assert_eq!(counters.bytes_read, 5 * (48 + 32 + 48), "each cell once, however many tokens see it");
@@ -147,14 +149,15 @@ fn rows_lie_where_they_should_and_are_counted() {
         "as it is asked for: K in f32, V in q8"
     );
 
-    // Nothing is read or written where nothing was done, and growth is by what is missing.
+    // A step reads and writes only what it needs, and grows the pools only by what is missing.
     step(&mut session, &spec, &[Span::chain(A, 5, 1)]);
     let counters = session.pools().counters();
     assert_eq!((counters.bytes_written, counters.bytes_read), (6 * 80, (5 + 6) * (48 + 32 + 48)));
     assert_eq!(session.pools().bytes(), 6 * 80);
 }
 
-/// Compaction did nothing, and no test of this crate saw it: a sequence moves down to where a removed one was.
+/// Regression test: compaction did nothing, and no test of this crate noticed. A sequence moves down to the cells of
+/// a removed one.
 #[test]
 fn compaction_moves_rows_and_counts_them() {
     let spec = spec();
@@ -176,7 +179,8 @@ fn compaction_moves_rows_and_counts_them() {
     step(&mut session, &spec, &[Span::chain(B, 4, 1)]);
 }
 
-/// Of equal sequences that part, the one that goes on gets a copy of its part of a block, in every layer that stores.
+/// Forked sequences diverge: the one that continues gets a copy of its part of a block, in every layer that stores K
+/// and V.
 #[test]
 fn a_copied_block_holds_what_the_shared_one_does() {
     let spec = spec();

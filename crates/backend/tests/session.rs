@@ -1,4 +1,4 @@
-//! A session's steps: nothing is true before its commit, and nothing commits before every layer has run.
+//! A session's steps: no step takes effect before its commit, and none commits before every layer has run.
 use kvist_backend::reference::Reference;
 use kvist_backend::*;
 use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
@@ -6,7 +6,7 @@ use kvist_cache::*;
 
 const A: SeqId = SeqId::ONLY;
 
-/// Two owners and a borrower of one head of two values.
+/// Two owners and a borrowing layer, with one head of two elements each.
 fn session(kind: &str) -> Session {
     let group = GroupSpec {
         capacity_tokens: 64,
@@ -33,7 +33,7 @@ fn session(kind: &str) -> Session {
     session
 }
 
-/// One layer of a step of one token whose value is `v`; returns what it attends to.
+/// Runs one layer of a step of one token whose value is `v`. Returns the attention output.
 fn attend(step: &mut SessionStep<'_>, layer: u16, v: f32) -> Result<f32, BackendError> {
     let (ones, v, mut out) = ([1f32; 2], [v; 2], [f32::NAN; 2]);
     let kv = (layer < 2).then(|| (Tensor::dense(&ones, 1, 2), Tensor::dense(&v, 1, 2)));
@@ -51,7 +51,7 @@ fn attend(step: &mut SessionStep<'_>, layer: u16, v: f32) -> Result<f32, Backend
     Ok(out[0])
 }
 
-/// A whole step of one token.
+/// Runs a whole step of one token.
 fn step(session: &mut Session, v: f32) -> f32 {
     let spans = [Span::chain(A, session.cache.next_position(A).unwrap(), 1)];
     let mut step = session.step(&StepRequest { spans: &spans }).unwrap();
@@ -113,7 +113,7 @@ fn layers_run_once_and_borrowers_after_their_owner() {
     let mut step = session.step(&StepRequest { spans: &spans }).unwrap();
     assert!(matches!(attend(&mut step, 2, 1.0), Err(BackendError::LayerOrder(LayerId(2)))));
     assert!(matches!(attend(&mut step, 3, 1.0), Err(BackendError::UnknownLayer { n_layers: 3, .. })));
-    attend(&mut step, 1, 1.0).unwrap(); // owners come in any order
+    attend(&mut step, 1, 1.0).unwrap(); // owners may run in any order
     attend(&mut step, 0, 1.0).unwrap();
     assert!(matches!(attend(&mut step, 0, 1.0), Err(BackendError::LayerOrder(LayerId(0)))), "twice");
     attend(&mut step, 2, 1.0).unwrap();

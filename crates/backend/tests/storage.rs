@@ -8,7 +8,7 @@ fn names_read_back_as_themselves() {
             for (rotate, outliers) in [(false, false), (true, false), (false, true)] {
                 let turns_itself = dtype == DType::T4;
                 if !dtype.has_groups() && group == 64 || turns_itself && rotate || !turns_itself && outliers {
-                    continue; // without groups there is one name
+                    continue; // without groups there is only one name
                 }
                 let storage = Storage { dtype, group, rotate, outliers };
                 assert_eq!(storage.to_string().parse(), Ok(storage), "{storage}");
@@ -63,22 +63,22 @@ fn rows_have_the_bytes_their_format_says() {
         ("q8-64", 128, 132, 8.25),
         ("q4", 128, 80, 5.0),
         ("q4-64", 128, 72, 4.5),
-        ("q4-64-rot", 128, 72, 4.5), // rotation costs nothing
-        // 80 = 32 + 32 + 16: the last group is short, and has its own parameters
+        ("q4-64-rot", 128, 72, 4.5), // rotation needs no extra bytes
+        // 80 = 32 + 32 + 16: the last group is shorter and has its own scale and minimum
         ("q8", 80, 86, 8.6),
         ("q4", 80, 52, 5.2),
         ("q8-64", 80, 84, 8.4),
         ("q4-64", 80, 48, 4.8),
-        ("q4", 33, 25, 200.0 / 33.0), // half a byte more for the odd value
+        ("q4", 33, 25, 200.0 / 33.0), // half a byte more for the odd element
         ("q8", 1, 3, 24.0),
         ("t4", 64, 34, 4.25),
         ("t4", 128, 66, 4.125),
         ("t4", 80, 42, 4.2),
         ("t4-o", 64, 40, 5.0),   // 8 of 64 channels in 8 bits, and a scale for them
         ("t4-o", 128, 76, 4.75), // 16 of 128
-        ("t4-o", 80, 52, 5.2),   // 16 of 80: an eighth, filled up to 8
+        ("t4-o", 80, 52, 5.2),   // 16 of 80: an eighth, rounded up to a multiple of 8
         ("t4-o", 256, 148, 4.625),
-        ("t4-o", 2, 3, 12.0), // no four channels, no outliers
+        ("t4-o", 2, 3, 12.0), // fewer than four channels, so no outliers
         ("t4-o", 6, 9, 12.0),
     ];
     for (name, head_dim, bytes, bits) in cases {

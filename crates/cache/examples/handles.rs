@@ -1,4 +1,4 @@
-//! Handles per second of the arena's allocators, by the number of blocks: it must hardly matter. One thread.
+//! Handles per second of the arena's allocators, by number of blocks. The number should hardly matter. One thread.
 //!
 //! `cargo run --release -p kvist-cache --example handles`
 use kvist_cache::arena::{ALLOCATORS, Handle};
@@ -21,7 +21,8 @@ fn main() {
                     allocator.take(handle);
                     live.push(handle);
                 }
-                // Full, then fragmented: every round frees one somewhere and looks for room of another size.
+                // First full, then fragmented: every round frees one handle somewhere and looks for space of another
+                // size.
                 let started = Instant::now();
                 for _ in 0..N_ROUNDS {
                     let high = choices.below(1 << 16) as usize;

@@ -1,4 +1,5 @@
-//! Allocations and releases per second of shared blocks, by 1 and by 2 threads, with room and while they wait.
+//! Allocations and releases per second of a shared block pool, with 1 and with 2 threads, without waiting and while
+//! waiting.
 //!
 //! `cargo run --release -p kvist-cache --example shared_blocks`
 use kvist_cache::shared::SharedBlocks;
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 const N_ROUNDS: u32 = 200_000;
 const N_RUNS: usize = 25;
 
-/// Seconds in which each thread takes `n` of `n_blocks` blocks and gives them back, `N_ROUNDS` rounds in all.
+/// Seconds in which each thread takes `n` of `n_blocks` blocks and returns them, `N_ROUNDS` rounds in total.
 fn seconds(n_threads: u32, n_blocks: u32, n: u32) -> f64 {
     let shared = SharedBlocks::new(n_blocks);
     let deadline = Instant::now() + Duration::from_secs(3600);
@@ -29,7 +30,7 @@ fn seconds(n_threads: u32, n_blocks: u32, n: u32) -> f64 {
 }
 
 fn main() {
-    // The median: the fastest run of two threads is the one in which they never met.
+    // The median, because the fastest run of two threads is the one in which they never contended.
     println!("{N_ROUNDS} rounds of allocate and free, median of {N_RUNS} runs");
     println!("{:<34} {:>7} {:>12} {:>9}", "", "threads", "rounds/s", "ns/round");
     let cases = [("16 of 4096 blocks: there is room", 4096, 16), ("16 of 16 blocks: one at a time", 16, 16)];

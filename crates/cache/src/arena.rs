@@ -1,13 +1,13 @@
-//! A block arena: every sequence lies in one contiguous handle of blocks.
+//! A block arena: every sequence is stored in one contiguous range of blocks, its *handle*.
 //!
-//! For kernels and backends that want one address per sequence instead of a block table. The price is external
-//! fragmentation, which is measured here and not denied: see [`ArenaReport`].
+//! For kernels and backends that need one address per sequence instead of a block table. The price is external
+//! fragmentation, which [`ArenaReport`] measures.
 //!
-//! It promises that handles never overlap, that a refused or dropped operation changes nothing, and that bytes come
-//! first: growth is a plan ([`Append`], [`Resize`]) that a backend executes, and it becomes true with `commit`.
-//! It refuses to hold bytes, to share blocks between sequences (paged caches do that), and to evict inside a plan:
-//! who must go is decided and gone before a plan begins.
-//! A library and simulator feature: no kind of the engine is built on it.
+//! Handles never overlap, and a refused or dropped operation changes nothing. Growth is a plan ([`Append`],
+//! [`Resize`]): the backend moves the bytes first, then `commit` applies it.
+//! An arena holds no bytes, does not share blocks between sequences (paged caches do), and never evicts inside a
+//! plan: evictions happen before the plan begins.
+//! A library and simulator feature: no cache kind of the engine uses it.
 mod allocator;
 mod append;
 mod buddy;
@@ -29,12 +29,12 @@ use crate::events::{Change, Events, Reason};
 use crate::ids::SeqId;
 use std::collections::BTreeMap;
 
-/// See the module.
+/// A block arena. See the [module](self).
 pub struct Arena {
     block_tokens: u32,
     allocator: Box<dyn Allocator>,
     sequences: BTreeMap<SeqId, Sequence>,
-    /// Sequences by their last use.
+    /// Sequences by the time of their last use.
     by_use: BTreeMap<u64, SeqId>,
     uses: u64,
     counters: Counters,
@@ -48,52 +48,54 @@ struct Sequence {
     last_use: u64,
 }
 
-/// What the caller wants if a new sequence does not fit.
+/// What to do if a new sequence does not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OutOfMemory {
-    /// Refuse it.
+    /// Refuse the sequence.
     Reject,
-    /// Take what the largest free run gives, if that is anything.
+    /// Give it the largest free run, if there is one.
     Shrink,
-    /// Evict the least recently used sequences until it fits. If it does not fit an empty arena, nobody is evicted.
+    /// Evict the least recently used sequences until it fits. If it would not fit even an empty arena, nothing is
+    /// evicted.
     Evict,
 }
 
-/// What the caller wants if a sequence has filled its handle and cannot grow.
+/// What to do if a sequence has filled its handle and cannot grow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CapacityExceeded {
-    /// The sequence ends here: an answer, not an error.
+    /// Stop the sequence. This is an expected result, not an error.
     Halt,
-    /// Evict the least recently used others until it can grow. If that cannot be, nobody is evicted.
+    /// Evict the least recently used other sequences until it can grow. If that would not suffice, nothing is
+    /// evicted.
     EvictLeastRecentlyUsed,
-    /// Say why.
+    /// Return an error with the reason.
     Error,
 }
 
-/// What [`Arena::allocate_for`] gave.
+/// The result of [`Arena::allocate_for`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Allocated {
     /// The blocks.
     pub handle: Handle,
-    /// Tokens there is room for: what was asked, or less after [`OutOfMemory::Shrink`].
+    /// Tokens that fit: as many as requested, or fewer after [`OutOfMemory::Shrink`].
     pub tokens: u32,
-    /// Sequences that had to go, in this order.
+    /// Evicted sequences, in eviction order.
     pub evicted: Vec<SeqId>,
 }
 
-/// Why not. Nothing has changed but a counter.
+/// Why a request is refused. Nothing has changed except a counter.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[allow(missing_docs)] // the fields' names are what there is to say
+#[allow(missing_docs)] // the field names document themselves
 pub enum ArenaRefused {
-    /// No such sequence; `allocate_for` makes one.
+    /// There is no such sequence; `allocate_for` makes one.
     UnknownSequence(SeqId),
-    /// `allocate_for` of a live one; `append` makes it longer.
+    /// `allocate_for` was called for a sequence that exists; `append` extends it.
     SequenceExists(SeqId),
-    /// No run of blocks is long enough. If `free_blocks` are many, they lie in pieces.
+    /// No run of free blocks is long enough. If `free_blocks` would suffice, free memory is fragmented.
     NoRoom { needed_blocks: u32, free_blocks: u32, largest_free_run: u32 },
-    /// A request for no tokens, or for an arena without blocks.
+    /// A request for no tokens, or an arena without blocks.
     Empty,
-    /// A sequence counts its tokens in 32 bits.
+    /// The sequence would exceed 32-bit token counts.
     TooLong { seq: SeqId, tokens: u64 },
 }
 
@@ -127,7 +129,7 @@ impl std::fmt::Display for ArenaRefused {
 impl std::error::Error for ArenaRefused {}
 
 impl Arena {
-    /// An empty one over the blocks of `allocator`. A block holds `block_tokens` tokens of every layer.
+    /// Makes an empty arena over the blocks of `allocator`. A block holds `block_tokens` tokens of every layer.
     pub fn new(block_tokens: u32, allocator: Box<dyn Allocator>) -> Result<Arena, ArenaRefused> {
         if block_tokens == 0 || allocator.n_blocks() == 0 {
             return Err(ArenaRefused::Empty);
@@ -147,7 +149,7 @@ impl Arena {
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
     }
-    /// Blocks in it.
+    /// Number of blocks.
     pub fn n_blocks(&self) -> u32 {
         self.allocator.n_blocks()
     }
@@ -159,21 +161,21 @@ impl Arena {
     pub fn handle(&self, seq: SeqId) -> Option<Handle> {
         self.sequences.get(&seq).map(|s| s.handle)
     }
-    /// Tokens that `seq` holds.
+    /// Tokens stored in `seq`.
     pub fn used_tokens(&self, seq: SeqId) -> Option<u32> {
         self.sequences.get(&seq).map(|s| s.used_tokens)
     }
-    /// Tokens that `seq` can still append before its handle must grow.
+    /// Tokens that `seq` can append before its handle must grow.
     pub fn room_tokens(&self, seq: SeqId) -> Option<u64> {
         let sequence = self.sequences.get(&seq)?;
         Some(sequence.handle.tokens(self.block_tokens) - u64::from(sequence.used_tokens))
     }
-    /// Where in its block the next token of `seq` goes. 0 opens a block: [`is_full`](Self::is_full) says whether
-    /// the handle has that block.
+    /// Offset of the next token of `seq` in its block. 0 means the start of a new block; [`is_full`](Self::is_full)
+    /// says whether the handle has that block.
     pub fn token_offset_in_block(&self, seq: SeqId) -> Option<u32> {
         Some(self.used_tokens(seq)? % self.block_tokens)
     }
-    /// Is every token of the handle of `seq` used, so that the next append must grow it?
+    /// Whether the handle of `seq` is full, so that the next append must grow it.
     pub fn is_full(&self, seq: SeqId) -> Option<bool> {
         Some(self.room_tokens(seq)? == 0)
     }
@@ -181,17 +183,17 @@ impl Arena {
     pub fn n_free_blocks(&self) -> u32 {
         self.allocator.n_free()
     }
-    /// See [`ArenaReport::external_fragmentation`], without its list of sequences: O(log blocks).
+    /// See [`ArenaReport::external_fragmentation`]. Does not list the sequences: O(log blocks).
     pub fn external_fragmentation(&self) -> f64 {
         report::external_fragmentation(self.allocator.n_free(), self.allocator.largest_free_run())
     }
-    /// Is no block free?
+    /// Whether no block is free.
     pub fn is_exhausted(&self) -> bool {
         self.allocator.n_free() == 0
     }
 
-    /// Make `seq`, with room for `tokens` tokens and none of them used: they come with [`append`](Self::append),
-    /// when their bytes do. Counts as a use.
+    /// Makes the sequence `seq`, with space for `tokens` tokens. It holds none yet; [`append`](Self::append) adds
+    /// them together with their bytes. Counts as a use.
     pub fn allocate_for(
         &mut self,
         seq: SeqId,
@@ -233,7 +235,7 @@ impl Arena {
         Ok(Allocated { handle, tokens, evicted })
     }
 
-    /// Forget `seq`. Its blocks are free at once, whatever they contain.
+    /// Removes `seq`. Its blocks are free at once, whatever they contain.
     pub fn free_for(&mut self, seq: SeqId) -> Result<Handle, ArenaRefused> {
         let handle = self.forget(seq)?;
         self.tell(seq, handle.blocks(), Change::Free, Reason::Remove);
@@ -248,7 +250,7 @@ impl Arena {
         Ok(sequence.handle)
     }
 
-    /// `seq` was read: it is the most recently used one now.
+    /// Marks `seq` as the most recently used sequence, because it was read.
     pub fn touch(&mut self, seq: SeqId) -> Result<(), ArenaRefused> {
         let sequence = self.sequences.get_mut(&seq).ok_or(ArenaRefused::UnknownSequence(seq))?;
         self.uses += 1;
@@ -266,8 +268,8 @@ impl Arena {
         }
     }
 
-    /// Evict in order of use, `keep` excepted, until `enough`. If even all of them are not, nobody goes.
-    /// O((evicted + 1) log n).
+    /// Evicts sequences other than `keep`, least recently used first, until `enough` returns true. If evicting all of
+    /// them would not suffice, evicts none. O((evicted + 1) log n).
     fn make_room(&mut self, keep: Option<SeqId>, enough: impl Fn(&dyn Allocator) -> bool) -> Vec<SeqId> {
         let mut victims = Vec::new();
         for &seq in self.by_use.values().filter(|&&seq| Some(seq) != keep) {

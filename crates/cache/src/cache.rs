@@ -7,30 +7,32 @@ use crate::prefix::{Index, PagedSpec, PrefixEvent};
 use crate::report::{BlockUse, Report, Room};
 use crate::request::*;
 
-/// A concrete type, so that nobody outside can reach [`Kind::apply`] and no generics leave this crate.
+/// The cache of one model. A concrete type, so that [`Kind::apply`] stays private to this crate and callers need no
+/// generics.
 pub struct Cache {
     pub(crate) groups: Vec<Box<dyn Kind>>,
-    /// Counts mutations: a plan made before one is never applied after it.
+    /// Counts mutations. A plan is applied only if the epoch has not changed since it was prepared.
     pub(crate) epoch: u64,
-    /// Over the full blocks of paged groups.
+    /// The prefix index over the full blocks of paged groups.
     pub(crate) index: Option<Index>,
-    /// What [`Cache::paged`] was told.
+    /// The spec that [`Cache::paged`] was called with.
     pub(crate) spec: Option<PagedSpec>,
 }
 
 impl Cache {
-    /// One cell space per layer group, in group order. At least one.
+    /// Makes a cache with one cell space per layer group, in group order. `groups` must not be empty.
     pub fn new(groups: Vec<Box<dyn Kind>>) -> Self {
         assert!(!groups.is_empty(), "a cache needs at least one layer group");
         Cache { groups, epoch: 0, index: None, spec: None }
     }
 
-    /// From which [`Cache::paged`] makes another such cache, empty; `None` if it was made in another way.
+    /// The spec from which [`Cache::paged`] makes another, empty cache like this one; `None` if this cache was not
+    /// made by [`Cache::paged`].
     pub fn paged_spec(&self) -> Option<&PagedSpec> {
         self.spec.as_ref()
     }
 
-    /// Layer groups.
+    /// Number of layer groups.
     pub fn n_groups(&self) -> usize {
         self.groups.len()
     }
@@ -40,28 +42,29 @@ impl Cache {
         self.groups.iter().map(|g| g.capacity_cells()).collect()
     }
 
-    /// Tokens that `seq` holds in the first group; `None` if there is no such sequence.
+    /// Tokens of `seq` that the first group stores; `None` if there is no such sequence.
     pub fn seq_len(&self, seq: SeqId) -> Option<u32> {
         self.groups[0].seq_len(seq)
     }
 
-    /// Where `seq` continues; `None` if there is no such sequence.
+    /// Position of the next token of `seq`; `None` if there is no such sequence.
     pub fn next_position(&self, seq: SeqId) -> Option<u32> {
         self.groups[0].next_position(seq)
     }
 
-    /// Speculative nodes of `seq` that wait for a verdict; `None` if there is no such sequence, or the kind does not
-    /// speculate.
+    /// Speculative nodes of `seq` that are neither accepted nor discarded yet; `None` if there is no such sequence,
+    /// or if the kind does not support speculation.
     pub fn n_nodes(&self, seq: SeqId) -> Option<u32> {
         self.groups[0].n_nodes(seq)
     }
 
-    /// Would this step be accepted? A dry run of the real thing, so admission and execution cannot disagree.
+    /// Dry run: whether the cache would accept this step. Runs the same code as a real step, so admission and
+    /// execution cannot disagree.
     pub fn can_run(&self, request: &StepRequest<'_>, scratch: &mut StepPlan) -> Result<(), Refused> {
         self.prepare(request, scratch)
     }
 
-    /// Forget every sequence. No bytes are touched.
+    /// Removes every sequence. No K or V bytes are touched.
     pub fn clear(&mut self) {
         self.epoch += 1;
         self.groups.iter_mut().for_each(|g| g.clear());
@@ -70,7 +73,7 @@ impl Cache {
         }
     }
 
-    /// Note every change of a block from now on, or no longer. Of kinds that hand out blocks.
+    /// Turns recording of block and prefix events on or off. Only kinds that hand out blocks record any.
     pub fn watch(&mut self, on: bool) {
         self.watch_blocks(on);
         if let Some(index) = &mut self.index {
@@ -78,7 +81,7 @@ impl Cache {
         }
     }
 
-    /// The same of blocks alone: what is in them is not told, which saves copying it.
+    /// Like [`watch`](Self::watch), for block events only. Prefix events copy block contents; this avoids that cost.
     pub fn watch_blocks(&mut self, on: bool) {
         for (g, kind) in self.groups.iter_mut().enumerate() {
             if let Some(paged) = kind.paged_mut() {
@@ -87,7 +90,7 @@ impl Cache {
         }
     }
 
-    /// Move what was noted since the last time to the ends of `blocks`, group by group, and of `prefixes`.
+    /// Moves the events recorded since the last call to the end of `blocks` (group by group) and of `prefixes`.
     pub fn drain_events(&mut self, blocks: &mut Vec<BlockEvent>, prefixes: &mut Vec<PrefixEvent>) {
         for kind in &mut self.groups {
             if let Some(paged) = kind.paged_mut() {
@@ -99,7 +102,8 @@ impl Cache {
         }
     }
 
-    /// Every block of `group` up to the highest in use, in order; the ones behind are free. Empty if the kind has none.
+    /// The state of every block of `group`, in order, up to the highest block in use; all blocks above it are free.
+    /// Empty if the kind has no blocks.
     pub fn block_uses(&self, group: GroupId) -> impl Iterator<Item = BlockUse> {
         let paged = self.groups.get(group.0 as usize).and_then(|kind| kind.paged());
         paged.into_iter().flat_map(|paged| paged.block_uses())
@@ -115,7 +119,8 @@ impl Cache {
         self.groups.iter().map(|g| g.room())
     }
 
-    /// `&self`: pure by type. O(spans + cells placed), never O(context).
+    /// Places the request in every group. Takes `&self`, so it cannot change the cache. O(spans + cells placed),
+    /// never O(context).
     pub(crate) fn prepare(&self, request: &StepRequest<'_>, plan: &mut StepPlan) -> Result<(), Refused> {
         plan.id += 1;
         plan.epoch = self.epoch;
@@ -126,7 +131,8 @@ impl Cache {
         if request.spans.is_empty() {
             return Err(Refused::Empty);
         }
-        // Ascending sequences, as a scheduler has them, are compared with their neighbour only.
+        // A scheduler usually lists sequences in ascending order; then strict sorting rules out duplicates in
+        // O(spans).
         let ascend = request.spans.is_sorted_by(|a, b| a.seq < b.seq);
         for (i, span) in request.spans.iter().enumerate() {
             if !ascend && request.spans[..i].iter().any(|other| other.seq == span.seq) {
@@ -158,7 +164,7 @@ impl Cache {
         plan.groups.resize_with(self.groups.len(), GroupPlan::default);
         for (g, (kind, out)) in self.groups.iter().zip(&mut plan.groups).enumerate() {
             out.restart();
-            kind.prepare(&plan.spans, GroupId(g as u16), out)?; // a refusal by the last group undoes nothing
+            kind.prepare(&plan.spans, GroupId(g as u16), out)?; // a late refusal needs no undo
         }
         Ok(())
     }

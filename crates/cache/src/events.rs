@@ -1,60 +1,60 @@
-//! What happened to blocks, as data: for a log, a recording, a live map.
+//! Block events as data, for logs, recordings and live displays.
 //!
-//! Off until [`Cache::watch`](crate::Cache::watch), or [`Arena::watch`](crate::arena::Arena::watch): then every change
-//! of a block's state is noted until it is [drained](crate::Cache::drain_events). Switched off it costs one test of a
-//! flag, and one count ([`BlockCounters`]).
+//! Recording is off until [`Cache::watch`](crate::Cache::watch) or [`Arena::watch`](crate::arena::Arena::watch). Then
+//! every change of a block's state is recorded until it is [drained](crate::Cache::drain_events). While it is off, a
+//! change costs one test of a flag and one counter update ([`BlockCounters`]).
 use crate::ids::*;
 
 /// One change of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockEvent {
-    /// Steps that this cache had committed before.
+    /// Number of steps that the cache had committed before.
     pub step: u64,
-    /// Whose block.
+    /// The block's layer group.
     pub group: GroupId,
-    /// Which.
+    /// The block.
     pub block: u32,
-    /// For whom; `None` if it concerns no sequence.
+    /// The sequence concerned; `None` if there is none.
     pub seq: Option<SeqId>,
-    /// What.
+    /// What happened.
     pub change: Change,
-    /// Why.
+    /// Why it happened.
     pub reason: Reason,
 }
 
 /// What happened to a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// It was free and holds tokens of `seq` now.
+    /// The block was free and now holds tokens of `seq`.
     Alloc,
-    /// It is free again.
+    /// The block became free.
     Free,
-    /// Room was made of it: the index forgot it, or its sequence had to go. It is free again.
+    /// The block was evicted and is free: the prefix index dropped it, or its sequence was removed to make space.
     Evict,
-    /// `seq` holds it too from now on, because it was forked.
+    /// `seq` also uses the block now, because it was forked.
     Share,
-    /// `seq` wrote into a copy of a block that others read; this is the copy, `from` the original.
+    /// `seq` wrote to a copy of a block that others read. `block` is the copy, `from` the original.
     CopyOnWrite {
-        /// The original.
+        /// The original block.
         from: u32,
     },
-    /// The index knows its content from now on.
+    /// The prefix index now caches the block.
     Store,
-    /// `seq` holds it because its prompt begins like an indexed one.
+    /// Prefix hit: `seq` uses the block because its prompt begins like a cached one.
     Hit,
-    /// `seq` let it go, and it stays for later hits.
+    /// `seq` no longer uses the block, nor does any other sequence. It stays cached for later hits.
     Idle,
-    /// `seq` let it go, and others hold it still.
+    /// `seq` no longer uses the block, but other sequences still do.
     Release,
-    /// It holds what block `from` of `seq` held. What becomes free in the same step is told before: two sequences may
-    /// change places.
+    /// The block holds what block `from` of `seq` held. Blocks that become free in the same step are reported before,
+    /// because two sequences may swap places.
     Move {
-        /// Where that was.
+        /// The previous block.
         from: u32,
     },
 }
 
-/// Why it happened.
+/// Why a block changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
     /// A step added tokens.
@@ -67,15 +67,15 @@ pub enum Reason {
     Rollback,
     /// A sequence was removed.
     Remove,
-    /// No later query can see it.
+    /// No later query can see it: it left the sliding window.
     Window,
-    /// The index knows the content from another block.
+    /// The index already cached the same content in another block.
     Duplicate,
-    /// Full blocks were handed to the index.
+    /// Full blocks were stored in the prefix index.
     Store,
-    /// Room was made.
+    /// Space was needed.
     MakeRoom,
-    /// Everything was forgotten.
+    /// The whole cache was cleared.
     Clear,
     /// The number of blocks changed.
     Resize,
@@ -84,7 +84,7 @@ pub enum Reason {
 macro_rules! names {
     ($($type:ident { $($variant:pat => $name:literal),* $(,)? })*) => {$(
         impl $type {
-            /// In records: lower case, words joined by `_`.
+            /// The name in recordings: lower case, words joined by `_`.
             pub fn name(self) -> &'static str {
                 match self { $($variant => $name),* }
             }
@@ -105,7 +105,7 @@ names! {
     }
 }
 
-/// How often blocks changed, since the cache was made. Counted whether somebody watches or not.
+/// How often blocks changed since the cache was made. Counted whether events are recorded or not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockCounters {
     /// [`Change::Alloc`].
@@ -159,7 +159,7 @@ pub(crate) struct Events {
 }
 
 impl Events {
-    /// On from now on, under the name of `group`, or off.
+    /// Turns recording on, for `group`, or off.
     pub fn watch(&mut self, group: Option<GroupId>) {
         self.group = group;
         self.list.clear();

@@ -1,12 +1,14 @@
-//! Which cached block goes first when room is needed: eviction policies, and the order they induce.
+//! Eviction policies: which cached block is evicted first when space is needed.
 //!
-//! A [`Policy`] turns every use of a block into a [`Rank`]; the block with the smallest rank goes first. An
-//! [`Order`] keeps the evictable blocks by rank. A block that somebody holds is simply not in the order.
+//! A [`Policy`] turns every use of a block into a [`Rank`]; the block with the smallest rank is evicted first. An
+//! [`Order`] keeps the evictable blocks sorted by rank. Blocks that a sequence uses are not in the order.
 //!
-//! Promised: a rank is *static between two uses of its block*, also under policies whose scores decay with time (they
-//! compute in a logarithmic domain in which time passes for all blocks alike). So the order is a map and never a
-//! sort, nothing is touched because time passes, and every operation is O(log n) or better.
-//! Refused: reading a clock (time comes in with [`Use`]), evicting by itself, and knowing what a block contains.
+//! A rank is *static between two uses of its block*, even under policies whose scores decay with time: they compute
+//! in a logarithmic domain in which time passes equally for all blocks. The order is therefore a sorted map that
+//! never needs re-sorting, no block is updated just because time passes, and every operation is O(log n) or better.
+//!
+//! Policies do not read a clock (the time comes in with [`Use`]), do not evict, and do not know what a block
+//! contains.
 mod cost;
 mod decay;
 mod fifo;
@@ -23,92 +25,92 @@ pub use opt::next_uses;
 pub use order::Order;
 pub use parameters::{DEFAULT_HALF_LIFE, Parameter, Parameters, parse_duration};
 
-/// One use of one block: when it was stored, and each time a prefix that contains it is hit.
+/// One use of one block: when it is stored, and every time a prefix that contains it is hit.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Use {
-    /// The time of the caller, in nanoseconds. Uses of one step may share it.
+    /// The caller's time, in nanoseconds. Uses in one step may share it.
     pub now_ns: u64,
-    /// Rises with every use of any block, so that it breaks every tie.
+    /// Increases with every use of any block, so it breaks all ties.
     pub tick: u64,
-    /// What recomputing the block would cost, in any unit that is the same for all blocks. Negative and NaN
-    /// count as 0.
+    /// The cost of recomputing the block, in any unit that is the same for all blocks. Negative values and NaN count
+    /// as 0.
     pub cost: f64,
-    /// What dropping the block frees, in bytes.
+    /// Bytes that evicting the block frees.
     pub bytes: u64,
-    /// `opt` alone reads it: when the block is used next, in any rising count; `None` is never.
+    /// When the block is used next, in any increasing count; `None` is never. Only `opt` reads it.
     pub next_use: Option<u64>,
 }
 
-/// The smallest goes first. Ranks of one policy are comparable with each other, and with nothing else.
+/// The eviction rank of a block: the smallest is evicted first. Only ranks of the same policy can be compared.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Rank {
-    /// What the policy judges by.
+    /// The policy's criterion.
     value: u64,
-    /// Breaks ties: of equals, the least recently used goes first.
+    /// Breaks ties: among equals, the least recently used block is evicted first.
     tick: u64,
 }
 
 impl Rank {
-    /// By a count.
+    /// Ranks by a count.
     pub fn by(value: u64, tick: u64) -> Rank {
         Rank { value, tick }
     }
 
-    /// By the time of the last use alone.
+    /// Ranks by the time of the last use only.
     #[inline]
     pub fn by_recency(tick: u64) -> Rank {
         Rank { value: tick, tick }
     }
 
-    /// By a score. Not NaN; infinities are fine.
+    /// Ranks by a score. It must not be NaN; infinities are allowed.
     pub fn by_score(score: f64, tick: u64) -> Rank {
         debug_assert!(!score.is_nan(), "a score of tick {tick} is NaN");
         let bits = (score + 0.0).to_bits(); // −0 counts as 0
-        // IEEE 754 orders by magnitude: flip negatives, lift the rest above them.
+        // IEEE 754 bits order by magnitude: invert negative numbers, and move the others above them.
         let value = if bits >> 63 == 1 { !bits } else { bits | 1 << 63 };
         Rank { value, tick }
     }
 }
 
-/// How blocks are judged. One policy per file.
+/// An eviction policy. One policy per file.
 ///
-/// Blocks are known by dense numbers, *slots*, which their owner hands out and reuses; a policy keeps at most a few
-/// bytes per slot. Every slot goes through `stored`, any number of `used`, and `forgotten`.
+/// A policy knows blocks by dense numbers, called *slots*, which the caller assigns and reuses; a policy keeps at
+/// most a few bytes per slot. The calls for a slot are `stored`, then any number of `used`, then `forgotten`.
 pub trait Policy: Send {
     /// Its name in [`POLICIES`].
     fn name(&self) -> &'static str;
-    /// A block came to lie in `slot`, which no live block uses. Counts as its first use.
+    /// A block was stored in `slot`, which no live block uses. This counts as its first use.
     fn stored(&mut self, slot: u32, at: &Use) -> Rank;
     /// The block in `slot` was hit.
     fn used(&mut self, slot: u32, at: &Use) -> Rank;
-    /// Is the rank the tick of the last use, and nothing else? Then that a sequence lets a block go is a use of it too,
-    /// and the last one: [`Rank::by_recency`], and hits before it need not be told.
+    /// True if the rank is the tick of the last use and nothing else. Then a block's release by a sequence also
+    /// counts as a use, and as the last one: the caller sets [`Rank::by_recency`] and need not report earlier hits.
     fn by_recency(&self) -> bool {
         false
     }
-    /// The block in `slot` is gone, and whatever was known of it with it.
+    /// The block in `slot` is gone. The policy drops everything it knows about it.
     fn forgotten(&mut self, slot: u32);
-    /// Does a newcomer compete with those who are here, and stay out if it ranks smallest? Where the caller can
-    /// choose not to cache, as in a replay.
+    /// True if a new block competes with the cached ones and is not cached if it ranks smallest. For callers that can
+    /// choose not to cache, such as a replay.
     fn bypasses(&self) -> bool {
         false
     }
 }
 
-/// A policy one can ask for by name.
+/// A policy that can be selected by name.
 pub struct Entry {
-    /// As in flags and configuration.
+    /// The name in flags and configuration.
     pub name: &'static str,
-    /// One line for people who choose.
+    /// A one-line description for users.
     pub summary: &'static str,
-    /// What it reads of [`Parameters`].
+    /// The [`Parameters`] that the policy reads.
     pub parameters: &'static [Parameter],
-    /// It needs to know the future: [`build_for_serving`] refuses it.
+    /// True if the policy needs to know the future; [`build_for_serving`] refuses it.
     pub simulator_only: bool,
     build: fn(&Parameters) -> Box<dyn Policy>,
 }
 
-/// Every policy. A new one: one file and one entry.
+/// Every policy. A new one needs one file and one entry here.
 pub const POLICIES: &[Entry] = &[
     Entry {
         name: "lru",
@@ -154,19 +156,20 @@ pub const POLICIES: &[Entry] = &[
     },
 ];
 
-/// Why there is no such policy.
+/// Why a policy could not be built.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[allow(missing_docs)] // the fields' names are what there is to say
+#[allow(missing_docs)] // the field names document themselves
 pub enum PolicyError {
-    /// No policy of this name; `serving` says for what it was asked, and so what there is instead.
+    /// There is no policy of this name. `serving` says whether it was requested for serving, which decides the
+    /// alternatives to list.
     UnknownPolicy { name: String, serving: bool },
-    /// It needs the future, which a server does not have.
+    /// The policy needs to know the future, which a server does not.
     SimulatorOnly { name: &'static str },
     /// No policy has a parameter of this name.
     UnknownParameter { parameter: String },
-    /// The parameter was given, and the policy does not read it.
+    /// The parameter was given, but the policy does not read it.
     NotItsParameter { policy: &'static str, parameter: &'static str },
-    /// The value is no value of the parameter.
+    /// The value is not valid for the parameter.
     BadValue { parameter: &'static str, value: String, expected: &'static str },
 }
 
@@ -206,7 +209,7 @@ impl std::fmt::Display for PolicyError {
 }
 impl std::error::Error for PolicyError {}
 
-/// The policy `name`. Refused: an unknown name, and a parameter which that policy does not read.
+/// Builds the policy `name`. Refuses an unknown name, and a parameter that the policy does not read.
 pub fn build(name: &str, parameters: &Parameters) -> Result<Box<dyn Policy>, PolicyError> {
     let unknown = || PolicyError::UnknownPolicy { name: name.to_owned(), serving: false };
     let entry = POLICIES.iter().find(|entry| entry.name == name).ok_or_else(unknown)?;
@@ -214,7 +217,7 @@ pub fn build(name: &str, parameters: &Parameters) -> Result<Box<dyn Policy>, Pol
     Ok((entry.build)(parameters))
 }
 
-/// As [`build`], for whoever has no trace to look ahead in: refuses those that need the future.
+/// Like [`build`], but also refuses policies that need to know the future.
 pub fn build_for_serving(name: &str, parameters: &Parameters) -> Result<Box<dyn Policy>, PolicyError> {
     match POLICIES.iter().find(|entry| entry.name == name) {
         Some(entry) if entry.simulator_only => Err(PolicyError::SimulatorOnly { name: entry.name }),
@@ -223,7 +226,7 @@ pub fn build_for_serving(name: &str, parameters: &Parameters) -> Result<Box<dyn 
     }
 }
 
-/// What a policy keeps for each slot; `None` for slots without a block.
+/// The data a policy keeps per slot; `None` for slots without a block.
 #[derive(Clone, Debug)]
 struct PerSlot<T>(Vec<Option<T>>);
 

@@ -1,6 +1,6 @@
-//! The verbs that only some kinds have. A face is a view that exists only if every layer group has it, so that a
-//! capability is a type and not a flag. All of them are legal only between steps, which the borrow of
-//! [`Step`](crate::Step) enforces.
+//! Operations that only some kinds support. Each capability is a view type, called a face: the cache returns it only
+//! if every layer group supports it, so a capability is a type and not a flag. All operations are legal only between
+//! steps, which the borrow of [`Step`](crate::Step) enforces.
 use crate::cache::Cache;
 use crate::ids::*;
 use crate::kind::*;
@@ -8,37 +8,37 @@ use crate::request::Refused;
 
 const CHECKED: &str = "the cache checked that every group has this face";
 
-/// Shortening the only sequence.
+/// Shortens the only sequence.
 pub struct Rewind<'c> {
     cache: &'c mut Cache,
 }
 
-/// Many sequences: fork, positional removal, keep.
+/// Operations on many sequences: fork, remove positions, keep a range.
 pub struct Sequences<'c> {
     cache: &'c mut Cache,
 }
 
-/// Verdicts on speculation.
+/// Accepts or discards speculative nodes.
 pub struct Trees<'c> {
     cache: &'c mut Cache,
 }
 
 impl Cache {
-    /// The face of caches whose only sequence can be shortened.
+    /// The operations of caches whose only sequence can be shortened; `None` for other caches.
     pub fn rewinds(&mut self) -> Option<Rewind<'_>> {
         self.groups.iter_mut().all(|g| g.rewinds().is_some()).then_some(Rewind { cache: self })
     }
-    /// The face of caches that hold many sequences.
+    /// The operations of caches that hold many sequences; `None` for other caches.
     pub fn sequences(&mut self) -> Option<Sequences<'_>> {
         self.groups.iter_mut().all(|g| g.sequences().is_some()).then_some(Sequences { cache: self })
     }
-    /// The face of caches that speculate.
+    /// The operations of caches that support draft trees; `None` for other caches.
     pub fn trees(&mut self) -> Option<Trees<'_>> {
         self.groups.iter_mut().all(|g| g.trees().is_some()).then_some(Trees { cache: self })
     }
 
-    /// One verb on every group. Groups hold the same sequences at the same positions, so they refuse alike:
-    /// the first one speaks for all, and a later refusal would be a broken invariant.
+    /// Runs one operation on every group. All groups hold the same sequences at the same positions, so if the first
+    /// group accepts, the others must too. A later refusal is a broken invariant and panics.
     fn fan_out(&mut self, mut verb: impl FnMut(&mut dyn Kind) -> Result<(), Refused>) -> Result<(), Refused> {
         let (first, others) = self.groups.split_first_mut().expect("a cache has at least one group");
         verb(&mut **first)?;
@@ -52,14 +52,14 @@ impl Cache {
 }
 
 impl Rewind<'_> {
-    /// Forget positions `len..`. Refused if that would grow the sequence; then nothing changes.
+    /// Removes positions `len..`. Refused, with nothing changed, if `len` exceeds the current length.
     pub fn rewind(&mut self, len: u32) -> Result<(), Refused> {
         self.cache.fan_out(|g| g.rewinds().expect(CHECKED).rewind(len))
     }
 }
 
 impl Sequences<'_> {
-    /// An empty sequence.
+    /// Makes an empty sequence.
     pub fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused> {
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_new(seq))?;
         if let Cache { index: Some(index), groups, .. } = &mut *self.cache {
@@ -68,14 +68,13 @@ impl Sequences<'_> {
         Ok(())
     }
 
-    /// Let `dst` hold what `src` holds at positions `from..until`, without copying a byte. `dst` is made if it
-    /// does not exist, and continues where the range or `src` ends. It must end before the range and wait for no
-    /// verdict; a gap before `from` is allowed. Speculative nodes of `src` are not shared.
+    /// Shares positions `from..until` of `src` with `dst`, without copying a byte. `dst` is made if it does not
+    /// exist, and continues where the range or `src` ends. `dst` must end at or before `from` and have no speculative
+    /// nodes; a gap before `from` is allowed. Speculative nodes of `src` are not shared.
     ///
-    /// The range ends where `src` does. If nothing is left of it, nothing is copied: a `dst` that exists and ends at
-    /// `from` or before stays as it is, one that does not exist is made empty, and one that ends later is refused
-    /// like any other. With a prefix index, a `dst` that is made here, or was empty and gets tokens, belongs to the
-    /// salt of `src`.
+    /// The range is cut at the end of `src`. If nothing is left of it, nothing is copied: an existing `dst` that ends
+    /// at `from` or before stays as it is, a missing one is made empty, and one that ends later is refused as usual.
+    /// With a prefix index, a `dst` that is made here, or was empty and gets tokens, gets the salt of `src`.
     pub fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         self.can_end_at(src, until)?;
         let begins = self.cache.next_position(dst).is_none_or(|next| next == 0);
@@ -88,16 +87,16 @@ impl Sequences<'_> {
         Ok(())
     }
 
-    /// A copy of all that `src` has committed.
+    /// Makes `dst` a copy of all committed tokens of `src`.
     pub fn fork(&mut self, src: SeqId, dst: SeqId) -> Result<(), Refused> {
         self.seq_cp(src, dst, 0, u32::MAX)
     }
 
-    /// Forget positions `from..until` of `seq`. Cells that nobody else holds become free.
+    /// Removes positions `from..until` of `seq`. Cells that no other sequence uses become free.
     ///
-    /// A range that reaches the next position rolls the sequence back: it continues at `from`, and its speculation
-    /// is discarded; if `from` is 0, the sequence is forgotten. An empty range, and one that begins behind the
-    /// next position, change nothing.
+    /// A range that reaches the next position rolls the sequence back: it continues at `from`, and its speculative
+    /// nodes are discarded; if `from` is 0, the sequence is removed. A range that is empty, or begins after the next
+    /// position, changes nothing.
     pub fn seq_rm(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         if from < until && self.cache.next_position(seq).is_some_and(|next| from <= next && next <= until) {
             self.can_end_at(seq, from)?;
@@ -110,8 +109,8 @@ impl Sequences<'_> {
         Ok(())
     }
 
-    /// Forget every other sequence, and remove the positions of `seq` outside `from..until` as
-    /// [`seq_rm`](Self::seq_rm) does: if nothing is kept, `seq` is forgotten too.
+    /// Removes every other sequence, and the positions of `seq` outside `from..until` as [`seq_rm`](Self::seq_rm)
+    /// does. If nothing is kept, `seq` is removed too.
     pub fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         self.can_end_at(seq, if from < until { until } else { 0 })?;
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_keep(seq, from, until))?;
@@ -122,8 +121,8 @@ impl Sequences<'_> {
         Ok(())
     }
 
-    /// The last `drafted` tokens of `seq` were drafts, and `accepted` of them, from the first on, are kept. Accepting
-    /// more than were drafted is refused, and so are more drafts than the sequence holds.
+    /// Settles drafts: the last `drafted` tokens of `seq` were drafts, the first `accepted` of them are kept, and the
+    /// rest are removed. Refused if `accepted` exceeds `drafted`, or if `drafted` exceeds the tokens of the sequence.
     pub fn accept(&mut self, seq: SeqId, drafted: u32, accepted: u32) -> Result<(), Refused> {
         let next = self.cache.next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
         match (next.checked_sub(drafted), drafted.checked_sub(accepted)) {
@@ -134,7 +133,7 @@ impl Sequences<'_> {
                 if rejected < next {
                     return Ok(());
                 }
-                // A sequence of drafts alone is empty now, and not forgotten.
+                // The sequence held nothing but drafts: it stays, empty, and keeps its salt.
                 self.seq_new(seq)?;
                 if let Cache { index: Some(index), groups, .. } = &mut *self.cache {
                     index.opened_empty(groups, seq, salt.as_deref().unwrap_or(""));
@@ -157,13 +156,13 @@ impl Trees<'_> {
         self.cache.n_nodes(seq)
     }
 
-    /// Make this root-to-node chain part of `seq` and free its other nodes. No bytes move. Refused, with nothing
-    /// changed, unless every node's parent is the one before it.
+    /// Makes this root-to-node chain part of `seq` and frees its other nodes. No bytes move. Refused, with nothing
+    /// changed, unless every node's parent is the node before it in the chain.
     pub fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused> {
         self.cache.fan_out(|g| g.trees().expect(CHECKED).commit_path(seq, accepted))
     }
 
-    /// Free every speculative node of `seq`.
+    /// Frees every speculative node of `seq`.
     pub fn discard(&mut self, seq: SeqId) -> Result<(), Refused> {
         self.commit_path(seq, &[])
     }

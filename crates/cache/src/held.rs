@@ -1,4 +1,4 @@
-//! The step protocol checked at run time, for callers without lifetimes: C, Python, a registry.
+//! The step protocol checked at run time, for callers that cannot use lifetimes: C, Python, a registry.
 use crate::cache::Cache;
 use crate::ids::StepId;
 use crate::plan::StepPlan;
@@ -11,14 +11,14 @@ pub struct Held {
     in_flight: bool,
 }
 
-/// A verb that came at the wrong time. Nothing has changed.
+/// A call at the wrong time. Nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Misuse {
-    /// `plan` or `commit` without a step.
+    /// `plan` or `commit` was called without a step in flight.
     NoStep,
-    /// A verb, or a second `begin`, while a step is in flight.
+    /// `begin` or another operation was called while a step is in flight.
     StepInFlight,
-    /// It came at the right time, and the cache refused it.
+    /// The call was allowed, but the cache refused the request.
     Refused(Refused),
 }
 
@@ -34,11 +34,11 @@ impl std::fmt::Display for Misuse {
 impl std::error::Error for Misuse {}
 
 impl Held {
-    /// Takes the cache, idle.
+    /// Takes ownership of the cache. No step is in flight.
     pub fn new(cache: Cache) -> Self {
         Held { cache, plan: StepPlan::default(), in_flight: false }
     }
-    /// Place the request and fill its reads. A refusal changes nothing, and no step is in flight after it.
+    /// Chooses cells for the request and fills in the reads. A refusal changes nothing and leaves no step in flight.
     pub fn begin(&mut self, request: &StepRequest<'_>) -> Result<StepId, Misuse> {
         self.idle()?;
         self.cache.prepare(request, &mut self.plan).map_err(Misuse::Refused)?;
@@ -46,22 +46,22 @@ impl Held {
         self.in_flight = true;
         Ok(self.plan.id())
     }
-    /// The step in flight, reads included.
+    /// The plan of the step in flight, reads included.
     pub fn plan(&self) -> Result<&StepPlan, Misuse> {
         if self.in_flight { Ok(&self.plan) } else { Err(Misuse::NoStep) }
     }
-    /// Every layer has written and read: make the step in flight true.
+    /// Applies the step in flight. Call it after every layer has written and read.
     pub fn commit(&mut self) -> Result<(), Misuse> {
         self.plan()?;
         self.cache.apply(&self.plan);
         self.in_flight = false;
         Ok(())
     }
-    /// Abandon the step in flight, if there is one.
+    /// Abandons the step in flight, if any.
     pub fn abort(&mut self) {
         self.in_flight = false;
     }
-    /// The cache between steps: every verb of every face goes through here.
+    /// The cache, if no step is in flight. All other operations on the cache go through here.
     pub fn idle(&mut self) -> Result<&mut Cache, Misuse> {
         if self.in_flight { Err(Misuse::StepInFlight) } else { Ok(&mut self.cache) }
     }

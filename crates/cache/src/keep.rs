@@ -1,26 +1,27 @@
-//! Selective keeping: sinks, recent tokens and the most important of the middle stay, the rest is removed.
+//! Selective eviction of tokens: keeps the sinks, the recent tokens and the most important ones between them, and
+//! removes the rest.
 //!
 //! Xiao, Tian, Chen, Han, Lewis: *Efficient streaming language models with attention sinks*, 2023, for the sinks;
 //! Zhang et al.: *H2O: heavy-hitter oracle for efficient generative inference of large language models*, 2023, for the
-//! important ones. What importance is the caller says (in H2O: attention received so far).
+//! important ones. The caller provides the importance (in H2O: attention received so far).
 //!
-//! It promises to decide first and to do later: a [`Removal`] is data. Positions stay what they were, nothing is
-//! re-numbered, and the sequence goes on where it would have. It refuses to remove the newest token, because a range
-//! that reaches the end of a sequence is a rollback. Approximate by nature: outputs change.
+//! Deciding and removing are separate: a [`Removal`] is data. Positions do not change, nothing is renumbered, and the
+//! sequence continues at the same position. The newest token is never removed, because a removal that reaches the end
+//! of a sequence is a rollback. The method is approximate: outputs change.
 use crate::cache::Cache;
 use crate::ids::SeqId;
 use crate::request::Refused;
 use std::cmp::Ordering;
 use std::ops::Range;
 
-/// What stays.
+/// Which tokens to keep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Keep {
-    /// Positions from 0.
+    /// Number of first positions to keep.
     pub sinks: u32,
-    /// Newest positions. 0 counts as 1.
+    /// Number of newest positions to keep. 0 counts as 1.
     pub recent: u32,
-    /// The most important of those between.
+    /// Number of tokens between them to keep, by importance.
     pub top_k: u32,
 }
 
@@ -29,7 +30,7 @@ pub struct Keep {
 pub struct Scored {
     /// Its position.
     pub position: u32,
-    /// More is more important. NaN is less than everything.
+    /// Higher is more important. NaN ranks below every number.
     pub importance: f32,
 }
 
@@ -41,13 +42,13 @@ pub struct Removal {
     ranges: Vec<Range<u32>>,
 }
 
-/// The scores are not those of a sequence.
+/// The scores do not belong to the sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs)] // the fields' names are what there is to say
+#[allow(missing_docs)] // the field names document themselves
 pub enum BadScores {
-    /// Positions must rise.
+    /// Positions must be strictly ascending.
     OutOfOrder { position: u32, after: u32 },
-    /// A position at or behind the end of the sequence.
+    /// A position is at or after the end of the sequence.
     BehindTheEnd { position: u32, next_position: u32 },
 }
 
@@ -66,8 +67,9 @@ impl std::fmt::Display for BadScores {
 impl std::error::Error for BadScores {}
 
 impl Keep {
-    /// Choose. `held` are the tokens that the sequence still holds, ascending by position; a position that is not
-    /// named is taken as gone, and its range may be removed again. Of equally important ones the newer stays. O(held).
+    /// Plans the removal. `held` lists the tokens that the sequence still stores, ascending by position. A position
+    /// that is not listed counts as removed already, and its range may be removed again. Among equally important
+    /// tokens the newer one is kept. O(held).
     pub fn plan(&self, next_position: u32, held: &[Scored]) -> Result<Removal, BadScores> {
         for pair in held.windows(2) {
             let [before, after] = [pair[0].position, pair[1].position];
@@ -81,7 +83,7 @@ impl Keep {
         let recent_from = next_position.saturating_sub(self.recent.max(1));
         let middle = held.partition_point(|s| s.position < self.sinks)
             ..held.partition_point(|s| s.position < recent_from);
-        let middle = held.get(middle).unwrap_or(&[]); // sinks and recent ones may overlap
+        let middle = held.get(middle).unwrap_or(&[]); // the sinks and the recent tokens may overlap
         let top_k = self.top_k as usize;
         let mut removed: Vec<Scored> = middle.to_vec();
         if top_k >= removed.len() {
@@ -94,7 +96,7 @@ impl Keep {
 
         let mut ranges: Vec<Range<u32>> = Vec::new();
         let mut gone = removed.iter().peekable();
-        let mut goes_on = false; // was the held token before this one removed too?
+        let mut goes_on = false; // whether the stored token before this one was removed too
         for scored in middle {
             let removes = gone.next_if(|gone| gone.position == scored.position).is_some();
             match ranges.last_mut() {
@@ -114,18 +116,18 @@ fn most_important_first(a: &Scored, b: &Scored) -> Ordering {
 }
 
 impl Removal {
-    /// Disjoint, ascending, none empty, none at the sequence's end. Between two held tokens that go, positions
-    /// that are gone already belong to the range.
+    /// Disjoint, ascending, not empty, and not at the sequence's end. A range that joins two removed tokens includes
+    /// the positions between them that were already gone.
     pub fn ranges(&self) -> &[Range<u32>] {
         &self.ranges
     }
-    /// Held tokens that go.
+    /// Number of stored tokens that the plan removes.
     pub fn n_removed(&self) -> u32 {
         self.n_removed
     }
 
-    /// Remove them from `seq`, between steps. Refused, with nothing changed, if the cache cannot remove from the
-    /// middle, or if `seq` is no longer as long as when this was planned.
+    /// Removes the ranges from `seq`, between steps. Refused, with nothing changed, if the cache cannot remove from
+    /// the middle, or if the length of `seq` has changed since the plan was made.
     pub fn apply(&self, cache: &mut Cache, seq: SeqId) -> Result<(), Refused> {
         let expected = cache.next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
         if expected != self.next_position {

@@ -1,45 +1,47 @@
-//! What the author of a kind writes: the bookkeeping of one cell space, that is, of one layer group.
+//! The trait that a cache kind implements: the bookkeeping of one cell space, which serves one layer group.
 use crate::ids::*;
 use crate::kinds::Paged;
 use crate::plan::{CellCopy, GroupPlan, Spans};
 use crate::report::{Report, Room};
 use crate::request::Refused;
 
-/// One cell space. `prepare` decides placement and is pure; `fill_reads` derives visibility on demand; `apply`
-/// is the only mutation and cannot fail.
+/// One cell space. `prepare` chooses cells and is pure; `fill_reads` computes visibility on demand; `apply` is the
+/// only function that changes state for a step, and it cannot fail.
 ///
-/// The cache has already checked, before it asks a kind, that spans are not empty, that no sequence has two,
-/// that none passes the last position, and it has flattened the request into `spans`.
+/// Before it calls a kind, the cache has flattened the request into `spans` and has checked that no span is empty,
+/// that no sequence has two spans, and that no span goes past the last position.
 pub trait Kind: Send {
-    /// Cells this space can hold.
+    /// Total number of cells.
     fn capacity_cells(&self) -> u32;
-    /// Tokens `seq` still holds; `None` if there is no such sequence.
+    /// Tokens of `seq` that are still stored; `None` if there is no such sequence.
     fn seq_len(&self, seq: SeqId) -> Option<u32>;
-    /// Position of the next token of `seq`. Not its length: after the removal of a prefix they differ.
+    /// Position of the next token of `seq`. It differs from the length once a prefix has been removed.
     fn next_position(&self, seq: SeqId) -> Option<u32>;
-    /// Speculative nodes of `seq` that wait for a verdict; `None` if there is no such sequence, and in kinds that do
-    /// not speculate.
+    /// Speculative nodes of `seq` that are neither accepted nor discarded yet; `None` if there is no such sequence,
+    /// or if the kind does not support speculation.
     fn n_nodes(&self, _seq: SeqId) -> Option<u32> {
         None
     }
 
-    /// Choose cells for the new tokens: `writes`, `copies`, `depths`, `cells_end` of `out`. O(tokens placed).
+    /// Chooses cells for the new tokens: fills `writes`, `copies`, `depths` and `cells_end` of `out`. O(tokens
+    /// placed).
     fn prepare(&self, spans: &Spans, group: GroupId, out: &mut GroupPlan) -> Result<(), Refused>;
-    /// Fill `out.reads` of a prepared plan. O(extents in context).
+    /// Fills `out.reads` of a prepared plan. O(extents in context).
     fn fill_reads(&self, spans: &Spans, out: &mut GroupPlan);
-    /// Make a prepared plan true. Called once, after every layer succeeded.
+    /// Applies a prepared plan. Called once, after every layer has succeeded.
     fn apply(&mut self, spans: &Spans, plan: &GroupPlan);
 
-    /// One round of compaction: disjoint copies from occupied to free cells. Empty when nothing is left to do.
+    /// Plans one round of compaction: disjoint copies from occupied to free cells. Empty when nothing is left to
+    /// move.
     fn plan_moves(&self, _out: &mut Vec<CellCopy>) {}
-    /// Make a planned round true, after the bytes have moved.
+    /// Applies a planned round, after the bytes have moved.
     fn apply_moves(&mut self, _moves: &[CellCopy]) {}
 
-    /// Forget every sequence.
+    /// Removes every sequence.
     fn clear(&mut self);
-    /// What it holds, as data.
+    /// The contents of the cell space, as data.
     fn report(&self) -> Report;
-    /// How full it is. O(1) in kinds that hold many sequences.
+    /// How full the cell space is. O(1) in kinds that hold many sequences.
     fn room(&self) -> Room {
         let report = self.report();
         Room {
@@ -59,15 +61,15 @@ pub trait Kind: Send {
     fn sequences(&mut self) -> Option<&mut dyn SequenceKind> {
         None
     }
-    /// `Some` if the kind hands out blocks, which a prefix index can know.
+    /// `Some` if the kind hands out blocks that a prefix index can cache.
     fn paged(&self) -> Option<&Paged> {
         None
     }
-    /// The same.
+    /// Like [`paged`](Self::paged), mutable.
     fn paged_mut(&mut self) -> Option<&mut Paged> {
         None
     }
-    /// `Some` if the kind speculates.
+    /// `Some` if the kind supports speculation with draft trees.
     fn trees(&mut self) -> Option<&mut dyn TreeKind> {
         None
     }
@@ -79,12 +81,12 @@ pub trait RewindKind: Kind {
     fn rewind(&mut self, len: u32) -> Result<(), Refused>;
 }
 
-/// A kind that holds many sequences. Every verb either acts or changes nothing.
+/// A kind that holds many sequences. Every operation either succeeds or changes nothing.
 pub trait SequenceKind: Kind {
     /// See [`Sequences::seq_new`](crate::Sequences::seq_new).
     fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused>;
-    /// Could `seq`, or a copy of it, end at `position`? Asked of every group before a verb acts on any, because groups
-    /// whose windows differ have let go of different tokens.
+    /// Returns `Ok` if `seq`, or a copy of it, can end at `position`. The cache checks this in every group before it
+    /// changes any, because groups with different windows have dropped different tokens.
     fn can_end_at(&self, _seq: SeqId, _position: u32) -> Result<(), Refused> {
         Ok(())
     }

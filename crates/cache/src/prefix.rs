@@ -1,12 +1,12 @@
-//! What earlier requests computed, found again: the prefix index of a paged cache.
+//! The prefix index of a paged cache: it finds blocks that earlier requests have computed.
 //!
-//! Full blocks only, keyed by (salt, all tokens before, tokens of the block); keys are compared, never trusted to a
-//! hash. At least the last token of a prompt is always computed, because its logits are wanted. With windows, a hit
-//! is the largest L such that full groups hold `[0, L)` and every window group holds the blocks of the positions that
-//! a query at L sees.
+//! It indexes full blocks only, keyed by (salt, all tokens before the block, tokens of the block). Keys are compared
+//! in full; a matching hash alone is never trusted. At least the last token of a prompt is always computed, because
+//! its logits are needed. With sliding windows, a hit is the largest L such that the full-attention groups hold
+//! `[0, L)` and every window group holds the blocks of the positions that a query at L sees.
 //!
-//! A block that the index knows and no sequence holds is *idle*: it stays until [`Prefixes::make_room`] evicts it, in
-//! full groups leaves before parents. A step never evicts.
+//! A cached block that no sequence uses is called *idle*. It stays until [`Prefixes::make_room`] evicts it, leaves
+//! before parents in full-attention groups. A step never evicts.
 mod as_is;
 mod content;
 mod ghosts;
@@ -26,43 +26,43 @@ use crate::kinds::{GroupSpec, Paged, Unbuildable};
 use crate::request::Refused;
 use content::Keying;
 
-/// When a verb is called. Time comes in as an argument.
+/// The time of a call. The index reads no clock; the caller passes the time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Moment {
     /// The caller's clock, in nanoseconds.
     pub now_ns: u64,
 }
 
-/// A paged cache.
+/// How to build a paged cache.
 #[derive(Clone, Debug)]
 pub struct PagedSpec {
-    /// Tokens of a block, at least 1. Powers of two are faster.
+    /// Tokens per block, at least 1. Powers of two are faster.
     pub block_tokens: u32,
-    /// One cell space each. `capacity_tokens` is rounded down to whole blocks, of which there has to be one; `u32::MAX` is as good as endless, and
-    /// such a group never evicts.
+    /// The layer groups; each gets its own cell space. `capacity_tokens` is rounded down to whole blocks and must be
+    /// at least one block. `u32::MAX` means practically unlimited; such a group never evicts.
     pub groups: Vec<GroupSpec>,
-    /// Tokens that rollbacks can take back although the window has moved past what the next query needs, counted from
-    /// the furthest position that the sequence has reached. So rollbacks one after the other share them, and they are
-    /// whole again when the sequence has grown past that position.
+    /// How many tokens rollbacks can remove even though the window has already moved past what the next query then
+    /// needs. Counted from the furthest position that the sequence has reached, so consecutive rollbacks share the
+    /// budget. It is restored when the sequence has grown past that position.
     pub rollback_tokens: u32,
-    /// With an index over its full blocks?
+    /// The prefix index over full blocks; `None` for a cache without one.
     pub prefix: Option<PrefixSpec>,
 }
 
-/// A prefix index.
+/// How to build a prefix index.
 #[derive(Clone, Debug)]
 pub struct PrefixSpec {
-    /// What prompts are made of.
+    /// What prompts consist of.
     pub vocabulary: Vocabulary,
-    /// Name of the eviction policy, of [`POLICIES`](evict::POLICIES).
+    /// Name of the eviction policy, one of [`POLICIES`](evict::POLICIES).
     pub policy: String,
     /// The policy's parameters.
     pub parameters: Parameters,
-    /// Evicted blocks to remember, for explanations. 12 to 40 bytes each.
+    /// Number of evicted blocks to remember, so that a miss can be explained. 12 to 40 bytes each.
     pub n_ghosts: u32,
-    /// Bytes of a block in each group, for policies that weigh them; 1 where missing.
+    /// Bytes per block in each group, for policies that use them; 1 where missing.
     pub block_bytes: Vec<u64>,
-    /// What computing a block anew costs.
+    /// The cost of recomputing a block.
     pub cost: RecomputeCost,
 }
 
@@ -79,18 +79,19 @@ impl Default for PrefixSpec {
     }
 }
 
-/// What computing one token anew costs, in any unit: linear layers per token, attention per token and token seen.
+/// The cost of recomputing one token, in any unit: the linear layers per token, and attention per (token, visible
+/// position) pair.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RecomputeCost {
-    /// Of the linear layers.
+    /// Cost of the linear layers, per token.
     pub per_token: f64,
-    /// Of attention, for each position that the token sees.
+    /// Cost of attention, per position that the token sees.
     pub per_pair: f64,
 }
 
 impl RecomputeCost {
-    /// Of the `depth`-th block of a prompt, from 0: its tokens see all before them and, on average, half of their own
-    /// block. O(1).
+    /// Cost of the `depth`-th block of a prompt, from 0. Its tokens see all tokens before the block and, on average,
+    /// half of their own block. O(1).
     pub fn of_block(&self, depth: u32, block_tokens: u32) -> f64 {
         let (before, tokens) = (f64::from(depth) * f64::from(block_tokens), f64::from(block_tokens));
         tokens * (self.per_token + self.per_pair * (before + (tokens + 1.0) / 2.0))
@@ -105,13 +106,13 @@ impl Default for RecomputeCost {
 
 /// Why a paged cache cannot be built.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[allow(missing_docs)] // the fields' names are what there is to say
+#[allow(missing_docs)] // the field names document themselves
 pub enum PagedError {
-    /// No group, or one that cannot be.
+    /// There is no group, or a group cannot be built.
     Unbuildable(Unbuildable),
-    /// Not such a policy.
+    /// The eviction policy or its parameters are invalid.
     Policy(PolicyError),
-    /// Blocks and ids do not fit into each other.
+    /// Block size and id size do not divide one another.
     Vocabulary { block_tokens: u32, tokens_per_id: u32 },
 }
 
@@ -139,36 +140,38 @@ impl From<Unbuildable> for PagedError {
     }
 }
 
-/// What a prompt finds.
+/// The prefix hit of a prompt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Lookup {
-    /// Tokens that need not be computed: whole blocks, and never the last token.
+    /// Tokens that need not be computed: whole blocks, never the last token.
     pub hit_tokens: u32,
-    /// Of these, tokens in blocks that nobody holds: holding them takes them from what room can be made of. The most over
-    /// all groups.
+    /// The part of `hit_tokens` in cached blocks that no sequence uses. Using them makes them unavailable for
+    /// eviction. The maximum over all groups.
     pub idle_tokens: u32,
 }
 
-/// Why a prompt was not found beyond `position`.
+/// Why a prefix hit ends at `position`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs)] // the fields' names are what there is to say
+#[allow(missing_docs)] // the field names document themselves
 pub enum MissReason {
-    /// Everything that can be shared was: what is left is less than a block, or the token that is always computed.
+    /// The hit is as long as possible: what is left is less than a block, or the token that is always computed.
     UnalignedTail { position: u32 },
-    /// Others went on from here, but not with the token at `position`. Of contents without tokens, the block.
+    /// Cached prompts continue here with another token than the one at `position`. For content without tokens, with
+    /// another block.
     Diverged { position: u32 },
-    /// It was here, and room was made of it.
+    /// The next block was cached here, but has been evicted.
     Evicted { position: u32 },
-    /// Nobody has asked this before.
+    /// No earlier prompt contained this.
     NeverSeen { position: u32 },
-    /// The full groups hold more, but a window group has lost what a query behind it would see.
+    /// The full-attention groups hold more, but a window group has dropped blocks that the next query would see.
     WindowGone { position: u32 },
-    /// A prompt under another salt begins so, and none under this one. Told to operators only: a tenant would learn what others ask.
+    /// A prompt under another salt begins like this, and none under this salt. Only operators may see this: it would
+    /// tell a tenant what other tenants ask.
     OtherSalt { position: u32 },
 }
 
 impl MissReason {
-    /// In records: lower case, words joined by `_`.
+    /// The name in recordings: lower case, words joined by `_`.
     pub fn name(self) -> &'static str {
         match self {
             MissReason::UnalignedTail { .. } => "unaligned_tail",
@@ -179,14 +182,14 @@ impl MissReason {
             MissReason::OtherSalt { .. } => "other_salt",
         }
     }
-    /// What a tenant may hear of what an operator knows: nothing of other salts.
+    /// The reason as a tenant may see it: hides what is stored under other salts.
     pub fn for_tenant(self) -> MissReason {
         match self {
             MissReason::OtherSalt { position } => MissReason::NeverSeen { position },
             told => told,
         }
     }
-    /// Where the hit ended, or the first token that differs.
+    /// Where the hit ends, or the position of the first token that differs.
     pub fn position(self) -> u32 {
         match self {
             MissReason::UnalignedTail { position }
@@ -199,63 +202,63 @@ impl MissReason {
     }
 }
 
-/// Who is told why a prompt missed.
+/// The recipient of an explanation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Audience {
-    /// Whoever sent the prompt: what lies under other salts does not exist.
+    /// The sender of the prompt. Nothing under other salts is revealed.
     Tenant,
-    /// Whoever runs the cache.
+    /// The operator of the cache.
     Operator,
 }
 
-/// What an index learned and forgot, for routers and tiers that keep a copy of it.
+/// Blocks that the index stored or removed, for routers and cache tiers that mirror it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[allow(missing_docs)] // the fields' names are what there is to say
+#[allow(missing_docs)] // the field names document themselves
 pub enum PrefixEvent {
-    /// `block` of `group` holds the tokens of the prefix `hash`, which `parent_hash` precedes. `key` is the tokens, or
-    /// what stands for them.
+    /// `block` of `group` holds the last block of the prefix `hash`, which extends the prefix `parent_hash`. `key` is
+    /// the block's tokens, or the ids that stand for them.
     Stored { group: GroupId, block: u32, hash: u64, parent_hash: u64, key: Box<[u32]> },
-    /// It does no longer.
+    /// The block no longer holds that prefix.
     Removed { group: GroupId, block: u32, hash: u64 },
-    /// Nothing is known any more.
+    /// The index is empty.
     Cleared,
 }
 
-/// What [`Prefixes::store`] found: `n_new + n_known` is the number of full blocks that were handed over and are
-/// committed.
+/// The result of [`Prefixes::store`]. `n_new + n_known` is the number of full, committed blocks that the caller
+/// passed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stored {
-    /// Blocks of content that the index did not know.
+    /// Blocks whose content was new to the index.
     pub n_new: u32,
-    /// Blocks of content that it knew already, from this sequence or from another one.
+    /// Blocks whose content was cached already, from this sequence or from another one.
     pub n_known: u32,
 }
 
 /// The state of an index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefixReport {
-    /// Blocks of content that were new when they were stored, since the beginning.
+    /// Blocks stored with new content so far.
     pub n_stored: u64,
-    /// Blocks that were evicted, of all groups.
+    /// Blocks evicted so far, in all groups.
     pub n_evicted: u64,
-    /// Salts in use.
+    /// Number of salts in use.
     pub n_salts: u32,
-    /// The eviction policy; `None` where nothing is ever evicted.
+    /// The eviction policy; `None` if no group ever evicts.
     pub policy: Option<&'static str>,
-    /// Every [`Prefixes::open`] since the beginning.
+    /// All [`Prefixes::open`] calls so far.
     pub opened: HitCounts,
     /// The last [`RECENT_PROMPTS`] of them.
     pub recent: HitCounts,
 }
 
-/// The face of a paged cache with a prefix index.
+/// The prefix-index operations of a paged cache.
 pub struct Prefixes<'c> {
     cache: &'c mut Cache,
 }
 
 impl Cache {
-    /// A paged cache. Sequences are opened through [`Cache::prefixes`] if it has an index, and through
-    /// [`Cache::sequences`] otherwise.
+    /// Builds a paged cache. If it has a prefix index, open sequences through [`Cache::prefixes`], otherwise through
+    /// [`Cache::sequences`].
     pub fn paged(spec: &PagedSpec) -> Result<Cache, PagedError> {
         if spec.groups.is_empty() {
             return Err(Unbuildable("a cache needs at least one layer group").into());
@@ -287,17 +290,17 @@ impl Cache {
         Ok(cache)
     }
 
-    /// The face of caches with a prefix index.
+    /// The prefix-index operations; `None` if the cache has no prefix index.
     pub fn prefixes(&mut self) -> Option<Prefixes<'_>> {
         self.index.is_some().then_some(Prefixes { cache: self })
     }
 
-    /// Does content of this kind belong into the index? Without an index, any does.
+    /// Whether the index accepts content of this kind. Always true without an index.
     pub fn accepts(&self, content: &Content<'_>) -> bool {
         self.index.as_ref().is_none_or(|index| index.accepts(content))
     }
 
-    /// What `open` would find. Pure. Nothing without an index.
+    /// The prefix hit that `open` would find. Pure. Empty without an index.
     pub fn lookup(&self, salt: &str, content: &Content<'_>) -> Lookup {
         match &self.index {
             Some(index) => index.lookup(&self.groups, salt, content),
@@ -305,8 +308,8 @@ impl Cache {
         }
     }
 
-    /// The blocks of `group` that `open` would find, in the order of their positions; `None` for those that it would not
-    /// hold, because the window has left them behind. Pure. Empty without an index, or where `group` does not exist.
+    /// The blocks of `group` that `open` would find, in position order; `None` for blocks that it would not use
+    /// because they lie outside the window. Pure. Empty without an index, or if `group` does not exist.
     pub fn lookup_blocks(&self, group: GroupId, salt: &str, content: &Content<'_>) -> Vec<Option<u32>> {
         match &self.index {
             Some(index) => index.lookup_blocks(&self.groups, group, salt, content),
@@ -314,30 +317,31 @@ impl Cache {
         }
     }
 
-    /// Positions that a query of `group` sees, its own included; `None` if it sees all, or there are no blocks.
+    /// Sliding window of `group`: the positions that a query sees, its own included. `None` if a query sees all, or
+    /// if the kind has no blocks.
     pub fn window(&self, group: GroupId) -> Option<u32> {
         self.groups.get(group.0 as usize)?.paged()?.window()
     }
 
-    /// While this number stays the same, the index knows the same blocks by the same tokens: of a prompt, `lookup` finds as
-    /// many `hit_tokens` as before, and `lookup_blocks` the same blocks. 0 without an index.
+    /// Version of the index. While it does not change, the index caches the same blocks under the same tokens: for a
+    /// given prompt, `lookup` returns the same `hit_tokens` and `lookup_blocks` the same blocks. 0 without an index.
     pub fn prefix_version(&self) -> u64 {
         self.index.as_ref().map_or(0, |index| index.version)
     }
 
-    /// Blocks of `seq` in `group`, in the order of its positions; `None` for those that have left the window. `None` if
-    /// the kind has no blocks, or there is no such sequence.
+    /// Block table of `seq` in `group`, in position order; `None` entries have left the window. Returns `None` if the
+    /// kind has no blocks, or if there is no such sequence.
     pub fn block_table(&self, group: GroupId, seq: SeqId) -> Option<Vec<Option<u32>>> {
         Some(self.groups.get(group.0 as usize)?.paged()?.block_table(seq)?.collect())
     }
 
-    /// By what [`PrefixEvent`]s name the prefix `tokens` under `salt`, cut to whole blocks; of `seq`s that never named
-    /// a salt it is the empty one. 0 without an index.
+    /// The hash by which [`PrefixEvent`]s name the prefix `tokens` under `salt`, cut to whole blocks. Sequences that
+    /// were opened without a salt have the empty one. 0 without an index.
     pub fn prefix_hash(&self, salt: &str, tokens: &[u32]) -> u64 {
         self.index.as_ref().map_or(0, |index| index.hash(salt, &Content::Tokens(tokens)))
     }
 
-    /// Why `lookup` finds no more. Without an index nothing was ever seen.
+    /// Explains why `lookup` finds no more. Without an index the answer is always `NeverSeen`.
     pub fn explain(&self, salt: &str, content: &Content<'_>, audience: Audience) -> MissReason {
         match &self.index {
             Some(index) => index.explain(&self.groups, salt, content, audience),
@@ -357,9 +361,9 @@ impl Prefixes<'_> {
         self.cache.explain(salt, content, audience)
     }
 
-    /// Make `seq`, and let it hold what the index knows of the prompt `content` under `salt`, without copying a byte:
-    /// it continues at the lookup's `hit_tokens`. Refused if it exists, or if `content` is of another kind than the
-    /// index; then nothing changes. Never for lack of space: it takes none.
+    /// Makes the sequence `seq` and gives it the cached blocks of the prompt `content` under `salt`, without copying
+    /// a byte. It continues at the lookup's `hit_tokens`. Refused, with nothing changed, if `seq` exists or if
+    /// `content` is of another kind than the index. Never refused for lack of space, because it takes no free cells.
     pub fn open(
         &mut self,
         seq: SeqId,
@@ -370,8 +374,8 @@ impl Prefixes<'_> {
         self.open_counted(seq, salt, content, at, true)
     }
 
-    /// [`open`](Self::open), for a prompt that was opened before, and removed: it finds what was stored of itself, and is
-    /// not counted again in [`PrefixReport::opened`].
+    /// Like [`open`](Self::open), for a prompt that was opened before and then removed, as after a preemption. It may
+    /// hit its own stored blocks, and is not counted again in [`PrefixReport::opened`].
     pub fn open_again(
         &mut self,
         seq: SeqId,
@@ -396,19 +400,19 @@ impl Prefixes<'_> {
         Ok(found)
     }
 
-    /// Let the index know the full blocks of `seq`, whose tokens from the first on are `content` (as far as it goes).
-    /// Where it knows a block from elsewhere, `seq` holds that one from now on.
+    /// Adds the full blocks of `seq` to the index. `content` is the tokens of `seq` from the first on, as far as it
+    /// goes. If the index already caches a block with the same content, `seq` uses that one from now on.
     ///
-    /// All of `content` is compared with what is stored for `seq` already, in O(its length): content that differs is
-    /// refused as [`Refused::OtherContent`], and nothing changes. A caller that stores at every step hands over what
-    /// is new with [`store_from`](Self::store_from).
+    /// All of `content` is compared with what is already stored for `seq`, in O(its length). If it differs, the call
+    /// is refused as [`Refused::OtherContent`] and nothing changes. A caller that stores at every step can limit the
+    /// comparison to the new part with [`store_from`](Self::store_from).
     pub fn store(&mut self, seq: SeqId, content: &Content<'_>, at: Moment) -> Result<Stored, Refused> {
         self.store_from(seq, 0, content, at)
     }
 
-    /// [`store`](Self::store), for a caller that has stored what lies before position `from`: blocks of `seq` that are
-    /// stored and begin before it are neither compared again nor counted. `content` still begins with the first token
-    /// of `seq`. O(blocks behind `from`).
+    /// Like [`store`](Self::store), for a caller that has already stored everything before position `from`. Stored
+    /// blocks of `seq` that begin before it are neither compared again nor counted. `content` still begins with the
+    /// first token of `seq`. O(blocks after `from`).
     pub fn store_from(
         &mut self,
         seq: SeqId,
@@ -422,15 +426,15 @@ impl Prefixes<'_> {
         Ok(stored)
     }
 
-    /// Evict idle blocks until `n_tokens` cells are free in every group, or nothing idle is left. Returns the number of
-    /// blocks evicted, of all groups.
+    /// Evicts cached blocks that no sequence uses, until `n_tokens` cells are free in every group or nothing is left
+    /// to evict. Returns the number of evicted blocks, over all groups.
     pub fn make_room(&mut self, n_tokens: u32, at: Moment) -> u32 {
         let Cache { groups, index, epoch, .. } = &mut *self.cache;
         *epoch += 1;
         index.as_mut().expect(CHECKED).make_room(groups, n_tokens, at)
     }
 
-    /// Its figures.
+    /// Statistics of the index.
     pub fn report(&self) -> PrefixReport {
         self.cache.index.as_ref().expect(CHECKED).report()
     }
@@ -444,8 +448,8 @@ mod tests {
     use crate::kinds::{GroupSpec, Visibility};
     use crate::{Span, StepPlan, StepRequest};
 
-    /// What was planned before blocks were evicted may write to cells that are another's by now. Borrows rule it out; if
-    /// they ever do not, it is found.
+    /// A plan made before an eviction may write to cells that now belong to another sequence. The borrow rules
+    /// prevent it; should they fail to, the epoch check catches it.
     #[test]
     #[should_panic(expected = "a plan of epoch 1 met a cache of 2")]
     fn no_plan_outlives_an_eviction() {

@@ -1,4 +1,4 @@
-//! What a cache holds, as data.
+//! The contents of a cache, as data.
 use crate::events::BlockCounters;
 use crate::ids::SeqId;
 
@@ -8,45 +8,46 @@ pub use text::ArenaText;
 /// The state of one cell space.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Cells it can hold.
+    /// Total number of cells.
     pub capacity_cells: u32,
-    /// Cells that are not free: those that a token or a node holds. In kinds that hand out blocks, all cells of the
-    /// blocks that are held or idle, filled or not ([`BlockReport::unused_cells`]).
+    /// Cells that are not free, that is, that hold a token or a node. In kinds that hand out blocks: all cells of the
+    /// blocks that are in use or cached, filled or not ([`BlockReport::unused_cells`]).
     pub used_cells: u32,
     /// One past the highest occupied cell. Shrinks when the top cells are freed.
     pub high_water: u32,
     /// Ascending by id.
     pub sequences: Vec<SequenceReport>,
-    /// Of kinds that hand out blocks.
+    /// Block counts, for kinds that hand out blocks.
     pub blocks: Option<BlockReport>,
 }
 
-/// The blocks of one cell space. `total` = held + `idle` + `free`.
+/// The blocks of one cell space. Every block is held by a sequence, `idle` (cached only) or `free`; `total` is their
+/// sum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockReport {
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_tokens: u32,
-    /// Blocks.
+    /// Number of blocks.
     pub total: u32,
-    /// Blocks that nobody holds and no index knows.
+    /// Blocks that no sequence uses and the prefix index does not cache.
     pub free: u32,
-    /// Blocks that an index knows and nobody holds: room can be made of them.
+    /// Cached blocks that no sequence uses. They can be evicted.
     pub idle: u32,
-    /// Cells of held blocks that nobody has filled: behind the ends of sequences, in their last blocks.
+    /// Unfilled cells of blocks in use: those after the ends of sequences, in their last blocks.
     pub unused_cells: u32,
-    /// What happened so far.
+    /// Event counts so far.
     pub counters: BlockCounters,
 }
 
 impl BlockReport {
-    /// The share of the free blocks that the largest request cannot have. 0, always: a block table takes blocks wherever
-    /// they lie, so that all free ones serve any request. A number here so that kinds can be compared; an arena's is not 0
-    /// ([`ArenaReport`](crate::arena::ArenaReport::external_fragmentation)).
+    /// The share of free blocks that the largest request cannot use. Always 0: a block table takes blocks from
+    /// anywhere, so every free block serves any request. The method exists so that kinds can be compared; for an
+    /// arena it is not 0 ([`ArenaReport`](crate::arena::ArenaReport::external_fragmentation)).
     pub fn external_fragmentation(&self) -> f64 {
         0.0
     }
 
-    /// The share of the cells of held blocks that nobody has filled. 0 if nothing is held.
+    /// The share of unfilled cells in blocks that sequences use. 0 if no block is in use.
     pub fn internal_fragmentation(&self) -> f64 {
         let held = self.total - self.free - self.idle;
         match u64::from(held) * u64::from(self.block_tokens) {
@@ -56,43 +57,43 @@ impl BlockReport {
     }
 }
 
-/// Who uses one block.
+/// The state of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockUse {
-    /// Nobody.
+    /// No sequence uses it, and it is not cached.
     Free,
-    /// The index knows it; room can be made of it.
+    /// Cached by the prefix index and used by no sequence; it can be evicted.
     Idle,
-    /// So many sequences.
+    /// Used by this many sequences (its ref_count).
     Held(u32),
 }
 
 /// The state of one sequence in one cell space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SequenceReport {
-    /// Its id.
+    /// The sequence's id.
     pub seq: SeqId,
-    /// Tokens held.
+    /// Tokens stored.
     pub len: u32,
-    /// Position of its next token.
+    /// Position of the next token.
     pub next_position: u32,
-    /// Nodes that wait for a verdict.
+    /// Speculative nodes that are neither accepted nor discarded yet.
     pub n_nodes: u32,
-    /// Runs of cells its committed tokens lie in.
+    /// Number of runs of cells that hold the committed tokens.
     pub n_extents: u32,
 }
 
-/// How full one cell space is: what admission asks, in O(1), where a [`Report`] walks all sequences.
+/// How full one cell space is. Admission reads this in O(1); a [`Report`] walks all sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// Cells are handed out in blocks of this many.
+    /// Cells per block.
     pub block_tokens: u32,
-    /// Cells it can hold.
+    /// Total number of cells.
     pub capacity_cells: u32,
-    /// Cells that nobody holds and no index knows.
+    /// Cells that no sequence uses and the prefix index does not cache.
     pub free_cells: u32,
-    /// Cells that an index knows and nobody holds.
+    /// Cached cells that no sequence uses.
     pub idle_cells: u32,
-    /// Do its sequences let go of what leaves a window?
+    /// True if sequences free the tokens that leave their sliding window.
     pub lets_go: bool,
 }

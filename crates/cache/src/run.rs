@@ -1,11 +1,11 @@
-//! Runs of neighbouring cells: the unit in which cells are written, read and moved.
+//! Runs of contiguous cells: the unit in which cells are written, read and moved.
 
-/// `len` neighbouring cells from `start`.
+/// `len` contiguous cells from `start`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
     /// First cell.
     pub start: u32,
-    /// Cells.
+    /// Number of cells.
     pub len: u32,
 }
 
@@ -14,17 +14,17 @@ impl Run {
     pub fn end(self) -> u32 {
         self.start + self.len
     }
-    /// Is `cell` one of them?
+    /// Whether `cell` lies in the run.
     pub fn contains(self, cell: u32) -> bool {
         cell >= self.start && cell < self.end()
     }
-    /// All of them, ascending.
+    /// All cells of the run, ascending.
     pub fn cells(self) -> std::ops::Range<u32> {
         self.start..self.end()
     }
 }
 
-/// Append `run`, melting it into a neighbour that ends where it starts.
+/// Appends `run`, merging it into the last run if that one ends where `run` starts.
 pub fn push_run(runs: &mut Vec<Run>, run: Run) {
     match runs.last_mut() {
         Some(last) if last.end() == run.start => last.len += run.len,

@@ -1,11 +1,11 @@
-//! Blocks that several threads take from and give back to.
+//! A thread-safe block pool.
 //!
-//! For what a cache's own bookkeeping does not cover: staging buffers, host blocks, one budget under several
-//! engines. One mutex guards it; who waits is served in the order of arrival.
+//! For what a cache's own bookkeeping does not cover: staging buffers, host blocks, one budget for several engines.
+//! One mutex guards the pool; waiting requests are served in order of arrival.
 //!
-//! It promises that a block belongs to one [`OwnedBlocks`] at a time, that nobody overtakes who waits (a large request
-//! cannot be starved by small ones), and that a waiter who gives up wakes the next. It refuses to wait for what can never
-//! come: a request for more than there are is answered at once.
+//! A block belongs to one [`OwnedBlocks`] at a time. No request overtakes a waiting one, so small requests cannot
+//! starve a large one. A request that times out wakes the next. A request for more blocks than exist is refused at
+//! once instead of waiting.
 mod sync;
 
 #[cfg(test)]
@@ -16,7 +16,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 use sync::{Condvar, Mutex, MutexGuard};
 
-/// See the module. Clones share the same blocks.
+/// A thread-safe block pool; see the [module](self). Clones share the same blocks.
 #[derive(Clone)]
 pub struct SharedBlocks {
     shared: Arc<Shared>,
@@ -28,11 +28,11 @@ struct Shared {
 }
 
 struct State {
-    /// The last one given back is the first to be given out: it may still be warm.
+    /// A stack: the block released last is handed out first, because it may still be in a CPU cache.
     free: Vec<u32>,
-    /// In order of arrival. Whenever the mutex is free, the first of them wants more than is free.
+    /// In order of arrival. While the mutex is unlocked, the first request wants more blocks than are free.
     queue: VecDeque<Waiter>,
-    /// By ticket: taken out of `free`, and not yet fetched by whom they are for.
+    /// By ticket: blocks taken from `free` for a waiting request whose thread has not picked them up yet.
     served: BTreeMap<u64, Vec<u32>>,
     n_tickets: u64,
 }
@@ -43,7 +43,8 @@ struct Waiter {
     wake: Arc<Condvar>,
 }
 
-/// Blocks of a [`SharedBlocks`], owned. Dropping them gives them back and serves who waits.
+/// Blocks of a [`SharedBlocks`], owned by the caller. Dropping them returns them to the pool and serves waiting
+/// requests.
 #[must_use = "blocks that are dropped are free again"]
 pub struct OwnedBlocks {
     ids: Vec<u32>,
@@ -51,7 +52,7 @@ pub struct OwnedBlocks {
 }
 
 impl SharedBlocks {
-    /// All of `n_blocks` blocks free.
+    /// Makes a pool of `n_blocks` free blocks.
     pub fn new(n_blocks: u32) -> SharedBlocks {
         let state = State {
             free: (0..n_blocks).rev().collect(),
@@ -62,27 +63,28 @@ impl SharedBlocks {
         SharedBlocks { shared: Arc::new(Shared { n_blocks, state: Mutex::new(state) }) }
     }
 
-    /// Blocks in it.
+    /// Total number of blocks.
     pub fn n_blocks(&self) -> u32 {
         self.shared.n_blocks
     }
-    /// Blocks that nobody owns.
+    /// Number of free blocks.
     pub fn n_free(&self) -> u32 {
         self.shared.lock().free.len() as u32
     }
-    /// Requests in the queue.
+    /// Number of waiting requests.
     pub fn n_waiting(&self) -> usize {
         self.shared.lock().queue.len()
     }
 
-    /// `n` blocks now. `None` if fewer are free, or if somebody waits: then these are his.
+    /// Takes `n` blocks without waiting. `None` if fewer are free, or if another request is waiting, because that one
+    /// comes first.
     pub fn allocate(&self, n: u32) -> Option<OwnedBlocks> {
         let ids = self.shared.lock().allocate(n)?;
         Some(OwnedBlocks { ids, shared: Arc::clone(&self.shared) })
     }
 
-    /// `n` blocks as soon as everyone who came before is served and they are free. `None` if that is not before
-    /// `deadline`, or if there are fewer in all.
+    /// Takes `n` blocks, waiting until all earlier requests are served and enough blocks are free. `None` if that
+    /// does not happen before `deadline`, or if the pool has fewer than `n` blocks.
     pub fn allocate_waiting(&self, n: u32, deadline: Instant) -> Option<OwnedBlocks> {
         if n > self.shared.n_blocks {
             return None;
@@ -100,13 +102,13 @@ impl SharedBlocks {
             let passed;
             (state, passed) = sync::wait_until(&wake, &shared.state, state, deadline);
             if let Some(ids) = state.served.remove(&ticket) {
-                return blocks(ids); // also if it is late: they are here
+                return blocks(ids); // even after the deadline: the blocks are assigned already
             }
             if passed {
                 let at = state.queue.iter().position(|waiter| waiter.ticket == ticket);
                 let at = at.unwrap_or_else(|| panic!("ticket {ticket} neither waits nor is served"));
                 state.queue.remove(at);
-                state.serve(); // who came after may want less
+                state.serve(); // a later request may want fewer blocks
                 return None;
             }
         }
@@ -114,8 +116,7 @@ impl SharedBlocks {
 }
 
 impl Shared {
-    /// No invariant is broken in the middle of a critical section, so a thread that panicked elsewhere poisons
-    /// nothing.
+    /// Every critical section keeps the invariants at each point, so a poisoned mutex is safe to use.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -127,7 +128,7 @@ impl State {
         self.queue.is_empty().then(|| self.free.split_off(free_after))
     }
 
-    /// Serve from the head of the queue until one wants more than is free.
+    /// Serves waiting requests in order, until one wants more blocks than are free.
     fn serve(&mut self) {
         while let Some(first) = self.queue.front() {
             let Some(free_after) = self.free.len().checked_sub(first.n_blocks as usize) else { return };
@@ -139,7 +140,7 @@ impl State {
 }
 
 impl OwnedBlocks {
-    /// Which ones. In no order.
+    /// The block numbers, in no particular order.
     pub fn ids(&self) -> &[u32] {
         &self.ids
     }

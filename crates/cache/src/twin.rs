@@ -1,11 +1,11 @@
-//! The stupid twin: what a cache means, with nothing clever in it.
+//! The reference model ("twin"): what a cache must do, implemented as simply as possible.
 //!
-//! A [`Twin`] keeps `(sequence, position) → value` in maps, speculative nodes with their parents beside them, and
-//! evaluates the visibility rule token by token. A value is the number of the write that made it, so no two tokens
-//! of a run bear the same. It knows nothing of cells: what a cache reads is compared with it, never computed by it.
+//! A [`Twin`] stores `(sequence, position) → value` in maps, plus the speculative nodes with their parents, and
+//! evaluates the visibility rule token by token. A value is the number of the write that made it, so no two tokens of
+//! a run have the same value. The model has no cells: a cache's reads are compared with it, never computed by it.
 //!
-//! Whoever drives a cache can drive a twin beside it: ask [`Twin::visible`] what every token of a batch must
-//! see, perform the step, tell the twin with [`Twin::apply`]. [`Drive`] does so with random operations.
+//! Any code that drives a cache can drive a twin next to it: ask [`Twin::visible`] what every token of a batch must
+//! see, execute the step, then call [`Twin::apply`]. [`Drive`] does this with random operations.
 use crate::ids::*;
 use crate::kinds::{GroupSpec, Visibility};
 use crate::request::{New, Refused, Span, StepRequest};
@@ -19,12 +19,12 @@ pub use choices::{Choices, SplitMix64};
 pub use drive::{Drive, replay};
 pub use operation::{Fate, Operation, OwnedSpan, OwnedTokens};
 
-/// The semantics of one kind. The names are those of [`KINDS`](crate::kinds::KINDS).
+/// The semantics of a cache kind, by the names of [`KINDS`](crate::kinds::KINDS).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Model {
     /// One sequence; `rewind`.
     Contiguous,
-    /// One sequence; forgets what no later query can see.
+    /// One sequence; drops what no later query can see.
     Ring,
     /// Many sequences: `cells` and `paged`.
     Cells,
@@ -33,12 +33,13 @@ pub enum Model {
 }
 
 impl Model {
-    /// The semantics of the kind `name`, if a twin knows it.
+    /// The semantics of the kind `name`; `None` if the reference model does not know it.
     pub fn of(name: &str) -> Option<Model> {
         match name {
             "contiguous" => Some(Model::Contiguous),
             "ring" => Some(Model::Ring),
-            // What it refuses beyond them, its own twin knows (tests/paged.rs): scripts for it keep to prefixes and tails.
+            // `paged` refuses more operations than `cells`; tests/paged.rs has its own reference model. Scripts that
+            // use this one on `paged` copy prefixes and remove tails only.
             "cells" | "paged" => Some(Model::Cells),
             "tree" => Some(Model::Tree),
             _ => None,
@@ -49,13 +50,13 @@ impl Model {
     }
 }
 
-/// What a query sees: the value, and its index in the sequence (the position; for a node, the committed end plus
-/// the node's number).
+/// What a query sees: a value, and its index in the sequence (the position, or for a node the committed end plus the
+/// node's number).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Seen {
-    /// The write that made it.
+    /// The number of the write that made it.
     pub value: u64,
-    /// What [`ReadItem::first_index`](crate::ReadItem) counts.
+    /// The same index as in [`ReadItem::first_index`](crate::ReadItem).
     pub index: u32,
 }
 
@@ -73,7 +74,7 @@ struct TwinSequence {
     nodes: Vec<TwinNode>,
 }
 
-/// See the module.
+/// The reference model of a cache. See the [module](self).
 #[derive(Clone, Debug)]
 pub struct Twin {
     model: Model,
@@ -84,7 +85,7 @@ pub struct Twin {
 }
 
 impl Twin {
-    /// The twin of a cache with these layer groups, which hold the same tokens.
+    /// Makes the reference model of a cache with these layer groups, which all hold the same tokens.
     pub fn new(model: Model, groups: &[GroupSpec]) -> Self {
         assert!(!groups.is_empty(), "a cache needs at least one layer group");
         let mut twin = Twin { model, groups: groups.to_vec(), sequences: BTreeMap::new(), n_writes: 0 };
@@ -92,7 +93,7 @@ impl Twin {
         twin
     }
 
-    /// Forget every sequence. Values are not used again.
+    /// Removes every sequence. Values are not reused.
     pub fn clear(&mut self) {
         self.sequences.clear();
         if !self.model.holds_many() {
@@ -121,7 +122,7 @@ impl Twin {
         self.sequences.get(&seq).map_or(Vec::new(), |s| s.nodes.iter().map(|node| node.parent).collect())
     }
 
-    /// `(position, value)` of every committed token that a group with this rule must still hold, ascending.
+    /// `(position, value)` of every committed token that a group with this visibility must still store, ascending.
     pub fn held(&self, seq: SeqId, visibility: Visibility) -> Option<Vec<(u32, u64)>> {
         let sequence = self.sequences.get(&seq)?;
         let next = sequence.next_position;
@@ -129,7 +130,7 @@ impl Twin {
         Some(tokens.filter(|(p, _)| self.model != Model::Ring || visibility.sees(next, *p)).collect())
     }
 
-    /// Every value that a group with this rule must still hold, speculation included.
+    /// Every value that a group with this visibility must still store, speculative nodes included.
     pub fn live(&self, visibility: Visibility) -> BTreeSet<u64> {
         let mut live = BTreeSet::new();
         for (&seq, sequence) in &self.sequences {
@@ -144,20 +145,20 @@ impl Twin {
         self.sequences.get(&seq).map_or(Vec::new(), |s| s.nodes.iter().map(|node| node.value).collect())
     }
 
-    /// Values that the tokens of the next applied batch will bear, in batch order.
+    /// The values that the tokens of the next applied batch will get, in batch order.
     pub fn new_values(&self, request: &StepRequest<'_>) -> std::ops::Range<u64> {
         let n_tokens: u64 = request.spans.iter().map(|span| u64::from(n_tokens(span))).sum();
         self.n_writes..self.n_writes + n_tokens
     }
 
-    /// The values that each token of the batch must see, in batch order, under the rule of one layer group.
-    /// The request must be one that is [not refused](Twin::refusal).
+    /// The values that each token of the batch must see, in batch order, under the visibility of one layer group. The
+    /// request must be one that is [not refused](Twin::refusal).
     pub fn visible(&self, request: &StepRequest<'_>, visibility: Visibility) -> Vec<BTreeSet<u64>> {
         let seen = self.seen(request, visibility);
         seen.into_iter().map(|token| token.into_iter().map(|seen| seen.value).collect()).collect()
     }
 
-    /// The same with the index of each value, ascending by value.
+    /// Like [`visible`](Twin::visible), with the index of each value, ascending by value.
     pub fn seen(&self, request: &StepRequest<'_>, visibility: Visibility) -> Vec<Vec<Seen>> {
         let mut after = self.clone();
         after.apply(request);
@@ -171,7 +172,7 @@ impl Twin {
         after.positions_of_last(request)
     }
 
-    /// [`Twin::positions`], asked of the twin that has just applied the request.
+    /// [`Twin::positions`], for a request that has just been applied.
     fn positions_of_last(&self, request: &StepRequest<'_>) -> Vec<u32> {
         let mut positions = Vec::new();
         for span in request.spans {
@@ -186,7 +187,7 @@ impl Twin {
         positions
     }
 
-    /// [`Twin::seen`], asked of the twin that has just applied the request.
+    /// [`Twin::seen`], for a request that has just been applied.
     fn seen_by_last(&self, request: &StepRequest<'_>, visibility: Visibility) -> Vec<Vec<Seen>> {
         let mut answer = Vec::new();
         for span in request.spans {
@@ -221,7 +222,7 @@ impl Twin {
         answer
     }
 
-    /// Why a cache must refuse this step; `None` if it must accept it.
+    /// The reason why a cache must refuse this step; `None` if it must accept it.
     pub fn refusal(&self, request: &StepRequest<'_>) -> Option<Refused> {
         if request.spans.is_empty() {
             return Some(Refused::Empty);
@@ -284,7 +285,7 @@ impl Twin {
         None
     }
 
-    /// The step has happened. It must be one that is [not refused](Twin::refusal).
+    /// Applies the step. It must be one that is [not refused](Twin::refusal).
     pub fn apply(&mut self, request: &StepRequest<'_>) {
         for span in request.spans {
             let sequence = self.sequences.get_mut(&span.seq).expect("the step was not refused");
@@ -410,7 +411,7 @@ impl Twin {
     }
 }
 
-/// Tokens of one span.
+/// Number of tokens of one span.
 fn n_tokens(span: &Span<'_>) -> u32 {
     match span.new {
         New::Chain(n) => n,

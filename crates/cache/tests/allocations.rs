@@ -1,10 +1,11 @@
-//! A step allocates nothing once its buffers have grown: a turn of decoding must not wait for the allocator.
+//! A step allocates no memory once its buffers have grown, so that decoding never waits for the allocator.
 mod stepping;
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::*;
 use stepping::*;
 
-/// Allocations of `n_steps` turns in which every sequence decodes one token, or proposes and settles a tree.
+/// Counts allocations over `n_steps` steps in which every sequence decodes one token, or proposes and settles a draft
+/// tree.
 fn allocations(kind: &str, window: Option<u32>, n_sequences: u32, n_steps: u32, speculate: bool) -> u64 {
     let visibility = Visibility { window, sinks: 4 };
     let mut it = with(kind, GroupSpec { capacity_tokens: 1 << 14, visibility, max_step_tokens: 64 });
@@ -29,7 +30,7 @@ fn allocations(kind: &str, window: Option<u32>, n_sequences: u32, n_steps: u32, 
             spans.iter().for_each(|span| trees.commit_path(span.seq, &[NodeId(0), NodeId(2)]).unwrap());
         }
     };
-    // Bookkeeping doubles where pools do: past 512 cells it is good for 1,024.
+    // Bookkeeping doubles together with the pools: past 512 cells it suffices for 1,024.
     (0..460).for_each(|_| turn(&mut it));
     allocation_counter::measure(|| (0..n_steps).for_each(|_| turn(&mut it))).count_total
 }
@@ -44,7 +45,7 @@ fn a_step_allocates_nothing_after_warm_up() {
     assert_eq!(allocations("tree", None, 1, 20, true), 0, "a tree in every step");
 }
 
-/// Sequences that take turns get a new extent with every stripe; their lists double now and then.
+/// Sequences that decode in turn get a new extent with every stripe; their extent lists double occasionally.
 #[test]
 fn sequences_that_take_turns_hardly_allocate() {
     let n_steps = 400;
@@ -54,7 +55,7 @@ fn sequences_that_take_turns_hardly_allocate() {
     }
 }
 
-/// A capacity is a promise, not a price: the bookkeeping of cells nobody reached takes nothing.
+/// Capacity costs nothing by itself: no bookkeeping is allocated for cells that were never used.
 #[test]
 fn an_enormous_capacity_costs_what_is_used_of_it() {
     for kind in ["contiguous", "cells", "tree"] {
@@ -72,8 +73,8 @@ fn an_enormous_capacity_costs_what_is_used_of_it() {
     }
 }
 
-/// Blocks that leave a window and that the index knows are handed from the pool to the index at every step, in a buffer
-/// that goes back and forth: a pool that never got it back allocated another one each time.
+/// Cached blocks that leave a window are passed from the pool to the index at every step, in a buffer that is passed
+/// back. Regression test: a pool that did not get its buffer back allocated a new one each time.
 #[test]
 fn indexed_blocks_leave_a_window_without_allocating() {
     let visibility = Visibility { window: Some(600), sinks: 0 };
@@ -86,7 +87,7 @@ fn indexed_blocks_leave_a_window_without_allocating() {
     it.cache.prefixes().unwrap().open(A, "", &prompt, at).unwrap();
     it.grow(A, 512);
     it.cache.prefixes().unwrap().store(A, &prompt, at).unwrap();
-    // The window lets go of the first block at 600 tokens; lists have room for 1,024.
+    // The window drops its first block at 600 tokens; the lists have space for 1,024.
     (512..700).for_each(|_| _ = it.grow(A, 1));
     let idle = |it: &Stepping| it.report().blocks.unwrap().counters.fell_idle;
     let before = idle(&it);

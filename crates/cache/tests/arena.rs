@@ -1,4 +1,4 @@
-//! The arena: allocators against bitmaps, the whole against a simulated memory, and the figures of its source.
+//! The arena: allocators compared with bitmaps, the whole with a simulated memory, and the figures of its source.
 use kvist_cache::arena::{self, *};
 use kvist_cache::twin::Choices;
 use kvist_cache::{BlockEvent, Change, Reason, SeqId};
@@ -13,7 +13,7 @@ fn build(name: &str, n_blocks: u32) -> Box<dyn Allocator> {
     arena::build(name, n_blocks).expect("an allocator of the table")
 }
 
-/// Which blocks are taken, searched from end to end.
+/// Which blocks are taken, searched linearly.
 struct Bitmap {
     buddies: bool,
     taken: Vec<bool>,
@@ -26,8 +26,8 @@ impl Bitmap {
     fn first_free(&self, len: u64, step: u64) -> Option<u64> {
         (0..self.taken.len() as u64).step_by(step as usize).find(|&start| self.is_free(start, len))
     }
-    /// The lowest run of `n` blocks. Of buddies: the lowest aligned run that is free and not part of a larger one,
-    /// of the smallest size that suffices.
+    /// The lowest run of `n` blocks. For buddies: the lowest aligned free run of the smallest sufficient size that is
+    /// not part of a larger free run.
     fn find(&self, n: u32) -> Option<Handle> {
         let size = u64::from(if self.buddies { n.next_power_of_two() } else { n });
         let handle = |start: u64| Handle { start: start as u32, len: n, reserved: size as u32 };
@@ -123,15 +123,15 @@ fn allocators_agree_with_bitmaps() {
     }
 }
 
-/// An arena, the memory that a backend would hold, and what should be in it.
+/// An arena, the memory that a backend would have, and its expected content.
 struct Simulation {
     arena: Arena,
     memory: Vec<u64>, // [blocks · block_tokens]
     texts: BTreeMap<SeqId, Vec<u64>>,
-    /// Oldest first.
+    /// Least recently used first.
     uses: Vec<SeqId>,
     n_written: u64,
-    /// Who has each block, as the events tell, and what they told last.
+    /// The owner of each block according to the events, and the events of the last operation.
     owners: BTreeMap<u32, SeqId>,
     events: Vec<BlockEvent>,
     n_moved: u64,
@@ -162,7 +162,7 @@ impl Simulation {
         self.uses.retain(|&other| other != seq);
         self.texts.remove(&seq);
     }
-    /// The least recently used go first, and nobody else.
+    /// Checks that exactly the least recently used sequences were evicted.
     fn evicted(&mut self, evicted: &[SeqId], keep: SeqId) {
         let oldest: Vec<SeqId> = self.uses.iter().copied().filter(|&seq| seq != keep).collect();
         assert_eq!(oldest[..evicted.len()], *evicted);
@@ -188,7 +188,7 @@ impl Simulation {
         done
     }
 
-    /// Execute and commit; or stop after some bytes and drop.
+    /// Executes and commits the append, or stops after some bytes and drops it.
     fn append(
         &mut self,
         seq: SeqId,
@@ -273,7 +273,7 @@ impl Simulation {
         assert_eq!((&now.sequences, now.free_blocks), (&before.sequences, before.free_blocks));
     }
 
-    /// The log of the last operation, applied to a map of owners, one event after the other.
+    /// Applies the events of the last operation to a map of owners, one by one.
     fn follow(&mut self) {
         self.events.clear();
         self.arena.drain_events(&mut self.events);
@@ -298,13 +298,14 @@ impl Simulation {
                 }
                 _ => panic!("{event:?} does not happen in an arena"),
             }
-            // A plan changes blocks when it is committed, and is not counted among those before it.
+            // The events of a plan are recorded at its commit, and their step does not count that commit.
             let committed = matches!(reason, Reason::Append | Reason::Resize);
             assert!(event.step + u64::from(committed) <= self.n_steps, "{event:?}");
         }
     }
 
-    /// Every token can be read back, no two handles overlap, the figures are right, and the log told all of it.
+    /// Checks that every token can be read back, no two handles overlap, the figures are right, and the events are
+    /// complete.
     fn check(&mut self) {
         self.follow();
         let report = self.arena.report();
@@ -389,8 +390,8 @@ fn nothing_is_lost_and_nothing_overlaps() {
     }
 }
 
-/// The source's example: 512 tokens in 32 blocks of 16 leave no room, and the token with index 512 lies in the
-/// block after the 32nd, not in the second.
+/// The example of the source: 512 tokens fill 32 blocks of 16, and the token with index 512 goes to the block after
+/// the 32nd, not to the second.
 #[test]
 fn the_513th_token_grows_the_handle_or_is_refused() {
     for (name, _) in ALLOCATORS {
@@ -420,8 +421,8 @@ fn the_513th_token_grows_the_handle_or_is_refused() {
     }
 }
 
-/// "Zero fragmentation" was the claim. Every second of eight sequences goes: half of the blocks are free, and no
-/// request for more than one sequence's worth finds a place. The refusal says so.
+/// The source claimed "zero fragmentation". Every second of eight sequences is freed: half of the blocks are free,
+/// but no request for more than one sequence's blocks fits. The refusal says so.
 #[test]
 fn fragmentation_is_measured() {
     let mut it = Simulation::new("first_fit", 64, 16);
@@ -440,7 +441,7 @@ fn fragmentation_is_measured() {
     assert_eq!((shrunk.tokens, shrunk.handle.len), (128, 8));
 }
 
-/// What buddies round up is reported as waste, and used to grow without a move.
+/// Blocks that the buddy allocator adds by rounding up are reported as waste, and allow growth without a move.
 #[test]
 fn buddies_reserve_powers_of_two() {
     let mut it = Simulation::new("buddy", 64, 1);
@@ -454,7 +455,7 @@ fn buddies_reserve_powers_of_two() {
     assert_eq!(it.arena.report().internal_fragmentation(), 0.0);
 }
 
-/// A grown handle that cannot stay takes its used blocks along; until the commit the old ones are whole.
+/// A handle that cannot grow in place takes its used blocks along. Until the commit the old blocks stay intact.
 #[test]
 fn growth_by_a_move_is_a_plan() {
     let mut it = Simulation::new("first_fit", 16, 4);
@@ -528,7 +529,7 @@ const SEVEN_B: Layout = Layout {
     head_dim: 64,
 };
 
-/// The source counted the keys alone (8 GiB), and 207,208 elements before block 101.
+/// The source counted the keys only (8 GiB), and 207,208 elements before block 101.
 #[test]
 fn sizes_and_offsets_are_right() {
     assert_eq!(SEVEN_B.elements(), Some(2_147_483_648));
@@ -561,7 +562,7 @@ fn sizes_and_offsets_are_right() {
     assert_eq!(absurd.keys(0, Handle { start: 0, len: 0, reserved: 0 }, 0), None);
 }
 
-/// Views against a walk through the buffer in its own order; every element is met once.
+/// Compares views with a walk through the buffer in its own order; every element is visited once.
 #[test]
 fn views_find_every_element() {
     for order in [BufferOrder::BlockMajor, BufferOrder::HeadMajor] {
@@ -609,7 +610,8 @@ fn views_find_every_element() {
     }
 }
 
-/// The source's dump: four sequences in 60 blocks. It called them 2048 MB of 8 GB; they are 480 MiB of 16 GiB.
+/// The source's dump: four sequences in 60 blocks. It reported 2048 MB of 8 GB; the correct figures are 480 MiB of 16
+/// GiB.
 #[test]
 fn the_dump_has_right_figures() {
     let mut it = Simulation::new("first_fit", 2048, 16);
@@ -639,7 +641,8 @@ fn the_dump_has_right_figures() {
     assert_eq!(lines[32].trim_start(), format!("{} {}", 2048 - 64, ".".repeat(64)));
 }
 
-/// A map that would not fit on a page shows groups of blocks, and what buddies reserve is shown as theirs.
+/// A map that would not fit on a page shows groups of blocks. Blocks that a buddy allocator reserves are shown as
+/// their sequence's.
 #[test]
 fn large_maps_are_grouped() {
     let mut it = Simulation::new("buddy", 8192, 1);
@@ -653,7 +656,7 @@ fn large_maps_are_grouped() {
     assert_eq!(row.trim_start(), format!("0 aa+{}", ".".repeat(61)));
 }
 
-/// Nobody who does not ask hears, or keeps, what happens to blocks.
+/// Block events are neither reported nor stored unless recording is on.
 #[test]
 fn the_log_is_off_until_it_is_asked_for() {
     let mut arena = Arena::new(4, build("first_fit", 8)).unwrap();

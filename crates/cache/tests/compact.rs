@@ -1,4 +1,4 @@
-//! Compaction: a plan of rounds that the backend executes, after which the fast path is back.
+//! Compaction: rounds of copies that the backend executes. Afterwards the fast path applies again.
 mod stepping;
 use kvist_cache::*;
 use stepping::*;
@@ -7,7 +7,7 @@ fn n_cells(rounds: &[Vec<CellCopy>]) -> u32 {
     rounds.iter().flatten().map(|copy| copy.len).sum()
 }
 
-/// Sequences that decode in turn lie stripe by stripe among each other; afterwards each is one run, in order.
+/// Sequences that decode in turn are interleaved stripe by stripe. After compaction each is one run, in order.
 #[test]
 fn the_fast_path_comes_back() {
     for kind in ["cells", "tree"] {
@@ -37,7 +37,7 @@ fn the_fast_path_comes_back() {
     }
 }
 
-/// Copies are merged: a long run moves as one.
+/// Copies are merged: a long run moves as one copy.
 #[test]
 fn moves_are_long_runs() {
     let mut it = full("cells", 4_096);
@@ -49,7 +49,7 @@ fn moves_are_long_runs() {
     assert_eq!(it.compact(), [[CellCopy { from: 1_008, to: 0, len: 900 }]]);
 }
 
-/// A shared trunk is laid once, at its first owner; the branches follow.
+/// A shared prefix is placed once, with its first owner; the branches follow.
 #[test]
 fn a_shared_trunk_is_laid_once() {
     let mut it = full("cells", 512);
@@ -67,7 +67,7 @@ fn a_shared_trunk_is_laid_once() {
     assert_eq!((report.used_cells, report.high_water), (130, 130));
 }
 
-/// Two sequences that stand in each other's place are a cycle: any free cell breaks it, none leaves it as it is.
+/// Two sequences in each other's target cells form a cycle. Any free cell breaks it; without one, nothing moves.
 #[test]
 fn cycles_are_broken_through_free_cells() {
     for (capacity, n_free) in [(65, 1), (64, 0), (96, 32)] {
@@ -75,7 +75,7 @@ fn cycles_are_broken_through_free_cells() {
         it.sequences().seq_new(B).unwrap();
         it.grow(B, 32);
         it.sequences().seq_new(A).unwrap();
-        it.grow(A, 32); // A comes first in the order of ids and lies last
+        it.grow(A, 32); // A is first in the order of ids but last in memory
         let rounds = it.compact();
         let extents: Vec<u32> = it.report().sequences.iter().map(|s| s.n_extents).collect();
         assert_eq!(extents, [1, 1], "{n_free} free");
@@ -89,8 +89,8 @@ fn cycles_are_broken_through_free_cells() {
     }
 }
 
-/// It ends, from any state: no round may cost more than it gains. Every state here is one that decoding in turn,
-/// forks and removals leave, with from no to many free cells.
+/// Compaction terminates from any state. Every state here results from decoding in turn, forks and removals, with
+/// anywhere from no to many free cells.
 #[test]
 fn it_terminates() {
     let mut worst = 0.0_f64;
@@ -120,7 +120,7 @@ fn it_terminates() {
                 }
             }
             let used = it.report().used_cells;
-            let rounds = it.compact(); // would not return
+            let rounds = it.compact(); // must terminate
             let report = it.report();
             assert!(rounds.len() as u32 <= 2 * used, "{} rounds for {used} cells", rounds.len());
             assert!(n_cells(&rounds) <= 2 * used, "{} copies for {used} cells", n_cells(&rounds));
@@ -134,7 +134,7 @@ fn it_terminates() {
     println!("at worst {worst:.2} copies per cell in use");
 }
 
-/// A round that is dropped, or whose copies were half made, changes nothing: its targets were free.
+/// A round that is dropped, or whose copies were only partly made, changes nothing: its targets were free.
 #[test]
 fn a_dropped_round_changes_nothing() {
     let mut it = full("cells", 128);

@@ -1,11 +1,11 @@
-//! Every defect of the seed documents that touches bookkeeping. Each test opens with the story of its bug.
+//! Every defect of the seed documents that concerns bookkeeping. Each test begins with a description of its bug.
 mod stepping;
 use kvist_cache::kinds::{GroupSpec, Visibility, build};
 use kvist_cache::*;
 use stepping::*;
 
-/// The seed read `[0, end)` whenever one sequence was asked for. A second, idle sequence in lower cells was then
-/// attended to as if it were the past of the first.
+/// The seed read `[0, end)` whenever one sequence was in the step. A second, inactive sequence in lower cells was
+/// then attended to as if it were the first one's past.
 #[test]
 fn an_idle_sequence_in_lower_cells_is_not_read() {
     for kind in ["cells", "tree"] {
@@ -19,15 +19,15 @@ fn an_idle_sequence_in_lower_cells_is_not_read() {
         assert_eq!(window, Window { run: Run { start: 32, len: 6 }, causal: false }, "{kind}");
         assert_eq!(it.seen(), [(32..38).collect::<Vec<_>>()], "{kind}");
 
-        // Turns interleave the stripes: A continues behind B, and is no longer one run.
+        // Decoding in turn interleaves the stripes: A continues behind B, and is no longer one run.
         assert_eq!(it.grow(A, 30), None, "{kind}");
         let b_between = it.seen().iter().flatten().any(|cell| (32..48).contains(cell));
         assert!(!b_between, "{kind}: A reads the stripe of B: {:?}", it.reads().items);
     }
 }
 
-/// After a prefix was removed the first cell of a sequence is not 0; the seed went on reading from 0, that is,
-/// freed cells.
+/// After a prefix is removed, the first cell of a sequence is not 0. The seed kept reading from 0, that is, freed
+/// cells.
 #[test]
 fn a_removed_prefix_is_not_read() {
     for kind in ["cells", "tree"] {
@@ -45,7 +45,7 @@ fn a_removed_prefix_is_not_read() {
     }
 }
 
-/// `seq_len` was used as the next position. After a removal the two differ, and the runner wrote over its past.
+/// The seed used `seq_len` as the next position. After a removal the two differ, and the runner overwrote its past.
 #[test]
 fn the_count_is_not_the_next_position() {
     for kind in ["cells", "tree"] {
@@ -64,7 +64,7 @@ fn the_count_is_not_the_next_position() {
     assert_eq!((ring.cache.seq_len(A), ring.cache.next_position(A)), (Some(2 + 3), Some(30)));
 }
 
-/// `high_water` only ever rose, so a pool that had been full once was read and reserved to its top for ever.
+/// `high_water` never fell, so a pool that had been full once was read and reserved up to its top forever.
 #[test]
 fn the_high_water_falls_when_the_top_is_freed() {
     for kind in ["cells", "tree"] {
@@ -83,7 +83,7 @@ fn the_high_water_falls_when_the_top_is_freed() {
     }
 }
 
-/// The contiguous plan took any position: a gap was read as garbage, a rewrite left stale tokens behind it.
+/// The contiguous plan accepted any position: a gap was read as garbage, and an overwrite left stale tokens after it.
 #[test]
 fn gaps_and_rewrites_are_refused() {
     for (kind, window) in [("contiguous", None), ("ring", Some(8)), ("cells", None), ("tree", None)] {
@@ -107,8 +107,8 @@ fn gaps_and_rewrites_are_refused() {
     assert_eq!(it.cache.next_position(A), Some(2));
 }
 
-/// The length advanced in the first layer, before the bytes were written: a step that failed in the second left a
-/// cache that believed in tokens it did not have.
+/// The length advanced in the first layer, before the bytes were written. A step that failed in the second layer left
+/// a cache that claimed tokens it did not have.
 #[test]
 fn a_failed_step_leaves_no_trace() {
     for (kind, window) in [("contiguous", None), ("ring", Some(8)), ("cells", None), ("tree", None)] {
@@ -131,8 +131,8 @@ fn a_failed_step_leaves_no_trace() {
     }
 }
 
-/// A missing `begin_step` attended over the plan of the step before. Here a step without a plan cannot be written
-/// down; where lifetimes are missing, it is an error.
+/// Without `begin_step`, attention used the plan of the previous step. Here, a step without a plan does not compile;
+/// where lifetimes are not available, it is an error.
 #[test]
 fn a_stale_plan_is_an_error() {
     let mut held = Held::new(full("contiguous", 8).cache);
@@ -144,7 +144,7 @@ fn a_stale_plan_is_an_error() {
     assert_eq!(held.idle().unwrap().next_position(A), Some(2));
 }
 
-/// `can_extend` looked at the committed length alone; the nodes of a tree overflowed the pool.
+/// `can_extend` checked the committed length only, so the nodes of a draft tree overflowed the pool.
 #[test]
 fn speculation_is_counted_at_admission() {
     let mut it = full("tree", 16);
@@ -163,14 +163,14 @@ fn speculation_is_counted_at_admission() {
     assert_eq!(it.report().used_cells, 10);
 }
 
-/// Parents were taken as they came: a forward reference or a cycle hung the walk to the root.
+/// Parents were not checked: a forward reference or a cycle made the walk to the root hang.
 #[test]
 fn bad_parents_are_refused() {
     let rows: &[(&[Option<u32>], u32)] = &[
-        (&[Some(2)], 2),          // itself: two nodes exist already
-        (&[Some(3), None], 2),    // a later one
-        (&[None, Some(9)], 3),    // nobody
-        (&[Some(1), Some(4)], 3), // one that this span does not bring
+        (&[Some(2)], 2),          // the node itself: two nodes exist already
+        (&[Some(3), None], 2),    // a later node
+        (&[None, Some(9)], 3),    // a node that does not exist
+        (&[Some(1), Some(4)], 3), // a node that this span does not add
         (&[Some(u32::MAX)], 2),
     ];
     let mut it = full("tree", 64);
@@ -187,7 +187,7 @@ fn bad_parents_are_refused() {
     assert_eq!(refused, Refused::Speculating(A), "a chain beside an unsettled tree");
 }
 
-/// `commit` appended whatever it was given: two brothers, or a node without its parent, became "the text".
+/// `commit` appended whatever it was given: two siblings, or a node without its parent, became "the text".
 #[test]
 fn only_a_chain_from_the_root_can_be_committed() {
     let mut it = full("tree", 64);
@@ -208,19 +208,19 @@ fn only_a_chain_from_the_root_can_be_committed() {
     it.cache.trees().unwrap().commit_path(A, &[NodeId(0), NodeId(1), NodeId(3)]).unwrap();
     assert_eq!((it.cache.seq_len(A), it.cache.next_position(A)), (Some(6), Some(6)));
     assert_eq!((it.report().used_cells, it.cache.trees().unwrap().n_nodes(A)), (6, Some(0)));
-    // No bytes moved: the chain lies where its nodes were written.
+    // No bytes moved: the chain stays in the cells where its nodes were written.
     it.grow(A, 1);
     assert_eq!(it.seen()[0], [0, 1, 2, 3, 4, 6, it.writes()[0].start]);
 }
 
-/// A breadth-first draft has no K and V for its last level, so draft and target could not "commit the same chain":
-/// the draft commits what it has, and feeds the rest again as a chain.
+/// A breadth-first draft has no K and V for its last level, so draft and target could not "commit the same chain".
+/// The draft commits what it has, and computes the rest again as a chain.
 #[test]
 fn a_draft_feeds_again_what_it_lacks() {
     let mut draft = full("tree", 64);
     draft.sequences().seq_new(A).unwrap();
     draft.grow(A, 3);
-    draft.speculate(A, &[None, Some(0)]).unwrap(); // the third level was sampled, never fed
+    draft.speculate(A, &[None, Some(0)]).unwrap(); // the third level was sampled, but never computed
     draft.cache.trees().unwrap().commit_path(A, &[NodeId(0), NodeId(1)]).unwrap();
     draft.grow(A, 1);
     assert_eq!(draft.cache.next_position(A), Some(6));
@@ -231,7 +231,7 @@ fn ring(window: u32, sinks: u32, max_step_tokens: u32) -> Stepping {
     with("ring", GroupSpec { capacity_tokens: 0, visibility, max_step_tokens })
 }
 
-/// The ring of the notes wrote the last token of a prefill chunk only, and read "whatever is in the slot".
+/// The ring of the seed documents wrote only the last token of a prefill chunk, and read "whatever is in the slot".
 #[test]
 fn a_ring_writes_every_token_and_reads_by_position() {
     let (window, sinks, max_step) = (5, 2, 4);
@@ -254,8 +254,8 @@ fn a_ring_writes_every_token_and_reads_by_position() {
     }
 }
 
-/// With sinks + window cells a chunk overwrote tokens that its own first queries still had to see. The cells
-/// for max_step − 1 more are what makes it exact: one fewer, and this test fails.
+/// With only sinks + window cells, a chunk overwrote tokens that its own first queries still had to see. The extra
+/// max_step − 1 cells make the ring exact: with one fewer, this test fails.
 #[test]
 fn a_ring_never_overwrites_what_its_own_chunk_must_see() {
     for (window, sinks, max_step) in [(1, 0, 1), (1, 3, 6), (7, 0, 5), (4, 4, 9), (16, 1, 1)] {
@@ -278,7 +278,7 @@ fn a_ring_never_overwrites_what_its_own_chunk_must_see() {
     }
 }
 
-/// A ring without a window would be a cache that forgets at random.
+/// A ring without a window has no rule for what to drop.
 #[test]
 fn a_ring_needs_a_window() {
     let build = |group: &GroupSpec| build("ring", group);
@@ -289,7 +289,7 @@ fn a_ring_needs_a_window() {
     assert!(build(&GroupSpec { visibility, ..group }).is_err(), "more cells than 32 bits count");
 }
 
-/// One pool for all layers could not let a windowed layer and a full one differ.
+/// With one pool for all layers, a windowed layer and a full-attention layer could not differ.
 #[test]
 fn layer_groups_see_by_their_own_windows() {
     let group = |window| GroupSpec {
@@ -311,7 +311,7 @@ fn layer_groups_see_by_their_own_windows() {
     }
 }
 
-/// Reads cost what is held, not what could be held.
+/// Reads cost what is stored, not the capacity.
 #[test]
 fn reads_are_bounded_by_occupancy() {
     for kind in ["contiguous", "cells", "tree"] {
@@ -328,7 +328,7 @@ fn reads_are_bounded_by_occupancy() {
     }
 }
 
-/// A prepare that marks nothing gave one cell to two sequences when the pool was nearly full.
+/// A prepare that did not mark its claims gave one cell to two sequences when the pool was nearly full.
 #[test]
 fn two_spans_never_share_the_last_cells() {
     for kind in ["cells", "tree"] {
@@ -346,8 +346,8 @@ fn two_spans_never_share_the_last_cells() {
     }
 }
 
-/// A fork of an empty sequence onto a live one was answered `Ok` and did nothing: the check came after an early return. The
-/// caller went on as if the sequence were empty now.
+/// A fork of an empty sequence onto an existing one returned `Ok` and did nothing, because the check came after an
+/// early return. The caller continued as if the sequence were empty now.
 #[test]
 fn an_empty_source_does_not_make_an_occupied_place_free() {
     for kind in ["cells", "tree", "paged"] {
@@ -360,13 +360,13 @@ fn an_empty_source_does_not_make_an_occupied_place_free() {
         assert_eq!(it.sequences().fork(A, B), Err(occupied.clone()), "{kind}");
         assert_eq!(it.sequences().seq_cp(A, B, 0, 3), Err(occupied), "{kind}");
         assert_eq!((it.cache.next_position(A), it.cache.next_position(B)), (Some(0), Some(5)), "{kind}");
-        it.sequences().seq_cp(A, B, 5, 9).unwrap(); // it ends before the range, of which A has nothing
+        it.sequences().seq_cp(A, B, 5, 9).unwrap(); // it ends before the range, and A has nothing in the range
         it.sequences().fork(A, C).unwrap();
         assert_eq!((it.cache.next_position(B), it.cache.next_position(C)), (Some(5), Some(0)), "{kind}");
     }
 }
 
-/// How many nodes wait for a verdict could only be asked by borrowing the cache for change.
+/// The number of unsettled nodes could only be queried through a mutable borrow of the cache.
 #[test]
 fn counting_nodes_changes_nothing() {
     let mut it = full("tree", 64);
@@ -381,7 +381,7 @@ fn counting_nodes_changes_nothing() {
     assert_eq!(full("cells", 8).cache.n_nodes(A), None, "it does not speculate");
 }
 
-/// Every caller searched the tables of kinds and allocators by itself, and had its own words for a name that is not there.
+/// Every caller searched the tables of kinds and allocators itself, with its own error text for an unknown name.
 #[test]
 fn kinds_and_allocators_are_built_by_name() {
     let group = GroupSpec { capacity_tokens: 64, visibility: Visibility::FULL, max_step_tokens: 8 };
@@ -400,7 +400,7 @@ fn kinds_and_allocators_are_built_by_name() {
     assert_eq!(error, "there is no allocator `best_fit`: take one of first_fit, buddy");
 }
 
-/// Keeping the beginning of one sequence of a paged cache was tried by no test.
+/// No test covered keeping the beginning of one sequence of a paged cache.
 #[test]
 fn a_paged_cache_keeps_a_beginning_and_forgets_the_others() {
     let mut it = full("paged", 64);

@@ -1,5 +1,6 @@
-//! Every policy against a stupid model that keeps the whole history of every block and judges all of them anew, at
-//! the moment of eviction, by the formula of its definition; `opt` against every possible sequence of decisions.
+//! Compares every policy with a simple model that keeps the whole history of every block and, at each eviction,
+//! evaluates the formula of the policy's definition for all of them. Compares `opt` with every possible sequence of
+//! decisions.
 use kvist_cache::evict::{self, *};
 use kvist_cache::twin::Choices;
 use std::collections::{BTreeMap, HashMap};
@@ -22,7 +23,7 @@ struct Model {
 }
 
 impl Model {
-    /// What the policy named so maximises, at `now_ns`; and the last use, which breaks ties.
+    /// The value that the policy of this name maximises, at `now_ns`; and the last use, which breaks ties.
     fn worth(&self, policy: &str, slot: u32, now_ns: u64) -> (f64, u64) {
         let uses = &self.uses[&slot];
         let last = *uses.last().unwrap();
@@ -43,16 +44,16 @@ impl Model {
     }
 }
 
-/// Store, use, hold, release, forget, evict in random order; after each operation the one that goes first is the one
-/// that the model finds worth least. Worths that are computed in another way may differ in their last digits:
-/// what goes first must be worth the least to 10⁻⁹ of it, and exactly if the histories are alike.
+/// Stores, uses, holds, releases, forgets and evicts in random order. After each operation, the block to evict first
+/// must be the one with the least value in the model. The model computes values differently, so the last digits may
+/// differ: the evicted block's value must be minimal to within 10⁻⁹, and exactly if the histories are equal.
 fn agrees(policy_name: &str, seed: u64, n_operations: u64) {
     let mut choices = Choices::from_seed(seed, n_operations);
     let mut policy = evict::build(policy_name, &parameters(policy_name)).unwrap();
     let (mut order, mut model) = (Order::default(), Model::default());
     let mut held: BTreeMap<u32, Rank> = BTreeMap::new();
     let (mut now_ns, mut tick) = (u64::from(choices.below(1_000)), 0);
-    // A short horizon keeps the naive sum within the digits of a float.
+    // A short time span keeps the naive sum within the precision of a float.
     while choices.go_on() {
         now_ns += u64::from(choices.below(3)) * u64::from(choices.below(400));
         tick += 1;
@@ -142,8 +143,8 @@ fn every_policy_agrees_with_its_model() {
     }
 }
 
-/// Blocks of one prompt are used at the same time with the same history: their scores are bitwise equal, so that
-/// the tie goes to the order of touches, whatever a decay does to the digits.
+/// Blocks of one prompt are used at the same time with the same history. Their scores are bitwise equal, so ties are
+/// broken by the order of touches, whatever rounding a decay causes.
 #[test]
 fn equal_histories_tie_exactly() {
     for name in ["lfu", "lfu_decay", "cost"] {
@@ -165,8 +166,8 @@ fn equal_histories_tie_exactly() {
     }
 }
 
-/// The defect of a frequency that decays only when it is touched: a block that was hot an hour ago stands above one
-/// that is warm now, for nobody has touched it since.
+/// The defect of a frequency that decays only when its block is touched: a block that was hot an hour ago ranks above
+/// one that is warm now, because it has not been touched since.
 #[test]
 fn decay_follows_time_without_a_touch() {
     let second = 1_000_000_000;
@@ -193,7 +194,7 @@ fn decay_follows_time_without_a_touch() {
     }
 }
 
-/// A stream replayed through a flat cache: hits on the way.
+/// Replays a stream through a flat cache. Returns the number of hits.
 fn hits(policy: &str, capacity: u32, stream: &[u64]) -> u32 {
     let mut flat = Flat::new(capacity, evict::build(policy, &parameters(policy)).unwrap());
     let next = next_uses(stream);
@@ -220,8 +221,8 @@ fn hits(policy: &str, capacity: u32, stream: &[u64]) -> u32 {
     hits
 }
 
-/// The most hits that any decisions reach: at every miss leave the newcomer out, or put it in the place of anyone.
-/// Memoised over (time, content), keys below 8 as bits.
+/// The most hits that any decisions can reach: at every miss, either do not cache the new block, or replace any
+/// cached one. Memoised over (time, content), with keys below 8 as bits.
 fn best(stream: &[u64], i: usize, content: u8, capacity: u32, memo: &mut HashMap<(usize, u8), u32>) -> u32 {
     let Some(&key) = stream.get(i) else { return 0 };
     if let Some(&known) = memo.get(&(i, content)) {
@@ -265,7 +266,7 @@ fn no_decisions_beat_opt_and_no_policy_does() {
     assert!(opt_was_better > 1_000, "the streams tell no policy from another");
 }
 
-/// Flat LRU, FIFO and LFU against vectors that are searched from end to end.
+/// Compares flat LRU, FIFO and LFU with vectors that are searched linearly.
 #[test]
 fn flat_caches_agree_with_vectors() {
     for policy in ["lru", "fifo", "lfu"] {
@@ -308,7 +309,7 @@ fn names_and_parameters_are_checked() {
         (build("lru", &short), &["`lru`", "half_life", "lfu_decay and cost"]),
         (build("cost", &Parameters { half_life: Some(std::time::Duration::ZERO) }), &["half_life", "300s"]),
     ];
-    // What is offered is taken: `opt` was named to a server, and refused to it then.
+    // Regression test: the error for a server listed `opt` as an alternative, although servers refuse it.
     let unknown = build_for_serving("lur", &Parameters::default()).err().expect("refused").to_string();
     assert!(unknown.ends_with("lfu_decay, cost"), "{unknown}");
     for (result, parts) in bad {
@@ -334,7 +335,7 @@ fn names_and_parameters_are_checked() {
     assert_eq!(read, [7, 3_000, 40_000_000, 2_000_000_000, 60_000_000_000, 7_200_000_000_000].map(Some));
 }
 
-/// Scores of any sign and size keep their order as integers.
+/// Scores of any sign and magnitude keep their order as integers.
 #[test]
 fn scores_rank_as_floats_do() {
     let scores = [f64::NEG_INFINITY, -1e300, -2.0, -1e-300, 0.0, 1e-300, 1.0, 1.5, 1e300, f64::INFINITY];
@@ -344,7 +345,7 @@ fn scores_rank_as_floats_do() {
     assert_eq!(Rank::by_score(-0.0, 5), Rank::by_score(0.0, 5));
 }
 
-/// What costs nothing, not a number, or weighs nothing is no reason to panic.
+/// A cost of 0 or NaN, or a size of 0, must not panic.
 #[test]
 fn odd_costs_have_a_place() {
     let mut policy = evict::build("cost", &parameters("cost")).unwrap();

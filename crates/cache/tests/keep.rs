@@ -1,4 +1,4 @@
-//! Selective keeping against a model that sorts, on real caches, whose reads say what is held.
+//! Compares selective keeping with a model that sorts, on real caches, whose reads show what is stored.
 use kvist_cache::keep::*;
 use kvist_cache::kinds::{self, GroupSpec, Visibility};
 use kvist_cache::twin::Choices;
@@ -18,7 +18,7 @@ fn grow(cache: &mut Cache, n: u32) {
     Step::begin(cache, &StepRequest { spans: &spans }, &mut plan).unwrap().commit();
 }
 
-/// Positions that the next token would see of the past.
+/// Past positions that the next token would see.
 fn held(cache: &mut Cache) -> Vec<u32> {
     let mut plan = StepPlan::default();
     let next = cache.next_position(A).unwrap();
@@ -29,7 +29,7 @@ fn held(cache: &mut Cache) -> Vec<u32> {
     positions.filter(|&position| position < next).collect()
 }
 
-/// Sort everything, keep what has a reason to stay.
+/// Sorts all tokens, and keeps those that a rule covers.
 fn model(keep: Keep, next: u32, held: &[Scored]) -> Vec<u32> {
     let recent = |p: u32| p + keep.recent.max(1) >= next;
     let middle = |s: &&Scored| s.position >= keep.sinks && !recent(s.position);
@@ -114,7 +114,7 @@ fn what_makes_no_sense_is_refused() {
     assert!(matches!(removal.apply(&mut contiguous, A), Err(Refused::NotHere(_))));
 }
 
-/// The report of such a sequence as text: its length is no longer its position.
+/// The report of such a sequence as text: its length no longer equals its position.
 #[test]
 fn the_report_tells_length_from_position() {
     let mut cache = build("cells");

@@ -1,8 +1,9 @@
-//! Random operations on paged caches with a prefix index, compared after each one with a stupid twin.
+//! Runs random operations on paged caches with a prefix index, and compares each result with a simple reference
+//! model.
 //!
-//! A cell's bytes are a function of the whole prefix that ends with its token, so the memory of this test holds, in
-//! each cell, the prefix itself by number: a query that sees a wrong block, a hit that was none, a copy that was
-//! forgotten and a write into shared bytes all show as a wrong number.
+//! A cell's bytes are a function of the whole prefix that ends with its token. The memory of this test therefore
+//! holds, in each cell, the number of that prefix: reading a wrong block, a false hit, a missing copy, and a write
+//! into shared bytes all show as a wrong number.
 use kvist_cache::evict::Parameters;
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::twin::Choices;
@@ -10,13 +11,13 @@ use kvist_cache::*;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Short beside a drive, so that decay decides.
+/// Short compared with a drive, so that decay matters.
 const HALF_LIFE_NS: u64 = 1_000;
-/// Blocks far behind cost more than those at the beginning.
+/// Later blocks of a prompt cost more than its first ones.
 const COST: RecomputeCost = RecomputeCost { per_token: 1.0, per_pair: 1.0 };
 const GARBAGE: u64 = u64::MAX;
 
-/// Prefixes by number: what a sequence of tokens under a salt is, nothing hashed.
+/// All prefixes, numbered: each is a salt and a list of tokens, without hashing.
 #[derive(Default)]
 struct Prefixes {
     numbers: BTreeMap<(&'static str, Vec<u32>), u64>,
@@ -31,7 +32,7 @@ impl Prefixes {
             self.list.len() as u64 - 1
         })
     }
-    /// Is prefix `whole` the prefix `beginning`, or does it go on from it?
+    /// Whether prefix `whole` begins with the prefix `beginning`.
     fn begins(&self, whole: u64, beginning: u64) -> bool {
         let ((salt, tokens), (its_salt, its_tokens)) =
             (&self.list[whole as usize], &self.list[beginning as usize]);
@@ -43,7 +44,7 @@ impl Prefixes {
 struct Sequence {
     salt: &'static str,
     tokens: Vec<u32>,
-    /// Leading blocks that the index was told of, or supplied.
+    /// Number of leading blocks that the index was told of, or that it supplied.
     stored: usize,
 }
 
@@ -56,15 +57,15 @@ struct Prefix {
     n_blocks: u32,
 }
 
-/// An indexed block, with all that was ever done with it.
+/// An indexed block with its full history.
 #[derive(Clone, Debug)]
 struct Known {
     prefix: u64,
     parent: u64,
     n_blocks: u32,
-    /// When it was stored, and hit: the time, and the number of the event.
+    /// When it was stored and hit: time, and number of the event.
     uses: Vec<(u64, u64)>,
-    /// Number of the event by which it last fell idle.
+    /// Number of the event at which it last became idle.
     idle_since: u64,
 }
 
@@ -75,24 +76,24 @@ struct Drive {
     prefixes: Prefixes,
     sequences: BTreeMap<SeqId, Sequence>,
     memories: Vec<Vec<u64>>,
-    /// What the index knows, by group and block, as its events tell.
+    /// What the index caches according to its events, by group and block.
     known: Vec<BTreeMap<u32, Known>>,
-    by_hash: BTreeMap<u64, Prefix>, // what was stored under a hash
-    /// Of the index, when it was last asked.
+    by_hash: BTreeMap<u64, Prefix>, // the prefix stored under each hash
+    /// The index version at the last check.
     version: u64,
     /// Counts events.
     clock: u64,
     now_ns: u64,
-    /// Steps in which all holders of a block left it, and one stayed.
+    /// Number of times that all holders of a block left it in one step and one of them kept it.
     n_copies_saved: u32,
-    /// By group, as the events tell.
+    /// By group, according to the events.
     counters: Vec<BlockCounters>,
     log: Vec<String>,
 }
 
 const SALTS: [&str; 2] = ["", "tenant"];
 
-/// Started blocks in which the spans continue, each with where its sequences have ended in it.
+/// Partly filled blocks that the spans append to, each with the offsets at which its sequences end.
 fn leaving(
     spans: &[Span<'_>],
     tables: &BTreeMap<SeqId, Vec<Option<u32>>>,
@@ -187,7 +188,8 @@ impl Drive {
         held
     }
 
-    /// What the index did since the last time, replayed on the twin. Returns what it forgot, in order: group and block.
+    /// Applies the index events since the last call to the model. Returns the dropped blocks in order: group and
+    /// block.
     fn follow(&mut self) -> Vec<(usize, u32)> {
         let (mut blocks, mut events) = (Vec::new(), Vec::new());
         self.cache.drain_events(&mut blocks, &mut events);
@@ -235,7 +237,7 @@ impl Drive {
         removed
     }
 
-    /// What the policy of this drive would keep first: its value, and what breaks a tie.
+    /// What this drive's policy prefers to keep: its value, and the tie-breaker.
     fn worth(&self, known: &Known) -> (f64, u64) {
         let policy = &self.spec.prefix.as_ref().expect("an index").policy;
         let (last_use, block) = (known.uses.last().expect("it was stored").1, f64::from(self.block()));
@@ -243,7 +245,7 @@ impl Drive {
             let age = |&(at, _): &(u64, u64)| (self.now_ns - at) as f64 / HALF_LIFE_NS as f64;
             known.uses.iter().map(|at| 0.5_f64.powf(age(at))).sum()
         };
-        // Token by token: position p sees p + 1.
+        // Token by token: position p sees p + 1 positions.
         let cost = || -> f64 {
             let first = f64::from(known.n_blocks - 1) * block;
             (0..self.block()).map(|i| COST.per_token + COST.per_pair * (first + f64::from(i) + 1.0)).sum()
@@ -258,7 +260,8 @@ impl Drive {
         }
     }
 
-    /// Room is made for `n_tokens`, by judging every block anew before each eviction; `removed` is what really went.
+    /// Checks an eviction for `n_tokens`, by ranking every block anew before each eviction. `removed` is what was
+    /// really evicted.
     fn make_room(&mut self, n_tokens: u32, removed: &[(usize, u32)]) {
         let mut removed = removed.iter().copied().peekable();
         for g in 0..self.spec.groups.len() {
@@ -281,13 +284,13 @@ impl Drive {
                     true => idle.clone(),
                     false => idle.iter().filter(is_leaf).copied().collect(),
                 };
-                // Below all of them somebody holds blocks of his own.
+                // All idle blocks have blocks below them that a sequence holds as its own copies.
                 if candidates.is_empty() {
                     candidates = idle.iter().filter(lowest).copied().collect();
                 }
                 let worths = candidates.iter().map(|known| self.worth(known));
                 let least = worths.min_by(|a, b| a.partial_cmp(b).expect("no NaN")).expect("some are idle");
-                // The first to go is the victim, or lies below it, or is the same prefix in an earlier group.
+                // The first removed block is the victim, or lies below it, or is the same prefix in an earlier group.
                 let &(first_g, first_at) = removed.peek().expect("idle blocks are kept, and room is wanted");
                 let first = &self.known[first_g][&first_at];
                 let is_it = |known: &&&Known| match self.is_windowed(g) {
@@ -297,11 +300,11 @@ impl Drive {
                 let victim = candidates.iter().find(is_it);
                 let victim = victim.unwrap_or_else(|| panic!("{first:?} is none of {candidates:?}"));
                 let (worth, tie) = self.worth(victim);
-                // Logarithms and powers differ in their last digits.
+                // Computations by logarithms and by powers differ in their last digits.
                 let decays = self.spec.prefix.as_ref().is_some_and(|p| p.parameters.half_life.is_some());
                 let close = decays && worth <= least.0 * (1.0 + 1e-9);
                 assert!((worth, tie) == least || close, "{victim:?} of {worth} goes before {least:?}");
-                // What goes with it: all blocks of the prefix and below it, in every group.
+                // What is dropped with it: all blocks of the prefix and below it, in every group.
                 let prefix = victim.prefix;
                 let goes = |h: usize, known: &Known| match self.is_windowed(g) {
                     true => h == g && known.prefix == prefix,
@@ -331,7 +334,7 @@ impl Drive {
         self.known[g].values().any(|known| known.prefix == prefix)
     }
 
-    /// The largest hit, by trying every length against the rule.
+    /// The largest hit, found by checking every length against the rule.
     fn hit(&mut self, salt: &'static str, tokens: &[u32]) -> u32 {
         let block = self.block();
         let prefix_at: Vec<u64> = (1..=tokens.len() as u32 / block)
@@ -348,7 +351,7 @@ impl Drive {
                 })
             })
         };
-        // Windows of 1 see nothing of it; but what lies nowhere was not found.
+        // Groups with a window of 1 need no blocks, but a hit needs a block in at least one group.
         let lies_somewhere =
             |n: u32| (0..self.spec.groups.len()).any(|g| self.knows(g, prefix_at[n as usize - 1]));
         (1..=last).rev().find(|&n| fits(n) && lies_somewhere(n)).unwrap_or(0) * block
@@ -370,7 +373,7 @@ impl Drive {
         let abandon = choices.one_in(6);
         self.log.push(format!("step {new:?}{}", if abandon { ", abandoned" } else { "" }));
         let block = self.block();
-        // What it costs, block by block.
+        // The expected cost, block by block.
         let mut expected = None;
         let mut expected_copies = vec![0; self.spec.groups.len()];
         for (g, expected_copies) in expected_copies.iter_mut().enumerate() {
@@ -416,7 +419,7 @@ impl Drive {
         for (g, memory) in self.memories.iter_mut().enumerate() {
             let group = plan.group(GroupId(g as u16));
             let (tables, held) = &tables_before[g];
-            // Behind the ends of all who hold the block, if they all write in this step.
+            // Behind the ends of all holders of the block, if they all write in this step.
             let leaving = leaving(&spans, tables, block);
             let in_use = |cell: u32| {
                 let at = cell / block;
@@ -545,7 +548,8 @@ impl Drive {
                     let whole = Prefix { number: prefix, parent, n_blocks: n as u32 };
                     self.by_hash.insert(hash, whole);
                 }
-                // A caller who lies about what is stored already is refused, unless it hands over what follows only.
+                // A caller that passes wrong content for stored blocks is refused, unless it passes only what follows
+                // them.
                 let from =
                     if choices.one_in(2) { 0 } else { choices.below(sequence.tokens.len() as u32 + 9) };
                 let n_blocks = sequence.tokens.len() / block;
@@ -607,7 +611,7 @@ impl Drive {
                 if accepted > drafted {
                     assert_eq!(done, Err(Refused::AcceptsMore { seq, drafted, accepted }));
                 } else {
-                    // As long as the drafts are within what may always be taken back.
+                    // The number of drafts is within what can always be rolled back.
                     let hit_needed = matches!(done, Err(Refused::WindowGone { .. }));
                     assert!(done.is_ok() || hit_needed, "{done:?}");
                     if done.is_ok() {
@@ -677,7 +681,8 @@ impl Drive {
             assert_eq!(n, self.counters[g], "counters of group {g}");
             let (came, left) = (n.allocated + n.copied_on_write, n.freed + n.evicted);
             assert_eq!(came - left, u64::from(blocks.total - blocks.free), "{n:?}");
-            // Cell by cell: what some sequence has filled of a block, or all of it where the index knows it.
+            // Cell by cell: the cells of a block that some sequence has filled, or all of them if the block is
+            // cached.
             let mut filled: BTreeSet<(u32, u32)> = BTreeSet::new();
             for (seq, table) in self.tables(g) {
                 let len = self.sequences[&seq].tokens.len() as u32;
@@ -692,7 +697,7 @@ impl Drive {
             assert!((0.0..1.0).contains(&blocks.internal_fragmentation()), "{blocks:?}");
             let top = used.last().map_or(0, |top| top + 1);
             assert_eq!(report.high_water, top * block, "high water of group {g}");
-            // Every block holds what its sequences and the index believe.
+            // Every block holds what its sequences and the index claim.
             for (seq, table) in self.tables(g) {
                 let sequence = self.sequences[&seq].clone();
                 for (i, at) in table.into_iter().enumerate() {

@@ -1,4 +1,4 @@
-//! The prefix index by example: hits, and why there are no more of them.
+//! The prefix index by example: hits, and why they are not longer.
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::*;
 
@@ -26,7 +26,7 @@ impl Rig {
     fn prefixes(&mut self) -> Prefixes<'_> {
         self.cache.prefixes().expect("an index")
     }
-    /// Open, compute all of it, store, close. Returns the tokens that were hit.
+    /// Opens a prompt, computes all of it, stores it and removes the sequence. Returns the tokens that were hit.
     fn serve(&mut self, salt: &str, content: &Content<'_>) -> u32 {
         let seq = SeqId(self.next);
         self.next += 1;
@@ -56,8 +56,8 @@ fn count(n: u32) -> Vec<u32> {
     (0..n).collect()
 }
 
-/// A hit is rounded down to whole blocks, and the last token is always computed: 64 of a prompt of 50, as rounding up
-/// would have it, is more than there is.
+/// A hit is rounded down to whole blocks, and the last token is always computed. Rounding up would give a hit of 64
+/// tokens in a prompt of 50.
 #[test]
 fn hits_are_whole_blocks_and_never_the_last_token() {
     let mut rig = Rig::new(&spec(16, 1024));
@@ -91,7 +91,7 @@ fn a_miss_says_why() {
     assert_eq!(rig.why("theirs", &served, Tenant), never, "what others ask is nobody's business");
     assert_eq!(rig.why("theirs", &served, Operator), MissReason::OtherSalt { position: 0 });
 
-    // The prompt's blocks make room, the last one first.
+    // The prompt's blocks are evicted, last block first.
     assert_eq!(rig.prefixes().make_room(32, AT), 1);
     assert_eq!(rig.why("ours", &count(20), Tenant), MissReason::Evicted { position: 8 });
     assert_eq!(rig.prefixes().make_room(40, AT), 2);
@@ -99,7 +99,7 @@ fn a_miss_says_why() {
     assert_eq!(rig.prefixes().report().n_salts, 0, "a salt without blocks and sequences is forgotten");
 }
 
-/// Of a block that the full group still has, the window group has lost what a query behind it would see.
+/// The window group has dropped blocks that the next query would see, while the full-attention group still has them.
 #[test]
 fn a_window_that_has_moved_on_is_a_reason() {
     let mut spec = spec(4, 400);
@@ -107,7 +107,7 @@ fn a_window_that_has_moved_on_is_a_reason() {
     spec.groups.push(GroupSpec { capacity_tokens: 400, visibility: window, max_step_tokens: 1 });
     let mut rig = Rig::new(&spec);
     rig.serve("", &Content::Tokens(&count(40)));
-    // Its window group let go of everything before position 36 when the prompt had been computed.
+    // Once the prompt was computed, its window group had dropped everything before position 36.
     let longer = count(41);
     assert_eq!(rig.cache.lookup("", &Content::Tokens(&longer)).hit_tokens, 40);
     let middle = Content::Tokens(&longer[..30]);
@@ -115,7 +115,7 @@ fn a_window_that_has_moved_on_is_a_reason() {
     assert_eq!(rig.cache.explain("", &middle, Audience::Tenant), MissReason::WindowGone { position: 0 });
 }
 
-/// An id of 512 tokens is 32 blocks of 16, and two ids of 8 are one.
+/// With 512 tokens per id, an id covers 32 blocks of 16. With 8 tokens per id, two ids make one block.
 #[test]
 fn trace_ids_are_cut_into_blocks() {
     for (tokens_per_id, block_tokens, hit) in [(512, 16, 1024), (512, 512, 1024), (8, 16, 16), (16, 16, 32)] {
@@ -180,7 +180,7 @@ fn the_log_tells_the_life_of_a_block() {
     );
 }
 
-/// A salt is a user's word: where all groups have windows and these have moved on, it is forgotten all the same.
+/// Users choose salts, so unused ones must be removed, even where all groups have windows that have moved on.
 #[test]
 fn salts_go_with_their_last_block_and_sequence() {
     let mut spec = spec(4, 1000);
@@ -201,7 +201,7 @@ fn salts_go_with_their_last_block_and_sequence() {
     assert_eq!(rig.prefixes().report().n_salts, 0);
 }
 
-/// One block cannot hold two contents: whoever says so is refused before anything is stored.
+/// A block cannot hold two contents. A call that says so is refused before anything is stored.
 #[test]
 fn content_that_lies_is_refused() {
     let mut rig = Rig::new(&spec(4, 400));
@@ -221,8 +221,8 @@ fn content_that_lies_is_refused() {
     assert_eq!(rig.cache.lookup("", &Content::Tokens(&a)).hit_tokens, 0);
 }
 
-/// `store` looked at new blocks only: a caller that handed over other tokens for blocks it had stored before was told
-/// that all was well, and `OtherContent` never came.
+/// Regression test: `store` checked new blocks only. A caller that passed other tokens for blocks it had stored
+/// before got `Ok`, and `OtherContent` never occurred.
 #[test]
 fn content_that_contradicts_what_was_stored_is_refused() {
     let (honest, seq) = (count(12), SeqId(0));
@@ -247,7 +247,7 @@ fn content_that_contradicts_what_was_stored_is_refused() {
         assert_eq!(tail, refused, "the block from which on it hands over");
     }
     assert_eq!((rig.cache.report(), rig.prefixes().report()), before, "a refusal changed something");
-    // Of several lies the first is named.
+    // If several blocks differ, the error names the first.
     let all: Vec<u32> = honest.iter().map(|t| t + 100).collect();
     let refused = Err(Refused::OtherContent { seq, position: 0 });
     assert_eq!(rig.prefixes().store(seq, &Content::Tokens(&all), AT), refused);
@@ -258,7 +258,7 @@ fn content_that_contradicts_what_was_stored_is_refused() {
         "a shorter truth"
     );
 
-    // What lies before the position is the caller's word from before, and is not looked at.
+    // Stored blocks before `from` are not compared.
     assert_eq!(rig.prefixes().store_from(seq, 8, &Content::Tokens(&lie(5)), AT), stored(1, 0));
     assert_eq!(rig.prefixes().store_from(seq, 4, &Content::Tokens(&honest), AT), stored(0, 2));
     assert_eq!(rig.prefixes().store_from(seq, u32::MAX, &Content::Tokens(&honest), AT), stored(0, 0));
@@ -267,14 +267,14 @@ fn content_that_contradicts_what_was_stored_is_refused() {
         12,
         "the truth is what is stored"
     );
-    // After a rollback other tokens are no lie.
+    // After a rollback, other tokens are allowed.
     rig.cache.sequences().expect("many").seq_rm(seq, 4, u32::MAX).expect("it is open");
     rig.grow(seq, 8);
     assert_eq!(rig.prefixes().store(seq, &Content::Tokens(&lie(5)), AT), stored(2, 1));
 }
 
-/// A hit whose tokens lie in the window of no query was none for a group of window 1, which keeps nothing at all: its
-/// presence alone suppressed every hit.
+/// Regression test: a group of window 1 keeps no blocks, and its presence suppressed every hit, although no query
+/// needs anything from it.
 #[test]
 fn a_window_of_one_asks_for_nothing() {
     let mut spec = spec(4, 400);
@@ -289,7 +289,7 @@ fn a_window_of_one_asks_for_nothing() {
         rig.prefixes().make_room(u32::MAX, AT);
         assert_eq!(rig.cache.lookup("", &Content::Tokens(&prompt)).hit_tokens, 0);
     }
-    // Where no group asks for anything, a block that lies nowhere is no hit.
+    // If no group needs any block, a prompt without blocks in any group is not a hit.
     spec.groups[0].visibility = window(1);
     spec.groups[1].visibility = window(1);
     let mut rig = Rig::new(&spec);
@@ -298,7 +298,7 @@ fn a_window_of_one_asks_for_nothing() {
     rig.grow(seq, 40);
     rig.prefixes().store(seq, &Content::Tokens(&prompt), AT).expect("it is open");
     assert_eq!(rig.cache.lookup("", &Content::Tokens(&prompt)).hit_tokens, 0);
-    // A wider window beside them decides.
+    // A group with a wider window next to it decides.
     spec.groups[0].visibility = window(5);
     let mut rig = Rig::new(&spec);
     rig.serve("", &Content::Tokens(&prompt[..40]));
@@ -306,8 +306,8 @@ fn a_window_of_one_asks_for_nothing() {
     assert_eq!(rig.cache.lookup("", &Content::Tokens(&prompt[..30])).hit_tokens, 0);
 }
 
-/// A fork of an empty sequence was answered `Ok` although its place was taken, and its copy belonged to no salt: what it
-/// stored was found by strangers.
+/// Regression test: a fork of an empty sequence returned `Ok` although its target existed, and the copy belonged to
+/// no salt, so other tenants could hit what it stored.
 #[test]
 fn a_fork_of_an_empty_sequence_is_a_fork() {
     let mut rig = Rig::new(&spec(4, 400));
@@ -333,7 +333,8 @@ fn a_fork_of_an_empty_sequence_is_a_fork() {
     }
 }
 
-/// Hit ratios were there since the start only: what a server does today was not to be seen in them.
+/// Regression test: hit ratios covered only the whole time since the start, so they did not show how a server does
+/// now.
 #[test]
 fn hits_are_counted_over_the_last_prompts_too() {
     let mut rig = Rig::new(&spec(4, 400));
@@ -365,8 +366,8 @@ fn hits_are_counted_over_the_last_prompts_too() {
     assert_eq!(rig.prefixes().report().opened.hit_tokens, 8 * n_recent);
 }
 
-/// The names of prefixes go to routers and tiers, which compare them with their own: they are the same in every run, in
-/// every version and on every machine, and each bit of a token counts.
+/// Routers and cache tiers compare prefix hashes with their own. The hashes are the same in every run, every version
+/// and on every machine, and depend on each bit of a token.
 #[test]
 fn names_of_prefixes_are_pinned() {
     let rig = Rig::new(&spec(3, 30));
@@ -393,7 +394,7 @@ fn names_of_prefixes_are_pinned() {
     assert_ne!(hash("a", &[1, 2, 3]), hash("b", &[1, 2, 3]));
 }
 
-/// A step that does not fit says what to do about it, and doing that helps.
+/// A step that does not fit says how to make it fit, and doing so works.
 #[test]
 fn no_space_says_what_to_try() {
     let mut rig = Rig::new(&spec(16, 64));
@@ -423,7 +424,7 @@ fn no_space_says_what_to_try() {
     assert_eq!(rig.cache.can_run(&request, &mut rig.plan), Ok(()));
 }
 
-/// A capacity below one block made a cache of no cells at all, in which nothing ever fits.
+/// Regression test: a capacity below one block made a cache without cells, in which nothing ever fits.
 #[test]
 fn a_group_holds_at_least_one_block() {
     let error = Cache::paged(&spec(16, 15)).err().expect("no block fits").to_string();
@@ -447,14 +448,14 @@ fn drafts_are_counted_and_a_sequence_of_drafts_stays() {
     assert_eq!(rig.cache.next_position(seq), Some(2));
     assert_eq!(accept(&mut rig, 2, 0), Ok(()));
     assert_eq!(rig.cache.next_position(seq), Some(0));
-    // It is still its salt's.
+    // The sequence still has its salt.
     rig.grow(seq, 5);
     rig.prefixes().store(seq, &Content::Tokens(&count(5)), AT).expect("it is open");
     assert_eq!(rig.cache.lookup("salt", &Content::Tokens(&count(5))).hit_tokens, 4);
 }
 
-/// A bound is a bound, also where it is the largest that blocks of this size can count; and the last position of all is
-/// a position like others.
+/// A capacity limit also holds where it is the largest that blocks of this size can count, and the very last position
+/// works like any other.
 #[test]
 fn the_largest_sizes_are_sizes() {
     let block_tokens = 1 << 20;
@@ -488,9 +489,10 @@ fn watchers_hear_that_all_is_forgotten() {
     assert_eq!(prefixes, [PrefixEvent::Cleared]);
 }
 
-/// A fork keeps its own copies of blocks that its like gave up for those of the index, and shares with it the later ones,
-/// which the index learned from it. So idle blocks can be no leaves, and nothing evictable be left: then the lowest of
-/// them go, least recently used first, and the index forgets what is held below them.
+/// A fork keeps its own copies of blocks for which its sibling switched to those of the index, and shares with it the
+/// later blocks, which the index learned from the sibling. So idle blocks may all be inner nodes, with no evictable
+/// leaf. Then the lowest of them are evicted, least recently used first, and the index drops the blocks below them
+/// that are in use.
 #[test]
 fn idle_blocks_above_a_held_one_can_go() {
     let mut rig = Rig::new(&spec(4, 64));
@@ -523,7 +525,7 @@ fn idle_blocks_above_a_held_one_can_go() {
     assert_eq!(rig.cache.report()[0].blocks.expect("paged").free, 7);
 }
 
-/// Tokens that a paged sequence holds, up to where cells are in use, and ranges that end where the sequence does.
+/// Token counts of a paged sequence, the high-water mark, and ranges that end where the sequence does.
 #[test]
 fn a_paged_sequence_is_as_long_as_what_it_holds() {
     let mut rig = Rig::new(&spec(4, 64));
@@ -536,7 +538,7 @@ fn a_paged_sequence_is_as_long_as_what_it_holds() {
     rig.cache.sequences().unwrap().seq_rm(seq, 3, 5).unwrap();
     assert_eq!(rig.cache.seq_len(seq), Some(3));
 
-    // A window of 6: at position 14 a query sees 9 and what follows, and the two blocks before are gone.
+    // A window of 6: at position 14 a query sees positions from 9 on, and the two blocks before are gone.
     let mut windowed = spec(4, 64);
     windowed.groups[0].visibility.window = Some(6);
     let mut rig = Rig::new(&windowed);

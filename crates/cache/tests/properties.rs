@@ -1,5 +1,5 @@
-//! Random operations against the stupid twin, for every kind. `KVIST_OPS` asks for more of them, `KVIST_SEED` for
-//! others; a failing drive prints its own seed, which `KVIST_SEED` with `KVIST_OPS=1` repeats alone.
+//! Runs random operations against the reference model, for every kind. `KVIST_OPS` sets their number, `KVIST_SEED`
+//! the seed. A failing drive prints its own seed; `KVIST_SEED` with `KVIST_OPS=1` repeats it alone.
 use kvist_cache::twin::{Choices, replay};
 
 const OPERATIONS_PER_DRIVE: u64 = 1_000;

@@ -1,8 +1,8 @@
-//! Reports as text: figures of a known state.
+//! Reports as text: the figures of a known state.
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::*;
 
-/// A fork shares its blocks; both ends lie in one half-filled block each once both have grown.
+/// A fork shares blocks. After both sequences have grown, each ends in its own partly filled block.
 #[test]
 fn blocks_are_counted_once() {
     let group = GroupSpec { capacity_tokens: 256, visibility: Visibility::FULL, max_step_tokens: 64 };
@@ -26,7 +26,8 @@ fn blocks_are_counted_once() {
     assert!(text.contains(lines), "{text}");
     assert!(text.contains("sequences: 2\n  1: 36 tokens, next position 36"), "{text}");
 
-    // A third one that shares the half-filled block does not make it emptier; the copy, once it writes, does.
+    // A third sequence that shares a partly filled block does not change its unused cells; its copy does, once it
+    // writes.
     let c = SeqId(3);
     cache.sequences().unwrap().fork(b, c).unwrap();
     assert_eq!(cache.report()[0].blocks.unwrap().unused_cells, 16);

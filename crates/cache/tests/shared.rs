@@ -1,4 +1,4 @@
-//! Shared blocks on real threads and a real clock. Its schedules are modelled in `src/shared/model.rs`.
+//! The shared block pool with real threads and a real clock. `src/shared/model.rs` tests it under modelled schedules.
 use kvist_cache::shared::SharedBlocks;
 use kvist_cache::twin::Choices;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -19,8 +19,8 @@ fn a_hundred_thousand_requests_of_four_threads() {
                 let mut held = Vec::new();
                 while choices.go_on() {
                     let n = choices.below(8);
-                    // A thread that holds blocks and waits for more could wait for one that does the same: only
-                    // with a deadline does that end.
+                    // A thread that holds blocks and waits for more could wait for another thread that does the same.
+                    // Only the deadline ends that.
                     let wait = Duration::from_micros(u64::from(choices.below(50)));
                     let blocks = match choices.below(3) {
                         0 => shared.allocate(n),

@@ -1,11 +1,11 @@
-//! A trunk that several sequences share is one item of the reads.
+//! Cells that several sequences share are read as one item.
 mod stepping;
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::twin::SplitMix64;
 use kvist_cache::*;
 use stepping::*;
 
-/// Every sequence decodes one token.
+/// Decodes one token of every sequence.
 fn decode(it: &mut Stepping, n_sequences: u32) {
     let next = |seq| it.cache.next_position(SeqId(seq)).unwrap();
     let spans: Vec<Span<'_>> = (0..n_sequences).map(|seq| Span::chain(SeqId(seq), next(seq), 1)).collect();
@@ -37,11 +37,11 @@ fn sixty_four_branches_read_their_trunk_once() {
 fn trunks_of_trunks_are_read_once() {
     let mut it = full("cells", 1_024);
     it.sequences().seq_new(A).unwrap();
-    it.grow(A, 100); // everyone's
+    it.grow(A, 100); // shared by all
     it.sequences().fork(A, B).unwrap();
-    it.grow(A, 50); // of A and C
+    it.grow(A, 50); // shared by A and C
     it.sequences().fork(A, C).unwrap();
-    it.grow(B, 30); // of B and D
+    it.grow(B, 30); // shared by B and D
     it.sequences().fork(B, SeqId(3)).unwrap();
     decode(&mut it, 4);
     assert_eq!(shared(&it, 4), [(Run { start: 0, len: 100 }, 0)]);
@@ -51,7 +51,7 @@ fn trunks_of_trunks_are_read_once() {
     assert_eq!(it.reads().cells_read(), 100 + 50 + 30 + 4);
 }
 
-/// Forks of forks, whatever their names: the order in which a step names its sequences is none of their prefixes.
+/// Forks of forks, with arbitrary ids: sequences with a common prefix need not be adjacent in the step.
 #[test]
 fn what_branches_share_is_read_once_whatever_their_names() {
     for seed in 0..300 {
@@ -80,7 +80,7 @@ fn what_branches_share_is_read_once_whatever_their_names() {
     }
 }
 
-/// The one that sees least of the trunk may come first or last.
+/// The sequence that sees least of the shared prefix may come first or last.
 #[test]
 fn a_trunk_is_shared_under_a_window() {
     for longest_first in [false, true] {
@@ -90,10 +90,10 @@ fn a_trunk_is_shared_under_a_window() {
         it.grow(A, 200);
         (1..8).for_each(|seq| it.sequences().fork(A, SeqId(seq)).unwrap());
         for seq in 0..8 {
-            it.grow(SeqId(seq), 1 + if longest_first { 7 - seq } else { seq }); // of different length
+            it.grow(SeqId(seq), 1 + if longest_first { 7 - seq } else { seq }); // different lengths
         }
         decode(&mut it, 8);
-        // First seen: 201 + 1 − 64 = 138 to 145. They meet at stripe boundary 144 or 160 and share the rest.
+        // First visible positions: 201 + 1 − 64 = 138 to 145. All start sharing at stripe boundary 144 or 160.
         let eights = shared(&it, 8);
         assert_eq!(eights, [(Run { start: 0, len: 4 }, 0), (Run { start: 160, len: 40 }, 160)]);
         let in_stripe = it.reads().cells_read() - (4 + 40) - (1..=8).sum::<u64>() - 8;
@@ -113,7 +113,8 @@ fn what_follows_a_removed_prefix_is_still_shared() {
     assert_eq!(it.reads().cells_read(), 100 + 2);
 }
 
-/// Same text in any batch needs tiles cut at the same places of a sequence, whoever shares them.
+/// For the same result in any batch, tiles must be cut at the same places of a sequence, however its cells are
+/// shared.
 #[test]
 fn every_query_meets_its_cells_in_sequence_order() {
     let mut it = full("tree", 512);
@@ -127,7 +128,7 @@ fn every_query_meets_its_cells_in_sequence_order() {
     assert!(ordered, "{:?}", it.reads().items);
 }
 
-/// Trees need bits; chains, whole trunks and chain-shaped trees do not.
+/// Draft trees need bit masks; chains, whole shared prefixes and chain-shaped trees do not.
 #[test]
 fn bits_are_used_only_where_needed() {
     let mut it = full("tree", 512);

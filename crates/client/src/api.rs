@@ -1,13 +1,13 @@
-//! What is sent, and what comes back.
+//! Types of requests and responses.
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-/// One turn of a conversation. What a session gives back is what it was sent.
+/// One message of a conversation. A session returns a message exactly as it was sent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
     /// `system`, `developer`, `user`, `assistant` or `tool`.
     pub role: String,
-    /// `None` beside calls of tools.
+    /// `None` if the message only carries tool calls.
     #[serde(default)]
     pub content: Option<Said>,
     /// Any other field of the API: `name`, `tool_calls`, `tool_call_id`.
@@ -15,17 +15,17 @@ pub struct Message {
     pub more: Map<String, Value>,
 }
 
-/// What a message says.
+/// The content of a message.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Said {
     Text(String),
-    /// Parts of text, `{"type": "text", "text": …}`, which the server joins by line breaks.
+    /// Text parts, `{"type": "text", "text": …}`, which the server joins with line breaks.
     Parts(Vec<Value>),
 }
 
 impl Said {
-    /// As the server reads it.
+    /// The text as the server reads it: parts are joined with line breaks.
     pub fn text(&self) -> String {
         match self {
             Said::Text(text) => text.clone(),
@@ -47,7 +47,7 @@ impl Message {
     pub fn new(role: &str, content: &str) -> Self {
         Message { role: role.into(), content: Some(content.into()), more: Map::new() }
     }
-    /// What it says; empty beside calls of tools.
+    /// The text of the content; empty if the message only carries tool calls.
     pub fn text(&self) -> String {
         self.content.as_ref().map(Said::text).unwrap_or_default()
     }
@@ -62,10 +62,10 @@ impl Message {
     }
 }
 
-/// What a session begins with, or grows by.
+/// Initial content of a session, or content to append.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub enum Content {
-    /// A session to be filled later.
+    /// Creates an empty session.
     #[default]
     Nothing,
     Messages(Vec<Message>),
@@ -100,12 +100,12 @@ impl From<Vec<u32>> for Content {
     }
 }
 
-/// Where a history is cut.
+/// A position at which a history is truncated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
-    /// This many tokens stay.
+    /// Keep this many tokens.
     Token(u32),
-    /// This many messages stay.
+    /// Keep this many messages.
     Message(u32),
 }
 
@@ -118,27 +118,27 @@ impl Serialize for Cut {
     }
 }
 
-/// How a session is made.
+/// Options for a new session.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct NewSession {
     pub name: Option<String>,
-    /// Its prefixes are shared only with requests of this salt.
+    /// Only requests with the same salt share prefix cache entries with this session.
     pub cache_salt: Option<String>,
 }
 
-/// How tokens are drawn. What is `None` is for the server to say.
+/// Sampling options. The server chooses the default for each field that is `None`.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Generate {
-    /// Tokens at most.
+    /// Maximum number of tokens to generate.
     pub max_tokens: Option<u32>,
-    /// 0 takes the likeliest token.
+    /// 0 selects the most likely token.
     pub temperature: Option<f32>,
     pub top_p: Option<f32>,
     pub seed: Option<i64>,
-    /// Texts that end the answer and are no part of it.
+    /// Strings that end the answer. They are not part of the answer.
     pub stop: Option<Vec<String>>,
     pub ignore_eos: Option<bool>,
-    /// Of sessions: begin an answer of the assistant, or go on as it is.
+    /// Sessions only: `true` starts a new assistant message, `false` continues the tokens as they are.
     pub add_generation_prompt: Option<bool>,
     /// Any other field of the API.
     #[serde(flatten)]
@@ -146,18 +146,18 @@ pub struct Generate {
 }
 
 impl Generate {
-    /// The likeliest tokens, this many at most.
+    /// Greedy decoding of at most `max_tokens` tokens.
     pub fn greedy(max_tokens: u32) -> Self {
         Generate { max_tokens: Some(max_tokens), temperature: Some(0.0), ..Generate::default() }
     }
 }
 
-/// Tokens that an answer took.
+/// Token counts of one answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     pub prompt_tokens: u64,
     pub completion_tokens: u64,
-    /// Of the prompt, found in the cache.
+    /// Prompt tokens that were found in the prefix cache.
     pub cached_tokens: u64,
 }
 
@@ -172,14 +172,14 @@ impl Usage {
     }
 }
 
-/// A whole answer.
+/// A complete answer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Answer {
     pub text: String,
     /// `stop`, `length` or `tool_calls`.
     pub finish_reason: String,
     pub usage: Usage,
-    /// All that was said, as JSON.
+    /// The whole response body.
     pub document: Value,
 }
 
@@ -196,14 +196,14 @@ impl Answer {
     }
 }
 
-/// A piece of an answer on its way.
+/// One event of a streamed answer.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Chunk {
     /// May be empty.
     pub text: String,
-    /// In the last chunk of text.
+    /// Set in the last chunk that carries text.
     pub finish_reason: Option<String>,
-    /// In the last chunk.
+    /// Set in the last chunk.
     pub usage: Option<Usage>,
 }
 
@@ -215,19 +215,19 @@ pub struct Session {
     pub cache_salt: Option<String>,
     /// Seconds since 1970.
     pub created: u64,
-    /// When it goes, unless it is used before. Seconds since 1970.
+    /// When the session expires unless it is used before. Seconds since 1970.
     pub expires: u64,
     pub n_tokens: u64,
-    /// `None` if it is made of text or tokens.
+    /// `None` if the session was made from text or tokens.
     pub n_messages: Option<u64>,
-    /// What it was forked from.
+    /// The session that this one was forked from.
     pub parent: Option<String>,
-    /// Tokens from the first that its parent has too.
+    /// Length of the token prefix that it shares with its parent.
     pub shared_tokens: u64,
     pub children: Vec<String>,
-    /// It generates.
+    /// True while a generation runs.
     pub running: bool,
-    /// After an append or a rollback: tokens of the history before that stayed.
+    /// Set after an append or a rollback: number of tokens of the previous history that were kept.
     pub kept_tokens: Option<u64>,
 }
 
@@ -239,17 +239,17 @@ pub struct History {
     pub tokens: Vec<u32>,
     /// `None` if the model has no tokenizer.
     pub text: Option<String>,
-    /// `None` if it is made of text or tokens.
+    /// `None` if the session was made from text or tokens.
     pub messages: Option<Vec<Placed>>,
 }
 
-/// A message of a session.
+/// A message of a session, with its position.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 pub struct Placed {
     pub message: Message,
-    /// Its first token, if the template shows it.
+    /// Index of its first token, if it can be determined from the chat template's output.
     pub begins: Option<u64>,
-    /// An answer that may go on.
+    /// True for an assistant message that a generation can continue.
     pub open: bool,
 }
 
@@ -257,7 +257,7 @@ pub struct Placed {
 mod tests {
     use super::*;
 
-    /// What a session gives back is read, whatever the server takes, and goes back as it came.
+    /// Deserializes every shape of message that the server accepts, and serializes it back unchanged.
     #[test]
     fn messages_of_every_shape() {
         let call = json!([{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]);

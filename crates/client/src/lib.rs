@@ -1,4 +1,4 @@
-//! A client of kvist's server: completions, chat, and sessions that branch. Blocking, typed, small.
+//! A small, blocking, typed client for kvist's server: completions, chat, and sessions that fork.
 //!
 //! ```no_run
 //! use kvist_client::{Client, Content, Cut, Generate, Message};
@@ -16,8 +16,8 @@
 //! # Ok(()) }
 //! ```
 //!
-//! It promises that what the server refuses is an [`Error::Api`] with the server's own words, and that dropping a
-//! [`Stream`] ends the generation. It retries nothing, and speaks `https` with the feature `tls` alone.
+//! A request that the server rejects returns [`Error::Api`] with the server's own code and message. Dropping a
+//! [`Stream`] ends the generation. The client never retries. `https` needs the feature `tls`.
 #![forbid(unsafe_code)]
 
 mod api;
@@ -34,19 +34,20 @@ use std::time::Duration;
 use ureq::http::Response;
 use ureq::{Agent, Body};
 
-/// What went wrong.
+/// Errors of all calls of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The server's refusal. `status` is 0 where a stream that had begun was told of it.
+    /// The server rejected the request. `status` is 0 if the error arrived inside a stream that had already
+    /// started.
     #[error("{status} {code}: {message}")]
     Api {
         status: u16,
-        /// For programs: `session_not_found`, `session_busy`, `queue_full`, …
+        /// Machine-readable: `session_not_found`, `session_busy`, `queue_full`, …
         code: String,
         message: String,
-        /// The field that it is about.
+        /// The request field that caused the error.
         param: Option<String>,
-        /// When it may be worth while to ask again.
+        /// Seconds to wait before a retry, from the `retry-after` header.
         retry_after_s: Option<u32>,
     },
     #[error("cannot reach the server: {0}")]
@@ -57,7 +58,7 @@ pub enum Error {
     Answer(#[from] serde_json::Error),
 }
 
-/// One server, and who asks. Cheap to clone; connections are kept.
+/// A connection to one server, with an optional API key. Cheap to clone; connections are reused.
 #[derive(Clone, Debug)]
 pub struct Client {
     agent: Agent,
@@ -65,11 +66,11 @@ pub struct Client {
     key: Option<String>,
 }
 
-/// An answer in one document has no more bytes than this.
+/// Limit on the size of a response that is read whole, in bytes.
 const MAX_ANSWER_BYTES: u64 = 256 << 20;
 
 impl Client {
-    /// `url` is the server's, as `http://127.0.0.1:8080`, with or without `/v1`.
+    /// `url` is the server's address, e.g. `http://127.0.0.1:8080`, with or without `/v1`.
     pub fn new(url: &str) -> Self {
         let base = url.trim_end_matches('/');
         let base = base.strip_suffix("/v1").unwrap_or(base);
@@ -80,7 +81,7 @@ impl Client {
         Client { agent: agent.into(), base: base.into(), key: None }
     }
 
-    /// Ask with this API key.
+    /// Send this API key with every request.
     pub fn with_key(self, key: &str) -> Self {
         Client { key: Some(key.into()), ..self }
     }
@@ -108,40 +109,40 @@ impl Client {
         checked(request.call()?)
     }
 
-    /// Names of the server's models: one.
+    /// Names of the models that the server serves: always one.
     pub fn models(&self) -> Result<Vec<String>, Error> {
         let list: Value = document(self.call("GET", "/v1/models")?)?;
         let names = list["data"].as_array().into_iter().flatten();
         Ok(names.filter_map(|model| model["id"].as_str().map(str::to_string)).collect())
     }
 
-    /// The text goes on.
+    /// Completes `prompt`.
     pub fn complete(&self, prompt: &str, how: &Generate) -> Result<Answer, Error> {
         self.answer("/v1/completions", &with(how, json!({ "prompt": prompt }))?)
     }
-    /// As it comes.
+    /// Like [`Client::complete`], streamed.
     pub fn complete_stream(&self, prompt: &str, how: &Generate) -> Result<Stream, Error> {
         self.stream("/v1/completions", with(how, json!({ "prompt": prompt }))?)
     }
-    /// The assistant's next message.
+    /// Returns the assistant's next message.
     pub fn chat(&self, messages: &[Message], how: &Generate) -> Result<Answer, Error> {
         self.answer("/v1/chat/completions", &with(how, json!({ "messages": messages }))?)
     }
-    /// As it comes.
+    /// Like [`Client::chat`], streamed.
     pub fn chat_stream(&self, messages: &[Message], how: &Generate) -> Result<Stream, Error> {
         self.stream("/v1/chat/completions", with(how, json!({ "messages": messages }))?)
     }
 
-    /// A session with this beginning.
+    /// Creates a session whose history is `content`.
     pub fn create_session(&self, content: &Content, how: &NewSession) -> Result<Session, Error> {
         document(self.post("/v1/sessions", &with(how, content.fields())?)?)
     }
-    /// All sessions of this key.
+    /// Lists all sessions of this API key.
     pub fn sessions(&self) -> Result<Vec<Session>, Error> {
         let mut list: Value = document(self.call("GET", "/v1/sessions")?)?;
         Ok(serde_json::from_value(list["data"].take())?)
     }
-    /// One, with its history.
+    /// Returns one session with its history.
     pub fn session(&self, id: &str) -> Result<History, Error> {
         document(self.call("GET", &path(id, ""))?)
     }
@@ -149,28 +150,31 @@ impl Client {
         self.call("DELETE", &path(id, ""))?;
         Ok(())
     }
-    /// The history grows, and nothing is computed.
+    /// Appends to the history. The server computes no KV for it until the next generation.
     pub fn append(&self, id: &str, content: &Content) -> Result<Session, Error> {
         document(self.post(&path(id, "/append"), &content.fields())?)
     }
-    /// The session goes on, and what comes is part of it.
+    /// Generates from the end of the history. The output becomes part of the history.
     pub fn generate(&self, id: &str, how: &Generate) -> Result<Answer, Error> {
         self.answer(&path(id, "/generate"), &with(how, json!({}))?)
     }
-    /// As it comes. Dropping the stream ends it; what came until then stays.
+    /// Like [`Client::generate`], streamed. Dropping the stream ends the generation; the tokens generated so
+    /// far stay in the history.
     pub fn generate_stream(&self, id: &str, how: &Generate) -> Result<Stream, Error> {
         self.stream(&path(id, "/generate"), with(how, json!({}))?)
     }
-    /// `n` sessions that share its history up to `at`, or all of it. Of a session that generates, too.
+    /// Creates `n` sessions that share this session's history up to `at`, or all of it. Works while the session
+    /// generates.
     pub fn fork(&self, id: &str, at: Option<Cut>, n: u32) -> Result<Vec<Session>, Error> {
         let mut list: Value = document(self.post(&path(id, "/fork"), &json!({"at": at, "n": n}))?)?;
         Ok(serde_json::from_value(list["sessions"].take())?)
     }
-    /// The history ends there.
+    /// Truncates the history at `to`.
     pub fn rollback(&self, id: &str, to: Cut) -> Result<Session, Error> {
         document(self.post(&path(id, "/rollback"), &json!({ "to": to }))?)
     }
-    /// Delete the other forks of the call that made it, but for `also`, with all their forks. The ids of those deleted.
+    /// Deletes this session's siblings (the other sessions of the fork call that created it) except those in
+    /// `also`, together with all their descendants. Returns the ids of the deleted sessions.
     pub fn keep(&self, id: &str, also: &[&str]) -> Result<Vec<String>, Error> {
         let mut kept: Value = document(self.post(&path(id, "/keep"), &json!({ "also": also }))?)?;
         Ok(serde_json::from_value(kept["deleted"].take())?)
@@ -189,12 +193,12 @@ impl Client {
 }
 
 fn path(id: &str, verb: &str) -> String {
-    // An id that is none must not become another path.
+    // An invalid id must not change which path is requested.
     let clean: String = id.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
     format!("/v1/sessions/{clean}{verb}")
 }
 
-/// Fields of both.
+/// Merges the fields of both objects and drops nulls.
 fn with(fields: &impl Serialize, more: Value) -> Result<Map<String, Value>, Error> {
     let mut all = Map::new();
     for value in [serde_json::to_value(fields)?, more] {
@@ -216,7 +220,7 @@ fn document<T: DeserializeOwned>(response: Response<Body>) -> Result<T, Error> {
     Ok(serde_json::from_str(&text(response)?)?)
 }
 
-/// Refusals become errors.
+/// Turns every status outside 2xx into an error.
 fn checked(response: Response<Body>) -> Result<Response<Body>, Error> {
     let status = response.status().as_u16();
     if (200..300).contains(&status) {
@@ -234,7 +238,7 @@ fn checked(response: Response<Body>) -> Result<Response<Body>, Error> {
     }))
 }
 
-/// The error that a document tells of.
+/// The error that a response body or stream event carries, if it has one.
 fn refused(status: u16, document: &Value, retry_after_s: Option<u32>) -> Option<Error> {
     let error = document.get("error")?;
     let field = |name: &str| error[name].as_str().map(str::to_string);

@@ -1,9 +1,9 @@
-//! Server-sent events, as they come.
+//! Reads server-sent events.
 use crate::{Chunk, Error, Usage, refused};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read};
 
-/// An answer on its way. Dropping it closes the connection, which ends the generation.
+/// A streamed answer. Dropping it closes the connection, which ends the generation.
 pub struct Stream {
     lines: BufReader<Box<dyn Read + Send>>,
     over: bool,
@@ -14,7 +14,7 @@ impl Stream {
         Stream { lines: BufReader::new(Box::new(body)), over: false }
     }
 
-    /// The whole text, and the usage.
+    /// Reads the stream to its end and returns the whole text and the usage.
     pub fn text(self) -> Result<(String, Usage), Error> {
         let (mut text, mut usage) = (String::new(), Usage::default());
         for chunk in self {
@@ -32,7 +32,7 @@ impl Stream {
                 let early = std::io::Error::new(std::io::ErrorKind::UnexpectedEof, "no [DONE]");
                 return Err(early.into());
             }
-            // Comments and blank lines keep the connection alive and part events.
+            // Comment lines only keep the connection alive; blank lines separate events.
             let Some(data) = line.trim_end().strip_prefix("data:") else { continue };
             let data = data.trim_start();
             if data == "[DONE]" {

@@ -1,9 +1,9 @@
-//! What the machine is: vectors, and threads that share a slice. The only unsafe code of this crate lives below
-//! here.
+//! The machine layer: vectors, and threads that share a slice. The crate's only unsafe code is in this module's
+//! submodules.
 //!
-//! Kernels are written once, over [`Simd`]: vectors of [`LANES`] lanes whatever the registers hold, so that the
-//! bytes of a pool and the order of additions are the same on every machine. A CPU feature is a value: whoever
-//! holds an `Avx512` has asked the CPU, and [`Isa::run`] enters a function compiled for it.
+//! Kernels are written once, over [`Simd`]: vectors of [`LANES`] lanes whatever the register width, so that the bytes
+//! of a pool and the order of additions are the same on every machine. A CPU feature is a value: an `Avx512` can only
+//! be created after checking the CPU, and [`Isa::run`] enters a function compiled for it.
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -23,7 +23,7 @@ use std::fmt;
 use std::str::FromStr;
 pub use threads::Threads;
 
-/// Lanes of a vector: of f32, of i32, or of four bytes each.
+/// Lanes per vector: f32, i32, or four bytes each.
 pub const LANES: usize = 16;
 
 /// One instruction set: operations on vectors of [`LANES`] lanes.
@@ -32,15 +32,15 @@ pub trait Simd: Copy + Send + Sync + 'static {
     type F: Copy;
     /// i32 lanes, or 64 bytes.
     type I: Copy;
-    /// Accumulators a kernel may keep in registers beside what it loads.
+    /// Number of accumulators that a kernel can keep in registers in addition to its loads.
     const ACCUMULATORS: usize;
-    /// Are there products of bf16 pairs ([`dot2`](Self::dot2)) that are faster than widening?
+    /// True if products of bf16 pairs ([`dot2`](Self::dot2)) exist and are faster than widening.
     const BF16_DOTS: bool = false;
 
-    /// Run `kernel` in a function compiled for this instruction set.
+    /// Runs `kernel` in a function compiled for this instruction set.
     fn run<K: Kernel>(self, kernel: K) -> K::Out;
 
-    /// Fetch the cache line `ahead` bytes after `x`, if there is memory: a hint.
+    /// Prefetch hint for the cache line `ahead` bytes after `x`. The address need not be valid.
     fn prefetch<T>(self, x: &T, ahead: usize);
 
     fn splat(self, x: f32) -> Self::F;
@@ -53,32 +53,32 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn sub(self, a: Self::F, b: Self::F) -> Self::F;
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
-    /// `a * b + c`, rounded once where the machine can.
+    /// `a * b + c`, rounded once if the machine supports it.
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// `b` where either is NaN.
+    /// Returns `b` if either is NaN.
     fn max(self, a: Self::F, b: Self::F) -> Self::F;
-    /// To the nearest integer, ties to even.
+    /// Rounds to the nearest integer, ties to even.
     fn round(self, a: Self::F) -> Self::F;
     /// `a * 2^n` for integral `n ≤ 127`; 0 where `n` is below −126.
     fn scale_by_power(self, a: Self::F, n: Self::F) -> Self::F;
-    /// `a * b`, and 0 where `a` is 0, whatever `b` is.
+    /// `a * b`, but 0 where `a` is 0, for any `b`.
     fn mul_nonzero(self, a: Self::F, b: Self::F) -> Self::F;
 
     fn splat_i(self, x: i32) -> Self::I;
     fn load_bytes(self, x: &[u8; 64]) -> Self::I;
-    /// Lane by lane: `acc + Σ unsigned[j] * signed[j]` over the lane's four bytes.
+    /// Per lane: `acc + Σ unsigned[j] * signed[j]` over the lane's four bytes.
     fn dot4(self, acc: Self::I, unsigned: Self::I, signed: Self::I) -> Self::I;
-    /// Lane by lane, of bf16 pairs: `acc + a[0]*b[0] + a[1]*b[1]`.
+    /// Per lane, for bf16 pairs: `acc + a[0]*b[0] + a[1]*b[1]`.
     fn dot2(self, acc: Self::F, a: Self::I, b: Self::I) -> Self::F;
-    /// Byte `N` of every lane, without a sign.
+    /// Byte `N` of every lane, unsigned.
     fn byte<const N: u32>(self, x: Self::I) -> Self::I;
-    /// Of every byte, `bits` bits from bit `at` on, as bits `to` and up.
+    /// From every byte, extracts `bits` bits starting at bit `at` and moves them to bit `to`.
     fn field(self, x: Self::I, at: u32, bits: u32, to: u32) -> Self::I;
     fn or(self, a: Self::I, b: Self::I) -> Self::I;
-    /// Of every byte, which is less than 16, the entry of the table.
+    /// Looks up every byte, which is less than 16, in the table.
     fn lookup(self, table: &[u8; 16], x: Self::I) -> Self::I;
-    /// Four codes of six bits in three bytes: the lower six bits of each, and the upper two of all, those of the first
-    /// lowest.
+    /// Unpacks four 6-bit codes from three bytes: the lower six bits of each byte, and a fourth code from their upper
+    /// two bits, the first byte's lowest.
     fn sixes(self, x: [Self::I; 3]) -> [Self::I; 4];
     fn add_i(self, a: Self::I, b: Self::I) -> Self::I;
     fn sub_i(self, a: Self::I, b: Self::I) -> Self::I;
@@ -90,13 +90,13 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// `x / 256`, rounded down.
     fn over_256(self, x: Self::I) -> Self::I;
     fn to_f32(self, x: Self::I) -> Self::F;
-    /// To the nearest integer, ties to even.
+    /// Rounds to the nearest integer, ties to even.
     fn to_i32(self, x: Self::F) -> Self::I;
-    /// The low byte of every lane.
+    /// Stores the low byte of every lane.
     fn store_low_bytes(self, x: Self::I, out: &mut [u8; 16]);
-    /// Bytes sign-extended to lanes.
+    /// Sign-extends bytes to lanes.
     fn load_i8(self, x: &[u8; 16]) -> Self::I;
-    /// Even and odd bf16 of every lane's pair, widened.
+    /// The even and the odd bf16 of every lane's pair, widened.
     fn widen_pairs(self, x: Self::I) -> (Self::F, Self::F);
 
     /// The low half of every byte.
@@ -121,7 +121,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
         }
         lanes[0]
     }
-    /// The largest lane; a NaN may disappear.
+    /// The largest lane; NaN may be dropped.
     #[inline(always)]
     fn largest(self, x: Self::F) -> f32 {
         let mut lanes = [0.0; 16];
@@ -133,8 +133,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
         }
         lanes[0]
     }
-    /// `2^x` as mantissa less 1, and integral exponent: `x = n + f`, `|f| ≤ 1/2`; the pair is `(2^f − 1, n)`, with a
-    /// relative error below 2e-7 even where `f` is small.
+    /// `2^x` as mantissa minus 1, and integral exponent: `x = n + f`, `|f| ≤ 1/2`; the pair is `(2^f − 1, n)`, with a
+    /// relative error below 2e-7 even for small `f`.
     #[inline(always)]
     fn exp2_parts(self, x: Self::F) -> (Self::F, Self::F) {
         let n = self.round(x);
@@ -146,22 +146,22 @@ pub trait Simd: Copy + Send + Sync + 'static {
         }
         (self.mul(p, f), n)
     }
-    /// `-limit ≤ x ≤ limit`; a NaN passes.
+    /// Clamps to `-limit ≤ x ≤ limit`; NaN passes through.
     #[inline(always)]
     fn clamp(self, x: Self::F, limit: f32) -> Self::F {
         let x = self.max(self.splat(-limit), x);
         let zero = self.splat(0.0);
         self.sub(zero, self.max(self.splat(-limit), self.sub(zero, x)))
     }
-    /// `e^x`, where beyond ±126 powers of two it stays what it is there. A NaN passes.
+    /// `e^x`, constant beyond ±126 powers of two. NaN passes through.
     #[inline(always)]
     fn exp(self, x: Self::F) -> Self::F {
         let x = self.clamp(self.mul(x, self.splat(std::f32::consts::LOG2_E)), 126.0);
         let (mantissa, exponent) = self.exp2_parts(x);
         self.scale_by_power(self.add(mantissa, self.splat(1.0)), exponent)
     }
-    /// `tanh x = (e^2x − 1) / (e^2x + 1)`, with the numerator from the series itself, so that it is exact where x is small. A
-    /// NaN passes.
+    /// `tanh x = (e^2x − 1) / (e^2x + 1)`. The numerator is computed directly from the series, so that it is accurate
+    /// for small x. NaN passes through.
     #[inline(always)]
     fn tanh(self, x: Self::F) -> Self::F {
         let one = self.splat(1.0);
@@ -174,14 +174,14 @@ pub trait Simd: Copy + Send + Sync + 'static {
     }
 }
 
-/// Code that is compiled for each instruction set. `run` must be `#[inline(always)]`, and so must all it calls:
-/// what is not inlined is compiled for no instruction set in particular.
+/// Code that is compiled for each instruction set. `run` must be `#[inline(always)]`, and so must everything it calls:
+/// a function that is not inlined is not compiled for the instruction set.
 pub trait Kernel {
     type Out;
     fn run<S: Simd>(self, s: S) -> Self::Out;
 }
 
-/// An instruction set this CPU has.
+/// An instruction set that this CPU supports.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Isa {
     Portable(Portable),
@@ -194,7 +194,7 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// Every instruction set this CPU has, the best one last.
+    /// All instruction sets that this CPU supports, the best one last.
     pub fn available() -> Vec<Isa> {
         let mut all = vec![Isa::Portable(Portable)];
         #[cfg(target_arch = "x86_64")]
@@ -211,7 +211,7 @@ impl Isa {
         Isa::available().pop().unwrap_or(Isa::Portable(Portable))
     }
 
-    /// The one `KVIST_ISA` names, else the best.
+    /// The instruction set that `KVIST_ISA` names, else the best.
     pub fn from_env() -> Result<Isa, String> {
         match std::env::var("KVIST_ISA") {
             Ok(name) if !name.is_empty() => name.parse().map_err(|error| format!("KVIST_ISA: {error}")),
@@ -232,7 +232,7 @@ impl Isa {
         }
     }
 
-    /// Run `kernel` on this instruction set.
+    /// Runs `kernel` on this instruction set.
     #[inline]
     pub fn run<K: Kernel>(self, kernel: K) -> K::Out {
         match self {

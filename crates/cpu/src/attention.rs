@@ -11,17 +11,17 @@
 //!
 //! (online softmax: Milakov and Gimelshein, 2018; tiling: Dao et al., 2022; splits: Dao et al., 2023, flash-decoding.)
 //!
-//! The running maximum is an integer, so that every rescaling is by a power of two and therefore exact: where tiles
-//! end, which queries share a tile and when a new maximum appears do not show in the result. Splits are cut at fixed
-//! positions of the sequence. So a row's output depends on its query and on what it sees, in order, and on nothing
-//! else: not on the batch, the chunk, the sharing, or the threads. (Packed values are the exception: their weights
-//! become integers tile by tile, unless [`exact`](Layer::exact) asks otherwise.)
+//! The running maximum is an integer, so every rescaling is by a power of two and therefore exact. The result does not
+//! depend on where tiles end, which queries share a tile or when a new maximum appears. Splits are cut at fixed
+//! positions of the sequence. So a row's output depends only on its query and on the cells it sees, in order: not on
+//! the batch, the chunk, the sharing or the threads. (Packed values are the exception: their weights become integers
+//! tile by tile, unless [`exact`](Layer::exact) is set.)
 //!
-//! Blocks of a paged cache may lie anywhere. Items that follow each other in the sequence are one chain and go through the
-//! kernels at once, with a list of their blocks; what is fetched ahead is the next block of the list.
+//! Blocks of a paged cache may lie anywhere in memory. Items that follow each other in the sequence form one chain and
+//! go through the kernels in one call, with a list of their blocks. The kernels prefetch the next block of the list.
 //!
-//! Bytes: each stored row of an item once from memory, per 256 query rows. Operations: 2 × head_dim multiply-adds
-//! per query head and visible cell, and some ten for the weight.
+//! Bytes: each stored row of an item is read from memory once per 256 query rows. Operations: 2 × head_dim
+//! multiply-adds per query head and visible cell, and about ten for the weight.
 mod near;
 mod recent;
 mod scratch;
@@ -41,18 +41,18 @@ use softmax::NOTHING;
 use std::ops::Range;
 use tile::Tile;
 
-/// Sequence positions of a split.
+/// Sequence positions per split.
 pub const SPLIT: u32 = 1024;
-/// Query rows of a unit.
+/// Query rows per unit.
 const UNIT_ROWS: usize = 256;
 /// Query rows whose scores are held at once.
 const BLOCK_ROWS: usize = 32;
-/// Cells of a tile: few rows take long tiles, so that what happens once per tile happens rarely.
+/// Cells per tile. Up to `LONG_TILE_ROWS` query rows use the longer tile, so that per-tile work is done less often.
 const TILE: usize = 64;
 const LONG_TILE: usize = 256;
 const LONG_TILE_ROWS: usize = 8;
 
-/// One layer's attention.
+/// Attention of one layer.
 pub struct Layer<'l> {
     pub keys: &'l Side,
     pub values: &'l Side,
@@ -63,15 +63,15 @@ pub struct Layer<'l> {
     pub head_dim: usize,
     pub scale: f32,
     pub softcap: Option<f32>,
-    /// A score of nothing per query head.
+    /// Attention sinks: one extra score per query head, which has no value.
     pub sinks: Option<&'l [f32]>,
-    /// Weigh packed values one by one.
+    /// Weight packed values cell by cell instead of tile by tile.
     pub exact: bool,
-    /// What is read in f16 instead.
+    /// Rows that are read in f16 instead of from the pool.
     pub recent: Option<RecentReads<'l>>,
 }
 
-/// A KV head and some of its query slots.
+/// A KV head and a range of its query slots.
 #[derive(Clone, Copy)]
 struct Rows {
     head: usize,
@@ -89,7 +89,7 @@ impl<'l> Layer<'l> {
     fn per_kv(&self) -> usize {
         self.heads / self.kv_heads
     }
-    /// Floats of one row's state: sums, norms by lane, maximum.
+    /// Floats in one row's state: weighted sums, norm by lane, maximum.
     fn state(&self) -> usize {
         self.head_dim + EXTRA
     }
@@ -97,7 +97,7 @@ impl<'l> Layer<'l> {
         (UNIT_ROWS / self.per_kv()).max(1)
     }
 
-    /// Attend with the queries that `query(token, head)` gives, and hand every output row to `put`.
+    /// Computes attention for the queries that `query(token, head)` returns and passes every output row to `put`.
     pub fn run<'q>(
         &self,
         compute: &Compute,
@@ -118,7 +118,7 @@ impl<'l> Layer<'l> {
         let first = self.reads.items.iter().map(|item| index(item).start / SPLIT).min().unwrap_or(0);
         let end = self.reads.items.iter().map(|item| index(item).end.div_ceil(SPLIT)).max().unwrap_or(0);
         let n_splits = (end - first) as usize;
-        // A state per unit, or one per unit and split where there are few units and room for the states.
+        // One state per unit. If there are few units and enough room: one state per unit and split.
         let unit_state = unit_slots * per_kv * state;
         let room = scratch.states.len() / unit_state;
         let per_unit =
@@ -153,7 +153,7 @@ impl<'l> Layer<'l> {
         }
     }
 
-    /// Splits one after the other, merged in their order into `total`.
+    /// Processes the splits one after the other and merges them in order into `total`.
     fn unit<'q>(
         &self,
         compute: &Compute,
@@ -180,7 +180,7 @@ impl<'l> Layer<'l> {
         scratch.partial = partial;
     }
 
-    /// The queries as the kernels want them: turned if K is stored turned, scaled, split into bytes.
+    /// Converts the queries for the kernels: transformed if K is stored transformed, scaled, split into bytes.
     fn prepare<'q>(
         &self,
         rows: Rows,
@@ -241,7 +241,7 @@ impl<'l> Layer<'l> {
         }
     }
 
-    /// What of the items lies in one split; splits come in their order.
+    /// Processes the parts of the items that lie in one split. Splits must come in order.
     fn split(
         &self,
         compute: &Compute,

@@ -1,4 +1,4 @@
-//! f32, f16 and bf16 as they stand in memory: in caches and in weights.
+//! f32, f16 and bf16 as they are stored in caches and in weights.
 use crate::arch::{LANES, Simd, widen};
 use half::{bf16, f16};
 
@@ -6,17 +6,17 @@ pub struct F32;
 pub struct F16;
 pub struct BF16;
 
-/// One of them.
+/// One of these element types.
 pub trait Element: 'static {
     const BYTES: usize;
-    /// Vectors of a cache line.
+    /// Vectors per cache line.
     const PER_LINE: usize = 64 / (LANES * Self::BYTES);
     /// Sixteen elements.
     type Raw: Copy;
     fn vectors(bytes: &[u8]) -> &[Self::Raw];
     fn widen<S: Simd>(s: S, raw: &Self::Raw) -> S::F;
     fn decode(bytes: &[u8]) -> f32;
-    /// Is it a finite number?
+    /// Stores `x`. Returns true if the stored value is finite.
     fn encode(x: f32, bytes: &mut [u8]) -> bool;
 }
 

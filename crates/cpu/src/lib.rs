@@ -1,14 +1,14 @@
-//! KV bytes, attention and packed linear layers on the CPU.
+//! CPU backend: KV pools, attention and quantised linear layers.
 //!
-//! Keys and values live in pools of their own (`pool.rs`), head-major, in the dtype that was asked for; attention
-//! (`attention.rs`) reads them packed, tile by tile, with an online softmax, and never makes a decoded copy of a
-//! cache. K and V meet only in a tile of scores, so that any K dtype goes with any V dtype.
+//! Keys and values live in separate pools (`pool.rs`), head-major, in the configured dtypes. Attention (`attention.rs`)
+//! reads the packed rows tile by tile with an online softmax and never makes a decoded copy of the cache. K and V meet
+//! only through a tile of scores, so any K dtype works with any V dtype.
 //!
-//! Kernels are written once over the vectors of `arch.rs`, and compiled for every instruction set; `KVIST_ISA`
-//! chooses one. It promises results that do not depend on the number of threads, and a decode step that allocates
-//! nothing. Unsafe code stands in `arch/` alone.
+//! Kernels are written once over the vectors of `arch.rs` and compiled for every instruction set; `KVIST_ISA` chooses
+//! one. Results do not depend on the number of threads, and a decode step allocates nothing. Unsafe code is confined to
+//! `arch/`.
 #![deny(unsafe_code)]
-// Register tiles are named by row and vector, in loops that the compiler unrolls.
+// Kernels index register tiles by row and vector, in loops that the compiler unrolls.
 #![allow(clippy::needless_range_loop)]
 
 #[allow(unsafe_code)]
@@ -30,12 +30,12 @@ use kvist_backend::{Backend, BackendError, PoolSpec, Pools, Purpose, Usage, rese
 use pools::CpuPools;
 use std::sync::{Arc, LazyLock};
 
-/// What computes: an instruction set and threads. Shared by whatever runs one after the other.
+/// The compute resources: an instruction set and a thread pool. Shared by all work that runs one after the other.
 #[derive(Clone, Debug)]
 pub struct Compute {
     pub isa: Isa,
     pub threads: Arc<Threads>,
-    /// Make every row's arithmetic independent of what else is in its batch, at some cost for packed dtypes.
+    /// Make each row's arithmetic independent of the rest of its batch. Costs some speed for quantised dtypes.
     pub deterministic: bool,
 }
 
@@ -48,7 +48,8 @@ impl Compute {
     }
 }
 
-/// The instruction set `KVIST_ISA` names, or the best; a thread per core, the same ones for the whole process.
+/// The instruction set that `KVIST_ISA` names, or else the best available one; one thread per core. The whole process
+/// shares these threads.
 impl Default for Compute {
     fn default() -> Self {
         static SHARED: LazyLock<Compute> = LazyLock::new(|| Compute {
@@ -63,10 +64,10 @@ impl Default for Compute {
 /// How pools grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Growth {
-    /// By appended segments of doubling size: nothing is copied.
+    /// Appends segments of doubling size and copies nothing.
     #[default]
     Segments,
-    /// By one new allocation per step, to which the past is copied.
+    /// Makes one new allocation per step and copies the existing cells to it.
     Concatenate,
 }
 
@@ -91,8 +92,8 @@ impl Cpu {
         Cpu { compute, growth: Growth::Segments }
     }
 
-    /// `cpu-concat`: the same kernels over a cache that is concatenated anew at every step, as naive decoders do
-    /// it. Only measurements want it.
+    /// `cpu-concat`: the same kernels over a cache that is concatenated anew at every step, as naive decoders do. For
+    /// measurements only.
     pub fn concatenating(self) -> Self {
         Cpu { growth: Growth::Concatenate, ..self }
     }

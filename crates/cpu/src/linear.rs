@@ -1,17 +1,17 @@
 //! Linear layers over packed weights: `y = x·Wᵀ` for `W: [outputs, inputs]`.
 //!
-//! Sixteen rows of W stand side by side in a panel, so that a vector holds sixteen outputs and no sum is
-//! horizontal; the weights are the file's own codes in another order, and are held once.
+//! Sixteen rows of W are interleaved in a panel, so that a vector holds sixteen outputs and no horizontal sum is
+//! needed. The weights are the file's own codes, reordered, and are kept once.
 //!
 //! ```text
 //! packed   y[16] += dot4(16 rows' 4 codes, x's 4 codes) …, scaled once per block     x in 8 bits per 32 inputs
 //! float    y[16] += w[16] * x[i]                                                     for each input i
 //! ```
 //!
-//! One token reads every panel once: bytes are what counts. Many tokens take tiles of eight, for which a vector of
-//! weights is loaded once. Every output adds in the order of its inputs, whatever the batch: a row's result is the
-//! same alone and among others (bf16 products of large batches are the exception; `Compute::deterministic` does
-//! without them).
+//! A single token reads every panel once and is memory-bound. Many tokens are processed in tiles of eight, which share
+//! each loaded vector of weights. Every output adds its inputs in order, whatever the batch, so a row's result does not
+//! depend on the rest of the batch. The exception is bf16 products of large batches; `Compute::deterministic` avoids
+//! them.
 mod blocks;
 mod codes;
 mod float;
@@ -26,12 +26,12 @@ use crate::pages::Pages;
 pub use inputs::{Input, Inputs};
 use std::fmt;
 
-/// How far ahead packed weights are fetched, in bytes: hardware stops at every page of 4 KiB, and few bytes keep a core
-/// busy. A thread's parts follow each other, so that it meets again what it fetched past the end of one. Float
-/// weights are streams that hardware follows by itself.
+/// Prefetch distance for packed weights in bytes. Hardware prefetching stops at every 4 KiB page, and a few bytes keep
+/// a core busy. A thread's parts are adjacent, so it later uses what it prefetched past the end of one. Float weights
+/// are streams that the hardware prefetcher follows.
 const AHEAD: usize = 8192;
 
-/// Encodings of weights, by their names in GGUF files.
+/// Encodings of weights, with their names in GGUF files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Packing {
     F32,
@@ -50,12 +50,13 @@ pub enum Packing {
     Q5K,
     Q6K,
     Iq4Xs,
-    /// At most 16 values, in a form of kvist's own: what ggml's rarer formats become when they are read, without a loss.
+    /// At most 16 values, in kvist's own format. ggml's rarer formats are converted to it without loss when they are
+    /// read.
     Few,
 }
 
-/// Evaluate `$body` with the type `$F` of `$packing`. A new format: a type in `simple.rs` or `k_quants.rs`, its line here and in
-/// [`Packing::NAMES`].
+/// Evaluates `$body` with the type `$F` of `$packing`. To add a format, add a type in `simple.rs` or `k_quants.rs`, and
+/// its line here and in [`Packing::NAMES`].
 macro_rules! with_format {
     ($packing:expr, $F:ident => $body:expr) => {
         match $packing {
@@ -133,21 +134,21 @@ macro_rules! with_format {
 
 /// One encoding of weights.
 trait Format: 'static {
-    /// Elements of a block of the file, and its bytes.
+    /// Elements and bytes of a block in the file.
     const BLOCK: (usize, usize);
-    /// Bytes that 16 rows of a block take in a panel: codes (whole cache lines), and what scales them.
+    /// Bytes that one block of 16 rows takes in a panel: codes (whole cache lines), and scales.
     const CODES: usize;
     const SCALES: usize;
-    /// Which form of the inputs the kernel reads.
+    /// The input format that the kernel reads.
     const FORM: inputs::Form;
-    /// Panels that a call of the kernel takes at once.
+    /// Number of panels that a kernel call processes together.
     const PANELS: usize = 1;
 
-    /// Put the file's block of row `lane` where it belongs.
+    /// Packs the file's block of row `lane`.
     fn pack(block: &[u8], lane: usize, codes: &mut [u8], scales: &mut [u8]);
-    /// Block of row `lane` as f32.
+    /// Decodes a block of row `lane` to f32.
     fn unpack(codes: &[u8], scales: &[u8], lane: usize, out: &mut [f32]);
-    /// `panels` neighbouring panels times all tokens.
+    /// Multiplies adjacent panels with all tokens.
     fn multiply<S: Simd>(
         s: S,
         weights: &Panels<'_>,
@@ -157,12 +158,12 @@ trait Format: 'static {
     );
 }
 
-/// The first two bytes: an f16.
+/// The first two bytes, which are an f16.
 fn pair(bytes: &[u8]) -> [u8; 2] {
     [bytes[0], bytes[1]]
 }
 
-/// Neighbouring panels.
+/// Adjacent panels.
 struct Panels<'p> {
     bytes: &'p [u8],
     n: usize,
@@ -181,7 +182,7 @@ impl Panels<'_> {
     }
 }
 
-/// Write sixteen outputs of panel `i` of a unit, or as many as there are.
+/// Writes sixteen outputs of panel `i` of a unit, or as many as remain.
 #[inline(always)]
 fn put<S: Simd>(s: S, out: &mut Columns<'_, f32>, token: usize, panel: usize, sums: S::F) {
     let row = &mut out.row(token)[panel * LANES..];
@@ -212,7 +213,7 @@ impl<F: Format> Kernel for Multiply<'_, '_, F> {
     }
 }
 
-/// A weight matrix, packed.
+/// A packed weight matrix.
 pub struct Matrix {
     packing: Packing,
     outputs: usize,
@@ -221,10 +222,10 @@ pub struct Matrix {
     panel: usize,
 }
 
-/// A matrix that cannot be packed.
+/// Why a matrix cannot be packed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BadMatrix {
-    /// Rows are no whole blocks, the matrix is empty, or its bytes are not what its shape needs.
+    /// Rows are not whole blocks, the matrix is empty, or its size in bytes does not match its shape.
     Shape(String),
     /// The system refused this many bytes.
     OutOfMemory(u64),
@@ -241,7 +242,7 @@ impl fmt::Display for BadMatrix {
 impl std::error::Error for BadMatrix {}
 
 impl Packing {
-    /// All, with what GGUF files call them; [`Packing::Few`] is in none.
+    /// All encodings with their names in GGUF files. [`Packing::Few`] does not occur in files.
     pub const NAMES: [(&str, Packing); 17] = [
         ("f32", Packing::F32),
         ("f16", Packing::F16),
@@ -262,7 +263,7 @@ impl Packing {
         ("few", Packing::Few),
     ];
 
-    /// Bytes of a panel of rows of `inputs` elements; `None` if rows are no whole blocks, or it overflows.
+    /// Bytes of a panel with rows of `inputs` elements. `None` if rows are not whole blocks, or on overflow.
     fn panel_bytes(self, inputs: usize) -> Option<usize> {
         with_format!(self, F => {
             let whole = inputs > 0 && inputs.is_multiple_of(F::BLOCK.0);
@@ -271,13 +272,13 @@ impl Packing {
         })
     }
 
-    /// Bytes a matrix takes when packed; `None` if rows are no whole blocks, or it overflows.
+    /// Bytes of a packed matrix. `None` if rows are not whole blocks, or on overflow.
     pub fn resident_bytes(self, outputs: usize, inputs: usize) -> Option<u64> {
         let panels = outputs.div_ceil(LANES);
         u64::try_from(panels.checked_mul(self.panel_bytes(inputs)?)?).ok()
     }
 
-    /// Whole blocks of the file as f32. Panics unless `out` has as many elements as `bytes` encodes.
+    /// Decodes whole blocks of the file to f32. Panics unless `out` has as many elements as `bytes` encodes.
     pub fn decode(self, bytes: &[u8], out: &mut [f32]) {
         with_format!(self, F => {
             assert!(out.len() * F::BLOCK.1 == bytes.len() * F::BLOCK.0, "elements of whole blocks");
@@ -297,7 +298,7 @@ impl Packing {
 }
 
 impl Matrix {
-    /// Pack `bytes`, rows one after the other in the encoding's own blocks.
+    /// Packs `bytes`: consecutive rows in the encoding's own blocks.
     pub fn pack(
         compute: &Compute,
         packing: Packing,
@@ -321,7 +322,7 @@ impl Matrix {
         let size = usize::try_from(size).map_err(|_| BadMatrix::OutOfMemory(size))?;
         let mut panels = Pages::new(size).map_err(BadMatrix::OutOfMemory)?;
         let mut nothing = vec![(); compute.threads.n()];
-        // Few large units: a page of weights is touched first by one thread.
+        // Few large units, so that each page of weights is first touched by one thread.
         compute.threads.parts(panels.bytes_mut(), panel, &mut nothing, |i, panel, ()| {
             with_format!(packing, F => {
                 let blocks = inputs / F::BLOCK.0;
@@ -346,12 +347,12 @@ impl Matrix {
     pub fn inputs(&self) -> usize {
         self.inputs
     }
-    /// Bytes held.
+    /// Bytes in memory.
     pub fn bytes(&self) -> u64 {
         self.panels.bytes().len() as u64
     }
 
-    /// Row `row` as f32, into `out: [inputs]`. Panics if there is no such row.
+    /// Decodes row `row` to f32 into `out: [inputs]`. Panics if there is no such row.
     pub fn row(&self, row: usize, out: &mut [f32]) {
         assert!(row < self.outputs && out.len() == self.inputs, "row {row} of {}", self.outputs);
         let (panel, lane) = (row / LANES, row % LANES);
@@ -375,7 +376,7 @@ impl Matrix {
         with_format!(self.packing, F => {
             let dots = F::FORM == inputs::Form::Rows && float::uses_dots::<F>(compute, n);
             let inputs = input.prepare(compute, if dots { inputs::Form::Pairs } else { F::FORM });
-            // Units of some 64 KiB: small enough that a thread that loses its core holds up little.
+            // Units of about 64 KiB, so that a thread that loses its core causes little delay.
             let at_once = ((64 << 10) / self.panel).next_multiple_of(F::PANELS).max(F::PANELS);
             let (mut nothing, bytes) = (vec![(); compute.threads.n()], self.panels.bytes()); // takes no memory
             compute.threads.columns(out, self.outputs, at_once * LANES, &mut nothing, |unit, out, ()| {
@@ -402,7 +403,7 @@ impl fmt::Debug for Matrix {
     }
 }
 
-/// Take the tokens of `inputs` in tiles: `$kernel::<S, T>(…, first token)` for T of 8, 4, 2 and 1.
+/// Processes the tokens of `inputs` in tiles: `$kernel::<S, T>(…, first token)` for T of 8, 4, 2 and 1.
 macro_rules! for_token_tiles {
     ($n:expr, $first:ident, $T:ident => $body:expr) => {{
         let mut $first = 0;

@@ -1,5 +1,5 @@
-//! Memory by the page: zeroed, and on huge pages where the system gives them. With pages of 4 KiB a stream through
-//! a large cache waits for address translation a third of the time.
+//! Zeroed memory from anonymous maps, on huge pages if the system provides them. With 4 KiB pages, streaming a large
+//! cache spends a third of the time in address translation.
 use memmap2::MmapMut;
 
 /// Whole cache lines of zeroed memory.
@@ -9,17 +9,17 @@ pub struct Pages {
     len: usize,
 }
 
-/// Below this, an ordinary map is as good: no huge page would fit.
+/// Below this size no huge page fits, so an ordinary map is as good.
 const HUGE: usize = 2 << 20;
 
 impl Pages {
-    /// `len` bytes, 64-byte aligned, or the number of bytes the system refused. Nothing is touched yet: whoever
-    /// writes first has the page near.
+    /// Allocates `len` bytes, 64-byte aligned. On failure returns the number of bytes the system refused. Does not
+    /// touch the pages: the thread that writes a page first has it on its own memory node.
     pub fn new(len: usize) -> Result<Self, u64> {
         Pages::of(len, true)
     }
 
-    /// The same, asking for huge pages or not.
+    /// Like [`new`](Self::new), with or without huge pages.
     pub fn of(len: usize, huge: bool) -> Result<Self, u64> {
         let refused = |_| len as u64;
         if len == 0 {
@@ -30,7 +30,7 @@ impl Pages {
         let _ = huge;
         #[cfg(target_os = "linux")]
         if huge && len >= HUGE {
-            // A wish: without it everything works, slower.
+            // Only a hint: if it fails everything works, but slower.
             let _ = map.advise(memmap2::Advice::HugePage);
         }
         Ok(Pages { map, len })

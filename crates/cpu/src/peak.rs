@@ -1,14 +1,14 @@
-//! Arithmetic and nothing else: what a kernel that must multiply so often is measured against.
+//! Measures peak arithmetic throughput, the limit for compute-bound kernels.
 use crate::Compute;
 use crate::arch::{Kernel, Simd};
 use std::time::{Duration, Instant};
 
-/// Products of a chain; a thread runs one chain per register that it may use, all at once.
+/// Products per chain. A thread runs several chains at once, one per register in use.
 const STEPS: usize = 1 << 18;
-/// Parts, so that a thread that comes late takes fewer.
+/// Number of parts, so that a thread that starts late takes fewer.
 const PARTS: usize = 16;
 
-/// What is multiplied.
+/// The operation to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Product {
     /// f32 times f32 plus f32: two operations per lane.
@@ -17,7 +17,7 @@ pub enum Product {
     Bytes,
 }
 
-/// Operations per second of all threads together, of operands that stay in registers.
+/// Operations per second of all threads together, with operands that stay in registers.
 pub fn operations_per_s(compute: &Compute, product: Product) -> f64 {
     let mut done = vec![0u64; PARTS];
     let mut nothing = vec![(); compute.threads.n()];
@@ -31,18 +31,18 @@ pub fn operations_per_s(compute: &Compute, product: Product) -> f64 {
 struct Chains(Product);
 
 impl Kernel for Chains {
-    /// Operations.
+    /// Number of operations.
     type Out = u64;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> u64 {
-        // Enough to hide the latency of a product, and few enough to stay in registers.
+        // Enough chains to hide the latency of a product, and few enough to stay in registers.
         if S::ACCUMULATORS >= 16 { chains::<S, 16>(s, self.0) } else { chains::<S, 4>(s, self.0) }
     }
 }
 
 #[inline(always)]
 fn chains<S: Simd, const N: usize>(s: S, product: Product) -> u64 {
-    // The compiler must not know them.
+    // Hide the values from the compiler.
     let (one, four) = (std::hint::black_box(0.5f32), std::hint::black_box(0x0101_0101));
     match product {
         Product::F32 => {

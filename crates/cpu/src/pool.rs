@@ -1,9 +1,8 @@
-//! Rows of one side (K or V) of one layer: where they lie.
+//! Memory layout of the rows of one side (K or V) of one layer.
 //!
-//! Cells stand in blocks of [`LANES`], so that sixteen keys are scored at once with one lane for each and without a
-//! horizontal sum, and sixteen values are weighted one after the other. Blocks of one head are neighbours
-//! (head-major), so that a step streams them. How a row is packed into codes and parameters is its dtype's file;
-//! this one interleaves the codes of a block:
+//! Cells are stored in blocks of [`LANES`]. Sixteen keys are scored at once, one per lane and without a horizontal sum;
+//! sixteen values are weighted one after the other. Blocks of one head are adjacent (head-major), so that a step
+//! streams them. Each dtype's file packs a row into codes and parameters. This file interleaves the codes of a block:
 //!
 //! ```text
 //! keys     [row / unit][16 cells][unit bytes]      unit = one element of a float dtype, 4 bytes of a packed one
@@ -11,8 +10,8 @@
 //! both     parameters [params][16 cells] of f16
 //! ```
 //!
-//! Four bytes of a cell's key meet four bytes of the query in one integer dot product; four cells' values meet their
-//! four weights.
+//! One integer dot product combines four bytes of a cell's key with four bytes of the query, or the values of four
+//! cells with their four weights.
 mod float;
 mod gather;
 mod q4;
@@ -34,7 +33,7 @@ pub use q8::Q8;
 pub use quantised::{PackedQuery, Quads};
 pub use t4::T4;
 
-/// Evaluate `$body` with the type `$C` that packs `$dtype`. A new dtype: one file and its line here.
+/// Evaluates `$body` with the type `$C` that packs `$dtype`. To add a dtype, add a file and a line here.
 macro_rules! with_codec {
     ($dtype:expr, $C:ident => $body:expr) => {
         match $dtype {
@@ -66,22 +65,23 @@ macro_rules! with_codec {
     };
 }
 
-/// How one dtype packs a row, and the two products attention needs of packed blocks.
+/// How one dtype packs a row, and the two products with packed blocks that attention needs.
 ///
-/// `group` is how many elements share a scale. Of `T4`, whose rows have one scale, it is how many come first with a byte each:
-/// 0, or the outliers.
+/// `group` is the number of elements that share a scale. For `T4`, whose rows have one scale, it is the number of
+/// leading elements stored in a byte each: 0, or the number of outliers.
 pub trait Codec: 'static {
-    /// Bytes of one element of a float dtype; `None` if four bytes of a cell stand together.
+    /// Bytes of one element of a float dtype; `None` if codes are interleaved in units of four bytes.
     const ELEMENT: Option<usize>;
-    /// Bytes of codes of a row of `head_dim` elements.
+    /// Code bytes of a row of `head_dim` elements.
     fn code_bytes(head_dim: usize, group: usize) -> usize;
-    /// f16 parameters of a row.
+    /// Number of f16 parameters of a row.
     fn params(head_dim: usize, group: usize) -> usize;
-    /// Is every stored value a finite number?
+    /// Packs a row. Returns true if every stored value is finite.
     fn encode(row: &[f32], group: usize, codes: &mut [u8], params: &mut [f16]) -> bool;
     fn decode(codes: &[u8], params: &[f16], group: usize, row: &mut [f32]);
 
-    /// `line[query][at + i] = query · key` for `queries` and every cell `i` of `blocks`, the rest of `line` alone.
+    /// `line[query][at + i] = query · key` for `queries` and every cell `i` of `blocks`. Leaves the rest of `line`
+    /// unchanged.
     fn scores<S: Simd>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>);
     /// `sums[query] += Σ weight * value` over the cells of `blocks` with the weights `lines[query][at..]`.
     fn accumulate<S: Simd>(
@@ -93,28 +93,28 @@ pub trait Codec: 'static {
     );
 }
 
-/// Query rows that stand side by side in [`Queries::rows`].
+/// Number of query rows interleaved in [`Queries::rows`].
 pub const QUERY_ROWS: usize = 8;
 
-/// Query rows, ready for any dtype of keys.
+/// Query rows, prepared for any key dtype.
 pub struct Queries<'q> {
     pub n: usize,
-    /// `[n / 8, head_dim, 8]`: eight rows side by side, so that a kernel needs one address for all of them.
+    /// `[n / 8, head_dim, 8]`: eight rows interleaved, so that a kernel needs one address for all of them.
     pub rows: &'q [f32],
-    /// Row of the first query.
+    /// Row index of the first query.
     pub first: usize,
-    /// What integer products need; empty for float dtypes.
+    /// The queries packed for integer products; empty for float dtypes.
     pub packed: &'q [PackedQuery],
 }
 
-/// One line of scores or weights per query, `stride` apart; the cells of the blocks stand at `at`.
+/// One line of scores or weights per query, `stride` apart. The cells of the blocks start at place `at`.
 pub struct Lines<'l> {
     pub data: &'l mut [f32],
     pub stride: usize,
     pub at: usize,
 }
 
-/// One row of sums per query, `stride` apart from `first` on.
+/// One row of sums per query, starting at `first`, `stride` apart.
 pub struct Sums<'s> {
     pub n: usize,
     pub data: &'s mut [f32],
@@ -123,7 +123,7 @@ pub struct Sums<'s> {
 }
 
 impl Lines<'_> {
-    /// The same lines; the cells stand at `at`.
+    /// The same lines with the cells starting at `at`.
     pub fn reborrow(&mut self, at: usize) -> Lines<'_> {
         Lines { data: &mut *self.data, stride: self.stride, at }
     }
@@ -168,12 +168,12 @@ impl<C: Codec> Kernel for AccumulateKernel<'_, C> {
     }
 }
 
-/// `scores` of `storage`'s dtype on `isa`.
+/// Runs [`Codec::scores`] of `dtype` on `isa`.
 pub fn scores(isa: Isa, dtype: DType, queries: Queries<'_>, blocks: Blocks<'_>, lines: Lines<'_>) {
     with_codec!(dtype, C => isa.run(ScoresKernel::<C> { queries, blocks, lines, codec: std::marker::PhantomData }))
 }
 
-/// `accumulate` of `storage`'s dtype on `isa`.
+/// Runs [`Codec::accumulate`] of `dtype` on `isa`.
 pub fn accumulate(
     isa: Isa,
     dtype: DType,
@@ -187,7 +187,7 @@ pub fn accumulate(
     }))
 }
 
-/// Where the bytes of a block stand.
+/// How the code bytes of a block are interleaved.
 #[derive(Clone, Copy, Debug)]
 enum Interleaving {
     Keys { unit: usize },
@@ -200,7 +200,7 @@ pub struct Geometry {
     pub storage: Storage,
     pub heads: usize,
     pub head_dim: usize,
-    /// Bytes of codes per cell, filled up to whole units.
+    /// Code bytes per cell, padded to whole units.
     row: usize,
     /// f16 parameters per cell.
     params: usize,
@@ -229,7 +229,7 @@ impl Geometry {
         Geometry { storage, heads, head_dim, row, params, group, interleaving }
     }
 
-    /// Bytes that `cells` cells take: whole blocks of every head. `None` if it overflows.
+    /// Bytes for `cells` cells: whole blocks of every head. `None` on overflow.
     pub fn bytes(&self, cells: u32) -> Option<u64> {
         let blocks = u64::from(cells).div_ceil(LANES as u64);
         let block = (self.block_codes() + self.block_params()) as u64;
@@ -243,7 +243,7 @@ impl Geometry {
         LANES * self.params * 2
     }
 
-    /// Where byte `j` of the row in lane `lane` stands in its block.
+    /// Offset in its block of byte `j` of the row in lane `lane`.
     fn place(&self, j: usize, lane: usize) -> usize {
         match self.interleaving {
             Interleaving::Keys { unit } => (j / unit * LANES + lane) * unit + j % unit,
@@ -254,7 +254,7 @@ impl Geometry {
     }
 }
 
-/// Neighbouring cells of every head, in one slab: codes `[heads][blocks]`, then parameters `[heads][blocks]`.
+/// Consecutive cells of every head in one slab: codes `[heads][blocks]`, then parameters `[heads][blocks]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Segment {
     cells: Run,
@@ -268,30 +268,32 @@ pub struct Segment {
 pub struct Side {
     pub shape: Geometry,
     segments: Vec<Segment>,
-    /// Was anything stored that is not a finite number?
+    /// True once a value that is not finite was stored.
     broken: bool,
-    /// Channels of every head, one head after the other, in the order in which they are stored; empty if as they come.
+    /// For every head, the channels in the order in which they are stored; empty if they are stored in their original
+    /// order.
     order: Vec<u16>,
-    // One row on its way.
+    // Buffers for one row.
     codes: Vec<u8>,
     params: Vec<f16>,
 }
 
 impl Side {
-    /// `order` is looked at by storages with outliers.
+    /// `order` is used only by storages with outliers.
     pub fn new(shape: Geometry, order: &[u16]) -> Self {
         let (codes, params) = (vec![0; shape.row], vec![f16::ZERO; shape.params]);
         let order = if shape.storage.outliers { order.to_vec() } else { Vec::new() };
         Side { shape, segments: Vec::new(), broken: false, order, codes, params }
     }
 
-    /// The channels of `head` in the order in which they are stored.
+    /// The channels of `head` in the order in which they are stored; `None` for the original order.
     fn order(&self, head: usize) -> Option<&[u16]> {
         let d = self.shape.head_dim;
         self.order.get(head * d..(head + 1) * d)
     }
 
-    /// `row` of `head` as it is stored: its channels in their order, rotated. Dot products of two rows stay what they are.
+    /// Transforms a `row` of `head` into the stored form: channels reordered, then rotated. Dot products of two rows
+    /// stay the same.
     pub fn turn(&self, head: usize, row: &[f32], turned: &mut [f32]) {
         match self.order(head) {
             Some(order) => {
@@ -319,17 +321,17 @@ impl Side {
         }
     }
 
-    /// Are rows stored otherwise than they come?
+    /// True if rows are stored in a transformed form.
     pub fn turns(&self) -> bool {
         self.shape.storage.rotate || self.shape.storage.dtype == DType::T4
     }
 
-    /// Cells there is room for.
+    /// Number of cells that there is room for.
     pub fn cells(&self) -> u32 {
         self.segments.last().map_or(0, |s| s.cells.end())
     }
 
-    /// The segment that room for cells up to `cells` would add, at byte `at` of slab `slab`.
+    /// The segment that would be added to make room for `cells` cells, at byte `at` of slab `slab`.
     pub fn segment(&self, cells: u32, growth: Growth, slab: usize, at: usize) -> Segment {
         let start = if growth == Growth::Concatenate { 0 } else { self.cells() };
         let cells = Run { start, len: cells.saturating_sub(start) };
@@ -337,7 +339,7 @@ impl Side {
         Segment { cells, slab, codes: at, params: at + self.shape.heads * blocks * self.shape.block_codes() }
     }
 
-    /// Take in room that exists now. A concatenating side copies what it holds, and lets go of where it was.
+    /// Adds a segment whose memory exists. A concatenating side copies its cells there and drops its old segment.
     pub fn adopt(&mut self, segment: Segment, growth: Growth, slabs: &mut [Pages]) {
         if growth == Growth::Concatenate
             && let Some(old) = self.segments.pop()
@@ -363,13 +365,13 @@ impl Side {
             .unwrap_or_else(|| panic!("cell {cell} lies past the {} the pool was grown to", self.cells()))
     }
 
-    /// Block of `head` and `cell` inside a segment.
+    /// Index of the block of `head` and `cell` in a segment.
     fn block_of(segment: &Segment, head: usize, cell: u32) -> usize {
         let blocks = (segment.cells.len as usize).div_ceil(LANES);
         head * blocks + (cell - segment.cells.start) as usize / LANES
     }
 
-    /// Codes of the block of `head` that holds `cell`.
+    /// Codes of the block of `head` that contains `cell`.
     pub fn codes<'b>(&self, slabs: &'b [Pages], head: usize, cell: u32) -> &'b [u8] {
         let segment = self.segment_of(cell);
         let at = segment.codes + Self::block_of(segment, head, cell) * self.shape.block_codes();
@@ -418,7 +420,7 @@ impl Side {
         with_codec!(shape.storage.dtype, C => C::decode(&codes, &params, shape.group, row));
     }
 
-    /// Packed bytes of `len` cells of every head, from `from` to `to`; the runs do not overlap.
+    /// Copies the packed bytes of `len` cells of every head. The ranges must not overlap.
     pub fn copy(&mut self, slabs: &mut [Pages], from: u32, to: u32, len: u32) {
         let shape = self.shape;
         for i in 0..len {
@@ -440,20 +442,20 @@ impl Side {
         }
     }
 
-    /// The newest segment's slab has another number now.
+    /// Updates the slab index of the newest segment.
     pub fn moved_to(&mut self, slab: usize) {
         if let Some(segment) = self.segments.last_mut() {
             segment.slab = slab;
         }
     }
 
-    /// Slab of the newest segment: where a concatenating side lies.
+    /// Slab of the newest segment. A concatenating side has only this one.
     pub fn slab(&self) -> Option<usize> {
         self.segments.last().map(|s| s.slab)
     }
 }
 
-/// Put `codes[j]` at `place(j)`: two loops, because most units are whole.
+/// Writes `codes[j]` to `place(j)`. Two loops, because most units are whole.
 fn scatter(block: &mut [u8], codes: &[u8], place: impl Fn(usize) -> usize, interleaving: Interleaving) {
     match interleaving {
         Interleaving::Values { together: 1 } => {

@@ -1,4 +1,4 @@
-//! The pools of one cache: growth, writes, attention, moves.
+//! The KV pools of one cache: growth, writes, attention, moves.
 use crate::attention::{Layer, Scratch};
 use crate::pages::Pages;
 use crate::pool::{Geometry, Side};
@@ -7,14 +7,14 @@ use crate::{Compute, Growth};
 use kvist_backend::{Side as Half, *};
 use kvist_cache::*;
 
-/// K and V of one owner layer.
+/// K and V of one layer that owns its KV.
 #[derive(Debug)]
 struct Owned {
     keys: Side,
     values: Side,
 }
 
-/// The shapes of K and V of a layer.
+/// The geometry of K and of V of a layer.
 pub fn sides(spec: &PoolSpec, layer: &LayerSpec) -> [Geometry; 2] {
     let side = |half, storage| Geometry::new(half, storage, layer.n_kv_heads, layer.head_dim);
     [side(Half::K, spec.k), side(Half::V, spec.v)]
@@ -24,13 +24,13 @@ pub struct CpuPools {
     spec: PoolSpec,
     growth: Growth,
     compute: Compute,
-    layers: Vec<Option<Owned>>, // None for layers that borrow
-    /// One piece of memory per growth, for all layers: many small ones would not fill huge pages.
+    layers: Vec<Option<Owned>>, // None for layers that share another layer's KV
+    /// One allocation per growth for all layers together: many small ones would not fill huge pages.
     slabs: Vec<Pages>,
     ledger: KvLedger,
     scratch: Scratch,
     recent: Option<RecentRows>,
-    turned: Vec<f32>, // one row on its way into a pool that stores it turned
+    turned: Vec<f32>, // buffer for one row, transformed as the pool stores it
     begun: Option<StepId>,
     counters: Counters,
 }
@@ -88,14 +88,14 @@ impl CpuPools {
         })
     }
 
-    /// Both sides of a row of one KV head of a layer.
+    /// Bytes of one row of one KV head of a layer, K and V together.
     fn row_bytes(&self, layer: &LayerSpec) -> u64 {
         self.spec.k.row_bytes(layer.head_dim) + self.spec.v.row_bytes(layer.head_dim)
     }
 
-    /// Make room for `cells_end(group)` cells of every group: all layers or none.
+    /// Makes room for `cells_end(group)` cells in every group: all layers grow, or none.
     fn grow(&mut self, cells_end: impl Fn(GroupId) -> u32) -> Result<(), BackendError> {
-        let mut wanted = Vec::new(); // stays unallocated while nothing grows
+        let mut wanted = Vec::new(); // does not allocate while nothing grows
         let mut more = 0;
         for (l, layer) in self.spec.layout.layers.iter().enumerate() {
             let Some(owned) = &self.layers[l] else { continue };
@@ -122,7 +122,7 @@ impl CpuPools {
             return Ok(());
         }
         self.ledger.grow(more)?;
-        // A concatenating cache moves layer by layer, and gives each old place back at once.
+        // A concatenating cache moves layer by layer and frees each old allocation at once.
         let per_slab = if self.concatenates() { 1 } else { wanted.len() };
         let mut slabs = Vec::new();
         for wanted in wanted.chunks(per_slab) {
@@ -148,7 +148,7 @@ impl CpuPools {
                     at += bytes.next_multiple_of(64) as usize;
                 }
                 if let (Growth::Concatenate, Some(old)) = (self.growth, old) {
-                    // The new place takes the old one's number.
+                    // The new slab takes over the old one's index.
                     self.slabs.swap_remove(old);
                     owned.keys.moved_to(old);
                     owned.values.moved_to(old);
@@ -162,7 +162,7 @@ impl CpuPools {
         self.growth == Growth::Concatenate
     }
 
-    /// Copy rows of one layer, then write the new ones.
+    /// Copies the planned rows of one layer, then writes the new ones.
     fn store(&mut self, owner: usize, group: &GroupPlan, k: Tensor<'_>, v: Tensor<'_>) {
         let layer = self.spec.layout.layers[owner];
         let head_dim = layer.head_dim as usize;
@@ -195,21 +195,21 @@ impl CpuPools {
     }
 }
 
-/// Cells that there is room for in a layer group.
+/// Number of cells that the pools of a layer group have room for.
 fn cells_of(layout: &Layout, layers: &[Option<Owned>], group: GroupId) -> u32 {
     let mut owners = layout.layers.iter().zip(layers).filter(|(layer, _)| layer.group == group);
     owners.find_map(|(_, owned)| owned.as_ref()).map_or(0, |owned| owned.keys.cells())
 }
 
-/// What a layer grows by.
+/// The growth of one layer.
 struct Wanted {
     layer: usize,
     reserved: u32,
-    /// Of K and V, in the new slab.
+    /// Bytes of K and V in the new slab.
     bytes: [u64; 2],
 }
 
-/// Store a row. Gives it back as it was turned for that.
+/// Stores a row and returns it as it was stored: transformed, if the side stores rows transformed.
 fn put<'r>(
     side: &mut Side,
     slabs: &mut [Pages],

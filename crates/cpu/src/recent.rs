@@ -1,8 +1,9 @@
-//! The newest tokens in f16, beside their packed rows: which of them a step's queries read, and where they lie.
+//! Keeps the newest tokens in f16 in addition to their packed rows. Tracks where the rows are and which ones a step's
+//! queries read.
 //!
-//! A row is written once, when its token is new, and kept in a slot if later steps may read it. Cells know their slots, so
-//! forks and copies share them; a slot is free once all its cells were filled anew. If none is free, the slots of groups that
-//! were filled go first, then those that were read longest ago. A cell whose slot was taken is read as it is stored.
+//! A row is written once, when its token is new. It is kept in a slot if later steps may read it. Cells refer to slots,
+//! so forks and copies share them. A slot is free once all its cells have been overwritten. If none is free, slots of
+//! full groups are reused first, then the least recently read slots. A cell that lost its slot is read from the pool.
 use crate::arch::LANES;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
@@ -15,41 +16,42 @@ use std::sync::Arc;
 /// Sixteen elements in f16.
 type Vector = [u8; 2 * LANES];
 
-/// A key and value that a query reads from here and not from the pool.
+/// A row that a query reads from here instead of the pool.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Own {
-    /// Its place in the sequence: what [`kvist_cache::ReadItem::first_index`] counts.
+    /// Its index in the sequence, as in [`kvist_cache::ReadItem::first_index`].
     pub index: u32,
-    /// Its row: a slot, or behind all slots a token of the step.
+    /// Its row: a slot number, or the number of slots plus the index of a token of this step.
     pub row: u32,
 }
 
-/// The rows of all layers.
+/// The recent rows of all layers.
 pub struct RecentRows {
-    /// Tokens of a group of positions.
+    /// Tokens per recent group (a range of positions).
     tokens: u32,
     slots: usize,
     groups: Vec<Group>,
     layers: Vec<Option<Layer>>,
-    /// Rows of the step's tokens: of one layer after the other, or of every layer if some read the rows of others.
+    /// Rows of the step's tokens. One buffer shared by all layers, or one per layer if some layers read another layer's
+    /// KV.
     fresh: Vec<Vec<Vector>>,
     positions: Vec<u32>,
     bounds: Vec<Bounds>,
     _held: Reservation,
 }
 
-/// What is kept of one layer: of every row the keys of all heads, then the values, if both are packed.
+/// The rows of one layer. A row holds the keys of all heads, then the values; only the packed sides are present.
 struct Layer {
     shape: Shape,
     slots: Vec<Vector>,
-    /// Which of the fresh buffers is this layer's.
+    /// Index of this layer's buffer in `fresh`.
     fresh: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     heads: usize,
-    /// Vectors of a row of one head.
+    /// Vectors per head and row.
     vectors: usize,
     keys: bool,
     values: bool,
@@ -68,20 +70,20 @@ impl Shape {
     }
 }
 
-/// What there is to be allocated.
+/// Sizes of the allocations.
 struct Sizes {
     slots: usize,
-    /// By layer; `None` for borrowers.
+    /// By layer; `None` for layers that share another layer's KV.
     shapes: Vec<Option<Shape>>,
     /// Vectors of each fresh buffer.
     fresh: Vec<usize>,
-    /// Of each layer group: places for what the tokens of a step read.
+    /// Per layer group: number of reads recorded for the tokens of a step.
     own: usize,
     groups: usize,
 }
 
 impl Sizes {
-    /// `None` if nothing is kept.
+    /// `None` if no recent rows are kept.
     fn of(spec: &PoolSpec) -> Option<Self> {
         let (keys, values) = (spec.k.dtype.is_quantised(), spec.v.dtype.is_quantised());
         if spec.recent.tokens == 0 || !(keys || values) {
@@ -119,12 +121,12 @@ impl Sizes {
 }
 
 impl RecentRows {
-    /// Bytes that they take; `None` if it overflows.
+    /// Bytes of all allocations; `None` on overflow.
     pub fn bytes(spec: &PoolSpec) -> Option<u64> {
         Sizes::of(spec).map_or(Some(0), |sizes| sizes.bytes())
     }
 
-    /// `None` if nothing is kept: no packed side, or turned off.
+    /// `None` if no recent rows are kept: neither side is packed, or the feature is off.
     pub fn new(spec: &PoolSpec, budget: &Arc<MemoryBudget>) -> Result<Option<Self>, BackendError> {
         spec.recent.check()?;
         let Some(sizes) = Sizes::of(spec) else { return Ok(None) };
@@ -157,7 +159,7 @@ impl RecentRows {
         }))
     }
 
-    /// Find what the queries of a step read from here. `cells` is the room that each group's pools have now.
+    /// Finds the recent rows that the queries of a step read. `cells` is the current capacity of each group's pools.
     pub fn begin(&mut self, plan: &StepPlan, cells: impl Fn(GroupId) -> u32) {
         plan.positions(&mut self.positions);
         self.bounds.clear();
@@ -175,7 +177,7 @@ impl RecentRows {
                         stays: position >= started,
                         kept: position >= kept,
                     },
-                    // Nodes follow the committed tokens in any order of positions.
+                    // Tree nodes follow the committed tokens, in any order of positions.
                     SpanKind::Frontier { .. } => {
                         Bounds { low: group.min(span.start), high: u32::MAX, stays: true, kept: true }
                     }
@@ -189,15 +191,15 @@ impl RecentRows {
         }
     }
 
-    /// Cells have moved.
+    /// Updates the slots after cells have moved.
     pub fn relocate(&mut self, group: GroupId, copies: &[CellCopy], cells: u32) {
         let group = &mut self.groups[group.0 as usize];
         group.reach(cells);
         group.copy(copies);
     }
 
-    /// A row of `head` of the `token`-th token of the step, as the pool would read it back if nothing were lost but f16's
-    /// rounding: keys as they came, values turned as the pool turns them.
+    /// Writes the row of `head` for the step's `token`-th token in f16: keys in their original form, values transformed
+    /// as the pool transforms them.
     pub fn write(&mut self, owner: usize, token: usize, head: usize, key: &[f32], value: &[f32]) {
         let Some(layer) = &self.layers[owner] else { return };
         let shape = layer.shape;
@@ -210,7 +212,7 @@ impl RecentRows {
         }
     }
 
-    /// All rows of the step are written: keep those that later steps read.
+    /// Call after all rows of the step are written. Copies the rows that later steps may read into their slots.
     pub fn keep(&mut self, owner: usize, group: GroupId) {
         let Some(layer) = &mut self.layers[owner] else { return };
         let (row, fresh) = (layer.shape.row(), &self.fresh[layer.fresh]);
@@ -220,7 +222,7 @@ impl RecentRows {
         }
     }
 
-    /// What the queries of the step read of a layer.
+    /// The recent rows of a layer that the step's queries read.
     pub fn reads(&self, owner: usize, group: GroupId) -> Option<RecentReads<'_>> {
         let layer = self.layers[owner].as_ref()?;
         let Group { own, counts, lowest, .. } = &self.groups[group.0 as usize];
@@ -237,8 +239,8 @@ impl RecentRows {
     }
 }
 
-/// Elements in f16, and zeros up to the next whole vector. Numbers that do not fit saturate; what is no number stays none, so
-/// that it is seen.
+/// Converts elements to f16 and pads with zeros to whole vectors. Finite numbers out of range saturate. NaN and
+/// infinities stay as they are, so that the error remains visible.
 fn round(row: &[f32], out: &mut [Vector]) {
     let largest = f16::MAX.to_f32();
     for (row, out) in row.chunks(LANES).zip(out) {
@@ -253,7 +255,7 @@ fn round(row: &[f32], out: &mut [Vector]) {
     }
 }
 
-/// One layer's rows, and which of them each token of the step reads.
+/// The rows of one layer, and which of them each token of the step reads.
 #[derive(Clone, Copy)]
 pub struct RecentReads<'r> {
     own: &'r [Own],
@@ -267,11 +269,11 @@ pub struct RecentReads<'r> {
 }
 
 impl<'r> RecentReads<'r> {
-    /// No token reads anything in front of this place of its sequence from here.
+    /// The lowest sequence index that any token reads from here.
     pub fn lowest(&self) -> u32 {
         self.lowest
     }
-    /// What `token` reads from here, in the order of the sequence.
+    /// The rows that `token` reads from here, in sequence order.
     pub fn of(&self, token: usize) -> &'r [Own] {
         &self.own[token * self.tokens..][..usize::from(self.counts[token])]
     }
@@ -296,13 +298,13 @@ impl<'r> RecentReads<'r> {
     }
 }
 
-/// Where in its sequence the group of a token's position may lie.
+/// Bounds in the sequence for the recent group of a token's position.
 struct Bounds {
     low: u32,
     high: u32,
-    /// Is the group still to grow when the step is done?
+    /// True if the group is still incomplete after the step.
     stays: bool,
-    /// Is its row kept?
+    /// True if the token's row is kept.
     kept: bool,
 }
 
@@ -319,48 +321,48 @@ impl StepTokens<'_> {
     }
 }
 
-/// One layer group's cells, slots and reads.
+/// Cells, slots and reads of one layer group.
 struct Group {
     slots: Vec<Slot>,
-    /// Slots without a cell.
+    /// Slots that no cell refers to.
     free: Vec<u32>,
-    /// Slots of groups that are full; some may be free, or in use again.
+    /// Slots of full groups. Entries may be stale: the slot may be free or in use again.
     filled: VecDeque<u32>,
-    /// By cell: the slot of its row, if it is still the cell's.
+    /// By cell: the slot of its row. Stale if the slot's generation has changed.
     places: Vec<Place>,
-    /// By cell: one more than the token of the step that fills it.
+    /// By cell: 1 + index of the step's token that is written to it, or 0.
     fresh: Vec<u32>,
-    /// Cells of which `fresh` says something.
+    /// Cells with a nonzero entry in `fresh`.
     written: Vec<u32>,
     step: u64,
     read: Vec<u32>,
     /// Tokens of the step whose rows are kept, with their slots.
     kept: Vec<(u32, u32)>,
-    /// As many places for each token as a group has tokens, and how many of them are filled.
+    /// Reads of each token, with room for as many as a group has tokens; `counts` has the number used.
     own: Vec<Own>,
     counts: Vec<u8>,
-    /// The first place of a sequence that any token reads from here.
+    /// The lowest sequence index that any token reads from here.
     lowest: u32,
 }
 
 #[derive(Clone, Copy, Default)]
 struct Slot {
     position: u32,
-    /// Counts how often it was taken.
+    /// Incremented every time the slot is taken.
     generation: u32,
-    /// Cells whose row it is.
+    /// Number of cells that refer to it.
     cells: u32,
-    /// The step that used it last.
+    /// The last step that used it.
     used: u64,
-    /// The last step in which a group that is still to grow read it.
+    /// The last step in which an incomplete group read it.
     stays: u64,
-    /// Is its group full?
+    /// True if its group is full.
     filled: bool,
-    /// Does it stand in the queue of those?
+    /// True if it is in the `filled` queue.
     queued: bool,
 }
 
-/// A slot, and how often it had been taken. 0: no slot.
+/// A slot and its generation when it was taken. Generation 0 means no slot.
 #[derive(Clone, Copy, Default)]
 struct Place {
     slot: u32,
@@ -385,7 +387,7 @@ impl Group {
         }
     }
 
-    /// Keep books for `cells` cells.
+    /// Grows the per-cell tables to `cells` cells.
     fn reach(&mut self, cells: u32) {
         let cells = (cells as usize).max(self.places.len());
         self.places.resize(cells, Place::default());
@@ -401,7 +403,7 @@ impl Group {
         }
     }
 
-    /// The row of `cell` is that of `place` from now on.
+    /// Makes `cell` refer to `place`. Frees the cell's old slot if this was the slot's last cell.
     fn set(&mut self, cell: u32, place: Place) {
         if let Some(slot) = self.slot(place) {
             slot.cells += 1;
@@ -416,7 +418,7 @@ impl Group {
         }
     }
 
-    /// The slot of a place, if it was not taken since.
+    /// The slot of a place, unless it has been taken again since.
     fn slot(&mut self, Place { slot, generation }: Place) -> Option<&mut Slot> {
         self.slots.get_mut(slot as usize).filter(|slot| generation > 0 && slot.generation == generation)
     }
@@ -437,7 +439,7 @@ impl Group {
         self.keep(step);
     }
 
-    /// Which rows each token reads.
+    /// Finds the rows that each token reads.
     fn find(&mut self, plan: &GroupPlan, step: &StepTokens<'_>) {
         let (n, most) = (step.positions.len(), step.tokens as usize);
         self.counts.clear();
@@ -471,7 +473,7 @@ impl Group {
         }
     }
 
-    /// The row of a cell that `token` sees, if its position is in the token's group.
+    /// The row of a cell that `token` sees, if it has one and its position is in the token's group.
     fn row(&self, cell: u32, token: usize, step: &StepTokens<'_>) -> Option<u32> {
         if let Some(fresh) = self.fresh[cell as usize].checked_sub(1) {
             return step
@@ -484,7 +486,7 @@ impl Group {
             .then_some(slot)
     }
 
-    /// This step reads `row`.
+    /// Records that this step reads `row`.
     fn note(&mut self, row: u32, stays: bool) {
         let Some(slot) = self.slots.get_mut(row as usize) else { return };
         if slot.used != self.step {
@@ -497,8 +499,8 @@ impl Group {
         }
     }
 
-    /// Slots for the new rows that later steps read, and for those of the last full group, in case the sequence is cut off
-    /// there.
+    /// Assigns slots to the new rows that later steps read. Rows of the last full group are kept too, in case the
+    /// sequence is truncated there.
     fn keep(&mut self, step: &StepTokens<'_>) {
         self.kept.clear();
         for (token, bounds) in step.bounds.iter().enumerate().filter(|(_, bounds)| bounds.kept) {
@@ -523,7 +525,7 @@ impl Group {
         }
     }
 
-    /// The group of this row is full.
+    /// Marks the row's group as full.
     fn fill(&mut self, row: u32) {
         let slot = &mut self.slots[row as usize];
         slot.filled = true;
@@ -532,7 +534,7 @@ impl Group {
         }
     }
 
-    /// A slot that no group in growth needs and this step does not read.
+    /// A free slot, or one of a full group that this step does not read.
     fn take_spare(&mut self) -> Option<u32> {
         if let Some(slot) = self.free.pop() {
             return Some(slot);
@@ -540,7 +542,7 @@ impl Group {
         for _ in 0..self.filled.len() {
             let slot = self.filled.pop_front()?;
             let is = &mut self.slots[slot as usize];
-            // It may have been read again since, or freed, or taken as the oldest.
+            // The entry may be stale: read again since, freed, or taken by `take_oldest`.
             if is.filled && is.used == self.step {
                 self.filled.push_back(slot);
                 continue;
@@ -553,7 +555,7 @@ impl Group {
         None
     }
 
-    /// The slot that was read longest ago, if this step does not read it.
+    /// The least recently read slot that this step does not read.
     fn take_oldest(&self) -> Option<u32> {
         let old = self.slots.iter().enumerate().filter(|(_, slot)| slot.used != self.step);
         old.min_by_key(|(_, slot)| slot.used).map(|(i, _)| i as u32)
@@ -564,7 +566,7 @@ impl Group {
 mod tests {
     use super::*;
 
-    /// A group of two slots and some cells, of which the first two have rows of groups that grow.
+    /// Two slots and four cells. The first two cells have rows of incomplete groups.
     fn two() -> Group {
         let mut group = Group::new(2, 0);
         group.reach(4);
@@ -573,7 +575,7 @@ mod tests {
         group
     }
 
-    /// A step that fills `cell` with the token of that position.
+    /// A step that writes the token at that position to `cell`.
     fn put(group: &mut Group, cell: u32, stays: bool) {
         group.step += 1;
         again(group, cell, stays);

@@ -1,6 +1,6 @@
-//! The Hadamard rotation of stored rows: it spreads an outlier over its block before the block is quantised
-//! (QuaRot: Ashkboos et al., 2024). The normalised matrix is symmetric and orthogonal, so it is its own inverse and
-//! leaves dot products alone.
+//! The Hadamard rotation of stored rows. It spreads an outlier over its block before the block is quantised (QuaRot:
+//! Ashkboos et al., 2024). The normalised matrix is symmetric and orthogonal, so it is its own inverse and preserves
+//! dot products.
 
 /// Rotate `row` in place, block by block, over the largest power of two that divides its length.
 pub fn rotate(row: &mut [f32]) {
@@ -12,9 +12,9 @@ pub fn rotate(row: &mut [f32]) {
     }
 }
 
-/// Rotate the whole of `row` in place, whatever its length: over the largest power of two from its start, then over as many
-/// from its end, so that nothing stays by itself. Some signs are flipped before each, so that a row that is regular, say
-/// constant, does not turn into a spike.
+/// Rotates the whole of `row` in place, for any length: the largest power of two from its start, then as many elements
+/// from its end, so that every element is rotated. Flips some signs before each rotation, so that a regular row (say a
+/// constant one) does not turn into a spike.
 pub fn rotate_whole(row: &mut [f32]) {
     let Some(block) = row.len().checked_ilog2().map(|n| 1 << n) else { return };
     flip_signs(row);
@@ -38,9 +38,9 @@ pub fn rotate_whole_back(row: &mut [f32]) {
     flip_signs(row);
 }
 
-/// The signs of about half of the elements, always the same ones.
+/// Flips the signs of about half of the elements, always the same ones.
 fn flip_signs(row: &mut [f32]) {
-    /// Those of heads of usual sizes.
+    /// Precomputed for the usual head sizes.
     static SIGNS: [u32; 256] = {
         let (mut signs, mut i) = ([0; 256], 0);
         while i < signs.len() {
@@ -58,7 +58,7 @@ fn flip_signs(row: &mut [f32]) {
     }
 }
 
-/// The sign bit of element `i`, or 0.
+/// The sign bit to flip for element `i`, or 0.
 const fn sign(i: u32) -> u32 {
     let mixed = (i + 1).wrapping_mul(0x9e37_79b1);
     (mixed ^ mixed >> 15).wrapping_mul(0x85eb_ca6b) & 1 << 31

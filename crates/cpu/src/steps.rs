@@ -1,12 +1,12 @@
-//! The small steps between linear layers, each over rows of a flat batch: rows are independent, large batches go to
-//! threads.
+//! The elementwise steps between linear layers, over the rows of a flat batch. Rows are independent; large batches run
+//! on several threads.
 use crate::Compute;
 use crate::arch::{Kernel, LANES, Simd};
 
-/// Batches of fewer elements are not worth waking anybody for.
+/// Batches with fewer elements run on the calling thread only.
 const ALONE: usize = 32 << 10;
 
-/// `f(first row, rows)` over parts of `data: [rows, width]`.
+/// Calls `f(first row, rows)` for parts of `data: [rows, width]`.
 fn each_rows(compute: &Compute, data: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
     if data.len() < ALONE {
         return f(0, data);
@@ -28,7 +28,7 @@ pub fn rms_norm(compute: &Compute, x: &[f32], weight: &[f32], eps: f32, out: &mu
     });
 }
 
-/// [`rms_norm`] of rows where they stand: the QK norm, one row per head.
+/// [`rms_norm`] in place: the QK norm, one row per head.
 pub fn rms_norm_in_place(compute: &Compute, x: &mut [f32], weight: &[f32], eps: f32) {
     each_rows(compute, x, weight.len(), |_, x| {
         for x in x.chunks_exact_mut(weight.len()) {
@@ -67,14 +67,14 @@ impl Kernel for Norm<'_> {
     }
 }
 
-/// What a gate goes through before it multiplies what is gated (Shazeer, 2020).
+/// The activation of a gate, and how it is combined with the gated values (Shazeer, 2020).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Gate {
     /// `silu(gate) * up`, `silu(x) = x * sigmoid(x)`
     Silu,
-    /// `gelu(gate) * up`, in the approximation by tanh (Hendrycks and Gimpel, 2016)
+    /// `gelu(gate) * up`, tanh approximation (Hendrycks and Gimpel, 2016)
     Gelu,
-    /// `g * sigmoid(1.702 g) * (u + 1)`, with `g = min(gate, limit)` and `u` of `up` within ± `limit` (gpt-oss)
+    /// `g * sigmoid(1.702 g) * (u + 1)`, with `g = min(gate, limit)` and `u` = `up` clamped to ±`limit` (gpt-oss)
     Clamped { limit: f32 },
 }
 
@@ -108,8 +108,8 @@ impl Kernel for Gated<'_> {
     }
 }
 
-/// What becomes of a gate and what it gates. A type and no closure: a closure is not compiled for the kernel's instruction
-/// set, and called once per vector.
+/// Combines a gate and the gated value. A type instead of a closure, because a closure would not be compiled for the
+/// kernel's instruction set, and would be called once per vector.
 trait Activation: Copy {
     fn of<S: Simd>(self, s: S, gate: S::F, up: S::F) -> S::F;
 }
@@ -144,7 +144,7 @@ impl Activation for ClampedGate {
     }
 }
 
-/// `gate = f(gate, up)`, sixteen at a time.
+/// `gate = f(gate, up)`, sixteen elements at a time.
 #[inline(always)]
 fn lanes<S: Simd>(s: S, gate: &mut [f32], up: &[f32], f: impl Activation) {
     let (gate, gate_rest) = gate.as_chunks_mut::<LANES>();
@@ -176,7 +176,7 @@ fn gelu<S: Simd>(s: S, x: S::F) -> S::F {
 #[inline(always)]
 fn clamped<S: Simd>(s: S, gate: S::F, up: S::F, limit: f32) -> S::F {
     let zero = s.splat(0.0);
-    // The smaller of both: a NaN passes.
+    // The smaller of the two; NaN passes through.
     let gate = s.sub(zero, s.max(s.splat(-limit), s.sub(zero, gate)));
     let swish = over_one_plus_exp(s, gate, s.mul(gate, s.splat(-1.702)));
     s.mul(swish, s.add(s.clamp(up, limit), s.splat(1.0)))
@@ -237,7 +237,7 @@ pub fn add(compute: &Compute, x: &mut [f32], y: &[f32]) {
     });
 }
 
-/// Turn the pairs `(i, i + half)` of every row of `x: [n_tokens, n_heads, head_dim]` by the angles of its token
+/// Rotates the pairs `(i, i + half)` of every row of `x: [n_tokens, n_heads, head_dim]` by the angles of its token
 /// (rotary position embedding; Su et al., 2021). `cos` and `sin` are `[n_tokens, half]`.
 pub fn rotate_pairs(
     compute: &Compute,

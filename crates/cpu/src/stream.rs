@@ -1,27 +1,28 @@
-//! Reading and nothing else: what a kernel that must read so many bytes is measured against.
+//! Measures peak read bandwidth, the limit for memory-bound kernels.
 use crate::Compute;
 use crate::arch::{Kernel, LANES, Simd};
 use crate::pages::Pages;
 use std::time::{Duration, Instant};
 
-/// A row of a head.
+/// Bytes of a row of one head.
 const ROW: usize = 128;
-/// Bytes a thread takes at once.
+/// Bytes that a thread takes at once.
 const PART: usize = 256 << 10;
 
-/// Memory to be read, on the same pages as caches and weights.
+/// Memory to read, on the same kind of pages as caches and weights.
 pub struct Stream {
     pages: Pages,
     sums: Vec<f32>,
 }
 
 impl Stream {
-    /// `bytes` bytes, written once by the threads that read them. `Err` is what the system refused.
+    /// Allocates `bytes` bytes, written once by the threads that read them. `Err` is the number of bytes the system
+    /// refused.
     pub fn new(compute: &Compute, bytes: usize) -> Result<Self, u64> {
         Stream::on(compute, bytes, true)
     }
 
-    /// The same, asking for huge pages or not.
+    /// Like [`new`](Self::new), with or without huge pages.
     pub fn on(compute: &Compute, bytes: usize, huge_pages: bool) -> Result<Self, u64> {
         let mut pages = Pages::of(bytes.next_multiple_of(PART), huge_pages)?;
         let mut nothing = vec![(); compute.threads.n()];
@@ -34,16 +35,16 @@ impl Stream {
         self.pages.bytes().len()
     }
 
-    /// Read everything once, on all threads.
+    /// Reads everything once, on all threads.
     pub fn read(&mut self, compute: &Compute) -> Duration {
         self.timed(compute, |bytes, i| compute.isa.run(Read(&bytes[i * PART..(i + 1) * PART])))
     }
 
-    /// Read everything once as rows of 128 bytes (64 f16) of `heads` heads, head by head as attention does, where the
-    /// heads of a token are neighbours instead of the tokens of a head. `heads` divides 2,048.
+    /// Reads everything once as rows of 128 bytes (64 f16) of `heads` heads, head by head as attention does, from a
+    /// token-major layout: the heads of a token are adjacent instead of the tokens of a head. `heads` divides 2,048.
     pub fn read_token_major(&mut self, compute: &Compute, heads: usize) -> Duration {
         let (rows, stride) = (PART / ROW, heads * ROW);
-        // Part i: `rows` tokens of head `i % heads`.
+        // Part i covers `rows` tokens of head `i % heads`.
         self.timed(compute, |bytes, i| {
             let first = i / heads * rows * stride + i % heads * ROW;
             compute.isa.run(ReadRows { bytes: &bytes[first..], stride, rows })

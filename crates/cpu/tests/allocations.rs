@@ -1,5 +1,5 @@
-//! A decode step allocates nothing after warm-up, as long as no segment grows: no token waits for the allocator. A
-//! tree of which a branch is accepted cuts its sequence into more and more extents; their lists double now and then.
+//! A decode step allocates nothing after warm-up, as long as no segment grows, so no token waits for the allocator.
+//! Accepting a path of a tree splits its sequence into more and more extents; their lists double occasionally.
 mod decoding;
 use decoding::*;
 use kvist_backend::*;
@@ -7,7 +7,7 @@ use kvist_cache::kinds::Visibility;
 use kvist_cache::*;
 use kvist_cpu::Cpu;
 
-/// A tree that every turn proposes, and the path that is accepted of it.
+/// The draft tree of every turn, and the path that is accepted.
 #[derive(Clone, Copy, Debug)]
 struct Tree {
     parents: [Option<NodeId>; 4],
@@ -24,7 +24,7 @@ const BRANCHES: Tree = Tree {
     accepted: &[NodeId(0), NodeId(2)],
 };
 
-/// One turn with activations that exist already: a token, or a frontier of which a path is accepted.
+/// One turn with preallocated activations: a token, or a draft tree of which a path is accepted.
 struct Turn {
     model: Model,
     q: Vec<f32>,

@@ -1,4 +1,4 @@
-//! The CPU backend against the suite, and what the suite does not know to ask.
+//! Runs the CPU backend against the conformance suite, plus cases that the suite does not cover.
 mod decoding;
 use decoding::*;
 use kvist_backend::conformance::{self, Options};
@@ -7,13 +7,13 @@ use kvist_cache::*;
 use kvist_cpu::arch::Isa;
 use kvist_cpu::{Compute, Cpu};
 
-/// Queries and weights of packed dtypes become two bytes: each element is off by up to 1 part in 64,000 of the
-/// largest one, and a sum over head_dim or over a tile by some √64 of that.
+/// Tolerance: queries and weights of packed dtypes are split into two bytes. Each element is off by up to 1 part in
+/// 64,000 of the largest, and a sum over head_dim or over a tile by about √64 of that.
 fn options() -> Options {
     Options { packed: 1e-4, ..Options::from_env() }
 }
 
-/// Every instruction set this CPU has; all but the best run a part of the cases.
+/// Every instruction set of this CPU. All but the best one run a subset of the cases.
 #[test]
 fn cpu_conforms_on_every_instruction_set() {
     let best = Isa::best();
@@ -37,7 +37,7 @@ fn cpu_conforms_when_values_are_weighed_one_by_one() {
     }
 }
 
-/// The same kernels; another way of growing.
+/// The same kernels with the other growth mode.
 #[test]
 fn the_concatenating_cache_conforms() {
     let options = Options { one_in: 6, ..options() };
@@ -53,8 +53,8 @@ fn cpu_refuses() {
     conformance::refusals(&Cpu::default().concatenating()).unwrap_or_else(|table| panic!("{table}"));
 }
 
-/// Two sequences that had taken turns were compacted when the pools were exactly full: the round went through a free
-/// cell that no pool held, and the backend panicked. The conformance suite found it.
+/// Regression: two sequences that had alternated were compacted while the pools were exactly full. A move went through
+/// a free cell outside the pools, and the backend panicked. The conformance suite found it.
 #[test]
 fn compaction_goes_through_cells_no_step_has_written() {
     for cpu in [Cpu::default(), Cpu::default().concatenating()] {
@@ -78,7 +78,7 @@ fn compaction_goes_through_cells_no_step_has_written() {
     }
 }
 
-/// A compaction that the budget refuses leaves everything readable.
+/// A compaction that the budget refuses leaves all cells readable.
 #[test]
 fn a_compaction_without_bytes_is_an_error_and_no_loss() {
     let free = Model::default();
@@ -106,7 +106,7 @@ fn a_compaction_without_bytes_is_an_error_and_no_loss() {
     }
 }
 
-/// Rows no dtype should meet: the finite ones stay finite, the others are seen, and nothing panics.
+/// Extreme rows: finite ones stay finite, the others become visible errors, and nothing panics.
 #[test]
 fn strange_rows_are_stored_or_seen() {
     let with = |at: usize, x: f32| {
@@ -161,12 +161,12 @@ fn strange_rows_are_stored_or_seen() {
             for side in [Side::K, Side::V] {
                 let mut stored = [0.0; 80];
                 session.pools().inspect(LayerId(0), side, 0, 0, &mut stored).unwrap();
-                // One q4 step of the range, rotated by at most the block of 16; f16 parameters.
+                // One q4 step of the range, rotated over at most the block of 16; f16 parameters.
                 let near = |x: f32, y: f32| (x - y).abs() <= largest * 0.3 + 1e-5;
                 let length =
                     |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
                 let off = length(&mut stored.iter().zip(row).map(|(x, y)| x - y));
-                // What turns as a whole is near as a whole.
+                // A row that is rotated as a whole has its error as a whole.
                 let kept = match storage.dtype == DType::T4 {
                     true => off <= 0.2 * length(&mut row.iter().copied()) + 1e-4,
                     false => stored.iter().zip(row).all(|(x, y)| near(*x, *y)),
@@ -185,7 +185,7 @@ fn strange_rows_are_stored_or_seen() {
     assert!(bad.is_empty(), "{} bad rows:\n{}", bad.len(), bad.join("\n"));
 }
 
-/// Rows shorter than any model's, of every remainder: groups, halves and words of codes are cut short.
+/// Rows shorter than any model's, with every remainder: partial groups, halves and words of codes.
 #[test]
 fn heads_of_a_few_elements_are_stored_and_read() {
     let free = |head_dim| Model { head_dim, ..Model::default() };
@@ -205,8 +205,8 @@ fn heads_of_a_few_elements_are_stored_and_read() {
     }
 }
 
-/// A row that is not a number reaches every query that sees it, and no other: a masked cell has no weight, and
-/// nothing times NaN would still be NaN.
+/// A row with NaN reaches every query that sees it, and no other. A masked cell has weight 0, and 0 × NaN would still
+/// be NaN.
 #[test]
 fn a_broken_row_is_seen_by_those_who_see_it() {
     for (storage, side) in storages().into_iter().flat_map(|storage| [(storage, Side::K), (storage, Side::V)])
@@ -238,7 +238,7 @@ fn a_broken_row_is_seen_by_those_who_see_it() {
             let what = format!("{storage} {side:?}: token {token} head {head}");
             let sees = (7..10).contains(&token);
             assert_eq!(out.iter().any(|x| x.is_nan()), sees, "{what}: {out:?}");
-            // A broken score breaks the whole row; a broken value only its group, or what it was turned with.
+            // A NaN score breaks the whole row; a NaN value only its group, or the elements it was rotated with.
             assert!(!sees || side == Side::V || out.iter().all(|x| x.is_nan()), "{what}: {out:?}");
         }
     }
@@ -256,7 +256,7 @@ fn threads_change_nothing() {
             for chunk in 0..14 {
                 all.extend(model.step(&mut session, &[Span::chain(A, 131 + 200 * chunk, 200)], 3));
             }
-            // Several splits: threads take them one by one.
+            // Several splits: threads process them one by one.
             all.extend(model.step(&mut session, &[Span::chain(A, 2_931, 1)], 4));
             all
         };
@@ -267,7 +267,7 @@ fn threads_change_nothing() {
     }
 }
 
-/// The same rows, however they arrive.
+/// The same rows, independent of how they arrive.
 #[test]
 fn chunks_change_next_to_nothing() {
     chunks(false);
@@ -304,7 +304,7 @@ fn chunks(deterministic: bool) {
                 let out = run(chunks);
                 assert_eq!(out.len(), whole.len());
                 let worst = out.iter().zip(&whole).map(|(x, y)| (x - y).abs()).fold(0f32, f32::max);
-                // Packed values are weighed tile by tile, and chunks cut tiles.
+                // Packed values are weighted tile by tile, and chunks cut tiles.
                 let allowed = if storage.dtype.is_quantised() && !deterministic { 1e-4 } else { 0.0 };
                 assert!(worst <= allowed, "{kind} {storage} in chunks of {chunks:?}: {worst}");
             }

@@ -1,5 +1,5 @@
-//! A float cache gives the same outputs to the last bit however its rows are shared, batched and cut into chunks, on
-//! every instruction set and any number of threads. q8 and q4 do so with `--deterministic`.
+//! A float cache gives bit-identical outputs for any sharing, batching and chunking, on every instruction set and any
+//! number of threads. q8 and q4 do so with `--deterministic`.
 mod decoding;
 use decoding::*;
 use kvist_backend::*;
@@ -11,7 +11,7 @@ use kvist_cpu::{Compute, Cpu};
 const TRUNK: u32 = 300;
 const TURNS: u32 = 12;
 
-/// Every way of computing, and dtypes that promise it there.
+/// Every way of computing, with the dtypes that are deterministic there.
 fn each(mut check: impl FnMut(Cpu, Model, String)) {
     for isa in Isa::available() {
         for (threads, window) in [(1, None), (2, Some(70)), (3, None)] {
@@ -32,8 +32,8 @@ fn tokens(text: u64, from: u32, n: u32) -> Vec<u64> {
     (from..from + n).map(|position| text << 32 | u64::from(position)).collect()
 }
 
-/// One text in a sequence and a cache of its own, in chunks of `chunk` tokens and then one by one: the outputs of the
-/// turns, per layer.
+/// Runs one text in a sequence and a cache of its own, in chunks of `chunk` tokens and then token by token. Returns the
+/// outputs of the turns, per layer.
 fn alone(cpu: &Cpu, model: &Model, texts: (u64, u64), trunk: u32, chunk: u32) -> Vec<Vec<Vec<f32>>> {
     let mut session = model.session(cpu, "contiguous", 1_000);
     let mut at = 0;
@@ -83,7 +83,7 @@ fn branches_of_a_shared_trunk_are_as_if_each_had_its_own() {
 fn a_sequence_is_the_same_alone_and_inside_a_batch() {
     each(|cpu, model, what| {
         let mut session = model.session(&cpu, "cells", 2_000);
-        // Lengths that end inside a block, at its end, and past a split of 1,024 positions with the others' help.
+        // Lengths that end inside a block, at its end, and past a split of 1,024 positions.
         let lengths = [17, 128, 301, 512];
         let seqs: Vec<SeqId> = (0..lengths.len() as u32).map(SeqId).collect();
         new(&mut session, &seqs);

@@ -1,4 +1,4 @@
-//! Packed linear layers against sums in f64, on every instruction set, at odd shapes, on poisoned outputs.
+//! Packed linear layers against f64 sums: on every instruction set, with odd shapes and outputs prefilled with garbage.
 use half::{bf16, f16};
 use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
@@ -13,7 +13,7 @@ const ALL: [Packing; 17] = {
     all
 };
 
-/// A generator that needs no crate.
+/// A random number generator without dependencies.
 struct Random(u64);
 
 impl Random {
@@ -30,7 +30,7 @@ impl Random {
     }
 }
 
-/// Rows as a file holds them: any codes, scales of a sane size.
+/// Rows as in a file: arbitrary codes, scales of reasonable size.
 fn file(packing: Packing, outputs: usize, inputs: usize, random: &mut Random) -> Vec<u8> {
     let (elements, bytes) = packing.block();
     let mut all = Vec::new();
@@ -64,7 +64,7 @@ fn file(packing: Packing, outputs: usize, inputs: usize, random: &mut Random) ->
     all
 }
 
-/// Sums in f64, and what each may be off by: f32 rounding, and x in 8 bits per 32 inputs where weights are packed.
+/// f64 sums and their tolerances: f32 rounding, and for packed weights x in 8 bits per 32 inputs.
 fn expected(matrix: &Matrix, x: &[f32], rounded: bool) -> Vec<(f64, f64)> {
     let (inputs, outputs) = (matrix.inputs(), matrix.outputs());
     let packed = !matches!(matrix.packing(), Packing::F32 | Packing::F16 | Packing::BF16);
@@ -114,7 +114,7 @@ fn products_are_sums() {
                         for (i, (out, (sum, within))) in
                             out.iter().zip(expected(&matrix, &x, rounded)).enumerate()
                         {
-                            // NaN is not within anything.
+                            // Written so that NaN fails.
                             let fits = (f64::from(*out) - sum).abs() <= within;
                             if !fits {
                                 bad.push(format!("{isa} {packing:?} {outputs}×{inputs} n {n} [{i}]: {out}, not {sum} ± {within}"));
@@ -129,7 +129,7 @@ fn products_are_sums() {
     assert!(bad.is_empty(), "{} bad:\n{}", bad.len(), bad[..bad.len().min(20)].join("\n"));
 }
 
-/// The bits of a row do not depend on its batch or on the threads.
+/// The bits of a row do not depend on its batch or on the number of threads.
 #[test]
 fn a_row_is_the_same_alone_and_among_others() {
     let mut random = Random(11);

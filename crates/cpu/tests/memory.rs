@@ -1,4 +1,4 @@
-//! Every byte is foreseen, recorded and given back.
+//! All bytes are planned, recorded and released.
 mod decoding;
 use decoding::*;
 use kvist_backend::reference::Reference;
@@ -15,7 +15,7 @@ fn backends() -> [Box<dyn Backend>; 3] {
     [Box::new(Cpu::default()), Box::new(Cpu::default().concatenating()), Box::new(Reference)]
 }
 
-/// From the notes kvist grew out of: sizes that can be computed by hand.
+/// Sizes that can be computed by hand, from the notes kvist grew out of.
 #[test]
 fn known_shapes_have_known_sizes() {
     let f16 = Model { k: Storage::F16, v: Storage::F16, ..Model::default() };
@@ -50,7 +50,7 @@ fn borrowers_store_nothing() {
     assert_eq!(pools.bytes(), 0);
 }
 
-/// Foreseen = recorded, byte for byte, at every occupancy.
+/// Planned equals recorded, byte for byte, at every occupancy.
 #[test]
 fn the_budget_records_what_was_foreseen() {
     let window = Visibility { window: Some(100), sinks: 4 };
@@ -87,7 +87,7 @@ fn the_budget_records_what_was_foreseen() {
     }
 }
 
-/// Allocate, use, free: usage is back at its start, with whatever else the budget held.
+/// Allocate, use, free: usage returns to its start, along with everything else in the budget.
 #[test]
 fn a_cache_gives_back_all_it_took() {
     let model = Model { budget: MemoryBudget::new(GIB), ..Model::default() };
@@ -114,7 +114,7 @@ fn a_cache_gives_back_all_it_took() {
     assert_eq!(model.budget.usage(), Usage::default());
 }
 
-/// K and V are regions of their own, and what no step has written is zero, in every head and segment.
+/// K and V are separate regions, and cells that no step has written are zero, in every head and segment.
 #[test]
 fn fresh_cells_are_zero_and_sides_apart() {
     for backend in backends() {
@@ -122,7 +122,8 @@ fn fresh_cells_are_zero_and_sides_apart() {
             let model = Model { k: storage, v: storage, ..Model::default() };
             let mut session = model.session(&*backend, "cells", 600);
             new(&mut session, &[A, B]);
-            // Stripes of 16: A's 3 tokens lie in cells 0..3, B's 250 after them, so that cells between stay fresh.
+            // Stripes of 16: A's 3 tokens are in cells 0..3 and B's 250 after them, so the cells between stay
+            // unwritten.
             model.step(&mut session, &[Span::chain(A, 0, 3), Span::chain(B, 0, 197)], 1);
             model.step(&mut session, &[Span::chain(B, 197, 100)], 1);
             let mut row = [f32::NAN; 32];
@@ -163,7 +164,7 @@ fn a_layer_that_does_not_exist_is_an_error() {
     assert_eq!(refused.unwrap_err().to_string(), "layer 2 does not exist: the model has 2");
 }
 
-/// A petabyte is refused by the budget, not by the allocator: nothing was asked of the system.
+/// A petabyte is refused by the budget, not by the allocator: the system is not asked.
 #[test]
 fn refusal_comes_before_allocation() {
     let budget = MemoryBudget::new(MIB);
@@ -196,7 +197,7 @@ fn refusal_comes_before_allocation() {
     assert_eq!(model.budget.usage(), before);
 }
 
-/// Sizes past 64 bits are answered with `None`, not with a small number.
+/// Sizes beyond 64 bits give `None`, not a small number.
 #[test]
 fn sizes_that_overflow_have_no_usage() {
     let model = Model { heads: (u32::MAX, u32::MAX), head_dim: u32::MAX, ..Model::default() };

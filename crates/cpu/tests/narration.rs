@@ -1,4 +1,4 @@
-//! What a cache tells about its memory, to a subscriber that knows nothing but `tracing`.
+//! The tracing events that a cache emits about its memory, seen by a plain `tracing` subscriber.
 mod decoding;
 use decoding::*;
 use kvist_backend::*;
@@ -96,7 +96,7 @@ fn a_cache_tells_what_it_takes_and_gives_back() {
     }
 }
 
-/// A cache that never held a byte has nothing to tell.
+/// A cache that never allocated KV bytes emits nothing.
 #[test]
 fn an_empty_cache_is_silent() {
     let listener = Listener::default();

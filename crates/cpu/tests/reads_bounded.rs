@@ -1,4 +1,4 @@
-//! Reads are bounded by what is stored, never by what could be.
+//! Reads are bounded by the stored tokens, never by the capacity.
 mod decoding;
 use decoding::*;
 use kvist_backend::reference::Reference;

@@ -1,5 +1,5 @@
-//! An agent that tries several ways at once: the trunk is read once, every branch shares its cells, the best branch is
-//! kept and the others are forgotten. No KV byte is copied.
+//! An agent that tries several continuations at once. The common prefix is prefilled once and every branch shares its
+//! cells. The best branch is kept and the others are removed. No KV byte is copied.
 //!
 //! `cargo run --release -p kvist-engine --example agent_fork`
 use kvist_backend::MemoryBudget;
@@ -34,7 +34,7 @@ pub fn main() -> Result<(), Error> {
         "three more owners, no more cells"
     );
 
-    // Every branch goes its own way, all of them in the same steps; the sum of leads says how sure the model was.
+    // All branches decode in the same steps. The sum of the logit leads measures how certain the model was.
     let mut next = WAYS.map(|way| tokenizer.encode(way, false)).into_iter().collect::<Result<Vec<_>, _>>()?;
     let (mut texts, mut sure) = (next.clone(), [0.0; 3]);
     for _ in 0..16 {

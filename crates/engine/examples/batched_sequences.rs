@@ -1,5 +1,5 @@
-//! Several conversations in one cache: their prompts are read in one step and every further step gives each of them
-//! a token, so that the weights are read once for all.
+//! Several conversations in one cache. All prompts are prefilled in one step, and every further step decodes one token
+//! for each sequence, so that the weights are read once for all of them.
 //!
 //! `cargo run --release -p kvist-engine --example batched_sequences`
 use kvist_backend::MemoryBudget;
@@ -18,12 +18,12 @@ pub fn main() -> Result<(), Error> {
     let model = Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {})?);
     let tokenizer = model.tokenizer().expect("the embedded model has one");
 
-    // `cells` holds many sequences; the capacity is for all of them, and one row of logits each is wanted.
+    // `cells` holds many sequences. The capacity is for all of them together; each needs one row of logits.
     let config = CacheConfig { kind: "cells".into(), max_rows: 3, ..CacheConfig::new(256) };
     let mut session = ModelSession::new(&model, &backends::all(), &config)?;
     let seqs: Vec<SeqId> = (0..3).map(SeqId).collect();
     for seq in &seqs[1..] {
-        session.cache().sequences().expect("cells has them").seq_new(*seq)?; // the first one is there already
+        session.cache().sequences().expect("cells has them").seq_new(*seq)?; // the first one exists already
     }
 
     let prompts = PROMPTS.map(|text| tokenizer.encode(text, true));

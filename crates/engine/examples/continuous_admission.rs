@@ -1,6 +1,6 @@
-//! Continuous batching: requests join while others decode. A long prompt is read in chunks, and every chunk shares its
-//! step with one token of each running request, so that nobody waits for the prefill. A request that does not fit is
-//! left in the queue until another one ends.
+//! Continuous batching: requests join while others decode. A long prompt is prefilled in chunks. Each chunk shares its
+//! step with one token of each running request, so that no request waits for the prefill. A request that does not fit
+//! stays in the queue until another one ends.
 //!
 //! `cargo run --release -p kvist-engine --example continuous_admission`
 use kvist_backend::MemoryBudget;
@@ -41,7 +41,7 @@ pub fn main() -> Result<(), Error> {
     }
     let (mut running, mut mixed): (Vec<Request>, usize) = (Vec::new(), 0);
     for step in 0.. {
-        // Admission: all that a request may come to hold must be free. One joins per step.
+        // Admission: all cells that a request may need must be free. At most one request joins per step.
         let promised: usize = running.iter().map(|r| r.end).sum();
         let fits = queue.front().is_some_and(|r| promised + r.end <= CELLS);
         if fits && let Some(request) = queue.pop_front() {

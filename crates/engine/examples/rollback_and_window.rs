@@ -1,5 +1,5 @@
-//! Forgetting, in four ways: evict a whole sequence, backtrack and say something else, drop the oldest tokens by hand,
-//! and let a ring do that by itself in memory that never grows.
+//! Four ways to remove tokens: evict a whole sequence, roll back and continue differently, drop the oldest tokens
+//! explicitly, and let a ring drop them in constant memory.
 //!
 //! `cargo run --release -p kvist-engine --example rollback_and_window`
 use kvist_backend::{Bytes, MemoryBudget};
@@ -13,7 +13,7 @@ use std::sync::Arc;
 const A: SeqId = SeqId::ONLY;
 const B: SeqId = SeqId(1);
 
-/// Greedy, from `token` on.
+/// Decodes greedily, starting with `token`.
 fn go_on(session: &mut ModelSession, mut token: u32, n: usize) -> Result<Vec<u32>, Error> {
     let mut said = vec![token];
     while said.len() < n {
@@ -53,7 +53,7 @@ pub fn main() -> Result<(), Error> {
     let other = encode(" a mutable")?;
     println!("backtrack: …{:?}", tokenizer.decode(&go_on(&mut session, other[1], 16)?)?);
 
-    // Positions stay what they were: the tokens behind the gap are where they were read.
+    // Positions do not change: the tokens after the gap keep theirs.
     let (len, next) = (session.cache().seq_len(A), session.cache().next_position(A));
     session.cache().sequences().expect("cells has them").seq_rm(A, 2, 10)?;
     println!("dropped the oldest 8 but two: {len:?} tokens before, {:?} after", session.cache().seq_len(A));

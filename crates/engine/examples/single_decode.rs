@@ -1,5 +1,5 @@
-//! One conversation: read a prompt once, then one token after the other, each of which reads the cache instead of
-//! the text. Shows how many KV bytes that takes and reads.
+//! One conversation: prefills a prompt, then decodes token by token from the cache. Shows how many KV bytes the cache
+//! takes and how many are read.
 //!
 //! `cargo run --release -p kvist-engine --example single_decode`
 use kvist_backend::{Bytes, MemoryBudget};
@@ -26,7 +26,7 @@ pub fn main() -> Result<(), Error> {
     let mut stream = tokenizer.stream();
     let before = session.counters();
     for _ in 0..40 {
-        // Logits of the last token; the likeliest one goes on.
+        // Logits of the last token; continue with the most likely one.
         let (token, _lead) = top_two(session.logits_row(0)).expect("logits are numbers");
         print!("{}", stream.push(token)?);
         session.forward(&[Feed::chain(SeqId::ONLY, &[token])], Want::LastOfEach)?;

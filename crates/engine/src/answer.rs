@@ -1,4 +1,4 @@
-//! Answers in channels out of a session.
+//! Generates answers of models whose output is split into channels.
 use crate::generate::{Generation, Limits, Observer, generate};
 use crate::sampler::Sampler;
 use crate::session::ModelSession;
@@ -7,9 +7,9 @@ use kvist_model::Error;
 use kvist_model::harmony::{ChannelParser, Delta};
 use kvist_model::tokenizer::Tokenizer;
 
-/// As [`generate`], where the prompt ends with the beginning of an answer. Of a model that answers in channels the text
-/// is what it says; what it thinks is told to [`Observer::reasoning`] and comes beside it. Of other models that is
-/// empty.
+/// Like [`generate`], for a prompt that ends with the beginning of an answer. If the model answers in channels, the
+/// generation's text is the final answer. Its reasoning goes to [`Observer::reasoning`] and is the second return value.
+/// For other models that string is empty.
 pub fn generate_answer(
     session: &mut ModelSession,
     seq: SeqId,
@@ -30,8 +30,8 @@ pub fn generate_answer(
     Ok((Generation { text, ..generation }, reasoning))
 }
 
-/// Tells an observer what is said and what is thought of an answer. The model was told of no functions: a call of one
-/// is text.
+/// Splits an answer into content and reasoning and passes both on to an observer. The prompt declares no functions, so
+/// a function call counts as content.
 struct Channels<'o> {
     marks: &'o [u32],
     parser: ChannelParser,
@@ -63,7 +63,7 @@ impl<'o> Channels<'o> {
         goes_on
     }
 
-    /// What was said, and what was thought.
+    /// The content and the reasoning.
     fn finish(mut self) -> (String, String) {
         let mut rest = Vec::new();
         self.parser.finish(&mut rest);

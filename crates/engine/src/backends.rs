@@ -1,13 +1,13 @@
-//! The backends this engine was built with. A new one: one line.
+//! The backends compiled into this engine. To add one, add one line.
 use kvist_backend::Registry;
 use kvist_cpu::Compute;
 
-/// Every backend, and through it every `backend:kind` pair, on this process's own threads.
+/// All backends, and through them every `backend:kind` pair, on this process's own threads.
 pub fn all() -> Registry {
     on(&Compute::default())
 }
 
-/// The same, on these threads and this instruction set.
+/// All backends, on the given threads and instruction set.
 pub fn on(compute: &Compute) -> Registry {
     Registry::default()
         .with(Box::new(kvist_cpu::Cpu::new(compute.clone())))

@@ -1,6 +1,6 @@
-//! Which channels of a model's keys are strongest, found by a look at its keys over a short text. A few channels of K are many
-//! times larger than the others in every token (KVQuant: Hooper et al., 2024); storages with outliers keep those in more bits.
-//! It takes a prefill of [`TOKENS`] tokens, once per model, and gives the same order every time.
+//! Finds the strongest channels of a model's keys by running a short text. A few K channels are many times larger than
+//! the others in every token (KVQuant: Hooper et al., 2024); storages with outliers keep these in more bits. Costs one
+//! prefill of [`TOKENS`] tokens per model and always gives the same order.
 use crate::memory::CacheConfig;
 use crate::session::{Feed, ModelSession, Want};
 use kvist_backend::{Attend, Bytes, ChannelOrder, LayerSpec, Registry};
@@ -9,15 +9,16 @@ use kvist_model::Error;
 use kvist_model::Model;
 use std::sync::Arc;
 
-/// Tokens that are looked at.
+/// Tokens to measure.
 const TOKENS: u32 = 256;
-/// Tokens of a context: each so many are looked at by themselves, so that the look takes less memory than any cache of some
-/// use.
+/// Tokens per context. The text is measured in pieces of this length, so that the measurement needs less memory than
+/// any cache of practical size.
 const CONTEXT: u32 = 16;
-/// Prose, numbers and code. Which text it is matters little: strong channels are strong in all of them.
+/// Prose, numbers and code. The choice of text matters little: strong channels are strong in every text.
 const TEXT: &str = include_str!("channels/text.txt");
 
-/// The order of the channels, for a cache of `config` that asks for one. Needs room for a very short cache while it looks.
+/// Returns the channel order if `config` stores outliers, else `None`. The first call per model needs memory for a very
+/// short cache.
 pub(crate) fn channel_order(
     model: &Arc<Model>,
     registry: &Registry,
@@ -35,7 +36,7 @@ pub(crate) fn channel_order(
     Ok(Some(model.channels().get_or_init(|| found).clone()))
 }
 
-/// A prefill that adds up the squares of the keys.
+/// Runs a prefill and sums the squares of the keys per channel.
 fn look(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result<ChannelOrder, Error> {
     let architecture = model.decoder().config();
     let tokens = tokens(model)?;
@@ -77,14 +78,14 @@ fn look(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result
     ChannelOrder::of_energies(layout, &squares).ok_or_else(unfit)
 }
 
-/// The text in the model's own tokens; of a model without a tokenizer, tokens all over its vocabulary.
+/// The text in the model's own tokens. Without a tokenizer: tokens spread over its vocabulary.
 fn tokens(model: &Model) -> Result<Vec<u32>, Error> {
     let config = model.decoder().config();
     let mut tokens = match model.tokenizer() {
         Some(tokenizer) => tokenizer.encode(TEXT, true)?,
         None => Vec::new(),
     };
-    // A tokenizer may know tokens that the model lacks, and a text may be short in its tokens.
+    // The tokenizer may produce tokens outside the model's vocabulary, and the text may be too short in its tokens.
     tokens.retain(|token| (*token as usize) < config.vocab);
     let n = TOKENS as usize;
     let spread = |i: usize| (i as u32).wrapping_mul(2_654_435_761) % config.vocab.max(1) as u32;

@@ -1,7 +1,8 @@
-//! Conversations with branches: what is said, and which of it each branch's cache already holds.
+//! Conversations with branches. Tracks the messages of each branch and the tokens its cache already holds.
 //!
-//! A turn renders the whole conversation, keeps the cached tokens that it still begins with, rolls back the rest
-//! and feeds only what is new. Forking shares cells, undoing changes only what is said: the next turn rolls back.
+//! Each turn renders the whole conversation, keeps the cached tokens that match its beginning, rolls back the rest and
+//! feeds only the new tokens. A fork shares KV cells. An undo changes only the messages; the next turn rolls the cache
+//! back.
 use crate::answer::generate_answer;
 use crate::generate::{Finish, Generation, Limits, Observer};
 use crate::sampler::Sampler;
@@ -10,17 +11,17 @@ use kvist_cache::{Refused, SeqId};
 use kvist_model::Error;
 use kvist_model::template::Message;
 
-/// One line of conversation.
+/// One branch of a conversation.
 #[derive(Clone, Debug)]
 pub struct Branch {
     pub name: String,
     pub messages: Vec<Message>,
     seq: SeqId,
-    /// Tokens its sequence holds, as far as the chat fed them.
+    /// The tokens in the sequence's cache, as far as the chat fed them.
     cached: Vec<u32>,
 }
 
-/// Branches over one session.
+/// The branches of a conversation over one session.
 pub struct Chat {
     session: ModelSession,
     branches: Vec<Branch>,
@@ -31,14 +32,14 @@ pub struct Chat {
     system: Option<String>,
 }
 
-/// What one turn took.
+/// The result of one turn.
 #[derive(Clone, Debug)]
 pub struct Turn {
-    /// Its text is what the model says, without what it thinks.
+    /// The text is the model's final answer, without its reasoning.
     pub generation: Generation,
-    /// What it thinks, where its format tells one from the other ([`harmony`](kvist_model::harmony)).
+    /// The model's reasoning, if its format separates reasoning from the answer ([`harmony`](kvist_model::harmony)).
     pub reasoning: String,
-    /// Tokens of the conversation that the cache still held.
+    /// Tokens of the conversation that were reused from the cache.
     pub reused_tokens: usize,
 }
 
@@ -57,14 +58,14 @@ impl Chat {
     pub fn current(&self) -> &Branch {
         &self.branches[self.current]
     }
-    /// Does the model answer turns, or only continue text?
+    /// True if the model has a chat template. Without one it only continues text.
     pub fn has_template(&self) -> bool {
         self.session.model().chat_template().is_some()
     }
     pub fn system(&self) -> Option<&str> {
         self.system.as_deref()
     }
-    /// What every branch is told first, from the next turn on.
+    /// Sets the system message of every branch, from the next turn on. Fails if the model has no chat template.
     pub fn set_system(&mut self, system: Option<String>) -> Result<(), Error> {
         if !self.has_template() {
             return Err(Error::Usage("this model has no chat template and so no system message".into()));
@@ -73,7 +74,7 @@ impl Chat {
         Ok(())
     }
 
-    /// A new branch that shares everything with the current one, and becomes it. No KV bytes are copied.
+    /// Creates a branch that shares everything with the current one, and switches to it. Copies no KV bytes.
     pub fn fork(&mut self, name: Option<&str>) -> Result<&Branch, Error> {
         let seq = SeqId(self.next_seq);
         let name = name.map_or_else(|| format!("branch-{}", self.next_seq), str::to_string);
@@ -103,7 +104,7 @@ impl Chat {
         Ok(())
     }
 
-    /// Give up a branch that is not the current one, and the cells that only it holds.
+    /// Drops a branch other than the current one and frees the cells that only this branch uses.
     pub fn drop_branch(&mut self, name: &str) -> Result<(), Error> {
         let known = || self.branches.iter().map(|b| b.name.as_str()).collect::<Vec<_>>().join(", ");
         let at = self.branches.iter().position(|b| b.name == name);
@@ -121,14 +122,14 @@ impl Chat {
         Ok(())
     }
 
-    /// Unsay the last question and its answer on this branch; false if nothing was said.
+    /// Removes the last question and its answer from this branch. Returns false if there is no question.
     pub fn undo(&mut self) -> bool {
         let messages = &mut self.branches[self.current].messages;
         let question = messages.iter().rposition(|m| m.role == "user");
         question.map(|at| messages.truncate(at)).is_some()
     }
 
-    /// The conversation as a text for people.
+    /// The conversation as readable text.
     pub fn transcript(&self) -> String {
         let mut text = String::new();
         for m in self.system.iter().map(|s| Message::new("system", s)).chain(self.current().messages.clone())
@@ -138,7 +139,8 @@ impl Chat {
         text
     }
 
-    /// Say `text` on the current branch and generate the answer. On `Err` nothing was said.
+    /// Adds the user message `text` to the current branch and generates the answer. On `Err` the messages are
+    /// unchanged.
     pub fn say(
         &mut self,
         text: &str,
@@ -157,7 +159,7 @@ impl Chat {
                 all.extend(messages.iter().cloned());
                 tokenizer.encode(&template.render(&all, tokenizer, true)?, false)?
             }
-            // One running text.
+            // Without a template the messages are one continuous text.
             None => {
                 let whole: String = messages.iter().map(|m| m.content.as_str()).collect();
                 tokenizer.encode(&whole, true)?
@@ -166,14 +168,14 @@ impl Chat {
         crate::check_prompt(self.session.config(), tokens.len())?;
         let reused_tokens = self.roll_back_to(&tokens)?;
         let seq = self.current().seq;
-        // Another branch may have spoken last, or this one unsaid something: what repeats is what this text repeats.
+        // Another branch may have run last, or a message was undone: reset the sampler's history to this text's tokens.
         sampler.forget();
         sampler.observe(&tokens[..reused_tokens]);
         self.fed = Some(seq);
         let new = &tokens[reused_tokens..];
         let generation =
             generate_answer(&mut self.session, seq, new, Some(tokenizer), sampler, limits, observer);
-        // Whatever happened, the cache says how far it got.
+        // On success and on failure, the cache knows how many tokens it holds.
         let held = self.session.cache().next_position(seq).unwrap_or(0) as usize;
         let branch = &mut self.branches[self.current];
         let mut fed = tokens.clone();
@@ -191,12 +193,13 @@ impl Chat {
         Ok(Turn { generation, reasoning, reused_tokens })
     }
 
-    /// Make the current branch hold only what `tokens` begins with, and leave at least one token to compute.
+    /// Rolls the current branch back to the tokens it shares with the beginning of `tokens`. Leaves at least one token
+    /// to compute. Returns the number of cached tokens kept.
     fn roll_back_to(&mut self, tokens: &[u32]) -> Result<usize, Error> {
         let branch = &mut self.branches[self.current];
         let same = branch.cached.iter().zip(tokens).take_while(|(a, b)| a == b).count();
         let mut keep = same.min(tokens.len().saturating_sub(1));
-        // While another branch was fed, the newest tokens of this one may have lost their rows in f16.
+        // While another branch was fed, the newest tokens of this branch may have lost their recent rows in f16.
         if keep < branch.cached.len() || self.fed.is_some_and(|fed| fed != branch.seq) {
             keep = self.session.config().cut_before(u32::try_from(keep).unwrap_or(u32::MAX)) as usize;
         }
@@ -213,7 +216,7 @@ impl Chat {
             } else if let Some(mut rewind) = self.session.cache().rewinds() {
                 rewind.rewind(at)?;
             } else {
-                // A ring has overwritten what a rollback would need: start anew.
+                // A ring has overwritten the cells that a rollback needs: start from empty.
                 self.session.clear()?;
                 keep = 0;
             }

@@ -1,9 +1,8 @@
-//! How far one distribution over the next token is from another: perplexity, Kullback–Leibler divergence, top-1
-//! agreement.
+//! Compares two distributions over the next token: perplexity, Kullback–Leibler divergence and top-1 agreement.
 use kvist_model::Error;
 use kvist_model::top_two;
 
-/// Collects one scored token after the other.
+/// Accumulates scored tokens.
 #[derive(Clone, Debug, Default)]
 pub struct Divergence {
     loss: f64,
@@ -12,7 +11,7 @@ pub struct Divergence {
     kl: Vec<f64>,
 }
 
-/// The figures over all scored tokens.
+/// The metrics over all scored tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Summary {
     pub tokens: usize,
@@ -22,12 +21,13 @@ pub struct Summary {
     pub kl_mean: f64,
     pub kl_p99: f64,
     pub kl_max: f64,
-    /// Share of tokens for which both find the same one likeliest.
+    /// Share of tokens for which both distributions have the same most likely token.
     pub top1_agreement: f64,
 }
 
 impl Divergence {
-    /// The logits of both for the same place, and the token that really came.
+    /// Adds one position: the logits of both models and the actual next token. Fails on NaN logits and on a token
+    /// outside the vocabulary.
     pub fn add(&mut self, reference: &[f32], under_test: &[f32], next: u32) -> Result<(), Error> {
         let bad = || Error::Sampling("the model gave NaN logits: its weights or its cache are broken".into());
         let (top, _) = top_two(reference).ok_or_else(bad)?;
@@ -45,11 +45,11 @@ impl Divergence {
             let (a, b) = (p.at(*a), q.at(*b));
             if a.exp() == 0.0 { 0.0 } else { a.exp() * (a - b) }
         });
-        self.kl.push(kl.sum::<f64>().max(0.0)); // rounding may carry a zero below itself
+        self.kl.push(kl.sum::<f64>().max(0.0)); // rounding may give a value slightly below zero
         Ok(())
     }
 
-    /// `None` before the first token.
+    /// Returns `None` before the first token.
     pub fn summary(&self) -> Option<Summary> {
         let n = self.kl.len();
         let mut sorted = self.kl.clone();

@@ -1,10 +1,10 @@
-//! The scheduler's steps, executed by a model: one forward pass over many sequences of a paged cache.
+//! Executes the scheduler's steps on a model: one forward pass over many sequences of a paged cache.
 //!
-//! The scheduler owns the bookkeeping and decides; here are the bytes. What becomes of a row of logits is for the
-//! request itself to say ([`Choose`]): its sampler, its grammar, its stop strings.
+//! The scheduler owns the bookkeeping and makes the decisions; this module owns the KV bytes. The request itself
+//! decides what to do with its logits ([`Choose`]), with its sampler, grammar and stop strings.
 //!
-//! It promises that a step which fails leaves the cache as it was, and that everything it will ever hold is promised
-//! by the budget when it is made.
+//! A failed step leaves the cache unchanged. The executor sets its full memory bound aside in the budget when it is
+//! created.
 use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
 use kvist_backend::{Counters, Layout, PoolSpec, Purpose, Recent, Registry, Reservation, Runner};
@@ -18,48 +18,51 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What becomes of a request's logits.
+/// How a request uses its logits.
 pub trait Choose: Send {
-    /// Take the next token from `logits` (`[vocab]`, which may be changed), and say whether it is the last one.
-    /// A chooser that cannot take one tells its user so itself, and says that it is finished.
+    /// Picks the next token from `logits` (`[vocab]`, which may be modified) and says whether it is the last one. An
+    /// implementation that cannot pick a token reports the error to its user and returns `finished`.
     fn choose(&mut self, logits: &mut [f32]) -> Choice;
-    /// Of these positions, which a step computes: those whose logits are wanted beside what is chosen from.
+    /// The positions, out of those `computed` in this step, whose logits the request needs in addition to the row that
+    /// it samples from.
     fn wants(&self, computed: Range<u32>) -> Range<u32> {
         computed.end..computed.end
     }
-    /// The logits behind the token at `position`, which was wanted. In order; a step that failed says them again.
+    /// Receives the logits after the token at `position`, which [`wants`](Self::wants) asked for. Positions come in
+    /// order. When a failed step is retried, the same positions come again.
     fn score(&mut self, position: u32, logits: &[f32]) {
         let _ = (position, logits);
     }
-    /// No token follows: called once, by [`ModelExecutor::forget`].
+    /// The request has ended and no token follows. [`ModelExecutor::forget`] calls this once.
     fn end(&mut self) {}
 }
 
-/// A taken token.
+/// A chosen token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Choice {
     pub token: u32,
     pub finished: bool,
 }
 
-/// A paged cache for a model: its policy, and the size of its blocks.
+/// A paged cache for a model: its policy and its block size.
 #[derive(Clone, Debug)]
 pub struct PagedConfig {
-    /// `kind` is ignored; `max_step_tokens` and `max_rows` are those of the largest batch. Recent tokens are kept for as many
-    /// sequences as there are rows; a group is at most the largest power of two that divides a block.
+    /// `kind` is ignored. `max_step_tokens` and `max_rows` are those of the largest batch. Recent tokens are kept for
+    /// `max_rows` sequences; the size of a recent group is at most the largest power of two that divides the block
+    /// size.
     pub cache: CacheConfig,
-    /// Tokens of a block, at least 1. The cache holds whole blocks.
+    /// Tokens per block, at least 1. Capacities are rounded up to whole blocks.
     pub block_tokens: u32,
-    /// `None`: nothing is shared. Block bytes and costs are the model's, whatever stands there.
+    /// Prefix cache settings; `None` shares nothing. `block_bytes` and `cost` are overwritten with the model's values.
     pub prefix: Option<PrefixSpec>,
 }
 
 impl PagedConfig {
-    /// The bookkeeping for `model`, over no bytes yet.
+    /// The bookkeeping for `model`, without any KV bytes.
     pub fn cache(&self, model: &ModelConfig) -> Result<Cache, Error> {
         let mut groups = self.cache.groups(model);
         for group in &mut groups {
-            // Who asks for tokens gets them, in whole blocks.
+            // Round the capacity up to whole blocks, so that every requested token fits.
             let whole = group.capacity_tokens.checked_next_multiple_of(self.block_tokens.max(1));
             group.capacity_tokens = whole.unwrap_or(group.capacity_tokens);
         }
@@ -71,15 +74,15 @@ impl PagedConfig {
         Ok(Cache::paged(&PagedSpec { block_tokens: self.block_tokens, groups, rollback_tokens: 0, prefix })?)
     }
 
-    /// Bytes by purpose, before they are asked for.
+    /// Bytes by purpose, before anything is allocated.
     pub fn plan(&self, model: &ModelConfig, registry: &Registry) -> Result<MemoryPlan, Error> {
         let cache = self.cache(model)?;
         let (_, backend) = registry.plan(&self.cache.backend, "paged", &self.cache.groups(model))?;
         MemoryPlan::of_cache(model, backend, &cache, &self.sized())
     }
 
-    /// The policy of the bytes. Hits end with blocks: where groups of recent tokens do so too, a request that begins with a hit
-    /// reads what it would have read without one.
+    /// The cache policy with kind `paged` and recent groups cut to the block size. Prefix hits end at block boundaries.
+    /// If recent groups end there too, a request that starts with a hit reads the same values as it would without one.
     fn sized(&self) -> CacheConfig {
         let recent = Recent { sequences: self.cache.max_rows, ..self.cache.recent };
         let recent = recent.within_blocks(self.block_tokens);
@@ -87,7 +90,7 @@ impl PagedConfig {
     }
 }
 
-/// K and V bytes of a block, group by group.
+/// K and V bytes of a block, per layer group.
 fn block_bytes(layout: &Layout, config: &CacheConfig, block_tokens: u32) -> Vec<u64> {
     let mut bytes = vec![0; layout.n_groups()];
     for (_, layer) in layout.owners() {
@@ -97,8 +100,8 @@ fn block_bytes(layout: &Layout, config: &CacheConfig, block_tokens: u32) -> Vec<
     bytes
 }
 
-/// Multiply-adds of one token: of the linear layers (without the output layer, which a prompt's tokens do not pass),
-/// and of attention per position seen.
+/// Multiply-adds per token: of the linear layers (without the output layer, which prompt tokens skip), and of attention
+/// per visible position.
 fn recompute_cost(model: &ModelConfig) -> RecomputeCost {
     let hidden = model.hidden as f64;
     let wide: usize = model.layers.iter().map(|layer| model.mlp_width(layer)).sum();
@@ -110,7 +113,7 @@ fn recompute_cost(model: &ModelConfig) -> RecomputeCost {
     }
 }
 
-/// Executes steps over the bytes of a paged cache.
+/// Executes steps on the KV bytes of a paged cache.
 pub struct ModelExecutor {
     model: Arc<Model>,
     runner: Runner,
@@ -118,18 +121,18 @@ pub struct ModelExecutor {
     tokens: Vec<u32>,
     positions: Vec<u32>,
     rows: Vec<u32>,
-    /// Rows that are wanted beside those that are sampled from: (batch row, share of the batch, position).
+    /// Rows to score in addition to the sampled ones: (batch row, index into the batch's work, position).
     scored: Vec<(u32, usize, u32)>,
     max_rows: usize,
-    /// Asked by id, never iterated.
+    /// Looked up by id, never iterated.
     requests: HashMap<RequestId, Box<dyn Choose>>,
     failure: Option<Error>,
     _activation_bytes: Reservation,
 }
 
 impl ModelExecutor {
-    /// An empty cache for `model`, and what executes its steps. Refused, before anything is allocated, if what they
-    /// may grow to does not fit into the model's budget.
+    /// Creates an empty cache for `model` and the executor of its steps. Fails before it allocates anything if their
+    /// memory bound does not fit into the model's budget.
     pub fn new(
         model: &Arc<Model>,
         registry: &Registry,
@@ -166,21 +169,22 @@ impl ModelExecutor {
         Ok((cache, executor))
     }
 
-    /// What the request `id` will do with its logits. Before its first step; until [`forget`](Self::forget).
+    /// Registers what the request `id` does with its logits. Call it before the request's first step; it lasts until
+    /// [`forget`](Self::forget).
     pub fn expect(&mut self, id: RequestId, request: Box<dyn Choose>) {
         self.requests.insert(id, request);
     }
-    /// The request has ended.
+    /// Removes a request that has ended.
     pub fn forget(&mut self, id: RequestId) {
         if let Some(mut request) = self.requests.remove(&id) {
             request.end();
         }
     }
-    /// Why the last step failed, if it did.
+    /// The error of the last step, if it failed.
     pub fn failure(&self) -> Option<&Error> {
         self.failure.as_ref()
     }
-    /// Bytes that attention has moved.
+    /// Bytes that attention has read, written and moved.
     pub fn counters(&self) -> Counters {
         self.runner.pools().counters()
     }
@@ -215,7 +219,7 @@ impl ModelExecutor {
         self.runner.begin(step)?;
         let plan = step.plan();
         plan.positions(&mut self.positions);
-        // What is only scored comes piece by piece, in the room that there is for rows; what is sampled from comes last.
+        // Rows to score are computed in pieces of at most `max_rows`; the rows to sample from come last.
         let rows: &[u32] = if self.scored.is_empty() { &self.rows } else { &[] };
         let pass = Batch { tokens: &self.tokens, positions: &self.positions, rows, taps: &[] };
         let runner = &mut self.runner;
@@ -259,7 +263,7 @@ impl Executor for ModelExecutor {
                 let rows = self.activations.logits.chunks_exact_mut(vocab);
                 let sampling = batch.work.iter().filter(|work| work.samples);
                 for (work, logits) in sampling.zip(rows) {
-                    // Without a chooser a request ends: nothing says what to do with its logits.
+                    // A request without a chooser is finished: nothing decides what to do with its logits.
                     let choice = self.requests.get_mut(&work.request).map(|request| request.choose(logits));
                     let (token, finished) =
                         choice.map_or((None, true), |choice| (Some(choice.token), choice.finished));

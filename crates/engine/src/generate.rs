@@ -1,4 +1,4 @@
-//! Text out of a session: prefill, then one token after the other until something ends it.
+//! Text generation over a session: prefill, then decode token by token until an end condition is met.
 use crate::sampler::Sampler;
 use crate::session::{Feed, ModelSession, Want};
 use crate::text::StopMatcher;
@@ -8,21 +8,21 @@ use kvist_model::Error;
 use kvist_model::tokenizer::{TextStream, Tokenizer};
 use std::time::{Duration, Instant};
 
-/// What ended a generation.
+/// Why a generation ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finish {
-    /// The model said so.
+    /// The model produced an end token.
     EndOfText,
-    /// This stop string came; it is not part of the text.
+    /// This stop string was generated. It is not part of the text.
     Stop(String),
     MaxTokens,
-    /// No cell is left for another token.
+    /// No free cell is left for another token.
     CacheFull,
     Cancelled,
 }
 
 impl Finish {
-    /// In a word, for machines: `end_of_text`, `stop`, `max_tokens`, `cache_full`, `cancelled`.
+    /// Machine-readable name: `end_of_text`, `stop`, `max_tokens`, `cache_full` or `cancelled`.
     pub fn name(&self) -> &'static str {
         match self {
             Finish::EndOfText => "end_of_text",
@@ -34,21 +34,21 @@ impl Finish {
     }
 }
 
-/// When to end.
+/// When to stop, and how to compute.
 #[derive(Clone, Debug)]
 pub struct Limits {
     pub max_tokens: usize,
     pub stop: Vec<String>,
     pub ignore_eos: bool,
-    /// Recompute the whole history for every token instead of reading it from the cache: the baseline that a
-    /// cache is compared with.
+    /// Recompute the whole history for every token instead of reading it from the cache. This is the baseline for
+    /// measuring a cache.
     pub no_cache: bool,
 }
 
-/// What came out, and what it took.
+/// The generated text and its timings.
 #[derive(Clone, Debug)]
 pub struct Generation {
-    /// Every sampled token, the one that ended the text included.
+    /// Every sampled token, including an end token.
     pub tokens: Vec<u32>,
     pub text: String,
     pub finish: Finish,
@@ -58,7 +58,7 @@ pub struct Generation {
 }
 
 impl Generation {
-    /// Tokens per second of the decode alone: the first token belongs to the prefill.
+    /// Decode speed in tokens per second. The first token counts as prefill.
     pub fn decode_rate(&self) -> f64 {
         rate(self.tokens.len().saturating_sub(1), self.decode)
     }
@@ -71,27 +71,26 @@ fn rate(tokens: usize, time: Duration) -> f64 {
     if time.is_zero() { 0.0 } else { tokens as f64 / time.as_secs_f64() }
 }
 
-/// Someone who watches a generation. All default to nothing.
+/// Callbacks during a generation. Every default implementation does nothing.
 pub trait Observer {
-    /// Prompt tokens done so far. False stops the work.
+    /// Prompt tokens fed so far. Return false to stop.
     fn prefilled(&mut self, _tokens: usize) -> bool {
         true
     }
-    /// A token was sampled, whether or not it made text. False stops the work.
+    /// A token was sampled, whether or not it produced text. Return false to stop.
     fn sampled(&mut self) -> bool {
         true
     }
-    /// Text that is final: whole characters, no part of a stop string. False stops the work.
+    /// Final text: whole characters, and no part of a stop string. Return false to stop.
     fn text(&mut self, _text: &str) -> bool {
         true
     }
-    /// The same of what the model thinks, where its format tells that from what it says: of
-    /// [`generate_answer`](kvist_model::harmony::generate_answer) alone.
+    /// Final reasoning text, if the model's format separates reasoning from the answer. Only
+    /// [`generate_answer`](crate::answer::generate_answer) calls this. Return false to stop.
     fn reasoning(&mut self, _text: &str) -> bool {
         true
     }
-    /// Control tokens that are to be written out, as [`Tokenizer::stream_with`] has it. Asked once, before anything is
-    /// generated.
+    /// Control tokens to write out as text, as in [`Tokenizer::stream_with`]. Called once, before generation starts.
     fn written(&self) -> &[u32] {
         &[]
     }
@@ -99,9 +98,8 @@ pub trait Observer {
 
 impl Observer for () {}
 
-/// Continue `seq` with `prompt`, then sample. Without a tokenizer the text stays empty and stop strings are not
-/// looked for. The last sampled token is not fed: the sequence holds all that was fed, and the next turn
-/// begins with it.
+/// Feeds `prompt` to `seq`, then samples until an end condition is met. Without a tokenizer the text stays empty and
+/// stop strings are not matched. The last sampled token is not fed; the next turn has to begin with it.
 pub fn generate(
     session: &mut ModelSession,
     seq: SeqId,
@@ -164,7 +162,7 @@ pub fn generate(
     })
 }
 
-/// Tokens on their way to becoming final text.
+/// Turns tokens into final text.
 struct Output<'t> {
     stream: Option<TextStream<'t>>,
     stops: StopMatcher,
@@ -177,13 +175,13 @@ impl<'t> Output<'t> {
         let stream = tokenizer.map(|t| t.stream_after(prompt, written));
         Output { stream, stops: StopMatcher::new(&limits.stop), text: String::new(), shown: 0 }
     }
-    /// The stop string that this token completed, if it did.
+    /// Adds a token. Returns the stop string that it completed, if any.
     fn push(&mut self, token: u32) -> Result<Option<String>, Error> {
         let Some(stream) = &mut self.stream else { return Ok(None) };
         let piece = stream.push(token)?;
         Ok(self.stops.push(&piece, &mut self.text))
     }
-    /// What is held back becomes final, unless a stop string ended it.
+    /// Appends the text held back, unless a stop string ended the generation.
     fn finish(&mut self, finish: &Finish) -> Result<(), Error> {
         if !matches!(finish, Finish::Stop(_)) {
             if let Some(stream) = &mut self.stream {

@@ -1,8 +1,8 @@
-//! A model that runs: sessions, sampling, generation and chat over any kvist cache.
+//! Runs models: sessions, sampling, generation and chat over any kvist cache.
 //!
-//! Load a [`kvist_model::Model`] once, give every conversation a [`session::ModelSession`] with the kind, the dtypes and
-//! the backend it wants, and [`generate`](generate::generate). It promises that memory is known before it is taken
-//! ([`memory::MemoryPlan`]), and that no file and no text can make it panic.
+//! Load a [`kvist_model::Model`] once. Give every conversation a [`session::ModelSession`] with the cache kind, dtypes
+//! and backend it needs, then call [`generate`](generate::generate). The crate computes the memory bound before it
+//! allocates ([`memory::MemoryPlan`]), and no file or text can make it panic.
 #![forbid(unsafe_code)]
 
 pub mod answer;
@@ -19,7 +19,8 @@ pub mod text;
 
 pub use kvist_model::Error;
 
-/// A prompt that the cache cannot hold is refused before any work is done. A ring holds any.
+/// Refuses an empty prompt, and a prompt that the cache cannot hold, before any work is done. A ring accepts any
+/// length.
 pub fn check_prompt(config: &memory::CacheConfig, tokens: usize) -> Result<(), Error> {
     match tokens {
         0 => Err(Error::EmptyPrompt),
@@ -30,7 +31,7 @@ pub fn check_prompt(config: &memory::CacheConfig, tokens: usize) -> Result<(), E
     }
 }
 
-/// The example of docs/engine.md.
+/// Compiles the example in docs/engine.md as a doctest.
 #[cfg(doctest)]
 #[doc = include_str!("../../../docs/engine.md")]
 struct Guide;

@@ -1,4 +1,4 @@
-//! What a model and its cache will take, before anything is loaded: the same arithmetic that the budget records.
+//! Memory that a model and its cache need, computed before anything is loaded. Uses the same arithmetic as the budget.
 use kvist_backend::*;
 use kvist_cache::Cache;
 use kvist_cache::kinds::{GroupSpec, Visibility};
@@ -8,29 +8,30 @@ use kvist_model::weights::WeightForm;
 use kvist_model::{Activations, Opened};
 use std::sync::Arc;
 
-/// Tokens of a group that is read in f16: as many as a block of a server's cache has.
+/// Tokens of a recent group, which is read in f16. Equals the block size of the server's cache.
 pub const RECENT_TOKENS: u32 = 16;
 
-/// Sequences whose newest tokens a session keeps in f16, where its kind holds several.
+/// Number of sequences whose newest tokens a session keeps in f16, for kinds that hold several sequences.
 pub const RECENT_SEQUENCES: u32 = 8;
 
-/// The policy of one session's cache. The architecture comes from the model.
+/// The cache policy of one session. The architecture comes from the model.
 #[derive(Clone, Debug)]
 pub struct CacheConfig {
     pub backend: String,
     pub kind: String,
     pub k: Storage,
     pub v: Storage,
-    /// Cells: the tokens that may be held at once, over all sequences. A ring derives its own number.
+    /// Cells: the number of tokens held at once over all sequences. A ring computes its own number.
     pub context_tokens: u32,
-    /// Tokens of the largest step, which is also the chunk of a prefill.
+    /// Tokens of the largest step. This is also the prefill chunk size.
     pub max_step_tokens: u32,
-    /// Beside the model's own windows: positions a query sees, and first positions that stay visible.
+    /// In addition to the model's own windows: the number of positions that a query sees, and (`sinks`) the number of
+    /// first positions that stay visible.
     pub window: Option<u32>,
     pub sinks: u32,
-    /// Rows of logits wanted at once: 1 for a conversation, more for batches and for evaluation.
+    /// Rows of logits computed at once: 1 for a conversation, more for batches and evaluation.
     pub max_rows: u32,
-    /// The newest tokens, which packed storages keep in f16 as well.
+    /// The newest tokens, which quantised storages also keep in f16.
     pub recent: Recent,
 }
 
@@ -50,8 +51,8 @@ impl CacheConfig {
         }
     }
 
-    /// The layer groups of `model` under this policy. Where both have a window the shorter one counts, the policy's
-    /// with its sinks, the model's without any.
+    /// The layer groups of `model` under this policy. If the model and the policy both have a window, the shorter one
+    /// applies: the policy's with its sinks, the model's without sinks.
     pub fn groups(&self, model: &ModelConfig) -> Vec<GroupSpec> {
         let windows = model.group_windows();
         let group = |native: Option<u32>| {
@@ -72,15 +73,16 @@ impl CacheConfig {
         windows.into_iter().map(group).collect()
     }
 
-    /// The last position up to `position` at which a sequence can be cut off and go on as if it had never been longer. Of the
-    /// group behind it, rows in f16 may be gone.
+    /// The last position up to `position` at which a sequence can be truncated and then continue as if it had never
+    /// been longer. The f16 rows of the recent group that contains `position` may be gone, so this is the start of that
+    /// group.
     pub fn cut_before(&self, position: u32) -> u32 {
         let packed = self.k.dtype.is_quantised() || self.v.dtype.is_quantised();
         let groups = if packed { self.recent.tokens } else { 0 };
         position - position.checked_rem(groups).unwrap_or(0)
     }
 
-    /// Capacities are filled in by the kind.
+    /// The cache kind fills in the capacities.
     pub fn pool_spec(&self, layout: &Layout, budget: &Arc<MemoryBudget>) -> PoolSpec {
         PoolSpec {
             layout: layout.clone(),
@@ -98,26 +100,26 @@ impl CacheConfig {
     }
 }
 
-/// Bytes by purpose, before they are asked for.
+/// Bytes by purpose, before anything is allocated.
 #[derive(Clone, Debug)]
 pub struct MemoryPlan {
-    /// The bound: weights, a full cache, scratch and activations at the largest step.
+    /// The upper bound: weights, a full cache, and scratch and activations of the largest step.
     pub usage: Usage,
-    /// KV bytes one token costs in every layer, scales included.
+    /// KV bytes per token over all layers, scales included.
     pub kv_bytes_per_token: u64,
     /// Cells of each layer group.
     pub capacity_cells: Vec<u32>,
 }
 
 impl MemoryPlan {
-    /// A session alone: its [`Purpose::Weights`] are 0.
+    /// The plan of a session alone: [`Purpose::Weights`] is 0.
     pub fn of_session(model: &ModelConfig, registry: &Registry, config: &CacheConfig) -> Result<Self, Error> {
         let groups = config.groups(model);
         let (cache, backend) = registry.plan(&config.backend, &config.kind, &groups)?;
         Self::of_cache(model, backend, &cache, config)
     }
 
-    /// The same of a cache that has been made; of `config`, what is about bytes.
+    /// The plan of an existing cache. Of `config`, only the fields about bytes are used.
     pub fn of_cache(
         model: &ModelConfig,
         backend: &dyn Backend,
@@ -141,13 +143,13 @@ impl MemoryPlan {
         })
     }
 
-    /// Everything but the weights.
+    /// The total without the weights.
     pub fn session_bound(&self) -> u64 {
         self.usage.with(Purpose::Weights, 0).total()
     }
 
-    /// The plan of a session over a model that is yet to be loaded, if both fit into the budget. `least` is the
-    /// shortest context that is of use: advice does not go below it.
+    /// The plan of a session over a model that is not loaded yet. Fails if model and session together do not fit into
+    /// the budget. `least` is the shortest useful context: the advice in the error does not go below it.
     pub fn admit(
         opened: &Opened,
         form: WeightForm,
@@ -165,8 +167,8 @@ impl MemoryPlan {
         Err(plan.too_large(model, registry, config, least, free, budget.total()))
     }
 
-    /// The longest context of which a session fits into `free` bytes: that of `config`, or else a multiple of 64 tokens
-    /// below it; 0 if none does.
+    /// The longest context for which a session fits into `free` bytes: that of `config`, or else a multiple of 64
+    /// tokens below it. Returns 0 if none fits.
     pub fn longest_context(model: &ModelConfig, registry: &Registry, config: &CacheConfig, free: u64) -> u32 {
         let fits = |context_tokens: u32| {
             let config = CacheConfig { context_tokens, ..config.clone() };
@@ -175,8 +177,8 @@ impl MemoryPlan {
         Self::longest(config.context_tokens, fits)
     }
 
-    /// The longest context that fits: `most`, or else a multiple of 64 tokens below it; 0 if none does. What fits does so
-    /// at every shorter context.
+    /// The longest context for which `fits` is true: `most`, or else a multiple of 64 tokens below it. Returns 0 if
+    /// none fits. `fits` must be monotonic: true for every context shorter than one that fits.
     pub fn longest(most: u32, fits: impl Fn(u32) -> bool) -> u32 {
         if fits(most) {
             return most;
@@ -189,14 +191,14 @@ impl MemoryPlan {
         low * 64
     }
 
-    /// What is free once these weights are there.
+    /// Bytes that are free after the weights are loaded.
     pub fn free_after(opened: &Opened, form: WeightForm, budget: &MemoryBudget) -> Result<u64, Error> {
         let (asked, free, total) = (opened.weight_bytes(form)?, budget.free(), budget.total());
         free.checked_sub(asked)
             .ok_or_else(|| OutOfBudget { purpose: Purpose::Weights, asked, free, total }.into())
     }
 
-    /// The refusal of a session that does not fit, with what would.
+    /// The error for a session that does not fit, with advice on what would fit.
     pub(crate) fn too_large(
         &self,
         model: &ModelConfig,
@@ -210,7 +212,7 @@ impl MemoryPlan {
             Self::of_session(model, registry, config).is_ok_and(|plan| plan.session_bound() <= free)
         };
         let mut advice = Vec::new();
-        // The first of these that fits: a smaller dtype, a smaller chunk, both.
+        // The first combination that fits: a smaller dtype, a smaller chunk, or both.
         let storages = [config.k, Storage::Q8, Storage::Q4];
         let chunks = [config.max_step_tokens, 64, 16];
         for (storage, chunk) in chunks.iter().flat_map(|chunk| storages.map(|storage| (storage, *chunk))) {
@@ -225,7 +227,7 @@ impl MemoryPlan {
                 break;
             }
         }
-        // The longest context that fits, with the largest chunk that leaves room for any.
+        // The longest context that fits, with the largest chunk that leaves room for one.
         for chunk in chunks {
             let max_step_tokens = chunk.min(config.max_step_tokens);
             let max_rows = config.max_rows.min(max_step_tokens);
@@ -251,7 +253,7 @@ impl MemoryPlan {
 }
 
 impl MemoryPlan {
-    /// KV bytes that one decoded token reads at a full cache: each layer what its window lets it see.
+    /// KV bytes that decoding one token reads at a full cache, counting per layer only what its window makes visible.
     pub fn kv_bytes_visible(&self, model: &ModelConfig, config: &CacheConfig) -> u64 {
         let groups = config.groups(model);
         let layout = model.layout();
@@ -261,7 +263,7 @@ impl MemoryPlan {
             u64::from(window.min(config.context_tokens))
         };
         let row = |layer: &LayerSpec| config.k.row_bytes(layer.head_dim) + config.v.row_bytes(layer.head_dim);
-        // Borrowers store nothing, but read.
+        // Layers that share another layer's KV store nothing, but read.
         layout.layers.iter().map(|l| seen(l) * u64::from(l.n_kv_heads) * row(l)).sum()
     }
 

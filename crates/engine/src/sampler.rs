@@ -1,7 +1,7 @@
-//! From logits to a token.
+//! Samples a token from logits.
 //!
-//! In this order, as llama.cpp's default chain has it: penalties (repetition, then frequency and presence), top-k, top-p,
-//! min-p, temperature, draw. Probabilities for top-p and min-p are those before the temperature.
+//! Order of the steps, as in llama.cpp's default chain: penalties (repetition, then frequency and presence), top-k,
+//! top-p, min-p, temperature, draw. Top-p and min-p use the probabilities before the temperature.
 mod candidates;
 
 use candidates::{Candidates, exp_minus, largest};
@@ -9,31 +9,32 @@ use kvist_model::Error;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 
-/// How to choose. Checked by [`Sampler::new`].
+/// Sampling parameters. [`Sampler::new`] validates them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplerConfig {
-    /// 0 takes the likeliest token.
+    /// 0 picks the most likely token.
     pub temperature: f32,
-    /// Keep the K likeliest; 0 keeps all.
+    /// Keep the K most likely tokens; 0 keeps all.
     pub top_k: usize,
-    /// Keep the likeliest that together reach this probability; 1 keeps all (Holtzman et al., 2020).
+    /// Keep the most likely tokens that together reach this probability; 1 keeps all (Holtzman et al., 2020).
     pub top_p: f32,
-    /// Drop what is less likely than this share of the likeliest; 0 drops none (Nguyen et al., 2024).
+    /// Drop tokens less likely than this share of the most likely one; 0 drops none (Nguyen et al., 2024).
     pub min_p: f32,
-    /// Divide positive and multiply negative logits of recent tokens by this; 1 is off (Keskar et al., 2019).
+    /// Divide positive logits of recent tokens by this and multiply negative ones; 1 is off (Keskar et al., 2019).
     pub repetition_penalty: f32,
-    /// Recent tokens that the penalty looks at; `usize::MAX` for all of them, which are not remembered in order then.
+    /// Number of recent tokens that the repetition penalty covers. `usize::MAX` covers all of them; their order is then
+    /// not stored.
     pub repetition_window: usize,
-    /// Subtracted from a logit once for every time that this sampler drew the token; 0 is off. Below 0 it invites
+    /// Subtracted from a token's logit once for every time this sampler drew it; 0 is off. Negative values encourage
     /// repetition (OpenAI's API reference, "frequency and presence penalties").
     pub frequency_penalty: f32,
-    /// Subtracted once from the logit of every token that this sampler drew; 0 is off. The same source.
+    /// Subtracted once from the logit of every token that this sampler drew; 0 is off. Same source.
     pub presence_penalty: f32,
     pub seed: u64,
 }
 
 impl SamplerConfig {
-    /// Always the likeliest token.
+    /// Always the most likely token.
     pub fn greedy() -> Self {
         SamplerConfig {
             temperature: 0.0,
@@ -58,12 +59,12 @@ pub struct Sampler {
     config: SamplerConfig,
     draws: u64,
     recent: VecDeque<u32>,
-    /// How often each token stands in `recent`.
+    /// How often each token occurs in `recent`.
     penalised: HashMap<u32, u32>,
-    /// Without a window: a bit for each token, set once it was observed.
+    /// Without a window: one bit per token, set once the token was observed.
     observed: Vec<u64>,
-    /// How often each token was drawn, if a penalty asks. Every entry changes a logit of its own, so that their order
-    /// cannot show.
+    /// How often each token was drawn, if a penalty needs it. Each entry changes only its own logit, so the iteration
+    /// order does not matter.
     drawn: HashMap<u32, u32>,
     candidates: Candidates,
     logits: Vec<f32>,
@@ -87,7 +88,7 @@ impl Sampler {
             draws: 0,
             recent: VecDeque::new(),
             observed: Vec::new(),
-            // A table that is at most half full clears away what was removed in place, and allocates nothing.
+            // A table that is at most half full removes entries in place and never reallocates.
             penalised: HashMap::with_capacity(match config.repetition_window {
                 window if config.repetition_penalty != 1.0 && window <= 4096 => 2 * window + 4,
                 _ => 0,
@@ -98,8 +99,8 @@ impl Sampler {
         })
     }
 
-    /// Tokens that are part of the text now: the repetition penalty looks at them. The other two look at what was drawn
-    /// alone, and need not be told.
+    /// Adds tokens of the text to the repetition penalty's history. The other two penalties count only drawn tokens and
+    /// do not need this call.
     pub fn observe(&mut self, tokens: &[u32]) {
         if self.config.repetition_penalty == 1.0 {
             return;
@@ -125,7 +126,7 @@ impl Sampler {
     }
 
     fn observe_for_ever(&mut self, tokens: &[u32]) {
-        // What no vocabulary has changes no logit.
+        // Tokens outside every vocabulary change no logit.
         for &token in tokens.iter().filter(|token| **token < MAX_TOKENS) {
             let word = token as usize / 64;
             if word >= self.observed.len() {
@@ -136,7 +137,7 @@ impl Sampler {
         }
     }
 
-    /// Another text is continued from here on: what was observed and drawn belongs to the old one.
+    /// Clears the history of observed and drawn tokens. Call it before sampling for another text.
     pub fn forget(&mut self) {
         self.recent.clear();
         self.penalised.clear();
@@ -144,7 +145,7 @@ impl Sampler {
         self.drawn.clear();
     }
 
-    /// The next token. NaN logits are an error: something went wrong before.
+    /// Returns the next token. Fails on NaN logits, which mean that an earlier step went wrong.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32, Error> {
         if logits.is_empty() {
             return Err(Error::Sampling("there are no logits to sample from".into()));
@@ -163,9 +164,9 @@ impl Sampler {
         self.config.frequency_penalty != 0.0 || self.config.presence_penalty != 0.0
     }
 
-    /// Of the penalised logits.
+    /// Chooses from the penalised logits.
     fn choose(&mut self) -> Result<u32, Error> {
-        // A penalty makes no NaN of a number.
+        // Penalties never turn a number into NaN.
         let Some(max) = largest(&self.logits) else {
             return Err(Error::Sampling(
                 "the model gave NaN logits: its weights or its cache are broken".into(),
@@ -202,7 +203,7 @@ impl Sampler {
         }
     }
 
-    /// What top-p and min-p leave.
+    /// Applies top-p and min-p to the candidates.
     fn keep_candidates(&mut self) {
         let SamplerConfig { top_p, min_p, .. } = self.config;
         if top_p == 1.0 && min_p == 0.0 {
@@ -212,7 +213,7 @@ impl Sampler {
         let total = if top_p < 1.0 { candidates.total(logits, 1.0) } else { 1.0 };
         let (mut kept, mut sum) = (0, 0.0);
         while let Some((_, gap)) = candidates.get(logits, kept) {
-            // The likeliest has weight 1, and stays.
+            // The most likely token has weight 1 and is always kept.
             let weight = exp_minus(gap);
             if weight < min_p && kept > 0 {
                 break;
@@ -233,7 +234,7 @@ impl Sampler {
         while let Some((token, gap)) = self.candidates.get(&self.logits, i) {
             let weight = exp_minus(gap / temperature);
             if weight == 0.0 {
-                break; // and so are all that follow
+                break; // all that follow have weight 0 too
             }
             left -= weight;
             if left < 0.0 {
@@ -241,11 +242,11 @@ impl Sampler {
             }
             (i, last) = (i + 1, Some(token));
         }
-        // Rounding may leave a crumb; the last candidate that can be drawn at all takes it.
+        // Rounding may leave a remainder: return the last candidate with a weight above 0.
         last.ok_or_else(|| Error::Sampling("nothing to choose from".into()))
     }
 
-    /// In [0, 1), from the seed and the number of the draw (SplitMix64: Steele et al., 2014).
+    /// A number in [0, 1), from the seed and the number of draws so far (SplitMix64: Steele et al., 2014).
     fn uniform(&mut self) -> f32 {
         self.draws += 1;
         let mut z = self.config.seed.wrapping_add(self.draws.wrapping_mul(0x9e37_79b9_7f4a_7c15));

@@ -1,4 +1,4 @@
-//! A model with a cache: one forward pass after the other, over any kind, dtype and backend.
+//! A model with its cache. Runs forward passes over any cache kind, dtype and backend.
 use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
 use kvist_backend::{Attend, Counters, PoolSpec, Purpose, Registry, Reservation};
@@ -7,12 +7,12 @@ use kvist_model::Error;
 use kvist_model::{Activations, Batch, Model};
 use std::sync::Arc;
 
-/// The tokens one sequence adds in a pass.
+/// The tokens that a pass adds to one sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct Feed<'a> {
     pub seq: SeqId,
     pub tokens: &'a [u32],
-    /// Speculative tokens name the parent of each; `None` is a plain continuation.
+    /// For speculative tokens: the parent node of each token. `None` appends the tokens as a plain continuation.
     pub parents: Option<&'a [Option<NodeId>]>,
 }
 
@@ -20,7 +20,7 @@ impl<'a> Feed<'a> {
     pub fn chain(seq: SeqId, tokens: &'a [u32]) -> Self {
         Feed { seq, tokens, parents: None }
     }
-    /// One token per parent.
+    /// Speculative tokens, one parent per token.
     pub fn frontier(seq: SeqId, tokens: &'a [u32], parents: &'a [Option<NodeId>]) -> Self {
         Feed { seq, tokens, parents: Some(parents) }
     }
@@ -30,12 +30,12 @@ impl<'a> Feed<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Want {
     Nothing,
-    /// One row per feed, in their order.
+    /// One row per feed, in feed order.
     LastOfEach,
     All,
 }
 
-/// One conversation or a batch of them: a cache of its own, weights shared with every other session.
+/// A cache for one conversation or a batch of them. All sessions of a model share its weights.
 pub struct ModelSession {
     model: Arc<Model>,
     session: kvist_backend::Session,
@@ -50,13 +50,13 @@ pub struct ModelSession {
 }
 
 impl ModelSession {
-    /// An empty cache for `model`. Refused, before anything is allocated, if what it may grow to does not fit
-    /// into the budget.
+    /// Creates an empty cache for `model`. Fails before it allocates anything if the bound on the session's memory does
+    /// not fit into the budget.
     pub fn new(model: &Arc<Model>, registry: &Registry, config: &CacheConfig) -> Result<Self, Error> {
         let budget = model.budget();
         let plan = MemoryPlan::of_session(model.decoder().config(), registry, config)?;
         let channels = channel_order(model, registry, config)?;
-        // The whole of it is set aside now: two sessions that do not fit together must not both begin.
+        // Set the full bound aside now. Otherwise two sessions that do not fit together could both start.
         let bound = plan.usage.with(Purpose::Weights, 0);
         let budget = &budget.promise(&bound).map_err(|refused| {
             plan.too_large(model.decoder().config(), registry, config, 0, refused.free, refused.total)
@@ -85,7 +85,7 @@ impl ModelSession {
         Ok(this)
     }
 
-    /// Kinds that name their sequences start with [`SeqId::ONLY`], so that one conversation runs on any kind.
+    /// Creates [`SeqId::ONLY`] in kinds that have named sequences, so that one conversation runs on any kind.
     fn open_only(&mut self) -> Result<(), Error> {
         if let Some(mut sequences) = self.session.cache.sequences() {
             sequences.seq_new(SeqId::ONLY)?;
@@ -99,11 +99,11 @@ impl ModelSession {
     pub fn config(&self) -> &CacheConfig {
         &self.config
     }
-    /// The bookkeeping, between passes.
+    /// The cache's bookkeeping. Use it between passes.
     pub fn cache(&mut self) -> &mut Cache {
         &mut self.session.cache
     }
-    /// What the cache holds, one report per layer group.
+    /// Cache contents: one report per layer group.
     pub fn report(&self) -> Vec<kvist_cache::Report> {
         self.session.cache.report()
     }
@@ -114,18 +114,18 @@ impl ModelSession {
     pub fn counters(&self) -> Counters {
         self.session.pools().counters()
     }
-    /// Bookkeeping and bytes moved together.
+    /// Compacts the cache: updates the bookkeeping and moves the KV bytes.
     pub fn compact(&mut self) -> Result<(), Error> {
         Ok(self.session.compact()?)
     }
 
-    /// Forget every sequence and start anew with an empty [`SeqId::ONLY`].
+    /// Removes every sequence and starts again with an empty [`SeqId::ONLY`].
     pub fn clear(&mut self) -> Result<(), Error> {
         self.session.cache.clear();
         self.open_only()
     }
 
-    /// Keep the output of these layers from the next pass on; see [`tap`](Self::tap).
+    /// Keeps the output of these layers from the next pass on; see [`tap`](Self::tap).
     pub fn set_taps(&mut self, layers: &[LayerId]) -> Result<(), Error> {
         let n_layers = self.model.decoder().layout().layers.len();
         if let Some(layer) = layers.iter().find(|l| l.0 as usize >= n_layers) {
@@ -144,7 +144,7 @@ impl ModelSession {
     pub fn logits(&self) -> &[f32] {
         &self.activations.logits
     }
-    /// One row of them.
+    /// One row of [`logits`](Self::logits).
     pub fn logits_row(&self, row: usize) -> &[f32] {
         let vocab = self.model.decoder().config().vocab;
         &self.activations.logits[row * vocab..(row + 1) * vocab]
@@ -153,12 +153,12 @@ impl ModelSession {
         self.n_rows
     }
 
-    /// One forward pass over the new tokens of one or many sequences. On `Err` the cache is as it was.
+    /// Runs one forward pass over the new tokens of one or more sequences. On `Err` the cache is unchanged.
     pub fn forward(&mut self, feeds: &[Feed<'_>], want: Want) -> Result<(), Error> {
         self.forward_watched(feeds, want, &mut |_| ())
     }
 
-    /// The same; `watch` sees the queries, keys and values of every layer.
+    /// Like [`forward`](Self::forward). Also calls `watch` with the queries, keys and values of every layer.
     pub(crate) fn forward_watched(
         &mut self,
         feeds: &[Feed<'_>],
@@ -166,7 +166,7 @@ impl ModelSession {
         watch: &mut dyn FnMut(&Attend<'_>),
     ) -> Result<(), Error> {
         self.gather(feeds, want)?;
-        // At most a handful of feeds per pass: their spans live on the stack of this call.
+        // A pass usually has few feeds: keep up to eight spans on the stack.
         let mut spans = [Span::chain(SeqId::ONLY, 0, 0); 8];
         let mut many = Vec::new();
         let spans = if feeds.len() <= spans.len() {
@@ -199,7 +199,7 @@ impl ModelSession {
         Ok(())
     }
 
-    /// Flatten the feeds, checked, into the batch's tokens and rows.
+    /// Validates the feeds and flattens them into the batch's tokens and rows.
     fn gather(&mut self, feeds: &[Feed<'_>], want: Want) -> Result<(), Error> {
         let vocab = self.model.decoder().config().vocab;
         self.tokens.clear();
@@ -235,9 +235,9 @@ impl ModelSession {
         Ok(())
     }
 
-    /// Feed a long run of tokens in chunks of at most `max_step_tokens`; logits of the last token only.
-    /// `progress` hears the number of tokens done after each chunk and may stop the work by returning false;
-    /// then the chunks that were fed stand. Returns the tokens fed.
+    /// Feeds a long prompt in chunks of at most `max_step_tokens`. Computes logits for the last token only. After each
+    /// chunk it calls `progress` with the number of tokens done; if `progress` returns false, prefill stops and the
+    /// chunks fed so far stay in the cache. Returns the number of tokens fed.
     pub fn prefill(
         &mut self,
         seq: SeqId,

@@ -1,20 +1,21 @@
-//! Stop strings, found across pieces and never shown in part.
+//! Matches stop strings across pieces of text and never shows part of one.
 
 use std::sync::Arc;
 
-/// Stop strings, made ready to be looked for: once, however many texts they may end.
+/// Precomputed stop strings. Build them once and share them between texts.
 #[derive(Clone, Debug, Default)]
 pub struct Stops(Vec<Stop>);
 
 #[derive(Clone, Debug)]
 struct Stop {
     text: String,
-    /// Of each beginning of the text, the length of its longest proper end that is a beginning too. `[len]`
+    /// KMP failure table: for each prefix of the text, the length of its longest proper suffix that is also a prefix.
+    /// `[len]`
     border: Vec<u32>,
 }
 
 impl Stops {
-    /// Empty strings stop nothing, and neither do those of 4 GiB.
+    /// Ignores empty strings and strings of 4 GiB or more.
     pub fn new(stops: &[String]) -> Self {
         let counted = stops.iter().filter(|s| !s.is_empty() && u32::try_from(s.len()).is_ok());
         Stops(counted.map(|s| Stop::new(s)).collect())
@@ -36,8 +37,8 @@ impl Stop {
         stop
     }
 
-    /// How much of it a text ends with that ended with `matched` of it and goes on with `byte`. Uses no border that is
-    /// longer than `matched`.
+    /// One KMP step: the length of the stop-string prefix that the text ends with after `byte`, given that it ended
+    /// with `matched` bytes of it before. Uses no border longer than `matched`.
     fn step(&self, mut matched: usize, byte: u8) -> usize {
         let text = self.text.as_bytes();
         while matched == text.len() || (matched > 0 && text[matched] != byte) {
@@ -47,32 +48,33 @@ impl Stop {
     }
 }
 
-/// Looks for stop strings in a text that comes in pieces. What could be the beginning of one is held back.
+/// Looks for stop strings in a text that arrives in pieces. Holds back text that may be the beginning of a stop string.
 ///
-/// Every byte is looked at once per stop string, however long strings and text are (Knuth, Morris and Pratt, 1977).
+/// Looks at every byte once per stop string, whatever their lengths (Knuth, Morris and Pratt, 1977).
 #[derive(Clone, Debug, Default)]
 pub struct StopMatcher {
     stops: Arc<Stops>,
-    /// How much of each the text so far ends with.
+    /// For each stop string: the length of its prefix that the text so far ends with.
     matched: Vec<usize>,
-    /// The longest end of the text so far that begins a stop string.
+    /// The longest suffix of the text so far that begins a stop string.
     held: String,
 }
 
 impl StopMatcher {
-    /// Empty strings stop nothing.
+    /// Ignores empty strings.
     pub fn new(stops: &[String]) -> Self {
         Self::of(Arc::new(Stops::new(stops)))
     }
 
-    /// One of several texts that the same strings may end.
+    /// A matcher over shared stop strings, for one of several texts.
     pub fn of(stops: Arc<Stops>) -> Self {
         StopMatcher { matched: vec![0; stops.0.len()], stops, held: String::new() }
     }
 
-    /// Take a piece; append to `out` what is certain not to belong to a stop string. If one is complete, `out`
-    /// ends just before it, and it is returned: of several the one that was complete first, so that the text does
-    /// not depend on how it was cut into pieces; of those the longest.
+    /// Adds a piece and appends to `out` all text that cannot be part of a stop string. If a stop string is complete,
+    /// `out` ends just before it and the string is returned. Among several, the one completed first is chosen, so that
+    /// the result does not depend on how the text was cut into pieces; among those completed at the same byte, the
+    /// longest.
     pub fn push(&mut self, piece: &str, out: &mut String) -> Option<String> {
         for (i, &byte) in piece.as_bytes().iter().enumerate() {
             let each = self.stops.0.iter().zip(&mut self.matched);
@@ -80,7 +82,7 @@ impl StopMatcher {
             let complete = self.stops.0.iter().zip(&self.matched).filter(|(stop, n)| stop.text.len() == **n);
             if let Some((stop, _)) = complete.max_by_key(|(stop, _)| stop.text.len()) {
                 let found = stop.text.clone();
-                // A stop string begins and ends with whole characters, and so does what stands before it.
+                // Stop strings start and end at character boundaries, and so does the text before one.
                 self.held.push_str(&piece[..=i]);
                 out.push_str(&self.held[..self.held.len() - found.len()]);
                 self.forget();
@@ -95,7 +97,7 @@ impl StopMatcher {
         None
     }
 
-    /// The text is over: what was held back belongs to it.
+    /// The text has ended: appends the text held back to `out`.
     pub fn finish(&mut self, out: &mut String) {
         out.push_str(&self.held);
         self.forget();
@@ -124,7 +126,7 @@ mod tests {
         (out, None)
     }
 
-    /// The same by looking everywhere.
+    /// Reference implementation: searches at every position.
     fn twin(stops: &[&str], text: &str) -> (String, Option<String>) {
         let ends = (1..=text.len()).filter(|end| text.is_char_boundary(*end));
         for end in ends {
@@ -155,7 +157,7 @@ mod tests {
         assert!((5_000..18_000).contains(&found), "{found} of 20,000 were stopped");
     }
 
-    /// Of a request's answers each has its own place in the strings, and none its own strings.
+    /// The answers of a request share the stop strings, but each has its own match state.
     #[test]
     fn texts_share_strings_and_nothing_else() {
         let stops = Arc::new(Stops::new(&["ab".to_string(), String::new()]));

@@ -1,5 +1,5 @@
-//! A decoded token allocates nothing after warm-up, sampling included: no token waits for the allocator. Text does:
-//! the tokenizer gives strings. So it is counted here without one.
+//! A decoded token allocates nothing after warm-up, sampling included, so no token waits for the allocator. Producing
+//! text does allocate, because the tokenizer returns strings; so these tests run without a tokenizer.
 mod common;
 use common::*;
 use kvist_backend::{MemoryBudget, Storage};
@@ -12,7 +12,7 @@ use kvist_engine::session::{Feed, ModelSession, Want};
 use kvist_model::{LoadOptions, Model, ModelFile};
 use std::sync::Arc;
 
-/// A step, a draw, and what the penalty has to remember.
+/// One step, one draw, and the penalty's bookkeeping.
 fn turn(session: &mut ModelSession, sampler: &mut Sampler, token: u32) -> u32 {
     session.forward(&[Feed::chain(SeqId::ONLY, &[token])], Want::LastOfEach).unwrap();
     let token = sampler.sample(session.logits_row(0)).unwrap();
@@ -22,7 +22,7 @@ fn turn(session: &mut ModelSession, sampler: &mut Sampler, token: u32) -> u32 {
 
 #[test]
 fn a_decoded_token_allocates_nothing_after_warm_up() {
-    // The counter sees this thread alone, so this thread does everything.
+    // The counter covers only this thread, so this thread does all the work.
     let options = LoadOptions { compute: Compute::new(Isa::best(), 1), ..LoadOptions::default() };
     let model = Model::load(&ModelFile::Embedded, &options, &MemoryBudget::unlimited(), &mut |_, _| {});
     let model = Arc::new(model.unwrap());
@@ -61,7 +61,7 @@ fn a_decoded_token_allocates_nothing_after_warm_up() {
                 let mut sampler = Sampler::new(config).unwrap();
                 session.prefill(SeqId::ONLY, &prompt, &mut |_| true).unwrap();
                 sampler.observe(&prompt);
-                // Room for candidates grows with how many there are: here all tokens are, once.
+                // The candidate buffer grows with the number of candidates: this draw needs all tokens.
                 sampler.sample(&vec![0.0; session.logits_row(0).len()]).unwrap();
                 let mut token = prompt[0];
                 let bytes = (0..200).fold(0, |_, _| {
@@ -81,7 +81,7 @@ fn a_decoded_token_allocates_nothing_after_warm_up() {
     assert!(bad.is_empty(), "allocations in 40 tokens after warm-up:\n{}", bad.join("\n"));
 }
 
-/// A penalty that looks at the whole text kept a second copy of every prompt, and a table beside it.
+/// Regression: a penalty over the whole text kept a second copy of every prompt, and a table as well.
 #[test]
 fn a_penalty_without_a_window_takes_a_bit_of_each_token() {
     const VOCAB: u32 = 50_000;

@@ -1,4 +1,4 @@
-//! Branches on a real model: draft trees verified in one pass, forks and undo in a chat, layers that borrow.
+//! Branches on a real model: draft trees verified in one pass, forks and undo in a chat, layers that share KV.
 mod common;
 use common::*;
 use kvist_backend::{Purpose, Storage};
@@ -15,9 +15,9 @@ use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::{Arc, OnceLock};
 
 const A: SeqId = SeqId::ONLY;
-/// f32 sums over the same cells, cut elsewhere.
+/// Tolerance for f32 sums over the same cells, split at other places.
 const TOLERANCE: f32 = 1e-3;
-/// Tokens whose lead is smaller may change places; see tests/kinds.rs.
+/// Tokens with a smaller lead may swap; see tests/kinds.rs.
 const NEAR_TIE: f32 = 1e-3;
 
 /// f32 weights, so that a last-bit difference stays one.
@@ -42,10 +42,10 @@ fn started(config: &CacheConfig) -> ModelSession {
     s
 }
 
-/// Tokens and the numbers of their parents.
+/// Tokens and the indices of their parents.
 type Draft = Vec<(u32, Option<u32>)>;
 
-/// A draft tree under the committed end, as (token, parent). Its path 0, 2, 5, 6 is what greedy decoding would say.
+/// A draft tree after the committed tokens, as (token, parent). Its path 0, 2, 5, 6 is the greedy continuation.
 ///
 /// ```text
 /// 0 ── 2 ── 5 ── 6
@@ -67,7 +67,7 @@ fn draft() -> (Draft, [NodeId; 4], Vec<u32>) {
     (tree, [0, 2, 5, 6].map(NodeId), good)
 }
 
-/// Propose nodes `range` of the tree; logits of each.
+/// Adds the nodes `range` of the tree; returns the logits of each.
 fn propose(
     s: &mut ModelSession,
     tree: &[(u32, Option<u32>)],
@@ -91,7 +91,7 @@ fn next_tokens(s: &mut ModelSession, first: u32, n: usize) -> Vec<(u32, f32)> {
     all
 }
 
-/// The same tokens, but for what follows a near-tie.
+/// Compares tokens, except after a near-tie.
 fn same_text(what: &str, expected: &[(u32, f32)], found: &[(u32, f32)]) {
     if let Some(at) = expected.iter().zip(found).position(|(a, b)| a.0 != b.0) {
         let lead = expected[at].1.max(found[at].1);
@@ -109,7 +109,7 @@ fn policies() -> [CacheConfig; 2] {
 fn one_pass_over_a_draft_tree_equals_every_path_as_a_chain() {
     let (tree, accepted, good) = draft();
     for config in policies() {
-        // In one frontier, and in two where the second continues nodes of the first.
+        // In one step, and in two where the second continues nodes of the first.
         for cuts in [&[0, 7][..], &[0, 4, 7], &[0, 1, 3, 7]] {
             let what = format!("window {:?}, frontiers cut at {cuts:?}", config.window);
             let mut s = started(&config);
@@ -130,11 +130,11 @@ fn one_pass_over_a_draft_tree_equals_every_path_as_a_chain() {
                 let difference = max_difference(chain.logits_row(0), found);
                 assert!(difference <= TOLERANCE, "{what}, node {node}: logits differ by {difference}");
             }
-            // A chain would leave the verdict open.
+            // A chain would not need a verification.
             let error = s.forward(&[Feed::chain(A, &[5])], Want::LastOfEach).unwrap_err().to_string();
             assert!(error.contains("unsettled"), "{error}");
 
-            // Accept, and go on as if it had been decoded token by token.
+            // Accept a path, and continue as if it had been decoded token by token.
             let before = s.counters().bytes_moved;
             s.cache().trees().unwrap().commit_path(A, &accepted).unwrap();
             assert_eq!(s.counters().bytes_moved, before, "a verdict moves no byte");
@@ -159,19 +159,19 @@ fn a_discarded_tree_and_a_rollback_leave_nothing_behind() {
         s.cache().trees().unwrap().discard(A).unwrap();
         assert_eq!(s.cache().report()[0].used_cells, len);
         same_text("discard", &expected, &next_tokens(&mut s, good[0], 8));
-        // Back to the prompt, over a tree that waits for its verdict.
+        // Roll back to the prompt while a tree is pending.
         propose(&mut s, &tree, 0..7);
         s.cache().sequences().unwrap().seq_rm(A, len, u32::MAX).unwrap();
         assert_eq!(s.cache().trees().unwrap().n_nodes(A), Some(0));
         assert_eq!(s.cache().next_position(A), Some(len));
         same_text("rollback", &expected, &next_tokens(&mut s, good[0], 8));
-        // Back into a committed path: to its second token.
+        // Roll back into an accepted path: to its second token.
         s.cache().sequences().unwrap().seq_rm(A, len, u32::MAX).unwrap();
         propose(&mut s, &tree, 0..7);
         s.cache().trees().unwrap().commit_path(A, &accepted).unwrap();
         s.cache().sequences().unwrap().seq_rm(A, len + 1, u32::MAX).unwrap();
         same_text("into a path", &expected[1..], &next_tokens(&mut s, good[1], 7));
-        // A path that is none changes nothing.
+        // An invalid path changes nothing.
         s.cache().sequences().unwrap().seq_rm(A, len, u32::MAX).unwrap();
         propose(&mut s, &tree, 0..7);
         let refused = s.cache().trees().unwrap().commit_path(A, &[NodeId(0), NodeId(5)]);
@@ -180,7 +180,7 @@ fn a_discarded_tree_and_a_rollback_leave_nothing_behind() {
     }
 }
 
-/// Greedy, so that answers can be compared.
+/// Greedy, so that answers are comparable.
 fn say(chat: &mut Chat, text: &str) -> (usize, String) {
     let mut sampler = Sampler::new(SamplerConfig::greedy()).unwrap();
     let limits = Limits { max_tokens: 12, stop: vec![], ignore_eos: true, no_cache: false };
@@ -189,7 +189,7 @@ fn say(chat: &mut Chat, text: &str) -> (usize, String) {
     (turn.reused_tokens, turn.generation.text)
 }
 
-/// What a chat says that never forked nor undid anything.
+/// The messages of a chat without forks and undos.
 fn fresh(turns: &[&str]) -> Vec<String> {
     let mut chat = Chat::new(session(model(), &exact("contiguous", 256, 64)), None);
     turns.iter().map(|turn| say(&mut chat, turn).1).collect()
@@ -203,8 +203,9 @@ fn a_chat_reuses_what_its_branches_share() {
         let tokens = |text: &str| model().tokenizer().unwrap().encode(text, true).unwrap().len();
         let (reused, answer) = say(&mut chat, first);
         assert_eq!(reused, 0);
-        // All but the last sampled token are held: the next turn begins with it. Text does not always become the
-        // tokens it was made of, so the reuse may be less where the answer ends; never less than the question.
+        // The cache holds all but the last sampled token, with which the next turn begins. Text does not always
+        // re-tokenize to the same tokens, so less may be reused near the end of the answer, but never less than the
+        // question.
         let held = tokens(first) + 12 - 1;
         let moved = chat.session().counters().bytes_moved;
         chat.fork(Some("other")).unwrap();
@@ -216,12 +217,12 @@ fn a_chat_reuses_what_its_branches_share() {
         assert_eq!(reused_here, reused, "{kind}: both branches begin alike");
         assert_eq!(vec![answer.clone(), on_other], fresh(&[first, left]), "{kind}");
         assert_eq!(vec![answer.clone(), on_main], fresh(&[first, right]), "{kind}");
-        // Undo, and say what the other branch said.
+        // Undo, then send the message of the other branch.
         assert!(chat.undo());
         let (reused, again) = say(&mut chat, left);
         assert!(reused >= tokens(first), "{kind}: {reused} reused after undo");
         assert_eq!(vec![answer, again], fresh(&[first, left]), "{kind}");
-        // Back to nothing.
+        // Undo everything.
         assert!(chat.undo() && chat.undo() && !chat.undo());
         let (reused, anew) = say(&mut chat, right);
         assert!(reused <= 1, "{kind}: only the token that starts a text can be the same, {reused} are");
@@ -267,7 +268,7 @@ fn a_layer_that_borrows_stores_nothing() {
         let (half, half_all) = bytes(shared.decoder().config());
         let (whole, whole_all) = bytes(&alone);
         assert_eq!((2 * half, 2 * half_all), (whole, whole_all), "{storage}");
-        // And so says the budget, of a full cache.
+        // The budget agrees, for a full cache.
         let mut s = session(&shared, &config);
         let tokens: Vec<u32> = (0..64).map(|i| i % 100).collect();
         s.forward(&[Feed::chain(A, &tokens)], Want::Nothing).unwrap();
@@ -275,7 +276,7 @@ fn a_layer_that_borrows_stores_nothing() {
         assert_eq!(s.kv_bytes(), 64 * half);
         assert_eq!(s.counters().bytes_written, 64 * half, "every token is written once, by the owners alone");
     }
-    // The same for a model that is made to share.
+    // The same for a model forced to share KV.
     let options = LoadOptions { share_kv: Some(2), ..LoadOptions::default() };
     let budget = kvist_backend::MemoryBudget::unlimited();
     let made = Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap();

@@ -1,4 +1,4 @@
-//! The examples run, and what they assert holds.
+//! Runs the examples, which check their own results with assertions.
 
 #[path = "../examples/agent_fork.rs"]
 mod agent_fork;

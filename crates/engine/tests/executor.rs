@@ -1,4 +1,4 @@
-//! The scheduler's steps over a model: what requests are told, and that it is what a session alone computes.
+//! The scheduler's steps on a model: requests get the same tokens and logits as in a session of their own.
 mod common;
 use common::*;
 use kvist_backend::{MemoryBudget, Purpose, Storage};
@@ -14,7 +14,7 @@ use kvist_scheduler::{Config, End, Ended, Request, RequestId, Scheduler, Turn};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// A row's arithmetic is its own: logits are compared bit by bit.
+/// Row arithmetic is independent of the batch: logits are compared bit by bit.
 fn model() -> &'static Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
     MODEL.get_or_init(|| load(ModelFile::Embedded).unwrap())
@@ -35,7 +35,7 @@ fn prompt(i: u32, n: u32) -> Vec<u32> {
     (0..n).map(|at| 300 + (at * 7 + i * 31) % 500).collect()
 }
 
-/// What a request was told.
+/// What a request received.
 #[derive(Default)]
 struct Heard {
     tokens: Vec<u32>,
@@ -43,7 +43,7 @@ struct Heard {
     ended: u32,
 }
 
-/// Takes the likeliest token; wants the logits of `wanted`.
+/// Takes the most likely token; asks for the logits of `wanted`.
 struct Greedy {
     wanted: Range<u32>,
     heard: Arc<Mutex<Heard>>,
@@ -66,7 +66,7 @@ impl Choose for Greedy {
     }
 }
 
-/// Wants nothing beside what it chooses from, as the trait has it.
+/// Asks for no additional logits: the trait's default.
 struct Plain(Arc<Mutex<Heard>>);
 
 impl Choose for Plain {
@@ -99,7 +99,8 @@ fn request(id: u64, prompt: &[u32], max_new: u32) -> Request {
     Request { prompt: kvist_scheduler::Prompt::Tokens(prompt.to_vec()), ..Request::new(id, 0, n, max_new) }
 }
 
-/// Three at once, in chunks: tokens and scores are those of each alone, whatever row of a batch they were.
+/// Three requests at once, in chunks: tokens and scores equal those of each request alone, whatever its row in the
+/// batch.
 #[test]
 fn tokens_and_scores_are_those_of_a_session_alone() {
     let (cache, mut executor) = ModelExecutor::new(model(), &registry(), &config(512, 24, 5)).unwrap();
@@ -130,7 +131,7 @@ fn tokens_and_scores_are_those_of_a_session_alone() {
         let whole: Vec<u32> = prompt.iter().chain(&alone[..5]).copied().collect();
         let expected = logits(&mut session(model(), &exact("contiguous", 128, 64)), &whole);
         let vocab = model().decoder().config().vocab;
-        // Positions that are computed: those of the prompt, and of all that was said but the last.
+        // Computed positions: those of the prompt, and of all generated tokens except the last.
         let positions: Vec<u32> = wanted.filter(|at| (*at as usize) < whole.len()).collect();
         assert_eq!(heard.scores.iter().map(|(at, _)| *at).collect::<Vec<_>>(), positions, "request {i}");
         for (at, scored) in &heard.scores {
@@ -146,8 +147,8 @@ fn registry() -> kvist_backend::Registry {
     backends::on(model().decoder().compute())
 }
 
-/// A token that the model does not have, and a request whose tokens are not known: the step fails, the cache is as it was,
-/// and the reason can be asked for.
+/// A token outside the vocabulary, and a request without tokens: the step fails, the cache is unchanged, and the error
+/// is available.
 #[test]
 fn steps_that_cannot_be_computed_fail_and_say_why() {
     let vocab = model().decoder().config().vocab as u32;
@@ -167,13 +168,13 @@ fn steps_that_cannot_be_computed_fail_and_say_why() {
     scheduler.arrive(0, Request::new(3, 0, 4, 1)).unwrap();
     run(&mut scheduler, &mut executor);
     assert!(said(&executor).is_some_and(|why| why.contains("request 3 has no tokens to feed")));
-    // A request that was not announced gets no token, and ends.
+    // A request that was not registered gets no token and ends.
     scheduler.arrive(0, request(4, &[7, 8], 5)).unwrap();
     let ended = run(&mut scheduler, &mut executor);
     assert_eq!((ended[0].end, ended[0].generated), (End::Finished, 1));
 }
 
-/// What the plan says is what is promised: one byte less is refused, with advice.
+/// The plan equals what is set aside: with one byte less the executor is refused, with advice.
 #[test]
 fn a_paged_cache_takes_what_its_plan_says() {
     let weights = model().budget().usage().of(Purpose::Weights);
@@ -198,7 +199,7 @@ fn a_paged_cache_takes_what_its_plan_says() {
     assert!(refused.contains("context of 250 tokens") && refused.contains("try "), "{refused}");
 }
 
-/// Eviction by cost weighs what a block costs to compute again, in multiply-adds of this model.
+/// Cost-based eviction weighs the multiply-adds that recomputing a block takes with this model.
 #[test]
 fn blocks_cost_what_the_model_takes_to_compute_them() {
     let model = ModelConfig::from_json(
@@ -214,12 +215,12 @@ fn blocks_cost_what_the_model_takes_to_compute_them() {
     // Two heads of 16 values, K and V, of 4 bytes each: in three layers, for 16 tokens.
     assert_eq!(prefix.block_bytes, [3 * 2 * (16 + 16) * 4 * 16]);
     // Per layer: Q and output of 64 by 64, K and V of 64 by 32, three matrices of 64 by 160; scores and values of a
-    // position that is seen, 64 each.
+    // visible position, 64 each.
     let per_token = 3.0 * 64.0 * f64::from(2 * 64 + 2 * 32 + 3 * 160);
     assert_eq!(prefix.cost, RecomputeCost { per_token, per_pair: 3.0 * 2.0 * 64.0 });
 }
 
-/// The shorter of two windows counts: the policy's with its sinks, the model's without any.
+/// The shorter of two windows applies: the policy's with its sinks, the model's without sinks.
 #[test]
 fn the_shorter_window_counts() {
     // One group with a window of 9, one without.
@@ -237,7 +238,7 @@ fn the_shorter_window_counts() {
     assert_eq!(groups(Some(20), 2), [(Some(9), 0), (Some(20), 2)]);
 }
 
-/// Rows are those that were asked for, as many as were reserved, and chunks end where they are said to.
+/// Logits rows are those requested, at most as many as reserved, and chunks end where documented.
 #[test]
 fn a_session_gives_the_rows_that_were_asked_for() {
     let tokens = prompt(0, 10);

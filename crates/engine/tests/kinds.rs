@@ -1,5 +1,5 @@
-//! Every kind, every dtype, every chunk size: the same text. Where two correct paths add in another order, the first
-//! token that differs must have been a near-tie, or it is a bug.
+//! Every cache kind, dtype and chunk size produces the same text. Where two correct paths add in a different order, the
+//! first differing token must have been a near-tie; otherwise it is a bug.
 mod common;
 use common::*;
 use kvist_backend::{MemoryBudget, Storage};
@@ -25,7 +25,7 @@ const DTYPES: [(&str, &str); 10] = [
     ("t4-o", "t4"),
 ];
 
-/// What the crates say of themselves, kept as it was so that the tests do not move with the documentation.
+/// The crates' own documentation, frozen so that the tests do not change with it.
 const DOCS: [&str; 3] = [
     "# The cache\n\nWHERE tokens live: the integer bookkeeping of a KV cache. A cache hands out cells (room for one \
      token's K and V in every layer of a group) to sequences, and says which cells each query may see. It never \
@@ -46,8 +46,8 @@ const DOCS: [&str; 3] = [
      a session: prefill, then one token after the other until something ends it.\n\n/// Returns the number of",
 ];
 
-/// The embedded model with f32 weights: packed ones round activations to 8 bits, so that a last-bit difference
-/// becomes one of a percent, and near-ties would no longer be near.
+/// The embedded model with f32 weights. Packed weights round activations to 8 bits, which turns a last-bit difference
+/// into one of a percent; near-ties would no longer be near.
 fn model() -> &'static Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
     MODEL.get_or_init(|| {
@@ -69,9 +69,9 @@ fn config(kind: &str, k: &str, v: &str, context: u32, chunk: u32) -> CacheConfig
     CacheConfig { k: k.parse().unwrap(), v: v.parse().unwrap(), ..exact(kind, context, chunk) }
 }
 
-/// Two likeliest tokens this close (in logits, whose spread is about 20) may change places when K and V were computed
-/// in another order. In f32 only sums differ, by parts in 10⁶. A value that falls to the other side of a rounding
-/// edge moves by a whole step of its dtype, once: a few of those among thousands shift logits by about a step's share.
+/// Two most likely tokens this close (in logits, whose spread is about 20) may swap when K and V were computed in a
+/// different order. In f32 only sums differ, by parts in 10⁶. A value on the other side of a rounding boundary moves by
+/// a whole step of its dtype: a few of those among thousands shift logits by about the same share of a step.
 fn near_tie(k: &str, v: &str) -> f32 {
     let of = |name: &str| -> f32 {
         match name.parse::<Storage>().unwrap().dtype.name() {
@@ -85,10 +85,10 @@ fn near_tie(k: &str, v: &str) -> f32 {
     of(k).max(of(v))
 }
 
-/// Greedy tokens, each with its lead over the second.
+/// Greedy tokens, each with its lead over the second most likely.
 type Trace = Vec<(u32, f32)>;
 
-/// Continue after the last pass by `n` tokens; the session's last row belongs to `seq`.
+/// Continues after the last pass by `n` tokens. The session's last row belongs to `seq`.
 fn decode(session: &mut ModelSession, seq: SeqId, n: usize) -> Trace {
     let mut trace = Vec::new();
     while trace.len() < n {
@@ -105,7 +105,7 @@ fn run(config: &CacheConfig, tokens: &[u32], n: usize) -> Trace {
     decode(&mut session, SeqId::ONLY, n)
 }
 
-/// Where the two part at more than a near-tie, in words.
+/// Describes where the two differ by more than a near-tie.
 fn compare(what: &str, expected: &Trace, found: &Trace, near_tie: f32) -> Option<String> {
     assert_eq!(expected.len(), found.len(), "{what}");
     let at = expected.iter().zip(found).position(|(a, b)| a.0 != b.0)?;
@@ -116,7 +116,8 @@ fn compare(what: &str, expected: &Trace, found: &Trace, near_tie: f32) -> Option
     })
 }
 
-/// All kinds against one at every dtype. The chunk sizes go round, so that over the dtypes every kind meets every one.
+/// All kinds against one, at every dtype. The chunk sizes rotate, so that over the dtypes every kind runs with every
+/// one.
 fn check_kinds(policy: impl Fn(CacheConfig) -> CacheConfig, document: usize, n_prompt: usize, n: usize) {
     let tokens = prompt(document, n_prompt);
     let context = (n_prompt + n) as u32;
@@ -169,7 +170,7 @@ fn in_f32_the_text_is_that_of_no_cache() {
     }
 }
 
-/// Logits may differ by this much when sums are cut elsewhere, in f32.
+/// Tolerance for logits in f32 when sums are split at other places.
 const F32_TOLERANCE: f32 = 1e-3;
 const A: SeqId = SeqId::ONLY;
 const B: SeqId = SeqId(1);
@@ -220,7 +221,7 @@ fn a_fork_equals_a_sequence_of_its_own() {
             let written = forked.counters();
             forked.cache().sequences().unwrap().fork(A, B).unwrap();
             assert_eq!(forked.counters(), written, "a fork moves no byte");
-            // In turns, so that neither branch lies in one piece.
+            // Alternate, so that neither branch is contiguous.
             for (l, r) in left.chunks(5).zip(right.chunks(4)) {
                 forked.forward(&[Feed::chain(A, l)], Want::LastOfEach).unwrap();
                 forked.forward(&[Feed::chain(B, r)], Want::LastOfEach).unwrap();
@@ -230,7 +231,7 @@ fn a_fork_equals_a_sequence_of_its_own() {
                 assert_eq!(n, trunk.len() + branch.len());
                 let tokens = [&trunk[..], branch].concat();
                 let mut alone = session(model(), &config("contiguous", dtype, dtype, 256, 64));
-                // The last token of the branch anew, and on.
+                // Recompute the last token of the branch and continue.
                 forked.cache().sequences().unwrap().seq_rm(seq, n as u32 - 1, u32::MAX).unwrap();
                 forked.forward(&[Feed::chain(seq, &tokens[n - 1..])], Want::LastOfEach).unwrap();
                 alone.prefill(A, &tokens, &mut |_| true).unwrap();
@@ -242,7 +243,7 @@ fn a_fork_equals_a_sequence_of_its_own() {
     }
 }
 
-/// The logits after `tokens` more on each of `seqs`, with the cache left as it was.
+/// Returns the logits after `tokens` on each of `seqs` and leaves the cache unchanged.
 fn look(session: &mut ModelSession, seqs: &[SeqId], token: u32) -> Vec<Vec<f32>> {
     let look = |seq: &SeqId| {
         session.forward(&[Feed::chain(*seq, &[token])], Want::LastOfEach).unwrap();
@@ -265,7 +266,7 @@ fn reading_after_compact_equals_before() {
             for seq in [B, A, C, B, A] {
                 s.prefill(seq, &prompt(1, 17), &mut |_| true).unwrap();
             }
-            // Holes: the trunk loses its middle in one sequence, another one goes.
+            // Holes: one sequence loses the middle of the common prefix, another sequence is removed.
             s.cache().sequences().unwrap().seq_rm(A, 50, 60).unwrap();
             s.cache().sequences().unwrap().seq_rm(C, 45, u32::MAX).unwrap();
             s.cache().sequences().unwrap().seq_rm(B, 10, 20).unwrap();
@@ -305,7 +306,8 @@ fn taps_are_the_residual_stream() {
 
 #[test]
 fn the_last_tap_is_what_logits_are_made_of() {
-    // A model with tied f32 embeddings, whose output layer can be read from its file: logits = norm(tap)·embeddingᵀ.
+    // A model with tied f32 embeddings, so that the output layer can be read from its file: logits =
+    // norm(tap)·embeddingᵀ.
     let folder = fixtures("parity/llama-tied");
     let bytes = std::fs::read(folder.join("model.safetensors")).unwrap();
     let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();

@@ -1,5 +1,5 @@
-//! What `kvist plan` says is what the budget records, byte for byte; and what does not fit is refused before anything
-//! is taken, with advice that holds.
+//! `kvist plan` reports exactly the bytes that the budget records. What does not fit is refused before anything is
+//! allocated, with valid advice.
 mod common;
 use common::{fixtures, session};
 use kvist_backend::{Bytes, MemoryBudget, Purpose, Storage, Usage};
@@ -38,7 +38,7 @@ fn load(file: &ModelFile, form: WeightForm, budget: &Arc<MemoryBudget>) -> Arc<M
     Arc::new(Model::load(file, &options, budget, &mut |_, _| {}).unwrap())
 }
 
-/// Feed until every cell that can be held is held.
+/// Feeds tokens until the cache is full.
 fn fill(session: &mut ModelSession, tokens: usize) {
     let chunk = session.config().max_step_tokens as usize;
     let tokens: Vec<u32> = (0..tokens as u32).map(|i| i % 90).collect();
@@ -47,7 +47,7 @@ fn fill(session: &mut ModelSession, tokens: usize) {
     }
 }
 
-/// Every purpose that differs, in words.
+/// Describes every purpose whose bytes differ.
 fn compare(what: &str, plan: &Usage, used: &Usage) -> Vec<String> {
     let differs = |p: &Purpose| plan.of(*p) != used.of(*p);
     let say = |p: Purpose| format!("{what}: {} {} planned, {} recorded", p.name(), plan.of(p), used.of(p));
@@ -66,7 +66,7 @@ fn check(file: ModelFile, pairs: &[(&str, &str)], shapes: &[(u32, u32)]) {
             &Usage::default().with(Purpose::Weights, size.resident_bytes),
             &budget.usage(),
         ));
-        // The cache does not know how weights are held: one form meets every dtype.
+        // The cache does not depend on the weight form: one form runs with every dtype.
         let pairs = if form == WeightForm::F32 { pairs } else { &pairs[..1] };
         for (row, (k, v)) in pairs.iter().enumerate() {
             for (column, kind) in KINDS.into_iter().enumerate() {
@@ -90,7 +90,7 @@ fn check(file: ModelFile, pairs: &[(&str, &str)], shapes: &[(u32, u32)]) {
                 fill(&mut s, if kind == "ring" { cells as usize + 17 } else { context as usize });
                 bad.extend(compare(&what, &bound, &budget.usage()));
                 if plan.capacity_cells.iter().all(|c| *c == cells) {
-                    // Pools hold whole blocks of 16 cells.
+                    // Pools have whole blocks of 16 cells.
                     let product = plan.kv_bytes_per_token * u64::from(cells.next_multiple_of(16));
                     assert_eq!(
                         plan.usage.of(Purpose::KvCache),
@@ -131,7 +131,7 @@ fn plan_equals_what_a_model_with_two_layer_groups_takes() {
     check(file, &all_pairs(), &[(256, 64), (290, 100), (511, 256), (17, 1)]);
 }
 
-/// A budget that holds the embedded model and `session_bytes` more.
+/// A budget for the embedded model plus `session_bytes`.
 fn tight(session_bytes: u64) -> (Arc<MemoryBudget>, Arc<Model>) {
     let weights = ModelSize::of(&ModelFile::Embedded, WeightForm::AsStored).unwrap().resident_bytes;
     let budget = MemoryBudget::new(weights + session_bytes);
@@ -139,7 +139,7 @@ fn tight(session_bytes: u64) -> (Arc<MemoryBudget>, Arc<Model>) {
     (budget, model)
 }
 
-/// The look at the keys that comes before it takes less.
+/// The preceding channel measurement takes less memory.
 #[test]
 fn a_cache_with_outliers_opens_in_exactly_the_memory_that_is_planned() {
     let registry = backends::all();
@@ -159,7 +159,7 @@ fn a_cache_with_outliers_opens_in_exactly_the_memory_that_is_planned() {
         let session = ModelSession::new(&model, &registry, &config);
         assert!(session.is_ok(), "{kind} {context} {chunk}: {}", session.map(drop).unwrap_err());
         drop((session, budget));
-        // Where not even the look fits, the refusal names it.
+        // If not even the channel measurement fits, the error names it.
         let (_, model) = tight(100_000);
         let error = ModelSession::new(&model, &registry, &config).map(drop).unwrap_err().to_string();
         assert!(error.contains("t4-o") && error.contains("look"), "{error}");
@@ -230,7 +230,7 @@ fn a_session_that_does_not_fit_is_refused_with_advice_that_holds() {
     assert!(seen.iter().all(|n| *n > 0), "advice met {seen:?} times");
 }
 
-/// What cannot work is refused from headers: weights that were cut off would be missed if they were read.
+/// Impossible requests are refused from headers alone: the test truncates the weights, so that reading them would fail.
 #[test]
 fn admission_reads_no_weights() {
     let opened = Opened::open(&ModelFile::Embedded, true).unwrap();
@@ -254,7 +254,7 @@ fn admission_reads_no_weights() {
     assert!(useless.contains("try ") && !useless.contains("--context"), "{useless}");
 }
 
-/// A session owns all it may grow to from its first moment, so that a second one cannot make it fail in the middle.
+/// A session sets aside its full memory bound when it is created, so that a second session cannot make it fail later.
 #[test]
 fn two_sessions_that_do_not_fit_together_do_not_both_begin() {
     let registry = backends::all();
@@ -289,7 +289,8 @@ fn weights_that_do_not_fit_are_refused_by_size() {
     assert_eq!(budget.usage(), Usage::default());
 }
 
-/// A folder with a config.json and no weights is one of those; with weights it is a model, whose names must be found.
+/// A folder with a config.json and no weights counts as a config alone. With weights it is a model, whose tensors must
+/// be found.
 #[test]
 fn a_folder_without_weights_is_its_config() {
     let folder = tempfile::tempdir().unwrap();
@@ -322,8 +323,8 @@ fn the_figures_of_llama_7b() {
     assert_eq!(plan.usage.of(Purpose::KvCache), 1 << 30);
     assert_eq!(plan.kv_bytes_visible(&size.config, &cache), 1 << 30);
     assert_eq!(plan.kv_bits_per_value(&size.config), 16.0);
-    // The ceiling: a token reads its cache and every weight but the embedding, of which it gathers one row. Weights are
-    // held in f16, norms as f32.
+    // The limit: a token reads its cache and every weight except the embedding, of which it reads one row. Weights are
+    // stored in f16, norms as f32.
     let read = size.read_per_token;
     assert_eq!(size.resident_bytes, 2 * parameters + 2 * (32 * 2 + 1) * 4096);
     assert_eq!(read, size.resident_bytes - (32000 - 1) * 4096 * 2);
@@ -339,13 +340,13 @@ fn the_longest_context_is_the_longest() {
     let of = |context| CacheConfig { max_step_tokens: 16, ..CacheConfig::new(context) };
     let takes = |context| MemoryPlan::of_session(model, &registry, &of(context)).unwrap().session_bound();
     let longest = |most, free| MemoryPlan::longest_context(model, &registry, &of(most), free);
-    // One byte less is one step less; a context that fits whole need be no multiple of a step.
+    // One byte less means one step less. A context that fits completely need not be a multiple of a step.
     assert_eq!([takes(640), takes(640) - 1, takes(704) - 1].map(|free| longest(1000, free)), [640, 576, 640]);
     assert_eq!([takes(1000), takes(1000) - 1].map(|free| longest(1000, free)), [1000, 960]);
     assert_eq!((longest(50, takes(50)), longest(50, takes(50) - 1), longest(1000, 0)), (50, 0, 0));
 }
 
-/// What is told of a file that has been opened, and not by its name.
+/// Sizes come from an opened file, not from its name.
 #[test]
 fn a_model_says_its_family_and_how_it_is_stored() {
     for (file, family, stored) in [

@@ -1,4 +1,5 @@
-//! The sampler against a twin written straight from the documented order, and the properties a user relies on.
+//! The sampler against a reference implementation written directly from the documented order, and properties that users
+//! rely on.
 use kvist_cache::twin::SplitMix64;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::text::StopMatcher;
@@ -18,14 +19,14 @@ impl Numbers {
     }
 }
 
-/// A distribution that is easy to believe: (token, probability), likeliest first.
+/// A simple reference distribution: (token, probability), most likely first.
 struct Twin {
     kept: Vec<(u32, f64)>,
-    /// A threshold lies so close to a sum that rounding decides.
+    /// True if a threshold is so close to a sum that rounding decides.
     uncertain: bool,
 }
 
-/// `text` is all that came before, `drawn` the part of it that the sampler drew.
+/// `text` is everything so far; `drawn` the part of it that the sampler drew.
 fn twin(config: &SamplerConfig, logits: &[f32], text: &[u32], drawn: &[u32]) -> Twin {
     let mut logits: Vec<f64> = logits.iter().map(|x| f64::from(*x)).collect();
     // 1. repetition penalty, each recent token once
@@ -57,7 +58,7 @@ fn twin(config: &SamplerConfig, logits: &[f32], text: &[u32], drawn: &[u32]) -> 
     };
     let near = |a: f64, b: f64| (a - b).abs() < 1e-5;
     let mut uncertain = order.windows(2).any(|w| near(logits[w[0] as usize], logits[w[1] as usize]));
-    // 3. top-p: the fewest likeliest that reach it
+    // 3. top-p: the smallest set of most likely tokens that reaches it
     let p = softmax(&order, 1.0);
     if config.top_p < 1.0 {
         let mut sum = 0.0;
@@ -72,12 +73,12 @@ fn twin(config: &SamplerConfig, logits: &[f32], text: &[u32], drawn: &[u32]) -> 
         }
         order.truncate(keep);
     }
-    // 4. min-p, a share of the likeliest's probability
+    // 4. min-p, a share of the most likely token's probability
     let ratios: Vec<f64> = p.iter().map(|q| q / p[0]).collect();
     uncertain |= ratios.iter().any(|r| near(*r, f64::from(config.min_p)));
     let keep = ratios.iter().take(order.len()).filter(|r| **r >= f64::from(config.min_p)).count();
     order.truncate(keep.max(1));
-    // 5. temperature; 0 is the likeliest
+    // 5. temperature; 0 picks the most likely token
     let kept = match config.temperature {
         0.0 => vec![(order[0], 1.0)],
         t => order.iter().copied().zip(softmax(&order, f64::from(t))).collect(),
@@ -113,7 +114,7 @@ fn draws_what_the_twin_could_draw() {
             text.push(token);
             sampler.observe(&[token]);
         }
-        // Several draws in a row: penalties of what was drawn begin with the second.
+        // Several draws in a row: penalties on drawn tokens start with the second.
         let mut drawn: Vec<u32> = Vec::new();
         for _ in 0..4 {
             let logits: Vec<f32> = (0..vocab).map(|_| (n.unit() * 12.0 - 6.0) as f32).collect();
@@ -136,7 +137,7 @@ fn draws_what_the_twin_could_draw() {
     assert!(certain > 12_000, "{certain}");
 }
 
-/// Pearson's statistic of `draws` against `expected` stays below its mean by six standard deviations.
+/// Pearson's statistic of `draws` against `expected` must be below its mean plus six standard deviations.
 #[test]
 fn draws_are_distributed_as_the_twin_says() {
     const DRAWS: usize = 20_000;
@@ -144,7 +145,7 @@ fn draws_are_distributed_as_the_twin_says() {
         let mut n = Numbers(SplitMix64(1_000 + seed));
         let config = SamplerConfig {
             temperature: n.pick(&[0.5, 1.0, 1.7]),
-            // All draws are of one distribution: none changes the next.
+            // All draws are from one distribution: none affects the next.
             frequency_penalty: 0.0,
             presence_penalty: 0.0,
             ..random_config(&mut n)
@@ -197,7 +198,8 @@ fn broken_logits_are_an_error() {
     }
 }
 
-/// Rounding may leave a crumb of the sum, and the last candidate, who took it, had probability 0.
+/// Regression: rounding may leave a remainder of the sum, and the last candidate, which was then returned, had
+/// probability 0.
 #[test]
 fn the_impossible_is_never_drawn() {
     for temperature in [0.0, 0.2, 1.0, 5.0] {
@@ -205,7 +207,7 @@ fn the_impossible_is_never_drawn() {
             let config = SamplerConfig { temperature, seed, ..SamplerConfig::greedy() };
             let mut sampler = Sampler::new(config).unwrap();
             let mut n = Numbers(SplitMix64(seed));
-            // Many small terms: their sum forwards is not quite their sum backwards.
+            // Many small terms: summed forwards and backwards they differ slightly.
             let possible = 200;
             let logits: Vec<f32> = (0..possible)
                 .map(|_| n.unit() as f32 * 3.0)
@@ -238,7 +240,7 @@ fn extreme_logits_still_give_a_token() {
             let config =
                 SamplerConfig { temperature, repetition_penalty, frequency_penalty, ..random_config(&mut n) };
             let mut sampler = Sampler::new(config).unwrap();
-            // Tokens beyond the vocabulary are nobody's logit.
+            // Tokens outside the vocabulary affect no logit.
             sampler.observe(&[0, 2, u32::MAX]);
             for _ in 0..3 {
                 sampler.sample(logits).unwrap_or_else(|e| panic!("{config:?} of {logits:?}: {e}"));
@@ -247,7 +249,7 @@ fn extreme_logits_still_give_a_token() {
             assert!((token as usize) < logits.len(), "{config:?} drew {token} of {logits:?}");
         }
     }
-    // Of one that is infinitely likely nothing else is drawn.
+    // With one infinitely likely token, only that one is drawn.
     let mut sampler = Sampler::new(SamplerConfig { temperature: 1.0, ..SamplerConfig::greedy() }).unwrap();
     for _ in 0..100 {
         assert_eq!(sampler.sample(&all[2]).unwrap(), 2);
@@ -288,7 +290,8 @@ fn parameters_that_mean_nothing_are_refused() {
     }
 }
 
-/// However a text is cut, the same of it is shown: all before the stop string that is complete first.
+/// The shown text does not depend on how the text is cut: it is everything before the stop string that is complete
+/// first.
 #[test]
 fn stop_strings_do_not_depend_on_the_pieces() {
     for seed in 0..20_000u64 {
@@ -297,7 +300,8 @@ fn stop_strings_do_not_depend_on_the_pieces() {
         let mut word = |most: u64| -> String { (0..n.below(most)).map(|_| n.pick(&letters)).collect() };
         let text = word(14);
         let stops: Vec<String> = (0..3).map(|_| word(5)).collect();
-        // By definition: the shortest beginning of the text that ends in a stop string; of several the longest.
+        // By definition: the shortest prefix of the text that ends in a stop string; among several, the longest stop
+        // string.
         let beginnings = (0..=text.len()).filter(|at| text.is_char_boundary(*at)).map(|at| &text[..at]);
         let found = beginnings.filter_map(|b| {
             let ending = stops.iter().filter(|s| !s.is_empty() && b.ends_with(s.as_str()));

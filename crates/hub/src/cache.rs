@@ -1,5 +1,5 @@
-//! Hugging Face's cache folder: `models--ORG--NAME/{blobs,refs,snapshots}`. Blobs are called by their hash, snapshots are
-//! links to them, a ref holds the commit of a branch.
+//! Hugging Face's cache folder: `models--ORG--NAME/{blobs,refs,snapshots}`. A blob is named after its hash, a
+//! snapshot holds links to blobs, and a ref holds the commit of a branch.
 use crate::choose::{Choice, INDEX, Weights, choose, is_model, pick};
 use crate::name::is_safe_path;
 use crate::{Error, HubName, Resolved};
@@ -24,7 +24,7 @@ impl Repo {
         let folder = format!("models--{}--{}", name.owner, name.name);
         Repo { path: cache.join(&folder), locks: cache.join(".locks").join(folder) }
     }
-    /// Of a folder that was found.
+    /// A repository folder found by listing a cache; it has no lock folder.
     pub(crate) fn at(path: PathBuf) -> Self {
         Repo { locks: PathBuf::new(), path }
     }
@@ -34,7 +34,7 @@ impl Repo {
     pub(crate) fn blobs(&self) -> PathBuf {
         self.path.join("blobs")
     }
-    /// The file that is locked while this blob is written; huggingface_hub uses the same.
+    /// The lock file for writing this blob; huggingface_hub uses the same one.
     pub(crate) fn lock(&self, blob: &str) -> PathBuf {
         self.locks.join(format!("{blob}.lock"))
     }
@@ -52,7 +52,7 @@ impl Repo {
         }
         let folder = path.parent().unwrap_or(&self.path);
         std::fs::create_dir_all(folder).map_err(Error::file("make", folder))?;
-        // Another thread or another program may write the same.
+        // Another thread or program may write the same ref, so each write uses its own temporary file.
         static WRITES: AtomicU64 = AtomicU64::new(0);
         let number = WRITES.fetch_add(1, Ordering::Relaxed);
         let part = folder.join(format!(".{}-{number}.part", std::process::id()));
@@ -60,8 +60,8 @@ impl Repo {
         std::fs::rename(&part, &path).map_err(Error::file("write", &path))
     }
 
-    /// Snapshots that may be meant, the likeliest first: that of the revision, then, where none is asked for, those that
-    /// are there, the newest first.
+    /// Candidate snapshots, best first: the snapshot of the revision (default `main`). If no revision was asked
+    /// for, all other snapshots follow, newest first.
     pub(crate) fn snapshots(&self, revision: Option<&str>) -> Vec<PathBuf> {
         let read = |name: &str| std::fs::read_to_string(self.path.join("refs").join(name)).ok();
         let of_ref = |name: &str| read(name).map(|text| text.trim().to_string()).filter(|c| is_commit(c));
@@ -84,7 +84,7 @@ impl Repo {
         snapshots
     }
 
-    /// What `name` means of what is here, whole; `None` if that is not here.
+    /// The model that `name` means, if the cache holds it completely; otherwise `None`.
     pub(crate) fn find(&self, name: &HubName) -> Result<Option<Resolved>, Error> {
         for snapshot in self.snapshots(name.revision.as_deref()) {
             let files = files_of(&snapshot);
@@ -102,7 +102,7 @@ impl Repo {
         Ok(None)
     }
 
-    /// What is here of this repository, in words.
+    /// Describes what the cache holds of this repository, for error messages.
     pub(crate) fn there(&self) -> String {
         let mut there = BTreeSet::new();
         for snapshot in self.snapshots(None) {
@@ -126,14 +126,15 @@ impl Repo {
     }
 }
 
-/// The weights of a folder that are not there.
+/// The first weight file that is missing from the folder, if any.
 pub(crate) fn missing_weights(folder: &Path, weights: &Weights) -> Result<Option<String>, Error> {
     let Weights::Index(index) = weights else { return Ok(None) };
     let shards = shards(&folder.join(index))?;
     Ok(shards.into_iter().find(|shard| !folder.join(shard).exists()))
 }
 
-/// The files that an index of safetensors names, each once.
+/// The files that a safetensors index names, sorted and without duplicates. Fails if a name would leave the
+/// folder.
 pub(crate) fn shards(index: &Path) -> Result<Vec<String>, Error> {
     #[derive(Deserialize)]
     struct Index {
@@ -150,9 +151,9 @@ pub(crate) fn shards(index: &Path) -> Result<Vec<String>, Error> {
     }
 }
 
-/// Every file below a folder by its path in it, in order. Links that lead nowhere are none.
+/// Paths of all files below a folder, relative to it and sorted. Broken links are skipped.
 pub(crate) fn files_of(folder: &Path) -> Vec<String> {
-    /// Deeper than any repository; a link to a folder above would go on for ever.
+    /// Deeper than any repository. The limit stops a link to a parent folder from recursing forever.
     const DEPTH: usize = 6;
     fn walk(folder: &Path, prefix: &str, depth: usize, files: &mut Vec<String>) {
         for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
@@ -171,7 +172,7 @@ pub(crate) fn files_of(folder: &Path) -> Vec<String> {
     files
 }
 
-/// Is it a folder that transformers would read?
+/// The weights of a folder that transformers can load; `None` if there are none.
 pub(crate) fn folder_weights(files: &[String]) -> Option<Weights> {
     let has = |name: &str| files.iter().any(|file| file == name);
     if has("model.safetensors") {

@@ -1,11 +1,11 @@
-//! Which files of a repository make the model that is meant. A function of names alone, so that a cache is asked by the
-//! same rules as the Hub.
+//! Chooses which files of a repository make up the requested model. It only looks at file names, so the same
+//! rules apply to the Hub and to a cache.
 use crate::error::near;
 use crate::{Error, HubName};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Choice {
-    /// The parts of a GGUF model, the first one first.
+    /// The parts of a GGUF model in order.
     Gguf(Vec<String>),
     /// A safetensors folder.
     Folder { texts: Vec<String>, weights: Weights },
@@ -14,14 +14,14 @@ pub(crate) enum Choice {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Weights {
     Single(String),
-    /// The shards are those that it names.
+    /// The index file, which names the shards.
     Index(String),
 }
 
-/// Without a quantisation: the one that llama.cpp takes too.
+/// Preferred quantisations if none is asked for; llama.cpp prefers the same.
 const DEFAULT_QUANTS: [&str; 2] = ["Q4_K_M", "Q8_0"];
 
-/// What the engine reads of a folder beside its weights.
+/// Files besides the weights that the engine reads from a folder.
 const TEXTS: [&str; 6] = [
     "config.json",
     "generation_config.json",
@@ -33,8 +33,8 @@ const TEXTS: [&str; 6] = [
 const SINGLE: &str = "model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
-/// Of all `paths` of a repository, those that `name` means. A safetensors model comes before GGUF files, which are asked
-/// for by a quantisation or a file.
+/// Chooses from all `paths` of a repository the files that `name` means. Without a quantisation or file in the
+/// name, a safetensors model is preferred over GGUF files.
 pub(crate) fn choose(name: &HubName, paths: &[&str]) -> Result<Choice, Error> {
     let has = |path: &str| paths.contains(&path);
     let models: Vec<&str> = paths.iter().copied().filter(|path| is_model(path)).collect();
@@ -79,7 +79,7 @@ pub(crate) fn choose(name: &HubName, paths: &[&str]) -> Result<Choice, Error> {
     }
 }
 
-/// What there is instead of a model that kvist could run.
+/// Describes what the repository has instead of a model that kvist can run.
 fn nothing_of(paths: &[&str]) -> String {
     let any = |ending: &str| paths.iter().any(|path| path.ends_with(ending));
     let advice = "a repository whose name ends in -GGUF may have the same model";
@@ -94,7 +94,7 @@ fn nothing_of(paths: &[&str]) -> String {
     }
 }
 
-/// All parts of the model that `first` begins, or is.
+/// All parts of the GGUF model that contains `first`. Fails if a part is missing.
 fn parts(name: &HubName, first: &str, paths: &[&str]) -> Result<Choice, Error> {
     let Some((stem, _, count)) = split(first) else { return Ok(Choice::Gguf(vec![first.into()])) };
     let parts: Vec<String> = (1..=count).map(|part| format!("{stem}-{part:05}-of-{count:05}.gguf")).collect();
@@ -108,10 +108,10 @@ fn parts(name: &HubName, first: &str, paths: &[&str]) -> Result<Choice, Error> {
     }
 }
 
-/// More parts than any model has.
+/// Upper bound on the number of parts; no model has more.
 const MAX_PARTS: u32 = 4096;
 
-/// `NAME-00002-of-00003.gguf`: `NAME`, 2 and 3.
+/// Splits the name of a part: `NAME-00002-of-00003.gguf` gives `NAME`, 2 and 3.
 pub(crate) fn split(path: &str) -> Option<(&str, u32, u32)> {
     let stem = path.strip_suffix(".gguf")?;
     let (rest, count) = stem.rsplit_once("-of-")?;
@@ -121,7 +121,8 @@ pub(crate) fn split(path: &str) -> Option<(&str, u32, u32)> {
     ((1..=count).contains(&part) && count <= MAX_PARTS).then_some((stem, part, count))
 }
 
-/// A GGUF file that is a model, or its first part: not the rest of one, nor what belongs to a model (llama.cpp's list).
+/// Returns whether the path is a GGUF model or its first part. False for later parts and for auxiliary files
+/// such as mmproj and imatrix (llama.cpp's list).
 pub(crate) fn is_model(path: &str) -> bool {
     const BESIDE: [&str; 6] = ["mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-"];
     let file = file_name(path).to_lowercase();
@@ -134,7 +135,7 @@ pub(crate) fn file_name(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or(path)
 }
 
-/// Does the name of a file, or a folder that it lies in, say that it is so quantised?
+/// Returns whether a file's name, or a folder in its path, contains this quantisation as a whole word.
 pub(crate) fn is_of(path: &str, quant: &str) -> bool {
     let (path, quant) = (path.to_uppercase(), quant.to_uppercase());
     let ends = |c: Option<char>, marks: &str| c.is_none_or(|c| marks.contains(c));
@@ -145,7 +146,7 @@ pub(crate) fn is_of(path: &str, quant: &str) -> bool {
         })
 }
 
-/// The quantisation that a path names, as people write it: `Q4_K_M` of `x-q4_k_m-00001-of-00002.gguf`.
+/// The quantisation in a path, in upper case: `Q4_K_M` for `x-q4_k_m-00001-of-00002.gguf`.
 pub fn quant(path: &str) -> Option<String> {
     let stem = split(path).map_or(path.strip_suffix(".gguf").unwrap_or(path), |(stem, ..)| stem);
     let is_quant = |part: &str| {
@@ -159,7 +160,8 @@ pub fn quant(path: &str) -> Option<String> {
     parts.into_iter().find(|part| is_quant(part))
 }
 
-/// What can be asked for in this repository: quantisations, and files where two have the same; the nearest first.
+/// What can be asked for in this repository, closest match first: quantisations, or the file where two files
+/// share a quantisation.
 fn near_picks(name: &HubName, models: &[&str]) -> Option<String> {
     let asked = name.pick.as_deref().unwrap_or_default();
     match name.picks_file() {
@@ -168,7 +170,8 @@ fn near_picks(name: &HubName, models: &[&str]) -> Option<String> {
     }
 }
 
-/// The shortest that chooses this file among those: its quantisation, or its path.
+/// The shortest text that selects this file among `models`: its quantisation if that is unique, otherwise its
+/// path.
 pub(crate) fn pick(path: &str, models: &[&str]) -> String {
     match quant(path) {
         Some(quant) if models.iter().filter(|path| is_of(path, &quant)).count() == 1 => quant,
@@ -207,7 +210,7 @@ mod tests {
             (Some("IQ4_XS"), &["x-IQ4_XS.gguf"]),
             (Some("Q5_K_M"), &["x-Q5_K_M-00001-of-00002.gguf", "x-Q5_K_M-00002-of-00002.gguf"]),
             (Some("X-f16.GGUF"), &["x-F16.gguf"]),
-            // Any part means the whole.
+            // Any part selects the whole model.
             (
                 Some("x-Q5_K_M-00002-of-00002.gguf"),
                 &["x-Q5_K_M-00001-of-00002.gguf", "x-Q5_K_M-00002-of-00002.gguf"],
@@ -215,7 +218,7 @@ mod tests {
         ] {
             assert_eq!(choose(&name(pick), &MANY).unwrap(), gguf(expected), "{pick:?}");
         }
-        // As llama.cpp: Q4_K_M, Q8_0, the first.
+        // Same order as llama.cpp: Q4_K_M, then Q8_0, then the first file.
         let choice = |paths: &[&str]| choose(&name(None), paths).unwrap();
         assert_eq!(choice(&["x-Q2_K.gguf", "x-Q8_0.gguf"]), gguf(&["x-Q8_0.gguf"]));
         assert_eq!(choice(&["mmproj-Q8_0.gguf", "x-Q2_K.gguf", "x-Q3_K_S.gguf"]), gguf(&["x-Q2_K.gguf"]));
@@ -229,7 +232,7 @@ mod tests {
         let said = error(Some("Q4_K_S"), &MANY);
         assert!(said.contains("a/b has no quantisation Q4_K_S; there are Q4_K_M, "), "{said}");
         assert!(said.contains("IQ4_XS") && said.contains("F16") && !said.contains("mmproj"), "{said}");
-        // A part of a name is none: `4` or `K_M` would be drawn by lot.
+        // Part of a quantisation's name does not match: `4` or `K_M` would be ambiguous.
         assert!(error(Some("4"), &MANY).contains("has no quantisation"));
         assert!(error(Some("Q4_XS"), &MANY).contains("IQ4_XS"));
         let said = error(Some("x-F61.gguf"), &MANY);
@@ -246,7 +249,7 @@ mod tests {
         ] {
             assert!(error(None, paths).contains(expected), "{paths:?}: {}", error(None, paths));
         }
-        // Two files of one quantisation have to be told apart by name.
+        // Two files with the same quantisation are told apart by their paths.
         let two = ["a/x-Q8_0.gguf", "b/x-Q8_0.gguf"];
         assert!(error(Some("F32"), &two).contains("a/x-Q8_0.gguf, b/x-Q8_0.gguf"));
     }
@@ -265,7 +268,7 @@ mod tests {
         };
         assert_eq!(chosen, ["config.json", INDEX].map(String::from));
         assert_eq!(weights, Weights::Index(INDEX.into()));
-        // A repository of both: the quantisation says which is meant.
+        // A repository with both formats: a quantisation selects the GGUF file.
         assert_eq!(choose(&name(Some("Q8_0")), &sharded).unwrap(), gguf(&["x-Q8_0.gguf"]));
     }
 

@@ -1,5 +1,5 @@
-//! Questions to the Hub, and its answers. Redirects are followed here, one by one: the first answer has the file's hash,
-//! and a token must not travel on to the host that keeps the bytes.
+//! HTTP client for the Hub. It follows redirects itself, one by one: the first response carries the file's
+//! hash, and the token must not be sent on to the host that stores the bytes.
 use crate::cache::is_commit;
 use crate::name::is_safe_path;
 use crate::{Error, HubName, Settings};
@@ -12,14 +12,14 @@ use ureq::http::{Response, StatusCode, header};
 use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
 use ureq::{Agent, Body};
 
-/// What a repository has at a commit.
+/// The files of a repository at one commit.
 #[derive(Debug)]
 pub(crate) struct Listing {
     pub(crate) commit: String,
     pub(crate) files: BTreeMap<String, Facts>,
 }
 
-/// What the Hub says of a file before it comes.
+/// Size and hash of a file as the Hub reports them before the download.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Facts {
     pub(crate) size: Option<u64>,
@@ -28,9 +28,9 @@ pub(crate) struct Facts {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Hash {
-    /// Of a file in large file storage.
+    /// SHA-256 of a file in large file storage.
     Sha256(String),
-    /// Of a file in git: its blob's id.
+    /// Git blob id of a file in git.
     Git(String),
 }
 
@@ -50,7 +50,7 @@ impl Hash {
     }
 }
 
-/// A file whose size and hash are known, and where it is.
+/// A file to download, with its known size and hash.
 #[derive(Clone, Debug)]
 pub(crate) struct Remote {
     pub(crate) path: String,
@@ -70,7 +70,7 @@ pub(crate) struct Client<'a> {
     settings: &'a Settings,
 }
 
-/// A list of files is no longer than this.
+/// Limit on the size of a file listing, in bytes.
 const MAX_LISTING_BYTES: u64 = 64 << 20;
 const MAX_REDIRECTS: usize = 8;
 
@@ -99,7 +99,7 @@ impl<'a> Client<'a> {
         Ok(Client { agent: config.build().into(), settings })
     }
 
-    /// What the repository has, with sizes and hashes where the Hub says them.
+    /// Lists the repository's files, with sizes and hashes where the Hub reports them.
     pub(crate) fn list(&self, name: &HubName) -> Result<Listing, Error> {
         #[derive(Deserialize)]
         struct Info {
@@ -144,13 +144,14 @@ impl<'a> Client<'a> {
             let hash = large.and_then(|lfs| lfs.sha256.as_deref()).or(sibling.blob_id.as_deref());
             Facts { size: large.and_then(|lfs| lfs.size).or(sibling.size), hash: hash.and_then(Hash::parse) }
         };
-        // A name that would lead out of the folder is none that a model has.
+        // Skip names that would lead out of the folder; no model has such files.
         let files = info.siblings.iter().filter(|sibling| is_safe_path(&sibling.rfilename));
         let files = files.map(|sibling| (sibling.rfilename.clone(), facts(sibling))).collect();
         Ok(Listing { commit: info.sha, files })
     }
 
-    /// What has to be known of a file before it is fetched; asked for where the list did not say it, as of a mirror.
+    /// Size and hash of a file before it is downloaded. If the listing lacks them, as on some mirrors, it asks
+    /// with a HEAD request.
     pub(crate) fn complete(&self, name: &HubName, listing: &Listing, path: &str) -> Result<Remote, Error> {
         let endpoint = &self.settings.endpoint;
         let url = format!("{endpoint}/{}/resolve/{}/{}", name.repo(), listing.commit, escaped(path));
@@ -175,7 +176,7 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// The file from byte `from` on.
+    /// Opens the file for reading from byte `from`.
     pub(crate) fn open(&self, name: &HubName, file: &Remote, from: u64) -> Result<Opened, Error> {
         let answer = self.ask("GET", &file.url, from)?;
         let response = &answer.last;
@@ -193,7 +194,7 @@ impl<'a> Client<'a> {
         Ok(Opened::From(starts, Box::new(answer.last.into_body().into_reader())))
     }
 
-    /// Ask, and follow where the answer points to.
+    /// Sends a request and follows redirects.
     fn ask(&self, method: &str, url: &str, from: u64) -> Result<Answer, Error> {
         let mut left = false;
         let mut url = url.to_string();
@@ -216,7 +217,8 @@ impl<'a> Client<'a> {
             let next = next.map(|next| self.join(&url, &next)).transpose()?;
             let elsewhere = next.as_ref().is_some_and(|next| !self.is_ours(next));
             match next {
-                // What a HEAD asks for is said by the Hub's own answer, not by the host that keeps the bytes.
+                // A HEAD request stops at a redirect to another host: the size and hash are in the Hub's own
+                // response.
                 Some(next) if method == "GET" || !elsewhere => {
                     url = next;
                     left |= elsewhere;
@@ -227,7 +229,7 @@ impl<'a> Client<'a> {
         Err(Error::Answer { what: format!("{url}: one redirect leads to the next") })
     }
 
-    /// Where a redirect leads to. It may not leave what is encrypted.
+    /// The target of a redirect. A redirect from https to http is an error.
     fn join(&self, from: &str, to: &str) -> Result<String, Error> {
         let end_of_host = |url: &str| {
             let host = url.find("://").map_or(0, |at| at + 3);
@@ -245,7 +247,7 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Is it the Hub that is asked, which the token is for?
+    /// Returns whether `url` belongs to the Hub, to which the token may be sent.
     fn is_ours(&self, url: &str) -> bool {
         let rest = url.strip_prefix(self.settings.endpoint.as_str());
         rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
@@ -260,7 +262,7 @@ impl<'a> Client<'a> {
         Error::Unreachable { endpoint: self.settings.endpoint.clone(), cause }
     }
 
-    /// What an answer that is no success means.
+    /// Turns an unsuccessful response into an error.
     fn refusal(&self, name: &HubName, file: Option<&str>, url: &str, answer: Answer) -> Error {
         let Answer { elsewhere, last: response } = answer;
         let status = response.status().as_u16();
@@ -282,7 +284,7 @@ impl<'a> Client<'a> {
             said: if said.is_empty() { said } else { format!(": {said}") },
         };
         match (status, code.as_str()) {
-            // A host that keeps the bytes knows nothing of repositories.
+            // The storage host does not know about repositories.
             _ if elsewhere => status_of(said),
             (401 | 403, "GatedRepo") | (403, "") => Error::Gated {
                 page: format!("{endpoint}/{repo}"),
@@ -302,7 +304,7 @@ impl<'a> Client<'a> {
                 asked: format!("file {}", file.unwrap_or_default()),
                 there: "its list of files says otherwise; try again".into(),
             },
-            // The Hub does not tell a stranger which repositories are private.
+            // Without access, the Hub does not reveal whether a private repository exists.
             (404, _) | (401, "RepoNotFound") => Error::NoRepository {
                 endpoint,
                 repo,
@@ -323,15 +325,15 @@ impl<'a> Client<'a> {
 }
 
 struct Answer {
-    /// The last one is not the Hub's.
+    /// True if a redirect led to another host, so the response is not the Hub's.
     elsewhere: bool,
     last: Response<Body>,
 }
 
 pub(crate) enum Opened {
-    /// Bytes from here on: from where they were asked for, or from the beginning.
+    /// The body, and the offset at which it starts: the requested one, or 0.
     From(u64, Box<dyn Read>),
-    /// There is nothing to go on with.
+    /// The server cannot serve that range.
     NothingThere,
 }
 
@@ -339,13 +341,13 @@ fn text_of(response: &Response<Body>, name: &str) -> Option<String> {
     response.headers().get(name)?.to_str().ok().map(Into::into)
 }
 
-/// A server's words, short and harmless.
+/// A server's message, shortened and without control characters.
 fn one_line(text: &str) -> String {
     let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(300).collect();
     text.trim().into()
 }
 
-/// As part of a URL's path.
+/// Percent-encodes a path for a URL.
 fn escaped(path: &str) -> String {
     let mut out = String::with_capacity(path.len());
     for byte in path.bytes() {

@@ -1,5 +1,5 @@
-//! Files from the Hub into the cache. What comes is written beside its final name, hashed on the way, and renamed when
-//! size and hash are right; what stays of a download that was cut short is gone on with.
+//! Downloads files from the Hub into the cache. Bytes are written to an `.incomplete` file and hashed as they
+//! arrive; the file is renamed when size and hash match. An interrupted download is resumed.
 use crate::cache::Repo;
 use crate::client::{Client, Hash, Opened, Remote};
 use crate::error::human;
@@ -10,30 +10,32 @@ use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-/// Hears how a download goes on.
+/// Receives progress of downloads.
 pub trait Progress {
-    /// A file comes; `done` of its bytes are here already.
+    /// A download starts; `done` bytes of the file are already on disk.
     fn begin(&mut self, file: &str, size: u64, done: u64);
-    /// So many of its bytes are here now.
+    /// `done` bytes of the current file are now on disk.
     fn at(&mut self, done: u64);
-    /// The file is there, or will not come.
+    /// The current download has finished or failed.
     fn end(&mut self);
-    /// A line for people.
+    /// A message for the user.
     fn note(&mut self, text: &str);
-    /// Can the model of this config.json be run? Asked before its weights come; the answer why not ends the download.
+    /// Returns whether the engine can run the model of this config.json. Called before the weights are
+    /// downloaded; an error text ends the download.
     fn accept(&mut self, config: &Path) -> Result<(), String> {
         let _ = config;
         Ok(())
     }
 }
 
-/// Attempts that bring not one byte before it is given up.
+/// Consecutive attempts without a single new byte before the download fails.
 const ATTEMPTS: u32 = 5;
 
-/// Bytes between two words to [`Progress`].
+/// Read size in bytes, and so the interval between calls to [`Progress::at`].
 const PIECE: usize = 256 << 10;
 
-/// Have all `files` in the snapshot of `commit`. The disk is looked at before the first byte.
+/// Downloads those of `files` that the snapshot of `commit` lacks. Checks for free disk space before the first
+/// byte.
 pub(crate) fn fetch(
     settings: &Settings,
     client: &Client<'_>,
@@ -62,7 +64,7 @@ fn is_whole(path: &Path, size: u64) -> bool {
 }
 
 fn part_of(repo: &Repo, file: &Remote) -> PathBuf {
-    // Under this name huggingface_hub keeps what has come, and goes on with it.
+    // huggingface_hub keeps partial downloads under the same name and resumes them.
     repo.blobs().join(format!("{}.incomplete", file.hash.hex()))
 }
 
@@ -83,7 +85,7 @@ struct Download<'a> {
 }
 
 impl Download<'_> {
-    /// The blob, whole and checked.
+    /// Downloads and verifies the blob; returns its path.
     fn run(&self, progress: &mut dyn Progress) -> Result<PathBuf, Error> {
         let file = self.file;
         let blobs = self.repo.blobs();
@@ -93,7 +95,7 @@ impl Download<'_> {
         }
         std::fs::create_dir_all(&blobs).map_err(Error::file("make", &blobs))?;
         let _lock = self.lock(progress)?;
-        // Another program may have fetched it meanwhile.
+        // Another program may have downloaded it in the meantime.
         if is_whole(&blob, file.size) {
             return Ok(blob);
         }
@@ -101,7 +103,8 @@ impl Download<'_> {
         let mut options = OpenOptions::new();
         let part = options.read(true).write(true).create(true).truncate(false).open(&path);
         let mut part = Part::new(part.map_err(Error::file("write", &path))?, path, file)?;
-        // What another client left may have holes: then its hash is wrong, and it is fetched anew, once.
+        // A partial file of another client may have holes. Then the hash does not match, and the file is
+        // downloaded again from the start, once.
         let mut resumed = part.have > 0;
         progress.begin(&file.path, file.size, part.have);
         let done = loop {
@@ -131,7 +134,7 @@ impl Download<'_> {
         Ok(blob)
     }
 
-    /// Wait for others that fetch the same.
+    /// Takes the lock of this blob, and waits while another program downloads it.
     fn lock(&self, progress: &mut dyn Progress) -> Result<Option<File>, Error> {
         let path = self.repo.lock(self.file.hash.hex());
         let folder = path.parent().unwrap_or(self.repo.path());
@@ -145,12 +148,14 @@ impl Download<'_> {
                 lock.lock().map_err(Error::file("lock", &path))?;
                 Ok(Some(lock))
             }
-            // Some file systems know no locks; two programs that fetch the same there each check what they have.
+            // Some file systems do not support locks. Two programs that download the same file there each
+            // verify their own result.
             Err(std::fs::TryLockError::Error(_)) => Ok(None),
         }
     }
 
-    /// Read until the file has all its bytes. Connections that break are made anew while bytes come.
+    /// Reads until the file is complete. A broken connection is retried up to [`ATTEMPTS`] times; each new byte
+    /// resets the count.
     fn fill(&self, part: &mut Part, resumed: &mut bool, progress: &mut dyn Progress) -> Result<(), Error> {
         let size = self.file.size;
         let mut attempts = 0;
@@ -167,7 +172,7 @@ impl Download<'_> {
                 Ok(Opened::From(start, mut reader)) => {
                     if start != part.have {
                         *resumed = false;
-                        part.start_anew(self.file)?; // a server that knows no ranges
+                        part.start_anew(self.file)?; // the server does not support ranges
                     }
                     part.copy(&mut reader, size, &mut piece, progress)?
                 }
@@ -188,7 +193,7 @@ impl Download<'_> {
     }
 }
 
-/// What has come of a file, and its hash so far.
+/// A partially downloaded file, and the hash of its bytes so far.
 struct Part {
     file: File,
     path: PathBuf,
@@ -224,7 +229,7 @@ impl Hasher {
 }
 
 impl Part {
-    /// With what is there already, which is hashed.
+    /// Starts with the bytes that are already in the file, and hashes them.
     fn new(file: File, path: PathBuf, remote: &Remote) -> Result<Self, Error> {
         let mut part = Part { file, path, have: 0, hash: Hasher::new(remote) };
         let mut piece = vec![0; PIECE];
@@ -252,7 +257,8 @@ impl Part {
         Ok(())
     }
 
-    /// Take what comes until it ends; why it ended, in words. An error is the disk's.
+    /// Copies from `reader` until it ends. Returns the reason why it ended, as text. An `Err` means that
+    /// writing to disk failed.
     fn copy(
         &mut self,
         reader: &mut dyn Read,
@@ -285,21 +291,21 @@ impl Part {
     }
 }
 
-/// The blob's name in a snapshot: a link that stays right when the cache is moved. Where links are not to be had the blob
-/// itself goes there, as huggingface_hub does it.
+/// Places the blob in a snapshot: a relative link, which stays valid if the cache is moved. If links are not
+/// supported, the blob itself is moved there, as huggingface_hub does.
 fn link(blob: &Path, snapshot: &Path, path: &str) -> Result<(), Error> {
     let place = snapshot.join(path);
     let folder = place.parent().unwrap_or(snapshot);
     std::fs::create_dir_all(folder).map_err(Error::file("make", folder))?;
-    // Another program may be as far as this one.
+    // Another program may have created the link already.
     let leads_there =
         || place.canonicalize().is_ok_and(|at| blob.canonicalize().is_ok_and(|blob| at == blob));
     if leads_there() {
         return Ok(());
     }
-    // A link that leads nowhere, or to what this name meant once.
+    // A broken link, or a link to an older blob.
     if place.symlink_metadata().is_ok() {
-        let _ = std::fs::remove_file(&place); // it may be gone by now; what follows would say otherwise
+        let _ = std::fs::remove_file(&place); // may be gone already; other failures show up below
     }
     #[cfg(unix)]
     {
@@ -324,7 +330,7 @@ mod tests {
         fn note(&mut self, _: &str) {}
     }
 
-    /// The device that is always full.
+    /// `/dev/full` fails every write with "no space left".
     #[cfg(target_os = "linux")]
     #[test]
     fn a_disk_that_becomes_full_is_said_and_not_tried_again() {

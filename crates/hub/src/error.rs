@@ -1,9 +1,9 @@
-//! Everything that can go wrong between a name and a file, said so that the reader knows what to do.
+//! Errors that can occur between a model name and a file. Each message says what the user can do.
 use std::path::PathBuf;
 
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// What was typed cannot be a name.
+    /// The typed text is not a valid name.
     #[error("{typed}: {problem}")]
     Name { typed: String, problem: String },
     #[error(
@@ -22,7 +22,7 @@ pub enum Error {
     /// The repository has no such file or quantisation.
     #[error("{repo} has no {asked}; {there}")]
     NoSuchFile { repo: String, asked: String, there: String },
-    /// Nothing that kvist could run.
+    /// The repository has no model that kvist can run.
     #[error("{repo} has {what}")]
     NoModel { repo: String, what: String },
     #[error(
@@ -32,7 +32,7 @@ pub enum Error {
     Unreachable { endpoint: String, cause: String },
     #[error("{url} answered {status}{said}")]
     Status { url: String, status: u16, said: String },
-    /// The Hub's answer, or a file of its cache, is not what it should be.
+    /// A response of the Hub, or a file of its cache, is malformed.
     #[error("{what}")]
     Answer { what: String },
     #[error("{name} is not in the cache, and --offline or HF_HUB_OFFLINE downloads nothing ({cache}: {there})", cache = cache.display())]
@@ -42,7 +42,7 @@ pub enum Error {
          that it was made from, whose config.json is enough"
     )]
     TooMuchForASize { name: String, size: String },
-    /// [`Progress::accept`](crate::Progress::accept) says no.
+    /// [`Progress::accept`](crate::Progress::accept) rejected the model.
     #[error("{name}: {why}. Its weights were not downloaded")]
     NotAccepted { name: String, why: String },
     #[error("{path} has room for {free}; {needed} more are needed: free some, or set HF_HUB_CACHE to a folder elsewhere", path = path.display())]
@@ -53,7 +53,7 @@ pub enum Error {
         "{file} broke off after {have} of {size} bytes: {cause}. What has come is kept, and the same command goes on there"
     )]
     BrokeOff { file: String, have: u64, size: u64, cause: String },
-    /// What came is not what the Hub says it is; nothing of it was kept.
+    /// The downloaded bytes do not match the Hub's hash; none of them were kept.
     #[error(
         "{file} is damaged: {what}. Nothing of it was kept; try again, and if it stays so, the Hub or a proxy is at fault"
     )]
@@ -72,18 +72,18 @@ impl Error {
         }
     }
 
-    /// Is it the Hub that is away, rather than that it says no?
+    /// True if the Hub is unreachable or overloaded (429, 5xx), as opposed to rejecting the request.
     pub fn is_unreachable(&self) -> bool {
         matches!(self, Error::Unreachable { .. } | Error::Status { status: 429 | 500.., .. })
     }
 
-    /// Is the name itself wrong, whatever the world is like?
+    /// True if the name itself is invalid, independent of network and disk.
     pub fn is_wrong_name(&self) -> bool {
         matches!(self, Error::Name { .. })
     }
 }
 
-/// The names most like `asked`, then the others, as a sentence.
+/// The names as a comma-separated list, sorted by similarity to `asked`. At most 12 are shown.
 pub(crate) fn near(asked: &str, names: impl IntoIterator<Item = String>) -> Option<String> {
     const SHOWN: usize = 12;
     let mut names: Vec<String> = names.into_iter().collect();
@@ -99,7 +99,7 @@ pub(crate) fn near(asked: &str, names: impl IntoIterator<Item = String>) -> Opti
     (!names.is_empty()).then(|| names.join(", "))
 }
 
-/// Levenshtein's: how many letters have to be changed, added or taken away.
+/// Levenshtein distance: the number of letters to change, insert or delete.
 fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();
@@ -115,7 +115,7 @@ fn distance(a: &str, b: &str) -> usize {
     row[b.len()]
 }
 
-/// Bytes as people read them.
+/// Formats a number of bytes in a readable unit.
 pub(crate) fn human(bytes: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = bytes as f64;

@@ -1,14 +1,14 @@
-//! Which model is meant: from what people type to a folder or a file on this machine.
+//! Resolves a model name that the user typed to a folder or a file on this machine.
 //!
-//! A name is a path, `hf:ORG/NAME[@REVISION][:QUANT|:FILE]` of the Hugging Face Hub, or a model that another program has
-//! downloaded (`ollama:NAME`, `lmstudio:ORG/NAME`, `llama.cpp:FILE`). [`Hub::resolve`] downloads what is missing into
-//! Hugging Face's own cache folder, in the layout that its other clients read and write; [`stores::list`] says what the
-//! four caches hold.
+//! A name is a path, a model of the Hugging Face Hub (`hf:ORG/NAME[@REVISION][:QUANT|:FILE]`), or a model that
+//! another program has downloaded (`ollama:NAME`, `lmstudio:ORG/NAME`, `llama.cpp:FILE`). [`Hub::resolve`]
+//! downloads missing files into Hugging Face's own cache folder, in the layout that its other clients read and
+//! write. [`stores::list`] lists the models in all four caches.
 //!
-//! It promises that a file has its final name only when its size and its hash are those that the Hub says, that a
-//! download that was cut short goes on where it stopped, and that a token is sent to the Hub and to no other host. It
-//! refuses before anything is written what can be known before: a name that is none, a repository that is gated or not
-//! there, a disk that is too small. It never looks inside a model: that is the engine's.
+//! Guarantees: a file gets its final name only after its size and hash match those that the Hub reports. An
+//! interrupted download resumes where it stopped. The token is sent to the Hub and to no other host. Errors
+//! that can be detected early are returned before anything is written: an invalid name, a gated or missing
+//! repository, a disk with too little space. This crate never reads model files; the engine does.
 #![forbid(unsafe_code)]
 
 mod cache;
@@ -33,16 +33,17 @@ use std::path::{Path, PathBuf};
 
 const CONFIG: &str = "config.json";
 
-/// A model that is here.
+/// A model on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resolved {
-    /// A folder, or a file: of a GGUF in parts the first one.
+    /// A folder or a file. For a GGUF model in several parts, the first part.
     pub path: PathBuf,
-    /// What to call it, where the path does not say: a snapshot's last part is a commit, a blob's a hash.
+    /// A display name, set if the path does not contain one: a snapshot folder is named after a commit, a blob
+    /// after its hash.
     pub title: Option<String>,
 }
 
-/// The Hub, and the caches of this machine.
+/// Resolves names against the Hub and the caches of this machine.
 #[derive(Clone, Debug)]
 pub struct Hub {
     settings: Settings,
@@ -57,12 +58,13 @@ impl Hub {
         &self.settings
     }
 
-    /// The folder or the file that `typed` means; what is missing of it is downloaded. An error leaves nothing under a
-    /// final name that is not whole; what had come of a file stays beside it, and the next call goes on there.
+    /// Returns the folder or file that `typed` names, and downloads missing files. After an error no incomplete
+    /// file has a final name. A partial download stays in the cache as an `.incomplete` file, and the next call
+    /// resumes it.
     pub fn resolve(&self, typed: &Path, progress: &mut dyn Progress) -> Result<Resolved, Error> {
         let places = &self.settings.places;
         match Name::parse(typed)? {
-            // What is no model is the engine's to say.
+            // The engine reports a path that is not a model.
             Name::Path(path) => Ok(Resolved { path, title: None }),
             Name::Ollama(name) => stores::ollama::resolve(places, &name),
             Name::LmStudio(name) => stores::lm_studio::resolve(places, &name),
@@ -72,8 +74,9 @@ impl Hub {
         }
     }
 
-    /// What `typed` means for one that asks for sizes alone: of a safetensors model that is not here nothing but its
-    /// config.json is downloaded. A GGUF file has its config inside, and is not downloaded for that.
+    /// Resolves `typed` for a caller that only needs the model's sizes. Of a safetensors model that is not in
+    /// the cache, only config.json is downloaded. A GGUF file has its config inside, so it would have to be
+    /// downloaded whole; that returns [`Error::TooMuchForASize`] instead.
     pub fn resolve_config(&self, typed: &Path, progress: &mut dyn Progress) -> Result<Resolved, Error> {
         let name = match Name::parse(typed)? {
             Name::Hub(name) if !self.settings.offline => name,
@@ -100,7 +103,7 @@ impl Hub {
         }
     }
 
-    /// What the cache has of it, without a request.
+    /// Looks `name` up in the cache only; sends no request.
     fn cached(&self, name: &HubName) -> Result<Resolved, Error> {
         let repo = Repo::new(&self.settings.places.hugging_face, name);
         repo.find(name)?.ok_or_else(|| Error::NotInCache {
@@ -113,7 +116,7 @@ impl Hub {
     fn newest(&self, name: &HubName, progress: &mut dyn Progress) -> Result<Resolved, Error> {
         let client = Client::new(&self.settings)?;
         let listing = match client.list(name) {
-            // The Hub being away is no reason not to run what is here.
+            // If the Hub is unreachable, fall back to the cache.
             Err(error) if error.is_unreachable() => match self.cached(name) {
                 Ok(resolved) => {
                     progress.note(&format!(
@@ -152,7 +155,8 @@ impl Hub {
     }
 }
 
-/// The weights that a folder needs: one file, or those that its index names, which must be in the repository.
+/// The weight files of a folder: the single file, or the shards that its index names. Fails if the repository
+/// lacks a shard.
 fn named_by_index(
     name: &HubName,
     listing: &Listing,

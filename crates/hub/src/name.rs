@@ -1,29 +1,30 @@
-//! What people type after `--model`.
+//! Parses the value of `--model`.
 use crate::Error;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Name {
-    /// A folder or a file; whether it is there is not looked at.
+    /// A folder or a file. Parsing does not check that it exists.
     Path(PathBuf),
     Hub(HubName),
     /// `llama3.2:1b`, `user/model`, `hf.co/org/name:Q8_0`.
     Ollama(String),
     /// `ORG/NAME[:QUANT|:FILE]`.
     LmStudio(String),
-    /// A file of llama.cpp's cache.
+    /// A file in llama.cpp's cache.
     LlamaCpp(String),
 }
 
-/// A model of the Hugging Face Hub: `hf:ORG/NAME[@REVISION][:QUANT|:FILE]`. Its parts are safe in a URL and in a path.
+/// A model of the Hugging Face Hub: `hf:ORG/NAME[@REVISION][:QUANT|:FILE]`. All parts are checked to be safe in
+/// URLs and file paths.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HubName {
     pub owner: String,
     pub name: String,
-    /// A branch, a tag or a commit; `None` is `main`.
+    /// A branch, a tag or a commit; `None` means `main`.
     pub revision: Option<String>,
-    /// A quantisation, or a file that ends in `.gguf`.
+    /// A quantisation, or a file name that ends in `.gguf`.
     pub pick: Option<String>,
 }
 
@@ -55,7 +56,7 @@ impl Name {
 }
 
 impl HubName {
-    /// What stands behind `hf:`.
+    /// Parses the text after `hf:`.
     pub(crate) fn parse(text: &str) -> Result<HubName, String> {
         let form = "write hf:ORG/NAME, hf:ORG/NAME:Q4_K_M or hf:ORG/NAME:FILE.gguf";
         let (repo, pick) = match text.split_once(':') {
@@ -102,7 +103,7 @@ impl HubName {
     pub fn revision(&self) -> &str {
         self.revision.as_deref().unwrap_or("main")
     }
-    /// Is one file meant, and not a quantisation?
+    /// True if a file is requested, false for a quantisation.
     pub(crate) fn picks_file(&self) -> bool {
         self.pick.as_ref().is_some_and(|pick| pick.to_lowercase().ends_with(".gguf"))
     }
@@ -118,7 +119,7 @@ impl fmt::Display for HubName {
     }
 }
 
-/// The Hub's own rule, less what could be more than a name in a path.
+/// The Hub's own rule for names, without those that have a special meaning in a file path.
 fn is_repo_part(part: &str) -> bool {
     let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     !part.is_empty()
@@ -128,7 +129,8 @@ fn is_repo_part(part: &str) -> bool {
         && !part.contains("..")
 }
 
-/// A relative path of ordinary names: it stays below the folder it is joined to, on every system.
+/// Returns whether this is a relative path that stays below the folder it is joined to, on every operating
+/// system.
 pub(crate) fn is_safe_path(path: &str) -> bool {
     let name = |part: &str| {
         let odd = |c: char| c.is_control() || "\\:*?\"<>|".contains(c);

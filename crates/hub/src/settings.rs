@@ -1,43 +1,46 @@
-//! Where things are, as the programs themselves find them: environment variables come in through a function.
+//! Finds the caches and settings the same way as the programs that own them. Environment variables are read
+//! through a function, so that tests can supply them.
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// The caches of this machine. Not all of them need be there.
+/// Model caches of this machine. They need not exist.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Places {
-    /// Hugging Face's, which downloads go into: `$HF_HUB_CACHE`, `$HF_HOME/hub`, `~/.cache/huggingface/hub`.
+    /// Hugging Face's cache, where downloads are stored: `$HF_HUB_CACHE`, `$HF_HOME/hub`,
+    /// `~/.cache/huggingface/hub`.
     pub hugging_face: PathBuf,
-    /// llama.cpp's: `$LLAMA_CACHE`, or `llama.cpp` in the user's cache folder.
+    /// llama.cpp's cache: `$LLAMA_CACHE`, or `llama.cpp` in the user's cache folder.
     pub llama_cpp: Option<PathBuf>,
-    /// LM Studio's: `~/.lmstudio/models`, and the older `~/.cache/lm-studio/models`.
+    /// LM Studio's folders: `~/.lmstudio/models`, and the older `~/.cache/lm-studio/models`.
     pub lm_studio: Vec<PathBuf>,
-    /// Ollama's: `$OLLAMA_MODELS`, or `~/.ollama/models` and that of its Linux service.
+    /// Ollama's folders: `$OLLAMA_MODELS`, or `~/.ollama/models` and the folder of its Linux service.
     pub ollama: Vec<PathBuf>,
 }
 
 #[derive(Clone, Debug)]
 pub struct Settings {
     pub places: Places,
-    /// `https://huggingface.co`, or a mirror; without a slash at its end.
+    /// `https://huggingface.co`, or a mirror; without a trailing slash.
     pub endpoint: String,
     pub token: Option<String>,
-    /// Send no request.
+    /// Send no requests.
     pub offline: bool,
-    /// Go through the proxy that the environment names.
+    /// Use the proxy named by the environment.
     pub proxy: bool,
-    /// Certificates that are believed instead of Mozilla's: a PEM file.
+    /// A PEM file of root certificates to trust instead of Mozilla's.
     pub certificates: Option<PathBuf>,
-    /// Bytes that can still be written below a folder, if the system says.
+    /// Returns the free bytes of the disk that holds a folder, if the system reports them.
     pub free_bytes: fn(&Path) -> Option<u64>,
-    /// Between a request that failed and the next; longer each time.
+    /// Pause after the first failed request; grows with each further failure.
     pub pause: Duration,
-    /// An answer that says nothing for so long has broken off.
+    /// Read and write timeout: a connection that transfers nothing for this long is broken.
     pub patience: Duration,
 }
 
 impl Settings {
-    /// `variable` answers as [`std::env::var_os`] does. An empty variable is none.
+    /// Reads the settings through `variable`, which behaves like [`std::env::var_os`]. An empty variable counts
+    /// as unset.
     pub fn from_env(variable: &dyn Fn(&str) -> Option<OsString>) -> Self {
         let set = |name: &str| variable(name).filter(|value| !value.is_empty());
         let path = |name: &str| set(name).map(PathBuf::from);
@@ -63,7 +66,7 @@ impl Settings {
         } else {
             cache.clone()
         };
-        // LM Studio writes down where its folder is, if it was moved.
+        // LM Studio records the location of its folder here if the user moved it.
         let pointer = std::fs::read_to_string(home.join(".lmstudio-home-pointer")).ok();
         let lm_studio = pointer.map_or_else(|| home.join(".lmstudio"), |at| PathBuf::from(at.trim()));
         let ollama = match path("OLLAMA_MODELS") {
@@ -93,13 +96,13 @@ impl Settings {
     }
 }
 
-/// Of the disk that `folder` lies on, or will.
+/// Free bytes on the disk that holds `folder`. The folder need not exist yet.
 pub fn free_bytes(folder: &Path) -> Option<u64> {
     let there = folder.ancestors().find(|folder| folder.is_dir())?;
     #[cfg(unix)]
     {
         let disk = nix::sys::statvfs::statvfs(there).ok()?;
-        // Their types differ from system to system.
+        // The field types differ between systems.
         #[allow(clippy::unnecessary_cast)]
         (disk.blocks_available() as u64).checked_mul(disk.fragment_size() as u64)
     }

@@ -1,5 +1,5 @@
-//! What the programs of this machine have downloaded: names and sizes, by looking at folders and manifests alone. What
-//! cannot be read is passed over or said in [`Found::trouble`]; a list never fails.
+//! Lists the models that programs on this machine have downloaded. It only looks at folders, manifests and
+//! safetensors indexes. Unreadable entries are skipped or reported in [`Found::trouble`]; listing never fails.
 pub(crate) mod hugging_face;
 pub(crate) mod llama_cpp;
 pub(crate) mod lm_studio;
@@ -10,36 +10,36 @@ use crate::choose::{is_model, pick, quant, split};
 use crate::{Error, Places, Resolved};
 use std::path::{Path, PathBuf};
 
-/// A model that some program has downloaded.
+/// A model found in a program's cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// What `--model` takes.
+    /// The name to pass to `--model`.
     pub name: String,
     /// The program: `huggingface`, `llama.cpp`, `lmstudio`, `ollama`.
     pub store: &'static str,
-    /// A folder, or a file: of a GGUF in parts the first one.
+    /// A folder or a file. For a GGUF model in several parts, the first part.
     pub path: PathBuf,
-    /// On disk.
+    /// Size on disk.
     pub bytes: u64,
-    /// As its name has it.
+    /// The quantisation named in the file name or manifest.
     pub quant: Option<String>,
-    /// Why it cannot be run, where that shows from outside.
+    /// Why the model cannot be run, as far as this shows without opening it.
     pub trouble: Option<String>,
 }
 
-/// Every model of every cache, store by store, each in the order of its names.
+/// All models of all caches, grouped by program.
 pub fn list(places: &Places) -> Vec<Found> {
     let mut found = hugging_face::list(&places.hugging_face);
     found.extend(places.llama_cpp.iter().flat_map(|cache| llama_cpp::list(cache)));
     found.extend(places.lm_studio.iter().flat_map(|folder| lm_studio::list(folder)));
     found.extend(places.ollama.iter().flat_map(|folder| ollama::list(folder)));
-    // Two places may be one.
+    // Two configured folders may be the same.
     let mut seen = std::collections::BTreeSet::new();
     found.retain(|found| seen.insert((found.store, found.name.clone())));
     found
 }
 
-/// The names of a folder's folders, in order.
+/// Sorted names of the subfolders of a folder.
 fn folders(folder: &Path) -> Vec<String> {
     names(folder, Path::is_dir)
 }
@@ -59,7 +59,7 @@ fn bytes_of(path: &Path) -> u64 {
     path.metadata().map_or(0, |m| m.len())
 }
 
-/// The models in a folder that is laid out as a repository of the Hub: its safetensors, and each of its GGUF files.
+/// The models in a folder with the layout of a Hub repository: its safetensors model, and each GGUF model.
 fn in_folder(store: &'static str, name: &str, folder: &Path) -> Vec<Found> {
     let files = files_of(folder);
     let mut found = Vec::new();
@@ -102,7 +102,7 @@ fn in_folder(store: &'static str, name: &str, folder: &Path) -> Vec<Found> {
     found
 }
 
-/// Bytes of a GGUF model with all its parts, and what of it is not there.
+/// Size in bytes of a GGUF model with all its parts, and an error text if a part is missing.
 fn parts(folder: &Path, file: &str) -> (u64, Option<String>) {
     let Some((stem, _, count)) = split(file) else { return (bytes_of(&folder.join(file)), None) };
     let parts = (1..=count).map(|part| format!("{stem}-{part:05}-of-{count:05}.gguf"));
@@ -118,7 +118,7 @@ fn parts(folder: &Path, file: &str) -> (u64, Option<String>) {
     (bytes, trouble)
 }
 
-/// A name that this store does not have, with those that it has.
+/// Error for a name that this store lacks; its text lists the names that exist.
 fn not_there(name: String, store: &str, asked: &str, known: impl IntoIterator<Item = String>) -> Error {
     let there = match crate::error::near(asked, known) {
         Some(names) => format!("{store} has {names}"),

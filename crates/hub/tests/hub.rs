@@ -1,4 +1,4 @@
-//! Downloads from a Hub on loopback: what comes whole, what is cut short, what is refused.
+//! Downloads from a mock Hub on loopback: complete, interrupted and rejected ones.
 mod loopback;
 use kvist_hub::{Error, Hub as Resolver, Resolved, Settings};
 use loopback::*;
@@ -20,7 +20,7 @@ fn error(settings: Settings, name: &str) -> String {
     resolve(settings, name).0.expect_err(name).to_string()
 }
 
-/// Every file below a folder, but for locks.
+/// All files below a folder except locks.
 fn tree(folder: &Path) -> Vec<String> {
     fn walk(folder: &Path, root: &Path, found: &mut Vec<String>) {
         for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
@@ -59,7 +59,7 @@ fn a_gguf_file_is_downloaded_once() {
         (heard.begun, heard.at, heard.ended),
         (vec![("m-Q4_K_M.gguf".into(), 700_000, 0)], 700_000, 1)
     );
-    // As huggingface_hub lays it out: it finds the same file, and so does every other client.
+    // This is huggingface_hub's layout, so all its clients find the same file.
     let blob = format!("{FOLDER}/blobs/{}", sha256(&bytes(2, 700_000)));
     let snapshot = format!("{FOLDER}/snapshots/{COMMIT}/m-Q4_K_M.gguf");
     assert_eq!(tree(cache.path()), [blob.clone(), format!("{FOLDER}/refs/main"), snapshot]);
@@ -70,11 +70,11 @@ fn a_gguf_file_is_downloaded_once() {
         Path::new("../..").join(blob.strip_prefix(&format!("{FOLDER}/")).unwrap())
     );
 
-    // The second time the Hub is asked what is newest, and nothing is fetched.
+    // The second time, only the newest commit is requested; no file is downloaded.
     let read = hub.read().len();
     assert_eq!(path(hub.settings(cache.path()), "hf:org/name:q4_k_m"), file);
     assert_eq!(hub.read().len(), read);
-    // And offline it is not asked.
+    // Offline, the Hub is not asked at all.
     let asked = hub.asked().len();
     let offline = || Settings { offline: true, ..hub.settings(cache.path()) };
     for name in ["hf:org/name", "hf:org/name:Q4_K_M", "hf:org/name@main:m-Q4_K_M.gguf"] {
@@ -92,7 +92,7 @@ fn a_gguf_file_is_downloaded_once() {
 #[test]
 fn an_interrupted_download_goes_on_where_it_stopped() {
     let (hub, cache) = gguf_hub();
-    // The connection breaks twice, and is made anew.
+    // The connection breaks twice and is retried.
     hub.with(|s| drop(s.cuts.insert("m-Q4_K_M.gguf".into(), vec![300_000, 100_000])));
     let file = path(hub.settings(cache.path()), "hf:org/name");
     assert_eq!(std::fs::read(&file).unwrap(), bytes(2, 700_000));
@@ -100,7 +100,7 @@ fn an_interrupted_download_goes_on_where_it_stopped() {
     let ranges: Vec<_> = hub.read().into_iter().map(|(_, range)| range).collect();
     assert_eq!(ranges, [None, range(300_000), range(400_000)]);
 
-    // The network goes for good: what has come is kept, under no final name.
+    // The network stays down: the partial download is kept, without a final name.
     let cache = tempfile::tempdir().unwrap();
     hub.with(|s| drop(s.cuts.insert("m-Q4_K_M.gguf".into(), [vec![300_000], vec![0; 20]].concat())));
     let (broken, heard) = resolve(hub.settings(cache.path()), "hf:org/name");
@@ -111,7 +111,7 @@ fn an_interrupted_download_goes_on_where_it_stopped() {
     assert_eq!(tree(cache.path()), [part]);
     let offline = Settings { offline: true, ..hub.settings(cache.path()) };
     assert!(error(offline, "hf:org/name").contains("a download that was cut short"));
-    // The same command, another day.
+    // The same call at a later time.
     let before = hub.read().len();
     hub.with(|s| s.cuts.clear());
     let (resolved, heard) = resolve(hub.settings(cache.path()), "hf:org/name");
@@ -141,14 +141,14 @@ fn what_is_damaged_is_not_kept() {
     assert!(refused.contains(&sha256(&bytes(2, 700_000))), "{refused}");
     assert!(tree(cache.path()).is_empty());
     assert_eq!(hub.read().len(), 1, "damage is not fetched again and again");
-    // Texts are in git, and have its hashes.
+    // Small text files are in git and are verified with git hashes.
     hub.small("org/folder", "config.json", "{}");
     hub.large("org/folder", "model.safetensors", &bytes(5, 100));
     hub.with(|s| s.damaged.push("config.json".into()));
     assert!(error(hub.settings(cache.path()), "hf:org/folder").contains("config.json is damaged"));
 }
 
-/// Another client may leave a file with holes, or of another version, under the name that is gone on with.
+/// Another client may leave a partial file that has holes or belongs to another version.
 #[test]
 fn a_damaged_beginning_is_fetched_anew() {
     let (hub, cache) = gguf_hub();
@@ -173,7 +173,7 @@ fn a_full_disk_is_seen_before_anything_is_written() {
     let refused = error(small(), "hf:org/name");
     assert!(refused.contains("has room for 683.6 KiB; 683.6 KiB more are needed"), "{refused}");
     assert!(hub.read().is_empty() && tree(cache.path()).is_empty());
-    // What is there already needs no room.
+    // Bytes that are already on disk need no more space.
     let blobs = cache.path().join(FOLDER).join("blobs");
     std::fs::create_dir_all(&blobs).unwrap();
     let part = blobs.join(format!("{}.incomplete", sha256(&bytes(2, 700_000))));
@@ -194,7 +194,7 @@ fn all_parts_of_a_gguf_come() {
             (bytes(3, 3000), bytes(4, 2000))
         );
     }
-    // Offline a half is no model.
+    // Offline, a model with a missing part is not found.
     let offline = Settings { offline: true, ..hub.settings(cache.path()) };
     path(offline.clone(), "hf:org/name:F16");
     let snapshot = cache.path().join(FOLDER).join("snapshots").join(COMMIT);
@@ -237,7 +237,7 @@ fn a_safetensors_repository_comes_with_what_its_index_names() {
     std::fs::remove_file(folder.join("model-00002-of-00002.safetensors")).unwrap();
     assert!(error(offline, "hf:org/name").contains("not in the cache"));
 
-    // Weights that could not be run do not come.
+    // Weights of a model that the engine rejects are not downloaded.
     let other = tempfile::tempdir().unwrap();
     let read = hub.read().len();
     let mut heard = Heard { refuses: Some("no such family".into()), ..Heard::default() };
@@ -246,7 +246,7 @@ fn a_safetensors_repository_comes_with_what_its_index_names() {
     assert!(refused.contains("no such family. Its weights were not downloaded"), "{refused}");
     assert!(hub.read()[read..].iter().all(|(file, _)| !file.ends_with(".safetensors")));
 
-    // An index that lies leaves nothing outside.
+    // An index with bad file names creates no files outside the folder.
     for (shard, expected) in [("../../x", "leaves its folder"), ("gone.safetensors", "does not have")] {
         hub.small("org/liar", "config.json", "{}");
         let index = format!("{{\"weight_map\": {{\"a\": \"{shard}\"}}}}");
@@ -298,7 +298,7 @@ fn refusals_say_what_to_do() {
     has(error(settings(), "hf:org/name:m-Q2.gguf"), &["has no file m-Q2.gguf; there are m-Q2_K.gguf, "]);
     refuse("Q2_K", 404, "EntryNotFound");
     has(error(settings(), "hf:org/name:Q2_K"), &["its list of files says otherwise"]);
-    // None of them has written anything.
+    // None of these errors left complete files.
     let written = tree(cache.path());
     assert!(written.is_empty() || written.iter().all(|f| f.ends_with(".incomplete")), "{written:?}");
 }
@@ -307,7 +307,7 @@ fn refusals_say_what_to_do() {
 fn a_hub_that_is_away_is_no_reason_not_to_run_what_is_here() {
     let (hub, cache) = gguf_hub();
     let file = path(hub.settings(cache.path()), "hf:org/name");
-    // A port that was free a moment ago.
+    // A port that was free just now.
     let nowhere = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let endpoint = format!("http://{}", nowhere.local_addr().unwrap());
     drop(nowhere);
@@ -321,18 +321,18 @@ fn a_hub_that_is_away_is_no_reason_not_to_run_what_is_here() {
     );
     let refused = error(away(), "hf:org/name:Q2_K");
     assert!(refused.contains("cannot reach") && refused.contains("kvist models"), "{refused}");
-    // A Hub that is out of order is away too; one that says no is not.
+    // 5xx counts as unreachable, 404 does not.
     hub.with(|s| s.refused = [("/api/".to_string(), (503, ""))].into());
     assert_eq!(path(hub.settings(cache.path()), "hf:org/name"), file);
     hub.with(|s| s.refused = [("/api/".to_string(), (404, "RepoNotFound"))].into());
     assert!(error(hub.settings(cache.path()), "hf:org/name").contains("has no repository"));
-    // What answers, and is no Hub.
+    // A server that responds but is not a Hub.
     let other =
         Settings { endpoint: format!("{}/org/name/resolve/{COMMIT}/README.md?", hub.endpoint), ..away() };
     assert!(error(other, "hf:org/name:Q2_K").contains("is HF_ENDPOINT a Hub?"));
 }
 
-/// A token is for the Hub. The host that keeps the bytes is another one, and is told by a signed address.
+/// The token is only for the Hub. The storage host is a different host, reached through a signed URL.
 #[test]
 fn a_token_goes_to_the_hub_alone() {
     let (hub, cache) = gguf_hub();
@@ -345,7 +345,7 @@ fn a_token_goes_to_the_hub_alone() {
     }
 }
 
-/// Mirrors need not say sizes and hashes in their lists: then the file itself is asked for them.
+/// Mirrors may omit sizes and hashes in their listings; then a HEAD request gets them.
 #[test]
 fn a_mirror_that_lists_names_alone_is_asked_for_the_rest() {
     let (hub, cache) = gguf_hub();

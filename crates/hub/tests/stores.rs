@@ -1,5 +1,5 @@
-//! Caches as their programs lay them out, in folders of the test: every model is listed under a name that leads to it, and
-//! what is broken is said.
+//! Creates caches with the layouts of their programs. Every model is listed under a name that resolves to it,
+//! and broken ones are reported.
 mod loopback;
 use kvist_hub::stores::{Found, list};
 use kvist_hub::{Hub, Places, Settings};
@@ -12,7 +12,7 @@ fn write(path: PathBuf, bytes: impl AsRef<[u8]>) {
     std::fs::write(path, bytes).unwrap();
 }
 
-/// A blob, and its name in a snapshot, as huggingface_hub leaves them.
+/// A blob and its link in a snapshot, as huggingface_hub creates them.
 fn snapshot(cache: &Path, repo: &str, commit: &str, file: &str, bytes: &[u8]) {
     let repo = cache.join(format!("models--{}", repo.replace('/', "--")));
     let blob = repo.join("blobs").join(sha256(bytes));
@@ -57,7 +57,7 @@ fn places(root: &Path) -> Places {
     }
 }
 
-/// Caches with something of everything.
+/// Caches with models of every kind.
 fn caches() -> (tempfile::TempDir, Settings) {
     let root = tempfile::tempdir().unwrap();
     let places = places(root.path());
@@ -78,7 +78,7 @@ fn caches() -> (tempfile::TempDir, Settings) {
     snapshot(hub, "org/half", &old, "model-00001-of-00002.safetensors", b"1");
     snapshot(hub, "org/torch", &old, "config.json", b"{}");
     snapshot(hub, "org/torch", &old, "pytorch_model.bin", b"2");
-    // No models: a tokenizer alone, a data set, and what is none at all.
+    // Not models: a lone tokenizer, a data set, and unrelated files.
     snapshot(hub, "org/tokenizer", &old, "tokenizer.json", b"{}");
     write(hub.join("datasets--org--data/snapshots/x/config.json"), "{}");
     write(hub.join("models--odd"), "");
@@ -150,7 +150,7 @@ fn every_model_is_listed_under_a_name_that_leads_to_it() {
             one("ollama:tensors:latest", 0, None),
         ]
     );
-    // What `main` means, and not what came last.
+    // The snapshot that `main` refers to, not the newest one.
     let qwen = settings.places.hugging_face.join("models--Qwen--Qwen3-0.6B/snapshots").join(commit('b'));
     assert_eq!(found[0].path, qwen);
 
@@ -159,7 +159,7 @@ fn every_model_is_listed_under_a_name_that_leads_to_it() {
         let resolved = hub.resolve(Path::new(name), &mut Heard::default());
         match trouble {
             None => assert_eq!(&resolved.unwrap().path, path, "{name}"),
-            // A path is opened as it is, and the engine says what is wrong.
+            // A file is returned without checks; the engine reports what is wrong with it.
             Some(_) if name.starts_with("llama.cpp:") => assert!(resolved.is_ok(), "{name}"),
             Some(_) => drop(resolved.expect_err(name)),
         }

@@ -1,4 +1,4 @@
-//! What a model is, from `config.json` in either spelling or from the metadata of a GGUF file.
+//! Model architectures, read from either version of `config.json` or from the metadata of a GGUF file.
 mod family;
 mod gguf;
 mod json;
@@ -13,7 +13,8 @@ pub use tensors::{Role, TensorSpec};
 use crate::error::Error;
 use crate::weights::Encoding;
 
-/// The architecture of one model, checked: sizes are positive and divide, owners own.
+/// The validated architecture of one model: sizes are positive and divide each other where they must, and every layer
+/// that shares its KV names a valid owner.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     pub family: Family,
@@ -25,54 +26,55 @@ pub struct ModelConfig {
     pub intermediate: usize,
     pub vocab: usize,
     pub norm_eps: f32,
-    /// Checkpoints hold the weights of norms less 1 (Gemma in safetensors).
+    /// Checkpoints store norm weights minus 1 (Gemma in safetensors).
     pub norms_less_one: bool,
-    /// The rotary embeddings that its layers choose from.
+    /// The rotary embeddings, which layers refer to by index.
     pub ropes: Vec<Rope>,
-    /// Multiplies the embedding of a token; 1 for most.
+    /// Multiplies the token embeddings; 1 for most models.
     pub embedding_scale: f32,
-    /// Multiplies the scores of attention.
+    /// Multiplies attention scores.
     pub attention_scale: f32,
-    /// Every head of every layer has a learned score of nothing, which takes a share of its weights.
+    /// Attention sinks: every head of every layer has a learned extra score without a value, which takes a share of the
+    /// softmax.
     pub sinks: bool,
-    /// `cap × tanh(score / cap)`, of attention and of logits.
+    /// `cap × tanh(score / cap)`, for attention scores and for logits.
     pub attention_softcap: Option<f32>,
     pub logit_softcap: Option<f32>,
     /// The embedding is also the output layer.
     pub tie_embeddings: bool,
     /// Biases on q, k and v.
     pub qkv_bias: bool,
-    /// A bias on the attention's output.
+    /// A bias on the attention output projection.
     pub o_bias: bool,
     pub mlp_bias: bool,
     /// RMSNorm over each head of q and k, before RoPE.
     pub qk_norm: bool,
-    /// RMSNorm over what attention and MLP add, too.
+    /// Also apply RMSNorm to the outputs of attention and MLP.
     pub post_norms: bool,
-    /// Of the MLP's gate.
+    /// Activation function of the MLP's gate.
     pub activation: Activation,
-    /// Of the layers that are [routed](LayerConfig::routed).
+    /// Experts of the layers that are [routed](LayerConfig::routed).
     pub experts: Option<Experts>,
     pub layers: Vec<LayerConfig>,
-    /// Positions the model was trained on.
+    /// Number of positions the model was trained on.
     pub context: u32,
     pub bos: Option<u32>,
     pub eos: Vec<u32>,
-    /// How the checkpoint stores its weights, by its own word.
+    /// The dtype of the weights, as the checkpoint declares it.
     pub stored_dtype: Encoding,
-    /// The same of its experts.
+    /// The dtype of the experts' weights.
     pub stored_experts: Encoding,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerConfig {
-    /// Positions a query sees, its own included; `None` is all.
+    /// Number of positions a query sees, its own included; `None` for all.
     pub window: Option<u32>,
-    /// Itself, or the lower layer whose K and V it borrows.
+    /// The layer whose K and V this layer uses: itself, or a lower layer.
     pub owner: usize,
-    /// Which of the model's rotary embeddings turns q and k; `None` for NoPE layers.
+    /// Index of the rotary embedding for q and k; `None` for NoPE layers.
     pub rope: Option<usize>,
-    /// Has experts instead of one MLP.
+    /// True if the layer has experts instead of one MLP.
     pub routed: bool,
 }
 
@@ -80,36 +82,37 @@ pub struct LayerConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Experts {
     pub n: usize,
-    /// Experts that a token uses.
+    /// Number of experts per token.
     pub used: usize,
     /// `intermediate_size` of each.
     pub width: usize,
-    /// The weights of those that are used add up to 1.
+    /// Normalise the weights of the selected experts to a sum of 1.
     pub renormalise: bool,
     /// The router and all experts have biases.
     pub bias: bool,
 }
 
-/// What a gate goes through before it multiplies.
+/// The activation function of a gate.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Activation {
     /// `x × sigmoid(x)`
     Silu,
-    /// GELU in its approximation by tanh.
+    /// GELU, tanh approximation.
     Gelu,
-    /// `x × sigmoid(1.702 x)` of what is at most `limit`, times one more than the other factor, which is within ±
-    /// `limit` (gpt-oss).
+    /// `g × sigmoid(1.702 g) × (u + 1)`, where g is the gate clamped from above to `limit` and u is the other factor
+    /// clamped to ±`limit` (gpt-oss).
     Clamped { limit: f32 },
 }
 
-/// More than any model has; below it no product of two sizes overflows.
+/// Upper bound on sizes, larger than any model's. Below it no product of two sizes overflows.
 const ABSURD: usize = 1 << 28;
 
-/// Experts of all layers together: each has names of its own, which take memory before a file is looked at.
+/// Upper bound on experts over all layers. Each expert has its own tensor names, which take memory before the weight
+/// files are read.
 const MOST_EXPERTS: usize = 1 << 17;
 
 impl ModelConfig {
-    /// Of a layer's MLP, or of the experts that a token uses together.
+    /// Width of a layer's MLP, or of all experts that a token uses together.
     pub fn mlp_width(&self, layer: &LayerConfig) -> usize {
         match self.experts {
             Some(experts) if layer.routed => experts.used.saturating_mul(experts.width),
@@ -117,7 +120,7 @@ impl ModelConfig {
         }
     }
 
-    /// The checks that every source of a config must pass.
+    /// Validates a config from any source.
     fn check(self, file: &str) -> Result<Self, Error> {
         let bad = |field: &str, problem: String| {
             Err(Error::Config { file: file.into(), field: field.into(), problem })
@@ -130,7 +133,7 @@ impl ModelConfig {
             ("head_dim", self.head_dim),
             ("intermediate_size", self.intermediate),
             ("vocab_size", self.vocab),
-            ("max_position_embeddings", self.context.min(ABSURD as u32) as usize), // "no limit" is written as a huge one
+            ("max_position_embeddings", self.context.min(ABSURD as u32) as usize), // huge for "no limit"
         ];
         for (field, size) in sizes {
             if size == 0 || size > ABSURD {

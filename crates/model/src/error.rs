@@ -1,4 +1,4 @@
-//! Everything that can go wrong between a file and a token, said so that the reader knows what to do.
+//! Errors from file to token. Messages tell the reader what to do.
 use kvist_backend::{BackendError, BuildError, Bytes, OutOfBudget, StepError};
 use kvist_cache::Refused;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ pub enum Error {
     Empty { path: PathBuf },
     #[error("{path} is {what}", path = path.display())]
     NotAModel { path: PathBuf, what: String },
-    /// A file whose contents cannot be what they claim.
+    /// The file's contents are inconsistent.
     #[error("{file}: {what}")]
     Malformed { file: String, what: String },
     #[error("{file}: `{field}` {problem}")]

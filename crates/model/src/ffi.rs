@@ -1,4 +1,4 @@
-//! The bytes of a file, mapped or read. The only unsafe code of this crate.
+//! The bytes of a file, mapped or read. This module has the only unsafe code of the crate.
 #![allow(unsafe_code)]
 use crate::error::Error;
 use crate::files;
@@ -21,13 +21,13 @@ impl Contents {
             return files::read(path).map(Contents::Read);
         }
         let file = File::open(path).map_err(failed)?;
-        // SAFETY: the map is read-only and lives as long as this value. That nobody changes the file meanwhile
-        // cannot be enforced; the documentation of `--no-mmap` says so, and whoever expects it reads instead.
+        // SAFETY: the map is read-only and lives as long as this value. Changes to the file by other processes cannot
+        // be prevented; the documentation of `--no-mmap` says so, and the option reads the file instead.
         let map = unsafe { memmap2::Mmap::map(&file) };
         match map {
-            // A pipe has no length, and can be read.
+            // A pipe has no length, but can be read.
             Ok(map) if !map.is_empty() => Ok(Contents::Mapped(map)),
-            // Some file systems cannot map, but can be read; an empty file is an error there.
+            // Some file systems cannot map but can read. Mapping an empty file fails there.
             _ => files::read(path).map(Contents::Read),
         }
     }

@@ -1,28 +1,29 @@
-//! How a model's makers sample from it: `generation_config.json` of a folder, `general.sampling.*` of a GGUF file.
+//! A model's recommended sampling parameters: `generation_config.json` in a folder, `general.sampling.*` in a GGUF
+//! file.
 //!
-//! Read as vLLM and llama.cpp do: what is named replaces a default, what is not named changes nothing, and
-//! `do_sample` is not looked at.
+//! Interpreted as in vLLM and llama.cpp: a present value replaces kvist's default, an absent value changes nothing, and
+//! `do_sample` is ignored.
 use crate::error::Error;
 use crate::files::read_text;
 use crate::weights::Gguf;
 use serde_json::Value;
 use std::path::Path;
 
-/// Defaults that a model brings along.
+/// Sampling defaults that ship with a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Shipped {
     pub temperature: Option<f32>,
-    /// 0 is all.
+    /// 0 keeps all.
     pub top_k: Option<usize>,
     pub top_p: Option<f32>,
     pub min_p: Option<f32>,
     pub repetition_penalty: Option<f32>,
-    /// Recent tokens that the penalty looks at.
+    /// Number of recent tokens that the repetition penalty covers.
     pub repetition_window: Option<usize>,
 }
 
 impl Shipped {
-    /// Nothing is shipped where the file is missing.
+    /// Empty if the file does not exist.
     pub(crate) fn from_folder(folder: &Path) -> Result<Shipped, Error> {
         let path = folder.join("generation_config.json");
         if !path.exists() {
@@ -31,7 +32,7 @@ impl Shipped {
         Self::from_json(&path.display().to_string(), &read_text(&path)?)
     }
 
-    /// The text of a `generation_config.json`; `file` is what errors call it.
+    /// Parses the text of a `generation_config.json`. Errors call the file `file`.
     pub fn from_json(file: &str, text: &str) -> Result<Shipped, Error> {
         let document: Value = serde_json::from_str(text)
             .map_err(|e| Error::Malformed { file: file.into(), what: format!("not JSON: {e}") })?;
@@ -49,7 +50,7 @@ impl Shipped {
             })?,
             repetition_window: None,
         };
-        // There the penalty looks at the whole text.
+        // In transformers the penalty covers the whole text.
         Ok(Shipped { repetition_window: shipped.repetition_penalty.map(|_| usize::MAX), ..shipped })
     }
 
@@ -69,7 +70,7 @@ impl Shipped {
             top_p: number("top_p", |x| x > 0.0 && x <= 1.0)?,
             min_p: number("min_p", |x| (0.0..=1.0).contains(&x))?,
             repetition_penalty: number("penalty_repeat", |x| x > 0.0)?,
-            // -1 is the whole context there, and 0 is off.
+            // In llama.cpp, -1 is the whole context and 0 is off.
             repetition_window: match meta.number("general.sampling.penalty_last_n")? {
                 Some(n) if n < 0.0 => Some(usize::MAX),
                 _ => many("penalty_last_n")?,
@@ -93,7 +94,7 @@ fn checked(file: &str, field: &str, value: Option<f64>, good: fn(f32) -> bool) -
     }
 }
 
-/// -1 and 0 are all.
+/// -1 and 0 keep all.
 fn count(file: &str, field: &str, value: Option<f64>) -> Result<Option<usize>, Error> {
     match value {
         None => Ok(None),
@@ -108,7 +109,7 @@ mod tests {
 
     #[test]
     fn what_is_named_is_read() {
-        // Qwen3-0.6B's.
+        // From Qwen3-0.6B.
         let text = r#"{"bos_token_id": 151643, "do_sample": true, "eos_token_id": [151645, 151643],
             "pad_token_id": 151643, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "transformers_version": "4.51.0"}"#;
         let expected =

@@ -1,5 +1,5 @@
-//! Calls into crates that panic at some input. The panic is caught and becomes an error; nobody is to read its
-//! report first, with a backtrace, on stderr.
+//! Calls into crates that panic on some inputs. The panic is caught and becomes an error, and no panic message or
+//! backtrace is printed to stderr.
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::sync::Once;
@@ -8,9 +8,11 @@ thread_local! {
     static QUIET: Cell<bool> = const { Cell::new(false) };
 }
 
-/// `None` if `call` panicked. What it could have left half done must not be used again, or be only read.
+/// Returns `None` if `call` panicked. State that the call may have left inconsistent must not be used again, or must
+/// only have been read.
 pub(crate) fn quietly<T>(call: impl FnOnce() -> T) -> Option<T> {
-    // The hook is one for the process: every other thread, and this one elsewhere, keeps what stood before.
+    // The panic hook is global to the process. All other threads, and this thread outside of `call`, keep the previous
+    // hook.
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let before = take_hook();

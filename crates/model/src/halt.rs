@@ -1,15 +1,14 @@
-//! When work of many milliseconds (a rendering, a tokenization) ends before it is done: the client that wanted its result
-//! has left, or its time is over.
+//! Cancels long work (rendering a template, tokenizing a text): the client has disconnected, or the time is up.
 //!
-//! Set for a thread while the work runs on it, and looked at between pieces of the work. It promises nothing about how
-//! soon that is; [`template`](crate::template) and [`tokenizer`](crate::tokenizer) say how large their pieces are.
+//! A halt is set for a thread while the work runs on it, and is checked between pieces of the work. How soon the work
+//! ends depends on the size of the pieces; see [`template`](crate::template) and [`tokenizer`](crate::tokenizer).
 use crate::error::Error;
 use std::cell::RefCell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Instant;
 
-/// A flag that another thread may raise, and a time.
+/// A flag that another thread may set, and a deadline.
 #[derive(Clone, Debug, Default)]
 pub struct Halt {
     cancelled: Arc<AtomicBool>,
@@ -17,17 +16,17 @@ pub struct Halt {
 }
 
 impl Halt {
-    /// `None`: the work may take as long as it takes.
+    /// Deadline; `None` for no limit.
     pub fn new(until: Option<Instant>) -> Self {
         Halt { cancelled: Arc::default(), until }
     }
 
-    /// The same flag, with a time.
+    /// The same flag with a deadline.
     pub fn until(&self, until: Instant) -> Self {
         Halt { cancelled: self.cancelled.clone(), until: Some(until) }
     }
 
-    /// End the work.
+    /// Stops the work.
     pub fn cancel(&self) {
         self.cancelled.store(true, Relaxed);
     }
@@ -36,7 +35,7 @@ impl Halt {
         self.cancelled.load(Relaxed) || self.until.is_some_and(|until| Instant::now() >= until)
     }
 
-    /// Work on this thread, which fails with [`Error::Halted`] soon after this halt is over.
+    /// Runs `work` on this thread. It fails with [`Error::Halted`] soon after this halt is set or its deadline passes.
     pub fn during<T>(&self, work: impl FnOnce() -> T) -> T {
         struct Before(Option<Halt>);
         impl Drop for Before {
@@ -53,7 +52,7 @@ thread_local! {
     static CURRENT: RefCell<Option<Halt>> = const { RefCell::new(None) };
 }
 
-/// An error if the work that runs on this thread is to end.
+/// Returns an error if the work on this thread must stop.
 pub fn check() -> Result<(), Error> {
     match CURRENT.with_borrow(|halt| halt.as_ref().is_some_and(Halt::is_over)) {
         true => Err(Error::Halted),

@@ -5,13 +5,12 @@
 //! <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
 //! ```
 //!
-//! What the model thinks is in the channel `analysis`, what it says in `final`. `commentary` has calls of functions,
-//! and what is said before them. The prompt ends with `<|start|>assistant`, so an answer begins inside a header; the
-//! recipient of a call may stand before its channel too. `<|return|>` and `<|call|>` end an answer, `<|end|>` a message
-//! of it.
+//! The channel `analysis` has the model's reasoning and `final` its answer. `commentary` has function calls, and text
+//! before them. The prompt ends with `<|start|>assistant`, so an answer begins inside a header. The recipient of a call
+//! may also come before its channel. `<|return|>` and `<|call|>` end an answer; `<|end|>` ends one message of it.
 //!
-//! The format's control tokens have no text, so they are to be written out by their names where an answer is read
-//! ([`marks`]); a [`ChannelParser`] takes the text apart.
+//! The format's control tokens have no text, so the decoder has to write them out by name ([`marks`]). A
+//! [`ChannelParser`] then parses the text.
 mod header;
 
 use crate::template::ChatTemplate;
@@ -27,23 +26,23 @@ pub const CONSTRAIN: &str = "<|constrain|>";
 pub const RETURN: &str = "<|return|>";
 pub const CALL: &str = "<|call|>";
 
-/// The names of the format's control tokens. None is the beginning of another one.
+/// The names of the format's control tokens. None is a prefix of another.
 pub const MARKS: [&str; 7] = [START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL];
 
-/// The control tokens of the format that a vocabulary has. `None` where its model does not speak it: its chat template
-/// has to write channels, and they have to be tokens.
+/// The format's control tokens in a vocabulary. `None` if the model does not use the format: its chat template must
+/// write channels, and the control tokens must exist.
 pub fn marks(tokenizer: &Tokenizer, template: &ChatTemplate) -> Option<Vec<u32>> {
     let writes = template.source(false).contains(CHANNEL) && is_known(tokenizer);
     writes.then(|| MARKS.iter().filter_map(|mark| tokenizer.token(mark)).collect())
 }
 
-/// Does the vocabulary have what no message of the format can be without?
+/// True if the vocabulary has the tokens that every message of the format needs.
 fn is_known(tokenizer: &Tokenizer) -> bool {
     [START, END, MESSAGE, CHANNEL].iter().all(|mark| tokenizer.token(mark).is_some())
 }
 
-/// The tokens that end an answer, where a vocabulary is of this format: a file may leave out `<|call|>`, or name
-/// `<|end|>`, behind which the answer goes on.
+/// Corrects the end tokens of a model with this format: files may omit `<|call|>`, or list `<|end|>`, after which the
+/// answer continues.
 pub(crate) fn correct_ends(tokenizer: &Tokenizer, ends: &mut Vec<u32>) {
     let answer = [RETURN, CALL].map(|mark| tokenizer.token(mark));
     let [Some(returns), Some(calls)] = answer else { return };
@@ -53,55 +52,55 @@ pub(crate) fn correct_ends(tokenizer: &Tokenizer, ends: &mut Vec<u32>) {
     }
 }
 
-/// What became certain of an answer.
+/// A final part of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Delta {
     Content(String),
     Reasoning(String),
-    /// A call of a function, complete. The arguments are a JSON object, as the model wrote it.
+    /// A complete function call. The arguments are a JSON object, as the model wrote it.
     Call {
         name: String,
         arguments: String,
     },
 }
 
-/// Where a message is told.
+/// How a message is reported.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Channel {
     Reasoning,
-    /// Every other one, known or not.
+    /// All other channels, known or not.
     #[default]
     Content,
 }
 
-/// Reads an answer that comes in pieces.
+/// Parses an answer that arrives in pieces.
 ///
-/// It promises that the result does not depend on how the text was cut, that text is told as soon as no mark can begin
-/// in it, and that its time goes with the text's length. It holds a call until that is complete, a header, and the
-/// beginning of a mark; each is bounded. No text is lost: what has no known shape is content, and so is a call without
-/// an object. Messages of one channel are told with a line break between them, as vLLM does.
+/// The result does not depend on how the text is cut. Text is returned as soon as no mark can begin in it. Parsing time
+/// is linear in the text's length. The parser buffers incomplete calls, headers and marks; each buffer is bounded. No
+/// text is lost: text that matches no known form is content, and so is a call without an object. Messages of one
+/// channel are joined with a line break, as in vLLM.
 ///
-/// It sees text: a mark that the model spells with ordinary tokens is one too.
+/// The parser sees only text: a mark that the model spells with ordinary tokens counts too.
 #[derive(Clone, Debug, Default)]
 pub struct ChannelParser {
-    /// Calls are told as such; otherwise what they say is content.
+    /// Report calls as [`Delta::Call`]; otherwise their text is content.
     calls: bool,
-    /// What may become a mark.
+    /// Text that may become a mark.
     held: String,
     place: Place,
-    /// A header's text, with the marks inside.
+    /// The text of a header, including its marks.
     header: String,
-    /// It follows `<|start|>`, and so is one whatever it says.
+    /// The header follows `<|start|>`, so it is one whatever its text.
     started: bool,
     channel: Channel,
-    /// The message is a call.
+    /// The call, if the message is one.
     call: Option<Call>,
-    /// The message has said something.
+    /// The message has had text.
     spoken: bool,
-    /// Something was said in this channel before.
+    /// This channel had text before.
     content: bool,
     reasoning: bool,
-    /// A message, or a mark of one, has come.
+    /// A message or a mark has been seen.
     begun: bool,
 }
 
@@ -113,19 +112,19 @@ enum Place {
     Body,
 }
 
-/// A call on its way.
+/// An incomplete call.
 #[derive(Clone, Debug, Default)]
 struct Call {
     name: String,
     body: String,
-    /// Its object has begun.
+    /// Its JSON object has begun.
     opened: bool,
 }
 
-/// Bytes of a header. What is longer is none, and its rest is text.
+/// Maximum size of a header in bytes. A longer text is no header, and its rest is message text.
 const MAX_HEADER: usize = 512;
 
-/// Bytes of a call. What is longer is text.
+/// Maximum size of a call in bytes. A longer one is text.
 const MAX_CALL: usize = 4 << 20;
 
 impl ChannelParser {
@@ -133,11 +132,11 @@ impl ChannelParser {
         ChannelParser { calls, ..ChannelParser::default() }
     }
 
-    /// The answer goes on with this.
+    /// Adds the next piece of the answer.
     pub fn push(&mut self, piece: &str, out: &mut Vec<Delta>) {
         let mut text = std::mem::take(&mut self.held);
         text += piece;
-        // What stands before the first has been taken; no mark begins between both.
+        // Text before `taken` has been consumed; no mark begins between `taken` and `looked`.
         let (mut taken, mut looked) = (0, 0);
         while let Some(at) = text[looked..].find('<').map(|at| looked + at) {
             let rest = &text[at..];
@@ -157,7 +156,7 @@ impl ChannelParser {
         self.text(&text[taken..], out);
     }
 
-    /// The answer is over.
+    /// Ends the answer.
     pub fn finish(&mut self, out: &mut Vec<Delta>) {
         let held = std::mem::take(&mut self.held);
         self.text(&held, out);
@@ -174,7 +173,7 @@ impl ChannelParser {
         if self.place == Place::Body {
             return self.say(text, out);
         }
-        // At the same byte however the text is cut.
+        // Cuts at the same byte, however the text is split.
         let mut room = MAX_HEADER.saturating_sub(self.header.len()).min(text.len());
         while !text.is_char_boundary(room) {
             room -= 1;
@@ -194,7 +193,7 @@ impl ChannelParser {
             }
             (MESSAGE | CONSTRAIN, Place::Body) => self.say(mark, out),
             (CHANNEL | CONSTRAIN, Place::Header) => {
-                // A second channel in a header takes the place of one that says nothing.
+                // A second channel in a header replaces one without text.
                 let goes_on = mark == CONSTRAIN || Header::read(&self.header, false).rest.trim().is_empty();
                 if !goes_on || self.header.len() + mark.len() > MAX_HEADER {
                     self.end_message(out);
@@ -214,7 +213,7 @@ impl ChannelParser {
         self.begun = true;
     }
 
-    /// A message begins.
+    /// Begins a message.
     fn open(&mut self, header: Header<'_>, out: &mut Vec<Delta>) {
         self.place = Place::Body;
         self.channel = header.channel;
@@ -224,14 +223,15 @@ impl ChannelParser {
         self.say(header.rest, out);
     }
 
-    /// The text that was to be a header is the message itself, but for what begins one. `over`: nothing follows.
+    /// The text buffered as a header is message text, except for a valid header at its start. `over`: the answer has
+    /// ended.
     fn give_up_header(&mut self, over: bool, out: &mut Vec<Delta>) {
         let text = std::mem::take(&mut self.header);
         let mut header = Header::read(&text, false);
         if !self.started && !header.is_one() {
             header.rest = &text;
         }
-        // Blanks between messages belong to none.
+        // White space between messages belongs to none of them.
         let is_blank = self.begun && header.rest.trim().is_empty();
         if is_blank || (over && header.is_cut(self.started)) {
             header.rest = "";
@@ -239,7 +239,7 @@ impl ChannelParser {
         self.open(header, out);
     }
 
-    /// The next one begins with a header.
+    /// Ends the message. The next one begins with a header.
     fn end_message(&mut self, out: &mut Vec<Delta>) {
         if self.place == Place::Header {
             self.give_up_header(false, out);
@@ -257,7 +257,7 @@ impl ChannelParser {
         }
     }
 
-    /// Of a message's text.
+    /// Handles text of a message.
     fn say(&mut self, text: &str, out: &mut Vec<Delta>) {
         let Some(call) = &mut self.call else { return self.tell(text, out) };
         call.body += text;
@@ -290,7 +290,7 @@ impl ChannelParser {
     }
 }
 
-/// A whole answer, read.
+/// A complete parsed answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Answer {
     pub content: String,
@@ -300,7 +300,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// The same as from a [`ChannelParser`].
+    /// Parses a complete answer, with the same result as [`ChannelParser`].
     pub fn read(text: &str, calls: bool) -> Self {
         let (mut parser, mut out) = (ChannelParser::new(calls), Vec::new());
         parser.push(text, &mut out);

@@ -1,7 +1,7 @@
-//! What a model is: its config, its weights in the formats that people have, the decoder, the tokenizer and the chat template.
+//! Models: configs, weights in common file formats, the decoder, tokenizers and chat templates.
 //!
-//! [`Opened`] reads what a file says of itself, [`Model::load`] holds its weights, [`Decoder::forward`] computes a step over
-//! attention that the caller hands it. No file and no text can make it panic.
+//! [`Opened`] reads a file's headers, [`Model::load`] loads its weights, and [`Decoder::forward`] computes a step with
+//! an attention function that the caller provides. No file and no text can make this crate panic.
 #![deny(unsafe_code)]
 
 pub mod config;

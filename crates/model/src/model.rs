@@ -1,4 +1,4 @@
-//! A model that runs: weights loaded once, any number of sessions beside each other.
+//! A loaded model. Any number of sessions share its weights.
 mod decoder;
 mod layout;
 mod load;

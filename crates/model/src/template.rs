@@ -1,9 +1,9 @@
-//! Chat templates: the Jinja that models ship, rendered as transformers renders it.
+//! Chat templates: the Jinja templates that models ship, rendered as transformers renders them.
 //!
-//! A template is a program that comes with a model, fed with what a client sends. It promises that a rendering ends: its
-//! instructions are counted; that it takes no more than [`Conversation::rendering_bytes`], and is an error where it
-//! would; that what is nested deeply is refused; and that a rendering whose [`Halt`](crate::halt::Halt) is over ends
-//! within a round of a loop, a filter or a write. One of these walks no list that would weigh more than that, were it made.
+//! A template is a program that comes with a model and gets its input from clients. A rendering always ends: its
+//! instructions are counted. Its memory is limited to [`Conversation::rendering_bytes`]; beyond that it fails. Deep
+//! nesting is refused. After its [`Halt`](crate::halt::Halt) is set, a rendering ends within one loop iteration, filter
+//! or write; none of these walks a list that would weigh more than the limit if it were materialised.
 mod allowance;
 mod conversation;
 mod filters;
@@ -22,7 +22,7 @@ use std::path::Path;
 
 pub use conversation::Conversation;
 
-/// One turn.
+/// One message.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Message {
     /// `system`, `user` or `assistant`.
@@ -36,7 +36,7 @@ impl Message {
     }
 }
 
-/// A compiled template, and the one beside it for conversations with tools where a model ships two.
+/// A compiled template, and the separate template for conversations with tools if a model ships two.
 pub struct ChatTemplate {
     file: String,
     source: String,
@@ -51,31 +51,31 @@ impl std::fmt::Debug for ChatTemplate {
 }
 
 const NAME: &str = "chat";
-/// transformers' name for the template that is taken when there are tools.
+/// transformers' name for the template used with tools.
 const TOOL_USE: &str = "tool_use";
 
-/// Models ship templates of up to some tens of KiB.
+/// Maximum source size. Models ship templates of up to some tens of KiB.
 const MAX_SOURCE_BYTES: usize = 128 << 10;
-/// Tokens between `{{` and `}}`. minijinja's compiler recurses, and takes quadratic time, for every operator of a
-/// chain (`not not not …`, `a+a+a+…`), and would overflow the stack and with it end the process.
+/// Maximum number of tokens between `{{` and `}}`. minijinja's compiler recurses, in quadratic time, for every operator
+/// of a chain (`not not not …`, `a+a+a+…`). A long chain would overflow the stack and abort the process.
 const MAX_TAG_TOKENS: usize = 2_000;
-/// Room for chains that long, and for as many `elif` as [`MAX_SOURCE_BYTES`] hold; only pages that are touched take
-/// memory.
+/// Stack size for the compiler: enough for chains of that length, and for as many `elif` as fit into
+/// [`MAX_SOURCE_BYTES`]. Only pages that are touched take memory.
 const COMPILER_STACK_BYTES: usize = 256 << 20;
 
-/// Bytes, or items, that products of constants may have: the compiler computes them, `'x' * 100000000` too.
+/// Limit on products of constants, in bytes or items. The compiler evaluates them, even `'x' * 100000000`.
 const MAX_CONSTANT_BYTES: usize = 1 << 20;
 
-/// Instructions one rendering may take, checks included: a conversation of a thousand turns needs a fiftieth of it, and
-/// a template that counts to a billion ends.
+/// Maximum number of instructions per rendering, checks included. A conversation of a thousand turns needs a fiftieth
+/// of it; a template that counts to a billion is stopped.
 const FUEL: u64 = 20_000_000;
 
 /// The constants of one tag.
 #[derive(Default)]
 struct Constants {
-    /// Bytes of texts, and a byte for each place of a list.
+    /// Bytes of strings, plus one byte per list item.
     bytes: usize,
-    /// What the numbers are together at most, be they added or multiplied.
+    /// Upper bound on the numbers combined, whether added or multiplied.
     product: usize,
     multiplies: bool,
 }
@@ -97,19 +97,19 @@ impl Constants {
         self.product = self.product.max(1).saturating_mul(number.max(2));
     }
 
-    /// That a product of them can have.
+    /// Upper bound on the size of a product of the constants.
     fn bytes(self) -> usize {
         if self.multiplies { self.bytes.saturating_mul(self.product) } else { 0 }
     }
 }
 
 impl ChatTemplate {
-    /// Compile a template's text; `file` is what errors call it.
+    /// Compiles a template. Errors call the file `file`.
     pub fn new(file: &str, source: &str) -> Result<Self, Error> {
         Self::compiled(file, source, |_| {})
     }
 
-    /// The same, in an environment with more in it.
+    /// Like [`new`](Self::new), with additions to the environment.
     fn compiled(
         file: &str,
         source: &str,
@@ -117,13 +117,14 @@ impl ChatTemplate {
     ) -> Result<Self, Error> {
         let failed = |error| failed(file, error);
         let mut environment = Environment::new();
-        environment.set_debug(false); // errors are one line, in a debug build too
+        environment.set_debug(false); // errors are one line, also in debug builds
         environment.set_fuel(Some(FUEL));
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(failed)?;
         environment.set_syntax(syntax.clone());
         filters::register(&mut environment);
         guarded::register(&mut environment);
-        // To minijinja none is as empty a list as any; templates ask whether `tools`, none where there are no tools, is one.
+        // For minijinja `none` is iterable like an empty list. Templates test whether `tools` is iterable; without
+        // tools it is `none` and must not be.
         environment.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
         add(&mut environment);
         let text = source.to_string();
@@ -134,7 +135,7 @@ impl ChatTemplate {
         }
         let (mut tokens, mut constants, mut all_constants) = (0, Constants::default(), 0_usize);
         for token in tokenize(&source, false, syntax) {
-            let Ok((token, _)) = token else { break }; // the compiler says it better
+            let Ok((token, _)) = token else { break }; // the compiler reports it better
             tokens += 1;
             constants.see(&token);
             match token {
@@ -165,13 +166,13 @@ impl ChatTemplate {
         Ok(ChatTemplate { file: file.into(), source: text, guarded, tool_use: None })
     }
 
-    /// Take this one when there are tools.
+    /// Sets the template to use with tools.
     pub fn with_tool_use(self, template: ChatTemplate) -> Self {
         ChatTemplate { tool_use: Some(Box::new(template)), ..self }
     }
 
-    /// `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`; `None` if there is neither. For tools
-    /// `additional_chat_templates/tool_use.jinja`, or the one named `tool_use` where there is a list.
+    /// Reads `chat_template.jinja`, or `chat_template` in `tokenizer_config.json`; `None` if there is neither. For
+    /// tools: `additional_chat_templates/tool_use.jinja`, or the template named `tool_use` if there is a list.
     pub fn from_folder(folder: &Path) -> Result<Option<Self>, Error> {
         let read = |path: &Path| {
             let text =
@@ -188,7 +189,7 @@ impl ChatTemplate {
         let file = folder.join("tokenizer_config.json").display().to_string();
         match config.get("chat_template") {
             Some(serde_json::Value::String(text)) => Self::new(&file, text).map(Some),
-            // Several, by name: `default` is the one for chat.
+            // Several named templates: `default` is the one for chat.
             Some(serde_json::Value::Array(list)) => {
                 let named = |name: &str| list.iter().find(|e| e.get("name").is_some_and(|n| n == name));
                 let text = |entry: &'_ serde_json::Value| entry.get("template")?.as_str().map(str::to_string);
@@ -203,7 +204,7 @@ impl ChatTemplate {
         }
     }
 
-    /// `tokenizer.chat_template`, and for tools `tokenizer.chat_template.tool_use`.
+    /// Reads `tokenizer.chat_template`, and for tools `tokenizer.chat_template.tool_use`.
     pub fn from_gguf(gguf: &Gguf) -> Result<Option<Self>, Error> {
         let read = |key: &str| gguf.metadata.text(key)?.map(|text| Self::new(gguf.file(), text)).transpose();
         let Some(template) = read("tokenizer.chat_template")? else { return Ok(None) };
@@ -214,7 +215,7 @@ impl ChatTemplate {
         }))
     }
 
-    /// The text of the template that is taken when there are tools, or not.
+    /// The source of the template used with or without tools.
     pub fn source(&self, with_tools: bool) -> &str {
         &self.chosen(with_tools).source
     }
@@ -223,7 +224,7 @@ impl ChatTemplate {
         self.tool_use.as_deref().filter(|_| with_tools).unwrap_or(self)
     }
 
-    /// The text of a conversation; with `add_generation_prompt` it ends where the assistant's answer begins.
+    /// Renders a conversation. With `add_generation_prompt` the text ends where the assistant's answer begins.
     pub fn render(
         &self,
         messages: &[Message],
@@ -241,8 +242,8 @@ impl ChatTemplate {
         self.fill(context! { messages }, bytes, tokenizer, add_generation_prompt)
     }
 
-    /// The text of a conversation as a client of the OpenAI API has it. Errors in the messages are
-    /// [`Error::Usage`] and name the place; what the template refuses is [`Error::Template`].
+    /// Renders a conversation as sent by a client of the OpenAI API. Errors in the messages are [`Error::Usage`] and
+    /// name the place; errors raised by the template are [`Error::Template`].
     pub fn render_conversation(
         &self,
         conversation: &Conversation<'_>,
@@ -270,7 +271,7 @@ impl ChatTemplate {
             chosen.fill(values, bytes, tokenizer, conversation.add_generation_prompt)
         };
         let rendered = fill(&messages);
-        // Some templates take the length of a content without asking whether there is one.
+        // Some templates take the length of a content without checking that it exists.
         let null = |m: &&mut serde_json::Value| m.get("content").is_some_and(serde_json::Value::is_null);
         let nulls: Vec<_> = messages.iter_mut().filter(null).collect();
         if rendered.is_ok() || nulls.is_empty() {
@@ -295,8 +296,8 @@ impl ChatTemplate {
             eos_token => tokenizer.eos_text.as_deref().unwrap_or_default(),
             ..values
         };
-        // minijinja 3.0.5 panics on an empty list or text walked backwards, `[][::-1]`. It only reads what it is
-        // given, so nothing is left half done.
+        // minijinja 3.0.5 panics when an empty list or string is reversed, `[][::-1]`. Rendering only reads its input,
+        // so a caught panic leaves no inconsistent state.
         let rendered = allowance::within(allowance::of(bytes), || quietly(|| self.guarded.render(values)));
         halt::check()?;
         let broke = || Error::Template { file: self.file.clone(), what: "broke the template engine".into() };
@@ -308,8 +309,8 @@ fn failed(file: &str, error: minijinja::Error) -> Error {
     Error::Template { file: file.into(), what: error.to_string() }
 }
 
-/// transformers adds a block `{% generation %}` to Jinja, which marks for training what the assistant says and
-/// renders as what it encloses; SmolLM3's template has it. A block that always holds does the same.
+/// transformers adds the block `{% generation %}` to Jinja. It marks the assistant's text for training and renders its
+/// content; SmolLM3's template uses it. Replaced by a block whose condition is always true.
 fn without_generation_marks(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -333,7 +334,7 @@ fn without_generation_marks(source: &str) -> String {
     out + rest
 }
 
-/// Today in UTC, by the few codes that templates use.
+/// The current date in UTC, with the few format codes that templates use.
 fn strftime_now(format: &str) -> String {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     let (year, month, day) = civil_from_days((now.as_secs() / 86_400) as i64);
@@ -360,8 +361,8 @@ fn strftime_now(format: &str) -> String {
         .replace("%b", &name[..3])
 }
 
-/// Days since 1970-01-01 to (year, month, day), proleptic Gregorian (Hinnant, "chrono-compatible low-level date
-/// algorithms").
+/// Converts days since 1970-01-01 to (year, month, day), proleptic Gregorian (Hinnant, "chrono-compatible low-level
+/// date algorithms").
 fn civil_from_days(days: i64) -> (i64, u32, u32) {
     let z = days + 719_468;
     let era = z.div_euclid(146_097);
@@ -381,8 +382,8 @@ mod tests {
     use crate::halt::Halt;
     use minijinja::{Value, context};
 
-    /// A client left, and its rendering went on to the end: 12 s of it. Here the template itself says that the client has
-    /// left, in the middle of what it does.
+    /// After a client disconnected, a rendering used to run on to its end, which took 12 s. In this test the template
+    /// itself signals the disconnect in the middle of its work.
     #[test]
     fn a_rendering_ends_when_its_client_leaves() {
         let tokenizer = crate::tokenizer::tests::tiny();

@@ -1,8 +1,8 @@
-//! Text to tokens and back, with the `tokenizers` crate: from `tokenizer.json`, or rebuilt from the vocabulary of
-//! a GGUF file.
+//! Converts text to tokens and back with the `tokenizers` crate: from `tokenizer.json`, or rebuilt from the vocabulary
+//! of a GGUF file.
 //!
-//! Where that changes no token, a text is tokenized in pieces: [`Tokenizer::largest_piece`] says how large they are, and
-//! the [`Halt`](crate::halt::Halt) of a thread is looked at between them.
+//! Long texts are tokenized in pieces where this changes no token. [`Tokenizer::largest_piece`] returns the size of the
+//! pieces; the thread's [`Halt`](crate::halt::Halt) is checked between them.
 mod cuts;
 mod ends;
 mod gguf;
@@ -18,18 +18,19 @@ use std::path::Path;
 pub use ends::Ends;
 pub use pieces::Piece;
 
-/// A tokenizer and what a model's files say about using it.
+/// A tokenizer and the settings that a model's files give for it.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// Where texts may be cut before they are tokenized.
+    /// Where a text may be cut before tokenization.
     cuts: Cuts,
     file: String,
-    /// How the file wants words cut, where kvist does not know how that is done: its tokens would be wrong.
+    /// Name of the file's pre-tokenizer if kvist does not support it. Its tokens would be wrong, so encoding is
+    /// refused.
     unknown_pre: Option<String>,
-    /// Prepended when special tokens are asked for and the tokenizer does not do it by itself.
+    /// Prepended if special tokens are wanted and the tokenizer does not add it by itself.
     prepend: Option<u32>,
     eos: Option<u32>,
-    /// `bos_token` and `eos_token`, as texts: chat templates name them.
+    /// `bos_token` and `eos_token` as text, for chat templates.
     pub(crate) bos_text: Option<String>,
     pub(crate) eos_text: Option<String>,
 }
@@ -41,7 +42,7 @@ impl std::fmt::Debug for Tokenizer {
 }
 
 impl Tokenizer {
-    /// `tokenizer.json` and `tokenizer_config.json` of a Hugging Face folder; `None` if it has no
+    /// Reads `tokenizer.json` and `tokenizer_config.json` of a Hugging Face folder. `None` if there is no
     /// `tokenizer.json`.
     pub fn from_folder(folder: &Path) -> Result<Option<Self>, Error> {
         let path = folder.join("tokenizer.json");
@@ -59,7 +60,7 @@ impl Tokenizer {
         Ok(Some(Tokenizer { inner, cuts, file, unknown_pre: None, prepend: None, eos, bos_text, eos_text }))
     }
 
-    /// Tokens of `text`; with `special`, those that the model expects at the start of a text.
+    /// Tokenizes `text`. With `special`, adds the tokens that the model expects at the start of a text.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, Error> {
         self.encode_pieces(text, special, PIECE_BYTES)
     }
@@ -78,18 +79,18 @@ impl Tokenizer {
         Ok(tokens)
     }
 
-    /// Bytes of the largest piece of a text that is tokenized at once: of the whole text, where this tokenizer cuts none.
-    /// Tokenizing takes some hundred times as much memory.
+    /// Size in bytes of the largest piece that is tokenized at once. This is the whole text if the tokenizer does not
+    /// allow cuts. Tokenizing takes about a hundred times as much memory.
     pub fn largest_piece(&self, text: &str) -> usize {
         self.cuts.pieces(text, PIECE_BYTES).map(str::len).max().unwrap_or(0)
     }
 
-    /// What stands in front of these tokens of a text, if nothing of theirs does.
+    /// The token to prepend, unless the tokens already start with it.
     fn in_front(&self, ids: &[u32], special: bool) -> Option<u32> {
         self.prepend.filter(|bos| special && ids.first() != Some(bos))
     }
 
-    /// Can it encode? A GGUF file may cut words in a way that kvist does not know.
+    /// Fails if the tokenizer cannot encode, because a GGUF file names a pre-tokenizer that kvist does not support.
     pub fn check(&self) -> Result<(), Error> {
         let Some(pre) = &self.unknown_pre else { return Ok(()) };
         Err(Error::Tokenizer {
@@ -101,25 +102,25 @@ impl Tokenizer {
         })
     }
 
-    /// Cut words as GPT-2 does where [`check`](Self::check) would refuse.
+    /// Use GPT-2's pre-tokenizer where [`check`](Self::check) would fail.
     pub fn guess_pretokenizer(&mut self) {
         self.unknown_pre = None;
     }
 
-    /// Text of all these tokens; control tokens have none.
+    /// Decodes tokens to text. Control tokens have no text.
     pub fn decode(&self, tokens: &[u32]) -> Result<String, Error> {
         let decoded = quietly(|| self.inner.decode(tokens, true));
         decoded.ok_or_else(|| self.broke())?.map_err(|e| self.failed(e))
     }
 
-    /// The token that ends a text, where the tokenizer's files name one.
+    /// The end-of-text token, if the tokenizer's files name one.
     pub fn eos(&self) -> Option<u32> {
         self.eos
     }
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
-    /// What the vocabulary calls a token.
+    /// The name of a token in the vocabulary.
     pub fn name(&self, token: u32) -> Option<String> {
         self.inner.id_to_token(token)
     }
@@ -127,26 +128,27 @@ impl Tokenizer {
         self.inner.token_to_id(text)
     }
 
-    /// Decode token by token.
+    /// Decodes token by token.
     pub fn stream(&self) -> TextStream<'_> {
         self.stream_with(&[])
     }
-    /// Decode what follows `before`, token by token: all pieces together are what the text of both has behind that of
-    /// `before`, its first blank included, which SentencePiece takes off the start of a text.
-    /// `written` as [`stream_with`](Self::stream_with) has it.
+    /// Decodes the tokens that follow `before`, one by one. The pieces together equal the text of both minus the text
+    /// of `before`. This includes the leading space that SentencePiece drops at the start of a text. `written` as in
+    /// [`stream_with`](Self::stream_with).
     pub fn stream_after(&self, before: &[u32], written: &[u32]) -> TextStream<'_> {
         TextStream { tokenizer: self, state: TextState::after(self, before, written) }
     }
-    /// Decode token by token, and write out these control tokens by their names: where they mark what a program is
-    /// to read, as `<tool_call>` does, their absence would change what the text says.
+    /// Decodes token by token and writes the control tokens `written` out by name. They matter where a program has to
+    /// read them: without `<tool_call>`, for example, the text would mean something else.
     pub fn stream_with(&self, written: &[u32]) -> TextStream<'_> {
         TextStream { tokenizer: self, state: TextState::new(written) }
     }
 
-    /// The end of `tokens` on which what follows them may depend.
+    /// The end of `tokens` that the text of the following tokens may depend on.
     pub fn context_of<'a>(&self, tokens: &'a [u32]) -> &'a [u32] {
         let from = |back: usize| &tokens[tokens.len().saturating_sub(CONTEXT_TOKENS + back)..];
-        // Not from inside a character: SentencePiece would make its bytes, and all that follow them, into replacements.
+        // Do not start inside a character: SentencePiece would turn its bytes, and all that follow, into replacement
+        // characters.
         let whole = |part: &&[u32]| {
             self.decode(part).is_ok_and(|text| !text.starts_with(char::REPLACEMENT_CHARACTER))
         };
@@ -161,19 +163,19 @@ impl Tokenizer {
     }
 }
 
-/// The crate takes for granted that a decoder is JSON and a precompiled normalizer a trie, and panics if not.
+/// The crate assumes that a decoder is JSON and a precompiled normalizer a trie, and panics otherwise.
 fn parse(json: &[u8]) -> Result<tokenizers::Tokenizer, String> {
     serde_json::from_slice::<serde::de::IgnoredAny>(json).map_err(|e| format!("not JSON: {e}"))?;
     let parsed = quietly(|| tokenizers::Tokenizer::from_bytes(json));
     parsed.ok_or_else(|| "holds something that kvist cannot read".to_string())?.map_err(|e| e.to_string())
 }
 
-/// Broken ones are not cut; encoding says what is wrong.
+/// A broken tokenizer gets no cuts; encoding reports the error.
 fn cuts_of(tokenizer: &tokenizers::Tokenizer) -> Cuts {
     quietly(|| Cuts::of(tokenizer)).unwrap_or(Cuts::Nowhere)
 }
 
-/// `tokenizer_config.json`, or nothing.
+/// Reads `tokenizer_config.json`; null if it does not exist.
 pub(crate) fn folder_config(folder: &Path) -> Result<serde_json::Value, Error> {
     let path = folder.join("tokenizer_config.json");
     if !path.exists() {
@@ -184,56 +186,57 @@ pub(crate) fn folder_config(folder: &Path) -> Result<serde_json::Value, Error> {
     serde_json::from_str(&text).map_err(|e| Error::Malformed { file: file(), what: format!("not JSON: {e}") })
 }
 
-/// A special token is written as a text or as an object with `content`.
+/// A special token is a string or an object with `content`.
 fn special_text(value: &serde_json::Value) -> Option<String> {
     value.as_str().or_else(|| value.get("content")?.as_str()).map(str::to_string)
 }
 
-/// Decodes as tokens come and never gives out half a character: what ends in one waits for the rest. All pieces
-/// together are the text of all tokens together; only where bytes are no UTF-8 may a SentencePiece tokenizer put
-/// replacement characters for whole characters beside them, which here were given out and stay.
+/// Decodes tokens as they arrive and never returns part of a character: incomplete bytes are held back. The pieces
+/// together equal the text of all tokens. One exception: around invalid UTF-8 a SentencePiece tokenizer may replace
+/// neighbouring whole characters too; here these were already returned, and they stay.
 pub struct TextStream<'t> {
     tokenizer: &'t Tokenizer,
     state: TextState,
 }
 
 impl TextStream<'_> {
-    /// The text that became certain with this token: often a piece, sometimes nothing.
+    /// Adds a token and returns the text that is now final; may be empty.
     pub fn push(&mut self, token: u32) -> Result<String, Error> {
         self.state.push(self.tokenizer, token)
     }
-    /// What was held back; a character that never became whole is a replacement character.
+    /// Returns the text held back. An incomplete character becomes a replacement character.
     pub fn finish(&mut self) -> Result<String, Error> {
         self.state.finish(self.tokenizer)
     }
 }
 
-/// The same for callers that cannot borrow the tokenizer for as long: it must be the same one in every call.
+/// Like [`TextStream`], for callers that cannot borrow the tokenizer for as long. Pass the same tokenizer in every
+/// call.
 #[derive(Clone, Debug, Default)]
 pub struct TextState {
-    /// Control tokens that have their name as text.
+    /// Control tokens to write out by name.
     written: Vec<u32>,
     tokens: Vec<u32>,
-    /// Decoding starts here, a little before what is new, because a token's text can depend on its neighbour.
+    /// Decoding starts here, slightly before the new tokens, because a token's text can depend on the one before it.
     first: usize,
-    /// Tokens before this one are given out.
+    /// The text of tokens before this one has been returned.
     shown: usize,
 }
 
-/// Tokens that may wait for a whole character, or for any text at all.
+/// Most tokens held back for a character, or for any text at all.
 const LONGEST_RUN: usize = 64;
 
-/// Tokens of what stands before a text that its first pieces may depend on: enough that one of them has a text, where
-/// control tokens are the last ones.
+/// Number of preceding tokens that the first pieces of a text may depend on. Enough that at least one of them has text
+/// even if the last ones are control tokens.
 pub const CONTEXT_TOKENS: usize = 16;
 
 impl TextState {
-    /// At the start of a text; `written` as [`Tokenizer::stream_with`] has it.
+    /// At the start of a text. `written` as in [`Tokenizer::stream_with`].
     pub fn new(written: &[u32]) -> Self {
         TextState { written: written.into(), ..TextState::default() }
     }
 
-    /// Behind `before`, see [`Tokenizer::stream_after`]. Its last [`CONTEXT_TOKENS`] are looked at.
+    /// After `before`; see [`Tokenizer::stream_after`]. Only its last [`CONTEXT_TOKENS`] are used.
     pub fn after(tokenizer: &Tokenizer, before: &[u32], written: &[u32]) -> Self {
         let tokens = tokenizer.context_of(before).to_vec();
         TextState { written: written.into(), shown: tokens.len(), tokens, first: 0 }
@@ -248,13 +251,13 @@ impl TextState {
         }
         self.tokens.push(token);
         let new = self.new_text(tokenizer)?;
-        // No character is that long, and decoding a run anew for each of its tokens takes time by its square.
+        // No character is that long, and decoding the whole run again for every token takes quadratic time.
         let endless = self.tokens.len() - self.shown >= LONGEST_RUN;
         if new.ends_with(char::REPLACEMENT_CHARACTER) && !endless {
             return Ok(String::new());
         }
-        // Tokens without a text (control tokens) must not become the whole context of the next one: its leading
-        // space would be taken for the one at the start of a text.
+        // Tokens without text (control tokens) must not become the only context of the next token: its leading space
+        // would be dropped as at the start of a text.
         if !new.is_empty() || endless {
             self.advance();
         }
@@ -274,8 +277,8 @@ impl TextState {
         if all.starts_with(&before) {
             return Ok(all.split_off(before.len()));
         }
-        // SentencePiece's decoder makes a whole run of byte tokens into replacement characters while its last one
-        // is unfinished, those before included, which were given out already. The new ones alone are right.
+        // While the last token of a run of byte tokens is incomplete, SentencePiece's decoder turns the whole run into
+        // replacement characters, including those already returned. The new tokens decoded alone are right.
         tokenizer.decode(&self.tokens[self.shown..])
     }
 
@@ -289,7 +292,7 @@ impl TextState {
 pub(crate) mod tests {
     use super::Tokenizer;
 
-    /// It knows two letters.
+    /// A tokenizer with two letters.
     pub fn tiny() -> Tokenizer {
         let json = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
             "pre_tokenizer": null, "post_processor": null, "decoder": null, "model": {"type": "BPE",

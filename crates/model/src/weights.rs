@@ -1,7 +1,7 @@
-//! Weights on disk and in memory: safetensors folders and GGUF files in, linear layers out.
+//! Weights on disk and in memory. Reads safetensors folders and GGUF files, produces linear layers.
 //!
-//! Readers trust nothing: every count, length and offset of a header is checked against the file before it is
-//! used, and nothing is allocated by a number that the file merely claims.
+//! Files are not trusted: every count, length and offset in a header is checked against the file before use, and no
+//! allocation is sized by an unchecked number.
 mod encoding;
 mod gguf;
 mod gpt_oss;
@@ -22,7 +22,7 @@ use crate::ffi::Contents;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Where tensors come from.
+/// A source of tensors.
 #[derive(Debug)]
 pub enum Source {
     Folder(safetensors::Folder),
@@ -30,19 +30,19 @@ pub enum Source {
 }
 
 impl Source {
-    /// `model.safetensors` of a folder, or the shards that `model.safetensors.index.json` names.
+    /// Opens `model.safetensors` in a folder, or the shards that `model.safetensors.index.json` names.
     pub fn folder(path: &Path, mmap: bool) -> Result<Self, Error> {
         safetensors::Folder::open(path, mmap).map(Source::Folder)
     }
-    /// The file, with its other parts if it is the first of several.
+    /// Opens the file, and the other parts if it is the first of several.
     pub fn gguf_file(path: &Path, mmap: bool) -> Result<Self, Error> {
         split::open(path, mmap).map(Source::Gguf)
     }
-    /// A GGUF file that is part of the program.
+    /// A GGUF file embedded in the program.
     pub fn gguf_bytes(name: &str, bytes: &'static [u8]) -> Result<Self, Error> {
         Gguf::parse(name, Arc::new(Contents::Static(bytes))).map(Source::Gguf)
     }
-    /// What errors call it: a file or a folder.
+    /// The name to use in errors: a file or a folder.
     pub fn file(&self) -> &str {
         match self {
             Source::Folder(folder) => folder.path(),
@@ -56,7 +56,7 @@ impl Source {
         }
     }
 
-    /// The tensor a model asks for, with the shape it asks for.
+    /// Finds a tensor and checks its shape.
     pub fn find(&self, spec: &TensorSpec) -> Result<View<'_>, Error> {
         let mut shape = spec.shape.clone();
         let (view, first) = match (self.view(&spec.name), &spec.within) {
@@ -67,7 +67,7 @@ impl Source {
                     return Ok(view);
                 }
                 shape[0] = within.rows;
-                // The name that is missing is the one that most files have.
+                // On failure, report the name that most files use.
                 let view = self.view(&within.name).map_err(|_| missing)?;
                 (view.merged(shape.len()), Some(within.first))
             }
@@ -87,7 +87,7 @@ impl Source {
         }
     }
 
-    /// A tensor by its Hugging Face name, as it stands in the file.
+    /// A tensor by its Hugging Face name, with its rows as the file orders them.
     fn view(&self, name: &str) -> Result<View<'_>, Error> {
         match self {
             Source::Folder(folder) => folder.find(name),

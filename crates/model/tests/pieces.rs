@@ -1,4 +1,4 @@
-//! The bytes of every token, one after the other, are the text of all of them.
+//! The concatenated bytes of all tokens are the text.
 use kvist_backend::MemoryBudget;
 use kvist_model::tokenizer::Tokenizer;
 use kvist_model::{LoadOptions, Model, ModelFile};
@@ -19,10 +19,10 @@ fn check(name: &str, tokenizer: &Tokenizer, vocab: usize) {
         let tokens: Vec<u32> = (0..1 + below(6)).map(|_| below(vocab) as u32).collect();
         let texts = tokens.iter().map(|t| &pieces[*t as usize]).filter(|p| !p.control);
         let bytes: Vec<u8> = texts.flat_map(|p| p.bytes.clone()).collect();
-        // Where bytes are no UTF-8, decoders differ in how many replacement characters they give.
+        // For invalid UTF-8, decoders differ in the number of replacement characters.
         let Ok(text) = String::from_utf8(bytes) else { continue };
         let decoded = tokenizer.decode(&tokens).unwrap();
-        // SentencePiece takes a blank off the start.
+        // SentencePiece drops a space at the start.
         let same = decoded == text || text.strip_prefix(' ') == Some(&decoded);
         assert!(same, "{name}: {tokens:?} are {decoded:?}, their bytes {text:?}");
         compared += 1;

@@ -1,5 +1,5 @@
-//! A download that was cut off leaves a file of no bytes. Once it was "not JSON: EOF while parsing", or a header that is
-//! too short.
+//! An interrupted download leaves an empty file. It used to be reported as "not JSON: EOF while parsing", or as a
+//! header that is too short.
 mod common;
 use common::*;
 use kvist_model::{LoadOptions, Model, ModelFile};

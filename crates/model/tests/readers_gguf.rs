@@ -1,5 +1,5 @@
-//! GGUF files that lie: each is refused with an error that names the file, without a panic and without memory that
-//! only the file's claims ask for.
+//! Invalid GGUF files. Each is refused with an error that names the file, without a panic and without allocations sized
+//! by the file's claims.
 mod common;
 use common::{fixtures, load};
 use kvist_cpu::Compute;
@@ -19,12 +19,12 @@ const TEXT: u32 = 8;
 const LIST: u32 = 9;
 const U64: u32 = 10;
 
-/// A file before it is written; every row of the table changes one thing about a good one.
+/// A file before it is written. Every row of the table changes one thing in a valid one.
 #[derive(Clone)]
 struct File {
     magic: [u8; 4],
     version: u32,
-    /// Counts to claim instead of the true ones.
+    /// Counts to write instead of the true ones.
     n_tensors: Option<u64>,
     n_values: Option<u64>,
     values: Vec<(Vec<u8>, Vec<u8>)>, // key, type and value
@@ -66,7 +66,7 @@ fn words(s: &str) -> Vec<u8> {
 }
 
 impl File {
-    /// A Llama of one layer that loads: hidden 8, 2 heads of 4 over 1 KV head, 12 wide, 5 tokens.
+    /// A loadable Llama with one layer: hidden 8, 2 heads of 4 with 1 KV head, MLP width 12, 5 tokens.
     fn good() -> Self {
         let mut file = File {
             magic: *b"GGUF",
@@ -147,7 +147,7 @@ impl File {
     }
 }
 
-/// The error of loading these bytes as a user would.
+/// Loads these bytes as a user would and returns the error.
 fn refused(folder: &Path, bytes: &[u8]) -> Result<(), String> {
     let path = folder.join("hostile.gguf");
     std::fs::write(&path, bytes).unwrap();
@@ -160,13 +160,13 @@ fn the_good_file_loads() {
     for version in [2, 3] {
         refused(folder.path(), &File { version, ..File::good() }.bytes()).unwrap();
     }
-    // One number per layer means the same as one number.
+    // One number per layer, all equal, means the same as a single number.
     let mut file = File::good();
     file.set("llama.attention.head_count_kv", uints(&[1]));
     refused(folder.path(), &file.bytes()).unwrap();
 }
 
-/// Converters of nvfp4 write one number beside each weight. A file with such a number was once read as if it were not there.
+/// Converters of nvfp4 write a scale next to each weight. Regression: such scales used to be ignored.
 #[test]
 fn a_scale_beside_a_weight_multiplies_it() {
     let mut file = File::good();
@@ -184,7 +184,7 @@ fn a_scale_beside_a_weight_multiplies_it() {
     let other = "model.layers.0.mlp.gate_proj.weight";
     assert_eq!(scaled.find(other).unwrap().to_f32().unwrap(), plain.find(other).unwrap().to_f32().unwrap());
 
-    // Layers too: a weight stays in its encoding, and the outputs are multiplied.
+    // In linear layers too: a weight stays in its encoding, and the outputs are multiplied.
     let compute = Compute::new(Isa::best(), 1);
     let x: Vec<f32> = (0..8).map(|i| i as f32 - 2.5).collect();
     let outputs = |view: &View<'_>| {
@@ -210,7 +210,7 @@ fn a_file_cut_anywhere_is_refused() {
 
 type Row = (&'static str, fn(&mut File), &'static [&'static str]);
 
-/// What is wrong, how it comes about, words of the error.
+/// The defect, how to create it, words of the error.
 const HEADERS: &[Row] = &[
     ("no GGUF", |f| f.magic = *b"GGML", &["no GGUF file"]),
     ("version 0", |f| f.version = 0, &["version 0;"]),
@@ -489,8 +489,8 @@ fn hostile_headers_are_refused() {
     assert!(bad.is_empty(), "{} rows:\n{}", bad.len(), bad.join("\n"));
 }
 
-/// A value of u8 becomes an i64 in a list, and an empty text of 8 bytes a `String` of 24 in a vector that grows by
-/// doubling; nothing may take more, whatever the header claims.
+/// In a list, a u8 value becomes an i64, and an empty string of 8 bytes a `String` of 24 in a vector that grows by
+/// doubling. Nothing may take more, whatever the header claims.
 const BYTES_PER_FILE_BYTE: u64 = 32;
 
 #[test]
@@ -521,7 +521,7 @@ fn memory_follows_the_file_and_not_its_claims() {
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
-/// Every byte of a whole header changed, and real files with bytes overwritten: whatever comes of it is no panic.
+/// Every byte of a whole header changed, and real files with bytes overwritten: nothing panics.
 #[test]
 fn changed_bytes_never_panic() {
     let consider = |bytes: Vec<u8>| {
@@ -555,8 +555,8 @@ fn changed_bytes_never_panic() {
     }
 }
 
-/// The good file in parts of so many tensors, with what `gguf-split` writes; the first one has the metadata, and none of
-/// the tensors where `n_tensors` begins with 0.
+/// The valid file in parts with the given numbers of tensors and the keys that `gguf-split` writes. The first part has
+/// the metadata, and no tensors if `n_tensors` begins with 0.
 fn parts(n_tensors: &[usize]) -> Vec<File> {
     let whole = File::good();
     let mut tensors = whole.tensors.clone().into_iter();
@@ -644,7 +644,7 @@ fn parts_that_do_not_belong_together_are_refused() {
         let name = std::ffi::OsStr::from_bytes(b"\xff-00001-of-00003.gguf");
         let path = folder.path().join(name);
         std::fs::copy(&paths[0], &path).unwrap();
-        // It was told to take the name that it has.
+        // The error advises the name that it already has.
         let error = load(ModelFile::Path(path)).unwrap_err().to_string();
         assert!(error.contains("no UTF-8") && !error.contains("old name"), "{error}");
     }

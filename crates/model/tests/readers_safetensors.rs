@@ -1,4 +1,4 @@
-//! Hugging Face folders that lie: each is refused with an error that names the file, mapped or read.
+//! Invalid Hugging Face folders. Each is refused with an error that names the file, mapped or read.
 mod common;
 use common::fixtures;
 use kvist_backend::MemoryBudget;
@@ -7,11 +7,11 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// A folder before it is written; every row of a table changes one thing about a good one.
+/// A folder before it is written. Every row of a table changes one thing in a valid one.
 struct Folder {
     config: Value,
     tensors: Vec<Tensor>,
-    /// Files beside, or instead of, what the fields above make. `None` leaves a file out.
+    /// Files in addition to, or instead of, those from the fields above. `None` leaves a file out.
     files: BTreeMap<&'static str, Option<Vec<u8>>>,
 }
 
@@ -27,7 +27,7 @@ const WEIGHTS: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
 impl Folder {
-    /// A Llama of one layer that loads: hidden 8, 2 heads of 4 over 1 KV head, 12 wide, 5 tokens.
+    /// A loadable Llama with one layer: hidden 8, 2 heads of 4 with 1 KV head, MLP width 12, 5 tokens.
     fn good() -> Self {
         let config = json!({
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
@@ -72,7 +72,7 @@ impl Folder {
         self.files.extend([(WEIGHTS, None), ("a.safetensors", Some(first)), ("b.safetensors", Some(second))]);
         json!({ "weight_map": index })
     }
-    /// The shards, with an index that is changed.
+    /// The shards with a modified index.
     fn index(&mut self, change: impl FnOnce(&mut Value)) {
         let mut index = self.shards();
         change(&mut index);
@@ -435,7 +435,7 @@ fn paths_that_are_no_model_are_refused() {
     }
 }
 
-/// The header of a real file with bytes changed: whatever comes of it is no panic.
+/// The header of a real file with bytes changed: nothing panics.
 #[test]
 fn changed_headers_never_panic() {
     let folder = tempfile::tempdir().unwrap();

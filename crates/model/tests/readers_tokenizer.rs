@@ -1,5 +1,5 @@
-//! Tokenizers against what the converters' own tools gave, streams against whole texts, and chat templates with the
-//! constructs that real models use.
+//! Tokenizers against the output of the converters' own tools, streams against whole texts, and chat templates with
+//! constructs of real models.
 mod common;
 use common::{cases, fixtures};
 use kvist_model::Error;
@@ -51,7 +51,7 @@ fn gguf_tokenizers_agree_with_the_originals() {
         }
         for text in plain.keys() {
             let decoded = tokenizer.decode(&tokenizer.encode(text, true).unwrap()).unwrap();
-            // SentencePiece's mark for a space cannot be told from one.
+            // SentencePiece's mark for a space cannot be distinguished from a space.
             let same = if case.starts_with("spm") { text.replace('▁', " ") } else { text.clone() };
             if decoded != same {
                 bad.push(format!("{case}: {text:?} comes back as {decoded:?}"));
@@ -61,8 +61,8 @@ fn gguf_tokenizers_agree_with_the_originals() {
     assert!(bad.is_empty(), "{} bad:\n{}", bad.len(), bad.join("\n"));
 }
 
-/// Where tokens end is where the stupid way finds it: by tokenizing a beginning of the text, wherever that gives a
-/// beginning of its tokens.
+/// Token ends match a brute-force search: tokenize each prefix of the text, and use it if its tokens are a prefix of
+/// the text's.
 #[test]
 fn tokens_end_where_beginnings_of_the_text_do() {
     let mut compared = 0;
@@ -101,8 +101,8 @@ fn stream(tokenizer: &Tokenizer, tokens: &[u32]) -> Vec<String> {
 
 const REPLACEMENT: char = char::REPLACEMENT_CHARACTER;
 
-/// A stream gave up on half a character after eight tokens, so a whole one that came late was lost; and it took an
-/// unfinished second character of SentencePiece byte tokens for a rewritten first one, and lost it.
+/// Regression: a stream gave up on an incomplete character after eight tokens, so a character completed later was lost.
+/// It also took an incomplete second character of SentencePiece byte tokens for a rewritten first one, and lost it.
 #[test]
 fn streams_say_what_the_whole_says() {
     for case in cases("tokenizers") {
@@ -116,7 +116,7 @@ fn streams_say_what_the_whole_says() {
                 assert!(!pieces.concat().contains(REPLACEMENT), "{case}: {text:?}: {pieces:?}");
             }
         }
-        // Random tokens, and runs of bytes among them: broken UTF-8 is the rule.
+        // Random tokens with runs of bytes: invalid UTF-8 is common.
         let bytes = tokenizer.encode("😀日é\u{7ff}\u{ffff}", false).unwrap();
         let vocab = tokenizer.vocab_size() as u64;
         for seed in 0..1_500u64 {
@@ -134,7 +134,7 @@ fn streams_say_what_the_whole_says() {
             let whole = tokenizer.decode(&tokens).unwrap();
             let pieces = stream(&tokenizer, &tokens);
             let said = pieces.concat();
-            // The one exception that the documentation of `TextStream` names.
+            // The exception documented for `TextStream`.
             if case.starts_with("spm") && whole.contains(REPLACEMENT) {
                 assert!(said.contains(REPLACEMENT), "{case} {seed}: {said:?} for {whole:?}");
                 let mut said = said.chars();
@@ -148,8 +148,8 @@ fn streams_say_what_the_whole_says() {
     }
 }
 
-/// What is generated goes on behind a prompt: SentencePiece takes the blank off the start of a text, and an answer, which
-/// was decoded as a text of its own, lost its first one.
+/// Regression: generated text follows a prompt. SentencePiece drops the space at the start of a text, so an answer
+/// decoded as a separate text lost its first space.
 #[test]
 fn streams_go_on_behind_what_stands_before() {
     let mut blanks = 0;
@@ -160,7 +160,7 @@ fn streams_go_on_behind_what_stands_before() {
             let whole = tokenizer.decode(&tokens).unwrap();
             for cut in 0..=tokens.len() {
                 let before = tokenizer.decode(&tokens[..cut]).unwrap();
-                // A cut inside a character: its beginning was given out as replacements.
+                // A cut inside a character: its beginning was returned as replacement characters.
                 let Some(rest) = whole.strip_prefix(&before) else { continue };
                 let mut stream = tokenizer.stream_after(&tokens[..cut], &[]);
                 let mut said: String = tokens[cut..].iter().map(|t| stream.push(*t).unwrap()).collect();
@@ -173,7 +173,7 @@ fn streams_go_on_behind_what_stands_before() {
     assert!(blanks > 20, "{blanks} answers began with a blank");
 }
 
-/// Words cut in another way are other tokens: no encoding is better than a wrong one.
+/// Splitting words differently gives different tokens: refusing to encode is better than encoding wrongly.
 #[test]
 fn an_unknown_way_to_cut_words_is_refused_until_it_is_guessed() {
     let path = fixtures("tokenizers/bpe-qwen2/model.gguf");
@@ -201,7 +201,7 @@ fn whole_characters_come_at_once() {
     assert_eq!(shown, ["😀", "😀"], "of the bytes {tokens:?}");
 }
 
-/// A control token's text is nothing, and the word after it kept its space only by luck.
+/// Regression: a control token has no text, and the next word kept its space only by luck.
 #[test]
 fn control_tokens_eat_no_space() {
     let tokenizer = tokenizer(&fixtures("tokenizers/spm"));
@@ -226,7 +226,7 @@ const TOKENIZER_JSON: &str = r#"{
     "vocab": {"a": 0, "b": 1, "ab": 2, "Ġ": 3}, "merges": ["a b"]}
 }"#;
 
-/// A normalizer whose trie is none, which panicked in the `tokenizers` crate.
+/// Regression: a normalizer with an invalid trie made the `tokenizers` crate panic.
 const PRECOMPILED: &str =
     r#"{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "model": {"type": "BPE"}}"#;
 
@@ -244,7 +244,7 @@ fn folders_give_tokenizer_and_special_tokens() {
     assert!(Tokenizer::from_folder(bare.path()).unwrap().is_none());
     assert!(ChatTemplate::from_folder(bare.path()).unwrap().is_none());
 
-    // Special tokens as a text and as an object.
+    // Special tokens as strings and as objects.
     for eos in [json!("</s>"), json!({"content": "</s>", "special": true})] {
         let config = json!({"bos_token": "<s>", "eos_token": eos}).to_string();
         let folder = folder(&[("tokenizer.json", TOKENIZER_JSON), ("tokenizer_config.json", &config)]);
@@ -252,7 +252,7 @@ fn folders_give_tokenizer_and_special_tokens() {
         assert_eq!(tokenizer.encode("ab a</s>", true).unwrap(), [2, 3, 0, 5]);
         assert_eq!(tokenizer.decode(&[4, 2, 3, 0, 5]).unwrap(), "ab a");
         assert_eq!((tokenizer.eos(), tokenizer.vocab_size()), (Some(5), 6));
-        // Ids of no token have no text.
+        // Ids without a token have no text.
         assert_eq!(tokenizer.decode(&[0, 6, u32::MAX, 1]).unwrap(), "ab");
     }
 }
@@ -274,7 +274,7 @@ fn broken_tokenizers_are_named() {
         let error = Tokenizer::from_folder(folder.path()).unwrap_err().to_string();
         assert!(error.contains("tokenizer.json"), "{text:?}: {error}");
     }
-    // Cut anywhere, it is refused and does not panic.
+    // Truncated anywhere, it is refused and does not panic.
     for len in (0..TOKENIZER_JSON.len()).filter(|n| TOKENIZER_JSON.is_char_boundary(*n)).step_by(7) {
         let folder = folder(&[("tokenizer.json", &TOKENIZER_JSON[..len])]);
         assert!(Tokenizer::from_folder(folder.path()).is_err(), "cut to {len}");
@@ -284,7 +284,7 @@ fn broken_tokenizers_are_named() {
     assert!(error.contains("tokenizer_config.json"), "{error}");
 }
 
-/// A conversation in a template, with the tokens of [`TOKENIZER_JSON`].
+/// Renders a conversation with a template and the tokens of [`TOKENIZER_JSON`].
 fn render(template: &str, messages: &[(&str, &str)], prompt: bool) -> Result<String, Error> {
     let config = r#"{"bos_token": "<s>", "eos_token": "</s>"}"#;
     let folder = folder(&[("tokenizer.json", TOKENIZER_JSON), ("tokenizer_config.json", config)]);
@@ -293,7 +293,7 @@ fn render(template: &str, messages: &[(&str, &str)], prompt: bool) -> Result<Str
     ChatTemplate::new("test.jinja", template)?.render(&messages, &tokenizer, prompt)
 }
 
-/// The bones of the templates that models ship, and what transformers renders from them.
+/// The core of templates that models ship, and what transformers renders from them.
 #[test]
 fn templates_of_real_models_render() {
     let llama3 = r#"

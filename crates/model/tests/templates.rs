@@ -1,4 +1,4 @@
-//! Conversations with tools, rendered as transformers renders them; which template is taken, and what is refused.
+//! Conversations with tools, rendered as transformers renders them; the choice of the template, and refused input.
 use kvist_model::Error;
 use kvist_model::template::{ChatTemplate, Conversation};
 use kvist_model::tokenizer::Tokenizer;
@@ -65,7 +65,7 @@ fn text(messages: Value, tools: Value, template: &ChatTemplate) -> Result<String
     render(template, &json!({"messages": messages, "tools": tools}))
 }
 
-/// A template that takes the length of a content, and one that asks whether there is one.
+/// A template that takes the length of a content, and one that checks whether it exists.
 #[test]
 fn nothing_said_beside_a_call() {
     let messages = json!([{"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]);
@@ -79,7 +79,7 @@ fn nothing_said_beside_a_call() {
         let rendered = text(messages.clone(), json!([]), &template).unwrap();
         assert_eq!(rendered.to_lowercase(), expected.to_lowercase(), "{source}");
     }
-    // What the template says itself is told, not what the second try said.
+    // The template's own error is reported, not that of the second attempt.
     let template =
         ChatTemplate::new("t", "{{ raise_exception('no ' ~ (messages[0].content is none)) }}").unwrap();
     let error = text(messages, json!([]), &template).unwrap_err().to_string();
@@ -136,7 +136,7 @@ fn what_is_no_conversation_is_refused() {
     assert!(matches!(&error, Error::Usage(what) if what.contains("messages[1]")), "{error}");
 }
 
-/// What a rendering of these messages may take, and what of that it took at once, on this thread.
+/// The allowance for rendering these messages, and the peak memory of the rendering on this thread.
 fn measured(
     template: &ChatTemplate,
     messages: &[Value],
@@ -152,7 +152,8 @@ fn measured(
     (conversation.rendering_bytes(), taken.bytes_max as usize, rendered)
 }
 
-/// Templates had fuel and no bound of memory: each of these took gigabytes, or ended the process with its allocation.
+/// Regression: templates had fuel but no memory bound. Each of these took gigabytes, or aborted the process on a failed
+/// allocation.
 #[test]
 fn no_template_takes_more_than_it_may() {
     let grow = |step: &str| {
@@ -232,7 +233,7 @@ fn no_template_takes_more_than_it_may() {
         "{{ debug() }}".into(),
         "{% include 'chat' %}".into(),
     ] {
-        // Some are refused as they are compiled.
+        // Some are refused at compile time.
         let template = match ChatTemplate::new("the-file", &source) {
             Ok(template) => template,
             Err(error) => {
@@ -253,8 +254,8 @@ fn no_template_takes_more_than_it_may() {
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
-/// Lists that are walks over lists, thousands inside each other, took a frame of the stack each and ended the process; sums
-/// of empty lists took memory without an end.
+/// Regression: lazy lists over lazy lists, nested thousands deep, took a stack frame per level and crashed the process.
+/// Sums of empty lists took unbounded memory.
 #[test]
 fn no_walk_is_inside_another() {
     let again = |first: &str, step: &str| {
@@ -284,7 +285,7 @@ fn no_walk_is_inside_another() {
             Err(error) => assert!(error.to_string().contains("takes more than"), "{source}: {error}"),
         }
     }
-    // What they give is what it was.
+    // The result is unchanged.
     for (source, text) in [
         ("{{ [1, 2, 3, 4][1:][1:] }}", "[3, 4]"),
         ("{{ ([1, 2][1:] * 2)[1:] + [5] }}", "[2, 5]"),
@@ -300,7 +301,7 @@ fn no_walk_is_inside_another() {
     }
 }
 
-/// A list of large ones, repeated, was compared with another for hours, in one instruction.
+/// Regression: a repeated list of large lists was compared with another for hours, in a single instruction.
 #[test]
 fn no_comparison_is_without_an_end() {
     let messages = [json!({"role": "user", "content": "hello"})];
@@ -324,7 +325,7 @@ fn no_comparison_is_without_an_end() {
     }
 }
 
-/// Closures of macros, digits of numbers, and copies of maps were not paid for.
+/// Regression: macro closures, digits of numbers and copies of maps were not charged.
 #[test]
 fn what_was_free_is_paid() {
     let messages = [json!({"role": "user", "content": "hello"})];
@@ -346,7 +347,8 @@ fn what_was_free_is_paid() {
     }
 }
 
-/// A list that grows by every message paid for each that it was before: from some 1,670 on they were refused.
+/// Regression: a list that grows with every message was charged for each earlier version; conversations from about
+/// 1,670 messages on were refused.
 #[test]
 fn a_list_grows_by_every_message() {
     let messages: Vec<Value> =
@@ -358,7 +360,7 @@ fn a_list_grows_by_every_message() {
     assert!(took <= may, "{took} of {may}");
 }
 
-/// The compiler computes constants: the process ended before anything was rendered.
+/// Regression: the compiler evaluates constants, and the process crashed before anything was rendered.
 #[test]
 fn constants_are_bounded() {
     for source in [
@@ -381,7 +383,7 @@ fn constants_are_bounded() {
     }
 }
 
-/// What templates of models do stays far within the bounds: a thousand turns, and tools with large schemas.
+/// Templates of real models stay far within the limits: a thousand turns, and tools with large schemas.
 #[test]
 fn long_conversations_are_rendered() {
     let turn = |i: usize| {
@@ -399,7 +401,7 @@ fn long_conversations_are_rendered() {
     };
     let tools: Vec<Value> = (0..64).map(tool).collect();
     let own = [
-        // A list cut anew for every message, and one that grows.
+        // A list sliced anew for every message, and one that grows.
         "{% for m in messages %}{{ messages[loop.index0:] | length }}{{ m.role }}{{ m.content }}{% endfor %}",
         "{% set ns = namespace(l=[]) %}{% for m in messages %}{% set ns.l = ns.l + [m] %}{% endfor %}{{ ns.l | length }}",
         "{% for m in messages[::-1] %}{{ ('<' + m.role + '>' + m['content'] | trim + '</s>').strip().split('\n')[-1] }}{% endfor %}",
@@ -417,7 +419,8 @@ fn long_conversations_are_rendered() {
     }
 }
 
-/// A body of 62 KB, a default nested a hundred deep with many leaves, and `tojson(indent=4)`: 12 s and 0.8 GB.
+/// Regression: a body of 62 KB, a default nested a hundred levels deep with many leaves, and `tojson(indent=4)` took 12
+/// s and 0.8 GB.
 #[test]
 fn nested_defaults_are_bounded() {
     let nested = |depth: usize, leaves: usize| {

@@ -1,4 +1,4 @@
-//! Every type of tensor: decoded to what ggml's Python package says, and refused where its bytes are not what it needs.
+//! Every tensor type: decoded values match ggml's Python package, and files with a wrong number of bytes are refused.
 mod common;
 use common::fixtures;
 use kvist_model::weights::{Encoding, Gguf, View};
@@ -11,7 +11,7 @@ fn every_type_decodes_to_what_ggml_says() {
     for encoding in Encoding::all() {
         let name = encoding.name().to_uppercase();
         if !gguf.has(&name) {
-            // Floats have tests of their own; ggml's package does not decode the others, which no file of weights holds.
+            // Floats have their own tests. ggml's package does not decode the others, which no weight file contains.
             assert!(
                 encoding.is_float() || ["q8_1", "q8_K"].contains(&encoding.name()),
                 "{name} is not in the file"
@@ -31,7 +31,7 @@ fn every_type_decodes_to_what_ggml_says() {
     assert_eq!(n_seen, 24);
 }
 
-/// The two that are only ever made while a program computes.
+/// The two types that occur only during computation.
 #[test]
 fn types_of_intermediate_results_are_read() {
     let d = half::f16::from_f32(0.25).to_le_bytes();
@@ -43,7 +43,7 @@ fn types_of_intermediate_results_are_read() {
     let q8_k = [&0.25f32.to_le_bytes()[..], &codes.repeat(8), &[7; 32]].concat();
     let view = View::new("x", vec![256], Encoding::Q8K, &q8_k).unwrap();
     assert_eq!(view.to_f32().unwrap(), values.repeat(8));
-    // Its scale is an f32, which as an f16 would be 0, or infinite.
+    // Its scale is an f32, which as f16 would be 0 or infinite.
     for d in [1e-9f32, 1e9] {
         let q8_k = [&d.to_le_bytes()[..], &codes.repeat(8), &[7; 32]].concat();
         let view = View::new("x", vec![256], Encoding::Q8K, &q8_k).unwrap();

@@ -1,7 +1,7 @@
-//! Who is let into the batch: whose turn it is, whether there is memory for it, and who has to go for it.
+//! Admission: which waiting request is next, whether there is memory for it, and what to preempt or drop for it.
 //!
-//! An attempt that comes to nothing changes nothing: nobody is sent away, no use of a block is counted. Whether it
-//! would come to something is asked beforehand (`way.rs`).
+//! A failed attempt changes nothing: no request is preempted, and no use of a block is counted. A dry run decides
+//! beforehand whether preempting would help (`way.rs`).
 use crate::config::{Admission, PrefixOrder};
 use crate::entry::{Entry, Found, Key, State};
 use crate::log::Decision;
@@ -10,32 +10,33 @@ use crate::request::{End, Reason};
 use crate::scheduler::Scheduler;
 use kvist_cache::{Lookup, SeqId};
 
-/// Among how many of equal rank the longest hit is looked for, and how often the head of the queue may be overtaken.
+/// For [`PrefixOrder::Ties`]: how many requests of equal rank are searched for the longest hit, and how often the head
+/// of the queue may be overtaken.
 const TIES: u32 = 64;
 
-/// What admission goes by: as it is, or as it would be if some had gone.
+/// The inputs of the admission test: current values, or those a dry run assumes after preempting some requests.
 #[derive(Clone, Copy)]
 pub(crate) struct Space {
     pub n_running: usize,
-    /// Cells that nobody needs.
+    /// Available cells: free plus evictable.
     pub room: u64,
-    /// Cells that the batch will still fill with what it already knows, and one block more for each; 0 where nobody
-    /// asks.
+    /// Cells that running requests still need for their known tokens, plus one block each. 0 under conservative
+    /// admission, which does not use it.
     pub promised: u64,
-    /// What conservative admission has set aside.
+    /// Cells reserved by conservative admission.
     pub reserved: u64,
 }
 
 impl Space {
-    /// What is left of the room when all promises are kept. An admission that failed for want of memory fails again
-    /// until this has grown, or the hit has.
+    /// Available cells minus promised ones. After an admission failed for lack of memory, a retry fails too until this
+    /// value or the prefix hit has grown.
     pub fn spare(self) -> i128 {
         i128::from(self.room) - i128::from(self.promised)
     }
 }
 
 impl Scheduler {
-    /// Admit whose turn it is. `None` if there is no place, or no memory, for it.
+    /// Admits the next waiting request. Returns `None` if the batch is full or memory is short.
     pub(crate) fn admit(&mut self, at: At, budget: &mut u32) -> Option<u32> {
         loop {
             let key = self.pick()?;
@@ -65,7 +66,7 @@ impl Scheduler {
                 if self.drop_worst_but(at, key.slot) {
                     continue;
                 }
-                // Nobody else holds anything.
+                // No other request has cells.
                 self.end(at, key.slot, End::Refused(Reason::NeverFits));
                 break;
             }
@@ -79,7 +80,7 @@ impl Scheduler {
         key.slot
     }
 
-    /// Whose turn it is: the head of the queue, or a longer prefix hit that may overtake it.
+    /// The next request to admit: the head of the queue, or a request with a longer prefix hit that may overtake it.
     fn pick(&mut self) -> Option<Key> {
         let head = self.waiting.first().copied()?;
         let n = match self.config.prefix_order {
@@ -107,12 +108,12 @@ impl Scheduler {
         Some(best.map_or(head, |(_, key)| key))
     }
 
-    /// What the index would supply. Changes nothing.
+    /// The prefix hit that the index would give. Changes nothing.
     pub(crate) fn lookup(&self, entry: &Entry) -> Lookup {
         self.memory.lookup(&entry.salt, &entry.prompt, entry.wanted_content())
     }
 
-    /// As it is.
+    /// The current values.
     pub(crate) fn space(&self) -> Space {
         let promised = match self.config.admission {
             Admission::Conservative => 0,
@@ -121,14 +122,15 @@ impl Scheduler {
         Space { n_running: self.running.len(), room: self.memory.room(), promised, reserved: self.reserved }
     }
 
-    /// Cells that it will still fill with what it already knows, and one block more.
+    /// Cells that a running request still needs for its known tokens, plus one block.
     pub(crate) fn due(&self, slot: u32) -> u64 {
         let entry = &self.entries[slot as usize];
         let next = self.memory.cells(entry.known) + u64::from(self.memory.block_tokens());
         next - self.memory.cells(entry.cached)
     }
 
-    /// What conservative admission sets aside for it. Who kept its cells kept its reservation.
+    /// Cells that conservative admission reserves for this request. 0 if it kept its reservation together with its
+    /// cache.
     fn reserve(&self, entry: &Entry) -> u64 {
         match self.config.admission {
             Admission::Conservative if entry.reserved == 0 => {
@@ -138,7 +140,8 @@ impl Scheduler {
         }
     }
 
-    /// Is there memory for it, of which `supplied` cells need no room because others hold them already?
+    /// Returns whether there is memory for this request. `supplied`: cells of its prefix hit that other sequences
+    /// already use, which need no additional memory.
     pub(crate) fn fits(&self, slot: u32, space: &Space, supplied: u64) -> bool {
         let entry = &self.entries[slot as usize];
         match self.config.admission {
@@ -153,7 +156,7 @@ impl Scheduler {
         }
     }
 
-    /// Into the batch, if there is memory: with what it kept, or with what the prefix index supplies.
+    /// Moves a request into the batch if memory suffices, with its kept cache or with a prefix hit.
     fn enter(&mut self, at: At, slot: u32) -> bool {
         let entry = &self.entries[slot as usize];
         let space = self.space();
@@ -200,13 +203,14 @@ impl Scheduler {
         true
     }
 
-    /// Cells that the index supplies and others hold already. What nobody holds needs room as if it were computed.
+    /// Cells of the prefix hit that other sequences already use. Hit blocks that no sequence uses count as new demand,
+    /// because using them makes them no longer evictable.
     fn supply(&self, entry: &Entry) -> u64 {
         let found = self.lookup(entry);
         u64::from(found.hit_tokens.saturating_sub(found.idle_tokens))
     }
 
-    /// A place among the running, in the order of sequence numbers: the cache sees ascending ones.
+    /// Inserts the request into `running`, which is ordered by sequence id, as the cache expects.
     fn seat(&mut self, slot: u32) {
         let seq = self.entries[slot as usize].seq;
         let place = self.running.partition_point(|&other| self.entries[other as usize].seq < seq);
@@ -214,8 +218,8 @@ impl Scheduler {
     }
 }
 
-/// What the index would supply, asked again only if it has changed: a prompt is long, and stands in the queue for many
-/// attempts.
+/// Length of the prefix hit. Repeats the lookup only if the index or the content has changed, because prompts are long
+/// and a waiting request is considered many times.
 fn hit_tokens(memory: &Memory, entry: &mut Entry) -> u32 {
     let (of_tokens, version) = (entry.wanted_content(), memory.prefix_version());
     match entry.found {

@@ -1,11 +1,12 @@
-//! How a paged cache was made, as the header of an event log says it: all that decisions depend on, and no byte.
+//! The layout of a paged cache as written in the header of an event log: everything that decisions depend on, but no
+//! KV data.
 use kvist_cache::evict::Parameters;
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::{PagedSpec, PrefixSpec, RecomputeCost, Vocabulary};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// A [`PagedSpec`] in words that last.
+/// A [`PagedSpec`] in a stable serialized form.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct CacheShape {
@@ -27,7 +28,7 @@ struct Group {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Prefix {
-    /// `None`: prompts are of token ids.
+    /// `None`: prompts are given as token ids.
     tokens_per_id: Option<u32>,
     policy: String,
     half_life: Option<Duration>,

@@ -1,4 +1,5 @@
-//! Everything a decision depends on besides the events, by name. It stands in the first line of every log.
+//! Everything that decisions depend on besides the events. The configuration is written in the first line of every
+//! log.
 use crate::policy::build_policy;
 use serde::{Deserialize, Serialize};
 
@@ -8,23 +9,23 @@ use serde::{Deserialize, Serialize};
 pub struct Config {
     /// Name of a policy: see [`POLICIES`](crate::POLICIES).
     pub policy: String,
-    /// Where the policy's expectation of output lengths comes from.
+    /// How the policy estimates output lengths.
     pub lengths: LengthSource,
-    /// Sequences in the batch at most, at least 1.
+    /// Maximum sequences in the batch, at least 1.
     pub max_batch: u32,
-    /// Tokens in a step at most, at least `max_batch`, so that every decode finds a place.
+    /// Maximum tokens in a step. At least `max_batch`, so that every decoding request fits.
     pub max_batch_tokens: u32,
     /// When a request may enter the batch.
     pub admission: Admission,
     /// What a preempted request keeps.
     pub preempted: Preempted,
-    /// May a prefix hit overtake?
+    /// Whether a waiting request with a longer prefix hit may overtake the head of the queue.
     pub prefix_order: PrefixOrder,
-    /// What a policy that weighs work believes a token to cost.
+    /// Assumed cost of a token, for policies that rank by remaining work.
     pub work: TokenWork,
-    /// Waiting time that is worth one level of priority, in nanoseconds. Only `priority` reads it.
+    /// Waiting time in nanoseconds that is worth one priority level. Only the `priority` policy uses it.
     pub ageing_ns: u64,
-    /// Steps in a row that may fail before their requests are refused, at least 1.
+    /// Number of failed steps in a row after which the requests of the step are refused, at least 1.
     pub max_failures: u32,
 }
 
@@ -45,20 +46,20 @@ impl Default for Config {
     }
 }
 
-/// Where expectations of output lengths come from.
+/// Where estimates of output lengths come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LengthSource {
-    /// Predicted: every request writes as much as it may.
+    /// Predicted: every request generates `max_new` tokens.
     MaxNew,
-    /// Predicted: the mean of all that finished so far, `max_new` before the first.
+    /// Predicted: the mean over all finished requests; `max_new` until the first one finishes.
     RunningMean,
-    /// The truth, which only a simulator knows.
+    /// The true length, which only a simulator knows.
     Oracle,
 }
 
 impl LengthSource {
-    /// As reports say it.
+    /// The name used in reports.
     pub fn name(self) -> &'static str {
         match self {
             LengthSource::MaxNew => "predicted (max_new)",
@@ -72,15 +73,17 @@ impl LengthSource {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Admission {
-    /// When its tokens so far fit beside those that the batch still has to compute, and `headroom_tokens` remain.
-    /// What is generated later may run out of space: then the lowest-ranked request is preempted.
+    /// A request is admitted when its current tokens fit beside the tokens that the batch has yet to compute, with
+    /// `headroom_tokens` left over. Tokens generated later may run out of space; then the lowest-ranked request is
+    /// preempted.
     Optimistic {
-        /// Tokens that stay free at an admission beside others.
+        /// Tokens that must stay free when the batch is not empty.
         headroom_tokens: u32,
     },
-    /// When prompt and `max_new` of everything in the batch fit at once, as if nothing were shared. Then answers never
-    /// outgrow the cache, unless a layer group with a window has a smaller pool than the smallest group that keeps
-    /// everything: memory is counted in the latter, and who ranks last is preempted when the former is full.
+    /// A request is admitted when prompt and `max_new` of every request in the batch fit at the same time, as if no
+    /// block were shared. Generation then never runs out of space, with one exception: memory is counted in the
+    /// smallest layer group without a sliding window, so if a sliding-window group has an even smaller pool, it can
+    /// fill up, and the lowest-ranked request is preempted.
     Conservative,
 }
 
@@ -88,30 +91,30 @@ pub enum Admission {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Preempted {
-    /// Nothing: it returns with a longer prompt and computes it again, less what the prefix index still has.
+    /// No cache: on readmission it recomputes its prompt and generated tokens, except what the prefix index still has.
     Recompute,
-    /// Its place in the cache, until somebody in the batch needs the space.
+    /// Its cached tokens, until a running request needs the space. The request is then called paused.
     Kept,
 }
 
-/// May a longer prefix hit overtake?
+/// Whether a longer prefix hit may overtake the head of the waiting queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PrefixOrder {
     /// Never.
     Off,
-    /// The longest hit goes first among those of equal rank (the first 64 of them). The head is overtaken at most 64 times.
+    /// Among the first 64 requests of equal rank, the longest hit goes first. The head is overtaken at most 64 times.
     Ties,
-    /// The longest hit goes first among the first `n` of the queue. The head is overtaken at most `n` times.
+    /// Among the first `n` waiting requests, the longest hit goes first. The head is overtaken at most `n` times.
     Window(u32),
 }
 
-/// What a token is believed to cost, in nanoseconds. Constant rates: good enough to compare requests, and never used
-/// for time itself.
+/// Assumed cost of a token in nanoseconds. The rates are constant. They only serve to compare requests and are never
+/// used to measure time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TokenWork {
-    /// A token of a prompt.
+    /// A prompt token.
     pub prefill_ns: u64,
     /// A generated token.
     pub decode_ns: u64,
@@ -123,39 +126,39 @@ impl Default for TokenWork {
     }
 }
 
-/// A configuration that makes no sense.
+/// An invalid configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadConfig {
-    /// No such policy.
+    /// There is no policy of this name.
     #[error("there is no scheduling policy {0:?}: take one of {1}")]
     UnknownPolicy(String, String),
-    /// A number out of its range.
+    /// A number is out of range.
     #[error("{field} is {got}: {expected}")]
     OutOfRange {
-        /// Which field.
+        /// The field.
         field: &'static str,
-        /// What it is.
+        /// Its value.
         got: u64,
-        /// What to try.
+        /// What is allowed.
         expected: &'static str,
     },
-    /// Oracle lengths without a truth, or a truth that nobody asked for.
+    /// Oracle lengths without a truth, or a truth without oracle lengths.
     #[error("lengths is {0:?}, but {1}")]
     Truth(LengthSource, &'static str),
-    /// The kind of cache holds one sequence.
+    /// This kind of cache supports only one sequence.
     #[error("this kind of cache holds one sequence: take paged, cells or tree")]
     OneSequence,
-    /// Somebody else's sequences are in the cache.
+    /// The cache already contains sequences, which the scheduler did not create.
     #[error("the cache holds {n_sequences} sequences already: give the scheduler a cache that holds none")]
     NotEmpty {
-        /// How many.
+        /// How many sequences.
         n_sequences: usize,
     },
 }
 
 impl Config {
-    /// Is there such a policy, and are all numbers in their ranges? Whether the truth is given where it must be shows
-    /// when a scheduler is made.
+    /// Checks that the policy exists and that all numbers are in range. Whether a truth is given as `lengths` requires
+    /// is checked by `Scheduler::new`.
     pub fn check(&self) -> Result<(), BadConfig> {
         let out = |field, got: u32, expected| BadConfig::OutOfRange { field, got: got.into(), expected };
         if self.max_batch == 0 {

@@ -1,10 +1,10 @@
-//! The plain driver: requests that are known beforehand, one after the other.
+//! A simple driver for requests that are all known in advance.
 use crate::executor::{Clock, Executor};
 use crate::request::{Ended, Request};
 use crate::scheduler::{Duplicate, Scheduler, Turn};
 
-/// Serve `arrivals`, which ascend by `arrival_ns`, until all have ended; `ended` sees each once. Arrivals reach the
-/// scheduler between turns, in order. The clock is read once per turn.
+/// Serves `arrivals`, which must ascend by `arrival_ns`, until all have ended; calls `ended` once for each. Arrivals
+/// reach the scheduler between turns, in order. The clock is read once per turn.
 pub fn drive(
     scheduler: &mut Scheduler,
     executor: &mut dyn Executor,

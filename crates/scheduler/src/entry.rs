@@ -1,28 +1,28 @@
-//! What the scheduler knows of one live request, and where it stands.
+//! What the scheduler stores per live request, and the request's state.
 use crate::policy::{Rank, View};
 use crate::request::*;
 use kvist_cache::{MissReason, SeqId};
 use std::sync::Arc;
 
-/// A place in an ordered queue. Total: no two requests have the same `arrival`.
+/// Position in an ordered queue. A total order, because no two requests have the same `arrival` number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
     pub rank: Rank,
-    /// Number of its arrival.
+    /// Sequence number of the arrival.
     pub arrival: u64,
     pub slot: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
-    /// The slot is free.
+    /// The slot is unused.
     Vacant,
-    /// In `waiting`, under this key; in `holders` too if it has a sequence.
+    /// In `waiting` under this key, and also in `holders` if it still has a sequence in the cache.
     Waiting(Key),
     Running,
 }
 
-/// A lookup that need not be repeated.
+/// A cached prefix lookup, so that it need not be repeated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Found {
     pub hit_tokens: u32,
@@ -31,22 +31,22 @@ pub(crate) struct Found {
 }
 
 pub(crate) struct Entry {
-    // What every step touches.
+    // Fields that every step uses.
     pub state: State,
-    /// Its sequence, while it holds cells.
+    /// Its sequence, if it has cells in the cache.
     pub seq: Option<SeqId>,
-    /// Tokens of its sequence.
+    /// Tokens of its sequence that are in the cache.
     pub cached: u32,
-    /// Prompt and generated tokens.
+    /// Prompt plus generated tokens.
     pub known: u32,
     pub prompt_tokens: u32,
     pub max_new: u32,
-    /// Tokens of the step that is being formed.
+    /// Tokens of this request in the step being built.
     pub share: u32,
-    /// Tokens of which the prefix index has been told.
+    /// Tokens already added to the prefix index.
     pub stored: u32,
     pub computed: u64,
-    // What only changes of its state touch.
+    // Fields used only when the request changes state.
     pub id: RequestId,
     pub number: u64,
     pub arrival_ns: u64,
@@ -55,13 +55,13 @@ pub(crate) struct Entry {
     pub expected_new: u32,
     pub salt: Arc<str>,
     pub prompt: Prompt,
-    /// The index supplies it with nothing.
+    /// True if the prefix index must not supply any of its tokens.
     pub fresh: bool,
-    /// What conservative admission has set aside for it.
+    /// Cells reserved for it by conservative admission.
     pub reserved: u64,
-    /// What the index was last found to supply, in tokens, of how many and at which version of it.
+    /// The last prefix lookup: hit length, length looked up, and index version.
     pub found: Option<Found>,
-    /// How often a prefix hit overtook it at the head of the queue.
+    /// How often a request with a longer prefix hit overtook it at the head of the queue.
     pub overtaken: u32,
     pub admitted_ns: Option<u64>,
     pub first_token_ns: Option<u64>,
@@ -110,17 +110,17 @@ impl Entry {
         }
     }
 
-    /// Tokens, from the first, whose content is known and could be indexed once computed.
+    /// Number of tokens, from the first, whose content is known and which can be indexed once computed.
     pub fn known_content(&self) -> u32 {
         self.content().min(self.known)
     }
 
-    /// Tokens, from the first, that the index is asked for.
+    /// Number of tokens, from the first, to look up in the prefix index.
     pub fn wanted_content(&self) -> u32 {
         if self.fresh { 0 } else { self.known_content() }
     }
 
-    /// [`Entry::known_content`], with what a trace knows of the answer.
+    /// Like [`Entry::known_content`], but including the part of the output that a trace already knows.
     fn content(&self) -> u32 {
         match &self.prompt {
             Prompt::Unknown => 0,
@@ -130,15 +130,16 @@ impl Entry {
         }
     }
 
-    /// Decode steps until the index has to be told of a block: a run of steps ends there, or others would be told
-    /// too late.
+    /// Decode steps until the next block must be added to the prefix index. A multi-step run ends there, because
+    /// otherwise other requests would see the block too late.
     pub fn steps_to_store(&self, block_tokens: u32) -> u32 {
         let full = (self.cached - self.cached % block_tokens).saturating_add(block_tokens);
         if full <= self.content() { full - self.cached } else { u32::MAX }
     }
 
-    /// A sampled token becomes content, if everything before it is. Where a trace says something else of this place,
-    /// what was sampled counts, and nothing of what the trace says behind it.
+    /// Appends a sampled token to the content, provided the content of all earlier tokens is known. If a trace
+    /// predicts a different token at this position, the sampled one replaces it and the rest of the trace's content is
+    /// dropped.
     pub fn append(&mut self, token: Option<u32>) {
         let Some(token) = token else { return };
         let end = self.known as usize;

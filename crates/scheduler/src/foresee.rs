@@ -1,19 +1,20 @@
-//! How many steps may run as one. Everything that could change a decision, or what the cache does, ends a run: somebody who
-//! reaches `max_new`, a block that the index must be told of, memory that runs out, windows that let go. What the executor
-//! knows besides (arrivals, ends) it says itself.
+//! Multi-step runs: how many decode steps can be executed as one. A run ends at anything that could change a decision
+//! or the cache's behavior: a request reaches `max_new`, a block must be added to the prefix index, free memory runs
+//! out, or a sliding window frees blocks. The executor limits the run further for events that only it knows (arrivals,
+//! ends of requests).
 use crate::executor::{Batch, Executor, Work};
 use crate::scheduler::Scheduler;
 
 impl Scheduler {
-    /// How many decode steps may run as one: no decision may fall due before the last of them ends. Asked only when
-    /// everybody who waits has just been considered.
+    /// The number of decode steps to run as one, such that no decision is needed before the last of them ends. Called
+    /// only right after all waiting requests were considered for admission.
     pub(crate) fn foresee(&mut self, now_ns: u64, executor: &mut dyn Executor) -> u32 {
         let all_decode = self.batch.len() == self.running.len() && self.batch.iter().all(|w| w.decodes);
         if !all_decode || self.memory.shrinks_while_decoding() {
             return 1;
         }
-        // Who waits now waits for a place or for memory, and neither comes before somebody ends: decoding only
-        // fills the cache, and makes nobody an easier victim than before.
+        // Requests still waiting need a batch slot or memory. Neither becomes available before a running request ends:
+        // decoding only fills the cache and makes no request easier to preempt.
         let block = self.memory.block_tokens();
         let left = |w: &Work| {
             let entry = &self.entries[w.slot as usize];
@@ -30,14 +31,14 @@ impl Scheduler {
         steps
     }
 
-    /// The most decode steps, up to `limit`, for which free cells suffice. Eviction waits for the very step that
-    /// needs it, as it would if they were run one by one.
+    /// The largest number of decode steps, up to `limit`, that fit into free cells. Eviction must happen at exactly
+    /// the step that needs it, as when steps run one by one.
     fn steps_that_fit(&self, limit: u32) -> u32 {
         let free = self.memory.free();
         let n = self.batch.len() as u64;
         let block = self.memory.block_tokens();
         let fits = |steps: u32| {
-            // Each sequence begins at most `steps / block` rounded up new blocks.
+            // Each sequence begins at most ⌈`steps` / `block`⌉ new blocks.
             if n * self.memory.cells(steps) <= free {
                 return true;
             }
@@ -46,8 +47,8 @@ impl Scheduler {
         if fits(limit) {
             return limit;
         }
-        // A sequence alone takes the free cells and those left in its last block, which are fewer than a block: so many
-        // steps do not fit.
+        // Upper bound for the search: even a single sequence can use at most the free cells plus the rest of its last
+        // block, which is less than one block. So this many steps do not fit.
         let (mut good, mut bad) = (0, u32::try_from(free + u64::from(block)).unwrap_or(limit).min(limit));
         while bad - good > 1 {
             let middle = good + (bad - good) / 2;
@@ -56,7 +57,7 @@ impl Scheduler {
         good
     }
 
-    /// Cells by which the batch grows if every share of it is taken `steps` times.
+    /// Cells by which the batch grows if every entry is repeated for `steps` steps.
     pub(crate) fn growth(&self, steps: u32) -> u64 {
         let grown = |w: &Work| self.memory.cells(w.first + w.n_tokens * steps) - self.memory.cells(w.first);
         self.batch.iter().map(grown).sum()

@@ -1,23 +1,22 @@
-//! Which requests make up the next step, and how many tokens of each.
+//! Builds the next step: which requests take part, and with how many tokens.
 //!
-//! 1. Everybody who decodes gets one token.
-//! 2. What is left of the budget goes to prefills in the order of rank, whole prompts or chunks of them; a token of a
-//!    prompt that is computed afresh, because something is wanted of each, counts as two. Who waits
-//!    is admitted when its turn comes: behind the prefills of the batch, or, under a policy that preempts, among them.
-//!    Where a group with a window has less room than the budget, the room is the bound: the chunks of a long prompt
-//!    go through a small pool one after the other.
+//! 1. Every decoding request gets one token.
+//! 2. The rest of the budget goes to prefills in rank order, as whole prompts or chunks. A prompt token of a `fresh`
+//!    request counts twice, because the caller wants output for each token. Waiting requests are admitted after the
+//!    prefills of the batch or, if the policy preempts, at their rank among them. If a sliding-window group has less
+//!    space than the budget, that space is the limit, so a long prompt passes through a small pool in chunks.
 //!
-//! Under a policy that preempts, who waits also takes the place or the memory of whoever ranks behind it. A victim
-//! is judged by its rank as it stands or as it arrived, whichever is better. So being served makes nobody an easier
-//! victim, decoding alone never changes who runs, and two requests cannot preempt each other forever, each losing what
-//! it had computed.
+//! If the policy preempts, a waiting request may also take the batch slot or the memory of a lower-ranked request. A
+//! victim is judged by its current rank or its rank on arrival, whichever is better. Progress therefore never makes a
+//! request easier to preempt, decoding alone never changes the batch, and two requests cannot preempt each other
+//! forever, each losing its computed tokens.
 use crate::entry::State;
 use crate::executor::Work;
 use crate::memory::At;
 use crate::scheduler::Scheduler;
 
 impl Scheduler {
-    /// Fill `batch`; `false` if there is nothing to run.
+    /// Fills `batch`. Returns `false` if there is nothing to run.
     pub(crate) fn form(&mut self, at: At, mut admit: bool) -> bool {
         let mut budget = self.config.max_batch_tokens;
         let preempts = self.order.policy().preempts();
@@ -62,7 +61,7 @@ impl Scheduler {
             }
             let Some(key) = prefill else { break };
             next += 1;
-            // It may have been preempted by a request that was admitted a moment ago.
+            // A request admitted in this loop may have preempted it.
             if self.entries[key.slot as usize].state == State::Running {
                 self.serve(key.slot, &mut budget);
             }
@@ -86,11 +85,11 @@ impl Scheduler {
         !self.batch.is_empty()
     }
 
-    /// A share of what is left of the budget.
+    /// Gives a request its part of the remaining budget.
     fn serve(&mut self, slot: u32, budget: &mut u32) {
         let entry = &mut self.entries[slot as usize];
-        // Where something is wanted of every token, each has logits of its own, which count as another token. An odd
-        // budget is rounded up, or a budget of one would never go on.
+        // For a `fresh` request every prompt token has its own logits, which count as one more token. An odd budget is
+        // rounded up; otherwise a budget of one could never make progress.
         let each = if entry.fresh { 2 } else { 1 };
         entry.share = (entry.known - entry.cached).min(budget.div_ceil(each));
         *budget = budget.saturating_sub(entry.share.saturating_mul(each));

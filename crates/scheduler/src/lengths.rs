@@ -1,29 +1,29 @@
-//! How long an answer will be: predicted from what everybody may see, or known to an oracle.
+//! Output lengths: predicted from public data, or known to an oracle.
 use crate::config::{BadConfig, Config, LengthSource};
 use crate::policy::{Policy, Rank, View, build_policy};
 use crate::request::RequestId;
 
-/// The true output lengths. Only a simulator can make one; a server has nothing to implement it with.
+/// The true output lengths. Only a simulator can implement this; a server does not know them.
 pub trait Truth: Send {
-    /// Tokens that `id` will generate.
+    /// Number of tokens that `id` will generate.
     fn output_tokens(&self, id: RequestId) -> u32;
 }
 
-/// A policy that sees the true output length. No other type holds a [`Truth`].
+/// A policy with access to the true output lengths. No other type stores a [`Truth`].
 pub struct OraclePolicy {
     policy: Box<dyn Policy>,
     truth: Box<dyn Truth>,
 }
 
-/// A predictor of output lengths.
+/// Predicts output lengths.
 pub trait Lengths: Send {
-    /// Tokens that a request of this view will generate in all. Asked once, on arrival.
+    /// Predicts the total number of tokens that this request will generate. Called once, on arrival.
     fn expect(&self, r: &View) -> u32;
-    /// A request finished with `generated` tokens.
+    /// Called when a request finished with `generated` tokens.
     fn observe(&mut self, _generated: u32) {}
 }
 
-/// Everybody writes as much as they may.
+/// Predicts that every request generates `max_new` tokens.
 struct MaxNew;
 
 impl Lengths for MaxNew {
@@ -32,7 +32,8 @@ impl Lengths for MaxNew {
     }
 }
 
-/// The mean of all that finished so far, rounded up. Integers: the same on every machine.
+/// Predicts the mean over all finished requests, rounded up. Integer arithmetic gives the same result on every
+/// machine.
 #[derive(Default)]
 struct RunningMean {
     tokens: u64,
@@ -52,7 +53,7 @@ impl Lengths for RunningMean {
     }
 }
 
-/// A policy and where its lengths come from.
+/// A policy together with its source of output lengths.
 pub(crate) enum Order {
     Predicted { policy: Box<dyn Policy>, lengths: Box<dyn Lengths> },
     Oracle(OraclePolicy),
@@ -78,7 +79,7 @@ impl Order {
         Ok(Order::Predicted { policy, lengths })
     }
 
-    /// Tokens that `r` is expected to generate, 1 to its `max_new`.
+    /// Number of tokens that `r` is expected to generate, from 1 to its `max_new`.
     pub fn expect(&self, r: &View) -> u32 {
         let expected = match self {
             Order::Predicted { lengths, .. } => lengths.expect(r),

@@ -1,11 +1,13 @@
-//! WHO runs next: continuous batching with chunked prefill, for an engine and for a simulator alike.
+//! Decides which requests run in the next step: continuous batching with chunked prefill. The same code serves a real
+//! engine and the simulator.
 //!
-//! A driver tells the [`Scheduler`] what arrives and who goes away, and calls [`Scheduler::turn`] with the time; each
-//! turn forms one step within the budgets of the [`Config`], has an [`Executor`] run it, and learns what came of it.
+//! A driver reports arrivals and cancellations to the [`Scheduler`] and calls [`Scheduler::turn`] with the current
+//! time. Each turn builds one batch within the budgets of the [`Config`], passes it to an [`Executor`], and records
+//! the result.
 //!
-//! It promises that its decisions are a pure function of the configuration and the numbered events (see [`Log`] and
-//! [`replay`]), that every request ends exactly once, and that neither budget nor batch is ever exceeded.
-//! It refuses to read a clock, to draw random numbers (no policy needs one), and to know a tensor.
+//! Guarantees: decisions are a pure function of the configuration and the numbered events (see [`Log`] and
+//! [`replay`]), every request ends exactly once, and a step never exceeds the batch size or the token budget. The
+//! scheduler never reads a clock, draws no random numbers (no policy needs one), and knows nothing about tensors.
 #![forbid(unsafe_code)]
 
 mod admit;

@@ -1,9 +1,10 @@
-//! Two logs of JSON lines, off by default. The event log is what came in: with the configuration it determines every
-//! decision. The decision log is what came of it. Both begin with a line that says their version and configuration; that
-//! of the event log also says how a paged cache was made, so that a replay needs nothing but the log.
+//! Two logs of JSON lines, off by default. The event log records all inputs; together with the configuration it
+//! determines every decision. The decision log records the results. Both begin with a line that names the format
+//! version and the configuration. The event log's first line also describes a paged cache, so that a replay needs
+//! nothing but the log.
 //!
-//! Decisions name changes of membership and chunks of prompts, not every decoded token: runs of steps read the same
-//! whether they were run one by one or at once.
+//! The decision log contains batch membership changes and prompt chunks, but no decoded tokens. It is therefore the
+//! same whether decode steps ran one by one or as a multi-step run.
 use crate::cache_shape::CacheShape;
 use crate::config::Config;
 use crate::executor::Outcome;
@@ -14,14 +15,15 @@ use std::fmt::Write;
 /// Version of both formats.
 pub const LOG_VERSION: u32 = 1;
 
-/// A growing text of JSON lines, or nothing at all.
+/// A log of JSON lines, or nothing when logging is off.
 #[derive(Default)]
 pub struct Log {
     text: Option<String>,
 }
 
 impl Log {
-    /// Begin with a line that names the format, its version, the configuration, and the cache if there is one to name.
+    /// Starts the log with a line that names the format, its version, the configuration, and the cache layout if
+    /// given.
     pub(crate) fn start(&mut self, format: &str, config: &Config, cache: Option<&CacheShape>) {
         let mut line = format!("{{\"format\":\"{format}\",\"version\":{LOG_VERSION}");
         line += &format!(",\"config\":{}", serde_json::to_string(config).unwrap_or_default());
@@ -30,14 +32,14 @@ impl Log {
         }
         self.text = Some(line + "}\n");
     }
-    /// Nothing is kept any more, and nothing more comes.
+    /// Stops the log and discards its lines.
     pub(crate) fn stop(&mut self) {
         self.text = None;
     }
     pub(crate) fn is_on(&self) -> bool {
         self.text.is_some()
     }
-    /// What was logged since the last call. Empty when off.
+    /// Returns the lines logged since the last call. Empty if the log is off.
     pub fn take(&mut self) -> String {
         self.text.as_mut().map(std::mem::take).unwrap_or_default()
     }
@@ -61,7 +63,8 @@ impl Log {
     pub(crate) fn idle(&mut self, n: u64, at_ns: u64) {
         self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"idle\":true}}"));
     }
-    /// `sampled` is a list of token ids, or null where there is none; `finished` the indices that were the last.
+    /// `sampled` is a list of token ids, with null where the id is unknown. `finished` has the indices of the entries
+    /// that were the last token of their request.
     pub(crate) fn outcome(&mut self, n: u64, at_ns: u64, steps: u32, outcome: &Outcome) {
         self.line(|t| {
             write!(t, "{{\"n\":{n},\"at\":{at_ns},\"steps\":{steps},\"elapsed\":{}", outcome.elapsed_ns)?;
@@ -112,7 +115,7 @@ impl Log {
     }
 }
 
-/// What a scheduler decides.
+/// A decision of the scheduler.
 #[derive(Clone, Copy)]
 pub(crate) enum Decision<'a> {
     Admit {
@@ -120,7 +123,7 @@ pub(crate) enum Decision<'a> {
         seq: SeqId,
         hit: u32,
     },
-    /// A paused request goes on with what it kept.
+    /// A paused request continues with its kept cache.
     Resume {
         id: RequestId,
     },
@@ -134,7 +137,7 @@ pub(crate) enum Decision<'a> {
         why: &'a str,
         kept: bool,
     },
-    /// A paused request loses what it kept.
+    /// A paused request loses its kept cache.
     Drop {
         id: RequestId,
         tokens: u32,

@@ -1,12 +1,12 @@
-//! The cache as the scheduler sees it: how much room there is, and the verbs between steps. The only file that knows
-//! whether the cache has a prefix index.
+//! The scheduler's view of the cache: how many cells are available, and the operations between steps. Only this file
+//! knows whether the cache has a prefix index.
 use crate::config::BadConfig;
 use crate::request::Prompt;
 use kvist_cache::{
     Audience, BlockUse, Cache, Content, GroupId, Lookup, MissReason, Moment, Refused, Room, SeqId,
 };
 
-/// When a decision falls: before which step, and the time at which it began.
+/// When a decision is made: the index of its step, and the time.
 #[derive(Clone, Copy)]
 pub(crate) struct At {
     pub step: u64,
@@ -19,24 +19,25 @@ impl At {
     }
 }
 
-/// Room is counted in one layer group: the smallest of those that keep everything, or the smallest if all let go of
-/// what leaves their windows. Other groups speak up when a step does not fit them.
+/// Available memory is counted in one layer group: the smallest one without a sliding window, or the smallest one
+/// overall if every group frees blocks that left its window. If a step does not fit another group, the cache refuses
+/// the step and names that group.
 pub(crate) struct Memory {
     pub cache: Cache,
-    /// Which group.
+    /// Index of the counted group.
     counted: usize,
     capacity: u64,
     block_tokens: u32,
     lets_go: bool,
-    /// Does any group let go of what leaves its window?
+    /// True if any group frees blocks that left its sliding window.
     windowed: bool,
-    /// Has it a prefix index? Nothing else makes sequences share blocks here.
+    /// True if the cache has a prefix index. Nothing else makes sequences share blocks here.
     shares: bool,
 }
 
 const CHECKED: &str = "the cache holds many sequences: this was checked when the scheduler was made";
 
-/// The first `n_tokens`, as the cache takes them.
+/// The first `n_tokens` of `prompt` as the cache's content type.
 fn content(prompt: &Prompt, n_tokens: u32) -> Content<'_> {
     let n = n_tokens as usize;
     match prompt {
@@ -54,7 +55,8 @@ impl Memory {
         if cache.sequences().is_none() {
             return Err(BadConfig::OneSequence);
         }
-        // Sequence numbers are the scheduler's own. What an index knows may stay.
+        // The scheduler assigns sequence ids itself, so the cache must have no sequences. Blocks in the prefix index
+        // may stay.
         let n_sequences = cache.report().iter().map(|group| group.sequences.len()).max().unwrap_or(0);
         if n_sequences > 0 {
             return Err(BadConfig::NotEmpty { n_sequences });
@@ -77,8 +79,8 @@ impl Memory {
         self.cache.room().nth(self.counted).expect("groups do not go away")
     }
 
-    /// Does memory change in other ways than by growing while sequences decode? Windows let go of blocks, which
-    /// become free or idle in the order of single steps.
+    /// True if sequences can also free memory while decoding. Blocks that leave a sliding window become free, or
+    /// cached and unused, at a particular step, so such steps must run one by one.
     pub fn shrinks_while_decoding(&self) -> bool {
         self.windowed
     }
@@ -88,8 +90,8 @@ impl Memory {
     pub fn capacity(&self) -> u64 {
         self.capacity
     }
-    /// Tokens that a step may write at most, as far as groups with windows have room at this moment; a block at
-    /// least. No bound where no group has a window: there a prompt that is cut into pieces needs as much in the end.
+    /// Maximum tokens that a step may write, given the space available in sliding-window groups right now; at least
+    /// one block. Unbounded if no group has a window: there a prompt needs the same total space however it is chunked.
     pub fn chunk_limit(&self) -> u32 {
         if !self.windowed {
             return u32::MAX;
@@ -98,37 +100,38 @@ impl Memory {
         let room = |room: Room| (room.free_cells.saturating_add(room.idle_cells)).max(room.block_tokens);
         windows.map(room).min().unwrap_or(u32::MAX)
     }
-    /// Does `group` let go of what leaves its window?
+    /// True if `group` frees blocks that left its sliding window (`lets_go`).
     pub fn lets_go(&self, group: GroupId) -> bool {
         self.windowed && self.cache.room().nth(group.0.into()).is_some_and(|room| room.lets_go)
     }
-    /// Cells that a sequence of `n_tokens` fills at most, when it shares none.
+    /// Maximum cells that a sequence of `n_tokens` needs if it shares no blocks.
     pub fn cells(&self, n_tokens: u32) -> u64 {
         let cells = u64::from(n_tokens).next_multiple_of(self.block_tokens.into());
-        // A windowed space never holds the whole of a long sequence.
+        // A sliding-window group never has to store the whole of a long sequence.
         if self.lets_go { cells.min(self.capacity) } else { cells }
     }
-    /// Cells that nobody has.
+    /// Free cells.
     pub fn free(&self) -> u64 {
         self.counted().free_cells.into()
     }
-    /// Cells that an index knows and nobody holds.
+    /// Cells of cached blocks that no sequence uses (ref_count 0). They can be evicted.
     pub fn idle(&self) -> u64 {
         self.counted().idle_cells.into()
     }
-    /// Cells that nobody needs.
+    /// Available cells: free plus evictable.
     pub fn room(&self) -> u64 {
         let room = self.counted();
         u64::from(room.free_cells) + u64::from(room.idle_cells)
     }
-    /// Cells that sequences hold.
+    /// Cells in use by sequences.
     pub fn held(&self) -> u64 {
         self.capacity - self.room()
     }
 
-    /// Does a step that grows by this many cells want evictions first? Which group, what it needs, and what there is if
-    /// all that nobody holds is evicted: as the cache would say, had it been asked for the step. Only where this can be
-    /// told without it: in a single group that keeps everything, where sequences share nothing but full blocks.
+    /// Returns the group, the cells needed and the cells available (free plus evictable) if a step that grows by
+    /// `growth` cells fits only after evictions. These are the figures the cache would report if it refused the step.
+    /// `None` if no eviction is needed, if evictions are not enough, or if the answer needs the cache's placement: it
+    /// can only be computed here for a single group without a sliding window, where sequences share only full blocks.
     pub fn shortfall(&self, growth: u64) -> Option<(GroupId, u32, u32)> {
         if self.lets_go || self.cache.n_groups() > 1 {
             return None;
@@ -139,31 +142,31 @@ impl Memory {
         (room.free_cells < needed && needed <= available).then_some((self.group(), needed, available))
     }
 
-    /// Could the index know such content at all?
+    /// Returns whether the prefix index can store this kind of content.
     pub fn accepts(&self, prompt: &Prompt) -> bool {
         self.cache.accepts(&content(prompt, 0))
     }
 
-    /// What the index could supply of the first `n_tokens`. Changes nothing.
+    /// The prefix hit that the index would give for the first `n_tokens`. Changes nothing.
     pub fn lookup(&self, salt: &str, prompt: &Prompt, n_tokens: u32) -> Lookup {
         self.cache.lookup(salt, &content(prompt, n_tokens))
     }
 
-    /// While this number stays the same, lookups find as many tokens as before.
+    /// As long as this number stays the same, lookups return the same hit lengths.
     pub fn prefix_version(&self) -> u64 {
         self.cache.prefix_version()
     }
 
-    /// Can sequences share blocks?
+    /// Returns whether sequences can share blocks.
     pub fn shares(&self) -> bool {
         self.shares
     }
-    /// Of each block of the counted group, how many sequences hold it. Walks the pool.
+    /// For each block of the counted group, the number of sequences that use it (ref_count). Walks the whole pool.
     pub fn holders(&self) -> Vec<u32> {
         let holders = |block| if let BlockUse::Held(n) = block { n } else { 0 };
         self.cache.block_uses(self.group()).map(holders).collect()
     }
-    /// The blocks that `seq` holds there, each with its place in the sequence.
+    /// The blocks of `seq` in the counted group, each with its index in the block table.
     pub fn blocks_of(&self, seq: SeqId) -> impl Iterator<Item = (u64, u32)> {
         let table = self.cache.block_table(self.group(), seq).unwrap_or_default();
         (0..).zip(table).filter_map(|(i, block)| Some((i, block?)))
@@ -172,13 +175,13 @@ impl Memory {
         GroupId(self.counted as u16)
     }
 
-    /// Why it would supply no more.
+    /// Why the prefix index would supply no more.
     pub fn explain(&self, salt: &str, prompt: &Prompt, n_tokens: u32) -> MissReason {
         self.cache.explain(salt, &content(prompt, n_tokens), Audience::Operator)
     }
 
-    /// Make a sequence that holds as much of the first `n_tokens` as the index supplies, and say how much that is.
-    /// `is_first`: the prompt had none before.
+    /// Creates a sequence from the prefix hit on the first `n_tokens` and returns the hit length in tokens.
+    /// `is_first`: this prompt was not opened before.
     pub fn open(
         &mut self,
         seq: SeqId,
@@ -201,8 +204,8 @@ impl Memory {
             .unwrap_or_else(|refused| panic!("sequence {seq} is new and its content was checked: {refused}"))
     }
 
-    /// Let the index know the full blocks of `seq`, of whose tokens the first `n_tokens` are known and computed, and the
-    /// first `stored` were handed over before. Returns how many blocks it did not know.
+    /// Adds the full blocks of `seq` to the prefix index. The first `n_tokens` tokens are known and computed; the
+    /// first `stored` of them were added by earlier calls. Returns how many blocks were new to the index.
     pub fn store(&mut self, seq: SeqId, prompt: &Prompt, stored: u32, n_tokens: u32, at: At) -> u32 {
         let Some(mut prefixes) = self.cache.prefixes() else { return 0 };
         let done = prefixes.store_from(seq, stored, &content(prompt, n_tokens), at.moment());
@@ -210,13 +213,14 @@ impl Memory {
             .n_new
     }
 
-    /// Forget a sequence. What an index knows stays, and can be reclaimed.
+    /// Removes a sequence. Its indexed blocks stay cached and can be evicted once no sequence uses them.
     pub fn release(&mut self, seq: SeqId) {
         let removed: Result<(), Refused> = self.cache.sequences().expect(CHECKED).seq_rm(seq, 0, u32::MAX);
         assert!(removed.is_ok(), "a live sequence is known to the cache: {removed:?}");
     }
 
-    /// Make `n_tokens` cells free in every group, as far as nobody holds them; returns the blocks evicted.
+    /// Evicts unused cached blocks until `n_tokens` cells are free in every group, as far as possible. Returns the
+    /// number of blocks evicted.
     pub fn make_room(&mut self, n_tokens: u32, at: At) -> u32 {
         self.cache.prefixes().map_or(0, |mut prefixes| prefixes.make_room(n_tokens, at.moment()))
     }

@@ -1,8 +1,10 @@
-//! Policies: one file each, its source cited. This one is the list, and what a policy may know.
+//! Scheduling policies, one file each, with its source cited. This file has the list of policies and the data they may
+//! use.
 //!
-//! A policy is a rank, and smaller runs first. A rank may change only when the request itself does (it computed a
-//! token, it lost its cache): then the queue is an ordered map and never sorted anew. Where a textbook's rule has a
-//! "now" in it (slack, waiting time), now is common to all who are compared, and drops out.
+//! A policy maps a request to a rank; the smallest rank runs first. The rank may change only when the request itself
+//! changes (a token was computed, its cache was lost). The queue is therefore an ordered map and is never re-sorted.
+//! Where a textbook rule contains the current time (slack, waiting time), that term is the same for all requests being
+//! compared and cancels out.
 mod edf;
 mod fcfs;
 mod laxity;
@@ -16,44 +18,45 @@ use crate::request::RequestId;
 /// Smaller runs first. Ties go to the earlier arrival.
 pub type Rank = i64;
 
-/// What a policy may know of a request. The true output length is not in here.
+/// What a policy may know about a request. The true output length is not included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct View {
-    /// Which one.
+    /// The request.
     pub id: RequestId,
     /// When it arrived.
     pub arrival_ns: u64,
-    /// Tokens of its prompt.
+    /// Prompt tokens.
     pub prompt_tokens: u32,
-    /// Tokens whose K and V it holds.
+    /// Tokens whose K and V are in the cache.
     pub cached_tokens: u32,
-    /// Tokens it has generated.
+    /// Tokens generated so far.
     pub generated: u32,
-    /// Tokens it may generate.
+    /// Maximum tokens to generate.
     pub max_new: u32,
-    /// Tokens it is expected to generate in all; more than it has while it goes on.
+    /// Expected total of generated tokens, estimated on arrival.
     pub expected_new: u32,
-    /// When it should have finished.
+    /// When it should be finished.
     pub deadline_ns: Option<u64>,
     /// Larger is more urgent.
     pub priority: i32,
 }
 
 impl View {
-    /// Tokens to compute before the next token can be sampled beside it: 0 for a request that decodes.
+    /// Tokens left to prefill. Excludes the last known token, which is computed in the step that samples the next one;
+    /// so this is 0 for a decoding request.
     pub fn prefill_left(&self) -> u32 {
         (self.prompt_tokens + self.generated).saturating_sub(self.cached_tokens + 1)
     }
-    /// Tokens it is expected still to sample. At least 1: it has not ended.
+    /// Tokens it is expected to generate from now on. At least 1, because it has not ended.
     pub fn decode_left(&self) -> u32 {
         self.expected_new.saturating_sub(self.generated).max(1)
     }
-    /// Expected work that remains, prefill included.
+    /// Expected remaining work in nanoseconds, including prefill.
     pub fn work_left_ns(&self, work: TokenWork) -> u64 {
         let prefill = u64::from(self.prefill_left()).saturating_mul(work.prefill_ns);
         prefill.saturating_add(u64::from(self.decode_left()).saturating_mul(work.decode_ns))
     }
-    /// The same request as it arrived: nothing computed, nothing generated.
+    /// The same request as on arrival: nothing computed, nothing generated.
     pub fn as_it_arrived(mut self) -> View {
         self.cached_tokens = 0;
         self.generated = 0;
@@ -61,14 +64,14 @@ impl View {
     }
 }
 
-/// A rule of order.
+/// A scheduling policy.
 pub trait Policy: Send {
-    /// The name that chooses it.
+    /// The name that selects it in the configuration.
     fn name(&self) -> &'static str;
-    /// Its place. A pure function of the view.
+    /// The rank of a request. A pure function of the view.
     fn rank(&self, r: &View) -> Rank;
-    /// May a waiting request take the place of a running one that ranks behind it? Every policy has its
-    /// lowest-ranked request preempted when space runs out.
+    /// Returns whether a waiting request may preempt a running one of lower rank. Independent of this, every policy
+    /// preempts the lowest-ranked request when memory runs out.
     fn preempts(&self) -> bool {
         false
     }
@@ -77,7 +80,7 @@ pub trait Policy: Send {
 /// Builds a policy from its parameters in the configuration.
 pub type BuildPolicy = fn(&Config) -> Box<dyn Policy>;
 
-/// Name and builder of every policy. A new policy: one file and one line.
+/// Name and builder of every policy. To add a policy, add one file and one line here.
 pub const POLICIES: &[(&str, BuildPolicy)] = &[
     ("fcfs", |_| Box::new(fcfs::Fcfs)),
     ("sjf", |c| Box::new(sjf::Sjf { work: c.work })),
@@ -87,7 +90,7 @@ pub const POLICIES: &[(&str, BuildPolicy)] = &[
     ("priority", |c| Box::new(priority::Priority { ageing_ns: c.ageing_ns })),
 ];
 
-/// The policy that the configuration names.
+/// Builds the policy named in the configuration.
 pub fn build_policy(config: &Config) -> Result<Box<dyn Policy>, BadConfig> {
     match POLICIES.iter().find(|(name, _)| *name == config.policy) {
         Some((_, build)) => Ok(build(config)),

@@ -1,17 +1,18 @@
-//! A recording: everything that arrived, was decided and happened to blocks, in the order in which it did.
+//! A recording: all arrivals, decisions and block events of a run, in the order in which they happened.
 //!
-//! The first line names format, version and layer groups; behind it, per step, the lines of the scheduler's event log, of
-//! its decision log, why prompts of those who ended had missed, and at most two lines
-//! `{"step":…,"at":…,"blocks":[[group,"change",block,seq,"reason"],…]}` of block events: of
-//! what the step was made room for and what it wrote, at its beginning; of what was stored and let go, at its end, under
-//! the number of the next step. A change `copy_on_write` has the original behind its reason. A decision `admit` names the
-//! sequence that the request has from then on. What is recorded runs one by one, so that times are those of single steps.
+//! The first line names the format, its version and the layer groups. Then follow, per step: the lines of the
+//! scheduler's event log, those of its decision log, the miss reasons of requests that ended, and at most two lines
+//! `{"step":…,"at":…,"blocks":[[group,"change",block,seq,"reason"],…]}` of block events. The first is dated at the
+//! beginning of the step and lists the blocks evicted and written for it. The second is dated at the end of the step
+//! and lists the blocks stored and freed, under the number of the next step. For the change `copy_on_write`, the
+//! source block follows the reason. An `admit` decision names the sequence that the request uses from then on.
+//! Recorded steps run one by one, never as multi-step runs, so that every step has its own time.
 use crate::request::Ended;
 use crate::scheduler::Scheduler;
 use kvist_cache::{BlockEvent, Cache, Change, GroupId};
 use std::fmt::Write;
 
-/// What a text that a recording hears is about.
+/// The kind of text passed to a [`Recorder`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
     /// The first line.
@@ -20,19 +21,19 @@ pub enum Part {
     Events,
     /// Lines of its decision log.
     Decisions,
-    /// Lines that say why prefix hits ended.
+    /// Lines with the reasons why prefix hits ended.
     Misses,
     /// A line of block events.
     Blocks,
 }
 
-/// Hears a recording, whole lines at a time.
+/// Receives a recording, in whole lines.
 pub type Recorder<'s> = dyn FnMut(Part, &str) + 's;
 
-/// Of the format.
+/// Version of the recording format.
 pub const RECORDING_VERSION: u32 = 1;
 
-/// What is being written down of one scheduler. It hands every line on at once and keeps none.
+/// An active recording of one scheduler. It passes every line on at once and stores none.
 #[derive(Debug)]
 pub struct Recording {
     line: String,
@@ -40,8 +41,9 @@ pub struct Recording {
 }
 
 impl Recording {
-    /// Switches the scheduler's logs and the cache's block events on, and says the header. What happened before is not told:
-    /// a log that is to be replayed begins before the first event, a live view with a [`Snapshot`](crate::Snapshot).
+    /// Turns on the scheduler's logs and the cache's block events, and writes the header. Earlier events are not
+    /// included: a log for replay must begin before the first event, and a live view begins with a
+    /// [`Snapshot`](crate::Snapshot).
     pub fn begin(scheduler: &mut Scheduler, sink: &mut Recorder<'_>) -> Recording {
         scheduler.record();
         scheduler.cache_mut().watch_blocks(true);
@@ -56,13 +58,13 @@ impl Recording {
         Recording { line, misses: String::new() }
     }
 
-    /// Switches off what [`Recording::begin`] switched on.
+    /// Turns off what [`Recording::begin`] turned on.
     pub fn end(self, scheduler: &mut Scheduler) {
         scheduler.record_no_more();
         scheduler.cache_mut().watch_blocks(false);
     }
 
-    /// A request ended: if its miss was explained, the next turn's lines say so.
+    /// Notes that a request ended. If its miss reason is known, it is written with the next turn.
     pub fn ended(&mut self, ended: &Ended) {
         let (Some(miss), id, at) = (ended.miss, ended.id, ended.ended_ns) else { return };
         let (reason, position) = (miss.name(), miss.position());
@@ -70,8 +72,8 @@ impl Recording {
         self.misses.push_str(&line);
     }
 
-    /// The turn that has just run, from `now_ns` to `end_ns`; `blocks` is what [`Cache::drain_events`] gave since the turn
-    /// before.
+    /// Writes the turn that has just run, from `now_ns` to `end_ns`. `blocks` are the events from
+    /// [`Cache::drain_events`] since the previous turn.
     pub fn turn(
         &mut self,
         now_ns: u64,
@@ -89,7 +91,7 @@ impl Recording {
             }
         }
         self.misses.clear();
-        let commits = scheduler.counters().steps; // each was run by itself
+        let commits = scheduler.counters().steps; // recorded steps run one by one
         let is_after = |event: &&BlockEvent| end_ns > now_ns && event.step >= commits;
         self.blocks(now_ns, blocks.iter().filter(|event| !is_after(event)), sink);
         self.blocks(end_ns, blocks.iter().filter(is_after), sink);
@@ -127,14 +129,14 @@ impl Recording {
     }
 }
 
-/// One layer group, as headers and snapshots name it.
+/// One layer group, as named in headers and snapshots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct GroupShape {
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_tokens: u32,
-    /// Blocks it can hold; `None` if there is no bound.
+    /// Number of blocks; `None` if unbounded.
     pub blocks: Option<u32>,
-    /// Positions that a query sees, if not all.
+    /// Size of the sliding window in positions; `None` for full attention.
     pub window: Option<u32>,
 }
 

@@ -1,4 +1,4 @@
-//! When there is no space, or no place: who has to go.
+//! What to evict, shorten, drop or preempt when memory or batch slots are short.
 use crate::config::Preempted;
 use crate::entry::Key;
 use crate::executor::Work;
@@ -9,10 +9,11 @@ use crate::scheduler::Scheduler;
 use kvist_cache::GroupId;
 
 impl Scheduler {
-    /// A step did not fit `group`: `needed` cells, `available` if nobody's blocks were evicted. In this order: evict
-    /// what only the index holds; compute less of the prompts at once, if the group lets go of what leaves its window;
-    /// drop the cache of the lowest-ranked paused request; preempt the lowest-ranked running one; end the last one,
-    /// which has the cache to itself. `true` if evictions were enough to go on: then the batch is what it was.
+    /// Frees memory after a step did not fit `group`. `needed`: cells the step needs; `available`: cells that are free
+    /// or evictable. Tries in this order: evict blocks that only the prefix index uses; compute fewer prompt tokens in
+    /// this step, if the group frees blocks that left its window; drop the cache of the lowest-ranked paused request;
+    /// preempt the lowest-ranked running request; end the only running request, which already has the cache to itself.
+    /// Returns `true` if eviction was enough; the batch is then unchanged.
     pub(crate) fn relieve(&mut self, at: At, group: GroupId, needed: u32, available: u32) -> bool {
         self.moved = true;
         if available >= needed {
@@ -39,8 +40,9 @@ impl Scheduler {
         false
     }
 
-    /// Fewer tokens of prompts in this step, by the cells that are `missing`, and by one at least, so that it goes on.
-    /// Not less than a block beside others, or they would wait for a chunk that lets no request advance.
+    /// Lowers the limit on prompt tokens in this step by the `missing` cells, and by at least one token so that the
+    /// retry loop makes progress. If other requests run too, the limit never goes below one block: they would
+    /// otherwise wait for a chunk so small that no request advances.
     fn shorten_prompts(&mut self, missing: u32) -> bool {
         let of_prompts = |w: &&Work| w.n_tokens > 1 || !w.samples;
         let n_tokens: u32 = self.batch.iter().filter(of_prompts).map(|w| w.n_tokens).sum();
@@ -53,7 +55,8 @@ impl Scheduler {
         true
     }
 
-    /// How a request that holds cells compares with those that would take its place.
+    /// The rank used to compare a request that has cells with requests that want them: its current rank or its rank on
+    /// arrival, whichever is better.
     pub(crate) fn victim_key(&self, slot: u32) -> Key {
         let mut key = self.key(slot);
         let arrived = self.order.rank(&self.entries[slot as usize].view().as_it_arrived());
@@ -65,7 +68,7 @@ impl Scheduler {
         self.running.iter().map(|&slot| self.victim_key(slot)).max()
     }
 
-    /// Preempt the lowest-ranked running request, if it ranks behind `key` and the policy preempts.
+    /// Preempts the lowest-ranked running request, if it ranks behind `key` and the policy allows preemption.
     pub(crate) fn preempt_behind(&mut self, at: At, key: Key, why: &str, budget: &mut u32) -> bool {
         if !self.order.policy().preempts() {
             return false;
@@ -77,7 +80,7 @@ impl Scheduler {
         true
     }
 
-    /// Drop the cache of the lowest-ranked paused request, if it ranks behind `key`.
+    /// Drops the cache of the lowest-ranked paused request, if it ranks behind `key`.
     pub(crate) fn drop_behind(&mut self, at: At, key: Key) -> bool {
         match self.holders.last() {
             Some(&worst) if self.victim_key(worst.slot) > key => {
@@ -88,13 +91,14 @@ impl Scheduler {
         }
     }
 
-    /// Drop the cache of the lowest-ranked paused request other than `slot`.
+    /// Drops the cache of the lowest-ranked paused request other than `slot`.
     pub(crate) fn drop_worst_but(&mut self, at: At, slot: u32) -> bool {
         let worst = self.holders.iter().rev().find(|key| key.slot != slot).copied();
         worst.map(|key| self.drop_cache(at, key.slot)).is_some()
     }
 
-    /// Out of the batch and back into the queue, generated tokens kept; the cache too if `keep`.
+    /// Moves a request from the batch back to the waiting queue. Its generated tokens are kept; its cache only if
+    /// `keep`.
     fn preempt(&mut self, at: At, slot: u32, why: &str, keep: bool) {
         self.leave(slot);
         let entry = &mut self.entries[slot as usize];
@@ -109,7 +113,7 @@ impl Scheduler {
         self.wait(slot);
     }
 
-    /// A paused request loses what it kept.
+    /// Drops the kept cache of a paused request.
     fn drop_cache(&mut self, at: At, slot: u32) {
         let entry = &self.entries[slot as usize];
         let (id, tokens) = (entry.id, entry.cached);

@@ -1,4 +1,4 @@
-//! From an event log to the decisions that followed from it, to the byte.
+//! Replays an event log and reproduces its decision log byte for byte.
 use crate::cache_shape::CacheShape;
 use crate::config::{BadConfig, Config};
 use crate::executor::{Batch, Executor, Outcome, Sampled};
@@ -16,20 +16,20 @@ pub enum ReplayError {
     /// The log could not be read.
     #[error("line {line} of the event log: {source}")]
     Read {
-        /// From 1.
+        /// Line number, from 1.
         line: usize,
-        /// What happened.
+        /// The I/O error.
         source: std::io::Error,
     },
-    /// A line is not what it should be.
+    /// A line is malformed or does not match the replay.
     #[error("line {line} of the event log: {what}")]
     Line {
-        /// From 1, of the lines of the event log alone.
+        /// Line number, from 1, counting only lines of the event log.
         line: usize,
         /// What was found, and what was expected.
         what: String,
     },
-    /// Its configuration does not suit.
+    /// The scheduler rejects the recorded configuration.
     #[error(transparent)]
     Config(#[from] BadConfig),
 }
@@ -62,11 +62,11 @@ struct Event {
     finished: Vec<usize>,
 }
 
-/// Feeds one recorded outcome back.
+/// An executor that returns one recorded outcome.
 struct Recorded<'a> {
     steps: u32,
     outcome: Outcome,
-    /// What does not agree with the recording.
+    /// The mismatch between recording and replay, if any.
     disagrees: Option<String>,
     ran: Option<&'a mut dyn FnMut(Turned<'_>)>,
 }
@@ -92,20 +92,20 @@ impl Executor for Recorded<'_> {
     }
 }
 
-/// A turn that was replayed.
+/// A replayed turn.
 #[derive(Clone, Copy)]
 pub struct Turned<'a> {
-    /// When it began.
+    /// Start of the turn.
     pub now_ns: u64,
-    /// What was run, and how long that took when it was recorded.
+    /// The batch that was run.
     pub batch: Batch<'a>,
     pub outcome: &'a Outcome,
 }
 
-/// A replay, line by line.
+/// A line-by-line replay.
 pub struct Replay {
     scheduler: Scheduler,
-    /// The line that comes next, from 1.
+    /// Number of the next line, from 1.
     line: usize,
 }
 
@@ -114,11 +114,11 @@ fn wrong(line: usize, what: String) -> ReplayError {
 }
 
 impl Replay {
-    /// From the first line of an event log, over a `cache` that is built as the recorded run's was; `None` takes the one
-    /// that the line describes. With the same truth, if the run had one.
+    /// Starts a replay from the first line of an event log. `cache` must be built as in the recorded run; `None`
+    /// builds the one that the line describes. `truth` must be the one of the recorded run, if it had one.
     ///
-    /// # Errors
-    /// No such line; a configuration that does not suit; no cache given, and none described.
+    /// # Errors The line is not a valid header, the configuration does not fit, or no cache is given and none is
+    /// described.
     pub fn begin(
         header: &str,
         cache: Option<Cache>,
@@ -144,10 +144,10 @@ impl Replay {
         Ok(Replay { scheduler, line: 2 })
     }
 
-    /// The next line. `ran` is told of a turn that ran something.
+    /// Replays the next line. `ran` is called for a turn that ran steps.
     ///
-    /// # Errors
-    /// The line is no event, or does not agree with what happened before. Nothing more can be replayed then.
+    /// # Errors The line is not an event, or it does not match the state of the replay. The replay cannot continue
+    /// after an error.
     pub fn event(&mut self, text: &str, ran: Option<&mut dyn FnMut(Turned<'_>)>) -> Result<(), ReplayError> {
         let line = self.line;
         self.line += 1;
@@ -193,7 +193,7 @@ impl Replay {
         Ok(())
     }
 
-    /// As it stands after the last line.
+    /// The scheduler after the last replayed line.
     pub fn scheduler(&self) -> &Scheduler {
         &self.scheduler
     }
@@ -204,8 +204,8 @@ impl Replay {
     }
 }
 
-/// Replay `events` over `cache`, which must be built as the recorded run's was (`None`: as the log's header says), with
-/// the same truth if it had one. Returns the decision log.
+/// Replays `events` over `cache`, which must be built as in the recorded run (`None`: as described in the log's
+/// header), with the same truth if it had one. Returns the decision log.
 pub fn replay(
     events: impl BufRead,
     cache: impl Into<Option<Cache>>,

@@ -1,9 +1,9 @@
-//! What a user asks for, and what became of it.
+//! Requests, and how they end.
 use kvist_cache::MissReason;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// A request. Chosen by the caller, unique for the life of a scheduler.
+/// Identifies a request. Chosen by the caller; unique among live requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct RequestId(pub u64);
@@ -14,31 +14,33 @@ impl std::fmt::Display for RequestId {
     }
 }
 
-/// What is known of the tokens of a request, prompt first. It may go on into the output (a trace knows the next turn
-/// of a chat); only what has been computed is ever stored, and where something else is sampled, that counts.
+/// What is known about a request's tokens, starting with the prompt. The content may extend into the output (a trace
+/// knows the next turn of a chat). Only computed tokens are ever stored in the prefix index, and if a different token
+/// is sampled, the sampled one counts.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Prompt {
-    /// Counted only: never matches anything.
+    /// Only the number of tokens is known. Never matches a prefix.
     #[default]
     Unknown,
     /// Token ids. Sampled tokens are appended.
     Tokens(Vec<u32>),
-    /// Token ids that several requests share; copied when a token is sampled that they do not foretell.
+    /// Token ids shared by several requests. Copied when a sampled token differs from them or extends them.
     SharedTokens(Arc<[u32]>),
-    /// One opaque id per `tokens_per_id` tokens; an id stands for its tokens and for all before them.
+    /// One opaque id per `tokens_per_id` tokens. An id identifies its own tokens and all tokens before them.
     Ids {
-        /// In order.
+        /// The ids, in order.
         ids: Arc<[u64]>,
         /// At least 1.
         tokens_per_id: u32,
-        /// Tokens that the ids stand for: at most `ids.len() · tokens_per_id`.
+        /// Tokens covered by the ids: at most `ids.len() · tokens_per_id`.
         n_tokens: u32,
     },
 }
 
 impl Prompt {
-    /// Of the first `n_tokens`, how many from the first are known to be the same: whole ids, where there are ids.
+    /// Length of the common prefix with `other` within the first `n_tokens`. Content given as ids is compared id by
+    /// id.
     pub(crate) fn in_common(&self, other: &Prompt, n_tokens: u32) -> u32 {
         fn same<T: PartialEq>(a: &[T], b: &[T], n: u32) -> u32 {
             a.iter().zip(b).take(n as usize).take_while(|(a, b)| a == b).count() as u32
@@ -55,7 +57,7 @@ impl Prompt {
         }
     }
 
-    /// Token ids, if they are known.
+    /// The token ids, if known.
     pub(crate) fn tokens(&self) -> Option<&[u32]> {
         match self {
             Prompt::Tokens(tokens) => Some(tokens),
@@ -64,8 +66,8 @@ impl Prompt {
         }
     }
 
-    /// Behind the first `end` tokens comes this one. Room for more grows by an eighth: doubling would take as much again as
-    /// a long prompt.
+    /// Sets the token at position `end` and drops everything after it. Capacity grows by an eighth, because doubling
+    /// would allocate as much again as a long prompt.
     pub(crate) fn push(&mut self, end: usize, token: u32) {
         let more = end / 8 + 16;
         if let Prompt::SharedTokens(shared) = self {
@@ -86,34 +88,35 @@ impl Prompt {
 /// One request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Request {
-    /// Its name in every log.
+    /// Identifies the request in every log.
     pub id: RequestId,
-    /// When it arrived, in nanoseconds of the driver's clock. Policies rank by it.
+    /// Arrival time in nanoseconds of the driver's clock. Used by policies for ranking.
     pub arrival_ns: u64,
-    /// Tokens of the prompt, at least 1.
+    /// Number of prompt tokens, at least 1.
     pub prompt_tokens: u32,
-    /// Tokens it may generate at most, at least 1.
+    /// Maximum number of tokens to generate, at least 1.
     pub max_new: u32,
-    /// What its tokens are.
+    /// The content of its tokens.
     #[serde(default)]
     pub prompt: Prompt,
-    /// When it should have finished, on the clock of `arrival_ns`.
+    /// When it should be finished, on the same clock as `arrival_ns`.
     #[serde(default)]
     pub deadline_ns: Option<u64>,
     /// Larger is more urgent.
     #[serde(default)]
     pub priority: i32,
-    /// Requests with different salts share no prefix.
+    /// Requests with different salts never share a prefix.
     #[serde(default)]
     pub salt: Arc<str>,
-    /// Compute every token, also those that the prefix index could supply, where something is wanted of each: in
-    /// the budget of a step they count twice. What it computes is indexed as ever.
+    /// Computes every prompt token, including those the prefix index could supply, because the caller wants output
+    /// (such as logits) for each token. These tokens count twice against the step's token budget. The results are
+    /// indexed as usual.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub fresh: bool,
 }
 
 impl Request {
-    /// Unknown content, no salt, no deadline, priority 0.
+    /// A request with unknown content, no salt, no deadline, and priority 0.
     pub fn new(id: u64, arrival_ns: u64, prompt_tokens: u32, max_new: u32) -> Request {
         Request {
             id: RequestId(id),
@@ -129,38 +132,40 @@ impl Request {
     }
 }
 
-/// How a request ended. It ends exactly once.
+/// How a request ended. Each request ends exactly once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
-    /// The executor said so, or `max_new` tokens were generated.
+    /// The executor reported the last token, or `max_new` tokens were generated.
     Finished,
-    /// The user went away.
+    /// The caller cancelled it.
     Cancelled,
-    /// It can not be served, or not further.
+    /// It cannot be served, or cannot continue.
     Refused(Reason),
 }
 
-/// Why a request is not served, or not further.
+/// Why a request is not served, or cannot continue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
-    /// A prompt of no tokens.
+    /// The prompt has no tokens.
     EmptyPrompt,
     /// `max_new` is 0.
     NothingToGenerate,
-    /// Prompt and `max_new` together pass the last 32-bit position, or the prompt has other tokens than it says.
+    /// `prompt_tokens + max_new` exceeds 32 bits, or the prompt content is shorter than `prompt_tokens` or
+    /// inconsistent.
     Malformed,
-    /// Its tokens are given in another way (ids of a trace, or of another size) than the prefix index was made for.
+    /// Its content is given in a different form (trace ids, or ids of a different size) than the prefix index was
+    /// built for.
     ForeignContent,
-    /// Even alone it would not fit the cache.
+    /// It would not fit the cache even alone.
     NeverFits,
-    /// Alone in the cache, it filled it. What it generated until then is its answer.
+    /// It was alone in the cache and filled it. The tokens generated so far are its answer.
     CacheFull,
-    /// Its steps failed as often in a row as the configuration allows.
+    /// Its steps failed as many times in a row as the configuration allows.
     StepsFailed,
 }
 
 impl Reason {
-    /// One word, for logs.
+    /// A one-word name, for logs.
     pub fn name(self) -> &'static str {
         match self {
             Reason::EmptyPrompt => "empty_prompt",
@@ -174,36 +179,37 @@ impl Reason {
     }
 }
 
-/// What became of a request, on the clock of the driver.
+/// A finished, cancelled or refused request. All times are on the driver's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ended {
-    /// Which one.
+    /// The request.
     pub id: RequestId,
-    /// How.
+    /// How it ended.
     pub end: End,
-    /// When it had arrived.
+    /// When it arrived.
     pub arrival_ns: u64,
-    /// When it first held a place in the batch; `None` if it never did.
+    /// When it was first admitted to the batch; `None` if it never was.
     pub admitted_ns: Option<u64>,
-    /// The end of the step that sampled its first token.
+    /// End of the step that sampled its first token.
     pub first_token_ns: Option<u64>,
     /// When it ended.
     pub ended_ns: u64,
-    /// Tokens of its prompt.
+    /// Prompt tokens.
     pub prompt_tokens: u32,
     /// Tokens generated.
     pub generated: u32,
-    /// Tokens that the prefix index supplied on its first admission.
+    /// Tokens served from the prefix index at its first admission.
     pub hit_tokens: u32,
-    /// Tokens that it supplied on later ones.
+    /// Tokens served from the prefix index at later admissions, after preemptions.
     pub regained_tokens: u32,
     /// Tokens whose K and V were lost to preemptions.
     pub lost_tokens: u64,
-    /// Tokens computed for it, in steps that succeeded.
+    /// Tokens computed for it in successful steps.
     pub computed_tokens: u64,
-    /// How often it lost its place in the batch.
+    /// How often it was preempted.
     pub preemptions: u32,
-    /// Why the prefix index supplied no more on its first admission, as an operator may know it; if that was asked.
+    /// Why the prefix index supplied no more at its first admission, in the detail an operator may see. `None` unless
+    /// [`Scheduler::explain_misses`](crate::Scheduler::explain_misses) is on.
     pub miss: Option<MissReason>,
 }
 
@@ -211,7 +217,7 @@ pub struct Ended {
 mod tests {
     use super::*;
 
-    /// The first sampled token made a copy, and doubled it.
+    /// Regression test: the first sampled token used to copy the prompt and double its memory.
     #[test]
     fn an_answer_takes_little_beside_its_prompt() {
         for n in [0, 1, 1000, 100_000] {

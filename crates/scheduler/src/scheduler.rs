@@ -1,7 +1,7 @@
-//! The scheduler: what it holds, what it is told, and one turn.
+//! The scheduler: its state, its inputs, and one turn.
 //!
-//! A turn: form the batch (`form.rs`), place it in the cache, make room or preempt where there is none
-//! (`relief.rs`), execute, commit, and take note of what was sampled.
+//! A turn builds the batch (`form.rs`), places it in the cache, evicts cached blocks or preempts requests if memory is
+//! short (`relief.rs`), executes the step, commits it, and records the sampled tokens.
 use crate::cache_shape::CacheShape;
 use crate::config::{BadConfig, Config};
 use crate::entry::{Entry, Key, State};
@@ -13,35 +13,36 @@ use crate::request::*;
 use kvist_cache::{Cache, MissReason, Refused, SeqId, Span, Step, StepPlan, StepRequest};
 use std::collections::{BTreeSet, HashMap};
 
-/// Decides who runs. See the crate's documentation for what it promises.
+/// Decides which requests run. The crate documentation lists its guarantees.
 pub struct Scheduler {
     pub(crate) config: Config,
     pub(crate) order: Order,
     pub(crate) memory: Memory,
-    /// A slab: a request keeps its slot from arrival to end.
+    /// Slab of live requests. A request keeps its slot from arrival to end.
     pub(crate) entries: Vec<Entry>,
     vacant: Vec<u32>,
-    /// Asked by id, never iterated.
+    /// Slot of each live request. Used for lookups only and never iterated, because its order is not deterministic.
     by_id: HashMap<RequestId, u32>,
     pub(crate) waiting: BTreeSet<Key>,
-    /// Those of `waiting` that hold cells.
+    /// The waiting requests (a subset of `waiting`) that still have a sequence in the cache.
     pub(crate) holders: BTreeSet<Key>,
-    /// Slots in the order of admission: sequence numbers ascend.
+    /// Slots of running requests in ascending order of sequence id.
     pub(crate) running: Vec<u32>,
-    /// Prefills of the step that is being formed, by rank.
+    /// Prefills of the step being built, ordered by rank.
     pub(crate) prefilling: Vec<Key>,
     pub(crate) batch: Vec<Work>,
     spans: Vec<Span<'static>>,
     plan: StepPlan,
     outcome: Outcome,
-    /// Has this turn changed who is in the batch, or made room? Then its step runs alone, and the driver can look.
+    /// True if this turn changed the batch membership or evicted blocks. The step then runs alone instead of as part
+    /// of a multi-step run, so that the driver can observe the change.
     pub(crate) moved: bool,
-    /// Tokens of prompts that the step may have at most: less than the budget where a window group is smaller.
+    /// Maximum prompt tokens in this step. Smaller than the token budget if a sliding-window group has less space.
     pub(crate) prompt_limit: u32,
-    /// Nobody could be admitted, for want of memory, when this much was to spare. It stays so until there is more,
-    /// the index learns something, or somebody arrives, ends or is released.
+    /// Set when an admission failed for lack of memory: the spare cells at that time. Admission is not retried until
+    /// more cells are spare, the prefix index gains a block, or a request arrives, ends or gives up its cells.
     pub(crate) blocked: Option<i128>,
-    /// What conservative admission has set aside.
+    /// Cells reserved by conservative admission.
     pub(crate) reserved: u64,
     pub(crate) next_seq: u32,
     arrivals: u64,
@@ -54,72 +55,73 @@ pub struct Scheduler {
     events: Log,
 }
 
-/// What happened so far, summed.
+/// Running totals.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Counters {
-    /// Steps that succeeded; a run of steps counts each.
+    /// Successful steps. A multi-step run counts each of its steps.
     pub steps: u64,
-    /// Steps that failed.
+    /// Failed steps.
     pub failed_steps: u64,
-    /// Tokens computed in steps that succeeded.
+    /// Tokens computed in successful steps.
     pub computed_tokens: u64,
     /// Tokens sampled.
     pub sampled_tokens: u64,
-    /// Tokens that the prefix index supplied, readmissions included.
+    /// Tokens served from the prefix index, including on readmission after a preemption.
     pub hit_tokens: u64,
-    /// Tokens lost to preemptions.
+    /// Cached tokens lost to preemption.
     pub lost_tokens: u64,
-    /// Requests that lost their place in the batch, each time.
+    /// Preemptions: how often a running request was moved out of the batch.
     pub preemptions: u64,
-    /// Times that indexed blocks were evicted for a step.
+    /// How often cached blocks were evicted to make a step fit.
     pub make_rooms: u64,
 }
 
-/// Where a live request stands.
+/// The state of a live request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Standing {
-    /// Its sequence, while it holds cells.
+    /// Its sequence, if it has cells in the cache.
     pub seq: Option<SeqId>,
-    /// Has it a place in the batch?
+    /// True if the request is in the batch.
     pub running: bool,
-    /// When it first had one.
+    /// When it was first admitted.
     pub admitted_ns: Option<u64>,
-    /// Tokens whose K and V it holds.
+    /// Tokens whose K and V are in the cache.
     pub cached_tokens: u32,
-    /// Tokens that the prefix index supplied on its first admission.
+    /// Tokens served from the prefix index at its first admission.
     pub hit_tokens: u32,
-    /// Tokens of its prompt.
+    /// Prompt tokens.
     pub prompt_tokens: u32,
     /// Tokens generated.
     pub generated: u32,
-    /// How often it lost its place.
+    /// How often it was preempted.
     pub preemptions: u32,
-    /// Why the index supplied no more, as an operator may know it; if that was asked.
+    /// Why the prefix index supplied no more, in the detail an operator may see. `None` unless
+    /// [`Scheduler::explain_misses`] is on.
     pub miss: Option<MissReason>,
 }
 
-/// What a turn did.
+/// The result of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
-    /// It ran this many steps, in this time.
+    /// Steps were run.
     Ran {
-        /// More than 1 where the executor foresaw.
+        /// Number of steps. More than 1 if [`Executor::foresee`] allowed a multi-step run.
         steps: u32,
-        /// All of them together.
+        /// Total time of all of them.
         elapsed_ns: u64,
     },
     /// There is nothing to do until a request arrives.
     Idle,
 }
 
-/// A request with this id is live. Nothing has changed.
+/// A request with this id is already live. Nothing has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("request {0} is live: ids are unique among live requests")]
 pub struct Duplicate(pub RequestId);
 
 impl Scheduler {
-    /// A scheduler over `cache`, of a kind that holds many sequences, and which holds none yet. `truth` is given exactly when the
-    /// configuration says `oracle`.
+    /// Creates a scheduler over `cache`, which must be a kind that supports many sequences and must contain none yet.
+    /// `truth` must be given exactly when `config.lengths` is `oracle`.
     pub fn new(config: Config, cache: Cache, truth: Option<Box<dyn Truth>>) -> Result<Scheduler, BadConfig> {
         config.check()?;
         Ok(Scheduler {
@@ -153,19 +155,19 @@ impl Scheduler {
         })
     }
 
-    /// Write down what comes in and what is decided, from now on: call it before the first event.
+    /// Starts recording the event log and the decision log. Call it before the first event.
     pub fn record(&mut self) {
         let cache = self.memory.cache.paged_spec().map(CacheShape::of);
         self.events.start("kvist-events", &self.config, cache.as_ref());
         self.decisions.start("kvist-decisions", &self.config, None);
     }
-    /// No longer; what was not taken is gone.
+    /// Stops recording. Log lines that were not taken are discarded.
     pub fn record_no_more(&mut self) {
         self.events.stop();
         self.decisions.stop();
     }
-    /// Ask the prefix index, at every first admission, why it supplies no more: [`Ended::miss`]. No decision depends
-    /// on it.
+    /// Asks the prefix index at every first admission why it supplies no more; the answer is in [`Ended::miss`]. No
+    /// decision depends on it.
     pub fn explain_misses(&mut self, on: bool) {
         self.explain = on;
     }
@@ -177,7 +179,7 @@ impl Scheduler {
     pub fn decisions(&mut self) -> &mut Log {
         &mut self.decisions
     }
-    /// What happened so far.
+    /// Running totals.
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
@@ -185,41 +187,41 @@ impl Scheduler {
     pub fn config(&self) -> &Config {
         &self.config
     }
-    /// The cache, for reports.
+    /// The cache, read-only, for reports.
     pub fn cache(&self) -> &Cache {
         &self.memory.cache
     }
-    /// The cache, for verbs that change no sequence of the scheduler's: event logs of the cache itself.
+    /// The cache, for operations that do not change the scheduler's sequences, such as the cache's own event logs.
     pub fn cache_mut(&mut self) -> &mut Cache {
         &mut self.memory.cache
     }
-    /// Requests that wait, paused ones included.
+    /// Number of waiting requests, including paused ones (preempted but with their cache kept).
     pub fn n_waiting(&self) -> usize {
         self.waiting.len()
     }
-    /// Requests in the batch.
+    /// Number of requests in the batch.
     pub fn n_running(&self) -> usize {
         self.running.len()
     }
-    /// Cells that sequences hold: those of the smallest layer group that keeps everything.
+    /// Cells in use by sequences, counted in the smallest layer group without a sliding window.
     pub fn held_cells(&self) -> u64 {
         self.memory.held()
     }
-    /// Cells that an index knows and nobody holds, there.
+    /// Cells of cached blocks that no sequence uses (ref_count 0), in the same group. They can be evicted.
     pub fn idle_cells(&self) -> u64 {
         self.memory.idle()
     }
-    /// Cells that nobody holds and no index knows, there.
+    /// Free cells (neither in use nor cached), in the same group.
     pub fn free_cells(&self) -> u64 {
         self.memory.free()
     }
-    /// Requests that hold cells, and the sequence that each of them has. In no order that means anything, but the same in
+    /// Requests that have cells in the cache, each with its sequence. The order has no meaning but is the same in
     /// every run.
     pub fn held(&self) -> impl Iterator<Item = (RequestId, SeqId)> {
         let live = self.entries.iter().filter(|entry| entry.state != State::Vacant);
         live.filter_map(|entry| Some((entry.id, entry.seq?)))
     }
-    /// What is known of a live request, its answer excepted; `None` if there is none.
+    /// The state of a live request, without its generated tokens. `None` if no live request has this id.
     pub fn standing(&self, id: RequestId) -> Option<Standing> {
         let entry = &self.entries[*self.by_id.get(&id)? as usize];
         Some(Standing {
@@ -234,7 +236,7 @@ impl Scheduler {
             miss: entry.miss,
         })
     }
-    /// What ended since the last call, in order.
+    /// Requests that ended since the last call, in the order they ended.
     pub fn drain_ended(&mut self) -> std::vec::Drain<'_, Ended> {
         self.ended.drain(..)
     }
@@ -257,7 +259,7 @@ impl Scheduler {
         self.decisions.decide(at.step, at.now_ns, decision);
     }
 
-    /// A request arrives, between turns. One that can never be served ends at once, with the reason.
+    /// Adds a request; call it between turns. A request that can never be served ends at once, with the reason.
     pub fn arrive(&mut self, now_ns: u64, request: Request) -> Result<(), Duplicate> {
         if self.by_id.contains_key(&request.id) {
             return Err(Duplicate(request.id));
@@ -320,7 +322,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Why it can never be served, not even alone.
+    /// The reason why this request could not be served even with the whole cache to itself, if there is one.
     fn unservable(&self, request: &Request) -> Option<Reason> {
         if request.prompt_tokens == 0 {
             return Some(Reason::EmptyPrompt);
@@ -348,11 +350,12 @@ impl Scheduler {
         let Some(whole) = request.prompt_tokens.checked_add(request.max_new) else {
             return Some(Reason::Malformed);
         };
-        // The last token is sampled and never fed.
+        // The last sampled token is never fed back, so it needs no cell.
         (self.memory.cells(whole - 1) > self.memory.capacity()).then_some(Reason::NeverFits)
     }
 
-    /// The user went away, between turns: memory is free before the next step. `false` if no such request is live.
+    /// Cancels a request; call it between turns. Its memory is free before the next step. Returns `false` if no live
+    /// request has this id.
     pub fn cancel(&mut self, now_ns: u64, id: RequestId) -> bool {
         let Some(&slot) = self.by_id.get(&id) else { return false };
         let n = self.event();
@@ -362,7 +365,8 @@ impl Scheduler {
         true
     }
 
-    /// Form one step at `now_ns`, execute it and take note; or a run of steps, where the executor foresees.
+    /// Builds one step at `now_ns`, executes it and records the result. If the executor allows it
+    /// ([`Executor::foresee`]), several decode steps run as one.
     pub fn turn(&mut self, now_ns: u64, executor: &mut dyn Executor) -> Turn {
         let at = self.at(now_ns);
         let decided = self.ended.len();
@@ -378,8 +382,8 @@ impl Scheduler {
                 return Turn::Idle;
             }
             let steps = if self.moved { 1 } else { self.foresee(now_ns, executor) };
-            // Who runs, and with how many tokens, does not depend on blocks that nobody holds: as long as nobody has
-            // come or gone, the step is the same once they are evicted, and need not be formed again.
+            // Batch membership and token counts do not depend on cached blocks that no sequence uses. As long as the
+            // membership has not changed, evicting such blocks leaves the batch as it is, so it need not be rebuilt.
             if steps == 1
                 && !self.moved
                 && let Some((group, needed, available)) = self.memory.shortfall(self.growth(1))
@@ -404,11 +408,11 @@ impl Scheduler {
                     }
                     break steps;
                 }
-                // Another group than the one that is counted: one by one, then.
+                // A group other than the counted one is full: fall back to single steps.
                 Err(Refused::NoSpace { .. }) if steps > 1 => self.moved = true,
                 Err(Refused::NoSpace { group, needed, free, reclaimable }) => {
                     self.relieve(at, group, needed, free.saturating_add(reclaimable));
-                    // Who was preempted for space does not come back in the same turn, unless nobody is left.
+                    // A request preempted for space must not return in the same turn, unless the batch is now empty.
                     admit = self.running.is_empty();
                 }
                 Err(refused) => panic!("the cache refused a step of {} spans: {refused}", self.spans.len()),
@@ -485,7 +489,7 @@ impl Scheduler {
         }
     }
 
-    /// Put a request into the queue, at its rank of this moment.
+    /// Inserts a request into the waiting queue at its current rank.
     pub(crate) fn wait(&mut self, slot: u32) {
         let key = self.key(slot);
         let entry = &mut self.entries[slot as usize];
@@ -496,7 +500,7 @@ impl Scheduler {
         self.waiting.insert(key);
     }
 
-    /// Take a request out of the queue or the batch.
+    /// Removes a request from the waiting queue or from the batch.
     pub(crate) fn leave(&mut self, slot: u32) {
         self.moved = true;
         match self.entries[slot as usize].state {
@@ -510,7 +514,7 @@ impl Scheduler {
         self.entries[slot as usize].state = State::Vacant;
     }
 
-    /// Give back what a request holds in the cache.
+    /// Frees the cache memory of a request.
     pub(crate) fn release(&mut self, slot: u32) {
         let entry = &mut self.entries[slot as usize];
         self.reserved -= std::mem::take(&mut entry.reserved);
@@ -522,7 +526,7 @@ impl Scheduler {
         }
     }
 
-    /// The one place where requests end.
+    /// Ends a request. Every request ends here.
     pub(crate) fn end(&mut self, at: At, slot: u32, end: End) {
         self.leave(slot);
         self.release(slot);

@@ -1,8 +1,8 @@
-//! What is live at one moment, as data: where a live view begins that was not there from the start.
+//! A snapshot of everything live at one moment, from which a live view can start in the middle of a run.
 //!
-//! It names every live request, the block table of every sequence that the cache holds (a session's too, which belongs to
-//! no request), and the blocks that only the index knows. It walks everything, so it is made when somebody asks. It
-//! tells no token and no salt.
+//! It contains every live request, the block table of every sequence in the cache (including sequences of sessions,
+//! which belong to no request), and the blocks that only the prefix index uses. Building it walks everything, so it is
+//! only made on demand. It contains no tokens and no salts.
 use crate::entry::State;
 use crate::recording::{GroupShape, groups};
 use crate::request::RequestId;
@@ -10,7 +10,7 @@ use crate::scheduler::{Counters, Scheduler};
 use kvist_cache::{BlockUse, GroupId};
 use serde::Serialize;
 
-/// Everything live. Times are of the driver's clock, in nanoseconds.
+/// Everything live. Times are in nanoseconds on the driver's clock.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Snapshot {
     /// Layer groups, in order.
@@ -19,20 +19,20 @@ pub struct Snapshot {
     pub requests: Vec<LiveRequest>,
     /// Ascending by id.
     pub sequences: Vec<LiveSequence>,
-    /// Per group, ascending: blocks that an index knows and nobody holds.
+    /// Per group, ascending: cached blocks that no sequence uses (ref_count 0).
     pub idle: Vec<Vec<u32>>,
-    /// What happened so far, summed.
+    /// Running totals.
     pub counters: Counters,
 }
 
 /// A request that has not ended.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct LiveRequest {
-    /// Its name in every log.
+    /// Identifies the request in every log.
     pub id: RequestId,
-    /// In the batch, or waiting.
+    /// True if in the batch, false if waiting.
     pub running: bool,
-    /// Its sequence, while it holds cells.
+    /// Its sequence, if it has cells in the cache.
     pub seq: Option<u32>,
     /// When it arrived.
     pub arrival_ns: u64,
@@ -40,31 +40,31 @@ pub struct LiveRequest {
     pub admitted_ns: Option<u64>,
     /// The end of the step that sampled its first token.
     pub first_token_ns: Option<u64>,
-    /// Tokens of its prompt.
+    /// Prompt tokens.
     pub prompt_tokens: u32,
-    /// Tokens it may generate at most.
+    /// Maximum tokens to generate.
     pub max_new: u32,
     /// Tokens generated.
     pub generated: u32,
-    /// Tokens whose K and V are held.
+    /// Tokens whose K and V are in the cache.
     pub cached: u32,
-    /// Tokens that the prefix index supplied on its first admission.
+    /// Tokens served from the prefix index at its first admission.
     pub hit_tokens: u32,
 }
 
-/// A sequence that the cache holds.
+/// A sequence in the cache.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct LiveSequence {
     /// Its id.
     pub seq: u32,
-    /// Tokens held, as the first group counts them.
+    /// Tokens in the cache, as counted by the first group.
     pub len: u32,
-    /// Per group, its blocks in the order of its positions; `None` for those that have left the window.
+    /// Per group, its block table in position order; `None` for blocks that have left the window.
     pub tables: Vec<Vec<Option<u32>>>,
 }
 
 impl Snapshot {
-    /// Of `scheduler`, between turns.
+    /// Takes a snapshot of `scheduler`. Call it between turns.
     pub fn of(scheduler: &Scheduler) -> Snapshot {
         let cache = scheduler.cache();
         let n_groups = cache.n_groups() as u16;

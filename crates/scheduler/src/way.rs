@@ -1,23 +1,24 @@
-//! Would an admission come to something, if those who rank behind made way? Asked before anybody does: who loses its
-//! cache for a request that then does not fit has lost it for nothing.
+//! Dry run: would preempting all lower-ranked requests make this one fit? It runs before any real preemption;
+//! otherwise a victim could lose its cache for a request that still does not fit.
 //!
-//! The steps of `admit.rs` are gone through on paper, in their order. First with all that the victims hold, which is
-//! more than what would become free and soon said; then block by block, for blocks of which several are holders.
+//! The dry run follows the steps of `admit.rs` in the same order. A first pass counts all cells of each victim as
+//! freed, which is a cheap upper bound. A second pass counts block by block, because blocks can be shared by several
+//! sequences.
 use crate::admit::Space;
 use crate::config::Preempted;
 use crate::entry::Key;
 use crate::scheduler::Scheduler;
 
-/// What the head of the queue would find.
+/// The prefix hit of the request to admit.
 #[derive(Clone, Copy, Default)]
 struct Found {
     hit: u32,
-    /// Cells of the hit that need no room.
+    /// Cells of the hit that need no additional memory, because other sequences already use them.
     supplied: u64,
 }
 
 impl Scheduler {
-    /// Would `key` find a place and memory if all went who rank behind it?
+    /// Returns whether `key` would get a batch slot and memory if all lower-ranked requests were preempted or dropped.
     pub(crate) fn way_can_be_made(&self, key: Key) -> bool {
         let preempts = self.order.policy().preempts();
         if !preempts && self.holders.is_empty() {
@@ -44,7 +45,8 @@ impl Scheduler {
         self.goes_well(key, running, found, &mut holders_left)
     }
 
-    /// `running`: who may be preempted, the worst last. `holders_left`: of each block, how many sequences hold it.
+    /// One pass of the dry run. `running`: requests that may be preempted, worst rank last. `holders_left`: per block,
+    /// the number of sequences that still use it; `None` in the first pass.
     fn goes_well(
         &self,
         key: Key,
@@ -77,7 +79,7 @@ impl Scheduler {
         }
     }
 
-    /// `victim` loses its cache, on paper.
+    /// Simulates dropping the cache of `victim`.
     fn let_go(
         &self,
         key: Key,
@@ -103,7 +105,7 @@ impl Scheduler {
             *left = left.saturating_sub(1);
             if *left == 0 {
                 space.room += block;
-                // What the head would have shared it will have to hold itself.
+                // The new request would have shared this block. Now it has to allocate it.
                 if (i + 1) * block <= u64::from(in_common) {
                     found.supplied = found.supplied.saturating_sub(block);
                 }

@@ -1,4 +1,4 @@
-//! Small pools, windows and refused admissions: what must not happen to those who wait, and to those who run.
+//! Admission with small pools, sliding windows and failed attempts: effects on waiting and on running requests.
 mod common;
 
 use common::machine;
@@ -14,7 +14,7 @@ fn paged(groups: &[GroupSpec], block_tokens: u32, policy: &str) -> Cache {
     let groups = groups.to_vec();
     Cache::paged(&PagedSpec { block_tokens, groups, rollback_tokens: 0, prefix }).unwrap()
 }
-/// The same machine, which tells how many tokens each request of each step had.
+/// The same executor, which also records how many tokens each request had in each step.
 fn telling(shares: &mut Vec<Vec<u32>>) -> Script<impl FnMut(u64, Batch<'_>, &mut Outcome)> {
     let Script(mut step) = machine(10);
     Script(move |at, batch: Batch<'_>, out: &mut Outcome| {
@@ -22,12 +22,12 @@ fn telling(shares: &mut Vec<Vec<u32>>) -> Script<impl FnMut(u64, Batch<'_>, &mut
         step(at, batch, out);
     })
 }
-/// No headroom.
+/// A configuration without headroom.
 fn tight(policy: &str) -> Config {
     let admission = Admission::Optimistic { headroom_tokens: 0 };
     Config { policy: policy.into(), admission, ..Config::default() }
 }
-/// Of `family`, whose prompts begin alike.
+/// A request of `family`; prompts of one family begin with the same tokens.
 fn tokens(n: u32, family: u32) -> Prompt {
     Prompt::Tokens((0..n).map(|i| i + family * 10_000).collect())
 }
@@ -35,7 +35,7 @@ fn due(id: u64, now: u64, prompt: u32, max_new: u32, deadline: u64) -> Request {
     Request { deadline_ns: Some(deadline), ..Request::new(id, now, prompt, max_new) }
 }
 
-/// A long prompt goes through a small window in chunks: nobody is ended, nothing is computed twice.
+/// A long prompt passes through a small sliding window in chunks: no request is ended, and no token is computed twice.
 #[test]
 fn prompts_longer_than_a_window_group_go_through_in_chunks() {
     let window = group(1024, Some(64));
@@ -65,7 +65,7 @@ fn prompts_longer_than_a_window_group_go_through_in_chunks() {
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
-/// What a window lets go of is memory too: the second request does not wait for the end of the first.
+/// Blocks that left a window are available memory: the second request does not wait for the end of the first.
 #[test]
 fn what_a_window_lets_go_of_admits_the_next() {
     let mut s = Scheduler::new(Config::default(), paged(&[group(1024, Some(64))], 16, "lru"), None).unwrap();
@@ -78,7 +78,7 @@ fn what_a_window_lets_go_of_admits_the_next() {
     assert_eq!(s.n_waiting(), 0, "{} of 1024 cells held", s.held_cells());
 }
 
-/// Who waits for memory is tried again when another has stored what it begins with.
+/// A request that waits for memory is retried when another request has stored its prefix.
 #[test]
 fn a_longer_hit_admits_a_request_that_waited_for_memory() {
     let mut s = Scheduler::new(tight("fcfs"), paged(&[group(400, None)], 10, "lru"), None).unwrap();
@@ -92,7 +92,8 @@ fn a_longer_hit_admits_a_request_that_waited_for_memory() {
     assert_eq!((s.n_running(), s.counters().hit_tokens), (2, 290));
 }
 
-/// A request that would not fit even if all behind it went sends nobody away; one that would, sends as few as need be.
+/// A request that would not fit even if all lower-ranked requests were preempted preempts none of them. A request that
+/// fits preempts as few as necessary.
 #[test]
 fn no_request_makes_way_for_nothing() {
     for preempted in [Preempted::Recompute, Preempted::Kept] {
@@ -117,8 +118,8 @@ fn no_request_makes_way_for_nothing() {
     }
 }
 
-/// A request that was preempted found what it had stored itself, and that was counted as a hit of another prompt; one
-/// that asks for nothing was counted as a prompt that missed.
+/// Regression test: a preempted request found its own stored blocks, which was counted as a prefix hit between
+/// prompts, and a request that asks for no hit was counted as a miss.
 #[test]
 fn a_prompt_counts_once_in_the_hit_ratio() {
     let mut s = Scheduler::new(tight("fcfs"), paged(&[group(40, None)], 4, "lru"), None).unwrap();
@@ -137,8 +138,8 @@ fn a_prompt_counts_once_in_the_hit_ratio() {
     assert_eq!(opened, HitCounts { n_prompts: 2, prompt_tokens: 20, hit_tokens: 0 });
 }
 
-/// Each token of a scored prompt has a row of logits, which the budget of a step did not count: such steps took longer
-/// than others of as many tokens, and requests that decoded beside them waited.
+/// Each token of a scored prompt has a row of logits. The token budget used to ignore them, so such steps took longer
+/// than others with the same number of tokens, and requests decoding in the same step waited.
 #[test]
 fn tokens_of_which_something_is_wanted_count_twice() {
     for (budget, fresh, expected) in [
@@ -161,7 +162,7 @@ fn tokens_of_which_something_is_wanted_count_twice() {
     }
 }
 
-/// What is short is taken from the prompts of the step, and a decoded token is none.
+/// Missing cells are taken from the step's prompt tokens; a decoded token is not a prompt token.
 #[test]
 fn prompts_are_shortened_by_what_is_missing() {
     let groups = [group(100_000, None), group(60, Some(32))];
@@ -170,7 +171,7 @@ fn prompts_are_shortened_by_what_is_missing() {
     let mut m = telling(&mut shares);
     s.arrive(0, Request::new(0, 0, 20, 10)).unwrap();
     s.turn(0, &mut m);
-    // Four blocks are free, and with the one that is decoded into the step needs five.
+    // Four blocks are free. With the one for the decoded token the step needs five.
     s.arrive(10, Request::new(1, 10, 35, 10)).unwrap();
     s.turn(10, &mut m);
     assert_eq!(s.counters().preemptions, 0);
@@ -178,8 +179,8 @@ fn prompts_are_shortened_by_what_is_missing() {
     assert_eq!(shares, [vec![20], vec![1, 25]]);
 }
 
-/// Beside others a prompt is not cut to less than a block: it would wait for a chunk that lets no request advance. So
-/// one of the requests has to go.
+/// Beside other requests a prompt chunk is not cut below one block: the others would wait for a chunk that lets no
+/// request advance. So one of the requests must be preempted.
 #[test]
 fn prompts_are_not_shortened_to_less_than_a_block() {
     let groups = [group(100_000, None), group(70, Some(32))];
@@ -193,12 +194,13 @@ fn prompts_are_not_shortened_to_less_than_a_block() {
     s.turn(20, &mut m);
     let cached = |s: &Scheduler| [0, 1].map(|id| s.standing(RequestId(id)).unwrap().cached_tokens);
     assert_eq!((cached(&s), s.counters().preemptions), ([30, 25], 0));
-    // One block of the window group is free, and each wants one. The five cells that the prompt has are not enough.
+    // One block of the window group is free, and each request needs one. The prompt's five cells are not enough.
     s.turn(30, &mut m);
     assert_eq!((cached(&s), s.counters().preemptions), ([31, 0], 1));
 }
 
-/// What a window group lacks is taken from the prompts, and nothing is evicted for it that another group keeps.
+/// Cells missing in a window group are taken from the prompt chunk. Blocks cached in another group are not evicted for
+/// them.
 #[test]
 fn a_window_that_is_short_evicts_nothing_elsewhere() {
     let groups = [group(70, Some(32)), group(90, None)];
@@ -214,18 +216,19 @@ fn a_window_that_is_short_evicts_nothing_elsewhere() {
     s.turn(30, &mut m);
     let cached = |s: &Scheduler| [0, 1].map(|id| s.standing(RequestId(id)).unwrap().cached_tokens);
     assert_eq!((cached(&s), s.idle_cells(), s.free_cells()), ([30, 20], 20, 20));
-    // A step of 1 and 20 tokens needs three blocks of either group: more than the window group has, and one more than
-    // are free in the other. Shortened, it needs two.
+    // A step of 1 and 20 tokens needs three blocks in each group: more than the window group has, and one more than
+    // are free in the other. The shortened step needs two.
     s.turn(40, &mut m);
     assert_eq!((cached(&s), s.idle_cells(), s.free_cells()), ([31, 30], 20, 0));
     assert_eq!(s.counters().preemptions, 0);
 }
 
-/// A request that waits with its cache is judged like any other: it drops others behind it and never its own cache, it
-/// is no room for itself, and requests that rank before the newcomer do not stand before those that rank behind it.
+/// A waiting request that kept its cache is judged like any other. It may cause lower-ranked requests to be dropped
+/// but never its own cache, its own cells do not count as available, and requests that rank before the newcomer do not
+/// protect those that rank behind it.
 ///
-/// A of deadline 9,000 has computed 100 of 290 tokens when U, which is urgent, takes its memory. V of deadline 9,500 overtakes
-/// it with a longer hit, and so does N of deadline 9,200.
+/// A (deadline 9,000) has computed 100 of 290 tokens when U, which is urgent, takes its memory. V (deadline 9,500)
+/// overtakes it with a longer prefix hit, and so does N (deadline 9,200).
 #[test]
 fn a_request_that_waits_with_a_cache_is_a_victim_in_its_order() {
     const A: u64 = 10;
@@ -244,7 +247,7 @@ fn a_request_that_waits_with_a_cache_is_a_victim_in_its_order() {
         };
         let mut s = Scheduler::new(config, paged(&[group(capacity_tokens, None)], 10, "lru"), None).unwrap();
         let (mut m, mut now) = (machine(10), 0);
-        // What V and N begin with.
+        // The common prefix of V and N.
         for (family, prompt) in [(1, 120), (2, 150)] {
             if prompt < capacity_tokens / 3 {
                 let known = Request::new(family.into(), now, prompt, 1);
@@ -265,7 +268,7 @@ fn a_request_that_waits_with_a_cache_is_a_victim_in_its_order() {
     };
     let mut m = machine(10);
 
-    // U goes and V comes. There is room for what A lacks if V goes, and not beside what A has.
+    // U ends and V arrives. A's missing tokens fit if V is preempted, but not beside V.
     let mut s = paused(0, 400);
     s.arrive(100, due(U, 100, 110, 50, 1_000)).unwrap();
     s.turn(100, &mut m);
@@ -276,7 +279,7 @@ fn a_request_that_waits_with_a_cache_is_a_victim_in_its_order() {
     assert_eq!((stands(&s, A), stands(&s, V)), ((true, 200), (false, 0)));
     assert_eq!(s.counters().lost_tokens, 120, "V's alone");
 
-    // With U beside it, A has no room even if V goes: V stays. N, which needs less, has.
+    // With U running, A does not fit even if V is preempted, so V stays. N needs less and fits.
     let mut s = paused(400, 700);
     s.arrive(100, due(U, 100, 10, 500, 1_000)).unwrap();
     s.turn(100, &mut m);
@@ -290,10 +293,12 @@ fn a_request_that_waits_with_a_cache_is_a_victim_in_its_order() {
     assert_eq!(stands(&s, N), (true, 135));
 }
 
-/// What victims share with somebody who stays, or with the newcomer, is no room; what they share among themselves is.
+/// Blocks that victims share with a request that stays, or with the newcomer, are not freed by preemption. Blocks that
+/// only victims share are.
 #[test]
 fn shared_blocks_are_room_when_their_last_holder_goes() {
-    // Who runs: an urgent one of 100 tokens, of family 1, and two of 400. Then one with a deadline between.
+    // Running: an urgent request of 100 tokens, of family 1, and two of 400. Then one with a deadline between them
+    // arrives.
     let rows = [
         ("victims share among themselves", 2, 2, (7, 500), Some(2)),
         ("victims share with one who stays", 1, 1, (7, 500), Some(2)),
@@ -325,7 +330,7 @@ fn shared_blocks_are_room_when_their_last_holder_goes() {
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
-/// A refused admission counts no use of a block and moves none.
+/// A failed admission counts no block use and changes no block's position.
 #[test]
 fn refused_admissions_leave_no_trace() {
     let mut s = Scheduler::new(tight("fcfs"), paged(&[group(400, None)], 10, "lfu"), None).unwrap();
@@ -337,7 +342,8 @@ fn refused_admissions_leave_no_trace() {
     s.turn(10, &mut m);
     s.turn(20, &mut m);
     s.cache_mut().watch(true);
-    // Of its 350 tokens 200 are idle: they are no room any more once it holds them, and 50 remain.
+    // Of its 350 tokens, 200 are in evictable blocks. They are not available any more once it uses them, and 50
+    // remain.
     s.arrive(30, Request { prompt: tokens(350, 1), ..Request::new(2, 30, 350, 10) }).unwrap();
     s.turn(30, &mut m);
     assert_eq!((s.n_running(), s.n_waiting(), s.idle_cells()), (1, 1, 200));
@@ -347,7 +353,7 @@ fn refused_admissions_leave_no_trace() {
     assert_eq!(moved, 0, "{blocks:?}");
 }
 
-/// The head is overtaken 64 times by longer hits of its own rank, and no more.
+/// The head is overtaken by longer hits of equal rank 64 times and no more.
 #[test]
 fn ties_leave_no_request_behind() {
     let config = Config {
@@ -376,8 +382,8 @@ fn ties_leave_no_request_behind() {
     assert_eq!(overtaken, 64);
 }
 
-/// An answer that differs from what a trace says of it: what was sampled counts, and what follows in the trace is not
-/// indexed. The same whether the trace's tokens are shared or not.
+/// If an answer differs from the one a trace predicts, the sampled tokens count and the rest of the trace's answer is
+/// not indexed. The result does not depend on whether the trace's tokens are shared.
 #[test]
 fn what_was_sampled_counts_not_what_a_trace_says() {
     let whole: Vec<u32> = (0..60).collect();

@@ -1,4 +1,4 @@
-//! What the scheduler does in particular cases, as tables.
+//! Scheduler behaviour in particular cases, mostly as tables.
 mod common;
 
 use common::{cells, group, machine, paged};
@@ -7,7 +7,7 @@ use kvist_cache::{Cache, PagedSpec, Vocabulary};
 use kvist_scheduler::*;
 use std::sync::Arc;
 
-/// Run until nothing is left; who ended, in order.
+/// Runs until nothing is left; returns the requests in the order in which they ended.
 fn finish(scheduler: &mut Scheduler, mut now_ns: u64) -> Vec<Ended> {
     let mut executor = machine(1000);
     while let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now_ns, &mut executor) {
@@ -22,7 +22,7 @@ fn ids(ended: &[Ended]) -> Vec<u64> {
 
 #[test]
 fn policies_order_as_they_say() {
-    // (id, arrival, prompt, max_new, deadline, priority); all are there when the first step begins.
+    // (id, arrival, prompt, max_new, deadline, priority); all have arrived when the first step begins.
     let requests = [
         (0, 0, 40, 10, Some(90_000_000), 0),
         (1, 10, 4, 2, None, 1),
@@ -62,7 +62,7 @@ fn policies_order_as_they_say() {
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
-/// What finished says how long the next answers will be.
+/// The lengths of finished answers predict those of the next ones.
 #[test]
 fn lengths_are_learnt_from_what_finished() {
     for (lengths, expected) in [(LengthSource::RunningMean, [1, 2]), (LengthSource::MaxNew, [2, 1])] {
@@ -76,15 +76,15 @@ fn lengths_are_learnt_from_what_finished() {
         let mut scheduler = Scheduler::new(config, cells(1000), None).unwrap();
         scheduler.arrive(0, Request::new(0, 0, 10, 2)).unwrap();
         assert_eq!(ids(&finish(&mut scheduler, 0)), [0]);
-        // Two tokens each as it seems now; 100 and 3 at most.
+        // Two tokens each by the current estimate; 100 and 3 at most.
         scheduler.arrive(9000, Request::new(1, 9000, 10, 100)).unwrap();
         scheduler.arrive(9000, Request::new(2, 9000, 40, 3)).unwrap();
         assert_eq!(ids(&finish(&mut scheduler, 9000)), expected, "{lengths:?}");
     }
 }
 
-/// A turn that runs nothing and ends no request leaves no line; one that ends a request leaves one, or a replay would not
-/// know when.
+/// A turn that runs nothing and ends no request logs no line. One that ends a request logs a line, because a replay
+/// could not know the time otherwise.
 #[test]
 fn an_idle_turn_is_an_event_where_it_ends_a_request() {
     let mut scheduler = Scheduler::new(Config::default(), cells(100), None).unwrap();
@@ -94,7 +94,7 @@ fn an_idle_turn_is_an_event_where_it_ends_a_request() {
     let events = scheduler.events().take();
     assert_eq!(events.lines().count(), 1 + 1 + 3, "a header, an arrival, three steps: {events}");
 
-    // A window group that is smaller than its window: the step that does not fit it alone never will.
+    // A window group that is smaller than its window: a step that does not fit it when alone never will.
     let windowed = GroupSpec {
         capacity_tokens: 8,
         visibility: Visibility { window: Some(64), sinks: 0 },
@@ -114,7 +114,8 @@ fn an_idle_turn_is_an_event_where_it_ends_a_request() {
     assert_eq!(replay(events.as_bytes(), cache(), None).unwrap(), decisions);
 }
 
-/// Under a stream of urgent requests that never ends, a request of level 0 waits for as long as the levels are worth.
+/// Under an endless stream of urgent requests, a request of level 0 waits no longer than the difference in levels is
+/// worth.
 #[test]
 fn ageing_leaves_no_request_behind() {
     let config = Config { policy: "priority".into(), max_batch: 1, ageing_ns: 50_000, ..Config::default() };
@@ -131,7 +132,7 @@ fn ageing_leaves_no_request_behind() {
             waited = ended.admitted_ns;
         }
     }
-    // Four levels at 50,000 ns; the stream of one request per step is served as fast as it comes.
+    // Four levels at 50,000 ns. The stream of one request per step is served as fast as it arrives.
     let waited = waited.expect("it was served");
     assert!((200_000..=202_000).contains(&waited), "it waited {waited} ns");
 }
@@ -166,13 +167,13 @@ fn what_can_never_be_served_is_refused_on_arrival() {
         if found.is_none() {
             assert_eq!(scheduler.arrive(0, request.clone()), Err(Duplicate(request.id)));
             assert_eq!(finish(&mut scheduler, 0)[0].end, End::Finished);
-            scheduler.arrive(0, request).unwrap(); // it ended: the id is free
+            scheduler.arrive(0, request).unwrap(); // it ended, so the id is free again
         }
     }
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
-/// Two answers outgrow the cache: the later request is preempted, and computes again what it lost and no more.
+/// Two answers outgrow the cache: the later request is preempted and recomputes only the tokens it lost.
 #[test]
 fn preempts_the_lowest_ranked_when_answers_outgrow_the_cache() {
     let config = Config { admission: Admission::Optimistic { headroom_tokens: 0 }, ..Config::default() };
@@ -182,7 +183,7 @@ fn preempts_the_lowest_ranked_when_answers_outgrow_the_cache() {
     let ended = finish(&mut scheduler, 0);
     assert_eq!(ids(&ended), [0, 1]);
     assert_eq!((ended[0].preemptions, ended[1].preemptions), (0, 1));
-    // Both hold 20 tokens when the cache is full.
+    // Both have 20 tokens in the cache when it is full.
     assert_eq!((ended[1].lost_tokens, ended[1].computed_tokens), (20, 29 + 20));
     assert_eq!(ended[1].generated, 20);
 
@@ -194,7 +195,7 @@ fn preempts_the_lowest_ranked_when_answers_outgrow_the_cache() {
     assert_eq!((ids(&ended), scheduler.counters().preemptions), (vec![0, 1], 0));
 }
 
-/// A cancelled request's memory serves the very next step.
+/// The memory of a cancelled request is available in the next step.
 #[test]
 fn cancellation_frees_memory_before_the_next_step() {
     let mut scheduler = Scheduler::new(Config::default(), cells(40), None).unwrap();
@@ -209,7 +210,7 @@ fn cancellation_frees_memory_before_the_next_step() {
     assert_eq!((scheduler.n_running(), scheduler.held_cells()), (1, 35));
 }
 
-/// Steps that fail change nothing; so many in a row end their requests.
+/// Failed steps change nothing. After `max_failures` in a row, their requests end.
 #[test]
 fn failing_steps_are_retried_and_given_up() {
     for (fails, end) in [(2, End::Finished), (3, End::Refused(Reason::StepsFailed))] {
@@ -233,12 +234,12 @@ fn failing_steps_are_retried_and_given_up() {
     }
 }
 
-/// Who shares a prefix with what was served goes first, within bounds.
+/// A request that shares a prefix with earlier ones goes first, within limits.
 #[test]
 fn longer_hits_overtake_within_their_window() {
     let rows = [
         (PrefixOrder::Off, vec![0, 1, 2, 3, 4, 5]),
-        (PrefixOrder::Ties, vec![0, 1, 2, 3, 4, 5]), // ranks differ: arrivals do
+        (PrefixOrder::Ties, vec![0, 1, 2, 3, 4, 5]), // ranks differ, because arrivals do
         (PrefixOrder::Window(2), vec![0, 1, 3, 4, 2, 5]), // 2 was overtaken twice
         (PrefixOrder::Window(3), vec![0, 3, 4, 5, 1, 2]),
         (PrefixOrder::Window(5), vec![0, 3, 4, 5, 1, 2]),
@@ -247,7 +248,7 @@ fn longer_hits_overtake_within_their_window() {
     for (prefix_order, expected) in rows {
         let config = Config { max_batch: 1, prefix_order, ..Config::default() };
         let mut scheduler = Scheduler::new(config, paged(4000, Vocabulary::Tokens), None).unwrap();
-        // 0, 3, 4 and 5 begin alike; 1 and 2 like nobody.
+        // 0, 3, 4 and 5 share a prefix; 1 and 2 share one with no other request.
         for (id, family) in [(0, 0), (1, 1), (2, 2), (3, 0), (4, 0), (5, 0)] {
             let tokens = (0..20).map(|i| family * 1000 + i).collect();
             let request = Request { prompt: Prompt::Tokens(tokens), ..Request::new(id, id, 20, 2) };
@@ -261,7 +262,7 @@ fn longer_hits_overtake_within_their_window() {
         let hits: u32 = ended.iter().map(|e| e.hit_tokens).sum();
         assert_eq!(hits, 3 * 16, "whole blocks, and never the last token");
     }
-    // Equal ranks: the window is all of them.
+    // Equal ranks: the window covers all requests.
     let config = Config { max_batch: 1, prefix_order: PrefixOrder::Ties, ..Config::default() };
     let mut scheduler = Scheduler::new(config, paged(4000, Vocabulary::Tokens), None).unwrap();
     for (id, family) in [(0, 0), (1, 1), (2, 2), (3, 0)] {
@@ -354,7 +355,7 @@ fn bad_event_logs_name_the_line() {
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
-/// Names go into logs and records that others read: they are pinned.
+/// Names in logs and recordings are read by other programs, so this test pins them.
 #[test]
 fn names_are_what_they_are_listed_as() {
     for (name, _) in POLICIES {
@@ -385,7 +386,7 @@ fn names_are_what_they_are_listed_as() {
     assert_eq!(Scheduler::new(config, cells(10), None).unwrap().config().max_batch, 7);
 }
 
-/// A line that is no text is named by its number, the first being 1.
+/// A line that is not text is reported by its number, counting from 1.
 #[test]
 fn a_line_that_cannot_be_read_is_named() {
     let mut scheduler = Scheduler::new(Config::default(), cells(100), None).unwrap();

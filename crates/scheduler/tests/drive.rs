@@ -1,4 +1,4 @@
-//! The plain driver and its clock, which only other crates had tried: what arrives when, and which callbacks run.
+//! The simple driver and its clock: arrival times and callbacks. Until now only other crates tested them.
 mod common;
 
 use common::{cells, machine};
@@ -12,7 +12,7 @@ fn scheduler() -> Scheduler {
 fn everybody_is_served_and_told_of_once() {
     let mut clock = VirtualClock(5);
     let mut ended = Vec::new();
-    // The second waits for the first, and nothing happens before the third arrives.
+    // The second request waits for the first, and nothing happens before the third arrives.
     let arrivals = [Request::new(0, 0, 4, 3), Request::new(1, 7, 4, 1), Request::new(2, 100, 4, 2)];
     drive(&mut scheduler(), &mut machine(10), &mut clock, arrivals, |e| ended.push(e)).unwrap();
     let told: Vec<_> = ended.iter().map(|e| (e.id.0, e.admitted_ns, e.ended_ns)).collect();

@@ -1,4 +1,4 @@
-//! Runs of decode steps, by example: as long as nothing can be decided, and not a step longer.
+//! Multi-step runs, by example: they go on while no decision is possible, and not one step longer.
 mod common;
 
 use common::{cells, paged};
@@ -9,12 +9,13 @@ fn config() -> Config {
     Config { admission: Admission::Optimistic { headroom_tokens: 0 }, ..Config::default() }
 }
 
-/// Runs all that may be run as one, and knows nothing of answers: only the scheduler holds it back.
+/// An executor that runs as many steps as allowed and does not know when answers end. Only the scheduler limits the
+/// run.
 #[derive(Default)]
 struct Eager {
-    /// Of each call: steps that were run as one.
+    /// Per call: number of steps run as one.
     runs: Vec<u32>,
-    /// What it was allowed, each time it was asked.
+    /// The limit passed to each call of `foresee`.
     limits: Vec<u32>,
 }
 
@@ -40,7 +41,7 @@ fn drain(scheduler: &mut Scheduler) -> (Eager, Vec<Ended>) {
     (executor, ended)
 }
 
-/// An answer ends at its `max_new`, also where the executor would run on: the first token comes with the prompt.
+/// An answer ends at its `max_new`, even if the executor would run on. The first token is sampled after the prompt.
 #[test]
 fn a_run_ends_where_the_first_answer_does() {
     let mut s = Scheduler::new(config(), cells(1000), None).unwrap();
@@ -56,8 +57,8 @@ fn a_run_ends_where_the_first_answer_does() {
     assert_eq!((steps, computed_tokens, sampled_tokens), (20, 11 + 29, 5 + 20));
 }
 
-/// What a trace knows of an answer goes into the index block by block, before others ask for it. Behind the last whole block
-/// that is known nothing is due.
+/// If a trace knows the answer, it goes into the prefix index block by block, before other requests look it up. After
+/// the last whole known block no limit applies.
 #[test]
 fn a_run_ends_where_the_index_is_told() {
     let of = |cached: u32, known: u32, max_new: u32| {
@@ -76,7 +77,8 @@ fn a_run_ends_where_the_index_is_told() {
     assert_eq!(of(8, 11, 9), [1, 8], "not known to its last token");
 }
 
-/// Free cells bound a run: at the step that does not fit, somebody has to go. Two answers in 40 cells, 20 of them taken.
+/// Free cells limit a run: at the step that does not fit, a request must be preempted. Two answers in 40 cells, 20 of
+/// them in use.
 #[test]
 fn a_run_ends_where_memory_does() {
     let mut s = Scheduler::new(config(), cells(40), None).unwrap();
@@ -90,7 +92,7 @@ fn a_run_ends_where_memory_does() {
     );
     assert_eq!(ended.iter().map(|e| (e.id.0, e.preemptions)).collect::<Vec<_>>(), [(0, 0), (1, 1)]);
 
-    // Far less room than the answers are long: 2 steps of two sequences in 5 cells.
+    // Much less memory than the answers need: 2 steps of two sequences in 5 cells.
     let mut s = Scheduler::new(config(), cells(125), None).unwrap();
     s.arrive(0, Request::new(0, 0, 60, 60)).unwrap();
     s.arrive(0, Request::new(1, 0, 60, 60)).unwrap();
@@ -99,7 +101,7 @@ fn a_run_ends_where_memory_does() {
     assert_eq!(executor.limits[0], 2);
     assert_eq!(ended.iter().map(|e| e.generated).collect::<Vec<_>>(), [60, 60]);
 
-    // In blocks of 4, beside 32 cells that the index keeps: 20 free, and 3 in the last block.
+    // In blocks of 4, beside 32 cells that the prefix index keeps: 20 free, and 3 in the last block.
     let mut s = Scheduler::new(config(), paged(64, Vocabulary::Tokens), None).unwrap();
     let prompt = Prompt::Tokens((0..32).collect());
     s.arrive(0, Request { prompt, ..Request::new(0, 0, 32, 1) }).unwrap();
@@ -112,7 +114,7 @@ fn a_run_ends_where_memory_does() {
     assert_eq!(executor.runs.iter().sum::<u32>(), 50);
 }
 
-/// Whatever runs as one: the decisions are those of single steps.
+/// Decisions are the same whether steps run as one or one by one.
 #[test]
 fn runs_decide_what_single_steps_decide() {
     let serve = |single: bool| {
@@ -145,7 +147,7 @@ fn runs_decide_what_single_steps_decide() {
     assert_eq!((runs.1, runs.2, runs.3), (steps.1, steps.2, steps.3));
 }
 
-/// The decision log names chunks of prompts, and no decoded token.
+/// The decision log has prompt chunks and no decoded tokens.
 #[test]
 fn the_log_names_chunks_of_prompts_alone() {
     let config = Config { max_batch: 2, max_batch_tokens: 4, ..config() };

@@ -1,7 +1,7 @@
-//! Conservation laws, after random arrivals, cancellations and failures over caches that are too small; and every run
-//! replayed from its event log, to the byte.
+//! Conservation laws, checked after random arrivals, cancellations and failures over caches that are too small. Every
+//! run is also replayed from its event log and must match byte for byte.
 //!
-//! `KVIST_OPS` sets how many operations; a failure prints its seed.
+//! `KVIST_OPS` sets the number of operations; a failure prints its seed.
 mod common;
 
 use common::cells;
@@ -11,7 +11,7 @@ use kvist_cache::{Cache, PagedSpec, PrefixSpec, Step};
 use kvist_scheduler::*;
 use std::collections::BTreeMap;
 
-/// `mixed` adds a group of layers with a window, whose pool is smaller.
+/// `mixed` adds a sliding-window layer group with a smaller pool.
 fn paged(capacity_tokens: u32, mixed: bool) -> Cache {
     let full = GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: capacity_tokens };
     let visibility = Visibility { window: Some(9), sinks: 2 };
@@ -25,13 +25,13 @@ fn ops() -> u64 {
     std::env::var("KVIST_OPS").ok().and_then(|n| n.parse().ok()).unwrap_or(100_000)
 }
 
-/// The twin: what each request should have cost, counted without looking at the scheduler.
+/// The reference model: the expected cost of each request, counted independently of the scheduler.
 #[derive(Default)]
 struct Twin {
     computed: u64,
-    /// Tokens sampled in steps that succeeded.
+    /// Tokens sampled in successful steps.
     sampled: u32,
-    /// Where its next token must be computed: at its end, or at 0 again.
+    /// Position at which its next token must be computed: its end, or 0 after a loss.
     next: u32,
     again: u64,
     highest: u32,
@@ -43,13 +43,13 @@ struct Machine {
     random: Random,
     fail: u32,
     steps: u64,
-    /// Does the executor foresee steps? Then it returns no token ids.
+    /// True if the executor allows multi-step runs. It then returns no token ids.
     foresees: bool,
-    /// Does the cache share prefixes?
+    /// True if the cache shares prefixes.
     shares: bool,
 }
 
-/// The answer has as many tokens as a hash of the id says: the twin and the executor know it, the scheduler does not.
+/// The answer length is a hash of the id. The reference model and the executor know it, the scheduler does not.
 fn true_length(id: RequestId, max_new: u32) -> u32 {
     1 + (Random(id.0 ^ 0xabcd).next() % u64::from(max_new)) as u32
 }
@@ -142,7 +142,7 @@ fn check_end(
     match ended.end {
         End::Finished => {
             assert_eq!(twin.sampled, true_length(request.id, request.max_new), "{ended:?} seed {seed}");
-            // Needed once, and again after every loss: nothing else.
+            // Needed once, and again after every loss.
             let needed = u64::from(request.prompt_tokens + twin.sampled - 1);
             let supplied = u64::from(ended.hit_tokens) + u64::from(ended.regained_tokens);
             assert_eq!(twin.computed + supplied, needed + ended.lost_tokens, "{ended:?} seed {seed}");
@@ -150,7 +150,7 @@ fn check_end(
                 assert_eq!((supplied, twin.again), (0, ended.lost_tokens), "{ended:?} seed {seed}");
             }
         }
-        // Even the small pool holds a window and a chunk: who is alone gets through in smaller chunks.
+        // Even the small pool has space for a window and a chunk: a request alone passes in smaller chunks.
         End::Refused(Reason::CacheFull) => panic!("{ended:?} seed {seed}"),
         _ => {}
     }
@@ -178,7 +178,7 @@ fn every_request_ends_once_and_costs_what_it_must() {
                 (number as u64) << 3 | u64::from(foresees) << 2 | u64::from(shares) << 1 | u64::from(mixed);
             let mut random = Random(seed);
             let cache = || if shares { paged(96, mixed) } else { cells(96) };
-            // A budget of more than a prompt, too: chunks may be larger than the pool of the window group.
+            // Also a budget larger than a prompt: chunks may be larger than the pool of the window group.
             let max_batch_tokens = if mixed && number % 2 == 0 { 64 } else { config.max_batch_tokens };
             let config = &Config { max_batch_tokens, ..config.clone() };
             let mut scheduler = Scheduler::new(config.clone(), cache(), None).unwrap();
@@ -198,7 +198,7 @@ fn every_request_ends_once_and_costs_what_it_must() {
                     0 | 1 => {
                         let mut request = Request::new(id, now, 1 + random.below(40), 1 + random.below(30));
                         match random.below(20) {
-                            0 => request.prompt_tokens = 90, // with its answer it may never fit
+                            0 => request.prompt_tokens = 90, // prompt plus answer may never fit
                             1 => request.max_new = 0,
                             2 => request.prompt_tokens = 0,
                             _ => {}

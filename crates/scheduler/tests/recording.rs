@@ -1,4 +1,4 @@
-//! A recording by example, line by line: other crates play it, and nothing here had looked at it.
+//! A recording, checked line by line. Other crates play recordings; this is the only test of their content here.
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::{Cache, PagedSpec, PrefixSpec};
 use kvist_scheduler::*;
@@ -44,7 +44,7 @@ fn a_recording_tells_blocks_at_the_moments_of_their_step() {
         ]
     );
     let told = of(Part::Blocks);
-    // The first step writes two blocks of each group at its beginning, and stores the full one at its end.
+    // At its beginning the first step writes two blocks in each group; at its end it stores the full one.
     assert!(
         told[0].starts_with(
             "{\"step\":0,\"at\":100,\"blocks\":[[0,\"alloc\",0,0,\"append\"],[0,\"alloc\",1,0,\"append\"],"
@@ -57,7 +57,7 @@ fn a_recording_tells_blocks_at_the_moments_of_their_step() {
         ),
         "{told:#?}"
     );
-    // The second ends the request.
+    // The second step ends the request.
     assert!(
         told.last()
             .is_some_and(|line| line.contains("\"at\":120") && line.contains("[0,\"idle\",0,0,\"remove\"]")),
@@ -65,12 +65,12 @@ fn a_recording_tells_blocks_at_the_moments_of_their_step() {
     );
     assert_eq!(of(Part::Misses), ["{\"at\":120,\"miss\":3,\"reason\":\"never_seen\",\"position\":0}"]);
     assert!(of(Part::Events)[1].contains("\"arrive\""), "{:?}", of(Part::Events));
-    // Of the second step, at its end.
+    // Events at the end of the second step.
     let end = "{\"step\":1,\"at\":120,\"end\":3,\"how\":\"finished\",\"generated\":2}";
     assert_eq!(of(Part::Decisions).last(), Some(&end));
 }
 
-/// What a live view begins with: which sequences are live, and where their blocks lie.
+/// The start of a live view: which sequences are live, and where their blocks are.
 #[test]
 fn a_snapshot_names_what_is_live() {
     let group = GroupSpec {
@@ -91,7 +91,7 @@ fn a_snapshot_names_what_is_live() {
         let prompt = Prompt::Tokens((0..9).map(|i| i + id * 100).collect());
         s.arrive(0, Request { prompt, ..Request::new(id.into(), 0, 9, max_new) }).unwrap();
     }
-    s.turn(0, &mut machine); // the first ends
+    s.turn(0, &mut machine); // the first request ends
     s.turn(10, &mut machine); // the second goes on
     let snapshot = Snapshot::of(&s);
     let requests: Vec<(u64, bool, Option<u32>, u32)> =

@@ -1,7 +1,8 @@
-//! The scheduler beside its stupid twin: vectors that are sorted anew at every look, no queues, no flags, no slab. The
-//! same random arrivals, cancellations and steps to both, the same decisions from both, compared after every turn.
+//! Compares the scheduler with a simple reference model ("twin"): vectors that are re-sorted on every access, no
+//! queues, no flags, no slab. Both get the same random arrivals, cancellations and steps, and their decisions are
+//! compared after every turn.
 //!
-//! The twin keeps books of its own: over cells, the space a request needs is the tokens it holds.
+//! The twin does its own accounting in cells: a request needs as much space as it has tokens.
 use kvist_cache::Cache;
 use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
 use kvist_cache::twin::SplitMix64 as Random;
@@ -12,9 +13,9 @@ struct Job {
     request: Request,
     number: usize,
     running: bool,
-    /// When it entered: running jobs are in this order.
+    /// Admission order; running jobs are sorted by it.
     entered: usize,
-    /// Tokens it holds, and whether it holds a sequence at all.
+    /// Tokens in the cache, and whether it has a sequence at all.
     cached: u32,
     holds: bool,
     generated: u32,
@@ -90,7 +91,7 @@ impl Twin {
         self.said.push(format!("end {} {how}", self.jobs[i].request.id));
         self.jobs.remove(i);
     }
-    /// By rank, a running job makes way for one with `key`.
+    /// Preempts the worst running job for one with `key`, if rank and policy allow. Returns whether it did.
     fn make_way(&mut self, key: (Rank, usize), why: &str) -> bool {
         match self.worst_running() {
             Some(worst) if self.policy.preempts() && self.victim_key(worst).0 > key.0 => {
@@ -134,7 +135,7 @@ impl Twin {
         fits
     }
 
-    /// The next admission, if there is one. An attempt that fails is taken back, whoever had made way for it.
+    /// The next admission, if there is one. A failed attempt is rolled back, including any preemptions made for it.
     fn admit(&mut self) -> Option<usize> {
         let (jobs, n_entered, n_said) = (self.jobs.clone(), self.n_entered, self.said.len());
         let admitted = self.try_to_admit(!self.running().is_empty());
@@ -214,7 +215,7 @@ impl Twin {
         }
     }
 
-    /// One turn; `length` says how many tokens a request generates.
+    /// Runs one turn. `length` returns how many tokens a request generates.
     fn turn(&mut self, length: impl Fn(&Request) -> u32) {
         let mut admit = true;
         loop {
@@ -254,7 +255,7 @@ impl Twin {
     }
 }
 
-/// What the decision log says, in the twin's words.
+/// The decision log in the twin's terms.
 fn words(log: &str) -> Vec<String> {
     let mut said = Vec::new();
     for line in log.lines() {
@@ -358,7 +359,7 @@ fn decides_as_its_stupid_twin() {
                         out.elapsed_ns = 1000;
                         for w in batch.work.iter().filter(|w| w.samples) {
                             let request = &all[w.request.0 as usize];
-                            // Tokens known after this step, less the prompt.
+                            // Known tokens after this step, minus the prompt.
                             let generated = w.first + w.n_tokens + 1 - request.prompt_tokens;
                             out.sampled.push(Sampled { token: None, finished: generated == length(request) });
                         }

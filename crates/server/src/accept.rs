@@ -1,4 +1,5 @@
-//! Connections are accepted, given a place, and served until they end or another one needs their place more.
+//! Accepts connections, gives each a place, and serves it until it ends or until a more urgent connection needs the
+//! place.
 use crate::app::App;
 use crate::connection;
 use crate::connections::{Connections, Door, Phase, Seat};
@@ -19,33 +20,33 @@ use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 use tokio::net::{TcpListener, TcpStream};
 
-/// Connections beyond `limits.max_connections` that are told so, and whose health checks are answered; and how long
-/// each may take.
+/// Connections beyond `limits.max_connections`. They get a 503, except for health checks, and each may last this long.
 const RESERVE: usize = 32;
 const RESERVE_TIME: Duration = Duration::from_secs(5);
 
-/// Lines of a request's head.
+/// Largest number of header lines of a request.
 const MAX_HEADERS: usize = 100;
 
-/// Before a full system, or a full reserve, is asked again.
+/// Wait before the next attempt when the system has no file descriptors left, or the reserve is full.
 const ASK_AGAIN: Duration = Duration::from_millis(20);
-/// Connections that make room where files are short, so that not each new one has to ask.
+/// Connections to close when file descriptors run out, so that not every new connection has to wait.
 const ROOM: usize = 16;
-/// What a connection that makes room takes to close.
+/// Time that a displaced connection takes to close.
 const CLOSING: Duration = Duration::from_millis(1);
-/// The log says this often that connections cannot be accepted.
+/// Minimum time between log messages about connections that cannot be accepted.
 const TELL_AGAIN: Duration = Duration::from_secs(10);
 
-/// A router, and how it is spoken to.
+/// A router, and the HTTP settings to serve it with.
 #[derive(Clone)]
 struct Desk {
     http: http1::Builder,
     router: Router,
-    /// A connection is over this long after it began.
+    /// Longest lifetime of a connection.
     longest: Duration,
 }
 
-/// Accept and serve for as long as this is polled. `reserve` answers where `router` has no place.
+/// Accept and serve connections until this future is dropped. `reserve` answers the connections that find no place in
+/// `router`.
 pub(crate) async fn accept(
     listener: &TcpListener,
     app: &Arc<App>,
@@ -58,10 +59,10 @@ pub(crate) async fn accept(
     http.timer(TokioTimer::new())
         .header_read_timeout(limits.read_timeout())
         .max_headers(MAX_HEADERS)
-        // The second alone lets heads pass that come in one piece, whatever their length.
+        // `max_buf_size` alone lets a head of any length pass if it arrives in one piece.
         .max_header_size(limits.max_header_bytes)
         .max_buf_size(limits.max_header_bytes)
-        // A client that is gone is noticed while its answer is still being generated.
+        // Detect a client that disconnects while its answer is still being generated.
         .half_close(false);
     let mut briefly = http.clone();
     briefly.keep_alive(false).header_read_timeout(limits.read_timeout().min(RESERVE_TIME));
@@ -73,7 +74,7 @@ pub(crate) async fn accept(
         let (stream, address) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                // Out of files, or a client that went away: neither is a reason to end.
+                // Either file descriptors ran out or a client disconnected. Neither is a reason to stop.
                 if told.is_none_or(|told| told.elapsed() >= TELL_AGAIN) {
                     told = Some(Instant::now());
                     tracing::warn!(target: "kvist::server", "cannot accept a connection: {error}");
@@ -83,7 +84,7 @@ pub(crate) async fn accept(
                 continue;
             }
         };
-        let _ = stream.set_nodelay(true); // an answer's tokens are small, and wait for nothing
+        let _ = stream.set_nodelay(true); // tokens are small packets and must not wait
         let (seat, desk) = loop {
             let now = Instant::now();
             if let Some(seat) = app.connections.enter(address.ip(), now) {
@@ -98,26 +99,26 @@ pub(crate) async fn accept(
     }
 }
 
-/// Of this process, or of the system.
+/// Returns whether this process or the system has no file descriptors left.
 fn is_out_of_files(error: &std::io::Error) -> bool {
     const ENFILE: i32 = 23;
     const EMFILE: i32 = 24;
     matches!(error.raw_os_error(), Some(EMFILE | ENFILE))
 }
 
-/// Serve one connection, in a task of its own.
+/// Serve one connection in its own task.
 fn attend(app: &Arc<App>, stream: TcpStream, seat: Seat, desk: &Desk, graceful: &GracefulShutdown) {
     let door = seat.door.clone();
     let (socket, watched) = connection::watched(stream, door.clone());
     let service = serve_behind(door.clone(), desk.router.clone());
     let connection = graceful.watch(desk.http.serve_connection(TokioIo::new(socket), service));
     let (patience, head) = (app.limits.read_timeout(), app.limits.header_timeout());
-    // What a refused request may still send.
+    // Bytes that a refused request may still send.
     let (most, longest) = (app.limits.max_body_bytes.saturating_mul(4), desk.longest);
     tokio::spawn(async move {
         let served = async {
             let is_bad = tokio::select! {
-                // A client that broke off is no error of ours.
+                // A client that disconnects is not a server error.
                 ended = connection => ended.is_err_and(|error| error.is_parse()),
                 () = watched.lost(patience, head) => return,
             };
@@ -136,7 +137,7 @@ fn attend(app: &Arc<App>, stream: TcpStream, seat: Seat, desk: &Desk, graceful: 
 
 type Answered = Result<Response<AnswerBody>, Infallible>;
 
-/// The router, where a door tells how far each request is.
+/// Wraps the router. The door records how far each request has come.
 fn serve_behind(
     door: Arc<Door>,
     router: Router,
@@ -152,7 +153,7 @@ fn serve_behind(
         let answer = router.call(request);
         async move {
             let mut answer = answer.await?;
-            // The rest of the request is in the way of the next one.
+            // Unread bytes of this request would precede the next one, so close the connection.
             if under_way.0.phase() == Phase::Body {
                 under_way.0.leave_unread();
                 answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
@@ -163,7 +164,7 @@ fn serve_behind(
     })
 }
 
-/// A request that is being answered.
+/// A request in progress. Dropping it ends the request.
 struct UnderWay(Arc<Door>);
 
 impl Drop for UnderWay {
@@ -172,7 +173,7 @@ impl Drop for UnderWay {
     }
 }
 
-/// Tells when the last of it has come.
+/// A request body that notes when its last byte has arrived.
 struct RequestBody {
     body: Incoming,
     door: Arc<Door>,
@@ -200,7 +201,7 @@ impl hyper::body::Body for RequestBody {
     }
 }
 
-/// Its request is over when it is dropped.
+/// An answer's body. Dropping it ends the request.
 struct AnswerBody {
     body: Body,
     _under_way: UnderWay,

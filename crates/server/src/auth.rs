@@ -1,7 +1,7 @@
-//! Who asks: API keys, compared in constant time.
+//! API keys: authenticates callers, in constant time.
 //!
-//! A key is hashed before it is compared, so that neither its length nor its first characters show in the time, and every
-//! key of the configuration is compared with, whichever fits. Without keys everybody is the same caller.
+//! Keys are hashed before the comparison, so timing reveals neither their length nor their first characters. A key is
+//! compared with every configured key, even after a match. Without keys all callers are the same caller.
 use crate::config::{ConfigError, KeySection};
 use crate::error::ApiError;
 use axum::http::header::AUTHORIZATION;
@@ -11,18 +11,18 @@ use std::sync::Arc;
 use std::time::Instant;
 use subtle::{Choice, ConditionallySelectable, ConstantTimeEq};
 
-/// Who asks.
+/// The authenticated sender of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Caller {
     pub name: Arc<str>,
     pub admin: bool,
-    /// Since when: deadlines count from here.
+    /// Arrival of the request. Deadlines count from here.
     pub arrived: Instant,
 }
 
 impl Caller {
-    /// The salt of prefixes: nothing that one name can send makes it that of another, because the length of the name
-    /// stands before it.
+    /// Salt for prefix sharing. The name is preceded by its length, so no value of `cache_salt` can produce the salt of
+    /// another name.
     pub fn salt(&self, cache_salt: &str) -> Arc<str> {
         format!("{}:{}:{cache_salt}", self.name.len(), self.name).into()
     }
@@ -33,10 +33,10 @@ pub struct Keys {
     keys: Vec<([u8; 32], Caller)>,
 }
 
-/// Who asks where there are no keys.
+/// Name of the caller if no keys are configured.
 const ANYBODY: &str = "anybody";
 
-/// Shorter keys can be guessed.
+/// Shorter keys are too easy to guess.
 const MIN_KEY_BYTES: usize = 8;
 
 impl Keys {
@@ -80,7 +80,7 @@ impl Keys {
         Ok(Keys { keys })
     }
 
-    /// Nobody has to show a key.
+    /// Returns whether no keys are configured, so that requests need none.
     pub fn is_open(&self) -> bool {
         self.keys.is_empty()
     }
@@ -90,7 +90,7 @@ impl Keys {
         names(self.keys.iter().map(|(_, caller)| &*caller.name))
     }
 
-    /// Who sent these headers; 401 if that cannot be told.
+    /// Identify the caller by these headers. 401 if the key is missing, malformed or unknown.
     pub fn caller(&self, headers: &HeaderMap) -> Result<Caller, ApiError> {
         if self.is_open() {
             return Ok(Caller { name: ANYBODY.into(), admin: true, arrived: Instant::now() });
@@ -118,7 +118,7 @@ impl Keys {
     }
 }
 
-/// The names that callers can have where keys have these, each once.
+/// The names that callers can have, each once, given the names of the configured keys.
 pub(crate) fn names<'a>(of_keys: impl Iterator<Item = &'a str>) -> Vec<Arc<str>> {
     let mut names: Vec<Arc<str>> = of_keys.map(Into::into).collect();
     if names.is_empty() {
@@ -197,7 +197,7 @@ mod tests {
         }
     }
 
-    /// No two names can send salts that meet.
+    /// No two names can send salts that collide.
     #[test]
     fn salts_never_meet() {
         let names = ["a", "a:", "1:a", "a:b", "", "1", ":"];

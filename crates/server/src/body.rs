@@ -1,12 +1,12 @@
-//! Bodies: read, made into documents, and the work on them.
+//! Request bodies: reading them, parsing them into JSON documents, and work on the documents.
 //!
-//! It promises that the threads which answer health checks neither parse nor tokenize, and that bodies of all
-//! connections together take a bounded amount of memory ([`bodies_bytes`]). Their bytes are counted while they come in: a
-//! client that declares much and sends little takes little. A value may take a hundred times its bytes, so documents are
-//! weighed before they are made, and few large ones are made at a time. Small bodies ([`SMALL_BYTES`]) do not wait for
-//! large ones; of both every key's name has a share that no other name can take. What is refused is refused before the
-//! rest of the body has come: the connection takes that in, and ends (`connection.rs`). A field that stands twice in an
-//! object is refused, because one of the two would be ignored.
+//! Threads that answer health checks neither parse nor tokenize, and the bodies of all connections together take a
+//! bounded amount of memory ([`bodies_bytes`]). Bytes are counted as they arrive: a client that declares much and sends
+//! little takes little. A JSON value may take a hundred times the bytes of its text, so the size of a document is
+//! estimated before it is parsed, and few large documents exist at one time. Small bodies ([`SMALL_BYTES`]) do not wait
+//! for large ones. For both, every key name has a share that no other name can take. A body that is refused is refused
+//! before the rest of it has arrived: the connection reads the rest and closes (`connection.rs`). A field that appears
+//! twice in an object is refused, because one of the two would be ignored.
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
@@ -25,41 +25,42 @@ use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Bytes of bodies that are held, over all connections.
+/// Limits for the bytes of bodies, over all connections.
 pub(crate) struct Bodies {
-    /// As they came. There is no waiting for this: a client that still sends would hold what others need.
+    /// Raw bytes as received. Requests never wait for these: a client that sends slowly would block memory that others
+    /// need.
     raw: Lane,
     small_raw: Lane,
-    /// As documents, until the work on them is done. Requests wait for these, oldest first.
+    /// Parsed documents, until the work on them is done. Requests wait for these, oldest first.
     small: Lane,
     large: Lane,
-    /// What a large document counts as at least: each takes a thread.
+    /// Smallest weight of a large document, because each occupies a thread.
     least: usize,
-    /// What one may count as.
+    /// Largest weight of one document.
     most: usize,
 }
 
-/// Bodies of the largest size that are held as bytes.
+/// Raw bodies of the largest size that are held at one time.
 const RAW_BODIES: usize = 16;
-/// Bytes of memory for large documents, and for one of them, for each byte that a body may have.
+/// Memory for all large documents, and for one of them, in bytes per byte of the largest body.
 const DOCUMENTS_FACTOR: usize = 24;
 const DOCUMENT_FACTOR: usize = 12;
-/// Large documents that are worked on at a time, whatever their size: half of the threads for such work.
+/// Large documents in work at one time, whatever their size: half of the threads for such work.
 const LARGE_AT_WORK: usize = 4;
 
-/// Bodies up to here have a lane of their own.
+/// Bodies up to this size have a lane of their own.
 pub(crate) const SMALL_BYTES: usize = 64 << 10;
-/// Bytes of small bodies that are held as bytes.
+/// Raw bytes of small bodies that are held at one time.
 const SMALL_BODIES_BYTES: usize = 32 << 20;
-/// Bytes of memory for small documents: for one of the heaviest, or a hundred texts.
+/// Memory for small documents, in bytes: one of the heaviest, or a hundred texts.
 const SMALL_DOCUMENTS_BYTES: usize = 32 << 20;
 
-/// What a document takes for each byte of its body, and for each value in it: itself, what is read of it, and the copies
-/// that a template gets.
+/// Memory of a document for each byte of its body and for each value in it, in bytes. Includes what is parsed from it
+/// and the copies that a template gets.
 const BYTE_WEIGHT: usize = 4;
 const VALUE_WEIGHT: usize = 320;
 
-/// Bytes of memory that all bodies and their documents take at a time, where one may have so many bytes.
+/// Upper bound of the memory of all bodies and their documents, in bytes, where one body has at most `most` bytes.
 pub(crate) fn bodies_bytes(most: usize) -> usize {
     let raw = most.saturating_mul(RAW_BODIES).saturating_add(SMALL_BODIES_BYTES);
     // Buffers grow by an eighth.
@@ -67,7 +68,8 @@ pub(crate) fn bodies_bytes(most: usize) -> usize {
     raw.saturating_add(most.saturating_mul(DOCUMENTS_FACTOR)).saturating_add(SMALL_DOCUMENTS_BYTES)
 }
 
-/// What the document of this body will take, at most. Commas and brackets outside texts tell how many values there are.
+/// Upper bound of the memory of this body's document, in bytes. Commas and brackets outside strings give the number of
+/// values.
 fn weight(body: &[u8]) -> usize {
     let (mut values, mut in_text, mut escaped) = (1_usize, false, false);
     for byte in body {
@@ -82,21 +84,22 @@ fn weight(body: &[u8]) -> usize {
     body.len().saturating_mul(BYTE_WEIGHT).saturating_add(values.saturating_mul(VALUE_WEIGHT))
 }
 
-/// Bytes that all requests share, and the part of them that each name may hold. As long as there is room for the largest
-/// request of every name at once, no name can take another's part; of more names, each waits in turn.
+/// A pool of bytes that all requests share, and the part of it that each name may take. As long as the pool is large
+/// enough for the largest request of every name at once, no name can take another's part. With more names, the names
+/// take turns.
 pub(crate) struct Lane {
     all: Arc<Semaphore>,
     shares: BTreeMap<Arc<str>, Arc<Semaphore>>,
 }
 
-/// Bytes of a lane, until it is dropped.
+/// Bytes taken from a lane. Dropping it returns them.
 pub(crate) struct Leave {
     own: Option<OwnedSemaphorePermit>,
     all: OwnedSemaphorePermit,
 }
 
 impl Lane {
-    /// The names share it evenly. Each may hold `most` at least, however many names there are.
+    /// Names share the pool evenly. Each may take at least `most`, however many names there are.
     pub fn new(bytes: usize, most: usize, names: &[Arc<str>]) -> Self {
         let semaphore = |n: usize| Arc::new(Semaphore::new(n.min(Semaphore::MAX_PERMITS)));
         let share = (bytes / names.len().max(1)).max(most);
@@ -104,17 +107,17 @@ impl Lane {
         Lane { all: semaphore(bytes), shares }
     }
 
-    /// `None`: there is no room now.
+    /// `None` if there is no room now.
     pub fn try_take(&self, name: &str, bytes: usize) -> Option<Leave> {
         let n = u32::try_from(bytes).ok()?;
         let own = self.shares.get(name).map(|own| own.clone().try_acquire_many_owned(n)).transpose().ok()?;
         Some(Leave { own, all: self.all.clone().try_acquire_many_owned(n).ok()? })
     }
 
-    /// `None`: there can be no such room.
+    /// Waits for room. `None` if that much can never be granted.
     pub async fn take(&self, name: &str, bytes: usize) -> Option<Leave> {
         let n = u32::try_from(bytes).ok()?;
-        // First in the own line, so that in the common one each name stands once.
+        // First wait in the line of the own name, so that each name stands only once in the common line.
         let own = match self.shares.get(name) {
             Some(own) => Some(own.clone().acquire_many_owned(n).await.ok()?),
             None => None,
@@ -133,7 +136,7 @@ impl Leave {
 }
 
 impl Bodies {
-    /// `most` is what one body may have; bodies come from callers of these names.
+    /// `most` is the largest allowed body in bytes; `names` are the key names of all callers.
     pub fn new(most: usize, names: &[Arc<str>]) -> Self {
         let (large, one) = (most.saturating_mul(DOCUMENTS_FACTOR), most.saturating_mul(DOCUMENT_FACTOR));
         Bodies {
@@ -146,7 +149,7 @@ impl Bodies {
         }
     }
 
-    /// Leave to make a document of that weight, of a body of so many bytes.
+    /// Wait for a permit to parse a document of this weight from a body of this many bytes.
     async fn document(&self, name: &str, bytes: usize, weight: usize) -> Option<Leave> {
         match bytes <= SMALL_BYTES {
             true => self.small.take(name, weight).await,
@@ -156,11 +159,11 @@ impl Bodies {
 }
 
 tokio::task_local! {
-    /// The leave to hold a document, on its way from [`json_body`] to the work on it.
+    /// The permit for a document, on its way from [`json_body`] to the work on the document.
     static DOCUMENT: Cell<Option<Leave>>;
 }
 
-/// Handlers that take bodies run in here.
+/// Scope in which handlers that take bodies run.
 pub(crate) async fn with_body<T>(handler: impl Future<Output = T>) -> T {
     DOCUMENT.scope(Cell::new(None), handler).await
 }
@@ -170,14 +173,14 @@ pub(crate) fn busy() -> ApiError {
     ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "server_busy", message).retry_after(1)
 }
 
-/// The body as JSON, within its limits.
+/// Read and parse the body as JSON, within the limits.
 pub(crate) async fn json_body(app: &App, request: Request) -> Result<Value, ApiError> {
     let most = app.limits.max_body_bytes;
     let headers = request.headers();
     if app.is_draining() {
         return Err(ApiError::shutting_down(app.retry_after_s()));
     }
-    // Pages of other origins can send forms and plain text without asking; JSON they cannot.
+    // A web page of another origin can send forms and plain text without a CORS preflight, but not JSON.
     let kind = headers.get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
     let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
     if kind != "application/json" {
@@ -234,7 +237,7 @@ fn too_large(most: usize) -> ApiError {
     ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
 }
 
-/// The body's bytes, `most` at most, and what they hold of [`Bodies`].
+/// Read at most `most` bytes of the body. Also returns the bytes it took from [`Bodies`].
 async fn collect(
     body: Body,
     bodies: &Bodies,
@@ -253,7 +256,7 @@ async fn collect(
             let all = bytes.len() + data.len();
             let (lane, new) = match (all > SMALL_BYTES, bytes.len() > SMALL_BYTES) {
                 (false, _) => (&bodies.small_raw, data.len()),
-                // Now it is a large one.
+                // The body has just become a large one: move it to the other lane.
                 (true, false) => {
                     held = None;
                     (&bodies.raw, all)
@@ -274,21 +277,20 @@ async fn collect(
     Ok((bytes, held))
 }
 
-/// The leave to hold the document of the request that is at work. The work takes it, and drops it when it has dropped the
-/// document.
+/// Take the permit for the document of the current request. The work drops it after it has dropped the document.
 pub(crate) fn take_document() -> Option<Leave> {
     DOCUMENT.try_with(Cell::take).ok().flatten()
 }
 
-/// Work of many milliseconds (parsing, tokenizing, templates), away from the threads that answer health checks. The
-/// document of the request that is at work counts as held until the work is done, also when its client has left.
-/// What renders or tokenizes needs room for that: [`Work::run`](crate::work::Work::run).
+/// Run work of many milliseconds (parsing, tokenizing, templates) off the threads that answer health checks. The permit
+/// for the current request's document stays taken until the work is done, even if the client has disconnected. Work
+/// that renders or tokenizes must reserve memory instead: [`Work::run`](crate::work::Work::run).
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
     let document = take_document();
     let halt = Halt::default();
-    // A handler is dropped when its client leaves.
+    // A handler is dropped when its client disconnects.
     let _wanted = Wanted(halt.clone());
     let done = tokio::task::spawn_blocking(move || {
         let done = match halt.is_over() {
@@ -301,7 +303,7 @@ pub(crate) async fn blocking<T: Send + 'static>(
     done.await.unwrap_or_else(|_| Err(ApiError::internal("a request could not be prepared")))
 }
 
-/// Ends the work when its handler is dropped.
+/// Cancels the work when its handler is dropped.
 pub(crate) struct Wanted(pub Halt);
 
 impl Drop for Wanted {
@@ -310,7 +312,7 @@ impl Drop for Wanted {
     }
 }
 
-/// JSON whose objects have every name once.
+/// A JSON value in whose objects every name appears once.
 struct Document(Value);
 
 impl<'de> Deserialize<'de> for Document {
@@ -374,7 +376,7 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::task::Poll;
 
-    /// A body of 4 MiB of `[[],[],…` was a document of some 300 MB, and counted as its bytes.
+    /// Regression: a body of 4 MiB of `[[],[],…` became a document of some 300 MB, and only its bytes were counted.
     #[test]
     fn documents_are_weighed_before_they_are_made() {
         for (body, values) in [
@@ -395,7 +397,7 @@ mod tests {
         );
     }
 
-    /// Those up to 64 KiB were counted by the limit of connections alone.
+    /// Regression: only the limit of connections bounded bodies up to 64 KiB.
     #[tokio::test]
     async fn small_bodies_are_counted_as_they_come() {
         let (a, b): (Arc<str>, Arc<str>) = ("a".into(), "b".into());
@@ -425,7 +427,7 @@ mod tests {
         assert!(bodies_bytes(0) >= all + SMALL_DOCUMENTS_BYTES);
     }
 
-    /// A client leaves while its work waits for a thread: the work is not begun.
+    /// A client disconnects while its work waits for a thread: the work never starts.
     #[test]
     fn work_that_is_not_wanted_any_more_is_not_begun() {
         let mut builder = tokio::runtime::Builder::new_current_thread();
@@ -442,10 +444,10 @@ mod tests {
                 }));
                 let waits = std::future::poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx).is_pending()));
                 assert!(waits.await);
-                let kept = (!leaves).then_some(work); // or dropped, with its handler
+                let kept = (!leaves).then_some(work); // or dropped, like its handler
                 go.send(()).unwrap();
                 assert!(before.await.unwrap());
-                tokio::task::spawn_blocking(|| ()).await.unwrap(); // behind it, on the one thread
+                tokio::task::spawn_blocking(|| ()).await.unwrap(); // runs after it, on the same thread
                 drop(kept);
             });
             assert_eq!(begun.load(Ordering::Relaxed), !leaves);

@@ -1,6 +1,6 @@
-//! What a server is told at its start: one TOML file, and flags that override it.
+//! Configuration of a server: one TOML file, and command line flags that override it.
 //!
-//! Everything has a default; a field that nobody knows is an error, because a misspelt limit is no limit.
+//! Everything has a default. An unknown field is an error, because a misspelt limit would not limit anything.
 use crate::auth::{self, Keys};
 use crate::tools::Tooling;
 use crate::worker::EngineConfig;
@@ -27,28 +27,28 @@ pub struct ServerConfig {
     pub http: HttpSection,
     pub limits: LimitsSection,
     pub sessions: SessionsSection,
-    /// No keys: everybody is served, and only this machine unless `http.open` says otherwise.
+    /// Without keys every client is served, but only on this machine unless `http.open` is set.
     pub keys: Vec<KeySection>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelSection {
-    /// A Hugging Face folder or a .gguf file, or a name that the program finds one by; without it the embedded model.
+    /// A Hugging Face folder, a .gguf file, or a name that the program resolves. Default: the embedded model.
     pub path: Option<PathBuf>,
-    /// What clients call it; without it the last part of the path.
+    /// Model name for clients. Default: the last part of the path.
     pub name: Option<String>,
-    /// How it writes tool calls, by a name of [`Tooling::NAMES`]; without it, what its chat template teaches.
+    /// Tool call format, one of [`Tooling::NAMES`]. Default: the format that the chat template describes.
     pub tools: Option<String>,
-    /// Defaults of sampling: `auto` takes those that the model ships (`generation_config.json`, `general.sampling.*`), as
-    /// vLLM does; `none` leaves OpenAI's.
+    /// Source of sampling defaults. `auto` uses those that the model ships (`generation_config.json`,
+    /// `general.sampling.*`), like vLLM. `none` uses OpenAI's.
     pub generation_config: Option<String>,
 }
 
 impl ModelSection {
     pub(crate) const GENERATION_CONFIGS: [&str; 2] = ["auto", "none"];
 
-    /// Do defaults that the model ships count?
+    /// Returns whether the sampling defaults that the model ships apply.
     pub fn ships_sampling(&self) -> bool {
         self.generation_config.as_deref() != Some("none")
     }
@@ -57,28 +57,28 @@ impl ModelSection {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct CacheSection {
-    /// Tokens that the cache holds, over all requests; without it eight contexts of the model, 32,768 at most.
+    /// Tokens in the cache, over all requests. Default: eight contexts of the model, at most 32,768.
     pub tokens: Option<u32>,
-    /// Storage of K, and of V unless `kv_v` says otherwise.
+    /// Storage format of K, and of V unless `kv_v` is set.
     #[serde(deserialize_with = "storage")]
     pub kv: Storage,
     #[serde(deserialize_with = "some_storage")]
     pub kv_v: Option<Storage>,
-    /// Tokens of a group that packed storages keep in f16 as well while they are the newest: a power of two up to 64, or 0. A
-    /// group is at most the largest power of two that divides a block.
+    /// Group size of the newest tokens that packed storage formats keep in f16 as well: a power of two up to 64, or 0.
+    /// A group is at most the largest power of two that divides a block.
     pub kv_recent: u32,
-    /// Tokens of a block: what is shared and evicted is whole blocks.
+    /// Tokens per block. Sharing and eviction work on whole blocks.
     pub block_tokens: u32,
     /// Name of an eviction policy.
     pub eviction: String,
 }
 
 impl CacheSection {
-    /// Storage of V.
+    /// Storage format of V.
     pub fn values(&self) -> Storage {
         self.kv_v.unwrap_or(self.kv.for_values())
     }
-    /// Tokens of a group that is kept in f16, as blocks permit them; 0 where nothing is packed.
+    /// Tokens of a group that is kept in f16, limited by the block size. 0 if no storage format is packed.
     pub fn recent_tokens(&self) -> u32 {
         let packed = self.kv.dtype.is_quantised() || self.values().dtype.is_quantised();
         let asked = Recent { tokens: if packed { self.kv_recent } else { 0 }, sequences: 1 };
@@ -99,22 +99,23 @@ impl Default for CacheSection {
     }
 }
 
-/// A part of [`kvist_scheduler::Config`], with batches of a size that suits a CPU.
+/// The configurable part of [`kvist_scheduler::Config`], with batch sizes that suit a CPU.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SchedulerSection {
     /// Name of a scheduling policy.
     pub policy: String,
-    /// Where a policy's expectation of output lengths comes from: `max_new` or `running_mean`.
+    /// How a policy estimates output lengths: `max_new` or `running_mean`.
     pub lengths: LengthSource,
-    /// Requests in the batch at most.
+    /// Largest number of requests in the batch.
     pub max_batch: u32,
-    /// Tokens of a step at most: longer prompts are computed in chunks beside what decodes.
+    /// Largest number of tokens per step. Longer prompts are computed in chunks beside the decoding requests (chunked
+    /// prefill).
     pub max_batch_tokens: u32,
     pub admission: Admission,
     pub preempted: Preempted,
     pub prefix_order: PrefixOrder,
-    /// Waiting time that is worth one level of priority, under the policy `priority`.
+    /// Waiting time, in nanoseconds, that is worth one level of priority under the policy `priority`.
     pub ageing_ns: u64,
 }
 
@@ -162,15 +163,15 @@ fn some_storage<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Storage>, D
 #[serde(deny_unknown_fields, default)]
 pub struct HttpSection {
     pub host: IpAddr,
-    /// 0 takes a free one.
+    /// 0 picks a free port.
     pub port: u16,
-    /// Serve without keys on an address that others reach.
+    /// Serve without keys on an address that other machines can reach.
     pub open: bool,
-    /// Origins whose pages may call; `*` is every one. None by default.
+    /// Origins whose pages may call the server. `*` allows every origin. Default: none.
     pub cors_origins: Vec<String>,
-    /// Let `/metrics` be read without an admin key.
+    /// Serve `/metrics` without an admin key.
     pub open_metrics: bool,
-    /// Write prompts and answers into the log.
+    /// Write prompts and answers to the log.
     pub log_prompts: bool,
 }
 
@@ -190,28 +191,28 @@ impl Default for HttpSection {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LimitsSection {
-    /// Requests that may wait for the batch; one more is answered 429. The names of keys share half of them evenly, and
-    /// take the other half as they come; there is one for each name at least.
+    /// Largest number of requests that wait for the batch. Further requests get a 429. Half of the places are divided
+    /// evenly among key names, the other half goes to the first that asks. There is at least one place for each name.
     pub max_queue: usize,
-    /// Connections at once. One more takes the place of one whose client the server waits for; where there is none, it is
-    /// answered 503, health checks excepted.
+    /// Largest number of connections. A further one replaces a connection on whose client the server waits. If there is
+    /// none, it gets a 503, except for health checks.
     pub max_connections: usize,
-    /// Bytes of a request's body.
+    /// Largest request body, in bytes.
     pub max_body_bytes: usize,
-    /// Bytes of a request's line and headers. Of these there may be 100 lines.
+    /// Largest request line and headers, in bytes. At most 100 header lines are allowed.
     pub max_header_bytes: usize,
-    /// Answers that one request may ask for: prompts times `n`.
+    /// Largest number of answers per request: prompts times `n`.
     pub max_choices: u32,
-    /// Stop strings of one request.
+    /// Largest number of stop strings per request.
     pub max_stop: u32,
-    /// A request is ended this long after it came.
+    /// A request ends this many seconds after it arrived.
     pub request_timeout_s: f64,
-    /// From the first byte of a request's head to its last.
+    /// Seconds from the first to the last byte of a request's head.
     pub header_timeout_s: f64,
-    /// A request must begin within this, and then its body must have come; and a client that takes nothing of its answer for this
-    /// long is hung up on.
+    /// Seconds until a request must begin, and then until its body must have arrived. A client that reads nothing of
+    /// its answer for this long is disconnected.
     pub read_timeout_s: f64,
-    /// After SIGTERM, requests that run may go on for this long.
+    /// Seconds that running requests may continue after SIGTERM.
     pub grace_s: f64,
 }
 
@@ -247,15 +248,15 @@ impl LimitsSection {
     }
 }
 
-/// What sessions a key's name may have.
+/// Limits for the sessions of one key name.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SessionsSection {
-    /// A session that was not changed, forked or generated in for this long is gone.
+    /// A session expires if it was not changed, forked or generated in for this many seconds.
     pub idle_s: f64,
-    /// Sessions of one name at once.
+    /// Largest number of sessions of one name.
     pub max_sessions: usize,
-    /// Tokens of all sessions of one name.
+    /// Largest number of tokens in all sessions of one name.
     pub max_tokens: u64,
 }
 
@@ -271,17 +272,17 @@ impl SessionsSection {
     }
 }
 
-/// An API key: exactly one of `key`, `key_file` and `key_env`.
+/// An API key. Exactly one of `key`, `key_file` and `key_env` must be set.
 #[derive(Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct KeySection {
-    /// Whose it is: what logs say, and what keeps prefixes apart. Keys of one name share theirs.
+    /// Owner of the key. Logs show it, and prefixes are shared only among keys of the same name.
     pub name: String,
     pub key: Option<String>,
     pub key_file: Option<PathBuf>,
     /// Name of an environment variable.
     pub key_env: Option<String>,
-    /// May read `/metrics`, see the live view and set priorities.
+    /// May read `/metrics`, open the live view and set priorities.
     pub admin: bool,
 }
 
@@ -294,12 +295,12 @@ impl std::fmt::Debug for KeySection {
     }
 }
 
-/// A configuration that cannot be served.
+/// Error in a configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     #[error("cannot read {path}: {source}", path = path.display())]
     Read { path: PathBuf, source: std::io::Error },
-    /// With line, field, what was found and what was expected.
+    /// The message has the line, the field, what was found and what was expected.
     #[error("{file}: {what}", file = file.display())]
     Toml { file: PathBuf, what: String },
     #[error("`{field}` is {found}; expected {expected}")]
@@ -317,17 +318,17 @@ impl ServerConfig {
         Self::parse(path, &text)
     }
 
-    /// `file` is what errors call it.
+    /// `file` is the name to use in errors.
     pub fn parse(file: &Path, text: &str) -> Result<Self, ConfigError> {
         toml::from_str(text).map_err(|e| ConfigError::Toml { file: file.into(), what: e.to_string() })
     }
 
-    /// Are the keys there? Reads their files and variables, as the start of a server does once more.
+    /// Check that the keys can be read. Reads their files and variables, and starting the server reads them again.
     pub fn check_keys(&self) -> Result<(), ConfigError> {
         Keys::new(&self.keys).map(drop)
     }
 
-    /// Everything that no type can say. After flags have been put in.
+    /// Check everything that types cannot express. Call it after flags have been applied.
     pub fn check(&self) -> Result<(), ConfigError> {
         if let Some(name) = &self.model.generation_config
             && !ModelSection::GENERATION_CONFIGS.contains(&name.as_str())
@@ -438,7 +439,7 @@ impl ServerConfig {
         Ok(())
     }
 
-    /// Tokens of the cache for a model of this context.
+    /// Cache size in tokens for a model of this context length.
     pub fn cache_tokens(&self, model_context: u32) -> u32 {
         let tokens = self.cache.tokens.unwrap_or_else(|| model_context.saturating_mul(8).min(32_768));
         tokens.max(self.cache.block_tokens)
@@ -449,12 +450,12 @@ impl ServerConfig {
         auth::names(self.keys.iter().map(|key| key.name.as_str()))
     }
 
-    /// Requests that may wait for the batch: there is a place for each name at least.
+    /// Places in the queue: at least one for each name.
     pub(crate) fn queue_places(&self) -> usize {
         self.limits.max_queue.max(self.names().len())
     }
 
-    /// What the engine is made of, for this model.
+    /// The engine configuration for this model.
     pub fn engine(&self, model: &ModelConfig) -> EngineConfig {
         let c = &self.cache;
         let cache = CacheConfig {
@@ -477,7 +478,7 @@ impl ServerConfig {
         engine
     }
 
-    /// What can be served, and may not be what was meant.
+    /// Warnings about settings that are valid but may not be intended.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         let (asked, recent) = (self.cache.kv_recent, self.cache.recent_tokens());
@@ -497,7 +498,7 @@ impl ServerConfig {
         warnings
     }
 
-    /// What clients call the model, if its file is called `file`.
+    /// The model name for clients, if the model's file is called `file`.
     pub fn model_name(&self, file: &str) -> String {
         match (&self.model.name, &self.model.path) {
             (Some(name), _) => name.clone(),
@@ -550,7 +551,7 @@ mod tests {
         assert!(!format!("{config:?}").contains("secret"), "a key must not be printed");
     }
 
-    /// Without a word at the start, any page could read and delete sessions.
+    /// Regression: there was no warning at startup, and any page could read and delete sessions.
     #[test]
     fn pages_of_every_origin_without_keys_are_warned_of() {
         let warned = |text: &str| {

@@ -1,11 +1,11 @@
-//! A connection, and when it is over before HTTP says so.
+//! A connection, and the detection of clients that have disconnected or stopped reading.
 //!
-//! hyper looks for the end of a connection only while it reads from it, which it does not do while an answer is under
-//! way and bytes of the next request lie in its buffer; and it waits for a client that does not read as long as that
-//! likes. Here both ends are found beside it: [`Watched::lost`].
+//! hyper notices the end of a connection only while it reads from it. It does not read while an answer is in progress
+//! and bytes of the next request are in its buffer. It also waits without limit for a client that does not read. Here a
+//! separate task detects both cases: [`Watched::lost`].
 //!
-//! A request that is refused is answered before all of it has come. A connection that is closed with bytes unread is reset,
-//! and a client that is still sending then never sees its refusal: [`Watched::linger`] takes in the rest.
+//! A request that is refused is answered before all of it has arrived. Closing a connection with unread bytes resets
+//! it, and a client that is still sending then never sees the refusal. So [`Watched::linger`] reads the rest first.
 use crate::connections::{Door, Phase};
 use futures_util::FutureExt;
 use std::io;
@@ -18,10 +18,10 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::TcpStream;
 
-/// What hyper reads and writes. It is closed when it is dropped.
+/// The side of the connection that hyper reads and writes. Dropping it closes the connection.
 pub(crate) struct Socket(Arc<Shared>);
 
-/// The same connection, for the task that watches it.
+/// The same connection, for the task that monitors it.
 pub(crate) struct Watched(Arc<Shared>);
 
 struct Shared {
@@ -34,10 +34,10 @@ pub(crate) fn watched(stream: TcpStream, door: Arc<Door>) -> (Socket, Watched) {
     (Socket(shared.clone()), Watched(shared))
 }
 
-/// How often a connection is looked at.
+/// Interval at which a connection is checked.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// How long the rest of a refused request may still come in.
+/// How long the rest of a refused request may still arrive.
 const LINGER: Duration = Duration::from_secs(5);
 
 impl Watched {
@@ -45,13 +45,13 @@ impl Watched {
         &self.0.door
     }
 
-    /// Until the client has hung up, has taken nothing for `patience` of what it should take, or takes longer than
+    /// Waits until the client has disconnected, has read nothing of its answer for `patience`, or takes longer than
     /// `head` to send the head of a request.
     pub async fn lost(&self, patience: Duration, head: Duration) {
         let Shared { stream, door } = &*self.0;
         loop {
             tokio::time::sleep(LOOK).await;
-            // The runtime knows it already: the system is not asked.
+            // The runtime has this status already, so no system call is needed.
             let ready = stream.ready(Interest::READABLE).now_or_never();
             let gone = ready.is_some_and(|ready| ready.map_or(true, |ready| ready.is_read_closed()));
             let stalled = door.stalled().is_some_and(|since| since.elapsed() >= patience);
@@ -61,8 +61,8 @@ impl Watched {
         }
     }
 
-    /// Say that nothing more comes, and take in what the client still sends, so that it sees its answer: `most` bytes, and
-    /// for [`LINGER`].
+    /// Shut down the sending side, then read and discard what the client still sends, so that the client sees its
+    /// answer. At most `most` bytes, for at most [`LINGER`].
     pub async fn linger(&self, most: usize) {
         let Shared { stream, door } = &*self.0;
         door.goes_on(None, Phase::Leaving);

@@ -1,14 +1,14 @@
-//! Which connections are there, what each is waited for, and which one makes room when all places are taken.
+//! The table of open connections, and the choice of the one to close when a new connection finds no place.
 //!
-//! A connection is *awaited* while the server waits for its client: for a request, for the rest of one, or for it to take
-//! its answer. Where there is no place for a new connection, the server closes an awaited one: never one whose client
-//! waits for the server. So a client that sends its request at once is served however many others dribble theirs: it is
-//! the youngest of all, and the oldest goes first.
+//! A connection is *awaited* while the server waits for its client: for a request, for the rest of a request, or for
+//! the client to read its answer. If there is no place for a new connection, the server closes an awaited one, never
+//! one whose client waits for the server. The oldest is closed first. So a client that sends its request at once is
+//! served however many other clients send theirs slowly: its connection is the youngest.
 //!
-//! Connections that have shown a known key (without keys: that have asked for what needs one) go behind those that have not, but
-//! for one place in [`NEW_SHARE`], which new connections can always have. Among equals the group with the most goes first,
-//! an address or a key's name, and of it the connection that is awaited longest. A group is not limited in any other
-//! way: behind a proxy all clients have one address.
+//! Connections that have shown a known key (without keys: that have requested something that needs one) are closed
+//! after those that have not. The exception is one place in [`NEW_SHARE`], which stays available to new connections.
+//! Otherwise the group with the most connections, an address or a key name, loses one first: the one that has been
+//! awaited longest. Groups have no other limit, because behind a proxy all clients share one address.
 use crate::shares::Place;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv6Addr};
@@ -17,16 +17,17 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// Of this many places one is for connections that have shown nothing yet.
+/// One of this many places is for connections that have not shown a key yet.
 const NEW_SHARE: usize = 8;
 
-/// A client that takes nothing of its answer is awaited from then on: short stops are how networks are.
+/// A client that reads nothing of its answer for this long counts as awaited. Shorter stalls are normal on a network.
 const STALLED: Duration = Duration::from_secs(1);
 
-/// The connections that are there.
+/// The open connections.
 pub(crate) struct Connections {
     most: usize,
-    /// There are keys: connections that showed one are grouped by its name. Without keys, all are grouped by address.
+    /// True if keys are configured. Connections that have shown a key are then grouped by its name, all others by
+    /// address.
     has_names: bool,
     doors: Mutex<Doors>,
     displaced: AtomicU64,
@@ -38,14 +39,14 @@ struct Doors {
     by_number: BTreeMap<u64, Arc<Door>>,
 }
 
-/// What is known of one connection where it is decided which one goes.
+/// State of one connection that decides whether it is closed for another one.
 pub(crate) struct Door {
     address: IpAddr,
     began: Instant,
     standing: Mutex<Standing>,
-    /// Milliseconds after `began` since when the client takes nothing of what it should take; 0 if it does.
+    /// Milliseconds after `began` at which the client stopped reading its answer. 0 if it is reading.
     stalled_ms: AtomicU64,
-    /// A request was answered before all of it had come.
+    /// A request was answered before all of it had arrived.
     unread: AtomicBool,
     close: Notify,
 }
@@ -53,28 +54,28 @@ pub(crate) struct Door {
 struct Standing {
     phase: Phase,
     since: Instant,
-    /// The name of the key that it has shown last.
+    /// The name of the key that was shown last.
     name: Option<Arc<str>>,
-    /// Of the request that is under way, among those of its name.
+    /// Place of the request in progress, among those of its name.
     place: Option<Place>,
 }
 
 /// What happens next on a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// A request may come.
+    /// A request may arrive.
     Idle,
-    /// The rest of a request's head is to come.
+    /// The rest of a request's head is still to arrive.
     Head,
-    /// The rest of its body is.
+    /// The rest of a request's body is still to arrive.
     Body,
-    /// Its answer is to be made and sent.
+    /// The answer is being computed and sent.
     Answer,
     /// Nothing: the client may read the last answer before the connection is closed.
     Leaving,
 }
 
-/// A place among the connections, until it is dropped.
+/// A place among the connections. Dropping it frees the place.
 pub(crate) struct Seat {
     connections: Arc<Connections>,
     number: u64,
@@ -90,8 +91,7 @@ impl Connections {
         self.doors.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
-    /// A place for a new connection, which another one may have to leave. `None`: the clients of all of them wait for
-    /// the server.
+    /// Take a place for a new connection, closing another one if needed. `None` if all clients wait for the server.
     pub fn enter(self: &Arc<Self>, address: IpAddr, now: Instant) -> Option<Seat> {
         let mut doors = self.doors();
         if doors.by_number.len() >= self.most && !self.displace(&mut doors, now) {
@@ -104,7 +104,8 @@ impl Connections {
         Some(Seat { connections: self.clone(), number, door })
     }
 
-    /// Close `n` that are awaited, though there are places: the system has no more files. Returns whether there was one.
+    /// Close up to `n` awaited connections although there are places: the system has no more file descriptors. Returns
+    /// whether any was closed.
     pub fn make_room(&self, n: usize, now: Instant) -> bool {
         let mut doors = self.doors();
         (0..n).take_while(|_| self.displace(&mut doors, now)).count() > 0
@@ -144,7 +145,7 @@ impl Connections {
         first.map(|group| group.number)
     }
 
-    /// Connections that are there, and those of them that have shown a known key.
+    /// The number of open connections, and how many of them have shown a known key.
     pub fn count(&self) -> (usize, usize) {
         let doors = self.doors();
         let known = doors.by_number.values().filter(|door| door.standing().name.is_some()).count();
@@ -157,14 +158,14 @@ impl Connections {
     }
 }
 
-/// Whose a connection is.
+/// The group that a connection belongs to.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Group {
     Address(IpAddr),
     Name(Arc<str>),
 }
 
-/// Connections of a group that are awaited, and the one that is longest.
+/// The awaited connections of a group: their number, and the one that has been awaited longest.
 struct Awaited {
     n: usize,
     since: Instant,
@@ -194,7 +195,7 @@ impl Door {
         self.standing.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
-    /// The address, or the part of it that one customer of a provider has.
+    /// The address; for IPv6 the /64 network, which is what one customer of a provider usually has.
     fn network(&self) -> IpAddr {
         match self.address.to_canonical() {
             IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() >> 64 << 64)),
@@ -209,7 +210,7 @@ impl Door {
         self.stalled().filter(|since| now.saturating_duration_since(*since) >= STALLED)
     }
 
-    /// Until this connection is to make room.
+    /// Waits until this connection must close to make room.
     pub async fn closed(&self) {
         self.close.notified().await;
     }
@@ -218,7 +219,7 @@ impl Door {
         self.standing().phase
     }
 
-    /// What happens next; only behind what is named, where a phase is.
+    /// Move to the next phase. If `behind` is given, only from that phase.
     pub fn goes_on(&self, behind: Option<Phase>, to: Phase) {
         let mut standing = self.standing();
         if behind.is_none_or(|phase| phase == standing.phase) {
@@ -229,19 +230,19 @@ impl Door {
         }
     }
 
-    /// A key of this name was shown; the request under way has this place.
+    /// Record that a key of this name was shown, and the place of the request in progress.
     pub fn knows(&self, name: &Arc<str>, place: Place) {
         let mut standing = self.standing();
         (standing.name, standing.place) = (Some(name.clone()), Some(place));
     }
 
-    /// Has the head of a request taken this long?
+    /// Returns whether the client has taken this long to send the head of a request.
     pub fn dribbles(&self, longest: Duration) -> bool {
         let standing = self.standing();
         standing.phase == Phase::Head && standing.since.elapsed() >= longest
     }
 
-    /// Since when the client takes nothing of what it should take.
+    /// Since when the client has read nothing of its answer. `None` if it is reading.
     pub fn stalled(&self) -> Option<Instant> {
         let ms = self.stalled_ms.load(Relaxed);
         (ms > 0).then(|| self.began + Duration::from_millis(ms))
@@ -256,7 +257,7 @@ impl Door {
         self.stalled_ms.store(0, Relaxed);
     }
 
-    /// A request was answered before all of it had come.
+    /// Record that a request was answered before all of it had arrived.
     pub fn leave_unread(&self) {
         self.unread.store(true, Relaxed);
     }
@@ -274,7 +275,7 @@ mod tests {
         [10, 0, 0, last].into()
     }
 
-    /// Connections as tests want them, with a time of their own: each is a second younger than the one before.
+    /// Connections under test, with a clock of their own: each is a second younger than the one before.
     struct Hall {
         connections: Arc<Connections>,
         seats: Vec<Seat>,
@@ -290,7 +291,7 @@ mod tests {
             }
         }
 
-        /// Returns the place's index among the seats that were ever given.
+        /// Returns the index of the new seat among all seats so far.
         fn enter(&mut self, last: u8) -> Option<usize> {
             self.now += Duration::from_secs(1);
             let seat = self.connections.enter(address(last), self.now)?;
@@ -328,10 +329,10 @@ mod tests {
         assert!(hall.enter(1).is_some());
         assert_eq!(hall.gone(), [1, 2]);
         assert_eq!((hall.connections.count(), hall.connections.displaced()), ((3, 0), 2));
-        // Where the system has no more files, some go at once.
+        // If the system has no more file descriptors, several are closed at once.
         assert!(hall.connections.make_room(5, hall.now));
         assert_eq!((hall.gone(), hall.connections.displaced()), (vec![1, 2, 3, 4], 4));
-        // Those that go by themselves leave their places.
+        // Connections that end by themselves free their places.
         hall.seats.clear();
         assert_eq!(hall.connections.count(), (0, 0));
     }
@@ -346,7 +347,7 @@ mod tests {
         assert_eq!(hall.enter(2), None);
         assert!(!hall.connections.make_room(3, hall.now));
         assert_eq!(hall.connections.displaced(), 0);
-        // But one that takes nothing of its answer is awaited.
+        // But a client that reads nothing of its answer is awaited.
         hall.seats[1].door.stalls();
         hall.now += Duration::from_secs(30);
         assert!(hall.enter(2).is_some());
@@ -368,7 +369,7 @@ mod tests {
             hall.enter(2).unwrap();
         }
         assert!(hall.is_there(first), "the oldest of all, and the only one of its address");
-        // Addresses that one provider's customer has are one; the old form in the new one is the old one.
+        // Addresses of one customer's network count as one. An IPv4-mapped IPv6 address counts as the IPv4 address.
         let door = |text: &str| Door::new(text.parse().unwrap(), Instant::now()).network();
         assert_eq!(door("2001:db8:1:2:3:4:5:6"), door("2001:db8:1:2:ffff::1"));
         assert_ne!(door("2001:db8:1:2::1"), door("2001:db8:1:3::1"));
@@ -376,7 +377,7 @@ mod tests {
         assert_ne!(door("10.0.0.1"), door("10.0.0.2"));
     }
 
-    /// A key is worth more than none, but for one place in eight.
+    /// Connections with a key win over those without, except for one place in eight.
     #[test]
     fn those_with_a_key_stay_and_new_ones_come_in() {
         let mut hall = Hall::new(16);
@@ -385,7 +386,7 @@ mod tests {
         for _ in 0..100 {
             hall.enter(2).unwrap();
         }
-        // Three have come in, of which one goes for each that comes.
+        // Three new connections have come in. From then on each new one replaces one of them.
         let there = |range: &[usize]| range.iter().filter(|i| hall.is_there(**i)).count();
         assert_eq!(hall.gone()[..3], [0, 1, 2], "the oldest of the name that has most");
         assert_eq!((there(&known[..10]), there(&known[10..])), (7, 6));

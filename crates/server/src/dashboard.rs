@@ -1,7 +1,7 @@
-//! The page at `/`, embedded, and the stream that it listens to.
+//! The dashboard page at `/`, embedded in the binary, and the event stream that it subscribes to.
 //!
-//! The bundle is built from `/dashboard` and committed, so that no Node is needed here. It loads nothing from anywhere
-//! else, and its policy lets it run no script but its own.
+//! The bundle is built from `/dashboard` and committed, so building the server needs no Node. The page loads nothing
+//! from other origins, and its content security policy allows no script but its own.
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
@@ -54,8 +54,8 @@ pub(crate) async fn asset(Path(name): Path<String>) -> Response {
     file(&format!("assets/{name}"))
 }
 
-/// `GET /kvist/live`: an event `snapshot`, then events `lines` ([`crate::live`]) and `sessions` ([`sessions`]). It tells of all users, so with keys it
-/// is for admin keys.
+/// `GET /kvist/live`: an event `snapshot`, then events `lines` ([`crate::live`]) and `sessions` ([`sessions`]). The
+/// stream shows all users, so if keys are configured it requires an admin key.
 pub(crate) async fn live(
     State(app): State<Arc<App>>,
     Extension(caller): Extension<Caller>,
@@ -79,14 +79,14 @@ pub(crate) async fn live(
     });
     let sessions = sessions::watch(app.clone()).map(|now| Event::default().event("sessions").data(now));
     let rest = stream::select(rest.map(Some).chain(stream::once(async { None })), sessions.map(Some));
-    // Where the lines end, the stream does.
+    // The stream ends when the lines end.
     let rest = rest.take_while(|event| std::future::ready(event.is_some())).filter_map(std::future::ready);
     let events = first.chain(rest.take_until(drained(app))).map(Ok::<_, Infallible>);
     let keep_alive = KeepAlive::new().interval(Duration::from_secs(15));
     Ok(([(header::CACHE_CONTROL, "no-store")], Sse::new(events).keep_alive(keep_alive)).into_response())
 }
 
-/// Until the server goes down and nothing runs any more: there is nothing left to see.
+/// Waits until the server is shutting down and nothing runs any more: there is nothing left to show.
 async fn drained(app: Arc<App>) {
     loop {
         tokio::time::sleep(Duration::from_millis(250)).await;

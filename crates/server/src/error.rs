@@ -1,4 +1,4 @@
-//! One shape for everything that goes wrong: OpenAI's.
+//! One format for all errors: OpenAI's.
 //!
 //! ```json
 //! {"error": {"message": "…", "type": "invalid_request_error", "param": "top_p", "code": "invalid_value"}}
@@ -9,16 +9,16 @@ use axum::http::{HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-/// An answer that is a refusal or a failure.
+/// A response that reports a refusal or a failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ApiError {
     pub status: StatusCode,
     pub message: String,
-    /// The field of the request that it is about, as `messages[0].content`.
+    /// The field of the request that caused the error, such as `messages[0].content`.
     pub param: Option<String>,
     /// For programs: `invalid_value`, `unsupported_parameter`, `context_length_exceeded`, …
     pub code: &'static str,
-    /// When it may be worth while to ask again.
+    /// Seconds after which a retry may succeed.
     pub retry_after_s: Option<u32>,
 }
 
@@ -27,22 +27,22 @@ impl ApiError {
         ApiError { status, message: message.into(), param: None, code, retry_after_s: None }
     }
 
-    /// 400 about one field.
+    /// 400: an invalid value of a field.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
         ApiError::new(StatusCode::BAD_REQUEST, "invalid_value", message).about(param)
     }
 
-    /// 400 for a field, or a value of it, that kvist knows and does not do.
+    /// 400: a field, or a value of it, that kvist knows and does not support.
     pub fn unsupported(param: impl Into<String>, message: impl Into<String>) -> Self {
         ApiError::new(StatusCode::BAD_REQUEST, "unsupported_parameter", message).about(param)
     }
 
-    /// 400: prompt and answer do not fit.
+    /// 400: prompt and answer do not fit into the context.
     pub fn too_long(param: &str, message: impl Into<String>) -> Self {
         ApiError::new(StatusCode::BAD_REQUEST, "context_length_exceeded", message).about(param)
     }
 
-    /// 400: the model has no such token, though its tokenizer may.
+    /// 400: the model has no such token, although its tokenizer may.
     pub fn unknown_token(message: impl Into<String>) -> Self {
         ApiError::new(StatusCode::BAD_REQUEST, "invalid_value", message)
     }
@@ -61,13 +61,13 @@ impl ApiError {
         ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", message)
     }
 
-    /// The server is going down, and does not take, or not finish, this.
+    /// 503: the server is shutting down and does not accept the request, or cannot finish it.
     pub fn shutting_down(retry_after_s: u32) -> Self {
         ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "shutting_down", "the server is shutting down")
             .retry_after(retry_after_s)
     }
 
-    /// The deadline came before the answer did.
+    /// 408: the deadline passed before the answer was complete.
     pub fn deadline() -> Self {
         let message = "the request's deadline passed before it was answered";
         ApiError::new(StatusCode::REQUEST_TIMEOUT, "deadline_exceeded", message)
@@ -93,12 +93,12 @@ impl ApiError {
                 ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "reads_too_slowly", failure.to_string())
             }
             Failure::Grammar(why) => ApiError::new(StatusCode::BAD_REQUEST, "grammar_failed", why.clone()),
-            // A step is of many requests, and what failed in it may be about another one.
+            // A step computes many requests, so the message may be about another one.
             Failure::Engine(_) => ApiError::internal("the model failed; the server's log says how"),
         }
     }
 
-    /// OpenAI's name for errors of this status.
+    /// OpenAI's error type for this status.
     fn kind(&self) -> &'static str {
         match self.status.as_u16() {
             401 => "authentication_error",
@@ -113,7 +113,7 @@ impl ApiError {
         }
     }
 
-    /// The document, as bodies and event streams carry it.
+    /// The error as JSON, for bodies and event streams.
     pub fn to_json(&self) -> Value {
         json!({"error": {
             "message": self.message,
@@ -133,10 +133,10 @@ impl From<crate::structured::InvalidParameter> for ApiError {
     }
 }
 
-/// `false`: asking the same again gives the same answer, whatever the status says elsewhere.
+/// Header that is `false` if a retry would give the same error, even if the status suggests otherwise.
 pub(crate) const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 
-/// When a quota may have room again: that is up to its user.
+/// `Retry-After` of a quota error, in seconds. When the quota has room again depends on its user.
 const QUOTA_RETRY_S: u32 = 60;
 
 impl std::fmt::Display for ApiError {
@@ -149,12 +149,12 @@ impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status, axum::Json(self.to_json())).into_response();
         let headers = response.headers_mut();
-        // Clients ask again after a 429, and without a time at once.
+        // Clients retry after a 429, and immediately if no time is given.
         let full = self.status == StatusCode::TOO_MANY_REQUESTS;
         if let Some(seconds) = self.retry_after_s.or(full.then_some(QUOTA_RETRY_S)) {
             headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
         }
-        // OpenAI's clients repeat every 408 and 429, and wait as long as they are told to.
+        // OpenAI's clients retry every 408 and 429, after the time that the response gives.
         if ["session_quota", "deadline_exceeded"].contains(&self.code) {
             headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"));
         }
@@ -169,7 +169,7 @@ impl IntoResponse for ApiError {
 mod tests {
     use super::*;
 
-    /// A step is of many requests: what it says of its failure is not for each of them.
+    /// A step computes many requests: the message of its failure must not reach each of them.
     #[test]
     fn failures_tell_what_their_request_caused_alone() {
         let of = |failure: Failure| {

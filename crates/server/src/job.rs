@@ -1,83 +1,85 @@
-//! What the HTTP side asks of the engine thread, and what it hears back.
+//! Messages between the HTTP side and the engine thread: jobs go in, events come back.
 use kvist_cache::MissReason;
 use kvist_engine::sampler::SamplerConfig;
 use kvist_engine::text::Stops;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// One generation. Tokens in, tokens and text out.
+/// One generation: prompt tokens in, tokens and text out.
 pub struct Job {
-    /// Token ids, at least one. With one that lies outside the vocabulary it ends as [`Failure::UnknownToken`].
+    /// Token ids, at least one. An id outside the vocabulary ends the job with [`Failure::UnknownToken`].
     pub prompt: Arc<[u32]>,
-    /// Tokens to generate at most. 0: the prompt is computed, and that is all.
+    /// Largest number of tokens to generate. With 0 only the prompt is computed.
     pub max_new: u32,
     pub sampling: SamplerConfig,
-    /// Added to the logits of these tokens before anything else.
+    /// Added to the logits of these tokens before any other processing.
     pub logit_bias: Arc<[(u32, f32)]>,
-    /// Texts that end the generation; they are not part of it. Shared by the answers of a request.
+    /// Stop strings. They are not part of the answer. All answers of a request share them.
     pub stop: Arc<Stops>,
-    /// Go on when the model says that it is done.
+    /// Continue after an end-of-text token.
     pub ignore_eos: bool,
-    /// Report the log-probability of every token, and of this many of the likeliest beside it.
+    /// Report the log-probability of every token, and those of this many of the most likely tokens.
     pub logprobs: Option<u8>,
-    /// The same of the prompt's tokens. All of them are computed: the prefix index has no logits.
+    /// Report the same for the prompt's tokens. The whole prompt is then computed, because the prefix index stores no
+    /// logits.
     pub prompt_logprobs: bool,
-    /// What may come next, if not everything.
+    /// Restricts which tokens may come next.
     pub constraint: Option<Box<dyn Constraint>>,
-    /// Control tokens that have their name as text, where others have none: marks of tool calls.
+    /// Control tokens to write out by name, such as tool call markers. Other control tokens produce no text.
     pub written: Vec<u32>,
-    /// The name of the key that it came with: names share the queue.
+    /// Name of the API key of the request. The queue is divided among these names.
     pub tenant: Arc<str>,
-    /// Prefixes are shared inside a salt only.
+    /// Only requests with the same salt share cached prefixes.
     pub salt: Arc<str>,
-    /// Larger is more urgent, where the scheduling policy asks.
+    /// Larger is more urgent. Only some scheduling policies use it.
     pub priority: i32,
-    /// Ended then, wherever it is, with [`Finish::Deadline`].
+    /// The job ends at this time, waiting or running, with [`Finish::Deadline`].
     pub deadline: Option<Instant>,
-    /// Ask the prefix index why it supplied no more.
+    /// Report why the prefix index supplied no more tokens.
     pub explain: bool,
-    /// Tokens per second to write at, so that a person can watch: the engine waits between its steps while every job that
-    /// is live has a pace, and keeps the fastest of them. Beside a job without one it has no effect.
+    /// Tokens per second to generate, slow enough to watch. The engine pauses between its steps while every live job
+    /// has a pace, and follows the fastest of them. A single live job without a pace disables it.
     pub pace: Option<u32>,
-    /// What the log and the clients call it.
+    /// Name of the job in the log and for clients.
     pub name: Name,
 }
 
-/// What the log and the clients call a job; watchers of the engine are told. Nothing is decided by it.
+/// Name of a job in the log and for clients. Engine watchers receive it. It affects no decision.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Name {
-    /// The id of its request. Empty: it has none.
+    /// Id of the request. Empty if there is none.
     pub request: Arc<str>,
-    /// The session that it goes on with.
+    /// The session that the job continues.
     pub session: Option<Arc<str>>,
 }
 
-/// What may be generated next: a grammar.
+/// Restricts the tokens that may be generated next: a grammar.
 pub trait Constraint: Send {
-    /// Set the logits of all tokens that may not come next to −∞. `[vocab]`. An error ends the generation.
+    /// Set the logits of all tokens that may not come next to −∞. Shape `[vocab]`. An error ends the generation.
     fn mask(&mut self, logits: &mut [f32]) -> Result<(), String>;
-    /// This token has been taken. Returns whether the text may not go on: the generation ends with [`Finish::EndOfText`].
+    /// Advance by a token that was sampled. Returns true if the text is complete: the generation then ends with
+    /// [`Finish::EndOfText`].
     fn accept(&mut self, token: u32) -> Result<bool, String>;
 }
 
-/// What a generation tells, in this order: `Admitted` once, `Prompt` as often as it takes where that was asked, `Token`
-/// for each token, `Done` or `Failed` once.
+/// What a generation reports, in this order: `Admitted` once, `Prompt` any number of times if requested, `Token` for
+/// each token, and `Done` or `Failed` once.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// It entered the batch.
+    /// The scheduler admitted the job to the batch.
     Admitted {
-        /// When: before the step in which it was first computed.
+        /// Time of admission: before the step that first computed the job.
         at: Instant,
-        /// Tokens of the prompt that the prefix index supplied.
+        /// Prompt tokens that the prefix index supplied.
         cached_tokens: u32,
-        /// Why no more, if that was asked: as a tenant may know it.
+        /// Why it supplied no more, if requested. Reduced to what a tenant may know.
         miss: Option<MissReason>,
     },
-    /// Of tokens of the prompt, from the second on: each given those before it.
+    /// Log-probabilities of prompt tokens from the second on, each given the tokens before it.
     Prompt(Vec<LogProb>),
     Token(Token),
     Done(Done),
-    /// It can not be served, or not further.
+    /// The job cannot be served, or cannot continue.
     Failed(Failure),
 }
 
@@ -85,84 +87,84 @@ pub enum Event {
 #[derive(Clone, Debug)]
 pub struct Token {
     pub id: u32,
-    /// Text that became final with it: whole characters, no part of a stop string. May be empty.
+    /// Text that became final with this token: whole characters, no part of a stop string. May be empty.
     pub text: String,
     pub logprob: Option<LogProb>,
 }
 
-/// Natural logarithms, of the distribution before temperature and truncation.
+/// Natural logarithms of probabilities, before temperature and truncation.
 #[derive(Clone, Debug)]
 pub struct LogProb {
     pub logprob: f32,
-    /// The likeliest tokens, best first.
+    /// The most likely tokens, best first.
     pub top: Vec<(u32, f32)>,
 }
 
-/// A generation that ended as generations do.
+/// End of a generation that did not fail.
 #[derive(Clone, Debug)]
 pub struct Done {
     pub finish: Finish,
-    /// Text that was held back, because a stop string might have begun in it.
+    /// Text that was held back because a stop string might have begun in it.
     pub text: String,
     pub usage: Usage,
 }
 
-/// Why it ended.
+/// Why a generation ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finish {
-    /// The model said so, or its grammar is complete.
+    /// The model generated an end-of-text token, or the grammar is complete.
     EndOfText,
-    /// This stop string came.
+    /// This stop string was generated.
     Stop(String),
-    /// `max_new` tokens, or the cache was full.
+    /// `max_new` tokens were generated, or the cache was full.
     Length,
-    /// Its deadline passed.
+    /// The deadline passed.
     Deadline,
-    /// Its user went away, or the server is going down.
+    /// The client disconnected, or the server is shutting down.
     Cancelled,
 }
 
-/// What it took.
+/// Token counts of a generation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     pub prompt_tokens: u32,
     pub completion_tokens: u32,
-    /// Of the prompt, supplied by the prefix index.
+    /// Prompt tokens that the prefix index supplied.
     pub cached_tokens: u32,
     pub preemptions: u32,
 }
 
-/// A job that was taken and can not be served.
+/// Why a job that was queued cannot be served.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Failure {
     #[error("the request needs more room than the cache has: {needed} tokens of {capacity}")]
     NeverFits { needed: u64, capacity: u64 },
-    /// The prompt has a token that the model does not know.
+    /// The prompt has a token id outside the vocabulary.
     #[error("the prompt has the token {token}; the model's vocabulary has {vocab}")]
     UnknownToken { token: u32, vocab: u32 },
-    /// So many tokens were told and not heard that no more are kept.
+    /// Too many generated tokens wait for the client to read them. No more are kept.
     #[error("the answer is not read: {0} of its tokens wait")]
     Unread(usize),
-    /// The grammar of the answer grew too large, or nothing that it allows can be written with the model's tokens.
+    /// The grammar grew too large, or the model's tokens can write nothing that it allows.
     #[error("{0}")]
     Grammar(String),
-    /// The model or its cache failed. What it says is for the log: it may tell of other requests.
+    /// The model or its cache failed. The message is for the log only: it may concern other requests.
     #[error("{0}")]
     Engine(String),
 }
 
-/// A job that was not taken.
+/// Why a job was not queued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Rejected {
-    /// `waiting` requests of the job's name wait, and there is no place for more. Where `is_shared`, other names have
-    /// places that this one cannot take.
+    /// The queue is full: `waiting` requests of the job's key name wait. If `is_shared`, the places that are left are
+    /// reserved for other names.
     #[error("{}", full(*waiting, *is_shared))]
     Full { waiting: usize, is_shared: bool },
     #[error("the server is shutting down")]
     Draining,
 }
 
-/// A name is told what it has itself, and not what others have.
+/// The message states only how many requests this name has waiting, never those of other names.
 fn full(waiting: usize, is_shared: bool) -> String {
     match is_shared {
         true => format!(

@@ -1,12 +1,14 @@
-//! kvist over HTTP: one model, many users, one cache that they share as far as their salts allow.
+//! An OpenAI-compatible HTTP server: one model, many users, one KV cache. Requests share cached prefixes if their salts
+//! are equal.
 //!
-//! One thread owns the scheduler, the cache and the weights, and takes one turn after the other ([`Engine`]); everything
-//! else talks to it through [`Job`]s and [`Event`]s. It promises that a request whose client has left holds
-//! nothing after the next step, and that no memory is taken beyond the plan that was printed at the start.
+//! One thread owns the scheduler, the cache and the weights, and runs one turn after the other ([`Engine`]). All other
+//! code talks to it through [`Job`]s and [`Event`]s. The server guarantees two things: a request whose client has
+//! disconnected holds no cache after the next step, and the server takes no memory beyond the plan that it printed at
+//! startup.
 //!
-//! [`ServerConfig`] is what a server is told, [`App`] what its handlers share, [`serve`] the loop that accepts
-//! connections. The API is OpenAI's; what of it is not supported is refused by name, never ignored: request bodies are
-//! checked against the schemas that `/openapi.json` shows.
+//! [`ServerConfig`] is the configuration of a server, [`App`] the state that its handlers share, and [`serve`] the loop
+//! that accepts connections. The API is OpenAI's. A parameter that is not supported is refused by name, never ignored:
+//! request bodies are checked against the schemas that `/openapi.json` shows.
 #![forbid(unsafe_code)]
 
 mod accept;

@@ -1,11 +1,12 @@
-//! What the engine does, told to its listeners: dashboards over a stream, and a file.
+//! Live view of the engine: an event stream for dashboards, and a recording file.
 //!
-//! A listener hears a [`Snapshot`] first and then the lines of a recording, in batches of whole turns, ten a second at
-//! most. It joins between two turns, so that the snapshot and what follows fit together. The lines tell no token, of
-//! prompts or of answers, and no salt. A file gets everything, prompts included, from before the first event: it can be replayed.
+//! A listener first receives a [`Snapshot`], and then the lines of a recording, in batches of whole turns, at most ten
+//! a second. It joins between two turns, so the lines continue the snapshot exactly. The lines contain no tokens of
+//! prompts or answers, and no salts. A file receives everything, prompts included, from before the first event, so it
+//! can be replayed.
 //!
-//! Without listener and file the engine keeps no log. A listener that does not keep up is dropped, and may come again; a
-//! file that does not ends. The engine waits for no listener.
+//! Without a listener or file the engine keeps no log. A listener that falls behind is disconnected and may reconnect.
+//! A file that falls behind ends. The engine never waits for a listener.
 mod file;
 pub(crate) mod sessions;
 
@@ -21,14 +22,14 @@ use std::fs::File;
 use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
-/// Listeners at once; more are refused.
+/// Largest number of listeners. More are refused.
 pub(crate) const MAX_LISTENERS: usize = 16;
-/// Between two batches.
+/// Time between two batches, in nanoseconds.
 const BATCH_NS: u64 = 100_000_000;
 /// Batches that a listener may be behind.
 const BEHIND: usize = 64;
 
-/// Where listeners and the file are kept. Cheap to clone.
+/// The registry of listeners and the recording file. Cheap to clone.
 #[derive(Clone)]
 pub struct LiveView {
     desk: Arc<Mutex<Desk>>,
@@ -40,7 +41,7 @@ struct Desk {
     recording: Option<Recording>,
     file: Option<RecordFile>,
     listeners: Vec<Sender<Arc<str>>>,
-    /// What listeners have not been sent yet.
+    /// Lines that listeners have not been sent yet.
     batch: String,
     sent_ns: u64,
     blocks: Vec<BlockEvent>,
@@ -48,16 +49,16 @@ struct Desk {
     names: Names,
 }
 
-/// What the log calls the requests that are live, by the numbers that the engine gives them.
+/// Names of the live requests, by engine request id.
 #[derive(Default)]
 struct Names {
     of: BTreeMap<u64, Name>,
-    /// Ended, but what the turn has to tell of them is not told yet.
+    /// Requests that have ended, but whose last turn has not been reported yet.
     ended: Vec<u64>,
 }
 
 impl Names {
-    /// The turn is told.
+    /// Called after the turn has been reported.
     fn forget_ended(&mut self) {
         for id in self.ended.drain(..) {
             self.of.remove(&id);
@@ -65,7 +66,7 @@ impl Names {
     }
 }
 
-/// What K and V take, by the plan.
+/// KV memory by the memory plan, in bytes: per token, and at most.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct CacheBytes {
     pub per_token: u64,
@@ -82,15 +83,15 @@ struct Greeting<'a> {
     at: u64,
     /// Bytes that K and V of one token take in all layers.
     bytes_per_token: u64,
-    /// Bytes that K and V take at most.
+    /// Largest number of bytes that K and V take.
     bound_bytes: u64,
     #[serde(flatten)]
     snapshot: Snapshot,
-    /// Of the requests of the snapshot.
+    /// Names of the requests in the snapshot.
     names: BTreeMap<u64, Named>,
 }
 
-/// As the log and the clients call a request.
+/// Name of a request, in the log and for clients.
 #[derive(Serialize)]
 struct Named {
     name: Arc<str>,
@@ -104,7 +105,7 @@ impl From<&Name> for Named {
     }
 }
 
-/// There are [`MAX_LISTENERS`], or the engine has stopped.
+/// Why a listener was refused: there are [`MAX_LISTENERS`] already, or the engine has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NotHeard {
     TooMany,
@@ -125,11 +126,11 @@ impl LiveView {
         self.sessions.n_lookups()
     }
 
-    /// Write everything into `file` from now on: called before the first request, the recording can be replayed. It is
-    /// written on a thread of its own. A file that cannot be written to, or 64 MiB slower than the engine, ends the
-    /// recording, which the log says, and nothing else.
+    /// Record everything into `file` from now on. If this is called before the first request, the recording can be
+    /// replayed. A separate thread writes the file. If the file cannot be written, or falls 64 MiB behind the engine,
+    /// the recording ends and the log says so. Nothing else is affected.
     ///
-    /// Returns whether it has begun: not if the engine has ended, or the system refuses a thread.
+    /// Returns whether the recording has begun: not if the engine has ended, or the system refuses a thread.
     pub async fn record(&self, engine: &Engine, file: File) -> bool {
         let live = self.clone();
         let Ok(file) = RecordFile::new(file) else { return false };
@@ -141,10 +142,9 @@ impl LiveView {
         begun.await.is_some()
     }
 
-    /// Until all turns before now are in the file. Returns whether they are: not without a file, nor where the recording
-    /// has ended.
+    /// Waits until all past turns are in the file. Returns false if there is no file, or the recording has ended early.
     pub async fn recorded(&self, engine: &Engine) -> bool {
-        // Answered behind the turn that runs; an engine that has ended has told all.
+        // Answered after the current turn. An engine that has ended has reported everything already.
         engine.inspect(|_| ()).await;
         let written = self.desk().file.as_ref().map(RecordFile::written);
         match written {
@@ -153,7 +153,7 @@ impl LiveView {
         }
     }
 
-    /// A snapshot as JSON, and the batches of lines that follow it.
+    /// Returns a snapshot as JSON, and the batches of lines that follow it.
     pub(crate) async fn listen(
         &self,
         engine: &Engine,
@@ -167,7 +167,7 @@ impl LiveView {
             if desk.listeners.len() >= MAX_LISTENERS {
                 return Err(NotHeard::TooMany);
             }
-            // What happened before is told to listeners that are there already, and stands in the snapshot.
+            // Earlier events go to the existing listeners; the snapshot covers them for the new one.
             desk.begin(state);
             desk.take(at, at, state);
             desk.send(at);
@@ -177,7 +177,7 @@ impl LiveView {
             Ok((at, desk.bytes, Snapshot::of(&state.scheduler), names, receiver))
         });
         let (at, bytes, snapshot, names, receiver) = joined.await.unwrap_or(Err(NotHeard::Stopped))?;
-        // A full cache makes a long text, for which neither the engine nor other connections wait.
+        // A full cache makes a long text. Neither the engine nor other connections wait for it.
         let written = tokio::task::spawn_blocking(move || {
             let greeting = Greeting {
                 format: "kvist-live",
@@ -231,14 +231,14 @@ impl Desk {
             return;
         }
         self.take(now_ns, end_ns, state);
-        // No listener may come for a while: nothing is held back then.
+        // If the engine goes idle, send at once: the next turn may be far away.
         let is_idle = state.scheduler.n_running() + state.scheduler.n_waiting() == 0;
         if is_idle || end_ns.saturating_sub(self.sent_ns) >= BATCH_NS {
             self.send(end_ns);
         }
     }
 
-    /// Switch the logs on, if they are not.
+    /// Start the event logs, unless they are on.
     fn begin(&mut self, state: &mut State) {
         if self.recording.is_none() {
             let file = &mut self.file;
@@ -247,7 +247,7 @@ impl Desk {
         }
     }
 
-    /// What happened in the turn that has just run.
+    /// Collect the events of the last turn.
     fn take(&mut self, now_ns: u64, end_ns: u64, state: &mut State) {
         let Desk { recording: Some(recording), file, listeners, batch, blocks, names, .. } = self else {
             return;
@@ -280,17 +280,16 @@ impl Desk {
     }
 }
 
-/// An event without prompts, answers and salts. A line is made anew of what a listener may know, so that a field which is
-/// new in the log stays there until it is allowed here. An arrival has the name
-/// of its request.
+/// Append an event without prompts, answers and salts to `out`. The line is rebuilt from the fields that a listener may
+/// know, so a new field of the log stays hidden until it is allowed here. An arrival gets the name of its request.
 fn discreet(line: &str, names: &Names, out: &mut String) {
-    // The configuration, and how the cache was made: all of it.
+    // The header line (the configurations of scheduler and cache) is passed on whole.
     if line.starts_with("{\"format\":") {
         out.push_str(line);
         out.push('\n');
         return;
     }
-    // What cannot be read is not passed on.
+    // A line that cannot be parsed is not passed on.
     let Ok(mut event) = serde_json::from_str::<Discreet>(line) else { return };
     if let Some(arrival) = &mut event.arrive {
         arrival.named = names.of.get(&arrival.id).map(Named::from);
@@ -300,7 +299,7 @@ fn discreet(line: &str, names: &Names, out: &mut String) {
     out.push('\n');
 }
 
-/// A line of the event log, as listeners hear it.
+/// A line of the event log, as listeners receive it.
 #[derive(Deserialize, Serialize)]
 struct Discreet {
     n: u64,
@@ -317,10 +316,10 @@ struct Discreet {
     elapsed: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     failed: Option<bool>,
-    /// How many were.
+    /// Only their number.
     #[serde(skip_serializing_if = "Option::is_none")]
     sampled: Option<Number>,
-    /// Places among those sampled.
+    /// Indices into the sampled tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     finished: Option<Vec<u32>>,
 }

@@ -1,4 +1,4 @@
-//! The OpenAI API, as its clients speak it.
+//! The OpenAI API.
 pub(crate) mod chat;
 pub(crate) mod completions;
 pub(crate) mod fields;

@@ -1,15 +1,15 @@
-//! `/openapi.json` (OpenAPI 3.1): the schemas that bodies are checked against, and what comes back.
+//! `/openapi.json` (OpenAPI 3.1): the schemas that request bodies are checked against, and the responses.
 use crate::openai::request::{Bounds, Schemas};
 use serde_json::{Map, Value, json};
 
-/// The description of one server: its model and its limits are in it.
+/// The OpenAPI document of one server. It contains the server's model and limits.
 pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
     let mut paths = Map::new();
     let mut path = |path: &str, verb: &str, operation: Value| {
         let entry = paths.entry(path).or_insert_with(|| json!({}));
         entry[verb] = operation;
     };
-    // OpenAPI 3.1 has no word for the items of a stream; tools that check streams read the schema as that of an event.
+    // OpenAPI 3.1 cannot describe the items of a stream. Tools that check streams read the schema as that of one event.
     let event = json!({
         "description": "One event. Its data is a chunk, an error, or [DONE] at the end.",
         "type": "object", "required": ["data"], "properties": {"data": {"type": "string"}},
@@ -53,7 +53,7 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
     })
 }
 
-/// Sessions and their branches.
+/// Paths of sessions.
 fn sessions(path: &mut impl FnMut(&str, &str, Value), streamed: &Value) {
     let id = json!([{
         "name": "id", "in": "path", "required": true, "description": "A session of this key",
@@ -71,7 +71,7 @@ fn sessions(path: &mut impl FnMut(&str, &str, Value), streamed: &Value) {
     path("/v1/sessions", "get", gets("The sessions of this key", "SessionList", &["401"]));
     path("/v1/sessions", "post", posts("Begin a session", "SessionCreate", "Session", &none));
     let all = ["400", "401", "404"];
-    // A long one takes time and room.
+    // A long history takes time and memory to render.
     let looked = [&all[..], &["408", "503"]].concat();
     path("/v1/sessions/{id}", "get", of_one(gets("A session, with its history", "SessionHistory", &looked)));
     path("/v1/sessions/{id}", "delete", of_one(gets("Delete a session; its forks stay", "Deleted", &all)));
@@ -128,7 +128,7 @@ fn gets(summary: &str, answer: &str, errors: &[&str]) -> Value {
     json!({"summary": summary, "responses": all})
 }
 
-/// Needs no key.
+/// The operation needs no API key.
 fn open(mut operation: Value) -> Value {
     operation["security"] = json!([]);
     operation

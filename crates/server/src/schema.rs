@@ -1,34 +1,34 @@
-//! Request bodies are checked against the very schema that `/openapi.json` shows, so that the description cannot be
-//! false: a small part of JSON Schema (2020-12), with errors that name the field, what was found and what was expected.
+//! Checks request bodies against the same schemas that `/openapi.json` shows, so the description is always right. It
+//! implements a small part of JSON Schema (2020-12). Errors name the field, what was found and what was expected.
 //!
-//! Known: `type` (a name or several), `enum`, `const`, `minimum`, `maximum`, `minLength`, `maxLength`, `pattern` of
-//! [`NATURAL`] alone, `items`, `minItems`, `maxItems`, `properties`, `required`, `additionalProperties`,
-//! `propertyNames`, `anyOf`. Everything else is not looked at, and a test refuses schemas that rely on it.
+//! Supported: `type` (a name or several), `enum`, `const`, `minimum`, `maximum`, `minLength`, `maxLength`, `pattern`
+//! (only [`NATURAL`]), `items`, `minItems`, `maxItems`, `properties`, `required`, `additionalProperties`,
+//! `propertyNames`, `anyOf`. All other keywords are ignored, and a test rejects schemas that rely on them.
 //!
-//! `x-kvist-refused` lists fields that OpenAI's API has and kvist does not do: they are refused by name, with the
+//! `x-kvist-refused` lists fields that OpenAI's API has and kvist does not support. They are refused by name, with the
 //! reason, unless they are null. In the schema of a field it is the reason why all but a few values of it are refused.
 use crate::error::ApiError;
 use serde_json::{Map, Value};
 
-/// The one pattern that is checked: a natural number without leading zeros.
+/// The only pattern that is checked: a natural number without leading zeros.
 pub const NATURAL: &str = "^(0|[1-9][0-9]*)$";
 
-/// Fields by name, with the reason why they are refused.
+/// Keyword for refused fields: maps their names to the reason.
 pub const REFUSED: &str = "x-kvist-refused";
 
-/// Is `value` as `schema` says? The error's `param` is the path of the first thing that is not.
+/// Check `value` against `schema`. The error's `param` is the path of the first part that does not match.
 pub fn check(schema: &Value, value: &Value) -> Result<(), ApiError> {
     check_at(schema, value, "").map_err(|found| found.error)
 }
 
-/// An error and how deep it lies: of several alternatives the one that came furthest is told.
+/// An error and its depth in the value. Of several alternatives, the error of the one that matched deepest is reported.
 struct Found {
     depth: usize,
     error: ApiError,
 }
 
 impl Found {
-    /// A value of the right type came further than one of another.
+    /// Sort key: a wrong value of the right type matched further than a value of the wrong type.
     fn reach(&self) -> (usize, bool) {
         (self.depth, self.error.code != "invalid_type")
     }
@@ -87,8 +87,8 @@ fn check_at(schema: &Value, value: &Value, path: &str) -> Result<(), Found> {
     }
 }
 
-/// One of `branches` must fit. Objects are told apart by fields that have an `enum` in every branch of objects, as `role`
-/// has in messages; of other alternatives the one that came furthest is told.
+/// Check that one of `branches` matches. Object branches are chosen by a field that has an `enum` in all of them, such
+/// as `role` in messages. Among other alternatives, the error of the one that matched deepest is reported.
 fn check_any(branches: &[Value], value: &Value, path: &str) -> Result<(), Found> {
     if let Some((objects, name, told)) = tag(branches, value) {
         let tags =
@@ -119,7 +119,7 @@ fn check_any(branches: &[Value], value: &Value, path: &str) -> Result<(), Found>
     })
 }
 
-/// The branches of objects, the field that tells them apart, and what it is here.
+/// The object branches, the field that distinguishes them, and its value here.
 fn tag<'a>(branches: &'a [Value], value: &'a Value) -> Option<(Vec<&'a Value>, &'a str, &'a Value)> {
     let fields = value.as_object()?;
     let objects: Vec<&Value> = branches.iter().filter(|branch| branch.get("properties").is_some()).collect();
@@ -137,7 +137,7 @@ fn is_of(value: &Value, name: &str) -> bool {
         "array" => value.is_array(),
         "object" => value.is_object(),
         "number" => value.is_number(),
-        // 1.0 is an integer to JSON Schema.
+        // In JSON Schema 1.0 is an integer.
         "integer" => value.as_f64().is_some_and(|x| x.fract() == 0.0),
         _ => false,
     }
@@ -221,7 +221,7 @@ fn check_fields(schema: &Value, fields: &Map<String, Value>, path: &str) -> Resu
         match schema.get("additionalProperties") {
             Some(Value::Bool(false)) => {
                 let why = schema.get(REFUSED).and_then(|r| r.get(name)).and_then(Value::as_str);
-                // As OpenAI's clients write out messages that they were given: null is "not there".
+                // OpenAI's clients send received messages back with null for absent fields.
                 if why.is_some() && value.is_null() {
                     continue;
                 }
@@ -244,7 +244,7 @@ fn check_fields(schema: &Value, fields: &Map<String, Value>, path: &str) -> Resu
     Ok(())
 }
 
-/// What was found, short enough for an error, and never a text of the user's: errors are logged.
+/// Describes a value for an error message: short, and never text of the user, because errors are logged.
 fn told(value: &Value) -> String {
     match value {
         Value::Null => "null".into(),
@@ -255,7 +255,7 @@ fn told(value: &Value) -> String {
     }
 }
 
-/// Does the schema use nothing but what [`check`] looks at? Otherwise the keyword that it does not know.
+/// Checks that the schema uses only keywords that [`check`] supports. Otherwise returns the unknown keyword.
 #[cfg(test)]
 pub fn known(schema: &Value) -> Result<(), String> {
     const CHECKED: [&str; 17] = [

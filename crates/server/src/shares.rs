@@ -1,8 +1,8 @@
-//! Places that the names of keys share: of the queue, and of requests under way.
+//! Places that the names of API keys share: places in the queue, and places for requests in progress.
 //!
-//! Half of the places are divided evenly: a name can always have its share, whatever the others do. The other half is
-//! taken by whichever name comes first, so a name may have more than its share, and never what is another's. Together
-//! there are never more places taken than there are. One name alone has all of them.
+//! Half of the places are divided evenly: a name can always have its share, whatever the other names use. The other
+//! half goes to the first name that asks. So a name may have more than its share, but never takes the share of another
+//! name. No more places are taken than exist. A single name has all of them.
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -10,9 +10,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 pub(crate) struct Shares(Arc<Inner>);
 
 struct Inner {
-    /// Places that each name has for itself.
+    /// Places reserved for each name.
     share: usize,
-    /// Places beside all shares.
+    /// Places outside all shares.
     common: usize,
     taken: Mutex<Taken>,
 }
@@ -20,11 +20,11 @@ struct Inner {
 #[derive(Default)]
 struct Taken {
     by_name: BTreeMap<Arc<str>, usize>,
-    /// Of these, taken beyond their name's share.
+    /// Places taken beyond the share of their name.
     common: usize,
 }
 
-/// A place, until it is dropped.
+/// A taken place. Dropping it frees it.
 pub(crate) struct Place {
     shares: Shares,
     name: Arc<str>,
@@ -33,14 +33,14 @@ pub(crate) struct Place {
 /// There is no place for this name now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NoPlace {
-    /// Places that the name has; without names, all that are taken.
+    /// Places that the name has taken. Without names, all places that are taken.
     pub taken: usize,
-    /// Other names have shares that this one cannot take.
+    /// True if other names have shares that this one cannot take.
     pub is_shared: bool,
 }
 
 impl Shares {
-    /// There is one place for each name at least. A name that is not among `names` has no share.
+    /// There is at least one place for each name. A name that is not in `names` has no share.
     pub fn new(places: usize, names: &[Arc<str>]) -> Self {
         let places = places.max(names.len());
         let share = match names {
@@ -57,19 +57,19 @@ impl Shares {
         self.0.taken.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
-    /// Places that are taken, by all names.
+    /// Places that are taken, over all names.
     pub fn n_taken(&self) -> usize {
         let taken = self.taken();
         let own: usize = taken.by_name.values().map(|&n| n.min(self.0.share)).sum();
         own + taken.common
     }
 
-    /// Is there a place now? [`Shares::take`] tells again.
+    /// Returns whether there is a place now. Only a hint: [`Shares::take`] decides.
     pub fn has_room(&self, name: &str) -> bool {
         self.room(&self.taken(), name).is_ok()
     }
 
-    /// `Ok(true)`: one of the common places.
+    /// `Ok(true)` if the place would be a common one.
     fn room(&self, taken: &Taken, name: &str) -> Result<bool, NoPlace> {
         let own = taken.by_name.get(name);
         match own {
@@ -116,7 +116,7 @@ mod tests {
         (0..n).map(|i| format!("name-{i}").into()).collect()
     }
 
-    /// As many as the name can have.
+    /// Take as many places as the name can have.
     fn all(shares: &Shares, name: &Arc<str>) -> Vec<Place> {
         std::iter::from_fn(|| shares.take(name).ok()).collect()
     }
@@ -130,7 +130,7 @@ mod tests {
             (256, 3, 172, 42),
             (2, 2, 1, 1),
             (5, 2, 4, 1),
-            (1, 2, 1, 1), // one for each at least
+            (1, 2, 1, 1), // at least one for each
             (256, 300, 1, 1),
         ] {
             let names = names(n);
@@ -142,10 +142,10 @@ mod tests {
             assert_eq!(refused, Some(NoPlace { taken: first, is_shared: n > 1 }));
             let others: Vec<Vec<Place>> = names[1..].iter().map(|name| all(&shares, name)).collect();
             assert!(others.iter().all(|places| places.len() == second), "{places} places, {n} names");
-            // Never more than there are.
+            // Never more than exist.
             let total = greedy.len() + others.iter().map(Vec::len).sum::<usize>();
             assert!(total <= places.max(n), "{total} of {places}");
-            // All of it is given back.
+            // All places return.
             drop((greedy, others));
             assert_eq!(shares.taken().common, 0);
             assert!(shares.taken().by_name.values().all(|own| *own == 0));
@@ -164,7 +164,8 @@ mod tests {
         greedy.pop();
         let borrowed = shares.take(&names[1]).unwrap();
         assert!(shares.take(&names[0]).is_err() && shares.take(&names[1]).is_err());
-        // The other way round: it owns two of three, and gives back the borrowed one, whichever is dropped.
+        // The other way round: the name owns two of three places, and gives back the borrowed one first, whichever is
+        // dropped.
         drop(own);
         assert_eq!(shares.taken().common, 3);
         drop(borrowed);

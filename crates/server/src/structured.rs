@@ -1,14 +1,14 @@
-//! Answers that must have a form: `response_format`, and tool calls that a request demands.
+//! Structured output: `response_format`, and tool calls that a request requires.
 //!
-//! A [`Grammar`] is what is demanded, a [`GrammarCompiler`] knows the bytes of a model's tokens (one per model, it is
-//! large), and what comes of both is a [`Constraint`], a mask over the vocabulary before each token. The work is
-//! llguidance's. The answer is valid when it ended by itself; one that met its limit of tokens is the beginning of a
-//! valid one.
+//! A [`Grammar`] describes what is required. A [`GrammarCompiler`] knows the bytes of a model's tokens (there is one
+//! per model, it is large). Together they yield a [`Constraint`], which masks the vocabulary before each token.
+//! llguidance does the work. An answer that ended by itself is valid; one that reached its token limit is the beginning
+//! of a valid one.
 //!
-//! Schemas come from strangers. They are checked before llguidance sees them ([`Schema`] says what is refused); their
-//! size is bounded, and llguidance's own limits bound the rest: a hostile schema gets an error, when it is compiled or
-//! at the token where it grows too large, and costs at most [`MAX_SCHEMA_BYTES`]-worth of compiling, some milliseconds
-//! per token and some tens of MB. Compiling belongs on a thread that may block.
+//! Schemas come from untrusted clients. They are checked before llguidance sees them ([`Schema`] says what is refused).
+//! Their size is bounded, and llguidance's own limits bound the rest. A hostile schema gets an error, either when it is
+//! compiled or at the token where it grows too large. It costs at most [`MAX_SCHEMA_BYTES`]-worth of compiling, some
+//! milliseconds per token and some tens of MB. Compile on a thread that may block.
 mod disjoint;
 mod schema;
 
@@ -27,14 +27,14 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What is wrong with a request, and where: `param` and `message` of OpenAI's errors.
+/// What is wrong with a request, and in which parameter: `param` and `message` of OpenAI's errors.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{param}` {problem}")]
 pub struct InvalidParameter {
     /// A path, such as `response_format.json_schema.schema.properties.a`.
     pub param: String,
     pub problem: String,
-    /// Nothing may be wrong with it: the client left, or the time was over, while it was looked at.
+    /// The check was aborted because the client disconnected or the time was over. The parameter may be valid.
     pub halted: bool,
 }
 
@@ -55,7 +55,7 @@ pub enum ResponseFormat {
     Text,
     /// Any JSON object.
     JsonObject,
-    /// A value that this schema admits.
+    /// A value that matches this schema.
     JsonSchema {
         schema: Schema,
     },
@@ -80,7 +80,7 @@ impl ResponseFormat {
                         return Err(bad(".json_schema.name", what));
                     }
                 }
-                // What cannot be enforced is refused in either case.
+                // Schema features that cannot be enforced are refused with either value of `strict`.
                 if !matches!(given.get("strict"), None | Some(Value::Null | Value::Bool(_))) {
                     return Err(bad(".json_schema.strict", "is neither true nor false"));
                 }
@@ -97,7 +97,7 @@ impl ResponseFormat {
         }
     }
 
-    /// What the answer is to be; `None` for text.
+    /// The schema of the answer; `None` for text.
     pub fn schema(&self) -> Option<Schema> {
         match self {
             ResponseFormat::Text => None,
@@ -114,13 +114,14 @@ impl ResponseFormat {
     }
 }
 
-/// What an answer must look like: rules in Lark's syntax, JSON schemas as further rules, and marks.
+/// The required form of an answer: rules in Lark's syntax, JSON schemas as further rules, and marks (control tokens or
+/// literal texts).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Grammar {
     lark: String,
     schemas: Vec<(String, Schema)>,
     marks: Vec<(&'static str, &'static str)>,
-    /// Steps that are left for proofs about its schemas.
+    /// Remaining steps for proofs about its schemas.
     pub(crate) proof_steps: usize,
 }
 
@@ -128,34 +129,34 @@ impl Grammar {
     pub(crate) fn new(lark: String) -> Self {
         Grammar { lark, schemas: Vec::new(), marks: Vec::new(), proof_steps: PROOF_STEPS }
     }
-    /// One more rule, with its line's end.
+    /// Add a rule, which must end with a newline.
     pub(crate) fn rule(&mut self, rule: &str) {
         self.lark += rule;
     }
-    /// The rule of this name is a value that the schema admits.
+    /// Define the rule of this name as a value that matches the schema.
     pub(crate) fn with(mut self, rule: &str, schema: Schema) -> Self {
         self.schemas.push((rule.into(), schema));
         self
     }
-    /// The rule of this name is this text, or the control token that is called so.
+    /// Define the rule of this name as the control token that is called `text`, or as that text if there is none.
     pub(crate) fn mark(mut self, rule: &'static str, text: &'static str) -> Self {
         self.marks.push((rule, text));
         self
     }
 }
 
-/// Most bytes of all schemas of one grammar; a request may bring a hundred tools.
+/// Largest total size of all schemas of one grammar, in bytes. A request may bring a hundred tools.
 const MAX_GRAMMAR_BYTES: usize = 4 * MAX_SCHEMA_BYTES;
 
-/// llguidance recurses along references, some KiB a step; only pages that are touched take memory.
+/// llguidance recurses along references, with some KiB of stack per step. Only pages that are touched take memory.
 const COMPILER_STACK_BYTES: usize = 256 << 20;
 
-/// Makes grammars into masks over one model's tokens.
+/// Compiles grammars into masks over one model's tokens.
 pub struct GrammarCompiler {
     factory: ParserFactory,
     /// Control tokens by name.
     control: BTreeMap<String, u32>,
-    /// The model has a token that ends a text.
+    /// The model has an end-of-text token.
     has_end: bool,
 }
 
@@ -174,13 +175,13 @@ impl GrammarCompiler {
         Self::new(tokenizer, model.decoder().config().vocab, model.end_tokens())
     }
 
-    /// Of a model with `vocab` logits. A text may end with any of `end_tokens`, exactly when its grammar is complete.
+    /// For a model with `vocab` logits. A text may end with any of `end_tokens`, exactly when its grammar is complete.
     pub fn new(tokenizer: &Tokenizer, vocab: usize, end_tokens: &[u32]) -> Result<Self, Error> {
         let pieces = tokenizer.pieces(vocab)?;
         let mut control = BTreeMap::new();
         let mut words = Vec::with_capacity(vocab + 1);
         for (piece, id) in pieces.into_iter().zip(0..) {
-            // A token that ends the text has none, even where a file forgot to say that it is a control token.
+            // An end token has no text, even if the tokenizer file does not mark it as a control token.
             if piece.control || end_tokens.contains(&id) {
                 let mut word = vec![TokTrie::SPECIAL_TOKEN_MARKER];
                 word.extend(&piece.bytes);
@@ -193,12 +194,12 @@ impl GrammarCompiler {
         let mut ends: Vec<u32> = end_tokens.iter().copied().filter(|id| (*id as usize) < vocab).collect();
         let has_end = !ends.is_empty();
         if !has_end {
-            // llguidance wants one: it lies beyond the logits, so that it is never sampled.
+            // llguidance requires one. This id lies beyond the logits, so it is never sampled.
             ends.push(words.len() as u32);
             words.push(b"\xff<end>".to_vec());
         }
         let broke = |what: String| Error::Usage(format!("no grammar over this vocabulary: {what}"));
-        // Words longer than the trie's nodes can count would make it assert.
+        // llguidance asserts on words longer than its trie nodes can count.
         if let Some(long) = words.iter().find(|word| word.len() > 1000) {
             return Err(broke(format!("it has a token of {} bytes", long.len())));
         }
@@ -220,7 +221,7 @@ impl GrammarCompiler {
         Ok(GrammarCompiler { factory, control, has_end })
     }
 
-    /// Errors name the place in the request.
+    /// Compile `grammar`. Errors name the parameter of the request.
     pub fn compile(&self, grammar: &Grammar) -> Result<Compiled, InvalidParameter> {
         let mut lark = grammar.lark.clone();
         for (rule, text) in &grammar.marks {
@@ -244,7 +245,7 @@ impl GrammarCompiler {
             Ok(matcher) => return Ok(Compiled { matcher, has_end: self.has_end }),
             Err(error) => error,
         };
-        // Of several schemas the one that fails alone is to blame.
+        // If there are several schemas, report the one that fails alone.
         let alone = |(place, text): &(&str, String)| {
             Some((place.to_string(), self.matcher(format!("start: %json {text}\n")).err()?))
         };
@@ -260,7 +261,7 @@ impl GrammarCompiler {
         let compile = || {
             let parser = self.factory.create_parser(TopLevelGrammar::from_lark(lark));
             let matcher = parser.map(|parser| Matcher::new(Ok(parser))).map_err(|e| e.to_string())?;
-            // What fails before the first token is the request's fault, and told before it waits for its turn.
+            // Compute the first mask now, so that errors in the request are reported before it waits in the queue.
             matcher.deep_clone().compute_mask().map_err(|e| e.to_string())?;
             Ok(matcher)
         };
@@ -272,7 +273,7 @@ impl GrammarCompiler {
     }
 }
 
-/// What llguidance says, without the grammar, the state and the backtrace that it adds.
+/// llguidance's message, without the grammar, the state and the backtrace that it appends.
 fn plain(error: &str) -> String {
     let marks = ["\n<state>", "\n<non-verbose", "\n<backtrace>", "\n   1 | "];
     let end = marks.iter().filter_map(|mark| error.find(mark)).min().unwrap_or(error.len());
@@ -284,7 +285,7 @@ fn plain(error: &str) -> String {
     error.replace("panic: ", "llguidance broke on it: ")
 }
 
-/// A grammar over a model's tokens, at its beginning.
+/// A compiled grammar in its start state.
 pub struct Compiled {
     matcher: Matcher,
     has_end: bool,
@@ -297,13 +298,13 @@ impl std::fmt::Debug for Compiled {
 }
 
 impl Compiled {
-    /// One for each choice of a request. They share nothing, so that no thread waits for another.
+    /// A constraint for one choice of a request. Constraints share no state, so no thread waits for another.
     pub fn constraint(&self) -> Box<dyn Constraint> {
         Box::new(Follow { matcher: self.matcher.deep_clone(), has_end: self.has_end })
     }
 }
 
-/// Follows one answer.
+/// The grammar state of one answer.
 struct Follow {
     matcher: Matcher,
     has_end: bool,
@@ -335,7 +336,7 @@ impl Constraint for Follow {
     }
 }
 
-/// A vocabulary that lacks some bytes can end where the grammar does not.
+/// If the vocabulary lacks some bytes, no token may fit although the grammar is not complete.
 const NO_WAY: &str = "no token of the model can go on here";
 
 fn failed(error: &str) -> String {

@@ -1,7 +1,7 @@
-//! Tool calls: how models write them, and how they become `tool_calls` again.
+//! Tool calls: the formats in which models write them, and the conversion back to `tool_calls`.
 //!
-//! A model is told of its tools by its chat template, and answers in the words it was trained on. [`ToolFormat`] knows
-//! five families of them:
+//! The chat template tells a model about its tools, and the model answers in the format that it was trained on.
+//! [`ToolFormat`] knows five families:
 //!
 //! | format | a call | several |
 //! |---|---|---|
@@ -11,13 +11,14 @@
 //! | `qwen3_coder` | `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, anywhere | one after the other |
 //! | `harmony` | `<\|channel\|>commentary to=functions.f <\|constrain\|>json<\|message\|>{…}`, a message | one after the other |
 //!
-//! Harmony's answers are messages in channels ([`kvist_model::harmony`]), which are told apart without tools too.
+//! Harmony's answers are messages in channels ([`kvist_model::harmony`]). The channels are parsed without tools too.
 //!
-//! Where a template knows nothing of tools, `generic` tells the model of them in a message, and it answers as Hermes does.
+//! If a template does not support tools, `generic` describes the tools in a message, and the model answers in Hermes'
+//! format.
 //!
-//! What only looks like a call stays text, to the letter. Arguments that the model wrote as JSON are given on as they are,
-//! others are made into JSON; whether they fit the tool's schema is checked only where a grammar enforced it ([`ToolChoice::Required`] and
-//! [`ToolChoice::Named`]).
+//! Text that only resembles a call stays text, unchanged. Arguments that the model wrote as JSON are passed on as they
+//! are; others are converted to JSON. Arguments are certain to match the tool's schema only if a grammar enforced it
+//! ([`ToolChoice::Required`] and [`ToolChoice::Named`]).
 mod call;
 mod choice;
 mod grammar;
@@ -38,19 +39,19 @@ pub(crate) use reader::{AnswerReader, Reading, Said};
 
 use kvist_model::harmony::MARKS;
 
-/// How a model hears of its tools, and how it calls them.
+/// How a model learns about its tools, and how it calls them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tooling {
     pub format: ToolFormat,
-    /// A message tells it of them, because its chat template would not.
+    /// A message describes the tools, because the chat template does not.
     pub taught: bool,
 }
 
 impl Tooling {
-    /// Names for a configuration, `none` beside them.
+    /// Names for the configuration, including `none`.
     pub const NAMES: &str = "llama3, hermes, qwen, pythonic, qwen3_coder, harmony, generic, none";
 
-    /// By name. `none` is `Ok(None)`: tools are refused.
+    /// Look up by name. `none` is `Ok(None)`: requests with tools are refused.
     pub fn by_name(name: &str) -> Result<Option<Self>, String> {
         let format = match name {
             "llama3" => ToolFormat::Llama3,
@@ -64,24 +65,24 @@ impl Tooling {
         Ok(Some(Tooling { format, taught: name == "generic" }))
     }
 
-    /// What goes with a chat template. `None` if it has a format of tools that is not known here.
+    /// The tooling that fits a chat template. `None` if the template has an unknown tool format.
     pub fn of_template(source: &str) -> Option<Self> {
         match ToolFormat::of_template(source) {
             Some(format) => Some(Tooling { format, taught: false }),
-            // One that says anything of tools has words of its own for them.
+            // A template that mentions tools has a format of its own for them.
             None if ["tools", "tool_call", "TOOL_CALL"].iter().any(|word| source.contains(word)) => None,
             None => Some(Tooling { format: ToolFormat::Hermes, taught: true }),
         }
     }
 }
 
-/// How a model writes tool calls.
+/// The format in which a model writes tool calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ToolFormat {
     Llama3,
     /// Nous Hermes 2 Pro and later, Qwen 2.5 and 3.
     Hermes,
-    /// Llama 3.2 and 4 where their templates ask for it.
+    /// Llama 3.2 and 4, if their templates ask for it.
     Pythonic,
     Qwen3Coder,
     /// gpt-oss.
@@ -95,11 +96,11 @@ const PYTHON_START: &str = "<|python_start|>";
 const PYTHON_END: &str = "<|python_end|>";
 
 impl ToolFormat {
-    /// The one that a chat template teaches; `None` if it knows nothing of tools, or another format. Harmony is known
-    /// by the vocabulary too: [`Model::harmony`](kvist_model::Model::harmony).
+    /// The format that a chat template describes; `None` if it does not support tools, or uses an unknown format.
+    /// Harmony is also detected by the vocabulary: [`Model::harmony`](kvist_model::Model::harmony).
     pub fn of_template(source: &str) -> Option<Self> {
         let has = |text: &str| source.contains(text);
-        // Several write XML inside the same tag: Qwen3-Coder, and others in ways that are not known here.
+        // Several formats write XML inside the same tag: Qwen3-Coder, and others that are not supported.
         match has(TOOL_CALL) {
             true if has("<arg_key>") => return None,
             true if has(qwen_coder::FUNCTION) => {
@@ -108,7 +109,7 @@ impl ToolFormat {
             true => return Some(ToolFormat::Hermes),
             false => {}
         }
-        // The words by which Meta's prompts, and those made after them, teach it.
+        // The phrases with which Meta's prompts, and those derived from them, describe the format.
         if has("[func_name1(") || has("[func_name(") || has("[function_name(") {
             return Some(ToolFormat::Pythonic);
         }
@@ -116,7 +117,7 @@ impl ToolFormat {
         llama.then_some(ToolFormat::Llama3)
     }
 
-    /// Texts that mark calls. Where the tokenizer has one as a control token, its name must be written out
+    /// Texts that mark calls. If the tokenizer has one as a control token, its name must be written out
     /// (`Tokenizer::stream_with`), or the parser never sees it.
     pub fn markers(self) -> &'static [&'static str] {
         match self {
@@ -127,7 +128,7 @@ impl ToolFormat {
         }
     }
 
-    /// A whole answer: the text that is said and no call, and the calls.
+    /// Parse a whole answer: returns the text outside calls, and the calls.
     pub fn parse(self, text: &str, tools: &[Tool]) -> (String, Vec<ToolCall>) {
         let reading = Reading { format: self, tools: tools.into(), parallel: true, calls: true };
         let said = reading.reader().whole(text);

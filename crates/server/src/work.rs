@@ -1,13 +1,14 @@
-//! Memory that requests take while they are made ready, beside their documents: renderings and tokenizations.
+//! Memory limits for the preparation of requests: chat template renderings and tokenizations. (Memory for the JSON
+//! documents is limited in `body.rs`.)
 //!
-//! It promises that all of them together take no more than [`work_bytes`] and [`RESERVE_BYTES`] say, because each takes
-//! its bound before it begins; that a request which waits for room holds no thread, and its place in line ends with it;
-//! and that a key's name which has taken all the common room leaves the reserve to the others. What could never have
-//! room is refused.
+//! All renderings and tokenizations together take at most [`work_bytes`] plus [`RESERVE_BYTES`], because each reserves
+//! its upper bound before it begins. A request that waits for memory occupies no thread, and loses its place in line
+//! when it ends. A key name that has taken all of the common memory leaves the reserve to other names. Work that could
+//! never fit is refused.
 //!
-//! How much a rendering or a tokenization takes is known on the thread that is about to begin it. Where there is no room
-//! at that moment, the work ends, its thread goes to others, and the request waits, oldest first. Then the work is begun
-//! anew, with that room in hand ([`Work::run`]).
+//! The bound of a rendering or tokenization is known only on the blocking thread that is about to begin it. If there is
+//! not enough memory at that moment, the work ends, its thread is free for other requests, and the request waits,
+//! oldest first. Then the work starts over with that memory reserved ([`Work::run`]).
 use crate::body::{self, Lane, Leave, SMALL_BYTES, Wanted, bodies_bytes};
 use crate::config::ServerConfig;
 use crate::error::ApiError;
@@ -19,32 +20,33 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
-/// A request is made ready (parsed, rendered, tokenized) within this, or refused.
+/// A request that is not ready (parsed, rendered, tokenized) within this time is refused.
 pub(crate) const PREPARATION: Duration = Duration::from_secs(30);
 
-/// Bytes that a rendering of an empty conversation may take, and those for each byte of a conversation, as
-/// [`Conversation::rendering_bytes`](kvist_model::template::Conversation::rendering_bytes) has them.
+/// Upper bound of the memory for rendering an empty conversation, and for each byte of a conversation, in bytes. The
+/// same figures as in [`Conversation::rendering_bytes`](kvist_model::template::Conversation::rendering_bytes).
 const RENDERING_BYTES: usize = 32 << 20;
 const RENDERING_FACTOR: usize = 16;
 
-/// Bytes for renderings and tokenizations at a time: room for one of the largest body, be it all of one text.
+/// Bytes for all renderings and tokenizations at one time: enough for one body of the largest size, even if it is a
+/// single text.
 pub(crate) fn work_bytes(max_body_bytes: usize) -> usize {
     max_body_bytes.saturating_mul(RENDERING_FACTOR).saturating_add(RENDERING_BYTES)
 }
 
-/// Bytes beside these, for work on conversations and texts up to [`SMALL_BYTES`].
+/// Bytes in addition, reserved for conversations and texts up to [`SMALL_BYTES`].
 const RESERVE_BYTES: usize = RENDERING_BYTES + SMALL_BYTES * RENDERING_FACTOR;
 
-/// Bytes that the end of an answer may take which a stop string cut inside a token: the rest of that token is tokenized.
+/// Memory for finishing an answer that a stop string cut inside a token, in bytes: the rest of that token is tokenized.
 pub(crate) const SETTLING_BYTES: usize = 1 << 20;
 
-/// Threads that make requests ready.
+/// Threads that prepare requests.
 pub(crate) const THREADS: usize = 8;
 
-/// Bytes of memory that all requests of a server together take beside the model's, for a model of this context. First
-/// come bodies and their documents, renderings, tokenizations, and the text that each thread may hold beside them. When
-/// a request is ready, its prompts take places in the queue, and then in the batch. The sizes of lanes, semaphores, queue
-/// and batch enforce it.
+/// Upper bound of the memory that all requests of a server take besides the model, in bytes, for a model of this
+/// context length. It covers bodies and their documents, renderings, tokenizations, and the text that each thread may
+/// hold besides. Prompts of prepared requests then occupy the queue, and later the batch. The sizes of lanes,
+/// semaphores, queue and batch enforce the bound.
 pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
     let most = config.limits.max_body_bytes;
     let texts = most.saturating_mul(THREADS);
@@ -53,13 +55,13 @@ pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
     let tokens = u64::from(model_context.min(config.cache_tokens(model_context)));
     let prompt = tokens.saturating_mul(size_of::<u32>() as u64);
     let queue = prompt.saturating_mul(config.queue_places() as u64);
-    // The scheduler has a copy to which it appends the answer; it grows by an eighth.
+    // The scheduler keeps a copy to which it appends the answer. The copy grows by an eighth.
     let batch = prompt.saturating_mul(2).saturating_add(prompt / 8 + 64);
     let batch = batch.saturating_mul(u64::from(config.scheduler.max_batch));
     (ready as u64).saturating_add(queue).saturating_add(batch)
 }
 
-/// A semaphore gives 2³² permits at a time at most, so a permit stands for a unit of bytes.
+/// A semaphore hands out at most 2³² permits at a time, so one permit stands for this many bytes.
 const UNIT: usize = 1 << 10;
 
 fn units(bytes: usize) -> usize {
@@ -67,20 +69,20 @@ fn units(bytes: usize) -> usize {
 }
 
 pub(crate) struct Work {
-    /// For all names. A request waits in its name's own line first: so the requests of a name together ask here for no more
-    /// than there is, and names have it in turn.
+    /// Memory for all names. A request first waits in the line of its own name, so the requests of one name together
+    /// never ask for more than exists, and the names take turns.
     common: Lane,
     units: usize,
-    /// For what is small, of names that have none of the common room.
+    /// Memory for small work of names that hold none of the common memory.
     reserve: Lane,
-    /// Units that each name has of the common room, where there are several names.
+    /// Units of common memory that each name holds. Empty if there is only one name.
     held: BTreeMap<Arc<str>, watch::Sender<usize>>,
 }
 
-/// Room, until it is dropped.
+/// Reserved memory. Dropping it frees it.
 pub(crate) struct Room {
     _leave: Leave,
-    /// What its name has of the common room, this one included.
+    /// The counter of common memory of the name, and the units of this reservation in it.
     of: Option<(watch::Sender<usize>, usize)>,
 }
 
@@ -92,12 +94,12 @@ impl Drop for Room {
     }
 }
 
-/// Room for a piece of work on this thread, until it is dropped.
+/// Memory reserved for one piece of work on this thread. Dropping it frees it.
 pub(crate) struct Taken {
-    /// `None`: it is lent by the run.
+    /// `None` if the memory was lent by the run.
     _room: Option<Room>,
     lent: usize,
-    /// It is given back to the run of the thread that took it.
+    /// Not `Send`: lent memory returns to the run of the thread that took it.
     _here: PhantomData<*const ()>,
 }
 
@@ -111,24 +113,24 @@ thread_local! {
     static RUN: RefCell<Option<Run>> = const { RefCell::new(None) };
 }
 
-/// Work on this thread.
+/// The work that runs on this thread.
 struct Run {
     name: Arc<str>,
-    /// Bytes of the room in hand that nothing has taken.
+    /// Bytes of the run's reservation that are not lent out.
     left: usize,
-    /// Bytes for which there was no room.
+    /// Bytes that the work asked for and that were not available.
     wants: Option<usize>,
     halt: Halt,
 }
 
-/// What became of work.
+/// Outcome of one attempt.
 enum Ran<T, W> {
     Done(Result<T, ApiError>),
-    /// It is to be done again, with so many bytes of room in hand.
+    /// The work must run again, with this many bytes reserved first.
     Again(usize, W),
 }
 
-/// Work that may be begun again, and the document that it is on: dropped in this order.
+/// Work that may start over, and the permit for its document. The fields drop in this order.
 struct Begun<F> {
     work: F,
     _document: Option<Leave>,
@@ -136,7 +138,7 @@ struct Begun<F> {
 }
 
 impl Work {
-    /// Work is asked for by callers of these names.
+    /// `names` are the key names of all callers.
     pub fn new(max_body_bytes: usize, names: &[Arc<str>]) -> Self {
         let all = units(work_bytes(max_body_bytes)).min(u32::MAX as usize);
         let reserve = units(RESERVE_BYTES);
@@ -150,7 +152,7 @@ impl Work {
         }
     }
 
-    /// Bytes that one may take.
+    /// Largest reservation that can be granted, in bytes.
     pub fn bytes(&self) -> usize {
         self.units * UNIT
     }
@@ -163,12 +165,12 @@ impl Work {
         Room { _leave: leave, of }
     }
 
-    /// The reserve is for small work of names that have nothing else.
+    /// Returns whether this name may use the reserve: only for small work, and only if it holds no common memory.
     fn may_use_reserve(&self, name: &str, units: usize) -> bool {
         units * UNIT <= RESERVE_BYTES && self.held.get(name).is_none_or(|held| *held.borrow() == 0)
     }
 
-    /// `None`: there is no room now, or others wait for it.
+    /// `None` if there is not enough memory now, or other requests wait for it.
     fn try_room(&self, name: &str, bytes: usize) -> Option<Room> {
         let units = units(bytes);
         if let Some(leave) = self.common.try_take(name, units) {
@@ -178,7 +180,7 @@ impl Work {
         leave.map(|leave| Room { _leave: leave, of: None })
     }
 
-    /// Waits for room, oldest first. `None`: there can be no such room.
+    /// Wait for memory, oldest request first. `None` if that much can never be granted.
     pub async fn room(&self, name: &str, bytes: usize) -> Option<Room> {
         let units = units(bytes);
         let common = async { Some(self.common(name, units, self.common.take(name, units).await?)) };
@@ -188,11 +190,11 @@ impl Work {
         let reserve = async {
             loop {
                 if let Some(held) = self.held.get(name) {
-                    // This has the sender, so there is one.
+                    // `held` is also a sender, so the channel stays open.
                     let _ = held.subscribe().wait_for(|held| *held == 0).await;
                 }
                 let leave = self.reserve.take(name, units).await?;
-                // The name may have got some of the common room meanwhile.
+                // The name may have taken common memory meanwhile.
                 if self.may_use_reserve(name, units) {
                     return Some(Room { _leave: leave, of: None });
                 }
@@ -205,8 +207,8 @@ impl Work {
         }
     }
 
-    /// Room for work of so many bytes on this thread, which [`Work::run`] or [`with`] has given it. Where there is none,
-    /// the run is over: it will be begun again when there is.
+    /// Reserve memory for work on this thread, inside [`Work::run`] or [`with`]. If there is not enough, this attempt
+    /// ends: [`Work::run`] starts the work again when there is.
     pub fn take(&self, bytes: usize, param: &str) -> Result<Taken, ApiError> {
         if bytes > self.bytes() {
             let message = format!(
@@ -226,7 +228,7 @@ impl Work {
                 Some(room) => Ok(Taken { _room: Some(room), lent: 0, _here: PhantomData }),
                 None => {
                     run.wants = Some(bytes);
-                    // Some work takes an error for an answer, and would go on.
+                    // Some callers treat an error as a result and would continue, so cancel the run.
                     run.halt.cancel();
                     Err(halted())
                 }
@@ -234,8 +236,8 @@ impl Work {
         })
     }
 
-    /// [`blocking`](body::blocking), for work that takes room. It is begun again when there was none, so it changes
-    /// nothing before it has taken the last of its room.
+    /// Like [`blocking`](body::blocking), for work that reserves memory. The work starts over whenever memory was
+    /// missing, so it must have no side effects before its last reservation.
     pub async fn run<T: Send + 'static>(
         &self,
         name: &Arc<str>,
@@ -254,11 +256,11 @@ impl Work {
         let mut room: Option<(Room, usize)> = None;
         loop {
             let halt = Halt::default();
-            // A handler is dropped when its client leaves.
+            // A handler is dropped when its client disconnects.
             let _wanted = Wanted(halt.clone());
             let name_of_run = name.clone();
             let ran = tokio::task::spawn_blocking(move || {
-                // Waiting for the first thread is not counted.
+                // The wait for the first thread does not count.
                 let until = *begun.until.get_or_insert_with(|| Instant::now() + within);
                 if halt.is_over() {
                     return Ran::Done(Err(halted()));
@@ -286,7 +288,7 @@ impl Work {
     }
 }
 
-/// What the work says, and the bytes for which it found no room.
+/// Run `work`; returns its result, and the bytes that it could not reserve.
 fn during<T>(name: Arc<str>, left: usize, halt: &Halt, work: impl FnOnce() -> T) -> (T, Option<usize>) {
     struct Before(Option<Run>);
     impl Drop for Before {
@@ -300,14 +302,15 @@ fn during<T>(name: Arc<str>, left: usize, halt: &Halt, work: impl FnOnce() -> T)
     (done, RUN.with_borrow(|run| run.as_ref().and_then(|run| run.wants)))
 }
 
-/// Work on this thread that is not begun again: with `bytes` of room in hand, which are given back behind it.
+/// Run work on this thread that cannot start over, with `bytes` already reserved as `room`. The memory is freed
+/// afterwards.
 pub(crate) fn with<T>(name: Arc<str>, room: Option<Room>, bytes: usize, work: impl FnOnce() -> T) -> T {
     let done = during(name, bytes, &Halt::default(), work).0;
     drop(room);
     done
 }
 
-/// The client has left, or its request took too long to be made ready.
+/// The error if the client has disconnected or the request took too long to prepare.
 pub(crate) fn halted() -> ApiError {
     let message = format!(
         "the request was not ready within {} s: shorten it, or try again when the server is less busy",
@@ -335,20 +338,20 @@ mod tests {
         future.as_mut().poll(&mut Context::from_waker(Waker::noop()))
     }
 
-    /// With one thread that makes requests ready.
+    /// A runtime with one blocking thread.
     fn runtime() -> tokio::runtime::Runtime {
         let mut runtime = tokio::runtime::Builder::new_multi_thread();
         runtime.worker_threads(2).max_blocking_threads(1).enable_all().build().unwrap()
     }
 
-    /// All of it can be had, and nothing is counted as held.
+    /// Returns whether everything can be reserved and no name counts as holding memory.
     fn is_free(work: &Work, name: &str) -> bool {
         let room = work.common.try_take(name, work.units);
         let reserve = work.reserve.try_take(name, units(RESERVE_BYTES));
         room.is_some() && reserve.is_some() && work.held.values().all(|held| *held.borrow() == 0)
     }
 
-    /// What is set aside is what a rendering may take.
+    /// The reserved memory must match what a rendering may take.
     #[test]
     fn the_largest_conversation_has_room() {
         let kwargs = serde_json::Map::new();
@@ -368,7 +371,7 @@ mod tests {
         }
     }
 
-    /// Requests that waited for room held the threads, so that those which needed none waited behind them.
+    /// Regression: requests that waited for memory held the threads, so requests that needed none waited behind them.
     #[test]
     fn a_request_that_waits_for_room_holds_no_thread() {
         let names = names(2);
@@ -389,11 +392,11 @@ mod tests {
                 })
             };
             let waiting: Vec<_> = (0..3 * THREADS).map(|_| run(&a, work.bytes())).collect();
-            // All have been at work once.
+            // All have run once.
             for _ in 0..waiting.len() {
                 began.recv().await.unwrap();
             }
-            // Another name's small one goes by, and so does what needs no room.
+            // A small request of another name passes, and so does one that needs no memory.
             assert_eq!(run(&b, RENDERING_BYTES).await.unwrap(), Ok(RENDERING_BYTES));
             assert_eq!(run(&a, 0).await.unwrap(), Ok(0));
             assert!(waiting.iter().all(|run| !run.is_finished()));
@@ -402,7 +405,7 @@ mod tests {
                 assert_eq!(waiting.await.unwrap(), Ok(work.bytes()));
             }
             assert!(is_free(&work, &b));
-            // What can never have room does not wait for it.
+            // A request that can never fit does not wait.
             assert_eq!(run(&a, work.bytes() + 1).await.unwrap(), Err("invalid_value"));
         });
     }
@@ -414,7 +417,7 @@ mod tests {
             let work = Work::new(MAX_BODY, &names);
             let all = work.try_room(&names[0], work.bytes()).unwrap();
             let reserve = |name: &Arc<str>| work.try_room(name, RESERVE_BYTES);
-            // A name alone leaves it to its own small requests.
+            // A single name uses the reserve for its own small requests.
             assert_eq!(reserve(&names[0]).is_some(), n == 1);
             for name in &names[1..] {
                 assert!(work.try_room(name, RESERVE_BYTES + 1).is_none());
@@ -426,7 +429,7 @@ mod tests {
         }
     }
 
-    /// One name's large requests stood in line before those of all others.
+    /// Regression: large requests of one name stood in line before those of all other names.
     #[tokio::test]
     async fn names_have_the_room_in_turn() {
         let names = names(2);
@@ -439,14 +442,14 @@ mod tests {
         assert!(poll(&mut first).is_pending() && poll(&mut second).is_pending());
         assert!(poll(&mut other).is_pending());
         drop(held);
-        // The name that had it waits in its own line, and is behind the other one again.
+        // The name that had the memory waits in its own line, and is behind the other name again.
         let now = poll(&mut other);
         assert!(now.is_ready() && poll(&mut first).is_pending() && poll(&mut second).is_pending());
         drop(now);
         assert!(poll(&mut first).is_ready());
     }
 
-    /// Whether a small request may use the reserve was asked once, when it began to wait.
+    /// Regression: whether a small request may use the reserve was checked only once, when it began to wait.
     #[tokio::test]
     async fn a_small_request_has_the_reserve_when_its_name_has_nothing_else() {
         let names = names(2);
@@ -461,14 +464,14 @@ mod tests {
         let Poll::Ready(Some(room)) = poll(&mut small) else { panic!("the reserve is free") };
         assert!(room.of.is_none());
         drop((all, room));
-        // While its name has common room, the reserve is not for it.
+        // While a name holds common memory, it may not use the reserve.
         let _held = [0, 1].map(|i| work.try_room(&names[i], most / 2).unwrap());
         let mut small = pin!(work.room(&names[0], UNIT));
         assert!(poll(&mut small).is_pending());
         assert!(work.try_room(&names[0], UNIT).is_none());
     }
 
-    /// A session that is settled has taken its room before, and is not begun again.
+    /// Settling a session reserves its memory beforehand, and does not start over.
     #[test]
     fn work_that_is_not_begun_again_has_its_room_in_hand() {
         let names = names(1);
@@ -479,14 +482,14 @@ mod tests {
         assert!(room.is_some() && reserve.is_some());
         let twice = with(names[0].clone(), room, all, || {
             let first = work.take(all, "session").map(drop).is_ok();
-            // What is given back is there again, and no more than that.
+            // Memory that was given back is available again, and no more than that.
             let taken = work.take(all, "session");
             (first, taken.is_ok(), work.take(1, "session").is_err())
         });
         assert_eq!(twice, (true, true, true));
         drop(reserve);
         assert!(is_free(&work, &names[0]));
-        // Without any it takes what is free, and fails where nothing is.
+        // Without a reservation the work takes what is free, and fails if nothing is.
         assert!(with(names[0].clone(), None, 0, || work.take(all, "session").is_ok()));
         let _held = work.try_room(&names[0], all);
         assert!(with(names[0].clone(), None, 0, || work.take(all, "session").is_err()));
@@ -499,7 +502,7 @@ mod tests {
         let most = work.bytes();
         let held = work.try_room(&names[0], most / 2).unwrap();
         {
-            // It has the half that was free already.
+            // It already holds the half that was free.
             let mut waiting = pin!(work.room(&names[0], most));
             assert!(poll(&mut waiting).is_pending());
             let mut small = pin!(work.room(&names[0], UNIT));
@@ -527,7 +530,8 @@ mod tests {
         });
     }
 
-    /// Eight renderings at once, each within its limits, ended the process: together they were without any.
+    /// Regression: eight concurrent renderings, each within its own limit, killed the process. Together they had no
+    /// limit.
     #[test]
     fn all_work_together_has_its_bound() {
         let names = names(3);
@@ -540,7 +544,7 @@ mod tests {
                 let (work, now, peak, name) = (work.clone(), now.clone(), peak.clone(), names[i % 3].clone());
                 tokio::spawn(async move {
                     let own = work.clone();
-                    // A rendering, and then a tokenization that takes more or less.
+                    // A rendering, and then a tokenization that takes more or less memory.
                     let pieces = [RENDERING_BYTES + i * 99_991, (i % 7) * (9 << 20) + 1];
                     let done = own.run(&name, move || {
                         for bytes in pieces {

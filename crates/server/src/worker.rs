@@ -1,6 +1,6 @@
-//! The engine, as handlers see it: jobs go in, events come back, and to drop a [`Generation`] cancels it.
+//! Handle on the engine for HTTP handlers: jobs go in, events come back, and dropping a [`Generation`] cancels it.
 //!
-//! A thread of its own ([`thread`]) owns the scheduler, the cache and the bytes; nothing here waits for it.
+//! A separate thread ([`thread`]) owns the scheduler, the cache and the KV memory. No function here blocks on it.
 mod request;
 mod thread;
 
@@ -20,43 +20,43 @@ use std::time::{Duration, Instant};
 use thread::{Arrival, Command, Thread};
 use tokio::sync::{mpsc, watch};
 
-/// What an engine is made of, besides the model.
+/// Configuration of an engine, besides the model.
 pub struct EngineConfig {
-    /// The cache. Its `max_step_tokens` and `max_rows` are those of the largest batch: [`EngineConfig::fit`].
+    /// The cache. [`EngineConfig::fit`] sets its `max_step_tokens` and `max_rows` to those of the largest batch.
     pub paged: PagedConfig,
     pub scheduler: Config,
-    /// Requests that may wait; more are rejected.
+    /// Largest number of waiting requests. More are rejected.
     pub max_queue: usize,
-    /// Whose requests they are, each name once: names share the queue. Without any it is one for all.
+    /// Names of the API keys, each once. The queue is divided among them. If empty, all requests share one queue.
     pub names: Vec<Arc<str>>,
-    /// Keep the logs from which everything can be replayed; watchers take them.
+    /// Record the logs from which everything can be replayed. Watchers collect them.
     pub record: bool,
-    /// Called behind every turn.
+    /// Called after every turn.
     pub watchers: Vec<Box<dyn Watch>>,
 }
 
 impl EngineConfig {
-    /// Steps and rows as large as the scheduler can make them, and no larger.
+    /// Set the cache's step and row limits to the largest batch that the scheduler can build.
     pub fn fit(&mut self) {
         self.paged.cache.max_step_tokens = self.scheduler.max_batch_tokens;
         self.paged.cache.max_rows = self.scheduler.max_batch;
     }
 }
 
-/// What looks at the cache behind every turn, on the engine thread: it has to be quick.
+/// Observes the cache after every turn. Runs on the engine thread, so it must be fast.
 pub trait Watch: Send {
-    /// A job was taken, under this number and this name; [`Watch::ended`] follows, and before it maybe some turns.
+    /// A job was queued under this id and name. [`Watch::ended`] follows, possibly after some turns.
     fn arrived(&mut self, id: RequestId, name: &Name) {
         let _ = (id, name);
     }
-    /// A request ended, in the turn of which [`Watch::turn`] will tell or between two.
+    /// A request ended, either in the turn that the next [`Watch::turn`] reports, or between two turns.
     fn ended(&mut self, ended: &Ended) {
         let _ = ended;
     }
     fn turn(&mut self, now_ns: u64, end_ns: u64, state: &mut State);
 }
 
-/// What the engine thread owns, and others look at between turns.
+/// State of the engine thread. Watchers and [`Engine::inspect`] access it between turns.
 pub struct State {
     pub scheduler: Scheduler,
     pub executor: ModelExecutor,
@@ -64,7 +64,7 @@ pub struct State {
 }
 
 impl State {
-    /// The engine's clock: nanoseconds since it started.
+    /// The engine's clock: nanoseconds since the engine started.
     pub fn now_ns(&self) -> u64 {
         self.ns_of(Instant::now())
     }
@@ -78,32 +78,32 @@ impl State {
     }
 }
 
-/// Counters since the start, and occupancy at the end of the last turn.
+/// Counters since the start, and cache occupancy at the end of the last turn.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Stats {
     pub running: usize,
     pub waiting: usize,
     pub counters: Counters,
-    /// Cells of the layer group in which room is counted.
+    /// KV cells of the layer group in which the scheduler counts capacity.
     pub capacity_cells: u64,
     pub held_cells: u64,
-    /// Cells that the index knows and no request holds.
+    /// Cells that are cached in the prefix index and that no request references.
     pub idle_cells: u64,
     pub free_cells: u64,
-    /// Blocks that the prefix index came to know, and that were evicted from it.
+    /// Blocks that the prefix index stored, and blocks that were evicted from it.
     pub stored_blocks: u64,
     pub evicted_blocks: u64,
-    /// Of the last prompts that were looked up.
+    /// Hit rates of the most recent prefix lookups.
     pub recent_hits: kvist_cache::HitCounts,
-    /// KV bytes reserved.
+    /// Bytes reserved for KV.
     pub kv_bytes: u64,
-    /// Stored bytes that attention has read.
+    /// KV bytes, as stored, that attention has read.
     pub kv_bytes_read: u64,
     /// Nanoseconds spent in steps.
     pub busy_ns: u64,
 }
 
-/// A handle on the engine thread. Cheap to clone; when the last one is dropped, the thread ends.
+/// A handle on the engine thread. Cheap to clone. When the last handle is dropped, the thread ends.
 #[derive(Clone)]
 pub struct Engine {
     shared: Arc<Shared>,
@@ -113,9 +113,9 @@ struct Shared {
     model: Arc<Model>,
     commands: Sender<Command>,
     next_id: AtomicU64,
-    /// Places of jobs that wait: reserved or submitted, and neither admitted nor ended.
+    /// Places of waiting jobs: reserved or submitted, and neither admitted nor ended.
     queue: Shares,
-    /// Jobs that were rejected because it was full, other answers of requests that run not counted.
+    /// Requests that were rejected because the queue was full. Further answers of a running request do not count.
     rejected: AtomicU64,
     draining: AtomicBool,
     stats: Mutex<Stats>,
@@ -134,13 +134,13 @@ impl Drop for Shared {
     }
 }
 
-/// What was told and not yet heard, and how many tokens of it.
+/// Events that the engine sent and the client has not received yet, and the number of tokens among them.
 struct Unread {
     events: mpsc::UnboundedReceiver<Event>,
     n: Arc<AtomicUsize>,
 }
 
-/// A job that was taken. Dropping it cancels the job: its memory is free before the next step.
+/// A job in the queue or the batch. Dropping it cancels the job: its memory is free before the next step.
 pub struct Generation {
     pub id: RequestId,
     events: Unread,
@@ -149,7 +149,7 @@ pub struct Generation {
 }
 
 impl Generation {
-    /// What happens next; `None` behind the end, or if the engine thread died.
+    /// The next event. `None` after the last one, or if the engine thread died.
     pub async fn next(&mut self) -> Option<Event> {
         let event = self.events.events.recv().await;
         if matches!(event, Some(Event::Token(_))) {
@@ -173,8 +173,8 @@ fn full(none: NoPlace) -> Rejected {
 }
 
 impl Engine {
-    /// Make cache and bytes, and start the thread. Refused, before anything is allocated, if they do not fit into the
-    /// model's budget.
+    /// Allocate the cache and its memory, and start the thread. Refused, before anything is allocated, if the cache
+    /// does not fit into the model's budget.
     pub fn start(model: Arc<Model>, registry: &Registry, config: EngineConfig) -> Result<Engine, Error> {
         let (cache, executor) = ModelExecutor::new(&model, registry, &config.paged)?;
         let plan = config.paged.plan(model.decoder().config(), registry)?;
@@ -211,13 +211,13 @@ impl Engine {
             live: BTreeMap::new(),
             busy_ns: 0,
             turned: Instant::now(),
-            // Weak, or the thread would keep itself alive.
+            // Weak: a strong reference would keep the thread alive forever.
             shared: Arc::downgrade(&shared),
         };
         let named = std::thread::Builder::new().name("kvist-engine".into());
         named
             .spawn(move || {
-                // Dropped last, by a panic too.
+                // Dropped last, also when the thread panics.
                 let _gone = gone;
                 thread.run(&inbox);
             })
@@ -228,27 +228,27 @@ impl Engine {
     pub fn model(&self) -> &Arc<Model> {
         &self.shared.model
     }
-    /// What is told to listeners and files.
+    /// Live figures for dashboard listeners and recordings.
     pub fn live(&self) -> &LiveView {
         &self.shared.view
     }
-    /// Tokens that the cache holds at most.
+    /// Tokens that the cache can hold.
     pub fn capacity_tokens(&self) -> u64 {
         self.shared.capacity_tokens
     }
 
-    /// Would a job of this name be taken now? [`Engine::submit`] tells again.
+    /// Returns whether a job of this key name would be queued now. Only a hint: [`Engine::submit`] decides.
     pub fn has_room(&self, name: &str) -> bool {
         self.shared.queue.has_room(name)
     }
 
-    /// Places that are taken: by jobs that were submitted, and neither admitted nor ended, and by requests that are to
-    /// submit some.
+    /// Occupied places of the queue: jobs that were submitted and neither admitted nor ended, and places that requests
+    /// have reserved for jobs they will submit.
     pub fn queued(&self) -> usize {
         self.shared.queue.n_taken()
     }
 
-    /// Jobs that were rejected because the queue was full for their names.
+    /// Requests that were rejected because the queue was full for their key names.
     pub(crate) fn rejected(&self) -> u64 {
         self.shared.rejected.load(SeqCst)
     }
@@ -262,8 +262,9 @@ impl Engine {
         }
     }
 
-    /// Places for `n` jobs of this name, or none: what waits for something else before it is submitted counts as waiting
-    /// too, and is not refused behind that. They are given back when they are dropped.
+    /// Reserve queue places for `n` jobs of this key name: all of them, or none. A request that waits for something
+    /// else before it submits its jobs counts as waiting too, and its jobs are not rejected after that wait. Dropping a
+    /// place frees it.
     pub(crate) fn reserve(&self, tenant: &Arc<str>, n: usize) -> Result<Vec<Arc<Place>>, Rejected> {
         if self.shared.draining.load(SeqCst) {
             return Err(Rejected::Draining);
@@ -276,13 +277,15 @@ impl Engine {
         })
     }
 
-    /// The same for a job that belongs to a request which was taken before: also while the server is going down.
+    /// Like [`Engine::submit`], for another job of a request that already runs. Allowed also while the server shuts
+    /// down.
     pub fn submit_sibling(&self, job: Job) -> Result<Generation, Rejected> {
         let place = self.shared.queue.take(&job.tenant).map_err(full)?;
         self.submit_in(job, Arc::new(place))
     }
 
-    /// The same, with a place that was taken before. It is free again when the job is admitted and no one else holds it.
+    /// Like [`Engine::submit`], with a place that was reserved before. The place is free again when the job is admitted
+    /// and its other owners have dropped it.
     pub(crate) fn submit_in(&self, job: Job, place: Arc<Place>) -> Result<Generation, Rejected> {
         self.shared.live.send_modify(|n| *n += 1);
         let id = RequestId(self.shared.next_id.fetch_add(1, SeqCst));
@@ -297,12 +300,12 @@ impl Engine {
         Ok(Generation { id, events, over: false, shared: self.shared.clone() })
     }
 
-    /// As of the end of the last turn.
+    /// Counters and occupancy at the end of the last turn.
     pub fn stats(&self) -> Stats {
         self.shared.stats.lock().unwrap_or_else(|broken| broken.into_inner()).clone()
     }
 
-    /// Look at the engine's state between two turns.
+    /// Run `look` on the engine's state, between two turns. `None` if the engine thread has ended.
     pub async fn inspect<T: Send + 'static>(
         &self,
         look: impl FnOnce(&mut State) -> T + Send + 'static,
@@ -313,32 +316,32 @@ impl Engine {
         answer.await.ok()
     }
 
-    /// Does the thread live? Answered at once, however long a step takes.
+    /// Returns whether the engine thread is alive. Never blocks, even while a step runs.
     pub fn is_alive(&self) -> bool {
         self.shared.is_gone.has_changed().is_ok()
     }
 
-    /// Take no more jobs. Those that were taken go on.
+    /// Stop accepting jobs. Jobs that were accepted continue.
     pub fn drain(&self) {
         self.shared.draining.store(true, SeqCst);
     }
     pub fn is_draining(&self) -> bool {
         self.shared.draining.load(SeqCst)
     }
-    /// End every job, with [`Finish::Cancelled`].
+    /// End every job with [`Finish::Cancelled`].
     pub fn cancel_all(&self) {
         let _ = self.shared.commands.send(Command::CancelAll);
     }
-    /// Until no job is live, or the thread has ended.
+    /// Waits until no job is live, or the thread has ended.
     pub async fn idle(&self) {
         let mut live = self.shared.live.subscribe();
         tokio::select! {
-            // The sender lives as long as this handle.
+            // This handle keeps the sender alive, so `wait_for` cannot fail.
             _ = live.wait_for(|n| *n == 0) => {}
             () = self.ended() => {}
         }
     }
-    /// Until the thread has ended, which while this handle lives it does by a panic alone.
+    /// Waits until the thread has ended. While this handle exists, only a panic ends it.
     pub async fn ended(&self) {
         let mut is_gone = self.shared.is_gone.clone();
         while is_gone.changed().await.is_ok() {}

@@ -1,4 +1,5 @@
-//! The engine thread by itself: the same text as without it, whatever happens beside; nothing held at the end.
+//! Tests the engine thread without HTTP: generated text equals that of a single request, whatever else runs,
+//! and no cells stay in use at the end.
 mod common;
 use common::*;
 use kvist_backend::{Registry, Storage};
@@ -13,14 +14,14 @@ use kvist_server::*;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Nothing is judged by it: it ends a test that would wait for ever.
+/// Only ends tests that would hang; nothing is measured against it.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
      vector is the amount of space allocated for any future elements that will be added onto the vector. This is not \
      to be confused with the length of a vector, which specifies the number of actual elements within the vector.";
 
-/// What `kvist run` writes.
+/// The output of `kvist run`.
 fn alone(prompt: &[u32], max_tokens: usize) -> (Vec<u32>, String) {
     alone_with(model(), &backends::all(), Storage::F32, prompt, max_tokens)
 }
@@ -59,7 +60,8 @@ async fn the_same_text_in_any_company() {
     let all = tokens(TEXT);
     let prompts: Vec<&[u32]> = vec![&all[..40], &all[..33], &all, &all[10..20], &all[..1], &all[..40]];
     let alone: Vec<_> = prompts.iter().map(|prompt| alone(prompt, 60)).collect();
-    // Room for all; for about two, so that requests are preempted; blocks of one token.
+    // Context sizes with room for all requests, and for about two, so that requests are preempted; and blocks
+    // of one token.
     for (context, block_tokens, most) in [(1024, 16, 64), (176, 16, 64), (1024, 1, 64), (256, 7, 9)] {
         let mut config = config(context);
         config.paged.block_tokens = block_tokens;
@@ -94,7 +96,8 @@ async fn the_same_text_in_any_company() {
     }
 }
 
-/// Packed weights and a packed cache, under `--deterministic`: chunks, batches, prefix hits and preemptions do not show.
+/// Quantized weights and cache with `--deterministic`: chunked prefill, batching, prefix hits and preemption do
+/// not change the output.
 #[tokio::test]
 async fn the_same_text_of_packed_numbers_when_asked() {
     let (model, registry) = deterministic();
@@ -131,7 +134,7 @@ async fn a_request_whose_client_left_holds_nothing() {
     assert!(matches!(first.next().await, Some(Event::Token(_))));
     drop(first);
     nothing_is_held(&engine).await;
-    // The blocks it computed are there for the next one.
+    // The next request gets prefix hits on the blocks it computed.
     let mut second = engine.submit(greedy(&all, 1)).unwrap();
     let heard = hear(&mut second).await;
     assert!(heard.admitted.unwrap().0 + 16 >= all.len() as u32);
@@ -148,7 +151,7 @@ async fn queues_end_and_deadlines_pass() {
     let engine = engine(small);
     let mut running = engine.submit(greedy(&all, 3000)).unwrap();
     assert!(matches!(running.next().await, Some(Event::Admitted { .. })));
-    // The engine stands still, so that the deadline passes when the queue has been looked at.
+    // Pause the engine, so that the deadline passes after the queue has been checked.
     let (release, released) = std::sync::mpsc::channel::<()>();
     let still = engine.clone();
     let (standing, stands) = tokio::sync::oneshot::channel();
@@ -179,8 +182,8 @@ async fn queues_end_and_deadlines_pass() {
     nothing_is_held(&engine).await;
 }
 
-/// The embedded model had answered before anybody could watch: a job may ask to be written slowly. It holds up nothing
-/// that is not slow itself, and the engine hears as quickly as ever.
+/// A job can ask for a slow pace, because the embedded model is too fast to watch. A paced job does not slow
+/// down other jobs, and the engine still handles messages at once.
 #[tokio::test]
 async fn a_pace_is_kept_until_somebody_has_none() {
     let all = tokens(TEXT);
@@ -192,19 +195,19 @@ async fn a_pace_is_kept_until_somebody_has_none() {
     assert_eq!(heard.tokens.len(), 3);
     let took = begun.elapsed();
     assert!(took >= Duration::from_secs(2), "two pauses of a second, and {took:?} in all");
-    // A thousand of them would be watched for a quarter of an hour.
+    // A thousand tokens at this pace would take a quarter of an hour.
     let mut watched = engine.submit(slow(1000)).unwrap();
     assert!(matches!(watched.next().await, Some(Event::Admitted { .. })));
     let mut hurried = engine.submit(greedy(&all, 1000)).unwrap();
     let (went_along, fast) = tokio::join!(hear(&mut watched), async {
         let heard = hear(&mut hurried).await;
-        // What is left of the slow one is at its pace again: it is not waited for.
+        // The rest of the slow job is paced again, so it is cancelled instead of awaited.
         engine.cancel_all();
         heard
     });
     assert_eq!(fast.tokens.len(), 1000);
     assert!(went_along.tokens.len() >= 990, "{} tokens", went_along.tokens.len());
-    // A deadline passes in a pause, too.
+    // A deadline also ends a job during a pause.
     let deadline = Some(Instant::now() + Duration::from_millis(50));
     let mut late = engine.submit(Job { deadline, ..slow(3000) }).unwrap();
     assert_eq!(hear(&mut late).await.done.unwrap().finish, Finish::Deadline);
@@ -221,7 +224,8 @@ async fn what_never_fits_is_said() {
     nothing_is_held(&engine).await;
 }
 
-/// Found in a step, a token that the model does not know failed everybody in it, three times.
+/// Regression: an unknown token was detected inside a step, which then failed three times for all requests in
+/// the batch.
 #[tokio::test]
 async fn a_token_that_the_model_does_not_know_fails_its_own_request() {
     let engine = engine(config(1024));
@@ -248,7 +252,7 @@ async fn a_token_that_the_model_does_not_know_fails_its_own_request() {
     nothing_is_held(&engine).await;
 }
 
-/// A grammar that grew too large is its user's affair, and known as such.
+/// A grammar that grows too large fails its own request, with an error of its own.
 #[tokio::test]
 async fn a_grammar_that_fails_says_so() {
     struct Fails(u32);
@@ -302,7 +306,7 @@ async fn logprobs_are_those_of_the_model() {
     assert_eq!(n, 6);
 }
 
-/// Scored prompts are told once, in order, whatever is computed again because the cache was full.
+/// The scores of a prompt are reported once and in order, even if parts are recomputed after preemption.
 #[tokio::test]
 async fn prompts_are_scored_once_however_often_they_are_computed() {
     let all = tokens(TEXT);
@@ -334,7 +338,7 @@ async fn prompts_are_scored_once_however_often_they_are_computed() {
     let (expected, none) = scores(&mut roomy.submit(ask(60, 0)).unwrap()).await;
     assert_eq!((expected.len(), none), (59, 0));
     let narrow = engine(config(176));
-    // Under salts of their own, so that they share no blocks and outgrow the cache.
+    // Different salts, so that the requests share no blocks and exceed the cache.
     let salted = |i: u32| Job { salt: i.to_string().into(), ..ask(60, 40) };
     let mut running: Vec<Generation> = (0..4).map(|i| narrow.submit(salted(i)).unwrap()).collect();
     for generation in &mut running {
@@ -360,7 +364,8 @@ async fn a_client_that_does_not_read_is_cut_off() {
     nothing_is_held(&engine).await;
 }
 
-/// A panic on the engine thread ends every request with no word, and whoever waits for the engine hears of it.
+/// A panic on the engine thread ends every request without an event and wakes everything that waits for the
+/// engine.
 #[tokio::test]
 async fn an_engine_that_dies_is_known_to_be_dead() {
     let engine = engine(config(1024));
@@ -374,7 +379,7 @@ async fn an_engine_that_dies_is_known_to_be_dead() {
     tokio::time::timeout(PATIENCE, engine.idle()).await.expect("a dead engine is idle");
 }
 
-/// When a turn's last step ended, and how long it took, of the first turn that ran one.
+/// When the first step ended and how long it took.
 #[derive(Clone, Default)]
 struct FirstStep(Arc<std::sync::Mutex<Option<(Instant, Duration)>>>);
 
@@ -386,8 +391,8 @@ impl Watch for FirstStep {
     }
 }
 
-/// The time in the queue contained the first step, because it ended when the admission was told: it was the time to the
-/// first token.
+/// Regression: queue time was measured until the admission was reported, so it included the first step and
+/// equalled the time to first token.
 #[tokio::test]
 async fn a_request_is_admitted_when_its_first_step_begins() {
     let (first, mut settings) = (FirstStep::default(), config(4096));
@@ -397,13 +402,13 @@ async fn a_request_is_admitted_when_its_first_step_begins() {
     let mut generation = engine.submit(greedy(&tokens(TEXT), 1)).unwrap();
     let Some(Event::Admitted { at, .. }) = generation.next().await else { panic!("it was not admitted") };
     hear(&mut generation).await;
-    // Behind what watchers of that turn saw.
+    // Wait until the watchers of that turn have run.
     engine.inspect(|_| ()).await;
     let (ended, took) = first.0.lock().unwrap().unwrap();
     assert!(at >= before && at + took <= ended, "{took:?} were counted as waiting");
 }
 
-/// A sampler observes the prompt when the first token is due, and not while its request waits.
+/// The sampler's repetition penalty sees the prompt when the first token is sampled.
 #[tokio::test]
 async fn a_repetition_penalty_looks_at_the_prompt() {
     let engine = engine(config(1024));

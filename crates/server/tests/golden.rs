@@ -1,5 +1,6 @@
-//! The golden log: what a serving engine decided is what its event log gives again, without an engine, to the byte. The
-//! model's tokens and times come out of the log; the cache is rebuilt from the configuration, or from the log's header alone.
+//! Golden log: replaying an engine's event log without the engine gives the same decisions, byte for byte. The
+//! tokens and times come from the log; the cache is rebuilt from the configuration or from the log's header
+//! alone.
 mod common;
 use common::*;
 use kvist_scheduler::{Config, Preempted, PrefixOrder, replay};
@@ -23,16 +24,16 @@ impl Watch for Logs {
     }
 }
 
-/// Prompts of a few families with common beginnings; some users wait for everything, some go away.
+/// Prompts with a few common prefixes; some clients wait for the whole answer, some disconnect.
 async fn load(engine: &Engine, all: &[u32]) {
     let mut users = tokio::task::JoinSet::new();
     for i in 0..28usize {
         let family = 7 * (i % 3);
         let prompt = &all[family..family + 40 + i % 5 * 3];
         let salt = if i % 7 == 6 { "another" } else { "" };
-        // Some take nothing from the index, because they are scored; some of these are nothing else.
+        // Some prompts are scored and therefore get no prefix hits; one of these generates nothing.
         let scored = i % 9 == 5;
-        // Those who go away do so long before their end, or a busy machine would let them stay.
+        // Clients disconnect long before the end; on a slow machine the answer might otherwise be complete.
         let goes_after = (i % 4 == 3).then_some(i % 6);
         let max_new = match goes_after {
             Some(_) => 100,
@@ -57,14 +58,14 @@ async fn load(engine: &Engine, all: &[u32]) {
                 }
             }
         });
-        // Users come while others are served, on a machine of any speed: some steps later, and not some time.
-        // Where all that came before has ended meanwhile, there is nothing to wait for.
+        // Submit the next requests while others run: after a few more steps, independent of the machine's
+        // speed. If all earlier requests have ended, there is nothing to wait for.
         let steps = || engine.stats().counters.steps;
         let until = steps() + 3;
         let becomes_idle = || tokio::time::timeout(Duration::from_micros(200), engine.idle());
         while i % 5 == 4 && steps() < until && becomes_idle().await.is_err() {}
     }
-    // One that waits and is never admitted, one that can never be.
+    // A request that is cancelled while it waits, and one that can never fit.
     drop(engine.submit(greedy(&all[..30], 5)).unwrap());
     hear(&mut engine.submit(greedy(&all[..60], 1000)).unwrap()).await;
     while users.join_next().await.is_some() {}
@@ -98,7 +99,7 @@ async fn recorded_events_give_the_same_decisions() {
         drop(engine);
         let (events, decisions) = logs.0.lock().unwrap().clone();
 
-        // The load was one worth replaying.
+        // Check that the load exercised the scheduler.
         let n = |what: &str| decisions.matches(what).count();
         assert!(counters.preemptions > 0, "{policy}: nobody was preempted: {counters:?}");
         assert!(counters.hit_tokens > 0, "{policy}: nothing was found");
@@ -113,7 +114,7 @@ async fn recorded_events_give_the_same_decisions() {
         let by_header = replay(events.as_bytes(), None, None).unwrap();
         same(policy, "the log's header", &decisions, &by_header);
 
-        // A log that says otherwise does not pass for this one.
+        // A changed log does not replay to the same decisions.
         let longer = events.replacen("\"max_new\":8,", "\"max_new\":9,", 1);
         assert!(longer != events);
         let found = replay(longer.as_bytes(), None, None);

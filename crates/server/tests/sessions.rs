@@ -1,4 +1,5 @@
-//! Sessions over real connections: what branches share is counted, and what they say is what they would have said alone.
+//! Sessions over real connections: counts what branches share, and compares their output with that of unshared
+//! sessions.
 #[path = "http/server.rs"]
 mod server;
 
@@ -21,7 +22,7 @@ fn tokens(text: &str) -> Vec<u32> {
     model().tokenizer().unwrap().encode(text, true).unwrap()
 }
 
-/// A beginning of so many tokens, none of it like any other.
+/// A prompt of `n` tokens without repetition.
 fn trunk(n: usize) -> Vec<u32> {
     let words: String =
         (0..n).map(|i| format!("{} {} ", i * 7919 % 1009, TEXT.split(' ').nth(i % 30).unwrap())).collect();
@@ -43,7 +44,7 @@ fn history(client: &Client, id: &str) -> Vec<u32> {
     client.session(id).unwrap().tokens
 }
 
-/// The error's status and code.
+/// Status and code of the error.
 fn refusal<T: std::fmt::Debug>(result: Result<T, Error>) -> (u16, String) {
     match result {
         Err(Error::Api { status, code, .. }) => (status, code),
@@ -51,7 +52,7 @@ fn refusal<T: std::fmt::Debug>(result: Result<T, Error>) -> (u16, String) {
     }
 }
 
-/// Between two turns: stored bytes that attention read, that were moved, that were written, and tokens computed.
+/// Counter values between two turns: stored KV bytes read by attention, moved and written, and tokens computed.
 #[derive(Clone, Copy, Debug)]
 struct Counted {
     read: u64,
@@ -77,10 +78,10 @@ fn look(server: &Server) -> Counted {
     runtime.block_on(asked).unwrap()
 }
 
-/// Generate in all of them, from the same turn on; what it took.
+/// Generates in all sessions, starting in the same turn, and returns the counters' difference.
 fn together(server: &Server, ids: &[String], how: &Generate) -> (Vec<Usage>, Counted) {
     let before = look(server);
-    // The engine stands still until all have been submitted.
+    // Pause the engine until all have been submitted.
     let held = server.hold();
     let threads: Vec<_> = ids
         .iter()
@@ -104,8 +105,8 @@ fn together(server: &Server, ids: &[String], how: &Generate) -> (Vec<Usage>, Cou
     (usages, counted)
 }
 
-/// Eight branches of a trunk of 900 tokens: what is shared is found, nothing is copied, and a step's attention reads
-/// the trunk once, however many branches there are.
+/// Eight branches of a trunk of 900 tokens: they get prefix hits, nothing is copied, and attention reads the
+/// trunk once per step, however many branches there are.
 #[test]
 fn eight_branches_of_a_long_trunk_are_counted() {
     const N: u64 = 8;
@@ -121,7 +122,7 @@ fn eight_branches_of_a_long_trunk_are_counted() {
         assert_eq!((branches[i].shared_tokens, branches[i].n_tokens), (TRUNK, TRUNK));
         client.append(id, &Content::Tokens(vec![100 + i as u32])).unwrap();
     }
-    // Bytes of a token's K and V in all layers: what a computed token writes.
+    // KV bytes of a token in all layers: the bytes that a computed token writes.
     let (usage, one) = together(&server, &ids[..1], &greedy(NEW as u32));
     let row = one.written / one.computed;
     let (usages, eight) = together(&server, &ids[1..], &greedy(NEW as u32));
@@ -131,11 +132,12 @@ fn eight_branches_of_a_long_trunk_are_counted() {
         assert!(usage.cached_tokens >= shared, "{} of {shared} tokens were found", usage.cached_tokens);
     }
     assert_eq!((one.moved, eight.moved), (0, 0), "bytes of K and V copied");
-    // Of each branch the last block, its own token, and what is generated (the last token is never computed).
+    // Computed per branch: the trunk's last partial block, the branch's own token, and the generated tokens (no
+    // KV is computed for the last one).
     let own = TRUNK - shared + 1 + NEW - 1;
     assert_eq!((one.computed, eight.computed), (own, N * own));
     assert_eq!((one.steps, eight.steps), (NEW, NEW), "all branches in one batch");
-    // Cells that the queries of a step see, each once: the trunk, and what every branch has behind it.
+    // Distinct KV cells that the queries of a step attend to: the trunk, and each branch's own cells.
     let cells =
         |branches: u64| (0..NEW).map(|step| shared + branches * (TRUNK - shared + 1 + step)).sum::<u64>();
     println!(
@@ -151,7 +153,8 @@ fn eight_branches_of_a_long_trunk_are_counted() {
     assert!(eight.read * 5 < N * one.read * 2, "{} against {}", eight.read, N * one.read);
 }
 
-/// Branches of a trunk that nobody has computed, set going at once: one goes ahead, the others find it.
+/// Starts branches of a trunk that is not computed yet at the same time: one computes it, the others get prefix
+/// hits.
 #[test]
 fn a_cold_trunk_is_computed_once() {
     const TRUNK: u64 = 600;
@@ -179,8 +182,8 @@ fn a_cold_trunk_is_computed_once() {
     assert_eq!(found, 7, "{usages:?}");
 }
 
-/// A fork of a running session is a session that was there at that moment: both go on to the text of one that was never
-/// forked.
+/// A fork of a running session is a copy of its state at that moment. Both continue to the same text as a
+/// session that was never forked.
 #[test]
 fn a_fork_of_a_running_session_says_what_it_would_have_said() {
     const N: u32 = 160;
@@ -210,7 +213,7 @@ fn a_fork_of_a_running_session_says_what_it_would_have_said() {
         assert_eq!(history(&client, &fork.id), expected);
         assert!(usage.cached_tokens >= (there as u64 - 1) / BLOCK * BLOCK, "{usage:?} of {there}");
     }
-    // In the middle of the trunk, too.
+    // A fork in the middle of the trunk.
     let early = client.fork(&running.id, Some(Cut::Token(prompt as u32 + 7)), 1).unwrap().remove(0);
     client.generate(&early.id, &greedy(N - 7)).unwrap();
     assert_eq!(history(&client, &early.id), expected);
@@ -244,12 +247,13 @@ fn what_a_client_that_went_away_has_heard_stays() {
     assert_eq!(history(&client, &session.id), expected, "it goes on where it was left");
 }
 
-/// A session goes on at the engine's pace, though its client does not read; and deleting it ends its generation at once.
+/// A session generates at the engine's speed even if its client does not read. Deleting it ends the generation
+/// at once.
 #[test]
 fn a_client_that_does_not_read_holds_up_nothing() {
     let server = Server::start(config());
     let client = client(&server);
-    // More than the buffers of a connection hold.
+    // More data than the connection's buffers hold.
     let more: Map<String, Value> =
         serde_json::from_value(json!({"logprobs": true, "top_logprobs": 20})).unwrap();
     let how = Generate { more, ..greedy(900) };
@@ -274,7 +278,7 @@ fn a_client_that_does_not_read_holds_up_nothing() {
     assert!(matches!(&end, Some(Error::Api { code, .. }) if code == "session_not_found"), "{end:?}");
 }
 
-/// Whatever is evicted meanwhile is computed again, and nothing else changes.
+/// Blocks that were evicted are recomputed; the output does not change.
 #[test]
 fn memory_pressure_does_not_show() {
     let small = ServerConfig {
@@ -286,7 +290,7 @@ fn memory_pressure_does_not_show() {
     let root = begin(&client, trunk(120));
     client.generate(&root.id, &greedy(8)).unwrap();
     let branches = client.fork(&root.id, None, 3).unwrap();
-    // Something else passes through the cache: nothing of the trunk is left.
+    // Another request fills the cache, so that the trunk is evicted.
     client.complete(&TEXT.repeat(4), &greedy(20)).unwrap();
     let before = server.engine.stats().evicted_blocks;
     assert!(before > 0);
@@ -301,7 +305,7 @@ fn memory_pressure_does_not_show() {
     server.becomes_idle();
 }
 
-/// A session of messages says what chat completions say to the same messages, turn after turn.
+/// A session of messages produces the same answers as chat completions with the same messages.
 #[test]
 fn messages_are_those_of_chat_completions() {
     let server = Server::start(config());
@@ -333,12 +337,12 @@ fn messages_are_those_of_chat_completions() {
             "what was drawn stays as it was drawn"
         );
     }
-    // Cut at a message: the same as if the later ones had never been.
+    // A cut at a message: as if the later messages had never existed.
     let branch = client.fork(&session.id, Some(Cut::Message(2)), 1).unwrap().remove(0);
     assert_eq!(branch.n_messages, Some(2));
     let answer = client.generate(&branch.id, &Generate::greedy(20)).unwrap();
     assert_eq!(answer.text, client.chat(&said[..2], &Generate::greedy(20)).unwrap().text);
-    // Inside an answer: it goes on.
+    // A cut inside an answer: the answer can be continued.
     let open = client.session(&branch.id).unwrap();
     let begins = open.messages.as_ref().unwrap()[2].begins.unwrap();
     let (all, n) = (open.tokens.clone(), open.tokens.len() as u32);
@@ -346,7 +350,7 @@ fn messages_are_those_of_chat_completions() {
     assert!(client.session(&branch.id).unwrap().messages.unwrap()[2].open);
     client.generate(&branch.id, &Generate::greedy(4)).unwrap();
     assert_eq!(history(&client, &branch.id), all);
-    // Inside what the template wrote: no message, and none can follow.
+    // A cut inside text that the template wrote: it is not a message, and no message can follow.
     client.rollback(&branch.id, Cut::Token(begins as u32 + 1)).unwrap();
     assert_eq!(client.session(&branch.id).unwrap().session.n_messages, Some(2));
     let refused = client.append(&branch.id, &Content::from([Message::user("x")]));
@@ -355,7 +359,7 @@ fn messages_are_those_of_chat_completions() {
     client.append(&branch.id, &Content::from([Message::user("x")])).unwrap();
 }
 
-/// Messages made of parts, and with names, are sessions as any others: they are read back as they were sent.
+/// Messages with parts and names are returned as they were sent.
 #[test]
 fn messages_of_parts_are_read_back() {
     let server = Server::start(config());
@@ -376,7 +380,8 @@ fn messages_of_parts_are_read_back() {
     assert_eq!(read[1].text(), "What is\na vector?");
 }
 
-/// A long conversation at once: every message has its place, which is where the conversation without the later ones ends.
+/// A long conversation in one request: the position of every message is known, and equals the length of the
+/// conversation before it.
 #[test]
 fn every_message_of_a_long_conversation_has_its_place() {
     let server = Server::start(config());
@@ -393,7 +398,7 @@ fn every_message_of_a_long_conversation_has_its_place() {
             assert_eq!(history(&client, &part.id), there.tokens[..begins], "message {at}");
         }
     }
-    // What cannot fit is refused by its bytes, before it is tokenized.
+    // Text that cannot fit is rejected by its size, before it is tokenized.
     let long = Message::user(&"0123456789abcdef".repeat(200_000));
     match client.create_session(&Content::from([long]), &NewSession::default()) {
         Err(Error::Api { code, message, .. }) => {
@@ -410,7 +415,7 @@ fn every_message_of_a_long_conversation_has_its_place() {
     );
 }
 
-/// A stop string is no part of a history, as it is no part of a text.
+/// A stop string is not part of the history.
 #[test]
 fn stop_strings_are_no_part_of_a_history() {
     let server = Server::start(config());
@@ -450,7 +455,7 @@ fn a_winner_is_kept_and_the_tree_stays_one() {
 
     assert_eq!(refusal(client.keep(&root.id, &[])), (409, "not_a_fork".into()));
     assert_eq!(refusal(client.keep(&forks[0].id, &[&other[0].id])).0, 400);
-    // A loser that generates ends.
+    // A deleted sibling stops generating.
     let mut stream = client.generate_stream(&forks[2].id, &greedy(900)).unwrap();
     assert!(stream.next().unwrap().is_ok());
     let mut deleted = client.keep(&forks[0].id, &[&forks[3].id]).unwrap();
@@ -464,7 +469,7 @@ fn a_winner_is_kept_and_the_tree_stays_one() {
     drop(stream);
     server.becomes_idle();
     assert!(client.keep(&forks[0].id, &[&forks[3].id]).unwrap().is_empty());
-    // Who loses its parent is its grandparent's.
+    // If the parent is deleted, the grandparent becomes the parent.
     let grandchild = client.fork(&forks[0].id, None, 1).unwrap().remove(0);
     client.delete_session(&forks[0].id).unwrap();
     let there = client.session(&grandchild.id).unwrap().session;
@@ -497,7 +502,7 @@ fn sessions_are_their_owners_alone() {
     assert_eq!(refusal(bob.keep(&mine.id, &[id])).0, 400, "another one's is no sibling");
     assert_eq!(refusal(client(&server).sessions()), (401, "invalid_api_key".into()));
     assert_eq!(ann.sessions().unwrap().len(), 3, "nothing has happened to them");
-    // Nor do their prefixes meet.
+    // Their prefixes are not shared either.
     ann.generate(&root.id, &greedy(4)).unwrap();
     assert_eq!(bob.generate(&own.id, &greedy(4)).unwrap().usage.cached_tokens, 0);
     let salted = NewSession { cache_salt: Some("s".into()), ..NewSession::default() };
@@ -521,7 +526,7 @@ fn quotas() {
     let forks = client.fork(&root.id, None, 2).unwrap();
     assert_eq!(refusal(client.create_session(&Content::Nothing, &NewSession::default())), quota);
     assert_eq!(refusal(client.append(&root.id, &tokens(TEXT)[..31].to_vec().into())), quota);
-    // What is generated counts as it comes, and what is over is told.
+    // Generated tokens count at once; exceeding the quota is reported as an error.
     let ended = client.generate(&root.id, &greedy(64));
     assert_eq!(refusal(ended), quota);
     assert_eq!(history(&client, &root.id).len(), 61, "30 tokens were left, one is over");
@@ -530,18 +535,18 @@ fn quotas() {
     client.generate(&forks[0].id, &greedy(1)).unwrap();
 }
 
-/// That a session which is used stays, and what becomes of the forks of one that goes, is shown on a clock that is given:
-/// `src/sessions/store/tests.rs`.
-/// 600 requests for one session, none of them read, held a copy of its history each: 1.6 GB, counted nowhere.
+/// Regression: 600 requests for one session whose responses were not read held a copy of its history each, 1.6
+/// GB in all, which no limit counted. (Expiry and the fate of forks are tested with a fake clock in
+/// `src/sessions/store/tests.rs`.)
 #[test]
 fn histories_that_are_not_read_have_a_bound() {
     use std::io::{BufReader, Write};
     let mut config = config();
     config.limits.max_body_bytes = 16 << 20;
-    // Nothing ends by its time here.
+    // No timeouts in this test.
     (config.limits.read_timeout_s, config.limits.request_timeout_s) = (3600.0, 3600.0);
     let server = Server::start(config);
-    // The template does not show names, so that few tokens have many bytes.
+    // The template does not render names, so this session has few tokens but many bytes.
     let named = json!({"role": "user", "content": "a", "name": "n".repeat(8_000_000)});
     let long = server.post("/v1/sessions", &json!({"messages": [named]})).good();
     let path = format!("/v1/sessions/{}", long["id"].as_str().unwrap());
@@ -558,14 +563,14 @@ fn histories_that_are_not_read_have_a_bound() {
     assert_eq!((refused.status, refused.error().2.as_str()), (503, "server_busy"));
     let described = server.get("/openapi.json").good();
     assert!(described["paths"]["/v1/sessions/{id}"]["get"]["responses"]["503"].is_object());
-    // A short one is told at any time.
+    // A short session can be read at any time.
     let short = server.post("/v1/sessions", &json!({"text": "fn main"})).good();
     server.get(&format!("/v1/sessions/{}", short["id"].as_str().unwrap())).good();
     drop(held);
     server.until("there is room again", || server.get(&path).status == 200);
 }
 
-/// A long history is written in parts, and says what a short one does.
+/// A long history is sent in parts and has the same content as a short one.
 #[test]
 fn long_histories_are_told_whole() {
     let server = Server::start(config());
@@ -573,7 +578,7 @@ fn long_histories_are_told_whole() {
         let role = ["user", "assistant"][i % 2];
         json!({"role": role, "content": format!("{i}: \"é\"\n{}", &TEXT[..20]), "name": name})
     };
-    // The template does not show names.
+    // The template does not render names.
     let told = [1, 4_000].map(|n| {
         let messages: Vec<Value> = (0..10).map(|i| said(i, &"n".repeat(n))).collect();
         let made = server.post("/v1/sessions", &json!({"messages": messages})).good();
@@ -671,12 +676,12 @@ fn what_cannot_be_done_is_said() {
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     assert_eq!(server.send("PUT", &path(t, "fork"), &[], b"").status, 405);
-    // Nothing of it has changed anything.
+    // None of these requests changed a session.
     for session in [&text, &chat, &empty] {
         let there = client.session(&session.id).unwrap().session;
         assert_eq!((there.n_tokens, there.running), (session.n_tokens, false));
     }
-    // A history may fill the context to the last token; then nothing more can be generated.
+    // The API description lists all session endpoints.
     let described: Value = server.get("/openapi.json").json();
     for verb in ["append", "generate", "fork", "rollback", "keep"] {
         assert!(described["paths"][format!("/v1/sessions/{{id}}/{verb}")]["post"].is_object(), "{verb}");
@@ -684,7 +689,7 @@ fn what_cannot_be_done_is_said() {
     assert!(described["paths"]["/v1/sessions/{id}"]["delete"].is_object());
 }
 
-/// Streams, log-probabilities and grammars are those of chat completions.
+/// Streams, log-probabilities and grammars work as in chat completions.
 #[test]
 fn generations_are_written_as_chat_completions_are() {
     let server = Server::start(config());

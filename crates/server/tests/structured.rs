@@ -1,5 +1,5 @@
-//! Answers under a grammar: what the embedded model writes at temperature 1 is valid whenever it ends by itself; masks
-//! are what trying every token gives; hostile schemas end in an error, soon.
+//! Constrained output: what the embedded model writes at temperature 1 is valid whenever it ends by itself;
+//! masks equal the result of trying every token; hostile schemas end in an error soon.
 use kvist_backend::MemoryBudget;
 use kvist_cache::SeqId;
 use kvist_engine::memory::CacheConfig;
@@ -13,7 +13,8 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What is hostile ends by counts, at once on any machine; this tells it from what would never end.
+/// Hostile schemas are stopped by counters, quickly on any machine. This limit only detects ones that never
+/// end.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 fn grammar(schema: Value) -> Grammar {
@@ -21,7 +22,7 @@ fn grammar(schema: Value) -> Grammar {
     ResponseFormat::from_json(&format).unwrap().grammar().unwrap()
 }
 
-/// Is the value one that the schema admits? Knows what the schemas of these tests use.
+/// Validates a value against a schema; supports the keywords that these tests use.
 fn admits(schema: &Value, value: &Value, root: &Value) -> bool {
     let Value::Object(map) = schema else { return schema == &json!(true) };
     map.iter().all(|(keyword, s)| match keyword.as_str() {
@@ -82,7 +83,7 @@ impl Writer {
         Writer { model, grammars, session }
     }
 
-    /// At most `max` tokens at temperature 1, and whether the text ended by itself.
+    /// Generates at most `max` tokens at temperature 1; returns the text and whether it ended by itself.
     fn write(&mut self, grammar: &Grammar, seed: u64, max: usize) -> (String, bool) {
         let tokenizer = self.model.tokenizer().unwrap();
         let mut constraint = self.grammars.compile(grammar).unwrap().constraint();
@@ -141,7 +142,7 @@ fn what_ends_by_itself_is_valid() {
         }
         ended_of.push(ended);
     }
-    // With names of its own choice this model goes on and on.
+    // With free property names this model rarely ends.
     ended_of.pop();
     assert!(
         ended_of.iter().all(|n| *n > 0) && ended_of.iter().sum::<i32>() >= 24,
@@ -209,7 +210,7 @@ fn demanded_calls_are_made_and_read_back() {
     assert_eq!(seen.len(), 8, "{seen:?}");
 }
 
-/// A byte-level vocabulary of `tokens` and two control tokens after them: `<tool_call>` and `<end>`.
+/// A byte-level vocabulary of `tokens`, followed by two control tokens: `<tool_call>` and `<end>`.
 fn small_tokenizer(tokens: &[&str]) -> (Tokenizer, Vec<u32>) {
     let byte_level = |t: &&str| t.replace(' ', "Ġ").replace('\n', "Ċ");
     let vocab: serde_json::Map<String, Value> =
@@ -228,8 +229,8 @@ fn small_tokenizer(tokens: &[&str]) -> (Tokenizer, Vec<u32>) {
     (Tokenizer::from_folder(folder.path()).unwrap().unwrap(), vec![n as u32 + 1])
 }
 
-/// Every character that the schemas of these tests need, so that no way through them is a dead end, and words that
-/// go across the borders of their parts.
+/// Every character that these schemas need, so that no path is a dead end, and tokens that cross the boundaries
+/// of grammar parts.
 const SMALL: [&str; 64] = [
     "{", "}", "[", "]", "\"", ":", ",", " ", "\n", "a", "b", "c", "1", "2", "0", "-", ".", "e", "\\", "null",
     "true", "fals", "\"a\"", "\":", "{\"", "\"}", ", ", "\",\"", "aa", "abc", "12", "[1", "]]", "bc\"",
@@ -243,12 +244,12 @@ fn allowed(constraint: &mut dyn kvist_server::Constraint, vocab: usize) -> Vec<b
     logits.iter().map(|l| l.is_finite()).collect()
 }
 
-/// The twin takes every token for itself, after the same history: a mask is right if exactly those it allows are
-/// taken.
+/// The reference tries every token after the same history: a mask is correct if it allows exactly the tokens
+/// that are accepted.
 #[test]
 fn masks_are_what_trying_every_token_gives() {
     let (tokenizer, end) = small_tokenizer(&SMALL);
-    let vocab = SMALL.len() + 5; // logits that no token has
+    let vocab = SMALL.len() + 5; // logits without a token
     let grammars = GrammarCompiler::new(&tokenizer, vocab, &end).unwrap();
     let mut state = 11u64;
     let mut steps = 0;
@@ -286,8 +287,8 @@ fn masks_are_what_trying_every_token_gives() {
     assert!(steps > 150, "{steps} steps");
 }
 
-/// A language small enough to be written down: a token may come if and only if some sentence goes on with it, and the
-/// end if and only if a sentence is complete.
+/// A finite language: a token is allowed if and only if some sentence continues with it, and the end token if
+/// and only if a sentence is complete.
 #[test]
 fn masks_of_a_finite_language() {
     let (tokenizer, end) = small_tokenizer(&SMALL);
@@ -324,7 +325,8 @@ fn masks_of_a_finite_language() {
     assert!(complete > sentences.len(), "{complete} ways through {} sentences", sentences.len());
 }
 
-/// Answers were blanks to the end where the model likes nothing better: 64 of them between any two parts.
+/// Regression: a model that prefers whitespace could write 64 blanks between any two JSON tokens until its
+/// limit.
 #[test]
 fn a_model_that_prefers_blanks_comes_to_an_end() {
     let (tokenizer, end) = small_tokenizer(&SMALL);
@@ -355,7 +357,7 @@ fn a_model_that_prefers_blanks_comes_to_an_end() {
     }
 }
 
-/// JSON as people and programs print it is none the less what the grammar takes.
+/// Ordinary pretty-printed JSON is accepted by the grammar.
 #[test]
 fn usual_json_is_taken() {
     let writer = Writer::new();
@@ -387,7 +389,7 @@ fn usual_json_is_taken() {
     }
 }
 
-/// It was `anyOf` to the grammar: an answer could be what two alternatives admit.
+/// Regression: the grammar treated `oneOf` as `anyOf`, so an answer could match two alternatives.
 #[test]
 fn one_of_admits_what_one_alternative_admits() {
     let (tokenizer, end) = small_tokenizer(&SMALL);
@@ -416,7 +418,7 @@ fn one_of_admits_what_one_alternative_admits() {
     assert!(ended > 0);
 }
 
-/// What these formats cannot be held to is refused by its path; what they can be is.
+/// Schemas that these formats cannot enforce are rejected with their path; the others are enforced.
 #[test]
 fn schemas_of_arguments_that_are_written_one_by_one() {
     let (tokenizer, end) = small_tokenizer(&SMALL);
@@ -466,7 +468,7 @@ fn schemas_of_arguments_that_are_written_one_by_one() {
     }
 }
 
-/// Where `<tool_call>` is a control token a demanded call begins with it, and with nothing else.
+/// If `<tool_call>` is a control token, a required call must begin with that token.
 #[test]
 fn a_mark_that_is_a_control_token_is_taken_as_one() {
     let (tokenizer, end) = small_tokenizer(&SMALL);
@@ -481,12 +483,12 @@ fn a_mark_that_is_a_control_token_is_taken_as_one() {
     assert!(!constraint.accept(SMALL.len() as u32).unwrap());
     let next = allowed(constraint.as_mut(), vocab);
     assert!(next[8] && next.iter().filter(|a| **a).count() == 1, "a line break comes next");
-    // Its name is text again for the parser, if the stream is told so.
+    // `stream_with` writes the control token as text, for the tool call parser.
     let mut text = tokenizer.stream_with(&[SMALL.len() as u32]);
     assert_eq!(text.push(SMALL.len() as u32).unwrap() + &text.push(8).unwrap(), "<tool_call>\n");
 }
 
-/// A model without a token that ends a text ends when its grammar is complete.
+/// Without an end token in the vocabulary, the text ends when the grammar is complete.
 #[test]
 fn without_an_end_token_the_grammar_ends_the_text() {
     let (tokenizer, _) = small_tokenizer(&SMALL);
@@ -499,7 +501,8 @@ fn without_an_end_token_the_grammar_ends_the_text() {
     assert!(list.accept(id("]")).unwrap());
 }
 
-/// Each must be compiled or refused soon, and then either serve masks in bounded time or end in an error.
+/// Each schema must be compiled or rejected soon, and then either give masks in bounded time or end in an
+/// error.
 #[test]
 fn hostile_schemas_neither_hang_nor_crash() {
     let (tokenizer, end) = small_tokenizer(&SMALL);
@@ -600,7 +603,7 @@ fn hostile_schemas_neither_hang_nor_crash() {
     }
 }
 
-/// How long a usual schema takes is printed.
+/// Prints how long usual schemas take.
 #[test]
 fn usual_schemas_are_quick() {
     let mut writer = Writer::new();
@@ -617,7 +620,7 @@ fn usual_schemas_are_quick() {
     let (_, _) = writer.write(&grammar(schemas().remove(0)), 0, 8);
 }
 
-/// Which of several tools has the schema that can not be compiled is said.
+/// The error names the tool whose schema cannot be compiled.
 #[test]
 fn errors_name_the_tool() {
     let (tokenizer, end) = small_tokenizer(&SMALL);
@@ -632,8 +635,8 @@ fn errors_name_the_tool() {
     assert!(error.problem.contains("unclosed group") && !error.problem.contains("x-guidance"), "{error}");
 }
 
-/// Each schema had steps of its own to tell its alternatives apart: a request with a hundred tools had a hundred times as
-/// many.
+/// Regression: each schema had its own budget for comparing alternatives, so a request with a hundred tools
+/// could use a hundred budgets.
 #[test]
 fn all_schemas_of_a_request_share_their_steps() {
     let (tokenizer, end) = small_tokenizer(&SMALL);

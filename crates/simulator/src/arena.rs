@@ -1,12 +1,13 @@
-//! One load in block arenas and in a paged cache of the same size: what it costs that a sequence lies in one piece.
+//! Replays one load in contiguous arenas and in a paged cache of the same size, to measure the cost of contiguous
+//! allocation.
 //!
-//! The rule: a request takes room for its prompt when it arrives, one token more every so often, and gives all back when
-//! its answer is complete. Of an answer all tokens but the last are stored. Nobody waits and nobody is evicted: who finds
-//! no room is *turned away*, and an answer that cannot grow is *cut short*. A follow-up comes after its parent's end,
-//! whatever that was, so that every layout is asked the same.
+//! Rules: a request allocates space for its prompt when it arrives, adds one token at a fixed interval, and frees
+//! everything when its answer is complete. All tokens of an answer but the last are stored. Requests never wait and
+//! are never evicted: a request that finds no space on arrival is *turned away*, and an answer that cannot grow is
+//! *cut short*. A follow-up arrives after its parent ends, however it ended, so that every layout gets the same load.
 //!
-//! It promises that the same input gives the same figures, from the very bookkeeping that `kvist_cache` has. It refuses
-//! to be a server: there is no scheduler, no shared prefix, and computing takes no time.
+//! Guarantee: the same input gives the same figures, computed with the real bookkeeping of `kvist_cache`. It is not a
+//! server: there is no scheduler, no shared prefix, and computing takes no time.
 use crate::request::Request;
 use crate::run::Arrivals;
 use kvist_cache::arena::{self, ALLOCATORS, Arena, ArenaRefused, CapacityExceeded, OutOfMemory};
@@ -16,40 +17,40 @@ use serde::Serialize;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// The paged cache among the [`layouts`].
+/// Name of the paged cache among the [`layouts`].
 pub const PAGED: &str = "paged";
 
-/// Most blocks: 8 bytes each, in an arena with `first_fit`.
+/// Maximum number of blocks. An arena with `first_fit` needs 8 bytes for each.
 pub const MOST_BLOCKS: u32 = 1 << 24;
 
-/// Names that [`replay`] knows: every allocator of the arena, and [`PAGED`].
+/// Names accepted by [`replay`]: every allocator of the arena, and [`PAGED`].
 pub fn layouts() -> impl Iterator<Item = &'static str> {
     ALLOCATORS.iter().map(|(name, _)| *name).chain([PAGED])
 }
 
-/// For what a new sequence takes its handle. A paged cache takes blocks as they are needed, whatever is said here.
+/// How much space a new sequence reserves. A paged cache ignores this and allocates blocks as needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reserve {
-    /// Its prompt: the handle must grow, and perhaps move.
+    /// Its prompt. The allocation must grow later and may have to move.
     Prompt,
-    /// Prompt and answer, as if its length were known.
+    /// Prompt and answer, as if the answer's length were known.
     Whole,
 }
 
-/// How to replay.
+/// Settings of a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Setting {
     /// At least 1.
     pub block_tokens: u32,
     /// 1 to [`MOST_BLOCKS`], and fewer than 2^32 tokens in all.
     pub capacity_blocks: u32,
-    /// Between two tokens of an answer, in virtual nanoseconds.
+    /// Virtual nanoseconds between two tokens of an answer.
     pub token_ns: u64,
     pub reserve: Reserve,
 }
 
-/// Why there is no replay.
+/// Why a replay was refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReplayRefused {
     #[error("there is no layout `{name}`: take one of {}", layouts().collect::<Vec<_>>().join(", "))]
@@ -75,56 +76,57 @@ impl From<PagedError> for ReplayRefused {
     }
 }
 
-/// What came of a load in one layout. Every request is in one of `finished`, `turned_away` and `cut_short`.
+/// Result of one load in one layout. Every request counts in one of `finished`, `turned_away` and `cut_short`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Replayed {
     pub layout: String,
     pub requests: u64,
-    /// Wrote their whole answer.
+    /// Requests that generated their whole answer.
     pub finished: u64,
-    /// Found no room for what they took a handle for.
+    /// Requests that found no space for their initial allocation.
     pub turned_away: u64,
-    /// Of these, although so many blocks were free: in pieces, or rounded up.
+    /// Of these, those for which enough blocks were free, but fragmented or lost to rounding.
     pub turned_away_with_room: u64,
-    /// Found no room for a further token.
+    /// Requests that found no space for another token.
     pub cut_short: u64,
-    /// Of these, although a block was free.
+    /// Of these, those for which enough blocks were free.
     pub cut_short_with_room: u64,
-    /// Handles that grew where they lay.
+    /// Allocations that grew in place.
     pub grown_in_place: u64,
-    /// Handles that moved to grow.
+    /// Allocations that moved in order to grow.
     pub moved: u64,
-    /// Blocks copied for it.
+    /// Blocks copied by these moves.
     pub blocks_copied: u64,
     /// Means are over the time from the first arrival to the last end.
     pub mean_requests: f64,
     pub mean_used_blocks: f64,
     pub peak_used_blocks: u32,
-    /// 1 − tokens stored ÷ tokens that the blocks taken could hold, both summed over time.
+    /// 1 − stored tokens ÷ capacity of the allocated blocks in tokens, both summed over time.
     pub internal_fragmentation: f64,
-    /// 1 − largest possible handle ÷ free blocks, over time. 0 in a paged cache, where any free block will do.
+    /// 1 − largest possible allocation ÷ free blocks, averaged over time. 0 in a paged cache, where any free block can
+    /// be used.
     pub external_fragmentation: f64,
 }
 
-/// An answer to somebody who wants room.
+/// Result of a request for space.
 enum Room {
     Given,
     None {
-        /// Would the free blocks have been enough, were they together?
+        /// True if the free blocks would have been enough had they been contiguous.
         enough_free: bool,
     },
 }
 
-/// Where sequences lie.
+/// A storage layout for sequences.
 trait Place {
-    /// A new sequence of `prompt` tokens, in room for `reserve`.
+    /// Creates a sequence of `prompt` tokens in space for `reserve` tokens.
     fn open(&mut self, seq: SeqId, prompt: u32, reserve: u32) -> Room;
-    /// One token more.
+    /// Appends one token.
     fn append(&mut self, seq: SeqId) -> Room;
     fn close(&mut self, seq: SeqId);
     fn used_blocks(&self) -> u32;
     fn external_fragmentation(&self) -> f64;
-    /// Fills in what it counted.
+    /// Writes the layout's counters into `into`.
     fn tell(&self, into: &mut Replayed);
 }
 
@@ -134,7 +136,7 @@ struct InArena {
 }
 
 impl InArena {
-    /// `held` blocks are taken already, and would be given back by a move.
+    /// Converts a refusal. `held` blocks are already allocated to the sequence and would be freed by a move.
     fn refused(why: ArenaRefused, held: u32) -> Room {
         match why {
             ArenaRefused::NoRoom { needed_blocks, free_blocks, .. } => {
@@ -250,7 +252,7 @@ impl Place for InPages {
     fn tell(&self, _: &mut Replayed) {}
 }
 
-/// Sums over time.
+/// Integrals over time.
 #[derive(Default)]
 struct Sums {
     until_ns: u64,
@@ -262,7 +264,7 @@ struct Sums {
 }
 
 impl Sums {
-    /// As it is now, it was from the last change until `now_ns`.
+    /// Adds the time since the last change, during which the current state was in effect.
     fn pass(&mut self, now_ns: u64, n_live: u64, stored_tokens: u64, place: &dyn Place) {
         let ns = u128::from(now_ns - self.until_ns);
         self.until_ns = now_ns;
@@ -276,7 +278,7 @@ impl Sums {
     }
 }
 
-/// `requests` in the layout of this name. O(tokens written · log).
+/// Replays `requests` in the layout of this name. O(generated tokens · log).
 ///
 /// # Errors
 /// [`ReplayRefused`]
@@ -295,7 +297,7 @@ pub fn replay(requests: &[Request], layout: &str, setting: &Setting) -> Result<R
         Replayed { layout: layout.to_owned(), requests: requests.len() as u64, ..Replayed::default() };
     let mut arrivals = Arrivals::new(requests);
     let mut sums = Sums { until_ns: arrivals.next_ns().unwrap_or(0), ..Sums::default() };
-    // When whose next token comes. At equal times tokens come before arrivals, and go by the list.
+    // Next token time of each live request. At equal times tokens come before arrivals, in list order.
     let mut tokens: BinaryHeap<Reverse<(u64, usize)>> = BinaryHeap::new();
     let mut written = vec![0u32; requests.len()];
     let (mut n_live, mut stored) = (0u64, 0u64);

@@ -1,6 +1,6 @@
-//! How long a step takes, said by a model of cost instead of a machine.
+//! Step times from a cost model instead of a real machine.
 //!
-//! A model is a pure function of the [`BatchShape`]: no state, no clock. It refuses to know about requests.
+//! A model is a pure function of the [`BatchShape`]: no state, no clock, and no knowledge of requests.
 mod constant;
 mod presets;
 mod roofline;
@@ -16,19 +16,19 @@ pub use table::{
 use kvist_cache::RecomputeCost;
 use kvist_scheduler::Batch;
 
-/// What a step works on, summed over its sequences: all that any model here needs to know.
+/// The work of a step, summed over its sequences. This is all that the models here need.
 ///
-/// "Context" counts every token whose K and V a query of the step sees, those the step itself adds included, once
-/// per sequence. Attention of a token includes the token itself.
+/// "Context" counts every token whose K and V a query of the step attends to, once per sequence, including the tokens
+/// that the step itself adds. A token attends to itself.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BatchShape {
-    /// Prompt tokens computed in this step (a cached prefix is not computed).
+    /// Prompt tokens computed in this step. Cached prefix tokens are not included.
     pub prefill_tokens: u64,
-    /// Sequences those tokens belong to.
+    /// Number of sequences these tokens belong to.
     pub prefill_sequences: u64,
     /// Context of those sequences at the end of the step.
     pub prefill_context_tokens: u64,
-    /// Sequences that add one token each.
+    /// Sequences that decode one token each.
     pub decode_sequences: u64,
     /// Context of those sequences at the end of the step.
     pub decode_context_tokens: u64,
@@ -37,7 +37,7 @@ pub struct BatchShape {
 }
 
 impl BatchShape {
-    /// Of a single step, as the scheduler hands it out.
+    /// The shape of a single step's batch from the scheduler.
     pub fn of(batch: &Batch<'_>) -> BatchShape {
         let mut shape = BatchShape::default();
         for work in batch.work {
@@ -49,7 +49,7 @@ impl BatchShape {
         shape
     }
 
-    /// A chunk of `n_tokens` prompt tokens behind `cached_tokens` that are there already.
+    /// Adds a chunk of `n_tokens` prompt tokens after `cached_tokens` cached ones.
     pub fn add_prefill(&mut self, cached_tokens: u64, n_tokens: u64) {
         if n_tokens == 0 {
             return;
@@ -60,7 +60,7 @@ impl BatchShape {
         self.attention_pairs += n_tokens * cached_tokens + n_tokens * (n_tokens + 1) / 2;
     }
 
-    /// One new token behind `cached_tokens`.
+    /// Adds one decoded token after `cached_tokens` cached ones.
     pub fn add_decode(&mut self, cached_tokens: u64) {
         self.decode_sequences += 1;
         self.decode_context_tokens += cached_tokens + 1;
@@ -77,12 +77,12 @@ impl BatchShape {
         self.prefill_context_tokens + self.decode_context_tokens
     }
 
-    /// Does the step nothing?
+    /// Returns whether the step has no work.
     pub fn is_empty(&self) -> bool {
         self.new_tokens() == 0
     }
 
-    /// The decode step after this one, if the same sequences go on: each has one token more.
+    /// The next decode step of the same sequences: each has one more token.
     pub fn next_decode(mut self) -> BatchShape {
         self.decode_context_tokens += self.decode_sequences;
         self.attention_pairs += self.decode_sequences;
@@ -90,14 +90,15 @@ impl BatchShape {
     }
 }
 
-/// How long steps take.
+/// A model of step times.
 pub trait StepCost {
-    /// Nanoseconds of one step. The same shape always costs the same; a step with work costs at least 1 ns, so that
-    /// virtual time goes on.
+    /// Duration of one step in nanoseconds. The same shape always costs the same. A step with work costs at least 1
+    /// ns, so that virtual time advances.
     fn step_ns(&self, batch: &BatchShape) -> u64;
 
-    /// Nanoseconds of `n_steps` decode steps of the same sequences, the first of shape `first`. Must equal the sum
-    /// of [`StepCost::step_ns`] over the shapes; a model that can say so without adding may.
+    /// Duration in nanoseconds of `n_steps` decode steps of the same sequences; `first` is the shape of the first
+    /// step. Must equal the sum of [`StepCost::step_ns`] over the shapes. A model may override this if it can compute
+    /// it without the loop.
     fn decode_run_ns(&self, first: &BatchShape, n_steps: u64) -> u64 {
         let mut shape = *first;
         let mut total = 0u64;
@@ -108,24 +109,24 @@ pub trait StepCost {
         total
     }
 
-    /// Nanoseconds of each of the decode steps that begin with shape `first`, however many follow, if a model knows that
-    /// they cost the same. Then a run of steps needs no walk.
+    /// Duration in nanoseconds of each decode step from shape `first` on, if the model knows that they all cost the
+    /// same, however many follow. Callers then need not iterate over the steps.
     fn even_decode_ns(&self, _first: &BatchShape) -> Option<u64> {
         None
     }
 
-    /// One line for the report.
+    /// One-line description for the report.
     fn name(&self) -> String;
 }
 
-/// How deep a chunk lies that shows what attention costs. Tables go on beyond their last measurement.
+/// Context depth of the chunk that shows the cost of attention. Tables extrapolate beyond their last measurement.
 const DEEP_TOKENS: u64 = 32_768;
 
-/// What eviction policies that weigh it are told of computing tokens anew, in nanoseconds: a line through two steps
-/// of `chunk_tokens` prompt tokens, one at the beginning of a prompt and one behind 32,768 tokens.
+/// The recompute cost in nanoseconds, for eviction policies that use it: a line through two steps of `chunk_tokens`
+/// prompt tokens, one at the beginning of a prompt and one after 32,768 tokens.
 ///
-/// Exact where time is a line over both: constant rates (depth costs nothing) and a roofline that arithmetic bounds. A
-/// table whose deeper step is the faster one is taken as flat. Never negative.
+/// Exact if time is linear in both, as with constant rates (depth costs nothing) and a compute-bound roofline. A table
+/// whose deeper step is faster is treated as flat. Never negative.
 pub fn recompute_cost(cost: &dyn StepCost, chunk_tokens: u32) -> RecomputeCost {
     let chunk = u64::from(chunk_tokens.max(1));
     let step_ns = |cached_tokens| {
@@ -140,12 +141,12 @@ pub fn recompute_cost(cost: &dyn StepCost, chunk_tokens: u32) -> RecomputeCost {
     RecomputeCost { per_token, per_pair }
 }
 
-/// Longest believable time of a step, 104 days: 2^53 ns, which a float still counts by ones.
+/// Longest plausible step, 104 days: 2^53 ns, up to which a float represents every integer.
 pub const LONGEST_STEP_NS: u64 = 1 << 53;
 
-/// A duration in whole nanoseconds: rounded to the nearest, at least 1.
+/// Rounds a duration to whole nanoseconds, at least 1.
 fn whole_ns(ns: f64) -> u64 {
-    // A cast saturates, and makes NaN 0.
+    // The cast saturates, and turns NaN into 0.
     (ns.round() as u64).max(1)
 }
 
@@ -157,7 +158,8 @@ mod tests {
         (found - expected).abs() <= 1e-4 * expected
     }
 
-    /// A roofline's two coefficients come back, constant rates have but one, a table has those it was made with.
+    /// A roofline gives back its two coefficients, constant rates have only one, and a table gives those it was made
+    /// with.
     #[test]
     fn what_recomputing_costs() {
         let roofline = Roofline::ideal(
@@ -169,7 +171,8 @@ mod tests {
         let per_pair = 4.0 * 32.0 * 32.0 * 128.0 / 989.5e12 * 1e9;
         assert!(close(found.per_token, 2.0 * multiplied / 989.5e12 * 1e9), "{found:?}");
         assert!(close(found.per_pair, per_pair), "{found:?}");
-        // 28,626 tokens deep, attention costs what the linear layers do: a block there costs two of the first.
+        // At a depth of 28,626 tokens, attention costs as much as the linear layers, so a block there costs twice the
+        // first one.
         let deep = found.of_block(28_626 / 16, 16) / found.of_block(0, 16);
         assert!(close(deep, 2.0) || (deep - 2.0).abs() < 2e-3, "{deep}");
 
@@ -184,7 +187,7 @@ mod tests {
             );
             MeasuredTable::parse("table", &grid).unwrap()
         };
-        // 1 ms, and 10 ns more for each of 1,024 tokens and token of context.
+        // 1 ms, plus 10 ns for each of 1,024 tokens and token of context.
         let sloped = recompute_cost(&table("[[1e6, 1.65536e6], [1e6, 672088640]]"), 1024);
         assert!(close(sloped.per_pair, 10.0), "{sloped:?}");
         let faster_deeper = recompute_cost(&table("[[2e6, 1e6], [2e6, 1e6]]"), 1024);

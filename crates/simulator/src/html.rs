@@ -1,8 +1,7 @@
-//! A report as one page: plots drawn as SVG, in light and dark, and nothing fetched from anywhere.
+//! A report as one HTML page with SVG plots, in light and dark, with no external resources.
 //!
-//! It promises that the page is a function of what it is given, byte for byte, and that names are escaped. Without
-//! JavaScript everything is there but the scrubbing of block maps. It refuses to compute: figures come from
-//! [`Report`].
+//! The page is a function of its input, byte for byte, and names are escaped. Without JavaScript everything works
+//! except the time slider of block maps. This module computes no figures; they come from [`Report`].
 mod blocks;
 mod compare;
 mod gantt;
@@ -23,26 +22,26 @@ pub use compare::{Comparison, Quantity};
 pub use picture::Picture;
 pub use scale::Unit;
 
-/// One run, under the name that tells it from the others on the page.
+/// One run, with the name that identifies it on the page.
 pub struct Run<'a> {
     pub name: &'a str,
     pub record: &'a Record,
     pub report: &'a Report,
 }
 
-/// A quantity against another over the runs of a sweep: curves on one pair of axes.
+/// One quantity against another over the runs of a sweep, as curves on one pair of axes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plot {
     pub title: String,
     /// A sentence below the title.
     pub about: String,
-    /// Of the axis to the right, which is logarithmic and counts.
+    /// Label of the x axis, which is logarithmic and shows counts.
     pub x_label: String,
-    /// Of the axis upwards, which begins at 0.
+    /// Label of the y axis, which begins at 0.
     pub y_label: String,
     pub unit: Unit,
     pub curves: Vec<Curve>,
-    /// A dashed line across, and what it is: where all curves end.
+    /// A dashed horizontal line and its label: the level at which all curves end.
     pub level: Option<(String, f64)>,
 }
 
@@ -50,7 +49,7 @@ pub struct Plot {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Curve {
     pub name: String,
-    /// Those with `x` at 0 or below are left out: a logarithm has no zero.
+    /// Points with `x` of 0 or below are left out, because the axis is logarithmic.
     pub points: Vec<Point>,
 }
 
@@ -58,26 +57,26 @@ pub struct Curve {
 pub struct Point {
     pub x: f64,
     pub y: f64,
-    /// Of the 95% interval over seeds, where there is one.
+    /// Half width of the 95% interval over seeds, if there is one.
     pub half_width: Option<f64>,
 }
 
-/// What goes on a page.
+/// The contents of a page.
 #[derive(Default)]
 pub struct Page<'a> {
     pub title: &'a str,
     /// A sentence below the title.
     pub about: &'a str,
-    /// Compared side by side, in this order.
+    /// Shown side by side, in this order.
     pub runs: Vec<Run<'a>>,
-    /// Before the plots.
+    /// Shown before the plots.
     pub comparison: Option<Comparison>,
-    /// Plots without a point are left out.
+    /// Plots without points are left out.
     pub plots: Vec<Plot>,
 }
 
 impl Page<'_> {
-    /// The page, complete.
+    /// Renders the complete page.
     pub fn render(&self) -> String {
         let mut page = String::new();
         let title = escape(self.title);
@@ -101,7 +100,7 @@ impl Page<'_> {
         page
     }
 
-    /// What is drawn as SVG, in the order of the page.
+    /// All SVG figures, in page order.
     fn figures(&self) -> Vec<Figure> {
         let plots = self.plots.iter().filter_map(Plot::figure);
         let others = [self.latencies(), load::figure(&self.runs), gantt::figure(&self.runs)];
@@ -109,7 +108,7 @@ impl Page<'_> {
         comparison.into_iter().chain(plots).chain(others.into_iter().flatten()).collect()
     }
 
-    /// The plots of the page as files of their own, on a light ground: everything but tiles, tables and block maps.
+    /// The plots of the page as separate files with a light background: everything but tiles, tables and block maps.
     pub fn pictures(&self) -> Vec<Picture> {
         self.figures().iter().map(Figure::picture).collect()
     }
@@ -131,7 +130,7 @@ impl Page<'_> {
                 .collect();
             let xs = || series.iter().flat_map(|s| &s.points).map(|p| p.0);
             let Some(most) = xs().max_by(f64::total_cmp) else { continue };
-            // A logarithm has no zero: what took no time stands at the left edge.
+            // A logarithmic axis has no zero, so zero durations are drawn at the left edge.
             let least = xs().filter(|x| *x > 0.0).fold(most, f64::min).max(most / 1e6);
             let x = Scale::log(least, most, Unit::Seconds);
             let mut frame = Frame::new(490.0, 270.0, x, Scale::linear(0.0, 1.0, Unit::Percent));
@@ -154,7 +153,7 @@ impl Page<'_> {
 }
 
 impl Plot {
-    /// `None` without a point.
+    /// `None` if there are no points.
     fn figure(&self) -> Option<Figure> {
         let curves = self.curves.iter().map(|curve| {
             let points = curve.points.iter().filter(|p| p.x > 0.0).copied();
@@ -192,7 +191,7 @@ enum Kind {
     EndToEnd,
 }
 
-/// Points of a distribution function on a plot: more cannot be seen.
+/// Maximum points of a distribution function on a plot; more are not visible.
 const CDF_POINTS: usize = 200;
 
 impl Kind {
@@ -217,7 +216,7 @@ impl Kind {
     }
 }
 
-/// Text that is safe in HTML, also in a quoted attribute.
+/// Escapes text for HTML, including quoted attributes.
 fn escape(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for c in text.chars() {

@@ -1,11 +1,11 @@
-//! Serving without a tensor: what arrives, what a step costs, and what came of it, under virtual time.
+//! Simulates serving without computing any tensor, under virtual time.
 //!
-//! Requests come from a [`trace`] or a [`workload`]; a [`cost`] model says how long a step takes; [`report`] and
-//! [`html`] say what happened. [`zero_service`] replays a trace against an eviction policy alone, where nothing
-//! takes any time; [`arena`] lays one load into contiguous handles and into pages.
+//! Requests come from a [`trace`] or a [`workload`]. A [`cost`] model determines how long a step takes. [`report`] and
+//! [`html`] present the results. [`zero_service`] replays a trace against an eviction policy alone, with zero service
+//! time. [`arena`] replays a load in contiguous allocations and in a paged cache.
 //!
-//! It promises that the same input gives the same bytes. It refuses to read a clock, to draw a random number
-//! without a seed, and to decide anything that the serving crates decide.
+//! Guarantee: the same input gives the same bytes. The simulator never reads a clock, never draws random numbers
+//! without a seed, and makes no decision that belongs to the serving crates.
 #![forbid(unsafe_code)]
 
 pub mod arena;

@@ -1,8 +1,8 @@
-//! What came of a run, as data: first what the event loop writes down, then what is made of it.
+//! The results of a run as data: first what the event loop records, then what is computed from it.
 //!
-//! The loop fills a [`Record`]; [`Report::of`] computes; JSON has stable keys in a stable order, times in seconds. It
-//! promises that a report is a function of the record and the objectives. It refuses figures without a basis: the
-//! latency of no request is absent, not zero.
+//! The loop fills a [`Record`]; [`Report::of`] computes the rest. The JSON has stable keys in a stable order, with
+//! times in seconds. A report is a function of the record and the objectives. Figures without data are absent, not
+//! zero: for example, the latency of no requests.
 mod block_map;
 mod load;
 mod requests;
@@ -15,69 +15,69 @@ use crate::statistics::{Estimate, Histogram, Spread};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Of `--json`; it rises when a field changes its meaning or goes.
+/// Version of the `--json` format. Incremented when a field changes its meaning or is removed.
 pub const VERSION: u32 = 1;
 
-/// What an event loop writes down.
+/// The data that an event loop records.
 #[derive(Clone, Debug, Default)]
 pub struct Record {
-    /// What was simulated, by name: trace, policy, scheduler, cost model, seed. Shown as it is.
+    /// What was simulated, by name: trace, policy, scheduler, cost model, seed. Shown verbatim.
     pub setting: BTreeMap<String, String>,
-    /// In the order of the requests given.
+    /// In the order of the input requests.
     pub requests: Vec<RequestRow>,
     /// Nanoseconds between successive tokens of a request.
     pub itl_ns: Histogram,
     pub timeline: Timeline,
     pub cache: CacheCounts,
     pub steps: StepCounts,
-    /// When each request was worked on, if somebody wants to see it; empty otherwise.
+    /// When each request was worked on, if recorded; empty otherwise.
     pub activity: Vec<Activity>,
-    /// Where every block was at some moments, if somebody wants to see it.
+    /// The state of every block at some moments, if recorded.
     pub block_map: Option<BlockMap>,
 }
 
-/// What the cache did.
+/// Cache counters.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct CacheCounts {
     pub block_tokens: u32,
-    /// `None` is without bound.
+    /// `None`: unbounded.
     pub capacity_blocks: Option<u64>,
-    /// Whole blocks of prompts found at admission.
+    /// Whole prompt blocks found in the cache at admission.
     pub hit_blocks: u64,
-    /// Blocks of prompts, partial ones included.
+    /// Prompt blocks, including partial ones.
     pub total_blocks: u64,
     pub hit_tokens: u64,
     pub total_tokens: u64,
-    /// Requests with at least one block found.
+    /// Requests with at least one hit block.
     pub hit_requests: u64,
     pub total_requests: u64,
     pub stored_blocks: u64,
     pub evicted_blocks: u64,
-    /// Why lookups ended where they did: how often, by reason.
+    /// How often lookups ended for each reason.
     pub miss_reasons: BTreeMap<String, u64>,
 }
 
-/// What was computed.
+/// Counters of computed steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct StepCounts {
     pub steps: u64,
-    /// Prompt tokens computed, again after a preemption too.
+    /// Prompt tokens computed, including recomputation after a preemption.
     pub prefill_tokens: u64,
     pub decode_tokens: u64,
-    /// Sequences that had to give up their memory.
+    /// Preemptions.
     pub preemptions: u64,
-    /// Time in steps; the rest is idle.
+    /// Time spent in steps; the rest is idle.
     pub busy_ns: u64,
 }
 
-/// What users were promised. Seconds; `None` promises nothing.
+/// Service level objectives in seconds; `None` sets no objective.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Objectives {
     pub ttft_s: Option<f64>,
     pub tpot_s: Option<f64>,
 }
 
-/// What is made of a [`Record`].
+/// Figures computed from a [`Record`].
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
     pub version: u32,
@@ -89,7 +89,7 @@ pub struct Report {
     pub objectives: Attainment,
     pub load: LoadReport,
     pub steps: StepCounts,
-    /// Memory and batch over time, at some 500 moments.
+    /// Memory and batch size over time, at about 500 moments.
     pub timeline: Vec<Sample>,
 }
 
@@ -114,39 +114,40 @@ pub struct CacheReport {
     pub request_hit_ratio: f64,
 }
 
-/// Seconds, over finished requests.
+/// In seconds, over finished requests.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Latency {
     /// Arrival to admission.
     pub queue_s: Option<Spread>,
     /// Arrival to first token.
     pub ttft_s: Option<Spread>,
-    /// First to last token, per token after the first.
+    /// First to last token, divided by the tokens after the first.
     pub tpot_s: Option<Spread>,
-    /// Between successive tokens.
+    /// Time between successive tokens.
     pub itl_s: Option<Spread>,
     pub end_to_end_s: Option<Spread>,
 }
 
-/// Over the time from the first arrival to the last event.
+/// Rates over the time from the first arrival to the last event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Throughput {
     pub duration_s: f64,
     pub requests_per_s: f64,
-    /// Prompt tokens of finished requests, cached ones included.
+    /// Prompt tokens of finished requests, including cached ones.
     pub prompt_tokens_per_s: f64,
     pub output_tokens_per_s: f64,
-    /// Finished requests that met every objective (Zhong et al., "DistServe", OSDI 2024); without objectives, all.
+    /// Rate of finished requests that met every objective (Zhong et al., "DistServe", OSDI 2024); all of them without
+    /// objectives.
     pub goodput_requests_per_s: f64,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Attainment {
     pub asked: Objectives,
-    /// Requests that met every objective.
+    /// Number of requests that met every objective.
     pub met: u64,
-    /// Of all requests but cancelled ones: what was refused or never finished did not meet them. Absent without
-    /// requests.
+    /// Share of all requests except cancelled ones; refused and unfinished requests count as not meeting them. Absent
+    /// if there are no requests.
     pub attainment: Option<f64>,
 }
 
@@ -211,7 +212,7 @@ impl Report {
         }
     }
 
-    /// The figures that are compared between runs, by name.
+    /// The figures used to compare runs, by name.
     pub fn figures(&self) -> Vec<(&'static str, f64)> {
         let mut figures = vec![
             ("requests_per_s", self.throughput.requests_per_s),
@@ -246,8 +247,8 @@ impl Report {
     }
 }
 
-/// The figures of runs that differ in their seed alone, with their intervals. A figure that some run lacks is
-/// estimated from those that have it.
+/// The figures of runs that differ only in their seed, with confidence intervals. If some runs lack a figure, it is
+/// estimated from the others.
 pub fn over_seeds<K: Ord>(figures: impl IntoIterator<Item = (K, f64)>) -> BTreeMap<K, Estimate> {
     let mut values: BTreeMap<K, Vec<f64>> = BTreeMap::new();
     for (name, value) in figures {

@@ -1,4 +1,4 @@
-//! What a simulated user asks for.
+//! Simulated requests.
 use std::sync::Arc;
 
 /// One request, from a trace or a workload.
@@ -6,30 +6,30 @@ use std::sync::Arc;
 /// 120 bytes and its ids: a trace of 12,000 requests with 290,000 ids takes some 4 MB.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Request {
-    /// Unique within a trace, and what its followers call it. Readers number requests in file order from 0.
+    /// Unique within a trace; follow-ups refer to it. Readers number requests from 0 in file order.
     pub id: u64,
-    /// Nanoseconds of virtual time. With a parent, the earliest moment of arrival.
+    /// Arrival in nanoseconds of virtual time. With a parent, the earliest possible arrival.
     pub arrival_ns: u64,
-    /// Tokens of the prompt, at least 1.
+    /// Prompt tokens, at least 1.
     pub prompt_tokens: u32,
-    /// Tokens the model will write: the truth, which only an oracle may look at. At least 1.
+    /// Tokens the model will generate, at least 1. This is the truth, which only an oracle may use.
     pub output_tokens: u32,
     pub content: PromptContent,
-    /// Requests with different salts share nothing. `None` is a salt of its own: the empty one.
+    /// Requests with different salts share nothing. `None` is the same as the empty salt.
     pub salt: Option<Arc<str>>,
-    /// Virtual time by which it should have finished.
+    /// Virtual time by which it should be finished.
     pub deadline_ns: Option<u64>,
     /// Larger is more urgent.
     pub priority: i32,
-    /// A request that must finish first. This one then arrives at the later of `arrival_ns` and its parent's finish
-    /// plus `think_ns`. In a file the parent stands earlier; in a list it may stand anywhere.
+    /// A request that must finish first. This one then arrives at the later of `arrival_ns` and the parent's finish
+    /// plus `think_ns`. In a file the parent comes earlier; in a list it may be anywhere.
     pub parent: Option<u64>,
-    /// Nanoseconds between the parent's finish and this arrival; without a parent it means nothing.
+    /// Nanoseconds between the parent's finish and this arrival. Ignored without a parent.
     pub think_ns: u64,
 }
 
 impl Request {
-    /// A request of its own: unknown content, no salt, no deadline, no parent.
+    /// A request with unknown content, no salt, no deadline and no parent.
     pub fn new(id: u64, arrival_ns: u64, prompt_tokens: u32, output_tokens: u32) -> Request {
         Request {
             id,
@@ -45,37 +45,37 @@ impl Request {
         }
     }
 
-    /// The salt by name, as the prefix index takes it.
+    /// The salt as the prefix index expects it.
     pub fn salt(&self) -> &str {
         self.salt.as_deref().unwrap_or("")
     }
 
-    /// Tokens of the whole sequence once it has finished.
+    /// Tokens of the whole sequence when finished.
     pub fn total_tokens(&self) -> u64 {
         u64::from(self.prompt_tokens) + u64::from(self.output_tokens)
     }
 }
 
-/// What is known of the tokens of a request. It covers at least the prompt, and goes on into the output where that
-/// is known too, so that a later turn of the same chat can hit what this one wrote.
+/// What is known about the tokens of a request. Covers at least the prompt, and the output as far as it is known, so
+/// that a later turn of the same chat can hit the tokens generated here.
 #[derive(Clone, Debug, Default)]
 pub enum PromptContent {
-    /// Counted only: never matches anything.
+    /// Only the number of tokens is known. Never matches a prefix.
     #[default]
     Unknown,
     /// Token ids.
     Tokens(Arc<[u32]>),
-    /// One opaque id per `tokens_per_id` tokens; an id stands for its tokens and for all before them. The turns of a
-    /// chat share one list and differ in `n_tokens`.
+    /// One opaque id per `tokens_per_id` tokens. An id identifies its own tokens and all tokens before them. The turns
+    /// of a chat share one list and differ in `n_tokens`.
     Ids {
         ids: Arc<[u64]>,
         tokens_per_id: u32,
-        /// Tokens known from the start on: at most `ids.len() · tokens_per_id`. Ids beyond them are somebody else's.
+        /// Known tokens from the start: at most `ids.len() · tokens_per_id`. Ids beyond them belong to other requests.
         n_tokens: u32,
     },
 }
 
-/// Equal if they say the same of the same tokens, whatever their lists hold beyond.
+/// Equal if both describe the same tokens; ids beyond `n_tokens` are ignored.
 impl PartialEq for PromptContent {
     fn eq(&self, other: &PromptContent) -> bool {
         match (self, other) {
@@ -91,7 +91,7 @@ impl PartialEq for PromptContent {
 }
 
 impl PromptContent {
-    /// Tokens of which something is known.
+    /// Number of tokens about which something is known.
     pub fn known_tokens(&self) -> u32 {
         match self {
             PromptContent::Unknown => 0,
@@ -100,8 +100,8 @@ impl PromptContent {
         }
     }
 
-    /// The ids that cover the first `n_tokens` tokens, the partial last one included; `None` where content has no
-    /// ids. Shorter where less is known.
+    /// The ids that cover the first `n_tokens` tokens, including a partial last one. Shorter if fewer are known;
+    /// `None` if the content has no ids.
     pub fn ids(&self, n_tokens: u32) -> Option<&[u64]> {
         match self {
             PromptContent::Ids { ids, tokens_per_id, n_tokens: known } => {

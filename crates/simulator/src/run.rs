@@ -1,11 +1,12 @@
-//! The event loop: the very scheduler and bookkeeping that serve, under virtual time.
+//! The event loop: the real scheduler and cache bookkeeping, driven in virtual time.
 //!
-//! Arrivals reach the scheduler between steps, in order of time and, at equal times, of the list; a follow-up arrives
-//! after its parent's end. The executor prices steps with a cost model and knows when answers end; it answers how
-//! many steps pass before the next arrival or end, and those are run as one, to the same byte as one by one.
+//! Requests arrive between steps, ordered by time and, at equal times, by list position. A follow-up arrives after its
+//! parent ends. The executor gets step times from a cost model and knows when answers end. It tells the scheduler how
+//! many decode steps pass before the next arrival or end; those run as one, and the results are byte-identical to
+//! single steps.
 //!
-//! It promises that its results are a function of requests, cache, cost model and options. It refuses to decide
-//! anything.
+//! Guarantee: results are a function of the requests, cache, cost model and options. The loop makes no scheduling
+//! decision.
 mod executor;
 mod memory;
 mod queue;
@@ -28,23 +29,23 @@ use memory::Memory;
 use std::sync::Arc;
 use watch::{Blocks, Watched};
 
-/// How to run.
+/// Options of a run.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The scheduler's configuration.
     pub scheduler: Config,
-    /// What users allow their answers, at least; where an answer is longer, its length. `None`: exactly its length,
-    /// so that `max_new` predicts as well as an oracle.
+    /// Minimum `max_new` of every request; a longer answer gets its true length. `None`: exactly the true length, so
+    /// that `max_new` predicts as well as an oracle.
     pub max_new: Option<u32>,
-    /// How long after its arrival a request that says nothing of it should have finished.
+    /// Deadline relative to arrival, for requests that have none of their own.
     pub deadline_ns: Option<u64>,
-    /// Run every step by itself. Slower, with the same result: tests compare. What is recorded runs so in any case.
+    /// Run every step by itself. Slower, with the same result, which tests compare. Recorded runs always do this.
     pub one_by_one: bool,
     /// Ask the prefix index why each request missed.
     pub explain: bool,
-    /// Note the time between tokens.
+    /// Record the time between tokens.
     pub itl: bool,
-    /// Note who is worked on when and, of a cache with a bound, where every block is: for pictures.
+    /// Record when each request was worked on and, if the cache is bounded, the state of every block. Used for plots.
     pub watch: bool,
 }
 
@@ -62,13 +63,13 @@ impl Default for Options {
     }
 }
 
-/// Why there is no result.
+/// Why a run has no result.
 #[derive(Debug, PartialEq, thiserror::Error)]
 pub enum RunError {
-    /// The scheduler cannot be built so.
+    /// The scheduler rejects this configuration.
     #[error(transparent)]
     BadConfig(#[from] BadConfig),
-    /// Virtual time goes to 2^63 ns. Figures beyond it would be wrong, so there are none.
+    /// Virtual time ends at 2^63 ns. Results beyond it would be wrong, so the run fails.
     #[error(
         "virtual time has passed 292 years after {ended} of {requests} requests: steps take too long ({cost}), or \
          requests arrive too late"
@@ -76,25 +77,25 @@ pub enum RunError {
     TimeIsUp {
         /// Requests that had ended.
         ended: usize,
-        /// Of so many.
+        /// Number of requests in the run.
         requests: usize,
-        /// The model of cost.
+        /// Name of the cost model.
         cost: String,
     },
 }
 
-/// What a run leaves behind.
+/// The result of a run.
 #[derive(Debug)]
 pub struct Run {
-    /// For reports.
+    /// Data for reports.
     pub record: Record,
-    /// The scheduler's sums.
+    /// The scheduler's counters.
     pub counters: Counters,
-    /// Turns of the scheduler that ran something: fewer than steps, where steps were run as one.
+    /// Scheduler turns that ran something. Fewer than steps if several steps ran as one.
     pub turns: u64,
 }
 
-/// The true lengths, which only a simulation knows.
+/// The true output lengths, which only a simulation knows.
 struct Lengths(Arc<[u32]>);
 
 impl Truth for Lengths {
@@ -103,9 +104,9 @@ impl Truth for Lengths {
     }
 }
 
-/// Run `requests` through a scheduler over `cache`, which holds nothing yet. `progress` is told how many have ended,
-/// after every turn in which one did. `sink` is told everything that arrived, was decided and happened to blocks, in
-/// lines of JSON (docs/simulator.md); requests are named by their place in the list.
+/// Runs `requests` through a scheduler over `cache`, which must be empty. After every turn in which a request ended,
+/// `progress` gets the number of ended requests. `sink` gets all arrivals, decisions and block events as JSON lines
+/// (docs/simulator.md), in which requests are named by list index.
 ///
 /// # Errors
 /// [`RunError`]
@@ -143,7 +144,7 @@ pub fn run<'s>(
     let mut record = Record::default();
     let mut run = Notes { load: Load::default(), changed: false, preemptions: 0 };
     let (mut n_ended, mut turns) = (0, 0);
-    clock.sleep_until(arrivals.next_ns().unwrap_or(0)); // nothing is before the first arrival
+    clock.sleep_until(arrivals.next_ns().unwrap_or(0)); // time starts at the first arrival
     loop {
         let now = clock.now_ns();
         if now > i64::MAX as u64 {
@@ -159,11 +160,11 @@ pub fn run<'s>(
                 deadline_ns: rows[i].deadline_ns,
                 ..as_scheduled(&requests[i], i, at_ns, options.max_new)
             };
-            // Places in the list are unique.
+            // List indices are unique.
             scheduler.arrive(now, request).unwrap_or_else(|duplicate| panic!("{duplicate}"));
         }
         if run.changed {
-            record.timeline.note(now, run.load); // the end of a step, before those it ended let go
+            record.timeline.note(now, run.load); // end of a step, before the requests it ended free their memory
         }
         executor.next_arrival_ns = arrivals.next_ns().unwrap_or(u64::MAX);
         let n_running = scheduler.n_running();
@@ -194,11 +195,12 @@ pub fn run<'s>(
         let load = Load {
             queued_requests: scheduler.n_waiting() as u64,
             running_requests: scheduler.n_running() as u64 + ended_later,
-            used_blocks: at_end.used.saturating_sub(late), // 0 for kinds of cache that hand out no blocks
+            used_blocks: at_end.used.saturating_sub(late), // 0 for kinds of cache without blocks
             cached_blocks: at_end.cached,
         };
         let requests = |load: &Load| (load.queued_requests, load.running_requests);
-        // Whether a moment is noted must not depend on how many steps were run as one: growth alone is no reason.
+        // Whether a sample is recorded must not depend on how many steps ran as one, so block growth alone does not
+        // trigger one.
         if run.changed || requests(&load) != requests(&run.load) {
             record.timeline.note(now, load);
         }
@@ -247,13 +249,13 @@ pub fn run<'s>(
     record.steps.preemptions = counters.preemptions;
     record.itl_ns = executor.itl_ns;
     record.activity = executor.watched.map(|watched| watched.activity).unwrap_or_default();
-    // The scheduler knows places in the list, a report what the trace calls them.
+    // The scheduler names requests by list index; a report uses the ids of the trace.
     record.activity.iter_mut().for_each(|activity| activity.request = requests[activity.request as usize].id);
     record.block_map = blocks.map(|blocks| blocks.map);
     Ok(Run { record, counters, turns })
 }
 
-/// What the timeline was last told.
+/// The last values passed to the timeline.
 struct Notes {
     load: Load,
     changed: bool,

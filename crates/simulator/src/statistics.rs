@@ -1,14 +1,14 @@
-//! Means, percentiles, intervals: what numbers say about numbers.
+//! Means, percentiles and confidence intervals.
 //!
-//! It promises that results depend on the values and not on the order they came in, wherever a percentile or a
-//! histogram is meant. It refuses to invent: an empty set has no mean, one value has no interval.
+//! Percentiles and histograms do not depend on the order of the values. Undefined figures are `None`: an empty set has
+//! no mean, a single value has no interval.
 mod histogram;
 
 pub use histogram::Histogram;
 
 use serde::Serialize;
 
-/// A set of values in five numbers.
+/// Summary of a set of values.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Spread {
     pub n: u64,
@@ -20,7 +20,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// Of `values`, which are sorted for it. `None` if there are none.
+    /// Summarizes `values` and sorts them in place. `None` if there are none.
     pub fn of(values: &mut [f64]) -> Option<Spread> {
         values.sort_unstable_by(f64::total_cmp);
         Some(Spread {
@@ -34,19 +34,19 @@ impl Spread {
     }
 }
 
-/// `None` of no values.
+/// `None` if there are no values.
 pub fn mean(values: &[f64]) -> Option<f64> {
     (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
 }
 
-/// The variance of the population that `values` are a sample of (n − 1). `None` of fewer than two values.
+/// Sample variance (n − 1). `None` for fewer than two values.
 pub fn variance(values: &[f64]) -> Option<f64> {
     let mean = mean(values).filter(|_| values.len() > 1)?;
     Some(values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / (values.len() - 1) as f64)
 }
 
-/// The value below which a share `p` of `sorted` lies, interpolated between neighbours (Hyndman and Fan, "Sample
-/// Quantiles in Statistical Packages", The American Statistician 50(4), 1996, type 7). `None` of no values.
+/// The value below which a fraction `p` of `sorted` lies, interpolated between neighbours (Hyndman and Fan, "Sample
+/// Quantiles in Statistical Packages", The American Statistician 50(4), 1996, type 7). `None` if there are no values.
 pub fn percentile(sorted: &[f64], p: f64) -> Option<f64> {
     let last = sorted.len().checked_sub(1)?;
     let at = p.clamp(0.0, 1.0) * last as f64;
@@ -54,18 +54,18 @@ pub fn percentile(sorted: &[f64], p: f64) -> Option<f64> {
     Some(low + (high - low) * at.fract())
 }
 
-/// A mean and how sure it is.
+/// A mean with its confidence interval.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Estimate {
     pub n: u64,
     pub mean: f64,
-    /// The 95% confidence interval is mean ± this; absent for one value.
+    /// The 95% confidence interval is mean ± this. `None` for a single value.
     pub half_width: Option<f64>,
 }
 
 impl Estimate {
-    /// The mean of independent `values`, one per seed, with its interval after Student ("The Probable Error of a Mean",
-    /// Biometrika 6(1), 1908). `None` of no values.
+    /// The mean of independent `values`, one per seed, with a Student t interval ("The Probable Error of a Mean",
+    /// Biometrika 6(1), 1908). `None` if there are no values.
     pub fn of(values: &[f64]) -> Option<Estimate> {
         let half_width = variance(values).map(|variance| {
             student_t(0.975, (values.len() - 1) as f64) * (variance / values.len() as f64).sqrt()
@@ -73,13 +73,13 @@ impl Estimate {
         Some(Estimate { n: values.len() as u64, mean: mean(values)?, half_width })
     }
 
-    /// Lies `value` in the interval? Never without one.
+    /// Returns whether `value` lies in the interval; false if there is no interval.
     pub fn contains(&self, value: f64) -> bool {
         self.half_width.is_some_and(|half| (value - self.mean).abs() <= half)
     }
 }
 
-/// The value that Student's t with `freedom` degrees of freedom stays below with probability `p`: by halving, to 1e-12.
+/// The `p` quantile of Student's t distribution with `freedom` degrees of freedom, by bisection to 1e-12.
 pub fn student_t(p: f64, freedom: f64) -> f64 {
     if p < 0.5 {
         return -student_t(1.0 - p, freedom);
@@ -96,13 +96,13 @@ pub fn student_t(p: f64, freedom: f64) -> f64 {
     (low + high) / 2.0
 }
 
-/// The regularised incomplete beta function, by its continued fraction (Press et al., "Numerical Recipes", 3rd edition,
-/// 2007, 6.4).
+/// The regularised incomplete beta function, by its continued fraction (Press et al., "Numerical Recipes", 3rd
+/// edition, 2007, 6.4).
 fn incomplete_beta(a: f64, b: f64, x: f64) -> f64 {
     if x <= 0.0 || x >= 1.0 {
         return x.clamp(0.0, 1.0);
     }
-    // The fraction converges fast on this side only.
+    // The fraction converges fast only on this side.
     if x > (a + 1.0) / (a + b + 2.0) {
         return 1.0 - incomplete_beta(b, a, 1.0 - x);
     }
@@ -150,7 +150,7 @@ pub fn ln_gamma(x: f64) -> f64 {
     0.5 * (2.0 * std::f64::consts::PI).ln() + (x + 0.5) * t.ln() - t + sum.ln()
 }
 
-/// The distribution function of `sorted` as at most `n_points` points (value, share at or below), for a plot.
+/// The cumulative distribution of `sorted` as at most `n_points` points (value, share at or below), for a plot.
 pub fn cdf(sorted: &[f64], n_points: usize) -> Vec<(f64, f64)> {
     let n = sorted.len();
     let n_points = n_points.min(n);
@@ -179,7 +179,7 @@ mod tests {
         assert_eq!(variance(&[1.0, 3.0]), Some(2.0));
     }
 
-    /// From the tables of any textbook.
+    /// Values from textbook tables.
     #[test]
     fn student() {
         for (p, freedom, t) in [

@@ -1,12 +1,12 @@
-//! Requests that real users once made, read from the files others publish and from our own.
+//! Readers for traces of real requests: published formats and kvist's own format.
 //!
-//! A reader knows one format. The format is recognised from the content, or forced by name; gzip and zstd are
-//! recognised by their first bytes. A bad row is an error that names file, line, field, what was found and what was
+//! Each reader handles one format. The format is detected from the content or forced by name; gzip and zstd are
+//! detected by their first bytes. A bad row is an error that names the file, line, field, the value found and what was
 //! expected; [`ReadOptions::lenient`] counts such rows instead.
 //!
-//! It promises that requests keep the order of the file, that no file makes a reader panic, and that memory follows
-//! the requests and one line of at most 32 MiB, not what a file claims. It refuses to guess: a field that is missing is
-//! not assumed, a count of zero is not rounded up.
+//! Guarantees: requests keep the order of the file, no file makes a reader panic, and memory use depends on the
+//! requests and one line of at most 32 MiB, not on what a file claims. Readers do not guess: a missing field gets no
+//! default, and a count of zero is not rounded up.
 mod azure;
 mod bailian;
 mod burstgpt;
@@ -23,7 +23,7 @@ use std::path::Path;
 
 pub use native::write;
 
-/// Who wrote the file.
+/// The trace format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// JSON lines of Mooncake: `timestamp` in ms, one id per 512 tokens of the prompt.
@@ -34,7 +34,7 @@ pub enum Format {
     BurstGpt,
     /// JSON lines of Qwen-Bailian: `timestamp` in seconds, one id per 16 tokens, chats with parents.
     Bailian,
-    /// Our own JSON lines, which hold everything a [`Request`] can say. docs/traces.md describes them.
+    /// kvist's own JSON lines, which can express every field of a [`Request`]. Described in docs/traces.md.
     Native,
 }
 
@@ -42,7 +42,7 @@ impl Format {
     pub const ALL: [Format; 5] =
         [Format::Mooncake, Format::Azure, Format::BurstGpt, Format::Bailian, Format::Native];
 
-    /// As it is written in flags and reports.
+    /// The name used in flags and reports.
     pub fn name(self) -> &'static str {
         match self {
             Format::Mooncake => "mooncake",
@@ -58,41 +58,42 @@ impl Format {
     }
 }
 
-/// How to read.
+/// Options for reading.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ReadOptions {
-    /// `None`: recognised from the first line.
+    /// `None`: detect from the first line.
     pub format: Option<Format>,
-    /// Count bad rows and go on, instead of failing at the first.
+    /// Count and skip bad rows instead of failing at the first.
     pub lenient: bool,
-    /// Stop after so many requests.
+    /// Stop after this many requests.
     pub limit: Option<usize>,
-    /// A later turn of a chat arrives no earlier than its predecessor has finished, where the format tells which that
-    /// is (Bailian, BurstGPT with sessions). Without it every request arrives when it did. Our own format says itself
-    /// who follows whom, and is not affected.
+    /// A later turn of a chat arrives no earlier than its predecessor finishes, if the format identifies the
+    /// predecessor (Bailian, BurstGPT with sessions). Without this option every request arrives at its recorded time.
+    /// kvist's own format stores parents explicitly and is not affected.
     pub follow_parents: bool,
 }
 
-/// What a file contained.
+/// The contents of a file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Trace {
     pub format: Format,
-    /// In file order. Arrivals count from the earliest request, except in our own format, which is taken as it stands.
+    /// In file order. Arrival times are relative to the earliest request, except in kvist's own format, where they are
+    /// kept as written.
     pub requests: Vec<Request>,
-    /// Requests the file says failed; they are not among the others.
+    /// Requests that failed according to the file. Not included in `requests`.
     pub failed_rows: u64,
     pub skipped: Skipped,
 }
 
-/// Rows that a lenient reader left out.
+/// Rows that a lenient reader skipped.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Skipped {
     pub rows: u64,
-    /// The first five, as the error would have said it.
+    /// The error messages of the first five.
     pub first: Vec<String>,
 }
 
-/// Why there is no trace.
+/// Why a trace could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
     #[error("{file}: cannot read it: {source}")]
@@ -111,7 +112,7 @@ impl Trace {
     /// Reads `path`.
     ///
     /// # Errors
-    /// [`TraceError`]; a file without a single request is one.
+    /// [`TraceError`]; also if the file has no request at all.
     pub fn read(path: &Path, options: &ReadOptions) -> Result<Trace, TraceError> {
         let name = path.display().to_string();
         let file =
@@ -119,7 +120,7 @@ impl Trace {
         Trace::read_from(&name, file, options)
     }
 
-    /// Reads what `input` yields; `name` is what errors call it.
+    /// Reads from `input`. `name` is used in error messages.
     ///
     /// # Errors
     /// As [`Trace::read`].
@@ -141,8 +142,8 @@ impl Trace {
         reading.finish()
     }
 
-    /// In the order of arrival; requests of the same moment keep file order. A follow-up counts by its earliest moment, and
-    /// so may come before its parent.
+    /// Sorts by arrival; requests with equal times keep file order. A follow-up is sorted by its earliest arrival and
+    /// may therefore come before its parent.
     pub fn into_arrival_order(self) -> Vec<Request> {
         let mut requests = self.requests;
         requests.sort_by_key(|request| request.arrival_ns);
@@ -150,23 +151,23 @@ impl Trace {
     }
 }
 
-/// A row that was understood.
+/// A parsed row.
 enum Row {
     Request {
-        /// Since whatever the file counts from.
+        /// Relative to the file's own time origin.
         time_ns: u64,
         request: Request,
     },
-    /// The file says that it failed.
+    /// The file marks the request as failed.
     Failed,
-    /// Says something about the file.
+    /// A row that describes the file itself.
     Header,
 }
 
 trait RowReader {
-    /// `id` is what the request will be called, unless the file says.
+    /// Parses one row. `id` becomes the id of the request unless the file specifies one.
     fn row(&mut self, line: &str, id: u64) -> Result<Row, RowError>;
-    /// Does time count from the first request, whatever the file says?
+    /// Returns whether times are relative to the first request, whatever the file's origin is.
     fn counts_from_first(&self) -> bool {
         true
     }
@@ -184,7 +185,7 @@ struct Begun {
 }
 
 impl Reading<'_> {
-    /// False once enough was read.
+    /// Returns false once enough requests were read.
     fn line(&mut self, number: u64, line: &str) -> Result<bool, TraceError> {
         let mut is_header = false;
         if self.begun.is_none() {
@@ -210,8 +211,8 @@ impl Reading<'_> {
         Ok(self.begun.as_ref().is_none_or(|begun| begun.trace.requests.len() < limit))
     }
 
-    /// The reader for a file that begins with `line`. Never lenient: without the first line nothing is known of the
-    /// others.
+    /// Creates the reader for a file that begins with `line`. Errors here are never skipped by a lenient reader:
+    /// without the first line the others cannot be interpreted.
     fn begin(&self, number: u64, line: &str) -> Result<(Format, Box<dyn RowReader>), TraceError> {
         let Some(format) = self.options.format.or_else(|| recognise(line)) else {
             return Err(TraceError::UnknownFormat {
@@ -241,7 +242,7 @@ impl Reading<'_> {
         TraceError::Row { file: self.name.into(), line, field, found, expected, advice }
     }
 
-    /// Counts a bad row, or fails for it.
+    /// Counts a bad row, or returns its error.
     fn bad(&mut self, line: u64, error: RowError) -> Result<(), TraceError> {
         let error = self.error(line, error);
         match &mut self.begun {
@@ -279,7 +280,7 @@ impl Reading<'_> {
     }
 }
 
-/// The format of a file that begins with `line`.
+/// Detects the format of a file that begins with `line`.
 fn recognise(line: &str) -> Option<Format> {
     let has = |name: &str| line.contains(name);
     if line.trim_start().starts_with('{') {

@@ -1,9 +1,9 @@
-//! Requests that nobody made: arrivals, lengths and contents drawn from distributions.
+//! Synthetic requests: arrivals, lengths and contents drawn from distributions.
 //!
-//! A [`Workload`] describes, [`Workload::generate`] draws. It promises that the same description and seed give the
-//! same requests, on any number of threads and whatever else is drawn: each aspect (arrivals, lengths, contents) has
-//! a stream of random numbers of its own. It refuses to draw without a seed, and parameters that make no
-//! distribution.
+//! A [`Workload`] describes the requests; [`Workload::generate`] draws them. The same description and seed give the
+//! same requests on any number of threads and whatever else is drawn, because each aspect (arrivals, lengths,
+//! contents) has its own stream of random numbers. A seed is required, and parameters that form no valid distribution
+//! are refused.
 mod arrivals;
 mod contents;
 mod lengths;
@@ -19,19 +19,20 @@ pub use spec::BadSpec;
 use crate::request::Request;
 use contents::Weaver;
 
-/// What arrives, by description.
+/// Describes a workload.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Workload {
-    /// Requests to make. The last chat or agent ends where there are as many: with a turn, or a request, that nothing follows.
+    /// Number of requests to generate. The last chat or agent tree is cut off at this number, so its last request may
+    /// lack follow-ups.
     pub n_requests: usize,
     pub arrivals: Arrivals,
-    /// Tokens of a prompt of its own; of one turn of a chat, what the user adds.
+    /// Prompt tokens of a request; in a chat, the tokens the user adds in one turn.
     pub prompt_tokens: Lengths,
     pub output_tokens: Lengths,
     pub contents: Contents,
 }
 
-/// A parameter that makes no distribution.
+/// A parameter that forms no valid distribution.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("{parameter} is {found}: expected {expected}")]
 pub struct BadParameter {
@@ -46,7 +47,7 @@ impl BadParameter {
     }
 }
 
-/// Err unless `value` is finite and above 0.
+/// Returns an error unless `value` is finite and above 0.
 fn positive(parameter: &'static str, value: f64) -> Result<(), BadParameter> {
     if value.is_finite() && value > 0.0 {
         Ok(())
@@ -55,7 +56,7 @@ fn positive(parameter: &'static str, value: f64) -> Result<(), BadParameter> {
     }
 }
 
-/// Err unless `value` is finite, above 0 and at most `most`, which `expected` says.
+/// Returns an error unless `value` is finite, above 0 and at most `most`; `expected` describes that limit.
 fn at_most(
     parameter: &'static str,
     value: f64,
@@ -66,17 +67,17 @@ fn at_most(
     if value <= most { Ok(()) } else { Err(BadParameter::new(parameter, value, expected)) }
 }
 
-/// Most requests of a workload: 12 GB of them.
+/// Maximum requests of a workload; they take 12 GB.
 const MOST_REQUESTS: usize = 100_000_000;
 
-/// Streams of random numbers: one for each aspect, so that a change of one leaves the others as they are.
+/// Random number streams, one per aspect, so that changing one aspect leaves the others as they are.
 const ARRIVALS: u64 = 0;
 const PROMPTS: u64 = 1;
 const OUTPUTS: u64 = 2;
 const CONTENTS: u64 = 3;
 
 impl Workload {
-    /// The requests of `seed`, in order of arrival (followers behind their parents), with ids from 0.
+    /// Generates the requests of `seed` in order of arrival, with ids from 0. Follow-ups come after their parents.
     ///
     /// # Errors
     /// [`BadParameter`]
@@ -107,7 +108,7 @@ impl Workload {
                 &mut requests,
             );
         }
-        // Followers stand behind their parents, so that none loses its own.
+        // Follow-ups come after their parents, so truncation never removes the parent of a remaining request.
         requests.truncate(self.n_requests);
         Ok(requests)
     }

@@ -1,14 +1,15 @@
-//! A trace against an eviction policy, where serving takes no time: what a cache of a given size is worth at best.
+//! Replays a trace against an eviction policy with zero service time: an upper bound on what a cache of a given size
+//! is worth.
 //!
-//! The rule, for requests in the order of the list:
-//! 1. *Look up*: the longest prefix of the request's blocks that is resident. These are the hits.
-//! 2. *Touch* every block of the prompt, the partial last one included: used if it is resident, else inserted, evicting
-//!    one when full. [`TouchOrder::Reverse`] goes from the tail to the head, so that of what a request touched its
-//!    tail is evicted first.
+//! For each request in list order:
+//! 1. *Look up*: the longest prefix of the request's blocks that is resident. These blocks are the hits.
+//! 2. *Touch* every prompt block, including a partial last one: mark it used if it is resident, otherwise insert it,
+//!    evicting one when full. [`TouchOrder::Reverse`] goes from tail to head, so that among the blocks a request
+//!    touched its tail is evicted first.
 //!
-//! Nothing is pinned, outputs leave no blocks, and any block may be evicted, a parent before its children: this drives
-//! the policies of `kvist_cache::evict` directly, outside the rules of a prefix index. So it is a bound and a way to
-//! compare policies, not a server. It refuses content that is only counted.
+//! Nothing is pinned, outputs leave no blocks, and any block may be evicted, even a parent before its children: the
+//! policies of `kvist_cache::evict` are driven directly, without the rules of a prefix index. The result is a bound
+//! and a way to compare policies; it does not model a server. Content with only a token count is refused.
 mod numbers;
 
 use crate::request::{PromptContent, Request};
@@ -16,12 +17,12 @@ use kvist_cache::evict::{self, FlatSlots, Parameters, PolicyError, Use};
 use numbers::Numbers;
 use serde::Serialize;
 
-/// Block size for content that consists of token ids, if none is given.
+/// Block size for content given as token ids, if none is specified.
 const TOKEN_BLOCK: u32 = 16;
 
-/// The blocks of a trace, numbered densely in the order of their first use.
+/// The blocks of a trace, numbered densely in order of first use.
 ///
-/// 4 bytes per block of a request, 24 per request.
+/// Takes 4 bytes per block of a request and 24 per request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockStream {
     block_tokens: u32,
@@ -32,7 +33,7 @@ pub struct BlockStream {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct RequestBlocks {
-    /// Its blocks end here and begin where those of the request before end.
+    /// End of its blocks, which begin where those of the previous request end.
     end: usize,
     prompt_tokens: u32,
     now_ns: u64,
@@ -55,7 +56,7 @@ pub enum NoBlocks {
     TooMany,
 }
 
-/// In which order a request touches its blocks.
+/// The order in which a request touches its blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TouchOrder {
@@ -65,21 +66,21 @@ pub enum TouchOrder {
     Forward,
 }
 
-/// What came of a replay.
+/// The result of a replay.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct ZeroService {
     pub cache: Hits,
     pub policy: String,
-    /// `None` is without bound.
+    /// `None`: unbounded.
     pub capacity_blocks: Option<u32>,
     pub block_tokens: u32,
     pub touch_order: TouchOrder,
     pub requests: u64,
-    /// Blocks with different content: what a cache without bound ends with.
+    /// Number of distinct blocks; an unbounded cache ends with this many.
     pub distinct_blocks: u32,
 }
 
-/// Counts at lookup.
+/// Hit counts at lookup.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Hits {
     /// Blocks of the longest resident prefix, over all requests.
@@ -97,10 +98,10 @@ pub struct Hits {
 }
 
 impl BlockStream {
-    /// Cuts the prompts into blocks of `block_tokens`; without, as the ids are (16 for token ids).
+    /// Cuts the prompts into blocks of `block_tokens`; by default one block per id (16 tokens for token ids).
     ///
-    /// A finer block is (id, index within the id's tokens), a coarser one its last id, which stands for all before.
-    /// Requests with different salts have no block in common.
+    /// A finer block is identified by (id, index within the id's tokens). A coarser block is identified by its last
+    /// id, which stands for all tokens before it. Requests with different salts share no block.
     ///
     /// # Errors
     /// [`NoBlocks`]
@@ -122,7 +123,7 @@ impl BlockStream {
         let mut now_ns = 0;
         for request in requests {
             numbers.append(request, &mut stream.blocks)?;
-            now_ns = request.arrival_ns.max(now_ns); // a file need not be sorted, and time does not go back
+            now_ns = request.arrival_ns.max(now_ns); // a file need not be sorted, but time must not go back
             let end = stream.blocks.len();
             stream.requests.push(RequestBlocks { end, prompt_tokens: request.prompt_tokens, now_ns });
         }
@@ -133,11 +134,11 @@ impl BlockStream {
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
     }
-    /// Blocks of all requests.
+    /// Total blocks of all requests.
     pub fn total_blocks(&self) -> u64 {
         self.blocks.len() as u64
     }
-    /// Blocks with different content.
+    /// Number of distinct blocks.
     pub fn distinct_blocks(&self) -> u32 {
         self.n_distinct
     }
@@ -152,9 +153,9 @@ impl BlockStream {
         })
     }
 
-    /// For each block of the stream, when it is used next: the request's number, then the position, so that of the
-    /// blocks a request will use, its tail is the farthest. Hits are counted before anything is touched, so the order
-    /// of touches within a request is not part of the future.
+    /// The next use of each block of the stream, as request number and then position, so that among the blocks a
+    /// request will use, its tail is farthest in the future. Hits are counted before anything is touched, so the touch
+    /// order within a request does not matter here.
     fn next_uses(&self) -> Vec<Option<u64>> {
         let mut later: Vec<Option<u64>> = vec![None; self.n_distinct as usize];
         let mut next = vec![None; self.blocks.len()];
@@ -170,13 +171,14 @@ impl BlockStream {
     }
 }
 
-/// Replays `stream` against the policy of this name, in a cache of `capacity_blocks` (`None`: without bound).
+/// Replays `stream` against the policy of this name in a cache of `capacity_blocks` (`None`: unbounded).
 ///
-/// Every block costs the same to recompute and has the same size: without the rule that leaves go first, a policy that
-/// weighed depth would evict the heads, behind which nothing hits. Time is that of the trace.
+/// Every block has the same recompute cost and the same size. There is no rule here that leaves are evicted first, so
+/// a policy that weighed depth would evict the heads, and nothing after an evicted head can hit. Time is that of the
+/// trace.
 ///
 /// # Errors
-/// An unknown policy, or a parameter that is not its own.
+/// The policy is unknown, or has no such parameter.
 pub fn replay(
     stream: &BlockStream,
     policy: &str,
@@ -186,7 +188,7 @@ pub fn replay(
 ) -> Result<ZeroService, PolicyError> {
     let policy = evict::build(policy, parameters)?;
     let name = policy.name();
-    // Only a policy that looks ahead competes with newcomers, and only it reads the future.
+    // Only a policy that knows the future may reject a new block, and only such a policy reads the future.
     let future = if policy.bypasses() { stream.next_uses() } else { Vec::new() };
     // A block's number is its slot.
     let mut resident = FlatSlots::new(capacity_blocks.unwrap_or(u32::MAX), policy);

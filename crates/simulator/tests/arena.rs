@@ -1,4 +1,4 @@
-//! Loads in arenas and pages: cases by hand, and what must hold of any load.
+//! Loads in arenas and in a paged cache: cases computed by hand, and properties of every load.
 use kvist_simulator::arena::{PAGED, ReplayRefused, Replayed, Reserve, Setting, layouts, replay};
 use kvist_simulator::request::Request;
 use kvist_simulator::workload::{Arrivals, Chats, Contents, Lengths, Workload};
@@ -12,39 +12,40 @@ fn by_hand(requests: &[Request], layout: &str, capacity: u32, reserve: Reserve) 
     replay(requests, layout, &setting(capacity, reserve)).unwrap()
 }
 
-/// The first fills its block, and the second lies behind it.
+/// The first sequence fills its block, and the second is placed directly after it.
 #[test]
 fn by_hand_a_neighbour_is_in_the_way() {
-    // Prompts of a block. The first writes 3 tokens, of which 2 are stored, at 1 s and 2 s; it ends at 3 s. The other ends at
-    // 1 s, behind the first's token.
+    // Prompts of one block each. The first request generates 3 tokens, of which 2 are stored, at 1 s and 2 s; it ends
+    // at 3 s. The other ends at 1 s, after the first's token.
     let requests = [Request::new(0, 0, 4, 3), Request::new(1, 0, 4, 1)];
-    // Of three blocks the third alone is free: two together are not.
+    // Of three blocks only the third is free, but two contiguous ones are needed.
     for layout in ["first_fit", "buddy"] {
         let found = by_hand(&requests, layout, 3, Reserve::Prompt);
         assert_eq!((found.finished, found.cut_short, found.cut_short_with_room), (1, 1, 1), "{layout}");
     }
     let paged = by_hand(&requests, PAGED, 3, Reserve::Prompt);
     assert_eq!((paged.finished, paged.cut_short, paged.peak_used_blocks), (2, 0, 3));
-    // 2 blocks for 1 s, then 3 until the other lets go at the same moment, then 2 for two seconds.
+    // 2 blocks for 1 s, then 3 until the other frees its block at the same moment, then 2 for two seconds.
     assert!((paged.mean_used_blocks - 2.0).abs() < 1e-12, "{paged:?}");
-    // Stored are 8, 5 and 6 tokens in 8 places each.
+    // 8, 5 and 6 tokens are stored, in space for 8 each.
     assert!((paged.internal_fragmentation - (1.0 - 19.0 / 24.0)).abs() < 1e-12, "{paged:?}");
-    // Of four blocks two together are: the first moves there, with its block.
+    // Of four blocks, two contiguous ones are free: the first sequence moves there, with its block.
     for layout in ["first_fit", "buddy"] {
         let found = by_hand(&requests, layout, 4, Reserve::Prompt);
         assert_eq!((found.finished, found.moved, found.blocks_copied), (2, 1, 1), "{layout}: {found:?}");
         assert_eq!((found.grown_in_place, found.peak_used_blocks), (0, 3), "{layout}: {found:?}");
     }
-    // With room for the answer from the start nobody moves.
+    // If space for the answer is reserved from the start, no sequence moves.
     let whole = by_hand(&requests, "first_fit", 3, Reserve::Whole);
     assert_eq!((whole.finished, whole.moved, whole.grown_in_place), (2, 0, 0));
-    // Blocks 0 and 1, 2: the free piece is at the end, as large as what is free.
+    // In use: blocks 0 and 1, and 2. The free piece is at the end and contains all free blocks.
     assert_eq!(whole.external_fragmentation, 0.0);
 }
 
 #[test]
 fn by_hand_pieces_are_not_a_handle() {
-    // Four of a block each; the first and third leave at 1 s. At 2 s somebody wants two blocks: there are two, apart.
+    // Four requests of one block each; the first and third leave at 1 s. At 2 s another request needs two blocks: two
+    // are free but not contiguous.
     let mut requests: Vec<Request> =
         (0..4).map(|i| Request::new(i, 0, 4, if i % 2 == 0 { 1 } else { 9 })).collect();
     for request in requests.iter_mut().filter(|request| request.id % 2 == 1) {
@@ -59,11 +60,12 @@ fn by_hand_pieces_are_not_a_handle() {
             (turned_away, turned_away, 5 - turned_away),
             "{layout}"
         );
-        // From 1 s to 4 s two blocks are free, the larger piece is one: a half for three of four seconds.
+        // From 1 s to 4 s two blocks are free, but the largest piece is one: a half, for three of four seconds.
         let external = if layout == PAGED { 0.0 } else { 0.375 };
         assert!((found.external_fragmentation - external).abs() < 1e-12, "{found:?}");
     }
-    // Three of six blocks each: buddy takes four for the first, and has two for the second.
+    // Two requests of three blocks each in six blocks: buddy takes four for the first, which leaves two for the
+    // second.
     let three = [Request::new(0, 0, 9, 1), Request::new(1, 0, 9, 1)];
     for (layout, turned_away) in [("first_fit", 0), ("buddy", 1), (PAGED, 0)] {
         let found = by_hand(&three, layout, 6, Reserve::Prompt);
@@ -110,7 +112,7 @@ fn of_any_load() {
             assert_eq!((paged.turned_away_with_room, paged.cut_short_with_room), (0, 0), "{what}");
             assert_eq!(paged.external_fragmentation, 0.0);
             if capacity == 1 << 14 {
-                // Room for all: they differ in what they waste and move alone.
+                // Space for all: the layouts differ only in what they waste and move.
                 assert!(all.iter().all(|found| found.finished == found.requests), "{what}: {all:?}");
                 assert!(buddy.internal_fragmentation > first_fit.internal_fragmentation, "{what}");
                 if reserve == Reserve::Prompt {

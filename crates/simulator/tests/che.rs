@@ -45,7 +45,7 @@ fn lru_hits_as_often_as_che_says() {
             let done = replay(&stream, "lru", &Parameters::default(), Some(capacity), TouchOrder::Reverse)
                 .expect("lru");
             let measured = done.cache.hit_blocks as f64 / done.cache.total_blocks as f64;
-            // A cold cache misses once per block that it can hold; the approximation knows no beginning.
+            // A cold cache misses once per block of its capacity; the approximation assumes a warm cache.
             let cold = f64::from(capacity) / N_REQUESTS as f64;
             let expected = approximation(&probabilities, capacity.into());
             let off = (measured - expected).abs();

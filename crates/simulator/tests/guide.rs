@@ -1,9 +1,9 @@
-//! The examples of docs/traces.md are read by what they describe.
+//! Checks that the parsers accept the examples in docs/traces.md.
 use kvist_simulator::cost::{BatchShape, MeasuredTable, StepCost};
 use kvist_simulator::trace::{Format, ReadOptions, Trace};
 use kvist_simulator::workload::{Arrivals, Contents, Lengths};
 
-/// The first block of the guide in this language.
+/// The first code block of the guide in this language.
 fn example(language: &str) -> &'static str {
     let guide = include_str!("../../../docs/traces.md");
     let fence = format!("```{language}\n");

@@ -1,4 +1,5 @@
-//! The page: complete, self-contained, the same bytes for the same runs. `KVIST_PAGE=FILE` writes it, to be looked at.
+//! The page: complete, self-contained, the same bytes for the same runs. `KVIST_PAGE=FILE` writes it to a file for
+//! viewing.
 use kvist_cache::evict::{POLICIES, Parameters};
 use kvist_simulator::cost::{BatchShape, Hardware, ModelShape, Roofline, StepCost};
 use kvist_simulator::html::{Comparison, Curve, Page, Plot, Point, Quantity, Run, Unit};
@@ -13,7 +14,7 @@ use std::path::Path;
 const BLOCK: u64 = 16;
 const CAPACITY: u64 = 600;
 
-/// One request while it is served.
+/// A request in service.
 struct Active {
     row: usize,
     cached: u64,
@@ -22,7 +23,8 @@ struct Active {
     last_ns: u64,
 }
 
-/// First come, first served, whole prompts, `max_batch` at a time: enough of a server to have something to draw.
+/// A minimal server: first come, first served, whole prompts, `max_batch` requests at a time. It only provides data to
+/// draw.
 fn serve(requests: &[Request], max_batch: usize, name: &str) -> Record {
     let cost =
         Roofline::ideal(Hardware::preset("l40s").unwrap(), ModelShape::preset("llama-3.1-8b").unwrap());
@@ -156,7 +158,7 @@ fn curves() -> (Vec<Curve>, f64) {
     (POLICIES.iter().map(|policy| curve(policy.name)).collect(), ratio("lru", None))
 }
 
-/// Figures of three servers, one of which measured nothing.
+/// Figures of three servers, one of which has no measurements.
 fn comparison() -> Comparison {
     let mark = |mean, half_width| Estimate { n: 3, mean, half_width };
     let quantity =
@@ -209,7 +211,7 @@ fn page(n_runs: usize) -> String {
     with_page(n_runs, |page| page.render())
 }
 
-/// Every tag that opens closes, in order; `<br>` and the like do not.
+/// Checks that every opened tag is closed, in order; void tags such as `<br>` are not closed.
 fn check_tags(page: &str) {
     const VOID: [&str; 3] = ["meta", "input", "!doctype"];
     let (mut open, mut rest, mut in_script) = (Vec::<&str>::new(), page, false);
@@ -269,7 +271,7 @@ fn same_runs_same_bytes() {
     assert_eq!(page(2), page(2));
 }
 
-/// Nothing to show is no reason to fail.
+/// Empty input must not fail.
 #[test]
 fn of_nothing() {
     check_tags(&Page::default().render());
@@ -281,7 +283,7 @@ fn of_nothing() {
     assert!(!page.contains("NaN"));
 }
 
-/// Files of their own: every plot of the page, nothing fetched, and no colour left to a variable.
+/// Separate files: every plot of the page, no external resources, and no colours left as CSS variables.
 #[test]
 fn pictures() {
     let pictures = with_page(2, |page| page.pictures());
@@ -299,7 +301,7 @@ fn pictures() {
         for foreign in ["http", "src=", "@import", "url(", "var(", "NaN", ": ;"] {
             assert!(!svg[begin.len()..].contains(foreign), "{}: {foreign}", picture.name);
         }
-        // What is drawn is what the page draws.
+        // Each picture has the same content as the page.
         let panels = svg.split("<g transform=").skip(1).map(|panel| &panel[panel.find('>').unwrap() + 1..]);
         for panel in panels {
             let body = panel.rsplit_once("</g>").unwrap().0;

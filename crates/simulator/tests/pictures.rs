@@ -1,5 +1,6 @@
-//! Drawing, pinned: small pages and pictures, compared byte for byte with the files in `tests/pictures/`. A browser shows
-//! them. `KVIST_RENEW=1 cargo test -p kvist-simulator --test pictures` writes them anew: look at what changed, and commit it.
+//! Pins the drawing code: small pages and pictures are compared byte for byte with the files in `tests/pictures/`,
+//! which can be viewed in a browser. `KVIST_RENEW=1 cargo test -p kvist-simulator --test pictures` rewrites them:
+//! review the changes and commit them.
 use kvist_simulator::html::{Comparison, Curve, Page, Plot, Point, Quantity, Run, Unit};
 use kvist_simulator::report::{
     Activity, BlockMap, BlockState, Load, Objectives, Outcome, Phase, Record, Report, RequestRow,
@@ -9,7 +10,7 @@ use std::path::PathBuf;
 
 const MS: u64 = 1_000_000;
 
-/// `found`, as it was when somebody looked at it last.
+/// Compares `found` with the last reviewed version.
 fn pinned(name: &str, found: &str) {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/pictures").join(name);
     if std::env::var_os("KVIST_RENEW").is_some() {
@@ -33,7 +34,7 @@ fn pinned(name: &str, found: &str) {
     );
 }
 
-/// Arrives, is admitted, writes its first token and ends at these milliseconds.
+/// A request that arrives, is admitted, gets its first token and ends at these milliseconds.
 fn row(id: u64, [arrival, admitted, first, finished]: [u64; 4], prompt: u32, output: u32) -> RequestRow {
     RequestRow {
         id,
@@ -74,7 +75,7 @@ fn record(name: &str, requests: Vec<RequestRow>) -> Record {
     record
 }
 
-/// Four requests: one is told in stretches, one was preempted and is late, one was refused.
+/// Four requests: one is active in several time spans, one was preempted and is late, one was refused.
 fn first() -> Record {
     let mut rows = vec![
         row(3, [0, 5, 120, 800], 300, 40),
@@ -118,7 +119,7 @@ fn first() -> Record {
     record
 }
 
-/// Thirteen requests, more than have a wide bar each.
+/// Thirteen requests: too many for wide bars.
 fn second() -> Record {
     let rows = (0..13).map(|i| row(i, [10 * i, 20 + 30 * i, 60 + 35 * i, 400 + 90 * i], 100, 5 + i as u32));
     let mut record = record("sjf", rows.collect());
@@ -197,7 +198,8 @@ fn page<T>(then: impl FnOnce(&Page<'_>) -> T) -> T {
     })
 }
 
-/// Mutations of the code that draws lived: what it drew was checked for its tags and its words, and not for its lines.
+/// Mutation testing showed that changes in the drawing code went unnoticed: tests checked its tags and words, but not
+/// its lines.
 #[test]
 fn every_picture_is_as_it_was() {
     let pictures = page(|page| page.pictures());
@@ -216,7 +218,7 @@ fn every_picture_is_as_it_was() {
     }
 }
 
-/// The style sheet and the script of the map are files of their own, and left out.
+/// The style sheet and the block map's script are separate files, so they are left out.
 fn without_sources(page: &str) -> String {
     let (css, js) = (include_str!("../src/html/style.css"), include_str!("../src/html/blocks.js"));
     assert!(page.contains(css));
@@ -233,7 +235,7 @@ fn the_page_is_as_it_was() {
     pinned("one-run.html", &without_sources(&alone));
 }
 
-/// Of many requests those around the longest queue are drawn: of 100 that arrive one after the other, 60.
+/// With many requests, those around the longest queue are drawn: 60 of 100 that arrive one after the other.
 #[test]
 fn of_many_requests_those_around_the_longest_queue_are_drawn() {
     let drawn = |peak_ms: u64| {

@@ -1,5 +1,5 @@
-//! Queueing truth: one server, constant cost per token, no prefixes, preempted work kept. Mean response times against
-//! theory, for exponential and hyperexponential service, by discipline and utilisation.
+//! Checks against queueing theory: one server, constant cost per token, no prefixes, preempted work kept. Compares
+//! mean response times with theory for exponential and hyperexponential service, by discipline and utilisation.
 //!
 //! Service is a whole number of tokens (geometric, or a mixture of two geometrics), so the theory is evaluated for
 //! exactly that distribution: first come first served by Pollaczek and Khinchine; shortest job first as priority
@@ -65,7 +65,7 @@ impl Service {
         (self.p * a.0 + (1.0 - self.p) * b.0, self.p * a.1 + (1.0 - self.p) * b.1)
     }
 
-    /// Mean response in tokens' time.
+    /// Mean response time in units of the time per token.
     fn theory(&self, policy: &str, utilisation: f64) -> f64 {
         let (mean, second) = self.moments();
         let arrivals = utilisation / mean;
@@ -75,7 +75,7 @@ impl Service {
         let (mut response, mut below, mut square_below, mut residence) = (0.0, 0.0, 0.0, 0.0);
         let mut k = 0;
         while self.tail(k) > 1e-13 {
-            // Sizes up to k − 1 load the server with `below`; a token of residence at remaining size k − 1.
+            // Sizes up to k − 1 load the server with `below`. Adds one token's residence at remaining size k − 1.
             residence += 1.0 / (1.0 - below);
             k += 1;
             let probability = self.tail(k - 1) - self.tail(k);
@@ -97,7 +97,8 @@ impl Service {
     }
 }
 
-/// One path of arrivals and services, what chance did to it, and who would be served when in the order of arrival.
+/// One sample path of arrivals and services, its sample means, and the response times in first-come-first-served
+/// order.
 struct Path {
     requests: Vec<Request>,
     /// Mean service, mean squared service, mean interval.
@@ -107,7 +108,7 @@ struct Path {
 }
 
 impl Path {
-    /// Without `requests` it can only be looked at.
+    /// Without `requests` the path cannot be served, only analysed.
     fn new(service: &Service, utilisation: f64, jobs: usize, seed: u64, with_requests: bool) -> Path {
         let mut random = Random(SplitMix64(seed));
         let interval = service.moments().0 / utilisation;
@@ -132,13 +133,13 @@ impl Path {
     }
 }
 
-/// Mean response after a warm-up, in tokens' time.
+/// Mean response after a warm-up, in units of the time per token.
 fn mean(responses_ns: &[u64]) -> f64 {
     let warm = &responses_ns[responses_ns.len() / 10..];
     warm.iter().map(|&ns| ns as f64).sum::<f64>() / warm.len() as f64 / TOKEN_NS
 }
 
-/// Serve a path: the responses. Checks what holds of every path.
+/// Serves a path and returns the response times. Checks invariants that hold for every path.
 fn serve(policy: &str, path: &Path) -> Vec<u64> {
     let requests = &path.requests;
     let group = GroupSpec { capacity_tokens: u32::MAX, visibility: Visibility::FULL, max_step_tokens: 1 };
@@ -162,12 +163,13 @@ fn serve(policy: &str, path: &Path) -> Vec<u64> {
     let rows = &done.record.requests;
     let response = |row: &RequestRow| row.finished_ns.expect("everybody is served") - row.arrival_ns;
     let responses: Vec<u64> = rows.iter().map(response).collect();
-    // Little's law, from empty to empty: the integral of the number of requests is the sum of responses.
+    // Little's law over a busy period from empty to empty: the integral of the number of requests is the sum of
+    // responses.
     let sum: u64 = responses.iter().sum();
     let timeline = &done.record.timeline;
     let integral = timeline.mean_requests() * (timeline.end_ns() - rows[0].arrival_ns) as f64;
     assert!((integral - sum as f64).abs() < 1e-9 * integral, "L = {integral}, λW = {sum}");
-    // Work is conserved: the server was busy for every token, once.
+    // Work is conserved: the server was busy for every token exactly once.
     let tokens: u64 = requests.iter().map(|r| u64::from(r.output_tokens)).sum();
     assert_eq!(done.record.steps.busy_ns, tokens * TOKEN_NS as u64);
     assert_eq!(done.counters.lost_tokens, 0);
@@ -180,7 +182,7 @@ fn serve(policy: &str, path: &Path) -> Vec<u64> {
     responses
 }
 
-/// Solve `a x = b`, both in `a`; Gauss and Jordan.
+/// Solves `a x = b`, both given in `a`, by Gauss-Jordan elimination.
 fn solve(mut a: Vec<Vec<f64>>) -> Vec<f64> {
     let n = a.len();
     for i in 0..n {
@@ -197,8 +199,8 @@ fn solve(mut a: Vec<Vec<f64>>) -> Vec<f64> {
     (0..n).map(|i| a[i][n] / a[i][i]).collect()
 }
 
-/// Mean and half of its 95% interval of `(y, controls)`, corrected by the controls, whose expectations are known:
-/// least squares of y = c₀ + Σ cⱼ (xⱼ / E xⱼ − 1).
+/// Mean and half width of the 95% interval of `(y, controls)`, corrected by controls with known expectations: least
+/// squares of y = c₀ + Σ cⱼ (xⱼ / E xⱼ − 1).
 fn corrected(runs: &[(f64, Vec<f64>)], expected: &[f64]) -> (f64, f64) {
     let n = expected.len() + 1;
     let row = |x: &[f64]| {
@@ -217,7 +219,7 @@ fn corrected(runs: &[(f64, Vec<f64>)], expected: &[f64]) -> (f64, f64) {
     let fitted = |x: &[f64]| row(x).iter().zip(&c).map(|(x, c)| x * c).sum::<f64>();
     let squares: f64 = runs.iter().map(|(y, x)| (y - fitted(x)).powi(2)).sum();
     let variance = squares / (runs.len() - n) as f64;
-    // Of the intercept: σ² (XᵀX)⁻¹₀₀.
+    // Variance of the intercept: σ² (XᵀX)⁻¹₀₀.
     normal.iter_mut().enumerate().for_each(|(i, row)| row[n] = if i == 0 { 1.0 } else { 0.0 });
     let inverse = solve(normal)[0];
     (c[0], 2.05 * (variance * inverse).sqrt()) // Student's t for 27 and more degrees of freedom
@@ -232,7 +234,8 @@ fn check(policies: &[&str], utilisation: f64, runs: u64, jobs: usize, tolerance:
         for seed in 1..=runs {
             let path = Path::new(&service, utilisation, jobs, seed, true);
             for (policy, runs) in policies.iter().zip(&mut runs_of) {
-                // What first come first served makes of the same path is known too: the best control there is.
+                // The first-come-first-served response of the same path is also known. It is the best control
+                // available.
                 let mut controls = path.means.to_vec();
                 if *policy != "fcfs" {
                     controls.push(mean(&path.fcfs_ns));
@@ -250,7 +253,7 @@ fn check(policies: &[&str], utilisation: f64, runs: u64, jobs: usize, tolerance:
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
-/// Print a row; returns it if it is off, or says too little.
+/// Prints a row. Returns it if it is off or too imprecise.
 fn compare(
     policy: &str,
     service: &Service,
@@ -280,8 +283,8 @@ fn at_nine_tenths() {
     check(&["sjf", "srpt"], 0.9, 32, 25_000, 0.02);
 }
 
-/// In a long queue first come first served takes more jobs to settle than there is time for. But it is Lindley's
-/// recursion to the nanosecond (checked here, and on every path of the tests above), and that is fast.
+/// In a long queue, first come first served needs too many jobs to converge. But it equals Lindley's recursion to the
+/// nanosecond (checked here and on every path of the tests above), and the recursion is fast.
 #[test]
 fn first_come_first_served_at_nine_tenths() {
     let mut bad = Vec::new();
@@ -297,13 +300,13 @@ fn first_come_first_served_at_nine_tenths() {
         let theory = service.theory("fcfs", 0.9);
         bad.extend(compare("recursion", &service, 0.9, theory, corrected(&runs, &expected), 0.02));
     }
-    // M/M/1 with continuous service differs by the rounding to tokens alone.
+    // M/M/1 with continuous service differs only by the rounding to tokens.
     let mm1 = EXPONENTIAL.mean / (1.0 - 0.9);
     assert!((EXPONENTIAL.theory("fcfs", 0.9) / mm1 - 1.0).abs() < 0.003);
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
-/// Many times the jobs, and a narrower bound.
+/// Many times as many jobs, and a narrower bound.
 #[test]
 #[ignore = "takes minutes: cargo test --release -p kvist-simulator --test queueing -- --ignored --nocapture"]
 fn with_many_jobs() {

@@ -60,11 +60,11 @@ fn by_hand() {
     assert_eq!(report.load.mean_running_requests, 1.5);
     assert_eq!(report.load.mean_queued_requests, 0.5);
     assert_eq!(report.load.busy_ratio, 0.75);
-    // Without objectives all that finished is good.
+    // Without objectives, every finished request counts.
     assert_eq!(Report::of(&record(), &Objectives::default()).objectives.met, 3);
 }
 
-/// Nothing happened: no figure is made up, and none is not a number.
+/// With no data, no figure is invented, and none is NaN.
 #[test]
 fn of_nothing() {
     let report = Report::of(&Record::default(), &Objectives::default());

@@ -1,4 +1,4 @@
-//! The event loop against slower and simpler ways to the same result.
+//! Compares the event loop with slower, simpler computations of the same result.
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::twin::SplitMix64 as Random;
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, Step, Vocabulary};
@@ -20,7 +20,7 @@ fn paged(capacity_tokens: u32, block_tokens: u32, vocabulary: Option<Vocabulary>
     Cache::paged(&PagedSpec { block_tokens, groups: vec![group], rollback_tokens: 0, prefix }).unwrap()
 }
 
-/// Layers that see everything beside layers with a window, whose pool is smaller.
+/// A full-attention layer group beside a sliding-window group with a smaller pool.
 fn mixed(capacity_tokens: u32, vocabulary: Vocabulary) -> Cache {
     let full = GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: capacity_tokens };
     let visibility = Visibility { window: Some(20), sinks: 4 };
@@ -30,7 +30,7 @@ fn mixed(capacity_tokens: u32, vocabulary: Vocabulary) -> Cache {
     Cache::paged(&PagedSpec { block_tokens: 4, groups, rollback_tokens: 0, prefix }).unwrap()
 }
 
-/// Steps whose cost depends on everything a shape says.
+/// Step costs that depend on every field of a shape.
 struct Uneven;
 
 impl StepCost for Uneven {
@@ -45,7 +45,7 @@ impl StepCost for Uneven {
     }
 }
 
-/// Chats and single requests, some of them at the same moment.
+/// Chats and single requests, some of which arrive at the same moment.
 fn requests(seed: u64, n: u32) -> Vec<Request> {
     let mut random = Random(seed);
     let mut at = 0;
@@ -56,7 +56,7 @@ fn requests(seed: u64, n: u32) -> Vec<Request> {
         let family = u64::from(random.below(4)) << 32;
         let n_tokens = request.prompt_tokens + random.below(30);
         let shared = random.below(12);
-        // The first ids are the family's, the others its own.
+        // The first ids are shared by the family, the others are the request's own.
         let ids = (0..n_tokens.div_ceil(8)).map(|i| {
             let own = if i < shared { 0 } else { id + 1 };
             family + (own << 10) + u64::from(i)
@@ -102,7 +102,7 @@ fn settings() -> Vec<(Config, u32)> {
     all
 }
 
-/// A run and its logs.
+/// A run with its logs.
 struct Recorded {
     run: Run,
     events: String,
@@ -149,8 +149,8 @@ fn shown(run: &Run) -> String {
     format!("{:?}\n{report}\n{samples}\n{rows}", run.counters)
 }
 
-/// Memory over time, from a recording alone: mean and peak of blocks held, mean and peak of blocks cached, in `group`.
-/// Of changes at the same moment the peak is that of the steps, as they are recorded.
+/// Memory over time in `group`, from a recording alone: mean and peak of blocks in use, mean and peak of cached
+/// blocks. For changes at the same moment, the peak is taken step by step, as they are recorded.
 fn memory_as_recorded(recorded: &Recorded, group: u64) -> [f64; 4] {
     let mut states: BTreeMap<u64, &str> = BTreeMap::new();
     let count = |states: &BTreeMap<u64, &str>, wanted: &str| {
@@ -193,8 +193,8 @@ fn memory_as_recorded(recorded: &Recorded, group: u64) -> [f64; 4] {
     [integrals[0] / (end - begin), peaks[0], integrals[1] / (end - begin), peaks[1]]
 }
 
-/// Runs of steps, steps one by one, and a replay of what was recorded: the same bytes. Memory as the blocks' own events
-/// have it. And Little's law.
+/// Multi-step runs, single steps, and a replay of the recording give the same bytes. Memory figures agree with the
+/// block events. Also checks Little's law.
 #[test]
 fn steps_at_once_and_one_by_one_are_the_same() {
     let (mut turns, mut steps, mut preemptions, mut hits) = (0, 0, 0, 0);
@@ -208,7 +208,7 @@ fn steps_at_once_and_one_by_one_are_the_same() {
             let even = ConstantRates::new(700.0, 4.0).unwrap();
             let cost: &dyn StepCost = if seed == 2 { &even } else { &Uneven };
             let at_once = run(&requests, cache(), cost, &options(config, false), None, &mut |_| ()).unwrap();
-            // What is recorded runs one by one, asked or not.
+            // Recorded runs use single steps, whether requested or not.
             let slowly = recorded(&requests, cache(), cost, &options(config, seed % 2 == 0));
             let (a, b) = (shown(&at_once), shown(&slowly));
             let differs = a.bytes().zip(b.bytes()).position(|(a, b)| a != b);
@@ -226,7 +226,7 @@ fn steps_at_once_and_one_by_one_are_the_same() {
                 load.mean_cached_blocks,
                 load.peak_cached_blocks as f64,
             ];
-            // Of the mixed cache, the second group keeps everything.
+            // In the mixed cache, the second group has no sliding window.
             let counted = memory_as_recorded(&slowly, u64::from(seed == 3));
             for (reported, counted) in [used, peak_used, cached, peak_cached].into_iter().zip(counted) {
                 assert!(
@@ -283,7 +283,7 @@ impl scheduler::Truth for Lengths {
     }
 }
 
-/// What an engine is to a scheduler: it is fed token ids and returns some, one step at a time.
+/// A model of an engine: it gets token ids and returns some, one step at a time.
 struct Engine {
     /// Prompt and answer of each request.
     texts: Vec<Arc<[u32]>>,
@@ -293,7 +293,7 @@ struct Engine {
 
 impl Executor for Engine {
     fn execute(&mut self, _: u64, step: &mut Step<'_>, batch: Batch<'_>, out: &mut scheduler::Outcome) {
-        let reads = step.with_reads(); // an engine has bytes to read
+        let reads = step.with_reads(); // an engine reads KV data
         assert!(reads.has_reads() && batch.steps == 1);
         let mut shape = BatchShape::default();
         for (i, work) in batch.work.iter().enumerate() {
@@ -314,8 +314,8 @@ impl Executor for Engine {
     }
 }
 
-/// The golden test: an engine-like executor and the simulator's, the same arrivals, the same decisions; and what the
-/// engine recorded replays to them.
+/// Golden test: with the same arrivals, an engine-like executor and the simulator's lead to the same decisions, and
+/// replaying the engine's recording reproduces them.
 #[test]
 fn an_engine_and_the_simulator_decide_alike() {
     let (mut preemptions, mut hits) = (0, 0);
@@ -381,9 +381,9 @@ fn an_engine_and_the_simulator_decide_alike() {
     assert!(preemptions > 20 && hits > 1000, "{preemptions} preemptions, {hits} tokens hit");
 }
 
-/// Three requests on one server, prompts at 10 tokens per ms, answers at 10 ms per token: a prompt of 2,000 tokens
-/// with an answer of 500, one of 50 with 50, one of 10 with 10. The first token comes with the prompt's last step.
-/// Alone they take 200 + 4990, 5 + 490 and 1 + 90 ms.
+/// Three requests on one server, with prompts at 10 tokens per ms and answers at 10 ms per token: a prompt of 2,000
+/// tokens with an answer of 500, one of 50 with 50, one of 10 with 10. The first token comes with the prompt's last
+/// step. Alone they take 200 + 4990, 5 + 490 and 1 + 90 ms.
 #[test]
 fn three_requests_by_hand() {
     let ms = 1_000_000;
@@ -399,7 +399,7 @@ fn three_requests_by_hand() {
         ("sjf", Preempted::Recompute, staggered, [5_190_000, 5_281_000, 5_776_000]),
         // a is preempted after its prompt, at 200 ms; b runs until 291, c until 786, then the other 499 tokens of a.
         ("srpt", Preempted::Kept, staggered, [5_776_000, 291_000, 786_000]),
-        // It computes prompt and first token again, 2,001 tokens in 200.1 ms, which brings its second; 498 are left.
+        // It recomputes prompt and first token, 2,001 tokens in 200.1 ms, which gives its second token; 498 are left.
         ("srpt", Preempted::Recompute, staggered, [5_966_100, 291_000, 786_000]),
     ];
     let mut bad = Vec::new();
@@ -422,7 +422,7 @@ fn three_requests_by_hand() {
         let done = run(&requests, paged(1 << 20, 16, None), &rates, &options, None, &mut |_| ()).unwrap();
         let mut ends = [0; 3];
         done.record.requests.iter().for_each(|row| ends[row.id as usize] = row.finished_ns.unwrap() / 1000);
-        // Pictures once gave the bars of one request to another: those who are worked on are named as the rows are.
+        // Regression check: bars were once drawn for the wrong request. Activities must use the same ids as the rows.
         for row in &done.record.requests {
             let of_row = done.record.activity.iter().filter(|activity| activity.request == row.id);
             assert_eq!(of_row.map(|activity| activity.to_ns).max(), row.finished_ns, "request {}", row.id);
@@ -434,7 +434,8 @@ fn three_requests_by_hand() {
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
-/// An answer of a hundred blocks once showed as one: memory was looked at after it had been let go.
+/// Regression test: an answer of a hundred blocks was once reported as one block, because memory was sampled after it
+/// had been freed.
 #[test]
 fn memory_grows_while_an_answer_is_written() {
     let rates = ConstantRates::new(10.0, 1.0).unwrap();
@@ -443,7 +444,7 @@ fn memory_grows_while_an_answer_is_written() {
         let options = Options { one_by_one, ..Options::default() };
         let done = run(&requests, paged(1 << 20, 16, None), &rates, &options, None, &mut |_| ()).unwrap();
         let load = Report::of(&done.record, &Objectives::default()).load;
-        // The prompt's one block for 1.6 ms, which ends with the first token; then 1599 steps of 1 ms write positions
+        // The prompt's one block for 1.6 ms, which ends with the first token. Then 1599 steps of 1 ms write positions
         // 16 to 1614, in blocks of 16: 99 blocks from the second on last 16 ms each, the last one 15.
         let integral: f64 = 1.6 + (2..=100).map(|n| f64::from(n) * 16.0).sum::<f64>() + 101.0 * 15.0;
         assert_eq!(load.peak_used_blocks, 101);
@@ -455,7 +456,7 @@ fn memory_grows_while_an_answer_is_written() {
     }
 }
 
-/// In order of earliest arrival a follow-up stands before its parent, and waits for it all the same.
+/// A follow-up that comes before its parent in order of earliest arrival still waits for it.
 #[test]
 fn a_follow_up_waits_for_its_parent_wherever_it_stands() {
     let text = r#"{"format":"kvist-trace","version":1}
@@ -472,7 +473,7 @@ fn a_follow_up_waits_for_its_parent_wherever_it_stands() {
     assert_eq!(child.outcome, Outcome::Finished);
 }
 
-/// Figures of a clock that has stopped would be wrong, so there are none.
+/// Figures after the end of virtual time would be wrong, so the run fails.
 #[test]
 fn time_that_runs_out_is_an_error() {
     struct Endless;
@@ -493,7 +494,7 @@ fn time_that_runs_out_is_an_error() {
     }
 }
 
-/// Whoever wants no token gets one: nothing is subtracted from nothing.
+/// A request for zero tokens gets one token, and no subtraction underflows.
 #[test]
 fn an_answer_of_no_tokens() {
     let rates = ConstantRates::new(10.0, 1.0).unwrap();
@@ -507,7 +508,7 @@ fn an_answer_of_no_tokens() {
     }
 }
 
-/// A promise of so long after arrival is one to followers too, who arrive when their parents have ended.
+/// Relative deadlines also apply to follow-ups, counted from their actual arrival after the parent's end.
 #[test]
 fn deadlines_count_from_arrival() {
     let rates = ConstantRates::new(10.0, 1.0).unwrap();

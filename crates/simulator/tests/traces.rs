@@ -1,4 +1,4 @@
-//! Readers of traces: what others publish, what is wrong with a file, and bytes at random.
+//! Trace readers: published formats, errors in files, and random bytes.
 use flate2::{Compression, write::GzEncoder};
 use kvist_simulator::request::{PromptContent, Request};
 use kvist_simulator::trace::{Format, ReadOptions, Trace, TraceError, write};
@@ -84,7 +84,7 @@ fn burstgpt() {
     let followed =
         read_with(BURSTGPT.as_bytes(), ReadOptions { follow_parents: true, ..Default::default() }).unwrap();
     assert_eq!(followed.requests[1].parent, Some(0));
-    // The older releases have fewer columns.
+    // Older releases have fewer columns.
     let old =
         "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,x\n";
     assert_eq!(read(old).unwrap().requests.len(), 1);
@@ -95,7 +95,7 @@ fn bailian() {
     let trace = read(BAILIAN).unwrap();
     let arrivals: Vec<_> = trace.requests.iter().map(|r| r.arrival_ns).collect();
     assert_eq!(arrivals, [0, 1_386_000_000, 386_000_000]);
-    // Three ids of 33 tokens: all of the prompt. Two of 40: its whole blocks alone. Two of 16: the output too.
+    // Three ids for 33 tokens: the whole prompt. Two for 40: only its whole blocks. Two for 16: the output too.
     let known: Vec<_> = trace.requests.iter().map(|r| r.content.known_tokens()).collect();
     assert_eq!(known, [33, 32, 32]);
     assert!(trace.requests.iter().all(|r| r.parent.is_none()));
@@ -119,7 +119,7 @@ fn our_own_format_comes_back_as_it_went() {
             .requests;
         let requests: Vec<Request> = requests
             .into_iter()
-            // What is known of less than the prompt cannot be said in our format.
+            // Content that covers less than the prompt cannot be expressed in kvist's own format.
             .filter(|r| r.content == PromptContent::Unknown || r.content.known_tokens() >= r.prompt_tokens)
             .map(|r| Request { parent: r.parent.filter(|_| text != BAILIAN), ..r })
             .collect();
@@ -134,7 +134,7 @@ fn compressed_files_are_recognised() {
     let mut gzip = GzEncoder::new(Vec::new(), Compression::default());
     gzip.write_all(MOONCAKE.as_bytes()).unwrap();
     let mut gzip = gzip.finish().unwrap();
-    // Two members in a row are one text (RFC 1952, 2.2).
+    // Two consecutive gzip members form one text (RFC 1952, 2.2).
     let mut second = GzEncoder::new(Vec::new(), Compression::default());
     second.write_all(MOONCAKE.as_bytes()).unwrap();
     gzip.extend(second.finish().unwrap());
@@ -162,7 +162,7 @@ fn ties_keep_file_order() {
     assert_eq!(order, trace.requests, "the file is in order, so sorting changes nothing");
 }
 
-/// (text, what the error says)
+/// (text, expected error message)
 #[test]
 fn what_is_wrong_is_said() {
     let row = MOONCAKE.lines().next().unwrap();
@@ -256,7 +256,7 @@ fn limits() {
     assert!(matches!(read_with(MOONCAKE.as_bytes(), options), Err(TraceError::Empty { .. })));
 }
 
-/// A line without end is refused before it fills the memory, and the next line is read.
+/// An overlong line is refused before it fills the memory, and the next line is still read.
 #[test]
 fn endless_lines() {
     let text = [MOONCAKE, &"x".repeat((32 << 20) + 10), "\n", MOONCAKE].concat();
@@ -280,7 +280,7 @@ impl Random {
     }
 }
 
-/// Bytes are changed, cut out, doubled, and replaced by what is likely to hurt.
+/// Changes, removes and duplicates bytes, and inserts values that are likely to cause trouble.
 fn mutate(bytes: &mut Vec<u8>, random: &mut Random) {
     const HURTFUL: [&str; 16] = [
         "-1",
@@ -315,7 +315,7 @@ fn mutate(bytes: &mut Vec<u8>, random: &mut Random) {
     }
 }
 
-/// What is read is what a trace may contain, whatever the file was.
+/// Whatever the file was, the result must be a valid trace.
 fn check(bytes: &[u8], options: ReadOptions) {
     let Ok(trace) = read_with(bytes, options) else { return };
     assert!(!trace.requests.is_empty());
@@ -333,7 +333,7 @@ fn check(bytes: &[u8], options: ReadOptions) {
     }
 }
 
-/// 100,000 files that lie: mutated rows of every format, and plain noise. None makes a reader panic.
+/// 100,000 malformed files: mutated rows of every format, and plain noise. None makes a reader panic.
 #[test]
 fn no_file_makes_a_reader_panic() {
     for case in 0..100_000u64 {
@@ -356,7 +356,7 @@ fn no_file_makes_a_reader_panic() {
     }
 }
 
-/// The same for what is compressed: damage that a decoder meets.
+/// The same for compressed files with damage that a decoder hits.
 #[test]
 fn no_compressed_file_makes_a_reader_panic() {
     let mut gzip = GzEncoder::new(Vec::new(), Compression::default());
@@ -375,7 +375,7 @@ fn no_compressed_file_makes_a_reader_panic() {
     }
 }
 
-/// The whole published files, where they are: `KVIST_TRACES=DIR cargo test`.
+/// Reads the whole published files from a folder: `KVIST_TRACES=DIR cargo test`.
 #[test]
 fn whole_traces() {
     let Some(folder) = std::env::var_os("KVIST_TRACES") else {
@@ -393,7 +393,7 @@ fn whole_traces() {
     }
 }
 
-/// What is wrong with a row of millions of ids is said in a line, and the field is named.
+/// An error in a row of millions of ids is reported in one line that names the field.
 #[test]
 fn a_huge_row_that_is_wrong() {
     let ids = "4294967296,".repeat(300_000);

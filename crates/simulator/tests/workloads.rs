@@ -1,4 +1,4 @@
-//! Workloads as lists of requests: who shares what with whom, and the same seed the same list.
+//! Workloads as lists of requests: which requests share what, and the same seed gives the same list.
 use kvist_simulator::request::Request;
 use kvist_simulator::statistics::mean;
 use kvist_simulator::workload::{Agents, Arrivals, Chats, Contents, Lengths, Prefixes, Workload};
@@ -63,7 +63,7 @@ fn same_seed_same_requests() {
     }
 }
 
-/// One aspect changes, the others stay: comparisons vary what they mean to vary.
+/// Changing one aspect leaves the others as they are, so that comparisons vary only what they mean to.
 #[test]
 fn aspects_have_streams_of_their_own() {
     let one = workload(Contents::Unknown);
@@ -76,7 +76,7 @@ fn aspects_have_streams_of_their_own() {
     assert_ne!(one, other);
 }
 
-/// Ids two requests have in common, from the beginning.
+/// Number of ids that two requests have in common, from the beginning.
 fn common(a: &Request, b: &Request) -> usize {
     let ids = |r: &Request| r.content.ids(r.content.known_tokens()).unwrap().to_vec();
     ids(a).iter().zip(ids(b)).take_while(|(a, b)| **a == *b).count()
@@ -100,10 +100,10 @@ fn prefixes_are_shared_up_to_their_last_whole_id() {
         assert_eq!(shared.min(expected), shared);
         assert!(request.id == 0 || shared == expected, "{shared} {expected}");
     }
-    // Σ 1/k over 20 ranks is 3.598: the first has 27.8% of all.
+    // Σ 1/k over 20 ranks is 3.598, so the first has 27.8% of all.
     let most = *popularity.values().max().unwrap() as f64 / requests.len() as f64;
     assert!((most - 0.278).abs() < 0.07, "{most}");
-    // Without a prompt of its own a prefix is the whole prompt, its partial end included.
+    // Without a prompt of its own, the prefix is the whole prompt, including its partial end.
     let whole = all()[2].generate(1).unwrap();
     assert!(whole.iter().all(|r| r.prompt_tokens == 100));
 }
@@ -126,7 +126,7 @@ fn a_turn_of_a_chat_continues_the_one_before() {
         thinking.push(request.think_ns as f64 / 1e9);
     }
     assert!((mean(&thinking).unwrap() - 3.0).abs() < 0.8, "{:?}", mean(&thinking));
-    // Chats have the whole ids of the system prompt in common: 2 of 40 tokens.
+    // Chats share the whole ids of the system prompt: 2 of 40 tokens.
     let roots: Vec<&Request> = requests.iter().filter(|r| r.parent.is_none()).collect();
     assert_eq!(common(roots[0], roots[1]), 2);
 }
@@ -170,7 +170,7 @@ fn parameters_that_make_no_workload() {
     assert!(none.generate(0).unwrap_err().to_string().starts_with("prompt tokens is 0"));
 }
 
-/// Too many, too late: an error, not an allocation or a clock that stands still.
+/// Excessive parameters give an error, not a huge allocation or a clock that does not advance.
 #[test]
 fn more_than_can_be() {
     let few = Workload {

@@ -1,4 +1,4 @@
-//! The zero-service rule: figures on a published trace, and a twin that knows no data structure.
+//! The zero-service rule: figures of a published trace, and a reference model without data structures.
 use kvist_cache::evict::{POLICIES, Parameters};
 use kvist_simulator::request::{PromptContent, Request};
 use kvist_simulator::trace::{ReadOptions, Trace};
@@ -54,8 +54,8 @@ fn the_last_block_counts_as_many_tokens_as_it_has() {
     assert_eq!(json["cache"]["token_hit_ratio"], 0.5);
 }
 
-/// With reverse LRU the resident blocks of a chain are always a prefix of it: no hit lies behind a miss. And nothing
-/// beats `opt`, counted either way.
+/// With reverse LRU, the resident blocks of a chain are always a prefix of it, so there is no hit after a miss. No
+/// policy beats `opt`, by either way of counting.
 #[test]
 fn at_every_capacity() {
     let stream = BlockStream::of(&conversation(), None).unwrap();
@@ -93,7 +93,7 @@ fn random(state: &mut u64) -> u64 {
     *state
 }
 
-/// Chains that branch: a request walks a random tree whose nodes are ids, so an id stands for all before it.
+/// Branching chains: a request walks a random tree whose nodes are ids, so an id stands for all ids before it.
 fn random_requests(seed: u64, n: u64) -> Vec<Request> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..n)
@@ -123,7 +123,7 @@ struct TwinBlock {
     stored: u64,
 }
 
-/// The rule of the issue with a list and a linear scan, for the policies that are said in one line.
+/// A reference model of the rule, with a list and a linear scan, for policies that fit in one line.
 fn twin(requests: &[Request], policy: &str, capacity: usize, order: TouchOrder) -> (u64, u64) {
     let (mut cache, mut tick, mut prefix_hits, mut any_hits) = (Vec::<TwinBlock>::new(), 0, 0, 0);
     for request in requests {
@@ -183,7 +183,8 @@ fn the_twin_agrees() {
     }
 }
 
-/// Finer blocks of an id share what its ids share; coarser ones are their last id; tokens are compared.
+/// Finer blocks share what their ids share, coarser blocks are identified by their last id, and token blocks are
+/// compared by content.
 #[test]
 fn blocks_of_other_sizes() {
     let requests = random_requests(7, 300);
@@ -211,7 +212,7 @@ fn blocks_of_other_sizes() {
         let (total, _, cache) = unbounded(&requests, Some(block_tokens));
         let expected: u64 = requests.iter().map(|r| u64::from(r.prompt_tokens.div_ceil(block_tokens))).sum();
         assert_eq!(total, expected);
-        // An id of a partial block and of a whole one share their first tokens.
+        // An id of a partial block and one of a whole block share their first tokens.
         if block_tokens == 1 {
             assert_eq!(cache, unbounded(&as_tokens, Some(1)).2);
         }
@@ -235,12 +236,12 @@ fn salts_share_nothing() {
     requests[1] = Request { id: 1, salt: Some("other".into()), ..requests[0].clone() };
     let stream = BlockStream::of(&requests, None).unwrap();
     assert_eq!(run(&stream, "lru", None, TouchOrder::Reverse).cache.hit_blocks, 0);
-    requests[1].salt = Some("".into()); // the empty salt is none
+    requests[1].salt = Some("".into()); // the empty salt equals no salt
     let stream = BlockStream::of(&requests, None).unwrap();
     assert!(run(&stream, "lru", None, TouchOrder::Reverse).cache.hit_blocks > 0);
 }
 
-/// Of this thread, so that a busy machine does not count; where the system does not tell, as the wall has it.
+/// CPU time of this thread, so that other load does not count; wall time if the system does not report it.
 fn cpu_seconds() -> f64 {
     static BEGUN: std::sync::LazyLock<std::time::Instant> = std::sync::LazyLock::new(std::time::Instant::now);
     let schedstat = std::fs::read_to_string("/proc/thread-self/schedstat").ok();

@@ -1,6 +1,6 @@
-//! Copies of real files with something changed: random bytes alone do not get past a first line.
+//! Modified copies of real files: purely random bytes do not get past the first line of a format.
 
-/// `original` with a few bytes changed, removed or repeated, or cut.
+/// `original` with a few bytes changed, removed or repeated, or truncated.
 pub fn changed(original: &[u8], seed: u64) -> Vec<u8> {
     let mut z = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(1);
     let mut below = |n: usize| {

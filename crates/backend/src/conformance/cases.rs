@@ -1,4 +1,4 @@
-//! The axes, and a sample of their product in which any two values of any two axes meet.
+//! The axes, and a sample of their product in which any two values of any two axes occur together.
 use super::shapes::{SHAPES, Shape};
 use crate::{ChannelOrder, DType, LayerSpec, Layout, Side, Storage};
 use kvist_cache::twin::Choices;
@@ -12,38 +12,38 @@ const LENGTHS: [u32; 16] = [1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 255, 25
 const RECENT: [u32; 4] = [0, 1, 16, 64];
 const SOFTCAPS: [Option<f32>; 3] = [None, Some(3.0), Some(50.0)];
 
-/// How the layers of a case relate.
+/// How the layers of a case relate to each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sharing {
     /// One layer.
     Alone,
-    /// Two owners with two borrowers, one of them not beside its owner.
+    /// Two owners with two borrowing layers, one of them not adjacent to its owner.
     Borrowed,
     /// Two layer groups with different windows.
     Windows,
-    /// Two layer groups, each with a borrower, interleaved.
+    /// Two layer groups, each with a borrowing layer, interleaved.
     WindowsBorrowed,
-    /// Two layers of different head_dim and KV heads in one group; 40 is no multiple of the width of vectors.
+    /// Two layers with different head_dim and KV heads in one group; 40 is not a multiple of the vector width.
     Uneven,
 }
 
 const SHARINGS: [Sharing; 5] =
     [Sharing::Alone, Sharing::Borrowed, Sharing::Windows, Sharing::WindowsBorrowed, Sharing::Uneven];
 
-/// Where activations lie.
+/// Memory layout of the activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strides {
     Dense,
-    /// q, k and v of a token side by side in one buffer.
+    /// q, k and v of a token next to each other in one buffer.
     Fused,
     HeadMajor,
-    /// NaN between any two rows.
+    /// NaN between all rows.
     Padded,
 }
 
 const STRIDES: [Strides; 4] = [Strides::Dense, Strides::Fused, Strides::HeadMajor, Strides::Padded];
 
-/// Every dtype, both groups where there are groups, with and without rotation; of keys, with outliers too.
+/// Every dtype, both group sizes where there are groups, with and without rotation; for keys also with outliers.
 fn storages(side: Side) -> Vec<Storage> {
     let mut all = Vec::new();
     for dtype in DType::ALL {
@@ -53,13 +53,13 @@ fn storages(side: Side) -> Vec<Storage> {
             }
         }
     }
-    // It rotates by itself.
+    // `T4` always rotates.
     all.retain(|storage| *storage != Storage { rotate: true, ..Storage::T4 });
     all.extend((side == Side::K).then_some(Storage::T4_O));
     all
 }
 
-/// One point of the product.
+/// One point of the product of all axes.
 #[derive(Clone)]
 pub struct Case {
     pub shape: &'static Shape,
@@ -71,9 +71,9 @@ pub struct Case {
     pub sharing: Sharing,
     pub strides: Strides,
     pub softcap: Option<f32>,
-    /// Scores of nothing per head, far below the others, beside them, and far above them.
+    /// Sink scores per head: far below, close to and far above the other scores.
     pub sinks: bool,
-    /// Tokens of a group that is read in f16.
+    /// Tokens per group that is read in f16.
     pub recent: u32,
 }
 
@@ -98,7 +98,7 @@ impl Case {
         1 + usize::from(matches!(self.sharing, Sharing::Windows | Sharing::WindowsBorrowed))
     }
 
-    /// The channels of every head in some order: for storages that look at it.
+    /// A channel order for every head, for storages that use it.
     pub fn channels(&self) -> Option<ChannelOrder> {
         let layout = self.layout();
         let energy = |layer: &LayerSpec| {
@@ -131,8 +131,8 @@ impl Case {
 
 const N_AXES: usize = 11;
 
-/// Cases in which any two values of any two axes meet: take a pair that has not met, and give every other axis the
-/// value that meets most of the others for the first time (after AETG: Cohen et al., 1997).
+/// Samples cases in which any two values of any two axes occur together: take a pair that has not occurred yet, and
+/// give every other axis the value that adds the most new pairs (after AETG: Cohen et al., 1997).
 pub fn sample(seed: u64) -> Vec<Case> {
     let (keys, values) = (storages(Side::K), storages(Side::V));
     let sizes: [usize; N_AXES] = [

@@ -1,10 +1,10 @@
-//! What a backend must refuse, and what must be as before afterwards.
+//! What a backend must refuse, and what must be unchanged afterwards.
 use crate::*;
 use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
 use kvist_cache::*;
 use std::sync::Arc;
 
-/// Run every refusal; `Err` is a table of every one that did not come, or changed something.
+/// Tests every refusal. `Err` is a table of those that were missing or that changed something.
 pub fn refusals(backend: &dyn Backend) -> Result<(), String> {
     type Check = fn(&dyn Backend) -> Result<(), String>;
     const TABLE: [(&str, Check); 7] = [
@@ -59,7 +59,7 @@ fn session(backend: &dyn Backend, budget: &Arc<MemoryBudget>) -> Result<Session,
     Ok(Session::new(cache(), pools, spec.layout))
 }
 
-/// Ones for one call, with lengths that a test can spoil.
+/// Inputs of ones for one call, with lengths that a test can make wrong.
 struct Call {
     q: Vec<f32>,
     k: Vec<f32>,
@@ -92,14 +92,14 @@ fn chain(session: &Session, n_tokens: u32) -> [Span<'static>; 1] {
     [Span::chain(SeqId::ONLY, start, n_tokens)]
 }
 
-/// A whole step of ones; every output must be one.
+/// Runs a whole step with inputs of ones. Every output must be one.
 fn step(session: &mut Session, n_tokens: u32) -> Result<(), StepError> {
     let mut call = Call::new(n_tokens as usize);
     let spans = chain(session, n_tokens);
     let mut step = session.step(&StepRequest { spans: &spans })?;
     for layer in 0..3 {
         step.attend(call.of(layer, layer < 2))?;
-        let is_one = |x: &f32| (x - 1.0).abs() <= 1e-2; // and so no NaN
+        let is_one = |x: &f32| (x - 1.0).abs() <= 1e-2; // fails on NaN
         if let Some(wrong) = call.out.iter().find(|x| !is_one(x)) {
             return Err(BackendError::Unsupported(format!("ones attended to ones give {wrong}")).into());
         }
@@ -176,7 +176,7 @@ fn wrong_shapes(backend: &dyn Backend) -> Result<(), String> {
         let huge = Tensor::strided(&full.q, usize::MAX / 2, HEAD_DIM);
         let attend = Attend { q: huge, ..call.of(0, true) };
         refused!(step.attend(attend), BackendError::Shape { .. }, "a stride that overflows");
-        // What was refused is not done, and can still be done right.
+        // A refused call has had no effect, and can be repeated correctly.
         must(step.attend(call.of(0, true)), "a right call after wrong ones")?;
     }
     must(step(&mut session, 3), "a step after wrong ones")
@@ -205,7 +205,7 @@ fn layer_order(backend: &dyn Backend) -> Result<(), String> {
     }
     must(step(&mut session, 1), "a step afterwards")?;
 
-    // The pools themselves hold to it, whoever drives them.
+    // The pools enforce this themselves, without a session.
     let mut pools = must(backend.pools(&spec(&MemoryBudget::unlimited())), "pools")?;
     let (mut cache, mut plan) = (cache(), StepPlan::default());
     let spans = [Span::chain(SeqId::ONLY, 0, 1)];
@@ -287,7 +287,7 @@ fn bad_layout(backend: &dyn Backend) -> Result<(), String> {
 fn out_of_budget(backend: &dyn Backend) -> Result<(), String> {
     let all = spec(&MemoryBudget::unlimited());
     let usage = |cells| backend.usage(&all, &[cells]).ok_or("the usage overflows");
-    // Room for 256 cells and for all but one byte of what one more cell takes.
+    // A budget for 256 cells and for all but one byte of one more cell.
     let budget = MemoryBudget::new(usage(257)?.total() - 1);
     let mut session = session(backend, &budget)?;
     if budget.usage() != usage(0)? {
@@ -324,7 +324,7 @@ fn out_of_budget(backend: &dyn Backend) -> Result<(), String> {
     if session.cache.report() != report || session.pools().counters() != counters {
         return Err("the refusal changed the cache".into());
     }
-    // Shorter, it goes on within what it holds.
+    // A shortened sequence continues within the reserved memory.
     must(session.cache.rewinds().expect("contiguous rewinds").rewind(250), "rewind")?;
     must(step(&mut session, 6), "six cells written again")?;
     if budget.usage() != used {
@@ -335,7 +335,7 @@ fn out_of_budget(backend: &dyn Backend) -> Result<(), String> {
         return Err(format!("after the end {:?} are left", budget.usage()));
     }
 
-    // Another holder goes, and the step that was refused runs.
+    // Once another reservation is released, the refused step runs.
     let budget = MemoryBudget::new(usage(257)?.total());
     let mut session = self::session(backend, &budget)?;
     must(step(&mut session, 256), "256 cells")?;

@@ -1,4 +1,5 @@
-//! A session and its twin, driven together. Keeps every row by the number of its write, as it was read back.
+//! Drives a session and its reference model together. Stores every row, as it was read back, by the number of its
+//! write.
 use super::cases::{Case, Strides};
 use super::{Options, rows};
 use crate::*;
@@ -8,14 +9,14 @@ use kvist_cache::*;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What one case showed.
+/// The results of one case.
 #[derive(Default)]
 pub struct Found {
     pub n_steps: usize,
     pub n_outputs: usize,
     pub worst_output: f64,
     pub worst_row: f64,
-    /// A line for everything that is wrong.
+    /// One line per failure.
     pub bad: Vec<String>,
 }
 
@@ -30,18 +31,18 @@ pub fn run(backend: &dyn Backend, case: &Case, options: &Options, number: u64) -
     found
 }
 
-/// Rows of one owner layer by the number of their write.
+/// Rows of one owner layer, by the number of their write.
 #[derive(Default)]
 struct Written {
     k: Vec<Row>,
     v: Vec<Row>,
 }
 
-/// A row of every KV head: `[n_kv_heads * head_dim]`.
+/// The rows of all KV heads: `[n_kv_heads * head_dim]`.
 struct Row {
-    /// As it was read back.
+    /// The row as it was read back.
     stored: Vec<f32>,
-    /// As it is read while it is recent.
+    /// The row as it must be read while it is recent.
     recent: Vec<f32>,
 }
 
@@ -56,11 +57,11 @@ impl Row {
 #[derive(Clone, Copy)]
 struct Token {
     position: u32,
-    /// Do later steps find its row among the recent ones?
+    /// Whether later steps read its row as a recent one.
     kept: bool,
 }
 
-/// Slots for recent rows: more than any script fills, so that the rig knows which are there.
+/// Slots for recent rows: more than any script fills, so that none is dropped and the rig knows which rows are kept.
 const RECENT_ROWS: u32 = 4096;
 
 pub struct Rig<'c> {
@@ -73,17 +74,17 @@ pub struct Rig<'c> {
     twin: Twin,
     choices: Choices<'static>,
     written: Vec<Written>,
-    /// By the number of the write.
+    /// Indexed by the number of the write.
     tokens: Vec<Token>,
-    /// Cells every group was grown to; `None` after a compaction, which grows by what it needs.
+    /// Cells that every group was grown to; `None` after a compaction, which may grow the pools further.
     grown: Option<Vec<u32>>,
     found: Found,
 }
 
-/// What lies between rows of inputs and in outputs before they are written.
+/// Fills outputs and the gaps between input rows before a step.
 const POISON: u32 = 0x7fc0_dead; // a NaN
 
-/// Where a `[n_tokens, n_heads, head_dim]` tensor lies in a buffer.
+/// The location of a `[n_tokens, n_heads, head_dim]` tensor in a buffer.
 #[derive(Clone, Copy)]
 struct Place {
     at: usize,
@@ -102,7 +103,7 @@ impl Place {
     }
 }
 
-/// Places for tensors of these numbers of heads in one poisoned buffer.
+/// Places tensors with these numbers of heads in one buffer filled with NaN.
 fn lay(strides: Strides, n_tokens: usize, heads: &[usize], head_dim: usize) -> (Vec<f32>, Vec<Place>) {
     let mut len = 0;
     let mut places = Vec::new();
@@ -183,14 +184,14 @@ impl<'c> Rig<'c> {
         self.found.bad.push(format!("step {}: {line}", self.found.n_steps));
     }
 
-    /// One step of chains.
+    /// Runs one step of chains.
     pub fn chains(&mut self, chains: &[(SeqId, u32)]) {
         let spans: Vec<Span<'_>> =
             chains.iter().map(|(seq, n)| Span::chain(*seq, self.next(*seq), *n)).collect();
         self.step(&spans);
     }
 
-    /// Chains of up to `most` tokens until `seq` has `length`.
+    /// Extends `seq` to `length` by chains of up to `most` tokens.
     pub fn chunks(&mut self, seq: SeqId, length: u32, most: u32) {
         let mut left = length.saturating_sub(self.next(seq));
         while left > 0 {
@@ -200,7 +201,8 @@ impl<'c> Rig<'c> {
         }
     }
 
-    /// One step of chains and random frontiers: sequence, tokens of a chain, or else nodes of a frontier.
+    /// Runs one step of chains and random draft trees. Each entry: sequence, tokens of a chain or 0, nodes of a draft
+    /// tree.
     pub fn spans(&mut self, spans: &[(SeqId, u32, u32)]) {
         let parents: Vec<Vec<Option<NodeId>>> = spans
             .iter()
@@ -226,7 +228,7 @@ impl<'c> Rig<'c> {
         self.perform(&Operation::Copy { src, dst, from: 0, until: u32::MAX });
     }
 
-    /// Commit the path to a random node.
+    /// Commits the path to a random node.
     pub fn accept_any(&mut self, seq: SeqId) {
         let parents = self.twin.parents(seq);
         let mut node = Some(NodeId(self.choices.below(parents.len() as u32)));
@@ -252,7 +254,7 @@ impl<'c> Rig<'c> {
         self.twin.next_position(seq).unwrap_or_else(|| panic!("there is no sequence {seq}"))
     }
 
-    /// The same to the cache and to the twin; they must answer alike.
+    /// Runs an operation on the cache and on the model. Their answers must match.
     pub fn perform(&mut self, operation: &Operation) {
         let no_face = "scripts use only verbs of their kind";
         let cache = &mut self.session.cache;
@@ -312,8 +314,8 @@ impl<'c> Rig<'c> {
         }
     }
 
-    /// Activations of a layer in one buffer: q, and k and v if it owns. Most in ±amplitude, some six times that, so
-    /// that quantisation has outliers to cope with.
+    /// Makes the activations of a layer in one buffer: q, and k and v if the layer owns them. Most values lie in
+    /// ±amplitude, some in six times that, so that quantisation has to handle outliers.
     fn inputs(&mut self, layer: usize, n_tokens: usize) -> (Vec<f32>, Vec<Place>) {
         let spec = self.spec.layout.layers[layer];
         let (kv_heads, head_dim) = (spec.n_kv_heads as usize, spec.head_dim as usize);
@@ -341,7 +343,7 @@ impl<'c> Rig<'c> {
         1.0 / (self.spec.layout.layers[layer].head_dim as f32).sqrt()
     }
 
-    /// A step in which a layer fails, after others have written NaN.
+    /// Runs a step in which one layer fails after others have written NaN.
     fn abandon(&mut self, spans: &[Span<'_>]) {
         let before = self.session.cache.report();
         let mut step = match self.session.step(&StepRequest { spans }) {
@@ -378,7 +380,7 @@ impl<'c> Rig<'c> {
         }
     }
 
-    /// One step of both, with everything checked.
+    /// Runs one step on session and model, and checks everything.
     fn step(&mut self, spans: &[Span<'_>]) {
         if self.choices.one_in(3) {
             self.abandon(spans);
@@ -454,7 +456,7 @@ impl<'c> Rig<'c> {
         self.check_usage();
     }
 
-    /// The budget holds what the backend said it would, byte for byte, and never more than the bound.
+    /// Checks that the budget holds exactly the bytes that the backend announced, and never more than the bound.
     fn check_usage(&mut self) {
         let used = self.spec.budget.usage();
         let said = self.grown.as_ref().and_then(|cells| self.backend.usage(&self.spec, cells));
@@ -470,7 +472,7 @@ impl<'c> Rig<'c> {
         }
     }
 
-    /// Keep what was stored, and compare it with what was written.
+    /// Reads back what was stored, and compares it with what was written.
     fn read_back(&mut self, layer: usize, data: &[f32], kv: &[Place], cells: &[u32]) {
         let spec = self.spec.layout.layers[layer];
         let head_dim = spec.head_dim as usize;
@@ -498,7 +500,7 @@ impl<'c> Rig<'c> {
                         ));
                     }
                 }
-                // Float storages take no notice, and so does a backend that keeps f32.
+                // Float storages ignore the setting, and so does a backend that stores f32 only.
                 let recent = if storage.dtype.is_quantised() && !self.options.exact_rows {
                     let heads =
                         (0..spec.n_kv_heads as usize).flat_map(|head| place.row(token, head, head_dim));
@@ -515,7 +517,7 @@ impl<'c> Rig<'c> {
         }
     }
 
-    /// The channels of a head as they are stored.
+    /// The channels of a head in stored order.
     fn order(&self, layer: usize, side: Side, head: usize) -> Vec<usize> {
         let head_dim = self.spec.layout.layers[layer].head_dim as usize;
         match &self.spec.channels {
@@ -545,7 +547,7 @@ impl<'c> Rig<'c> {
         let recent_tokens = self.case.recent;
         let first_new = self.tokens.len() - tokens.len();
         let group = |position: u32| position.checked_div(recent_tokens);
-        // Rows that are turned before they are rounded have errors that are bounded as a whole.
+        // Rows that are rotated before rounding have an error bound for the row as a whole.
         let turned = recent_tokens > 0 && (self.case.v.rotate || self.case.v.dtype == DType::T4);
         for (token, seen) in seen.iter().enumerate() {
             for head in 0..place.n_heads {
@@ -568,7 +570,7 @@ impl<'c> Rig<'c> {
                 let found = &mut out[place.row(token, head, head_dim)];
                 for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
                     let difference = (f64::from(*found) - expected).abs();
-                    // NaN is not within any tolerance.
+                    // NaN fails this comparison.
                     if difference <= tolerance {
                         self.found.worst_output = self.found.worst_output.max(difference / tolerance);
                     } else {
@@ -589,7 +591,7 @@ impl<'c> Rig<'c> {
     }
 }
 
-/// The tokens of a step. Rows of the last full group are kept, and those behind it; and those of nodes.
+/// The tokens of a step. Kept rows: those from the start of the last full group on, and those of nodes.
 fn tokens_of(plan: &StepPlan, recent: u32) -> Vec<Token> {
     let mut positions = Vec::new();
     plan.positions(&mut positions);
@@ -612,7 +614,7 @@ fn note_growth(grown: &mut Option<Vec<u32>>, plan: &StepPlan) {
     }
 }
 
-/// Scalar attention in f64. Returns (1 + S) × V, the size its rounding errors are measured by, and the length of the longest
+/// Scalar attention in f64. Returns (1 + S) × V, the scale of its rounding errors, and the length of the longest
 /// value.
 fn attention<'r>(
     q: &[f32],
@@ -644,7 +646,7 @@ fn attention<'r>(
     ((1.0 + size) * largest, longest)
 }
 
-/// Four sums, only so that the suite takes seconds.
+/// Dot product with four partial sums, so that the suite runs in seconds.
 fn dot(a: &[f32], b: &[f32]) -> f64 {
     let mut sums = [0f64; 4];
     for (i, (x, y)) in a.iter().zip(b).enumerate() {

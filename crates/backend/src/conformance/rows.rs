@@ -1,4 +1,4 @@
-//! How far a stored row may be from the row written. Written from the definition of each storage, not from any
+//! How far a stored row may be from the row written. Derived from the definition of each storage, not from any
 //! backend's code.
 //!
 //! | dtype | error of an element, at most | because |
@@ -10,12 +10,13 @@
 //! | q4 | R/30·(1 + 2⁻¹⁰) + R·2⁻¹¹ + 2·(2⁻¹¹·\|m\| + 2⁻²⁵) | half a step of R/15, R the group's range; scale and minimum m are f16 |
 //! | t4 | what its definition gives, and 2⁻¹⁰ of the row's length for a scale in f16 and for ties | see `t4` |
 //!
-//! A rotated row is bounded as a whole: the rotation keeps lengths, so the length of its error is at most the length
-//! of the bounds in the rotated basis, and 10⁻⁶ of the row's own for turning it there and back in f32.
+//! A rotated row is bounded as a whole: the rotation preserves lengths, so the length of its error is at most the
+//! length of the bounds in the rotated basis, plus 10⁻⁶ of the row's own length for rotating it there and back in
+//! f32.
 use crate::{DType, Storage};
 
-/// The part of the bound that `stored` uses up: above 1 it is too far. NaN stays NaN.
-/// `order` are the channels as they are stored: with outliers, the strongest first.
+/// The fraction of the bound that `stored` uses: above 1 it is too far off. NaN stays NaN. `order` lists the channels
+/// in stored order: with outliers, the strongest first.
 pub fn error(storage: Storage, order: &[usize], written: &[f32], stored: &[f32]) -> f64 {
     if storage.dtype == DType::T4 {
         return t4_error(storage, order, written, stored);
@@ -33,7 +34,7 @@ pub fn error(storage: Storage, order: &[usize], written: &[f32], stored: &[f32])
     parts.fold(0.0, worse)
 }
 
-/// The larger one; NaN is the worst there is.
+/// The larger value; NaN counts as the largest.
 fn worse(a: f64, b: f64) -> f64 {
     if b > a || b.is_nan() { b } else { a }
 }
@@ -55,7 +56,7 @@ fn bounds(storage: Storage, row: &[f64]) -> Vec<f64> {
         let magnitude = least.abs().max(most.abs());
         let bound = match storage.dtype {
             DType::F32 => 0.0,
-            // Measured as a whole, by `t4_error`.
+            // `t4_error` measures the row as a whole.
             DType::T4 => f64::INFINITY,
             DType::F16 => ulp * magnitude + 2f64.powi(-25),
             DType::BF16 => 2f64.powi(-8) * magnitude,
@@ -71,11 +72,12 @@ fn bounds(storage: Storage, row: &[f64]) -> Vec<f64> {
     all
 }
 
-/// The levels of `t4`: those of the least mean square error for a normal distribution (Max, 1960; Lloyd, 1982). 127 stands for
-/// 2.7326 standard deviations.
+/// The levels of `t4`: those with the least mean square error for a normal distribution (Max, 1960; Lloyd, 1982). 127
+/// stands for 2.7326 standard deviations.
 const T4_LEVELS: [f64; 8] = [6.0, 18.0, 31.0, 44.0, 58.0, 75.0, 96.0, 127.0];
 
-/// Outliers are bounded as q8 in one group; the others are turned, and what comes back is compared with the definition.
+/// Outliers are bounded like q8 in one group. The other channels are rotated, and the result is compared with the
+/// definition.
 fn t4_error(storage: Storage, order: &[usize], written: &[f32], stored: &[f32]) -> f64 {
     let n = storage.n_outliers(written.len() as u32) as usize;
     let take = |row: &[f32], channels: &[usize]| -> Vec<f64> {
@@ -92,16 +94,16 @@ fn t4_error(storage: Storage, order: &[usize], written: &[f32], stored: &[f32]) 
     let defined = t4(&row);
     let off = |y: &[f64]| length(&row.iter().zip(y).map(|(x, y)| x - y).collect::<Vec<_>>());
     let allowed = 1e-3 * own + 2f64.powi(-18) * (row.len() as f64).sqrt();
-    // Farther from the row than the definition is, by more than rounding; and lost signs would show here too.
+    // How much farther from the row than the definition's result, beyond rounding. Lost signs would show here too.
     let farther = part(worse(0.0, off(&found) - off(&defined)), allowed);
     let elsewhere = length(&found.iter().zip(&defined).map(|(x, y)| x - y).collect::<Vec<_>>());
-    // A tie may fall to either side: one level of one element.
+    // A tie may be rounded either way: one level of one element.
     let elsewhere = part(elsewhere, allowed + 0.7 * own / (row.len().max(1) as f64).sqrt());
     worse(worse(worst, farther), elsewhere)
 }
 
-/// Flip some signs, rotate, take the nearest levels for the row's root mean square, give the levels the row's length, and turn
-/// back. In f64, but for a scale that f16 cannot hold.
+/// The definition of `t4`: flip some signs, rotate, take the nearest levels for the row's root mean square, scale the
+/// levels to the row's length, and rotate back. In f64, except for a scale that f16 cannot hold.
 fn t4(row: &[f64]) -> Vec<f64> {
     let n = row.len();
     if n == 0 {

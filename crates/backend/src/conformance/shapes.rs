@@ -1,17 +1,17 @@
-//! The plan shapes, as scripts.
+//! The plan shapes, written as scripts.
 use super::rig::Rig;
 use kvist_cache::twin::Operation;
 use kvist_cache::{NodeId, SeqId};
 
-/// A way of using one kind of cache.
+/// A usage pattern of one cache kind.
 pub struct Shape {
     pub name: &'static str,
     pub kind: &'static str,
-    /// Does the first layer group have a window and sinks? (The second one, where there is one, always has.)
+    /// Whether the first layer group has a window and sinks. (The second one, if there is one, always has.)
     pub windowed: bool,
-    /// Small pools, so that random operations meet their end.
+    /// Whether the pools are small, so that random operations fill them.
     pub crowded: bool,
-    /// Uses about `length` tokens of context.
+    /// The script; it uses about `length` tokens of context.
     pub script: fn(&mut Rig<'_>, u32),
 }
 
@@ -128,7 +128,7 @@ fn compacted(rig: &mut Rig<'_>, length: u32) {
     [A, B].into_iter().for_each(|seq| rig.perform(&Operation::New { seq }));
     rig.chains(&[(A, length / 2 + 1), (B, length / 3 + 1)]);
     (0..4).for_each(|_| rig.chains(&[(B, 1), (A, 17)]));
-    rig.perform(&Operation::Compact); // two sequences that took turns, nothing free between them
+    rig.perform(&Operation::Compact); // two sequences decoded in turn, with no free cells between them
     rig.chains(&[(A, 1), (B, 1)]);
     rig.fork(A, C);
     rig.perform(&Operation::Remove { seq: A, from: 1, until: length / 3 + 2 });
@@ -142,7 +142,7 @@ fn frontiers(rig: &mut Rig<'_>, length: u32) {
     rig.perform(&Operation::New { seq: A });
     rig.chains(&[(A, length)]);
     rig.spans(&[(A, 0, 7)]);
-    rig.spans(&[(A, 0, 4)]); // a second frontier below the first
+    rig.spans(&[(A, 0, 4)]); // a second draft tree span after the first
     rig.accept_any(A);
     rig.chains(&[(A, 1)]);
     rig.spans(&[(A, 0, 18)]);

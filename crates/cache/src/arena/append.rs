@@ -1,33 +1,33 @@
-//! Growth: where new tokens go, and what must move before they can.
+//! Growth of a sequence: where its new tokens go, and which blocks must be copied first.
 use super::{Arena, ArenaRefused, CapacityExceeded, Handle};
 use crate::events::Reason;
 use crate::ids::SeqId;
 
-/// `len` blocks to copy, in every layer, K and V.
+/// `len` blocks to copy, in every layer, both K and V.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockCopy {
     /// First block to read.
     pub from: u32,
     /// First block to write.
     pub to: u32,
-    /// Blocks.
+    /// Number of blocks.
     pub len: u32,
 }
 
-/// Neighbouring cells of one block.
+/// Contiguous cells of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockCells {
     /// The block.
     pub block: u32,
-    /// First cell in it.
+    /// First cell within the block.
     pub offset: u32,
-    /// Cells.
+    /// Number of cells.
     pub len: u32,
 }
 
-/// Tokens on their way into a sequence. The backend makes the copy, if there is one, writes the cells, then
-/// commits. Dropped or leaked, it leaves the arena as it was: the copy went to free blocks, and the cells lie behind
-/// what the sequence uses.
+/// A planned append of tokens to a sequence. The backend makes the copy, if there is one, writes the cells, then
+/// commits. Dropping or leaking the plan leaves the arena as it was: the copy went to free blocks, and the cells lie
+/// after the sequence's used ones.
 ///
 /// ```compile_fail,E0499
 /// use kvist_cache::{SeqId, arena::*};
@@ -47,12 +47,12 @@ pub struct Append<'a> {
 }
 
 impl Arena {
-    /// Plan `n_tokens` more tokens of `seq`: in its handle if they fit, else in a handle that grows in place, else
-    /// in a larger one elsewhere, to which the blocks in use are copied. While they are copied both places are held, so
-    /// that a move needs as much free room as the larger handle.
+    /// Plans to append `n_tokens` tokens to `seq`: in its handle if they fit, otherwise by growing the handle in
+    /// place, otherwise in a larger handle elsewhere, to which the used blocks are copied. During the copy both
+    /// handles are reserved, so a move needs as many free blocks as the larger handle has.
     ///
-    /// `None` is a halt that the policy asked for. Evictions of [`CapacityExceeded::EvictLeastRecentlyUsed`] stand,
-    /// whatever becomes of the plan.
+    /// `None` means that the policy was to halt. Evictions by [`CapacityExceeded::EvictLeastRecentlyUsed`] are
+    /// permanent, even if the plan is dropped.
     pub fn append(
         &mut self,
         seq: SeqId,
@@ -100,7 +100,7 @@ impl Append<'_> {
         self.arena.sequences[&self.seq]
     }
 
-    /// Blocks to copy before anything is written. The target is free.
+    /// Blocks to copy before the first write. The target is free.
     pub fn copy(&self) -> Option<BlockCopy> {
         let before = self.before();
         let len = before.used_tokens.div_ceil(self.arena.block_tokens);
@@ -108,7 +108,7 @@ impl Append<'_> {
         moves.then_some(BlockCopy { from: before.handle.start, to: self.handle.start, len })
     }
 
-    /// Where the tokens go, in their order, once the copy is made.
+    /// The cells that the tokens are written to, in token order, after the copy.
     pub fn writes(&self) -> impl Iterator<Item = BlockCells> {
         let (block_tokens, end) = (self.arena.block_tokens, self.used_after);
         let mut token = self.before().used_tokens;
@@ -121,23 +121,23 @@ impl Append<'_> {
         })
     }
 
-    /// The handle as it will be.
+    /// The handle after the commit.
     pub fn handle(&self) -> Handle {
         self.handle
     }
 
-    /// Sequences that had to go so that this plan could be made. They are gone.
+    /// Sequences that were evicted to make this plan possible.
     pub fn evicted(&self) -> &[SeqId] {
         &self.evicted
     }
 
-    /// The bytes are there. Counts as a use.
+    /// Applies the plan. Call it after the bytes are written. Counts as a use.
     pub fn commit(self) {
         let before = self.before();
         let n_copied = self.copy().map_or(0, |copy| copy.len);
         let arena = self.arena;
         if before.handle != self.handle {
-            // A place that overlaps the old one is the old one, grown: give back first, then take.
+            // A new range that overlaps the old one is the old one, grown in place: release first, then take.
             arena.allocator.release(before.handle);
             arena.allocator.take(self.handle);
             arena.counters.grown += 1;

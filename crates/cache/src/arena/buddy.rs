@@ -1,23 +1,24 @@
-//! Buddies: runs of a power of two, split and merged in pairs.
+//! Buddy allocator: runs of a power of two, split and merged in pairs.
 //!
 //! Knowlton: *A fast storage allocator*, Communications of the ACM 8(10), 1965; Knuth: *The Art of Computer
-//! Programming* 1, §2.5. A request is rounded up to a power of two, which is waste (internal fragmentation, reported) and
-//! room to grow without a move. The lowest run of the smallest sufficient size is taken. A number of blocks that is
-//! no power of two is the sum of some.
+//! Programming* 1, §2.5. A request is rounded up to a power of two. The excess is waste (reported as internal
+//! fragmentation), but allows growth without a move. Takes the lowest run of the smallest sufficient size. If the
+//! number of blocks is not a power of two, it is split into a sum of powers of two.
 use super::{Allocator, Handle};
 use std::collections::BTreeSet;
 
-/// Some 8 bytes per free run.
+/// About 8 bytes per free run.
 #[derive(Clone, Debug)]
 pub struct Buddy {
     n_blocks: u32,
     n_free: u32,
-    /// [orders]: starts of the free runs of 2^order blocks. Two buddies are never both in it: they would be merged.
+    /// `[orders]`: starts of the free runs of 2^order blocks. Never contains both of two buddies, because they are
+    /// merged.
     free: Vec<BTreeSet<u32>>,
 }
 
 impl Buddy {
-    /// All blocks free.
+    /// Makes an allocator with all blocks free.
     pub fn new(n_blocks: u32) -> Self {
         let mut free = vec![BTreeSet::new(); 32];
         let mut start = 0;
@@ -29,7 +30,7 @@ impl Buddy {
     }
 }
 
-/// Of the smallest power of two that is at least `n`. `None` if there is none in 32 bits.
+/// Order of the smallest power of two that is at least `n`. `None` if it exceeds 32 bits.
 fn order_of(n: u32) -> Option<usize> {
     n.checked_next_power_of_two().map(|size| size.trailing_zeros() as usize)
 }
@@ -59,7 +60,7 @@ impl Allocator for Buddy {
         if n < handle.len {
             return None;
         }
-        // At every size it must be the lower of two buddies, and the upper one free as a whole.
+        // At every size the handle must be the lower of two buddies, and the upper one must be free as a whole.
         let grows = |order: usize| {
             handle.start & (1 << order) == 0 && self.free[order].contains(&(handle.start + (1 << order)))
         };
@@ -76,7 +77,7 @@ impl Allocator for Buddy {
             panic!("{handle:?} is not free, or no buddy");
         };
         for order in (wanted..whole).rev() {
-            // The half that does not hold it stays free.
+            // The half that does not contain the handle stays free.
             self.free[order].insert((start >> order ^ 1) << order);
         }
         self.n_free -= reserved;

@@ -1,27 +1,28 @@
-//! What happened to blocks of an arena, in the words of the [event log](crate::BlockEvent).
+//! Block events of an arena, in the format of the [event log](crate::BlockEvent).
 //!
-//! All blocks that a handle reserves are its sequence's, used or not. A handle that grows where it lies allocates; one that
-//! grows elsewhere, or is remapped by a resize, frees, then moves the blocks that hold tokens and allocates the rest. An
-//! event's group is 0, and its step the number of appends and resizes committed before.
+//! All blocks that a handle reserves belong to its sequence, used or not. A handle that grows in place allocates the
+//! new blocks. A handle that grows elsewhere, or is moved by a resize, first frees its old blocks, then moves the
+//! blocks that hold tokens and allocates the rest. An event's group is 0, and its step is the number of appends and
+//! resizes committed before.
 use super::{Arena, Handle};
 use crate::events::{BlockEvent, Change, Reason};
 use crate::ids::{GroupId, SeqId};
 use std::ops::Range;
 
 impl Handle {
-    /// All blocks that it takes.
+    /// All blocks that the handle reserves.
     pub(super) fn blocks(self) -> Range<u32> {
         self.start..self.start + self.reserved
     }
 }
 
 impl Arena {
-    /// Note every change of a block from now on, or no longer. What was noted and not drained is forgotten.
+    /// Turns recording of block events on or off. Events that were not drained are dropped.
     pub fn watch(&mut self, on: bool) {
         self.events.watch(on.then_some(GroupId(0)));
     }
 
-    /// Move what was noted since the last time to the end of `out`.
+    /// Moves the events recorded since the last call to the end of `out`.
     pub fn drain_events(&mut self, out: &mut Vec<BlockEvent>) {
         self.events.drain(out);
     }
@@ -32,7 +33,8 @@ impl Arena {
         }
     }
 
-    /// Handles before and after, with the blocks of each that hold tokens.
+    /// Records the growth of handles. Each entry: sequence, handle before, handle after, number of blocks that hold
+    /// tokens.
     pub(super) fn tell_growth(&mut self, grown: &[(SeqId, Handle, Handle, u32)], reason: Reason) {
         let elsewhere = |before: Handle, after: Handle| before.start != after.start;
         for &(seq, before, _, _) in grown.iter().filter(|(_, before, after, _)| elsewhere(*before, *after)) {

@@ -1,11 +1,11 @@
-//! First fit: the lowest free run that is long enough.
+//! First fit: takes the lowest free run that is long enough.
 //!
-//! Knuth: *The Art of Computer Programming* 1, §2.5. The free runs are leaves of an implicit tree of maxima (one leaf
-//! per block, which holds the length of the free run that begins there, else 0), so that the lowest run that is
-//! long enough is found by descending, and neighbours are found by climbing: nothing is scanned.
+//! Knuth: *The Art of Computer Programming* 1, §2.5. The free runs are the leaves of an implicit max-tree. There is
+//! one leaf per block: the length of the free run that begins there, or 0. Descending finds the lowest run that is
+//! long enough, climbing finds adjacent runs; nothing is scanned linearly.
 use super::{Allocator, Handle};
 
-/// 8 bytes per block, blocks rounded up to a power of two.
+/// 8 bytes per block, with the number of blocks rounded up to a power of two.
 #[derive(Clone, Debug)]
 pub struct FirstFit {
     n_blocks: u32,
@@ -15,7 +15,7 @@ pub struct FirstFit {
 }
 
 impl FirstFit {
-    /// All blocks free.
+    /// Makes an allocator with all blocks free.
     pub fn new(n_blocks: u32) -> Self {
         let n_leaves = (n_blocks as usize).next_power_of_two();
         let mut it = FirstFit { n_blocks, n_free: n_blocks, longest: vec![0; 2 * n_leaves] };
@@ -28,7 +28,7 @@ impl FirstFit {
     fn n_leaves(&self) -> usize {
         self.longest.len() / 2
     }
-    /// Length of the free run that begins at `block`, 0 if none does.
+    /// Length of the free run that begins at `block`; 0 if none does.
     fn run_from(&self, block: u32) -> u32 {
         if block < self.n_blocks { self.longest[self.n_leaves() + block as usize] } else { 0 }
     }
@@ -46,7 +46,7 @@ impl FirstFit {
         }
     }
 
-    /// Start of the last free run that begins at `block` or before it.
+    /// Start of the last free run that begins at or before `block`.
     fn run_before(&self, block: u32) -> Option<u32> {
         let mut node = self.n_leaves() + block as usize;
         if self.longest[node] == 0 {

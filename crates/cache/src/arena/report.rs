@@ -1,4 +1,4 @@
-//! What an arena holds, as data.
+//! The contents of an arena, as data.
 use super::Arena;
 use crate::ids::SeqId;
 
@@ -9,34 +9,34 @@ pub struct ArenaReport {
     pub allocator: &'static str,
     /// Tokens per block.
     pub block_tokens: u32,
-    /// Blocks in it.
+    /// Number of blocks.
     pub total_blocks: u32,
     /// Blocks that handles reserve.
     pub used_blocks: u32,
-    /// The others.
+    /// Blocks that no handle reserves.
     pub free_blocks: u32,
     /// The longest handle that could be allocated now.
     pub largest_free_run: u32,
     /// Ascending by id.
     pub sequences: Vec<ArenaSequence>,
-    /// What happened so far.
+    /// Event counts so far.
     pub counters: Counters,
 }
 
 /// One sequence of an arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ArenaSequence {
-    /// Its id.
+    /// The sequence's id.
     pub seq: SeqId,
-    /// Tokens it holds.
+    /// Tokens stored.
     pub used_tokens: u32,
-    /// Tokens its handle has room for.
+    /// Tokens that fit its handle.
     pub capacity_tokens: u64,
     /// First block.
     pub start: u32,
-    /// Blocks it may use.
+    /// Number of usable blocks.
     pub len: u32,
-    /// Blocks it takes from others.
+    /// Number of blocks taken.
     pub reserved: u32,
 }
 
@@ -45,25 +45,25 @@ pub struct ArenaSequence {
 pub struct Counters {
     /// Sequences made.
     pub allocated: u64,
-    /// Sequences forgotten, evicted ones included.
+    /// Sequences removed, evicted ones included.
     pub freed: u64,
     /// Sequences evicted.
     pub evicted: u64,
-    /// Handles grown, in place or by a move.
+    /// Handles grown, in place or by moving.
     pub grown: u64,
     /// Blocks copied because handles moved.
     pub blocks_copied: u64,
-    /// Requests refused for want of room.
+    /// Requests refused for lack of space.
     pub refused: u64,
-    /// Appends that ended in a halt.
+    /// Appends that halted.
     pub halted: u64,
     /// Resizes committed.
     pub resized: u64,
 }
 
 impl ArenaReport {
-    /// 1 − largest free run ÷ free blocks: the share of the free blocks that the largest possible request cannot
-    /// have. 0 if nothing is free.
+    /// 1 − largest free run ÷ free blocks: the share of the free blocks that the largest possible request cannot use.
+    /// 0 if nothing is free.
     pub fn external_fragmentation(&self) -> f64 {
         external_fragmentation(self.free_blocks, self.largest_free_run)
     }
@@ -77,7 +77,7 @@ impl ArenaReport {
         }
     }
 
-    /// Who reserves each block, `[total_blocks]`.
+    /// The sequence that reserves each block, `[total_blocks]`.
     pub fn block_map(&self) -> Vec<Option<SeqId>> {
         let mut map = vec![None; self.total_blocks as usize];
         for s in &self.sequences {
@@ -95,7 +95,7 @@ pub(super) fn external_fragmentation(free_blocks: u32, largest_free_run: u32) ->
 }
 
 impl Arena {
-    /// Its state. O(sequences).
+    /// The state of the arena. O(sequences).
     pub fn report(&self) -> ArenaReport {
         let sequences = self.sequences.iter().map(|(&seq, s)| ArenaSequence {
             seq,

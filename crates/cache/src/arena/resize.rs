@@ -1,26 +1,27 @@
-//! More or fewer blocks.
+//! Changing the number of blocks.
 use super::{Allocator, Arena, ArenaRefused, BlockCopy, Handle};
 use crate::events::Reason;
 use crate::ids::SeqId;
 
-/// An arena of another size on its way. The number of blocks is part of the strides ([`Layout`](super::Layout)), so
-/// the bytes go into new buffers: the backend makes them, copies each of [`remap`](Self::remap) from the old to the
-/// new ones, commits, and drops the old. Dropped before that, it leaves the arena as it was.
+/// A planned change of the arena's size. The number of blocks is part of the strides ([`Layout`](super::Layout)), so
+/// the bytes go into new buffers: the backend allocates them, makes each copy of [`remap`](Self::remap) from the old
+/// buffers to the new ones, commits, and frees the old ones. Dropping the plan before that leaves the arena as it
+/// was.
 #[must_use = "a resize that is dropped is abandoned"]
 pub struct Resize<'a> {
     arena: &'a mut Arena,
     placed: Placed,
 }
 
-/// Where everyone will lie.
+/// The new ranges of all sequences.
 struct Placed {
     allocator: Box<dyn Allocator>,
     handles: Vec<(SeqId, Handle)>,
 }
 
 impl Arena {
-    /// Plan for `n_blocks` blocks. What fits where it lies stays there; what does not goes to the free places that
-    /// are left; if that fails for want of a long run, all are packed anew, the largest first. Refused if they do
+    /// Plans a resize to `n_blocks` blocks. Handles that still fit where they are stay there; the others go to free
+    /// ranges. If that fails for lack of a long run, all handles are placed anew, largest first. Refused if they do
     /// not fit at all. O(sequences · log).
     pub fn resize(&mut self, n_blocks: u32) -> Result<Resize<'_>, ArenaRefused> {
         if n_blocks == 0 {
@@ -44,7 +45,7 @@ impl Arena {
     }
 }
 
-/// Every handle in an empty allocator of `n_blocks`, those that stay first.
+/// Places every handle in an empty allocator of `n_blocks` blocks, beginning with those that stay.
 fn place(
     like: &dyn Allocator,
     n_blocks: u32,
@@ -66,13 +67,13 @@ fn place(
 }
 
 impl Resize<'_> {
-    /// Blocks as there will be.
+    /// Number of blocks after the resize.
     pub fn n_blocks(&self) -> u32 {
         self.placed.allocator.n_blocks()
     }
 
-    /// Copies from the old buffers to the new ones: the used blocks of every sequence, by id, also those that keep
-    /// their number.
+    /// Copies from the old buffers to the new ones: the used blocks of every sequence, by id, including those whose
+    /// block numbers do not change.
     pub fn remap(&self) -> impl Iterator<Item = (SeqId, BlockCopy)> {
         self.placed.handles.iter().filter_map(|&(seq, handle)| {
             let before = &self.arena.sequences[&seq];
@@ -81,7 +82,7 @@ impl Resize<'_> {
         })
     }
 
-    /// The bytes are in the new buffers.
+    /// Applies the resize. Call it after the bytes are in the new buffers.
     pub fn commit(self) {
         let arena = self.arena;
         arena.allocator = self.placed.allocator;

@@ -1,23 +1,23 @@
-//! Where the K and V of a handle lie in an arena's two buffers: offsets and strides, counted in elements.
+//! The addresses of a handle's K and V in the arena's two buffers: offsets and strides, counted in elements.
 //!
-//! A dense `[heads, tokens, head_dim]` view of a handle does not exist over blocks that hold all heads: from
-//! the last token of a block to the first of the next the step is another one. So a [`View`] carries four
-//! strides, and [`View::dense`] says whether the order of the buffer makes them three.
+//! Blocks that hold all heads have no dense `[heads, tokens, head_dim]` view of a handle: the step from the last
+//! token of a block to the first of the next differs from the step within a block. A [`View`] therefore has four
+//! strides; [`View::dense`] returns three strides if the buffer order allows it.
 use super::Handle;
 use std::marker::PhantomData;
 
-/// Slowest dimension first.
+/// The order of a buffer's dimensions, slowest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BufferOrder {
-    /// `[layers, blocks, heads, block_tokens, head_dim]`: a block of a layer is one piece, cheap to copy.
+    /// `[layers, blocks, heads, block_tokens, head_dim]`: a block of a layer is contiguous, cheap to copy.
     BlockMajor,
-    /// `[heads, layers, blocks, block_tokens, head_dim]`: a handle of a head is one piece, cheap to read.
+    /// `[heads, layers, blocks, block_tokens, head_dim]`: a handle of a head is contiguous, cheap to read.
     HeadMajor,
 }
 
-/// The shape of one buffer; K and V have one each.
+/// The shape of one buffer. K and V have one buffer each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs)] // the fields' names are what there is to say
+#[allow(missing_docs)] // the field names document themselves
 pub struct Layout {
     pub order: BufferOrder,
     pub n_layers: u32,
@@ -34,49 +34,48 @@ pub struct Keys;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Values;
 
-/// The tokens of one handle in one layer of one side: `[blocks, heads, block_tokens, head_dim]`, strided. Elements
-/// of `head_dim` are neighbours.
+/// A strided view of the tokens of one handle, in one layer of K or V: `[blocks, heads, block_tokens, head_dim]`. The
+/// elements of `head_dim` are contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct View<Side> {
     /// Offset of head 0 of token 0 in the buffer.
     pub first: u64,
     /// Tokens that may be read.
     pub n_tokens: u32,
-    /// Heads.
+    /// Number of heads.
     pub n_heads: u32,
     /// Tokens per block.
     pub block_tokens: u32,
-    /// Elements per row.
+    /// Elements per row (head_dim).
     pub head_dim: u32,
-    /// From a block to the next.
+    /// Step from one block to the next.
     pub block_stride: u64,
-    /// From a head to the next.
+    /// Step from one head to the next.
     pub head_stride: u64,
-    /// From a token to the next of its block.
+    /// Step from one token to the next within a block.
     pub token_stride: u64,
     side: PhantomData<Side>,
 }
 
 impl Layout {
-    /// Elements of one buffer. `None` if 64 bits do not hold them.
+    /// Elements of one buffer. `None` if they exceed 64 bits.
     pub fn elements(&self) -> Option<u64> {
         let factors = [self.n_layers, self.n_blocks, self.n_kv_heads, self.block_tokens, self.head_dim];
         factors.iter().try_fold(1u64, |product, &factor| product.checked_mul(u64::from(factor)))
     }
 
-    /// Bytes of K and V together. `None` if 64 bits do not hold them.
+    /// Bytes of K and V together. `None` if they exceed 64 bits.
     pub fn bytes(&self, bytes_per_element: u32) -> Option<u64> {
         self.elements()?.checked_mul(2)?.checked_mul(u64::from(bytes_per_element))
     }
 
-    /// K of `handle` in `layer`. `None` if there is no such layer, the handle does not lie within the buffer or
-    /// does not hold `n_tokens` tokens, or the layout
-    /// has no elements or more than 64 bits count.
+    /// The K view of `handle` in `layer`. `None` if there is no such layer, if the handle exceeds the buffer or holds
+    /// fewer than `n_tokens` tokens, or if the layout has no elements or more than 64 bits can count.
     pub fn keys(&self, layer: u32, handle: Handle, n_tokens: u32) -> Option<View<Keys>> {
         self.view(layer, handle, n_tokens)
     }
 
-    /// V of `handle` in `layer`. See [`keys`](Self::keys).
+    /// The V view of `handle` in `layer`. See [`keys`](Self::keys).
     pub fn values(&self, layer: u32, handle: Handle, n_tokens: u32) -> Option<View<Values>> {
         self.view(layer, handle, n_tokens)
     }
@@ -84,7 +83,7 @@ impl Layout {
     fn view<Side>(&self, layer: u32, handle: Handle, n_tokens: u32) -> Option<View<Side>> {
         let within = u64::from(handle.start) + u64::from(handle.len) <= u64::from(self.n_blocks);
         let holds = u64::from(n_tokens) <= handle.tokens(self.block_tokens);
-        self.elements().filter(|&elements| elements > 0)?; // every product below divides it
+        self.elements().filter(|&elements| elements > 0)?; // so no product below overflows: each divides it
         if layer >= self.n_layers || !within || !holds {
             return None;
         }
@@ -113,7 +112,7 @@ impl Layout {
 }
 
 impl<Side> View<Side> {
-    /// Offset of the row of `token` (of the sequence, from 0) and `head`: `head_dim` elements from there.
+    /// Offset of the row of `head` at `token` (counted in the sequence, from 0); `head_dim` elements from there.
     pub fn row(&self, head: u32, token: u32) -> Option<u64> {
         if head >= self.n_heads || token >= self.n_tokens {
             return None;
@@ -123,15 +122,15 @@ impl<Side> View<Side> {
         Some(self.first + block + u64::from(head) * self.head_stride + slot)
     }
 
-    /// Strides of `[heads, tokens, head_dim]`, if such a view exists: the step from the last token of a block to
-    /// the next block is the step between tokens, or there is one block.
+    /// Strides of a `[heads, tokens, head_dim]` view, if there is one: the step between blocks must continue the step
+    /// between tokens, or the view must lie in one block.
     pub fn dense(&self) -> Option<[u64; 3]> {
         let one_block = self.n_tokens <= self.block_tokens;
         let seamless = self.block_stride == u64::from(self.block_tokens) * self.token_stride;
         (one_block || seamless).then_some([self.head_stride, self.token_stride, 1])
     }
 
-    /// The rows of `head` as pieces that are contiguous in memory: offset and tokens.
+    /// The rows of `head` as contiguous pieces: offset and number of tokens.
     pub fn pieces(&self, head: u32) -> impl Iterator<Item = (u64, u32)> {
         let step = if self.dense().is_some() { self.n_tokens.max(1) } else { self.block_tokens };
         (0..self.n_tokens)

@@ -1,9 +1,9 @@
-//! Least worth per byte: recompute cost × likelihood of reuse ÷ bytes.
+//! Evicts the least value per byte: recompute cost × likelihood of reuse ÷ bytes.
 //!
-//! The value of Cherkasova: *Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy*,
-//! HP Laboratories HPL-98-69R1, 1998. Where GDSF ages by an inflating clock that rises with every eviction, this one
-//! takes as likelihood the rate of use that decays with a half-life (see [`decay`](super::decay)), so that ageing
-//! follows time and not the pressure on the cache. Costs and bytes are those of the block's last use.
+//! The value function of Cherkasova: *Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching
+//! policy*, HP Laboratories HPL-98-69R1, 1998. GDSF ages blocks by a clock that advances with every eviction. This
+//! policy estimates the likelihood of reuse by a use rate that decays with a half-life (see [`decay`](super::decay)),
+//! so ageing follows time and not the pressure on the cache. Cost and bytes are those of the block's last use.
 use super::decay::DecayedUses;
 use super::{Policy, Rank, Use};
 use std::time::Duration;
@@ -18,9 +18,10 @@ impl Cost {
     }
 }
 
-/// `log2(cost · uses / bytes)`: products are sums here. A block that costs nothing to recompute is worth nothing.
+/// `log2(cost · uses / bytes)`, computed as a sum of logarithms. A block that costs nothing to recompute ranks
+/// lowest.
 fn rank(log2_uses: f64, at: &Use) -> Rank {
-    let cost = at.cost.clamp(0.0, f64::MAX).max(0.0); // `max` makes a NaN 0
+    let cost = at.cost.clamp(0.0, f64::MAX).max(0.0); // `max` turns a NaN into 0
     Rank::by_score(cost.log2() + log2_uses - (at.bytes.max(1) as f64).log2(), at.tick)
 }
 

@@ -1,4 +1,4 @@
-//! Counts that halve as time passes, without anybody touching them.
+//! Use counts that halve as time passes, without being updated.
 //!
 //! The combined recency and frequency of Lee, Choi, Kim, Noh, Min, Cho, Kim: *LRFU: a spectrum of policies that
 //! subsumes the least recently used and least frequently used policies*, IEEE Transactions on Computers 50(12), 2001,
@@ -15,8 +15,9 @@ use std::time::Duration;
 
 /// `L` of every slot. 16 bytes per slot.
 ///
-/// Times count from the first that was seen, so that what matters is the length of a run in half-lives: after 10⁷
-/// of them (some years of half-lives of ten seconds) scores still differ by their 10⁻⁸th part or not at all.
+/// Times are relative to the first time seen, so precision depends on the length of the run in half-lives. After 10⁷
+/// half-lives (some years, at ten seconds each), scores that differ by less than about their 10⁻⁸th part compare as
+/// equal.
 pub(super) struct DecayedUses {
     half_life_ns: f64,
     origin_ns: Option<u64>,
@@ -43,7 +44,7 @@ impl DecayedUses {
         now
     }
 
-    /// One more. Returns the block's `L`.
+    /// Counts one more use. Returns the block's `L`.
     pub fn again(&mut self, slot: u32, now_ns: u64) -> f64 {
         let now = self.half_lives(now_ns);
         let before = self.log2_uses.get(slot);

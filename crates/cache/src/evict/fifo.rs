@@ -1,4 +1,4 @@
-//! First in, first out: uses do not count.
+//! First in, first out: later uses do not change the rank.
 //!
 //! Belady: *A study of replacement algorithms for a virtual-storage computer*, IBM Systems Journal 5(2), 1966.
 //! 16 bytes per slot.

@@ -1,12 +1,12 @@
-//! A cache of keys without structure: what a policy is worth on a stream of block ids, nobody holding any.
+//! A flat cache of keys, for measuring a policy on a stream of block ids that no sequence holds.
 //!
-//! It knows no prefixes: any block may go, a parent before its children. Replays and comparisons of policies use it;
-//! a server does not.
+//! It has no notion of prefixes: any block may be evicted, a parent before its children. Replays and comparisons of
+//! policies use it; a server does not.
 use super::{Order, Policy, Use};
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// At most a fixed number of keys, which leave in the order of a policy.
+/// A fixed maximum number of keys, evicted in the order of a policy.
 pub struct Flat {
     slots: HashMap<u64, u32, BuildHasherDefault<Mix>>,
     keys: Vec<u64>, // [slots]
@@ -14,17 +14,17 @@ pub struct Flat {
     resident: FlatSlots,
 }
 
-/// What a touch did; of a [`Flat`] to keys, of [`FlatSlots`] to slots.
+/// The result of a touch. `K` is a key in a [`Flat`], a slot in [`FlatSlots`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Touched<K = u64> {
-    /// It was here.
+    /// The key was cached.
     pub hit: bool,
-    /// What left to make room.
+    /// The key that was evicted to make space.
     pub evicted: Option<K>,
 }
 
 impl Flat {
-    /// Empty. With capacity 0 nothing ever hits; `u32::MAX` is never reached.
+    /// Makes an empty cache. With capacity 0 nothing ever hits; capacity `u32::MAX` is never reached.
     pub fn new(capacity_blocks: u32, policy: Box<dyn Policy>) -> Self {
         Flat {
             slots: HashMap::default(),
@@ -34,21 +34,21 @@ impl Flat {
         }
     }
 
-    /// Keys in it.
+    /// Number of cached keys.
     pub fn len(&self) -> u32 {
         self.resident.order.len()
     }
-    /// Is no key in it?
+    /// Whether no key is cached.
     pub fn is_empty(&self) -> bool {
         self.resident.order.is_empty()
     }
-    /// Is `key` in it? Does not count as a use.
+    /// Whether `key` is cached. Does not count as a use.
     pub fn contains(&self, key: u64) -> bool {
         self.slots.contains_key(&key)
     }
 
-    /// Use `key`, and insert it if it is not here, evicting when full. A policy that
-    /// [bypasses](Policy::bypasses) may leave the newcomer out instead: then nothing hit and nothing left.
+    /// Uses `key`, and inserts it if it is not cached, evicting when full. A policy that [bypasses](Policy::bypasses)
+    /// may decline to insert it; then the result is no hit and no eviction.
     pub fn touch_or_insert(&mut self, key: u64, at: &Use) -> Touched {
         if let Some(&slot) = self.slots.get(&key) {
             let Touched { hit, .. } = self.resident.touch_or_insert(slot, at);
@@ -74,7 +74,7 @@ impl Flat {
     }
 }
 
-/// The same of slots, for whoever numbers its keys densely: nothing is hashed.
+/// Like [`Flat`], for callers that number their keys densely: nothing is hashed.
 pub struct FlatSlots {
     capacity_blocks: u32,
     policy: Box<dyn Policy>,
@@ -121,8 +121,8 @@ impl FlatSlots {
     }
 }
 
-/// The finaliser of splitmix64 (Steele, Lea, Flood 2014): ids of traces are small successive numbers, which it
-/// spreads; keys are not chosen by an adversary, and the map is never iterated.
+/// The finaliser of splitmix64 (Steele, Lea, Flood 2014). Ids of traces are small consecutive numbers, which it
+/// spreads. Keys are not chosen by an adversary, and the map is never iterated.
 #[derive(Default)]
 struct Mix(u64);
 
@@ -146,7 +146,7 @@ mod tests {
     use std::collections::BTreeSet;
     use std::hash::Hasher;
 
-    /// Numbers and bytes are mixed into as many hashes, whose lowest and highest bits differ too.
+    /// Numbers and byte strings hash without collisions, and their lowest and highest bits vary.
     #[test]
     fn hashes_are_spread() {
         let of = |write: &dyn Fn(&mut Mix)| {

@@ -1,9 +1,9 @@
-//! Least frequently used, with counts that begin anew when a block returns (in-cache LFU); of equals, the least
-//! recently used goes first.
+//! Least frequently used. The count restarts when a block is evicted and cached again (in-cache LFU). Ties are broken
+//! by least recent use.
 //!
-//! Aho, Denning, Ullman: *Principles of optimal page replacement*, Journal of the ACM 18(1), 1971, where it is
-//! optimal if uses are independent; Breslau, Cao, Fan, Phillips, Shenker: *Web caching and Zipf-like
-//! distributions*, INFOCOM 1999, for the in-cache variant. 16 bytes per slot.
+//! Aho, Denning, Ullman: *Principles of optimal page replacement*, Journal of the ACM 18(1), 1971: LFU is optimal if
+//! uses are independent. Breslau, Cao, Fan, Phillips, Shenker: *Web caching and Zipf-like distributions*, INFOCOM
+//! 1999, for the in-cache variant. 16 bytes per slot.
 use super::{PerSlot, Policy, Rank, Use};
 
 #[derive(Default)]

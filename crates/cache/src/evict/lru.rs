@@ -1,7 +1,7 @@
 //! Least recently used.
 //!
 //! Mattson, Gecsei, Slutz, Traiger: *Evaluation techniques for storage hierarchies*, IBM Systems Journal 9(2), 1970.
-//! Ranks rise from use to use, so that [`Order`](super::Order) keeps them in a list: O(1).
+//! Ranks increase with every use, so [`Order`](super::Order) keeps them in a list: O(1).
 use super::{Policy, Rank, Use};
 
 pub(super) struct Lru;

@@ -1,8 +1,9 @@
-//! The bound: what is used farthest in the future goes first, and a newcomer that would be first stays out.
+//! The upper bound: evicts what is used farthest in the future, and does not cache a new block that would be evicted
+//! first.
 //!
 //! Belady: *A study of replacement algorithms for a virtual-storage computer*, IBM Systems Journal 5(2), 1966 (MIN);
 //! optimal by Mattson et al., 1970. With bypass: McFarling: *Cache replacement with dynamic exclusion*, ISCA 1992.
-//! It needs the whole stream, so it exists for replays alone.
+//! It needs the whole stream in advance, so it is available in replays only.
 use super::{Policy, Rank, Use};
 use std::collections::HashMap;
 
@@ -28,7 +29,7 @@ impl Policy for Opt {
     }
 }
 
-/// For every use in `stream`, the index of the next use of the same key. One pass from behind, O(n).
+/// For every use in `stream`, the index of the next use of the same key. One backward pass, O(n).
 pub fn next_uses(stream: &[u64]) -> Vec<Option<u64>> {
     let mut later = HashMap::new();
     let mut next: Vec<_> =

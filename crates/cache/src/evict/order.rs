@@ -1,20 +1,20 @@
-//! Evictable slots by rank.
+//! Evictable slots, ordered by rank.
 //!
-//! Two structures share the work, and whoever uses an [`Order`] does not see which slot lies where:
-//! - a *list*, for ranks that arrive in rising order. Under `lru` and `fifo` that is all of them: every operation
+//! An [`Order`] combines two structures; its users do not see which slot is in which:
+//! - a *list*, for ranks that arrive in ascending order. Under `lru` and `fifo` all of them do, and every operation
 //!   is O(1).
 //! - a *heap* with four children per node (Johnson: *Priority queues with update and finding minimum spanning trees*,
-//!   Information Processing Letters 4(3), 1975), for ranks that arrive below the last of the list. Each slot knows its
-//!   place, so that any can be removed or updated: O(log n).
+//!   Information Processing Letters 4(3), 1975), for ranks that arrive below the last one of the list. Each slot
+//!   knows its place in the heap, so any slot can be removed or updated in O(log n).
 //!
-//! The smallest of the whole is the smaller of the list's first and the heap's root.
+//! The smallest rank is the smaller of the list's first and the heap's root.
 use super::Rank;
 
-/// Ends the list.
+/// End of the list.
 const NONE: u32 = u32::MAX;
 const N_CHILDREN: usize = 4;
 
-/// 32 bytes per slot ever named, and 24 per slot in the heap. Slots are below `u32::MAX`.
+/// 32 bytes per slot number ever used, and 24 per slot in the heap. Slot numbers are below `u32::MAX`.
 #[derive(Clone, Debug)]
 pub struct Order {
     slots: Vec<Member>, // [slots]
@@ -44,25 +44,25 @@ impl Default for Order {
 }
 
 impl Order {
-    /// Slots in it.
+    /// Number of slots in the order.
     pub fn len(&self) -> u32 {
         self.len
     }
-    /// Is nothing evictable?
+    /// Whether no slot is evictable.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
-    /// Is `slot` in it?
+    /// Whether `slot` is in the order.
     pub fn contains(&self, slot: u32) -> bool {
         self.rank(slot).is_some()
     }
-    /// The rank of `slot`, if it is in it.
+    /// The rank of `slot`; `None` if it is not in the order.
     pub fn rank(&self, slot: u32) -> Option<Rank> {
         let member = self.slots.get(slot as usize)?;
         (member.place != Place::Absent).then_some(member.rank)
     }
 
-    /// The slot that goes first. O(1).
+    /// The slot to evict first. O(1).
     pub fn first(&self) -> Option<u32> {
         let listed = (self.first != NONE).then(|| (self.slots[self.first as usize].rank, self.first));
         let heaped = self.heap.first().copied();
@@ -72,14 +72,14 @@ impl Order {
         }
     }
 
-    /// Take out the slot that goes first.
+    /// Removes and returns the slot to evict first.
     pub fn pop(&mut self) -> Option<u32> {
         let slot = self.first()?;
         self.remove(slot);
         Some(slot)
     }
 
-    /// `slot` is evictable from now on. It must not be in the order.
+    /// Makes `slot` evictable. It must not be in the order.
     pub fn insert(&mut self, slot: u32, rank: Rank) {
         assert_ne!(slot, NONE, "slots are below u32::MAX");
         let at = slot as usize;
@@ -92,7 +92,7 @@ impl Order {
         self.place(slot, rank);
     }
 
-    /// `slot` is held, or gone. Returns the rank it had; `None` if it was not in the order.
+    /// Removes `slot`, because it is in use or gone. Returns its rank; `None` if it was not in the order.
     pub fn remove(&mut self, slot: u32) -> Option<Rank> {
         let rank = self.rank(slot)?;
         self.displace(slot);
@@ -101,11 +101,11 @@ impl Order {
         Some(rank)
     }
 
-    /// `slot` was used: give it its new rank. `false`, and nothing changed, if it is not in the order.
+    /// Gives `slot` its new rank after a use. Returns `false`, with nothing changed, if it is not in the order.
     pub fn update(&mut self, slot: u32, rank: Rank) -> bool {
         match self.slots.get(slot as usize).map(|member| member.place) {
             None | Some(Place::Absent) => false,
-            Some(_) if self.slots[slot as usize].rank == rank => true, // `fifo`: stay in the list
+            Some(_) if self.slots[slot as usize].rank == rank => true, // `fifo`: the rank never changes
             Some(Place::Heaped { at }) if !self.is_last(rank) => {
                 self.slots[slot as usize].rank = rank;
                 self.sift(at as usize, (rank, slot));
@@ -119,12 +119,12 @@ impl Order {
         }
     }
 
-    /// Would the list stay sorted if this rank came last?
+    /// Whether the list stays sorted if this rank is appended.
     fn is_last(&self, rank: Rank) -> bool {
         self.last == NONE || rank >= self.slots[self.last as usize].rank
     }
 
-    /// Give a slot that lies nowhere its place. Does not count it.
+    /// Puts a slot that is in neither structure into one of them. Does not count it.
     fn place(&mut self, slot: u32, rank: Rank) {
         self.slots[slot as usize].rank = rank;
         if self.is_last(rank) {
@@ -138,7 +138,7 @@ impl Order {
         }
     }
 
-    /// Take a slot from where it lies. Leaves its `Member` as it was, for the caller to overwrite.
+    /// Takes a slot out of its structure. Leaves its `Member` unchanged, for the caller to overwrite.
     fn displace(&mut self, slot: u32) {
         match self.slots[slot as usize].place {
             Place::Absent => unreachable!("slot {slot} lies nowhere"),
@@ -155,7 +155,7 @@ impl Order {
         }
     }
 
-    /// What follows `slot` in the list; of `NONE`, what leads it.
+    /// Sets the successor of `slot` in the list; for `NONE`, the first slot.
     fn set_after(&mut self, slot: u32, to: u32) {
         match self.slots.get_mut(slot as usize).map(|member| &mut member.place) {
             Some(Place::Listed { after, .. }) => *after = to,
@@ -169,7 +169,7 @@ impl Order {
         }
     }
 
-    /// Put `entry` into the hole at `at`, and move the hole to where its rank belongs.
+    /// Puts `entry` into the hole at `at`, and moves the hole to where the rank belongs.
     fn sift(&mut self, mut at: usize, entry: (Rank, u32)) {
         while at > 0 {
             let parent = (at - 1) / N_CHILDREN;

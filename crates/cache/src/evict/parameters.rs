@@ -1,28 +1,28 @@
-//! Parameters of policies, by name, as flags and configuration give them.
+//! Policy parameters by name, as flags and configuration pass them.
 use super::{Entry, PolicyError};
 use std::time::Duration;
 
-/// Half-life of the decaying policies if none is given.
+/// The half-life of decaying policies if none is given.
 pub const DEFAULT_HALF_LIFE: Duration = Duration::from_secs(300);
 
 /// A parameter that some policies read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parameter {
-    /// As in configuration; flags write `-` for `_`.
+    /// The name in configuration. Flags use `-` instead of `_`.
     pub name: &'static str,
-    /// What its values look like.
+    /// The expected format of the value, for error messages.
     pub expected: &'static str,
 }
 
 impl Parameter {
-    /// After this long a use counts half.
+    /// The time after which a use counts half.
     pub const HALF_LIFE: Parameter =
         Parameter { name: "half_life", expected: "a duration above zero, as 300s, 250ms, 5m or 1h" };
     /// Every parameter.
     pub const ALL: &[Parameter] = &[Parameter::HALF_LIFE];
 }
 
-/// Values of parameters. One that is absent takes its default.
+/// Parameter values. An absent one takes its default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Parameters {
     /// [`Parameter::HALF_LIFE`]; [`DEFAULT_HALF_LIFE`] if absent.
@@ -30,7 +30,7 @@ pub struct Parameters {
 }
 
 impl Parameters {
-    /// Read one by name.
+    /// Parses and sets one parameter by name.
     pub fn set(&mut self, name: &str, value: &str) -> Result<(), PolicyError> {
         if name != Parameter::HALF_LIFE.name {
             return Err(PolicyError::UnknownParameter { parameter: name.to_owned() });
@@ -45,7 +45,7 @@ impl Parameters {
         self.half_life.unwrap_or(DEFAULT_HALF_LIFE)
     }
 
-    /// Does `entry` read everything that is given, and is it sane?
+    /// Checks that `entry` reads every given parameter, and that the values are valid.
     pub(super) fn check(&self, entry: &Entry) -> Result<(), PolicyError> {
         let Parameter { name: parameter, expected } = Parameter::HALF_LIFE;
         match self.half_life {
@@ -60,7 +60,8 @@ impl Parameters {
     }
 }
 
-/// A number and a unit: `ns`, `us`, `ms`, `s`, `m`, `h`. `None` for everything else, also without a unit.
+/// Parses a number with a unit: `ns`, `us`, `ms`, `s`, `m` or `h`. `None` for everything else, including a missing
+/// unit.
 pub fn parse_duration(text: &str) -> Option<Duration> {
     let unit_at = text.find(|c: char| c.is_ascii_alphabetic())?;
     let (number, unit) = text.split_at(unit_at);

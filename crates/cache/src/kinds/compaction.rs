@@ -1,22 +1,23 @@
-//! Which cells move where, so that every sequence lies in one run and the lowest cells are in use.
+//! Compaction: plans the cell moves after which every sequence lies in one run and the lowest cells are in use.
 use crate::plan::CellCopy;
 use crate::run::Run;
 
-/// Nobody wants the cell: it is free.
+/// Marks a free cell.
 const FREE: u32 = u32::MAX;
 
-/// One round towards the layout in which the cells of `wanted`, which names every occupied cell at least once, lie
-/// from 0 in the order of their first mention. Copies go to free cells only, so the round may be abandoned.
+/// Plans one round towards the target layout: the cells of `wanted`, numbered from 0 in the order of their first
+/// mention. `wanted` must name every occupied cell at least once. Copies go to free cells only, so the round may be
+/// abandoned. A cell's place in the target layout is its home.
 ///
 /// ```text
 /// if any misplaced cell has a free home: move all that have
-/// else: those left are permuted among themselves. Clear the homes of the first half of them into free
+/// else: the misplaced cells are permuted among themselves. Clear the homes of the first half of them into free
 ///       cells, so that the next round can move their owners in
 /// ```
 ///
-/// It terminates: cells that are home stay, no copy but a clearing one leaves fewer cells misplaced, and after
-/// a clearing round every cleared home receives its owner. With no free cell at all nothing can be cleared, and
-/// the answer is an empty round. O(occupied cells) in time and memory.
+/// It terminates: cells that are home stay, every copy except a clearing one reduces the number of misplaced cells,
+/// and after a clearing round every cleared home receives its owner. Without any free cell nothing can be cleared,
+/// and the round is empty. O(occupied cells) in time and memory.
 pub(super) fn next_round(
     wanted: impl Iterator<Item = Run>,
     capacity: u32,
@@ -24,7 +25,7 @@ pub(super) fn next_round(
     out: &mut Vec<CellCopy>,
 ) {
     let mut home = vec![FREE; high_water as usize];
-    let mut owner = Vec::new(); // of a home: the cell whose token belongs there
+    let mut owner = Vec::new(); // for each home: the cell whose token belongs there
     for cell in wanted.flat_map(|run| run.cells()) {
         if home[cell as usize] == FREE {
             home[cell as usize] = owner.len() as u32;
@@ -32,14 +33,14 @@ pub(super) fn next_round(
         }
     }
     let n_used = owner.len() as u32;
-    let occupied = |cell: u32| home[cell as usize] != FREE; // homes lie below the high water
+    let occupied = |cell: u32| home[cell as usize] != FREE; // homes lie below the high-water mark
     let misplaced = |to: u32| owner[to as usize] != to;
 
     for to in (0..n_used).filter(|&to| misplaced(to) && !occupied(to)) {
         push_copy(out, owner[to as usize], to);
     }
     if out.is_empty() {
-        // Every home is occupied: the occupied cells are exactly the homes, and what is free lies above them.
+        // Every home is occupied, so the occupied cells are exactly the homes, and all free cells lie above them.
         let n_misplaced = (0..n_used).filter(|&to| misplaced(to)).count() as u32;
         let clear = (capacity - n_used).min(n_misplaced.div_ceil(2));
         for (i, from) in (0..n_used).filter(|&to| misplaced(to)).take(clear as usize).enumerate() {
@@ -48,7 +49,7 @@ pub(super) fn next_round(
     }
 }
 
-/// Append the copy of one cell, melting it into a copy that it continues.
+/// Appends the copy of one cell, merging it into the last copy if it continues that one.
 fn push_copy(out: &mut Vec<CellCopy>, from: u32, to: u32) {
     match out.last_mut() {
         Some(last) if last.from + last.len == from && last.to + last.len == to => last.len += 1,

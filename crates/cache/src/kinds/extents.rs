@@ -1,7 +1,7 @@
-//! Where one sequence lies: stretches of neighbouring cells that hold successive positions.
+//! Where one sequence is stored: stretches of contiguous cells that hold consecutive positions.
 use crate::run::Run;
 
-/// `len` tokens at successive positions in neighbouring cells.
+/// `len` tokens at consecutive positions in contiguous cells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Extent {
     pub position: u32,
@@ -17,18 +17,18 @@ impl Extent {
     pub fn run(self) -> Run {
         Run { start: self.cell, len: self.len }
     }
-    /// Do both cells and positions go on in `next`? Extents merge only then.
+    /// True if `next` continues this extent in both cells and positions. Only then do extents merge.
     pub fn precedes(self, next: Extent) -> bool {
         self.end() == next.position && self.run().end() == next.cell
     }
-    /// The part at positions `from..until`, which the extent must hold in full.
+    /// The part at positions `from..until`, which must lie within the extent.
     pub fn cut(self, from: u32, until: u32) -> Extent {
         Extent { position: from, cell: self.cell + (from - self.position), len: until - from }
     }
 }
 
-/// Extents in position order, each as long as it can be. 12 bytes per extent: a sequence that decodes alone has
-/// one, one that takes turns with others has one per stripe.
+/// Extents in position order, merged where possible. 12 bytes per extent: a sequence that decodes alone has one, a
+/// sequence that takes turns with others has one per stripe.
 #[derive(Default, Debug)]
 pub(super) struct Extents {
     list: Vec<Extent>,
@@ -47,7 +47,7 @@ impl Extents {
         self.n_tokens
     }
 
-    /// Append; its positions come after all others.
+    /// Appends an extent, whose positions must come after all others.
     pub fn push(&mut self, extent: Extent) {
         self.n_tokens += extent.len;
         match self.list.last_mut() {
@@ -59,7 +59,7 @@ impl Extents {
         }
     }
 
-    /// The parts that hold positions `from..until`, in order.
+    /// The parts of the extents that hold positions `from..until`, in order.
     pub fn within(&self, from: u32, until: u32) -> impl Iterator<Item = Extent> {
         let first = self.list.partition_point(|extent| extent.end() <= from);
         self.list[first..]
@@ -69,7 +69,7 @@ impl Extents {
             .filter(|extent| extent.len > 0)
     }
 
-    /// Forget positions `from..until`; `freed` hears of every run that held them.
+    /// Removes positions `from..until`, and calls `freed` with every run that held them.
     pub fn remove(&mut self, from: u32, until: u32, mut freed: impl FnMut(Run)) {
         if from >= until {
             return;
@@ -89,7 +89,7 @@ impl Extents {
         self.n_tokens = self.list.iter().map(|extent| extent.len).sum();
     }
 
-    /// The bytes have moved: cell c now lies in `to(c)`.
+    /// Updates the cells after a move: cell c is now `to(c)`.
     pub fn relocate(&mut self, to: impl Fn(u32) -> u32) {
         for extent in std::mem::take(self).list {
             for i in 0..extent.len {

@@ -1,15 +1,15 @@
-//! A set of small numbers, the free stripes or blocks of a space, in two levels of bits: the next member is found by
-//! looking at three words, and at one more per 4,096 numbers skipped.
+//! A set of small numbers (the free stripes or blocks of a space) as a two-level bitmap. Finding the next member
+//! reads three words, plus one per 4,096 numbers skipped.
 
 #[derive(Default)]
 pub(super) struct FreeSet {
     words: Vec<u64>,
-    /// Bit w: `words[w]` is not 0.
+    /// Bit w is set if `words[w]` is not 0.
     summary: Vec<u64>,
 }
 
 impl FreeSet {
-    /// These become members, and the set as large as they need.
+    /// Inserts the numbers `members`, growing the set as needed.
     pub fn extend(&mut self, members: std::ops::Range<u32>) {
         let n_words = self.words.len().max(members.end.div_ceil(64) as usize);
         self.words.resize(n_words, 0);
@@ -31,7 +31,7 @@ impl FreeSet {
     pub fn contains(&self, member: u32) -> bool {
         self.words.get(member as usize / 64).is_some_and(|word| word >> (member % 64) & 1 == 1)
     }
-    /// The first member that is not below `member`.
+    /// The first member at or above `member`.
     pub fn at_or_after(&self, member: u32) -> Option<u32> {
         let word = member as usize / 64;
         let here = self.words.get(word)? & (u64::MAX << (member % 64));

@@ -1,4 +1,4 @@
-//! Speculative nodes: their parents, and what each of them sees of the others.
+//! Speculative nodes of a draft tree: their parents, and which nodes each of them sees.
 use super::{ReadScratch, Visibility};
 use crate::ids::*;
 use crate::plan::{PlannedSpan, Spans};
@@ -6,16 +6,17 @@ use crate::reads::{Mask, ReadItem, Reads};
 use crate::request::Refused;
 use crate::run::Run;
 
-/// A token that waits for a verdict. Its number is its place in the sequence's list of nodes.
+/// A draft token that is neither accepted nor discarded yet. Its number is its index in the sequence's list of nodes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Node {
     pub cell: u32,
     pub parent: Option<NodeId>,
-    /// Positions below the committed end; 0 continues it.
+    /// Distance from the committed end in positions; 0 for a node that directly continues it.
     pub depth: u32,
 }
 
-/// Append the depths of `span`'s nodes to `depths`, if every parent is the committed end or an earlier node.
+/// Appends the depths of `span`'s nodes to `depths`. Refused if a parent is neither the committed end nor an earlier
+/// node.
 pub(super) fn check_parents(
     nodes: &[Node],
     span: &PlannedSpan,
@@ -36,7 +37,7 @@ pub(super) fn check_parents(
     Ok(())
 }
 
-/// Is `accepted` a chain from the committed end downwards?
+/// Checks that `accepted` is a chain from the committed end on.
 pub(super) fn check_path(seq: SeqId, nodes: &[Node], accepted: &[NodeId]) -> Result<(), Refused> {
     let mut parent = None;
     for &node in accepted {
@@ -48,14 +49,14 @@ pub(super) fn check_path(seq: SeqId, nodes: &[Node], accepted: &[NodeId]) -> Res
     Ok(())
 }
 
-/// A frontier whose every node continues the one before it sees what a chain sees, and is read like one.
+/// True if every node continues the one before it. Such a draft tree sees what a chain sees, and is read like one.
 pub(super) fn is_chain(nodes: &[Node], parents: &[Option<NodeId>]) -> bool {
     let before = |i: usize| i.checked_sub(1).map(|b| NodeId(b as u32));
     nodes.is_empty() && parents.iter().enumerate().all(|(i, parent)| *parent == before(i))
 }
 
-/// Items of the committed cells `run`, from position `first_position`, that nodes at `depths` see only in part:
-/// under a window the edge follows each node's depth, which no band can say.
+/// Adds the item for the committed cells `run`, from position `first_position`, that nodes at `depths` see only in
+/// part. The window's edge follows each node's depth, which a band mask cannot express.
 pub(super) fn edge_item(
     reads: &mut Reads,
     first_query: u32,
@@ -81,14 +82,14 @@ pub(super) fn edge_item(
     });
 }
 
-/// Items of the node cells. `scratch.nodes` holds all nodes of the sequence in number order, those of `span`
-/// last.
+/// Adds the items for the cells of the nodes. `scratch.nodes` holds all nodes of the sequence in number order, those
+/// of `span` last.
 ///
 /// ```text
 /// for each query: walk to the root, mark the ancestors that the window or the sinks leave visible
-/// for each run of neighbouring node cells:
-///     cut it where the answer to "who sees this cell" changes between nobody, everybody and some
-///     nobody: no item; everybody: All; some: Bits
+/// for each run of contiguous node cells:
+///     cut it where the visibility of the cells changes between no query, all queries and some queries
+///     no query: no item; all queries: All; some: Bits
 /// ```
 pub(super) fn node_items(
     reads: &mut Reads,
@@ -146,7 +147,7 @@ pub(super) fn node_items(
     }
 }
 
-/// The parents that `span` proposes, if it is a frontier.
+/// The parents that `span` proposes; `None` if it is a chain.
 pub(super) fn parents_of<'s>(spans: &'s Spans, span: &PlannedSpan) -> Option<&'s [Option<NodeId>]> {
     span.parents().map(|range| &spans.parents[range])
 }

@@ -1,5 +1,5 @@
-//! Many sequences over one pool of blocks of `block_tokens` cells, found through block tables (paged attention: Kwon
-//! et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023).
+//! Many sequences over one pool of blocks of `block_tokens` cells, addressed through block tables (paged attention:
+//! Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023).
 mod blocks;
 
 pub(crate) use blocks::NONE;
@@ -21,42 +21,44 @@ use crate::run::{Run, push_run};
 use blocks::{Blocks, LetGo};
 use std::collections::BTreeMap;
 
-/// Serves many users: whole blocks are shared between sequences and with the prefix index, and a sequence that
-/// writes into a block which others read gets a copy of its part of it first, the only bytes that a fork ever
-/// costs. Where all who share it write in one step, one of them goes on in the block itself.
+/// The kind for serving many users. Sequences share whole blocks with each other and with the prefix index. A
+/// sequence that appends to a block which others read first gets a copy of its own part of it: the only bytes that a
+/// fork ever costs. If all sequences that share the block append in one step, one of them continues in the block
+/// itself.
 ///
-/// It promises that a block is free exactly when no sequence holds it and the index does not know it; that a step
-/// writes to free blocks and to cells behind the ends of all holders of an unindexed block, and the latter only for
-/// one who is alone with it once the step is true; that blocks no query can see again are let go at `commit`,
-/// `rollback_tokens` later than the window says.
+/// Guarantees:
+/// - A block is free exactly when no sequence uses it and the index does not cache it.
+/// - A step writes only to free blocks, and to cells of uncached blocks behind the ends of all sequences that use
+///   them; the latter only if the writing sequence is the block's only user once the step is committed.
+/// - Blocks that no query can see again are released at `commit`, `rollback_tokens` later than the window alone would
+///   require.
 ///
-/// It refuses trees, and every removal but that of a tail.
+/// Draft trees are refused, and so is every removal except from the end.
 pub struct Paged {
     visibility: Visibility,
     block_tokens: u32,
-    /// log2 of `block_tokens`, if that is whole: a shift is a division that costs nothing.
+    /// log2 of `block_tokens` if it is a power of two, so that a shift can replace the division.
     shift: Option<u32>,
     rollback_tokens: u32,
-    /// Nobody asked for a bound.
+    /// True if no capacity limit was given.
     endless: bool,
     blocks: Blocks,
     sequences: BTreeMap<SeqId, Table>,
     pub(crate) events: Events,
 }
 
-/// Where one sequence lies: 4 bytes per block.
+/// Block table of one sequence: 4 bytes per block.
 #[derive(Default)]
 struct Table {
-    /// Block of positions `i * block_tokens..`; [`NONE`] where it has left the window.
+    /// Entry `i` is the block of positions `i * block_tokens..`, or [`NONE`] if it has left the window.
     blocks: Vec<u32>,
     next_position: u32,
-    /// Blocks before this one, but for those of sinks, have left the window.
+    /// Blocks before this index have left the window, except those of the sinks.
     window_start: u32,
 }
 
 impl Paged {
-    /// Of `group.capacity_tokens / block_tokens` blocks, rounded down, of which there has to be one.
-    /// `max_step_tokens` is ignored.
+    /// Makes `group.capacity_tokens / block_tokens` blocks, rounded down, at least one. Ignores `max_step_tokens`.
     pub fn new(group: &GroupSpec, block_tokens: u32, rollback_tokens: u32) -> Result<Self, Unbuildable> {
         if block_tokens == 0 {
             return Err(Unbuildable("a block holds at least one token"));
@@ -81,11 +83,11 @@ impl Paged {
         })
     }
 
-    /// Tokens of a block.
+    /// Tokens per block.
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
     }
-    /// Blocks of `seq` in the order of its positions; `None` for those that have left the window.
+    /// Block table of `seq` in position order; `None` entries have left the window.
     pub fn block_table(&self, seq: SeqId) -> Option<impl Iterator<Item = Option<u32>>> {
         let table = self.sequences.get(&seq)?;
         Some(table.blocks.iter().map(|&block| (block != NONE).then_some(block)))
@@ -114,7 +116,7 @@ impl Paged {
         let whole = self.whole_blocks(tokens);
         whole + u32::from(whole * self.block_tokens < tokens)
     }
-    /// Tokens in the last block of a sequence that ends at `position`; 0 if it is full.
+    /// Tokens in the last block of a sequence that ends at `position`; 0 if that block is full.
     #[inline]
     fn offset(&self, position: u32) -> u32 {
         position - self.whole_blocks(position) * self.block_tokens
@@ -122,10 +124,10 @@ impl Paged {
     pub(crate) fn sink_blocks(&self) -> u32 {
         self.visibility.window.map_or(0, |_| self.covering_blocks(self.visibility.sinks))
     }
-    /// The first block behind the sinks that a query at `position` sees.
+    /// Index of the first block after the sinks that a query at `position` sees.
     pub(crate) fn first_seen(&self, position: u32) -> u32 {
         let Some(window) = self.visibility.window else { return 0 };
-        // At the last position of all, one position is as good as the next.
+        // Saturating: at the very last position, an error of one position does no harm.
         let seen = self.whole_blocks(position.saturating_add(1).saturating_sub(window));
         if seen <= self.sink_blocks() { 0 } else { seen }
     }
@@ -133,7 +135,7 @@ impl Paged {
         self.sequences.get(&seq).ok_or(Refused::UnknownSequence(seq))
     }
 
-    /// New blocks that `n_tokens` more cost a sequence, a copy of its tail not counted.
+    /// New blocks that `n_tokens` more tokens need, not counting a copy of the last block.
     fn blocks_needed(&self, table: &Table, n_tokens: u32) -> u32 {
         self.covering_blocks(table.next_position + n_tokens) - table.blocks.len() as u32
     }
@@ -142,10 +144,10 @@ impl Paged {
         let tail = *table.blocks.last()?;
         (self.offset(table.next_position) > 0 && self.blocks.is_shared(tail)).then_some(tail)
     }
-    /// Who gets a copy of its tail: everybody who shares one, but if all holders of a block leave it in the same step,
-    /// one of them need not. That is the one which has filled the most of it: it writes behind what the others read,
-    /// so that a step which is dropped half-way has spoilt nothing. Returns the number of copies. Where no tail is
-    /// shared, nothing is done.
+    /// Decides which sequences copy their shared, partly filled last block. All of them do, with one exception: if
+    /// all holders of an uncached block append in the same step, the one that has filled most of it keeps it. That
+    /// one writes behind everything the others read, so dropping the step half-way does no damage. Returns the number
+    /// of copies. O(1) if `tails` is empty.
     fn divide_tails(&self, tails: &mut [SharedTail]) -> u32 {
         tails.sort_unstable_by_key(|tail| (tail.block, tail.offset, tail.span));
         let mut n_copies = tails.len() as u32;
@@ -163,15 +165,15 @@ impl Paged {
         n_copies
     }
 
-    /// Positions that a query sees, if not all.
+    /// Sliding window in positions; `None` if a query sees all.
     pub(crate) fn window(&self) -> Option<u32> {
         self.visibility.window
     }
-    /// Is the window a reason to let blocks go?
+    /// Whether the group has a window and therefore releases blocks.
     pub(crate) fn is_windowed(&self) -> bool {
         self.visibility.window.is_some()
     }
-    /// Was no bound asked for?
+    /// Whether the capacity is unlimited.
     pub(crate) fn is_endless(&self) -> bool {
         self.endless
     }
@@ -184,16 +186,16 @@ impl Paged {
     pub(crate) fn node(&self, block: u32) -> u32 {
         self.blocks.node(block)
     }
-    /// The node of `block`, if the index knows it and nobody holds it.
+    /// The index node of `block`, if it is cached and no sequence uses it.
     pub(crate) fn idle_node(&self, block: u32) -> Option<u32> {
         let node = self.blocks.node(block);
         (node != NONE && self.blocks.holders(block) == 0).then_some(node)
     }
-    /// Blocks of `seq`, [`NONE`] where they have left the window.
+    /// Block table of `seq`, with [`NONE`] where blocks have left the window.
     pub(crate) fn table_of(&self, seq: SeqId) -> &[u32] {
         self.sequences.get(&seq).map_or(&[], |table| &table.blocks)
     }
-    /// Has no block fallen idle since the index last asked?
+    /// Whether no block has become idle since the index last asked.
     pub(crate) fn has_settled(&self) -> bool {
         self.blocks.has_settled()
     }
@@ -210,13 +212,13 @@ impl Paged {
         *self.blocks.fell_idle() = buffer;
     }
 
-    /// Does a query behind the first `n_blocks` of a sequence see block `i` of them?
+    /// Whether a query behind the first `n_blocks` of a sequence sees block `i` of them.
     pub(crate) fn is_seen(&self, i: u32, n_blocks: u32) -> bool {
         i < self.sink_blocks() || i >= self.first_seen(n_blocks * self.block_tokens)
     }
 
-    /// The new sequence `seq` holds the indexed `blocks`, as far as a query behind them sees them.
-    /// Returns how many of them nobody held before.
+    /// Makes the sequence `seq` from the cached `blocks`, keeping only those that a query behind them sees. Returns
+    /// how many of them were not in use by any sequence before.
     pub(crate) fn adopt(&mut self, seq: SeqId, mut blocks: Vec<u32>) -> u32 {
         let n_blocks = blocks.len() as u32;
         let next_position = n_blocks * self.block_tokens;
@@ -232,7 +234,7 @@ impl Paged {
         n_idle
     }
 
-    /// Block `i` of `seq` becomes `block`, which holds the same tokens.
+    /// Replaces block `i` of `seq` by `block`, which holds the same tokens.
     pub(crate) fn replace(&mut self, seq: SeqId, i: u32, block: u32) {
         self.blocks.hold(block);
         self.events.push(block, Some(seq), Change::Share, Reason::Duplicate);
@@ -249,7 +251,7 @@ impl Paged {
         }
     }
 
-    /// Let go of what no query can see again, even after a rollback of `rollback_tokens`.
+    /// Releases the blocks that no query can see again, even after a rollback of `rollback_tokens`.
     fn leave_window(&mut self, seq: SeqId) {
         if self.visibility.window.is_none() {
             return;
@@ -267,7 +269,7 @@ impl Paged {
         }
     }
 
-    /// End at `position`; the caller has checked that it can.
+    /// Shortens `seq` to `position`. The caller has checked that this is possible.
     fn truncate(&mut self, seq: SeqId, position: u32, reason: Reason) {
         let keep = self.covering_blocks(position) as usize;
         let table = self.sequences.get_mut(&seq).expect("it is live");
@@ -298,7 +300,7 @@ impl Kind for Paged {
     fn capacity_cells(&self) -> u32 {
         self.blocks.capacity() * self.block_tokens
     }
-    /// Tokens whose blocks it still holds.
+    /// Tokens whose blocks the sequence still uses.
     fn seq_len(&self, seq: SeqId) -> Option<u32> {
         let table = self.sequences.get(&seq)?;
         let gone = table.window_start.saturating_sub(self.sink_blocks()) * self.block_tokens;
@@ -333,7 +335,7 @@ impl Kind for Paged {
             });
         }
         let (mut from, mut written_end) = (0, 0);
-        let mut n_met = 0; // of `shared_tails`
+        let mut n_met = 0; // index into `shared_tails`
         for (i, span) in spans.list.iter().enumerate() {
             let table = &self.sequences[&span.seq];
             let (mut tail, mut n_tokens) =
@@ -460,7 +462,8 @@ impl Kind for Paged {
     }
     fn report(&self) -> Report {
         let mut extents = Extents::default();
-        // Of every started block: how many end in it, and where the last of them does.
+        // For every partly filled last block: how many sequences end in it, and the highest offset at which one of
+        // them ends.
         let mut started: BTreeMap<u32, (u32, u32)> = BTreeMap::new();
         let sequences = self.sequences.iter().map(|(&seq, table)| {
             self.extents(table, &mut extents);
@@ -478,7 +481,7 @@ impl Kind for Paged {
             }
         });
         let sequences = sequences.collect();
-        // Who does not end in a block has filled it; so has the index.
+        // A sequence that uses the block but does not end in it has filled it. A cached block is full, too.
         let is_started =
             |block, n_ends| self.blocks.holders(block) == n_ends && self.blocks.node(block) == NONE;
         let unused = started.iter().filter(|(block, (n_ends, _))| is_started(**block, *n_ends));
@@ -527,7 +530,7 @@ impl SequenceKind for Paged {
         if position >= table.next_position || self.visibility.window.is_none() || position == 0 {
             return Ok(());
         }
-        // What the next query sees must still be there. Blocks of sinks always are.
+        // What the next query sees must still be stored. Sink blocks always are.
         let first = self.first_seen(position).max(self.sink_blocks());
         if first < table.window_start && first < self.covering_blocks(position) {
             return Err(Refused::WindowGone { seq, position });

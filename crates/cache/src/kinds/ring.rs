@@ -1,4 +1,4 @@
-//! One sequence and a sliding window: old cells are written again, no byte is ever copied.
+//! One sequence with a sliding window: old cells are overwritten, no byte is ever copied.
 use super::{GroupSpec, Unbuildable, Visibility};
 use crate::ids::*;
 use crate::kind::Kind;
@@ -7,15 +7,15 @@ use crate::report::*;
 use crate::request::Refused;
 use crate::run::{Run, push_run};
 
-/// Serves one chain of any length in sinks + window + max_step − 1 cells. Position p lies in cell p if it is a
-/// sink, else in cell sinks + (p − sinks) mod (window + max_step − 1).
+/// Holds one chain of any length in sinks + window + max_step − 1 cells. Position p lies in cell p if it is a sink,
+/// and otherwise in cell sinks + (p − sinks) mod (window + max_step − 1).
 ///
-/// The max_step − 1 cells beyond the window are what lets a chunk be written before its own first query reads:
-/// that query still needs window − 1 earlier tokens. A longer step is refused, never shortened.
+/// The max_step − 1 cells beyond the window allow a chunk to be written before its first query reads: that query
+/// still needs window − 1 earlier tokens. A longer step is refused, never shortened.
 ///
-/// A token is *held* while a later query can see it: a sink, or one of the last window − 1. The cells of all
-/// others count as free, because the next step may overwrite them even if it is abandoned afterwards. There is
-/// therefore no rewind.
+/// A token counts as stored while a later query can see it: a sink, or one of the last window − 1. All other cells
+/// count as free, because the next step may overwrite them even if it is abandoned afterwards. A ring therefore
+/// cannot rewind.
 pub struct Ring {
     visibility: Visibility,
     window: u32,
@@ -24,7 +24,7 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// Refused without a window, and if the cells could not be counted in 32 bits. `capacity_tokens` is ignored.
+    /// Refused without a window, and if the number of cells exceeds 32 bits. Ignores `capacity_tokens`.
     pub fn new(group: &GroupSpec) -> Result<Self, Unbuildable> {
         let Some(window) = group.visibility.window else {
             return Err(Unbuildable(
@@ -47,7 +47,7 @@ impl Ring {
     fn sinks(&self) -> u32 {
         self.visibility.sinks
     }
-    /// Cells that are written again and again.
+    /// Number of cells that are reused in turn.
     fn round(&self) -> u32 {
         self.window + self.max_step_tokens - 1
     }
@@ -55,11 +55,11 @@ impl Ring {
     fn first_seen(&self, position: u32) -> u32 {
         (u64::from(position) + 1).saturating_sub(u64::from(self.window)).max(u64::from(self.sinks())) as u32
     }
-    /// The neighbouring cells of positions `from..until`, cut where the ring starts again.
+    /// Calls `each` with the contiguous cells of positions `from..until`, cut where the ring wraps.
     fn runs(&self, mut from: u32, until: u32, mut each: impl FnMut(Run, u32)) {
         while from < until {
             let (start, room) = match from.checked_sub(self.sinks()) {
-                // The ring follows the sinks without a gap: its first round continues their run.
+                // The ring begins right after the sinks: its first round continues their run.
                 None => (from, self.capacity_cells() - from),
                 Some(p) => (self.sinks() + p % self.round(), self.round() - p % self.round()),
             };
@@ -74,12 +74,12 @@ impl Kind for Ring {
     fn capacity_cells(&self) -> u32 {
         self.sinks() + self.round()
     }
-    /// Tokens that the next query will see beside itself: sinks, and at most window − 1 others.
+    /// Tokens that the next query will see besides itself: the sinks, and at most window − 1 others.
     fn seq_len(&self, seq: SeqId) -> Option<u32> {
         let in_window = self.next.saturating_sub(self.first_seen(self.next));
         (seq == SeqId::ONLY).then_some(self.next.min(self.sinks()) + in_window)
     }
-    /// All tokens ever seen.
+    /// Total number of tokens ever appended.
     fn next_position(&self, seq: SeqId) -> Option<u32> {
         (seq == SeqId::ONLY).then_some(self.next)
     }
@@ -104,7 +104,7 @@ impl Kind for Ring {
             super::chain_items(&mut out.reads, 0, span, self.visibility, run, position);
         };
         if first_seen == self.sinks() {
-            self.runs(0, end, &mut items); // nothing has slid away: the sinks and the rest are one stretch
+            self.runs(0, end, &mut items); // nothing has left the window: the sinks and the rest are contiguous
         } else {
             self.runs(0, self.sinks(), &mut items);
             self.runs(first_seen, end, &mut items);

@@ -1,8 +1,9 @@
-//! The cell space that `cells` and `tree` share: reference-counted cells, and sequences as lists of extents.
+//! The cell space that the kinds `cells` and `tree` share: reference-counted cells, and sequences as lists of
+//! extents.
 //!
-//! It promises that a cell is free exactly when no sequence and no speculative node holds it, and that a refused
-//! verb changes nothing. Under a window it keeps what the window hides, because a rollback may need it; the window
-//! is a mask over the reads.
+//! A cell is free exactly when no sequence and no speculative node uses it. A refused operation changes nothing.
+//! Tokens outside the sliding window stay stored, because a rollback may need them; the window is only a mask over
+//! the reads.
 use super::extents::{Extent, Extents};
 use super::frontier::{self, Node};
 use super::stripes::{Cursor, Stripes};
@@ -27,12 +28,12 @@ pub(super) struct CellSpace {
 pub(super) struct Sequence {
     pub committed: Extents,
     pub next_position: u32,
-    /// Speculation below the committed end; `cells` has none.
+    /// Speculative nodes after the committed end. Always empty in `cells`.
     pub nodes: Vec<Node>,
 }
 
 impl Sequence {
-    /// Where its next token would lie best.
+    /// The preferred cell for the next token: the one after the last cell of the sequence.
     fn tail(&self) -> Option<u32> {
         match self.nodes.last() {
             Some(node) => Some(node.cell + 1),
@@ -62,7 +63,7 @@ impl CellSpace {
         self.sequences.get(&seq).map(|s| s.next_position)
     }
 
-    /// Cells for all spans, once the kind has found nothing else to refuse.
+    /// Chooses cells for all spans. The kind calls it after all its other checks have passed.
     pub fn place(&self, spans: &Spans, group: GroupId, out: &mut GroupPlan) -> Result<(), Refused> {
         let needed: u32 = spans.list.iter().map(|span| span.n_tokens).sum();
         let free = self.stripes.free();
@@ -254,7 +255,7 @@ impl CellSpace {
             self.sequences.entry(dst).or_default();
             return Ok(());
         }
-        // `dst` leaves the map while `src` is read: nothing is copied twice.
+        // `dst` is taken out of the map while `src` is read, so that it need not be cloned.
         let mut copy = self.sequences.remove(&dst).unwrap_or_default();
         for extent in self.sequences[&src].committed.within(from, until) {
             self.stripes.hold(extent.run());
@@ -295,7 +296,7 @@ impl CellSpace {
         Ok(())
     }
 
-    /// Make a checked root-to-node chain part of `seq`, and free its other nodes.
+    /// Makes a root-to-node chain part of `seq`, after checking it, and frees the other nodes.
     pub fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused> {
         frontier::check_path(seq, &self.sequence(seq)?.nodes, accepted)?;
         let sequence = self.sequences.get_mut(&seq).expect("its path was checked");
@@ -304,7 +305,7 @@ impl CellSpace {
             sequence.committed.push(Extent { position: sequence.next_position, cell, len: 1 });
             sequence.next_position += 1;
         }
-        // Ascending, as a chain from the root always is.
+        // The nodes of a chain from the root are always in ascending order.
         let mut accepted = accepted.iter().peekable();
         for (number, node) in sequence.nodes.drain(..).enumerate() {
             if accepted.next_if(|a| a.0 as usize == number).is_none() {

@@ -1,24 +1,24 @@
-//! Reference-counted cells, handed out in aligned stripes of 16, so that sequences which decode in turn do not
-//! shred each other into runs of one cell.
+//! Reference-counted cells, handed out in aligned stripes of 16. Sequences that decode in turn therefore do not
+//! fragment each other into runs of one cell.
 use super::free_set::FreeSet;
 use crate::plan::{CellCopy, GroupPlan, grown};
 use crate::run::Run;
 
-/// Cells that one sequence fills before another may start among them.
+/// Number of cells that one sequence fills before another may allocate among them.
 pub(super) const STRIPE: u32 = 16;
 
-/// 4 bytes per cell, one byte and a little over one bit per stripe; for the cells that were ever reached, not for all
-/// that the capacity promises.
+/// 4 bytes per cell, one byte and a little over one bit per stripe. Allocated for cells up to the highest one ever
+/// used, not for the whole capacity.
 pub(super) struct Stripes {
     capacity: u32,
-    refs: Vec<u32>, // the first cells; all behind them are free
+    refs: Vec<u32>, // the first cells; all later ones are free
     used_in_stripe: Vec<u8>,
     free_stripes: FreeSet,
     used: u32,
     high_water: u32,
 }
 
-/// How far a `prepare` has come in its search for cells; starts at the default.
+/// How far `prepare` has searched for cells. A search starts with the default.
 #[derive(Default)]
 pub(super) struct Cursor {
     fresh_stripe: u32,
@@ -39,7 +39,7 @@ impl Stripes {
     pub fn capacity(&self) -> u32 {
         self.capacity
     }
-    /// Keep books for `cells` cells at least, by doubling.
+    /// Makes the bookkeeping cover at least `cells` cells. It grows by doubling.
     fn reach(&mut self, cells: u32) {
         if cells as usize > self.refs.len() {
             let cells = grown(cells, self.capacity);
@@ -49,7 +49,7 @@ impl Stripes {
             self.free_stripes.extend(before..self.used_in_stripe.len() as u32);
         }
     }
-    /// The first free stripe that is not before `stripe`.
+    /// The first free stripe at or after `stripe`.
     fn fresh_stripe(&self, stripe: u32) -> Option<u32> {
         let behind = stripe.max(self.used_in_stripe.len() as u32);
         let behind = (behind < self.capacity.div_ceil(STRIPE)).then_some(behind);
@@ -66,9 +66,9 @@ impl Stripes {
         self.high_water
     }
 
-    /// Claim `n` free cells in `out` for a sequence whose last cell is `tail - 1`: the rest of its stripe, then
-    /// fresh stripes, lowest first, then, under pressure, any free cell. The caller has counted that enough are
-    /// free for all claims of the plan.
+    /// Claims `n` free cells in `out` for a sequence whose last cell is `tail - 1`: first the rest of its stripe,
+    /// then free stripes from the lowest on, and when those run out, any free cells. The caller has checked that
+    /// enough cells are free for all claims of the plan.
     pub fn place(&self, cursor: &mut Cursor, tail: Option<u32>, mut n: u32, out: &mut GroupPlan) {
         let mut tail = tail;
         while n > 0 {
@@ -93,7 +93,7 @@ impl Stripes {
         self.refs.get(cell as usize).is_none_or(|refs| *refs == 0) && !out.claimed(cell)
     }
 
-    /// Free cells from `cell` to the end of its stripe, if the stripe has begun before it.
+    /// Free cells from `cell` to the end of its stripe; `None` if `cell` is the first cell of a stripe.
     fn rest_of_stripe(&self, cell: u32, n: u32, out: &GroupPlan) -> Option<Run> {
         if cell.is_multiple_of(STRIPE) {
             return None;
@@ -127,7 +127,7 @@ impl Stripes {
         }
     }
 
-    /// One more holder of every cell of `run`.
+    /// Adds a holder to every cell of `run`.
     pub fn hold(&mut self, run: Run) {
         self.reach(run.end());
         for cell in run.cells() {
@@ -138,7 +138,7 @@ impl Stripes {
         }
     }
 
-    /// One holder less of every cell of `run`.
+    /// Removes a holder from every cell of `run`.
     pub fn release(&mut self, run: Run) {
         for cell in run.cells() {
             let refs = &mut self.refs[cell as usize];
@@ -151,7 +151,7 @@ impl Stripes {
         self.lower_high_water();
     }
 
-    /// The bytes have moved; their holders move with them.
+    /// Moves the holders along with the bytes that have moved.
     pub fn relocate(&mut self, moves: &[CellCopy]) {
         for copy in moves {
             self.reach(copy.to + copy.len);
@@ -193,7 +193,7 @@ impl Stripes {
         }
     }
 
-    /// Nobody holds anything.
+    /// Frees every cell.
     pub fn clear(&mut self) {
         self.refs.fill(0);
         self.used_in_stripe.fill(0);

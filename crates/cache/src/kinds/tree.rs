@@ -1,4 +1,4 @@
-//! The cell space of `cells`, with speculation below the committed end of every sequence.
+//! The cell space of `cells`, plus speculative nodes after the committed end of every sequence.
 use super::space::CellSpace;
 use super::{GroupSpec, expect_end, frontier};
 use crate::ids::*;
@@ -7,18 +7,19 @@ use crate::plan::*;
 use crate::report::{Report, Room};
 use crate::request::Refused;
 
-/// Serves speculative decoding: each sequence may propose a tree of nodes, in one frontier span or several over
-/// successive steps, next to chains of other sequences. A node sees the committed prefix, its ancestors and
-/// itself, as far as window and sinks let it. Nodes occupy cells, so admission counts them. Without an active
-/// tree it serves exactly like [`Cells`](super::Cells).
+/// The kind for speculative decoding. Each sequence may propose a draft tree, in one span or in several spans over
+/// successive steps, alongside chains of other sequences. A node sees the committed prefix, its ancestors and itself,
+/// as far as window and sinks allow. Nodes occupy cells, so admission counts them. Without a draft tree it behaves
+/// exactly like [`Cells`](super::Cells).
 ///
-/// A chain is refused while its sequence speculates; a fork takes the committed part alone; a rollback discards.
+/// A chain is refused while its sequence has speculative nodes; a fork copies the committed part only; a rollback
+/// discards the nodes.
 pub struct Tree {
     space: CellSpace,
 }
 
 impl Tree {
-    /// `capacity_tokens` cells for committed tokens and nodes together. `max_step_tokens` is ignored.
+    /// Makes `capacity_tokens` cells, for committed tokens and nodes together. Ignores `max_step_tokens`.
     pub fn new(group: &GroupSpec) -> Self {
         Tree { space: CellSpace::new(group) }
     }

@@ -1,7 +1,8 @@
-//! What several sequences read together.
+//! Finds the cells that several sequences read in common, so that they are read once.
 //!
-//! A cell holds one token, so it has the same position in every sequence that holds it. Two sequences share a
-//! cell exactly where their extents, walked together by position, name the same one. That makes trunks a merge:
+//! A cell holds one token, so it has the same position in every sequence that uses it. Two sequences share a cell
+//! exactly where their extents, walked together by position, name the same cell. Finding shared prefixes ("trunks")
+//! is therefore a merge:
 //!
 //! ```text
 //! put the spans in an order in which those with a common prefix are neighbours
@@ -14,8 +15,8 @@
 //! what is still open becomes items up to the last span
 //! ```
 //!
-//! Every piece is opened and closed once per stretch of neighbouring spans, so the items are disjoint, whatever
-//! windows, removed prefixes or partial copies did to the sequences. Trunks of trunks need no rule of their own.
+//! Every piece is opened and closed once per stretch of consecutive spans, so the items are disjoint, whatever
+//! windows, removed prefixes or partial copies did to the sequences. Nested shared prefixes need no special case.
 use super::extents::{Extent, Extents};
 use super::stripes::STRIPE;
 use super::{ReadScratch, Visibility};
@@ -23,8 +24,8 @@ use crate::plan::PlannedSpan;
 use crate::reads::{Mask, ReadItem, Reads};
 use std::cmp::Ordering;
 
-/// Which committed positions the queries of one span see: all of them `0..sinks_end` and `all..start`, some of
-/// them also `some..all`.
+/// The committed positions that the queries of one span see: all queries see `0..sinks_end` and `all..start`; some
+/// also see `some..all`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Horizon {
     pub sinks_end: u32,
@@ -34,7 +35,7 @@ pub(super) struct Horizon {
 }
 
 impl Horizon {
-    /// Of queries at positions `start + shallowest ..= start + deepest`, where `start` is the committed end.
+    /// For queries at positions `start + shallowest ..= start + deepest`, where `start` is the committed end.
     pub fn new(visibility: Visibility, start: u32, shallowest: u32, deepest: u32) -> Self {
         let sinks_end = visibility.sinks.min(start);
         let first_seen = |query: u32| visibility.window.map_or(0, |w| (query + 1).saturating_sub(w));
@@ -43,8 +44,9 @@ impl Horizon {
         Horizon { sinks_end, some, all: clamp(first_seen(start + deepest)), start }
     }
 
-    /// From where the span looks for company. Under a window, sequences of slightly different length would cut
-    /// their trunk at as many places; they cut it at stripes instead, and read what lies before on their own.
+    /// Position from which the span shares reads with other spans. Under a window, sequences of slightly different
+    /// length would cut their shared prefix at just as many places. They cut it at stripe boundaries instead, and
+    /// each span reads the cells before that on its own.
     pub fn shared_from(&self, alone: bool) -> u32 {
         if alone || self.all == self.sinks_end {
             self.all
@@ -54,13 +56,12 @@ impl Horizon {
     }
 }
 
-/// An order in which sequences with a common prefix of cells are neighbours: that of their (position, cell)
-/// pairs as words of a dictionary.
+/// Orders sequences so that those with a common prefix of cells are adjacent: lexicographically by (position, cell).
 fn by_prefix(a: &[Extent], b: &[Extent]) -> Ordering {
     let first = |extents: &[Extent]| extents.first().map(|e| (e.position, e.cell));
     let differ = a.iter().zip(b).position(|(a, b)| a != b).unwrap_or(a.len().min(b.len()));
     let (a, b) = (&a[differ..], &b[differ..]);
-    // Extents are as long as they can be, so a shorter one does not go on where the longer one does.
+    // Extents are maximal, so the shorter one does not continue where the longer one does.
     match (a.first(), b.first()) {
         (Some(x), Some(y)) if (x.position, x.cell) == (y.position, y.cell) => {
             let go_on = |longer: &Extent, by: u32| Some((longer.position + by, longer.cell + by));
@@ -74,9 +75,10 @@ fn by_prefix(a: &[Extent], b: &[Extent]) -> Ordering {
     }
 }
 
-/// Put the spans in order, give them their query slots, and add the items of what all queries of a span see, each
-/// cell once however many spans see it. What lies between `all` and `shared_from` of a span's horizon, what only
-/// some of its queries see, and its own tokens are left to the caller. `extents` of a span by its number.
+/// Sorts the spans, assigns their query slots, and adds the items that all queries of a span see, each cell once
+/// however many spans see it. The caller adds the rest: the cells between `all` and `shared_from` of a span's
+/// horizon, the cells that only some of its queries see, and its own tokens. `extents` returns a span's extents by
+/// its index.
 pub(super) fn share<'e>(
     scratch: &mut ReadScratch,
     reads: &mut Reads,
@@ -108,24 +110,24 @@ pub(super) fn share<'e>(
     scratch.trunks.end(reads.order.len() as u32, reads);
 }
 
-/// An extent that all spans since query slot `first_query` see.
+/// An extent that all spans from query slot `first_query` on see.
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     extent: Extent,
     first_query: u32,
 }
 
-/// The walk over the spans of one step. Recycled.
+/// The state of the merge over the spans of one step. Reused.
 #[derive(Default, Debug)]
 pub(super) struct Trunks {
     open: Vec<Piece>,
-    /// Pieces of `open` that the current span has already met.
+    /// Number of pieces in `open` that the current span has already passed.
     met: usize,
     next: Vec<Piece>,
 }
 
 impl Trunks {
-    /// The span in slots from `first_query` sees `extent`. Extents come in position order.
+    /// Adds `extent` for the span whose slots start at `first_query`. Extents come in position order.
     pub fn see(&mut self, mut extent: Extent, first_query: u32, reads: &mut Reads) {
         while extent.len > 0 {
             let Some(piece) = self.open.get_mut(self.met) else {
@@ -163,7 +165,7 @@ impl Trunks {
         }
     }
 
-    /// The span in slots from `first_query` has seen all it sees.
+    /// Ends the span whose slots start at `first_query`.
     pub fn end_span(&mut self, first_query: u32, reads: &mut Reads) {
         for piece in self.open.drain(..).skip(std::mem::take(&mut self.met)) {
             close(piece, first_query, reads);
@@ -171,7 +173,7 @@ impl Trunks {
         std::mem::swap(&mut self.open, &mut self.next);
     }
 
-    /// All spans have been walked, up to query slot `end_query`.
+    /// Ends the walk over all spans, at query slot `end_query`.
     pub fn end(&mut self, end_query: u32, reads: &mut Reads) {
         self.open.drain(..).for_each(|piece| close(piece, end_query, reads));
     }
@@ -186,7 +188,7 @@ impl Trunks {
     }
 }
 
-/// What `piece` covered ends before query slot `end_query`.
+/// Adds the item for `piece`, whose last query slot is before `end_query`.
 fn close(piece: Piece, end_query: u32, reads: &mut Reads) {
     let Piece { extent, first_query } = piece;
     let item = ReadItem {

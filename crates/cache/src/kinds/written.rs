@@ -1,4 +1,4 @@
-//! The cells of a plan, handed to its tokens in batch order.
+//! Distributes the cells of a plan to its tokens, in batch order.
 use crate::run::Run;
 
 pub(super) struct Written<'p> {
@@ -10,7 +10,7 @@ impl<'p> Written<'p> {
     pub fn new(writes: &'p [Run]) -> Self {
         Written { runs: writes.iter(), rest: Run { start: 0, len: 0 } }
     }
-    /// The next neighbouring cells, at most `n`.
+    /// The next contiguous cells, at most `n`.
     pub fn take(&mut self, n: u32) -> Run {
         if self.rest.len == 0 {
             self.rest = *self.runs.next().expect("prepare placed every token");

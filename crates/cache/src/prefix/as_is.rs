@@ -1,4 +1,4 @@
-//! A hasher for maps whose keys are hashes already.
+//! An identity hasher, for maps whose keys are hashes already.
 use std::hash::Hasher;
 
 #[derive(Default)]
@@ -20,7 +20,7 @@ mod tests {
     use super::AsIs;
     use std::hash::Hasher;
 
-    /// What is hashed is a hash already.
+    /// The hasher returns its input unchanged.
     #[test]
     fn keys_are_their_own_hashes() {
         for key in [0, 7, u64::MAX] {

@@ -1,34 +1,34 @@
-//! What a prompt is made of, as an index sees it.
+//! The content of a prompt, as the prefix index sees it.
 
-/// Tokens, or what stands for them.
+/// Tokens, or ids that stand for them.
 #[derive(Clone, Copy, Debug)]
 pub enum Content<'a> {
     /// Token ids.
     Tokens(&'a [u32]),
-    /// A trace: one opaque id per `tokens_per_id` tokens. Blocks smaller than that are told apart by their index
-    /// within the id; blocks larger than that take several ids.
+    /// From a trace: one opaque id per `tokens_per_id` tokens. Blocks smaller than that are distinguished by their
+    /// index within the id; larger blocks take several ids.
     Ids {
-        /// In order; one for every started `tokens_per_id` tokens.
+        /// In order, one for every full or partial group of `tokens_per_id` tokens.
         ids: &'a [u64],
         /// At least 1; divides the block size or is a multiple of it.
         tokens_per_id: u32,
-        /// Tokens that the ids stand for: the last may be partly filled.
+        /// Number of tokens that the ids stand for. The last id may be partly filled.
         n_tokens: u32,
     },
-    /// Counted only: never matches, never indexed.
+    /// Only the number of tokens is known. Such content never matches and is never indexed.
     Unknown {
         /// Tokens.
         n_tokens: u32,
     },
 }
 
-/// What all content of one index is made of.
+/// The kind of content that an index holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Vocabulary {
     /// [`Content::Tokens`].
     #[default]
     Tokens,
-    /// [`Content::Ids`] of this size.
+    /// [`Content::Ids`] with this many tokens per id.
     Ids {
         /// Tokens per id.
         tokens_per_id: u32,
@@ -36,7 +36,7 @@ pub enum Vocabulary {
 }
 
 impl Content<'_> {
-    /// Tokens in all.
+    /// Number of tokens.
     pub fn n_tokens(&self) -> u32 {
         match self {
             Content::Tokens(tokens) => u32::try_from(tokens.len()).unwrap_or(u32::MAX),
@@ -45,7 +45,7 @@ impl Content<'_> {
     }
 }
 
-/// How the blocks of one index are keyed: a fixed number of words per block, exact, never hashed.
+/// How the blocks of one index are keyed: a fixed number of words per block, exact, not hashed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Keying {
     pub block_tokens: u32,
@@ -54,12 +54,12 @@ pub(crate) struct Keying {
 }
 
 impl Keying {
-    /// `None` if ids and blocks do not fit into each other.
+    /// `None` if block size and id size do not divide one another.
     pub fn new(block_tokens: u32, vocabulary: Vocabulary) -> Option<Self> {
         let n_words = match vocabulary {
             Vocabulary::Tokens => block_tokens as usize,
             Vocabulary::Ids { tokens_per_id: 0 } => return None,
-            // An id in two words, and the index of the block within it.
+            // Two words for the id, one for the index of the block within it.
             Vocabulary::Ids { tokens_per_id } if tokens_per_id.is_multiple_of(block_tokens) => 3,
             Vocabulary::Ids { tokens_per_id } if block_tokens.is_multiple_of(tokens_per_id) => {
                 2 * (block_tokens / tokens_per_id) as usize
@@ -69,7 +69,7 @@ impl Keying {
         Some(Keying { block_tokens, vocabulary, n_words })
     }
 
-    /// Leading whole blocks that have a key.
+    /// Number of leading whole blocks that have a key.
     pub fn n_blocks(&self, content: &Content<'_>) -> u32 {
         match (content, self.vocabulary) {
             (Content::Tokens(_), Vocabulary::Tokens) => content.n_tokens() / self.block_tokens,
@@ -83,12 +83,12 @@ impl Keying {
         }
     }
 
-    /// Are keys tokens, so that they can differ in the middle?
+    /// Whether keys are tokens. Then two keys can differ in the middle.
     pub fn has_tokens(&self) -> bool {
         self.vocabulary == Vocabulary::Tokens
     }
 
-    /// Does content of this kind belong into the index? Unknown content does: it is only counted.
+    /// Whether content of this kind fits the index. Unknown content does: it is only counted.
     pub fn accepts(&self, content: &Content<'_>) -> bool {
         match (content, self.vocabulary) {
             (Content::Unknown { .. }, _) | (Content::Tokens(_), Vocabulary::Tokens) => true,
@@ -99,7 +99,7 @@ impl Keying {
         }
     }
 
-    /// The key of whole block `i`: in the content itself or, if it has to be put together, in `buffer`.
+    /// The key of whole block `i`: a slice of the content, or assembled in `buffer`.
     #[inline]
     pub fn key<'a>(&self, content: &Content<'a>, i: u32, buffer: &'a mut Vec<u32>) -> &'a [u32] {
         let at = i as usize * self.block_tokens as usize;

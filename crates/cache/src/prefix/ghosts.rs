@@ -1,15 +1,15 @@
-//! Keys of evicted blocks, so that a miss can say that the prefix was here once.
+//! Hashes of evicted prefixes, so that a miss can be explained as an eviction.
 use super::as_is::AsIs;
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, BuildHasherDefault, RandomState};
 
-/// The last `capacity` evicted prefixes by hash, oldest forgotten first. Two prefixes with one hash are told apart by
-/// nobody: a wrong `evicted` is one in 2^64, and a word in an explanation.
+/// The last `capacity` evicted prefixes by hash; the oldest are dropped first. Two prefixes with the same hash are
+/// not told apart: that makes one answer in 2^64 wrong, and it only affects an explanation.
 pub(super) struct Ghosts {
     capacity: usize,
     order: VecDeque<u64>,
     counts: HashMap<u64, u32, BuildHasherDefault<AsIs>>,
-    /// Nobody outside can choose prompts whose hashes meet in one bucket.
+    /// A random seed, so that users cannot craft prompts whose hashes share a bucket.
     seed: u64,
 }
 

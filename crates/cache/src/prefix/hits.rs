@@ -1,21 +1,20 @@
-//! What the index supplied of the prompts that were opened: since the beginning, and of the last ones.
+//! Prefix-hit statistics: since the beginning, and over the most recent prompts.
 use std::collections::VecDeque;
 
-/// Prompts that were opened, and what the index supplied of them. Neither a prompt of unknown content is
-/// counted nor an empty one, of which nothing could be found, nor one that was opened before
-/// ([`open_again`](super::Prefixes::open_again)).
+/// Opened prompts and their prefix hits. Not counted: prompts of unknown content, empty prompts (they cannot hit),
+/// and prompts that were opened before ([`open_again`](super::Prefixes::open_again)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HitCounts {
-    /// Prompts.
+    /// Number of prompts.
     pub n_prompts: u64,
     /// Their tokens.
     pub prompt_tokens: u64,
-    /// Of these, tokens that the index supplied.
+    /// Tokens of these prompts that came from the index.
     pub hit_tokens: u64,
 }
 
 impl HitCounts {
-    /// The share of the tokens that the index supplied; `None` before there were any.
+    /// Hit ratio: the share of tokens that came from the index; `None` before the first token.
     pub fn ratio(&self) -> Option<f64> {
         (self.prompt_tokens > 0).then(|| self.hit_tokens as f64 / self.prompt_tokens as f64)
     }
@@ -26,7 +25,8 @@ impl HitCounts {
     }
 }
 
-/// Prompts of [`PrefixReport::recent`](super::PrefixReport::recent): as many as vLLM's hit ratio looks back on.
+/// Number of prompts that [`PrefixReport::recent`](super::PrefixReport::recent) covers. vLLM's hit ratio uses the
+/// same number.
 pub const RECENT_PROMPTS: usize = 1_000;
 
 /// Sums over all prompts and over the last [`RECENT_PROMPTS`].
@@ -39,7 +39,7 @@ pub(super) struct Hits {
 }
 
 impl Hits {
-    /// O(1).
+    /// Counts a prompt. O(1).
     pub fn count(&mut self, prompt_tokens: u32, hit_tokens: u32) {
         self.all.add(prompt_tokens, hit_tokens);
         self.recent.add(prompt_tokens, hit_tokens);

@@ -1,5 +1,5 @@
-//! The index over the layer groups of one paged cache: which block of each group holds the tokens of a node, who may
-//! be evicted, and where every open sequence stands in the tree.
+//! The prefix index over the layer groups of one paged cache: which block of each group holds the tokens of a tree
+//! node, which blocks can be evicted, and the deepest node of every open sequence.
 mod counts;
 mod explain;
 mod room;
@@ -22,7 +22,7 @@ const PAGED: &str = "an index stands over paged groups only";
 
 pub(crate) struct Index {
     tree: Tree,
-    /// Salt by root, with the number of sequences opened under it.
+    /// For each root: its salt, and the number of sequences opened under it.
     roots: BTreeMap<Node, (Box<str>, u32)>,
     salts: BTreeMap<Box<str>, Node>,
     leaves: BTreeMap<SeqId, Leaf>,
@@ -37,14 +37,14 @@ pub(crate) struct Index {
     n_stored: u64,
     n_evicted: u64,
     hits: Hits,
-    /// Changes with every block that the index learns or forgets.
+    /// Changes with every block that the index adds or drops.
     pub version: u64,
     path: Vec<Node>,
     buffer: Vec<u32>,
     pub events: Option<Vec<PrefixEvent>>,
 }
 
-/// The deepest node of a sequence: all its blocks up to there are indexed.
+/// The deepest node of a sequence. All its blocks up to that node are indexed.
 #[derive(Clone, Copy)]
 struct Leaf {
     root: Node,
@@ -54,13 +54,13 @@ struct Leaf {
 
 struct GroupIndex {
     windowed: bool,
-    blocks: Vec<u32>, // [nodes]; NONE where this group has none
+    blocks: Vec<u32>, // indexed by node; NONE if the group has no block for it
     block_bytes: u64,
-    /// `None` in a group that is never full.
+    /// `None` in a group with unlimited capacity.
     evict: Option<Evict>,
 }
 
-/// Slots are blocks.
+/// Eviction state of a group. Its slots are block numbers.
 struct Evict {
     policy: Box<dyn Policy>,
     order: Order,
@@ -68,7 +68,7 @@ struct Evict {
 }
 
 impl Evict {
-    /// `block` may be evicted from now on.
+    /// Makes `block` evictable.
     fn offer(&mut self, block: u32) {
         let rank = self.ranks[block as usize];
         if !self.order.update(block, rank) {
@@ -95,11 +95,12 @@ impl GroupIndex {
     }
 }
 
-/// How far a prompt was found.
+/// The result of walking the tree along a prompt.
 struct Walk {
-    /// Blocks with a node.
+    /// Number of blocks that have a node.
     n_matched: u32,
-    /// Blocks of the longest hit: less, where a window group has lost what the next query would see.
+    /// Number of blocks of the longest hit. Less than `n_matched` if a window group has dropped blocks that the next
+    /// query would see.
     n_hit: u32,
     /// The last node that matched.
     node: Node,
@@ -115,7 +116,7 @@ fn paged_mut(group: &mut Box<dyn Kind>) -> &mut Paged {
 }
 
 impl Index {
-    /// Over `groups`, with one policy for each.
+    /// Makes an index over `groups`, with one policy per group.
     pub fn new(
         keying: Keying,
         spec: &PrefixSpec,
@@ -162,12 +163,13 @@ impl Index {
     fn block_tokens(&self) -> u32 {
         self.tree.keying().block_tokens
     }
-    /// Blocks that a prompt may take from the index: whole ones, and never its last token.
+    /// Blocks that a prompt may take from the index: whole blocks, never the one with its last token.
     fn n_usable(&self, content: &Content<'_>) -> u32 {
         let but_the_last = content.n_tokens().saturating_sub(1) / self.block_tokens();
         self.tree.keying().n_blocks(content).min(but_the_last)
     }
-    /// A use of a block of group `g` now; its `tick` is the last one that was used, and its cost is missing.
+    /// A use of a block of group `g` at the current time. `tick` is the last tick that was used; the caller fills in
+    /// the cost.
     fn use_now(&self, g: usize) -> Use {
         let bytes = self.groups[g].block_bytes;
         Use { now_ns: self.moment.now_ns, tick: self.tick, cost: 0.0, bytes, next_use: None }
@@ -183,8 +185,8 @@ impl Index {
     ) -> Walk {
         let keying = self.tree.keying();
         let n_usable = self.n_usable(content);
-        // Of each window group: its paged space, its number, and how many blocks in a row it has had up to here,
-        // and from the beginning on.
+        // For each window group: its paged space, its group index, the number of consecutive blocks present up to
+        // here, and the number present from the beginning on.
         let mut windows: Vec<(&Paged, &GroupIndex, u32, u32)> = Vec::new();
         for (kind, group) in groups.iter().zip(&self.groups).filter(|(_, group)| group.windowed) {
             windows.push((paged(&**kind), group, 0, 0));
@@ -196,7 +198,7 @@ impl Index {
             (node, n_matched) = (child, n_matched + 1);
             visit(node);
             let mut whole = true;
-            // Groups of a window of 1 ask for nothing; but a hit that lies in no group at all is none.
+            // Groups with a window of 1 need no blocks. But a hit needs a block in at least one group.
             let mut lies_somewhere = !self.only_windows;
             for (paged, group, in_a_row, from_the_first) in &mut windows {
                 let here = group.block(node) != NONE;
@@ -223,7 +225,7 @@ impl Index {
     pub fn lookup(&self, groups: &[Box<dyn Kind>], salt: &str, content: &Content<'_>) -> Lookup {
         let Some(&root) = self.salts.get(salt) else { return Lookup::default() };
         let walk = self.walk(groups, root, content, &mut Vec::new(), |_| ());
-        // Back up along the hit.
+        // Walk from the hit node back to the root.
         let n_idle = groups.iter().zip(&self.groups).map(|(kind, group)| {
             let paged = paged(&**kind);
             let (mut node, mut n_idle) = (walk.hit_node, 0);
@@ -289,7 +291,8 @@ impl Index {
         if let Some(Leaf { root, node, .. }) = before {
             self.roots.get_mut(&root).expect("leaves stand under roots").1 -= 1;
             self.standing.remove(node);
-            // What the window had left behind was kept because somebody stood there.
+            // This node may have been kept only because the sequence was at it: all window groups may have dropped
+            // its blocks.
             if self.only_windows && node != root {
                 self.prune(groups, node);
             }
@@ -297,19 +300,19 @@ impl Index {
         }
     }
 
-    /// `seq` begins empty.
+    /// Registers the new, empty sequence `seq`.
     pub fn opened_empty(&mut self, groups: &[Box<dyn Kind>], seq: SeqId, salt: &str) {
         let root = self.root(salt);
         self.set_leaf(groups, seq, Some(Leaf { root, node: root, n_blocks: 0 }));
     }
 
-    /// The salt under which `seq` was opened.
+    /// The salt that `seq` was opened under.
     pub fn salt_of(&self, seq: SeqId) -> Option<&str> {
         let leaf = self.leaves.get(&seq)?;
         self.roots.get(&leaf.root).map(|(salt, _)| &**salt)
     }
 
-    /// `is_first`: its prompt was not opened before, and is counted.
+    /// `is_first`: the prompt was not opened before, so the hit statistics count it.
     pub fn open(
         &mut self,
         groups: &mut [Box<dyn Kind>],
@@ -349,7 +352,7 @@ impl Index {
         Ok(Lookup { hit_tokens: walk.n_hit * block_tokens, idle_tokens: n_idle * block_tokens })
     }
 
-    /// The first of the blocks `from..until` that is stored for this leaf with other content. O(blocks stored behind
+    /// The first of the blocks `from..until` that is stored for this leaf with other content. O(stored blocks after
     /// `from`).
     fn contradicted(&mut self, leaf: Leaf, content: &Content<'_>, from: u32, until: u32) -> Option<u32> {
         let (keying, mut buffer) = (self.tree.keying(), std::mem::take(&mut self.buffer));
@@ -364,7 +367,7 @@ impl Index {
         first
     }
 
-    /// Of `content`, the blocks before position `from` are not compared if they are stored already.
+    /// Blocks of `content` before position `from` are not compared if they are stored already.
     pub fn store(
         &mut self,
         groups: &mut [Box<dyn Kind>],
@@ -391,7 +394,7 @@ impl Index {
             .iter()
             .map(|kind| paged(&**kind).table_of(seq)[first as usize..n_blocks as usize].to_vec());
         let tables: Vec<Vec<u32>> = tables.collect();
-        // A block that the index knows already must lie on this very path, or `content` is not what it holds.
+        // A block that is indexed already must lie on this path. Otherwise `content` is not what the block holds.
         let keying = self.tree.keying();
         let (mut known, mut buffer) = (Some(leaf.node), std::mem::take(&mut self.buffer));
         for i in first..n_blocks {
@@ -422,7 +425,8 @@ impl Index {
                 if known == NONE {
                     self.know(paged, g, node, own, seq, i);
                 } else {
-                    // Computed twice at the same time: the bytes are the same, one copy is enough.
+                    // Two sequences computed the same block at the same time. The content is the same, so one copy is
+                    // enough.
                     paged.replace(seq, i, known);
                     if let Some(evict) = &mut self.groups[g].evict {
                         evict.order.remove(known);
@@ -438,7 +442,7 @@ impl Index {
         Ok(Stored { n_new: n_stored, n_known: n_blocks - from.min(first) - n_stored })
     }
 
-    /// `block` of `group` holds the tokens of `node`.
+    /// Records that `block` of `group` holds the tokens of `node`.
     fn know(&mut self, paged: &mut Paged, group: usize, node: Node, block: u32, seq: SeqId, depth: u32) {
         self.version += 1;
         paged.index(block, node);
@@ -464,11 +468,11 @@ impl Index {
         }
     }
 
-    /// A new sequence holds `blocks` of group `g`.
+    /// Records that a new sequence uses `blocks` of group `g`.
     fn hit(&mut self, g: usize, blocks: &[u32]) {
         let (windowed, mut used) = (self.groups[g].windowed, self.use_now(g));
         let Some(evict) = &mut self.groups[g].evict else { return };
-        // In a full group only leaves are in the order, and only the last block can be one.
+        // In a full-attention group the eviction order holds leaves only, and only the last block can be a leaf.
         let first_offered = if windowed { 0 } else { blocks.len().saturating_sub(1) };
         for &block in blocks[first_offered..].iter().filter(|&&block| block != NONE) {
             evict.order.remove(block);
@@ -484,11 +488,11 @@ impl Index {
         self.tick = used.tick;
     }
 
-    /// `dst` holds what `src` does, up to where it ends.
+    /// Registers the fork `dst` of `src`, up to where `dst` ends.
     pub fn forked(&mut self, groups: &[Box<dyn Kind>], src: SeqId, dst: SeqId) {
         let is_empty = groups[0].next_position(dst) == Some(0);
         if is_empty && self.leaves.contains_key(&dst) {
-            return; // nothing was copied to a sequence that has a salt already
+            return; // nothing was copied, and the sequence has a salt already
         }
         if let Some(leaf) = self.leaves.get(&src).copied() {
             self.set_leaf(groups, dst, Some(leaf));
@@ -496,7 +500,7 @@ impl Index {
         }
     }
 
-    /// `seq` may have become shorter, or be gone.
+    /// Updates the leaf of `seq`, which may be shorter than before, or gone.
     pub fn shortened(&mut self, groups: &[Box<dyn Kind>], seq: SeqId) {
         let Some(mut leaf) = self.leaves.get(&seq).copied() else { return };
         let Some(next) = groups[0].next_position(seq) else { return self.set_leaf(groups, seq, None) };
@@ -507,7 +511,7 @@ impl Index {
         self.set_leaf(groups, seq, Some(leaf));
     }
 
-    /// Any sequence may have become shorter, or be gone.
+    /// Updates all leaves: any sequence may be shorter than before, or gone.
     pub fn all_shortened(&mut self, groups: &[Box<dyn Kind>]) {
         let open: Vec<SeqId> = self.leaves.keys().copied().collect();
         open.into_iter().for_each(|seq| self.shortened(groups, seq));

@@ -1,9 +1,10 @@
-//! The tree of indexed blocks: a node for every full block, below the node of the block before it.
+//! The tree of indexed blocks: one node per full block, whose parent is the node of the block before it.
 //!
-//! A walk along a prompt that was seen before meets, at almost every node, the one child that it has: that child
-//! stands in the node itself, and no hash is computed. Only where prompts part, a map finds the brothers; it only
-//! buckets, and keys decide. (Radix trees over tokens: Zheng et al., "SGLang: Efficient Execution of Structured
-//! Language Model Programs", NeurIPS 2024; hashes per block: vLLM's automatic prefix caching.)
+//! Along a prompt that was seen before, almost every node has exactly one child. The node stores that child directly,
+//! so no hash is computed. Only where prompts diverge does a map find the other children ("brothers"). The map's hash
+//! only selects a bucket; keys are always compared. (Radix trees over tokens: Zheng et al., "SGLang: Efficient
+//! Execution of Structured Language Model Programs", NeurIPS 2024; hashes per block: vLLM's automatic prefix
+//! caching.)
 use super::as_is::AsIs;
 use super::content::{Content, Keying};
 use crate::kinds::NONE;
@@ -11,29 +12,29 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::hash::{BuildHasher, BuildHasherDefault, RandomState};
 
-/// A node by number. Numbers are used again.
+/// A node number. Numbers are reused.
 pub(super) type Node = u32;
 
 #[derive(Clone, Copy)]
 struct Links {
     parent: Node,
-    /// The first child; the others follow as its brothers.
+    /// The first child; the others follow as a list of its brothers.
     child: Node,
     older: Node,
     younger: Node,
 }
 
-/// 24 bytes and a key for each node; the map holds brothers, not nodes.
+/// 24 bytes and a key per node. The map holds only brothers.
 pub(super) struct Tree<S = RandomState> {
     keying: Keying,
     links: Vec<Links>,
-    hashes: Vec<u64>, // of the whole prefix that ends with the node
+    hashes: Vec<u64>, // of the whole prefix up to and including the node
     keys: Vec<u32>,   // [nodes, n_words]
     free: Vec<Node>,
-    /// Every child but a first one, under a hash that nobody outside can foresee.
+    /// Every child except first children, under a hash that users cannot predict.
     brothers: HashMap<u64, Node, BuildHasherDefault<AsIs>>,
     hasher: S,
-    /// Some brother found its bucket taken, and is found by asking one brother after the other.
+    /// True once a brother found its bucket taken. Such brothers are found by a linear search.
     collided: bool,
     buffer: Vec<u32>,
 }
@@ -55,7 +56,7 @@ impl<S: BuildHasher + Default> Tree<S> {
     pub fn keying(&self) -> Keying {
         self.keying
     }
-    /// One past the highest number of a node.
+    /// One past the highest node number.
     pub fn n_nodes(&self) -> usize {
         self.links.len()
     }
@@ -65,7 +66,7 @@ impl<S: BuildHasher + Default> Tree<S> {
     pub fn is_leaf(&self, node: Node) -> bool {
         self.links[node as usize].child == NONE
     }
-    /// Of the prefix that ends with `node`, its salt included. The same in every run and on every machine.
+    /// Hash of the prefix that ends with `node`, salt included. The same in every run and on every machine.
     pub fn hash(&self, node: Node) -> u64 {
         self.hashes[node as usize]
     }
@@ -74,7 +75,7 @@ impl<S: BuildHasher + Default> Tree<S> {
         let at = node as usize * self.keying.n_words;
         &self.keys[at..at + self.keying.n_words]
     }
-    /// The first child and its brothers, the youngest of them first.
+    /// The first child, then its brothers, newest first.
     pub fn children(&self, node: Node) -> impl Iterator<Item = Node> {
         let some = |node: Node| (node != NONE).then_some(node);
         std::iter::successors(some(self.links[node as usize].child), move |&node| {
@@ -82,12 +83,12 @@ impl<S: BuildHasher + Default> Tree<S> {
         })
     }
 
-    /// A root, for prompts under a salt of this hash.
+    /// Makes a root, for prompts under a salt with this hash.
     pub fn new_root(&mut self, hash: u64) -> Node {
         self.push(Links { parent: NONE, child: NONE, older: NONE, younger: NONE }, hash, &[])
     }
 
-    /// The child of `node` whose key this is.
+    /// The child of `node` with this key.
     #[inline]
     pub fn child(&self, node: Node, key: &[u32]) -> Option<Node> {
         let first = self.links[node as usize].child;
@@ -111,7 +112,7 @@ impl<S: BuildHasher + Default> Tree<S> {
         self.hasher.hash_one((node, key))
     }
 
-    /// The child of `node` for block `i` of `content`, made if there is none; was it made?
+    /// The child of `node` for block `i` of `content`, made if missing. Returns the child, and whether it was made.
     pub fn child_or_new(&mut self, node: Node, content: &Content<'_>, i: u32) -> (Node, bool) {
         let mut buffer = std::mem::take(&mut self.buffer);
         let key = self.keying.key(content, i, &mut buffer);
@@ -131,7 +132,7 @@ impl<S: BuildHasher + Default> Tree<S> {
             self.links[parent as usize].child = node;
             return node;
         }
-        // Behind the first, which keeps its place in the parent.
+        // Insert after the first child, which stays the one stored in the parent.
         let second = self.links[first as usize].younger;
         let node = self.push(Links { parent, child: NONE, older: first, younger: second }, hash, key);
         self.links[first as usize].younger = node;
@@ -154,7 +155,7 @@ impl<S: BuildHasher + Default> Tree<S> {
         }
     }
 
-    /// Remove a leaf.
+    /// Removes a leaf.
     pub fn remove(&mut self, node: Node) {
         let Links { parent, child, older, younger } = self.links[node as usize];
         assert!(child == NONE, "node {node} has children and cannot go");
@@ -164,7 +165,7 @@ impl<S: BuildHasher + Default> Tree<S> {
         } else if parent != NONE {
             self.links[parent as usize].child = younger;
             if younger != NONE {
-                self.leave_map(parent, younger); // it stands in its parent from now on
+                self.leave_map(parent, younger); // it is now the child stored in the parent
             }
         }
         if younger != NONE {
@@ -173,7 +174,7 @@ impl<S: BuildHasher + Default> Tree<S> {
         self.free.push(node);
     }
 
-    /// Roots have no key, and take no room for one until a node behind them has.
+    /// Adds a node. Roots have no key, and no memory is allocated for one until a later node needs it.
     fn push(&mut self, links: Links, hash: u64, key: &[u32]) -> Node {
         let node = match self.free.pop() {
             Some(node) => {
@@ -208,8 +209,8 @@ impl<S: BuildHasher + Default> Tree<S> {
     }
 }
 
-/// The hash of a prefix from that of the prefix before its last block. Not secret: events and ghosts name prefixes by
-/// it, and nothing is decided by it.
+/// The hash of a prefix, computed from the hash of the prefix without its last block. Not secret: events and ghosts
+/// name prefixes by it, and no decision depends on it.
 pub(super) fn chain(parent: u64, key: &[u32]) -> u64 {
     let mut hash = parent ^ 0x9E37_79B9_7F4A_7C15;
     for pair in key.chunks(2) {
@@ -236,7 +237,7 @@ mod tests {
     use std::collections::BTreeMap;
     use std::hash::Hasher;
 
-    /// Everything meets in four buckets.
+    /// A hasher with only four different hashes.
     #[derive(Default)]
     struct Bad;
     struct BadHasher(u64);
@@ -255,8 +256,8 @@ mod tests {
         }
     }
 
-    /// The hash only buckets: with a hash that says next to nothing, children are found and forgotten as by a twin
-    /// that knows them by parent and key.
+    /// The hash only selects a bucket: with a very poor hash, children are still found and removed as in a reference
+    /// model that maps (parent, key) to the child.
     #[test]
     fn a_bad_hash_costs_time_and_nothing_else() {
         let keying = Keying::new(2, Vocabulary::Tokens).expect("tokens always fit");

@@ -1,11 +1,11 @@
-//! Reports as text, for people.
+//! Reports as readable text.
 use super::{BlockReport, Report};
 use crate::arena::{ArenaReport, Layout};
 use std::fmt::{self, Display, Formatter};
 
 /// Blocks, or groups of blocks, per row of a map.
 const MAP_COLUMNS: usize = 64;
-/// Larger maps show groups of blocks, so that nobody scrolls.
+/// Larger maps show groups of blocks, so that a map fits the screen.
 const MAP_ROWS: usize = 32;
 
 impl Display for Report {
@@ -39,14 +39,14 @@ impl Display for Report {
     }
 }
 
-/// An [`ArenaReport`] in lines. Made by [`ArenaReport::text`].
+/// An [`ArenaReport`] as lines of text. Made by [`ArenaReport::text`].
 pub struct ArenaText<'r> {
     report: &'r ArenaReport,
     bytes: Option<u64>,
 }
 
 impl ArenaReport {
-    /// In lines. With the layout of the buffers and their bytes per element also in bytes, K and V together.
+    /// The report as text. Given the buffers' layout and their bytes per element, also in bytes, K and V together.
     pub fn text(&self, buffers: Option<(&Layout, u32)>) -> ArenaText<'_> {
         let bytes = buffers.and_then(|(layout, bytes_per_element)| layout.bytes(bytes_per_element));
         ArenaText { report: self, bytes }
@@ -63,7 +63,7 @@ impl Display for ArenaText<'_> {
             it.block_tokens, it.allocator
         )?;
         if let Some(bytes) = self.bytes {
-            // Blocks are equal, so this division has no remainder.
+            // All blocks have the same size, so this division has no remainder.
             let of = |blocks: u32| Bytes(bytes / u64::from(total.max(1)) * u64::from(blocks));
             writeln!(f, "bytes: {} of {} used, {} free", of(used), Bytes(bytes), of(free))?;
         }
@@ -119,13 +119,13 @@ impl ArenaText<'_> {
     }
 }
 
-/// Sequences in turn bear letters and digits; neighbours differ.
+/// Letters and digits in turn; adjacent sequences get different ones.
 fn glyph(row: usize) -> char {
     const GLYPHS: &[u8] = b"abcdefghijklmnopqrstuvwxyz0123456789";
     char::from(GLYPHS[row % GLYPHS.len()])
 }
 
-/// In the largest binary unit below the number.
+/// Bytes in the largest binary unit that does not exceed the number.
 struct Bytes(u64);
 
 impl Display for Bytes {

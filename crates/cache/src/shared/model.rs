@@ -1,6 +1,6 @@
-//! Shared blocks under random and adversarial schedules (Burckhardt, Kothari, Musuvathi, Nagarakatte: *A randomized
-//! scheduler with probabilistic guarantees of finding bugs*, ASPLOS 2010). A waiter who is forgotten is a deadlock,
-//! which `shuttle` reports together with the schedule that led to it.
+//! Tests the block pool under random and adversarial schedules (Burckhardt, Kothari, Musuvathi, Nagarakatte: *A
+//! randomized scheduler with probabilistic guarantees of finding bugs*, ASPLOS 2010). A waiting request that is never
+//! served is a deadlock; `shuttle` reports it together with the schedule.
 use super::{OwnedBlocks, SharedBlocks};
 use shuttle::sync::atomic::{AtomicBool, Ordering};
 use shuttle::{check_pct, check_random, thread};
@@ -14,16 +14,16 @@ fn check(model: fn()) {
     check_pct(model, N_SCHEDULES, 3);
 }
 
-/// May pass at any moment.
+/// A deadline that may pass at any moment.
 fn soon() -> Instant {
     Instant::now() + Duration::from_secs(1)
 }
-/// Never passes.
+/// A deadline that never passes.
 fn never() -> Instant {
     Instant::now() + Duration::from_secs(1 << 20)
 }
 
-/// Marks blocks while they are owned: two owners of one are seen.
+/// Marks blocks while they are owned, to detect two owners of one block.
 struct Marks(Vec<AtomicBool>);
 
 impl Marks {
@@ -43,7 +43,7 @@ impl Marks {
     }
 }
 
-/// Whoever waits, gives up, or does not wait at all: a block has one owner, and in the end all are free.
+/// Threads that wait, time out or do not wait at all: every block has one owner, and in the end all blocks are free.
 #[test]
 fn a_block_has_one_owner_and_none_is_lost() {
     check(|| {
@@ -68,8 +68,8 @@ fn a_block_has_one_owner_and_none_is_lost() {
     });
 }
 
-/// With one block free, a request for two waits at the head: neither the one behind it, who wants one, nor the
-/// one who would not wait gets past.
+/// With one block free, a request for two blocks waits first in the queue. Neither the request for one block behind
+/// it nor a request that does not wait may overtake it.
 #[test]
 fn no_waiter_is_overtaken() {
     check(|| {
@@ -99,8 +99,8 @@ fn no_waiter_is_overtaken() {
     });
 }
 
-/// Who gives up at the head of the queue must let the next one through, whose smaller request may be satisfied at
-/// once. Otherwise that one waits for ever.
+/// When the first request in the queue times out, the next one must be served if enough blocks are free for it.
+/// Otherwise it would wait forever.
 #[test]
 fn giving_up_serves_the_next() {
     check(|| {
@@ -121,7 +121,7 @@ fn giving_up_serves_the_next() {
     });
 }
 
-/// One release may serve many, and must: nobody gives back until all are served.
+/// One release can satisfy several requests, and must: no thread releases blocks before all are served.
 #[test]
 fn one_release_serves_all_it_can() {
     check(|| {

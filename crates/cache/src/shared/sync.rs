@@ -1,5 +1,5 @@
-//! Mutexes and condition variables: those of the standard library, and in this crate's unit tests those of `shuttle`,
-//! which runs a test under many schedules. `shared.rs` is written against this file and nothing else.
+//! Mutexes and condition variables: those of the standard library, or in this crate's unit tests those of `shuttle`,
+//! which runs a test under many schedules. `shared.rs` uses only this module.
 pub(super) use imp::*;
 
 #[cfg(not(test))]
@@ -8,7 +8,7 @@ mod imp {
     pub use std::sync::{Condvar, Mutex, MutexGuard};
     use std::time::Instant;
 
-    /// Sleep until woken or `deadline`, or for no reason. Says whether the deadline has passed.
+    /// Waits until notified or until `deadline`; may wake spuriously. Returns whether the deadline has passed.
     pub fn wait_until<'a, T>(
         wake: &Condvar,
         _mutex: &'a Mutex<T>,
@@ -32,8 +32,8 @@ mod imp {
 
     pub use shuttle::sync::{Condvar, Mutex, MutexGuard};
 
-    /// `shuttle` knows no time, and its `wait_timeout` never times out. Here a deadline within the hour may pass at
-    /// any moment, in particular just when the waiter is being served; a later one never passes.
+    /// `shuttle` has no clock, and its `wait_timeout` never times out. Here a deadline less than an hour away may
+    /// pass at any moment, including just when the request is being served; a later one never passes.
     pub fn wait_until<'a, T>(
         wake: &Condvar,
         mutex: &'a Mutex<T>,

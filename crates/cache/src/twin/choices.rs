@@ -1,26 +1,26 @@
-//! Where a driver's decisions come from: a seed, or the bytes of a fuzzer.
+//! The source of a driver's decisions: a seed, or a fuzzer's bytes.
 
-/// Numbers for tests: splitmix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
-/// The field is the seed.
+/// Random numbers for tests: splitmix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA
+/// 2014). The field is the seed.
 #[derive(Clone, Debug)]
 pub struct SplitMix64(pub u64);
 
 impl SplitMix64 {
     /// The next 64 bits.
-    #[allow(clippy::should_implement_trait)] // endless: an iterator would promise an end
+    #[allow(clippy::should_implement_trait)] // it never ends, which `Iterator` would not express
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^ (z >> 31)
     }
-    /// A number below `n`, which is at least 1; biased as little as 64 bits are.
+    /// A number below `n`, which must be at least 1. The bias is negligible with 64 bits.
     pub fn below(&mut self, n: u32) -> u32 {
         (self.next() % u64::from(n)) as u32
     }
 }
 
-/// A stream of decisions. Bytes run out, and then the drive is over; a seed gives as many as it was told.
+/// A stream of decisions. It ends when the bytes run out, or after the given number of operations from a seed.
 pub struct Choices<'b> {
     source: Source<'b>,
 }
@@ -28,23 +28,23 @@ pub struct Choices<'b> {
 enum Source<'b> {
     Seed {
         random: SplitMix64,
-        /// Left.
+        /// Operations left.
         n_operations: u64,
     },
     Bytes(&'b [u8]),
 }
 
 impl<'b> Choices<'b> {
-    /// `n_operations` operations from this seed.
+    /// Decisions for `n_operations` operations from this seed.
     pub fn from_seed(seed: u64, n_operations: u64) -> Self {
         Choices { source: Source::Seed { random: SplitMix64(seed), n_operations } }
     }
-    /// Operations until the bytes run out.
+    /// Decisions until the bytes run out.
     pub fn from_bytes(bytes: &'b [u8]) -> Self {
         Choices { source: Source::Bytes(bytes) }
     }
 
-    /// Is there another operation?
+    /// Whether there is another operation.
     pub fn go_on(&mut self) -> bool {
         match &mut self.source {
             Source::Bytes(bytes) => !bytes.is_empty(),
@@ -55,7 +55,7 @@ impl<'b> Choices<'b> {
         }
     }
 
-    /// A number below `n`; 0 when bytes have run out, or if `n` is 0.
+    /// A number below `n`; 0 if the bytes have run out or if `n` is 0.
     pub fn below(&mut self, n: u32) -> u32 {
         let mut byte = || match &mut self.source {
             Source::Seed { random, .. } => (random.next() >> 32) as u32,
@@ -73,12 +73,12 @@ impl<'b> Choices<'b> {
         if n <= 256 { byte() % n } else { (byte() << 8 | byte() & 0xff) % n }
     }
 
-    /// True once in `n` times.
+    /// True with probability 1 / `n`.
     pub fn one_in(&mut self, n: u32) -> bool {
         self.below(n) == n - 1
     }
 
-    /// One of `list`.
+    /// A random element of `list`.
     pub fn of<T: Copy>(&mut self, list: &[T]) -> T {
         list[self.below(list.len() as u32) as usize]
     }

@@ -1,19 +1,20 @@
-//! Random operations against a real cache and its twin, compared after each one over a simulated memory.
+//! Runs random operations on a real cache and its reference model, over a simulated memory, and compares them after
+//! each operation.
 use super::{Choices, Fate, Model, Operation, Seen, Twin};
 use crate::kinds::{self, GroupSpec, KINDS, Visibility};
 use crate::*;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// What a cell holds that no step has written, or that an abandoned one has.
+/// Content of a cell that no step has written, or that an abandoned step has written.
 const GARBAGE: u64 = u64::MAX;
 
-/// One layer group's bytes: a value per cell.
+/// The simulated memory of one layer group: a value per cell.
 #[derive(Default)]
 struct Memory {
     cells: Vec<u64>,
-    /// Where the live values are, as the plans said.
+    /// The cell of each live value, according to the plans.
     places: BTreeMap<u64, u32>,
-    /// The same the other way round.
+    /// For each cell, whether it holds a live value.
     occupied: Vec<bool>,
 }
 
@@ -29,14 +30,14 @@ impl Memory {
     }
 }
 
-/// A cache, its twin, and the memory that a backend would have. Every check is an assertion; a drive that panics
-/// prints its last operations.
+/// A cache, its reference model, and the memory that a backend would have. Every check is an assertion; on a panic,
+/// the last operations are printed.
 ///
-/// After each operation it has checked that: the figures of the report are the twin's; a refusal is the one that
-/// the rule demands, and changed nothing; a step wrote to free cells only; every query of it sees exactly what the
-/// twin says, each value once, in the order of its sequence; the fast path, where it is offered, says the same as
-/// the explicit mask; no more cells are read than are visible; a dropped step or round of moves changed nothing;
-/// a compaction ends, and ends dense.
+/// After each operation, these hold: the report's figures equal the model's; a refusal is the one that the rules
+/// require, and changed nothing; a step wrote to free cells only; every query saw exactly what the model says, each
+/// value once, in sequence order; the fast path, where available, agrees with the explicit mask; no more cells were
+/// read than are visible; a dropped step or round of moves changed nothing; a compaction terminates, and leaves the
+/// cells dense.
 pub struct Drive {
     kind: &'static str,
     model: Model,
@@ -47,12 +48,12 @@ pub struct Drive {
     twin: Twin,
     memories: Vec<Memory>,
     n_ids: u32,
-    /// Sequences share prefixes only: then every cell is read once, however many see it.
+    /// Sequences share prefixes only. Then every cell is read once, however many sequences see it.
     shares_prefixes: bool,
     last_operations: VecDeque<Operation>,
 }
 
-/// Drive the kind `name` until `choices` run out; returns the number of operations.
+/// Drives the kind `name` until `choices` run out. Returns the number of operations.
 pub fn replay(name: &str, choices: &mut Choices<'_>) -> u64 {
     let mut drive = Drive::new(name, choices);
     let mut n_operations = 0;
@@ -75,7 +76,7 @@ impl Drop for Drive {
 }
 
 impl Drive {
-    /// A cache of the kind `name` with one to three small layer groups.
+    /// Makes a cache of the kind `name` with one to three small layer groups.
     pub fn new(name: &str, choices: &mut Choices<'_>) -> Self {
         let model = Model::of(name).unwrap_or_else(|| panic!("the twin knows no kind {name}"));
         let capacity_tokens = choices.of(&[8, 12, 16, 17, 31, 40, 64, 100, 128, 200]);
@@ -93,7 +94,7 @@ impl Drive {
         Drive::over(name, groups, n_ids)
     }
 
-    /// A cache of the kind `name` with these layer groups, driven with sequence ids below `n_ids`.
+    /// Makes a cache of the kind `name` with these layer groups, driven with sequence ids below `n_ids`.
     pub fn over(name: &str, groups: Vec<GroupSpec>, n_ids: u32) -> Self {
         let model = Model::of(name).unwrap_or_else(|| panic!("the twin knows no kind {name}"));
         let kind = KINDS.iter().find(|(known, _)| *known == name).expect("the twin knows only kinds").0;
@@ -119,16 +120,16 @@ impl Drive {
         }
     }
 
-    /// The cache, for a look.
+    /// The cache, for inspection.
     pub fn cache(&self) -> &Cache {
         &self.cache
     }
-    /// The twin, for a look.
+    /// The reference model, for inspection.
     pub fn twin(&self) -> &Twin {
         &self.twin
     }
 
-    /// Choose an operation and perform it.
+    /// Chooses an operation and runs it.
     pub fn operate(&mut self, choices: &mut Choices<'_>) {
         let n_free = match self.model {
             Model::Ring => self.groups[0].max_step_tokens + 1,
@@ -138,7 +139,7 @@ impl Drive {
         self.perform(operation);
     }
 
-    /// Perform an operation on both, and compare them.
+    /// Runs an operation on cache and model, and compares them.
     pub fn perform(&mut self, operation: Operation) {
         if self.last_operations.len() == 40 {
             self.last_operations.pop_front();
@@ -206,7 +207,7 @@ impl Drive {
         got.is_ok()
     }
 
-    /// Returns whether the step became true.
+    /// Returns whether the step was committed.
     fn step(&mut self, request: &StepRequest<'_>, fate: Fate, before: &[Report]) -> bool {
         let Drive { cache, plan, twin, memories, groups, shares_prefixes, .. } = self;
         let expected = twin.refusal(request);
@@ -265,7 +266,7 @@ impl Drive {
         fate == Fate::Commit
     }
 
-    /// Returns whether anything moved for good.
+    /// Returns whether anything was moved and committed.
     fn move_round(&mut self, fate: Fate) -> bool {
         let Some(relocation) = Relocation::begin(&mut self.cache, &mut self.moves) else { return false };
         if fate == Fate::Drop {
@@ -296,7 +297,7 @@ impl Drive {
         fate == Fate::Commit
     }
 
-    /// Rounds until nothing is left to do.
+    /// Runs rounds until nothing is left to move.
     fn compact(&mut self) -> bool {
         let most_rounds = self.cache.report().iter().map(|r| 2 * r.used_cells).max().unwrap_or(0);
         let mut n_rounds = 0;
@@ -309,7 +310,7 @@ impl Drive {
             let mut next = 0;
             let report = &self.cache.report()[g];
             if report.used_cells == report.capacity_cells {
-                continue; // no free cell: it may stop anywhere
+                continue; // without a free cell, compaction may stop anywhere
             }
             let mut placed = BTreeSet::new();
             for seq in self.twin.sequences() {
@@ -327,7 +328,7 @@ impl Drive {
         n_rounds > 0
     }
 
-    /// Every figure the cache shows against the twin's.
+    /// Compares every figure that the cache reports with the model.
     fn compare(&mut self) {
         for seq in (0..self.n_ids + 1).map(SeqId) {
             assert_eq!(self.cache.seq_len(seq), self.twin.seq_len(seq), "length of sequence {seq}");
@@ -371,7 +372,7 @@ impl Drive {
     }
 }
 
-/// Refusals are compared with their figures, but not with their wording.
+/// Clears the wording of a refusal, so that only its figures are compared.
 fn mark(refused: Refused) -> Refused {
     match refused {
         Refused::NotHere(_) => Refused::NotHere(""),
@@ -379,7 +380,7 @@ fn mark(refused: Refused) -> Refused {
     }
 }
 
-/// Does every query see `seen`, each value once, in index order, by every lowering?
+/// Checks that every query sees `seen`, each value once, in index order, in every form of the reads.
 fn check_reads(group: &GroupPlan, memory: &Memory, seen: &[Vec<Seen>], request: &StepRequest<'_>) {
     let reads = &group.reads;
     let n_queries = seen.len() as u32;
@@ -409,7 +410,7 @@ fn check_reads(group: &GroupPlan, memory: &Memory, seen: &[Vec<Seen>], request: 
     assert!(slots.iter().copied().eq(0..n_queries), "query slots {:?}", reads.order);
 
     let mut first = 0;
-    let mut visible = 0; // cells of each span that any of its queries sees
+    let mut visible = 0; // for each span, the cells that any of its queries sees
     for span in request.spans {
         let n_tokens = match span.new {
             New::Chain(n) => n as usize,

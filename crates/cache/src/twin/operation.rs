@@ -1,4 +1,4 @@
-//! Operations as data: what a drive did, in a form that a failing test can print.
+//! Operations as data, so that a failing test can print what it did.
 use super::{Choices, Model, Twin};
 use crate::ids::*;
 use crate::request::{New, Span};
@@ -12,19 +12,19 @@ pub enum OwnedTokens {
     Frontier(Vec<Option<NodeId>>),
 }
 
-/// A [`Span`] that owns its parents.
+/// A [`Span`] that owns its list of parents.
 #[derive(Clone, Debug)]
 pub struct OwnedSpan {
-    /// The sequence that grows.
+    /// The sequence that the span extends.
     pub seq: SeqId,
-    /// Where it is said to end.
+    /// Claimed end of the sequence; may be wrong on purpose.
     pub start: u32,
-    /// What it adds.
+    /// The tokens to append.
     pub new: OwnedTokens,
 }
 
 impl OwnedSpan {
-    /// The span to ask a cache with.
+    /// The span, borrowed, for a request.
     pub fn as_span(&self) -> Span<'_> {
         let new = match &self.new {
             OwnedTokens::Chain(n) => New::Chain(*n),
@@ -34,20 +34,20 @@ impl OwnedSpan {
     }
 }
 
-/// What becomes of a step or of a round of moves.
+/// What happens to a step or a round of moves after it is planned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
     /// Executed and committed.
     Commit,
     /// Planned and dropped.
     Drop,
-    /// Bytes were written, then a layer failed, and it was dropped.
+    /// Bytes were written, then a layer failed, and the step was dropped.
     Fail,
 }
 
-/// One thing to do to a cache and its twin.
+/// One operation on a cache and its reference model.
 #[derive(Clone, Debug)]
-#[allow(missing_docs)] // named after the verbs that they call
+#[allow(missing_docs)] // named after the methods that they call
 pub enum Operation {
     Step { spans: Vec<OwnedSpan>, fate: Fate },
     Rewind { len: u32 },
@@ -62,7 +62,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// The next operation of a drive: mostly one that makes sense for the twin's state, sometimes nonsense.
+    /// Chooses the next operation: mostly one that makes sense in the model's state, sometimes an invalid one.
     pub fn choose(
         choices: &mut Choices<'_>,
         model: Model,
@@ -136,7 +136,7 @@ impl Operation {
     }
 }
 
-/// Mostly a chain from the root to a random node.
+/// Mostly a chain from the root to a random node; sometimes an invalid path.
 fn path(choices: &mut Choices<'_>, parents: &[Option<NodeId>]) -> Vec<NodeId> {
     if parents.is_empty() || choices.one_in(6) {
         return (0..choices.below(3)).map(|_| NodeId(choices.below(parents.len() as u32 + 1))).collect();
@@ -176,7 +176,7 @@ fn step(choices: &mut Choices<'_>, model: Model, n_ids: u32, n_free: u32, twin: 
             0..=7 => 1,
             8..=12 => 1 + choices.below(8),
             13 => 1 + choices.below(left + 1),
-            14 => left, // to the last free cell
+            14 => left, // up to the last free cell
             _ => choices.below(40),
         };
         left = left.saturating_sub(n);

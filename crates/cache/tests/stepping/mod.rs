@@ -1,4 +1,4 @@
-//! A cache of one layer group and the steps that tests take with it.
+//! A cache of one layer group, and helpers that run steps on it.
 #![allow(dead_code)] // each test file uses its own part
 use kvist_cache::kinds::{self, GroupSpec, Visibility};
 use kvist_cache::*;
@@ -22,25 +22,25 @@ pub fn with(kind: &str, group: GroupSpec) -> Stepping {
 }
 
 impl Stepping {
-    /// A chain at the end of `seq`, committed. Returns the fast path, if its reads had one.
+    /// Appends and commits a chain to `seq`. Returns the fast path, if its reads had one.
     pub fn grow(&mut self, seq: SeqId, n_tokens: u32) -> Option<Window> {
         let start = self.cache.next_position(seq).expect("the sequence exists");
         self.step(&[Span::chain(seq, start, n_tokens)]).expect("there is room")
     }
-    /// A frontier at the end of `seq`, committed.
+    /// Appends and commits a draft tree to `seq`.
     pub fn speculate(&mut self, seq: SeqId, parents: &[Option<u32>]) -> Result<Option<Window>, Refused> {
         let parents: Vec<Option<NodeId>> = parents.iter().map(|p| p.map(NodeId)).collect();
         let start = self.cache.next_position(seq).unwrap_or(0);
         self.step(&[Span { seq, start, new: New::Frontier(&parents) }])
     }
-    /// Any step, committed.
+    /// Runs and commits any step.
     pub fn step(&mut self, spans: &[Span<'_>]) -> Result<Option<Window>, Refused> {
         let mut step = Step::begin(&mut self.cache, &StepRequest { spans }, &mut self.plan)?;
         let window = step.with_reads().group(GroupId(0)).reads.as_window();
         step.commit();
         Ok(window)
     }
-    /// Reads of the last step.
+    /// The reads of the last step.
     pub fn reads(&self) -> &Reads {
         &self.plan.group(GroupId(0)).reads
     }
@@ -53,7 +53,7 @@ impl Stepping {
     pub fn sequences(&mut self) -> Sequences<'_> {
         self.cache.sequences().expect("a kind of many sequences")
     }
-    /// Batch token → cells it saw in the last step, ascending.
+    /// For each batch token, the cells it saw in the last step, ascending.
     pub fn seen(&self) -> Vec<Vec<u32>> {
         let (n_queries, cells) = (self.plan.n_tokens(), self.plan.group(GroupId(0)).cells_end);
         let mut explicit = Vec::new();
@@ -61,7 +61,7 @@ impl Stepping {
         let row = |row: &[bool]| (0..cells).filter(|&cell| row[cell as usize]).collect();
         explicit.chunks(cells as usize).map(row).collect()
     }
-    /// Rounds until nothing is left to do; returns their copies.
+    /// Compacts until nothing is left to move. Returns the copies of each round.
     pub fn compact(&mut self) -> Vec<Vec<CellCopy>> {
         let (mut rounds, mut moves) = (Vec::new(), MovePlan::default());
         while let Some(round) = Relocation::begin(&mut self.cache, &mut moves) {

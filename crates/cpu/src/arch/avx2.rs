@@ -1,8 +1,8 @@
-//! AVX2 with FMA and F16C (Haswell, Zen and later): a vector is two registers.
+//! AVX2 with FMA and F16C (Haswell, Zen and later). A vector takes two registers.
 use super::{Kernel, Simd};
 use std::arch::x86_64::*;
 
-/// Proof that the CPU has it: made only by [`detect`](Self::detect).
+/// Proof that the CPU supports it; created only by [`detect`](Self::detect).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Avx2(());
 
@@ -37,22 +37,22 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn prefetch<T>(self, x: &T, ahead: usize) {
         let there = std::ptr::from_ref(x).cast::<i8>().wrapping_add(ahead);
-        // SAFETY: the CPU was asked; a prefetch of any address, mapped or not, has no effect but on caches.
+        // SAFETY: `detect` checked the CPU features; prefetching any address, mapped or not, affects only caches.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(there) }
     }
     #[inline(always)]
     fn splat(self, x: f32) -> F {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe { [_mm256_set1_ps(x); 2] }
     }
     #[inline(always)]
     fn load(self, x: &[f32; 16]) -> F {
-        // SAFETY: the CPU was asked; the array is as long as the vector.
+        // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe { [_mm256_loadu_ps(x.as_ptr()), _mm256_loadu_ps(x.as_ptr().add(8))] }
     }
     #[inline(always)]
     fn store(self, x: F, out: &mut [f32; 16]) {
-        // SAFETY: the CPU was asked; the array is as long as the vector.
+        // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe {
             _mm256_storeu_ps(out.as_mut_ptr(), x[0]);
             _mm256_storeu_ps(out.as_mut_ptr().add(8), x[1]);
@@ -60,7 +60,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn load_f32_bytes(self, x: &[u8; 64]) -> F {
-        // SAFETY: the CPU was asked; the array is as long as the vector.
+        // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe {
             let x: *const f32 = x.as_ptr().cast();
             [_mm256_loadu_ps(x), _mm256_loadu_ps(x.add(8))]
@@ -68,7 +68,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn load_f16(self, x: &[u8; 32]) -> F {
-        // SAFETY: the CPU was asked; the array is as long as the vector.
+        // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe {
             let x: *const __m128i = x.as_ptr().cast();
             [_mm256_cvtph_ps(_mm_loadu_si128(x)), _mm256_cvtph_ps(_mm_loadu_si128(x.add(1)))]
@@ -76,7 +76,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn load_bf16(self, x: &[u8; 32]) -> F {
-        // SAFETY: the CPU was asked; the array is as long as the vector.
+        // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe {
             let x: *const __m128i = x.as_ptr().cast();
             let wide =
@@ -86,37 +86,37 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn add(self, a: F, b: F) -> F {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe { [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])] }
     }
     #[inline(always)]
     fn sub(self, a: F, b: F) -> F {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe { [_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])] }
     }
     #[inline(always)]
     fn mul(self, a: F, b: F) -> F {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
     }
     #[inline(always)]
     fn div(self, a: F, b: F) -> F {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe { [_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])] }
     }
     #[inline(always)]
     fn fma(self, a: F, b: F, c: F) -> F {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
     }
     #[inline(always)]
     fn max(self, a: F, b: F) -> F {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe { [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])] }
     }
     #[inline(always)]
     fn round(self, a: F) -> F {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe {
             const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
             [_mm256_round_ps::<NEAREST>(a[0]), _mm256_round_ps::<NEAREST>(a[1])]
@@ -124,7 +124,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn scale_by_power(self, a: F, n: F) -> F {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe {
             let scale = |a, n| {
                 let n = _mm256_max_ps(n, _mm256_set1_ps(-127.0));
@@ -136,7 +136,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn mul_nonzero(self, a: F, b: F) -> F {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe {
             let mul = |a, b| {
                 let some = _mm256_cmp_ps::<_CMP_NEQ_UQ>(a, _mm256_setzero_ps());
@@ -147,21 +147,21 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn splat_i(self, x: i32) -> I {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe { [_mm256_set1_epi32(x); 2] }
     }
     #[inline(always)]
     fn load_bytes(self, x: &[u8; 64]) -> I {
-        // SAFETY: the CPU was asked; the array is as long as the vector.
+        // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe {
             let x: *const __m256i = x.as_ptr().cast();
             [_mm256_loadu_si256(x), _mm256_loadu_si256(x.add(1))]
         }
     }
-    // `maddubs` would saturate at codes above 127, so bytes become words first.
+    // `maddubs` would saturate for codes above 127, so bytes are widened to words first.
     #[inline(always)]
     fn dot4(self, acc: I, unsigned: I, signed: I) -> I {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe {
             let low = _mm256_set1_epi16(255);
             let dot = |acc, u, s| {
@@ -182,7 +182,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn sixes(self, [a, b, c]: [I; 3]) -> [I; 4] {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe {
             let low = |x| _mm256_and_si256(x, _mm256_set1_epi8(0x3f));
             let [a2, b2, c2] = [0x03, 0x0c, 0x30].map(|mask| _mm256_set1_epi8(mask));
@@ -197,7 +197,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn byte<const N: u32>(self, x: I) -> I {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe {
             let (by, mask) = (_mm256_set1_epi32(8 * N as i32), _mm256_set1_epi32(255));
             let byte = |x| _mm256_and_si256(_mm256_srlv_epi32(x, by), mask);
@@ -206,7 +206,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn field(self, x: I, at: u32, bits: u32, to: u32) -> I {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe {
             let mask = _mm256_set1_epi8((((1u32 << bits) - 1) << to) as i8);
             let by = _mm_cvtsi32_si128(at.abs_diff(to).cast_signed());
@@ -216,12 +216,12 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn or(self, a: I, b: I) -> I {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe { [_mm256_or_si256(a[0], b[0]), _mm256_or_si256(a[1], b[1])] }
     }
     #[inline(always)]
     fn lookup(self, table: &[u8; 16], x: I) -> I {
-        // SAFETY: the CPU was asked; the array is as long as the vector.
+        // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe {
             let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
             [_mm256_shuffle_epi8(table, x[0]), _mm256_shuffle_epi8(table, x[1])]
@@ -229,22 +229,22 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn add_i(self, a: I, b: I) -> I {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe { [_mm256_add_epi32(a[0], b[0]), _mm256_add_epi32(a[1], b[1])] }
     }
     #[inline(always)]
     fn sub_i(self, a: I, b: I) -> I {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe { [_mm256_sub_epi32(a[0], b[0]), _mm256_sub_epi32(a[1], b[1])] }
     }
     #[inline(always)]
     fn mul_i(self, a: I, b: I) -> I {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe { [_mm256_mullo_epi32(a[0], b[0]), _mm256_mullo_epi32(a[1], b[1])] }
     }
     #[inline(always)]
     fn shift_left(self, x: I, n: u32) -> I {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe {
             let n = _mm256_set1_epi32(n.cast_signed());
             [_mm256_sllv_epi32(x[0], n), _mm256_sllv_epi32(x[1], n)]
@@ -252,28 +252,28 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn times_256(self, x: I) -> I {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe { [_mm256_slli_epi32::<8>(x[0]), _mm256_slli_epi32::<8>(x[1])] }
     }
     #[inline(always)]
     fn over_256(self, x: I) -> I {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe { [_mm256_srai_epi32::<8>(x[0]), _mm256_srai_epi32::<8>(x[1])] }
     }
     #[inline(always)]
     fn to_f32(self, x: I) -> F {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe { [_mm256_cvtepi32_ps(x[0]), _mm256_cvtepi32_ps(x[1])] }
     }
     #[inline(always)]
     fn to_i32(self, x: F) -> I {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe { [_mm256_cvtps_epi32(x[0]), _mm256_cvtps_epi32(x[1])] }
     }
     #[inline(always)]
     fn store_low_bytes(self, x: I, out: &mut [u8; 16]) {
         let mut lanes = [0i32; 16];
-        // SAFETY: the CPU was asked; the array is as long as the vector.
+        // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe {
             _mm256_storeu_si256(lanes.as_mut_ptr().cast(), x[0]);
             _mm256_storeu_si256(lanes.as_mut_ptr().add(8).cast(), x[1]);
@@ -284,7 +284,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn load_i8(self, x: &[u8; 16]) -> I {
-        // SAFETY: the CPU was asked; the array is as long as the vector.
+        // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe {
             let x = _mm_loadu_si128(x.as_ptr().cast());
             [_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128::<8>(x))]
@@ -292,7 +292,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn widen_pairs(self, x: I) -> (F, F) {
-        // SAFETY: the CPU was asked.
+        // SAFETY: `detect` checked the CPU features.
         unsafe {
             let even = |x| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(x));
             let odd = |x| _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(0xffff_0000u32 as i32)));

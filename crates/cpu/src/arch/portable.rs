@@ -1,4 +1,4 @@
-//! Any machine: arrays, which the compiler turns into the vectors it may use.
+//! Portable implementation: arrays, which the compiler vectorises where it can.
 use super::{Kernel, Simd};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +71,7 @@ impl Simd for Portable {
     fn div(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
         each(|i| a[i] / b[i])
     }
-    // Two roundings: without an instruction for it, one rounding is a call of the C library.
+    // Two roundings: without a hardware instruction, a single rounding would be a call into the C library.
     #[inline(always)]
     fn fma(self, a: [f32; 16], b: [f32; 16], c: [f32; 16]) -> [f32; 16] {
         each(|i| a[i] * b[i] + c[i])
@@ -82,7 +82,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     fn round(self, a: [f32; 16]) -> [f32; 16] {
-        // Adding and taking away 2²³ rounds what is smaller; what is larger is integral already.
+        // Adding and subtracting 2²³ rounds smaller values; larger ones are integral already.
         each(|i| {
             let big = 8_388_608.0f32.copysign(a[i]);
             if a[i].abs() < 8_388_608.0 { (a[i] + big) - big } else { a[i] }
@@ -194,8 +194,8 @@ impl Simd for Portable {
     }
 }
 
-/// f16 to f32 without a branch, so that a loop of it becomes vector code on any machine: shift the fields into
-/// place, then correct the exponent's bias by a multiplication, which also normalises subnormals.
+/// Converts f16 to f32 without branches, so that a loop of it vectorises on any machine: shifts the fields into place,
+/// then corrects the exponent bias by a multiplication, which also normalises subnormals.
 #[inline(always)]
 pub fn widen(code: u16) -> f32 {
     let code = u32::from(code);

@@ -1,20 +1,21 @@
-//! What threads may share that the borrow checker cannot see: a closure that outlives its own borrow because its
-//! owner waits, and a slice whose parts are taken once each.
+//! Sharing between threads that the borrow checker cannot verify: a closure used past its static borrow because its
+//! owner waits, and a slice whose parts are each taken once.
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// A borrowed closure without its lifetime. Whoever made it must not let the borrow end while it may be called.
+/// A borrowed closure with its lifetime erased. Its creator must keep the borrow alive as long as it may be called.
 #[derive(Clone, Copy)]
 pub struct Job(*const (dyn Fn(usize) + Sync));
 
-// SAFETY: the closure is `Sync`, so calling it from any thread is fine; how long it lives is `call`'s condition.
+// SAFETY: the closure is `Sync`, so it may be called from any thread; its lifetime is the caller's obligation in
+// `call`.
 unsafe impl Send for Job {}
-// SAFETY: as above; a shared `Job` can do nothing but be called or copied.
+// SAFETY: as above; a shared `Job` can only be called or copied.
 unsafe impl Sync for Job {}
 
 impl Job {
     pub fn new(work: &(dyn Fn(usize) + Sync)) -> Self {
-        // SAFETY: only the lifetime changes; `call` demands that it still holds.
+        // SAFETY: only the lifetime changes; `call` requires that the borrow still holds.
         Job(unsafe {
             std::mem::transmute::<*const (dyn Fn(usize) + Sync), *const (dyn Fn(usize) + Sync + 'static)>(
                 work,
@@ -23,23 +24,23 @@ impl Job {
     }
 
     /// # Safety
-    /// The borrow that `new` was given has not ended.
+    /// The borrow passed to `new` must still be alive.
     pub unsafe fn call(self, thread: usize) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { (*self.0)(thread) }
     }
 }
 
-/// Runs of neighbouring parts that are counted apart: as many as threads, up to this.
+/// Maximum number of runs of consecutive parts that have separate counters; one run per thread up to this.
 const RUNS: usize = 16;
 
-/// The next part of a run, on a cache line of its own.
+/// The next part of a run, on its own cache line.
 #[repr(align(64))]
 struct Next(AtomicUsize);
 
-/// A `[rows, width]` matrix cut into parts of neighbouring columns, each handed out once; and one `S` per thread.
-/// A thread takes the parts of its own run one after the other, so that what it fetches ahead is its own, and then
-/// what is left of the others'.
+/// A `[rows, width]` matrix cut into parts of consecutive columns, each handed out once; and one `S` per thread. A
+/// thread takes the parts of its own run in order, so that it uses what it prefetches, and then helps with the
+/// remaining parts of other runs.
 pub struct Cut<'d, T, S> {
     data: *mut T,
     rows: usize,
@@ -47,7 +48,7 @@ pub struct Cut<'d, T, S> {
     columns: usize,
     scratch: *mut S,
     n_scratch: usize,
-    /// How many of `next` are in use.
+    /// Number of entries of `next` in use.
     runs: usize,
     next: [Next; RUNS],
     borrowed: PhantomData<(&'d mut [T], &'d mut [S])>,
@@ -67,12 +68,12 @@ pub struct Columns<'c, T> {
 
 /// The first part of run `run` of `runs`.
 fn start(n_parts: usize, runs: usize, run: usize) -> usize {
-    // In two steps, so that nothing overflows.
+    // In two steps to avoid overflow.
     n_parts / runs * run + n_parts % runs * run / runs
 }
 
 impl<'d, T, S> Cut<'d, T, S> {
-    /// `columns` columns per part, the last one may be narrower. Panics if `data` is no whole number of rows.
+    /// `columns` columns per part; the last part may be narrower. Panics if `data` is not a whole number of rows.
     pub fn new(data: &'d mut [T], width: usize, columns: usize, scratch: &'d mut [S]) -> Self {
         assert!(width > 0 && columns > 0 && data.len().is_multiple_of(width), "no matrix of rows of {width}");
         let (n_parts, runs) = (width.div_ceil(columns), scratch.len().clamp(1, RUNS));
@@ -93,13 +94,13 @@ impl<'d, T, S> Cut<'d, T, S> {
         self.width.div_ceil(self.columns)
     }
 
-    /// Take parts until none is left.
+    /// Processes parts until none is left.
     ///
     /// # Safety
-    /// No two calls that overlap in time name the same `thread`.
+    /// Calls that overlap in time must use different values of `thread`.
     pub unsafe fn work(&self, thread: usize, f: &(dyn Fn(usize, Columns<'_, T>, &mut S) + Sync)) {
         assert!(thread < self.n_scratch, "thread {thread} has no scratch");
-        // SAFETY: inside the slice; the caller promises that nobody else has this thread's number.
+        // SAFETY: inside the slice; the caller guarantees that no other thread uses this number.
         let scratch = unsafe { &mut *self.scratch.add(thread) };
         let (mut own, mut empty) = (thread % self.runs, 0);
         while empty < self.runs {
@@ -110,7 +111,8 @@ impl<'d, T, S> Cut<'d, T, S> {
             }
             let first = part * self.columns;
             let columns = self.columns.min(self.width - first);
-            // SAFETY: `first < width`, so the pointer stays inside the slice; its run's counter gives each part out once.
+            // SAFETY: `first < width`, so the pointer stays inside the slice; the run's counter hands out each part
+            // once.
             let data = unsafe { self.data.add(first) };
             f(
                 part,
@@ -122,11 +124,11 @@ impl<'d, T, S> Cut<'d, T, S> {
 }
 
 impl<T> Columns<'_, T> {
-    /// This part of row `row`.
+    /// This part's columns of row `row`.
     pub fn row(&mut self, row: usize) -> &mut [T] {
         assert!(row < self.rows, "row {row} of {}", self.rows);
-        // SAFETY: rows are `width` apart and this part's columns lie inside each of them; parts are disjoint, and
-        // `&mut self` lets go of one row before it gives the next.
+        // SAFETY: rows are `width` apart and this part's columns lie inside each of them. Parts are disjoint, and
+        // `&mut self` ends the borrow of one row before the next is returned.
         unsafe { std::slice::from_raw_parts_mut(self.data.add(row * self.width), self.columns) }
     }
 }

@@ -1,9 +1,9 @@
-//! Every operation of every instruction set against the portable one, which is its own description; and threads
-//! that come, go, panic and overlap.
+//! Every operation of every instruction set against the portable implementation, which defines the result; and threads
+//! that start, stop, panic and overlap.
 use super::*;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// Everything a kernel may ask, on one input. Lanes come back as bits.
+/// All operations of a kernel on one input. Returns lanes as bits.
 struct Everything<'e> {
     x: &'e [f32; 16],
     y: &'e [f32; 16],
@@ -43,7 +43,7 @@ impl Kernel for Everything<'_> {
         put("sum", s.splat(s.sum(s.round(y))));
         put("largest", s.splat(s.largest(y)));
         let (a, b) = (s.load_bytes(self.bytes), s.load_bytes(self.more));
-        // Integers of up to 24 bits survive the way through f32.
+        // Integers of up to 24 bits survive a conversion to f32.
         let low = |x: S::I| s.to_f32(s.byte::<0>(x));
         put("dot4", s.to_f32(s.dot4(s.splat_i(-77), a, b)));
         put("byte 1", s.to_f32(s.byte::<1>(a)));
@@ -207,7 +207,7 @@ fn a_panic_is_passed_on_and_the_threads_live() {
         }));
         assert!(done.is_err(), "round {round}");
     }
-    // Not silently alone, either: two parts that wait for each other need two threads.
+    // Parallelism is real: two parts that wait for each other need two threads.
     let (mut data, met) = ([0u8; 2], std::sync::Barrier::new(2));
     threads.parts(&mut data, 1, &mut scratch, |_, _, ()| {
         met.wait();

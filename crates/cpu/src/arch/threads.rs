@@ -1,28 +1,28 @@
-//! Threads that spin briefly, then sleep.
+//! A thread pool whose workers spin briefly, then sleep.
 //!
-//! A decode step is some hundred short parallel regions, a few microseconds apart: a sleeping thread would wake too
-//! late for each of them, and a thread that spins for ever takes the core from whoever needs it. So workers spin
-//! for [`SPIN`], then sleep until the next region. Work is taken in small parts from a counter, and a region closes
-//! when its parts are taken: a worker that has not come by then is not waited for, so that a machine busy with
-//! something else slows kvist down but does not stop it.
+//! A decode step has some hundred short parallel regions, a few microseconds apart. A sleeping thread would wake too
+//! late for each of them, and a thread that spins forever takes a core from other work. So workers spin for [`SPIN`],
+//! then sleep until the next region. Work is taken in small parts from a counter, and a region closes when its parts
+//! are taken. A worker that has not joined by then is not waited for, so that a busy machine slows kvist down but does
+//! not stop it.
 //!
-//! Results do not depend on the number of threads: whatever a part computes, it computes alone and in its own order.
+//! Results do not depend on the number of threads: every part is computed independently and in its own order.
 use super::share::{Columns, Cut, Job};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::*};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-/// How long a thread waits awake.
+/// How long a thread spins before it sleeps.
 const SPIN: Duration = Duration::from_micros(60);
 
-/// A gate that workers pass to join a region: its number, whether it is open, how many are inside.
+/// Bits of the gate that workers pass to join a region: its number, whether it is open, how many workers are inside.
 const OPEN: u64 = 1 << 16;
 const INSIDE: u64 = OPEN - 1;
 const REGION: u32 = 17;
 
 struct Shared {
     gate: AtomicU64,
-    job: Mutex<Option<Job>>, // taken only between closing and opening, and by workers inside: never contended long
+    job: Mutex<Option<Job>>, // locked only between closing and opening, and by workers inside: never contended long
     sleepers: AtomicUsize,
     bed: Mutex<()>,
     wake: Condvar,
@@ -32,20 +32,20 @@ struct Shared {
     panicked: AtomicBool,
 }
 
-/// A fixed number of threads, the caller's among them.
+/// A fixed number of threads, including the caller's.
 pub struct Threads {
     shared: Arc<Shared>,
     workers: Vec<std::thread::JoinHandle<()>>,
-    /// Held by the region in progress. Who finds it taken works alone.
+    /// Held by the region in progress. A caller that finds it locked works alone.
     region: Mutex<()>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    // Nothing inside is left half done by a panic: the values are replaced whole.
+    // A panic cannot leave the contents inconsistent: values are replaced as a whole.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Spin until `ready`, for [`SPIN`] at most. Was it?
+/// Spins until `ready`, for at most [`SPIN`]. Returns whether it became ready.
 fn spin(ready: impl Fn() -> bool) -> bool {
     let until = Instant::now() + SPIN;
     loop {
@@ -106,7 +106,7 @@ impl Shared {
 }
 
 impl Threads {
-    /// `n` threads, at least one: the caller and `n - 1` workers. Fewer, if the system gives no more.
+    /// Creates `n` threads, at least one: the caller and `n - 1` workers. Creates fewer if the system refuses more.
     pub fn new(n: usize) -> Self {
         let shared = Arc::new(Shared {
             gate: AtomicU64::new(0),
@@ -130,19 +130,19 @@ impl Threads {
         Threads { shared, workers, region: Mutex::new(()) }
     }
 
-    /// As many as the system says this process may run at once.
+    /// As many threads as the system reports this process can run in parallel.
     pub fn per_core() -> Self {
         Threads::new(std::thread::available_parallelism().map_or(1, usize::from))
     }
 
-    /// Threads in all.
+    /// Number of threads, including the caller's.
     pub fn n(&self) -> usize {
         self.workers.len() + 1
     }
 
-    /// `f(part, columns, scratch)` for every part of `columns` columns of the `[rows, width]` matrix `data`, on
-    /// whatever threads come, each with a scratch of its own. `scratch` has one entry per thread. A panic of `f` is
-    /// passed on.
+    /// Calls `f(part, columns, scratch)` for every part of `columns` columns of the `[rows, width]` matrix `data`, on
+    /// all available threads. Each thread has its own scratch; `scratch` has one entry per thread. A panic in `f` is
+    /// propagated.
     pub fn columns<T: Send, S: Send>(
         &self,
         data: &mut [T],
@@ -162,7 +162,7 @@ impl Threads {
         self.run(n_parts, &work);
     }
 
-    /// The same over parts of neighbouring elements.
+    /// Like [`columns`](Self::columns), over parts of consecutive elements.
     pub fn parts<T: Send, S: Send>(
         &self,
         data: &mut [T],
@@ -180,7 +180,7 @@ impl Threads {
         }
         let _region = match self.region.try_lock() {
             Ok(region) => region,
-            Err(TryLockError::Poisoned(panicked)) => panicked.into_inner(), // it guards nothing that can break
+            Err(TryLockError::Poisoned(panicked)) => panicked.into_inner(), // the lock guards no data
             Err(TryLockError::WouldBlock) => return work(0),
         };
         let shared = &*self.shared;
@@ -191,7 +191,7 @@ impl Threads {
             drop(lock(&shared.bed));
             shared.wake.notify_all();
         }
-        // Even a panic here must wait for the others: they work on borrowed data.
+        // Even after a panic here, wait for the other threads: they use borrowed data.
         let own = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work(0)));
         shared.gate.fetch_and(!OPEN, AcqRel);
         let done = || shared.gate.load(SeqCst) & INSIDE == 0;

@@ -1,30 +1,31 @@
-//! Which items reach into a tile, and which of them go on where another ends.
+//! Finds the items that reach into a tile, and links those that continue each other.
 //!
-//! The blocks of a sequence may lie anywhere, and each is an item then. Kernels want long stretches; so the items of a
-//! tile that belong to the same queries and follow each other are chained, and a chain is read at once. Its cells are a
-//! stretch of the sequence: whoever reads chains by their beginnings meets the cells of every query in their order.
+//! The blocks of a sequence may lie anywhere, and each is then a separate item. Kernels want long stretches. So items
+//! of a tile that belong to the same queries and follow each other are linked into a chain, and a chain is read in one
+//! go. The cells of a chain are contiguous in the sequence. Reading chains in the order of their beginnings visits the
+//! cells of every query in sequence order.
 use kvist_cache::ReadItem;
 use std::ops::Range;
 
 const NONE: u32 = u32::MAX;
 
-/// The items of one tile after the other, for some query slots.
+/// Walks the items tile by tile, for a range of query slots.
 #[derive(Default)]
 pub struct Near {
-    /// Items that begin before this one were seen.
+    /// Items before this one have been visited.
     cursor: usize,
-    /// Those that reach into the tile, in their order.
+    /// The items that reach into the tile, in order.
     items: Vec<Link>,
     /// First link of each chain, in the order of the items.
     chains: Vec<u32>,
-    /// By slot: the last link of the newest chain whose queries begin there.
+    /// By slot: the last link of the newest chain whose queries begin at the slot.
     ends: Vec<u32>,
 }
 
 #[derive(Clone, Copy)]
 struct Link {
     item: u32,
-    /// Into the links of the same tile.
+    /// Index into the links of the same tile.
     next: u32,
 }
 
@@ -33,7 +34,7 @@ fn end(item: &ReadItem) -> u32 {
 }
 
 impl Near {
-    /// Room for `slots` query slots with some items each.
+    /// Reserves room for `slots` query slots with several items each.
     pub fn new(slots: usize) -> Self {
         let items = 4 * slots + 16;
         Near {
@@ -49,14 +50,14 @@ impl Near {
         (4 * slots + 16) * (size_of::<Link>() + 4) + 4 * slots
     }
 
-    /// From the first item on.
+    /// Starts over from the first item.
     pub fn begin(&mut self) {
         self.cursor = 0;
         self.items.clear();
     }
 
-    /// Go on to `tile` (positions of the sequence, behind those of the last call): what of `items`, which are in the order
-    /// of their first index, concerns `slots`. `false` if nothing does.
+    /// Advances to `tile`, a range of sequence positions after that of the last call. Collects the `items` (sorted by
+    /// first index) that concern `slots`. Returns `false` if there are none.
     pub fn reach(&mut self, items: &[ReadItem], slots: &Range<u32>, tile: &Range<u32>) -> bool {
         self.items.retain(|link| end(&items[link.item as usize]) > tile.start);
         while let Some(item) = items.get(self.cursor).filter(|item| item.first_index < tile.end) {
@@ -77,7 +78,8 @@ impl Near {
         for i in 0..self.items.len() {
             let item = &items[self.items[i].item as usize];
             self.items[i].next = NONE;
-            // Items that began before the slots have a slot in common, the first: they cannot both begin a stretch there.
+            // Items that begin before `slots` are filed under its first slot. They share that slot, so they cannot both
+            // begin a stretch there.
             let newest = &mut self.ends[(item.first_query.max(slots.start) - slots.start) as usize];
             let last = std::mem::replace(newest, i as u32);
             let goes_on = last != NONE && {
@@ -92,8 +94,8 @@ impl Near {
         }
     }
 
-    /// Items that reach beyond the tile, which ends at `end`, and then those that begin behind it; and the offset in each
-    /// from which that is.
+    /// First the items that reach past `tile_end`, then those that begin after the tile; each with the offset of its
+    /// first cell past the tile.
     pub fn behind<'n>(
         &'n self,
         items: &'n [ReadItem],
@@ -105,7 +107,7 @@ impl Near {
             .chain(items[self.cursor..].iter().map(|item| (item, 0)))
     }
 
-    /// Item numbers of each chain, by the chains' beginnings.
+    /// The item numbers of each chain; chains are ordered by their beginnings.
     pub fn chains(&self) -> impl Iterator<Item = impl Iterator<Item = usize> + Clone + '_> + '_ {
         let link = |i: u32| self.items.get(i as usize).copied();
         let chain = move |&first: &u32| {

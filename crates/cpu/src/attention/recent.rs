@@ -1,21 +1,22 @@
-//! The newest tokens of a tile: their scores and their shares of the sums come from f16 rows and not from the pool.
+//! Recent tokens of a tile: computes their scores and weighted values from f16 rows instead of the pool.
 use crate::arch::{Kernel, LANES, Simd};
 use crate::recent::{Own, RecentReads};
 use std::ops::Range;
 
-/// What one token reads from recent rows in a tile, for all query heads on a KV head.
+/// The recent rows that one token reads in a tile, for all query heads of a KV head.
 #[derive(Clone, Copy)]
 pub struct OwnGroup<'o> {
     reads: RecentReads<'o>,
-    /// In the tile.
+    /// The rows inside the tile.
     own: &'o [Own],
     head: usize,
-    /// The place in the sequence that stands first in a line, and where that is.
+    /// The sequence index at the start of the tile, and its place in a line.
     first: (u32, usize),
 }
 
 impl<'o> OwnGroup<'o> {
-    /// What `token` reads of the places `indices`, the first of which stands at `first` in a line.
+    /// The recent rows that `token` reads of the sequence indices `indices`. The first index is at place `first` in a
+    /// line.
     pub fn new(
         reads: RecentReads<'o>,
         token: usize,
@@ -29,18 +30,18 @@ impl<'o> OwnGroup<'o> {
         OwnGroup { reads, own, head, first: (indices.start, first) }
     }
 
-    /// Rows that it reads.
+    /// Number of rows read.
     pub fn len(&self) -> usize {
         self.own.len()
     }
 
-    /// The rows, and their places in a line.
+    /// The rows and their places in a line.
     fn rows(&self) -> impl Iterator<Item = (&'o Own, usize)> + use<'o> {
         let (index, place) = self.first;
         self.own.iter().map(move |own| (own, place + (own.index - index) as usize))
     }
 
-    /// Take the weights of its rows out of the lines, row by row.
+    /// Moves the weights of these rows out of the lines, row by row, and leaves zeros.
     pub fn take_weights(&self, lines: &mut [f32], stride: usize, weights: &mut Vec<f32>) {
         for (_, at) in self.rows() {
             weights.extend(lines.chunks_exact_mut(stride).map(|line| std::mem::take(&mut line[at])));
@@ -48,10 +49,10 @@ impl<'o> OwnGroup<'o> {
     }
 }
 
-/// Scores, a line per query: `lines[query][place] = q · k`.
+/// Scores, one line per query: `lines[query][place] = q · k`.
 pub struct OwnScores<'k> {
     pub group: OwnGroup<'k>,
-    /// A row per query, scaled, filled up to whole vectors.
+    /// One row per query, scaled and padded to whole vectors.
     pub queries: &'k [f32],
     pub lines: &'k mut [f32],
     pub stride: usize,
@@ -77,10 +78,10 @@ impl Kernel for OwnScores<'_> {
     }
 }
 
-/// Sums, a state per query: `sums[query] += Σ weight · v`.
+/// Weighted sums, one state per query: `sums[query] += Σ weight · v`.
 pub struct OwnSums<'k> {
     pub group: OwnGroup<'k>,
-    /// A weight per query for every row, row by row.
+    /// For every row the weights of all queries, row by row.
     pub weights: &'k [f32],
     pub states: &'k mut [f32],
     pub state: usize,

@@ -1,4 +1,4 @@
-//! The working memory of attention, reserved once for the largest step of the largest layer.
+//! Scratch memory of attention, reserved once for the largest step of the largest layer.
 use super::near::Near;
 use super::{BLOCK_ROWS, LONG_TILE, LONG_TILE_ROWS, SPLIT, TILE, UNIT_ROWS};
 use crate::arch::LANES;
@@ -6,35 +6,35 @@ use crate::pool::{PackedQuery, QUERY_ROWS, Quads};
 use kvist_backend::{BackendError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
 use std::sync::Arc;
 
-/// Floats of a row's state beside its sums: a norm per lane, and the maximum.
+/// Floats of a row's state in addition to its sums: a norm per lane, and the maximum.
 pub const EXTRA: usize = LANES + 1;
 /// Floats before and after a tile in a line of scores.
 pub const PAD: usize = LANES;
 
-/// Floats behind that, where what stands beside a stretch of cells waits while the stretch is worked on.
+/// Floats after that. Scores next to a stretch of cells are saved here while a kernel overwrites their places.
 pub const SPARE: usize = 2 * PAD;
 
-/// What one thread works with.
+/// Scratch of one thread.
 pub struct ThreadScratch {
     pub row: Vec<f32>,     // [head_dim]
     pub queries: Vec<f32>, // [rows of a unit / QUERY_ROWS, head_dim, QUERY_ROWS]
     pub packed: Vec<PackedQuery>,
-    pub plain: Vec<f32>, // [rows of a unit, head_dim in whole vectors], where recent keys are read in f16
+    pub plain: Vec<f32>, // [rows of a unit, head_dim in whole vectors], if recent keys are read in f16
     pub partial: Vec<f32>, // [rows of a unit, head_dim + EXTRA]
     pub lines: Vec<f32>, // [rows of a block, tile + 2 * PAD + SPARE]
     pub quads: Box<Quads>,
     pub near: Near,
-    pub weights: Vec<f32>, // of values that are read in f16: [rows of a block × recent tokens] at most
+    pub weights: Vec<f32>, // of values read in f16: at most [rows of a block × recent tokens]
 }
 
-/// Everybody's.
+/// Scratch of all threads.
 pub struct Scratch {
     pub states: Vec<f32>, // [units][rows of a unit][head_dim + EXTRA]
     pub threads: Vec<ThreadScratch>,
     _held: Reservation,
 }
 
-/// Splits of a token that may be worked on side by side; a longer context takes them in turns.
+/// Most splits of a token with a state each, which run in parallel. A longer context processes its splits in turn.
 const MOST_SPLITS: usize = 64;
 
 /// Elements of each buffer.
@@ -46,7 +46,7 @@ struct Sizes {
     weights: usize,
     partial: usize,
     lines: usize,
-    /// Query slots of a unit.
+    /// Query slots per unit.
     slots: usize,
     head_dim: usize,
     threads: usize,
@@ -60,8 +60,8 @@ impl Sizes {
         let per_kv = layers.iter().map(|l| heads / l.n_kv_heads.max(1) as usize).max().unwrap_or(1);
         let unit_rows = UNIT_ROWS.max(per_kv).min(per_kv.checked_mul(tokens.max(1))?);
         let state = head_dim.checked_add(EXTRA)?;
-        // Units are whole, the last one of each KV head may be filled only in part; a token alone has a state per
-        // split.
+        // Units have full size, though the last one of each KV head may be partly used. A single token has one state
+        // per split.
         let cells = spec.capacity_cells.iter().copied().max().unwrap_or(0);
         let rows = heads.checked_mul(tokens)?;
         let filled = rows.checked_add(unit_rows.checked_mul(heads)?)?;

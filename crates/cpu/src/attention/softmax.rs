@@ -1,16 +1,16 @@
-//! The weights of a tile: powers of two, with a running maximum that is an integer.
+//! The weights of a tile. The running maximum is an integer, so rescaling is by powers of two.
 //!
 //! ```text
 //! for each row:   M' = max(M, round(max s));  o, l *= 2^(M − M');  w = 2^(s − round s) · 2^(round s − M');  l[lane] += w
 //! ```
 //!
-//! Some fifteen operations per sixteen weights. A weight is at most √2; what is 126 powers of two below the maximum
+//! About fifteen operations per sixteen weights. A weight is at most √2; a weight 126 powers of two below the maximum
 //! is 0. Norms are summed by lane, that is by position modulo 16, so that their order is that of the sequence.
 use crate::arch::{Kernel, LANES, Simd};
 
-/// The maximum of a row that has seen nothing.
+/// The maximum of a row that has seen no score.
 pub const NOTHING: f32 = -1e30;
-/// What a score is at least: an integer, far below every real score.
+/// Lower bound of scores: an integer far below every real score.
 const FLOOR: f32 = -1e30;
 
 /// `2^n` for integral `n ≤ 0`, 0 below −126.
@@ -18,8 +18,8 @@ pub fn power(n: f32) -> f32 {
     if n < -126.0 { 0.0 } else { n.exp2() }
 }
 
-/// By what the sums of a row are multiplied whose weights add up to `norm` at the maximum `max`, where nothing has the score
-/// `sink` beside them.
+/// The factor that normalises the sums of a row, given an attention sink. The row's weights add up to `norm` at the
+/// maximum `max`; the sink adds its own score `sink` and no value.
 pub fn beside(norm: f32, max: f32, sink: f32) -> f32 {
     let sink = sink * std::f32::consts::LOG2_E;
     let peak = if sink > max { sink } else { max };
@@ -36,14 +36,14 @@ pub fn sum(lanes: &[f32]) -> f32 {
     ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]))
 }
 
-/// Scores become weights, states learn of them.
+/// Turns scores into weights and updates the states.
 pub struct Softmax<'s> {
-    /// A line per row, `stride` apart; the tile's scores stand in `vectors`, in units of [`LANES`].
+    /// One line per row, `stride` apart. The tile's scores are in `vectors`, in units of [`LANES`].
     pub lines: &'s mut [f32],
     pub stride: usize,
     pub vectors: std::ops::Range<usize>,
     pub softcap: Option<f32>,
-    /// A state per row: `head_dim` sums, norms by lane, maximum.
+    /// One state per row: `head_dim` sums, norms by lane, maximum.
     pub states: &'s mut [f32],
     pub head_dim: usize,
 }
@@ -59,7 +59,8 @@ impl Kernel for Softmax<'_> {
             let (sums, rest) = state.split_at_mut(self.head_dim);
             let (norms, max) = rest.split_at_mut(LANES);
             let (vectors, _) = line.as_chunks_mut::<LANES>();
-            // Values are read by whole blocks of cells, which stick out by less than a vector.
+            // Values are read in whole blocks of cells, which extend past the tile by less than a vector: give those
+            // weight 0.
             vectors[self.vectors.start - 1] = [0.0; LANES];
             vectors[self.vectors.end] = [0.0; LANES];
             let vectors = &mut vectors[self.vectors.clone()];
@@ -77,7 +78,7 @@ impl Kernel for Softmax<'_> {
                 continue;
             }
             if peak <= FLOOR && max[0] == NOTHING {
-                max[0] = 0.0; // nothing but NaN: not nothing
+                max[0] = 0.0; // all scores are NaN: the row has still seen something
             }
             let norms = norms.first_chunk_mut::<LANES>().expect("a state has a norm per lane");
             let mut norm = s.load(norms);

@@ -1,7 +1,8 @@
-//! Some queries over some neighbouring positions of the sequence: scores, weights, sums.
+//! Attention of some queries over a tile of neighbouring sequence positions: scores, weights, sums.
 //!
-//! What is seen may lie in many places: every chain of items is gathered into stretches of blocks, as long as they can be,
-//! for the kernels. Blocks stick out of what is seen, on both sides; what stands there belongs to others and is put back.
+//! The visible cells may lie in many places. Every chain of items is gathered into stretches of blocks, as long as
+//! possible, for the kernels. Whole blocks extend past the visible cells on both sides; the scores of other cells in
+//! those places are saved and restored.
 use super::recent::{OwnGroup, OwnScores, OwnSums};
 use super::scratch::{PAD, SPARE, ThreadScratch};
 use super::softmax::Softmax;
@@ -14,7 +15,7 @@ use kvist_cache::{Mask, ReadItem, Run};
 use std::ops::Range;
 
 impl<'l> Layer<'l> {
-    /// Some slots over one tile: scores of everything they see, weights, and sums.
+    /// Computes one tile for some slots: scores of all cells they see, weights, and weighted sums.
     pub(super) fn block(
         &self,
         compute: &Compute,
@@ -31,7 +32,7 @@ impl<'l> Layer<'l> {
         let lines = &mut lines[..slots.len() * per_kv * stride];
         let items = |i: usize| &self.reads.items[i];
 
-        // Where somebody sees something.
+        // The range of places that any slot sees.
         let pieces = near.chains().flatten().filter_map(|i| self.piece(items(i), &slots, tile));
         let cells = pieces.map(|piece| piece.cells()).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));
         let Some(cells) = cells else { return };
@@ -127,7 +128,7 @@ impl<'l> Layer<'l> {
         }
     }
 
-    /// What each of `slots` reads in f16 in `tile`, with the slot's number among them.
+    /// The recent rows that each of `slots` reads in `tile`, with the slot's index in `slots`.
     fn own_groups(
         &self,
         rows: Rows,
@@ -148,14 +149,14 @@ impl<'l> Layer<'l> {
         self.recent.filter(|recent| recent.lowest() < reached).into_iter().flat_map(group)
     }
 
-    /// Which rows of a block of `slots` an item is for.
+    /// The rows of a block of `slots` that an item applies to.
     fn rows_of(&self, item: Option<&ReadItem>, slots: &Range<u32>) -> Range<usize> {
         let (first, end) = item.map_or((0, 0), |item| (item.first_query, item.first_query + item.n_queries));
         let row = |slot: u32| (slot.clamp(slots.start, slots.end) - slots.start) as usize * self.per_kv();
         row(first)..row(end)
     }
 
-    /// What `slots` see of `item` in `tile`.
+    /// The part of `item` in `tile` that any of `slots` sees.
     fn piece(&self, item: &ReadItem, slots: &Range<u32>, tile: &Tile) -> Option<Piece> {
         let first = item.first_query.max(slots.start);
         let end = (item.first_query + item.n_queries).min(slots.end);
@@ -164,7 +165,7 @@ impl<'l> Layer<'l> {
         }
         let offset = |index: u32| index.saturating_sub(item.first_index).min(item.run.len);
         let cells = offset(tile.indices.start)..offset(tile.indices.end);
-        // Bands move with the query, so those of the first and the last one bound what any of them sees.
+        // Bands move with the query, so the first and the last query bound what any of them sees.
         let a = self.reads.span_of(item, first - item.first_query);
         let b = self.reads.span_of(item, end - 1 - item.first_query);
         let seen = a.start.min(b.start).max(cells.start)..a.end.max(b.end).min(cells.end);
@@ -174,7 +175,7 @@ impl<'l> Layer<'l> {
         Some(Piece { slots: first..end, at: tile.place(item.first_index + seen.start), seen })
     }
 
-    /// Codes of `side`, block by block, of what `slots` see of `chain`.
+    /// The codes of `side`, block by block, for the cells of `chain` that `slots` see.
     fn codes<'i>(
         &'i self,
         side: &'i Side,
@@ -188,8 +189,8 @@ impl<'l> Layer<'l> {
         cells.map(move |cell| side.codes(self.slabs, head, cell))
     }
 
-    /// The blocks of `side` that are read, as many at a time as follow each other. `next` are the codes that are worked
-    /// on then.
+    /// Calls `each` with the visible blocks of `side`, in stretches as long as possible. `next` yields the codes that
+    /// are read afterwards, to prefetch them.
     fn stretches<'i>(
         &self,
         gather: &mut Gather<'l>,
@@ -205,14 +206,14 @@ impl<'l> Layer<'l> {
                 goes_on = piece.seen.end < item.run.len;
             }
         }
-        // What goes on in memory was fetched on its way.
+        // If the run continues past the tile, the kernel has prefetched what follows in memory.
         match goes_on {
             true => gather.finish(std::iter::empty(), each),
             false => gather.finish(next, each),
         }
     }
 
-    /// Scores of what was gathered; what stands beside it in the lines is as it was, and −∞ behind it.
+    /// Computes scores of the gathered cells. Keeps the scores in front of them in the lines, and writes −∞ after them.
     fn score(&self, isa: Isa, gather: &Gather<'_>, queries: Queries<'_>, mut lines: Lines<'_>) {
         let (blocks, [before, behind]) = (gather.blocks(self.keys, false), gather.beside());
         let (stride, dtype) = (lines.stride, self.keys.shape.storage.dtype);
@@ -229,7 +230,7 @@ impl<'l> Layer<'l> {
         }
     }
 
-    /// −∞ where a row does not see a cell of the item.
+    /// Writes −∞ where a row does not see a cell of the item.
     fn hide(&self, item: &ReadItem, slots: &Range<u32>, tile: &Tile, lines: Lines<'_>) {
         let (Some(piece), false) = (self.piece(item, slots, tile), item.mask == Mask::All) else { return };
         for (r, line) in lines.data.chunks_exact_mut(lines.stride).enumerate() {
@@ -248,14 +249,15 @@ impl<'l> Layer<'l> {
         }
     }
 
-    /// `sums += Σ weight · value` of what was gathered.
+    /// `sums += Σ weight · value` over the gathered cells.
     fn weigh(&self, isa: Isa, gather: &Gather<'_>, mut lines: Lines<'_>, sums: Sums<'_>, quads: &mut Quads) {
         let (blocks, [before, behind]) = (gather.blocks(self.values, self.exact), gather.beside());
         let (stride, dtype) = (lines.stride, self.values.shape.storage.dtype);
         if before.is_empty() && behind.is_empty() {
             return pool::accumulate(isa, dtype, lines, blocks, sums, quads);
         }
-        // Packed values are weighed by whole blocks, and what stands beside may be weights of other cells.
+        // Packed values are weighted in whole blocks, and the places next to the stretch may hold weights of other
+        // cells.
         let spare = stride - SPARE;
         for line in lines.data.chunks_exact_mut(stride) {
             for (range, at) in [(&before, spare), (&behind, spare + PAD)] {
@@ -272,7 +274,7 @@ impl<'l> Layer<'l> {
     }
 }
 
-/// Items that follow each other, read by some slots in one tile.
+/// Consecutive items of a chain, read by some slots in one tile.
 struct Read<'r, C> {
     head: usize,
     chain: C,
@@ -280,17 +282,17 @@ struct Read<'r, C> {
     tile: &'r Tile,
 }
 
-/// What some slots see of an item in a tile.
+/// The part of an item in a tile that some slots see.
 struct Piece {
     slots: Range<u32>,
     /// Offsets into the item.
     seen: Range<u32>,
-    /// Where the first of them stands in a line.
+    /// Place of the first of them in a line.
     at: usize,
 }
 
 impl Piece {
-    /// Where they stand in a line.
+    /// Their places in a line.
     fn cells(&self) -> Range<usize> {
         self.at..self.at + self.seen.len()
     }
@@ -299,8 +301,8 @@ impl Piece {
     }
 }
 
-/// Neighbouring positions of the sequence. A line holds the scores of a row: a pad, a place for each position, a pad, since
-/// blocks of cells stick out of what is seen; and [`SPARE`].
+/// Neighbouring sequence positions. A line holds the scores of a row: a pad, one place per position, a pad, and
+/// [`SPARE`]. The pads exist because blocks of cells extend past the visible range.
 pub(super) struct Tile {
     pub indices: Range<u32>,
     pub len: usize,

@@ -7,8 +7,8 @@
 //!                  y += units × (scale × x's scale) [+ minimum × Σ x]
 //! ```
 //!
-//! Eight products of 64 bytes per block of 16 rows and token. What bounds large batches is loads (two per cycle), so
-//! two panels share what is broadcast of x: 64 products on 58 loads instead of 96.
+//! Eight products of 64 bytes per block of 16 rows and token. Large batches are bound by loads (two per cycle), so two
+//! panels share the broadcast values of x: 64 products with 58 loads instead of 96.
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): q8_0 at 0.8 of the read limit for one token, q4_0 at 0.6 to 0.7; 1.3
 //! TFLOP/s for 512.
@@ -21,16 +21,16 @@ use std::marker::PhantomData;
 /// A format with one scale per 32 codes.
 pub trait Block: 'static {
     type Codes: Codes;
-    /// Of a block in the file.
+    /// Bytes of a block in the file.
     const BYTES: usize;
-    /// The code of 0, as a power of two; `None` where there is a minimum instead.
+    /// The code that represents 0, as a power of two; `None` for formats with a minimum.
     const ZERO_BITS: Option<u32>;
-    /// What each code of four bits stands for, where that is not itself.
+    /// Values of the 4-bit codes, if they differ from the codes.
     const TABLE: Option<[u8; 16]> = None;
 
-    /// Before the table.
+    /// The codes before the table look-up.
     fn codes(block: &[u8]) -> Group;
-    /// The scale as it is held: f16, unless [`load_scale`](Self::load_scale) says otherwise. Blocks begin with it.
+    /// The scale as kept in memory: f16, unless [`load_scale`](Self::load_scale) differs. Blocks begin with it.
     fn scale(block: &[u8]) -> [u8; 2] {
         pair(block)
     }
@@ -43,7 +43,7 @@ pub trait Block: 'static {
     }
 }
 
-/// A [`Block`] as a format. Scales of 16 rows, then their minima.
+/// Makes a [`Block`] a `Format`. Scales of 16 rows, then their minima.
 pub struct Blocks<F>(PhantomData<F>);
 
 impl<F: Block> Blocks<F> {
@@ -58,7 +58,7 @@ impl<F: Block> Format for Blocks<F> {
 
     fn pack(block: &[u8], lane: usize, codes: &mut [u8], scales: &mut [u8]) {
         F::Codes::put(&F::codes(block), lane, codes);
-        // The minimum, if there is one, is f16 and follows the scale.
+        // The minimum, if any, is an f16 after the scale.
         let both = [F::scale(block), pair(&block[2..])];
         for (scales, bytes) in scales.chunks_exact_mut(2 * LANES).zip(both) {
             scales[2 * lane..2 * lane + 2].copy_from_slice(&bytes);
@@ -115,7 +115,7 @@ fn two_panels<S: Simd, F: Block, const T: usize>(
     }
 }
 
-/// `N` tokens, from number `side` of the tile of `T` on, times `P` panels.
+/// `N` tokens, starting at number `side` of the tile of `T`, times `P` panels.
 #[inline(always)]
 fn tile<S: Simd, F: Block, const T: usize, const N: usize, const P: usize>(
     s: S,

@@ -1,7 +1,7 @@
-//! How 32 codes of each of sixteen rows stand in cache lines, and how a kernel takes them apart.
+//! Layout of 32 codes of each of sixteen rows in cache lines, and their unpacking in kernels.
 //!
-//! Four codes of a row are a quad; the quads of sixteen rows fill a vector, one quad a lane. So 32 codes are eight vectors.
-//! Codes of fewer than eight bits share their bytes by planes:
+//! Four codes of a row form a quad; the quads of sixteen rows fill a vector, one quad per lane. So 32 codes are eight
+//! vectors. Codes of fewer than eight bits share bytes in bit planes:
 //!
 //! ```text
 //! plane of 4 bits   4 lines   line l holds quads l and l + 4, the first in the lower bits
@@ -10,30 +10,30 @@
 //! ```
 use crate::arch::{LANES, Simd};
 
-/// Codes of a group, in the order of the inputs.
+/// Codes of a group, in input order.
 pub type Group = [u8; 32];
 
 pub trait Codes: 'static {
     /// Bytes of 32 codes of 16 rows: whole cache lines.
     const BYTES: usize;
 
-    /// Put the codes of row `lane` into `place: [BYTES]`.
+    /// Packs the codes of row `lane` into `place: [BYTES]`.
     fn put(codes: &Group, lane: usize, place: &mut [u8]);
     fn get(place: &[u8], lane: usize) -> Group;
-    /// The eight quads of every row, without a sign.
+    /// The eight quads of every row, unsigned.
     fn load<S: Simd>(s: S, place: &[u8]) -> [S::I; 8];
 }
 
-/// Codes of `LOW + HIGH` bits: a plane of the lower bits, and one of the others if there are any.
+/// Codes of `LOW + HIGH` bits: a plane of the lower bits, and one of the higher bits if any.
 pub struct Planes<const LOW: u32, const HIGH: u32>;
 
-/// `bits` ones in each of four bytes.
+/// A mask of `bits` ones in each of four bytes.
 const fn ones(bits: u32) -> u32 {
     0x0101_0101 * ((1 << bits) - 1)
 }
 
-/// Put a plane of `BITS`, whose bits the quads have from bit `FROM` on. Loading a model is this loop: its bounds are known to
-/// the compiler.
+/// Packs a plane of `BITS`, taken from the quads starting at bit `FROM`. Model loading spends its time in this loop, so
+/// its bounds are compile-time constants.
 fn put_plane<const FROM: u32, const BITS: u32>(quads: &[u32; 8], lane: usize, lines: &mut [u8]) {
     for (l, line) in lines.as_chunks_mut::<{ 4 * LANES }>().0.iter_mut().enumerate().take(BITS as usize) {
         let mut word = 0;
@@ -87,8 +87,8 @@ impl<const LOW: u32, const HIGH: u32> Codes for Planes<LOW, HIGH> {
     }
 }
 
-/// Codes of six bits, four quads in three lines: the lower six bits of a line are one quad, and the upper two of the three
-/// together the fourth. It takes fewer instructions than two planes.
+/// Codes of six bits, four quads in three lines: the lower six bits of a line are one quad, and the upper two bits of
+/// the three lines together are the fourth. This takes fewer instructions than two planes.
 pub struct Sixes;
 
 impl Codes for Sixes {
@@ -144,7 +144,7 @@ mod tests {
             fn run<S: Simd>(self, s: S) -> Self::Out {
                 let shifts = [s.splat_i(1), s.splat_i(1 << 8), s.splat_i(1 << 16), s.splat_i(1 << 24)];
                 C::load(s, self.0).map(|quad| {
-                    // Byte by byte: a product with one that picks it.
+                    // Extracts byte by byte, with a product that selects the byte.
                     let bytes = shifts.map(|pick| {
                         let mut lanes = [0.0; 16];
                         s.store(s.to_f32(s.dot4(s.splat_i(0), quad, pick)), &mut lanes);

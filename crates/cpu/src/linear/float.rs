@@ -4,8 +4,8 @@
 //! for each input i:   y[16] += w[16] * x[i]
 //! ```
 //!
-//! A fused multiply-add per 16 weights and token. bf16 stands in pairs of inputs, for machines that multiply pairs;
-//! they take large batches, and round x to bf16.
+//! One fused multiply-add per 16 weights and token. bf16 weights are stored in pairs of inputs for CPUs with pair
+//! products. These are used for large batches and round x to bf16.
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.98 of the read limit for one token; for 512 the peak of fused
 //! multiply-adds, 460 GFLOP/s, and twice that in bf16 pairs.
@@ -16,10 +16,10 @@ use crate::arch::{Columns, Isa, LANES, Simd};
 use crate::element::Element;
 pub use crate::element::{BF16, F16, F32};
 
-/// Batches from here on are worth the rounding.
+/// Minimum batch size for bf16 products, which round the inputs.
 const DOTS_FROM: usize = 16;
 
-/// Will a batch of `n` tokens be multiplied in bf16 pairs?
+/// True if a batch of `n` tokens is multiplied in bf16 pairs.
 pub fn uses_dots<F: Format>(compute: &Compute, n: usize) -> bool {
     let pairs = std::any::TypeId::of::<F>() == std::any::TypeId::of::<BF16>();
     pairs && n >= DOTS_FROM && !compute.deterministic && has_dots(compute.isa)
@@ -37,7 +37,7 @@ fn has_dots(isa: Isa) -> bool {
     isa.run(Ask)
 }
 
-/// f32 and f16: a vector of a panel is sixteen rows' input.
+/// f32 and f16: a vector of a panel holds one input of sixteen rows.
 macro_rules! one_by_one {
     ($F:ident) => {
         impl Format for $F {
@@ -112,7 +112,7 @@ fn plain<S: Simd, F: Format + Element, const T: usize, const P: usize>(
     sums
 }
 
-/// Pairs of inputs stand together.
+/// bf16: pairs of inputs are adjacent.
 impl Format for BF16 {
     const BLOCK: (usize, usize) = (2, 4);
     const CODES: usize = 4 * LANES;
@@ -185,9 +185,9 @@ impl Tile for BF16 {
     }
 }
 
-/// What differs between the floats.
+/// The differences between the float types.
 trait Tile {
-    /// Sums of `T` tokens from `first` on times `P` panels from `panel` on.
+    /// Sums of `T` tokens, starting at `first`, times `P` panels, starting at `panel`.
     fn tile<S: Simd, const T: usize, const P: usize>(
         s: S,
         weights: &Panels<'_>,
@@ -198,7 +198,7 @@ trait Tile {
     ) -> [[S::F; P]; T];
 }
 
-/// All panels, by four and one, times all tokens.
+/// Multiplies all panels, in groups of four and one, with all tokens.
 #[inline(always)]
 fn all<S: Simd, F: Tile>(
     s: S,
@@ -211,7 +211,7 @@ fn all<S: Simd, F: Tile>(
     while panel < weights.n {
         panel += if weights.n - panel >= 4 {
             for_token_tiles!(inputs.n, first, T => if T > 2 * S::ACCUMULATORS.min(8) / 4 {
-                // Eight tokens and four panels would not fit the registers: they go two by two.
+                // Eight tokens times four panels would not fit the registers: use two panels at a time.
                 for half in [0, 2] {
                     one::<S, F, T, 2>(s, weights, inputs, deterministic, first, panel + half, out);
                 }

@@ -1,13 +1,14 @@
-//! The inputs of linear layers, in the forms their kernels read. Layers that share an input share its forms.
+//! The inputs of linear layers, converted to the formats that kernels read. Layers with the same input share the
+//! conversions.
 use crate::Compute;
 use crate::arch::{Kernel, LANES, Simd};
 
-/// Most tokens of a tile.
+/// Most tokens per tile.
 pub const TILE: usize = 8;
-/// Inputs of one scale.
+/// Inputs per scale.
 pub const GROUP: usize = 32;
 
-/// How a kernel wants its inputs.
+/// Input formats of kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// f32.
@@ -18,9 +19,9 @@ pub enum Form {
     Codes,
 }
 
-/// Buffers for one batch, recycled. Tokens stand in tiles of 8, 4, 2 and 1, as kernels take them, and those of a
-/// tile side by side: `[tile][…][tokens of the tile]`. So a kernel needs one address for all of them, and a token
-/// alone is dense.
+/// Buffers for one batch, reused. Tokens are grouped into tiles of 8, 4, 2 and 1, as kernels process them. The tokens
+/// of a tile are interleaved: `[tile][…][tokens of the tile]`. So a kernel needs one address for all of them, and the
+/// data of a single token is dense.
 #[derive(Debug, Default)]
 pub struct Inputs {
     pub n: usize,
@@ -30,7 +31,7 @@ pub struct Inputs {
     rows: Vec<f32>,
     /// `[tile][width / 2][tokens]`.
     pairs: Vec<i32>,
-    /// `[tile][width / 32][12][tokens]`: what a kernel reads of 32 inputs, see [`Group`].
+    /// `[tile][width / 32][12][tokens]`: the data of 32 inputs, see [`Group`].
     groups: Vec<i32>,
 }
 
@@ -48,7 +49,7 @@ pub fn scale_of<const T: usize>(group: &Group<T>, t: usize) -> f32 {
     f32::from_bits(group[SCALE][t].cast_unsigned())
 }
 
-/// The tile of token `token` of `n`: its first token, and its width.
+/// The tile that contains token `token` of `n`: its first token, and its width.
 fn tile_of(n: usize, token: usize) -> (usize, usize) {
     let (mut first, mut width) = (token / TILE * TILE, TILE);
     while first + width > n || first + width <= token {
@@ -78,7 +79,7 @@ impl Inputs {
     }
 }
 
-/// A batch of rows, and where its forms are kept.
+/// A batch of rows, and the buffers for its conversions.
 pub struct Input<'x> {
     x: &'x [f32],
     inputs: &'x mut Inputs,
@@ -91,7 +92,7 @@ impl Inputs {
         Input { x, inputs: self }
     }
 
-    /// Bytes the buffers may come to take for `n` rows of at most `width`; `None` if it overflows.
+    /// Maximum bytes of the buffers for `n` rows of at most `width`. `None` on overflow.
     pub fn bytes(n: usize, width: usize) -> Option<usize> {
         let wide = width.checked_next_multiple_of(GROUP)?;
         // f32 rows, bf16 pairs, groups of codes.
@@ -107,7 +108,7 @@ impl Input<'_> {
         self.inputs.width
     }
 
-    /// The batch with `form` ready.
+    /// Converts the batch to `form` unless it already is.
     pub(super) fn prepare(&mut self, compute: &Compute, form: Form) -> &Inputs {
         if !std::mem::replace(&mut self.inputs.ready[form as usize], true) {
             let Inputs { n, width, rows, pairs, groups, .. } = &mut *self.inputs;
@@ -148,8 +149,8 @@ impl Input<'_> {
     }
 }
 
-/// `f(first token, tokens, their part)` for every tile, on threads where there is enough to do. A token has `width`
-/// elements of `data`.
+/// Calls `f(first token, tokens, their part)` for every tile, on several threads if there is enough work. A token has
+/// `width` elements of `data`.
 fn each_tile<T: Send>(
     compute: &Compute,
     n: usize,
@@ -169,8 +170,8 @@ fn each_tile<T: Send>(
     }
 }
 
-/// One row to codes: `x ≈ scale × code`, code in −127..=127. A group with what is not a finite number gets the scale
-/// NaN. It is number `at` of a tile of `tile`.
+/// Quantises one row: `x ≈ scale × code`, code in −127..=127. A group with a value that is not finite gets the scale
+/// NaN. The row is number `at` in a tile of `tile` tokens.
 struct Quantise<'q> {
     x: &'q [f32],
     groups: &'q mut [i32],
@@ -189,7 +190,7 @@ impl Kernel for Quantise<'_> {
             let (a, b) = (s.load(a), s.load(b));
             let (size_a, size_b) = (s.max(a, s.sub(zero, a)), s.max(b, s.sub(zero, b)));
             let largest = s.largest(s.max(size_a, size_b));
-            // A NaN or an infinity survives a sum; `max` may lose it.
+            // NaN and infinities survive a sum; `max` may drop NaN.
             let finite = s.sum(s.add(s.mul(a, zero), s.mul(b, zero))) == 0.0;
             let inverse = if largest > 0.0 && finite { 127.0 / largest } else { 0.0 };
             let inverse = if inverse.is_finite() { inverse } else { 0.0 }; // a subnormal group is 0

@@ -11,19 +11,19 @@
 //! few      16 × 16   8        any 16 values of 8 bits                               4.63
 //! ```
 //!
-//! Scales are held unpacked, a byte each. `few` is no format of ggml: its rarer ones (iq1 to iq3, tq) are brought into this form
-//! when a file is read, and lose nothing by it, for none of them has more than 16 values.
+//! Scales are kept unpacked, one byte each. `few` is not a ggml format: ggml's rarer formats (iq1 to iq3, tq) are
+//! converted to it when a file is read. The conversion is lossless, because none of them has more than 16 values.
 use super::codes::{Group, Planes, Sixes};
 use super::pair;
 use super::simple::{IQ4, nibbles};
 use super::super_blocks::{SuperBlock, Values};
 
-/// Fields of two bits: 32 bytes hold four groups of 32, one in each pair of bits.
+/// 2-bit fields: 32 bytes hold four groups of 32, one in each pair of bits.
 fn twos(bytes: &[u8], i: usize) -> Group {
     std::array::from_fn(|l| bytes[i / 4 * 32 + l] >> (2 * (i % 4)) & 3)
 }
 
-/// The same for four bits and groups of 32: the lower halves of 32 bytes are one group, the upper ones the next.
+/// 4-bit fields: the lower halves of 32 bytes are one group of 32, the upper halves the next.
 fn fours(bytes: &[u8], i: usize) -> Group {
     std::array::from_fn(|l| bytes[i / 2 * 32 + l] >> (4 * (i % 2)) & 15)
 }

@@ -10,12 +10,12 @@ use super::blocks::Block;
 use super::codes::{Group, Planes};
 use crate::arch::Simd;
 
-/// Element j in the low half of byte j, element j + 16 in its high half.
+/// Element j is in the low half of byte j, element j + 16 in its high half.
 pub fn nibbles(bytes: &[u8]) -> Group {
     std::array::from_fn(|i| bytes[i % 16] >> (4 * (i / 16)) & 15)
 }
 
-/// The same, and a bit for each in four bytes.
+/// The same, with one more bit per element in four bytes.
 fn fives(upper: &[u8], bytes: &[u8]) -> Group {
     let low = nibbles(bytes);
     std::array::from_fn(|i| low[i] | (upper[i / 8] >> (i % 8) & 1) << 4)
@@ -71,7 +71,7 @@ impl Block for Q8_0 {
     }
 }
 
-/// Values of signed bytes, 128 added so that they have no sign.
+/// Signed byte values with 128 added, to make them unsigned.
 const fn unsigned(values: [i8; 16]) -> [u8; 16] {
     let (mut table, mut i) = ([0; 16], 0);
     while i < 16 {
@@ -96,7 +96,7 @@ impl Block for Iq4Nl {
     }
 }
 
-/// OCP's microscaling format: FP4 values, here twice as large so that they are whole numbers, and a power of two.
+/// OCP's microscaling format: FP4 values, doubled here so that they are integers, and a power-of-two scale.
 pub struct Mxfp4;
 impl Block for Mxfp4 {
     type Codes = Planes<4, 0>;
@@ -106,7 +106,7 @@ impl Block for Mxfp4 {
     fn codes(block: &[u8]) -> Group {
         nibbles(&block[1..])
     }
-    /// 2^(e − 128) as bf16, whose exponent has as many bits: the two smallest are subnormal there.
+    /// 2^(e − 128) as bf16, whose exponent has the same number of bits; the two smallest are subnormal there.
     fn scale(block: &[u8]) -> [u8; 2] {
         let e = u16::from(block[0]);
         let bits = if e < 2 { 0x20 << e } else { (e - 1) << 7 };

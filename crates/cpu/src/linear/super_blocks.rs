@@ -1,4 +1,5 @@
-//! The kernel of formats with super-blocks of 256 weights, whose groups are scaled by small integers and those by one float.
+//! The kernel of formats with super-blocks of 256 weights. Groups have small integer scales, and the super-block one
+//! float scale.
 //!
 //! ```text
 //! w = d × sc × (code − zero) [− dmin × m]          8 groups of 32, or 16 of 16; sc in 8 bits with a sign, m in 6
@@ -15,46 +16,46 @@ use super::{AHEAD, Format, Panels, for_token_tiles, pair, put};
 use crate::arch::{Columns, LANES, Simd, widen};
 use std::marker::PhantomData;
 
-/// Weights of a super-block.
+/// Weights per super-block.
 pub const SUPER: usize = 256;
 
 /// A format with super-blocks.
 pub trait SuperBlock: 'static {
     type Codes: Codes;
-    /// Of a super-block in the file.
+    /// Bytes of a super-block in the file.
     const BYTES: usize;
-    /// The code of 0, as a power of two; `None` where there are minima instead.
+    /// The code that represents 0, as a power of two; `None` for formats with minima.
     const ZERO_BITS: Option<u32>;
-    /// Groups are of 16, two to each 32 inputs, instead of 32.
+    /// Groups have 16 weights, two groups per 32 inputs, instead of 32.
     const HALVES: bool;
-    /// What codes stand for.
+    /// How codes map to values.
     const VALUES: Values = Values::Codes;
 
-    /// The codes of weights `32 × i` and on, before the table.
+    /// The codes of the 32 weights from `32 × i` on, before the table look-up.
     fn codes(block: &[u8], i: usize) -> Group;
     /// Scale and minimum of group `i`.
     fn scale(block: &[u8], i: usize) -> (i8, u8);
-    /// d and dmin, in f16; d alone where there are no minima, and in f32 where there is a table of its own. Most blocks begin
-    /// with them.
+    /// d and dmin in f16. Formats without minima have only d; formats with their own table have d in f32. Most blocks
+    /// begin with these.
     fn factors(block: &[u8]) -> [[u8; 2]; 2] {
         [pair(block), pair(&block[2..])]
     }
-    /// Its own table, if it has one.
+    /// The super-block's own table, if any.
     fn table(_: &[u8]) -> [u8; 16] {
         [0; 16]
     }
 }
 
-/// What codes stand for: themselves, or of four bits, entries of a table.
+/// The values of codes: the codes themselves or, for 4-bit codes, table entries.
 pub enum Values {
     Codes,
     Table([u8; 16]),
-    /// Every super-block has a table, the same for sixteen rows.
+    /// Every super-block has its own table, which sixteen rows share.
     OwnTable,
 }
 
-/// A [`SuperBlock`] as a format. Scales of a super-block: sc `[groups][16]`, m `[groups][16]`, d `[16]`, dmin `[16]`, its own
-/// table `[16]`.
+/// Makes a [`SuperBlock`] a `Format`. Scales of a super-block: sc `[groups][16]`, m `[groups][16]`, d `[16]`, dmin
+/// `[16]`, its own table `[16]`.
 pub struct SuperBlocks<F>(PhantomData<F>);
 
 impl<F: SuperBlock> SuperBlocks<F> {
@@ -168,7 +169,7 @@ fn tile<S: Simd, F: SuperBlock, const T: usize>(
             if F::HALVES {
                 halves::<S, F, T>(s, &w, small, i, x, &mut scaled, &mut least);
             } else {
-                // Scales have seven bits and a sign at most, minima six.
+                // Scales have at most seven bits and a sign, minima six.
                 let scale = s.to_f32(s.load_i8(&small[i]));
                 for t in 0..T {
                     let mut units = match F::ZERO_BITS {
@@ -203,7 +204,7 @@ fn tile<S: Simd, F: SuperBlock, const T: usize>(
     }
 }
 
-/// 32 inputs whose halves have scales of their own.
+/// 32 inputs whose two halves have separate scales.
 #[inline(always)]
 fn halves<S: Simd, F: SuperBlock, const T: usize>(
     s: S,

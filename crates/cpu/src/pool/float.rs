@@ -1,14 +1,13 @@
-//! f32, f16 and bf16: a code is a value.
+//! f32, f16 and bf16: values are stored directly.
 //!
 //! ```text
 //! scores:      for each 16 cells:  for i in head_dim:  k = widen(16 keys' element i);  s[query] += q[query][i] * k
 //! accumulate:  for each cell:      for 16 elements:    v = widen(16 elements);         o[query] += w[query] * v
 //! ```
 //!
-//! Per cell, side and query: head_dim fused multiply-adds; head_dim × element bytes are read once for all queries of
-//! a call. A register tile holds up to 8 queries × 2 vectors, so that what is widened once is used by all of them.
-//! Every lane adds in the order of i, every element in the order of the cells: neither the tile nor its alignment
-//! shows in the result.
+//! Per cell, side and query: head_dim fused multiply-adds; head_dim × element bytes are read once for all queries of a
+//! call. A register tile holds up to 8 queries × 2 vectors, which share every widened element. Lanes add in the order
+//! of i, and elements in the order of the cells: the result does not depend on the tile or its alignment.
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.8 of the read limit with a KV head per query head, 0.6 to 0.7 with
 //! eight query heads on each.
@@ -46,7 +45,7 @@ impl<E: Element> Codec for E {
     fn scores<S: Simd>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>) {
         let mut query = 0;
         while query < queries.n {
-            // Queries that stand side by side.
+            // Queries that are interleaved with each other.
             let n = (QUERY_ROWS - (queries.first + query) % QUERY_ROWS).min(queries.n - query);
             query += match n {
                 8 if S::ACCUMULATORS >= 16 => scores_of::<S, E, 8, 2>(s, queries, query, blocks, lines),
@@ -91,7 +90,7 @@ impl<E: Element> Codec for E {
     }
 }
 
-/// `R` queries over all blocks, `B` at a time. `R`.
+/// Scores of `R` queries over all blocks, `B` blocks at a time. Returns `R`.
 #[inline(always)]
 fn scores_of<S: Simd, E: Element, const R: usize, const B: usize>(
     s: S,
@@ -132,8 +131,8 @@ fn scores_tile<S: Simd, E: Element, const R: usize, const B: usize>(
     for (keys, block) in keys.iter_mut().zip(list) {
         *keys = &E::vectors(block.codes)[..head_dim];
     }
-    // One block after the other is fetched, a part of it with each element: as many addresses as blocks would not fit the
-    // registers.
+    // Blocks are prefetched one after the other, a part of one with each element: one address per block would not fit
+    // the registers.
     let (part, fetched) = (head_dim.div_ceil(B), B * LANES * E::BYTES);
     let mut sums = [[s.splat(0.0); B]; R];
     for (b, block) in list.iter().enumerate() {
@@ -166,7 +165,7 @@ fn scores_tile<S: Simd, E: Element, const R: usize, const B: usize>(
     }
 }
 
-/// `R` queries over all visible cells, `D` vectors of the row at a time.
+/// Weighted sums of `R` queries over all visible cells, `D` vectors of the row at a time.
 #[inline(always)]
 fn accumulate_for<S: Simd, E: Element, const R: usize, const D: usize>(
     s: S,
@@ -185,7 +184,7 @@ fn accumulate_for<S: Simd, E: Element, const R: usize, const D: usize>(
         accumulate_tile::<S, E, R, 1>(s, lines, blocks, sums, query, d);
         d += 1;
     }
-    // The rest of a row that is no whole number of vectors.
+    // The remainder of a row that is not a whole number of vectors.
     for i in whole * LANES..blocks.head_dim {
         for r in 0..R {
             let line = &lines.data[(query + r) * lines.stride + lines.at..];
@@ -253,7 +252,7 @@ fn accumulate_tile<S: Simd, E: Element, const R: usize, const D: usize>(
     }
 }
 
-/// The pool holds something that is not a number, and whoever does not see it must not meet it.
+/// For pools that hold NaN or infinities: skips cells of weight 0, which a query does not see.
 #[inline(always)]
 fn accumulate_carefully<E: Element>(
     lines: &Lines<'_>,

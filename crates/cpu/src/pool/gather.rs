@@ -1,12 +1,12 @@
-//! Blocks on their way to a kernel.
+//! Collects blocks into stretches for the kernels.
 use super::Side;
 use crate::arch::LANES;
 use crate::pages::Pages;
 use kvist_cache::Run;
 use std::ops::Range;
 
-/// How far ahead a stream is fetched, in bytes: hardware stops at every page of 4 KiB, and a block of keys is a short
-/// stream. Without it two threads reached 60 % of the read limit.
+/// Prefetch distance in bytes. Hardware prefetching stops at every 4 KiB page, and a block of keys is a short stream.
+/// Without prefetching two threads reached 60 % of the read limit.
 const AHEAD: usize = 8192;
 
 /// The bytes of [`LANES`] cells of one head.
@@ -16,29 +16,29 @@ pub struct Block<'b> {
     pub codes: &'b [u8],
     /// `[params][16]` of f16.
     pub params: &'b [u8],
-    /// How far ahead, in bytes, lies what is fetched while these codes are worked on; it may wrap around.
+    /// Distance in bytes to the codes that are prefetched while these codes are read; it may wrap around.
     pub ahead: usize,
 }
 
 impl Block<'_> {
-    /// Meanwhile `codes` shall be fetched.
+    /// Sets the codes to prefetch while this block is read.
     fn fetch(&mut self, codes: &[u8]) {
         self.ahead = (codes.as_ptr() as usize).wrapping_sub(self.codes.as_ptr() as usize);
     }
 }
 
-/// Blocks of one head that follow each other in the sequence, wherever they lie.
+/// Blocks of one head that follow each other in the sequence, anywhere in memory.
 pub struct Blocks<'b> {
     pub head_dim: usize,
     pub group: usize,
-    /// Bytes of codes per cell.
+    /// Code bytes per cell.
     pub row: usize,
     pub list: &'b [Block<'b>],
-    /// The cells that somebody sees; the others may hold anything.
+    /// The cells that any query sees. The others may hold anything.
     pub lanes: Range<usize>,
-    /// May a cell hold what is not a number? Then a weight of 0 must not touch it.
+    /// True if a cell may hold a value that is not finite. Cells with weight 0 must then be skipped.
     pub careful: bool,
-    /// Must values be weighed one by one?
+    /// True if values must be weighted cell by cell.
     pub exact: bool,
 }
 
@@ -47,13 +47,13 @@ impl<'b> Blocks<'b> {
         self.list.len()
     }
 
-    /// The block of a lane, and the lane in it.
+    /// The block that contains a lane, and the lane's index in it.
     #[inline(always)]
     pub(super) fn at(&self, lane: usize) -> (&Block<'b>, usize) {
         (&self.list[lane / LANES], lane % LANES)
     }
 
-    /// Every block, and its lanes that somebody sees.
+    /// Every block, with its visible lanes.
     #[inline(always)]
     pub(super) fn seen(&self) -> impl Iterator<Item = (&Block<'b>, Range<usize>)> {
         let (start, end) = (self.lanes.start, self.lanes.end);
@@ -64,17 +64,17 @@ impl<'b> Blocks<'b> {
     }
 }
 
-/// Most blocks of one call: a tile of 256 cells, cut anywhere.
+/// Most blocks per call: a tile of 256 cells, cut anywhere.
 pub const MAX_BLOCKS: usize = 18;
 
-/// Blocks on their way to a kernel: as many as follow each other, whole but for the first and the last.
+/// Collects blocks for one kernel call: as many as follow each other. Only the first and the last may be partial.
 pub struct Gather<'b> {
     list: [Block<'b>; MAX_BLOCKS],
     n: usize,
     lanes: Range<usize>,
-    /// Where the first lane of the first block stands in a line.
+    /// The place in a line of the first block's first lane.
     at: usize,
-    /// How many blocks ahead is fetched.
+    /// Prefetch distance in blocks.
     distance: usize,
 }
 
@@ -83,8 +83,8 @@ impl<'b> Gather<'b> {
         Gather { list: [Block::default(); MAX_BLOCKS], n: 0, lanes: 0..0, at: 0, distance: 1 }
     }
 
-    /// Add the cells `run` of `head`, the first of which stands at `at` in a line. What does not follow the blocks so far
-    /// begins anew, once `full` has seen those.
+    /// Adds the cells `run` of `head`; the first is at place `at` in a line. If they do not continue the blocks
+    /// collected so far, `full` is called with those first, and a new stretch begins.
     #[inline]
     pub fn add(
         &mut self,
@@ -117,7 +117,8 @@ impl<'b> Gather<'b> {
             for block in first..first + n {
                 let part = |at: usize, len: usize| &slab[at + block * len..][..len];
                 let codes = part(segment.codes, codes_len);
-                // Where a stretch ends its neighbour in memory may go on; inside of it the next block is known.
+                // Default: prefetch what follows in memory, in case the run goes on. Inside a stretch the next block is
+                // known.
                 self.list[self.n] = Block { codes, params: part(segment.params, params_len), ahead: AHEAD };
                 if let Some(before) = self.n.checked_sub(self.distance) {
                     self.list[before].fetch(codes);
@@ -129,7 +130,7 @@ impl<'b> Gather<'b> {
         }
     }
 
-    /// There is no more to add: `full` sees what there is. `next` are the codes that will be worked on then, block by block.
+    /// Ends the stretch and calls `full` with it. `next` yields the codes that are read afterwards, block by block.
     pub fn finish(&mut self, next: impl Iterator<Item = &'b [u8]>, mut full: impl FnMut(&Self)) {
         if self.n == 0 {
             return;
@@ -143,15 +144,15 @@ impl<'b> Gather<'b> {
         (self.n, self.lanes) = (0, 0..0);
     }
 
-    /// Where the first lane of the first block stands in a line.
+    /// The place in a line of the first block's first lane.
     pub fn at(&self) -> usize {
         self.at
     }
-    /// The places in a line that the blocks take beside what somebody sees: before it, and behind it.
+    /// The places in a line covered by the blocks, but outside the visible cells: those before and those after them.
     pub fn beside(&self) -> [Range<usize>; 2] {
         [self.at..self.at + self.lanes.start, self.at + self.lanes.end..self.at + self.n * LANES]
     }
-    /// What was gathered, of `side`.
+    /// The gathered blocks of `side`.
     pub fn blocks(&self, side: &Side, exact: bool) -> Blocks<'_> {
         Blocks {
             head_dim: side.shape.head_dim,

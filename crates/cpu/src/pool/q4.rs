@@ -7,12 +7,12 @@
 //!              o[query] += Σ code × w' (four cells at once) × w's unit + Σ w × minimum    per group and tile
 //! ```
 //!
-//! Per 64 bytes and query: four integer products of 64 bytes; head_dim / 2 + 4 × groups bytes per cell are read once
+//! Per 64 bytes and query: four integer products of 64 bytes. Per cell, head_dim / 2 + 4 × groups bytes are read once
 //! for all queries of a call.
 //!
 //! A byte holds element `j` of a group in its low half and element `j + half` in its high half, so that unpacking is
-//! two straight loops. What does not fit f16 saturates; a NaN or an infinity makes its group NaN, so that it is seen
-//! and not hidden.
+//! two straight loops. Values that do not fit f16 saturate. A NaN or an infinity makes its whole group NaN, so that the
+//! error remains visible.
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.65 of the read limit with a KV head per query head; bound by
 //! arithmetic, 0.2 of it, with eight query heads on each.
@@ -48,7 +48,7 @@ impl Codec for Q4 {
             params[1] = f16::from_f32(least.clamp(-limit, limit));
             let minimum = params[1].to_f32();
             params[0] = f16::from_f32(((most - minimum) / 15.0).clamp(0.0, limit));
-            // Codes belong to scale and minimum as they are stored.
+            // Compute the codes from scale and minimum as stored.
             let stored = params[0].to_f32();
             let inverse = if stored > 0.0 { 1.0 / stored } else { 0.0 };
             let (low, high) = row.split_at(row.len().div_ceil(2));
@@ -163,7 +163,8 @@ impl Packed for Q4 {
             let len = blocks.group.min(head_dim - first);
             let half = len.div_ceil(2);
             let byte0 = first / 2;
-            // Only halves of whole vectors are both in place; 16 elements are the smallest group of any real model.
+            // The two halves are aligned only if they are whole vectors. 16 elements are the smallest group of any real
+            // model.
             let whole = if len.is_multiple_of(2 * LANES) { half } else { 0 };
             let mut j = 0;
             while j < whole {

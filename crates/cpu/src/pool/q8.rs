@@ -1,5 +1,5 @@
 //! 8-bit codes, symmetric: `x ≈ scale × (code − 128)`, code − 128 in −127..=127, one f16 scale per group. Codes are
-//! stored without a sign, as integer dot products want one of their sides.
+//! stored unsigned, because integer dot products need one unsigned operand.
 //!
 //! ```text
 //! scores:      units = Σ code × q (four bytes at once, q in two bytes) − 128 × Σ q
@@ -8,11 +8,11 @@
 //!              o[query] += (Σ code × w' (four cells at once) − 128 × Σ w') × w's unit    per group and tile
 //! ```
 //!
-//! Per 64 codes and query: two integer products of 64 bytes; head_dim + 2 × groups bytes per cell are read once for
+//! Per 64 codes and query: two integer products of 64 bytes. Per cell, head_dim + 2 × groups bytes are read once for
 //! all queries of a call.
 //!
-//! Values of any finite size are stored: past 127 × 65,504 they saturate, below the smallest scale they become 0.
-//! A NaN or an infinity makes its group NaN, so that it is seen and not hidden.
+//! All finite values can be stored: beyond 127 × 65,504 they saturate, below the smallest scale they become 0. A NaN or
+//! an infinity makes its whole group NaN, so that the error remains visible.
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.7 of the read limit with a KV head per query head; bound by
 //! arithmetic, 0.34 of it, with eight query heads on each.
@@ -45,7 +45,7 @@ impl Codec for Q8 {
             }
             let largest = row.iter().fold(0f32, |max, x| max.max(x.abs()));
             *scale = f16::from_f32((largest / 127.0).min(f16::MAX.to_f32()));
-            // Codes belong to the scale as it is stored.
+            // Compute the codes from the scale as stored.
             let stored = scale.to_f32();
             let inverse = if stored > 0.0 { 1.0 / stored } else { 0.0 };
             codes.iter_mut().zip(row).for_each(|(code, x)| {
@@ -173,7 +173,7 @@ impl Packed for Q8 {
                 }
                 d += LANES;
             }
-            // The rest of a group that is no whole number of vectors.
+            // The remainder of a group that is not a whole number of vectors.
             for (r, i) in (0..R).flat_map(|r| (d..end).map(move |i| (r, i))) {
                 let line = &lines.data[(query + r) * lines.stride + lines.at..];
                 for lane in blocks.lanes.clone().filter(|lane| line[*lane] != 0.0) {
@@ -198,7 +198,7 @@ impl Packed for Q8 {
                 let codes = &block.codes[in_block / 4 * 4 * blocks.row..];
                 let zero = s.splat_i(i32::from(ZERO));
                 for (chunk, sum) in row.as_chunks_mut::<LANES>().0.iter_mut().enumerate() {
-                    // Groups are whole vectors, so that a vector has one scale.
+                    // Groups are whole vectors, so every vector has one scale.
                     let scale = param(blocks, chunk * LANES / blocks.group, lane);
                     let bytes =
                         s.load_bytes(codes[4 * chunk * LANES..].first_chunk().expect("four cells of a row"));

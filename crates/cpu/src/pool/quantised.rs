@@ -1,23 +1,23 @@
-//! What the packed dtypes share: queries and weights as pairs of bytes.
+//! Shared code of the quantised dtypes: splits queries and weights into pairs of bytes.
 //!
-//! Integer dot products multiply bytes. A query or a weight in 8 bits would add an error of its own, as large as
-//! that of the cache; in two bytes (15 bits and a sign, about 3e-5 of the largest) it adds none that shows, and the
-//! second product costs less than widening the codes would.
+//! Integer dot products multiply bytes. A query or weight in 8 bits would add an error as large as that of the cache.
+//! In two bytes (15 bits and a sign, about 3e-5 of the largest) the added error is negligible, and the second product
+//! costs less than widening the codes.
 use super::{Block, Blocks, Lines, MAX_BLOCKS, Queries, Sums};
 use crate::arch::{LANES, Simd, widen};
 
-/// The largest magnitude that two signed bytes hold: 127 * 256 + 127, with room for rounding.
+/// Largest magnitude in two signed bytes: 127 * 256 + 127, with room for rounding.
 const LARGEST: f32 = 32_000.0;
 
-/// Queries of one call of integer kernels.
+/// Most queries per call of an integer kernel.
 pub const MAX_ROWS: usize = 8;
 
-/// A dtype whose kernels take some queries at once.
+/// A dtype whose kernels process several queries at once.
 pub trait Packed {
-    /// Queries of which the sums over values fit the registers of AVX-512: 4 or 8.
+    /// Number of queries (4 or 8) whose sums over values fit the registers of AVX-512.
     const WEIGHED: usize;
 
-    /// `R` queries from `query` on over all blocks.
+    /// Scores of `R` queries, starting at `query`, over all blocks.
     fn scores_of<S: Simd, const R: usize>(
         s: S,
         queries: &Queries<'_>,
@@ -25,7 +25,7 @@ pub trait Packed {
         blocks: &Blocks<'_>,
         lines: &mut Lines<'_>,
     );
-    /// `R` queries from `query` on over all cells.
+    /// Weighted sums of `R` queries, starting at `query`, over all cells.
     fn accumulate_for<S: Simd, const R: usize>(
         s: S,
         lines: &Lines<'_>,
@@ -34,11 +34,11 @@ pub trait Packed {
         query: usize,
         quads: &mut Quads,
     );
-    /// All queries, cell by cell: what is added does not depend on where tiles end.
+    /// Weighted sums of all queries, cell by cell: the result does not depend on where tiles end.
     fn weigh_one_by_one<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>);
 }
 
-/// Scores of all queries, by eight, two and one.
+/// Scores of all queries, in groups of eight, two and one.
 #[inline(always)]
 pub fn scores<S: Simd, P: Packed>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>) {
     let mut query = 0;
@@ -60,7 +60,7 @@ pub fn scores<S: Simd, P: Packed>(s: S, queries: &Queries<'_>, blocks: &Blocks<'
     }
 }
 
-/// Sums of all queries, as many at a time as fit the registers.
+/// Weighted sums of all queries, as many at a time as fit the registers.
 #[inline(always)]
 pub fn accumulate<S: Simd, P: Packed>(
     s: S,
@@ -115,28 +115,28 @@ pub fn param(blocks: &Blocks<'_>, p: usize, lane: usize) -> f32 {
     widen(u16::from_le_bytes([block.params[at], block.params[at + 1]]))
 }
 
-/// One query row, ready for dot products with bytes.
+/// One query row, prepared for dot products with bytes.
 #[derive(Clone, Debug, Default)]
 pub struct PackedQuery {
-    /// Four bytes for each four bytes of a cell's codes: the high bytes and the low ones. Twice as many for
-    /// nibbles: first those that meet the low halves.
+    /// Four bytes for every four code bytes of a cell: the high bytes here, the low bytes in `low`. For nibbles there
+    /// are twice as many: first those for the low halves.
     pub high: Vec<i32>,
     pub low: Vec<i32>,
     /// Per group: the value of one unit.
     pub unit: Vec<f32>,
-    /// Per group: the sum of the units, and of the elements themselves.
+    /// Per group: the sum of the units, and (`sum`) of the elements themselves.
     pub units: Vec<i32>,
     pub sum: Vec<f32>,
 }
 
-/// Elements as units of `unit`: two signed bytes each.
+/// Expresses elements in multiples of `unit`: two signed bytes each.
 pub struct Split {
     pub unit: f32,
     inverse: f32,
 }
 
 impl Split {
-    /// For elements of at most `largest`. What is not finite makes the unit NaN.
+    /// For elements of magnitude up to `largest`. A largest value that is not finite makes the unit NaN.
     #[inline(always)]
     pub fn new(largest: f32) -> Self {
         if largest < 1e-30 {
@@ -150,8 +150,8 @@ impl Split {
         }
     }
     fn units(&self, x: f32) -> i32 {
-        // Rounds to the nearest integer, ties to the even one: a float this large has no room for less. Without SSE 4.1
-        // `round_ties_even` is a call.
+        // Rounds to the nearest integer, ties to even: a float this large has no fraction bits. Without SSE 4.1
+        // `round_ties_even` would be a function call.
         const INTEGERS: f32 = 1.5 * (1 << 23) as f32;
         ((x * self.inverse + INTEGERS) - INTEGERS) as i32
     }
@@ -164,7 +164,7 @@ fn bytes(units: i32) -> (u8, u8) {
 }
 
 impl PackedQuery {
-    /// Room for a row of `head_dim` elements in groups of at least 32.
+    /// Reserves room for a row of `head_dim` elements in groups of at least 32.
     pub fn new(head_dim: usize) -> Self {
         let quads = head_dim.div_ceil(4) + 2 * head_dim.div_ceil(32);
         let groups = head_dim.div_ceil(32).max(2);
@@ -190,9 +190,9 @@ impl PackedQuery {
         self.sum.clear();
     }
 
-    /// One group of `row`; `parts` are the stretches of elements whose quads follow each other.
+    /// Packs one group of `row`. `parts` are the ranges of elements whose quads are packed in order.
     fn group<'p>(&mut self, row: &[f32], parts: impl Iterator<Item = &'p [f32]>) {
-        // A NaN must not be lost: `max` would.
+        // Keep NaN: `max` would drop it.
         let largest = row.iter().fold(0f32, |max, x| if x.abs() > max || x.is_nan() { x.abs() } else { max });
         let split = Split::new(largest);
         let mut units = 0;
@@ -213,7 +213,7 @@ impl PackedQuery {
         self.sum.push(row.iter().sum());
     }
 
-    /// For codes of one byte per element.
+    /// Packs a row for codes of one byte per element.
     pub fn pack_bytes(&mut self, row: &[f32], group: usize) {
         self.clear();
         for group in row.chunks(group) {
@@ -221,8 +221,8 @@ impl PackedQuery {
         }
     }
 
-    /// For codes of one nibble per element: a byte holds element `j` of a group and element `j + half`. The quads
-    /// of a group: those of its low halves, then those of its high ones.
+    /// Packs a row for codes of one nibble per element: a byte holds elements `j` and `j + half` of a group. The quads
+    /// of a group's low halves come first, then those of its high halves.
     pub fn pack_nibbles(&mut self, row: &[f32], group: usize) {
         self.clear();
         for group in row.chunks(group) {
@@ -230,7 +230,7 @@ impl PackedQuery {
         }
     }
 
-    /// For a row whose first `outliers` elements have a byte each, and the others a nibble: two groups, or one.
+    /// Packs a row whose first `outliers` elements have a byte each and the others a nibble: two groups, or one.
     pub fn pack_outliers(&mut self, row: &[f32], outliers: usize) {
         self.clear();
         let (wide, others) = row.split_at(outliers);
@@ -243,7 +243,7 @@ impl PackedQuery {
     fn halves(&mut self, group: &[f32]) {
         let (low, high) = group.split_at(group.len().div_ceil(2));
         self.group(group, [low, high].into_iter());
-        // Both halves have as many quads, so that a kernel needs no cases.
+        // Both halves get the same number of quads, so that kernels need no special case.
         if high.len().div_ceil(4) < low.len().div_ceil(4) {
             self.high.push(0);
             self.low.push(0);
@@ -256,7 +256,7 @@ pub struct Quads {
     high: [[u8; MAX_BLOCKS * LANES]; MAX_ROWS],
     low: [[u8; MAX_BLOCKS * LANES]; MAX_ROWS],
     weights: [f32; MAX_BLOCKS * LANES],
-    /// Per query: the value of one unit, and the sum of the units.
+    /// Per query: the value of one unit, and (`units`) the sum of the units.
     pub unit: [f32; MAX_ROWS],
     pub units: [i32; MAX_ROWS],
 }
@@ -274,7 +274,8 @@ impl Default for Quads {
 }
 
 impl Quads {
-    /// Row `row`: `line[i] * scale[i]` for the cells of `list`, where parameter `scale` of a block is the scale.
+    /// Packs row `row`: `line[i] * scale[i]` for the cells of `list`. `scale` is the index of the block parameter that
+    /// holds the scale.
     #[inline(always)]
     pub fn pack<S: Simd>(&mut self, s: S, row: usize, line: &[f32], list: &[Block<'_>], scale: usize) {
         let n = list.len();

@@ -1,9 +1,11 @@
-//! 4-bit codes of a rotated row: `x ≈ scale × level[code]`, sixteen levels that fit a normal distribution, one f16 scale per
-//! row. A rotated row is nearly normal, whatever it was, so one table serves all of them (TurboQuant: Zandieh et al., 2025)
-//! and no minimum is needed: 4.25 bits for rows of 64 are about as near as `q4` with 4.75.
+//! 4-bit codes of a rotated row: `x ≈ scale × level[code]`, with sixteen levels that fit a normal distribution and one
+//! f16 scale per row. A rotated row is nearly normal whatever its original values, so one table serves all rows
+//! (TurboQuant: Zandieh et al., 2025) and no minimum is needed. 4.25 bits for rows of 64 are about as accurate as `q4`
+//! with 4.75.
 //!
-//! Of keys, some channels may come first and have a byte each, as in `q8`, with a scale of their own, and are not rotated:
-//! the outliers. The rest becomes so much smaller that a score is three times as near for the same bits.
+//! For keys, some channels (the outliers) may come first, stored in a byte each as in `q8`, with their own scale and
+//! not rotated. The remaining elements become so much smaller that a score is three times as accurate for the same
+//! bits.
 //!
 //! ```text
 //! row          [outliers: a byte each][the others: element j and element j + half in a byte]
@@ -13,9 +15,9 @@
 //!              o[query] += (Σ level × w' (four cells at once) − 128 × Σ w') × w's unit     per tile
 //! ```
 //!
-//! Levels are looked up as bytes without a sign, 128 more than they are; then they meet the integer dot products of `q8`.
+//! Levels are looked up as unsigned bytes with 128 added, so that they can use the integer dot products of `q8`.
 //!
-//! What does not fit f16 saturates; a NaN or an infinity makes its row NaN, so that it is seen and not hidden.
+//! Values that do not fit f16 saturate. A NaN or an infinity makes its row NaN, so that the error remains visible.
 use super::quantised::{self, Packed, byte_of, param};
 use super::{Blocks, Codec, Lines, Q8, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
@@ -24,9 +26,10 @@ use half::f16;
 pub struct T4;
 
 const ZERO: i32 = 128;
-/// The levels of the least mean square error for a normal distribution (Max, 1960), 127 for the largest one, plus 128.
+/// The levels of least mean square error for a normal distribution (Max, 1960), scaled so that the largest is 127, plus
+/// 128.
 const LEVELS: [u8; 16] = [1, 32, 53, 70, 84, 97, 110, 122, 134, 146, 159, 172, 186, 203, 224, 255];
-/// Where one level's magnitude ends and the next one's begins.
+/// Boundaries between the magnitudes of neighbouring levels.
 const EDGES: [f32; 7] = [12.0, 24.5, 37.5, 51.0, 66.5, 85.5, 111.5];
 /// The largest level in standard deviations.
 const LARGEST: f32 = 2.7326;
@@ -43,7 +46,7 @@ fn code(x: f32) -> u8 {
     if x < 0.0 { 7 - magnitude } else { 8 + magnitude }
 }
 
-/// Scale and codes of the rotated elements.
+/// Computes scale and codes of the rotated elements.
 fn encode(row: &[f32], codes: &mut [u8], scale: &mut f16) -> bool {
     codes.fill(0);
     let squares: f32 = row.iter().map(|x| x * x).sum();
@@ -51,7 +54,7 @@ fn encode(row: &[f32], codes: &mut [u8], scale: &mut f16) -> bool {
         *scale = f16::NAN;
         return false;
     }
-    // Squares may overflow where elements do not: then the largest level stands for the largest element.
+    // Squares may overflow where elements do not: then the largest level represents the largest element.
     let unit = match squares.is_finite() {
         true => (squares / row.len().max(1) as f32).sqrt() * (LARGEST / 127.0),
         false => row.iter().fold(0f32, |most, x| most.max(x.abs())) / 127.0,
@@ -60,7 +63,7 @@ fn encode(row: &[f32], codes: &mut [u8], scale: &mut f16) -> bool {
     let (low, high) = row.split_at(row.len().div_ceil(2));
     codes.iter_mut().zip(low).for_each(|(byte, x)| *byte = code(x * inverse));
     codes.iter_mut().zip(high).for_each(|(byte, x)| *byte |= code(x * inverse) << 4);
-    // The levels get the length that the row has: what is stored is neither longer nor shorter on average.
+    // Choose the scale so that the stored row has the norm of the original, which avoids a bias.
     let of_low = codes.iter().zip(low).map(|(byte, _)| level(byte & 15).powi(2));
     let of_high = codes.iter().zip(high).map(|(byte, _)| level(byte >> 4).powi(2));
     let levels: f32 = of_low.sum::<f32>() + of_high.sum::<f32>();
@@ -190,7 +193,7 @@ impl Packed for T4 {
             quads.pack(s, r, line, blocks.list, 0);
         }
         let half = head_dim.div_ceil(2);
-        // Whole vectors of both halves; the high one may be shorter by one.
+        // Whole vectors of both halves; the high half may be shorter by one element.
         let whole = head_dim / 2 / LANES * LANES;
         for j in (0..whole).step_by(LANES) {
             let mut acc = [[s.splat_i(0); 4]; R];
@@ -256,7 +259,7 @@ impl Packed for T4 {
                         s.load_bytes(codes[4 * chunk * LANES..].first_chunk().expect("four cells of a row"));
                     let byte = byte_of(s, bytes, lane % 4);
                     for (sum, code) in [(low, s.low_nibbles(byte)), (high, s.high_nibbles(byte))] {
-                        // Of the looked-up bytes the lowest is the code's own; the others are those of code 0.
+                        // The lowest looked-up byte is the code's own; the others are those of code 0.
                         let level = s.sub_i(s.byte::<0>(s.lookup(&LEVELS, code)), zero);
                         let value = s.mul(s.to_f32(level), s.splat(scale));
                         s.store(s.fma(s.splat(weight), value, s.load(sum)), sum);
@@ -274,7 +277,7 @@ impl Packed for T4 {
     }
 }
 
-/// Add the products of one group, in `(high, low)` bytes of the queries, to the scores.
+/// Adds the products of one group, with the queries split into `(high, low)` bytes, to the scores.
 #[inline(always)]
 fn add<S: Simd, const R: usize>(
     s: S,

@@ -1,4 +1,4 @@
-//! A model of attention layers only, and the steps that tests take with it.
+//! A model of attention layers only, and the steps that tests run on it.
 #![allow(dead_code)] // each test file uses its own part
 use kvist_backend::*;
 use kvist_cache::kinds::{self, GroupSpec, Visibility};
@@ -43,7 +43,7 @@ pub fn storages() -> Vec<Storage> {
     names.map(|name| name.parse().unwrap()).collect()
 }
 
-/// Empty sequences, where the kind has them.
+/// Creates empty sequences, for kinds that have named ones.
 pub fn new(session: &mut Session, list: &[SeqId]) {
     if let Some(mut sequences) = session.cache.sequences() {
         list.iter().for_each(|seq| sequences.seq_new(*seq).unwrap());
@@ -82,7 +82,8 @@ impl Model {
         Session::new(cache, backend.pools(&spec).unwrap(), spec.layout)
     }
 
-    /// One step; the outputs of every layer. Activations depend on `seed`, the sequence and the position alone.
+    /// Runs one step and returns the outputs of every layer. Activations depend only on `seed`, the sequence and the
+    /// position.
     pub fn step(&self, session: &mut Session, spans: &[Span<'_>], seed: u64) -> Vec<Vec<f32>> {
         let mut tokens = Vec::new();
         for span in spans {
@@ -95,7 +96,7 @@ impl Model {
         self.step_of(session, spans, &tokens, seed)
     }
 
-    /// The same with activations that depend on `seed` and on the number of each token.
+    /// The same with activations that depend on `seed` and on the index of each token.
     pub fn step_of(
         &self,
         session: &mut Session,

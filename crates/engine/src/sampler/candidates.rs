@@ -1,19 +1,19 @@
-//! The likeliest tokens first, and no more of them than are asked for.
+//! Yields the most likely tokens first, and sorts no more of them than needed.
 //!
 //! ```text
 //! gap = largest − logit          weight = e^(−gap / temperature), 1 for the likeliest
 //! bands of the gap: 0..2, 2..4, …, 30..32, 32..64, …, each found in one pass and sorted when it is needed
 //! ```
 //!
-//! A vocabulary has 32,000 to 256,000 tokens, of which a draw looks at a few: sorting all of them would take longer
-//! than many a model's layer. Passes over all go sixteen at a time, in loops that compilers turn into vector code,
-//! and add in an order of their own that is the same on every machine.
+//! A vocabulary has 32,000 to 256,000 tokens, and a draw looks at only a few of them. Sorting all of them would take
+//! longer than a layer of many models. Passes over the whole vocabulary work on sixteen logits at a time, in loops that
+//! compilers vectorise. They add in a fixed order that is the same on every machine.
 
 const LANES: usize = 16;
-/// Width of a band; from sixteen of it on, bands double.
+/// Width of a band. From sixteen times this width on, bands double.
 const BAND: f32 = 2.0;
 
-/// The largest; `None` if something is NaN.
+/// The largest logit, or `None` if any is NaN.
 pub fn largest(logits: &[f32]) -> Option<f32> {
     let (chunks, rest) = logits.as_chunks::<LANES>();
     let (mut most, mut broken) = ([f32::NEG_INFINITY; LANES], [false; LANES]);
@@ -27,16 +27,16 @@ pub fn largest(logits: &[f32]) -> Option<f32> {
     (!broken).then(|| most.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max))
 }
 
-/// How far `x` lies below the largest; 0 for the largest, even if it is infinite.
+/// Distance of `x` below the largest logit; 0 for the largest, even if it is infinite.
 #[inline(always)]
 fn gap(max: f32, x: f32) -> f32 {
     if x == max { 0.0 } else { max - x }
 }
 
-/// e^(−x) for `x ≥ 0`, 0 from 87 on; within 1e-6 of its value. The same on every machine, and vector code in a loop.
+/// e^(−x) for `x ≥ 0`, and 0 from 87 on; within 1e-6 of its value. The same on every machine; vectorises in a loop.
 #[inline(always)]
 pub fn exp_minus(x: f32) -> f32 {
-    /// Adding it leaves the nearest integer in the lowest bits.
+    /// Adding this leaves the nearest integer in the lowest bits.
     const ROUND: f32 = 12_582_912.0;
     let y = -(if x < 87.0 { x } else { 87.0 }) * std::f32::consts::LOG2_E;
     let shifted = y + ROUND;
@@ -50,18 +50,18 @@ pub fn exp_minus(x: f32) -> f32 {
     if x < 87.0 { (p * f + 1.0) * power } else { 0.0 }
 }
 
-/// Candidates of one draw, recycled.
+/// Candidates of one draw. The buffer is reused between draws.
 #[derive(Clone, Debug, Default)]
 pub struct Candidates {
     max: f32,
-    /// (token, gap), likeliest first, equals by their number; all up to `band`.
+    /// (token, gap), most likely first, ties by token id. Holds all candidates with a gap below `band`.
     found: Vec<(u32, f32)>,
     /// Where the next band begins; `None` if there is none.
     band: Option<f32>,
 }
 
 impl Candidates {
-    /// Of logits whose largest is `max`: all, or the `top_k` likeliest if that is not 0.
+    /// Starts a draw from logits whose largest is `max`: all of them, or the `top_k` most likely if that is not 0.
     pub fn begin(&mut self, logits: &[f32], max: f32, top_k: usize) {
         self.max = max;
         self.found.clear();
@@ -72,12 +72,12 @@ impl Candidates {
         }
     }
 
-    /// Are there others than those found?
+    /// True if there may be candidates beyond those found so far.
     pub fn more(&self) -> bool {
         self.band.is_some()
     }
 
-    /// Number `i` in order of likelihood: its token and gap. Finds more of them if need be.
+    /// Token and gap of the `i`-th most likely candidate. Finds more candidates if needed.
     pub fn get(&mut self, logits: &[f32], i: usize) -> Option<(u32, f32)> {
         while i >= self.found.len() && self.band.is_some() {
             self.next_band(logits);
@@ -85,13 +85,13 @@ impl Candidates {
         self.found.get(i).copied()
     }
 
-    /// Leave `n`.
+    /// Keeps the first `n` candidates only.
     pub fn truncate(&mut self, n: usize) {
         self.found.truncate(n);
         self.band = None;
     }
 
-    /// The weights of all together.
+    /// The sum of the weights of all candidates.
     pub fn total(&self, logits: &[f32], temperature: f32) -> f32 {
         if !self.more() {
             return self.found.iter().map(|(_, gap)| exp_minus(gap / temperature)).sum();
@@ -110,7 +110,7 @@ impl Candidates {
     fn next_band(&mut self, logits: &[f32]) {
         let Some(from) = self.band else { return };
         let to = if from < 16.0 * BAND { from + BAND } else { 2.0 * from };
-        // Past this nothing has a weight that counts, at any temperature worth the name.
+        // Beyond this no candidate has a weight that counts, at any practical temperature.
         let last = to > 1e4;
         let (max, first) = (self.max, self.found.len());
         let inside = |x: f32| {
@@ -122,7 +122,7 @@ impl Candidates {
         self.band = (!last).then_some(to);
     }
 
-    /// Put what is `inside` behind the others. Blocks without any cost a comparison of vectors.
+    /// Appends the tokens whose logit is `inside`. A block without any costs one vector comparison.
     #[inline(always)]
     fn collect(&mut self, logits: &[f32], inside: impl Fn(f32) -> bool) {
         for (block, chunk) in logits.chunks(LANES).enumerate() {
@@ -134,13 +134,14 @@ impl Candidates {
         }
     }
 
-    /// One pass with a rising bar: what does not reach the k-th of those before cannot stay.
+    /// Finds the k largest in one pass with a rising threshold: a token below the k-th best so far cannot be in the
+    /// result.
     fn keep_largest(&mut self, logits: &[f32], k: usize) {
         let room = k + k.max(64);
         let mut bar = f32::INFINITY;
         for (block, chunk) in logits.chunks(LANES).enumerate() {
             let max = self.max;
-            // Equals come later, and so do not displace; before the first cut the bar is no bar.
+            // Later tokens of equal gap do not displace earlier ones. Before the first cut there is no threshold.
             let inside = |x: f32| (gap(max, x) < bar) | (bar == f32::INFINITY);
             if !chunk.iter().fold(false, |any, x| any | inside(*x)) {
                 continue;

@@ -1,4 +1,4 @@
-//! What the integration tests of this crate share.
+//! Shared code of this crate's integration tests.
 #![allow(dead_code)] // each test binary uses its part
 use kvist_backend::{MemoryBudget, Storage};
 use kvist_cpu::Compute;
@@ -17,7 +17,7 @@ pub fn fixtures(kind: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures").join(kind)
 }
 
-/// The sub-folders, sorted; there must be some.
+/// The sub-folders, sorted. Fails if there are none.
 pub fn cases(kind: &str) -> Vec<PathBuf> {
     let mut all: Vec<PathBuf> =
         std::fs::read_dir(fixtures(kind)).unwrap().map(|e| e.unwrap().path()).collect();
@@ -27,12 +27,12 @@ pub fn cases(kind: &str) -> Vec<PathBuf> {
     all
 }
 
-/// Options for texts as the fixtures have them.
+/// Load options for texts of the fixtures' length.
 pub fn texts() -> LoadOptions {
     LoadOptions { context: Some(128), ..LoadOptions::default() }
 }
 
-/// For tests that compare texts: a row's arithmetic is its own.
+/// For tests that compare texts: row arithmetic that is independent of the batch.
 pub fn load(file: ModelFile) -> Result<Arc<Model>, kvist_engine::Error> {
     load_in(file, WeightForm::AsStored)
 }
@@ -42,12 +42,12 @@ pub fn load_in(file: ModelFile, form: WeightForm) -> Result<Arc<Model>, kvist_en
     Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).map(Arc::new)
 }
 
-/// What another runtime computed.
+/// Results of another runtime.
 pub struct Expected {
     pub tokens: Vec<u32>,
     pub logits: Vec<f32>, // [tokens, vocab]
     pub generated: Vec<u32>,
-    /// Lead of the likeliest token at each generated one.
+    /// Lead of the most likely token, for each generated token.
     pub gaps: Vec<f32>,
 }
 
@@ -72,7 +72,7 @@ impl Expected {
     }
 }
 
-/// f32 everywhere, so that kinds can be compared bit by bit or nearly.
+/// f32 everywhere, so that kinds can be compared exactly or almost exactly.
 pub fn exact(kind: &str, context: u32, chunk: u32) -> CacheConfig {
     CacheConfig {
         kind: kind.into(),
@@ -80,7 +80,7 @@ pub fn exact(kind: &str, context: u32, chunk: u32) -> CacheConfig {
         v: Storage::F32,
         max_step_tokens: chunk,
         max_rows: chunk,
-        // A ring needs a window; one that sees everything changes nothing.
+        // A ring needs a window; this one covers everything and changes nothing.
         window: (kind == "ring").then_some(context),
         ..CacheConfig::new(context)
     }
@@ -101,7 +101,7 @@ pub fn logits(session: &mut ModelSession, tokens: &[u32]) -> Vec<f32> {
     all
 }
 
-/// Greedy continuation.
+/// Continues greedily.
 pub fn greedy(session: &mut ModelSession, tokens: &[u32], n: usize, no_cache: bool) -> Vec<u32> {
     let mut sampler = Sampler::new(SamplerConfig::greedy()).unwrap();
     let limits = Limits { max_tokens: n, stop: vec![], ignore_eos: true, no_cache };

@@ -1,4 +1,4 @@
-//! Hugging Face's cache, which all its clients share: `models--ORG--NAME/snapshots/COMMIT/...`.
+//! Hugging Face's cache, shared by all its clients: `models--ORG--NAME/snapshots/COMMIT/...`.
 use super::{Found, folders, in_folder};
 use crate::cache::Repo;
 use std::path::Path;
@@ -9,7 +9,7 @@ pub(super) fn list(cache: &Path) -> Vec<Found> {
     named(cache, STORE, |repo| format!("hf:{repo}"))
 }
 
-/// Of every repository the snapshot that its name means: that of `main`, or else the newest.
+/// The models of every repository, from its default snapshot: that of `main`, otherwise the newest.
 pub(super) fn named(cache: &Path, store: &'static str, name: impl Fn(&str) -> String) -> Vec<Found> {
     let mut found = Vec::new();
     for folder in folders(cache) {
@@ -17,7 +17,8 @@ pub(super) fn named(cache: &Path, store: &'static str, name: impl Fn(&str) -> St
         let Some((owner, repo)) = repo.split_once("--") else { continue };
         let snapshots = Repo::at(cache.join(&folder)).snapshots(None);
         let name = name(&format!("{owner}/{repo}"));
-        // A branch that has moved on may not have been downloaded again.
+        // The ref of `main` may point to a commit whose files were not downloaded; then an older snapshot is
+        // used.
         found.extend(
             snapshots
                 .iter()

@@ -1,4 +1,5 @@
-//! llama.cpp's cache: `ORG_NAME_FILE.gguf`, side by side. Since 2026 it writes Hugging Face's layout, below `LLAMA_CACHE` too.
+//! llama.cpp's cache: a flat folder of `ORG_NAME_FILE.gguf` files. Since 2026 llama.cpp writes Hugging Face's
+//! layout instead, also below `LLAMA_CACHE`.
 use super::{Found, hugging_face, names, not_there, parts, untitled};
 use crate::choose::{is_model, quant};
 use crate::name::is_safe_path;
@@ -20,7 +21,8 @@ pub(super) fn list(cache: &Path) -> Vec<Found> {
         }
     };
     let mut found: Vec<Found> = models(cache).into_iter().map(file).collect();
-    // No name of ours leads into this folder: it is not where `hf:` downloads to.
+    // These models are listed by path: no `--model` name leads into this folder, as `hf:` only searches the
+    // download folder.
     for mut model in hugging_face::named(cache, STORE, |repo| repo.into()) {
         model.name = model.path.display().to_string();
         found.push(model);

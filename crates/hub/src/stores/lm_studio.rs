@@ -1,4 +1,4 @@
-//! LM Studio's folder: `ORG/NAME/FILES`, as the Hub has them.
+//! LM Studio's folder: `ORG/NAME/FILES`, with the Hub's file names.
 use super::{Found, folders, in_folder, not_there, untitled};
 use crate::cache::files_of;
 use crate::choose::{Choice, choose};

@@ -1,5 +1,5 @@
-//! Ollama's folder: a manifest per name, `manifests/HOST/NAMESPACE/MODEL/TAG` (or the same below `manifests-v2`), which names
-//! blobs by their hash. Its models are GGUF files without their ending.
+//! Ollama's folder. Each name has a manifest, `manifests/HOST/NAMESPACE/MODEL/TAG` (or the same below
+//! `manifests-v2`), which refers to blobs by hash. The models are GGUF files without the file extension.
 use super::{Found, bytes_of, folders, names, not_there};
 use crate::name::is_safe_path;
 use crate::{Error, Places, Resolved};
@@ -20,10 +20,10 @@ struct Manifest {
     config: Option<Layer>,
     #[serde(default)]
     layers: Vec<Layer>,
-    /// One name may stand for a model in several forms.
+    /// Present if the name stands for several variants of a model.
     #[serde(default)]
     manifests: Vec<Manifest>,
-    /// Of such a form that lies in a blob of its own.
+    /// Set if the variant's own manifest is stored in a separate blob.
     #[serde(default)]
     digest: Option<String>,
 }
@@ -37,14 +37,14 @@ struct Layer {
     digest: String,
 }
 
-/// What a manifest says of itself.
+/// The config blob of a manifest.
 #[derive(Default, Deserialize)]
 struct Config {
     #[serde(default)]
     file_type: Option<String>,
 }
 
-/// Manifests and what they say of models are short.
+/// Limit on the size of manifests and config blobs, in bytes.
 const MAX_BYTES: u64 = 4 << 20;
 
 fn read<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, String> {
@@ -54,14 +54,14 @@ fn read<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T, String> {
     serde_json::from_slice(&bytes).map_err(|e| e.to_string())
 }
 
-/// A blob by its hash, and by nothing else that a manifest may say.
+/// The path of a blob. Accepts only a SHA-256 digest, so that a manifest cannot name other files.
 fn blob(models: &Path, digest: &str) -> Option<PathBuf> {
     let hex = digest.strip_prefix("sha256:").or_else(|| digest.strip_prefix("sha256-"))?;
     let is_hash = hex.len() == 64 && hex.bytes().all(|b| b.is_ascii_hexdigit());
     is_hash.then(|| models.join("blobs").join(format!("sha256-{}", hex.to_lowercase())))
 }
 
-/// The file of weights that a manifest leads to, and its quantisation.
+/// The weight file of a manifest, and its quantisation.
 fn weights(models: &Path, manifest: &Path) -> Result<(PathBuf, Option<String>), String> {
     let whole: Manifest = read(manifest).map_err(|e| format!("its manifest cannot be read: {e}"))?;
     let mut forms = vec![whole];
@@ -91,7 +91,7 @@ fn weights(models: &Path, manifest: &Path) -> Result<(PathBuf, Option<String>), 
     }
 }
 
-/// All names, as `ollama list` writes them, with their manifests.
+/// All names as `ollama list` prints them, each with its manifest.
 fn manifests(models: &Path) -> Vec<(String, PathBuf)> {
     let mut found: Vec<(String, PathBuf)> = Vec::new();
     for tree in TREES {

@@ -1,5 +1,5 @@
-//! A small Hub on loopback, in two parts as the real one is: what answers for repositories, and what keeps the bytes.
-#![allow(dead_code)] // each test binary uses its part
+//! A mock Hub on loopback with two servers like the real one: the API, and the storage host.
+#![allow(dead_code)] // each test binary uses a part of it
 use kvist_hub::{Progress, Settings};
 use serde_json::{Value, json};
 use sha1::Sha1;
@@ -13,22 +13,23 @@ use std::time::Duration;
 
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// What it has, and what goes wrong. Behind a lock: a test may change it between two requests.
+/// Contents and faults of the mock Hub. Behind a lock, so that a test can change it between two requests.
 #[derive(Default)]
 pub struct State {
-    /// By repository and path; those with `true` in large file storage, which the second part keeps.
+    /// Contents by repository and path. `true`: in large file storage, served by the second server.
     pub files: BTreeMap<(String, String), (Vec<u8>, bool)>,
-    /// Answers for paths that contain the key: status and error code of the Hub.
+    /// Responses for paths that contain the key: status and the Hub's error code.
     pub refused: BTreeMap<String, (u16, &'static str)>,
-    /// Bytes of a body after which the connection is cut, one after the other, for paths that end in the key.
+    /// For paths that end in the key: after how many bytes of the body to cut the connection, one entry per
+    /// request.
     pub cuts: BTreeMap<String, Vec<usize>>,
-    /// Paths whose bytes are not those that were promised.
+    /// Files that are sent with wrong bytes.
     pub damaged: Vec<String>,
-    /// Knows no ranges.
+    /// Ignore range requests.
     pub no_ranges: bool,
-    /// A mirror that tells neither sizes nor hashes in its lists.
+    /// Behave like a mirror whose listings have neither sizes nor hashes.
     pub silent: bool,
-    /// Every request that came.
+    /// All requests so far.
     pub asked: Vec<Asked>,
 }
 
@@ -38,7 +39,7 @@ pub struct Asked {
     pub path: String,
     pub range: Option<String>,
     pub token: Option<String>,
-    /// Of the part that keeps the bytes.
+    /// True for requests to the storage host.
     pub store: bool,
 }
 
@@ -56,7 +57,7 @@ pub fn git_id(bytes: &[u8]) -> String {
     hash.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// Bytes that differ everywhere.
+/// Test data without repeated blocks.
 pub fn bytes(seed: u8, len: usize) -> Vec<u8> {
     (0..len).map(|i| (i as u64 * 31 + i as u64 / 251 + u64::from(seed)) as u8).collect()
 }
@@ -99,14 +100,14 @@ impl Hub {
     pub fn asked(&self) -> Vec<Asked> {
         self.state.lock().unwrap().asked.clone()
     }
-    /// What was read from storage: paths and ranges.
+    /// Requests to the storage host: paths and ranges.
     pub fn read(&self) -> Vec<(String, Option<String>)> {
         let asked = self.asked().into_iter();
         asked.filter(|a| a.store).map(|a| (a.path.rsplit('/').next().unwrap().into(), a.range)).collect()
     }
 }
 
-/// Settings of a machine with nothing but this cache, whose Hub is nowhere.
+/// Settings with only this cache and an unreachable Hub.
 pub fn alone(cache: &Path) -> Settings {
     let mut settings = Settings::from_env(&|_| None);
     settings.places = kvist_hub::Places { hugging_face: cache.into(), ..Default::default() };
@@ -216,15 +217,15 @@ fn answer(stream: TcpStream, is_store: bool, store: &str, state: &Mutex<State>) 
     Some(())
 }
 
-/// Writes down what it hears.
+/// Records progress.
 #[derive(Default)]
 pub struct Heard {
-    /// A file, its size, and what of it was there.
+    /// File, size, and bytes already on disk.
     pub begun: Vec<(String, u64, u64)>,
     pub at: u64,
     pub ended: usize,
     pub notes: Vec<String>,
-    /// What is answered where a config is shown.
+    /// The error that `accept` returns, once.
     pub refuses: Option<String>,
 }
 

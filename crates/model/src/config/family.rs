@@ -1,7 +1,7 @@
-//! The families kvist runs. What differs between them is data.
+//! The model families that kvist supports. Their differences are data.
 use super::Activation;
 
-/// A model family. Its differences from Llama are what the table in this file says.
+/// A model family. The table in this file lists its differences from Llama.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     Llama,
@@ -18,7 +18,7 @@ pub enum Family {
     GptOss,
 }
 
-/// What a family fixes, and what it has where its config is silent.
+/// The fixed properties of a family, and its defaults for what a config omits.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Traits {
     pub family: Family,
@@ -26,48 +26,48 @@ pub(super) struct Traits {
     pub class: &'static str,
     /// `model_type` in config.json.
     pub model_type: &'static str,
-    /// The class that has this model as its `text_config`, beside the parts that see.
+    /// The class of multimodal models that have this model as their `text_config`.
     pub seeing_class: Option<&'static str>,
     /// `general.architecture` of a GGUF file.
     pub gguf: &'static str,
-    /// Biases on q, k and v; `None` follows `attention_bias`, which also covers the output.
+    /// Biases on q, k and v. `None` follows `attention_bias`, which also applies to the output projection.
     pub qkv_bias: Option<bool>,
-    /// `attention_bias` where config.json is silent; a router and experts have biases then, too.
+    /// Default of `attention_bias`. If true, the router and experts have biases too.
     pub biased: bool,
-    /// Heads have scores of nothing.
+    /// Heads have attention sinks.
     pub sinks: bool,
     pub qk_norm: bool,
-    /// RMSNorm over what attention and MLP add, too.
+    /// Also apply RMSNorm to the outputs of attention and MLP.
     pub post_norms: bool,
     pub activation: Activation,
-    /// Experts, those a token uses, and their width where it is not `intermediate_size`, where config.json is silent.
+    /// Defaults: number of experts, experts per token, and their width if it is not `intermediate_size`.
     pub experts: Option<(usize, usize, Option<usize>)>,
-    /// safetensors hold the weights of norms less 1, and an embedding is multiplied by the root of its width.
+    /// safetensors store norm weights minus 1, and embeddings are multiplied by the square root of their width.
     pub gemma: bool,
-    /// `sliding_window` counts without `use_sliding_window`.
+    /// `sliding_window` applies even without `use_sliding_window`.
     pub always_slides: bool,
-    /// Every so many layers one sees all, where there are windows; `None` leaves it to the config.
+    /// In models with a window, every n-th layer has full attention. `None`: the config decides.
     pub full_every: Option<usize>,
-    /// Layers that slide have a rotary embedding of their own, with this theta.
+    /// Sliding-window layers have their own rotary embedding with this theta.
     pub sliding_theta: Option<f64>,
     /// `attn_logit_softcapping` and `final_logit_softcapping`.
     pub softcaps: (Option<f64>, Option<f64>),
-    /// `query_pre_attn_scalar`, whose root divides scores; `None` is always the width of a head.
+    /// `query_pre_attn_scalar`; scores are divided by its square root. `None`: always the head dimension.
     pub query_scalar: Option<f64>,
-    /// `tie_word_embeddings` and `rope_theta` where config.json is silent.
+    /// Defaults of `tie_word_embeddings` and `rope_theta`.
     pub tied: bool,
     pub theta: f64,
-    /// `rms_norm_eps` and `max_position_embeddings`, likewise.
+    /// Defaults of `rms_norm_eps` and `max_position_embeddings`.
     pub norm_eps: f64,
     pub context: usize,
-    /// Where config.json is silent and it is not hidden_size / heads.
+    /// Default, if it is not hidden_size / heads.
     pub head_dim: Option<usize>,
-    /// Where config.json is silent; without it they must be there.
+    /// Defaults. With `None` the config must have these fields.
     pub heads: Option<usize>,
     pub vocab: Option<usize>,
-    /// Where config.json is silent and it is not the number of heads.
+    /// Default, if it is not the number of heads.
     pub kv_heads: Option<usize>,
-    /// `sliding_window` and the first layer that slides, where config.json is silent.
+    /// Defaults of `sliding_window` and of the first sliding-window layer.
     pub window: Option<u32>,
     pub first_sliding: usize,
     /// llama.cpp's converter permutes the rows of q and k.
@@ -139,7 +139,7 @@ const GEMMA2: Traits = Traits {
     ..GEMMA
 };
 
-/// SmolLM and SmolLM2 are Llama models; so are Mistral's in a GGUF file. Phi-4 is a Phi-3 model.
+/// SmolLM and SmolLM2 are Llama models, and so are Mistral's in GGUF files. Phi-4 is a Phi-3 model.
 pub(super) const FAMILIES: [Traits; 12] = [
     LLAMA,
     Traits {
@@ -192,7 +192,7 @@ pub(super) const FAMILIES: [Traits; 12] = [
         gguf_permuted: false,
         ..LLAMA
     },
-    // In a GGUF file it is Llama with experts.
+    // GGUF files store it as Llama with experts.
     Traits {
         family: Family::Mixtral,
         class: "MixtralForCausalLM",
@@ -270,7 +270,7 @@ pub(super) const FAMILIES: [Traits; 12] = [
 ];
 
 impl Family {
-    /// As config.json writes it, of a model that also sees without its ending for text.
+    /// Its `model_type` in config.json, without the `_text` suffix that multimodal models add.
     pub fn name(self) -> &'static str {
         let name =
             FAMILIES.iter().find(|traits| traits.family == self).map_or("", |traits| traits.model_type);
@@ -278,7 +278,7 @@ impl Family {
     }
 }
 
-/// The known architectures, for an error.
+/// The supported architectures, for an error message.
 pub(super) fn known(name: fn(&Traits) -> &'static str) -> String {
     let mut names: Vec<_> = FAMILIES.iter().map(name).collect();
     names.sort_unstable();

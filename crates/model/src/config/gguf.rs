@@ -1,10 +1,10 @@
-//! The architecture out of a GGUF file's metadata.
+//! Reads the architecture from a GGUF file's metadata.
 use super::family::{self, FAMILIES, Traits};
 use super::rope::yarn_temperature;
 use super::*;
 use crate::weights::{Gguf, Value};
 
-/// Does llama.cpp's converter permute q and k of this `general.architecture`?
+/// True if llama.cpp's converter permutes q and k for this `general.architecture`.
 pub(crate) fn gguf_permutes(architecture: &str) -> bool {
     FAMILIES.iter().any(|t| t.gguf == architecture && t.gguf_permuted)
 }
@@ -25,7 +25,8 @@ impl ModelConfig {
             |field: &str, problem: String| Error::Config { file: file.into(), field: key(field), problem };
 
         let n_layers = m.must_size(&key("block_count"))?;
-        // A layer has tensors of its own; what follows takes memory for every layer.
+        // Every layer must have tensors in the file. Check this first, because the code below allocates memory per
+        // layer.
         if n_layers > u16::MAX as usize || n_layers > gguf.n_tensors() {
             let tensors = gguf.n_tensors();
             return Err(bad("block_count", format!("is {n_layers}; the file holds {tensors} tensors")));
@@ -59,7 +60,7 @@ impl ModelConfig {
         };
         let window = match m.size(&key("attention.sliding_window"))? {
             Some(window) => Some(window).filter(|w| *w > 0).map(|w| u32::try_from(w).unwrap_or(u32::MAX)),
-            // Gemma 2's files may leave it out.
+            // Gemma 2 files may omit it.
             None if traits.family == Family::Gemma2 => traits.window,
             None => None,
         };
@@ -76,7 +77,7 @@ impl ModelConfig {
                 }
                 None => l,
             };
-            // llama.cpp runs SmolLM3 without rope in every fourth layer.
+            // llama.cpp runs SmolLM3 without RoPE in every fourth layer.
             let rope = traits.family != Family::SmolLm3 || !(l + 1).is_multiple_of(4);
             let window = window.filter(|_| slides);
             let rope = rope.then_some(usize::from(window.is_some() && traits.sliding_theta.is_some()));
@@ -139,12 +140,12 @@ fn experts(gguf: &Gguf, architecture: &str) -> Result<Option<Experts>, Error> {
     Ok(Some(Experts { n, used, width, renormalise: true, bias }))
 }
 
-/// Which layers have the window, where the file has one.
+/// Which layers have the sliding window, if the file defines one.
 fn sliding_layers(gguf: &Gguf, traits: &Traits, n_layers: usize) -> Result<Vec<bool>, Error> {
     let m = &gguf.metadata;
     let key = format!("{}.attention.sliding_window_pattern", traits.gguf);
     let Some(silent) = traits.full_every else { return Ok(vec![true; n_layers]) };
-    // A list of truth values, or every how many layers one sees all.
+    // Either a list of booleans, or a number n: every n-th layer has full attention.
     if let Some(Value::Ints(list)) = m.get(&key) {
         if list.len() != n_layers {
             let problem = format!("lists {} layers of {n_layers}", list.len());
@@ -156,8 +157,8 @@ fn sliding_layers(gguf: &Gguf, traits: &Traits, n_layers: usize) -> Result<Vec<b
     Ok((0..n_layers).map(|l| !(l + 1).is_multiple_of(every)).collect())
 }
 
-/// `query_pre_attn_scalar`, which GGUF files do not have: it is the width of a head but in the largest of Gemma 2 and
-/// 3, which are known by their number of layers, as in llama.cpp.
+/// `query_pre_attn_scalar`, which GGUF files do not store. It is the head dimension except in the largest models of
+/// Gemma 2 and 3. As in llama.cpp, these are recognised by their number of layers.
 fn query_scalar(traits: &Traits, n_layers: usize, hidden: usize, n_heads: usize, head_dim: usize) -> usize {
     match (traits.family, n_layers) {
         (Family::Gemma2, 46) | (Family::Gemma3, 62) => hidden / n_heads.max(1),
@@ -165,7 +166,7 @@ fn query_scalar(traits: &Traits, n_layers: usize, hidden: usize, n_heads: usize,
     }
 }
 
-/// The end of a text, of a turn and of a message: any of them ends what the model writes.
+/// The end tokens of a text, of a turn and of a message: any of them ends the model's output.
 fn end_tokens(gguf: &Gguf) -> Result<Vec<u32>, Error> {
     let mut all = Vec::new();
     for name in ["eos", "eot", "eom"] {
@@ -174,7 +175,7 @@ fn end_tokens(gguf: &Gguf) -> Result<Vec<u32>, Error> {
     Ok(all)
 }
 
-/// The rotary embedding of all layers; where those that slide have their own, it is the second.
+/// The rotary embedding of all layers. If sliding-window layers have their own, it is the second.
 fn ropes(
     gguf: &Gguf,
     architecture: &str,
@@ -184,7 +185,7 @@ fn ropes(
 ) -> Result<Vec<Rope>, Error> {
     let mut full = rope(gguf, architecture, traits.theta, head_dim, context)?;
     if let (Family::GptOss, RopeScaling::Yarn { truncate, .. }) = (traits.family, &mut full.scaling) {
-        *truncate = false; // which a GGUF file does not say
+        *truncate = false; // GGUF files do not store this
     }
     let Some(silent) = traits.sliding_theta else { return Ok(vec![full]) };
     let theta = gguf.metadata.number(&format!("{architecture}.rope.freq_base_swa"))?.unwrap_or(silent);
@@ -202,14 +203,14 @@ fn rope(gguf: &Gguf, architecture: &str, theta: f64, head_dim: usize, context: u
     };
     let original = m.number(&key("scaling.original_context_length"))?.unwrap_or(context as f64);
     let scaling = match m.text(&key("scaling.type"))?.unwrap_or("none") {
-        // Phi-3's factors for short and long texts.
+        // Phi-3's factors for short and for long texts.
         _ if gguf.has("rope_factors_long.weight") => RopeScaling::Long {
             short: gguf.tensor("rope_factors_short.weight")?.to_f32()?,
             long: gguf.tensor("rope_factors_long.weight")?.to_f32()?,
             original_context: original,
             attention_factor: m.number(&key("scaling.attn_factor"))?.unwrap_or(1.0),
         },
-        // Llama 3's ramp is stored as one factor per frequency.
+        // Llama 3's ramp, stored as one factor per frequency.
         _ if gguf.has("rope_freqs.weight") => {
             RopeScaling::Factors(gguf.tensor("rope_freqs.weight")?.to_f32()?)
         }

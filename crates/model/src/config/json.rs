@@ -1,5 +1,5 @@
-//! `config.json`, as transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`,
-//! `dtype`) write it.
+//! Reads `config.json` in the formats of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5
+//! (`rope_parameters`, `dtype`).
 use super::family::{self, FAMILIES, Traits};
 use super::rope::{longrope_temperature, yarn_temperature};
 use super::*;
@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use std::path::Path;
 
 impl ModelConfig {
-    /// `config.json` of a folder, with the end tokens of `generation_config.json` if that is there.
+    /// Reads `config.json` of a folder, and the end tokens of `generation_config.json` if that exists.
     pub fn from_folder(folder: &Path) -> Result<Self, Error> {
         let path = folder.join("config.json");
         let mut config = Self::from_json(&path.display().to_string(), &read_text(&path)?)?;
@@ -25,7 +25,7 @@ impl ModelConfig {
         Ok(config)
     }
 
-    /// The text of a `config.json`; `file` is what errors call it.
+    /// Parses the text of a `config.json`. Errors call the file `file`.
     pub fn from_json(file: &str, text: &str) -> Result<Self, Error> {
         let whole = Fields::parse(file, text)?;
         let traits = whole.family()?;
@@ -66,7 +66,7 @@ impl ModelConfig {
             n_heads,
             n_kv_heads: match fields.size("num_key_value_heads")? {
                 Some(n_kv_heads) => n_kv_heads,
-                // Silence means the family's first model; `null` means no grouping.
+                // A missing field takes the family's default; `null` means no grouping.
                 None if fields.object.contains_key("num_key_value_heads") => n_heads,
                 None => traits.kv_heads.unwrap_or(n_heads),
             },
@@ -104,7 +104,7 @@ fn dtype<'f>(fields: &'f Fields<'_>) -> Option<&'f str> {
     fields.get("dtype").or(fields.get("torch_dtype")).and_then(Value::as_str)
 }
 
-/// A JSON object, with errors that name file and field. `null` is absent.
+/// A JSON object. Errors name the file and the field. `null` counts as absent.
 struct Fields<'f> {
     file: &'f str,
     object: Map<String, Value>,
@@ -132,15 +132,15 @@ impl<'f> Fields<'f> {
     fn must_size(&self, field: &str) -> Result<usize, Error> {
         self.size_or(field, None)
     }
-    /// What the family has where the config is silent; without that it must be there.
+    /// The field, or the family's default `silent`. Fails if both are missing.
     fn size_or(&self, field: &str, silent: Option<usize>) -> Result<usize, Error> {
         self.size(field)?.or(silent).ok_or_else(|| self.bad(field, "is missing".into()))
     }
-    /// These fields, or others where this field is absent.
+    /// `self` if it has this field, else `others`.
     fn or<'s>(&'s self, field: &str, others: &'s Self) -> &'s Self {
         if self.get(field).is_some() { self } else { others }
     }
-    /// The fields of the model of text: these, or those of `text_config` where it is part of a larger model.
+    /// The fields of the text model: this object, or its `text_config` in a multimodal model.
     fn of_text(&self) -> Result<Fields<'f>, Error> {
         match self.get("text_config") {
             None => Ok(Fields { file: self.file, object: self.object.clone() }),
@@ -196,7 +196,7 @@ impl<'f> Fields<'f> {
         })
     }
 
-    /// Silence means the family's own; `null` means none.
+    /// A missing field takes the family's default; `null` means none.
     fn softcap(&self, field: &str, silent: Option<f64>) -> Result<Option<f32>, Error> {
         let silent = if self.object.contains_key(field) { None } else { silent };
         Ok(self.number(field)?.or(silent).map(|cap| cap as f32))
@@ -220,7 +220,7 @@ impl<'f> Fields<'f> {
                 Some(width) => self.size("moe_intermediate_size")?.unwrap_or(width),
                 None => self.must_size("intermediate_size")?,
             },
-            // Qwen's may leave it.
+            // Qwen configs may omit it.
             renormalise: match traits.family {
                 Family::Qwen3Moe => self.flag("norm_topk_prob")?.unwrap_or(false),
                 _ => true,
@@ -239,7 +239,7 @@ impl<'f> Fields<'f> {
             None => Ok(traits.activation),
             Some("silu") => Ok(Activation::Silu),
             Some("gelu_pytorch_tanh" | "gelu_new") => Ok(Activation::Gelu),
-            // The first files of Gemma say so, and mean the approximation.
+            // The first Gemma files say plain GELU but mean the tanh approximation.
             Some("gelu") if traits.gemma => Ok(Activation::Gelu),
             Some(other) => {
                 Err(self.bad(field, format!("is `{other}`; kvist knows silu and gelu_pytorch_tanh")))
@@ -250,7 +250,7 @@ impl<'f> Fields<'f> {
     fn layers(&self, traits: &Traits, n_layers: usize) -> Result<Vec<LayerConfig>, Error> {
         let slides = traits.always_slides || self.flag("use_sliding_window")?.unwrap_or(false);
         let window = match self.size("sliding_window")? {
-            // Silence means the family's first window; `null` means none.
+            // A missing field takes the family's default window; `null` means none.
             None if slides && !self.object.contains_key("sliding_window") => traits.window,
             Some(window) if slides => Some(u32::try_from(window).unwrap_or(u32::MAX)),
             _ => None,
@@ -263,7 +263,7 @@ impl<'f> Fields<'f> {
             Some(silent) => Some(self.size("sliding_window_pattern")?.unwrap_or(silent).max(1)),
             None => None,
         };
-        // Mistral windows every layer and has no list of types.
+        // Mistral has a window in every layer and no list of layer types.
         let windows_all = traits.always_slides && full_every.is_none();
         let types = if windows_all { None } else { self.list("layer_types")? };
         let owners = self.list("kv_owner_layer")?;
@@ -277,7 +277,7 @@ impl<'f> Fields<'f> {
             Family::SmolLm3 => Some(self.size("no_rope_layer_interval")?.unwrap_or(4).max(1)),
             _ => None,
         };
-        // Qwen's layers with one MLP: those of a list, and all but every so many.
+        // Qwen's dense layers: those in the list, and those whose number is no multiple of `decoder_sparse_step`.
         let dense = self.list("mlp_only_layers")?.map_or(&[][..], Vec::as_slice);
         let sparse_step = self.size("decoder_sparse_step")?.unwrap_or(1).max(1);
         let mut layers = Vec::with_capacity(n_layers);
@@ -311,12 +311,12 @@ impl<'f> Fields<'f> {
         Ok(layers)
     }
 
-    /// The rotary embedding of all layers; where those that slide have their own, it is the second.
+    /// The rotary embedding of all layers. If sliding-window layers have their own, it is the second.
     fn ropes(&self, traits: &Traits, head_dim: usize, context: usize) -> Result<Vec<Rope>, Error> {
         let (field, parameters) = match (self.get("rope_parameters"), self.get("rope_scaling")) {
             (Some(value), _) => ("rope_parameters", value.clone()),
             (None, Some(value)) => ("rope_scaling", value.clone()),
-            // The stretch of gpt-oss is part of the family.
+            // gpt-oss defines its scaling in the family.
             (None, None) if traits.family == Family::GptOss => {
                 let stretch = r#"{"rope_type": "yarn", "factor": 32.0, "truncate": false,
                                   "original_max_position_embeddings": 4096}"#;
@@ -332,7 +332,7 @@ impl<'f> Fields<'f> {
         let theta = self.number("rope_theta")?.unwrap_or(traits.theta);
         let rope = |p: &Fields<'_>, theta: f64| self.rope(traits, p, theta, head_dim, context);
         let Some(sliding_theta) = traits.sliding_theta else {
-            // One set per type of layer, or something newer: read as if it were one set it would be a plain rope.
+            // One set per layer type, or a newer format. Reading it as a single set would silently give plain RoPE.
             if let Some((name, value)) = all.object.iter().find(|(_, value)| value.is_object()) {
                 return Err(
                     all.bad(name, format!("is {value}; kvist knows one rope for all layers of this family"))
@@ -341,7 +341,7 @@ impl<'f> Fields<'f> {
             return Ok(vec![rope(&all, theta)?]);
         };
         let sliding_theta = self.number("rope_local_base_freq")?.unwrap_or(sliding_theta);
-        // By the type of layer in new files; in old ones it is that of layers which see all.
+        // New files have it per layer type; in old files it is that of the full-attention layers.
         let of = |name: &str| match all.get(name) {
             Some(Value::Object(object)) => Ok(Some(Fields { file: &file, object: object.clone() })),
             Some(value) => Err(all.bad(name, format!("is {value}; a JSON object was expected"))),
@@ -379,7 +379,7 @@ impl<'f> Fields<'f> {
                 high_freq_factor: must("high_freq_factor")?,
                 original_context: original.unwrap_or(context as f64),
             },
-            // The first files of Phi-3 call it su, or yarn.
+            // The first Phi-3 files call it su or yarn.
             kind if kind == "longrope" || traits.family == Family::Phi3 && ["su", "yarn"].contains(&kind) => {
                 let original = original.unwrap_or(context as f64);
                 let factor = p.number("factor")?.unwrap_or(context as f64 / original);
@@ -396,7 +396,7 @@ impl<'f> Fields<'f> {
             "yarn" => {
                 let original = original.unwrap_or(context as f64);
                 let factor = p.number("factor")?.unwrap_or(context as f64 / original);
-                // As in transformers, 0 is as good as absent.
+                // As in transformers, 0 counts as absent.
                 let nonzero = |x: Option<f64>, default| x.filter(|x| *x != 0.0).unwrap_or(default);
                 let attention_factor =
                     match (p.number("attention_factor")?, p.number("mscale")?, p.number("mscale_all_dim")?) {

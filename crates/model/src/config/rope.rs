@@ -1,16 +1,16 @@
-//! Rotary embeddings as the checkpoints define them: the frequencies of transformers' `modeling_rope_utils`, in
-//! the same float width, so that logits agree.
+//! Rotary embeddings as checkpoints define them. Computes the frequencies of transformers' `modeling_rope_utils` in the
+//! same float width, so that logits agree.
 
-/// Frequencies of one model.
+/// The frequencies of one rotary embedding.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
     pub theta: f64,
-    /// Elements of a head that turn: head_dim, or less for partial rotation.
+    /// Rotated elements per head: head_dim, or less for partial rotation.
     pub dim: usize,
     pub scaling: RopeScaling,
 }
 
-/// How a model stretches its context.
+/// How a model extends its context.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
     None,
@@ -25,20 +25,20 @@ pub enum RopeScaling {
         high_freq_factor: f64,
         original_context: f64,
     },
-    /// The same idea by number of rotations, with a temperature on the scores (Peng et al., 2023).
+    /// The same idea, by number of rotations, with an attention temperature (YaRN; Peng et al., 2023).
     Yarn {
         factor: f64,
         original_context: f64,
         beta_fast: f64,
         beta_slow: f64,
         attention_factor: f64,
-        /// Round the ramp's ends outward to whole dimensions.
+        /// Round the ends of the ramp outward to whole dimensions.
         truncate: bool,
     },
     /// Every frequency divided by its own factor: `rope_freqs.weight` of a GGUF file.
     Factors(Vec<f32>),
-    /// Likewise, with one set for texts within the original context and one for longer ones (LongRoPE; Ding et al.,
-    /// 2024).
+    /// Every frequency divided by its own factor: one set of factors for texts within the original context and one for
+    /// longer texts (LongRoPE; Ding et al., 2024).
     Long {
         short: Vec<f32>,
         long: Vec<f32>,
@@ -81,7 +81,7 @@ impl Rope {
             }
             RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, truncate, .. } => {
                 let dim = self.dim as f64;
-                // The dimension whose wave turns `n` times over the original context.
+                // The dimension that completes `n` rotations over the original context.
                 let dimension = |n: f64| {
                     dim * (original_context / (n * 2.0 * std::f64::consts::PI)).ln() / (2.0 * self.theta.ln())
                 };
@@ -91,7 +91,7 @@ impl Rope {
                 }
                 let (low, mut high) = (low.max(0.0), high.min(dim - 1.0));
                 if low == high {
-                    high += 0.001; // a ramp needs a width
+                    high += 0.001; // avoids a ramp of zero width
                 }
                 let ramp = |i: usize| ((i as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
                 plain
@@ -170,12 +170,12 @@ impl Rope {
     }
 }
 
-/// The temperature of LongRoPE for a stretch by `factor`, when a config gives none.
+/// LongRoPE's attention factor for a context extension by `factor`, if the config has none.
 pub(super) fn longrope_temperature(factor: f64, original_context: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / original_context.ln()).sqrt() }
 }
 
-/// The temperature of yarn for a stretch by `factor`, when a config gives none.
+/// YaRN's attention factor for a context extension by `factor`, if the config has none.
 pub(super) fn yarn_temperature(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
 }

@@ -1,15 +1,15 @@
-//! Every tensor a model needs, by its Hugging Face name: the list that loading, checking and planning share.
+//! Lists every tensor that a model needs, by its Hugging Face name. Loading, checking and planning share this list.
 use super::{Family, ModelConfig};
 
-/// What a tensor is for.
+/// The role of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     Embedding,
     /// `[out, in]`
     Linear,
-    /// Which experts a token uses: `[n experts, in]`
+    /// Selects the experts of each token: `[n experts, in]`
     Router,
-    /// `[out, in]` of one expert
+    /// One expert's weight: `[out, in]`
     Expert,
     Norm,
     Bias,
@@ -21,27 +21,28 @@ pub struct TensorSpec {
     /// Slowest dimension first.
     pub shape: Vec<usize>,
     pub role: Role,
-    /// Where it may be instead: among the rows of a larger tensor.
+    /// An alternative location: rows of a larger tensor.
     pub within: Option<Within>,
 }
 
-/// The part of a layer that holds the rows, all that it has, and the first that is meant.
+/// Rows in a larger tensor: the tensor's name within the layer, its number of rows, and the first row wanted.
 type Place = (&'static str, usize, usize);
 
-/// The part of a layer, its shape, whether the layer has it and with a bias, and what some checkpoints have instead.
+/// A projection: name within the layer, shape, whether the layer has it, whether it has a bias, and its alternative
+/// location in some checkpoints.
 type Projection = (&'static str, [usize; 2], bool, bool, Option<Place>);
 
-/// Rows of a tensor that some checkpoints hold for several: q, k and v, or gate and up.
+/// Rows of a tensor that some checkpoints merge from several: q, k and v, or gate and up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Within {
     pub name: String,
-    /// All that it has, and the first that is wanted.
+    /// The tensor's number of rows, and (`first`) the first row wanted.
     pub rows: usize,
     pub first: usize,
 }
 
 impl ModelConfig {
-    /// Gate, up and down of a layer with one MLP.
+    /// Gate, up and down projections of a layer with one MLP.
     pub(crate) fn mlp_names(&self, l: usize) -> [String; 3] {
         ["gate_proj", "up_proj", "down_proj"].map(|part| format!("model.layers.{l}.mlp.{part}"))
     }
@@ -52,7 +53,7 @@ impl ModelConfig {
             _ => format!("model.layers.{l}.mlp.gate"),
         }
     }
-    /// Gate, up and down of an expert.
+    /// Gate, up and down projections of an expert.
     pub(crate) fn expert_names(&self, l: usize, expert: usize) -> [String; 3] {
         let (module, parts) = match self.family {
             Family::Mixtral => ("block_sparse_moe", ["w1", "w3", "w2"]),
@@ -61,7 +62,7 @@ impl ModelConfig {
         parts.map(|part| format!("model.layers.{l}.{module}.experts.{expert}.{part}"))
     }
 
-    /// All tensors, in the order of the layers. Borrowing layers have no K and V; a tied model has no `lm_head`.
+    /// All tensors, in layer order. Layers that use another layer's KV have no K and V; a tied model has no `lm_head`.
     pub fn tensors(&self) -> Vec<TensorSpec> {
         let mut all = Vec::new();
         let mut push = |name: String, shape: &[usize], role: Role, within: Option<Within>| {

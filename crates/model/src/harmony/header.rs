@@ -1,4 +1,4 @@
-//! A message's header: whose it is, its channel, to whom it goes, and what its text is.
+//! Parses a message header: role, channel, recipient and content type.
 use super::{CHANNEL, CONSTRAIN, Channel};
 
 const ROLE: &str = "assistant";
@@ -10,19 +10,19 @@ const CHANNELS: [&str; 3] = ["analysis", "commentary", "final"];
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Header<'t> {
     pub channel: Channel,
-    /// The function that it calls.
+    /// The function that the message calls.
     pub function: Option<&'t str>,
-    /// What of it is no part of a header: text of the message.
+    /// The remainder after the header: text of the message.
     pub rest: &'t str,
-    /// The recipient is named.
+    /// A recipient is named.
     addressed: bool,
-    /// A channel's mark is there.
+    /// A channel mark is present.
     marked: bool,
-    /// Behind it a name is to stand where the rest does.
+    /// The last channel mark is not followed by a channel name.
     unnamed: bool,
 }
 
-/// Of a text that begins where no header has to: can it be one, or become one?
+/// For text where a header is optional: returns whether it is a header or may become one.
 pub(super) fn may_go_on(text: &str) -> bool {
     if text.contains(CHANNEL) || text.contains(CONSTRAIN) {
         return true;
@@ -36,13 +36,13 @@ pub(super) fn may_go_on(text: &str) -> bool {
     }
 }
 
-/// The word that a text begins with, up to a blank or a mark, and what follows it.
+/// Splits off the first word, up to white space or a mark.
 fn word(text: &str) -> (&str, &str) {
     text.split_at(text.find(|c: char| c.is_whitespace() || c == '<').unwrap_or(text.len()))
 }
 
 impl<'t> Header<'t> {
-    /// `closed`: `<|message|>` stands behind it. Models leave that out at times, and then the text follows at once.
+    /// `closed`: `<|message|>` follows. Models sometimes omit it; then the message text follows directly.
     pub fn read(text: &'t str, closed: bool) -> Self {
         let mut header = Header::default();
         let (role, channel) = match text.find(CHANNEL) {
@@ -82,7 +82,7 @@ impl<'t> Header<'t> {
         header
     }
 
-    /// Take the recipient from the start of a text.
+    /// Parses a recipient at the start of a text; returns the rest.
     fn addressee(&mut self, text: &'t str) -> &'t str {
         let Some(rest) = text.trim_start().strip_prefix(RECIPIENT) else { return text };
         let (name, rest) = word(rest);
@@ -91,8 +91,8 @@ impl<'t> Header<'t> {
         rest
     }
 
-    /// Take what the text of the message is said to be from the start of the rest. Without its mark it can be told from
-    /// that text only in a header that is closed.
+    /// Removes the content type from the start of the rest. Without a `<|constrain|>` mark it cannot be told from
+    /// message text, unless the header is closed.
     fn content_type(&mut self, closed: bool) {
         let rest = self.rest.trim_start();
         self.rest = match rest.strip_prefix(CONSTRAIN) {
@@ -105,8 +105,8 @@ impl<'t> Header<'t> {
         }
     }
 
-    /// Of a header behind which nothing comes: does it end before the text of its message? `started`: `<|start|>`
-    /// stands before it.
+    /// For a header at the end of an answer: true if it stops before any message text. `started`: it follows
+    /// `<|start|>`.
     pub fn is_cut(&self, started: bool) -> bool {
         let rest = self.rest.trim();
         let is_word = rest.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_');
@@ -115,7 +115,7 @@ impl<'t> Header<'t> {
         names || (self.addressed && is_word) || (started && !self.marked && ROLE.starts_with(rest))
     }
 
-    /// Is there anything that only a header has?
+    /// True if it has a part that occurs only in headers.
     pub fn is_one(&self) -> bool {
         self.marked || self.addressed
     }

@@ -1,4 +1,4 @@
-//! Answers as the model writes them, as it writes them wrongly, and cut anywhere.
+//! Answers as the model writes them, with mistakes as the model makes them, and cut at any place.
 use super::*;
 
 fn answer(reasoning: &str, content: &str, calls: &[(&str, &str)]) -> Answer {
@@ -13,7 +13,7 @@ fn cut(pieces: &[&str], calls: bool) -> Answer {
     out.into_iter().collect()
 }
 
-/// (answer, what it thinks, what it says, its calls)
+/// (answer, reasoning, content, calls)
 type Row = (&'static str, &'static str, &'static str, &'static [(&'static str, &'static str)]);
 const TABLE: &[Row] = &[
     ("", "", "", &[]),
@@ -24,7 +24,7 @@ const TABLE: &[Row] = &[
         "Hello, 1 < 2.",
         &[],
     ),
-    // A call with its recipient behind the channel, and in the role, as the template writes it.
+    // A call with its recipient after the channel, and in the role, as the template writes it.
     (
         "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{\"in\": \"Rome\"}<|call|>",
         "Look.",
@@ -40,14 +40,14 @@ const TABLE: &[Row] = &[
     ),
     ("<|channel|>analysis to=functions.f code<|message|>{}<|call|>", "", "", &[("f", "{}")]),
     ("<|channel|>commentary<|constrain|>json to=functions.f<|message|>{}<|call|>", "", "", &[("f", "{}")]),
-    // Several, and words before them.
+    // Several calls, and text before them.
     (
         "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>{\"a\": 1}<|call|><|start|>assistant<|channel|>commentary to=functions.g <|constrain|>json<|message|>{}<|call|>",
         "",
         "I look.",
         &[("f", "{\"a\": 1}"), ("g", "{}")],
     ),
-    // Messages of one channel do not run into each other.
+    // Messages of one channel are kept apart.
     (
         "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|><|start|>assistant<|channel|>commentary<|message|>c<|end|><|start|>assistant<|channel|>final<|message|><|end|><|start|>assistant<|channel|>final<|message|>d",
         "a\nb",
@@ -57,7 +57,7 @@ const TABLE: &[Row] = &[
     // Structured output.
     ("<|channel|>final <|constrain|>json<|message|>{\"a\": [1]}<|return|>", "", "{\"a\": [1]}", &[]),
     ("<|channel|>final json<|message|>{}", "", "{}", &[]),
-    // Cut anywhere.
+    // Truncated anywhere.
     ("<|channel|>", "", "", &[]),
     ("<|channel|>ana", "", "", &[]),
     ("<|channel|>analysis", "", "", &[]),
@@ -69,14 +69,14 @@ const TABLE: &[Row] = &[
     ("<|channel|>commentary to=functions.f js", "", "", &[]),
     (" to=functions.f<|channel|>", "", "", &[]),
     ("<|channel|>commentary to=functions.f<|message|>", "", "", &[]),
-    // Half a call is text, and so is one without an object, or to another recipient.
+    // An incomplete call is text, and so is one without an object, or to another recipient.
     ("<|channel|>commentary to=functions.f<|message|>{\"a\": \"R", "", "{\"a\": \"R", &[]),
     ("<|channel|>commentary to=functions.f<|message|>f(1)<|call|>", "", "f(1)", &[]),
     ("<|channel|>commentary to=functions.f<|message|>{\"a\"}<|call|>", "", "{\"a\"}", &[]),
     ("<|channel|>commentary to=functions.<|message|>{}<|call|>", "", "{}", &[]),
     ("<|channel|>commentary to=python code<|message|>print(1)<|call|>", "", "print(1)", &[]),
     ("<|channel|>analysis to=python code<|message|>print(1)<|call|>", "print(1)", "", &[]),
-    // No channels at all.
+    // No channels.
     ("Hello.", "", "Hello.", &[]),
     (" \n", "", " \n", &[]),
     ("\nHello <b>", "", "\nHello <b>", &[]),
@@ -87,7 +87,7 @@ const TABLE: &[Row] = &[
     ("<|chan", "", "<|chan", &[]),
     ("Hi <|channel|>analysis<|message|>hm", "hm", "Hi ", &[]),
     ("<|message|>Hi", "", "Hi", &[]),
-    // Marks that are left out, or stand where they should not.
+    // Marks that are missing or misplaced.
     ("<|channel|>finalHello there<|return|>", "", "Hello there", &[]),
     ("<|channel|>final Hello there", "", "Hello there", &[]),
     ("<|channel|>analysisHm.<|end|><|start|>assistant<|channel|>final<|message|>Hi", "Hm.", "Hi", &[]),
@@ -141,8 +141,8 @@ fn cuts_change_nothing() {
     }
 }
 
-/// Reads a whole text by its marks alone. It knows answers in which every message has its header, and says of others
-/// that it does not.
+/// Parses a whole text by its marks alone. Handles answers in which every message has its header, and reports that it
+/// does not handle others.
 fn twin(text: &str) -> Option<Answer> {
     let mut answer = Answer::default();
     let mut said: [Vec<String>; 2] = Default::default();
@@ -181,7 +181,7 @@ fn twin(text: &str) -> Option<Answer> {
     Some(Answer { content, reasoning, ..answer })
 }
 
-/// Answers out of what they are made of, in any order, cut at random.
+/// Answers of random parts in random order, cut at random.
 #[test]
 fn random_cuts_of_random_answers_change_nothing() {
     const BITS: [&str; 30] = [
@@ -233,7 +233,7 @@ fn random_cuts_of_random_answers_change_nothing() {
         let text: String = match below(3) {
             0 => (0..=below(4)).map(|_| MESSAGES[below(7)]).collect::<Vec<_>>().join("<|start|>assistant"),
             1 => (0..below(14)).map(|_| BITS[below(30)]).collect(),
-            // Headers beyond their bound.
+            // Headers longer than the limit.
             _ => (0..below(6)).map(|_| BITS[below(30)].repeat(1 + below(2) * below(200))).collect(),
         };
         let whole = Answer::read(&text, true);
@@ -251,7 +251,7 @@ fn random_cuts_of_random_answers_change_nothing() {
             rest = after;
         }
         assert_eq!(cut(&pieces, true), whole, "seed {seed}, round {round}: {text:?} as {pieces:?}");
-        // Without a mark of a header all of it is said, to the letter.
+        // Without a mark of a header all text is content, unchanged.
         let words = ["to=", "assistant"];
         if !MARKS.iter().chain(&words).any(|mark| text.contains(mark)) {
             assert_eq!(whole.content, text, "seed {seed}, round {round}");
@@ -280,11 +280,11 @@ fn text_is_told_as_it_comes() {
     assert_eq!(push("<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{"), []);
     assert_eq!(push("}"), []);
     assert_eq!(push("<|call|>"), [Delta::Call { name: "f".into(), arguments: "{}".into() }]);
-    // What is no header is not waited for.
+    // Text that cannot be a header is not held back.
     assert_eq!(push("We"), content("\nWe"));
 }
 
-/// Nothing that a model writes makes it hold more than a call may have.
+/// No model output makes the parser buffer more than the maximum size of a call.
 #[test]
 fn what_is_held_is_bounded() {
     let (mut parser, mut out) = (ChannelParser::new(true), Vec::new());
@@ -325,7 +325,7 @@ fn ends_are_those_of_the_format() {
     };
     let harmony = tokenizer(&MARKS);
     let id = |mark| harmony.token(mark).unwrap();
-    // A file that names the end of a message, and not that of a call.
+    // A file that lists the end of a message as an end token, and not that of a call.
     let mut ends = vec![1, id(END), id(RETURN)];
     correct_ends(&harmony, &mut ends);
     assert_eq!(ends, [1, id(RETURN), id(RETURN), id(CALL)]);

@@ -1,4 +1,4 @@
-//! One decoder for every family: what differs between them is data.
+//! One decoder for all model families. The differences between families are data.
 //!
 //! ```text
 //! x = embedding[tokens]
@@ -8,7 +8,7 @@
 //!     h = norm(x);  x += mlp(h)        one, or the experts that a router picks
 //! logits = norm(x)·Whead               only of the rows that were asked for
 //! ```
-//! Families add to this: a norm of q and k, norms behind attention and MLP, GELU, caps, a scale of the embedding.
+//! Some families also have: norms of q and k, norms after attention and MLP, GELU, softcaps, a scale of the embedding.
 use super::mlp::{self, Mlp};
 use super::rope::{Angles, RotaryEmbedding};
 use crate::config::{Activation, ModelConfig};
@@ -25,25 +25,25 @@ use kvist_cpu::{Compute, steps};
 pub(super) struct Layer {
     pub attention_norm: Vec<f32>,
     pub q: Linear,
-    /// `None` for a layer that borrows K and V.
+    /// `None` for a layer that reads another layer's K and V.
     pub kv: Option<(Linear, Linear)>,
-    /// Per-head norms of q and k, before RoPE (Qwen3). A borrower has only the first.
+    /// Per-head norms of q and k, before RoPE (Qwen3). A layer without its own K and V has only the first.
     pub q_norm: Option<Vec<f32>>,
     pub k_norm: Option<Vec<f32>>,
     pub o: Linear,
-    /// A score of nothing per head (gpt-oss).
+    /// Attention sink scores, one per head (gpt-oss).
     pub sinks: Option<Vec<f32>>,
-    /// Of what attention adds (Gemma 2 and 3).
+    /// Norm of the attention output (Gemma 2 and 3).
     pub attention_post_norm: Option<Vec<f32>>,
     pub mlp_norm: Vec<f32>,
     pub mlp: Mlp,
-    /// Of what the MLP adds.
+    /// Norm of the MLP output.
     pub mlp_post_norm: Option<Vec<f32>>,
-    /// Which of the decoder's rotary embeddings.
+    /// Index into the decoder's rotary embeddings.
     pub rope: Option<usize>,
 }
 
-/// The weights of a model, ready to run. Knows nothing of caches: attention is a call it is handed.
+/// The weights of a model, ready to run. It knows nothing of caches: the caller passes attention in as a function.
 #[derive(Debug)]
 pub struct Decoder {
     pub(super) compute: Compute,
@@ -52,23 +52,23 @@ pub struct Decoder {
     pub(super) embedding: Embedding,
     pub(super) layers: Vec<Layer>,
     pub(super) norm: Vec<f32>,
-    /// `None` when the embedding is also the output layer.
+    /// `None` if the embedding is also the output layer.
     pub(super) head: Option<Linear>,
     pub(super) ropes: Vec<RotaryEmbedding>,
 }
 
-/// One step's tokens, and what is wanted of them.
+/// The tokens of one step, and the outputs wanted.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch<'a> {
     pub tokens: &'a [u32],
     pub positions: &'a [u32],
     /// Batch rows whose logits are computed, ascending.
     pub rows: &'a [u32],
-    /// Layers whose output (the residual stream after them) is kept in [`Activations::taps`].
+    /// Layers whose output (the residual stream after them) is copied to [`Activations::taps`].
     pub taps: &'a [LayerId],
 }
 
-/// The buffers of a forward pass, recycled: one of these per session.
+/// The buffers of a forward pass, one set per session. They are reused between passes.
 #[derive(Debug, Default)]
 pub struct Activations {
     x: Vec<f32>, // [n_tokens, hidden]
@@ -79,8 +79,8 @@ pub struct Activations {
     attended: Vec<f32>,  // [n_tokens, n_heads, head_dim]
     projected: Vec<f32>, // [n_tokens, hidden]
     mlp: mlp::Buffers,
-    angles: Vec<Angles>, // of each rotary embedding
-    inputs: Inputs,      // the input of a linear layer, as its kernel wants it
+    angles: Vec<Angles>, // one per rotary embedding
+    inputs: Inputs,      // the input of a linear layer, converted for its kernel
     /// `[rows, vocab]`, in the order of [`Batch::rows`].
     pub logits: Vec<f32>,
     /// `[n_tokens, hidden]` for each layer of [`Batch::taps`], in their order.
@@ -88,8 +88,8 @@ pub struct Activations {
 }
 
 impl Activations {
-    /// Bytes a forward pass of `n_tokens` tokens and `n_rows` rows of logits takes, the forms of the widest linear
-    /// layer's input included. `None` if it overflows.
+    /// Bytes that a forward pass of `n_tokens` tokens and `n_rows` rows of logits needs, including the converted inputs
+    /// of the widest linear layer. `None` on overflow.
     pub fn bytes(config: &ModelConfig, n_tokens: usize, n_rows: usize) -> Option<u64> {
         let q = config.n_heads.checked_mul(config.head_dim)?;
         let kv = config.n_kv_heads.checked_mul(config.head_dim)?;
@@ -99,7 +99,7 @@ impl Activations {
         let held = held.iter().try_fold(0usize, |sum, (n, width)| sum.checked_add(width.checked_mul(*n)?))?;
         let logits = config.vocab.checked_mul(n_rows)?;
         let floats = held.checked_mul(n_tokens)?.checked_add(logits)?;
-        // The widest layer's input once more, in every form.
+        // The widest layer's input again, in every converted format.
         let dense = if config.layers.iter().all(|layer| layer.routed) { 0 } else { config.intermediate };
         let inputs = Inputs::bytes(n_tokens.max(n_rows), hidden.max(q).max(dense))?;
         let mlp = mlp::Buffers::bytes(n_tokens, hidden, dense, config.experts.as_ref())?;
@@ -114,13 +114,13 @@ impl Decoder {
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
-    /// What multiplies.
+    /// The threads and instruction set that run the model.
     pub fn compute(&self) -> &Compute {
         &self.compute
     }
 
-    /// Run one step. `attend` is called once per layer, in order; an error of it ends the pass. Tokens must lie
-    /// inside the vocabulary.
+    /// Runs one step. Calls `attend` once per layer, in order; an error from it ends the pass. Tokens must lie inside
+    /// the vocabulary.
     pub fn forward(
         &self,
         batch: Batch<'_>,
@@ -199,13 +199,14 @@ impl Decoder {
             }
         }
 
-        // Logits of the wanted rows only: at 128k tokens of vocabulary the rest would cost more than the layers.
+        // Compute logits of the wanted rows only: with a vocabulary of 128k tokens, the other rows would cost more than
+        // the layers.
         self.logits(batch.rows, a);
         Ok(())
     }
 
-    /// Logits of these rows of the pass that `a` was last in, in place of those that are there. Ascending. For more rows
-    /// than there is room for at once.
+    /// Computes the logits of these rows of the last pass that used `a`, and replaces those in `a.logits`. Rows are
+    /// ascending. Call it repeatedly if the rows do not fit into `a` at once.
     pub fn logits(&self, rows: &[u32], a: &mut Activations) {
         let (compute, hidden) = (&self.compute, self.config.hidden);
         for (i, &row) in rows.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! The model's attention as the cache sees it: layers with the same window share a cell space.
+//! The attention layout for the cache. Layers with the same window form a group and share cell indices.
 use crate::config::ModelConfig;
 use kvist_backend::{LayerSpec, Layout};
 use kvist_cache::{GroupId, LayerId};

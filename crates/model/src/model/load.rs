@@ -1,4 +1,5 @@
-//! From a file to a decoder: every tensor named and checked, every byte reserved before it is read.
+//! Loads a decoder from files. Every tensor is checked by name and shape, and every byte is reserved in the budget
+//! before it is read.
 use super::decoder::{Decoder, Layer};
 use super::mlp::{Gated, Mlp, Routed};
 use super::rope::RotaryEmbedding;
@@ -19,7 +20,7 @@ use std::sync::{Arc, OnceLock};
 /// Where a model comes from.
 #[derive(Clone, Debug)]
 pub enum ModelFile {
-    /// The small model inside this program.
+    /// The small model embedded in this program.
     Embedded,
     /// A Hugging Face folder or a .gguf file.
     Path(PathBuf),
@@ -28,15 +29,15 @@ pub enum ModelFile {
 #[derive(Clone, Debug)]
 pub struct LoadOptions {
     pub form: WeightForm,
-    /// Map the files instead of reading them; they must not change underneath.
+    /// Map the files instead of reading them. The files must not change while they are mapped.
     pub mmap: bool,
-    /// Make every run of this many layers share the K and V of its first one, whatever the file says: times and
-    /// bytes are those of a model trained so, its text is not. For measurements.
+    /// Make every run of this many layers share the K and V of its first layer, whatever the file says. Speed and
+    /// memory are those of a model trained this way; its output is not meaningful. For measurements.
     pub share_kv: Option<usize>,
-    /// Tokens of the longest text that it will read and write: models with LongRoPE turn by other frequencies where
-    /// that is more than they were first trained on. `None`: not more.
+    /// Tokens of the longest text the model will process. Models with LongRoPE use other frequencies for texts longer
+    /// than the context they were first trained on. `None`: not longer than that.
     pub context: Option<u32>,
-    /// What multiplies.
+    /// The threads and instruction set to run the model on.
     pub compute: Compute,
 }
 
@@ -47,7 +48,7 @@ impl Default for LoadOptions {
     }
 }
 
-/// Weights, tokenizer and template, loaded once and shared by any number of sessions.
+/// Weights, tokenizer and chat template. Loaded once and shared by any number of sessions.
 #[derive(Debug)]
 pub struct Model {
     name: String,
@@ -57,30 +58,30 @@ pub struct Model {
     harmony: Option<Vec<u32>>,
     end_tokens: Vec<u32>,
     sampling: Shipped,
-    /// Of the keys, once a cache has asked for it.
+    /// The channel order of the keys, set once a cache has asked for it.
     channels: OnceLock<Arc<ChannelOrder>>,
     weights: Reservation,
 }
 
-/// A model before its weights are read: what can be refused is refused here, at the price of the headers.
+/// A model with its headers read and its weights not loaded. Errors that the headers reveal are reported at this stage.
 pub struct Opened {
     pub(crate) name: String,
     pub(crate) config: ModelConfig,
     pub(crate) source: Source,
     tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
-    /// An error counts only where these defaults are asked for.
+    /// An error is reported only if these defaults are used.
     sampling: Result<Shipped, Error>,
 }
 
 impl Opened {
-    /// With `mmap` only the headers are read; without it every file, whole.
+    /// Opens a model. With `mmap` it reads only the headers; without it, every file completely.
     pub fn open(file: &ModelFile, mmap: bool) -> Result<Self, Error> {
         Self::open_with(file, mmap, true)
     }
 
-    /// The same without tokenizer, chat template and defaults of sampling, whose files are not looked at: for those who
-    /// have tokens, or ask for sizes alone.
+    /// Like [`open`](Self::open), but without tokenizer, chat template and sampling defaults; does not read their
+    /// files. For callers that have tokens or only need sizes.
     pub fn open_without_texts(file: &ModelFile, mmap: bool) -> Result<Self, Error> {
         Self::open_with(file, mmap, false)
     }
@@ -138,11 +139,12 @@ impl Opened {
     pub fn name(&self) -> &str {
         &self.name
     }
-    /// Go by another name than the path, which may say little (a hash, a commit). Errors name the file all the same.
+    /// Uses another name than the path, for example when the path is a hash or a commit. Errors still name the file.
     pub fn rename(&mut self, name: &str) {
         self.name = name.into();
     }
-    /// How its weights are stored: as a GGUF file says of itself (`Q4_K_M`), or what most of their bytes are (`bf16`).
+    /// How the weights are stored: the file type that a GGUF file names (`Q4_K_M`), or else the encoding of most weight
+    /// bytes (`bf16`).
     pub fn stored_as(&self) -> Result<String, Error> {
         if let Some(name) = self.source.as_gguf().and_then(Gguf::file_type) {
             return Ok(name.into());
@@ -175,12 +177,12 @@ impl Opened {
         self.template.as_ref()
     }
 
-    /// How its makers sample from it, or why what they say about it cannot be.
+    /// The model's recommended sampling defaults, or the error in them.
     pub fn sampling(&self) -> Result<&Shipped, &Error> {
         self.sampling.as_ref()
     }
 
-    /// Bytes the weights will take in this form: what [`Model::load`] reserves.
+    /// Bytes the weights will take in this form. [`Model::load`] reserves this amount.
     pub fn weight_bytes(&self, form: WeightForm) -> Result<u64, Error> {
         self.config.tensors().iter().try_fold(0u64, |sum, spec| {
             let bytes = resident_bytes(spec, self.source.find(spec)?.encoding, form);
@@ -188,8 +190,8 @@ impl Opened {
         })
     }
 
-    /// Read the weights. Refused by name and size if they do not fit into the budget; `progress` hears (tensors
-    /// done, tensors in all).
+    /// Loads the weights. Fails if they do not fit into the budget. Calls `progress` with (tensors done, tensors in
+    /// total).
     pub fn load(
         self,
         options: &LoadOptions,
@@ -233,7 +235,8 @@ impl Opened {
     }
 }
 
-/// What to do about a path that is none. Two names without a dot in front may be meant as a repository of the Hub.
+/// Advice for a path that does not exist. Two names that do not start with a dot may be meant as a repository of the
+/// Hub.
 fn not_there(path: &Path) -> String {
     let advice = "not there; give a Hugging Face folder or a .gguf file";
     let names: Option<Vec<&str>> = path.components().map(|part| part.as_os_str().to_str()).collect();
@@ -245,7 +248,7 @@ fn not_there(path: &Path) -> String {
     }
 }
 
-/// Bytes one tensor takes when it is loaded.
+/// Bytes one tensor takes in memory.
 pub(super) fn resident_bytes(spec: &TensorSpec, stored: crate::weights::Encoding, form: WeightForm) -> u64 {
     match spec.role {
         Role::Embedding => Embedding::resident_bytes(&spec.shape, stored, form),
@@ -256,7 +259,7 @@ pub(super) fn resident_bytes(spec: &TensorSpec, stored: crate::weights::Encoding
     }
 }
 
-/// The few weights that choose experts stay what they are: a little error there is another expert.
+/// Router weights are few and stay as stored: a small error in them would select another expert.
 fn form_of(spec: &TensorSpec, form: WeightForm) -> WeightForm {
     match (spec.role, form) {
         (Role::Router, WeightForm::Q8_0) => WeightForm::AsStored,
@@ -287,7 +290,7 @@ impl Model {
     pub fn chat_template(&self) -> Option<&ChatTemplate> {
         self.template.as_ref()
     }
-    /// The control tokens of the [Harmony format](crate::harmony), if it answers in that.
+    /// The control tokens of the [Harmony format](crate::harmony), if the model uses it.
     pub fn harmony(&self) -> Option<&[u32]> {
         self.harmony.as_deref()
     }
@@ -295,15 +298,15 @@ impl Model {
     pub fn end_tokens(&self) -> &[u32] {
         &self.end_tokens
     }
-    /// How its makers sample from it; nothing where that cannot be ([`Opened::sampling`] says why).
+    /// The model's recommended sampling defaults; empty if they are invalid ([`Opened::sampling`] has the error).
     pub fn sampling(&self) -> &Shipped {
         &self.sampling
     }
-    /// The order of the channels of its keys, once it was looked for.
+    /// The channel order of its keys, set once it has been computed.
     pub fn channels(&self) -> &OnceLock<Arc<ChannelOrder>> {
         &self.channels
     }
-    /// The budget the weights were reserved from; sessions take theirs from it too.
+    /// The budget that the weights were reserved from. Sessions reserve from it too.
     pub fn budget(&self) -> &Arc<MemoryBudget> {
         self.weights.budget()
     }
@@ -330,13 +333,13 @@ impl Loader<'_> {
         self.done += 1;
         (self.progress)(self.done, self.total);
     }
-    /// A norm or a bias, if the model has it.
+    /// A norm or a bias; `None` if the model lacks it.
     fn vector(&mut self, name: &str) -> Result<Option<Vec<f32>>, Error> {
         let Some(spec) = self.spec(name) else { return Ok(None) };
         self.tick();
         Ok(Some(self.source.find(&spec)?.to_f32()?))
     }
-    /// The weights of a norm, if the model has it.
+    /// The weights of a norm; `None` if the model lacks it.
     fn norm(&mut self, name: &str) -> Result<Option<Vec<f32>>, Error> {
         let mut norm = self.vector(&format!("{name}.weight"))?;
         if self.norms_less_one {
@@ -349,7 +352,7 @@ impl Loader<'_> {
             Error::MissingTensor { file: self.source.file().into(), name: format!("{name}.weight") };
         self.norm(name)?.ok_or(missing)
     }
-    /// A linear layer with its bias, if the model has it.
+    /// A linear layer with its bias, if any; `None` if the model lacks it.
     fn linear(&mut self, name: &str) -> Result<Option<Linear>, Error> {
         let Some(spec) = self.spec(&format!("{name}.weight")) else { return Ok(None) };
         self.tick();
@@ -391,7 +394,7 @@ impl Loader<'_> {
             let name = |part: &str| format!("model.layers.{l}.{part}");
             let k = self.linear(&name("self_attn.k_proj"))?;
             let v = self.linear(&name("self_attn.v_proj"))?;
-            // Where there is a norm behind attention, that before the MLP has another name.
+            // If there is a norm after attention, the norm before the MLP has another name.
             let (attention_post_norm, mlp_norm) = match config.post_norms {
                 true => (self.norm(&name("post_attention_layernorm"))?, "pre_feedforward_layernorm"),
                 false => (None, "post_attention_layernorm"),

@@ -1,11 +1,11 @@
-//! The part of a layer between attentions: one gated MLP, or many of which a router picks some for each token.
+//! The MLP of a layer: one gated MLP, or a mixture of experts with a router.
 //!
 //! ```text
 //! dense      y = (f(h·Wgate) * (h·Wup))·Wdown
 //! experts    p = softmax(h·Wrouter);  y = Σ pᵢ · expertᵢ(h)  over the likeliest few
 //! ```
-//! Only experts that a token of the batch goes to are read, each once for all its tokens. A token's experts add up in the
-//! order of their numbers, whatever else is in the batch.
+//! Only experts that a token of the batch is routed to are read, each once for all its tokens. The outputs of a token's
+//! experts are added in order of expert number, whatever else is in the batch.
 use crate::config::Experts;
 use crate::weights::Linear;
 use kvist_cpu::linear::{Input, Inputs};
@@ -34,7 +34,7 @@ pub(super) struct Routed {
     pub how: Experts,
 }
 
-/// The buffers of one pass, recycled.
+/// The buffers of one pass, reused.
 #[derive(Debug, Default)]
 pub(super) struct Buffers {
     wide: Wide,
@@ -47,14 +47,14 @@ pub(super) struct Buffers {
     answer: Vec<f32>,
 }
 
-/// What is as wide as an MLP.
+/// Buffers as wide as the MLP.
 #[derive(Debug, Default)]
 struct Wide {
     gate: Vec<f32>, // [tokens, width]
     up: Vec<f32>,
 }
 
-/// A token goes to an expert, whose answer has this weight.
+/// Routes a token to an expert, whose output is multiplied by the weight.
 #[derive(Clone, Copy, Debug)]
 struct Route {
     expert: u32,
@@ -63,7 +63,7 @@ struct Route {
 }
 
 impl Buffers {
-    /// Bytes for `n` tokens. `None` if it overflows.
+    /// Bytes for `n` tokens. `None` on overflow.
     pub fn bytes(n: usize, hidden: usize, dense_width: usize, experts: Option<&Experts>) -> Option<usize> {
         let width = experts.map_or(0, |experts| experts.width).max(dense_width);
         let mut floats = width.checked_mul(2)?;
@@ -74,7 +74,7 @@ impl Buffers {
         }
         let per_token = floats.checked_mul(size_of::<f32>())?;
         let per_token = per_token.checked_add(routes.checked_mul(size_of::<Route>())?)?;
-        // One MLP needs no forms but those that the whole pass has.
+        // A single MLP needs only the converted inputs that the whole pass has.
         let forms = match experts {
             Some(experts) => Inputs::bytes(n, hidden)?.checked_add(Inputs::bytes(n, experts.width)?)?,
             None => 0,
@@ -136,7 +136,7 @@ impl Routed {
         for run in routes.chunk_by(|a, b| a.expert == b.expert) {
             let expert = &self.experts[run[0].expert as usize];
             if alone {
-                // The forms of its input serve all experts.
+                // With a single token, all experts share its converted input.
                 expert.widen(compute, f, &mut whole, wide);
             } else {
                 rows.clear();
@@ -158,7 +158,7 @@ impl Routed {
 }
 
 impl Experts {
-    /// From the router's rows to the experts of each token, in the order of the experts.
+    /// Selects the experts of each token from the router's output, sorted by expert.
     fn route(&self, odds: &mut [f32], order: &mut Vec<u32>, routes: &mut Vec<Route>) {
         routes.clear();
         for (token, odds) in odds.chunks_exact_mut(self.n).enumerate() {
@@ -202,7 +202,7 @@ mod tests {
             let mut routes = Vec::new();
             experts.route(&mut odds.clone(), &mut Vec::new(), &mut routes);
             let found: Vec<_> = routes.iter().map(|r| (r.expert, r.token, r.weight)).collect();
-            // Of equals the first.
+            // Among equals the first is chosen.
             let sum = if renormalise { 5.0 } else { 8.0 };
             let expected = [(0, 1, 2.0), (1, 0, 3.0), (2, 0, 2.0), (3, 1, 3.0)];
             assert_eq!(found.len(), 4);

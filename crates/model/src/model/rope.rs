@@ -2,18 +2,18 @@
 use crate::config::Rope;
 use kvist_cpu::{Compute, steps};
 
-/// Angles of one batch: computed once per step, used by every layer.
+/// The angles of one batch: computed once per step and used by every layer.
 #[derive(Debug, Default)]
 pub struct Angles {
     cos: Vec<f32>, // [n_tokens, dim / 2]
     sin: Vec<f32>,
 }
 
-/// The frequencies of one model.
+/// The frequencies of one rotary embedding.
 #[derive(Debug)]
 pub struct RotaryEmbedding {
     inverse_frequencies: Vec<f32>, // [dim / 2]
-    /// Multiplies cos and sin (yarn); 1 elsewhere.
+    /// Multiplies cos and sin (YaRN); 1 otherwise.
     attention_factor: f32,
 }
 
@@ -24,7 +24,7 @@ impl RotaryEmbedding {
         RotaryEmbedding { inverse_frequencies: rope.inv_freq(context), attention_factor }
     }
 
-    /// Fill `angles` for tokens at these positions. f32 throughout, as transformers computes them.
+    /// Fills `angles` for tokens at these positions. Uses f32 throughout, as transformers does.
     pub fn angles(&self, positions: &[u32], angles: &mut Angles) {
         angles.cos.clear();
         angles.sin.clear();
@@ -37,7 +37,8 @@ impl RotaryEmbedding {
         }
     }
 
-    /// Turn the rows `x: [n_tokens, n_heads, head_dim]`. Only the first `2 × frequencies` elements of a row turn.
+    /// Rotates the rows `x: [n_tokens, n_heads, head_dim]`. Only the first `2 × frequencies` elements of a row are
+    /// rotated.
     pub fn apply(&self, compute: &Compute, angles: &Angles, x: &mut [f32], n_heads: usize, head_dim: usize) {
         let half = self.inverse_frequencies.len();
         steps::rotate_pairs(compute, x, n_heads, head_dim, &angles.cos, &angles.sin, half);

@@ -1,4 +1,4 @@
-//! What a model's weights take, on disk and in memory, before they are loaded.
+//! Sizes of a model's weights on disk and in memory, before they are loaded.
 use super::{ModelFile, Opened, resident_bytes};
 use crate::config::{Experts, ModelConfig, Role, TensorSpec};
 use crate::error::Error;
@@ -6,21 +6,22 @@ use crate::weights::{Encoding, WeightForm};
 use std::ffi::OsStr;
 use std::path::Path;
 
-/// A model's weights in numbers, without loading any.
+/// The sizes of a model's weights.
 #[derive(Clone, Debug)]
 pub struct ModelSize {
     pub name: String,
     pub config: ModelConfig,
-    /// On disk, as far as the model needs them.
+    /// Bytes on disk of the tensors that the model needs.
     pub stored_bytes: u64,
-    /// In memory: what loading will reserve.
+    /// Bytes in memory that loading will reserve.
     pub resident_bytes: u64,
-    /// Weights that one decoded token reads: all but the rows of an embedding that is not the output layer.
+    /// Weight bytes that decoding one token reads: all except the other rows of an embedding that is not the output
+    /// layer, and unused experts.
     pub read_per_token: u64,
 }
 
 impl ModelSize {
-    /// Of a `config.json` alone (its `dtype` says how weights are stored), a folder, a GGUF file or the embedded
+    /// Sizes of a `config.json` alone (its `dtype` tells how weights are stored), a folder, a GGUF file or the embedded
     /// model.
     pub fn of(file: &ModelFile, form: WeightForm) -> Result<Self, Error> {
         match file {
@@ -40,7 +41,7 @@ impl ModelSize {
         }
     }
 
-    /// Of a model whose headers are read: nothing is opened again.
+    /// Sizes of an opened model, from the headers already read.
     pub fn of_opened(opened: &Opened, form: WeightForm) -> Result<Self, Error> {
         let encoding = |spec: &TensorSpec| Ok(opened.source.find(spec)?.encoding);
         Self::sum(opened.name.clone(), opened.config.clone(), form, encoding)
@@ -61,7 +62,7 @@ impl ModelSize {
             size.resident_bytes = size.resident_bytes.saturating_add(resident);
             let gathered = spec.role == Role::Embedding && !size.config.tie_embeddings;
             let read = match (spec.role, size.config.experts) {
-                // One row, and those experts alone that a token uses: what a step with one token reads.
+                // A step with one token reads one embedding row and only the experts that the token uses.
                 _ if gathered => resident / spec.shape[0].max(1) as u64,
                 (Role::Expert, Some(Experts { n, used, .. })) => resident / n as u64 * used as u64,
                 _ => resident,
@@ -72,7 +73,7 @@ impl ModelSize {
     }
 }
 
-/// A folder that has a config.json and nothing of the weights that it describes.
+/// True if the folder has a config.json but no weight files.
 fn is_config_alone(folder: &Path) -> bool {
     let is_weights = |name: &OsStr| {
         let name = name.to_string_lossy();

@@ -1,7 +1,6 @@
-//! What is read off logits.
+//! Greedy selection from logits.
 
-/// The largest value's index and its distance from the second largest. `None` if nothing compares: no logits,
-/// or a NaN among them.
+/// Index of the largest value, and its distance from the second largest. `None` if there are no logits or any is NaN.
 pub fn top_two(logits: &[f32]) -> Option<(u32, f32)> {
     let (mut best, mut second) = (None::<(usize, f32)>, f32::NEG_INFINITY);
     for (i, &x) in logits.iter().enumerate() {

@@ -1,9 +1,9 @@
-//! What a rendering may take: bytes of memory, and nesting.
+//! Limits on a rendering: bytes of memory, and nesting.
 //!
-//! minijinja counts instructions (its fuel) and no bytes, and an allocation that fails ends the process. So every value
-//! that a template makes, and every byte that it writes, is paid for before it is made ([`spend`]), from an allowance
-//! that is set for the thread while it renders. What is freed is not paid back: the sum is a bound of what is there at
-//! any time, and it needs no knowledge of which values live.
+//! minijinja counts instructions (its fuel) but not bytes, and a failed allocation aborts the process. So every value
+//! that a template creates, and every byte that it writes, is charged in advance ([`spend`]) to a budget set for the
+//! thread while it renders. Freed memory is not credited. The total is therefore an upper bound on live memory, and no
+//! tracking of live values is needed.
 use crate::halt;
 use minijinja::value::{Value, ValueKind};
 use minijinja::{Error, ErrorKind};
@@ -11,24 +11,24 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::fmt;
 
-/// Bytes that the renderings of any conversation may take; and how many for each byte of the conversation. Templates of
-/// models make some ten bytes for each that they are given. Those whose list grows by every message make 24 bytes for
-/// each message and each one before it, at every thirtieth message.
+/// Base allowance of a rendering in bytes, and additional bytes per byte of the conversation. Templates of models
+/// create about ten bytes per input byte. Templates that extend a list with every message create, at every thirtieth
+/// message, 24 bytes for it and for each message before it.
 const ALLOWANCE_BYTES: usize = 32 << 20;
 const ALLOWANCE_FACTOR: usize = 16;
 
-/// Values inside each other: what a request may bring, and what a template may make of it. Walks over values take a
-/// frame of the stack for each.
+/// Maximum nesting of values, both in a request and in a template's own values. Walking a value takes a stack frame per
+/// level.
 pub(super) const MAX_REQUEST_DEPTH: usize = 64;
 const MAX_DEPTH: usize = 100;
 
-/// Items of a list that is only described (`list * n`, `list + list`): to walk it takes time, and little memory.
+/// Maximum items of a lazy list (`list * n`, `list + list`): walking it takes time, but little memory.
 const MAX_ITEMS: usize = 1_000_000;
 
-/// A value in a list or a map.
+/// Bytes charged per value in a list or a map.
 pub(super) const SLOT_BYTES: usize = 72;
 
-/// What one rendering of so many bytes may take.
+/// The allowance of a rendering for a conversation of this many bytes.
 pub(super) fn of(bytes: usize) -> usize {
     ALLOWANCE_BYTES.saturating_add(bytes.saturating_mul(ALLOWANCE_FACTOR))
 }
@@ -36,13 +36,13 @@ pub(super) fn of(bytes: usize) -> usize {
 thread_local! {
     static LEFT: Cell<usize> = const { Cell::new(usize::MAX) };
     static LIMIT: Cell<usize> = const { Cell::new(usize::MAX) };
-    /// The last sums of lists, and what they weigh: a list that grows by every message is not walked for each.
+    /// The last list sums and their weights, so that a list extended with every message is not walked again each time.
     static SUMS: RefCell<VecDeque<(Value, usize)>> = const { RefCell::new(VecDeque::new()) };
 }
 
 const MAX_SUMS: usize = 4;
 
-/// Render on this thread within `limit` bytes.
+/// Runs `render` on this thread with a limit of `limit` bytes.
 pub(super) fn within<T>(limit: usize, render: impl FnOnce() -> T) -> T {
     struct Before(usize, usize);
     impl Drop for Before {
@@ -68,7 +68,7 @@ fn too_much() -> Error {
     ))
 }
 
-/// Pay for bytes that are about to be made. Also where a rendering that is to end ends.
+/// Charges bytes that are about to be allocated. Fails too if the rendering must stop.
 pub(super) fn spend(bytes: usize) -> Result<(), Error> {
     halt::check().map_err(|e| refuse(e.to_string()))?;
     let left = LEFT.get().checked_sub(bytes).ok_or_else(too_much)?;
@@ -76,17 +76,17 @@ pub(super) fn spend(bytes: usize) -> Result<(), Error> {
     Ok(())
 }
 
-/// Refuse what could not be paid for.
+/// Fails if this many bytes could not be charged. Charges nothing.
 pub(super) fn afford(bytes: usize) -> Result<(), Error> {
     if bytes > LEFT.get() { Err(too_much()) } else { Ok(()) }
 }
 
-/// Refuse a list that weighs more than a rendering may take, were it made.
+/// Fails if a list of this weight would exceed the rendering's limit when materialised.
 pub(super) fn walkable(weight: usize) -> Result<(), Error> {
     if weight > LIMIT.get() { Err(too_much()) } else { Ok(()) }
 }
 
-/// Refuse a list of more items than may be walked.
+/// Fails if a list has too many items to walk.
 pub(super) fn count(items: usize) -> Result<(), Error> {
     match items > MAX_ITEMS {
         true => Err(refuse(format!("a list of {items} items is too long; {MAX_ITEMS} are allowed"))),
@@ -94,13 +94,13 @@ pub(super) fn count(items: usize) -> Result<(), Error> {
     }
 }
 
-/// Items of a list or map, characters of a text at most; 1 of anything else.
+/// Number of items in a list or map, upper bound on the characters of a string, 1 for anything else.
 pub(super) fn items(value: &Value) -> Result<usize, Error> {
     let n = match value.kind() {
         ValueKind::String | ValueKind::Bytes => return Ok(value.as_bytes().map_or(0, <[u8]>::len)),
         ValueKind::Seq | ValueKind::Iterable | ValueKind::Map => match value.len() {
             Some(n) => n,
-            // One whose length is known to its end alone.
+            // A list whose length is known only at its end.
             None => value.try_iter()?.take(MAX_ITEMS + 1).count(),
         },
         _ => 1,
@@ -109,8 +109,8 @@ pub(super) fn items(value: &Value) -> Result<usize, Error> {
     Ok(n)
 }
 
-/// A list of its own instead of one that is a walk over another (`list[1:]`, `list * 2`): no walk is to be inside
-/// another, and that one inside a third, because each takes a frame of the stack.
+/// Materialises a lazy list (`list[1:]`, `list * 2`). Lazy lists must not be nested in each other, because each level
+/// takes a stack frame.
 pub(super) fn listed(value: Value) -> Result<Value, Error> {
     if value.kind() != ValueKind::Iterable {
         return Ok(value);
@@ -119,7 +119,7 @@ pub(super) fn listed(value: Value) -> Result<Value, Error> {
     spend((n + 1).saturating_mul(size_of::<Value>()))?;
     let mut list = Vec::with_capacity(n);
     for item in value.try_iter()? {
-        // `zip` and `items` make theirs as they are walked.
+        // `zip` and `items` create their items during the walk.
         if item.is_tuple() {
             spend((items(&item)? + 1).saturating_mul(SLOT_BYTES))?;
         }
@@ -128,7 +128,7 @@ pub(super) fn listed(value: Value) -> Result<Value, Error> {
     Ok(Value::from(list))
 }
 
-/// What two lists weigh together, and whether it stays so.
+/// The weight of two lists together, and whether it is constant.
 pub(super) fn weigh_sum(left: &Value, right: &Value) -> Result<(usize, bool), Error> {
     let (mut sum, mut stays) = (0_usize, true);
     for list in [left, right] {
@@ -140,7 +140,7 @@ pub(super) fn weigh_sum(left: &Value, right: &Value) -> Result<(usize, bool), Er
     Ok((sum, stays))
 }
 
-/// Remember what a sum weighs.
+/// Remembers the weight of a sum.
 pub(super) fn remember(sum: &Value, weight: usize) {
     SUMS.with_borrow_mut(|sums| {
         if sums.len() == MAX_SUMS {
@@ -150,16 +150,17 @@ pub(super) fn remember(sum: &Value, weight: usize) {
     });
 }
 
-/// Bytes of a value, with everything that it leads to, however often. Refused if that is more than a rendering may
-/// take, or nested more deeply. `inside`: a namespace in it is refused too, because it may become part of itself.
+/// The weight of a value: its bytes including everything it refers to, counted at every occurrence. Fails if it exceeds
+/// the rendering's limit or is nested too deeply. `inside`: also fails on a namespace in it, because a namespace may
+/// come to contain itself.
 ///
-/// It bounds time too: no list, made or only described, is there that weighs more, so that to compare two, to look for
-/// something in one, or to sort it, comes to an end.
+/// The limit bounds time as well: no list, materialised or lazy, weighs more, so comparing, searching and sorting lists
+/// all end.
 pub(super) fn weigh(value: &Value, inside: bool) -> Result<usize, Error> {
     weighed(value, inside).map(|(weight, _)| weight)
 }
 
-/// Beside it: whether it stays so. Namespaces and loops change.
+/// Like [`weigh`]; also returns whether the weight is constant. Namespaces and loops can change.
 fn weighed(value: &Value, inside: bool) -> Result<(usize, bool), Error> {
     fn walk(
         value: &Value,
@@ -214,7 +215,7 @@ fn weighed(value: &Value, inside: bool) -> Result<(usize, bool), Error> {
     Ok((limit - left, stays))
 }
 
-/// Bytes that a value has as a text, at most.
+/// Upper bound on the bytes of a value as a string.
 pub(super) fn text_bytes(value: &Value) -> Result<usize, Error> {
     match value.kind() {
         ValueKind::String => Ok(value.as_bytes().map_or(0, <[u8]>::len)),
@@ -222,13 +223,13 @@ pub(super) fn text_bytes(value: &Value) -> Result<usize, Error> {
             // A character inside a list may be written as `\u{10ffff}`.
             Ok(weigh(value, false)?.saturating_mul(10))
         }
-        // 1e308 has all its digits.
+        // 1e308 is written with all its digits.
         ValueKind::Number if !value.is_integer() => Ok(352),
         _ => Ok(48),
     }
 }
 
-/// Pay for `value in text`: what is no text itself is written as one.
+/// Charges for `value in text`: a value that is not a string is converted to one.
 pub(super) fn looked_for(value: &Value, container: &Value) -> Result<(), Error> {
     match container.kind() == ValueKind::String && value.kind() != ValueKind::String {
         true => spend(text_bytes(value)?.saturating_mul(3)),
@@ -236,7 +237,7 @@ pub(super) fn looked_for(value: &Value, container: &Value) -> Result<(), Error> 
     }
 }
 
-/// A text that is paid for as it is written.
+/// A string that is charged as it is written.
 #[derive(Default)]
 struct Paid {
     text: String,
@@ -245,7 +246,7 @@ struct Paid {
 
 impl fmt::Write for Paid {
     fn write_str(&mut self, more: &str) -> fmt::Result {
-        // A text grows by doubling, and is copied as it grows.
+        // A string grows by doubling, and is copied as it grows.
         match spend(3 * more.len()) {
             Ok(()) => {
                 self.text += more;
@@ -259,7 +260,7 @@ impl fmt::Write for Paid {
     }
 }
 
-/// What a template writes of a value: texts and numbers themselves, lists and maps as a text.
+/// What a template writes for a value: strings and numbers directly, lists and maps as a string.
 pub(super) fn as_written(value: Value) -> Result<Value, Error> {
     match value.kind() {
         ValueKind::Seq | ValueKind::Iterable | ValueKind::Map | ValueKind::Bytes | ValueKind::Plain => {}

@@ -1,39 +1,40 @@
-//! Messages as clients of the OpenAI API send them, made into what templates expect.
+//! Converts messages from clients of the OpenAI API into the form that templates expect.
 //!
-//! As vLLM does it: parts of text are joined by line breaks, and the arguments of a tool call, a JSON text in the
-//! API, become the value that it stands for, because templates apply `tojson` to it. Whatever else a message holds
-//! (`name`, `tool_call_id`, `reasoning_content`) is passed on as it is.
+//! As in vLLM: text parts are joined with line breaks, and the arguments of a tool call, a JSON string in the API, are
+//! parsed, because templates apply `tojson` to them. All other fields of a message (`name`, `tool_call_id`,
+//! `reasoning_content`) are passed through unchanged.
 use super::allowance::{self, MAX_REQUEST_DEPTH};
 use crate::error::Error;
 use serde_json::{Map, Value};
 
-/// What is said, and what it is said with.
+/// The input of a template.
 #[derive(Clone, Copy, Debug)]
 pub struct Conversation<'a> {
-    /// Objects with a `role`; `content` is a text, null, or a list of parts of text.
+    /// Objects with a `role`; `content` is a string, null, or a list of text parts.
     pub messages: &'a [Value],
     /// Each `{"type": "function", "function": {"name", "description", "parameters"}}`; empty for none.
     pub tools: &'a [Value],
-    /// End where the assistant's answer begins.
+    /// End the text where the assistant's answer begins.
     pub add_generation_prompt: bool,
-    /// More names for the template, such as `enable_thinking`.
+    /// Additional template variables, such as `enable_thinking`.
     pub kwargs: &'a Map<String, Value>,
 }
 
 impl Conversation<'_> {
-    /// Bytes that one rendering of it may take. [`ChatTemplate::render_conversation`](super::ChatTemplate::render_conversation)
-    /// refuses a template that would take more.
+    /// Maximum bytes that one rendering may use.
+    /// [`ChatTemplate::render_conversation`](super::ChatTemplate::render_conversation) fails if the template needs
+    /// more.
     pub fn rendering_bytes(&self) -> usize {
         allowance::of(self.bytes())
     }
 
-    /// About what it has as JSON.
+    /// Approximate size as JSON.
     pub(super) fn bytes(&self) -> usize {
         let lists = self.messages.iter().chain(self.tools).map(weight).sum::<usize>();
         lists + self.kwargs.iter().map(|(name, value)| name.len() + weight(value)).sum::<usize>()
     }
 
-    /// Refused, by its place, if something of it is nested too deeply.
+    /// Fails if part of the conversation is nested too deeply; the error names the place.
     pub(super) fn check_depth(&self) -> Result<(), Error> {
         for (name, list) in [("messages", self.messages), ("tools", self.tools)] {
             for (at, value) in list.iter().enumerate() {
@@ -56,7 +57,7 @@ fn weight(value: &Value) -> usize {
     }
 }
 
-/// JSON is read to a depth of 128 at most, so that this may recurse.
+/// Input JSON is limited to a depth of 128, so recursion is safe.
 fn check_depth(value: &Value, place: &str) -> Result<(), Error> {
     fn is_deep(value: &Value, left: usize) -> bool {
         let below = |value: &Value| match left.checked_sub(1) {
@@ -78,11 +79,11 @@ fn check_depth(value: &Value, place: &str) -> Result<(), Error> {
     }
 }
 
-/// Names that templates know already.
+/// Variables that every template already has.
 pub(super) const RESERVED: [&str; 7] =
     ["messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"];
 
-/// Messages for a template. Errors name the place in the request.
+/// Converts messages for a template. Errors name the place in the request.
 pub(super) fn messages(messages: &[Value]) -> Result<Vec<Value>, Error> {
     messages.iter().enumerate().map(|(at, m)| message(m, &format!("messages[{at}]"))).collect()
 }
@@ -98,7 +99,7 @@ fn message(message: &Value, place: &str) -> Result<Value, Error> {
         Some(_) => return Err(bad(&format!("{place}.role"), "is no text")),
         None => return Err(bad(place, "has no `role`")),
     }
-    // Null says "no calls", and templates ask whether there is such a key.
+    // Null means "no calls", but templates test whether the key exists.
     if out.get("tool_calls").is_some_and(|calls| calls.is_null() || calls == &Value::Array(vec![])) {
         out.shift_remove("tool_calls");
     }
@@ -122,7 +123,8 @@ fn message(message: &Value, place: &str) -> Result<Value, Error> {
     Ok(Value::Object(out))
 }
 
-/// Text as it is, parts joined. Nothing is an empty text, but stays null beside tool calls: there templates ask for it.
+/// Returns strings unchanged and joins text parts. Missing content becomes an empty string; next to tool calls it stays
+/// null, because templates test for it.
 fn content(content: Option<&Value>, has_calls: bool, place: &str) -> Result<Value, Error> {
     match content {
         None | Some(Value::Null) if has_calls => Ok(Value::Null),

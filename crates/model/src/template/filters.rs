@@ -1,7 +1,7 @@
-//! Filters, functions and methods that templates call, each paid for before it makes something.
+//! Filters, functions and methods for templates. Each is charged before it allocates.
 //!
-//! minijinja's own, and Python's methods, behind a cost: an upper bound of the bytes that they make, from the sizes of what
-//! they are given.
+//! These are minijinja's own filters and Python's methods, wrapped with a cost: an upper bound on the bytes they
+//! create, computed from the sizes of their arguments.
 use super::allowance::{SLOT_BYTES, items, listed, looked_for, refuse, spend, text_bytes, weigh};
 use super::strftime_now;
 use minijinja::value::{Kwargs, Rest, Value, ValueKind, ValueOrKwargs};
@@ -12,14 +12,14 @@ use serde_json::Serializer;
 use serde_json::ser::{Formatter, PrettyFormatter};
 use std::io::{self, Write};
 
-/// What a filter or a method makes of its first value and the others.
+/// What a filter or a method creates from its first value and the others.
 #[derive(Clone, Copy)]
 enum Makes {
-    /// One of its values, a number, or something that is walked when it is used.
+    /// One of its values, a number, or a lazy value.
     Nothing,
-    /// So many times the text of the first value.
+    /// A multiple of the first value's text.
     Text(usize),
-    /// A list with the items of all values, or one nested in it for each: places of so many bytes.
+    /// A list of the items of all values. If `nested`, each item becomes a list.
     List {
         nested: bool,
     },
@@ -31,10 +31,10 @@ enum Makes {
     Formatted,
 }
 
-/// A text that is made piece by piece grows by doubling, is copied as it grows, and once it is whole.
+/// A string built piece by piece grows by doubling, is copied as it grows, and once more when complete.
 const GROWTH: usize = 4;
 
-/// Bytes that `made` has at most, of these values: `values[0]` is what the filter is applied to.
+/// Upper bound on the bytes that `made` takes for these values. `values[0]` is what the filter is applied to.
 fn cost(made: Makes, values: &[Value]) -> Result<usize, Error> {
     let first = values.first().cloned().unwrap_or_default();
     let text = || text_bytes(&first);
@@ -45,7 +45,7 @@ fn cost(made: Makes, values: &[Value]) -> Result<usize, Error> {
         Makes::List { .. } => {
             let mut n = 0_usize;
             for value in values {
-                // A number says how many to fill up.
+                // A number argument gives the width to pad to.
                 n = n.saturating_add(value.as_usize().map_or_else(|| items(value), Ok)?);
             }
             n.saturating_mul(2 * SLOT_BYTES)
@@ -71,7 +71,7 @@ fn cost(made: Makes, values: &[Value]) -> Result<usize, Error> {
         }
         Makes::Formatted => {
             let format = first.as_str().unwrap_or_default();
-            // Widths stand in the format, or are among the values; each place may take any value, of a map too.
+            // Widths are in the format or among the values. Each placeholder may take any value, also from a map.
             let mut place = largest(others).saturating_add(192); // 128 digits, in fours
             for value in others {
                 place = place.max(text_bytes(value)?.saturating_add(largest(others)));
@@ -83,7 +83,7 @@ fn cost(made: Makes, values: &[Value]) -> Result<usize, Error> {
     })
 }
 
-/// A list as a text, with `by` between its items.
+/// A list joined to a string with `by` between its items.
 fn joined(list: &Value, by: Option<&Value>) -> Result<usize, Error> {
     let by = by.map_or(Ok(0), text_bytes)?;
     let mut bytes = 0_usize;
@@ -96,7 +96,7 @@ fn joined(list: &Value, by: Option<&Value>) -> Result<usize, Error> {
     Ok(bytes.saturating_add(n.saturating_mul(by)).saturating_mul(GROWTH))
 }
 
-/// The largest number among the values, those with names too.
+/// The largest number among the values, including named ones.
 fn largest(values: &[Value]) -> usize {
     let named = |value: &Value| -> usize {
         let Ok(names) = value.try_iter() else { return 0 };
@@ -107,7 +107,7 @@ fn largest(values: &[Value]) -> usize {
     values.iter().map(number).max().unwrap_or(0)
 }
 
-/// All numbers of a format together: its widths and precisions are among them.
+/// The sum of all numbers in a format, which include its widths and precisions.
 fn widths(format: &str) -> usize {
     let numbers = format.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
     numbers.map(|digits| digits.parse().unwrap_or(usize::MAX)).fold(0, usize::saturating_add)
@@ -117,7 +117,7 @@ fn pay(made: Makes, values: &[Value]) -> Result<(), Error> {
     spend(cost(made, values)?)
 }
 
-/// Values may be nested in what was made: see that they are not too many, and not too deep.
+/// Created lists may nest values: check their number and their depth.
 fn seen(made: Makes, value: Value) -> Result<Value, Error> {
     if matches!(made, Makes::List { nested: true }) {
         weigh(&value, false)?;
@@ -156,7 +156,7 @@ pub(super) fn register(environment: &mut Environment<'static>) {
         Makes::Indented => "indent": indent;
         Makes::Formatted => "format": format;
     }
-    // These make walks over what they are given, or maps of maps.
+    // These create lazy lists over their input, or maps of maps.
     let (chain, zip) = (Value::from_function(filters::chain), Value::from_function(filters::zip));
     environment.add_filter("chain", move |state: &mut State, values: Rest<ValueOrKwargs>| {
         let values = values.into_values();
@@ -191,7 +191,7 @@ pub(super) fn register(environment: &mut Environment<'static>) {
             function.call(state, &values)
         });
     }
-    // `select` and its like try it for each of their items.
+    // `select` and similar filters call it for each of their items.
     environment.add_test("in", |state: &State, value: &Value, list: &Value| {
         looked_for(value, list)?;
         tests::is_in(state, value, list)
@@ -200,11 +200,11 @@ pub(super) fn register(environment: &mut Environment<'static>) {
     environment.set_unknown_method_callback(method);
     environment.add_function("raise_exception", |text: String| -> Result<Value, Error> { Err(refuse(text)) });
     environment.add_function("strftime_now", |format: String| -> Result<String, Error> {
-        // The longest name of a month stands for two bytes.
+        // The longest month name stands for two bytes of format.
         spend(format.len().saturating_mul(8))?;
         Ok(strftime_now(&format))
     });
-    // It writes down everything that there is, and Jinja has it not.
+    // Dumps the whole context, and is not part of Jinja.
     environment.remove_global("debug");
 }
 
@@ -231,7 +231,7 @@ fn method(state: &mut State, value: &Value, name: &str, others: &[Value]) -> Res
     seen(makes, unknown_method_callback(state, value, name, others)?)
 }
 
-/// JSON that is paid for as it is written.
+/// JSON that is charged as it is written.
 #[derive(Default)]
 struct Paid {
     json: Vec<u8>,
@@ -240,7 +240,7 @@ struct Paid {
 
 impl Write for Paid {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // It grows by doubling, is copied as it grows, and once it is whole.
+        // It grows by doubling, is copied as it grows, and once more when complete.
         match spend(4 * bytes.len()) {
             Ok(()) => {
                 self.json.extend_from_slice(bytes);
@@ -257,7 +257,7 @@ impl Write for Paid {
     }
 }
 
-/// As transformers has it: Python's spacing and nothing escaped for HTML, which Jinja's own filter does.
+/// As in transformers: Python's spacing and no HTML escaping, unlike Jinja's own filter.
 fn tojson(value: Value, options: Kwargs) -> Result<Value, Error> {
     weigh(&value, false)?;
     let mut paid = Paid::default();

@@ -1,8 +1,8 @@
-//! A compiled template, with checks before the instructions that make values and behind those whose values nest.
+//! A compiled template with checks before instructions that create values, and after those whose values nest.
 //!
-//! minijinja's operators (`~`, `+`, `*`, slices) and its writing are inside its machine, where no filter sees them. So the
-//! program is copied with calls of filters beside those instructions, under names that no template can write. Their
-//! results are the values that they are given; the program does the same as before, or stops.
+//! minijinja's operators (`~`, `+`, `*`, slices) and its output are implemented inside its VM, out of reach of filters.
+//! So the program is copied, with calls of checking filters inserted at those instructions, under names that no
+//! template can write. The filters return their input: the program does the same as before, or stops.
 use super::allowance::{
     SLOT_BYTES, afford, as_written, count, items, listed, looked_for, refuse, remember, spend, text_bytes,
     walkable, weigh, weigh_sum,
@@ -30,19 +30,19 @@ const ANOTHER: &str = "(another)";
 
 const CLOSURE_BYTES: usize = 512;
 
-/// The filter is looked up anew each time: there are few places to remember one.
+/// The filter is looked up anew each time, because minijinja has few places to cache look-ups.
 const NOT_REMEMBERED: u8 = !0;
 
 fn call<'s>(filter: &'static str, values: usize) -> Instruction<'s> {
     Instruction::ApplyFilter(filter, u16::try_from(values).ok(), NOT_REMEMBERED)
 }
 
-/// See so many values on top of the stack, and leave them there.
+/// Checks this many values on top of the stack and leaves them there.
 fn see<'s>(filter: &'static str, values: usize) -> Vec<Instruction<'s>> {
     vec![call(filter, values), Instruction::UnpackList(values)]
 }
 
-/// See a number.
+/// Checks a number.
 fn note<'s>(filter: &'static str, number: usize) -> Vec<Instruction<'s>> {
     vec![Instruction::LoadConst(Value::from(number)), call(filter, 1), Instruction::DiscardTop]
 }
@@ -59,7 +59,7 @@ fn before<'s>(instruction: &Instruction<'s>) -> Vec<Instruction<'s>> {
         Instruction::UnpackLists(n) if *n > 0 => see(SPREAD, *n),
         Instruction::In | Instruction::CompareAndPreserve(_) => see(FOUND, 2),
         Instruction::Iterate(_) => note(ROUND, 0),
-        // What a macro sees of its surroundings lives as long as the rendering, and has a place for each name.
+        // The variables that a macro captures live as long as the rendering, with an entry per name.
         Instruction::Enclose(_) | Instruction::BuildMacro(..) => note(RAW, CLOSURE_BYTES),
         Instruction::Include(_) | Instruction::LoadBlocks | Instruction::ExportLocals => {
             vec![call(ANOTHER, 1)]
@@ -80,7 +80,7 @@ fn behind<'s>(instruction: &Instruction<'s>) -> Option<Instruction<'s>> {
     }
 }
 
-/// The copies of one template, which borrow its names and texts from the environment that compiled it.
+/// The rewritten copy of one template. It borrows names and strings from the environment that compiled the template.
 struct Programs<'e> {
     main: Instructions<'e>,
     blocks: BTreeMap<&'e str, Instructions<'e>>,
@@ -107,11 +107,11 @@ self_cell! {
     }
 }
 
-/// A template with its checks, which are put in once.
+/// A template with its checks. They are inserted once.
 pub(super) struct Guarded(Cells);
 
 impl Guarded {
-    /// `environment` has compiled a template of this name, and [`register`]ed what the checks call.
+    /// `environment` must have compiled a template of this name, and have the check filters [`register`]ed.
     pub fn new(environment: Environment<'static>, name: &str) -> Result<Self, Error> {
         Cells::try_new(environment, |environment| Programs::new(environment, name)).map(Guarded)
     }
@@ -128,11 +128,11 @@ impl Guarded {
     }
 }
 
-/// The same program, with checks.
+/// The same program with checks.
 fn guarded<'s>(program: &Instructions<'s>) -> Instructions<'s> {
     let all = || (0..).map_while(|at| program.get(at));
     let checks: Vec<_> = all().map(|instruction| (before(instruction), behind(instruction))).collect();
-    // Where each instruction is to stand, with what is before it; and the end.
+    // The new position of each instruction, including the checks before it; and the end.
     let mut places = Vec::with_capacity(checks.len() + 1);
     let mut n = 0_u32;
     for (before, behind) in &checks {
@@ -166,17 +166,17 @@ fn guarded<'s>(program: &Instructions<'s>) -> Instructions<'s> {
 }
 
 thread_local! {
-    /// What the lists weigh that are about to be added.
+    /// The weight of the lists that are about to be added.
     static PENDING: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// What the checks call.
+/// Registers the check filters.
 pub(super) fn register(environment: &mut Environment<'static>) {
     type Seen = Result<Value, Error>;
-    // Named arguments are a value too.
+    // Keyword arguments count as a value.
     type Given = Rest<ValueOrKwargs>;
     let value = |values: &[Value], at: usize| values.get(at).cloned().unwrap_or_default();
-    // A list that is unpacked comes out with its first item on top.
+    // Unpacking a list leaves its first item on top of the stack.
     let back = |values: Vec<Value>| Value::from(values.into_iter().rev().collect::<Vec<Value>>());
     let is_list = |value: &Value| matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable);
 
@@ -186,7 +186,7 @@ pub(super) fn register(environment: &mut Environment<'static>) {
     });
     environment.add_filter(WRITTEN, move |values: Given| -> Seen {
         let written = as_written(value(&values.into_values(), 0))?;
-        // A text grows by doubling, and is copied as it grows.
+        // A string grows by doubling, and is copied as it grows.
         spend(text_bytes(&written)?.saturating_mul(3))?;
         Ok(written)
     });
@@ -195,8 +195,8 @@ pub(super) fn register(environment: &mut Environment<'static>) {
         let [left, right] = [value(&values, 0), value(&values, 1)];
         PENDING.set(None);
         if is_list(&left) && is_list(&right) {
-            // A sum of nothing and nothing, and of that and that, is to be no chain of 2^n lists, and one whose length is
-            // not known would be made into one without an end.
+            // Repeated sums of empty lists must not form a chain of 2^n lists. A list of unknown length would be
+            // materialised without end.
             let plain = |list: Value| match list.len() {
                 Some(0) if list.kind() == ValueKind::Iterable => Ok(Value::from(Vec::<Value>::new())),
                 Some(_) => Ok(list),
@@ -207,12 +207,12 @@ pub(super) fn register(environment: &mut Environment<'static>) {
             count(n)?;
             let (weight, stays) = weigh_sum(&left, &right)?;
             PENDING.set(stays.then_some(weight));
-            // Long chains of them are made into one list.
+            // Long chains of lazy lists are materialised.
             afford((n + 1) * size_of::<Value>())?;
             spend(2 * SLOT_BYTES)?;
             return Ok(Value::from(vec![right, left]));
         } else if let (Some(left), Some(right)) = (left.as_str(), right.as_str()) {
-            // Joined, and copied into a value.
+            // Joined, then copied into a value.
             spend(2 * (left.len() + right.len()))?;
         }
         Ok(back(values))
@@ -248,15 +248,16 @@ pub(super) fn register(environment: &mut Environment<'static>) {
     environment.add_filter(JOINED, move |values: Given| -> Seen {
         let values = values.into_values();
         let [left, right] = [as_written(value(&values, 0))?, as_written(value(&values, 1))?];
-        // Both are written into one text, which grows by doubling, is copied as it grows, and once it is whole.
+        // Both are written into one string, which grows by doubling, is copied as it grows, and once more when
+        // complete.
         spend((text_bytes(&left)? + text_bytes(&right)?).saturating_mul(4))?;
         Ok(Value::from(vec![right, left]))
     });
     environment.add_filter(SLICED, move |values: Given| -> Seen {
         let mut values = values.into_values();
         let sliced = listed(value(&values, 0))?;
-        // Backwards over a text goes through a list of its characters; over a list, through a copy. Forwards over a list
-        // is a way to walk it.
+        // Reversing a string creates a list of its characters; reversing a list copies it. A forward slice of a list is
+        // lazy.
         let backwards = i64::try_from(value(&values, 3)).is_ok_and(|step| step < 0);
         let bytes = match (sliced.as_str().is_some(), backwards || sliced.is_tuple()) {
             (true, _) => items(&sliced)?.saturating_mul(8),

@@ -1,25 +1,25 @@
-//! Where a long text is cut before it is tokenized, so that its tokens stay the same.
+//! Cuts a long text into pieces that can be tokenized separately, without changing its tokens.
 //!
-//! The `tokenizers` crate takes some hundred bytes for each byte of a text, and does not stop before it is done. Cut into
-//! pieces, a text takes that for one piece at a time, and ends between two when it is to end.
+//! The `tokenizers` crate takes some hundred bytes of memory per byte of text and cannot be interrupted. With pieces,
+//! only one piece at a time takes that memory, and tokenization can be cancelled between pieces.
 //!
-//! Tokens never reach over a place where the file's own pattern cuts words. Of the patterns known here none joins what is
-//! no white space with a blank behind it, nor a letter or a number with a line break or a tab, and none looks back. So
-//! such places are cuts, whatever stands around them. Other tokenizers, and those whose added tokens take in white space,
-//! get the whole text.
+//! Tokens never cross a place where the file's own pattern separates words. None of the patterns known here joins a
+//! non-space character with a following space, or a letter or digit with a following line break or tab, and none uses
+//! look-behind. So such places are safe cuts in any context. Other tokenizers, and those whose added tokens absorb
+//! white space, get the whole text.
 use serde_json::Value;
 
-/// How a tokenizer's texts may be cut.
+/// Where a tokenizer's texts may be cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Cuts {
     Nowhere,
     BeforeBlanks,
 }
 
-/// Bytes of a piece at least.
+/// Minimum size of a piece in bytes.
 pub(super) const PIECE_BYTES: usize = 16 << 10;
 
-/// Patterns of words, as `tokenizer.json` has them, for which the head of this file holds.
+/// Word patterns of `tokenizer.json` files for which the reasoning above holds.
 const PATTERNS: [&str; 4] = [
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -32,7 +32,7 @@ impl Cuts {
         let json = |part: Result<Value, serde_json::Error>| part.unwrap_or(Value::Bool(true));
         let words = json(serde_json::to_value(tokenizer.get_pre_tokenizer()));
         let normalizer = json(serde_json::to_value(tokenizer.get_normalizer()));
-        // Composed characters do not reach over blanks.
+        // Composed characters do not extend across spaces.
         let plain = normalizer.is_null() || normalizer["type"] == "NFC";
         let whole = tokenizer.get_truncation().is_none() && tokenizer.get_padding().is_none();
         let added = tokenizer.get_added_tokens_decoder();
@@ -46,7 +46,7 @@ impl Cuts {
         }
     }
 
-    /// The text in pieces of at least `least` bytes, but for the last one.
+    /// Cuts the text into pieces of at least `least` bytes, except the last.
     pub fn pieces(self, text: &str, least: usize) -> impl Iterator<Item = &str> {
         let mut rest = Some(text);
         std::iter::from_fn(move || {
@@ -59,7 +59,7 @@ impl Cuts {
     }
 }
 
-/// The first cut behind `least` bytes.
+/// The first cut after `least` bytes.
 fn first_cut(text: &str, least: usize) -> Option<usize> {
     let bytes = text.as_bytes();
     (least.max(1)..bytes.len()).find(|&at| {
@@ -75,12 +75,12 @@ fn first_cut(text: &str, least: usize) -> Option<usize> {
     })
 }
 
-/// Of scripts that put no blanks between their words.
+/// True for letters of scripts that put no spaces between words.
 fn is_letter(c: char) -> bool {
     matches!(c, '\u{3041}'..='\u{3096}' | '\u{30a1}'..='\u{30fa}' | '\u{4e00}'..='\u{9fff}' | '\u{ac00}'..='\u{d7a3}')
 }
 
-/// Is it byte-level BPE with words cut by GPT-2's pattern or one of [`PATTERNS`]?
+/// True for byte-level BPE with words separated by GPT-2's pattern or one of [`PATTERNS`].
 fn cuts_words(words: &Value) -> bool {
     let steps = match words["type"].as_str() {
         Some("Sequence") => words["pretokenizers"].as_array().cloned().unwrap_or_default(),
@@ -103,7 +103,7 @@ fn cuts_words(words: &Value) -> bool {
         && before.iter().all(known)
 }
 
-/// What is added to a text stands in front of it.
+/// True if special tokens are only added in front of a text.
 fn adds_in_front_alone(tokenizer: &tokenizers::Tokenizer) -> bool {
     let ids = |special| Some(tokenizer.encode_fast("a", special).ok()?.get_ids().to_vec());
     match (ids(false), ids(true)) {
@@ -119,7 +119,7 @@ mod tests {
     use crate::weights::Gguf;
     use kvist_cache::twin::SplitMix64;
 
-    /// A tokenizer with a word-level vocabulary of bytes and some merges, for each pattern.
+    /// A word-level tokenizer over bytes with some merges, for each pattern.
     fn tokenizer(words: &Value) -> Tokenizer {
         let mut vocab = serde_json::Map::new();
         let letters: Vec<String> = "abcs019.,'<|>ĠĊĉčéäŃåĸŃ你".chars().map(String::from).collect();
@@ -145,8 +145,8 @@ mod tests {
         Tokenizer::from_folder(folder.path()).unwrap().unwrap()
     }
 
-    /// Texts of 4 MB took 474 MB and could not be ended. Cut wherever they may be cut they have the tokens, and the places,
-    /// that they have as a whole.
+    /// Texts of 4 MB used to take 474 MB and could not be cancelled. Cut at every allowed place, they have the same
+    /// tokens and offsets as in one piece.
     #[test]
     fn pieces_have_the_tokens_of_the_whole() {
         let byte_level = |regex: bool| serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": regex});
@@ -186,7 +186,7 @@ mod tests {
         assert!(n_cuts > 10_000, "{n_cuts} cuts");
     }
 
-    /// The embedded model's is cut; one that takes in white space, or cuts words in an unknown way, is not.
+    /// The embedded model's tokenizer allows cuts. One that absorbs white space, or has an unknown pattern, does not.
     #[test]
     fn known_tokenizers_are_cut() {
         let gguf = Gguf::from_bytes("embedded", crate::embedded::MODEL.to_vec()).unwrap();

@@ -1,28 +1,28 @@
-//! Where in a text its tokens end: what cuts a text and its tokens at the same place without tokenizing every beginning
-//! of it, which takes time by the square of its length.
+//! Tokenizes a text together with the byte offset where each token ends. This allows cutting text and tokens at the
+//! same place without tokenizing every prefix, which takes quadratic time.
 use super::Tokenizer;
 use super::cuts::PIECE_BYTES;
 use crate::error::Error;
 use crate::guard::quietly;
 use crate::halt;
 
-/// Tokens of a text, and where they end.
+/// Tokens of a text and their end offsets.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ends {
-    /// As [`Tokenizer::encode`] gives them.
+    /// As returned by [`Tokenizer::encode`].
     pub tokens: Vec<u32>,
-    /// For each token the byte of the text behind it; never less than that of the token before. A token in front of the
-    /// text ends at 0, and one of several that stand for the bytes of one character where the character does. Some
-    /// tokenizers do not count blanks at a token's end.
+    /// For each token, the byte offset after it; never less than that of the previous token. A token in front of the
+    /// text ends at 0. If several tokens form one character, each of them ends where the character does. Some
+    /// tokenizers do not count spaces at a token's end.
     pub ends: Vec<usize>,
 }
 
 impl Ends {
-    /// For each cut, a byte of the text, how many tokens from the first are before it whole. Cuts come in order.
+    /// For each cut (a byte offset), the number of leading tokens that end at or before it. Cuts must be in order.
     pub fn before(&self, cuts: impl IntoIterator<Item = usize>) -> Vec<usize> {
         let mut n = 0;
         let count = |cut: usize| {
-            // What stands in front of a text belongs to it.
+            // Tokens in front of the text belong to it.
             if cut == 0 {
                 return 0;
             }
@@ -34,7 +34,7 @@ impl Ends {
 }
 
 impl Tokenizer {
-    /// [`encode`](Self::encode), and where in the text each token ends.
+    /// Like [`encode`](Self::encode), with the end offset of each token.
     pub fn encode_with_ends(&self, text: &str, special: bool) -> Result<Ends, Error> {
         self.ends_of_pieces(text, special, PIECE_BYTES)
     }
@@ -51,7 +51,7 @@ impl Tokenizer {
             let prepend = self.in_front(encoding.get_ids(), special);
             tokens.extend(prepend.into_iter().chain(encoding.get_ids().iter().copied()));
             let own = encoding.get_offsets().iter().map(|(_, end)| begin + *end);
-            // Whatever a file asks of its tokenizer, a place is one.
+            // Offsets of a faulty tokenizer may be out of range or unordered: clamp them.
             let own = prepend.map(|_| 0).into_iter().chain(own).map(|end| {
                 last = end.clamp(last, text.len());
                 last

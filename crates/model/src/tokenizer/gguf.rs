@@ -1,4 +1,4 @@
-//! A tokenizer out of a GGUF file's vocabulary: byte-level BPE (`gpt2`) and SentencePiece BPE (`llama`).
+//! Builds a tokenizer from a GGUF file's vocabulary: byte-level BPE (`gpt2`) or SentencePiece BPE (`llama`).
 use super::Tokenizer;
 use crate::error::Error;
 use crate::weights::Gguf;
@@ -15,7 +15,7 @@ use tokenizers::pre_tokenizers::digits::Digits;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::{AddedToken, SplitDelimiterBehavior};
 
-/// How words are cut before BPE, by llama.cpp's name for it.
+/// How words are separated before BPE, by llama.cpp's name for it.
 fn pre_tokenizer(name: &str) -> (Option<&'static str>, bool) {
     // (a pattern, or GPT-2's own; digits one by one)
     match name {
@@ -31,14 +31,14 @@ fn pre_tokenizer(name: &str) -> (Option<&'static str>, bool) {
             ),
             false,
         ),
-        // Of GPT-4o, gpt-oss and Phi-4-mini; a word does not end in capitals.
+        // GPT-4o, gpt-oss and Phi-4-mini: a word does not end in capitals.
         "gpt-4o" | "llama4" => (
             Some(
                 r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
             ),
             false,
         ),
-        // Of Mistral since Nemo.
+        // Mistral since Nemo.
         "tekken" => (
             Some(
                 r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -50,12 +50,12 @@ fn pre_tokenizer(name: &str) -> (Option<&'static str>, bool) {
     }
 }
 
-/// Is it one that [`pre_tokenizer`] knows, GPT-2's own included?
+/// True if [`pre_tokenizer`] supports this name, including GPT-2's own.
 fn is_known(pre: &str) -> bool {
     ["default", "gpt-2", "gpt2"].contains(&pre) || pre_tokenizer(pre) != (None, false)
 }
 
-/// Texts and ids. Large ones are asked a million times while a file is read.
+/// Texts and ids. Large vocabularies are looked up a million times while a file is read.
 type Vocabulary<'t> = ahash::AHashMap<&'t str, u32>;
 
 /// Token types of `tokenizer.ggml.token_type`.
@@ -63,7 +63,7 @@ const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
 
 impl Tokenizer {
-    /// `None` if the file has no vocabulary.
+    /// Returns `None` if the file has no vocabulary.
     pub fn from_gguf(gguf: &Gguf) -> Result<Option<Self>, Error> {
         let m = &gguf.metadata;
         let bad = |what: String| Error::Tokenizer { file: gguf.file().into(), what };
@@ -93,7 +93,7 @@ impl Tokenizer {
         let text_of = |id: Option<u32>| id.and_then(|id| tokens.get(id as usize).cloned());
         let bos = m.token("tokenizer.ggml.bos_token_id")?;
         let eos = m.token("tokenizer.ggml.eos_token_id")?;
-        // llama.cpp's defaults where the file is silent.
+        // llama.cpp's defaults for missing keys.
         let pre = m.text("tokenizer.ggml.pre")?;
         let with_bos = pre.is_some_and(|pre| ["llama-bpe", "tekken"].contains(&pre));
         let adds_bos = m.flag("tokenizer.ggml.add_bos_token")?.unwrap_or(model == "llama" || with_bos);
@@ -144,8 +144,8 @@ fn byte_level(gguf: &Gguf, vocab: &Vocabulary<'_>) -> Result<tokenizers::Tokeniz
     Ok(tokenizer)
 }
 
-/// SentencePiece's BPE keeps scores instead of merges; every way to make a token of two others is a merge, better
-/// scores first (as transformers rebuilds it).
+/// SentencePiece BPE stores scores instead of merges. Every way to form a token from two others is a merge, better
+/// scores first (as transformers reconstructs them).
 fn sentence_piece(
     gguf: &Gguf,
     tokens: &[String],
@@ -168,7 +168,7 @@ fn sentence_piece(
         ways.sort_by_key(|(left, right)| (vocab[left], vocab[right]));
         merges.extend(ways.into_iter().map(|way| (*score, way)));
     }
-    merges.sort_by(|a, b| b.0.total_cmp(&a.0)); // stable
+    merges.sort_by(|a, b| b.0.total_cmp(&a.0)); // stable sort
     let merges = merges.into_iter().map(|(_, (l, r))| (l.to_string(), r.to_string())).collect();
     let unknown = m.token("tokenizer.ggml.unknown_token_id")?.unwrap_or(0);
     let mut builder =

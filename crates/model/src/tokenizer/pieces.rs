@@ -1,9 +1,8 @@
-//! Every token as the bytes that it adds to a text: what a grammar over tokens is built from.
+//! The bytes that each token adds to a text. Grammars over tokens are built from these.
 //!
-//! The bytes of several tokens, one after the other, are the text of all of them as [`Tokenizer::decode`] gives it,
-//! but for the blank that SentencePiece takes off the start of a text, and for bytes that are no UTF-8. Decoders
-//! that do more than replace and join (WordPiece, suffixes of words) are refused: there a token has no bytes of
-//! its own.
+//! The concatenated bytes of several tokens equal their text from [`Tokenizer::decode`], except for the space that
+//! SentencePiece drops at the start of a text and for invalid UTF-8. Decoders that do more than replace and concatenate
+//! (WordPiece, word suffixes) are refused: their tokens have no fixed bytes.
 use super::Tokenizer;
 use crate::error::Error;
 use serde_json::Value;
@@ -11,24 +10,23 @@ use serde_json::Value;
 /// One token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// What it adds to a text; for a control token, its name in the vocabulary. Empty for ids that have no token.
+    /// The bytes it adds to a text; for a control token, its name in the vocabulary. Empty for ids without a token.
     pub bytes: Vec<u8>,
-    /// It has no text: a turn's end, a header, padding.
+    /// A token without text: an end of turn, a header, padding.
     pub control: bool,
 }
 
-/// How a vocabulary writes bytes.
+/// How a vocabulary encodes bytes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Spelling {
-    /// GPT-2: each byte is a printable character.
+    /// GPT-2: every byte is a printable character.
     ByteLevel,
-    /// SentencePiece: `▁` is a blank, `<0x0A>` a byte that has no token otherwise.
+    /// SentencePiece: `▁` is a space, `<0x0A>` a byte that has no token of its own.
     SentencePiece,
 }
 
 impl Tokenizer {
-    /// All tokens with ids below `vocab`, which is the model's number of logits and may be more than the tokenizer
-    /// knows.
+    /// All tokens with ids below `vocab`, the model's number of logits, which may exceed the tokenizer's vocabulary.
     pub fn pieces(&self, vocab: usize) -> Result<Vec<Piece>, Error> {
         let spelling = self.spelling()?;
         let added = self.inner.get_added_tokens_decoder();
@@ -53,7 +51,7 @@ impl Tokenizer {
     }
 }
 
-/// Of a decoder as `tokenizer.json` has it; `None` if it is of another kind.
+/// The byte encoding of a decoder in `tokenizer.json`; `None` if it is of another kind.
 fn spelling(decoder: &Value) -> Option<Spelling> {
     let kind = decoder.get("type")?.as_str()?;
     match kind {
@@ -90,7 +88,7 @@ fn spelling(decoder: &Value) -> Option<Spelling> {
 impl Spelling {
     fn bytes(self, token: &str) -> Vec<u8> {
         match self {
-            // A token with any other character is taken as it stands, as the decoder does.
+            // A token with any other character is taken literally, as the decoder does.
             Spelling::ByteLevel => {
                 token.chars().map(gpt2_byte).collect::<Option<_>>().unwrap_or_else(|| token.into())
             }
@@ -103,7 +101,7 @@ impl Spelling {
     }
 }
 
-/// GPT-2's `bytes_to_unicode` backwards: printable bytes stand for themselves, the others in order from U+0100 on.
+/// The inverse of GPT-2's `bytes_to_unicode`: printable bytes map to themselves, the others in order from U+0100 on.
 fn gpt2_byte(c: char) -> Option<u8> {
     let printable = |b: u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     match u32::from(c) {

@@ -1,4 +1,4 @@
-//! How a tensor's elements are encoded, on disk and in memory.
+//! The encodings of tensor elements, on disk and in memory.
 use kvist_cpu::linear::Packing;
 use std::fmt;
 use std::str::FromStr;
@@ -41,11 +41,11 @@ pub enum Encoding {
 struct Facts {
     encoding: Encoding,
     name: &'static str,
-    /// ggml's number.
+    /// ggml's type number.
     ggml: u32,
-    /// Elements and bytes of one block.
+    /// Elements and bytes per block.
     block: (usize, usize),
-    /// What it is in memory.
+    /// Its packing in memory.
     held: Packing,
 }
 
@@ -59,7 +59,7 @@ const fn facts(
     Facts { encoding, name, ggml, block, held }
 }
 
-/// In the order of the enum.
+/// In the order of the enum's variants.
 #[rustfmt::skip]
 const FACTS: [Facts; 30] = [
     facts(Encoding::F32, "f32", 0, (1, 4), Packing::F32),
@@ -101,7 +101,7 @@ impl Encoding {
     pub fn all() -> impl Iterator<Item = Encoding> {
         FACTS.iter().map(|facts| facts.encoding)
     }
-    /// The type that GGUF files call by this number.
+    /// The encoding with this type number in GGUF files.
     pub fn of_ggml(number: u32) -> Option<Encoding> {
         FACTS.iter().find(|facts| facts.ggml == number).map(|facts| facts.encoding)
     }
@@ -115,46 +115,46 @@ impl Encoding {
     pub fn is_float(self) -> bool {
         self.block().0 == 1
     }
-    /// Elements and bytes of one block; rows are whole blocks.
+    /// Elements and bytes per block. Rows consist of whole blocks.
     pub fn block(self) -> (usize, usize) {
         self.facts().block
     }
-    /// Bytes of a row of `len` elements; `None` if it is not whole blocks, or overflows.
+    /// Bytes of a row of `len` elements. `None` if that is not a whole number of blocks, or on overflow.
     pub fn row_bytes(self, len: usize) -> Option<usize> {
         let (elements, bytes) = self.block();
         len.is_multiple_of(elements).then_some(len / elements)?.checked_mul(bytes)
     }
-    /// Bytes of a tensor; `None` if its rows are not whole blocks, or it overflows.
+    /// Bytes of a tensor. `None` if its rows are not whole blocks, or on overflow.
     pub fn tensor_bytes(self, shape: &[usize]) -> Option<usize> {
         let (last, rows) = shape.split_last()?;
         rows.iter().try_fold(self.row_bytes(*last)?, |bytes, n| bytes.checked_mul(*n))
     }
-    /// How its tensors are held without a change of what they mean.
+    /// The lossless packing of this encoding in memory.
     pub(crate) fn held(self) -> Packing {
         self.facts().held
     }
-    /// What a tensor with rows of `row` elements becomes in memory under `form`.
+    /// The packing in memory, under `form`, of a tensor with rows of `row` elements.
     pub(crate) fn resident(self, form: WeightForm, row: usize) -> Packing {
         match form {
             WeightForm::F32 => Packing::F32,
-            // bf16 is held in pairs.
+            // bf16 is stored in pairs of inputs.
             WeightForm::AsStored if self == Encoding::BF16 && !row.is_multiple_of(2) => Packing::F32,
             WeightForm::AsStored => self.held(),
-            // Rows that are no whole blocks stay what they would be without it.
+            // Rows that are not whole blocks stay as stored.
             WeightForm::Q8_0 if row.is_multiple_of(32) => Packing::Q8_0,
             WeightForm::Q8_0 => self.resident(WeightForm::AsStored, row),
         }
     }
 }
 
-/// How linear layers are held in memory.
+/// How linear layers are kept in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WeightForm {
-    /// Every tensor in the encoding of its file.
+    /// Every tensor in its file's encoding.
     #[default]
     AsStored,
     F32,
-    /// 8.5 bits per weight, whatever the file holds.
+    /// 8.5 bits per weight, whatever the file's encoding.
     Q8_0,
 }
 

@@ -1,7 +1,7 @@
 //! GGUF files, versions 2 and 3, little endian (the format of ggml: header, metadata, tensor table, data).
 //!
-//! Our own reader, because a header is untrusted: every count and length is checked against what is left of the
-//! file before it is believed, and offsets against the file's end.
+//! kvist has its own reader because headers are untrusted: every count and length is checked against the rest of the
+//! file before use, and offsets against the end of the file.
 use super::encoding::Encoding;
 use super::view::View;
 use crate::error::Error;
@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A parsed header over the file's bytes; of a split file, over those of its parts, the first of which has the metadata.
+/// A parsed header and the file's bytes. For a split file: the bytes of all parts; the first part has the metadata.
 #[derive(Debug)]
 pub struct Gguf {
     file: String,
@@ -24,7 +24,7 @@ pub struct Gguf {
 struct TensorInfo {
     part: usize,
     shape: Vec<usize>, // slowest dimension first
-    /// `Err` names an encoding that kvist does not read; it matters only if the tensor is asked for.
+    /// `Err` names an encoding that kvist does not support. It is reported only if the tensor is requested.
     encoding: Result<Encoding, String>,
     bytes: Range<usize>,
 }
@@ -41,19 +41,19 @@ pub enum Value {
     Texts(Vec<String>),
 }
 
-/// Typed look-ups whose errors name file and key.
+/// Metadata with typed look-ups. Errors name the file and the key.
 #[derive(Debug)]
 pub struct Metadata {
     file: String,
     values: BTreeMap<String, Value>,
 }
 
-/// No name or key is longer.
+/// Upper bound on the length of names and keys.
 const MAX_NAME: usize = 64 << 10;
 const MAX_DIMS: u32 = 4;
 
 impl Gguf {
-    /// `file` is what errors call it.
+    /// Parses a header. Errors call the file `file`.
     pub fn parse(file: &str, contents: Arc<Contents>) -> Result<Self, Error> {
         let mut r = Reader { file, bytes: &contents, at: 0 };
         if r.take(4, "the magic")? != b"GGUF" {
@@ -115,7 +115,7 @@ impl Gguf {
                 return Err(r.bad(format!("holds the tensor `{name}` twice")));
             }
         }
-        // Bytes that are two tensors at once are neither.
+        // Two tensors must not share bytes.
         let mut ranges: Vec<_> = tensors.iter().filter(|(_, t)| !t.bytes.is_empty()).collect();
         ranges.sort_unstable_by_key(|(name, t)| (t.bytes.start, *name));
         if let Some([(a, _), (b, _)]) =
@@ -126,7 +126,7 @@ impl Gguf {
         Ok(Gguf { file: file.into(), parts: vec![(file.into(), contents)], metadata, tensors })
     }
 
-    /// Take the tensors of another part of the same file.
+    /// Adds the tensors of another part of the same file.
     pub(super) fn join(&mut self, other: Gguf) -> Result<(), Error> {
         let first = self.parts.len();
         for (name, info) in other.tensors {
@@ -140,7 +140,7 @@ impl Gguf {
         Ok(())
     }
 
-    /// A file that is in memory already; `file` is what errors call it.
+    /// Parses a file in memory. Errors call it `file`.
     pub fn from_bytes(file: &str, bytes: Vec<u8>) -> Result<Self, Error> {
         Self::parse(file, Arc::new(Contents::Read(bytes)))
     }
@@ -148,7 +148,7 @@ impl Gguf {
     pub fn file(&self) -> &str {
         &self.file
     }
-    /// `general.file_type` by llama.cpp's name; `None` where it is missing or means nothing.
+    /// llama.cpp's name of `general.file_type`; `None` if the key is missing or the number unknown.
     pub fn file_type(&self) -> Option<&'static str> {
         let number = self.metadata.size("general.file_type").ok()??;
         FILE_TYPES.iter().find(|(known, _)| *known == number).map(|(_, name)| *name)
@@ -156,7 +156,7 @@ impl Gguf {
     pub fn n_tensors(&self) -> usize {
         self.tensors.len()
     }
-    /// Is there a tensor of this GGUF name?
+    /// True if there is a tensor of this GGUF name.
     pub fn has(&self, name: &str) -> bool {
         self.tensors.contains_key(name)
     }
@@ -181,8 +181,8 @@ impl Gguf {
         view.ok_or_else(|| Error::Malformed { file: file.clone(), what: format!("`{name}` is empty") })
     }
 
-    /// The number beside a weight that multiplies all of it: converters of nvfp4 write one, whose blocks have scales of eight
-    /// bits.
+    /// The scale tensor stored next to a weight, which multiplies all its elements. Converters of nvfp4 write one,
+    /// because its block scales have only eight bits.
     fn scale_of(&self, weight: &str) -> Result<Option<f32>, Error> {
         let Some(name) = weight.strip_suffix(".weight").map(|layer| format!("{layer}.scale")) else {
             return Ok(None);
@@ -199,7 +199,7 @@ impl Gguf {
         }
     }
 
-    /// A tensor by its Hugging Face name, as it stands in the file, with its scale.
+    /// A tensor by its Hugging Face name, with its scale and with its rows as the file orders them.
     pub fn find(&self, name: &str) -> Result<View<'_>, Error> {
         let missing = || Error::MissingTensor { file: self.file.clone(), name: name.into() };
         let gguf = self.gguf_name(name).ok_or_else(missing)?;
@@ -215,8 +215,8 @@ impl Gguf {
         })
     }
 
-    /// The rows of a tensor in their original order, which is another one for q and k of families that llama.cpp's
-    /// converter permutes. `name` is that of Hugging Face.
+    /// Restores the original order of rows: in some families llama.cpp's converter permutes the rows of q and k. `name`
+    /// is the Hugging Face name.
     pub(super) fn in_order<'s>(&self, name: &str, view: View<'s>) -> Result<View<'s>, Error> {
         let key = match name.rsplit('.').nth(1) {
             Some("q_proj") => "attention.head_count",
@@ -235,19 +235,19 @@ impl Gguf {
         Ok(view.interleaved(heads))
     }
 
-    /// llama.cpp's name of a Hugging Face tensor. Two names mean different things in different families; there the
-    /// tensors that a file has tell.
+    /// llama.cpp's name of a Hugging Face tensor. Two names have different meanings in different families; the tensors
+    /// present in the file decide.
     fn gguf_name(&self, name: &str) -> Option<String> {
         let gguf = gguf_name(name)?;
         let (layer, _) = gguf.rsplit_once('.')?;
         let (layer, module) = layer.rsplit_once('.').unwrap_or((layer, ""));
         let has = |module: &str| self.has(&format!("{layer}.{module}.weight"));
         match module {
-            // The norm behind attention is that before the MLP, but where there is one for each.
+            // `post_attention_layernorm` is the norm before the MLP, except in files that have both norms.
             "ffn_norm" if name.contains("post_attention_layernorm") && has("post_attention_norm") => {
                 Some(gguf.replace("ffn_norm", "post_attention_norm"))
             }
-            // Phi-3's has the rows of both.
+            // In Phi-3, this tensor has the rows of both gate and up.
             "ffn_up" if name.ends_with("mlp.up_proj.weight") && !has("ffn_gate") => None,
             _ => Some(gguf),
         }
@@ -269,7 +269,7 @@ fn gguf_name(name: &str) -> Option<String> {
     }
     let (layer, part) = name.strip_prefix("model.layers.")?.split_once('.')?;
     let (module, kind) = part.rsplit_once('.')?;
-    // Experts, one by one as the first files have them, or all in one tensor.
+    // Experts: one tensor each in the oldest files, else one tensor for all.
     if let Some((part, expert)) = expert(module) {
         return Some(match expert {
             Some(expert) => format!("blk.{layer}.{part}.{expert}.{kind}"),
@@ -296,7 +296,8 @@ fn gguf_name(name: &str) -> Option<String> {
     Some(format!("blk.{layer}.{module}.{kind}"))
 }
 
-/// The part of an expert, and its number: `mlp.experts.3.up_proj`, `mlp.experts.up_proj` for all.
+/// The part of an expert and its number: `mlp.experts.3.up_proj`. There is no number in `mlp.experts.up_proj`, which
+/// has all experts.
 fn expert(module: &str) -> Option<(&'static str, Option<&str>)> {
     let rest = module.split_once(".experts.")?.1;
     let (expert, part) = match rest.split_once('.') {
@@ -338,7 +339,7 @@ impl Metadata {
     pub fn size(&self, key: &str) -> Result<Option<usize>, Error> {
         self.typed(key, "a size", |v| match v {
             Value::Int(n) => usize::try_from(*n).ok(),
-            // Some files list a size per layer; kvist runs those whose layers agree.
+            // Some files list one size per layer; kvist supports those whose layers agree.
             Value::Ints(list) => {
                 let first = *list.first()?;
                 list.iter().all(|n| *n == first).then(|| usize::try_from(first).ok())?
@@ -397,7 +398,7 @@ impl Metadata {
     }
 }
 
-/// Walks the header and never past the end.
+/// Walks the header; never reads past the end.
 struct Reader<'f> {
     file: &'f str,
     bytes: &'f [u8],
@@ -431,7 +432,7 @@ impl<'f> Reader<'f> {
     fn u64(&mut self, what: &str) -> Result<u64, Error> {
         Ok(u64::from_le_bytes(self.array(what)?))
     }
-    /// A number of things of at least `bytes_each`, which must be able to lie in what is left of the file.
+    /// Reads a count of items of at least `bytes_each`. They must fit into the rest of the file.
     fn count(&mut self, what: &str, bytes_each: usize) -> Result<usize, Error> {
         let n = self.u64(what)?;
         let most = self.left() / bytes_each;
@@ -591,7 +592,7 @@ const FILE_TYPES: [(usize, &str); 35] = [
     (40, "Q1_0"),
 ];
 
-/// ggml's name of a type that kvist does not read.
+/// ggml's name of a type that kvist does not support.
 fn ggml_type_name(kind: u32) -> String {
     let name = match kind {
         24..=27 => "whole numbers",

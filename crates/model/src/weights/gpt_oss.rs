@@ -1,4 +1,4 @@
-//! The experts of gpt-oss in safetensors: one tensor for all of a layer, gate and up row by row in turn.
+//! The experts of gpt-oss in safetensors: one tensor for all experts of a layer, with gate and up rows alternating.
 //!
 //! ```text
 //! as published    gate_up_proj_blocks [n, 2·width, hidden / 32, 16], …_scales [n, 2·width, hidden / 32]     MXFP4
@@ -12,7 +12,7 @@ use super::view::{Order, View};
 use crate::config::TensorSpec;
 use crate::error::Error;
 
-/// The tensor of one expert, by the name that other families have for it. `None` if it is no expert's or not in the
+/// The tensor of one expert, by the name that other families use. `None` if the name is not an expert's, or not in the
 /// folder.
 pub(super) fn find<'f>(folder: &'f Folder, spec: &TensorSpec) -> Result<Option<View<'f>>, Error> {
     let Some(wanted) = Wanted::parse(folder, spec) else { return Ok(None) };
@@ -25,14 +25,14 @@ pub(super) fn find<'f>(folder: &'f Folder, spec: &TensorSpec) -> Result<Option<V
     }
 }
 
-/// What `model.layers.0.mlp.experts.3.up_proj.weight` means here.
+/// What `model.layers.0.mlp.experts.3.up_proj.weight` refers to in this layout.
 struct Wanted<'f, 'n> {
     folder: &'f Folder,
     spec: &'n TensorSpec,
     /// `model.layers.0.mlp.experts.gate_up_proj`
     whole: String,
     expert: usize,
-    /// Of the rows that it shares: the first, and how far the next.
+    /// Its rows in the shared tensor: the first, and the step to the next.
     first: usize,
     step: usize,
     is_bias: bool,
@@ -53,7 +53,7 @@ impl<'f, 'n> Wanted<'f, 'n> {
         Some(Wanted { folder, spec, whole, expert, first, step, is_bias: kind == "bias" })
     }
 
-    /// Rows of the tensor that it shares.
+    /// Number of rows of the shared tensor.
     fn columns(&self) -> usize {
         self.spec.shape[0] * self.step
     }
@@ -88,7 +88,7 @@ impl<'f, 'n> Wanted<'f, 'n> {
         Ok(Some(view))
     }
 
-    /// The bytes of this expert, of a tensor with so much for each.
+    /// The bytes of this expert in a tensor with `n` experts.
     fn part(&self, name: &str, shape: &[usize], each: &[usize], bytes: &'f [u8]) -> Result<&'f [u8], Error> {
         match shape.split_first() {
             Some((n, found)) if found == each && self.expert < *n => {

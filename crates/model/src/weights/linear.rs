@@ -42,7 +42,7 @@ impl Linear {
         }
     }
 
-    /// Bytes a matrix takes in memory when it is loaded in this form, its bias not counted.
+    /// Bytes that a matrix takes in memory when loaded in this form, without its bias.
     pub fn resident_bytes(shape: &[usize], stored: Encoding, form: WeightForm) -> u64 {
         let (inputs, rows) = shape.split_last().unwrap_or((&0, &[]));
         let outputs = rows.iter().try_fold(1usize, |n, rows| n.checked_mul(*rows));
@@ -51,7 +51,7 @@ impl Linear {
     }
 }
 
-/// Rows by token, and, where the model ties them, the output layer.
+/// Token embeddings. If the model ties them, also the output layer.
 #[derive(Debug)]
 pub struct Embedding {
     table: Linear, // [vocab, hidden]
@@ -62,7 +62,7 @@ impl Embedding {
         Embedding { table: Linear::new(table, 1.0) }
     }
 
-    /// `out` becomes `[tokens, hidden]`. Tokens must lie inside the vocabulary.
+    /// Copies the rows of `tokens`; `out` becomes `[tokens, hidden]`. Tokens must lie inside the vocabulary.
     pub fn gather(&self, tokens: &[u32], out: &mut Vec<f32>) {
         let hidden = self.table.weight.inputs();
         out.resize(tokens.len() * hidden, 0.0);
@@ -76,7 +76,7 @@ impl Embedding {
         self.table.forward(compute, x, out);
     }
 
-    /// Bytes the table takes in memory; it is never held twice.
+    /// Bytes the table takes in memory. It is kept only once, even if tied.
     pub fn resident_bytes(shape: &[usize], stored: Encoding, form: WeightForm) -> u64 {
         Linear::resident_bytes(shape, stored, form)
     }

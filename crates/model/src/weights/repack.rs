@@ -1,13 +1,14 @@
-//! What formats that no kernel reads become when a file is read.
+//! Converts encodings without a kernel of their own when a file is read.
 //!
-//! The rare ones of ggml (iq1 to iq3, tq) have at most sixteen values, small whole scales and one float per 256 weights: they
-//! become [`Packing::Few`](kvist_cpu::linear::Packing::Few), which holds just that, and lose nothing. Their grids (`grids.bin`, written by
-//! `tools/fixtures/grids.py`) are those of ggml. Two have other homes, as exact: the one bit of q1_0 is a code of q4_0, and
-//! a product of nvfp4, whose scales change every 16 weights, fits into bf16.
+//! ggml's rare encodings (iq1 to iq3, tq) have at most sixteen values, small integer scales and one float per 256
+//! weights. They are converted without loss to [`Packing::Few`](kvist_cpu::linear::Packing::Few), which stores exactly
+//! that. Their grids (`grids.bin`, written by `tools/fixtures/grids.py`) are ggml's. Two other encodings are converted
+//! exactly as well: the single bit of q1_0 becomes a code of q4_0, and a product of nvfp4, whose scales change every 16
+//! weights, fits into bf16.
 use super::encoding::Encoding;
 use std::borrow::Cow;
 
-/// The blocks of a tensor in the packing that [`Encoding::held`] names.
+/// Converts the blocks of a tensor to the packing that [`Encoding::held`] returns.
 pub(super) fn held(encoding: Encoding, bytes: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
     match encoding {
         Encoding::Iq1S => few(encoding, &bytes, iq1_s),
@@ -19,7 +20,7 @@ pub(super) fn held(encoding: Encoding, bytes: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
         Encoding::Iq3S => few(encoding, &bytes, iq3_s),
         Encoding::Tq1_0 => few(encoding, &bytes, tq1_0),
         Encoding::Tq2_0 => few(encoding, &bytes, tq2_0),
-        // Without the sum of its codes.
+        // Drops the sum of the codes.
         Encoding::Q8_1 => each(encoding, &bytes, |block, out| {
             out[..2].copy_from_slice(&block[..2]);
             out[2..].copy_from_slice(&block[4..]);
@@ -36,7 +37,7 @@ pub(super) fn held(encoding: Encoding, bytes: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
     .into()
 }
 
-/// Every block in its new form, in memory of the right size from the start.
+/// Converts every block. Allocates the output at its final size.
 fn each(encoding: Encoding, bytes: &[u8], write: impl Fn(&[u8], &mut [u8])) -> Vec<u8> {
     let (elements, size) = encoding.block();
     let (held_elements, held_size) = encoding.held().block();
@@ -50,7 +51,7 @@ fn few(encoding: Encoding, bytes: &[u8], form: fn(&[u8]) -> Few) -> Vec<u8> {
     each(encoding, bytes, |block, out| form(block).write(out))
 }
 
-/// Rounded as ggml does.
+/// Quantises to q8_0 with ggml's rounding.
 pub(super) fn to_q8_0(x: &[f32]) -> Vec<u8> {
     let block = |x: &[f32]| {
         let d = x.iter().fold(0f32, |most, x| most.max(x.abs())) / 127.0;
@@ -61,7 +62,7 @@ pub(super) fn to_q8_0(x: &[f32]) -> Vec<u8> {
     x.chunks_exact(32).flat_map(block).collect()
 }
 
-/// One float and 256 codes. No packing has so wide a scale, so it becomes floats.
+/// One float and 256 codes. No packing has such a wide scale, so it is converted to floats.
 fn q8_k(block: &[u8], out: &mut [u8]) {
     let d = f32::from_le_bytes([block[0], block[1], block[2], block[3]]);
     for (code, out) in block[4..260].iter().zip(out.as_chunks_mut::<4>().0) {
@@ -69,7 +70,7 @@ fn q8_k(block: &[u8], out: &mut [u8]) {
     }
 }
 
-/// `d, bits[128]`; w = ±d. Four blocks of q4_0, whose codes 7 and 9 mean −d and d.
+/// `d, bits[128]`; w = ±d. Becomes four blocks of q4_0, whose codes 7 and 9 mean −d and d.
 fn q1_0(block: &[u8], out: &mut [u8]) {
     for (bits, out) in block[2..].chunks_exact(4).zip(out.chunks_exact_mut(18)) {
         let code = |i: usize| 7 + 2 * (bits[i / 8] >> (i % 8) & 1);
@@ -78,8 +79,8 @@ fn q1_0(block: &[u8], out: &mut [u8]) {
     }
 }
 
-/// `scales[4], codes of 4 bits[4][16]`; w = scale × value, as bf16. A scale has four significant bits and a value two, so the
-/// product has six at most, of eight.
+/// `scales[4], codes of 4 bits[4][16]`; w = scale × value, as bf16. A scale has four significant bits and a value two,
+/// so the product has at most six of bf16's eight.
 fn nvfp4(block: &[u8], out: &mut [u8]) {
     const TWICE: [i8; 8] = [0, 1, 2, 3, 4, 6, 8, 12];
     for (i, out) in out.as_chunks_mut::<2>().0.iter_mut().enumerate() {
@@ -90,8 +91,7 @@ fn nvfp4(block: &[u8], out: &mut [u8]) {
     }
 }
 
-/// Half of a float of four bits of exponent and three of mantissa. Its sign is not looked at; what would be NaN is 0, as in
-/// ggml.
+/// Half of a float with four exponent bits and three mantissa bits. Ignores the sign; NaN becomes 0, as in ggml.
 fn half_e4m3(x: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(x >> 3 & 15), f32::from(x & 7));
     match exponent {
@@ -130,17 +130,17 @@ fn u32_at(bytes: &[u8], i: usize) -> u32 {
 fn f16_at(bytes: &[u8], i: usize) -> f32 {
     half::f16::from_bits(u16_at(bytes, i)).to_f32()
 }
-/// Four bits, two fields a byte, the lower ones first.
+/// Reads a 4-bit field; two fields per byte, the lower one first.
 fn nibble(bytes: &[u8], i: usize) -> u8 {
     bytes[i / 2] >> (4 * (i % 2)) & 15
 }
-/// Eight signs of which seven are stored: their number is even.
+/// Eight signs, of which seven are stored: the number of minus signs is even.
 fn signs_of(seven: u32) -> u8 {
     let seven = (seven & 127) as u8;
     seven | (seven.count_ones() as u8 & 1) << 7
 }
 
-/// Entries of ggml's grids: a field of two bits for each of eight values, or of three for each of four.
+/// Entries of ggml's grids: eight 2-bit fields, or four 3-bit fields.
 struct Grid {
     first: usize,
     fields: u32,
@@ -162,7 +162,7 @@ impl Grid {
     }
 }
 
-/// Magnitudes, and the same with a minus from code `8` on.
+/// Magnitudes, and from code `8` on the same ones negated.
 fn signed(magnitudes: &[i8]) -> [i8; 16] {
     std::array::from_fn(|i| {
         let value = magnitudes.get(i % 8).copied().unwrap_or(0);
@@ -171,7 +171,7 @@ fn signed(magnitudes: &[i8]) -> [i8; 16] {
 }
 const TWOS: [i8; 3] = [8, 25, 43];
 
-/// 32 runs of eight codes, each from an entry of a grid (or two) and eight signs.
+/// 32 runs of eight codes, each from one grid entry (or two) and eight signs.
 fn grids(d: f32, values: [i8; 16], scale: impl Fn(usize) -> u8, run: impl Fn(usize) -> [u8; 8]) -> Few {
     let mut codes = [0; 256];
     codes.as_chunks_mut::<8>().0.iter_mut().enumerate().for_each(|(i, codes)| *codes = run(i));
@@ -243,7 +243,7 @@ fn iq3_s(block: &[u8]) -> Few {
     })
 }
 
-/// w = d × (2s + 1) × (grid − 1 ± 1/8): the sums, times eight, by code; those with a minus from code 8 on.
+/// w = d × (2s + 1) × (grid − 1 ± 1/8): the sums times eight, by code; from code 8 on those with a minus.
 const NEAR_ONES: [i8; 16] = [-7, 1, 9, 0, 0, 0, 0, 0, -9, -1, 7, 0, 0, 0, 0, 0];
 
 /// `d, grid indices[32], 8 × (4 × 3 upper bits of the indices, 3 bits of scale, sign of the eighth)`
@@ -280,7 +280,7 @@ fn tq2_0(block: &[u8]) -> Few {
     ternary(f16_at(block, 32), |i| block[i / 128 * 32 + i % 32] >> (2 * (i % 128 / 32)) & 3)
 }
 
-/// Five digits of base 3 a byte, as a fraction of 256: `[5][32]` in 32 bytes, `[5][16]` in 16, `[4][4]` in 4; `d`
+/// Five base-3 digits per byte, as a fraction of 256: `[5][32]` in 32 bytes, `[5][16]` in 16, `[4][4]` in 4; `d`
 fn tq1_0(block: &[u8]) -> Few {
     ternary(f16_at(block, 26), |i| {
         let (byte, digit) = match i {

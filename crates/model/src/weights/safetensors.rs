@@ -14,12 +14,12 @@ struct Shard {
     file: String,
     contents: Contents,
     metadata: Metadata,
-    /// Where tensor data begins.
+    /// Offset of the tensor data.
     data: usize,
 }
 
 impl Shard {
-    /// What the header says are the tensor's, if the file has them.
+    /// The bytes that the header assigns to the tensor. `None` if they lie beyond the file.
     fn bytes(&self, info: &TensorInfo) -> Option<&[u8]> {
         let (from, until) = info.data_offsets;
         self.contents.get(self.data.checked_add(from)?..self.data.checked_add(until)?)
@@ -71,7 +71,7 @@ impl Folder {
         let malformed = |what: String| Error::Malformed { file: file.clone(), what };
         let (header, metadata) = SafeTensors::read_metadata(&contents)
             .map_err(|e| malformed(format!("is not a whole safetensors file: {e}")))?;
-        // The crate takes the last of two entries with one name.
+        // The crate keeps the last of two entries with the same name.
         let text = contents.get(size_of::<u64>()..).and_then(|rest| rest.get(..header)).unwrap_or_default();
         if let Some(name) = serde_json::from_slice::<Names>(text).ok().and_then(|names| names.twice) {
             return Err(malformed(format!("lists `{name}` twice")));
@@ -91,7 +91,7 @@ impl Folder {
         &self.path
     }
 
-    /// A tensor of bytes, if it is there.
+    /// A tensor of bytes, if present.
     pub(super) fn bytes(&self, name: &str) -> Result<Option<Bytes<'_>>, Error> {
         let Some(shard) = self.index.get(name).map(|shard| &self.shards[*shard]) else { return Ok(None) };
         let Some(info) = shard.metadata.info(name).filter(|info| info.dtype == Dtype::U8) else {
@@ -106,7 +106,7 @@ impl Folder {
 
     pub fn find(&self, name: &str) -> Result<View<'_>, Error> {
         let missing = || Error::MissingTensor { file: self.path.clone(), name: name.into() };
-        // A model of text that is part of a larger one has a name in front, at either of two places.
+        // In a multimodal checkpoint the names of the text model have a prefix, at one of two places.
         let inside = format!("language_model.{name}");
         let behind = name.strip_prefix("model.").map(|rest| format!("model.language_model.{rest}"));
         let names = [Some(name), Some(&inside), behind.as_deref()];
@@ -136,7 +136,7 @@ impl Folder {
 
 /// The keys of a header.
 struct Names {
-    /// One that stands there twice.
+    /// A key that occurs twice.
     twice: Option<String>,
 }
 
@@ -167,7 +167,7 @@ impl<'de> serde::de::Visitor<'de> for NamesVisitor {
     }
 }
 
-/// The files an index names, each once. They lie beside it: a name that leaves the folder is refused.
+/// The files an index names, each once. They are in the same folder; names that leave the folder are refused.
 fn shard_names(index: &Path) -> Result<Vec<PathBuf>, Error> {
     let file = index.display().to_string();
     let malformed = |what: String| Error::Malformed { file: file.clone(), what };

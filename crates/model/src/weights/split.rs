@@ -1,15 +1,16 @@
-//! GGUF files in parts, as llama.cpp's `gguf-split` writes them: `NAME-00001-of-00003.gguf` has the metadata and the
-//! others tensors alone, and `split.no`, `split.count` and `split.tensors.count` of each say which it is of how many.
+//! GGUF files in parts, as llama.cpp's `gguf-split` writes them. `NAME-00001-of-00003.gguf` has the metadata and the
+//! others only tensors. In each part, `split.no`, `split.count` and `split.tensors.count` give its number and the
+//! totals.
 use super::gguf::Gguf;
 use crate::error::Error;
 use crate::ffi::Contents;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A name has five digits for its number.
+/// The part number in a file name has five digits.
 const MAX_PARTS: usize = 99_999;
 
-/// The file, and the parts beside it if it is the first of several.
+/// Opens a file, and the other parts next to it if it is the first of several.
 pub(super) fn open(path: &Path, mmap: bool) -> Result<Gguf, Error> {
     let one = |path: &Path| Gguf::parse(&path.display().to_string(), Arc::new(Contents::open(path, mmap)?));
     let mut whole = one(path)?;
@@ -73,7 +74,7 @@ pub(super) fn open(path: &Path, mmap: bool) -> Result<Gguf, Error> {
     }
 }
 
-/// From the name of part `number` (from 0) to those of all; `None` if it is no such name.
+/// Returns the names of all parts, given that of part `number` (from 0). `None` if `path` is not named like a part.
 fn name(path: &Path, number: usize, count: usize) -> Option<impl Fn(usize) -> PathBuf> {
     let ending = move |number: usize| format!("-{:05}-of-{count:05}.gguf", number + 1);
     let stem = path.file_name()?.to_str()?.strip_suffix(&ending(number))?.to_string();

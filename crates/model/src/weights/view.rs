@@ -1,4 +1,4 @@
-//! One tensor of a file, not yet copied.
+//! A view of one tensor in a file; nothing is copied yet.
 use super::encoding::{Encoding, WeightForm};
 use super::linear::{Embedding, Linear};
 use super::repack;
@@ -7,35 +7,37 @@ use kvist_cpu::Compute;
 use kvist_cpu::linear::{Matrix, Packing};
 use std::borrow::Cow;
 
-/// Checked: `bytes` is exactly what shape and encoding need.
+/// A tensor of a file. `bytes` is exactly as long as shape and encoding require.
 #[derive(Clone, Debug)]
 pub struct View<'s> {
-    /// As the file names it.
+    /// The tensor's name in the file.
     pub name: String,
     /// Slowest dimension first.
     pub shape: Vec<usize>,
     pub encoding: Encoding,
     bytes: &'s [u8],
     order: Order<'s>,
-    /// What every element is multiplied by.
+    /// Multiplies every element.
     factor: f32,
 }
 
-/// How a file holds the rows of a tensor.
+/// The order of a tensor's rows in the file.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Order<'s> {
     AsTheyAre,
-    /// As llama.cpp's converter leaves q and k of the Llama family: of each head, the rows of its two halves in turn.
+    /// As llama.cpp's converter writes q and k of the Llama family: for each head, the rows of its two halves
+    /// alternate.
     Interleaved {
         heads: usize,
     },
-    /// Floats, turned: row `r` is column `first + r × step` of so many.
+    /// Transposed floats: row `r` is column `first + r × step` of `columns`.
     Columns {
         columns: usize,
         first: usize,
         step: usize,
     },
-    /// MXFP4, whose scales are another tensor and whose codes stand in pairs: row `r` is row `first + r × step`.
+    /// MXFP4 with scales in a separate tensor and codes in neighbouring pairs: row `r` is the file's row
+    /// `first + r × step`.
     Scaled {
         scales: &'s [u8],
         first: usize,
@@ -44,13 +46,13 @@ pub(super) enum Order<'s> {
 }
 
 impl<'s> View<'s> {
-    /// `None` if the bytes are not what the shape needs.
+    /// `None` if the number of bytes does not match the shape.
     pub fn new(name: &str, shape: Vec<usize>, encoding: Encoding, bytes: &'s [u8]) -> Option<Self> {
         let fits = encoding.tensor_bytes(&shape) == Some(bytes.len()) && !bytes.is_empty();
         fits.then(|| View { name: name.into(), shape, encoding, bytes, order: Order::AsTheyAre, factor: 1.0 })
     }
 
-    /// Rows that a file holds in another order, which must fit into its bytes.
+    /// A tensor whose rows are in another order in the file. They must lie inside its bytes.
     pub(super) fn ordered_by(
         name: &str,
         shape: Vec<usize>,
@@ -61,24 +63,24 @@ impl<'s> View<'s> {
         View { name: name.into(), shape, encoding, bytes, order, factor: 1.0 }
     }
 
-    /// As they stand in the file.
+    /// The bytes as in the file.
     pub(super) fn bytes(&self) -> &'s [u8] {
         self.bytes
     }
 
-    /// Rows are those of `heads` heads with the two halves of each interleaved.
+    /// Marks the rows as those of `heads` heads with the two halves of each interleaved.
     pub(super) fn interleaved(mut self, heads: usize) -> Self {
         self.order = Order::Interleaved { heads };
         self
     }
 
-    /// Every element is `factor` times what the bytes say.
+    /// Multiplies every element by `factor`.
     pub(super) fn times(mut self, factor: f32) -> Self {
         self.factor = factor;
         self
     }
 
-    /// The same with so many dimensions: the slowest become one.
+    /// Reduces the number of dimensions by merging the slowest ones.
     pub(super) fn merged(mut self, dimensions: usize) -> Self {
         while self.shape.len() > dimensions.max(1) {
             let slowest = self.shape.remove(0);
@@ -87,7 +89,7 @@ impl<'s> View<'s> {
         self
     }
 
-    /// `n` of its rows, from `first` on. There must be so many.
+    /// The `n` rows from `first` on. Panics if there are fewer.
     pub(super) fn rows(mut self, first: usize, n: usize) -> Self {
         let row_bytes = self.bytes.len() / self.shape[0];
         self.bytes = &self.bytes[first * row_bytes..(first + n) * row_bytes];
@@ -99,7 +101,7 @@ impl<'s> View<'s> {
         self.shape.last().copied().unwrap_or(1)
     }
 
-    /// The bytes with rows in the order of the Hugging Face checkpoints.
+    /// The bytes with rows in the order of Hugging Face checkpoints.
     fn ordered(&self) -> Result<Cow<'s, [u8]>, Error> {
         match self.order {
             Order::AsTheyAre => Ok(Cow::Borrowed(self.bytes)),
@@ -120,7 +122,8 @@ impl<'s> View<'s> {
         turned
     }
 
-    /// Blocks as ggml has them: the scale, and in each byte codes that are 16 apart where the file has neighbours.
+    /// Converts to ggml's blocks: the scale, then bytes with two codes that are 16 apart. In the file the two codes of
+    /// a byte are neighbours.
     fn scaled(&self, scales: &[u8], first: usize, step: usize) -> Vec<u8> {
         const CODES: usize = 16;
         let per_row = self.row_len() / 32;
@@ -137,7 +140,7 @@ impl<'s> View<'s> {
         all
     }
 
-    /// Whole rows move, so any encoding does: row `2i + h` of a head (half `h` of pair `i`) goes to row
+    /// Moves whole rows, so it works for any encoding: row `2i + h` of a head (half `h` of pair `i`) goes to row
     /// `h * dim / 2 + i`.
     fn halves_apart(&self, heads: usize) -> Result<Vec<u8>, Error> {
         // A bias is a column: its rows are single elements.
@@ -171,7 +174,7 @@ impl<'s> View<'s> {
         Ok(all)
     }
 
-    /// Before the factor.
+    /// All elements as f32, without the factor.
     fn decoded(&self) -> Result<Vec<f32>, Error> {
         let bytes = self.ordered()?;
         let halves =
@@ -192,7 +195,7 @@ impl<'s> View<'s> {
         })
     }
 
-    /// The matrix as it will be held, before the factor: `[out, in]`. Only a change of encoding decodes it.
+    /// The matrix `[out, in]` as it is kept in memory, without the factor. Decodes only if the encoding changes.
     fn matrix(&self, compute: &Compute, form: WeightForm) -> Result<Matrix, Error> {
         let resident = self.encoding.resident(form, self.row_len());
         let bytes = match resident {

@@ -1,4 +1,4 @@
-//! What the integration tests of this crate share.
+//! Shared code of this crate's integration tests.
 #![allow(dead_code)] // each test binary uses its part
 use kvist_backend::MemoryBudget;
 use kvist_cpu::Compute;
@@ -11,7 +11,7 @@ pub fn fixtures(kind: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(kind)
 }
 
-/// The sub-folders, sorted; there must be some.
+/// The sub-folders, sorted. Fails if there are none.
 pub fn cases(kind: &str) -> Vec<PathBuf> {
     let mut all: Vec<PathBuf> =
         std::fs::read_dir(fixtures(kind)).unwrap().map(|e| e.unwrap().path()).collect();
@@ -21,12 +21,12 @@ pub fn cases(kind: &str) -> Vec<PathBuf> {
     all
 }
 
-/// Options for texts as the fixtures have them.
+/// Load options for texts of the fixtures' length.
 pub fn texts() -> LoadOptions {
     LoadOptions { context: Some(128), ..LoadOptions::default() }
 }
 
-/// For tests that compare texts: a row's arithmetic is its own.
+/// For tests that compare texts: row arithmetic that is independent of the batch.
 pub fn load(file: ModelFile) -> Result<Arc<Model>, kvist_model::Error> {
     load_in(file, WeightForm::AsStored)
 }

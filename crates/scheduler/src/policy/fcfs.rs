@@ -1,4 +1,4 @@
-//! First come, first served. Preempted requests return to the place of their arrival.
+//! First come, first served. A preempted request returns to its original place, by arrival time.
 use super::{Policy, Rank, View, rank_of};
 
 pub struct Fcfs;

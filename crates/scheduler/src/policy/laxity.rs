@@ -1,7 +1,8 @@
 //! Least laxity first, preemptive: A. K. Mok, *Fundamental design problems of distributed systems for the
-//! hard-real-time environment*, PhD thesis, MIT 1983. Laxity is deadline − now − remaining work; now is common to all
-//! and drops out. Textbook laxity thrashes: who is served gains laxity and is overtaken at once. Here a victim is
-//! judged by its laxity on arrival, which is lower, so nobody overtakes because somebody was served. Requests without a deadline come last.
+//! hard-real-time environment*, PhD thesis, MIT 1983. Laxity is deadline − now − remaining work; `now` is the same for
+//! all requests and cancels out. Textbook laxity thrashes: a request that is served gains laxity and is preempted at
+//! once. To prevent that, a preemption victim is judged by its laxity on arrival, which is lower, so progress never
+//! makes a request easier to preempt. Requests without a deadline come last.
 use super::{Policy, Rank, View, rank_of};
 use crate::config::TokenWork;
 

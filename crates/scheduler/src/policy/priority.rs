@@ -1,7 +1,7 @@
 //! Priority with ageing, without preemption: waiting `ageing_ns` is worth one level. Linear ageing is L. Kleinrock's
-//! "A delay dependent queue discipline", Naval Research Logistics Quarterly 11 (1964), with one slope for all, so
-//! that the order of two requests never changes, and nobody waits for more than what arrives within
-//! `ageing_ns` · (difference in level).
+//! "A delay dependent queue discipline", Naval Research Logistics Quarterly 11 (1964), here with the same slope for
+//! all requests. The order of two requests therefore never changes, and a request waits only for requests that arrive
+//! within `ageing_ns` · (difference in level).
 use super::{Policy, Rank, View, rank_of};
 
 pub struct Priority {

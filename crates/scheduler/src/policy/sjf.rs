@@ -11,7 +11,7 @@ impl Policy for Sjf {
     fn name(&self) -> &'static str {
         "sjf"
     }
-    /// The whole job, however much of it is done.
+    /// Uses the work of the whole request, no matter how much of it is done.
     fn rank(&self, r: &View) -> Rank {
         rank_of(r.as_it_arrived().work_left_ns(self.work))
     }

@@ -1,8 +1,8 @@
-//! Shortest remaining processing time, preemptive: optimal for the mean response of one server.
-//! L. E. Schrage, "A proof of the optimality of the shortest remaining processing time discipline",
-//! Operations Research 16 (1968); its mean for M/G/1: L. E. Schrage and L. W. Miller, Operations Research 14 (1966).
+//! Shortest remaining processing time, preemptive. Optimal for the mean response time of one server: L. E. Schrage, "A
+//! proof of the optimality of the shortest remaining processing time discipline", Operations Research 16 (1968). Its
+//! mean for M/G/1: L. E. Schrage and L. W. Miller, Operations Research 14 (1966).
 //!
-//! What remains includes prefill, and after a preemption what must be computed again.
+//! Remaining work includes prefill and, after a preemption, the tokens to recompute.
 use super::{Policy, Rank, View, rank_of};
 use crate::config::TokenWork;
 

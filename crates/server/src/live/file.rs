@@ -1,8 +1,8 @@
-//! A recording's file, written on a thread of its own: a slow disk holds up no step.
+//! The file of a recording. A separate thread writes it, so a slow disk delays no step.
 //!
-//! Whole turns are handed over, and wait in memory until they are written, [`MAX_BEHIND`] bytes of them at most. Where
-//! the disk is slower than that, is full, or fails, the recording ends with the last turn that was written whole: what is
-//! there can be replayed. The log says so, once, and the engine goes on.
+//! Whole turns are handed to that thread and wait in memory until they are written, at most [`MAX_BEHIND`] bytes. If
+//! the disk is slower than that, is full, or fails, the recording ends with the last turn that was written completely,
+//! so the file can still be replayed. The log reports it once, and the engine continues.
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::sync::Arc;
@@ -13,15 +13,15 @@ use tokio::sync::oneshot;
 /// Bytes that may wait to be written.
 const MAX_BEHIND: usize = 64 << 20;
 
-/// What a recording is written to.
+/// Destination of a recording.
 pub(super) trait Sink: Write + Send + 'static {
-    /// Forget what is behind the first `bytes`.
+    /// Discard everything after the first `bytes`.
     fn cut(&mut self, bytes: u64);
 }
 
 impl Sink for File {
     fn cut(&mut self, bytes: u64) {
-        // A pipe cannot: its reader has read it.
+        // This fails on a pipe: its reader already has the bytes.
         let _ = self.set_len(bytes);
     }
 }
@@ -29,17 +29,17 @@ impl Sink for File {
 enum Order {
     /// Whole lines.
     Write(String),
-    /// Answer when all that was handed over before is in the file.
+    /// Reply when everything that was sent before is in the file.
     Answer(oneshot::Sender<()>),
 }
 
-/// The engine's side. Dropped, it lets the thread write what was handed over, and end.
+/// The engine's side. When it is dropped, the thread writes what it has received and ends.
 pub(super) struct RecordFile {
     orders: Sender<Order>,
-    /// Of the turn that is being told.
+    /// Lines of the current turn.
     turn: String,
     behind: Arc<AtomicUsize>,
-    /// It ended early, which the log has said.
+    /// The recording ended early. The log already says so.
     over: Arc<AtomicBool>,
     most: usize,
 }
@@ -65,12 +65,12 @@ impl RecordFile {
         Ok(RecordFile { orders, turn: String::new(), behind, over, most })
     }
 
-    /// Lines of the turn that is being told.
+    /// Add lines to the current turn.
     pub fn push(&mut self, lines: &str) {
         self.turn.push_str(lines);
     }
 
-    /// The turn is told. Returns whether the recording goes on; if not, nothing of the turn is in it.
+    /// Hand the current turn over. Returns whether the recording continues; if not, the file has no part of the turn.
     pub fn end_turn(&mut self) -> bool {
         if self.over.load(SeqCst) {
             return false;
@@ -90,10 +90,10 @@ impl RecordFile {
         self.orders.send(Order::Write(turn)).is_ok()
     }
 
-    /// Resolves when all turns that were told are in the file; to an error if they never will be.
+    /// Resolves when all turns so far are in the file, or to an error if they never will be.
     pub fn written(&self) -> oneshot::Receiver<()> {
         let (sender, written) = oneshot::channel();
-        // A thread that has ended drops it, which is the answer.
+        // A writer thread that has ended drops the sender, which is the error.
         let _ = self.orders.send(Order::Answer(sender));
         written
     }
@@ -103,10 +103,10 @@ fn say_over(why: &str) {
     tracing::error!(target: "kvist::server", "the recording ends here, with a whole turn: {why}");
 }
 
-/// Until the other side is gone. Flushed whenever it has caught up.
+/// The writer thread: runs until the other side is dropped. Flushes whenever it has caught up.
 fn write(sink: impl Sink, inbox: &Receiver<Order>, behind: &AtomicUsize) -> std::io::Result<()> {
     let mut file = BufWriter::new(sink);
-    // Bytes of whole turns that are certain to be in the file.
+    // Bytes written, and bytes of whole turns that are certainly in the file.
     let (mut written, mut whole) = (0, 0);
     let mut go_on = || -> std::io::Result<()> {
         loop {
@@ -138,7 +138,7 @@ fn write(sink: impl Sink, inbox: &Receiver<Order>, behind: &AtomicUsize) -> std:
     };
     let ended = go_on();
     if ended.is_err() {
-        // What is in the buffer must not be tried again when it is dropped.
+        // Dropping the buffer must not try to write its contents again.
         let (mut sink, _) = file.into_parts();
         sink.cut(whole);
     }
@@ -152,7 +152,7 @@ mod tests {
     use std::sync::Mutex;
     use std::sync::mpsc::SyncSender;
 
-    /// A disk of so many bytes, which waits for leave before each write, if it is given somebody to ask.
+    /// A disk with a capacity of `room` bytes. If `leave` is set, each write waits for a message on it.
     struct Disk {
         bytes: Arc<Mutex<Vec<u8>>>,
         room: usize,
@@ -194,7 +194,7 @@ mod tests {
         format!("{{\"turn\":{i}}}\n").repeat(1 + i % 3)
     }
 
-    /// Turns one after the other until it says that it is over, or `n`; how many it took.
+    /// Record `n` turns, or as many as the recording accepts. Returns their number.
     fn tell(file: &mut RecordFile, n: usize) -> usize {
         (0..n)
             .find(|i| {
@@ -217,12 +217,12 @@ mod tests {
         assert_eq!(file.behind.load(SeqCst), 0);
     }
 
-    /// Nothing waits for a disk that takes nothing; what it takes at last is whole turns.
+    /// Nothing waits for a disk that accepts nothing. What it accepts in the end is whole turns.
     #[test]
     fn a_slow_disk_ends_the_recording_and_holds_nothing_up() {
         let (mut file, bytes, go) = record(usize::MAX, 20_000, true);
         let told = tell(&mut file, 100_000);
-        // The thread has a buffer of its own.
+        // The writer thread has a buffer of its own.
         let bytes_told = turns(told).len();
         assert!(bytes_told <= 30_000 && turns(told + 1).len() > 20_000, "{told} turns, {bytes_told} bytes");
         assert!(!file.end_turn(), "it stays over");
@@ -237,7 +237,7 @@ mod tests {
     fn a_full_disk_leaves_whole_turns() {
         let (mut file, bytes, _) = record(10_000, MAX_BEHIND, false);
         let mut told = 0;
-        // Handed over in parts, so that some are in the file before it is full.
+        // Wait now and then, so that some turns are in the file before it is full.
         while told < 100_000 {
             file.push(&turn(told));
             if !file.end_turn() {

@@ -1,10 +1,10 @@
-//! Which sessions there are, and what of each the cache still has: for the live view.
+//! The list of sessions for the live view, with the blocks of each that are still cached.
 //!
-//! A session at rest holds no block. What its next generation would find is in the prefix index, and that is what a
-//! listener is told: ids, sizes and blocks; no token, no name, no salt. It is told of [`MOST`] sessions, those that were
-//! used last, and again when anything about them has changed.
+//! A session that is not generating owns no block. Listeners therefore see what its next generation would find in the
+//! prefix index: ids, sizes and blocks, but no tokens, names or salts. The list has the [`MOST`] most recently used
+//! sessions, and is sent again when anything in it has changed.
 //!
-//! The engine's thread looks the blocks up, between two turns, so that listeners share what was found ([`Looks`]).
+//! The engine thread looks the blocks up between two turns. Listeners share one result ([`Looks`]).
 use crate::app::App;
 use crate::sessions::{Rest, SessionId};
 use futures_util::stream::{Stream, unfold};
@@ -15,16 +15,16 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 
-/// Sessions that are told of.
+/// Largest number of sessions in the list.
 const MOST: usize = 64;
-/// Between two looks.
+/// Interval between two lookups.
 const EVERY: Duration = Duration::from_millis(400);
 
 #[derive(Serialize)]
 struct Told {
-    /// In the order in which they were made.
+    /// In the order of creation.
     sessions: Vec<Session>,
-    /// How many there are beside these.
+    /// Number of sessions that are not listed.
     more: usize,
 }
 
@@ -34,12 +34,13 @@ struct Session {
     parent: Option<String>,
     tokens: usize,
     running: bool,
-    /// Per layer group, the blocks that it would find; `null` behind a window. Empty while it runs: its sequence has them.
+    /// Per layer group, the cached blocks of the history; `null` outside a sliding window. Empty while the session
+    /// runs: its sequence owns the blocks.
     tables: Vec<Vec<Option<u32>>>,
 }
 
-/// What was found last. All listeners share it: it promises that the engine's thread is asked once per interval, however
-/// many listen, and that it looks no blocks up while sessions and prefix index stay as they are.
+/// The last result, which all listeners share. The engine thread is asked once per interval, however many listeners
+/// there are, and looks no blocks up while sessions and prefix index stay unchanged.
 #[derive(Default)]
 pub(crate) struct Looks {
     last: Mutex<Option<Look>>,
@@ -48,19 +49,20 @@ pub(crate) struct Looks {
 
 struct Look {
     at: Instant,
-    /// Of what it is.
+    /// The sessions that the result describes.
     of: Vec<Seen>,
     more: usize,
     prefix_version: u64,
     told: Arc<str>,
 }
 
-/// A session as it was. What a listener is told of it is a function of this and of the prefix index.
+/// State of a session. The JSON for listeners depends only on this and on the prefix index.
 struct Seen {
     id: SessionId,
     parent: Option<SessionId>,
     running: bool,
-    /// Tokens that are changed are others from then on: while this names them, they cannot be changed where they are.
+    /// Identifies the tokens by pointer. While this weak reference exists, a change of the tokens moves them to a new
+    /// allocation.
     tokens: Weak<Vec<u32>>,
 }
 
@@ -89,7 +91,7 @@ impl Looks {
         self.lookups.load(SeqCst)
     }
 
-    /// The state of all sessions as JSON: as of now, or at most [`EVERY`] old. `None` when the engine has ended.
+    /// The list as JSON: current if `as_of_now`, otherwise at most [`EVERY`] old. `None` if the engine has ended.
     async fn look(self: &Arc<Self>, app: &App, as_of_now: bool) -> Option<Arc<str>> {
         let mut last = self.last.lock().await;
         let at = Instant::now();
@@ -129,7 +131,7 @@ impl Looks {
     }
 }
 
-/// The state of all sessions as JSON: now, and whenever it has changed.
+/// A stream of the list as JSON: once at the start, then after every change.
 pub(crate) fn watch(app: Arc<App>) -> impl Stream<Item = String> {
     let begin: (Arc<App>, Option<Arc<str>>) = (app, None);
     unfold(begin, |(app, before)| async move {
@@ -158,7 +160,7 @@ mod tests {
         assert!(!look.is_young(at + EVERY));
     }
 
-    /// What is compared of tokens is where they lie.
+    /// Tokens are compared by address.
     #[test]
     fn changed_tokens_are_seen() {
         let mut tokens = Arc::new(vec![1, 2, 3]);
@@ -170,7 +172,7 @@ mod tests {
         };
         let before = seen(&tokens);
         assert!(before == seen(&tokens));
-        // As generations push them, and as changed histories have them.
+        // First the way generations append tokens, then the way a history is replaced.
         Arc::make_mut(&mut tokens).push(4);
         assert!(before != seen(&tokens));
         let before = seen(&tokens);

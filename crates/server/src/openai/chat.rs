@@ -1,7 +1,7 @@
-//! `POST /v1/chat/completions`: the assistant's turn.
+//! `POST /v1/chat/completions`: generates the assistant's next message.
 //!
 //! A model without a chat template gets a plain one: `role: text` and a line break for every message, then
-//! `assistant:`. It ends where the next turn of the user would begin.
+//! `assistant:`. The answer ends where the next user message would begin.
 use super::fields::{ChatFields, Common, check, check_together, read};
 use super::generation::{Answers, Order};
 use super::scores::Scorer;
@@ -28,7 +28,7 @@ use kvist_model::tokenizer::Tokenizer;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Where the plain template's answer ends: the user's next turn.
+/// Stop string of the plain template: the start of the next user message.
 pub(crate) const PLAIN_STOP: &str = "\nuser:";
 
 pub(crate) async fn chat(
@@ -43,13 +43,13 @@ pub(crate) async fn chat(
     stream::respond(answers, shape, &common).await
 }
 
-/// From a body to what is submitted.
+/// Turn a checked body into a request to the engine. Runs on a blocking thread.
 fn prepare(app: &Arc<App>, caller: &Caller, body: &mut Value) -> Result<(Order, Turn, Common), ApiError> {
     check_together(body, app.bounds.tools)?;
     check(body, &app.schemas.chat, &app.bounds.model)?;
     let (common, mut fields): (Common, ChatFields) = (read(body)?, read(body)?);
     let wants_scores = fields.logprobs.unwrap_or(false);
-    // Both say "at most".
+    // Both are upper limits.
     let asked = fields.max_completion_tokens.into_iter().chain(fields.max_tokens).min();
     let id = app.new_id("chatcmpl");
     let mut order = Order::new(app, caller, &common, id.clone(), "chat")?;
@@ -62,7 +62,7 @@ fn prepare(app: &Arc<App>, caller: &Caller, body: &mut Value) -> Result<(Order, 
         order.written = app.marks.clone();
     }
     if !form.reads_calls() {
-        // The model is not to be told of them.
+        // The template must not describe tools that may not be called.
         fields.tools = None;
     }
     if let Some(effort) = fields.reasoning_effort.take() {
@@ -82,17 +82,17 @@ fn prepare(app: &Arc<App>, caller: &Caller, body: &mut Value) -> Result<(Order, 
     Ok((order, shape, common))
 }
 
-/// How an answer is read, and what it must look like.
+/// How an answer is parsed, and which grammar it must follow.
 pub(crate) struct Form {
-    /// `None`: text is text, because there are no tools, or none is to be called, and no channels.
+    /// `None`: the answer is plain text, because there are no channels, and no tools or none may be called.
     pub reading: Option<Reading>,
     pub constraint: Option<Compiled>,
-    /// A call is demanded.
+    /// A tool call is required.
     pub demands: bool,
 }
 
 impl Form {
-    /// `channels`: the answer is written in them.
+    /// `channels`: the model answers in Harmony channels.
     pub fn new(
         app: &App,
         channels: bool,
@@ -131,7 +131,7 @@ impl Form {
         Ok(Form { reading, constraint: grammar.map(|grammar| app.compile(&grammar)).transpose()?, demands })
     }
 
-    /// Tools may be called.
+    /// Returns whether tools may be called.
     pub fn reads_calls(&self) -> bool {
         self.reading.as_ref().is_some_and(|reading| reading.calls)
     }
@@ -151,8 +151,8 @@ fn prompt(app: &App, fields: &ChatFields) -> Result<Vec<u32>, ApiError> {
     encode_prompt(app, &text, model.chat_template().is_none(), "messages")
 }
 
-/// The conversation as text. What the model expects at the start of one is in it if the model has a template of its own.
-/// Longer than a body it may not be.
+/// Render the conversation as text. If the model has a template of its own, the text includes the tokens that the model
+/// expects at the start. A rendering longer than `max_body_bytes` is an error.
 pub(crate) fn render(app: &App, conversation: &Conversation) -> Result<String, ApiError> {
     let model = app.engine.model();
     let messages = for_templates(conversation.messages);
@@ -168,7 +168,8 @@ pub(crate) fn render(app: &App, conversation: &Conversation) -> Result<String, A
                     let ends = !conversation.add_generation_prompt;
                     write(app, template, tokenizer, &conversation)?.map(|text| {
                         match text.strip_suffix(RETURN) {
-                            // It ends what models are trained on, and is never read by one.
+                            // The template ends messages with this token as in training data. A model never reads it in
+                            // a prompt.
                             Some(text) if ends => format!("{text}{END}"),
                             _ => text,
                         }
@@ -184,7 +185,7 @@ pub(crate) fn render(app: &App, conversation: &Conversation) -> Result<String, A
                         write(app, template, tokenizer, &taught)
                     };
                     match in_place(Place::System)? {
-                        // The template may refuse a system message.
+                        // Some templates refuse a system message.
                         Err(error) if !matches!(error, Error::Halted) && !conversation.tools.is_empty() => {
                             in_place(Place::User)?
                         }
@@ -193,7 +194,8 @@ pub(crate) fn render(app: &App, conversation: &Conversation) -> Result<String, A
                 }
             };
             written.map_err(|e| {
-                // Templates refuse what their models were not trained on: roles that do not alternate, a system message.
+                // Templates refuse what their models were not trained on: roles that do not alternate, or a system
+                // message.
                 let param = match &e {
                     Error::Halted => return halted(),
                     Error::Usage(what) => what.split('`').nth(1).unwrap_or("messages"),
@@ -214,7 +216,7 @@ pub(crate) fn render(app: &App, conversation: &Conversation) -> Result<String, A
     Ok(text)
 }
 
-/// A conversation as the template writes it; the outer error is that there is no room for it.
+/// Render with the template. The outer error means that there is not enough memory for the rendering.
 fn write(
     app: &App,
     template: &ChatTemplate,
@@ -225,15 +227,15 @@ fn write(
     Ok(template.render_conversation(conversation, tokenizer))
 }
 
-/// Messages as templates know them.
+/// Adapt messages to what templates expect.
 fn for_templates(messages: &[Value]) -> Vec<Value> {
     let mut messages = messages.to_vec();
     for message in &mut messages {
-        // Null is "not there" to the API; templates ask whether a name is there, and take its length.
+        // The API treats null as absent. Templates test whether a name is present, and take its length.
         if let Some(fields) = message.as_object_mut() {
             fields.retain(|name, value| name == "content" || !value.is_null());
         }
-        // What the API calls developer, templates call system.
+        // The API's role `developer` is `system` in templates.
         if message["role"] == "developer" {
             message["role"] = "system".into();
         }
@@ -241,7 +243,7 @@ fn for_templates(messages: &[Value]) -> Vec<Value> {
     messages
 }
 
-/// The plain template: see the head of this file.
+/// The plain template, see the module documentation.
 fn plain(messages: &[Value], answer: bool) -> Result<String, ApiError> {
     let mut text = String::new();
     for (i, message) in messages.iter().enumerate() {
@@ -265,7 +267,7 @@ fn plain(messages: &[Value], answer: bool) -> Result<String, ApiError> {
     Ok(text)
 }
 
-/// A call as the API has it: that of `number` in the answer `index` of the request `id`.
+/// A tool call in the format of the API: call `number` of the answer `index` of the request `id`.
 pub(crate) fn tool_call(id: &str, index: usize, number: usize, call: &ToolCall) -> Value {
     json!({
         "id": format!("call_{}_{index}_{number}", id.trim_start_matches("chatcmpl-")),
@@ -274,7 +276,7 @@ pub(crate) fn tool_call(id: &str, index: usize, number: usize, call: &ToolCall) 
     })
 }
 
-/// The assistant's message that says this, with the calls as the API has them.
+/// The assistant message with this content, and with the calls in the format of the API.
 pub(crate) fn message(said: &Said, calls: Vec<Value>) -> Value {
     let mut message = json!({"role": "assistant", "content": said.content});
     if !said.reasoning.is_empty() {
@@ -289,9 +291,9 @@ pub(crate) fn message(said: &Said, calls: Vec<Value>) -> Value {
     message
 }
 
-/// One answer on its way.
+/// State of one answer.
 struct Speaker {
-    /// Its role was said.
+    /// The chunk that names the role was sent.
     begun: bool,
     calls: usize,
     reader: Option<AnswerReader>,
@@ -317,7 +319,7 @@ impl Speaker {
     }
 }
 
-/// How chat completions are written.
+/// Writes chat completions.
 pub(crate) struct Turn {
     app: Arc<App>,
     id: String,
@@ -327,7 +329,7 @@ pub(crate) struct Turn {
 }
 
 impl Turn {
-    /// An answer for every reader, or none where text is text.
+    /// One answer per reader. Without a reader the answer is plain text.
     pub fn new(
         app: &Arc<App>,
         id: String,
@@ -347,7 +349,7 @@ impl Turn {
         tool_call(&self.id, index, number, call)
     }
 
-    /// The chunk that names the role, once; then what is said.
+    /// Add the chunk that names the role, once, and then the content.
     fn say(&mut self, index: usize, said: Vec<ToolDelta>, mut scores: Value, choices: &mut Vec<Value>) {
         let speaker = &mut self.speakers[index];
         if !std::mem::replace(&mut speaker.begun, true) {
@@ -367,7 +369,7 @@ impl Turn {
             };
             choices.push(Self::choice(index, delta, scores.take(), None));
         }
-        // Every token is scored, be its text held back or read as a call.
+        // Every token gets its score, even if its text is held back or parsed as a call.
         if !scores.is_null() {
             choices.push(Self::choice(index, json!({"content": ""}), scores, None));
         }

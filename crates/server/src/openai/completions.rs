@@ -1,4 +1,4 @@
-//! `POST /v1/completions`: text goes on.
+//! `POST /v1/completions`: continues a text.
 use super::fields::{Common, CompletionFields, Prompt, check, check_together, read};
 use super::generation::{Answers, Order, too_many};
 use super::scores::Scorer;
@@ -43,16 +43,16 @@ pub(crate) async fn completions(
     stream::respond(answers, shape, &common).await
 }
 
-/// A request that is ready.
+/// A request that is ready to submit.
 struct Prepared {
     order: Order,
     shape: Text,
     common: Common,
-    /// Bytes of the prompts as texts, if they are to be given back as such.
+    /// Size of the prompts' text in bytes, if the prompts are echoed without log-probabilities.
     echoed_bytes: Option<usize>,
 }
 
-/// From a body to what is submitted.
+/// Turn a body into a request to the engine. Runs on a blocking thread.
 fn prepare(app: &Arc<App>, caller: &Caller, body: &mut Value) -> Result<Prepared, ApiError> {
     check_together(body, false)?;
     check_answers(app, body)?;
@@ -84,9 +84,9 @@ fn prepare(app: &Arc<App>, caller: &Caller, body: &mut Value) -> Result<Prepared
     Ok(Prepared { order, shape, common, echoed_bytes })
 }
 
-/// What the schema says in other words, or not at all.
+/// Checks that the schema lacks, or for which it has a worse message.
 fn check_answers(app: &App, body: &Value) -> Result<(), ApiError> {
-    // Its branches differ in what they hold, so that of too many prompts it would tell whichever came furthest.
+    // For too many prompts the schema would report the branch that matched deepest, which may be the wrong one.
     if let Some(prompts) = body["prompt"].as_array().filter(|prompts| prompts.iter().any(|p| !p.is_number()))
     {
         let n = body["n"].as_u64().and_then(|n| u32::try_from(n).ok()).unwrap_or(1).max(1);
@@ -102,11 +102,11 @@ fn check_answers(app: &App, body: &Value) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// A prompt that is given back.
+/// A prompt that is echoed.
 enum Echo {
-    /// As a text, which all answers to it share.
+    /// As text, which all answers to the prompt share.
     Text(Arc<str>),
-    /// With log-probabilities, token by token.
+    /// As tokens with log-probabilities.
     Scored { prompt: Arc<[u32]>, text: TextState, made: Arc<Vec<Token>> },
 }
 
@@ -115,7 +115,7 @@ impl Echo {
         Echo::Scored { prompt: prompt.clone(), text: TextState::new(&[]), made: Arc::default() }
     }
 
-    /// Scores of the next tokens. The first token has none.
+    /// Add the scores of the next tokens. The first token of a prompt has none.
     fn add(&mut self, app: &App, scores: impl Iterator<Item = Option<LogProb>>) {
         let Echo::Scored { prompt, text, made } = self else { return };
         let made = Arc::make_mut(made);
@@ -131,7 +131,7 @@ impl Echo {
         }
     }
 
-    /// All of its tokens, scored or not.
+    /// All tokens of the prompt, scored or not.
     fn tokens(&mut self, app: &App) -> Arc<Vec<Token>> {
         let left = match self {
             Echo::Text(_) => return Arc::default(),
@@ -147,17 +147,17 @@ impl Echo {
     }
 }
 
-/// How text completions are written.
+/// Writes text completions.
 pub(crate) struct Text {
     app: Arc<App>,
     id: String,
     created: u64,
     n: usize,
-    /// The prompts, if they are to be given back.
+    /// The prompts, if they are echoed.
     echoes: Vec<Echo>,
-    /// Characters of each answer that were given out: where the next token's text begins.
+    /// Characters of each answer that were written: the offset of the next token's text.
     shown: Vec<usize>,
-    /// Of each answer: what of its prompt was given out. Scored tokens, or bytes of the text.
+    /// How much of the prompt was written for each answer: in scored tokens, or in bytes of the text.
     echoed: Vec<usize>,
     scorer: Option<Scorer>,
 }
@@ -181,7 +181,7 @@ impl Text {
         json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish})
     }
 
-    /// Tokens with their scores.
+    /// A choice with tokens and their scores.
     fn scored(&mut self, index: usize, tokens: &[Token]) -> Value {
         let text: String = tokens.iter().map(|t| t.text.as_str()).collect();
         let offset = self.shown[index];
@@ -195,7 +195,7 @@ impl Text {
     }
 }
 
-/// Tokens of a prompt in one chunk of a stream.
+/// Tokens of a prompt per chunk of a stream.
 const CHUNK_TOKENS: usize = 64;
 
 impl Shape for Text {

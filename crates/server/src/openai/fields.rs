@@ -1,11 +1,12 @@
-//! The fields of a request, read from a body that is checked first: against its schema, and for what no schema says.
+//! The fields of a request. The body is checked first, against its schema and against rules that a schema cannot
+//! express.
 use crate::error::ApiError;
 use crate::schema;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-/// What both endpoints take, read from a body that passed its schema.
+/// Fields that both endpoints share, read from a body that passed its schema.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct Common {
@@ -57,7 +58,7 @@ pub(crate) struct CompletionFields {
     pub logprobs: Option<u8>,
 }
 
-/// As the client gave it.
+/// The prompt as the client sent it.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
 pub(crate) enum Prompt {
@@ -82,7 +83,7 @@ pub(crate) struct ChatFields {
     pub reasoning_effort: Option<String>,
 }
 
-/// What no schema says as well: fields that exclude each other, told before the schema is asked.
+/// Rules between fields that the schema does not express. Checked before the schema.
 pub(crate) fn check_together(body: &Value, tools: bool) -> Result<(), ApiError> {
     let given = |name: &str| body.get(name).is_some_and(|value| !value.is_null());
     if given("top_logprobs") && body.get("logprobs") != Some(&Value::Bool(true)) {
@@ -96,7 +97,7 @@ pub(crate) fn check_together(body: &Value, tools: bool) -> Result<(), ApiError> 
     Ok(())
 }
 
-/// Check a body's model and fields: what [`read`] then reads is as the schema says.
+/// Check a body's model and fields. Afterwards [`read`] can rely on the schema.
 pub(crate) fn check(body: &mut Value, schema: &Value, model: &str) -> Result<(), ApiError> {
     if let Some(asked) = body.get("model").and_then(Value::as_str)
         && asked != model
@@ -110,14 +111,14 @@ pub(crate) fn check(body: &mut Value, schema: &Value, model: &str) -> Result<(),
     Ok(())
 }
 
-/// Fields of a checked body.
+/// Read the fields of a checked body.
 pub(crate) fn read<'a, T: Deserialize<'a>>(body: &'a Value) -> Result<T, ApiError> {
     T::deserialize(body).map_err(|e| {
         ApiError::new(axum::http::StatusCode::BAD_REQUEST, "invalid_value", format!("the body: {e}"))
     })
 }
 
-/// `1.0` is an integer to JSON Schema, and none to serde.
+/// JSON Schema accepts `1.0` as an integer, serde does not: convert it.
 fn integers(value: &mut Value) {
     match value {
         Value::Number(number) if !number.is_i64() && !number.is_u64() => {

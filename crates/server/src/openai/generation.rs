@@ -1,7 +1,7 @@
-//! One request's answers: prompts × `n` generations, merged into one stream of events.
+//! The answers of one request: prompts × `n` generations, merged into one stream of events.
 //!
-//! The first answer to each prompt is submitted at once; the others when its first token has come, so that they find its
-//! prompt in the cache. Dropping [`Answers`] cancels whatever still runs.
+//! The first answer to each prompt is submitted at once. The others are submitted after its first token, so that they
+//! find the prompt in the cache. Dropping [`Answers`] cancels all generations that still run.
 use super::fields::{Common, OneOrMore};
 use super::sampling::sampling;
 use crate::app::App;
@@ -24,34 +24,34 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
-/// What a generation tells; an error ends the request.
+/// The events of a generation. An error ends the request.
 pub(crate) type Told = BoxStream<'static, Result<Event, ApiError>>;
 
-/// Hears a generation before its client does. Of a request with one answer.
+/// Processes the events of a generation before the client gets them. Only for requests with one answer.
 pub(crate) type Record = Box<dyn FnOnce(Generation) -> Told + Send>;
 
 /// What one request asks of the engine.
 pub(crate) struct Order {
     pub prompts: Vec<Arc<[u32]>>,
-    /// Answers to each prompt.
+    /// Number of answers to each prompt.
     pub n: u32,
-    /// Tokens of an answer at most; less where prompt and answer would outgrow the room.
+    /// Largest number of tokens per answer. Less if prompt and answer would exceed `room`.
     pub max_new: u32,
-    /// Tokens of prompt and answer together.
+    /// Largest number of tokens of prompt and answer together.
     pub room: u32,
     pub sampling: SamplerConfig,
     pub logit_bias: Arc<[(u32, f32)]>,
     pub stop: Vec<String>,
-    /// The same, ready, from [`Order::admit`] on.
+    /// The stop strings compiled, from [`Order::admit`] on.
     stops: Arc<Stops>,
     pub ignore_eos: bool,
     pub logprobs: Option<u8>,
-    /// Of the prompts' tokens too.
+    /// Report log-probabilities of the prompts' tokens too.
     pub prompt_logprobs: bool,
-    /// The room that these take.
+    /// The memory permit for log-probabilities of prompts and for echoed prompts.
     pub leave: Option<Leave>,
     pub constraint: Option<Compiled>,
-    /// Control tokens that are written out.
+    /// Control tokens to write out by name.
     pub written: Vec<u32>,
     pub salt: Arc<str>,
     pub priority: i32,
@@ -59,10 +59,10 @@ pub(crate) struct Order {
     pub explain: bool,
     pub pace: Option<u32>,
     pub record: Option<Record>,
-    /// In the queue, of each prompt: from when it is ready until the last of its answers was submitted. Its answers use it
-    /// one after the other, and other places where there are some.
+    /// Queue place of each prompt: from when the prompt is ready until its last answer was submitted. The answers use
+    /// it one after the other, and other places if there are any.
     places: Vec<Option<Arc<Place>>>,
-    /// For the log, and for the live view.
+    /// For the log and the live view.
     pub id: String,
     pub session: Option<Arc<str>>,
     pub endpoint: &'static str,
@@ -70,7 +70,7 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// From the fields that both endpoints have; the endpoint fills in the rest.
+    /// Create an order from the fields that both endpoints share. The endpoint fills in the rest.
     pub fn new(
         app: &App,
         caller: &Caller,
@@ -131,7 +131,8 @@ impl Order {
         })
     }
 
-    /// Can it be served at all? `asked` is what the client wants at most, if it said so; `param` where it said it.
+    /// Check that the request can be served. `asked` is the client's limit of new tokens, if any; `param` is the name
+    /// of the prompt's field for errors.
     pub fn admit(&mut self, app: &App, asked: Option<u32>, param: &str) -> Result<(), ApiError> {
         let most = app.bounds.max_tokens;
         let choices = self.prompts.len() as u64 * u64::from(self.n);
@@ -143,7 +144,7 @@ impl Order {
             if tokens == 0 {
                 return Err(ApiError::invalid(param, "the prompt has no tokens"));
             }
-            // Where nothing is generated, nothing needs room.
+            // If nothing is generated, the answer needs no room.
             if tokens + u64::from(asked != Some(0)) > u64::from(most) {
                 let message = format!(
                     "the prompt has {tokens} tokens; prompt and answer together have room for {most}"
@@ -154,14 +155,15 @@ impl Order {
         self.max_new = asked.unwrap_or(most);
         self.stops = Arc::new(Stops::new(&self.stop));
         if self.logprobs.is_some() {
-            // Made here, and not on a thread that serves: it takes a while.
+            // Build the table here: it takes a while, and must not run on an async thread.
             app.pieces();
         }
         Ok(())
     }
 
-    /// Take a place in the queue for each prompt, which is memory from now on. What it waits for until it is submitted
-    /// holds up no other's place, and no full queue refuses it behind that.
+    /// Reserve a place in the queue for each prompt; from now on the prompts occupy memory. The request may still wait
+    /// for something before it is submitted. This wait does not block other requests' places, and a queue that fills up
+    /// meanwhile does not refuse the request.
     pub fn queue(&mut self, app: &App) -> Result<(), ApiError> {
         let places = app.engine.reserve(&self.caller.name, self.prompts.len());
         let places = places.map_err(|rejected| {
@@ -172,12 +174,12 @@ impl Order {
         Ok(())
     }
 
-    /// Does nothing that was submitted use this prompt's place?
+    /// Returns whether this prompt has a place that no submitted job uses.
     fn has_place(&self, prompt: usize) -> bool {
         self.places[prompt].as_ref().is_some_and(|place| Arc::strong_count(place) == 1)
     }
 
-    /// The log's line of the request.
+    /// Write the request's line to the log.
     fn log(&self, figures: &Figures) {
         let ms = |time: Option<Duration>| time.map_or(-1.0, |t| (t.as_secs_f64() * 1e4).round() / 10.0);
         tracing::info!(
@@ -202,14 +204,14 @@ impl Order {
         let sampling = SamplerConfig { seed: self.sampling.seed.wrapping_add(index), ..self.sampling };
         Job {
             prompt: self.prompts[prompt].clone(),
-            // An answer ends where the context is full.
+            // An answer ends when the context is full.
             max_new: self.max_new.min(self.room - self.prompts[prompt].len() as u32),
             sampling,
             logit_bias: self.logit_bias.clone(),
             stop: self.stops.clone(),
             ignore_eos: self.ignore_eos,
             logprobs: self.logprobs,
-            // One answer's are those of all.
+            // All answers to a prompt share the log-probabilities of the first.
             prompt_logprobs: self.prompt_logprobs && choice == 0,
             constraint: self.constraint.as_ref().map(Compiled::constraint),
             written: self.written.clone(),
@@ -224,7 +226,7 @@ impl Order {
     }
 }
 
-/// What became of a request.
+/// Outcome of a request, for the log.
 #[derive(Default)]
 struct Figures {
     cached_tokens: u64,
@@ -235,7 +237,7 @@ struct Figures {
     ended: &'static str,
 }
 
-/// More answers than a request may have.
+/// The error for a request with more answers than allowed.
 pub(crate) fn too_many(prompts: usize, n: u32, most: u32) -> ApiError {
     let message = format!(
         "the request has {prompts} prompts and n = {n}: {} answers, and `max_choices` allows {most} of one request. \
@@ -245,37 +247,38 @@ pub(crate) fn too_many(prompts: usize, n: u32, most: u32) -> ApiError {
     ApiError::invalid(if n > 1 { "n" } else { "prompt" }, message)
 }
 
-/// No client finds another's by counting, or learns how many were drawn between two.
+/// Random, so that a client can neither find another client's id by counting nor learn how many ids were drawn between
+/// two.
 pub(crate) fn random_id() -> u128 {
     let half = || u128::from(random_seed());
     half() << 64 | half()
 }
 
-/// From the keys that std draws for its hash maps.
+/// A random number from the keys that std draws for its hash maps.
 pub(crate) fn random_seed() -> u64 {
     use std::hash::BuildHasher;
     std::hash::RandomState::new().hash_one(Instant::now())
 }
 
-/// What an answer tells.
+/// Output of an answer.
 pub(crate) enum Said {
-    /// Of tokens of its prompt, from the second on. The first answer to a prompt tells them.
+    /// Log-probabilities of prompt tokens, from the second on. Only the first answer to a prompt reports them.
     Prompt(Vec<LogProb>),
     Token(Token),
-    /// Its end. Of [`Finish::Deadline`] and [`Finish::Cancelled`] the server's user is told.
+    /// The end of the answer. The client is told about [`Finish::Deadline`] and [`Finish::Cancelled`].
     Done(Done),
 }
 
-/// How much of a prompt was supplied by the prefix index.
+/// How much of a prompt the prefix index supplied.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Supplied {
     pub cached_tokens: u32,
     pub miss: Option<MissReason>,
 }
 
-/// One answer, for metrics.
+/// Times of one answer, for metrics.
 struct Clock {
-    /// Since when it waits for the batch, if it first waited for another answer to its prompt.
+    /// Start of its wait for the batch, if it first waited for another answer to its prompt.
     due: Option<Instant>,
     first: Option<Instant>,
     last: Option<Instant>,
@@ -288,10 +291,11 @@ pub(crate) struct Answers {
     app: Arc<App>,
     order: Order,
     running: SelectAll<BoxStream<'static, (usize, Result<Event, ApiError>)>>,
-    /// Answers whose prompt's first one has begun, and which the queue has not taken yet.
+    /// Answers that may be submitted, because the first answer to their prompt has begun, and that are not in the queue
+    /// yet.
     waiting: VecDeque<usize>,
     clocks: Vec<Clock>,
-    /// Of each prompt, by its first answer.
+    /// Per prompt, from its first answer.
     supplied: Vec<Option<Supplied>>,
     stopping: watch::Receiver<bool>,
     began: Instant,
@@ -299,15 +303,15 @@ pub(crate) struct Answers {
     ttft: Option<Duration>,
     completion_tokens: u64,
     ended: Option<&'static str>,
-    /// What each answer says, where that is logged.
+    /// Text of each answer, if answers are logged.
     texts: Vec<String>,
 }
 
-/// How long to wait before a full queue is asked again for the other answers of a request that runs.
+/// Interval at which a full queue is tried again for the further answers of a running request.
 const ASK_AGAIN: Duration = Duration::from_millis(20);
 
 impl Answers {
-    /// Submit. On an error nothing of it runs.
+    /// Submit the first answer to each prompt. On an error nothing runs.
     pub fn begin(app: &Arc<App>, order: Order) -> Result<Self, ApiError> {
         let total = order.prompts.len() * order.n as usize;
         let clock = |_| Clock { due: None, first: None, last: None, tokens: 0, open: false };
@@ -334,21 +338,21 @@ impl Answers {
         Ok(answers)
     }
 
-    /// Answers in all.
+    /// Number of answers.
     pub fn total(&self) -> usize {
         self.clocks.len()
     }
     pub fn prompts(&self) -> usize {
         self.order.prompts.len()
     }
-    /// The room that log-probabilities of prompts take, until their reader drops it.
+    /// Take the memory permit for log-probabilities and echoed prompts. The caller drops it.
     pub fn take_leave(&mut self) -> Option<Leave> {
         self.order.leave.take()
     }
     pub fn holds_leave(&self) -> bool {
         self.order.leave.is_some()
     }
-    /// When the room of an answer that is not read is given back.
+    /// When the memory of an answer is freed even if the client has not read it.
     pub fn reading_ends(&self) -> Instant {
         Instant::now() + self.app.limits.request_timeout()
     }
@@ -362,7 +366,7 @@ impl Answers {
         self.order.explain
     }
 
-    /// As OpenAI's `usage`: a prompt counts once, however many answers it has.
+    /// Usage in OpenAI's format: a prompt counts once, however many answers it has.
     pub fn usage(&self) -> serde_json::Value {
         let prompt: u64 = self.order.prompts.iter().map(|p| p.len() as u64).sum();
         let cached: u64 = self.supplied.iter().flatten().map(|s| u64::from(s.cached_tokens)).sum();
@@ -379,13 +383,13 @@ impl Answers {
         let job = self.order.job(index / n, (index % n) as u32);
         let (engine, prompt) = (&self.app.engine, index / n);
         let own = self.order.places[prompt].clone().filter(|own| Arc::strong_count(own) == 2);
-        // A request that was taken gets all its answers, whatever the server is about to do.
+        // A request that was accepted gets all its answers, even while the server shuts down.
         let generation = match own {
             Some(own) => engine.submit_in(job, own),
             None => engine.submit_sibling(job),
         }?;
         if (index + 1).is_multiple_of(n) {
-            // There are no more. The place is free when what uses it has been admitted.
+            // This was the last answer. The place is free when the job that uses it has been admitted.
             self.order.places[prompt] = None;
         }
         self.clocks[index].open = true;
@@ -401,13 +405,13 @@ impl Answers {
         Ok(())
     }
 
-    /// What comes next, and of which answer. `None` when all have ended. After an error nothing comes, and nothing
-    /// runs.
+    /// The next output, and the index of its answer. `None` when all answers have ended. After an error nothing runs,
+    /// and no output follows.
     pub async fn next(&mut self) -> Option<Result<(usize, Said), ApiError>> {
         loop {
             let event = self.event().await;
             match event {
-                // What was taken is answered, unless the engine has ended.
+                // Every submitted answer gets an end, unless the engine has died.
                 Ok(None) if self.clocks.iter().any(|c| c.open) => {
                     self.abandon();
                     return Some(Err(ApiError::internal("the engine has stopped")));
@@ -428,7 +432,7 @@ impl Answers {
 
     async fn event(&mut self) -> Result<Option<(usize, Event)>, ApiError> {
         loop {
-            // A job is not made, with a grammar of its own, before there is a place for it.
+            // Wait for a place before building a job, which has its own copy of the grammar.
             while let Some(index) = self.waiting.front().copied()
                 && (self.order.has_place(index / self.order.n as usize)
                     || self.app.engine.has_room(&self.order.caller.name))
@@ -443,19 +447,19 @@ impl Answers {
                 return Ok(None);
             }
             let stopped = async {
-                // An error says that the sender is gone, and the server with it.
+                // An error means that the sender, and so the server, is gone.
                 let _ = self.stopping.wait_for(|stop| *stop).await;
             };
             let deadline = tokio::time::Instant::from_std(self.order.deadline);
             tokio::select! {
-                biased; // what was said before the end is still told
+                biased; // events before the end are still delivered
                 event = self.running.next(), if !self.running.is_empty() => {
                     if let Some((index, event)) = event {
                         return Ok(Some((index, event?)));
                     }
                 }
                 () = stopped => return Err(ApiError::shutting_down(self.app.retry_after_s())),
-                // The engine ends what it has; what it never took is ended here.
+                // The engine ends the jobs that it has. Answers that were never submitted end here.
                 () = tokio::time::sleep_until(deadline), if self.running.is_empty() => {
                     return Err(ApiError::deadline());
                 }
@@ -464,7 +468,7 @@ impl Answers {
         }
     }
 
-    /// Count it, and pass on what is said.
+    /// Update the metrics, and return the output if the event has any.
     fn note(&mut self, index: usize, event: Event) -> Option<Result<Said, ApiError>> {
         let n = self.order.n as usize;
         let now = Instant::now();
@@ -511,13 +515,13 @@ impl Answers {
                 };
                 let clock = &mut self.clocks[index];
                 clock.open = false;
-                // A token that ends a text may have no event of its own.
+                // The token that ends a text may have no event of its own.
                 let silent = u64::from(done.usage.completion_tokens.saturating_sub(clock.tokens));
                 self.completion_tokens += silent;
                 self.app.metrics.generated(silent);
                 let decode = clock.first.zip(clock.last).map(|(first, last)| last.duration_since(first));
                 self.app.metrics.ended(how, Some(done.usage), since, decode);
-                // An answer that ends before its first token leaves the others without their signal.
+                // If the first answer ends before its first token, its end releases the others.
                 if index.is_multiple_of(n) && clock.first.is_none() {
                     self.wait(index + 1..index + n, now);
                 }
@@ -536,7 +540,7 @@ impl Answers {
             }
             Event::Failed(failure) => {
                 self.clocks[index].open = false;
-                // What a client causes is no error of the server, and no line of its log but the request's.
+                // A failure that the client caused is no server error. It appears only in the request's log line.
                 let (how, name) = match &failure {
                     Failure::Engine(what) => {
                         tracing::error!(target: "kvist::server", id = self.order.id, "a request failed: {what}");
@@ -554,13 +558,13 @@ impl Answers {
         }
     }
 
-    /// These answers are submitted as soon as the queue takes them.
+    /// Submit these answers as soon as the queue has places.
     fn wait(&mut self, others: std::ops::Range<usize>, now: Instant) {
         self.clocks[others.clone()].iter_mut().for_each(|clock| clock.due = Some(now));
         self.waiting.extend(others);
     }
 
-    /// End everything that runs.
+    /// Cancel all generations.
     fn abandon(&mut self) {
         self.running.clear();
         self.waiting.clear();

@@ -1,5 +1,4 @@
-//! What a request may say: the schemas that bodies are checked against. What is read from a body that passed is in
-//! [`fields`](super::fields).
+//! The schemas that request bodies are checked against. Bodies that pass are read in [`fields`](super::fields).
 use super::scores::MAX_TOP;
 use crate::config::LimitsSection;
 use crate::schema::{self, NATURAL};
@@ -7,22 +6,22 @@ use crate::sessions::SessionSchemas;
 use kvist_model::generation_config::Shipped;
 use serde_json::{Map, Value, json};
 
-/// Numbers of this server that schemas tell.
+/// Values of this server that appear in schemas.
 #[derive(Clone, Debug)]
 pub(crate) struct Bounds {
     pub model: String,
     pub vocab: u32,
-    /// Tokens of prompt and answer together.
+    /// Largest number of tokens of prompt and answer together.
     pub max_tokens: u32,
     pub max_choices: u32,
     pub max_stop: u32,
     /// The model has a chat template of its own.
     pub template: bool,
-    /// It says how long the model is to think.
+    /// The template takes a reasoning effort.
     pub effort: bool,
-    /// Its tool calls can be read back.
+    /// kvist can parse the model's tool calls.
     pub tools: bool,
-    /// Defaults that it ships.
+    /// Sampling defaults that the model ships.
     pub sampling: Shipped,
 }
 
@@ -46,7 +45,7 @@ impl Bounds {
     }
 }
 
-/// Every request schema of this server.
+/// All request schemas of this server.
 pub(crate) struct Schemas {
     pub completions: Value,
     pub chat: Value,
@@ -67,7 +66,7 @@ impl Schemas {
     }
 }
 
-/// The field may be null, which is the same as leaving it out.
+/// Allow null, which means the same as leaving the field out.
 pub(crate) fn or_null(mut schema: Value) -> Value {
     if let Some(name) = schema.get("type").and_then(Value::as_str).map(str::to_string) {
         schema["type"] = json!([name, "null"]);
@@ -93,14 +92,14 @@ fn text(about: &str) -> Value {
     or_null(json!({"type": "string", "description": about}))
 }
 
-/// Accepted, and without effect.
+/// A field that is accepted and has no effect.
 fn ignored(schema: Value) -> Value {
     let mut schema = or_null(schema);
     schema["description"] = "Accepted; it has no effect here.".into();
     schema
 }
 
-/// A field of vLLM's that kvist does not do, which may say what is so anyway.
+/// A field of vLLM's that kvist does not support. Values that match kvist's behaviour are accepted.
 fn neutral(schema: Value, why: &str) -> Value {
     let mut schema = or_null(schema);
     schema["description"] = format!("Other values are refused: {why}.").into();
@@ -108,13 +107,14 @@ fn neutral(schema: Value, why: &str) -> Value {
     schema
 }
 
-/// Of a stop string. Longer ones are no marks of an end, and each is looked for in every byte.
+/// Largest length of a stop string, in characters. Longer ones are hardly stop strings, and each is searched for at
+/// every byte.
 const MAX_STOP_CHARS: u32 = 256;
 
-/// What both endpoints take.
+/// Fields that both endpoints share.
 pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
     let s = &b.sampling;
-    // As people write it: 0.6 has no short form as a double.
+    // Convert through decimal text: the f32 0.6 has no short form as a double.
     let default = |shipped: Option<f32>, otherwise: f64| {
         shipped.and_then(|x| x.to_string().parse().ok()).unwrap_or(otherwise)
     };
@@ -204,7 +204,7 @@ fn completions(b: &Bounds) -> Value {
         schema
     };
     let some_text = || json!({"type": "string", "minLength": 1});
-    // How long they may be is told where texts are measured too: as `context_length_exceeded`.
+    // Their length is checked where the length of texts is, with the error `context_length_exceeded`.
     let tokens = || json!({"type": "array", "minItems": 1, "items": b.tokens()});
     let mut fields = common(b);
     let own = json!({
@@ -230,7 +230,7 @@ fn completions(b: &Bounds) -> Value {
         "suffix": "kvist continues a text, and does not fill gaps in one",
     });
     let mut schema = object(fields, &["prompt"], refused);
-    // An answer says something.
+    // The response must not be empty: at least one new token, or an echo.
     schema["anyOf"] = json!([
         {"properties": {"max_tokens": {"type": ["integer", "null"], "minimum": 1}}},
         {"required": ["echo"], "properties": {"echo": {"const": true}}},
@@ -297,7 +297,7 @@ fn chat(b: &Bounds) -> Value {
 
 const NO_TEMPLATE: &str = "this model has no chat template";
 
-/// `template`: the model has one, which may know tools.
+/// `template`: the model has a chat template, which may support tools.
 pub(crate) fn message(template: bool) -> Value {
     let text_or_parts = || {
         vec![
@@ -380,7 +380,7 @@ pub(crate) fn message(template: bool) -> Value {
     ]})
 }
 
-/// What a tool is made of; `parameters` is looked at when its grammar is made.
+/// The schema of a tool. `parameters` is checked when its grammar is compiled.
 fn tool() -> Value {
     json!({
         "type": "object", "additionalProperties": false, "required": ["type", "function"],

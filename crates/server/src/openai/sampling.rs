@@ -1,16 +1,16 @@
-//! How an answer is sampled.
+//! Sampling parameters of an answer.
 use super::fields::Common;
 use super::generation::random_seed;
 use kvist_engine::sampler::SamplerConfig;
 use kvist_model::generation_config::Shipped;
 
-/// What the request says, then what the model ships, then OpenAI's defaults.
+/// Parameters come from the request, then from the model's generation config, then from OpenAI's defaults.
 pub(crate) fn sampling(common: &Common, shipped: &Shipped) -> SamplerConfig {
     SamplerConfig {
         temperature: common.temperature.or(shipped.temperature).unwrap_or(1.0),
-        // Below 0 is all, too.
+        // Negative values mean all tokens, like 0.
         top_k: common.top_k.map(|k| usize::try_from(k).unwrap_or(0)).or(shipped.top_k).unwrap_or(0),
-        // 0 keeps the likeliest alone, as any share does that it reaches by itself.
+        // 0 keeps only the most likely token, like any share that this token reaches by itself.
         top_p: common.top_p.or(shipped.top_p).unwrap_or(1.0).max(f32::MIN_POSITIVE),
         min_p: common.min_p.or(shipped.min_p).unwrap_or(0.0),
         repetition_penalty: common.repetition_penalty.or(shipped.repetition_penalty).unwrap_or(1.0),
@@ -25,7 +25,7 @@ pub(crate) fn sampling(common: &Common, shipped: &Shipped) -> SamplerConfig {
 mod tests {
     use super::*;
 
-    /// vLLM samples as the model's makers say where a request is silent, and its users expect that.
+    /// If a request is silent, vLLM samples with the model maker's settings, and its users expect that.
     #[test]
     fn what_a_model_ships_stands_between_a_request_and_the_defaults_of_openai() {
         let with =

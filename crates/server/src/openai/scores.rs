@@ -1,8 +1,8 @@
-//! Log-probabilities, as the two endpoints write them: token by token, so that a long answer's need not be in memory at
-//! once. They are some hundred bytes for each of up to 21 tokens in the place of one.
+//! Writes log-probabilities in the formats of the two endpoints, token by token, so that those of a long answer never
+//! have to be in memory all at once. They take some hundred bytes for each of up to 21 tokens per position.
 //!
-//! Those of a prompt are computed faster than any client reads: [`ScoreRoom`] bounds what there is of them at a time, and
-//! of other long answers until they are read.
+//! Prompts are scored faster than any client reads. [`ScoreRoom`] limits how much of this data exists at one time,
+//! together with other long answers until they are read.
 use super::tokens::name_of;
 use crate::app::App;
 use crate::body::{Lane, Leave, busy};
@@ -14,40 +14,40 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Most log-probabilities beside a token's own.
+/// Most log-probabilities in addition to a token's own.
 pub(crate) const MAX_TOP: u8 = 20;
 
-/// Room for the log-probabilities of prompts and for long texts and lists of tokens, over all requests. Each of up to
-/// [`REQUESTS`] names has a share that no other can take; of more, each waits in turn.
+/// Memory limit for the log-probabilities of prompts, and for long texts and token lists, over all requests. Each of up
+/// to [`REQUESTS`] names has a share that no other name can take. With more names, the names take turns.
 pub(crate) struct ScoreRoom {
     lane: Lane,
-    /// Of one request.
+    /// Largest number of bytes for one request.
     most: usize,
 }
 
-/// What one request may take at least.
+/// Smallest value of `most`, in bytes.
 const MIN_ROOM: usize = 16 << 20;
-/// Requests that may take as much as that at a time.
+/// Number of requests that may take `most` at the same time.
 const REQUESTS: usize = 4;
 
-/// Bytes that a prompt's token takes with so many log-probabilities: it, its text, and the list.
+/// Memory of a prompt's token with `top` log-probabilities, in bytes: the token, its text, and the list.
 fn bytes_of_token(top: u8) -> usize {
     size_of::<Token>() + 32 + usize::from(top) * size_of::<(u32, f32)>() + size_of::<LogProb>()
 }
 
 impl ScoreRoom {
-    /// One request may ask for those of a whole context.
+    /// One request may score a whole context.
     pub fn new(context: u32, names: &[Arc<str>]) -> Self {
         let most = (context as usize).saturating_mul(bytes_of_token(MAX_TOP)).max(MIN_ROOM);
         ScoreRoom { lane: Lane::new(most.saturating_mul(REQUESTS), most, names), most }
     }
 
-    /// Bytes that one request may take.
+    /// Largest number of bytes that one request may take.
     pub fn most(&self) -> usize {
         self.most
     }
 
-    /// Room for an answer of so many bytes, at once.
+    /// Reserve memory for an answer of this many bytes, without waiting.
     pub fn try_take(&self, name: &str, bytes: usize, param: &str) -> Result<Leave, ApiError> {
         if bytes > self.most {
             let message = format!(
@@ -59,7 +59,7 @@ impl ScoreRoom {
         self.lane.try_take(name, bytes).ok_or_else(busy)
     }
 
-    /// Room for so many tokens of prompts. Waits for it until the deadline.
+    /// Reserve memory for the scores of this many prompt tokens. Waits until the deadline.
     pub async fn take(
         &self,
         name: &str,
@@ -79,7 +79,7 @@ impl ScoreRoom {
         self.wait(name, bytes, deadline).await
     }
 
-    /// Room for prompts of so many bytes, which are to be given back. Waits for it until the deadline.
+    /// Reserve memory to echo prompts of this many bytes. Waits until the deadline.
     pub async fn take_echo(&self, name: &str, bytes: usize, deadline: Instant) -> Result<Leave, ApiError> {
         if bytes > self.most {
             let message = format!(
@@ -99,19 +99,19 @@ impl ScoreRoom {
     }
 }
 
-/// Writes scores for one endpoint: a column of entries after the other, with an entry for each token.
+/// Writes scores in an endpoint's format: column by column, with one entry per token in each.
 #[derive(Clone)]
 pub(crate) struct Scorer {
     app: Arc<App>,
     chat: bool,
 }
 
-/// What stands before, between and behind columns.
+/// The text before, between and after columns.
 const CHAT: &[&str] = &["{\"content\":[", "],\"refusal\":null}"];
 const TEXT: &[&str] =
     &["{\"tokens\":[", "],\"token_logprobs\":[", "],\"top_logprobs\":[", "],\"text_offset\":[", "]}"];
 
-/// One token's share of one column.
+/// One token's entry in one column.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Entry<'a> {
@@ -145,18 +145,18 @@ impl Scorer {
         Scorer { app: app.clone(), chat: false }
     }
 
-    /// One more than there are columns.
+    /// The text around the columns: one more element than there are columns.
     pub fn frame(&self) -> &'static [&'static str] {
         if self.chat { CHAT } else { TEXT }
     }
 
-    /// Append a token's entry in a column; its text begins at the character `offset` of the answer.
+    /// Append a token's entry in a column. The token's text begins at the character `offset` of the answer.
     pub fn write(&self, column: usize, token: &Token, offset: usize, out: &mut Vec<u8>) {
-        // Writing to memory does not fail, and neither does anything in an entry.
+        // Writing to memory cannot fail, and neither can serializing an entry.
         let _ = serde_json::to_writer(out, &self.entry(column, token, offset));
     }
 
-    /// All of some tokens', in a document of their own.
+    /// All columns of these tokens, as one document.
     pub fn of_tokens(&self, tokens: &[Token], offset: usize) -> Value {
         let column = |column: usize| -> Value {
             let mut offset = offset;
@@ -196,9 +196,9 @@ impl Scorer {
             2 => {
                 let named = |(id, logprob)| (name_of(&self.app, id).text.into_owned(), Value::from(logprob));
                 let mut tops: Map<String, Value> = top.map(named).collect();
-                // The token itself is always among them, and before another one of the same name.
+                // The token itself is always listed, and replaces another token of the same name.
                 tops.insert(name_of(&self.app, token.id).text.into_owned(), own.into());
-                // Before the first token of a prompt stands nothing.
+                // The first token of a prompt has no scores.
                 Entry::Tops(token.logprob.is_some().then_some(tops))
             }
             _ => Entry::Offset(offset),

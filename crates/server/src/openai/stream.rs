@@ -1,7 +1,7 @@
-//! Answers on their way to the client: in one document, or as server-sent events.
+//! Sends answers to the client: as one document, or as server-sent events.
 //!
-//! An answer that was cut off by its deadline or by the server's end is told so. In a document: an error if nothing
-//! was generated, otherwise `finish_reason` is `length` and `kvist.ended` says which. In a stream: `finish_reason` is
+//! If the deadline or a shutdown cuts an answer off, the client is told. In a document: an error if nothing was
+//! generated, otherwise `finish_reason` is `length` and `kvist.ended` gives the cause. In a stream: `finish_reason` is
 //! `length`, and an error event follows before `[DONE]`.
 use super::fields::Common;
 use super::generation::{Answers, Said, Supplied};
@@ -25,45 +25,45 @@ use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 use tokio::task::AbortHandle;
 
-/// How an endpoint writes answers.
+/// Format in which an endpoint writes answers.
 pub(crate) trait Shape: Send + 'static {
-    /// The document around choices; `streamed` for chunks.
+    /// The fields around the choices; `streamed` for chunks.
     fn head(&self, streamed: bool) -> Value;
-    /// Log-probabilities of a prompt have come, by way of this answer.
+    /// Log-probabilities of a prompt have arrived through this answer.
     fn prompt(&mut self, index: usize, scores: Vec<LogProb>) {
         let _ = (index, scores);
     }
-    /// The choice of a chunk that says some more of an answer's prompt, before the answer itself. `complete`: no more
-    /// log-probabilities of it will come.
+    /// The choice of a chunk with the next part of the answer's prompt, before the answer itself. `complete`: no more
+    /// log-probabilities of the prompt will arrive.
     fn unsaid(&mut self, index: usize, complete: bool) -> Option<Value> {
         let _ = (index, complete);
         None
     }
-    /// What of the prompt stands before this answer in a document, when it is over.
+    /// The echoed prompt that precedes this answer in a document. Called when the answer is complete.
     fn before(&mut self, index: usize) -> Before {
         let _ = index;
         Before::default()
     }
-    /// The choices of chunks that say this token of an answer: often one, sometimes none.
+    /// The choices of the chunks for this token: often one, sometimes none.
     fn delta(&mut self, index: usize, token: &Token) -> Vec<Value>;
-    /// The choices that end it, the last one with the reason.
+    /// The choices that end the answer. The last one has the finish reason.
     fn last(&mut self, index: usize, done: &Done) -> Vec<Value>;
-    /// The choice of a whole answer, but for its prompt, and for its log-probabilities: those are null here.
+    /// The choice of a complete answer, without its prompt and its log-probabilities, which are null here.
     fn whole(&mut self, index: usize, tokens: &[Token], done: &Done) -> Value;
-    /// What writes them, if they were asked for.
+    /// The writer of log-probabilities, if they were requested.
     fn scorer(&self) -> Option<Scorer>;
 }
 
-/// A prompt that is given back. All answers to it share it: it is written as often as it is asked for, and held once.
+/// An echoed prompt. All answers to it share it: it is written for each of them, and held in memory once.
 #[derive(Default)]
 pub(crate) struct Before {
-    /// As a text.
+    /// As text.
     pub text: Option<Arc<str>>,
-    /// Or as tokens that are scored.
+    /// Or as scored tokens.
     pub tokens: Arc<Vec<Token>>,
 }
 
-/// OpenAI's word.
+/// OpenAI's `finish_reason`.
 pub(crate) fn finish_reason(finish: &Finish) -> &'static str {
     match finish {
         Finish::EndOfText | Finish::Stop(_) => "stop",
@@ -71,7 +71,7 @@ pub(crate) fn finish_reason(finish: &Finish) -> &'static str {
     }
 }
 
-/// An end that the client did not ask for.
+/// The error if the answer ended for a reason that the client did not ask for.
 fn cut_off(finish: &Finish, answers: &Answers) -> Option<ApiError> {
     match finish {
         Finish::Deadline => Some(ApiError::deadline()),
@@ -80,7 +80,7 @@ fn cut_off(finish: &Finish, answers: &Answers) -> Option<ApiError> {
     }
 }
 
-/// As the request wants them.
+/// Respond with a stream or a document, as the request asks.
 pub(crate) async fn respond(
     answers: Answers,
     shape: impl Shape,
@@ -157,25 +157,25 @@ async fn whole(mut answers: Answers, mut shape: impl Shape) -> Result<Response, 
     Ok(([(CONTENT_TYPE, "application/json")], body).into_response())
 }
 
-/// An object's text, up to where another field may stand.
+/// The object as JSON without its closing brace, so that more fields can follow.
 fn open(object: &Value) -> Vec<u8> {
     let mut text = object.to_string().into_bytes();
     text.pop();
     text
 }
 
-/// Bytes of a document that are made at a time. Most documents are shorter.
+/// Bytes of a document that are written at a time. Most documents are shorter.
 const PART_BYTES: usize = 256 << 10;
-/// Bytes of a prompt that are written at once.
+/// Bytes of a prompt that are written at a time.
 const TEXT_BYTES: usize = 16 << 10;
 
-/// A document on its way. With log-probabilities it may have a hundred times the bytes of what it is made of, so it is
-/// made in parts, as fast as the client takes them.
+/// A document that is being sent. With log-probabilities it may be a hundred times as large as the data it is made
+/// from, so it is written in parts, as fast as the client reads them.
 #[derive(Default)]
 struct Document {
     scorer: Option<Scorer>,
     choices: Vec<Choice>,
-    /// The fields behind the choices.
+    /// The fields after the choices.
     behind: Value,
     place: Place,
     _leave: Option<Leave>,
@@ -184,25 +184,25 @@ struct Document {
 struct Choice {
     document: Value,
     before: Before,
-    /// Of the answer. They are scored if the prompt's are.
+    /// Tokens of the answer. They are scored if the prompt's are.
     tokens: Vec<Token>,
 }
 
-/// What comes next.
+/// The part to write next.
 #[derive(Clone, Copy, Default)]
 enum Place {
-    /// The choice of this number, or the end.
+    /// The choice of this number, or the end of the document.
     Choice(usize),
-    /// The text of a choice's prompt, from this byte or this token on, and then its own.
+    /// The prompt's text of a choice, from this byte or token on, and then the answer's own text.
     Text { choice: usize, at: usize },
-    /// The score of a token, whose text begins at the character `offset`.
+    /// The score of a token whose text begins at the character `offset`.
     Score { choice: usize, column: usize, token: usize, offset: usize },
     #[default]
     Over,
 }
 
 impl Document {
-    /// The next part, made away from the threads that serve.
+    /// The next part, written on a blocking thread.
     async fn part(mut self) -> Result<(Vec<u8>, Document), ApiError> {
         blocking(move || {
             let mut part = Vec::with_capacity(PART_BYTES);
@@ -218,7 +218,7 @@ impl Document {
         }
     }
 
-    /// Where the scores of a choice begin.
+    /// Begin the scores of a choice.
     fn scores(&self, choice: usize, out: &mut Vec<u8>) -> Place {
         let frame = self.scorer.as_ref().map_or("", |scorer| scorer.frame()[0]);
         out.extend(b",\"logprobs\":");
@@ -230,7 +230,7 @@ impl Document {
         match self.place {
             Place::Choice(choice) if choice == self.choices.len() => {
                 out.extend(b"],");
-                // Its brace has been opened.
+                // Its opening brace is already written.
                 out.extend(&self.behind.to_string().as_bytes()[1..]);
                 Place::Over
             }
@@ -322,18 +322,18 @@ fn explained(answers: &Answers) -> Value {
     (0..answers.prompts()).map(|p| one(answers.supplied(p))).collect()
 }
 
-/// How often a stream that has nothing to say shows that it is alive.
+/// Interval of keep-alive messages while a stream is silent.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// How long a client may read what is left of a stream with log-probabilities of its prompt, when its time is over.
+/// How long a client may read the rest of a stream with prompt log-probabilities after its time is over.
 const READING: Duration = Duration::from_secs(30);
 
 struct Streaming<S> {
     answers: Answers,
     shape: S,
-    /// Ready to be sent.
+    /// Events ready to send.
     events: VecDeque<Event>,
-    /// Waits until its prompt is said.
+    /// An event that waits until its prompt is written.
     held: Option<(usize, Said)>,
     open: Vec<bool>,
     error: Option<ApiError>,
@@ -341,7 +341,7 @@ struct Streaming<S> {
     over: bool,
 }
 
-/// Answers as they come.
+/// Stream the answers as they are generated.
 fn stream(answers: Answers, shape: impl Shape, include_usage: bool) -> Response {
     let open = vec![true; answers.total()];
     let state = Streaming {
@@ -366,7 +366,7 @@ fn stream(answers: Answers, shape: impl Shape, include_usage: bool) -> Response 
         }
     };
     let is_bounded = state.answers.holds_leave();
-    // Generating ends before this, and then the client has as long to read what is left.
+    // Generation ends before this. The client then has `READING` more for the rest.
     let ends = state.answers.reading_ends() + READING;
     let response =
         Sse::new(unfold(state, next)).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response();
@@ -376,8 +376,8 @@ fn stream(answers: Answers, shape: impl Shape, include_usage: bool) -> Response 
     }
 }
 
-/// The body until the moment: then it is dropped with all that it holds, be it read or not, and the connection breaks
-/// off.
+/// Returns `body` with an expiry time. At `moment` the body is dropped with everything that it holds, read or not, and
+/// the connection breaks off.
 pub(crate) fn until(moment: Instant, body: Body) -> Body {
     let held = Arc::new(Mutex::new((Some(body.into_data_stream()), None::<Waker>)));
     let end = {
@@ -407,7 +407,7 @@ pub(crate) fn until(moment: Instant, body: Body) -> Body {
     }))
 }
 
-/// A task that ends when this is dropped.
+/// Aborts a task when dropped.
 struct EndsWith(AbortHandle);
 
 impl Drop for EndsWith {
@@ -416,8 +416,9 @@ impl Drop for EndsWith {
     }
 }
 
-/// What an answer told, or first a part of its prompt: then it is to be told again. A prompt that several answers say may
-/// be long, and this is done by the threads that serve.
+/// Returns the next part of the prompt, if any is left to write before this event. The caller must then call again with
+/// the same event. The prompt goes out in parts because it may be long, several answers may repeat it, and this runs on
+/// an async thread.
 fn in_turn(shape: &mut impl Shape, index: usize, mut said: Said) -> (Option<Value>, Said) {
     let complete = match &mut said {
         Said::Prompt(scores) => {
@@ -440,7 +441,7 @@ impl<S: Shape> Streaming<S> {
                 (Some(choice), said) => {
                     self.held = Some((index, said));
                     self.say(vec![choice], false);
-                    // Others are served between two parts.
+                    // Serve other requests between two parts.
                     return tokio::task::yield_now().await;
                 }
                 (None, said) => Some(Ok((index, said))),
@@ -509,7 +510,7 @@ impl<S: Shape> Streaming<S> {
     }
 }
 
-/// JSON has no line breaks of its own: one `data:` line.
+/// One `data:` line, because JSON contains no line breaks.
 fn data(document: &Value) -> Event {
     Event::default().data(document.to_string())
 }
@@ -547,7 +548,8 @@ mod tests {
         }
     }
 
-    /// Every answer had a copy of its prompt's text: 128 answers to 198 KB were 25 MB for each that was not read.
+    /// Regression: every answer had a copy of its prompt's text. 128 answers to a prompt of 198 KB took 25 MB until
+    /// they were read.
     #[test]
     fn answers_share_the_text_of_their_prompt() {
         let prompt: Arc<str> = "é \"quoted\"\n".repeat(50_000).into();
@@ -581,7 +583,7 @@ mod tests {
         }
     }
 
-    /// All of it was written at once, for every answer: seconds on a thread that serves.
+    /// Regression: the prompt was written at once for every answer, which took seconds on an async thread.
     #[test]
     fn a_prompt_is_said_in_parts_before_its_answer() {
         let mut shape = Three(0);
@@ -600,7 +602,7 @@ mod tests {
         assert!(matches!(said, Said::Token(token) if token.id == 7));
     }
 
-    /// A client that reads slowly kept what others waited for.
+    /// Regression: a slow reader kept memory that other requests waited for.
     #[tokio::test]
     async fn what_a_body_holds_is_given_back_unread() {
         let lane = Lane::new(8, 8, &[]);
@@ -613,16 +615,16 @@ mod tests {
         };
         let now = Instant::now();
         let body = until(now, lend(lane.take("a", 8).await.unwrap()));
-        // It is not polled, and there is room again.
+        // The body is not polled, and its memory is free again.
         let leave = lane.take("b", 8).await.unwrap();
         assert!(body.into_data_stream().next().await.unwrap().is_err());
         let mut body = until(now + Duration::from_secs(3600), lend(leave)).into_data_stream();
         assert_eq!(body.next().await.unwrap().unwrap(), "part");
         assert!(lane.try_take("c", 1).is_none());
         drop(body);
-        // The task that was to end it lets go of it too.
+        // The task that would have ended it drops it too.
         assert!(lane.take("c", 8).await.is_some());
-        // A reader that waits for more hears of the end.
+        // A reader that is waiting for more is woken at the end.
         let silent = Body::from_stream(futures_util::stream::pending::<Result<&str, Infallible>>());
         let mut body = until(Instant::now(), silent).into_data_stream();
         assert!(body.next().await.unwrap().is_err());

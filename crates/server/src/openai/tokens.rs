@@ -1,5 +1,5 @@
-//! Text to tokens and back: what prompts and log-probabilities need, and `POST /tokenize`, `POST /detokenize` as vLLM
-//! has them.
+//! Text to tokens and back, for prompts and log-probabilities, and the endpoints `POST /tokenize` and `POST
+//! /detokenize`, which follow vLLM's.
 use super::fields::{check, read};
 use super::stream::until;
 use crate::app::App;
@@ -24,8 +24,9 @@ use std::iter::once;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// With `special`, what the model expects at the start of a text comes first. Refused if the tokenizer gives a token that
-/// the model does not know: repackaged models have such ones, for padding. With the room that was taken for it.
+/// Tokenize `text`. With `special`, the tokens that the model expects at the start of a text come first. An error if
+/// the tokenizer yields a token outside the model's vocabulary: repackaged models have such tokens, for padding. Also
+/// returns the memory reservation.
 fn encode(app: &App, text: &str, special: bool, param: &str) -> Result<(Vec<u32>, Taken), ApiError> {
     let model = app.engine.model();
     let tokenizer = model.tokenizer().ok_or_else(no_tokenizer)?;
@@ -35,7 +36,7 @@ fn encode(app: &App, text: &str, special: bool, param: &str) -> Result<(Vec<u32>
     Ok((tokens, taken))
 }
 
-/// [`encode`] of rendered text, and where its tokens end.
+/// [`encode`] for rendered text. Also returns where each token ends in the text.
 pub(crate) fn encode_with_ends(app: &App, text: &str, special: bool, param: &str) -> Result<Ends, ApiError> {
     let model = app.engine.model();
     let tokenizer = model.tokenizer().ok_or_else(no_tokenizer)?;
@@ -52,14 +53,15 @@ fn failed(error: Error) -> ApiError {
     }
 }
 
-/// Bytes of memory that a tokenizer takes for each byte of a text that it takes at once. Measured: 118, of white space.
+/// Memory that a tokenizer takes per byte of the piece that it processes at once, in bytes. Measured: 118, for white
+/// space.
 const PIECE_FACTOR: usize = 128;
 
-/// Bytes for each byte of a text, each of which may be a token: in lists that grow by doubling, and are copied.
+/// Memory per byte of text, in bytes. Each byte may become a token, and the lists grow by doubling and are copied.
 const TOKEN_BYTES: usize = 12;
 const TOKEN_AND_END_BYTES: usize = 16;
 
-/// Room for the tokens of a text.
+/// Reserve memory to tokenize a text.
 fn room_for(
     app: &App,
     tokenizer: &Tokenizer,
@@ -80,7 +82,7 @@ fn room_for(
     app.work.take(piece * PIECE_FACTOR + lists, param)
 }
 
-/// Refuse tokens that the model does not know.
+/// An error if a token lies outside the model's vocabulary.
 pub(crate) fn known(model: &Model, tokenizer: &Tokenizer, tokens: &[u32]) -> Result<(), ApiError> {
     let vocab = model.decoder().config().vocab;
     let Some(&token) = tokens.iter().find(|token| **token as usize >= vocab) else { return Ok(()) };
@@ -91,20 +93,20 @@ pub(crate) fn known(model: &Model, tokenizer: &Tokenizer, tokens: &[u32]) -> Res
     Err(ApiError::unknown_token(message))
 }
 
-/// [`encode`], unless the text is too long for any tokens: [`refuse_long`].
+/// [`encode`], after [`refuse_long`] has refused texts that cannot fit into the context.
 pub(crate) fn encode_prompt(app: &App, text: &str, special: bool, param: &str) -> Result<Vec<u32>, ApiError> {
     refuse_long(app, text, param)?;
     encode(app, text, special, param).map(|(tokens, _taken)| tokens)
 }
 
-/// White space that a text may have beside what the context's longest tokens can be.
+/// White space, in bytes, that a text may have beyond the length of the context's longest tokens.
 const SPARE_WHITE_SPACE: usize = 64 << 10;
 
-/// Refuse a text that is longer than the context's longest tokens. Of white space a control token may take in what
-/// stands beside it, so that [`SPARE_WHITE_SPACE`] is not counted.
+/// Refuse a text that is longer than a context full of the longest tokens. A control token may absorb white space
+/// beside it, so [`SPARE_WHITE_SPACE`] is allowed in addition.
 pub(crate) fn refuse_long(app: &App, text: &str, param: &str) -> Result<(), ApiError> {
     let most = app.bounds.max_tokens;
-    // Most texts are shorter, and need not know the vocabulary.
+    // Most texts are shorter and do not need the token table.
     let long = text.len() > most as usize;
     let room = long
         .then(|| app.longest_token())
@@ -135,15 +137,16 @@ pub(crate) fn no_tokenizer() -> ApiError {
     ApiError::unsupported("prompt", "this model has no tokenizer: send lists of tokens")
 }
 
-/// A token as log-probabilities call it.
+/// A token's name in log-probabilities.
 pub(crate) struct Name<'a> {
-    /// Bytes that are no UTF-8 by themselves are replaced.
+    /// Bytes that are not valid UTF-8 by themselves are replaced.
     pub text: Cow<'a, str>,
-    /// What it adds to a text; a control token's name. `None` if the tokenizer gives its tokens no bytes of their own.
+    /// The bytes that the token adds to a text; for a control token its name. `None` if the tokenizer's tokens have no
+    /// bytes of their own.
     pub bytes: Option<&'a [u8]>,
 }
 
-/// Of a model without a tokenizer the token's number.
+/// Without a tokenizer the name is the token's id.
 pub(crate) fn name_of(app: &App, token: u32) -> Name<'_> {
     match app.pieces().and_then(|pieces| pieces.get(token as usize)) {
         Some(piece) => Name { text: String::from_utf8_lossy(&piece.bytes), bytes: Some(&piece.bytes) },
@@ -167,12 +170,12 @@ struct Tokens {
     tokens: Vec<u32>,
 }
 
-/// Tokens, and bytes of a text, that are written at a time. What is no longer is an answer in one part.
+/// Tokens, and bytes of text, that are written at a time. A response that is no longer than this is sent in one part.
 pub(crate) const PART_TOKENS: usize = 8 << 10;
 pub(crate) const PART_BYTES: usize = 16 << 10;
 
-/// A long answer: its parts are made as the client takes them. What they are made of takes `bytes`, which are among
-/// those of [`ScoreRoom`](super::scores::ScoreRoom) until they are read.
+/// A long response, written in parts as the client reads them. Its source data takes `bytes`, which count in
+/// [`ScoreRoom`](super::scores::ScoreRoom) until the client has read them.
 pub(crate) fn in_parts(
     app: &App,
     caller: &Caller,
@@ -193,14 +196,14 @@ pub(crate) fn in_parts(
     Ok(([(CONTENT_TYPE, "application/json")], body).into_response())
 }
 
-/// As [`Tokens`] is written.
+/// The JSON of [`Tokens`], in parts.
 fn token_parts(tokens: Vec<u32>, max_model_len: u32) -> impl Iterator<Item = String> {
     let count = tokens.len();
     let head = format!("{{\"count\":{count},\"max_model_len\":{max_model_len},\"tokens\":[");
     once(head).chain(items(tokens)).chain(once("]}".into()))
 }
 
-/// What stands between the brackets of a list.
+/// The text between the brackets of a JSON list.
 pub(crate) fn items(tokens: impl AsRef<Vec<u32>>) -> impl Iterator<Item = String> {
     let count = tokens.as_ref().len();
     let part = move |at: usize| {
@@ -216,12 +219,12 @@ pub(crate) fn items(tokens: impl AsRef<Vec<u32>>) -> impl Iterator<Item = String
     (0..count).step_by(PART_TOKENS).map(part)
 }
 
-/// As `{"prompt": text}` is written.
+/// The JSON `{"prompt": text}`, in parts.
 fn text_parts(text: String) -> impl Iterator<Item = String> {
     once("{\"prompt\":\"".to_string()).chain(escaped(text)).chain(once("\"}".into()))
 }
 
-/// What stands between the quotes of a text.
+/// The text between the quotes of a JSON string.
 pub(crate) fn escaped(text: String) -> impl Iterator<Item = String> {
     let mut at = 0;
     std::iter::from_fn(move || {
@@ -231,7 +234,7 @@ pub(crate) fn escaped(text: String) -> impl Iterator<Item = String> {
     })
 }
 
-/// From the byte `at` on, whole characters in `most` bytes.
+/// Whole characters from byte `at` on, at most `most` bytes.
 pub(crate) fn part_of(text: &str, at: usize, most: usize) -> &str {
     let mut end = text.len().min(at + most);
     while !text.is_char_boundary(end) {
@@ -240,7 +243,7 @@ pub(crate) fn part_of(text: &str, at: usize, most: usize) -> &str {
     &text[at..end]
 }
 
-/// As JSON has it between quotes.
+/// Escaped for JSON, without the quotes.
 pub(crate) fn escape(text: &str) -> String {
     let mut text = Value::from(text).to_string();
     text.pop();
@@ -275,10 +278,10 @@ struct Detokenize {
     tokens: Vec<u32>,
 }
 
-/// Bytes of a token, where tokens have none of their own.
+/// Assumed largest size of a token in bytes, if tokens have no bytes of their own.
 const LONGEST_UNKNOWN: usize = 256;
 
-/// Bytes of the text that these tokens have at most. The first time it may take a while.
+/// Upper bound of the size of these tokens' text, in bytes. The first call may take a while.
 pub(crate) fn text_bytes(app: &App, tokens: &[u32]) -> usize {
     let pieces = app.pieces();
     let bytes = |token: &u32| match pieces {
@@ -291,7 +294,7 @@ pub(crate) fn text_bytes(app: &App, tokens: &[u32]) -> usize {
     tokens.iter().map(bytes).sum()
 }
 
-/// Bytes that it takes to decode them: each is a text of its own before they are one, which is copied.
+/// Memory to decode these tokens, in bytes: each first becomes a text of its own, and the joined text is copied.
 pub(crate) fn decoding_bytes(app: &App, tokens: &[u32]) -> usize {
     tokens.len() * 64 + 4 * text_bytes(app, tokens)
 }

@@ -1,4 +1,4 @@
-//! What requests about sessions may say.
+//! JSON schemas and fields of session requests.
 use crate::openai::request::{
     Bounds, boolean, common, integer, message, number_of_tokens, object, or_null, response_format,
     tool_choice, tools,
@@ -6,7 +6,7 @@ use crate::openai::request::{
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-/// A schema for every verb with a body.
+/// One schema per operation that has a body.
 pub(crate) struct SessionSchemas {
     pub create: Value,
     pub append: Value,
@@ -16,7 +16,7 @@ pub(crate) struct SessionSchemas {
     pub keep: Value,
 }
 
-/// Messages of one request.
+/// Maximum number of messages in one request.
 const MAX_MESSAGES: u32 = 256;
 const MAX_NAME: u32 = 64;
 
@@ -52,7 +52,7 @@ fn fields(fields: Value) -> Map<String, Value> {
     }
 }
 
-/// What a history grows by: one of these.
+/// Content to append: one of `messages`, `text` and `tokens`.
 fn content(b: &Bounds) -> Map<String, Value> {
     fields(json!({
         "messages": or_null(json!({"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": message(b.template),
@@ -64,7 +64,7 @@ fn content(b: &Bounds) -> Map<String, Value> {
 
 const CONTENT: [&str; 3] = ["messages", "text", "tokens"];
 
-/// `name`, and none of the others.
+/// Schema that requires the other content fields to be null.
 fn alone(name: &str) -> Value {
     let others = CONTENT.iter().filter(|other| **other != name);
     Value::Object(others.map(|other| (other.to_string(), json!({"type": "null"}))).collect())
@@ -134,7 +134,7 @@ fn generate(b: &Bounds) -> Value {
     schema
 }
 
-/// Where a history is cut.
+/// Schema of the position at which a history is truncated.
 fn cut(b: &Bounds, optional: bool) -> Value {
     let mut ways = vec![
         json!({"title": "a number of tokens", "type": "integer", "minimum": 0, "maximum": b.max_tokens,

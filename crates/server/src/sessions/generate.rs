@@ -1,7 +1,7 @@
-//! `POST /v1/sessions/{id}/generate`: the session goes on, and what comes is part of it.
+//! `POST /v1/sessions/{id}/generate`: continues a session; the output becomes part of its history.
 //!
-//! Written as chat completions are where the session is made of messages, and as completions otherwise; `session` says
-//! which one it is.
+//! The response has the shape of a chat completion if the session consists of messages, otherwise of a
+//! completion. Its field `session` names the session.
 use super::fields::GenerateFields;
 use super::history::History;
 use super::store::Claim;
@@ -58,7 +58,7 @@ pub(crate) async fn generate(
     }
 }
 
-/// From a body to what is submitted, and to what records it.
+/// Validates the request body; returns the job to submit and the [`Run`] that records its output.
 fn prepare(
     app: &Arc<App>,
     caller: &Caller,
@@ -90,7 +90,7 @@ fn prepare(
                        or leave `tools` and `tool_choice` out";
         return Err(ApiError::invalid("tools", message));
     }
-    // An answer that goes on may have begun a call, or a message.
+    // An answer that is continued may end inside a tool call or a Harmony message.
     let before = began.open_text().unwrap_or_default().to_string();
     let reader = reading.as_ref().map(|reading| {
         let mut reader = reading.reader();
@@ -128,7 +128,7 @@ fn prepare(
     Ok((order, run, common))
 }
 
-/// The request itself says that calls are wanted.
+/// True if this request itself asks for tool calls.
 fn asks_for_calls(fields: &GenerateFields) -> bool {
     match fields.tool_choice.as_ref().filter(|choice| !choice.is_null()) {
         Some(choice) => choice != "none",
@@ -136,7 +136,7 @@ fn asks_for_calls(fields: &GenerateFields) -> bool {
     }
 }
 
-/// What the answer must look like, and the history with the tools that its template is told of.
+/// The output constraint, and the history with the tools that its template is told of.
 fn form(
     app: &App,
     history: &History,
@@ -151,7 +151,7 @@ fn form(
             format!("`tools` cannot change inside an answer, and the session's last message is {another}");
         return Err(ApiError::invalid("tools", message));
     }
-    // Tools that the session knows from before are no wish of this request.
+    // Tools that were set on the session earlier do not count as a wish of this request.
     let wanted = fields.response_format.as_ref().filter(|format| !format.is_null());
     let silent = fields.tools.is_none() && fields.tool_choice.is_none();
     let none = Value::from("none");
@@ -159,7 +159,7 @@ fn form(
         true => Some(&none),
         false => fields.tool_choice.as_ref(),
     };
-    // A text has no channels.
+    // Text without messages has no channels.
     let ends = fields.add_generation_prompt == Some(false) && !history.is_open();
     let channels = app.channels && history.has_messages() && !history.has_tail() && !ends;
     let parallel = fields.parallel_tool_calls.unwrap_or(true);
@@ -179,7 +179,7 @@ fn form(
     Ok((form, history.with_tools(tools)))
 }
 
-/// The history that is the prompt.
+/// The history to use as the prompt: with the beginning of a new answer, or as it is.
 fn begin(app: &App, history: &History, answer: Option<bool>) -> Result<History, ApiError> {
     let by_itself = history.has_messages() && !history.has_tail() && !history.is_open();
     match answer {
@@ -194,32 +194,32 @@ fn begin(app: &App, history: &History, answer: Option<bool>) -> Result<History, 
     }
 }
 
-/// What is generated in a session, on its way into the history.
+/// A generation in a session, which records its output in the history.
 struct Run {
     app: Arc<App>,
     claim: Claim,
-    /// The name of the key that generates.
+    /// Name of the API key that generates.
     owner: Arc<str>,
     chats: bool,
     /// The prompt; it becomes the history with the first token.
     began: Option<History>,
-    /// Its first token is the history's token of this number.
+    /// Index in the history of the first generated token.
     from: usize,
-    /// Text so far.
+    /// Text generated so far.
     text: String,
-    /// What the answer that goes on had said before.
+    /// Text of the continued answer before this generation.
     before: String,
-    /// How the answer is read, and what reads it for the client.
+    /// How to parse the answer, and the parser of the client's stream.
     reading: Option<Reading>,
     reader: Option<AnswerReader>,
-    /// The request's id, of which calls have theirs.
+    /// The request's id, from which the ids of tool calls are derived.
     request: String,
     last: Option<u32>,
     ignore_eos: bool,
 }
 
 impl Run {
-    /// Until no other generation computes what this one would compute too.
+    /// Waits while another generation computes a prefix that this one needs too.
     async fn wait(&self, prompt: &Arc<[u32]>, deadline: Instant) -> Result<(), ApiError> {
         let deadline = tokio::time::Instant::from_std(deadline);
         while let Some(mut other) = self.claim.announce(prompt)? {
@@ -232,13 +232,14 @@ impl Run {
     }
 }
 
-/// Tokens that a client may be behind its session. A client that reads more slowly is told so; the session
-/// goes on without it.
+/// How many tokens a client may fall behind its session. The stream of a slower client ends with an error; the
+/// session continues.
 const MAX_BEHIND: usize = 4096;
 
 impl Run {
-    /// A task of its own takes what comes into the history, at the pace at which it comes; the client hears it from a
-    /// queue. The generation ends early when the session is deleted, its quota is full, or the client has left.
+    /// Starts a task that appends the output to the history as fast as it is generated, and sends it to the
+    /// client through a queue. The generation ends early if the session is deleted, its quota is exceeded, or
+    /// the client disconnects.
     fn follow(self, generation: Generation) -> Told {
         let (tell, told) = mpsc::channel(MAX_BEHIND);
         tokio::spawn(self.record(generation, tell));
@@ -251,7 +252,7 @@ impl Run {
         let mut behind = false;
         let (done, last) = loop {
             let event = tokio::select! {
-                biased; // what has come is kept
+                biased; // record pending tokens first
                 event = generation.next() => event,
                 error = &mut gone => break (None, Some(Err(error))),
                 () = tell.closed() => break (None, None),
@@ -261,7 +262,7 @@ impl Run {
                     if let Err(error) = self.token(&token) {
                         break (None, Some(Err(error)));
                     }
-                    // Room is left for the end.
+                    // Keep one slot free for the final event.
                     behind |= tell.capacity() < 2;
                     if !behind {
                         let _ = tell.try_send(Ok(Event::Token(token)));
@@ -273,9 +274,9 @@ impl Run {
                 None => break (None, None),
             }
         };
-        // Nothing more is computed while the history is settled.
+        // Stop the job, so that nothing more is computed while the history is finalized.
         drop(generation);
-        // The client hears of the end when the session has it.
+        // The client gets the final event only after the session has been updated.
         let settled = self.settled(done).await;
         if let Err(error) = settled {
             tracing::error!(target: "kvist::server", "a session was not settled: {error}");
@@ -296,11 +297,12 @@ impl Run {
         let stops = matches!(done.as_ref().map(|done| &done.finish), Some(Finish::Stop(_)));
         let bytes = move || {
             let decoded = decoding_room(&app, history.unsettled(&*app, from));
-            // A stop string may end inside a token, whose beginning is tokenized then.
+            // A stop string may end inside a token; the part of the token before it is tokenized again.
             (decoded + if stops { SETTLING_BYTES } else { 0 }).min(app.work.bytes())
         };
         let bytes = tokio::task::spawn_blocking(bytes).await?;
-        // No thread waits for the room. The task does, however long: what was said is not lost.
+        // This task waits for memory, without blocking a thread and without a time limit, so that the output is
+        // not lost.
         let room = self.app.work.room(&name, bytes).await;
         let left = room.as_ref().map_or(0, |_| bytes);
         tokio::task::spawn_blocking(move || work::with(name, room, left, || self.settle(done.as_ref()))).await
@@ -312,7 +314,8 @@ impl Run {
         self.claim.push(self.began.take(), token.id)
     }
 
-    /// The generation has ended. Without `done` it did not end as generations do: what came until then stays.
+    /// Finalizes the history after the generation. `done` is `None` if the generation was cut off; the tokens
+    /// so far are kept.
     fn settle(mut self, done: Option<&Done>) {
         let stopped = done.is_some_and(|done| matches!(done.finish, Finish::Stop(_)));
         let at_end = done.is_some_and(|done| done.finish == Finish::EndOfText);
@@ -336,7 +339,7 @@ impl Run {
             };
             if let Err(error) = settled {
                 tracing::error!(target: "kvist::server", "a session's text: {error}");
-                // Its tokens stay as they were drawn, and its text is theirs.
+                // Keep the tokens as they were sampled, with their decoded text.
                 let _ = history.settle(&*app);
             }
             if let Some(shown) = shown {
@@ -353,7 +356,7 @@ fn too_slow() -> ApiError {
     ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "reads_too_slowly", message)
 }
 
-/// Answers that say which session they are part of.
+/// Adds the session's id to every response.
 struct Within<S> {
     shape: S,
     session: String,

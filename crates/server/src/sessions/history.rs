@@ -1,11 +1,11 @@
-//! What a session has said so far: tokens, and, where it was made of messages, which message begins where.
+//! The history of a session: its tokens and, if it was made from messages, the position of each message.
 //!
-//! The tokens are the truth: they are what a generation begins with, and what it adds stays as it was drawn, never cut
-//! into tokens anew. Messages grow by what the template adds to the text that is there already. A template that writes
-//! earlier messages differently once later ones follow (as those of thinking models do) rewrites the history;
-//! [`History::in_common`] tells how much of it stayed.
+//! The tokens are authoritative: they are the prompt of a generation, and generated tokens stay as they were
+//! sampled; they are never tokenized again. New messages append what the template adds to the existing text.
+//! Some templates render earlier messages differently once later ones follow (e.g. those of reasoning models);
+//! then the history is rewritten, and [`History::in_common`] tells how much of it is unchanged.
 //!
-//! Pure: text and tokens come from a [`Scribe`].
+//! Pure functions: rendering and tokenizing are done by a [`Scribe`].
 mod cut;
 mod places;
 mod render;
@@ -25,11 +25,11 @@ use std::sync::Arc;
 pub(crate) use weight::MIN_CHARGE;
 pub(crate) use weight::{weight, weight_of_names};
 
-/// Tokens, and who said what. A clone shares both until one of them is changed.
+/// Tokens and messages. Clones share both until one of them is changed.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct History {
     pub tokens: Arc<Vec<u32>>,
-    /// `None`: of text or tokens, or empty.
+    /// `None` for a session made from text or tokens, and for an empty one.
     said: Option<Arc<Said>>,
 }
 
@@ -37,39 +37,41 @@ pub(crate) struct History {
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Said {
     messages: Vec<Message>,
-    /// What the template has written of them: the text that the tokens stand for, up to the tail.
+    /// The rendered text of the messages. It corresponds to the tokens before the tail.
     text: String,
     kwargs: Arc<Map<String, Value>>,
-    /// From here on the tokens are no message: a part of one that was cut, or what was generated as it came.
+    /// Index of the first token that belongs to no message: part of a truncated message, or text generated
+    /// without a message.
     tail: Option<usize>,
-    /// Bytes of all of it in memory.
+    /// Memory use of this struct in bytes.
     bytes: usize,
 }
 
-/// One message, and where it stands.
+/// A message and its position.
 #[derive(Clone, Debug, PartialEq)]
 struct Message {
-    /// As the template is given it: of a generated one, the content is what was drawn.
+    /// As passed to the template. For a generated message, the content is the text as generated.
     body: Value,
-    /// As it is told, if that is another: with the calls of tools that were read from it.
+    /// As reported to the client, if different: with the parsed tool calls.
     shown: Option<Value>,
     begins: Option<Place>,
-    /// Of a generated one: where its content begins. It goes up to `ends`, which is the history's end while it is open.
+    /// Of a generated message: where its content begins, and the token index where it ends. The end is `None`
+    /// while the message is open; it then ends with the history.
     content: Option<(Place, Option<usize>)>,
 }
 
-/// The same place in tokens and in the text.
+/// The same position in tokens and in the rendered text.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Place {
     token: usize,
     byte: usize,
 }
 
-/// The name under which templates know tools. It is none that a request may set by itself.
+/// The template variable that holds the tools. Requests cannot set it through `chat_template_kwargs`.
 pub(crate) const TOOLS: &str = "tools";
 
 impl History {
-    /// Of a conversation without messages yet.
+    /// A conversation without messages.
     pub fn of_messages(kwargs: Map<String, Value>) -> Self {
         let said = Said { kwargs: Arc::new(kwargs), ..Said::default() };
         let mut history = History { tokens: Arc::default(), said: Some(Arc::new(said)) };
@@ -86,9 +88,9 @@ impl History {
         self.said.is_some()
     }
 
-    /// Tokens at the beginning that are the same.
+    /// Length of the common prefix in tokens.
     pub fn in_common(&self, other: &History) -> usize {
-        // Whole pieces compare at the speed of memory.
+        // Comparing whole slices runs at memory speed.
         const PIECE: usize = 1024;
         let (a, b) = (&self.tokens, &other.tokens);
         if Arc::ptr_eq(a, b) {
@@ -105,7 +107,7 @@ impl History {
         names.and_then(Value::as_array).map_or(&[], Vec::as_slice)
     }
 
-    /// From the next rendering on the template is told of these tools.
+    /// Sets the tools that the template is told of, from the next rendering on.
     pub fn with_tools(&self, tools: &[Value]) -> Self {
         let mut history = self.clone();
         if let Some(said) = history.said.as_mut().filter(|_| self.tools() != tools) {
@@ -121,15 +123,15 @@ impl History {
         history
     }
 
-    /// What its last message says, if that is an answer that may go on.
+    /// The text of the last message, if it is an open answer.
     pub fn open_text(&self) -> Option<&str> {
         let said = self.said.as_ref().filter(|said| said.tail.is_none())?;
         let (content, _) = said.open()?;
         said.text.get(content.byte..)
     }
 
-    /// The last message, an answer of the text `raw`, is told as `shown`. Where its tokens do not give that text again (the
-    /// marks of calls are control tokens), the template is to write the calls.
+    /// Sets how the last message, an answer with the text `raw`, is reported. If its tokens do not decode to
+    /// `raw` (tool call marks are control tokens), `shown` also replaces the message that the template renders.
     pub fn show_last(&mut self, scribe: &impl Scribe, raw: &str, shown: Value) {
         let Some(message) = self.said.as_mut().and_then(|said| Arc::make_mut(said).messages.last_mut())
         else {
@@ -142,7 +144,7 @@ impl History {
         self.weigh();
     }
 
-    /// What follows is none of its messages.
+    /// Marks everything that follows as not part of a message.
     pub fn with_tail(&self) -> Self {
         let mut history = self.clone();
         if let Some(said) = &mut history.said {
@@ -151,7 +153,7 @@ impl History {
         history
     }
 
-    /// With tokens behind it.
+    /// Appends tokens. Fails if the last message is complete.
     pub fn with_tokens(&self, scribe: &impl Scribe, new: &[u32], param: &str) -> Result<Self, ApiError> {
         if let Some(said) = &self.said
             && said.tail.is_none()
@@ -166,19 +168,19 @@ impl History {
         Ok(history)
     }
 
-    /// Its last message is an answer that may go on: one that was cut, or ended for its length.
+    /// True if the last message is an open answer: it was cut, or ended at the token limit.
     pub fn is_open(&self) -> bool {
         self.said.as_ref().is_some_and(|said| said.tail.is_none() && said.open().is_some())
     }
 
-    /// It ends inside a message that is none of `messages`.
+    /// True if the history ends inside text that is not one of `messages`.
     pub fn has_tail(&self) -> bool {
         self.said.as_ref().is_some_and(|said| said.tail.is_some())
     }
 
-    /// The answer that begins at token `from` has ended by itself: nothing of it follows. `text` is what of it is to
-    /// stay, if that is less than what was drawn (a stop string is no part of it); `end` says that its last token is
-    /// the model's word for the end, which the template writes by itself.
+    /// Closes the answer that begins at token `from`. `text`, if given, is the part of its text to keep (a stop
+    /// string is not part of it). `end` says that the last token is the model's end token, which is removed
+    /// because the template writes it itself.
     pub fn end_answer(
         &mut self,
         scribe: &impl Scribe,
@@ -200,7 +202,7 @@ impl History {
         Ok(())
     }
 
-    /// Make the open message's content of its tokens.
+    /// Sets the open message's content to the text of its tokens.
     pub fn settle(&mut self, scribe: &impl Scribe) -> Result<(), ApiError> {
         let Some(said) = &mut self.said else { return Ok(()) };
         if said.tail.is_some() {
@@ -220,12 +222,13 @@ impl History {
         Ok(())
     }
 
-    /// The messages, each with the token at which it begins; `open` if it may go on.
+    /// All messages as JSON, each with the index of its first token; `open` is true if a generation can
+    /// continue it.
     pub fn messages(&self) -> Option<Vec<Value>> {
         self.n_messages().map(|n| (0..n).filter_map(|at| self.message(at)).collect())
     }
 
-    /// The message of this number.
+    /// One message as JSON, by index.
     pub fn message(&self, at: usize) -> Option<Value> {
         let said = self.said.as_ref()?;
         let message = said.messages.get(at)?;
@@ -241,7 +244,7 @@ impl History {
     }
 }
 
-/// Counts bytes.
+/// A writer that counts bytes.
 struct Count(usize);
 
 impl Write for Count {
@@ -255,23 +258,23 @@ impl Write for Count {
 }
 
 impl History {
-    /// Bytes of memory beside its tokens.
+    /// Memory use in bytes, without the tokens.
     pub fn said_bytes(&self) -> usize {
         self.said.as_ref().map_or(0, |said| said.bytes)
     }
 
-    /// Bytes of the message that is longest as JSON.
+    /// Size in bytes of the longest message as JSON.
     pub fn longest_message(&self) -> usize {
         let bytes = |message: &Message| {
             let mut count = Count(0);
-            // Counting does not fail.
+            // Writing to a counter cannot fail.
             let _ = serde_json::to_writer(&mut count, message.shown.as_ref().unwrap_or(&message.body));
             count.0
         };
         self.said.as_ref().and_then(|said| said.messages.iter().map(bytes).max()).unwrap_or(0)
     }
 
-    /// The tokens that the end of a generation may decode anew, if its first one is token `from`.
+    /// The tokens that [`History::end_answer`] may have to decode, if the first generated token is `from`.
     pub fn unsettled(&self, scribe: &impl Scribe, from: usize) -> &[u32] {
         let open = self.said.as_ref().filter(|said| said.tail.is_none()).and_then(|said| said.open());
         let open = open.map_or(from, |(content, _)| content.token);

@@ -1,11 +1,11 @@
-//! Every session of a server: its owner, what it was forked from, what happens to it, when it expires.
+//! All sessions of a server: owner, parent, state and expiry time.
 //!
-//! Integers and texts alone: a session holds nothing in the cache. One change at a time: a request that changes a session,
-//! or generates in it, holds its [`Claim`]; forks and looks need none. Only its owner learns of a session: to others it
-//! does not exist.
+//! A session consists of integers and text; it holds no KV cache blocks. Only one request at a time may change
+//! a session: it holds the session's [`Claim`] while it changes the history or generates. Forks and reads need
+//! no claim. A session is visible only to its owner; for other API keys it does not exist.
 //!
-//! Quotas are counted as histories change, token by token while they are generated; `Inner::audit` counts anew. No verb
-//! looks at the sessions of others, but for those that have expired.
+//! Quota usage is updated incrementally as histories change, token by token during generation; `Inner::audit`
+//! recomputes it in tests. An operation touches sessions of other owners only to remove expired ones.
 mod ahead;
 mod claim;
 mod inner;
@@ -25,7 +25,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
-/// Drawn at random, so that no client finds another's by counting.
+/// Drawn at random, so that a client cannot guess the ids of others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct SessionId(pub u128);
 
@@ -47,7 +47,7 @@ impl fmt::Display for SessionId {
     }
 }
 
-/// Now, on both clocks.
+/// The current time on both clocks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Moment {
     pub instant: Instant,
@@ -55,16 +55,16 @@ pub(crate) struct Moment {
     pub unix_s: u64,
 }
 
-/// What a session begins with.
+/// The initial state of a session.
 pub(crate) struct Draft {
     pub name: Option<String>,
     pub cache_salt: Option<String>,
-    /// Of prefixes: made of the key's name and `cache_salt`.
+    /// Salt of the prefix cache, derived from the key's name and `cache_salt`.
     pub salt: Arc<str>,
     pub history: History,
 }
 
-/// What is told of a session.
+/// What the API reports about a session.
 #[derive(Clone, Debug)]
 pub(crate) struct Seen {
     pub id: SessionId,
@@ -75,13 +75,14 @@ pub(crate) struct Seen {
     pub n_tokens: usize,
     pub n_messages: Option<usize>,
     pub parent: Option<SessionId>,
-    /// Tokens from the first that its parent has too.
+    /// Length of the token prefix that it shares with its parent.
     pub shared_tokens: usize,
     pub children: Vec<SessionId>,
     pub running: bool,
 }
 
-/// What the live view may know of a session, and what it needs to find its blocks.
+/// A session as the live view shows it, with the tokens and salt needed to find its blocks. The live view may
+/// see sessions of all owners.
 pub(crate) struct Rest {
     pub id: SessionId,
     pub parent: Option<SessionId>,
@@ -93,7 +94,7 @@ pub(crate) struct Rest {
 pub(crate) struct Store {
     inner: Mutex<Inner>,
     quota: SessionsSection,
-    /// What is shared in the cache is whole blocks.
+    /// Block size of the KV cache; only whole blocks are shared.
     block_tokens: usize,
 }
 
@@ -106,7 +107,7 @@ impl Store {
         self.inner.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
-    /// With what has expired gone.
+    /// Locks the store and removes expired sessions.
     fn at(&self, at: Moment) -> MutexGuard<'_, Inner> {
         let mut inner = self.lock();
         let idle = self.quota.idle();
@@ -119,7 +120,7 @@ impl Store {
             let Some(session) = inner.sessions.get_mut(&id) else { continue };
             session.is_due = false;
             if session.busy.is_some() {
-                continue; // until it is let go
+                continue; // `release` schedules it again
             }
             match idle.checked_sub(at.instant.saturating_duration_since(session.touched)) {
                 None | Some(Duration::ZERO) => inner.remove(id),
@@ -147,13 +148,13 @@ impl Store {
         session.ok_or_else(|| self.not_found(&id))
     }
 
-    /// The id in a path; 404 if it is none.
+    /// Parses the id in a request path; 404 if it is invalid.
     pub fn id(&self, text: &str) -> Result<SessionId, ApiError> {
         let shown: String = text.chars().take(64).collect();
         SessionId::parse(text).ok_or_else(|| self.not_found(&shown))
     }
 
-    /// Refused, with nothing changed, if `n` more sessions of `charge` each would be too many.
+    /// Fails if adding `n` sessions of `charge` each would exceed the quota. Changes nothing.
     fn admit(&self, inner: &Inner, owner: &str, n: usize, charge: u64) -> Result<(), ApiError> {
         let (sessions, tokens) = inner.owned.get(owner).map_or((0, 0), |own| (own.ids.len(), own.charge));
         if sessions + n > self.quota.max_sessions {
@@ -202,14 +203,14 @@ impl Store {
         Ok(inner.see(id, at, &self.quota))
     }
 
-    /// A copy of what is there now.
+    /// Returns a snapshot of the session.
     pub fn look(&self, at: Moment, owner: &str, id: SessionId) -> Result<(Seen, History), ApiError> {
         let mut inner = self.at(at);
         let history = self.session(&mut inner, owner, id)?.history.clone();
         Ok((inner.see(id, at, &self.quota), history))
     }
 
-    /// In the order in which they were made, as far as seconds tell.
+    /// The owner's sessions by creation time, with a resolution of seconds, then by id.
     pub fn list(&self, at: Moment, owner: &str) -> Vec<Seen> {
         let inner = self.at(at);
         let own = inner.owned.get(owner).into_iter().flat_map(|own| &own.ids);
@@ -218,8 +219,8 @@ impl Store {
         seen
     }
 
-    /// Of all owners: the `most` sessions that were used last, in the order in which they were made, and how many there
-    /// are beside them. For readers that may know of all users.
+    /// The `most` most recently used sessions of all owners, ordered by creation, and how many more there are.
+    /// Only for callers that may see all owners' data.
     pub fn rests(&self, now: Instant, most: usize) -> (Vec<Rest>, usize) {
         let inner = self.at(Moment { instant: now, unix_s: 0 });
         let mut last: Vec<_> = inner.sessions.iter().map(|(id, session)| (session.touched, *id)).collect();
@@ -244,7 +245,7 @@ impl Store {
         (rests.into_iter().map(|(_, rest)| rest).collect(), more)
     }
 
-    /// `n` sessions with this beginning of the history of `id`.
+    /// Creates `n` sessions with `history`, a prefix of the history of `id`.
     pub fn fork(
         &self,
         at: Moment,
@@ -283,7 +284,7 @@ impl Store {
         Ok(ids.into_iter().map(|id| inner.see(id, at, &self.quota)).collect())
     }
 
-    /// Deletes it; its forks go on, as forks of its parent.
+    /// Deletes a session. Its forks become forks of its parent.
     pub fn delete(&self, at: Moment, owner: &str, id: SessionId) -> Result<(), ApiError> {
         let mut inner = self.at(at);
         self.session(&mut inner, owner, id)?;
@@ -291,8 +292,8 @@ impl Store {
         Ok(())
     }
 
-    /// Deletes the other forks of the call that made it, unless they are among `also`, and all that was forked from
-    /// those. Says which.
+    /// Deletes the session's siblings (the other sessions of the same fork call) that are not in `also`, with
+    /// all their descendants. Returns the deleted ids.
     pub fn keep(
         &self,
         at: Moment,
@@ -318,7 +319,7 @@ impl Store {
         let own = inner.owned.get(owner).into_iter().flat_map(|own| &own.ids);
         let mut losers: Vec<SessionId> = own.copied().collect();
         losers.retain(|other| *other != id && !also.contains(other) && sibling(&inner, other));
-        // Their descendants, level by level.
+        // Add their descendants, one level at a time.
         let mut level = losers.clone();
         while !level.is_empty() {
             let below = level.iter().filter_map(|id| inner.sessions.get(id)).flat_map(|s| &s.children);
@@ -330,7 +331,7 @@ impl Store {
         Ok(losers)
     }
 
-    /// The right to change it; 409 while another request has it.
+    /// Takes the exclusive right to change the session; 409 while another request holds it.
     pub fn claim(
         self: &Arc<Self>,
         at: Moment,

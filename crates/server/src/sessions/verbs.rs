@@ -1,4 +1,4 @@
-//! The verbs of sessions, but for `generate`.
+//! The session endpoints except `generate`.
 use super::fields::{Content, CreateFields, ForkFields, KeepFields, RollbackFields};
 use super::history::{History, Scribe, TOOLS, admit, weight, weight_of_names};
 use super::store::{Claim, Draft, Moment, Seen};
@@ -43,7 +43,7 @@ impl Scribe for App {
 
     fn encode_rendered(&self, text: &str, first: bool) -> Result<Ends, ApiError> {
         tokens::refuse_long(self, text, "messages")?;
-        // A template of the model's own writes what stands at the start of a text.
+        // The model's own template writes the BOS token itself.
         let model = self.engine.model();
         let special = first && model.chat_template().is_none();
         tokens::encode_with_ends(self, text, special, "messages")
@@ -71,7 +71,7 @@ impl Scribe for App {
     }
 
     fn content(&self, answer: &str) -> String {
-        // The plain template writes a space before an answer, which the model wrote here.
+        // The plain template writes a space before an answer; the model generated that space here.
         let plain = self.engine.model().chat_template().is_none();
         let answer = if plain { answer.strip_prefix(' ').unwrap_or(answer) } else { answer };
         answer.into()
@@ -81,20 +81,20 @@ impl Scribe for App {
         if !self.channels {
             return json!({"role": "assistant", "content": self.content(answer)});
         }
-        // Of calls only the generation that wrote them knows that they may be made.
+        // Parse no tool calls here: only the generation that produced them knows whether calls were allowed.
         let reading =
             Reading { format: ToolFormat::Harmony, tools: Arc::default(), parallel: true, calls: false };
         message(&reading.reader().whole(answer), Vec::new())
     }
 }
 
-/// Room in which these tokens of a session are decoded. A session that was taken is shown: one that needs more than
-/// there is takes all.
+/// Memory in bytes for decoding these tokens, limited to all there is, so that every session that was accepted
+/// can also be shown.
 pub(super) fn decoding_room(app: &App, tokens: &[u32]) -> usize {
     tokens::decoding_bytes(app, tokens).min(app.work.bytes())
 }
 
-/// As clients see it.
+/// The session as API clients see it.
 fn show(seen: &Seen) -> Value {
     json!({
         "id": seen.id.to_string(),
@@ -112,7 +112,7 @@ fn show(seen: &Seen) -> Value {
     })
 }
 
-/// What is there, with `content` behind it. Refused if it is more than the model, or the cache, has room for.
+/// The history with `content` appended. Fails if it exceeds what the model or the cache can hold.
 fn grown(app: &App, history: &History, content: Content) -> Result<History, ApiError> {
     let first = history.tokens.is_empty() && !history.has_messages();
     let (grown, param) = match content {
@@ -132,12 +132,12 @@ fn grown(app: &App, history: &History, content: Content) -> Result<History, ApiE
     Ok(grown)
 }
 
-/// Bytes of `chat_template_kwargs` in memory.
+/// Maximum size of `chat_template_kwargs` in memory, in bytes.
 const MAX_NAMES: usize = 16 << 10;
-/// Bytes of `tools` in memory.
+/// Maximum size of `tools` in memory, in bytes.
 const MAX_TOOLS: usize = 256 << 10;
 
-/// Tools that a session is to know.
+/// Validates the tools of a session.
 pub(super) fn known_tools(tools: &[Value]) -> Result<(), ApiError> {
     tools_from_json(tools)?;
     let bytes: usize = tools.iter().map(|tool| size_of::<Value>() + weight(tool)).sum();
@@ -231,7 +231,7 @@ pub(crate) async fn look(
             return in_parts(app, caller, bytes, "session", document_parts(&show(&seen), history, text));
         }
         let mut document = show(&seen);
-        // They were taken together.
+        // `seen` and `history` come from one snapshot, so these fields agree with the others.
         document["tokens"] = history.tokens.as_slice().into();
         document["text"] = text.into();
         document["messages"] = history.messages().into();
@@ -240,7 +240,7 @@ pub(crate) async fn look(
     looked.await
 }
 
-/// The same document, part by part. A part is made when the client takes it.
+/// The same document in parts. A part is created when the client reads it.
 fn document_parts(
     shown: &Value,
     history: History,
@@ -282,7 +282,7 @@ pub(crate) async fn delete(
     .await
 }
 
-/// Change the claimed history; says how much of it stayed.
+/// Commits the changed history; the response says how many tokens were kept.
 fn change(app: &App, claim: &mut Claim, history: History) -> Result<Value, ApiError> {
     let kept = claim.history.in_common(&history);
     let mut document = show(&claim.commit(moment(app), history)?);
@@ -360,7 +360,7 @@ pub(crate) async fn keep(
         check(&mut body, &app.schemas.sessions.keep, &app.bounds.model)?;
         let fields: KeepFields = read(&body)?;
         let also = fields.also.unwrap_or_default();
-        // 404 is about the session in the path alone.
+        // A 404 refers only to the session in the path.
         let sibling = |(i, id): (usize, &String)| {
             let unknown =
                 || ApiError::invalid(format!("also[{i}]"), format!("`also[{i}]` is no session's id"));

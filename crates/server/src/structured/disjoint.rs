@@ -1,16 +1,16 @@
-//! Can two schemas admit the same value? Told from what they say of types, named values, bounds of numbers, and of
-//! properties that must be there. "No" is a proof; where nothing is proven the answer is "maybe", which counts as yes.
+//! Decides whether two schemas can admit the same value, from their types, enumerated values, numeric bounds
+//! and required properties. "No" is a proof. Without a proof the answer is "maybe", which counts as yes.
 //!
-//! What a proof costs is counted in steps, of which many questions may have one number between them; without steps nothing
-//! is proven.
+//! The cost of proofs is counted in steps. Several questions may share one budget of steps; when it is used up,
+//! nothing more is proven.
 use serde_json::{Map, Value};
 use std::cell::Cell;
 
-/// Levels of schemas inside each other.
+/// Maximum nesting of schemas.
 const MAX_DEPTH: u32 = 16;
 
-/// Is there no value that all schemas of `a` and all of `b` admit? References are looked up in `root`. `steps` are left
-/// for proofs, and taken from.
+/// True if it is proven that no value matches all schemas of `a` and all of `b`. References are resolved in
+/// `root`. Proofs consume `steps`.
 pub(super) fn disjoint(a: &[&Value], b: &[&Value], root: &Value, steps: &Cell<usize>) -> bool {
     Prover { root, steps }.disjoint(a, b, MAX_DEPTH)
 }
@@ -20,11 +20,11 @@ struct Prover<'s> {
     steps: &'s Cell<usize>,
 }
 
-/// What is asked of one value: all of it.
+/// Schemas that one value must match all together.
 #[derive(Default)]
 struct Demands<'s> {
     parts: Vec<&'s Map<String, Value>>,
-    /// `false` is among them.
+    /// True if the schema `false` is among them.
     nothing: bool,
 }
 
@@ -47,13 +47,13 @@ fn type_of(value: &Value) -> &'static str {
 }
 
 impl<'s> Prover<'s> {
-    /// Are some left?
+    /// Consumes steps; returns whether some are left.
     fn spend(&self, steps: usize) -> bool {
         self.steps.set(self.steps.get().saturating_sub(steps));
         self.steps.get() > 0
     }
 
-    /// Could they be? As JSON Schema compares: 1 and 1.0 are the same.
+    /// True if the values are equal by JSON Schema's rules (1 equals 1.0), or may be because the steps ran out.
     fn same(&self, a: &Value, b: &Value) -> bool {
         if !self.spend(1) {
             return true;
@@ -70,7 +70,7 @@ impl<'s> Prover<'s> {
         }
     }
 
-    /// With references and `allOf` taken apart.
+    /// Collects the schemas, and those they contain through `$ref` and `allOf`.
     fn demands(&self, schemas: &[&'s Value], depth: u32, out: &mut Demands<'s>) {
         for schema in schemas {
             match schema {
@@ -90,7 +90,7 @@ impl<'s> Prover<'s> {
                         self.demands(&all, depth - 1, out);
                     }
                 }
-                // What is not looked at asks for nothing.
+                // A schema that is not examined adds no constraint.
                 _ => {}
             }
         }
@@ -100,7 +100,7 @@ impl<'s> Prover<'s> {
         if depth == 0 || !self.spend(1) {
             return false;
         }
-        // One value has to meet both.
+        // A common value has to match both sides.
         let mut both = Demands::default();
         self.demands(a, depth, &mut both);
         let n_of_a = both.parts.len();
@@ -109,11 +109,11 @@ impl<'s> Prover<'s> {
             return true;
         }
         let parts = both.parts;
-        // Alternatives: each of them has to be impossible.
+        // If no alternative of a schema is possible, neither is the schema.
         for (at, part) in parts.iter().enumerate() {
             for keyword in ["anyOf", "oneOf"] {
                 let Some(ways) = part.get(keyword).and_then(Value::as_array) else { continue };
-                // The alternatives of one side against the other.
+                // Compare the alternatives of one side with the other side.
                 let other = if at < n_of_a { b } else { a };
                 if ways.iter().all(|way| self.disjoint(&[way], other, depth - 1)) {
                     return true;
@@ -130,7 +130,7 @@ impl<'s> Prover<'s> {
                 _ => u8::MAX,
             };
         }
-        // Where values are named, those that all parts name and whose type all admit.
+        // If values are enumerated: those in every list, of an allowed type and within all bounds.
         let lists: Vec<Vec<&Value>> = parts.iter().filter_map(|part| values(part)).collect();
         if let Some((first, rest)) = lists.split_first() {
             let mut left = first.iter().filter(|value| {
@@ -147,7 +147,7 @@ impl<'s> Prover<'s> {
         !possible
     }
 
-    /// Some property must be there, and cannot be.
+    /// True if a required property cannot have a valid value.
     fn no_object(&self, parts: &[&'s Map<String, Value>], depth: u32) -> bool {
         let required: Vec<&str> = parts
             .iter()
@@ -164,7 +164,7 @@ impl<'s> Prover<'s> {
                 let own = part.get("properties").and_then(|properties| properties.get(name));
                 match own {
                     Some(schema) => asked.push(schema),
-                    // By a pattern it might have another schema.
+                    // A pattern might give the property a different schema.
                     None if part.contains_key("patternProperties") => {}
                     None => asked.extend(part.get("additionalProperties")),
                 }
@@ -176,12 +176,12 @@ impl<'s> Prover<'s> {
     }
 }
 
-/// Steps that it takes to look for a name beyond those for one of usual length.
+/// Extra steps for looking up a long name.
 fn length(name: &str) -> usize {
     name.len() / 64
 }
 
-/// The values that it may be, where they are named.
+/// The allowed values, if the schema enumerates them.
 fn values(part: &Map<String, Value>) -> Option<Vec<&Value>> {
     match (part.get("const"), part.get("enum")) {
         (Some(value), _) => Some(vec![value]),
@@ -190,15 +190,15 @@ fn values(part: &Map<String, Value>) -> Option<Vec<&Value>> {
     }
 }
 
-/// From here on numbers that are not the same are the same `f64`.
+/// From here on, different integers may have the same `f64` value.
 const INEXACT: f64 = (1_u64 << 53) as f64;
 
-/// The least and the most that it may be, and whether these may be. Bounds that are not exact are none.
+/// The lower and upper bound, each with whether it is inclusive. Bounds too large to be exact are ignored.
 fn bounds(part: &Map<String, Value>) -> [(f64, bool); 2] {
     let number = |name: &str| part.get(name).and_then(Value::as_f64).filter(|x| x.abs() < INEXACT);
     let bound = |inclusive: &str, exclusive: &str, none: f64, tighter: fn(f64, f64) -> bool| {
         let own = (number(inclusive).unwrap_or(none), true);
-        // An old draft has true there, about the other one.
+        // In an old draft this keyword is a boolean that makes the other bound exclusive.
         match (number(exclusive), part.get(exclusive)) {
             (Some(x), _) if !tighter(own.0, x) => (x, false),
             (None, Some(Value::Bool(true))) => (own.0, false),
@@ -217,7 +217,7 @@ fn out_of_bounds(part: &Map<String, Value>, value: &Value) -> bool {
     x < least || (x == least && !may_least) || x > most || (x == most && !may_most)
 }
 
-/// The bounds leave no number.
+/// True if the bounds exclude every number.
 fn no_number(parts: &[&Map<String, Value>]) -> bool {
     let all: Vec<[(f64, bool); 2]> = parts.iter().map(|part| bounds(part)).collect();
     all.iter().any(|[(least, a), _]| {
@@ -266,7 +266,8 @@ mod tests {
                 json!({"type": ["number", "null"], "minimum": 5}),
                 false,
             ),
-            // As `f64` these two are one, and nothing seemed to lie between them: 9007199254740993 does.
+            // Regression: these two bounds are the same `f64`, so the range seemed empty, but 9007199254740993
+            // is in it.
             (
                 json!({"type": "integer", "exclusiveMinimum": 9007199254740992_u64}),
                 json!({"type": "integer", "maximum": 9007199254740993_u64}),
@@ -282,24 +283,24 @@ mod tests {
                 json!({"type": "integer", "maximum": 9007199254740990_u64}),
                 true,
             ),
-            // Bounds say nothing of what is no number.
+            // Bounds do not apply to values that are not numbers.
             (json!({"maximum": 4}), json!({"minimum": 5}), false),
             (kind(json!({"const": "a"})), kind(json!({"const": "b"})), true),
             (kind(json!({"const": "a"})), kind(json!({"enum": ["a", "b"]})), false),
             (kind(json!({"type": "string"})), kind(json!({"type": "integer"})), true),
-            // Not required: without it both hold.
+            // Not required: an object without the property matches both.
             (
                 json!({"type": "object", "properties": {"k": {"const": "a"}}}),
                 json!({"type": "object", "properties": {"k": {"const": "b"}}}),
                 false,
             ),
-            // Required in one is enough.
+            // Required by one side is enough.
             (
                 json!({"type": "object", "properties": {"k": {"const": "a"}}}),
                 kind(json!({"const": "b"})),
                 true,
             ),
-            // `properties` says nothing of what is no object.
+            // `properties` does not apply to values that are not objects.
             (
                 json!({"properties": {"k": {"const": "a"}}, "required": ["k"]}),
                 json!({"properties": {"k": {"const": "b"}}}),
@@ -333,13 +334,14 @@ mod tests {
             assert_eq!(disjoint(&[&a], &[&b], &root), expected, "{a} and {b}");
             assert_eq!(disjoint(&[&b], &[&a], &root), expected, "{b} and {a}");
         }
-        // What stands beside the alternatives counts too.
+        // Schemas beside the alternatives count too.
         let beside = json!({"type": "object", "required": ["k"]});
         let (a, b) = (json!({"properties": {"k": {"const": 1}}}), json!({"properties": {"k": {"const": 2}}}));
         assert!(disjoint(&[&beside, &a], &[&beside, &b], &root));
     }
 
-    /// Lists, names and references of any length took one step, and each question had steps of its own.
+    /// Regression: lists, names and references cost one step each regardless of their length, and each question
+    /// had its own budget.
     #[test]
     fn all_that_is_looked_at_is_counted() {
         let many = |from: u32| json!({"enum": (from..from + 100).collect::<Vec<_>>()});
@@ -359,7 +361,7 @@ mod tests {
             assert_eq!(super::disjoint(&[&a], &[&b], &json!({}), &steps), expected);
             let taken = 100_000 - steps.get();
             assert!(taken >= least && steps.get() > 0, "{taken}");
-            // With fewer it is not proven, and ends.
+            // With fewer steps it ends without a proof.
             let few = Cell::new(least / 2);
             assert!(!super::disjoint(&[&a], &[&b], &json!({}), &few));
             assert_eq!(few.get(), 0);

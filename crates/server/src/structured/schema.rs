@@ -1,25 +1,26 @@
-//! A JSON schema out of a request, checked before it is compiled.
+//! Validates a JSON schema of a request before it is compiled.
 //!
-//! Refused, each with its path: what is no schema; keywords that JSON Schema knows and that can not be enforced (`not`,
-//! `if`, `uniqueItems`, …), because an answer that ignores them would not be valid; references to other documents, to
-//! anchors and to nowhere; `oneOf` whose alternatives may hold at once, or that would take too long to tell apart
-//! ([`disjoint`]); too many bytes, too deep a nesting. Keywords that JSON Schema does not know are annotations, as it says
-//! itself. Properties come in the order of the schema.
+//! Each of the following is rejected with its path: what is not a schema; standard keywords that cannot be
+//! enforced (`not`, `if`, `uniqueItems`, …), because an answer that ignores them would be invalid; references
+//! to other documents, anchors or missing definitions; `oneOf` whose alternatives may overlap, or would take
+//! too long to tell apart ([`disjoint`]); schemas that are too large or nested too deeply. Keywords unknown to
+//! JSON Schema are annotations, as its specification says. Properties are generated in the order of the schema.
 use super::InvalidParameter;
 use super::disjoint::disjoint;
 use kvist_model::halt;
 use serde_json::{Map, Value, json};
 use std::cell::Cell;
 
-/// Most bytes of one schema, as compact JSON.
+/// Maximum size of one schema as compact JSON, in bytes.
 pub const MAX_SCHEMA_BYTES: usize = 64 << 10;
-/// Levels of objects and lists.
+/// Maximum nesting of objects and lists.
 const MAX_DEPTH: usize = 64;
-/// Between two parts of an answer's JSON: a blank, or a line break and an indentation of up to 24 blanks or 8 tabs. What is
-/// printed for people fits; a model that likes nothing better than blanks is through with them soon.
+/// Whitespace allowed between two JSON tokens of an answer: a space, or a line break with an indentation of up
+/// to 24 spaces or 8 tabs. Pretty-printed JSON fits, and a model that tends to repeat whitespace cannot
+/// continue for long.
 const BLANKS: &str = r"\x20|\x0D?\x0A(\x20{0,24}|\x09{0,8})";
 
-/// A schema and its place in the request.
+/// A schema and its path in the request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Schema {
     place: String,
@@ -27,7 +28,7 @@ pub struct Schema {
 }
 
 impl Schema {
-    /// `place` is what errors call it. Nothing is checked yet.
+    /// `place` is the schema's path in error messages. Nothing is validated yet.
     pub fn new(place: &str, schema: Value) -> Self {
         Schema { place: place.into(), schema }
     }
@@ -39,9 +40,10 @@ impl Schema {
         &self.schema
     }
 
-    /// The schema for llguidance, as JSON. Proofs take from `proof_steps`, which all schemas of a request share.
+    /// Validates the schema and returns it as JSON for llguidance. Proofs consume `proof_steps`, which all
+    /// schemas of a request share.
     pub(crate) fn checked(&self, proof_steps: &mut usize) -> Result<String, InvalidParameter> {
-        // The depth first: everything else walks the value.
+        // Check the depth first, because everything else recurses through the value.
         let bad = |problem: String| Err(InvalidParameter::new(&self.place, problem));
         if depth_exceeds(&self.schema, MAX_DEPTH) {
             return bad(format!("is nested deeper than {MAX_DEPTH} levels"));
@@ -60,15 +62,15 @@ impl Schema {
             Value::Bool(true) => Map::new(),
             _ => return bad("admits nothing".into()),
         };
-        // Options of llguidance; what a request says under this name is not passed on.
-        // Where no two alternatives hold at once, one of them is any of them.
+        // Options of llguidance; they replace any value of this name in the request. `coerce_one_of` treats
+        // `oneOf` as `anyOf`, which is the same here because no two alternatives overlap.
         let options = json!({"whitespace_pattern": BLANKS, "coerce_one_of": true});
         schema.insert("x-guidance".into(), options);
         Ok(Value::Object(schema).to_string())
     }
 }
 
-/// Does not look deeper than `limit` itself.
+/// Recurses at most `limit` levels itself.
 fn depth_exceeds(value: &Value, limit: usize) -> bool {
     let deeper = |value: &Value| limit == 0 || depth_exceeds(value, limit - 1);
     match value {
@@ -78,15 +80,15 @@ fn depth_exceeds(value: &Value, limit: usize) -> bool {
     }
 }
 
-/// Alternatives of one `oneOf`: each is compared with every other one.
+/// Maximum number of alternatives of one `oneOf`; every pair is compared.
 const MAX_ONE_OF: usize = 64;
 
-/// Steps to tell alternatives apart that all `oneOf` of a schema have between them, for each of its bytes: so a short
-/// request causes little work. A step takes far less than a microsecond.
+/// Budget of all `oneOf` of a schema for telling alternatives apart, in steps per byte of schema, so that a
+/// short request causes little work. A step takes far less than a microsecond.
 const STEPS_PER_BYTE: usize = 16;
 
-/// Steps that all schemas of a request have between them, as many as the largest schema has: so a hundred tools cause no
-/// more work than one.
+/// Budget of steps for all schemas of a request together, the same as for the largest schema, so that a hundred
+/// tools cause no more work than one.
 pub(super) const PROOF_STEPS: usize = MAX_SCHEMA_BYTES * STEPS_PER_BYTE;
 
 const TYPES: [&str; 7] = ["null", "boolean", "integer", "number", "string", "array", "object"];
@@ -94,7 +96,7 @@ const TYPES: [&str; 7] = ["null", "boolean", "integer", "number", "string", "arr
 struct Checker<'s> {
     root: &'s Value,
     max_steps: usize,
-    /// Those that are left.
+    /// Steps left.
     steps: Cell<usize>,
 }
 
@@ -114,7 +116,7 @@ impl Checker<'_> {
         }
     }
 
-    /// "Exactly one" can only be said by a grammar where it is the same as "any".
+    /// A grammar can only express "exactly one" if no two alternatives overlap.
     fn one_of(&self, map: &Map<String, Value>, ways: &[Value], place: &str) -> Result<(), InvalidParameter> {
         let bad = |problem: String| Err(InvalidParameter::new(&format!("{place}.oneOf"), problem));
         if ways.len() > MAX_ONE_OF {
@@ -219,7 +221,7 @@ impl Checker<'_> {
         list.iter().enumerate().try_for_each(|(at, schema)| self.schema(schema, &format!("{place}[{at}]")))
     }
 
-    /// `#` or `#/…`, to something that is there.
+    /// Accepts `#`, or `#/…` to an existing schema.
     fn reference(&self, value: &Value, place: &str) -> Result<(), InvalidParameter> {
         let bad = |problem: String| Err(InvalidParameter::new(place, problem));
         let Some(to) = value.as_str() else { return bad("is no text".into()) };
@@ -246,7 +248,7 @@ mod tests {
     use super::*;
     use crate::error::ApiError;
 
-    /// The only one of its request.
+    /// Validates a schema as the only one of its request.
     fn checked(schema: &Schema) -> Result<String, InvalidParameter> {
         let mut proof_steps = PROOF_STEPS;
         schema.checked(&mut proof_steps)
@@ -302,7 +304,7 @@ mod tests {
         assert_eq!(value["x-guidance"]["coerce_one_of"], json!(true));
     }
 
-    /// It was taken as `anyOf`, which admits what two alternatives admit, and nothing was said.
+    /// Regression: `oneOf` was silently treated as `anyOf`, which also admits values of two alternatives.
     #[test]
     fn one_of_is_enforced_or_refused() {
         let kind = |kind: &str| json!({"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]});
@@ -329,7 +331,8 @@ mod tests {
         }
     }
 
-    /// Each pair of each `oneOf` had 4096 steps: this one, of 56 kB, took 16 seconds, and went on when its client had left.
+    /// Regression: each pair of each `oneOf` had 4096 steps. This schema of 56 kB took 16 seconds, even after
+    /// its client had disconnected.
     #[test]
     fn all_one_of_of_a_schema_share_their_steps() {
         let way =
@@ -343,7 +346,7 @@ mod tests {
             let steps = of(n).to_string().len() * STEPS_PER_BYTE;
             assert!(error.problem.contains(&format!("takes more than the {steps} steps")), "{error}");
         }
-        // Each of these by itself has enough, and all together have not.
+        // Each of these alone fits into the budget, all together do not.
         let few = |n: usize| json!({"$defs": defs, "prefixItems": vec![json!({"oneOf": refs[..6]}); n]});
         checked(&Schema::new("s", few(1))).unwrap();
         let error = checked(&Schema::new("s", few(60))).unwrap_err();
@@ -352,20 +355,20 @@ mod tests {
             "{error}"
         );
         assert!(error.problem.contains("steps"), "{error}");
-        // The largest `oneOf` of usual alternatives has enough.
+        // The largest `oneOf` with ordinary alternatives fits into the budget.
         let kind = |at: usize| json!({"type": "object", "properties": {"kind": {"const": format!("k{at}")}, "v": {"type": "string"}}, "required": ["kind", "v"]});
         let usual: Map<String, Value> = (0..64).map(|at| (at.to_string(), kind(at))).collect();
         checked(&Schema::new("s", json!({"$defs": usual, "oneOf": refs}))).unwrap();
         let last = |at: usize| json!({"type": "object", "properties": {"kind": {"const": at}}, "required": ["kind"]});
         checked(&Schema::new("s", json!({"oneOf": (0..64).map(last).collect::<Vec<_>>()}))).unwrap();
-        // The client has left.
+        // The client has disconnected.
         let halt = halt::Halt::default();
         halt.cancel();
         let schema = Schema::new("s", json!({"oneOf": [{"type": "string"}, {"type": "null"}]}));
         let error = halt.during(|| checked(&schema)).unwrap_err();
         assert!(error.param == "s.oneOf" && error.problem.contains("time"), "{error}");
         checked(&schema).unwrap();
-        // It was answered 400, as if the schema were at fault.
+        // Regression: the answer was 400, as if the schema were invalid.
         let answered = ApiError::from(error);
         assert_eq!((answered.status.as_u16(), answered.code), (408, "deadline_exceeded"), "{answered}");
         let wrong = checked(&Schema::new("s", json!({"type": 1}))).unwrap_err();

@@ -1,8 +1,8 @@
-//! One call, read from the start of a text that may go on or be unfinished.
+//! Parses one tool call in JSON at the start of a text that may be incomplete.
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-/// A call that a model made.
+/// A tool call made by the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ToolCall {
     pub name: String,
@@ -10,18 +10,18 @@ pub struct ToolCall {
     pub arguments: String,
 }
 
-/// What stands at the start of a text. Longer texts with this beginning give the same, unless it is `Unfinished`.
+/// What the start of a text contains. The result stays valid when more text follows, except for `Unfinished`.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    /// Calls, at least one, and their length in bytes.
+    /// At least one call, and the length of the calls' text in bytes.
     Calls(Vec<ToolCall>, usize),
     /// The text ends inside what may become a call.
     Unfinished,
-    /// No continuation makes it a call.
+    /// Not a call, whatever follows.
     Nothing,
 }
 
-/// Either word is taken: models mix them up, and mean the same.
+/// Both `arguments` and `parameters` are accepted, because models confuse them.
 #[derive(Deserialize)]
 struct Written<'t> {
     name: String,
@@ -31,8 +31,8 @@ struct Written<'t> {
     parameters: Option<&'t RawValue>,
 }
 
-/// Of `{"name": …, "arguments": {…}}`. Without arguments it is a call only where `bare` says that nothing else can
-/// be meant.
+/// Parses `{"name": …, "arguments": {…}}`. Without arguments it is only a call if `bare` says that the text
+/// cannot be anything else.
 pub(super) fn read(text: &str, bare: bool) -> Found {
     if text.is_empty() {
         return Found::Unfinished;
@@ -40,7 +40,7 @@ pub(super) fn read(text: &str, bare: bool) -> Found {
     if !text.starts_with('{') {
         return Found::Nothing;
     }
-    // The syntax first: an object that is no call must not be told before its end, where it could still break.
+    // Check the JSON syntax first: whether an object is a call is decided only when the object is complete.
     let mut values = serde_json::Deserializer::from_str(text).into_iter::<&RawValue>();
     let object = match values.next() {
         Some(Ok(object)) => object.get(),
@@ -52,7 +52,7 @@ pub(super) fn read(text: &str, bare: bool) -> Found {
         None if bare => "{}".to_string(),
         None => return Found::Nothing,
         Some(raw) => match raw.get() {
-            // Some models write them as the API has them, as a text.
+            // Some models write the arguments as a string that contains JSON, as the API does.
             text if text.starts_with('"') => match serde_json::from_str::<String>(text) {
                 Ok(text) if is_object(&text) => text,
                 _ => return Found::Nothing,

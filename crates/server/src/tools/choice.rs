@@ -1,4 +1,4 @@
-//! `tools` and `tool_choice` of a request.
+//! Parses `tools` and `tool_choice` of a request.
 use crate::structured::{InvalidParameter, Schema};
 use serde_json::{Map, Value, json};
 
@@ -13,26 +13,26 @@ pub struct Tool {
 }
 
 impl Tool {
-    /// Of its arguments.
+    /// Schema of the function's arguments.
     pub(super) fn schema(&self) -> &Value {
         self.parameters.value()
     }
 }
 
-/// Which of them it is to call.
+/// Which tools the model may or must call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToolChoice {
-    /// None; the model is not told of them.
+    /// No calls; the model is not told of the tools.
     None,
-    /// As it likes.
+    /// The model decides.
     Auto,
-    /// At least one.
+    /// At least one call.
     Required,
-    /// This one.
+    /// A call of this function.
     Named(String),
 }
 
-/// `tools` of a request. Fields of a tool that are not known here are the template's business.
+/// Parses `tools`. Unknown fields of a tool are left to the chat template.
 pub fn tools_from_json(tools: &[Value]) -> Result<Vec<Tool>, InvalidParameter> {
     if tools.len() > MAX_TOOLS {
         return Err(InvalidParameter::new(
@@ -67,7 +67,7 @@ pub fn tools_from_json(tools: &[Value]) -> Result<Vec<Tool>, InvalidParameter> {
                 json!({"type": "object", "properties": {}, "additionalProperties": false})
             }
             Some(schema @ Value::Object(map)) => match map.get("type") {
-                // `{}` and a list of properties mean an object here, or the call could not be read back.
+                // A schema without `type` means an object here; otherwise the call could not be parsed.
                 None => {
                     let mut map: Map<String, Value> = map.clone();
                     map.insert("type".into(), "object".into());
@@ -86,7 +86,7 @@ pub fn tools_from_json(tools: &[Value]) -> Result<Vec<Tool>, InvalidParameter> {
 }
 
 impl ToolChoice {
-    /// `tool_choice` of a request; absent, it is `auto` where there are tools.
+    /// Parses `tool_choice`. The default is `auto` if there are tools.
     pub fn from_json(choice: Option<&Value>, tools: &[Tool]) -> Result<Self, InvalidParameter> {
         let bad = |problem: String| InvalidParameter::new("tool_choice", problem);
         let choice = match choice {

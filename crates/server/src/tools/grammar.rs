@@ -1,17 +1,18 @@
-//! The grammar that makes a model call a tool, in the words it was trained on.
+//! Builds the grammar that forces a model to call a tool, in the format it was trained on.
 //!
-//! Where arguments are a JSON object, the tool's schema is the grammar. Python's and Qwen3-Coder's calls write every
-//! argument by itself, in the order of the schema: there each has the grammar of its own schema, and what a schema says of
-//! the object as a whole, or of a text that stands without quotes, is refused by its path if it cannot be said so.
+//! If the format writes arguments as a JSON object, the tool's schema is the grammar. Pythonic and Qwen3-Coder
+//! calls write each argument separately, in the order of the schema, so each argument gets a grammar from its
+//! own schema. Constraints on the object as a whole, or on a string without quotes, that such a grammar cannot
+//! express are rejected with their path.
 use super::qwen_coder::PARAMETER_END;
 use super::{TOOL_CALL, TOOL_CALL_END, Tool, ToolChoice, ToolFormat, harmony};
 use crate::structured::{Grammar, InvalidParameter, Schema};
 use serde_json::{Map, Value};
 
 impl ToolChoice {
-    /// What enforces it; `None` if nothing has to be. `parallel`: several calls may be made where the format has
-    /// them; Llama 3 is made to call once, as its template takes one call per turn, and so is Harmony. Refused: schemas
-    /// that the format cannot be held to.
+    /// The grammar that enforces this choice; `None` if nothing needs to be enforced. `parallel` permits
+    /// several calls if the format supports them. Llama 3 and Harmony always make one call; Llama 3's template
+    /// takes one call per turn. Fails if a schema cannot be enforced in the format.
     pub fn grammar(
         &self,
         format: ToolFormat,
@@ -54,7 +55,7 @@ impl ToolChoice {
     }
 }
 
-/// As Lark writes a text. A tool's name needs no escapes: `tools_from_json` lets none through that would.
+/// A string literal in Lark syntax. Tool names need no escapes: `tools_from_json` rejects those that would.
 fn literal(text: &str) -> String {
     Value::from(text).to_string()
 }
@@ -75,12 +76,12 @@ fn json(mut grammar: Grammar, format: ToolFormat, at: usize, tool: &Tool) -> Gra
     grammar.with(&format!("args_{at}"), tool.parameters.clone())
 }
 
-/// `f(a=1, b=2)`. A JSON value is a literal to the parser.
+/// Grammar of `f(a=1, b=2)`. Values are generated as JSON, which the parser accepts as literals.
 fn pythonic(mut grammar: Grammar, call: usize, tool: &Tool) -> Result<Grammar, InvalidParameter> {
     let arguments = arguments(tool, &mut grammar.proof_steps)?;
     let n = arguments.len();
     grammar.rule(&format!("call_{call}: {} first_{call}_0 \")\"\n", literal(&format!("{}(", tool.name))));
-    // `first`: nothing stands before this argument; `more`: something does, and a comma comes between.
+    // `first`: no argument stands before this one. `more`: one does, so a comma comes between.
     let mut rules = format!("first_{call}_{n}: \"\"\nmore_{call}_{n}: \"\"\n");
     for (at, argument) in arguments.into_iter().enumerate() {
         let named = |c: char| c.is_ascii_alphanumeric() || c == '_';
@@ -122,7 +123,7 @@ fn qwen_coder(mut grammar: Grammar, call: usize, tool: &Tool) -> Result<Grammar,
                 grammar = grammar.with(&value, argument.schema());
             }
             Form::Text { least, most } => {
-                // Up to the first end mark: a text has no escapes for it.
+                // A string without quotes has no escapes, so it ends at the first end mark.
                 let most = most.map_or(String::new(), |most| most.to_string());
                 let end = literal(PARAMETER_END);
                 rules += &format!("{own}: {open} {value} \"\\n\"\n");
@@ -140,17 +141,17 @@ fn qwen_coder(mut grammar: Grammar, call: usize, tool: &Tool) -> Result<Grammar,
     Ok(grammar)
 }
 
-/// One argument of a tool, and what it may be.
+/// One argument of a tool with its schema.
 struct Argument<'t> {
     name: String,
     place: String,
     schema: &'t Value,
-    /// Of the tool's parameters, where definitions are.
+    /// Schema of all parameters, which holds the definitions.
     root: &'t Map<String, Value>,
     required: bool,
 }
 
-/// What a schema may say of an object as a whole, but for its properties.
+/// Keywords that constrain an object as a whole, except through its properties.
 const OF_THE_WHOLE: [&str; 18] = [
     "$ref",
     "allOf",
@@ -172,9 +173,9 @@ const OF_THE_WHOLE: [&str; 18] = [
     "unevaluatedProperties",
 ];
 
-/// A tool's arguments, in the order of its schema.
+/// A tool's arguments in the order of its schema.
 fn arguments<'t>(tool: &'t Tool, proof_steps: &mut usize) -> Result<Vec<Argument<'t>>, InvalidParameter> {
-    // That it is a schema at all is asked first.
+    // First check that the schema is valid.
     tool.parameters.checked(proof_steps)?;
     let place = tool.parameters.place();
     let Some(root) = tool.schema().as_object() else { return Ok(Vec::new()) };
@@ -217,7 +218,7 @@ fn arguments<'t>(tool: &'t Tool, proof_steps: &mut usize) -> Result<Vec<Argument
     Ok(all)
 }
 
-/// A reference that means something else, or nothing, once the argument stands by itself.
+/// A reference that would be invalid, or mean something else, in a schema of the argument alone.
 fn reference_to_elsewhere(schema: &Value) -> Option<&str> {
     match schema {
         Value::Object(fields) => fields.iter().find_map(|(name, value)| match (name.as_str(), value) {
@@ -238,21 +239,21 @@ const DEFINITIONS: [&str; 2] = ["$defs", "definitions"];
 /// How Qwen3-Coder writes a value.
 enum Form {
     Json,
-    /// Without quotes, of so many characters.
+    /// A string without quotes, with bounds on its number of characters.
     Text {
         least: u64,
         most: Option<u64>,
     },
-    /// One of these texts, without quotes.
+    /// One of these strings, without quotes.
     OneOf(Vec<String>),
 }
 
-/// Keywords that say nothing of what a value is.
+/// Keywords that do not constrain the value.
 const NOTES: [&str; 9] =
     ["title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$id"];
 
 impl Argument<'_> {
-    /// Its schema by itself, with the definitions that it may refer to.
+    /// The argument's own schema, together with the definitions that it may refer to.
     fn schema(&self) -> Schema {
         let mut own = self.schema.as_object().cloned().unwrap_or_default();
         for name in DEFINITIONS {
@@ -267,7 +268,7 @@ impl Argument<'_> {
 
     fn form(&self) -> Result<Form, String> {
         let mut schema = self.schema;
-        // A reference by itself is what it refers to.
+        // Follow a chain of references.
         for _ in 0..16 {
             let to = schema.get("$ref").and_then(Value::as_str);
             let Some(target) = to.and_then(|to| self.schema_at(to)) else { break };
@@ -333,7 +334,7 @@ impl Argument<'_> {
     }
 }
 
-/// All that it may be, where they are named.
+/// The allowed values, if the schema lists them.
 fn values(schema: &Value) -> Option<Vec<Value>> {
     match (schema.get("const"), schema.get("enum")) {
         (Some(value), _) => Some(vec![value.clone()]),
@@ -342,7 +343,7 @@ fn values(schema: &Value) -> Option<Vec<Value>> {
     }
 }
 
-/// Can a value of it be a text, as far as its types tell?
+/// True if a value may be a string, as far as the schema's types tell.
 fn may_be_text(schema: &Value) -> bool {
     match schema.get("type") {
         Some(Value::String(kind)) => kind == "string",

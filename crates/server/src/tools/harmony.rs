@@ -1,14 +1,15 @@
-//! Conversations for chat templates of the [Harmony format](kvist_model::harmony), and grammars of its answers.
+//! Converts conversations for chat templates of the [Harmony format](kvist_model::harmony), and builds grammars
+//! for its answers.
 //!
-//! gpt-oss's template asks for what the API does not say: `thinking` is what was thought before a call, each message
-//! has one call, whose result follows it, and every function has a description.
+//! gpt-oss's template needs what the API does not provide: a field `thinking` with the reasoning before a call,
+//! messages with a single call that is directly followed by its result, and a description of every function.
 use super::Tool;
 use crate::structured::{Grammar, Schema};
 use kvist_model::harmony::{CHANNEL, CONSTRAIN, END, MESSAGE, START};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 
-/// The messages as the template knows them.
+/// Converts the messages to the form that the template expects.
 pub(crate) fn for_template(messages: &[Value]) -> Vec<Value> {
     let mut out = Vec::with_capacity(messages.len());
     let mut rest = messages;
@@ -43,7 +44,8 @@ pub(crate) fn for_template(messages: &[Value]) -> Vec<Value> {
     out
 }
 
-/// The message with this one of its calls; with the `first`, what else it has, and what was thought and said before it.
+/// A message with only this call. The `first` one also gets the message's other fields, and the reasoning and
+/// text before the calls.
 fn calling(message: &Value, call: &Value, first: bool) -> Value {
     let mut one = json!({"role": message["role"], "tool_calls": [call], "content": ""});
     let (true, Some(fields), Some(one_fields)) = (first, message.as_object(), one.as_object_mut()) else {
@@ -51,7 +53,8 @@ fn calling(message: &Value, call: &Value, first: bool) -> Value {
     };
     const TEXTS: [&str; 4] = ["thinking", "reasoning_content", "reasoning", "content"];
     let text = |name: &str| fields.get(name).map(text_of).filter(|text| !text.is_empty());
-    // Several names for one text; and the template takes one of thought and content, and writes either as what was thought.
+    // The first three names mean the same text. For a message with a call, the template accepts either thinking
+    // or content and writes it as reasoning, so both are joined.
     let thought = TEXTS[..3].iter().find_map(|name| text(name));
     let before: Vec<String> = thought.into_iter().chain(text("content")).collect();
     for (name, value) in fields {
@@ -65,7 +68,7 @@ fn calling(message: &Value, call: &Value, first: bool) -> Value {
     one
 }
 
-/// Parts of text are joined as everywhere.
+/// The text of a content; parts are joined with line breaks.
 fn text_of(content: &Value) -> String {
     match content {
         Value::Array(parts) => {
@@ -75,7 +78,7 @@ fn text_of(content: &Value) -> String {
     }
 }
 
-/// The tools, each with a description: the template takes none for granted.
+/// Adds an empty description to tools without one, because the template requires it.
 pub(crate) fn described(tools: &[Value]) -> Vec<Value> {
     let described = |tool: &Value| {
         let mut tool = tool.clone();
@@ -89,7 +92,7 @@ pub(crate) fn described(tools: &[Value]) -> Vec<Value> {
     tools.iter().map(described).collect()
 }
 
-/// Messages before the one that matters, up to where that begins.
+/// A grammar of any number of messages in the given `channels`, followed by `start`.
 fn before(start: &str, channels: &str) -> Grammar {
     let lark = format!(
         "start: before* {start}\nbefore: channel {channels} message text end begin \"assistant\"\ntext: /(?s:.*)/\n"
@@ -104,15 +107,15 @@ fn before(start: &str, channels: &str) -> Grammar {
     marks.into_iter().fold(Grammar::new(lark), |grammar, (rule, mark)| grammar.mark(rule, mark))
 }
 
-/// An answer whose final message is a value that the schema admits. The model may think before.
+/// Grammar of an answer whose final message matches the schema. The model may reason first.
 pub(crate) fn answer(schema: Schema) -> Grammar {
     let mut grammar = before("final", "\"analysis\"");
     grammar.rule("final: channel \"final\" (\" \"? constrain \"json\")? message answer\n");
     grammar.with("answer", schema)
 }
 
-/// An answer that calls one of the functions. The model may think before, and say something. A call ends the answer, so
-/// there is one.
+/// Grammar of an answer that calls one of the functions. The model may reason and write text first. A call ends
+/// the answer, so there is only one.
 pub(super) fn calls(chosen: Vec<&Tool>) -> Grammar {
     let names: Vec<String> = (0..chosen.len()).map(|at| format!("call_{at}")).collect();
     let mut grammar = before(&format!("({})", names.join(" | ")), "(\"analysis\" | \"commentary\")");
@@ -156,7 +159,7 @@ mod tests {
             messages[5].clone(),
         ];
         assert_eq!(for_template(&messages), expected);
-        // Either alone, by any name, in parts, or nothing.
+        // Reasoning or content, under any name, in parts, or neither.
         for (fields, thinking) in [
             (json!({"content": null, "reasoning": "R"}), Some("R")),
             (json!({"reasoning_content": "R", "reasoning": "R", "content": ""}), Some("R")),
@@ -176,7 +179,8 @@ mod tests {
         assert_eq!(for_template(&messages[..1]), [question]);
     }
 
-    /// Each call is copied once, however many there are: 20,000 of them would be 200 million copies otherwise.
+    /// Each call is copied once. Copying all calls into every message would take 200 million copies for 20,000
+    /// calls.
     #[test]
     fn many_calls_are_as_many_messages() {
         let call = |n: usize| json!({"id": format!("c{n}"), "function": {"name": "f", "arguments": "{}"}});

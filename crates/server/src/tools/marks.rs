@@ -1,4 +1,5 @@
-//! What calls of a format begin and end with, and what is between the two. Harmony has no calls inside a text.
+//! The marks around the calls of each format, and parsing of what stands between them. Harmony has no calls
+//! inside text.
 use super::call::{Found, read};
 use super::qwen_coder::FUNCTION;
 use super::{
@@ -6,19 +7,19 @@ use super::{
 };
 
 impl ToolFormat {
-    /// What a call may begin with.
+    /// Marks that open a call.
     pub(super) fn openers(self) -> &'static [&'static str] {
         match self {
             ToolFormat::Llama3 => &[PYTHON_TAG],
             ToolFormat::Hermes => &[TOOL_CALL],
             ToolFormat::Pythonic => &[PYTHON_START],
-            // Its models leave the first one out at times.
+            // These models sometimes omit the first mark.
             ToolFormat::Qwen3Coder => &[TOOL_CALL, FUNCTION],
             ToolFormat::Harmony => &[],
         }
     }
 
-    /// What may stand behind calls.
+    /// A mark that may follow calls.
     pub(super) fn closer(self) -> Option<&'static str> {
         match self {
             ToolFormat::Llama3 | ToolFormat::Hermes | ToolFormat::Harmony => None,
@@ -27,7 +28,8 @@ impl ToolFormat {
         }
     }
 
-    /// Does a call begin here without a mark? It may where the answer begins, or after another call.
+    /// True if a call begins here without an opening mark. That can be at the start of an answer or after
+    /// another call.
     pub(super) fn begins_unmarked(self, text: &str) -> bool {
         match self {
             ToolFormat::Llama3 => text.starts_with('{'),
@@ -36,12 +38,12 @@ impl ToolFormat {
         }
     }
 
-    /// Only a bracket or the end of a mark completes anything.
+    /// True if the piece may complete a call: only a bracket or the end of a mark can.
     pub(super) fn may_complete(self, piece: &str) -> bool {
         piece.contains([if self == ToolFormat::Pythonic { ']' } else { '}' }, '>'])
     }
 
-    /// What follows an opener, up to and with its closing mark; `end`: nothing follows it.
+    /// Parses what follows an opening mark, including the closing mark. `end`: the answer is complete.
     pub(super) fn read(self, body: &str, end: bool, tools: &[Tool]) -> Found {
         let start = body.len() - body.trim_start().len();
         let rest = &body[start..];

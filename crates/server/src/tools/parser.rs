@@ -1,19 +1,19 @@
-//! Tool calls out of a text that comes in pieces.
+//! Extracts tool calls from an answer that arrives in pieces.
 //!
-//! Text that can not belong to a call is given on at once; what may begin one is held back until it is decided. Calls come
-//! whole. The result does not depend on how the text was cut: a decision is taken only when no continuation can change
-//! it.
+//! Text that cannot belong to a call is returned at once. Text that may begin a call is held back until that is
+//! decided. Calls are returned whole. The result does not depend on how the text is split into pieces: a
+//! decision is made only when no further text can change it.
 use super::call::Found;
 use super::looked::Looked;
 use super::qwen_coder::FUNCTION;
 use super::{Tool, ToolCall, ToolFormat};
 use std::sync::Arc;
 
-/// What became certain.
+/// A part of the answer that has been decided.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToolDelta {
     Content(String),
-    /// What the model thinks, where its format tells it from what it says.
+    /// The model's reasoning, if the format separates it from the answer.
     Reasoning(String),
     /// The `index`-th call of this answer, from 0, complete.
     Call {
@@ -22,23 +22,23 @@ pub enum ToolDelta {
     },
 }
 
-/// Where the held text begins.
+/// Position in the answer where the undecided text begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     /// At the start of the answer.
     Start,
-    /// In text.
+    /// Inside text.
     Text,
     /// After a call.
     Called,
 }
 
-/// See the module's head.
+/// Extracts tool calls from an answer; see the module documentation.
 #[derive(Clone, Debug)]
 pub struct ToolParser {
     format: ToolFormat,
     parallel: bool,
-    /// What Qwen3-Coder's values are to be.
+    /// Types of the parameters, needed for Qwen3-Coder.
     tools: Arc<[Tool]>,
     place: Place,
     held: String,
@@ -47,7 +47,7 @@ pub struct ToolParser {
 }
 
 impl ToolParser {
-    /// Without `parallel` the first call is the only one: later ones are swallowed.
+    /// Without `parallel` only the first call is returned; later ones are dropped.
     pub fn new(format: ToolFormat, parallel: bool, tools: Arc<[Tool]>) -> Self {
         ToolParser {
             format,
@@ -60,12 +60,12 @@ impl ToolParser {
         }
     }
 
-    /// Calls so far.
+    /// Number of calls returned so far.
     pub fn calls(&self) -> usize {
         self.calls
     }
 
-    /// The answer goes on with this.
+    /// Adds a piece of the answer.
     pub fn push(&mut self, piece: &str, out: &mut Vec<ToolDelta>) {
         self.held += piece;
         if self.looked.is_due(self.held.len(), self.format.may_complete(piece)) {
@@ -73,7 +73,8 @@ impl ToolParser {
         }
     }
 
-    /// The answer is over: what is held becomes a call if it lacks no more than its closing mark, or else text.
+    /// Ends the answer. The undecided text becomes a call if at most its closing mark is missing, otherwise
+    /// text.
     pub fn finish(&mut self, out: &mut Vec<ToolDelta>) {
         self.look(true, out);
         debug_assert!(self.held.is_empty(), "{:?} stayed", self.held);
@@ -84,7 +85,7 @@ impl ToolParser {
         while self.turn(end, out) {}
     }
 
-    /// Decide about the beginning of what is held. Returns whether something was decided and there is more.
+    /// Tries to decide about the beginning of the undecided text. Returns whether it did and there may be more.
     fn turn(&mut self, end: bool, out: &mut Vec<ToolDelta>) -> bool {
         let separates = |c: char| {
             c.is_whitespace()
@@ -103,7 +104,7 @@ impl ToolParser {
             }
             return false;
         }
-        // What closes calls belongs to them, be there one or not.
+        // A closing mark after a call is dropped, even if the format does not require it.
         if let Some(closer) = self.format.closer().filter(|_| self.place == Place::Called) {
             if rest.starts_with(closer) {
                 self.held.drain(..blank + closer.len());
@@ -121,7 +122,7 @@ impl ToolParser {
         let unmarked = self.place != Place::Text && self.format.begins_unmarked(rest);
         let (at, body) = match opened {
             _ if unmarked => (0, 0),
-            Some((at, FUNCTION)) => (at, at), // it is a part of the call
+            Some((at, FUNCTION)) => (at, at), // the mark is part of the call
             Some((at, opener)) => (at, at + opener.len()),
             None => {
                 let sure = if end { rest.len() } else { rest.len() - self.possible_start(rest) };
@@ -152,14 +153,15 @@ impl ToolParser {
                 true
             }
             Found::Nothing => {
-                // At least the bracket, so that it is not looked at again.
+                // Take at least the bracket, so that it is not parsed again.
                 self.text(blank, body.max(1), out);
                 true
             }
         }
     }
 
-    /// `len` bytes of text after `blank` bytes that belong to it at the start of an answer only.
+    /// Returns `len` bytes as text. The `blank` bytes before it are part of the text only at the start of an
+    /// answer.
     fn text(&mut self, blank: usize, len: usize, out: &mut Vec<ToolDelta>) {
         if self.place == Place::Called {
             self.held.drain(..blank);
@@ -181,7 +183,7 @@ impl ToolParser {
         self.held.drain(..len);
     }
 
-    /// Length of the longest end of `text` that begins an opener.
+    /// Length of the longest suffix of `text` that is the beginning of an opening mark.
     fn possible_start(&self, text: &str) -> usize {
         let begins = |opener: &&str| {
             (1..opener.len().min(text.len() + 1)).rev().find(|n| text.ends_with(&opener[..*n])).unwrap_or(0)
@@ -243,7 +245,8 @@ mod tests {
             "Let me see.\n",
             &[("f", "{}"), ("g", r#"{"é": ["x"]}"#)],
         ),
-        // The closing mark inside a text, numbers larger than any machine's, arguments as text, none at all.
+        // The closing mark inside a string, numbers larger than any machine integer, arguments as a string, no
+        // arguments.
         (
             Hermes,
             r#"<tool_call>{"name": "f", "arguments": {"a": "</tool_call>}\""}}</tool_call>"#,
@@ -264,12 +267,12 @@ mod tests {
         ),
         (Hermes, r#"<tool_call>{"name": "f"}</tool_call>"#, "", &[("f", "{}")]),
         (Hermes, r#"<tool_call>{"name": "f", "parameters": {}}</tool_call> done"#, "done", &[("f", "{}")]),
-        // Cut by the limit of tokens: a whole object is a call, half of one is text.
+        // Cut off by the token limit: a complete object is a call, an incomplete one is text.
         (Hermes, r#"<tool_call>{"name": "f", "arguments": {}}"#, "", &[("f", "{}")]),
         (Hermes, r#"<tool_call>{"name": "f", "arguments": {}}</tool"#, "", &[("f", "{}")]),
         (Hermes, r#"a <tool_call>{"name": "f", "argum"#, r#"a <tool_call>{"name": "f", "argum"#, &[]),
         (Hermes, "a <tool_ca", "a <tool_ca", &[]),
-        // Not calls, to the letter.
+        // Not calls; the text is returned unchanged.
         (Hermes, "<tool_call>hello</tool_call>", "<tool_call>hello</tool_call>", &[]),
         (Hermes, "<tool_call>{\"name\": 1}</tool_call>!", "<tool_call>{\"name\": 1}</tool_call>!", &[]),
         (
@@ -290,7 +293,7 @@ mod tests {
             r#"<tool_call>{"name": "f"} x</tool_call>"#,
             &[],
         ),
-        // A mark in vain does not hide the one after it.
+        // An unused mark does not hide the next one.
         (Hermes, r#"<tool_call><tool_call>{"name": "f"}</tool_call>"#, "<tool_call>", &[("f", "{}")]),
         (Hermes, r#"<<tool_call>{"name": "f"}</tool_call>"#, "<", &[("f", "{}")]),
         (Hermes, r#"{"name": "f", "arguments": {}}"#, r#"{"name": "f", "arguments": {}}"#, &[]),
@@ -306,7 +309,7 @@ mod tests {
         ),
         (Llama3, r#"I look. <|python_tag|>{"name": "f", "parameters": {}}"#, "I look. ", &[("f", "{}")]),
         (Llama3, r#"{"name": "f", "parameters": {}} That was it."#, "That was it.", &[("f", "{}")]),
-        // Answers in JSON and in Python are text.
+        // Answers in JSON or Python are text.
         (Llama3, r#" {"name": "Bob", "age": 3}"#, r#" {"name": "Bob", "age": 3}"#, &[]),
         (Llama3, "<|python_tag|>print(1)", "<|python_tag|>print(1)", &[]),
         (Llama3, r#"{"name": "f", "parameters": {"#, r#"{"name": "f", "parameters": {"#, &[]),
@@ -325,7 +328,7 @@ mod tests {
         (Pythonic, "<|python_start|> [f()] \n<|python_end|>\nDone.", "Done.", &[("f", "{}")]),
         (Pythonic, "I look. <|python_start|>[f()]<|python_e", "I look. ", &[("f", "{}")]),
         (Pythonic, "[f()] [g()]", "", &[("f", "{}"), ("g", "{}")]),
-        // Lists, links, code and halves of calls are text.
+        // Lists, links, code and incomplete calls are text.
         (Pythonic, "[1, 2]", "[1, 2]", &[]),
         (Pythonic, "[f()", "[f()", &[]),
         (Pythonic, "[f(a='x", "[f(a='x", &[]),
@@ -345,7 +348,7 @@ mod tests {
             "Let me.\n",
             &[("f", r#"{"s": "if a < b:\n\treturn \"</tool_call>\"\n"}"#), ("g", "{}")],
         ),
-        // The outer marks are left out at times, or cut off.
+        // The outer marks may be missing or cut off.
         (Qwen3Coder, "<function=f><parameter=n>1</parameter></function>", "", &[("f", r#"{"n": 1}"#)]),
         (Qwen3Coder, "<tool_call><function=f></function></tool", "", &[("f", "{}")]),
         (Qwen3Coder, "<tool_call><function=f></function> x", "x", &[("f", "{}")]),
@@ -385,7 +388,7 @@ mod tests {
         }
     }
 
-    /// Random answers out of what calls are made of, cut at random.
+    /// Random answers made of fragments of calls, split at random.
     #[test]
     fn random_cuts_of_random_answers_change_nothing() {
         const BITS: [&str; 44] = [
@@ -460,7 +463,7 @@ mod tests {
                 whole,
                 "seed {seed}, round {round}, {format:?}: {answer:?} as {pieces:?}"
             );
-            // Nothing is invented, and of text without calls nothing is lost.
+            // No text is invented, and without calls no text is lost.
             if whole.1.is_empty() {
                 assert_eq!(whole.0, answer, "seed {seed}, round {round}, {format:?}");
             }
@@ -484,7 +487,7 @@ mod tests {
         assert_eq!(push("}\n"), []);
         assert_eq!(push("</tool_call>"), [ToolDelta::Call { index: 0, call: call("f", "{}") }]);
         assert_eq!(push("\n"), []);
-        // What can be no call any more is told at once, not at the end.
+        // Text that cannot become a call any more is returned at once, not at the end.
         assert_eq!(push("<tool_call>{oops}"), content("<tool_call>{oops}"));
     }
 
@@ -497,7 +500,8 @@ mod tests {
         assert_eq!(parser.calls(), 1);
     }
 
-    /// Every bracket of a nested list had the whole call read again, seconds in a long answer.
+    /// Regression: every bracket of a nested list caused the whole call to be parsed again, which took seconds
+    /// for a long answer.
     #[test]
     fn long_calls_are_not_read_again_with_every_bracket() {
         let (lists, objects) = ("[1],".repeat(20_000), "{},".repeat(20_000));

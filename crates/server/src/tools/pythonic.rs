@@ -1,16 +1,17 @@
-//! Calls as Python writes them: `[f(city="Paris", days=3), g()]` (Llama 3.2, Llama 4, ToolACE).
+//! Parses calls in Python syntax: `[f(city="Paris", days=3), g()]` (Llama 3.2, Llama 4, ToolACE).
 //!
-//! Arguments are literals: texts, numbers, True, False, None, lists, tuples and dicts; JSON's `true`, `false` and `null`
-//! are taken too, because models mix them up. Arguments without a name, expressions, and names that stand twice make it
-//! no list of calls. Read from left to right without looking back, so that no more of the text changes what was decided.
+//! Arguments are literals: strings, numbers, True, False, None, lists, tuples and dicts. JSON's `true`, `false`
+//! and `null` are accepted too, because models confuse them. With positional arguments, expressions or
+//! duplicate names the text is not a list of calls. The parser reads from left to right without backtracking,
+//! so that further text does not change earlier decisions.
 use super::ToolCall;
 use super::call::Found;
 use serde_json::value::RawValue;
 
-/// Lists and dicts inside each other.
+/// Maximum nesting of lists and dicts.
 const MAX_DEPTH: u32 = 64;
 
-/// Of a text that begins with a list of calls, and may go on or be unfinished.
+/// Parses a list of calls at the start of a text that may be incomplete.
 pub(super) fn read(text: &str) -> Found {
     let mut reader = Reader { text, at: 0 };
     match reader.calls() {
@@ -20,9 +21,9 @@ pub(super) fn read(text: &str) -> Found {
     }
 }
 
-/// A literal by itself, as JSON. `None` if the text is none, or more than one.
+/// Converts a single literal to JSON. `None` if the text is anything else.
 pub(super) fn literal(text: &str) -> Option<String> {
-    // Behind a blank a number is known to be over.
+    // A trailing space marks the end of a number.
     let text = format!("{text} ");
     let (mut reader, mut out) = (Reader { text: &text, at: 0 }, String::new());
     reader.blanks().ok()?;
@@ -30,12 +31,12 @@ pub(super) fn literal(text: &str) -> Option<String> {
     text[reader.at..].trim().is_empty().then_some(out)
 }
 
-/// Why there is no value here.
+/// Why parsing stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stop {
-    /// The text ends inside it.
+    /// The text ended too early.
     End,
-    /// And no continuation makes one.
+    /// Invalid, whatever follows.
     Never,
 }
 
@@ -53,7 +54,7 @@ impl Reader<'_> {
         self.at += c.len_utf8();
         Ok(c)
     }
-    /// Go on if this comes.
+    /// Consumes `c` if it comes next; returns whether it did.
     fn takes(&mut self, c: char) -> Result<bool, Stop> {
         let comes = self.peek()? == c;
         self.at += if comes { c.len_utf8() } else { 0 };
@@ -62,7 +63,7 @@ impl Reader<'_> {
     fn expect(&mut self, c: char) -> Result<(), Stop> {
         if self.takes(c)? { Ok(()) } else { Err(Stop::Never) }
     }
-    /// Up to something that is none.
+    /// Skips whitespace.
     fn blanks(&mut self) -> Result<(), Stop> {
         while self.peek()?.is_whitespace() {
             self.next()?;
@@ -128,7 +129,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Append it as JSON.
+    /// Parses a value and appends it as JSON.
     fn value(&mut self, out: &mut String, depth: u32) -> Result<(), Stop> {
         match self.peek()? {
             '"' | '\'' => {
@@ -152,7 +153,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Lists and tuples. One value in round brackets without a comma is that value.
+    /// Lists and tuples. A single value in parentheses without a comma is just that value.
     fn list(&mut self, close: char, out: &mut String, depth: u32) -> Result<(), Stop> {
         let depth = depth.checked_sub(1).ok_or(Stop::Never)?;
         self.next()?;
@@ -229,7 +230,7 @@ impl Reader<'_> {
             Some(digits) => ("-", digits),
             None => ("", text.strip_prefix('+').unwrap_or(&text)),
         };
-        // `.5` and `5.` are numbers to Python.
+        // Python accepts `.5` and `5.`, JSON does not.
         let zero = if digits.starts_with('.') { "0" } else { "" };
         let mut number = format!("{sign}{zero}{digits}");
         if number.ends_with('.') {
@@ -254,13 +255,13 @@ impl Reader<'_> {
             marks = 3;
         }
         let mut n_quotes = 0;
-        // Half of a character that is written as two.
+        // High surrogate of a character that is written as two escapes.
         let mut high = None;
         loop {
             let c = self.next()?;
             n_quotes = if c == quote { n_quotes + 1 } else { 0 };
             if n_quotes == marks {
-                // The first of three were taken for text.
+                // The first two quotes of the closing three were already appended as text.
                 out.truncate(out.len() - (marks - 1));
                 if high.is_some() {
                     out.push(char::REPLACEMENT_CHARACTER);
@@ -285,7 +286,7 @@ impl Reader<'_> {
         }
     }
 
-    /// What stands for a character: its number. What Python does not know stays as it is written.
+    /// Parses an escape; returns its code point. An escape that Python does not know is kept as written.
     fn escape(&mut self, out: &mut String, high: &mut Option<u32>) -> Result<Option<u32>, Stop> {
         let c = self.next()?;
         let digits = match c {
@@ -327,7 +328,7 @@ impl Reader<'_> {
     }
 }
 
-/// As JSON writes it.
+/// A JSON string literal.
 fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }

@@ -10,9 +10,10 @@
 //! </tool_call>
 //! ```
 //!
-//! Values are written as they are, without quotes: what they are to be stands in the tool's schema. A text stays a text,
-//! be it `3` or `null`; of other types a value is taken as JSON (or as Python writes it), and where it is none, as text.
-//! A parameter that no schema describes is a text. One line break at either end belongs to the format.
+//! Values are written without quotes; their types come from the tool's schema. A string stays a string, even
+//! `3` or `null`. A value of another type is parsed as JSON (or as a Python literal), and becomes a string if
+//! that fails. A parameter without a schema is a string. One line break at either end of a value belongs to the
+//! format.
 use super::ToolCall;
 use super::call::Found;
 use super::choice::Tool;
@@ -26,7 +27,7 @@ const FUNCTION_END: &str = "</function>";
 const PARAMETER: &str = "<parameter=";
 pub(super) const PARAMETER_END: &str = "</parameter>";
 
-/// What follows `<function=`, up to and with its end.
+/// Parses what follows `<function=`, including the closing mark.
 pub(super) fn read(text: &str, tools: &[Tool]) -> Found {
     let Some(name) = name(text) else { return Found::Nothing };
     let Some((name, mut at)) = name else { return Found::Unfinished };
@@ -66,7 +67,8 @@ pub(super) fn read(text: &str, tools: &[Tool]) -> Found {
     Found::Calls(vec![ToolCall { name: name.into(), arguments }], at)
 }
 
-/// A name up to `>`, and where it is over. `None`: no continuation makes one; `Some(None)`: it is unfinished.
+/// Parses a name up to `>`; returns the name and the position after it. `None`: invalid, whatever follows.
+/// `Some(None)`: incomplete.
 fn name(text: &str) -> Option<Option<(&str, usize)>> {
     let end = text.find(|c: char| c == '>' || c == '<' || c.is_whitespace());
     match end {
@@ -78,7 +80,7 @@ fn name(text: &str) -> Option<Option<(&str, usize)>> {
     }
 }
 
-/// As JSON.
+/// Converts a value to JSON according to its types.
 fn convert(value: &str, types: Option<Types>) -> String {
     let text = || Value::from(value).to_string();
     let Some(types) = types.filter(|types| !types.is_text()) else { return text() };

@@ -1,15 +1,15 @@
-//! Reads an answer: what is said, what is thought, and the calls.
+//! Separates an answer into content, reasoning and tool calls.
 use super::{Tool, ToolCall, ToolDelta, ToolFormat, ToolParser};
 use kvist_model::harmony::{ChannelParser, Delta};
 use std::sync::Arc;
 
-/// What reads the answers of a request.
+/// How to parse the answers of a request.
 #[derive(Clone, Debug)]
 pub(crate) struct Reading {
     pub format: ToolFormat,
     pub tools: Arc<[Tool]>,
     pub parallel: bool,
-    /// Functions may be called. Without that only channels are told apart.
+    /// True if calls are allowed. Without calls only channels are separated.
     pub calls: bool,
 }
 
@@ -26,16 +26,16 @@ impl Reading {
     }
 }
 
-/// Takes an answer as it comes. Which pieces it comes in does not matter.
+/// Parses an answer incrementally. The result does not depend on how the answer is split into pieces.
 #[derive(Clone, Debug)]
 pub(crate) enum AnswerReader {
-    /// A text with calls inside.
+    /// Text with calls inside.
     Marked(ToolParser),
-    /// Messages in channels. Without `parallel` the first call is the only one: later ones are swallowed.
+    /// Messages in channels. Without `parallel` only the first call is returned; later ones are dropped.
     Channels { parser: ChannelParser, parallel: bool, calls: usize },
 }
 
-/// A whole answer, read.
+/// A complete answer, parsed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Said {
     pub content: String,
@@ -44,17 +44,17 @@ pub(crate) struct Said {
 }
 
 impl AnswerReader {
-    /// The answer goes on with this.
+    /// Adds a piece of the answer.
     pub fn push(&mut self, piece: &str, out: &mut Vec<ToolDelta>) {
         self.read(out, |parser, out| parser.push(piece, out), |parser, out| parser.push(piece, out));
     }
 
-    /// The answer is over.
+    /// Ends the answer.
     pub fn finish(&mut self, out: &mut Vec<ToolDelta>) {
         self.read(out, ToolParser::finish, ChannelParser::finish);
     }
 
-    /// Of a whole answer.
+    /// Parses a complete answer.
     pub fn whole(mut self, answer: &str) -> Said {
         let mut deltas = Vec::new();
         self.push(answer, &mut deltas);
@@ -124,7 +124,7 @@ mod tests {
         }
         let said = reading(true, false).reader().whole(ANSWER);
         assert_eq!(said.content, "I look.\n{\"a\": 1}\n{}");
-        // Numbers go on over pieces.
+        // Indices continue across pieces.
         let (mut reader, mut out) = (reading(true, true).reader(), Vec::new());
         ANSWER.split_inclusive('>').for_each(|piece| reader.push(piece, &mut out));
         reader.finish(&mut out);

@@ -1,25 +1,26 @@
-//! Tools for models whose chat template knows none: messages say what a template would.
+//! Tool support for models whose chat template does not know tools: the conversation says what a template
+//! would.
 //!
-//! The functions are described in the system message (or the first message of the user, where a template takes no system
-//! message), in the words of [`ToolFormat::Hermes`](super::ToolFormat::Hermes). Calls and their results become texts of the
-//! assistant and of the user, since such a template has no role for them.
+//! The functions are described in the system message, or in the first user message if the template takes no
+//! system message, in the format of [`ToolFormat::Hermes`](super::ToolFormat::Hermes). Calls become text of
+//! assistant messages and results become text of user messages, since such a template has no roles for them.
 use serde_json::{Value, json};
 
-/// Where the functions are described.
+/// The message that describes the functions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     System,
     User,
 }
 
-/// The messages with what a template would say of tools.
+/// Adds to the messages what a template would say about tools.
 pub(crate) fn teach(messages: &[Value], tools: &[Value], place: Place) -> Vec<Value> {
     let mut taught: Vec<Value> = Vec::with_capacity(messages.len() + 1);
     let mut answered = false;
     for message in messages {
         let is_result = message["role"] == "tool";
         match (is_result, taught.last_mut()) {
-            // Results of several calls are one message: roles of such templates take turns.
+            // Results of several calls are joined into one message, because roles alternate in such templates.
             (true, Some(last)) if answered => append(last, &result(message)),
             (true, _) => taught.push(json!({"role": "user", "content": result(message)})),
             (false, _) => taught.push(called(message)),
@@ -50,14 +51,14 @@ fn lesson(tools: &[Value]) -> String {
     )
 }
 
-/// A message whose calls are part of its text.
+/// Moves a message's calls into its text.
 fn called(message: &Value) -> Value {
     let mut message = message.clone();
     let Some(fields) = message.as_object_mut() else { return message };
     let Some(Value::Array(calls)) = fields.remove("tool_calls") else { return message };
     let calls = calls.iter().map(|call| {
         let function = &call["function"];
-        // The API has arguments as a text, in which there is JSON.
+        // In the API the arguments are a string that contains JSON.
         let arguments = match &function["arguments"] {
             Value::String(text) => serde_json::from_str(text).unwrap_or_else(|_| json!(text)),
             arguments => arguments.clone(),
@@ -83,7 +84,7 @@ fn text_of(content: &Value) -> String {
     }
 }
 
-/// Behind what a message says. Content in parts becomes one text.
+/// Appends to a message's text. Content in parts becomes one text.
 fn append(message: &mut Value, more: &str) {
     let text = text_of(&message["content"]);
     let between = if text.is_empty() { "" } else { "\n\n" };
@@ -124,7 +125,7 @@ mod tests {
             let all: String = taught.iter().filter_map(|message| message["content"].as_str()).collect();
             assert_eq!(all.matches(described).count(), 1, "{taught:?}");
             assert!(taught.len() >= messages.len());
-            // Without tools nothing is said of them.
+            // Without tools nothing is added.
             assert_eq!(teach(&messages, &[], place), messages);
         }
     }

@@ -1,40 +1,42 @@
-//! The types that a tool's schema gives its parameters, and what is held of tools for that.
+//! Finds the types of a tool's parameters in its schema, and reduces tools to what parsing calls needs.
 //!
-//! A schema may refer to itself and branch without an end: what is looked at is counted, and what is beyond it has no type.
+//! A schema may refer to itself and branch without bound, so the search is limited; beyond the limit a
+//! parameter has no known type.
 use super::{Tool, ToolFormat, tools_from_json};
 use crate::structured::InvalidParameter;
 use serde_json::{Map, Value, json};
 
-/// JSON types, as far as a schema tells them: a bit for each.
+/// A set of JSON types, one bit each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Types(u8);
 
 const NAMES: [&str; 7] = ["null", "boolean", "integer", "number", "string", "array", "object"];
 
-/// References and alternatives that are followed to find a type; steps of that for all tools of a request; parameters that
-/// are not texts. What is beyond the first two is read as a text.
+/// Limits: the depth of references and alternatives in the search for a type, the steps of that search for all
+/// tools of a request, and the number of parameters that are not strings. Parameters beyond the first two
+/// limits are read as strings.
 const MAX_DEPTH: u32 = 16;
 const MAX_STEPS: usize = 20_000;
 const MAX_TYPED: usize = 2048;
 
-/// Bytes of a function's or a parameter's name in a call. What is longer is none.
+/// Maximum length in bytes of a function's or parameter's name in a call. A longer text is not a name.
 pub(super) const MAX_NAME: usize = 256;
 
 impl Types {
     const NONE: Types = Types(0);
     const STRING: Types = Types(1 << 4);
 
-    /// Of a parameter. `None`: the schema does not tell.
+    /// The types of a parameter; `None` if the schema does not tell.
     pub fn of(tool: &Tool, key: &str) -> Option<Self> {
         let (root, mut steps) = (tool.schema(), MAX_STEPS);
         Self::of_schema(root.get("properties")?.get(key)?, root, MAX_DEPTH, &mut steps)
     }
 
-    /// `None` where the schema does not tell, or `depth` or `steps` are used up.
+    /// `None` if the schema does not tell, or if `depth` or `steps` are used up.
     fn of_schema(schema: &Value, root: &Value, depth: u32, steps: &mut usize) -> Option<Self> {
         let depth = depth.checked_sub(1)?;
         *steps = steps.checked_sub(1)?;
-        // The arguments themselves are an object, be it said or not.
+        // The arguments themselves always are an object, even if the schema does not say so.
         if std::ptr::eq(schema, root) {
             return Some(Self::named("object"));
         }
@@ -73,7 +75,7 @@ impl Types {
         })
     }
 
-    /// A name that is no type's is nothing.
+    /// The empty set for an unknown name.
     fn named(name: &str) -> Self {
         NAMES.iter().position(|known| *known == name).map_or(Self::NONE, |at| Types(1 << at))
     }
@@ -86,15 +88,16 @@ impl Types {
         self.0 & Self::named(name).0 != 0
     }
 
-    /// Is every value a text, or none there?
+    /// True if all values are strings, or there is no known type.
     pub fn is_text(self) -> bool {
         self == Self::STRING || self == Self::NONE
     }
 }
 
 impl ToolFormat {
-    /// Of the tools of a request, what calls are read back by. That is held for as long as the request waits and runs, so
-    /// it is little: Qwen3-Coder's format alone needs anything of the tools, the types of parameters that are not texts.
+    /// Reduces the tools of a request to what is needed to parse calls. The result is kept as long as the
+    /// request waits and runs, so it must be small: only Qwen3-Coder's format needs anything, namely the types
+    /// of parameters that are not strings.
     pub fn held(self, tools: &[Value]) -> Result<Vec<Tool>, InvalidParameter> {
         if self != ToolFormat::Qwen3Coder {
             return Ok(Vec::new());
@@ -135,7 +138,8 @@ mod tests {
         json!({"type": "function", "function": {"name": "f", "description": "d", "parameters": parameters}})
     }
 
-    /// They were held as they came, some 30 bytes for each of theirs, and by formats that do not look at them.
+    /// Regression: all schemas were kept unchanged, at some 30 bytes per byte of JSON, even for formats that do
+    /// not use them.
     #[test]
     fn only_what_reads_calls_back_is_kept_of_tools() {
         let described = [tool(json!({

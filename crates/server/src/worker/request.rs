@@ -1,4 +1,4 @@
-//! One request on the engine thread: what becomes of its logits, and what its user is told.
+//! One request on the engine thread: samples its tokens from the logits and sends the events to its client.
 use crate::job::*;
 use kvist_engine::executor::{Choice, Choose};
 use kvist_engine::sampler::Sampler;
@@ -10,50 +10,52 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use tokio::sync::mpsc::UnboundedSender;
 
-/// Takes tokens for one request. How it ended is left in `end`.
+/// Samples the tokens of one request. Leaves how it ended in `end`.
 pub(super) struct Chooser {
     model: Arc<Model>,
     sampler: Sampler,
-    /// The prompt, until the sampler observes it: with the first token, because a request that waits takes its prompt
-    /// and nothing more.
+    /// The prompt, until the sampler observes it together with the first token. A waiting request thus needs no memory
+    /// beyond its prompt.
     unobserved: Option<Arc<[u32]>>,
     logit_bias: Arc<[(u32, f32)]>,
     constraint: Option<Box<dyn Constraint>>,
     logprobs: Option<u8>,
     prompt: Option<PromptScores>,
-    /// A token is wanted at all.
+    /// False if only the prompt is computed.
     generates: bool,
     ignore_eos: bool,
     text: TextState,
     stops: StopMatcher,
     events: UnboundedSender<Event>,
-    /// Tokens that were told and not yet heard.
+    /// Tokens that were sent and that the client has not received yet.
     unread: Arc<AtomicUsize>,
     end: Arc<Mutex<Ending>>,
 }
 
-/// Tokens that may wait for a client to read them: some megabytes with all log-probabilities. A client that falls
-/// back further is cut off, because nothing else bounds what waits.
+/// Largest number of tokens that may wait for a client to read them: some megabytes with all log-probabilities. A
+/// client that falls back further is cut off, because nothing else bounds the backlog.
 const MAX_UNREAD: usize = 4096;
 
-/// Log-probabilities of a prompt, on their way.
+/// Log-probabilities of the prompt, collected until they are sent.
 struct PromptScores {
     prompt: Arc<[u32]>,
     n: u8,
-    /// The first position whose logits have not come. What is computed again after a preemption is not told again.
+    /// The first position whose logits have not been seen. Positions that are recomputed after a preemption are not
+    /// reported again.
     next: u32,
     ready: Vec<LogProb>,
 }
 
-/// How many are told at a time.
+/// Log-probabilities per event.
 const SCORES_TOLD: usize = 64;
 
-/// How a request ended, as far as its own tokens say, and the text that was held back.
+/// How a request ended, as far as its own tokens decide it, and the text that was held back.
 #[derive(Debug, Default)]
 pub(super) struct Ending {
-    /// It was said that the request is in the batch.
+    /// [`Event::Admitted`] was sent.
     pub admitted: bool,
-    /// Tokens of the turn that admitted it: what comes before the first one is known only behind that turn.
+    /// Events of the turn that admitted the request. They wait until the end of that turn, because [`Event::Admitted`]
+    /// must come first and is known only then.
     pub early: Vec<Event>,
     pub finish: Option<Finish>,
     pub failure: Option<Failure>,
@@ -104,7 +106,7 @@ impl Chooser {
         if self.unread.fetch_add(1, SeqCst) >= MAX_UNREAD {
             return Err(Failure::Unread(MAX_UNREAD));
         }
-        // Of the model's own distribution, so before anything is done to it.
+        // Log-probabilities are of the model's own distribution, so compute them before the logits change.
         let before = self.logprobs.map(|n| (LogProbs::of(logits, n), logits.to_vec()));
         for &(token, bias) in self.logit_bias.iter() {
             if let Some(logit) = logits.get_mut(token as usize) {
@@ -127,7 +129,7 @@ impl Chooser {
         let says_end = self.model.end_tokens().contains(&token) && !self.ignore_eos;
         let mut text = String::new();
         let mut finish = (says_end || complete).then_some(Finish::EndOfText);
-        // The token that ends a text is none of it; a grammar's last one is.
+        // An end token is not part of the text. The last token of a grammar is.
         if let (false, Some(tokenizer)) = (says_end, self.model.tokenizer()) {
             let piece = self.text.push(tokenizer, token).map_err(engine)?;
             if let Some(stop) = self.stops.push(&piece, &mut text) {
@@ -149,7 +151,7 @@ impl Chooser {
     fn tell(&self, event: Event) {
         let mut end = self.lock();
         if end.admitted {
-            // The receiver is gone: the request is cancelled, but this step has been run.
+            // If the receiver is gone, the request is cancelled, but this step had already run.
             let _ = self.events.send(event);
         } else {
             end.early.push(event);
@@ -160,7 +162,7 @@ impl Chooser {
         self.end.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
-    /// What was held back becomes final.
+    /// Emit the text that was held back.
     fn flush(&mut self) -> Result<(), Failure> {
         let mut text = String::new();
         if let Some(tokenizer) = self.model.tokenizer() {
@@ -188,7 +190,7 @@ impl Choose for Chooser {
 
     fn wants(&self, computed: Range<u32>) -> Range<u32> {
         let Some(scores) = &self.prompt else { return computed.end..computed.end };
-        // Behind the last token stands no other one of the prompt.
+        // No prompt token follows the last position.
         let end = scores.prompt.len() as u32 - 1;
         computed.start.max(scores.next)..computed.end.min(end)
     }
@@ -216,7 +218,8 @@ impl Choose for Chooser {
     }
 }
 
-/// Log-probabilities of one row, before it is changed: the sum for the token that will be taken, and the likeliest.
+/// Log-probabilities of one row of logits, taken before the row changes: the log-sum for the sampled token, and the
+/// most likely tokens.
 struct LogProbs {
     log_sum: f32,
     top: Vec<(u32, f32)>,
@@ -228,7 +231,7 @@ impl LogProbs {
         let sum: f64 = logits.iter().map(|x| f64::from(x - max).exp()).sum();
         let log_sum = max + sum.ln() as f32;
         let n = usize::from(n);
-        // Few of many: most are not above the last of the best so far. Equals stay in the order of their ids.
+        // Only a few tokens of many: most logits are below the worst of the best so far. Equal logits stay in id order.
         let mut top: Vec<(u32, f32)> = Vec::with_capacity(n + 1);
         for (token, &logit) in logits.iter().enumerate() {
             if top.len() < n || top.last().is_some_and(|(_, last)| logit > *last) {
@@ -241,7 +244,7 @@ impl LogProbs {
         LogProbs { log_sum, top }
     }
 
-    /// `logits` are those that it is of.
+    /// `logits` must be the row that was passed to `of`.
     fn token(self, logits: &[f32], token: u32) -> LogProb {
         LogProb { logprob: logits[token as usize] - self.log_sum, top: self.top }
     }

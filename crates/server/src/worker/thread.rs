@@ -1,7 +1,7 @@
-//! The engine thread: it owns the scheduler, the cache and the bytes, and takes one turn after the other.
+//! The engine thread. It owns the scheduler, the cache and the KV memory, and runs one turn after the other.
 //!
-//! Between turns it hears what arrived, which clients left and which deadlines have passed; behind a turn it says what came
-//! of it. So a request whose client has left holds nothing when the next step begins.
+//! Between turns it processes arrivals, cancellations and expired deadlines. After a turn it sends the results. So a
+//! request whose client has disconnected holds no cache when the next step begins.
 use super::request::{Chooser, Ending};
 use super::{Shared, State, Stats, Watch};
 use crate::job::*;
@@ -24,13 +24,13 @@ pub(super) enum Command {
     Stop,
 }
 
-/// A job on its way to the thread.
+/// A job on its way to the engine thread.
 pub(super) struct Arrival {
     pub id: RequestId,
     pub job: Box<Job>,
-    /// When it was submitted: a step may have run since.
+    /// When the job was submitted. A step may have run since.
     pub at: Instant,
-    /// In the queue.
+    /// The job's place in the queue.
     pub place: Arc<Place>,
     pub events: mpsc::UnboundedSender<Event>,
     pub unread: Arc<AtomicUsize>,
@@ -43,7 +43,7 @@ pub(super) struct Thread {
     pub live: BTreeMap<RequestId, Live>,
     /// Nanoseconds spent in steps.
     pub busy_ns: u64,
-    /// When the last turn began.
+    /// Start of the last turn.
     pub turned: Instant,
     pub shared: std::sync::Weak<Shared>,
 }
@@ -54,12 +54,12 @@ pub(super) struct Live {
     end: Arc<Mutex<Ending>>,
     deadline: Option<Instant>,
     explain: bool,
-    /// In the queue, until it is admitted.
+    /// The place in the queue, until the job is admitted.
     place: Option<Arc<Place>>,
-    /// It generates tokens, beside being computed.
+    /// False if only the prompt is computed.
     generates: bool,
     pace: Option<u32>,
-    /// Its deadline has passed.
+    /// The deadline has passed.
     late: bool,
     needed_tokens: u64,
 }
@@ -68,7 +68,7 @@ impl Thread {
     pub fn run(mut self, inbox: &Receiver<Command>) {
         let mut idle = true;
         loop {
-            // The last handle was dropped, on another thread: no more commands can come.
+            // If `recv` fails, the last handle was dropped on another thread and no more commands can come.
             let command = match self.pause() {
                 _ if idle => inbox.recv().ok(),
                 Some(pause) => inbox.recv_timeout(pause).ok(),
@@ -78,7 +78,7 @@ impl Thread {
                 Some(Command::Stop) => return,
                 Some(command) => {
                     self.hear(command);
-                    idle = false; // look whether there is more before the turn
+                    idle = false; // drain the inbox before the turn
                     continue;
                 }
                 None if idle => return,
@@ -103,8 +103,9 @@ impl Thread {
         }
     }
 
-    /// How long to do nothing before the next turn, unless something comes in: while all that is live has a pace, and
-    /// writes. Prompts are read at full speed, and a server that is going down waits for nothing.
+    /// How long to sleep before the next turn, unless a command arrives. `Some` only while every live job has a pace
+    /// and no running job is still in prefill: prompts are computed at full speed. Without a pause while the server
+    /// shuts down.
     fn pause(&self) -> Option<Duration> {
         let paces = self.live.values().map(|live| live.pace);
         let fastest = paces.reduce(|a, b| Some(a?.max(b?)))??;
@@ -155,7 +156,7 @@ impl Thread {
             needed_tokens: u64::from(prompt_tokens) + u64::from(job.max_new),
         };
         self.live.insert(id, live);
-        // Found in a step, it would fail all requests that are in it.
+        // An unknown token must be caught here: inside a step it would fail all requests of the batch.
         let vocab = self.model.decoder().config().vocab;
         if let Some(&token) = job.prompt.iter().find(|token| **token as usize >= vocab) {
             let vocab = u32::try_from(vocab).unwrap_or(u32::MAX);
@@ -172,7 +173,7 @@ impl Thread {
             id,
             arrival_ns: self.state.ns_of(at),
             prompt_tokens,
-            // A request has one token at least. `generates` says whether it is wanted.
+            // The scheduler requires at least one new token. `generates` tells whether it is wanted.
             max_new: job.max_new.max(1),
             prompt: Prompt::SharedTokens(job.prompt),
             deadline_ns: job.deadline.map(|at| {
@@ -189,7 +190,7 @@ impl Thread {
         }
     }
 
-    /// Cancel what is past its deadline.
+    /// Cancel the jobs whose deadline has passed.
     fn end_late(&mut self) {
         let now = Instant::now();
         let now_ns = self.state.now_ns();
@@ -201,7 +202,7 @@ impl Thread {
         }
     }
 
-    /// Say which jobs were admitted and which ended.
+    /// Report admissions and ends to the clients.
     fn tell(&mut self) {
         for (id, live) in self.live.iter_mut().filter(|(_, live)| live.place.is_some()) {
             let Some(standing) = self.state.scheduler.standing(*id) else { continue };
@@ -244,7 +245,7 @@ impl Thread {
             (End::Finished, None) => done(ending.finish.clone().unwrap_or(Finish::Length)),
             (End::Cancelled, None) if live.late => done(Finish::Deadline),
             (End::Cancelled, None) => done(Finish::Cancelled),
-            // What it wrote until then is its answer.
+            // What the request generated so far is its answer.
             (End::Refused(Reason::CacheFull), None) => done(Finish::Length),
             (End::Refused(Reason::NeverFits), None) => {
                 let capacity = self.shared.upgrade().map_or(0, |shared| shared.capacity_tokens);
@@ -266,7 +267,7 @@ impl Thread {
         }
     }
 
-    /// Figures that are asked for between turns.
+    /// Publish the figures that `Engine::stats` returns between turns.
     fn note(&mut self) {
         let Some(shared) = self.shared.upgrade() else { return };
         let scheduler = &mut self.state.scheduler;
@@ -303,7 +304,7 @@ impl Live {
     }
 
     fn over(mut self, event: Event, shared: &std::sync::Weak<Shared>) {
-        // The place is free before the end is told.
+        // Free the place before the client learns of the end.
         self.place = None;
         let _ = self.events.send(event);
         if let Some(shared) = shared.upgrade() {

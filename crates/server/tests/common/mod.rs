@@ -1,5 +1,5 @@
-//! The embedded model and engines over it.
-#![allow(dead_code)] // every test takes what it needs
+//! The embedded model, and engines that run it.
+#![allow(dead_code)] // not every test uses all of it
 use kvist_backend::{MemoryBudget, Registry, Storage};
 use kvist_cache::PrefixSpec;
 use kvist_cpu::Compute;
@@ -13,7 +13,7 @@ use kvist_scheduler::{Admission, Config};
 use kvist_server::*;
 use std::sync::{Arc, OnceLock};
 
-/// Float weights and a float cache: a text depends on nothing but its prompt.
+/// F32 weights and an F32 cache, so that generated text depends only on the prompt.
 pub fn model() -> &'static Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
     MODEL.get_or_init(|| {
@@ -23,7 +23,7 @@ pub fn model() -> &'static Arc<Model> {
     })
 }
 
-/// As its file has it, in an order of additions that depends on no company.
+/// The weights as stored in the file, with sums in an order that does not depend on the rest of the batch.
 pub fn deterministic() -> &'static (Arc<Model>, Registry) {
     static MODEL: OnceLock<(Arc<Model>, Registry)> = OnceLock::new();
     MODEL.get_or_init(|| {
@@ -84,10 +84,10 @@ pub fn greedy(prompt: &[u32], max_new: u32) -> Job {
     }
 }
 
-/// What a generation said.
+/// All events of a generation.
 #[derive(Debug, Default)]
 pub struct Heard {
-    /// Tokens of the prompt that were scored.
+    /// Number of prompt tokens that were scored.
     pub prompt_scores: usize,
     pub tokens: Vec<u32>,
     pub text: String,

@@ -1,4 +1,4 @@
-//! Bodies that come at the same time: nobody's large ones keep anybody's small ones, or another name's large ones, out.
+//! Concurrent request bodies: large ones block neither small ones nor large ones of another key.
 use crate::server::*;
 use serde_json::json;
 use std::io::Write;
@@ -22,7 +22,7 @@ fn send(server: &Server, key: &str, path: &str, body: &[u8]) -> Answer {
 const ANN: &str = "Bearer ann-secret";
 const BOB: &str = "Bearer bob-secret";
 
-/// All but the last byte of a body of the largest size.
+/// A body of the maximum size without its last byte.
 fn stalled(server: &Server, key: &str) -> TcpStream {
     let mut stream = server.connect();
     let length = LARGEST.to_string();
@@ -37,7 +37,7 @@ fn bodies_that_stay_unfinished_keep_out_large_ones_of_their_own_name_alone() {
     let held: Vec<TcpStream> = (0..16).map(|_| stalled(&server, ANN)).collect();
     let small = json!({"prompt": "a", "max_tokens": 1}).to_string();
     let large = json!({"prompt": "word ".repeat(60_000)}).to_string();
-    // Those that came last may not have been read to their last byte yet.
+    // The server may not yet have read the last bodies to their end.
     let refused = || send(&server, ANN, "/v1/completions", large.as_bytes()).status == 503;
     server.until("they hold all there is", refused);
     for key in [ANN, BOB] {

@@ -1,4 +1,4 @@
-//! Requests that are small, or allowed, and made to cost much before the model sees them.
+//! Small or valid requests that are designed to cost a lot before they reach the model.
 use crate::server::*;
 use crate::words::words_with;
 use serde_json::{Value, json};
@@ -9,7 +9,8 @@ fn is_refused(server: &Server, path: &str, body: &Value, param: &str, code: &str
     assert!(error.3.contains(says), "{path}: {}", error.3);
 }
 
-/// White space was not counted, so that 4 MB of it were tokenized: 9 s and 474 MB each, beside a bound of 44 MiB.
+/// Regression: white space was not counted, so 4 MB of it were tokenized: 9 s and 474 MB each, against a limit
+/// of 44 MiB.
 #[test]
 fn white_space_is_refused_before_it_is_tokenized() {
     let server = Server::start(config());
@@ -24,7 +25,7 @@ fn white_space_is_refused_before_it_is_tokenized() {
     ] {
         is_refused(&server, path, &body, param, "context_length_exceeded", "besides white space");
     }
-    // Of any length, as long as it can be cut.
+    // Any length is accepted if the text can be split.
     is_refused(&server, "/tokenize", &json!({"prompt": blanks}), "prompt", "invalid_value", "in one piece");
     is_refused(
         &server,
@@ -38,7 +39,7 @@ fn white_space_is_refused_before_it_is_tokenized() {
     assert_eq!(words["count"], words["tokens"].as_array().unwrap().len());
 }
 
-/// Both were written at once, and nothing counted them until they were read.
+/// Regression: these responses were built at once, and no limit counted them until they were read.
 #[test]
 fn long_texts_become_tokens_and_texts_again() {
     let server = Server::start(config());
@@ -52,7 +53,8 @@ fn long_texts_become_tokens_and_texts_again() {
     assert_eq!(back, json!({"prompt": text}));
 }
 
-/// A document of many values has a hundred times the bytes of its body, and counted as its bytes.
+/// Regression: a document of many values needs a hundred times the bytes of its body, but only the body's bytes
+/// were counted.
 #[test]
 fn documents_of_too_many_values_are_refused_before_they_are_made() {
     let server = Server::start(config());
@@ -68,7 +70,8 @@ fn documents_of_too_many_values_are_refused_before_they_are_made() {
 
 const TOOLS: &str = "{{ tools | tojson(indent=4) }}{% for m in messages %}{{ m.content }}{% endfor %}";
 
-/// 62 KB with a deeply nested default, through `tojson(indent=4)`: 12 s and 0.8 GB, and eight at once ended the server.
+/// Regression: 62 KB of tools with a deeply nested default, through `tojson(indent=4)`, took 12 s and 0.8 GB;
+/// eight such requests at once crashed the server.
 #[test]
 fn nested_tools_are_refused() {
     let mut config = config();
@@ -95,7 +98,7 @@ fn nested_tools_are_refused() {
     is_refused(&server, "/v1/sessions", &names, "chat_template_kwargs.a", "invalid_value", "nested");
 }
 
-/// A template with a few doublings ended the process with its allocation.
+/// Regression: a template that doubles a string a few dozen times aborted the process with its allocation.
 #[test]
 fn templates_that_grow_fail_their_own_request() {
     let grows = "{% set ns = namespace(x='w1 ') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}";

@@ -1,4 +1,5 @@
-//! What is let in: shares of the queue, connections that say nothing, heads that are too long, refusals that do not wait.
+//! Admission: shares of the queue, idle connections, request heads that are too long, and rejections without
+//! delay.
 use crate::server::*;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -18,13 +19,13 @@ fn two_keys() -> kvist_server::ServerConfig {
     config
 }
 
-/// Longer than any test runs: it goes on at a token a second.
+/// Outlasts any test: it generates one token per second.
 fn endless(n: u32) -> Value {
     json!({"prompt": "fn main", "max_tokens": 450, "ignore_eos": true, "temperature": 1, "n": n, "stream": true,
         "kvist": {"pace": 1}})
 }
 
-/// Status, message and connection of a stream that is asked for.
+/// Starts a stream; returns the status and the connection.
 fn ask(server: &Server, key: &str, body: &Value) -> (u16, BufReader<TcpStream>) {
     let mut stream = server.connect();
     let headers = [("content-type", "application/json"), ("authorization", key)];
@@ -34,14 +35,14 @@ fn ask(server: &Server, key: &str, body: &Value) -> (u16, BufReader<TcpStream>) 
     (status, reader)
 }
 
-/// `n = 64` from ten threads of one tenant filled the queue, and every other tenant was answered 429.
+/// Regression: `n = 64` from ten threads of one tenant filled the queue, and every other tenant got 429.
 #[test]
 fn a_name_that_fills_the_queue_leaves_the_others_their_shares() {
     let mut config = two_keys();
     config.scheduler.max_batch = 1;
-    config.limits.max_queue = 12; // two for each of three names, six for all
+    config.limits.max_queue = 12; // 2 reserved for each of 3 names, 6 shared
     let server = Server::start(config);
-    // Its other answers take every place that it can have.
+    // The request's other answers take all places that this key can have.
     let mut held = vec![ask(&server, ANN, &endless(64)).1];
     held[0].read_line(&mut String::new()).unwrap();
     let began = Instant::now();
@@ -73,14 +74,14 @@ fn a_name_that_fills_the_queue_leaves_the_others_their_shares() {
     assert_eq!(ask(&server, ANN, &json!({"prompt": "a", "max_tokens": 1})).0, 200);
 }
 
-/// A connection with the beginning of a request.
+/// A connection with an incomplete request head.
 fn dribbler(server: &Server) -> TcpStream {
     let mut stream = server.connect();
     stream.write_all(b"GET /v1/models HTTP/1.1\r\nhost: loc").unwrap();
     stream
 }
 
-/// 1,100 connections that sent their headers in small parts took all places, and the reserve.
+/// Regression: 1,100 connections that sent their headers in small pieces took all places and the reserve.
 #[test]
 fn connections_that_dribble_keep_no_one_out() {
     for keyed in [false, true] {
@@ -90,7 +91,7 @@ fn connections_that_dribble_keep_no_one_out() {
         config.limits.header_timeout_s = 600.0;
         let server = Server::start(config);
         let key = [("authorization", "Bearer ops-secret"), ("content-type", "application/json")];
-        // One whose client waits, and one that was known before.
+        // One connection that waits for an answer, and one that has completed a request before.
         let (_, mut running) = ask(&server, "Bearer ops-secret", &endless(1));
         running.read_line(&mut String::new()).unwrap();
         let mut kept = server.connect();
@@ -126,7 +127,7 @@ fn connections_that_dribble_keep_no_one_out() {
         assert!(of("kvist_connections") <= 16.0);
         assert!(of("kvist_connections_known") >= 2.0);
         assert!(of("kvist_connections_displaced_total") >= 64.0);
-        // The first that came were closed.
+        // The oldest connections were closed.
         let mut first = &crowd[0];
         assert!(matches!(first.read(&mut [0; 16]), Ok(0) | Err(_)));
         drop((running, crowd));
@@ -148,7 +149,8 @@ fn the_head_of_a_request_has_its_time() {
     );
 }
 
-/// `max_header_bytes` was passed by heads that came in one piece, and nothing said that there may be 100 lines.
+/// Regression: heads that arrived in one piece could exceed `max_header_bytes`, and the limit of 100 lines was
+/// not documented.
 #[test]
 fn the_limits_of_heads_are_what_they_say() {
     let mut config = config();
@@ -174,7 +176,7 @@ fn the_limits_of_heads_are_what_they_say() {
     assert_eq!(ask(lines(101)), 431);
 }
 
-/// 401, 413 and 415 came only when the rest of the body had, or five seconds later.
+/// Regression: 401, 413 and 415 were sent only after the rest of the body, or five seconds later.
 #[test]
 fn refusals_do_not_wait_for_bodies() {
     let mut config = two_keys();
@@ -201,15 +203,15 @@ fn refusals_do_not_wait_for_bodies() {
         let mut reader = BufReader::new(stream.try_clone().unwrap());
         let (found, answered) = head(&mut reader);
         assert_eq!(found, status, "{path}");
-        // The rest is not waited for: the answer says that it is the last one here.
+        // The server does not wait for the rest; the response closes the connection.
         assert!(answered.contains(&("connection".into(), "close".into())), "{path}: {answered:?}");
         let mut body = String::new();
         reader.read_to_string(&mut body).unwrap();
         assert!(body.contains("\"error\""), "{path}: {body}");
-        // A client that still sends is not cut off.
+        // A client that is still sending is not cut off.
         stream.write_all(&[b' '; 2000]).unwrap();
     }
-    // A body that has come leaves the connection as it is.
+    // After a complete body the connection stays open.
     let mut stream = server.connect();
     for _ in 0..2 {
         let body = "{\"prompt\": \"a\"}";
@@ -228,11 +230,11 @@ fn refusals_do_not_wait_for_bodies() {
     }
 }
 
-/// All requests of one name that are under way together leave others their share of connections.
+/// All running requests of one key together leave other keys their share of connections.
 #[test]
 fn a_name_with_many_requests_under_way_leaves_the_others_theirs() {
     let mut config = two_keys();
-    config.limits.max_connections = 12; // two for each of three names, six for all
+    config.limits.max_connections = 12; // 2 reserved for each of 3 names, 6 shared
     config.limits.max_queue = 1000;
     config.limits.read_timeout_s = 600.0;
     let server = Server::start(config);

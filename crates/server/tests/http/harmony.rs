@@ -1,7 +1,7 @@
-//! Answers in channels: what is thought, said and called is told apart, in documents, streams and sessions.
+//! Answers in Harmony channels: reasoning, content and calls are separated in documents, streams and sessions.
 //!
-//! The embedded model knows no channels. Grammars make it write them, or a request for each token: a large bias leaves
-//! it no choice.
+//! The embedded model knows no channels. Grammars make it write them, or one request per token with a large
+//! bias that forces the token.
 use crate::server::*;
 use kvist_backend::MemoryBudget;
 use kvist_model::harmony::MARKS;
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
-/// Does with messages what that of gpt-oss does.
+/// Renders messages like gpt-oss's template.
 const TEMPLATE: &str = r#"<|start|>system<|message|>
 {%- if reasoning_effort is defined and reasoning_effort == "high" %}Think about it for a long time before you answer. {% endif %}<|end|>
 {%- if tools %}<|start|>developer<|message|>{% for tool in tools %}{{ "// " + tool.function.description + "\ntype " + tool.function.name }}{% endfor %}<|end|>{% endif %}
@@ -39,7 +39,8 @@ fn number(bytes: &[u8], at: usize) -> usize {
     u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()) as usize
 }
 
-/// The list under a key of the file: where its number of items stands, and where its items begin and end.
+/// Locates the array under a key of the GGUF file: the offset of its length, and the offsets where its items
+/// begin and end.
 fn list(bytes: &[u8], key: &str, is_text: bool) -> (usize, Vec<usize>) {
     let key = text(key);
     let at = bytes.windows(key.len()).position(|window| window == key).unwrap() + key.len() + 4 + 4;
@@ -51,7 +52,7 @@ fn list(bytes: &[u8], key: &str, is_text: bool) -> (usize, Vec<usize>) {
     (at, ends)
 }
 
-/// The embedded model with the marks of the format instead of its last tokens, and a template that writes them.
+/// The embedded model with its last tokens replaced by the format's marks, and with a template that uses them.
 fn harmony() -> Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
     let load = || {
@@ -59,7 +60,7 @@ fn harmony() -> Arc<Model> {
         let mut bytes = std::fs::read(file).unwrap();
         let before = bytes.len();
         let n = MARKS.len();
-        // From the last to the first, so that places stay what they are.
+        // From last to first, so that earlier offsets stay valid.
         let (at, ends) = list(&bytes, "tokenizer.ggml.merges", true);
         let kept = ends.len() - 1 - n;
         bytes.drain(ends[kept]..*ends.last().unwrap());
@@ -75,7 +76,7 @@ fn harmony() -> Arc<Model> {
         bytes[16..24].copy_from_slice(&n_keys.to_le_bytes());
         let key = [text("tokenizer.chat_template"), 8_u32.to_le_bytes().to_vec()].concat();
         let mut template = TEMPLATE.to_string();
-        // Tensors stay where their alignment wants them.
+        // Keep the alignment of the tensors.
         while !(bytes.len() + key.len() + 8 + template.len() - before).is_multiple_of(64) {
             template.insert_str(0, "{#- -#}");
         }
@@ -102,7 +103,7 @@ fn token(mark: &str) -> u32 {
 
 const QUESTION: &str = "What is a vector?";
 
-/// Thinking ends after a while.
+/// The bias makes the reasoning end after a while.
 fn ask(more: Value) -> Value {
     let mut body = json!({"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 300, "seed": 5,
         "logit_bias": {token("<|end|>").to_string(): 18}});
@@ -117,7 +118,7 @@ fn tools() -> Value {
     }}}])
 }
 
-/// What a stream says: texts joined, and its calls.
+/// The joined texts of a stream, and its calls.
 fn streamed(server: &Server, body: &Value) -> (Value, String) {
     let mut body = body.clone();
     body["stream"] = true.into();
@@ -154,8 +155,8 @@ fn a_form_is_for_the_final_message() {
     let body = ask(
         json!({"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}),
     );
-    // It is led to think more and more, and to end that sooner or later. This model hardly comes to an answer once it
-    // thinks.
+    // Increase the biases to reason and to end the reasoning. This model rarely gets to an answer once it
+    // reasons.
     let thinks = harmony().tokenizer().unwrap().encode("analysis", false).unwrap()[0];
     let (mut thoughtful, mut formed) = (0, 0);
     for round in 0..18 {
@@ -181,7 +182,7 @@ fn a_form_is_for_the_final_message() {
         assert_eq!(reason, choice["finish_reason"].as_str().unwrap());
     }
     assert!(thoughtful > 0 && formed > 0, "{thoughtful} thoughtful, {formed} formed");
-    // Every answer of several is read by itself.
+    // Each of several answers is parsed separately.
     let mut body = body;
     body["n"] = 3.into();
     for choice in server.post("/v1/chat/completions", &body).good()["choices"].as_array().unwrap() {
@@ -207,7 +208,7 @@ fn a_demanded_call_is_made_and_answered() {
         assert_eq!((&told["calls"], reason.as_str()), (&json!([call["function"]]), "tool_calls"));
         let said = message["content"].as_str().unwrap_or_default();
         assert_eq!(told["content"], said);
-        // The message goes back as it came, with its result.
+        // Send the message back unchanged, with the call's result.
         let result = json!({"role": "tool", "tool_call_id": call["id"], "content": "A list."});
         let more = json!({"messages": [{"role": "user", "content": QUESTION}, message, result], "tools": tools(), "max_tokens": 2});
         let next = server.post("/v1/chat/completions", &ask(more)).good();
@@ -216,7 +217,7 @@ fn a_demanded_call_is_made_and_answered() {
     }
 }
 
-/// What such a model writes without channels is what it says.
+/// Text of such a model without channels is content.
 #[test]
 fn text_without_channels_is_content() {
     let server = start();
@@ -242,7 +243,7 @@ fn the_effort_reaches_the_template() {
     let usual = tokens(json!({}));
     assert_eq!(tokens(json!({"reasoning_effort": "low"})), usual);
     assert!(tokens(json!({"reasoning_effort": "high"})) > usual + 5);
-    // What is said of the template itself counts.
+    // Template arguments take precedence.
     let both = json!({"reasoning_effort": "high", "chat_template_kwargs": {"reasoning_effort": "low"}});
     assert_eq!(tokens(both), usual);
     let error = server.post("/v1/chat/completions", &ask(json!({"reasoning_effort": "much"}))).error();
@@ -253,7 +254,7 @@ fn path(id: &str, verb: &str) -> String {
     format!("/v1/sessions/{id}{verb}")
 }
 
-/// A token at a time, each in a request of its own. Returns the answer of the last one.
+/// Writes a script token by token, one request each. Returns the last response's choice.
 fn write(server: &Server, id: &str, script: &str, more: &Value) -> Value {
     let mut last = Value::Null;
     for token in harmony().tokenizer().unwrap().encode(script, false).unwrap() {
@@ -273,7 +274,7 @@ fn a_session_goes_on_inside_a_channel() {
         |of: &str| server.get(&path(of, "")).good()["messages"].as_array().unwrap().last().unwrap().clone();
     let cut = write(&server, &id, "<|channel|>analysis<|message|>Easy", &json!({}));
     assert_eq!(cut["finish_reason"], "length");
-    // An answer says what is new of a message; the history has all of it.
+    // A response has only the new part of a message; the history has all of it.
     assert!("Easy".ends_with(cut["message"]["reasoning_content"].as_str().unwrap()), "{cut}");
     let open = last(&id);
     assert_eq!((&open["open"], &open["message"]["reasoning_content"]), (&json!(true), &json!("Easy")));
@@ -287,11 +288,11 @@ fn a_session_goes_on_inside_a_channel() {
     assert_eq!(end["finish_reason"], "stop", "{end}");
     let whole = json!({"role": "assistant", "content": "A list.", "reasoning_content": "Easy."});
     assert_eq!((&last(&id)["open"], &last(&id)["message"]), (&json!(false), &whole));
-    // What was thought is left out when the user goes on, as the template has it.
+    // The template removes the reasoning once the user continues.
     server.post(&path(&id, "/append"), &json!({"messages": [{"role": "user", "content": "Why?"}]})).good();
     let text = server.get(&path(&id, "")).good()["text"].as_str().unwrap().to_string();
     assert!(text.contains("finalA list.") && !text.contains("Easy"), "{text}");
-    // A form cannot begin inside an answer.
+    // `response_format` cannot start inside an answer.
     write(&server, &id, "<|channel|>final<|message|>So", &json!({}));
     let body = json!({"response_format": {"type": "json_object"}});
     assert_eq!(server.post(&path(&id, "/generate"), &body).error().1, "response_format");
@@ -317,7 +318,7 @@ fn a_session_calls_a_function_and_goes_on_with_its_result() {
     let text = server.get(&path(&id, "")).good()["text"].as_str().unwrap().to_string();
     assert!(text.contains("analysisLook.assistant to=functions.look_upcommentary json"), "{text}");
     assert!(text.ends_with("functions.look_up to=assistantcommentary\"A list.\""), "{text}");
-    // Without tools to call, what a call says is text.
+    // If there are no tools, the text of a call is content.
     let question = json!({"messages": [{"role": "user", "content": "a"}]});
     let id = server.post("/v1/sessions", &question).good()["id"].as_str().unwrap().to_string();
     let script = " to=functions.f<|channel|>commentary<|message|>{}<|call|>";

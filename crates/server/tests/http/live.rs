@@ -1,4 +1,4 @@
-//! The page at `/`, the live stream, and recordings: what a listener is told is what the cache holds.
+//! The page at `/`, the live stream, and recordings: a listener's view equals the state of the cache.
 use crate::server::*;
 use kvist_server::ServerConfig;
 use serde_json::{Value, json};
@@ -26,7 +26,7 @@ impl Listener {
         listener
     }
 
-    /// Every line from now on, read as it comes. An event is one chunk of the body, so that no line is cut.
+    /// All lines from now on, as they arrive. An event is one chunk of the body, so no line is split.
     fn lines(mut self) -> Receiver<Value> {
         let (sender, lines) = channel();
         std::thread::spawn(move || {
@@ -35,7 +35,7 @@ impl Listener {
                 if let Some(data) = line.strip_prefix("data:") {
                     let value = serde_json::from_str(data.trim()).unwrap_or_else(|e| panic!("{e} in {data}"));
                     if sender.send(value).is_err() {
-                        return; // nobody wants to know any more
+                        return; // the test has dropped the receiver
                     }
                 }
                 line.clear();
@@ -45,7 +45,7 @@ impl Listener {
     }
 }
 
-/// Who holds what: the stupid way.
+/// Naive model of which sequences use which blocks.
 #[derive(Debug, Default, PartialEq)]
 struct Held {
     holders: BTreeMap<(u64, u64), Vec<u64>>,
@@ -126,7 +126,7 @@ fn load(server: &Server, n: usize, max_tokens: u32) {
     });
 }
 
-/// Something that every listener hears of, when it has heard what was before.
+/// Causes an event that every listener gets after all earlier ones.
 fn nudge(server: &Server) {
     server
         .post(
@@ -136,7 +136,7 @@ fn nudge(server: &Server) {
         .good();
 }
 
-/// Is there a line from behind this moment?
+/// Returns whether the line is later than this moment.
 fn is_behind(line: &Value, at: u64) -> bool {
     line["at"].as_u64().is_some_and(|then| then > at)
 }
@@ -147,7 +147,7 @@ fn narrow() -> ServerConfig {
     config
 }
 
-/// Whoever joins late knows as much as who was there before.
+/// A listener that joins late has the same state as one that was there before.
 #[test]
 fn lines_and_snapshots_agree() {
     let server = Server::start(narrow());
@@ -171,7 +171,7 @@ fn lines_and_snapshots_agree() {
             }
             let late = Listener::join(&server);
             let at = late.snapshot["at"].as_u64().unwrap();
-            // Its joining made everybody else hear what happened before; a line from behind it ends the wait.
+            // Joining flushed earlier events to the other listeners; a later line ends the wait.
             nudges.push(scope.spawn(|| nudge(&server)));
             while !pending.iter().any(|line| is_behind(line, at)) {
                 pending.push(lines.recv_timeout(PATIENCE).expect("the line of the nudge"));
@@ -206,7 +206,7 @@ fn lines_and_snapshots_agree() {
     }
 }
 
-/// What users ask is nobody else's business.
+/// The content of prompts is not visible to other users.
 #[test]
 fn the_stream_is_for_admins_and_tells_no_prompt() {
     let mut config = narrow();
@@ -232,17 +232,17 @@ fn the_stream_is_for_admins_and_tells_no_prompt() {
     }
 }
 
-/// `cmpl-` or another kind, and 32 hexadecimal digits.
+/// A prefix such as `cmpl-`, and 32 hexadecimal digits.
 fn is_id(text: &str) -> bool {
     let digits = text.split_once('-').map(|(_, digits)| digits);
     digits.is_some_and(|digits| digits.len() == 32 && digits.bytes().all(|b| b.is_ascii_hexdigit()))
 }
 
-/// All numbers in it.
+/// Collects all numbers in a value.
 fn numbers(value: &Value, found: &mut BTreeSet<u64>) {
     match value {
         Value::Number(number) => found.extend(number.as_u64()),
-        // Ids are drawn at random: digits of theirs say nothing.
+        // Ids are random, so their digits reveal nothing.
         Value::String(text) if is_id(text) => {}
         Value::String(text) => {
             let digits = text.split(|c: char| !c.is_ascii_digit());
@@ -254,7 +254,7 @@ fn numbers(value: &Value, found: &mut BTreeSet<u64>) {
     }
 }
 
-/// Nor what they are answered: no line of any kind has a token of a prompt or of an answer, while a recording has all.
+/// No line of any kind contains a token of a prompt or an answer. A recording contains all of them.
 #[test]
 fn the_stream_tells_no_token() {
     const PROMPT: [u64; 6] = [1423, 1427, 1429, 1433, 1439, 1447];
@@ -269,7 +269,7 @@ fn the_stream_tells_no_token() {
     let mut found = BTreeSet::new();
     numbers(&listener.snapshot, &mut found);
     let heard = listener.lines();
-    // The bias leaves nothing else to say.
+    // The bias allows only this token.
     let bias: serde_json::Map<String, Value> = [(ANSWER.to_string(), json!(100))].into_iter().collect();
     let answered = std::thread::scope(|scope| {
         let ask = || {
@@ -279,7 +279,7 @@ fn the_stream_tells_no_token() {
             });
             server.post("/v1/completions", &body).good()
         };
-        // The second one is found; the third goes away.
+        // The second request gets prefix hits; the third client disconnects.
         let threads: Vec<_> = (0..2).map(|_| scope.spawn(ask)).collect();
         let mut gone = server.connect();
         let body = json!({
@@ -300,7 +300,7 @@ fn the_stream_tells_no_token() {
     assert_eq!(answered.len(), 2);
     server.post("/v1/sessions", &json!({"tokens": PROMPT, "name": "of 1423"})).good();
     runtime.block_on(server.engine.idle());
-    // Somebody who joins late makes everybody hear what happened before; and hears of the past itself.
+    // Joining late flushes earlier events to all listeners; the snapshot covers the past.
     let mut late = Listener::join(&server);
     let at = late.snapshot["at"].as_u64().unwrap();
     numbers(&late.snapshot.take(), &mut found);
@@ -334,7 +334,7 @@ fn the_stream_tells_no_token() {
     }
 }
 
-/// Lanes of the page had the engine's numbers, which no log and no client knows.
+/// Regression: the page showed the engine's internal numbers, which appear in no log or response.
 #[test]
 fn requests_have_the_names_of_the_log() {
     let server = Server::start(config());
@@ -343,7 +343,7 @@ fn requests_have_the_names_of_the_log() {
     let answer = server.post("/v1/completions", &body).good();
     let session = server.post("/v1/sessions", &json!({"text": TRUNK})).good();
     let path = format!("/v1/sessions/{}/generate", session["id"].as_str().unwrap());
-    // Slow enough to be met by a listener that comes later.
+    // Slow enough to still run when the second listener joins.
     let body = json!({"max_tokens": 2000, "ignore_eos": true, "stream": true, "kvist": {"pace": 1}});
     let mut going = server.connect();
     let headers = [("content-type", "application/json")];
@@ -362,7 +362,7 @@ fn requests_have_the_names_of_the_log() {
     assert_eq!(late["names"], expected, "of what has ended no name is kept");
 }
 
-/// The page had nothing to show of sessions between two answers, although their blocks lie in the cache.
+/// Regression: the page showed no sessions between two answers, although their blocks were cached.
 #[test]
 fn sessions_at_rest_are_told_with_what_they_would_find() {
     let server = Server::start(config());
@@ -384,7 +384,7 @@ fn sessions_at_rest_are_told_with_what_they_would_find() {
     server.post(&format!("{path}/generate"), &body).good();
     let blocks = |session: &Value| session["tables"][0].as_array().map_or(0, Vec::len);
     let seen = until(&|sessions| sessions[0]["running"] == false && blocks(&sessions[0]) > 0);
-    // The last token is computed again, and so its block is not found.
+    // No KV was computed for the last token, so its block is not in the index.
     let tokens = seen[0]["tokens"].as_u64().unwrap();
     assert_eq!(tokens, made["n_tokens"].as_u64().unwrap() + 8);
     assert_eq!(blocks(&seen[0]) as u64, (tokens - 1) / 16);
@@ -402,8 +402,8 @@ fn sessions_at_rest_are_told_with_what_they_would_find() {
     until(&|sessions| sessions.len() == 2 && sessions[0]["parent"].is_null());
 }
 
-/// Every listener had every session looked up on the engine's thread, more than twice a second, whether or not anything
-/// had changed.
+/// Regression: every listener caused a lookup of every session on the engine's thread more than twice a second,
+/// even if nothing had changed.
 #[test]
 fn listeners_share_what_is_looked_up() {
     let server = Server::start(config());
@@ -424,12 +424,12 @@ fn listeners_share_what_is_looked_up() {
     server.post("/v1/sessions", &json!({"text": "another"})).good();
     all.iter().for_each(|heard| hears(heard, 2));
     assert_eq!(lookups(), 2, "for all of them");
-    // What the index knows is another reason.
+    // A change of the prefix index also causes a lookup.
     nudge(&server);
     server.until("the index has changed", || lookups() > 2);
 }
 
-/// What the engine did, done again from its recording: the same decisions, to the byte.
+/// Replaying a recording gives the same decisions, byte for byte.
 #[test]
 fn a_recording_replays() {
     let config = narrow();

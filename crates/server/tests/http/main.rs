@@ -1,4 +1,4 @@
-//! The server over real connections: answers, streams, refusals, limits, keys, and clients that go away.
+//! The server over real connections: answers, streams, errors, limits, keys, and disconnecting clients.
 mod answers;
 mod bodies;
 mod costly;

@@ -1,4 +1,4 @@
-//! Prompts that are scored: `echo` with `logprobs`, as lm-eval asks for it.
+//! Scored prompts: `echo` with `logprobs`, as lm-eval uses it.
 use crate::server::*;
 use kvist_backend::Storage;
 use kvist_cache::SeqId;
@@ -16,8 +16,8 @@ fn encode(text: &str) -> Vec<u32> {
     model().tokenizer().unwrap().encode(text, true).unwrap()
 }
 
-/// By a session of the engine, all rows in one pass: of each token but the first its log-probability, and the likeliest
-/// `n` there.
+/// Reference from an engine session, with all rows in one pass: for each token except the first, its
+/// log-probability and the `n` highest ones at that position.
 fn reference(tokens: &[u32], n: usize) -> Vec<(f64, Vec<f64>)> {
     let rows = tokens.len() as u32;
     let config = CacheConfig {
@@ -46,7 +46,7 @@ fn close(a: f64, b: f64) -> bool {
     (a - b).abs() < 2e-3
 }
 
-/// The prompt's part of a choice's scores is what the engine says, and every offset is where the token's text is.
+/// The scores of the prompt equal the reference, and each offset points to the token's text.
 fn check(choice: &Value, tokens: &[u32], top: usize, more: usize) {
     let scores = &choice["logprobs"];
     let column =
@@ -64,7 +64,7 @@ fn check(choice: &Value, tokens: &[u32], top: usize, more: usize) {
             tops[at].as_object().unwrap().values().map(|v| v.as_f64().unwrap()).collect();
         values.sort_by(|a, b| b.total_cmp(a));
         assert!(values.len() >= top.min(1) && values.len() <= top + 1, "token {at}: {values:?}");
-        // Tokens of one name are one entry.
+        // Tokens with the same text share an entry.
         assert!(best.is_empty() || close(values[0], best[0].max(found)), "token {at}: {values:?}, {best:?}");
     }
     let text: Vec<char> = choice["text"].as_str().unwrap().chars().collect();
@@ -100,12 +100,12 @@ fn ask(prompt: impl Into<Value>, more: Value) -> Value {
     body
 }
 
-/// It was refused: "prompts are not scored".
+/// Regression: this was rejected with "prompts are not scored".
 #[test]
 fn a_prompt_is_scored_whatever_the_cache_knows_of_it() {
     let server = Server::start(config());
     let tokens = encode(TEXT);
-    // More than one chunk of a prefill, and of the rows that there is room for at once.
+    // Longer than one prefill chunk, and than the rows that fit at once.
     assert!(tokens.len() > 80, "{}", tokens.len());
     let plain = |max_tokens: u32| {
         let body = json!({"prompt": TEXT, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": true});
@@ -124,7 +124,7 @@ fn a_prompt_is_scored_whatever_the_cache_knows_of_it() {
         assert_eq!(choice["finish_reason"], "length");
         assert_eq!(whole["usage"]["completion_tokens"], max_tokens);
         assert_eq!(whole["usage"]["prompt_tokens"], tokens.len());
-        // The index has no logits: nothing of the prompt is taken from it.
+        // The prefix index has no logits, so a scored prompt gets no prefix hits.
         assert_eq!(whole["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
         assert_eq!(whole["kvist"]["prompts"][0]["miss"], Value::Null);
         let text = choice["text"].as_str().unwrap();
@@ -144,7 +144,7 @@ fn a_prompt_is_scored_whatever_the_cache_knows_of_it() {
         check(&joined, &tokens, 3, max_tokens);
         assert_eq!(events.last().unwrap()["usage"]["completion_tokens"], max_tokens);
     }
-    // And what was computed for scores is found by others.
+    // Blocks computed for scores are prefix hits for others.
     assert!(plain(1)["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap() > 16);
     server.becomes_idle();
 }
@@ -171,7 +171,7 @@ fn several_prompts_and_several_answers() {
     server.becomes_idle();
 }
 
-/// A prompt that fills the context has no room for an answer, and needs none.
+/// A prompt that fills the context leaves no room for an answer, and needs none.
 #[test]
 fn a_prompt_as_long_as_the_context() {
     let mut small = config();
@@ -184,7 +184,7 @@ fn a_prompt_as_long_as_the_context() {
     assert_eq!((error.0, error.2.as_str()), (400, "context_length_exceeded"));
 }
 
-/// All scores of a request are there at once: how many is bounded, and said.
+/// All scores of a request are in memory at once, so their number is limited and the error says so.
 #[test]
 fn more_scores_than_there_is_room_for_are_refused() {
     let server = Server::start(config());
@@ -217,7 +217,8 @@ fn what_says_nothing_needs_an_echo() {
     assert_eq!(echoed["usage"]["completion_tokens"], 0);
 }
 
-/// Of 129 prompts the schema told whatever branch came furthest: that a text is no list of tokens.
+/// Regression: for 129 prompts the schema's error came from the branch that matched furthest: that a text is
+/// not a list of tokens.
 #[test]
 fn too_many_prompts_are_told_as_such() {
     let server = Server::start(config());

@@ -1,4 +1,4 @@
-//! Tools in sessions: calls are read from what a session generates, and are part of its history.
+//! Tools in sessions: calls are parsed from what a session generates, and become part of its history.
 use crate::server::*;
 use kvist_backend::MemoryBudget;
 use kvist_model::weights::WeightForm;
@@ -14,12 +14,12 @@ A call is <tool_call>{"name": ..., "arguments": ...}</tool_call>
 {%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
 {% endfor %}{%- if add_generation_prompt %}[assistant]{% endif %}"#;
 
-/// Knows nothing of tools, and takes no system message.
+/// Does not know tools, and takes no system message.
 const PLAIN_TEMPLATE: &str = r#"{%- for m in messages %}
 {%- if m.role not in ["user", "assistant"] %}{{ raise_exception("no role " + m.role) }}{% endif %}[{{ m.role }}]{{ m.content }}
 {% endfor %}{%- if add_generation_prompt %}[assistant]{% endif %}"#;
 
-/// The embedded model with a chat template: one more text among the metadata of its file.
+/// The embedded model with a chat template added to the metadata of its file.
 fn with_template(template: &'static str) -> Arc<Model> {
     static MODELS: [OnceLock<Arc<Model>>; 2] = [const { OnceLock::new() }; 2];
     let model = &MODELS[usize::from(template == PLAIN_TEMPLATE)];
@@ -30,7 +30,7 @@ fn with_template(template: &'static str) -> Arc<Model> {
         bytes[16..24].copy_from_slice(&n_keys.to_le_bytes());
         let key = "tokenizer.chat_template";
         let mut template = template.to_string();
-        // Tensors stay where their alignment wants them.
+        // Keep the alignment of the tensors.
         while !(8 + key.len() + 4 + 8 + template.len()).is_multiple_of(64) {
             template.insert_str(0, "{#- -#}");
         }
@@ -83,7 +83,7 @@ fn path(id: &str, verb: &str) -> String {
     format!("/v1/sessions/{id}{verb}")
 }
 
-/// They were refused: "its chat template teaches no format".
+/// Regression: these were rejected with "its chat template teaches no format".
 #[test]
 fn a_template_without_tools_is_helped_out() {
     let server = start_with(PLAIN_TEMPLATE, None);
@@ -96,7 +96,7 @@ fn a_template_without_tools_is_helped_out() {
     let answer = ask(json!([question]), json!({})).good();
     let call = &answer["choices"][0]["message"]["tool_calls"][0];
     assert_eq!(call["function"]["name"], "look_up", "{answer}");
-    // It is told of them, and the results of its calls are read.
+    // The model is told of the tools, and results of its calls are accepted.
     let tokens = |answer: &Value| answer["usage"]["prompt_tokens"].as_u64().unwrap();
     let without = ask(json!([question]), json!({"tools": null, "tool_choice": null})).good();
     assert!(tokens(&answer) > tokens(&without) + 50, "{answer} {without}");
@@ -104,17 +104,17 @@ fn a_template_without_tools_is_helped_out() {
     let messages = json!([question, answer["choices"][0]["message"], result]);
     let next = ask(messages, json!({"tool_choice": "auto"})).good();
     assert!(tokens(&next) > tokens(&answer) + 20, "{next}");
-    // In sessions too.
+    // The same in a session.
     let id = begin(&server);
     let answer = server.post(&path(&id, "/generate"), &demand(json!({}))).good();
     let call = &answer["choices"][0]["message"]["tool_calls"][0];
     assert_eq!(call["function"]["name"], "look_up", "{answer}");
-    // What the template refuses for another reason stays refused.
+    // What the template rejects for another reason is still rejected.
     let odd = json!([{"role": "system", "content": "S"}, question]);
     assert_eq!(ask(odd, json!({})).error().0, 400);
 }
 
-/// They were refused: "sessions do not read calls back".
+/// Regression: these were rejected with "sessions do not read calls back".
 #[test]
 fn a_session_calls_tools_and_goes_on_with_their_answers() {
     let server = start(None);
@@ -130,13 +130,13 @@ fn a_session_calls_tools_and_goes_on_with_their_answers() {
     let arguments: Value = serde_json::from_str(calls[0]["function"]["arguments"].as_str().unwrap()).unwrap();
     assert!(["Vec", "Box"].contains(&arguments["what"].as_str().unwrap()), "{arguments}");
 
-    // The same prompt, and the same call, as of a conversation of its own.
+    // The same prompt and call as a chat completion.
     let chat = demand(json!({"messages": [{"role": "user", "content": QUESTION}]}));
     let chat = server.post("/v1/chat/completions", &chat).good();
     assert_eq!(chat["usage"]["prompt_tokens"], answer["usage"]["prompt_tokens"]);
     assert_eq!(chat["choices"][0]["message"]["tool_calls"][0]["function"], calls[0]["function"]);
 
-    // The message in the history carries the call; its tokens stay as they were drawn when the tool answers.
+    // The message in the history carries the call; its tokens stay as sampled when the result is appended.
     let history = server.get(&path(&id, "")).good();
     assert_eq!(history["messages"][1]["message"]["tool_calls"], calls);
     assert_eq!(history["messages"][1]["message"]["role"], "assistant");
@@ -146,7 +146,7 @@ fn a_session_calls_tools_and_goes_on_with_their_answers() {
     let grown = server.post(&path(&id, "/append"), &result).good();
     assert_eq!((&grown["kept_tokens"], &grown["n_messages"]), (&json!(n_tokens), &json!(3)));
 
-    // A fork has the call too, and knows the tools; it goes on without being told of them again.
+    // A fork has the call and the tools too; it continues without sending them again.
     let fork = server.post(&path(&id, "/fork"), &json!({})).good()["sessions"][0]["id"].clone();
     let fork = fork.as_str().unwrap();
     let forked = server.get(&path(fork, "")).good();
@@ -159,7 +159,7 @@ fn a_session_calls_tools_and_goes_on_with_their_answers() {
     assert_eq!(text.matches("Call one of these").count(), 1, "{text}");
     assert!(text.contains("[tool]A list."), "{text}");
 
-    // Rolled back to the question, the session makes the same call again; streamed, it is the same.
+    // After a rollback to the question, the session makes the same call again, streamed or not.
     for stream in [false, true] {
         server.post(&path(&id, "/rollback"), &json!({"to": {"message": 1}})).good();
         let body = demand(json!({"stream": stream}));
@@ -181,7 +181,7 @@ fn a_session_calls_tools_and_goes_on_with_their_answers() {
         assert_eq!(history["n_tokens"], n_tokens);
         assert_eq!(history["messages"][1]["message"]["tool_calls"][0]["function"], function);
     }
-    // A cut inside the call leaves an answer that is none yet.
+    // A cut inside the call leaves an open answer without a call.
     server.post(&path(&id, "/rollback"), &json!({"to": n_tokens - 3})).good();
     let cut = server.get(&path(&id, "")).good();
     let last = &cut["messages"][1];
@@ -189,7 +189,7 @@ fn a_session_calls_tools_and_goes_on_with_their_answers() {
     server.becomes_idle();
 }
 
-/// Tools that are given when the session is made are in its text from the beginning.
+/// Tools given at creation are in the session's text from the beginning.
 #[test]
 fn a_session_is_made_with_tools() {
     let server = start(None);
@@ -203,7 +203,7 @@ fn a_session_is_made_with_tools() {
     let after = server.get(&path(&id, "")).good();
     let (before, after) = (before["tokens"].as_array().unwrap(), after["tokens"].as_array().unwrap());
     assert_eq!(&after[..before.len()], before.as_slice(), "nothing was rendered anew");
-    // Answers in another form, and none at all, are answers too.
+    // Answers in another format, or without tools, work too.
     for how in [
         json!({"tool_choice": "none", "max_tokens": 3, "ignore_eos": true}),
         json!({"response_format": {"type": "json_object"}, "max_tokens": 3}),
@@ -293,7 +293,7 @@ fn tools_that_cannot_be_are_refused() {
         assert_eq!((error.0, error.1.as_str()), (400, param), "{error:?}");
         assert!(error.3.contains(said), "{error:?}");
     }
-    // Another answer may have other tools.
+    // A new answer may have other tools.
     let how = demand(json!({"add_generation_prompt": true}));
     server.post(&path(&open, "/generate"), &how).good();
 }

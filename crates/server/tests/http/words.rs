@@ -1,5 +1,5 @@
-//! A model whose tokens are words with a blank before them, as SentencePiece has them, and whose tokenizer knows one
-//! token more than the model.
+//! A model whose tokens are words with a leading space, as in SentencePiece, and whose tokenizer has one token
+//! more than the model's vocabulary.
 use crate::server::*;
 use kvist_backend::MemoryBudget;
 use kvist_model::weights::WeightForm;
@@ -15,7 +15,7 @@ fn words() -> &'static Arc<Model> {
     MODEL.get_or_init(|| words_with(None))
 }
 
-/// The same, with a chat template.
+/// The same with a chat template.
 pub fn words_with(template: Option<&str>) -> Arc<Model> {
     let folder = tempfile::tempdir().unwrap();
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures/parity/llama-gqa");
@@ -46,7 +46,7 @@ pub fn words_with(template: Option<&str>) -> Arc<Model> {
     Arc::new(Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap())
 }
 
-/// It came as far as a step, which failed three times for everybody in it.
+/// Regression: the token reached a step, which failed three times for all requests in the batch.
 #[test]
 fn a_token_that_the_model_does_not_know_is_refused_by_name() {
     let server = Server::start_with(words().clone(), config());
@@ -68,7 +68,7 @@ fn a_token_that_the_model_does_not_know_is_refused_by_name() {
     server.post("/v1/completions", &json!({"prompt": "w1 w2", "max_tokens": 1})).good();
 }
 
-/// The decoder takes the blank off the start of a text: an answer is not the start of one.
+/// The decoder strips the space at the start of a text, but an answer is not the start of a text.
 #[test]
 fn an_answer_goes_on_where_the_prompt_ends() {
     let server = Server::start_with(words().clone(), config());
@@ -88,7 +88,7 @@ fn an_answer_goes_on_where_the_prompt_ends() {
     };
     assert_eq!(said(&ask(json!({"stream": true})).events()), expected);
 
-    // What a session streams is what it then has; a stop string leaves the tokens as they were drawn.
+    // The stream of a session equals its history; a stop string leaves the earlier tokens as sampled.
     let third = expected.match_indices(" w").nth(2).unwrap().0;
     for (stop, expected) in
         [(Value::Null, expected.as_str()), (json!(&expected[third..]), &expected[..third])]

@@ -1,8 +1,8 @@
-//! So many tokens per millisecond, whatever else is in the batch.
+//! A constant number of tokens per millisecond, whatever else is in the batch.
 use super::{BatchShape, LONGEST_STEP_NS, StepCost, whole_ns};
 
-/// A step takes its prompt tokens ÷ one rate + its decoded tokens ÷ another. Context costs nothing, sharing a step
-/// saves nothing: this is the single server of queueing theory, and a model of no real machine.
+/// The time of a step is its prompt tokens ÷ one rate + its decoded tokens ÷ another. Context costs nothing, and
+/// batching saves nothing: this is the single server of queueing theory, not a model of a real machine.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ConstantRates {
     prefill_tokens_per_ms: f64,
@@ -10,8 +10,8 @@ pub struct ConstantRates {
 }
 
 impl ConstantRates {
-    /// Tokens per millisecond: `10.0` is 10,000 tokens per second. `None` unless both are positive and finite, and a token
-    /// takes at most [`LONGEST_STEP_NS`].
+    /// Rates in tokens per millisecond: `10.0` is 10,000 tokens per second. `None` unless both are positive and
+    /// finite, and a token takes at most [`LONGEST_STEP_NS`].
     pub fn new(prefill_tokens_per_ms: f64, decode_tokens_per_ms: f64) -> Option<ConstantRates> {
         let usable = |rate: f64| rate.is_finite() && rate > 0.0 && 1e6 / rate <= LONGEST_STEP_NS as f64;
         (usable(prefill_tokens_per_ms) && usable(decode_tokens_per_ms))

@@ -1,14 +1,14 @@
-//! Machines and models as figures, with the documents they were taken from. Extending: one entry in a table.
+//! Machines and models as numbers, each with its source. To add one, add an entry to a table.
 
-/// What a machine can do at its peak. Real kernels reach a part of it: see [`super::Roofline::efficiency`].
+/// Peak performance of a machine. Real kernels reach a fraction of it: see [`super::Roofline::efficiency`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct Hardware {
     pub name: String,
-    /// Dense (not sparse) multiply-adds count as two.
+    /// Dense (not sparse). A multiply-add counts as two.
     pub flops_per_s: f64,
     pub bytes_per_s: f64,
     pub memory_bytes: u64,
-    /// The document the figures come from.
+    /// Source of the figures.
     pub source: String,
 }
 
@@ -63,7 +63,7 @@ const HARDWARE: &[HardwareRow] = &[
 ];
 
 impl Hardware {
-    /// Names that [`Hardware::preset`] knows.
+    /// Names accepted by [`Hardware::preset`].
     pub fn names() -> impl Iterator<Item = &'static str> {
         HARDWARE.iter().map(|row| row.0)
     }
@@ -75,24 +75,24 @@ impl Hardware {
     }
 }
 
-/// What a dense decoder asks of a machine.
+/// The shape of a dense decoder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelShape {
     pub name: String,
-    /// All weights, the embedding table included.
+    /// All weights, including the embedding table.
     pub parameters: u64,
-    /// Parameters of the embedding table, which is looked up and not multiplied; 0 where the output layer is the
-    /// same table.
+    /// Parameters of the embedding table, which is looked up, not multiplied. 0 if the output layer uses the same
+    /// table.
     pub lookup_parameters: u64,
     pub layers: u32,
     pub query_heads: u32,
     pub kv_heads: u32,
     pub head_dim: u32,
-    /// 2.0 for bf16, 0.5625 for 4-bit weights with a scale per 32.
+    /// 2.0 for bf16; 0.5625 for 4-bit weights with one scale per 32.
     pub bytes_per_weight: f64,
-    /// Of one value of K or V.
+    /// Bytes per value of K or V.
     pub bytes_per_kv_value: f64,
-    /// The document the figures come from.
+    /// Source of the figures.
     pub source: String,
 }
 
@@ -144,12 +144,12 @@ const MODELS: &[ModelRow] = &[
 ];
 
 impl ModelShape {
-    /// Names that [`ModelShape::preset`] knows.
+    /// Names accepted by [`ModelShape::preset`].
     pub fn names() -> impl Iterator<Item = &'static str> {
         MODELS.iter().map(|row| row.0)
     }
 
-    /// Weights, K and V in 16 bits; the fields are open to change that.
+    /// Weights, K and V in 16 bits. The fields are public, so callers can change that.
     pub fn preset(name: &str) -> Option<ModelShape> {
         let &(name, parameters, lookup_parameters, layers, query_heads, kv_heads, head_dim, source) =
             MODELS.iter().find(|r| r.0 == name)?;
@@ -167,7 +167,7 @@ impl ModelShape {
         })
     }
 
-    /// K and V of one token: 2 · layers · KV heads · head dim · bytes.
+    /// Bytes of K and V per token: 2 · layers · KV heads · head dim · bytes.
     pub fn kv_bytes_per_token(&self) -> f64 {
         2.0 * f64::from(self.layers)
             * f64::from(self.kv_heads)

@@ -1,4 +1,4 @@
-//! The larger of arithmetic time and memory time.
+//! Step time as the larger of compute time and memory time.
 use super::{BatchShape, Hardware, ModelShape, StepCost, whole_ns};
 
 /// The roofline of Williams, Waterman and Patterson (Communications of the ACM 52(4), 2009), for a dense decoder:
@@ -9,26 +9,26 @@ use super::{BatchShape, Hardware, ModelShape, StepCost, whole_ns};
 /// time  = max(flops ÷ (peak FLOP/s · efficiency), bytes ÷ (peak bytes/s · efficiency)) + overhead
 /// ```
 ///
-/// The output layer is counted for every new token, although a prompt needs it once: an upper bound that is 7% of
-/// the weights of an 8B model. The bytes count the weights of every step: a decode step of one sequence is bound by
-/// them. Activations, and what a network between devices costs, are left out.
+/// The output layer is counted for every new token, although a prompt needs it only once. The result is an upper
+/// bound: the output layer is 7% of the weights of an 8B model. Every step reads the weights once, which bounds a
+/// decode step of one sequence. Activations and network communication between devices are not modelled.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Roofline {
     pub hardware: Hardware,
     pub model: ModelShape,
-    /// Part of both peaks that kernels reach, above 0 and at most 1.
+    /// Fraction of both peaks that kernels reach, above 0 and at most 1.
     pub efficiency: f64,
-    /// Added to every step: launches, sampling, scheduling.
+    /// Added to every step: kernel launches, sampling, scheduling.
     pub overhead_ns: u64,
 }
 
 impl Roofline {
-    /// At the peaks, without overhead: a lower bound of time.
+    /// At peak performance and without overhead: a lower bound of the time.
     pub fn ideal(hardware: Hardware, model: ModelShape) -> Roofline {
         Roofline { hardware, model, efficiency: 1.0, overhead_ns: 0 }
     }
 
-    /// Floating-point operations of a step, a multiply-add being two.
+    /// Floating-point operations of a step. A multiply-add counts as two.
     pub fn flops(&self, batch: &BatchShape) -> f64 {
         let model = &self.model;
         let multiplied = model.parameters.saturating_sub(model.lookup_parameters) as f64;
@@ -37,14 +37,14 @@ impl Roofline {
         2.0 * multiplied * batch.new_tokens() as f64 + per_pair * batch.attention_pairs as f64
     }
 
-    /// Bytes a step reads and writes.
+    /// Bytes that a step reads and writes.
     pub fn bytes(&self, batch: &BatchShape) -> f64 {
         let multiplied = self.model.parameters.saturating_sub(self.model.lookup_parameters) as f64;
         multiplied * self.model.bytes_per_weight
             + self.model.kv_bytes_per_token() * (batch.context_tokens() + batch.new_tokens()) as f64
     }
 
-    /// Tokens of KV cache that fit beside the weights; 0 if the weights do not fit.
+    /// Tokens of KV cache that fit in memory next to the weights; 0 if the weights do not fit.
     pub fn cache_tokens(&self) -> u64 {
         let left = self.hardware.memory_bytes as f64 - self.model.weight_bytes();
         (left / self.model.kv_bytes_per_token()).max(0.0) as u64
@@ -79,7 +79,7 @@ mod tests {
         Roofline::ideal(Hardware::preset("h100-sxm").unwrap(), ModelShape::preset("llama-3.1-8b").unwrap())
     }
 
-    /// Parameters follow from the shape of the model: a typing error in a preset shows.
+    /// The parameter count follows from the shape of the model, so this test catches typing errors in presets.
     #[test]
     fn presets_add_up() {
         // name, vocabulary, hidden, feed-forward, biases of q, k, v
@@ -111,7 +111,7 @@ mod tests {
         assert!(Hardware::preset("abacus").is_none());
     }
 
-    /// One sequence decodes at the speed of memory, a long prompt at the speed of arithmetic.
+    /// A single decoding sequence is memory-bound, a long prompt is compute-bound.
     #[test]
     fn which_roof_bounds() {
         let cost = llama();
@@ -127,7 +127,7 @@ mod tests {
             + 4.0 * 32.0 * 32.0 * 128.0 * (8192.0 * 8193.0 / 2.0);
         assert_eq!(cost.step_ns(&prompt), (flops / 989.5e12 * 1e9).round() as u64);
         assert_eq!(cost.model.kv_bytes_per_token(), 131_072.0);
-        // 80 GB less 16.06 GB of weights, at 128 KiB a token.
+        // 80 GB minus 16.06 GB of weights, at 128 KiB per token.
         assert_eq!(cost.cache_tokens(), 487_819);
     }
 

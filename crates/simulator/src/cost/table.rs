@@ -1,4 +1,4 @@
-//! Steps somebody measured, and what lies between them.
+//! Measured step times, with interpolation between them.
 //!
 //! The file is JSON:
 //!
@@ -10,15 +10,15 @@
 //! ```
 //!
 //! `ns[i][j]` is the time of a step of `tokens[i]` prompt tokens (or `sequences[i]` decoding sequences) whose
-//! sequences have `context[j]` tokens of context on average, the new ones included. What a step that does both pays once,
-//! although both grids contain it, is `shared_ns` (0 if absent): reading the weights, starting the threads. It is more the
-//! more there is on either side, as long as a step is not full; so a grid `shared` says it better, if there is one: `ns[i][j]` of
-//! `tokens[i]` beside `sequences[j]`. `setting` says under which settings all this was measured. Fields that are not named
-//! here are ignored.
+//! sequences have `context[j]` tokens of context on average, including the new ones. `shared_ns` (0 if absent) is the
+//! part that a mixed step pays only once although both grids contain it: reading the weights, starting the threads. As
+//! long as a step is not full, that part grows with the work on either side. A grid `shared` describes it more
+//! precisely, if present: `ns[i][j]` of `tokens[i]` beside `sequences[j]`. `setting` records the settings of the
+//! measurement. Unknown fields are ignored.
 use super::{BatchShape, LONGEST_STEP_NS, StepCost, whole_ns};
 use serde::{Deserialize, Serialize};
 
-/// Times at the crossings of two axes.
+/// Times at the grid points of two axes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Grid {
     /// Prompt tokens or decoding sequences, strictly increasing.
@@ -29,7 +29,7 @@ pub struct Grid {
     ns: Vec<f64>,
 }
 
-/// Why a file is no table.
+/// Why a file is not a valid table.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("{file}: {what}; docs/traces.md describes the format of step costs")]
 pub struct TableError {
@@ -37,8 +37,8 @@ pub struct TableError {
     pub what: String,
 }
 
-/// Time by bilinear interpolation between measured steps; beyond the last measurement the last slope goes on, and
-/// [`MeasuredTable::covers`] says that it did.
+/// Step times by bilinear interpolation between measured steps. Beyond the last measurement the last slope is
+/// extrapolated; [`MeasuredTable::covers`] tells whether that happens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MeasuredTable {
     machine: String,
@@ -46,22 +46,22 @@ pub struct MeasuredTable {
     setting: Option<Setting>,
     prefill: Grid,
     decode: Grid,
-    /// Of prompt tokens and decoding sequences.
+    /// By prompt tokens and decoding sequences.
     shared: Grid,
 }
 
-/// How far a table was measured.
+/// The measured range of a table.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Range {
-    /// Prompt tokens of a step.
+    /// Prompt tokens per step.
     pub prefill_tokens: f64,
-    /// Decoding sequences of a step.
+    /// Decoding sequences per step.
     pub sequences: f64,
-    /// Tokens of context of a sequence, while prompts are read and while answers are written.
+    /// Tokens of context per sequence, for both prefill and decode.
     pub context_tokens: f64,
 }
 
-/// The file, as it is read and written.
+/// The file format.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TableFile {
     pub format: String,
@@ -85,24 +85,24 @@ impl TableFile {
     pub const VERSION: u64 = 1;
 }
 
-/// What a measurement was made under: the part of a server's configuration that its times depend on.
+/// The settings of a measurement: the part of a server's configuration that affects step times.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Setting {
-    /// The program that measured.
+    /// The program that took the measurement.
     pub program: String,
     pub weights: String,
-    /// Storage of K and V.
+    /// Storage formats of K and V.
     pub k: String,
     pub v: String,
     pub block_tokens: u32,
     pub threads: usize,
     /// The instruction set of the kernels.
     pub isa: String,
-    /// Times that each cell was visited.
+    /// How often each cell was measured.
     pub rounds: u32,
     pub seconds: f64,
-    /// Part of all CPU time that somebody was busy; more than this program's threads is somebody else.
+    /// Fraction of all CPU time that was busy. More than this program's threads means that other programs ran as well.
     pub busy: Option<f64>,
 }
 
@@ -136,7 +136,7 @@ impl Grid {
     /// `ns[i][j]` belongs to `rows[i]` and `columns[j]`.
     ///
     /// # Errors
-    /// What is wrong, in words: an axis that is empty or does not increase, a row of another length, a time that is
+    /// A description of the error: an axis is empty or does not increase, a row has the wrong length, or a time is
     /// negative or not finite.
     pub fn new(rows: Vec<f64>, columns: Vec<f64>, ns: &[Vec<f64>]) -> Result<Grid, String> {
         for (name, axis) in [("first axis", &rows), ("`context`", &columns)] {
@@ -189,7 +189,7 @@ impl Grid {
         (low + u * (high - low)).max(0.0)
     }
 
-    /// The same, where nothing goes on beyond the last measurement: there it is what it was.
+    /// Like [`Grid::at`], but constant beyond the last measurement instead of extrapolated.
     fn within(&self, row: f64, column: f64) -> f64 {
         let onto = |axis: &[f64], x: f64| match axis {
             [first, .., last] => x.clamp(*first, *last),
@@ -198,7 +198,7 @@ impl Grid {
         self.at(onto(&self.rows, row), onto(&self.columns, column))
     }
 
-    /// Lies the point between measurements?
+    /// Returns whether the point lies within the measurements.
     pub fn covers(&self, row: f64, column: f64) -> bool {
         let within = |axis: &[f64], x: f64| {
             axis.first().is_some_and(|a| *a <= x) && axis.last().is_some_and(|b| x <= *b)
@@ -211,14 +211,14 @@ fn is_time(ns: f64) -> bool {
     (0.0..=LONGEST_STEP_NS as f64).contains(&ns)
 }
 
-/// The beginning of what may be long.
+/// The beginning of a possibly long text.
 fn shortened(text: &str) -> String {
     let short: String = text.chars().take(200).collect();
     if short.len() < text.len() { short + "…" } else { short }
 }
 
-/// The interval of `axis` to interpolate `x` in, and how far along it lies: beyond 1 after the last, below 0 before
-/// the first. An axis of one value is constant.
+/// The interval of `axis` in which to interpolate `x`, and the relative position in it: above 1 after the last value,
+/// below 0 before the first. An axis with one value is constant.
 fn cell(axis: &[f64], x: f64) -> (usize, f64) {
     if axis.len() == 1 {
         return (0, 0.0);
@@ -228,7 +228,7 @@ fn cell(axis: &[f64], x: f64) -> (usize, f64) {
 }
 
 impl MeasuredTable {
-    /// Reads the text of a file; `file` is its name, for errors.
+    /// Parses the text of a file. `file` is its name, for errors.
     ///
     /// # Errors
     /// [`TableError`] names the field, what was found and what to give.
@@ -239,7 +239,7 @@ impl MeasuredTable {
         MeasuredTable::new(file, parsed)
     }
 
-    /// The same of what has been read, or measured.
+    /// Builds a table from a parsed file or from a measurement.
     ///
     /// # Errors
     /// As [`MeasuredTable::parse`].
@@ -276,17 +276,17 @@ impl MeasuredTable {
         })
     }
 
-    /// What the file calls the model. May be empty.
+    /// The model's name in the file. May be empty.
     pub fn model(&self) -> &str {
         &self.model
     }
 
-    /// Under what it was measured, if the file says.
+    /// The settings of the measurement, if the file has them.
     pub fn setting(&self) -> Option<&Setting> {
         self.setting.as_ref()
     }
 
-    /// Beyond this its times are guesses.
+    /// The measured range. Times beyond it are extrapolated.
     pub fn range(&self) -> Range {
         let last = |axis: &[f64]| axis.last().copied().unwrap_or(0.0);
         Range {
@@ -296,7 +296,7 @@ impl MeasuredTable {
         }
     }
 
-    /// Lies the step between measurements? Where not, its time is a guess.
+    /// Returns whether the step lies within the measurements. Otherwise its time is extrapolated.
     pub fn covers(&self, batch: &BatchShape) -> bool {
         let (prefill, decode) = contexts(batch);
         (batch.prefill_tokens == 0 || self.prefill.covers(batch.prefill_tokens as f64, prefill))
@@ -304,7 +304,7 @@ impl MeasuredTable {
     }
 }
 
-/// Mean context of the sequences that read their prompt, and of those that decode.
+/// Mean context of the sequences in prefill, and of those in decode.
 fn contexts(batch: &BatchShape) -> (f64, f64) {
     let mean = |total: u64, n: u64| if n == 0 { 0.0 } else { total as f64 / n as f64 };
     (
@@ -323,7 +323,7 @@ impl StepCost for MeasuredTable {
         match (prefill, decode) {
             (None, None) => 0,
             (Some(ns), None) | (None, Some(ns)) => whole_ns(ns),
-            // Doing both is never cheaper than the dearer of the two.
+            // A mixed step is never cheaper than the more expensive of its two parts.
             (Some(p), Some(d)) => {
                 let both = self.shared.within(batch.prefill_tokens as f64, batch.decode_sequences as f64);
                 whole_ns((p + d - both).max(p).max(d))
@@ -375,11 +375,11 @@ mod tests {
             (shape(1, 0, 0, 0), 100, true),
             (shape(101, 1000, 0, 0), 2200, true),
             (shape(51, 500, 0, 0), 900, true), // the mean of the four corners
-            (shape(201, 0, 0, 0), 2100, false), // the last slope goes on
-            (shape(0, 0, 1, 2000), 260, false), // along the context too
+            (shape(201, 0, 0, 0), 2100, false), // the last slope is extrapolated
+            (shape(0, 0, 1, 2000), 260, false), // along the context axis too
             (shape(0, 0, 6, 0), 110, true),    // context is a mean, not a sum
-            (shape(1, 0, 1, 0), 110, true),    // the shared part once
-            (shape(101, 1000, 1, 0), 2210, true), // and never less than the dearer
+            (shape(1, 0, 1, 0), 110, true),    // the shared part is counted once
+            (shape(101, 1000, 1, 0), 2210, true), // never less than the more expensive part
         ] {
             assert_eq!(table.step_ns(&batch), ns, "{batch:?}");
             assert_eq!(table.covers(&batch), covered, "{batch:?}");
@@ -392,10 +392,10 @@ mod tests {
         let shared = r#""shared": { "tokens": [1, 101], "sequences": [1, 11], "ns": [[0, 40], [80, 120]] }, "prefill""#;
         let table = MeasuredTable::parse("t", &GOOD.replacen("\"prefill\"", shared, 1)).unwrap();
         for (batch, ns) in [
-            (shape(1, 0, 1, 0), 160),                 // nothing at all
+            (shape(1, 0, 1, 0), 160),                 // no work at all
             (shape(51, 0, 6, 0), 600 + 110 - 60),     // the mean of the four corners, not the constant 50
             (shape(101, 0, 11, 0), 1100 + 160 - 120), // the last corner
-            (shape(201, 0, 21, 0), 2100 + 260 - 120), // beyond it no more than there
+            (shape(201, 0, 21, 0), 2100 + 260 - 120), // constant beyond the last corner
         ] {
             assert_eq!(table.step_ns(&batch), ns, "{batch:?}");
         }
@@ -406,7 +406,7 @@ mod tests {
         assert!(error.contains("`shared`: `ns[1]` has 1 times"), "{error}");
     }
 
-    /// What is written is read again.
+    /// A written table is read back unchanged.
     #[test]
     fn a_table_comes_back() {
         let file: TableFile = serde_json::from_str(GOOD).unwrap();

@@ -1,12 +1,12 @@
-//! The block map: every block at a moment that the reader chooses.
+//! The block map: the state of every block at a moment the reader chooses.
 use super::picture::section_of;
 use super::{Run, escape};
 use crate::report::{BlockFrame, BlockMap, BlockState};
 use std::fmt::Write;
 
-/// Squares on a map; with more blocks, a square stands for several and shows the first of them.
+/// Maximum squares on a map. With more blocks, a square represents several and shows the first of them.
 const MOST_SQUARES: u32 = 2048;
-/// Moments to choose from.
+/// Maximum moments to choose from.
 const MOST_FRAMES: usize = 120;
 
 pub(super) fn section(runs: &[Run<'_>]) -> String {
@@ -56,7 +56,8 @@ fn widget(map: &BlockMap) -> String {
     )
 }
 
-/// Runs of squares as `n,code,n,code,…`: 0 free, 1 cached, 2 shared, 3 + id held.
+/// Run-length encoded squares as `n,code,n,code,…`: 0 free, 1 cached, 2 shared, 3 + id for a block used by one
+/// request.
 fn squares(frame: &BlockFrame, per_square: u32) -> String {
     let mut runs: Vec<(u32, u64)> = Vec::new();
     let mut begin = 0u32;

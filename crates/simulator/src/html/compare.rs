@@ -1,4 +1,4 @@
-//! Names side by side: a row each, a mark per figure. For what has no axis to lie along, as schedulers.
+//! Comparison by name: one row per name, one mark per figure. For names without a numeric axis, such as schedulers.
 use super::escape;
 use super::picture::{Figure, Panel};
 use super::plot::{N_COLORS, n};
@@ -6,7 +6,7 @@ use super::scale::{Scale, Unit};
 use crate::statistics::Estimate;
 use std::fmt::Write;
 
-/// Several quantities of the same names, a panel each.
+/// Several quantities of the same names, one panel each.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Comparison {
     pub title: String,
@@ -14,19 +14,19 @@ pub struct Comparison {
     pub about: String,
     /// From top to bottom.
     pub names: Vec<String>,
-    /// Those without a mark are left out.
+    /// Quantities without marks are left out.
     pub quantities: Vec<Quantity>,
 }
 
-/// A quantity of each name.
+/// One quantity, with a value for each name.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Quantity {
     pub title: String,
-    /// Of its axis.
+    /// Label of its axis.
     pub label: String,
     pub unit: Unit,
-    /// `[names, marks]`: as a median and a high percentile. The last is drawn full, those before as rings; none where
-    /// there is nothing to measure.
+    /// `[names, marks]`, such as a median and a high percentile. The last mark is filled, the others are rings. Empty
+    /// if there is nothing to measure.
     pub marks: Vec<Vec<Estimate>>,
 }
 
@@ -34,13 +34,13 @@ const WIDTH: f64 = 490.0;
 const ROW: f64 = 32.0;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = 44.0;
-/// Where the figures are written out.
+/// Width of the column in which the figures are written.
 const FIGURES: f64 = 132.0;
-/// Of a letter: a little more than most need.
+/// Assumed width of a letter, slightly more than most need.
 const LETTER: f64 = 7.2;
 
 impl Comparison {
-    /// `None` without a mark.
+    /// `None` if there are no marks.
     pub(super) fn figure(&self) -> Option<Figure> {
         let panels = self.quantities.iter().filter_map(|quantity| quantity.panel(&self.names));
         Figure::of(&self.title, &self.about, [], panels.collect()).map(Figure::in_pairs)
@@ -52,7 +52,7 @@ impl Quantity {
         let marks = || self.marks.iter().flatten();
         let most = marks().map(|m| m.mean + m.half_width.unwrap_or(0.0)).max_by(f64::total_cmp)?;
         let least = marks().map(|m| m.mean).min_by(f64::total_cmp)?;
-        // What differs by an order of magnitude is read off a logarithm; zero has none.
+        // Values that differ by an order of magnitude get a logarithmic axis. It has no zero, so all must be above 0.
         if self.unit == Unit::Seconds && least > 0.0 && most > 8.0 * least {
             let low = marks().map(|m| m.mean - m.half_width.unwrap_or(0.0)).filter(|low| *low > least / 2.0);
             return Some(Scale::log(low.fold(least, f64::min), most, self.unit));

@@ -1,4 +1,4 @@
-//! Requests as bars: waiting, reading their prompt, writing.
+//! Requests as bars: waiting, prefill, decode.
 use super::Run;
 use super::picture::{Figure, Panel};
 use super::plot::n;
@@ -6,24 +6,24 @@ use super::scale::{Scale, Unit};
 use crate::report::{Activity, Phase, RequestRow};
 use std::fmt::Write;
 
-/// Rows on a picture.
+/// Maximum rows in a picture.
 const MOST_ROWS: usize = 60;
 
 const LEFT: f64 = 56.0;
 const WIDTH: f64 = 1000.0;
 const INNER: f64 = WIDTH - LEFT - 16.0;
-/// Where a legend takes its colours.
+/// Colour indices of the legend.
 const READING: usize = 0;
 const WRITING: usize = 2;
 
 pub(super) fn figure(runs: &[Run<'_>]) -> Option<Figure> {
-    // The same requests under every run, so that they can be compared; the first run chooses.
+    // All runs show the same requests, so that they can be compared. The first run chooses them.
     let (first, chosen) = runs.iter().map(|run| (run, choose(run))).find(|(_, ids)| !ids.is_empty())?;
     let is_part = chosen.len() < first.record.requests.len();
     let of_runs: Vec<Vec<RequestRow>> = runs.iter().map(|run| rows(run, &chosen)).collect();
     let mut panels = Vec::new();
     for (run, rows) in runs.iter().zip(&of_runs).filter(|(_, rows)| !rows.is_empty()) {
-        // Where all is shown, one axis for all runs.
+        // If all requests are shown, all runs share one time axis.
         let on_axis = || of_runs.iter().filter(|other| !is_part || std::ptr::eq(*other, rows)).flatten();
         let begin = on_axis().map(|row| row.arrival_ns).min().unwrap_or(0);
         let end = on_axis().filter_map(|row| row.finished_ns).max().unwrap_or(begin);
@@ -45,7 +45,7 @@ pub(super) fn figure(runs: &[Run<'_>]) -> Option<Figure> {
     )
 }
 
-/// Ids of the requests to show, sorted: all that finished, or those around the moment when most were waiting.
+/// Ids of the requests to show, sorted: all that finished, or those around the moment when most requests were waiting.
 fn choose(run: &Run<'_>) -> Vec<u64> {
     let mut rows: Vec<(u64, u64)> = run
         .record
@@ -57,7 +57,7 @@ fn choose(run: &Run<'_>) -> Vec<u64> {
     rows.sort_unstable();
     if rows.len() > MOST_ROWS {
         let samples = run.record.timeline.samples();
-        // Of equal peaks the first.
+        // If several peaks are equal, take the first.
         let peak = samples.iter().rev().max_by_key(|s| s.load.queued_requests).map_or(0, |s| s.at_ns);
         let at = rows.partition_point(|(arrival_ns, _)| *arrival_ns < peak);
         let from = at.saturating_sub(MOST_ROWS / 2).min(rows.len() - MOST_ROWS);
@@ -68,7 +68,7 @@ fn choose(run: &Run<'_>) -> Vec<u64> {
     ids
 }
 
-/// Those of `ids` (sorted) that finished, in order of arrival.
+/// The rows of those `ids` (sorted) that finished, in order of arrival.
 fn rows(run: &Run<'_>, ids: &[u64]) -> Vec<RequestRow> {
     let chosen = |row: &&RequestRow| row.finished_ns.is_some() && ids.binary_search(&row.id).is_ok();
     let mut rows: Vec<RequestRow> = run.record.requests.iter().filter(chosen).copied().collect();

@@ -1,11 +1,11 @@
-//! Memory and batch over time.
+//! Plots of memory and batch size over time.
 use super::Run;
 use super::picture::{Figure, Panel};
 use super::plot::{Frame, Series, time_axis};
 use super::scale::{Scale, Unit};
 use crate::report::Load;
 
-/// Moments on a plot: more cannot be seen.
+/// Maximum moments on a plot; more are not visible.
 const MOST_POINTS: usize = 500;
 
 const USED: usize = 0;
@@ -29,7 +29,7 @@ pub(super) fn figure(runs: &[Run<'_>]) -> Option<Figure> {
         let used = points(&|load| load.used_blocks);
         let total = points(&|load| load.used_blocks + load.cached_blocks);
         let capacity = run.report.cache.counts.capacity_blocks.map(|n| n as f64);
-        // A capacity far above what was used would flatten the picture.
+        // A capacity far above the used blocks would flatten the curve, so it is not drawn.
         let top = capacity.filter(|c| *c < most(&total) * 4.0).unwrap_or(0.0).max(most(&total)) * 1.04;
         let mut frame = Frame::new(1000.0, 220.0, x, Scale::linear(0.0, top, Unit::Count));
         frame.labels("", "blocks");

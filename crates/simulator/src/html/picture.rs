@@ -1,21 +1,21 @@
-//! Plots with their title and legend: as a section of the page, or as an SVG file of their own.
+//! Plots with title and legend, as a section of the page or as a separate SVG file.
 use super::escape;
 use super::plot::{N_COLORS, n};
 use std::fmt::Write;
 
-/// A plot as an SVG file on a light ground, complete in itself, for documents.
+/// A plot as a self-contained SVG file with a light background, for documents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Picture {
-    /// For a file: its title in lower case, words joined by `-`.
+    /// File name: the title in lower case, with words joined by `-`.
     pub name: String,
     pub svg: String,
 }
 
-/// One pair of axes and what is drawn between them.
+/// One pair of axes and its content.
 pub(super) struct Panel {
-    /// Above it; may be empty.
+    /// Heading above the panel; may be empty.
     pub name: String,
-    /// By a screen reader.
+    /// Text for screen readers.
     pub said: String,
     pub width: f64,
     pub height: f64,
@@ -26,14 +26,14 @@ pub(super) struct Panel {
 pub(super) struct Figure {
     title: String,
     about: String,
-    /// Names and their colours.
+    /// Names with their colour indices.
     legend: Vec<(String, usize)>,
     panels: Vec<Panel>,
     columns: usize,
 }
 
 impl Figure {
-    /// `None` without a panel.
+    /// `None` if there are no panels.
     pub fn of(
         title: &str,
         about: &str,
@@ -50,12 +50,12 @@ impl Figure {
         })
     }
 
-    /// Two panels in a row.
+    /// Places two panels per row.
     pub fn in_pairs(self) -> Figure {
         Figure { columns: 2, ..self }
     }
 
-    /// A section of the page.
+    /// Renders the figure as a section of the page.
     pub fn html(&self) -> String {
         let mut content = String::new();
         if !self.legend.is_empty() {
@@ -89,7 +89,7 @@ impl Figure {
         section_of(&escape(&self.title), &escape(&self.about), &content)
     }
 
-    /// A file of its own.
+    /// Renders the figure as a separate file.
     pub fn picture(&self) -> Picture {
         let (edge, gap) = (20.0, 28.0);
         let widest = self.panels.iter().map(|panel| panel.width).fold(0.0, f64::max);
@@ -102,7 +102,7 @@ impl Figure {
         if !self.legend.is_empty() {
             let mut x = edge;
             for (name, color) in &self.legend {
-                // Widths of letters are the reader's: this is a little more than most need.
+                // Letter widths depend on the viewer's font; this is slightly more than most need.
                 let needed = 20.0 + 7.6 * name.chars().count() as f64;
                 if x + needed > width - edge && x > edge {
                     (x, top) = (edge, top + 22.0);
@@ -154,8 +154,8 @@ impl Figure {
     }
 }
 
-/// The page's light colours, written out, and no order of painting: not every program that shows SVG knows variables
-/// and such.
+/// The page's light colours as literal values, without `paint-order`, because not every SVG viewer supports CSS
+/// variables and similar features.
 fn style() -> String {
     let sheet = include_str!("style.css");
     let color = |name: &str| {
@@ -182,7 +182,7 @@ fn style() -> String {
     style
 }
 
-/// A section of the page from parts that are HTML.
+/// A section of the page with HTML content.
 pub(super) fn section_of(title: &str, about: &str, content: &str) -> String {
     format!("<section>\n<h2>{title}</h2>\n<p class=\"about\">{about}</p>\n{content}\n</section>\n")
 }

@@ -1,21 +1,21 @@
-//! Axes and what is drawn between them, as SVG. Colours are CSS variables, so that a plot follows the page.
+//! Axes and plot content as SVG. Colours are CSS variables, so that a plot follows the page's theme.
 use super::escape;
 use super::picture::Panel;
 use super::scale::{Scale, Unit};
 use std::fmt::Write;
 
-/// Colours for series; further ones begin anew.
+/// Number of series colours; further series reuse them from the start.
 pub(super) const N_COLORS: usize = 8;
 
 /// A line of a plot.
 pub(super) struct Series<'a> {
     pub name: &'a str,
     pub color: usize,
-    /// x rises.
+    /// Ascending by x.
     pub points: Vec<(f64, f64)>,
 }
 
-/// A plot while it is drawn.
+/// A plot under construction.
 pub(super) struct Frame {
     width: f64,
     height: f64,
@@ -110,7 +110,7 @@ impl Frame {
         }
     }
 
-    /// A dashed line across.
+    /// Draws a dashed horizontal line.
     pub fn level(&mut self, y: f64, name: &str) {
         let at = self.py(y);
         let right = self.left + self.inner_width;
@@ -149,13 +149,13 @@ impl Frame {
         self.named_path("line", series.color, &path, series.name);
     }
 
-    /// Values that hold until the next point.
+    /// Draws a step function: each value holds until the next point.
     pub fn steps(&mut self, series: &Series<'_>) {
         let path = self.path(held(&series.points).into_iter());
         self.named_path("line", series.color, &path, series.name);
     }
 
-    /// What lies between two step functions of the same moments.
+    /// Fills the area between two step functions with the same x values.
     pub fn area(&mut self, name: &str, color: usize, low: &[(f64, f64)], high: &[(f64, f64)]) {
         let outline = held(high).into_iter().chain(held(low).into_iter().rev());
         let path = self.path(outline) + "Z";
@@ -177,7 +177,7 @@ impl Frame {
         }
     }
 
-    /// (x, y, half width)
+    /// Draws interval bars from (x, y, half width).
     pub fn intervals(&mut self, color: usize, points: impl Iterator<Item = (f64, f64, f64)>) {
         for (x, y, half) in points {
             let _ = write!(
@@ -191,7 +191,7 @@ impl Frame {
         }
     }
 
-    /// The finished plot; `said` is what a screen reader says.
+    /// Returns the finished plot. `said` is the text for screen readers.
     pub fn finish(self, said: &str) -> Panel {
         Panel {
             name: String::new(),
@@ -203,7 +203,7 @@ impl Frame {
     }
 }
 
-/// The corners of a step function.
+/// The corner points of a step function.
 fn held(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let mut corners = Vec::with_capacity(points.len() * 2);
     for (i, (x, y)) in points.iter().enumerate() {
@@ -215,13 +215,13 @@ fn held(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     corners
 }
 
-/// A coordinate, to a tenth of a pixel.
+/// Formats a coordinate to a tenth of a pixel.
 pub(super) fn n(value: f64) -> String {
     let text = format!("{value:.1}");
     text.strip_suffix(".0").map_or(text.clone(), str::to_string)
 }
 
-/// Time from 0 to `seconds`.
+/// A time axis from 0 to `seconds`.
 pub(super) fn time_axis(seconds: f64) -> Scale {
     Scale::linear(0.0, seconds, Unit::Seconds)
 }

@@ -1,17 +1,17 @@
-//! From quantities to pixels, and how quantities are written.
+//! Axis scales, and how quantities are formatted.
 
-/// What an axis counts.
+/// The unit of an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     Seconds,
-    /// Of anything.
+    /// A plain number.
     Count,
     /// 1 is 100%.
     Percent,
 }
 
 impl Unit {
-    /// Short, with at most three digits that matter.
+    /// Formats a value with at most three significant digits.
     pub(super) fn show(self, value: f64) -> String {
         match self {
             Unit::Percent => format!("{}%", digits(value * 100.0)),
@@ -40,17 +40,17 @@ impl Unit {
     }
 }
 
-/// Minutes, with hours or seconds where there are any: `8 min 20 s`.
+/// Minutes, with hours or seconds if nonzero: `8 min 20 s`.
 fn clock(value: f64) -> String {
     let (sign, all) = (if value < 0.0 { "-" } else { "" }, value.abs().round() as u64);
     let parts = [(all / 3600, "h"), (all / 60 % 60, "min"), (all % 60, "s")];
-    // Beside hours, seconds do not matter.
+    // Next to hours, seconds are omitted.
     let shown = parts.iter().skip_while(|(n, _)| *n == 0).take(2).filter(|(n, _)| *n > 0);
     let shown: Vec<String> = shown.map(|(n, unit)| format!("{n} {unit}")).collect();
     format!("{sign}{}", shown.join(" "))
 }
 
-/// Three digits that matter, no zeros behind the point.
+/// Three significant digits, without trailing zeros after the decimal point.
 fn digits(value: f64) -> String {
     let decimals = match value.abs() {
         v if v >= 100.0 || v == 0.0 => 0,
@@ -63,7 +63,7 @@ fn digits(value: f64) -> String {
     if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').to_string() } else { text }
 }
 
-/// A range of quantities on a line of pixels.
+/// Maps a range of quantities to a position between 0 and 1.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scale {
     low: f64,
@@ -73,8 +73,8 @@ pub(super) struct Scale {
 }
 
 impl Scale {
-    /// From `low` to `high`, or a little further, to where a tick stands. An end that is not finite is no quantity: the
-    /// axis then goes from the other one.
+    /// A linear axis from `low` to `high` or slightly further, to the next tick. If one end is not finite, the axis is
+    /// built from the other.
     pub fn linear(low: f64, high: f64, unit: Unit) -> Scale {
         let (low, high) = finite(low, high, 0.0);
         let high = if high > low { high } else { low + low.abs().max(1.0) };
@@ -83,7 +83,7 @@ impl Scale {
         Scale { low, high, is_log: false, unit }
     }
 
-    /// Both above 0.
+    /// A logarithmic axis. Both ends must be above 0.
     pub fn log(low: f64, high: f64, unit: Unit) -> Scale {
         let (low, high) = finite(low, high, 1.0);
         let low = low.max(1e-12);
@@ -91,7 +91,7 @@ impl Scale {
         Scale { low, high, is_log: true, unit }
     }
 
-    /// 0 to 1 within the range; what lies outside is at its end.
+    /// Position from 0 to 1 within the range; values outside are clamped.
     pub fn at(&self, value: f64) -> f64 {
         let part = if self.is_log {
             (value.max(self.low) / self.low).ln() / (self.high / self.low).ln()
@@ -101,7 +101,7 @@ impl Scale {
         if part.is_nan() { 0.0 } else { part.clamp(0.0, 1.0) }
     }
 
-    /// Round quantities within the range, about `n` of them.
+    /// About `n` round tick values within the range.
     pub fn ticks(&self, n: usize) -> Vec<f64> {
         if self.is_log {
             let decades = (self.high / self.low).log10();
@@ -112,7 +112,7 @@ impl Scale {
             } else {
                 &[1.0]
             };
-            // Where there are many decades, some go without.
+            // With many decades, some get no tick.
             let every = ((decades / n as f64).ceil() as i32).max(1);
             let first = self.low.log10().floor() as i32;
             let last = self.high.log10().ceil() as i32;
@@ -123,7 +123,7 @@ impl Scale {
             let ticks = ticks.chain(round_times(is_time, least_ratio(steps, every)));
             let ticks: Vec<f64> =
                 ticks.filter(|t| (self.low * 0.999..=self.high * 1.001).contains(t)).collect();
-            // So little of a decade that hardly a round number lies in it is almost linear.
+            // A range too small to contain three such ticks is almost linear, so linear ticks are used.
             if ticks.len() >= 3 { ticks } else { Scale { is_log: false, ..*self }.ticks(n.min(5)) }
         } else {
             let step = (self.high - self.low) / n as f64;
@@ -138,10 +138,10 @@ impl Scale {
     }
 }
 
-/// More do not stand on a page; a range so small that its steps vanish has no end of them.
+/// Maximum number of ticks. It also bounds the loop if the range is so small that adding a step has no effect.
 const MOST_TICKS: usize = 24;
 
-/// `low` and `high` where they are finite; one that is not becomes the other, and both `otherwise`.
+/// Replaces a non-finite end by the other end, or both by `otherwise`.
 fn finite(low: f64, high: f64, otherwise: f64) -> (f64, f64) {
     match (low.is_finite(), high.is_finite()) {
         (true, true) => (low, high),
@@ -152,30 +152,31 @@ fn finite(low: f64, high: f64, otherwise: f64) -> (f64, f64) {
 }
 
 const MINUTE: f64 = 60.0;
-/// What clocks count in, in seconds.
+/// Round times in seconds, as on a clock.
 const TIMES: [f64; 18] = [
     15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 900.0, 1200.0, 1800.0, 3600.0, 7200.0, 10_800.0, 18_000.0,
     21_600.0, 36_000.0, 43_200.0, 86_400.0, 172_800.0,
 ];
 
-/// At least `step`: beyond ten seconds as clocks count, where decimals would be 8 min 20 s.
+/// The next round value of at least `step`. Beyond ten seconds it is a clock time, where a decimal value would be 8
+/// min 20 s.
 fn round_time(step: f64) -> f64 {
     let round = TIMES.into_iter().find(|time| *time >= step * 0.999_999).filter(|_| step > 10.0);
     round.unwrap_or_else(|| round_step(step))
 }
 
-/// The least ratio of two neighbours that are `steps` in every decade of `every`.
+/// The smallest ratio of two neighbouring ticks, for ticks at `steps` in every decade of `every`.
 fn least_ratio(steps: &[f64], every: i32) -> f64 {
     let next = steps.iter().skip(1).copied().chain([10f64.powi(every)]);
     steps.iter().zip(next).map(|(a, b)| b / a).fold(f64::INFINITY, f64::min)
 }
 
-/// From a minute on, as far apart as `ratio` asks.
+/// Clock times from a minute on, at least about `ratio` apart.
 fn round_times(wanted: bool, ratio: f64) -> impl Iterator<Item = f64> {
     const LOG: [f64; 9] = [60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 10_800.0, 36_000.0, 86_400.0];
     let mut last = 0.0;
     LOG.into_iter().filter(move |time| {
-        // Clocks do not count by tens: a little closer will do.
+        // Clock times are not powers of ten, so they may be a little closer.
         let far = wanted && *time >= last * ratio * 0.6;
         if far {
             last = *time;
@@ -236,7 +237,7 @@ mod tests {
         }
     }
 
-    /// An hour was divided at 500 s, 1,000 s, 1,500 s.
+    /// Regression test: an hour used to be divided at 500 s, 1,000 s, 1,500 s.
     #[test]
     fn minutes_are_divided_as_clocks_do() {
         let shown = |scale: Scale, n| {
@@ -252,7 +253,7 @@ mod tests {
         assert_eq!(shown(Scale::log(20.0, 700.0, Unit::Seconds), 6), "30 s, 1 min, 2 min, 5 min, 10 min");
     }
 
-    /// Neither NaN nor a loop without end.
+    /// Odd input gives neither NaN nor an endless loop.
     #[test]
     fn what_is_no_quantity() {
         let odd = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0, 1.0, 5e-324, 1e300, -1e300];

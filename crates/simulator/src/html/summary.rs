@@ -1,11 +1,11 @@
-//! What a run was, and its figures.
+//! The settings of a run, and its figures.
 use super::picture::section_of;
 use super::scale::Unit;
 use super::{Run, escape};
 use crate::report::Report;
 use std::fmt::Write;
 
-/// Tiles for one run, a table for several; then what was set.
+/// Tiles for one run, a table for several; then the settings.
 pub(super) fn sections(runs: &[Run<'_>]) -> String {
     match runs {
         [] => String::new(),
@@ -14,7 +14,7 @@ pub(super) fn sections(runs: &[Run<'_>]) -> String {
     }
 }
 
-/// Name, value, what it means.
+/// Name, value, explanation.
 type Figure = (&'static str, Option<String>, String);
 
 fn figures(report: &Report) -> Vec<Figure> {
@@ -118,7 +118,7 @@ fn table(runs: &[Run<'_>]) -> String {
     table + "</tbody></table></div>"
 }
 
-/// What was simulated, and why lookups missed.
+/// The settings of the simulation, and why lookups missed.
 fn setting(run: &Run<'_>) -> String {
     let mut lists = String::new();
     let mut list = |title: &str, rows: &mut dyn Iterator<Item = (String, String)>| {

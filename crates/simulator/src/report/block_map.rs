@@ -1,4 +1,4 @@
-//! Who was in which block, at some moments.
+//! The state of every block at some moments.
 use serde::Serialize;
 
 /// One block at one moment.
@@ -6,15 +6,15 @@ use serde::Serialize;
 #[serde(rename_all = "snake_case")]
 pub enum BlockState {
     Free,
-    /// Nobody holds it; its content may be hit.
+    /// In the prefix index and not used by any request; can be hit.
     Cached,
-    /// Held by one request: its id.
+    /// Used by one request, with this id.
     Held(u64),
-    /// Held by several.
+    /// Used by several requests.
     Shared,
 }
 
-/// All blocks at one moment, as runs of equal state in the order of block numbers.
+/// All blocks at one moment, run-length encoded by state in the order of block numbers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct BlockFrame {
     pub at_ns: u64,
@@ -22,7 +22,7 @@ pub struct BlockFrame {
     pub runs: Vec<(u32, BlockState)>,
 }
 
-/// Frames in order of time. At most [`BlockMap::MOST_FRAMES`] are kept: when they are full, every second one goes.
+/// Frames in time order. At most [`BlockMap::MOST_FRAMES`] are kept; when full, every second frame is dropped.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct BlockMap {
     pub n_blocks: u32,
@@ -38,17 +38,17 @@ impl BlockMap {
         BlockMap { n_blocks, frames: Vec::new(), keep_one_of: 1, noted: 0 }
     }
 
-    /// Will the next moment be kept? Asking first saves looking at every block for nothing.
+    /// Returns whether the next moment will be kept. Checking first avoids scanning all blocks for nothing.
     pub fn wants(&self) -> bool {
         self.noted.is_multiple_of(self.keep_one_of)
     }
 
-    /// Counts a moment that is not kept.
+    /// Counts a moment without keeping it.
     pub fn pass(&mut self) {
         self.noted += 1;
     }
 
-    /// A moment; `states` has one entry per block. Blocks missing at the end count as free.
+    /// Records a moment. `states` has one entry per block; missing blocks at the end count as free.
     pub fn note(&mut self, at_ns: u64, states: impl IntoIterator<Item = BlockState>) {
         if self.wants() {
             if self.frames.len() == Self::MOST_FRAMES {

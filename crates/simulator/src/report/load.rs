@@ -1,16 +1,16 @@
-//! How full everything was, over time.
+//! Load over time: requests and blocks.
 use serde::Serialize;
 
-/// How full it is at one moment.
+/// The load at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Load {
-    /// Arrived and not admitted, preempted ones included.
+    /// Requests that have arrived but are not in the batch, including preempted ones.
     pub queued_requests: u64,
-    /// Admitted: the batch.
+    /// Requests in the batch.
     pub running_requests: u64,
-    /// Blocks that a request holds: in a step, those it writes included, until its end.
+    /// Blocks in use by requests. During a step this includes the blocks it writes, until its end.
     pub used_blocks: u64,
-    /// Blocks that nobody holds, kept for whoever comes.
+    /// Cached blocks that no request uses.
     pub cached_blocks: u64,
 }
 
@@ -21,10 +21,10 @@ pub struct Sample {
     pub load: Load,
 }
 
-/// What was, from moment to moment. Means and maxima are exact: of requests because every change is noted, of blocks
-/// because what every step holds is added up ([`Timeline::hold`]). Samples are exact at their moments, which are those at
-/// which requests arrive, enter, leave, or read a prompt: between two of them blocks grow by what is decoded. An evenly
-/// thinned part of the samples is kept, so that memory does not grow with the run.
+/// The load over time. Means and maxima are exact: every change in the number of requests is recorded, and the blocks
+/// in use are added up for every step ([`Timeline::hold`]). Samples are exact at their times, which are those at which
+/// requests arrive, are admitted, leave, or prefill; between two samples, blocks grow by decoded tokens. Only an
+/// evenly thinned part of the samples is kept, so that memory does not grow with the run.
 #[derive(Clone, Debug)]
 pub struct Timeline {
     samples: Vec<Sample>,
@@ -32,7 +32,7 @@ pub struct Timeline {
     noted: u64,
     begin_ns: u64,
     last: Option<Sample>,
-    /// Σ value · ns.
+    /// Integrals: Σ value · ns.
     queued: u128,
     running: u128,
     used: u128,
@@ -40,7 +40,7 @@ pub struct Timeline {
     peak: Load,
 }
 
-/// Samples kept: between half of it and all.
+/// Maximum number of samples kept; at least half as many are kept once it was reached.
 const MOST_SAMPLES: usize = 4096;
 
 impl Default for Timeline {
@@ -61,7 +61,7 @@ impl Default for Timeline {
 }
 
 impl Timeline {
-    /// From `at_ns` on the load is `load`. Time does not go back: an earlier moment counts as the last one.
+    /// Sets the load from `at_ns` on. Time never goes back: an earlier time is replaced by the last one.
     pub fn note(&mut self, at_ns: u64, load: Load) {
         let at_ns = match self.last {
             None => {
@@ -97,8 +97,8 @@ impl Timeline {
         self.noted += 1;
     }
 
-    /// For `ns` the blocks of `load` were held, less those that were begun later: `late_ns` is the sum over these of the
-    /// time that had passed when they were. All of the time between the first and the last moment is told so, once.
+    /// Adds `ns` nanoseconds with the blocks of `load` in use. `late_ns` corrects for blocks that were begun later: it
+    /// is the sum of their delays. All time between the first and the last sample must be added exactly once.
     pub fn hold(&mut self, ns: u64, load: Load, late_ns: u128) {
         self.used += (u128::from(load.used_blocks) * u128::from(ns)).saturating_sub(late_ns);
         self.cached += u128::from(load.cached_blocks) * u128::from(ns);
@@ -106,7 +106,7 @@ impl Timeline {
         self.peak.cached_blocks = self.peak.cached_blocks.max(load.cached_blocks);
     }
 
-    /// The samples kept, in order of time, the last moment included.
+    /// The samples kept, in time order, including the last one.
     pub fn samples(&self) -> Vec<Sample> {
         let mut samples = self.samples.clone();
         if samples.last() != self.last.as_ref() {
@@ -115,8 +115,8 @@ impl Timeline {
         samples
     }
 
-    /// At most `n` + 1 samples: of every stretch the one with the most requests, so that no peak is lost, and the last
-    /// moment.
+    /// At most `n` + 1 samples: from every stretch the one with the most requests, so that no peak is lost, plus the
+    /// last one.
     pub fn thinned(&self, n: usize) -> Vec<Sample> {
         let samples = self.samples();
         let stretch = samples.len().div_ceil(n.max(1)).max(1);
@@ -129,12 +129,12 @@ impl Timeline {
         kept
     }
 
-    /// The last moment noted.
+    /// Time of the last sample.
     pub fn end_ns(&self) -> u64 {
         self.last.map_or(0, |last| last.at_ns)
     }
 
-    /// Requests in the system, on average over time: the L of Little's law.
+    /// Mean number of requests in the system over time: the L of Little's law.
     pub fn mean_requests(&self) -> f64 {
         self.over_time(self.queued + self.running)
     }
@@ -159,7 +159,7 @@ impl Timeline {
     }
 }
 
-/// Means are over time.
+/// Means are time averages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct LoadReport {
     pub mean_queued_requests: f64,
@@ -171,7 +171,7 @@ pub struct LoadReport {
     pub peak_used_blocks: u64,
     pub mean_cached_blocks: f64,
     pub peak_cached_blocks: u64,
-    /// Share of the time in steps.
+    /// Fraction of time spent in steps.
     pub busy_ratio: f64,
 }
 
@@ -179,7 +179,7 @@ pub struct LoadReport {
 mod tests {
     use super::*;
 
-    /// Thinned samples do not thin the means.
+    /// Thinning the samples does not change the means.
     #[test]
     fn means_are_exact_however_many_moments() {
         let mut timeline = Timeline::default();

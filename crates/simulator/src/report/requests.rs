@@ -1,14 +1,14 @@
-//! What became of each request.
+//! Per-request results.
 use super::Objectives;
 use serde::Serialize;
 use std::io::{self, Write};
 
-/// How it ended.
+/// How a request ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
     Finished,
-    /// Admission said no for good.
+    /// Refused by the scheduler.
     Refused,
     Cancelled,
     #[default]
@@ -30,23 +30,23 @@ impl Outcome {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct RequestRow {
     pub id: u64,
-    /// When it did arrive: for a follow-up, after its parent.
+    /// The actual arrival; for a follow-up, after its parent.
     pub arrival_ns: u64,
-    /// First admitted; a preemption does not change it.
+    /// First admission; not changed by a preemption.
     pub admitted_ns: Option<u64>,
     pub first_token_ns: Option<u64>,
     pub finished_ns: Option<u64>,
     pub prompt_tokens: u32,
-    /// Written.
+    /// Generated tokens.
     pub output_tokens: u32,
-    /// Of the prompt, found in the cache at first admission.
+    /// Prompt tokens found in the cache at the first admission.
     pub hit_tokens: u32,
     pub preemptions: u32,
     pub deadline_ns: Option<u64>,
     pub outcome: Outcome,
 }
 
-/// What a request was doing.
+/// The phase of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
@@ -54,7 +54,7 @@ pub enum Phase {
     Decode,
 }
 
-/// A time in which a request was part of every step. Between two of them it waited, or had lost its memory.
+/// A time span in which a request was part of every step. Between spans it waited or was preempted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Activity {
     pub request: u64,
@@ -81,12 +81,12 @@ impl RequestRow {
         let tokens = self.output_tokens.checked_sub(1).filter(|n| *n > 0)?;
         Some(self.finished_ns?.saturating_sub(self.first_token_ns?) as f64 / 1e9 / f64::from(tokens))
     }
-    /// Finished behind its deadline?
+    /// Returns whether it finished after its deadline.
     pub fn is_late(&self) -> bool {
         self.outcome == Outcome::Finished
             && matches!((self.finished_ns, self.deadline_ns), (Some(end), Some(deadline)) if end > deadline)
     }
-    /// Finished, and met every objective? One token has no time per further token: it meets that objective.
+    /// Returns whether it finished and met every objective. A single token has no TPOT and meets that objective.
     pub fn meets(&self, objectives: &Objectives) -> bool {
         let within = |took: Option<f64>, bound: Option<f64>| match (took, bound) {
             (Some(took), Some(bound)) => took <= bound,
@@ -98,10 +98,10 @@ impl RequestRow {
     }
 }
 
-/// One line per request, the names of the columns first; nothing stands for what never happened.
+/// Writes one line per request after a line of column names. Values that do not exist are left empty.
 ///
 /// # Errors
-/// Only what `out` refuses.
+/// Only I/O errors of `out`.
 pub fn write_csv(mut out: impl Write, rows: &[RequestRow]) -> io::Result<()> {
     writeln!(
         out,

@@ -1,4 +1,4 @@
-//! Steps that take as long as a cost model says, and end when the trace says so.
+//! An executor whose step times come from a cost model, and whose answers end as the trace says.
 use super::watch::Watched;
 use crate::cost::{BatchShape, StepCost};
 use crate::report::StepCounts;
@@ -6,22 +6,23 @@ use crate::statistics::Histogram;
 use kvist_cache::Step;
 use kvist_scheduler::{Batch, Executor, Outcome, Sampled};
 
-/// Executes nothing, prices everything. Requests are named by their place in the list of lengths.
+/// Computes nothing; only accounts for time. Requests are named by their index in the list of lengths.
 pub struct SimExecutor<'c> {
     cost: &'c dyn StepCost,
     one_by_one: bool,
     note_itl: bool,
     answers: Vec<Answer>,
-    /// No run of steps passes this moment; the driver sets it before every turn.
+    /// A multi-step run must not pass this time. The driver sets it before every turn.
     pub next_arrival_ns: u64,
-    /// Of the steps that were foreseen, in order; or of each of them, if they cost the same.
+    /// Durations of the steps counted by `foresee`, in order. `even_ns` instead if all of them cost the same.
     foreseen_ns: Vec<u64>,
     even_ns: Option<u64>,
-    /// After which time each step of a run begins.
+    /// Start of each step of a run, relative to the run's start.
     begins_ns: Vec<u64>,
-    /// Did the last step compute more than one token for anybody?
+    /// True if the last step computed more than one token for any request.
     pub prefilled: bool,
-    /// Blocks that the last run of steps began after its first step, and the sum of the times after which it did.
+    /// Blocks that the last multi-step run began after its first step, and the sum of the delays after which each was
+    /// begun.
     pub late_blocks: u64,
     pub late_ns: u128,
     block_tokens: u32,
@@ -33,12 +34,12 @@ pub struct SimExecutor<'c> {
 #[derive(Clone, Copy)]
 struct Answer {
     tokens_left: u32,
-    /// When its last token came; `u64::MAX` before the first.
+    /// Time of its last token; `u64::MAX` before the first.
     last_token_ns: u64,
 }
 
 impl<'c> SimExecutor<'c> {
-    /// `lengths[i]` tokens, at least 1, for request `i`; in blocks of `block_tokens`, at least 1.
+    /// `lengths[i]`: tokens of request `i`, at least 1. `block_tokens`: tokens per block, at least 1.
     pub fn new(
         cost: &'c dyn StepCost,
         lengths: &[u32],
@@ -46,7 +47,8 @@ impl<'c> SimExecutor<'c> {
         one_by_one: bool,
         note_itl: bool,
     ) -> Self {
-        // A scheduler refuses who wants nothing; with `max_new` given, whoever wants nothing gets one token.
+        // The scheduler refuses a request for zero tokens. If `max_new` is given, such a request gets one token
+        // instead.
         let answer = |&tokens: &u32| Answer { tokens_left: tokens.max(1), last_token_ns: u64::MAX };
         SimExecutor {
             cost,
@@ -69,7 +71,8 @@ impl<'c> SimExecutor<'c> {
 }
 
 impl SimExecutor<'_> {
-    /// When sequences of a run of decode steps begin new blocks: where a position is the first of a block.
+    /// Records when the sequences of a multi-step decode run begin new blocks, that is, when a position is the first
+    /// in a block.
     fn note_growth(&mut self, batch: &Batch<'_>) {
         let block = u64::from(self.block_tokens);
         let steps = u64::from(batch.steps);
@@ -82,8 +85,8 @@ impl SimExecutor<'_> {
             }
         }
         for work in batch.work {
-            // Steps of the run, from 0, in which a block begins: `first`, `first` + block, …; the run's first step is
-            // not late.
+            // Steps of the run, counted from 0, that begin a block: `first`, `first` + block, …; blocks begun in the
+            // run's first step are not late.
             let first = block - u64::from(work.first) % block;
             if first >= steps {
                 continue;
@@ -102,7 +105,7 @@ impl SimExecutor<'_> {
 }
 
 impl Executor for SimExecutor<'_> {
-    /// Until an answer ends, or until the first step at whose end somebody has arrived.
+    /// Steps until an answer ends, or up to the first step by whose end a request has arrived.
     fn foresee(&mut self, now_ns: u64, batch: Batch<'_>, limit: u32) -> u32 {
         self.foreseen_ns.clear();
         if self.one_by_one {

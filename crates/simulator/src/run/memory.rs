@@ -1,7 +1,8 @@
-//! How many blocks are held and how many are cached, step by step, told by what happens to blocks.
+//! Tracks how many blocks are in use and how many are cached, step by step, from block events.
 //!
-//! A cache can be asked between turns, after those who ended have let go; what a step held is known only from the
-//! events of its blocks. They are counted in the layer group in which the scheduler counts room.
+//! Between turns, the cache can only be queried after ended requests have freed their blocks. The number of blocks in
+//! use during a step is known only from block events. They are counted in the layer group in which the scheduler
+//! counts available memory.
 use kvist_cache::{BlockEvent, Cache, Change, GroupId, PrefixEvent};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,18 +24,18 @@ pub(super) struct Memory {
     group: GroupId,
     states: Vec<State>,
     now: Blocks,
-    /// Steps (or runs of steps) committed: what the events of a step count from.
+    /// Committed steps (or multi-step runs). Compared with the step numbers of events.
     commits: u64,
-    /// Of the last turn, group by group and in order.
+    /// Events of the last turn, group by group and in order.
     pub events: Vec<BlockEvent>,
     prefixes: Vec<PrefixEvent>,
 }
 
 impl Memory {
-    /// Listens to `cache` from now on.
+    /// Turns on block events of `cache`.
     pub fn new(cache: &mut Cache) -> Memory {
         cache.watch_blocks(true);
-        // As the scheduler chooses: the smallest group of those that keep everything.
+        // The same choice as the scheduler's: the smallest group without a sliding window.
         let counted = cache.room().enumerate().min_by_key(|(_, room)| (room.lets_go, room.capacity_cells));
         Memory {
             group: GroupId(counted.map_or(0, |(group, _)| group as u16)),
@@ -46,11 +47,11 @@ impl Memory {
         }
     }
 
-    /// What the steps of the last turn held at their end, before anybody let go; and what is held since. `ran`: did it
-    /// run any?
+    /// Returns the blocks in use at the end of the last turn's steps, before ended requests freed theirs, and the
+    /// blocks in use now. `ran`: whether the turn ran any steps.
     pub fn turn(&mut self, cache: &mut Cache, ran: bool) -> (Blocks, Blocks) {
         self.events.clear();
-        self.prefixes.clear(); // the same told by content
+        self.prefixes.clear(); // the same events by content, not needed
         cache.drain_events(&mut self.events, &mut self.prefixes);
         self.commits += u64::from(ran);
         let mut during = None;
@@ -69,7 +70,7 @@ impl Memory {
                 | Change::Hit => State::Held,
                 Change::Free | Change::Evict => State::Free,
                 Change::Idle => State::Cached,
-                Change::Store | Change::Release => continue, // somebody holds it
+                Change::Store | Change::Release => continue, // a sequence uses it
             };
             let block = event.block as usize;
             if self.states.len() <= block {

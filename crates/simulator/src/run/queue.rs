@@ -1,23 +1,23 @@
-//! What will arrive, and when: in order of time and, at equal times, of the list.
+//! Future arrivals, ordered by time and, at equal times, by list position.
 use crate::request::Request;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 
-/// Arrivals to come. Follow-ups join when their parent has ended.
+/// Future arrivals. A follow-up is added when its parent has ended.
 pub struct Arrivals {
-    /// Those without a parent, latest first.
+    /// Requests without a parent, latest first.
     roots: Vec<(u64, usize)>,
     follow_ups: BinaryHeap<Reverse<(u64, usize)>>,
-    /// The first follow-up of each request, and the next one of the same parent.
+    /// `first_child`: first follow-up of each request. `next_child`: next follow-up of the same parent.
     first_child: Vec<Option<usize>>,
     next_child: Vec<Option<usize>>,
-    /// Its earliest arrival, and how long its user thinks.
+    /// Earliest arrival and think time of each request.
     times: Vec<(u64, u64)>,
 }
 
 impl Arrivals {
-    /// Arrivals of this list. A parent may stand behind its follow-ups, as in a list sorted by time. Who names a parent
-    /// that is not in the list arrives on its own, and so does one of those who wait for each other in a circle.
+    /// Builds the queue for this list. A parent may come after its follow-ups, as in a list sorted by time. A request
+    /// whose parent is not in the list arrives on its own; in a cycle of parents, one request arrives on its own.
     pub fn new(requests: &[Request]) -> Arrivals {
         let n = requests.len();
         let (mut first_child, mut next_child) = (vec![None; n], vec![None; n]);
@@ -47,12 +47,12 @@ impl Arrivals {
         }
     }
 
-    /// When the next one arrives, of those that are sure to.
+    /// Time of the next arrival, not counting follow-ups whose parent has not ended.
     pub fn next_ns(&self) -> Option<u64> {
         self.next().map(|(at_ns, _)| at_ns)
     }
 
-    /// The next that has arrived by `now_ns`: when, and its place in the list.
+    /// Takes the next request that has arrived by `now_ns`. Returns its arrival time and its list index.
     pub fn pop(&mut self, now_ns: u64) -> Option<(u64, usize)> {
         let next = self.next().filter(|&(at_ns, _)| at_ns <= now_ns)?;
         if self.roots.last() == Some(&next) {
@@ -63,7 +63,7 @@ impl Arrivals {
         Some(next)
     }
 
-    /// Request `i` has finished: its follow-ups will come.
+    /// Request `i` has finished: schedules its follow-ups.
     pub fn ended(&mut self, i: usize, at_ns: u64) {
         let mut child = self.first_child[i];
         while let Some(follow_up) = child {
@@ -75,7 +75,7 @@ impl Arrivals {
     }
 }
 
-/// The place of each request's parent, without circles.
+/// List index of each request's parent, with cycles broken.
 fn parents(requests: &[Request]) -> Vec<Option<usize>> {
     let place: HashMap<u64, usize> = requests.iter().enumerate().map(|(i, r)| (r.id, i)).collect(); // never iterated
     let mut parents: Vec<Option<usize>> =
@@ -129,7 +129,7 @@ mod tests {
             ),
             (vec![request(1, 3, Some(9))], vec![(3, 1)]),
             (vec![request(1, 3, Some(1))], vec![(3, 1)]),
-            // In a circle, the last that is walked to goes first.
+            // In a cycle, the last request walked arrives first.
             (vec![request(1, 3, Some(2)), request(2, 4, Some(1))], vec![(4, 2), (19, 1)]),
         ] {
             assert_eq!(order(&requests), expected, "{requests:?}");

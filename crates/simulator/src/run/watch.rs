@@ -1,13 +1,13 @@
-//! What people want to see of a run: who was worked on when, and where every block was.
+//! Data for plots: when each request was worked on, and the state of every block.
 use crate::report::{Activity, BlockMap, BlockState, Phase};
 use kvist_cache::{BlockUse, GroupId};
 use kvist_scheduler::{Scheduler, Work};
 
-/// Who was worked on when: steps that follow each other without a gap are one entry.
+/// Activity of requests. Consecutive steps without a gap are merged into one entry.
 #[derive(Default)]
 pub(super) struct Watched {
     pub activity: Vec<Activity>,
-    /// Of each request, the place of its last entry in `activity`.
+    /// Per request: index of its last entry in `activity`.
     last: Vec<Option<usize>>,
 }
 
@@ -29,7 +29,7 @@ impl Watched {
     }
 }
 
-/// The blocks of a cache with a bound. Looked at when the batch changes, and ever more rarely.
+/// Block states of a bounded cache. Sampled when the batch changes, and less often as the run goes on.
 pub(super) struct Blocks {
     pub map: BlockMap,
     states: Vec<BlockState>,

@@ -1,12 +1,12 @@
-//! Many whole numbers in little room.
+//! Compact histogram of whole numbers.
 use super::Spread;
 use serde::Serialize;
 
-/// Buckets per power of two: a value is known to 1/128 of itself.
+/// Each power of two has 2^`BITS` buckets, so a value is known to 1/128 of itself.
 const BITS: u32 = 7;
 
-/// Counts of whole numbers in buckets that grow with the value, after HdrHistogram (Tene, 2012): count, sum, mean and
-/// maximum are exact, percentiles are off by less than 0.8%. At most 60 KB, whatever is recorded.
+/// Counts of whole numbers in buckets whose width grows with the value, after HdrHistogram (Tene, 2012). Count, sum,
+/// mean and maximum are exact; percentiles are off by less than 0.8%. Takes at most 60 KB, whatever is recorded.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Histogram {
     counts: Vec<u64>,
@@ -20,7 +20,7 @@ impl Histogram {
         self.record_n(value, 1);
     }
 
-    /// The same value `n` times.
+    /// Records the same value `n` times.
     pub fn record_n(&mut self, value: u64, n: u64) {
         if n == 0 {
             return;
@@ -47,12 +47,12 @@ impl Histogram {
         self.max = self.max.max(other.max);
     }
 
-    /// Values recorded.
+    /// Number of recorded values.
     pub fn n(&self) -> u64 {
         self.n
     }
 
-    /// The value at or below which a share `p` lies: the middle of its bucket. `None` if nothing was recorded.
+    /// The value at or below which a fraction `p` lies, as the middle of its bucket. `None` if nothing was recorded.
     pub fn percentile(&self, p: f64) -> Option<f64> {
         let rank = ((p.clamp(0.0, 1.0) * self.n as f64).ceil() as u64).max(1);
         let mut below = 0;
@@ -66,7 +66,7 @@ impl Histogram {
         None
     }
 
-    /// In units of `unit`: 1e9 makes seconds of nanoseconds.
+    /// Summary in units of `unit`: 1e9 converts nanoseconds to seconds.
     pub fn spread(&self, unit: f64) -> Option<Spread> {
         Some(Spread {
             n: self.n,
@@ -78,7 +78,7 @@ impl Histogram {
         })
     }
 
-    /// The distribution function: (upper end of a bucket in units of `unit`, share at or below), for a plot.
+    /// The cumulative distribution: (upper end of a bucket in units of `unit`, share at or below), for a plot.
     pub fn cdf(&self, unit: f64) -> Vec<(f64, f64)> {
         let mut below = 0;
         let mut points = Vec::new();
@@ -91,13 +91,13 @@ impl Histogram {
     }
 }
 
-/// Buckets 0 to 255 hold one value each; from there on 128 per power of two.
+/// Index of the bucket of `value`. Buckets 0 to 255 hold one value each; above, there are 128 per power of two.
 fn bucket(value: u64) -> usize {
     let shift = (u64::BITS - value.leading_zeros()).saturating_sub(BITS + 1);
     ((u64::from(shift) << BITS) + (value >> shift)) as usize
 }
 
-/// Its smallest value, and how many it holds.
+/// The smallest value of a bucket, and how many values it covers.
 fn bounds(bucket: usize) -> (u64, u64) {
     let shift = (bucket >> BITS).saturating_sub(1) as u32;
     (((bucket as u64) - (u64::from(shift) << BITS)) << shift, 1 << shift)

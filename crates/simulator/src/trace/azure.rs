@@ -36,8 +36,9 @@ impl RowReader for Azure {
     }
 }
 
-/// Nanoseconds since 1970 of `2023-11-16 18:17:03.9799600`: `T` may stand between date and time, up to nine decimals,
-/// and `Z` or `+00:00` behind (the datasets of 2024 have it). Other offsets are not UTC, and `None`.
+/// Nanoseconds since 1970 of a timestamp such as `2023-11-16 18:17:03.9799600`. `T` may separate date and time, there
+/// may be up to nine decimals, and `Z` or `+00:00` may follow (as in the 2024 datasets). Other offsets are not UTC and
+/// give `None`.
 fn utc_ns(text: &str) -> Option<u64> {
     let text = text.strip_suffix("+00:00").or_else(|| text.strip_suffix('Z')).unwrap_or(text);
     let (date, time) = text.split_once([' ', 'T'])?;
@@ -79,7 +80,7 @@ fn utc_ns(text: &str) -> Option<u64> {
 /// Days from 1970-01-01 to a date of the Gregorian calendar (Hinnant, "chrono-Compatible Low-Level Date Algorithms",
 /// `days_from_civil`), for years from 1970 on.
 fn days_since_1970(year: u64, month: u64, day: u64) -> u64 {
-    // Years begin in March, so that the leap day is the last.
+    // Years begin in March, so that the leap day is the last day.
     let year = if month <= 2 { year - 1 } else { year };
     let (era, year_of_era) = (year / 400, year % 400);
     let day_of_year = (153 * ((month + 9) % 12) + 2) / 5 + day - 1;
@@ -114,7 +115,7 @@ mod tests {
         }
     }
 
-    /// The twin counts days one by one.
+    /// The reference counts days one by one.
     #[test]
     fn days_against_counting() {
         let mut days = 0;

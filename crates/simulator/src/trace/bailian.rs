@@ -1,5 +1,5 @@
 //! Qwen-Bailian usage traces (alibaba-edu/qwen-bailian-usagetraces-anon; Wang et al., "KVCache Cache in the Wild",
-//! USENIX ATC 2025): JSON lines with `chat_id`, `parent_chat_id` (−1: a chat begins), `timestamp` in seconds,
+//! USENIX ATC 2025): JSON lines with `chat_id`, `parent_chat_id` (−1 at the start of a chat), `timestamp` in seconds,
 //! `input_length`, `output_length`, `type`, `turn`, and `hash_ids`, one per 16 tokens. `type` and `turn` are not used.
 use super::row::{self, Field, RowError, TOKENS, Time};
 use super::{Row, RowReader};
@@ -11,7 +11,7 @@ const TOKENS_PER_ID: u32 = 16;
 
 pub(super) struct Bailian {
     follow_parents: bool,
-    /// By `chat_id`: looked up, never walked.
+    /// Request ids by `chat_id`. Used for lookups only, never iterated.
     requests: HashMap<i64, u64>,
 }
 
@@ -51,8 +51,8 @@ impl RowReader for Bailian {
             .ok_or_else(|| RowError::new("timestamp", line.timestamp.to_string(), SECONDS))?;
         let prompt_tokens = row::tokens("input_length", line.input_length)?;
         let output_tokens = row::tokens("output_length", line.output_length)?;
-        // Ids of whole blocks are what the publishers promise: the partial last one may be missing, and the output
-        // may be covered.
+        // The publishers guarantee only ids of whole blocks: the partial last one may be missing, and the output may
+        // be covered too.
         let total_tokens = u64::from(prompt_tokens) + u64::from(output_tokens);
         let least = u64::from(prompt_tokens / TOKENS_PER_ID);
         let most = total_tokens.div_ceil(u64::from(TOKENS_PER_ID));
@@ -64,14 +64,14 @@ impl RowReader for Bailian {
         }
         let n_tokens =
             u32::try_from((n_ids * u64::from(TOKENS_PER_ID)).min(total_tokens)).unwrap_or(u32::MAX);
-        // One id past the prompt's whole blocks covers its last tokens; what of the output shares it is not known.
+        // One id past the prompt's whole blocks covers the last prompt tokens. How much output it covers is unknown.
         let n_tokens = if n_ids <= u64::from(prompt_tokens.div_ceil(TOKENS_PER_ID)) {
             n_tokens.min(prompt_tokens)
         } else {
             n_tokens
         };
         let parent = if self.follow_parents && line.parent_chat_id >= 0 {
-            // A chat that began before the trace did has no parent here.
+            // A chat that began before the trace has no parent here.
             self.requests.get(&line.parent_chat_id).copied()
         } else {
             None

@@ -12,9 +12,9 @@ pub(super) struct BurstGpt {
     timestamp: usize,
     request: usize,
     response: usize,
-    /// Where sessions are told and to be followed.
+    /// The session column, if the file has one and sessions are followed.
     session: Option<usize>,
-    /// The last request of each session: looked up, never walked.
+    /// The last request of each session. Used for lookups only, never iterated.
     last: HashMap<String, u64>,
 }
 

@@ -1,6 +1,6 @@
-//! Mooncake's open traces (Qin et al., "Mooncake: Trading More Storage for Less Computation", FAST 2025): a line is
-//! `{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …]}`, the time in
-//! milliseconds, with one id per 512 tokens of the prompt, the partial last one included.
+//! Mooncake's open traces (Qin et al., "Mooncake: Trading More Storage for Less Computation", FAST 2025). Each line is
+//! `{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …]}`, with the time in
+//! milliseconds and one id per 512 prompt tokens, including the partial last one.
 use super::row::{self, Field, RowError, TOKENS, Time};
 use super::{Row, RowReader};
 use crate::request::{PromptContent, Request};

@@ -1,5 +1,5 @@
-//! Our own format, which holds everything a [`Request`] can say and is read back as it was written. docs/traces.md
-//! describes it.
+//! kvist's own format, which can express every field of a [`Request`] and is read back exactly as written. Described
+//! in docs/traces.md.
 use super::row::{self, Field, RowError, TOKENS, shortened};
 use super::{Row, RowReader};
 use crate::request::{PromptContent, Request};
@@ -15,7 +15,7 @@ const VERSION: u64 = 1;
 #[derive(Default)]
 pub(super) struct Native {
     has_header: bool,
-    /// Ids so far: looked up, never walked.
+    /// All ids so far. Used for lookups only, never iterated.
     ids: HashSet<u64>,
 }
 
@@ -177,10 +177,10 @@ fn content(line: &Line) -> Result<PromptContent, RowError> {
     }
 }
 
-/// Writes `requests` in our own format, which [`super::Trace::read`] gives back unchanged.
+/// Writes `requests` in kvist's own format. [`super::Trace::read`] reads them back unchanged.
 ///
 /// # Errors
-/// Only what `out` refuses.
+/// Only I/O errors of `out`.
 pub fn write<'a>(mut out: impl Write, requests: impl IntoIterator<Item = &'a Request>) -> io::Result<()> {
     serde_json::to_writer(&mut out, &Header { format: NAME.into(), version: VERSION })?;
     out.write_all(b"\n")?;

@@ -1,11 +1,11 @@
-//! What every reader of rows needs: errors that name the field, numbers with units, columns of CSV.
+//! Shared helpers for row readers: errors that name the field, numbers with units, CSV columns.
 use serde::de::{self, DeserializeOwned, DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// What is wrong with a row.
+/// The error in a row.
 #[derive(Debug, PartialEq)]
 pub(super) struct RowError {
     pub field: String,
@@ -19,7 +19,7 @@ impl RowError {
     }
 }
 
-/// The beginning of `text`, for an error.
+/// The beginning of `text`, for error messages.
 pub(super) fn shortened(text: &str) -> String {
     const LONGEST: usize = 60;
     let text = text.trim();
@@ -30,17 +30,18 @@ pub(super) fn shortened(text: &str) -> String {
     format!("{short:?}")
 }
 
-/// A count of tokens that must be at least 1.
+/// Expected range of a token count, for error messages: at least 1.
 pub(super) const TOKENS: &str = "a whole number from 1 to 4294967295";
 
 pub(super) fn tokens(field: &str, n: u32) -> Result<u32, RowError> {
     if n == 0 { Err(RowError::new(field, "0", TOKENS)) } else { Ok(n) }
 }
 
-/// A field of a JSON row, and what must stand there; to find the one that does not.
+/// A field of a JSON row: name, expected value as text, and a check. Used to find the field that made parsing fail.
 pub(super) type Field = (&'static str, &'static str, fn(&Value) -> bool);
 
-/// A row of JSON. The fast way knows no field names; only where it fails is the culprit looked for.
+/// Parses a JSON row. The fast path does not check fields; only if it fails are the fields checked to name the bad
+/// one.
 pub(super) fn json<T: DeserializeOwned>(line: &str, fields: &[Field]) -> Result<T, RowError> {
     serde_json::from_str(line).map_err(|error| {
         let error = shortened(&error.to_string());
@@ -65,7 +66,8 @@ pub(super) fn json<T: DeserializeOwned>(line: &str, fields: &[Field]) -> Result<
     })
 }
 
-/// The fields of a row by name, in brief: a bad row of millions of ids must not take gigabytes to be named.
+/// Reads the known fields of a row in shortened form, so that reporting a bad row with millions of ids does not take
+/// gigabytes.
 struct Known<'f> {
     fields: &'f [Field],
 }
@@ -95,7 +97,7 @@ impl<'de> Visitor<'de> for Known<'_> {
     }
 }
 
-/// A value of which long parts are left out: of a list stay the first and what may be wrong in it.
+/// A shortened value: of a list, only the first element and any possibly wrong one are kept.
 struct Brief(Value);
 
 impl<'de> Deserialize<'de> for Brief {
@@ -161,7 +163,7 @@ pub(super) fn is_ids(value: &Value) -> bool {
     value.as_array().is_some_and(|ids| ids.iter().all(Value::is_u64))
 }
 
-/// A number that stands for a time, with or without a fraction, in any unit.
+/// A number that represents a time, with or without a fraction, in any unit.
 #[derive(Clone, Copy)]
 pub(super) enum Time {
     Whole(u64),
@@ -169,8 +171,8 @@ pub(super) enum Time {
 }
 
 impl Time {
-    /// In nanoseconds, where the number counts `unit_ns`. `None` if it is negative, no number, or more than 292
-    /// years.
+    /// Converts to nanoseconds; the number is in units of `unit_ns`. `None` if it is negative, not a number, or more
+    /// than 292 years.
     pub fn ns(self, unit_ns: u64) -> Option<u64> {
         const LONGEST: u64 = i64::MAX as u64;
         match self {
@@ -211,7 +213,7 @@ impl<'de> Deserialize<'de> for Time {
     }
 }
 
-/// The values of a row of CSV (RFC 4180, without line breaks inside quotes).
+/// Splits a CSV row into values (RFC 4180, without line breaks inside quotes).
 pub(super) fn columns(line: &str) -> Result<Vec<String>, RowError> {
     let mut values = Vec::new();
     let mut rest = line;
@@ -234,7 +236,7 @@ pub(super) fn columns(line: &str) -> Result<Vec<String>, RowError> {
     }
 }
 
-/// What stands before the closing quote, and what behind it.
+/// The text before the closing quote and the text after it.
 fn quoted_value(text: &str) -> Option<(String, &str)> {
     let mut value = String::new();
     let mut rest = text;
@@ -255,7 +257,7 @@ fn quoted_value(text: &str) -> Option<(String, &str)> {
     }
 }
 
-/// Where the columns of a CSV file stand.
+/// The column names of a CSV file.
 pub(super) struct Columns {
     names: Vec<String>,
 }
@@ -300,7 +302,7 @@ impl CsvRow {
         self.values.get(column).map_or("", String::as_str)
     }
 
-    /// The count in `column`, which is called `field`.
+    /// The count in `column`; `field` is its name in errors.
     pub fn count(&self, field: &str, column: usize) -> Result<u32, RowError> {
         let text = self.text(column);
         text.parse().map_err(|_| RowError::new(field, shortened(text), "a whole number from 0 to 4294967295"))

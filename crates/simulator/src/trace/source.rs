@@ -1,17 +1,18 @@
-//! Bytes to lines: decompression by the first bytes, and lines that cannot eat the memory.
+//! Reads lines from bytes: detects compression by the first bytes and bounds the length of a line.
 use super::row::RowError;
 use flate2::read::MultiGzDecoder;
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 use std::io::{self, BufRead, BufReader, Cursor, Read};
 
-/// Longest line in bytes; a prompt of two million token ids fits.
+/// Maximum length of a line in bytes. A prompt of two million token ids fits.
 const MAX_LINE: u64 = 32 << 20;
 
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 const ZSTD: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 
-/// `input`, decompressed if it begins like gzip (RFC 1952) or zstd (RFC 8878). Several frames in a row are one text.
+/// Decompresses `input` if it begins like gzip (RFC 1952) or zstd (RFC 8878). Several consecutive frames form one
+/// text.
 pub(super) fn decompressed<'a>(mut input: impl Read + 'a) -> io::Result<Box<dyn Read + 'a>> {
     let mut head = Vec::with_capacity(4);
     input.by_ref().take(4).read_to_end(&mut head)?;
@@ -27,7 +28,7 @@ pub(super) fn decompressed<'a>(mut input: impl Read + 'a) -> io::Result<Box<dyn 
     })
 }
 
-/// Frames of zstd, one after the other; the decoder below knows one.
+/// Reads consecutive zstd frames; the decoder below handles only one.
 struct Zstd<R> {
     input: R,
     decoder: FrameDecoder,
@@ -60,7 +61,7 @@ impl<R: BufRead> Read for Zstd<R> {
 }
 
 impl<R: BufRead> Zstd<R> {
-    /// Begins a frame, or passes over one that holds no data; false for the latter.
+    /// Starts a frame, or skips one without data. Returns false for the latter.
     fn next_frame(&mut self) -> io::Result<bool> {
         match self.decoder.init(&mut self.input) {
             Ok(()) => Ok(true),
@@ -80,7 +81,7 @@ fn damaged(what: impl std::fmt::Display) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("the zstd data are damaged: {what}"))
 }
 
-/// Lines and their numbers, from 1.
+/// Iterates over lines with their numbers, from 1.
 pub(super) struct Lines<'a> {
     input: BufReader<Box<dyn Read + 'a>>,
     line: Vec<u8>,
@@ -92,7 +93,7 @@ impl<'a> Lines<'a> {
         Lines { input: BufReader::with_capacity(1 << 16, input), line: Vec::new(), number: 0 }
     }
 
-    /// The next line without its end, or what is wrong with it; `None` at the end of the file.
+    /// The next line without its line ending, or the error in it; `None` at the end of the file.
     pub(super) fn next(&mut self) -> io::Result<Option<(u64, Result<&str, RowError>)>> {
         self.line.clear();
         if self.input.by_ref().take(MAX_LINE + 1).read_until(b'\n', &mut self.line)? == 0 {

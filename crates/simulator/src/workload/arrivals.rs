@@ -1,20 +1,21 @@
-//! When requests arrive.
+//! Arrival processes.
 use super::{BadParameter, Random, at_most, positive};
 
-/// A process of arrivals. Rates are requests per second, on average.
+/// An arrival process. Rates are mean requests per second.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Arrivals {
-    /// One every 1/rate seconds, the first after one interval.
+    /// One request every 1/rate seconds, the first after one interval.
     Deterministic { per_s: f64 },
-    /// Independent users: exponential intervals.
+    /// Independent users: exponentially distributed intervals.
     Poisson { per_s: f64 },
-    /// Intervals with a gamma distribution of this coefficient of variation: above 1 is burstier than Poisson, as
-    /// traces are (Wang et al., "BurstGPT", 2024), below 1 smoother.
+    /// Gamma-distributed intervals with this coefficient of variation. Above 1 is burstier than Poisson, as real
+    /// traces are (Wang et al., "BurstGPT", 2024); below 1 is smoother.
     Gamma { per_s: f64, variation: f64 },
-    /// Poisson at `per_s` while on, nothing while off; both last an exponential time. An interrupted Poisson process
-    /// (Kuczura, "The Interrupted Poisson Process as an Overflow Process", Bell System Technical Journal 52(3), 1973).
+    /// Poisson at rate `per_s` while on, no arrivals while off; both phases last an exponentially distributed time.
+    /// This is an interrupted Poisson process (Kuczura, "The Interrupted Poisson Process as an Overflow Process", Bell
+    /// System Technical Journal 52(3), 1973).
     OnOff { per_s: f64, on_s: f64, off_s: f64 },
-    /// All at the beginning.
+    /// All requests arrive at time 0.
     AtOnce,
 }
 
@@ -37,7 +38,7 @@ impl Arrivals {
                 positive("the arrival rate", per_s)?;
                 positive("the mean time on", on_s)?;
                 positive("the mean time off", off_s)?;
-                // Phases without an arrival are drawn one after the other.
+                // Phases without an arrival are drawn one by one, so there must not be too many of them.
                 let per_phase = per_s * on_s;
                 if per_phase < 1e-3 {
                     let expected = "at least 0.001: give a higher rate, or a longer time on";
@@ -53,7 +54,7 @@ impl Arrivals {
         }
     }
 
-    /// Mean of the intervals in seconds.
+    /// Mean interval in seconds.
     pub fn mean_interval_s(&self) -> f64 {
         match *self {
             Arrivals::Deterministic { per_s }
@@ -70,12 +71,12 @@ impl Arrivals {
     }
 }
 
-/// Moments of arrival, in order.
+/// Iterator over arrival times, in order.
 pub(super) struct Times {
     arrivals: Arrivals,
     random: Random,
     now_s: f64,
-    /// Until the process goes off.
+    /// Time left in the current on phase.
     on_left_s: f64,
     begun: bool,
 }
@@ -101,7 +102,8 @@ impl Times {
                         self.on_left_s -= interval_s;
                         break waited_s + interval_s;
                     }
-                    // What was drawn beyond the end of the phase is dropped: the exponential has no memory.
+                    // The interval drawn beyond the end of the phase is dropped, because the exponential distribution
+                    // is memoryless.
                     waited_s += self.on_left_s + self.random.exponential() * off_s;
                     self.on_left_s = self.random.exponential() * on_s;
                 }
@@ -118,8 +120,8 @@ mod tests {
     use super::*;
     use crate::statistics::{mean, variance};
 
-    /// Mean and variance of intervals against theory. On-off: with rate λ, and phases that end at rates a = 1/on and
-    /// b = 1/off, an interval is hyperexponential (Kuczura 1973); its variance follows from the two moments
+    /// Compares mean and variance of intervals with theory. For on-off with rate λ and phases that end at rates a =
+    /// 1/on and b = 1/off, the interval is hyperexponential (Kuczura 1973); its variance follows from the two moments
     /// E[X] = (a + b)/(λb) and E[X²] = 2((a + b)² + λa)/(λb)².
     #[test]
     fn moments_of_intervals() {

@@ -1,66 +1,66 @@
-//! What requests have in common: prefixes, chats, agents.
+//! Shared content of requests: prefixes, chats, agents.
 use super::{BadParameter, Lengths, Random, at_most};
 use crate::request::{PromptContent, Request};
 use std::sync::Arc;
 
-/// How the requests of a workload share what they say.
+/// How the requests of a workload share content.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Contents {
-    /// Counted only: nothing ever matches.
+    /// Only the number of tokens is known. Never matches a prefix.
     Unknown,
     /// Every request begins with one of a few prefixes.
     Prefixes(Prefixes),
     /// Every arrival is a chat of several turns.
     Chats(Chats),
-    /// Every arrival is an agent that asks others, who ask others.
+    /// Every arrival is an agent that sends further requests, which may do the same.
     Agents(Agents),
 }
 
-/// Prefixes (system prompts, documents) whose popularity falls like a power of their rank.
+/// Shared prefixes (system prompts, documents) whose popularity follows a power law of their rank.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prefixes {
     pub n_prefixes: u32,
-    /// Popularity ∝ rank^-exponent; 0 makes all alike.
+    /// Popularity ∝ rank^-exponent; with 0 all prefixes are equally popular.
     pub exponent: f64,
     pub prefix_tokens: u32,
-    /// Does a prompt of its own follow? Without, the prefix is the whole prompt.
+    /// Whether the prefix is followed by a prompt of the request's own. If not, the prefix is the whole prompt.
     pub own_prompt: bool,
     pub tokens_per_id: u32,
 }
 
-/// A chat: each turn's prompt is everything said so far and what the user adds; the user thinks in between.
+/// A chat: each turn's prompt is the whole conversation so far plus what the user adds. The user thinks between turns.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chats {
-    /// Turns of a chat.
+    /// Number of turns in a chat.
     pub turns: Lengths,
-    /// Mean of an exponential time between an answer and the next turn. Seconds, 0 for none.
+    /// Mean think time between an answer and the next turn, exponentially distributed. Seconds; 0 for none.
     pub think_s: f64,
-    /// Beginning of every chat, the same for all.
+    /// Tokens of the system prompt, the same for all chats.
     pub system_tokens: u32,
     pub tokens_per_id: u32,
 }
 
-/// An agent: when a request has finished, `fan_out` others follow at once, each with everything its parent read and
-/// wrote and a task of its own, down to `depth` generations below the first.
+/// An agent: when a request finishes, `fan_out` requests follow at once. Each has its parent's prompt and answer plus
+/// a task of its own, down to `depth` generations below the first.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Agents {
     pub fan_out: u32,
     pub depth: u32,
-    /// Beginning of every tree, the same for all.
+    /// Tokens of the system prompt, the same for all trees.
     pub system_tokens: u32,
     pub tokens_per_id: u32,
 }
 
-/// A chat or an agent ends early where its context would pass this.
+/// A chat or an agent ends early if its context would exceed this.
 const MOST_TOKENS: u64 = 1 << 24;
 const TOKENS: &str = "at most 16777216 tokens";
-/// Most prefixes: 8 bytes each.
+/// Maximum number of prefixes; each takes 8 bytes.
 const MOST_PREFIXES: u32 = 10_000_000;
-/// Longest mean time to think, some 30 years.
+/// Maximum mean think time, about 30 years.
 const MOST_THINK_S: f64 = 1e9;
-/// Most ids of the shared beginning over all requests of a tree, each of which holds them.
+/// Maximum ids of the system prompt, summed over all requests of a tree, because each request stores them.
 const MOST_IDS: u64 = 1 << 27;
-/// Most requests of one agent's tree.
+/// Maximum requests in one agent's tree.
 const MOST_REQUESTS: u64 = 1 << 20;
 
 impl Contents {
@@ -121,7 +121,7 @@ impl Contents {
 }
 
 /// Ranks from 0 with probability ∝ (rank + 1)^-exponent (Zipf, "Human Behavior and the Principle of Least Effort",
-/// 1949): a table of n sums, searched by halving.
+/// 1949). Uses a table of n cumulative sums and binary search.
 #[derive(Clone, Debug)]
 pub struct Zipf {
     /// Probability of this rank or a smaller one.
@@ -130,7 +130,7 @@ pub struct Zipf {
 
 impl Zipf {
     /// # Errors
-    /// No rank, or an exponent that is negative or not finite.
+    /// `n` is 0, or the exponent is negative or not finite.
     pub fn new(n: u32, exponent: f64) -> Result<Zipf, BadParameter> {
         Zipf::check(n, exponent)?;
         let mut sum = 0.0;
@@ -159,11 +159,11 @@ impl Zipf {
 
     pub fn draw(&self, random: &mut Random) -> u32 {
         let u = random.unit();
-        // Rounding may leave the last sum below 1.
+        // Because of rounding, the last sum may be below 1.
         self.cumulative.partition_point(|c| *c <= u).min(self.cumulative.len() - 1) as u32
     }
 
-    /// Of rank `rank`; 0 beyond the last.
+    /// Probability of `rank`; 0 beyond the last.
     pub fn probability(&self, rank: u32) -> f64 {
         let rank = rank as usize;
         let below = if rank == 0 { 0.0 } else { self.cumulative.get(rank - 1).copied().unwrap_or(1.0) };
@@ -171,10 +171,10 @@ impl Zipf {
     }
 }
 
-/// Ids with this bit are shared by all trees of a workload, those without belong to one request and its followers.
+/// Ids with this bit are shared by all trees of a workload. Ids without it belong to one request and its follow-ups.
 const SHARED: u64 = 1 << 63;
 
-/// Makes requests out of arrivals.
+/// Turns arrivals into requests.
 pub(super) struct Weaver<'a> {
     contents: &'a Contents,
     random: Random,
@@ -213,8 +213,8 @@ impl<'a> Weaver<'a> {
                 let rank = self.zipf.as_ref().map_or(0, |zipf| zipf.draw(&mut self.random));
                 let per_prefix = u64::from(prefixes.prefix_tokens.div_ceil(prefixes.tokens_per_id));
                 let mut request = Request::new(requests.len() as u64, arrival_ns, n_prompt, output());
-                // Where the request goes on, the id that holds the end of the prefix is its own. Where it does not, its
-                // output would share that id with others, so it stays unknown.
+                // If the request has a prompt of its own, the id that contains the end of the prefix is the request's
+                // own. If not, the output would share that id with other requests, so the output stays unknown.
                 let (shared, n_known) = if prefixes.own_prompt {
                     (u64::from(prefixes.prefix_tokens / prefixes.tokens_per_id), request.total_tokens())
                 } else {
@@ -271,7 +271,7 @@ impl<'a> Weaver<'a> {
             }
             requests.push(request);
         }
-        // One list for the whole chat: a turn knows a prefix of it.
+        // One id list for the whole chat; each turn uses a prefix of it.
         let mut ids = system_ids(chats.system_tokens, chats.tokens_per_id);
         let longest = requests.last().map_or(0, Request::total_tokens);
         self.cover(&mut ids, longest, chats.tokens_per_id);
@@ -281,7 +281,8 @@ impl<'a> Weaver<'a> {
         }
     }
 
-    /// A request that goes on from `node`; `None`, and no request, where the context is too long for followers.
+    /// Creates a request that continues `node`. Returns `None` and creates nothing if the context is too long for
+    /// follow-ups.
     fn ask(
         &mut self,
         node: &Node,
@@ -299,7 +300,7 @@ impl<'a> Weaver<'a> {
         let id = requests.len() as u64;
         let mut request = Request::new(id, arrival_ns, u32::try_from(n_prompt).unwrap_or(u32::MAX), n_output);
         request.parent = node.parent;
-        // The id that holds the end of what the parent said goes on differently in every child.
+        // The id that contains the end of the parent's text continues differently in every child.
         let shared = (node.tokens / u64::from(agents.tokens_per_id)) as usize;
         let mut ids = node.ids[..shared.min(node.ids.len())].to_vec();
         self.cover(&mut ids, request.total_tokens(), agents.tokens_per_id);
@@ -309,7 +310,7 @@ impl<'a> Weaver<'a> {
         Some(Node { parent: Some(id), ids, tokens })
     }
 
-    /// Appends new ids until `n_tokens` are covered.
+    /// Appends new ids until they cover `n_tokens`.
     fn cover(&mut self, ids: &mut Vec<u64>, n_tokens: u64, tokens_per_id: u32) {
         for _ in ids.len() as u64..n_tokens.div_ceil(u64::from(tokens_per_id)) {
             ids.push(self.next_id);
@@ -318,14 +319,14 @@ impl<'a> Weaver<'a> {
     }
 }
 
-/// Where an agent goes on from.
+/// The context from which an agent's next request continues.
 struct Node {
     parent: Option<u64>,
     ids: Vec<u64>,
     tokens: u64,
 }
 
-/// The whole ids of a beginning that all trees share.
+/// The whole ids of a system prompt that all trees share.
 fn system_ids(system_tokens: u32, tokens_per_id: u32) -> Vec<u64> {
     (0..u64::from(system_tokens / tokens_per_id)).map(|at| SHARED | at).collect()
 }

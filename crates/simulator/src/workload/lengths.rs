@@ -1,8 +1,8 @@
-//! How many tokens.
+//! Length distributions.
 use super::{BadParameter, Random, at_most};
 
-/// A distribution of lengths in tokens. What is drawn is rounded to whole tokens, at least 1, which moves the moments
-/// of short lengths a little.
+/// A distribution of lengths in tokens. Draws are rounded to whole tokens, at least 1, which slightly changes the
+/// moments of short lengths.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Lengths {
     Deterministic {
@@ -11,31 +11,32 @@ pub enum Lengths {
     Exponential {
         mean: f64,
     },
-    /// Exponential with one of two means: `short` with probability `share_short`, else `long`. More variable than
+    /// Exponential with one of two means: `short` with probability `share_short`, otherwise `long`. More variable than
     /// exponential.
     Hyperexponential {
         short: f64,
         long: f64,
         share_short: f64,
     },
-    /// Whole numbers from `least` to `most`, all alike.
+    /// Whole numbers from `least` to `most`, equally likely.
     Uniform {
         least: u32,
         most: u32,
     },
-    /// The logarithm is normal; given by mean and coefficient of variation of the length itself.
+    /// Lognormal, specified by mean and coefficient of variation of the length itself.
     Lognormal {
         mean: f64,
         variation: f64,
     },
 }
 
-/// Longest drawn: what a context cannot hold anyway.
+/// Maximum draw; longer sequences exceed any context.
 const MOST_TOKENS: f64 = 16_777_216.0;
 
 impl Lengths {
-    /// A hyperexponential with this mean and coefficient of variation (at least 1), whose two parts carry equal load
-    /// ("balanced means": Whitt, "Approximating a Point Process by a Renewal Process", Operations Research 30(1), 1982).
+    /// A hyperexponential with this mean and coefficient of variation (at least 1) whose two parts carry equal load
+    /// ("balanced means": Whitt, "Approximating a Point Process by a Renewal Process", Operations Research 30(1),
+    /// 1982).
     pub fn balanced(mean: f64, variation: f64) -> Lengths {
         let squared = variation.max(1.0).powi(2);
         let share_short = 0.5 * (1.0 + ((squared - 1.0) / (squared + 1.0)).sqrt());
@@ -92,7 +93,7 @@ impl Lengths {
         }
     }
 
-    /// Drawn, before rounding.
+    /// Draws a length, before rounding.
     pub fn draw(&self, random: &mut Random) -> f64 {
         match *self {
             Lengths::Deterministic { tokens } => f64::from(tokens),

@@ -1,15 +1,15 @@
-//! Random numbers that are the same everywhere, for ever.
+//! Random numbers that are the same on every machine and in every version.
 
 /// xoshiro256++ (Blackman and Vigna, "Scrambled Linear Pseudorandom Number Generators", ACM TOMS 47(4), 2021), seeded
-/// by splitmix64 (Steele, Lea, Flood, OOPSLA 2014). The integers are exact on every machine; what passes through
-/// logarithms is as exact as the platform's.
+/// by splitmix64 (Steele, Lea, Flood, OOPSLA 2014). Integers are exact on every machine; values computed with
+/// logarithms are as exact as the platform's.
 #[derive(Clone, Debug)]
 pub struct Random {
     state: [u64; 4],
 }
 
 impl Random {
-    /// Of one seed, streams with different numbers are independent.
+    /// Streams of one seed with different numbers are independent.
     pub fn new(seed: u64, stream: u64) -> Random {
         let mut at = seed ^ split_mix(stream.wrapping_mul(0xd129_0d3f_2a5b_8e47).wrapping_add(1));
         let state = [(); 4].map(|()| {
@@ -38,7 +38,7 @@ impl Random {
     }
 
     /// Uniform in 0..n, without bias (Lemire, "Fast Random Integer Generation in an Interval", ACM TOMACS 29(1),
-    /// 2019). 0 for n = 0.
+    /// 2019). Returns 0 for n = 0.
     pub fn below(&mut self, n: u64) -> u64 {
         let reject_below = n.wrapping_neg().checked_rem(n).unwrap_or(0);
         loop {
@@ -60,8 +60,8 @@ impl Random {
         radius * (2.0 * std::f64::consts::PI * self.unit()).cos()
     }
 
-    /// Gamma with this shape and mean equal to it (Marsaglia and Tsang, "A Simple Method for Generating Gamma
-    /// Variables", ACM TOMS 26(3), 2000). The shape is above 0.
+    /// Gamma with this shape and a mean equal to the shape (Marsaglia and Tsang, "A Simple Method for Generating Gamma
+    /// Variables", ACM TOMS 26(3), 2000). The shape must be above 0.
     pub fn gamma(&mut self, shape: f64) -> f64 {
         if shape < 1.0 {
             let smaller = (1.0 - self.unit()).powf(1.0 / shape);
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
     use crate::statistics::{mean, variance};
 
-    /// The first outputs of the authors' C program from the state 1, 2, 3, 4.
+    /// The first outputs of the authors' C program from state 1, 2, 3, 4.
     #[test]
     fn as_the_authors_have_it() {
         let mut random = Random { state: [1, 2, 3, 4] };

@@ -1,15 +1,15 @@
-//! Distributions as text: `kind:name=value,name=value`, as flags and configuration give them.
+//! Distributions as text, `kind:name=value,name=value`, for flags and configuration.
 //!
-//! Every value has a name, so that nobody has to remember an order; a name that the kind does not read is an error, and
-//! so is one that is missing. What is written by `Display` is read back as it was.
+//! Every value is named, so no order needs to be remembered. Unknown and missing names are errors. The output of
+//! `Display` is parsed back to the same value.
 use super::{Agents, Arrivals, BadParameter, Chats, Contents, Lengths, Prefixes};
 use std::fmt;
 use std::str::FromStr;
 
-/// Where a description does not say: fine enough for blocks of any power of two.
+/// Default if a description does not specify it. Fine enough for blocks of any power of two.
 const TOKENS_PER_ID: u32 = 16;
 
-/// A text that describes no distribution.
+/// A text that does not describe a distribution.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum BadSpec {
     #[error("there are no {what} `{found}`: take one of {known}")]
@@ -26,7 +26,7 @@ pub enum BadSpec {
     BadParameter(#[from] BadParameter),
 }
 
-/// Kinds and how each is written in full.
+/// Each kind with a complete example.
 type Kinds = &'static [(&'static str, &'static str)];
 
 const ARRIVALS: Kinds = &[
@@ -53,11 +53,11 @@ const CONTENTS: Kinds = &[
     ("agents", "agents:fan_out=3,depth=2,system_tokens=64,tokens_per_id=16"),
 ];
 
-/// A text taken apart.
+/// A parsed text.
 struct Spec<'a> {
     kind: &'a str,
     example: &'static str,
-    /// What was not asked for yet.
+    /// Values not taken yet.
     values: Vec<(&'a str, &'a str)>,
 }
 
@@ -88,7 +88,7 @@ impl<'a> Spec<'a> {
         Ok(Spec { kind, example, values })
     }
 
-    /// Takes the value of `name`; given twice, the last one.
+    /// Takes the value of `name`. If it is given twice, the last one counts.
     fn take<T: FromStr>(&mut self, name: &'static str, expected: &'static str) -> Result<T, BadSpec> {
         let Some(value) = self.values.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| *value) else {
             return Err(BadSpec::Missing { kind: self.kind.into(), name, example: self.example });
@@ -109,7 +109,7 @@ impl<'a> Spec<'a> {
         self.take(name, "a whole number from 0 to 4294967295")
     }
 
-    /// All values must have been taken.
+    /// Returns an error if a value was not taken.
     fn end(self) -> Result<(), BadSpec> {
         match self.values.first() {
             None => Ok(()),

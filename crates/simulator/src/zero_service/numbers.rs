@@ -4,28 +4,28 @@ use crate::request::{PromptContent, Request};
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// No block has this number.
+/// A value that no block number takes.
 const NONE: u32 = u32::MAX;
 
-/// Hands out 0, 1, 2, … in the order of first use. Every map is looked up, never walked.
+/// Assigns 0, 1, 2, … in order of first use. The maps are used for lookups only and never iterated.
 ///
-/// An id is hashed once per request that has it, however many blocks it is cut into.
+/// An id is hashed once per request that contains it, no matter how many blocks it is cut into.
 pub(super) struct Numbers {
     block_tokens: u32,
     next: u32,
     salts: HashMap<String, u32>,
-    /// (salt, id) to where the numbers of its blocks begin.
+    /// (salt, id) → start of its block numbers in `of_ids`.
     ids: HashMap<(u32, u64), usize, BuildHasherDefault<Mix>>,
-    /// For each id one number per block of it, [`NONE`] for blocks not met yet.
+    /// For each id, one number per block; [`NONE`] for blocks not seen yet.
     of_ids: Vec<u32>,
     tokens: HashMap<TokenBlock, u32>,
 }
 
-/// Salt, number of the block before, tokens.
+/// Salt, number of the previous block, tokens.
 type TokenBlock = (u32, Option<u32>, Box<[u32]>);
 
 impl Numbers {
-    /// For blocks of `block_tokens`, at least 1.
+    /// Creates a numbering for blocks of `block_tokens`, at least 1.
     pub fn new(block_tokens: u32) -> Numbers {
         Numbers {
             block_tokens,
@@ -37,12 +37,12 @@ impl Numbers {
         }
     }
 
-    /// Numbers handed out.
+    /// How many numbers were assigned.
     pub fn distinct(&self) -> u32 {
         self.next
     }
 
-    /// Appends the numbers of the blocks of a prompt.
+    /// Appends the block numbers of a prompt.
     pub fn append(&mut self, request: &Request, blocks: &mut Vec<u32>) -> Result<(), NoBlocks> {
         let salt = match self.salts.get(request.salt()) {
             Some(salt) => *salt,
@@ -91,7 +91,7 @@ impl Numbers {
                 self.append_id((salt, *id), per_id, here, blocks)?;
             }
         } else if block_tokens.is_multiple_of(tokens_per_id) {
-            // A block is known by its last id, which stands for all before it.
+            // A block is identified by its last id, which stands for all tokens before it.
             for group in ids.chunks((block_tokens / tokens_per_id) as usize) {
                 self.append_id((salt, group[group.len() - 1]), 1, 1, blocks)?;
             }
@@ -101,7 +101,7 @@ impl Numbers {
         Ok(())
     }
 
-    /// The first `n` of the `per_id` blocks that an id is cut into.
+    /// Appends the first `n` of the `per_id` blocks of an id.
     fn append_id(
         &mut self,
         id: (u32, u64),
@@ -123,7 +123,7 @@ impl Numbers {
         Ok(())
     }
 
-    /// `number` is in use from now on.
+    /// Marks `number` as in use.
     fn count(&mut self, number: u32) -> Result<(), NoBlocks> {
         if number == self.next {
             self.next = self.next.checked_add(1).filter(|n| *n < NONE).ok_or(NoBlocks::TooMany)?;
@@ -132,8 +132,8 @@ impl Numbers {
     }
 }
 
-/// The finaliser of splitmix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014):
-/// it spreads the small successive numbers that ids are.
+/// The finaliser of splitmix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014). It
+/// spreads ids, which are small successive numbers.
 #[derive(Default)]
 struct Mix(u64);
 

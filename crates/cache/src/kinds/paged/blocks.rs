@@ -1,32 +1,32 @@
-//! The blocks of one paged cell space: how many sequences hold each, and which of them the prefix index knows.
+//! The blocks of one paged cell space: the ref_count of each block, and which blocks the prefix index caches.
 //!
-//! A block is *held* by sequences, or *idle*: indexed and held by nobody, so that an eviction may take it, or *free*.
+//! A block is *held* (used by at least one sequence), *idle* (cached, used by no sequence, evictable), or *free*.
 use crate::kinds::free_set::FreeSet;
 use crate::plan::{GroupPlan, grown};
 
-/// No block, and no node of an index.
+/// Stands for "no block" and "no index node".
 pub(crate) const NONE: u32 = u32::MAX;
 
 #[derive(Clone, Copy)]
 struct Block {
     holders: u32,
-    /// Of the prefix index; [`NONE`] while it does not know the block.
+    /// Node in the prefix index; [`NONE`] while the block is not cached.
     node: u32,
 }
 
-/// 8 bytes per block and a little over one bit, for the blocks that were ever reached.
+/// 8 bytes per block and a little over one bit, for blocks up to the highest one ever used.
 pub(super) struct Blocks {
     capacity: u32,
-    list: Vec<Block>, // the first blocks; all behind them are free
+    list: Vec<Block>, // the first blocks; all later ones are free
     free: FreeSet,    // of the first blocks
     n_used: u32,
     n_idle: u32,
     high_water: u32,
-    /// Blocks that lost their last holder and are indexed, since the index last asked.
+    /// Cached blocks that lost their last holder since the index last asked.
     fell_idle: Vec<u32>,
 }
 
-/// What became of a block that was let go.
+/// The state of a block after a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LetGo {
     Held,
@@ -65,7 +65,8 @@ impl Blocks {
     pub fn node(&self, block: u32) -> u32 {
         self.list.get(block as usize).map_or(NONE, |b| b.node)
     }
-    /// May its only holder not write to it? Another sequence reads it, or the index may show it to one.
+    /// True if even its only holder may not write to the block: another sequence reads it, or it is cached and a hit
+    /// may show it to one.
     pub fn is_shared(&self, block: u32) -> bool {
         let b = self.list[block as usize];
         b.holders > 1 || b.node != NONE
@@ -83,8 +84,9 @@ impl Blocks {
         free && !plan.claimed(block)
     }
 
-    /// A free block that `plan` has not claimed: the one behind `tail`, so that sequences lie in long runs, or the
-    /// lowest. `from` is where the search for the lowest goes on. The caller has counted that there is one.
+    /// Finds a free block that `plan` has not claimed: the one after `tail` if possible, so that sequences lie in
+    /// long runs, or else the lowest. The search for the lowest continues at `from`. The caller has checked that a
+    /// free block exists.
     pub fn find(&self, tail: Option<u32>, from: &mut u32, plan: &GroupPlan) -> u32 {
         if let Some(next) = tail.and_then(|tail| tail.checked_add(1))
             && self.is_open(next, plan)
@@ -107,7 +109,7 @@ impl Blocks {
         }
     }
 
-    /// A free block gets its first holder.
+    /// Gives a free block its first holder.
     pub fn take(&mut self, block: u32) {
         if block as usize >= self.list.len() {
             let before = self.list.len() as u32;
@@ -122,7 +124,7 @@ impl Blocks {
         self.high_water = self.high_water.max(block + 1);
     }
 
-    /// One more holder of a block in use; was it idle before?
+    /// Adds a holder to a block in use. Returns whether the block was idle before.
     pub fn hold(&mut self, block: u32) -> bool {
         let b = &mut self.list[block as usize];
         b.holders += 1;
@@ -132,7 +134,7 @@ impl Blocks {
         was_idle
     }
 
-    /// One holder less.
+    /// Removes a holder.
     pub fn release(&mut self, block: u32) -> LetGo {
         let b = &mut self.list[block as usize];
         assert!(b.holders > 0, "block {block} is released more often than it was held");
@@ -149,14 +151,14 @@ impl Blocks {
         LetGo::Freed
     }
 
-    /// The index knows a held block as `node` from now on.
+    /// Marks a held block as cached, under `node`.
     pub fn index(&mut self, block: u32, node: u32) {
         let b = &mut self.list[block as usize];
         assert!(b.holders > 0 && b.node == NONE, "block {block} is indexed twice, or free");
         b.node = node;
     }
 
-    /// The index forgets `block`; is it free now?
+    /// Drops `block` from the index. Returns whether it is free now.
     pub fn unindex(&mut self, block: u32) -> bool {
         let b = &mut self.list[block as usize];
         assert!(b.node != NONE, "block {block} is not indexed");
@@ -169,7 +171,7 @@ impl Blocks {
         idle
     }
 
-    /// Blocks that fell idle, to be told to the index. Some may be held again by now.
+    /// Blocks that became idle and that the index has not seen yet. Some may be held again by now.
     pub fn fell_idle(&mut self) -> &mut Vec<u32> {
         &mut self.fell_idle
     }
@@ -186,7 +188,7 @@ impl Blocks {
         }
     }
 
-    /// Nobody holds anything, and no index knows any block.
+    /// Frees every block.
     pub fn clear(&mut self) {
         self.list.fill(Block { holders: 0, node: NONE });
         self.free.extend(0..self.list.len() as u32);

@@ -1,10 +1,10 @@
-//! Two counts that an index keeps beside its tree.
+//! Two counters that an index keeps next to its tree.
 use crate::prefix::tree::Node;
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 
-/// Under how many salts some prompt begins with a block, by the hash of its key: so that an explanation need not ask
-/// every salt. A wrong answer is one in 2^64, and a word in an explanation.
+/// For each block that begins a prompt, by the hash of its key: under how many salts it does. An explanation then
+/// need not search every salt. One answer in 2^64 is wrong, and it only affects an explanation.
 #[derive(Default)]
 pub(super) struct Beginnings {
     hasher: RandomState,
@@ -29,7 +29,7 @@ impl Beginnings {
     }
 }
 
-/// How many sequences stand at each node.
+/// For each node, the number of sequences whose deepest node it is.
 #[derive(Default)]
 pub(super) struct Standing(Vec<u32>);
 

@@ -1,4 +1,4 @@
-//! Why a prompt was not found further.
+//! Explains why a prefix hit is no longer.
 use super::{Index, Walk};
 use crate::kind::Kind;
 use crate::kinds::NONE;

@@ -1,4 +1,4 @@
-//! What goes, and when: ranks of idle blocks, eviction, and what an eviction leaves behind.
+//! Eviction: ranks of idle blocks, evicting them, and cleaning up the index.
 use super::{Index, paged, paged_mut};
 use crate::events::{Change, Reason};
 use crate::evict::Rank;
@@ -9,7 +9,8 @@ use crate::prefix::tree::Node;
 use crate::prefix::{Moment, PrefixEvent};
 
 impl Index {
-    /// Sequences have let go of blocks since the last time: rank them, and offer the evictable ones.
+    /// Handles the blocks that became idle since the last call: ranks them and makes the evictable ones available to
+    /// eviction.
     pub fn settle(&mut self, groups: &mut [Box<dyn Kind>]) {
         for (g, kind) in groups.iter_mut().enumerate() {
             let paged = paged_mut(kind);
@@ -36,7 +37,8 @@ impl Index {
         }
     }
 
-    /// Evict until `n_tokens` cells are free in every group, or nothing idle is left; how many blocks went.
+    /// Evicts until `n_tokens` cells are free in every group or nothing is left to evict. Returns the number of
+    /// evicted blocks.
     pub fn make_room(&mut self, groups: &mut [Box<dyn Kind>], n_tokens: u32, at: Moment) -> u32 {
         self.moment = at;
         let before = self.n_evicted;
@@ -61,13 +63,13 @@ impl Index {
         (self.n_evicted - before) as u32
     }
 
-    /// Idle blocks of a full group when none of them is a leaf: those with nothing idle below them, in the order in
-    /// which they go, the first one last. Everything below them is held, by a sequence that has copies of its own of
-    /// them: it was forked before its like stored what both had computed, and the index knew the first blocks already
-    /// from elsewhere.
+    /// Evictable blocks of a full-attention group in which no idle block is a leaf: the idle blocks with no idle
+    /// block below them, in reverse eviction order, so that the last one is evicted first. All blocks below them are
+    /// held by a sequence with its own copies. This happens when a sequence is forked before its sibling stores what
+    /// both had computed, and the index already cached the first blocks from elsewhere.
     ///
-    /// It walks the index, O(nodes), and gives all that can go, so that a call of `make_room` walks as often as there
-    /// are such blocks above each other, and not once for each. Nobody who never forks pays.
+    /// Walks the index in O(nodes) and returns all candidates at once. One call of `make_room` therefore walks once
+    /// per level of such blocks, not once per block. Without forks it never runs.
     fn orphans(&self, groups: &[Box<dyn Kind>], g: usize) -> Vec<u32> {
         let (paged, group) = (paged(&*groups[g]), &self.groups[g]);
         let (Some(evict), true) = (&group.evict, paged.n_idle() > 0) else { return Vec::new() };
@@ -85,8 +87,8 @@ impl Index {
         lowest
     }
 
-    /// `node` and all below it go from every group: nothing below a node can be hit without it. Blocks that a sequence
-    /// holds are its own from now on.
+    /// Drops `node` and all nodes below it from every group: nothing below a node can be hit without it. Blocks that
+    /// a sequence uses stay with the sequence, uncached.
     fn forget_below(&mut self, groups: &mut [Box<dyn Kind>], node: Node) {
         if self.tree.is_leaf(node) {
             (0..groups.len()).for_each(|g| self.forget(groups, g, node));
@@ -104,7 +106,7 @@ impl Index {
         }
     }
 
-    /// One group loses its block of `node`.
+    /// Drops the block of `node` from one group.
     fn forget(&mut self, groups: &mut [Box<dyn Kind>], g: usize, node: Node) {
         let group = &mut self.groups[g];
         let block = group.block(node);
@@ -128,7 +130,8 @@ impl Index {
         }
     }
 
-    /// Remove `node` if nothing is left of it, and then its parents likewise; offer the parent that has become a leaf.
+    /// Removes `node` if no group has a block for it, then its ancestors likewise. The first ancestor that keeps a
+    /// block and is now a leaf becomes evictable.
     pub(super) fn prune(&mut self, groups: &[Box<dyn Kind>], mut node: Node) {
         while self.tree.is_leaf(node) {
             let is_empty = self.groups.iter().all(|group| group.block(node) == NONE);
@@ -149,7 +152,8 @@ impl Index {
                 }
                 return;
             }
-            // Where all groups have windows, a sequence may stand where nothing is left; `set_leaf` comes back.
+            // If all groups have windows, a sequence can be at a node that has no blocks left. `set_leaf` prunes it
+            // later.
             if self.standing.any(node) {
                 return;
             }
@@ -162,7 +166,8 @@ impl Index {
         }
     }
 
-    /// Salts are the users' words: one that no sequence and no block needs goes, or they would fill the memory.
+    /// Removes a salt that no sequence and no block needs. Users choose salts, so keeping them all would fill the
+    /// memory.
     pub(super) fn drop_root(&mut self, root: Node) {
         if self.tree.is_leaf(root) && self.roots.get(&root).is_some_and(|(_, n)| *n == 0) {
             let (salt, _) = self.roots.remove(&root).expect("it was there");

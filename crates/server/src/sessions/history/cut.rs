@@ -1,20 +1,20 @@
-//! Where a history is cut, and what is left of it.
+//! Truncating a history.
 use super::{History, Message, Place, Scribe};
 use crate::error::ApiError;
 use std::sync::Arc;
 
-/// Where a history is cut.
+/// A position at which a history is truncated.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Cut {
-    /// This many tokens stay.
+    /// Keep this many tokens.
     Token(usize),
-    /// This many messages stay.
+    /// Keep this many messages.
     Message(usize),
 }
 
 impl History {
-    /// Up to the cut. A cut inside an answer leaves it open; inside any other message, what stands before the cut is a
-    /// beginning of a message that is none yet.
+    /// The history up to the cut. A cut inside an answer leaves the answer open. After a cut inside any other
+    /// message, the rest of that message becomes the tail and is no longer a message.
     pub fn cut(&self, scribe: &impl Scribe, cut: Cut, param: &str) -> Result<Self, ApiError> {
         let n_tokens = self.tokens.len();
         let token = match cut {
@@ -64,7 +64,8 @@ impl History {
         Ok(history)
     }
 
-    /// The token at which message `at` begins; behind the last one, the end.
+    /// Index of the first token of message `at`. With `at` equal to the number of messages, the end of the last
+    /// message.
     fn begin_of(&self, at: usize, param: &str) -> Result<usize, ApiError> {
         let Some(said) = &self.said else {
             return Err(ApiError::invalid(param, "this session has no messages: cut it at a token"));
@@ -84,9 +85,10 @@ impl History {
         }
     }
 
-    /// Make `text` of what stands behind token `from`, of which it is a beginning.
+    /// Shortens the tokens from `from` on so that their text is `text`, which must be a prefix of their current
+    /// text.
     pub(super) fn shorten(&mut self, scribe: &impl Scribe, from: usize, text: &str) -> Result<(), ApiError> {
-        // As it was said: behind what stands before it, or SentencePiece would take its first blank.
+        // Decode with the preceding tokens as context; by themselves, SentencePiece would drop the first space.
         let context = scribe.context(&self.tokens[..from]);
         let before = scribe.decode(&self.tokens[context..from])?;
         let said = |to: usize| {
@@ -96,8 +98,8 @@ impl History {
                 false => scribe.decode(&self.tokens[from..to]),
             }
         };
-        // The most tokens whose text is a beginning of it: it grows with the tokens, but for its end, which may be half a
-        // character.
+        // Binary search for the most tokens whose text is a prefix of `text`. The text grows with the tokens,
+        // except for its end, which may be an incomplete character.
         let (mut fits, mut too_many) = (from, self.tokens.len() + 1);
         while fits + 1 < too_many {
             let middle = fits + (too_many - fits) / 2;
@@ -112,7 +114,7 @@ impl History {
             shown = said(fits)?;
         }
         let rest = text.strip_prefix(&shown).filter(|rest| !rest.is_empty());
-        // It may fail, and then nothing has been changed.
+        // Encode first: it may fail, and then the history must be unchanged.
         let rest = rest.map(|rest| scribe.encode(rest, false)).transpose()?;
         let tokens = Arc::make_mut(&mut self.tokens);
         tokens.truncate(fits);

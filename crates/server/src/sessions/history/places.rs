@@ -1,49 +1,52 @@
-//! Where in a conversation's text its messages begin.
+//! Finds the byte at which each message of a rendered conversation begins.
 //!
-//! A message begins where the template's text of those before it ends, if the text of all goes on from there. Asking the
-//! template about each takes time by the square of their number, so beyond [`MAX_ASKED`] it is asked about some: the text
-//! is rendered once with a mark inside every message, which tells where their contents are; then what the template writes
-//! behind a content is learned from the first and the last pair of messages of the same shape (roles, names of fields), and
-//! from one with blanks at the end of its content and one without, and believed of the others where the text has it. Where
-//! the template says different things about those, or takes the marks amiss, the others have no place. Messages that
-//! show no content, or not all of it, are asked about while there are renderings left.
+//! A message begins where the rendering of the messages before it ends, if that rendering is a prefix of the
+//! whole text. Rendering every prefix takes quadratic time, so for more than [`MAX_ASKED`] messages only some
+//! prefixes are rendered. Instead, the conversation is rendered once with a mark inside every message, which
+//! shows where the contents end. Pairs of adjacent messages are grouped by shape (roles and field names). For
+//! each group, the text that the template writes after a content is learned from the first and the last pair,
+//! and from one pair whose content ends in whitespace and one whose content does not. The other pairs of the
+//! group use that text if it matches theirs. If the template writes different text for these samples, or does
+//! not reproduce the marks, the other messages of the group have no known position. Messages whose content is
+//! not shown, or only partly, are rendered individually while the limit permits.
 //!
-//! It costs [`MAX_ASKED`] + 1 renderings at most, of any number of messages.
+//! This takes at most [`MAX_ASKED`] + 1 renderings for any number of messages.
 use super::Scribe;
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Places that the template is asked about, each a rendering.
+/// Maximum number of prefixes to render.
 pub(super) const MAX_ASKED: usize = 16;
 
-/// Marks are of a private use area, one for each message.
+/// Characters of a private use area; one mark per message.
 const MARKS: Range<u32> = 0xF0000..0xFFFFE;
 
-/// Where a content ends: without the blanks at its end, which templates may leave out, and with them where they stand.
+/// The bytes where a content ends: without trailing whitespace (`BARE`), which templates may drop, and with it
+/// if the text has it (`KEPT`).
 type End = [usize; 2];
 const BARE: usize = 0;
 const KEPT: usize = 1;
 
-/// A conversation, and its text.
+/// A conversation and its rendered text.
 pub(super) struct Rendered<'a, S> {
     pub scribe: &'a S,
     pub bodies: &'a [Value],
     pub kwargs: &'a Map<String, Value>,
-    /// With the beginning of an answer behind it.
+    /// True if the text ends with the beginning of an answer.
     pub answer: bool,
     pub text: &'a str,
 }
 
 impl<S: Scribe> Rendered<'_, S> {
-    /// The bytes at which these messages begin, in order; where the text shows it. The message behind the last is the
-    /// answer. None begins before byte `from`.
+    /// The bytes at which the `wanted` messages begin, in order; `None` if unknown. The index after the last
+    /// message stands for the answer. No message begins before byte `from`.
     pub fn begins(&self, wanted: Range<usize>, from: usize) -> Vec<Option<usize>> {
         let mut found = match wanted.len() <= MAX_ASKED {
             true => wanted.map(|at| self.ask(at)).collect(),
             false => self.learn(wanted),
         };
-        // In order, or they are none.
+        // Drop positions that are not in order.
         let mut last = from;
         for place in &mut found {
             *place = place.filter(|byte| *byte >= last);
@@ -64,7 +67,7 @@ impl<S: Scribe> Rendered<'_, S> {
         let mut found = vec![None; wanted.len()];
         let ends = self.ends(wanted.start.saturating_sub(1)).unwrap_or_default();
         let ends = |at: usize| at.checked_sub(1).and_then(|before| *ends.get(before)?);
-        // In the order in which they come first.
+        // Groups in order of first appearance.
         let mut kinds: Vec<Vec<usize>> = Vec::new();
         let mut known: BTreeMap<(String, Option<String>), usize> = BTreeMap::new();
         let mut alone = Vec::new();
@@ -98,7 +101,8 @@ impl<S: Scribe> Rendered<'_, S> {
             for at in &asked {
                 found[at - wanted.start] = self.ask(*at);
             }
-            // What stands behind each, blanks at the end of contents being kept, or not: if it is the same.
+            // The text between the end of the content and the next message, if it is the same for all samples.
+            // `way` selects [`BARE`] or [`KEPT`].
             let closing = |way: usize| {
                 let behind = |at: &usize| self.text.get(ends(*at)?[way]..found[at - wanted.start]?);
                 let mut all = asked.iter().map(behind);
@@ -120,8 +124,8 @@ impl<S: Scribe> Rendered<'_, S> {
         found
     }
 
-    /// For messages from `from` on, where in the text their content ends; of those before, nothing. `None` if the template
-    /// does not take marks for a part of what is said.
+    /// The ends of the contents in the text for messages from `from` on, `None` for those before. Returns
+    /// `None` if the template does not reproduce the marks as part of the content.
     fn ends(&self, from: usize) -> Option<Vec<Option<End>>> {
         let is_mark = |c: &char| MARKS.contains(&u32::from(*c));
         if self.text.chars().any(|c| is_mark(&c)) || self.bodies.len() > MARKS.len() {
@@ -146,14 +150,15 @@ impl<S: Scribe> Rendered<'_, S> {
                 rest = rest.strip_prefix(c)?;
                 continue;
             }
-            // It stands before the last character.
+            // The mark stands before the last character of the content.
             let end = self.text.len() - rest.len() + rest.chars().next().map_or(0, char::len_utf8);
             let message = (u32::from(c) - MARKS.start) as usize;
             let content = contents.get(message)?;
             let words = content.trim_end();
             let blanks = &content[words.len()..];
             let kept = self.text[end..].starts_with(blanks).then_some(end + blanks.len());
-            // One of which the template left something out, as of what was thought, may end in a way of its own.
+            // Skip contents that the template shortens, e.g. by removing reasoning; their ends may differ from
+            // the rest of the group.
             let is_whole = self.text[..end].ends_with(words.trim_start());
             if ends[message].replace([end, kept.unwrap_or(end)]).is_some() || !is_whole {
                 odd.push(message);
@@ -164,7 +169,7 @@ impl<S: Scribe> Rendered<'_, S> {
     }
 }
 
-/// What a message ends with, if it is a text.
+/// The last text of a message's content.
 fn said(body: &mut Value) -> Option<&mut String> {
     let content = body.get_mut("content")?;
     let content = match content {
@@ -177,7 +182,7 @@ fn said(body: &mut Value) -> Option<&mut String> {
     }
 }
 
-/// What templates ask of a message before they write it.
+/// The properties of a message that a template usually looks at: its role and field names.
 fn shape(body: &Value) -> String {
     let mut names: Vec<&str> =
         body.as_object().into_iter().flatten().map(|(name, _)| name.as_str()).collect();

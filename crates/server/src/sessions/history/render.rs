@@ -1,4 +1,4 @@
-//! Messages into text and tokens, behind what is there.
+//! Renders new messages and appends their tokens to a history.
 use super::places::Rendered;
 use super::{History, Message, Place, Said};
 use crate::error::ApiError;
@@ -9,37 +9,37 @@ use kvist_model::tokenizer::Ends;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
-/// Turns messages into text, and text into tokens and back.
+/// Renders messages to text, and converts text to tokens and back.
 pub(crate) trait Scribe {
-    /// Everything that is said; with `answer`, up to where the assistant's answer begins.
+    /// Renders all messages; with `answer`, followed by the beginning of an assistant message.
     fn render(
         &self,
         messages: &[Value],
         kwargs: &Map<String, Value>,
         answer: bool,
     ) -> Result<String, ApiError>;
-    /// Tokens of rendered text, and where they end; `first`: nothing stands before it. Refused, before it costs much, if
-    /// no tokens of that many bytes fit.
+    /// Tokens of rendered text, with their end positions. `first`: the text is the start of the history. Fails
+    /// early if a text of this length cannot fit.
     fn encode_rendered(&self, text: &str, first: bool) -> Result<Ends, ApiError>;
-    /// Tokens of a text by itself; `first`: nothing stands before it.
+    /// Tokens of plain text. `first`: the text is the start of the history.
     fn encode(&self, text: &str, first: bool) -> Result<Vec<u32>, ApiError>;
     fn decode(&self, tokens: &[u32]) -> Result<String, ApiError>;
-    /// Where in these tokens the end begins on which the text of what follows them may depend.
+    /// Start index of the suffix of `tokens` that can affect how following tokens are decoded.
     fn context(&self, tokens: &[u32]) -> usize {
         let _ = tokens;
         0
     }
-    /// The content of a message whose answer is this text.
+    /// The message content for this answer text.
     fn content(&self, answer: &str) -> String;
-    /// The message whose answer is this text, whole or not.
+    /// The assistant message for this answer text, complete or not.
     fn message(&self, answer: &str) -> Value {
         json!({"role": "assistant", "content": self.content(answer)})
     }
-    /// Tokens that a history may have.
+    /// Maximum number of tokens of a history.
     fn room(&self) -> usize;
 }
 
-/// Refused if a history of `n` tokens has no room.
+/// Fails if a history of `n` tokens is too long.
 pub(crate) fn admit(scribe: &impl Scribe, n: usize, param: &str) -> Result<(), ApiError> {
     let room = scribe.room();
     if n > room {
@@ -51,12 +51,12 @@ pub(crate) fn admit(scribe: &impl Scribe, n: usize, param: &str) -> Result<(), A
 }
 
 impl History {
-    /// With the messages behind it.
+    /// Appends messages.
     pub fn with_messages(&self, scribe: &impl Scribe, new: &[Value]) -> Result<Self, ApiError> {
         self.rendered(scribe, new, false)
     }
 
-    /// With the beginning of the assistant's next answer behind it: an open message.
+    /// Appends the beginning of the assistant's next answer as an open message.
     pub fn with_answer(&self, scribe: &impl Scribe) -> Result<Self, ApiError> {
         self.rendered(scribe, &[], true)
     }
@@ -81,16 +81,16 @@ impl History {
         let added = scribe.encode_rendered(&full[before..], before == 0)?;
         let mut tokens = if stays { self.tokens.to_vec() } else { Vec::new() };
         let base = tokens.len();
-        // Before places are looked for, which costs more.
+        // Check this before the messages are located, which costs more.
         admit(scribe, base + added.tokens.len(), param)?;
         tokens.extend(&added.tokens);
-        // Where the messages begin that have no place yet; behind the last one, the answer.
+        // The messages without a known position, and the answer after them.
         let wanted = known..bodies.len() + usize::from(answer);
         let rendered = Rendered { scribe, bodies: &bodies, kwargs: &said.kwargs, answer, text: &full };
         let bytes = rendered.begins(wanted, before);
-        // Renderings that were ended tell no places.
+        // Renderings that were cancelled return no positions.
         halt::check().map_err(|_| halted())?;
-        // Where a token reaches over a cut, the cut is before it.
+        // If a token spans a boundary, the boundary is placed before that token.
         let at = added.before(bytes.iter().flatten().map(|byte| byte - before));
         let mut at = at.into_iter();
         let mut places = bytes.into_iter().map(|byte| {
@@ -102,7 +102,7 @@ impl History {
             messages.push(Message { body, shown: None, begins: places.next().flatten(), content: None });
         }
         if stays {
-            // What was open is closed by the template.
+            // The template has closed open answers.
             for message in &mut messages[..known] {
                 if let Some((_, ends @ None)) = &mut message.content {
                     *ends = Some(self.tokens.len());

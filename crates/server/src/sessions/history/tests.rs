@@ -1,9 +1,9 @@
-//! Histories against what the template itself makes of their messages.
+//! Tests histories against what the template renders.
 use super::*;
 use kvist_model::tokenizer::Ends;
 
-/// ChatML over bytes: a token for each, and one for each mark. With `forgets`, what the assistant thought earlier is
-/// left out once somebody else has spoken, as templates of thinking models do.
+/// ChatML with one token per byte and one per mark. With `forgets`, reasoning in earlier answers is removed
+/// once another message follows, as templates of reasoning models do.
 struct Bytes {
     forgets: bool,
 }
@@ -61,8 +61,9 @@ fn bodies(history: &History) -> Vec<Value> {
     history.messages().unwrap().into_iter().map(|m| m["message"].clone()).collect()
 }
 
-/// Tokens are always those of the template's text, whatever was said, cut and gone on with; a cut at a message is the
-/// history before it; a cut inside an answer leaves its beginning.
+/// The tokens always equal those of the rendered text, after any sequence of appends, cuts and continuations. A
+/// cut at a message gives the history before that message; a cut inside an answer keeps the beginning of the
+/// answer.
 #[test]
 fn histories_and_the_template_itself() {
     let scribe = Bytes { forgets: false };
@@ -80,11 +81,11 @@ fn histories_and_the_template_itself() {
         assert!(history.is_open());
         let from = history.tokens.len();
         Arc::make_mut(&mut history.tokens).extend(scribe.encode("yes, no", false).unwrap());
-        // Cut while it is open, as a fork of a running session is.
+        // Cut while the answer is open, as a fork of a running session does.
         let part = history.cut(&scribe, Cut::Token(from + 3), "at").unwrap();
         assert_eq!(bodies(&part).last(), Some(&message("assistant", "yes")));
         assert!(part.is_open());
-        // The model's word for the end is the template's to write.
+        // The end token is not kept; the template writes it.
         Arc::make_mut(&mut history.tokens).push(257);
         history.end_answer(&scribe, from, true, None).unwrap();
         said.push(message("assistant", "yes, no"));
@@ -115,7 +116,7 @@ fn histories_and_the_template_itself() {
     assert!(history.cut(&scribe, Cut::Message(said.len() + 1), "to").is_err());
 }
 
-/// A template that rewrites what was said is followed, and it shows.
+/// A template that rewrites earlier messages rewrites the history, and `in_common` shows it.
 #[test]
 fn templates_that_forget_rewrite() {
     let scribe = Bytes { forgets: true };
@@ -139,8 +140,9 @@ fn a_stop_string_is_cut_out_of_a_token() {
     assert_eq!(scribe.decode(&history.tokens).unwrap(), "ab: one");
 }
 
-/// A token of several letters, of which a stop string leaves the first. The tokens were cut before their rest was
-/// tokenized, so that an answer was shorter than what its client had heard.
+/// A stop string leaves the first letter of a token with several letters. Regression: the tokens were truncated
+/// before the remainder was tokenized, so after a failure the history was shorter than what the client had
+/// received.
 #[test]
 fn tokens_that_cannot_be_made_anew_stay() {
     struct Pairs(bool);
@@ -157,7 +159,7 @@ fn tokens_that_cannot_be_made_anew_stay() {
                 false => Ok(text.bytes().map(u32::from).collect()),
             }
         }
-        /// From 256 on a token is two letters.
+        /// Tokens from 256 on are two letters.
         fn decode(&self, tokens: &[u32]) -> Result<String, ApiError> {
             let letters = |t: &u32| if *t < 256 { vec![*t as u8] } else { vec![b'a', (t - 256) as u8] };
             Ok(tokens.iter().flat_map(letters).map(char::from).collect())
@@ -177,7 +179,7 @@ fn tokens_that_cannot_be_made_anew_stay() {
     assert_eq!(*history.tokens, [drawn[0], drawn[1], u32::from(b'a')]);
 }
 
-/// What is charged is what is there: of a quota's token at most sixteen bytes, whatever they are.
+/// The charge covers all memory: at most sixteen bytes per token of quota.
 #[test]
 fn what_no_token_shows_counts_too() {
     let scribe = Bytes { forgets: false };
@@ -192,7 +194,7 @@ fn what_no_token_shows_counts_too() {
     assert!(named.charge() as usize * 16 >= 1000 * size_of::<Value>(), "{}", named.charge());
     let grown = named.with_messages(&scribe, &[message("user", "u")]).unwrap();
     assert!(grown.charge() > named.charge(), "they stay counted");
-    // A copy is none until it is changed.
+    // Clones share memory until one of them is changed.
     let copy = grown.clone();
     assert!(Arc::ptr_eq(&copy.tokens, &grown.tokens));
     let (Some(a), Some(b)) = (&copy.said, &grown.said) else { panic!("made of messages") };

@@ -1,5 +1,6 @@
-//! Places against the stupid way to find them: the template is asked about every message, and every beginning of the text
-//! is tokenized. Over templates and tokenizers of real models' kinds, and random conversations.
+//! Tests message positions against a naive reference model, which renders the conversation up to every message
+//! and tokenizes every prefix of the text. Uses templates and tokenizers like those of real models, and random
+//! conversations.
 use super::places::Rendered;
 use super::*;
 use kvist_model::template::{ChatTemplate, Conversation};
@@ -8,9 +9,9 @@ use kvist_model::weights::Gguf;
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
-/// Counts what it is asked.
+/// Counts the calls and bytes of the functions it implements.
 struct Counting<'a> {
-    /// `None`: the plain one.
+    /// `None`: the plain template.
     template: Option<&'a ChatTemplate>,
     tokenizer: &'a Tokenizer,
     room: usize,
@@ -75,7 +76,7 @@ impl Scribe for Counting<'_> {
     }
 }
 
-/// Where messages begin in a text by itself: bytes.
+/// Naive version of the byte positions: renders the conversation up to each message.
 fn stupid_bytes(scribe: &Counting, bodies: &[Value], text: &str, answer: bool) -> Vec<Option<usize>> {
     let mut last = 0;
     let place = |at: usize| {
@@ -90,8 +91,9 @@ fn stupid_bytes(scribe: &Counting, bodies: &[Value], text: &str, answer: bool) -
     (0..bodies.len() + usize::from(answer)).map(place).collect()
 }
 
-/// The same places in tokens: where the parts between cuts have the tokens of the whole, theirs; otherwise what a beginning
-/// of the text has in common with the whole.
+/// Naive version of the token positions. If the parts between the cuts, tokenized separately, have the same
+/// tokens as the whole text, the positions are those of the parts. Otherwise a position is the length of the
+/// common prefix of the tokens of the text before the cut and the tokens of the whole text.
 fn stupid_tokens(scribe: &Counting, text: &str, cuts: &[usize]) -> Vec<usize> {
     let encode = |part: &str, first: bool| scribe.encode_rendered(part, first).unwrap().tokens;
     let whole = encode(text, true);
@@ -133,12 +135,12 @@ const CHATML: &str = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' +
      {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}";
 const INST: &str = "{{ '<s>' }}{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content | trim + '</s>' }}\
      {% else %}{{ '[INST] ' + m.content | trim + ' [/INST]' }}{% endif %}{% endfor %}";
-/// Leaves out what was thought before somebody else spoke, and ends the last message in another way.
+/// Removes reasoning from earlier assistant messages, and ends the last message differently.
 const FORGETS: &str = "{% for m in messages %}{% set c = m.content %}\
      {% if m.role == 'assistant' and '</think>' in c and not loop.last %}{% set c = c.split('</think>')[-1] %}{% endif %}\
      {{ '<' + m.role + '>' + c }}{% if not loop.last or m.role != 'tool' %}{{ '<end>\n' }}{% endif %}{% endfor %}\
      {% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}";
-/// Says the first message twice, and every content in capitals.
+/// Writes the first message twice and all contents in capitals.
 const ODD: &str = "{{ messages[0].content }}{% for m in messages %}{{ m.role + ': ' + m.content | upper + '\n' }}{% endfor %}";
 
 fn templates() -> Vec<(String, Option<ChatTemplate>)> {
@@ -183,7 +185,7 @@ const WORDS: [&str; 14] = [
     "  ",
 ];
 
-/// Messages whose roles take turns, or not.
+/// Messages whose roles alternate, or are random.
 fn conversation(draw: &mut Draw, n: usize) -> Vec<Value> {
     let (wild, odd) = (draw.below(3) == 0, draw.below(3) == 0);
     let one = |at: usize| {
@@ -224,7 +226,8 @@ fn places_and_the_stupid_way_to_find_them() {
             if expected.len() <= places::MAX_ASKED {
                 assert_eq!(found, expected, "{what}");
             }
-            // Turns of two who say something; all pairs of three roles are more than it learns.
+            // Alternating roles with non-empty contents. With three roles there are more kinds of pairs than
+            // the limit permits.
             let is_tame = |m: &Value| {
                 m["role"] != "tool" && m["content"].as_str().unwrap().contains(|c: char| !c.is_whitespace())
             };
@@ -245,8 +248,8 @@ fn places_and_the_stupid_way_to_find_them() {
             for ((cut, quickly), slowly) in cuts.iter().zip(quickly).zip(slowly) {
                 places += 1;
                 if quickly != slowly {
-                    // A token reaches over the cut: then what the beginning of the text has in common with the whole is a
-                    // matter of how it was cut, and the last token that is before the cut whole is as good.
+                    // A token spans the cut. The common prefix then depends on the tokenization of the text
+                    // before the cut; the last token that lies completely before the cut is just as good.
                     let before = scribe.encode_rendered(&text[..*cut], true).unwrap().tokens;
                     assert!(!ends.tokens.starts_with(&before), "{quickly}, {slowly} at byte {cut}: {what}");
                     assert!(slowly < quickly, "{quickly}, {slowly} at byte {cut}: {what}");
@@ -254,7 +257,7 @@ fn places_and_the_stupid_way_to_find_them() {
                 }
             }
         }
-        // All that are to be found are.
+        // All positions that can be found are found.
         let (there, found) = of_tame;
         println!("{name}: {found} of {there}");
         if name != "odd" {
@@ -264,7 +267,8 @@ fn places_and_the_stupid_way_to_find_them() {
     assert!(places > 2000 && missed * 5 < there, "{missed} of {there} missed, {places} in tokens");
 }
 
-/// Work is counted: a number of renderings that does not grow with the number of messages, and every byte tokenized once.
+/// Counts work: the number of renderings does not grow with the number of messages, and every byte is tokenized
+/// once.
 #[test]
 fn placing_takes_time_by_the_length() {
     let (tokenizers, templates) = (tokenizers(), templates());
@@ -286,7 +290,7 @@ fn placing_takes_time_by_the_length() {
                 assert!(bytes <= renders * (length + 5 * n), "{name}: {bytes} bytes of {length}");
                 let placed = there.messages.iter().filter(|m| m.begins.is_some()).count();
                 assert_eq!(placed, n, "{name}: all have their place");
-                // What does not fit costs nothing of this.
+                // A conversation that does not fit is rejected before its messages are located.
                 let narrow = Counting { room: 100, ..Counting::new(template.as_ref(), tokenizer) };
                 let refused = empty.with_messages(&narrow, &said).map(|_| ()).unwrap_err();
                 assert_eq!(refused.code, "context_length_exceeded", "{name}");
@@ -296,8 +300,8 @@ fn placing_takes_time_by_the_length() {
     }
 }
 
-/// A stop string is taken off an answer of any script: the tokens before it stay as they were drawn, which are those that
-/// trying every number of them finds.
+/// Removes a stop string from answers in several scripts. The tokens before it stay as they were sampled; a
+/// linear search over the number of tokens gives the same result.
 #[test]
 fn answers_are_shortened_and_not_cut_anew() {
     let mut draw = Draw(3);
@@ -312,7 +316,7 @@ fn answers_are_shortened_and_not_cut_anew() {
             let mut tokens = prompt.clone();
             tokens.extend(scribe.encode(&words, false).unwrap());
             let from = prompt.len();
-            // As it was said behind the prompt, whose text its own may depend on.
+            // Decode after the prompt, because the text may depend on it.
             let before = scribe.decode(&prompt).unwrap();
             let said = |to: usize| match scribe.decode(&tokens[..to]).unwrap().strip_prefix(&before) {
                 Some(said) => said.to_owned(),

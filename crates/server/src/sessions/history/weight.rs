@@ -1,15 +1,15 @@
-//! What a history counts as against a quota.
+//! What a history counts against a quota.
 use super::{History, Message};
 use serde_json::{Map, Value};
 use std::sync::Arc;
 
-/// What a session counts as, be it empty: it has a name, a salt, and a place in a map.
+/// Minimum charge of a session, even if it is empty: it has a name, a salt, and an entry in a map.
 pub(crate) const MIN_CHARGE: u64 = 16;
 
 impl History {
-    /// What a session of it counts as against a quota: its tokens, or a sixteenth of the bytes that are kept beside
-    /// them, if that is more; at least [`MIN_CHARGE`]. Bytes that clones share count in each of them: any may be the
-    /// last.
+    /// The charge of a session with this history: its number of tokens, or a sixteenth of the bytes stored
+    /// besides the tokens, whichever is larger; at least [`MIN_CHARGE`]. Bytes that clones share are charged to
+    /// each clone, because any of them may be the last owner.
     pub fn charge(&self) -> u64 {
         let bytes = self.said.as_ref().map_or(0, |said| said.bytes);
         (self.tokens.len() as u64).max(bytes as u64 / 16).max(MIN_CHARGE)
@@ -27,7 +27,7 @@ impl History {
     }
 }
 
-/// Bytes that it has on the heap.
+/// Heap bytes of a JSON value.
 pub(crate) fn weight(value: &Value) -> usize {
     match value {
         Value::String(text) => text.len(),
@@ -37,12 +37,12 @@ pub(crate) fn weight(value: &Value) -> usize {
     }
 }
 
-/// Bytes of a field of an object: the pair, its hash, and its place in the table.
+/// Heap bytes of an object's field: the pair, its hash, and its table slot.
 fn entry(name: &str, value: &Value) -> usize {
     size_of::<(String, Value)>() + 2 * size_of::<usize>() + name.len() + weight(value)
 }
 
-/// Bytes that names for a template have in memory.
+/// Heap bytes of template variables.
 pub(crate) fn weight_of_names(names: &Map<String, Value>) -> usize {
     names.iter().map(|(name, value)| entry(name, value)).sum()
 }

@@ -1,13 +1,14 @@
-//! Prompts that are being computed, by salt: those whose first token has not come yet.
+//! Prompts in prefill, by salt: those whose first token has not been generated yet.
 //!
-//! A prompt is compared with those of its own salt alone, and with most of them in one block: to be worth waiting for,
-//! another must have the block behind what was computed already. So branches that have their trunk part at once.
+//! A prompt is only compared with prompts of the same salt, and with most of them only in one block: another
+//! prompt is worth waiting for only if it has the same first block after the part that is already computed. So
+//! branches whose trunk is already computed differ in the first comparison.
 use super::SessionId;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use tokio::sync::watch;
 
-/// A prompt. `done` is dropped when it has been computed or will not be, and receivers that wait hear that.
+/// A prompt in prefill. `done` is dropped when the prefill has ended, which wakes waiting receivers.
 struct Computing {
     prompt: Arc<[u32]>,
     done: watch::Sender<()>,
@@ -16,19 +17,19 @@ struct Computing {
 #[derive(Default)]
 pub(super) struct Ahead {
     by_salt: BTreeMap<Arc<str>, BTreeMap<SessionId, Computing>>,
-    /// Tokens that were compared.
+    /// Number of tokens compared.
     #[cfg(test)]
     n_compared: std::cell::Cell<usize>,
 }
 
 impl Ahead {
-    /// `id` computes it now.
+    /// Registers that `id` is computing `prompt`.
     pub fn begin(&mut self, salt: &Arc<str>, id: SessionId, prompt: Arc<[u32]>) {
         let computing = Computing { prompt, done: watch::Sender::new(()) };
         self.by_salt.entry(salt.clone()).or_default().insert(id, computing);
     }
 
-    /// `id` computes nothing any more, if it did.
+    /// Removes the entry of `id`, if it has one.
     pub fn done(&mut self, salt: &Arc<str>, id: SessionId) {
         let Some(those) = self.by_salt.get_mut(salt) else { return };
         those.remove(&id);
@@ -37,8 +38,9 @@ impl Ahead {
         }
     }
 
-    /// The session that computes most of `prompt`, if that is more than its first `computed` tokens: how many tokens will be
-    /// found, in whole blocks, and a receiver that fails when it is done.
+    /// Finds the session that computes the longest prefix of `prompt`, if it is longer than `computed` tokens.
+    /// Returns the length of that prefix in tokens (whole blocks), and a receiver that fails when the prefill
+    /// has ended.
     pub fn best(
         &self,
         salt: &str,
@@ -55,7 +57,7 @@ impl Ahead {
         best.map(|done| (most, done.subscribe()))
     }
 
-    /// Tokens in whole blocks that both begin with, if that is more than `most`.
+    /// Length in tokens of the common prefix in whole blocks, if it is more than `most`.
     fn found(&self, a: &[u32], b: &[u32], most: usize, block: usize) -> Option<usize> {
         let next = most / block * block;
         let ends = next.checked_add(block)?;
@@ -93,7 +95,7 @@ mod tests {
         }
     }
 
-    /// Token by token, with everybody.
+    /// Naive version: compares with every prompt, token by token.
     fn slowly(
         all: &[(usize, Vec<u32>)],
         salt: usize,
@@ -116,7 +118,7 @@ mod tests {
             let mut draw = Draw(seed);
             let block = [1, 3, 4, 16][draw.below(4)];
             let (mut ahead, mut all) = (Ahead::default(), Vec::new());
-            // Few tokens, so that many beginnings are the same.
+            // A small vocabulary, so that many prefixes are equal.
             let prompt = |draw: &mut Draw| -> Vec<u32> {
                 let (n, parts) = (1 + draw.below(60), draw.below(50));
                 (0..n).map(|i| if i < parts { 7 } else { draw.below(2) as u32 }).collect()
@@ -145,7 +147,7 @@ mod tests {
         assert!(waits > 1000, "{waits}");
     }
 
-    /// Many branches of a long trunk that is there, set going at once: each pair takes a block at most.
+    /// Starts many branches of a long, already computed trunk at once: each pair compares at most one block.
     #[test]
     fn branches_part_at_once() {
         const TRUNK: usize = 32 << 10;

@@ -1,4 +1,4 @@
-//! The right to change one session: what may be done with it, and what becomes of the session when it goes.
+//! The exclusive right to change one session: its operations, and the effect of deleting the session meanwhile.
 use super::{Moment, Seen, SessionId, Store};
 use crate::error::ApiError;
 use crate::sessions::history::History;
@@ -7,15 +7,15 @@ use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::watch;
 
-/// A request changes it.
+/// Marks a session as claimed by a request.
 pub(super) struct Busy {
     pub claim: u64,
     pub generates: bool,
-    /// It goes with the session: then the claim's receiver fails.
+    /// Dropped with the session, which makes the claim's receiver fail.
     pub _held: watch::Sender<()>,
 }
 
-/// The right to change one session, until it is dropped.
+/// The exclusive right to change one session. Dropping it releases the session.
 pub(crate) struct Claim {
     pub(super) store: Arc<Store>,
     pub id: SessionId,
@@ -41,7 +41,7 @@ impl Claim {
         ApiError::new(StatusCode::NOT_FOUND, "session_not_found", message)
     }
 
-    /// Resolves when the session is deleted, to what its user is told.
+    /// Resolves when the session is deleted, to the error for the client.
     pub fn deleted(&self) -> impl Future<Output = ApiError> + Send + use<> {
         let (mut deleted, error) = (self.deleted.clone(), self.gone());
         async move {
@@ -50,13 +50,14 @@ impl Claim {
         }
     }
 
-    /// The session's history as it is now; empty if the session is gone.
+    /// The session's current history; empty if the session was deleted.
     pub fn now(&self) -> History {
         let mut inner = self.store.lock();
         inner.claimed(self.id, self.number).map(|session| session.history.clone()).unwrap_or_default()
     }
 
-    /// Make it the session's history. Refused, with nothing changed, beyond the quota; becoming shorter never is.
+    /// Replaces the session's history. Fails without a change if it would exceed the quota; a shorter history
+    /// is always accepted.
     pub fn commit(&mut self, at: Moment, history: History) -> Result<Seen, ApiError> {
         let mut inner = self.store.lock();
         let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
@@ -74,8 +75,8 @@ impl Claim {
         Ok(inner.see(self.id, at, &self.store.quota))
     }
 
-    /// A generated token. The first one makes `began`, its prompt, the session's history: it has been computed.
-    /// Refused when the session is gone, or its owner's quota is full.
+    /// Appends a generated token. With the first token, `began` (the prompt, now computed) becomes the
+    /// session's history. Fails if the session was deleted or its owner's quota is exceeded.
     pub fn push(&mut self, began: Option<History>, token: u32) -> Result<(), ApiError> {
         let mut inner = self.store.lock();
         let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
@@ -89,7 +90,7 @@ impl Claim {
         let after = session.history.charge();
         inner.charge(&self.owner, before, after);
         if is_first {
-            // What waits for it goes on.
+            // Wake the generations that wait for this prefill.
             inner.ahead.done(&self.salt, self.id);
         }
         let tokens = inner.owned.get(&self.owner).map_or(0, |own| own.charge);
@@ -99,8 +100,8 @@ impl Claim {
         Ok(())
     }
 
-    /// Its generation has ended, or will not go on: `last` settles the history. It may take a while, without
-    /// the store's lock: no other may change the history meanwhile.
+    /// Ends the generation. `last` finalizes the history. It may take long, so it runs without the store's
+    /// lock; the claim keeps other requests from changing the history meanwhile.
     pub fn end(&mut self, now: Instant, last: impl FnOnce(&mut History)) {
         let there = self.store.lock().claimed(self.id, self.number).map(|session| session.history.clone());
         let Some(mut history) = there else { return };
@@ -117,11 +118,12 @@ impl Claim {
         inner.release(self.id, self.store.quota.idle());
     }
 
-    /// Say that `prompt` is about to be computed, unless a generation of the same salt computes more of it right now than
-    /// ever was: then a receiver that fails when that one has its first token, or has ended.
+    /// Registers `prompt` as being in prefill. If a generation with the same salt is already computing a longer
+    /// prefix of it than has been computed before, returns a receiver instead, which fails when that generation
+    /// has its first token or has ended.
     ///
-    /// So branches of a trunk that was never computed, all set going at once, compute it once: one goes ahead, the
-    /// others find it in the cache. Each wait is for a longer beginning than the one before, so it ends.
+    /// This way, when many branches of a new trunk start at the same time, one computes the trunk and the
+    /// others get prefix hits. Each wait is for a longer prefix than the last one, so waiting terminates.
     pub fn announce(&self, prompt: &Arc<[u32]>) -> Result<Option<watch::Receiver<()>>, ApiError> {
         let block = self.store.block_tokens;
         let mut inner = self.store.lock();

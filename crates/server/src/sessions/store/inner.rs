@@ -1,4 +1,4 @@
-//! All sessions, of all owners: what is there, what it counts as, when it expires. Under the store's lock.
+//! The state behind the store's lock: all sessions of all owners, their quota usage and expiry.
 use super::ahead::Ahead;
 use super::claim::Busy;
 use super::{Moment, Seen, SessionId};
@@ -14,37 +14,38 @@ pub(super) struct Session {
     pub cache_salt: Option<String>,
     pub salt: Arc<str>,
     pub created_s: u64,
-    /// When it was last changed, forked or made.
+    /// When it was created, and last changed or forked.
     pub touched: Instant,
     pub history: History,
     pub parent: Option<SessionId>,
     pub children: BTreeSet<SessionId>,
-    /// The call that forked it: its siblings have the same.
+    /// The fork call that created it. Siblings have the same number.
     pub fork: Option<u64>,
-    /// Tokens from the first whose K and V have been computed once, here or where it was forked.
+    /// Length of the token prefix whose KV has been computed once, by this session or the one it was forked
+    /// from.
     pub computed: usize,
     pub busy: Option<Busy>,
-    /// It stands in [`Inner::due`]: always, but while a claim has outlasted its time.
+    /// True if [`Inner::due`] has an entry for it. False only while a claim outlasts the session's expiry time.
     pub is_due: bool,
 }
 
 #[derive(Default)]
 pub(super) struct Inner {
     pub sessions: BTreeMap<SessionId, Session>,
-    /// Of every owner that has any.
+    /// Only owners that have sessions.
     pub owned: BTreeMap<Arc<str>, Owned>,
-    /// When to see whether a session has expired: not later than it has.
+    /// When to check each session for expiry: at its expiry time or earlier.
     pub due: BTreeSet<(Instant, SessionId)>,
-    /// Prompts that are being computed.
+    /// Prompts in prefill.
     pub ahead: Ahead,
-    /// Sessions looked at to find expired ones.
+    /// Number of sessions checked for expiry.
     #[cfg(test)]
     pub n_looked: usize,
-    /// Numbers of claims and forks.
+    /// The last number given to a claim or a fork call.
     pub next: u64,
 }
 
-/// An owner's sessions, and what they count as.
+/// An owner's sessions and their total charge against the quota.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Owned {
     pub ids: BTreeSet<SessionId>,
@@ -62,7 +63,7 @@ impl Inner {
         self.sessions.get_mut(&id).filter(held)
     }
 
-    /// No request changes it any more.
+    /// Ends the claim on a session.
     pub fn release(&mut self, id: SessionId, idle: Duration) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         session.busy = None;
@@ -70,10 +71,10 @@ impl Inner {
         self.wait(id, idle);
     }
 
-    /// See to it that it expires.
+    /// Schedules the expiry check of a session.
     pub fn wait(&mut self, id: SessionId, idle: Duration) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
-        // An instant beyond the clock never comes.
+        // A time beyond the clock's range means that it never expires.
         if let Some(due) = session.touched.checked_add(idle)
             && !std::mem::replace(&mut session.is_due, true)
         {
@@ -144,7 +145,7 @@ impl Inner {
         }
     }
 
-    /// What is counted is what is there, and parents are.
+    /// Recomputes the quota usage, and checks parents, children, expiry entries and prompts in prefill.
     #[cfg(test)]
     pub fn audit(&self, idle: Duration) {
         let mut owned: BTreeMap<Arc<str>, Owned> = BTreeMap::new();

@@ -1,8 +1,8 @@
-//! The store against histories in a vector, and what its verbs look at.
+//! Tests the store against a simple reference model, and counts how many sessions an operation looks at.
 use super::super::history::MIN_CHARGE;
 use super::*;
 
-/// Numbers that are the same in every run of a seed.
+/// A reproducible random number generator.
 struct Draw(u64);
 
 impl Draw {
@@ -12,7 +12,7 @@ impl Draw {
     }
 }
 
-/// Histories in a vector: what the store should hold.
+/// Reference model of a session.
 struct Twin {
     id: SessionId,
     owner: usize,
@@ -24,7 +24,7 @@ fn charge(n_tokens: usize) -> usize {
     n_tokens.max(MIN_CHARGE as usize)
 }
 
-/// Random verbs of two owners; what is there, what is counted, and what is shared, against vectors.
+/// Random operations of two owners; compares contents, quota and shared prefixes with the reference model.
 #[test]
 fn the_store_and_a_list_of_vectors() {
     for seed in 0..40 {
@@ -127,8 +127,8 @@ fn text(salt: &str, tokens: &[u32]) -> Draft {
     Draft { name: None, cache_salt: None, salt: salt.into(), history: History::of_tokens(tokens.to_vec()) }
 }
 
-/// While somebody holds a session its time may pass; when it is let go untouched it is gone, and if it was used it
-/// has all its time again.
+/// A claimed session may pass its expiry time. If the claim is released unused, the session is removed; if the
+/// session was used, its full idle time starts again.
 #[test]
 fn a_claimed_session_expires_when_it_is_let_go() {
     let store = Store::new(SessionsSection { idle_s: 50.0, max_sessions: 8, max_tokens: 1000 }, 4);
@@ -155,7 +155,7 @@ fn a_claimed_session_expires_when_it_is_let_go() {
     store.audit();
 }
 
-/// A verb looks at no other owner's sessions; each is looked at when its time may be over.
+/// Operations do not scan sessions of other owners; a session is only checked when it may have expired.
 #[test]
 fn a_verb_does_not_look_at_all_sessions() {
     let store = Store::new(SessionsSection { idle_s: 50.0, max_sessions: 2000, max_tokens: 1 << 20 }, 4);
