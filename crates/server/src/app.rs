@@ -1,4 +1,4 @@
-//! What all handlers share.
+//! State that all handlers share.
 use crate::auth::{Caller, Keys};
 use crate::body::Bodies;
 use crate::config::{ConfigError, HttpSection, LimitsSection, ServerConfig};
@@ -21,10 +21,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 
-/// The name under which templates know how long a model is to think.
+/// The template variable (and request field) that sets how long a model reasons.
 pub(crate) const EFFORT: &str = "reasoning_effort";
 
-/// One server: an engine, and how it is shown to the world.
+/// One server: an engine, and everything the HTTP handlers need to serve it.
 pub struct App {
     pub(crate) engine: Engine,
     pub(crate) http: HttpSection,
@@ -33,35 +33,35 @@ pub struct App {
     pub(crate) bodies: Bodies,
     pub(crate) work: Work,
     pub(crate) connections: Arc<Connections>,
-    /// Requests that are being read or answered, as connections allow.
+    /// Requests that are being read or answered. `limits.max_connections` bounds them, shared among key names.
     pub(crate) under_way: Shares,
-    /// Log-probabilities of prompts, which are there all at once.
+    /// Limits the log-probabilities of prompts, which are all held in memory at once.
     pub(crate) scores: ScoreRoom,
     pub(crate) bounds: Bounds,
     pub(crate) schemas: Schemas,
     pub(crate) openapi: String,
     pub(crate) metrics: Metrics,
-    /// How the model hears of tools and calls them, if it does.
+    /// The model's tool call format; `None` if it has none.
     pub(crate) tools: Option<Tooling>,
-    /// Its answers are messages in channels: [`kvist_model::harmony`].
+    /// The model's answers are messages in channels: [`kvist_model::harmony`].
     pub(crate) channels: bool,
-    /// Control tokens that mark tool calls, or channels: they are written out where answers are read.
+    /// Control tokens that mark tool calls or channels. They are written out as text where answers are parsed.
     pub(crate) marks: Vec<u32>,
-    /// Made when the first grammar is asked for: it takes a while, and memory.
+    /// Compiler for grammars, built for the first request that needs one: building it takes time and memory.
     grammars: OnceLock<Result<GrammarCompiler, String>>,
-    /// Every token's bytes, made when log-probabilities or the longest token are first asked for.
+    /// Bytes of every token, built when log-probabilities or the longest token are first requested.
     pieces: OnceLock<Option<Vec<Piece>>>,
     longest_token: OnceLock<Option<usize>>,
-    /// Seconds since 1970.
+    /// Start time, in seconds since 1970.
     pub(crate) started: u64,
     pub(crate) sessions: Arc<Store>,
-    /// Turns true when the grace after a signal is over: whatever still runs is told and ended.
+    /// Becomes true when the grace period after a signal is over: requests that still run are then notified and ended.
     pub(crate) stopping: watch::Sender<bool>,
     draining: AtomicBool,
 }
 
 impl App {
-    /// `cache_tokens` is what one request may hold at most, be it alone.
+    /// `cache_tokens` is the most tokens that one request can hold in the cache when it runs alone.
     pub fn new(engine: Engine, config: &ServerConfig, cache_tokens: u32) -> Result<Arc<Self>, ConfigError> {
         config.check()?;
         let keys = Keys::new(&config.keys)?;
@@ -77,7 +77,7 @@ impl App {
             }
             (None, Some(template)) => Tooling::of_template(template.source(true)),
         };
-        // Without tools its answers have channels all the same.
+        // A Harmony model answers in channels even if tools are off.
         let channels = match tools {
             Some(tools) => tools.format == ToolFormat::Harmony,
             None => model.harmony().is_some(),
@@ -108,7 +108,7 @@ impl App {
             pieces: OnceLock::new(),
             longest_token: OnceLock::new(),
             openapi,
-            metrics: Metrics::new(&name),
+            metrics: Metrics::new(&name).expect("the metrics have valid names, each once"),
             bounds,
             started: unix_seconds(),
             sessions: Store::new(config.sessions.clone(), config.cache.block_tokens),
@@ -118,12 +118,12 @@ impl App {
         }))
     }
 
-    /// What clients call the model.
+    /// The name under which clients address the model.
     pub fn model_name(&self) -> &str {
         &self.bounds.model
     }
 
-    /// Take no more requests; those that run go on.
+    /// Stop accepting requests. Running requests continue.
     pub fn drain(&self) {
         self.draining.store(true, Ordering::SeqCst);
         self.engine.drain();
@@ -133,7 +133,7 @@ impl App {
         self.draining.load(Ordering::SeqCst)
     }
 
-    /// When a server that goes down may be back.
+    /// Value for `Retry-After` while the server shuts down, in seconds.
     pub(crate) fn retry_after_s(&self) -> u32 {
         self.limits.grace_s.ceil().clamp(1.0, 3600.0) as u32
     }
@@ -143,13 +143,13 @@ impl App {
         self.pieces.get_or_init(make).as_deref()
     }
 
-    /// Bytes of the vocabulary's longest token, if its tokens have bytes of their own.
+    /// Length of the longest token of the vocabulary, in bytes. `None` if tokens have no bytes of their own.
     pub(crate) fn longest_token(&self) -> Option<usize> {
         let longest = || self.pieces()?.iter().map(|piece| piece.bytes.len()).max();
         *self.longest_token.get_or_init(longest)
     }
 
-    /// Work on a request that renders or tokenizes, away from the threads that serve: [`Work::run`].
+    /// Run `work` that renders or tokenizes for a request, off the async threads: [`Work::run`].
     pub(crate) async fn prepare<T: Send + 'static>(
         self: &Arc<Self>,
         caller: &Caller,
@@ -159,7 +159,7 @@ impl App {
         self.work.run(&caller.name, move || work(&app, &asks)).await
     }
 
-    /// May take some tenths of a second the first time.
+    /// Compile a grammar. The first call may take some tenths of a second.
     pub(crate) fn compile(&self, grammar: &Grammar) -> Result<Compiled, ApiError> {
         let made = self
             .grammars
@@ -183,7 +183,7 @@ impl App {
         tokenizer.decode(tokens).map_err(|e| ApiError::internal(e.to_string()))
     }
 
-    /// Of an answer, as it is read: with the marks of channels.
+    /// Decode an answer the way it is parsed: with the channel markers as text.
     pub(crate) fn decode_answer(&self, tokens: &[u32]) -> Result<String, ApiError> {
         let tokenizer = self.engine.model().tokenizer().filter(|_| self.channels);
         let Some(tokenizer) = tokenizer else { return self.decode(tokens) };

@@ -1,7 +1,7 @@
-//! Routes, what stands before them (who asks, from where, how much), and the loop that accepts connections.
+//! Routes, the checks in front of them (host, origin, API key, limits), and the main server loop.
 //!
-//! It promises that health checks are answered whatever the engine does, that a refused request costs no engine time,
-//! and that every error has one shape, those of unknown paths and methods included.
+//! Health checks are answered whatever the engine does. A refused request costs no engine time. All errors have one
+//! format, including those for unknown paths and methods.
 use crate::accept::accept;
 use crate::app::App;
 use crate::body::with_body;
@@ -24,6 +24,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
+use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
 /// Every route of the API.
 pub fn router(app: Arc<App>) -> Router {
@@ -53,15 +54,15 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/ready", get(ready))
         .route("/version", get(version))
         .route("/openapi.json", get(describe));
-    keyed
-        .merge(open)
-        .fallback(no_such_path)
-        .method_not_allowed_fallback(wrong_method)
-        .layer(middleware::from_fn_with_state(app.clone(), around))
-        .with_state(app)
+    let routes = keyed.merge(open).fallback(no_such_path).method_not_allowed_fallback(wrong_method);
+    let routes = match cors(&app.http.cors_origins) {
+        Some(cors) => routes.layer(cors),
+        None => routes,
+    };
+    routes.layer(middleware::from_fn_with_state(app.clone(), around)).with_state(app)
 }
 
-/// A name in a path, refused in the one shape of errors.
+/// A path parameter. If it is invalid, the refusal has the common error format.
 pub(crate) struct Path<T>(pub T);
 
 impl<S: Send + Sync> FromRequestParts<S> for Path<String> {
@@ -87,44 +88,33 @@ async fn wrong_method(request: Request) -> ApiError {
     ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
 }
 
-/// Before and after everything: where a browser may call from, and the count of statuses.
-async fn around(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
-    let origin = request.headers().get(header::ORIGIN).cloned();
-    let allowed = origin
-        .filter(|origin| app.http.cors_origins.iter().any(|o| o == "*" || o.as_bytes() == origin.as_bytes()));
-    let preflight = request.method() == Method::OPTIONS
-        && request.headers().contains_key(header::ACCESS_CONTROL_REQUEST_METHOD);
-    let asked = request.headers().get(header::ACCESS_CONTROL_REQUEST_HEADERS).cloned();
-    let refused = one_host(request.headers()).and_then(|()| known_host(&app, request.headers()));
-    let mut response = if let Err(error) = refused {
-        error.into_response()
-    } else if preflight && allowed.is_some() {
-        StatusCode::NO_CONTENT.into_response()
-    } else {
-        next.run(request).await
-    };
-    if let Some(origin) = allowed {
-        let headers = response.headers_mut();
-        headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
-        headers.append(header::VARY, HeaderValue::from_static("Origin"));
-        headers.insert(
-            header::ACCESS_CONTROL_EXPOSE_HEADERS,
-            HeaderValue::from_static("retry-after, x-should-retry"),
-        );
-        if preflight {
-            for (name, value) in [
-                (header::ACCESS_CONTROL_ALLOW_METHODS, "GET, POST, DELETE"),
-                (header::ACCESS_CONTROL_MAX_AGE, "600"),
-            ] {
-                headers.insert(name, HeaderValue::from_static(value));
-            }
-            // Whatever the page asks for: clients send headers of their own (OpenAI's `x-stainless-*`), and kvist acts
-            // on none that a page of an allowed origin should not send.
-            let asked = asked.unwrap_or(HeaderValue::from_static("authorization, content-type"));
-            headers.insert(header::ACCESS_CONTROL_ALLOW_HEADERS, asked);
-            headers.append(header::VARY, HeaderValue::from_static("Access-Control-Request-Headers"));
-        }
+/// What lets pages of the configured origins call; `None` if there are none.
+fn cors(origins: &[String]) -> Option<CorsLayer> {
+    if origins.is_empty() {
+        return None;
     }
+    let origins = origins.to_vec();
+    let allowed = move |origin: &HeaderValue, _: &Parts| {
+        origins.iter().any(|allowed| allowed == "*" || allowed.as_bytes() == origin.as_bytes())
+    };
+    let layer = CorsLayer::new()
+        .allow_origin(AllowOrigin::predicate(allowed))
+        .allow_methods([Method::GET, Method::POST, Method::DELETE])
+        // Clients send headers of their own (OpenAI's `x-stainless-*`), and kvist acts on none that a page of an allowed
+        // origin should not send.
+        .allow_headers(AllowHeaders::mirror_request())
+        .expose_headers([header::RETRY_AFTER, HeaderName::from_static("x-should-retry")])
+        .max_age(Duration::from_secs(600));
+    Some(layer)
+}
+
+/// Runs around every request: checks `Host` and counts response statuses.
+async fn around(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let refused = one_host(request.headers()).and_then(|()| known_host(&app, request.headers()));
+    let mut response = match refused {
+        Err(error) => error.into_response(),
+        Ok(()) => next.run(request).await,
+    };
     response
         .headers_mut()
         .insert(HeaderName::from_static("x-content-type-options"), HeaderValue::from_static("nosniff"));
@@ -132,7 +122,7 @@ async fn around(State(app): State<Arc<App>>, request: Request, next: Next) -> Re
     response
 }
 
-/// Two names are two requests to programs that read one each: a proxy before this server may have read the other.
+/// Refuse several `Host` headers: a proxy in front of this server may have read a different one than this server would.
 fn one_host(headers: &HeaderMap) -> Result<(), ApiError> {
     match headers.get_all(header::HOST).iter().count() {
         0 | 1 => Ok(()),
@@ -143,8 +133,8 @@ fn one_host(headers: &HeaderMap) -> Result<(), ApiError> {
     }
 }
 
-/// A server that is reached from this machine alone must not be reached through a name that some page had
-/// its browser look up (DNS rebinding).
+/// Guard against DNS rebinding: a server that only this machine may reach must not answer to a host name that a web
+/// page made its browser resolve.
 fn known_host(app: &App, headers: &HeaderMap) -> Result<(), ApiError> {
     if !app.keys.is_open() || !app.http.host.is_loopback() || app.http.open {
         return Ok(());
@@ -166,7 +156,7 @@ fn known_host(app: &App, headers: &HeaderMap) -> Result<(), ApiError> {
     Err(ApiError::new(StatusCode::FORBIDDEN, "unknown_host", message))
 }
 
-/// Who asks is known to everything behind.
+/// Identifies the caller and attaches it to the request for all handlers.
 async fn authenticate(
     State(app): State<Arc<App>>,
     mut request: Request,
@@ -188,7 +178,7 @@ async fn authenticate(
     Ok(with_body(next.run(request)).await)
 }
 
-/// As vLLM has it.
+/// The same response as vLLM's.
 async fn version() -> Response {
     axum::Json(serde_json::json!({"version": env!("CARGO_PKG_VERSION")})).into_response()
 }
@@ -221,14 +211,17 @@ async fn show_metrics(
     }
     let mut readings = metrics::of_engine(&app.engine.stats());
     readings.extend(metrics::of_limits(&app));
-    let text = app.metrics.render(&readings);
+    let failed = |error| {
+        ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", format!("no metrics: {error}"))
+    };
+    let text = app.metrics.render(&readings).map_err(failed)?;
     Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response())
 }
 
-/// How long a connection may take to end once all answers are.
+/// How long a connection may take to end once all answers are sent.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// What connections beyond the limit get.
+/// The router for connections beyond the limit.
 fn reserve(app: Arc<App>) -> Router {
     let full = async |State(app): State<Arc<App>>| {
         let most = app.limits.max_connections;
@@ -243,28 +236,28 @@ fn reserve(app: Arc<App>) -> Router {
         .with_state(app)
 }
 
-/// How long the end waits for a disk to take the rest of a recording.
+/// How long shutdown waits for the disk to take the rest of a recording.
 const LAST_LINES: Duration = Duration::from_secs(10);
 
-/// The recording, if there is one, is in its file.
+/// Waits until the recording, if there is one, is completely written.
 async fn recorded(app: &App) {
     if tokio::time::timeout(LAST_LINES, app.engine.live().recorded(&app.engine)).await.is_err() {
         tracing::error!(target: "kvist::server", "the recording lacks its end: the disk is too slow");
     }
 }
 
-/// Threads as [`serve`] wants them.
+/// The runtime that [`serve`] needs.
 pub fn runtime() -> io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2) // they move text; the computing is done elsewhere
-        .max_blocking_threads(THREADS) // they tokenize; more would each keep a heap of their own
+        .worker_threads(2) // they only move text; computing happens on other threads
+        .max_blocking_threads(THREADS) // they tokenize; each additional one would keep its own heap
         .enable_all()
         .build()
 }
 
-/// Accept and serve until `shutdown` resolves; then drain: new requests get 503, running ones have `limits.grace_s`,
-/// and are told and ended after it. A recording is written to its end. An error if the engine ends by itself: then a
-/// supervisor should start the program anew.
+/// Accept and serve until `shutdown` resolves, then drain: new requests get a 503, and running requests may continue
+/// for `limits.grace_s`, after which they are notified and ended. A recording is written to its end. Returns an error
+/// if the engine ends by itself: a supervisor should then restart the program.
 pub async fn serve(
     listener: TcpListener,
     app: Arc<App>,
@@ -294,7 +287,7 @@ pub async fn serve(
         }
     };
     drop(listener);
-    // The engine is done before its answers are sent. And of a request whose first answer has ended, others may follow.
+    // The engine finishes before its answers are sent. And after the first answer of a request, others may follow.
     let mut sent = std::pin::pin!(graceful.shutdown());
     if tokio::time::timeout_at(end, &mut sent).await.is_err() {
         app.stopping.send_replace(true);

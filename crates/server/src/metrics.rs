@@ -1,19 +1,21 @@
-//! `/metrics` in Prometheus' text format (0.0.4). Where the meaning is vLLM's the name is vLLM's, so that its dashboards
-//! carry over; what only kvist has begins with `kvist_`.
+//! `/metrics` in Prometheus' text format (0.0.4). A metric with vLLM's meaning has vLLM's name, so that dashboards for
+//! vLLM work. Metrics that only kvist has begin with `kvist_`.
 //!
-//! Times are those of the HTTP side: from the moment a request was read to the moment its tokens were handed to the
+//! Times are measured on the HTTP side: from the moment a request was read to the moment its tokens were handed to the
 //! connection. Counters of the cache come from the engine ([`Stats`](crate::Stats)).
 use crate::app::App;
 use crate::job::Usage;
 use crate::worker::Stats;
-use std::fmt::Write;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use prometheus::{
+    Counter, Gauge, Histogram, HistogramOpts, IntCounter, IntCounterVec, Opts, Registry, TextEncoder,
+};
+use std::collections::HashMap;
 use std::time::Duration;
 
 /// The media type of [`render`](Metrics::render).
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Upper bounds in seconds, as vLLM has them.
+/// Upper bounds of the buckets in seconds, the same as vLLM's.
 const TTFT: &[f64] = &[
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
     80.0, 160.0, 640.0, 2560.0,
@@ -26,40 +28,6 @@ const WHOLE: &[f64] = &[
     960.0, 1920.0, 7680.0,
 ];
 
-/// Observations by upper bound.
-struct Histogram {
-    bounds: &'static [f64],
-    /// One more than bounds: the last is beyond all.
-    counts: Vec<AtomicU64>,
-    sum_ns: AtomicU64,
-}
-
-impl Histogram {
-    fn new(bounds: &'static [f64]) -> Self {
-        let counts = (0..=bounds.len()).map(|_| AtomicU64::new(0)).collect();
-        Histogram { bounds, counts, sum_ns: AtomicU64::new(0) }
-    }
-
-    fn observe(&self, time: Duration) {
-        let seconds = time.as_secs_f64();
-        let at = self.bounds.iter().position(|bound| seconds <= *bound).unwrap_or(self.bounds.len());
-        self.counts[at].fetch_add(1, Relaxed);
-        self.sum_ns.fetch_add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Relaxed);
-    }
-
-    fn render(&self, out: &mut Text, name: &str, help: &str) {
-        out.head(name, "histogram", help);
-        let mut below = 0;
-        for (i, count) in self.counts.iter().enumerate() {
-            below += count.load(Relaxed);
-            let bound = self.bounds.get(i).map_or("+Inf".to_string(), f64::to_string);
-            out.line(&format!("{name}_bucket"), &[("le", &bound)], below as f64);
-        }
-        out.line(&format!("{name}_sum"), &[], self.sum_ns.load(Relaxed) as f64 / 1e9);
-        out.line(&format!("{name}_count"), &[], below as f64);
-    }
-}
-
 /// How an answer ended, for `vllm:request_success_total`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
@@ -69,16 +37,26 @@ pub enum Ended {
     Error,
 }
 
-const ENDED: [(Ended, &str); 4] =
-    [(Ended::Stop, "stop"), (Ended::Length, "length"), (Ended::Abort, "abort"), (Ended::Error, "error")];
+impl Ended {
+    const ALL: [Ended; 4] = [Ended::Stop, Ended::Length, Ended::Abort, Ended::Error];
 
-/// Statuses that are counted each; others count as the last.
+    fn name(self) -> &'static str {
+        match self {
+            Ended::Stop => "stop",
+            Ended::Length => "length",
+            Ended::Abort => "abort",
+            Ended::Error => "error",
+        }
+    }
+}
+
+/// Statuses with a counter of their own. All others share the counter `other`.
 const STATUSES: [u16; 14] = [200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503];
 
 /// One figure of the engine: name, type, help, value.
 pub struct Reading(&'static str, &'static str, &'static str, f64);
 
-/// What the engine tells.
+/// Gauges and counters of the engine.
 pub fn of_engine(stats: &Stats) -> Vec<Reading> {
     let share = stats.held_cells as f64 / stats.capacity_cells.max(1) as f64;
     let gauge = |name, help, value: f64| Reading(name, "gauge", help, value);
@@ -125,7 +103,7 @@ pub fn of_engine(stats: &Stats) -> Vec<Reading> {
     ]
 }
 
-/// What was refused or closed because something was full.
+/// Gauges and counters of requests and connections that were refused or closed because a limit was reached.
 pub(crate) fn of_limits(app: &App) -> Vec<Reading> {
     let (connections, known) = app.connections.count();
     let gauge = |name, help, value: usize| Reading(name, "gauge", help, value as f64);
@@ -146,148 +124,153 @@ pub(crate) fn of_limits(app: &App) -> Vec<Reading> {
     ]
 }
 
-/// What the HTTP side counts.
+/// Counters and histograms of the HTTP side.
 pub struct Metrics {
-    model: String,
+    registry: Registry,
+    labels: HashMap<String, String>,
     ttft: Histogram,
     inter_token: Histogram,
     per_output_token: Histogram,
     whole: Histogram,
     queued: Histogram,
-    prompt_tokens: AtomicU64,
-    hit_tokens: AtomicU64,
-    generation_tokens: AtomicU64,
-    ended: [AtomicU64; ENDED.len()],
-    responses: [AtomicU64; STATUSES.len() + 1],
+    prompt_tokens: IntCounter,
+    queried_tokens: IntCounter,
+    hit_tokens: IntCounter,
+    generation_tokens: IntCounter,
+    ended: IntCounterVec,
+    responses: IntCounterVec,
 }
 
 impl Metrics {
     /// `model` is the label `model_name` of every line.
-    pub fn new(model: &str) -> Self {
-        Metrics {
-            model: model.into(),
-            ttft: Histogram::new(TTFT),
-            inter_token: Histogram::new(PER_TOKEN),
-            per_output_token: Histogram::new(PER_TOKEN),
-            whole: Histogram::new(WHOLE),
-            queued: Histogram::new(WHOLE),
-            prompt_tokens: AtomicU64::new(0),
-            hit_tokens: AtomicU64::new(0),
-            generation_tokens: AtomicU64::new(0),
-            ended: Default::default(),
-            responses: Default::default(),
-        }
+    pub fn new(model: &str) -> Result<Self, prometheus::Error> {
+        let labels = HashMap::from([("model_name".to_string(), model.to_string())]);
+        let registry = Registry::new_custom(None, Some(labels.clone()))?;
+        let histogram = |name, help, bounds: &[f64]| {
+            let histogram = Histogram::with_opts(HistogramOpts::new(name, help).buckets(bounds.to_vec()))?;
+            registry.register(Box::new(histogram.clone()))?;
+            Ok::<_, prometheus::Error>(histogram)
+        };
+        let counter = |name, help| {
+            let counter = IntCounter::new(name, help)?;
+            registry.register(Box::new(counter.clone()))?;
+            Ok::<_, prometheus::Error>(counter)
+        };
+        // Every label is there from the start, at 0.
+        let counters = |name, help, label, values: &mut dyn Iterator<Item = String>| {
+            let counters = IntCounterVec::new(Opts::new(name, help), &[label])?;
+            values.for_each(|value| drop(counters.with_label_values(&[value])));
+            registry.register(Box::new(counters.clone()))?;
+            Ok::<_, prometheus::Error>(counters)
+        };
+        Ok(Metrics {
+            ttft: histogram(
+                "vllm:time_to_first_token_seconds",
+                "From the request to its first token.",
+                TTFT,
+            )?,
+            inter_token: histogram(
+                "vllm:inter_token_latency_seconds",
+                "From one token to the next.",
+                PER_TOKEN,
+            )?,
+            per_output_token: histogram(
+                "vllm:request_time_per_output_token_seconds",
+                "From the first token to the last, per token after the first.",
+                PER_TOKEN,
+            )?,
+            whole: histogram("vllm:e2e_request_latency_seconds", "From the request to its end.", WHOLE)?,
+            queued: histogram(
+                "vllm:request_queue_time_seconds",
+                "From the request to its place in the batch.",
+                WHOLE,
+            )?,
+            prompt_tokens: counter(
+                "vllm:prompt_tokens_total",
+                "Prompt tokens of answers that entered the batch.",
+            )?,
+            queried_tokens: counter(
+                "vllm:prefix_cache_queries_total",
+                "Prompt tokens that were looked up in the prefix index.",
+            )?,
+            hit_tokens: counter(
+                "vllm:prefix_cache_hits_total",
+                "Prompt tokens that the prefix index supplied.",
+            )?,
+            generation_tokens: counter("vllm:generation_tokens_total", "Tokens generated.")?,
+            ended: counters(
+                "vllm:request_success_total",
+                "Answers that ended, by how.",
+                "finished_reason",
+                &mut Ended::ALL.iter().map(|ended| ended.name().to_string()),
+            )?,
+            responses: counters(
+                "kvist_http_responses_total",
+                "Responses by status.",
+                "status",
+                &mut STATUSES.iter().map(u16::to_string).chain(["other".to_string()]),
+            )?,
+            registry,
+            labels,
+        })
     }
 
     pub fn responded(&self, status: u16) {
-        let at = STATUSES.iter().position(|s| *s == status).unwrap_or(STATUSES.len());
-        self.responses[at].fetch_add(1, Relaxed);
+        let status = if STATUSES.contains(&status) { &status.to_string() } else { "other" };
+        self.responses.with_label_values(&[status]).inc();
     }
-    /// One answer entered the batch; `cached` of its prompt's tokens were supplied.
+    /// One answer entered the batch; the prefix index supplied `cached_tokens` of its prompt.
     pub fn admitted(&self, after: Duration, prompt_tokens: u64, cached_tokens: u64) {
-        self.queued.observe(after);
-        self.prompt_tokens.fetch_add(prompt_tokens, Relaxed);
-        self.hit_tokens.fetch_add(cached_tokens, Relaxed);
+        self.queued.observe(after.as_secs_f64());
+        self.prompt_tokens.inc_by(prompt_tokens);
+        self.queried_tokens.inc_by(prompt_tokens);
+        self.hit_tokens.inc_by(cached_tokens);
     }
     pub fn first_token(&self, after: Duration) {
-        self.ttft.observe(after);
+        self.ttft.observe(after.as_secs_f64());
     }
     pub fn next_token(&self, after: Duration) {
-        self.inter_token.observe(after);
+        self.inter_token.observe(after.as_secs_f64());
     }
     pub fn generated(&self, tokens: u64) {
-        self.generation_tokens.fetch_add(tokens, Relaxed);
+        self.generation_tokens.inc_by(tokens);
     }
 
-    /// One choice is over; `decode` is the time from its first token to its last.
+    /// One choice ended; `decode` is the time from its first token to its last.
     pub fn ended(&self, how: Ended, usage: Option<Usage>, whole: Duration, decode: Option<Duration>) {
-        let at = ENDED.iter().position(|(e, _)| *e == how).unwrap_or(0);
-        self.ended[at].fetch_add(1, Relaxed);
+        self.ended.with_label_values(&[how.name()]).inc();
         let Some(usage) = usage else { return };
-        self.whole.observe(whole);
+        self.whole.observe(whole.as_secs_f64());
         if let Some(decode) = decode
             && usage.completion_tokens > 1
         {
-            self.per_output_token.observe(decode / (usage.completion_tokens - 1));
+            self.per_output_token.observe((decode / (usage.completion_tokens - 1)).as_secs_f64());
         }
     }
 
-    /// Everything, with the gauges and counters of the engine.
-    pub fn render(&self, engine: &[Reading]) -> String {
-        let mut out = Text { out: String::new(), model: escape(&self.model) };
-        for Reading(name, kind, help, value) in engine {
-            out.head(name, kind, help);
-            out.line(name, &[], *value);
+    /// The whole text, including the gauges and counters of the engine.
+    pub fn render(&self, readings: &[Reading]) -> Result<String, prometheus::Error> {
+        let engine = Registry::new_custom(None, Some(self.labels.clone()))?;
+        for Reading(name, kind, help, value) in readings {
+            match *kind {
+                "counter" => {
+                    let counter = Counter::new(*name, *help)?;
+                    counter.inc_by(value.max(0.0));
+                    engine.register(Box::new(counter))?;
+                }
+                _ => {
+                    let gauge = Gauge::new(*name, *help)?;
+                    gauge.set(*value);
+                    engine.register(Box::new(gauge))?;
+                }
+            }
         }
-        let counters = [
-            (
-                "vllm:prompt_tokens_total",
-                "Prompt tokens of answers that entered the batch.",
-                &self.prompt_tokens,
-            ),
-            ("vllm:generation_tokens_total", "Tokens generated.", &self.generation_tokens),
-            (
-                "vllm:prefix_cache_queries_total",
-                "Prompt tokens that were looked up in the prefix index.",
-                &self.prompt_tokens,
-            ),
-            (
-                "vllm:prefix_cache_hits_total",
-                "Prompt tokens that the prefix index supplied.",
-                &self.hit_tokens,
-            ),
-        ];
-        for (name, help, value) in counters {
-            out.head(name, "counter", help);
-            out.line(name, &[], value.load(Relaxed) as f64);
+        let mut text = String::new();
+        for registry in [&engine, &self.registry] {
+            TextEncoder::new().encode_utf8(&registry.gather(), &mut text)?;
         }
-        out.head("vllm:request_success_total", "counter", "Answers that ended, by how.");
-        for ((_, name), value) in ENDED.iter().zip(&self.ended) {
-            out.line("vllm:request_success_total", &[("finished_reason", name)], value.load(Relaxed) as f64);
-        }
-        let histograms = [
-            ("vllm:time_to_first_token_seconds", "From the request to its first token.", &self.ttft),
-            ("vllm:inter_token_latency_seconds", "From one token to the next.", &self.inter_token),
-            (
-                "vllm:request_time_per_output_token_seconds",
-                "From the first token to the last, per token after the first.",
-                &self.per_output_token,
-            ),
-            ("vllm:e2e_request_latency_seconds", "From the request to its end.", &self.whole),
-            ("vllm:request_queue_time_seconds", "From the request to its place in the batch.", &self.queued),
-        ];
-        for (name, help, histogram) in histograms {
-            histogram.render(&mut out, name, help);
-        }
-        out.head("kvist_http_responses_total", "counter", "Responses by status.");
-        for (i, value) in self.responses.iter().enumerate() {
-            let status = STATUSES.get(i).map_or("other".to_string(), u16::to_string);
-            out.line("kvist_http_responses_total", &[("status", &status)], value.load(Relaxed) as f64);
-        }
-        out.out
+        Ok(text)
     }
-}
-
-struct Text {
-    out: String,
-    model: String,
-}
-
-impl Text {
-    fn head(&mut self, name: &str, kind: &str, help: &str) {
-        let _ = writeln!(self.out, "# HELP {name} {help}\n# TYPE {name} {kind}");
-    }
-    fn line(&mut self, name: &str, labels: &[(&str, &str)], value: f64) {
-        let _ = write!(self.out, "{name}{{model_name=\"{}\"", self.model);
-        for (label, text) in labels {
-            let _ = write!(self.out, ",{label}=\"{}\"", escape(text));
-        }
-        let _ = writeln!(self.out, "}} {value}");
-    }
-}
-
-fn escape(text: &str) -> String {
-    text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
 #[cfg(test)]
@@ -296,7 +279,7 @@ mod tests {
 
     #[test]
     fn what_is_counted_is_told() {
-        let metrics = Metrics::new("a \"b\"");
+        let metrics = Metrics::new("a \"b\"").unwrap();
         let ms = Duration::from_millis;
         metrics.first_token(ms(3));
         metrics.first_token(ms(30));
@@ -309,7 +292,7 @@ mod tests {
         metrics.admitted(ms(2), 7, 4);
         let recent_hits = kvist_cache::HitCounts { n_prompts: 3, prompt_tokens: 40, hit_tokens: 16 };
         let stats = Stats { running: 2, held_cells: 16, capacity_cells: 64, recent_hits, ..Stats::default() };
-        let text = metrics.render(&of_engine(&stats));
+        let text = metrics.render(&of_engine(&stats)).unwrap();
         let label = "model_name=\"a \\\"b\\\"\"";
         for line in [
             format!("vllm:num_requests_running{{{label}}} 2"),
@@ -323,10 +306,10 @@ mod tests {
             format!("kvist_prefix_cache_recent_hit_ratio{{{label}}} 0.4"),
             format!("vllm:prompt_tokens_total{{{label}}} 7"),
             format!("vllm:prefix_cache_hits_total{{{label}}} 4"),
-            format!("vllm:request_success_total{{{label},finished_reason=\"length\"}} 1"),
-            format!("vllm:request_success_total{{{label},finished_reason=\"abort\"}} 1"),
-            format!("kvist_http_responses_total{{{label},status=\"200\"}} 1"),
-            format!("kvist_http_responses_total{{{label},status=\"other\"}} 1"),
+            format!("vllm:request_success_total{{finished_reason=\"length\",{label}}} 1"),
+            format!("vllm:request_success_total{{finished_reason=\"abort\",{label}}} 1"),
+            format!("kvist_http_responses_total{{status=\"200\",{label}}} 1"),
+            format!("kvist_http_responses_total{{status=\"other\",{label}}} 1"),
         ] {
             assert!(text.lines().any(|l| l == line), "{line} is not in\n{text}");
         }

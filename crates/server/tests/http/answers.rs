@@ -1,4 +1,4 @@
-//! What is answered, in one document and as a stream.
+//! Answers, as one document and as a stream.
 use crate::server::*;
 use kvist_backend::Storage;
 use kvist_engine::backends;
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
      vector is the amount of space allocated for any future elements that will be added onto the vector.";
 
-/// What `kvist run --greedy` writes.
+/// The output of `kvist run --greedy`.
 fn alone(prompt: &str, max_tokens: usize) -> String {
     let config = CacheConfig { k: Storage::F32, v: Storage::F32, ..CacheConfig::new(1024) };
     let mut session = ModelSession::new(model(), &backends::all(), &config).unwrap();
@@ -34,7 +34,8 @@ fn with(mut body: Value, more: Value) -> Value {
     body
 }
 
-/// Texts of a stream's choices, by index; checks that each ends once, with nothing behind it.
+/// Texts and finish reasons of a stream's choices, by index. Checks that each choice ends once and nothing
+/// follows its end.
 fn spoken(events: &[Value], text: impl Fn(&Value) -> Option<&str>) -> Vec<(String, String)> {
     let mut answers: Vec<(String, String)> = Vec::new();
     for event in events {
@@ -110,7 +111,7 @@ fn sampling_is_what_was_asked_for() {
     let hot = |seed: i64| text(json!({"temperature": 1.2, "seed": seed}));
     assert_eq!(hot(-3), hot(-3));
     assert_ne!(hot(1), hot(2));
-    // n answers are drawn with different seeds.
+    // The `n` answers use different seeds.
     let several = with(greedy(TEXT, 12), json!({"temperature": 1.2, "seed": 4, "n": 3}));
     let several = server.post("/v1/completions", &several).good();
     let texts: Vec<&str> =
@@ -119,7 +120,7 @@ fn sampling_is_what_was_asked_for() {
     assert!(texts[0] != texts[1] && texts[1] != texts[2], "{texts:?}");
     assert_eq!(several["usage"]["completion_tokens"], 36);
 
-    // A bias decides; a penalty forbids what was just said.
+    // A bias forces a token; a penalty avoids earlier tokens.
     let comma = model().tokenizer().unwrap().encode("x", false).unwrap()[0];
     let forced = text(json!({"logit_bias": {comma.to_string(): 100}}));
     assert_eq!(forced, model().tokenizer().unwrap().decode(&[comma; 12]).unwrap());
@@ -130,7 +131,7 @@ fn sampling_is_what_was_asked_for() {
     assert_ne!(text(json!({"frequency_penalty": 2, "presence_penalty": 2})), plain);
     assert_ne!(text(json!({"repetition_penalty": 2})), plain);
 
-    // A stop string is not part of the text, and what stands before it is.
+    // The text ends before the stop string.
     let stop: String = plain.chars().skip(4).take(3).collect();
     let cut = &plain[..plain.find(&stop).unwrap()];
     for (given, reason) in
@@ -162,7 +163,7 @@ fn log_probabilities_add_up() {
         assert!((own - best).abs() < 1e-6, "greedy takes the likeliest: {own}, {best}");
         assert!(top.values().map(|v| v.as_f64().unwrap().exp()).sum::<f64>() <= 1.0 + 1e-4);
     }
-    // The token that was drawn is among them, however unlikely it was.
+    // The sampled token is always included, even if it is unlikely.
     for seed in 0..8 {
         let hot = json!({"logprobs": 1, "temperature": 2, "seed": seed});
         let whole = server.post("/v1/completions", &with(greedy(TEXT, 6), hot)).good();
@@ -196,7 +197,7 @@ fn log_probabilities_add_up() {
     assert_eq!(streamed, scores);
 }
 
-/// Made at once, on a thread that serves, they took a gigabyte.
+/// Regression: large documents were built at once on a server thread and took a gigabyte.
 #[test]
 fn large_documents_come_in_parts_and_are_what_streams_say() {
     let server = Server::start(config());
@@ -236,7 +237,7 @@ fn large_documents_come_in_parts_and_are_what_streams_say() {
     }
 }
 
-/// Ids that counted told how many others had asked.
+/// Regression: sequential ids revealed how many requests other clients had sent.
 #[test]
 fn ids_of_requests_tell_nothing() {
     let server = Server::start(config());
@@ -256,7 +257,7 @@ fn ids_of_requests_tell_nothing() {
     }
 }
 
-/// As `message.model_dump()` of OpenAI's client writes an answer out.
+/// An answer as serialized by `message.model_dump()` of OpenAI's client.
 #[test]
 fn an_answer_goes_back_with_its_nulls() {
     let server = Server::start(config());
@@ -295,7 +296,7 @@ fn conversations_without_a_template_are_plain() {
     assert_eq!(events[0]["object"], "chat.completion.chunk");
     let reason = if cut == expected { "length" } else { "stop" };
     assert_eq!(spoken(&events, |c| c["delta"]["content"].as_str()), [(cut, reason.into())]);
-    // Without a limit it goes on to the end of the context, or of the text.
+    // Without a limit the answer continues to the end of the context, or of the text.
     let body = json!({"messages": messages, "temperature": 0});
     let whole = server.post("/v1/chat/completions", &body).good();
     let total = whole["usage"]["total_tokens"].as_u64().unwrap();
@@ -306,7 +307,7 @@ fn conversations_without_a_template_are_plain() {
 fn an_answer_has_the_form_that_was_asked_for() {
     let server = Server::start(config());
     let ask = |format: Value, max: u32| {
-        // Without blanks, of which a model this small writes many.
+        // Exclude whitespace, of which such a small model writes a lot.
         let blanks = model().tokenizer().unwrap().pieces(model().decoder().config().vocab).unwrap();
         let blanks = blanks.iter().enumerate().filter(|(_, p)| p.bytes.iter().all(u8::is_ascii_whitespace));
         let bias: Value =
@@ -352,7 +353,7 @@ fn prefixes_are_shared_inside_a_salt_and_explained() {
     assert!(whole_blocks >= 32, "{whole_blocks}");
     let again = ask(ann, TEXT, none.clone());
     assert_eq!((again.0, again.1.as_str()), (whole_blocks, "unaligned_tail"));
-    // Of what others asked nothing is told, by whatever salt.
+    // Nothing is revealed about other keys' prompts, whatever the salt.
     for salt in [json!({}), json!({"cache_salt": "3:ann:"}), json!({"cache_salt": "ann"})] {
         let (cached, reason, _) = ask(bob, TEXT, salt.clone());
         assert_eq!((cached, reason.as_str()), (0, "never_seen"), "{salt}");
@@ -373,7 +374,7 @@ fn the_other_answers_of_a_prompt_find_it() {
     assert_eq!(hits as u64, 3 * ((tokens - 1) / 16 * 16));
     assert_eq!(server.metric("vllm:prefix_cache_queries_total", "") as u64, 4 * tokens);
     assert_eq!(server.metric("vllm:generation_tokens_total", ""), 16.0);
-    assert_eq!(server.metric("vllm:request_success_total", ",finished_reason=\"length\""), 4.0);
+    assert_eq!(server.metric("vllm:request_success_total", "finished_reason=\"length\","), 4.0);
     assert_eq!(server.metric("vllm:time_to_first_token_seconds_count", ""), 4.0);
     assert_eq!(server.metric("vllm:inter_token_latency_seconds_count", ""), 12.0);
     assert_eq!(server.metric("vllm:e2e_request_latency_seconds_count", ""), 4.0);

@@ -1,10 +1,10 @@
-//! Limits, deadlines, clients that go away, and the end of a server.
+//! Limits, deadlines, disconnecting clients, and shutdown.
 use crate::server::*;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::time::Duration;
 
-/// Longer than any test runs: it would fill the cache.
+/// Outlasts any test: it would fill the cache.
 fn endless(more: Value) -> Value {
     let n = more["n"].as_u64().unwrap_or(4);
     let mut body = json!({
@@ -14,7 +14,7 @@ fn endless(more: Value) -> Value {
     body
 }
 
-/// A stream of which `lines` lines have come.
+/// Starts a stream and reads its first `lines` lines.
 fn streaming(server: &Server, body: &Value, lines: usize) -> BufReader<std::net::TcpStream> {
     let mut stream = server.connect();
     let headers = [("content-type", "application/json")];
@@ -28,8 +28,8 @@ fn streaming(server: &Server, body: &Value, lines: usize) -> BufReader<std::net:
     reader
 }
 
-/// A server that answered and closed at once had the connection reset under clients that were still sending: they saw
-/// a broken pipe, and no 413.
+/// Regression: a server that responded and closed at once reset the connection while the client was still
+/// sending, so the client saw a broken pipe instead of 413.
 #[test]
 fn a_client_that_sends_too_much_hears_of_it() {
     let mut config = config();
@@ -45,10 +45,10 @@ fn a_client_that_sends_too_much_hears_of_it() {
     let headers = [json_type, ("transfer-encoding", "chunked")];
     let chunked = server.send("POST", "/v1/completions", &headers, &chunks);
     assert_eq!((chunked.status, chunked.error().2.as_str()), (413, "body_too_large"));
-    // Nor do other refusals cut off who is still sending.
+    // Other rejections do not cut off a sending client either.
     let plain = server.send("POST", "/v1/completions", &[("content-type", "text/plain")], &body);
     assert_eq!((plain.status, plain.error().2.as_str()), (415, "unsupported_media_type"));
-    // Who asks before sending is not told to go on.
+    // A client that asks with `expect: 100-continue` is rejected before it sends the body.
     let headers = [json_type, ("content-length", "12000000"), ("expect", "100-continue")];
     let asked = server.send("POST", "/v1/completions", &headers, b"");
     assert_eq!((asked.status, asked.error().2.as_str()), (413, "body_too_large"));
@@ -71,13 +71,13 @@ fn bodies_and_headers_have_limits() {
     assert_eq!((chunked.status, chunked.error().2.as_str()), (413, "body_too_large"));
     let wide = "x".repeat(10 << 10);
     assert_eq!(server.send("GET", "/health", &[("x-wide", &wide)], b"").status, 431);
-    // A body that never comes.
+    // The body never arrives.
     config.limits.read_timeout_s = 2.0;
     let server = Server::start(config);
     let headers = [json_type, ("content-length", "100")];
     let slow = server.send("POST", "/v1/completions", &headers, b"{");
     assert_eq!((slow.status, slow.error().2.as_str()), (408, "body_too_slow"));
-    // Headers that never come: the connection ends.
+    // The headers never arrive: the connection is closed.
     let mut stream = server.connect();
     stream.write_all(b"GET /health HTTP/1.1\r\nhost: loc").unwrap();
     stream.read_to_end(&mut Vec::new()).expect("the server hangs up before the client's own timeout");
@@ -87,7 +87,7 @@ fn bodies_and_headers_have_limits() {
 #[test]
 fn a_client_that_goes_away_frees_its_memory() {
     let server = Server::start(config());
-    let aborted = || server.metric("vllm:request_success_total", ",finished_reason=\"abort\"");
+    let aborted = || server.metric("vllm:request_success_total", "finished_reason=\"abort\",");
     for lines in [0, 1, 20] {
         let reader = streaming(&server, &endless(json!({"stream": true})), lines);
         let (held, before) = (server.hold(), aborted());
@@ -96,7 +96,7 @@ fn a_client_that_goes_away_frees_its_memory() {
         drop(held);
         server.becomes_idle();
     }
-    // Nobody waits for the one document either.
+    // The same for a client that waits for a whole document.
     let mut stream = server.connect();
     let body = endless(json!({})).to_string();
     let headers = [("content-type", "application/json")];
@@ -108,7 +108,7 @@ fn a_client_that_goes_away_frees_its_memory() {
     drop(held);
     server.becomes_idle();
     assert!(aborted() >= 4.0);
-    assert_eq!(server.metric("vllm:request_success_total", ",finished_reason=\"length\""), 0.0);
+    assert_eq!(server.metric("vllm:request_success_total", "finished_reason=\"length\","), 0.0);
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn a_full_queue_says_so() {
     let answer = server.post("/v1/completions", &one);
     assert_eq!((answer.status, answer.error().2.as_str()), (429, "queue_full"));
     assert!(answer.header("retry-after").is_some());
-    // Of several prompts some might have been taken: none is.
+    // Of several prompts some would still fit: all are rejected together.
     let several = server.post("/v1/completions", &endless(json!({"prompt": ["a", "b", "c"], "n": 1})));
     assert_eq!(several.status, 429);
     assert_eq!(server.get("/health").status, 200);
@@ -135,8 +135,9 @@ fn a_full_queue_says_so() {
     assert_eq!(server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 1})).status, 200);
 }
 
-/// Requests that waited for room for their scores were in no account, and when there was some the queue refused them.
-/// Prompts that were given back as texts had no room at all.
+/// Regression: requests that waited for memory for their scores were not counted in the queue, and were
+/// rejected by it once there was memory. Prompts that are echoed as text needed no memory at all by the
+/// server's accounting.
 #[test]
 fn what_waits_for_room_has_a_place_in_the_queue() {
     const SCORED: usize = 56;
@@ -145,7 +146,7 @@ fn what_waits_for_room_has_a_place_in_the_queue() {
     config.limits.max_queue = 5 * SCORED + ECHOED;
     let server = Server::start(config);
     let still = server.hold();
-    // The scores of each take nearly a quarter of the room.
+    // The scores of each request need nearly a quarter of the memory.
     let prompts = vec![vec![5; 1020]; SCORED];
     let scored = json!({"prompt": prompts, "echo": true, "logprobs": 20, "max_tokens": 0}).to_string();
     let headers = [("content-type", "application/json")];
@@ -156,7 +157,7 @@ fn what_waits_for_room_has_a_place_in_the_queue() {
     };
     let waiting: Vec<_> = (0..5).map(|_| ask()).collect();
     server.until("the last one waits too", || server.engine.queued() == 5 * SCORED);
-    // The engine stands still: a request that was submitted would not hear of its deadline.
+    // The engine is paused: a request that reached it would not notice its deadline.
     let pieces = model().tokenizer().unwrap().pieces(model().decoder().config().vocab).unwrap();
     let longest = (0..pieces.len()).filter(|i| !pieces[*i].control).max_by_key(|i| pieces[*i].bytes.len());
     let long = longest.unwrap();
@@ -164,7 +165,7 @@ fn what_waits_for_room_has_a_place_in_the_queue() {
     let echoed = json!({"prompt": vec![vec![long; 1020]; ECHOED], "echo": true, "kvist": {"timeout_ms": 50}});
     assert_eq!(server.post("/v1/completions", &echoed).error().2, "deadline_exceeded");
     server.until("its places are free again", || server.engine.queued() == 5 * SCORED);
-    // What the queue refuses it refuses at once, and not when there is room.
+    // A full queue rejects at once, not when memory becomes free.
     let plain = json!({"prompt": vec!["a"; ECHOED], "max_tokens": 1, "stream": true}).to_string();
     let mut last = server.connect();
     last.write_all(&request("POST", "/v1/completions", &headers, plain.as_bytes())).unwrap();
@@ -183,11 +184,11 @@ fn deadlines_end_requests() {
     let mut config = config();
     config.scheduler.max_batch = 1;
     let server = Server::start(config);
-    // At this pace none comes to its end before its deadline.
+    // At this pace no request completes before its deadline.
     let late = |ms: u64, stream: bool| {
         endless(json!({"stream": stream, "kvist": {"timeout_ms": ms, "pace": 1}, "n": 1}))
     };
-    // On a busy machine no token comes within the first of these times, and then one within the last.
+    // On a busy machine no token may arrive within the first of these times; one will within the last.
     let in_time = |stream: bool, said: &dyn Fn(&Answer) -> bool| {
         let ask = |ms| server.post("/v1/completions", &late(ms, stream));
         [150, 2_000, 60_000]
@@ -196,7 +197,7 @@ fn deadlines_end_requests() {
             .find(|answer| said(answer))
             .expect("a token within a minute")
     };
-    // What came until then is given, and the client told.
+    // The tokens until then are returned, and the client is told why it ended.
     let said = |answer: &Answer| answer.json()["usage"]["completion_tokens"].as_u64().is_some_and(|n| n > 0);
     let whole = in_time(false, &said).good();
     assert_eq!(whole["kvist"]["ended"], "deadline_exceeded");
@@ -206,7 +207,7 @@ fn deadlines_end_requests() {
     let (error, chunks) = events.split_last().unwrap();
     assert_eq!(error["error"]["code"], "deadline_exceeded");
     assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "length");
-    // One that never got a turn is an error.
+    // A request that was never admitted is an error.
     let held = streaming(&server, &endless(json!({"stream": true, "kvist": {"pace": 1}, "n": 1})), 1);
     let answer = server.post("/v1/completions", &late(150, false));
     assert_eq!((answer.status, answer.error().2.as_str()), (408, "deadline_exceeded"));
@@ -223,7 +224,7 @@ fn a_server_that_ends_lets_requests_finish() {
     let mut other = server.connect();
     let still = server.hold();
     server.stop();
-    // Still accepted, and told.
+    // New requests are still accepted and get an error.
     server.until("the signal is heard", || server.get("/ready").status != 200);
     let refused = server.post("/v1/completions", &body);
     assert_eq!((refused.status, refused.error().2.as_str()), (503, "shutting_down"));
@@ -236,7 +237,7 @@ fn a_server_that_ends_lets_requests_finish() {
     reader.read_to_string(&mut rest).unwrap();
     let events = Answer::events_of(&rest);
     assert_eq!(events.last().unwrap()["choices"][0]["finish_reason"], "length", "{rest}");
-    // An event's field, not a word: an answer may well say "error".
+    // Check the events' field, not the text: an answer may contain "error".
     assert!(events.iter().all(|event| event.get("error").is_none()), "{rest}");
     server.join();
 }
@@ -264,11 +265,11 @@ fn when_the_grace_is_over_requests_are_told() {
     server.join();
 }
 
-/// hyper alone looks for the end of a connection only while its buffer is empty.
+/// hyper by itself detects a closed connection only while its read buffer is empty.
 #[test]
 fn a_client_that_goes_away_is_noticed_behind_what_it_sent() {
     let server = Server::start(config());
-    let aborted = || server.metric("vllm:request_success_total", ",finished_reason=\"abort\"");
+    let aborted = || server.metric("vllm:request_success_total", "finished_reason=\"abort\",");
     for behind in ["\r\n", "GET /health HTT"] {
         let mut stream = server.connect();
         let body = endless(json!({})).to_string();
@@ -283,13 +284,13 @@ fn a_client_that_goes_away_is_noticed_behind_what_it_sent() {
         drop(held);
         server.becomes_idle();
     }
-    assert_eq!(server.metric("vllm:request_success_total", ",finished_reason=\"length\""), 0.0);
+    assert_eq!(server.metric("vllm:request_success_total", "finished_reason=\"length\","), 0.0);
 }
 
 #[test]
 fn large_bodies_do_not_stop_health_checks() {
     let server = Server::start(config());
-    // As many values as a document may have, in as many bytes.
+    // The maximum number of values in a document, at the maximum size.
     let body = format!("{{\"prompt\": [0{}]}}", format!(",{:>29}", 0).repeat(100_000));
     let headers = [("content-type", "application/json")];
     let bytes = request("POST", "/v1/completions", &headers, body.as_bytes());
@@ -324,7 +325,7 @@ fn large_bodies_do_not_stop_health_checks() {
         }
         assert!(refused < 24, "nobody was heard");
     });
-    // What they held is free again.
+    // Their memory is free again.
     assert_eq!(server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 1})).status, 200);
 }
 
@@ -355,7 +356,7 @@ fn a_client_that_does_not_read_is_hung_up_on() {
     config.limits.read_timeout_s = 2.0;
     config.limits.max_connections = 1;
     let server = Server::start(config);
-    // More answers than the system's buffers take, and nobody who reads them.
+    // More responses than the system's buffers hold, and the client does not read.
     let mut stream = server.connect();
     let ask = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n";
     stream.set_write_timeout(Some(Duration::from_secs(1))).unwrap();
@@ -364,8 +365,8 @@ fn a_client_that_does_not_read_is_hung_up_on() {
     server.until("the place is free", || server.get("/v1/models").status == 200);
 }
 
-/// The other answers of a request that was taken are submitted when its first one has begun, which may be after the
-/// signal.
+/// The other answers of an accepted request are submitted when its first answer has begun, which may be after
+/// the signal.
 #[test]
 fn a_request_that_was_taken_gets_all_its_answers() {
     let mut config = config();

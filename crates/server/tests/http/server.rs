@@ -1,4 +1,4 @@
-//! A server on a free port over the embedded model, and a client.
+//! A server on a free port that runs the embedded model, and a client.
 #![allow(dead_code)]
 use kvist_backend::{MemoryBudget, Storage};
 use kvist_engine::backends;
@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
-/// Float weights and a float cache: a text depends on nothing but its prompt.
+/// F32 weights and an F32 cache, so that generated text depends only on the prompt.
 pub fn model() -> &'static Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
     MODEL.get_or_init(|| {
@@ -24,7 +24,7 @@ pub fn model() -> &'static Arc<Model> {
     })
 }
 
-/// Nothing is judged by it: it ends a test that would wait for ever.
+/// Only ends tests that would hang; nothing is measured against it.
 pub const PATIENCE: Duration = Duration::from_secs(600);
 
 pub const MODEL: &str = "tiny-rust-7m";
@@ -75,12 +75,12 @@ impl Server {
         Server { address, engine, stop: Some(stop), thread: Some(thread) }
     }
 
-    /// As SIGTERM does.
+    /// Begins a shutdown, like SIGTERM.
     pub fn stop(&mut self) {
         self.stop.take().map(|stop| stop.send(()));
     }
 
-    /// Until the accepting loop has ended.
+    /// Waits until the accept loop has ended.
     pub fn join(&mut self) {
         self.stop();
         if let Some(thread) = self.thread.take() {
@@ -96,7 +96,7 @@ impl Server {
         self.send("GET", path, &[], b"")
     }
 
-    /// A request over a connection of its own, with its answer.
+    /// Sends a request over its own connection.
     pub fn send(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Answer {
         let mut stream = self.connect();
         stream.write_all(&request(method, path, headers, body)).unwrap();
@@ -109,16 +109,16 @@ impl Server {
         stream
     }
 
-    /// The value of a metric, by its name and labels after `model_name`.
+    /// The value of a metric. `labels` stand in front of `model_name`.
     pub fn metric(&self, name: &str, labels: &str) -> f64 {
         let text = self.get("/metrics").text;
-        let start = format!("{name}{{model_name=\"{MODEL}\"{labels}}} ");
+        let start = format!("{name}{{{labels}model_name=\"{MODEL}\"}} ");
         let line = text.lines().find_map(|line| line.strip_prefix(&start));
         line.unwrap_or_else(|| panic!("{start} is not in\n{text}")).parse().unwrap()
     }
 
-    /// Stop the engine between two turns until what is returned is dropped: meanwhile no request gets a token or ends,
-    /// however busy the machine is, and HTTP goes on.
+    /// Pauses the engine between two turns until the returned value is dropped. Meanwhile no request gets a
+    /// token or ends, however busy the machine is; HTTP keeps working.
     pub fn hold(&self) -> Held {
         let (standing, stands) = std::sync::mpsc::channel();
         let (release, released) = std::sync::mpsc::channel::<()>();
@@ -134,7 +134,7 @@ impl Server {
         Held { release: Some(release), holder: Some(holder) }
     }
 
-    /// Wait until it holds.
+    /// Waits until the condition is true.
     pub fn until(&self, what: &str, holds: impl Fn() -> bool) {
         let began = Instant::now();
         while !holds() {
@@ -143,8 +143,9 @@ impl Server {
         }
     }
 
-    /// Requests that run and wait, and the cells they hold. Asked between two turns: the engine's figures, and `/metrics`, are
-    /// those of the last turn, and may be older than what a test has done since. Not while the engine is [held](Self::hold).
+    /// Running requests, waiting requests, and the KV cells in use, read between two turns. (The engine's
+    /// statistics and `/metrics` are those of the last turn and may be older than the test's last action.) Must
+    /// not be called while the engine is [held](Self::hold).
     pub fn live(&self) -> (usize, usize, u64) {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let asked = self.engine.inspect(|state| {
@@ -154,7 +155,7 @@ impl Server {
         runtime.block_on(asked).unwrap()
     }
 
-    /// Until no request holds a cell.
+    /// Waits until no request runs or waits and no cells are in use.
     pub fn becomes_idle(&self) {
         let began = Instant::now();
         loop {
@@ -168,7 +169,7 @@ impl Server {
     }
 }
 
-/// An engine that stands still.
+/// Keeps the engine paused until dropped.
 pub struct Held {
     release: Option<std::sync::mpsc::Sender<()>>,
     holder: Option<JoinHandle<()>>,
@@ -221,7 +222,7 @@ impl Answer {
         let mut reader = BufReader::new(stream);
         let (status, headers) = head(&mut reader);
         let mut raw = Vec::new();
-        let _ = reader.read_to_end(&mut raw); // a server may close before a body is read to its end
+        let _ = reader.read_to_end(&mut raw); // the server may close before it has read a whole body
         let chunked = headers.iter().any(|(n, v)| n == "transfer-encoding" && v == "chunked");
         let body = if chunked { unchunk(&raw) } else { raw };
         Answer { status, headers, text: String::from_utf8(body).unwrap() }
@@ -235,20 +236,20 @@ impl Answer {
         serde_json::from_str(&self.text).unwrap_or_else(|e| panic!("{e}: {self:?}"))
     }
 
-    /// Of a success.
+    /// The body of a successful response.
     pub fn good(&self) -> Value {
         assert_eq!(self.status, 200, "{}", self.text);
         self.json()
     }
 
-    /// The documents of an event stream, which ends with `[DONE]`.
+    /// The JSON documents of an event stream that ends with `[DONE]`.
     pub fn events(&self) -> Vec<Value> {
         assert_eq!(self.status, 200, "{}", self.text);
         assert_eq!(self.header("content-type"), Some("text/event-stream"));
         Self::events_of(&self.text)
     }
 
-    /// The same of a body that was read by hand, with or without the lines of its chunks.
+    /// The same for a body that was read manually, with or without chunk size lines.
     pub fn events_of(body: &str) -> Vec<Value> {
         let mut data: Vec<&str> = body.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
         assert_eq!(data.pop(), Some("[DONE]"), "{body}");
@@ -269,7 +270,7 @@ impl Answer {
     }
 }
 
-/// Status and headers.
+/// Reads status and headers.
 pub fn head(reader: &mut impl BufRead) -> (u16, Vec<(String, String)>) {
     let mut line = String::new();
     reader.read_line(&mut line).unwrap();
