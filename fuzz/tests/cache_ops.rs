@@ -1,5 +1,5 @@
 //! The fuzzer's bytes choose operations on a cache, which is compared with its reference model after each operation.
-use kvist_cache::twin::{Choices, replay};
+use kvist_testing::reference::{Choices, replay};
 
 /// Bolero's own random inputs are shorter than a hundred bytes, which is too short to fill a pool.
 const LONG_INPUTS: u64 = 100;

@@ -2,12 +2,11 @@
 //!
 //! Every byte is reserved in a [`MemoryBudget`] before it is allocated, fresh memory is zeroed, and a step in which
 //! any layer failed leaves the cache as it was. [`mod@reference`] is a simple scalar backend that serves as the
-//! reference; [`conformance`] is the test suite that every other backend must pass.
+//! reference; `kvist_testing::conformance` is the test suite that every other backend must pass.
 #![forbid(unsafe_code)]
 
 mod budget;
 mod channels;
-pub mod conformance;
 mod error;
 mod layout;
 mod ledger;

@@ -3,7 +3,7 @@
 //! are f32; all arithmetic is f64.
 //!
 //! It stores f32 whatever storage is requested (and its [`usage`](Backend::usage) says so). The loss of a dtype is
-//! defined by the tolerances of the [`conformance`] suite.
+//! defined by the tolerances of the `kvist_testing::conformance` suite.
 use crate::*;
 use kvist_cache::{GroupId, GroupPlan, LayerId, MovePlan, StepId, StepPlan};
 

@@ -1,6 +1,6 @@
 //! The reference backend passes the conformance suite, with almost no tolerance.
-use kvist_backend::conformance::{self, Options};
 use kvist_backend::reference::Reference;
+use kvist_testing::conformance::{self, Options};
 
 #[test]
 fn the_reference_conforms() {

@@ -2,7 +2,7 @@
 //!
 //! `cargo run --release -p kvist-cache --example handles`
 use kvist_cache::arena::{ALLOCATORS, Handle};
-use kvist_cache::twin::Choices;
+use kvist_testing::reference::Choices;
 use std::time::Instant;
 
 const N_ROUNDS: u32 = 300_000;

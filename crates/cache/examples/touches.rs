@@ -2,7 +2,7 @@
 //!
 //! `cargo run --release -p kvist-cache --example touches`
 use kvist_cache::evict::{Flat, POLICIES, Parameters, Use, build, next_uses};
-use kvist_cache::twin::Choices;
+use kvist_testing::reference::Choices;
 use std::time::Instant;
 
 const N_TOUCHES: usize = 2_000_000;

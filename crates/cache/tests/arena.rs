@@ -1,7 +1,7 @@
 //! The arena: allocators compared with bitmaps, the whole with a simulated memory, and the figures of its source.
 use kvist_cache::arena::{self, *};
-use kvist_cache::twin::Choices;
 use kvist_cache::{BlockEvent, Change, Reason, SeqId};
+use kvist_testing::reference::Choices;
 use std::collections::BTreeMap;
 
 const N_OPERATIONS: u64 = 100_000;

@@ -2,7 +2,7 @@
 //! evaluates the formula of the policy's definition for all of them. Compares `opt` with every possible sequence of
 //! decisions.
 use kvist_cache::evict::{self, *};
-use kvist_cache::twin::Choices;
+use kvist_testing::reference::Choices;
 use std::collections::{BTreeMap, HashMap};
 
 const N_OPERATIONS: u64 = 100_000;

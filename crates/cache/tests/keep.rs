@@ -1,8 +1,8 @@
 //! Compares selective keeping with a model that sorts, on real caches, whose reads show what is stored.
 use kvist_cache::keep::*;
 use kvist_cache::kinds::{self, GroupSpec, Visibility};
-use kvist_cache::twin::Choices;
 use kvist_cache::*;
+use kvist_testing::reference::Choices;
 use std::collections::BTreeMap;
 
 const A: SeqId = SeqId(0);

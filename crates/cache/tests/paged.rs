@@ -6,8 +6,8 @@
 //! into shared bytes all show as a wrong number.
 use kvist_cache::evict::Parameters;
 use kvist_cache::kinds::{GroupSpec, Visibility};
-use kvist_cache::twin::Choices;
 use kvist_cache::*;
+use kvist_testing::reference::Choices;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 

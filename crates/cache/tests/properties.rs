@@ -1,6 +1,6 @@
 //! Runs random operations against the reference model, for every kind. `KVIST_OPS` sets their number, `KVIST_SEED`
 //! the seed. A failing drive prints its own seed; `KVIST_SEED` with `KVIST_OPS=1` repeats it alone.
-use kvist_cache::twin::{Choices, replay};
+use kvist_testing::reference::{Choices, replay};
 
 const OPERATIONS_PER_DRIVE: u64 = 1_000;
 

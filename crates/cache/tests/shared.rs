@@ -1,6 +1,6 @@
 //! The shared block pool with real threads and a real clock. `src/shared/model.rs` tests it under modelled schedules.
 use kvist_cache::shared::SharedBlocks;
-use kvist_cache::twin::Choices;
+use kvist_testing::reference::Choices;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 

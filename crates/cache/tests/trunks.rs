@@ -1,8 +1,8 @@
 //! Cells that several sequences share are read as one item.
 mod stepping;
 use kvist_cache::kinds::{GroupSpec, Visibility};
-use kvist_cache::twin::SplitMix64;
 use kvist_cache::*;
+use kvist_testing::reference::SplitMix64;
 use stepping::*;
 
 /// Decodes one token of every sequence.

@@ -1,11 +1,11 @@
 //! Runs the CPU backend against the conformance suite, plus cases that the suite does not cover.
 mod decoding;
 use decoding::*;
-use kvist_backend::conformance::{self, Options};
 use kvist_backend::*;
 use kvist_cache::*;
 use kvist_cpu::arch::Isa;
 use kvist_cpu::{Compute, Cpu};
+use kvist_testing::conformance::{self, Options};
 
 /// Tolerance: queries and weights of packed dtypes are split into two bytes. Each element is off by up to 1 part in
 /// 64,000 of the largest, and a sum over head_dim or over a tile by about √64 of that.

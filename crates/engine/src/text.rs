@@ -140,7 +140,7 @@ mod tests {
 
     #[test]
     fn any_cut_is_found_as_the_twin_finds_it() {
-        let mut numbers = kvist_cache::twin::SplitMix64(7);
+        let mut numbers = kvist_testing::reference::SplitMix64(7);
         let mut n = |below: u64| (numbers.next() % below) as usize;
         let letters = ["a", "b", "é", "a"];
         let mut found = 0;

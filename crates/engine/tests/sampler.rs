@@ -1,8 +1,8 @@
 //! The sampler against a reference implementation written directly from the documented order, and properties that users
 //! rely on.
-use kvist_cache::twin::SplitMix64;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::text::StopMatcher;
+use kvist_testing::reference::SplitMix64;
 
 struct Numbers(SplitMix64);
 
@@ -20,14 +20,14 @@ impl Numbers {
 }
 
 /// A simple reference distribution: (token, probability), most likely first.
-struct Twin {
+struct ReferenceCache {
     kept: Vec<(u32, f64)>,
     /// True if a threshold is so close to a sum that rounding decides.
     uncertain: bool,
 }
 
 /// `text` is everything so far; `drawn` the part of it that the sampler drew.
-fn twin(config: &SamplerConfig, logits: &[f32], text: &[u32], drawn: &[u32]) -> Twin {
+fn twin(config: &SamplerConfig, logits: &[f32], text: &[u32], drawn: &[u32]) -> ReferenceCache {
     let mut logits: Vec<f64> = logits.iter().map(|x| f64::from(*x)).collect();
     // 1. repetition penalty, each recent token once
     let recent = &text[text.len() - config.repetition_window.min(text.len())..];
@@ -83,7 +83,7 @@ fn twin(config: &SamplerConfig, logits: &[f32], text: &[u32], drawn: &[u32]) -> 
         0.0 => vec![(order[0], 1.0)],
         t => order.iter().copied().zip(softmax(&order, f64::from(t))).collect(),
     };
-    Twin { kept, uncertain }
+    ReferenceCache { kept, uncertain }
 }
 
 fn random_config(n: &mut Numbers) -> SamplerConfig {

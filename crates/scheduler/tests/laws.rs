@@ -6,9 +6,9 @@ mod common;
 
 use common::cells;
 use kvist_cache::kinds::{GroupSpec, Visibility};
-use kvist_cache::twin::SplitMix64 as Random;
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, Step};
 use kvist_scheduler::*;
+use kvist_testing::reference::SplitMix64 as Random;
 use std::collections::BTreeMap;
 
 /// `mixed` adds a sliding-window layer group with a smaller pool.

@@ -5,8 +5,8 @@
 //! The twin does its own accounting in cells: a request needs as much space as it has tokens.
 use kvist_cache::Cache;
 use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
-use kvist_cache::twin::SplitMix64 as Random;
 use kvist_scheduler::*;
+use kvist_testing::reference::SplitMix64 as Random;
 
 #[derive(Clone)]
 struct Job {

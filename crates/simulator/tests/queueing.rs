@@ -10,13 +10,13 @@
 //! The means of independent runs are corrected by what chance did to their arrivals and services (control variates,
 //! regressed over the runs), which says the same with fewer jobs. Intervals are 95%.
 use kvist_cache::kinds::{GroupSpec, Visibility};
-use kvist_cache::twin::SplitMix64;
 use kvist_cache::{Cache, PagedSpec};
 use kvist_scheduler::{Config, LengthSource, Preempted, TokenWork};
 use kvist_simulator::cost::ConstantRates;
 use kvist_simulator::report::RequestRow;
 use kvist_simulator::request::Request;
 use kvist_simulator::run::{Options, run};
+use kvist_testing::reference::SplitMix64;
 
 struct Random(SplitMix64);
 

@@ -1,6 +1,5 @@
 //! Compares the event loop with slower, simpler computations of the same result.
 use kvist_cache::kinds::{GroupSpec, Visibility};
-use kvist_cache::twin::SplitMix64 as Random;
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, Step, Vocabulary};
 use kvist_scheduler as scheduler;
 use kvist_scheduler::{
@@ -11,6 +10,7 @@ use kvist_simulator::report::{Objectives, Outcome, Report};
 use kvist_simulator::request::{PromptContent, Request};
 use kvist_simulator::run::{Options, Part, Run, RunError, run};
 use kvist_simulator::trace::{ReadOptions, Trace};
+use kvist_testing::reference::SplitMix64 as Random;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

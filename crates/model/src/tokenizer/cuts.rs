@@ -117,7 +117,7 @@ mod tests {
     use super::*;
     use crate::tokenizer::Tokenizer;
     use crate::weights::Gguf;
-    use kvist_cache::twin::SplitMix64;
+    use kvist_testing::reference::SplitMix64;
 
     /// A word-level tokenizer over bytes with some merges, for each pattern.
     fn tokenizer(words: &Value) -> Tokenizer {

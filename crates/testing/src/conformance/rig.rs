@@ -2,9 +2,9 @@
 //! write.
 use super::cases::{Case, Strides};
 use super::{Options, rows};
-use crate::*;
+use crate::reference::{Choices, Model, Operation, ReferenceCache, Seen, StepEnd};
+use kvist_backend::*;
 use kvist_cache::kinds::{self, GroupSpec, Visibility};
-use kvist_cache::twin::{Choices, Fate, Model, Operation, Seen, Twin};
 use kvist_cache::*;
 use std::ops::Range;
 use std::sync::Arc;
@@ -71,7 +71,7 @@ pub struct Rig<'c> {
     spec: PoolSpec,
     groups: Vec<GroupSpec>,
     session: Session,
-    twin: Twin,
+    reference: ReferenceCache,
     choices: Choices<'static>,
     written: Vec<Written>,
     /// Indexed by the number of the write.
@@ -128,7 +128,7 @@ fn lay(strides: Strides, n_tokens: usize, heads: &[usize], head_dim: usize) -> (
 impl<'c> Rig<'c> {
     fn new(backend: &'c dyn Backend, case: &'c Case, options: &'c Options, number: u64) -> Self {
         let (kind, length) = (case.shape.kind, case.length);
-        let model = Model::of(kind).unwrap_or_else(|| panic!("the twin knows no kind {kind}"));
+        let model = Model::of(kind).unwrap_or_else(|| panic!("the reference knows no kind {kind}"));
         let capacity_tokens = if case.shape.crowded { length.clamp(12, 90) } else { 4 * length + 200 };
         let max_step_tokens = if model == Model::Ring { length / 4 + 1 } else { capacity_tokens };
         let sinks = length % 3 * 2;
@@ -164,7 +164,7 @@ impl<'c> Rig<'c> {
             case,
             options,
             backend,
-            twin: Twin::new(model, &groups),
+            reference: ReferenceCache::new(model, &groups),
             grown: Some(vec![0; groups.len()]),
             choices: Choices::from_seed(options.seed ^ (number << 20), u64::MAX),
             groups,
@@ -207,7 +207,7 @@ impl<'c> Rig<'c> {
         let parents: Vec<Vec<Option<NodeId>>> = spans
             .iter()
             .map(|(seq, _, n_nodes)| {
-                let known = self.twin.n_nodes(*seq).unwrap_or(0);
+                let known = self.reference.n_nodes(*seq).unwrap_or(0);
                 (known..known + n_nodes)
                     .map(|node| self.choices.below(node + 1).checked_sub(1).map(NodeId))
                     .collect()
@@ -230,7 +230,7 @@ impl<'c> Rig<'c> {
 
     /// Commits the path to a random node.
     pub fn accept_any(&mut self, seq: SeqId) {
-        let parents = self.twin.parents(seq);
+        let parents = self.reference.parents(seq);
         let mut node = Some(NodeId(self.choices.below(parents.len() as u32)));
         let mut accepted = Vec::new();
         while let Some(n) = node {
@@ -246,12 +246,12 @@ impl<'c> Rig<'c> {
             Model::Ring => self.spec.max_step_tokens + 1,
             _ => self.spec.capacity_cells[0] - self.session.cache.report()[0].used_cells,
         };
-        let operation = Operation::choose(&mut self.choices, model, 6, n_free, &self.twin);
+        let operation = Operation::choose(&mut self.choices, model, 6, n_free, &self.reference);
         self.perform(&operation);
     }
 
     fn next(&self, seq: SeqId) -> u32 {
-        self.twin.next_position(seq).unwrap_or_else(|| panic!("there is no sequence {seq}"))
+        self.reference.next_position(seq).unwrap_or_else(|| panic!("there is no sequence {seq}"))
     }
 
     /// Runs an operation on the cache and on the model. Their answers must match.
@@ -262,11 +262,11 @@ impl<'c> Rig<'c> {
             Operation::Step { spans, fate } => {
                 let spans: Vec<Span<'_>> = spans.iter().map(|span| span.as_span()).collect();
                 let request = StepRequest { spans: &spans };
-                if self.twin.refusal(&request).is_some() {
+                if self.reference.refusal(&request).is_some() {
                     if self.session.step(&request).is_ok() {
                         self.bad(format!("{operation:?} was accepted"));
                     }
-                } else if *fate == Fate::Commit {
+                } else if *fate == StepEnd::Commit {
                     self.step(&spans);
                 } else {
                     self.abandon(&spans);
@@ -282,28 +282,29 @@ impl<'c> Rig<'c> {
             }
             Operation::Clear => {
                 cache.clear();
-                self.twin.clear();
+                self.reference.clear();
                 return;
             }
             Operation::Rewind { len } => {
-                (cache.rewinds().expect(no_face).rewind(*len), self.twin.rewind(*len))
+                (cache.rewinds().expect(no_face).rewind(*len), self.reference.rewind(*len))
             }
             Operation::CommitPath { seq, accepted } => (
                 cache.trees().expect(no_face).commit_path(*seq, accepted),
-                self.twin.commit_path(*seq, accepted),
+                self.reference.commit_path(*seq, accepted),
             ),
             many => {
                 let mut sequences = cache.sequences().expect(no_face);
                 match *many {
-                    Operation::New { seq } => (sequences.seq_new(seq), self.twin.seq_new(seq)),
-                    Operation::Copy { src, dst, from, until } => {
-                        (sequences.seq_cp(src, dst, from, until), self.twin.seq_cp(src, dst, from, until))
-                    }
+                    Operation::New { seq } => (sequences.seq_new(seq), self.reference.seq_new(seq)),
+                    Operation::Copy { src, dst, from, until } => (
+                        sequences.seq_cp(src, dst, from, until),
+                        self.reference.seq_cp(src, dst, from, until),
+                    ),
                     Operation::Remove { seq, from, until } => {
-                        (sequences.seq_rm(seq, from, until), self.twin.seq_rm(seq, from, until))
+                        (sequences.seq_rm(seq, from, until), self.reference.seq_rm(seq, from, until))
                     }
                     Operation::Keep { seq, from, until } => {
-                        (sequences.seq_keep(seq, from, until), self.twin.seq_keep(seq, from, until))
+                        (sequences.seq_keep(seq, from, until), self.reference.seq_keep(seq, from, until))
                     }
                     _ => panic!("{many:?} is no verb"),
                 }
@@ -387,10 +388,10 @@ impl<'c> Rig<'c> {
         }
         self.found.n_steps += 1;
         let request = StepRequest { spans };
-        assert_eq!(self.twin.refusal(&request), None, "scripts take only possible steps: {spans:?}");
+        assert_eq!(self.reference.refusal(&request), None, "scripts take only possible steps: {spans:?}");
         let seen: Vec<Vec<Vec<Seen>>> =
-            self.groups.iter().map(|group| self.twin.seen(&request, group.visibility)).collect();
-        let values = self.twin.new_values(&request);
+            self.groups.iter().map(|group| self.reference.seen(&request, group.visibility)).collect();
+        let values = self.reference.new_values(&request);
         let n_tokens = (values.end - values.start) as usize;
         let n_layers = self.spec.layout.layers.len();
         let inputs: Vec<_> = (0..n_layers).map(|layer| self.inputs(layer, n_tokens)).collect();
@@ -437,7 +438,7 @@ impl<'c> Rig<'c> {
         if let Err(error) = step.commit() {
             return self.bad(format!("not committed: {error}"));
         }
-        self.twin.apply(&request);
+        self.reference.apply(&request);
         self.tokens.extend_from_slice(&tokens);
 
         for (layer, (data, places)) in inputs.iter().enumerate() {

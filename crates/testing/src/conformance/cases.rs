@@ -1,7 +1,7 @@
 //! The axes, and a sample of their product in which any two values of any two axes occur together.
 use super::shapes::{SHAPES, Shape};
-use crate::{ChannelOrder, DType, LayerSpec, Layout, Side, Storage};
-use kvist_cache::twin::Choices;
+use crate::reference::Choices;
+use kvist_backend::{ChannelOrder, DType, LayerSpec, Layout, Side, Storage};
 use kvist_cache::{GroupId, LayerId};
 use std::fmt;
 

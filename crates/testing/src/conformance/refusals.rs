@@ -1,5 +1,5 @@
 //! What a backend must refuse, and what must be unchanged afterwards.
-use crate::*;
+use kvist_backend::*;
 use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
 use kvist_cache::*;
 use std::sync::Arc;

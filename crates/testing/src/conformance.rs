@@ -3,7 +3,7 @@
 //!
 //! Cases are sampled over plan shape × K storage × V storage × heads × head_dim × length × layer sharing × strides ×
 //! soft-cap, such that any two values of any two axes occur together in some case. Every case drives a session and
-//! the [reference model](kvist_cache::twin) side by side. What a query must see comes from the model's visibility
+//! the [reference model](crate::reference) side by side. What a query must see comes from the model's visibility
 //! rule, never from the plan's reads; what it must compute is scalar f64 attention over exactly those rows.
 //!
 //! Storage and arithmetic are tested separately, so that the loss of a coarse dtype cannot hide a wrong sum. A stored
@@ -11,7 +11,7 @@
 //! over the rows *as they were read back* must be exact except for f32 rounding. Outputs and the gaps between strided
 //! rows are filled with NaN before a step, abandoned steps leave NaN in the cells they wrote, and every comparison
 //! fails on NaN.
-use crate::Backend;
+use kvist_backend::Backend;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

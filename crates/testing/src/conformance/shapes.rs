@@ -1,6 +1,6 @@
 //! The plan shapes, written as scripts.
 use super::rig::Rig;
-use kvist_cache::twin::Operation;
+use crate::reference::Operation;
 use kvist_cache::{NodeId, SeqId};
 
 /// A usage pattern of one cache kind.

@@ -1,14 +1,13 @@
-//! The reference model ("twin"): what a cache must do, implemented as simply as possible.
+//! The reference model ("reference model"): what a cache must do, implemented as simply as possible.
 //!
-//! A [`Twin`] stores `(sequence, position) → value` in maps, plus the speculative nodes with their parents, and
+//! A [`ReferenceCache`] stores `(sequence, position) → value` in maps, plus the speculative nodes with their parents, and
 //! evaluates the visibility rule token by token. A value is the number of the write that made it, so no two tokens of
 //! a run have the same value. The model has no cells: a cache's reads are compared with it, never computed by it.
 //!
-//! Any code that drives a cache can drive a twin next to it: ask [`Twin::visible`] what every token of a batch must
-//! see, execute the step, then call [`Twin::apply`]. [`Drive`] does this with random operations.
-use crate::ids::*;
-use crate::kinds::{GroupSpec, Visibility};
-use crate::request::{New, Refused, Span, StepRequest};
+//! Any code that drives a cache can drive a reference model next to it: ask [`ReferenceCache::visible`] what every token of a batch must
+//! see, execute the step, then call [`ReferenceCache::apply`]. [`Drive`] does this with random operations.
+use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::*;
 use std::collections::{BTreeMap, BTreeSet};
 
 mod choices;
@@ -17,9 +16,9 @@ mod operation;
 
 pub use choices::{Choices, SplitMix64};
 pub use drive::{Drive, replay};
-pub use operation::{Fate, Operation, OwnedSpan, OwnedTokens};
+pub use operation::{Operation, OwnedSpan, OwnedTokens, StepEnd};
 
-/// The semantics of a cache kind, by the names of [`KINDS`](crate::kinds::KINDS).
+/// The semantics of a cache kind, by the names of [`KINDS`](kvist_cache::kinds::KINDS).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Model {
     /// One sequence; `rewind`.
@@ -56,7 +55,7 @@ impl Model {
 pub struct Seen {
     /// The number of the write that made it.
     pub value: u64,
-    /// The same index as in [`ReadItem::first_index`](crate::ReadItem).
+    /// The same index as in [`ReadItem::first_index`](kvist_cache::ReadItem).
     pub index: u32,
 }
 
@@ -76,7 +75,7 @@ struct TwinSequence {
 
 /// The reference model of a cache. See the [module](self).
 #[derive(Clone, Debug)]
-pub struct Twin {
+pub struct ReferenceCache {
     model: Model,
     /// One per layer group.
     groups: Vec<GroupSpec>,
@@ -84,13 +83,14 @@ pub struct Twin {
     n_writes: u64,
 }
 
-impl Twin {
+impl ReferenceCache {
     /// Makes the reference model of a cache with these layer groups, which all hold the same tokens.
     pub fn new(model: Model, groups: &[GroupSpec]) -> Self {
         assert!(!groups.is_empty(), "a cache needs at least one layer group");
-        let mut twin = Twin { model, groups: groups.to_vec(), sequences: BTreeMap::new(), n_writes: 0 };
-        twin.clear();
-        twin
+        let mut reference =
+            ReferenceCache { model, groups: groups.to_vec(), sequences: BTreeMap::new(), n_writes: 0 };
+        reference.clear();
+        reference
     }
 
     /// Removes every sequence. Values are not reused.
@@ -105,11 +105,11 @@ impl Twin {
     pub fn sequences(&self) -> impl Iterator<Item = SeqId> {
         self.sequences.keys().copied()
     }
-    /// See [`Cache::next_position`](crate::Cache::next_position).
+    /// See [`Cache::next_position`](kvist_cache::Cache::next_position).
     pub fn next_position(&self, seq: SeqId) -> Option<u32> {
         self.sequences.get(&seq).map(|s| s.next_position)
     }
-    /// See [`Cache::seq_len`](crate::Cache::seq_len).
+    /// See [`Cache::seq_len`](kvist_cache::Cache::seq_len).
     pub fn seq_len(&self, seq: SeqId) -> Option<u32> {
         self.held(seq, self.groups[0].visibility).map(|held| held.len() as u32)
     }
@@ -152,13 +152,13 @@ impl Twin {
     }
 
     /// The values that each token of the batch must see, in batch order, under the visibility of one layer group. The
-    /// request must be one that is [not refused](Twin::refusal).
+    /// request must be one that is [not refused](ReferenceCache::refusal).
     pub fn visible(&self, request: &StepRequest<'_>, visibility: Visibility) -> Vec<BTreeSet<u64>> {
         let seen = self.seen(request, visibility);
         seen.into_iter().map(|token| token.into_iter().map(|seen| seen.value).collect()).collect()
     }
 
-    /// Like [`visible`](Twin::visible), with the index of each value, ascending by value.
+    /// Like [`visible`](ReferenceCache::visible), with the index of each value, ascending by value.
     pub fn seen(&self, request: &StepRequest<'_>, visibility: Visibility) -> Vec<Vec<Seen>> {
         let mut after = self.clone();
         after.apply(request);
@@ -172,7 +172,7 @@ impl Twin {
         after.positions_of_last(request)
     }
 
-    /// [`Twin::positions`], for a request that has just been applied.
+    /// [`ReferenceCache::positions`], for a request that has just been applied.
     fn positions_of_last(&self, request: &StepRequest<'_>) -> Vec<u32> {
         let mut positions = Vec::new();
         for span in request.spans {
@@ -187,7 +187,7 @@ impl Twin {
         positions
     }
 
-    /// [`Twin::seen`], for a request that has just been applied.
+    /// [`ReferenceCache::seen`], for a request that has just been applied.
     fn seen_by_last(&self, request: &StepRequest<'_>, visibility: Visibility) -> Vec<Vec<Seen>> {
         let mut answer = Vec::new();
         for span in request.spans {
@@ -285,7 +285,7 @@ impl Twin {
         None
     }
 
-    /// Applies the step. It must be one that is [not refused](Twin::refusal).
+    /// Applies the step. It must be one that is [not refused](ReferenceCache::refusal).
     pub fn apply(&mut self, request: &StepRequest<'_>) {
         for span in request.spans {
             let sequence = self.sequences.get_mut(&span.seq).expect("the step was not refused");
@@ -311,7 +311,7 @@ impl Twin {
         }
     }
 
-    /// See [`Rewind::rewind`](crate::Rewind::rewind).
+    /// See [`Rewind::rewind`](kvist_cache::Rewind::rewind).
     pub fn rewind(&mut self, len: u32) -> Result<(), Refused> {
         let sequence =
             self.sequences.get_mut(&SeqId::ONLY).expect("such a kind always has its only sequence");
@@ -323,7 +323,7 @@ impl Twin {
         Ok(())
     }
 
-    /// See [`Sequences::seq_new`](crate::Sequences::seq_new).
+    /// See [`Sequences::seq_new`](kvist_cache::Sequences::seq_new).
     pub fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused> {
         if self.sequences.contains_key(&seq) {
             return Err(Refused::SequenceExists(seq));
@@ -332,7 +332,7 @@ impl Twin {
         Ok(())
     }
 
-    /// See [`Sequences::seq_cp`](crate::Sequences::seq_cp).
+    /// See [`Sequences::seq_cp`](kvist_cache::Sequences::seq_cp).
     pub fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         let source = self.sequences.get(&src).ok_or(Refused::UnknownSequence(src))?.clone();
         let until = until.min(source.next_position);
@@ -351,12 +351,12 @@ impl Twin {
         Ok(())
     }
 
-    /// See [`Sequences::fork`](crate::Sequences::fork).
+    /// See [`Sequences::fork`](kvist_cache::Sequences::fork).
     pub fn fork(&mut self, src: SeqId, dst: SeqId) -> Result<(), Refused> {
         self.seq_cp(src, dst, 0, u32::MAX)
     }
 
-    /// See [`Sequences::seq_rm`](crate::Sequences::seq_rm).
+    /// See [`Sequences::seq_rm`](kvist_cache::Sequences::seq_rm).
     pub fn seq_rm(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         let sequence = self.sequences.get_mut(&seq).ok_or(Refused::UnknownSequence(seq))?;
         if from >= until {
@@ -373,7 +373,7 @@ impl Twin {
         Ok(())
     }
 
-    /// See [`Sequences::seq_keep`](crate::Sequences::seq_keep).
+    /// See [`Sequences::seq_keep`](kvist_cache::Sequences::seq_keep).
     pub fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         if !self.sequences.contains_key(&seq) {
             return Err(Refused::UnknownSequence(seq));
@@ -386,7 +386,7 @@ impl Twin {
         Ok(())
     }
 
-    /// See [`Trees::commit_path`](crate::Trees::commit_path).
+    /// See [`Trees::commit_path`](kvist_cache::Trees::commit_path).
     pub fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused> {
         let sequence = self.sequences.get_mut(&seq).ok_or(Refused::UnknownSequence(seq))?;
         let mut parent = None;
@@ -405,7 +405,7 @@ impl Twin {
         Ok(())
     }
 
-    /// See [`Trees::discard`](crate::Trees::discard).
+    /// See [`Trees::discard`](kvist_cache::Trees::discard).
     pub fn discard(&mut self, seq: SeqId) -> Result<(), Refused> {
         self.commit_path(seq, &[])
     }

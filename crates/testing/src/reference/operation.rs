@@ -1,7 +1,6 @@
 //! Operations as data, so that a failing test can print what it did.
-use super::{Choices, Model, Twin};
-use crate::ids::*;
-use crate::request::{New, Span};
+use super::{Choices, Model, ReferenceCache};
+use kvist_cache::*;
 
 /// The tokens of an [`OwnedSpan`].
 #[derive(Clone, Debug)]
@@ -36,7 +35,7 @@ impl OwnedSpan {
 
 /// What happens to a step or a round of moves after it is planned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fate {
+pub enum StepEnd {
     /// Executed and committed.
     Commit,
     /// Planned and dropped.
@@ -49,14 +48,14 @@ pub enum Fate {
 #[derive(Clone, Debug)]
 #[allow(missing_docs)] // named after the methods that they call
 pub enum Operation {
-    Step { spans: Vec<OwnedSpan>, fate: Fate },
+    Step { spans: Vec<OwnedSpan>, fate: StepEnd },
     Rewind { len: u32 },
     New { seq: SeqId },
     Copy { src: SeqId, dst: SeqId, from: u32, until: u32 },
     Remove { seq: SeqId, from: u32, until: u32 },
     Keep { seq: SeqId, from: u32, until: u32 },
     CommitPath { seq: SeqId, accepted: Vec<NodeId> },
-    MoveRound { fate: Fate },
+    MoveRound { fate: StepEnd },
     Compact,
     Clear,
 }
@@ -68,18 +67,18 @@ impl Operation {
         model: Model,
         n_ids: u32,
         n_free: u32,
-        twin: &Twin,
+        reference: &ReferenceCache,
     ) -> Operation {
         let any_seq = |choices: &mut Choices<'_>| {
-            let n = twin.sequences.len() as u32;
-            let live = twin.sequences().nth(choices.below(n) as usize);
+            let n = reference.sequences.len() as u32;
+            let live = reference.sequences().nth(choices.below(n) as usize);
             match live {
                 Some(seq) if !choices.one_in(12) => seq,
                 _ => SeqId(choices.below(n_ids)),
             }
         };
         let position = |choices: &mut Choices<'_>, seq: SeqId| {
-            let next = twin.next_position(seq).unwrap_or(0);
+            let next = reference.next_position(seq).unwrap_or(0);
             match choices.below(8) {
                 0 => 0,
                 1 | 2 => next,
@@ -94,7 +93,7 @@ impl Operation {
                     Operation::Rewind { len: position(choices, SeqId::ONLY) }
                 }
                 2 if choices.one_in(8) => Operation::Clear,
-                _ => step(choices, model, 1, n_free, twin),
+                _ => step(choices, model, 1, n_free, reference),
             };
         }
         match choices.below(32) {
@@ -124,14 +123,14 @@ impl Operation {
             }
             10 if choices.one_in(4) => Operation::Compact,
             11 => Operation::MoveRound {
-                fate: choices.of(&[Fate::Commit, Fate::Commit, Fate::Drop, Fate::Fail]),
+                fate: choices.of(&[StepEnd::Commit, StepEnd::Commit, StepEnd::Drop, StepEnd::Fail]),
             },
             12 if choices.one_in(32) => Operation::Clear,
             13..=16 if model == Model::Tree => {
                 let seq = any_seq(choices);
-                Operation::CommitPath { seq, accepted: path(choices, &twin.parents(seq)) }
+                Operation::CommitPath { seq, accepted: path(choices, &reference.parents(seq)) }
             }
-            _ => step(choices, model, n_ids, n_free, twin),
+            _ => step(choices, model, n_ids, n_free, reference),
         }
     }
 }
@@ -151,8 +150,14 @@ fn path(choices: &mut Choices<'_>, parents: &[Option<NodeId>]) -> Vec<NodeId> {
     path
 }
 
-fn step(choices: &mut Choices<'_>, model: Model, n_ids: u32, n_free: u32, twin: &Twin) -> Operation {
-    let n_live = twin.sequences.len() as u32;
+fn step(
+    choices: &mut Choices<'_>,
+    model: Model,
+    n_ids: u32,
+    n_free: u32,
+    reference: &ReferenceCache,
+) -> Operation {
+    let n_live = reference.sequences.len() as u32;
     let n_spans = match choices.below(8) {
         0..=2 => 1,
         3 | 4 => 2,
@@ -162,7 +167,7 @@ fn step(choices: &mut Choices<'_>, model: Model, n_ids: u32, n_free: u32, twin: 
     };
     let n_spans = if model.holds_many() { n_spans.max(1) } else { 1 + u32::from(choices.one_in(64)) };
     let first = choices.below(n_live);
-    let live: Vec<SeqId> = twin.sequences().collect();
+    let live: Vec<SeqId> = reference.sequences().collect();
     let mut left = n_free;
     let mut spans = Vec::new();
     for i in 0..n_spans {
@@ -170,7 +175,7 @@ fn step(choices: &mut Choices<'_>, model: Model, n_ids: u32, n_free: u32, twin: 
             Some(&seq) if !choices.one_in(48) => seq,
             _ => SeqId(choices.below(n_ids + 1)),
         };
-        let next = twin.next_position(seq).unwrap_or(0);
+        let next = reference.next_position(seq).unwrap_or(0);
         let start = if choices.one_in(48) { choices.below(next + 3) } else { next };
         let n = match choices.below(16) {
             0..=7 => 1,
@@ -180,7 +185,7 @@ fn step(choices: &mut Choices<'_>, model: Model, n_ids: u32, n_free: u32, twin: 
             _ => choices.below(40),
         };
         left = left.saturating_sub(n);
-        let n_nodes = twin.n_nodes(seq).unwrap_or(0);
+        let n_nodes = reference.n_nodes(seq).unwrap_or(0);
         let frontier = match model {
             Model::Tree => n_nodes > 0 && !choices.one_in(8) || choices.one_in(3),
             _ => choices.one_in(64),
@@ -203,6 +208,13 @@ fn step(choices: &mut Choices<'_>, model: Model, n_ids: u32, n_free: u32, twin: 
         };
         spans.push(OwnedSpan { seq, start, new });
     }
-    let fate = choices.of(&[Fate::Commit, Fate::Commit, Fate::Commit, Fate::Commit, Fate::Drop, Fate::Fail]);
+    let fate = choices.of(&[
+        StepEnd::Commit,
+        StepEnd::Commit,
+        StepEnd::Commit,
+        StepEnd::Commit,
+        StepEnd::Drop,
+        StepEnd::Fail,
+    ]);
     Operation::Step { spans, fate }
 }

@@ -1,8 +1,8 @@
 //! Runs random operations on a real cache and its reference model, over a simulated memory, and compares them after
 //! each operation.
-use super::{Choices, Fate, Model, Operation, Seen, Twin};
-use crate::kinds::{self, GroupSpec, KINDS, Visibility};
-use crate::*;
+use super::{Choices, Model, Operation, ReferenceCache, Seen, StepEnd};
+use kvist_cache::kinds::{self, GroupSpec, KINDS, Visibility};
+use kvist_cache::*;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Content of a cell that no step has written, or that an abandoned step has written.
@@ -45,7 +45,7 @@ pub struct Drive {
     cache: Cache,
     plan: StepPlan,
     moves: MovePlan,
-    twin: Twin,
+    reference: ReferenceCache,
     memories: Vec<Memory>,
     n_ids: u32,
     /// Sequences share prefixes only. Then every cell is read once, however many sequences see it.
@@ -78,7 +78,7 @@ impl Drop for Drive {
 impl Drive {
     /// Makes a cache of the kind `name` with one to three small layer groups.
     pub fn new(name: &str, choices: &mut Choices<'_>) -> Self {
-        let model = Model::of(name).unwrap_or_else(|| panic!("the twin knows no kind {name}"));
+        let model = Model::of(name).unwrap_or_else(|| panic!("the reference knows no kind {name}"));
         let capacity_tokens = choices.of(&[8, 12, 16, 17, 31, 40, 64, 100, 128, 200]);
         let max_step_tokens = 1 + choices.below(12);
         let n_groups = choices.of(&[1, 1, 2, 3]);
@@ -96,8 +96,8 @@ impl Drive {
 
     /// Makes a cache of the kind `name` with these layer groups, driven with sequence ids below `n_ids`.
     pub fn over(name: &str, groups: Vec<GroupSpec>, n_ids: u32) -> Self {
-        let model = Model::of(name).unwrap_or_else(|| panic!("the twin knows no kind {name}"));
-        let kind = KINDS.iter().find(|(known, _)| *known == name).expect("the twin knows only kinds").0;
+        let model = Model::of(name).unwrap_or_else(|| panic!("the reference knows no kind {name}"));
+        let kind = KINDS.iter().find(|(known, _)| *known == name).expect("the reference knows only kinds").0;
         let build = |g| kinds::build(kind, g).unwrap_or_else(|e| panic!("{g:?}: {e}"));
         let cache = Cache::new(groups.iter().map(build).collect());
         let memories = cache.report().into_iter().map(|report| Memory {
@@ -109,7 +109,7 @@ impl Drive {
             kind,
             model,
             memories: memories.collect(),
-            twin: Twin::new(model, &groups),
+            reference: ReferenceCache::new(model, &groups),
             groups,
             cache,
             plan: StepPlan::default(),
@@ -125,8 +125,8 @@ impl Drive {
         &self.cache
     }
     /// The reference model, for inspection.
-    pub fn twin(&self) -> &Twin {
-        &self.twin
+    pub fn reference(&self) -> &ReferenceCache {
+        &self.reference
     }
 
     /// Chooses an operation and runs it.
@@ -135,7 +135,7 @@ impl Drive {
             Model::Ring => self.groups[0].max_step_tokens + 1,
             _ => self.cache.capacity_cells()[0] - self.cache.report()[0].used_cells,
         };
-        let operation = Operation::choose(choices, self.model, self.n_ids, n_free, &self.twin);
+        let operation = Operation::choose(choices, self.model, self.n_ids, n_free, &self.reference);
         self.perform(operation);
     }
 
@@ -155,7 +155,7 @@ impl Drive {
             Operation::Compact => self.compact(),
             Operation::Clear => {
                 self.cache.clear();
-                self.twin.clear();
+                self.reference.clear();
                 true
             }
             verb => self.verb(verb),
@@ -163,41 +163,43 @@ impl Drive {
         if !changed {
             assert_eq!(self.cache.report(), before, "something changed that was refused or dropped");
         }
-        if self.twin.sequences().all(|seq| self.twin.seq_len(seq) == Some(0)) {
+        if self.reference.sequences().all(|seq| self.reference.seq_len(seq) == Some(0)) {
             self.shares_prefixes = true;
         }
         self.compare();
     }
 
     fn verb(&mut self, verb: Operation) -> bool {
-        let Drive { cache, twin, model, .. } = self;
+        let Drive { cache, reference, model, .. } = self;
         assert_eq!(cache.rewinds().is_some(), *model == Model::Contiguous, "rewind face");
         assert_eq!(cache.sequences().is_some(), model.holds_many(), "sequences face");
         assert_eq!(cache.trees().is_some(), *model == Model::Tree, "tree face");
         let no_face = "the drive asks only for faces that its model has";
         let (got, expected) = match &verb {
-            Operation::Rewind { len } => (cache.rewinds().expect(no_face).rewind(*len), twin.rewind(*len)),
+            Operation::Rewind { len } => {
+                (cache.rewinds().expect(no_face).rewind(*len), reference.rewind(*len))
+            }
             Operation::CommitPath { seq, accepted } => {
                 let mut trees = cache.trees().expect(no_face);
-                assert_eq!(trees.n_nodes(*seq), twin.n_nodes(*seq), "nodes of sequence {seq}");
-                (trees.commit_path(*seq, accepted), twin.commit_path(*seq, accepted))
+                assert_eq!(trees.n_nodes(*seq), reference.n_nodes(*seq), "nodes of sequence {seq}");
+                (trees.commit_path(*seq, accepted), reference.commit_path(*seq, accepted))
             }
             many => {
                 let mut sequences = cache.sequences().expect(no_face);
                 match *many {
-                    Operation::New { seq } => (sequences.seq_new(seq), twin.seq_new(seq)),
+                    Operation::New { seq } => (sequences.seq_new(seq), reference.seq_new(seq)),
                     Operation::Copy { src, dst, from, until } => {
                         self.shares_prefixes &= from == 0;
-                        (sequences.seq_cp(src, dst, from, until), twin.seq_cp(src, dst, from, until))
+                        (sequences.seq_cp(src, dst, from, until), reference.seq_cp(src, dst, from, until))
                     }
                     Operation::Remove { seq, from, until } => {
-                        let next = twin.next_position(seq).unwrap_or(0);
+                        let next = reference.next_position(seq).unwrap_or(0);
                         self.shares_prefixes &= until >= next;
-                        (sequences.seq_rm(seq, from, until), twin.seq_rm(seq, from, until))
+                        (sequences.seq_rm(seq, from, until), reference.seq_rm(seq, from, until))
                     }
                     Operation::Keep { seq, from, until } => {
                         self.shares_prefixes &= from == 0;
-                        (sequences.seq_keep(seq, from, until), twin.seq_keep(seq, from, until))
+                        (sequences.seq_keep(seq, from, until), reference.seq_keep(seq, from, until))
                     }
                     ref other => panic!("{other:?} is no verb"),
                 }
@@ -208,9 +210,9 @@ impl Drive {
     }
 
     /// Returns whether the step was committed.
-    fn step(&mut self, request: &StepRequest<'_>, fate: Fate, before: &[Report]) -> bool {
-        let Drive { cache, plan, twin, memories, groups, shares_prefixes, .. } = self;
-        let expected = twin.refusal(request);
+    fn step(&mut self, request: &StepRequest<'_>, fate: StepEnd, before: &[Report]) -> bool {
+        let Drive { cache, plan, reference, memories, groups, shares_prefixes, .. } = self;
+        let expected = reference.refusal(request);
         assert_eq!(cache.can_run(request, plan).err().map(mark), expected.clone().map(mark), "a dry run");
         let mut step = match Step::begin(cache, request, plan) {
             Err(refused) => {
@@ -220,11 +222,11 @@ impl Drive {
             Ok(step) => step,
         };
         assert_eq!(expected, None, "the step was accepted");
-        if fate == Fate::Drop {
+        if fate == StepEnd::Drop {
             return false;
         }
-        let new_values = twin.new_values(request);
-        let mut after = twin.clone();
+        let new_values = reference.new_values(request);
+        let mut after = reference.clone();
         after.apply(request);
         let plan = step.with_reads();
         let mut positions = Vec::new();
@@ -252,24 +254,24 @@ impl Drive {
                 assert!(read <= bound, "{read} cells are read, {bound} are in use");
             }
             for (&cell, value) in cells.iter().zip(new_values.clone()) {
-                if fate == Fate::Commit {
+                if fate == StepEnd::Commit {
                     memory.places.insert(value, cell);
                 } else {
                     memory.cells[cell as usize] = GARBAGE;
                 }
             }
         }
-        if fate == Fate::Commit {
+        if fate == StepEnd::Commit {
             step.commit();
-            *twin = after;
+            *reference = after;
         }
-        fate == Fate::Commit
+        fate == StepEnd::Commit
     }
 
     /// Returns whether anything was moved and committed.
-    fn move_round(&mut self, fate: Fate) -> bool {
+    fn move_round(&mut self, fate: StepEnd) -> bool {
         let Some(relocation) = Relocation::begin(&mut self.cache, &mut self.moves) else { return false };
-        if fate == Fate::Drop {
+        if fate == StepEnd::Drop {
             return false;
         }
         for (group, copies) in relocation.moves().groups() {
@@ -284,24 +286,24 @@ impl Drive {
                 }
             }
             memory.copy(copies);
-            if fate == Fate::Commit {
+            if fate == StepEnd::Commit {
                 let to = |cell: u32| copies.iter().find(|c| (c.from..c.from + c.len).contains(&cell));
                 for cell in memory.places.values_mut() {
                     *cell = to(*cell).map_or(*cell, |copy| copy.to + (*cell - copy.from));
                 }
             }
         }
-        if fate == Fate::Commit {
+        if fate == StepEnd::Commit {
             relocation.commit();
         }
-        fate == Fate::Commit
+        fate == StepEnd::Commit
     }
 
     /// Runs rounds until nothing is left to move.
     fn compact(&mut self) -> bool {
         let most_rounds = self.cache.report().iter().map(|r| 2 * r.used_cells).max().unwrap_or(0);
         let mut n_rounds = 0;
-        while self.move_round(Fate::Commit) {
+        while self.move_round(StepEnd::Commit) {
             self.compare();
             n_rounds += 1;
             assert!(n_rounds <= most_rounds, "a compaction of {most_rounds}/2 cells takes {n_rounds} rounds");
@@ -313,9 +315,9 @@ impl Drive {
                 continue; // without a free cell, compaction may stop anywhere
             }
             let mut placed = BTreeSet::new();
-            for seq in self.twin.sequences() {
-                let held = self.twin.held(seq, self.groups[g].visibility).unwrap_or_default();
-                let nodes = self.twin.node_values(seq);
+            for seq in self.reference.sequences() {
+                let held = self.reference.held(seq, self.groups[g].visibility).unwrap_or_default();
+                let nodes = self.reference.node_values(seq);
                 for value in held.into_iter().map(|(_, value)| value).chain(nodes) {
                     if placed.insert(value) {
                         assert_eq!(memory.places[&value], next, "home of value {value} of sequence {seq}");
@@ -331,19 +333,19 @@ impl Drive {
     /// Compares every figure that the cache reports with the model.
     fn compare(&mut self) {
         for seq in (0..self.n_ids + 1).map(SeqId) {
-            assert_eq!(self.cache.seq_len(seq), self.twin.seq_len(seq), "length of sequence {seq}");
-            let next = self.twin.next_position(seq);
+            assert_eq!(self.cache.seq_len(seq), self.reference.seq_len(seq), "length of sequence {seq}");
+            let next = self.reference.next_position(seq);
             assert_eq!(self.cache.next_position(seq), next, "next position of sequence {seq}");
         }
         for (g, report) in self.cache.report().into_iter().enumerate() {
             let (visibility, memory) = (self.groups[g].visibility, &mut self.memories[g]);
-            let live = self.twin.live(visibility);
+            let live = self.reference.live(visibility);
             memory.places.retain(|value, _| live.contains(value));
             memory.occupied.fill(false);
             memory.places.values().for_each(|&cell| memory.occupied[cell as usize] = true);
             let high_water = memory.occupied.iter().rposition(|&o| o).map_or(0, |cell| cell as u32 + 1);
-            let sequences = self.twin.sequences().map(|seq| {
-                let held = self.twin.held(seq, visibility).expect("it is live");
+            let sequences = self.reference.sequences().map(|seq| {
+                let held = self.reference.held(seq, visibility).expect("it is live");
                 let mut n_extents = 0;
                 let mut after = None;
                 for (position, value) in &held {
@@ -355,8 +357,8 @@ impl Drive {
                 SequenceReport {
                     seq,
                     len: held.len() as u32,
-                    next_position: self.twin.next_position(seq).expect("it is live"),
-                    n_nodes: self.twin.n_nodes(seq).expect("it is live"),
+                    next_position: self.reference.next_position(seq).expect("it is live"),
+                    n_nodes: self.reference.n_nodes(seq).expect("it is live"),
                     n_extents,
                 }
             });
