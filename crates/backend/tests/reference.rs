@@ -86,7 +86,7 @@ fn step(session: &mut Session, spec: &PoolSpec, spans: &[Span<'_>]) {
 fn n_tokens(span: &Span<'_>) -> usize {
     match span.new {
         New::Chain(n) => n as usize,
-        New::Frontier(nodes) => nodes.len(),
+        New::Tree(nodes) => nodes.len(),
     }
 }
 

@@ -218,7 +218,7 @@ impl Arena {
                 self.allocator.find(largest)
             }
             (None, OutOfMemory::Evict) => {
-                evicted = self.make_room(None, |allocator| allocator.find(needed).is_some());
+                evicted = self.evict_until_free(None, |allocator| allocator.find(needed).is_some());
                 self.allocator.find(needed)
             }
         };
@@ -270,7 +270,11 @@ impl Arena {
 
     /// Evicts sequences other than `keep`, least recently used first, until `enough` returns true. If evicting all of
     /// them would not suffice, evicts none. O((evicted + 1) log n).
-    fn make_room(&mut self, keep: Option<SeqId>, enough: impl Fn(&dyn Allocator) -> bool) -> Vec<SeqId> {
+    fn evict_until_free(
+        &mut self,
+        keep: Option<SeqId>,
+        enough: impl Fn(&dyn Allocator) -> bool,
+    ) -> Vec<SeqId> {
         let mut victims = Vec::new();
         for &seq in self.by_use.values().filter(|&&seq| Some(seq) != keep) {
             if enough(&*self.allocator) {

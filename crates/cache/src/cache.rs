@@ -141,11 +141,11 @@ impl Cache {
             let overflow = Refused::PositionOverflow { seq: span.seq };
             let (n_tokens, kind) = match span.new {
                 New::Chain(n) => (n, SpanKind::Chain),
-                New::Frontier(parents) => {
+                New::Tree(parents) => {
                     let first_parent = plan.spans.parents.len() as u32;
                     plan.spans.parents.extend_from_slice(parents);
                     let n = u32::try_from(parents.len()).map_err(|_| overflow.clone())?;
-                    (n, SpanKind::Frontier { first_parent })
+                    (n, SpanKind::Tree { first_parent })
                 }
             };
             if n_tokens == 0 {

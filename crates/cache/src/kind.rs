@@ -49,7 +49,7 @@ pub trait Kind: Send {
             capacity_cells: report.capacity_cells,
             free_cells: report.capacity_cells - report.used_cells,
             idle_cells: 0,
-            lets_go: false,
+            frees_out_of_window: false,
         }
     }
 
@@ -98,7 +98,7 @@ pub trait SequenceKind: Kind {
     fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused>;
 }
 
-/// A kind that accepts [`New::Frontier`](crate::New::Frontier).
+/// A kind that accepts [`New::Tree`](crate::New::Tree).
 pub trait TreeKind: Kind {
     /// See [`Trees::commit_path`](crate::Trees::commit_path).
     fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused>;

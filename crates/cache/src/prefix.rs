@@ -5,7 +5,7 @@
 //! its logits are needed. With sliding windows, a hit is the largest L such that the full-attention groups hold
 //! `[0, L)` and every window group holds the blocks of the positions that a query at L sees.
 //!
-//! A cached block that no sequence uses is called *idle*. It stays until [`Prefixes::make_room`] evicts it, leaves
+//! A cached block that no sequence uses is called *idle*. It stays until [`Prefixes::evict_until_free`] evicts it, leaves
 //! before parents in full-attention groups. A step never evicts.
 mod as_is;
 mod content;
@@ -428,10 +428,10 @@ impl Prefixes<'_> {
 
     /// Evicts cached blocks that no sequence uses, until `n_tokens` cells are free in every group or nothing is left
     /// to evict. Returns the number of evicted blocks, over all groups.
-    pub fn make_room(&mut self, n_tokens: u32, at: Moment) -> u32 {
+    pub fn evict_until_free(&mut self, n_tokens: u32, at: Moment) -> u32 {
         let Cache { groups, index, epoch, .. } = &mut *self.cache;
         *epoch += 1;
-        index.as_mut().expect(CHECKED).make_room(groups, n_tokens, at)
+        index.as_mut().expect(CHECKED).evict_until_free(groups, n_tokens, at)
     }
 
     /// Statistics of the index.
@@ -461,7 +461,7 @@ mod tests {
         cache.sequences().unwrap().seq_new(SeqId(1)).unwrap();
         let mut plan = StepPlan::default();
         cache.prepare(&StepRequest { spans: &[Span::chain(SeqId(1), 0, 3)] }, &mut plan).unwrap();
-        cache.prefixes().unwrap().make_room(4, Moment { now_ns: 0 });
+        cache.prefixes().unwrap().evict_until_free(4, Moment { now_ns: 0 });
         cache.apply(&plan);
     }
 }

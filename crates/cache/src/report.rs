@@ -95,5 +95,5 @@ pub struct Room {
     /// Cached cells that no sequence uses.
     pub idle_cells: u32,
     /// True if sequences free the tokens that leave their sliding window.
-    pub lets_go: bool,
+    pub frees_out_of_window: bool,
 }

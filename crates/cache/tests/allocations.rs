@@ -21,7 +21,7 @@ fn allocations(kind: &str, window: Option<u32>, n_sequences: u32, n_steps: u32, 
         for span in &mut spans {
             span.start = it.cache.next_position(span.seq).unwrap();
             if speculate {
-                span.new = New::Frontier(&parents);
+                span.new = New::Tree(&parents);
             }
         }
         it.step(&spans).unwrap();

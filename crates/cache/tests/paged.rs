@@ -262,7 +262,7 @@ impl Drive {
 
     /// Checks an eviction for `n_tokens`, by ranking every block anew before each eviction. `removed` is what was
     /// really evicted.
-    fn make_room(&mut self, n_tokens: u32, removed: &[(usize, u32)]) {
+    fn evict_until_free(&mut self, n_tokens: u32, removed: &[(usize, u32)]) {
         let mut removed = removed.iter().copied().peekable();
         for g in 0..self.spec.groups.len() {
             let held = self.held(g);
@@ -640,9 +640,9 @@ impl Drive {
             _ => {
                 let n_tokens = choices.below(40);
                 self.log.push(format!("make room for {n_tokens}"));
-                self.cache.prefixes().expect("an index").make_room(n_tokens, at);
+                self.cache.prefixes().expect("an index").evict_until_free(n_tokens, at);
                 let removed = self.follow();
-                self.make_room(n_tokens, &removed);
+                self.evict_until_free(n_tokens, &removed);
                 for (g, report) in self.cache.report().iter().enumerate() {
                     let blocks = report.blocks.expect("a paged group");
                     let enough = blocks.free * self.block() >= n_tokens;

@@ -92,9 +92,9 @@ fn a_miss_says_why() {
     assert_eq!(rig.why("theirs", &served, Operator), MissReason::OtherSalt { position: 0 });
 
     // The prompt's blocks are evicted, last block first.
-    assert_eq!(rig.prefixes().make_room(32, AT), 1);
+    assert_eq!(rig.prefixes().evict_until_free(32, AT), 1);
     assert_eq!(rig.why("ours", &count(20), Tenant), MissReason::Evicted { position: 8 });
-    assert_eq!(rig.prefixes().make_room(40, AT), 2);
+    assert_eq!(rig.prefixes().evict_until_free(40, AT), 2);
     assert_eq!(rig.why("ours", &count(20), Tenant), MissReason::Evicted { position: 0 });
     assert_eq!(rig.prefixes().report().n_salts, 0, "a salt without blocks and sequences is forgotten");
 }
@@ -151,7 +151,7 @@ fn the_log_tells_the_life_of_a_block() {
     rig.cache.watch(true);
     rig.serve("", &Content::Tokens(&count(5)));
     rig.serve("", &Content::Tokens(&count(6)));
-    rig.prefixes().make_room(16, AT);
+    rig.prefixes().evict_until_free(16, AT);
     let (mut blocks, mut prefixes) = (Vec::new(), Vec::new());
     rig.cache.drain_events(&mut blocks, &mut prefixes);
     let life: Vec<_> = blocks
@@ -193,9 +193,9 @@ fn salts_go_with_their_last_block_and_sequence() {
         rig.grow(seq, 8);
         rig.prefixes().store(seq, &Content::Tokens(&tokens), AT).expect("it is open");
         rig.grow(seq, 20);
-        rig.prefixes().make_room(u32::MAX, AT);
+        rig.prefixes().evict_until_free(u32::MAX, AT);
         rig.cache.sequences().expect("many").seq_rm(seq, 0, u32::MAX).expect("it is open");
-        rig.prefixes().make_room(u32::MAX, AT);
+        rig.prefixes().evict_until_free(u32::MAX, AT);
     }
     assert_eq!(rig.cache.report()[0].used_cells, 0);
     assert_eq!(rig.prefixes().report().n_salts, 0);
@@ -216,7 +216,7 @@ fn content_that_lies_is_refused() {
     for seq in [0, 1].map(SeqId) {
         rig.cache.sequences().expect("many").seq_rm(seq, 0, u32::MAX).expect("it is open");
     }
-    rig.prefixes().make_room(u32::MAX, AT);
+    rig.prefixes().evict_until_free(u32::MAX, AT);
     assert_eq!(rig.cache.report()[0].used_cells, 0);
     assert_eq!(rig.cache.lookup("", &Content::Tokens(&a)).hit_tokens, 0);
 }
@@ -286,7 +286,7 @@ fn a_window_of_one_asks_for_nothing() {
         let mut rig = Rig::new(&spec);
         rig.serve("", &Content::Tokens(&prompt[..40]));
         assert_eq!(rig.serve("", &Content::Tokens(&prompt)), 40, "{sinks} sinks");
-        rig.prefixes().make_room(u32::MAX, AT);
+        rig.prefixes().evict_until_free(u32::MAX, AT);
         assert_eq!(rig.cache.lookup("", &Content::Tokens(&prompt)).hit_tokens, 0);
     }
     // If no group needs any block, a prompt without blocks in any group is not a hit.
@@ -329,7 +329,7 @@ fn a_fork_of_an_empty_sequence_is_a_fork() {
         assert_eq!(rig.cache.lookup(salt, &Content::Tokens(&tokens)).hit_tokens, 8, "{seq} under {salt}");
         assert_eq!(rig.cache.lookup("", &Content::Tokens(&tokens)).hit_tokens, 0, "{seq} is no stranger's");
         rig.cache.sequences().expect("many").seq_rm(seq, 0, u32::MAX).expect("it is open");
-        rig.prefixes().make_room(u32::MAX, AT);
+        rig.prefixes().evict_until_free(u32::MAX, AT);
     }
 }
 
@@ -420,7 +420,7 @@ fn no_space_says_what_to_try() {
         none.ends_with("32 are free: remove or shorten sequences, or take fewer tokens at once"),
         "{none}"
     );
-    assert_eq!(rig.prefixes().make_room(48, AT), 1);
+    assert_eq!(rig.prefixes().evict_until_free(48, AT), 1);
     assert_eq!(rig.cache.can_run(&request, &mut rig.plan), Ok(()));
 }
 
@@ -514,7 +514,7 @@ fn idle_blocks_above_a_held_one_can_go() {
         rig.cache.sequences().expect("many").seq_rm(twin(i), 0, u32::MAX).expect("it is open");
     }
     rig.cache.watch(true);
-    assert_eq!(rig.prefixes().make_room(7 * 4, AT), 6);
+    assert_eq!(rig.prefixes().evict_until_free(7 * 4, AT), 6);
     let (mut blocks, mut removed) = (Vec::new(), Vec::new());
     rig.cache.drain_events(&mut blocks, &mut removed);
     let gone: Vec<u32> = blocks.iter().filter(|e| e.change == Change::Evict).map(|e| e.block).collect();

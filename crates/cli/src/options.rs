@@ -366,10 +366,10 @@ pub struct SamplingArgs {
     /// Take the likeliest token, whatever the rest and the model's defaults say; only --repeat-penalty changes it
     #[arg(long, conflicts_with = "temperature")]
     pub greedy: bool,
-    /// Choose among the K likeliest; 0 is all [default: the model's, or 40]
+    /// TokenSampler among the K likeliest; 0 is all [default: the model's, or 40]
     #[arg(long)]
     pub top_k: Option<u32>,
-    /// Choose among the likeliest that together reach this probability [default: the model's, or 0.95]
+    /// TokenSampler among the likeliest that together reach this probability [default: the model's, or 0.95]
     #[arg(long, allow_negative_numbers = true)]
     pub top_p: Option<f32>,
     /// Drop tokens less likely than this share of the likeliest [default: the model's, or 0.05]

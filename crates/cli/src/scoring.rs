@@ -6,7 +6,7 @@ use kvist_backend::{Registry, Storage};
 use kvist_cache::SeqId;
 use kvist_engine::divergence::{Divergence, Summary};
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::{Model, Opened};
 use std::sync::Arc;
 
@@ -52,8 +52,8 @@ pub fn score(
         expected.clear()?;
         let mut at = 0;
         for chunk in window.chunks(config.max_step_tokens as usize) {
-            under_test.forward(&[Feed::chain(SeqId::ONLY, chunk)], Want::All)?;
-            expected.forward(&[Feed::chain(SeqId::ONLY, chunk)], Want::All)?;
+            under_test.forward(&[SequenceInput::chain(SeqId::ONLY, chunk)], LogitRows::All)?;
+            expected.forward(&[SequenceInput::chain(SeqId::ONLY, chunk)], LogitRows::All)?;
             for row in 0..chunk.len() {
                 if let Some(next) = window.get(at + row + 1) {
                     divergence.add(expected.logits_row(row), under_test.logits_row(row), *next)?;

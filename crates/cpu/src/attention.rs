@@ -22,11 +22,11 @@
 //!
 //! Bytes: each stored row of an item is read from memory once per 256 query rows. Operations: 2 × head_dim
 //! multiply-adds per query head and visible cell, and about ten for the weight.
-mod near;
 mod recent;
 mod scratch;
 mod softmax;
 mod tile;
+mod tile_items;
 
 use crate::Compute;
 use crate::arch::LANES;
@@ -164,7 +164,7 @@ impl<'l> Layer<'l> {
         query: &(dyn Fn(usize, usize) -> &'q [f32] + Sync),
     ) {
         let n_rows = rows.n_slots * self.per_kv();
-        scratch.near.begin();
+        scratch.tile_items.begin();
         self.prepare(rows, scratch, query);
         self.reset(total, n_rows);
         let mut partial = std::mem::take(&mut scratch.partial);
@@ -257,7 +257,7 @@ impl<'l> Layer<'l> {
         let at_once = (BLOCK_ROWS / self.per_kv()).max(1) as u32;
         for start in (from..until).step_by(len) {
             let tile = Tile { indices: start..start.saturating_add(len as u32).min(until), len };
-            if !scratch.near.reach(&self.reads.items, &slots, &tile.indices) {
+            if !scratch.tile_items.reach(&self.reads.items, &slots, &tile.indices) {
                 continue;
             }
             let mut first = slots.start;

@@ -178,7 +178,7 @@ impl RecentRows {
                         kept: position >= kept,
                     },
                     // Tree nodes follow the committed tokens, in any order of positions.
-                    SpanKind::Frontier { .. } => {
+                    SpanKind::Tree { .. } => {
                         Bounds { low: group.min(span.start), high: u32::MAX, stays: true, kept: true }
                     }
                 }

@@ -46,7 +46,7 @@ impl Turn {
         let head_dim = model.head_dim as usize;
         let start = session.cache.next_position(A).unwrap();
         let parents = tree.map(|tree| tree.parents);
-        let new = parents.as_ref().map_or(New::Chain(1), |parents| New::Frontier(parents));
+        let new = parents.as_ref().map_or(New::Chain(1), |parents| New::Tree(parents));
         let spans = [Span { seq: A, start, new }];
         let mut step = session.step(&StepRequest { spans: &spans }).unwrap();
         for layer in 0..model.n_layers {

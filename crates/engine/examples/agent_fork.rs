@@ -5,7 +5,7 @@
 use kvist_backend::MemoryBudget;
 use kvist_cache::SeqId;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_engine::{Error, backends};
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::Arc;
@@ -38,9 +38,9 @@ pub fn main() -> Result<(), Error> {
     let mut next = WAYS.map(|way| tokenizer.encode(way, false)).into_iter().collect::<Result<Vec<_>, _>>()?;
     let (mut texts, mut sure) = (next.clone(), [0.0; 3]);
     for _ in 0..16 {
-        let feeds: Vec<Feed> =
-            branches.iter().zip(&next).map(|(seq, tokens)| Feed::chain(*seq, tokens)).collect();
-        session.forward(&feeds, Want::LastOfEach)?;
+        let feeds: Vec<SequenceInput> =
+            branches.iter().zip(&next).map(|(seq, tokens)| SequenceInput::chain(*seq, tokens)).collect();
+        session.forward(&feeds, LogitRows::LastOfEach)?;
         for branch in 0..3 {
             let (token, lead) = top_two(session.logits_row(branch)).expect("logits are numbers");
             sure[branch] += lead;

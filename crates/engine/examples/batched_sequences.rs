@@ -5,7 +5,7 @@
 use kvist_backend::MemoryBudget;
 use kvist_cache::SeqId;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_engine::{Error, backends};
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::Arc;
@@ -28,8 +28,9 @@ pub fn main() -> Result<(), Error> {
 
     let prompts = PROMPTS.map(|text| tokenizer.encode(text, true));
     let prompts = prompts.into_iter().collect::<Result<Vec<_>, _>>()?;
-    let feeds: Vec<Feed> = seqs.iter().zip(&prompts).map(|(seq, tokens)| Feed::chain(*seq, tokens)).collect();
-    session.forward(&feeds, Want::LastOfEach)?; // three prompts of different lengths, one pass
+    let feeds: Vec<SequenceInput> =
+        seqs.iter().zip(&prompts).map(|(seq, tokens)| SequenceInput::chain(*seq, tokens)).collect();
+    session.forward(&feeds, LogitRows::LastOfEach)?; // three prompts of different lengths, one pass
 
     let mut texts = vec![Vec::new(); 3];
     for _ in 0..24 {
@@ -37,8 +38,9 @@ pub fn main() -> Result<(), Error> {
             text.push(top_two(session.logits_row(row)).expect("logits are numbers").0);
         }
         let last: Vec<&[u32]> = texts.iter().map(|text| &text[text.len() - 1..]).collect();
-        let feeds: Vec<Feed> = seqs.iter().zip(last).map(|(seq, token)| Feed::chain(*seq, token)).collect();
-        session.forward(&feeds, Want::LastOfEach)?;
+        let feeds: Vec<SequenceInput> =
+            seqs.iter().zip(last).map(|(seq, token)| SequenceInput::chain(*seq, token)).collect();
+        session.forward(&feeds, LogitRows::LastOfEach)?;
     }
     for (prompt, text) in PROMPTS.iter().zip(&texts) {
         println!("— {prompt}{}\n", tokenizer.decode(text)?);

@@ -6,7 +6,7 @@
 use kvist_backend::MemoryBudget;
 use kvist_cache::SeqId;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_engine::{Error, backends};
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::collections::VecDeque;
@@ -55,8 +55,9 @@ pub fn main() -> Result<(), Error> {
         let chunks: Vec<&[u32]> =
             running.iter().map(|r| &r.text[r.fed..r.text.len().min(r.fed + CHUNK)]).collect();
         mixed += usize::from(chunks.iter().any(|c| c.len() > 1) && chunks.iter().any(|c| c.len() == 1));
-        let feeds: Vec<Feed> = running.iter().zip(&chunks).map(|(r, c)| Feed::chain(r.seq, c)).collect();
-        session.forward(&feeds, Want::LastOfEach)?;
+        let feeds: Vec<SequenceInput> =
+            running.iter().zip(&chunks).map(|(r, c)| SequenceInput::chain(r.seq, c)).collect();
+        session.forward(&feeds, LogitRows::LastOfEach)?;
         for (row, r) in running.iter_mut().enumerate() {
             r.fed = r.text.len().min(r.fed + CHUNK);
             if r.fed == r.text.len() {

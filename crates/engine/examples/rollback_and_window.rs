@@ -5,7 +5,7 @@
 use kvist_backend::{Bytes, MemoryBudget};
 use kvist_cache::SeqId;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_engine::{Error, backends};
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ const B: SeqId = SeqId(1);
 fn go_on(session: &mut ModelSession, mut token: u32, n: usize) -> Result<Vec<u32>, Error> {
     let mut said = vec![token];
     while said.len() < n {
-        session.forward(&[Feed::chain(A, &[token])], Want::LastOfEach)?;
+        session.forward(&[SequenceInput::chain(A, &[token])], LogitRows::LastOfEach)?;
         token = top_two(session.logits_row(0)).expect("logits are numbers").0;
         said.push(token);
     }

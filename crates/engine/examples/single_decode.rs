@@ -5,7 +5,7 @@
 use kvist_backend::{Bytes, MemoryBudget};
 use kvist_cache::SeqId;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_engine::{Error, backends};
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::Arc;
@@ -29,7 +29,7 @@ pub fn main() -> Result<(), Error> {
         // Logits of the last token; continue with the most likely one.
         let (token, _lead) = top_two(session.logits_row(0)).expect("logits are numbers");
         print!("{}", stream.push(token)?);
-        session.forward(&[Feed::chain(SeqId::ONLY, &[token])], Want::LastOfEach)?;
+        session.forward(&[SequenceInput::chain(SeqId::ONLY, &[token])], LogitRows::LastOfEach)?;
     }
     println!("{}\n", stream.finish()?);
 

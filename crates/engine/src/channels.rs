@@ -2,7 +2,7 @@
 //! the others in every token (KVQuant: Hooper et al., 2024); storages with outliers keep these in more bits. Costs one
 //! prefill of [`TOKENS`] tokens per model and always gives the same order.
 use crate::memory::CacheConfig;
-use crate::session::{Feed, ModelSession, Want};
+use crate::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_backend::{Attend, Bytes, ChannelOrder, LayerSpec, Registry};
 use kvist_cache::SeqId;
 use kvist_model::Error;
@@ -71,7 +71,11 @@ fn look(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result
                     }
                 }
             };
-            session.forward_watched(&[Feed::chain(SeqId::ONLY, step)], Want::Nothing, &mut watch)?;
+            session.forward_watched(
+                &[SequenceInput::chain(SeqId::ONLY, step)],
+                LogitRows::None,
+                &mut watch,
+            )?;
         }
     }
     let unfit = || Error::Usage("the keys of this model have no order of channels".into());

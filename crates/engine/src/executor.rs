@@ -1,7 +1,7 @@
 //! Executes the scheduler's steps on a model: one forward pass over many sequences of a paged cache.
 //!
 //! The scheduler owns the bookkeeping and makes the decisions; this module owns the KV bytes. The request itself
-//! decides what to do with its logits ([`Choose`]), with its sampler, grammar and stop strings.
+//! decides what to do with its logits ([`TokenSampler`]), with its sampler, grammar and stop strings.
 //!
 //! A failed step leaves the cache unchanged. The executor sets its full memory bound aside in the budget when it is
 //! created.
@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 /// How a request uses its logits.
-pub trait Choose: Send {
+pub trait TokenSampler: Send {
     /// Picks the next token from `logits` (`[vocab]`, which may be modified) and says whether it is the last one. An
     /// implementation that cannot pick a token reports the error to its user and returns `finished`.
     fn choose(&mut self, logits: &mut [f32]) -> Choice;
@@ -125,7 +125,7 @@ pub struct ModelExecutor {
     scored: Vec<(u32, usize, u32)>,
     max_rows: usize,
     /// Looked up by id, never iterated.
-    requests: HashMap<RequestId, Box<dyn Choose>>,
+    requests: HashMap<RequestId, Box<dyn TokenSampler>>,
     failure: Option<Error>,
     _activation_bytes: Reservation,
 }
@@ -171,7 +171,7 @@ impl ModelExecutor {
 
     /// Registers what the request `id` does with its logits. Call it before the request's first step; it lasts until
     /// [`forget`](Self::forget).
-    pub fn expect(&mut self, id: RequestId, request: Box<dyn Choose>) {
+    pub fn expect(&mut self, id: RequestId, request: Box<dyn TokenSampler>) {
         self.requests.insert(id, request);
     }
     /// Removes a request that has ended.

@@ -1,6 +1,6 @@
 //! Text generation over a session: prefill, then decode token by token until an end condition is met.
 use crate::sampler::Sampler;
-use crate::session::{Feed, ModelSession, Want};
+use crate::session::{LogitRows, ModelSession, SequenceInput};
 use crate::text::StopMatcher;
 use kvist_backend::StepError;
 use kvist_cache::{Refused, SeqId};
@@ -129,7 +129,10 @@ pub fn generate(
                     let history = [prompt, tokens.as_slice()].concat();
                     session.clear().and_then(|()| session.prefill(seq, &history, &mut |_| true)).map(drop)
                 } else {
-                    session.forward(&[Feed::chain(seq, std::slice::from_ref(last))], Want::LastOfEach)
+                    session.forward(
+                        &[SequenceInput::chain(seq, std::slice::from_ref(last))],
+                        LogitRows::LastOfEach,
+                    )
                 };
                 match next {
                     Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => break Finish::CacheFull,

@@ -9,27 +9,27 @@ use std::sync::Arc;
 
 /// The tokens that a pass adds to one sequence.
 #[derive(Clone, Copy, Debug)]
-pub struct Feed<'a> {
+pub struct SequenceInput<'a> {
     pub seq: SeqId,
     pub tokens: &'a [u32],
     /// For speculative tokens: the parent node of each token. `None` appends the tokens as a plain continuation.
     pub parents: Option<&'a [Option<NodeId>]>,
 }
 
-impl<'a> Feed<'a> {
+impl<'a> SequenceInput<'a> {
     pub fn chain(seq: SeqId, tokens: &'a [u32]) -> Self {
-        Feed { seq, tokens, parents: None }
+        SequenceInput { seq, tokens, parents: None }
     }
     /// Speculative tokens, one parent per token.
-    pub fn frontier(seq: SeqId, tokens: &'a [u32], parents: &'a [Option<NodeId>]) -> Self {
-        Feed { seq, tokens, parents: Some(parents) }
+    pub fn draft_tree(seq: SeqId, tokens: &'a [u32], parents: &'a [Option<NodeId>]) -> Self {
+        SequenceInput { seq, tokens, parents: Some(parents) }
     }
 }
 
 /// Which rows of the batch get logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Want {
-    Nothing,
+pub enum LogitRows {
+    None,
     /// One row per feed, in feed order.
     LastOfEach,
     All,
@@ -154,15 +154,15 @@ impl ModelSession {
     }
 
     /// Runs one forward pass over the new tokens of one or more sequences. On `Err` the cache is unchanged.
-    pub fn forward(&mut self, feeds: &[Feed<'_>], want: Want) -> Result<(), Error> {
+    pub fn forward(&mut self, feeds: &[SequenceInput<'_>], want: LogitRows) -> Result<(), Error> {
         self.forward_watched(feeds, want, &mut |_| ())
     }
 
     /// Like [`forward`](Self::forward). Also calls `watch` with the queries, keys and values of every layer.
     pub(crate) fn forward_watched(
         &mut self,
-        feeds: &[Feed<'_>],
-        want: Want,
+        feeds: &[SequenceInput<'_>],
+        want: LogitRows,
         watch: &mut dyn FnMut(&Attend<'_>),
     ) -> Result<(), Error> {
         self.gather(feeds, want)?;
@@ -180,7 +180,7 @@ impl ModelSession {
                 self.session.cache.next_position(feed.seq).ok_or(Refused::UnknownSequence(feed.seq))?;
             let new = match feed.parents {
                 None => New::Chain(feed.tokens.len() as u32),
-                Some(parents) => New::Frontier(parents),
+                Some(parents) => New::Tree(parents),
             };
             *span = Span { seq: feed.seq, start, new };
         }
@@ -200,7 +200,7 @@ impl ModelSession {
     }
 
     /// Validates the feeds and flattens them into the batch's tokens and rows.
-    fn gather(&mut self, feeds: &[Feed<'_>], want: Want) -> Result<(), Error> {
+    fn gather(&mut self, feeds: &[SequenceInput<'_>], want: LogitRows) -> Result<(), Error> {
         let vocab = self.model.decoder().config().vocab;
         self.tokens.clear();
         self.rows.clear();
@@ -215,9 +215,9 @@ impl ModelSession {
             self.tokens.extend_from_slice(feed.tokens);
             let end = self.tokens.len() as u32;
             match want {
-                Want::Nothing => {}
-                Want::LastOfEach => self.rows.extend(end.checked_sub(1)),
-                Want::All => self.rows.extend(first..end),
+                LogitRows::None => {}
+                LogitRows::LastOfEach => self.rows.extend(end.checked_sub(1)),
+                LogitRows::All => self.rows.extend(first..end),
             }
         }
         let max_rows = self.config.max_rows.max(1) as usize;
@@ -250,8 +250,8 @@ impl ModelSession {
         let mut done = 0;
         for chunk in tokens.chunks(self.config.max_step_tokens.max(1) as usize) {
             let last = done + chunk.len() == tokens.len();
-            let want = if last { Want::LastOfEach } else { Want::Nothing };
-            self.forward(&[Feed::chain(seq, chunk)], want)?;
+            let want = if last { LogitRows::LastOfEach } else { LogitRows::None };
+            self.forward(&[SequenceInput::chain(seq, chunk)], want)?;
             done += chunk.len();
             if !progress(done) {
                 break;

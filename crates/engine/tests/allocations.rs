@@ -8,13 +8,13 @@ use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::{LoadOptions, Model, ModelFile};
 use std::sync::Arc;
 
 /// One step, one draw, and the penalty's bookkeeping.
 fn turn(session: &mut ModelSession, sampler: &mut Sampler, token: u32) -> u32 {
-    session.forward(&[Feed::chain(SeqId::ONLY, &[token])], Want::LastOfEach).unwrap();
+    session.forward(&[SequenceInput::chain(SeqId::ONLY, &[token])], LogitRows::LastOfEach).unwrap();
     let token = sampler.sample(session.logits_row(0)).unwrap();
     sampler.observe(&[token]);
     token

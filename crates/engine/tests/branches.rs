@@ -9,7 +9,7 @@ use kvist_engine::chat::Chat;
 use kvist_engine::generate::Limits;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::{Arc, OnceLock};
@@ -75,7 +75,7 @@ fn propose(
 ) -> Vec<Vec<f32>> {
     let tokens: Vec<u32> = tree[range.clone()].iter().map(|n| n.0).collect();
     let parents: Vec<Option<NodeId>> = tree[range.clone()].iter().map(|n| n.1.map(NodeId)).collect();
-    s.forward(&[Feed::frontier(A, &tokens, &parents)], Want::All).unwrap();
+    s.forward(&[SequenceInput::draft_tree(A, &tokens, &parents)], LogitRows::All).unwrap();
     (0..range.len()).map(|row| s.logits_row(row).to_vec()).collect()
 }
 
@@ -83,7 +83,7 @@ fn next_tokens(s: &mut ModelSession, first: u32, n: usize) -> Vec<(u32, f32)> {
     let mut all = Vec::new();
     let mut token = first;
     while all.len() < n {
-        s.forward(&[Feed::chain(A, &[token])], Want::LastOfEach).unwrap();
+        s.forward(&[SequenceInput::chain(A, &[token])], LogitRows::LastOfEach).unwrap();
         let next = top_two(s.logits_row(0)).unwrap();
         token = next.0;
         all.push(next);
@@ -126,12 +126,13 @@ fn one_pass_over_a_draft_tree_equals_every_path_as_a_chain() {
                     at = tree[n as usize].1;
                 }
                 let mut chain = started(&CacheConfig { kind: "contiguous".into(), ..config.clone() });
-                chain.forward(&[Feed::chain(A, &path)], Want::LastOfEach).unwrap();
+                chain.forward(&[SequenceInput::chain(A, &path)], LogitRows::LastOfEach).unwrap();
                 let difference = max_difference(chain.logits_row(0), found);
                 assert!(difference <= TOLERANCE, "{what}, node {node}: logits differ by {difference}");
             }
             // A chain would not need a verification.
-            let error = s.forward(&[Feed::chain(A, &[5])], Want::LastOfEach).unwrap_err().to_string();
+            let error =
+                s.forward(&[SequenceInput::chain(A, &[5])], LogitRows::LastOfEach).unwrap_err().to_string();
             assert!(error.contains("unsettled"), "{error}");
 
             // Accept a path, and continue as if it had been decoded token by token.
@@ -141,7 +142,7 @@ fn one_pass_over_a_draft_tree_equals_every_path_as_a_chain() {
             assert_eq!(s.cache().next_position(A), Some(len + 4));
             assert_eq!(s.cache().report()[0].used_cells, len + 4, "rejected nodes are free");
             let mut chain = started(&CacheConfig { kind: "contiguous".into(), ..config.clone() });
-            chain.forward(&[Feed::chain(A, &good[..4])], Want::Nothing).unwrap();
+            chain.forward(&[SequenceInput::chain(A, &good[..4])], LogitRows::None).unwrap();
             same_text(&what, &next_tokens(&mut chain, good[4], 12), &next_tokens(&mut s, good[4], 12));
         }
     }
@@ -271,7 +272,7 @@ fn a_layer_that_borrows_stores_nothing() {
         // The budget agrees, for a full cache.
         let mut s = session(&shared, &config);
         let tokens: Vec<u32> = (0..64).map(|i| i % 100).collect();
-        s.forward(&[Feed::chain(A, &tokens)], Want::Nothing).unwrap();
+        s.forward(&[SequenceInput::chain(A, &tokens)], LogitRows::None).unwrap();
         assert_eq!(shared.budget().usage().of(Purpose::KvCache), 64 * half, "{storage}");
         assert_eq!(s.kv_bytes(), 64 * half);
         assert_eq!(s.counters().bytes_written, 64 * half, "every token is written once, by the owners alone");

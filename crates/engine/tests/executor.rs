@@ -5,9 +5,9 @@ use kvist_backend::{MemoryBudget, Purpose, Storage};
 use kvist_cache::{Cache, PrefixSpec, RecomputeCost, SeqId};
 use kvist_cpu::Compute;
 use kvist_engine::backends;
-use kvist_engine::executor::{Choice, Choose, ModelExecutor, PagedConfig};
+use kvist_engine::executor::{Choice, ModelExecutor, PagedConfig, TokenSampler};
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::config::ModelConfig;
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use kvist_scheduler::{Config, End, Ended, Request, RequestId, Scheduler, Turn};
@@ -49,7 +49,7 @@ struct Greedy {
     heard: Arc<Mutex<Heard>>,
 }
 
-impl Choose for Greedy {
+impl TokenSampler for Greedy {
     fn choose(&mut self, logits: &mut [f32]) -> Choice {
         let (token, _) = top_two(logits).expect("logits are numbers");
         self.heard.lock().unwrap().tokens.push(token);
@@ -69,7 +69,7 @@ impl Choose for Greedy {
 /// Asks for no additional logits: the trait's default.
 struct Plain(Arc<Mutex<Heard>>);
 
-impl Choose for Plain {
+impl TokenSampler for Plain {
     fn choose(&mut self, logits: &mut [f32]) -> Choice {
         let (token, _) = top_two(logits).expect("logits are numbers");
         let mut heard = self.0.lock().unwrap();
@@ -254,16 +254,18 @@ fn a_session_gives_the_rows_that_were_asked_for() {
     assert_eq!((s.n_rows(), s.logits().len()), (1, vocab), "of the last token alone");
     let last = s.logits_row(0).to_vec();
     let mut whole = session(model(), &exact("contiguous", 64, 16));
-    whole.forward(&[Feed::chain(only, &tokens)], Want::All).unwrap();
+    whole.forward(&[SequenceInput::chain(only, &tokens)], LogitRows::All).unwrap();
     assert_eq!(whole.n_rows(), 10);
     assert_eq!(whole.logits_row(9), last);
-    s.forward(&[Feed::chain(only, &tokens[..4])], Want::All).unwrap();
+    s.forward(&[SequenceInput::chain(only, &tokens[..4])], LogitRows::All).unwrap();
     assert_eq!(s.n_rows(), 4, "as many as were reserved");
-    let error = s.forward(&[Feed::chain(only, &tokens[..5])], Want::All).unwrap_err().to_string();
+    let error =
+        s.forward(&[SequenceInput::chain(only, &tokens[..5])], LogitRows::All).unwrap_err().to_string();
     assert!(error.contains("5 rows of logits wanted, 4 reserved"), "{error}");
-    s.forward(&[Feed::chain(only, &tokens[..8])], Want::Nothing).unwrap();
+    s.forward(&[SequenceInput::chain(only, &tokens[..8])], LogitRows::None).unwrap();
     assert_eq!(s.n_rows(), 0);
-    let error = s.forward(&[Feed::chain(only, &tokens[..9])], Want::Nothing).map(drop).unwrap_err();
+    let error =
+        s.forward(&[SequenceInput::chain(only, &tokens[..9])], LogitRows::None).map(drop).unwrap_err();
     assert!(error.to_string().contains('9'), "{error}");
     let stops: Result<usize, _> = ModelSession::prefill(&mut s, only, &tokens, &mut |_| false);
     assert_eq!(stops.unwrap(), 8, "it was told to stop");

@@ -5,7 +5,7 @@ use common::*;
 use kvist_backend::{MemoryBudget, Storage};
 use kvist_cache::{LayerId, SeqId};
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::{Arc, OnceLock};
@@ -94,7 +94,7 @@ fn decode(session: &mut ModelSession, seq: SeqId, n: usize) -> Trace {
     while trace.len() < n {
         let next = top_two(session.logits_row(session.n_rows() - 1)).unwrap();
         trace.push(next);
-        session.forward(&[Feed::chain(seq, &[next.0])], Want::LastOfEach).unwrap();
+        session.forward(&[SequenceInput::chain(seq, &[next.0])], LogitRows::LastOfEach).unwrap();
     }
     trace
 }
@@ -154,7 +154,7 @@ fn in_f32_the_text_is_that_of_no_cache() {
         let mut expected = Vec::new();
         for _ in 0..16 {
             all.clear().unwrap();
-            all.forward(&[Feed::chain(SeqId::ONLY, &history)], Want::LastOfEach).unwrap();
+            all.forward(&[SequenceInput::chain(SeqId::ONLY, &history)], LogitRows::LastOfEach).unwrap();
             let next = top_two(all.logits_row(0)).unwrap();
             expected.push(next);
             history.push(next.0);
@@ -185,8 +185,9 @@ fn sequences_in_one_step_equal_one_by_one() {
         batch.cache().sequences().unwrap().seq_new(B).unwrap();
         batch.cache().sequences().unwrap().seq_new(C).unwrap();
         let seqs = [A, B, C];
-        let feeds: Vec<Feed> = seqs.iter().zip(&prompts).map(|(seq, p)| Feed::chain(*seq, p)).collect();
-        batch.forward(&feeds, Want::LastOfEach).unwrap();
+        let feeds: Vec<SequenceInput> =
+            seqs.iter().zip(&prompts).map(|(seq, p)| SequenceInput::chain(*seq, p)).collect();
+        batch.forward(&feeds, LogitRows::LastOfEach).unwrap();
         let mut last = Vec::new();
         let mut traces = vec![Trace::new(); 3];
         for _ in 0..8 {
@@ -196,8 +197,9 @@ fn sequences_in_one_step_equal_one_by_one() {
                 trace.push(next);
                 last.push([next.0]);
             }
-            let feeds: Vec<Feed> = seqs.iter().zip(&last).map(|(seq, t)| Feed::chain(*seq, t)).collect();
-            batch.forward(&feeds, Want::LastOfEach).unwrap();
+            let feeds: Vec<SequenceInput> =
+                seqs.iter().zip(&last).map(|(seq, t)| SequenceInput::chain(*seq, t)).collect();
+            batch.forward(&feeds, LogitRows::LastOfEach).unwrap();
         }
         for (i, (tokens, found)) in prompts.iter().zip(&traces).enumerate() {
             let mut alone = session(model(), &exact("contiguous", 256, 128));
@@ -223,8 +225,8 @@ fn a_fork_equals_a_sequence_of_its_own() {
             assert_eq!(forked.counters(), written, "a fork moves no byte");
             // Alternate, so that neither branch is contiguous.
             for (l, r) in left.chunks(5).zip(right.chunks(4)) {
-                forked.forward(&[Feed::chain(A, l)], Want::LastOfEach).unwrap();
-                forked.forward(&[Feed::chain(B, r)], Want::LastOfEach).unwrap();
+                forked.forward(&[SequenceInput::chain(A, l)], LogitRows::LastOfEach).unwrap();
+                forked.forward(&[SequenceInput::chain(B, r)], LogitRows::LastOfEach).unwrap();
             }
             for (seq, branch) in [(A, &left), (B, &right)] {
                 let n = forked.cache().next_position(seq).unwrap() as usize;
@@ -233,7 +235,9 @@ fn a_fork_equals_a_sequence_of_its_own() {
                 let mut alone = session(model(), &config("contiguous", dtype, dtype, 256, 64));
                 // Recompute the last token of the branch and continue.
                 forked.cache().sequences().unwrap().seq_rm(seq, n as u32 - 1, u32::MAX).unwrap();
-                forked.forward(&[Feed::chain(seq, &tokens[n - 1..])], Want::LastOfEach).unwrap();
+                forked
+                    .forward(&[SequenceInput::chain(seq, &tokens[n - 1..])], LogitRows::LastOfEach)
+                    .unwrap();
                 alone.prefill(A, &tokens, &mut |_| true).unwrap();
                 let what = format!("{kind} {dtype} {seq}");
                 let (expected, found) = (decode(&mut alone, A, 8), decode(&mut forked, seq, 8));
@@ -246,7 +250,7 @@ fn a_fork_equals_a_sequence_of_its_own() {
 /// Returns the logits after `tokens` on each of `seqs` and leaves the cache unchanged.
 fn look(session: &mut ModelSession, seqs: &[SeqId], token: u32) -> Vec<Vec<f32>> {
     let look = |seq: &SeqId| {
-        session.forward(&[Feed::chain(*seq, &[token])], Want::LastOfEach).unwrap();
+        session.forward(&[SequenceInput::chain(*seq, &[token])], LogitRows::LastOfEach).unwrap();
         let end = session.cache().next_position(*seq).unwrap();
         session.cache().sequences().unwrap().seq_rm(*seq, end - 1, u32::MAX).unwrap();
         session.logits_row(0).to_vec()
@@ -294,7 +298,7 @@ fn taps_are_the_residual_stream() {
     let tokens = prompt(0, 12);
     let mut s = session(m, &exact("contiguous", 64, 16));
     s.set_taps(&[last, LayerId(0), last]).unwrap();
-    s.forward(&[Feed::chain(A, &tokens)], Want::All).unwrap();
+    s.forward(&[SequenceInput::chain(A, &tokens)], LogitRows::All).unwrap();
     for tap in 0..3 {
         assert_eq!(s.tap(tap).len(), tokens.len() * c.hidden);
     }
@@ -321,7 +325,7 @@ fn the_last_tap_is_what_logits_are_made_of() {
     let tokens = Expected::read(&folder).tokens;
     let mut s = session(&m, &exact("cells", 128, 64));
     s.set_taps(&[LayerId(c.n_layers as u16 - 1)]).unwrap();
-    s.forward(&[Feed::chain(A, &tokens)], Want::All).unwrap();
+    s.forward(&[SequenceInput::chain(A, &tokens)], LogitRows::All).unwrap();
     for (row, x) in s.tap(0).chunks(c.hidden).enumerate() {
         let mean_square = x.iter().map(|x| x * x).sum::<f32>() / c.hidden as f32;
         let scale = 1.0 / (mean_square + c.norm_eps).sqrt();

@@ -6,7 +6,7 @@ use kvist_backend::{Bytes, MemoryBudget, Purpose, Storage, Usage};
 use kvist_cache::SeqId;
 use kvist_engine::backends;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::ModelSize;
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile, Opened};
@@ -43,7 +43,7 @@ fn fill(session: &mut ModelSession, tokens: usize) {
     let chunk = session.config().max_step_tokens as usize;
     let tokens: Vec<u32> = (0..tokens as u32).map(|i| i % 90).collect();
     for chunk in tokens.chunks(chunk) {
-        session.forward(&[Feed::chain(SeqId::ONLY, chunk)], Want::Nothing).unwrap();
+        session.forward(&[SequenceInput::chain(SeqId::ONLY, chunk)], LogitRows::None).unwrap();
     }
 }
 

@@ -1,7 +1,7 @@
 //! Admission: which waiting request is next, whether there is memory for it, and what to preempt or drop for it.
 //!
 //! A failed attempt changes nothing: no request is preempted, and no use of a block is counted. A dry run decides
-//! beforehand whether preempting would help (`way.rs`).
+//! beforehand whether preempting would help (`dry_run.rs`).
 use crate::config::{Admission, PrefixOrder};
 use crate::entry::{Entry, Found, Key, State};
 use crate::log::Decision;
@@ -45,7 +45,7 @@ impl Scheduler {
             if !full && self.enter(at, key.slot) {
                 return Some(self.entered(key, head));
             }
-            if !self.running.is_empty() && !self.way_can_be_made(key) {
+            if !self.running.is_empty() && !self.preemption_would_help(key) {
                 self.blocked = Some(self.space().spare());
                 return None;
             }

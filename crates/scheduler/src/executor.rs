@@ -25,7 +25,7 @@ pub struct Work {
 pub struct Batch<'a> {
     /// One entry per request in the step.
     pub work: &'a [Work],
-    /// Number of decode steps executed as one: 1, or the number returned by [`Executor::foresee`].
+    /// Number of decode steps executed as one: 1, or the number returned by [`Executor::max_fused_steps`].
     pub steps: u32,
     pub(crate) entries: &'a [Entry],
 }
@@ -66,7 +66,7 @@ pub trait Executor {
     /// the batch decodes one token and no scheduling decision can change before the `limit`-th step ends. The executor
     /// returns the number of steps that end before any other event: an arrival, a cancellation, the end of a request.
     /// An executor that returns token ids returns 1.
-    fn foresee(&mut self, _now_ns: u64, _batch: Batch<'_>, _limit: u32) -> u32 {
+    fn max_fused_steps(&mut self, _now_ns: u64, _batch: Batch<'_>, _limit: u32) -> u32 {
         1
     }
 

@@ -11,24 +11,24 @@
 #![forbid(unsafe_code)]
 
 mod admit;
+mod batch;
 mod cache_shape;
 mod config;
 mod drive;
+mod dry_run;
 mod entry;
 mod executor;
-mod foresee;
-mod form;
+mod fused_steps;
 mod lengths;
 mod log;
 mod memory;
 mod policy;
+mod preempt;
 mod recording;
-mod relief;
 mod replay;
 mod request;
 mod scheduler;
 mod snapshot;
-mod way;
 
 pub use config::{Admission, BadConfig, Config, LengthSource, Preempted, PrefixOrder, TokenWork};
 pub use drive::drive;

@@ -28,7 +28,7 @@ pub(crate) struct Memory {
     counted: usize,
     capacity: u64,
     block_tokens: u32,
-    lets_go: bool,
+    frees_out_of_window: bool,
     /// True if any group frees blocks that left its sliding window.
     windowed: bool,
     /// True if the cache has a prefix index. Nothing else makes sequences share blocks here.
@@ -61,8 +61,9 @@ impl Memory {
         if n_sequences > 0 {
             return Err(BadConfig::NotEmpty { n_sequences });
         }
-        let windowed = cache.room().any(|room| room.lets_go);
-        let counted = cache.room().enumerate().min_by_key(|(_, room)| (room.lets_go, room.capacity_cells));
+        let windowed = cache.room().any(|room| room.frees_out_of_window);
+        let counted =
+            cache.room().enumerate().min_by_key(|(_, room)| (room.frees_out_of_window, room.capacity_cells));
         let (counted, room) = counted.expect("a cache has at least one layer group");
         Ok(Memory {
             windowed,
@@ -70,7 +71,7 @@ impl Memory {
             counted,
             capacity: room.capacity_cells.into(),
             block_tokens: room.block_tokens,
-            lets_go: room.lets_go,
+            frees_out_of_window: room.frees_out_of_window,
             cache,
         })
     }
@@ -96,19 +97,19 @@ impl Memory {
         if !self.windowed {
             return u32::MAX;
         }
-        let windows = self.cache.room().filter(|room| room.lets_go);
+        let windows = self.cache.room().filter(|room| room.frees_out_of_window);
         let room = |room: Room| (room.free_cells.saturating_add(room.idle_cells)).max(room.block_tokens);
         windows.map(room).min().unwrap_or(u32::MAX)
     }
-    /// True if `group` frees blocks that left its sliding window (`lets_go`).
-    pub fn lets_go(&self, group: GroupId) -> bool {
-        self.windowed && self.cache.room().nth(group.0.into()).is_some_and(|room| room.lets_go)
+    /// True if `group` frees blocks that left its sliding window (`frees_out_of_window`).
+    pub fn frees_out_of_window(&self, group: GroupId) -> bool {
+        self.windowed && self.cache.room().nth(group.0.into()).is_some_and(|room| room.frees_out_of_window)
     }
     /// Maximum cells that a sequence of `n_tokens` needs if it shares no blocks.
     pub fn cells(&self, n_tokens: u32) -> u64 {
         let cells = u64::from(n_tokens).next_multiple_of(self.block_tokens.into());
         // A sliding-window group never has to store the whole of a long sequence.
-        if self.lets_go { cells.min(self.capacity) } else { cells }
+        if self.frees_out_of_window { cells.min(self.capacity) } else { cells }
     }
     /// Free cells.
     pub fn free(&self) -> u64 {
@@ -133,7 +134,7 @@ impl Memory {
     /// `None` if no eviction is needed, if evictions are not enough, or if the answer needs the cache's placement: it
     /// can only be computed here for a single group without a sliding window, where sequences share only full blocks.
     pub fn shortfall(&self, growth: u64) -> Option<(GroupId, u32, u32)> {
-        if self.lets_go || self.cache.n_groups() > 1 {
+        if self.frees_out_of_window || self.cache.n_groups() > 1 {
             return None;
         }
         let room = self.counted();
@@ -221,7 +222,7 @@ impl Memory {
 
     /// Evicts unused cached blocks until `n_tokens` cells are free in every group, as far as possible. Returns the
     /// number of blocks evicted.
-    pub fn make_room(&mut self, n_tokens: u32, at: At) -> u32 {
-        self.cache.prefixes().map_or(0, |mut prefixes| prefixes.make_room(n_tokens, at.moment()))
+    pub fn evict_until_free(&mut self, n_tokens: u32, at: At) -> u32 {
+        self.cache.prefixes().map_or(0, |mut prefixes| prefixes.evict_until_free(n_tokens, at.moment()))
     }
 }

@@ -72,7 +72,7 @@ struct Recorded<'a> {
 }
 
 impl Executor for Recorded<'_> {
-    fn foresee(&mut self, _: u64, _: Batch<'_>, limit: u32) -> u32 {
+    fn max_fused_steps(&mut self, _: u64, _: Batch<'_>, limit: u32) -> u32 {
         self.steps.min(limit)
     }
     fn execute(&mut self, now_ns: u64, _: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {

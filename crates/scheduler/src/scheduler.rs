@@ -1,7 +1,7 @@
 //! The scheduler: its state, its inputs, and one turn.
 //!
-//! A turn builds the batch (`form.rs`), places it in the cache, evicts cached blocks or preempts requests if memory is
-//! short (`relief.rs`), executes the step, commits it, and records the sampled tokens.
+//! A turn builds the batch (`batch.rs`), places it in the cache, evicts cached blocks or preempts requests if memory is
+//! short (`preempt.rs`), executes the step, commits it, and records the sampled tokens.
 use crate::cache_shape::CacheShape;
 use crate::config::{BadConfig, Config};
 use crate::entry::{Entry, Key, State};
@@ -105,7 +105,7 @@ pub struct Standing {
 pub enum Turn {
     /// Steps were run.
     Ran {
-        /// Number of steps. More than 1 if [`Executor::foresee`] allowed a multi-step run.
+        /// Number of steps. More than 1 if [`Executor::max_fused_steps`] allowed a multi-step run.
         steps: u32,
         /// Total time of all of them.
         elapsed_ns: u64,
@@ -366,7 +366,7 @@ impl Scheduler {
     }
 
     /// Builds one step at `now_ns`, executes it and records the result. If the executor allows it
-    /// ([`Executor::foresee`]), several decode steps run as one.
+    /// ([`Executor::max_fused_steps`]), several decode steps run as one.
     pub fn turn(&mut self, now_ns: u64, executor: &mut dyn Executor) -> Turn {
         let at = self.at(now_ns);
         let decided = self.ended.len();
@@ -374,20 +374,20 @@ impl Scheduler {
         self.prompt_limit = self.memory.chunk_limit();
         let mut admit = true;
         let steps = loop {
-            if !self.form(at, admit) {
+            if !self.build_batch(at, admit) {
                 if self.ended.len() > decided {
                     let n = self.event();
                     self.events.idle(n, now_ns);
                 }
                 return Turn::Idle;
             }
-            let steps = if self.moved { 1 } else { self.foresee(now_ns, executor) };
+            let steps = if self.moved { 1 } else { self.max_fused_steps(now_ns, executor) };
             // Batch membership and token counts do not depend on cached blocks that no sequence uses. As long as the
             // membership has not changed, evicting such blocks leaves the batch as it is, so it need not be rebuilt.
             if steps == 1
                 && !self.moved
                 && let Some((group, needed, available)) = self.memory.shortfall(self.growth(1))
-                && !self.relieve(at, group, needed, available)
+                && !self.free_memory(at, group, needed, available)
             {
                 admit = self.running.is_empty();
                 continue;
@@ -411,7 +411,7 @@ impl Scheduler {
                 // A group other than the counted one is full: fall back to single steps.
                 Err(Refused::NoSpace { .. }) if steps > 1 => self.moved = true,
                 Err(Refused::NoSpace { group, needed, free, reclaimable }) => {
-                    self.relieve(at, group, needed, free.saturating_add(reclaimable));
+                    self.free_memory(at, group, needed, free.saturating_add(reclaimable));
                     // A request preempted for space must not return in the same turn, unless the batch is now empty.
                     admit = self.running.is_empty();
                 }

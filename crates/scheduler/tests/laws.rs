@@ -55,7 +55,7 @@ fn true_length(id: RequestId, max_new: u32) -> u32 {
 }
 
 impl Executor for Machine {
-    fn foresee(&mut self, _: u64, batch: Batch<'_>, limit: u32) -> u32 {
+    fn max_fused_steps(&mut self, _: u64, batch: Batch<'_>, limit: u32) -> u32 {
         if !self.foresees {
             return 1;
         }

@@ -175,7 +175,7 @@ impl Twin {
         }
     }
 
-    fn form(&mut self, mut admit: bool) {
+    fn build_batch(&mut self, mut admit: bool) {
         self.jobs.iter_mut().for_each(|job| job.share = None);
         for i in self.running() {
             if Twin::known(&self.jobs[i]) - self.jobs[i].cached == 1 {
@@ -219,7 +219,7 @@ impl Twin {
     fn turn(&mut self, length: impl Fn(&Request) -> u32) {
         let mut admit = true;
         loop {
-            self.form(admit);
+            self.build_batch(admit);
             let needed: u32 = self.jobs.iter().filter_map(|job| job.share).sum();
             if needed <= self.free() {
                 break;

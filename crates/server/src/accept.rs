@@ -38,7 +38,7 @@ const TELL_AGAIN: Duration = Duration::from_secs(10);
 
 /// A router, and the HTTP settings to serve it with.
 #[derive(Clone)]
-struct Desk {
+struct Listener {
     http: http1::Builder,
     router: Router,
     /// Longest lifetime of a connection.
@@ -66,8 +66,8 @@ pub(crate) async fn accept(
         .half_close(false);
     let mut briefly = http.clone();
     briefly.keep_alive(false).header_read_timeout(limits.read_timeout().min(RESERVE_TIME));
-    let desk = Desk { http, router, longest: Duration::MAX };
-    let spare = Desk { http: briefly, router: reserve, longest: RESERVE_TIME };
+    let desk = Listener { http, router, longest: Duration::MAX };
+    let spare = Listener { http: briefly, router: reserve, longest: RESERVE_TIME };
     let reserved = Arc::new(Connections::new(RESERVE, false));
     let mut told: Option<Instant> = None;
     loop {
@@ -107,7 +107,7 @@ fn is_out_of_files(error: &std::io::Error) -> bool {
 }
 
 /// Serve one connection in its own task.
-fn attend(app: &Arc<App>, stream: TcpStream, seat: Seat, desk: &Desk, graceful: &GracefulShutdown) {
+fn attend(app: &Arc<App>, stream: TcpStream, seat: Seat, desk: &Listener, graceful: &GracefulShutdown) {
     let door = seat.door.clone();
     let (socket, watched) = connection::watched(stream, door.clone());
     let service = serve_behind(door.clone(), desk.router.clone());

@@ -29,11 +29,11 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 pub(crate) struct Bodies {
     /// Raw bytes as received. Requests never wait for these: a client that sends slowly would block memory that others
     /// need.
-    raw: Lane,
-    small_raw: Lane,
+    raw: BytePool,
+    small_raw: BytePool,
     /// Parsed documents, until the work on them is done. Requests wait for these, oldest first.
-    small: Lane,
-    large: Lane,
+    small: BytePool,
+    large: BytePool,
     /// Smallest weight of a large document, because each occupies a thread.
     least: usize,
     /// Largest weight of one document.
@@ -87,7 +87,7 @@ fn weight(body: &[u8]) -> usize {
 /// A pool of bytes that all requests share, and the part of it that each name may take. As long as the pool is large
 /// enough for the largest request of every name at once, no name can take another's part. With more names, the names
 /// take turns.
-pub(crate) struct Lane {
+pub(crate) struct BytePool {
     all: Arc<Semaphore>,
     shares: BTreeMap<Arc<str>, Arc<Semaphore>>,
 }
@@ -98,13 +98,13 @@ pub(crate) struct Leave {
     all: OwnedSemaphorePermit,
 }
 
-impl Lane {
+impl BytePool {
     /// Names share the pool evenly. Each may take at least `most`, however many names there are.
     pub fn new(bytes: usize, most: usize, names: &[Arc<str>]) -> Self {
         let semaphore = |n: usize| Arc::new(Semaphore::new(n.min(Semaphore::MAX_PERMITS)));
         let share = (bytes / names.len().max(1)).max(most);
         let shares = names.iter().map(|name| (name.clone(), semaphore(share))).collect();
-        Lane { all: semaphore(bytes), shares }
+        BytePool { all: semaphore(bytes), shares }
     }
 
     /// `None` if there is no room now.
@@ -140,10 +140,10 @@ impl Bodies {
     pub fn new(most: usize, names: &[Arc<str>]) -> Self {
         let (large, one) = (most.saturating_mul(DOCUMENTS_FACTOR), most.saturating_mul(DOCUMENT_FACTOR));
         Bodies {
-            raw: Lane::new(most.saturating_mul(RAW_BODIES), most, names),
-            small_raw: Lane::new(SMALL_BODIES_BYTES, SMALL_BYTES, names),
-            small: Lane::new(SMALL_DOCUMENTS_BYTES, weight(&[b','; SMALL_BYTES]), names),
-            large: Lane::new(large, one, names),
+            raw: BytePool::new(most.saturating_mul(RAW_BODIES), most, names),
+            small_raw: BytePool::new(SMALL_BODIES_BYTES, SMALL_BYTES, names),
+            small: BytePool::new(SMALL_DOCUMENTS_BYTES, weight(&[b','; SMALL_BYTES]), names),
+            large: BytePool::new(large, one, names),
             least: large / LARGE_AT_WORK,
             most: one.max(weight(&[b','; SMALL_BYTES])),
         }

@@ -32,12 +32,12 @@ const BEHIND: usize = 64;
 /// The registry of listeners and the recording file. Cheap to clone.
 #[derive(Clone)]
 pub struct LiveView {
-    desk: Arc<Mutex<Desk>>,
+    desk: Arc<Mutex<ListenerRegistry>>,
     pub(crate) sessions: Arc<sessions::Looks>,
 }
 
 #[derive(Default)]
-struct Desk {
+struct ListenerRegistry {
     recording: Option<Recording>,
     file: Option<RecordFile>,
     listeners: Vec<Sender<Arc<str>>>,
@@ -114,10 +114,13 @@ pub(crate) enum NotHeard {
 
 impl LiveView {
     pub(crate) fn new(bytes: CacheBytes) -> LiveView {
-        LiveView { desk: Arc::new(Mutex::new(Desk { bytes, ..Desk::default() })), sessions: Arc::default() }
+        LiveView {
+            desk: Arc::new(Mutex::new(ListenerRegistry { bytes, ..ListenerRegistry::default() })),
+            sessions: Arc::default(),
+        }
     }
 
-    fn desk(&self) -> MutexGuard<'_, Desk> {
+    fn desk(&self) -> MutexGuard<'_, ListenerRegistry> {
         self.desk.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
@@ -217,7 +220,7 @@ impl Watch for LiveView {
     }
 }
 
-impl Desk {
+impl ListenerRegistry {
     fn turn(&mut self, now_ns: u64, end_ns: u64, state: &mut State) {
         if self.recording.is_none() {
             return;
@@ -249,7 +252,8 @@ impl Desk {
 
     /// Collect the events of the last turn.
     fn take(&mut self, now_ns: u64, end_ns: u64, state: &mut State) {
-        let Desk { recording: Some(recording), file, listeners, batch, blocks, names, .. } = self else {
+        let ListenerRegistry { recording: Some(recording), file, listeners, batch, blocks, names, .. } = self
+        else {
             return;
         };
         blocks.clear();
@@ -260,7 +264,7 @@ impl Desk {
             }
             match part {
                 _ if listeners.is_empty() => {}
-                Part::Events => lines.lines().for_each(|line| discreet(line, names, batch)),
+                Part::Events => lines.lines().for_each(|line| redact(line, names, batch)),
                 _ => batch.push_str(lines),
             }
         });
@@ -282,7 +286,7 @@ impl Desk {
 
 /// Append an event without prompts, answers and salts to `out`. The line is rebuilt from the fields that a listener may
 /// know, so a new field of the log stays hidden until it is allowed here. An arrival gets the name of its request.
-fn discreet(line: &str, names: &Names, out: &mut String) {
+fn redact(line: &str, names: &Names, out: &mut String) {
     // The header line (the configurations of scheduler and cache) is passed on whole.
     if line.starts_with("{\"format\":") {
         out.push_str(line);

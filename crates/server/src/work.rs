@@ -9,7 +9,7 @@
 //! The bound of a rendering or tokenization is known only on the blocking thread that is about to begin it. If there is
 //! not enough memory at that moment, the work ends, its thread is free for other requests, and the request waits,
 //! oldest first. Then the work starts over with that memory reserved ([`Work::run`]).
-use crate::body::{self, Lane, Leave, SMALL_BYTES, Wanted, bodies_bytes};
+use crate::body::{self, BytePool, Leave, SMALL_BYTES, Wanted, bodies_bytes};
 use crate::config::ServerConfig;
 use crate::error::ApiError;
 use kvist_model::halt::{self, Halt};
@@ -71,10 +71,10 @@ fn units(bytes: usize) -> usize {
 pub(crate) struct Work {
     /// Memory for all names. A request first waits in the line of its own name, so the requests of one name together
     /// never ask for more than exists, and the names take turns.
-    common: Lane,
+    common: BytePool,
     units: usize,
     /// Memory for small work of names that hold none of the common memory.
-    reserve: Lane,
+    reserve: BytePool,
     /// Units of common memory that each name holds. Empty if there is only one name.
     held: BTreeMap<Arc<str>, watch::Sender<usize>>,
 }
@@ -145,9 +145,9 @@ impl Work {
         let held = names.iter().filter(|_| names.len() > 1);
         let held = held.map(|name| (name.clone(), watch::Sender::new(0)));
         Work {
-            common: Lane::new(all, all, names),
+            common: BytePool::new(all, all, names),
             units: all,
-            reserve: Lane::new(reserve, reserve, names),
+            reserve: BytePool::new(reserve, reserve, names),
             held: held.collect(),
         }
     }

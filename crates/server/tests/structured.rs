@@ -4,7 +4,7 @@ use kvist_backend::MemoryBudget;
 use kvist_cache::SeqId;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::tokenizer::Tokenizer;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use kvist_server::structured::{Grammar, GrammarCompiler, ResponseFormat};
@@ -103,7 +103,9 @@ impl Writer {
             if ended {
                 return (bytes + &text.finish().unwrap(), true);
             }
-            self.session.forward(&[Feed::chain(SeqId::ONLY, &[token])], Want::LastOfEach).unwrap();
+            self.session
+                .forward(&[SequenceInput::chain(SeqId::ONLY, &[token])], LogitRows::LastOfEach)
+                .unwrap();
         }
         (bytes + &text.finish().unwrap(), false)
     }

@@ -179,7 +179,7 @@ impl ReferenceCache {
             let nodes = &self.sequences[&span.seq].nodes;
             match span.new {
                 New::Chain(n) => positions.extend(span.start..span.start + n),
-                New::Frontier(parents) => {
+                New::Tree(parents) => {
                     positions.extend(nodes[nodes.len() - parents.len()..].iter().map(|node| node.position));
                 }
             }
@@ -197,7 +197,7 @@ impl ReferenceCache {
                 let mut seen = Vec::new();
                 let position = match span.new {
                     New::Chain(_) => span.start + i,
-                    New::Frontier(_) => {
+                    New::Tree(_) => {
                         let number = sequence.nodes.len() as u32 - n_tokens + i;
                         let position = sequence.nodes[number as usize].position;
                         let mut node = Some(NodeId(number));
@@ -249,16 +249,16 @@ impl ReferenceCache {
             let not_at_end =
                 Refused::NotAtEnd { seq: span.seq, expected: sequence.next_position, got: span.start };
             match (self.model, span.new) {
-                (Model::Contiguous | Model::Ring, New::Frontier(_)) => {
+                (Model::Contiguous | Model::Ring, New::Tree(_)) => {
                     return Some(Refused::NotHere("no trees"));
                 }
                 _ if !at_end => return Some(not_at_end),
-                (Model::Cells, New::Frontier(_)) => return Some(Refused::NotHere("no trees")),
+                (Model::Cells, New::Tree(_)) => return Some(Refused::NotHere("no trees")),
                 (_, New::Chain(_)) if !sequence.nodes.is_empty() => {
                     return Some(Refused::Speculating(span.seq));
                 }
                 (_, New::Chain(_)) => {}
-                (_, New::Frontier(parents)) => {
+                (_, New::Tree(parents)) => {
                     for (i, parent) in parents.iter().enumerate() {
                         let number = (sequence.nodes.len() + i) as u32;
                         if parent.is_some_and(|parent| parent.0 >= number) {
@@ -297,7 +297,7 @@ impl ReferenceCache {
                         self.n_writes += 1;
                     }
                 }
-                New::Frontier(parents) => {
+                New::Tree(parents) => {
                     for &parent in parents {
                         let position = match parent {
                             None => sequence.next_position,
@@ -415,6 +415,6 @@ impl ReferenceCache {
 fn n_tokens(span: &Span<'_>) -> u32 {
     match span.new {
         New::Chain(n) => n,
-        New::Frontier(parents) => parents.len() as u32,
+        New::Tree(parents) => parents.len() as u32,
     }
 }

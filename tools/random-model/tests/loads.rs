@@ -3,7 +3,7 @@ use kvist_backend::MemoryBudget;
 use kvist_cache::SeqId;
 use kvist_engine::backends;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use std::path::Path;
@@ -50,7 +50,7 @@ fn logits(path: &Path) -> Vec<f32> {
     assert_eq!(tokens[0], 0, "starts with bos");
     assert_eq!(tokenizer.decode(&tokens).unwrap(), "a thing");
     let mut session = ModelSession::new(&model, &backends::all(), &CacheConfig::new(128)).unwrap();
-    session.forward(&[Feed::chain(SeqId::ONLY, &tokens)], Want::LastOfEach).unwrap();
+    session.forward(&[SequenceInput::chain(SeqId::ONLY, &tokens)], LogitRows::LastOfEach).unwrap();
     session.logits_row(0).to_vec()
 }
 

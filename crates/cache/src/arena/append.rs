@@ -76,7 +76,7 @@ impl Arena {
             };
             let mut place = grown(&*self.allocator);
             if place.is_none() && policy == CapacityExceeded::EvictLeastRecentlyUsed {
-                evicted = self.make_room(Some(seq), |allocator| grown(allocator).is_some());
+                evicted = self.evict_until_free(Some(seq), |allocator| grown(allocator).is_some());
                 place = grown(&*self.allocator);
             }
             match (place, policy) {

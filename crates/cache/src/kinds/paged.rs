@@ -457,7 +457,7 @@ impl Kind for Paged {
             capacity_cells: self.capacity_cells(),
             free_cells: self.free_cells(),
             idle_cells: self.blocks.n_idle() * self.block_tokens,
-            lets_go: self.is_windowed(),
+            frees_out_of_window: self.is_windowed(),
         }
     }
     fn report(&self) -> Report {

@@ -4,8 +4,8 @@
 //! A cell is free exactly when no sequence and no speculative node uses it. A refused operation changes nothing.
 //! Tokens outside the sliding window stay stored, because a rollback may need them; the window is only a mask over
 //! the reads.
+use super::draft_tree::{self, Node};
 use super::extents::{Extent, Extents};
-use super::frontier::{self, Node};
 use super::stripes::{Cursor, Stripes};
 use super::trunks::{self, Horizon};
 use super::written::Written;
@@ -84,7 +84,7 @@ impl CellSpace {
         let mut written = Written::new(&plan.writes);
         for span in &spans.list {
             let sequence = self.sequences.get_mut(&span.seq).expect("prepare knew this sequence");
-            let parents = frontier::parents_of(spans, span);
+            let parents = draft_tree::parents_of(spans, span);
             let depths = span.parents().map_or(&[][..], |range| &plan.depths[range]);
             let mut done = 0;
             while done < span.n_tokens {
@@ -142,13 +142,13 @@ impl CellSpace {
                 reads.items.push(item(extent, Mask::All));
             }
             let parents =
-                frontier::parents_of(spans, span).filter(|p| !frontier::is_chain(&sequence.nodes, p));
+                draft_tree::parents_of(spans, span).filter(|p| !draft_tree::is_chain(&sequence.nodes, p));
             for extent in sequence.committed.within(see.some, see.all) {
                 match (parents, span.parents()) {
                     (Some(_), Some(range)) => {
                         let (run, position) = (extent.run(), extent.position);
                         let depths = &depths[range];
-                        frontier::edge_item(
+                        draft_tree::edge_item(
                             reads,
                             first_query,
                             span.start,
@@ -171,7 +171,7 @@ impl CellSpace {
                     for (&parent, &depth) in parents.iter().zip(&depths[range]) {
                         scratch.nodes.push(Node { cell: written.take(1).start, parent, depth });
                     }
-                    frontier::node_items(reads, &mut scratch, first_query, span, self.visibility);
+                    draft_tree::node_items(reads, &mut scratch, first_query, span, self.visibility);
                 }
                 _ => written_items(reads, first_query, span, self.visibility, &mut written),
             }
@@ -211,7 +211,7 @@ impl CellSpace {
             capacity_cells: self.capacity(),
             free_cells: self.stripes.free(),
             idle_cells: 0,
-            lets_go: false,
+            frees_out_of_window: false,
         }
     }
 
@@ -298,7 +298,7 @@ impl CellSpace {
 
     /// Makes a root-to-node chain part of `seq`, after checking it, and frees the other nodes.
     pub fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused> {
-        frontier::check_path(seq, &self.sequence(seq)?.nodes, accepted)?;
+        draft_tree::check_path(seq, &self.sequence(seq)?.nodes, accepted)?;
         let sequence = self.sequences.get_mut(&seq).expect("its path was checked");
         for node in accepted {
             let cell = sequence.nodes[node.0 as usize].cell;

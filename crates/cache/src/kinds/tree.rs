@@ -1,6 +1,6 @@
 //! The cell space of `cells`, plus speculative nodes after the committed end of every sequence.
 use super::space::CellSpace;
-use super::{GroupSpec, expect_end, frontier};
+use super::{GroupSpec, draft_tree, expect_end};
 use crate::ids::*;
 use crate::kind::{Kind, SequenceKind, TreeKind};
 use crate::plan::*;
@@ -43,7 +43,7 @@ impl Kind for Tree {
         for span in &spans.list {
             let sequence = self.space.sequence(span.seq)?;
             expect_end(span, sequence.next_position)?;
-            match frontier::parents_of(spans, span) {
+            match draft_tree::parents_of(spans, span) {
                 None if sequence.nodes.is_empty() => {}
                 None => return Err(Refused::Speculating(span.seq)),
                 Some(parents) => {
@@ -51,7 +51,7 @@ impl Kind for Tree {
                     if u64::from(span.start) + n_nodes > u64::from(u32::MAX) {
                         return Err(Refused::PositionOverflow { seq: span.seq });
                     }
-                    frontier::check_parents(&sequence.nodes, span, parents, &mut out.depths)?;
+                    draft_tree::check_parents(&sequence.nodes, span, parents, &mut out.depths)?;
                 }
             }
         }

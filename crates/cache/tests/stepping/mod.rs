@@ -31,7 +31,7 @@ impl Stepping {
     pub fn speculate(&mut self, seq: SeqId, parents: &[Option<u32>]) -> Result<Option<Window>, Refused> {
         let parents: Vec<Option<NodeId>> = parents.iter().map(|p| p.map(NodeId)).collect();
         let start = self.cache.next_position(seq).unwrap_or(0);
-        self.step(&[Span { seq, start, new: New::Frontier(&parents) }])
+        self.step(&[Span { seq, start, new: New::Tree(&parents) }])
     }
     /// Runs and commits any step.
     pub fn step(&mut self, spans: &[Span<'_>]) -> Result<Option<Window>, Refused> {

@@ -6,7 +6,7 @@ use clap::ValueHint;
 use kvist_cache::SeqId;
 use kvist_engine::generate::{Finish, Limits, generate};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::top_two;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -82,7 +82,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         let mut likeliest = Vec::new();
         let bar = progress::bar("reading", report.tokens.len() as u64, quiet);
         for chunk in report.tokens.chunks(config.max_step_tokens as usize) {
-            session.forward(&[Feed::chain(SeqId::ONLY, chunk)], Want::All)?;
+            session.forward(&[SequenceInput::chain(SeqId::ONLY, chunk)], LogitRows::All)?;
             // Row by row: all of them together can be larger than the model.
             for x in session.logits() {
                 file.write(&x.to_le_bytes())?;

@@ -1,5 +1,5 @@
 //! Scratch memory of attention, reserved once for the largest step of the largest layer.
-use super::near::Near;
+use super::tile_items::TileItems;
 use super::{BLOCK_ROWS, LONG_TILE, LONG_TILE_ROWS, SPLIT, TILE, UNIT_ROWS};
 use crate::arch::LANES;
 use crate::pool::{PackedQuery, QUERY_ROWS, Quads};
@@ -23,7 +23,7 @@ pub struct ThreadScratch {
     pub partial: Vec<f32>, // [rows of a unit, head_dim + EXTRA]
     pub lines: Vec<f32>, // [rows of a block, tile + 2 * PAD + SPARE]
     pub quads: Box<Quads>,
-    pub near: Near,
+    pub tile_items: TileItems,
     pub weights: Vec<f32>, // of values read in f16: at most [rows of a block × recent tokens]
 }
 
@@ -97,7 +97,7 @@ impl Sizes {
             .checked_mul(4)?;
         let packed = self.packed.checked_mul(size_of::<PackedQuery>() + PackedQuery::bytes(self.head_dim))?;
         let thread = floats.checked_add(packed)?.checked_add(size_of::<Quads>())?;
-        let thread = thread.checked_add(Near::bytes(self.slots))?;
+        let thread = thread.checked_add(TileItems::bytes(self.slots))?;
         let all = self.states.checked_mul(4)?.checked_add(thread.checked_mul(self.threads)?)?;
         u64::try_from(all).ok()
     }
@@ -130,7 +130,7 @@ impl Scratch {
                 lines: buffer(sizes.lines)?,
                 plain: buffer(sizes.plain)?,
                 quads: Box::default(),
-                near: Near::new(sizes.slots),
+                tile_items: TileItems::new(sizes.slots),
                 weights: Vec::with_capacity(sizes.weights),
             })
         };

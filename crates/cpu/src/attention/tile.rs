@@ -26,14 +26,14 @@ impl<'l> Layer<'l> {
         scratch: &mut ThreadScratch,
     ) {
         let (isa, per_kv, state) = (compute.isa, self.per_kv(), self.state());
-        let ThreadScratch { near, lines, queries, packed, plain, quads, weights, .. } = scratch;
+        let ThreadScratch { tile_items, lines, queries, packed, plain, quads, weights, .. } = scratch;
         let row0 = (slots.start as usize - rows.first_slot) * per_kv;
         let stride = tile.stride();
         let lines = &mut lines[..slots.len() * per_kv * stride];
         let items = |i: usize| &self.reads.items[i];
 
         // The range of places that any slot sees.
-        let pieces = near.chains().flatten().filter_map(|i| self.piece(items(i), &slots, tile));
+        let pieces = tile_items.chains().flatten().filter_map(|i| self.piece(items(i), &slots, tile));
         let cells = pieces.map(|piece| piece.cells()).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));
         let Some(cells) = cells else { return };
         let vectors = cells.start / LANES..cells.end.div_ceil(LANES);
@@ -42,7 +42,7 @@ impl<'l> Layer<'l> {
         }
 
         let mut gather = Gather::new();
-        let mut chains = near.chains().peekable();
+        let mut chains = tile_items.chains().peekable();
         while let Some(chain) = chains.next() {
             let theirs = self.rows_of(chain.clone().next().map(items), &slots);
             let first = row0 + theirs.start;
@@ -51,7 +51,7 @@ impl<'l> Layer<'l> {
             let read = Read { head: rows.head, chain: chain.clone().map(items), slots: &slots, tile };
             let (side, next) = match chains.peek().cloned() {
                 Some(next) => (self.keys, Some(next)),
-                None => (self.values, near.chains().next()),
+                None => (self.values, tile_items.chains().next()),
             };
             let next = next.into_iter().flatten().map(items);
             self.stretches(
@@ -67,7 +67,7 @@ impl<'l> Layer<'l> {
                 },
             );
             for item in chain.map(items) {
-                self.hide(item, &slots, tile, lines.reborrow(0));
+                self.mask_out(item, &slots, tile, lines.reborrow(0));
             }
         }
 
@@ -100,7 +100,7 @@ impl<'l> Layer<'l> {
             }
         }
 
-        let mut chains = near.chains().peekable();
+        let mut chains = tile_items.chains().peekable();
         while let Some(chain) = chains.next() {
             let theirs = self.rows_of(chain.clone().next().map(items), &slots);
             let mut lines =
@@ -109,7 +109,7 @@ impl<'l> Layer<'l> {
             let read = Read { head: rows.head, chain: chain.map(items), slots: &slots, tile };
             let next = chains.peek().cloned().into_iter().flatten().map(items);
             let next = self.codes(self.values, rows.head, next, &slots, tile);
-            let behind = near
+            let behind = tile_items
                 .behind(&self.reads.items, tile.indices.end)
                 .flat_map(|(item, offset)| (item.run.start + offset..item.run.end()).step_by(LANES));
             let next = next.chain(behind.map(|cell| self.keys.codes(self.slabs, rows.head, cell)));
@@ -231,7 +231,7 @@ impl<'l> Layer<'l> {
     }
 
     /// Writes −∞ where a row does not see a cell of the item.
-    fn hide(&self, item: &ReadItem, slots: &Range<u32>, tile: &Tile, lines: Lines<'_>) {
+    fn mask_out(&self, item: &ReadItem, slots: &Range<u32>, tile: &Tile, lines: Lines<'_>) {
         let (Some(piece), false) = (self.piece(item, slots, tile), item.mask == Mask::All) else { return };
         for (r, line) in lines.data.chunks_exact_mut(lines.stride).enumerate() {
             let slot = piece.slots.start - item.first_query + (r / self.per_kv()) as u32;

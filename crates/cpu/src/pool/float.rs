@@ -60,7 +60,7 @@ impl<E: Element> Codec for E {
     #[inline(always)]
     fn accumulate<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>, _: &mut Quads) {
         let mut query = 0;
-        if blocks.careful {
+        if blocks.may_have_nan {
             while query < sums.n {
                 accumulate_carefully::<E>(lines, blocks, sums, query);
                 query += 1;

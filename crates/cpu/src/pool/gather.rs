@@ -37,7 +37,7 @@ pub struct Blocks<'b> {
     /// The cells that any query sees. The others may hold anything.
     pub lanes: Range<usize>,
     /// True if a cell may hold a value that is not finite. Cells with weight 0 must then be skipped.
-    pub careful: bool,
+    pub may_have_nan: bool,
     /// True if values must be weighted cell by cell.
     pub exact: bool,
 }
@@ -160,7 +160,7 @@ impl<'b> Gather<'b> {
             row: side.shape.row,
             list: &self.list[..self.n],
             lanes: self.lanes.clone(),
-            careful: side.broken,
+            may_have_nan: side.broken,
             exact,
         }
     }

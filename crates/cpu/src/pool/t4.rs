@@ -63,7 +63,7 @@ fn encode(row: &[f32], codes: &mut [u8], scale: &mut f16) -> bool {
     let (low, high) = row.split_at(row.len().div_ceil(2));
     codes.iter_mut().zip(low).for_each(|(byte, x)| *byte = code(x * inverse));
     codes.iter_mut().zip(high).for_each(|(byte, x)| *byte |= code(x * inverse) << 4);
-    // Choose the scale so that the stored row has the norm of the original, which avoids a bias.
+    // TokenSampler the scale so that the stored row has the norm of the original, which avoids a bias.
     let of_low = codes.iter().zip(low).map(|(byte, _)| level(byte & 15).powi(2));
     let of_high = codes.iter().zip(high).map(|(byte, _)| level(byte >> 4).powi(2));
     let levels: f32 = of_low.sum::<f32>() + of_high.sum::<f32>();

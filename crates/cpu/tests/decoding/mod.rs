@@ -89,7 +89,7 @@ impl Model {
         for span in spans {
             let n = match span.new {
                 New::Chain(n) => n,
-                New::Frontier(parents) => parents.len() as u32,
+                New::Tree(parents) => parents.len() as u32,
             };
             tokens.extend((span.start..span.start + n).map(|p| u64::from(span.seq.0) << 32 | u64::from(p)));
         }

@@ -6,7 +6,7 @@ use kvist_engine::backends;
 use kvist_engine::generate::{Limits, generate};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use safetensors::SafeTensors;
@@ -95,7 +95,7 @@ pub fn logits(session: &mut ModelSession, tokens: &[u32]) -> Vec<f32> {
     let chunk = session.config().max_step_tokens as usize;
     let mut all = Vec::new();
     for chunk in tokens.chunks(chunk) {
-        session.forward(&[Feed::chain(kvist_cache::SeqId::ONLY, chunk)], Want::All).unwrap();
+        session.forward(&[SequenceInput::chain(kvist_cache::SeqId::ONLY, chunk)], LogitRows::All).unwrap();
         all.extend_from_slice(session.logits());
     }
     all

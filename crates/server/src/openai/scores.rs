@@ -5,7 +5,7 @@
 //! together with other long answers until they are read.
 use super::tokens::name_of;
 use crate::app::App;
-use crate::body::{Lane, Leave, busy};
+use crate::body::{BytePool, Leave, busy};
 use crate::error::ApiError;
 use crate::job::{LogProb, Token};
 use serde::Serialize;
@@ -20,7 +20,7 @@ pub(crate) const MAX_TOP: u8 = 20;
 /// Memory limit for the log-probabilities of prompts, and for long texts and token lists, over all requests. Each of up
 /// to [`REQUESTS`] names has a share that no other name can take. With more names, the names take turns.
 pub(crate) struct ScoreRoom {
-    lane: Lane,
+    lane: BytePool,
     /// Largest number of bytes for one request.
     most: usize,
 }
@@ -39,7 +39,7 @@ impl ScoreRoom {
     /// One request may score a whole context.
     pub fn new(context: u32, names: &[Arc<str>]) -> Self {
         let most = (context as usize).saturating_mul(bytes_of_token(MAX_TOP)).max(MIN_ROOM);
-        ScoreRoom { lane: Lane::new(most.saturating_mul(REQUESTS), most, names), most }
+        ScoreRoom { lane: BytePool::new(most.saturating_mul(REQUESTS), most, names), most }
     }
 
     /// Largest number of bytes that one request may take.

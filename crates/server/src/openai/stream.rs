@@ -518,7 +518,7 @@ fn data(document: &Value) -> Event {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::body::Lane;
+    use crate::body::BytePool;
 
     /// A prompt of three parts.
     struct Three(usize);
@@ -605,7 +605,7 @@ mod tests {
     /// Regression: a slow reader kept memory that other requests waited for.
     #[tokio::test]
     async fn what_a_body_holds_is_given_back_unread() {
-        let lane = Lane::new(8, 8, &[]);
+        let lane = BytePool::new(8, 8, &[]);
         let lend = |leave| {
             let parts = std::iter::from_fn(move || {
                 let _held = &leave;

@@ -4,7 +4,7 @@
 //! completion. Its field `session` names the session.
 use super::fields::GenerateFields;
 use super::history::History;
-use super::store::Claim;
+use super::store::SessionGuard;
 use super::verbs::{decoding_room, known_tools, moment};
 use crate::app::App;
 use crate::auth::Caller;
@@ -197,7 +197,7 @@ fn begin(app: &App, history: &History, answer: Option<bool>) -> Result<History, 
 /// A generation in a session, which records its output in the history.
 struct Run {
     app: Arc<App>,
-    claim: Claim,
+    claim: SessionGuard,
     /// Name of the API key that generates.
     owner: Arc<str>,
     chats: bool,

@@ -5,7 +5,7 @@
 //! Some templates render earlier messages differently once later ones follow (e.g. those of reasoning models);
 //! then the history is rewritten, and [`History::in_common`] tells how much of it is unchanged.
 //!
-//! Pure functions: rendering and tokenizing are done by a [`Scribe`].
+//! Pure functions: rendering and tokenizing are done by a [`HistoryTokenizer`].
 mod cut;
 mod places;
 mod render;
@@ -17,7 +17,7 @@ mod weight;
 
 use crate::error::ApiError;
 pub(crate) use cut::Cut;
-pub(crate) use render::{Scribe, admit};
+pub(crate) use render::{HistoryTokenizer, admit};
 use serde_json::{Map, Value, json};
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -132,7 +132,7 @@ impl History {
 
     /// Sets how the last message, an answer with the text `raw`, is reported. If its tokens do not decode to
     /// `raw` (tool call marks are control tokens), `shown` also replaces the message that the template renders.
-    pub fn show_last(&mut self, scribe: &impl Scribe, raw: &str, shown: Value) {
+    pub fn show_last(&mut self, scribe: &impl HistoryTokenizer, raw: &str, shown: Value) {
         let Some(message) = self.said.as_mut().and_then(|said| Arc::make_mut(said).messages.last_mut())
         else {
             return;
@@ -154,7 +154,12 @@ impl History {
     }
 
     /// Appends tokens. Fails if the last message is complete.
-    pub fn with_tokens(&self, scribe: &impl Scribe, new: &[u32], param: &str) -> Result<Self, ApiError> {
+    pub fn with_tokens(
+        &self,
+        scribe: &impl HistoryTokenizer,
+        new: &[u32],
+        param: &str,
+    ) -> Result<Self, ApiError> {
         if let Some(said) = &self.said
             && said.tail.is_none()
             && !self.is_open()
@@ -183,7 +188,7 @@ impl History {
     /// because the template writes it itself.
     pub fn end_answer(
         &mut self,
-        scribe: &impl Scribe,
+        scribe: &impl HistoryTokenizer,
         from: usize,
         end: bool,
         text: Option<&str>,
@@ -203,7 +208,7 @@ impl History {
     }
 
     /// Sets the open message's content to the text of its tokens.
-    pub fn settle(&mut self, scribe: &impl Scribe) -> Result<(), ApiError> {
+    pub fn settle(&mut self, scribe: &impl HistoryTokenizer) -> Result<(), ApiError> {
         let Some(said) = &mut self.said else { return Ok(()) };
         if said.tail.is_some() {
             return Ok(());
@@ -275,7 +280,7 @@ impl History {
     }
 
     /// The tokens that [`History::end_answer`] may have to decode, if the first generated token is `from`.
-    pub fn unsettled(&self, scribe: &impl Scribe, from: usize) -> &[u32] {
+    pub fn unsettled(&self, scribe: &impl HistoryTokenizer, from: usize) -> &[u32] {
         let open = self.said.as_ref().filter(|said| said.tail.is_none()).and_then(|said| said.open());
         let open = open.map_or(from, |(content, _)| content.token);
         let from = from.min(self.tokens.len());

@@ -1,14 +1,14 @@
 //! All sessions of a server: owner, parent, state and expiry time.
 //!
 //! A session consists of integers and text; it holds no KV cache blocks. Only one request at a time may change
-//! a session: it holds the session's [`Claim`] while it changes the history or generates. Forks and reads need
+//! a session: it holds the session's [`SessionGuard`] while it changes the history or generates. Forks and reads need
 //! no claim. A session is visible only to its owner; for other API keys it does not exist.
 //!
 //! Quota usage is updated incrementally as histories change, token by token during generation; `Inner::audit`
 //! recomputes it in tests. An operation touches sessions of other owners only to remove expired ones.
-mod ahead;
-mod claim;
+mod guard;
 mod inner;
+mod prefills;
 #[cfg(test)]
 mod tests;
 
@@ -16,8 +16,8 @@ use super::history::History;
 use crate::config::SessionsSection;
 use crate::error::ApiError;
 use axum::http::StatusCode;
-use claim::Busy;
-pub(crate) use claim::Claim;
+use guard::Busy;
+pub(crate) use guard::SessionGuard;
 use inner::{Inner, Session};
 use std::collections::BTreeSet;
 use std::fmt;
@@ -338,7 +338,7 @@ impl Store {
         owner: &str,
         id: SessionId,
         generates: bool,
-    ) -> Result<Claim, ApiError> {
+    ) -> Result<SessionGuard, ApiError> {
         let mut inner = self.at(at);
         let number = inner.number();
         let session = self.session(&mut inner, owner, id)?;
@@ -351,7 +351,7 @@ impl Store {
         session.busy = Some(Busy { claim: number, generates, _held: held });
         session.touched = at.instant;
         let (history, salt, owner) = (session.history.clone(), session.salt.clone(), session.owner.clone());
-        Ok(Claim { store: self.clone(), id, number, history, salt, owner, deleted })
+        Ok(SessionGuard { store: self.clone(), id, number, history, salt, owner, deleted })
     }
 
     #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The session endpoints except `generate`.
 use super::fields::{Content, CreateFields, ForkFields, KeepFields, RollbackFields};
-use super::history::{History, Scribe, TOOLS, admit, weight, weight_of_names};
-use super::store::{Claim, Draft, Moment, Seen};
+use super::history::{History, HistoryTokenizer, TOOLS, admit, weight, weight_of_names};
+use super::store::{Draft, Moment, Seen, SessionGuard};
 use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
@@ -24,7 +24,7 @@ pub(super) fn moment(app: &App) -> Moment {
     Moment { instant: Instant::now(), unix_s: app.now() }
 }
 
-impl Scribe for App {
+impl HistoryTokenizer for App {
     fn render(
         &self,
         messages: &[Value],
@@ -283,7 +283,7 @@ pub(crate) async fn delete(
 }
 
 /// Commits the changed history; the response says how many tokens were kept.
-fn change(app: &App, claim: &mut Claim, history: History) -> Result<Value, ApiError> {
+fn change(app: &App, claim: &mut SessionGuard, history: History) -> Result<Value, ApiError> {
     let kept = claim.history.in_common(&history);
     let mut document = show(&claim.commit(moment(app), history)?);
     document["kept_tokens"] = kept.into();

@@ -1,6 +1,6 @@
 //! One request on the engine thread: samples its tokens from the logits and sends the events to its client.
 use crate::job::*;
-use kvist_engine::executor::{Choice, Choose};
+use kvist_engine::executor::{Choice, TokenSampler};
 use kvist_engine::sampler::Sampler;
 use kvist_engine::text::StopMatcher;
 use kvist_model::Model;
@@ -180,7 +180,7 @@ fn engine(error: kvist_engine::Error) -> Failure {
     Failure::Engine(error.to_string())
 }
 
-impl Choose for Chooser {
+impl TokenSampler for Chooser {
     fn choose(&mut self, logits: &mut [f32]) -> Choice {
         self.take(logits).unwrap_or_else(|failure| {
             self.lock().failure = Some(failure);

@@ -4,7 +4,7 @@ use kvist_backend::Storage;
 use kvist_cache::SeqId;
 use kvist_engine::backends;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use serde_json::{Value, json};
 
 const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
@@ -28,7 +28,7 @@ fn reference(tokens: &[u32], n: usize) -> Vec<(f64, Vec<f64>)> {
         ..CacheConfig::new(1024)
     };
     let mut session = ModelSession::new(model(), &backends::all(), &config).unwrap();
-    session.forward(&[Feed::chain(SeqId::ONLY, tokens)], Want::All).unwrap();
+    session.forward(&[SequenceInput::chain(SeqId::ONLY, tokens)], LogitRows::All).unwrap();
     let score = |at: usize| {
         let row: Vec<f64> = session.logits_row(at - 1).iter().map(|x| f64::from(*x)).collect();
         let max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);

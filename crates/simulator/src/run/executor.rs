@@ -14,7 +14,7 @@ pub struct SimExecutor<'c> {
     answers: Vec<Answer>,
     /// A multi-step run must not pass this time. The driver sets it before every turn.
     pub next_arrival_ns: u64,
-    /// Durations of the steps counted by `foresee`, in order. `even_ns` instead if all of them cost the same.
+    /// Durations of the steps counted by `max_fused_steps`, in order. `even_ns` instead if all of them cost the same.
     foreseen_ns: Vec<u64>,
     even_ns: Option<u64>,
     /// Start of each step of a run, relative to the run's start.
@@ -106,7 +106,7 @@ impl SimExecutor<'_> {
 
 impl Executor for SimExecutor<'_> {
     /// Steps until an answer ends, or up to the first step by whose end a request has arrived.
-    fn foresee(&mut self, now_ns: u64, batch: Batch<'_>, limit: u32) -> u32 {
+    fn max_fused_steps(&mut self, now_ns: u64, batch: Batch<'_>, limit: u32) -> u32 {
         self.foreseen_ns.clear();
         if self.one_by_one {
             return 1;

@@ -217,7 +217,7 @@ impl<'c> Rig<'c> {
             .iter()
             .zip(&parents)
             .map(|((seq, chain, _), parents)| {
-                let new = if *chain > 0 { New::Chain(*chain) } else { New::Frontier(parents) };
+                let new = if *chain > 0 { New::Chain(*chain) } else { New::Tree(parents) };
                 Span { seq: *seq, start: self.next(*seq), new }
             })
             .collect();

@@ -416,7 +416,7 @@ fn check_reads(group: &GroupPlan, memory: &Memory, seen: &[Vec<Seen>], request: 
     for span in request.spans {
         let n_tokens = match span.new {
             New::Chain(n) => n as usize,
-            New::Frontier(parents) => parents.len(),
+            New::Tree(parents) => parents.len(),
         };
         let values: BTreeSet<u64> = seen[first..first + n_tokens].iter().flatten().map(|s| s.value).collect();
         visible += values.len() as u64;

@@ -7,8 +7,8 @@ use kvist_cache::*;
 pub enum OwnedTokens {
     /// See [`New::Chain`].
     Chain(u32),
-    /// See [`New::Frontier`].
-    Frontier(Vec<Option<NodeId>>),
+    /// See [`New::Tree`].
+    Tree(Vec<Option<NodeId>>),
 }
 
 /// A [`Span`] that owns its list of parents.
@@ -27,7 +27,7 @@ impl OwnedSpan {
     pub fn as_span(&self) -> Span<'_> {
         let new = match &self.new {
             OwnedTokens::Chain(n) => New::Chain(*n),
-            OwnedTokens::Frontier(parents) => New::Frontier(parents),
+            OwnedTokens::Tree(parents) => New::Tree(parents),
         };
         Span { seq: self.seq, start: self.start, new }
     }
@@ -202,7 +202,7 @@ fn step(
                     _ => choices.below(number + 1).checked_sub(1).map(NodeId),
                 }
             });
-            OwnedTokens::Frontier(parents.collect())
+            OwnedTokens::Tree(parents.collect())
         } else {
             OwnedTokens::Chain(n)
         };

@@ -39,7 +39,7 @@ impl Index {
 
     /// Evicts until `n_tokens` cells are free in every group or nothing is left to evict. Returns the number of
     /// evicted blocks.
-    pub fn make_room(&mut self, groups: &mut [Box<dyn Kind>], n_tokens: u32, at: Moment) -> u32 {
+    pub fn evict_until_free(&mut self, groups: &mut [Box<dyn Kind>], n_tokens: u32, at: Moment) -> u32 {
         self.moment = at;
         let before = self.n_evicted;
         for g in 0..groups.len() {
@@ -68,7 +68,7 @@ impl Index {
     /// held by a sequence with its own copies. This happens when a sequence is forked before its sibling stores what
     /// both had computed, and the index already cached the first blocks from elsewhere.
     ///
-    /// Walks the index in O(nodes) and returns all candidates at once. One call of `make_room` therefore walks once
+    /// Walks the index in O(nodes) and returns all candidates at once. One call of `evict_until_free` therefore walks once
     /// per level of such blocks, not once per block. Without forks it never runs.
     fn orphans(&self, groups: &[Box<dyn Kind>], g: usize) -> Vec<u32> {
         let (paged, group) = (paged(&*groups[g]), &self.groups[g]);

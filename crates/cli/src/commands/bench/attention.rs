@@ -251,7 +251,7 @@ pub(super) fn measure(
         (0..queries).map(|i| (i > 0).then(|| NodeId((i.saturating_sub(1) / 2) as _))).collect();
     let spans: Vec<Span<'_>> = match (case.branches, case.tree) {
         (Some(branches), _) => (0..branches).map(|i| Span::chain(branch(i), cached, 1)).collect(),
-        (_, Some(_)) => vec![Span { seq: TRUNK, start: cached, new: New::Frontier(&parents) }],
+        (_, Some(_)) => vec![Span { seq: TRUNK, start: cached, new: New::Tree(&parents) }],
         _ => vec![Span::chain(TRUNK, cached, queries)],
     };
     let before = rig.counters().bytes_read;

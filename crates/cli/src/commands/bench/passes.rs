@@ -10,7 +10,7 @@ use anyhow::Context;
 use clap::ValueHint;
 use kvist_cache::{NodeId, SeqId};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
-use kvist_engine::session::{Feed, ModelSession, Want};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::Model;
 use kvist_model::ModelSize;
 use serde::Serialize;
@@ -242,12 +242,15 @@ pub fn decode(args: DecodeArgs, quiet: bool) -> anyhow::Result<()> {
             for token in &text[..args.tokens as usize] {
                 match &parents {
                     None => {
-                        let feed = Feed::chain(SeqId::ONLY, std::slice::from_ref(token));
-                        session.forward(&[feed], Want::LastOfEach)?;
+                        let feed = SequenceInput::chain(SeqId::ONLY, std::slice::from_ref(token));
+                        session.forward(&[feed], LogitRows::LastOfEach)?;
                     }
                     Some(parents) => {
                         let nodes = &text[..parents.len()];
-                        session.forward(&[Feed::frontier(SeqId::ONLY, nodes, parents)], Want::All)?;
+                        session.forward(
+                            &[SequenceInput::draft_tree(SeqId::ONLY, nodes, parents)],
+                            LogitRows::All,
+                        )?;
                         session.cache().trees().context("a tree cache has trees")?.discard(SeqId::ONLY)?;
                     }
                 }

@@ -1,5 +1,5 @@
 //! Truncating a history.
-use super::{History, Message, Place, Scribe};
+use super::{History, HistoryTokenizer, Message, Place};
 use crate::error::ApiError;
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ pub(crate) enum Cut {
 impl History {
     /// The history up to the cut. A cut inside an answer leaves the answer open. After a cut inside any other
     /// message, the rest of that message becomes the tail and is no longer a message.
-    pub fn cut(&self, scribe: &impl Scribe, cut: Cut, param: &str) -> Result<Self, ApiError> {
+    pub fn cut(&self, scribe: &impl HistoryTokenizer, cut: Cut, param: &str) -> Result<Self, ApiError> {
         let n_tokens = self.tokens.len();
         let token = match cut {
             Cut::Token(token) if token > n_tokens => {
@@ -87,7 +87,12 @@ impl History {
 
     /// Shortens the tokens from `from` on so that their text is `text`, which must be a prefix of their current
     /// text.
-    pub(super) fn shorten(&mut self, scribe: &impl Scribe, from: usize, text: &str) -> Result<(), ApiError> {
+    pub(super) fn shorten(
+        &mut self,
+        scribe: &impl HistoryTokenizer,
+        from: usize,
+        text: &str,
+    ) -> Result<(), ApiError> {
         // Decode with the preceding tokens as context; by themselves, SentencePiece would drop the first space.
         let context = scribe.context(&self.tokens[..from]);
         let before = scribe.decode(&self.tokens[context..from])?;

@@ -11,7 +11,7 @@
 //! not shown, or only partly, are rendered individually while the limit permits.
 //!
 //! This takes at most [`MAX_ASKED`] + 1 renderings for any number of messages.
-use super::Scribe;
+use super::HistoryTokenizer;
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -38,7 +38,7 @@ pub(super) struct Rendered<'a, S> {
     pub text: &'a str,
 }
 
-impl<S: Scribe> Rendered<'_, S> {
+impl<S: HistoryTokenizer> Rendered<'_, S> {
     /// The bytes at which the `wanted` messages begin, in order; `None` if unknown. The index after the last
     /// message stands for the answer. No message begins before byte `from`.
     pub fn begins(&self, wanted: Range<usize>, from: usize) -> Vec<Option<usize>> {

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 use std::sync::Arc;
 
 /// Renders messages to text, and converts text to tokens and back.
-pub(crate) trait Scribe {
+pub(crate) trait HistoryTokenizer {
     /// Renders all messages; with `answer`, followed by the beginning of an assistant message.
     fn render(
         &self,
@@ -40,7 +40,7 @@ pub(crate) trait Scribe {
 }
 
 /// Fails if a history of `n` tokens is too long.
-pub(crate) fn admit(scribe: &impl Scribe, n: usize, param: &str) -> Result<(), ApiError> {
+pub(crate) fn admit(scribe: &impl HistoryTokenizer, n: usize, param: &str) -> Result<(), ApiError> {
     let room = scribe.room();
     if n > room {
         let message =
@@ -52,16 +52,21 @@ pub(crate) fn admit(scribe: &impl Scribe, n: usize, param: &str) -> Result<(), A
 
 impl History {
     /// Appends messages.
-    pub fn with_messages(&self, scribe: &impl Scribe, new: &[Value]) -> Result<Self, ApiError> {
+    pub fn with_messages(&self, scribe: &impl HistoryTokenizer, new: &[Value]) -> Result<Self, ApiError> {
         self.rendered(scribe, new, false)
     }
 
     /// Appends the beginning of the assistant's next answer as an open message.
-    pub fn with_answer(&self, scribe: &impl Scribe) -> Result<Self, ApiError> {
+    pub fn with_answer(&self, scribe: &impl HistoryTokenizer) -> Result<Self, ApiError> {
         self.rendered(scribe, &[], true)
     }
 
-    fn rendered(&self, scribe: &impl Scribe, new: &[Value], answer: bool) -> Result<Self, ApiError> {
+    fn rendered(
+        &self,
+        scribe: &impl HistoryTokenizer,
+        new: &[Value],
+        answer: bool,
+    ) -> Result<Self, ApiError> {
         let Some(said) = &self.said else {
             let message = "this session is made of text or tokens: append `text` or `tokens`";
             return Err(ApiError::invalid("messages", message));

@@ -10,7 +10,7 @@ struct Bytes {
 
 const MARKS: [&str; 2] = ["<|im_start|>", "<|im_end|>"];
 
-impl Scribe for Bytes {
+impl HistoryTokenizer for Bytes {
     fn render(&self, messages: &[Value], _: &Map<String, Value>, answer: bool) -> Result<String, ApiError> {
         let mut text = String::new();
         for (i, message) in messages.iter().enumerate() {
@@ -146,7 +146,7 @@ fn a_stop_string_is_cut_out_of_a_token() {
 #[test]
 fn tokens_that_cannot_be_made_anew_stay() {
     struct Pairs(bool);
-    impl Scribe for Pairs {
+    impl HistoryTokenizer for Pairs {
         fn render(&self, _: &[Value], _: &Map<String, Value>, _: bool) -> Result<String, ApiError> {
             Ok(String::new())
         }

@@ -27,7 +27,7 @@ impl<'a> Counting<'a> {
     }
 }
 
-impl Scribe for Counting<'_> {
+impl HistoryTokenizer for Counting<'_> {
     fn render(
         &self,
         messages: &[Value],

@@ -1,6 +1,6 @@
 //! The state behind the store's lock: all sessions of all owners, their quota usage and expiry.
-use super::ahead::Ahead;
-use super::claim::Busy;
+use super::guard::Busy;
+use super::prefills::PrefillsInProgress;
 use super::{Moment, Seen, SessionId};
 use crate::config::SessionsSection;
 use crate::sessions::history::History;
@@ -37,7 +37,7 @@ pub(super) struct Inner {
     /// When to check each session for expiry: at its expiry time or earlier.
     pub due: BTreeSet<(Instant, SessionId)>,
     /// Prompts in prefill.
-    pub ahead: Ahead,
+    pub ahead: PrefillsInProgress,
     /// Number of sessions checked for expiry.
     #[cfg(test)]
     pub n_looked: usize,

@@ -136,7 +136,8 @@ fn a_claimed_session_expires_when_it_is_let_go() {
     let start = Instant::now();
     let at = |s: u64| Moment { instant: start + Duration::from_secs(s), unix_s: s };
     let ids: Vec<SessionId> = (0..3).map(|_| store.create(at(0), &me, text("s", &[1])).unwrap().id).collect();
-    let mut claims: Vec<Claim> = ids.iter().map(|id| store.claim(at(10), &me, *id, true).unwrap()).collect();
+    let mut claims: Vec<SessionGuard> =
+        ids.iter().map(|id| store.claim(at(10), &me, *id, true).unwrap()).collect();
     for s in [49, 50, 60, 200] {
         assert_eq!(store.list(at(s), &me).len(), 3, "{s}");
         store.audit();

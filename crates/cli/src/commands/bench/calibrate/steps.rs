@@ -2,7 +2,7 @@
 use anyhow::{Context, ensure};
 use kvist_backend::Registry;
 use kvist_cache::{PrefixSpec, Step};
-use kvist_engine::executor::{Choice, Choose, ModelExecutor, PagedConfig};
+use kvist_engine::executor::{Choice, ModelExecutor, PagedConfig, TokenSampler};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_model::Model;
@@ -57,7 +57,7 @@ struct Greedy {
     listener: UnboundedSender<u32>,
 }
 
-impl Choose for Greedy {
+impl TokenSampler for Greedy {
     fn choose(&mut self, logits: &mut [f32]) -> Choice {
         // Logits that cannot be sampled take the time all the same.
         let token = self.sampler.sample(logits).unwrap_or(0);

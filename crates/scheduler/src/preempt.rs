@@ -14,17 +14,17 @@ impl Scheduler {
     /// this step, if the group frees blocks that left its window; drop the cache of the lowest-ranked paused request;
     /// preempt the lowest-ranked running request; end the only running request, which already has the cache to itself.
     /// Returns `true` if eviction was enough; the batch is then unchanged.
-    pub(crate) fn relieve(&mut self, at: At, group: GroupId, needed: u32, available: u32) -> bool {
+    pub(crate) fn free_memory(&mut self, at: At, group: GroupId, needed: u32, available: u32) -> bool {
         self.moved = true;
         if available >= needed {
-            let freed = self.memory.make_room(needed, at);
+            let freed = self.memory.evict_until_free(needed, at);
             self.counters.make_rooms += 1;
             self.decide(at, Decision::MakeRoom { needed, freed });
             if freed > 0 {
                 return true;
             }
         }
-        if self.memory.lets_go(group) && self.shorten_prompts(needed.saturating_sub(available)) {
+        if self.memory.frees_out_of_window(group) && self.shorten_prompts(needed.saturating_sub(available)) {
             return false;
         }
         if let Some(&worst) = self.holders.last() {

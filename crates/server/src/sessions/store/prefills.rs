@@ -15,14 +15,14 @@ struct Computing {
 }
 
 #[derive(Default)]
-pub(super) struct Ahead {
+pub(super) struct PrefillsInProgress {
     by_salt: BTreeMap<Arc<str>, BTreeMap<SessionId, Computing>>,
     /// Number of tokens compared.
     #[cfg(test)]
     n_compared: std::cell::Cell<usize>,
 }
 
-impl Ahead {
+impl PrefillsInProgress {
     /// Registers that `id` is computing `prompt`.
     pub fn begin(&mut self, salt: &Arc<str>, id: SessionId, prompt: Arc<[u32]>) {
         let computing = Computing { prompt, done: watch::Sender::new(()) };
@@ -117,7 +117,7 @@ mod tests {
         for seed in 0..200 {
             let mut draw = Draw(seed);
             let block = [1, 3, 4, 16][draw.below(4)];
-            let (mut ahead, mut all) = (Ahead::default(), Vec::new());
+            let (mut ahead, mut all) = (PrefillsInProgress::default(), Vec::new());
             // A small vocabulary, so that many prefixes are equal.
             let prompt = |draw: &mut Draw| -> Vec<u32> {
                 let (n, parts) = (1 + draw.below(60), draw.below(50));
@@ -152,7 +152,7 @@ mod tests {
     fn branches_part_at_once() {
         const TRUNK: usize = 32 << 10;
         let (salt, other): (Arc<str>, Arc<str>) = ("a".into(), "b".into());
-        let mut ahead = Ahead::default();
+        let mut ahead = PrefillsInProgress::default();
         for id in 0..256 {
             let prompt: Arc<[u32]> = (0..TRUNK as u32).chain([1_000_000 + id; 20]).collect();
             assert!(ahead.best(&salt, &prompt, TRUNK, 16).is_none());

@@ -17,7 +17,7 @@ use crate::scheduler::Scheduler;
 
 impl Scheduler {
     /// Fills `batch`. Returns `false` if there is nothing to run.
-    pub(crate) fn form(&mut self, at: At, mut admit: bool) -> bool {
+    pub(crate) fn build_batch(&mut self, at: At, mut admit: bool) -> bool {
         let mut budget = self.config.max_batch_tokens;
         let preempts = self.order.policy().preempts();
         let mut prefilling = std::mem::take(&mut self.prefilling);

@@ -11,7 +11,7 @@ const NONE: u32 = u32::MAX;
 
 /// Walks the items tile by tile, for a range of query slots.
 #[derive(Default)]
-pub struct Near {
+pub struct TileItems {
     /// Items before this one have been visited.
     cursor: usize,
     /// The items that reach into the tile, in order.
@@ -33,11 +33,11 @@ fn end(item: &ReadItem) -> u32 {
     item.first_index.saturating_add(item.run.len)
 }
 
-impl Near {
+impl TileItems {
     /// Reserves room for `slots` query slots with several items each.
     pub fn new(slots: usize) -> Self {
         let items = 4 * slots + 16;
-        Near {
+        TileItems {
             cursor: 0,
             items: Vec::with_capacity(items),
             chains: Vec::with_capacity(items),

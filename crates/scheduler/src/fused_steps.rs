@@ -8,7 +8,7 @@ use crate::scheduler::Scheduler;
 impl Scheduler {
     /// The number of decode steps to run as one, such that no decision is needed before the last of them ends. Called
     /// only right after all waiting requests were considered for admission.
-    pub(crate) fn foresee(&mut self, now_ns: u64, executor: &mut dyn Executor) -> u32 {
+    pub(crate) fn max_fused_steps(&mut self, now_ns: u64, executor: &mut dyn Executor) -> u32 {
         let all_decode = self.batch.len() == self.running.len() && self.batch.iter().all(|w| w.decodes);
         if !all_decode || self.memory.shrinks_while_decoding() {
             return 1;
@@ -26,7 +26,7 @@ impl Scheduler {
             return 1;
         }
         let batch = Batch { work: &self.batch, steps: 1, entries: &self.entries };
-        let steps = executor.foresee(now_ns, batch, limit).clamp(1, limit);
+        let steps = executor.max_fused_steps(now_ns, batch, limit).clamp(1, limit);
         self.batch.iter_mut().for_each(|w| w.n_tokens = steps);
         steps
     }

@@ -15,12 +15,12 @@ fn config() -> Config {
 struct Eager {
     /// Per call: number of steps run as one.
     runs: Vec<u32>,
-    /// The limit passed to each call of `foresee`.
+    /// The limit passed to each call of `max_fused_steps`.
     limits: Vec<u32>,
 }
 
 impl Executor for Eager {
-    fn foresee(&mut self, _: u64, _: Batch<'_>, limit: u32) -> u32 {
+    fn max_fused_steps(&mut self, _: u64, _: Batch<'_>, limit: u32) -> u32 {
         self.limits.push(limit);
         limit
     }

@@ -16,7 +16,7 @@ pub(super) struct Busy {
 }
 
 /// The exclusive right to change one session. Dropping it releases the session.
-pub(crate) struct Claim {
+pub(crate) struct SessionGuard {
     pub(super) store: Arc<Store>,
     pub id: SessionId,
     pub(super) number: u64,
@@ -26,7 +26,7 @@ pub(crate) struct Claim {
     pub(super) deleted: watch::Receiver<()>,
 }
 
-impl Drop for Claim {
+impl Drop for SessionGuard {
     fn drop(&mut self) {
         let mut inner = self.store.lock();
         if inner.claimed(self.id, self.number).is_some() {
@@ -35,7 +35,7 @@ impl Drop for Claim {
     }
 }
 
-impl Claim {
+impl SessionGuard {
     fn gone(&self) -> ApiError {
         let message = format!("session {} was deleted meanwhile", self.id);
         ApiError::new(StatusCode::NOT_FOUND, "session_not_found", message)

@@ -19,7 +19,7 @@ struct Found {
 
 impl Scheduler {
     /// Returns whether `key` would get a batch slot and memory if all lower-ranked requests were preempted or dropped.
-    pub(crate) fn way_can_be_made(&self, key: Key) -> bool {
+    pub(crate) fn preemption_would_help(&self, key: Key) -> bool {
         let preempts = self.order.policy().preempts();
         if !preempts && self.holders.is_empty() {
             return false;
@@ -35,19 +35,19 @@ impl Scheduler {
             found.supplied = u64::from(lookup.hit_tokens.saturating_sub(lookup.idle_tokens));
         }
         let mut holders_left = None;
-        if !self.goes_well(key, running.clone(), found, &mut holders_left) {
+        if !self.simulate(key, running.clone(), found, &mut holders_left) {
             return false;
         }
         if !self.memory.shares() {
             return true;
         }
         holders_left = Some(self.memory.holders());
-        self.goes_well(key, running, found, &mut holders_left)
+        self.simulate(key, running, found, &mut holders_left)
     }
 
     /// One pass of the dry run. `running`: requests that may be preempted, worst rank last. `holders_left`: per block,
     /// the number of sequences that still use it; `None` in the first pass.
-    fn goes_well(
+    fn simulate(
         &self,
         key: Key,
         mut running: Vec<Key>,
@@ -63,7 +63,7 @@ impl Scheduler {
                     return true;
                 }
                 if let Some(worst) = paused.pop_if(|worst| self.victim_key(worst.slot) > key) {
-                    self.let_go(key, worst.slot, &mut space, &mut found, holders_left);
+                    self.simulate_drop(key, worst.slot, &mut space, &mut found, holders_left);
                     continue;
                 }
             }
@@ -74,13 +74,13 @@ impl Scheduler {
                 let key = self.key(worst.slot);
                 paused.insert(paused.partition_point(|other| *other < key), key);
             } else {
-                self.let_go(key, worst.slot, &mut space, &mut found, holders_left);
+                self.simulate_drop(key, worst.slot, &mut space, &mut found, holders_left);
             }
         }
     }
 
     /// Simulates dropping the cache of `victim`.
-    fn let_go(
+    fn simulate_drop(
         &self,
         key: Key,
         victim: u32,
