@@ -1,5 +1,6 @@
-//! Ctrl-C, or a termination, ends the work at the next token, with the summary; a second one ends the program. Where
-//! nothing is being computed the first one does: before [`listen`], while a model is loaded, and in [`idle`].
+//! Ctrl-C, or a termination signal, ends the work at the next token, with the summary; a second one ends the program.
+//! When nothing is being computed the first one ends the program: before [`listen`], while a model is loaded, and in
+//! [`idle`].
 #[cfg(unix)]
 use nix::sys::termios::{SetArg, Termios, tcgetattr, tcsetattr};
 #[cfg(unix)]
@@ -10,13 +11,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 static IDLE: AtomicBool = AtomicBool::new(false);
-/// The terminal as it was before lines were edited at it.
+/// The terminal settings before line editing changed them.
 #[cfg(unix)]
 static TERMINAL: Mutex<Option<(File, Termios)>> = Mutex::new(None);
 
-/// From here on Ctrl-C is heard by [`interrupted`].
+/// From now on [`interrupted`] reports Ctrl-C.
 pub fn listen() {
-    // It can only fail if a handler stands already; then that one serves.
+    // This fails only if a handler is installed already; then that one is used.
     let _ = ctrlc::set_handler(|| {
         if INTERRUPTED.swap(true, Ordering::SeqCst) || IDLE.load(Ordering::SeqCst) {
             if IDLE.load(Ordering::SeqCst) {
@@ -27,7 +28,8 @@ pub fn listen() {
     });
 }
 
-/// A signal that ends the program in [`idle`] leaves the terminal as it is now, whatever line editing makes of it.
+/// Saves the terminal settings; a signal that ends the program in [`idle`] restores them, whatever line editing
+/// changed.
 pub fn keep_terminal() {
     #[cfg(unix)]
     {
@@ -47,9 +49,9 @@ fn restore_terminal() {
         && let Some((mut device, state)) = terminal.take()
     {
         use std::io::Write;
-        // There is no place to report a failure, and the program ends.
+        // A failure cannot be reported here, and the program ends anyway.
         let _ = tcsetattr(&device, SetArg::TCSANOW, &state);
-        // Bracketed paste off; what the shell writes next begins a line.
+        // Turn bracketed paste off, and let the shell's output begin on a new line.
         let _ = device.write_all(b"\x1b[?2004l\r\n");
     }
 }
@@ -58,10 +60,10 @@ pub fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::SeqCst)
 }
 
-/// Wait for something that no flag could end.
+/// Runs `wait`, which blocks without checking [`interrupted`]. Meanwhile the first Ctrl-C ends the program.
 pub fn idle<T>(wait: impl FnOnce() -> T) -> T {
     IDLE.store(true, Ordering::SeqCst);
-    // One that came a moment ago was not meant for what is read next.
+    // A Ctrl-C just before this call ends the program too, so that it does not affect the next input.
     if interrupted() {
         std::process::exit(130);
     }
@@ -70,7 +72,7 @@ pub fn idle<T>(wait: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Forget an interruption: the next turn of a chat starts unburdened.
+/// Clears a pending interruption, before the next turn of a chat.
 pub fn reset() {
     INTERRUPTED.store(false, Ordering::SeqCst);
 }

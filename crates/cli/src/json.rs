@@ -1,5 +1,5 @@
-//! The shapes of `--json`, described in docs/json.md. `version` changes when a field changes its meaning or
-//! goes; new fields may join.
+//! The shapes of `--json`, described in docs/json.md. `version` changes when a field changes its meaning or is removed;
+//! new fields may be added.
 use kvist_backend::{Bytes, Purpose};
 use kvist_engine::generate::Generation;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
@@ -39,12 +39,12 @@ pub struct CacheShape {
     pub kind: String,
     pub k: String,
     pub v: String,
-    /// Tokens of a group that packed storages keep in f16 as well.
+    /// Group size of the newest tokens that packed storages also keep in f16.
     pub kv_recent: u32,
     pub context_tokens: u32,
     pub window: Option<u32>,
     pub sinks: u32,
-    /// What the layers' queries see in fact: the model may have windows of its own.
+    /// The windows and sinks that the layers' queries really see: the model may have windows of its own.
     pub layer_groups: Vec<LayerGroup>,
 }
 
@@ -84,7 +84,7 @@ pub struct Run {
     pub model: String,
     pub prompt: String,
     pub text: String,
-    /// What the model thought, where its format tells that from what it says.
+    /// The model's reasoning, if its format separates that from the answer.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub reasoning: String,
     pub tokens: Vec<u32>,
@@ -96,13 +96,13 @@ pub struct Run {
     pub decode_seconds: f64,
     pub decode_tokens_per_second: f64,
     pub cache: CacheShape,
-    /// Reserved at the end.
+    /// Reserved at the end of the run.
     pub used: MemoryBytes,
-    /// What could never be exceeded.
+    /// The upper bound.
     pub bound: MemoryBytes,
     pub kv_bytes_read: u64,
-    /// Peak resident set less the file-backed pages of now, where the system tells: those of a weight file that was
-    /// mapped while it was loaded are in the peak.
+    /// Peak resident set less the file-backed pages that are resident now, where the system reports it. Pages of a
+    /// weight file that was mapped only while it was loaded are part of the peak.
     pub process_peak_bytes: Option<u64>,
 }
 
@@ -139,7 +139,7 @@ impl Run {
         }
     }
 
-    /// The summary for people, on stderr.
+    /// The human-readable summary, for stderr.
     pub fn summary(&self) -> String {
         let kv = &self.cache;
         let mut lines = format!(
@@ -167,7 +167,7 @@ impl Run {
     }
 }
 
-/// Peak resident memory of this process, less what is only a mapped file now.
+/// Peak resident memory of this process, less its mapped file pages now.
 fn peak_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let field = |name: &str| {

@@ -1,4 +1,4 @@
-//! The `kvist` program. Text goes to stdout and nothing else does; summaries, progress and logs go to stderr.
+//! The `kvist` program. Only text goes to stdout; summaries, progress and logs go to stderr.
 //! Exit status: 0 success, 1 failed, 2 wrong usage.
 #![forbid(unsafe_code)]
 
@@ -71,7 +71,7 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // A reader that has seen enough (`| head`) is no failure of ours, and hears no complaint.
+            // The reader of stdout closed the pipe (`| head`): this is not a failure, and prints no error.
             if output::is_closed_pipe(&error) {
                 return ExitCode::SUCCESS;
             }
@@ -81,14 +81,14 @@ fn main() -> ExitCode {
     }
 }
 
-/// `KVIST_LOG` takes the filters of `tracing`; `-v` is a shorthand.
+/// Starts logging to stderr. `KVIST_LOG` takes the filters of `tracing`; `-v` is a shorthand.
 fn log_to_stderr(verbose: u8, quiet: bool, serves: bool) -> anyhow::Result<()> {
     use tracing_subscriber::EnvFilter;
     let default = match verbose {
         0 if quiet => "error",
         // One line for each request.
         0 if serves => "warn,kvist::server=info",
-        // A refusal of memory ends the program with an error that says more.
+        // Hide warnings about refused memory: the program then ends with an error that says more.
         0 => "warn,kvist::memory=error",
         1 => "warn,kvist=info",
         _ => "debug",
@@ -99,14 +99,14 @@ fn log_to_stderr(verbose: u8, quiet: bool, serves: bool) -> anyhow::Result<()> {
         })?,
         _ => EnvFilter::new(default),
     };
-    // It marks control characters in what it is given, as `output::note` does.
+    // `tracing_subscriber` escapes control characters in log messages, as `output::note` does.
     let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(verbose > 0)
-        .log_internal_errors(false); // which it would print to a stderr that cannot be written, and panic
-    // A server's log is read later, and elsewhere.
+        .log_internal_errors(false); // printing to a stderr that cannot be written would panic
+    // A server's log is read later or elsewhere, so it keeps timestamps.
     if serves {
         subscriber.init()
     } else {

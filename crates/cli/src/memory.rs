@@ -1,4 +1,4 @@
-//! What the system says it can give without swapping, within the limits of the container this runs in.
+//! Memory that the system can provide without swapping, within the limits of this process's container.
 use std::path::Path;
 
 pub fn available() -> Option<u64> {
@@ -13,8 +13,8 @@ fn of_machine(meminfo: &str) -> Option<u64> {
     line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// The tightest limit of the control groups named in `/proc/self/cgroup` and of all above them, less what they use
-/// (and could not drop: cached files count as free). A limit that cannot be read is none.
+/// Free memory by the tightest limit of the control groups named in `/proc/self/cgroup` and of all groups above them:
+/// limit less use. Cached files count as free, because they can be dropped. A limit that cannot be read counts as none.
 fn of_groups(groups: &str, root: &Path) -> Option<u64> {
     let mut least: Option<u64> = None;
     for line in groups.lines() {
@@ -30,7 +30,7 @@ fn of_groups(groups: &str, root: &Path) -> Option<u64> {
             ),
             _ => continue,
         };
-        // Inside a container the path may be that of the host: what cannot be found is looked for further up.
+        // Inside a container the path may be the host's: if a group is not found, try those above it.
         for group in Path::new(path.trim_start_matches('/')).ancestors() {
             let group = root.join(group);
             let number =

@@ -17,7 +17,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
 
-/// A combination of arguments that cannot mean anything: exit status 2.
+/// An invalid combination of arguments: exit status 2.
 #[derive(Debug)]
 pub struct WrongUsage(pub String);
 
@@ -28,7 +28,7 @@ impl std::fmt::Display for WrongUsage {
 }
 impl std::error::Error for WrongUsage {}
 
-/// Is it the command line that is wrong, or the world?
+/// True if the error is wrong usage (exit status 2) and not a failure.
 pub fn is_wrong_usage(error: &anyhow::Error) -> bool {
     use kvist_backend::BuildError::{Kind, Unknown};
     let build = error.downcast_ref::<kvist_engine::Error>();
@@ -42,7 +42,8 @@ pub fn wrong_usage(what: impl Into<String>) -> anyhow::Error {
     WrongUsage(what.into()).into()
 }
 
-/// `512MiB`, `8G`, `100GB`, `1000`: bytes; units of 1024 but for those that end in `B` without an `i`.
+/// `512MiB`, `8G`, `100GB`, `1000`: bytes. Units are powers of 1024, except those that end in `B` without an `i`
+/// (powers of 1000).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Size(pub u64);
 
@@ -66,7 +67,7 @@ impl FromStr for Size {
     }
 }
 
-/// As it can be typed again: in the largest unit that leaves a whole number.
+/// In a form that can be typed again: the largest unit that gives a whole number.
 impl fmt::Display for Size {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let units = [("TB", 10u64.pow(12)), ("GB", 10u64.pow(9)), ("MB", 10u64.pow(6))];
@@ -137,7 +138,7 @@ impl ModelArgs {
         self.open_at(&self.source.find(quiet)?)
     }
 
-    /// The same of a model that has been found.
+    /// As `open`, for a model that has been found already.
     pub fn open_at(&self, source: &Source) -> anyhow::Result<Opened> {
         let mut opened = Opened::open(&source.file, !self.no_mmap)?;
         if self.guess_pretokenizer {
@@ -146,14 +147,14 @@ impl ModelArgs {
         Ok(named(opened, source))
     }
 
-    /// The same where tokens are given: a tokenizer that is missing or broken is not looked at.
+    /// As `open`, for commands that get token ids: a missing or broken tokenizer is ignored.
     pub fn open_without_texts(&self, quiet: bool) -> anyhow::Result<Opened> {
         let source = self.source.find(quiet)?;
         Ok(named(Opened::open_without_texts(&source.file, !self.no_mmap)?, &source))
     }
 
-    /// Refuse a session that will not fit before the weights are read; then read them, with a progress bar. `least`
-    /// is the shortest context that is of use.
+    /// Refuses a session that will not fit before the weights are read; then reads them, with a progress bar. `least`
+    /// is the shortest useful context.
     pub fn load_for(
         &self,
         opened: Opened,
@@ -168,7 +169,7 @@ impl ModelArgs {
         Ok((self.load(opened, context, &budget, quiet)?, plan))
     }
 
-    /// Read the weights, with a progress bar. `context` is [`LoadOptions::context`].
+    /// Reads the weights, with a progress bar. `context` is [`LoadOptions::context`].
     pub fn load(
         &self,
         opened: Opened,
@@ -194,7 +195,7 @@ impl ModelArgs {
     }
 }
 
-/// A model that was asked for by a name goes by it: its path may be a hash.
+/// A model that was requested by name keeps that name: its path may be a hash.
 fn named(mut opened: Opened, source: &Source) -> Opened {
     if let Some(typed) = &source.typed {
         opened.rename(typed);
@@ -202,7 +203,8 @@ fn named(mut opened: Opened, source: &Source) -> Opened {
     opened
 }
 
-/// Every thread has a stack and scratch of its own, and a system that refuses one can only be met by ending.
+/// Upper limit for `--threads`. Every thread has a stack and scratch, and if the system refuses a thread the program
+/// can only end.
 const MAX_THREADS: usize = 1024;
 
 fn parse_threads(text: &str) -> Result<usize, String> {
@@ -228,7 +230,7 @@ pub struct ComputeArgs {
 }
 
 impl ComputeArgs {
-    /// Instruction set and threads: the same for every call, since threads are not made twice.
+    /// Instruction set and threads. Every call returns the same ones, since threads are created once.
     pub fn get(&self) -> anyhow::Result<Compute> {
         static COMPUTE: OnceLock<Compute> = OnceLock::new();
         if let Some(compute) = COMPUTE.get() {
@@ -244,7 +246,7 @@ impl ComputeArgs {
     }
 }
 
-/// A stop string, which has a text.
+/// Parses a stop string, which must not be empty.
 pub fn parse_stop(text: &str) -> Result<String, String> {
     if text.is_empty() {
         Err("an empty text is everywhere: name one to end at".into())
@@ -253,7 +255,7 @@ pub fn parse_stop(text: &str) -> Result<String, String> {
     }
 }
 
-/// Tokens of a group that is kept in f16.
+/// Parses `--kv-recent`: the group size of tokens kept in f16.
 pub fn parse_recent(text: &str) -> Result<u32, String> {
     let tokens = text.parse().map_err(|_| "not a number of tokens".to_string())?;
     Recent { tokens, sequences: 1 }.check().map_err(|e| e.to_string())?;
@@ -295,11 +297,11 @@ pub struct CacheArgs {
 }
 
 impl CacheArgs {
-    /// The policy for a session that comes to hold `needed` tokens.
+    /// The cache configuration for a session that will hold up to `needed` tokens.
     pub fn config(&self, model: &ModelConfig, needed: u64) -> anyhow::Result<CacheConfig> {
         let trained = model.context;
         let kind = self.kind.as_deref().unwrap_or("contiguous");
-        let bounded = kind == "ring"; // its cells do not grow with the text
+        let bounded = kind == "ring"; // a ring's cells do not grow with the text
         let context = match self.context {
             Some(context) => context,
             None if bounded => u32::try_from(needed).unwrap_or(u32::MAX),
@@ -339,7 +341,7 @@ impl CacheArgs {
         })
     }
 
-    /// A model's own window is part of what it computes: a longer one of ours cannot widen it.
+    /// Warns about layers whose own window is shorter: `--window` cannot widen a model's window.
     fn say_which_windows_count(&self, model: &ModelConfig) {
         let Some(window) = self.window else { return };
         let native = model.group_windows().into_iter().flatten().filter(|native| *native <= window).min();
@@ -402,13 +404,13 @@ impl SamplingArgs {
         Sampler::new(self.config(&shipped, seed)).map_err(|e| wrong_usage(e.to_string()))
     }
 
-    /// The model's defaults that count beside these flags, for people; `None` where there are none.
+    /// The model's defaults in effect beside these flags, as text; `None` if there are none.
     pub fn of_the_model(&self, opened: &Opened) -> Option<String> {
         let shipped = opened.sampling().ok().filter(|_| self.asks_the_model())?;
         shipped_defaults(&self.counting(shipped))
     }
 
-    /// Those of a model's defaults that no flag replaces.
+    /// The model's defaults that no flag replaces.
     fn counting(&self, shipped: &Shipped) -> Shipped {
         Shipped {
             temperature: shipped.temperature.filter(|_| self.temperature.is_none()),
@@ -420,7 +422,7 @@ impl SamplingArgs {
         }
     }
 
-    /// Is there anything that flags leave to the model's defaults?
+    /// True if at least one setting is left to the model's defaults.
     fn asks_the_model(&self) -> bool {
         let all_are_given = self.temperature.is_some()
             && self.top_k.is_some()
@@ -431,8 +433,8 @@ impl SamplingArgs {
         !self.greedy && !all_are_given
     }
 
-    /// Flags come first, then what the model ships, then our own defaults. Of a model's defaults `--greedy` takes none: a
-    /// penalty would choose another token than the likeliest.
+    /// Flags come first, then the model's defaults, then our own. `--greedy` ignores the model's defaults: a repetition
+    /// penalty would choose a token other than the likeliest.
     fn config(&self, shipped: &Shipped, seed: u64) -> SamplerConfig {
         let none = Shipped::default();
         let shipped = if self.greedy { &none } else { shipped };
@@ -450,8 +452,8 @@ impl SamplingArgs {
     }
 }
 
-/// Defaults of sampling that a model ships, in a line for people; `None` where it ships none. They change what is written,
-/// and stand in no flag.
+/// The sampling defaults that a model ships, in one line of text; `None` if it ships none. They are printed because
+/// they change the output without any flag.
 pub fn shipped_defaults(shipped: &Shipped) -> Option<String> {
     let mut said: Vec<String> = Vec::new();
     let mut say =
@@ -469,7 +471,7 @@ pub fn shipped_defaults(shipped: &Shipped) -> Option<String> {
     (!said.is_empty()).then(|| format!("sampling defaults of the model: {}", said.join(", ")))
 }
 
-/// A text file, which must be UTF-8.
+/// Reads a text file, which must be UTF-8.
 pub fn read_text(path: &std::path::Path) -> anyhow::Result<String> {
     let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     utf8(bytes, &path.display().to_string())
@@ -490,7 +492,7 @@ pub fn parse_tokens(text: &str) -> Result<Vec<u32>, String> {
     text.split(',').map(parse).collect()
 }
 
-/// Bytes as people and `--json` see them.
+/// Bytes as the text output and `--json` show them.
 pub fn bytes(bytes: u64) -> Bytes {
     Bytes(bytes)
 }
@@ -534,7 +536,7 @@ mod tests {
         sampling: SamplingArgs,
     }
 
-    /// Users of transformers and vLLM expect what the model's makers set, and were given our defaults.
+    /// Regression: like transformers and vLLM, we must use the model's own defaults; ours were used.
     #[test]
     fn what_a_model_ships_stands_between_flags_and_our_defaults() {
         let with = |flags: &[&str], shipped: &Shipped| {
@@ -556,14 +558,14 @@ mod tests {
         assert_eq!((theirs.repetition_penalty, theirs.repetition_window), (1.1, usize::MAX));
         let flags = with(&["--temperature", "1", "--top-k", "0", "--repeat-last", "8"], &shipped);
         assert_eq!((flags.temperature, flags.top_k, flags.repetition_window), (1.0, 0, 8));
-        // A penalty that the model ships made `--greedy` take others than the likeliest.
+        // Regression: a penalty that the model ships made `--greedy` choose other tokens than the likeliest.
         let greedy = with(&["--greedy"], &shipped);
         assert_eq!((greedy.temperature, greedy.repetition_penalty), (0.0, 1.0));
         assert_eq!(with(&["--greedy", "--repeat-penalty", "1.5"], &shipped).repetition_penalty, 1.5);
         assert_eq!(with(&["--temperature", "0"], &shipped).repetition_penalty, 1.1);
     }
 
-    /// No output said which defaults of a model counted.
+    /// Regression: no output said which of the model's defaults were in effect.
     #[test]
     fn defaults_that_count_are_told() {
         let with = |flags: &[&str], shipped: &Shipped| {

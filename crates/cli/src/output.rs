@@ -1,17 +1,17 @@
-//! stdout, and how errors are said.
+//! Writing to stdout, and formatting errors.
 use anyhow::Context;
 use std::borrow::Cow;
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 
-/// Write to stdout now, not when a buffer is full; at a terminal [`harmless`].
+/// Writes to stdout and flushes; at a terminal [`harmless`].
 pub fn show(text: &str) -> anyhow::Result<()> {
     let text = harmless(text);
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to stdout")
 }
 
-/// The same, fainter than what stands beside it, where the terminal can and its user wants colours.
+/// As [`show`], but dimmed if the terminal supports colours and they are not turned off.
 pub fn show_dimmed(text: &str) -> anyhow::Result<()> {
     if text.is_empty() || !console::colors_enabled() {
         return show(text);
@@ -21,9 +21,9 @@ pub fn show_dimmed(text: &str) -> anyhow::Result<()> {
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to stdout")
 }
 
-/// A text as stdout is to have it. At a terminal its control characters stand as marks: what a model says, or a file of one
-/// (its name, the names of its tensors), could move the cursor, set the clipboard, or have the terminal type something.
-/// Elsewhere nothing is changed.
+/// The text to write to stdout. At a terminal control characters are replaced by visible marks: otherwise a model's
+/// output, or strings from a model file (its name, tensor names), could move the cursor, set the clipboard, or make the
+/// terminal type something. In a pipe or a file the text is unchanged.
 pub fn harmless(text: &str) -> Cow<'_, str> {
     match io::stdout().is_terminal() {
         true => marked(text),
@@ -31,8 +31,8 @@ pub fn harmless(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// As `less` writes them: `^[` for ESC, `<U+009B>` for those beyond ASCII. Line breaks and tabs stay. Each character is
-/// looked at by itself, so that it does not matter how a sequence is cut.
+/// Marks control characters as `less` does: `^[` for ESC, `<U+009B>` for those beyond ASCII. Line breaks and tabs stay.
+/// Each character is handled by itself, so the result does not depend on where a stream is cut.
 fn marked(text: &str) -> Cow<'_, str> {
     let drives = |c: char| c.is_control() && c != '\n' && c != '\t';
     if !text.contains(drives) {
@@ -49,13 +49,13 @@ fn marked(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// A line on stderr, with marks as [`harmless`] makes them. Where stderr cannot be written there is no one to tell, and that
-/// is no failure of the work.
+/// Writes a line to stderr, with marks as [`harmless`] makes them. A failed write is ignored: it does not affect the
+/// work.
 pub fn note(text: &str) {
     ask(&format!("{text}\n"));
 }
 
-/// The same without a line's end: a prompt.
+/// As [`note`], without a line break: a prompt.
 pub fn ask(text: &str) {
     let text = match io::stderr().is_terminal() {
         true => marked(text),
@@ -65,19 +65,19 @@ pub fn ask(text: &str) {
     let _ = err.write_all(text.as_bytes()).and_then(|()| err.flush());
 }
 
-/// One JSON document and a newline on stdout.
+/// Writes one JSON document and a newline to stdout.
 pub fn show_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
     show(&(serde_json::to_string_pretty(value)? + "\n"))
 }
 
-/// Did this end because the reader of our output went away?
+/// True if the error is a closed stdout pipe.
 pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
     error
         .chain()
         .any(|e| e.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
 }
 
-/// An error and its causes in one line, none of them said twice.
+/// An error and its causes in one line, without repetition.
 pub fn sentence(error: &anyhow::Error) -> String {
     let mut said = String::new();
     for cause in error.chain() {
@@ -92,15 +92,14 @@ pub fn sentence(error: &anyhow::Error) -> String {
     said
 }
 
-/// Write a file so that it is whole or absent: first beside its name, then renamed. What is no ordinary file (a
-/// pipe, a device) is written where it is.
+/// Writes a file atomically: to a temporary name beside it, then renamed. A pipe or a device is written in place.
 pub fn write_file(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
     let mut file = FileInParts::create(path)?;
     file.write(bytes)?;
     file.finish()
 }
 
-/// [`write_file`] for what comes in parts. Dropped before it is finished, it leaves nothing behind.
+/// [`write_file`] for data that comes in parts. If it is dropped before `finish`, it leaves no file behind.
 pub struct FileInParts {
     path: PathBuf,
     place: PathBuf,
@@ -135,7 +134,7 @@ impl FileInParts {
 impl Drop for FileInParts {
     fn drop(&mut self) {
         if !self.whole && self.place != self.path {
-            let _ = std::fs::remove_file(&self.place); // nobody is left to tell
+            let _ = std::fs::remove_file(&self.place); // nowhere to report an error
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Progress bars on stderr, only where a person watches.
+//! Progress bars on stderr, only at a terminal.
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
 

@@ -1,4 +1,5 @@
-//! A text through a cache under test and through a reference, token by token: how far apart their next tokens are.
+//! Runs a text through a cache under test and a reference cache, token by token, and measures how much their next-token
+//! distributions differ.
 use crate::interrupt;
 use anyhow::Context;
 use indicatif::ProgressBar;
@@ -21,7 +22,7 @@ pub fn tokens(opened: &Opened, text: &str) -> anyhow::Result<Vec<u32>> {
     Ok(tokens)
 }
 
-/// What stands beside the cache under test: it sees everything the model lets it see.
+/// The reference cache: contiguous, without an extra window, so it sees everything that the model lets it see.
 pub fn reference(config: &CacheConfig, storage: Storage) -> CacheConfig {
     CacheConfig {
         kind: "contiguous".into(),
@@ -33,8 +34,8 @@ pub fn reference(config: &CacheConfig, storage: Storage) -> CacheConfig {
     }
 }
 
-/// The figures over all tokens, in windows of the cache's context; and whether it was interrupted before the end.
-/// Both want a row of logits for every token of a step.
+/// The figures over all tokens, in windows of the cache's context; and whether the run was interrupted before the end.
+/// Both caches return a row of logits for every token of a step.
 pub fn score(
     model: &Arc<Model>,
     registry: &Registry,

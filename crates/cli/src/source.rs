@@ -23,9 +23,9 @@ pub struct SourceArgs {
 /// A model that is on this machine.
 pub struct Source {
     pub file: ModelFile,
-    /// What was typed, where it was a name and no path.
+    /// The `--model` argument, if it was a name and not a path.
     pub typed: Option<String>,
-    /// What to call it, where its path does not say.
+    /// The model's name, if its path does not contain it.
     pub title: Option<String>,
 }
 
@@ -39,12 +39,12 @@ impl Source {
 }
 
 impl SourceArgs {
-    /// The model on this machine; what is missing of it is downloaded.
+    /// Finds the model on this machine; downloads missing files.
     pub fn find(&self, quiet: bool) -> anyhow::Result<Source> {
         find(self.model.as_deref(), self.offline, quiet, Hub::resolve)
     }
 
-    /// The same for sizes alone: of a safetensors model on the Hub nothing but its config.json is downloaded.
+    /// As `find`, for sizes only: of a safetensors model on the Hub only its config.json is downloaded.
     pub fn find_config(&self, quiet: bool) -> anyhow::Result<Source> {
         find(self.model.as_deref(), self.offline, quiet, Hub::resolve_config)
     }
@@ -68,7 +68,7 @@ fn find(
     })
 }
 
-/// The Hub and the caches, as this program's environment has them.
+/// The Hub and the caches, configured by this program's environment.
 pub fn hub(offline: bool) -> Hub {
     let mut settings = Settings::from_env(&|name| std::env::var_os(name));
     settings.offline |= offline;
@@ -97,7 +97,7 @@ impl Progress for Bar {
             self.bar.set_style(style);
         }
         self.bar.set_message(file.to_string());
-        // The rate is of what comes now.
+        // The bar's rate then counts only what is downloaded now.
         self.bar.set_position(done);
         self.bar.reset_eta();
     }
@@ -117,7 +117,7 @@ impl Progress for Bar {
         }
     }
 
-    /// A family that kvist does not run is better known before gigabytes of it come.
+    /// Refuses an unsupported family before its weights (gigabytes) are downloaded.
     fn accept(&mut self, config: &Path) -> Result<(), String> {
         let size = ModelSize::of(&ModelFile::Path(config.into()), WeightForm::AsStored);
         size.map(drop).map_err(|error| error.to_string())

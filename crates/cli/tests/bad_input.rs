@@ -1,4 +1,4 @@
-//! Bad input is an error on stderr and an exit status, never a panic, never a signal, never half an answer on stdout.
+//! Bad input gives an error on stderr and an exit status, never a panic, a signal or a partial answer on stdout.
 mod program;
 use program::*;
 use std::path::Path;
@@ -20,7 +20,7 @@ fn rows(args: &[&str], status: i32, words: &'static [&'static str]) -> Row {
     Row { args: args.iter().map(|a| a.to_string()).collect(), stdin: Vec::new(), status, words }
 }
 
-/// What is wrong with it, in words.
+/// The differences from the expected result, as text.
 fn judge(what: &str, out: &Output, status: i32, words: &[&str]) -> Vec<String> {
     let stderr = String::from_utf8_lossy(&out.stderr);
     let mut bad = Vec::new();
@@ -39,7 +39,7 @@ fn judge(what: &str, out: &Output, status: i32, words: &[&str]) -> Vec<String> {
     bad.iter().map(|bad| format!("{what}: {bad}\n    {}", stderr.trim().replace('\n', "\n    "))).collect()
 }
 
-/// All rows, and every bad one of them.
+/// Runs all rows and reports every one that behaves wrongly.
 fn check(rows: Vec<Row>) {
     let mut bad = Vec::new();
     for row in &rows {
@@ -226,7 +226,7 @@ fn models() {
             &["run", "-q", "x", "--model"],
             &["plan"],
         ] {
-            // A config.json is all that a plan needs.
+            // `plan` needs only a config.json.
             if command == ["plan"] && model == place("no-weights") {
                 continue;
             }
@@ -234,7 +234,7 @@ fn models() {
             all.push(rows(&args, 1, words));
         }
     }
-    // What makes the crates below panic is an error like any other: no report of the panic comes before it.
+    // If one of our dependencies panics, that becomes an ordinary error, without a panic message before it.
     let tokenizer = r#"{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "model": {"type": "BPE"}}"#;
     write("charsmap/config.json", config.as_bytes());
     write("charsmap/model.safetensors", &std::fs::read(&weights).unwrap());
@@ -246,7 +246,7 @@ fn models() {
     write("backwards/tokenizer.json", words.as_bytes());
     write("backwards/chat_template.jinja", b"{{ [][::-1] }}");
     all.push(rows(&["run", "-q", "x", "--model", &place("backwards")], 1, &["template engine"]));
-    // Sound, but without a tokenizer.
+    // A valid model, but without a tokenizer.
     let model = parity.display().to_string();
     for command in [&["run", "-q", "x", "--model"][..], &["chat", "-q", "--model"]] {
         let args: Vec<&str> = command.iter().copied().chain([model.as_str()]).collect();
@@ -271,7 +271,7 @@ fn memory() {
         row("chat --memory 6.5MiB", 1, &["KV cache", "try"]),
         row("logits --tokens 1 --generate 1 --memory 100k", 1, &["weights"]),
     ]);
-    // Each of the two caches of `eval` would fit, both do not, and the advice does.
+    // Each of the two caches of `eval` fits alone, but not both together; the suggested flags do fit.
     let folder = tempfile::tempdir().unwrap();
     let text = folder.path().join("text.txt");
     std::fs::write(&text, "Ownership is a set of rules.").unwrap();
@@ -285,12 +285,12 @@ fn memory() {
     let advice: Vec<&str> = said.split("try ").nth(1).unwrap().split_whitespace().collect();
     let out = run(&[eval, advice].concat(), b"");
     assert_eq!(out.status.code(), Some(0), "{said}{}", String::from_utf8_lossy(&out.stderr));
-    // A context that does not hold the prompt is no advice.
+    // The error must not suggest a context that does not hold the prompt.
     let long = "word ".repeat(300);
     let out = run(&["run", "--memory", "7MiB", &long], b"");
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
     assert!(out.status.code() == Some(1) && said.contains("try ") && !said.contains("--context"), "{said}");
-    // A plan says what it came to before it refuses.
+    // `plan` prints its result before it refuses.
     let out = run(&["plan", "--memory", "1MiB"], b"");
     assert_eq!(out.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&out.stderr).contains("1 MiB are there"));
@@ -354,7 +354,7 @@ fn a_full_disk_under_stdout() {
         let out = kvist().args(args).stdout(full).stderr(Stdio::piped()).output().unwrap();
         bad.extend(judge(&format!("{args:?} > /dev/full"), &out, 1, &["cannot write to stdout", "No space"]));
     }
-    // Help and version are clap's to print.
+    // clap prints help and version.
     for args in ["--help", "--version"] {
         let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
         let out = kvist().arg(args).stdout(full).output().unwrap();
@@ -366,7 +366,7 @@ fn a_full_disk_under_stdout() {
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
-/// An enormous cache is arithmetic until it is filled.
+/// Planning an enormous cache is arithmetic only, until it is filled.
 #[test]
 fn a_plan_of_an_enormous_cache_allocates_none_of_it() {
     let enormous = ["--context", "4294967295", "--kind"];
@@ -394,7 +394,7 @@ fn sizes_that_overflow_are_no_small_sizes() {
     check(vec![rows(&["plan", &config.display().to_string()], 1, &["overflow"])]);
 }
 
-/// What is said on stderr is for people; where nobody can hear it the work is no worse.
+/// A failed write to stderr must not affect the work.
 #[test]
 #[cfg(target_os = "linux")] // which has /dev/full
 fn a_full_disk_under_stderr() {

@@ -1,4 +1,4 @@
-//! `kvist bench`: every command on a small shape gives rows whose counts are right. Times are not judged here.
+//! `kvist bench`: every command, on a small shape, gives rows whose counts are right. Times are not checked here.
 mod program;
 use program::*;
 use serde_json::Value;
@@ -178,7 +178,7 @@ fn a_roofline_counts_operations() {
         "bench roofline --shape a --layers 1 --tokens 64 --queries 16 --branches 3 --runs 1 --json --plot";
     let rows = lines(&args.split(' ').chain([path.to_str().unwrap()]).collect::<Vec<_>>());
     assert_eq!(rows.len(), 9, "three dtypes, three kinds of work");
-    // Pairs of query and position, of 12 heads of 64.
+    // Pairs of query and position, times 12 heads of 64.
     let pairs = [64, 3 * 65, 16 * 64 - 120];
     for (i, row) in rows.iter().enumerate() {
         assert_eq!(row["operations"].as_u64().unwrap(), 4 * 12 * 64 * pairs[i % 3], "{row}");
@@ -260,11 +260,11 @@ fn a_cache_that_does_not_fit_is_refused() {
     assert!(error.contains("fit") || error.contains("MiB"), "{error}");
 }
 
-/// It asked for a load of two seconds, in which a busy machine served too few requests to judge by: a number of requests
-/// depends on no clock.
+/// Regression: the load was two seconds long, in which a busy machine served too few requests to judge by. A number of
+/// requests does not depend on the clock.
 ///
-/// What is measured is what the simulator reads; a load that is served is replayed to the byte, and priced. How good the
-/// prediction is depends on who else computes here, and is not judged.
+/// The test checks that the simulator can read what is measured, and that a served load is replayed to the byte and
+/// priced. It does not check the accuracy of the prediction, which depends on the machine's other load.
 #[test]
 fn a_table_of_step_costs_and_what_it_foretells() {
     let folder = tempfile::tempdir().unwrap();
@@ -279,7 +279,7 @@ fn a_table_of_step_costs_and_what_it_foretells() {
     assert_eq!(table["setting"], summary["setting"]);
     assert_eq!((&table["setting"]["k"], &table["setting"]["block_tokens"]), (&"q8".into(), &8.into()));
     assert_eq!(table["setting"]["rounds"], 1, "one round in any case");
-    // Whole tiles of the kernels, and what is none.
+    // Whole tiles of the kernels, and counts between them.
     let tokens = serde_json::json!([1.0, 2.0, 3.0, 4.0, 5.0, 8.0, 11.0, 16.0, 23.0, 32.0]);
     assert_eq!(table["prefill"]["tokens"], tokens);
     assert_eq!(table["decode"]["sequences"], serde_json::json!([1.0, 2.0, 3.0, 4.0]));
@@ -289,7 +289,7 @@ fn a_table_of_step_costs_and_what_it_foretells() {
     assert!(of("prefill").chain(of("decode")).all(|ns| ns.as_f64().unwrap() > 1e3), "no step is that fast");
     assert!(of("shared").count() == 4 * 4 && of("shared").all(|ns| ns.as_f64().unwrap() >= 0.0));
 
-    // Within what was measured nothing is said; beyond, everything.
+    // Inside the measured range there is no warning; beyond it, one for each limit.
     let simulate = |more: &[&str]| {
         let load = [
             "simulate",
@@ -330,7 +330,7 @@ fn a_table_of_step_costs_and_what_it_foretells() {
             "{figure}"
         );
     }
-    // The recording is one, and the trace is what was simulated.
+    // The recording can be replayed, and the trace has the simulated requests.
     assert_eq!(json(&["simulate", "replay", &record, "--json"])["decisions"], replayed["decisions"]);
     let capacity = (8192 / 8).to_string();
     let mut again =
@@ -345,7 +345,7 @@ fn a_table_of_step_costs_and_what_it_foretells() {
     let out = run(&["bench", "predict", "--costs", &costs, "--requests", "5"], b"");
     assert_eq!(out.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&out.stderr).contains("20..=100000"), "too few for a mean");
-    // Another model, cache or number of threads is none that was measured.
+    // A different model, cache or number of threads is refused, because the table was not measured with it.
     let out = run(&[&predict[..], &["--threads", "2"]].concat(), b"");
     assert_eq!(out.status.code(), Some(1));
     assert!(String::from_utf8(out.stderr).unwrap().contains("give --threads 1"));

@@ -1,12 +1,12 @@
-//! What every command promises to people and to programs, through the real program: text on stdout and nothing else,
-//! the rest on stderr, `--json` with the documented fields.
+//! What every command guarantees to users and to programs, through the real binary: only text on stdout, everything
+//! else on stderr, `--json` with the documented fields.
 mod program;
 use program::*;
 use serde_json::Value;
 use std::io::Read;
 use std::process::Stdio;
 
-/// The fields of a JSON object, dots for those inside others.
+/// The fields of a JSON object; dots separate nested names.
 fn fields(value: &Value, names: &[&str]) {
     for name in names {
         let found = name.split('.').try_fold(value, |value, name| value.get(name));
@@ -38,10 +38,10 @@ fn run_writes_text_to_stdout_and_the_summary_to_stderr() {
         succeed_with(&["run", "--greedy", "-n", "12", "--ignore-eos", "-q"], b"The borrow checker").0,
         text
     );
-    // Words that are not quoted were "unexpected arguments".
+    // Regression: unquoted words were "unexpected arguments".
     let words = ["run", "-q", "--greedy", "-n", "12", "--ignore-eos", "The", "borrow", "checker"];
     assert_eq!(succeed(&words).0, text);
-    // The same arithmetic, whatever the kind: in f16 two words are nearly as likely as each other.
+    // In f32, so that every kind gives the same text: in f16 two words are almost equally likely.
     let (text, _) = run_with(&["-q", "--kv", "f32"]);
     for more in [
         &["--no-cache"][..],
@@ -52,7 +52,7 @@ fn run_writes_text_to_stdout_and_the_summary_to_stderr() {
     ] {
         assert_eq!(run_with(&[more, &["-q", "--kv", "f32"]].concat()).0, text, "{more:?}");
     }
-    // stderr tells where memory goes, if asked.
+    // With `-v` stderr shows memory events.
     assert!(run_with(&["-v"]).1.contains("of KV cache"));
 }
 
@@ -185,7 +185,7 @@ fn a_plan_is_the_bound_of_a_run() {
                 "ceiling.tokens_per_second_kv_alone",
             ],
         );
-        // The ceiling counts weights.
+        // The ceiling includes the weights.
         let ceiling = 100e9 / number(&plan, "bytes_read_per_token");
         assert!((number(&plan, "ceiling.tokens_per_second") - ceiling).abs() < 1e-6 * ceiling);
         assert!(number(&plan, "bytes_read_per_token_empty") > 1e6);
@@ -230,11 +230,11 @@ fn eval_measures_a_cache_against_another() {
         assert_eq!(number(&same, name), 0.0, "{name}: a cache against itself");
         assert!(number(&q4, name) > number(&q8, name), "{name}: q4 {q4} against q8 {q8}");
     }
-    // Fewer bits, and nearer.
+    // Fewer bits, but a smaller loss.
     let bytes = |report| number(report, "kv_bytes_per_token");
     assert!(bytes(&t4) < bytes(&q4) && number(&t4, "kl_mean") < number(&q4, "kl_mean"), "{t4} against {q4}");
     assert_eq!((&t4["cache"]["k"], &t4["cache"]["v"]), (&Value::from("t4-o"), &Value::from("t4")));
-    // As the reference, too.
+    // The reference can have outliers too.
     let itself = ["eval", "-q", "--json", "--text", &text, "--kv", "t4-o", "--reference", "t4-o"];
     assert_eq!(number(&json(&itself), "kl_mean"), 0.0);
     assert!(number(&q8, "kl_mean") > 0.0 && number(&q4, "kl_mean") < 1.0);
@@ -283,16 +283,16 @@ fn a_chat_is_driven_from_stdin() {
     assert!(transcript.starts_with("user: Ownership is\n\nassistant: "), "{transcript}");
     assert!(transcript.contains("user:  and borrowing is\n\nassistant: "), "{transcript}");
     assert!(!stdout.contains("user:") && !stdout.contains("reused"), "{stdout}");
-    // Only answers are on stdout, and the transcript has them.
+    // Only answers are on stdout, and the transcript contains them.
     let answers: Vec<&str> = transcript.split("assistant: ").skip(1).collect();
     for answer in &answers {
         let answer = answer.split("\n\nuser:").next().unwrap().trim_end();
         assert!(stdout.contains(answer), "{answer:?} is not in {stdout:?}");
     }
-    // What begins with a slash can be said.
+    // `//` sends a text that begins with a slash.
     let (slash, _) = succeed_with(&args, b"//help\n");
     assert!(!slash.is_empty() && !slash.contains("/save-transcript"), "{slash}");
-    // The same as JSON: one line per turn, the second of which begins with what the first left in the cache.
+    // The same as JSON: one line per turn; the second turn reuses what the first left in the cache.
     let json = [&args[..], &["--json", "-q"]].concat();
     let (lines, nothing) = succeed_with(&json, b"Ownership is\n and borrowing is\n");
     assert_eq!(nothing, "");
@@ -314,7 +314,7 @@ fn a_rotation_that_buys_nothing_is_pointed_out() {
     assert_eq!(said("q4-rot"), "");
 }
 
-/// The penalty looks at the text that is continued, not at what another branch said or this one unsaid.
+/// The penalty looks at the text that is continued, not at text of other branches or text that was undone.
 #[test]
 fn what_was_unsaid_leaves_no_trace_in_the_sampler() {
     let args = ["chat", "-q", "--json", "--greedy", "--repeat-penalty", "1.5", "-n", "12"];
@@ -325,7 +325,7 @@ fn what_was_unsaid_leaves_no_trace_in_the_sampler() {
     assert!(texts.iter().all(|text| *text == texts[0]), "{texts:?}");
 }
 
-/// Nobody watches a pipe: a command that fails ends it, and the status says so.
+/// In a pipe a failed command ends the chat, and the exit status says so.
 #[test]
 fn a_command_that_fails_in_a_pipe_ends_the_chat() {
     for (line, word) in [
@@ -343,7 +343,7 @@ fn a_command_that_fails_in_a_pipe_ends_the_chat() {
         assert_eq!((out.status.code(), out.stdout.len()), (Some(1), 0), "{line}: {stderr}");
         assert!(stderr.contains(word), "{line}: {stderr}");
     }
-    // Who names a kind gets it, and hears what it cannot do.
+    // A kind that the user names is used, with an error for what it does not support.
     let out = run(&["chat", "-q", "--kind", "contiguous"], b"/fork x\n");
     assert!(String::from_utf8_lossy(&out.stderr).contains("--kind cells or tree"));
     succeed_with(&["chat", "-q", "--window", "64"], b"/fork x\n");
@@ -359,11 +359,11 @@ fn a_chat_that_waits_ends_at_the_first_signal() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // Its greeting is there: it reads, or is about to, and hears the signal in both cases.
+    // The greeting has come: the program reads its input, or is about to, and handles the signal in both cases.
     child.stderr.as_mut().unwrap().read_exact(&mut [0; 5]).unwrap();
     let kill = std::process::Command::new("kill").arg(child.id().to_string()).status().unwrap();
     assert!(kill.success());
-    // A chat that went on would end with its input, and say 0.
+    // A chat that continued would end at the end of its input, with status 0.
     let mut stdin = child.stdin.take();
     for _ in 0..6000 {
         if let Some(status) = child.try_wait().unwrap() {
@@ -376,7 +376,7 @@ fn a_chat_that_waits_ends_at_the_first_signal() {
     panic!("it went on waiting");
 }
 
-/// The prompt of a terminal that is not known went to stdout, and a signal at the prompt left the terminal raw.
+/// Regression: on an unknown terminal the prompt went to stdout, and a signal at the prompt left the terminal raw.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_terminal_is_left_as_it_was_and_stdout_has_no_prompt() {
@@ -415,7 +415,7 @@ fn a_terminal_is_left_as_it_was_and_stdout_has_no_prompt() {
     }
 }
 
-/// A part must not pass for the whole.
+/// A partial result must not look like a complete one.
 #[test]
 fn a_continuation_that_is_cut_short_is_a_failure_and_says_so() {
     let args = ["logits", "--tokens", "1,2,3", "--context", "5", "--generate", "5"];
@@ -445,11 +445,12 @@ fn a_models_own_window_counts_and_is_reported() {
     assert_eq!((groups[0]["window"].as_u64(), groups[0]["sinks"].as_u64()), (Some(native - 1), Some(2)));
     let (_, said) = succeed(&["plan", &config, "--window", &longer]);
     assert!(said.contains("change nothing"), "{said}");
-    // A plan takes its model as the other commands do, too.
+    // `plan` takes its model like the other commands, too.
     assert_eq!(json(&["plan", "--json", &config]), json(&["plan", "--json", "--model", &config]));
 }
 
-/// A folder with a config.json alone was refused for its missing weights, while the file itself was planned.
+/// Regression: a folder with only a config.json was refused for its missing weights, while the file itself was
+/// accepted.
 #[test]
 fn a_plan_needs_no_more_than_a_config() {
     let config = fixtures().join("parity/llama-gqa/config.json");
@@ -458,14 +459,15 @@ fn a_plan_needs_no_more_than_a_config() {
     std::fs::copy(&config, &copy).unwrap();
     let plan = |path: &std::path::Path| json(&["plan", "--json", path.to_str().unwrap()]);
     assert_eq!(plan(folder.path()), plan(&copy));
-    // Weights that are there are looked at: a download that broke off is no config alone.
+    // If weights are there they are checked: an interrupted download is not a folder with only a config.
     std::fs::write(folder.path().join("model.safetensors"), "").unwrap();
     let out = run(&["plan", folder.path().to_str().unwrap()], b"");
     assert_eq!(out.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&out.stderr).contains("model.safetensors"));
 }
 
-/// A model with a window of its own was planned with a cache of its whole context, and no word of what would do.
+/// Regression: a model with a window of its own was planned with a cache of its whole context, and no hint that a ring
+/// would do.
 #[test]
 fn a_plan_says_what_a_ring_would_take() {
     let path = |case: &str| fixtures().join("parity").join(case).join("config.json").display().to_string();
@@ -485,7 +487,7 @@ fn a_plan_says_what_a_ring_would_take() {
     assert!(json(&["plan", "--json", &path("llama-gqa")])["ring"].is_null(), "it sees everything");
 }
 
-/// There was no such word where some layers see the whole context.
+/// Regression: the hint was missing where some layers see the whole context.
 #[test]
 fn a_plan_says_what_a_ring_would_take_where_some_layers_have_a_window() {
     let folder = fixtures().join("parity/qwen2-window-mixed");
@@ -497,12 +499,12 @@ fn a_plan_says_what_a_ring_would_take_where_some_layers_have_a_window() {
     assert!(number(&ring, "bound.kv_cache") < number(&plan, "bound.kv_cache"));
     let (text, _) = succeed(&["plan", &mixed]);
     assert!(text.contains("--kind ring --window 512 takes") && text.contains("see 9 tokens back"), "{text}");
-    // With a window of ours that is the one of the ring.
+    // With `--window` the ring uses that window.
     let ours = json(&["plan", "--json", &mixed, "--window", "64"]);
     let ring = json(&["plan", "--json", &mixed, "--window", "64", "--kind", "ring"]);
     assert_eq!(ours["ring"]["kv_cache_bytes"], ring["bound"]["kv_cache"]);
     assert!(ours["ring"].get("window_flag_tokens").is_none(), "{ours}");
-    // What is written is the same.
+    // The logits stay the same.
     let args = [
         "logits",
         "--model",
@@ -520,7 +522,7 @@ fn a_plan_says_what_a_ring_would_take_where_some_layers_have_a_window() {
     assert_eq!(written(&["--kind", "ring", "--window", "100"]), written(&[]));
 }
 
-/// `logits` needs no tokenizer, but was stopped by a broken one.
+/// Regression: `logits` needs no tokenizer, but a broken one stopped it.
 #[test]
 fn a_broken_tokenizer_is_no_affair_of_logits() {
     let folder = tempfile::tempdir().unwrap();
@@ -535,7 +537,7 @@ fn a_broken_tokenizer_is_no_affair_of_logits() {
     assert!(String::from_utf8_lossy(&out.stderr).contains("tokenizer.json"));
 }
 
-/// One bad field stopped every command, and nothing switched it off.
+/// Regression: one bad field stopped every command, and nothing could switch it off.
 #[test]
 fn a_default_that_cannot_be_matters_only_where_it_is_asked_for() {
     let folder = tempfile::tempdir().unwrap();
@@ -552,7 +554,7 @@ fn a_default_that_cannot_be_matters_only_where_it_is_asked_for() {
     for (args, is_told) in [
         (serve.to_vec(), true),
         (run_it.to_vec(), true),
-        // These fail for want of a tokenizer.
+        // These fail because there is no tokenizer.
         ([&run_it[..], &["--greedy"]].concat(), false),
         ([&run_it[..], &every].concat(), false),
     ] {
@@ -563,7 +565,7 @@ fn a_default_that_cannot_be_matters_only_where_it_is_asked_for() {
     }
 }
 
-/// A model's defaults changed what was written, and no output said so.
+/// Regression: a model's defaults changed the text, and no output said so.
 #[test]
 fn a_models_defaults_are_told_once() {
     let folder = escaping_model();
@@ -585,7 +587,7 @@ fn a_models_defaults_are_told_once() {
     }
 }
 
-/// "The cache is full" said neither how full nor what helps.
+/// Regression: "The cache is full" said neither how full it was nor what would help.
 #[test]
 fn a_chat_without_room_says_what_makes_some() {
     let says = |args: &[&str], stdin: &str, status: i32, words: &[&str]| {

@@ -1,4 +1,4 @@
-//! `kvist serve` as a process: killed, told to end, and after a crowd of bad clients.
+//! `kvist serve` as a process: killed, told to end, and under many bad clients.
 mod program;
 
 use program::kvist;
@@ -8,18 +8,18 @@ use std::net::TcpStream;
 use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// Nothing is judged by it: it ends a test that would wait for ever.
+/// Not a criterion: it only ends a test that would hang.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 struct Server {
     child: Child,
     address: String,
-    /// Kept open: a server whose stdout is closed has nowhere to write to.
+    /// Kept open, because the server writes to its stdout.
     _stdout: BufReader<ChildStdout>,
 }
 
 impl Server {
-    /// Returns once it listens.
+    /// Starts a server; returns once it listens.
     fn start(args: &[&str]) -> Server {
         let mut command = kvist();
         command.args(["serve", "--quiet", "--context", "8192"]).args(args).stdout(Stdio::piped());
@@ -37,7 +37,7 @@ impl Server {
         assert!(Command::new("kill").args([name, &pid]).status().unwrap().success());
     }
 
-    /// Until it has ended.
+    /// Waits for the process to end.
     fn wait(&mut self) -> ExitStatus {
         let began = Instant::now();
         loop {
@@ -55,7 +55,7 @@ impl Server {
         stream
     }
 
-    /// Status, and everything behind the headers.
+    /// Returns the status, and everything after the headers.
     fn send(&self, method: &str, path: &str, body: &str) -> (u16, String) {
         let mut stream = self.connect();
         stream.write_all(request(method, path, body).as_bytes()).unwrap();
@@ -78,7 +78,7 @@ impl Server {
         document["choices"][0]["text"].as_str().unwrap().to_string()
     }
 
-    /// An answer of `n` times 900 tokens, of which some have come.
+    /// A stream of `n` answers of 900 tokens, of which some have come.
     fn streaming(&self, n: u32) -> BufReader<TcpStream> {
         let body = json!({
             "prompt": "fn main", "max_tokens": 900, "ignore_eos": true, "temperature": 1, "n": n, "stream": true,
@@ -106,7 +106,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Nothing else is left to do where a test has failed.
+        // A failed test cannot do anything else here.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -129,7 +129,7 @@ fn answer(mut stream: TcpStream) -> (u16, String) {
     (status.unwrap_or_else(|| panic!("no status: {head}")), body.to_string())
 }
 
-/// The documents of the rest of a stream, which must end with `[DONE]`.
+/// The remaining documents of a stream, which must end with `[DONE]`.
 fn rest(reader: BufReader<TcpStream>) -> Vec<Value> {
     let mut data: Vec<String> = Vec::new();
     for line in reader.lines() {
@@ -148,7 +148,7 @@ fn killed_in_mid_stream_it_starts_again_on_the_same_port() {
     server.child.kill().unwrap(); // SIGKILL
     assert!(!server.wait().success());
     for mut stream in streams {
-        // Broken off, not ended as an answer that is whole.
+        // The stream breaks off, without the end of a complete answer.
         let mut text = String::new();
         let _ = stream.read_to_string(&mut text);
         assert!(!text.contains("[DONE]"));
@@ -166,7 +166,7 @@ fn killed_in_mid_stream_it_starts_again_on_the_same_port() {
 #[test]
 fn told_to_end_it_finishes_what_runs_and_refuses_what_comes() {
     let mut server = Server::start(&["--port", "0", "--grace", "3600"]);
-    let idle = server.connect(); // keeps nobody from ending
+    let idle = server.connect(); // does not delay the shutdown
     let running = server.streaming(8);
     server.signal("-TERM");
     let began = Instant::now();
@@ -205,7 +205,7 @@ fn when_the_grace_is_over_streams_are_told() {
     assert_eq!(server.wait().code(), Some(0));
 }
 
-/// Numbers that look random (Marsaglia's xorshift64).
+/// Pseudo-random numbers (Marsaglia's xorshift64).
 struct Draw(u64);
 
 impl Draw {
@@ -217,7 +217,7 @@ impl Draw {
     }
 }
 
-/// What one client of a crowd does; what it must not be told is an `Err`.
+/// One bad client; an unexpected answer is an `Err`.
 fn misbehave(server: &Server, draw: &mut Draw) -> Result<(), String> {
     let max_tokens = 1 + draw.below(32);
     let good = json!({
@@ -239,7 +239,7 @@ fn misbehave(server: &Server, draw: &mut Draw) -> Result<(), String> {
             }
         }
         2 => {
-            // A part of the request, or of the answer.
+            // Disconnects in the middle of the request, or of the answer.
             let mut stream = server.connect();
             let sent = 1 + draw.below(whole.len() as u64) as usize;
             stream.write_all(&whole.as_bytes()[..sent]).map_err(|e| e.to_string())?;
@@ -259,7 +259,7 @@ fn misbehave(server: &Server, draw: &mut Draw) -> Result<(), String> {
     Ok(())
 }
 
-/// The small sister of `bench/serve/soak.py`.
+/// A small version of `bench/serve/soak.py`.
 #[test]
 fn a_crowd_of_bad_clients_leaves_nothing_behind() {
     let flags =
@@ -301,7 +301,7 @@ fn a_crowd_of_bad_clients_leaves_nothing_behind() {
         let status = std::fs::read_to_string(format!("/proc/{}/status", server.child.id())).unwrap();
         let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
         let peak = peak.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10;
-        // Beside the bound: the program itself, tokenizer, connections.
+        // Not part of the bound: the program itself, the tokenizer, connections.
         assert!(peak < bound + (96 << 20), "{peak} bytes were resident; the bound is {bound}");
     }
     server.signal("-TERM");

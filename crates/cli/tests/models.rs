@@ -1,4 +1,5 @@
-//! `--model` with names, and `kvist models`: through the real program, with a Hub on loopback and caches of the test.
+//! `--model` with names, and `kvist models`: through the real binary, with a Hub on loopback and caches made by the
+//! test.
 #[path = "../../hub/tests/loopback/mod.rs"]
 mod loopback;
 mod program;
@@ -8,7 +9,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Output;
 
-/// The program in a home of its own: none of this machine's caches, tokens and proxies.
+/// Runs the program in its own home folder: without this machine's caches, tokens and proxies.
 fn at_home(home: &Path, endpoint: &str, args: &[&str]) -> Output {
     let mut command = kvist();
     let variables: Vec<_> = std::env::vars_os().map(|(name, _)| name).collect();
@@ -24,7 +25,7 @@ fn at_home(home: &Path, endpoint: &str, args: &[&str]) -> Output {
     command.args(args).output().unwrap()
 }
 
-/// stdout of a run that succeeds.
+/// stdout of a run that must succeed.
 fn succeed(home: &Path, endpoint: &str, args: &[&str]) -> String {
     let out = at_home(home, endpoint, args);
     let error = String::from_utf8_lossy(&out.stderr);
@@ -32,7 +33,7 @@ fn succeed(home: &Path, endpoint: &str, args: &[&str]) -> String {
     String::from_utf8(out.stdout).unwrap()
 }
 
-/// Exit status and stderr of one that does not.
+/// Exit status and stderr of a run that must fail.
 fn fail(home: &Path, endpoint: &str, args: &[&str]) -> (Option<i32>, String) {
     let out = at_home(home, endpoint, args);
     assert!(out.stdout.is_empty(), "{args:?}");
@@ -76,7 +77,7 @@ fn commands_take_names_of_the_hub() {
         succeed(home, endpoint, &args);
         std::fs::read(&out).unwrap()
     };
-    // Sizes need config.json alone.
+    // Sizes need only config.json.
     let plan = succeed(home, &hub.endpoint, &["plan", "hf:org/sharded", "--json"]);
     let plan: Value = serde_json::from_str(&plan).unwrap();
     assert_eq!(plan["model"], "hf:org/sharded");
@@ -88,7 +89,7 @@ fn commands_take_names_of_the_hub() {
     let (status, said) = fail(home, &hub.endpoint, &["plan", "hf:org/m-GGUF"]);
     assert!(status == Some(1) && said.contains("its sizes are inside its"), "{said}");
 
-    // The same logits as those of the folder; the second time, and without a network, too.
+    // The same logits as those of the folder; also the second time, and without a network.
     let folder = fixtures().join("parity/llama-gqa-sharded-f16");
     let expected = run(NOWHERE, &logits(folder.to_str().unwrap()));
     assert_eq!(run(&hub.endpoint, &logits("hf:org/sharded")), expected);
@@ -99,7 +100,7 @@ fn commands_take_names_of_the_hub() {
     let snapshot = home.join(".cache/huggingface/hub/models--org--sharded/snapshots").join(COMMIT);
     assert!(snapshot.join("model.safetensors.index.json").is_file());
 
-    // A server's file names a model as the flag does; its clients call it by its own name.
+    // A server's configuration names a model as the flag does; the API reports that name.
     let config = home.join("kvist.toml");
     for (path, name) in [("hf:org/sharded", "sharded"), ("hf:org/m-GGUF:q8_0", "m-Q8_0")] {
         std::fs::write(&config, format!("[model]\npath = \"{path}\"\n")).unwrap();
@@ -131,7 +132,7 @@ fn what_is_wrong_is_said_before_anything_is_written() {
             assert!(found == Some(status) && said.contains(expected), "{args:?}: {said}");
         }
     }
-    // A family that kvist does not run costs a config, and not its weights.
+    // For an unsupported family only the config is downloaded, not the weights.
     hub.small(
         "org/mamba",
         "config.json",
@@ -171,7 +172,7 @@ fn models_are_listed_with_what_fits() {
         copy(&format!("parity/qwen3/{file}"), &format!("{snapshot}/{file}"));
     }
     copy("gguf/llama-q4_k_m/model.gguf", ".lmstudio/models/org/m-GGUF/m-Q4_K_M.gguf");
-    // Files that are broken, each in a way of its own, among those that are not.
+    // Files that are broken in different ways, among good ones.
     write(".lmstudio/models/org/m-GGUF/m-Q8_0.gguf", b"GGUF, cut short");
     write(".lmstudio/models/org/m-GGUF/m-F16.gguf", b"");
     let mut other = std::fs::read(fixtures().join("gguf/llama-q8_0/model.gguf")).unwrap();
@@ -216,7 +217,7 @@ fn models_are_listed_with_what_fits() {
     let text = succeed(home, NOWHERE, &["models", "--memory", "1GiB"]);
     assert_eq!(text.lines().count(), 7, "{text}");
     assert!(text.starts_with("name ") && text.contains("hf:org/qwen ") && text.contains("no: "), "{text}");
-    // Memory that is too small is said, too.
+    // Too little memory is reported, too.
     let text = succeed(home, NOWHERE, &["models", "--memory", "1KiB"]);
     assert!(text.contains("no: it takes "), "{text}");
 }

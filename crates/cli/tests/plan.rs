@@ -1,4 +1,4 @@
-//! `kvist plan --memory`: the cache that it recommends is the best that fits, and the line to paste makes that cache.
+//! `kvist plan --memory`: the recommended cache is the best that fits, and the printed command line makes that cache.
 mod program;
 use program::*;
 use serde_json::Value;
@@ -18,13 +18,13 @@ fn plan(memory: &str, more: &[&str]) -> Value {
     json(&[&["plan", "--json", "--memory", memory], more].concat())
 }
 
-/// The words of a line to paste, without the program's name.
+/// The words of a printed command line, without the program's name.
 fn words(line: &Value) -> Vec<&str> {
     let line = line.as_str().unwrap();
     line.strip_prefix("kvist ").unwrap_or_else(|| panic!("{line}")).split(' ').collect()
 }
 
-/// The choice judged by what the report itself says, at sizes of memory from "too small for f16" on.
+/// Checks the choice against the report's own figures, at memory sizes from "too small for f16" upwards.
 #[test]
 fn the_least_kl_that_fits_is_recommended() {
     let all = plan("1TiB", &["--context", "1k"]);
@@ -50,7 +50,7 @@ fn the_least_kl_that_fits_is_recommended() {
             assert_eq!(pick["kl_mean"].as_f64(), best, "{memory}: {pick}");
             assert!(pick.is_null() || number(pick, "total_bytes") <= memory as f64, "{pick}");
         }
-        // The plan is that of the cache that it recommends.
+        // The plan is for the recommended cache.
         let pick = &plan["recommendation"]["run"];
         assert_eq!(
             (&plan["cache"]["kind"], &plan["cache"]["k"], &plan["cache"]["v"], &plan["bound"]["total"]),
@@ -75,7 +75,7 @@ fn what_is_to_be_pasted_makes_the_cache_that_was_planned() {
         assert_eq!((&run["bound"], &run["cache"]), (&plan["bound"], &plan["cache"]));
         assert!(number(&run, "used.total") <= number(row, "total_bytes"));
     }
-    // A server counts its requests, and starts.
+    // A server's total includes its requests, and it starts with that memory.
     let least = candidates(&all, "serve").iter().map(|row| number(row, "total_bytes") as u64).min().unwrap();
     let tight = plan(&least.to_string(), &["--context", "1k"]);
     let pick = &tight["recommendation"]["serve"];
@@ -90,7 +90,7 @@ fn the_longest_context_that_fits_does_and_no_longer_one() {
     let row = candidates(&all, "run")[0];
     let fits = number(row, "context_fits_tokens") as u64;
     assert!(row["fits"] == false && fits > 0 && fits.is_multiple_of(64), "{row}");
-    // What fits does, also where it is no multiple of 64.
+    // A context that fits is accepted, also if it is not a multiple of 64.
     let tight = plan(&row["total_bytes"].to_string(), &["--context", "1000"]);
     let row = candidates(&tight, "run")[0];
     assert_eq!((&row["fits"], &row["context_fits_tokens"]), (&true.into(), &1000.into()), "{row}");
@@ -116,17 +116,17 @@ fn people_see_a_table_and_lines_to_paste() {
         assert!(text.contains(words), "no {words:?} in {text}");
     }
     assert!(!text.contains("ring"), "this model has no window: {text}");
-    // A server may not fit where a session does.
+    // A server may not fit although a session does.
     let (text, _) = succeed(&["plan", "--memory", "100MB", "--context", "1k"]);
     assert!(text.contains("serve it         not in this memory"), "{text}");
-    // A kind or a dtype that was chosen is planned as ever.
+    // A chosen kind or dtype is planned without a recommendation.
     for chosen in [["--kv", "q8"], ["--kv-v", "q8"], ["--kind", "cells"]] {
         let one = plan("1GB", &chosen);
         assert!(one.get("recommendation").is_none(), "{one}");
     }
 }
 
-/// A config.json is enough; a model with windows may have a ring.
+/// A config.json is enough; a model with windows can use a ring.
 #[test]
 fn a_ring_is_recommended_where_it_alone_lets_a_better_dtype_fit() {
     for case in ["mistral-window", "qwen2-window-mixed"] {
@@ -144,7 +144,7 @@ fn a_ring_is_recommended_where_it_alone_lets_a_better_dtype_fit() {
         let tight = plan(&memory, &["--model", &config, "--chunk", "4"]);
         let pick = &tight["recommendation"]["run"];
         assert_eq!((&pick["kind"], &pick["k"]), (&"ring".into(), &"f16".into()), "{pick}");
-        // Its line makes the same cache of the folder where the weights belong.
+        // In the folder where the weights belong, the printed command line makes the same cache.
         let mut args = words(&pick["command_line"]);
         args[0] = "plan";
         let same = json(&[&args[..], &["--json"]].concat());
@@ -167,7 +167,7 @@ fn where_nothing_fits_it_says_what_would() {
     let advice: Vec<&str> = advice.split_whitespace().collect();
     assert!(advice.contains(&"--context"), "{said}");
     succeed(&[&["run", "--memory", "9MiB", "-n", "2"], &advice[..], &["a"]].concat());
-    // Nor do the weights.
+    // The weights do not fit either.
     let out = run(&["plan", "--json", "--memory", "1MiB"], b"");
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
     assert_eq!(out.status.code(), Some(1), "{said}");
@@ -197,7 +197,7 @@ fn a_measured_plan_goes_by_what_this_model_loses() {
     assert_eq!((&kl["of_this_model"], kl["models"].as_array().unwrap().len()), (&true.into(), 1));
     assert!(kl["measured_on"].as_str().unwrap().contains("weights held as f32"), "{kl}");
     assert_eq!(measured["recommendation"]["run"]["k"], "f16");
-    // They are the figures of `eval`, which measures the same.
+    // The figures are those of `eval`.
     std::fs::write(folder.path().join("cut.txt"), "").unwrap();
     for row in candidates(&measured, "run").into_iter().filter(|row| row["kind"] == "contiguous") {
         let (k, v) = (row["k"].as_str().unwrap(), row["v"].as_str().unwrap());

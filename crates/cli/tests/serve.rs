@@ -1,4 +1,5 @@
-//! `kvist serve`: the real program, from its first line to its signal. How it takes being killed and a crowd: `endurance.rs`.
+//! `kvist serve`: the real binary, from its first line to its signal. `endurance.rs` tests being killed, and many
+//! clients.
 mod program;
 
 use program::*;
@@ -7,7 +8,7 @@ use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Nothing is judged by it: it ends a test that would wait for ever.
+/// Not a criterion: it only ends a test that would hang.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 struct Server {
@@ -56,7 +57,7 @@ impl Server {
         assert!(Command::new("kill").args([name, &id]).status().unwrap().success());
     }
 
-    /// Its exit status.
+    /// Waits for the end; returns the exit status.
     fn ends(mut self) -> Option<i32> {
         let began = Instant::now();
         loop {
@@ -95,7 +96,7 @@ fn serves_what_run_writes_until_it_is_told_to_end() {
     let answer = body_of(&server.ask("POST", "/v1/completions", &request));
     let text = answer["choices"][0]["text"].as_str().unwrap();
     assert!(expected.trim_end().ends_with(text.trim_end()), "{expected:?} does not end with {text:?}");
-    // One that runs when the signal comes is finished.
+    // A request that is running when the signal comes is finished.
     let request = serde_json::json!({"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": true, "stream": true});
     let mut stream = BufReader::new(server.connect("POST", "/v1/completions", &request.to_string()));
     let mut first = String::new();
@@ -111,7 +112,7 @@ fn serves_what_run_writes_until_it_is_told_to_end() {
     assert_eq!(server.ends(), Some(0));
 }
 
-/// `--record` emptied a file that was there, and with it the recording of the day before.
+/// Regression: `--record` emptied an existing file, and with it the previous day's recording.
 #[test]
 fn a_recording_that_is_there_is_kept_unless_it_is_said_otherwise() {
     let folder = tempfile::tempdir().unwrap();
@@ -123,7 +124,7 @@ fn a_recording_that_is_there_is_kept_unless_it_is_said_otherwise() {
     assert_eq!(out.status.code(), Some(1), "{stderr}");
     assert!(stderr.contains(path) && stderr.contains("--record-overwrite"), "{stderr}");
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "of yesterday\n");
-    // A server that does not start leaves it, too.
+    // A server that does not start leaves the file, too.
     let more = ["--record", path, "--record-overwrite"];
     let out = run(&[&["serve", "--port", "0", "--memory", "12MiB"][..], &more].concat(), b"");
     assert_eq!(out.status.code(), Some(1));
@@ -135,12 +136,12 @@ fn a_recording_that_is_there_is_kept_unless_it_is_said_otherwise() {
         std::fs::read_to_string(&file).unwrap()
     };
     assert!(recorded(&more).starts_with("{\"format\":\"kvist-recording\""));
-    // An empty one is none.
+    // An empty file may be overwritten.
     std::fs::write(&file, "").unwrap();
     assert!(recorded(&["--record", path]).starts_with("{\"format\":\"kvist-recording\""));
 }
 
-/// They changed answers, and no output said so.
+/// Regression: a model's defaults changed answers, and no output said so.
 #[test]
 fn the_log_says_which_defaults_of_the_model_count() {
     let folder = escaping_model();
@@ -157,7 +158,7 @@ fn the_log_says_which_defaults_of_the_model_count() {
     }
 }
 
-/// Answers of documents were logged, and streamed ones never.
+/// Regression: answers of documents were logged, streamed ones were not.
 #[test]
 fn the_log_has_prompts_and_streamed_answers_where_that_is_asked() {
     for stream in [false, true] {
@@ -187,7 +188,7 @@ fn the_plan_names_every_purpose_and_is_refused_where_it_does_not_fit() {
     let twice = json(&["serve", "--dry-run", "--json", "--context", "8192", "--kv", "q8"]);
     assert_eq!(twice["bound"]["kv_cache"].as_u64(), Some(2 * of("kv_cache")));
     const CONTEXT: u64 = 1024; // of the embedded model
-    // As docs/serving.md says it: by the bodies, and by the prompts of the queue and the batch.
+    // The formula of docs/serving.md: bodies, and the prompts of the queue and the batch.
     let requests = |max_body_mib: u64, queue: u64, batch: u64, context: u64| {
         let prompts = queue * context * 4 + batch * (context * 17 / 2 + 64);
         Some(((66 * max_body_mib + 133) << 20) + prompts)
@@ -199,7 +200,7 @@ fn the_plan_names_every_purpose_and_is_refused_where_it_does_not_fit() {
     // No prompt is longer than the cache.
     let narrow = json(&["serve", "--dry-run", "--json", "--context", "64", "--max-queue", "100000"]);
     assert_eq!(narrow["requests_bytes"].as_u64(), requests(4, 100_000, 32, 64));
-    // Requests were in the plan and not in the bound: the dry run refused this, and the server started.
+    // Regression: requests were in the plan but not in the bound: the dry run refused this, and the server started.
     for last in [&["--dry-run"][..], &["--port", "0"]] {
         let out = run(&[&["serve", "--memory", "300MiB", "--context", "4096"], last].concat(), b"");
         let stderr = String::from_utf8(out.stderr).unwrap();
@@ -241,7 +242,7 @@ fn files_and_flags_that_cannot_be_served_are_told() {
         for word in words {
             assert!(stderr.contains(word), "{text:?}: {stderr:?} does not say {word}");
         }
-        // A plan of what cannot start is none.
+        // The dry run refuses a configuration that cannot start.
         let dry = run(&["serve", "--config", path, "--dry-run"], b"");
         assert_eq!(dry.status.code(), Some(1), "{text:?}");
     }
@@ -251,7 +252,7 @@ fn files_and_flags_that_cannot_be_served_are_told() {
         let out = run(args, b"");
         assert_eq!(out.status.code(), Some(2), "{args:?}: {}", String::from_utf8_lossy(&out.stderr));
     }
-    // A port that somebody has.
+    // A port that is already in use.
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
     let record = folder.path().join("record.jsonl");

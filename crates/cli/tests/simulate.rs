@@ -1,4 +1,4 @@
-//! `kvist simulate` through the binary: figures, bytes, sweeps that go on, and what is said to whoever asks wrongly.
+//! `kvist simulate` through the binary: figures, exact output, resumed sweeps, and errors for wrong usage.
 mod program;
 use program::*;
 use std::path::Path;
@@ -7,7 +7,7 @@ fn data(name: &str) -> String {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../simulator/tests/data").join(name).display().to_string()
 }
 
-/// 150 requests of chats on so few blocks that some are evicted.
+/// 150 chat requests on so few blocks that some are evicted.
 const DRAWN: [&str; 9] = [
     "simulate",
     "-q",
@@ -20,7 +20,7 @@ const DRAWN: [&str; 9] = [
     "--slo-ttft=100ms",
 ];
 
-/// It reported 605 of 600: the last chat was drawn whole.
+/// Regression: it reported 605 of 600 requests, because the last chat was generated completely.
 #[test]
 fn as_many_requests_are_drawn_as_asked() {
     for contents in ["unknown", "chats:least_turns=1,most_turns=8,think_s=20", "agents:fan_out=3,depth=2"] {
@@ -34,7 +34,7 @@ fn as_many_requests_are_drawn_as_asked() {
     }
 }
 
-/// A name that there is not was answered with a list that had `opt` in it, which was refused in its turn.
+/// Regression: the error for an unknown name listed `opt`, which was then refused as well.
 #[test]
 fn policies_are_offered_where_they_are_taken() {
     let offered = |more: &[&str]| {
@@ -74,7 +74,7 @@ fn zero_service_figures() {
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
-/// The rule goes by the file, a run by the clock.
+/// Zero service uses the order of the file, a run that of arrival.
 #[test]
 fn zero_service_takes_requests_in_the_order_of_the_file() {
     let folder = tempfile::tempdir().unwrap();
@@ -82,7 +82,7 @@ fn zero_service_takes_requests_in_the_order_of_the_file() {
     let row = |at: u32, id: u32| {
         format!("{{\"timestamp\":{at},\"input_length\":512,\"output_length\":1,\"hash_ids\":[{id}]}}\n")
     };
-    // In order of arrival it is 1 2 2 1, in that of the file 1 1 2 2.
+    // In order of arrival it is 1 2 2 1, in the order of the file 1 1 2 2.
     std::fs::write(&trace, [row(1, 1), row(4, 1), row(3, 2), row(2, 2)].concat()).unwrap();
     let trace = trace.display().to_string();
     let command = ["simulate", "--trace", &trace, "--zero-service", "--capacity-blocks", "1", "--json"];
@@ -109,7 +109,7 @@ fn same_input_same_bytes() {
     let other = succeed(&[&DRAWN[..], &["--json", "--seed", "2"]].concat()).0;
     assert!(other != stdouts[0], "another seed is another load");
 
-    // A row per request, and a recording whose lines are JSON and say what they promise.
+    // A row per request, and a recording whose lines are valid JSON of the documented form.
     assert_eq!(all[0][0].lines().count(), 151);
     assert!(all[0][0].starts_with("id,arrival_ns,admitted_ns,first_token_ns,finished_ns,prompt_tokens,"));
     let lines: Vec<serde_json::Value> =
@@ -191,17 +191,17 @@ fn a_page_is_one_file() {
     }
 }
 
-/// Seed 004's three requests, on a server of one place: 10 prompt tokens a millisecond, 10 ms a token. The first
-/// token comes with the last of the prompt.
+/// Three requests (of seed 004) on a server with one batch place: 10 prompt tokens per millisecond, 10 ms per generated
+/// token. The first token comes with the last token of the prompt.
 #[test]
 fn three_requests_under_three_schedulers() {
     let folder = tempfile::tempdir().unwrap();
     for (schedule, preempted, ends_ms) in [
         ("fcfs", "recompute", [5190, 5685, 5776]),
         ("sjf", "recompute", [5190, 5776, 5281]),
-        // The small one and the smaller one go between the tokens of the large one.
+        // The two small requests run between the tokens of the large one.
         ("srpt", "kept", [5776, 1086, 696]),
-        // Nothing of the contents is known: what was computed is computed again.
+        // The contents are unknown, so lost tokens are computed again.
         ("srpt", "recompute", [5965, 1082, 696]),
     ] {
         let csv = folder.path().join("rows.csv").display().to_string();
@@ -260,7 +260,7 @@ fn a_sweep_is_the_same_on_any_number_of_threads() {
     }
 }
 
-/// A cell that is there is not run again; one that is gone, or of another load, is.
+/// A cell whose file exists is not run again; it is if the file is gone, or belongs to another load.
 #[test]
 fn a_sweep_goes_on_where_it_stopped() {
     let folder = tempfile::tempdir().unwrap();
@@ -270,7 +270,7 @@ fn a_sweep_goes_on_where_it_stopped() {
     let gone = cells.join("fcfs-lru-500-2.json");
     let whole = std::fs::read_to_string(&gone).unwrap();
     std::fs::remove_file(&gone).unwrap();
-    // That the others are read and not run shows where one of them was changed.
+    // A changed file shows that the other cells are read and not run.
     let changed = cells.join("fcfs-lru-2000-1.json");
     let mut cell: serde_json::Value = serde_json::from_slice(&std::fs::read(&changed).unwrap()).unwrap();
     cell["figures"]["preemptions"] = 1e6.into();
@@ -280,7 +280,7 @@ fn a_sweep_goes_on_where_it_stopped() {
     assert!(second != first, "the changed cell is believed");
     std::fs::write(&changed, "{\"version\":1,").unwrap(); // half a file
     assert!(sweep(folder.path(), &[]) == first, "as at first");
-    // Another load has other cells under the same names.
+    // A different load has different cells under the same names.
     let other = sweep(folder.path(), &["--max-batch", "3"]);
     assert!(other != first);
     assert!(sweep(folder.path(), &[]) == first, "as at first");
@@ -437,7 +437,7 @@ fn bad_input() {
     assert!(!out.exists(), "what is refused leaves nothing behind");
 }
 
-/// Bad rows are counted, and the first of them said.
+/// Bad rows are counted, and the first ones are reported.
 #[test]
 fn leniently() {
     let folder = tempfile::tempdir().unwrap();
@@ -451,7 +451,7 @@ fn leniently() {
     assert!(stderr.contains("1 rows were skipped") && stderr.contains("line 2"), "{stderr}");
 }
 
-/// A policy that finds nothing to go by is no silent first come, first served.
+/// A policy without anything to rank by warns that it behaves as first come, first served.
 #[test]
 fn policies_without_deadlines_are_remarked_on() {
     let drawn = ["simulate", "--requests", "20", "--schedule", "edf"];
@@ -463,8 +463,9 @@ fn policies_without_deadlines_are_remarked_on() {
     assert!(!stderr.contains("no request has a deadline"), "{stderr}");
 }
 
-/// A long prompt is the oldest; room is needed. By uses and time its tail goes first, by cost the short ones' do,
-/// because attention makes deep blocks dear: 60 blocks of 512 tokens down, twice a first one.
+/// The oldest prompt is long, and space is needed. By uses and time its tail is evicted first. With `cost` blocks of
+/// the short prompts are evicted, because attention makes deep blocks expensive: 60 blocks of 512 tokens deep, twice a
+/// first one.
 #[test]
 fn cost_keeps_what_is_deep() {
     let folder = tempfile::tempdir().unwrap();
@@ -478,7 +479,7 @@ fn cost_keeps_what_is_deep() {
         )
     };
     let short = (0..4).map(|i| row(10 + i, 1000 + 100 * i..1008 + 100 * i));
-    // 60 + 4 · 8 blocks lie in 100; 20 more need 12 of them.
+    // 60 + 4 · 8 blocks are in a cache of 100; 20 more need 12 of them.
     let rows = [row(0, 0..60)].into_iter().chain(short).chain([row(20, 2000..2020), row(30, 0..60)]);
     std::fs::write(&trace, rows.collect::<String>()).unwrap();
     let trace = trace.display().to_string();
@@ -492,20 +493,20 @@ fn cost_keeps_what_is_deep() {
     let roofline = "--hardware h100-sxm --shape llama-3.1-8b";
     let constant = "--prefill-rate 100 --decode-rate 1";
     for (more, blocks) in [
-        // The last token is always computed, and with it its block.
+        // The last token is always computed, and so is its block.
         (format!("--policy cost {roofline}"), 59),
         (format!("--policy lfu_decay {roofline}"), 48),
         (format!("--policy lru {roofline}"), 48),
         // Context costs nothing.
         (format!("--policy cost {constant}"), 48),
-        // Uses halve so fast that a factor of two is not worth ten seconds.
+        // Uses halve so fast that a factor of two is worth less than ten seconds.
         (format!("--policy cost --half-life 1s {roofline}"), 48),
     ] {
         assert_eq!(hit(&more), blocks, "{more}");
     }
 }
 
-/// The mean and the interval of single runs, by hand.
+/// The mean and the interval over single runs, computed by hand.
 #[test]
 fn intervals_over_seeds() {
     let drawn = ["simulate", "-q", "--requests", "60", "--capacity-blocks", "900"];
@@ -531,7 +532,7 @@ fn intervals_over_seeds() {
     assert!(text.contains("3 seeds") && text.contains("TTFT") && text.contains(" ±"), "{text}");
 }
 
-/// Handles beside pages, on a load without room for all.
+/// Contiguous handles compared with a paged cache, on a load that does not fit.
 #[test]
 fn arena_beside_pages() {
     let drawn = ["simulate", "arena", "-q", "--requests", "300", "--capacity-blocks", "500"];
@@ -551,7 +552,8 @@ fn arena_beside_pages() {
     assert!(text.contains("external fragmentation") && !text.contains("first_fit"), "{text}");
 }
 
-/// A recording holds all that its decisions follow from: the replay needs no flag, and says where something else is claimed.
+/// A recording has everything that its decisions depend on: the replay needs no flag, and reports where recorded
+/// decisions differ.
 #[test]
 fn a_recording_is_decided_anew() {
     let folder = tempfile::tempdir().unwrap();
@@ -574,7 +576,7 @@ fn a_recording_is_decided_anew() {
         };
         let decisions: Vec<&str> = recorded.lines().filter(is_decision).collect();
         assert_eq!(std::fs::read_to_string(&log).unwrap(), decisions.join("\n") + "\n");
-        // The two logs apart.
+        // The two logs as separate files.
         let is_event = |line: &&str| line.starts_with("{\"n\":") || line.contains("kvist-events");
         let events: Vec<&str> = recorded.lines().filter(is_event).collect();
         let apart = path("events.jsonl");
@@ -597,7 +599,7 @@ fn a_recording_is_decided_anew() {
             assert!(said.contains(part), "{said:?} does not say {part:?}");
         }
     };
-    // A server that was killed leaves a line cut off, or an event without what followed from it.
+    // A server that was killed leaves a partial line, or an event without the decisions it caused.
     let cut = &recorded[..recorded.len() - 5];
     std::fs::write(&bad, cut).unwrap();
     let (text, said) = succeed(&["simulate", "replay", &bad]);
@@ -634,7 +636,7 @@ fn a_recording_is_decided_anew() {
     refused(&recorded, &[], &["--lengths oracle"]);
 }
 
-/// A drawn load whose requests share nothing was called "5 requests of unrelated requests".
+/// Regression: a generated load whose requests share nothing was called "5 requests of unrelated requests".
 #[test]
 fn a_load_is_called_by_what_it_is() {
     for (contents, expected) in [

@@ -1,4 +1,4 @@
-//! What is particular at a terminal: a model's text cannot drive it, and an answer is stopped while the chat goes on.
+//! Behaviour at a terminal: a model's text cannot control it, and an answer can be stopped while the chat continues.
 #![cfg(target_os = "linux")]
 mod program;
 use nix::pty::{Winsize, openpty};
@@ -9,10 +9,10 @@ use std::process::Stdio;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-/// Nothing is judged by it: it ends a test that would wait for ever.
+/// Not a criterion: it only ends a test that would hang.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// What comes from a reader, which is read to its end by a thread of its own.
+/// The output of a reader, which a thread reads to its end.
 #[derive(Clone, Default)]
 struct Heard(Arc<(Mutex<Vec<u8>>, Condvar)>);
 
@@ -22,7 +22,7 @@ impl Heard {
         let said = heard.clone();
         std::thread::spawn(move || {
             let mut some = [0; 4096];
-            // A terminal whose other end is closed is an error.
+            // Reading fails once the other end of the terminal is closed.
             while let Ok(n @ 1..) = reader.read(&mut some) {
                 said.0.0.lock().unwrap().extend(&some[..n]);
                 said.0.1.notify_all();
@@ -40,7 +40,7 @@ impl Heard {
     }
 }
 
-/// What a program says to a terminal: stdout, or stderr.
+/// What a program writes to a terminal, on stdout or stderr.
 fn told(args: &[&str], stdin: &[u8], stderr: bool) -> (i32, String) {
     let size = Winsize { ws_row: 24, ws_col: 200, ws_xpixel: 0, ws_ypixel: 0 };
     let pty = openpty(Some(&size), None).unwrap();
@@ -52,7 +52,7 @@ fn told(args: &[&str], stdin: &[u8], stderr: bool) -> (i32, String) {
     };
     let mut child = command.spawn().unwrap();
     drop(command); // it holds the terminal's other end open
-    // One that has ended hears nothing.
+    // Writing fails if the program has ended already.
     let _ = child.stdin.take().unwrap().write_all(stdin);
     let (mut master, mut said, mut some) = (File::from(pty.master), Vec::new(), [0; 4096]);
     while let Ok(n @ 1..) = master.read(&mut some) {
@@ -67,7 +67,7 @@ fn shown(args: &[&str], stdin: &[u8]) -> String {
     said
 }
 
-/// A file of one value, which names an architecture that there is not.
+/// A GGUF file with one value, the name of an unknown architecture.
 fn gguf_of_a_family(family: &str) -> Vec<u8> {
     let text = |s: &str| [&(s.len() as u64).to_le_bytes()[..], s.as_bytes()].concat();
     let mut bytes = [b"GGUF".to_vec(), 3_u32.to_le_bytes().to_vec(), [0; 8].to_vec()].concat();
@@ -79,7 +79,7 @@ fn gguf_of_a_family(family: &str) -> Vec<u8> {
     bytes
 }
 
-/// What was said of a file went to the terminal as the file had it: its title was set, and more could have been.
+/// Regression: strings of a file were written to the terminal unchanged: one set its title, and could have done more.
 #[test]
 fn what_is_said_of_a_file_does_not_drive_the_terminal() {
     let folder = tempfile::tempdir().unwrap();
@@ -96,14 +96,14 @@ fn what_is_said_of_a_file_does_not_drive_the_terminal() {
     }
 }
 
-/// A model could clear the screen, or have the terminal type something.
+/// Regression: a model could clear the screen, or have the terminal type something.
 #[test]
 fn a_models_text_does_not_drive_the_terminal() {
     let folder = escaping_model();
     let model = ["-q", "--greedy", "-n", "8", "--model", folder.path().to_str().unwrap()];
     for (args, stdin) in [(vec!["run", "x"], &b""[..]), (vec!["chat"], b"x\n")] {
         let args = [&args[..], &model].concat();
-        // In a pipe it is what the model wrote.
+        // In a pipe the text is unchanged.
         let (piped, _) = succeed_with(&args, stdin);
         assert!(piped.contains("\x1b["), "{piped:?}");
         let expected = piped.replace('\x1b', "^[").replace('\n', "\r\n");
@@ -111,14 +111,14 @@ fn a_models_text_does_not_drive_the_terminal() {
     }
 }
 
-/// The answer has no end of its own, so it is stopped in its middle however fast the machine is.
+/// The answer never ends by itself, so it is stopped in the middle however fast the machine is.
 #[test]
 fn an_answer_is_stopped_and_the_chat_goes_on() {
     let folder = escaping_model();
     let pty = openpty(None, None).unwrap();
     let mut command = kvist();
     command.args(["chat", "--greedy", "-n", "4294967295", "--kind", "ring", "--window", "16", "--model"]);
-    // There lines are read as they are, without an editor, which would look for the terminal of this test.
+    // With `dumb` lines are read without an editor, which would look for the terminal of this test.
     command.arg(folder.path()).env("TERM", "dumb").stdin(Stdio::from(pty.slave.try_clone().unwrap()));
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::from(pty.slave)).spawn().unwrap();
     drop(command);
@@ -129,7 +129,7 @@ fn an_answer_is_stopped_and_the_chat_goes_on() {
         let prompts = |said: &str| said.matches("main> ").count() == turn;
         terminal.wait("prompt", prompts);
         keys.write_all(b"x\n").unwrap();
-        // An answer ends with a line break, and has none in it.
+        // An answer ends with a line break, and contains none.
         let begun = |said: &str| said.split('\n').nth(turn - 1).is_some_and(|answer| !answer.is_empty());
         answers.wait("answer", begun);
         let kill = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status();
@@ -139,7 +139,7 @@ fn an_answer_is_stopped_and_the_chat_goes_on() {
     terminal.wait("prompt", |said| said.matches("main> ").count() == 3);
     keys.write_all(b"/help\n").unwrap();
     terminal.wait("prompt", |said| said.matches("main> ").count() == 4);
-    // It promised lines that go on, and what was typed before, to those who have neither.
+    // Regression: /help offered line continuation and history on terminals that have neither.
     let said = String::from_utf8(terminal.0.0.lock().unwrap().clone()).unwrap();
     assert!(said.contains("say /TEXT") && !said.contains("goes on with the next line"), "{said}");
     keys.write_all(b"/quit\n").unwrap();

@@ -1,4 +1,4 @@
-//! `kvist bench`: measurements. Every row says on what machine, how often, and beside which limit.
+//! `kvist bench`: measurements. Every row reports the machine, the number of runs and the limit it is compared with.
 mod attention;
 mod calibrate;
 mod fork;

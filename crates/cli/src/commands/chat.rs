@@ -57,7 +57,7 @@ const HELP: &str = "\
 /quit                   or end of input
 //TEXT                  say /TEXT";
 
-/// Where lines are edited.
+/// Additional help where line editing is available.
 const HELP_WITH_LINES: &str = "
 a \\ at a line's end      goes on with the next line
 \\\\ at the end           is a \\, and ends what you say
@@ -70,7 +70,7 @@ struct TurnReport<'a> {
     branch: &'a str,
     user: &'a str,
     text: &'a str,
-    /// What the model thought, where its format tells that from what it says.
+    /// The model's reasoning, if its format separates that from the answer.
     #[serde(skip_serializing_if = "str::is_empty")]
     reasoning: &'a str,
     finish: &'static str,
@@ -82,7 +82,7 @@ struct TurnReport<'a> {
 }
 
 pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
-    // Branches need a kind that shares. Another one is taken where `--kind` names it.
+    // Branches need a kind that can share cells. `--kind` may name another one.
     args.cache.kind.get_or_insert_with(|| "cells".into());
     let opened = args.model.open(quiet)?;
     let mut sampler = args.sampling.sampler(&opened, args.sampling.seed())?;
@@ -131,7 +131,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
             (command, rest) if command.starts_with('/') && !command.starts_with("//") => {
                 match obey(&mut chat, command, rest, input.edits()) {
                     Ok(answer) => output::note(&answer),
-                    // In a pipe a failed command goes unseen, and what follows would be said in a wrong place.
+                    // In a pipe a failed command would go unnoticed, and the following input would go to the wrong
+                    // branch.
                     Err(error) if !interactive => return Err(error),
                     Err(error) => output::note(&format!("kvist: {}", output::sentence(&error))),
                 }
@@ -149,14 +150,14 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
                     Ok(turn) => tell(&chat, said, &turn, &args, quiet)?,
                     Err(error) => {
                         let error = explained(error, &chat, args.max_tokens);
-                        // One that does not fit is no end of the conversation.
+                        // At a terminal, a turn that does not fit does not end the conversation.
                         if !interactive {
                             return Err(error);
                         }
                         output::note(&format!("kvist: {}", output::sentence(&error)));
                     }
                 }
-                // At a terminal the conversation goes on; a script would go on from half an answer.
+                // At a terminal the conversation continues; a script would continue from half an answer.
                 if interrupt::interrupted() && !interactive {
                     anyhow::bail!("interrupted");
                 }
@@ -205,14 +206,14 @@ fn tell(chat: &Chat, said: &str, turn: &Turn, args: &Args, quiet: bool) -> anyho
     Ok(())
 }
 
-/// Tokens that the cache holds, and that it can hold.
+/// The tokens that the cache holds, and its capacity.
 fn in_use(chat: &Chat) -> (u32, u32) {
     let groups = chat.session().report();
     let fullest = groups.iter().max_by_key(|group| group.used_cells);
     fullest.map_or((0, 0), |group| (group.used_cells, group.capacity_cells))
 }
 
-/// An error of a turn; of one that finds no room, how full the cache is and what makes room.
+/// The error of a turn. If there was no room, it says how full the cache is and how to free room.
 fn explained(error: Error, chat: &Chat, max_tokens: u32) -> anyhow::Error {
     match error {
         Error::PromptTooLong { tokens, context } => {
@@ -235,7 +236,7 @@ fn explained(error: Error, chat: &Chat, max_tokens: u32) -> anyhow::Error {
     }
 }
 
-/// What makes room for a conversation that came to `tokens` tokens.
+/// Suggestions to free room for a conversation of `tokens` tokens.
 fn ways_out(chat: &Chat, tokens: u32, max_tokens: u32) -> String {
     let mut ways = vec!["say less".to_string()];
     if !chat.current().messages.is_empty() {
@@ -258,7 +259,7 @@ fn ways_out(chat: &Chat, tokens: u32, max_tokens: u32) -> String {
     ways.join("; ")
 }
 
-/// Columns of the terminal that stdout is.
+/// Columns of the terminal on stdout; `None` elsewhere.
 fn terminal_width() -> Option<usize> {
     if !std::io::stdout().is_terminal() {
         return None;
@@ -266,7 +267,7 @@ fn terminal_width() -> Option<usize> {
     console::Term::stdout().size_checked().map(|(_, columns)| usize::from(columns)).filter(|n| *n > 0)
 }
 
-/// Carry out a command; the answer is for people.
+/// Executes a command; returns the message to show.
 fn obey(chat: &mut Chat, command: &str, rest: &str, edits: bool) -> anyhow::Result<String> {
     let name = (!rest.is_empty()).then_some(rest);
     Ok(match command {
@@ -318,11 +319,11 @@ fn obey(chat: &mut Chat, command: &str, rest: &str, edits: bool) -> anyhow::Resu
 
 struct Watch {
     stream: bool,
-    /// At a terminal.
+    /// `Some` at a terminal.
     wrap: Option<Wrap>,
-    /// What was shown last is what the model thinks.
+    /// The last text shown was reasoning.
     thinks: bool,
-    /// Something was shown.
+    /// Some text was shown.
     began: bool,
     failed: Option<anyhow::Error>,
 }
@@ -338,14 +339,14 @@ impl Watch {
         }
     }
 
-    /// No more text comes.
+    /// Ends the answer: shows the text that is still buffered.
     fn end(&mut self) {
         if let Some(rest) = self.wrap.as_mut().map(Wrap::end) {
             self.show(&rest);
         }
     }
 
-    /// From what is thought to what is said, and back.
+    /// Switches between reasoning and answer.
     fn turn(&mut self, thinks: bool) {
         if self.thinks == thinks {
             return;
@@ -366,7 +367,7 @@ impl Observer for Watch {
     fn sampled(&mut self) -> bool {
         !interrupt::interrupted()
     }
-    /// At a terminal alone: what a program reads is the answer.
+    /// Shown only at a terminal: a program that reads stdout gets the answer alone.
     fn reasoning(&mut self, text: &str) -> bool {
         if self.wrap.is_some() {
             self.turn(true);
@@ -380,7 +381,7 @@ impl Observer for Watch {
     fn text(&mut self, text: &str) -> bool {
         self.turn(false);
         self.began = true;
-        // Before it is wrapped: what is written for a control character takes columns.
+        // Mark control characters before wrapping, because the marks take columns.
         let text = output::harmless(text);
         match &mut self.wrap {
             Some(wrap) => {

@@ -1,5 +1,5 @@
-//! `kvist eval`: what a cache costs in quality, as numbers: the same text through the cache under test and through
-//! a reference cache, token by token.
+//! `kvist eval`: measures the quality loss of a cache: the same text through the cache under test and through a
+//! reference cache, token by token.
 use crate::options::*;
 use crate::{interrupt, json, output, progress, scoring};
 use clap::ValueHint;
@@ -45,7 +45,7 @@ struct Report {
     kl_p99: f64,
     kl_max: f64,
     top1_agreement: f64,
-    /// The text was not scored to its end.
+    /// True if the text was not scored to its end.
     interrupted: bool,
 }
 
@@ -94,7 +94,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if args.json { output::show_json(&report) } else { output::show(&report.text()) }
 }
 
-/// The plan of the cache under test, if both caches fit beside each other into what is `free`; else what would.
+/// The plan of the cache under test, if both caches fit into `free` together; otherwise an error with a suggestion that
+/// fits.
 fn fit(
     model: &ModelConfig,
     registry: &Registry,
@@ -122,7 +123,8 @@ fn fit(
     if a.checked_add(b).is_some_and(|sum| sum <= free) {
         return Ok(plan);
     }
-    // The first that fits: smaller steps change nothing, a smaller reference little, shorter windows the text.
+    // Try smaller steps first (no change in the result), then a smaller reference (little change), then a shorter
+    // context.
     let fits = |context, chunk, storage| {
         bounds(context, chunk, storage).is_ok_and(|(_, a, b)| a.checked_add(b).is_some_and(|sum| sum <= free))
     };

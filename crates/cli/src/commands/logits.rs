@@ -44,7 +44,7 @@ struct Report {
     tokens: Vec<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     generated: Option<Vec<u32>>,
-    /// What ended them: anything but `max_tokens` means that some are missing.
+    /// Why generation ended: anything but `max_tokens` means that some tokens are missing.
     #[serde(skip_serializing_if = "Option::is_none")]
     finish: Option<&'static str>,
     /// The likeliest next token after each input token, and its lead over the second.
@@ -61,7 +61,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let mut config = args.cache.config(opened.config(), needed)?;
     config.max_rows = config.max_step_tokens;
     kvist_engine::check_prompt(&config, tokens.len())?;
-    // What cannot be written is better known before hours of work.
+    // Open the file first, so that an error comes before hours of work.
     let file = args.out.as_deref().map(output::FileInParts::create).transpose()?;
     let (model, _) = args.model.load_for(opened, &config, tokens.len(), quiet)?;
     interrupt::listen();
@@ -83,7 +83,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         let bar = progress::bar("reading", report.tokens.len() as u64, quiet);
         for chunk in report.tokens.chunks(config.max_step_tokens as usize) {
             session.forward(&[SequenceInput::chain(SeqId::ONLY, chunk)], LogitRows::All)?;
-            // Row by row: all of them together can be larger than the model.
+            // Written row by row: all rows together can be larger than the model.
             for x in session.logits() {
                 file.write(&x.to_le_bytes())?;
             }
@@ -131,11 +131,11 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if let (Some(path), false) = (&args.out, quiet || args.json) {
         output::note(&format!("wrote the logits of {} tokens to {}", report.tokens.len(), path.display()));
     }
-    // A comparison must not take a part for the whole.
+    // Fail if the output is incomplete: a comparison must not use a part as the whole.
     cut_short.map_or(Ok(()), |what| Err(anyhow::anyhow!(what)))
 }
 
-/// What a safetensors file with one tensor begins with.
+/// The beginning of a safetensors file with one tensor.
 fn header(tokens: usize, vocab: usize) -> anyhow::Result<Vec<u8>> {
     let bytes =
         tokens.checked_mul(vocab).and_then(|n| n.checked_mul(4)).context("that many logits overflow")?;

@@ -1,4 +1,4 @@
-//! `kvist models`: what is on this machine, under which name, and whether it can be run here.
+//! `kvist models`: the models on this machine, the name of each, and whether it can run here.
 use crate::options::*;
 use crate::{json, output, source};
 use anyhow::Context;
@@ -30,7 +30,7 @@ pub struct Args {
 #[derive(Serialize)]
 struct Report {
     version: u32,
-    /// What a model may take; null where the system does not tell.
+    /// Memory that a model may take; null where the system does not report it.
     memory_bytes: Option<u64>,
     looked_in: Vec<PathBuf>,
     models: Vec<Model>,
@@ -42,7 +42,7 @@ struct Model {
     name: String,
     store: &'static str,
     path: PathBuf,
-    /// Null where it cannot be told.
+    /// Null if unknown.
     family: Option<String>,
     /// On disk.
     bytes: u64,
@@ -53,7 +53,7 @@ struct Model {
     why_not: Option<String>,
     /// Positions it was trained on.
     context_trained_tokens: Option<u32>,
-    /// The longest context, up to that, of which a session fits into the memory.
+    /// The longest context, up to the trained one, whose session fits into the memory.
     context_fits_tokens: Option<u32>,
 }
 
@@ -78,7 +78,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     .context("cannot list the models")
 }
 
-/// What the headers say. Whatever is wrong with a model is said in its line, and is no failure of the list.
+/// Reads a model's headers. An error is reported in the model's line and does not fail the list.
 fn look_at(found: Found, registry: &Registry, kv: Storage, memory: Option<u64>) -> Model {
     let Found { name, store, path, bytes, quant, trouble } = found;
     let mut model = Model {
@@ -102,7 +102,7 @@ fn look_at(found: Found, registry: &Registry, kv: Storage, memory: Option<u64>) 
                 "kvist does not run this family".into()
             }
             Error::TensorEncoding { found, .. } => format!("kvist does not read weights of {found}"),
-            // The path stands beside it.
+            // Remove the path: the line has it already.
             error => {
                 let said = error.to_string();
                 let path = model.path.display().to_string();
@@ -119,7 +119,7 @@ impl Model {
         let config = opened.config();
         self.family = Some(config.family.name().into());
         self.context_trained_tokens = Some(config.context);
-        // A file knows its quantisation better than its name does; asking sees too that every tensor is there.
+        // The file is a better source for the quantisation than its name; this also checks that every tensor is there.
         let weights = opened.weight_bytes(WeightForm::AsStored)?;
         self.quantisation = Some(opened.stored_as()?);
         self.runs = true;
@@ -141,7 +141,7 @@ impl Model {
         Ok(())
     }
 
-    /// What stands in its line: name, family, size, quantisation, context.
+    /// The columns of a line: name, family, size, quantisation, context.
     fn cells(&self) -> [String; 5] {
         let or_nothing = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".into());
         let context = match (&self.why_not, self.context_fits_tokens, self.context_trained_tokens) {

@@ -1,4 +1,4 @@
-//! `kvist plan`: what a model and its cache will take, before anything is loaded; and which cache to take.
+//! `kvist plan`: the memory of a model and its cache, before anything is loaded; and which cache to choose.
 mod candidates;
 mod command_line;
 mod ladder;
@@ -67,16 +67,17 @@ struct Report {
     model: String,
     context_tokens: u32,
     cache: json::CacheShape,
-    /// Of the file: what has to be read from disk.
+    /// Bytes of the file that have to be read from disk.
     weight_bytes_on_disk: u64,
     kv_bytes_per_token: u64,
     kv_bits_per_value: f64,
-    /// What a ring would take, where layers have a window of their own, shorter than the context, and the cache is no ring.
+    /// The memory of a ring. Set if layers have a window of their own, shorter than the context, and the cache is no
+    /// ring.
     #[serde(skip_serializing_if = "Option::is_none")]
     ring: Option<Ring>,
     /// The bound: weights, a full cache, scratch and activations at the largest step.
     bound: json::MemoryBytes,
-    /// Everything but the weights: what each further session adds.
+    /// The bound without the weights: what each further session adds.
     session_bytes: u64,
     /// Weights and KV bytes that one token of decode must read at a full cache, and at an empty one.
     bytes_read_per_token: u64,
@@ -92,7 +93,7 @@ struct Report {
 struct Ring {
     /// The largest of the model's own windows that are shorter than the context.
     window_tokens: u32,
-    /// What `--window` is to say, where other layers see the whole context: that much.
+    /// The `--window` to give if other layers see the whole context: the context's length.
     #[serde(skip_serializing_if = "Option::is_none")]
     window_flag_tokens: Option<u32>,
     kv_cache_bytes: u64,
@@ -104,7 +105,7 @@ struct Ceiling {
     bandwidth_bytes_per_second: u64,
     tokens_per_second: f64,
     tokens_per_second_empty: f64,
-    /// What the ceiling would be if weights cost nothing: the figure that is often quoted.
+    /// The ceiling if weights cost nothing: this figure is often quoted.
     tokens_per_second_kv_alone: f64,
 }
 
@@ -182,7 +183,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
 }
 
-/// Every cache that this model could have in the memory, and the best of them.
+/// Every cache that this model could have in the memory, and the recommended one.
 fn recommend(args: &Args, asked: &Asked, name: &str, quiet: bool) -> anyhow::Result<Recommendation> {
     let candidates = candidates::all(asked, LADDER);
     let Some(scored) = args.measure else {
@@ -194,7 +195,8 @@ fn recommend(args: &Args, asked: &Asked, name: &str, quiet: bool) -> anyhow::Res
     Ok(Recommendation::of(args, asked, Kl::measured(name, args, &measured), candidates, &kl))
 }
 
-/// A ring forgets what the model's own window hides; other kinds keep it, since a rollback may need it.
+/// The memory of a ring, if it is smaller. A ring forgets tokens outside the model's own window; other kinds keep them,
+/// since a rollback may need them.
 fn ring(model: &ModelConfig, registry: &Registry, config: &CacheConfig, kv_bytes: u64) -> Option<Ring> {
     let context = config.context_tokens;
     let shorter = |window: &Option<u32>| window.filter(|window| *window < context);
@@ -205,7 +207,7 @@ fn ring(model: &ModelConfig, registry: &Registry, config: &CacheConfig, kv_bytes
     }
     let window = ring_window(model, config);
     let window_flag_tokens = window.filter(|_| config.window.is_none());
-    // A kind or a backend that cannot be built so is no hint.
+    // No hint if this kind or backend cannot be built.
     let as_ring = CacheConfig { kind: "ring".into(), window, ..config.clone() };
     let plan = MemoryPlan::of_session(model, registry, &as_ring).ok()?;
     let kv_cache_bytes = plan.usage.of(Purpose::KvCache);
@@ -243,7 +245,7 @@ impl Report {
                 Bytes(self.bytes_read_per_token_empty)
             ),
         ];
-        // Its lines say what each kind takes.
+        // The lines of a recommendation already have the memory of each kind.
         if let (Some(ring), None) = (&self.ring, &self.recommendation) {
             let (takes, window) = (Bytes(ring.kv_cache_bytes), ring.window_tokens);
             lines.push(match ring.window_flag_tokens {

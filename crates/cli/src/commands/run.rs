@@ -89,7 +89,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             (text, String::new())
         }
     };
-    watch.text(""); // an answer without a text has an echo too
+    watch.text(""); // print the echoed prompt even if the answer has no text
     if let Some(failed) = watch.failed {
         return Err(failed);
     }
@@ -125,7 +125,7 @@ impl Args {
         Ok(prompt)
     }
 
-    /// The prompt's tokens, and the text that the answer continues, if it continues one.
+    /// The prompt's tokens, and the text that the answer continues (`None` if it answers a chat).
     fn encode<'p>(&self, model: &Opened, prompt: &'p str) -> anyhow::Result<(Vec<u32>, Option<&'p str>)> {
         let tokenizer = model.tokenizer().context(NO_TOKENIZER)?;
         match model.chat_template() {
@@ -146,13 +146,13 @@ impl Args {
     }
 }
 
-/// Streams to stdout; stops at Ctrl-C.
+/// Streams the answer to stdout; stops at Ctrl-C.
 struct Watch {
     bar: ProgressBar,
-    /// The prompt, which comes with the first word of the answer: a failure before that leaves nothing on stdout.
+    /// The prompt, printed together with the first text of the answer: a failure before that leaves stdout empty.
     echo: Option<String>,
     stream: bool,
-    /// At a terminal: what was shown last is what the model thinks.
+    /// At a terminal: whether the last text shown was reasoning. `None` elsewhere.
     thinks: Option<bool>,
     failed: Option<anyhow::Error>,
 }
@@ -184,7 +184,7 @@ impl Observer for Watch {
         let text = self.echo.take().unwrap_or_default() + space + text;
         self.show(&text, false)
     }
-    /// At a terminal alone: what a program reads is the answer.
+    /// Shown only at a terminal: a program that reads stdout gets the answer alone.
     fn reasoning(&mut self, text: &str) -> bool {
         if self.thinks.is_none() {
             return true;

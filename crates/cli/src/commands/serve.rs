@@ -97,7 +97,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// The file, overridden by flags, checked.
+    /// The configuration file, overridden by flags, and checked.
     fn config(&self) -> anyhow::Result<ServerConfig> {
         let mut c = match &self.config {
             Some(path) => ServerConfig::read(path)?,
@@ -151,11 +151,11 @@ struct Plan {
     kv_recent: u32,
     max_batch: u32,
     max_batch_tokens: u32,
-    /// What the model takes. Never exceeded.
+    /// Memory of the model and its cache; never exceeded.
     bound: json::MemoryBytes,
-    /// What requests take beside it, all together: while they are made ready, and their prompts from then on.
+    /// Memory of all requests together: while they are prepared, and their prompts from then on.
     requests_bytes: u64,
-    /// Both: what must be there.
+    /// The sum, which must be available.
     total_bytes: u64,
     available_bytes: Option<u64>,
 }
@@ -183,7 +183,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         return show_plan(&args, &config, &opened, &plan);
     }
     if let Some(tokenizer) = opened.tokenizer() {
-        tokenizer.check()?; // better now than at the first request
+        tokenizer.check()?; // fail now and not at the first request
     }
     let budget = args.model.budget();
     let free = MemoryPlan::free_after(&opened, args.model.weights, &budget)?;
@@ -200,9 +200,9 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     let address = (config.http.host, config.http.port);
     let taken = || format!("cannot listen on {}:{}; try another --port", address.0, address.1);
-    // Given back at once: no client is to wait for an answer while the weights come.
+    // Check that the address is free, and release it at once, so that no client connects and waits while weights load.
     drop(std::net::TcpListener::bind(address).with_context(taken)?);
-    // Better now than behind the weights.
+    // Open the recording before the weights are loaded, so that an error comes early.
     let record = args.record.as_deref().map(|path| record_file(path, args.record_overwrite)).transpose()?;
     let cache_tokens = engine.paged.cache.context_tokens;
     if config.model.ships_sampling()
@@ -216,7 +216,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let runtime = kvist_server::runtime().context("cannot start threads for connections")?;
     let served = runtime.block_on(async {
         if let Some(file) = record {
-            // Not before it begins: a server that does not start leaves what was there. A pipe has no length.
+            // Truncate only now: a server that does not start leaves an old recording intact. A pipe has no length.
             match file.set_len(0) {
                 Err(error) if file.metadata().map_or(true, |there| there.is_file()) => {
                     return Err(error).context("--record: what the file holds cannot be removed");
@@ -229,17 +229,17 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         let listener = tokio::net::TcpListener::bind(address).await.with_context(taken)?;
         let address = listener.local_addr()?;
         let end = terminated();
-        // stdout, because it is what a program that starts this one waits for. From then on a signal drains.
+        // On stdout, because a program that starts the server waits for this line. From now on a signal drains.
         let name = output::harmless(app.model_name());
         output::show(&format!("serving {name} on http://{address}\n"))?;
         serve(listener, app, end).await.context("the server failed")
     });
-    // The grace is over. A rendering or a tokenization that does not end must not keep the program.
+    // After the grace period a rendering or a tokenization that does not end must not keep the program alive.
     runtime.shutdown_timeout(Duration::from_secs(2));
     served
 }
 
-/// What a server recorded cannot be had again, so it is not lost by starting the same command twice.
+/// Opens the file of `--record`. A recording cannot be made again, so it is not overwritten by default.
 fn record_file(path: &Path, overwrite: bool) -> anyhow::Result<File> {
     let cannot = || format!("--record: cannot write {}", path.display());
     let file = File::options().write(true).create(true).truncate(false).open(path).with_context(cannot)?;
@@ -254,13 +254,13 @@ fn record_file(path: &Path, overwrite: bool) -> anyhow::Result<File> {
     Ok(file)
 }
 
-/// SIGTERM or SIGINT, which are listened for from now on. A second one ends the program.
+/// Completes at SIGTERM or SIGINT, which it listens for from this call on. A second signal ends the program.
 fn terminated() -> impl Future<Output = ()> {
     use tokio::signal::unix::{SignalKind, signal};
     let signals = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()));
     async move {
         let (Ok(mut terminate), Ok(mut interrupt)) = signals else {
-            // Without handlers the signals end the program as they always do.
+            // Without handlers the signals end the program by default.
             return std::future::pending().await;
         };
         tokio::select! {

@@ -1,4 +1,4 @@
-//! `kvist simulate`: what a cache, a policy and a scheduler do to a load, before there is a machine to try it on.
+//! `kvist simulate`: how a cache, a policy and a scheduler handle a load, before there is a machine to try them on.
 mod arena;
 mod blocks;
 pub mod costs;
@@ -182,7 +182,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     output::show(&texts.join("\n"))
 }
 
-/// One of the runs that are shown, with its recording if one is asked for.
+/// Runs one of the schedulers to show, and records it if asked to.
 fn watched(args: &Args, what: &What, requests: &Requests, quiet: bool) -> anyhow::Result<Record> {
     let bar = progress::bar("requests", requests.list.len() as u64, quiet);
     let mut recording = args.show.record.as_deref().map(output::FileInParts::create).transpose()?;
@@ -206,7 +206,7 @@ fn watched(args: &Args, what: &What, requests: &Requests, quiet: bool) -> anyhow
     Ok(record)
 }
 
-/// The plots of `page`, an SVG file each.
+/// Writes the plots of `page`, one SVG file each.
 fn write_pictures(folder: &Path, page: &html::Page<'_>) -> anyhow::Result<()> {
     std::fs::create_dir_all(folder)
         .with_context(|| format!("cannot make the folder {}", folder.display()))?;
@@ -223,7 +223,7 @@ impl What {
         Options { scheduler, max_new, deadline_ns, ..Options::default() }
     }
 
-    /// What cannot be is said before hours are spent; of the requests, whether one cache can hold them all.
+    /// Checks the settings, and that one cache can serve all requests, before hours are spent.
     pub fn check(&self, requests: &[Request]) -> anyhow::Result<()> {
         if self.zero.zero_service {
             let policy = evict::build(&self.blocks.policy, &self.blocks.parameters()?);
@@ -236,14 +236,14 @@ impl What {
         self.check_cache(requests)
     }
 
-    /// What a measured table says nothing about, and has to guess.
+    /// Warnings about where a measured table has no data and must extrapolate.
     fn beyond_measurements(&self, requests: &[Request]) -> anyhow::Result<Vec<String>> {
         let longest = requests.iter().map(|r| u64::from(r.prompt_tokens) + u64::from(r.output_tokens)).max();
         let (sequences, tokens) = (self.schedule.max_batch(), self.schedule.batch_tokens());
         self.costs.beyond(sequences, tokens, longest.unwrap_or(0), self.blocks.block_tokens())
     }
 
-    /// Can one cache hold them all?
+    /// Checks that one cache can serve all requests.
     pub fn check_cache(&self, requests: &[Request]) -> anyhow::Result<()> {
         self.cache(requests).map(|_| ())
     }
@@ -253,7 +253,7 @@ impl What {
     }
 }
 
-/// One run over fresh bookkeeping.
+/// One run with an empty cache and a new scheduler.
 pub fn simulate(
     what: &What,
     requests: &[Request],

@@ -1,4 +1,4 @@
-//! Running the real program.
+//! Runs the real binary.
 #![allow(dead_code)] // each test binary uses its part
 use serde_json::{Map, Value};
 use std::io::Write;
@@ -11,17 +11,17 @@ pub fn kvist() -> Command {
     command
 }
 
-/// Run to the end with `stdin` piped in.
+/// Runs the program to its end, with `stdin` piped in.
 pub fn run(args: &[&str], stdin: &[u8]) -> Output {
     let mut command = kvist();
     command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
-    // A program that does not read it may be gone already.
+    // The program may have ended without reading its input.
     let _ = child.stdin.take().unwrap().write_all(stdin);
     child.wait_with_output().unwrap()
 }
 
-/// stdout and stderr of a run that succeeds.
+/// stdout and stderr of a run that must succeed.
 pub fn succeed(args: &[&str]) -> (String, String) {
     succeed_with(args, b"")
 }
@@ -33,7 +33,7 @@ pub fn succeed_with(args: &[&str], stdin: &[u8]) -> (String, String) {
     (stdout, stderr)
 }
 
-/// The one JSON document on stdout.
+/// The single JSON document on stdout.
 pub fn json(args: &[&str]) -> serde_json::Value {
     let (stdout, _) = succeed(args);
     serde_json::from_str(&stdout).unwrap_or_else(|e| panic!("{args:?}: {e}: {stdout}"))
@@ -44,7 +44,7 @@ pub fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures")
 }
 
-/// A model whose every token but one begins with ESC, and that never ends its text.
+/// A model whose tokens all but one begin with ESC, and that never ends its text.
 pub fn escaping_model() -> tempfile::TempDir {
     let (from, folder) = (fixtures().join("parity/llama-gqa"), tempfile::tempdir().unwrap());
     let path = |name: &str| folder.path().join(name);

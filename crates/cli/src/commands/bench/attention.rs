@@ -1,4 +1,4 @@
-//! `kvist bench attention`: what attention alone takes, and what reading alone would.
+//! `kvist bench attention`: the time of attention alone, compared with reading the same bytes.
 use super::machine::{Machine, ReadLimit, Spread, Watch};
 use super::measure::{KvArgs, RunsArgs};
 use super::plot;
@@ -53,7 +53,7 @@ pub struct Args {
     measure: RunsArgs,
 }
 
-/// What a step of attention has to do.
+/// The work of one attention step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Case {
     pub k: Storage,
@@ -85,7 +85,7 @@ impl Case {
         }
     }
 
-    /// Positions that the queries of a chain or of branches see, all together, without a window; of `tokens` tokens as
+    /// Positions that all queries of a chain or of branches see together, without a window; for `tokens` tokens as
     /// `--tokens` counts them.
     pub fn visible(&self, tokens: u32) -> u64 {
         let (tokens, queries) = (u64::from(tokens), u64::from(self.queries));
@@ -128,7 +128,7 @@ pub(super) struct Row {
     /// Stored bytes that the step read, as the pools count them.
     pub bytes_read: u64,
     gb_per_s: f64,
-    /// Reading as many bytes and nothing else, in the same run.
+    /// The rate of reading as many bytes and doing nothing else, in the same run.
     pub read_limit_gb_per_s: f64,
     read_limit_ms: f64,
     share_of_limit: f64,
@@ -205,7 +205,7 @@ pub(super) fn measure(
         )));
     }
     let cached = if chain { tokens.saturating_sub(queries) } else { tokens };
-    // Scattered blocks lie between those of a second sequence.
+    // Scattered blocks alternate with blocks of a second sequence.
     let held = if case.scattered { cached.checked_mul(2) } else { Some(cached) };
     let capacity = held
         .and_then(|held| held.checked_add(queries)?.checked_next_multiple_of(BLOCK_TOKENS))

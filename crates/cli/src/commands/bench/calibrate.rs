@@ -1,10 +1,11 @@
-//! `kvist bench calibrate`: what the steps of a server take on this machine, as a table for `kvist simulate --costs`.
+//! `kvist bench calibrate`: measures the step times of a server on this machine, as a table for
+//! `kvist simulate --costs`.
 //!
-//! Every cell is a step of the scheduler, the cache and the executor that `kvist serve` runs: the time is that of a whole
-//! turn, bookkeeping and the taking of tokens included. Every token is sent to a listener of its own on another thread, as a
-//! server does: where computing takes all cores, that is felt. Cells are visited in rounds until the time is over, so that a busy
-//! moment of the machine hits few visits of many cells, and medians do not show it. It refuses to write a table of which a
-//! cell was never measured.
+//! Every cell is a step of the scheduler, the cache and the executor that `kvist serve` runs: the time is that of a
+//! whole turn (one scheduler iteration), bookkeeping and the delivery of tokens included. Every token is sent to its
+//! own listener on another thread, as in a server; this matters where computing uses all cores. Cells are visited in
+//! rounds until the time is over, so a busy moment of the machine affects few visits of many cells, and medians hide
+//! it. If a cell was never measured, no table is written.
 pub mod steps;
 
 use super::machine::{Machine, Watch};
@@ -55,25 +56,25 @@ pub struct Args {
     json: bool,
 }
 
-/// Above this scatter a table is worth little.
+/// Above this scatter a table is not reliable.
 const MUCH_SCATTER: f64 = 0.2;
 
 /// Decode steps that are timed per visit.
 const DECODE_STEPS: u32 = 4;
 
-/// The crossings that are measured.
+/// The axes of the measured grids.
 struct Axes {
     tokens: Vec<u32>,
     prefill_context: Vec<u32>,
     sequences: Vec<u32>,
     decode_context: Vec<u32>,
-    /// Of mixed steps.
+    /// Prompt tokens of mixed steps.
     beside: Vec<u32>,
-    /// Which of `decode_context` mixed steps have.
+    /// Index into `decode_context` for mixed steps.
     mixed_at: usize,
 }
 
-/// Powers of `factor` from `first` on, and `last`.
+/// Powers of `factor`, starting at `first`, and `last`.
 fn powers(first: u32, factor: u32, last: u32) -> Vec<u32> {
     let mut axis: Vec<u32> =
         std::iter::successors(Some(first), |n| n.checked_mul(factor)).take_while(|n| *n < last).collect();
@@ -81,8 +82,9 @@ fn powers(first: u32, factor: u32, last: u32) -> Vec<u32> {
     axis
 }
 
-/// Powers of two up to `last`, and between each two one odd number, √2 times the smaller. Kernels work by tiles, whose rows
-/// are a power of two: whole tiles alone would be cheap steps, and what lies between them dearer than a line says.
+/// Powers of two up to `last`, and between each two of them one odd number, √2 times the smaller. Kernels work on tiles
+/// of a power of two of rows: whole tiles are the cheap case, and counts between them cost more than a line through the
+/// powers of two would predict.
 fn counts(last: u32) -> Vec<u32> {
     let between = |n: u32| (f64::from(n) * std::f64::consts::SQRT_2) as u32 | 1;
     let powers = std::iter::successors(Some(1u32), |n| n.checked_mul(2));
@@ -96,7 +98,7 @@ fn counts(last: u32) -> Vec<u32> {
 impl Axes {
     fn of(served: &Served) -> Axes {
         let context = served.context_tokens;
-        // A full step of sequences that short still finds places for all of them.
+        // The shortest context at which a full step's sequences still fit into the batch.
         let shortest = served.max_batch_tokens.div_ceil(served.max_batch).max(16).min(context);
         let least = 32.min(context);
         let decode_context = powers(least, 4, context);
@@ -111,7 +113,7 @@ impl Axes {
     }
 }
 
-/// Times of every cell, as they come.
+/// Times of every cell, collected over rounds.
 struct Samples {
     prefill: Vec<Vec<Vec<f64>>>,
     decode: Vec<Vec<Vec<f64>>>,
@@ -130,10 +132,10 @@ impl Samples {
         }
     }
 
-    /// Every cell once. `kept` says whether it counts.
+    /// Visits every cell once. `kept`: record the times.
     fn round(&mut self, steps: &mut Steps, axes: &Axes, mixes: bool, kept: bool) -> anyhow::Result<()> {
-        // What the last cells of the round before read has pushed the weights out of the processor's caches; a server that
-        // goes on as it does has them there.
+        // The previous round's last cells have pushed the weights out of the processor's caches; in a running server
+        // they would be there. Run one step to load them.
         steps.prefill(axes.tokens[0], axes.prefill_context[0])?;
         for (i, &tokens) in axes.tokens.iter().enumerate() {
             for (j, &context) in axes.prefill_context.iter().enumerate() {
@@ -195,7 +197,7 @@ fn medians(
     rows.iter().zip(samples).map(row).collect()
 }
 
-/// How far apart the visits of a cell lie: the middle half of them, as part of their median; the median over all cells.
+/// The spread of a cell's visits: their interquartile range over their median; the median of that over all cells.
 fn scatter(samples: &[&[Vec<Vec<f64>>]]) -> f64 {
     let of = |cell: &Vec<f64>| {
         let mut sorted = cell.clone();
@@ -215,13 +217,13 @@ struct Summary {
     model: String,
     setting: Setting,
     machine: Machine,
-    /// Cells of all grids, and steps that counted.
+    /// Cells of all grids, and recorded steps.
     cells: usize,
     steps: usize,
-    /// The middle half of the visits of a cell, as part of their median; median over the cells.
+    /// The interquartile range of a cell's visits over their median; median over the cells.
     scatter: f64,
-    /// Tokens per second of full prefill steps at the shortest context, and of decode steps of one and of all sequences
-    /// at the shortest.
+    /// Tokens per second of full prefill steps, and of decode steps of one and of all sequences, at the shortest
+    /// context.
     prefill_tokens_per_s: f64,
     decode_tokens_per_s: f64,
     decode_tokens_per_s_full: f64,
@@ -270,7 +272,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let (began, mut samples, mut rounds) = (Instant::now(), Samples::new(&axes), 0);
     let bar = progress::bar("measuring (s)", args.seconds.ceil() as u64, quiet);
     let mixes = served.max_batch_tokens > served.max_batch;
-    // The first round grows and warms what it uses.
+    // The first round allocates and warms up; it is not recorded.
     samples.round(&mut steps, &axes, mixes, false)?;
     let mut longest = Duration::ZERO;
     while rounds == 0 || (began.elapsed() + longest).as_secs_f64() < args.seconds {
@@ -320,7 +322,7 @@ fn floats(axis: &[u32]) -> Vec<f64> {
     axis.iter().map(|n| f64::from(*n)).collect()
 }
 
-/// What was measured, as the simulator reads it.
+/// The measurements in the simulator's format.
 fn table(
     axes: &Axes,
     samples: &Samples,
@@ -348,7 +350,7 @@ fn table(
             ns: medians("decode", &axes.sequences, &axes.decode_context, &samples.decode)?,
         },
     };
-    // What a mixed step took less than its two sides by themselves, as this very table has them.
+    // How much less a mixed step takes than its two parts separately, by this table.
     let apart = MeasuredTable::new("the measurement", file.clone())?;
     let saved = |cell: &Vec<Ran>| {
         let mut both: Vec<f64> = Vec::new();

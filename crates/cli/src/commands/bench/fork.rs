@@ -1,4 +1,4 @@
-//! `kvist bench fork`: branches of a running sequence. Bytes are counted, not guessed.
+//! `kvist bench fork`: branches of a running sequence. Bytes are counted by the pools.
 use super::machine::{Machine, Spread, Watch};
 use super::measure::RunsArgs;
 use super::rig::{Rig, Setup, TRUNK};
@@ -50,7 +50,7 @@ struct Report {
     fork_us: f64,
     /// Stored bytes that forking copied.
     fork_bytes_copied: u64,
-    /// What a copy would have taken.
+    /// Bytes that a copy of the trunk would take.
     trunk_bytes: u64,
     one: Steps,
     all: Steps,

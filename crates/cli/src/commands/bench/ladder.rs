@@ -1,5 +1,5 @@
-//! `kvist bench ladder`: what each step from "no cache" to "int8 and shared layers" is worth, in tokens per second
-//! and in bytes, on the same model in the same run.
+//! `kvist bench ladder`: what each step from "no cache" to "int8 and shared layers" gains, in tokens per second and in
+//! bytes, on the same model in the same run.
 use crate::options::*;
 use crate::source::Source;
 use crate::{interrupt, json, output, progress};
@@ -119,7 +119,7 @@ struct Row {
     step: &'static str,
     what: &'static str,
     tokens: u32,
-    /// Median of the runs, and their extremes.
+    /// Median, minimum and maximum of the runs.
     seconds: f64,
     seconds_min: f64,
     seconds_max: f64,
@@ -148,7 +148,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         Some(model) => load(&SourceArgs { model: Some(model), ..args.source.clone() }.find(quiet)?, None)?,
         None => load(&source, Some(2))?,
     };
-    // v1 keeps its bytes as the note had it: every step allocates anew and copies the past.
+    // v1 uses the `cpu-concat` backend: every step allocates new memory and copies the past.
     let compute = kvist_cpu::Compute::default();
     let concatenating = kvist_cpu::Cpu::new(compute.clone()).concatenating();
     let registry = registry(&compute).with(Box::new(concatenating));
@@ -161,7 +161,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         let mut kv_bytes = vec![0; variants.len()];
         let mut per_token = vec![0; variants.len()];
         for round in 0..rounds {
-            // The sides alternate, so that a busy moment of the machine hits all of them.
+            // The variants alternate, so that a busy moment of the machine affects all of them.
             for (i, variant) in variants.iter().enumerate() {
                 let model = if variant.shared { &shared } else { &plain };
                 let measured = measure(model, &registry, variant, tokens)?;
@@ -228,7 +228,7 @@ struct Measured {
     kv_bytes_per_token: u64,
 }
 
-/// Generate `tokens` tokens greedily from the first token on, cache included: a session lives as long as a run.
+/// Generates `tokens` tokens greedily from the first token on. Each run has its own session and cache.
 fn measure(
     model: &Arc<Model>,
     registry: &Registry,
@@ -254,7 +254,7 @@ fn measure(
     Ok(Measured { seconds, kv_bytes: session.kv_bytes(), kv_bytes_per_token: plan.kv_bytes_per_token })
 }
 
-/// Of sorted values.
+/// The median of sorted values.
 fn median(sorted: &[f64]) -> Option<f64> {
     let n = sorted.len();
     Some((sorted.get(n / 2)? + sorted.get(n.checked_sub(1)? / 2)?) / 2.0)

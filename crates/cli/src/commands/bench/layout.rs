@@ -1,4 +1,4 @@
-//! `kvist bench layout`: what the place of rows and the size of pages are worth to a kernel that only reads.
+//! `kvist bench layout`: how the order of rows and the size of pages affect a kernel that only reads.
 use super::machine::{Machine, Spread, Watch};
 use super::measure::RunsArgs;
 use crate::options::*;
@@ -38,7 +38,7 @@ struct Row {
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let compute = args.compute.get()?;
     let heads: usize = args.heads.parse()?;
-    // Whole parts of every head.
+    // Use whole parts of every head.
     let unit = heads as u64 * (256 << 10);
     let bytes = (args.size.0 / unit).max(1).saturating_mul(unit);
     if crate::memory::available().is_some_and(|free| bytes > free / 2) {

@@ -1,4 +1,4 @@
-//! `kvist bench linear`: packed linear layers alone, over enough matrices that none stays in a cache.
+//! `kvist bench linear`: packed linear layers alone, over so many matrices that none stays in a processor cache.
 use super::machine::{Machine, ReadLimit, Spread, Watch};
 use super::measure::RunsArgs;
 use super::shape::parse_lengths;
@@ -30,7 +30,7 @@ pub struct Args {
     measure: RunsArgs,
 }
 
-/// More than any cache holds.
+/// Larger than any processor cache.
 const BYTES: u64 = 256 << 20;
 
 #[derive(Serialize)]
@@ -73,7 +73,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             wrong_usage(format!("--inputs {inputs}: {name} takes whole blocks of {}", block.0))
         })?;
         let tokens = args.tokens.iter().copied().max().unwrap_or(1) as u64;
-        // The file, its packed copies, the inputs in their forms, the outputs.
+        // The file, its packed copies, the inputs in all their forms, the outputs.
         let needed = (bytes * 2 + BYTES)
             .saturating_add(tokens.saturating_mul(4).saturating_mul(outputs as u64 + 4 * inputs as u64));
         if crate::memory::available().is_some_and(|free| needed > free) {
@@ -82,7 +82,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
                 bytes_of(needed)
             );
         }
-        // Small positive codes and scales: any bytes will do, as long as they are numbers.
+        // Small positive codes and scales: any bytes that decode to numbers will do.
         let file = vec![0x11u8; outputs * (inputs / block.0) * block.1];
         let n = (BYTES / bytes + 1).min(64) as usize;
         let pack = |_| Matrix::pack(&compute, packing, outputs, inputs, &file);
@@ -93,7 +93,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             let mut forms = Inputs::default();
             let mut limit = ReadLimit::new(&compute, bytes * n as u64)?;
             let watch = Watch::start();
-            // Large batches take long and are not about memory: fewer matrices.
+            // Large batches take long and are not limited by memory: use fewer matrices.
             let some = if *tokens >= 64 { &matrices[..1] } else { &matrices[..] };
             let runs = args.measure.measure(&compute, &mut limit, quiet, || {
                 let started = Instant::now();

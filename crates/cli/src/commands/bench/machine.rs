@@ -1,4 +1,4 @@
-//! The machine and the moment of a measurement, and what many runs of it say.
+//! The state of the machine during a measurement, and statistics over its runs.
 use kvist_cpu::Compute;
 use kvist_cpu::stream::Stream;
 use serde::Serialize;
@@ -15,9 +15,9 @@ pub struct Machine {
     /// Transparent huge pages: the system's setting.
     pub huge_pages: Option<String>,
     pub governor: Option<String>,
-    /// Part of all CPU time that another guest took, over the run.
+    /// Share of all CPU time that other guests took, during the run.
     pub steal: Option<f64>,
-    /// Part of all CPU time that somebody was busy, over the run.
+    /// Share of all CPU time that was busy, during the run.
     pub busy: Option<f64>,
 }
 
@@ -51,7 +51,7 @@ impl Ticks {
     }
 }
 
-/// A run in progress.
+/// Samples the machine's CPU time during a run.
 pub struct Watch {
     started: Option<Ticks>,
 }
@@ -61,7 +61,7 @@ impl Watch {
         Watch { started: Ticks::now() }
     }
 
-    /// The machine, and how it was since the start.
+    /// The machine, and its load since the start.
     pub fn machine(&self, compute: &Compute) -> Machine {
         let since = self.started.zip(Ticks::now()).filter(|(a, b)| b.all > a.all);
         let part = |f: fn(&Ticks) -> u64| {
@@ -100,13 +100,13 @@ impl Spread {
     }
 }
 
-/// What reading alone takes, measured in turns with the thing itself.
+/// The rate of reading alone, measured in alternation with the kernel.
 pub struct ReadLimit {
     stream: Stream,
     runs: Vec<Duration>,
 }
 
-/// Smaller streams would stay in a cache, larger ones take long and say no more.
+/// Smaller streams would stay in a cache, larger ones take longer without more information.
 const LEAST: u64 = 256 << 20;
 const MOST: u64 = 1 << 30;
 
@@ -123,7 +123,7 @@ impl ReadLimit {
     pub fn rate(&self) -> f64 {
         self.stream.bytes() as f64 / (Spread::of(&self.runs).median_ms / 1e3)
     }
-    /// Milliseconds that `bytes` bytes take at least.
+    /// The least time, in milliseconds, to read `bytes` bytes.
     pub fn ms(&self, bytes: u64) -> f64 {
         bytes as f64 / self.rate() * 1e3
     }

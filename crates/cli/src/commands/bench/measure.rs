@@ -1,4 +1,4 @@
-//! What the measuring commands have in common: flags, and the loop.
+//! What the measuring commands share: flags, and the loop.
 use super::machine::ReadLimit;
 use crate::{interrupt, progress};
 use kvist_backend::Storage;
@@ -27,9 +27,8 @@ pub struct RunsArgs {
 }
 
 impl RunsArgs {
-    /// What `run` takes, as it says itself: once to grow and warm what it uses, then `runs` times that count. After
-    /// each the limit is read once. `None` of `run`, or an interrupt, ends it early: less than `runs`, maybe nothing,
-    /// comes back.
+    /// Collects the times that `run` returns: one warm-up run, then `runs` runs that count. The read limit is sampled
+    /// after each. If `run` returns `None`, or on an interrupt, it ends early with fewer times, maybe none.
     pub fn measure(
         &self,
         compute: &Compute,

@@ -78,18 +78,18 @@ struct Row {
     k: String,
     v: String,
     depth: u32,
-    /// Of a run.
+    /// Tokens of a run.
     tokens: u32,
     tokens_per_s: f64,
     ms_per_token: f64,
-    /// Whole runs.
+    /// Times of whole runs.
     #[serde(flatten)]
     spread: Spread,
-    /// Bytes that a token of decode reads at this depth: weights, and the visible cache.
+    /// Bytes that decoding one token reads at this depth: weights, and the visible cache.
     weight_bytes: u64,
     kv_bytes: u64,
     read_limit_gb_per_s: f64,
-    /// Reading these bytes and nothing else, over what a token takes. Decode only.
+    /// Time of reading these bytes alone, over the time of a token. Decode only.
     #[serde(skip_serializing_if = "Option::is_none")]
     share_of_limit: Option<f64>,
     machine: Machine,
@@ -143,7 +143,7 @@ impl<'a> Bench<'a> {
         (from..from + n).map(|i| token(u64::from(i)).min(vocab as u32 - 1)).collect()
     }
 
-    /// Back to `depth` tokens.
+    /// Rewinds to `depth` tokens.
     fn rewind(session: &mut ModelSession, depth: u32) -> anyhow::Result<()> {
         match session.cache().rewinds() {
             Some(mut rewind) => Ok(rewind.rewind(depth)?),

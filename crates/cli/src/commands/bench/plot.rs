@@ -45,7 +45,7 @@ pub fn write_roofline(path: &Path, title: &str, lines: Vec<Line>, n_roofs: usize
     save(path, plots, layout)
 }
 
-/// Lying bars, the first on top, with a line at 1.
+/// Horizontal bars, the first on top, with a line at 1.
 pub fn write_bars(path: &Path, title: &str, x: &str, bars: Vec<(String, f64)>) -> anyhow::Result<()> {
     let height = 120.0 + 24.0 * bars.len() as f64;
     let plot = BarPlot::new().with_bars(bars.into_iter().rev()).with_color(COLOURS[0]).with_horizontal(true);

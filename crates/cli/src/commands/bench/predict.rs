@@ -1,10 +1,10 @@
-//! `kvist bench predict`: a load that no table was made from, served for real and simulated with the table: how far off is
-//! the simulator?
+//! `kvist bench predict`: serves a load that the table was not made from, simulates it with the table, and compares:
+//! how accurate is the simulator?
 //!
-//! Requests with popular prefixes arrive like independent users; the engine of `kvist serve` answers them in this process,
-//! on the clock of the real world, and its users note when their tokens come. The simulator is given the same requests, the
-//! same cache, the same configuration and the table. Then the steps that were really run are priced with the table, one
-//! by one: what is off there is the table, and what is off beyond is how steps came about.
+//! Requests with popular prefixes arrive as from independent users. The engine of `kvist serve` answers them in this
+//! process, in real time, and each user records when its tokens come. The simulator gets the same requests, cache,
+//! configuration and table. Then the table prices the steps that really ran, one by one: their error is the table's,
+//! and the remaining error comes from how steps were composed.
 use crate::commands::bench::calibrate::steps::token;
 use crate::commands::simulate::{costs, replay};
 use crate::options::*;
@@ -65,12 +65,12 @@ pub struct Args {
     json: bool,
 }
 
-/// Fewer requests make no mean.
+/// Fewer requests give no reliable mean.
 const FEWEST: u32 = 20;
 /// Tokens of a shared prefix, and how many there are.
 const PREFIX_TOKENS: u32 = 128;
 const N_PREFIXES: u32 = 12;
-/// Means of a prompt behind its prefix, and of an answer.
+/// Mean length of a prompt after its prefix, and of an answer.
 const PROMPT_TOKENS: u32 = 64;
 const OUTPUT_TOKENS: u32 = 48;
 
@@ -84,10 +84,10 @@ struct Prediction {
     /// Tokens of the cache.
     cache_tokens: u32,
     scheduler: Config,
-    /// Runnable threads of the whole machine, mean of a minute: before and after.
+    /// Runnable threads of the whole machine, mean of a minute: before and after the run.
     load_average: [Option<f64>; 2],
     figures: Vec<Figure>,
-    /// What was served, decided anew, and its steps as the table prices them.
+    /// The replay of the served recording, with its steps priced by the table.
     replayed: replay::Summary,
 }
 
@@ -100,7 +100,7 @@ struct Figure {
 }
 
 impl Figure {
-    /// Simulated over served, less one; `None` of nothing.
+    /// Simulated over served, less one; `None` if the served figure is 0.
     fn error(&self) -> Option<f64> {
         (self.served != 0.0).then(|| self.simulated / self.served - 1.0)
     }
@@ -109,7 +109,7 @@ impl Figure {
 /// A figure's name, its unit and its value.
 type Named = (&'static str, &'static str, f64);
 
-/// What users and scheduler saw.
+/// Measurements of users and scheduler.
 #[derive(Default)]
 struct Figures {
     ttft_s: Vec<f64>,
@@ -210,7 +210,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         let cache = config.paged.cache(model.decoder().config())?;
         Ok(run::run(requests, cache, &table, &options, None, &mut |_| ())?)
     };
-    // The busier the more often they arrive: halve the interval of rates until it is narrow.
+    // The machine is busier the more often requests arrive: bisect the rate until the interval is small.
     let busy = |requests: &[Request]| -> anyhow::Result<f64> {
         let figures = Figures::simulated(&simulate(requests)?);
         Ok(figures.busy_s / figures.duration_s)
@@ -223,7 +223,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let (mut low, mut high) = (0.01f64, 10_000.0f64);
     for _ in 0..24 {
         let middle = (low * high).sqrt();
-        // What cannot be drawn within reason is too much.
+        // A load too large to generate counts as too busy.
         let too_busy = n_requests(middle) > 100_000 || busy(&draw(middle)?)? > args.busy;
         if too_busy { high = middle } else { low = middle }
     }
@@ -287,7 +287,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if args.json { output::show_json(&prediction) } else { output::show(&prediction.text()) }
 }
 
-/// What is served, and simulated: as the table was measured.
+/// The configuration to serve and simulate: that of the table's measurement.
 fn served(args: &Args, table: &MeasuredTable) -> anyhow::Result<EngineConfig> {
     let file = args.costs.display();
     let setting = table.setting();
@@ -322,7 +322,7 @@ fn served(args: &Args, table: &MeasuredTable) -> anyhow::Result<EngineConfig> {
     Ok(config)
 }
 
-/// `n_requests` requests of token ids below `vocab`, each of `longest` tokens at most.
+/// `n_requests` requests with token ids below `vocab`, each of at most `longest` tokens.
 fn load(per_s: f64, n_requests: usize, seed: u64, longest: u32, vocab: u32) -> anyhow::Result<Vec<Request>> {
     let prefixes = Prefixes {
         n_prefixes: N_PREFIXES,
@@ -341,7 +341,7 @@ fn load(per_s: f64, n_requests: usize, seed: u64, longest: u32, vocab: u32) -> a
     };
     let mut requests = workload.generate(seed)?;
     for request in &mut requests {
-        // An opaque id becomes the same tokens wherever it stands.
+        // An opaque id always becomes the same tokens.
         let PromptContent::Ids { ids, tokens_per_id, .. } = &request.content else { continue };
         request.output_tokens = request.output_tokens.min(longest / 2);
         request.prompt_tokens = request.prompt_tokens.min(longest - request.output_tokens);
@@ -352,7 +352,7 @@ fn load(per_s: f64, n_requests: usize, seed: u64, longest: u32, vocab: u32) -> a
     Ok(requests)
 }
 
-/// When a user asked, and when tokens came; seconds since the beginning.
+/// When a user's request arrived, and when its tokens came; seconds since the start.
 struct User {
     arrival_s: f64,
     first_s: f64,
@@ -365,7 +365,7 @@ impl User {
         (self.n > 1).then(|| (self.last_s - self.first_s) / f64::from(self.n - 1))
     }
 
-    /// What one hears until the end.
+    /// Receives the events of one generation until it ends.
     async fn listen(mut generation: Generation, began: Instant, arrival_s: f64) -> anyhow::Result<User> {
         let mut user = User { arrival_s, first_s: 0.0, last_s: 0.0, n: 0 };
         loop {
@@ -386,14 +386,14 @@ impl User {
     }
 }
 
-/// All requests at their times; those that are waited for are waited for to their ends.
+/// Submits all requests at their times, and waits for all of them to end.
 fn serve(engine: &Engine, requests: &[Request], quiet: bool) -> anyhow::Result<Vec<User>> {
-    // One thread: it only waits, and the cores are the engine's.
+    // One thread: it only waits, and the cores belong to the engine.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.context("cannot start a thread for users")?;
     let bar = progress::bar("serving", requests.len() as u64, quiet);
     runtime.block_on(async {
-        // The first step grows and warms what it uses.
+        // A warm-up request: the first step allocates.
         let (first, began) = (job(&[1], 2, "warm"), Instant::now());
         User::listen(engine.submit(first)?, began, 0.0).await?;
         let began = Instant::now();
@@ -412,13 +412,13 @@ fn serve(engine: &Engine, requests: &[Request], quiet: bool) -> anyhow::Result<V
             heard.push(user??);
         }
         bar.finish_and_clear();
-        // The last token is told before the turn is noted and recorded.
+        // The last token is sent before the turn is recorded: wait for the engine to finish it.
         engine.inspect(|_| ()).await.context("the engine has died")?;
         Ok(heard)
     })
 }
 
-/// What is asked, and when.
+/// The jobs and their arrival times.
 fn arrivals(requests: &[Request]) -> Vec<(Duration, Job)> {
     let job = |request: &Request| match &request.content {
         PromptContent::Tokens(tokens) => {
@@ -430,8 +430,9 @@ fn arrivals(requests: &[Request]) -> Vec<(Duration, Job)> {
     requests.iter().filter_map(job).collect()
 }
 
-/// Every job at its time, on a thread of its own: the timer of the thread that listens counts in milliseconds, which is much
-/// of what is measured. `come` hears what was submitted and when it should have been: to be late is part of the wait.
+/// Submits every job at its time. This runs on its own thread, because the timer of the listening thread has a
+/// resolution of milliseconds, a large part of what is measured. `come` gets the generation and its scheduled arrival:
+/// a late submission counts as waiting.
 fn arrive(
     engine: &Engine,
     jobs: Vec<(Duration, Job)>,
@@ -468,7 +469,7 @@ fn job(prompt: &[u32], max_new: u32, salt: &str) -> Job {
     }
 }
 
-/// What the engine heard and decided, in the order of a recording.
+/// The engine's events and decisions, in the order of a recording.
 #[derive(Clone, Default)]
 struct Recording(Arc<Mutex<String>>);
 
@@ -486,7 +487,7 @@ impl Watch for Recording {
     }
 }
 
-/// Runnable threads of the whole machine over the last minute, where the system says.
+/// Runnable threads of the whole machine over the last minute, where the system reports it.
 fn load_average() -> Option<f64> {
     std::fs::read_to_string("/proc/loadavg").ok()?.split_whitespace().next()?.parse().ok()
 }

@@ -8,7 +8,7 @@ use kvist_engine::memory::RECENT_TOKENS;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The trunk, or the only sequence.
+/// The shared prefix, or the only sequence.
 pub const TRUNK: SeqId = SeqId(0);
 /// Tokens written at once when a cache is filled.
 const CHUNK: u32 = 512;
@@ -22,7 +22,7 @@ pub struct Setup {
     pub v: Storage,
     pub visibility: Visibility,
     pub softcap: Option<f32>,
-    /// Tokens that may be held.
+    /// Capacity in tokens.
     pub capacity: u32,
     pub max_step_tokens: u32,
 }
@@ -30,7 +30,7 @@ pub struct Setup {
 pub struct Rig {
     setup: Setup,
     cache: Cache,
-    /// Sees one position: fills pools without paying for attention.
+    /// A cache whose queries see one position: fills pools without the cost of attention.
     narrow: Cache,
     pools: Box<dyn Pools>,
     plan: StepPlan,
@@ -45,8 +45,8 @@ struct Rows {
     _held: Reservation,
 }
 
-/// Uniform in −1..1, by counter: the same element is the same wherever and whenever it is made (SplitMix64; Steele,
-/// Lea and Flood, 2014).
+/// A pseudo-random value, uniform in −1..1, by counter: an element has the same value whenever it is generated
+/// (SplitMix64; Steele, Lea and Flood, 2014).
 pub fn element(layer: u64, position: u64, head: u64, lane: u64) -> f32 {
     let mut x = (layer << 48 ^ position << 16 ^ head << 8 ^ lane).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -74,7 +74,7 @@ impl Rig {
         };
         let pools = Cpu::new(compute.clone()).pools(&spec)?;
         let elements = |n: u32| u64::from(chunk) * u64::from(n) * u64::from(shape.head_dim);
-        // q, k and v, and the outputs, of the largest step.
+        // q, k, v and the outputs of the largest step.
         let bytes = (2 * elements(shape.heads) + elements(shape.kv_heads)).saturating_mul(4);
         let held = budget.reserve(Purpose::Activations, bytes)?;
         let ramp = |n: u32| (0..elements(n)).map(|i| element(0, i, 1, 2)).collect();
@@ -104,8 +104,8 @@ impl Rig {
         self.pools.bytes()
     }
 
-    /// Give the trunk `tokens` tokens, without attention over more than one position each. `progress` hears how many
-    /// there are; false stops.
+    /// Fills the trunk with `tokens` tokens, with attention over only one position each. `progress` gets the number of
+    /// tokens so far; if it returns false, filling stops.
     pub fn fill(&mut self, tokens: u32, progress: &mut dyn FnMut(u32) -> bool) -> anyhow::Result<bool> {
         let mut at = 0;
         while at < tokens {
@@ -130,8 +130,8 @@ impl Rig {
         Ok(true)
     }
 
-    /// Give the trunk `tokens` tokens in blocks that are no neighbours: between each two of its own lies one of another
-    /// sequence. For a cache of blocks. `progress` as in [`fill`](Self::fill).
+    /// As [`fill`](Self::fill), for a paged cache with scattered blocks: the trunk's blocks alternate with those of
+    /// another sequence.
     pub fn scatter(&mut self, tokens: u32, progress: &mut dyn FnMut(u32) -> bool) -> anyhow::Result<bool> {
         let other = SeqId(TRUNK.0 + 1);
         if let Some(mut sequences) = self.cache.sequences() {
@@ -160,7 +160,7 @@ impl Rig {
         Ok(true)
     }
 
-    /// One step over all layers; kept only if `commit`. The time is that of the layers.
+    /// Runs one step over all layers, and commits it if `commit`. Returns the time of the layers.
     pub fn step(&mut self, spans: &[Span<'_>], commit: bool) -> anyhow::Result<Duration> {
         let mut step = Step::begin(&mut self.cache, &StepRequest { spans }, &mut self.plan)?;
         let plan = step.with_reads();
@@ -174,7 +174,7 @@ impl Rig {
         Ok(taken)
     }
 
-    /// Rows of K, V and q as the counter says, for a step of one sequence.
+    /// Generates rows of K, V and q, for a step of one sequence.
     pub fn generate(&mut self, layer: u16, position: u32, n: u32) {
         let Shape { heads, kv_heads, head_dim, .. } = self.setup.shape;
         let fill = |rows: &mut [f32], heads: u32, side: u64| {

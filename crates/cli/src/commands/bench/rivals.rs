@@ -1,4 +1,4 @@
-//! `kvist bench rivals`: the comparison that `bench/rivals/compare.py` made, as bars.
+//! `kvist bench rivals`: plots the comparison that `bench/rivals/compare.py` wrote, as bars.
 use super::plot;
 use crate::options::*;
 use anyhow::Context;
@@ -21,7 +21,7 @@ pub struct Args {
 #[serde(deny_unknown_fields)]
 struct Row {
     title: String,
-    /// By rival: how many times as fast kvist is.
+    /// How many times as fast kvist is as each rival.
     times_as_fast: BTreeMap<String, f64>,
 }
 

@@ -1,5 +1,5 @@
-//! `kvist bench roofline`: attention of each dtype between what memory gives and what arithmetic gives (Williams,
-//! Waterman and Patterson, 2009).
+//! `kvist bench roofline`: attention of each dtype under the limits of memory and of arithmetic (Williams, Waterman and
+//! Patterson, 2009).
 use super::attention::{self, Case};
 use super::machine::{Machine, Watch};
 use super::measure::RunsArgs;
@@ -50,7 +50,7 @@ struct Row {
     operations_per_byte: f64,
     gflop_per_s: f64,
     read_limit_gb_per_s: f64,
-    /// Products of f32; and of bytes, of which q8 and q4 take two where one of f32 is counted.
+    /// Peaks of f32 products and of byte products; q8 and q4 need two byte products where one f32 product is counted.
     f32_peak_gflop_per_s: f64,
     bytes_peak_gop_per_s: f64,
     machine: Machine,
@@ -130,7 +130,7 @@ fn show(row: &Row, json: bool, first: bool) -> anyhow::Result<()> {
     ))
 }
 
-/// The roof: memory's slope up to each peak; below it a point per row.
+/// Draws the roof (memory's slope up to each peak) and a point per row.
 fn draw(path: &std::path::Path, rows: &[Row]) -> anyhow::Result<()> {
     let median = |f: fn(&Row) -> f64| {
         let mut all: Vec<f64> = rows.iter().map(f).collect();
@@ -138,7 +138,7 @@ fn draw(path: &std::path::Path, rows: &[Row]) -> anyhow::Result<()> {
         all[all.len() / 2]
     };
     let (limit, f32_peak) = (median(|r| r.read_limit_gb_per_s), median(|r| r.f32_peak_gflop_per_s));
-    // Queries and weights stand in two bytes: two products of bytes for one that counts.
+    // Queries and weights have two bytes each: two byte products count as one.
     let bytes_peak = median(|r| r.bytes_peak_gop_per_s) / 2.0;
     let end = rows.iter().map(|r| r.operations_per_byte).fold(64.0, f64::max) * 1.5;
     let slope = (bytes_peak.max(f32_peak) / limit).min(end);

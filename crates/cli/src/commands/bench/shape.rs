@@ -4,7 +4,7 @@ use kvist_backend::{LayerSpec, Layout};
 use kvist_cache::{GroupId, LayerId};
 use serde::Serialize;
 
-/// What attention needs to know of a model.
+/// The attention parameters of a model.
 #[derive(Serialize, Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     pub layers: u16,
@@ -17,7 +17,7 @@ const fn shape(layers: u16, heads: u32, kv_heads: u32, head_dim: u32) -> Shape {
     Shape { layers, heads, kv_heads, head_dim }
 }
 
-/// From their config.json files. a and b are the two of docs/performance.md.
+/// Values of their config.json files. a and b are the two shapes of docs/performance.md.
 const NAMED: [(&str, Shape); 13] = [
     ("a", shape(12, 12, 12, 64)),
     ("b", shape(22, 32, 4, 64)),

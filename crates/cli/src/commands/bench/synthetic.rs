@@ -1,5 +1,5 @@
-//! `kvist bench synthetic`: the cache of a model without the model. K, V and q come from a counter; what happens to
-//! the pools is logged, growth by growth.
+//! `kvist bench synthetic`: the cache of a model without the model. K, V and q are generated; every growth of the pools
+//! is logged.
 use super::machine::{Machine, Spread, Watch};
 use super::measure::KvArgs;
 use super::rig::{Rig, Setup, TRUNK};
@@ -40,7 +40,7 @@ pub struct Args {
     json: bool,
 }
 
-/// Something that happened to the pools.
+/// An event of the pools.
 #[derive(Serialize)]
 struct Event {
     event: &'static str,

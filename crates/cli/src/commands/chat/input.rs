@@ -1,8 +1,8 @@
-//! What is said: from a terminal with line editing and a history, from a pipe, or a terminal that cannot do that, line by
-//! line.
+//! Reads the user's input: with line editing and a history at a terminal; line by line from a pipe, or from a terminal
+//! that cannot do that.
 //!
-//! The history is a file of the user alone, of at most [`MAX_ENTRIES`] entries. Where it cannot be read or written, a chat
-//! goes on without it and says so once.
+//! The history is a file that only the user can read, of at most [`MAX_ENTRIES`] entries. If it cannot be read or
+//! written, the chat continues without it and says so once.
 use crate::options::utf8;
 use crate::{interrupt, output};
 use anyhow::Context;
@@ -18,22 +18,22 @@ use std::ffi::OsString;
 use std::io::{BufRead, IsTerminal};
 use std::path::PathBuf;
 
-/// Lines that the history keeps.
+/// Entries that the history keeps.
 const MAX_ENTRIES: usize = 1000;
-/// Bytes of a line that is kept; a longer one was pasted.
+/// Longest entry that is kept, in bytes; a longer one was pasted.
 const MAX_ENTRY_BYTES: usize = 16 << 10;
 
-/// One look at the input.
+/// The result of one read.
 pub enum Heard {
     Said(String),
-    /// Nothing came of it, and the reason was told: ask again.
+    /// No input, and a message was shown if needed: read again.
     Nothing,
     End,
 }
 
 pub enum Input {
     Terminal(Box<Terminal>),
-    /// A pipe, or a terminal without line editing, which is asked.
+    /// A pipe, or a terminal without line editing; a terminal gets a prompt (`asks`).
     Plain {
         asks: bool,
     },
@@ -42,17 +42,17 @@ pub enum Input {
 pub struct Terminal {
     editor: Editor<Lines, FileHistory>,
     history: Option<PathBuf>,
-    /// Ctrl-C came last: a second one ends the chat.
+    /// The last input was Ctrl-C: a second one ends the chat.
     interrupted: bool,
 }
 
 impl Input {
-    /// Line editing if stdin is a terminal; with a history that outlives the chat, if `keep` says so.
+    /// Uses line editing if stdin is a terminal; `keep` saves the history across chats.
     pub fn new(keep: bool) -> anyhow::Result<Input> {
         if !std::io::stdin().is_terminal() {
             return Ok(Input::Plain { asks: false });
         }
-        // There the editor would write its prompt to stdout.
+        // On such a terminal the editor would write its prompt to stdout.
         if std::env::var("TERM").is_ok_and(|term| cannot_edit(&term)) {
             return Ok(Input::Plain { asks: true });
         }
@@ -60,7 +60,7 @@ impl Input {
             .max_history_size(MAX_ENTRIES)?
             .history_ignore_dups(true)?
             .history_ignore_space(true)
-            // Text goes to stdout and nothing else does: the prompt goes to the terminal itself.
+            // Only text goes to stdout: the prompt goes to the terminal itself.
             .behavior(Behavior::PreferTerm)
             .build();
         let mut editor = Editor::with_config(config).context("cannot edit lines at this terminal")?;
@@ -76,7 +76,7 @@ impl Input {
         !matches!(self, Input::Plain { asks: false })
     }
 
-    /// Lines are edited, found again, and go on behind a backslash.
+    /// True if lines are edited, kept in a history, and continued after a backslash.
     pub fn edits(&self) -> bool {
         matches!(self, Input::Terminal(_))
     }
@@ -100,7 +100,7 @@ impl Input {
 }
 
 impl Terminal {
-    /// Read the history, and keep it from now on.
+    /// Loads the history, and saves new entries from now on.
     fn remember(&mut self) {
         let Some(path) = history_file(|name| std::env::var_os(name)) else { return };
         let folder = path.parent().map(std::fs::create_dir_all).unwrap_or(Ok(()));
@@ -133,9 +133,9 @@ impl Terminal {
                 Ok(Heard::Nothing)
             }
             Err(ReadlineError::Eof) => Ok(Heard::End),
-            // The terminal was resized, or the program stopped and went on.
+            // The terminal was resized, or the program was suspended and resumed.
             Err(ReadlineError::Signal(_)) => Ok(Heard::Nothing),
-            // The line is gone, the chat is not.
+            // The line is lost, but the chat continues.
             Err(ReadlineError::Io(error)) if error.kind() == std::io::ErrorKind::InvalidData => {
                 output::note("kvist: that was not UTF-8 text: set the terminal to UTF-8");
                 Ok(Heard::Nothing)
@@ -162,7 +162,7 @@ fn note_no_history(path: &std::path::Path, error: &ReadlineError) {
     output::note(&format!("kvist: no history is kept: {}: {error}", path.display()));
 }
 
-/// In the user's folder for state, as the XDG base directories have it; on Windows that of local data.
+/// The history's path in the user's state folder, by the XDG base directories; on Windows in local app data.
 fn history_file(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     let folder = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let state = match cfg!(windows) {
@@ -172,17 +172,17 @@ fn history_file(variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> 
     Some(state?.join("kvist").join("chat-history"))
 }
 
-/// Terminals that the editor does not know how to drive.
+/// True for terminals that the editor cannot drive.
 fn cannot_edit(term: &str) -> bool {
     ["dumb", "cons25", "emacs"].iter().any(|name| name.eq_ignore_ascii_case(term))
 }
 
-/// Does a backslash at the end ask for another line? Two of them stand for one.
+/// True if a single backslash at the end asks for another line. Two backslashes stand for one.
 fn goes_on(typed: &str) -> bool {
     typed.ends_with('\\') && !typed.ends_with("\\\\")
 }
 
-/// Without the backslashes that asked for another line; those of a pasted text are part of it.
+/// Removes the backslashes that asked for another line; those of a pasted text stay.
 fn joined(typed: &str, asked: &[String]) -> String {
     let lines = typed.split_inclusive('\n').map(|line| match line.strip_suffix("\\\n") {
         Some(start) if asked.iter().any(|a| a.strip_suffix('\\') == Some(start)) => format!("{start}\n"),
@@ -191,7 +191,7 @@ fn joined(typed: &str, asked: &[String]) -> String {
     lines.collect()
 }
 
-/// Two backslashes at the end are one.
+/// Replaces two backslashes at the end by one.
 fn ended(mut said: String) -> String {
     if said.ends_with("\\\\") {
         said.pop();
@@ -199,10 +199,10 @@ fn ended(mut said: String) -> String {
     said
 }
 
-/// Lines as people type them.
+/// Input lines, validated by the editor.
 #[derive(Default)]
 struct Lines {
-    /// Those that went on with another one.
+    /// Lines that ended with a continuing backslash.
     asked: RefCell<Vec<String>>,
 }
 
@@ -240,7 +240,7 @@ mod tests {
         let path = |text: &str| Some(PathBuf::from(text));
         assert_eq!(with(&[("HOME", "/home/a")]), path("/home/a/.local/state/kvist/chat-history"));
         assert_eq!(with(&[("HOME", "/home/a"), ("XDG_STATE_HOME", "/s")]), path("/s/kvist/chat-history"));
-        // The specification has relative paths ignored.
+        // The XDG specification says to ignore relative paths.
         assert_eq!(
             with(&[("HOME", "/home/a"), ("XDG_STATE_HOME", "s")]),
             path("/home/a/.local/state/kvist/chat-history")
@@ -252,7 +252,7 @@ mod tests {
     fn lines_that_go_on() {
         let asked = ["one\\".to_string(), "two\\".to_string()];
         assert_eq!(joined("one\\\ntwo\\\nthree", &asked), "one\ntwo\nthree");
-        // What was pasted lost them, too.
+        // Regression: pasted lines lost their backslashes too.
         assert_eq!(joined("one\\\ncc \\\n -o x", &asked), "one\ncc \\\n -o x");
         assert_eq!(joined("C:\\new", &asked), "C:\\new");
         assert!(goes_on("one\\") && !goes_on("one") && !goes_on("C:\\\\"));

@@ -1,7 +1,7 @@
 //! Text that streams to a terminal, wrapped between words.
 //!
-//! A word is shown when its end has come, so that it is never broken; one that is longer than a line is left to the
-//! terminal. Code (between fences, or indented by four blanks) and rows of tables stay as they are.
+//! A word is shown when it is complete, so that it is never broken; the terminal wraps words longer than a line. Code
+//! (between fences, or indented by four blanks) and table rows stay as they are.
 use unicode_segmentation::UnicodeSegmentation;
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
@@ -10,27 +10,27 @@ pub struct Wrap {
     width: usize,
     /// Columns used in this line of the terminal.
     column: usize,
-    /// Blanks since the last word.
+    /// Blanks after the last word.
     gap: String,
-    /// What has come of a word.
+    /// The part of a word that has come so far.
     word: String,
-    /// The word is one wide character, with what joins it.
+    /// The word is one wide character, with the combining characters that belong to it.
     wide: bool,
-    /// The word is longer than a line, and its beginning was shown.
+    /// The word is longer than a line, and its beginning was shown already.
     overlong: bool,
-    /// The text's own line so far: its beginning says what it is.
+    /// The current line of the text: its beginning tells whether it is code or a table.
     line: String,
     fenced: bool,
 }
 
 impl Wrap {
-    /// From the beginning of a line.
+    /// Starts at the beginning of a line.
     pub fn new(width: usize) -> Wrap {
         let (gap, word, line) = (String::new(), String::new(), String::new());
         Wrap { width: width.max(1), column: 0, gap, word, wide: false, overlong: false, line, fenced: false }
     }
 
-    /// What can be shown of the text up to here.
+    /// Takes a piece of text; returns what can be shown.
     pub fn push(&mut self, text: &str) -> String {
         let mut out = String::new();
         for c in text.chars() {
@@ -73,14 +73,14 @@ impl Wrap {
         out
     }
 
-    /// The rest, behind the last text.
+    /// Returns the rest, after the last piece of text.
     pub fn end(&mut self) -> String {
         let mut out = String::new();
         self.end_word(&mut out);
         out
     }
 
-    /// The word in this line or the next one.
+    /// Puts the word on this line, or on the next one if it does not fit.
     fn place_word(&mut self, out: &mut String) {
         if self.word.is_empty() {
             return;
@@ -100,7 +100,7 @@ impl Wrap {
         self.wide = false;
     }
 
-    /// The word, and the blanks behind it.
+    /// Puts the word and the blanks after it.
     fn end_word(&mut self, out: &mut String) {
         self.place_word(out);
         out.push_str(&self.gap);
@@ -114,13 +114,14 @@ fn is_fence(line: &str) -> bool {
     line.starts_with("```") || line.starts_with("~~~")
 }
 
-/// Code within a line that begins with it: "```x```". Behind a fence of tildes a backtick is only a word's.
+/// Inline code at the start of a line ("```x```") and not a fence. After a fence of tildes a backtick is only part of a
+/// word.
 fn closes_itself(line: &str) -> bool {
     let line = line.trim_start_matches(' ');
     line.starts_with('`') && line.trim_start_matches('`').contains('`')
 }
 
-/// Is `c` part of the word's last character, as people see it? So are the parts of an emoji.
+/// True if `c` belongs to the word's last grapheme cluster, e.g. the parts of an emoji.
 fn joins(word: &str, c: char) -> bool {
     let joined =
         || format!("{word}{c}").graphemes(true).next_back().is_some_and(|last| last.len() > c.len_utf8());
@@ -135,7 +136,7 @@ fn columns(text: &str) -> usize {
     text.width()
 }
 
-/// A tab is counted as one column: where it ends, the terminal knows.
+/// Columns of `c`. A tab counts as one column: only the terminal knows where it ends.
 fn width(c: char) -> usize {
     if c == '\t' { 1 } else { c.width().unwrap_or(0) }
 }
@@ -144,7 +145,7 @@ fn width(c: char) -> usize {
 mod tests {
     use super::*;
 
-    /// However the text is cut, the same is shown.
+    /// Wraps `text` whole and cut into pieces; the result must be the same.
     fn wrapped(width: usize, text: &str) -> String {
         let whole = |pieces: &mut dyn Iterator<Item = String>| {
             let mut wrap = Wrap::new(width);
@@ -179,7 +180,7 @@ mod tests {
         assert_eq!(wrapped(5, "所有ab 权"), "所有\nab 权");
     }
 
-    /// What is made of several characters was cut between them.
+    /// Regression: grapheme clusters of several characters were broken.
     #[test]
     fn an_emoji_is_one_character() {
         for emoji in ["👩\u{200d}💻", "❤\u{fe0f}\u{200d}🔥", "👍🏽", "🇩🇪", "❤\u{fe0f}"] {
@@ -200,7 +201,7 @@ mod tests {
         assert_eq!(wrapped(10, code), code);
         assert_eq!(wrapped(10, "    let a = vec![1];\n"), "    let a = vec![1];\n");
         assert_eq!(wrapped(10, "| a | b | c | d |\n"), "| a | b | c | d |\n");
-        // One that opens and ends in its line left all that followed as it was.
+        // Regression: a fence that opens and closes in one line left all following lines unwrapped.
         assert_eq!(wrapped(10, "```x```\none two three"), "```x```\none two\nthree");
         let tildes = "~~~ `sh` x\necho one two three four\n~~~\n";
         assert_eq!(wrapped(10, &format!("{tildes}one two three")), format!("{tildes}one two\nthree"));
@@ -208,7 +209,7 @@ mod tests {
         assert_eq!(wrapped(10, &behind), format!("{code}one two\nthree"));
     }
 
-    /// A word comes with the blank behind it, and not with the end of the line.
+    /// A word is shown as soon as a blank follows it, not only at the end of the line.
     #[test]
     fn words_are_shown_as_they_come() {
         let mut wrap = Wrap::new(80);

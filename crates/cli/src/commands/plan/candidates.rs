@@ -1,5 +1,5 @@
-//! Every cache that a model could have: each kind with each pair of dtypes, and a server's beside them. What it takes
-//! is to the byte what `kvist run` and `kvist serve` reserve.
+//! Every cache that a model could have: each kind with each pair of dtypes, and a server's. Their sizes are to the byte
+//! what `kvist run` and `kvist serve` reserve.
 use super::ladder::Rung;
 use kvist_backend::{Purpose, Registry};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
@@ -21,9 +21,9 @@ pub struct Asked<'a> {
     pub registry: &'a Registry,
     pub weight_bytes: u64,
     pub memory_bytes: u64,
-    /// By the flags; kind and dtypes are what the candidates differ in.
+    /// The cache by the flags; candidates differ from it in kind and dtypes.
     pub cache: &'a CacheConfig,
-    /// Tokens of a prefill step, in a context that is no shorter.
+    /// Tokens of a prefill step, limited by the context.
     pub chunk: u32,
 }
 
@@ -32,24 +32,24 @@ pub struct Candidate {
     pub command: Command,
     pub kind: &'static str,
     pub rung: Rung,
-    /// Of a cache of the context that was asked for.
+    /// For the requested context.
     pub cache: CacheConfig,
     pub plan: MemoryPlan,
-    /// Weights and, of a server, requests included.
+    /// Weights included and, for a server, requests.
     pub total_bytes: u64,
     pub fits: bool,
     /// The longest context that fits, up to the one asked for or, if that is longer, the model's own.
     pub context_fits_tokens: u32,
 }
 
-/// The simplest kind first, and in each the dtypes as the ladder has them. What this model or these flags cannot have
-/// is left out.
+/// All candidates, the simplest kind first, each with the dtypes in the ladder's order. Leaves out what this model or
+/// these flags do not allow.
 pub fn all(asked: &Asked, ladder: &[Rung]) -> Vec<Candidate> {
     let backend = asked.cache.backend.as_str();
     let pairs = asked.registry.pairs().filter(|(id, _)| *id == backend);
     let kinds = pairs.map(|(_, kind)| (Command::Run, kind));
     let kinds = kinds.filter(|(_, kind)| *kind != "ring" || forgets(asked.model, asked.cache));
-    // A server has neither another backend nor a window that is not the model's.
+    // A server has only the cpu backend and the model's own windows.
     let serves = backend == "cpu" && asked.cache.window.is_none();
     let served = serves.then_some((Command::Serve, "paged"));
     let uses = kinds.chain(served);
@@ -77,14 +77,14 @@ fn candidate(asked: &Asked, command: Command, kind: &'static str, rung: Rung) ->
         plan,
         total_bytes,
         fits: does_fit,
-        // Which may be none of its steps.
+        // The requested context may not be a multiple of 64.
         context_fits_tokens: if does_fit { longest.max(context) } else { longest },
     })
 }
 
 type Sized = (CacheConfig, MemoryPlan, u64);
 
-/// A session of `kvist run`. `None`: there is no such cache, or its size overflows.
+/// The size of a `kvist run` session. `None` if there is no such cache, or its size overflows.
 fn run_at(asked: &Asked, kind: &str, rung: Rung, context: u32) -> Option<Sized> {
     let mut cache = CacheConfig {
         kind: kind.into(),
@@ -116,13 +116,13 @@ fn serve_at(asked: &Asked, rung: Rung, context: u32) -> Option<Sized> {
     Some((engine.paged.cache, plan, total))
 }
 
-/// Would a ring of this context hold less than all of it?
+/// True if a ring of this context would hold less than all of it.
 fn forgets(model: &ModelConfig, cache: &CacheConfig) -> bool {
     let windows = cache.groups(model).into_iter().filter_map(|group| group.visibility.window);
     windows.into_iter().any(|window| window < cache.context_tokens)
 }
 
-/// The `--window` of a ring that hides nothing of the context from layers which see all of it.
+/// The `--window` of a ring that hides nothing from layers which see the whole context.
 pub fn ring_window(model: &ModelConfig, cache: &CacheConfig) -> Option<u32> {
     let context = cache.context_tokens;
     let sees_all = |window: Option<u32>| window.is_none_or(|window| window >= context);
@@ -130,7 +130,7 @@ pub fn ring_window(model: &ModelConfig, cache: &CacheConfig) -> Option<u32> {
 }
 
 impl Candidate {
-    /// The flags that it differs in, as advice.
+    /// Flags that select this candidate, for messages.
     pub fn flags(&self) -> String {
         let kind = match self.command {
             Command::Run => format!("--kind {} ", self.kind),
@@ -141,24 +141,24 @@ impl Candidate {
         format!("{kind}--kv {k}{v}")
     }
 
-    /// The longest context that fits, as far as it was asked for.
+    /// The longest context that fits, up to the requested one.
     pub fn useful_context(&self) -> u32 {
         self.context_fits_tokens.min(self.cache.context_tokens)
     }
 }
 
-/// Of the caches for `command`, the first of those whose context can be longest.
+/// Of the caches for `command`, the one that fits the longest context; the first of several.
 pub fn longest<'a>(
     candidates: impl DoubleEndedIterator<Item = &'a Candidate>,
     command: Command,
 ) -> Option<&'a Candidate> {
     let can =
         candidates.filter(|candidate| candidate.command == command && candidate.context_fits_tokens > 0);
-    // Of equals, max_by_key takes the last.
+    // Of equal candidates max_by_key returns the last, so iterate backwards.
     can.rev().max_by_key(|candidate| candidate.useful_context())
 }
 
-/// Of the caches for `command`, the first of those that take least.
+/// Of the caches for `command`, the smallest; the first of several.
 pub fn smallest<'a>(
     candidates: impl Iterator<Item = &'a Candidate>,
     command: Command,

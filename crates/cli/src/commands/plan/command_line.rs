@@ -1,11 +1,11 @@
-//! A recommendation as something to paste: the flags that make this very cache.
+//! A recommendation as a command line: the flags that make exactly this cache.
 use super::Args;
 use super::candidates::{Candidate, Command};
 use kvist_engine::memory::RECENT_TOKENS;
 use kvist_model::weights::WeightForm;
 use std::path::{Path, PathBuf};
 
-/// Of the chunk that a command takes without `--chunk`.
+/// The default of `--chunk`.
 const CHUNK: u32 = 256;
 
 pub fn of(args: &Args, candidate: &Candidate) -> String {
@@ -37,7 +37,7 @@ pub fn of(args: &Args, candidate: &Candidate) -> String {
     words.iter().map(|word| word.trim_end()).collect::<Vec<_>>().join(" ")
 }
 
-/// What `--model` takes: the folder of a config.json, where its weights belong.
+/// The argument of `--model`: for a config.json its folder, where its weights belong.
 fn model(typed: &Path) -> String {
     let is_config = typed.extension().is_some_and(|extension| extension == "json");
     let folder = || typed.parent().filter(|folder| !folder.as_os_str().is_empty());
@@ -48,7 +48,7 @@ fn model(typed: &Path) -> String {
     quoted(&path.display().to_string())
 }
 
-/// For a shell.
+/// Quotes a word for a shell.
 fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:@+,=%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {

@@ -1,6 +1,6 @@
-//! The pairs of dtypes that a plan compares, and what each cost models that people have.
+//! The pairs of dtypes that a plan compares, and what each costs published models.
 //!
-//! f32 is not among them: it takes twice the memory of f16, and the texts could not be told apart.
+//! f32 is not among them: it takes twice the memory of f16, and the difference in the text would not be noticeable.
 use kvist_backend::Storage;
 
 /// How K and V are stored.
@@ -8,21 +8,21 @@ use kvist_backend::Storage;
 pub struct Rung {
     pub k: Storage,
     pub v: Storage,
-    /// KL divergence from a cache in f32, mean over tokens, in nats: of [`MODELS`].
+    /// KL divergence from a cache in f32, mean over tokens, in nats, for each of [`MODELS`].
     pub kl: [f64; 2],
 }
 
-/// Where the figures of [`LADDER`] were measured; docs/quality.md has the whole tables.
+/// The models on which the figures of [`LADDER`] were measured; docs/quality.md has the whole tables.
 pub const MODELS: [&str; 2] = ["SmolLM2 135M", "Gemma 3 270M"];
 
-/// On what.
+/// The text on which they were measured.
 pub const MEASURED_ON: &str = "2,048 tokens of English prose in windows of 1,024, weights held as f32";
 
 const Q8_ROT: Storage = Storage { rotate: true, ..Storage::Q8 };
 const Q4_ROT: Storage = Storage { rotate: true, ..Storage::Q4 };
 const Q4_64_ROT: Storage = Storage { group: 64, ..Q4_ROT };
 
-/// By bits per value at heads of 128, the most first. A new pair: one line, with its row in docs/quality.md.
+/// Sorted by bits per value at heads of 128, largest first. A new pair is one line here, and a row in docs/quality.md.
 pub const LADDER: &[Rung] = &[
     Rung { k: Storage::F16, v: Storage::F16, kl: [8.3e-7, 8.0e-7] },
     Rung { k: Q8_ROT, v: Q8_ROT, kl: [8.7e-5, 3.1e-4] },

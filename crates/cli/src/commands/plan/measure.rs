@@ -1,4 +1,4 @@
-//! `--measure`: what pairs of dtypes cost this model, as `kvist eval` measures it.
+//! `--measure`: the loss of each pair of dtypes on this model, measured as `kvist eval` does.
 use super::Args;
 use super::ladder::Rung;
 use crate::options::{ModelArgs, read_text, registry, wrong_usage};
@@ -9,11 +9,11 @@ use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_model::Opened;
 use kvist_model::weights::WeightForm;
 
-/// Held-out text of the embedded model, where --text names no other.
+/// Held-out text of the embedded model, the default of --text.
 const TEXT: &str = include_str!("../../../../../tools/tiny-model/val.txt");
 
 pub struct Measured {
-    /// Tokens that were scored, in windows of so many.
+    /// Scored tokens, and the size of a window.
     pub tokens: usize,
     pub window_tokens: u32,
     pub weights: WeightForm,
@@ -28,8 +28,8 @@ impl Measured {
     }
 }
 
-/// In the memory of this machine, whatever the plan is for. Each rung through a cache of the plainest kind: how cells
-/// are handed out changes no logit.
+/// Measures in the memory of this machine, whatever the plan is for. Each rung uses a cache of the simplest kind: the
+/// kind does not change logits.
 pub fn measure(
     args: &Args,
     scored: u32,
@@ -48,7 +48,7 @@ pub fn measure(
     };
     let opened = model.open(quiet).context("--measure runs the model, and needs its weights")?;
     let mut tokens = scoring::tokens(&opened, &text).context("--measure")?;
-    // The last token of a window is not scored: nothing follows it.
+    // The last token of a window is not scored, because nothing follows it.
     tokens.truncate((scored as usize).saturating_add(1));
     if tokens.len() < 2 {
         return Err(wrong_usage("--text: there must be two tokens at least"));
@@ -91,8 +91,9 @@ pub fn measure(
     Ok(measured)
 }
 
-/// Products with packed weights round their input, and that noise would hide what f16 and q8 cost: f32 if it fits
-/// beside the caches, or else what was asked for. With it, what is free beside the weights.
+/// The form in which weights are held, and the memory that is free beside them. It is f32 if that fits beside the
+/// caches, otherwise the requested form: products with packed weights round their input, and that noise would hide the
+/// loss of f16 and q8.
 fn form(
     opened: &Opened,
     asked: WeightForm,
@@ -105,7 +106,7 @@ fn form(
     }
 }
 
-/// A cache for windows of the text, of which every logit is wanted.
+/// A cache for windows of the text, with logits for every token.
 fn in_windows(cache: &CacheConfig, window_tokens: u32) -> CacheConfig {
     let step = cache.max_step_tokens.min(window_tokens);
     CacheConfig {

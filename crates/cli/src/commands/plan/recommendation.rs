@@ -1,4 +1,4 @@
-//! Which cache to take: of those that fit, the one whose dtypes cost least.
+//! Chooses a cache: of those that fit, the one whose dtypes lose least.
 use super::Args;
 use super::candidates::{Asked, Candidate, Command};
 use super::command_line;
@@ -12,21 +12,21 @@ pub struct Recommendation {
     pub memory_bytes: u64,
     pub kl: Kl,
     pub candidates: Vec<Row>,
-    /// Null where none fits.
+    /// Null if none fits.
     pub run: Option<Pick>,
     pub serve: Option<Pick>,
 }
 
-/// Where the KL of the candidates comes from.
+/// The source of the candidates' KL.
 #[derive(Serialize)]
 pub struct Kl {
-    /// Was it measured on the model of this plan?
+    /// True if it was measured on the model of this plan.
     pub of_this_model: bool,
     pub models: Vec<String>,
     pub measured_on: String,
 }
 
-/// A candidate.
+/// One row of the table.
 #[derive(Serialize)]
 pub struct Row {
     pub command: Command,
@@ -38,15 +38,15 @@ pub struct Row {
     pub total_bytes: u64,
     pub fits: bool,
     pub context_fits_tokens: u32,
-    /// Mean, in nats: of each of [`Kl::models`]; null where it was not measured.
+    /// Mean in nats for each of [`Kl::models`]; null if not measured.
     pub kl_means: Vec<Option<f64>>,
-    /// The largest of them, which is what counts.
+    /// The largest of them, by which candidates are ranked.
     pub kl_mean: Option<f64>,
     #[serde(skip)]
     pub candidate: Candidate,
 }
 
-/// What to take, as something to paste.
+/// A recommended cache, with its command line.
 #[derive(Serialize)]
 pub struct Pick {
     pub kind: &'static str,
@@ -90,7 +90,7 @@ impl Kl {
 }
 
 impl Recommendation {
-    /// `kl` of a rung by its place on the ladder.
+    /// `kl` returns the KL of a rung of the ladder.
     pub fn of(
         args: &Args,
         asked: &Asked,
@@ -111,7 +111,8 @@ impl Recommendation {
     }
 }
 
-/// The least KL that fits; of equals the first, which is the simplest kind. What was not measured comes last.
+/// The row with the least KL that fits; of equal rows the first, which has the simplest kind. Unmeasured rows come
+/// last.
 fn best(rows: &[Row], command: Command) -> Option<&Row> {
     let fits = rows.iter().filter(|row| row.fits && row.command == command);
     let kl = |row: &Row| row.kl_mean.unwrap_or(f64::INFINITY);

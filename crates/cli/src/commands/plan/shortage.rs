@@ -1,9 +1,9 @@
-//! No cache fits: what is short, and what to change.
+//! Errors when no cache fits: what is short, and what to change.
 use super::candidates::{self, Asked, Candidate, Command, longest, smallest};
 use super::ladder::LADDER;
 use kvist_backend::Bytes;
 
-/// `packed_bytes`: the weights as q8_0.
+/// `packed_bytes`: the size of the weights as q8_0.
 pub fn nothing_fits(asked: &Asked, packed_bytes: u64) -> anyhow::Error {
     let candidates = candidates::all(asked, LADDER);
     let mut advice: Vec<String> = shorter(asked).into_iter().collect();
@@ -23,13 +23,13 @@ pub fn nothing_fits(asked: &Asked, packed_bytes: u64) -> anyhow::Error {
     )
 }
 
-/// The longest context that fits; in smaller steps, if that makes it longer.
+/// The longest context that fits; with smaller steps, if that makes it longer.
 fn shorter(asked: &Asked) -> Option<String> {
     let at = |chunk: u32| -> Option<(u32, Candidate)> {
         let candidates = candidates::all(&Asked { chunk, ..*asked }, LADDER);
         Some((chunk, longest(candidates.iter(), Command::Run)?.clone()))
     };
-    // Of equals, max_by_key takes the last: that of the largest steps.
+    // Of equal chunks max_by_key returns the last, which has the largest steps.
     let chunks = [16, 64, asked.chunk].map(|chunk| chunk.min(asked.chunk));
     let (chunk, fits) = chunks.into_iter().filter_map(at).max_by_key(|(_, fits)| fits.useful_context())?;
     let chunk = (chunk < asked.chunk).then(|| format!(" --chunk {chunk}"));

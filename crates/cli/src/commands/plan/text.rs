@@ -1,4 +1,4 @@
-//! A recommendation for people: a table of caches, and lines to paste.
+//! A recommendation as text: a table of caches, and command lines to paste.
 use super::candidates::{Command, longest, smallest};
 use super::recommendation::{Kl, Recommendation, Row};
 use kvist_backend::Bytes;
@@ -40,7 +40,7 @@ impl Recommendation {
         ))
     }
 
-    /// Kinds whose figures are the same stand together.
+    /// Groups kinds with the same figures.
     fn groups(&self) -> Vec<(String, Vec<&Row>)> {
         let mut groups: Vec<(Command, Vec<&str>, Vec<&Row>)> = Vec::new();
         let figures = |rows: &[&Row]| {
@@ -92,7 +92,7 @@ fn table(source: &Kl, rows: &[&Row]) -> Vec<String> {
     aligned(&cells)
 }
 
-/// Names to the left, figures to the right.
+/// Aligns names left and figures right.
 fn aligned(cells: &[Vec<String>]) -> Vec<String> {
     let width = |column: usize| cells.iter().map(|line| line[column].len()).max().unwrap_or(0);
     let line = |line: &Vec<String>| {

@@ -1,4 +1,4 @@
-//! `kvist simulate arena`: a load in contiguous handles beside one in pages. What moves, what is refused, what is wasted.
+//! `kvist simulate arena`: compares a load in contiguous handles and in a paged cache: moves, refusals, wasted memory.
 use super::requests::RequestArgs;
 use super::{show, spec};
 use crate::options::wrong_usage;
@@ -76,7 +76,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         [] => arena::layouts().map(str::to_owned).collect(),
         names => names.to_vec(),
     };
-    // What cannot be is said before a trace is read.
+    // Check the arguments before a trace is read.
     for name in &names {
         arena::replay(&[], name, &setting).map_err(|why| wrong_usage(why.to_string()))?;
     }
@@ -93,7 +93,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if args.json { output::show_json(&table) } else { output::show(&text(&table)) }
 }
 
-/// (what it is called, how it is shown)
+/// (label, how to format its value)
 type Line = (&'static str, fn(&Replayed) -> String);
 
 fn text(table: &Table) -> String {

@@ -1,4 +1,4 @@
-//! The cache under the load.
+//! Options of the simulated cache.
 use super::costs::CostArgs;
 use super::spec::{self, Capacity};
 use crate::options::wrong_usage;
@@ -40,8 +40,8 @@ impl BlockArgs {
         Ok(Parameters { half_life: self.half_life })
     }
 
-    /// Empty bookkeeping for these requests. `costs` know what the hardware holds and what a block weighs and costs, in
-    /// steps of `batch_tokens`.
+    /// An empty cache for these requests. `costs` know what the hardware holds, and a block's bytes and recompute cost
+    /// in steps of `batch_tokens`.
     pub fn cache(&self, requests: &[Request], costs: &CostArgs, batch_tokens: u32) -> anyhow::Result<Cache> {
         let block_tokens = self.block_tokens();
         let capacity_tokens = match (self.capacity_blocks, costs.cache_tokens()?) {
@@ -78,7 +78,7 @@ impl BlockArgs {
     }
 }
 
-/// What the prompts of all requests are made of.
+/// The kind of content (ids or tokens) of all requests' prompts.
 fn vocabulary(requests: &[Request]) -> anyhow::Result<Vocabulary> {
     let mut found: Option<(Vocabulary, u64)> = None;
     for request in requests {

@@ -1,4 +1,4 @@
-//! What a step takes.
+//! Options of the step-cost model.
 use crate::options::wrong_usage;
 use anyhow::Context;
 use clap::ValueHint;
@@ -67,7 +67,7 @@ impl CostArgs {
         Ok(Roofline { efficiency: self.efficiency, ..Roofline::ideal(hardware, model) })
     }
 
-    /// All that the times depend on, the contents of a table included.
+    /// Everything that the step times depend on, the contents of a table included.
     pub fn identity(&self) -> anyhow::Result<String> {
         let table = self.costs.as_ref().map(|file| {
             std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))
@@ -89,7 +89,7 @@ impl CostArgs {
         Ok(cost)
     }
 
-    /// What `--costs` did not measure, and the simulation may come to: each in a sentence.
+    /// Situations that the simulation may reach but `--costs` did not measure, one sentence each.
     pub fn beyond(
         &self,
         max_batch: u32,
@@ -142,18 +142,18 @@ impl CostArgs {
         Ok(Box::new(self.roofline()?))
     }
 
-    /// What policies that weigh work are told: a prompt's token costs its part of a full step of `batch_tokens`, a
-    /// generated one a step of its own. `None` where there is no model, which [`CostArgs::get`] explains.
+    /// The costs for policies that weigh work: a prompt token costs its share of a full step of `batch_tokens`, a
+    /// generated token a step of its own. `None` without a cost model; [`CostArgs::get`] reports the error.
     pub fn work(&self, batch_tokens: u32) -> Option<TokenWork> {
         Some(priced(&*self.get().ok()?, batch_tokens))
     }
 
-    /// What evicting policies are told of computing a prompt anew, in steps of `batch_tokens`.
+    /// The cost of recomputing blocks, for eviction policies, in steps of `batch_tokens`.
     pub fn recompute(&self, batch_tokens: u32) -> anyhow::Result<RecomputeCost> {
         Ok(recompute_cost(&*self.get()?, batch_tokens))
     }
 
-    /// K and V of a token; `None` where no model is given.
+    /// Bytes of K and V per token; `None` if no model is given.
     pub fn token_bytes(&self) -> anyhow::Result<Option<f64>> {
         if self.names_no_machine() {
             return Ok(None);
@@ -165,7 +165,7 @@ impl CostArgs {
         self.costs.is_some() || self.prefill_rate.is_some()
     }
 
-    /// Tokens that the memory holds beside the weights; `None` where no machine is given.
+    /// Tokens that the memory holds beside the weights; `None` if no machine is given.
     pub fn cache_tokens(&self) -> anyhow::Result<Option<u64>> {
         if self.names_no_machine() {
             return Ok(None);
@@ -181,7 +181,7 @@ impl CostArgs {
     }
 }
 
-/// A table of step costs.
+/// Reads a table of step costs.
 pub fn table(file: &Path) -> anyhow::Result<MeasuredTable> {
     let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
     Ok(MeasuredTable::parse(&file.display().to_string(), &text)?)

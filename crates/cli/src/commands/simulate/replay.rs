@@ -1,8 +1,8 @@
-//! `kvist simulate replay`: the events of a recording through the scheduler and the bookkeeping once more, over a cache
-//! that is made as the log's header says. The decisions must be the recorded ones, to the byte.
+//! `kvist simulate replay`: runs the events of a recording through the scheduler and the cache bookkeeping again, with
+//! a cache made as the log's header says. The decisions must equal the recorded ones, to the byte.
 //!
-//! Tokens and times are those of the recording: nothing is executed, and nothing is drawn. It reads a line at a time and
-//! keeps no more than the decisions of a turn.
+//! Tokens and times come from the recording: nothing is executed, and nothing is random. The recording is read line by
+//! line, and only the decisions of one turn are kept in memory.
 use super::costs;
 use crate::{json, output};
 use anyhow::{Context, bail};
@@ -35,7 +35,7 @@ pub struct Args {
     json: bool,
 }
 
-/// Which line of a recording this is. Lines that are none of them are about something else.
+/// The keys that tell event and decision lines apart. All other lines are skipped.
 #[derive(Deserialize)]
 struct Keys {
     format: Option<String>,
@@ -56,18 +56,18 @@ pub struct Summary {
     version: u32,
     recording: String,
     events: u64,
-    /// Turns that ran something.
+    /// Turns that ran a step.
     steps: u64,
     decisions: u64,
-    /// Decisions that the recording has too, to the byte; a difference is an error. 0: there was nothing to compare with.
+    /// Decisions equal to the recorded ones, to the byte; a difference is an error. 0: there were none to compare with.
     compared: u64,
-    /// Mean time between the end of a step and the beginning of one that follows at once.
+    /// Mean time between the end of a step and the start of the next, if that follows at once.
     between_steps_ms: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     costs: Option<Foretold>,
 }
 
-/// What a table makes of recorded steps.
+/// Predictions of a table for the recorded steps.
 #[derive(Serialize, Default)]
 pub struct Foretold {
     table: String,
@@ -84,9 +84,9 @@ struct Sum {
     steps: u64,
     recorded_s: f64,
     foretold_s: f64,
-    /// Foretold over recorded, less one.
+    /// Predicted over recorded, less one.
     error: f64,
-    /// Sum of what single steps are off, over the recorded time.
+    /// Sum of the absolute errors of single steps, over the recorded time.
     error_of_steps: f64,
     #[serde(skip)]
     off_s: f64,
@@ -109,7 +109,7 @@ impl Sum {
 impl Foretold {
     fn add(&mut self, table: &MeasuredTable, turned: &Turned<'_>) {
         if turned.batch.steps != 1 || turned.outcome.failed {
-            return; // runs of steps are of a simulation, which knows their cost
+            return; // only a simulation runs several steps as one, and it knows their cost
         }
         let shape = BatchShape::of(&turned.batch);
         let (recorded, foretold) = (turned.outcome.elapsed_ns, table.step_ns(&shape));
@@ -124,9 +124,9 @@ impl Foretold {
     }
 }
 
-/// Where the recorded decisions come from.
+/// The source of the recorded decisions.
 enum Recorded {
-    /// They stand in the recording, behind the events they follow from.
+    /// In the recording, after the events that caused them.
     Between,
     Apart {
         file: PathBuf,
@@ -137,16 +137,16 @@ enum Recorded {
 
 struct Compared {
     recorded: Recorded,
-    /// Decided here, and not yet found in the recording.
+    /// Decisions of the replay that were not yet compared with the recording.
     due: VecDeque<String>,
-    /// How many the last event led to.
+    /// How many of them the last event caused.
     newest: usize,
     any: bool,
     n: u64,
 }
 
 impl Compared {
-    /// The next recorded decision, from `line` of `file`.
+    /// Compares the next recorded decision, from `line` of `file`.
     fn next(&mut self, file: &Path, line: usize, recorded: &str) -> anyhow::Result<()> {
         self.any = true;
         self.n += 1;
@@ -160,7 +160,7 @@ impl Compared {
         }
     }
 
-    /// Decisions of a turn.
+    /// Takes the decisions of a turn.
     fn decided(&mut self, lines: &str) -> anyhow::Result<()> {
         let before = self.due.len();
         self.due.extend(lines.lines().map(str::to_owned));
@@ -179,7 +179,7 @@ impl Compared {
         Ok(())
     }
 
-    /// Nothing more is decided.
+    /// Checks that nothing is left to compare.
     fn end(&mut self) -> anyhow::Result<()> {
         if let Recorded::Apart { file, lines, line } = &mut self.recorded {
             if let Some(more) = lines.next().transpose().with_context(|| cannot_read(file))? {
@@ -188,7 +188,7 @@ impl Compared {
             return Ok(());
         }
         match self.due.front().filter(|_| self.any) {
-            // What followed from the last event may have been on its way when the server was killed.
+            // If the server was killed, the decisions of the last event may be missing.
             Some(more) if self.due.len() > self.newest => {
                 bail!("the recording ends, and the replay has more: {more}")
             }
@@ -221,13 +221,13 @@ pub fn run(args: Args, _quiet: bool) -> anyhow::Result<()> {
     if args.json { output::show_json(&summary) } else { output::show(&summary.text()) }
 }
 
-/// A recording in memory, which holds the decisions too.
+/// Replays a recording in memory that contains its decisions.
 pub fn check(name: &str, recording: &str, table: &MeasuredTable) -> anyhow::Result<Summary> {
     let lines = recording.lines().map(|line| Ok(line.to_owned()));
     follow(Path::new(name), lines, Recorded::Between, Some(table), &mut |_| Ok(()))
 }
 
-/// Replay the events among `lines` of `file`, and compare what is `decided` with what is `recorded`.
+/// Replays the events among `lines` of `file`, passes the decisions to `decided`, and compares them with `recorded`.
 fn follow(
     file: &Path,
     lines: impl Iterator<Item = std::io::Result<String>>,
@@ -247,7 +247,7 @@ fn follow(
         let at = || format!("{name}, line {line}");
         let keys: Keys = match serde_json::from_str(&text) {
             Ok(keys) => keys,
-            // As a server leaves it that was killed.
+            // A server that was killed leaves a partial last line.
             Err(e) if e.is_eof() && replay.is_some() && lines.peek().is_none() => {
                 output::note(&format!("{}: the last line is cut off, and left out", at()));
                 break;
@@ -303,7 +303,7 @@ fn follow(
         );
     }
     compared.end()?;
-    // The first line of the log is none.
+    // The first line of the log is its header, not a decision.
     summary.decisions = summary.decisions.saturating_sub(1);
     summary.compared = compared.n.saturating_sub(1);
     summary.between_steps_ms = gaps.mean_ms();
@@ -311,10 +311,10 @@ fn follow(
     Ok(summary)
 }
 
-/// Times between steps that follow each other at once.
+/// Times between a step and one that follows at once.
 #[derive(Default)]
 struct Gaps {
-    /// When the last step ended, if another is to follow.
+    /// The end of the last step.
     ended_ns: Option<u64>,
     goes_on: bool,
     n: u64,
@@ -343,7 +343,7 @@ impl Summary {
             0 => "nothing to compare with",
             _ => "identical",
         };
-        // Virtual time passes in steps alone.
+        // In a simulation virtual time passes only in steps.
         let between = match self.between_steps_ms {
             0.0 => String::new(),
             ms => format!(", {ms:.3} ms between them"),

@@ -1,4 +1,4 @@
-//! What arrives: a trace, or a workload that is drawn.
+//! The load: a trace, or a generated workload.
 use crate::options::wrong_usage;
 use clap::ValueHint;
 use kvist_simulator::request::Request;
@@ -62,19 +62,19 @@ fn format(name: &str) -> Result<Format, String> {
     Format::by_name(name).ok_or_else(|| format!("no format is called so: take one of {}", known()))
 }
 
-/// What arrives, and what to say about it.
+/// The requests, and a description of them.
 pub struct Requests {
-    /// A trace's in the order of the file.
+    /// For a trace, in the order of the file.
     pub list: Vec<Request>,
     /// For titles.
     pub name: String,
-    /// From a seed?
+    /// True if generated from a seed.
     pub drawn: bool,
     pub remarks: Vec<String>,
 }
 
 impl Requests {
-    /// Of the same moment, in the order of the file.
+    /// Sorts by arrival; requests of the same moment keep the order of the file.
     pub fn in_order_of_arrival(mut self) -> Requests {
         self.list.sort_by_key(|request| request.arrival_ns);
         self
@@ -86,7 +86,7 @@ impl RequestArgs {
         self.trace.is_none()
     }
 
-    /// The requests of `seed`. A trace has no seed.
+    /// The requests for `seed`. A trace ignores the seed.
     pub fn get(&self, seed: u64) -> anyhow::Result<Requests> {
         let Some(file) = &self.trace else { return self.draw(seed) };
         let options = ReadOptions {

@@ -1,4 +1,4 @@
-//! Who runs next.
+//! Scheduler options.
 use super::spec;
 use clap::ValueEnum;
 use kvist_scheduler::{Admission, Config, LengthSource, Preempted, PrefixOrder, TokenWork};
@@ -63,7 +63,7 @@ impl ScheduleArgs {
     pub fn deadline_ns(&self) -> Option<u64> {
         self.deadline.map(|time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
     }
-    /// What to say of a policy that finds nothing to go by, and then goes by arrival.
+    /// A warning if the requests have nothing that the policy ranks by, so that it behaves as first come, first served.
     pub fn remark(&self, requests: &[Request]) -> Option<String> {
         let policy = self.schedule.as_str();
         match policy {
@@ -86,7 +86,7 @@ impl ScheduleArgs {
     pub fn batch_tokens(&self) -> u32 {
         self.batch_tokens
     }
-    /// `work` is what policies believe that tokens cost, where that is known.
+    /// The scheduler's configuration. `work` is the assumed cost of tokens, if known.
     pub fn config(&self, work: Option<TokenWork>) -> Config {
         let defaults = Config::default();
         Config {

@@ -1,5 +1,5 @@
-//! `kvist simulate --seeds N`: one setting over several drawn loads. What differs between them is chance; the intervals say
-//! how much.
+//! `kvist simulate --seeds N`: one setting over several generated loads. They differ only by chance; the intervals show
+//! by how much.
 use super::{Args, show, simulate};
 use crate::{output, progress};
 use kvist_simulator::report::{Report, VERSION, over_seeds};

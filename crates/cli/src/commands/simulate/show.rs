@@ -5,7 +5,7 @@ use kvist_simulator::zero_service::ZeroService;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// Seconds with a unit that leaves three digits.
+/// Seconds in the unit that gives three digits.
 fn seconds(s: f64) -> String {
     match s {
         s if s < 1e-3 => format!("{:.0} µs", s * 1e6),
@@ -125,13 +125,13 @@ pub fn report(report: &Report) -> String {
     text
 }
 
-/// An estimate's interval, if it has one, behind its mean.
+/// A mean with its interval, if it has one.
 fn with_interval(estimate: &Estimate, show: fn(f64) -> String) -> String {
     let half = estimate.half_width.map_or(String::new(), |half| format!(" ±{}", show(half)));
     show(estimate.mean) + &half
 }
 
-/// Figures of a report, over seeds.
+/// Figures of a report over several seeds.
 pub fn over_seeds(load: &str, n_seeds: u64, figures: &BTreeMap<&'static str, Estimate>) -> String {
     let mut text = format!("{load}, {n_seeds} seeds; ± is the 95% interval of the mean over them\n\n");
     let _ = writeln!(text, "{:<22}{:>20}{:>20}{:>20}{:>20}", "", "mean", "p50", "p90", "p99");

@@ -10,16 +10,16 @@ pub fn duration(text: &str) -> Result<Duration, String> {
 /// A number of blocks, or no bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Capacity {
-    /// So many.
+    /// This number of blocks.
     Blocks(u32),
-    /// As many as are needed.
+    /// No bound.
     Endless,
-    /// What the hardware has, or no bound where it is not known.
+    /// What the hardware holds; no bound if that is unknown.
     Hardware,
 }
 
 impl Capacity {
-    /// `None` is without bound.
+    /// `None` means no bound.
     pub fn blocks(self) -> Option<u32> {
         match self {
             Capacity::Blocks(n) => Some(n),

@@ -1,8 +1,8 @@
 //! `kvist simulate sweep`: policies x capacities x schedulers x seeds.
 //!
-//! Every run is a cell with a file of its own in the folder, named by what it is and by a hash of all that it depends
-//! on. A cell whose file is there is not run again; a file is there whole or not at all. So a sweep can be stopped at
-//! any time, and its results do not depend on the number of threads.
+//! Every run is a cell with its own file in the folder, named by the run and by a hash of everything it depends on. A
+//! cell whose file exists is not run again; files are written atomically. So a sweep can be stopped at any time, and
+//! its results do not depend on the number of threads.
 use super::spec::Capacity;
 use super::{What, simulate, write_pictures, zero};
 use crate::options::wrong_usage;
@@ -54,7 +54,7 @@ pub struct Args {
 struct Cell {
     schedule: String,
     policy: String,
-    /// As the flag takes it.
+    /// As given to the flag.
     capacity: String,
     seed: u64,
 }
@@ -65,17 +65,17 @@ impl Cell {
     }
 }
 
-/// What stands in a cell's file.
+/// The contents of a cell's file.
 #[derive(Serialize, Deserialize)]
 struct CellFile {
     version: u32,
-    /// Of everything that the cell depends on.
+    /// Hash of everything that the cell depends on.
     key: String,
     cell: Cell,
     figures: BTreeMap<String, f64>,
 }
 
-/// Over the seeds of one combination.
+/// The result of one combination over its seeds.
 #[derive(Serialize)]
 struct Row {
     schedule: String,
@@ -103,7 +103,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     twice("--policies", &args.policies)?;
     twice("--capacities", &args.capacities.iter().map(Capacity::to_string).collect::<Vec<_>>())?;
     let seeds: Vec<u64> = if args.what.requests.is_drawn() { (1..=args.seeds).collect() } else { vec![1] };
-    // Loads are read or drawn once, and shared by all cells of their seed.
+    // Loads are read or generated once, and shared by all cells of their seed.
     let mut loads = BTreeMap::new();
     let mut name = String::new();
     for &seed in &seeds {
@@ -115,12 +115,12 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         name = load.name;
         loads.insert(seed, load.list);
     }
-    // A combination that cannot be is said before hours are spent on the others.
+    // Check every combination before hours are spent on any.
     for cell in &cells {
         what_of(&args.what, cell)?.check(&[])?;
     }
     for load in loads.values() {
-        // What prompts are made of, which is the same for all cells.
+        // Check the prompts' content once, since it is the same for all cells.
         match args.what.zero.zero_service {
             true => BlockStream::of(load, args.what.blocks.block_tokens).map(|_| ())?,
             false => args.what.check_cache(load)?,
@@ -146,7 +146,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     output::write_file(&args.out.join("sweep.json"), json.as_bytes())?;
     output::write_file(&args.out.join("sweep.csv"), csv(&table).as_bytes())?;
     let title = format!("{}: a sweep", table.load);
-    // Where all have one capacity there is nothing to draw against it.
+    // If all rows have one capacity there is no curve over capacity.
     let comparison = comparison(&table);
     let plots = if comparison.is_some() { Vec::new() } else { plots(&table) };
     let page = Page { title: &title, comparison, plots, ..Page::default() };
@@ -158,11 +158,11 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
 /// The requests of a seed.
 struct Load {
     requests: Vec<Request>,
-    /// Of the program and of them.
+    /// Hash of the program and of the requests.
     hash: u64,
 }
 
-/// Err if a value stands in the list of a flag twice: its cells would be one file.
+/// Returns an error if a flag's list has a value twice: its cells would be one file.
 fn twice(flag: &str, values: &[String]) -> anyhow::Result<()> {
     match values.iter().enumerate().find(|(i, value)| values[..*i].contains(value)) {
         Some((_, value)) => Err(wrong_usage(format!("{flag} names {value} twice: give it once"))),
@@ -170,7 +170,7 @@ fn twice(flag: &str, values: &[String]) -> anyhow::Result<()> {
     }
 }
 
-/// FNV-1a (Fowler, Noll, Vo), going on from `hash`: stale cells are to be noticed, not forgeries.
+/// FNV-1a (Fowler, Noll, Vo), continued from `hash`. It detects stale cells, not forged ones.
 struct Fnv(u64);
 
 const FNV: Fnv = Fnv(0xcbf2_9ce4_8422_2325);
@@ -187,7 +187,7 @@ impl std::io::Write for Fnv {
     }
 }
 
-/// Of the bytes of this very program: another build may compute other figures.
+/// Hash of this program's binary: another build may compute other figures.
 fn program() -> anyhow::Result<u64> {
     let cannot = || "cannot read this program, whose build is part of what a cell depends on";
     let file = std::env::current_exe().with_context(cannot)?;
@@ -202,7 +202,7 @@ fn hash_of(program: u64, requests: &[Request]) -> anyhow::Result<u64> {
     Ok(hash.0)
 }
 
-/// In the place of a scheduler's name, where nobody waits for anybody.
+/// Stands for the scheduler's name with `--zero-service`, where no scheduler runs.
 const UNSCHEDULED: &str = "none";
 
 fn cells(args: &Args) -> Vec<Cell> {
@@ -236,7 +236,7 @@ fn what_of(what: &What, cell: &Cell) -> anyhow::Result<What> {
     what.blocks.policy.clone_from(&cell.policy);
     what.blocks.capacity_blocks = cell.capacity.parse().map_err(wrong_usage)?;
     if !matches!(cell.policy.as_str(), "lfu_decay" | "cost") {
-        what.blocks.half_life = None; // it is the others' parameter
+        what.blocks.half_life = None; // only those two policies have this parameter
     }
     Ok(what)
 }
@@ -258,7 +258,7 @@ fn run_all(
             let Some(cell) = cells.get(at) else { return };
             let file = one(args, cell, &loads[&cell.seed]);
             if file.is_err() {
-                next.store(cells.len(), Ordering::Relaxed); // the others need not begin
+                next.store(cells.len(), Ordering::Relaxed); // stop the other threads from starting new cells
             }
             bar.inc(1);
             done.lock().unwrap_or_else(|poisoned| poisoned.into_inner())[at] = Some(file);
@@ -270,7 +270,7 @@ fn run_all(
         }
     });
     bar.finish_and_clear();
-    // In the order of the cells, whoever ran them; the first failure speaks.
+    // In the order of the cells, whichever thread ran them; the first error is returned.
     done.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()).into_iter().flatten().collect()
 }
 
@@ -298,7 +298,7 @@ fn one(args: &Args, cell: &Cell, load: &Load) -> anyhow::Result<CellFile> {
     Ok(file) // numbers are read back to the last bit (serde_json's `float_roundtrip`)
 }
 
-/// What a cell depends on, hashed: the program, requests, cache, costs, scheduler, objectives.
+/// Hash of everything that a cell depends on: the program, requests, cache, costs, scheduler, objectives.
 fn key(what: &What, options: &Options, load: &Load) -> anyhow::Result<String> {
     let mut hash = Fnv(load.hash);
     write!(
@@ -313,7 +313,7 @@ fn key(what: &What, options: &Options, load: &Load) -> anyhow::Result<String> {
     Ok(format!("{:016x}", hash.0))
 }
 
-/// The file of an earlier run, if it is one of the same cell.
+/// The file of an earlier run, if its key matches.
 fn read(path: &Path, key: &str) -> Option<CellFile> {
     let file: CellFile = serde_json::from_slice(&std::fs::read(path).ok()?).ok()?;
     (file.version == VERSION && file.key == key).then_some(file)
@@ -392,7 +392,7 @@ fn csv(table: &Table) -> String {
     text
 }
 
-/// (figure, title, a sentence, the axis upwards, its unit)
+/// (figure, title, a sentence, label of the y axis, its unit)
 const PLOTS: [(&str, &str, &str, &str, Unit); 4] = [
     (
         "token_hit_ratio",
@@ -424,7 +424,7 @@ const PLOTS: [(&str, &str, &str, &str, Unit); 4] = [
     ),
 ];
 
-/// (title, the axis, its unit, figures)
+/// (title, label of the axis, its unit, figures)
 const COMPARED: [(&str, &str, Unit, &[&str]); 6] = [
     ("Time to first token", "arrival to first token", Unit::Seconds, &["ttft_p50_s", "ttft_p99_s"]),
     (
@@ -445,7 +445,7 @@ impl Table {
     }
 }
 
-/// `None` where capacities differ, or nothing does.
+/// `None` if capacities differ, or if there is only one row.
 fn comparison(table: &Table) -> Option<Comparison> {
     if table.rows.len() < 2 || table.has_several(|row| &row.capacity) {
         return None;
@@ -495,7 +495,7 @@ fn plots(table: &Table) -> Vec<Plot> {
         curves.iter_mut().for_each(|curve| curve.points.sort_by(|a, b| a.x.total_cmp(&b.x)));
         curves
     };
-    // Without a bound nothing is evicted, and policies are one. Schedulers are not.
+    // Without a bound nothing is evicted, so all policies give the same result. Schedulers still differ.
     let endless = table.rows.iter().find(|row| row.capacity == "inf").filter(|_| !several);
     let plots = PLOTS.iter().map(|(name, title, about, y_label, unit)| Plot {
         title: (*title).to_owned(),

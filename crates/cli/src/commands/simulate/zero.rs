@@ -1,4 +1,4 @@
-//! Where serving takes no time: a trace against an eviction policy alone.
+//! `--zero-service`: replays a trace against an eviction policy alone, as if serving took no time.
 use super::What;
 use crate::options::wrong_usage;
 use clap::ValueEnum;
@@ -40,7 +40,7 @@ pub fn replay(what: &What, requests: &[Request]) -> anyhow::Result<ZeroService> 
         .map_err(|why| wrong_usage(why.to_string()))
 }
 
-/// What a sweep compares.
+/// The figures that a sweep compares.
 pub fn figures(result: &ZeroService) -> Vec<(&'static str, f64)> {
     let hits = &result.cache;
     let ratio = |part: u64, whole: u64| part as f64 / whole.max(1) as f64;

@@ -1,4 +1,4 @@
-//! Steps of a wanted shape, through the scheduler, the cache and the executor that serve.
+//! Runs steps of a given shape through the scheduler, the cache and the executor of the server.
 use anyhow::{Context, ensure};
 use kvist_backend::Registry;
 use kvist_cache::{PrefixSpec, Step};
@@ -14,21 +14,21 @@ use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-/// What is served while it is measured.
+/// The configuration that is measured.
 #[derive(Clone, Debug)]
 pub struct Served {
     pub cache: CacheConfig,
     pub block_tokens: u32,
     pub max_batch: u32,
     pub max_batch_tokens: u32,
-    /// The longest sequence.
+    /// Length of the longest sequence.
     pub context_tokens: u32,
 }
 
-/// Steps that a decoding batch takes beyond those that are wanted, at most: until its last prompt has been read.
+/// Upper limit of extra steps of a decoding batch, until its last prompt has been read.
 const SLACK: u32 = 64;
 
-/// Blocks of one stream that are neighbours.
+/// Neighbouring blocks of one stream.
 const WARM_BLOCKS: u32 = 4;
 
 pub struct Steps {
@@ -38,20 +38,20 @@ pub struct Steps {
     vocab: u32,
     started: Instant,
     next_id: u64,
-    /// Fresh tokens come from streams of their own, of which there is no end.
+    /// Number of the next stream of fresh tokens; each is used once.
     next_stream: u64,
     decoding: Vec<RequestId>,
     listeners: Listeners,
 }
 
-/// A step that was run: what it worked on, and how long the whole turn of the scheduler took.
+/// A step that ran: its batch, and the time of the whole scheduler turn.
 #[derive(Clone, Copy, Debug)]
 pub struct Ran {
     pub shape: BatchShape,
     pub ns: f64,
 }
 
-/// Takes the likeliest token, whatever it is, and tells its listener.
+/// Takes the likeliest token and sends it to its listener.
 struct Greedy {
     sampler: Sampler,
     listener: UnboundedSender<u32>,
@@ -59,14 +59,14 @@ struct Greedy {
 
 impl TokenSampler for Greedy {
     fn choose(&mut self, logits: &mut [f32]) -> Choice {
-        // Logits that cannot be sampled take the time all the same.
+        // If the logits cannot be sampled, use token 0: the time is the same.
         let token = self.sampler.sample(logits).unwrap_or(0);
         let _ = self.listener.send(token);
         Choice { token, finished: false }
     }
 }
 
-/// A thread on which somebody waits for each request's tokens.
+/// A thread with a listener for each request's tokens.
 struct Listeners(UnboundedSender<UnboundedReceiver<u32>>);
 
 impl Listeners {
@@ -74,7 +74,7 @@ impl Listeners {
         let (sender, mut all) = unbounded_channel::<UnboundedReceiver<u32>>();
         let runtime =
             tokio::runtime::Builder::new_current_thread().build().context("cannot start a thread")?;
-        // It ends with the sender.
+        // The thread ends when the sender is dropped.
         std::thread::Builder::new()
             .name("kvist-listeners".into())
             .spawn(move || {
@@ -95,7 +95,7 @@ impl Listeners {
     }
 }
 
-/// The executor, and what it was asked to do.
+/// The executor, with a record of its last batch.
 struct Noted<'a> {
     executor: &'a mut ModelExecutor,
     shape: BatchShape,
@@ -111,12 +111,12 @@ impl Executor for Noted<'_> {
 }
 
 impl Served {
-    /// One more than are served, where a step has room for it: the prompt beside a full batch that decodes.
+    /// Batch places: one more than are served, if a step has room for it, for the prompt beside a full decoding batch.
     fn places(&self) -> u32 {
         (self.max_batch + 1).min(self.max_batch_tokens)
     }
 
-    /// Room for the whole batch at the longest context, and for what is computed beside it.
+    /// The cache: room for the whole batch at the longest context, and for the prompts beside it.
     pub fn paged(&self) -> anyhow::Result<PagedConfig> {
         let a_sequence = u64::from(self.context_tokens) + u64::from(SLACK) + 2 * u64::from(self.block_tokens);
         let cells = a_sequence * u64::from(self.max_batch) + 8 * u64::from(self.max_batch_tokens);
@@ -155,9 +155,9 @@ impl Steps {
         })
     }
 
-    /// Let the prefix index know the streams from which measured sequences begin, so that they need not be read again.
-    /// They take turns, some blocks each, so that a stream's blocks are no neighbours: in a server that has run for a while
-    /// they are none either. `progress` hears how many tokens of each are known.
+    /// Stores in the prefix index the streams that measured sequences begin with, so that they need not be computed
+    /// again. Streams alternate, some blocks each, so that a stream's blocks are scattered as in a server that has run
+    /// for a while. `progress` gets the number of tokens stored of each.
     pub fn warm(&mut self, progress: &mut dyn FnMut(u32) -> anyhow::Result<()>) -> anyhow::Result<()> {
         let slice = WARM_BLOCKS * self.served.block_tokens;
         let mut known = 0;
@@ -172,10 +172,10 @@ impl Steps {
         Ok(())
     }
 
-    /// A step of `tokens` prompt tokens of sequences that have `context` tokens behind it: several short sequences, or
-    /// the end of a long one. `None` if it could not be made so.
+    /// Runs a step of `tokens` prompt tokens, of sequences that then have `context` tokens: several short
+    /// sequences, or the end of a long one. `None` if such a step could not be made.
     pub fn prefill(&mut self, tokens: u32, context: u32) -> anyhow::Result<Option<Ran>> {
-        // What other cells left may have pushed the end of the stream out of the index: then the first try reads it anew.
+        // Other cells may have evicted the end of the stream from the index: the first try then computes it again.
         for _ in 0..2 {
             if context > tokens {
                 let block = self.served.block_tokens;
@@ -199,8 +199,8 @@ impl Steps {
         Ok(None)
     }
 
-    /// From now on `sequences` decode, each with about `context` tokens, for `steps` steps at least. `false` if they could
-    /// not be brought to it.
+    /// Makes `sequences` sequences decode, each with about `context` tokens, for at least `steps` steps. False if that
+    /// state was not reached.
     pub fn begin_decoding(&mut self, sequences: u32, context: u32, steps: u32) -> anyhow::Result<bool> {
         let before = (context.saturating_sub(steps / 2)).max(1);
         for stream in 0..sequences {
@@ -216,7 +216,7 @@ impl Steps {
         Ok(false)
     }
 
-    /// A step of those that decode, and beside them a prompt of `tokens` tokens.
+    /// Runs a step of the decoding sequences, and beside them a prompt of `tokens` tokens.
     pub fn decode(&mut self, tokens: u32) -> anyhow::Result<Option<Ran>> {
         if tokens > 0 {
             self.submit(0, 0, tokens, 1)?;
@@ -235,7 +235,7 @@ impl Steps {
         Ok(())
     }
 
-    /// A request of the first `known` tokens of a stream, and of `fresh` tokens that no other has.
+    /// Submits a request with the first `known` tokens of a stream and `fresh` new tokens.
     fn submit(&mut self, stream: u64, known: u32, fresh: u32, max_new: u32) -> anyhow::Result<RequestId> {
         let id = RequestId(self.next_id);
         self.next_id += 1;
@@ -255,7 +255,7 @@ impl Steps {
         Ok(id)
     }
 
-    /// One turn. `None` if there was nothing to do.
+    /// Runs one turn of the scheduler. `None` if there was nothing to do.
     fn turn(&mut self) -> anyhow::Result<Option<Ran>> {
         let now = self.now_ns();
         let mut noted = Noted { executor: &mut self.executor, shape: BatchShape::default(), failed: false };
