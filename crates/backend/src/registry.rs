@@ -30,7 +30,7 @@ impl Registry {
 
     /// Every `backend:kind`.
     pub fn pairs(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
-        self.backends.iter().flat_map(|b| KINDS.iter().map(move |(kind, _)| (b.id(), *kind)))
+        self.backends.iter().flat_map(|b| KINDS.iter().map(move |kind| (b.id(), kind.name)))
     }
 
     pub fn backend(&self, id: &str) -> Option<&dyn Backend> {

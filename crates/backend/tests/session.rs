@@ -64,7 +64,7 @@ fn step(session: &mut Session, v: f32) -> f32 {
 
 #[test]
 fn every_kind_steps() {
-    for (kind, _) in KINDS {
+    for kind in KINDS.iter().map(|kind| kind.name) {
         let mut session = session(kind);
         assert_eq!([1.0, 2.0, 6.0].map(|v| step(&mut session, v)), [1.0, 1.5, 3.0], "{kind}");
     }
@@ -72,7 +72,7 @@ fn every_kind_steps() {
 
 #[test]
 fn a_dropped_step_changes_nothing() {
-    for (kind, _) in KINDS {
+    for kind in KINDS.iter().map(|kind| kind.name) {
         let mut session = session(kind);
         step(&mut session, 1.0);
         let before = session.cache.report();

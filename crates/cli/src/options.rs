@@ -5,6 +5,7 @@ pub use crate::source::SourceArgs;
 use anyhow::{Context, anyhow};
 use clap::Args;
 use kvist_backend::{Bytes, MemoryBudget, Recent, Registry, Storage};
+use kvist_cache::kinds;
 use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
 use kvist_engine::memory::{CacheConfig, MemoryPlan, RECENT_TOKENS};
@@ -301,7 +302,7 @@ impl CacheArgs {
     pub fn config(&self, model: &ModelConfig, needed: u64) -> anyhow::Result<CacheConfig> {
         let trained = model.context;
         let kind = self.kind.as_deref().unwrap_or("contiguous");
-        let bounded = kind == "ring"; // a ring's cells do not grow with the text
+        let bounded = kinds::traits(kind).is_some_and(|traits| traits.bounded);
         let context = match self.context {
             Some(context) => context,
             None if bounded => u32::try_from(needed).unwrap_or(u32::MAX),

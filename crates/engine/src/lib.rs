@@ -24,7 +24,7 @@ pub use kvist_model::Error;
 pub fn check_prompt(config: &memory::CacheConfig, tokens: usize) -> Result<(), Error> {
     match tokens {
         0 => Err(Error::EmptyPrompt),
-        _ if config.kind != "ring" && tokens > config.context_tokens as usize => {
+        _ if !config.kind_traits().bounded && tokens > config.context_tokens as usize => {
             Err(Error::PromptTooLong { tokens, context: config.context_tokens })
         }
         _ => Ok(()),

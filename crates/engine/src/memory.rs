@@ -1,7 +1,7 @@
 //! Memory that a model and its cache need, computed before anything is loaded. Uses the same arithmetic as the budget.
 use kvist_backend::*;
 use kvist_cache::Cache;
-use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::kinds::{self, GroupSpec, KindTraits, Visibility};
 use kvist_model::Error;
 use kvist_model::config::ModelConfig;
 use kvist_model::weights::WeightForm;
@@ -82,6 +82,11 @@ impl CacheConfig {
         position - position.checked_rem(groups).unwrap_or(0)
     }
 
+    /// The properties of the kind. A kind that does not exist is refused when the cache is built.
+    pub fn kind_traits(&self) -> KindTraits {
+        kinds::traits(&self.kind).unwrap_or(KindTraits { bounded: false, many_sequences: true })
+    }
+
     /// The cache kind fills in the capacities.
     pub fn pool_spec(&self, layout: &Layout, budget: &Arc<MemoryBudget>) -> PoolSpec {
         PoolSpec {
@@ -92,9 +97,9 @@ impl CacheConfig {
             max_step_tokens: self.max_step_tokens,
             budget: budget.clone(),
             channels: None,
-            recent: match self.kind.as_str() {
-                "contiguous" | "ring" => Recent { sequences: 1, ..self.recent },
-                _ => self.recent,
+            recent: match self.kind_traits().many_sequences {
+                true => self.recent,
+                false => Recent { sequences: 1, ..self.recent },
             },
         }
     }

@@ -247,7 +247,7 @@ fn ways_out(chat: &Chat, tokens: u32, max_tokens: u32) -> String {
         chat.branches().iter().map(|branch| branch.name.as_str()).filter(|name| name != current).collect();
     if !others.is_empty() {
         ways.push(format!("/switch goes on in another branch, /drop gives one up ({})", others.join(", ")));
-    } else if chat.session().config().kind != "contiguous" {
+    } else if chat.session().config().kind_traits().many_sequences {
         ways.push("next time a /fork before a digression lets you come back from it".into());
     }
     let enough = tokens.saturating_add(max_tokens).checked_next_power_of_two().unwrap_or(u32::MAX);

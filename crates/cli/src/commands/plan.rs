@@ -202,7 +202,7 @@ fn ring(model: &ModelConfig, registry: &Registry, config: &CacheConfig, kv_bytes
     let shorter = |window: &Option<u32>| window.filter(|window| *window < context);
     let windows: Vec<Option<u32>> = model.group_windows().iter().map(shorter).collect();
     let window_tokens = windows.iter().flatten().copied().max()?;
-    if config.kind == "ring" {
+    if config.kind_traits().bounded {
         return None;
     }
     let window = ring_window(model, config);

@@ -49,7 +49,7 @@ fn spec(budget: &Arc<MemoryBudget>) -> PoolSpec {
 
 fn cache() -> Cache {
     let group = GroupSpec { capacity_tokens: 2_000, visibility: Visibility::FULL, max_step_tokens: 300 };
-    let (_, contiguous) = KINDS[0];
+    let contiguous = KINDS[0].build;
     Cache::new(vec![contiguous(&group).expect("contiguous serves any group")])
 }
 

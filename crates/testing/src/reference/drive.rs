@@ -97,7 +97,7 @@ impl Drive {
     /// Makes a cache of the kind `name` with these layer groups, driven with sequence ids below `n_ids`.
     pub fn over(name: &str, groups: Vec<GroupSpec>, n_ids: u32) -> Self {
         let model = Model::of(name).unwrap_or_else(|| panic!("the reference knows no kind {name}"));
-        let kind = KINDS.iter().find(|(known, _)| *known == name).expect("the reference knows only kinds").0;
+        let kind = KINDS.iter().find(|kind| kind.name == name).expect("the reference knows only kinds").name;
         let build = |g| kinds::build(kind, g).unwrap_or_else(|e| panic!("{g:?}: {e}"));
         let cache = Cache::new(groups.iter().map(build).collect());
         let memories = cache.report().into_iter().map(|report| Memory {

@@ -2,6 +2,7 @@
 //! what `kvist run` and `kvist serve` reserve.
 use super::ladder::Rung;
 use kvist_backend::{Purpose, Registry};
+use kvist_cache::kinds;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_model::config::ModelConfig;
 use kvist_server::{ServerConfig, request_bytes};
@@ -48,7 +49,7 @@ pub fn all(asked: &Asked, ladder: &[Rung]) -> Vec<Candidate> {
     let backend = asked.cache.backend.as_str();
     let pairs = asked.registry.pairs().filter(|(id, _)| *id == backend);
     let kinds = pairs.map(|(_, kind)| (Command::Run, kind));
-    let kinds = kinds.filter(|(_, kind)| *kind != "ring" || forgets(asked.model, asked.cache));
+    let kinds = kinds.filter(|(_, kind)| !is_bounded(kind) || forgets(asked.model, asked.cache));
     // A server has only the cpu backend and the model's own windows.
     let serves = backend == "cpu" && asked.cache.window.is_none();
     let served = serves.then_some((Command::Serve, "paged"));
@@ -84,6 +85,11 @@ fn candidate(asked: &Asked, command: Command, kind: &'static str, rung: Rung) ->
 
 type Sized = (CacheConfig, MemoryPlan, u64);
 
+/// True if the cells of this kind do not grow with the text.
+fn is_bounded(kind: &str) -> bool {
+    kinds::traits(kind).is_some_and(|traits| traits.bounded)
+}
+
 /// The size of a `kvist run` session. `None` if there is no such cache, or its size overflows.
 fn run_at(asked: &Asked, kind: &str, rung: Rung, context: u32) -> Option<Sized> {
     let mut cache = CacheConfig {
@@ -94,7 +100,7 @@ fn run_at(asked: &Asked, kind: &str, rung: Rung, context: u32) -> Option<Sized> 
         max_step_tokens: asked.chunk.min(context),
         ..asked.cache.clone()
     };
-    if kind == "ring" {
+    if is_bounded(kind) {
         cache.window = ring_window(asked.model, &cache);
     }
     let plan = MemoryPlan::of_session(asked.model, asked.registry, &cache).ok()?;
