@@ -485,8 +485,8 @@ impl ServerConfig {
         if 0 < recent && recent < asked {
             let block = self.cache.block_tokens;
             warnings.push(format!(
-                "cache.kv_recent is {asked}, and blocks of {block} tokens consist of groups of {recent} at most: {recent} it is; \
-                 take a block_tokens that {asked} divides"
+                "cache.kv_recent is {asked}, but a block has {block} tokens: groups of {recent} are used; take a block_tokens \
+                 that is a multiple of {asked}"
             ));
         }
         if self.keys.is_empty() && self.http.cors_origins.iter().any(|origin| origin == "*") {
