@@ -1,5 +1,6 @@
 //! The newest tokens, kept in f16 beside their quantised rows.
 use crate::error::BackendError;
+use crate::storage::Storage;
 
 /// Makes queries read the newest tokens of every sequence as f16, although they are also stored quantised. A query
 /// gives its nearest tokens the largest weights, so errors there cost most. Positions are divided into groups of
@@ -20,6 +21,12 @@ pub struct Recent {
 }
 
 impl Recent {
+    /// The same for a cache of these storages: turned off if neither is packed.
+    pub fn of_storages(self, k: Storage, v: Storage) -> Self {
+        let packed = k.dtype.is_quantised() || v.dtype.is_quantised();
+        Recent { tokens: if packed { self.tokens } else { 0 }, ..self }
+    }
+
     /// Maximum tokens per group.
     pub const MOST_TOKENS: u32 = 64;
 

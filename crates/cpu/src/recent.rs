@@ -86,7 +86,7 @@ impl Sizes {
     /// `None` if no recent rows are kept.
     fn of(spec: &PoolSpec) -> Option<Self> {
         let (keys, values) = (spec.k.dtype.is_quantised(), spec.v.dtype.is_quantised());
-        if spec.recent.tokens == 0 || !(keys || values) {
+        if spec.recent.of_storages(spec.k, spec.v).tokens == 0 {
             return None;
         }
         let Layout { layers, .. } = &spec.layout;

@@ -77,8 +77,7 @@ impl CacheConfig {
     /// been longer. The f16 rows of the recent group that contains `position` may be gone, so this is the start of that
     /// group.
     pub fn cut_before(&self, position: u32) -> u32 {
-        let packed = self.k.dtype.is_quantised() || self.v.dtype.is_quantised();
-        let groups = if packed { self.recent.tokens } else { 0 };
+        let groups = self.recent.of_storages(self.k, self.v).tokens;
         position - position.checked_rem(groups).unwrap_or(0)
     }
 

@@ -80,9 +80,8 @@ impl CacheSection {
     }
     /// Tokens of a group that is kept in f16, limited by the block size. 0 if no storage format is packed.
     pub fn recent_tokens(&self) -> u32 {
-        let packed = self.kv.dtype.is_quantised() || self.values().dtype.is_quantised();
-        let asked = Recent { tokens: if packed { self.kv_recent } else { 0 }, sequences: 1 };
-        asked.within_blocks(self.block_tokens).tokens
+        let asked = Recent { tokens: self.kv_recent, sequences: 1 };
+        asked.of_storages(self.kv, self.values()).within_blocks(self.block_tokens).tokens
     }
 }
 

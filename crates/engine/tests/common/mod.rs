@@ -1,46 +1,20 @@
 //! Shared code of this crate's integration tests.
-#![allow(dead_code)] // each test binary uses its part
-use kvist_backend::{MemoryBudget, Storage};
-use kvist_cpu::Compute;
+#![allow(dead_code, unused_imports)] // each test binary uses its part
+use kvist_backend::Storage;
 use kvist_engine::backends;
 use kvist_engine::generate::{Limits, generate};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_model::weights::WeightForm;
-use kvist_model::{LoadOptions, Model, ModelFile};
+use kvist_model::Model;
 use safetensors::SafeTensors;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-pub fn fixtures(kind: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures").join(kind)
-}
-
-/// The sub-folders, sorted. Fails if there are none.
-pub fn cases(kind: &str) -> Vec<PathBuf> {
-    let mut all: Vec<PathBuf> =
-        std::fs::read_dir(fixtures(kind)).unwrap().map(|e| e.unwrap().path()).collect();
-    all.retain(|p| p.is_dir());
-    all.sort();
-    assert!(!all.is_empty(), "no fixtures of {kind}");
-    all
-}
-
-/// Load options for texts of the fixtures' length.
-pub fn texts() -> LoadOptions {
-    LoadOptions { context: Some(128), ..LoadOptions::default() }
-}
-
-/// For tests that compare texts: row arithmetic that is independent of the batch.
-pub fn load(file: ModelFile) -> Result<Arc<Model>, kvist_engine::Error> {
-    load_in(file, WeightForm::AsStored)
-}
-
-pub fn load_in(file: ModelFile, form: WeightForm) -> Result<Arc<Model>, kvist_engine::Error> {
-    let options = LoadOptions { form, compute: Compute::default().deterministic(true), ..texts() };
-    Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).map(Arc::new)
-}
+/// Fixtures and models, as the tests of `kvist-model` have them.
+#[path = "../../../model/tests/common/mod.rs"]
+mod model;
+pub use model::*;
 
 /// Results of another runtime.
 pub struct Expected {

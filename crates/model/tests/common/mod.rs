@@ -7,8 +7,9 @@ use kvist_model::{LoadOptions, Model, ModelFile};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+/// The fixtures of this crate. The tests of `kvist-engine` include this file too.
 pub fn fixtures(kind: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(kind)
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures").join(kind)
 }
 
 /// The sub-folders, sorted. Fails if there are none.

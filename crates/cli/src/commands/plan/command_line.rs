@@ -1,6 +1,7 @@
 //! A recommendation as a command line: the flags that make exactly this cache.
 use super::Args;
 use super::candidates::{Candidate, Command};
+use kvist_backend::Recent;
 use kvist_engine::memory::RECENT_TOKENS;
 use kvist_model::weights::WeightForm;
 use std::path::{Path, PathBuf};
@@ -30,9 +31,10 @@ pub fn of(args: &Args, candidate: &Candidate) -> String {
     }
     flag("--kv", Some(cache.k.to_string()));
     flag("--kv-v", differs(cache.v != cache.k, cache.v.to_string()));
-    let packed = cache.k.dtype.is_quantised() || cache.v.dtype.is_quantised();
     let recent = cache.recent.tokens;
-    flag("--kv-recent", differs(packed && recent != RECENT_TOKENS, recent.to_string()));
+    let default = Recent { tokens: RECENT_TOKENS, ..cache.recent };
+    let matters = default.of_storages(cache.k, cache.v).tokens > 0;
+    flag("--kv-recent", differs(matters && recent != RECENT_TOKENS, recent.to_string()));
     flag("--context", Some(cache.context_tokens.to_string()));
     words.iter().map(|word| word.trim_end()).collect::<Vec<_>>().join(" ")
 }
