@@ -1,6 +1,6 @@
 //! The shapes of `--json`, described in docs/json.md. `version` changes when a field changes its meaning or is removed;
 //! new fields may be added.
-use kvist_backend::{Bytes, Purpose};
+use kvist_device::{Bytes, Purpose};
 use kvist_engine::generate::Generation;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::session::ModelSession;
@@ -21,8 +21,8 @@ pub struct MemoryBytes {
     pub total: u64,
 }
 
-impl From<kvist_backend::Usage> for MemoryBytes {
-    fn from(usage: kvist_backend::Usage) -> Self {
+impl From<kvist_device::Usage> for MemoryBytes {
+    fn from(usage: kvist_device::Usage) -> Self {
         MemoryBytes {
             weights: usage.of(Purpose::Weights),
             kv_cache: usage.of(Purpose::KvCache),

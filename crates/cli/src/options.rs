@@ -4,10 +4,10 @@ use crate::source::Source;
 pub use crate::source::SourceArgs;
 use anyhow::{Context, anyhow};
 use clap::Args;
-use kvist_backend::{Bytes, MemoryBudget, Recent, Registry, Storage};
 use kvist_cache::kinds;
 use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
+use kvist_device::{Bytes, MemoryBudget, Recent, Registry, Storage};
 use kvist_engine::memory::{CacheConfig, MemoryPlan, RECENT_TOKENS};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_model::config::ModelConfig;
@@ -31,7 +31,7 @@ impl std::error::Error for WrongUsage {}
 
 /// True if the error is wrong usage (exit status 2) and not a failure.
 pub fn is_wrong_usage(error: &anyhow::Error) -> bool {
-    use kvist_backend::BuildError::{Kind, Unknown};
+    use kvist_device::BuildError::{Kind, Unknown};
     let build = error.downcast_ref::<kvist_engine::Error>();
     let name = error.downcast_ref::<kvist_hub::Error>().is_some_and(kvist_hub::Error::is_wrong_name);
     error.is::<WrongUsage>()

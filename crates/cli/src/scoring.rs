@@ -3,8 +3,8 @@
 use crate::interrupt;
 use anyhow::Context;
 use indicatif::ProgressBar;
-use kvist_backend::{Registry, Storage};
 use kvist_cache::SeqId;
+use kvist_device::{Registry, Storage};
 use kvist_engine::divergence::{Divergence, Summary};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};

@@ -2,7 +2,7 @@
 use crate::{output, progress};
 use clap::{Args, ValueHint};
 use indicatif::{ProgressBar, ProgressStyle};
-use kvist_backend::Bytes;
+use kvist_device::Bytes;
 use kvist_hub::{Hub, Name, Progress, Resolved, Settings};
 use kvist_model::ModelFile;
 use kvist_model::ModelSize;

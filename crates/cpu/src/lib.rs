@@ -26,7 +26,7 @@ pub mod steps;
 pub mod stream;
 
 use arch::{Isa, Threads};
-use kvist_backend::{Backend, BackendError, PoolSpec, Pools, Purpose, Usage, reserved_cells};
+use kvist_device::{Backend, BackendError, PoolSpec, Pools, Purpose, Usage, reserved_cells};
 use pools::CpuPools;
 use std::sync::{Arc, LazyLock};
 

@@ -26,8 +26,8 @@ use crate::rotation::{rotate, rotate_whole, rotate_whole_back};
 pub use float::{BF16, F16, F32};
 pub use gather::{Block, Blocks, Gather, MAX_BLOCKS};
 use half::f16;
-use kvist_backend::{DType, Side as Half, Storage};
 use kvist_cache::Run;
+use kvist_device::{DType, Side as Half, Storage};
 pub use q4::Q4;
 pub use q8::Q8;
 pub use quantised::{PackedQuery, Quads};
@@ -37,27 +37,27 @@ pub use t4::T4;
 macro_rules! with_codec {
     ($dtype:expr, $C:ident => $body:expr) => {
         match $dtype {
-            kvist_backend::DType::F32 => {
+            kvist_device::DType::F32 => {
                 type $C = $crate::pool::F32;
                 $body
             }
-            kvist_backend::DType::F16 => {
+            kvist_device::DType::F16 => {
                 type $C = $crate::pool::F16;
                 $body
             }
-            kvist_backend::DType::BF16 => {
+            kvist_device::DType::BF16 => {
                 type $C = $crate::pool::BF16;
                 $body
             }
-            kvist_backend::DType::Q8 => {
+            kvist_device::DType::Q8 => {
                 type $C = $crate::pool::Q8;
                 $body
             }
-            kvist_backend::DType::Q4 => {
+            kvist_device::DType::Q4 => {
                 type $C = $crate::pool::Q4;
                 $body
             }
-            kvist_backend::DType::T4 => {
+            kvist_device::DType::T4 => {
                 type $C = $crate::pool::T4;
                 $body
             }

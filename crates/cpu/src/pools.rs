@@ -4,8 +4,8 @@ use crate::pages::Pages;
 use crate::pool::{Geometry, Side};
 use crate::recent::RecentRows;
 use crate::{Compute, Growth};
-use kvist_backend::{Side as Half, *};
 use kvist_cache::*;
+use kvist_device::{Side as Half, *};
 
 /// K and V of one layer that owns its KV.
 #[derive(Debug)]

@@ -7,8 +7,8 @@
 use crate::arch::LANES;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
-use kvist_backend::{BackendError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
 use kvist_cache::{CellCopy, GroupId, GroupPlan, SpanKind, StepPlan};
+use kvist_device::{BackendError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -90,7 +90,7 @@ impl Sizes {
             return None;
         }
         let Layout { layers, .. } = &spec.layout;
-        let shape = |(l, layer): (usize, &kvist_backend::LayerSpec)| {
+        let shape = |(l, layer): (usize, &kvist_device::LayerSpec)| {
             let (heads, vectors) = (layer.n_kv_heads as usize, (layer.head_dim as usize).div_ceil(LANES));
             spec.layout.owns(l).then_some(Shape { heads, vectors, keys, values })
         };

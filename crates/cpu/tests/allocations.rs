@@ -2,10 +2,10 @@
 //! Accepting a path of a tree splits its sequence into more and more extents; their lists double occasionally.
 mod decoding;
 use decoding::*;
-use kvist_backend::*;
 use kvist_cache::kinds::Visibility;
 use kvist_cache::*;
 use kvist_cpu::Cpu;
+use kvist_device::*;
 
 /// The draft tree of every turn, and the path that is accepted.
 #[derive(Clone, Copy, Debug)]

@@ -1,10 +1,10 @@
 //! Runs the CPU backend against the conformance suite, plus cases that the suite does not cover.
 mod decoding;
 use decoding::*;
-use kvist_backend::*;
 use kvist_cache::*;
 use kvist_cpu::arch::Isa;
 use kvist_cpu::{Compute, Cpu};
+use kvist_device::*;
 use kvist_testing::conformance::{self, Options};
 
 /// Tolerance: queries and weights of packed dtypes are split into two bytes. Each element is off by up to 1 part in

@@ -2,11 +2,11 @@
 //! number of threads. q8 and q4 do so with `--deterministic`.
 mod decoding;
 use decoding::*;
-use kvist_backend::*;
 use kvist_cache::kinds::Visibility;
 use kvist_cache::*;
 use kvist_cpu::arch::Isa;
 use kvist_cpu::{Compute, Cpu};
+use kvist_device::*;
 
 const TRUNK: u32 = 300;
 const TURNS: u32 = 12;

@@ -1,11 +1,11 @@
 //! All bytes are planned, recorded and released.
 mod decoding;
 use decoding::*;
-use kvist_backend::reference::Reference;
-use kvist_backend::*;
 use kvist_cache::kinds::Visibility;
 use kvist_cache::*;
 use kvist_cpu::Cpu;
+use kvist_device::reference::Reference;
+use kvist_device::*;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;

@@ -1,9 +1,9 @@
 //! The tracing events that a cache emits about its memory, seen by a plain `tracing` subscriber.
 mod decoding;
 use decoding::*;
-use kvist_backend::*;
 use kvist_cache::*;
 use kvist_cpu::Cpu;
+use kvist_device::*;
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex};

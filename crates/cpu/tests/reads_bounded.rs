@@ -1,11 +1,11 @@
 //! Reads are bounded by the stored tokens, never by the capacity.
 mod decoding;
 use decoding::*;
-use kvist_backend::reference::Reference;
-use kvist_backend::*;
 use kvist_cache::kinds::Visibility;
 use kvist_cache::*;
 use kvist_cpu::Cpu;
+use kvist_device::reference::Reference;
+use kvist_device::*;
 
 /// Bytes that one call reads.
 fn bytes_read(session: &mut Session, run: impl FnOnce(&mut Session)) -> u64 {

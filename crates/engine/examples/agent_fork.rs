@@ -2,8 +2,8 @@
 //! cells. The best branch is kept and the others are removed. No KV byte is copied.
 //!
 //! `cargo run --release -p kvist-engine --example agent_fork`
-use kvist_backend::MemoryBudget;
 use kvist_cache::SeqId;
+use kvist_device::MemoryBudget;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_engine::{Error, backends};

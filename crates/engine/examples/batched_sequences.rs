@@ -2,8 +2,8 @@
 //! for each sequence, so that the weights are read once for all of them.
 //!
 //! `cargo run --release -p kvist-engine --example batched_sequences`
-use kvist_backend::MemoryBudget;
 use kvist_cache::SeqId;
+use kvist_device::MemoryBudget;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_engine::{Error, backends};

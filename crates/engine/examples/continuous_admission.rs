@@ -3,8 +3,8 @@
 //! stays in the queue until another one ends.
 //!
 //! `cargo run --release -p kvist-engine --example continuous_admission`
-use kvist_backend::MemoryBudget;
 use kvist_cache::SeqId;
+use kvist_device::MemoryBudget;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_engine::{Error, backends};

@@ -2,8 +2,8 @@
 //! explicitly, and let a ring drop them in constant memory.
 //!
 //! `cargo run --release -p kvist-engine --example rollback_and_window`
-use kvist_backend::{Bytes, MemoryBudget};
 use kvist_cache::SeqId;
+use kvist_device::{Bytes, MemoryBudget};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_engine::{Error, backends};

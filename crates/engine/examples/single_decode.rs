@@ -2,8 +2,8 @@
 //! takes and how many are read.
 //!
 //! `cargo run --release -p kvist-engine --example single_decode`
-use kvist_backend::{Bytes, MemoryBudget};
 use kvist_cache::SeqId;
+use kvist_device::{Bytes, MemoryBudget};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_engine::{Error, backends};

@@ -1,6 +1,6 @@
 //! The backends compiled into this engine. To add one, add one line.
-use kvist_backend::Registry;
 use kvist_cpu::Compute;
+use kvist_device::Registry;
 
 /// All backends, and through them every `backend:kind` pair, on this process's own threads.
 pub fn all() -> Registry {
@@ -11,5 +11,5 @@ pub fn all() -> Registry {
 pub fn on(compute: &Compute) -> Registry {
     Registry::default()
         .with(Box::new(kvist_cpu::Cpu::new(compute.clone())))
-        .with(Box::new(kvist_backend::reference::Reference))
+        .with(Box::new(kvist_device::reference::Reference))
 }

@@ -3,8 +3,8 @@
 //! prefill of [`TOKENS`] tokens per model and always gives the same order.
 use crate::memory::CacheConfig;
 use crate::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_backend::{Attend, Bytes, ChannelOrder, LayerSpec, Registry};
 use kvist_cache::SeqId;
+use kvist_device::{Attend, Bytes, ChannelOrder, LayerSpec, Registry};
 use kvist_model::Error;
 use kvist_model::Model;
 use std::sync::Arc;

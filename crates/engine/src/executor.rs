@@ -7,8 +7,8 @@
 //! created.
 use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
-use kvist_backend::{Counters, Layout, PoolSpec, Purpose, Recent, Registry, Reservation, Runner};
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, RecomputeCost, Step};
+use kvist_device::{Counters, Layout, PoolSpec, Purpose, Recent, Registry, Reservation, Runner};
 use kvist_model::Error;
 use kvist_model::config::ModelConfig;
 use kvist_model::{Activations, Batch, Model};

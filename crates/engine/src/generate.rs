@@ -2,8 +2,8 @@
 use crate::sampler::Sampler;
 use crate::session::{LogitRows, ModelSession, SequenceInput};
 use crate::text::StopMatcher;
-use kvist_backend::StepError;
 use kvist_cache::{Refused, SeqId};
+use kvist_device::StepError;
 use kvist_model::Error;
 use kvist_model::tokenizer::{TextStream, Tokenizer};
 use std::time::{Duration, Instant};

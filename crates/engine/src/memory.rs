@@ -1,7 +1,7 @@
 //! Memory that a model and its cache need, computed before anything is loaded. Uses the same arithmetic as the budget.
-use kvist_backend::*;
 use kvist_cache::Cache;
 use kvist_cache::kinds::{self, GroupSpec, KindTraits, Visibility};
+use kvist_device::*;
 use kvist_model::Error;
 use kvist_model::config::ModelConfig;
 use kvist_model::weights::WeightForm;

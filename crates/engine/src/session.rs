@@ -1,8 +1,8 @@
 //! A model with its cache. Runs forward passes over any cache kind, dtype and backend.
 use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
-use kvist_backend::{Attend, Counters, PoolSpec, Purpose, Registry, Reservation};
 use kvist_cache::*;
+use kvist_device::{Attend, Counters, PoolSpec, Purpose, Registry, Reservation};
 use kvist_model::Error;
 use kvist_model::{Activations, Batch, Model};
 use std::sync::Arc;
@@ -38,7 +38,7 @@ pub enum LogitRows {
 /// A cache for one conversation or a batch of them. All sessions of a model share its weights.
 pub struct ModelSession {
     model: Arc<Model>,
-    session: kvist_backend::Session,
+    session: kvist_device::Session,
     config: CacheConfig,
     activations: Activations,
     tokens: Vec<u32>,
@@ -130,7 +130,7 @@ impl ModelSession {
         let n_layers = self.model.decoder().layout().layers.len();
         if let Some(layer) = layers.iter().find(|l| l.0 as usize >= n_layers) {
             let layer = *layer;
-            return Err(kvist_backend::BackendError::UnknownLayer { layer, n_layers }.into());
+            return Err(kvist_device::BackendError::UnknownLayer { layer, n_layers }.into());
         }
         self.taps = layers.to_vec();
         Ok(())

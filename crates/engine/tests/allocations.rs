@@ -2,10 +2,10 @@
 //! text does allocate, because the tokenizer returns strings; so these tests run without a tokenizer.
 mod common;
 use common::*;
-use kvist_backend::{MemoryBudget, Storage};
 use kvist_cache::SeqId;
 use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
+use kvist_device::{MemoryBudget, Storage};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};

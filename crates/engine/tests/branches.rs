@@ -1,8 +1,8 @@
 //! Branches on a real model: draft trees verified in one pass, forks and undo in a chat, layers that share KV.
 mod common;
 use common::*;
-use kvist_backend::{Purpose, Storage};
 use kvist_cache::{NodeId, Refused, SeqId};
+use kvist_device::{Purpose, Storage};
 use kvist_engine::Error;
 use kvist_engine::backends;
 use kvist_engine::chat::Chat;
@@ -25,7 +25,7 @@ fn model() -> &'static Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
     MODEL.get_or_init(|| {
         let options = LoadOptions { form: WeightForm::F32, ..LoadOptions::default() };
-        let budget = kvist_backend::MemoryBudget::unlimited();
+        let budget = kvist_device::MemoryBudget::unlimited();
         Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap())
     })
 }
@@ -279,7 +279,7 @@ fn a_layer_that_borrows_stores_nothing() {
     }
     // The same for a model forced to share KV.
     let options = LoadOptions { share_kv: Some(2), ..LoadOptions::default() };
-    let budget = kvist_backend::MemoryBudget::unlimited();
+    let budget = kvist_device::MemoryBudget::unlimited();
     let made = Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap();
     let config = CacheConfig::new(64);
     let of = |model: &Model| MemoryPlan::of_session(model.decoder().config(), &registry, &config).unwrap();

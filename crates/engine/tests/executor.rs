@@ -1,9 +1,9 @@
 //! The scheduler's steps on a model: requests get the same tokens and logits as in a session of their own.
 mod common;
 use common::*;
-use kvist_backend::{MemoryBudget, Purpose, Storage};
 use kvist_cache::{Cache, PrefixSpec, RecomputeCost, SeqId};
 use kvist_cpu::Compute;
+use kvist_device::{MemoryBudget, Purpose, Storage};
 use kvist_engine::backends;
 use kvist_engine::executor::{Choice, ModelExecutor, PagedConfig, TokenSampler};
 use kvist_engine::memory::CacheConfig;
@@ -143,7 +143,7 @@ fn tokens_and_scores_are_those_of_a_session_alone() {
     assert_eq!(plain.tokens, heard[0].lock().unwrap().tokens[..3], "it said itself when it was over");
 }
 
-fn registry() -> kvist_backend::Registry {
+fn registry() -> kvist_device::Registry {
     backends::on(model().decoder().compute())
 }
 

@@ -2,8 +2,8 @@
 //! first differing token must have been a near-tie; otherwise it is a bug.
 mod common;
 use common::*;
-use kvist_backend::{MemoryBudget, Storage};
 use kvist_cache::{LayerId, SeqId};
+use kvist_device::{MemoryBudget, Storage};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::weights::WeightForm;

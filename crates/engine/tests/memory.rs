@@ -2,8 +2,8 @@
 //! allocated, with valid advice.
 mod common;
 use common::{fixtures, session};
-use kvist_backend::{Bytes, MemoryBudget, Purpose, Storage, Usage};
 use kvist_cache::SeqId;
+use kvist_device::{Bytes, MemoryBudget, Purpose, Storage, Usage};
 use kvist_engine::backends;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};

@@ -78,7 +78,7 @@ fn the_fast_products_are_near() {
         let model = Model::load(
             &ModelFile::Path(case.clone()),
             &texts(),
-            &kvist_backend::MemoryBudget::unlimited(),
+            &kvist_device::MemoryBudget::unlimited(),
             &mut |_, _| {},
         );
         let mut session = session(&model.unwrap().into(), &exact("contiguous", n, n));
@@ -124,7 +124,7 @@ fn gguf_files_agree_with_transformers_on_the_same_weights() {
                 [(WeightForm::F32, F32_TOLERANCE), (WeightForm::AsStored, PACKED_TOLERANCE)]
             {
                 let options = kvist_model::LoadOptions { form, ..Default::default() };
-                let budget = kvist_backend::MemoryBudget::unlimited();
+                let budget = kvist_device::MemoryBudget::unlimited();
                 let model = kvist_model::Model::load(&file, &options, &budget, &mut |_, _| {}).unwrap();
                 let n = expected.tokens.len() as u32;
                 let model = model.into();

@@ -1,6 +1,6 @@
 //! Errors from file to token. Messages tell the reader what to do.
-use kvist_backend::{BackendError, BuildError, Bytes, OutOfBudget, StepError};
 use kvist_cache::Refused;
+use kvist_device::{BackendError, BuildError, Bytes, OutOfBudget, StepError};
 use std::path::PathBuf;
 
 #[derive(Debug, thiserror::Error)]

@@ -1,5 +1,5 @@
 //! The concatenated bytes of all tokens are the text.
-use kvist_backend::MemoryBudget;
+use kvist_device::MemoryBudget;
 use kvist_model::tokenizer::Tokenizer;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use std::path::Path;

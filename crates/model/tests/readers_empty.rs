@@ -7,7 +7,7 @@ use std::path::Path;
 
 fn load(file: &Path, mmap: bool) -> Result<(), String> {
     let options = LoadOptions { mmap, ..LoadOptions::default() };
-    let budget = kvist_backend::MemoryBudget::unlimited();
+    let budget = kvist_device::MemoryBudget::unlimited();
     let file = ModelFile::Path(file.to_path_buf());
     Model::load(&file, &options, &budget, &mut |_, _| {}).map(drop).map_err(|error| error.to_string())
 }

@@ -1,7 +1,7 @@
 //! Invalid Hugging Face folders. Each is refused with an error that names the file, mapped or read.
 mod common;
 use common::fixtures;
-use kvist_backend::MemoryBudget;
+use kvist_device::MemoryBudget;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

@@ -4,9 +4,9 @@
 use crate::auth::{self, Keys};
 use crate::tools::Tooling;
 use crate::worker::EngineConfig;
-use kvist_backend::{Recent, Storage};
 use kvist_cache::PrefixSpec;
 use kvist_cache::evict::{Parameters, build_for_serving};
+use kvist_device::{Recent, Storage};
 use kvist_engine::executor::PagedConfig;
 use kvist_engine::memory::{CacheConfig, RECENT_TOKENS};
 use kvist_model::config::ModelConfig;

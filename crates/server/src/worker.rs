@@ -7,7 +7,7 @@ mod thread;
 use crate::job::*;
 use crate::live::{CacheBytes, LiveView};
 use crate::shares::{NoPlace, Place, Shares};
-use kvist_backend::{Purpose, Registry};
+use kvist_device::{Purpose, Registry};
 use kvist_engine::Error;
 use kvist_engine::executor::{ModelExecutor, PagedConfig};
 use kvist_model::Model;

@@ -2,7 +2,7 @@
 //! and no cells stay in use at the end.
 mod common;
 use common::*;
-use kvist_backend::{Registry, Storage};
+use kvist_device::{Registry, Storage};
 use kvist_engine::backends;
 use kvist_engine::generate::{Limits, generate};
 use kvist_engine::memory::CacheConfig;

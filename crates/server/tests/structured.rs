@@ -1,7 +1,7 @@
 //! Constrained output: what the embedded model writes at temperature 1 is valid whenever it ends by itself;
 //! masks equal the result of trying every token; hostile schemas end in an error soon.
-use kvist_backend::MemoryBudget;
 use kvist_cache::SeqId;
+use kvist_device::MemoryBudget;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};

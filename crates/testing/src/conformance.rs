@@ -11,7 +11,7 @@
 //! over the rows *as they were read back* must be exact except for f32 rounding. Outputs and the gaps between strided
 //! rows are filled with NaN before a step, abandoned steps leave NaN in the cells they wrote, and every comparison
 //! fails on NaN.
-use kvist_backend::Backend;
+use kvist_device::Backend;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

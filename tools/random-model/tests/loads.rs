@@ -1,6 +1,6 @@
 //! What the tool writes is what kvist reads, and nothing is left of what it refuses.
-use kvist_backend::MemoryBudget;
 use kvist_cache::SeqId;
+use kvist_device::MemoryBudget;
 use kvist_engine::backends;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};

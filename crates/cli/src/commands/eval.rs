@@ -3,7 +3,7 @@
 use crate::options::*;
 use crate::{interrupt, json, output, progress, scoring};
 use clap::ValueHint;
-use kvist_backend::{Bytes, Registry, Storage};
+use kvist_device::{Bytes, Registry, Storage};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_model::config::ModelConfig;
 use serde::Serialize;

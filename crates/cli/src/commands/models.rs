@@ -2,7 +2,7 @@
 use crate::options::*;
 use crate::{json, output, source};
 use anyhow::Context;
-use kvist_backend::{Bytes, MemoryBudget, Registry, Storage};
+use kvist_device::{Bytes, MemoryBudget, Registry, Storage};
 use kvist_engine::Error;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_hub::stores::{self, Found};

@@ -11,7 +11,7 @@ use crate::options::*;
 use crate::{json, output};
 use candidates::{Asked, ring_window};
 use clap::ValueHint;
-use kvist_backend::{Bytes, Purpose, Registry, Usage};
+use kvist_device::{Bytes, Purpose, Registry, Usage};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_model::ModelSize;
 use kvist_model::config::ModelConfig;

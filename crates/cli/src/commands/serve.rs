@@ -4,7 +4,7 @@ use crate::options::*;
 use crate::{json, output};
 use anyhow::Context;
 use clap::ValueHint;
-use kvist_backend::{Bytes, Purpose, Storage};
+use kvist_device::{Bytes, Purpose, Storage};
 use kvist_engine::memory::MemoryPlan;
 use kvist_model::Opened;
 use kvist_server::{App, Engine, ServerConfig, serve};

@@ -3,7 +3,7 @@ use super::tile_items::TileItems;
 use super::{BLOCK_ROWS, LONG_TILE, LONG_TILE_ROWS, SPLIT, TILE, UNIT_ROWS};
 use crate::arch::LANES;
 use crate::pool::{PackedQuery, QUERY_ROWS, Quads};
-use kvist_backend::{BackendError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
+use kvist_device::{BackendError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
 use std::sync::Arc;
 
 /// Floats of a row's state in addition to its sums: a norm per lane, and the maximum.

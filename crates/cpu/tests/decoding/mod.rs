@@ -1,8 +1,8 @@
 //! A model of attention layers only, and the steps that tests run on it.
 #![allow(dead_code)] // each test file uses its own part
-use kvist_backend::*;
 use kvist_cache::kinds::{self, GroupSpec, Visibility};
 use kvist_cache::*;
+use kvist_device::*;
 use std::sync::Arc;
 
 pub const A: SeqId = SeqId(0);

@@ -1,6 +1,6 @@
 //! Shared code of this crate's integration tests.
 #![allow(dead_code, unused_imports)] // each test binary uses its part
-use kvist_backend::Storage;
+use kvist_device::Storage;
 use kvist_engine::backends;
 use kvist_engine::generate::{Limits, generate};
 use kvist_engine::memory::CacheConfig;

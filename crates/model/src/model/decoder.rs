@@ -14,11 +14,11 @@ use super::rope::{Angles, RotaryEmbedding};
 use crate::config::{Activation, ModelConfig};
 use crate::error::Error;
 use crate::weights::{Embedding, Linear};
-use kvist_backend::{Attend, BackendError, Layout, Tensor, TensorMut};
 use kvist_cache::LayerId;
 use kvist_cpu::linear::Inputs;
 use kvist_cpu::steps::Gate;
 use kvist_cpu::{Compute, steps};
+use kvist_device::{Attend, BackendError, Layout, Tensor, TensorMut};
 
 /// One layer's weights.
 #[derive(Debug)]

@@ -1,7 +1,7 @@
 //! The attention layout for the cache. Layers with the same window form a group and share cell indices.
 use crate::config::ModelConfig;
-use kvist_backend::{LayerSpec, Layout};
 use kvist_cache::{GroupId, LayerId};
+use kvist_device::{LayerSpec, Layout};
 
 impl ModelConfig {
     /// The window of each layer group, in order of first appearance.

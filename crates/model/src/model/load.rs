@@ -11,8 +11,8 @@ use crate::harmony;
 use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{Embedding, Encoding, Gguf, Linear, Source, WeightForm};
-use kvist_backend::{ChannelOrder, MemoryBudget, Purpose, Reservation};
 use kvist_cpu::Compute;
+use kvist_device::{ChannelOrder, MemoryBudget, Purpose, Reservation};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -382,7 +382,7 @@ impl Loader<'_> {
 
     fn decoder(&mut self, config: ModelConfig) -> Result<Decoder, Error> {
         let layout = config.layout();
-        layout.check().map_err(kvist_backend::BackendError::from)?;
+        layout.check().map_err(kvist_device::BackendError::from)?;
         let name = "model.embed_tokens.weight";
         let spec = self
             .spec(name)

@@ -1,7 +1,7 @@
 //! Shared code of this crate's integration tests.
 #![allow(dead_code)] // each test binary uses its part
-use kvist_backend::MemoryBudget;
 use kvist_cpu::Compute;
+use kvist_device::MemoryBudget;
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use std::path::{Path, PathBuf};

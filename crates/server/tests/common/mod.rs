@@ -1,8 +1,8 @@
 //! The embedded model, and engines that run it.
 #![allow(dead_code)] // not every test uses all of it
-use kvist_backend::{MemoryBudget, Registry, Storage};
 use kvist_cache::PrefixSpec;
 use kvist_cpu::Compute;
+use kvist_device::{MemoryBudget, Registry, Storage};
 use kvist_engine::backends;
 use kvist_engine::executor::PagedConfig;
 use kvist_engine::memory::CacheConfig;

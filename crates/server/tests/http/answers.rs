@@ -1,6 +1,6 @@
 //! Answers, as one document and as a stream.
 use crate::server::*;
-use kvist_backend::Storage;
+use kvist_device::Storage;
 use kvist_engine::backends;
 use kvist_engine::generate::{Limits, generate};
 use kvist_engine::memory::CacheConfig;

@@ -3,7 +3,7 @@
 //! The embedded model knows no channels. Grammars make it write them, or one request per token with a large
 //! bias that forces the token.
 use crate::server::*;
-use kvist_backend::MemoryBudget;
+use kvist_device::MemoryBudget;
 use kvist_model::harmony::MARKS;
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile};

@@ -1,7 +1,7 @@
 //! Scored prompts: `echo` with `logprobs`, as lm-eval uses it.
 use crate::server::*;
-use kvist_backend::Storage;
 use kvist_cache::SeqId;
+use kvist_device::Storage;
 use kvist_engine::backends;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};

@@ -1,6 +1,6 @@
 //! A server on a free port that runs the embedded model, and a client.
 #![allow(dead_code)]
-use kvist_backend::{MemoryBudget, Storage};
+use kvist_device::{MemoryBudget, Storage};
 use kvist_engine::backends;
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile};

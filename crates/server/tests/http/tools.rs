@@ -1,6 +1,6 @@
 //! Tools in sessions: calls are parsed from what a session generates, and become part of its history.
 use crate::server::*;
-use kvist_backend::MemoryBudget;
+use kvist_device::MemoryBudget;
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use kvist_server::ServerConfig;

@@ -1,7 +1,7 @@
 //! A model whose tokens are words with a leading space, as in SentencePiece, and whose tokenizer has one token
 //! more than the model's vocabulary.
 use crate::server::*;
-use kvist_backend::MemoryBudget;
+use kvist_device::MemoryBudget;
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use serde_json::{Map, Value, json};

@@ -1,8 +1,8 @@
 //! The axes, and a sample of their product in which any two values of any two axes occur together.
 use super::shapes::{SHAPES, Shape};
 use crate::reference::Choices;
-use kvist_backend::{ChannelOrder, DType, LayerSpec, Layout, Side, Storage};
 use kvist_cache::{GroupId, LayerId};
+use kvist_device::{ChannelOrder, DType, LayerSpec, Layout, Side, Storage};
 use std::fmt;
 
 /// Query heads and KV heads: MHA, GQA 2, 4 and 8, MQA.

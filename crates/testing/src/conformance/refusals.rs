@@ -1,7 +1,7 @@
 //! What a backend must refuse, and what must be unchanged afterwards.
-use kvist_backend::*;
 use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
 use kvist_cache::*;
+use kvist_device::*;
 use std::sync::Arc;
 
 /// Tests every refusal. `Err` is a table of those that were missing or that changed something.

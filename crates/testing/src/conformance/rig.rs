@@ -3,9 +3,9 @@
 use super::cases::{Case, Strides};
 use super::{Options, rows};
 use crate::reference::{Choices, Model, Operation, ReferenceCache, Seen, StepEnd};
-use kvist_backend::*;
 use kvist_cache::kinds::{self, GroupSpec, Visibility};
 use kvist_cache::*;
+use kvist_device::*;
 use std::ops::Range;
 use std::sync::Arc;
 

@@ -13,7 +13,7 @@
 //! A rotated row is bounded as a whole: the rotation preserves lengths, so the length of its error is at most the
 //! length of the bounds in the rotated basis, plus 10⁻⁶ of the row's own length for rotating it there and back in
 //! f32.
-use kvist_backend::{DType, Storage};
+use kvist_device::{DType, Storage};
 
 /// The fraction of the bound that `stored` uses: above 1 it is too far off. NaN stays NaN. `order` lists the channels
 /// in stored order: with outliers, the strongest first.

@@ -7,9 +7,9 @@ use super::shape::{self, Shape, ShapeArgs};
 use crate::options::*;
 use crate::{interrupt, json, output, progress};
 use clap::ValueHint;
-use kvist_backend::{MemoryBudget, Storage};
 use kvist_cache::kinds::{BLOCK_TOKENS, Visibility};
 use kvist_cache::{New, NodeId, SeqId, Span};
+use kvist_device::{MemoryBudget, Storage};
 use serde::Serialize;
 use std::path::PathBuf;
 

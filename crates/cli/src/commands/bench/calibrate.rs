@@ -13,7 +13,7 @@ use crate::options::*;
 use crate::{interrupt, json, output, progress};
 use anyhow::{Context, ensure};
 use clap::ValueHint;
-use kvist_backend::Storage;
+use kvist_device::Storage;
 use kvist_engine::memory::CacheConfig;
 use kvist_simulator::cost::{
     DecodeAxes, MeasuredTable, PrefillAxes, Setting, SharedAxes, StepCost, TableFile,

@@ -5,9 +5,9 @@ use super::rig::{Rig, Setup, TRUNK};
 use super::shape::{Shape, ShapeArgs};
 use crate::options::*;
 use crate::{interrupt, json, output, progress};
-use kvist_backend::{MemoryBudget, Storage};
 use kvist_cache::kinds::Visibility;
 use kvist_cache::{SeqId, Span};
+use kvist_device::{MemoryBudget, Storage};
 use serde::Serialize;
 use std::time::Instant;
 

@@ -1,8 +1,8 @@
 //! What the measuring commands share: flags, and the loop.
 use super::machine::ReadLimit;
 use crate::{interrupt, progress};
-use kvist_backend::Storage;
 use kvist_cpu::Compute;
+use kvist_device::Storage;
 use std::time::Duration;
 
 #[derive(clap::Args)]

@@ -1,9 +1,9 @@
 //! Pools without a model: generated rows through the real kinds and kernels.
 use super::shape::Shape;
-use kvist_backend::*;
 use kvist_cache::kinds::{self, BLOCK_TOKENS, GroupSpec, Visibility};
 use kvist_cache::*;
 use kvist_cpu::{Compute, Cpu};
+use kvist_device::*;
 use kvist_engine::memory::RECENT_TOKENS;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -8,8 +8,8 @@ use super::shape::{Shape, ShapeArgs};
 use crate::options::*;
 use crate::{interrupt, json, output};
 use clap::ValueHint;
-use kvist_backend::Storage;
 use kvist_cpu::peak::{self, Product};
+use kvist_device::Storage;
 use serde::Serialize;
 use std::path::PathBuf;
 

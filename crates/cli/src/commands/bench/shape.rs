@@ -1,7 +1,7 @@
 //! Shapes of attention: those of public models, or any other.
 use crate::options::wrong_usage;
-use kvist_backend::{LayerSpec, Layout};
 use kvist_cache::{GroupId, LayerId};
+use kvist_device::{LayerSpec, Layout};
 use serde::Serialize;
 
 /// The attention parameters of a model.

@@ -6,9 +6,9 @@ use super::rig::{Rig, Setup, TRUNK};
 use super::shape::{Shape, ShapeArgs};
 use crate::options::*;
 use crate::{interrupt, json, output, progress};
-use kvist_backend::MemoryBudget;
 use kvist_cache::Span;
 use kvist_cache::kinds::Visibility;
+use kvist_device::MemoryBudget;
 use serde::Serialize;
 use std::time::Duration;
 

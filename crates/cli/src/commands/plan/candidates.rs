@@ -1,8 +1,8 @@
 //! Every cache that a model could have: each kind with each pair of dtypes, and a server's. Their sizes are to the byte
 //! what `kvist run` and `kvist serve` reserve.
 use super::ladder::Rung;
-use kvist_backend::{Purpose, Registry};
 use kvist_cache::kinds;
+use kvist_device::{Purpose, Registry};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_model::config::ModelConfig;
 use kvist_server::{ServerConfig, request_bytes};

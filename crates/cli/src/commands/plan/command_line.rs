@@ -1,7 +1,7 @@
 //! A recommendation as a command line: the flags that make exactly this cache.
 use super::Args;
 use super::candidates::{Candidate, Command};
-use kvist_backend::Recent;
+use kvist_device::Recent;
 use kvist_engine::memory::RECENT_TOKENS;
 use kvist_model::weights::WeightForm;
 use std::path::{Path, PathBuf};

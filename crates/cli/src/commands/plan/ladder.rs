@@ -1,7 +1,7 @@
 //! The pairs of dtypes that a plan compares, and what each costs published models.
 //!
 //! f32 is not among them: it takes twice the memory of f16, and the difference in the text would not be noticeable.
-use kvist_backend::Storage;
+use kvist_device::Storage;
 
 /// How K and V are stored.
 #[derive(Clone, Copy, Debug)]

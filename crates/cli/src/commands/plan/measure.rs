@@ -4,7 +4,7 @@ use super::ladder::Rung;
 use crate::options::{ModelArgs, read_text, registry, wrong_usage};
 use crate::{interrupt, memory, progress, scoring};
 use anyhow::Context;
-use kvist_backend::{Bytes, MemoryBudget, Storage};
+use kvist_device::{Bytes, MemoryBudget, Storage};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_model::Opened;
 use kvist_model::weights::WeightForm;

@@ -1,7 +1,7 @@
 //! Errors when no cache fits: what is short, and what to change.
 use super::candidates::{self, Asked, Candidate, Command, longest, smallest};
 use super::ladder::LADDER;
-use kvist_backend::Bytes;
+use kvist_device::Bytes;
 
 /// `packed_bytes`: the size of the weights as q8_0.
 pub fn nothing_fits(asked: &Asked, packed_bytes: u64) -> anyhow::Error {

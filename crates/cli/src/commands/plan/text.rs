@@ -1,7 +1,7 @@
 //! A recommendation as text: a table of caches, and command lines to paste.
 use super::candidates::{Command, longest, smallest};
 use super::recommendation::{Kl, Recommendation, Row};
-use kvist_backend::Bytes;
+use kvist_device::Bytes;
 
 impl Recommendation {
     pub fn text(&self) -> String {

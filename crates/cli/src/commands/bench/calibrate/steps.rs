@@ -1,7 +1,7 @@
 //! Runs steps of a given shape through the scheduler, the cache and the executor of the server.
 use anyhow::{Context, ensure};
-use kvist_backend::Registry;
 use kvist_cache::{PrefixSpec, Step};
+use kvist_device::Registry;
 use kvist_engine::executor::{Choice, ModelExecutor, PagedConfig, TokenSampler};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};

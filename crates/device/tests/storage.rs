@@ -1,5 +1,5 @@
 //! Names and sizes of KV storages.
-use kvist_backend::*;
+use kvist_device::*;
 
 #[test]
 fn names_read_back_as_themselves() {

@@ -1,5 +1,5 @@
 //! The events that the KV ledger logs and the bytes it returns, as seen by a plain `tracing` subscriber.
-use kvist_backend::*;
+use kvist_device::*;
 use std::fmt::{Debug, Write};
 use std::sync::{Arc, Mutex};
 use tracing::field::{Field, Visit};

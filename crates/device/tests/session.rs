@@ -1,8 +1,8 @@
 //! A session's steps: no step takes effect before its commit, and none commits before every layer has run.
-use kvist_backend::reference::Reference;
-use kvist_backend::*;
 use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
 use kvist_cache::*;
+use kvist_device::reference::Reference;
+use kvist_device::*;
 
 const A: SeqId = SeqId::ONLY;
 

@@ -1,9 +1,9 @@
 //! The reference backend, checked by hand: where rows are stored, what they cost, and what is counted. The
 //! conformance suite checks its arithmetic.
-use kvist_backend::reference::Reference;
-use kvist_backend::*;
 use kvist_cache::kinds::{self, GroupSpec, Visibility};
 use kvist_cache::*;
+use kvist_device::reference::Reference;
+use kvist_device::*;
 
 const A: SeqId = SeqId(0);
 const B: SeqId = SeqId(1);

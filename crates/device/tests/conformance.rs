@@ -1,5 +1,5 @@
 //! The reference backend passes the conformance suite, with almost no tolerance.
-use kvist_backend::reference::Reference;
+use kvist_device::reference::Reference;
 use kvist_testing::conformance::{self, Options};
 
 #[test]

@@ -1,5 +1,5 @@
 //! A budget refuses before any memory is allocated, and its usage returns to zero.
-use kvist_backend::*;
+use kvist_device::*;
 
 #[test]
 fn it_refuses_what_does_not_fit_and_changes_nothing() {

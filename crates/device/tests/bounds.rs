@@ -1,8 +1,8 @@
 //! Invalid shapes are errors: tensors, layouts, names.
-use kvist_backend::reference::Reference;
-use kvist_backend::*;
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::{GroupId, LayerId};
+use kvist_device::reference::Reference;
+use kvist_device::*;
 
 #[test]
 fn tensors_check_their_last_row() {
