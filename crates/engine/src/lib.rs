@@ -6,13 +6,14 @@
 #![forbid(unsafe_code)]
 
 pub mod answer;
-pub mod backends;
 mod channels;
 pub mod chat;
+pub mod devices;
 pub mod divergence;
 pub mod executor;
 pub mod generate;
 pub mod memory;
+mod runner;
 pub mod sampler;
 pub mod session;
 pub mod text;

@@ -67,7 +67,7 @@ impl App {
         let keys = Keys::new(&config.keys)?;
         let model = engine.model();
         let name = config.model_name(model.name());
-        let decoder = model.decoder().config();
+        let decoder = model.config();
         let bounds = Bounds::new(&name, decoder.vocab, decoder.context.min(cache_tokens), &config.limits);
         let tools = match (&config.model.tools, model.chat_template()) {
             (_, None) => None,

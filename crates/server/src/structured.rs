@@ -172,7 +172,7 @@ impl GrammarCompiler {
         let tokenizer = model
             .tokenizer()
             .ok_or_else(|| Error::Usage("this model has no tokenizer, and a grammar needs one".into()))?;
-        Self::new(tokenizer, model.decoder().config().vocab, model.end_tokens())
+        Self::new(tokenizer, model.config().vocab, model.end_tokens())
     }
 
     /// For a model with `vocab` logits. A text may end with any of `end_tokens`, exactly when its grammar is complete.

@@ -177,7 +177,7 @@ impl Engine {
     /// does not fit into the model's budget.
     pub fn start(model: Arc<Model>, registry: &Registry, config: EngineConfig) -> Result<Engine, Error> {
         let (cache, executor) = ModelExecutor::new(&model, registry, &config.paged)?;
-        let plan = config.paged.plan(model.decoder().config(), registry)?;
+        let plan = config.paged.plan(model.config(), registry)?;
         let bytes = CacheBytes { per_token: plan.kv_bytes_per_token, bound: plan.usage.of(Purpose::KvCache) };
         let mut scheduler = Scheduler::new(config.scheduler, cache, None)
             .map_err(|e| Error::Usage(format!("scheduler: {e}")))?;

@@ -3,7 +3,7 @@
 mod common;
 use common::*;
 use kvist_device::{Registry, Storage};
-use kvist_engine::backends;
+use kvist_engine::devices;
 use kvist_engine::generate::{Limits, generate};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
@@ -23,7 +23,7 @@ const TEXT: &str = "Returns the number of elements in the vector, also referred 
 
 /// The output of `kvist run`.
 fn alone(prompt: &[u32], max_tokens: usize) -> (Vec<u32>, String) {
-    alone_with(model(), &backends::all(), Storage::F32, prompt, max_tokens)
+    alone_with(model(), &devices::all(), Storage::F32, prompt, max_tokens)
 }
 
 fn alone_with(
@@ -229,7 +229,7 @@ async fn what_never_fits_is_said() {
 #[tokio::test]
 async fn a_token_that_the_model_does_not_know_fails_its_own_request() {
     let engine = engine(config(1024));
-    let vocab = model().decoder().config().vocab as u32;
+    let vocab = model().config().vocab as u32;
     let mut prompt = tokens(TEXT);
     let mut running = engine.submit(greedy(&prompt, 40)).unwrap();
     assert!(matches!(running.next().await, Some(Event::Admitted { .. })));

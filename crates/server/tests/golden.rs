@@ -108,7 +108,7 @@ async fn recorded_events_give_the_same_decisions() {
         assert!(events.matches("\"fresh\":true").count() == 3, "{policy}: nobody was scored");
         assert!(n("\"chunk\":") > n("\"admit\":"), "{policy}: no prompt was cut into chunks");
 
-        let cache = paged.cache(model().decoder().config()).unwrap();
+        let cache = paged.cache(model().config()).unwrap();
         let by_configuration = replay(events.as_bytes(), cache, None).unwrap();
         same(policy, "the configuration", &decisions, &by_configuration);
         let by_header = replay(events.as_bytes(), None, None).unwrap();

@@ -1,6 +1,7 @@
 //! Constrained output: what the embedded model writes at temperature 1 is valid whenever it ends by itself;
 //! masks equal the result of trying every token; hostile schemas end in an error soon.
 use kvist_cache::SeqId;
+use kvist_cpu::Cpu;
 use kvist_device::MemoryBudget;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
@@ -74,11 +75,17 @@ struct Writer {
 impl Writer {
     fn new() -> Self {
         let budget = MemoryBudget::unlimited();
-        let model =
-            Model::load(&ModelFile::Embedded, &LoadOptions::default(), &budget, &mut |_, _| {}).unwrap();
+        let model = Model::load(
+            &ModelFile::Embedded,
+            Cpu::default(),
+            &LoadOptions::default(),
+            &budget,
+            &mut |_, _| {},
+        )
+        .unwrap();
         let model = Arc::new(model);
         let session =
-            ModelSession::new(&model, &kvist_engine::backends::all(), &CacheConfig::new(512)).unwrap();
+            ModelSession::new(&model, &kvist_engine::devices::all(), &CacheConfig::new(512)).unwrap();
         let grammars = GrammarCompiler::of_model(&model).unwrap();
         Writer { model, grammars, session }
     }

@@ -4,7 +4,7 @@ use crate::options::*;
 use crate::{json, output};
 use anyhow::Context;
 use clap::ValueHint;
-use kvist_device::{Bytes, Purpose, Storage};
+use kvist_device::{Bytes, Purpose, Registry, Storage};
 use kvist_engine::memory::MemoryPlan;
 use kvist_model::Opened;
 use kvist_server::{App, Engine, ServerConfig, serve};
@@ -180,13 +180,13 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let engine = config.engine(opened.config());
     let plan = engine.paged.plan(opened.config(), &registry)?;
     if args.dry_run {
-        return show_plan(&args, &config, &opened, &plan);
+        return show_plan(&args, &config, &opened, &registry, &plan);
     }
     if let Some(tokenizer) = opened.tokenizer() {
         tokenizer.check()?; // fail now and not at the first request
     }
     let budget = args.model.budget();
-    let free = MemoryPlan::free_after(&opened, args.model.weights, &budget)?;
+    let free = MemoryPlan::free_after(&opened, &registry, args.model.weights, &budget)?;
     let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
     if plan.session_bound().saturating_add(requests_bytes) > free {
         anyhow::bail!(
@@ -277,8 +277,14 @@ fn terminated() -> impl Future<Output = ()> {
     }
 }
 
-fn show_plan(args: &Args, config: &ServerConfig, opened: &Opened, plan: &MemoryPlan) -> anyhow::Result<()> {
-    let weights = opened.weight_bytes(args.model.weights)?;
+fn show_plan(
+    args: &Args,
+    config: &ServerConfig,
+    opened: &Opened,
+    registry: &Registry,
+    plan: &MemoryPlan,
+) -> anyhow::Result<()> {
+    let weights = opened.weight_bytes(registry.device(), args.model.weights)?;
     let bound = plan.usage.with(Purpose::Weights, weights);
     let total = bound.checked_total().context("these sizes overflow: no machine holds such a server")?;
     let requests_bytes = kvist_server::request_bytes(config, opened.config().context);

@@ -84,7 +84,7 @@ fn room_for(
 
 /// An error if a token lies outside the model's vocabulary.
 pub(crate) fn known(model: &Model, tokenizer: &Tokenizer, tokens: &[u32]) -> Result<(), ApiError> {
-    let vocab = model.decoder().config().vocab;
+    let vocab = model.config().vocab;
     let Some(&token) = tokens.iter().find(|token| **token as usize >= vocab) else { return Ok(()) };
     let name = tokenizer.name(token).unwrap_or_default();
     let message = format!(

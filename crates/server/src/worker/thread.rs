@@ -157,7 +157,7 @@ impl Thread {
         };
         self.live.insert(id, live);
         // An unknown token must be caught here: inside a step it would fail all requests of the batch.
-        let vocab = self.model.decoder().config().vocab;
+        let vocab = self.model.config().vocab;
         if let Some(&token) = job.prompt.iter().find(|token| **token as usize >= vocab) {
             let vocab = u32::try_from(vocab).unwrap_or(u32::MAX);
             return self.fail(id, Failure::UnknownToken { token, vocab });

@@ -1,9 +1,9 @@
 //! The embedded model, and engines that run it.
 #![allow(dead_code)] // not every test uses all of it
 use kvist_cache::PrefixSpec;
-use kvist_cpu::Compute;
+use kvist_cpu::{Compute, Cpu};
 use kvist_device::{MemoryBudget, Registry, Storage};
-use kvist_engine::backends;
+use kvist_engine::devices;
 use kvist_engine::executor::PagedConfig;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::SamplerConfig;
@@ -19,7 +19,9 @@ pub fn model() -> &'static Arc<Model> {
     MODEL.get_or_init(|| {
         let options = LoadOptions { form: WeightForm::F32, ..LoadOptions::default() };
         let budget = MemoryBudget::unlimited();
-        Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap())
+        Arc::new(
+            Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),
+        )
     })
 }
 
@@ -28,10 +30,11 @@ pub fn deterministic() -> &'static (Arc<Model>, Registry) {
     static MODEL: OnceLock<(Arc<Model>, Registry)> = OnceLock::new();
     MODEL.get_or_init(|| {
         let compute = Compute::default().deterministic(true);
-        let options = LoadOptions { compute: compute.clone(), ..LoadOptions::default() };
+        let options = LoadOptions::default();
         let budget = MemoryBudget::unlimited();
-        let model = Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap();
-        (Arc::new(model), backends::on(&compute))
+        let device = Cpu::new(compute.clone());
+        let model = Model::load(&ModelFile::Embedded, device, &options, &budget, &mut |_, _| {}).unwrap();
+        (Arc::new(model), devices::on(&compute))
     })
 }
 
@@ -59,7 +62,7 @@ pub fn config(context_tokens: u32) -> EngineConfig {
 }
 
 pub fn engine(config: EngineConfig) -> Engine {
-    Engine::start(model().clone(), &backends::all(), config).unwrap()
+    Engine::start(model().clone(), &devices::all(), config).unwrap()
 }
 
 pub fn greedy(prompt: &[u32], max_new: u32) -> Job {

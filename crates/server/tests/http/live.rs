@@ -453,7 +453,7 @@ fn a_recording_replays() {
         text.lines().filter(is).map(|line| format!("{line}\n")).collect::<String>()
     };
     let (events, decisions) = (of(&is_event), of(&is_decision));
-    let cache = config.engine(model().decoder().config()).paged.cache(model().decoder().config()).unwrap();
+    let cache = config.engine(model().config()).paged.cache(model().config()).unwrap();
     let again = kvist_scheduler::replay(events.as_bytes(), cache, None).unwrap();
     assert!(again.contains("\"end\":9") && again.contains("\"make_room\":"), "{again}");
     assert_eq!(again, decisions);

@@ -1,7 +1,8 @@
 //! A server on a free port that runs the embedded model, and a client.
 #![allow(dead_code)]
+use kvist_cpu::Cpu;
 use kvist_device::{MemoryBudget, Storage};
-use kvist_engine::backends;
+use kvist_engine::devices;
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use kvist_server::config::KeySection;
@@ -20,7 +21,9 @@ pub fn model() -> &'static Arc<Model> {
     MODEL.get_or_init(|| {
         let options = LoadOptions { form: WeightForm::F32, ..LoadOptions::default() };
         let budget = MemoryBudget::unlimited();
-        Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap())
+        Arc::new(
+            Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),
+        )
     })
 }
 
@@ -57,9 +60,9 @@ impl Server {
     }
 
     pub fn start_with(model: Arc<Model>, config: ServerConfig) -> Server {
-        let settings = config.engine(model.decoder().config());
+        let settings = config.engine(model.config());
         let tokens = settings.paged.cache.context_tokens;
-        let engine = Engine::start(model, &backends::all(), settings).unwrap();
+        let engine = Engine::start(model, &devices::all(), settings).unwrap();
         let app = App::new(engine.clone(), &config, tokens).unwrap();
         let (stop, stopped) = oneshot::channel();
         let (ready, address) = std::sync::mpsc::channel();

@@ -4,7 +4,7 @@ use super::measure::RunsArgs;
 use super::shape::parse_lengths;
 use crate::options::{bytes as bytes_of, *};
 use crate::{interrupt, json, output};
-use kvist_cpu::linear::{Inputs, Matrix, Packing};
+use kvist_cpu::linear::{ENCODINGS, Inputs, Matrix};
 use serde::Serialize;
 use std::time::Instant;
 
@@ -56,20 +56,21 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let compute = args.compute.get()?;
     let mut chosen = Vec::new();
     for name in &args.weights {
-        let found = Packing::NAMES.iter().find(|(known, _)| known.eq_ignore_ascii_case(name));
+        let found = ENCODINGS.iter().find(|known| known.name().eq_ignore_ascii_case(name));
         chosen.push(*found.ok_or_else(|| {
             wrong_usage(format!(
                 "--weights {name}: known are {}",
-                Packing::NAMES.map(|(name, _)| name).join(", ")
+                ENCODINGS.map(|encoding| encoding.name()).join(", ")
             ))
         })?);
     }
     interrupt::listen();
     let mut first = true;
-    for (name, packing) in chosen {
+    for encoding in chosen {
+        let name = encoding.name();
         let (outputs, inputs) = (args.outputs as usize, args.inputs as usize);
-        let block = packing.block();
-        let bytes = packing.resident_bytes(outputs, inputs).ok_or_else(|| {
+        let block = encoding.block();
+        let bytes = Matrix::resident_bytes(encoding, outputs, inputs).ok_or_else(|| {
             wrong_usage(format!("--inputs {inputs}: {name} takes whole blocks of {}", block.0))
         })?;
         let tokens = args.tokens.iter().copied().max().unwrap_or(1) as u64;
@@ -85,7 +86,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         // Small positive codes and scales: any bytes that decode to numbers will do.
         let file = vec![0x11u8; outputs * (inputs / block.0) * block.1];
         let n = (BYTES / bytes + 1).min(64) as usize;
-        let pack = |_| Matrix::pack(&compute, packing, outputs, inputs, &file);
+        let pack = |_| Matrix::pack(&compute, encoding, outputs, inputs, &file);
         let matrices = (0..n).map(pack).collect::<Result<Vec<_>, _>>()?;
         for tokens in &args.tokens {
             let x = vec![0.5f32; *tokens as usize * inputs];

@@ -203,11 +203,11 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     interrupt::listen();
 
-    let vocab = model.decoder().config().vocab as u32;
+    let vocab = model.config().vocab as u32;
     let longest = table.range().context_tokens as u32;
     let simulate = |requests: &[Request]| -> anyhow::Result<Run> {
         let options = Options { scheduler: config.scheduler.clone(), ..Options::default() };
-        let cache = config.paged.cache(model.decoder().config())?;
+        let cache = config.paged.cache(model.config())?;
         Ok(run::run(requests, cache, &table, &options, None, &mut |_| ())?)
     };
     // The machine is busier the more often requests arrive: bisect the rate until the interval is small.

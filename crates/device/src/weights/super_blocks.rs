@@ -13,10 +13,69 @@
 //!
 //! Scales are kept unpacked, one byte each. `few` is not a ggml format: ggml's rarer formats (iq1 to iq3, tq) are
 //! converted to it when a file is read. The conversion is lossless, because none of them has more than 16 values.
-use super::codes::{Group, Planes, Sixes};
-use super::pair;
-use super::simple::{IQ4, nibbles};
-use super::super_blocks::{SuperBlock, Values};
+use super::blocks::{Group, IQ4, nibbles, pair};
+use half::f16;
+
+/// Weights per super-block.
+pub const SUPER: usize = 256;
+
+/// An encoding with super-blocks of 256 weights: groups have small integer scales, and the super-block one float scale.
+/// How a file lays it out.
+pub trait SuperBlock: 'static {
+    /// Bytes of a super-block.
+    const BYTES: usize;
+    /// The code that represents 0, as a power of two; `None` for encodings with minima.
+    const ZERO_BITS: Option<u32>;
+    /// Groups have 16 weights, two groups per 32 inputs, instead of 32.
+    const HALVES: bool;
+    /// How codes map to values.
+    const VALUES: Values = Values::Codes;
+
+    /// The codes of the 32 weights from `32 × i` on, before the table look-up.
+    fn codes(block: &[u8], i: usize) -> Group;
+    /// Scale and minimum of group `i`.
+    fn scale(block: &[u8], i: usize) -> (i8, u8);
+    /// d and dmin in f16. Encodings without minima have only d; those with their own table have d in f32. Most blocks
+    /// begin with these.
+    fn factors(block: &[u8]) -> [[u8; 2]; 2] {
+        [pair(block), pair(&block[2..])]
+    }
+    /// The super-block's own table, if any.
+    fn table(_: &[u8]) -> [u8; 16] {
+        [0; 16]
+    }
+}
+
+/// The values of codes: the codes themselves or, for 4-bit codes, table entries.
+pub enum Values {
+    Codes,
+    Table([u8; 16]),
+    /// Every super-block has its own table.
+    OwnTable,
+}
+
+/// Decodes a super-block.
+pub(super) fn decode<B: SuperBlock>(block: &[u8], out: &mut [f32]) {
+    let (table, [d, dmin]) = match B::VALUES {
+        Values::OwnTable => {
+            let [[a, b], [c, d]] = B::factors(block);
+            (Some(B::table(block)), [f32::from_le_bytes([a, b, c, d]), 0.0])
+        }
+        Values::Table(table) => (Some(table), B::factors(block).map(|x| f16::from_le_bytes(x).to_f32())),
+        Values::Codes => (None, B::factors(block).map(|x| f16::from_le_bytes(x).to_f32())),
+    };
+    let zero = B::ZERO_BITS.map_or(0, |bits| 1i32 << bits);
+    for (i, out) in out.chunks_exact_mut(32).enumerate() {
+        for (j, (out, code)) in out.iter_mut().zip(B::codes(block, i)).enumerate() {
+            let (scale, minimum) = B::scale(block, if B::HALVES { 2 * i + j / 16 } else { i });
+            let code = table.map_or(code, |table| table[usize::from(code)]);
+            *out = d * f32::from(scale) * (i32::from(code) - zero) as f32;
+            if B::ZERO_BITS.is_none() {
+                *out -= dmin * f32::from(minimum);
+            }
+        }
+    }
+}
 
 /// 2-bit fields: 32 bytes hold four groups of 32, one in each pair of bits.
 fn twos(bytes: &[u8], i: usize) -> Group {
@@ -41,7 +100,6 @@ fn scale_min(q: &[u8], i: usize) -> (i8, u8) {
 /// `scales[16], codes[64], d, dmin`
 pub struct Q2K;
 impl SuperBlock for Q2K {
-    type Codes = Planes<2, 0>;
     const BYTES: usize = 84;
     const ZERO_BITS: Option<u32> = None;
     const HALVES: bool = true;
@@ -59,7 +117,6 @@ impl SuperBlock for Q2K {
 /// `upper bits[32], codes[64], scales[12], d`
 pub struct Q3K;
 impl SuperBlock for Q3K {
-    type Codes = Planes<2, 1>;
     const BYTES: usize = 110;
     const ZERO_BITS: Option<u32> = Some(2);
     const HALVES: bool = true;
@@ -81,7 +138,6 @@ impl SuperBlock for Q3K {
 /// `d, dmin, scales[12], codes[128]`
 pub struct Q4K;
 impl SuperBlock for Q4K {
-    type Codes = Planes<4, 0>;
     const BYTES: usize = 144;
     const ZERO_BITS: Option<u32> = None;
     const HALVES: bool = false;
@@ -96,7 +152,6 @@ impl SuperBlock for Q4K {
 /// `d, dmin, scales[12], upper bits[32], codes[128]`
 pub struct Q5K;
 impl SuperBlock for Q5K {
-    type Codes = Planes<4, 1>;
     const BYTES: usize = 176;
     const ZERO_BITS: Option<u32> = None;
     const HALVES: bool = false;
@@ -112,7 +167,6 @@ impl SuperBlock for Q5K {
 /// `lower bits[128], upper bits[64], scales[16], d`
 pub struct Q6K;
 impl SuperBlock for Q6K {
-    type Codes = Sixes;
     const BYTES: usize = 210;
     const ZERO_BITS: Option<u32> = Some(5);
     const HALVES: bool = true;
@@ -134,7 +188,6 @@ impl SuperBlock for Q6K {
 /// `d, upper bits of scales[2], lower bits[4], codes[128]`
 pub struct Iq4Xs;
 impl SuperBlock for Iq4Xs {
-    type Codes = Planes<4, 0>;
     const BYTES: usize = 136;
     const ZERO_BITS: Option<u32> = Some(7);
     const HALVES: bool = false;
@@ -152,7 +205,6 @@ impl SuperBlock for Iq4Xs {
 /// `d as f32, table[16], scales[16], codes[128]`
 pub struct Few;
 impl SuperBlock for Few {
-    type Codes = Planes<4, 0>;
     const BYTES: usize = 164;
     const ZERO_BITS: Option<u32> = Some(7);
     const HALVES: bool = true;

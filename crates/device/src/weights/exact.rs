@@ -1,15 +1,14 @@
-//! Converts encodings without a kernel of their own when a file is read.
+//! Converts the encodings that no device has kernels for, without loss.
 //!
 //! ggml's rare encodings (iq1 to iq3, tq) have at most sixteen values, small integer scales and one float per 256
-//! weights. They are converted without loss to [`Packing::Few`](kvist_cpu::linear::Packing::Few), which stores exactly
-//! that. Their grids (`grids.bin`, written by `tools/fixtures/grids.py`) are ggml's. Two other encodings are converted
+//! weights. They become [`Encoding::Few`], which stores exactly that. Their grids (`grids.bin`, written by `tools/fixtures/grids.py`) are ggml's. Two other encodings are converted
 //! exactly as well: the single bit of q1_0 becomes a code of q4_0, and a product of nvfp4, whose scales change every 16
 //! weights, fits into bf16.
 use super::encoding::Encoding;
 use std::borrow::Cow;
 
-/// Converts the blocks of a tensor to the packing that [`Encoding::held`] returns.
-pub(super) fn held(encoding: Encoding, bytes: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
+/// Converts the blocks of a tensor to [`Encoding::exact`].
+pub fn exact(encoding: Encoding, bytes: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
     match encoding {
         Encoding::Iq1S => few(encoding, &bytes, iq1_s),
         Encoding::Iq1M => few(encoding, &bytes, iq1_m),
@@ -40,8 +39,8 @@ pub(super) fn held(encoding: Encoding, bytes: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
 /// Converts every block. Allocates the output at its final size.
 fn each(encoding: Encoding, bytes: &[u8], write: impl Fn(&[u8], &mut [u8])) -> Vec<u8> {
     let (elements, size) = encoding.block();
-    let (held_elements, held_size) = encoding.held().block();
-    let new_size = elements / held_elements * held_size;
+    let (exact_elements, exact_size) = encoding.exact().block();
+    let new_size = elements / exact_elements * exact_size;
     let mut all = vec![0; bytes.len() / size * new_size];
     bytes.chunks_exact(size).zip(all.chunks_exact_mut(new_size)).for_each(|(block, out)| write(block, out));
     all
@@ -52,7 +51,7 @@ fn few(encoding: Encoding, bytes: &[u8], form: fn(&[u8]) -> Few) -> Vec<u8> {
 }
 
 /// Quantises to q8_0 with ggml's rounding.
-pub(super) fn to_q8_0(x: &[f32]) -> Vec<u8> {
+pub fn to_q8_0(x: &[f32]) -> Vec<u8> {
     let block = |x: &[f32]| {
         let d = x.iter().fold(0f32, |most, x| most.max(x.abs())) / 127.0;
         let inverse = if d > 0.0 { 1.0 / d } else { 0.0 };
@@ -62,7 +61,7 @@ pub(super) fn to_q8_0(x: &[f32]) -> Vec<u8> {
     x.chunks_exact(32).flat_map(block).collect()
 }
 
-/// One float and 256 codes. No packing has such a wide scale, so it is converted to floats.
+/// One float and 256 codes. No encoding with kernels has such a wide scale, so it is converted to floats.
 fn q8_k(block: &[u8], out: &mut [u8]) {
     let d = f32::from_le_bytes([block[0], block[1], block[2], block[3]]);
     for (code, out) in block[4..260].iter().zip(out.as_chunks_mut::<4>().0) {
@@ -101,7 +100,7 @@ fn half_e4m3(x: u8) -> f32 {
     }
 }
 
-/// A super-block of `Packing::Few`: `w = d × scale of its 16 × values[code]`.
+/// A super-block of [`Encoding::Few`]: `w = d × scale of its 16 × values[code]`.
 struct Few {
     d: f32,
     values: [i8; 16],

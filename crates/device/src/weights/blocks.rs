@@ -6,9 +6,52 @@
 //! q8_0     w = d × code               8.5
 //! iq4_nl   w = d × values[code]       4.5                     mxfp4   w = 2^e × values[code]   4.25 in the file, 4.5 here
 //! ```
-use super::blocks::Block;
-use super::codes::{Group, Planes};
-use crate::arch::Simd;
+use half::{bf16, f16};
+
+/// The codes of 32 weights, in the order of the row.
+pub type Group = [u8; 32];
+
+/// An encoding with one scale per 32 codes: how a file lays out a block.
+pub trait Block: 'static {
+    /// Bytes of a block.
+    const BYTES: usize;
+    /// The code that represents 0, as a power of two; `None` for encodings with a minimum.
+    const ZERO_BITS: Option<u32>;
+    /// Values of the 4-bit codes, if they differ from the codes.
+    const TABLE: Option<[u8; 16]> = None;
+    /// Whether [`scale`](Self::scale) is a bf16 instead of an f16.
+    const BF16_SCALE: bool = false;
+
+    /// The codes before the table look-up.
+    fn codes(block: &[u8]) -> Group;
+    /// The scale: f16 or bf16. Blocks begin with it.
+    fn scale(block: &[u8]) -> [u8; 2] {
+        pair(block)
+    }
+    /// The minimum, an f16, of encodings that have one.
+    fn minimum(block: &[u8]) -> [u8; 2] {
+        pair(&block[2..])
+    }
+}
+
+/// The first two bytes, which are an f16.
+pub(super) fn pair(bytes: &[u8]) -> [u8; 2] {
+    [bytes[0], bytes[1]]
+}
+
+/// Decodes a block.
+pub(super) fn decode<B: Block>(block: &[u8], out: &mut [f32]) {
+    let scale = match B::BF16_SCALE {
+        true => bf16::from_le_bytes(B::scale(block)).to_f32(),
+        false => f16::from_le_bytes(B::scale(block)).to_f32(),
+    };
+    let minimum = if B::ZERO_BITS.is_none() { f16::from_le_bytes(B::minimum(block)).to_f32() } else { 0.0 };
+    let zero = B::ZERO_BITS.map_or(0, |bits| 1i32 << bits);
+    for (out, code) in out.iter_mut().zip(B::codes(block)) {
+        let code = B::TABLE.map_or(code, |table| table[usize::from(code)]);
+        *out = scale * (i32::from(code) - zero) as f32 + minimum;
+    }
+}
 
 /// Element j is in the low half of byte j, element j + 16 in its high half.
 pub fn nibbles(bytes: &[u8]) -> Group {
@@ -23,7 +66,6 @@ fn fives(upper: &[u8], bytes: &[u8]) -> Group {
 
 pub struct Q4_0;
 impl Block for Q4_0 {
-    type Codes = Planes<4, 0>;
     const BYTES: usize = 18;
     const ZERO_BITS: Option<u32> = Some(3);
     fn codes(block: &[u8]) -> Group {
@@ -33,7 +75,6 @@ impl Block for Q4_0 {
 
 pub struct Q4_1;
 impl Block for Q4_1 {
-    type Codes = Planes<4, 0>;
     const BYTES: usize = 20;
     const ZERO_BITS: Option<u32> = None;
     fn codes(block: &[u8]) -> Group {
@@ -43,7 +84,6 @@ impl Block for Q4_1 {
 
 pub struct Q5_0;
 impl Block for Q5_0 {
-    type Codes = Planes<4, 1>;
     const BYTES: usize = 22;
     const ZERO_BITS: Option<u32> = Some(4);
     fn codes(block: &[u8]) -> Group {
@@ -53,7 +93,6 @@ impl Block for Q5_0 {
 
 pub struct Q5_1;
 impl Block for Q5_1 {
-    type Codes = Planes<4, 1>;
     const BYTES: usize = 24;
     const ZERO_BITS: Option<u32> = None;
     fn codes(block: &[u8]) -> Group {
@@ -63,7 +102,6 @@ impl Block for Q5_1 {
 
 pub struct Q8_0;
 impl Block for Q8_0 {
-    type Codes = Planes<8, 0>;
     const BYTES: usize = 34;
     const ZERO_BITS: Option<u32> = Some(7);
     fn codes(block: &[u8]) -> Group {
@@ -87,7 +125,6 @@ pub const IQ4: [u8; 16] =
 
 pub struct Iq4Nl;
 impl Block for Iq4Nl {
-    type Codes = Planes<4, 0>;
     const BYTES: usize = 18;
     const ZERO_BITS: Option<u32> = Some(7);
     const TABLE: Option<[u8; 16]> = Some(IQ4);
@@ -99,9 +136,9 @@ impl Block for Iq4Nl {
 /// OCP's microscaling format: FP4 values, doubled here so that they are integers, and a power-of-two scale.
 pub struct Mxfp4;
 impl Block for Mxfp4 {
-    type Codes = Planes<4, 0>;
     const BYTES: usize = 17;
     const ZERO_BITS: Option<u32> = Some(7);
+    const BF16_SCALE: bool = true;
     const TABLE: Option<[u8; 16]> = Some(unsigned([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]));
     fn codes(block: &[u8]) -> Group {
         nibbles(&block[1..])
@@ -111,12 +148,5 @@ impl Block for Mxfp4 {
         let e = u16::from(block[0]);
         let bits = if e < 2 { 0x20 << e } else { (e - 1) << 7 };
         bits.to_le_bytes()
-    }
-    #[inline(always)]
-    fn load_scale<S: Simd>(s: S, scales: &[u8; 32]) -> S::F {
-        s.load_bf16(scales)
-    }
-    fn widen_scale(scale: u16) -> f32 {
-        f32::from_bits(u32::from(scale) << 16)
     }
 }
