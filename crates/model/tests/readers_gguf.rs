@@ -2,13 +2,10 @@
 //! by the file's claims.
 mod common;
 use common::{fixtures, load};
-use kvist_cpu::Compute;
-use kvist_cpu::arch::Isa;
-use kvist_cpu::linear::Inputs;
 use kvist_model::ModelFile;
 use kvist_model::config::ModelConfig;
 use kvist_model::tokenizer::Tokenizer;
-use kvist_model::weights::{Gguf, View, WeightForm};
+use kvist_model::weights::Gguf;
 use std::path::Path;
 
 const U8: u32 = 0;
