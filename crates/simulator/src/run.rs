@@ -27,7 +27,7 @@ use kvist_scheduler::{
 };
 use memory::Memory;
 use std::sync::Arc;
-use watch::{Blocks, Watched};
+use watch::Watched;
 
 /// Options of a run.
 #[derive(Clone, Debug)]
@@ -45,7 +45,7 @@ pub struct Options {
     pub explain: bool,
     /// Record the time between tokens.
     pub itl: bool,
-    /// Record when each request was worked on and, if the cache is bounded, the state of every block. Used for plots.
+    /// Record when each request was worked on. Used for plots.
     pub watch: bool,
 }
 
@@ -131,8 +131,6 @@ pub fn run<'s>(
     let mut recording = sink.as_deref_mut().map(|sink| Recording::begin(&mut scheduler, sink));
     let mut executor = SimExecutor::new(cost, &lengths, block_tokens, one_by_one, options.itl);
     executor.watched = options.watch.then(Watched::default);
-    let n_blocks = capacity / block_tokens;
-    let mut blocks = (options.watch && !endless).then(|| Blocks::new(n_blocks));
     let mut arrivals = Arrivals::new(requests);
     let mut clock = VirtualClock::default();
     let mut rows: Vec<RequestRow> = requests.iter().map(waiting_row).collect();
@@ -220,9 +218,6 @@ pub fn run<'s>(
             || scheduler.n_running() != n_running
             || preemptions != run.preemptions;
         run.preemptions = preemptions;
-        if let Some(blocks) = blocks.as_mut().filter(|_| run.changed) {
-            blocks.note(now, &scheduler);
-        }
         if let (Some(recording), Some(sink)) = (&mut recording, sink.as_deref_mut()) {
             let end_ns = now.saturating_add(elapsed_ns.unwrap_or(0));
             recording.turn(now, end_ns, &mut scheduler, &memory.events, sink);
@@ -251,7 +246,6 @@ pub fn run<'s>(
     record.activity = executor.watched.map(|watched| watched.activity).unwrap_or_default();
     // The scheduler names requests by list index; a report uses the ids of the trace.
     record.activity.iter_mut().for_each(|activity| activity.request = requests[activity.request as usize].id);
-    record.block_map = blocks.map(|blocks| blocks.map);
     Ok(Run { record, counters, turns })
 }
 
