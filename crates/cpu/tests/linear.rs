@@ -3,6 +3,7 @@ use half::{bf16, f16};
 use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
 use kvist_cpu::linear::{Inputs, Matrix, Packing};
+use kvist_testing::SplitMix64;
 
 const ALL: [Packing; 17] = {
     let (mut all, mut i) = ([Packing::F32; 17], 0);
@@ -13,38 +14,25 @@ const ALL: [Packing; 17] = {
     all
 };
 
-/// A random number generator without dependencies.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        self.0 >> 33
-    }
-    fn byte(&mut self) -> u8 {
-        self.next() as u8
-    }
-    /// Between -1 and 1.
-    fn float(&mut self) -> f32 {
-        (self.next() % 20_001) as f32 / 10_000.0 - 1.0
-    }
+/// Between -1 and 1.
+fn float(random: &mut SplitMix64) -> f32 {
+    random.below(20_001) as f32 / 10_000.0 - 1.0
 }
 
 /// Rows as in a file: arbitrary codes, scales of reasonable size.
-fn file(packing: Packing, outputs: usize, inputs: usize, random: &mut Random) -> Vec<u8> {
+fn file(packing: Packing, outputs: usize, inputs: usize, random: &mut SplitMix64) -> Vec<u8> {
     let (elements, bytes) = packing.block();
     let mut all = Vec::new();
     for _ in 0..outputs * inputs / elements {
-        let mut block: Vec<u8> = (0..bytes).map(|_| random.byte()).collect();
-        let mut scale = |at: usize| {
-            block[at..at + 2].copy_from_slice(&f16::from_f32(random.float() * 0.01).to_le_bytes())
-        };
+        let mut block: Vec<u8> = (0..bytes).map(|_| random.next() as u8).collect();
+        let mut scale =
+            |at: usize| block[at..at + 2].copy_from_slice(&f16::from_f32(float(random) * 0.01).to_le_bytes());
         match packing {
-            Packing::F32 => block.copy_from_slice(&random.float().to_le_bytes()),
-            Packing::F16 => block.copy_from_slice(&f16::from_f32(random.float()).to_le_bytes()),
+            Packing::F32 => block.copy_from_slice(&float(random).to_le_bytes()),
+            Packing::F16 => block.copy_from_slice(&f16::from_f32(float(random)).to_le_bytes()),
             Packing::BF16 => {
                 for half in block.chunks_exact_mut(2) {
-                    half.copy_from_slice(&bf16::from_f32(random.float()).to_le_bytes());
+                    half.copy_from_slice(&bf16::from_f32(float(random)).to_le_bytes());
                 }
             }
             Packing::Q8_0 | Packing::Q4_0 | Packing::Q5_0 | Packing::Iq4Nl | Packing::Iq4Xs => scale(0),
@@ -54,7 +42,7 @@ fn file(packing: Packing, outputs: usize, inputs: usize, random: &mut Random) ->
             Packing::Q3K => scale(108),
             Packing::Q6K => scale(208),
             Packing::Few => {
-                block[..4].copy_from_slice(&(random.float() * 0.01).to_le_bytes());
+                block[..4].copy_from_slice(&(float(random) * 0.01).to_le_bytes());
                 // One table for all rows.
                 (4..20).for_each(|i| block[i] = (i * 53 % 256) as u8);
             }
@@ -97,14 +85,14 @@ fn multiply(compute: &Compute, matrix: &Matrix, x: &[f32]) -> Vec<f32> {
 
 #[test]
 fn products_are_sums() {
-    let mut random = Random(7);
+    let mut random = SplitMix64(7);
     let mut bad = Vec::new();
     for packing in ALL {
         for (outputs, blocks) in [(1, 1), (15, 2), (16, 1), (17, 3), (50, 2), (130, 1)] {
             let inputs = blocks * packing.block().0.max(32) + if packing.block().0 == 1 { blocks } else { 0 };
             let bytes = file(packing, outputs, inputs, &mut random);
             for n in [1, 2, 3, 4, 7, 8, 9, 16, 23] {
-                let x: Vec<f32> = (0..n * inputs).map(|_| random.float() * 3.0).collect();
+                let x: Vec<f32> = (0..n * inputs).map(|_| float(&mut random) * 3.0).collect();
                 for isa in Isa::available() {
                     for deterministic in [false, true] {
                         let compute = Compute::new(isa, 2).deterministic(deterministic);
@@ -132,11 +120,11 @@ fn products_are_sums() {
 /// The bits of a row do not depend on its batch or on the number of threads.
 #[test]
 fn a_row_is_the_same_alone_and_among_others() {
-    let mut random = Random(11);
+    let mut random = SplitMix64(11);
     for packing in ALL {
         let (outputs, inputs, n) = (300, 512, 37);
         let bytes = file(packing, outputs, inputs, &mut random);
-        let x: Vec<f32> = (0..n * inputs).map(|_| random.float()).collect();
+        let x: Vec<f32> = (0..n * inputs).map(|_| float(&mut random)).collect();
         for isa in Isa::available() {
             let one = Compute::new(isa, 1).deterministic(true);
             let matrix = Matrix::pack(&one, packing, outputs, inputs, &bytes).unwrap();
@@ -153,14 +141,14 @@ fn a_row_is_the_same_alone_and_among_others() {
 
 #[test]
 fn what_is_not_a_number_is_seen() {
-    let mut random = Random(13);
+    let mut random = SplitMix64(13);
     for packing in ALL {
         let bytes = file(packing, 20, 256, &mut random);
         for isa in Isa::available() {
             let compute = Compute::new(isa, 1);
             let matrix = Matrix::pack(&compute, packing, 20, 256, &bytes).unwrap();
             for strange in [f32::NAN, f32::INFINITY] {
-                let mut x: Vec<f32> = (0..2 * 256).map(|_| random.float()).collect();
+                let mut x: Vec<f32> = (0..2 * 256).map(|_| float(&mut random)).collect();
                 x[256 + 77] = strange;
                 let out = multiply(&compute, &matrix, &x);
                 assert!(out[..20].iter().all(|y| y.is_finite()), "{isa} {packing:?}: the other token");
@@ -174,7 +162,7 @@ fn what_is_not_a_number_is_seen() {
 fn wrong_shapes_are_refused() {
     let compute = Compute::new(Isa::best(), 1);
     for packing in ALL {
-        let mut random = Random(17);
+        let mut random = SplitMix64(17);
         let bytes = file(packing, 4, 256, &mut random);
         assert!(Matrix::pack(&compute, packing, 4, 256, &bytes[1..]).is_err());
         assert!(Matrix::pack(&compute, packing, 0, 256, &[]).is_err());
