@@ -490,7 +490,7 @@ fn time_that_runs_out_is_an_error() {
         let options = Options { one_by_one, ..Options::default() };
         let error = run(&requests, paged(1 << 20, 16, None), &Endless, &options, None, &mut |_| ());
         let cost = "endless".into();
-        assert_eq!(error.unwrap_err(), RunError::TimeIsUp { ended: 0, requests: 2, cost });
+        assert_eq!(error.unwrap_err(), RunError::OutOfTime { ended: 0, requests: 2, cost });
     }
 }
 
