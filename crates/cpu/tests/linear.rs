@@ -4,51 +4,37 @@ use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
 use kvist_cpu::linear::{ENCODINGS as ALL, Inputs, Matrix};
 use kvist_device::weights::{Encoding, FileTensor};
+use kvist_testing::SplitMix64;
 
-/// A random number generator without dependencies.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        self.0 >> 33
-    }
-    fn byte(&mut self) -> u8 {
-        self.next() as u8
-    }
-    /// Between -1 and 1.
-    fn float(&mut self) -> f32 {
-        (self.next() % 20_001) as f32 / 10_000.0 - 1.0
-    }
+/// Between -1 and 1.
+fn float(random: &mut SplitMix64) -> f32 {
+    random.below(20_001) as f32 / 10_000.0 - 1.0
 }
 
 /// Rows as in a file: arbitrary codes, scales of reasonable size.
-fn file(encoding: Encoding, outputs: usize, inputs: usize, random: &mut Random) -> Vec<u8> {
+fn file(encoding: Encoding, outputs: usize, inputs: usize, random: &mut SplitMix64) -> Vec<u8> {
     let (elements, bytes) = encoding.block();
     let mut all = Vec::new();
     for _ in 0..outputs * inputs / elements {
-        let mut block: Vec<u8> = (0..bytes).map(|_| random.byte()).collect();
-        let mut scale = |at: usize| {
-            block[at..at + 2].copy_from_slice(&f16::from_f32(random.float() * 0.01).to_le_bytes())
-        };
+        let mut block: Vec<u8> = (0..bytes).map(|_| random.next() as u8).collect();
+        let mut scale =
+            |at: usize| block[at..at + 2].copy_from_slice(&f16::from_f32(float(random) * 0.01).to_le_bytes());
         match encoding {
-            Encoding::F32 => block.copy_from_slice(&random.float().to_le_bytes()),
-            Encoding::F16 => block.copy_from_slice(&f16::from_f32(random.float()).to_le_bytes()),
+            Encoding::F32 => block.copy_from_slice(&float(random).to_le_bytes()),
+            Encoding::F16 => block.copy_from_slice(&f16::from_f32(float(random)).to_le_bytes()),
             Encoding::BF16 => {
                 for half in block.chunks_exact_mut(2) {
-                    half.copy_from_slice(&bf16::from_f32(random.float()).to_le_bytes());
+                    half.copy_from_slice(&bf16::from_f32(float(random)).to_le_bytes());
                 }
             }
             Encoding::Q8_0 | Encoding::Q4_0 | Encoding::Q5_0 | Encoding::Iq4Nl | Encoding::Iq4Xs => scale(0),
-            Encoding::Q4_1 | Encoding::Q5_1 | Encoding::Q4K | Encoding::Q5K => {
-                [0, 2].into_iter().for_each(scale)
-            }
+            Encoding::Q4_1 | Encoding::Q5_1 | Encoding::Q4K | Encoding::Q5K => [0, 2].into_iter().for_each(scale),
             Encoding::Mxfp4 => block[0] = 116 + block[0] % 10,
             Encoding::Q2K => [80, 82].into_iter().for_each(scale),
             Encoding::Q3K => scale(108),
             Encoding::Q6K => scale(208),
             Encoding::Few => {
-                block[..4].copy_from_slice(&(random.float() * 0.01).to_le_bytes());
+                block[..4].copy_from_slice(&(float(random) * 0.01).to_le_bytes());
                 // One table for all rows.
                 (4..20).for_each(|i| block[i] = (i * 53 % 256) as u8);
             }
@@ -92,15 +78,14 @@ fn multiply(compute: &Compute, matrix: &Matrix, x: &[f32]) -> Vec<f32> {
 
 #[test]
 fn products_are_sums() {
-    let mut random = Random(7);
+    let mut random = SplitMix64(7);
     let mut bad = Vec::new();
     for encoding in ALL {
         for (outputs, blocks) in [(1, 1), (15, 2), (16, 1), (17, 3), (50, 2), (130, 1)] {
-            let inputs =
-                blocks * encoding.block().0.max(32) + if encoding.block().0 == 1 { blocks } else { 0 };
+            let inputs = blocks * encoding.block().0.max(32) + if encoding.block().0 == 1 { blocks } else { 0 };
             let bytes = file(encoding, outputs, inputs, &mut random);
             for n in [1, 2, 3, 4, 7, 8, 9, 16, 23] {
-                let x: Vec<f32> = (0..n * inputs).map(|_| random.float() * 3.0).collect();
+                let x: Vec<f32> = (0..n * inputs).map(|_| float(&mut random) * 3.0).collect();
                 for isa in Isa::available() {
                     for deterministic in [false, true] {
                         let compute = Compute::new(isa, 2).deterministic(deterministic);
@@ -128,11 +113,11 @@ fn products_are_sums() {
 /// The bits of a row do not depend on its batch or on the number of threads.
 #[test]
 fn a_row_is_the_same_alone_and_among_others() {
-    let mut random = Random(11);
+    let mut random = SplitMix64(11);
     for encoding in ALL {
         let (outputs, inputs, n) = (300, 512, 37);
         let bytes = file(encoding, outputs, inputs, &mut random);
-        let x: Vec<f32> = (0..n * inputs).map(|_| random.float()).collect();
+        let x: Vec<f32> = (0..n * inputs).map(|_| float(&mut random)).collect();
         for isa in Isa::available() {
             let one = Compute::new(isa, 1).deterministic(true);
             let matrix = Matrix::pack(&one, encoding, outputs, inputs, &bytes).unwrap();
@@ -149,14 +134,14 @@ fn a_row_is_the_same_alone_and_among_others() {
 
 #[test]
 fn what_is_not_a_number_is_seen() {
-    let mut random = Random(13);
+    let mut random = SplitMix64(13);
     for encoding in ALL {
         let bytes = file(encoding, 20, 256, &mut random);
         for isa in Isa::available() {
             let compute = Compute::new(isa, 1);
             let matrix = Matrix::pack(&compute, encoding, 20, 256, &bytes).unwrap();
             for strange in [f32::NAN, f32::INFINITY] {
-                let mut x: Vec<f32> = (0..2 * 256).map(|_| random.float()).collect();
+                let mut x: Vec<f32> = (0..2 * 256).map(|_| float(&mut random)).collect();
                 x[256 + 77] = strange;
                 let out = multiply(&compute, &matrix, &x);
                 assert!(out[..20].iter().all(|y| y.is_finite()), "{isa} {encoding:?}: the other token");
@@ -170,7 +155,7 @@ fn what_is_not_a_number_is_seen() {
 fn wrong_shapes_are_refused() {
     let compute = Compute::new(Isa::best(), 1);
     for encoding in ALL {
-        let mut random = Random(17);
+        let mut random = SplitMix64(17);
         let bytes = file(encoding, 4, 256, &mut random);
         assert!(Matrix::pack(&compute, encoding, 4, 256, &bytes[1..]).is_err());
         assert!(Matrix::pack(&compute, encoding, 0, 256, &[]).is_err());
@@ -187,16 +172,15 @@ fn wrong_shapes_are_refused() {
 /// A matrix decodes its rows from panels; the scalar decoder reads the file.
 #[test]
 fn rows_are_what_the_file_says() {
-    let (compute, mut random) = (Compute::new(Isa::best(), 2), Random(19));
+    let (compute, mut random) = (Compute::new(Isa::best(), 2), SplitMix64(19));
     for encoding in ALL {
         let (rows, inputs) = (19, 512);
         let bytes = file(encoding, rows, inputs, &mut random);
         let matrix = Matrix::pack(&compute, encoding, rows, inputs, &bytes).unwrap();
-        let tensor =
-            FileTensor { name: "w", shape: &[rows, inputs], encoding, bytes: (&bytes).into(), factor: 1.0 };
-        let expected = tensor.to_f32();
+        let shape = [rows, inputs];
+        let tensor = FileTensor { name: "w", shape: &shape, encoding, bytes: (&bytes).into(), factor: 1.0 };
         let mut row = vec![f32::NAN; inputs];
-        for (i, expected) in expected.chunks_exact(inputs).enumerate() {
+        for (i, expected) in tensor.to_f32().chunks_exact(inputs).enumerate() {
             matrix.row(i, &mut row);
             assert_eq!(row, expected, "{} row {i}", encoding.name());
         }

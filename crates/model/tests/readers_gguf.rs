@@ -535,13 +535,12 @@ fn changed_bytes_never_panic() {
     }
     for case in ["spm", "bpe-qwen2"] {
         let real = std::fs::read(fixtures("tokenizers").join(case).join("model.gguf")).unwrap();
-        let mut z = 0x1234_5678_9abc_def0u64;
+        let mut random = kvist_testing::SplitMix64(0x1234_5678_9abc_def0);
         for _ in 0..60 {
             let mut bytes = real.clone();
             for _ in 0..3 {
-                z = z.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                let at = (z >> 33) as usize % bytes.len();
-                bytes[at] = (z >> 20) as u8;
+                let at = random.index(bytes.len());
+                bytes[at] = random.next() as u8;
             }
             consider(bytes);
         }

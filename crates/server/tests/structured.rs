@@ -260,7 +260,7 @@ fn masks_are_what_trying_every_token_gives() {
     let (tokenizer, end) = small_tokenizer(&SMALL);
     let vocab = SMALL.len() + 5; // logits without a token
     let grammars = GrammarCompiler::new(&tokenizer, vocab, &end).unwrap();
-    let mut state = 11u64;
+    let mut random = kvist_testing::SplitMix64(11);
     let mut steps = 0;
     for schema in schemas().into_iter().chain([json!({}), json!({"type": "string", "pattern": "^a(bc)*$"})]) {
         let compiled = grammars.compile(&grammar(schema.clone())).unwrap();
@@ -283,8 +283,7 @@ fn masks_are_what_trying_every_token_gives() {
                     );
                 }
                 let choices: Vec<u32> = (0..vocab as u32).filter(|t| mask[*t as usize]).collect();
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                let token = choices[(state >> 33) as usize % choices.len()];
+                let token = random.pick(&choices);
                 history.push(token);
                 steps += 1;
                 if constraint.accept(token).unwrap() {

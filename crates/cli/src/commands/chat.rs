@@ -12,6 +12,7 @@ use kvist_engine::Error;
 use kvist_engine::chat::{Chat, Turn};
 use kvist_engine::generate::{Finish, Limits, Observer};
 use kvist_engine::memory::RECENT_SEQUENCES;
+use kvist_engine::sampler::Sampler;
 use kvist_engine::session::ModelSession;
 use serde::Serialize;
 use std::io::IsTerminal;
@@ -32,7 +33,7 @@ pub struct Args {
     /// End an answer where this text comes; may be given several times
     #[arg(long, value_name = "TEXT", value_parser = parse_stop)]
     stop: Vec<String>,
-    /// What the model is told first
+    /// System message: the model reads it first
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     /// Keep no history of what is typed; without this, kvist/chat-history in the user's folder for state has the last
@@ -51,7 +52,7 @@ const HELP: &str = "\
 /drop NAME              give one up, and the cells that only it holds
 /cache                  what the cache holds, sequence by sequence
 /undo                   unsay the last question and its answer
-/system TEXT            what the model is told first
+/system TEXT            system message: the model reads it first
 /save-transcript FILE   write this branch to a file
 /help                   this
 /quit                   or end of input
@@ -113,12 +114,6 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         }
         of_the_model.iter().for_each(|line| output::note(line));
     }
-    let limits = Limits {
-        max_tokens: args.max_tokens as usize,
-        stop: args.stop.clone(),
-        ignore_eos: false,
-        no_cache: false,
-    };
     loop {
         let said = match input.next(&format!("{}> ", chat.current().name))? {
             Heard::Said(said) if said.trim().is_empty() => continue,
@@ -140,23 +135,13 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
             }
             _ => {
                 let said = said.strip_prefix('/').filter(|rest| rest.starts_with('/')).unwrap_or(said);
-                let wrap = terminal_width().map(Wrap::new);
-                let mut watch = Watch { stream: !args.json, wrap, thinks: false, began: false, failed: None };
-                let turn = chat.say(said, &mut sampler, &limits, &mut watch);
-                watch.end();
-                if let Some(failed) = watch.failed {
-                    return Err(failed);
-                }
-                match turn {
-                    Ok(turn) => tell(&chat, said, &turn, &args, quiet)?,
-                    Err(error) => {
-                        let error = explained(error, &chat, args.max_tokens);
-                        // At a terminal, a turn that does not fit does not end the conversation.
-                        if !interactive {
-                            return Err(error);
-                        }
+                match take_turn(&mut chat, said, &mut sampler, &args, quiet) {
+                    Ok(()) => {}
+                    // At a terminal, a turn that does not fit does not end the conversation.
+                    Err(Failure::Turn(error)) if interactive => {
                         output::note(&format!("kvist: {}", output::sentence(&error)));
                     }
+                    Err(Failure::Turn(error) | Failure::Output(error)) => return Err(error),
                 }
                 // At a terminal the conversation continues; a script would continue from half an answer.
                 if interrupt::interrupted() && !interactive {
@@ -168,7 +153,42 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
 }
 
-fn tell(chat: &Chat, said: &str, turn: &Turn, args: &Args, quiet: bool) -> anyhow::Result<()> {
+/// Why a turn failed.
+enum Failure {
+    /// The model or its cache did not take it.
+    Turn(anyhow::Error),
+    /// It cannot be shown.
+    Output(anyhow::Error),
+}
+
+/// Sends a message to the model, and shows the answer while it is generated.
+fn take_turn(
+    chat: &mut Chat,
+    said: &str,
+    sampler: &mut Sampler,
+    args: &Args,
+    quiet: bool,
+) -> Result<(), Failure> {
+    let limits = Limits {
+        max_tokens: args.max_tokens as usize,
+        stop: args.stop.clone(),
+        ignore_eos: false,
+        no_cache: false,
+    };
+    let wrap = terminal_width().map(Wrap::new);
+    let mut watch = Watch { stream: !args.json, wrap, thinks: false, began: false, failed: None };
+    let turn = chat.say(said, sampler, &limits, &mut watch);
+    watch.end();
+    if let Some(failed) = watch.failed {
+        return Err(Failure::Output(failed));
+    }
+    match turn {
+        Ok(turn) => report_turn(chat, said, &turn, args, quiet).map_err(Failure::Output),
+        Err(error) => Err(Failure::Turn(explained(error, chat, args.max_tokens))),
+    }
+}
+
+fn report_turn(chat: &Chat, said: &str, turn: &Turn, args: &Args, quiet: bool) -> anyhow::Result<()> {
     let g = &turn.generation;
     if args.json {
         let report = TurnReport {
@@ -184,7 +204,7 @@ fn tell(chat: &Chat, said: &str, turn: &Turn, args: &Args, quiet: bool) -> anyho
             decode_tokens_per_second: g.decode_rate(),
             kv_bytes: chat.session().kv_bytes(),
         };
-        return output::show(&(serde_json::to_string(&report)? + "\n"));
+        return output::show_json_line(&report);
     }
     output::show("\n")?;
     if !quiet {

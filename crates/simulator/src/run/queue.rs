@@ -30,7 +30,7 @@ impl Arrivals {
             };
             match last_child[parent] {
                 None => first_child[parent] = Some(i),
-                Some(brother) => next_child[brother] = Some(i),
+                Some(sibling) => next_child[sibling] = Some(i),
             }
             last_child[parent] = Some(i);
         }

@@ -84,13 +84,13 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
                 machine: watch.machine(&compute),
             };
             if args.measure.json {
-                output::show(&(serde_json::to_string(&row)? + "\n"))?;
+                output::show_json_line(&row)?;
                 continue;
             }
             if text.is_empty() {
-                let Machine { cpu, threads, isa, .. } = &row.machine;
                 text = format!(
-                    "{cpu}, {threads} threads, {isa}; {heads} heads\n\n| rows | pages | GB/s | ms | min | max |\n|---|---|--:|--:|--:|--:|\n"
+                    "{}; {heads} heads\n\n| rows | pages | GB/s | ms | min | max |\n|---|---|--:|--:|--:|--:|\n",
+                    row.machine
                 );
             }
             let pages = if huge { "huge ones asked for" } else { "ordinary" };

@@ -194,13 +194,12 @@ impl<'a> Bench<'a> {
 
     fn show(&self, row: &Row, first: bool) -> anyhow::Result<()> {
         if self.common.measure.json {
-            return output::show(&(serde_json::to_string(row)? + "\n"));
+            return output::show_json_line(row);
         }
         if first {
-            let Machine { cpu, threads, isa, .. } = &row.machine;
             output::show(&format!(
-                "{cpu}, {threads} threads, {isa}; {}, K {} V {}\n\n| | depth | tokens | tokens/s | ms per token | of the read limit |\n|---|--:|--:|--:|--:|--:|\n",
-                row.model, row.k, row.v
+                "{}; {}, K {} V {}\n\n| | depth | tokens | tokens/s | ms per token | of the read limit |\n|---|--:|--:|--:|--:|--:|\n",
+                row.machine, row.model, row.k, row.v
             ))?;
         }
         let share = row.share_of_limit.map_or(String::new(), |share| format!("{:.0} %", share * 100.0));

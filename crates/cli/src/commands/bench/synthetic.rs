@@ -103,7 +103,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         if rig.bytes() != before {
             let event = Event { event: "grow", step, tokens: at, bytes_before: before, bytes: rig.bytes() };
             if args.json {
-                output::show(&(serde_json::to_string(&event)? + "\n"))?;
+                output::show_json_line(&event)?;
             } else {
                 let (old, new) = (bytes(before), bytes(rig.bytes()));
                 output::show(&format!("step {step}: {at} tokens, the pools grow from {old} to {new}\n"))?;
@@ -132,7 +132,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         machine: watch.machine(&compute),
     };
     if args.json {
-        return output::show(&(serde_json::to_string(&summary)? + "\n"));
+        return output::show_json_line(&summary);
     }
     let Shape { layers, heads, kv_heads, head_dim } = shape;
     output::show(&format!(
