@@ -125,6 +125,7 @@ impl Cache {
         plan.id += 1;
         plan.epoch = self.epoch;
         plan.has_reads = false;
+        plan.has_tables = false;
         plan.n_tokens = 0;
         plan.spans.list.clear();
         plan.spans.parents.clear();
@@ -175,6 +176,22 @@ impl Cache {
                 kind.fill_reads(&plan.spans, out);
             }
             plan.has_reads = true;
+        }
+    }
+
+    pub(crate) fn fill_tables(&self, plan: &mut StepPlan) {
+        if plan.has_tables {
+            return;
+        }
+        plan.has_tables = true;
+        let mut all_have_rows = true;
+        for (kind, out) in self.groups.iter().zip(&mut plan.groups) {
+            let has_rows = kind.fill_tables(&plan.spans, out);
+            out.tables.fill(&plan.spans, kind.visibility(), has_rows);
+            all_have_rows &= has_rows;
+        }
+        if !all_have_rows {
+            self.fill_reads(plan);
         }
     }
 

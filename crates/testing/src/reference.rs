@@ -10,13 +10,16 @@ use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::*;
 use std::collections::{BTreeMap, BTreeSet};
 
+mod checks;
 mod choices;
 mod drive;
 mod operation;
+mod tables;
 
 pub use choices::{Choices, SplitMix64};
 pub use drive::{Drive, replay};
 pub use operation::{Operation, OwnedSpan, OwnedTokens, StepEnd};
+pub use tables::{DeviceTable, visible_pairs};
 
 /// The semantics of a cache kind, by the names of [`KINDS`](kvist_cache::kinds::KINDS).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -45,6 +45,10 @@ pub struct Paged {
     blocks: Blocks,
     sequences: BTreeMap<SeqId, Table>,
     pub(crate) events: Events,
+    /// Unique in the process, so that a plan notices when it meets another cell space.
+    id: u64,
+    /// Number of changes of block tables so far.
+    n_versions: u64,
 }
 
 /// Block table of one sequence: 4 bytes per block.
@@ -55,6 +59,8 @@ struct Table {
     next_position: u32,
     /// Blocks before this index have left the window, except those of the sinks.
     window_start: u32,
+    /// Changes whenever `blocks` does; 0 while it has never held a block.
+    version: u64,
 }
 
 impl Paged {
@@ -80,6 +86,8 @@ impl Paged {
             blocks: Blocks::new(group.capacity_tokens / block_tokens),
             sequences: BTreeMap::new(),
             events: Events::default(),
+            id: crate::tables::unique(),
+            n_versions: 0,
         })
     }
 
@@ -230,15 +238,23 @@ impl Paged {
             n_idle += u32::from(self.blocks.hold(block));
             self.events.push(block, Some(seq), Change::Hit, Reason::Open);
         }
-        self.sequences.insert(seq, Table { blocks, next_position, window_start: first_seen });
+        let version = self.new_version();
+        self.sequences.insert(seq, Table { blocks, next_position, window_start: first_seen, version });
         n_idle
+    }
+
+    fn new_version(&mut self) -> u64 {
+        self.n_versions += 1;
+        self.n_versions
     }
 
     /// Replaces block `i` of `seq` by `block`, which holds the same tokens.
     pub(crate) fn replace(&mut self, seq: SeqId, i: u32, block: u32) {
         self.blocks.hold(block);
         self.events.push(block, Some(seq), Change::Share, Reason::Duplicate);
+        let version = self.new_version();
         let table = self.sequences.get_mut(&seq).expect("it is live");
+        table.version = version;
         let own = std::mem::replace(&mut table.blocks[i as usize], block);
         self.let_go(own, seq, Reason::Duplicate);
     }
@@ -259,9 +275,10 @@ impl Paged {
         let table = &self.sequences[&seq];
         let from = table.window_start.max(self.sink_blocks());
         let until = self.first_seen(table.next_position.saturating_sub(self.rollback_tokens));
+        let version = if from < until { self.new_version() } else { table.version };
         for i in from..until.max(from) {
             let table = self.sequences.get_mut(&seq).expect("it is live");
-            table.window_start = i + 1;
+            (table.window_start, table.version) = (i + 1, version);
             let block = std::mem::replace(&mut table.blocks[i as usize], NONE);
             if block != NONE {
                 self.let_go(block, seq, Reason::Window);
@@ -271,9 +288,9 @@ impl Paged {
 
     /// Shortens `seq` to `position`. The caller has checked that this is possible.
     fn truncate(&mut self, seq: SeqId, position: u32, reason: Reason) {
-        let keep = self.covering_blocks(position) as usize;
+        let (keep, version) = (self.covering_blocks(position) as usize, self.new_version());
         let table = self.sequences.get_mut(&seq).expect("it is live");
-        table.next_position = position;
+        (table.next_position, table.version) = (position, version);
         table.window_start = table.window_start.min(keep as u32);
         let mut blocks = std::mem::take(&mut table.blocks);
         for &block in blocks.iter().skip(keep).rev().filter(|&&block| block != NONE) {
@@ -297,6 +314,9 @@ impl Paged {
 }
 
 impl Kind for Paged {
+    fn visibility(&self) -> Visibility {
+        self.visibility
+    }
     fn capacity_cells(&self) -> u32 {
         self.blocks.capacity() * self.block_tokens
     }
@@ -408,12 +428,30 @@ impl Kind for Paged {
         reads.scratch = scratch;
     }
 
+    fn fill_tables(&self, spans: &Spans, out: &mut GroupPlan) -> bool {
+        let GroupPlan { writes, tables, .. } = out;
+        let (mut written, resident) = (Written::new(writes), &mut tables.resident);
+        resident.begin(self.id, self.block_tokens, &spans.list);
+        for (i, span) in spans.list.iter().enumerate() {
+            let table = &self.sequences[&span.seq];
+            resident.refresh(i, table.version, &table.blocks);
+            let (mut position, end) = (span.start, span.start + span.n_tokens);
+            while position < end {
+                let rest_of_block = self.block_tokens - self.offset(position);
+                let run = written.take(rest_of_block.min(end - position));
+                resident.write(i, self.whole_blocks(position), self.whole_blocks(run.start));
+                position += run.len;
+            }
+        }
+        true
+    }
+
     fn apply(&mut self, spans: &Spans, plan: &GroupPlan) {
         let mut written = Written::new(&plan.writes);
         for span in &spans.list {
             let seq = span.seq;
             let table = self.sequences.get_mut(&seq).expect("prepare knew this sequence");
-            let (start, mut n_tokens) = (table.next_position, span.n_tokens);
+            let (start, mut n_tokens, mut changes) = (table.next_position, span.n_tokens, false);
             table.next_position += n_tokens;
             let mut blocks = std::mem::take(&mut table.blocks);
             let offset = self.offset(start);
@@ -424,6 +462,7 @@ impl Kind for Paged {
                 let tail = blocks.last_mut().expect("a started block is in the table");
                 let from = std::mem::replace(tail, block);
                 if from != block {
+                    changes = true;
                     self.blocks.take(block);
                     self.events.push(block, Some(seq), Change::CopyOnWrite { from }, Reason::Append);
                     self.let_go(from, seq, Reason::Append);
@@ -436,8 +475,12 @@ impl Kind for Paged {
                 self.blocks.take(block);
                 self.events.push(block, Some(seq), Change::Alloc, Reason::Append);
                 blocks.push(block);
+                changes = true;
             }
-            self.sequences.get_mut(&seq).expect("it is live").blocks = blocks;
+            self.n_versions += u64::from(changes);
+            let table = self.sequences.get_mut(&seq).expect("it is live");
+            table.blocks = blocks;
+            table.version = if changes { self.n_versions } else { table.version };
             self.leave_window(seq);
         }
         self.events.step += 1;
@@ -556,7 +599,9 @@ impl SequenceKind for Paged {
             blocks: source.blocks[..n_blocks].to_vec(),
             next_position: until,
             window_start: source.window_start.min(n_blocks as u32),
+            version: self.n_versions + 1,
         };
+        self.n_versions += 1;
         for &block in copy.blocks.iter().filter(|&&block| block != NONE) {
             self.blocks.hold(block);
             self.events.push(block, Some(dst), Change::Share, Reason::Fork);

@@ -50,6 +50,9 @@ impl CellSpace {
             sequences: BTreeMap::new(),
         }
     }
+    pub fn visibility(&self) -> Visibility {
+        self.visibility
+    }
     pub fn capacity(&self) -> u32 {
         self.stripes.capacity()
     }

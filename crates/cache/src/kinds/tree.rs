@@ -1,6 +1,6 @@
 //! The cell space of `cells`, plus speculative nodes after the committed end of every sequence.
 use super::space::CellSpace;
-use super::{GroupSpec, draft_tree, expect_end};
+use super::{GroupSpec, Visibility, draft_tree, expect_end};
 use crate::ids::*;
 use crate::kind::{Kind, SequenceKind, TreeKind};
 use crate::plan::*;
@@ -26,6 +26,9 @@ impl Tree {
 }
 
 impl Kind for Tree {
+    fn visibility(&self) -> Visibility {
+        self.space.visibility()
+    }
     fn capacity_cells(&self) -> u32 {
         self.space.capacity()
     }

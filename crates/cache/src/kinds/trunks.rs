@@ -27,7 +27,7 @@ use std::cmp::Ordering;
 /// The committed positions that the queries of one span see: all queries see `0..sinks_end` and `all..start`; some
 /// also see `some..all`.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Horizon {
+pub(crate) struct Horizon {
     pub sinks_end: u32,
     pub some: u32,
     pub all: u32,
