@@ -26,8 +26,8 @@ impl GroupPlan {
     /// Whether the causal rule says which nodes of `span` see each other: each node continues the one before it, and
     /// there are no earlier ones. `kv_len` is one past its last index.
     fn is_chain(&self, span: &PlannedSpan, kv_len: u32) -> bool {
-        let depths = self.depths_of(span);
-        depths.is_none_or(|depths| kv_len == span.start + span.n_tokens && depths.iter().copied().eq(0..))
+        let Some(depths) = self.depths_of(span) else { return true };
+        kv_len == span.start + span.n_tokens && (0..).zip(depths).all(|(i, &depth)| depth == i)
     }
 
     /// Fills `mask_start` and `mask_bits`, and corrects `kv_len` of draft trees by their earlier nodes.
