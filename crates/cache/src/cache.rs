@@ -17,13 +17,15 @@ pub struct Cache {
     pub(crate) index: Option<Index>,
     /// The spec that [`Cache::paged`] was called with.
     pub(crate) spec: Option<PagedSpec>,
+    /// Unique in the process, so that a transfer of another cache is noticed.
+    pub(crate) id: u64,
 }
 
 impl Cache {
     /// Makes a cache with one cell space per layer group, in group order. `groups` must not be empty.
     pub fn new(groups: Vec<Box<dyn Kind>>) -> Self {
         assert!(!groups.is_empty(), "a cache needs at least one layer group");
-        Cache { groups, epoch: 0, index: None, spec: None }
+        Cache { groups, epoch: 0, index: None, spec: None, id: crate::tables::unique() }
     }
 
     /// The spec from which [`Cache::paged`] makes another, empty cache like this one; `None` if this cache was not
@@ -64,7 +66,8 @@ impl Cache {
         self.prepare(request, scratch)
     }
 
-    /// Removes every sequence. No K or V bytes are touched.
+    /// Removes every sequence, and all that the prefix index caches. No K or V bytes are touched. Blocks in transfer stay
+    /// what they are until the transfer ends.
     pub fn clear(&mut self) {
         self.epoch += 1;
         self.groups.iter_mut().for_each(|g| g.clear());

@@ -79,6 +79,10 @@ pub enum Reason {
     Clear,
     /// The number of blocks changed.
     Resize,
+    /// An export has ended.
+    Unpin,
+    /// An import took blocks, or has failed.
+    Load,
 }
 
 macro_rules! names {
@@ -101,7 +105,7 @@ names! {
         Reason::Append => "append", Reason::Fork => "fork", Reason::Open => "open", Reason::Rollback => "rollback",
         Reason::Remove => "remove", Reason::Window => "window", Reason::Duplicate => "duplicate",
         Reason::Store => "store", Reason::MakeRoom => "make_room", Reason::Clear => "clear",
-        Reason::Resize => "resize",
+        Reason::Resize => "resize", Reason::Unpin => "unpin", Reason::Load => "load",
     }
 }
 

@@ -21,7 +21,7 @@ pub struct Report {
     pub blocks: Option<BlockReport>,
 }
 
-/// The blocks of one cell space. Every block is held by a sequence, `idle` (cached only) or `free`; `total` is their
+/// The blocks of one cell space. Every block is held by a sequence or a transfer, `idle` (cached only) or `free`; `total` is their
 /// sum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockReport {
@@ -29,9 +29,9 @@ pub struct BlockReport {
     pub block_tokens: u32,
     /// Number of blocks.
     pub total: u32,
-    /// Blocks that no sequence uses and the prefix index does not cache.
+    /// Blocks that no sequence and no transfer uses and the prefix index does not cache.
     pub free: u32,
-    /// Cached blocks that no sequence uses. They can be evicted.
+    /// Cached blocks that no sequence and no transfer uses. They can be evicted.
     pub idle: u32,
     /// Unfilled cells of blocks in use: those after the ends of sequences, in their last blocks.
     pub unused_cells: u32,
@@ -66,6 +66,8 @@ pub enum BlockUse {
     Idle,
     /// Used by this many sequences (its ref_count).
     Held(u32),
+    /// Used by no sequence, but an export reads it or an import writes it.
+    InTransfer,
 }
 
 /// The state of one sequence in one cell space.

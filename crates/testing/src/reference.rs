@@ -40,7 +40,7 @@ impl Model {
         match name {
             "contiguous" => Some(Model::Contiguous),
             "ring" => Some(Model::Ring),
-            // `paged` refuses more operations than `cells`; tests/paged.rs has its own reference model. Scripts that
+            // `paged` refuses more operations than `cells`; tests/paged has its own reference model. Scripts that
             // use this one on `paged` copy prefixes and remove tails only.
             "cells" | "paged" => Some(Model::Cells),
             "tree" => Some(Model::Tree),

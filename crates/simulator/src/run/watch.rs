@@ -48,7 +48,7 @@ impl Blocks {
         self.states.clear();
         self.states.extend(cache.block_uses(GroupId(0)).map(|used| match used {
             BlockUse::Free => BlockState::Free,
-            BlockUse::Idle => BlockState::Cached,
+            BlockUse::Idle | BlockUse::InTransfer => BlockState::Cached,
             BlockUse::Held(_) => BlockState::Shared,
         }));
         let single: Vec<bool> = cache.block_uses(GroupId(0)).map(|used| used == BlockUse::Held(1)).collect();

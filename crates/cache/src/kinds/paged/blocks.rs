@@ -1,8 +1,11 @@
 //! The blocks of one paged cell space: the ref_count of each block, and which blocks the prefix index caches.
 //!
-//! A block is *held* (used by at least one sequence), *idle* (cached, used by no sequence, evictable), or *free*.
+//! A block is *held* (used by at least one sequence or transfer), *idle* (cached, used by none of them, evictable), or
+//! *free*.
 use crate::kinds::free_set::FreeSet;
 use crate::plan::{GroupPlan, grown};
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 /// Stands for "no block" and "no index node".
 pub(crate) const NONE: u32 = u32::MAX;
@@ -12,6 +15,15 @@ struct Block {
     holders: u32,
     /// Node in the prefix index; [`NONE`] while the block is not cached.
     node: u32,
+}
+
+/// What a transfer does with a block. Each pin and each import is one of the block's holders.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Transfer {
+    /// This many exports read it.
+    Pinned(u32),
+    /// An import writes it.
+    Loading,
 }
 
 /// 8 bytes per block and a little over one bit, for blocks up to the highest one ever used.
@@ -24,6 +36,8 @@ pub(super) struct Blocks {
     high_water: u32,
     /// Cached blocks that lost their last holder since the index last asked.
     fell_idle: Vec<u32>,
+    /// The blocks in transfer, usually few.
+    transfers: BTreeMap<u32, Transfer>,
 }
 
 /// The state of a block after a release.
@@ -44,6 +58,7 @@ impl Blocks {
             n_idle: 0,
             high_water: 0,
             fell_idle: Vec::new(),
+            transfers: BTreeMap::new(),
         }
     }
     pub fn capacity(&self) -> u32 {
@@ -61,6 +76,18 @@ impl Blocks {
     }
     pub fn holders(&self, block: u32) -> u32 {
         self.list.get(block as usize).map_or(0, |b| b.holders)
+    }
+    /// Number of sequences that use `block`: its holders without transfers.
+    pub fn n_sequences(&self, block: u32) -> u32 {
+        self.holders(block)
+            - match self.transfers.get(&block) {
+                None => 0,
+                Some(Transfer::Pinned(n)) => *n,
+                Some(Transfer::Loading) => 1,
+            }
+    }
+    pub fn is_loading(&self, block: u32) -> bool {
+        self.transfers.get(&block) == Some(&Transfer::Loading)
     }
     pub fn node(&self, block: u32) -> u32 {
         self.list.get(block as usize).map_or(NONE, |b| b.node)
@@ -151,6 +178,39 @@ impl Blocks {
         LetGo::Freed
     }
 
+    /// Pins a used block that is not loading. Returns whether it was idle before.
+    pub fn pin(&mut self, block: u32) -> bool {
+        match self.transfers.entry(block).or_insert(Transfer::Pinned(0)) {
+            Transfer::Pinned(n) => *n += 1,
+            Transfer::Loading => panic!("block {block} is loading and cannot be pinned"),
+        }
+        self.hold(block)
+    }
+
+    /// Removes a pin.
+    pub fn unpin(&mut self, block: u32) -> LetGo {
+        match self.transfers.entry(block) {
+            Entry::Occupied(mut pinned) => match pinned.get_mut() {
+                Transfer::Pinned(n) if *n > 1 => *n -= 1,
+                Transfer::Pinned(_) => drop(pinned.remove()),
+                Transfer::Loading => panic!("block {block} is loading and not pinned"),
+            },
+            Entry::Vacant(_) => panic!("block {block} is unpinned more often than it was pinned"),
+        }
+        self.release(block)
+    }
+
+    /// Gives a free block to an import.
+    pub fn load(&mut self, block: u32) {
+        self.take(block);
+        self.transfers.insert(block, Transfer::Loading);
+    }
+
+    /// Ends an import of `block`. Its holder is the caller now.
+    pub fn loaded(&mut self, block: u32) {
+        assert_eq!(self.transfers.remove(&block), Some(Transfer::Loading), "block {block} is not loading");
+    }
+
     /// Marks a held block as cached, under `node`.
     pub fn index(&mut self, block: u32, node: u32) {
         let b = &mut self.list[block as usize];
@@ -188,11 +248,18 @@ impl Blocks {
         }
     }
 
-    /// Frees every block.
+    /// Frees every block that is not in transfer, and drops all of them from the index.
     pub fn clear(&mut self) {
         self.list.fill(Block { holders: 0, node: NONE });
         self.free.extend(0..self.list.len() as u32);
-        (self.n_used, self.n_idle, self.high_water) = (0, 0, 0);
+        (self.n_idle, self.high_water) = (0, 0);
         self.fell_idle.clear();
+        for (&block, transfer) in &self.transfers {
+            let holders = if let Transfer::Pinned(n) = transfer { *n } else { 1 };
+            self.list[block as usize].holders = holders;
+            self.free.remove(block);
+            self.high_water = block + 1;
+        }
+        self.n_used = self.transfers.len() as u32;
     }
 }

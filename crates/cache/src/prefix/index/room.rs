@@ -37,6 +37,13 @@ impl Index {
         }
     }
 
+    /// `block` of `group` was evictable, and is in use now.
+    pub fn in_use(&mut self, group: GroupId, block: u32) {
+        if let Some(evict) = &mut self.groups[group.0 as usize].evict {
+            evict.order.remove(block);
+        }
+    }
+
     /// Evicts until `n_tokens` cells are free in every group or nothing is left to evict. Returns the number of
     /// evicted blocks.
     pub fn evict_until_free(&mut self, groups: &mut [Box<dyn Kind>], n_tokens: u32, at: Moment) -> u32 {
