@@ -17,10 +17,10 @@ mod report;
 mod resize;
 mod views;
 
-pub use allocator::{ALLOCATORS, Allocator, BuildAllocator, Handle, UnknownAllocator, build};
+pub use allocator::{ALLOCATORS, Allocator, Handle, UnknownAllocator, build};
 pub use append::{Append, BlockCells, BlockCopy};
-pub use buddy::Buddy;
-pub use first_fit::FirstFit;
+use buddy::Buddy;
+use first_fit::FirstFit;
 pub use report::{ArenaReport, ArenaSequence, Counters};
 pub use resize::Resize;
 pub use views::{BufferOrder, Keys, Layout, Values, View};

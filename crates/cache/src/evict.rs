@@ -23,7 +23,7 @@ mod parameters;
 pub use flat::{Flat, FlatSlots, Touched};
 pub use opt::next_uses;
 pub use order::Order;
-pub use parameters::{DEFAULT_HALF_LIFE, Parameter, Parameters, parse_duration};
+pub use parameters::{Parameter, Parameters, parse_duration};
 
 /// One use of one block: when it is stored, and every time a prefix that contains it is hit.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -22,7 +22,7 @@ impl Drive {
                 assert!(!shown && held[&block] == 1, "loading block {block} of group {g} can be read");
             }
         }
-        for (id, bytes) in self.pins.iter().flat_map(|(_, blocks)| blocks) {
+        for (id, bytes) in self.exports.iter().flat_map(|export| &export.bytes) {
             assert_eq!(&self.bytes(*id), bytes, "{id:?} was written while it was pinned");
         }
     }

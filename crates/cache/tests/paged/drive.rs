@@ -65,6 +65,13 @@ pub(super) struct Known {
     pub idle_since: u64,
 }
 
+/// A running export.
+pub(super) struct Export {
+    pub pin: Pin,
+    /// The bytes of every block when it was pinned.
+    pub bytes: Vec<(BlockId, Vec<u64>)>,
+}
+
 /// A running import.
 pub(super) struct Import {
     pub loading: Loading,
@@ -90,8 +97,8 @@ pub(super) struct Drive {
     /// Counts events.
     pub clock: u64,
     pub now_ns: u64,
-    /// Running exports: the pin, and the bytes of every block when it was pinned.
-    pub pins: Vec<(Pin, Vec<(BlockId, Vec<u64>)>)>,
+    /// Running exports.
+    pub exports: Vec<Export>,
     /// Running imports.
     pub imports: Vec<Import>,
     /// Number of imports that were appended to their sequences.
@@ -161,7 +168,7 @@ impl Drive {
             version: 0,
             clock: 0,
             now_ns: 0,
-            pins: Vec::new(),
+            exports: Vec::new(),
             imports: Vec::new(),
             n_imported: 0,
             devices: spec.groups.iter().map(|_| DeviceTable::default()).collect(),
@@ -201,7 +208,7 @@ impl Drive {
     /// For each block in use, its ref_count: sequences, exports and imports.
     pub(super) fn held(&self, g: usize) -> BTreeMap<u32, u32> {
         let mut held = self.used_by_sequences(g);
-        let pinned = self.pins.iter().flat_map(|(pin, _)| pin.blocks());
+        let pinned = self.exports.iter().flat_map(|export| export.pin.blocks());
         let pinned = pinned.filter(|id| id.group.0 as usize == g).map(|id| id.block);
         for block in pinned.chain(self.loading(g)) {
             *held.entry(block).or_default() += 1;

@@ -1,5 +1,5 @@
 //! Exports and imports that run beside the steps.
-use crate::drive::{Drive, GARBAGE, Import};
+use crate::drive::{Drive, Export, GARBAGE, Import};
 use kvist_cache::*;
 use kvist_testing::reference::Choices;
 use std::collections::BTreeSet;
@@ -25,7 +25,7 @@ impl Drive {
             Ok(pin) => {
                 assert!(is_readable, "{ids:?}");
                 let bytes = ids.iter().map(|id| (*id, self.bytes(*id))).collect();
-                self.pins.push((pin, bytes));
+                self.exports.push(Export { pin, bytes });
             }
             Err(refused) => {
                 assert!(!is_readable && matches!(refused, Refused::NoSuchBlock(_)), "{refused:?} of {ids:?}");
@@ -36,9 +36,9 @@ impl Drive {
 
     /// Ends an export.
     pub(super) fn unpin(&mut self, choices: &mut Choices<'_>) {
-        let n = self.pins.len() as u32;
+        let n = self.exports.len() as u32;
         if n > 0 {
-            let (pin, _) = self.pins.swap_remove(choices.below(n) as usize);
+            let Export { pin, .. } = self.exports.swap_remove(choices.below(n) as usize);
             self.log.push(format!("unpin {:?}", pin.blocks()));
             self.cache.unpin(pin);
         }
