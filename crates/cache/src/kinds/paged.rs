@@ -21,7 +21,7 @@ use crate::reads::{Mask, ReadItem};
 use crate::report::*;
 use crate::request::Refused;
 use crate::run::{Run, push_run};
-use blocks::{Blocks, LetGo};
+use blocks::{Blocks, Released};
 use std::collections::BTreeMap;
 
 /// The kind for serving many users. Sequences share whole blocks with each other and with the prefix index. A
@@ -198,15 +198,15 @@ impl Paged {
         self.n_versions
     }
 
-    fn let_go(&mut self, block: u32, seq: SeqId, reason: Reason) {
+    fn release(&mut self, block: u32, seq: SeqId, reason: Reason) {
         let released = self.blocks.release(block);
         self.log_release(block, Some(seq), released, reason);
     }
-    fn log_release(&mut self, block: u32, seq: Option<SeqId>, released: LetGo, reason: Reason) {
+    fn log_release(&mut self, block: u32, seq: Option<SeqId>, released: Released, reason: Reason) {
         let change = match released {
-            LetGo::Held => Change::Release,
-            LetGo::Idle => Change::Idle,
-            LetGo::Freed => Change::Free,
+            Released::Held => Change::Release,
+            Released::Idle => Change::Idle,
+            Released::Freed => Change::Free,
         };
         self.events.push(block, seq, change, reason);
     }
@@ -234,7 +234,7 @@ impl Paged {
             (table.window_start, table.version) = (i + 1, version);
             let block = std::mem::replace(&mut table.blocks[i as usize], NONE);
             if block != NONE {
-                self.let_go(block, seq, Reason::Window);
+                self.release(block, seq, Reason::Window);
             }
         }
     }
@@ -398,7 +398,7 @@ impl Kind for Paged {
                     changes = true;
                     self.blocks.take(block);
                     self.events.push(block, Some(seq), Change::CopyOnWrite { from }, Reason::Append);
-                    self.let_go(from, seq, Reason::Append);
+                    self.release(from, seq, Reason::Append);
                 }
             }
             while n_tokens > 0 {

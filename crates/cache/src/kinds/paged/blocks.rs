@@ -42,7 +42,7 @@ pub(super) struct Blocks {
 
 /// The state of a block after a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LetGo {
+pub(super) enum Released {
     Held,
     Idle,
     Freed,
@@ -162,20 +162,20 @@ impl Blocks {
     }
 
     /// Removes a holder.
-    pub fn release(&mut self, block: u32) -> LetGo {
+    pub fn release(&mut self, block: u32) -> Released {
         let b = &mut self.list[block as usize];
         assert!(b.holders > 0, "block {block} is released more often than it was held");
         b.holders -= 1;
         if b.holders > 0 {
-            return LetGo::Held;
+            return Released::Held;
         }
         if b.node != NONE {
             self.n_idle += 1;
             self.fell_idle.push(block);
-            return LetGo::Idle;
+            return Released::Idle;
         }
         self.vacate(block);
-        LetGo::Freed
+        Released::Freed
     }
 
     /// Pins a used block that is not loading. Returns whether it was idle before.
@@ -188,7 +188,7 @@ impl Blocks {
     }
 
     /// Removes a pin.
-    pub fn unpin(&mut self, block: u32) -> LetGo {
+    pub fn unpin(&mut self, block: u32) -> Released {
         match self.transfers.entry(block) {
             Entry::Occupied(mut pinned) => match pinned.get_mut() {
                 Transfer::Pinned(n) if *n > 1 => *n -= 1,

@@ -73,6 +73,6 @@ impl Paged {
         let table = self.sequences.get_mut(&seq).expect("it is live");
         table.version = version;
         let own = std::mem::replace(&mut table.blocks[i as usize], block);
-        self.let_go(own, seq, Reason::Duplicate);
+        self.release(own, seq, Reason::Duplicate);
     }
 }

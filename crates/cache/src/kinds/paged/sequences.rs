@@ -17,7 +17,7 @@ impl Paged {
         table.window_start = table.window_start.min(keep as u32);
         let mut blocks = std::mem::take(&mut table.blocks);
         for &block in blocks.iter().skip(keep).rev().filter(|&&block| block != NONE) {
-            self.let_go(block, seq, reason);
+            self.release(block, seq, reason);
         }
         blocks.truncate(keep);
         self.sequences.get_mut(&seq).expect("it is live").blocks = blocks;

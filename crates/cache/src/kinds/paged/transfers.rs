@@ -83,7 +83,7 @@ impl Paged {
     pub(crate) fn abandon_load(&mut self, seq: SeqId, blocks: &[u32]) {
         for &block in blocks.iter().filter(|&&block| block != NONE) {
             self.blocks.loaded(block);
-            self.let_go(block, seq, Reason::Load);
+            self.release(block, seq, Reason::Load);
         }
     }
 }
