@@ -15,7 +15,7 @@ use crate::ids::*;
 use crate::kind::Kind;
 use crate::kinds::{NONE, Paged};
 use crate::request::Refused;
-use counts::{Beginnings, Standing};
+use counts::{FirstBlocks, SequenceEnds};
 use std::collections::BTreeMap;
 
 const PAGED: &str = "an index stands over paged groups only";
@@ -28,8 +28,8 @@ pub(crate) struct Index {
     leaves: BTreeMap<SeqId, Leaf>,
     groups: Vec<GroupIndex>,
     only_windows: bool,
-    standing: Standing,
-    beginnings: Beginnings,
+    ends: SequenceEnds,
+    first_blocks: FirstBlocks,
     ghosts: Ghosts,
     cost: RecomputeCost,
     moment: Moment,
@@ -139,8 +139,8 @@ impl Index {
         let groups: Vec<GroupIndex> = groups.collect();
         Index {
             only_windows: groups.iter().all(|group| group.windowed),
-            standing: Standing::default(),
-            beginnings: Beginnings::default(),
+            ends: SequenceEnds::default(),
+            first_blocks: FirstBlocks::default(),
             tree: Tree::new(keying),
             roots: BTreeMap::new(),
             salts: BTreeMap::new(),
@@ -282,7 +282,7 @@ impl Index {
     fn set_leaf(&mut self, groups: &[Box<dyn Kind>], seq: SeqId, leaf: Option<Leaf>) {
         if let Some(leaf) = leaf {
             self.roots.get_mut(&leaf.root).expect("leaves stand under roots").1 += 1;
-            self.standing.add(leaf.node);
+            self.ends.add(leaf.node);
         }
         let before = match leaf {
             Some(leaf) => self.leaves.insert(seq, leaf),
@@ -290,7 +290,7 @@ impl Index {
         };
         if let Some(Leaf { root, node, .. }) = before {
             self.roots.get_mut(&root).expect("leaves stand under roots").1 -= 1;
-            self.standing.remove(node);
+            self.ends.remove(node);
             // This node may have been kept only because the sequence was at it: all window groups may have dropped
             // its blocks.
             if self.only_windows && node != root {
@@ -418,8 +418,8 @@ impl Index {
         self.roots.clear();
         self.salts.clear();
         self.leaves.clear();
-        self.standing = Standing::default();
-        self.beginnings = Beginnings::default();
+        self.ends = SequenceEnds::default();
+        self.first_blocks = FirstBlocks::default();
         self.ghosts.clear();
         for group in &mut self.groups {
             if let Some(evict) = &mut group.evict {

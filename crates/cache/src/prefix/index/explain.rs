@@ -34,7 +34,7 @@ impl Index {
         if self.ghosts.knows(chain(parent_hash, key)) {
             return MissReason::Evicted { position };
         }
-        if audience == Audience::Operator && position == 0 && self.beginnings.any(key) {
+        if audience == Audience::Operator && position == 0 && self.first_blocks.any(key) {
             return MissReason::OtherSalt { position };
         }
         let common = |child: Node| self.tree.key(child).iter().zip(key).take_while(|(a, b)| a == b).count();

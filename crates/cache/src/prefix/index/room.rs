@@ -161,12 +161,12 @@ impl Index {
             }
             // If all groups have windows, a sequence can be at a node that has no blocks left. `set_leaf` prunes it
             // later.
-            if self.standing.any(node) {
+            if self.ends.any(node) {
                 return;
             }
             self.ghosts.remember(self.tree.hash(node));
             if self.tree.parent(parent) == NONE {
-                self.beginnings.remove(self.tree.key(node));
+                self.first_blocks.remove(self.tree.key(node));
             }
             self.tree.remove(node);
             node = parent;

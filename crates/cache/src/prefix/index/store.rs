@@ -73,7 +73,7 @@ impl Index {
         for i in first..n_blocks {
             let (node, is_new) = self.tree.child_or_new(leaf.node, content, i);
             if is_new && i == 0 {
-                self.beginnings.add(self.tree.key(node));
+                self.first_blocks.add(self.tree.key(node));
             }
             for (g, kind) in groups.iter_mut().enumerate() {
                 let paged = paged_mut(kind);
