@@ -50,14 +50,14 @@ impl Index {
         self.moment = at;
         let before = self.n_evicted;
         for g in 0..groups.len() {
-            let mut orphans = Vec::new();
+            let mut lowest_evictable = Vec::new();
             while paged(&*groups[g]).free_cells() < n_tokens {
                 let Some(evict) = self.groups[g].evict.as_mut() else { break };
                 let leaf = evict.order.pop();
-                if leaf.is_none() && orphans.is_empty() {
-                    orphans = self.orphans(groups, g);
+                if leaf.is_none() && lowest_evictable.is_empty() {
+                    lowest_evictable = self.lowest_evictable(groups, g);
                 }
-                let Some(block) = leaf.or_else(|| orphans.pop()) else { break };
+                let Some(block) = leaf.or_else(|| lowest_evictable.pop()) else { break };
                 let node = paged(&*groups[g]).node(block);
                 if self.groups[g].windowed {
                     self.forget(groups, g, node);
@@ -77,7 +77,7 @@ impl Index {
     ///
     /// Walks the index in O(nodes) and returns all candidates at once. One call of `evict_until_free` therefore walks once
     /// per level of such blocks, not once per block. Without forks it never runs.
-    fn orphans(&self, groups: &[Box<dyn Kind>], g: usize) -> Vec<u32> {
+    fn lowest_evictable(&self, groups: &[Box<dyn Kind>], g: usize) -> Vec<u32> {
         let (paged, group) = (paged(&*groups[g]), &self.groups[g]);
         let (Some(evict), true) = (&group.evict, paged.n_idle() > 0) else { return Vec::new() };
         let idle = || group.blocks.iter().filter_map(|&block| Some((block, paged.idle_node(block)?)));
