@@ -55,7 +55,7 @@ pub trait Kind: Send {
             block_tokens: 1,
             capacity_cells: report.capacity_cells,
             free_cells: report.capacity_cells - report.used_cells,
-            idle_cells: 0,
+            evictable_cells: 0,
             frees_out_of_window: false,
         }
     }

@@ -403,7 +403,7 @@ fn no_space_says_what_to_try() {
     rig.prefixes().open(seq, "", &Content::Unknown { n_tokens: 80 }, AT).expect("it is new");
     let (spans, long) = ([Span::chain(seq, 0, 48)], [Span::chain(seq, 0, 80)]);
     let (request, long) = (StepRequest { spans: &spans }, StepRequest { spans: &long });
-    let refused = rig.cache.can_run(&request, &mut rig.plan).expect_err("32 cells are idle");
+    let refused = rig.cache.can_run(&request, &mut rig.plan).expect_err("32 cells are evictable");
     let of = |needed, reclaimable| Refused::NoSpace { group: GroupId(0), needed, free: 32, reclaimable };
     assert_eq!(refused, of(48, 32));
     assert_eq!(
@@ -490,11 +490,11 @@ fn watchers_hear_that_all_is_forgotten() {
 }
 
 /// A fork keeps its own copies of blocks for which its sibling switched to those of the index, and shares with it the
-/// later blocks, which the index learned from the sibling. So idle blocks may all be inner nodes, with no evictable
+/// later blocks, which the index learned from the sibling. So evictable blocks may all be inner nodes, with no evictable
 /// leaf. Then the lowest of them are evicted, least recently used first, and the index drops the blocks below them
 /// that are in use.
 #[test]
-fn idle_blocks_above_a_held_one_can_go() {
+fn evictable_blocks_above_one_in_use_can_be_evicted() {
     let mut rig = Rig::new(&spec(4, 64));
     let chains = ["a", "b", "c"];
     let tokens = count(12);

@@ -57,7 +57,7 @@ fn a_pinned_block_is_not_evicted() {
     cache.sequences().unwrap().seq_rm(A, 0, u32::MAX).unwrap();
     let pin = cache.pin(&[block(0)]).unwrap();
     assert_eq!(cache.prefixes().unwrap().evict_until_free(16, AT), 0);
-    assert_eq!(cache.lookup("", &text), Lookup { hit_tokens: 4, idle_tokens: 0 });
+    assert_eq!(cache.lookup("", &text), Lookup { hit_tokens: 4, evictable_tokens: 0 });
     cache.unpin(pin);
     assert_eq!(cache.prefixes().unwrap().evict_until_free(16, AT), 1);
 }

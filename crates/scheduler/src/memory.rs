@@ -98,7 +98,7 @@ impl Memory {
             return u32::MAX;
         }
         let windows = self.cache.room().filter(|room| room.frees_out_of_window);
-        let room = |room: Room| (room.free_cells.saturating_add(room.idle_cells)).max(room.block_tokens);
+        let room = |room: Room| (room.free_cells.saturating_add(room.evictable_cells)).max(room.block_tokens);
         windows.map(room).min().unwrap_or(u32::MAX)
     }
     /// True if `group` frees blocks that left its sliding window (`frees_out_of_window`).
@@ -122,7 +122,7 @@ impl Memory {
     /// Available cells: free plus evictable.
     pub fn room(&self) -> u64 {
         let room = self.counted();
-        u64::from(room.free_cells) + u64::from(room.idle_cells)
+        u64::from(room.free_cells) + u64::from(room.evictable_cells)
     }
     /// Cells in use by sequences.
     pub fn held(&self) -> u64 {
@@ -139,7 +139,7 @@ impl Memory {
         }
         let room = self.counted();
         let (needed, available) =
-            (u32::try_from(growth).ok()?, room.free_cells.saturating_add(room.idle_cells));
+            (u32::try_from(growth).ok()?, room.free_cells.saturating_add(room.evictable_cells));
         (room.free_cells < needed && needed <= available).then_some((self.group(), needed, available))
     }
 
@@ -164,7 +164,7 @@ impl Memory {
     }
     /// For each block of the counted group, the number of sequences that use it (ref_count). Walks the whole pool.
     pub fn holders(&self) -> Vec<u32> {
-        let holders = |block| if let BlockUse::Held(n) = block { n } else { 0 };
+        let holders = |block| if let BlockUse::InUse(n) = block { n } else { 0 };
         self.cache.block_uses(self.group()).map(holders).collect()
     }
     /// The blocks of `seq` in the counted group, each with its index in the block table.

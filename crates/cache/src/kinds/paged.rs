@@ -111,10 +111,10 @@ impl Paged {
         (0..self.blocks.high_water()).map(|block| {
             match (self.blocks.holders(block), self.blocks.node(block)) {
                 (0, NONE) => BlockUse::Free,
-                (0, _) => BlockUse::Idle,
+                (0, _) => BlockUse::Evictable,
                 _ => match self.blocks.n_sequences(block) {
                     0 => BlockUse::InTransfer,
-                    n => BlockUse::Held(n),
+                    n => BlockUse::InUse(n),
                 },
             }
         })
@@ -204,8 +204,8 @@ impl Paged {
     }
     fn log_release(&mut self, block: u32, seq: Option<SeqId>, released: Released, reason: Reason) {
         let change = match released {
-            Released::Held => Change::Release,
-            Released::Idle => Change::Idle,
+            Released::InUse => Change::Release,
+            Released::Evictable => Change::Evictable,
             Released::Freed => Change::Free,
         };
         self.events.push(block, seq, change, reason);
@@ -217,7 +217,7 @@ impl Paged {
             group,
             needed: cells(needed),
             free: cells(self.blocks.n_free()),
-            reclaimable: cells(self.blocks.n_idle()),
+            reclaimable: cells(self.blocks.n_evictable()),
         }
     }
 
@@ -436,7 +436,7 @@ impl Kind for Paged {
             block_tokens: self.block_tokens,
             capacity_cells: self.capacity_cells(),
             free_cells: self.free_cells(),
-            idle_cells: self.blocks.n_idle() * self.block_tokens,
+            evictable_cells: self.blocks.n_evictable() * self.block_tokens,
             frees_out_of_window: self.is_windowed(),
         }
     }
@@ -476,7 +476,7 @@ impl Kind for Paged {
                 block_tokens: self.block_tokens,
                 total: self.blocks.capacity(),
                 free: self.blocks.n_free(),
-                idle: self.blocks.n_idle(),
+                evictable: self.blocks.n_evictable(),
                 unused_cells,
                 counters: self.events.counters,
             }),

@@ -213,7 +213,7 @@ impl CellSpace {
             block_tokens: 1,
             capacity_cells: self.capacity(),
             free_cells: self.stripes.free(),
-            idle_cells: 0,
+            evictable_cells: 0,
             frees_out_of_window: false,
         }
     }

@@ -226,18 +226,21 @@ impl Index {
         let Some(&root) = self.salts.get(salt) else { return Lookup::default() };
         let walk = self.walk(groups, root, content, &mut Vec::new(), |_| ());
         // Walk from the hit node back to the root.
-        let n_idle = groups.iter().zip(&self.groups).map(|(kind, group)| {
+        let n_evictable = groups.iter().zip(&self.groups).map(|(kind, group)| {
             let paged = paged(&**kind);
-            let (mut node, mut n_idle) = (walk.hit_node, 0);
+            let (mut node, mut n_evictable) = (walk.hit_node, 0);
             for i in (0..walk.n_hit).rev() {
-                let is_idle = paged.idle_node(group.block(node)).is_some();
-                n_idle += u32::from(is_idle && paged.is_seen(i, walk.n_hit));
+                let is_evictable = paged.evictable_node(group.block(node)).is_some();
+                n_evictable += u32::from(is_evictable && paged.is_seen(i, walk.n_hit));
                 node = self.tree.parent(node);
             }
-            n_idle
+            n_evictable
         });
-        let n_idle = n_idle.max().unwrap_or(0);
-        Lookup { hit_tokens: walk.n_hit * self.block_tokens(), idle_tokens: n_idle * self.block_tokens() }
+        let n_evictable = n_evictable.max().unwrap_or(0);
+        Lookup {
+            hit_tokens: walk.n_hit * self.block_tokens(),
+            evictable_tokens: n_evictable * self.block_tokens(),
+        }
     }
 
     pub fn lookup_blocks(
@@ -335,11 +338,11 @@ impl Index {
         let walk = self.walk(groups, root, content, &mut buffer, |node| path.push(node));
         self.buffer = buffer;
         path.truncate(walk.n_hit as usize);
-        let mut n_idle = 0;
+        let mut n_evictable = 0;
         for (g, kind) in groups.iter_mut().enumerate() {
             let paged = paged_mut(kind);
             let table = path.iter().map(|&node| self.groups[g].block(node)).collect();
-            n_idle = n_idle.max(paged.adopt(seq, table));
+            n_evictable = n_evictable.max(paged.adopt(seq, table));
             self.hit(g, paged.table_of(seq));
         }
         let node = path.last().copied().unwrap_or(root);
@@ -349,7 +352,7 @@ impl Index {
         if is_first && content.n_tokens() > 0 && !matches!(content, Content::Unknown { .. }) {
             self.hits.count(content.n_tokens(), walk.n_hit * block_tokens);
         }
-        Ok(Lookup { hit_tokens: walk.n_hit * block_tokens, idle_tokens: n_idle * block_tokens })
+        Ok(Lookup { hit_tokens: walk.n_hit * block_tokens, evictable_tokens: n_evictable * block_tokens })
     }
 
     /// Records that a new sequence uses `blocks` of group `g`.

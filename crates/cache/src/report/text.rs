@@ -18,9 +18,12 @@ impl Display for Report {
             self.high_water
         )?;
         if let Some(blocks) = self.blocks {
-            let BlockReport { block_tokens, total, free, idle, unused_cells, counters: n } = blocks;
-            let held = total - free - idle;
-            writeln!(f, "blocks of {block_tokens} tokens: {held} of {total} held, {idle} idle, {free} free")?;
+            let BlockReport { block_tokens, total, free, evictable, unused_cells, counters: n } = blocks;
+            let held = total - free - evictable;
+            writeln!(
+                f,
+                "blocks of {block_tokens} tokens: {held} of {total} held, {evictable} evictable, {free} free"
+            )?;
             let (external, internal) = (blocks.external_fragmentation(), blocks.internal_fragmentation());
             writeln!(
                 f,
@@ -28,7 +31,7 @@ impl Display for Report {
             )?;
             write!(f, "so far: {} allocated, {} freed, {} evicted", n.allocated, n.freed, n.evicted)?;
             write!(f, ", {} hit, {} stored, {} shared", n.hit, n.stored, n.shared)?;
-            writeln!(f, ", {} copied on write, {} fell idle", n.copied_on_write, n.fell_idle)?;
+            writeln!(f, ", {} copied on write, {} fell evictable", n.copied_on_write, n.became_evictable)?;
         }
         writeln!(f, "sequences: {}", self.sequences.len())?;
         for s in &self.sequences {

@@ -9,9 +9,9 @@ impl Drive {
         for g in 0..self.spec.groups.len() {
             let (held, used) = (self.held(g), self.used_by_sequences(g));
             let of = |block: &u32| match (used.get(block), held.get(block), self.known[g].get(block)) {
-                (Some(&n), _, _) => BlockUse::Held(n),
+                (Some(&n), _, _) => BlockUse::InUse(n),
                 (None, Some(_), _) => BlockUse::InTransfer,
-                (None, None, Some(_)) => BlockUse::Idle,
+                (None, None, Some(_)) => BlockUse::Evictable,
                 (None, None, None) => BlockUse::Free,
             };
             let uses: Vec<BlockUse> = self.cache.block_uses(GroupId(g as u16)).collect();
@@ -37,9 +37,9 @@ impl Drive {
         for (g, report) in self.cache.report().into_iter().enumerate() {
             let (held, blocks) = (self.held(g), report.blocks.expect("a paged group"));
             let used: BTreeSet<u32> = held.keys().chain(self.known[g].keys()).copied().collect();
-            let idle = self.known[g].keys().filter(|block| !held.contains_key(block)).count() as u32;
+            let evictable = self.known[g].keys().filter(|block| !held.contains_key(block)).count() as u32;
             assert_eq!(blocks.total - blocks.free, used.len() as u32, "blocks in use in group {g}");
-            assert_eq!(blocks.idle, idle, "idle blocks of group {g}");
+            assert_eq!(blocks.evictable, evictable, "evictable blocks of group {g}");
             let n = blocks.counters;
             assert_eq!(n, self.counters[g], "counters of group {g}");
             let (came, left) = (n.allocated + n.copied_on_write, n.freed + n.evicted);

@@ -61,8 +61,8 @@ pub(super) struct Known {
     pub n_blocks: u32,
     /// When it was stored and hit: time, and number of the event.
     pub uses: Vec<(u64, u64)>,
-    /// Number of the event at which it last became idle.
-    pub idle_since: u64,
+    /// Number of the event at which it last became evictable.
+    pub evictable_since: u64,
 }
 
 /// A running export.
@@ -237,14 +237,14 @@ impl Drive {
                 Change::CopyOnWrite { .. } => &mut n.copied_on_write,
                 Change::Store => &mut n.stored,
                 Change::Hit => &mut n.hit,
-                Change::Idle => &mut n.fell_idle,
+                Change::Evictable => &mut n.became_evictable,
                 Change::Release => &mut n.released,
                 Change::Move { .. } => panic!("blocks of a paged cache do not move"),
             };
             *counter += 1;
             let Some(known) = self.known[event.group.0 as usize].get_mut(&event.block) else { continue };
             match event.change {
-                Change::Idle => known.idle_since = self.clock,
+                Change::Evictable => known.evictable_since = self.clock,
                 Change::Hit => known.uses.push((self.now_ns, self.clock)),
                 _ => {}
             }
@@ -258,8 +258,8 @@ impl Drive {
             match event {
                 PrefixEvent::Stored { group, block, hash, .. } => {
                     let Prefix { number: prefix, parent, n_blocks } = self.by_hash[&hash];
-                    let (uses, idle_since) = (vec![(self.now_ns, self.clock)], self.clock);
-                    let known = Known { prefix, parent, n_blocks, uses, idle_since };
+                    let (uses, evictable_since) = (vec![(self.now_ns, self.clock)], self.clock);
+                    let known = Known { prefix, parent, n_blocks, uses, evictable_since };
                     let before = self.known[group.0 as usize].insert(block, known);
                     assert!(before.is_none(), "block {block} is stored twice");
                 }

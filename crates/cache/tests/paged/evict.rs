@@ -17,7 +17,7 @@ impl Drive {
             (0..self.block()).map(|i| COST.per_token + COST.per_pair * (first + f64::from(i) + 1.0)).sum()
         };
         match &**policy {
-            "lru" => (known.idle_since as f64, 0),
+            "lru" => (known.evictable_since as f64, 0),
             "fifo" => (known.uses[0].1 as f64, 0),
             "lfu" => (known.uses.len() as f64, last_use),
             "lfu_decay" => (decayed(), last_use),
@@ -35,34 +35,37 @@ impl Drive {
             loop {
                 let used: BTreeSet<u32> = held.keys().chain(self.known[g].keys()).copied().collect();
                 let free = self.spec.groups[g].capacity_tokens / self.block() - used.len() as u32;
-                let idle: Vec<&Known> =
+                let evictable: Vec<&Known> =
                     self.known[g].iter().filter(|(at, _)| !held.contains_key(at)).map(|(_, k)| k).collect();
-                if free * self.block() >= n_tokens || idle.is_empty() {
+                if free * self.block() >= n_tokens || evictable.is_empty() {
                     break;
                 }
                 let is_leaf = |known: &&&Known| self.known[g].values().all(|k| k.parent != known.prefix);
                 let lowest = |known: &&&Known| {
-                    idle.iter().all(|other| {
+                    evictable.iter().all(|other| {
                         other.prefix == known.prefix || !self.prefixes.begins(other.prefix, known.prefix)
                     })
                 };
                 let mut candidates: Vec<&Known> = match self.is_windowed(g) {
-                    true => idle.clone(),
-                    false => idle.iter().filter(is_leaf).copied().collect(),
+                    true => evictable.clone(),
+                    false => evictable.iter().filter(is_leaf).copied().collect(),
                 };
-                // All idle blocks have blocks below them that sequences hold as their own copies, or exports. The lowest
+                // All evictable blocks have blocks below them that sequences hold as their own copies, or exports. The lowest
                 // ones go in rounds: those that become the lowest wait for the next round.
                 if candidates.is_empty() {
-                    round.retain(|prefix| idle.iter().any(|known| known.prefix == *prefix));
+                    round.retain(|prefix| evictable.iter().any(|known| known.prefix == *prefix));
                     if round.is_empty() {
-                        round.extend(idle.iter().filter(lowest).map(|known| known.prefix));
+                        round.extend(evictable.iter().filter(lowest).map(|known| known.prefix));
                     }
-                    candidates = idle.iter().filter(|known| round.contains(&known.prefix)).copied().collect();
+                    candidates =
+                        evictable.iter().filter(|known| round.contains(&known.prefix)).copied().collect();
                 }
                 let worths = candidates.iter().map(|known| self.worth(known));
-                let least = worths.min_by(|a, b| a.partial_cmp(b).expect("no NaN")).expect("some are idle");
+                let least =
+                    worths.min_by(|a, b| a.partial_cmp(b).expect("no NaN")).expect("some are evictable");
                 // The first removed block is the victim, or lies below it, or is the same prefix in an earlier group.
-                let &(first_g, first_at) = removed.peek().expect("idle blocks are kept, and room is wanted");
+                let &(first_g, first_at) =
+                    removed.peek().expect("evictable blocks are kept, and room is wanted");
                 let first = &self.known[first_g][&first_at];
                 let is_it = |known: &&&Known| match self.is_windowed(g) {
                     true => first_g == g && first.prefix == known.prefix,

@@ -62,17 +62,18 @@ impl Drive {
         assert_eq!(found.hit_tokens, hit);
         let groups = || (0..self.cache.n_groups() as u16).map(GroupId);
         let blocks: Vec<_> = groups().map(|group| self.cache.lookup_blocks(group, salt, &content)).collect();
-        let (before, idle) = (self.cache.report(), found.idle_tokens);
+        let (before, evictable) = (self.cache.report(), found.evictable_tokens);
         let reason = self.cache.explain(salt, &content, Audience::Tenant);
         assert!(reason.position() >= hit, "{reason:?} of a hit of {hit}");
         let opened = self.cache.prefixes().expect("an index").open(seq, salt, &content, at);
         if let Entry::Vacant(vacant) = self.sequences.entry(seq) {
-            assert_eq!(opened, Ok(Lookup { hit_tokens: hit, idle_tokens: idle }));
-            let idle_of = |report: &Report| report.blocks.map_or(0, |blocks| blocks.idle);
-            let taken = before.iter().zip(&self.cache.report()).map(|(a, b)| idle_of(a) - idle_of(b)).max();
+            assert_eq!(opened, Ok(Lookup { hit_tokens: hit, evictable_tokens: evictable }));
+            let evictable_of = |report: &Report| report.blocks.map_or(0, |blocks| blocks.evictable);
+            let taken =
+                before.iter().zip(&self.cache.report()).map(|(a, b)| evictable_of(a) - evictable_of(b)).max();
             assert_eq!(
                 taken.map(|n| n * self.spec.block_tokens),
-                Some(idle),
+                Some(evictable),
                 "what the hit takes from the room"
             );
             let tables = (0..self.cache.n_groups() as u16)
@@ -199,7 +200,7 @@ impl Drive {
         for (g, report) in self.cache.report().iter().enumerate() {
             let blocks = report.blocks.expect("a paged group");
             let enough = blocks.free * self.block() >= n_tokens;
-            assert!(enough || blocks.idle == 0, "group {g} kept idle blocks: {blocks:?}");
+            assert!(enough || blocks.evictable == 0, "group {g} kept evictable blocks: {blocks:?}");
         }
     }
 

@@ -43,10 +43,10 @@ impl Drive {
             }
             let total = self.spec.groups[g].capacity_tokens / block;
             let used: BTreeSet<u32> = held.keys().chain(self.known[g].keys()).copied().collect();
-            let idle = self.known[g].keys().filter(|block| !held.contains_key(block)).count() as u32;
+            let evictable = self.known[g].keys().filter(|block| !held.contains_key(block)).count() as u32;
             let free = total - used.len() as u32;
             if needed > free {
-                let (needed, free, reclaimable) = (needed * block, free * block, idle * block);
+                let (needed, free, reclaimable) = (needed * block, free * block, evictable * block);
                 expected = Some(Refused::NoSpace { group: GroupId(g as u16), needed, free, reclaimable });
                 break;
             }

@@ -64,9 +64,9 @@ impl Drive {
         let short = (0..self.spec.groups.len()).find_map(|g| {
             let needed = wanted(g).filter(|&wanted| wanted).count() as u32;
             let (held, total) = (self.held(g), self.spec.groups[g].capacity_tokens / block);
-            let idle = self.known[g].keys().filter(|at| !held.contains_key(at)).count() as u32;
-            let free = total - held.len() as u32 - idle;
-            let (needed, free, reclaimable) = (needed * block, free * block, idle * block);
+            let evictable = self.known[g].keys().filter(|at| !held.contains_key(at)).count() as u32;
+            let free = total - held.len() as u32 - evictable;
+            let (needed, free, reclaimable) = (needed * block, free * block, evictable * block);
             (needed > free).then_some(Refused::NoSpace {
                 group: GroupId(g as u16),
                 needed,

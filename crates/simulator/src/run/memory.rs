@@ -70,7 +70,7 @@ impl Memory {
                 | Change::Share
                 | Change::Hit => State::Held,
                 Change::Free | Change::Evict => State::Free,
-                Change::Idle => State::Cached,
+                Change::Evictable => State::Cached,
                 Change::Store | Change::Release => continue, // a sequence uses it
             };
             let block = event.block as usize;

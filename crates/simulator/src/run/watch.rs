@@ -48,10 +48,10 @@ impl Blocks {
         self.states.clear();
         self.states.extend(cache.block_uses(GroupId(0)).map(|used| match used {
             BlockUse::Free => BlockState::Free,
-            BlockUse::Idle | BlockUse::InTransfer => BlockState::Cached,
-            BlockUse::Held(_) => BlockState::Shared,
+            BlockUse::Evictable | BlockUse::InTransfer => BlockState::Cached,
+            BlockUse::InUse(_) => BlockState::Shared,
         }));
-        let single: Vec<bool> = cache.block_uses(GroupId(0)).map(|used| used == BlockUse::Held(1)).collect();
+        let single: Vec<bool> = cache.block_uses(GroupId(0)).map(|used| used == BlockUse::InUse(1)).collect();
         for (id, seq) in scheduler.held() {
             for block in cache.block_table(GroupId(0), seq).into_iter().flatten().flatten() {
                 if single.get(block as usize) == Some(&true) {

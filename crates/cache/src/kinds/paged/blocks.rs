@@ -1,6 +1,6 @@
 //! The blocks of one paged cell space: the ref_count of each block, and which blocks the prefix index caches.
 //!
-//! A block is *held* (used by at least one sequence or transfer), *idle* (cached, used by none of them, evictable), or
+//! A block is *held* (used by at least one sequence or transfer), *evictable* (cached, used by none of them, evictable), or
 //! *free*.
 use crate::kinds::free_set::FreeSet;
 use crate::plan::{GroupPlan, grown};
@@ -32,10 +32,10 @@ pub(super) struct Blocks {
     list: Vec<Block>, // the first blocks; all later ones are free
     free: FreeSet,    // of the first blocks
     n_used: u32,
-    n_idle: u32,
+    n_evictable: u32,
     high_water: u32,
     /// Cached blocks that lost their last holder since the index last asked.
-    fell_idle: Vec<u32>,
+    newly_evictable: Vec<u32>,
     /// The blocks in transfer, usually few.
     transfers: BTreeMap<u32, Transfer>,
 }
@@ -43,8 +43,8 @@ pub(super) struct Blocks {
 /// The state of a block after a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Released {
-    Held,
-    Idle,
+    InUse,
+    Evictable,
     Freed,
 }
 
@@ -55,9 +55,9 @@ impl Blocks {
             list: Vec::new(),
             free: FreeSet::default(),
             n_used: 0,
-            n_idle: 0,
+            n_evictable: 0,
             high_water: 0,
-            fell_idle: Vec::new(),
+            newly_evictable: Vec::new(),
             transfers: BTreeMap::new(),
         }
     }
@@ -67,8 +67,8 @@ impl Blocks {
     pub fn n_free(&self) -> u32 {
         self.capacity - self.n_used
     }
-    pub fn n_idle(&self) -> u32 {
-        self.n_idle
+    pub fn n_evictable(&self) -> u32 {
+        self.n_evictable
     }
     /// One past the highest block in use.
     pub fn high_water(&self) -> u32 {
@@ -151,14 +151,14 @@ impl Blocks {
         self.high_water = self.high_water.max(block + 1);
     }
 
-    /// Adds a holder to a block in use. Returns whether the block was idle before.
+    /// Adds a holder to a block in use. Returns whether the block was evictable before.
     pub fn hold(&mut self, block: u32) -> bool {
         let b = &mut self.list[block as usize];
         b.holders += 1;
-        let was_idle = b.holders == 1;
-        assert!(!was_idle || b.node != NONE, "block {block} is free and cannot be held");
-        self.n_idle -= u32::from(was_idle);
-        was_idle
+        let was_evictable = b.holders == 1;
+        assert!(!was_evictable || b.node != NONE, "block {block} is free and cannot be held");
+        self.n_evictable -= u32::from(was_evictable);
+        was_evictable
     }
 
     /// Removes a holder.
@@ -167,18 +167,18 @@ impl Blocks {
         assert!(b.holders > 0, "block {block} is released more often than it was held");
         b.holders -= 1;
         if b.holders > 0 {
-            return Released::Held;
+            return Released::InUse;
         }
         if b.node != NONE {
-            self.n_idle += 1;
-            self.fell_idle.push(block);
-            return Released::Idle;
+            self.n_evictable += 1;
+            self.newly_evictable.push(block);
+            return Released::Evictable;
         }
         self.vacate(block);
         Released::Freed
     }
 
-    /// Pins a used block that is not loading. Returns whether it was idle before.
+    /// Pins a used block that is not loading. Returns whether it was evictable before.
     pub fn pin(&mut self, block: u32) -> bool {
         match self.transfers.entry(block).or_insert(Transfer::Pinned(0)) {
             Transfer::Pinned(n) => *n += 1,
@@ -223,21 +223,21 @@ impl Blocks {
         let b = &mut self.list[block as usize];
         assert!(b.node != NONE, "block {block} is not indexed");
         b.node = NONE;
-        let idle = b.holders == 0;
-        if idle {
-            self.n_idle -= 1;
+        let evictable = b.holders == 0;
+        if evictable {
+            self.n_evictable -= 1;
             self.vacate(block);
         }
-        idle
+        evictable
     }
 
-    /// Blocks that became idle and that the index has not seen yet. Some may be held again by now.
-    pub fn fell_idle(&mut self) -> &mut Vec<u32> {
-        &mut self.fell_idle
+    /// Blocks that became evictable and that the index has not seen yet. Some may be held again by now.
+    pub fn newly_evictable(&mut self) -> &mut Vec<u32> {
+        &mut self.newly_evictable
     }
 
     pub fn has_settled(&self) -> bool {
-        self.fell_idle.is_empty()
+        self.newly_evictable.is_empty()
     }
 
     fn vacate(&mut self, block: u32) {
@@ -252,8 +252,8 @@ impl Blocks {
     pub fn clear(&mut self) {
         self.list.fill(Block { holders: 0, node: NONE });
         self.free.extend(0..self.list.len() as u32);
-        (self.n_idle, self.high_water) = (0, 0);
-        self.fell_idle.clear();
+        (self.n_evictable, self.high_water) = (0, 0);
+        self.newly_evictable.clear();
         for (&block, transfer) in &self.transfers {
             let holders = if let Transfer::Pinned(n) = transfer { *n } else { 1 };
             self.list[block as usize].holders = holders;

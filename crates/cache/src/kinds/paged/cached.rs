@@ -7,14 +7,14 @@ impl Paged {
     pub(crate) fn free_cells(&self) -> u32 {
         self.blocks.n_free() * self.block_tokens
     }
-    pub(crate) fn n_idle(&self) -> u32 {
-        self.blocks.n_idle()
+    pub(crate) fn n_evictable(&self) -> u32 {
+        self.blocks.n_evictable()
     }
     pub(crate) fn node(&self, block: u32) -> u32 {
         self.blocks.node(block)
     }
     /// The index node of `block`, if it is cached and no sequence uses it.
-    pub(crate) fn idle_node(&self, block: u32) -> Option<u32> {
+    pub(crate) fn evictable_node(&self, block: u32) -> Option<u32> {
         let node = self.blocks.node(block);
         (node != NONE && self.blocks.holders(block) == 0).then_some(node)
     }
@@ -22,7 +22,7 @@ impl Paged {
     pub(crate) fn table_of(&self, seq: SeqId) -> &[u32] {
         self.sequences.get(&seq).map_or(&[], |table| &table.blocks)
     }
-    /// Whether no block has become idle since the index last asked.
+    /// Whether no block has become evictable since the index last asked.
     pub(crate) fn has_settled(&self) -> bool {
         self.blocks.has_settled()
     }
@@ -32,11 +32,11 @@ impl Paged {
     pub(crate) fn unindex(&mut self, block: u32) -> bool {
         self.blocks.unindex(block)
     }
-    pub(crate) fn take_fell_idle(&mut self) -> Vec<u32> {
-        std::mem::take(self.blocks.fell_idle())
+    pub(crate) fn take_newly_evictable(&mut self) -> Vec<u32> {
+        std::mem::take(self.blocks.newly_evictable())
     }
     pub(crate) fn give_back(&mut self, buffer: Vec<u32>) {
-        *self.blocks.fell_idle() = buffer;
+        *self.blocks.newly_evictable() = buffer;
     }
 
     /// Whether a query behind the first `n_blocks` of a sequence sees block `i` of them.
@@ -52,9 +52,9 @@ impl Paged {
         let first_seen = self.first_seen(next_position).min(n_blocks);
         let sinks = self.sink_blocks().min(first_seen);
         blocks[sinks as usize..first_seen as usize].fill(NONE);
-        let mut n_idle = 0;
+        let mut n_evictable = 0;
         for &block in blocks.iter().filter(|&&block| block != NONE) {
-            n_idle += u32::from(self.blocks.hold(block));
+            n_evictable += u32::from(self.blocks.hold(block));
             self.events.push(block, Some(seq), Change::Hit, Reason::Open);
         }
         let version = self.new_version();
@@ -62,7 +62,7 @@ impl Paged {
             seq,
             Table { blocks, next_position, window_start: first_seen, version, lineage: version },
         );
-        n_idle
+        n_evictable
     }
 
     /// Replaces block `i` of `seq` by `block`, which holds the same tokens.

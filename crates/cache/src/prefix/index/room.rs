@@ -1,4 +1,4 @@
-//! Eviction: ranks of idle blocks, evicting them, and cleaning up the index.
+//! Eviction: ranks of evictable blocks, evicting them, and cleaning up the index.
 use super::{Index, paged, paged_mut};
 use crate::events::{Change, Reason};
 use crate::evict::Rank;
@@ -9,7 +9,7 @@ use crate::prefix::tree::Node;
 use crate::prefix::{Moment, PrefixEvent};
 
 impl Index {
-    /// Handles the blocks that became idle since the last call: ranks them and makes the evictable ones available to
+    /// Handles the blocks that became evictable since the last call: ranks them and makes the evictable ones available to
     /// eviction.
     pub fn settle(&mut self, groups: &mut [Box<dyn Kind>]) {
         for (g, kind) in groups.iter_mut().enumerate() {
@@ -17,12 +17,12 @@ impl Index {
             if paged.has_settled() {
                 continue;
             }
-            let mut fell_idle = paged.take_fell_idle();
+            let mut newly_evictable = paged.take_newly_evictable();
             let group = &mut self.groups[g];
             if let Some(evict) = &mut group.evict {
                 let by_recency = evict.policy.by_recency();
-                for &block in &fell_idle {
-                    let Some(node) = paged.idle_node(block) else { continue };
+                for &block in &newly_evictable {
+                    let Some(node) = paged.evictable_node(block) else { continue };
                     if by_recency {
                         self.tick += 1;
                         evict.set(block, Rank::by_recency(self.tick));
@@ -32,8 +32,8 @@ impl Index {
                     }
                 }
             }
-            fell_idle.clear();
-            paged.give_back(fell_idle);
+            newly_evictable.clear();
+            paged.give_back(newly_evictable);
         }
     }
 
@@ -70,7 +70,7 @@ impl Index {
         (self.n_evicted - before) as u32
     }
 
-    /// Evictable blocks of a full-attention group in which no idle block is a leaf: the idle blocks with no idle
+    /// Evictable blocks of a full-attention group in which no evictable block is a leaf: the evictable blocks with no evictable
     /// block below them, in reverse eviction order, so that the last one is evicted first. All blocks below them are
     /// held by a sequence with its own copies. This happens when a sequence is forked before its sibling stores what
     /// both had computed, and the index already cached the first blocks from elsewhere.
@@ -79,16 +79,17 @@ impl Index {
     /// per level of such blocks, not once per block. Without forks it never runs.
     fn lowest_evictable(&self, groups: &[Box<dyn Kind>], g: usize) -> Vec<u32> {
         let (paged, group) = (paged(&*groups[g]), &self.groups[g]);
-        let (Some(evict), true) = (&group.evict, paged.n_idle() > 0) else { return Vec::new() };
-        let idle = || group.blocks.iter().filter_map(|&block| Some((block, paged.idle_node(block)?)));
-        let mut above_idle = vec![false; self.tree.n_nodes()];
-        for (_, node) in idle() {
+        let (Some(evict), true) = (&group.evict, paged.n_evictable() > 0) else { return Vec::new() };
+        let evictable =
+            || group.blocks.iter().filter_map(|&block| Some((block, paged.evictable_node(block)?)));
+        let mut above_evictable = vec![false; self.tree.n_nodes()];
+        for (_, node) in evictable() {
             let mut above = self.tree.parent(node);
-            while above != NONE && !std::mem::replace(&mut above_idle[above as usize], true) {
+            while above != NONE && !std::mem::replace(&mut above_evictable[above as usize], true) {
                 above = self.tree.parent(above);
             }
         }
-        let lowest = idle().filter(|&(_, node)| !above_idle[node as usize]).map(|(block, _)| block);
+        let lowest = evictable().filter(|&(_, node)| !above_evictable[node as usize]).map(|(block, _)| block);
         let mut lowest: Vec<u32> = lowest.collect();
         lowest.sort_unstable_by_key(|&block| std::cmp::Reverse((evict.ranks[block as usize], block)));
         lowest
@@ -152,7 +153,7 @@ impl Index {
                     let block = group.block(node);
                     if let Some(evict) = &mut group.evict
                         && block != NONE
-                        && paged(&**kind).idle_node(block).is_some()
+                        && paged(&**kind).evictable_node(block).is_some()
                     {
                         evict.offer(block);
                     }
