@@ -49,8 +49,8 @@ impl BlockReport {
 
     /// The share of unfilled cells in blocks that sequences use. 0 if no block is in use.
     pub fn internal_fragmentation(&self) -> f64 {
-        let held = self.total - self.free - self.evictable;
-        match u64::from(held) * u64::from(self.block_tokens) {
+        let in_use = self.total - self.free - self.evictable;
+        match u64::from(in_use) * u64::from(self.block_tokens) {
             0 => 0.0,
             cells => f64::from(self.unused_cells) / cells as f64,
         }

@@ -117,7 +117,7 @@ impl Memory {
     }
     /// Cells of cached blocks that no sequence uses (ref_count 0). They can be evicted.
     pub fn idle(&self) -> u64 {
-        self.counted().idle_cells.into()
+        self.counted().evictable_cells.into()
     }
     /// Available cells: free plus evictable.
     pub fn room(&self) -> u64 {

@@ -1,7 +1,6 @@
 //! The blocks of one paged cell space: the ref_count of each block, and which blocks the prefix index caches.
 //!
-//! A block is *held* (used by at least one sequence or transfer), *evictable* (cached, used by none of them, evictable), or
-//! *free*.
+//! A block is *in use* (by at least one sequence or transfer), *evictable* (cached, but not in use), or *free*.
 use crate::kinds::free_set::FreeSet;
 use crate::plan::{GroupPlan, grown};
 use std::collections::BTreeMap;
