@@ -109,7 +109,7 @@ impl Paged {
     /// See [`Cache::block_uses`](crate::Cache::block_uses).
     pub(crate) fn block_uses(&self) -> impl Iterator<Item = BlockUse> {
         (0..self.blocks.high_water()).map(|block| {
-            match (self.blocks.holders(block), self.blocks.node(block)) {
+            match (self.blocks.ref_count(block), self.blocks.node(block)) {
                 (0, NONE) => BlockUse::Free,
                 (0, _) => BlockUse::Evictable,
                 _ => match self.blocks.n_sequences(block) {
@@ -170,7 +170,7 @@ impl Paged {
         for together in tails.chunk_by_mut(|a, b| a.block == b.block) {
             let block = together[0].block;
             if self.blocks.node(block) == NONE
-                && self.blocks.holders(block) as usize == together.len()
+                && self.blocks.ref_count(block) as usize == together.len()
                 && let Some(stays) = together.last_mut()
             {
                 stays.copies = false;
@@ -424,7 +424,7 @@ impl Kind for Paged {
     fn clear(&mut self) {
         self.sequences.clear();
         for block in (0..self.blocks.high_water()).filter(|&block| self.blocks.is_used(block)) {
-            if self.blocks.n_sequences(block) == self.blocks.holders(block) {
+            if self.blocks.n_sequences(block) == self.blocks.ref_count(block) {
                 self.events.push(block, None, Change::Free, Reason::Clear);
             }
         }

@@ -92,7 +92,7 @@ impl CellSpace {
             let mut done = 0;
             while done < span.n_tokens {
                 let run = written.take(span.n_tokens - done);
-                self.stripes.hold(run);
+                self.stripes.add_ref(run);
                 match parents {
                     Some(parents) => {
                         sequence.nodes.extend(run.cells().zip(done as usize..).map(|(cell, i)| Node {
@@ -261,7 +261,7 @@ impl CellSpace {
         // `dst` is taken out of the map while `src` is read, so that it need not be cloned.
         let mut copy = self.sequences.remove(&dst).unwrap_or_default();
         for extent in self.sequences[&src].committed.within(from, until) {
-            self.stripes.hold(extent.run());
+            self.stripes.add_ref(extent.run());
             copy.committed.push(extent);
         }
         copy.next_position = until;

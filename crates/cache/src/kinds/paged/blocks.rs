@@ -11,7 +11,7 @@ pub(crate) const NONE: u32 = u32::MAX;
 
 #[derive(Clone, Copy)]
 struct Block {
-    holders: u32,
+    ref_count: u32,
     /// Node in the prefix index; [`NONE`] while the block is not cached.
     node: u32,
 }
@@ -73,12 +73,12 @@ impl Blocks {
     pub fn high_water(&self) -> u32 {
         self.high_water
     }
-    pub fn holders(&self, block: u32) -> u32 {
-        self.list.get(block as usize).map_or(0, |b| b.holders)
+    pub fn ref_count(&self, block: u32) -> u32 {
+        self.list.get(block as usize).map_or(0, |b| b.ref_count)
     }
     /// Number of sequences that use `block`: its holders without transfers.
     pub fn n_sequences(&self, block: u32) -> u32 {
-        self.holders(block)
+        self.ref_count(block)
             - match self.transfers.get(&block) {
                 None => 0,
                 Some(Transfer::Pinned(n)) => *n,
@@ -95,16 +95,16 @@ impl Blocks {
     /// may show it to one.
     pub fn is_shared(&self, block: u32) -> bool {
         let b = self.list[block as usize];
-        b.holders > 1 || b.node != NONE
+        b.ref_count > 1 || b.node != NONE
     }
 
     pub fn is_used(&self, block: u32) -> bool {
-        self.holders(block) > 0 || self.node(block) != NONE
+        self.ref_count(block) > 0 || self.node(block) != NONE
     }
 
     fn is_open(&self, block: u32, plan: &GroupPlan) -> bool {
         let free = match self.list.get(block as usize) {
-            Some(b) => b.holders == 0 && b.node == NONE,
+            Some(b) => b.ref_count == 0 && b.node == NONE,
             None => block < self.capacity,
         };
         free && !plan.claimed(block)
@@ -139,22 +139,22 @@ impl Blocks {
     pub fn take(&mut self, block: u32) {
         if block as usize >= self.list.len() {
             let before = self.list.len() as u32;
-            self.list.resize(grown(block + 1, self.capacity) as usize, Block { holders: 0, node: NONE });
+            self.list.resize(grown(block + 1, self.capacity) as usize, Block { ref_count: 0, node: NONE });
             self.free.extend(before..self.list.len() as u32);
         }
         let b = &mut self.list[block as usize];
-        assert!(b.holders == 0 && b.node == NONE, "block {block} is taken and has {} holders", b.holders);
-        b.holders = 1;
+        assert!(b.ref_count == 0 && b.node == NONE, "block {block} is taken and has {} holders", b.ref_count);
+        b.ref_count = 1;
         self.free.remove(block);
         self.n_used += 1;
         self.high_water = self.high_water.max(block + 1);
     }
 
     /// Adds a holder to a block in use. Returns whether the block was evictable before.
-    pub fn hold(&mut self, block: u32) -> bool {
+    pub fn add_ref(&mut self, block: u32) -> bool {
         let b = &mut self.list[block as usize];
-        b.holders += 1;
-        let was_evictable = b.holders == 1;
+        b.ref_count += 1;
+        let was_evictable = b.ref_count == 1;
         assert!(!was_evictable || b.node != NONE, "block {block} is free and cannot be held");
         self.n_evictable -= u32::from(was_evictable);
         was_evictable
@@ -163,9 +163,9 @@ impl Blocks {
     /// Removes a holder.
     pub fn release(&mut self, block: u32) -> Released {
         let b = &mut self.list[block as usize];
-        assert!(b.holders > 0, "block {block} is released more often than it was held");
-        b.holders -= 1;
-        if b.holders > 0 {
+        assert!(b.ref_count > 0, "block {block} is released more often than it was held");
+        b.ref_count -= 1;
+        if b.ref_count > 0 {
             return Released::InUse;
         }
         if b.node != NONE {
@@ -183,7 +183,7 @@ impl Blocks {
             Transfer::Pinned(n) => *n += 1,
             Transfer::Loading => panic!("block {block} is loading and cannot be pinned"),
         }
-        self.hold(block)
+        self.add_ref(block)
     }
 
     /// Removes a pin.
@@ -213,7 +213,7 @@ impl Blocks {
     /// Marks a held block as cached, under `node`.
     pub fn index(&mut self, block: u32, node: u32) {
         let b = &mut self.list[block as usize];
-        assert!(b.holders > 0 && b.node == NONE, "block {block} is indexed twice, or free");
+        assert!(b.ref_count > 0 && b.node == NONE, "block {block} is indexed twice, or free");
         b.node = node;
     }
 
@@ -222,7 +222,7 @@ impl Blocks {
         let b = &mut self.list[block as usize];
         assert!(b.node != NONE, "block {block} is not indexed");
         b.node = NONE;
-        let evictable = b.holders == 0;
+        let evictable = b.ref_count == 0;
         if evictable {
             self.n_evictable -= 1;
             self.vacate(block);
@@ -249,13 +249,13 @@ impl Blocks {
 
     /// Frees every block that is not in transfer, and drops all of them from the index.
     pub fn clear(&mut self) {
-        self.list.fill(Block { holders: 0, node: NONE });
+        self.list.fill(Block { ref_count: 0, node: NONE });
         self.free.extend(0..self.list.len() as u32);
         (self.n_evictable, self.high_water) = (0, 0);
         self.newly_evictable.clear();
         for (&block, transfer) in &self.transfers {
-            let holders = if let Transfer::Pinned(n) = transfer { *n } else { 1 };
-            self.list[block as usize].holders = holders;
+            let ref_count = if let Transfer::Pinned(n) = transfer { *n } else { 1 };
+            self.list[block as usize].ref_count = ref_count;
             self.free.remove(block);
             self.high_water = block + 1;
         }

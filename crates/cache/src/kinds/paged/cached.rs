@@ -16,7 +16,7 @@ impl Paged {
     /// The index node of `block`, if it is cached and no sequence uses it.
     pub(crate) fn evictable_node(&self, block: u32) -> Option<u32> {
         let node = self.blocks.node(block);
-        (node != NONE && self.blocks.holders(block) == 0).then_some(node)
+        (node != NONE && self.blocks.ref_count(block) == 0).then_some(node)
     }
     /// Block table of `seq`, with [`NONE`] where blocks have left the window.
     pub(crate) fn table_of(&self, seq: SeqId) -> &[u32] {
@@ -54,7 +54,7 @@ impl Paged {
         blocks[sinks as usize..first_seen as usize].fill(NONE);
         let mut n_evictable = 0;
         for &block in blocks.iter().filter(|&&block| block != NONE) {
-            n_evictable += u32::from(self.blocks.hold(block));
+            n_evictable += u32::from(self.blocks.add_ref(block));
             self.events.push(block, Some(seq), Change::Hit, Reason::Open);
         }
         let version = self.new_version();
@@ -67,7 +67,7 @@ impl Paged {
 
     /// Replaces block `i` of `seq` by `block`, which holds the same tokens.
     pub(crate) fn replace(&mut self, seq: SeqId, i: u32, block: u32) {
-        self.blocks.hold(block);
+        self.blocks.add_ref(block);
         self.events.push(block, Some(seq), Change::Share, Reason::Duplicate);
         let version = self.new_version();
         let table = self.sequences.get_mut(&seq).expect("it is live");

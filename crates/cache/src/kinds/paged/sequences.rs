@@ -73,7 +73,7 @@ impl SequenceKind for Paged {
         };
         self.n_versions += 1;
         for &block in copy.blocks.iter().filter(|&&block| block != NONE) {
-            self.blocks.hold(block);
+            self.blocks.add_ref(block);
             self.events.push(block, Some(dst), Change::Share, Reason::Fork);
         }
         self.sequences.insert(dst, copy);
