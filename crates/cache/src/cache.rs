@@ -4,7 +4,7 @@ use crate::ids::*;
 use crate::kind::Kind;
 use crate::plan::*;
 use crate::prefix::{Index, PagedSpec, PrefixEvent};
-use crate::report::{BlockUse, Report, Room};
+use crate::report::{BlockUse, Occupancy, Report};
 use crate::request::*;
 
 /// The cache of one model. A concrete type, so that [`Kind::apply`] stays private to this crate and callers need no
@@ -118,8 +118,8 @@ impl Cache {
     }
 
     /// How full each layer group is. O(1) for kinds that hold many sequences.
-    pub fn room(&self) -> impl Iterator<Item = Room> + '_ {
-        self.groups.iter().map(|g| g.room())
+    pub fn occupancy(&self) -> impl Iterator<Item = Occupancy> + '_ {
+        self.groups.iter().map(|g| g.occupancy())
     }
 
     /// Places the request in every group. Takes `&self`, so it cannot change the cache. O(spans + cells placed),

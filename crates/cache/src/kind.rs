@@ -2,7 +2,7 @@
 use crate::ids::*;
 use crate::kinds::{Paged, Visibility};
 use crate::plan::{CellCopy, GroupPlan, Spans};
-use crate::report::{Report, Room};
+use crate::report::{Occupancy, Report};
 use crate::request::Refused;
 
 /// One cell space. `prepare` chooses cells and is pure; `fill_reads` computes visibility on demand; `apply` is the
@@ -49,9 +49,9 @@ pub trait Kind: Send {
     /// The contents of the cell space, as data.
     fn report(&self) -> Report;
     /// How full the cell space is. O(1) in kinds that hold many sequences.
-    fn room(&self) -> Room {
+    fn occupancy(&self) -> Occupancy {
         let report = self.report();
-        Room {
+        Occupancy {
             block_tokens: 1,
             capacity_cells: report.capacity_cells,
             free_cells: report.capacity_cells - report.used_cells,

@@ -87,7 +87,7 @@ pub struct SequenceReport {
 
 /// How full one cell space is. Admission reads this in O(1); a [`Report`] walks all sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
+pub struct Occupancy {
     /// Cells per block.
     pub block_tokens: u32,
     /// Total number of cells.

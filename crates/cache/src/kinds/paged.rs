@@ -431,8 +431,8 @@ impl Kind for Paged {
         self.blocks.clear();
     }
 
-    fn room(&self) -> Room {
-        Room {
+    fn occupancy(&self) -> Occupancy {
+        Occupancy {
             block_tokens: self.block_tokens,
             capacity_cells: self.capacity_cells(),
             free_cells: self.free_cells(),

@@ -208,8 +208,8 @@ impl CellSpace {
         self.sequences.clear();
     }
 
-    pub fn room(&self) -> Room {
-        Room {
+    pub fn occupancy(&self) -> Occupancy {
+        Occupancy {
             block_tokens: 1,
             capacity_cells: self.capacity(),
             free_cells: self.stripes.free(),

@@ -4,7 +4,7 @@ use super::{GroupSpec, Visibility, draft_tree, expect_end};
 use crate::ids::*;
 use crate::kind::{Kind, SequenceKind, TreeKind};
 use crate::plan::*;
-use crate::report::{Report, Room};
+use crate::report::{Occupancy, Report};
 use crate::request::Refused;
 
 /// The kind for speculative decoding. Each sequence may propose a draft tree, in one span or in several spans over
@@ -78,8 +78,8 @@ impl Kind for Tree {
     fn report(&self) -> Report {
         self.space.report()
     }
-    fn room(&self) -> Room {
-        self.space.room()
+    fn occupancy(&self) -> Occupancy {
+        self.space.occupancy()
     }
     fn sequences(&mut self) -> Option<&mut dyn SequenceKind> {
         Some(self)
