@@ -8,7 +8,7 @@ mod transfers;
 pub(crate) use blocks::NONE;
 
 use super::extents::{Extent, Extents};
-use super::trunks::{self, Horizon};
+use super::shared_prefix::{self, Horizon};
 use super::written::Written;
 use super::{
     GroupSpec, NO_TREES, Unbuildable, Visibility, expect_end, in_sequence_order, window_edge, written_items,
@@ -339,7 +339,7 @@ impl Kind for Paged {
         }
         let horizon = |span: &PlannedSpan| Horizon::new(self.visibility, span.start, 0, span.n_tokens - 1);
         let alone = spans.list.len() == 1;
-        trunks::share(&mut scratch, reads, &spans.list, |i| &extents[i], horizon);
+        shared_prefix::share(&mut scratch, reads, &spans.list, |i| &extents[i], horizon);
 
         let mut written = Written::new(writes);
         for (i, span) in spans.list.iter().enumerate() {

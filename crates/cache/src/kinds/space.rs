@@ -6,8 +6,8 @@
 //! the reads.
 use super::draft_tree::{self, Node};
 use super::extents::{Extent, Extents};
+use super::shared_prefix::{self, Horizon};
 use super::stripes::{Cursor, Stripes};
-use super::trunks::{self, Horizon};
 use super::written::Written;
 use super::{GroupSpec, Visibility, compaction, in_sequence_order, window_edge, written_items};
 use crate::ids::*;
@@ -128,7 +128,7 @@ impl CellSpace {
 
         let alone = spans.list.len() == 1;
         let committed = |i: usize| &sequence(&spans.list[i]).committed;
-        trunks::share(&mut scratch, reads, &spans.list, committed, horizon);
+        shared_prefix::share(&mut scratch, reads, &spans.list, committed, horizon);
 
         let mut written = Written::new(writes);
         for (i, span) in spans.list.iter().enumerate() {
