@@ -204,7 +204,7 @@ impl MissReason {
 
 /// The recipient of an explanation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Audience {
+pub enum Viewer {
     /// The sender of the prompt. Nothing under other salts is revealed.
     Tenant,
     /// The operator of the cache.
@@ -342,9 +342,9 @@ impl Cache {
     }
 
     /// Explains why `lookup` finds no more. Without an index the answer is always `NeverSeen`.
-    pub fn explain(&self, salt: &str, content: &Content<'_>, audience: Audience) -> MissReason {
+    pub fn explain(&self, salt: &str, content: &Content<'_>, viewer: Viewer) -> MissReason {
         match &self.index {
-            Some(index) => index.explain(&self.groups, salt, content, audience),
+            Some(index) => index.explain(&self.groups, salt, content, viewer),
             None => MissReason::NeverSeen { position: 0 },
         }
     }
@@ -357,8 +357,8 @@ impl Prefixes<'_> {
     }
 
     /// See [`Cache::explain`].
-    pub fn explain(&self, salt: &str, content: &Content<'_>, audience: Audience) -> MissReason {
-        self.cache.explain(salt, content, audience)
+    pub fn explain(&self, salt: &str, content: &Content<'_>, viewer: Viewer) -> MissReason {
+        self.cache.explain(salt, content, viewer)
     }
 
     /// Makes the sequence `seq` and gives it the cached blocks of the prompt `content` under `salt`, without copying

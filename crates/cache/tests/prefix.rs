@@ -47,8 +47,8 @@ impl Rig {
         let request = StepRequest { spans: &spans };
         Step::begin(&mut self.cache, &request, &mut self.plan).expect("there is room").commit();
     }
-    fn why(&self, salt: &str, tokens: &[u32], audience: Audience) -> MissReason {
-        self.cache.explain(salt, &Content::Tokens(tokens), audience)
+    fn why(&self, salt: &str, tokens: &[u32], viewer: Viewer) -> MissReason {
+        self.cache.explain(salt, &Content::Tokens(tokens), viewer)
     }
 }
 
@@ -72,7 +72,7 @@ fn hits_are_whole_blocks_and_never_the_last_token() {
 
 #[test]
 fn a_miss_says_why() {
-    use Audience::{Operator, Tenant};
+    use Viewer::{Operator, Tenant};
     let mut rig = Rig::new(&spec(4, 40));
     let served = count(12);
     rig.serve("ours", &Content::Tokens(&served));
@@ -112,7 +112,7 @@ fn a_window_that_has_moved_on_is_a_reason() {
     assert_eq!(rig.cache.lookup("", &Content::Tokens(&longer)).hit_tokens, 40);
     let middle = Content::Tokens(&longer[..30]);
     assert_eq!(rig.cache.lookup("", &middle).hit_tokens, 0);
-    assert_eq!(rig.cache.explain("", &middle, Audience::Tenant), MissReason::WindowGone { position: 0 });
+    assert_eq!(rig.cache.explain("", &middle, Viewer::Tenant), MissReason::WindowGone { position: 0 });
 }
 
 /// With 512 tokens per id, an id covers 32 blocks of 16. With 8 tokens per id, two ids make one block.

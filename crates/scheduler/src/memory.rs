@@ -3,7 +3,7 @@
 use crate::config::BadConfig;
 use crate::request::Prompt;
 use kvist_cache::{
-    Audience, BlockUse, Cache, Content, GroupId, Lookup, MissReason, Moment, Occupancy, Refused, SeqId,
+    BlockUse, Cache, Content, GroupId, Lookup, MissReason, Moment, Occupancy, Refused, SeqId, Viewer,
 };
 
 /// When a decision is made: the index of its step, and the time.
@@ -182,7 +182,7 @@ impl Memory {
 
     /// Why the prefix index would supply no more.
     pub fn explain(&self, salt: &str, prompt: &Prompt, n_tokens: u32) -> MissReason {
-        self.cache.explain(salt, &content(prompt, n_tokens), Audience::Operator)
+        self.cache.explain(salt, &content(prompt, n_tokens), Viewer::Operator)
     }
 
     /// Creates a sequence from the prefix hit on the first `n_tokens` and returns the hit length in tokens.

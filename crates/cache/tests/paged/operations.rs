@@ -63,7 +63,7 @@ impl Drive {
         let groups = || (0..self.cache.n_groups() as u16).map(GroupId);
         let blocks: Vec<_> = groups().map(|group| self.cache.lookup_blocks(group, salt, &content)).collect();
         let (before, evictable) = (self.cache.report(), found.evictable_tokens);
-        let reason = self.cache.explain(salt, &content, Audience::Tenant);
+        let reason = self.cache.explain(salt, &content, Viewer::Tenant);
         assert!(reason.position() >= hit, "{reason:?} of a hit of {hit}");
         let opened = self.cache.prefixes().expect("an index").open(seq, salt, &content, at);
         if let Entry::Vacant(vacant) = self.sequences.entry(seq) {
