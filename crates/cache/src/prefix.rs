@@ -440,7 +440,7 @@ impl Prefixes<'_> {
     }
 }
 
-const CHECKED: &str = "this face exists only where there is an index";
+const CHECKED: &str = "this view exists only where there is an index";
 
 #[cfg(test)]
 mod tests {

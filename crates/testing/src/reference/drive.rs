@@ -174,21 +174,21 @@ impl Drive {
 
     fn verb(&mut self, verb: Operation) -> bool {
         let Drive { cache, reference, model, .. } = self;
-        assert_eq!(cache.rewinds().is_some(), *model == Model::Contiguous, "rewind face");
-        assert_eq!(cache.sequences().is_some(), model.holds_many(), "sequences face");
-        assert_eq!(cache.trees().is_some(), *model == Model::Tree, "tree face");
-        let no_face = "the drive asks only for faces that its model has";
+        assert_eq!(cache.rewinds().is_some(), *model == Model::Contiguous, "whether it rewinds");
+        assert_eq!(cache.sequences().is_some(), model.holds_many(), "whether it has sequences");
+        assert_eq!(cache.trees().is_some(), *model == Model::Tree, "whether it has trees");
+        const CHECKED: &str = "the drive asks only for capabilities that its model has";
         let (got, expected) = match &verb {
             Operation::Rewind { len } => {
-                (cache.rewinds().expect(no_face).rewind(*len), reference.rewind(*len))
+                (cache.rewinds().expect(CHECKED).rewind(*len), reference.rewind(*len))
             }
             Operation::CommitPath { seq, accepted } => {
-                let mut trees = cache.trees().expect(no_face);
+                let mut trees = cache.trees().expect(CHECKED);
                 assert_eq!(trees.n_nodes(*seq), reference.n_nodes(*seq), "nodes of sequence {seq}");
                 (trees.commit_path(*seq, accepted), reference.commit_path(*seq, accepted))
             }
             many => {
-                let mut sequences = cache.sequences().expect(no_face);
+                let mut sequences = cache.sequences().expect(CHECKED);
                 match *many {
                     Operation::New { seq } => (sequences.seq_new(seq), reference.seq_new(seq)),
                     Operation::Copy { src, dst, from, until } => {
