@@ -204,7 +204,7 @@ impl Cache {
             kind.apply(&plan.spans, out);
         }
         if let Some(index) = &mut self.index {
-            index.settle(&mut self.groups);
+            index.rank_newly_evictable(&mut self.groups);
         }
         self.epoch += 1;
     }

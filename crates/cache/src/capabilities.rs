@@ -104,7 +104,7 @@ impl Sequences<'_> {
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_rm(seq, from, until))?;
         if let Cache { index: Some(index), groups, .. } = &mut *self.cache {
             index.shortened(groups, seq);
-            index.settle(groups);
+            index.rank_newly_evictable(groups);
         }
         Ok(())
     }
@@ -116,7 +116,7 @@ impl Sequences<'_> {
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_keep(seq, from, until))?;
         if let Cache { index: Some(index), groups, .. } = &mut *self.cache {
             index.all_shortened(groups);
-            index.settle(groups);
+            index.rank_newly_evictable(groups);
         }
         Ok(())
     }

@@ -110,7 +110,7 @@ impl Cache {
             paged(&mut self.groups, group.0 as usize).expect("it has pinned blocks").unpin(block);
         }
         if let Some(index) = &mut self.index {
-            index.settle(&mut self.groups);
+            index.rank_newly_evictable(&mut self.groups);
         }
     }
 
@@ -165,7 +165,7 @@ impl Cache {
             }
         }
         if let Some(index) = &mut self.index {
-            index.settle(&mut self.groups); // cached blocks may have left the window
+            index.rank_newly_evictable(&mut self.groups); // cached blocks may have left the window
         }
         continues.map(|_| ())
     }

@@ -1,8 +1,8 @@
 //! The prefix index over the layer groups of one paged cache: which block of each group holds the tokens of a tree
 //! node, which blocks can be evicted, and the deepest node of every open sequence.
 mod counts;
+mod evict;
 mod explain;
-mod room;
 mod store;
 
 use super::content::{Content, Keying};
@@ -428,7 +428,7 @@ impl Index {
             if let Some(evict) = &mut group.evict {
                 for &block in group.blocks.iter().filter(|&&block| block != NONE) {
                     evict.order.remove(block);
-                    evict.policy.forgotten(block);
+                    evict.policy.removed(block);
                 }
             }
             group.blocks.clear();

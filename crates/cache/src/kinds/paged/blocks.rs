@@ -235,8 +235,8 @@ impl Blocks {
         &mut self.newly_evictable
     }
 
-    pub fn has_settled(&self) -> bool {
-        self.newly_evictable.is_empty()
+    pub fn has_newly_evictable(&self) -> bool {
+        !self.newly_evictable.is_empty()
     }
 
     fn vacate(&mut self, block: u32) {

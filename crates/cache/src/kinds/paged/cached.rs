@@ -22,9 +22,9 @@ impl Paged {
     pub(crate) fn table_of(&self, seq: SeqId) -> &[u32] {
         self.sequences.get(&seq).map_or(&[], |table| &table.blocks)
     }
-    /// Whether no block has become evictable since the index last asked.
-    pub(crate) fn has_settled(&self) -> bool {
-        self.blocks.has_settled()
+    /// Whether a block has become evictable since the index last asked.
+    pub(crate) fn has_newly_evictable(&self) -> bool {
+        self.blocks.has_newly_evictable()
     }
     pub(crate) fn index(&mut self, block: u32, node: u32) {
         self.blocks.index(block, node);
@@ -35,7 +35,7 @@ impl Paged {
     pub(crate) fn take_newly_evictable(&mut self) -> Vec<u32> {
         std::mem::take(self.blocks.newly_evictable())
     }
-    pub(crate) fn give_back(&mut self, buffer: Vec<u32>) {
+    pub(crate) fn return_buffer(&mut self, buffer: Vec<u32>) {
         *self.blocks.newly_evictable() = buffer;
     }
 

@@ -31,7 +31,7 @@ impl Index {
         }
         let key = keying.key(content, walk.n_matched, &mut buffer);
         let parent_hash = root.map_or(salt_hash(salt), |_| self.tree.hash(walk.node));
-        if self.ghosts.knows(chain(parent_hash, key)) {
+        if self.ghosts.contains(chain(parent_hash, key)) {
             return MissReason::Evicted { position };
         }
         if viewer == Viewer::Operator && position == 0 && self.first_blocks.any(key) {

@@ -82,7 +82,7 @@ impl Index {
                     continue;
                 }
                 if known == NONE {
-                    self.know(paged, g, node, own, seq, i);
+                    self.insert(paged, g, node, own, seq, i);
                 } else {
                     // Two sequences computed the same block at the same time. The content is the same, so one copy is
                     // enough.
@@ -97,12 +97,12 @@ impl Index {
         }
         self.n_stored += u64::from(n_stored);
         self.set_leaf(groups, seq, Some(leaf));
-        self.settle(groups);
+        self.rank_newly_evictable(groups);
         Ok(Stored { n_new: n_stored, n_known: n_blocks - from.min(first) - n_stored })
     }
 
     /// Records that `block` of `group` holds the tokens of `node`.
-    fn know(&mut self, paged: &mut Paged, group: usize, node: Node, block: u32, seq: SeqId, depth: u32) {
+    fn insert(&mut self, paged: &mut Paged, group: usize, node: Node, block: u32, seq: SeqId, depth: u32) {
         self.version += 1;
         paged.index(block, node);
         paged.events.push(block, Some(seq), Change::Store, Reason::Store);

@@ -11,10 +11,10 @@ use crate::prefix::{Moment, PrefixEvent};
 impl Index {
     /// Handles the blocks that became evictable since the last call: ranks them and makes the evictable ones available to
     /// eviction.
-    pub fn settle(&mut self, groups: &mut [Box<dyn Kind>]) {
+    pub fn rank_newly_evictable(&mut self, groups: &mut [Box<dyn Kind>]) {
         for (g, kind) in groups.iter_mut().enumerate() {
             let paged = paged_mut(kind);
-            if paged.has_settled() {
+            if !paged.has_newly_evictable() {
                 continue;
             }
             let mut newly_evictable = paged.take_newly_evictable();
@@ -33,7 +33,7 @@ impl Index {
                 }
             }
             newly_evictable.clear();
-            paged.give_back(newly_evictable);
+            paged.return_buffer(newly_evictable);
         }
     }
 
@@ -60,10 +60,10 @@ impl Index {
                 let Some(block) = leaf.or_else(|| lowest_evictable.pop()) else { break };
                 let node = paged(&*groups[g]).node(block);
                 if self.groups[g].windowed {
-                    self.forget(groups, g, node);
+                    self.drop_block(groups, g, node);
                     self.prune(groups, node);
                 } else {
-                    self.forget_below(groups, node);
+                    self.drop_below(groups, node);
                 }
             }
         }
@@ -97,9 +97,9 @@ impl Index {
 
     /// Drops `node` and all nodes below it from every group: nothing below a node can be hit without it. Blocks that
     /// a sequence uses stay with the sequence, uncached.
-    fn forget_below(&mut self, groups: &mut [Box<dyn Kind>], node: Node) {
+    fn drop_below(&mut self, groups: &mut [Box<dyn Kind>], node: Node) {
         if self.tree.is_leaf(node) {
-            (0..groups.len()).for_each(|g| self.forget(groups, g, node));
+            (0..groups.len()).for_each(|g| self.drop_block(groups, g, node));
             return self.prune(groups, node);
         }
         let mut below = vec![node];
@@ -109,13 +109,13 @@ impl Index {
             next += 1;
         }
         for &node in below.iter().rev() {
-            (0..groups.len()).for_each(|g| self.forget(groups, g, node));
+            (0..groups.len()).for_each(|g| self.drop_block(groups, g, node));
             self.prune(groups, node);
         }
     }
 
     /// Drops the block of `node` from one group.
-    fn forget(&mut self, groups: &mut [Box<dyn Kind>], g: usize, node: Node) {
+    fn drop_block(&mut self, groups: &mut [Box<dyn Kind>], g: usize, node: Node) {
         let group = &mut self.groups[g];
         let block = group.block(node);
         if block == NONE {
@@ -125,7 +125,7 @@ impl Index {
         group.set_block(node, NONE);
         if let Some(evict) = &mut group.evict {
             evict.order.remove(block);
-            evict.policy.forgotten(block);
+            evict.policy.removed(block);
         }
         let paged = paged_mut(&mut groups[g]);
         if paged.unindex(block) {
