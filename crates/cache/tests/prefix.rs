@@ -498,20 +498,20 @@ fn evictable_blocks_above_one_in_use_can_be_evicted() {
     let mut rig = Rig::new(&spec(4, 64));
     let chains = ["a", "b", "c"];
     let tokens = count(12);
-    let (twin, fork) = (|i: u32| SeqId(100 + i), |i: u32| SeqId(200 + i));
+    let (sibling, fork) = (|i: u32| SeqId(100 + i), |i: u32| SeqId(200 + i));
     let mut tables = Vec::new();
     for (i, salt) in (0..).zip(chains) {
-        rig.prefixes().open(twin(i), salt, &Content::Tokens(&tokens), AT).expect("it is new");
-        rig.grow(twin(i), 12);
-        rig.cache.sequences().expect("many").fork(twin(i), fork(i)).expect("it is open");
+        rig.prefixes().open(sibling(i), salt, &Content::Tokens(&tokens), AT).expect("it is new");
+        rig.grow(sibling(i), 12);
+        rig.cache.sequences().expect("many").fork(sibling(i), fork(i)).expect("it is open");
         rig.serve(salt, &Content::Tokens(&tokens[..8]));
-        rig.prefixes().store(twin(i), &Content::Tokens(&tokens), AT).expect("it is open");
-        let table = rig.cache.block_table(GroupId(0), twin(i)).expect("it is open");
+        rig.prefixes().store(sibling(i), &Content::Tokens(&tokens), AT).expect("it is open");
+        let table = rig.cache.block_table(GroupId(0), sibling(i)).expect("it is open");
         assert_ne!(table[..2], rig.cache.block_table(GroupId(0), fork(i)).expect("it is open")[..2]);
         tables.push(table);
     }
     for i in [2, 0, 1] {
-        rig.cache.sequences().expect("many").seq_rm(twin(i), 0, u32::MAX).expect("it is open");
+        rig.cache.sequences().expect("many").seq_rm(sibling(i), 0, u32::MAX).expect("it is open");
     }
     rig.cache.watch(true);
     assert_eq!(rig.prefixes().evict_until_free(7 * 4, AT), 6);

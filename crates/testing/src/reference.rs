@@ -63,17 +63,17 @@ pub struct Seen {
 }
 
 #[derive(Clone, Debug)]
-struct TwinNode {
+struct ModelNode {
     parent: Option<NodeId>,
     position: u32,
     value: u64,
 }
 
 #[derive(Clone, Debug, Default)]
-struct TwinSequence {
+struct ModelSequence {
     tokens: BTreeMap<u32, u64>,
     next_position: u32,
-    nodes: Vec<TwinNode>,
+    nodes: Vec<ModelNode>,
 }
 
 /// The reference model of a cache. See the [module](self).
@@ -82,7 +82,7 @@ pub struct ReferenceCache {
     model: Model,
     /// One per layer group.
     groups: Vec<GroupSpec>,
-    sequences: BTreeMap<SeqId, TwinSequence>,
+    sequences: BTreeMap<SeqId, ModelSequence>,
     n_writes: u64,
 }
 
@@ -100,7 +100,7 @@ impl ReferenceCache {
     pub fn clear(&mut self) {
         self.sequences.clear();
         if !self.model.holds_many() {
-            self.sequences.insert(SeqId::ONLY, TwinSequence::default());
+            self.sequences.insert(SeqId::ONLY, ModelSequence::default());
         }
     }
 
@@ -306,7 +306,7 @@ impl ReferenceCache {
                             None => sequence.next_position,
                             Some(parent) => sequence.nodes[parent.0 as usize].position + 1,
                         };
-                        sequence.nodes.push(TwinNode { parent, position, value: self.n_writes });
+                        sequence.nodes.push(ModelNode { parent, position, value: self.n_writes });
                         self.n_writes += 1;
                     }
                 }
@@ -331,7 +331,7 @@ impl ReferenceCache {
         if self.sequences.contains_key(&seq) {
             return Err(Refused::SequenceExists(seq));
         }
-        self.sequences.insert(seq, TwinSequence::default());
+        self.sequences.insert(seq, ModelSequence::default());
         Ok(())
     }
 

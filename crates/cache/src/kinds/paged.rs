@@ -44,7 +44,7 @@ pub struct Paged {
     shift: Option<u32>,
     rollback_tokens: u32,
     /// True if no capacity limit was given.
-    endless: bool,
+    unlimited: bool,
     blocks: Blocks,
     sequences: BTreeMap<SeqId, Table>,
     pub(crate) events: Events,
@@ -87,7 +87,7 @@ impl Paged {
             block_tokens,
             shift: block_tokens.is_power_of_two().then_some(block_tokens.trailing_zeros()),
             rollback_tokens,
-            endless: group.capacity_tokens == u32::MAX,
+            unlimited: group.capacity_tokens == u32::MAX,
             blocks: Blocks::new(group.capacity_tokens / block_tokens),
             sequences: BTreeMap::new(),
             events: Events::default(),
@@ -190,8 +190,8 @@ impl Paged {
         self.visibility.window.is_some()
     }
     /// Whether the capacity is unlimited.
-    pub(crate) fn is_endless(&self) -> bool {
-        self.endless
+    pub(crate) fn is_unlimited(&self) -> bool {
+        self.unlimited
     }
     fn new_version(&mut self) -> u64 {
         self.n_versions += 1;

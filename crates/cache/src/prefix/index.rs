@@ -129,7 +129,7 @@ impl Index {
                 windowed: paged.is_windowed(),
                 blocks: Vec::new(),
                 block_bytes: spec.block_bytes.get(g).copied().unwrap_or(1),
-                evict: (!paged.is_endless()).then(|| Evict {
+                evict: (!paged.is_unlimited()).then(|| Evict {
                     policy,
                     order: Order::default(),
                     ranks: Vec::new(),

@@ -271,31 +271,31 @@ mod tests {
         let keying = Keying::new(2, Vocabulary::Tokens).expect("tokens always fit");
         let mut tree: Tree<Bad> = Tree::new(keying);
         let root = tree.new_root(1);
-        let mut twin: BTreeMap<(Node, [u32; 2]), Node> = BTreeMap::new();
+        let mut model: BTreeMap<(Node, [u32; 2]), Node> = BTreeMap::new();
         let mut state = 1u64;
         let mut below = |n: usize| {
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             (state >> 33) as usize % n
         };
         for _ in 0..20_000 {
-            let parents: Vec<Node> = std::iter::once(root).chain(twin.values().copied()).collect();
+            let parents: Vec<Node> = std::iter::once(root).chain(model.values().copied()).collect();
             let parent = parents[below(parents.len().min(6))];
             let key = [below(5) as u32, below(5) as u32];
             if below(5) < 3 {
                 let (node, is_new) = tree.child_or_new(parent, &Content::Tokens(&key), 0);
-                assert_eq!(is_new, !twin.contains_key(&(parent, key)), "{parent} {key:?}");
-                assert_eq!(*twin.entry((parent, key)).or_insert(node), node);
-            } else if let Some((&place, &node)) = twin.iter().nth(below(twin.len().max(1)))
+                assert_eq!(is_new, !model.contains_key(&(parent, key)), "{parent} {key:?}");
+                assert_eq!(*model.entry((parent, key)).or_insert(node), node);
+            } else if let Some((&place, &node)) = model.iter().nth(below(model.len().max(1)))
                 && tree.is_leaf(node)
             {
                 tree.remove(node);
-                twin.remove(&place);
+                model.remove(&place);
             }
-            let known = twin.get(&(parent, key)).copied();
-            if parent == root || twin.values().any(|&node| node == parent) {
+            let known = model.get(&(parent, key)).copied();
+            if parent == root || model.values().any(|&node| node == parent) {
                 assert_eq!(tree.child(parent, &key), known, "{parent} {key:?}");
             }
         }
-        assert!(tree.collided && twin.len() > 20, "{} nodes", twin.len());
+        assert!(tree.collided && model.len() > 20, "{} nodes", model.len());
     }
 }

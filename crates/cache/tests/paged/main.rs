@@ -15,7 +15,7 @@ use drive::Drive;
 use kvist_testing::reference::Choices;
 
 #[test]
-fn paged_caches_agree_with_their_twin() {
+fn paged_caches_agree_with_the_reference_model() {
     let n_operations: u64 = std::env::var("KVIST_OPS").ok().and_then(|n| n.parse().ok()).unwrap_or(100_000);
     let first: u64 = std::env::var("KVIST_SEED").ok().and_then(|n| n.parse().ok()).unwrap_or(1);
     let per_drive = 400;
