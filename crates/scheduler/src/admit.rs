@@ -207,7 +207,7 @@ impl Scheduler {
     /// because using them makes them no longer evictable.
     fn supply(&self, entry: &Entry) -> u64 {
         let found = self.lookup(entry);
-        u64::from(found.hit_tokens.saturating_sub(found.idle_tokens))
+        u64::from(found.hit_tokens.saturating_sub(found.evictable_tokens))
     }
 
     /// Inserts the request into `running`, which is ordered by sequence id, as the cache expects.

@@ -32,7 +32,7 @@ impl Scheduler {
         if head.seq.is_none() {
             let lookup = self.lookup(head);
             found.hit = lookup.hit_tokens;
-            found.supplied = u64::from(lookup.hit_tokens.saturating_sub(lookup.idle_tokens));
+            found.supplied = u64::from(lookup.hit_tokens.saturating_sub(lookup.evictable_tokens));
         }
         let mut holders_left = None;
         if !self.simulate(key, running.clone(), found, &mut holders_left) {

@@ -349,7 +349,7 @@ fn refused_admissions_leave_no_trace() {
     assert_eq!((s.n_running(), s.n_waiting(), s.idle_cells()), (1, 1, 200));
     let (mut blocks, mut prefixes) = (vec![], vec![]);
     s.cache_mut().drain_events(&mut blocks, &mut prefixes);
-    let moved = blocks.iter().filter(|e| matches!(e.change, Change::Hit | Change::Idle)).count();
+    let moved = blocks.iter().filter(|e| matches!(e.change, Change::Hit | Change::Evictable)).count();
     assert_eq!(moved, 0, "{blocks:?}");
 }
 

@@ -225,10 +225,10 @@ fn every_request_ends_once_and_costs_what_it_must() {
                     }
                 }
                 if op % 16 == 0 {
-                    for (room, report) in scheduler.cache().room().zip(scheduler.cache().report()) {
-                        let idle = report.blocks.map_or(0, |blocks| blocks.idle * blocks.block_tokens);
+                    for (room, report) in scheduler.cache().occupancy().zip(scheduler.cache().report()) {
+                        let idle = report.blocks.map_or(0, |blocks| blocks.evictable * blocks.block_tokens);
                         let walked = (report.capacity_cells, report.capacity_cells - report.used_cells, idle);
-                        let asked = (room.capacity_cells, room.free_cells, room.idle_cells);
+                        let asked = (room.capacity_cells, room.free_cells, room.evictable_cells);
                         assert_eq!(asked, walked, "seed {seed}");
                     }
                 }

@@ -71,6 +71,9 @@ impl Ring {
 }
 
 impl Kind for Ring {
+    fn visibility(&self) -> Visibility {
+        self.visibility
+    }
     fn capacity_cells(&self) -> u32 {
         self.sinks() + self.round()
     }

@@ -34,7 +34,7 @@ fn sixty_four_branches_read_their_trunk_once() {
 }
 
 #[test]
-fn trunks_of_trunks_are_read_once() {
+fn nested_shared_prefixes_are_read_once() {
     let mut it = full("cells", 1_024);
     it.sequences().seq_new(A).unwrap();
     it.grow(A, 100); // shared by all

@@ -1,7 +1,7 @@
 //! Finds the cells that several sequences read in common, so that they are read once.
 //!
 //! A cell holds one token, so it has the same position in every sequence that uses it. Two sequences share a cell
-//! exactly where their extents, walked together by position, name the same cell. Finding shared prefixes ("trunks")
+//! exactly where their extents, walked together by position, name the same cell. Finding shared prefixes
 //! is therefore a merge:
 //!
 //! ```text
@@ -27,7 +27,7 @@ use std::cmp::Ordering;
 /// The committed positions that the queries of one span see: all queries see `0..sinks_end` and `all..start`; some
 /// also see `some..all`.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Horizon {
+pub(crate) struct Horizon {
     pub sinks_end: u32,
     pub some: u32,
     pub all: u32,
@@ -103,11 +103,11 @@ pub(super) fn share<'e>(
         let (committed, see) = (extents(i as usize), horizon(span));
         let shared = committed.within(see.shared_from(alone), span.start);
         for extent in committed.within(0, see.sinks_end).chain(shared) {
-            scratch.trunks.see(extent, first_query, reads);
+            scratch.shared_prefixes.see(extent, first_query, reads);
         }
-        scratch.trunks.end_span(first_query, reads);
+        scratch.shared_prefixes.end_span(first_query, reads);
     }
-    scratch.trunks.end(reads.order.len() as u32, reads);
+    scratch.shared_prefixes.end(reads.order.len() as u32, reads);
 }
 
 /// An extent that all spans from query slot `first_query` on see.
@@ -119,14 +119,14 @@ struct Piece {
 
 /// The state of the merge over the spans of one step. Reused.
 #[derive(Default, Debug)]
-pub(super) struct Trunks {
+pub(super) struct SharedPrefixes {
     open: Vec<Piece>,
     /// Number of pieces in `open` that the current span has already passed.
     met: usize,
     next: Vec<Piece>,
 }
 
-impl Trunks {
+impl SharedPrefixes {
     /// Adds `extent` for the span whose slots start at `first_query`. Extents come in position order.
     pub fn see(&mut self, mut extent: Extent, first_query: u32, reads: &mut Reads) {
         while extent.len > 0 {

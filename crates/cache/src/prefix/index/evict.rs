@@ -1,4 +1,4 @@
-//! Eviction: ranks of idle blocks, evicting them, and cleaning up the index.
+//! Eviction: ranks of evictable blocks, evicting them, and cleaning up the index.
 use super::{Index, paged, paged_mut};
 use crate::events::{Change, Reason};
 use crate::evict::Rank;
@@ -9,20 +9,20 @@ use crate::prefix::tree::Node;
 use crate::prefix::{Moment, PrefixEvent};
 
 impl Index {
-    /// Handles the blocks that became idle since the last call: ranks them and makes the evictable ones available to
+    /// Handles the blocks that became evictable since the last call: ranks them and makes the evictable ones available to
     /// eviction.
-    pub fn settle(&mut self, groups: &mut [Box<dyn Kind>]) {
+    pub fn rank_newly_evictable(&mut self, groups: &mut [Box<dyn Kind>]) {
         for (g, kind) in groups.iter_mut().enumerate() {
             let paged = paged_mut(kind);
-            if paged.has_settled() {
+            if !paged.has_newly_evictable() {
                 continue;
             }
-            let mut fell_idle = paged.take_fell_idle();
+            let mut newly_evictable = paged.take_newly_evictable();
             let group = &mut self.groups[g];
             if let Some(evict) = &mut group.evict {
                 let by_recency = evict.policy.by_recency();
-                for &block in &fell_idle {
-                    let Some(node) = paged.idle_node(block) else { continue };
+                for &block in &newly_evictable {
+                    let Some(node) = paged.evictable_node(block) else { continue };
                     if by_recency {
                         self.tick += 1;
                         evict.set(block, Rank::by_recency(self.tick));
@@ -32,8 +32,15 @@ impl Index {
                     }
                 }
             }
-            fell_idle.clear();
-            paged.give_back(fell_idle);
+            newly_evictable.clear();
+            paged.return_buffer(newly_evictable);
+        }
+    }
+
+    /// `block` of `group` was evictable, and is in use now.
+    pub fn in_use(&mut self, group: GroupId, block: u32) {
+        if let Some(evict) = &mut self.groups[group.0 as usize].evict {
+            evict.order.remove(block);
         }
     }
 
@@ -43,45 +50,46 @@ impl Index {
         self.moment = at;
         let before = self.n_evicted;
         for g in 0..groups.len() {
-            let mut orphans = Vec::new();
+            let mut lowest_evictable = Vec::new();
             while paged(&*groups[g]).free_cells() < n_tokens {
                 let Some(evict) = self.groups[g].evict.as_mut() else { break };
                 let leaf = evict.order.pop();
-                if leaf.is_none() && orphans.is_empty() {
-                    orphans = self.orphans(groups, g);
+                if leaf.is_none() && lowest_evictable.is_empty() {
+                    lowest_evictable = self.lowest_evictable(groups, g);
                 }
-                let Some(block) = leaf.or_else(|| orphans.pop()) else { break };
+                let Some(block) = leaf.or_else(|| lowest_evictable.pop()) else { break };
                 let node = paged(&*groups[g]).node(block);
                 if self.groups[g].windowed {
-                    self.forget(groups, g, node);
+                    self.drop_block(groups, g, node);
                     self.prune(groups, node);
                 } else {
-                    self.forget_below(groups, node);
+                    self.drop_below(groups, node);
                 }
             }
         }
         (self.n_evicted - before) as u32
     }
 
-    /// Evictable blocks of a full-attention group in which no idle block is a leaf: the idle blocks with no idle
+    /// Evictable blocks of a full-attention group in which no evictable block is a leaf: the evictable blocks with no evictable
     /// block below them, in reverse eviction order, so that the last one is evicted first. All blocks below them are
     /// held by a sequence with its own copies. This happens when a sequence is forked before its sibling stores what
     /// both had computed, and the index already cached the first blocks from elsewhere.
     ///
     /// Walks the index in O(nodes) and returns all candidates at once. One call of `evict_until_free` therefore walks once
     /// per level of such blocks, not once per block. Without forks it never runs.
-    fn orphans(&self, groups: &[Box<dyn Kind>], g: usize) -> Vec<u32> {
+    fn lowest_evictable(&self, groups: &[Box<dyn Kind>], g: usize) -> Vec<u32> {
         let (paged, group) = (paged(&*groups[g]), &self.groups[g]);
-        let (Some(evict), true) = (&group.evict, paged.n_idle() > 0) else { return Vec::new() };
-        let idle = || group.blocks.iter().filter_map(|&block| Some((block, paged.idle_node(block)?)));
-        let mut above_idle = vec![false; self.tree.n_nodes()];
-        for (_, node) in idle() {
+        let (Some(evict), true) = (&group.evict, paged.n_evictable() > 0) else { return Vec::new() };
+        let evictable =
+            || group.blocks.iter().filter_map(|&block| Some((block, paged.evictable_node(block)?)));
+        let mut above_evictable = vec![false; self.tree.n_nodes()];
+        for (_, node) in evictable() {
             let mut above = self.tree.parent(node);
-            while above != NONE && !std::mem::replace(&mut above_idle[above as usize], true) {
+            while above != NONE && !std::mem::replace(&mut above_evictable[above as usize], true) {
                 above = self.tree.parent(above);
             }
         }
-        let lowest = idle().filter(|&(_, node)| !above_idle[node as usize]).map(|(block, _)| block);
+        let lowest = evictable().filter(|&(_, node)| !above_evictable[node as usize]).map(|(block, _)| block);
         let mut lowest: Vec<u32> = lowest.collect();
         lowest.sort_unstable_by_key(|&block| std::cmp::Reverse((evict.ranks[block as usize], block)));
         lowest
@@ -89,9 +97,9 @@ impl Index {
 
     /// Drops `node` and all nodes below it from every group: nothing below a node can be hit without it. Blocks that
     /// a sequence uses stay with the sequence, uncached.
-    fn forget_below(&mut self, groups: &mut [Box<dyn Kind>], node: Node) {
+    fn drop_below(&mut self, groups: &mut [Box<dyn Kind>], node: Node) {
         if self.tree.is_leaf(node) {
-            (0..groups.len()).for_each(|g| self.forget(groups, g, node));
+            (0..groups.len()).for_each(|g| self.drop_block(groups, g, node));
             return self.prune(groups, node);
         }
         let mut below = vec![node];
@@ -101,13 +109,13 @@ impl Index {
             next += 1;
         }
         for &node in below.iter().rev() {
-            (0..groups.len()).for_each(|g| self.forget(groups, g, node));
+            (0..groups.len()).for_each(|g| self.drop_block(groups, g, node));
             self.prune(groups, node);
         }
     }
 
     /// Drops the block of `node` from one group.
-    fn forget(&mut self, groups: &mut [Box<dyn Kind>], g: usize, node: Node) {
+    fn drop_block(&mut self, groups: &mut [Box<dyn Kind>], g: usize, node: Node) {
         let group = &mut self.groups[g];
         let block = group.block(node);
         if block == NONE {
@@ -117,7 +125,7 @@ impl Index {
         group.set_block(node, NONE);
         if let Some(evict) = &mut group.evict {
             evict.order.remove(block);
-            evict.policy.forgotten(block);
+            evict.policy.removed(block);
         }
         let paged = paged_mut(&mut groups[g]);
         if paged.unindex(block) {
@@ -145,7 +153,7 @@ impl Index {
                     let block = group.block(node);
                     if let Some(evict) = &mut group.evict
                         && block != NONE
-                        && paged(&**kind).idle_node(block).is_some()
+                        && paged(&**kind).evictable_node(block).is_some()
                     {
                         evict.offer(block);
                     }
@@ -154,12 +162,12 @@ impl Index {
             }
             // If all groups have windows, a sequence can be at a node that has no blocks left. `set_leaf` prunes it
             // later.
-            if self.standing.any(node) {
+            if self.ends.any(node) {
                 return;
             }
             self.ghosts.remember(self.tree.hash(node));
             if self.tree.parent(parent) == NONE {
-                self.beginnings.remove(self.tree.key(node));
+                self.first_blocks.remove(self.tree.key(node));
             }
             self.tree.remove(node);
             node = parent;

@@ -5,7 +5,7 @@ use crate::plan::StepPlan;
 use crate::request::{Refused, StepRequest};
 
 /// Owns a cache and at most one step in flight.
-pub struct Held {
+pub struct CheckedCache {
     cache: Cache,
     plan: StepPlan,
     in_flight: bool,
@@ -33,14 +33,14 @@ impl std::fmt::Display for Misuse {
 }
 impl std::error::Error for Misuse {}
 
-impl Held {
+impl CheckedCache {
     /// Takes ownership of the cache. No step is in flight.
     pub fn new(cache: Cache) -> Self {
-        Held { cache, plan: StepPlan::default(), in_flight: false }
+        CheckedCache { cache, plan: StepPlan::default(), in_flight: false }
     }
     /// Chooses cells for the request and fills in the reads. A refusal changes nothing and leaves no step in flight.
     pub fn begin(&mut self, request: &StepRequest<'_>) -> Result<StepId, Misuse> {
-        self.idle()?;
+        self.cache()?;
         self.cache.prepare(request, &mut self.plan).map_err(Misuse::Refused)?;
         self.cache.fill_reads(&mut self.plan);
         self.in_flight = true;
@@ -62,7 +62,7 @@ impl Held {
         self.in_flight = false;
     }
     /// The cache, if no step is in flight. All other operations on the cache go through here.
-    pub fn idle(&mut self) -> Result<&mut Cache, Misuse> {
+    pub fn cache(&mut self) -> Result<&mut Cache, Misuse> {
         if self.in_flight { Err(Misuse::StepInFlight) } else { Ok(&mut self.cache) }
     }
 }
