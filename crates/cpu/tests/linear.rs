@@ -28,7 +28,9 @@ fn file(encoding: Encoding, outputs: usize, inputs: usize, random: &mut SplitMix
                 }
             }
             Encoding::Q8_0 | Encoding::Q4_0 | Encoding::Q5_0 | Encoding::Iq4Nl | Encoding::Iq4Xs => scale(0),
-            Encoding::Q4_1 | Encoding::Q5_1 | Encoding::Q4K | Encoding::Q5K => [0, 2].into_iter().for_each(scale),
+            Encoding::Q4_1 | Encoding::Q5_1 | Encoding::Q4K | Encoding::Q5K => {
+                [0, 2].into_iter().for_each(scale)
+            }
             Encoding::Mxfp4 => block[0] = 116 + block[0] % 10,
             Encoding::Q2K => [80, 82].into_iter().for_each(scale),
             Encoding::Q3K => scale(108),
@@ -82,7 +84,8 @@ fn products_are_sums() {
     let mut bad = Vec::new();
     for encoding in ALL {
         for (outputs, blocks) in [(1, 1), (15, 2), (16, 1), (17, 3), (50, 2), (130, 1)] {
-            let inputs = blocks * encoding.block().0.max(32) + if encoding.block().0 == 1 { blocks } else { 0 };
+            let inputs =
+                blocks * encoding.block().0.max(32) + if encoding.block().0 == 1 { blocks } else { 0 };
             let bytes = file(encoding, outputs, inputs, &mut random);
             for n in [1, 2, 3, 4, 7, 8, 9, 16, 23] {
                 let x: Vec<f32> = (0..n * inputs).map(|_| float(&mut random) * 3.0).collect();

@@ -232,15 +232,15 @@ impl Executor for ModelExecutor {
             Ok(()) => {
                 self.failure = None;
                 let vocab = self.runner.model.config().vocab;
-                let rows = self.runner.network.output_mut().logits.chunks_exact_mut(vocab);
-                let sampling = batch.work.iter().filter(|work| work.samples);
-                for (work, logits) in sampling.zip(rows) {
+                let mut rows = self.runner.network.output_mut().logits.chunks_exact_mut(vocab);
+                out.sample_each(batch, |work| {
+                    let request = self.requests.get_mut(&work.request);
                     // A request without a chooser is finished: nothing decides what to do with its logits.
-                    let choice = self.requests.get_mut(&work.request).map(|request| request.choose(logits));
+                    let choice = request.zip(rows.next()).map(|(request, logits)| request.choose(logits));
                     let (token, finished) =
                         choice.map_or((None, true), |choice| (Some(choice.token), choice.finished));
-                    out.sampled.push(Sampled { token, finished });
-                }
+                    Sampled { token, finished }
+                });
             }
             Err(error) => {
                 tracing::error!(target: "kvist::engine", "a step of {} requests failed: {error}", batch.work.len());
