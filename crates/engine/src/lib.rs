@@ -9,13 +9,19 @@ pub mod answer;
 pub mod backends;
 mod channels;
 pub mod chat;
+pub mod chat_format;
 pub mod divergence;
 pub mod executor;
 pub mod generate;
+pub mod grammar;
 pub mod memory;
+pub mod random;
 pub mod sampler;
+pub mod serving;
 pub mod session;
+pub mod sessions;
 pub mod text;
+pub mod tools;
 
 pub use kvist_model::Error;
 

@@ -1,5 +1,6 @@
 //! `/openapi.json` (OpenAPI 3.1): the schemas that request bodies are checked against, and the responses.
-use crate::openai::request::{Bounds, Schemas};
+use crate::openai::request::Bounds;
+use crate::schemas::Schemas;
 use serde_json::{Map, Value, json};
 
 /// The OpenAPI document of one server. It contains the server's model and limits.

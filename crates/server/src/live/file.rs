@@ -26,16 +26,16 @@ impl Sink for File {
     }
 }
 
-enum Order {
+enum Command {
     /// Whole lines.
     Write(String),
     /// Reply when everything that was sent before is in the file.
-    Answer(oneshot::Sender<()>),
+    Flush(oneshot::Sender<()>),
 }
 
 /// The engine's side. When it is dropped, the thread writes what it has received and ends.
 pub(super) struct RecordFile {
-    orders: Sender<Order>,
+    commands: Sender<Command>,
     /// Lines of the current turn.
     turn: String,
     behind: Arc<AtomicUsize>,
@@ -51,7 +51,7 @@ impl RecordFile {
     }
 
     fn over(sink: impl Sink, most: usize) -> std::io::Result<Self> {
-        let (orders, inbox) = channel();
+        let (commands, inbox) = channel();
         let (behind, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
         let there = (behind.clone(), over.clone());
         let named = std::thread::Builder::new().name("kvist-recording".into());
@@ -59,10 +59,10 @@ impl RecordFile {
             if let Err(error) = write(sink, &inbox, &there.0)
                 && !there.1.swap(true, SeqCst)
             {
-                say_over(&format!("it cannot be written ({error})"));
+                log_end(&format!("it cannot be written ({error})"));
             }
         })?;
-        Ok(RecordFile { orders, turn: String::new(), behind, over, most })
+        Ok(RecordFile { commands, turn: String::new(), behind, over, most })
     }
 
     /// Add lines to the current turn.
@@ -83,52 +83,52 @@ impl RecordFile {
         if behind > self.most {
             if !self.over.swap(true, SeqCst) {
                 let mib = self.most >> 20;
-                say_over(&format!("more than {mib} MiB wait to be written: the disk is too slow"));
+                log_end(&format!("more than {mib} MiB wait to be written: the disk is too slow"));
             }
             return false;
         }
-        self.orders.send(Order::Write(turn)).is_ok()
+        self.commands.send(Command::Write(turn)).is_ok()
     }
 
     /// Resolves when all turns so far are in the file, or to an error if they never will be.
     pub fn written(&self) -> oneshot::Receiver<()> {
         let (sender, written) = oneshot::channel();
         // A writer thread that has ended drops the sender, which is the error.
-        let _ = self.orders.send(Order::Answer(sender));
+        let _ = self.commands.send(Command::Flush(sender));
         written
     }
 }
 
-fn say_over(why: &str) {
+fn log_end(why: &str) {
     tracing::error!(target: "kvist::server", "the recording ends here, with a whole turn: {why}");
 }
 
 /// The writer thread: runs until the other side is dropped. Flushes whenever it has caught up.
-fn write(sink: impl Sink, inbox: &Receiver<Order>, behind: &AtomicUsize) -> std::io::Result<()> {
+fn write(sink: impl Sink, inbox: &Receiver<Command>, behind: &AtomicUsize) -> std::io::Result<()> {
     let mut file = BufWriter::new(sink);
     // Bytes written, and bytes of whole turns that are certainly in the file.
     let (mut written, mut whole) = (0, 0);
-    let mut go_on = || -> std::io::Result<()> {
+    let mut write_all_commands = || -> std::io::Result<()> {
         loop {
-            let order = match inbox.try_recv() {
-                Ok(order) => order,
+            let command = match inbox.try_recv() {
+                Ok(command) => command,
                 Err(TryRecvError::Disconnected) => return file.flush(),
                 Err(TryRecvError::Empty) => {
                     file.flush()?;
                     whole = written;
                     match inbox.recv() {
-                        Ok(order) => order,
+                        Ok(command) => command,
                         Err(_) => return Ok(()),
                     }
                 }
             };
-            match order {
-                Order::Write(turn) => {
+            match command {
+                Command::Write(turn) => {
                     file.write_all(turn.as_bytes())?;
                     written += turn.len() as u64;
                     behind.fetch_sub(turn.len(), SeqCst);
                 }
-                Order::Answer(sender) => {
+                Command::Flush(sender) => {
                     file.flush()?;
                     whole = written;
                     let _ = sender.send(());
@@ -136,7 +136,7 @@ fn write(sink: impl Sink, inbox: &Receiver<Order>, behind: &AtomicUsize) -> std:
             }
         }
     };
-    let ended = go_on();
+    let ended = write_all_commands();
     if ended.is_err() {
         // Dropping the buffer must not try to write its contents again.
         let (mut sink, _) = file.into_parts();
