@@ -59,6 +59,7 @@
 mod error;
 mod generation;
 mod history;
+mod id;
 mod store;
 mod tokenizer;
 
@@ -67,7 +68,8 @@ pub use generation::SessionGeneration;
 pub use history::{
     Cut, History, HistoryTokenizer, TOOLS, check_length, heap_bytes, heap_bytes_of_fields, with_conversation,
 };
-pub use store::{NewSession, SessionGuard, SessionId, SessionInfo, SessionStore, SessionTokens, Timestamp};
+pub use id::SessionId;
+pub use store::{NewSession, SessionGuard, SessionInfo, SessionStore, SessionTokens, Timestamp};
 pub use tokenizer::ModelTokenizer;
 
 use std::time::Duration;

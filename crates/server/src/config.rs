@@ -1,7 +1,7 @@
 //! Configuration of a server: one TOML file, and command line flags that override it.
 //!
 //! Everything has a default. An unknown field is an error, because a misspelt limit would not limit anything.
-mod sections;
+pub(crate) mod sections;
 
 use crate::auth::{self, Keys};
 use kvist_cache::PrefixSpec;

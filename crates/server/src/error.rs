@@ -242,6 +242,16 @@ impl IntoResponse for ApiError {
 mod tests {
     use super::*;
 
+    /// Regression: the answer was 400, as if the schema were invalid.
+    #[test]
+    fn a_check_that_was_not_finished_refuses_no_schema() {
+        let wrong = InvalidParameter::new("s", "is wrong".into());
+        let aborted = InvalidParameter { halted: true, ..wrong.clone() };
+        let answered = ApiError::from(aborted);
+        assert_eq!((answered.status.as_u16(), answered.code), (408, "deadline_exceeded"), "{answered}");
+        assert_eq!(ApiError::from(wrong).status.as_u16(), 400);
+    }
+
     /// A step computes many requests: the message of its failure must not reach each of them.
     #[test]
     fn failures_tell_what_their_request_caused_alone() {

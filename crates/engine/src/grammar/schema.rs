@@ -246,7 +246,6 @@ impl Checker<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::ApiError;
 
     /// Validates a schema as the only one of its request.
     fn checked(schema: &Schema) -> Result<String, InvalidParameter> {
@@ -368,10 +367,8 @@ mod tests {
         let error = halt.during(|| checked(&schema)).unwrap_err();
         assert!(error.param == "s.oneOf" && error.problem.contains("time"), "{error}");
         checked(&schema).unwrap();
-        // Regression: the answer was 400, as if the schema were invalid.
-        let answered = ApiError::from(error);
-        assert_eq!((answered.status.as_u16(), answered.code), (408, "deadline_exceeded"), "{answered}");
+        assert!(error.halted);
         let wrong = checked(&Schema::new("s", json!({"type": 1}))).unwrap_err();
-        assert_eq!(ApiError::from(wrong).status.as_u16(), 400);
+        assert!(!wrong.halted);
     }
 }

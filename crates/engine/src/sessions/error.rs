@@ -1,5 +1,5 @@
 //! What sessions refuse.
-use super::SessionId;
+use super::id::SessionId;
 use std::time::Duration;
 
 /// Why an operation on a session was refused. The session is unchanged, unless the operation says otherwise.

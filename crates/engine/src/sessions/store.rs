@@ -13,8 +13,8 @@ mod prefills;
 mod tests;
 
 use super::history::History;
+use super::id::SessionId;
 use super::{SessionError, SessionLimits};
-use crate::random::random_id;
 use guard::Busy;
 pub use guard::SessionGuard;
 use inner::{Inner, Session};
@@ -23,28 +23,6 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
-
-/// Drawn at random, so that a client cannot guess the ids of others.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct SessionId(pub u128);
-
-impl SessionId {
-    fn draw() -> Self {
-        SessionId(random_id())
-    }
-
-    pub fn parse(text: &str) -> Option<Self> {
-        let digits = text.strip_prefix("sess-")?;
-        let canonical = digits.len() == 32 && digits.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
-        canonical.then(|| u128::from_str_radix(digits, 16).ok().map(SessionId))?
-    }
-}
-
-impl fmt::Display for SessionId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "sess-{:032x}", self.0)
-    }
-}
 
 /// A time on both clocks.
 #[derive(Clone, Copy, Debug)]

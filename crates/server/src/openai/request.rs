@@ -462,7 +462,8 @@ mod tests {
         for template in [false, true] {
             let bounds = Bounds::new("m", 10, 64, &LimitsSection::default());
             let bounds = Bounds { template, effort: template, tools: template, ..bounds };
-            let Schemas { completions, chat, tokenize, detokenize, .. } = Schemas::new(&bounds);
+            let crate::schemas::Schemas { completions, chat, tokenize, detokenize, .. } =
+                crate::schemas::Schemas::new(&bounds);
             for schema in [completions, chat, tokenize, detokenize] {
                 schema::known(&schema).unwrap_or_else(|e| panic!("{e} in {schema}"));
             }

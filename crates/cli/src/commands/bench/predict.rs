@@ -15,9 +15,10 @@ use kvist_cache::PrefixSpec;
 use kvist_device::Storage;
 use kvist_engine::executor::PagedConfig;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::sampler::SamplerConfig;
+use kvist_engine::serving::{
+    Engine, EngineConfig, EngineState, Event, FinishReason, GenerationHandle, Job, Watcher,
+};
 use kvist_scheduler::{Admission, Config};
-use kvist_server::{Engine, EngineConfig, Event, Finish, Generation, Job, State, Watch};
 use kvist_simulator::cost::{MeasuredTable, StepCost};
 use kvist_simulator::report::RequestRow;
 use kvist_simulator::request::{PromptContent, Request};
@@ -366,7 +367,11 @@ impl User {
     }
 
     /// Receives the events of one generation until it ends.
-    async fn listen(mut generation: Generation, began: Instant, arrival_s: f64) -> anyhow::Result<User> {
+    async fn listen(
+        mut generation: GenerationHandle,
+        began: Instant,
+        arrival_s: f64,
+    ) -> anyhow::Result<User> {
         let mut user = User { arrival_s, first_s: 0.0, last_s: 0.0, n: 0 };
         loop {
             match generation.next().await {
@@ -378,7 +383,7 @@ impl User {
                     }
                     user.n += 1;
                 }
-                Some(Event::Done(done)) if done.finish == Finish::Length => return Ok(user),
+                Some(Event::Done(done)) if done.finish == FinishReason::Length => return Ok(user),
                 Some(other) => anyhow::bail!("a request ended in another way than it should: {other:?}"),
                 None => anyhow::bail!("the engine has died"),
             }
@@ -437,7 +442,7 @@ fn arrive(
     engine: &Engine,
     jobs: Vec<(Duration, Job)>,
     began: Instant,
-    mut come: impl FnMut((Generation, f64)),
+    mut come: impl FnMut((GenerationHandle, f64)),
 ) -> anyhow::Result<()> {
     for (arrival, job) in jobs {
         std::thread::sleep(arrival.saturating_sub(began.elapsed()));
@@ -448,25 +453,7 @@ fn arrive(
 }
 
 fn job(prompt: &[u32], max_new: u32, salt: &str) -> Job {
-    Job {
-        prompt: prompt.into(),
-        written: Vec::new(),
-        tenant: "".into(),
-        max_new,
-        sampling: SamplerConfig::greedy(),
-        logit_bias: [].into(),
-        stop: Default::default(),
-        ignore_eos: true,
-        logprobs: None,
-        prompt_logprobs: false,
-        constraint: None,
-        salt: salt.into(),
-        priority: 0,
-        deadline: None,
-        explain: false,
-        pace: None,
-        name: Default::default(),
-    }
+    Job { ignore_eos: true, salt: salt.into(), ..Job::new(prompt, max_new) }
 }
 
 /// The engine's events and decisions, in the order of a recording.
@@ -479,8 +466,8 @@ impl Recording {
     }
 }
 
-impl Watch for Recording {
-    fn turn(&mut self, _: u64, _: u64, state: &mut State) {
+impl Watcher for Recording {
+    fn stepped(&mut self, _: u64, _: u64, state: &mut EngineState) {
         let mut text = self.0.lock().unwrap_or_else(|broken| broken.into_inner());
         *text += &state.scheduler.events().take();
         *text += &state.scheduler.decisions().take();

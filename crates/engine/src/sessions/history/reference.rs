@@ -222,15 +222,15 @@ fn places_and_the_naive_way_to_find_them() {
             let what = format!("{name}, {tokens_of}, round {round}, {n} messages, {}", json!(bodies));
             let Ok(text) = tokenizer.render(&bodies, &Map::new(), answer) else { continue };
             let expected = naive_bytes(&tokenizer, &bodies, &text, answer);
-            let rendered = BoundaryFinder {
+            let finder = BoundaryFinder {
                 tokenizer: &tokenizer,
                 bodies: &bodies,
                 kwargs: &Map::new(),
                 answer,
                 text: &text,
             };
-            let found = rendered.begins(0..expected.len(), 0);
-            if expected.len() <= places::MAX_ASKED {
+            let found = finder.begins(0..expected.len(), 0);
+            if expected.len() <= boundaries::MAX_ASKED {
                 assert_eq!(found, expected, "{what}");
             }
             // Alternating roles with non-empty contents. With three roles there are more kinds of pairs than
@@ -282,25 +282,25 @@ fn placing_takes_time_by_the_length() {
     for (name, template) in templates.iter().filter(|(name, _)| name != "odd") {
         for (_, tokenizer) in &tokenizers {
             for n in [40, 256] {
-                let tokenizer = Counting::new(template.as_ref(), tokenizer);
+                let counting = Counting::new(template.as_ref(), tokenizer);
                 let role = |at: usize| ["user", "assistant"][at % 2];
                 let spoken: Vec<Value> = (0..n)
                     .map(|at| json!({"role": role(at), "content": format!("number {at} says so")}))
                     .collect();
                 let empty = History::of_messages(Map::new());
-                let history = empty.with_messages(&tokenizer, &spoken).unwrap();
+                let history = empty.with_messages(&counting, &spoken).unwrap();
                 let Some(there) = &history.rendered else { panic!("made of messages") };
                 let length = there.text.len();
-                assert_eq!(tokenizer.encoded_bytes.get(), length, "{name}: each byte is tokenized once");
-                let (renders, bytes) = (tokenizer.renders.get(), tokenizer.rendered_bytes.get());
-                assert!(renders <= places::MAX_ASKED + 2, "{name}: {renders} renderings of {n} messages");
+                assert_eq!(counting.encoded_bytes.get(), length, "{name}: each byte is tokenized once");
+                let (renders, bytes) = (counting.renders.get(), counting.rendered_bytes.get());
+                assert!(renders <= boundaries::MAX_ASKED + 2, "{name}: {renders} renderings of {n} messages");
                 assert!(bytes <= renders * (length + 5 * n), "{name}: {bytes} bytes of {length}");
                 let placed = there.messages.iter().filter(|m| m.begins.is_some()).count();
                 assert_eq!(placed, n, "{name}: all have their place");
                 // A conversation that does not fit is rejected before its messages are located.
                 let narrow = Counting { room: 100, ..Counting::new(template.as_ref(), tokenizer) };
                 let refused = empty.with_messages(&narrow, &spoken).map(|_| ()).unwrap_err();
-                assert_eq!(refused.code, "context_length_exceeded", "{name}");
+                assert!(matches!(refused, SessionError::TooLong { .. }), "{name}: {refused}");
                 assert_eq!((narrow.renders.get(), narrow.encoded_bytes.get()), (1, length), "{name}");
             }
         }

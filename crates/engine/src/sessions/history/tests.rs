@@ -159,15 +159,17 @@ fn a_stop_string_is_cut_out_of_a_token() {
 fn tokens_that_cannot_be_made_anew_stay() {
     struct Pairs(bool);
     impl HistoryTokenizer for Pairs {
+        type Error = SessionError;
+
         fn render(&self, _: &[Value], _: &Map<String, Value>, _: bool) -> Result<String, SessionError> {
             Ok(String::new())
         }
         fn encode_rendered(&self, _: &str, _: bool) -> Result<Ends, SessionError> {
-            Err(SessionError::internal("not asked"))
+            Err(SessionError::InsideMessage)
         }
         fn encode(&self, text: &str, _: bool) -> Result<Vec<u32>, SessionError> {
             match self.0 {
-                true => Err(SessionError::internal("no room")),
+                true => Err(SessionError::Halted),
                 false => Ok(text.bytes().map(u32::from).collect()),
             }
         }

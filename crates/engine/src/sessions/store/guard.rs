@@ -1,7 +1,8 @@
 //! The exclusive right to change one session: its operations, and the effect of deleting the session meanwhile.
-use super::{SessionId, SessionInfo, SessionStore, Timestamp};
+use super::{SessionInfo, SessionStore, Timestamp};
 use crate::sessions::SessionError;
 use crate::sessions::history::History;
+use crate::sessions::id::SessionId;
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::watch;

@@ -1,9 +1,10 @@
 //! The state behind the store's lock: all sessions of all owners, their quota usage and expiry.
 use super::guard::Busy;
 use super::prefills::PrefillsInProgress;
-use super::{SessionId, SessionInfo, Timestamp};
+use super::{SessionInfo, Timestamp};
 use crate::sessions::SessionLimits;
 use crate::sessions::history::History;
+use crate::sessions::id::SessionId;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -3,7 +3,7 @@
 //! A prompt is only compared with prompts of the same salt, and with most of them only in one block: another
 //! prompt is worth waiting for only if it has the same first block after the part that is already computed. So
 //! branches whose trunk is already computed differ in the first comparison.
-use super::SessionId;
+use crate::sessions::id::SessionId;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use tokio::sync::watch;

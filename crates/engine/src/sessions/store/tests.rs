@@ -136,7 +136,7 @@ fn the_store_and_a_list_of_vectors() {
                 assert_eq!(seen, expected, "{what}");
             }
             if let Some(reference) = references.last() {
-                let (_, history) = store.look(at, &owners[reference.owner], reference.id).unwrap();
+                let (_, history) = store.get(at, &owners[reference.owner], reference.id).unwrap();
                 assert_eq!(*history.tokens, reference.tokens, "{what}");
             }
         }
@@ -200,7 +200,7 @@ fn a_verb_does_not_look_at_all_sessions() {
     let mine = store.create(at(0), &me, text("a", &[1])).unwrap().id;
     for ms in 0..1000 {
         store.claim(at(ms * 30), &me, mine, false).unwrap();
-        store.look(at(ms * 30), &me, mine).unwrap();
+        store.get(at(ms * 30), &me, mine).unwrap();
     }
     assert_eq!(store.lock().n_checked, 0, "no session's time is over");
     for ms in 0..1000 {

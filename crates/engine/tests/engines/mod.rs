@@ -6,11 +6,10 @@ use kvist_device::{MemoryBudget, Registry, Storage};
 use kvist_engine::backends;
 use kvist_engine::executor::PagedConfig;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::sampler::SamplerConfig;
+use kvist_engine::serving::*;
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use kvist_scheduler::{Admission, Config};
-use kvist_server::*;
 use std::sync::{Arc, OnceLock};
 
 /// F32 weights and an F32 cache, so that generated text depends only on the prompt.
@@ -63,30 +62,12 @@ pub fn engine(config: EngineConfig) -> Engine {
 }
 
 pub fn greedy(prompt: &[u32], max_new: u32) -> Job {
-    Job {
-        prompt: prompt.into(),
-        max_new,
-        sampling: SamplerConfig::greedy(),
-        logit_bias: [].into(),
-        stop: Arc::default(),
-        ignore_eos: true,
-        logprobs: None,
-        prompt_logprobs: false,
-        constraint: None,
-        written: Vec::new(),
-        tenant: "".into(),
-        salt: "".into(),
-        priority: 0,
-        deadline: None,
-        explain: true,
-        pace: None,
-        name: Name::default(),
-    }
+    Job { ignore_eos: true, explain: true, ..Job::new(prompt, max_new) }
 }
 
 /// All events of a generation.
 #[derive(Debug, Default)]
-pub struct Heard {
+pub struct Received {
     /// Number of prompt tokens that were scored.
     pub prompt_scores: usize,
     pub tokens: Vec<u32>,
@@ -96,25 +77,25 @@ pub struct Heard {
     pub failure: Option<Failure>,
 }
 
-pub async fn hear(generation: &mut Generation) -> Heard {
-    let mut heard = Heard::default();
+pub async fn receive(generation: &mut GenerationHandle) -> Received {
+    let mut received = Received::default();
     while let Some(event) = generation.next().await {
         match event {
             Event::Admitted { cached_tokens, miss, .. } => {
-                assert!(heard.tokens.is_empty(), "a token before its admission");
-                assert!(heard.admitted.replace((cached_tokens, miss)).is_none(), "admitted twice");
+                assert!(received.tokens.is_empty(), "a token before its admission");
+                assert!(received.admitted.replace((cached_tokens, miss)).is_none(), "admitted twice");
             }
-            Event::Prompt(scores) => heard.prompt_scores += scores.len(),
+            Event::Prompt(scores) => received.prompt_scores += scores.len(),
             Event::Token(token) => {
-                heard.tokens.push(token.id);
-                heard.text += &token.text;
+                received.tokens.push(token.id);
+                received.text += &token.text;
             }
             Event::Done(done) => {
-                heard.text += &done.text;
-                assert!(heard.done.replace(done).is_none(), "done twice");
+                received.text += &done.text;
+                assert!(received.done.replace(done).is_none(), "done twice");
             }
-            Event::Failed(failure) => heard.failure = Some(failure),
+            Event::Failed(failure) => received.failure = Some(failure),
         }
     }
-    heard
+    received
 }

@@ -1,16 +1,16 @@
 //! Tests the engine thread without HTTP: generated text equals that of a single request, whatever else runs,
 //! and no cells stay in use at the end.
-mod common;
-use common::*;
+mod engines;
+use engines::*;
 use kvist_device::{Registry, Storage};
 use kvist_engine::backends;
 use kvist_engine::generate::{Limits, generate};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
+use kvist_engine::serving::*;
 use kvist_engine::session::ModelSession;
 use kvist_engine::text::Stops;
 use kvist_model::Model;
-use kvist_server::*;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -69,15 +69,15 @@ async fn the_same_text_in_any_company() {
         config.fit();
         let engine = engine(config);
         for round in 0..2 {
-            let mut generations: Vec<Generation> =
+            let mut generations: Vec<GenerationHandle> =
                 prompts.iter().map(|prompt| engine.submit(greedy(prompt, 60)).unwrap()).collect();
             for (i, generation) in generations.iter_mut().enumerate() {
-                let heard = hear(generation).await;
+                let heard = receive(generation).await;
                 let what = format!("prompt {i}, round {round}, {context} cells in blocks of {block_tokens}");
                 assert_eq!(heard.tokens, alone[i].0, "{what}");
                 assert_eq!(heard.text, alone[i].1, "{what}");
                 let done = heard.done.expect("it ended");
-                assert_eq!(done.finish, Finish::Length, "{what}");
+                assert_eq!(done.finish, FinishReason::Length, "{what}");
                 let usage = done.usage;
                 assert_eq!(usage.completion_tokens, 60);
                 assert_eq!(usage.prompt_tokens as usize, prompts[i].len());
@@ -113,10 +113,10 @@ async fn the_same_text_of_packed_numbers_when_asked() {
             config.fit();
             let engine = Engine::start(model.clone(), registry, config).unwrap();
             for round in 0..2 {
-                let mut generations: Vec<Generation> =
+                let mut generations: Vec<GenerationHandle> =
                     prompts.iter().map(|prompt| engine.submit(greedy(prompt, 60)).unwrap()).collect();
                 for (i, generation) in generations.iter_mut().enumerate() {
-                    let heard = hear(generation).await;
+                    let heard = receive(generation).await;
                     assert_eq!(heard.tokens, alone[i], "{kv}, {context} cells, round {round}, prompt {i}");
                 }
             }
@@ -136,7 +136,7 @@ async fn a_request_whose_client_left_holds_nothing() {
     nothing_is_held(&engine).await;
     // The next request gets prefix hits on the blocks it computed.
     let mut second = engine.submit(greedy(&all, 1)).unwrap();
-    let heard = hear(&mut second).await;
+    let heard = receive(&mut second).await;
     assert!(heard.admitted.unwrap().0 + 16 >= all.len() as u32);
     nothing_is_held(&engine).await;
 }
@@ -156,7 +156,7 @@ async fn queues_end_and_deadlines_pass() {
     let still = engine.clone();
     let (standing, stands) = tokio::sync::oneshot::channel();
     let held = tokio::spawn(async move {
-        let stand = move |_: &mut State| {
+        let stand = move |_: &mut EngineState| {
             let _ = standing.send(());
             released.recv().is_ok()
         };
@@ -170,15 +170,15 @@ async fn queues_end_and_deadlines_pass() {
     assert_eq!(engine.submit(greedy(&all, 5)).err(), Some(Rejected::Full { waiting: 2, is_shared: false }));
     drop(release);
     assert_eq!(held.await.unwrap(), Some(false));
-    let heard = hear(&mut late).await;
-    assert_eq!(heard.done.unwrap().finish, Finish::Deadline);
+    let heard = receive(&mut late).await;
+    assert_eq!(heard.done.unwrap().finish, FinishReason::Deadline);
     assert!(heard.admitted.is_none());
     drop(waiting);
     engine.drain();
     assert_eq!(engine.submit(greedy(&all, 5)).err(), Some(Rejected::Draining));
     engine.cancel_all();
-    let heard = hear(&mut running).await;
-    assert_eq!(heard.done.unwrap().finish, Finish::Cancelled);
+    let heard = receive(&mut running).await;
+    assert_eq!(heard.done.unwrap().finish, FinishReason::Cancelled);
     nothing_is_held(&engine).await;
 }
 
@@ -191,7 +191,7 @@ async fn a_pace_is_kept_until_somebody_has_none() {
     let slow = |max_new| Job { pace: Some(1), ..greedy(&all, max_new) };
     let begun = Instant::now();
     let mut watched = engine.submit(slow(3)).unwrap();
-    let heard = hear(&mut watched).await;
+    let heard = receive(&mut watched).await;
     assert_eq!(heard.tokens.len(), 3);
     let took = begun.elapsed();
     assert!(took >= Duration::from_secs(2), "two pauses of a second, and {took:?} in all");
@@ -199,8 +199,8 @@ async fn a_pace_is_kept_until_somebody_has_none() {
     let mut watched = engine.submit(slow(1000)).unwrap();
     assert!(matches!(watched.next().await, Some(Event::Admitted { .. })));
     let mut hurried = engine.submit(greedy(&all, 1000)).unwrap();
-    let (went_along, fast) = tokio::join!(hear(&mut watched), async {
-        let heard = hear(&mut hurried).await;
+    let (went_along, fast) = tokio::join!(receive(&mut watched), async {
+        let heard = receive(&mut hurried).await;
         // The rest of the slow job is paced again, so it is cancelled instead of awaited.
         engine.cancel_all();
         heard
@@ -210,7 +210,7 @@ async fn a_pace_is_kept_until_somebody_has_none() {
     // A deadline also ends a job during a pause.
     let deadline = Some(Instant::now() + Duration::from_millis(50));
     let mut late = engine.submit(Job { deadline, ..slow(3000) }).unwrap();
-    assert_eq!(hear(&mut late).await.done.unwrap().finish, Finish::Deadline);
+    assert_eq!(receive(&mut late).await.done.unwrap().finish, FinishReason::Deadline);
     nothing_is_held(&engine).await;
 }
 
@@ -218,7 +218,7 @@ async fn a_pace_is_kept_until_somebody_has_none() {
 async fn what_never_fits_is_said() {
     let engine = engine(config(64));
     let mut generation = engine.submit(greedy(&tokens(TEXT), 40)).unwrap();
-    let heard = hear(&mut generation).await;
+    let heard = receive(&mut generation).await;
     let Some(Failure::NeverFits { needed, capacity: 64 }) = heard.failure else { panic!("{heard:?}") };
     assert_eq!(needed, tokens(TEXT).len() as u64 + 40);
     nothing_is_held(&engine).await;
@@ -235,7 +235,7 @@ async fn a_token_that_the_model_does_not_know_fails_its_own_request() {
     assert!(matches!(running.next().await, Some(Event::Admitted { .. })));
     prompt.push(vocab + 3);
     let mut bad = engine.submit(greedy(&prompt, 40)).unwrap();
-    let heard = hear(&mut bad).await;
+    let heard = receive(&mut bad).await;
     assert_eq!(heard.failure, Some(Failure::UnknownToken { token: vocab + 3, vocab }));
     assert!(heard.admitted.is_none());
     let mut tokens = 0;
@@ -267,7 +267,7 @@ async fn a_grammar_that_fails_says_so() {
     }
     let engine = engine(config(1024));
     let job = Job { constraint: Some(Box::new(Fails(0))), ..greedy(&tokens(TEXT), 10) };
-    let heard = hear(&mut engine.submit(job).unwrap()).await;
+    let heard = receive(&mut engine.submit(job).unwrap()).await;
     assert_eq!((heard.tokens.len(), heard.failure), (3, Some(Failure::Grammar("too large".into()))));
     nothing_is_held(&engine).await;
 }
@@ -282,8 +282,8 @@ async fn a_stop_string_is_no_part_of_the_text() {
     let mut generation = engine
         .submit(Job { stop: Arc::new(Stops::new(std::slice::from_ref(&stop))), ..greedy(&prompt, 40) })
         .unwrap();
-    let heard = hear(&mut generation).await;
-    assert_eq!(heard.done.unwrap().finish, Finish::Stop(stop.clone()));
+    let heard = receive(&mut generation).await;
+    assert_eq!(heard.done.unwrap().finish, FinishReason::Stop(stop.clone()));
     assert_eq!(heard.text, text[..text.find(&stop).unwrap()]);
 }
 
@@ -315,7 +315,7 @@ async fn prompts_are_scored_once_however_often_they_are_computed() {
         prompt_logprobs: true,
         ..greedy(&all[..n], max_new)
     };
-    let scores = async |generation: &mut Generation| {
+    let scores = async |generation: &mut GenerationHandle| {
         let mut scores: Vec<LogProb> = Vec::new();
         let mut tokens = 0;
         while let Some(event) = generation.next().await {
@@ -340,7 +340,7 @@ async fn prompts_are_scored_once_however_often_they_are_computed() {
     let narrow = engine(config(176));
     // Different salts, so that the requests share no blocks and exceed the cache.
     let salted = |i: u32| Job { salt: i.to_string().into(), ..ask(60, 40) };
-    let mut running: Vec<Generation> = (0..4).map(|i| narrow.submit(salted(i)).unwrap()).collect();
+    let mut running: Vec<GenerationHandle> = (0..4).map(|i| narrow.submit(salted(i)).unwrap()).collect();
     for generation in &mut running {
         let (found, tokens) = scores(generation).await;
         assert_eq!(tokens, 40);
@@ -358,7 +358,7 @@ async fn a_client_that_does_not_read_is_cut_off() {
     let engine = engine(config(8192));
     let mut generation = engine.submit(greedy(&tokens(TEXT), 6000)).unwrap();
     tokio::time::timeout(PATIENCE, engine.idle()).await.expect("it was not ended");
-    let heard = hear(&mut generation).await;
+    let heard = receive(&mut generation).await;
     assert_eq!(heard.tokens.len(), 4096, "what waits is bounded");
     assert_eq!(heard.failure, Some(Failure::Unread(4096)), "{:?}", heard.done);
     nothing_is_held(&engine).await;
@@ -374,7 +374,7 @@ async fn an_engine_that_dies_is_known_to_be_dead() {
     assert_eq!(engine.inspect(|_| -> u32 { panic!("on purpose") }).await, None);
     tokio::time::timeout(PATIENCE, engine.ended()).await.expect("nobody heard");
     assert!(!engine.is_alive());
-    let heard = hear(&mut generation).await;
+    let heard = receive(&mut generation).await;
     assert!(heard.done.is_none() && heard.failure.is_none());
     tokio::time::timeout(PATIENCE, engine.idle()).await.expect("a dead engine is idle");
 }
@@ -383,8 +383,8 @@ async fn an_engine_that_dies_is_known_to_be_dead() {
 #[derive(Clone, Default)]
 struct FirstStep(Arc<std::sync::Mutex<Option<(Instant, Duration)>>>);
 
-impl Watch for FirstStep {
-    fn turn(&mut self, now_ns: u64, end_ns: u64, _: &mut State) {
+impl Watcher for FirstStep {
+    fn stepped(&mut self, now_ns: u64, end_ns: u64, _: &mut EngineState) {
         if end_ns > now_ns {
             self.0.lock().unwrap().get_or_insert((Instant::now(), Duration::from_nanos(end_ns - now_ns)));
         }
@@ -401,7 +401,7 @@ async fn a_request_is_admitted_when_its_first_step_begins() {
     let before = Instant::now();
     let mut generation = engine.submit(greedy(&tokens(TEXT), 1)).unwrap();
     let Some(Event::Admitted { at, .. }) = generation.next().await else { panic!("it was not admitted") };
-    hear(&mut generation).await;
+    receive(&mut generation).await;
     // Wait until the watchers of that turn have run.
     engine.inspect(|_| ()).await;
     let (ended, took) = first.0.lock().unwrap().unwrap();
@@ -413,14 +413,14 @@ async fn a_request_is_admitted_when_its_first_step_begins() {
 async fn a_repetition_penalty_looks_at_the_prompt() {
     let engine = engine(config(1024));
     let mut prompt = tokens(TEXT);
-    let next = hear(&mut engine.submit(greedy(&prompt, 1)).unwrap()).await.tokens[0];
+    let next = receive(&mut engine.submit(greedy(&prompt, 1)).unwrap()).await.tokens[0];
     prompt.insert(0, next);
-    let plain = hear(&mut engine.submit(greedy(&prompt, 1)).unwrap()).await.tokens[0];
+    let plain = receive(&mut engine.submit(greedy(&prompt, 1)).unwrap()).await.tokens[0];
     assert!(prompt.contains(&plain));
     let sampling =
         SamplerConfig { repetition_penalty: 100.0, repetition_window: usize::MAX, ..SamplerConfig::greedy() };
     let penalised = Job { sampling, ..greedy(&prompt, 3) };
-    let heard = hear(&mut engine.submit(penalised).unwrap()).await;
+    let heard = receive(&mut engine.submit(penalised).unwrap()).await;
     assert_eq!(heard.tokens.len(), 3);
     assert!(heard.tokens.iter().all(|token| !prompt.contains(token)), "{:?}", heard.tokens);
     assert!(heard.tokens[0] != heard.tokens[1] && heard.tokens[1] != heard.tokens[2], "{:?}", heard.tokens);

@@ -1,10 +1,10 @@
 //! Golden log: replaying an engine's event log without the engine gives the same decisions, byte for byte. The
 //! tokens and times come from the log; the cache is rebuilt from the configuration or from the log's header
 //! alone.
-mod common;
-use common::*;
+mod engines;
+use engines::*;
+use kvist_engine::serving::*;
 use kvist_scheduler::{Config, Preempted, PrefixOrder, replay};
-use kvist_server::*;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -16,8 +16,8 @@ const TEXT: &str = "Returns the number of elements in the vector, also referred 
 #[derive(Clone, Default)]
 struct Logs(Arc<Mutex<(String, String)>>);
 
-impl Watch for Logs {
-    fn turn(&mut self, _: u64, _: u64, state: &mut State) {
+impl Watcher for Logs {
+    fn stepped(&mut self, _: u64, _: u64, state: &mut EngineState) {
         let mut logs = self.0.lock().unwrap();
         logs.0 += &state.scheduler.events().take();
         logs.1 += &state.scheduler.decisions().take();
@@ -67,7 +67,7 @@ async fn load(engine: &Engine, all: &[u32]) {
     }
     // A request that is cancelled while it waits, and one that can never fit.
     drop(engine.submit(greedy(&all[..30], 5)).unwrap());
-    hear(&mut engine.submit(greedy(&all[..60], 1000)).unwrap()).await;
+    receive(&mut engine.submit(greedy(&all[..60], 1000)).unwrap()).await;
     while users.join_next().await.is_some() {}
     tokio::time::timeout(Duration::from_secs(600), engine.idle()).await.expect("somebody is still live");
 }

@@ -2,13 +2,13 @@
 //! masks equal the result of trying every token; hostile schemas end in an error soon.
 use kvist_cache::SeqId;
 use kvist_device::MemoryBudget;
+use kvist_engine::grammar::{Grammar, GrammarCompiler, ResponseFormat};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
+use kvist_engine::tools::{ToolChoice, ToolFormat, tools_from_json};
 use kvist_model::tokenizer::Tokenizer;
 use kvist_model::{LoadOptions, Model, ModelFile};
-use kvist_server::structured::{Grammar, GrammarCompiler, ResponseFormat};
-use kvist_server::tools::{ToolChoice, ToolFormat, tools_from_json};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -240,7 +240,7 @@ const SMALL: [&str; 64] = [
     "x", "v", "k", "i", "3", "4", "5", "9", "E", "Ã", "©", "red\"",
 ];
 
-fn allowed(constraint: &mut dyn kvist_server::Constraint, vocab: usize) -> Vec<bool> {
+fn allowed(constraint: &mut dyn kvist_engine::serving::Constraint, vocab: usize) -> Vec<bool> {
     let mut logits = vec![0.0; vocab];
     constraint.mask(&mut logits).unwrap();
     logits.iter().map(|l| l.is_finite()).collect()
