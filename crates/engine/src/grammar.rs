@@ -7,14 +7,13 @@
 //!
 //! Schemas come from untrusted clients. They are checked before llguidance sees them ([`Schema`] says what is refused).
 //! Their size is bounded, and llguidance's own limits bound the rest. A hostile schema gets an error, either when it is
-//! compiled or at the token where it grows too large. It costs at most [`MAX_SCHEMA_BYTES`]-worth of compiling, some
+//! compiled or at the token where it grows too large. It costs the compiling of 64 KiB at most, some
 //! milliseconds per token and some tens of MB. Compile on a thread that may block.
 mod disjoint;
 mod schema;
 
-pub use schema::{MAX_SCHEMA_BYTES, Schema};
-
-use schema::PROOF_STEPS;
+pub use schema::Schema;
+use schema::{MAX_SCHEMA_BYTES, PROOF_STEPS};
 
 use crate::Error;
 use crate::serving::Constraint;

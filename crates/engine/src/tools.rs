@@ -67,7 +67,7 @@ impl Tooling {
     }
 
     /// The tooling that fits a chat template. `None` if the template has an unknown tool format.
-    pub fn of_template(source: &str) -> Option<Self> {
+    pub(crate) fn of_template(source: &str) -> Option<Self> {
         match ToolFormat::of_template(source) {
             Some(format) => Some(Tooling { format, described_in_message: false }),
             // A template that mentions tools has a format of its own for them.
@@ -99,7 +99,7 @@ const PYTHON_END: &str = "<|python_end|>";
 impl ToolFormat {
     /// The format that a chat template describes; `None` if it does not support tools, or uses an unknown format.
     /// Harmony is also detected by the vocabulary: [`Model::harmony`](kvist_model::Model::harmony).
-    pub fn of_template(source: &str) -> Option<Self> {
+    pub(crate) fn of_template(source: &str) -> Option<Self> {
         let has = |text: &str| source.contains(text);
         // Several formats write XML inside the same tag: Qwen3-Coder, and others that are not supported.
         match has(TOOL_CALL) {
@@ -120,7 +120,7 @@ impl ToolFormat {
 
     /// Texts that mark calls. If the tokenizer has one as a control token, its name must be written out
     /// (`Tokenizer::stream_with`), or the parser never sees it.
-    pub fn markers(self) -> &'static [&'static str] {
+    pub(crate) fn markers(self) -> &'static [&'static str] {
         match self {
             ToolFormat::Llama3 => &[PYTHON_TAG],
             ToolFormat::Hermes | ToolFormat::Qwen3Coder => &[TOOL_CALL, TOOL_CALL_END],

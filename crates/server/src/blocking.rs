@@ -67,9 +67,9 @@ mod tests {
     fn work_that_is_not_wanted_any_more_is_not_begun() {
         let mut builder = tokio::runtime::Builder::new_current_thread();
         let runtime = builder.enable_all().max_blocking_threads(1).build().unwrap();
-        for leaves in [true, false] {
-            let begun = Arc::new(AtomicBool::new(false));
-            let flag = begun.clone();
+        for disconnects in [true, false] {
+            let has_begun = Arc::new(AtomicBool::new(false));
+            let flag = has_begun.clone();
             runtime.block_on(async {
                 let (go, wait) = std::sync::mpsc::channel::<()>();
                 let before = tokio::task::spawn_blocking(move || wait.recv().is_ok());
@@ -79,13 +79,13 @@ mod tests {
                 }));
                 let waits = std::future::poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx).is_pending()));
                 assert!(waits.await);
-                let kept = (!leaves).then_some(work); // or dropped, like its handler
+                let kept = (!disconnects).then_some(work); // or dropped, like its handler
                 go.send(()).unwrap();
                 assert!(before.await.unwrap());
                 tokio::task::spawn_blocking(|| ()).await.unwrap(); // runs after it, on the same thread
                 drop(kept);
             });
-            assert_eq!(begun.load(Ordering::Relaxed), !leaves);
+            assert_eq!(has_begun.load(Ordering::Relaxed), !disconnects);
         }
     }
 }

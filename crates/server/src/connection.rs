@@ -66,8 +66,8 @@ impl Watched {
     pub async fn linger(&self, most: usize) {
         let Shared { stream, connection } = &*self.0;
         connection.advance(None, Phase::Closing);
-        let said = stream.as_fd().try_clone_to_owned();
-        if said.and_then(|fd| std::net::TcpStream::from(fd).shutdown(Shutdown::Write)).is_err() {
+        let sending_side = stream.as_fd().try_clone_to_owned();
+        if sending_side.and_then(|fd| std::net::TcpStream::from(fd).shutdown(Shutdown::Write)).is_err() {
             return;
         }
         let rest = async {

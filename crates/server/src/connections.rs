@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// One of this many places is for connections that have not shown a key yet.
+/// One of this many slots is for connections that have not shown a key yet.
 const NEW_SHARE: usize = 8;
 
 /// A client that reads nothing of its answer for this long counts as awaited. Shorter stalls are normal on a network.
@@ -104,7 +104,7 @@ impl Connections {
         Some(ConnectionSlot { connections: self.clone(), number, connection })
     }
 
-    /// Close up to `n` awaited connections although there are places: the system has no more file descriptors. Returns
+    /// Close up to `n` awaited connections although there are slots: the system has no more file descriptors. Returns
     /// whether any was closed.
     pub fn make_room(&self, n: usize, now: Instant) -> bool {
         let mut open = self.open();
@@ -332,7 +332,7 @@ mod tests {
         // If the system has no more file descriptors, several are closed at once.
         assert!(test.connections.make_room(5, test.now));
         assert_eq!((test.gone(), test.connections.displaced()), (vec![1, 2, 3, 4], 4));
-        // Connections that end by themselves free their places.
+        // Connections that end by themselves free their slots.
         test.slots.clear();
         assert_eq!(test.connections.count(), (0, 0));
     }
@@ -417,6 +417,6 @@ mod tests {
         connection.advance(Some(Phase::Body), Phase::Answer);
         assert!(!quota.has_room("ann"));
         connection.advance(None, Phase::Idle);
-        assert!(quota.has_room("ann"), "a request that is over clear_stalled no quota_slot");
+        assert!(quota.has_room("ann"), "a request that is over takes no slot");
     }
 }

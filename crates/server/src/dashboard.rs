@@ -64,8 +64,8 @@ pub(crate) async fn live(
         let message = "the live view tells of all users, and is for admin keys";
         return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message));
     }
-    let heard = state.live.listen(&state.engine, state.model_name().to_owned()).await;
-    let (snapshot, lines) = heard.map_err(|why| match why {
+    let joined = state.live.listen(&state.engine, state.model_name().to_owned()).await;
+    let (snapshot, lines) = joined.map_err(|why| match why {
         ListenError::TooMany => {
             let message = format!("{MAX_LISTENERS} listen already: close another dashboard");
             ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_listeners", message).retry_after(5)

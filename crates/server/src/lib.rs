@@ -1,14 +1,13 @@
 //! An OpenAI-compatible HTTP server: one model, many users, one KV cache. Requests share cached prefixes if their salts
 //! are equal.
 //!
-//! One thread owns the scheduler, the cache and the weights, and runs one turn after the other ([`Engine`]). All other
-//! code talks to it through [`Job`]s and [`Event`]s. The server guarantees two things: a request whose client has
-//! disconnected holds no cache after the next step, and the server takes no memory beyond the plan that it printed at
-//! startup.
+//! The crate is HTTP around [`kvist_engine::serving`], which runs the model, and [`kvist_engine::sessions`]. It
+//! guarantees two things: a request whose client has disconnected holds no cache after the next step, and the server
+//! takes no memory beyond the plan that it printed at startup.
 //!
-//! [`ServerConfig`] is the configuration of a server, [`App`] the state that its handlers share, and [`serve`] the loop
-//! that accepts connections. The API is OpenAI's. A parameter that is not supported is refused by name, never ignored:
-//! request bodies are checked against the schemas that `/openapi.json` shows.
+//! [`ServerConfig`] is the configuration of a server, [`ServerState`] the state that its handlers share, and [`serve()`]
+//! the loop that accepts connections. The API is OpenAI's. A parameter that is not supported is refused by name, never
+//! ignored: request bodies are checked against the schemas that `/openapi.json` shows.
 #![forbid(unsafe_code)]
 
 mod accept;

@@ -1,7 +1,7 @@
 //! Live view of the engine: an event stream for dashboards, and a recording file.
 //!
-//! A listener first receives a [`Snapshot`], and then the lines of a recording, in batches of whole turns, at most ten
-//! a second. It joins between two turns, so the lines continue the snapshot exactly. The lines contain no tokens of
+//! A listener first receives a [`Snapshot`], and then the lines of a recording, in batches of whole steps, at most ten
+//! a second. It joins between two steps, so the lines continue the snapshot exactly. The lines contain no tokens of
 //! prompts or answers, and no salts. A file receives everything, prompts included, from before the first event, so it
 //! can be replayed.
 //!
@@ -51,12 +51,12 @@ struct Registry {
 #[derive(Default)]
 struct Names {
     of: BTreeMap<u64, JobName>,
-    /// Requests that have ended, but whose last turn has not been reported yet.
+    /// Requests that have ended, but whose last step has not been reported yet.
     ended: Vec<u64>,
 }
 
 impl Names {
-    /// Called after the turn has been reported.
+    /// Called after the step has been reported.
     fn forget_ended(&mut self) {
         for id in self.ended.drain(..) {
             self.of.remove(&id);
@@ -124,17 +124,17 @@ impl LiveView {
     pub async fn record(&self, engine: &Engine, file: File) -> bool {
         let live = self.clone();
         let Ok(file) = RecordFile::new(file) else { return false };
-        let begun = engine.inspect(move |state| {
+        let started = engine.inspect(move |state| {
             let mut registry = live.registry();
             registry.file = Some(file);
             registry.begin(state);
         });
-        begun.await.is_some()
+        started.await.is_some()
     }
 
-    /// Waits until all past turns are in the file. Returns false if there is no file, or the recording has ended early.
+    /// Waits until all past steps are in the file. Returns false if there is no file, or the recording has ended early.
     pub async fn recorded(&self, engine: &Engine) -> bool {
-        // Answered after the current turn. An engine that has ended has reported everything already.
+        // Answered after the current step. An engine that has ended has reported everything already.
         engine.inspect(|_| ()).await;
         let written = self.registry().file.as_ref().map(RecordFile::written);
         match written {
@@ -202,13 +202,13 @@ impl Watcher for LiveView {
 
     fn stepped(&mut self, now_ns: u64, end_ns: u64, state: &mut EngineState) {
         let mut registry = self.registry();
-        registry.turn(now_ns, end_ns, state);
+        registry.stepped(now_ns, end_ns, state);
         registry.names.forget_ended();
     }
 }
 
 impl Registry {
-    fn turn(&mut self, now_ns: u64, end_ns: u64, state: &mut EngineState) {
+    fn stepped(&mut self, now_ns: u64, end_ns: u64, state: &mut EngineState) {
         if self.recording.is_none() {
             return;
         }
@@ -221,7 +221,7 @@ impl Registry {
             return;
         }
         self.take(now_ns, end_ns, state);
-        // If the engine goes idle, send at once: the next turn may be far away.
+        // If the engine goes idle, send at once: the next step may be far away.
         let is_idle = state.scheduler.n_running() + state.scheduler.n_waiting() == 0;
         if is_idle || end_ns.saturating_sub(self.sent_ns) >= BATCH_NS {
             self.send(end_ns);
@@ -237,7 +237,7 @@ impl Registry {
         }
     }
 
-    /// Collect the events of the last turn.
+    /// Collect the events of the last step.
     fn take(&mut self, now_ns: u64, end_ns: u64, state: &mut EngineState) {
         let Registry { recording: Some(recording), file, listeners, batch, blocks, names, .. } = self else {
             return;
@@ -254,7 +254,7 @@ impl Registry {
                 _ => batch.push_str(lines),
             }
         });
-        if file.as_mut().is_some_and(|file| !file.end_turn()) {
+        if file.as_mut().is_some_and(|file| !file.end_step()) {
             *file = None;
         }
     }

@@ -3,7 +3,7 @@
 //!
 //! All renderings and tokenizations together take at most [`work_bytes`] plus [`RESERVE_BYTES`], because each reserves
 //! its upper bound before it begins. A request that waits for memory occupies no thread, and loses its place in line
-//! when it ends. A key name that has taken all of the common memory leaves the reserve to other names. WorkMemory that could
+//! when it ends. A key name that has taken all of the common memory leaves the reserve to other names. Work that could
 //! never fit is refused.
 //!
 //! The bound of a rendering or tokenization is known only on the blocking thread that is about to begin it. If there is
@@ -44,7 +44,7 @@ pub(crate) const THREADS: usize = 8;
 
 /// Upper bound of the memory that all requests of a server take besides the model, in bytes, for a model of this
 /// context length. It covers bodies and their documents, renderings, tokenizations, and the text that each thread may
-/// hold besides. Prompts of prepared requests then occupy the queue, and later the batch. The sizes of lanes,
+/// hold besides. Prompts of prepared requests then occupy the queue, and later the batch. The sizes of pools,
 /// semaphores, queue and batch enforce the bound.
 pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
     let most = config.limits.max_body_bytes;
@@ -67,6 +67,7 @@ fn units(bytes: usize) -> usize {
     bytes.div_ceil(UNIT)
 }
 
+/// Memory for rendering and tokenizing, shared by all requests.
 pub(crate) struct WorkMemory {
     /// Memory for all names. A request first waits in the line of its own name, so the requests of one name together
     /// never ask for more than exists, and the names take turns.
@@ -96,7 +97,7 @@ impl Drop for WorkPermit {
 /// Memory reserved for one piece of work on this thread. Dropping it frees it.
 pub(crate) struct ReservedMemory {
     /// `None` if the memory was lent by the run.
-    _room: Option<WorkPermit>,
+    _permit: Option<WorkPermit>,
     lent: usize,
     /// Not `Send`: lent memory returns to the run of the thread that took it.
     _here: PhantomData<*const ()>,
@@ -129,7 +130,7 @@ enum Attempt<T, W> {
     Again(usize, W),
 }
 
-/// WorkMemory that may start over, and the permit for its document. The fields drop in this order.
+/// Work that may start over, and the permit for its document. The fields drop in this order.
 struct Restartable<F> {
     work: F,
     _document: Option<Permit>,
@@ -156,7 +157,7 @@ impl WorkMemory {
         self.units * UNIT
     }
 
-    fn common(&self, name: &str, units: usize, permit: Permit) -> WorkPermit {
+    fn common_permit(&self, name: &str, units: usize, permit: Permit) -> WorkPermit {
         let of = self.held.get(name).map(|held| (held.clone(), units));
         if let Some((held, units)) = &of {
             held.send_modify(|held| *held += units);
@@ -173,7 +174,7 @@ impl WorkMemory {
     fn try_permit(&self, name: &str, bytes: usize) -> Option<WorkPermit> {
         let units = units(bytes);
         if let Some(permit) = self.common.try_take(name, units) {
-            return Some(self.common(name, units, permit));
+            return Some(self.common_permit(name, units, permit));
         }
         let permit = self.may_use_reserve(name, units).then(|| self.reserve.try_take(name, units)).flatten();
         permit.map(|permit| WorkPermit { _permit: permit, of: None })
@@ -182,7 +183,7 @@ impl WorkMemory {
     /// Wait for memory, oldest request first. `None` if that much can never be granted.
     pub async fn permit(&self, name: &str, bytes: usize) -> Option<WorkPermit> {
         let units = units(bytes);
-        let common = async { Some(self.common(name, units, self.common.take(name, units).await?)) };
+        let common = async { Some(self.common_permit(name, units, self.common.take(name, units).await?)) };
         if units * UNIT > RESERVE_BYTES {
             return common.await;
         }
@@ -221,10 +222,10 @@ impl WorkMemory {
             let run = run.as_mut().ok_or_else(ApiError::not_ready_in_time)?;
             if bytes <= run.left {
                 run.left -= bytes;
-                return Ok(ReservedMemory { _room: None, lent: bytes, _here: PhantomData });
+                return Ok(ReservedMemory { _permit: None, lent: bytes, _here: PhantomData });
             }
             match self.try_permit(&run.name, bytes) {
-                Some(permit) => Ok(ReservedMemory { _room: Some(permit), lent: 0, _here: PhantomData }),
+                Some(permit) => Ok(ReservedMemory { _permit: Some(permit), lent: 0, _here: PhantomData }),
                 None => {
                     run.wants = Some(bytes);
                     // Some callers treat an error as a result and would continue, so cancel the run.

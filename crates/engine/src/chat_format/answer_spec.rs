@@ -59,7 +59,7 @@ impl AnswerSpec {
             return Err(unsupported("response_format", message));
         }
         let grammar = choice.grammar(tooling.format, &tools, parallel)?;
-        let tools = tooling.format.held(described)?.into();
+        let tools = tooling.format.tools_for_parsing(described)?.into();
         Ok(AnswerSpec {
             format: Some(AnswerFormat { format: tooling.format, tools, parallel, calls: true }),
             requires_call: grammar.is_some(),

@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use std::cell::Cell;
 
 /// Maximum size of one schema as compact JSON, in bytes.
-pub const MAX_SCHEMA_BYTES: usize = 64 << 10;
+pub(super) const MAX_SCHEMA_BYTES: usize = 64 << 10;
 /// Maximum nesting of objects and lists.
 const MAX_DEPTH: usize = 64;
 /// Whitespace allowed between two JSON tokens of an answer: a space, or a line break with an indentation of up

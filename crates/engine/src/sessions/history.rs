@@ -124,7 +124,7 @@ impl History {
     }
 
     /// The text of the last message, if it is an open answer.
-    pub fn open_text(&self) -> Option<&str> {
+    pub(crate) fn open_text(&self) -> Option<&str> {
         let rendered = self.rendered.as_ref().filter(|rendered| rendered.tail.is_none())?;
         let (content, _) = rendered.open()?;
         rendered.text.get(content.byte..)
@@ -132,7 +132,7 @@ impl History {
 
     /// Sets how the last message, an answer with the text `raw`, is reported. If its tokens do not decode to
     /// `raw` (tool call marks are control tokens), `shown` also replaces the message that the template renders.
-    pub fn show_last(&mut self, tokenizer: &impl HistoryTokenizer, raw: &str, shown: Value) {
+    pub(crate) fn show_last(&mut self, tokenizer: &impl HistoryTokenizer, raw: &str, shown: Value) {
         let Some(message) =
             self.rendered.as_mut().and_then(|rendered| Arc::make_mut(rendered).messages.last_mut())
         else {
@@ -146,7 +146,7 @@ impl History {
     }
 
     /// Marks everything that follows as not part of a message.
-    pub fn with_tail(&self) -> Self {
+    pub(crate) fn with_tail(&self) -> Self {
         let mut history = self.clone();
         if let Some(rendered) = &mut history.rendered {
             Arc::make_mut(rendered).tail.get_or_insert(self.tokens.len());
@@ -193,7 +193,7 @@ impl History {
     /// Closes the answer that begins at token `from`. `text`, if given, is the part of its text to keep (a stop
     /// string is not part of it). `end` says that the last token is the model's end token, which is removed
     /// because the template writes it itself.
-    pub fn end_answer<T: HistoryTokenizer>(
+    pub(crate) fn end_answer<T: HistoryTokenizer>(
         &mut self,
         tokenizer: &T,
         from: usize,

@@ -98,7 +98,7 @@ impl ToolFormat {
     /// Reduces the tools of a request to what is needed to parse calls. The result is kept as long as the
     /// request waits and runs, so it must be small: only Qwen3-Coder's format needs anything, namely the types
     /// of parameters that are not strings.
-    pub fn held(self, tools: &[Value]) -> Result<Vec<Tool>, InvalidParameter> {
+    pub(crate) fn tools_for_parsing(self, tools: &[Value]) -> Result<Vec<Tool>, InvalidParameter> {
         if self != ToolFormat::Qwen3Coder {
             return Ok(Vec::new());
         }
@@ -156,7 +156,7 @@ mod tests {
         }))];
         let whole = tools_from_json(&described).unwrap();
         let format = ToolFormat::Qwen3Coder;
-        let held = format.held(&described).unwrap();
+        let held = format.tools_for_parsing(&described).unwrap();
         let names = described[0]["function"]["parameters"]["properties"].as_object().unwrap();
         for key in names.keys().map(String::as_str).chain(["unknown"]) {
             for value in ["3", "2.5", "null", "true", "{\"a\": 1}", "[1]", "text"] {
@@ -169,8 +169,8 @@ mod tests {
             }
         }
         let heavy = [tool(json!({"properties": {}, "x": vec![json!([]); 100_000]}))];
-        assert_eq!(format.held(&heavy), format.held(&[tool(json!({"properties": {}}))]));
-        assert_eq!(ToolFormat::Hermes.held(&described).unwrap().len(), 0);
+        assert_eq!(format.tools_for_parsing(&heavy), format.tools_for_parsing(&[tool(json!({"properties": {}}))]));
+        assert_eq!(ToolFormat::Hermes.tools_for_parsing(&described).unwrap().len(), 0);
     }
 
     #[test]
@@ -178,11 +178,11 @@ mod tests {
         let many = vec![json!({"$ref": "#/$defs/a"}); 100];
         let endless =
             tool(json!({"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"anyOf": many}}}));
-        assert_eq!(ToolFormat::Qwen3Coder.held(&[endless]).unwrap().len(), 1);
+        assert_eq!(ToolFormat::Qwen3Coder.tools_for_parsing(&[endless]).unwrap().len(), 1);
         let typed = |n: usize| -> Map<String, Value> {
             (0..n).map(|n| (format!("p{n}"), json!({"type": "integer"}))).collect()
         };
-        let read = |n| ToolFormat::Qwen3Coder.held(&[tool(json!({"properties": typed(n)}))]);
+        let read = |n| ToolFormat::Qwen3Coder.tools_for_parsing(&[tool(json!({"properties": typed(n)}))]);
         assert!(read(MAX_TYPED).is_ok());
         assert_eq!(read(MAX_TYPED + 1).unwrap_err().param, "tools");
     }

@@ -167,8 +167,8 @@ impl Default for HttpSection {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LimitsSection {
-    /// Largest number of requests that wait for the batch. Further requests get a 429. Half of the places are divided
-    /// evenly among key names, the other half goes to the first that asks. There is at least one place for each name.
+    /// Largest number of requests that wait for the batch. Further requests get a 429. Half of the slots are divided
+    /// evenly among key names, the other half goes to the first that asks. There is at least one slot for each name.
     pub max_queue: usize,
     /// Largest number of connections. A further one replaces a connection on whose client the server waits. If there is
     /// none, it gets a 503, except for health checks.

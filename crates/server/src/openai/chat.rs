@@ -108,7 +108,7 @@ pub(crate) fn render(state: &ServerState, conversation: &Conversation) -> Result
 /// State of one answer.
 struct ChatAnswer {
     /// The chunk that names the role was sent.
-    begun: bool,
+    has_role: bool,
     calls: usize,
     /// `None`: the answer is plain text.
     parser: Option<AnswerParser>,
@@ -151,7 +151,7 @@ impl ChatWriter {
         parsers: impl Iterator<Item = Option<AnswerParser>>,
         logprobs: bool,
     ) -> Self {
-        let answers = parsers.map(|parser| ChatAnswer { begun: false, calls: 0, parser }).collect();
+        let answers = parsers.map(|parser| ChatAnswer { has_role: false, calls: 0, parser }).collect();
         let scorer = logprobs.then(|| Scorer::chat(state));
         ChatWriter { state: state.clone(), id, created: state.now(), answers, scorer }
     }
@@ -163,7 +163,7 @@ impl ChatWriter {
     /// Add the chunk that names the role, once, and then the content.
     fn write(&mut self, index: usize, deltas: Vec<ToolDelta>, mut scores: Value, choices: &mut Vec<Value>) {
         let answer = &mut self.answers[index];
-        if !std::mem::replace(&mut answer.begun, true) {
+        if !std::mem::replace(&mut answer.has_role, true) {
             let delta = json!({"role": "assistant", "content": ""});
             choices.push(Self::choice(index, delta, Value::Null, None));
         }

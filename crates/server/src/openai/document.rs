@@ -275,11 +275,11 @@ mod tests {
                 assert!(part.len() < PART_BYTES + 2 * TEXT_BYTES, "{}", part.len());
                 all.extend(part);
             }
-            let told: Value = serde_json::from_slice(&all).unwrap();
-            assert_eq!(told["usage"], 1);
+            let document_read: Value = serde_json::from_slice(&all).unwrap();
+            assert_eq!(document_read["usage"], 1);
             for index in 0..4 {
                 let expected = json!({"index": index, "text": format!("{prompt} end"), "logprobs": null, "finish_reason": "stop"});
-                assert!(told["choices"][index] == expected, "{index}, scored: {scored}");
+                assert!(document_read["choices"][index] == expected, "{index}, scored: {scored}");
             }
         }
     }

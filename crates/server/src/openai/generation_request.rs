@@ -25,10 +25,10 @@ pub(crate) struct GenerationRequest {
     pub prompts: Vec<Arc<[u32]>>,
     /// Number of answers to each prompt.
     pub n: u32,
-    /// Largest number of tokens per answer. Less if prompt and answer would exceed `room`.
+    /// Largest number of tokens per answer. Less if prompt and answer would exceed `max_total`.
     pub max_new: u32,
     /// Largest number of tokens of prompt and answer together.
-    pub room: u32,
+    pub max_total: u32,
     pub sampling: SamplerConfig,
     pub logit_bias: Arc<[(u32, f32)]>,
     pub stop: Vec<String>,
@@ -92,7 +92,7 @@ impl GenerationRequest {
             prompts: Vec::new(),
             n: common.n.unwrap_or(1),
             max_new: 0,
-            room: state.bounds.max_tokens,
+            max_total: state.bounds.max_tokens,
             sampling: sampling(common, &state.bounds.sampling),
             logit_bias: logit_bias.into(),
             stop: match common.stop.clone() {
@@ -195,7 +195,7 @@ impl GenerationRequest {
         Job {
             prompt: self.prompts[prompt].clone(),
             // An answer ends when the context is full.
-            max_new: self.max_new.min(self.room - self.prompts[prompt].len() as u32),
+            max_new: self.max_new.min(self.max_total - self.prompts[prompt].len() as u32),
             sampling,
             logit_bias: self.logit_bias.clone(),
             stop: self.stops.clone(),

@@ -45,8 +45,8 @@ pub(crate) fn items(tokens: impl AsRef<Vec<u32>>) -> impl Iterator<Item = String
     let count = tokens.as_ref().len();
     let part = move |at: usize| {
         let mut part = String::new();
-        for (place, token) in (at..).zip(tokens.as_ref()[at..].iter().take(PART_TOKENS)) {
-            if place > 0 {
+        for (index, token) in (at..).zip(tokens.as_ref()[at..].iter().take(PART_TOKENS)) {
+            if index > 0 {
                 part.push(',');
             }
             part += &token.to_string();
@@ -132,7 +132,7 @@ mod tests {
     /// Regression: a slow reader kept memory that other requests waited for.
     #[tokio::test]
     async fn what_a_body_holds_is_given_back_unread() {
-        let lane = BytePool::new(8, 8, &[]);
+        let pool = BytePool::new(8, 8, &[]);
         let lend = |permit| {
             let parts = std::iter::from_fn(move || {
                 let _held = &permit;
@@ -141,16 +141,16 @@ mod tests {
             Body::from_stream(futures_util::stream::iter(parts))
         };
         let now = Instant::now();
-        let body = until(now, lend(lane.take("a", 8).await.unwrap()));
+        let body = until(now, lend(pool.take("a", 8).await.unwrap()));
         // The body is not polled, and its memory is free again.
-        let permit = lane.take("b", 8).await.unwrap();
+        let permit = pool.take("b", 8).await.unwrap();
         assert!(body.into_data_stream().next().await.unwrap().is_err());
         let mut body = until(now + Duration::from_secs(3600), lend(permit)).into_data_stream();
         assert_eq!(body.next().await.unwrap().unwrap(), "part");
-        assert!(lane.try_take("c", 1).is_none());
+        assert!(pool.try_take("c", 1).is_none());
         drop(body);
         // The task that would have ended it drops it too.
-        assert!(lane.take("c", 8).await.is_some());
+        assert!(pool.take("c", 8).await.is_some());
         // A reader that is waiting for more is woken at the end.
         let silent = Body::from_stream(futures_util::stream::pending::<Result<&str, Infallible>>());
         let mut body = until(Instant::now(), silent).into_data_stream();

@@ -326,7 +326,7 @@ pub(crate) fn message(template: bool) -> Value {
             },
         },
     });
-    let mut said = role(
+    let mut assistant = role(
         "what the assistant said",
         json!(["assistant"]),
         json!({
@@ -339,22 +339,21 @@ pub(crate) fn message(template: bool) -> Value {
         }),
         &["role"],
     );
-    said[schema::REFUSED] = json!({
+    assistant[schema::REFUSED] = json!({
         "audio": "answers are text",
         "function_call": "it is OpenAI's old name: use `tool_calls`",
     });
-    let asked =
-        role("what is asked", json!(["system", "developer", "user"]), json!({}), &["role", "content"]);
+    let user = role("what is asked", json!(["system", "developer", "user"]), json!({}), &["role", "content"]);
     if !template {
-        said[schema::REFUSED]["tool_calls"] = NO_TEMPLATE.into();
-        if let Some(fields) = said["properties"].as_object_mut() {
+        assistant[schema::REFUSED]["tool_calls"] = NO_TEMPLATE.into();
+        if let Some(fields) = assistant["properties"].as_object_mut() {
             fields.shift_remove("tool_calls");
         }
-        return json!({"anyOf": [asked, said]});
+        return json!({"anyOf": [user, assistant]});
     }
     json!({"anyOf": [
-        asked,
-        said,
+        user,
+        assistant,
         role("what a tool answered", json!(["tool"]), json!({"tool_call_id": {"type": "string"}}),
             &["role", "content", "tool_call_id"]),
     ]})

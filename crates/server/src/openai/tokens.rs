@@ -118,20 +118,20 @@ pub(crate) fn refuse_long(state: &ServerState, text: &str, param: &str) -> Resul
     let most = state.bounds.max_tokens;
     // Most texts are shorter and do not need the token table.
     let long = text.len() > most as usize;
-    let room = long
+    let max_bytes = long
         .then(|| state.longest_token())
         .flatten()
         .map_or(usize::MAX, |longest| longest.saturating_mul(most as usize));
-    if text.len() > room {
+    if text.len() > max_bytes {
         let bytes: usize = text.split_whitespace().map(str::len).sum();
-        if bytes > room {
+        if bytes > max_bytes {
             let message = format!(
                 "the prompt has {bytes} bytes besides white space, more than {most} tokens can be; prompt and answer \
                  together have room for {most} tokens"
             );
             return Err(ApiError::too_long(param, message));
         }
-        if text.len() > room.saturating_add(SPARE_WHITE_SPACE) {
+        if text.len() > max_bytes.saturating_add(SPARE_WHITE_SPACE) {
             let message = format!(
                 "the prompt has {} bytes, {bytes} of them besides white space, more than {most} tokens can be; prompt and \
                  answer together have room for {most} tokens",

@@ -44,8 +44,8 @@ fn grown(state: &ServerState, history: &History, content: Content) -> Result<His
     let first = history.tokens.is_empty() && !history.has_messages();
     let (grown, param) = match content {
         Content { messages: Some(messages), .. } => {
-            let begun = History::of_messages(Map::new());
-            let before = if first && !history.has_messages() { &begun } else { history };
+            let no_messages = History::of_messages(Map::new());
+            let before = if first && !history.has_messages() { &no_messages } else { history };
             (before.with_messages(state, &messages)?, "messages")
         }
         Content { text: Some(text), .. } => (history.with_text(state, &text)?, "text"),

@@ -1,7 +1,7 @@
 //! Finds the byte at which each message of a rendered conversation begins.
 //!
 //! A message begins where the rendering of the messages before it ends, if that rendering is a prefix of the
-//! whole text. Rendering every prefix takes quadratic time, so for more than [`MAX_ASKED`] messages only some
+//! whole text. Rendering every prefix takes quadratic time, so for more than [`MAX_PREFIXES`] messages only some
 //! prefixes are rendered. Instead, the conversation is rendered once with a mark inside every message, which
 //! shows where the contents end. Pairs of adjacent messages are grouped by shape (roles and field names). For
 //! each group, the text that the template writes after a content is learned from the first and the last pair,
@@ -10,14 +10,14 @@
 //! not reproduce the marks, the other messages of the group have no known position. Messages whose content is
 //! not shown, or only partly, are rendered individually while the limit permits.
 //!
-//! This takes at most [`MAX_ASKED`] + 1 renderings for any number of messages.
+//! This takes at most [`MAX_PREFIXES`] + 1 renderings for any number of messages.
 use super::HistoryTokenizer;
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 /// Maximum number of prefixes to render.
-pub(super) const MAX_ASKED: usize = 16;
+pub(super) const MAX_PREFIXES: usize = 16;
 
 /// Characters of a private use area; one mark per message.
 const MARKS: Range<u32> = 0xF0000..0xFFFFE;
@@ -39,12 +39,12 @@ pub(super) struct BoundaryFinder<'a, T> {
 }
 
 impl<T: HistoryTokenizer> BoundaryFinder<'_, T> {
-    /// The bytes at which the `wanted` messages begin, in order; `None` if unknown. The index after the last
+    /// The bytes at which the messages with these `indices` begin, in order; `None` if unknown. The index after the last
     /// message stands for the answer. No message begins before byte `from`.
-    pub fn begins(&self, wanted: Range<usize>, from: usize) -> Vec<Option<usize>> {
-        let mut found = match wanted.len() <= MAX_ASKED {
-            true => wanted.map(|at| self.ask(at)).collect(),
-            false => self.learn(wanted),
+    pub fn begins(&self, indices: Range<usize>, from: usize) -> Vec<Option<usize>> {
+        let mut found = match indices.len() <= MAX_PREFIXES {
+            true => indices.map(|at| self.by_prefix(at)).collect(),
+            false => self.by_shape(indices),
         };
         // Drop positions that are not in order.
         let mut last = from;
@@ -55,7 +55,7 @@ impl<T: HistoryTokenizer> BoundaryFinder<'_, T> {
         found
     }
 
-    fn ask(&self, at: usize) -> Option<usize> {
+    fn by_prefix(&self, at: usize) -> Option<usize> {
         if at == 0 {
             return Some(0);
         }
@@ -63,21 +63,21 @@ impl<T: HistoryTokenizer> BoundaryFinder<'_, T> {
         self.text.starts_with(&before).then_some(before.len())
     }
 
-    fn learn(&self, wanted: Range<usize>) -> Vec<Option<usize>> {
-        let mut found = vec![None; wanted.len()];
-        let ends = self.ends(wanted.start.saturating_sub(1)).unwrap_or_default();
+    fn by_shape(&self, indices: Range<usize>) -> Vec<Option<usize>> {
+        let mut found = vec![None; indices.len()];
+        let ends = self.ends(indices.start.saturating_sub(1)).unwrap_or_default();
         let ends = |at: usize| at.checked_sub(1).and_then(|before| *ends.get(before)?);
         // Groups in order of first appearance.
         let mut kinds: Vec<Vec<usize>> = Vec::new();
         let mut known: BTreeMap<(String, Option<String>), usize> = BTreeMap::new();
-        let mut alone = Vec::new();
-        for at in wanted.clone() {
+        let mut single = Vec::new();
+        for at in indices.clone() {
             if at == 0 {
                 found[0] = Some(0);
                 continue;
             }
             if ends(at).is_none() {
-                alone.push(at);
+                single.push(at);
                 continue;
             }
             let kind = (shape(&self.bodies[at - 1]), self.bodies.get(at).map(shape));
@@ -87,39 +87,39 @@ impl<T: HistoryTokenizer> BoundaryFinder<'_, T> {
             }
             kinds[kind].push(at);
         }
-        let mut left = MAX_ASKED;
+        let mut prefixes_left = MAX_PREFIXES;
         for places in kinds {
             let has_blanks = |at: &&usize| ends(**at).is_some_and(|[bare, kept]| bare != kept);
             let blank = places.iter().find(has_blanks);
             let bare = places.iter().find(|at| !has_blanks(at));
-            let asked = places.first().into_iter().chain(places.last()).chain(blank).chain(bare);
-            let asked: BTreeSet<usize> = asked.copied().collect();
-            if left < asked.len() {
+            let samples = places.first().into_iter().chain(places.last()).chain(blank).chain(bare);
+            let samples: BTreeSet<usize> = samples.copied().collect();
+            if prefixes_left < samples.len() {
                 continue;
             }
-            left -= asked.len();
-            for at in &asked {
-                found[at - wanted.start] = self.ask(*at);
+            prefixes_left -= samples.len();
+            for at in &samples {
+                found[at - indices.start] = self.by_prefix(*at);
             }
             // The text between the end of the content and the next message, if it is the same for all samples.
-            // `way` selects [`BARE`] or [`KEPT`].
-            let closing = |way: usize| {
-                let behind = |at: &usize| self.text.get(ends(*at)?[way]..found[at - wanted.start]?);
-                let mut all = asked.iter().map(behind);
+            // `end_kind` selects [`BARE`] or [`KEPT`].
+            let closing = |end_kind: usize| {
+                let behind = |at: &usize| self.text.get(ends(*at)?[end_kind]..found[at - indices.start]?);
+                let mut all = samples.iter().map(behind);
                 let first = all.next()??;
-                all.all(|other| other == Some(first)).then_some((way, first))
+                all.all(|other| other == Some(first)).then_some((end_kind, first))
             };
-            let Some((way, closing)) = closing(KEPT).or_else(|| closing(BARE)) else { continue };
+            let Some((end_kind, closing)) = closing(KEPT).or_else(|| closing(BARE)) else { continue };
             for at in places {
-                let end = ends(at).map(|ends| ends[way]).filter(|_| !asked.contains(&at));
+                let end = ends(at).map(|ends| ends[end_kind]).filter(|_| !samples.contains(&at));
                 let fits = end.filter(|end| self.text[*end..].starts_with(closing));
                 if let Some(end) = fits {
-                    found[at - wanted.start] = Some(end + closing.len());
+                    found[at - indices.start] = Some(end + closing.len());
                 }
             }
         }
-        for at in alone.into_iter().take(left) {
-            found[at - wanted.start] = self.ask(at);
+        for at in single.into_iter().take(prefixes_left) {
+            found[at - indices.start] = self.by_prefix(at);
         }
         found
     }

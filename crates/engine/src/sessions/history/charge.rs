@@ -10,7 +10,7 @@ impl History {
     /// The charge of a session with this history: its number of tokens, or a sixteenth of the bytes stored
     /// besides the tokens, whichever is larger; at least [`MIN_CHARGE`]. Bytes that clones share are charged to
     /// each clone, because any of them may be the last owner.
-    pub fn charge(&self) -> u64 {
+    pub(crate) fn charge(&self) -> u64 {
         let bytes = self.rendered.as_ref().map_or(0, |rendered| rendered.bytes);
         (self.tokens.len() as u64).max(bytes as u64 / 16).max(MIN_CHARGE)
     }

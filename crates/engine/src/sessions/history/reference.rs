@@ -230,7 +230,7 @@ fn places_and_the_naive_way_to_find_them() {
                 text: &text,
             };
             let found = finder.begins(0..expected.len(), 0);
-            if expected.len() <= boundaries::MAX_ASKED {
+            if expected.len() <= boundaries::MAX_PREFIXES {
                 assert_eq!(found, expected, "{what}");
             }
             // Alternating roles with non-empty contents. With three roles there are more kinds of pairs than
@@ -293,7 +293,7 @@ fn placing_takes_time_by_the_length() {
                 let length = there.text.len();
                 assert_eq!(counting.encoded_bytes.get(), length, "{name}: each byte is tokenized once");
                 let (renders, bytes) = (counting.renders.get(), counting.rendered_bytes.get());
-                assert!(renders <= boundaries::MAX_ASKED + 2, "{name}: {renders} renderings of {n} messages");
+                assert!(renders <= boundaries::MAX_PREFIXES + 2, "{name}: {renders} renderings of {n} messages");
                 assert!(bytes <= renders * (length + 5 * n), "{name}: {bytes} bytes of {length}");
                 let placed = there.messages.iter().filter(|m| m.begins.is_some()).count();
                 assert_eq!(placed, n, "{name}: all have their place");

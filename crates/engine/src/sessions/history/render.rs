@@ -79,7 +79,7 @@ impl History {
     }
 
     /// Appends the beginning of the assistant's next answer as an open message.
-    pub fn with_answer<T: HistoryTokenizer>(&self, tokenizer: &T) -> Result<Self, T::Error> {
+    pub(crate) fn with_answer<T: HistoryTokenizer>(&self, tokenizer: &T) -> Result<Self, T::Error> {
         self.rendered(tokenizer, &[], true)
     }
 
@@ -129,10 +129,10 @@ impl History {
         check_length(tokenizer, base + added.tokens.len(), param)?;
         tokens.extend(&added.tokens);
         // The messages without a known position, and the answer after them.
-        let wanted = known..bodies.len() + usize::from(answer);
+        let indices = known..bodies.len() + usize::from(answer);
         let finder =
             BoundaryFinder { tokenizer, bodies: &bodies, kwargs: &rendered.kwargs, answer, text: &full };
-        let bytes = finder.begins(wanted, before);
+        let bytes = finder.begins(indices, before);
         // Renderings that were cancelled return no positions.
         halt::check().map_err(|_| SessionError::Halted)?;
         // If a token spans a boundary, the boundary is placed before that token.

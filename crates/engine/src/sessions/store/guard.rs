@@ -50,7 +50,7 @@ impl SessionGuard {
     }
 
     /// The session's current history; empty if the session was deleted.
-    pub fn now(&self) -> History {
+    pub(crate) fn now(&self) -> History {
         let mut inner = self.store.lock();
         inner.claimed(self.id, self.number).map(|session| session.history.clone()).unwrap_or_default()
     }
@@ -76,7 +76,7 @@ impl SessionGuard {
 
     /// Appends a generated token. With the first token, `prompt` (the prompt, now computed) becomes the
     /// session's history. Fails if the session was deleted or its owner's quota is exceeded.
-    pub fn push(&mut self, prompt: Option<History>, token: u32) -> Result<(), SessionError> {
+    pub(crate) fn push(&mut self, prompt: Option<History>, token: u32) -> Result<(), SessionError> {
         let mut inner = self.store.lock();
         let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
         let before = session.history.charge();
@@ -101,7 +101,7 @@ impl SessionGuard {
 
     /// Ends the generation. `last` finalizes the history. It may take long, so it runs without the store's
     /// lock; the claim keeps other requests from changing the history meanwhile.
-    pub fn end(&mut self, now: Instant, last: impl FnOnce(&mut History)) {
+    pub(crate) fn end(&mut self, now: Instant, last: impl FnOnce(&mut History)) {
         let there = self.store.lock().claimed(self.id, self.number).map(|session| session.history.clone());
         let Some(mut history) = there else { return };
         last(&mut history);
@@ -123,7 +123,7 @@ impl SessionGuard {
     ///
     /// This way, when many branches of a new trunk start at the same time, one computes the trunk and the
     /// others get prefix hits. Each wait is for a longer prefix than the last one, so waiting terminates.
-    pub fn announce(&self, prompt: &Arc<[u32]>) -> Result<Option<watch::Receiver<()>>, SessionError> {
+    pub(crate) fn announce(&self, prompt: &Arc<[u32]>) -> Result<Option<watch::Receiver<()>>, SessionError> {
         let block = self.store.block_tokens;
         let mut inner = self.store.lock();
         let computed = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?.computed;
