@@ -6,8 +6,9 @@ use anyhow::Context;
 use clap::ValueHint;
 use kvist_device::{Bytes, Purpose, Registry, Storage};
 use kvist_engine::memory::MemoryPlan;
+use kvist_engine::serving::Engine;
 use kvist_model::Opened;
-use kvist_server::{App, Engine, ServerConfig, serve};
+use kvist_server::{ServerConfig, ServerState, serve};
 use serde::Serialize;
 use std::fs::File;
 use std::net::IpAddr;
@@ -212,7 +213,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     let model = args.model.load(opened, Some(cache_tokens), &budget, quiet)?;
     let engine = Engine::start(model, &registry, engine)?;
-    let app = App::new(engine.clone(), &config, cache_tokens)?;
+    let state = ServerState::new(engine.clone(), &config, cache_tokens)?;
     let runtime = kvist_server::runtime().context("cannot start threads for connections")?;
     let served = runtime.block_on(async {
         if let Some(file) = record {
@@ -223,16 +224,16 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
                 }
                 _ => {}
             }
-            let has_begun = engine.live().record(&engine, file).await;
+            let has_begun = state.live().record(&engine, file).await;
             anyhow::ensure!(has_begun, "--record: the system refuses a thread that writes it");
         }
         let listener = tokio::net::TcpListener::bind(address).await.with_context(taken)?;
         let address = listener.local_addr()?;
         let end = terminated();
         // On stdout, because a program that starts the server waits for this line. From now on a signal drains.
-        let name = output::harmless(app.model_name());
+        let name = output::harmless(state.model_name());
         output::show(&format!("serving {name} on http://{address}\n"))?;
-        serve(listener, app, end).await.context("the server failed")
+        serve(listener, state, end).await.context("the server failed")
     });
     // After the grace period a rendering or a tokenization that does not end must not keep the program alive.
     runtime.shutdown_timeout(Duration::from_secs(2));

@@ -3,10 +3,11 @@
 use kvist_cpu::Cpu;
 use kvist_device::{MemoryBudget, Storage};
 use kvist_engine::devices;
+use kvist_engine::serving::Engine;
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use kvist_server::config::KeySection;
-use kvist_server::{App, Engine, ServerConfig, serve};
+use kvist_server::{ServerConfig, ServerState, serve};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -50,6 +51,7 @@ pub fn key(name: &str, key: &str, admin: bool) -> KeySection {
 pub struct Server {
     pub address: SocketAddr,
     pub engine: Engine,
+    pub state: Arc<ServerState>,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -63,7 +65,8 @@ impl Server {
         let settings = config.engine(model.config());
         let tokens = settings.paged.cache.context_tokens;
         let engine = Engine::start(model, &devices::all(), settings).unwrap();
-        let app = App::new(engine.clone(), &config, tokens).unwrap();
+        let state = ServerState::new(engine.clone(), &config, tokens).unwrap();
+        let served = state.clone();
         let (stop, stopped) = oneshot::channel();
         let (ready, address) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
@@ -71,11 +74,11 @@ impl Server {
                 let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
                 ready.send(listener.local_addr().unwrap()).unwrap();
                 let stopped = async { drop(stopped.await) };
-                serve(listener, app, stopped).await.unwrap();
+                serve(listener, served, stopped).await.unwrap();
             });
         });
         let address = address.recv().unwrap();
-        Server { address, engine, stop: Some(stop), thread: Some(thread) }
+        Server { address, engine, state, stop: Some(stop), thread: Some(thread) }
     }
 
     /// Begins a shutdown, like SIGTERM.

@@ -18,8 +18,8 @@ use kvist_cpu::Compute;
 use kvist_device::Storage;
 use kvist_engine::executor::PagedConfig;
 use kvist_engine::memory::CacheConfig;
+use kvist_engine::serving::{Engine, EngineConfig, EngineStats};
 use kvist_scheduler::{Admission, Config};
-use kvist_server::{Engine, EngineConfig, Stats};
 use kvist_simulator::cost::{MeasuredTable, StepCost};
 use kvist_simulator::report::RequestRow;
 use kvist_simulator::request::{PromptContent, Request};
@@ -140,7 +140,7 @@ impl Figures {
         }
     }
 
-    fn served(users: &[User], stats: &Stats) -> Figures {
+    fn served(users: &[User], stats: &EngineStats) -> Figures {
         let spread =
             |of: fn(&User) -> Option<f64>| Spread::of(&mut users.iter().filter_map(of).collect::<Vec<_>>());
         Figures {
