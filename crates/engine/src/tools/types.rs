@@ -169,7 +169,10 @@ mod tests {
             }
         }
         let heavy = [tool(json!({"properties": {}, "x": vec![json!([]); 100_000]}))];
-        assert_eq!(format.tools_for_parsing(&heavy), format.tools_for_parsing(&[tool(json!({"properties": {}}))]));
+        assert_eq!(
+            format.tools_for_parsing(&heavy),
+            format.tools_for_parsing(&[tool(json!({"properties": {}}))])
+        );
         assert_eq!(ToolFormat::Hermes.tools_for_parsing(&described).unwrap().len(), 0);
     }
 

@@ -293,7 +293,10 @@ fn placing_takes_time_by_the_length() {
                 let length = there.text.len();
                 assert_eq!(counting.encoded_bytes.get(), length, "{name}: each byte is tokenized once");
                 let (renders, bytes) = (counting.renders.get(), counting.rendered_bytes.get());
-                assert!(renders <= boundaries::MAX_PREFIXES + 2, "{name}: {renders} renderings of {n} messages");
+                assert!(
+                    renders <= boundaries::MAX_PREFIXES + 2,
+                    "{name}: {renders} renderings of {n} messages"
+                );
                 assert!(bytes <= renders * (length + 5 * n), "{name}: {bytes} bytes of {length}");
                 let placed = there.messages.iter().filter(|m| m.begins.is_some()).count();
                 assert_eq!(placed, n, "{name}: all have their place");
