@@ -49,7 +49,7 @@ use kvist_cache::PrefixSpec;
 use kvist_device::{Purpose, Registry};
 use kvist_model::Model;
 use kvist_scheduler::{Config, Counters, Ended, RequestId, Scheduler};
-pub use quota::{KeyQuota, QuotaFull, QuotaSlot};
+pub use quota::{QuotaFull, QuotaSlot, TenantQuota};
 use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::pin::pin;
@@ -68,8 +68,8 @@ pub struct EngineConfig {
     pub scheduler: Config,
     /// Largest number of waiting requests. More are rejected.
     pub max_queue: usize,
-    /// Names of the API keys, each once. The queue is divided among them. If empty, all requests share one queue.
-    pub names: Vec<Arc<str>>,
+    /// The tenants, each once. The queue is divided among them. If empty, all requests share one queue.
+    pub tenants: Vec<Arc<str>>,
     /// Record the logs from which everything can be replayed. Watchers collect them.
     pub record: bool,
     /// Observers of every step; see [`Engine::add_watcher`].
@@ -86,7 +86,7 @@ impl EngineConfig {
             paged: PagedConfig { cache, block_tokens: 16, prefix: Some(PrefixSpec::default()) },
             scheduler: Config::default(),
             max_queue: 256,
-            names: Vec::new(),
+            tenants: Vec::new(),
             record: false,
             watchers: Vec::new(),
         };
@@ -182,7 +182,7 @@ struct Shared {
     commands: Sender<Command>,
     next_id: AtomicU64,
     /// Slots of waiting jobs: reserved or submitted, and neither admitted nor ended.
-    queue: KeyQuota,
+    queue: TenantQuota,
     /// Requests that were rejected because the queue was full. Further answers of a running request do not count.
     rejected: AtomicU64,
     draining: AtomicBool,
@@ -273,7 +273,7 @@ impl Engine {
             model: model.clone(),
             commands,
             next_id: AtomicU64::new(0),
-            queue: KeyQuota::new(config.max_queue, &config.names),
+            queue: TenantQuota::new(config.max_queue, &config.tenants),
             rejected: AtomicU64::new(0),
             draining: AtomicBool::new(false),
             stats: Mutex::new(EngineStats { capacity_cells: capacity_tokens, ..EngineStats::default() }),
@@ -321,9 +321,9 @@ impl Engine {
         let _ = self.shared.commands.send(Command::Watch(watcher));
     }
 
-    /// Returns whether a job of this key name would be queued now. Only a hint: [`Engine::submit`] decides.
-    pub fn has_room(&self, name: &str) -> bool {
-        self.shared.queue.has_room(name)
+    /// Returns whether a job of this tenant would be queued now. Only a hint: [`Engine::submit`] decides.
+    pub fn has_room(&self, tenant: &str) -> bool {
+        self.shared.queue.has_room(tenant)
     }
 
     /// Occupied slots of the queue: jobs that were submitted and neither admitted nor ended, and slots that requests
@@ -332,12 +332,12 @@ impl Engine {
         self.shared.queue.n_taken()
     }
 
-    /// Requests that were rejected because the queue was full for their key names.
+    /// Requests that were rejected because the queue was full for their tenants.
     pub fn rejected(&self) -> u64 {
         self.shared.rejected.load(SeqCst)
     }
 
-    /// Queue a job, unless the queue is full for its name or the server is going down. Never blocks.
+    /// Queue a job, unless the queue is full for its tenant or the engine is draining. Never blocks.
     pub fn submit(&self, job: Job) -> Result<GenerationHandle, Rejected> {
         let mut slots = self.reserve(&job.tenant, 1)?;
         match slots.pop() {
@@ -346,7 +346,7 @@ impl Engine {
         }
     }
 
-    /// Reserve queue slots for `n` jobs of this key name: all of them, or none. A request that waits for something
+    /// Reserve queue slots for `n` jobs of this tenant: all of them, or none. A request that waits for something
     /// else before it submits its jobs counts as waiting too, and its jobs are not rejected after that wait. Dropping a
     /// slot frees it.
     pub fn reserve(&self, tenant: &Arc<str>, n: usize) -> Result<Vec<Arc<QuotaSlot>>, Rejected> {
@@ -361,8 +361,8 @@ impl Engine {
         })
     }
 
-    /// Like [`Engine::submit`], for another job of a request that already runs. Allowed also while the server shuts
-    /// down.
+    /// Like [`Engine::submit`], for another job of a request that already runs. Allowed also while the engine
+    /// drains.
     pub fn submit_sibling(&self, job: Job) -> Result<GenerationHandle, Rejected> {
         let slot = self.shared.queue.take(&job.tenant).map_err(rejected)?;
         self.submit_in(job, Arc::new(slot))

@@ -269,7 +269,7 @@ impl Connection {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvist_engine::serving::KeyQuota;
+    use kvist_engine::serving::TenantQuota;
 
     fn address(last: u8) -> IpAddr {
         [10, 0, 0, last].into()
@@ -310,7 +310,7 @@ mod tests {
 
         fn know(&self, i: usize, name: &str) {
             let name: Arc<str> = name.into();
-            let quota_slot = KeyQuota::new(1, &[]).take(&name).ok().unwrap();
+            let quota_slot = TenantQuota::new(1, &[]).take(&name).ok().unwrap();
             self.slots[i].connection.set_caller(&name, quota_slot);
         }
 
@@ -412,7 +412,7 @@ mod tests {
         assert!(!connection.is_slow_head(Duration::ZERO));
         connection.advance(Some(Phase::Idle), Phase::Head);
         assert_eq!(connection.phase(), Phase::Body, "what is read now is its body");
-        let quota = KeyQuota::new(1, &[]);
+        let quota = TenantQuota::new(1, &[]);
         connection.set_caller(&"ann".into(), quota.take(&"ann".into()).ok().unwrap());
         connection.advance(Some(Phase::Body), Phase::Answer);
         assert!(!quota.has_room("ann"));

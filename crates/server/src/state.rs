@@ -14,7 +14,7 @@ use crate::schemas::Schemas;
 use crate::work::WorkMemory;
 use kvist_engine::chat_format::ChatFormat;
 use kvist_engine::random::random_id;
-use kvist_engine::serving::{Engine, KeyQuota};
+use kvist_engine::serving::{Engine, TenantQuota};
 use kvist_engine::sessions::{SessionStore, Timestamp};
 use kvist_engine::tools::Tooling;
 use kvist_model::generation_config::Shipped;
@@ -36,7 +36,7 @@ pub struct ServerState {
     pub(crate) work: WorkMemory,
     pub(crate) connections: Arc<Connections>,
     /// Requests that are being read or answered. `limits.max_connections` bounds them, shared among key names.
-    pub(crate) requests: KeyQuota,
+    pub(crate) requests: TenantQuota,
     /// Limits the log-probabilities of prompts, which are all held in memory at once.
     pub(crate) scores: ScoreMemory,
     pub(crate) bounds: Bounds,
@@ -85,7 +85,7 @@ impl ServerState {
             bodies: Bodies::new(config.limits.max_body_bytes, &keys.names()),
             work: WorkMemory::new(config.limits.max_body_bytes, &keys.names()),
             connections: Arc::new(Connections::new(config.limits.max_connections, !keys.is_open())),
-            requests: KeyQuota::new(config.limits.max_connections, &keys.names()),
+            requests: TenantQuota::new(config.limits.max_connections, &keys.names()),
             keys,
             schemas,
             chat,

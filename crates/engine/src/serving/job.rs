@@ -27,7 +27,7 @@ pub struct Job {
     pub constraint: Option<Box<dyn Constraint>>,
     /// Control tokens to write out by name, such as tool call markers. Other control tokens produce no text.
     pub written: Vec<u32>,
-    /// Name of the API key of the request. The queue is divided among these names.
+    /// The queue is divided among tenants. The server names them as its API keys.
     pub tenant: Arc<str>,
     /// Only requests with the same salt share cached prefixes.
     pub salt: Arc<str>,
@@ -182,8 +182,8 @@ pub enum Failure {
 /// Why a job was not queued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Rejected {
-    /// The queue is full: `waiting` requests of the job's key name wait. If `is_shared`, the slots that are left are
-    /// reserved for other names.
+    /// The queue is full: `waiting` requests of the job's tenant wait. If `is_shared`, the slots that are left are
+    /// reserved for other tenants.
     #[error("{}", queue_full(*waiting, *is_shared))]
     Full { waiting: usize, is_shared: bool },
     #[error("the server is shutting down")]

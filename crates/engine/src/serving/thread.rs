@@ -105,8 +105,8 @@ impl Thread {
     }
 
     /// How long to sleep before the next step, unless a command arrives. `Some` only while every live job has a pace
-    /// and no running job is still in prefill: prompts are computed at full speed. Without a pause while the server
-    /// shuts down.
+    /// and no running job is still in prefill: prompts are computed at full speed. Without a pause while the engine
+    /// drains.
     fn pause(&self) -> Option<Duration> {
         let paces = self.live.values().map(|live| live.pace);
         let fastest = paces.reduce(|a, b| Some(a?.max(b?)))??;

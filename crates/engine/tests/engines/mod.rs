@@ -52,7 +52,7 @@ pub fn config(context_tokens: u32) -> EngineConfig {
             ..Config::default()
         },
         max_queue: 64,
-        names: Vec::new(),
+        tenants: Vec::new(),
         record: false,
         watchers: Vec::new(),
     };

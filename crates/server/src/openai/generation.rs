@@ -264,34 +264,7 @@ impl Answers {
                 Some(Ok(Output::Token(token)))
             }
             Event::Done(done) => {
-                let how = match done.finish {
-                    FinishReason::EndOfText | FinishReason::Stop(_) => Ended::Stop,
-                    FinishReason::Length => Ended::Length,
-                    FinishReason::Deadline | FinishReason::Cancelled => Ended::Abort,
-                };
-                let clock = &mut self.clocks[index];
-                clock.open = false;
-                // The token that ends a text may have no event of its own.
-                let silent = u64::from(done.usage.completion_tokens.saturating_sub(clock.tokens));
-                self.completion_tokens += silent;
-                self.state.metrics.generated(silent);
-                let decode = clock.first.zip(clock.last).map(|(first, last)| last.duration_since(first));
-                self.state.metrics.ended(how, Some(done.usage), since, decode);
-                // If the first answer ends before its first token, its end releases the others.
-                if index.is_multiple_of(n) && clock.first.is_none() {
-                    self.wait(index + 1..index + n, now);
-                }
-                let name = match done.finish {
-                    FinishReason::EndOfText | FinishReason::Stop(_) => "stop",
-                    FinishReason::Length => "length",
-                    FinishReason::Deadline => "deadline",
-                    FinishReason::Cancelled => "cancelled",
-                };
-                self.ended = Some(name);
-                if let Some(text) = self.texts.get_mut(index) {
-                    *text += &done.text;
-                    self.state.log_answer(&self.request.id, index, text);
-                }
+                self.end(index, &done, now);
                 Some(Ok(Output::Done(done)))
             }
             Event::Failed(failure) => {
@@ -311,6 +284,40 @@ impl Answers {
                 self.ended = Some(name);
                 Some(Err(ApiError::of_failure(&failure)))
             }
+        }
+    }
+
+    /// Account for the end of an answer.
+    fn end(&mut self, index: usize, done: &Done, now: Instant) {
+        let n = self.request.n as usize;
+        let since = now.duration_since(self.began);
+        let how = match done.finish {
+            FinishReason::EndOfText | FinishReason::Stop(_) => Ended::Stop,
+            FinishReason::Length => Ended::Length,
+            FinishReason::Deadline | FinishReason::Cancelled => Ended::Abort,
+        };
+        let clock = &mut self.clocks[index];
+        clock.open = false;
+        // The token that ends a text may have no event of its own.
+        let silent = u64::from(done.usage.completion_tokens.saturating_sub(clock.tokens));
+        self.completion_tokens += silent;
+        self.state.metrics.generated(silent);
+        let decode = clock.first.zip(clock.last).map(|(first, last)| last.duration_since(first));
+        self.state.metrics.ended(how, Some(done.usage), since, decode);
+        // If the first answer ends before its first token, its end releases the others.
+        if index.is_multiple_of(n) && clock.first.is_none() {
+            self.wait(index + 1..index + n, now);
+        }
+        let name = match done.finish {
+            FinishReason::EndOfText | FinishReason::Stop(_) => "stop",
+            FinishReason::Length => "length",
+            FinishReason::Deadline => "deadline",
+            FinishReason::Cancelled => "cancelled",
+        };
+        self.ended = Some(name);
+        if let Some(text) = self.texts.get_mut(index) {
+            *text += &done.text;
+            self.state.log_answer(&self.request.id, index, text);
         }
     }
 

@@ -332,7 +332,7 @@ fn served(args: &Args, table: &MeasuredTable) -> anyhow::Result<EngineConfig> {
         paged: PagedConfig { cache, block_tokens: setting.block_tokens, prefix },
         scheduler,
         max_queue: 100_000,
-        names: Vec::new(),
+        tenants: Vec::new(),
         record: true,
         watchers: Vec::new(),
     };

@@ -39,8 +39,8 @@ pub(super) struct BoundaryFinder<'a, T> {
 }
 
 impl<T: HistoryTokenizer> BoundaryFinder<'_, T> {
-    /// The bytes at which the messages with these `indices` begin, in order; `None` if unknown. The index after the last
-    /// message stands for the answer. No message begins before byte `from`.
+    /// The bytes at which the messages with these `indices` begin, in order; `None` if unknown. The index after the
+    /// last message stands for the answer. No message begins before byte `from`.
     pub fn begins(&self, indices: Range<usize>, from: usize) -> Vec<Option<usize>> {
         let mut found = match indices.len() <= MAX_PREFIXES {
             true => indices.map(|at| self.by_prefix(at)).collect(),
