@@ -16,7 +16,7 @@ struct Owned {
 
 /// The geometry of K and of V of a layer.
 pub fn sides(spec: &PoolSpec, layer: &LayerSpec) -> [Geometry; 2] {
-    let side = |half, storage| Geometry::new(half, storage, layer.n_kv_heads, layer.head_dim);
+    let side = |half, storage| Geometry::new(half, storage, layer.n_kv_heads, layer.k_dim);
     [side(Half::K, spec.k), side(Half::V, spec.v)]
 }
 
@@ -43,6 +43,9 @@ impl CpuPools {
         compute: &Compute,
     ) -> Result<Self, BackendError> {
         spec.layout.check()?;
+        for (l, layer) in spec.layout.layers.iter().enumerate() {
+            layer.equal_dims(l, device)?;
+        }
         for storage in [spec.k, spec.v] {
             if storage.dtype.has_groups() && ![32, 64].contains(&storage.group) {
                 let group = storage.group;
@@ -90,7 +93,7 @@ impl CpuPools {
 
     /// Bytes of one row of one KV head of a layer, K and V together.
     fn row_bytes(&self, layer: &LayerSpec) -> u64 {
-        self.spec.k.row_bytes(layer.head_dim) + self.spec.v.row_bytes(layer.head_dim)
+        layer.cell_bytes(self.spec.k, self.spec.v)
     }
 
     /// Makes room for `cells_end(group)` cells in every group: all layers grow, or none.
@@ -165,7 +168,7 @@ impl CpuPools {
     /// Copies the planned rows of one layer, then writes the new ones.
     fn store(&mut self, owner: usize, group: &GroupPlan, k: Tensor<'_>, v: Tensor<'_>) {
         let layer = self.spec.layout.layers[owner];
-        let head_dim = layer.head_dim as usize;
+        let head_dim = layer.k_dim as usize;
         let owned = self.layers[owner].as_mut().expect("the layout was checked: owners own");
         for copy in &group.copies {
             owned.keys.copy(&mut self.slabs, copy.from, copy.to, copy.len);
@@ -259,12 +262,12 @@ impl Pools for CpuPools {
         let layer = self.spec.layout.layers.get(call.layer.0 as usize);
         let layer = *layer.ok_or(BackendError::UnknownLayer { layer: call.layer, n_layers })?;
         let (owner, heads) = (layer.owner.0 as usize, self.spec.layout.n_heads as usize);
-        let (kv_heads, head_dim) = (layer.n_kv_heads as usize, layer.head_dim as usize);
+        let (kv_heads, head_dim) = (layer.n_kv_heads as usize, layer.k_dim as usize);
         let (n, group) = (plan.n_tokens() as usize, plan.group(layer.group));
         if call.kv.is_some() != (owner == call.layer.0 as usize) {
             return Err(BackendError::LayerOrder(call.layer));
         }
-        call.check(n, heads, kv_heads, head_dim)?;
+        call.check(n, heads, &layer)?;
         if let Some((k, v)) = call.kv {
             self.store(owner, group, k, v);
         }
@@ -304,7 +307,7 @@ impl Pools for CpuPools {
                 if layer.group != *group {
                     continue;
                 }
-                let row = self.spec.k.row_bytes(layer.head_dim) + self.spec.v.row_bytes(layer.head_dim);
+                let row = layer.cell_bytes(self.spec.k, self.spec.v);
                 for copy in copies {
                     owned.keys.copy(&mut self.slabs, copy.from, copy.to, copy.len);
                     owned.values.copy(&mut self.slabs, copy.from, copy.to, copy.len);
@@ -337,8 +340,8 @@ impl Pools for CpuPools {
         };
         within("KV head", kv_head, spec.n_kv_heads)?;
         within("cell", cell, pool.cells())?;
-        if row.len() != spec.head_dim as usize {
-            let expected = vec![spec.head_dim as usize];
+        if row.len() != spec.k_dim as usize {
+            let expected = vec![spec.k_dim as usize];
             return Err(BackendError::Shape { what: "row", expected, elements: row.len() });
         }
         pool.read(&self.slabs, kv_head as usize, cell, row);

@@ -91,7 +91,7 @@ impl Sizes {
         }
         let Layout { layers, .. } = &spec.layout;
         let shape = |(l, layer): (usize, &kvist_device::LayerSpec)| {
-            let (heads, vectors) = (layer.n_kv_heads as usize, (layer.head_dim as usize).div_ceil(LANES));
+            let (heads, vectors) = (layer.n_kv_heads as usize, (layer.k_dim as usize).div_ceil(LANES));
             spec.layout.owns(l).then_some(Shape { heads, vectors, keys, values })
         };
         let shapes: Vec<Option<Shape>> = layers.iter().enumerate().map(shape).collect();

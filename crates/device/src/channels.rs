@@ -18,7 +18,7 @@ impl ChannelOrder {
             if !layout.owns(l) {
                 return Some(Vec::new());
             }
-            let (d, energies) = (spec.head_dim as usize, energies.get(l)?);
+            let (d, energies) = (spec.k_dim as usize, energies.get(l)?);
             let fits = energies.len() == spec.n_kv_heads as usize * d && u16::try_from(d).is_ok();
             fits.then(|| energies.chunks_exact(d).flat_map(strongest_first).collect())
         };
@@ -35,7 +35,7 @@ impl ChannelOrder {
     pub fn fits(&self, layout: &Layout) -> bool {
         let fits = |(l, order): (usize, &Vec<u16>)| {
             let spec = &layout.layers[l];
-            let d = spec.head_dim as usize;
+            let d = spec.k_dim as usize;
             let whole = |head: &[u16]| {
                 let mut seen = vec![false; d];
                 head.iter()
@@ -67,7 +67,7 @@ mod tests {
     use kvist_cache::{GroupId, LayerId};
 
     fn layout(head_dim: u32) -> Layout {
-        let layer = |owner| LayerSpec { group: GroupId(0), owner: LayerId(owner), n_kv_heads: 2, head_dim };
+        let layer = |owner| LayerSpec::new(GroupId(0), LayerId(owner), 2, head_dim);
         Layout { n_heads: 4, layers: vec![layer(0), layer(0), layer(2)] }
     }
 

@@ -1,4 +1,6 @@
 //! What the model's architecture fixes: layers, heads, groups. Configuration (capacity, dtype) is elsewhere.
+use crate::error::BackendError;
+use crate::storage::Storage;
 use kvist_cache::{GroupId, LayerId};
 
 /// One decoder layer, as a backend needs it.
@@ -9,7 +11,52 @@ pub struct LayerSpec {
     /// The layer itself, or the lower layer of the same group whose K and V it borrows.
     pub owner: LayerId,
     pub n_kv_heads: u32,
-    pub head_dim: u32,
+    /// Elements of a query's or a key's row.
+    pub k_dim: u32,
+    /// Elements of a value's or an output's row. Equal to `k_dim` in most models.
+    pub v_dim: u32,
+    pub values: Values,
+}
+
+/// Where a layer's values are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Values {
+    /// In rows of their own.
+    Stored,
+    /// They are the first `v_dim` elements of the keys, and not stored again (multi-head latent attention: DeepSeek-AI,
+    /// 2024).
+    PrefixOfK,
+}
+
+impl LayerSpec {
+    /// A layer with stored values whose rows are as long as those of its keys.
+    pub const fn new(group: GroupId, owner: LayerId, n_kv_heads: u32, head_dim: u32) -> Self {
+        LayerSpec { group, owner, n_kv_heads, k_dim: head_dim, v_dim: head_dim, values: Values::Stored }
+    }
+
+    /// Bytes of one cell of one KV head with K and V in these storages.
+    pub fn cell_bytes(&self, k: Storage, v: Storage) -> u64 {
+        match self.values {
+            Values::Stored => k.row_bytes(self.k_dim) + v.row_bytes(self.v_dim),
+            Values::PrefixOfK => k.row_bytes(self.k_dim),
+        }
+    }
+
+    /// The dimension of keys and values, for backends that need them to be equal and stored.
+    ///
+    /// # Errors
+    /// They are not. The error names the layer and what `backend` has no kernels for.
+    pub fn equal_dims(&self, layer: usize, backend: &str) -> Result<u32, BackendError> {
+        let LayerSpec { k_dim, v_dim, values, .. } = *self;
+        if k_dim == v_dim && values == Values::Stored {
+            return Ok(k_dim);
+        }
+        let what = format!("layer {layer}: the backend `{backend}` has no kernels for keys of {k_dim} and");
+        Err(BackendError::Unsupported(match values {
+            Values::Stored => format!("{what} values of {v_dim} elements"),
+            Values::PrefixOfK => format!("{what} values that are their first {v_dim} elements"),
+        }))
+    }
 }
 
 /// The attention layout of one model.
@@ -42,9 +89,9 @@ impl Layout {
         self.layers.iter().map(|l| l.group.0 as usize + 1).max().unwrap_or(0)
     }
 
-    /// Largest head_dim of any layer.
+    /// The longest row of any layer.
     pub fn max_head_dim(&self) -> u32 {
-        self.layers.iter().map(|l| l.head_dim).max().unwrap_or(0)
+        self.layers.iter().map(|l| l.k_dim.max(l.v_dim)).max().unwrap_or(0)
     }
 
     /// Checks what every backend relies on: query heads are a multiple of KV heads, and a layer that borrows reads an
@@ -52,13 +99,19 @@ impl Layout {
     pub fn check(&self) -> Result<(), BadLayout> {
         for (layer, spec) in self.layers.iter().enumerate() {
             let bad = |what: String| Err(BadLayout { layer, what });
-            if spec.n_kv_heads == 0 || spec.head_dim == 0 || self.n_heads == 0 {
+            if spec.n_kv_heads == 0 || spec.k_dim == 0 || spec.v_dim == 0 || self.n_heads == 0 {
                 return bad("heads and head_dim must be at least 1".into());
             }
             if !self.n_heads.is_multiple_of(spec.n_kv_heads) {
                 return bad(format!(
                     "{} query heads do not divide into {} KV heads",
                     self.n_heads, spec.n_kv_heads
+                ));
+            }
+            if spec.values == Values::PrefixOfK && spec.v_dim > spec.k_dim {
+                return bad(format!(
+                    "values of {} elements are no prefix of keys of {}",
+                    spec.v_dim, spec.k_dim
                 ));
             }
             let owner = spec.owner.0 as usize;

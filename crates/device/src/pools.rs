@@ -2,7 +2,7 @@
 use crate::budget::{MemoryBudget, Purpose, Usage};
 use crate::channels::ChannelOrder;
 use crate::error::BackendError;
-use crate::layout::Layout;
+use crate::layout::{LayerSpec, Layout};
 use crate::recent::Recent;
 use crate::storage::Storage;
 use crate::tensor::{Tensor, TensorMut};
@@ -29,12 +29,7 @@ pub struct PoolSpec {
 impl PoolSpec {
     /// K and V bytes per token: one cell of every layer group, scales included.
     pub fn bytes_per_token(&self) -> u64 {
-        self.layout
-            .owners()
-            .map(|(_, l)| {
-                u64::from(l.n_kv_heads) * (self.k.row_bytes(l.head_dim) + self.v.row_bytes(l.head_dim))
-            })
-            .sum()
+        self.layout.owners().map(|(_, l)| u64::from(l.n_kv_heads) * l.cell_bytes(self.k, self.v)).sum()
     }
 }
 
@@ -42,10 +37,10 @@ impl PoolSpec {
 #[derive(Debug)]
 pub struct Attend<'a> {
     pub layer: LayerId,
-    pub q: Tensor<'a>, // [n_tokens, n_heads, head_dim]
+    pub q: Tensor<'a>, // [n_tokens, n_heads, k_dim]
     /// `None` for a layer that borrows another layer's K and V: it must not write any.
-    pub kv: Option<(Tensor<'a>, Tensor<'a>)>, // [n_tokens, n_kv_heads, head_dim] each, K after RoPE
-    pub out: TensorMut<'a>, // [n_tokens, n_heads, head_dim], overwritten completely
+    pub kv: Option<(Tensor<'a>, Tensor<'a>)>, // [n_tokens, n_kv_heads, k_dim] after RoPE, and [n_tokens, n_kv_heads, v_dim]
+    pub out: TensorMut<'a>, // [n_tokens, n_heads, v_dim], overwritten completely
     /// Multiplies every score; usually 1/sqrt(head_dim).
     pub scale: f32,
     /// Scores become `cap * tanh(score / cap)`.
@@ -57,18 +52,14 @@ pub struct Attend<'a> {
 
 impl Attend<'_> {
     /// Checks that all tensors have the right sizes for `n` tokens.
-    pub fn check(
-        &self,
-        n: usize,
-        heads: usize,
-        kv_heads: usize,
-        head_dim: usize,
-    ) -> Result<(), BackendError> {
-        self.q.check("q", n, heads, head_dim)?;
-        self.out.check("out", n, heads, head_dim)?;
+    pub fn check(&self, n: usize, heads: usize, layer: &LayerSpec) -> Result<(), BackendError> {
+        let (kv_heads, k_dim, v_dim) =
+            (layer.n_kv_heads as usize, layer.k_dim as usize, layer.v_dim as usize);
+        self.q.check("q", n, heads, k_dim)?;
+        self.out.check("out", n, heads, v_dim)?;
         if let Some((k, v)) = &self.kv {
-            k.check("k", n, kv_heads, head_dim)?;
-            v.check("v", n, kv_heads, head_dim)?;
+            k.check("k", n, kv_heads, k_dim)?;
+            v.check("v", n, kv_heads, v_dim)?;
         }
         match self.sinks {
             Some(sinks) if sinks.len() != heads => {
@@ -118,7 +109,7 @@ pub trait Pools: Send {
         side: Side,
         kv_head: u32,
         cell: u32,
-        row: &mut [f32], // [head_dim]
+        row: &mut [f32], // [k_dim] or [v_dim]
     ) -> Result<(), BackendError>;
 
     /// KV bytes currently reserved.

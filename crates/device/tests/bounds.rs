@@ -58,7 +58,7 @@ fn rows_lie_where_the_strides_say() {
 }
 
 fn layer(owner: u16) -> LayerSpec {
-    LayerSpec { group: GroupId(0), owner: LayerId(owner), n_kv_heads: 2, head_dim: 64 }
+    LayerSpec::new(GroupId(0), LayerId(owner), 2, 64)
 }
 
 #[test]
@@ -70,10 +70,17 @@ fn layouts_no_model_has_are_refused() {
         ("heads that do not divide", 3, vec![layer(0)], Some(0)),
         ("no query heads", 0, vec![layer(0)], Some(0)),
         ("no KV heads", 4, vec![layer(0), LayerSpec { n_kv_heads: 0, ..layer(1) }], Some(1)),
-        ("no head_dim", 4, vec![LayerSpec { head_dim: 0, ..layer(0) }], Some(0)),
+        ("no keys", 4, vec![LayerSpec { k_dim: 0, ..layer(0) }], Some(0)),
+        ("no values", 4, vec![LayerSpec { v_dim: 0, ..layer(0) }], Some(0)),
+        (
+            "a prefix that is too long",
+            4,
+            vec![LayerSpec { v_dim: 65, values: Values::PrefixOfK, ..layer(0) }],
+            Some(0),
+        ),
         ("a loan from above", 4, vec![layer(1), layer(1)], Some(0)),
         ("a loan of a loan", 4, vec![layer(0), layer(0), layer(1)], Some(2)),
-        ("a loan of another shape", 4, vec![layer(0), LayerSpec { head_dim: 32, ..layer(0) }], Some(1)),
+        ("a loan of another shape", 4, vec![layer(0), LayerSpec { k_dim: 32, ..layer(0) }], Some(1)),
         ("a loan across groups", 4, vec![layer(0), LayerSpec { group: GroupId(1), ..layer(0) }], Some(1)),
     ];
     for (what, n_heads, layers, bad) in cases {
@@ -86,7 +93,7 @@ fn layouts_no_model_has_are_refused() {
 
 #[test]
 fn a_layout_knows_its_owners_and_groups() {
-    let second = LayerSpec { group: GroupId(1), head_dim: 128, ..layer(1) };
+    let second = LayerSpec::new(GroupId(1), LayerId(1), 2, 128);
     let layout = Layout { n_heads: 4, layers: vec![layer(0), second, layer(0)] };
     assert_eq!(layout.owners().map(|(l, _)| l).collect::<Vec<_>>(), [0, 1]);
     assert_eq!((layout.owns(2), layout.n_groups(), layout.max_head_dim()), (false, 2, 128));

@@ -11,12 +11,8 @@ const B: SeqId = SeqId(1);
 /// 2 query heads; one owner with 2 KV heads of 3 elements, one owner with 1 KV head of 4, and a layer that borrows
 /// from the first.
 fn spec() -> PoolSpec {
-    let layer = |owner, n_kv_heads, head_dim| LayerSpec {
-        group: GroupId(0),
-        owner: LayerId(owner),
-        n_kv_heads,
-        head_dim,
-    };
+    let layer =
+        |owner, n_kv_heads, head_dim| LayerSpec::new(GroupId(0), LayerId(owner), n_kv_heads, head_dim);
     PoolSpec {
         layout: Layout { n_heads: 2, layers: vec![layer(0, 2, 3), layer(1, 1, 4), layer(0, 2, 3)] },
         k: Storage::F32,
@@ -46,7 +42,7 @@ fn step(session: &mut Session, spec: &PoolSpec, spans: &[Span<'_>]) {
     let positions: Vec<u32> = spans.iter().flat_map(|span| (span.start..).take(n_tokens(span))).collect();
     let mut step = session.step(&StepRequest { spans }).unwrap();
     for (l, layer) in spec.layout.layers.iter().enumerate() {
-        let (heads, d) = (layer.n_kv_heads as usize, layer.head_dim as usize);
+        let (heads, d) = (layer.n_kv_heads as usize, layer.k_dim as usize);
         let rows = |side| -> Vec<f32> {
             positions.iter().flat_map(|&p| (0..heads * d).map(move |i| value(l, side, p, i))).collect()
         };
@@ -195,4 +191,51 @@ fn a_copied_block_holds_what_the_shared_one_does() {
     assert_eq!(session.pools().counters().bytes_moved, 2 * 80, "two tokens of the last block");
     step(&mut session, &spec, &[Span::chain(A, 6, 2), Span::chain(B, 7, 1)]);
     assert_eq!(session.pools().counters().bytes_moved, 2 * 80);
+}
+
+/// Keys of 3 elements; values of 2 in rows of their own, or values that are the keys' first 2 elements.
+#[test]
+fn values_may_be_shorter_than_keys_and_a_prefix_of_them() {
+    for values in [Values::Stored, Values::PrefixOfK] {
+        let layer = LayerSpec { v_dim: 2, values, ..LayerSpec::new(GroupId(0), LayerId(0), 1, 3) };
+        let spec = PoolSpec { layout: Layout { n_heads: 2, layers: vec![layer] }, ..spec() };
+        let bytes = if values == Values::Stored { 4 * (3 + 2) } else { 4 * 3 };
+        assert_eq!(layer.cell_bytes(Storage::F32, Storage::F32), bytes);
+        assert_eq!(Reference.usage(&spec, &[5]).unwrap().of(Purpose::KvCache), 5 * bytes);
+
+        let mut session = session(&spec);
+        let k = [1.0, 0.0, 0.5, 0.0, 1.0, -0.5];
+        let v = [10.0, 20.0, 30.0, 40.0];
+        let q = [2.0, 0.0, 0.0, 0.0, 3.0, 1.0, 2.0, 0.0, 0.0, 0.0, 3.0, 1.0];
+        let mut out = [f32::NAN; 2 * 2 * 2];
+        let mut step = session.step(&StepRequest { spans: &[Span::chain(A, 0, 2)] }).unwrap();
+        step.attend(Attend {
+            layer: LayerId(0),
+            q: Tensor::dense(&q, 2, 3),
+            kv: Some((Tensor::dense(&k, 1, 3), Tensor::dense(&v, 1, 2))),
+            out: TensorMut::dense(&mut out, 2, 2),
+            scale: 1.0,
+            softcap: None,
+            sinks: None,
+        })
+        .unwrap();
+        step.commit().unwrap();
+        // The first token sees itself alone, the second both.
+        let value = |token: usize, i: usize| match values {
+            Values::Stored => v[token * 2 + i],
+            Values::PrefixOfK => k[token * 3 + i],
+        };
+        for head in 0..2 {
+            let dot = |key: usize| (0..3).map(|i| q[6 + head * 3 + i] * k[key * 3 + i]).sum::<f32>().exp();
+            let (first, second) = (dot(0), dot(1));
+            for i in 0..2 {
+                assert_eq!(out[head * 2 + i], value(0, i), "{values:?}");
+                let expected = (first * value(0, i) + second * value(1, i)) / (first + second);
+                assert!((out[4 + head * 2 + i] - expected).abs() < 1e-5, "{values:?}: {out:?}");
+            }
+        }
+        let mut row = [f32::NAN; 2];
+        session.pools().inspect(LayerId(0), Side::V, 0, 1, &mut row).unwrap();
+        assert_eq!(row, [value(1, 0), value(1, 1)]);
+    }
 }

@@ -13,7 +13,7 @@ fn session(kind: &str) -> Session {
         visibility: Visibility { window: Some(8), sinks: 0 },
         max_step_tokens: 8,
     };
-    let layer = |owner| LayerSpec { group: GroupId(0), owner: LayerId(owner), n_kv_heads: 1, head_dim: 2 };
+    let layer = |owner| LayerSpec::new(GroupId(0), LayerId(owner), 1, 2);
     let layout = Layout { n_heads: 1, layers: vec![layer(0), layer(1), layer(0)] };
     let spec = PoolSpec {
         layout,

@@ -88,7 +88,7 @@ impl Backend for KeyEnergies<'_> {
         self.inner.id()
     }
     fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError> {
-        let channels = |layer: &LayerSpec| vec![0.0; (layer.n_kv_heads * layer.head_dim) as usize];
+        let channels = |layer: &LayerSpec| vec![0.0; (layer.n_kv_heads * layer.k_dim) as usize];
         *self.sums.lock().unwrap_or_else(PoisonError::into_inner) =
             spec.layout.layers.iter().map(channels).collect();
         let (layout, sums) = (spec.layout.clone(), self.sums.clone());
@@ -103,7 +103,7 @@ impl Pools for KeyEnergyPools {
     fn attend(&mut self, plan: &StepPlan, call: Attend<'_>) -> Result<(), BackendError> {
         let layer = usize::from(call.layer.0);
         if let (Some((k, _)), Some(spec)) = (call.kv, self.layout.layers.get(layer)) {
-            let d = spec.head_dim as usize;
+            let d = spec.k_dim as usize;
             let mut sums = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
             for (head, sums) in sums[layer].chunks_exact_mut(d).enumerate() {
                 for token in 0..plan.n_tokens() as usize {

@@ -93,7 +93,7 @@ impl PagedConfig {
 fn block_bytes(layout: &Layout, config: &CacheConfig, block_tokens: u32) -> Vec<u64> {
     let mut bytes = vec![0; layout.n_groups()];
     for (_, layer) in layout.owners() {
-        let row = config.k.row_bytes(layer.head_dim) + config.v.row_bytes(layer.head_dim);
+        let row = layer.cell_bytes(config.k, config.v);
         bytes[layer.group.0 as usize] += u64::from(layer.n_kv_heads) * row * u64::from(block_tokens);
     }
     bytes

@@ -277,7 +277,7 @@ impl MemoryPlan {
             let window = visibility.window.map_or(u32::MAX, |w| w.saturating_add(visibility.sinks));
             u64::from(window.min(config.context_tokens))
         };
-        let row = |layer: &LayerSpec| config.k.row_bytes(layer.head_dim) + config.v.row_bytes(layer.head_dim);
+        let row = |layer: &LayerSpec| layer.cell_bytes(config.k, config.v);
         // Layers that share another layer's KV store nothing, but read.
         layout.layers.iter().map(|l| seen(l) * u64::from(l.n_kv_heads) * row(l)).sum()
     }
@@ -285,7 +285,7 @@ impl MemoryPlan {
     /// Stored bits per element of K and V, scales included.
     pub fn kv_bits_per_value(&self, model: &ModelConfig) -> f64 {
         let values: u64 =
-            model.layout().owners().map(|(_, l)| 2 * u64::from(l.n_kv_heads * l.head_dim)).sum();
+            model.layout().owners().map(|(_, l)| u64::from(l.n_kv_heads * (l.k_dim + l.v_dim))).sum();
         8.0 * self.kv_bytes_per_token as f64 / values.max(1) as f64
     }
 }

@@ -268,7 +268,7 @@ impl Backend for Recording {
         for (_, layer) in spec.layout.owners() {
             let group = layer.group.0 as usize;
             let cells = reserved_cells(*cells.get(group)?, *spec.capacity_cells.get(group)?);
-            let row = spec.k.row_bytes(layer.head_dim) + spec.v.row_bytes(layer.head_dim);
+            let row = layer.cell_bytes(spec.k, spec.v);
             let layer = u64::from(cells).checked_mul(layer.n_kv_heads.into())?.checked_mul(row)?;
             kv = kv.checked_add(layer)?;
         }

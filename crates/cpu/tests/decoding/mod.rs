@@ -54,7 +54,7 @@ pub fn new(session: &mut Session, list: &[SeqId]) {
 impl Model {
     pub fn layout(&self) -> Layout {
         let (n_kv_heads, head_dim) = (self.heads.1, self.head_dim);
-        let layer = |l| LayerSpec { group: GroupId(0), owner: LayerId(l), n_kv_heads, head_dim };
+        let layer = |l| LayerSpec::new(GroupId(0), LayerId(l), n_kv_heads, head_dim);
         Layout { n_heads: self.heads.0, layers: (0..self.n_layers).map(layer).collect() }
     }
 

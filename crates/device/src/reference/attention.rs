@@ -6,7 +6,7 @@
 //! defined by the tolerances of the `kvist_testing::conformance` suite.
 use super::Reference;
 use crate::*;
-use kvist_cache::{GroupId, GroupPlan, LayerId, MovePlan, StepId, StepPlan};
+use kvist_cache::{CellCopy, GroupId, GroupPlan, LayerId, MovePlan, StepId, StepPlan};
 
 impl Backend for Reference {
     fn id(&self) -> &'static str {
@@ -16,8 +16,9 @@ impl Backend for Reference {
     fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError> {
         spec.layout.check()?;
         let max_tokens = spec.capacity_cells.iter().copied().max().unwrap_or(0);
+        let owned = |l: usize| spec.layout.owns(l).then(|| Owned::new(&spec.layout.layers[l]));
         Ok(Box::new(ReferencePools {
-            layers: vec![Rows::default(); spec.layout.layers.len()],
+            layers: (0..spec.layout.layers.len()).map(owned).collect(),
             ledger: KvLedger::new(&spec.budget, "reference", max_tokens, spec.layout.owners().count()),
             masks: Vec::new(),
             begun: None,
@@ -30,8 +31,7 @@ impl Backend for Reference {
         let mut kv = 0u64;
         for (_, layer) in spec.layout.owners() {
             let cells = u64::from(*cells.get(layer.group.0 as usize)?);
-            let heads = cells.checked_mul(2 * 4)?.checked_mul(layer.n_kv_heads.into())?;
-            kv = kv.checked_add(heads.checked_mul(layer.head_dim.into())?)?;
+            kv = kv.checked_add(cells.checked_mul(row_bytes(layer))?)?;
         }
         Some(Usage::default().with(Purpose::KvCache, kv))
     }
@@ -39,19 +39,62 @@ impl Backend for Reference {
 
 /// Bytes of one cell of a layer, K and V together.
 fn row_bytes(layer: &LayerSpec) -> u64 {
-    2 * 4 * u64::from(layer.n_kv_heads) * u64::from(layer.head_dim)
+    u64::from(layer.n_kv_heads) * layer.cell_bytes(Storage::F32, Storage::F32)
 }
 
-/// K and V rows, `[cells, n_kv_heads, head_dim]` each.
-#[derive(Clone, Debug, Default)]
+/// `[cells, n_kv_heads, dim]`
+#[derive(Clone, Debug)]
 struct Rows {
-    k: Vec<f32>,
-    v: Vec<f32>,
+    n_kv_heads: usize,
+    dim: usize,
+    data: Vec<f32>,
+}
+
+impl Rows {
+    fn at(&self, cell: u32, head: usize) -> std::ops::Range<usize> {
+        let first = (cell as usize * self.n_kv_heads + head) * self.dim;
+        first..first + self.dim
+    }
+    fn get(&self, cell: u32, head: usize) -> &[f32] {
+        &self.data[self.at(cell, head)]
+    }
+    fn cells(&self) -> usize {
+        self.data.len() / (self.n_kv_heads * self.dim)
+    }
+    fn grow(&mut self, cells: u32) {
+        let len = (cells as usize * self.n_kv_heads * self.dim).max(self.data.len());
+        self.data.resize(len, 0.0);
+    }
+    fn copy(&mut self, from: u32, to: u32, len: u32) {
+        let source = self.at(from, 0).start..self.at(from + len, 0).start;
+        let to = self.at(to, 0).start;
+        self.data.copy_within(source, to);
+    }
+}
+
+/// The rows of a layer that owns them. `v` is `None` if values are a prefix of the keys.
+#[derive(Clone, Debug)]
+struct Owned {
+    k: Rows,
+    v: Option<Rows>,
+}
+
+impl Owned {
+    fn new(layer: &LayerSpec) -> Self {
+        let rows =
+            |dim: u32| Rows { n_kv_heads: layer.n_kv_heads as usize, dim: dim as usize, data: Vec::new() };
+        let stored = layer.values == Values::Stored;
+        Owned { k: rows(layer.k_dim), v: stored.then(|| rows(layer.v_dim)) }
+    }
+    /// The value of a cell, `[v_dim]`; more elements of the key if values are a prefix of it.
+    fn value(&self, cell: u32, head: usize) -> &[f32] {
+        self.v.as_ref().unwrap_or(&self.k).get(cell, head)
+    }
 }
 
 struct ReferencePools {
     spec: PoolSpec,
-    layers: Vec<Rows>,
+    layers: Vec<Option<Owned>>, // None for layers that borrow
     ledger: KvLedger,
     masks: Vec<Vec<bool>>, // per group: [n_tokens, cells]
     begun: Option<StepId>,
@@ -59,54 +102,48 @@ struct ReferencePools {
 }
 
 impl ReferencePools {
-    /// Elements of one cell of a layer, K or V.
-    fn cell(&self, layer: usize) -> usize {
-        let layer = &self.spec.layout.layers[layer];
-        (layer.n_kv_heads * layer.head_dim) as usize
+    fn owner(&mut self, layer: usize) -> &mut Owned {
+        self.layers[layer].as_mut().expect("the layout was checked: owners own")
     }
 
     /// Grows the pools to `cells_end(group)` cells of every group: all layers or none.
     fn grow(&mut self, cells_end: impl Fn(GroupId) -> u32) -> Result<(), BackendError> {
-        let mut sizes = Vec::new();
-        let mut more = 0;
-        for (l, layer) in self.spec.layout.owners() {
-            let needed = cells_end(layer.group) as usize * self.cell(l);
-            more += needed.saturating_sub(self.layers[l].k.len()) as u64 * 8;
-            sizes.push((l, needed));
-        }
+        let owners = self.spec.layout.owners().zip(self.layers.iter().flatten());
+        let more = owners.map(|((_, layer), owned)| {
+            let more = u64::from(cells_end(layer.group)).saturating_sub(owned.k.cells() as u64);
+            more * row_bytes(layer)
+        });
+        let more = more.sum();
         if more > 0 {
             self.ledger.grow(more)?;
         }
-        for (l, needed) in sizes {
-            let rows = &mut self.layers[l];
-            let needed = needed.max(rows.k.len());
-            rows.k.resize(needed, 0.0);
-            rows.v.resize(needed, 0.0);
+        for ((_, layer), owned) in self.spec.layout.owners().zip(self.layers.iter_mut().flatten()) {
+            owned.k.grow(cells_end(layer.group));
+            owned.v.iter_mut().for_each(|v| v.grow(cells_end(layer.group)));
         }
         Ok(())
     }
 
-    fn copy(&mut self, group: GroupId, only: Option<usize>, from: u32, to: u32, len: u32) {
-        for l in 0..self.layers.len() {
-            let layer = self.spec.layout.layers[l];
-            if layer.group == group && self.spec.layout.owns(l) && only.is_none_or(|only| only == l) {
-                let cell = self.cell(l);
-                let source = from as usize * cell..(from + len) as usize * cell;
-                self.layers[l].k.copy_within(source.clone(), to as usize * cell);
-                self.layers[l].v.copy_within(source, to as usize * cell);
-                self.counters.bytes_moved += u64::from(len) * row_bytes(&layer);
+    fn copy(&mut self, group: GroupId, only: Option<usize>, copy: &CellCopy) {
+        for ((l, layer), owned) in self.spec.layout.owners().zip(self.layers.iter_mut().flatten()) {
+            if layer.group == group && only.is_none_or(|only| only == l) {
+                owned.k.copy(copy.from, copy.to, copy.len);
+                owned.v.iter_mut().for_each(|v| v.copy(copy.from, copy.to, copy.len));
+                self.counters.bytes_moved += u64::from(copy.len) * row_bytes(layer);
             }
         }
     }
 
     fn write(&mut self, owner: usize, group: &GroupPlan, k: Tensor<'_>, v: Tensor<'_>) {
         let layer = self.spec.layout.layers[owner];
-        let (cell_len, d) = (self.cell(owner), layer.head_dim as usize);
         for (token, cell) in group.writes.iter().flat_map(|run| run.cells()).enumerate() {
+            let owned = self.owner(owner);
             for head in 0..layer.n_kv_heads as usize {
-                let at = cell as usize * cell_len + head * d;
-                self.layers[owner].k[at..at + d].copy_from_slice(k.row(token, head, d));
-                self.layers[owner].v[at..at + d].copy_from_slice(v.row(token, head, d));
+                for (rows, new) in [(Some(&mut owned.k), k), (owned.v.as_mut(), v)] {
+                    let Some(rows) = rows else { continue };
+                    let at = rows.at(cell, head);
+                    rows.data[at].copy_from_slice(new.row(token, head, rows.dim));
+                }
             }
             self.counters.bytes_written += row_bytes(&layer);
         }
@@ -140,30 +177,30 @@ impl Pools for ReferencePools {
         let layer = *layer.ok_or(BackendError::UnknownLayer { layer: call.layer, n_layers })?;
         let owner = layer.owner.0 as usize;
         let (n, heads) = (plan.n_tokens() as usize, self.spec.layout.n_heads as usize);
-        let (kv_heads, d) = (layer.n_kv_heads as usize, layer.head_dim as usize);
         let group = plan.group(layer.group);
         if call.kv.is_some() != (owner == call.layer.0 as usize) {
             return Err(BackendError::LayerOrder(call.layer));
         }
-        call.check(n, heads, kv_heads, d)?;
+        call.check(n, heads, &layer)?;
         if let Some((k, v)) = call.kv {
             for copy in &group.copies {
-                self.copy(layer.group, Some(owner), copy.from, copy.to, copy.len);
+                self.copy(layer.group, Some(owner), copy);
             }
             self.write(owner, group, k, v);
         }
         self.counters.bytes_read += group.reads.cells_read() * row_bytes(&layer);
 
-        let (rows, cell, cells) = (&self.layers[owner], self.cell(owner), group.cells_end as usize);
+        let owned = self.layers[owner].as_ref().expect("the layout was checked: owners own");
+        let (k_dim, v_dim, cells) = (layer.k_dim as usize, layer.v_dim as usize, group.cells_end as usize);
         let mask = &self.masks[layer.group.0 as usize];
         for token in 0..n {
             let sees = &mask[token * cells..(token + 1) * cells];
-            let seen: Vec<usize> = (0..cells).filter(|c| sees[*c]).collect();
+            let seen: Vec<u32> = (0..group.cells_end).filter(|cell| sees[*cell as usize]).collect();
             for head in 0..heads {
-                let at = |c: usize| c * cell + head / (heads / kv_heads) * d;
-                let q = call.q.row(token, head, d);
-                let score = |c: &usize| {
-                    let k = &rows.k[at(*c)..at(*c) + d];
+                let kv_head = head / (heads / layer.n_kv_heads as usize);
+                let q = call.q.row(token, head, k_dim);
+                let score = |cell: &u32| {
+                    let k = owned.k.get(*cell, kv_head);
                     let dot: f64 = q.iter().zip(k).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
                     let scaled = dot * f64::from(call.scale);
                     call.softcap.map_or(scaled, |cap| f64::from(cap) * (scaled / f64::from(cap)).tanh())
@@ -173,8 +210,8 @@ impl Pools for ReferencePools {
                 let max = scores.iter().copied().fold(sink, f64::max);
                 let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
                 let sum = weights.iter().sum::<f64>() + (sink - max).exp();
-                for (i, out) in call.out.row(token, head, d).iter_mut().enumerate() {
-                    let value = |(c, w): (&usize, &f64)| w * f64::from(rows.v[at(*c) + i]);
+                for (i, out) in call.out.row(token, head, v_dim).iter_mut().enumerate() {
+                    let value = |(cell, w): (&u32, &f64)| w * f64::from(owned.value(*cell, kv_head)[i]);
                     *out = (seen.iter().zip(&weights).map(value).sum::<f64>() / sum) as f32;
                 }
             }
@@ -186,7 +223,7 @@ impl Pools for ReferencePools {
         self.grow(|group| moves.cells_end(group))?;
         for (group, copies) in moves.groups() {
             for copy in copies {
-                self.copy(*group, None, copy.from, copy.to, copy.len);
+                self.copy(*group, None, copy);
             }
         }
         Ok(())
@@ -204,25 +241,23 @@ impl Pools for ReferencePools {
         let spec = self.spec.layout.layers.get(layer.0 as usize);
         let spec = *spec.ok_or(BackendError::UnknownLayer { layer, n_layers })?;
         let owner = spec.owner.0 as usize;
-        let (d, cells) = (spec.head_dim as usize, self.layers[owner].k.len() / self.cell(owner));
+        let owned = self.layers[owner].as_ref().expect("the layout was checked: owners own");
         if kv_head >= spec.n_kv_heads {
             let (index, len) = (kv_head as usize, spec.n_kv_heads as usize);
             return Err(BackendError::OutOfRange { what: "KV head", index, len });
         }
-        if cell as usize >= cells {
-            return Err(BackendError::OutOfRange { what: "cell", index: cell as usize, len: cells });
+        if cell as usize >= owned.k.cells() {
+            let (index, len) = (cell as usize, owned.k.cells());
+            return Err(BackendError::OutOfRange { what: "cell", index, len });
         }
+        let (stored, d) = match side {
+            Side::K => (owned.k.get(cell, kv_head as usize), spec.k_dim as usize),
+            Side::V => (owned.value(cell, kv_head as usize), spec.v_dim as usize),
+        };
         if row.len() != d {
             return Err(BackendError::Shape { what: "row", expected: vec![d], elements: row.len() });
         }
-        let at = cell as usize * self.cell(owner) + kv_head as usize * d;
-        let rows = &self.layers[owner];
-        row.copy_from_slice(
-            &match side {
-                Side::K => &rows.k,
-                Side::V => &rows.v,
-            }[at..at + d],
-        );
+        row.copy_from_slice(&stored[..d]);
         Ok(())
     }
 

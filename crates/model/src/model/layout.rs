@@ -20,12 +20,8 @@ impl ModelConfig {
         let windows = self.group_windows();
         let layers = self.layers.iter().map(|layer| {
             let group = windows.iter().position(|w| *w == layer.window).unwrap_or(0);
-            LayerSpec {
-                group: GroupId(group as u16),
-                owner: LayerId(layer.owner as u16),
-                n_kv_heads: self.n_kv_heads as u32,
-                head_dim: self.head_dim as u32,
-            }
+            let (group, owner) = (GroupId(group as u16), LayerId(layer.owner as u16));
+            LayerSpec::new(group, owner, self.n_kv_heads as u32, self.head_dim as u32)
         });
         Layout { n_heads: self.n_heads as u32, layers: layers.collect() }
     }

@@ -102,7 +102,7 @@ impl Case {
     pub fn channels(&self) -> Option<ChannelOrder> {
         let layout = self.layout();
         let energy = |layer: &LayerSpec| {
-            let channels = 0..layer.n_kv_heads * layer.head_dim;
+            let channels = 0..layer.n_kv_heads * layer.k_dim;
             channels.map(|c| f64::from(c.wrapping_mul(2_654_435_761) >> 20)).collect()
         };
         let energies: Vec<Vec<f64>> = layout.layers.iter().map(energy).collect();
@@ -110,11 +110,8 @@ impl Case {
     }
 
     pub fn layout(&self) -> Layout {
-        let layer = |group: u16, owner: u16| LayerSpec {
-            group: GroupId(group),
-            owner: LayerId(owner),
-            n_kv_heads: self.heads.1,
-            head_dim: self.head_dim,
+        let layer = |group: u16, owner: u16| {
+            LayerSpec::new(GroupId(group), LayerId(owner), self.heads.1, self.head_dim)
         };
         let layers = match self.sharing {
             Sharing::Alone => vec![layer(0, 0)],
@@ -122,7 +119,7 @@ impl Case {
             Sharing::Windows => vec![layer(0, 0), layer(1, 1)],
             Sharing::WindowsBorrowed => vec![layer(1, 0), layer(0, 1), layer(1, 0), layer(0, 1)],
             Sharing::Uneven => {
-                vec![layer(0, 0), LayerSpec { n_kv_heads: self.heads.0, head_dim: 40, ..layer(0, 1) }]
+                vec![layer(0, 0), LayerSpec::new(GroupId(0), LayerId(1), self.heads.0, 40)]
             }
         };
         Layout { n_heads: self.heads.0, layers }

@@ -29,12 +29,7 @@ const KV_HEADS: usize = 2;
 const HEAD_DIM: usize = 32;
 
 fn spec(budget: &Arc<MemoryBudget>) -> PoolSpec {
-    let layer = |owner| LayerSpec {
-        group: GroupId(0),
-        owner: LayerId(owner),
-        n_kv_heads: KV_HEADS as u32,
-        head_dim: HEAD_DIM as u32,
-    };
+    let layer = |owner| LayerSpec::new(GroupId(0), LayerId(owner), KV_HEADS as u32, HEAD_DIM as u32);
     PoolSpec {
         layout: Layout { n_heads: HEADS as u32, layers: vec![layer(0), layer(1), layer(0)] },
         k: Storage::Q8,
@@ -268,13 +263,13 @@ fn bad_layout(backend: &dyn Backend) -> Result<(), String> {
     type Spoil = fn(&mut Layout);
     let spoils: [(&str, Spoil); 6] = [
         ("heads that do not divide", |layout| layout.n_heads = 3),
-        ("no head_dim", |layout| layout.layers[1].head_dim = 0),
+        ("no head_dim", |layout| layout.layers[1].k_dim = 0),
         ("no KV heads", |layout| layout.layers[1].n_kv_heads = 0),
         ("a borrower of a later layer", |layout| layout.layers[0].owner = LayerId(2)),
         ("a borrower of a borrower", |layout| {
             layout.layers.push(LayerSpec { owner: LayerId(2), ..layout.layers[2] })
         }),
-        ("a borrower of another shape", |layout| layout.layers[2].head_dim = 64),
+        ("a borrower of another shape", |layout| layout.layers[2].k_dim = 64),
     ];
     for (what, spoil) in spoils {
         let mut spec = good.clone();

@@ -319,7 +319,7 @@ impl<'c> Rig<'c> {
     /// ±amplitude, some in six times that, so that quantisation has to handle outliers.
     fn inputs(&mut self, layer: usize, n_tokens: usize) -> (Vec<f32>, Vec<Place>) {
         let spec = self.spec.layout.layers[layer];
-        let (kv_heads, head_dim) = (spec.n_kv_heads as usize, spec.head_dim as usize);
+        let (kv_heads, head_dim) = (spec.n_kv_heads as usize, spec.k_dim as usize);
         let mut heads = vec![self.case.heads.0 as usize];
         if self.spec.layout.owns(layer) {
             heads.extend([kv_heads, kv_heads]);
@@ -341,7 +341,7 @@ impl<'c> Rig<'c> {
     }
 
     fn scale(&self, layer: usize) -> f32 {
-        1.0 / (self.spec.layout.layers[layer].head_dim as f32).sqrt()
+        1.0 / (self.spec.layout.layers[layer].k_dim as f32).sqrt()
     }
 
     /// Runs a step in which one layer fails after others have written NaN.
@@ -357,7 +357,7 @@ impl<'c> Rig<'c> {
         let mut failure = None;
         for (l, layer) in self.spec.layout.layers.iter().enumerate().take(n_layers) {
             let (heads, kv_heads) = (self.case.heads.0 as usize, layer.n_kv_heads as usize);
-            let head_dim = layer.head_dim as usize;
+            let head_dim = layer.k_dim as usize;
             let nan = vec![f32::NAN; n_tokens * heads.max(kv_heads) * head_dim];
             let mut out = nan.clone();
             let kv = || (Tensor::dense(&nan, kv_heads, head_dim), Tensor::dense(&nan, kv_heads, head_dim));
@@ -413,7 +413,7 @@ impl<'c> Rig<'c> {
         let mut failure = None;
         let sinks = self.case.sinks();
         for (l, (data, places)) in inputs.iter().enumerate() {
-            let head_dim = self.spec.layout.layers[l].head_dim as usize;
+            let head_dim = self.spec.layout.layers[l].k_dim as usize;
             let (mut out, place) = lay(self.case.strides, n_tokens, &[self.case.heads.0 as usize], head_dim);
             let kv = |kv: &[Place]| (kv[0].tensor(data), kv[1].tensor(data));
             let call = Attend {
@@ -476,7 +476,7 @@ impl<'c> Rig<'c> {
     /// Reads back what was stored, and compares it with what was written.
     fn read_back(&mut self, layer: usize, data: &[f32], kv: &[Place], cells: &[u32]) {
         let spec = self.spec.layout.layers[layer];
-        let head_dim = spec.head_dim as usize;
+        let head_dim = spec.k_dim as usize;
         for (side, place, storage) in [(Side::K, kv[0], self.spec.k), (Side::V, kv[1], self.spec.v)] {
             for (token, cell) in cells.iter().enumerate() {
                 let mut stored = vec![0.0; spec.n_kv_heads as usize * head_dim];
@@ -520,7 +520,7 @@ impl<'c> Rig<'c> {
 
     /// The channels of a head in stored order.
     fn order(&self, layer: usize, side: Side, head: usize) -> Vec<usize> {
-        let head_dim = self.spec.layout.layers[layer].head_dim as usize;
+        let head_dim = self.spec.layout.layers[layer].k_dim as usize;
         match &self.spec.channels {
             Some(order) if side == Side::K && self.spec.k.outliers => {
                 let head = &order.layer(layer)[head * head_dim..(head + 1) * head_dim];
@@ -539,7 +539,7 @@ impl<'c> Rig<'c> {
         tokens: &[Token],
     ) {
         let spec = self.spec.layout.layers[layer];
-        let head_dim = spec.head_dim as usize;
+        let head_dim = spec.k_dim as usize;
         let per_kv = (self.case.heads.0 / spec.n_kv_heads) as usize;
         let scale = self.scale(layer);
         let sinks = self.case.sinks();

@@ -90,12 +90,7 @@ impl ShapeArgs {
 
 impl Shape {
     pub fn layout(&self) -> Layout {
-        let layer = |l| LayerSpec {
-            group: GroupId(0),
-            owner: LayerId(l),
-            n_kv_heads: self.kv_heads,
-            head_dim: self.head_dim,
-        };
+        let layer = |l| LayerSpec::new(GroupId(0), LayerId(l), self.kv_heads, self.head_dim);
         Layout { n_heads: self.heads, layers: (0..self.layers).map(layer).collect() }
     }
 }
