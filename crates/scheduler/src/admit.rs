@@ -97,7 +97,7 @@ impl Scheduler {
     pub(crate) fn admit(&mut self, at: At, budget: &mut u32) -> Option<u32> {
         loop {
             let key = self.pick()?;
-            let head = self.waiting.first().copied()?;
+            let head = self.next_waiting()?;
             if self.has_batch_slot() && self.enter(at, key.slot) {
                 return Some(self.entered(key, head));
             }
@@ -128,9 +128,40 @@ impl Scheduler {
         key.slot
     }
 
+    /// The first waiting request that does not wait for a prefix.
+    pub(crate) fn next_waiting(&self) -> Option<Key> {
+        self.waiting.iter().find(|key| !self.waits_for_prefix(key.slot)).copied()
+    }
+
+    /// Returns whether a running request is about to store blocks that this one would otherwise compute itself. Then
+    /// the request waits, and those behind it may be admitted. It cannot wait forever: a running request stores its
+    /// prompt, or leaves the batch.
+    fn waits_for_prefix(&self, slot: u32) -> bool {
+        let entry = &self.entries[slot as usize];
+        if !self.config.wait_for_prefix || !self.memory.shares() || entry.seq.is_some() {
+            return false;
+        }
+        let block = self.memory.block_tokens();
+        let whole_blocks = |n_tokens: u32| n_tokens - n_tokens % block;
+        // The last known token is computed in any case.
+        let wanted = whole_blocks(entry.wanted_content().min(entry.known - 1));
+        let mut hit = None;
+        self.running.iter().map(|&other| &self.entries[other as usize]).any(|other| {
+            let computes = wanted.min(whole_blocks(other.known_content()));
+            if computes <= other.stored || entry.salt != other.salt {
+                return false;
+            }
+            // Most prompts differ in the block behind the hit already.
+            let hit = *hit.get_or_insert_with(|| self.lookup(entry).hit_tokens);
+            let next = hit.max(other.stored);
+            let same = |range| entry.prompt.has_in_common(&other.prompt, range);
+            computes > next && same(next..next + block) && same(0..next)
+        })
+    }
+
     /// The next request to admit: the head of the queue, or a request with a longer prefix hit that may overtake it.
     fn pick(&mut self) -> Option<Key> {
-        let head = self.waiting.first().copied()?;
+        let head = self.next_waiting()?;
         let n = match self.config.prefix_order {
             PrefixOrder::Off => return Some(head),
             PrefixOrder::Ties => TIES,
@@ -141,9 +172,15 @@ impl Scheduler {
         }
         let ties = self.config.prefix_order == PrefixOrder::Ties;
         let mut best = None;
-        let candidates =
-            self.waiting.iter().take(n as usize).take_while(|key| !ties || key.rank == head.rank);
-        for &key in candidates {
+        let candidates: Vec<Key> = self
+            .waiting
+            .iter()
+            .filter(|key| !self.waits_for_prefix(key.slot))
+            .take(n as usize)
+            .take_while(|key| !ties || key.rank == head.rank)
+            .copied()
+            .collect();
+        for key in candidates {
             let entry = &mut self.entries[key.slot as usize];
             let hit = match entry.seq {
                 Some(_) => entry.cached,

@@ -7,9 +7,9 @@
 //!    space than the budget, that space is the limit, so a long prompt passes through a small pool in chunks.
 //!
 //! If the policy preempts, a waiting request may also take the batch slot or the memory of a lower-ranked request. A
-//! victim is judged by its current rank or its rank on arrival, whichever is better. Progress therefore never makes a
-//! request easier to preempt, decoding alone never changes the batch, and two requests cannot preempt each other
-//! forever, each losing its computed tokens.
+//! victim is judged by the best of its current rank, its rank on arrival, and its rank without its computed tokens.
+//! Progress therefore never makes a request easier to preempt, decoding alone never changes the batch, and two requests
+//! cannot preempt each other forever, each losing its computed tokens.
 use crate::entry::State;
 use crate::executor::Work;
 use crate::memory::At;
@@ -50,7 +50,7 @@ impl Scheduler {
                 admit = false;
             }
             let prefill = prefilling.get(next).copied();
-            let head = if admit && self.blocked.is_none() { self.waiting.first().copied() } else { None };
+            let head = if admit && self.blocked.is_none() { self.next_waiting() } else { None };
             let head = head.filter(|h| prefill.is_none_or(|p| preempts && *h < p));
             if head.is_some() {
                 match self.admit(at, &mut budget) {

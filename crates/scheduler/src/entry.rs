@@ -1,7 +1,7 @@
 //! What the scheduler stores per live request, and the request's state.
 use crate::policy::{Rank, View};
 use crate::request::*;
-use kvist_cache::{MissReason, SeqId};
+use kvist_cache::{MissReason, Prompt, SeqId};
 use std::sync::Arc;
 
 /// Position in an ordered queue. A total order, because no two requests have the same `arrival` number.
@@ -112,22 +112,12 @@ impl Entry {
 
     /// Number of tokens, from the first, whose content is known and which can be indexed once computed.
     pub fn known_content(&self) -> u32 {
-        self.content().min(self.known)
+        self.prompt.known_tokens().min(self.known)
     }
 
     /// Number of tokens, from the first, to look up in the prefix index.
     pub fn wanted_content(&self) -> u32 {
         if self.fresh { 0 } else { self.known_content() }
-    }
-
-    /// Like [`Entry::known_content`], but including the part of the output that a trace already knows.
-    fn content(&self) -> u32 {
-        match &self.prompt {
-            Prompt::Unknown => 0,
-            Prompt::Tokens(tokens) => tokens.len() as u32,
-            Prompt::SharedTokens(tokens) => tokens.len() as u32,
-            Prompt::Ids { n_tokens, .. } => *n_tokens,
-        }
     }
 
     /// Decode steps until the next block must be added to the prefix index. A multi-step run ends there, because
@@ -136,7 +126,7 @@ impl Entry {
         let full = (self.cached - self.cached % block_tokens).saturating_add(block_tokens);
         // The ids of emitted tokens extend a content that is known to its end.
         let grows = self.prompt.tokens().is_some_and(|tokens| tokens.len() >= self.known as usize);
-        if grows || full <= self.content() { full - self.cached } else { u32::MAX }
+        if grows || full <= self.prompt.known_tokens() { full - self.cached } else { u32::MAX }
     }
 
     /// Appends an emitted token, and to the content, provided the content of all earlier tokens is known. If a trace

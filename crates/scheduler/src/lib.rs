@@ -36,13 +36,14 @@ pub use config::{Admission, BadConfig, Config, LengthSource, Preempted, PrefixOr
 pub use drive::drive;
 pub use executor::{Batch, Clock, Executor, Script, VirtualClock, Work};
 pub use iteration::{Planned, Turn};
+pub use kvist_cache::Prompt;
 pub use lengths::{Lengths, OraclePolicy, Truth};
 pub use log::{LOG_VERSION, Log};
 pub use outcome::{Advance, BadOutcome, Emitted, Outcome, Sampled};
 pub use policy::{BuildPolicy, POLICIES, Policy, Rank, View, build_policy};
 pub use recording::{GroupShape, Part, RECORDING_VERSION, Recorder, Recording};
 pub use replay::{Replay, ReplayError, Turned, replay};
-pub use request::{End, Ended, Prompt, Reason, Request, RequestId};
+pub use request::{End, Ended, Reason, Request, RequestId};
 pub use scheduler::{Counters, Duplicate, Scheduler, Standing};
 pub use snapshot::{LiveRequest, LiveSequence, Snapshot};
 

@@ -1,9 +1,8 @@
 //! The scheduler's view of the cache: how many cells are available, and the operations between steps. Only this file
 //! knows whether the cache has a prefix index.
 use crate::config::BadConfig;
-use crate::request::Prompt;
 use kvist_cache::{
-    BlockUse, Cache, Content, GroupId, Lookup, MissReason, Moment, Occupancy, Refused, SeqId, Viewer,
+    BlockUse, Cache, GroupId, Lookup, MissReason, Moment, Occupancy, Prompt, Refused, SeqId, Viewer,
 };
 
 /// When a decision is made: the index of its step, and the time.
@@ -36,19 +35,6 @@ pub(crate) struct Memory {
 }
 
 const CHECKED: &str = "the cache holds many sequences: this was checked when the scheduler was made";
-
-/// The first `n_tokens` of `prompt` as the cache's content type.
-fn content(prompt: &Prompt, n_tokens: u32) -> Content<'_> {
-    let n = n_tokens as usize;
-    match prompt {
-        Prompt::Unknown => Content::Unknown { n_tokens },
-        Prompt::Tokens(tokens) => Content::Tokens(&tokens[..n.min(tokens.len())]),
-        Prompt::SharedTokens(tokens) => Content::Tokens(&tokens[..n.min(tokens.len())]),
-        Prompt::Ids { ids, tokens_per_id, n_tokens: known } => {
-            Content::Ids { ids, tokens_per_id: *tokens_per_id, n_tokens: n_tokens.min(*known) }
-        }
-    }
-}
 
 impl Memory {
     pub fn new(mut cache: Cache) -> Result<Memory, BadConfig> {
@@ -135,12 +121,12 @@ impl Memory {
 
     /// Returns whether the prefix index can store this kind of content.
     pub fn accepts(&self, prompt: &Prompt) -> bool {
-        self.cache.accepts(&content(prompt, 0))
+        self.cache.accepts(&prompt.content(0))
     }
 
     /// The prefix hit that the index would give for the first `n_tokens`. Changes nothing.
     pub fn lookup(&self, salt: &str, prompt: &Prompt, n_tokens: u32) -> Lookup {
-        self.cache.lookup(salt, &content(prompt, n_tokens))
+        self.cache.lookup(salt, &prompt.content(n_tokens))
     }
 
     /// As long as this number stays the same, lookups return the same hit lengths.
@@ -168,7 +154,7 @@ impl Memory {
 
     /// Why the prefix index would supply no more.
     pub fn explain(&self, salt: &str, prompt: &Prompt, n_tokens: u32) -> MissReason {
-        self.cache.explain(salt, &content(prompt, n_tokens), Viewer::Operator)
+        self.cache.explain(salt, &prompt.content(n_tokens), Viewer::Operator)
     }
 
     /// Creates a sequence from the prefix hit on the first `n_tokens` and returns the hit length in tokens.
@@ -182,7 +168,7 @@ impl Memory {
         at: At,
         is_first: bool,
     ) -> u32 {
-        let (content, moment) = (content(prompt, n_tokens), at.moment());
+        let (content, moment) = (prompt.content(n_tokens), at.moment());
         let opened = match self.cache.prefixes() {
             Some(mut prefixes) => match is_first {
                 true => prefixes.open(seq, salt, &content, moment),
@@ -199,7 +185,7 @@ impl Memory {
     /// first `stored` of them were added by earlier calls. Returns how many blocks were new to the index.
     pub fn store(&mut self, seq: SeqId, prompt: &Prompt, stored: u32, n_tokens: u32, at: At) -> u32 {
         let Some(mut prefixes) = self.cache.prefixes() else { return 0 };
-        let done = prefixes.store_from(seq, stored, &content(prompt, n_tokens), at.moment());
+        let done = prefixes.store_from(seq, stored, &prompt.content(n_tokens), at.moment());
         done.unwrap_or_else(|refused| panic!("sequence {seq} is live and its content was checked: {refused}"))
             .n_new
     }

@@ -8,7 +8,7 @@ use crate::log::{Decision, Log};
 use crate::memory::{At, Memory};
 use crate::outcome::Outcome;
 use crate::request::*;
-use kvist_cache::{Cache, MissReason, SeqId, Span, StepPlan};
+use kvist_cache::{Cache, MissReason, Prompt, SeqId, Span, StepPlan};
 use std::collections::{BTreeSet, HashMap};
 
 /// Decides which requests run. The crate documentation lists its guarantees.
@@ -314,18 +314,12 @@ impl Scheduler {
         if request.max_new == 0 {
             return Some(Reason::NothingToGenerate);
         }
-        let content = match &request.prompt {
-            Prompt::Unknown => u64::from(request.prompt_tokens),
-            Prompt::Tokens(tokens) => tokens.len() as u64,
-            Prompt::SharedTokens(tokens) => tokens.len() as u64,
-            Prompt::Ids { ids, tokens_per_id, n_tokens } => {
-                if u64::from(*n_tokens) > ids.len() as u64 * u64::from(*tokens_per_id) {
-                    return Some(Reason::Malformed);
-                }
-                u64::from(*n_tokens)
-            }
-        };
-        if content < u64::from(request.prompt_tokens) {
+        if let Prompt::Ids { ids, tokens_per_id, n_tokens } = &request.prompt
+            && u64::from(*n_tokens) > ids.len() as u64 * u64::from(*tokens_per_id)
+        {
+            return Some(Reason::Malformed);
+        }
+        if request.prompt.vocabulary().is_some() && request.prompt.known_tokens() < request.prompt_tokens {
             return Some(Reason::Malformed);
         }
         if !self.memory.accepts(&request.prompt) {

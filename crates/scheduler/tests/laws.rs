@@ -132,6 +132,7 @@ fn configs() -> Vec<Config> {
                         max_batch_tokens: 16,
                         admission,
                         preempted,
+                        wait_for_prefix: lengths == LengthSource::MaxNew,
                         ageing_ns: 5_000,
                         ..Config::default()
                     });

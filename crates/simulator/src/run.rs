@@ -17,13 +17,13 @@ pub(crate) use queue::Arrivals;
 
 use crate::cost::StepCost;
 use crate::report::{CacheCounts, Load, Outcome, Record, RequestRow, Timeline};
-use crate::request::{PromptContent, Request};
+use crate::request::Request;
 use executor::SimExecutor;
 use kvist_cache::Cache;
 use kvist_scheduler as scheduler;
 use kvist_scheduler::{
-    BadConfig, Clock, Config, Counters, End, Ended, LengthSource, Prompt, Recording, RequestId, Scheduler,
-    Truth, Turn, VirtualClock,
+    BadConfig, Clock, Config, Counters, End, Ended, LengthSource, Recording, RequestId, Scheduler, Truth,
+    Turn, VirtualClock,
 };
 use memory::Memory;
 use std::sync::Arc;
@@ -328,19 +328,12 @@ fn waiting_row(request: &Request) -> RequestRow {
 }
 
 fn as_scheduled(request: &Request, i: usize, at_ns: u64, max_new: Option<u32>) -> scheduler::Request {
-    let prompt = match &request.content {
-        PromptContent::Unknown => Prompt::Unknown,
-        PromptContent::Tokens(tokens) => Prompt::SharedTokens(tokens.clone()),
-        PromptContent::Ids { ids, tokens_per_id, n_tokens } => {
-            Prompt::Ids { ids: ids.clone(), tokens_per_id: *tokens_per_id, n_tokens: *n_tokens }
-        }
-    };
     scheduler::Request {
         id: RequestId(i as u64),
         arrival_ns: at_ns,
         prompt_tokens: request.prompt_tokens,
         max_new: max_new.map_or(request.output_tokens, |n| n.max(request.output_tokens)),
-        prompt,
+        prompt: request.content.clone(),
         deadline_ns: request.deadline_ns,
         priority: request.priority,
         salt: request.salt.clone().unwrap_or_else(|| Arc::from("")),
