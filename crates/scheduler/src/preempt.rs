@@ -4,6 +4,7 @@ use crate::entry::Key;
 use crate::executor::Work;
 use crate::log::Decision;
 use crate::memory::At;
+use crate::policy::View;
 use crate::request::{End, Reason};
 use crate::scheduler::Scheduler;
 use kvist_cache::GroupId;
@@ -55,12 +56,14 @@ impl Scheduler {
         true
     }
 
-    /// The rank used to compare a request that has cells with requests that want them: its current rank or its rank on
-    /// arrival, whichever is better.
+    /// The rank used to compare a request that has cells with requests that want them: the best of its current rank, its
+    /// rank on arrival, and the rank that it would have without its cells. Without the last one, a victim could rank
+    /// before the request that it made room for, and preempt it in turn.
     pub(crate) fn victim_key(&self, slot: u32) -> Key {
         let mut key = self.key(slot);
-        let arrived = self.order.rank(&self.entries[slot as usize].view().as_it_arrived());
-        key.rank = key.rank.min(arrived);
+        let view = self.entries[slot as usize].view();
+        let without_cells = View { cached_tokens: 0, ..view };
+        key.rank = key.rank.min(self.order.rank(&view.as_it_arrived())).min(self.order.rank(&without_cells));
         key
     }
 

@@ -427,3 +427,35 @@ fn what_was_sampled_counts_not_what_a_trace_says() {
     }
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
+
+/// Regression test: a request that had generated more than expected ranked, once it had lost its cells, before the
+/// request that had preempted it. It preempted that one in turn, got its cells back from the prefix index, was preempted
+/// again, and so on within one iteration without an end.
+#[test]
+fn two_requests_do_not_preempt_each_other_forever() {
+    let work = TokenWork { prefill_ns: 1000, decode_ns: 10_000 };
+    let lengths = LengthSource::RunningMean;
+    let config = Config { policy: "laxity".into(), lengths, max_batch: 1, work, ..Config::default() };
+    let mut s = Scheduler::new(config, paged(&[group(1000, None)], 4, "lru"), None).unwrap();
+    let mut m = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
+        out.elapsed_ns = 10;
+        out.sample_each(batch, |_| Sampled { token: Some(9), finished: false });
+    });
+    // The first request teaches the scheduler to expect answers of one token.
+    s.arrive(0, Request { prompt: tokens(4, 5), ..Request::new(0, 0, 4, 1) }).unwrap();
+    s.turn(0, &mut m);
+    let deadline_ns = Some(1_000_000);
+    s.arrive(10, Request { deadline_ns, prompt: tokens(10, 1), ..Request::new(1, 10, 10, 50) }).unwrap();
+    for i in 1..22 {
+        s.turn(10 * i, &mut m);
+    }
+    // More urgent than the other was on arrival, and less than the other would be without its cells.
+    let deadline_ns = Some(1_000_000 - 15 * 1000);
+    s.arrive(220, Request { deadline_ns, prompt: tokens(1, 2), ..Request::new(2, 220, 1, 2) }).unwrap();
+    let mut now = 220;
+    while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut m) {
+        now += elapsed_ns;
+    }
+    let ended: Vec<_> = s.drain_ended().map(|e| (e.id.0, e.end, e.generated)).collect();
+    assert_eq!(ended, [(0, End::Finished, 1), (1, End::Finished, 50), (2, End::Finished, 2)]);
+}

@@ -53,7 +53,9 @@ impl Twin {
     }
     fn victim_key(&self, i: usize) -> (Rank, usize) {
         let (rank, number) = self.key(i);
-        (rank.min(self.rank_with(&self.jobs[i], 0, 0)), number)
+        let job = &self.jobs[i];
+        let (arrived, without_cells) = (self.rank_with(job, 0, 0), self.rank_with(job, 0, job.generated));
+        (rank.min(arrived).min(without_cells), number)
     }
     fn free(&self) -> u32 {
         self.capacity - self.jobs.iter().map(|job| job.cached).sum::<u32>()
