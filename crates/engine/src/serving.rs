@@ -268,7 +268,7 @@ impl Engine {
         scheduler.explain_misses(true);
         let (commands, inbox) = channel();
         let (gone, is_gone) = watch::channel(());
-        let capacity_tokens = scheduler.held_cells() + scheduler.idle_cells() + scheduler.free_cells();
+        let capacity_tokens = scheduler.used_cells() + scheduler.evictable_cells() + scheduler.free_cells();
         let shared = Arc::new(Shared {
             model: model.clone(),
             commands,

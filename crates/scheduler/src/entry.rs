@@ -17,7 +17,7 @@ pub(crate) struct Key {
 pub(crate) enum State {
     /// The slot is unused.
     Vacant,
-    /// In `waiting` under this key, and also in `holders` if it still has a sequence in the cache.
+    /// In `waiting` under this key, and also in `paused` if it still has a sequence in the cache.
     Waiting(Key),
     Running,
 }
@@ -42,7 +42,7 @@ pub(crate) struct Entry {
     pub prompt_tokens: u32,
     pub max_new: u32,
     /// Tokens of this request in the step being built.
-    pub share: u32,
+    pub scheduled: u32,
     /// Tokens already added to the prefix index.
     pub stored: u32,
     pub computed: u64,
@@ -56,7 +56,7 @@ pub(crate) struct Entry {
     pub salt: Arc<str>,
     pub prompt: Prompt,
     /// True if the prefix index must not supply any of its tokens.
-    pub fresh: bool,
+    pub skip_prefix_cache: bool,
     /// Cells reserved for it by conservative admission.
     pub reserved: u64,
     /// The last prefix lookup: hit length, length looked up, and index version.
@@ -117,7 +117,7 @@ impl Entry {
 
     /// Number of tokens, from the first, to look up in the prefix index.
     pub fn wanted_content(&self) -> u32 {
-        if self.fresh { 0 } else { self.known_content() }
+        if self.skip_prefix_cache { 0 } else { self.known_content() }
     }
 
     /// Decode steps until the next block must be added to the prefix index. A multi-step run ends there, because

@@ -40,8 +40,8 @@ pub struct Request {
     /// Computes every prompt token, including those the prefix index could supply, because the caller wants output
     /// (such as logits) for each token. These tokens count twice against the step's token budget. The results are
     /// indexed as usual.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub fresh: bool,
+    #[serde(default, rename = "fresh", skip_serializing_if = "std::ops::Not::not")]
+    pub skip_prefix_cache: bool,
 }
 
 impl Request {
@@ -56,7 +56,7 @@ impl Request {
             deadline_ns: None,
             priority: 0,
             salt: Arc::from(""),
-            fresh: false,
+            skip_prefix_cache: false,
         }
     }
 }

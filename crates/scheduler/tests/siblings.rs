@@ -25,7 +25,7 @@ fn request(id: u64, tokens: impl IntoIterator<Item = u32>) -> Request {
 
 fn drain(s: &mut Scheduler) -> Vec<Ended> {
     let (mut m, mut now) = (machine(10), 0);
-    while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut m) {
+    while let Iteration::Ran { elapsed_ns, .. } = s.iterate(now, &mut m) {
         now += elapsed_ns;
     }
     let mut ended: Vec<Ended> = s.drain_ended().collect();
@@ -55,7 +55,7 @@ fn others_are_not_held_up() {
     s.arrive(0, request(1, 0..40)).unwrap();
     s.arrive(0, request(2, 100..105)).unwrap();
     s.arrive(0, Request { salt: "tenant".into(), ..request(3, 0..40) }).unwrap();
-    s.arrive(0, Request { fresh: true, ..request(4, 0..40) }).unwrap();
+    s.arrive(0, Request { skip_prefix_cache: true, ..request(4, 0..40) }).unwrap();
     let ended = drain(&mut s);
     let order: Vec<u64> = {
         let mut by_admission: Vec<(u64, u64)> =
@@ -73,11 +73,11 @@ fn a_cancelled_sibling_is_replaced() {
     let mut s = scheduler(waiting());
     (0..3).for_each(|id| s.arrive(0, request(id, 0..40)).unwrap());
     let mut m = machine(10);
-    s.turn(0, &mut m);
-    s.turn(10, &mut m);
+    s.iterate(0, &mut m);
+    s.iterate(10, &mut m);
     assert_eq!((s.n_running(), s.n_waiting()), (1, 2));
     assert!(s.cancel(15, RequestId(0)));
-    s.turn(20, &mut m);
+    s.iterate(20, &mut m);
     assert_eq!((s.n_running(), s.n_waiting()), (1, 1));
     let ended = drain(&mut s);
     assert_eq!(ended.iter().map(|e| e.hit_tokens).collect::<Vec<_>>(), [0, 20, 36]);
@@ -92,15 +92,15 @@ fn branches_wait_for_their_trunk_only() {
         s.arrive(0, request(id, (0..20).chain(branch..branch + 30))).unwrap();
     }
     let mut m = machine(10);
-    s.turn(0, &mut m);
+    s.iterate(0, &mut m);
     assert_eq!(s.n_running(), 1);
-    s.turn(10, &mut m); // the trunk is stored, and the first prompt leaves room for 30 more tokens
+    s.iterate(10, &mut m); // the trunk is stored, and the first prompt leaves 30 more tokens
     assert_eq!(s.n_running(), 2);
     let ended = drain(&mut s);
     assert_eq!(ended.iter().map(|e| e.hit_tokens).collect::<Vec<_>>(), [0, 20, 20]);
 }
 
-/// The rule, checked from outside on random prompts of a small vocabulary: whoever is admitted shares no block with a
+/// The rule, checked from outside on random prompts of a small vocabulary: an admitted request shares no block with a
 /// running request that this one has yet to store, beyond its own hit.
 #[test]
 fn admissions_obey_the_rule() {
@@ -124,12 +124,12 @@ fn admissions_obey_the_rule() {
             }
             // The running requests and what they have stored, before the iteration.
             let status = |s: &Scheduler| -> BTreeMap<u64, (bool, u32)> {
-                let live = prompts.keys().filter_map(|&id| Some((id, s.standing(RequestId(id))?)));
+                let live = prompts.keys().filter_map(|&id| Some((id, s.status(RequestId(id))?)));
                 live.map(|(id, it)| (id, (it.running, it.cached_tokens))).collect()
             };
             let before = status(&s);
             s.decisions().take();
-            if let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut machine(10)) {
+            if let Iteration::Ran { elapsed_ns, .. } = s.iterate(now, &mut machine(10)) {
                 now += elapsed_ns;
             }
             let log = s.decisions().take();
