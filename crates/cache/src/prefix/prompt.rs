@@ -186,7 +186,7 @@ mod tests {
         let (a, b) = (Prompt::Tokens(vec![1, 2, 3]), Prompt::SharedTokens([1, 2, 4].into()));
         assert_eq!([3, 2, 1].map(|n| a.in_common(&b, n)), [2, 2, 1]);
         assert_eq!((a.in_common(&Prompt::Unknown, 3), ids(&[1]).in_common(&a, 3)), (0, 0));
-        assert!(a.has_in_common(&b, 0..2) && a.has_in_common(&b, 1..2) && a.has_in_common(&b, 7..7) == false);
+        assert!(a.has_in_common(&b, 0..2) && a.has_in_common(&b, 1..2) && !a.has_in_common(&b, 7..7));
         assert!(
             !a.has_in_common(&b, 1..3) && !a.has_in_common(&b, 2..4) && !a.has_in_common(&ids(&[1]), 0..1)
         );
