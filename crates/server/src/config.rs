@@ -23,7 +23,7 @@ use std::sync::Arc;
 pub struct ServerConfig {
     pub model: ModelSection,
     pub cache: CacheSection,
-    /// By default with batch sizes that suit a CPU.
+    /// By default with batch sizes that suit a CPU, and requests that wait for a common prefix.
     pub scheduler: Config,
     pub http: HttpSection,
     pub limits: LimitsSection,
@@ -43,23 +43,25 @@ impl Default for ServerConfig {
             sessions: SessionsSection::default(),
             keys: Vec::new(),
         };
-        BatchSizes::default().apply(&mut config.scheduler);
+        ServingDefaults::default().apply(&mut config.scheduler);
         config
     }
 }
 
-/// The batch sizes that a file sets. Where it sets none, those of a server apply, not those of the scheduler.
+/// What a file sets of the fields whose defaults are a server's own, not the scheduler's.
 #[derive(Default, Deserialize)]
 #[serde(default)]
-struct BatchSizes {
+struct ServingDefaults {
     max_batch: Option<u32>,
     max_batch_tokens: Option<u32>,
+    wait_for_prefix: Option<bool>,
 }
 
-impl BatchSizes {
+impl ServingDefaults {
     fn apply(&self, config: &mut Config) {
         config.max_batch = self.max_batch.unwrap_or(32);
         config.max_batch_tokens = self.max_batch_tokens.unwrap_or(256);
+        config.wait_for_prefix = self.wait_for_prefix.unwrap_or(true);
     }
 }
 
@@ -75,7 +77,7 @@ impl ServerConfig {
         #[derive(Deserialize)]
         struct Given {
             #[serde(default)]
-            scheduler: BatchSizes,
+            scheduler: ServingDefaults,
         }
         let wrong = |e: toml::de::Error| ConfigError::Toml { file: file.into(), what: e.to_string() };
         let mut config: ServerConfig = toml::from_str(text).map_err(wrong)?;
