@@ -12,11 +12,13 @@ mod content;
 mod ghosts;
 mod hits;
 mod index;
+mod prompt;
 mod tree;
 
 pub use content::{Content, Vocabulary};
 pub use hits::{HitCounts, RECENT_PROMPTS};
 pub(crate) use index::Index;
+pub use prompt::Prompt;
 
 use crate::cache::Cache;
 use crate::evict::{self, Parameters, PolicyError};

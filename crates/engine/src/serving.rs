@@ -77,14 +77,14 @@ pub struct EngineConfig {
 }
 
 impl EngineConfig {
-    /// A paged cache with prefix caching, in blocks of 16 tokens, and the scheduler's defaults. All requests share one
-    /// queue of 256. `cache` says how many tokens the cache holds, over all requests, and how it stores them; its kind
+    /// A paged cache with prefix caching, in blocks of 16 tokens, and the scheduler's defaults, except that a request waits
+    /// for a prefix that another one computes. All requests share one queue of 256. `cache` says how many tokens the cache holds, over all requests, and how it stores them; its kind
     /// is ignored.
     pub fn new(cache: CacheConfig) -> Self {
         let cache = CacheConfig { kind: "paged".into(), ..cache };
         let mut config = EngineConfig {
             paged: PagedConfig { cache, block_tokens: 16, prefix: Some(PrefixSpec::default()) },
-            scheduler: Config::default(),
+            scheduler: Config { wait_for_prefix: true, ..Config::default() },
             max_queue: 256,
             tenants: Vec::new(),
             record: false,
@@ -268,7 +268,7 @@ impl Engine {
         scheduler.explain_misses(true);
         let (commands, inbox) = channel();
         let (gone, is_gone) = watch::channel(());
-        let capacity_tokens = scheduler.held_cells() + scheduler.idle_cells() + scheduler.free_cells();
+        let capacity_tokens = scheduler.used_cells() + scheduler.evictable_cells() + scheduler.free_cells();
         let shared = Arc::new(Shared {
             model: model.clone(),
             commands,

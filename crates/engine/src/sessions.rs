@@ -25,7 +25,7 @@
 //! let model = Model::load(&ModelFile::Embedded, &LoadOptions::default(), &budget, &mut |_, _| {})?;
 //! let model = Arc::new(model);
 //! let config = EngineConfig::new(CacheConfig::new(1024));
-//! let sessions = SessionStore::new(SessionLimits::default(), config.paged.block_tokens);
+//! let sessions = SessionStore::new(SessionLimits::default());
 //! let engine = Engine::start(model.clone(), &devices::all(), config)?;
 //! let tokenizer = ModelTokenizer { format: Arc::new(ChatFormat::new(model)), max_tokens: 1024 };
 //!

@@ -10,7 +10,7 @@ use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::config::ModelConfig;
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
-use kvist_scheduler::{Config, End, Ended, Request, RequestId, Scheduler, Turn};
+use kvist_scheduler::{Config, End, Ended, Iteration, Request, RequestId, Scheduler};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -83,7 +83,7 @@ impl TokenSampler for Plain {
 
 fn run(scheduler: &mut Scheduler, executor: &mut ModelExecutor) -> Vec<Ended> {
     let (mut all, mut now) = (Vec::new(), 0);
-    while let Turn::Ran { .. } = scheduler.turn(now, executor) {
+    while let Iteration::Ran { .. } = scheduler.iterate(now, executor) {
         now += 1;
         for ended in scheduler.drain_ended() {
             executor.forget(ended.id);
@@ -163,7 +163,7 @@ fn steps_that_cannot_be_computed_fail_and_say_why() {
         let ended = run(&mut scheduler, &mut executor);
         assert_eq!(ended[0].end != End::Finished, fails, "token {token}");
         assert_eq!(said(&executor).is_some_and(|why| why.contains(&vocab.to_string())), fails);
-        assert_eq!(scheduler.held_cells(), 0);
+        assert_eq!(scheduler.used_cells(), 0);
     }
     scheduler.arrive(0, Request::new(3, 0, 4, 1)).unwrap();
     run(&mut scheduler, &mut executor);

@@ -48,7 +48,7 @@ async fn nothing_is_held(engine: &Engine) {
     let (held, running, waiting) = engine
         .inspect(|state| {
             let scheduler = &state.scheduler;
-            (scheduler.held_cells(), scheduler.n_running(), scheduler.n_waiting())
+            (scheduler.used_cells(), scheduler.n_running(), scheduler.n_waiting())
         })
         .await
         .unwrap();

@@ -2,10 +2,12 @@
 //!
 //! A failed attempt changes nothing: no request is preempted, and no use of a block is counted. Before anything is
 //! preempted, the same admission runs over hypothetical values (`dry_run.rs`).
+mod dry_run;
+
 use crate::config::{Admission, PrefixOrder};
 use crate::entry::{Entry, Found, Key, State};
 use crate::log::Decision;
-use crate::memory::{At, Memory};
+use crate::memory::{Memory, Timestamp};
 use crate::request::{End, Reason};
 use crate::scheduler::Scheduler;
 use kvist_cache::{Lookup, SeqId};
@@ -19,7 +21,7 @@ const TIES: u32 = 64;
 pub(crate) struct Space {
     pub n_running: usize,
     /// Available cells: free plus evictable.
-    pub room: u64,
+    pub available: u64,
     /// Cells that running requests still need for their known tokens, plus one block each. 0 under conservative
     /// admission, which does not use it.
     pub promised: u64,
@@ -30,8 +32,8 @@ pub(crate) struct Space {
 impl Space {
     /// Available cells minus promised ones. After an admission failed for lack of memory, a retry fails too until this
     /// value or the prefix hit has grown.
-    pub fn spare(self) -> i128 {
-        i128::from(self.room) - i128::from(self.promised)
+    pub fn surplus(self) -> i128 {
+        i128::from(self.available) - i128::from(self.promised)
     }
 }
 
@@ -69,7 +71,7 @@ pub(crate) fn make_fit(target: &mut impl MakeFit, key: Key) -> bool {
 /// A real admission.
 struct Admitting<'s, 'b> {
     scheduler: &'s mut Scheduler,
-    at: At,
+    now: Timestamp,
     budget: &'b mut u32,
 }
 
@@ -78,13 +80,13 @@ impl MakeFit for Admitting<'_, '_> {
         self.scheduler.has_batch_slot()
     }
     fn try_admit(&mut self, key: Key) -> bool {
-        self.scheduler.enter(self.at, key.slot)
+        self.scheduler.enter(self.now, key.slot)
     }
     fn drop_paused_behind(&mut self, key: Key) -> bool {
-        self.scheduler.drop_behind(self.at, key)
+        self.scheduler.drop_behind(self.now, key)
     }
     fn preempt_behind(&mut self, key: Key, why: &'static str) -> bool {
-        self.scheduler.preempt_behind(self.at, key, why, self.budget)
+        self.scheduler.preempt_behind(self.now, key, why, self.budget)
     }
 }
 
@@ -94,30 +96,30 @@ impl Scheduler {
     }
 
     /// Admits the next waiting request. Returns `None` if the batch is full or memory is short.
-    pub(crate) fn admit(&mut self, at: At, budget: &mut u32) -> Option<u32> {
+    pub(crate) fn admit(&mut self, now: Timestamp, budget: &mut u32) -> Option<u32> {
         loop {
             let key = self.pick()?;
-            let head = self.waiting.first().copied()?;
-            if self.has_batch_slot() && self.enter(at, key.slot) {
+            let head = self.next_waiting()?;
+            if self.has_batch_slot() && self.enter(now, key.slot) {
                 return Some(self.entered(key, head));
             }
             let others_run = !self.running.is_empty();
             let helps = !others_run || self.preemption_would_help(key);
-            if helps && make_fit(&mut Admitting { scheduler: self, at, budget }, key) {
+            if helps && make_fit(&mut Admitting { scheduler: self, now, budget }, key) {
                 return Some(self.entered(key, head));
             }
             if !self.running.is_empty() {
-                self.blocked = Some(self.space().spare());
+                self.blocked = Some(self.space().surplus());
                 return None;
             }
             // The batch is empty: paused requests of a better rank give up their cells, too.
-            while self.drop_worst_but(at, key.slot) {
-                if self.enter(at, key.slot) {
+            while self.drop_worst_but(now, key.slot) {
+                if self.enter(now, key.slot) {
                     return Some(self.entered(key, head));
                 }
             }
             // No other request has cells.
-            self.end(at, key.slot, End::Refused(Reason::NeverFits));
+            self.end(now, key.slot, End::Refused(Reason::NeverFits));
         }
     }
 
@@ -128,9 +130,40 @@ impl Scheduler {
         key.slot
     }
 
+    /// The first waiting request that does not wait for a prefix.
+    pub(crate) fn next_waiting(&self) -> Option<Key> {
+        self.waiting.iter().find(|key| !self.waits_for_prefix(key.slot)).copied()
+    }
+
+    /// Returns whether a running request is about to store blocks that this one would otherwise compute itself. Then
+    /// the request waits, and those behind it may be admitted. It cannot wait forever: a running request stores its
+    /// prompt, or leaves the batch.
+    fn waits_for_prefix(&self, slot: u32) -> bool {
+        let entry = &self.entries[slot as usize];
+        if !self.config.wait_for_prefix || !self.memory.shares() || entry.seq.is_some() {
+            return false;
+        }
+        let block = self.memory.block_tokens();
+        let whole_blocks = |n_tokens: u32| n_tokens - n_tokens % block;
+        // The last known token is computed in any case.
+        let wanted = whole_blocks(entry.wanted_content().min(entry.known - 1));
+        let mut hit = None;
+        self.running.iter().map(|&other| &self.entries[other as usize]).any(|other| {
+            let computes = wanted.min(whole_blocks(other.known_content()));
+            if computes <= other.stored || entry.salt != other.salt {
+                return false;
+            }
+            // Most prompts differ in the block behind the hit already.
+            let hit = *hit.get_or_insert_with(|| self.lookup(entry).hit_tokens);
+            let next = hit.max(other.stored);
+            let same = |range| entry.prompt.has_in_common(&other.prompt, range);
+            computes > next && same(next..next + block) && same(0..next)
+        })
+    }
+
     /// The next request to admit: the head of the queue, or a request with a longer prefix hit that may overtake it.
     fn pick(&mut self) -> Option<Key> {
-        let head = self.waiting.first().copied()?;
+        let head = self.next_waiting()?;
         let n = match self.config.prefix_order {
             PrefixOrder::Off => return Some(head),
             PrefixOrder::Ties => TIES,
@@ -141,9 +174,15 @@ impl Scheduler {
         }
         let ties = self.config.prefix_order == PrefixOrder::Ties;
         let mut best = None;
-        let candidates =
-            self.waiting.iter().take(n as usize).take_while(|key| !ties || key.rank == head.rank);
-        for &key in candidates {
+        let candidates: Vec<Key> = self
+            .waiting
+            .iter()
+            .filter(|key| !self.waits_for_prefix(key.slot))
+            .take(n as usize)
+            .take_while(|key| !ties || key.rank == head.rank)
+            .copied()
+            .collect();
+        for key in candidates {
             let entry = &mut self.entries[key.slot as usize];
             let hit = match entry.seq {
                 Some(_) => entry.cached,
@@ -165,13 +204,20 @@ impl Scheduler {
     pub(crate) fn space(&self) -> Space {
         let promised = match self.config.admission {
             Admission::Conservative => 0,
-            Admission::Optimistic { .. } => self.running.iter().map(|&slot| self.due(slot)).sum(),
+            Admission::Optimistic { .. } => {
+                self.running.iter().map(|&slot| self.remaining_demand(slot)).sum()
+            }
         };
-        Space { n_running: self.running.len(), room: self.memory.room(), promised, reserved: self.reserved }
+        Space {
+            n_running: self.running.len(),
+            available: self.memory.available(),
+            promised,
+            reserved: self.reserved,
+        }
     }
 
     /// Cells that a running request still needs for its known tokens, plus one block.
-    pub(crate) fn due(&self, slot: u32) -> u64 {
+    pub(crate) fn remaining_demand(&self, slot: u32) -> u64 {
         let entry = &self.entries[slot as usize];
         let next = self.memory.cells(entry.known) + u64::from(self.memory.block_tokens());
         next - self.memory.cells(entry.cached)
@@ -199,13 +245,13 @@ impl Scheduler {
                 if space.n_running > 0 {
                     demand += u64::from(headroom_tokens) + space.promised;
                 }
-                space.room + supplied >= demand
+                space.available + supplied >= demand
             }
         }
     }
 
     /// Moves a request into the batch if memory suffices, with its kept cache or with a prefix hit.
-    fn enter(&mut self, at: At, slot: u32) -> bool {
+    fn enter(&mut self, now: Timestamp, slot: u32) -> bool {
         let entry = &self.entries[slot as usize];
         let space = self.space();
         let resumed = entry.seq.is_some();
@@ -217,10 +263,10 @@ impl Scheduler {
         if !resumed {
             let seq = SeqId(self.next_seq);
             let is_first = entry.admitted_ns.is_none();
-            let miss = (self.explain && !entry.fresh && is_first)
+            let miss = (self.explain && !entry.skip_prefix_cache && is_first)
                 .then(|| self.memory.explain(&entry.salt, &entry.prompt, entry.wanted_content()));
             let n_tokens = entry.wanted_content();
-            hit = self.memory.open(seq, &entry.salt, &entry.prompt, n_tokens, at, is_first);
+            hit = self.memory.open(seq, &entry.salt, &entry.prompt, n_tokens, now, is_first);
             self.next_seq = self.next_seq.wrapping_add(1);
             let entry = &mut self.entries[slot as usize];
             entry.seq = Some(seq);
@@ -229,12 +275,12 @@ impl Scheduler {
         self.leave(slot);
         let entry = &mut self.entries[slot as usize];
         entry.state = State::Running;
-        entry.share = 0;
+        entry.scheduled = 0;
         entry.reserved += reserve;
         self.reserved += reserve;
         let id = entry.id;
         if resumed {
-            self.decide(at, Decision::Resume { id });
+            self.decide(now, Decision::Resume { id });
         } else {
             entry.cached = hit;
             entry.stored = hit;
@@ -242,12 +288,12 @@ impl Scheduler {
                 None => entry.hit_tokens = hit,
                 Some(_) => entry.regained_tokens += hit,
             }
-            entry.admitted_ns.get_or_insert(at.now_ns);
+            entry.admitted_ns.get_or_insert(now.now_ns);
             self.counters.hit_tokens += u64::from(hit);
             let seq = entry.seq.expect("it was opened above");
-            self.decide(at, Decision::Admit { id, seq, hit });
+            self.decide(now, Decision::Admit { id, seq, hit });
         }
-        self.seat(slot);
+        self.insert_running(slot);
         true
     }
 
@@ -259,7 +305,7 @@ impl Scheduler {
     }
 
     /// Inserts the request into `running`, which is ordered by sequence id, as the cache expects.
-    fn seat(&mut self, slot: u32) {
+    fn insert_running(&mut self, slot: u32) {
         let seq = self.entries[slot as usize].seq;
         let place = self.running.partition_point(|&other| self.entries[other as usize].seq < seq);
         self.running.insert(place, slot);

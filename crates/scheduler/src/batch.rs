@@ -1,23 +1,25 @@
 //! Builds the next step: which requests take part, and with how many tokens.
 //!
 //! 1. Every decoding request gets one token.
-//! 2. The rest of the budget goes to prefills in rank order, as whole prompts or chunks. A prompt token of a `fresh`
-//!    request counts twice, because the caller wants output for each token. Waiting requests are admitted after the
+//! 2. The rest of the budget goes to prefills in rank order, as whole prompts or chunks. A prompt token of a request
+//!    with `skip_prefix_cache` counts twice, because the caller wants output for each token. Waiting requests are admitted after the
 //!    prefills of the batch or, if the policy preempts, at their rank among them. If a sliding-window group has less
 //!    space than the budget, that space is the limit, so a long prompt passes through a small pool in chunks.
 //!
 //! If the policy preempts, a waiting request may also take the batch slot or the memory of a lower-ranked request. A
-//! victim is judged by its current rank or its rank on arrival, whichever is better. Progress therefore never makes a
-//! request easier to preempt, decoding alone never changes the batch, and two requests cannot preempt each other
-//! forever, each losing its computed tokens.
+//! victim is judged by the best of its current rank, its rank on arrival, and its rank without its computed tokens.
+//! Progress therefore never makes a request easier to preempt, decoding alone never changes the batch, and two requests
+//! cannot preempt each other forever, each losing its computed tokens.
+mod fused_steps;
+
 use crate::entry::State;
 use crate::executor::Work;
-use crate::memory::At;
+use crate::memory::Timestamp;
 use crate::scheduler::Scheduler;
 
 impl Scheduler {
     /// Fills `batch`. Returns `false` if there is nothing to run.
-    pub(crate) fn build_batch(&mut self, at: At, mut admit: bool) -> bool {
+    pub(crate) fn build_batch(&mut self, now: Timestamp, mut admit: bool) -> bool {
         let mut budget = self.config.max_batch_tokens;
         let preempts = self.order.policy().preempts();
         let mut prefilling = std::mem::take(&mut self.prefilling);
@@ -26,10 +28,10 @@ impl Scheduler {
             let slot = self.running[i];
             let entry = &mut self.entries[slot as usize];
             if entry.known - entry.cached == 1 {
-                entry.share = 1;
+                entry.scheduled = 1;
                 budget -= 1; // `max_batch` is at most `max_batch_tokens`
             } else {
-                entry.share = 0;
+                entry.scheduled = 0;
                 prefilling.push(self.key(slot));
             }
         }
@@ -37,7 +39,7 @@ impl Scheduler {
         if prefilling.len() > 1 {
             prefilling.sort_unstable();
         }
-        if self.blocked.is_some_and(|spare| self.space().spare() > spare) {
+        if self.blocked.is_some_and(|surplus| self.space().surplus() > surplus) {
             self.blocked = None;
         }
         let mut next = 0;
@@ -50,11 +52,11 @@ impl Scheduler {
                 admit = false;
             }
             let prefill = prefilling.get(next).copied();
-            let head = if admit && self.blocked.is_none() { self.waiting.first().copied() } else { None };
+            let head = if admit && self.blocked.is_none() { self.next_waiting() } else { None };
             let head = head.filter(|h| prefill.is_none_or(|p| preempts && *h < p));
             if head.is_some() {
-                match self.admit(at, &mut budget) {
-                    Some(slot) => self.serve(slot, &mut budget),
+                match self.admit(now, &mut budget) {
+                    Some(slot) => self.schedule(slot, &mut budget),
                     None => admit = false,
                 }
                 continue;
@@ -63,21 +65,21 @@ impl Scheduler {
             next += 1;
             // A request admitted in this loop may have preempted it.
             if self.entries[key.slot as usize].state == State::Running {
-                self.serve(key.slot, &mut budget);
+                self.schedule(key.slot, &mut budget);
             }
         }
         self.prefilling = prefilling;
         self.batch.clear();
         for &slot in &self.running {
             let entry = &self.entries[slot as usize];
-            if entry.share > 0 {
-                let samples = entry.cached + entry.share == entry.known;
+            if entry.scheduled > 0 {
+                let samples = entry.cached + entry.scheduled == entry.known;
                 self.batch.push(Work {
                     request: entry.id,
                     first: entry.cached,
-                    n_tokens: entry.share,
+                    n_tokens: entry.scheduled,
                     samples,
-                    decodes: samples && entry.share == 1 && entry.generated() > 0,
+                    decodes: samples && entry.scheduled == 1 && entry.generated() > 0,
                     slot,
                 });
             }
@@ -86,12 +88,12 @@ impl Scheduler {
     }
 
     /// Gives a request its part of the remaining budget.
-    fn serve(&mut self, slot: u32, budget: &mut u32) {
+    fn schedule(&mut self, slot: u32, budget: &mut u32) {
         let entry = &mut self.entries[slot as usize];
-        // For a `fresh` request every prompt token has its own logits, which count as one more token. An odd budget is
+        // With `skip_prefix_cache`, every prompt token has its own logits, which count as one more token. An odd budget is
         // rounded up; otherwise a budget of one could never make progress.
-        let each = if entry.fresh { 2 } else { 1 };
-        entry.share = (entry.known - entry.cached).min(budget.div_ceil(each));
-        *budget = budget.saturating_sub(entry.share.saturating_mul(each));
+        let each = if entry.skip_prefix_cache { 2 } else { 1 };
+        entry.scheduled = (entry.known - entry.cached).min(budget.div_ceil(each));
+        *budget = budget.saturating_sub(entry.scheduled.saturating_mul(each));
     }
 }

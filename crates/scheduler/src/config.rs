@@ -25,6 +25,10 @@ pub struct Config {
     pub work: TokenWork,
     /// Waiting time in nanoseconds that is worth one priority level. Only the `priority` policy uses it.
     pub ageing_ns: u64,
+    /// Whether a request waits while a request of the batch computes blocks that both prompts begin with, until they are
+    /// stored in the prefix index. Of several requests with one prompt, the first computes it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub wait_for_prefix: bool,
     /// Number of failed steps in a row after which the requests of the step are refused, at least 1.
     pub max_failures: u32,
 }
@@ -41,6 +45,7 @@ impl Default for Config {
             prefix_order: PrefixOrder::Off,
             work: TokenWork::default(),
             ageing_ns: 1_000_000_000,
+            wait_for_prefix: false,
             max_failures: 3,
         }
     }

@@ -1,11 +1,11 @@
 //! A simple driver for requests that are all known in advance.
 use crate::executor::{Clock, Executor};
-use crate::iteration::Turn;
+use crate::iteration::Iteration;
 use crate::request::{Ended, Request};
 use crate::scheduler::{Duplicate, Scheduler};
 
 /// Serves `arrivals`, which must ascend by `arrival_ns`, until all have ended; calls `ended` once for each. Arrivals
-/// reach the scheduler between turns, in order. The clock is read once per turn.
+/// reach the scheduler between iterations, in order. The clock is read once per iteration.
 pub fn drive(
     scheduler: &mut Scheduler,
     executor: &mut dyn Executor,
@@ -19,12 +19,12 @@ pub fn drive(
         while let Some(request) = arrivals.next_if(|r| r.arrival_ns <= now) {
             scheduler.arrive(now, request)?;
         }
-        let turn = scheduler.turn(now, executor);
+        let iteration = scheduler.iterate(now, executor);
         scheduler.drain_ended().for_each(&mut ended);
-        match (turn, arrivals.peek()) {
-            (Turn::Ran { elapsed_ns, .. }, _) => clock.advance(elapsed_ns),
-            (Turn::Idle, Some(next)) => clock.sleep_until(next.arrival_ns),
-            (Turn::Idle, None) => return Ok(()),
+        match (iteration, arrivals.peek()) {
+            (Iteration::Ran { elapsed_ns, .. }, _) => clock.advance(elapsed_ns),
+            (Iteration::Idle, Some(next)) => clock.sleep_until(next.arrival_ns),
+            (Iteration::Idle, None) => return Ok(()),
         }
     }
 }

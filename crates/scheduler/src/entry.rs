@@ -1,7 +1,7 @@
 //! What the scheduler stores per live request, and the request's state.
 use crate::policy::{Rank, View};
 use crate::request::*;
-use kvist_cache::{MissReason, SeqId};
+use kvist_cache::{MissReason, Prompt, SeqId};
 use std::sync::Arc;
 
 /// Position in an ordered queue. A total order, because no two requests have the same `arrival` number.
@@ -17,7 +17,7 @@ pub(crate) struct Key {
 pub(crate) enum State {
     /// The slot is unused.
     Vacant,
-    /// In `waiting` under this key, and also in `holders` if it still has a sequence in the cache.
+    /// In `waiting` under this key, and also in `paused` if it still has a sequence in the cache.
     Waiting(Key),
     Running,
 }
@@ -42,7 +42,7 @@ pub(crate) struct Entry {
     pub prompt_tokens: u32,
     pub max_new: u32,
     /// Tokens of this request in the step being built.
-    pub share: u32,
+    pub scheduled: u32,
     /// Tokens already added to the prefix index.
     pub stored: u32,
     pub computed: u64,
@@ -56,7 +56,7 @@ pub(crate) struct Entry {
     pub salt: Arc<str>,
     pub prompt: Prompt,
     /// True if the prefix index must not supply any of its tokens.
-    pub fresh: bool,
+    pub skip_prefix_cache: bool,
     /// Cells reserved for it by conservative admission.
     pub reserved: u64,
     /// The last prefix lookup: hit length, length looked up, and index version.
@@ -112,22 +112,12 @@ impl Entry {
 
     /// Number of tokens, from the first, whose content is known and which can be indexed once computed.
     pub fn known_content(&self) -> u32 {
-        self.content().min(self.known)
+        self.prompt.known_tokens().min(self.known)
     }
 
     /// Number of tokens, from the first, to look up in the prefix index.
     pub fn wanted_content(&self) -> u32 {
-        if self.fresh { 0 } else { self.known_content() }
-    }
-
-    /// Like [`Entry::known_content`], but including the part of the output that a trace already knows.
-    fn content(&self) -> u32 {
-        match &self.prompt {
-            Prompt::Unknown => 0,
-            Prompt::Tokens(tokens) => tokens.len() as u32,
-            Prompt::SharedTokens(tokens) => tokens.len() as u32,
-            Prompt::Ids { n_tokens, .. } => *n_tokens,
-        }
+        if self.skip_prefix_cache { 0 } else { self.known_content() }
     }
 
     /// Decode steps until the next block must be added to the prefix index. A multi-step run ends there, because
@@ -136,7 +126,7 @@ impl Entry {
         let full = (self.cached - self.cached % block_tokens).saturating_add(block_tokens);
         // The ids of emitted tokens extend a content that is known to its end.
         let grows = self.prompt.tokens().is_some_and(|tokens| tokens.len() >= self.known as usize);
-        if grows || full <= self.content() { full - self.cached } else { u32::MAX }
+        if grows || full <= self.prompt.known_tokens() { full - self.cached } else { u32::MAX }
     }
 
     /// Appends an emitted token, and to the content, provided the content of all earlier tokens is known. If a trace

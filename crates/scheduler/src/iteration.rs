@@ -4,7 +4,7 @@
 //! requests if memory is short (`preempt.rs`). [`Planned::complete`] commits the step and records the emitted tokens.
 use crate::executor::{Batch, Executor, Work};
 use crate::log::Decision;
-use crate::memory::At;
+use crate::memory::Timestamp;
 use crate::outcome::{BadOutcome, Emitted, Outcome};
 use crate::request::{End, Reason};
 use crate::scheduler::Scheduler;
@@ -12,7 +12,7 @@ use kvist_cache::{Kept, Refused, Span, Step, StepRequest};
 
 /// The result of an iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Turn {
+pub enum Iteration {
     /// Steps were run.
     Ran {
         /// Number of steps. More than 1 in a run of several decode steps.
@@ -52,7 +52,7 @@ pub enum Turn {
 #[must_use = "a plan that is dropped is abandoned"]
 pub struct Planned<'s> {
     scheduler: &'s mut Scheduler,
-    at: At,
+    now: Timestamp,
     steps: u32,
     completed: bool,
 }
@@ -78,29 +78,29 @@ impl Planned<'_> {
     ///
     /// # Errors
     /// The outcome does not fit the batch. The step is abandoned, as if the plan had been dropped.
-    pub fn complete(mut self, outcome: &Outcome) -> Result<Turn, BadOutcome> {
-        let (scheduler, at, steps) = (&mut *self.scheduler, self.at, self.steps);
+    pub fn complete(mut self, outcome: &Outcome) -> Result<Iteration, BadOutcome> {
+        let (scheduler, now, steps) = (&mut *self.scheduler, self.now, self.steps);
         if !outcome.failed {
             scheduler.check(outcome)?;
             scheduler.commit(outcome)?;
         }
         self.completed = true;
-        scheduler.note_outcome(at, steps, outcome);
+        scheduler.note_outcome(now, steps, outcome);
         let elapsed_ns = outcome.elapsed_ns;
-        let end_ns = at.now_ns.saturating_add(elapsed_ns);
+        let end_ns = now.now_ns.saturating_add(elapsed_ns);
         if outcome.failed {
-            scheduler.note_failure(at, end_ns);
+            scheduler.note_failure(now, end_ns);
         } else {
-            scheduler.note_success(at, steps, end_ns, outcome);
+            scheduler.note_success(now, steps, end_ns, outcome);
         }
-        Ok(Turn::Ran { steps, elapsed_ns })
+        Ok(Iteration::Ran { steps, elapsed_ns })
     }
 }
 
 impl Drop for Planned<'_> {
     fn drop(&mut self) {
         if !self.completed {
-            self.scheduler.note_abandoned(self.at);
+            self.scheduler.note_abandoned(self.now);
         }
     }
 }
@@ -111,12 +111,12 @@ impl Scheduler {
     ///
     /// # Panics
     /// If the executor's outcome does not fit its batch, which is a bug in the executor.
-    pub fn turn(&mut self, now_ns: u64, executor: &mut dyn Executor) -> Turn {
+    pub fn iterate(&mut self, now_ns: u64, executor: &mut dyn Executor) -> Iteration {
         let mut outcome = std::mem::take(&mut self.outcome);
         outcome.clear();
         let mut max_steps = |batch: Batch<'_>, limit| executor.max_fused_steps(now_ns, batch, limit);
-        let turn = match self.plan_run(now_ns, &mut max_steps) {
-            None => Turn::Idle,
+        let iteration = match self.plan_run(now_ns, &mut max_steps) {
+            None => Iteration::Idle,
             Some(mut planned) => {
                 let (batch, mut step) = planned.split();
                 executor.execute(now_ns, &mut step, batch, &mut outcome);
@@ -124,7 +124,7 @@ impl Scheduler {
             }
         };
         self.outcome = outcome;
-        turn
+        iteration
     }
 
     /// Plans one step at `now_ns`. `None` if there is nothing to do until a request arrives.
@@ -139,24 +139,24 @@ impl Scheduler {
         now_ns: u64,
         max_steps: &mut dyn FnMut(Batch<'_>, u32) -> u32,
     ) -> Option<Planned<'_>> {
-        let at = self.at(now_ns);
+        let now = self.timestamp(now_ns);
         let decided = self.ended.len();
-        self.moved = false;
+        self.batch_changed = false;
         self.prompt_limit = self.memory.chunk_limit();
         let mut admit = true;
-        while self.build_batch(at, admit) {
-            let steps = if self.moved { 1 } else { self.max_fused_steps(max_steps) };
+        while self.build_batch(now, admit) {
+            let steps = if self.batch_changed { 1 } else { self.max_fused_steps(max_steps) };
             match self.place() {
-                Ok(()) => return Some(Planned { scheduler: self, at, steps, completed: false }),
+                Ok(()) => return Some(Planned { scheduler: self, now, steps, completed: false }),
                 // A group other than the counted one is full: fall back to single steps.
-                Err(Refused::NoSpace { .. }) if steps > 1 => self.moved = true,
+                Err(Refused::NoSpace { .. }) if steps > 1 => self.batch_changed = true,
                 Err(Refused::NoSpace { group, needed, free, reclaimable }) => {
                     // Batch membership and token counts do not depend on cached blocks that no sequence uses. As long
                     // as the membership has not changed, evicting such blocks leaves the batch as it is.
-                    let as_before = !self.moved;
-                    let evicted = self.free_memory(at, group, needed, free.saturating_add(reclaimable));
+                    let as_before = !self.batch_changed;
+                    let evicted = self.free_memory(now, group, needed, free.saturating_add(reclaimable));
                     if as_before && evicted && self.place().is_ok() {
-                        return Some(Planned { scheduler: self, at, steps, completed: false });
+                        return Some(Planned { scheduler: self, now, steps, completed: false });
                     }
                     // A request preempted for space must not return in the same iteration, unless the batch is now
                     // empty.
@@ -175,7 +175,7 @@ impl Scheduler {
     /// Chooses cells for the batch. Changes nothing but the plan.
     fn place(&mut self) -> Result<(), Refused> {
         self.spans.clear();
-        let seq = |w: &Work| self.entries[w.slot as usize].seq.expect("who runs has a sequence");
+        let seq = |w: &Work| self.entries[w.slot as usize].seq.expect("a running request has a sequence");
         self.spans.extend(self.batch.iter().map(|w| Span::chain(seq(w), w.first, w.n_tokens)));
         self.memory.cache.can_run(&StepRequest { spans: &self.spans }, &mut self.plan)
     }
@@ -222,46 +222,46 @@ impl Scheduler {
         Ok(())
     }
 
-    fn note_outcome(&mut self, at: At, steps: u32, outcome: &Outcome) {
+    fn note_outcome(&mut self, now: Timestamp, steps: u32, outcome: &Outcome) {
         let n = self.event();
         self.events.outcome(
             n,
-            at.now_ns,
+            now.now_ns,
             Batch { work: &self.batch, steps, entries: &self.entries },
             outcome,
         );
     }
 
-    fn note_abandoned(&mut self, at: At) {
+    fn note_abandoned(&mut self, now: Timestamp) {
         let n = self.event();
-        self.events.abandoned(n, at.now_ns);
+        self.events.abandoned(n, now.now_ns);
     }
 
-    fn note_failure(&mut self, at: At, end_ns: u64) {
+    fn note_failure(&mut self, now: Timestamp, end_ns: u64) {
         self.counters.failed_steps += 1;
         self.failures += 1;
-        self.decide(at, Decision::Failed);
+        self.decide(now, Decision::Failed);
         if self.failures < self.config.max_failures {
             return;
         }
         self.failures = 0;
-        let at = At { now_ns: end_ns, ..at };
+        let now = Timestamp { now_ns: end_ns, ..now };
         for i in 0..self.batch.len() {
-            self.end(at, self.batch[i].slot, End::Refused(Reason::StepsFailed));
+            self.end(now, self.batch[i].slot, End::Refused(Reason::StepsFailed));
         }
     }
 
-    fn note_success(&mut self, at: At, steps: u32, end_ns: u64, outcome: &Outcome) {
+    fn note_success(&mut self, now: Timestamp, steps: u32, end_ns: u64, outcome: &Outcome) {
         self.failures = 0;
         self.counters.steps += u64::from(steps);
         let log_chunks = self.decisions.is_on();
         let block = self.memory.block_tokens();
-        let end = At { step: self.counters.steps - 1, now_ns: end_ns };
+        let end = Timestamp { step: self.counters.steps - 1, now_ns: end_ns };
         for i in 0..self.batch.len() {
             let (work, advance) = (self.batch[i], outcome.nth(i));
             if log_chunks && !work.decodes {
                 let Work { request: id, first, n_tokens: n, .. } = work;
-                self.decide(at, Decision::Chunk { id, first, n });
+                self.decide(now, Decision::Chunk { id, first, n });
             }
             let entry = &mut self.entries[work.slot as usize];
             entry.cached += match advance.kept {
@@ -284,7 +284,7 @@ impl Scheduler {
             let full = full - full % block;
             if full > entry.stored {
                 let stored = std::mem::replace(&mut entry.stored, full);
-                let seq = entry.seq.expect("who runs has a sequence");
+                let seq = entry.seq.expect("a running request has a sequence");
                 if self.memory.store(seq, &entry.prompt, stored, full, end) > 0 {
                     self.blocked = None;
                 }

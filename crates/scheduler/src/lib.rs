@@ -3,7 +3,7 @@
 //!
 //! A driver reports arrivals and cancellations to the [`Scheduler`]. [`Scheduler::plan`] builds one batch within the
 //! budgets of the [`Config`]; the driver executes it, and [`Planned::complete`] records the result.
-//! [`Scheduler::turn`] does both with an [`Executor`].
+//! [`Scheduler::iterate`] does both with an [`Executor`].
 //!
 //! Guarantees: decisions are a pure function of the configuration and the numbered events (see [`Log`] and
 //! [`replay`]), every request ends exactly once, and a step never exceeds the batch size or the token budget. The
@@ -12,13 +12,10 @@
 
 mod admit;
 mod batch;
-mod cache_shape;
 mod config;
 mod drive;
-mod dry_run;
 mod entry;
 mod executor;
-mod fused_steps;
 mod iteration;
 mod lengths;
 mod log;
@@ -26,7 +23,6 @@ mod memory;
 mod outcome;
 mod policy;
 mod preempt;
-mod recording;
 mod replay;
 mod request;
 mod scheduler;
@@ -35,15 +31,15 @@ mod snapshot;
 pub use config::{Admission, BadConfig, Config, LengthSource, Preempted, PrefixOrder, TokenWork};
 pub use drive::drive;
 pub use executor::{Batch, Clock, Executor, Script, VirtualClock, Work};
-pub use iteration::{Planned, Turn};
+pub use iteration::{Iteration, Planned};
+pub use kvist_cache::Prompt;
 pub use lengths::{Lengths, OraclePolicy, Truth};
-pub use log::{LOG_VERSION, Log};
+pub use log::{GroupShape, LOG_VERSION, Log, Part, RECORDING_VERSION, Recorder, Recording};
 pub use outcome::{Advance, BadOutcome, Emitted, Outcome, Sampled};
 pub use policy::{BuildPolicy, POLICIES, Policy, Rank, View, build_policy};
-pub use recording::{GroupShape, Part, RECORDING_VERSION, Recorder, Recording};
-pub use replay::{Replay, ReplayError, Turned, replay};
-pub use request::{End, Ended, Prompt, Reason, Request, RequestId};
-pub use scheduler::{Counters, Duplicate, Scheduler, Standing};
+pub use replay::{Replay, ReplayError, Replayed, replay};
+pub use request::{End, Ended, Reason, Request, RequestId};
+pub use scheduler::{Counters, Duplicate, RequestStatus, Scheduler};
 pub use snapshot::{LiveRequest, LiveSequence, Snapshot};
 
 /// The example of docs/scheduler.md.

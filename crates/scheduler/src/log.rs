@@ -5,7 +5,13 @@
 //!
 //! The decision log contains batch membership changes and prompt chunks, but no decoded tokens. It is therefore the
 //! same whether decode steps ran one by one or as a multi-step run.
-use crate::cache_shape::CacheShape;
+mod cache_shape;
+mod recording;
+
+pub(crate) use cache_shape::CacheShape;
+pub(crate) use recording::groups;
+pub use recording::{GroupShape, Part, RECORDING_VERSION, Recorder, Recording};
+
 use crate::config::Config;
 use crate::executor::Batch;
 use crate::outcome::{Advance, Emitted, Outcome};
@@ -118,7 +124,7 @@ impl Log {
                     write!(t, "\"preempt\":{id},\"for\":\"{why}\",\"kept\":{kept}}}")
                 }
                 Decision::Drop { id, tokens } => write!(t, "\"drop\":{id},\"tokens\":{tokens}}}"),
-                Decision::MakeRoom { needed, freed } => {
+                Decision::Evict { needed, freed } => {
                     write!(t, "\"make_room\":{needed},\"freed\":{freed}}}")
                 }
                 Decision::End { id, how, generated } => {
@@ -224,7 +230,7 @@ pub(crate) enum Decision<'a> {
         id: RequestId,
         tokens: u32,
     },
-    MakeRoom {
+    Evict {
         needed: u32,
         freed: u32,
     },

@@ -1,19 +1,18 @@
 //! The scheduler's view of the cache: how many cells are available, and the operations between steps. Only this file
 //! knows whether the cache has a prefix index.
 use crate::config::BadConfig;
-use crate::request::Prompt;
 use kvist_cache::{
-    BlockUse, Cache, Content, GroupId, Lookup, MissReason, Moment, Occupancy, Refused, SeqId, Viewer,
+    BlockUse, Cache, GroupId, Lookup, MissReason, Moment, Occupancy, Prompt, Refused, SeqId, Viewer,
 };
 
 /// When a decision is made: the index of its step, and the time.
 #[derive(Clone, Copy)]
-pub(crate) struct At {
+pub(crate) struct Timestamp {
     pub step: u64,
     pub now_ns: u64,
 }
 
-impl At {
+impl Timestamp {
     fn moment(self) -> Moment {
         Moment { now_ns: self.now_ns }
     }
@@ -37,19 +36,6 @@ pub(crate) struct Memory {
 
 const CHECKED: &str = "the cache holds many sequences: this was checked when the scheduler was made";
 
-/// The first `n_tokens` of `prompt` as the cache's content type.
-fn content(prompt: &Prompt, n_tokens: u32) -> Content<'_> {
-    let n = n_tokens as usize;
-    match prompt {
-        Prompt::Unknown => Content::Unknown { n_tokens },
-        Prompt::Tokens(tokens) => Content::Tokens(&tokens[..n.min(tokens.len())]),
-        Prompt::SharedTokens(tokens) => Content::Tokens(&tokens[..n.min(tokens.len())]),
-        Prompt::Ids { ids, tokens_per_id, n_tokens: known } => {
-            Content::Ids { ids, tokens_per_id: *tokens_per_id, n_tokens: n_tokens.min(*known) }
-        }
-    }
-}
-
 impl Memory {
     pub fn new(mut cache: Cache) -> Result<Memory, BadConfig> {
         if cache.sequences().is_none() {
@@ -61,19 +47,19 @@ impl Memory {
         if n_sequences > 0 {
             return Err(BadConfig::NotEmpty { n_sequences });
         }
-        let windowed = cache.occupancy().any(|room| room.frees_out_of_window);
+        let windowed = cache.occupancy().any(|occupancy| occupancy.frees_out_of_window);
         let counted = cache
             .occupancy()
             .enumerate()
-            .min_by_key(|(_, room)| (room.frees_out_of_window, room.capacity_cells));
-        let (counted, room) = counted.expect("a cache has at least one layer group");
+            .min_by_key(|(_, occupancy)| (occupancy.frees_out_of_window, occupancy.capacity_cells));
+        let (counted, occupancy) = counted.expect("a cache has at least one layer group");
         Ok(Memory {
             windowed,
             shares: cache.prefixes().is_some(),
             counted,
-            capacity: room.capacity_cells.into(),
-            block_tokens: room.block_tokens,
-            frees_out_of_window: room.frees_out_of_window,
+            capacity: occupancy.capacity_cells.into(),
+            block_tokens: occupancy.block_tokens,
+            frees_out_of_window: occupancy.frees_out_of_window,
             cache,
         })
     }
@@ -99,15 +85,20 @@ impl Memory {
         if !self.windowed {
             return u32::MAX;
         }
-        let windows = self.cache.occupancy().filter(|room| room.frees_out_of_window);
-        let room =
-            |room: Occupancy| (room.free_cells.saturating_add(room.evictable_cells)).max(room.block_tokens);
-        windows.map(room).min().unwrap_or(u32::MAX)
+        let windows = self.cache.occupancy().filter(|occupancy| occupancy.frees_out_of_window);
+        let chunk = |occupancy: Occupancy| {
+            (occupancy.free_cells.saturating_add(occupancy.evictable_cells)).max(occupancy.block_tokens)
+        };
+        windows.map(chunk).min().unwrap_or(u32::MAX)
     }
     /// True if `group` frees blocks that left its sliding window (`frees_out_of_window`).
     pub fn frees_out_of_window(&self, group: GroupId) -> bool {
         self.windowed
-            && self.cache.occupancy().nth(group.0.into()).is_some_and(|room| room.frees_out_of_window)
+            && self
+                .cache
+                .occupancy()
+                .nth(group.0.into())
+                .is_some_and(|occupancy| occupancy.frees_out_of_window)
     }
     /// Maximum cells that a sequence of `n_tokens` needs if it shares no blocks.
     pub fn cells(&self, n_tokens: u32) -> u64 {
@@ -120,27 +111,27 @@ impl Memory {
         self.counted().free_cells.into()
     }
     /// Cells of cached blocks that no sequence uses (ref_count 0). They can be evicted.
-    pub fn idle(&self) -> u64 {
+    pub fn evictable(&self) -> u64 {
         self.counted().evictable_cells.into()
     }
     /// Available cells: free plus evictable.
-    pub fn room(&self) -> u64 {
-        let room = self.counted();
-        u64::from(room.free_cells) + u64::from(room.evictable_cells)
+    pub fn available(&self) -> u64 {
+        let occupancy = self.counted();
+        u64::from(occupancy.free_cells) + u64::from(occupancy.evictable_cells)
     }
     /// Cells in use by sequences.
-    pub fn held(&self) -> u64 {
-        self.capacity - self.room()
+    pub fn used(&self) -> u64 {
+        self.capacity - self.available()
     }
 
     /// Returns whether the prefix index can store this kind of content.
     pub fn accepts(&self, prompt: &Prompt) -> bool {
-        self.cache.accepts(&content(prompt, 0))
+        self.cache.accepts(&prompt.content(0))
     }
 
     /// The prefix hit that the index would give for the first `n_tokens`. Changes nothing.
     pub fn lookup(&self, salt: &str, prompt: &Prompt, n_tokens: u32) -> Lookup {
-        self.cache.lookup(salt, &content(prompt, n_tokens))
+        self.cache.lookup(salt, &prompt.content(n_tokens))
     }
 
     /// As long as this number stays the same, lookups return the same hit lengths.
@@ -153,9 +144,9 @@ impl Memory {
         self.shares
     }
     /// For each block of the counted group, the number of sequences that use it (ref_count). Walks the whole pool.
-    pub fn holders(&self) -> Vec<u32> {
-        let holders = |block| if let BlockUse::InUse(n) = block { n } else { 0 };
-        self.cache.block_uses(self.group()).map(holders).collect()
+    pub fn ref_counts(&self) -> Vec<u32> {
+        let ref_count = |block| if let BlockUse::InUse(n) = block { n } else { 0 };
+        self.cache.block_uses(self.group()).map(ref_count).collect()
     }
     /// The blocks of `seq` in the counted group, each with its index in the block table.
     pub fn blocks_of(&self, seq: SeqId) -> impl Iterator<Item = (u64, u32)> {
@@ -168,7 +159,7 @@ impl Memory {
 
     /// Why the prefix index would supply no more.
     pub fn explain(&self, salt: &str, prompt: &Prompt, n_tokens: u32) -> MissReason {
-        self.cache.explain(salt, &content(prompt, n_tokens), Viewer::Operator)
+        self.cache.explain(salt, &prompt.content(n_tokens), Viewer::Operator)
     }
 
     /// Creates a sequence from the prefix hit on the first `n_tokens` and returns the hit length in tokens.
@@ -179,10 +170,10 @@ impl Memory {
         salt: &str,
         prompt: &Prompt,
         n_tokens: u32,
-        at: At,
+        now: Timestamp,
         is_first: bool,
     ) -> u32 {
-        let (content, moment) = (content(prompt, n_tokens), at.moment());
+        let (content, moment) = (prompt.content(n_tokens), now.moment());
         let opened = match self.cache.prefixes() {
             Some(mut prefixes) => match is_first {
                 true => prefixes.open(seq, salt, &content, moment),
@@ -197,9 +188,9 @@ impl Memory {
 
     /// Adds the full blocks of `seq` to the prefix index. The first `n_tokens` tokens are known and computed; the
     /// first `stored` of them were added by earlier calls. Returns how many blocks were new to the index.
-    pub fn store(&mut self, seq: SeqId, prompt: &Prompt, stored: u32, n_tokens: u32, at: At) -> u32 {
+    pub fn store(&mut self, seq: SeqId, prompt: &Prompt, stored: u32, n_tokens: u32, now: Timestamp) -> u32 {
         let Some(mut prefixes) = self.cache.prefixes() else { return 0 };
-        let done = prefixes.store_from(seq, stored, &content(prompt, n_tokens), at.moment());
+        let done = prefixes.store_from(seq, stored, &prompt.content(n_tokens), now.moment());
         done.unwrap_or_else(|refused| panic!("sequence {seq} is live and its content was checked: {refused}"))
             .n_new
     }
@@ -212,7 +203,7 @@ impl Memory {
 
     /// Evicts unused cached blocks until `n_tokens` cells are free in every group, as far as possible. Returns the
     /// number of blocks evicted.
-    pub fn evict_until_free(&mut self, n_tokens: u32, at: At) -> u32 {
-        self.cache.prefixes().map_or(0, |mut prefixes| prefixes.evict_until_free(n_tokens, at.moment()))
+    pub fn evict_until_free(&mut self, n_tokens: u32, now: Timestamp) -> u32 {
+        self.cache.prefixes().map_or(0, |mut prefixes| prefixes.evict_until_free(n_tokens, now.moment()))
     }
 }

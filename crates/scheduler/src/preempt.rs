@@ -3,7 +3,8 @@ use crate::config::Preempted;
 use crate::entry::Key;
 use crate::executor::Work;
 use crate::log::Decision;
-use crate::memory::At;
+use crate::memory::Timestamp;
+use crate::policy::View;
 use crate::request::{End, Reason};
 use crate::scheduler::Scheduler;
 use kvist_cache::GroupId;
@@ -14,12 +15,18 @@ impl Scheduler {
     /// this step, if the group frees blocks that left its window; drop the cache of the lowest-ranked paused request;
     /// preempt the lowest-ranked running request; end the only running request, which already has the cache to itself.
     /// Returns `true` if eviction was enough; the batch is then unchanged.
-    pub(crate) fn free_memory(&mut self, at: At, group: GroupId, needed: u32, available: u32) -> bool {
-        self.moved = true;
+    pub(crate) fn free_memory(
+        &mut self,
+        now: Timestamp,
+        group: GroupId,
+        needed: u32,
+        available: u32,
+    ) -> bool {
+        self.batch_changed = true;
         if available >= needed {
-            let freed = self.memory.evict_until_free(needed, at);
-            self.counters.make_rooms += 1;
-            self.decide(at, Decision::MakeRoom { needed, freed });
+            let freed = self.memory.evict_until_free(needed, now);
+            self.counters.evictions += 1;
+            self.decide(now, Decision::Evict { needed, freed });
             if freed > 0 {
                 return true;
             }
@@ -27,15 +34,15 @@ impl Scheduler {
         if self.memory.frees_out_of_window(group) && self.shorten_prompts(needed.saturating_sub(available)) {
             return false;
         }
-        if let Some(&worst) = self.holders.last() {
-            self.drop_cache(at, worst.slot);
+        if let Some(&worst) = self.paused.last() {
+            self.drop_cache(now, worst.slot);
             return false;
         }
         let worst = self.worst_running().expect("a step has at least one request");
         if self.running.len() > 1 {
-            self.preempt(at, worst.slot, "memory", false);
+            self.preempt(now, worst.slot, "memory", false);
         } else {
-            self.end(at, worst.slot, End::Refused(Reason::CacheFull));
+            self.end(now, worst.slot, End::Refused(Reason::CacheFull));
         }
         false
     }
@@ -55,12 +62,14 @@ impl Scheduler {
         true
     }
 
-    /// The rank used to compare a request that has cells with requests that want them: its current rank or its rank on
-    /// arrival, whichever is better.
+    /// The rank used to compare a request that has cells with requests that want them: the best of its current rank, its
+    /// rank on arrival, and the rank that it would have without its cells. Without the last one, a victim could rank
+    /// before the request that preempted it, and preempt that one in return.
     pub(crate) fn victim_key(&self, slot: u32) -> Key {
         let mut key = self.key(slot);
-        let arrived = self.order.rank(&self.entries[slot as usize].view().as_it_arrived());
-        key.rank = key.rank.min(arrived);
+        let view = self.entries[slot as usize].view();
+        let without_cells = View { cached_tokens: 0, ..view };
+        key.rank = key.rank.min(self.order.rank(&view.as_it_arrived())).min(self.order.rank(&without_cells));
         key
     }
 
@@ -74,20 +83,20 @@ impl Scheduler {
     }
 
     /// Preempts the lowest-ranked running request, if it ranks behind `key` and the policy allows preemption.
-    pub(crate) fn preempt_behind(&mut self, at: At, key: Key, why: &str, budget: &mut u32) -> bool {
+    pub(crate) fn preempt_behind(&mut self, now: Timestamp, key: Key, why: &str, budget: &mut u32) -> bool {
         let worst = self.worst_running().filter(|worst| self.may_preempt(key, *worst));
         let Some(worst) = worst else { return false };
-        *budget += self.entries[worst.slot as usize].share;
+        *budget += self.entries[worst.slot as usize].scheduled;
         let keep = self.config.preempted == Preempted::Kept;
-        self.preempt(at, worst.slot, why, keep);
+        self.preempt(now, worst.slot, why, keep);
         true
     }
 
     /// Drops the cache of the lowest-ranked paused request, if it ranks behind `key`.
-    pub(crate) fn drop_behind(&mut self, at: At, key: Key) -> bool {
-        match self.holders.last() {
+    pub(crate) fn drop_behind(&mut self, now: Timestamp, key: Key) -> bool {
+        match self.paused.last() {
             Some(&worst) if self.victim_key(worst.slot) > key => {
-                self.drop_cache(at, worst.slot);
+                self.drop_cache(now, worst.slot);
                 true
             }
             _ => false,
@@ -95,21 +104,21 @@ impl Scheduler {
     }
 
     /// Drops the cache of the lowest-ranked paused request other than `slot`.
-    pub(crate) fn drop_worst_but(&mut self, at: At, slot: u32) -> bool {
-        let worst = self.holders.iter().rev().find(|key| key.slot != slot).copied();
-        worst.map(|key| self.drop_cache(at, key.slot)).is_some()
+    pub(crate) fn drop_worst_but(&mut self, now: Timestamp, slot: u32) -> bool {
+        let worst = self.paused.iter().rev().find(|key| key.slot != slot).copied();
+        worst.map(|key| self.drop_cache(now, key.slot)).is_some()
     }
 
     /// Moves a request from the batch back to the waiting queue. Its generated tokens are kept; its cache only if
     /// `keep`.
-    fn preempt(&mut self, at: At, slot: u32, why: &str, keep: bool) {
+    fn preempt(&mut self, now: Timestamp, slot: u32, why: &str, keep: bool) {
         self.leave(slot);
         let entry = &mut self.entries[slot as usize];
-        entry.share = 0;
+        entry.scheduled = 0;
         entry.preemptions += 1;
         let id = entry.id;
         self.counters.preemptions += 1;
-        self.decide(at, Decision::Preempt { id, why, kept: keep });
+        self.decide(now, Decision::Preempt { id, why, kept: keep });
         if !keep {
             self.lose(slot);
         }
@@ -117,10 +126,10 @@ impl Scheduler {
     }
 
     /// Drops the kept cache of a paused request.
-    fn drop_cache(&mut self, at: At, slot: u32) {
+    fn drop_cache(&mut self, now: Timestamp, slot: u32) {
         let entry = &self.entries[slot as usize];
         let (id, tokens) = (entry.id, entry.cached);
-        self.decide(at, Decision::Drop { id, tokens });
+        self.decide(now, Decision::Drop { id, tokens });
         self.leave(slot);
         self.lose(slot);
         self.wait(slot);

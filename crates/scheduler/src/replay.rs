@@ -1,8 +1,8 @@
 //! Replays an event log and reproduces its decision log byte for byte.
-use crate::cache_shape::CacheShape;
 use crate::config::{BadConfig, Config};
 use crate::executor::Batch;
 use crate::lengths::Truth;
+use crate::log::CacheShape;
 use crate::log::{LOG_VERSION, LoggedAdvance};
 use crate::outcome::{Outcome, Sampled};
 use crate::request::{Request, RequestId};
@@ -95,10 +95,10 @@ impl Event {
     }
 }
 
-/// A replayed turn.
+/// A replayed iteration.
 #[derive(Clone, Copy)]
-pub struct Turned<'a> {
-    /// Start of the turn.
+pub struct Replayed<'a> {
+    /// Start of the iteration.
     pub now_ns: u64,
     /// The batch that was run.
     pub batch: Batch<'a>,
@@ -148,11 +148,15 @@ impl Replay {
         Ok(Replay { scheduler, line: 2 })
     }
 
-    /// Replays the next line. `ran` is called for a turn that ran steps.
+    /// Replays the next line. `ran` is called for an iteration that ran steps.
     ///
     /// # Errors The line is not an event, or it does not match the state of the replay. The replay cannot continue
     /// after an error.
-    pub fn event(&mut self, text: &str, ran: Option<&mut dyn FnMut(Turned<'_>)>) -> Result<(), ReplayError> {
+    pub fn event(
+        &mut self,
+        text: &str,
+        ran: Option<&mut dyn FnMut(Replayed<'_>)>,
+    ) -> Result<(), ReplayError> {
         let line = self.line;
         self.line += 1;
         let scheduler = &mut self.scheduler;
@@ -188,7 +192,7 @@ impl Replay {
                 Some(planned) => {
                     let outcome = event.outcome(planned.batch(), steps).map_err(|e| wrong(line, e))?;
                     if let Some(ran) = ran {
-                        ran(Turned { now_ns: event.at, batch: planned.batch(), outcome: &outcome });
+                        ran(Replayed { now_ns: event.at, batch: planned.batch(), outcome: &outcome });
                     }
                     planned.complete(&outcome).map_err(|e| wrong(line, e.to_string()))?;
                 }

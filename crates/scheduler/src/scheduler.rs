@@ -1,14 +1,14 @@
 //! The scheduler: its state, its inputs, and the queues of requests. `iteration.rs` plans and completes steps.
-use crate::cache_shape::CacheShape;
 use crate::config::{BadConfig, Config};
 use crate::entry::{Entry, Key, State};
 use crate::executor::Work;
 use crate::lengths::{Order, Truth};
+use crate::log::CacheShape;
 use crate::log::{Decision, Log};
-use crate::memory::{At, Memory};
+use crate::memory::{Memory, Timestamp};
 use crate::outcome::Outcome;
 use crate::request::*;
-use kvist_cache::{Cache, MissReason, SeqId, Span, StepPlan};
+use kvist_cache::{Cache, MissReason, Prompt, SeqId, Span, StepPlan};
 use std::collections::{BTreeSet, HashMap};
 
 /// Decides which requests run. The crate documentation lists its guarantees.
@@ -23,7 +23,7 @@ pub struct Scheduler {
     by_id: HashMap<RequestId, u32>,
     pub(crate) waiting: BTreeSet<Key>,
     /// The waiting requests (a subset of `waiting`) that still have a sequence in the cache.
-    pub(crate) holders: BTreeSet<Key>,
+    pub(crate) paused: BTreeSet<Key>,
     /// Slots of running requests in ascending order of sequence id.
     pub(crate) running: Vec<u32>,
     /// Prefills of the step being built, ordered by rank.
@@ -32,13 +32,13 @@ pub struct Scheduler {
     pub(crate) spans: Vec<Span<'static>>,
     pub(crate) plan: StepPlan,
     pub(crate) outcome: Outcome,
-    /// True if this turn changed the batch membership or evicted blocks. The step then runs alone instead of as part
+    /// True if this iteration changed the batch membership or evicted blocks. The step then runs alone instead of as part
     /// of a multi-step run, so that the driver can observe the change.
-    pub(crate) moved: bool,
+    pub(crate) batch_changed: bool,
     /// Maximum prompt tokens in this step. Smaller than the token budget if a sliding-window group has less space.
     pub(crate) prompt_limit: u32,
-    /// Set when an admission failed for lack of memory: the spare cells at that time. Admission is not retried until
-    /// more cells are spare, the prefix index gains a block, or a request arrives, ends or gives up its cells.
+    /// Set when an admission failed for lack of memory: the surplus at that time. Admission is not retried until
+    /// the surplus has grown, the prefix index gains a block, or a request arrives, ends or gives up its cells.
     pub(crate) blocked: Option<i128>,
     /// Cells reserved by conservative admission.
     pub(crate) reserved: u64,
@@ -71,12 +71,13 @@ pub struct Counters {
     /// Preemptions: how often a running request was moved out of the batch.
     pub preemptions: u64,
     /// How often cached blocks were evicted to make a step fit.
-    pub make_rooms: u64,
+    #[serde(rename = "make_rooms")]
+    pub evictions: u64,
 }
 
 /// The state of a live request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Standing {
+pub struct RequestStatus {
     /// Its sequence, if it has cells in the cache.
     pub seq: Option<SeqId>,
     /// True if the request is in the batch.
@@ -116,14 +117,14 @@ impl Scheduler {
             vacant: Vec::new(),
             by_id: HashMap::new(),
             waiting: BTreeSet::new(),
-            holders: BTreeSet::new(),
+            paused: BTreeSet::new(),
             running: Vec::new(),
             prefilling: Vec::new(),
             batch: Vec::new(),
             spans: Vec::new(),
             plan: StepPlan::default(),
             outcome: Outcome::default(),
-            moved: false,
+            batch_changed: false,
             prompt_limit: 0,
             blocked: None,
             reserved: 0,
@@ -188,12 +189,12 @@ impl Scheduler {
         self.running.len()
     }
     /// Cells in use by sequences, counted in the smallest layer group without a sliding window.
-    pub fn held_cells(&self) -> u64 {
-        self.memory.held()
+    pub fn used_cells(&self) -> u64 {
+        self.memory.used()
     }
     /// Cells of cached blocks that no sequence uses (ref_count 0), in the same group. They can be evicted.
-    pub fn idle_cells(&self) -> u64 {
-        self.memory.idle()
+    pub fn evictable_cells(&self) -> u64 {
+        self.memory.evictable()
     }
     /// Free cells (neither in use nor cached), in the same group.
     pub fn free_cells(&self) -> u64 {
@@ -201,14 +202,14 @@ impl Scheduler {
     }
     /// Requests that have cells in the cache, each with its sequence. The order has no meaning but is the same in
     /// every run.
-    pub fn held(&self) -> impl Iterator<Item = (RequestId, SeqId)> {
+    pub fn sequences(&self) -> impl Iterator<Item = (RequestId, SeqId)> {
         let live = self.entries.iter().filter(|entry| entry.state != State::Vacant);
         live.filter_map(|entry| Some((entry.id, entry.seq?)))
     }
     /// The state of a live request, without its generated tokens. `None` if no live request has this id.
-    pub fn standing(&self, id: RequestId) -> Option<Standing> {
+    pub fn status(&self, id: RequestId) -> Option<RequestStatus> {
         let entry = &self.entries[*self.by_id.get(&id)? as usize];
-        Some(Standing {
+        Some(RequestStatus {
             seq: entry.seq,
             running: entry.state == State::Running,
             admitted_ns: entry.admitted_ns,
@@ -230,8 +231,8 @@ impl Scheduler {
         self.n_events - 1
     }
 
-    pub(crate) fn at(&self, now_ns: u64) -> At {
-        At { step: self.counters.steps, now_ns }
+    pub(crate) fn timestamp(&self, now_ns: u64) -> Timestamp {
+        Timestamp { step: self.counters.steps, now_ns }
     }
 
     pub(crate) fn key(&self, slot: u32) -> Key {
@@ -239,11 +240,11 @@ impl Scheduler {
         Key { rank: self.order.rank(&entry.view()), arrival: entry.number, slot }
     }
 
-    pub(crate) fn decide(&mut self, at: At, decision: Decision<'_>) {
-        self.decisions.decide(at.step, at.now_ns, decision);
+    pub(crate) fn decide(&mut self, now: Timestamp, decision: Decision<'_>) {
+        self.decisions.decide(now.step, now.now_ns, decision);
     }
 
-    /// Adds a request; call it between turns. A request that can never be served ends at once, with the reason.
+    /// Adds a request; call it between iterations. A request that can never be served ends at once, with the reason.
     pub fn arrive(&mut self, now_ns: u64, request: Request) -> Result<(), Duplicate> {
         if self.by_id.contains_key(&request.id) {
             return Err(Duplicate(request.id));
@@ -258,7 +259,7 @@ impl Scheduler {
             known: request.prompt_tokens,
             prompt_tokens: request.prompt_tokens,
             max_new: request.max_new,
-            share: 0,
+            scheduled: 0,
             stored: 0,
             computed: 0,
             id: request.id,
@@ -269,7 +270,7 @@ impl Scheduler {
             expected_new: 1,
             salt: request.salt,
             prompt: request.prompt,
-            fresh: request.fresh,
+            skip_prefix_cache: request.skip_prefix_cache,
             reserved: 0,
             found: None,
             overtaken: 0,
@@ -283,9 +284,9 @@ impl Scheduler {
         };
         self.arrivals += 1;
         if let Some(reason) = refused {
-            let at = self.at(now_ns);
+            let now = self.timestamp(now_ns);
             self.ended.push(entry.ended(End::Refused(reason), now_ns));
-            self.decide(at, Decision::End { id: entry.id, how: reason.name(), generated: 0 });
+            self.decide(now, Decision::End { id: entry.id, how: reason.name(), generated: 0 });
             return Ok(());
         }
         entry.expected_new = self.order.expect(&entry.view());
@@ -314,18 +315,12 @@ impl Scheduler {
         if request.max_new == 0 {
             return Some(Reason::NothingToGenerate);
         }
-        let content = match &request.prompt {
-            Prompt::Unknown => u64::from(request.prompt_tokens),
-            Prompt::Tokens(tokens) => tokens.len() as u64,
-            Prompt::SharedTokens(tokens) => tokens.len() as u64,
-            Prompt::Ids { ids, tokens_per_id, n_tokens } => {
-                if u64::from(*n_tokens) > ids.len() as u64 * u64::from(*tokens_per_id) {
-                    return Some(Reason::Malformed);
-                }
-                u64::from(*n_tokens)
-            }
-        };
-        if content < u64::from(request.prompt_tokens) {
+        if let Prompt::Ids { ids, tokens_per_id, n_tokens } = &request.prompt
+            && u64::from(*n_tokens) > ids.len() as u64 * u64::from(*tokens_per_id)
+        {
+            return Some(Reason::Malformed);
+        }
+        if request.prompt.vocabulary().is_some() && request.prompt.known_tokens() < request.prompt_tokens {
             return Some(Reason::Malformed);
         }
         if !self.memory.accepts(&request.prompt) {
@@ -338,14 +333,14 @@ impl Scheduler {
         (self.memory.cells(whole - 1) > self.memory.capacity()).then_some(Reason::NeverFits)
     }
 
-    /// Cancels a request; call it between turns. Its memory is free before the next step. Returns `false` if no live
+    /// Cancels a request; call it between iterations. Its memory is free before the next step. Returns `false` if no live
     /// request has this id.
     pub fn cancel(&mut self, now_ns: u64, id: RequestId) -> bool {
         let Some(&slot) = self.by_id.get(&id) else { return false };
         let n = self.event();
         self.events.cancel(n, now_ns, id);
-        let at = self.at(now_ns);
-        self.end(at, slot, End::Cancelled);
+        let now = self.timestamp(now_ns);
+        self.end(now, slot, End::Cancelled);
         true
     }
 
@@ -355,18 +350,18 @@ impl Scheduler {
         let entry = &mut self.entries[slot as usize];
         entry.state = State::Waiting(key);
         if entry.seq.is_some() {
-            self.holders.insert(key);
+            self.paused.insert(key);
         }
         self.waiting.insert(key);
     }
 
     /// Removes a request from the waiting queue or from the batch.
     pub(crate) fn leave(&mut self, slot: u32) {
-        self.moved = true;
+        self.batch_changed = true;
         match self.entries[slot as usize].state {
             State::Waiting(key) => {
                 self.waiting.remove(&key);
-                self.holders.remove(&key);
+                self.paused.remove(&key);
             }
             State::Running => self.running.retain(|&other| other != slot),
             State::Vacant => panic!("slot {slot} is vacant"),
@@ -387,14 +382,14 @@ impl Scheduler {
     }
 
     /// Ends a request. Every request ends here.
-    pub(crate) fn end(&mut self, at: At, slot: u32, end: End) {
+    pub(crate) fn end(&mut self, now: Timestamp, slot: u32, end: End) {
         self.leave(slot);
         self.release(slot);
         self.blocked = None;
         let entry = &mut self.entries[slot as usize];
         entry.prompt = Prompt::Unknown;
         let (id, generated) = (entry.id, entry.generated());
-        self.ended.push(entry.ended(end, at.now_ns));
+        self.ended.push(entry.ended(end, now.now_ns));
         self.by_id.remove(&id);
         self.vacant.push(slot);
         let how = match end {
@@ -405,6 +400,6 @@ impl Scheduler {
             End::Cancelled => "cancelled",
             End::Refused(reason) => reason.name(),
         };
-        self.decide(at, Decision::End { id, how, generated });
+        self.decide(now, Decision::End { id, how, generated });
     }
 }

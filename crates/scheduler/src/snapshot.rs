@@ -4,7 +4,7 @@
 //! which belong to no request), and the blocks that only the prefix index uses. Building it walks everything, so it is
 //! only made on demand. It contains no tokens and no salts.
 use crate::entry::State;
-use crate::recording::{GroupShape, groups};
+use crate::log::{GroupShape, groups};
 use crate::request::RequestId;
 use crate::scheduler::{Counters, Scheduler};
 use kvist_cache::{BlockUse, GroupId};
@@ -64,7 +64,7 @@ pub struct LiveSequence {
 }
 
 impl Snapshot {
-    /// Takes a snapshot of `scheduler`. Call it between turns.
+    /// Takes a snapshot of `scheduler`. Call it between iterations.
     pub fn of(scheduler: &Scheduler) -> Snapshot {
         let cache = scheduler.cache();
         let n_groups = cache.n_groups() as u16;

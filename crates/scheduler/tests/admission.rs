@@ -52,7 +52,7 @@ fn prompts_longer_than_a_window_group_go_through_in_chunks() {
             s.arrive(0, Request::new(id.into(), 0, 2000, 4)).unwrap();
         }
         let (mut m, mut now) = (machine(10), 0);
-        while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut m) {
+        while let Iteration::Ran { elapsed_ns, .. } = s.iterate(now, &mut m) {
             now += elapsed_ns;
             assert!(now < 100_000, "{name}: it goes in circles");
         }
@@ -72,10 +72,10 @@ fn what_a_window_lets_go_of_admits_the_next() {
     let mut m = machine(10);
     s.arrive(0, Request::new(0, 0, 900, 100_000)).unwrap();
     s.arrive(0, Request::new(1, 0, 600, 10)).unwrap();
-    s.turn(0, &mut m);
+    s.iterate(0, &mut m);
     assert_eq!(s.n_waiting(), 1, "both prompts at once do not fit");
-    s.turn(10, &mut m);
-    assert_eq!(s.n_waiting(), 0, "{} of 1024 cells held", s.held_cells());
+    s.iterate(10, &mut m);
+    assert_eq!(s.n_waiting(), 0, "{} of 1024 cells held", s.used_cells());
 }
 
 /// A request that waits for memory is retried when another request has stored its prefix.
@@ -86,9 +86,9 @@ fn a_longer_hit_admits_a_request_that_waited_for_memory() {
     for id in 0..2 {
         s.arrive(0, Request { prompt: tokens(300, 1), ..Request::new(id, 0, 300, 50) }).unwrap();
     }
-    s.turn(0, &mut m);
+    s.iterate(0, &mut m);
     assert_eq!((s.n_running(), s.n_waiting()), (1, 1));
-    s.turn(10, &mut m);
+    s.iterate(10, &mut m);
     assert_eq!((s.n_running(), s.counters().hit_tokens), (2, 290));
 }
 
@@ -105,14 +105,14 @@ fn no_request_makes_way_for_nothing() {
             s.arrive(0, due(1, 0, 140, 50, 9_000)).unwrap();
             s.arrive(0, due(2, 0, 140, 50, 9_001)).unwrap();
             for now in [0, 10, 20] {
-                s.turn(now, &mut m);
+                s.iterate(now, &mut m);
             }
             assert_eq!(s.n_running(), 3);
             s.arrive(30, due(3, 30, prompt, 50, 5_000)).unwrap();
-            s.turn(30, &mut m);
-            s.turn(40, &mut m);
+            s.iterate(30, &mut m);
+            s.iterate(40, &mut m);
             assert_eq!(s.counters().preemptions, preemptions, "{preempted:?} prompt of {prompt}");
-            let entered = s.held().any(|(id, _)| id == RequestId(3));
+            let entered = s.sequences().any(|(id, _)| id == RequestId(3));
             assert_eq!(entered, preemptions > 0, "{preempted:?} prompt of {prompt}");
         }
     }
@@ -128,11 +128,12 @@ fn a_prompt_counts_once_in_the_hit_ratio() {
         s.arrive(0, Request { prompt, ..Request::new(id.into(), 0, 10, 20) }).unwrap();
     }
     let (mut m, mut now) = (machine(10), 0);
-    while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut m) {
+    while let Iteration::Ran { elapsed_ns, .. } = s.iterate(now, &mut m) {
         now += elapsed_ns;
     }
-    s.arrive(now, Request { prompt: tokens(10, 0), fresh: true, ..Request::new(2, now, 10, 1) }).unwrap();
-    s.turn(now, &mut m);
+    s.arrive(now, Request { prompt: tokens(10, 0), skip_prefix_cache: true, ..Request::new(2, now, 10, 1) })
+        .unwrap();
+    s.iterate(now, &mut m);
     assert_eq!((s.counters().preemptions, s.drain_ended().count()), (1, 3));
     let opened = s.cache_mut().prefixes().unwrap().report().opened;
     assert_eq!(opened, HitCounts { n_prompts: 2, prompt_tokens: 20, hit_tokens: 0 });
@@ -142,7 +143,7 @@ fn a_prompt_counts_once_in_the_hit_ratio() {
 /// than others with the same number of tokens, and requests decoding in the same step waited.
 #[test]
 fn tokens_of_which_something_is_wanted_count_twice() {
-    for (budget, fresh, expected) in [
+    for (budget, skip_prefix_cache, expected) in [
         (8, false, vec![vec![8], vec![2, 6], vec![1, 4]]),
         (8, true, vec![vec![4], vec![4], vec![2, 4], vec![1, 6]]),
         (9, true, vec![vec![5], vec![5], vec![1, 8], vec![1, 2]]),
@@ -152,13 +153,13 @@ fn tokens_of_which_something_is_wanted_count_twice() {
         let mut s = Scheduler::new(config, paged(&[group(1000, None)], 4, "lru"), None).unwrap();
         let mut shares = Vec::new();
         let mut m = telling(&mut shares);
-        s.arrive(0, Request { fresh, ..Request::new(0, 0, 10, 10) }).unwrap();
+        s.arrive(0, Request { skip_prefix_cache, ..Request::new(0, 0, 10, 10) }).unwrap();
         s.arrive(0, Request::new(1, 0, 10, 10)).unwrap();
         for turn in 0..expected.len() {
-            s.turn(10 * turn as u64, &mut m);
+            s.iterate(10 * turn as u64, &mut m);
         }
         drop(m);
-        assert_eq!(shares, expected, "{budget} tokens, fresh: {fresh}");
+        assert_eq!(shares, expected, "{budget} tokens, skip_prefix_cache: {skip_prefix_cache}");
     }
 }
 
@@ -170,10 +171,10 @@ fn prompts_are_shortened_by_what_is_missing() {
     let mut shares = Vec::new();
     let mut m = telling(&mut shares);
     s.arrive(0, Request::new(0, 0, 20, 10)).unwrap();
-    s.turn(0, &mut m);
+    s.iterate(0, &mut m);
     // Four blocks are free. With the one for the decoded token the step needs five.
     s.arrive(10, Request::new(1, 10, 35, 10)).unwrap();
-    s.turn(10, &mut m);
+    s.iterate(10, &mut m);
     assert_eq!(s.counters().preemptions, 0);
     drop(m);
     assert_eq!(shares, [vec![20], vec![1, 25]]);
@@ -188,14 +189,14 @@ fn prompts_are_not_shortened_to_less_than_a_block() {
     let mut s = Scheduler::new(config, paged(&groups, 10, "lru"), None).unwrap();
     let mut m = machine(10);
     s.arrive(0, Request::new(0, 0, 29, 10)).unwrap();
-    s.turn(0, &mut m);
-    s.turn(10, &mut m);
+    s.iterate(0, &mut m);
+    s.iterate(10, &mut m);
     s.arrive(20, Request::new(1, 20, 45, 10)).unwrap();
-    s.turn(20, &mut m);
-    let cached = |s: &Scheduler| [0, 1].map(|id| s.standing(RequestId(id)).unwrap().cached_tokens);
+    s.iterate(20, &mut m);
+    let cached = |s: &Scheduler| [0, 1].map(|id| s.status(RequestId(id)).unwrap().cached_tokens);
     assert_eq!((cached(&s), s.counters().preemptions), ([30, 25], 0));
     // One block of the window group is free, and each request needs one. The prompt's five cells are not enough.
-    s.turn(30, &mut m);
+    s.iterate(30, &mut m);
     assert_eq!((cached(&s), s.counters().preemptions), ([31, 0], 1));
 }
 
@@ -208,18 +209,18 @@ fn a_window_that_is_short_evicts_nothing_elsewhere() {
     let mut s = Scheduler::new(config, paged(&groups, 10, "lru"), None).unwrap();
     let mut m = machine(10);
     s.arrive(0, Request { prompt: tokens(20, 1), ..Request::new(9, 0, 20, 1) }).unwrap();
-    s.turn(0, &mut m);
+    s.iterate(0, &mut m);
     s.arrive(10, Request::new(0, 10, 29, 10)).unwrap();
-    s.turn(10, &mut m);
-    s.turn(20, &mut m);
+    s.iterate(10, &mut m);
+    s.iterate(20, &mut m);
     s.arrive(30, Request::new(1, 30, 45, 10)).unwrap();
-    s.turn(30, &mut m);
-    let cached = |s: &Scheduler| [0, 1].map(|id| s.standing(RequestId(id)).unwrap().cached_tokens);
-    assert_eq!((cached(&s), s.idle_cells(), s.free_cells()), ([30, 20], 20, 20));
+    s.iterate(30, &mut m);
+    let cached = |s: &Scheduler| [0, 1].map(|id| s.status(RequestId(id)).unwrap().cached_tokens);
+    assert_eq!((cached(&s), s.evictable_cells(), s.free_cells()), ([30, 20], 20, 20));
     // A step of 1 and 20 tokens needs three blocks in each group: more than the window group has, and one more than
     // are free in the other. The shortened step needs two.
-    s.turn(40, &mut m);
-    assert_eq!((cached(&s), s.idle_cells(), s.free_cells()), ([31, 30], 20, 0));
+    s.iterate(40, &mut m);
+    assert_eq!((cached(&s), s.evictable_cells(), s.free_cells()), ([31, 30], 20, 0));
     assert_eq!(s.counters().preemptions, 0);
 }
 
@@ -252,18 +253,18 @@ fn a_request_that_waits_with_a_cache_is_a_victim_in_its_order() {
             if prompt < capacity_tokens / 3 {
                 let known = Request::new(family.into(), now, prompt, 1);
                 s.arrive(now, Request { prompt: tokens(prompt, family), ..known }).unwrap();
-                while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut m) {
+                while let Iteration::Ran { elapsed_ns, .. } = s.iterate(now, &mut m) {
                     now += elapsed_ns;
                 }
             }
         }
         s.arrive(now, due(A, now, 290, 50, 9_000)).unwrap();
-        s.turn(now, &mut m);
+        s.iterate(now, &mut m);
         s
     };
     let v = || Request { prompt: tokens(125, 1), ..due(V, 110, 125, 50, 9_500) };
     let stands = |s: &Scheduler, id| {
-        let it = s.standing(RequestId(id)).expect("it is live");
+        let it = s.status(RequestId(id)).expect("it is live");
         (it.running, it.cached_tokens)
     };
     let mut m = machine(10);
@@ -271,24 +272,24 @@ fn a_request_that_waits_with_a_cache_is_a_victim_in_its_order() {
     // U ends and V arrives. A's missing tokens fit if V is preempted, but not beside V.
     let mut s = paused(0, 400);
     s.arrive(100, due(U, 100, 110, 50, 1_000)).unwrap();
-    s.turn(100, &mut m);
+    s.iterate(100, &mut m);
     assert_eq!(stands(&s, A), (false, 100), "it keeps what it has computed");
     s.cancel(110, RequestId(U));
     s.arrive(110, v()).unwrap();
-    s.turn(110, &mut m);
+    s.iterate(110, &mut m);
     assert_eq!((stands(&s, A), stands(&s, V)), ((true, 200), (false, 0)));
     assert_eq!(s.counters().lost_tokens, 120, "V's alone");
 
     // With U running, A does not fit even if V is preempted, so V stays. N needs less and fits.
     let mut s = paused(400, 700);
     s.arrive(100, due(U, 100, 10, 500, 1_000)).unwrap();
-    s.turn(100, &mut m);
+    s.iterate(100, &mut m);
     assert_eq!(stands(&s, A), (false, 100));
     s.arrive(110, v()).unwrap();
-    s.turn(110, &mut m);
+    s.iterate(110, &mut m);
     assert_eq!((stands(&s, A), stands(&s, V)), ((false, 100), (true, 125)));
     s.arrive(120, Request { prompt: tokens(135, 2), ..due(N, 120, 135, 50, 9_200) }).unwrap();
-    s.turn(120, &mut m);
+    s.iterate(120, &mut m);
     assert_eq!((stands(&s, A), stands(&s, V)), ((false, 100), (false, 0)));
     assert_eq!(stands(&s, N), (true, 135));
 }
@@ -301,10 +302,10 @@ fn shared_blocks_are_room_when_their_last_holder_goes() {
     // arrives.
     let rows = [
         ("victims share among themselves", 2, 2, (7, 500), Some(2)),
-        ("victims share with one who stays", 1, 1, (7, 500), Some(2)),
-        ("what one who stays holds is no room", 1, 1, (7, 620), None),
+        ("victims share with a request that stays", 1, 1, (7, 500), Some(2)),
+        ("blocks of a request that stays are not available", 1, 1, (7, 620), None),
         ("the newcomer shares with the victims, and fits beside them", 2, 2, (2, 500), Some(0)),
-        ("what the newcomer shares is room or a hit, not both", 2, 2, (2, 620), None),
+        ("what the new request shares is available or a hit, not both", 2, 2, (2, 620), None),
     ];
     let mut bad = Vec::new();
     for (name, first, second, (newcomer, prompt), expected) in rows {
@@ -315,14 +316,14 @@ fn shared_blocks_are_room_when_their_last_holder_goes() {
         for (id, family) in [(1, first), (2, second)] {
             s.arrive(now, Request { prompt: tokens(400, family), ..due(id, now, 400, 90, 9_000) }).unwrap();
             for _ in 0..2 {
-                s.turn(now, &mut m);
+                s.iterate(now, &mut m);
                 now += 10;
             }
         }
         assert_eq!(s.n_running(), 3, "{name}");
         s.arrive(now, Request { prompt: tokens(prompt, newcomer), ..due(3, now, prompt, 9, 5_000) }).unwrap();
-        s.turn(now, &mut m);
-        let entered = s.held().any(|(id, _)| id == RequestId(3));
+        s.iterate(now, &mut m);
+        let entered = s.sequences().any(|(id, _)| id == RequestId(3));
         if (s.counters().preemptions, entered) != (expected.unwrap_or(0), expected.is_some()) {
             bad.push(format!("{name}: entered {entered}, {:?}", s.counters()));
         }
@@ -336,17 +337,17 @@ fn refused_admissions_leave_no_trace() {
     let mut s = Scheduler::new(tight("fcfs"), paged(&[group(400, None)], 10, "lfu"), None).unwrap();
     let mut m = machine(10);
     s.arrive(0, Request { prompt: tokens(200, 1), ..Request::new(0, 0, 200, 1) }).unwrap();
-    s.turn(0, &mut m);
-    assert_eq!((s.n_running(), s.idle_cells()), (0, 200));
+    s.iterate(0, &mut m);
+    assert_eq!((s.n_running(), s.evictable_cells()), (0, 200));
     s.arrive(10, Request { prompt: tokens(150, 2), ..Request::new(1, 10, 150, 100) }).unwrap();
-    s.turn(10, &mut m);
-    s.turn(20, &mut m);
+    s.iterate(10, &mut m);
+    s.iterate(20, &mut m);
     s.cache_mut().watch(true);
     // Of its 350 tokens, 200 are in evictable blocks. They are not available any more once it uses them, and 50
     // remain.
     s.arrive(30, Request { prompt: tokens(350, 1), ..Request::new(2, 30, 350, 10) }).unwrap();
-    s.turn(30, &mut m);
-    assert_eq!((s.n_running(), s.n_waiting(), s.idle_cells()), (1, 1, 200));
+    s.iterate(30, &mut m);
+    assert_eq!((s.n_running(), s.n_waiting(), s.evictable_cells()), (1, 1, 200));
     let (mut blocks, mut prefixes) = (vec![], vec![]);
     s.cache_mut().drain_events(&mut blocks, &mut prefixes);
     let moved = blocks.iter().filter(|e| matches!(e.change, Change::Hit | Change::Evictable)).count();
@@ -366,14 +367,14 @@ fn ties_leave_no_request_behind() {
     let mut s = Scheduler::new(config, paged(&[group(1000, None)], 10, "lru"), None).unwrap();
     let (mut m, mut now) = (machine(10), 0);
     s.arrive(0, Request { prompt: tokens(20, 0), ..Request::new(0, 0, 20, 1) }).unwrap();
-    s.turn(0, &mut m);
+    s.iterate(0, &mut m);
     s.arrive(1, Request { prompt: tokens(20, 5), ..Request::new(1, 1, 20, 1) }).unwrap();
     s.drain_ended();
     let mut overtaken = 0;
     for id in 2..200 {
         now += 10;
         s.arrive(now, Request { prompt: tokens(20, 0), ..Request::new(id, now, 20, 1) }).unwrap();
-        s.turn(now, &mut m);
+        s.iterate(now, &mut m);
         if s.drain_ended().any(|ended| ended.id.0 == 1) {
             break;
         }
@@ -410,7 +411,7 @@ fn what_was_sampled_counts_not_what_a_trace_says() {
                 out.sample_each(batch, |_| Sampled { token, finished: false });
             });
             let mut now = 0;
-            while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut m) {
+            while let Iteration::Ran { elapsed_ns, .. } = s.iterate(now, &mut m) {
                 now += elapsed_ns;
             }
             let expected: Vec<u32> = (0..40).chain((0..14).map(says)).collect();
@@ -426,4 +427,36 @@ fn what_was_sampled_counts_not_what_a_trace_says() {
         }
     }
     assert!(bad.is_empty(), "{}", bad.join("\n"));
+}
+
+/// Regression test: a request that had generated more than expected ranked, once it had lost its cells, before the
+/// request that had preempted it. It preempted that one in return, got its cells back from the prefix index, was preempted
+/// again, and so on within one iteration without an end.
+#[test]
+fn two_requests_do_not_preempt_each_other_forever() {
+    let work = TokenWork { prefill_ns: 1000, decode_ns: 10_000 };
+    let lengths = LengthSource::RunningMean;
+    let config = Config { policy: "laxity".into(), lengths, max_batch: 1, work, ..Config::default() };
+    let mut s = Scheduler::new(config, paged(&[group(1000, None)], 4, "lru"), None).unwrap();
+    let mut m = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
+        out.elapsed_ns = 10;
+        out.sample_each(batch, |_| Sampled { token: Some(9), finished: false });
+    });
+    // The first request teaches the scheduler to expect answers of one token.
+    s.arrive(0, Request { prompt: tokens(4, 5), ..Request::new(0, 0, 4, 1) }).unwrap();
+    s.iterate(0, &mut m);
+    let deadline_ns = Some(1_000_000);
+    s.arrive(10, Request { deadline_ns, prompt: tokens(10, 1), ..Request::new(1, 10, 10, 50) }).unwrap();
+    for i in 1..22 {
+        s.iterate(10 * i, &mut m);
+    }
+    // More urgent than the other was on arrival, and less than the other would be without its cells.
+    let deadline_ns = Some(1_000_000 - 15 * 1000);
+    s.arrive(220, Request { deadline_ns, prompt: tokens(1, 2), ..Request::new(2, 220, 1, 2) }).unwrap();
+    let mut now = 220;
+    while let Iteration::Ran { elapsed_ns, .. } = s.iterate(now, &mut m) {
+        now += elapsed_ns;
+    }
+    let ended: Vec<_> = s.drain_ended().map(|e| (e.id.0, e.end, e.generated)).collect();
+    assert_eq!(ended, [(0, End::Finished, 1), (1, End::Finished, 50), (2, End::Finished, 2)]);
 }

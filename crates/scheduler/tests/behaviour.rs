@@ -10,7 +10,7 @@ use std::sync::Arc;
 /// Runs until nothing is left; returns the requests in the order in which they ended.
 fn finish(scheduler: &mut Scheduler, mut now_ns: u64) -> Vec<Ended> {
     let mut executor = machine(1000);
-    while let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now_ns, &mut executor) {
+    while let Iteration::Ran { elapsed_ns, .. } = scheduler.iterate(now_ns, &mut executor) {
         now_ns += elapsed_ns;
     }
     scheduler.drain_ended().collect()
@@ -125,7 +125,7 @@ fn ageing_leaves_no_request_behind() {
     for id in 1..2000 {
         let urgent = Request { priority: 4, ..Request::new(id, now_ns, 3, 1) };
         scheduler.arrive(now_ns, urgent).unwrap();
-        if let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now_ns, &mut executor) {
+        if let Iteration::Ran { elapsed_ns, .. } = scheduler.iterate(now_ns, &mut executor) {
             now_ns += elapsed_ns;
         }
         if let Some(ended) = scheduler.drain_ended().find(|e| e.id.0 == 0) {
@@ -201,13 +201,13 @@ fn cancellation_frees_memory_before_the_next_step() {
     let mut scheduler = Scheduler::new(Config::default(), cells(40), None).unwrap();
     scheduler.arrive(0, Request::new(0, 0, 30, 5)).unwrap();
     scheduler.arrive(0, Request::new(1, 0, 35, 5)).unwrap();
-    scheduler.turn(0, &mut machine(1000));
-    assert_eq!((scheduler.n_running(), scheduler.n_waiting(), scheduler.held_cells()), (1, 1, 30));
+    scheduler.iterate(0, &mut machine(1000));
+    assert_eq!((scheduler.n_running(), scheduler.n_waiting(), scheduler.used_cells()), (1, 1, 30));
     assert!(scheduler.cancel(1000, RequestId(0)));
     assert!(!scheduler.cancel(1000, RequestId(0)), "it is not live any more");
-    assert_eq!(scheduler.held_cells(), 0);
-    scheduler.turn(1000, &mut machine(1000));
-    assert_eq!((scheduler.n_running(), scheduler.held_cells()), (1, 35));
+    assert_eq!(scheduler.used_cells(), 0);
+    scheduler.iterate(1000, &mut machine(1000));
+    assert_eq!((scheduler.n_running(), scheduler.used_cells()), (1, 35));
 }
 
 /// Failed steps change nothing. After `max_failures` in a row, their requests end.
@@ -225,13 +225,13 @@ fn failing_steps_are_retried_and_given_up() {
                 out.sample_each(batch, |_| Sampled { token: None, finished: false });
             }
         });
-        while let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now_ns, &mut executor) {
+        while let Iteration::Ran { elapsed_ns, .. } = scheduler.iterate(now_ns, &mut executor) {
             now_ns += elapsed_ns;
         }
         let ended: Vec<Ended> = scheduler.drain_ended().collect();
         assert_eq!(ended[0].end, end, "{fails} failures");
         assert_eq!(scheduler.counters().failed_steps, fails, "{fails} failures");
-        assert_eq!(scheduler.held_cells(), 0);
+        assert_eq!(scheduler.used_cells(), 0);
     }
 }
 

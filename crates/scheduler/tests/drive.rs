@@ -9,7 +9,7 @@ fn scheduler() -> Scheduler {
 }
 
 #[test]
-fn everybody_is_served_and_told_of_once() {
+fn every_request_is_served_and_reported_once() {
     let mut clock = VirtualClock(5);
     let mut ended = Vec::new();
     // The second request waits for the first, and nothing happens before the third arrives.

@@ -33,7 +33,7 @@ impl Executor for Eager {
 
 fn drain(scheduler: &mut Scheduler) -> (Eager, Vec<Ended>) {
     let (mut executor, mut now) = (Eager::default(), 0);
-    while let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now, &mut executor) {
+    while let Iteration::Ran { elapsed_ns, .. } = scheduler.iterate(now, &mut executor) {
         now += elapsed_ns;
     }
     let ended = scheduler.drain_ended().collect();
@@ -105,11 +105,11 @@ fn a_run_ends_where_memory_does() {
     let prompt = Prompt::Tokens((0..32).collect());
     s.arrive(0, Request { prompt, ..Request::new(0, 0, 32, 1) }).unwrap();
     drain(&mut s);
-    assert_eq!((s.idle_cells(), s.free_cells()), (32, 32));
+    assert_eq!((s.evictable_cells(), s.free_cells()), (32, 32));
     s.arrive(0, Request::new(1, 0, 9, 50)).unwrap();
     let (executor, ended) = drain(&mut s);
     assert_eq!(executor.runs[..3], [1, 23, 1], "the 24th step needs an eviction, which is made for it alone");
-    assert_eq!((ended[0].generated, s.counters().make_rooms > 0), (50, true));
+    assert_eq!((ended[0].generated, s.counters().evictions > 0), (50, true));
     assert_eq!(executor.runs.iter().sum::<u32>(), 50);
 }
 
@@ -133,7 +133,7 @@ fn runs_decide_what_single_steps_decide() {
             }),
         );
         let executor: &mut dyn Executor = if single { &mut one } else { &mut eager };
-        while let Turn::Ran { elapsed_ns, .. } = s.turn(now, executor) {
+        while let Iteration::Ran { elapsed_ns, .. } = s.iterate(now, executor) {
             now += elapsed_ns;
         }
         let ended: Vec<Ended> = s.drain_ended().collect();

@@ -27,7 +27,7 @@ fn ops() -> u64 {
 
 /// The reference model: the expected cost of each request, counted independently of the scheduler.
 #[derive(Default)]
-struct Twin {
+struct Reference {
     computed: u64,
     /// Tokens sampled in successful steps.
     sampled: u32,
@@ -41,12 +41,12 @@ struct Twin {
 
 struct Machine {
     config: Config,
-    live: BTreeMap<RequestId, (Request, Twin)>,
+    live: BTreeMap<RequestId, (Request, Reference)>,
     random: Random,
     fail: u32,
     steps: u64,
     /// True if the executor allows multi-step runs. It then returns no token ids.
-    foresees: bool,
+    fuses: bool,
     /// True if the cache shares prefixes.
     shares: bool,
     /// True if runs are drafts, of which each request keeps only a part.
@@ -60,12 +60,12 @@ fn true_length(id: RequestId, max_new: u32) -> u32 {
 
 impl Executor for Machine {
     fn max_fused_steps(&mut self, _: u64, batch: Batch<'_>, limit: u32) -> u32 {
-        if !self.foresees {
+        if !self.fuses {
             return 1;
         }
         let left = batch.work.iter().map(|w| {
-            let (request, twin) = &self.live[&w.request];
-            true_length(w.request, request.max_new) - twin.sampled
+            let (request, reference) = &self.live[&w.request];
+            true_length(w.request, request.max_new) - reference.sampled
         });
         limit.min(left.min().unwrap_or(1)).min(1 + self.random.below(20))
     }
@@ -80,38 +80,38 @@ impl Executor for Machine {
         }
         self.steps += u64::from(batch.steps);
         for (i, w) in batch.work.iter().enumerate() {
-            let (request, twin) = self.live.get_mut(&w.request).expect("only live requests run");
+            let (request, reference) = self.live.get_mut(&w.request).expect("only live requests run");
             let again = w.first == 0 || self.shares && w.first % 4 == 0;
-            assert!(w.first == twin.next || again, "{w:?} where {} was next", twin.next);
+            assert!(w.first == reference.next || again, "{w:?} where {} was next", reference.next);
             if let Some(tokens) = batch.tokens(i) {
                 let prompt = request.prompt_tokens;
                 let token = |at| if at < prompt { at } else { at - prompt + 1 };
                 let expected = (w.first..w.first + w.n_tokens).map(token);
                 assert!(tokens.iter().copied().eq(expected), "{w:?} is fed {tokens:?}");
             }
-            twin.computed += u64::from(w.n_tokens);
+            reference.computed += u64::from(w.n_tokens);
             if self.drafts && batch.steps > 1 {
                 let kept = 1 + self.random.below(batch.steps);
-                (twin.next, twin.highest) = (w.first + kept, twin.highest.max(w.first + kept));
-                twin.sampled += kept;
-                twin.rejected += u64::from(batch.steps - kept);
-                let finished = twin.sampled == true_length(w.request, request.max_new);
+                (reference.next, reference.highest) = (w.first + kept, reference.highest.max(w.first + kept));
+                reference.sampled += kept;
+                reference.rejected += u64::from(batch.steps - kept);
+                let finished = reference.sampled == true_length(w.request, request.max_new);
                 out.push(Advance { kept: Kept::First(kept), emitted: Emitted::Unknown(kept), finished });
                 continue;
             }
-            twin.next = w.first + w.n_tokens;
-            twin.again += u64::from(twin.highest.min(twin.next).saturating_sub(w.first));
-            twin.highest = twin.highest.max(twin.next);
-            let known = request.prompt_tokens + twin.sampled;
-            assert!(twin.next < known + batch.steps, "{w:?} computes what nobody knows yet");
-            let samples = twin.next == known + batch.steps - 1;
+            reference.next = w.first + w.n_tokens;
+            reference.again += u64::from(reference.highest.min(reference.next).saturating_sub(w.first));
+            reference.highest = reference.highest.max(reference.next);
+            let known = request.prompt_tokens + reference.sampled;
+            assert!(reference.next < known + batch.steps, "{w:?} computes an unknown token");
+            let samples = reference.next == known + batch.steps - 1;
             assert_eq!(samples, w.samples, "{w:?} of {known} known tokens");
             let sampled = samples.then(|| {
-                twin.sampled += batch.steps;
+                reference.sampled += batch.steps;
                 let length = true_length(w.request, request.max_new);
-                assert!(twin.sampled <= length, "{w:?} goes on after its end");
-                let token = (!self.foresees).then_some(twin.sampled);
-                Sampled { token, finished: twin.sampled == length }
+                assert!(reference.sampled <= length, "{w:?} goes on after its end");
+                let token = (!self.fuses).then_some(reference.sampled);
+                Sampled { token, finished: reference.sampled == length }
             });
             out.push_sampled(batch, sampled);
         }
@@ -132,6 +132,7 @@ fn configs() -> Vec<Config> {
                         max_batch_tokens: 16,
                         admission,
                         preempted,
+                        wait_for_prefix: lengths == LengthSource::MaxNew,
                         ageing_ns: 5_000,
                         ..Config::default()
                     });
@@ -144,25 +145,25 @@ fn configs() -> Vec<Config> {
 
 fn check_end(
     ended: &Ended,
-    live: &mut BTreeMap<RequestId, (Request, Twin)>,
+    live: &mut BTreeMap<RequestId, (Request, Reference)>,
     config: &Config,
     (shares, mixed): (bool, bool),
     seed: u64,
 ) {
-    let (request, twin) =
+    let (request, reference) =
         live.remove(&ended.id).unwrap_or_else(|| panic!("{ended:?} ends twice; seed {seed}"));
-    assert_eq!(ended.computed_tokens, twin.computed, "{ended:?} seed {seed}");
-    assert_eq!(ended.generated, twin.sampled, "{ended:?} seed {seed}");
+    assert_eq!(ended.computed_tokens, reference.computed, "{ended:?} seed {seed}");
+    assert_eq!(ended.generated, reference.sampled, "{ended:?} seed {seed}");
     match ended.end {
         End::Finished => {
-            assert_eq!(twin.sampled, true_length(request.id, request.max_new), "{ended:?} seed {seed}");
+            assert_eq!(reference.sampled, true_length(request.id, request.max_new), "{ended:?} seed {seed}");
             // Needed once, and again after every loss.
-            let needed = u64::from(request.prompt_tokens + twin.sampled - 1);
+            let needed = u64::from(request.prompt_tokens + reference.sampled - 1);
             let supplied = u64::from(ended.hit_tokens) + u64::from(ended.regained_tokens);
-            let done = needed + ended.lost_tokens + twin.rejected;
-            assert_eq!(twin.computed + supplied, done, "{ended:?} seed {seed}");
+            let done = needed + ended.lost_tokens + reference.rejected;
+            assert_eq!(reference.computed + supplied, done, "{ended:?} seed {seed}");
             if !shares {
-                assert_eq!((supplied, twin.again), (0, ended.lost_tokens), "{ended:?} seed {seed}");
+                assert_eq!((supplied, reference.again), (0, ended.lost_tokens), "{ended:?} seed {seed}");
             }
         }
         // Even the small pool has space for a window and a chunk: a request alone passes in smaller chunks.
@@ -179,9 +180,9 @@ fn every_request_ends_once_and_costs_what_it_must() {
     let configs = configs();
     let per_config = ops() / configs.len() as u64;
     let mut seen = [0u64; 4];
-    let (mut hits, mut rooms) = (0, 0);
+    let (mut hits, mut evictions) = (0, 0);
     for (number, config) in configs.iter().enumerate() {
-        for (foresees, shares, mixed) in [
+        for (fuses, shares, mixed) in [
             (false, false, false),
             (false, true, false),
             (false, true, true),
@@ -190,7 +191,7 @@ fn every_request_ends_once_and_costs_what_it_must() {
             (true, true, true),
         ] {
             let seed =
-                (number as u64) << 3 | u64::from(foresees) << 2 | u64::from(shares) << 1 | u64::from(mixed);
+                (number as u64) << 3 | u64::from(fuses) << 2 | u64::from(shares) << 1 | u64::from(mixed);
             let mut random = Random(seed);
             let cache = || if shares { paged(96, mixed) } else { cells(96) };
             // Also a budget larger than a prompt: chunks may be larger than the pool of the window group.
@@ -204,7 +205,7 @@ fn every_request_ends_once_and_costs_what_it_must() {
                 random: Random(!seed),
                 fail: if number % 3 == 0 { 7 } else { 0 },
                 steps: 0,
-                foresees,
+                fuses,
                 shares,
                 drafts: number % 2 == 0,
             };
@@ -226,7 +227,7 @@ fn every_request_ends_once_and_costs_what_it_must() {
                             request.prompt = Prompt::Tokens((0..request.prompt_tokens).collect());
                         }
                         id += 1;
-                        machine.live.insert(request.id, (request.clone(), Twin::default()));
+                        machine.live.insert(request.id, (request.clone(), Reference::default()));
                         scheduler.arrive(now, request.clone()).unwrap();
                     }
                     2 if op % 4 == 0 => {
@@ -236,16 +237,17 @@ fn every_request_ends_once_and_costs_what_it_must() {
                     }
                     3 if op % 4 == 0 => drop(scheduler.plan(now)),
                     _ => {
-                        if let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now, &mut machine) {
+                        if let Iteration::Ran { elapsed_ns, .. } = scheduler.iterate(now, &mut machine) {
                             now += elapsed_ns;
                         }
                     }
                 }
                 if op % 16 == 0 {
-                    for (room, report) in scheduler.cache().occupancy().zip(scheduler.cache().report()) {
+                    for (occupancy, report) in scheduler.cache().occupancy().zip(scheduler.cache().report()) {
                         let idle = report.blocks.map_or(0, |blocks| blocks.evictable * blocks.block_tokens);
                         let walked = (report.capacity_cells, report.capacity_cells - report.used_cells, idle);
-                        let asked = (room.capacity_cells, room.free_cells, room.evictable_cells);
+                        let asked =
+                            (occupancy.capacity_cells, occupancy.free_cells, occupancy.evictable_cells);
                         assert_eq!(asked, walked, "seed {seed}");
                     }
                 }
@@ -263,7 +265,7 @@ fn every_request_ends_once_and_costs_what_it_must() {
             }
             machine.fail = 0;
             let mut turns = 0;
-            while let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now, &mut machine) {
+            while let Iteration::Ran { elapsed_ns, .. } = scheduler.iterate(now, &mut machine) {
                 now += elapsed_ns;
                 turns += 1;
                 assert!(turns < 1_000_000, "{} requests go in circles; seed {seed}", machine.live.len());
@@ -283,16 +285,16 @@ fn every_request_ends_once_and_costs_what_it_must() {
             assert!(machine.live.is_empty(), "{} requests never ended; seed {seed}", machine.live.len());
             assert_eq!(ends, id, "seed {seed}");
             assert_eq!(scheduler.counters().steps, machine.steps, "seed {seed}");
-            assert_eq!(scheduler.held_cells(), 0, "seed {seed}");
+            assert_eq!(scheduler.used_cells(), 0, "seed {seed}");
             for group in scheduler.cache().report() {
                 assert_eq!(group.sequences.len(), 0, "seed {seed}");
                 assert!(shares || group.used_cells == 0, "seed {seed}");
             }
             hits += scheduler.counters().hit_tokens;
-            rooms += scheduler.counters().make_rooms;
+            evictions += scheduler.counters().evictions;
         }
     }
-    println!("finished, cancelled, refused, preempted: {seen:?}; {hits} tokens hit, room made {rooms} times");
+    println!("finished, cancelled, refused, preempted: {seen:?}; {hits} tokens hit, {evictions} evictions");
     assert!(seen.iter().all(|&n| n > 100), "a path was hardly taken: {seen:?}");
-    assert!(hits > 1000 && rooms > 100, "{hits} tokens hit, room made {rooms} times");
+    assert!(hits > 1000 && evictions > 100, "{hits} tokens hit, {evictions} evictions");
 }

@@ -30,7 +30,7 @@ fn outcome(advances: &[Advance<'_>]) -> Outcome {
 
 /// Cached and generated tokens of a live request.
 fn progress(s: &Scheduler, id: u64) -> (u32, u32) {
-    let it = s.standing(RequestId(id)).expect("it is live");
+    let it = s.status(RequestId(id)).expect("it is live");
     (it.cached_tokens, it.generated)
 }
 
@@ -68,7 +68,7 @@ fn drafts_are_kept_up_to_the_first_wrong_one() {
         [(6, 2), (4, 2)]
     );
     let third = [advance(Kept::All, &[52, 53], false), advance(Kept::First(1), &[62], false)];
-    assert_eq!(planned.complete(&outcome(&third)), Ok(Turn::Ran { steps: 2, elapsed_ns: 10 }));
+    assert_eq!(planned.complete(&outcome(&third)), Ok(Iteration::Ran { steps: 2, elapsed_ns: 10 }));
     assert_eq!((progress(&s, 0), progress(&s, 1)), ((8, 4), (5, 3)));
     let planned = s.plan(30).unwrap();
     assert_eq!((planned.batch().tokens(0), planned.batch().tokens(1)), (Some(&[53][..]), Some(&[62][..])));
@@ -95,9 +95,9 @@ fn an_answer_may_end_within_a_run() {
     let planned = s.plan_run(10, &mut |_, limit| limit.min(8)).unwrap();
     let ends = Advance { kept: Kept::First(3), emitted: Emitted::Unknown(3), finished: true };
     let goes_on = Advance { kept: Kept::All, emitted: Emitted::Unknown(8), finished: false };
-    assert_eq!(planned.complete(&outcome(&[ends, goes_on])), Ok(Turn::Ran { steps: 8, elapsed_ns: 10 }));
+    assert_eq!(planned.complete(&outcome(&[ends, goes_on])), Ok(Iteration::Ran { steps: 8, elapsed_ns: 10 }));
     assert_eq!(s.drain_ended().map(|e| (e.id.0, e.generated)).collect::<Vec<_>>(), [(0, 4)]);
-    assert_eq!((progress(&s, 1), s.held_cells()), ((18, 9), 18));
+    assert_eq!((progress(&s, 1), s.used_cells()), ((18, 9), 18));
     let events = s.events().take();
     let expected = "\"steps\":8,\"elapsed\":10,\"advances\":[{\"kept\":3,\"emitted\":3,\"finished\":true},{\"emitted\":8}]}";
     assert!(events.trim_end().ends_with(expected), "{events}");
@@ -129,7 +129,7 @@ fn an_abandoned_plan_leaves_the_scheduler_consistent() {
     assert_eq!((batch.work[0].n_tokens, step.plan().n_tokens()), (9, 9));
     drop(step);
     drop(planned);
-    assert_eq!((progress(&s, 0), s.held_cells(), s.counters().steps), ((0, 0), 0, 0));
+    assert_eq!((progress(&s, 0), s.used_cells(), s.counters().steps), ((0, 0), 0, 0));
     s.arrive(5, request(1, 20..30, 5)).unwrap();
     std::mem::drop(s.plan(5));
     let planned = s.plan(5).unwrap();
@@ -139,7 +139,7 @@ fn an_abandoned_plan_leaves_the_scheduler_consistent() {
     assert_eq!((progress(&s, 1), s.counters().steps), ((10, 1), 1));
     assert!(s.cancel(20, RequestId(1)));
     assert!(s.plan(20).is_none());
-    assert_eq!(s.held_cells(), 0);
+    assert_eq!(s.used_cells(), 0);
     check_replay(&mut s);
 }
 
@@ -149,9 +149,9 @@ fn a_leaked_plan_changes_nothing() {
     let mut s = scheduler();
     s.arrive(0, request(0, 0..9, 5)).unwrap();
     std::mem::forget(s.plan(0));
-    assert_eq!((progress(&s, 0), s.held_cells()), ((0, 0), 0));
+    assert_eq!((progress(&s, 0), s.used_cells()), ((0, 0), 0));
     s.plan(0).unwrap().complete(&outcome(&[advance(Kept::All, &[1], true)])).unwrap();
-    assert_eq!(s.held_cells(), 0);
+    assert_eq!(s.used_cells(), 0);
 }
 
 /// An outcome that does not fit its batch is refused, and the step is abandoned.
@@ -174,7 +174,7 @@ fn misfitting_outcomes_are_refused() {
     ];
     for (advances, expected) in cases {
         assert_eq!(s.plan(0).unwrap().complete(&outcome(&advances)), Err(expected));
-        assert_eq!((progress(&s, 0), s.held_cells()), ((0, 0), 0));
+        assert_eq!((progress(&s, 0), s.used_cells()), ((0, 0), 0));
     }
     let path = s.plan(0).unwrap().complete(&outcome(&[advance(Kept::Path(&[NodeId(0)]), &[1], false)]));
     assert!(matches!(path, Err(BadOutcome::Kept(Refused::NotHere(_)))), "{path:?}");

@@ -25,12 +25,12 @@ fn a_recording_tells_blocks_at_the_moments_of_their_step() {
         out.sample_each(batch, |_| Sampled { token: None, finished: false });
     });
     let (mut now, mut blocks, mut prefixes) = (100, Vec::new(), Vec::new());
-    while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut machine) {
+    while let Iteration::Ran { elapsed_ns, .. } = s.iterate(now, &mut machine) {
         blocks.clear();
         s.cache_mut().drain_events(&mut blocks, &mut prefixes);
         let ended: Vec<Ended> = s.drain_ended().collect();
         ended.iter().for_each(|ended| recording.ended(ended));
-        recording.turn(now, now + elapsed_ns, &mut s, &blocks, &mut sink);
+        recording.iteration(now, now + elapsed_ns, &mut s, &blocks, &mut sink);
         now += elapsed_ns;
     }
     recording.end(&mut s);
@@ -89,8 +89,8 @@ fn a_snapshot_names_what_is_live() {
         let prompt = Prompt::Tokens((0..9).map(|i| i + id * 100).collect());
         s.arrive(0, Request { prompt, ..Request::new(id.into(), 0, 9, max_new) }).unwrap();
     }
-    s.turn(0, &mut machine); // the first request ends
-    s.turn(10, &mut machine); // the second goes on
+    s.iterate(0, &mut machine); // the first request ends
+    s.iterate(10, &mut machine); // the second goes on
     let snapshot = Snapshot::of(&s);
     let requests: Vec<(u64, bool, Option<u32>, u32)> =
         snapshot.requests.iter().map(|it| (it.id.0, it.running, it.seq, it.cached)).collect();

@@ -1,8 +1,8 @@
-//! Compares the scheduler with a simple reference model ("twin"): vectors that are re-sorted on every access, no
+//! Compares the scheduler with a simple reference model: vectors that are re-sorted on every access, no
 //! queues, no flags, no slab. Both get the same random arrivals, cancellations and steps, and their decisions are
 //! compared after every turn.
 //!
-//! The twin does its own accounting in cells: a request needs as much space as it has tokens.
+//! The reference does its own accounting in cells: a request needs as much space as it has tokens.
 use kvist_cache::Cache;
 use kvist_cache::kinds::{Cells, GroupSpec, Visibility};
 use kvist_scheduler::*;
@@ -22,7 +22,7 @@ struct Job {
     share: Option<u32>,
 }
 
-struct Twin {
+struct Reference {
     config: Config,
     policy: Box<dyn Policy>,
     capacity: u32,
@@ -31,7 +31,7 @@ struct Twin {
     said: Vec<String>,
 }
 
-impl Twin {
+impl Reference {
     fn known(job: &Job) -> u32 {
         job.request.prompt_tokens + job.generated
     }
@@ -53,7 +53,9 @@ impl Twin {
     }
     fn victim_key(&self, i: usize) -> (Rank, usize) {
         let (rank, number) = self.key(i);
-        (rank.min(self.rank_with(&self.jobs[i], 0, 0)), number)
+        let job = &self.jobs[i];
+        let (arrived, without_cells) = (self.rank_with(job, 0, 0), self.rank_with(job, 0, job.generated));
+        (rank.min(arrived).min(without_cells), number)
     }
     fn free(&self) -> u32 {
         self.capacity - self.jobs.iter().map(|job| job.cached).sum::<u32>()
@@ -112,12 +114,12 @@ impl Twin {
                 job.holds || reserved + whole(job) <= self.capacity
             }
             Admission::Optimistic { headroom_tokens } => {
-                let mut demand = Twin::known(job) - job.cached;
+                let mut demand = Reference::known(job) - job.cached;
                 if !running.is_empty() {
                     demand += headroom_tokens;
                     demand += running
                         .iter()
-                        .map(|&r| Twin::known(&self.jobs[r]) + 1 - self.jobs[r].cached)
+                        .map(|&r| Reference::known(&self.jobs[r]) + 1 - self.jobs[r].cached)
                         .sum::<u32>();
                 }
                 demand <= self.free()
@@ -178,7 +180,7 @@ impl Twin {
     fn build_batch(&mut self, mut admit: bool) {
         self.jobs.iter_mut().for_each(|job| job.share = None);
         for i in self.running() {
-            if Twin::known(&self.jobs[i]) - self.jobs[i].cached == 1 {
+            if Reference::known(&self.jobs[i]) - self.jobs[i].cached == 1 {
                 self.jobs[i].share = Some(1);
             }
         }
@@ -210,7 +212,7 @@ impl Twin {
                 },
             };
             let used: u32 = self.jobs.iter().filter_map(|job| job.share).sum();
-            let left = Twin::known(&self.jobs[served]) - self.jobs[served].cached;
+            let left = Reference::known(&self.jobs[served]) - self.jobs[served].cached;
             self.jobs[served].share = Some(left.min(self.config.max_batch_tokens - used));
         }
     }
@@ -241,7 +243,7 @@ impl Twin {
             let Some(share) = self.jobs[i].share.filter(|&share| share > 0) else { continue };
             let job = &mut self.jobs[i];
             job.cached += share;
-            if job.cached == Twin::known(job) {
+            if job.cached == Reference::known(job) {
                 job.generated += 1;
                 if job.generated == length(&job.request) {
                     ended.push(job.number);
@@ -255,7 +257,7 @@ impl Twin {
     }
 }
 
-/// The decision log in the twin's terms.
+/// The decision log in the reference's terms.
 fn words(log: &str) -> Vec<String> {
     let mut said = Vec::new();
     for line in log.lines() {
@@ -278,7 +280,7 @@ fn length(request: &Request) -> u32 {
 }
 
 #[test]
-fn decides_as_its_stupid_twin() {
+fn decides_as_the_reference_scheduler() {
     let ops: u64 = std::env::var("KVIST_OPS").ok().and_then(|n| n.parse().ok()).unwrap_or(100_000);
     let mut configs = Vec::new();
     for (policy, _) in POLICIES {
@@ -314,8 +316,8 @@ fn decides_as_its_stupid_twin() {
         scheduler.record();
         scheduler.decisions().take();
         let policy = build_policy(config).unwrap();
-        let mut twin =
-            Twin { config: config.clone(), policy, capacity, jobs: vec![], n_entered: 0, said: vec![] };
+        let mut reference =
+            Reference { config: config.clone(), policy, capacity, jobs: vec![], n_entered: 0, said: vec![] };
         let mut random = Random(seed as u64);
         let mut now = 0;
         let mut all: Vec<Request> = Vec::new();
@@ -329,7 +331,7 @@ fn decides_as_its_stupid_twin() {
                         (random.below(4) > 0).then(|| now + u64::from(random.below(60_000)));
                     all.push(request.clone());
                     scheduler.arrive(now, request.clone()).unwrap();
-                    twin.jobs.push(Job {
+                    reference.jobs.push(Job {
                         request,
                         number: all.len(),
                         running: false,
@@ -340,19 +342,19 @@ fn decides_as_its_stupid_twin() {
                         share: None,
                     });
                 }
-                2 if random.below(3) == 0 && !twin.jobs.is_empty() => {
-                    let i = random.below(twin.jobs.len() as u32) as usize;
-                    assert!(scheduler.cancel(now, twin.jobs[i].request.id));
-                    twin.end(i, "cancelled");
-                    let held: u32 = twin.jobs.iter().map(|job| job.cached).sum();
+                2 if random.below(3) == 0 && !reference.jobs.is_empty() => {
+                    let i = random.below(reference.jobs.len() as u32) as usize;
+                    assert!(scheduler.cancel(now, reference.jobs[i].request.id));
+                    reference.end(i, "cancelled");
+                    let held: u32 = reference.jobs.iter().map(|job| job.cached).sum();
                     assert_eq!(
-                        scheduler.held_cells(),
+                        scheduler.used_cells(),
                         u64::from(held),
                         "memory is free before the next step"
                     );
                 }
                 _ => {
-                    twin.turn(length);
+                    reference.turn(length);
                     let mut sampled = vec![0u32; 0];
                     sampled.resize(all.len(), 0);
                     let mut script = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
@@ -364,18 +366,21 @@ fn decides_as_its_stupid_twin() {
                             Sampled { token: None, finished: generated == length(request) }
                         });
                     });
-                    if let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now, &mut script) {
+                    if let Iteration::Ran { elapsed_ns, .. } = scheduler.iterate(now, &mut script) {
                         now += elapsed_ns;
                     }
                 }
             }
             let said = words(&scheduler.decisions().take());
-            assert_eq!(said, twin.said, "seed {seed}, {config:?}");
-            for word in twin.said.drain(..) {
+            assert_eq!(said, reference.said, "seed {seed}, {config:?}");
+            for word in reference.said.drain(..) {
                 *verbs.entry(word.split(' ').next().unwrap_or("").into()).or_default() += 1;
             }
-            let running = twin.running().len();
-            assert_eq!((scheduler.n_running(), scheduler.n_waiting()), (running, twin.jobs.len() - running));
+            let running = reference.running().len();
+            assert_eq!(
+                (scheduler.n_running(), scheduler.n_waiting()),
+                (running, reference.jobs.len() - running)
+            );
         }
     }
     println!("{verbs:?}");

@@ -11,23 +11,58 @@ use kvist_engine::executor::PagedConfig;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::serving::EngineConfig;
 use kvist_model::config::ModelConfig;
+use kvist_scheduler::Config;
 pub use sections::*;
 use serde::Deserialize;
 use std::path::Path;
 use std::sync::Arc;
 
 /// `kvist.toml`
-#[derive(Clone, Debug, Default, Deserialize)]
+#[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ServerConfig {
     pub model: ModelSection,
     pub cache: CacheSection,
-    pub scheduler: SchedulerSection,
+    /// By default with batch sizes that suit a CPU, and requests that wait for a common prefix.
+    pub scheduler: Config,
     pub http: HttpSection,
     pub limits: LimitsSection,
     pub sessions: SessionsSection,
     /// Without keys every client is served, but only on this machine unless `http.open` is set.
     pub keys: Vec<KeySection>,
+}
+
+impl Default for ServerConfig {
+    fn default() -> Self {
+        let mut config = ServerConfig {
+            model: ModelSection::default(),
+            cache: CacheSection::default(),
+            scheduler: Config::default(),
+            http: HttpSection::default(),
+            limits: LimitsSection::default(),
+            sessions: SessionsSection::default(),
+            keys: Vec::new(),
+        };
+        ServingDefaults::default().apply(&mut config.scheduler);
+        config
+    }
+}
+
+/// What a file sets of the fields whose defaults are a server's own, not the scheduler's.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct ServingDefaults {
+    max_batch: Option<u32>,
+    max_batch_tokens: Option<u32>,
+    wait_for_prefix: Option<bool>,
+}
+
+impl ServingDefaults {
+    fn apply(&self, config: &mut Config) {
+        config.max_batch = self.max_batch.unwrap_or(32);
+        config.max_batch_tokens = self.max_batch_tokens.unwrap_or(256);
+        config.wait_for_prefix = self.wait_for_prefix.unwrap_or(true);
+    }
 }
 
 impl ServerConfig {
@@ -39,7 +74,16 @@ impl ServerConfig {
 
     /// `file` is the name to use in errors.
     pub fn parse(file: &Path, text: &str) -> Result<Self, ConfigError> {
-        toml::from_str(text).map_err(|e| ConfigError::Toml { file: file.into(), what: e.to_string() })
+        #[derive(Deserialize)]
+        struct Given {
+            #[serde(default)]
+            scheduler: ServingDefaults,
+        }
+        let wrong = |e: toml::de::Error| ConfigError::Toml { file: file.into(), what: e.to_string() };
+        let mut config: ServerConfig = toml::from_str(text).map_err(wrong)?;
+        let given: Given = toml::from_str(text).map_err(wrong)?;
+        given.scheduler.apply(&mut config.scheduler);
+        Ok(config)
     }
 
     /// Check that the keys can be read. Reads their files and variables, and starting the server reads them again.
@@ -86,7 +130,7 @@ impl ServerConfig {
         let prefix = PrefixSpec { policy: c.eviction.clone(), ..PrefixSpec::default() };
         let mut engine = EngineConfig {
             paged: PagedConfig { cache, block_tokens: c.block_tokens, prefix: Some(prefix) },
-            scheduler: self.scheduler.config(),
+            scheduler: self.scheduler.clone(),
             max_queue: self.limits.max_queue,
             tenants: self.names(),
             record: false,
@@ -165,6 +209,13 @@ mod tests {
         config.check().unwrap();
         assert_eq!(config.cache.kv, Storage::Q8);
         assert_eq!((config.scheduler.policy.as_str(), config.scheduler.max_batch), ("srpt", 8));
+        let sizes = |config: &ServerConfig| (config.scheduler.max_batch, config.scheduler.max_batch_tokens);
+        assert_eq!(
+            sizes(&config),
+            (8, 256),
+            "what the file does not set is the server's, not the scheduler's"
+        );
+        assert_eq!(sizes(&ServerConfig::default()), (32, 256));
         assert_eq!((config.http.port, config.limits.max_queue, config.keys.len()), (9000, 3, 2));
         assert_eq!(config.model_name("whatever"), "x");
         assert!(!format!("{config:?}").contains("secret"), "a key must not be printed");

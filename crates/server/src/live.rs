@@ -244,7 +244,7 @@ impl Registry {
         };
         blocks.clear();
         state.scheduler.cache_mut().drain_events(blocks, &mut Vec::new());
-        recording.turn(now_ns, end_ns, &mut state.scheduler, blocks, &mut |part, lines| {
+        recording.iteration(now_ns, end_ns, &mut state.scheduler, blocks, &mut |part, lines| {
             if let Some(file) = file {
                 file.push(lines);
             }

@@ -76,7 +76,7 @@ impl ServerState {
         let sampling = if config.model.ships_sampling() { *model.sampling() } else { Shipped::default() };
         let bounds = Bounds { template, effort, tools: chat.tools().is_some(), sampling, ..bounds };
         let schemas = Schemas::new(&bounds);
-        let sessions = SessionStore::new(config.sessions.limits(), config.cache.block_tokens);
+        let sessions = SessionStore::new(config.sessions.limits());
         let openapi = openapi::document(&bounds, &schemas).to_string();
         Ok(Arc::new(ServerState {
             http: config.http.clone(),

@@ -17,13 +17,13 @@ pub(crate) use queue::Arrivals;
 
 use crate::cost::StepCost;
 use crate::report::{CacheCounts, Load, Outcome, Record, RequestRow, Timeline};
-use crate::request::{PromptContent, Request};
+use crate::request::Request;
 use executor::SimExecutor;
 use kvist_cache::Cache;
 use kvist_scheduler as scheduler;
 use kvist_scheduler::{
-    BadConfig, Clock, Config, Counters, End, Ended, LengthSource, Prompt, Recording, RequestId, Scheduler,
-    Truth, Turn, VirtualClock,
+    BadConfig, Clock, Config, Counters, End, Ended, Iteration, LengthSource, Recording, RequestId, Scheduler,
+    Truth, VirtualClock,
 };
 use memory::Memory;
 use std::sync::Arc;
@@ -137,7 +137,7 @@ pub fn run<'s>(
         }
         if let (Some(recording), Some(sink)) = (&mut recording, sink.as_deref_mut()) {
             let end_ns = now.saturating_add(elapsed_ns.unwrap_or(0));
-            recording.turn(now, end_ns, &mut simulation.scheduler, &simulation.memory.events, sink);
+            recording.iteration(now, end_ns, &mut simulation.scheduler, &simulation.memory.events, sink);
         }
         match (elapsed_ns, simulation.arrivals.next_ns()) {
             (Some(ns), _) => {
@@ -234,9 +234,9 @@ impl<'a> Simulation<'a> {
     /// One turn of the scheduler at `now`. Returns how long its steps took; `None` if none ran.
     fn turn(&mut self, now: u64, mut recording: Option<&mut Recording>) -> Option<u64> {
         let (n_running, preemptions) = (self.scheduler.n_running(), self.scheduler.counters().preemptions);
-        let elapsed_ns = match self.scheduler.turn(now, &mut self.executor) {
-            Turn::Ran { elapsed_ns, .. } => Some(elapsed_ns),
-            Turn::Idle => None,
+        let elapsed_ns = match self.scheduler.iterate(now, &mut self.executor) {
+            Iteration::Ran { elapsed_ns, .. } => Some(elapsed_ns),
+            Iteration::Idle => None,
         };
         let ended_before = self.n_ended;
         let mut ended_later = 0;
@@ -328,23 +328,16 @@ fn waiting_row(request: &Request) -> RequestRow {
 }
 
 fn as_scheduled(request: &Request, i: usize, at_ns: u64, max_new: Option<u32>) -> scheduler::Request {
-    let prompt = match &request.content {
-        PromptContent::Unknown => Prompt::Unknown,
-        PromptContent::Tokens(tokens) => Prompt::SharedTokens(tokens.clone()),
-        PromptContent::Ids { ids, tokens_per_id, n_tokens } => {
-            Prompt::Ids { ids: ids.clone(), tokens_per_id: *tokens_per_id, n_tokens: *n_tokens }
-        }
-    };
     scheduler::Request {
         id: RequestId(i as u64),
         arrival_ns: at_ns,
         prompt_tokens: request.prompt_tokens,
         max_new: max_new.map_or(request.output_tokens, |n| n.max(request.output_tokens)),
-        prompt,
+        prompt: request.content.clone(),
         deadline_ns: request.deadline_ns,
         priority: request.priority,
         salt: request.salt.clone().unwrap_or_else(|| Arc::from("")),
-        fresh: false,
+        skip_prefix_cache: false,
     }
 }
 

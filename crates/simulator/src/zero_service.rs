@@ -12,7 +12,8 @@
 //! and a way to compare policies; it does not model a server. Content with only a token count is refused.
 mod numbers;
 
-use crate::request::{PromptContent, Request};
+use crate::request::Request;
+use kvist_cache::Prompt;
 use kvist_cache::evict::{self, FlatSlots, Parameters, PolicyError, Use};
 use numbers::Numbers;
 use serde::Serialize;
@@ -112,7 +113,7 @@ impl BlockStream {
             None => requests
                 .iter()
                 .find_map(|request| match request.content {
-                    PromptContent::Ids { tokens_per_id, .. } => Some(tokens_per_id),
+                    Prompt::Ids { tokens_per_id, .. } => Some(tokens_per_id),
                     _ => None,
                 })
                 .unwrap_or(TOKEN_BLOCK),

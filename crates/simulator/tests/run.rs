@@ -1,4 +1,5 @@
 //! Compares the event loop with slower, simpler computations of the same result.
+use kvist_cache::Prompt;
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, Step, Vocabulary};
 use kvist_scheduler as scheduler;
@@ -7,7 +8,7 @@ use kvist_scheduler::{
 };
 use kvist_simulator::cost::{BatchShape, ConstantRates, StepCost};
 use kvist_simulator::report::{Objectives, Outcome, Report};
-use kvist_simulator::request::{PromptContent, Request};
+use kvist_simulator::request::Request;
 use kvist_simulator::run::{Options, Part, Run, run};
 use kvist_testing::reference::SplitMix64 as Random;
 use std::collections::BTreeMap;
@@ -60,7 +61,7 @@ fn requests(seed: u64, n: u32) -> Vec<Request> {
             let own = if i < shared { 0 } else { id + 1 };
             family + (own << 10) + u64::from(i)
         });
-        request.content = PromptContent::Ids { ids: ids.collect(), tokens_per_id: 8, n_tokens };
+        request.content = Prompt::Ids { ids: ids.collect(), tokens_per_id: 8, n_tokens };
         request.salt = (random.below(3) == 0).then(|| Arc::from("tenant"));
         request.priority = random.below(3) as i32;
         request.deadline_ns = (random.below(3) > 0).then(|| at + u64::from(random.below(3_000_000)));
@@ -93,6 +94,7 @@ fn settings() -> Vec<(Config, u32)> {
                     work: TokenWork { prefill_ns: 10, decode_ns: 1200 },
                     ageing_ns: 100_000,
                     max_failures: 1,
+                    wait_for_prefix: false,
                 };
                 all.push((config, capacity));
             }
@@ -330,7 +332,7 @@ fn an_engine_and_the_simulator_decide_alike() {
             let own = random.below(1000);
             let tokens =
                 (0..request.total_tokens() as u32).map(|i| if i < shared { i } else { i * 31 + own });
-            request.content = PromptContent::Tokens(tokens.collect());
+            request.content = Prompt::SharedTokens(tokens.collect());
             requests.push(request);
         }
         let config = Config {
@@ -349,7 +351,7 @@ fn an_engine_and_the_simulator_decide_alike() {
         let texts: Vec<Arc<[u32]>> = requests
             .iter()
             .map(|r| match &r.content {
-                PromptContent::Tokens(tokens) => tokens.clone(),
+                Prompt::SharedTokens(tokens) => tokens.clone(),
                 other => panic!("{other:?}"),
             })
             .collect();

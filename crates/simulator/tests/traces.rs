@@ -1,6 +1,7 @@
 //! Trace readers: published formats, errors in files, and random bytes.
 use flate2::{Compression, write::GzEncoder};
-use kvist_simulator::request::{PromptContent, Request};
+use kvist_cache::Prompt;
+use kvist_simulator::request::Request;
 use kvist_simulator::trace::{Format, ReadOptions, Trace, TraceError, write};
 use kvist_testing::SplitMix64;
 use std::io::Write;
@@ -69,7 +70,7 @@ fn azure() {
     let requests = read(AZURE).unwrap().requests;
     assert_eq!(requests.len(), 2, "the last line has no end");
     assert_eq!((requests[0].arrival_ns, requests[1].arrival_ns), (0, 4_314_579_000));
-    assert_eq!(requests[1].content, PromptContent::Unknown);
+    assert_eq!(requests[1].content, Prompt::Unknown);
     assert_eq!((requests[1].prompt_tokens, requests[1].output_tokens), (396, 109));
 
     let excerpt = Trace::read(&data("azure_conv.csv"), &ReadOptions::default()).unwrap();
@@ -121,7 +122,7 @@ fn our_own_format_comes_back_as_it_went() {
         let requests: Vec<Request> = requests
             .into_iter()
             // Content that covers less than the prompt cannot be expressed in kvist's own format.
-            .filter(|r| r.content == PromptContent::Unknown || r.content.known_tokens() >= r.prompt_tokens)
+            .filter(|r| r.content == Prompt::Unknown || r.content.known_tokens() >= r.prompt_tokens)
             .map(|r| Request { parent: r.parent.filter(|_| text != BAILIAN), ..r })
             .collect();
         let mut bytes = Vec::new();
@@ -309,7 +310,7 @@ fn check(bytes: &[u8], options: ReadOptions) {
         assert!(request.prompt_tokens > 0 && request.output_tokens > 0, "{request:?}");
         assert!(i64::try_from(request.arrival_ns).is_ok(), "{request:?}");
         assert!(u64::from(request.content.known_tokens()) <= request.total_tokens(), "{request:?}");
-        if let PromptContent::Ids { tokens_per_id, n_tokens, .. } = &request.content {
+        if let Prompt::Ids { tokens_per_id, n_tokens, .. } = &request.content {
             let n = request.content.ids(*n_tokens).map(<[u64]>::len);
             assert_eq!(n, Some(n_tokens.div_ceil(*tokens_per_id) as usize), "{request:?}");
         }

@@ -1,6 +1,7 @@
 //! The zero-service rule: figures of a published trace, and a reference model without data structures.
+use kvist_cache::Prompt;
 use kvist_cache::evict::{POLICIES, Parameters};
-use kvist_simulator::request::{PromptContent, Request};
+use kvist_simulator::request::Request;
 use kvist_simulator::trace::{ReadOptions, Trace};
 use kvist_simulator::zero_service::{BlockStream, NoBlocks, TouchOrder, ZeroService, replay};
 use kvist_testing::SplitMix64;
@@ -41,7 +42,7 @@ fn figures_of_the_conversation_trace() {
 #[test]
 fn the_last_block_counts_as_many_tokens_as_it_has() {
     let request = |id, prompt_tokens, ids: &[u64]| Request {
-        content: PromptContent::Ids { ids: ids.into(), tokens_per_id: 512, n_tokens: prompt_tokens },
+        content: Prompt::Ids { ids: ids.into(), tokens_per_id: 512, n_tokens: prompt_tokens },
         ..Request::new(id, 0, prompt_tokens, 1)
     };
     let stream = BlockStream::of(&[request(0, 600, &[1, 2]), request(1, 600, &[1, 2])], None).unwrap();
@@ -101,7 +102,7 @@ fn random_requests(seed: u64, n: u64) -> Vec<Request> {
                 .collect();
             let n_tokens = (depth * 4 - random.next() % 4) as u32;
             Request {
-                content: PromptContent::Ids { ids: ids.into(), tokens_per_id: 4, n_tokens },
+                content: Prompt::Ids { ids: ids.into(), tokens_per_id: 4, n_tokens },
                 ..Request::new(id, id * 1000, n_tokens, 1)
             }
         })
@@ -198,7 +199,7 @@ fn blocks_of_other_sizes() {
             let ids = request.content.ids(request.prompt_tokens).unwrap();
             let tokens: Vec<u32> = ids.iter().flat_map(|id| (0..4).map(|i| *id as u32 * 4 + i)).collect();
             let tokens = tokens[..request.prompt_tokens as usize].into();
-            Request { content: PromptContent::Tokens(tokens), ..request.clone() }
+            Request { content: Prompt::SharedTokens(tokens), ..request.clone() }
         })
         .collect();
     for block_tokens in [1, 2] {

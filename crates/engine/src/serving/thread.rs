@@ -8,7 +8,7 @@ use super::request::{Ending, RequestSampler};
 use super::{EngineState, EngineStats, Shared, Watcher};
 use crate::sampler::Sampler;
 use kvist_model::Model;
-use kvist_scheduler::{End, Ended, Prompt, Reason, Request, RequestId, Turn};
+use kvist_scheduler::{End, Ended, Iteration, Prompt, Reason, Request, RequestId};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc::Receiver;
@@ -89,10 +89,10 @@ impl Thread {
             self.step_started = Instant::now();
             let now = self.state.now_ns();
             let EngineState { scheduler, executor, .. } = &mut self.state;
-            let turn = scheduler.turn(now, executor);
+            let turn = scheduler.iterate(now, executor);
             let elapsed_ns = match turn {
-                Turn::Ran { elapsed_ns, .. } => elapsed_ns,
-                Turn::Idle => 0,
+                Iteration::Ran { elapsed_ns, .. } => elapsed_ns,
+                Iteration::Idle => 0,
             };
             self.busy_ns += elapsed_ns;
             self.send_results();
@@ -100,7 +100,7 @@ impl Thread {
                 watcher.stepped(now, now + elapsed_ns, &mut self.state);
             }
             self.publish_stats();
-            idle = turn == Turn::Idle;
+            idle = turn == Iteration::Idle;
         }
     }
 
@@ -110,7 +110,7 @@ impl Thread {
     fn pause(&self) -> Option<Duration> {
         let paces = self.live.values().map(|live| live.pace);
         let fastest = paces.reduce(|a, b| Some(a?.max(b?)))??;
-        let reads = |id| self.state.scheduler.standing(id).is_some_and(|it| it.running && it.generated == 0);
+        let reads = |id| self.state.scheduler.status(id).is_some_and(|it| it.running && it.generated == 0);
         let drains = self.shared.upgrade().is_none_or(|shared| shared.draining.load(SeqCst));
         if drains || self.live.keys().any(|id| reads(*id)) {
             return None;
@@ -184,7 +184,7 @@ impl Thread {
             }),
             priority: job.priority,
             salt: job.salt,
-            fresh: job.prompt_logprobs,
+            skip_prefix_cache: job.prompt_logprobs,
         };
         match self.state.scheduler.arrive(now, request) {
             Ok(()) => self.watchers.iter_mut().for_each(|watcher| watcher.arrived(id, &job.name)),
@@ -207,10 +207,10 @@ impl Thread {
     /// Report admissions and ends to the clients.
     fn send_results(&mut self) {
         for (id, live) in self.live.iter_mut().filter(|(_, live)| live.slot.is_some()) {
-            let Some(standing) = self.state.scheduler.standing(*id) else { continue };
-            if let Some(at) = standing.admitted_ns {
-                let miss = standing.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
-                live.admit(self.state.instant_of(at), standing.hit_tokens, miss);
+            let Some(status) = self.state.scheduler.status(*id) else { continue };
+            if let Some(at) = status.admitted_ns {
+                let miss = status.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
+                live.admit(self.state.instant_of(at), status.hit_tokens, miss);
             }
         }
         let ended: Vec<Ended> = self.state.scheduler.drain_ended().collect();
@@ -274,7 +274,8 @@ impl Thread {
         let Some(shared) = self.shared.upgrade() else { return };
         let scheduler = &mut self.state.scheduler;
         let index = scheduler.cache_mut().prefixes().map(|prefixes| prefixes.report());
-        let (held, idle, free) = (scheduler.held_cells(), scheduler.idle_cells(), scheduler.free_cells());
+        let (held, idle, free) =
+            (scheduler.used_cells(), scheduler.evictable_cells(), scheduler.free_cells());
         let stats = EngineStats {
             running: scheduler.n_running(),
             waiting: scheduler.n_waiting(),

@@ -3,7 +3,6 @@ use super::{History, HistoryTokenizer, SessionError, SessionGuard};
 use crate::serving::{Done, FinishReason, Token};
 use crate::tools::{AnswerFormat, AnswerParser, ToolFormat};
 use serde_json::Value;
-use std::sync::Arc;
 use std::time::Instant;
 
 /// Records the output of one generation in a session's history. Dropping it ends the recording: the tokens so far stay,
@@ -69,16 +68,6 @@ impl SessionGeneration {
     /// The history so far, and the index of its first generated token.
     pub fn recorded(&self) -> (History, usize) {
         (self.guard.now(), self.from)
-    }
-
-    /// Waits while another generation computes a prefix of the `prompt` that this one needs too. To be called before
-    /// the job is submitted.
-    pub async fn wait_for_prefix(&self, prompt: &Arc<[u32]>) -> Result<(), SessionError> {
-        while let Some(mut other) = self.guard.announce(prompt)? {
-            // The other generation drops its sender when it has its first token or has ended.
-            while other.changed().await.is_ok() {}
-        }
-        Ok(())
     }
 
     /// Appends a token. Fails if the session was deleted or its owner's limit is exceeded; the generation should then

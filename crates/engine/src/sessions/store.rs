@@ -8,7 +8,6 @@
 //! recomputes it in tests. An operation touches sessions of other owners only to remove expired ones.
 mod guard;
 mod inner;
-mod prefills;
 #[cfg(test)]
 mod tests;
 
@@ -82,14 +81,12 @@ pub struct SessionTokens {
 pub struct SessionStore {
     inner: Mutex<Inner>,
     limits: SessionLimits,
-    /// Block size of the KV cache; only whole blocks are shared.
-    block_tokens: usize,
 }
 
 impl SessionStore {
-    /// `block_tokens`: block size of the engine's cache.
-    pub fn new(limits: SessionLimits, block_tokens: u32) -> Arc<Self> {
-        Arc::new(SessionStore { inner: Mutex::default(), limits, block_tokens: block_tokens.max(1) as usize })
+    /// A store without sessions.
+    pub fn new(limits: SessionLimits) -> Arc<Self> {
+        Arc::new(SessionStore { inner: Mutex::default(), limits })
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -179,7 +176,6 @@ impl SessionStore {
             parent: None,
             children: BTreeSet::new(),
             fork: None,
-            computed: 0,
             busy: None,
             is_due: false,
         };
@@ -247,7 +243,6 @@ impl SessionStore {
         let mut inner = self.at(at);
         let parent = self.session(&mut inner, owner, id)?;
         parent.touched = at.instant;
-        let computed = parent.computed.min(parent.history.in_common(history));
         let (owner, salt, cache_salt) =
             (parent.owner.clone(), parent.salt.clone(), parent.cache_salt.clone());
         self.admit(&inner, &owner, n, history.charge())?;
@@ -263,7 +258,6 @@ impl SessionStore {
             parent: Some(id),
             children: BTreeSet::new(),
             fork: Some(fork),
-            computed,
             busy: None,
             is_due: false,
         };

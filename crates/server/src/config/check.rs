@@ -50,11 +50,7 @@ pub(super) fn cache_and_scheduler(config: &ServerConfig) -> Result<(), ConfigErr
     }
     build_for_serving(&c.eviction, &Parameters::default())
         .map_err(|e| bad("cache.eviction", format!("{:?}", c.eviction), e.to_string()))?;
-    config
-        .scheduler
-        .config()
-        .check()
-        .map_err(|e| bad("scheduler", format!("wrong: {e}"), "see docs/scheduler.md"))?;
+    config.scheduler.check().map_err(|e| bad("scheduler", format!("wrong: {e}"), "see docs/scheduler.md"))?;
     Ok(())
 }
 

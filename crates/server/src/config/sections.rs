@@ -2,7 +2,6 @@
 use kvist_device::{Recent, Storage};
 use kvist_engine::memory::RECENT_TOKENS;
 use kvist_engine::sessions::SessionLimits;
-use kvist_scheduler::{Admission, Config, LengthSource, Preempted, PrefixOrder};
 use serde::{Deserialize, Deserializer};
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -71,58 +70,6 @@ impl Default for CacheSection {
             kv_recent: RECENT_TOKENS,
             block_tokens: 16,
             eviction: "lru".into(),
-        }
-    }
-}
-
-/// The configurable part of [`kvist_scheduler::Config`], with batch sizes that suit a CPU.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct SchedulerSection {
-    /// Name of a scheduling policy.
-    pub policy: String,
-    /// How a policy estimates output lengths: `max_new` or `running_mean`.
-    pub lengths: LengthSource,
-    /// Largest number of requests in the batch.
-    pub max_batch: u32,
-    /// Largest number of tokens per step. Longer prompts are computed in chunks beside the decoding requests (chunked
-    /// prefill).
-    pub max_batch_tokens: u32,
-    pub admission: Admission,
-    pub preempted: Preempted,
-    pub prefix_order: PrefixOrder,
-    /// Waiting time, in nanoseconds, that is worth one level of priority under the policy `priority`.
-    pub ageing_ns: u64,
-}
-
-impl Default for SchedulerSection {
-    fn default() -> Self {
-        let Config { policy, lengths, admission, preempted, prefix_order, ageing_ns, .. } = Config::default();
-        SchedulerSection {
-            policy,
-            lengths,
-            max_batch: 32,
-            max_batch_tokens: 256,
-            admission,
-            preempted,
-            prefix_order,
-            ageing_ns,
-        }
-    }
-}
-
-impl SchedulerSection {
-    pub(crate) fn config(&self) -> Config {
-        Config {
-            policy: self.policy.clone(),
-            lengths: self.lengths,
-            max_batch: self.max_batch,
-            max_batch_tokens: self.max_batch_tokens,
-            admission: self.admission,
-            preempted: self.preempted,
-            prefix_order: self.prefix_order,
-            ageing_ns: self.ageing_ns,
-            ..Config::default()
         }
     }
 }

@@ -30,7 +30,6 @@ use kvist_engine::sessions::{History, SessionGeneration, Timestamp};
 use kvist_engine::tools::AnswerParser;
 use serde_json::Value;
 use std::sync::Arc;
-use std::time::Instant;
 use tokio::sync::mpsc;
 use tokio::task::JoinError;
 
@@ -43,8 +42,6 @@ pub(crate) async fn generate(
     let mut body = json_body(&state, request).await?;
     let prepared = state.prepare(&caller, move |state, caller| prepare(state, caller, &id, &mut body));
     let Prepared { mut request, run, parser, is_chat, common } = prepared.await?;
-    let (prompt, deadline) = (request.prompts[0].clone(), request.deadline);
-    wait_for_prefix(&run.generation, &prompt, deadline).await?;
     let session = run.generation.guard().id.to_string();
     request.session = Some(session.as_str().into());
     request.record = Some(Box::new(|generation| run.follow(generation)));
@@ -70,16 +67,6 @@ struct Prepared {
     /// The output is an answer of the assistant.
     is_chat: bool,
     common: Common,
-}
-
-/// Waits until no other generation computes a prefix of the prompt.
-async fn wait_for_prefix(
-    generation: &SessionGeneration,
-    prompt: &Arc<[u32]>,
-    deadline: Instant,
-) -> Result<(), ApiError> {
-    let waited = tokio::time::timeout_at(deadline.into(), generation.wait_for_prefix(prompt)).await;
-    Ok(waited.map_err(|_| ApiError::deadline())??)
 }
 
 /// Turns a checked body into a request to the engine. Runs on a blocking thread.

@@ -156,7 +156,7 @@ impl Server {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let asked = self.engine.inspect(|state| {
             let scheduler = &state.scheduler;
-            (scheduler.n_running(), scheduler.n_waiting(), scheduler.held_cells())
+            (scheduler.n_running(), scheduler.n_waiting(), scheduler.used_cells())
         });
         runtime.block_on(asked).unwrap()
     }

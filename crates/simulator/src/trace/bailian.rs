@@ -3,7 +3,8 @@
 //! `input_length`, `output_length`, `type`, `turn`, and `hash_ids`, one per 16 tokens. `type` and `turn` are not used.
 use super::row::{self, Field, RowError, TOKENS, Time};
 use super::{Row, RowReader};
-use crate::request::{PromptContent, Request};
+use crate::request::Request;
+use kvist_cache::Prompt;
 use serde::Deserialize;
 use std::collections::HashMap;
 
@@ -77,8 +78,7 @@ impl RowReader for Bailian {
             None
         };
         self.requests.insert(line.chat_id, id);
-        let content =
-            PromptContent::Ids { ids: line.hash_ids.into(), tokens_per_id: TOKENS_PER_ID, n_tokens };
+        let content = Prompt::Ids { ids: line.hash_ids.into(), tokens_per_id: TOKENS_PER_ID, n_tokens };
         let request = Request { content, parent, ..Request::new(id, 0, prompt_tokens, output_tokens) };
         Ok(Row::Request { time_ns, request })
     }

@@ -3,7 +3,8 @@
 //! milliseconds and one id per 512 prompt tokens, including the partial last one.
 use super::row::{self, Field, RowError, TOKENS, Time};
 use super::{Row, RowReader};
-use crate::request::{PromptContent, Request};
+use crate::request::Request;
+use kvist_cache::Prompt;
 use serde::Deserialize;
 
 const TOKENS_PER_ID: u32 = 512;
@@ -42,8 +43,7 @@ impl RowReader for Mooncake {
             let expected = format!("{n_ids}, one per 512 of the {n_tokens} tokens of the prompt");
             return Err(RowError::new("hash_ids", found, expected));
         }
-        let content =
-            PromptContent::Ids { ids: line.hash_ids.into(), tokens_per_id: TOKENS_PER_ID, n_tokens };
+        let content = Prompt::Ids { ids: line.hash_ids.into(), tokens_per_id: TOKENS_PER_ID, n_tokens };
         Ok(Row::Request {
             time_ns,
             request: Request { content, ..Request::new(id, 0, n_tokens, output_tokens) },

@@ -2,7 +2,8 @@
 //! in docs/traces.md.
 use super::row::{self, Field, RowError, TOKENS, shortened};
 use super::{Row, RowReader};
-use crate::request::{PromptContent, Request};
+use crate::request::Request;
+use kvist_cache::Prompt;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::HashSet;
@@ -142,7 +143,7 @@ impl Native {
     }
 }
 
-fn content(line: &Line) -> Result<PromptContent, RowError> {
+fn content(line: &Line) -> Result<Prompt, RowError> {
     let least = u64::from(line.prompt_tokens);
     let most = least + u64::from(line.output_tokens);
     let covers = |field: &str, n: u64| {
@@ -155,10 +156,10 @@ fn content(line: &Line) -> Result<PromptContent, RowError> {
         }
     };
     match (&line.tokens, &line.ids, line.tokens_per_id) {
-        (None, None, None) => Ok(PromptContent::Unknown),
+        (None, None, None) => Ok(Prompt::Unknown),
         (Some(tokens), None, None) => {
             covers("tokens", tokens.len() as u64)?;
-            Ok(PromptContent::Tokens(tokens.as_slice().into()))
+            Ok(Prompt::SharedTokens(tokens.as_slice().into()))
         }
         (None, Some(ids), Some(tokens_per_id)) => {
             let tokens_per_id = row::tokens("tokens_per_id", tokens_per_id)?;
@@ -169,7 +170,7 @@ fn content(line: &Line) -> Result<PromptContent, RowError> {
                 let expected = format!("{n_ids}, one per {tokens_per_id} of {n_tokens} tokens");
                 return Err(RowError::new("ids", format!("{} ids", ids.len()), expected));
             }
-            Ok(PromptContent::Ids { ids: ids.as_slice().into(), tokens_per_id, n_tokens })
+            Ok(Prompt::Ids { ids: ids.as_slice().into(), tokens_per_id, n_tokens })
         }
         (Some(_), _, _) => Err(RowError::new("tokens", "tokens and ids", "one of `tokens` and `ids`")),
         (None, Some(_), None) => Err(RowError::new("tokens_per_id", "nothing", TOKENS)),
@@ -186,14 +187,12 @@ pub fn write<'a>(mut out: impl Write, requests: impl IntoIterator<Item = &'a Req
     out.write_all(b"\n")?;
     for request in requests {
         let (mut tokens, mut ids, mut tokens_per_id, mut known_tokens) = (None, None, None, None);
-        match &request.content {
-            PromptContent::Unknown => {}
-            PromptContent::Tokens(known) => tokens = Some(known.to_vec()),
-            PromptContent::Ids { tokens_per_id: per_id, n_tokens, .. } => {
-                ids = request.content.ids(*n_tokens).map(<[u64]>::to_vec);
-                tokens_per_id = Some(*per_id);
-                known_tokens = Some(*n_tokens).filter(|n| *n != request.prompt_tokens);
-            }
+        if let Prompt::Ids { tokens_per_id: per_id, n_tokens, .. } = &request.content {
+            ids = request.content.ids(*n_tokens).map(<[u64]>::to_vec);
+            tokens_per_id = Some(*per_id);
+            known_tokens = Some(*n_tokens).filter(|n| *n != request.prompt_tokens);
+        } else {
+            tokens = request.content.tokens().map(<[u32]>::to_vec);
         }
         let line = Line {
             id: request.id,

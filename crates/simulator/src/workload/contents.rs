@@ -1,7 +1,8 @@
 //! Shared content of requests: prefixes, chats, agents.
 use super::arrivals::exponential;
 use super::{BadParameter, Lengths, Random, at_most};
-use crate::request::{PromptContent, Request};
+use crate::request::Request;
+use kvist_cache::Prompt;
 use rand::Rng;
 use rand_distr::weighted::WeightedIndex;
 use std::sync::Arc;
@@ -303,8 +304,8 @@ fn system_ids(system_tokens: u32, tokens_per_id: u32) -> Vec<u64> {
     (0..u64::from(system_tokens / tokens_per_id)).map(|at| SHARED | at).collect()
 }
 
-fn known(ids: Arc<[u64]>, tokens_per_id: u32, n_tokens: u64) -> PromptContent {
-    PromptContent::Ids { ids, tokens_per_id, n_tokens: u32::try_from(n_tokens).unwrap_or(u32::MAX) }
+fn known(ids: Arc<[u64]>, tokens_per_id: u32, n_tokens: u64) -> Prompt {
+    Prompt::Ids { ids, tokens_per_id, n_tokens: u32::try_from(n_tokens).unwrap_or(u32::MAX) }
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Dense numbers for blocks of equal content.
 use super::NoBlocks;
-use crate::request::{PromptContent, Request};
+use crate::request::Request;
+use kvist_cache::Content;
 use std::collections::HashMap;
 
 /// A value that no block number takes.
@@ -51,13 +52,10 @@ impl Numbers {
                 salt
             }
         };
-        match &request.content {
-            PromptContent::Unknown => Err(NoBlocks::Unknown { request: request.id }),
-            PromptContent::Ids { tokens_per_id, .. } => {
-                self.append_ids(request, salt, *tokens_per_id, blocks)
-            }
-            PromptContent::Tokens(tokens) => {
-                let prompt = &tokens[..tokens.len().min(request.prompt_tokens as usize)];
+        match request.content.content(request.prompt_tokens) {
+            Content::Unknown { .. } => Err(NoBlocks::Unknown { request: request.id }),
+            Content::Ids { tokens_per_id, .. } => self.append_ids(request, salt, tokens_per_id, blocks),
+            Content::Tokens(prompt) => {
                 let mut before = None;
                 for block in prompt.chunks(self.block_tokens as usize) {
                     let number = *self.tokens.entry((salt, before, block.into())).or_insert(self.next);

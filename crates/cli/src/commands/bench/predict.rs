@@ -13,7 +13,7 @@ use crate::options::*;
 use crate::{interrupt, json, output};
 use anyhow::{Context, ensure};
 use clap::ValueHint;
-use kvist_cache::PrefixSpec;
+use kvist_cache::{PrefixSpec, Prompt};
 use kvist_cpu::Compute;
 use kvist_device::Storage;
 use kvist_engine::executor::PagedConfig;
@@ -22,7 +22,7 @@ use kvist_engine::serving::{Engine, EngineConfig, EngineStats};
 use kvist_scheduler::{Admission, Config};
 use kvist_simulator::cost::{MeasuredTable, StepCost};
 use kvist_simulator::report::RequestRow;
-use kvist_simulator::request::{PromptContent, Request};
+use kvist_simulator::request::Request;
 use kvist_simulator::run::{self, Options, Run};
 use kvist_simulator::statistics::Spread;
 use kvist_simulator::trace;
@@ -360,12 +360,12 @@ fn load(per_s: f64, n_requests: usize, seed: u64, longest: u32, vocab: u32) -> a
     let mut requests = workload.generate(seed)?;
     for request in &mut requests {
         // An opaque id always becomes the same tokens.
-        let PromptContent::Ids { ids, tokens_per_id, .. } = &request.content else { continue };
+        let Prompt::Ids { ids, tokens_per_id, .. } = &request.content else { continue };
         request.output_tokens = request.output_tokens.min(longest / 2);
         request.prompt_tokens = request.prompt_tokens.min(longest - request.output_tokens);
         let n = request.prompt_tokens as usize;
         let tokens = ids.iter().flat_map(|id| (0..*tokens_per_id).map(move |i| token(*id, i, vocab)));
-        request.content = PromptContent::Tokens(tokens.take(n).collect());
+        request.content = Prompt::SharedTokens(tokens.take(n).collect());
     }
     Ok(requests)
 }

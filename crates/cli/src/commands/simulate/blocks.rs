@@ -5,7 +5,7 @@ use crate::options::wrong_usage;
 use kvist_cache::evict::Parameters;
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, Vocabulary};
-use kvist_simulator::request::{PromptContent, Request};
+use kvist_simulator::request::Request;
 use std::time::Duration;
 
 const CACHE: &str = "Cache";
@@ -82,11 +82,7 @@ impl BlockArgs {
 fn vocabulary(requests: &[Request]) -> anyhow::Result<Vocabulary> {
     let mut found: Option<(Vocabulary, u64)> = None;
     for request in requests {
-        let here = match &request.content {
-            PromptContent::Unknown => continue,
-            PromptContent::Tokens(_) => Vocabulary::Tokens,
-            PromptContent::Ids { tokens_per_id, .. } => Vocabulary::Ids { tokens_per_id: *tokens_per_id },
-        };
+        let Some(here) = request.content.vocabulary() else { continue };
         match found {
             None => found = Some((here, request.id)),
             Some((there, first)) if there != here => anyhow::bail!(

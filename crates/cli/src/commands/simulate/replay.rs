@@ -7,7 +7,7 @@ use super::costs;
 use crate::{json, output};
 use anyhow::{Context, bail};
 use clap::ValueHint;
-use kvist_scheduler::{LengthSource, Replay, Turned};
+use kvist_scheduler::{LengthSource, Replay, Replayed};
 use kvist_simulator::cost::{BatchShape, MeasuredTable, StepCost};
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
@@ -107,12 +107,12 @@ impl Sum {
 }
 
 impl Predicted {
-    fn add(&mut self, table: &MeasuredTable, turned: &Turned<'_>) {
-        if turned.batch.steps != 1 || turned.outcome.failed {
+    fn add(&mut self, table: &MeasuredTable, replayed: &Replayed<'_>) {
+        if replayed.batch.steps != 1 || replayed.outcome.failed {
             return; // only a simulation runs several steps as one, and it knows their cost
         }
-        let shape = BatchShape::of(&turned.batch);
-        let (recorded, predicted) = (turned.outcome.elapsed_ns, table.step_ns(&shape));
+        let shape = BatchShape::of(&replayed.batch);
+        let (recorded, predicted) = (replayed.outcome.elapsed_ns, table.step_ns(&shape));
         let sum = match (shape.prefill_tokens, shape.decode_sequences) {
             (_, 0) => &mut self.prefill,
             (0, _) => &mut self.decode,
@@ -274,11 +274,11 @@ fn follow(
                 bail!("{}: a second event log begins; give them one by one", at())
             }
             (Some(replay), None) if keys.n.is_some() => {
-                let mut ran = |turned: Turned<'_>| {
-                    gaps.turn(turned.now_ns, turned.outcome.elapsed_ns);
-                    summary.steps += u64::from(turned.batch.steps);
+                let mut ran = |replayed: Replayed<'_>| {
+                    gaps.turn(replayed.now_ns, replayed.outcome.elapsed_ns);
+                    summary.steps += u64::from(replayed.batch.steps);
                     if let (Some(predicted), Some(table)) = (&mut predicted, table) {
-                        predicted.add(table, &turned);
+                        predicted.add(table, &replayed);
                     }
                 };
                 replay.event(&text, Some(&mut ran)).with_context(at)?;

@@ -66,7 +66,6 @@ impl SessionGuard {
             self.store.admit_tokens(tokens, after - before)?;
         }
         let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
-        session.computed = session.computed.min(session.history.in_common(&history));
         session.touched = at.instant;
         session.history = history.clone();
         self.history = history;
@@ -80,18 +79,12 @@ impl SessionGuard {
         let mut inner = self.store.lock();
         let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
         let before = session.history.charge();
-        let is_first = prompt.is_some();
         if let Some(prompt) = prompt {
             session.history = prompt;
         }
         Arc::make_mut(&mut session.history.tokens).push(token);
-        session.computed = session.history.tokens.len() - 1;
         let after = session.history.charge();
         inner.charge(&self.owner, before, after);
-        if is_first {
-            // Wake the generations that wait for this prefill.
-            inner.prefills.done(&self.salt, self.id);
-        }
         let tokens = inner.owned.get(&self.owner).map_or(0, |own| own.charge);
         if tokens > self.store.limits.max_tokens {
             return Err(self.store.too_long(tokens, 1));
@@ -109,30 +102,9 @@ impl SessionGuard {
         let Some(session) = inner.claimed(self.id, self.number) else { return };
         let before = session.history.charge();
         session.history = history;
-        let n_tokens = session.history.tokens.len();
-        session.computed = session.computed.min(n_tokens);
         session.touched = now;
         let after = session.history.charge();
         inner.charge(&self.owner, before, after);
         inner.release(self.id, self.store.limits.idle);
-    }
-
-    /// Registers `prompt` as being in prefill. If a generation with the same salt is already computing a longer
-    /// prefix of it than has been computed before, returns a receiver instead, which fails when that generation
-    /// has its first token or has ended.
-    ///
-    /// This way, when many branches of a new trunk start at the same time, one computes the trunk and the
-    /// others get prefix hits. Each wait is for a longer prefix than the last one, so waiting terminates.
-    pub(crate) fn announce(&self, prompt: &Arc<[u32]>) -> Result<Option<watch::Receiver<()>>, SessionError> {
-        let block = self.store.block_tokens;
-        let mut inner = self.store.lock();
-        let computed = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?.computed;
-        if let Some((found, receiver)) = inner.prefills.best(&self.salt, prompt, computed, block) {
-            let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
-            session.computed = found;
-            return Ok(Some(receiver));
-        }
-        inner.prefills.begin(&self.salt, self.id, prompt.clone());
-        Ok(None)
     }
 }

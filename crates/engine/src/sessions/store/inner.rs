@@ -1,6 +1,5 @@
 //! The state behind the store's lock: all sessions of all owners, their quota usage and expiry.
 use super::guard::Busy;
-use super::prefills::PrefillsInProgress;
 use super::{SessionInfo, Timestamp};
 use crate::sessions::SessionLimits;
 use crate::sessions::history::History;
@@ -22,9 +21,6 @@ pub(super) struct Session {
     pub children: BTreeSet<SessionId>,
     /// The fork call that created it. Siblings have the same number.
     pub fork: Option<u64>,
-    /// Length of the token prefix whose KV has been computed once, by this session or the one it was forked
-    /// from.
-    pub computed: usize,
     pub busy: Option<Busy>,
     /// True if [`Inner::due`] has an entry for it. False only while a claim outlasts the session's expiry time.
     pub is_due: bool,
@@ -37,8 +33,6 @@ pub(super) struct Inner {
     pub owned: BTreeMap<Arc<str>, Owned>,
     /// When to check each session for expiry: at its expiry time or earlier.
     pub due: BTreeSet<(Instant, SessionId)>,
-    /// Prompts in prefill.
-    pub prefills: PrefillsInProgress,
     /// Number of sessions checked for expiry.
     #[cfg(test)]
     pub n_checked: usize,
@@ -68,7 +62,6 @@ impl Inner {
     pub fn release(&mut self, id: SessionId, idle: Duration) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         session.busy = None;
-        self.prefills.done(&session.salt, id);
         self.wait(id, idle);
     }
 
@@ -110,7 +103,6 @@ impl Inner {
             parent.children.remove(&id);
             parent.children.extend(&gone.children);
         }
-        self.prefills.done(&gone.salt, id);
         if let Some(own) = self.owned.get_mut(&gone.owner) {
             own.ids.remove(&id);
             own.charge -= gone.history.charge();
@@ -167,16 +159,11 @@ impl Inner {
                 let parent =
                     self.sessions.get(&parent).unwrap_or_else(|| panic!("{id} has a parent that is gone"));
                 assert_eq!(parent.owner, session.owner, "{id} was forked from another owner's");
-                assert!(session.computed <= session.history.tokens.len());
                 above = parent.parent;
                 steps += 1;
                 assert!(steps <= self.sessions.len(), "{id} is its own ancestor");
             }
         }
         assert_eq!(owned, self.owned);
-        for (salt, id) in self.prefills.all() {
-            let session = self.sessions.get(&id).unwrap_or_else(|| panic!("{id} is gone, and computes"));
-            assert!(session.salt == salt && session.busy.is_some(), "{id} does not compute");
-        }
     }
 }

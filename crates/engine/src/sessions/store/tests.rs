@@ -30,7 +30,7 @@ fn the_store_and_a_list_of_vectors() {
     for seed in 0..40 {
         let mut draw = Draw(seed);
         let quota = SessionLimits { idle: Duration::from_secs(50), max_sessions: 8, max_tokens: 150 };
-        let store = SessionStore::new(quota, 4);
+        let store = SessionStore::new(quota);
         let owners: [Arc<str>; 2] = ["a".into(), "b".into()];
         let mut references: Vec<Reference> = Vec::new();
         let (start, mut second) = (Instant::now(), 0);
@@ -156,10 +156,8 @@ fn text(salt: &str, tokens: &[u32]) -> NewSession {
 /// session was used, its full idle time starts again.
 #[test]
 fn a_claimed_session_expires_when_it_is_let_go() {
-    let store = SessionStore::new(
-        SessionLimits { idle: Duration::from_secs(50), max_sessions: 8, max_tokens: 1000 },
-        4,
-    );
+    let store =
+        SessionStore::new(SessionLimits { idle: Duration::from_secs(50), max_sessions: 8, max_tokens: 1000 });
     let me: Arc<str> = "a".into();
     let start = Instant::now();
     let at = |s: u64| Timestamp { instant: start + Duration::from_secs(s), unix_s: s };
@@ -187,10 +185,11 @@ fn a_claimed_session_expires_when_it_is_let_go() {
 /// Operations do not scan sessions of other owners; a session is only checked when it may have expired.
 #[test]
 fn a_verb_does_not_look_at_all_sessions() {
-    let store = SessionStore::new(
-        SessionLimits { idle: Duration::from_secs(50), max_sessions: 2000, max_tokens: 1 << 20 },
-        4,
-    );
+    let store = SessionStore::new(SessionLimits {
+        idle: Duration::from_secs(50),
+        max_sessions: 2000,
+        max_tokens: 1 << 20,
+    });
     let (me, other): (Arc<str>, Arc<str>) = ("a".into(), "b".into());
     let start = Instant::now();
     let at = |ms: u64| Timestamp { instant: start + Duration::from_millis(ms), unix_s: 0 };

@@ -8,7 +8,7 @@ use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_model::Model;
 use kvist_scheduler::{
-    Admission, Batch, Config, Executor, Outcome, Prompt, Request, RequestId, Scheduler, Turn,
+    Admission, Batch, Config, Executor, Iteration, Outcome, Prompt, Request, RequestId, Scheduler,
 };
 use kvist_simulator::cost::BatchShape;
 use std::sync::Arc;
@@ -261,7 +261,7 @@ impl Steps {
         let now = self.now_ns();
         let mut noted = Noted { executor: &mut self.executor, shape: BatchShape::default(), failed: false };
         let started = Instant::now();
-        let turn = self.scheduler.turn(now, &mut noted);
+        let turn = self.scheduler.iterate(now, &mut noted);
         let ns = started.elapsed().as_nanos() as f64;
         let (shape, failed) = (noted.shape, noted.failed);
         for ended in self.scheduler.drain_ended() {
@@ -275,7 +275,7 @@ impl Steps {
             self.scheduler.counters().preemptions == 0,
             "a measured request was preempted: the cache is too small, which is an error of this program"
         );
-        Ok(matches!(turn, Turn::Ran { .. }).then_some(Ran { shape, ns }))
+        Ok(matches!(turn, Iteration::Ran { .. }).then_some(Ran { shape, ns }))
     }
 
     fn now_ns(&self) -> u64 {

@@ -1,8 +1,9 @@
 //! The users of a load: they submit their requests to an engine in real time, and note when tokens come.
 use crate::{interrupt, progress};
 use anyhow::{Context, ensure};
+use kvist_cache::Prompt;
 use kvist_engine::serving::{Engine, EngineState, Event, FinishReason, GenerationHandle, Job, Watcher};
-use kvist_simulator::request::{PromptContent, Request};
+use kvist_simulator::request::Request;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -80,7 +81,7 @@ pub fn serve(engine: &Engine, requests: &[Request], quiet: bool) -> anyhow::Resu
 /// The jobs and their arrival times.
 fn arrivals(requests: &[Request]) -> Vec<(Duration, Job)> {
     let job = |request: &Request| match &request.content {
-        PromptContent::Tokens(tokens) => {
+        Prompt::SharedTokens(tokens) => {
             let arrival = Duration::from_nanos(request.arrival_ns);
             Some((arrival, job(tokens, request.output_tokens, request.salt())))
         }

@@ -28,7 +28,7 @@ struct DryRun<'s> {
 impl Scheduler {
     /// Returns whether `key` would get a batch slot and memory if all lower-ranked requests were preempted or dropped.
     pub(crate) fn preemption_would_help(&self, key: Key) -> bool {
-        if !self.order.policy().preempts() && self.holders.is_empty() {
+        if !self.order.policy().preempts() && self.paused.is_empty() {
             return false;
         }
         let head = &self.entries[key.slot as usize];
@@ -41,12 +41,12 @@ impl Scheduler {
         let mut running: Vec<Key> = self.running.iter().map(|&slot| self.victim_key(slot)).collect();
         running.sort_unstable();
         let pass = |ref_counts| {
-            let (running, paused) = (running.clone(), self.holders.iter().copied().collect());
+            let (running, paused) = (running.clone(), self.paused.iter().copied().collect());
             let space = self.space();
             let mut run = DryRun { scheduler: self, space, running, paused, hit, supplied, ref_counts };
             make_fit(&mut run, key)
         };
-        pass(None) && (!self.memory.shares() || pass(Some(self.memory.holders())))
+        pass(None) && (!self.memory.shares() || pass(Some(self.memory.ref_counts())))
     }
 }
 
@@ -57,7 +57,7 @@ impl DryRun<'_> {
         let victim = &scheduler.entries[victim as usize];
         space.reserved -= victim.reserved;
         let (Some(ref_counts), Some(seq)) = (&mut self.ref_counts, victim.seq) else {
-            space.room += scheduler.memory.cells(victim.cached);
+            space.available += scheduler.memory.cells(victim.cached);
             return;
         };
         let head = &scheduler.entries[key.slot as usize];
@@ -70,7 +70,7 @@ impl DryRun<'_> {
             let ref_count = &mut ref_counts[b as usize];
             *ref_count = ref_count.saturating_sub(1);
             if *ref_count == 0 {
-                space.room += block;
+                space.available += block;
                 // The new request would have shared this block. Now it has to allocate it.
                 if (i + 1) * block <= u64::from(in_common) {
                     self.supplied = self.supplied.saturating_sub(block);
@@ -97,7 +97,7 @@ impl MakeFit for DryRun<'_> {
             return false;
         };
         self.space.n_running -= 1;
-        self.space.promised = self.space.promised.saturating_sub(scheduler.due(victim.slot));
+        self.space.promised = self.space.promised.saturating_sub(scheduler.remaining_demand(victim.slot));
         if scheduler.config.preempted == Preempted::Kept {
             let key = scheduler.key(victim.slot);
             self.paused.insert(self.paused.partition_point(|other| *other < key), key);

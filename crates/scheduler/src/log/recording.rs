@@ -64,7 +64,7 @@ impl Recording {
         scheduler.cache_mut().watch_blocks(false);
     }
 
-    /// Notes that a request ended. If its miss reason is known, it is written with the next turn.
+    /// Notes that a request ended. If its miss reason is known, it is written with the next iteration.
     pub fn ended(&mut self, ended: &Ended) {
         let (Some(miss), id, at) = (ended.miss, ended.id, ended.ended_ns) else { return };
         let (reason, position) = (miss.name(), miss.position());
@@ -72,9 +72,9 @@ impl Recording {
         self.misses.push_str(&line);
     }
 
-    /// Writes the turn that has just run, from `now_ns` to `end_ns`. `blocks` are the events from
-    /// [`Cache::drain_events`] since the previous turn.
-    pub fn turn(
+    /// Writes the iteration that has just run, from `now_ns` to `end_ns`. `blocks` are the events from
+    /// [`Cache::drain_events`] since the previous iteration.
+    pub fn iteration(
         &mut self,
         now_ns: u64,
         end_ns: u64,
@@ -142,11 +142,11 @@ pub struct GroupShape {
 
 /// The layer groups of `cache`, in order.
 pub(crate) fn groups(cache: &Cache) -> impl Iterator<Item = GroupShape> + '_ {
-    cache.occupancy().enumerate().map(|(group, room)| {
-        let blocks = room.capacity_cells / room.block_tokens;
+    cache.occupancy().enumerate().map(|(group, occupancy)| {
+        let blocks = occupancy.capacity_cells / occupancy.block_tokens;
         GroupShape {
-            block_tokens: room.block_tokens,
-            blocks: (blocks < u32::MAX / room.block_tokens).then_some(blocks),
+            block_tokens: occupancy.block_tokens,
+            blocks: (blocks < u32::MAX / occupancy.block_tokens).then_some(blocks),
             window: cache.window(GroupId(group as u16)),
         }
     })
