@@ -9,7 +9,8 @@ use clap::Args;
 use kvist_cache::kinds;
 use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
-use kvist_device::{Bytes, MemoryBudget, Recent, Registry, Storage};
+pub use kvist_device::Bytes;
+use kvist_device::{MemoryBudget, Recent, Registry, Storage};
 use kvist_engine::memory::{CacheConfig, MemoryPlan, RECENT_TOKENS};
 use kvist_model::config::ModelConfig;
 use kvist_model::weights::WeightForm;
@@ -381,11 +382,6 @@ pub fn parse_tokens(text: &str) -> Result<Vec<u32>, String> {
         part.trim().parse().map_err(|_| format!("`{}` is no token id: write them as 1,2,3", part.trim()))
     };
     text.split(',').map(parse).collect()
-}
-
-/// Bytes as the text output and `--json` show them.
-pub fn bytes(bytes: u64) -> Bytes {
-    Bytes(bytes)
 }
 
 #[cfg(test)]

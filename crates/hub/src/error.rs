@@ -73,7 +73,7 @@ impl Error {
     }
 
     /// True if the Hub is unreachable or overloaded (429, 5xx), as opposed to rejecting the request.
-    pub fn is_unreachable(&self) -> bool {
+    pub(crate) fn is_unreachable(&self) -> bool {
         matches!(self, Error::Unreachable { .. } | Error::Status { status: 429 | 500.., .. })
     }
 

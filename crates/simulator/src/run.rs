@@ -12,13 +12,13 @@ mod memory;
 mod queue;
 mod watch;
 
-pub use executor::SimExecutor;
 pub use kvist_scheduler::{Part, RECORDING_VERSION, Recorder};
-pub use queue::Arrivals;
+pub(crate) use queue::Arrivals;
 
 use crate::cost::StepCost;
 use crate::report::{CacheCounts, Load, Outcome, Record, RequestRow, Timeline};
 use crate::request::{PromptContent, Request};
+use executor::SimExecutor;
 use kvist_cache::Cache;
 use kvist_scheduler as scheduler;
 use kvist_scheduler::{

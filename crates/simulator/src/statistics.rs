@@ -86,7 +86,7 @@ fn student_t(p: f64, freedom: f64) -> f64 {
 }
 
 /// The cumulative distribution of `sorted` as at most `n_points` points (value, share at or below), for a plot.
-pub fn cdf(sorted: &[f64], n_points: usize) -> Vec<(f64, f64)> {
+pub(crate) fn cdf(sorted: &[f64], n_points: usize) -> Vec<(f64, f64)> {
     let n = sorted.len();
     let n_points = n_points.min(n);
     (1..=n_points)

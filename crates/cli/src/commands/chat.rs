@@ -27,7 +27,7 @@ pub struct Args {
     cache: CacheArgs,
     #[command(flatten)]
     sampling: SamplingArgs,
-    /// Tokens of an answer at most
+    /// Maximum tokens of an answer
     #[arg(short = 'n', long, default_value_t = 512, value_name = "TOKENS")]
     max_tokens: u32,
     /// End an answer where this text comes; may be given several times
@@ -213,7 +213,7 @@ fn report_turn(chat: &Chat, said: &str, turn: &Turn, args: &Args, quiet: bool) -
             g.prompt_tokens,
             g.tokens.len(),
             g.decode_rate(),
-            bytes(chat.session().kv_bytes())
+            Bytes(chat.session().kv_bytes())
         ));
         if g.finish == Finish::CacheFull {
             let (used, capacity) = in_use(chat);
@@ -295,7 +295,7 @@ fn obey(chat: &mut Chat, command: &str, rest: &str, edits: bool) -> anyhow::Resu
         "/fork" => {
             let before = chat.session().counters().bytes_moved;
             let branch = chat.fork(name)?.name.clone();
-            format!("on {branch}; {} copied", bytes(chat.session().counters().bytes_moved - before))
+            format!("on {branch}; {} copied", Bytes(chat.session().counters().bytes_moved - before))
         }
         "/branches" => {
             let current = chat.current().name.clone();

@@ -169,7 +169,7 @@ impl Report {
             c.kind,
             c.k,
             c.v,
-            bytes(self.kv_bytes_per_token),
+            Bytes(self.kv_bytes_per_token),
             self.perplexity,
             self.reference.k,
             self.reference.v,

@@ -26,7 +26,7 @@ pub struct Args {
     cache: CacheArgs,
     #[command(flatten)]
     sampling: SamplingArgs,
-    /// Tokens to write at most
+    /// Maximum tokens to generate
     #[arg(short = 'n', long, default_value_t = 256, value_name = "TOKENS")]
     max_tokens: u32,
     /// End where this text comes; may be given several times

@@ -52,43 +52,43 @@ pub struct Args {
     /// Tokens of a block
     #[arg(long, value_name = "TOKENS")]
     block_tokens: Option<u32>,
-    /// Which cached blocks go first when room is made: lru, fifo, lfu, ...
+    /// Eviction policy of cached blocks: lru, fifo, lfu, ...
     #[arg(long, value_name = "POLICY")]
     eviction: Option<String>,
-    /// Which request runs next: fcfs, sjf, srpt, edf, laxity, priority
+    /// Order of requests: fcfs, sjf, srpt, edf, laxity, priority
     #[arg(long, value_name = "POLICY")]
     policy: Option<String>,
-    /// Requests in the batch at most
+    /// Maximum requests in the batch
     #[arg(long, value_name = "N")]
     max_batch: Option<u32>,
-    /// Tokens of a step at most
+    /// Maximum tokens of a step
     #[arg(long, value_name = "TOKENS")]
     max_batch_tokens: Option<u32>,
-    /// Requests that may wait; one more is answered 429. Every key's name has a share of these places
+    /// Maximum requests that wait; further ones are answered 429. Every key's name has a share of these places
     #[arg(long, value_name = "N")]
     max_queue: Option<usize>,
-    /// End requests this long after they came
+    /// End requests this long after their arrival
     #[arg(long, value_name = "SECONDS")]
     request_timeout: Option<f64>,
     /// After SIGTERM, let running requests go on for this long
     #[arg(long, value_name = "SECONDS")]
     grace: Option<f64>,
-    /// A request's body may have this size
+    /// Maximum size of a request's body
     #[arg(long, value_name = "SIZE")]
     max_body: Option<Size>,
-    /// Pages of this origin may call; several times for several
+    /// Allow calls from pages of this origin; may be given several times
     #[arg(long, value_name = "ORIGIN")]
     cors_origin: Vec<String>,
     /// Write prompts and answers into the log
     #[arg(long)]
     log_prompts: bool,
-    /// Write what arrives, is decided and happens to blocks into this file, prompts included: for the dashboard and replays
+    /// Record arrivals, decisions and block events in this file, prompts included, for the dashboard and for replays
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     record: Option<PathBuf>,
-    /// Let --record replace what the file holds; without it a file that is not empty is left alone, and the server does not start
+    /// Let --record replace the contents of the file; without it the server does not start if the file is not empty
     #[arg(long, requires = "record")]
     record_overwrite: bool,
-    /// Print the memory plan and end
+    /// Print the memory plan, and do not serve
     #[arg(long)]
     dry_run: bool,
     /// The plan as one JSON document

@@ -103,20 +103,20 @@ struct ShowArgs {
     /// One row per request
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Results")]
     csv: Option<PathBuf>,
-    /// One page with plots, complete in itself
+    /// One self-contained page with plots
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Results")]
     html: Option<PathBuf>,
-    /// Folder for the plots of that page, an SVG file each
+    /// Folder for the plots of that page, one SVG file each
     #[arg(long, value_name = "FOLDER", value_hint = ValueHint::DirPath, help_heading = "Results")]
     svg: Option<PathBuf>,
-    /// Schedulers to run and draw beside that of --schedule, on the same load
+    /// Further schedulers to run on the same load, for comparison
     #[arg(
         long, value_name = "NAME,...", value_delimiter = ',', conflicts_with_all = ["json", "csv", "record"],
         help_heading = "Results"
     )]
     beside: Vec<String>,
-    /// Everything that arrived, was decided and happened to blocks, as JSON lines. As of all results, a file that exists is
-    /// replaced: the same command writes the same again
+    /// Record arrivals, decisions and block events as JSON lines. As with all results, an existing file is replaced:
+    /// the same command writes the same again
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Results")]
     record: Option<PathBuf>,
 }

@@ -117,7 +117,7 @@ impl Timeline {
 
     /// At most `n` + 1 samples: from every stretch the one with the most requests, so that no peak is lost, plus the
     /// last one.
-    pub fn thinned(&self, n: usize) -> Vec<Sample> {
+    pub(crate) fn thinned(&self, n: usize) -> Vec<Sample> {
         let samples = self.samples();
         let stretch = samples.len().div_ceil(n.max(1)).max(1);
         let requests = |s: &&Sample| s.load.queued_requests + s.load.running_requests;

@@ -7,7 +7,7 @@ use kvist_cache::Step;
 use kvist_scheduler::{Batch, Executor, Outcome, Sampled};
 
 /// Computes nothing; only accounts for time. Requests are named by their index in the list of lengths.
-pub struct SimExecutor<'c> {
+pub(super) struct SimExecutor<'c> {
     cost: &'c dyn StepCost,
     one_by_one: bool,
     note_itl: bool,

@@ -79,7 +79,7 @@ impl Histogram {
     }
 
     /// The cumulative distribution: (upper end of a bucket in units of `unit`, share at or below), for a plot.
-    pub fn cdf(&self, unit: f64) -> Vec<(f64, f64)> {
+    pub(crate) fn cdf(&self, unit: f64) -> Vec<(f64, f64)> {
         let mut below = 0;
         let mut points = Vec::new();
         for (bucket, count) in self.counts.iter().enumerate().filter(|(_, count)| **count > 0) {

@@ -37,10 +37,10 @@ pub struct Args {
     /// Tokens of a block
     #[arg(long, default_value_t = 16, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=4096))]
     block_tokens: u32,
-    /// Requests in the batch at most
+    /// Maximum requests in the batch
     #[arg(long, default_value_t = 32, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     max_batch: u32,
-    /// Tokens of a step at most
+    /// Maximum tokens of a step
     #[arg(long, default_value_t = 256, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=65536))]
     max_batch_tokens: u32,
     /// Tokens of the longest sequence that is measured [default: the model's context, 1024 at most]

@@ -139,12 +139,12 @@ impl Report {
             "{}\n{} branches of {tokens} tokens ({kv}): {fork_us:.1} µs, {} copied, where a copy each would be {}\none step, all layers: one branch {:.2} ms and {}; all {:.2} ms and {}: {ratio:.2} × the time, {bytes_ratio:.3} × the bytes\n",
             self.machine,
             all.branches,
-            bytes(*fork_bytes_copied),
-            bytes(self.trunk_bytes),
+            Bytes(*fork_bytes_copied),
+            Bytes(self.trunk_bytes),
             one.spread.median_ms,
-            bytes(one.bytes_read),
+            Bytes(one.bytes_read),
             all.spread.median_ms,
-            bytes(all.bytes_read),
+            Bytes(all.bytes_read),
         )
     }
 }

@@ -42,10 +42,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let unit = heads as u64 * (256 << 10);
     let bytes = (args.size.0 / unit).max(1).saturating_mul(unit);
     if crate::memory::available().is_some_and(|free| bytes > free / 2) {
-        return Err(wrong_usage(format!(
-            "--size: two buffers of {} do not fit",
-            crate::options::bytes(bytes)
-        )));
+        return Err(wrong_usage(format!("--size: two buffers of {} do not fit", Bytes(bytes))));
     }
     interrupt::listen();
     let watch = Watch::start();

@@ -2,7 +2,7 @@
 use super::machine::{Machine, ReadLimit, Spread, Watch};
 use super::measure::RunsArgs;
 use super::shape::parse_lengths;
-use crate::options::{bytes as bytes_of, *};
+use crate::options::*;
 use crate::{interrupt, json, output};
 use kvist_cpu::linear::{Inputs, Matrix, Packing};
 use serde::Serialize;
@@ -100,7 +100,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         if crate::memory::available().is_some_and(|free| needed > free) {
             anyhow::bail!(
                 "{} are needed for these shapes: take fewer --tokens, --outputs or --inputs",
-                bytes_of(needed)
+                Bytes(needed)
             );
         }
         // Small positive codes and scales: any bytes that decode to numbers will do.
