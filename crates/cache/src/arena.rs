@@ -17,10 +17,10 @@ mod report;
 mod resize;
 mod views;
 
-pub use allocator::{ALLOCATORS, Allocator, BuildAllocator, Handle, UnknownAllocator, build};
+pub use allocator::{ALLOCATORS, Allocator, Handle, UnknownAllocator, build};
 pub use append::{Append, BlockCells, BlockCopy};
-pub use buddy::Buddy;
-pub use first_fit::FirstFit;
+use buddy::Buddy;
+use first_fit::FirstFit;
 pub use report::{ArenaReport, ArenaSequence, Counters};
 pub use resize::Resize;
 pub use views::{BufferOrder, Keys, Layout, Values, View};
@@ -237,12 +237,12 @@ impl Arena {
 
     /// Removes `seq`. Its blocks are free at once, whatever they contain.
     pub fn free_for(&mut self, seq: SeqId) -> Result<Handle, ArenaRefused> {
-        let handle = self.forget(seq)?;
+        let handle = self.remove_sequence(seq)?;
         self.tell(seq, handle.blocks(), Change::Free, Reason::Remove);
         Ok(handle)
     }
 
-    fn forget(&mut self, seq: SeqId) -> Result<Handle, ArenaRefused> {
+    fn remove_sequence(&mut self, seq: SeqId) -> Result<Handle, ArenaRefused> {
         let sequence = self.sequences.remove(&seq).ok_or(ArenaRefused::UnknownSequence(seq))?;
         self.by_use.remove(&sequence.last_use);
         self.allocator.release(sequence.handle);
@@ -289,7 +289,7 @@ impl Arena {
             return Vec::new();
         }
         for &seq in &victims {
-            let handle = self.forget(seq).expect("a victim is a live sequence");
+            let handle = self.remove_sequence(seq).expect("a victim is a live sequence");
             self.tell(seq, handle.blocks(), Change::Evict, Reason::MakeRoom);
         }
         self.counters.evicted += victims.len() as u64;

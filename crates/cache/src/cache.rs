@@ -4,7 +4,7 @@ use crate::ids::*;
 use crate::kind::Kind;
 use crate::plan::*;
 use crate::prefix::{Index, PagedSpec, PrefixEvent};
-use crate::report::{BlockUse, Report, Room};
+use crate::report::{BlockUse, Occupancy, Report};
 use crate::request::*;
 
 /// The cache of one model. A concrete type, so that [`Kind::apply`] stays private to this crate and callers need no
@@ -17,13 +17,15 @@ pub struct Cache {
     pub(crate) index: Option<Index>,
     /// The spec that [`Cache::paged`] was called with.
     pub(crate) spec: Option<PagedSpec>,
+    /// Unique in the process, so that a transfer of another cache is noticed.
+    pub(crate) id: u64,
 }
 
 impl Cache {
     /// Makes a cache with one cell space per layer group, in group order. `groups` must not be empty.
     pub fn new(groups: Vec<Box<dyn Kind>>) -> Self {
         assert!(!groups.is_empty(), "a cache needs at least one layer group");
-        Cache { groups, epoch: 0, index: None, spec: None }
+        Cache { groups, epoch: 0, index: None, spec: None, id: crate::tables::unique() }
     }
 
     /// The spec from which [`Cache::paged`] makes another, empty cache like this one; `None` if this cache was not
@@ -64,7 +66,8 @@ impl Cache {
         self.prepare(request, scratch)
     }
 
-    /// Removes every sequence. No K or V bytes are touched.
+    /// Removes every sequence, and all that the prefix index caches. No K or V bytes are touched. Blocks in transfer stay
+    /// what they are until the transfer ends.
     pub fn clear(&mut self) {
         self.epoch += 1;
         self.groups.iter_mut().for_each(|g| g.clear());
@@ -115,8 +118,8 @@ impl Cache {
     }
 
     /// How full each layer group is. O(1) for kinds that hold many sequences.
-    pub fn room(&self) -> impl Iterator<Item = Room> + '_ {
-        self.groups.iter().map(|g| g.room())
+    pub fn occupancy(&self) -> impl Iterator<Item = Occupancy> + '_ {
+        self.groups.iter().map(|g| g.occupancy())
     }
 
     /// Places the request in every group. Takes `&self`, so it cannot change the cache. O(spans + cells placed),
@@ -125,6 +128,7 @@ impl Cache {
         plan.id += 1;
         plan.epoch = self.epoch;
         plan.has_reads = false;
+        plan.has_tables = false;
         plan.n_tokens = 0;
         plan.spans.list.clear();
         plan.spans.parents.clear();
@@ -178,13 +182,29 @@ impl Cache {
         }
     }
 
+    pub(crate) fn fill_tables(&self, plan: &mut StepPlan) {
+        if plan.has_tables {
+            return;
+        }
+        plan.has_tables = true;
+        let mut all_have_rows = true;
+        for (kind, out) in self.groups.iter().zip(&mut plan.groups) {
+            let has_rows = kind.fill_tables(&plan.spans, out);
+            out.tables.fill(&plan.spans, kind.visibility(), has_rows);
+            all_have_rows &= has_rows;
+        }
+        if !all_have_rows {
+            self.fill_reads(plan);
+        }
+    }
+
     pub(crate) fn apply(&mut self, plan: &StepPlan) {
         assert_eq!(plan.epoch, self.epoch, "a plan of epoch {} met a cache of {}", plan.epoch, self.epoch);
         for (kind, out) in self.groups.iter_mut().zip(&plan.groups) {
             kind.apply(&plan.spans, out);
         }
         if let Some(index) = &mut self.index {
-            index.settle(&mut self.groups);
+            index.rank_newly_evictable(&mut self.groups);
         }
         self.epoch += 1;
     }

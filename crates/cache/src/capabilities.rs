@@ -1,4 +1,4 @@
-//! Operations that only some kinds support. Each capability is a view type, called a face: the cache returns it only
+//! Operations that only some kinds support. Each capability is a view type. The cache returns it only
 //! if every layer group supports it, so a capability is a type and not a flag. All operations are legal only between
 //! steps, which the borrow of [`Step`](crate::Step) enforces.
 use crate::cache::Cache;
@@ -6,7 +6,7 @@ use crate::ids::*;
 use crate::kind::*;
 use crate::request::Refused;
 
-const CHECKED: &str = "the cache checked that every group has this face";
+const CHECKED: &str = "the cache checked that every group has this capability";
 
 /// Shortens the only sequence.
 pub struct Rewind<'c> {
@@ -104,7 +104,7 @@ impl Sequences<'_> {
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_rm(seq, from, until))?;
         if let Cache { index: Some(index), groups, .. } = &mut *self.cache {
             index.shortened(groups, seq);
-            index.settle(groups);
+            index.rank_newly_evictable(groups);
         }
         Ok(())
     }
@@ -116,7 +116,7 @@ impl Sequences<'_> {
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_keep(seq, from, until))?;
         if let Cache { index: Some(index), groups, .. } = &mut *self.cache {
             index.all_shortened(groups);
-            index.settle(groups);
+            index.rank_newly_evictable(groups);
         }
         Ok(())
     }

@@ -43,7 +43,7 @@ pub enum Change {
     /// Prefix hit: `seq` uses the block because its prompt begins like a cached one.
     Hit,
     /// `seq` no longer uses the block, nor does any other sequence. It stays cached for later hits.
-    Idle,
+    Evictable,
     /// `seq` no longer uses the block, but other sequences still do.
     Release,
     /// The block holds what block `from` of `seq` held. Blocks that become free in the same step are reported before,
@@ -79,6 +79,10 @@ pub enum Reason {
     Clear,
     /// The number of blocks changed.
     Resize,
+    /// An export has ended.
+    Unpin,
+    /// An import took blocks, or has failed.
+    Load,
 }
 
 macro_rules! names {
@@ -95,13 +99,13 @@ names! {
     Change {
         Change::Alloc => "alloc", Change::Free => "free", Change::Evict => "evict", Change::Share => "share",
         Change::CopyOnWrite { .. } => "copy_on_write", Change::Store => "store", Change::Hit => "hit",
-        Change::Idle => "idle", Change::Move { .. } => "move", Change::Release => "release",
+        Change::Evictable => "idle", Change::Move { .. } => "move", Change::Release => "release",
     }
     Reason {
         Reason::Append => "append", Reason::Fork => "fork", Reason::Open => "open", Reason::Rollback => "rollback",
         Reason::Remove => "remove", Reason::Window => "window", Reason::Duplicate => "duplicate",
         Reason::Store => "store", Reason::MakeRoom => "make_room", Reason::Clear => "clear",
-        Reason::Resize => "resize",
+        Reason::Resize => "resize", Reason::Unpin => "unpin", Reason::Load => "load",
     }
 }
 
@@ -122,8 +126,8 @@ pub struct BlockCounters {
     pub stored: u64,
     /// [`Change::Hit`].
     pub hit: u64,
-    /// [`Change::Idle`].
-    pub fell_idle: u64,
+    /// [`Change::Evictable`].
+    pub became_evictable: u64,
     /// [`Change::Move`].
     pub moved: u64,
     /// [`Change::Release`].
@@ -141,7 +145,7 @@ impl BlockCounters {
             Change::CopyOnWrite { .. } => &mut self.copied_on_write,
             Change::Store => &mut self.stored,
             Change::Hit => &mut self.hit,
-            Change::Idle => &mut self.fell_idle,
+            Change::Evictable => &mut self.became_evictable,
             Change::Move { .. } => &mut self.moved,
             Change::Release => &mut self.released,
         };

@@ -23,7 +23,7 @@ mod parameters;
 pub use flat::{Flat, FlatSlots, Touched};
 pub use opt::next_uses;
 pub use order::Order;
-pub use parameters::{DEFAULT_HALF_LIFE, Parameter, Parameters, parse_duration};
+pub use parameters::{Parameter, Parameters, parse_duration};
 
 /// One use of one block: when it is stored, and every time a prefix that contains it is hit.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -75,7 +75,7 @@ impl Rank {
 /// An eviction policy. One policy per file.
 ///
 /// A policy knows blocks by dense numbers, called *slots*, which the caller assigns and reuses; a policy keeps at
-/// most a few bytes per slot. The calls for a slot are `stored`, then any number of `used`, then `forgotten`.
+/// most a few bytes per slot. The calls for a slot are `stored`, then any number of `used`, then `removed`.
 pub trait Policy: Send {
     /// Its name in [`POLICIES`].
     fn name(&self) -> &'static str;
@@ -89,7 +89,7 @@ pub trait Policy: Send {
         false
     }
     /// The block in `slot` is gone. The policy drops everything it knows about it.
-    fn forgotten(&mut self, slot: u32);
+    fn removed(&mut self, slot: u32);
     /// True if a new block competes with the cached ones and is not cached if it ranks smallest. For callers that can
     /// choose not to cache, such as a replay.
     fn bypasses(&self) -> bool {

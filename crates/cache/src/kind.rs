@@ -1,8 +1,8 @@
 //! The trait that a cache kind implements: the bookkeeping of one cell space, which serves one layer group.
 use crate::ids::*;
-use crate::kinds::Paged;
+use crate::kinds::{Paged, Visibility};
 use crate::plan::{CellCopy, GroupPlan, Spans};
-use crate::report::{Report, Room};
+use crate::report::{Occupancy, Report};
 use crate::request::Refused;
 
 /// One cell space. `prepare` chooses cells and is pure; `fill_reads` computes visibility on demand; `apply` is the
@@ -11,6 +11,8 @@ use crate::request::Refused;
 /// Before it calls a kind, the cache has flattened the request into `spans` and has checked that no span is empty,
 /// that no sequence has two spans, and that no span goes past the last position.
 pub trait Kind: Send {
+    /// Which positions a query sees.
+    fn visibility(&self) -> Visibility;
     /// Total number of cells.
     fn capacity_cells(&self) -> u32;
     /// Tokens of `seq` that are still stored; `None` if there is no such sequence.
@@ -28,7 +30,13 @@ pub trait Kind: Send {
     fn prepare(&self, spans: &Spans, group: GroupId, out: &mut GroupPlan) -> Result<(), Refused>;
     /// Fills `out.reads` of a prepared plan. O(extents in context).
     fn fill_reads(&self, spans: &Spans, out: &mut GroupPlan);
-    /// Applies a prepared plan. Called once, after every layer has succeeded.
+    /// Brings the rows of a prepared plan's resident block table up to date, if the kind keeps block tables. Returns
+    /// `false` if it keeps none: then tables can only follow from the reads. O(spans + blocks that changed).
+    fn fill_tables(&self, _spans: &Spans, _out: &mut GroupPlan) -> bool {
+        false
+    }
+    /// Applies a prepared plan. Called once, after every layer has succeeded. The plan may have been cut to the tokens
+    /// that are kept: its spans may be shorter than they were prepared, or missing.
     fn apply(&mut self, spans: &Spans, plan: &GroupPlan);
 
     /// Plans one round of compaction: disjoint copies from occupied to free cells. Empty when nothing is left to
@@ -42,13 +50,13 @@ pub trait Kind: Send {
     /// The contents of the cell space, as data.
     fn report(&self) -> Report;
     /// How full the cell space is. O(1) in kinds that hold many sequences.
-    fn room(&self) -> Room {
+    fn occupancy(&self) -> Occupancy {
         let report = self.report();
-        Room {
+        Occupancy {
             block_tokens: 1,
             capacity_cells: report.capacity_cells,
             free_cells: report.capacity_cells - report.used_cells,
-            idle_cells: 0,
+            evictable_cells: 0,
             frees_out_of_window: false,
         }
     }
@@ -100,6 +108,9 @@ pub trait SequenceKind: Kind {
 
 /// A kind that accepts [`New::Tree`](crate::New::Tree).
 pub trait TreeKind: Kind {
+    /// Checks that `accepted` is a path from the root, where `planned` are the parents of nodes that a step is about to
+    /// add to `seq`.
+    fn check_path(&self, seq: SeqId, planned: &[Option<NodeId>], accepted: &[NodeId]) -> Result<(), Refused>;
     /// See [`Trees::commit_path`](crate::Trees::commit_path).
     fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused>;
 }

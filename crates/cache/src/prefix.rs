@@ -5,7 +5,7 @@
 //! its logits are needed. With sliding windows, a hit is the largest L such that the full-attention groups hold
 //! `[0, L)` and every window group holds the blocks of the positions that a query at L sees.
 //!
-//! A cached block that no sequence uses is called *idle*. It stays until [`Prefixes::evict_until_free`] evicts it, leaves
+//! A cached block that no sequence and no transfer uses is *evictable*. It stays until [`Prefixes::evict_until_free`] evicts it, leaves
 //! before parents in full-attention groups. A step never evicts.
 mod as_is;
 mod content;
@@ -147,7 +147,7 @@ pub struct Lookup {
     pub hit_tokens: u32,
     /// The part of `hit_tokens` in cached blocks that no sequence uses. Using them makes them unavailable for
     /// eviction. The maximum over all groups.
-    pub idle_tokens: u32,
+    pub evictable_tokens: u32,
 }
 
 /// Why a prefix hit ends at `position`.
@@ -204,7 +204,7 @@ impl MissReason {
 
 /// The recipient of an explanation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Audience {
+pub enum Viewer {
     /// The sender of the prompt. Nothing under other salts is revealed.
     Tenant,
     /// The operator of the cache.
@@ -342,9 +342,9 @@ impl Cache {
     }
 
     /// Explains why `lookup` finds no more. Without an index the answer is always `NeverSeen`.
-    pub fn explain(&self, salt: &str, content: &Content<'_>, audience: Audience) -> MissReason {
+    pub fn explain(&self, salt: &str, content: &Content<'_>, viewer: Viewer) -> MissReason {
         match &self.index {
-            Some(index) => index.explain(&self.groups, salt, content, audience),
+            Some(index) => index.explain(&self.groups, salt, content, viewer),
             None => MissReason::NeverSeen { position: 0 },
         }
     }
@@ -357,8 +357,8 @@ impl Prefixes<'_> {
     }
 
     /// See [`Cache::explain`].
-    pub fn explain(&self, salt: &str, content: &Content<'_>, audience: Audience) -> MissReason {
-        self.cache.explain(salt, content, audience)
+    pub fn explain(&self, salt: &str, content: &Content<'_>, viewer: Viewer) -> MissReason {
+        self.cache.explain(salt, content, viewer)
     }
 
     /// Makes the sequence `seq` and gives it the cached blocks of the prompt `content` under `salt`, without copying
@@ -440,7 +440,7 @@ impl Prefixes<'_> {
     }
 }
 
-const CHECKED: &str = "this face exists only where there is an index";
+const CHECKED: &str = "this view exists only where there is an index";
 
 #[cfg(test)]
 mod tests {

@@ -21,7 +21,7 @@ pub struct Report {
     pub blocks: Option<BlockReport>,
 }
 
-/// The blocks of one cell space. Every block is held by a sequence, `idle` (cached only) or `free`; `total` is their
+/// The blocks of one cell space. Every block is held by a sequence or a transfer, `evictable` (cached only) or `free`; `total` is their
 /// sum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockReport {
@@ -29,10 +29,10 @@ pub struct BlockReport {
     pub block_tokens: u32,
     /// Number of blocks.
     pub total: u32,
-    /// Blocks that no sequence uses and the prefix index does not cache.
+    /// Blocks that no sequence and no transfer uses and the prefix index does not cache.
     pub free: u32,
-    /// Cached blocks that no sequence uses. They can be evicted.
-    pub idle: u32,
+    /// Cached blocks that no sequence and no transfer uses. They can be evicted.
+    pub evictable: u32,
     /// Unfilled cells of blocks in use: those after the ends of sequences, in their last blocks.
     pub unused_cells: u32,
     /// Event counts so far.
@@ -49,8 +49,8 @@ impl BlockReport {
 
     /// The share of unfilled cells in blocks that sequences use. 0 if no block is in use.
     pub fn internal_fragmentation(&self) -> f64 {
-        let held = self.total - self.free - self.idle;
-        match u64::from(held) * u64::from(self.block_tokens) {
+        let in_use = self.total - self.free - self.evictable;
+        match u64::from(in_use) * u64::from(self.block_tokens) {
             0 => 0.0,
             cells => f64::from(self.unused_cells) / cells as f64,
         }
@@ -63,9 +63,11 @@ pub enum BlockUse {
     /// No sequence uses it, and it is not cached.
     Free,
     /// Cached by the prefix index and used by no sequence; it can be evicted.
-    Idle,
+    Evictable,
     /// Used by this many sequences (its ref_count).
-    Held(u32),
+    InUse(u32),
+    /// Used by no sequence, but an export reads it or an import writes it.
+    InTransfer,
 }
 
 /// The state of one sequence in one cell space.
@@ -85,7 +87,7 @@ pub struct SequenceReport {
 
 /// How full one cell space is. Admission reads this in O(1); a [`Report`] walks all sequences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
+pub struct Occupancy {
     /// Cells per block.
     pub block_tokens: u32,
     /// Total number of cells.
@@ -93,7 +95,7 @@ pub struct Room {
     /// Cells that no sequence uses and the prefix index does not cache.
     pub free_cells: u32,
     /// Cached cells that no sequence uses.
-    pub idle_cells: u32,
+    pub evictable_cells: u32,
     /// True if sequences free the tokens that leave their sliding window.
     pub frees_out_of_window: bool,
 }

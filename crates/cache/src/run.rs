@@ -25,7 +25,7 @@ impl Run {
 }
 
 /// Appends `run`, merging it into the last run if that one ends where `run` starts.
-pub fn push_run(runs: &mut Vec<Run>, run: Run) {
+pub(crate) fn push_run(runs: &mut Vec<Run>, run: Run) {
     match runs.last_mut() {
         Some(last) if last.end() == run.start => last.len += run.len,
         _ => runs.push(run),

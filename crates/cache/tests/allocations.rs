@@ -89,9 +89,9 @@ fn indexed_blocks_leave_a_window_without_allocating() {
     it.cache.prefixes().unwrap().store(A, &prompt, at).unwrap();
     // The window drops its first block at 600 tokens; the lists have space for 1,024.
     (512..700).for_each(|_| _ = it.grow(A, 1));
-    let idle = |it: &Stepping| it.report().blocks.unwrap().counters.fell_idle;
-    let before = idle(&it);
+    let evictable = |it: &Stepping| it.report().blocks.unwrap().counters.became_evictable;
+    let before = evictable(&it);
     let n_allocations =
         allocation_counter::measure(|| (700..1_000).for_each(|_| _ = it.grow(A, 1))).count_total;
-    assert_eq!((idle(&it) - before, n_allocations), (300, 0));
+    assert_eq!((evictable(&it) - before, n_allocations), (300, 0));
 }

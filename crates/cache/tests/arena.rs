@@ -69,7 +69,7 @@ impl Bitmap {
 fn allocator_agrees(name: &str, n_blocks: u32, seed: u64, n_operations: u64) {
     let mut choices = Choices::from_seed(seed, n_operations);
     let mut clever = build(name, n_blocks);
-    let mut twin = Bitmap { buddies: name == "buddy", taken: vec![false; n_blocks as usize] };
+    let mut model = Bitmap { buddies: name == "buddy", taken: vec![false; n_blocks as usize] };
     let mut live: Vec<Handle> = Vec::new();
     while choices.go_on() {
         match choices.below(8) {
@@ -77,10 +77,10 @@ fn allocator_agrees(name: &str, n_blocks: u32, seed: u64, n_operations: u64) {
                 let up_to = if choices.one_in(8) { n_blocks + 2 } else { 9 };
                 let n = choices.below(up_to);
                 let found = clever.find(n);
-                assert_eq!(found, twin.find(n), "{name} of {n_blocks}, seed {seed}: find {n}");
+                assert_eq!(found, model.find(n), "{name} of {n_blocks}, seed {seed}: find {n}");
                 if let Some(handle) = found {
                     clever.take(handle);
-                    twin.set(handle, true);
+                    model.set(handle, true);
                     live.push(handle);
                 }
             }
@@ -88,25 +88,25 @@ fn allocator_agrees(name: &str, n_blocks: u32, seed: u64, n_operations: u64) {
                 let i = choices.below(live.len() as u32) as usize;
                 let n = live[i].len + choices.below(9);
                 let grown = clever.extended(live[i], n);
-                assert_eq!(grown, twin.extended(live[i], n), "{name}, seed {seed}: {:?} to {n}", live[i]);
+                assert_eq!(grown, model.extended(live[i], n), "{name}, seed {seed}: {:?} to {n}", live[i]);
                 if let Some(grown) = grown {
                     clever.release(live[i]);
                     clever.take(grown);
-                    twin.set(live[i], false);
-                    twin.set(grown, true);
+                    model.set(live[i], false);
+                    model.set(grown, true);
                     live[i] = grown;
                 }
             }
             _ if !live.is_empty() => {
                 let handle = live.swap_remove(choices.below(live.len() as u32) as usize);
                 clever.release(handle);
-                twin.set(handle, false);
+                model.set(handle, false);
             }
             _ => {}
         }
-        let n_free = twin.taken.iter().filter(|taken| !**taken).count() as u32;
+        let n_free = model.taken.iter().filter(|taken| !**taken).count() as u32;
         assert_eq!(clever.n_free(), n_free);
-        assert_eq!(clever.largest_free_run(), twin.largest(), "{name} of {n_blocks}, seed {seed}");
+        assert_eq!(clever.largest_free_run(), model.largest(), "{name} of {n_blocks}, seed {seed}");
     }
     live.drain(..).for_each(|handle| clever.release(handle));
     assert_eq!(clever.largest_free_run(), build(name, n_blocks).largest_free_run(), "{name}: all is merged");

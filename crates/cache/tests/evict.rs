@@ -97,12 +97,12 @@ fn agrees(policy_name: &str, seed: u64, n_operations: u64) {
             6 => {
                 held.remove(&slot);
                 order.remove(slot);
-                policy.forgotten(slot);
+                policy.removed(slot);
                 model.uses.remove(&slot);
             }
             7 => {
                 if let Some(victim) = order.pop() {
-                    policy.forgotten(victim);
+                    policy.removed(victim);
                     model.uses.remove(&victim);
                 }
             }

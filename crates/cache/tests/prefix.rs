@@ -47,8 +47,8 @@ impl Rig {
         let request = StepRequest { spans: &spans };
         Step::begin(&mut self.cache, &request, &mut self.plan).expect("there is room").commit();
     }
-    fn why(&self, salt: &str, tokens: &[u32], audience: Audience) -> MissReason {
-        self.cache.explain(salt, &Content::Tokens(tokens), audience)
+    fn why(&self, salt: &str, tokens: &[u32], viewer: Viewer) -> MissReason {
+        self.cache.explain(salt, &Content::Tokens(tokens), viewer)
     }
 }
 
@@ -72,7 +72,7 @@ fn hits_are_whole_blocks_and_never_the_last_token() {
 
 #[test]
 fn a_miss_says_why() {
-    use Audience::{Operator, Tenant};
+    use Viewer::{Operator, Tenant};
     let mut rig = Rig::new(&spec(4, 40));
     let served = count(12);
     rig.serve("ours", &Content::Tokens(&served));
@@ -112,7 +112,7 @@ fn a_window_that_has_moved_on_is_a_reason() {
     assert_eq!(rig.cache.lookup("", &Content::Tokens(&longer)).hit_tokens, 40);
     let middle = Content::Tokens(&longer[..30]);
     assert_eq!(rig.cache.lookup("", &middle).hit_tokens, 0);
-    assert_eq!(rig.cache.explain("", &middle, Audience::Tenant), MissReason::WindowGone { position: 0 });
+    assert_eq!(rig.cache.explain("", &middle, Viewer::Tenant), MissReason::WindowGone { position: 0 });
 }
 
 /// With 512 tokens per id, an id covers 32 blocks of 16. With 8 tokens per id, two ids make one block.
@@ -403,7 +403,7 @@ fn no_space_says_what_to_try() {
     rig.prefixes().open(seq, "", &Content::Unknown { n_tokens: 80 }, AT).expect("it is new");
     let (spans, long) = ([Span::chain(seq, 0, 48)], [Span::chain(seq, 0, 80)]);
     let (request, long) = (StepRequest { spans: &spans }, StepRequest { spans: &long });
-    let refused = rig.cache.can_run(&request, &mut rig.plan).expect_err("32 cells are idle");
+    let refused = rig.cache.can_run(&request, &mut rig.plan).expect_err("32 cells are evictable");
     let of = |needed, reclaimable| Refused::NoSpace { group: GroupId(0), needed, free: 32, reclaimable };
     assert_eq!(refused, of(48, 32));
     assert_eq!(
@@ -490,28 +490,28 @@ fn watchers_hear_that_all_is_forgotten() {
 }
 
 /// A fork keeps its own copies of blocks for which its sibling switched to those of the index, and shares with it the
-/// later blocks, which the index learned from the sibling. So idle blocks may all be inner nodes, with no evictable
+/// later blocks, which the index learned from the sibling. So evictable blocks may all be inner nodes, with no evictable
 /// leaf. Then the lowest of them are evicted, least recently used first, and the index drops the blocks below them
 /// that are in use.
 #[test]
-fn idle_blocks_above_a_held_one_can_go() {
+fn evictable_blocks_above_one_in_use_can_be_evicted() {
     let mut rig = Rig::new(&spec(4, 64));
     let chains = ["a", "b", "c"];
     let tokens = count(12);
-    let (twin, fork) = (|i: u32| SeqId(100 + i), |i: u32| SeqId(200 + i));
+    let (sibling, fork) = (|i: u32| SeqId(100 + i), |i: u32| SeqId(200 + i));
     let mut tables = Vec::new();
     for (i, salt) in (0..).zip(chains) {
-        rig.prefixes().open(twin(i), salt, &Content::Tokens(&tokens), AT).expect("it is new");
-        rig.grow(twin(i), 12);
-        rig.cache.sequences().expect("many").fork(twin(i), fork(i)).expect("it is open");
+        rig.prefixes().open(sibling(i), salt, &Content::Tokens(&tokens), AT).expect("it is new");
+        rig.grow(sibling(i), 12);
+        rig.cache.sequences().expect("many").fork(sibling(i), fork(i)).expect("it is open");
         rig.serve(salt, &Content::Tokens(&tokens[..8]));
-        rig.prefixes().store(twin(i), &Content::Tokens(&tokens), AT).expect("it is open");
-        let table = rig.cache.block_table(GroupId(0), twin(i)).expect("it is open");
+        rig.prefixes().store(sibling(i), &Content::Tokens(&tokens), AT).expect("it is open");
+        let table = rig.cache.block_table(GroupId(0), sibling(i)).expect("it is open");
         assert_ne!(table[..2], rig.cache.block_table(GroupId(0), fork(i)).expect("it is open")[..2]);
         tables.push(table);
     }
     for i in [2, 0, 1] {
-        rig.cache.sequences().expect("many").seq_rm(twin(i), 0, u32::MAX).expect("it is open");
+        rig.cache.sequences().expect("many").seq_rm(sibling(i), 0, u32::MAX).expect("it is open");
     }
     rig.cache.watch(true);
     assert_eq!(rig.prefixes().evict_until_free(7 * 4, AT), 6);

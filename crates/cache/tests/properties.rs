@@ -33,18 +33,18 @@ fn drive(kind: &str) {
 }
 
 #[test]
-fn contiguous_agrees_with_its_twin() {
+fn contiguous_agrees_with_the_reference_model() {
     drive("contiguous");
 }
 #[test]
-fn ring_agrees_with_its_twin() {
+fn ring_agrees_with_the_reference_model() {
     drive("ring");
 }
 #[test]
-fn cells_agree_with_their_twin() {
+fn cells_agree_with_the_reference_model() {
     drive("cells");
 }
 #[test]
-fn tree_agrees_with_its_twin() {
+fn tree_agrees_with_the_reference_model() {
     drive("tree");
 }

@@ -20,9 +20,9 @@ fn blocks_are_counted_once() {
     grow(&mut cache, a, 4);
     grow(&mut cache, b, 12);
     let text = cache.report()[0].to_string();
-    let lines = "blocks of 16 tokens: 4 of 16 held, 0 idle, 12 free\n\
-                 fragmentation: external 0.00 (any free block serves anybody), internal 0.25 (16 cells of held blocks unused)\n\
-                 so far: 4 allocated, 0 freed, 0 evicted, 0 hit, 0 stored, 2 shared, 0 copied on write, 0 fell idle\n";
+    let lines = "blocks of 16 tokens: 4 of 16 in use, 0 evictable, 12 free\n\
+                 fragmentation: external 0.00 (any free block serves any request), internal 0.25 (16 cells of blocks in use unused)\n\
+                 so far: 4 allocated, 0 freed, 0 evicted, 0 hit, 0 stored, 2 shared, 0 copied on write, 0 became evictable\n";
     assert!(text.contains(lines), "{text}");
     assert!(text.contains("sequences: 2\n  1: 36 tokens, next position 36"), "{text}");
 

@@ -1,4 +1,5 @@
 //! The concatenated bytes of all tokens are the text.
+use kvist_cpu::Cpu;
 use kvist_device::MemoryBudget;
 use kvist_model::tokenizer::Tokenizer;
 use kvist_model::{LoadOptions, Model, ModelFile};
@@ -31,7 +32,9 @@ fn check(name: &str, tokenizer: &Tokenizer, vocab: usize) {
 #[test]
 fn bytes_of_tokens_are_their_text() {
     let budget = MemoryBudget::unlimited();
-    let model = Model::load(&ModelFile::Embedded, &LoadOptions::default(), &budget, &mut |_, _| {}).unwrap();
+    let model =
+        Model::load(&ModelFile::Embedded, Cpu::default(), &LoadOptions::default(), &budget, &mut |_, _| {})
+            .unwrap();
     let tokenizer = model.tokenizer().unwrap();
     check("embedded", tokenizer, tokenizer.vocab_size());
     for case in ["spm", "bpe-llama-bpe", "bpe-qwen2"] {

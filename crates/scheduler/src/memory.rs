@@ -3,7 +3,7 @@
 use crate::config::BadConfig;
 use crate::request::Prompt;
 use kvist_cache::{
-    Audience, BlockUse, Cache, Content, GroupId, Lookup, MissReason, Moment, Refused, Room, SeqId,
+    BlockUse, Cache, Content, GroupId, Lookup, MissReason, Moment, Occupancy, Refused, SeqId, Viewer,
 };
 
 /// When a decision is made: the index of its step, and the time.
@@ -61,9 +61,11 @@ impl Memory {
         if n_sequences > 0 {
             return Err(BadConfig::NotEmpty { n_sequences });
         }
-        let windowed = cache.room().any(|room| room.frees_out_of_window);
-        let counted =
-            cache.room().enumerate().min_by_key(|(_, room)| (room.frees_out_of_window, room.capacity_cells));
+        let windowed = cache.occupancy().any(|room| room.frees_out_of_window);
+        let counted = cache
+            .occupancy()
+            .enumerate()
+            .min_by_key(|(_, room)| (room.frees_out_of_window, room.capacity_cells));
         let (counted, room) = counted.expect("a cache has at least one layer group");
         Ok(Memory {
             windowed,
@@ -76,8 +78,8 @@ impl Memory {
         })
     }
 
-    fn counted(&self) -> Room {
-        self.cache.room().nth(self.counted).expect("groups do not go away")
+    fn counted(&self) -> Occupancy {
+        self.cache.occupancy().nth(self.counted).expect("groups do not go away")
     }
 
     /// True if sequences can also free memory while decoding. Blocks that leave a sliding window become free, or
@@ -97,13 +99,15 @@ impl Memory {
         if !self.windowed {
             return u32::MAX;
         }
-        let windows = self.cache.room().filter(|room| room.frees_out_of_window);
-        let room = |room: Room| (room.free_cells.saturating_add(room.idle_cells)).max(room.block_tokens);
+        let windows = self.cache.occupancy().filter(|room| room.frees_out_of_window);
+        let room =
+            |room: Occupancy| (room.free_cells.saturating_add(room.evictable_cells)).max(room.block_tokens);
         windows.map(room).min().unwrap_or(u32::MAX)
     }
     /// True if `group` frees blocks that left its sliding window (`frees_out_of_window`).
     pub fn frees_out_of_window(&self, group: GroupId) -> bool {
-        self.windowed && self.cache.room().nth(group.0.into()).is_some_and(|room| room.frees_out_of_window)
+        self.windowed
+            && self.cache.occupancy().nth(group.0.into()).is_some_and(|room| room.frees_out_of_window)
     }
     /// Maximum cells that a sequence of `n_tokens` needs if it shares no blocks.
     pub fn cells(&self, n_tokens: u32) -> u64 {
@@ -117,30 +121,16 @@ impl Memory {
     }
     /// Cells of cached blocks that no sequence uses (ref_count 0). They can be evicted.
     pub fn idle(&self) -> u64 {
-        self.counted().idle_cells.into()
+        self.counted().evictable_cells.into()
     }
     /// Available cells: free plus evictable.
     pub fn room(&self) -> u64 {
         let room = self.counted();
-        u64::from(room.free_cells) + u64::from(room.idle_cells)
+        u64::from(room.free_cells) + u64::from(room.evictable_cells)
     }
     /// Cells in use by sequences.
     pub fn held(&self) -> u64 {
         self.capacity - self.room()
-    }
-
-    /// Returns the group, the cells needed and the cells available (free plus evictable) if a step that grows by
-    /// `growth` cells fits only after evictions. These are the figures the cache would report if it refused the step.
-    /// `None` if no eviction is needed, if evictions are not enough, or if the answer needs the cache's placement: it
-    /// can only be computed here for a single group without a sliding window, where sequences share only full blocks.
-    pub fn shortfall(&self, growth: u64) -> Option<(GroupId, u32, u32)> {
-        if self.frees_out_of_window || self.cache.n_groups() > 1 {
-            return None;
-        }
-        let room = self.counted();
-        let (needed, available) =
-            (u32::try_from(growth).ok()?, room.free_cells.saturating_add(room.idle_cells));
-        (room.free_cells < needed && needed <= available).then_some((self.group(), needed, available))
     }
 
     /// Returns whether the prefix index can store this kind of content.
@@ -164,7 +154,7 @@ impl Memory {
     }
     /// For each block of the counted group, the number of sequences that use it (ref_count). Walks the whole pool.
     pub fn holders(&self) -> Vec<u32> {
-        let holders = |block| if let BlockUse::Held(n) = block { n } else { 0 };
+        let holders = |block| if let BlockUse::InUse(n) = block { n } else { 0 };
         self.cache.block_uses(self.group()).map(holders).collect()
     }
     /// The blocks of `seq` in the counted group, each with its index in the block table.
@@ -178,7 +168,7 @@ impl Memory {
 
     /// Why the prefix index would supply no more.
     pub fn explain(&self, salt: &str, prompt: &Prompt, n_tokens: u32) -> MissReason {
-        self.cache.explain(salt, &content(prompt, n_tokens), Audience::Operator)
+        self.cache.explain(salt, &content(prompt, n_tokens), Viewer::Operator)
     }
 
     /// Creates a sequence from the prefix hit on the first `n_tokens` and returns the hit length in tokens.

@@ -142,7 +142,7 @@ pub struct GroupShape {
 
 /// The layer groups of `cache`, in order.
 pub(crate) fn groups(cache: &Cache) -> impl Iterator<Item = GroupShape> + '_ {
-    cache.room().enumerate().map(|(group, room)| {
+    cache.occupancy().enumerate().map(|(group, room)| {
         let blocks = room.capacity_cells / room.block_tokens;
         GroupShape {
             block_tokens: room.block_tokens,

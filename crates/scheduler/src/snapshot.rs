@@ -97,7 +97,7 @@ impl Snapshot {
         });
         let idle = (0..n_groups).map(|group| {
             let blocks = (0..).zip(cache.block_uses(GroupId(group)));
-            blocks.filter(|(_, of)| *of == BlockUse::Idle).map(|(block, _)| block).collect()
+            blocks.filter(|(_, of)| *of == BlockUse::Evictable).map(|(block, _)| block).collect()
         });
         Snapshot {
             groups: groups(cache).collect(),

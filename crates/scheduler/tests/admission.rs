@@ -349,7 +349,7 @@ fn refused_admissions_leave_no_trace() {
     assert_eq!((s.n_running(), s.n_waiting(), s.idle_cells()), (1, 1, 200));
     let (mut blocks, mut prefixes) = (vec![], vec![]);
     s.cache_mut().drain_events(&mut blocks, &mut prefixes);
-    let moved = blocks.iter().filter(|e| matches!(e.change, Change::Hit | Change::Idle)).count();
+    let moved = blocks.iter().filter(|e| matches!(e.change, Change::Hit | Change::Evictable)).count();
     assert_eq!(moved, 0, "{blocks:?}");
 }
 
@@ -407,7 +407,7 @@ fn what_was_sampled_counts_not_what_a_trace_says() {
                 let first = batch.work[0].first;
                 fed.extend_from_slice(batch.tokens(0).expect("all tokens are known"));
                 let token = Some(says(if first == 0 { 0 } else { first - 39 }));
-                out.sampled.push(Sampled { token, finished: false });
+                out.sample_each(batch, |_| Sampled { token, finished: false });
             });
             let mut now = 0;
             while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut m) {

@@ -244,8 +244,8 @@ impl Place for InPages {
         sequences.seq_rm(seq, 0, u32::MAX).expect("it was opened");
     }
     fn used_blocks(&self) -> u32 {
-        let used = |room: kvist_cache::Room| (room.capacity_cells - room.free_cells) / room.block_tokens;
-        self.cache.room().map(used).sum()
+        let used = |room: kvist_cache::Occupancy| (room.capacity_cells - room.free_cells) / room.block_tokens;
+        self.cache.occupancy().map(used).sum()
     }
     fn external_fragmentation(&self) -> f64 {
         0.0

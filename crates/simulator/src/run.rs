@@ -181,8 +181,8 @@ impl<'a> Simulation<'a> {
         let lengths: Arc<[u32]> = requests.iter().map(|r| r.output_tokens).collect();
         let oracle = options.scheduler.lengths == LengthSource::Oracle;
         let truth = oracle.then(|| Box::new(Lengths(lengths.clone())) as Box<dyn Truth>);
-        let block_tokens = cache.room().next().map_or(1, |room| room.block_tokens);
-        let capacity = cache.room().map(|room| room.capacity_cells).min().unwrap_or(0);
+        let block_tokens = cache.occupancy().next().map_or(1, |room| room.block_tokens);
+        let capacity = cache.occupancy().map(|room| room.capacity_cells).min().unwrap_or(0);
         let unbounded = capacity >= u32::MAX / block_tokens * block_tokens;
         let mut scheduler = Scheduler::new(options.scheduler.clone(), cache, truth)?;
         scheduler.explain_misses(options.explain);

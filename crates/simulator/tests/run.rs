@@ -304,10 +304,11 @@ impl Executor for Engine {
             } else {
                 shape.add_prefill(work.first.into(), work.n_tokens.into());
             }
-            if work.samples {
+            let sampled = work.samples.then(|| {
                 let finished = end as u32 + 1 == self.prompts[request] + self.lengths[request];
-                out.sampled.push(Sampled { token: Some(self.texts[request][end]), finished });
-            }
+                Sampled { token: Some(self.texts[request][end]), finished }
+            });
+            out.push_sampled(batch, sampled);
         }
         out.elapsed_ns = Uneven.step_ns(&shape);
     }

@@ -10,13 +10,16 @@ use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::*;
 use std::collections::{BTreeMap, BTreeSet};
 
+mod checks;
 mod choices;
 mod drive;
 mod operation;
+mod tables;
 
 pub use choices::{Choices, SplitMix64};
 pub use drive::{Drive, replay};
-pub use operation::{Operation, OwnedSpan, OwnedTokens, StepEnd};
+pub use operation::{Operation, OwnedKept, OwnedSpan, OwnedTokens, StepEnd};
+pub use tables::{DeviceTable, visible_pairs};
 
 /// The semantics of a cache kind, by the names of [`KINDS`](kvist_cache::kinds::KINDS).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +40,7 @@ impl Model {
         match name {
             "contiguous" => Some(Model::Contiguous),
             "ring" => Some(Model::Ring),
-            // `paged` refuses more operations than `cells`; tests/paged.rs has its own reference model. Scripts that
+            // `paged` refuses more operations than `cells`; tests/paged has its own reference model. Scripts that
             // use this one on `paged` copy prefixes and remove tails only.
             "cells" | "paged" => Some(Model::Cells),
             "tree" => Some(Model::Tree),
@@ -60,17 +63,17 @@ pub struct Seen {
 }
 
 #[derive(Clone, Debug)]
-struct TwinNode {
+struct ModelNode {
     parent: Option<NodeId>,
     position: u32,
     value: u64,
 }
 
 #[derive(Clone, Debug, Default)]
-struct TwinSequence {
+struct ModelSequence {
     tokens: BTreeMap<u32, u64>,
     next_position: u32,
-    nodes: Vec<TwinNode>,
+    nodes: Vec<ModelNode>,
 }
 
 /// The reference model of a cache. See the [module](self).
@@ -79,7 +82,7 @@ pub struct ReferenceCache {
     model: Model,
     /// One per layer group.
     groups: Vec<GroupSpec>,
-    sequences: BTreeMap<SeqId, TwinSequence>,
+    sequences: BTreeMap<SeqId, ModelSequence>,
     n_writes: u64,
 }
 
@@ -97,7 +100,7 @@ impl ReferenceCache {
     pub fn clear(&mut self) {
         self.sequences.clear();
         if !self.model.holds_many() {
-            self.sequences.insert(SeqId::ONLY, TwinSequence::default());
+            self.sequences.insert(SeqId::ONLY, ModelSequence::default());
         }
     }
 
@@ -303,12 +306,42 @@ impl ReferenceCache {
                             None => sequence.next_position,
                             Some(parent) => sequence.nodes[parent.0 as usize].position + 1,
                         };
-                        sequence.nodes.push(TwinNode { parent, position, value: self.n_writes });
+                        sequence.nodes.push(ModelNode { parent, position, value: self.n_writes });
                         self.n_writes += 1;
                     }
                 }
             }
         }
+    }
+
+    /// Applies the step like [`apply`](ReferenceCache::apply), except that every span keeps only what `kept` says. See
+    /// [`Step::commit_kept`](kvist_cache::Step::commit_kept).
+    pub fn apply_kept(&mut self, request: &StepRequest<'_>, kept: &[Kept<'_>]) -> Result<(), Refused> {
+        let planned = request.spans.len();
+        if kept.len() != planned {
+            return Err(Refused::KeptSpans { planned, got: kept.len() });
+        }
+        let mut after = self.clone();
+        after.apply(request);
+        for (span, kept) in request.spans.iter().zip(kept) {
+            let seq = span.seq;
+            let sequence = after.sequences.get_mut(&seq).expect("the step was not refused");
+            match (kept, span.new) {
+                (Kept::All, _) => {}
+                (Kept::First(kept), New::Chain(planned)) if *kept > planned => {
+                    return Err(Refused::KeepsMore { seq, planned, kept: *kept });
+                }
+                (Kept::First(kept), New::Chain(_)) => {
+                    sequence.next_position = span.start + kept;
+                    let next_position = sequence.next_position;
+                    sequence.tokens.retain(|&position, _| position < next_position);
+                }
+                (Kept::Path(path), New::Tree(_)) => after.commit_path(seq, path)?,
+                _ => return Err(Refused::NotHere("a chain is kept by a length, a draft tree by a path")),
+            }
+        }
+        *self = after;
+        Ok(())
     }
 
     /// See [`Rewind::rewind`](kvist_cache::Rewind::rewind).
@@ -328,7 +361,7 @@ impl ReferenceCache {
         if self.sequences.contains_key(&seq) {
             return Err(Refused::SequenceExists(seq));
         }
-        self.sequences.insert(seq, TwinSequence::default());
+        self.sequences.insert(seq, ModelSequence::default());
         Ok(())
     }
 

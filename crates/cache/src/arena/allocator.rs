@@ -50,7 +50,7 @@ pub trait Allocator: Send {
 }
 
 /// Builds an allocator over a number of blocks.
-pub type BuildAllocator = fn(u32) -> Box<dyn Allocator>;
+type BuildAllocator = fn(u32) -> Box<dyn Allocator>;
 
 /// Name and builder of every allocator. A new one needs one file and one line here.
 pub const ALLOCATORS: &[(&str, BuildAllocator)] = &[

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 
 /// About 8 bytes per free run.
 #[derive(Clone, Debug)]
-pub struct Buddy {
+pub(super) struct Buddy {
     n_blocks: u32,
     n_free: u32,
     /// `[orders]`: starts of the free runs of 2^order blocks. Never contains both of two buddies, because they are

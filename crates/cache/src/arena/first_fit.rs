@@ -7,7 +7,7 @@ use super::{Allocator, Handle};
 
 /// 8 bytes per block, with the number of blocks rounded up to a power of two.
 #[derive(Clone, Debug)]
-pub struct FirstFit {
+pub(super) struct FirstFit {
     n_blocks: u32,
     n_free: u32,
     /// [2 · leaves]: node i has the children 2i and 2i + 1, the root is 1.

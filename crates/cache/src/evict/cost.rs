@@ -35,7 +35,7 @@ impl Policy for Cost {
     fn used(&mut self, slot: u32, at: &Use) -> Rank {
         rank(self.uses.again(slot, at.now_ns), at)
     }
-    fn forgotten(&mut self, slot: u32) {
-        self.uses.forget(slot);
+    fn removed(&mut self, slot: u32) {
+        self.uses.remove(slot);
     }
 }

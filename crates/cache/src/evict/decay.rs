@@ -54,7 +54,7 @@ impl DecayedUses {
         after
     }
 
-    pub fn forget(&mut self, slot: u32) {
+    pub fn remove(&mut self, slot: u32) {
         self.log2_uses.clear(slot);
     }
 }

@@ -21,7 +21,7 @@ impl Policy for Fifo {
         let tick = self.stored.get(slot);
         Rank::by(tick, tick)
     }
-    fn forgotten(&mut self, slot: u32) {
+    fn removed(&mut self, slot: u32) {
         self.stored.clear(slot);
     }
 }

@@ -116,7 +116,7 @@ impl FlatSlots {
 
     fn evict(&mut self) -> Option<u32> {
         let slot = self.order.pop()?;
-        self.policy.forgotten(slot);
+        self.policy.removed(slot);
         Some(slot)
     }
 }

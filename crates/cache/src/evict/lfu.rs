@@ -24,7 +24,7 @@ impl Policy for Lfu {
         self.n_uses.set(slot, n_uses);
         Rank::by(n_uses, at.tick)
     }
-    fn forgotten(&mut self, slot: u32) {
+    fn removed(&mut self, slot: u32) {
         self.n_uses.clear(slot);
     }
 }

@@ -26,7 +26,7 @@ impl Policy for LfuDecay {
     fn used(&mut self, slot: u32, at: &Use) -> Rank {
         Rank::by_score(self.uses.again(slot, at.now_ns), at.tick)
     }
-    fn forgotten(&mut self, slot: u32) {
-        self.uses.forget(slot);
+    fn removed(&mut self, slot: u32) {
+        self.uses.remove(slot);
     }
 }

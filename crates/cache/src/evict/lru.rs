@@ -19,5 +19,5 @@ impl Policy for Lru {
     fn by_recency(&self) -> bool {
         true
     }
-    fn forgotten(&mut self, _slot: u32) {}
+    fn removed(&mut self, _slot: u32) {}
 }

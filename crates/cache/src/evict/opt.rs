@@ -23,7 +23,7 @@ impl Policy for Opt {
     fn used(&mut self, _slot: u32, at: &Use) -> Rank {
         rank(at)
     }
-    fn forgotten(&mut self, _slot: u32) {}
+    fn removed(&mut self, _slot: u32) {}
     fn bypasses(&self) -> bool {
         true
     }

@@ -3,7 +3,7 @@ use super::{Entry, PolicyError};
 use std::time::Duration;
 
 /// The half-life of decaying policies if none is given.
-pub const DEFAULT_HALF_LIFE: Duration = Duration::from_secs(300);
+pub(super) const DEFAULT_HALF_LIFE: Duration = Duration::from_secs(300);
 
 /// A parameter that some policies read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,7 +25,7 @@ impl Parameter {
 /// Parameter values. An absent one takes its default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Parameters {
-    /// [`Parameter::HALF_LIFE`]; [`DEFAULT_HALF_LIFE`] if absent.
+    /// [`Parameter::HALF_LIFE`]; five minutes if absent.
     pub half_life: Option<Duration>,
 }
 

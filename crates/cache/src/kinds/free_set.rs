@@ -61,23 +61,23 @@ mod tests {
         let mut set = FreeSet::default();
         set.extend(0..70);
         set.extend(70..n);
-        let mut twin: BTreeSet<u32> = (0..n).collect();
+        let mut model: BTreeSet<u32> = (0..n).collect();
         let mut random = kvist_testing::SplitMix64(7);
         for round in 0..40_000 {
             let member = random.below(n);
             if round % 20_000 < 19_000 || random.below(4) != 0 {
                 set.remove(member);
-                twin.remove(&member);
+                model.remove(&member);
             } else {
                 set.insert(member);
-                twin.insert(member);
+                model.insert(member);
             }
             if round % 16 == 0 {
                 let from = random.below(n + 100);
-                assert_eq!(set.at_or_after(from), twin.range(from..).next().copied(), "from {from}");
+                assert_eq!(set.at_or_after(from), model.range(from..).next().copied(), "from {from}");
             }
         }
-        twin.iter().for_each(|&member| set.remove(member));
+        model.iter().for_each(|&member| set.remove(member));
         assert_eq!(set.at_or_after(0), None);
     }
 }

@@ -1,11 +1,14 @@
 //! Many sequences over one pool of blocks of `block_tokens` cells, addressed through block tables (paged attention:
 //! Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023).
 mod blocks;
+mod cached;
+mod sequences;
+mod transfers;
 
 pub(crate) use blocks::NONE;
 
 use super::extents::{Extent, Extents};
-use super::trunks::{self, Horizon};
+use super::shared_prefix::{self, Horizon};
 use super::written::Written;
 use super::{
     GroupSpec, NO_TREES, Unbuildable, Visibility, expect_end, in_sequence_order, window_edge, written_items,
@@ -18,7 +21,7 @@ use crate::reads::{Mask, ReadItem};
 use crate::report::*;
 use crate::request::Refused;
 use crate::run::{Run, push_run};
-use blocks::{Blocks, LetGo};
+use blocks::{Blocks, Released};
 use std::collections::BTreeMap;
 
 /// The kind for serving many users. Sequences share whole blocks with each other and with the prefix index. A
@@ -27,9 +30,9 @@ use std::collections::BTreeMap;
 /// itself.
 ///
 /// Guarantees:
-/// - A block is free exactly when no sequence uses it and the index does not cache it.
+/// - A block is free exactly when no sequence and no transfer uses it and the index does not cache it.
 /// - A step writes only to free blocks, and to cells of uncached blocks behind the ends of all sequences that use
-///   them; the latter only if the writing sequence is the block's only user once the step is committed.
+///   them; the latter only if the writing sequence is the block's only user once the whole step is committed.
 /// - Blocks that no query can see again are released at `commit`, `rollback_tokens` later than the window alone would
 ///   require.
 ///
@@ -41,10 +44,14 @@ pub struct Paged {
     shift: Option<u32>,
     rollback_tokens: u32,
     /// True if no capacity limit was given.
-    endless: bool,
+    unlimited: bool,
     blocks: Blocks,
     sequences: BTreeMap<SeqId, Table>,
     pub(crate) events: Events,
+    /// Unique in the process, so that a plan notices when it meets another cell space.
+    id: u64,
+    /// Number of changes of block tables so far.
+    n_versions: u64,
 }
 
 /// Block table of one sequence: 4 bytes per block.
@@ -55,6 +62,10 @@ struct Table {
     next_position: u32,
     /// Blocks before this index have left the window, except those of the sinks.
     window_start: u32,
+    /// Changes whenever `blocks` does; 0 while it has never held a block.
+    version: u64,
+    /// Changes when the sequence is made anew or shortened.
+    lineage: u64,
 }
 
 impl Paged {
@@ -76,10 +87,12 @@ impl Paged {
             block_tokens,
             shift: block_tokens.is_power_of_two().then_some(block_tokens.trailing_zeros()),
             rollback_tokens,
-            endless: group.capacity_tokens == u32::MAX,
+            unlimited: group.capacity_tokens == u32::MAX,
             blocks: Blocks::new(group.capacity_tokens / block_tokens),
             sequences: BTreeMap::new(),
             events: Events::default(),
+            id: crate::tables::unique(),
+            n_versions: 0,
         })
     }
 
@@ -96,10 +109,13 @@ impl Paged {
     /// See [`Cache::block_uses`](crate::Cache::block_uses).
     pub(crate) fn block_uses(&self) -> impl Iterator<Item = BlockUse> {
         (0..self.blocks.high_water()).map(|block| {
-            match (self.blocks.holders(block), self.blocks.node(block)) {
+            match (self.blocks.ref_count(block), self.blocks.node(block)) {
                 (0, NONE) => BlockUse::Free,
-                (0, _) => BlockUse::Idle,
-                (n, _) => BlockUse::Held(n),
+                (0, _) => BlockUse::Evictable,
+                _ => match self.blocks.n_sequences(block) {
+                    0 => BlockUse::InTransfer,
+                    n => BlockUse::InUse(n),
+                },
             }
         })
     }
@@ -154,7 +170,7 @@ impl Paged {
         for together in tails.chunk_by_mut(|a, b| a.block == b.block) {
             let block = together[0].block;
             if self.blocks.node(block) == NONE
-                && self.blocks.holders(block) as usize == together.len()
+                && self.blocks.ref_count(block) as usize == together.len()
                 && let Some(stays) = together.last_mut()
             {
                 stays.copies = false;
@@ -174,113 +190,53 @@ impl Paged {
         self.visibility.window.is_some()
     }
     /// Whether the capacity is unlimited.
-    pub(crate) fn is_endless(&self) -> bool {
-        self.endless
+    pub(crate) fn is_unlimited(&self) -> bool {
+        self.unlimited
     }
-    pub(crate) fn free_cells(&self) -> u32 {
-        self.blocks.n_free() * self.block_tokens
-    }
-    pub(crate) fn n_idle(&self) -> u32 {
-        self.blocks.n_idle()
-    }
-    pub(crate) fn node(&self, block: u32) -> u32 {
-        self.blocks.node(block)
-    }
-    /// The index node of `block`, if it is cached and no sequence uses it.
-    pub(crate) fn idle_node(&self, block: u32) -> Option<u32> {
-        let node = self.blocks.node(block);
-        (node != NONE && self.blocks.holders(block) == 0).then_some(node)
-    }
-    /// Block table of `seq`, with [`NONE`] where blocks have left the window.
-    pub(crate) fn table_of(&self, seq: SeqId) -> &[u32] {
-        self.sequences.get(&seq).map_or(&[], |table| &table.blocks)
-    }
-    /// Whether no block has become idle since the index last asked.
-    pub(crate) fn has_settled(&self) -> bool {
-        self.blocks.has_settled()
-    }
-    pub(crate) fn index(&mut self, block: u32, node: u32) {
-        self.blocks.index(block, node);
-    }
-    pub(crate) fn unindex(&mut self, block: u32) -> bool {
-        self.blocks.unindex(block)
-    }
-    pub(crate) fn take_fell_idle(&mut self) -> Vec<u32> {
-        std::mem::take(self.blocks.fell_idle())
-    }
-    pub(crate) fn give_back(&mut self, buffer: Vec<u32>) {
-        *self.blocks.fell_idle() = buffer;
+    fn new_version(&mut self) -> u64 {
+        self.n_versions += 1;
+        self.n_versions
     }
 
-    /// Whether a query behind the first `n_blocks` of a sequence sees block `i` of them.
-    pub(crate) fn is_seen(&self, i: u32, n_blocks: u32) -> bool {
-        i < self.sink_blocks() || i >= self.first_seen(n_blocks * self.block_tokens)
+    fn release(&mut self, block: u32, seq: SeqId, reason: Reason) {
+        let released = self.blocks.release(block);
+        self.log_release(block, Some(seq), released, reason);
+    }
+    fn log_release(&mut self, block: u32, seq: Option<SeqId>, released: Released, reason: Reason) {
+        let change = match released {
+            Released::InUse => Change::Release,
+            Released::Evictable => Change::Evictable,
+            Released::Freed => Change::Free,
+        };
+        self.events.push(block, seq, change, reason);
     }
 
-    /// Makes the sequence `seq` from the cached `blocks`, keeping only those that a query behind them sees. Returns
-    /// how many of them were not in use by any sequence before.
-    pub(crate) fn adopt(&mut self, seq: SeqId, mut blocks: Vec<u32>) -> u32 {
-        let n_blocks = blocks.len() as u32;
-        let next_position = n_blocks * self.block_tokens;
-        let first_seen = self.first_seen(next_position).min(n_blocks);
-        let sinks = self.sink_blocks().min(first_seen);
-        blocks[sinks as usize..first_seen as usize].fill(NONE);
-        let mut n_idle = 0;
-        for &block in blocks.iter().filter(|&&block| block != NONE) {
-            n_idle += u32::from(self.blocks.hold(block));
-            self.events.push(block, Some(seq), Change::Hit, Reason::Open);
-        }
-        self.sequences.insert(seq, Table { blocks, next_position, window_start: first_seen });
-        n_idle
-    }
-
-    /// Replaces block `i` of `seq` by `block`, which holds the same tokens.
-    pub(crate) fn replace(&mut self, seq: SeqId, i: u32, block: u32) {
-        self.blocks.hold(block);
-        self.events.push(block, Some(seq), Change::Share, Reason::Duplicate);
-        let table = self.sequences.get_mut(&seq).expect("it is live");
-        let own = std::mem::replace(&mut table.blocks[i as usize], block);
-        self.let_go(own, seq, Reason::Duplicate);
-    }
-
-    fn let_go(&mut self, block: u32, seq: SeqId, reason: Reason) {
-        match self.blocks.release(block) {
-            LetGo::Held => self.events.push(block, Some(seq), Change::Release, reason),
-            LetGo::Idle => self.events.push(block, Some(seq), Change::Idle, reason),
-            LetGo::Freed => self.events.push(block, Some(seq), Change::Free, reason),
+    fn no_space(&self, group: GroupId, needed: u32) -> Refused {
+        let cells = |blocks: u32| blocks.saturating_mul(self.block_tokens);
+        Refused::NoSpace {
+            group,
+            needed: cells(needed),
+            free: cells(self.blocks.n_free()),
+            reclaimable: cells(self.blocks.n_evictable()),
         }
     }
 
-    /// Releases the blocks that no query can see again, even after a rollback of `rollback_tokens`.
-    fn leave_window(&mut self, seq: SeqId) {
+    /// Releases the blocks before `until`, which no query can see again, except those of the sinks.
+    fn leave_window(&mut self, seq: SeqId, until: u32) {
         if self.visibility.window.is_none() {
             return;
         }
         let table = &self.sequences[&seq];
         let from = table.window_start.max(self.sink_blocks());
-        let until = self.first_seen(table.next_position.saturating_sub(self.rollback_tokens));
+        let version = if from < until { self.new_version() } else { table.version };
         for i in from..until.max(from) {
             let table = self.sequences.get_mut(&seq).expect("it is live");
-            table.window_start = i + 1;
+            (table.window_start, table.version) = (i + 1, version);
             let block = std::mem::replace(&mut table.blocks[i as usize], NONE);
             if block != NONE {
-                self.let_go(block, seq, Reason::Window);
+                self.release(block, seq, Reason::Window);
             }
         }
-    }
-
-    /// Shortens `seq` to `position`. The caller has checked that this is possible.
-    fn truncate(&mut self, seq: SeqId, position: u32, reason: Reason) {
-        let keep = self.covering_blocks(position) as usize;
-        let table = self.sequences.get_mut(&seq).expect("it is live");
-        table.next_position = position;
-        table.window_start = table.window_start.min(keep as u32);
-        let mut blocks = std::mem::take(&mut table.blocks);
-        for &block in blocks.iter().skip(keep).rev().filter(|&&block| block != NONE) {
-            self.let_go(block, seq, reason);
-        }
-        blocks.truncate(keep);
-        self.sequences.get_mut(&seq).expect("it is live").blocks = blocks;
     }
 
     fn extents(&self, table: &Table, out: &mut Extents) {
@@ -297,6 +253,9 @@ impl Paged {
 }
 
 impl Kind for Paged {
+    fn visibility(&self) -> Visibility {
+        self.visibility
+    }
     fn capacity_cells(&self) -> u32 {
         self.blocks.capacity() * self.block_tokens
     }
@@ -326,13 +285,7 @@ impl Kind for Paged {
         }
         needed = needed.saturating_add(self.divide_tails(&mut out.shared_tails));
         if needed > self.blocks.n_free() {
-            let cells = |blocks: u32| blocks.saturating_mul(self.block_tokens);
-            return Err(Refused::NoSpace {
-                group,
-                needed: cells(needed),
-                free: cells(self.blocks.n_free()),
-                reclaimable: cells(self.blocks.n_idle()),
-            });
+            return Err(self.no_space(group, needed));
         }
         let (mut from, mut written_end) = (0, 0);
         let mut n_met = 0; // index into `shared_tails`
@@ -386,7 +339,7 @@ impl Kind for Paged {
         }
         let horizon = |span: &PlannedSpan| Horizon::new(self.visibility, span.start, 0, span.n_tokens - 1);
         let alone = spans.list.len() == 1;
-        trunks::share(&mut scratch, reads, &spans.list, |i| &extents[i], horizon);
+        shared_prefix::share(&mut scratch, reads, &spans.list, |i| &extents[i], horizon);
 
         let mut written = Written::new(writes);
         for (i, span) in spans.list.iter().enumerate() {
@@ -408,12 +361,30 @@ impl Kind for Paged {
         reads.scratch = scratch;
     }
 
+    fn fill_tables(&self, spans: &Spans, out: &mut GroupPlan) -> bool {
+        let GroupPlan { writes, tables, .. } = out;
+        let (mut written, resident) = (Written::new(writes), &mut tables.resident);
+        resident.begin(self.id, self.block_tokens, &spans.list);
+        for (i, span) in spans.list.iter().enumerate() {
+            let table = &self.sequences[&span.seq];
+            resident.refresh(i, table.version, &table.blocks);
+            let (mut position, end) = (span.start, span.start + span.n_tokens);
+            while position < end {
+                let rest_of_block = self.block_tokens - self.offset(position);
+                let run = written.take(rest_of_block.min(end - position));
+                resident.write(i, self.whole_blocks(position), self.whole_blocks(run.start));
+                position += run.len;
+            }
+        }
+        true
+    }
+
     fn apply(&mut self, spans: &Spans, plan: &GroupPlan) {
         let mut written = Written::new(&plan.writes);
         for span in &spans.list {
             let seq = span.seq;
             let table = self.sequences.get_mut(&seq).expect("prepare knew this sequence");
-            let (start, mut n_tokens) = (table.next_position, span.n_tokens);
+            let (start, mut n_tokens, mut changes) = (table.next_position, span.n_tokens, false);
             table.next_position += n_tokens;
             let mut blocks = std::mem::take(&mut table.blocks);
             let offset = self.offset(start);
@@ -424,9 +395,10 @@ impl Kind for Paged {
                 let tail = blocks.last_mut().expect("a started block is in the table");
                 let from = std::mem::replace(tail, block);
                 if from != block {
+                    changes = true;
                     self.blocks.take(block);
                     self.events.push(block, Some(seq), Change::CopyOnWrite { from }, Reason::Append);
-                    self.let_go(from, seq, Reason::Append);
+                    self.release(from, seq, Reason::Append);
                 }
             }
             while n_tokens > 0 {
@@ -436,9 +408,15 @@ impl Kind for Paged {
                 self.blocks.take(block);
                 self.events.push(block, Some(seq), Change::Alloc, Reason::Append);
                 blocks.push(block);
+                changes = true;
             }
-            self.sequences.get_mut(&seq).expect("it is live").blocks = blocks;
-            self.leave_window(seq);
+            self.n_versions += u64::from(changes);
+            let table = self.sequences.get_mut(&seq).expect("it is live");
+            table.blocks = blocks;
+            table.version = if changes { self.n_versions } else { table.version };
+            // A rollback of `rollback_tokens` must find what it needs.
+            let until = self.first_seen((start + span.n_tokens).saturating_sub(self.rollback_tokens));
+            self.leave_window(seq, until);
         }
         self.events.step += 1;
     }
@@ -446,17 +424,19 @@ impl Kind for Paged {
     fn clear(&mut self) {
         self.sequences.clear();
         for block in (0..self.blocks.high_water()).filter(|&block| self.blocks.is_used(block)) {
-            self.events.push(block, None, Change::Free, Reason::Clear);
+            if self.blocks.n_sequences(block) == self.blocks.ref_count(block) {
+                self.events.push(block, None, Change::Free, Reason::Clear);
+            }
         }
         self.blocks.clear();
     }
 
-    fn room(&self) -> Room {
-        Room {
+    fn occupancy(&self) -> Occupancy {
+        Occupancy {
             block_tokens: self.block_tokens,
             capacity_cells: self.capacity_cells(),
             free_cells: self.free_cells(),
-            idle_cells: self.blocks.n_idle() * self.block_tokens,
+            evictable_cells: self.blocks.n_evictable() * self.block_tokens,
             frees_out_of_window: self.is_windowed(),
         }
     }
@@ -483,7 +463,7 @@ impl Kind for Paged {
         let sequences = sequences.collect();
         // A sequence that uses the block but does not end in it has filled it. A cached block is full, too.
         let is_started =
-            |block, n_ends| self.blocks.holders(block) == n_ends && self.blocks.node(block) == NONE;
+            |block, n_ends| self.blocks.n_sequences(block) == n_ends && self.blocks.node(block) == NONE;
         let unused = started.iter().filter(|(block, (n_ends, _))| is_started(**block, *n_ends));
         let unused_cells = unused.map(|(_, (_, filled))| self.block_tokens - filled).sum();
         let used_blocks = self.blocks.capacity() - self.blocks.n_free();
@@ -496,7 +476,7 @@ impl Kind for Paged {
                 block_tokens: self.block_tokens,
                 total: self.blocks.capacity(),
                 free: self.blocks.n_free(),
-                idle: self.blocks.n_idle(),
+                evictable: self.blocks.n_evictable(),
                 unused_cells,
                 counters: self.events.counters,
             }),
@@ -511,84 +491,5 @@ impl Kind for Paged {
     }
     fn paged_mut(&mut self) -> Option<&mut Paged> {
         Some(self)
-    }
-}
-
-const TAILS_ONLY: &str = "a paged cache copies from the beginning and removes from the end: take cells";
-
-impl SequenceKind for Paged {
-    fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused> {
-        if self.sequences.contains_key(&seq) {
-            return Err(Refused::SequenceExists(seq));
-        }
-        self.sequences.insert(seq, Table::default());
-        Ok(())
-    }
-
-    fn can_end_at(&self, seq: SeqId, position: u32) -> Result<(), Refused> {
-        let table = self.table(seq)?;
-        if position >= table.next_position || self.visibility.window.is_none() || position == 0 {
-            return Ok(());
-        }
-        // What the next query sees must still be stored. Sink blocks always are.
-        let first = self.first_seen(position).max(self.sink_blocks());
-        if first < table.window_start && first < self.covering_blocks(position) {
-            return Err(Refused::WindowGone { seq, position });
-        }
-        Ok(())
-    }
-
-    fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused> {
-        let source = self.table(src)?;
-        let until = until.min(source.next_position);
-        if let Some(next) = self.next_position(dst).filter(|&next| next > from) {
-            return Err(Refused::Occupied { seq: dst, position: next - 1 });
-        }
-        if from >= until {
-            self.sequences.entry(dst).or_default();
-            return Ok(());
-        }
-        if from > 0 {
-            return Err(Refused::NotHere(TAILS_ONLY));
-        }
-        let n_blocks = self.covering_blocks(until) as usize;
-        let copy = Table {
-            blocks: source.blocks[..n_blocks].to_vec(),
-            next_position: until,
-            window_start: source.window_start.min(n_blocks as u32),
-        };
-        for &block in copy.blocks.iter().filter(|&&block| block != NONE) {
-            self.blocks.hold(block);
-            self.events.push(block, Some(dst), Change::Share, Reason::Fork);
-        }
-        self.sequences.insert(dst, copy);
-        Ok(())
-    }
-
-    fn seq_rm(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
-        let next = self.table(seq)?.next_position;
-        if from >= until || from > next {
-            return Ok(());
-        }
-        if until < next {
-            return Err(Refused::NotHere(TAILS_ONLY));
-        }
-        let reason = if from == 0 { Reason::Remove } else { Reason::Rollback };
-        self.truncate(seq, from, reason);
-        if from == 0 {
-            self.sequences.remove(&seq);
-        }
-        Ok(())
-    }
-
-    fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
-        self.table(seq)?;
-        if from > 0 && from < until {
-            return Err(Refused::NotHere(TAILS_ONLY));
-        }
-        while let Some(other) = self.sequences.keys().copied().find(|&other| other != seq) {
-            self.seq_rm(other, 0, u32::MAX)?;
-        }
-        self.seq_rm(seq, if from < until { until } else { 0 }, u32::MAX)
     }
 }

@@ -6,8 +6,8 @@
 //! the reads.
 use super::draft_tree::{self, Node};
 use super::extents::{Extent, Extents};
+use super::shared_prefix::{self, Horizon};
 use super::stripes::{Cursor, Stripes};
-use super::trunks::{self, Horizon};
 use super::written::Written;
 use super::{GroupSpec, Visibility, compaction, in_sequence_order, window_edge, written_items};
 use crate::ids::*;
@@ -50,6 +50,9 @@ impl CellSpace {
             sequences: BTreeMap::new(),
         }
     }
+    pub fn visibility(&self) -> Visibility {
+        self.visibility
+    }
     pub fn capacity(&self) -> u32 {
         self.stripes.capacity()
     }
@@ -89,7 +92,7 @@ impl CellSpace {
             let mut done = 0;
             while done < span.n_tokens {
                 let run = written.take(span.n_tokens - done);
-                self.stripes.hold(run);
+                self.stripes.add_ref(run);
                 match parents {
                     Some(parents) => {
                         sequence.nodes.extend(run.cells().zip(done as usize..).map(|(cell, i)| Node {
@@ -125,7 +128,7 @@ impl CellSpace {
 
         let alone = spans.list.len() == 1;
         let committed = |i: usize| &sequence(&spans.list[i]).committed;
-        trunks::share(&mut scratch, reads, &spans.list, committed, horizon);
+        shared_prefix::share(&mut scratch, reads, &spans.list, committed, horizon);
 
         let mut written = Written::new(writes);
         for (i, span) in spans.list.iter().enumerate() {
@@ -205,12 +208,12 @@ impl CellSpace {
         self.sequences.clear();
     }
 
-    pub fn room(&self) -> Room {
-        Room {
+    pub fn occupancy(&self) -> Occupancy {
+        Occupancy {
             block_tokens: 1,
             capacity_cells: self.capacity(),
             free_cells: self.stripes.free(),
-            idle_cells: 0,
+            evictable_cells: 0,
             frees_out_of_window: false,
         }
     }
@@ -258,7 +261,7 @@ impl CellSpace {
         // `dst` is taken out of the map while `src` is read, so that it need not be cloned.
         let mut copy = self.sequences.remove(&dst).unwrap_or_default();
         for extent in self.sequences[&src].committed.within(from, until) {
-            self.stripes.hold(extent.run());
+            self.stripes.add_ref(extent.run());
             copy.committed.push(extent);
         }
         copy.next_position = until;
@@ -298,7 +301,7 @@ impl CellSpace {
 
     /// Makes a root-to-node chain part of `seq`, after checking it, and frees the other nodes.
     pub fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused> {
-        draft_tree::check_path(seq, &self.sequence(seq)?.nodes, accepted)?;
+        draft_tree::check_path(seq, &self.sequence(seq)?.nodes, &[], accepted)?;
         let sequence = self.sequences.get_mut(&seq).expect("its path was checked");
         for node in accepted {
             let cell = sequence.nodes[node.0 as usize].cell;

@@ -128,7 +128,7 @@ impl Stripes {
     }
 
     /// Adds a holder to every cell of `run`.
-    pub fn hold(&mut self, run: Run) {
+    pub fn add_ref(&mut self, run: Run) {
         self.reach(run.end());
         for cell in run.cells() {
             self.refs[cell as usize] += 1;

@@ -1,10 +1,10 @@
 //! The cell space of `cells`, plus speculative nodes after the committed end of every sequence.
 use super::space::CellSpace;
-use super::{GroupSpec, draft_tree, expect_end};
+use super::{GroupSpec, Visibility, draft_tree, expect_end};
 use crate::ids::*;
 use crate::kind::{Kind, SequenceKind, TreeKind};
 use crate::plan::*;
-use crate::report::{Report, Room};
+use crate::report::{Occupancy, Report};
 use crate::request::Refused;
 
 /// The kind for speculative decoding. Each sequence may propose a draft tree, in one span or in several spans over
@@ -26,6 +26,9 @@ impl Tree {
 }
 
 impl Kind for Tree {
+    fn visibility(&self) -> Visibility {
+        self.space.visibility()
+    }
     fn capacity_cells(&self) -> u32 {
         self.space.capacity()
     }
@@ -75,8 +78,8 @@ impl Kind for Tree {
     fn report(&self) -> Report {
         self.space.report()
     }
-    fn room(&self) -> Room {
-        self.space.room()
+    fn occupancy(&self) -> Occupancy {
+        self.space.occupancy()
     }
     fn sequences(&mut self) -> Option<&mut dyn SequenceKind> {
         Some(self)
@@ -102,6 +105,9 @@ impl SequenceKind for Tree {
 }
 
 impl TreeKind for Tree {
+    fn check_path(&self, seq: SeqId, planned: &[Option<NodeId>], accepted: &[NodeId]) -> Result<(), Refused> {
+        draft_tree::check_path(seq, &self.space.sequence(seq)?.nodes, planned, accepted)
+    }
     fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused> {
         self.space.commit_path(seq, accepted)
     }

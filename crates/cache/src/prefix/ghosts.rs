@@ -43,7 +43,7 @@ impl Ghosts {
         self.order.push_back(hash);
         *self.counts.entry(hash).or_default() += 1;
     }
-    pub fn knows(&self, hash: u64) -> bool {
+    pub fn contains(&self, hash: u64) -> bool {
         self.counts.contains_key(&self.bucket(hash))
     }
     pub fn clear(&mut self) {

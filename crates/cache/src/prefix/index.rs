@@ -1,21 +1,21 @@
 //! The prefix index over the layer groups of one paged cache: which block of each group holds the tokens of a tree
 //! node, which blocks can be evicted, and the deepest node of every open sequence.
 mod counts;
+mod evict;
 mod explain;
-mod room;
+mod store;
 
 use super::content::{Content, Keying};
 use super::ghosts::Ghosts;
 use super::hits::Hits;
 use super::tree::{Node, Tree, chain, salt_hash};
-use super::{Lookup, Moment, PrefixEvent, PrefixReport, PrefixSpec, RecomputeCost, Stored};
-use crate::events::{Change, Reason};
+use super::{Lookup, Moment, PrefixEvent, PrefixReport, PrefixSpec, RecomputeCost};
 use crate::evict::{Order, Policy, Rank, Use};
 use crate::ids::*;
 use crate::kind::Kind;
 use crate::kinds::{NONE, Paged};
 use crate::request::Refused;
-use counts::{Beginnings, Standing};
+use counts::{FirstBlocks, SequenceEnds};
 use std::collections::BTreeMap;
 
 const PAGED: &str = "an index stands over paged groups only";
@@ -28,8 +28,8 @@ pub(crate) struct Index {
     leaves: BTreeMap<SeqId, Leaf>,
     groups: Vec<GroupIndex>,
     only_windows: bool,
-    standing: Standing,
-    beginnings: Beginnings,
+    ends: SequenceEnds,
+    first_blocks: FirstBlocks,
     ghosts: Ghosts,
     cost: RecomputeCost,
     moment: Moment,
@@ -129,7 +129,7 @@ impl Index {
                 windowed: paged.is_windowed(),
                 blocks: Vec::new(),
                 block_bytes: spec.block_bytes.get(g).copied().unwrap_or(1),
-                evict: (!paged.is_endless()).then(|| Evict {
+                evict: (!paged.is_unlimited()).then(|| Evict {
                     policy,
                     order: Order::default(),
                     ranks: Vec::new(),
@@ -139,8 +139,8 @@ impl Index {
         let groups: Vec<GroupIndex> = groups.collect();
         Index {
             only_windows: groups.iter().all(|group| group.windowed),
-            standing: Standing::default(),
-            beginnings: Beginnings::default(),
+            ends: SequenceEnds::default(),
+            first_blocks: FirstBlocks::default(),
             tree: Tree::new(keying),
             roots: BTreeMap::new(),
             salts: BTreeMap::new(),
@@ -226,18 +226,21 @@ impl Index {
         let Some(&root) = self.salts.get(salt) else { return Lookup::default() };
         let walk = self.walk(groups, root, content, &mut Vec::new(), |_| ());
         // Walk from the hit node back to the root.
-        let n_idle = groups.iter().zip(&self.groups).map(|(kind, group)| {
+        let n_evictable = groups.iter().zip(&self.groups).map(|(kind, group)| {
             let paged = paged(&**kind);
-            let (mut node, mut n_idle) = (walk.hit_node, 0);
+            let (mut node, mut n_evictable) = (walk.hit_node, 0);
             for i in (0..walk.n_hit).rev() {
-                let is_idle = paged.idle_node(group.block(node)).is_some();
-                n_idle += u32::from(is_idle && paged.is_seen(i, walk.n_hit));
+                let is_evictable = paged.evictable_node(group.block(node)).is_some();
+                n_evictable += u32::from(is_evictable && paged.is_seen(i, walk.n_hit));
                 node = self.tree.parent(node);
             }
-            n_idle
+            n_evictable
         });
-        let n_idle = n_idle.max().unwrap_or(0);
-        Lookup { hit_tokens: walk.n_hit * self.block_tokens(), idle_tokens: n_idle * self.block_tokens() }
+        let n_evictable = n_evictable.max().unwrap_or(0);
+        Lookup {
+            hit_tokens: walk.n_hit * self.block_tokens(),
+            evictable_tokens: n_evictable * self.block_tokens(),
+        }
     }
 
     pub fn lookup_blocks(
@@ -282,7 +285,7 @@ impl Index {
     fn set_leaf(&mut self, groups: &[Box<dyn Kind>], seq: SeqId, leaf: Option<Leaf>) {
         if let Some(leaf) = leaf {
             self.roots.get_mut(&leaf.root).expect("leaves stand under roots").1 += 1;
-            self.standing.add(leaf.node);
+            self.ends.add(leaf.node);
         }
         let before = match leaf {
             Some(leaf) => self.leaves.insert(seq, leaf),
@@ -290,7 +293,7 @@ impl Index {
         };
         if let Some(Leaf { root, node, .. }) = before {
             self.roots.get_mut(&root).expect("leaves stand under roots").1 -= 1;
-            self.standing.remove(node);
+            self.ends.remove(node);
             // This node may have been kept only because the sequence was at it: all window groups may have dropped
             // its blocks.
             if self.only_windows && node != root {
@@ -335,11 +338,11 @@ impl Index {
         let walk = self.walk(groups, root, content, &mut buffer, |node| path.push(node));
         self.buffer = buffer;
         path.truncate(walk.n_hit as usize);
-        let mut n_idle = 0;
+        let mut n_evictable = 0;
         for (g, kind) in groups.iter_mut().enumerate() {
             let paged = paged_mut(kind);
             let table = path.iter().map(|&node| self.groups[g].block(node)).collect();
-            n_idle = n_idle.max(paged.adopt(seq, table));
+            n_evictable = n_evictable.max(paged.adopt(seq, table));
             self.hit(g, paged.table_of(seq));
         }
         let node = path.last().copied().unwrap_or(root);
@@ -349,123 +352,7 @@ impl Index {
         if is_first && content.n_tokens() > 0 && !matches!(content, Content::Unknown { .. }) {
             self.hits.count(content.n_tokens(), walk.n_hit * block_tokens);
         }
-        Ok(Lookup { hit_tokens: walk.n_hit * block_tokens, idle_tokens: n_idle * block_tokens })
-    }
-
-    /// The first of the blocks `from..until` that is stored for this leaf with other content. O(stored blocks after
-    /// `from`).
-    fn contradicted(&mut self, leaf: Leaf, content: &Content<'_>, from: u32, until: u32) -> Option<u32> {
-        let (keying, mut buffer) = (self.tree.keying(), std::mem::take(&mut self.buffer));
-        let (mut node, mut first) = (leaf.node, None);
-        for i in (from..leaf.n_blocks).rev() {
-            if i < until && self.tree.key(node) != keying.key(content, i, &mut buffer) {
-                first = Some(i);
-            }
-            node = self.tree.parent(node);
-        }
-        self.buffer = buffer;
-        first
-    }
-
-    /// Blocks of `content` before position `from` are not compared if they are stored already.
-    pub fn store(
-        &mut self,
-        groups: &mut [Box<dyn Kind>],
-        seq: SeqId,
-        from: u32,
-        content: &Content<'_>,
-        at: Moment,
-    ) -> Result<Stored, Refused> {
-        let mut leaf = *self.leaves.get(&seq).ok_or(Refused::UnknownSequence(seq))?;
-        if !self.tree.keying().accepts(content) {
-            return Err(Refused::NotHere("this prefix index was made for content of another kind"));
-        }
-        let committed = groups[0].next_position(seq).unwrap_or(0) / self.block_tokens();
-        let n_blocks = self.tree.keying().n_blocks(content).min(committed);
-        let from = (from / self.block_tokens()).min(n_blocks);
-        if let Some(i) = self.contradicted(leaf, content, from, n_blocks) {
-            return Err(Refused::OtherContent { seq, position: i * self.block_tokens() });
-        }
-        if n_blocks <= leaf.n_blocks {
-            return Ok(Stored { n_new: 0, n_known: n_blocks - from });
-        }
-        let (first, mut n_stored) = (leaf.n_blocks, 0);
-        let tables = groups
-            .iter()
-            .map(|kind| paged(&**kind).table_of(seq)[first as usize..n_blocks as usize].to_vec());
-        let tables: Vec<Vec<u32>> = tables.collect();
-        // A block that is indexed already must lie on this path. Otherwise `content` is not what the block holds.
-        let keying = self.tree.keying();
-        let (mut known, mut buffer) = (Some(leaf.node), std::mem::take(&mut self.buffer));
-        for i in first..n_blocks {
-            let key = keying.key(content, i, &mut buffer);
-            known = known.and_then(|node| self.tree.child(node, key));
-            for (kind, table) in groups.iter().zip(&tables) {
-                let block = table[(i - first) as usize];
-                let indexed = if block == NONE { NONE } else { paged(&**kind).node(block) };
-                if indexed != NONE && Some(indexed) != known {
-                    self.buffer = buffer;
-                    return Err(Refused::OtherContent { seq, position: i * keying.block_tokens });
-                }
-            }
-        }
-        self.buffer = buffer;
-        self.moment = at;
-        for i in first..n_blocks {
-            let (node, is_new) = self.tree.child_or_new(leaf.node, content, i);
-            if is_new && i == 0 {
-                self.beginnings.add(self.tree.key(node));
-            }
-            for (g, kind) in groups.iter_mut().enumerate() {
-                let paged = paged_mut(kind);
-                let (own, known) = (tables[g][(i - first) as usize], self.groups[g].block(node));
-                if own == NONE || own == known {
-                    continue;
-                }
-                if known == NONE {
-                    self.know(paged, g, node, own, seq, i);
-                } else {
-                    // Two sequences computed the same block at the same time. The content is the same, so one copy is
-                    // enough.
-                    paged.replace(seq, i, known);
-                    if let Some(evict) = &mut self.groups[g].evict {
-                        evict.order.remove(known);
-                    }
-                }
-            }
-            n_stored += u32::from(is_new);
-            leaf = Leaf { node, n_blocks: i + 1, ..leaf };
-        }
-        self.n_stored += u64::from(n_stored);
-        self.set_leaf(groups, seq, Some(leaf));
-        self.settle(groups);
-        Ok(Stored { n_new: n_stored, n_known: n_blocks - from.min(first) - n_stored })
-    }
-
-    /// Records that `block` of `group` holds the tokens of `node`.
-    fn know(&mut self, paged: &mut Paged, group: usize, node: Node, block: u32, seq: SeqId, depth: u32) {
-        self.version += 1;
-        paged.index(block, node);
-        paged.events.push(block, Some(seq), Change::Store, Reason::Store);
-        self.groups[group].set_block(node, block);
-        if self.groups[group].evict.is_some() {
-            self.tick += 1;
-        }
-        let cost = self.cost.of_block(depth, self.block_tokens());
-        let stored = Use { cost, ..self.use_now(group) };
-        if let Some(evict) = &mut self.groups[group].evict {
-            let rank = evict.policy.stored(block, &stored);
-            evict.set(block, rank);
-        }
-        if let Some(events) = &mut self.events {
-            events.push(PrefixEvent::Stored {
-                group: GroupId(group as u16),
-                block,
-                hash: self.tree.hash(node),
-                parent_hash: self.tree.hash(self.tree.parent(node)),
-                key: self.tree.key(node).into(),
-            });
-        }
+        Ok(Lookup { hit_tokens: walk.n_hit * block_tokens, evictable_tokens: n_evictable * block_tokens })
     }
 
     /// Records that a new sequence uses `blocks` of group `g`.
@@ -534,14 +421,14 @@ impl Index {
         self.roots.clear();
         self.salts.clear();
         self.leaves.clear();
-        self.standing = Standing::default();
-        self.beginnings = Beginnings::default();
+        self.ends = SequenceEnds::default();
+        self.first_blocks = FirstBlocks::default();
         self.ghosts.clear();
         for group in &mut self.groups {
             if let Some(evict) = &mut group.evict {
                 for &block in group.blocks.iter().filter(|&&block| block != NONE) {
                     evict.order.remove(block);
-                    evict.policy.forgotten(block);
+                    evict.policy.removed(block);
                 }
             }
             group.blocks.clear();

@@ -1,7 +1,7 @@
 //! The tree of indexed blocks: one node per full block, whose parent is the node of the block before it.
 //!
 //! Along a prompt that was seen before, almost every node has exactly one child. The node stores that child directly,
-//! so no hash is computed. Only where prompts diverge does a map find the other children ("brothers"). The map's hash
+//! so no hash is computed. Only where prompts diverge does a map find the other children ("siblings"). The map's hash
 //! only selects a bucket; keys are always compared. (Radix trees over tokens: Zheng et al., "SGLang: Efficient
 //! Execution of Structured Language Model Programs", NeurIPS 2024; hashes per block: vLLM's automatic prefix
 //! caching.)
@@ -18,13 +18,13 @@ pub(super) type Node = u32;
 #[derive(Clone, Copy)]
 struct Links {
     parent: Node,
-    /// The first child; the others follow as a list of its brothers.
+    /// The first child; the others follow as a list of its siblings.
     child: Node,
-    older: Node,
-    younger: Node,
+    previous_sibling: Node,
+    next_sibling: Node,
 }
 
-/// 24 bytes and a key per node. The map holds only brothers.
+/// 24 bytes and a key per node. The map holds only siblings.
 pub(super) struct Tree<S = RandomState> {
     keying: Keying,
     links: Vec<Links>,
@@ -32,9 +32,9 @@ pub(super) struct Tree<S = RandomState> {
     keys: Vec<u32>,   // [nodes, n_words]
     free: Vec<Node>,
     /// Every child except first children, under a hash that users cannot predict.
-    brothers: HashMap<u64, Node, BuildHasherDefault<AsIs>>,
+    siblings: HashMap<u64, Node, BuildHasherDefault<AsIs>>,
     hasher: S,
-    /// True once a brother found its bucket taken. Such brothers are found by a linear search.
+    /// True once a sibling found its bucket taken. Such siblings are found by a linear search.
     collided: bool,
     buffer: Vec<u32>,
 }
@@ -47,7 +47,7 @@ impl<S: BuildHasher + Default> Tree<S> {
             hashes: Vec::new(),
             keys: Vec::new(),
             free: Vec::new(),
-            brothers: HashMap::default(),
+            siblings: HashMap::default(),
             hasher: S::default(),
             collided: false,
             buffer: Vec::new(),
@@ -75,17 +75,17 @@ impl<S: BuildHasher + Default> Tree<S> {
         let at = node as usize * self.keying.n_words;
         &self.keys[at..at + self.keying.n_words]
     }
-    /// The first child, then its brothers, newest first.
+    /// The first child, then its siblings, newest first.
     pub fn children(&self, node: Node) -> impl Iterator<Item = Node> {
         let some = |node: Node| (node != NONE).then_some(node);
         std::iter::successors(some(self.links[node as usize].child), move |&node| {
-            some(self.links[node as usize].younger)
+            some(self.links[node as usize].next_sibling)
         })
     }
 
     /// Makes a root, for prompts under a salt with this hash.
     pub fn new_root(&mut self, hash: u64) -> Node {
-        self.push(Links { parent: NONE, child: NONE, older: NONE, younger: NONE }, hash, &[])
+        self.push(Links { parent: NONE, child: NONE, previous_sibling: NONE, next_sibling: NONE }, hash, &[])
     }
 
     /// The child of `node` with this key.
@@ -98,11 +98,11 @@ impl<S: BuildHasher + Default> Tree<S> {
         if self.key(first) == key {
             return Some(first);
         }
-        if self.links[first as usize].younger == NONE { None } else { self.brother(node, key) }
+        if self.links[first as usize].next_sibling == NONE { None } else { self.sibling(node, key) }
     }
 
-    fn brother(&self, node: Node, key: &[u32]) -> Option<Node> {
-        match self.brothers.get(&self.bucket(node, key)).copied() {
+    fn sibling(&self, node: Node, key: &[u32]) -> Option<Node> {
+        match self.siblings.get(&self.bucket(node, key)).copied() {
             Some(found) if self.parent(found) == node && self.key(found) == key => Some(found),
             _ if self.collided => self.children(node).find(|&child| self.key(child) == key),
             _ => None,
@@ -128,18 +128,26 @@ impl<S: BuildHasher + Default> Tree<S> {
         let hash = chain(self.hashes[parent as usize], key);
         let first = self.links[parent as usize].child;
         if first == NONE {
-            let node = self.push(Links { parent, child: NONE, older: NONE, younger: NONE }, hash, key);
+            let node = self.push(
+                Links { parent, child: NONE, previous_sibling: NONE, next_sibling: NONE },
+                hash,
+                key,
+            );
             self.links[parent as usize].child = node;
             return node;
         }
         // Insert after the first child, which stays the one stored in the parent.
-        let second = self.links[first as usize].younger;
-        let node = self.push(Links { parent, child: NONE, older: first, younger: second }, hash, key);
-        self.links[first as usize].younger = node;
+        let second = self.links[first as usize].next_sibling;
+        let node = self.push(
+            Links { parent, child: NONE, previous_sibling: first, next_sibling: second },
+            hash,
+            key,
+        );
+        self.links[first as usize].next_sibling = node;
         if second != NONE {
-            self.links[second as usize].older = node;
+            self.links[second as usize].previous_sibling = node;
         }
-        match self.brothers.entry(self.hasher.hash_one((parent, key))) {
+        match self.siblings.entry(self.hasher.hash_one((parent, key))) {
             Entry::Vacant(bucket) => {
                 bucket.insert(node);
             }
@@ -150,26 +158,26 @@ impl<S: BuildHasher + Default> Tree<S> {
 
     fn leave_map(&mut self, parent: Node, node: Node) {
         let bucket = self.bucket(parent, self.key(node));
-        if self.brothers.get(&bucket) == Some(&node) {
-            self.brothers.remove(&bucket);
+        if self.siblings.get(&bucket) == Some(&node) {
+            self.siblings.remove(&bucket);
         }
     }
 
     /// Removes a leaf.
     pub fn remove(&mut self, node: Node) {
-        let Links { parent, child, older, younger } = self.links[node as usize];
+        let Links { parent, child, previous_sibling, next_sibling } = self.links[node as usize];
         assert!(child == NONE, "node {node} has children and cannot go");
-        if older != NONE {
+        if previous_sibling != NONE {
             self.leave_map(parent, node);
-            self.links[older as usize].younger = younger;
+            self.links[previous_sibling as usize].next_sibling = next_sibling;
         } else if parent != NONE {
-            self.links[parent as usize].child = younger;
-            if younger != NONE {
-                self.leave_map(parent, younger); // it is now the child stored in the parent
+            self.links[parent as usize].child = next_sibling;
+            if next_sibling != NONE {
+                self.leave_map(parent, next_sibling); // it is now the child stored in the parent
             }
         }
-        if younger != NONE {
-            self.links[younger as usize].older = older;
+        if next_sibling != NONE {
+            self.links[next_sibling as usize].previous_sibling = previous_sibling;
         }
         self.free.push(node);
     }
@@ -204,7 +212,7 @@ impl<S: BuildHasher + Default> Tree<S> {
         self.hashes.clear();
         self.keys.clear();
         self.free.clear();
-        self.brothers.clear();
+        self.siblings.clear();
         self.collided = false;
     }
 }
@@ -263,28 +271,28 @@ mod tests {
         let keying = Keying::new(2, Vocabulary::Tokens).expect("tokens always fit");
         let mut tree: Tree<Bad> = Tree::new(keying);
         let root = tree.new_root(1);
-        let mut twin: BTreeMap<(Node, [u32; 2]), Node> = BTreeMap::new();
+        let mut model: BTreeMap<(Node, [u32; 2]), Node> = BTreeMap::new();
         let mut random = kvist_testing::SplitMix64(1);
         let mut below = |n: usize| random.index(n);
         for _ in 0..20_000 {
-            let parents: Vec<Node> = std::iter::once(root).chain(twin.values().copied()).collect();
+            let parents: Vec<Node> = std::iter::once(root).chain(model.values().copied()).collect();
             let parent = parents[below(parents.len().min(6))];
             let key = [below(5) as u32, below(5) as u32];
             if below(5) < 3 {
                 let (node, is_new) = tree.child_or_new(parent, &Content::Tokens(&key), 0);
-                assert_eq!(is_new, !twin.contains_key(&(parent, key)), "{parent} {key:?}");
-                assert_eq!(*twin.entry((parent, key)).or_insert(node), node);
-            } else if let Some((&place, &node)) = twin.iter().nth(below(twin.len().max(1)))
+                assert_eq!(is_new, !model.contains_key(&(parent, key)), "{parent} {key:?}");
+                assert_eq!(*model.entry((parent, key)).or_insert(node), node);
+            } else if let Some((&place, &node)) = model.iter().nth(below(model.len().max(1)))
                 && tree.is_leaf(node)
             {
                 tree.remove(node);
-                twin.remove(&place);
+                model.remove(&place);
             }
-            let known = twin.get(&(parent, key)).copied();
-            if parent == root || twin.values().any(|&node| node == parent) {
+            let known = model.get(&(parent, key)).copied();
+            if parent == root || model.values().any(|&node| node == parent) {
                 assert_eq!(tree.child(parent, &key), known, "{parent} {key:?}");
             }
         }
-        assert!(tree.collided && twin.len() > 20, "{} nodes", twin.len());
+        assert!(tree.collided && model.len() > 20, "{} nodes", model.len());
     }
 }

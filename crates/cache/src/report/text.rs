@@ -18,17 +18,20 @@ impl Display for Report {
             self.high_water
         )?;
         if let Some(blocks) = self.blocks {
-            let BlockReport { block_tokens, total, free, idle, unused_cells, counters: n } = blocks;
-            let held = total - free - idle;
-            writeln!(f, "blocks of {block_tokens} tokens: {held} of {total} held, {idle} idle, {free} free")?;
+            let BlockReport { block_tokens, total, free, evictable, unused_cells, counters: n } = blocks;
+            let in_use = total - free - evictable;
+            writeln!(
+                f,
+                "blocks of {block_tokens} tokens: {in_use} of {total} in use, {evictable} evictable, {free} free"
+            )?;
             let (external, internal) = (blocks.external_fragmentation(), blocks.internal_fragmentation());
             writeln!(
                 f,
-                "fragmentation: external {external:.2} (any free block serves anybody), internal {internal:.2} ({unused_cells} cells of held blocks unused)"
+                "fragmentation: external {external:.2} (any free block serves any request), internal {internal:.2} ({unused_cells} cells of blocks in use unused)"
             )?;
             write!(f, "so far: {} allocated, {} freed, {} evicted", n.allocated, n.freed, n.evicted)?;
             write!(f, ", {} hit, {} stored, {} shared", n.hit, n.stored, n.shared)?;
-            writeln!(f, ", {} copied on write, {} fell idle", n.copied_on_write, n.fell_idle)?;
+            writeln!(f, ", {} copied on write, {} became evictable", n.copied_on_write, n.became_evictable)?;
         }
         writeln!(f, "sequences: {}", self.sequences.len())?;
         for s in &self.sequences {

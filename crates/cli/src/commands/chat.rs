@@ -100,7 +100,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     config.recent.sequences = RECENT_SEQUENCES;
     let (model, _) = args.model.load_for(opened, &config, 0, quiet)?;
     interrupt::listen();
-    let mut chat = Chat::new(ModelSession::new(&model, &registry(model.decoder().compute()), &config)?, None);
+    let mut chat =
+        Chat::new(ModelSession::new(&model, &registry(&args.model.compute.get()?), &config)?, None);
     if args.system.is_some() {
         chat.set_system(args.system.clone()).map_err(|e| wrong_usage(e.to_string()))?;
     }
@@ -271,7 +272,7 @@ fn ways_out(chat: &Chat, tokens: u32, max_tokens: u32) -> String {
         ways.push("next time a /fork before a digression lets you come back from it".into());
     }
     let enough = tokens.saturating_add(max_tokens).checked_next_power_of_two().unwrap_or(u32::MAX);
-    let trained = chat.session().model().decoder().config().context;
+    let trained = chat.session().model().config().context;
     let beyond =
         if enough > trained { format!(" (the model was trained on {trained})") } else { String::new() };
     ways.push(format!("start again with --context {enough}{beyond}"));

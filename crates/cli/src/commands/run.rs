@@ -69,7 +69,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let (model, plan) = args.model.load_for(opened, &config, tokens.len(), quiet)?;
     interrupt::listen();
     let tokenizer = model.tokenizer().context(NO_TOKENIZER)?;
-    let mut session = ModelSession::new(&model, &registry(model.decoder().compute()), &config)?;
+    let mut session = ModelSession::new(&model, &registry(&args.model.compute.get()?), &config)?;
 
     let limits = Limits {
         max_tokens: args.max_tokens as usize,

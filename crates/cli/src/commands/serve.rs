@@ -4,10 +4,11 @@ use crate::options::*;
 use crate::{json, output};
 use anyhow::Context;
 use clap::ValueHint;
-use kvist_device::{Bytes, Purpose, Storage};
+use kvist_device::{Bytes, Purpose, Registry, Storage};
 use kvist_engine::memory::MemoryPlan;
+use kvist_engine::serving::Engine;
 use kvist_model::Opened;
-use kvist_server::{App, Engine, ServerConfig, serve};
+use kvist_server::{ServerConfig, ServerState, serve};
 use serde::Serialize;
 use std::fs::File;
 use std::net::IpAddr;
@@ -180,13 +181,13 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let engine = config.engine(opened.config());
     let plan = engine.paged.plan(opened.config(), &registry)?;
     if args.dry_run {
-        return show_plan(&args, &config, &opened, &plan);
+        return show_plan(&args, &config, &opened, &registry, &plan);
     }
     if let Some(tokenizer) = opened.tokenizer() {
         tokenizer.check()?; // fail now and not at the first request
     }
     let budget = args.model.budget();
-    let free = MemoryPlan::free_after(&opened, args.model.weights, &budget)?;
+    let free = MemoryPlan::free_after(&opened, &registry, args.model.weights, &budget)?;
     let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
     if plan.session_bound().saturating_add(requests_bytes) > free {
         anyhow::bail!(
@@ -212,7 +213,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     let model = args.model.load(opened, Some(cache_tokens), &budget, quiet)?;
     let engine = Engine::start(model, &registry, engine)?;
-    let app = App::new(engine.clone(), &config, cache_tokens)?;
+    let state = ServerState::new(engine.clone(), &config, cache_tokens)?;
     let runtime = kvist_server::runtime().context("cannot start threads for connections")?;
     let served = runtime.block_on(async {
         if let Some(file) = record {
@@ -223,16 +224,16 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
                 }
                 _ => {}
             }
-            let has_begun = engine.live().record(&engine, file).await;
+            let has_begun = state.live().record(&engine, file).await;
             anyhow::ensure!(has_begun, "--record: the system refuses a thread that writes it");
         }
         let listener = tokio::net::TcpListener::bind(address).await.with_context(taken)?;
         let address = listener.local_addr()?;
         let end = terminated();
         // On stdout, because a program that starts the server waits for this line. From now on a signal drains.
-        let name = output::harmless(app.model_name());
+        let name = output::harmless(state.model_name());
         output::show(&format!("serving {name} on http://{address}\n"))?;
-        serve(listener, app, end).await.context("the server failed")
+        serve(listener, state, end).await.context("the server failed")
     });
     // After the grace period a rendering or a tokenization that does not end must not keep the program alive.
     runtime.shutdown_timeout(Duration::from_secs(2));
@@ -277,8 +278,14 @@ fn terminated() -> impl Future<Output = ()> {
     }
 }
 
-fn show_plan(args: &Args, config: &ServerConfig, opened: &Opened, plan: &MemoryPlan) -> anyhow::Result<()> {
-    let weights = opened.weight_bytes(args.model.weights)?;
+fn show_plan(
+    args: &Args,
+    config: &ServerConfig,
+    opened: &Opened,
+    registry: &Registry,
+    plan: &MemoryPlan,
+) -> anyhow::Result<()> {
+    let weights = opened.weight_bytes(registry.device(), args.model.weights)?;
     let bound = plan.usage.with(Purpose::Weights, weights);
     let total = bound.checked_total().context("these sizes overflow: no machine holds such a server")?;
     let requests_bytes = kvist_server::request_bytes(config, opened.config().context);

@@ -169,15 +169,15 @@ impl Executor for SimExecutor<'_> {
         if let Some(watched) = &mut self.watched {
             batch.work.iter().for_each(|work| watched.note(work, now_ns, end_ns));
         }
-        for work in batch.work.iter().filter(|work| work.samples) {
+        out.sample_each(batch, |work| {
             let answer = &mut self.answers[work.request.0 as usize];
             if self.note_itl && answer.last_token_ns != u64::MAX {
                 self.itl_ns.record(now_ns.saturating_add(first_ns).saturating_sub(answer.last_token_ns));
             }
             answer.last_token_ns = end_ns;
             answer.tokens_left = answer.tokens_left.saturating_sub(batch.steps);
-            out.sampled.push(Sampled { token: None, finished: answer.tokens_left == 0 });
-        }
+            Sampled { token: None, finished: answer.tokens_left == 0 }
+        });
         self.counts.steps += u64::from(batch.steps);
         self.counts.busy_ns = self.counts.busy_ns.saturating_add(out.elapsed_ns);
     }

@@ -36,8 +36,10 @@ impl Memory {
     pub fn new(cache: &mut Cache) -> Memory {
         cache.watch_blocks(true);
         // The same choice as the scheduler's: the smallest group without a sliding window.
-        let counted =
-            cache.room().enumerate().min_by_key(|(_, room)| (room.frees_out_of_window, room.capacity_cells));
+        let counted = cache
+            .occupancy()
+            .enumerate()
+            .min_by_key(|(_, room)| (room.frees_out_of_window, room.capacity_cells));
         Memory {
             group: GroupId(counted.map_or(0, |(group, _)| group as u16)),
             states: Vec::new(),
@@ -70,7 +72,7 @@ impl Memory {
                 | Change::Share
                 | Change::Hit => State::Held,
                 Change::Free | Change::Evict => State::Free,
-                Change::Idle => State::Cached,
+                Change::Evictable => State::Cached,
                 Change::Store | Change::Release => continue, // a sequence uses it
             };
             let block = event.block as usize;

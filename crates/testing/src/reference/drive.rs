@@ -1,6 +1,7 @@
 //! Runs random operations on a real cache and its reference model, over a simulated memory, and compares them after
 //! each operation.
-use super::{Choices, Model, Operation, ReferenceCache, Seen, StepEnd};
+use super::checks::{check_reads, check_tables};
+use super::{Choices, DeviceTable, Model, Operation, ReferenceCache, StepEnd};
 use kvist_cache::kinds::{self, GroupSpec, KINDS, Visibility};
 use kvist_cache::*;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -10,8 +11,8 @@ const GARBAGE: u64 = u64::MAX;
 
 /// The simulated memory of one layer group: a value per cell.
 #[derive(Default)]
-struct Memory {
-    cells: Vec<u64>,
+pub(super) struct Memory {
+    pub cells: Vec<u64>,
     /// The cell of each live value, according to the plans.
     places: BTreeMap<u64, u32>,
     /// For each cell, whether it holds a live value.
@@ -47,6 +48,7 @@ pub struct Drive {
     moves: MovePlan,
     reference: ReferenceCache,
     memories: Vec<Memory>,
+    device_tables: Vec<DeviceTable>,
     n_ids: u32,
     /// Sequences share prefixes only. Then every cell is read once, however many sequences see it.
     shares_prefixes: bool,
@@ -110,6 +112,7 @@ impl Drive {
             model,
             memories: memories.collect(),
             reference: ReferenceCache::new(model, &groups),
+            device_tables: groups.iter().map(|_| DeviceTable::default()).collect(),
             groups,
             cache,
             plan: StepPlan::default(),
@@ -135,7 +138,8 @@ impl Drive {
             Model::Ring => self.groups[0].max_step_tokens + 1,
             _ => self.cache.capacity_cells()[0] - self.cache.report()[0].used_cells,
         };
-        let operation = Operation::choose(choices, self.model, self.n_ids, n_free, &self.reference);
+        let mut operation = Operation::choose(choices, self.model, self.n_ids, n_free, &self.reference);
+        operation.choose_kept(choices, &self.reference);
         self.perform(operation);
     }
 
@@ -147,9 +151,10 @@ impl Drive {
         self.last_operations.push_back(operation.clone());
         let before = self.cache.report();
         let changed = match operation {
-            Operation::Step { spans, fate } => {
+            Operation::Step { spans, fate, kept } => {
                 let spans: Vec<Span<'_>> = spans.iter().map(|span| span.as_span()).collect();
-                self.step(&StepRequest { spans: &spans }, fate, &before)
+                let kept: Vec<Kept<'_>> = kept.iter().map(|kept| kept.as_kept()).collect();
+                self.step(&StepRequest { spans: &spans }, fate, &kept, &before)
             }
             Operation::MoveRound { fate } => self.move_round(fate),
             Operation::Compact => self.compact(),
@@ -171,21 +176,21 @@ impl Drive {
 
     fn verb(&mut self, verb: Operation) -> bool {
         let Drive { cache, reference, model, .. } = self;
-        assert_eq!(cache.rewinds().is_some(), *model == Model::Contiguous, "rewind face");
-        assert_eq!(cache.sequences().is_some(), model.holds_many(), "sequences face");
-        assert_eq!(cache.trees().is_some(), *model == Model::Tree, "tree face");
-        let no_face = "the drive asks only for faces that its model has";
+        assert_eq!(cache.rewinds().is_some(), *model == Model::Contiguous, "whether it rewinds");
+        assert_eq!(cache.sequences().is_some(), model.holds_many(), "whether it has sequences");
+        assert_eq!(cache.trees().is_some(), *model == Model::Tree, "whether it has trees");
+        const CHECKED: &str = "the drive asks only for capabilities that its model has";
         let (got, expected) = match &verb {
             Operation::Rewind { len } => {
-                (cache.rewinds().expect(no_face).rewind(*len), reference.rewind(*len))
+                (cache.rewinds().expect(CHECKED).rewind(*len), reference.rewind(*len))
             }
             Operation::CommitPath { seq, accepted } => {
-                let mut trees = cache.trees().expect(no_face);
+                let mut trees = cache.trees().expect(CHECKED);
                 assert_eq!(trees.n_nodes(*seq), reference.n_nodes(*seq), "nodes of sequence {seq}");
                 (trees.commit_path(*seq, accepted), reference.commit_path(*seq, accepted))
             }
             many => {
-                let mut sequences = cache.sequences().expect(no_face);
+                let mut sequences = cache.sequences().expect(CHECKED);
                 match *many {
                     Operation::New { seq } => (sequences.seq_new(seq), reference.seq_new(seq)),
                     Operation::Copy { src, dst, from, until } => {
@@ -209,9 +214,15 @@ impl Drive {
         got.is_ok()
     }
 
-    /// Returns whether the step was committed.
-    fn step(&mut self, request: &StepRequest<'_>, fate: StepEnd, before: &[Report]) -> bool {
-        let Drive { cache, plan, reference, memories, groups, shares_prefixes, .. } = self;
+    /// Returns whether the step was committed. `kept` has one entry per span; if it is empty, all tokens are kept.
+    fn step(
+        &mut self,
+        request: &StepRequest<'_>,
+        fate: StepEnd,
+        kept: &[Kept<'_>],
+        before: &[Report],
+    ) -> bool {
+        let Drive { cache, plan, reference, memories, device_tables, groups, shares_prefixes, .. } = self;
         let expected = reference.refusal(request);
         assert_eq!(cache.can_run(request, plan).err().map(mark), expected.clone().map(mark), "a dry run");
         let mut step = match Step::begin(cache, request, plan) {
@@ -228,6 +239,7 @@ impl Drive {
         let new_values = reference.new_values(request);
         let mut after = reference.clone();
         after.apply(request);
+        step.with_tables();
         let plan = step.with_reads();
         let mut positions = Vec::new();
         plan.positions(&mut positions);
@@ -247,6 +259,15 @@ impl Drive {
             assert_eq!(group.cells_end, written_end, "cells that the pool must hold");
             let seen = after.seen_by_last(request, groups[g].visibility);
             check_reads(group, memory, &seen, request);
+            check_tables(
+                group,
+                memory,
+                &mut device_tables[g],
+                &seen,
+                request,
+                groups[g].visibility,
+                &positions,
+            );
             let alone = request.spans.len() == 1;
             if alone || *shares_prefixes && groups[g].visibility.window.is_none() {
                 let bound = u64::from(before[g].used_cells) + cells.len() as u64;
@@ -261,11 +282,21 @@ impl Drive {
                 }
             }
         }
-        if fate == StepEnd::Commit {
+        if fate != StepEnd::Commit {
+            return false;
+        }
+        if kept.is_empty() {
             step.commit();
             *reference = after;
+            return true;
         }
-        fate == StepEnd::Commit
+        let mut after = reference.clone();
+        let expected = after.apply_kept(request, kept);
+        assert_eq!(step.commit_kept(kept).map_err(mark), expected.clone().map_err(mark), "{kept:?}");
+        if expected.is_ok() {
+            *reference = after;
+        }
+        expected.is_ok()
     }
 
     /// Returns whether anything was moved and committed.
@@ -379,81 +410,5 @@ fn mark(refused: Refused) -> Refused {
     match refused {
         Refused::NotHere(_) => Refused::NotHere(""),
         other => other,
-    }
-}
-
-/// Checks that every query sees `seen`, each value once, in index order, in every form of the reads.
-fn check_reads(group: &GroupPlan, memory: &Memory, seen: &[Vec<Seen>], request: &StepRequest<'_>) {
-    let reads = &group.reads;
-    let n_queries = seen.len() as u32;
-    let mut got = vec![Vec::new(); seen.len()];
-    let sorted = reads.items.is_sorted_by_key(|item| item.first_index);
-    assert!(sorted, "items are out of order: {:?}", reads.items);
-    for item in &reads.items {
-        assert!(item.run.len > 0 && item.n_queries > 0, "an empty item: {item:?}");
-        assert!(item.run.end() <= group.cells_end, "{item:?} reads past cell {}", group.cells_end);
-        for slot in 0..item.n_queries {
-            let query = reads.order[(item.first_query + slot) as usize] as usize;
-            for cell in reads.span_of(item, slot).filter(|&cell| reads.sees(item, slot, cell)) {
-                let value = memory.cells[(item.run.start + cell) as usize];
-                got[query].push(Seen { value, index: item.first_index + cell });
-            }
-        }
-    }
-    for (query, (got, seen)) in got.iter_mut().zip(seen).enumerate() {
-        let ascending = got.is_sorted_by(|a, b| a.index < b.index);
-        assert!(ascending, "query {query} meets its cells out of order: {got:?}\n{:?}", reads.items);
-        got.sort_unstable();
-        assert_eq!(got, seen, "query {query} sees other values than it must\n{:?}", reads.items);
-    }
-
-    let mut slots = reads.order.clone();
-    slots.sort_unstable();
-    assert!(slots.iter().copied().eq(0..n_queries), "query slots {:?}", reads.order);
-
-    let mut first = 0;
-    let mut visible = 0; // for each span, the cells that any of its queries sees
-    for span in request.spans {
-        let n_tokens = match span.new {
-            New::Chain(n) => n as usize,
-            New::Tree(parents) => parents.len(),
-        };
-        let values: BTreeSet<u64> = seen[first..first + n_tokens].iter().flatten().map(|s| s.value).collect();
-        visible += values.len() as u64;
-        first += n_tokens;
-    }
-    let read = reads.cells_read();
-    assert!(read <= visible, "{read} cells are read, {visible} are visible\n{:?}", reads.items);
-
-    let mut explicit = Vec::new();
-    reads.explicit(n_queries, group.cells_end, &mut explicit);
-    let rows = || explicit.chunks(group.cells_end as usize);
-    for (row, seen) in rows().zip(seen) {
-        let cells = row.iter().zip(&memory.cells).filter(|(sees, _)| **sees);
-        let mut values: Vec<u64> = cells.map(|(_, value)| *value).collect();
-        values.sort_unstable();
-        assert!(
-            values.iter().eq(seen.iter().map(|s| &s.value)),
-            "the explicit mask shows {values:?} of {seen:?}"
-        );
-    }
-
-    if let Some(window) = reads.as_window() {
-        assert!(window.causal || n_queries == 1, "{window:?} of {n_queries} queries");
-        for (query, (row, seen)) in (0..n_queries).zip(rows().zip(seen)) {
-            let end = window.run.end() - (n_queries - 1 - query);
-            let in_window = |cell: usize| (window.run.start as usize..end as usize).contains(&cell);
-            assert!(
-                row.iter().enumerate().all(|(cell, &sees)| sees == in_window(cell)),
-                "{window:?} {query}"
-            );
-            let mut in_order = seen.clone();
-            in_order.sort_unstable_by_key(|s| s.index);
-            let cells = &memory.cells[window.run.start as usize..end as usize];
-            assert!(
-                cells.iter().eq(in_order.iter().map(|s| &s.value)),
-                "{window:?} is not in position order"
-            );
-        }
     }
 }

@@ -1,17 +1,28 @@
 //! The blocks of one paged cell space: the ref_count of each block, and which blocks the prefix index caches.
 //!
-//! A block is *held* (used by at least one sequence), *idle* (cached, used by no sequence, evictable), or *free*.
+//! A block is *in use* (by at least one sequence or transfer), *evictable* (cached, but not in use), or *free*.
 use crate::kinds::free_set::FreeSet;
 use crate::plan::{GroupPlan, grown};
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 /// Stands for "no block" and "no index node".
 pub(crate) const NONE: u32 = u32::MAX;
 
 #[derive(Clone, Copy)]
 struct Block {
-    holders: u32,
+    ref_count: u32,
     /// Node in the prefix index; [`NONE`] while the block is not cached.
     node: u32,
+}
+
+/// What a transfer does with a block. Each pin and each import is one of the block's holders.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Transfer {
+    /// This many exports read it.
+    Pinned(u32),
+    /// An import writes it.
+    Loading,
 }
 
 /// 8 bytes per block and a little over one bit, for blocks up to the highest one ever used.
@@ -20,17 +31,19 @@ pub(super) struct Blocks {
     list: Vec<Block>, // the first blocks; all later ones are free
     free: FreeSet,    // of the first blocks
     n_used: u32,
-    n_idle: u32,
+    n_evictable: u32,
     high_water: u32,
     /// Cached blocks that lost their last holder since the index last asked.
-    fell_idle: Vec<u32>,
+    newly_evictable: Vec<u32>,
+    /// The blocks in transfer, usually few.
+    transfers: BTreeMap<u32, Transfer>,
 }
 
 /// The state of a block after a release.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LetGo {
-    Held,
-    Idle,
+pub(super) enum Released {
+    InUse,
+    Evictable,
     Freed,
 }
 
@@ -41,9 +54,10 @@ impl Blocks {
             list: Vec::new(),
             free: FreeSet::default(),
             n_used: 0,
-            n_idle: 0,
+            n_evictable: 0,
             high_water: 0,
-            fell_idle: Vec::new(),
+            newly_evictable: Vec::new(),
+            transfers: BTreeMap::new(),
         }
     }
     pub fn capacity(&self) -> u32 {
@@ -52,15 +66,27 @@ impl Blocks {
     pub fn n_free(&self) -> u32 {
         self.capacity - self.n_used
     }
-    pub fn n_idle(&self) -> u32 {
-        self.n_idle
+    pub fn n_evictable(&self) -> u32 {
+        self.n_evictable
     }
     /// One past the highest block in use.
     pub fn high_water(&self) -> u32 {
         self.high_water
     }
-    pub fn holders(&self, block: u32) -> u32 {
-        self.list.get(block as usize).map_or(0, |b| b.holders)
+    pub fn ref_count(&self, block: u32) -> u32 {
+        self.list.get(block as usize).map_or(0, |b| b.ref_count)
+    }
+    /// Number of sequences that use `block`: its holders without transfers.
+    pub fn n_sequences(&self, block: u32) -> u32 {
+        self.ref_count(block)
+            - match self.transfers.get(&block) {
+                None => 0,
+                Some(Transfer::Pinned(n)) => *n,
+                Some(Transfer::Loading) => 1,
+            }
+    }
+    pub fn is_loading(&self, block: u32) -> bool {
+        self.transfers.get(&block) == Some(&Transfer::Loading)
     }
     pub fn node(&self, block: u32) -> u32 {
         self.list.get(block as usize).map_or(NONE, |b| b.node)
@@ -69,16 +95,16 @@ impl Blocks {
     /// may show it to one.
     pub fn is_shared(&self, block: u32) -> bool {
         let b = self.list[block as usize];
-        b.holders > 1 || b.node != NONE
+        b.ref_count > 1 || b.node != NONE
     }
 
     pub fn is_used(&self, block: u32) -> bool {
-        self.holders(block) > 0 || self.node(block) != NONE
+        self.ref_count(block) > 0 || self.node(block) != NONE
     }
 
     fn is_open(&self, block: u32, plan: &GroupPlan) -> bool {
         let free = match self.list.get(block as usize) {
-            Some(b) => b.holders == 0 && b.node == NONE,
+            Some(b) => b.ref_count == 0 && b.node == NONE,
             None => block < self.capacity,
         };
         free && !plan.claimed(block)
@@ -113,48 +139,81 @@ impl Blocks {
     pub fn take(&mut self, block: u32) {
         if block as usize >= self.list.len() {
             let before = self.list.len() as u32;
-            self.list.resize(grown(block + 1, self.capacity) as usize, Block { holders: 0, node: NONE });
+            self.list.resize(grown(block + 1, self.capacity) as usize, Block { ref_count: 0, node: NONE });
             self.free.extend(before..self.list.len() as u32);
         }
         let b = &mut self.list[block as usize];
-        assert!(b.holders == 0 && b.node == NONE, "block {block} is taken and has {} holders", b.holders);
-        b.holders = 1;
+        assert!(b.ref_count == 0 && b.node == NONE, "block {block} is taken and has {} holders", b.ref_count);
+        b.ref_count = 1;
         self.free.remove(block);
         self.n_used += 1;
         self.high_water = self.high_water.max(block + 1);
     }
 
-    /// Adds a holder to a block in use. Returns whether the block was idle before.
-    pub fn hold(&mut self, block: u32) -> bool {
+    /// Adds a holder to a block in use. Returns whether the block was evictable before.
+    pub fn add_ref(&mut self, block: u32) -> bool {
         let b = &mut self.list[block as usize];
-        b.holders += 1;
-        let was_idle = b.holders == 1;
-        assert!(!was_idle || b.node != NONE, "block {block} is free and cannot be held");
-        self.n_idle -= u32::from(was_idle);
-        was_idle
+        b.ref_count += 1;
+        let was_evictable = b.ref_count == 1;
+        assert!(!was_evictable || b.node != NONE, "block {block} is free and cannot be held");
+        self.n_evictable -= u32::from(was_evictable);
+        was_evictable
     }
 
     /// Removes a holder.
-    pub fn release(&mut self, block: u32) -> LetGo {
+    pub fn release(&mut self, block: u32) -> Released {
         let b = &mut self.list[block as usize];
-        assert!(b.holders > 0, "block {block} is released more often than it was held");
-        b.holders -= 1;
-        if b.holders > 0 {
-            return LetGo::Held;
+        assert!(b.ref_count > 0, "block {block} is released more often than it was held");
+        b.ref_count -= 1;
+        if b.ref_count > 0 {
+            return Released::InUse;
         }
         if b.node != NONE {
-            self.n_idle += 1;
-            self.fell_idle.push(block);
-            return LetGo::Idle;
+            self.n_evictable += 1;
+            self.newly_evictable.push(block);
+            return Released::Evictable;
         }
         self.vacate(block);
-        LetGo::Freed
+        Released::Freed
+    }
+
+    /// Pins a used block that is not loading. Returns whether it was evictable before.
+    pub fn pin(&mut self, block: u32) -> bool {
+        match self.transfers.entry(block).or_insert(Transfer::Pinned(0)) {
+            Transfer::Pinned(n) => *n += 1,
+            Transfer::Loading => panic!("block {block} is loading and cannot be pinned"),
+        }
+        self.add_ref(block)
+    }
+
+    /// Removes a pin.
+    pub fn unpin(&mut self, block: u32) -> Released {
+        match self.transfers.entry(block) {
+            Entry::Occupied(mut pinned) => match pinned.get_mut() {
+                Transfer::Pinned(n) if *n > 1 => *n -= 1,
+                Transfer::Pinned(_) => drop(pinned.remove()),
+                Transfer::Loading => panic!("block {block} is loading and not pinned"),
+            },
+            Entry::Vacant(_) => panic!("block {block} is unpinned more often than it was pinned"),
+        }
+        self.release(block)
+    }
+
+    /// Gives a free block to an import.
+    pub fn load(&mut self, block: u32) {
+        self.take(block);
+        self.transfers.insert(block, Transfer::Loading);
+    }
+
+    /// Ends an import of `block`. Its holder is the caller now.
+    pub fn loaded(&mut self, block: u32) {
+        assert_eq!(self.transfers.remove(&block), Some(Transfer::Loading), "block {block} is not loading");
     }
 
     /// Marks a held block as cached, under `node`.
     pub fn index(&mut self, block: u32, node: u32) {
         let b = &mut self.list[block as usize];
-        assert!(b.holders > 0 && b.node == NONE, "block {block} is indexed twice, or free");
+        assert!(b.ref_count > 0 && b.node == NONE, "block {block} is indexed twice, or free");
         b.node = node;
     }
 
@@ -163,21 +222,21 @@ impl Blocks {
         let b = &mut self.list[block as usize];
         assert!(b.node != NONE, "block {block} is not indexed");
         b.node = NONE;
-        let idle = b.holders == 0;
-        if idle {
-            self.n_idle -= 1;
+        let evictable = b.ref_count == 0;
+        if evictable {
+            self.n_evictable -= 1;
             self.vacate(block);
         }
-        idle
+        evictable
     }
 
-    /// Blocks that became idle and that the index has not seen yet. Some may be held again by now.
-    pub fn fell_idle(&mut self) -> &mut Vec<u32> {
-        &mut self.fell_idle
+    /// Blocks that became evictable and that the index has not seen yet. Some may be held again by now.
+    pub fn newly_evictable(&mut self) -> &mut Vec<u32> {
+        &mut self.newly_evictable
     }
 
-    pub fn has_settled(&self) -> bool {
-        self.fell_idle.is_empty()
+    pub fn has_newly_evictable(&self) -> bool {
+        !self.newly_evictable.is_empty()
     }
 
     fn vacate(&mut self, block: u32) {
@@ -188,11 +247,18 @@ impl Blocks {
         }
     }
 
-    /// Frees every block.
+    /// Frees every block that is not in transfer, and drops all of them from the index.
     pub fn clear(&mut self) {
-        self.list.fill(Block { holders: 0, node: NONE });
+        self.list.fill(Block { ref_count: 0, node: NONE });
         self.free.extend(0..self.list.len() as u32);
-        (self.n_used, self.n_idle, self.high_water) = (0, 0, 0);
-        self.fell_idle.clear();
+        (self.n_evictable, self.high_water) = (0, 0);
+        self.newly_evictable.clear();
+        for (&block, transfer) in &self.transfers {
+            let ref_count = if let Transfer::Pinned(n) = transfer { *n } else { 1 };
+            self.list[block as usize].ref_count = ref_count;
+            self.free.remove(block);
+            self.high_water = block + 1;
+        }
+        self.n_used = self.transfers.len() as u32;
     }
 }

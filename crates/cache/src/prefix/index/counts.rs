@@ -6,12 +6,12 @@ use std::hash::{BuildHasher, RandomState};
 /// For each block that begins a prompt, by the hash of its key: under how many salts it does. An explanation then
 /// need not search every salt. One answer in 2^64 is wrong, and it only affects an explanation.
 #[derive(Default)]
-pub(super) struct Beginnings {
+pub(super) struct FirstBlocks {
     hasher: RandomState,
     counts: HashMap<u64, u32>,
 }
 
-impl Beginnings {
+impl FirstBlocks {
     pub fn add(&mut self, key: &[u32]) {
         *self.counts.entry(self.hasher.hash_one(key)).or_default() += 1;
     }
@@ -31,9 +31,9 @@ impl Beginnings {
 
 /// For each node, the number of sequences whose deepest node it is.
 #[derive(Default)]
-pub(super) struct Standing(Vec<u32>);
+pub(super) struct SequenceEnds(Vec<u32>);
 
-impl Standing {
+impl SequenceEnds {
     pub fn add(&mut self, node: Node) {
         if self.0.len() <= node as usize {
             self.0.resize(node as usize + 1, 0);

@@ -4,7 +4,7 @@ use crate::kind::Kind;
 use crate::kinds::NONE;
 use crate::prefix::content::Content;
 use crate::prefix::tree::{Node, chain, salt_hash};
-use crate::prefix::{Audience, MissReason};
+use crate::prefix::{MissReason, Viewer};
 
 impl Index {
     /// See [`Cache::explain`](crate::Cache::explain).
@@ -13,7 +13,7 @@ impl Index {
         groups: &[Box<dyn Kind>],
         salt: &str,
         content: &Content<'_>,
-        audience: Audience,
+        viewer: Viewer,
     ) -> MissReason {
         let keying = self.tree.keying();
         let mut buffer = Vec::new();
@@ -31,10 +31,10 @@ impl Index {
         }
         let key = keying.key(content, walk.n_matched, &mut buffer);
         let parent_hash = root.map_or(salt_hash(salt), |_| self.tree.hash(walk.node));
-        if self.ghosts.knows(chain(parent_hash, key)) {
+        if self.ghosts.contains(chain(parent_hash, key)) {
             return MissReason::Evicted { position };
         }
-        if audience == Audience::Operator && position == 0 && self.beginnings.any(key) {
+        if viewer == Viewer::Operator && position == 0 && self.first_blocks.any(key) {
             return MissReason::OtherSalt { position };
         }
         let common = |child: Node| self.tree.key(child).iter().zip(key).take_while(|(a, b)| a == b).count();

@@ -7,6 +7,7 @@ use crate::{interrupt, json, output, progress};
 use anyhow::Context;
 use clap::ValueHint;
 use kvist_cache::SeqId;
+use kvist_cpu::{Compute, Cpu};
 use kvist_device::{MemoryBudget, Registry, Storage};
 use kvist_engine::generate::{Limits, generate};
 use kvist_engine::memory::CacheConfig;
@@ -137,9 +138,16 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         return Err(wrong_usage("--only takes v0, v1, v1', v2, v3 and v4"));
     }
     interrupt::listen();
+    let compute = Compute::default();
     let load = |source: &Source, share: Option<usize>| -> anyhow::Result<Arc<Model>> {
         let options = LoadOptions { share_kv: share, ..LoadOptions::default() };
-        Ok(Arc::new(Model::load(&source.file, &options, &MemoryBudget::unlimited(), &mut |_, _| {})?))
+        Ok(Arc::new(Model::load(
+            &source.file,
+            Cpu::new(compute.clone()),
+            &options,
+            &MemoryBudget::unlimited(),
+            &mut |_, _| {},
+        )?))
     };
     let source = args.source.find(quiet)?;
     let plain = load(&source, None)?;
@@ -148,8 +156,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         None => load(&source, Some(2))?,
     };
     // v1 uses the `cpu-concat` backend: every step allocates new memory and copies the past.
-    let compute = kvist_cpu::Compute::default();
-    let concatenating = kvist_cpu::Cpu::new(compute.clone()).concatenating();
+    let concatenating = Cpu::new(compute.clone()).concatenating();
     let registry = registry(&compute).with(Box::new(concatenating));
 
     let rounds = u64::from(args.warmups) + u64::from(args.runs);
@@ -246,7 +253,7 @@ fn measure(
         max_step_tokens: if variant.cached { 1 } else { tokens },
         ..CacheConfig::new(tokens)
     };
-    let prompt = [model.decoder().config().bos.unwrap_or(0)];
+    let prompt = [model.config().bos.unwrap_or(0)];
     let limits =
         Limits { max_tokens: tokens as usize, stop: Vec::new(), ignore_eos: true, no_cache: !variant.cached };
     let mut greedy = Sampler::new(SamplerConfig::greedy())?;
@@ -254,7 +261,7 @@ fn measure(
     let mut session = ModelSession::new(model, registry, &config)?;
     generate(&mut session, SeqId::ONLY, &prompt, None, &mut greedy, &limits, &mut ())?;
     let seconds = started.elapsed().as_secs_f64();
-    let plan = kvist_engine::memory::MemoryPlan::of_session(model.decoder().config(), registry, &config)?;
+    let plan = kvist_engine::memory::MemoryPlan::of_session(model.config(), registry, &config)?;
     Ok(Measured { seconds, kv_bytes: session.kv_bytes(), kv_bytes_per_token: plan.kv_bytes_per_token })
 }
 

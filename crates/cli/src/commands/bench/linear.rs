@@ -4,7 +4,8 @@ use super::measure::RunsArgs;
 use super::shape::parse_lengths;
 use crate::options::*;
 use crate::{interrupt, json, output};
-use kvist_cpu::linear::{Inputs, Matrix, Packing};
+use kvist_cpu::linear::{ENCODINGS, Inputs, Matrix};
+use kvist_device::weights::Encoding;
 use serde::Serialize;
 use std::time::Instant;
 
@@ -74,23 +75,24 @@ impl Row {
 }
 
 /// The encoding of this name, whatever its case.
-fn packing(name: &str) -> anyhow::Result<(&'static str, Packing)> {
-    let found = Packing::NAMES.into_iter().find(|(known, _)| known.eq_ignore_ascii_case(name));
+fn encoding(name: &str) -> anyhow::Result<Encoding> {
+    let found = ENCODINGS.into_iter().find(|known| known.name().eq_ignore_ascii_case(name));
     found.ok_or_else(|| {
-        let known = Packing::NAMES.map(|(name, _)| name).join(", ");
+        let known = ENCODINGS.map(|encoding| encoding.name()).join(", ");
         wrong_usage(format!("--weights {name}: known are {known}"))
     })
 }
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let compute = args.compute.get()?;
-    let chosen = args.weights.iter().map(|name| packing(name)).collect::<anyhow::Result<Vec<_>>>()?;
+    let chosen = args.weights.iter().map(|name| encoding(name)).collect::<anyhow::Result<Vec<_>>>()?;
     interrupt::listen();
     let mut first = true;
-    for (name, packing) in chosen {
+    for encoding in chosen {
+        let name = encoding.name();
         let (outputs, inputs) = (args.outputs as usize, args.inputs as usize);
-        let block = packing.block();
-        let bytes = packing.resident_bytes(outputs, inputs).ok_or_else(|| {
+        let block = encoding.block();
+        let bytes = Matrix::resident_bytes(encoding, outputs, inputs).ok_or_else(|| {
             wrong_usage(format!("--inputs {inputs}: {name} takes whole blocks of {}", block.0))
         })?;
         let tokens = args.tokens.iter().copied().max().unwrap_or(1) as u64;
@@ -106,7 +108,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         // Small positive codes and scales: any bytes that decode to numbers will do.
         let file = vec![0x11u8; outputs * (inputs / block.0) * block.1];
         let n = (BYTES / bytes + 1).min(64) as usize;
-        let pack = |_| Matrix::pack(&compute, packing, outputs, inputs, &file);
+        let pack = |_| Matrix::pack(&compute, encoding, outputs, inputs, &file);
         let matrices = (0..n).map(pack).collect::<Result<Vec<_>, _>>()?;
         for tokens in &args.tokens {
             let x = vec![0.5f32; *tokens as usize * inputs];

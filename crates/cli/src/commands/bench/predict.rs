@@ -18,8 +18,8 @@ use kvist_cpu::Compute;
 use kvist_device::Storage;
 use kvist_engine::executor::PagedConfig;
 use kvist_engine::memory::CacheConfig;
+use kvist_engine::serving::{Engine, EngineConfig, EngineStats};
 use kvist_scheduler::{Admission, Config};
-use kvist_server::{Engine, EngineConfig, Stats};
 use kvist_simulator::cost::{MeasuredTable, StepCost};
 use kvist_simulator::report::RequestRow;
 use kvist_simulator::request::{PromptContent, Request};
@@ -140,7 +140,7 @@ impl Figures {
         }
     }
 
-    fn served(users: &[User], stats: &Stats) -> Figures {
+    fn served(users: &[User], stats: &EngineStats) -> Figures {
         let spread =
             |of: fn(&User) -> Option<f64>| Spread::of(&mut users.iter().filter_map(of).collect::<Vec<_>>());
         Figures {
@@ -184,11 +184,11 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     check_machine(&args, &table, model.name(), &config.paged.cache, &compute)?;
     interrupt::listen();
 
-    let vocab = model.decoder().config().vocab as u32;
+    let vocab = model.config().vocab as u32;
     let longest = table.range().context_tokens as u32;
     let simulate = |requests: &[Request]| -> anyhow::Result<Run> {
         let options = Options { scheduler: config.scheduler.clone(), ..Options::default() };
-        let cache = config.paged.cache(model.decoder().config())?;
+        let cache = config.paged.cache(model.config())?;
         Ok(run::run(requests, cache, &table, &options, None, &mut |_| ())?)
     };
     let n_requests = |per_s: f64| match args.requests {
@@ -339,7 +339,7 @@ fn served(args: &Args, table: &MeasuredTable) -> anyhow::Result<EngineConfig> {
         paged: PagedConfig { cache, block_tokens: setting.block_tokens, prefix },
         scheduler,
         max_queue: 100_000,
-        names: Vec::new(),
+        tenants: Vec::new(),
         record: true,
         watchers: Vec::new(),
     };

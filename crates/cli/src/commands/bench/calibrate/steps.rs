@@ -146,7 +146,7 @@ impl Steps {
         Ok(Steps {
             scheduler: Scheduler::new(config, cache, None)?,
             executor,
-            vocab: model.decoder().config().vocab as u32,
+            vocab: model.config().vocab as u32,
             served,
             started: Instant::now(),
             next_id: 0,

@@ -1,8 +1,7 @@
 //! The users of a load: they submit their requests to an engine in real time, and note when tokens come.
 use crate::{interrupt, progress};
 use anyhow::{Context, ensure};
-use kvist_engine::sampler::SamplerConfig;
-use kvist_server::{Engine, Event, Finish, Generation, Job, State, Watch};
+use kvist_engine::serving::{Engine, EngineState, Event, FinishReason, GenerationHandle, Job, Watcher};
 use kvist_simulator::request::{PromptContent, Request};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -22,7 +21,11 @@ impl User {
     }
 
     /// Receives the events of one generation until it ends.
-    async fn listen(mut generation: Generation, began: Instant, arrival_s: f64) -> anyhow::Result<User> {
+    async fn listen(
+        mut generation: GenerationHandle,
+        began: Instant,
+        arrival_s: f64,
+    ) -> anyhow::Result<User> {
         let mut user = User { arrival_s, first_s: 0.0, last_s: 0.0, n: 0 };
         loop {
             match generation.next().await {
@@ -34,7 +37,7 @@ impl User {
                     }
                     user.n += 1;
                 }
-                Some(Event::Done(done)) if done.finish == Finish::Length => return Ok(user),
+                Some(Event::Done(done)) if done.finish == FinishReason::Length => return Ok(user),
                 Some(other) => anyhow::bail!("a request ended early: {other:?}"),
                 None => anyhow::bail!("the engine has died"),
             }
@@ -93,7 +96,7 @@ fn arrive(
     engine: &Engine,
     jobs: Vec<(Duration, Job)>,
     began: Instant,
-    mut come: impl FnMut((Generation, f64)),
+    mut come: impl FnMut((GenerationHandle, f64)),
 ) -> anyhow::Result<()> {
     for (arrival, job) in jobs {
         std::thread::sleep(arrival.saturating_sub(began.elapsed()));
@@ -104,25 +107,7 @@ fn arrive(
 }
 
 fn job(prompt: &[u32], max_new: u32, salt: &str) -> Job {
-    Job {
-        prompt: prompt.into(),
-        written: Vec::new(),
-        tenant: "".into(),
-        max_new,
-        sampling: SamplerConfig::greedy(),
-        logit_bias: [].into(),
-        stop: Default::default(),
-        ignore_eos: true,
-        logprobs: None,
-        prompt_logprobs: false,
-        constraint: None,
-        salt: salt.into(),
-        priority: 0,
-        deadline: None,
-        explain: false,
-        pace: None,
-        name: Default::default(),
-    }
+    Job { ignore_eos: true, salt: salt.into(), ..Job::new(prompt, max_new) }
 }
 
 /// The engine's events and decisions, in the order of a recording.
@@ -136,8 +121,8 @@ impl Recording {
     }
 }
 
-impl Watch for Recording {
-    fn turn(&mut self, _: u64, _: u64, state: &mut State) {
+impl Watcher for Recording {
+    fn stepped(&mut self, _: u64, _: u64, state: &mut EngineState) {
         let mut text = self.0.lock().unwrap_or_else(|broken| broken.into_inner());
         *text += &state.scheduler.events().take();
         *text += &state.scheduler.decisions().take();

@@ -1,0 +1,186 @@
+//! Eviction: ranks of evictable blocks, evicting them, and cleaning up the index.
+use super::{Index, paged, paged_mut};
+use crate::events::{Change, Reason};
+use crate::evict::Rank;
+use crate::ids::GroupId;
+use crate::kind::Kind;
+use crate::kinds::NONE;
+use crate::prefix::tree::Node;
+use crate::prefix::{Moment, PrefixEvent};
+
+impl Index {
+    /// Handles the blocks that became evictable since the last call: ranks them and makes the evictable ones available to
+    /// eviction.
+    pub fn rank_newly_evictable(&mut self, groups: &mut [Box<dyn Kind>]) {
+        for (g, kind) in groups.iter_mut().enumerate() {
+            let paged = paged_mut(kind);
+            if !paged.has_newly_evictable() {
+                continue;
+            }
+            let mut newly_evictable = paged.take_newly_evictable();
+            let group = &mut self.groups[g];
+            if let Some(evict) = &mut group.evict {
+                let by_recency = evict.policy.by_recency();
+                for &block in &newly_evictable {
+                    let Some(node) = paged.evictable_node(block) else { continue };
+                    if by_recency {
+                        self.tick += 1;
+                        evict.set(block, Rank::by_recency(self.tick));
+                    }
+                    if group.windowed || self.tree.is_leaf(node) {
+                        evict.offer(block);
+                    }
+                }
+            }
+            newly_evictable.clear();
+            paged.return_buffer(newly_evictable);
+        }
+    }
+
+    /// `block` of `group` was evictable, and is in use now.
+    pub fn in_use(&mut self, group: GroupId, block: u32) {
+        if let Some(evict) = &mut self.groups[group.0 as usize].evict {
+            evict.order.remove(block);
+        }
+    }
+
+    /// Evicts until `n_tokens` cells are free in every group or nothing is left to evict. Returns the number of
+    /// evicted blocks.
+    pub fn evict_until_free(&mut self, groups: &mut [Box<dyn Kind>], n_tokens: u32, at: Moment) -> u32 {
+        self.moment = at;
+        let before = self.n_evicted;
+        for g in 0..groups.len() {
+            let mut lowest_evictable = Vec::new();
+            while paged(&*groups[g]).free_cells() < n_tokens {
+                let Some(evict) = self.groups[g].evict.as_mut() else { break };
+                let leaf = evict.order.pop();
+                if leaf.is_none() && lowest_evictable.is_empty() {
+                    lowest_evictable = self.lowest_evictable(groups, g);
+                }
+                let Some(block) = leaf.or_else(|| lowest_evictable.pop()) else { break };
+                let node = paged(&*groups[g]).node(block);
+                if self.groups[g].windowed {
+                    self.drop_block(groups, g, node);
+                    self.prune(groups, node);
+                } else {
+                    self.drop_below(groups, node);
+                }
+            }
+        }
+        (self.n_evicted - before) as u32
+    }
+
+    /// Evictable blocks of a full-attention group in which no evictable block is a leaf: the evictable blocks with no evictable
+    /// block below them, in reverse eviction order, so that the last one is evicted first. All blocks below them are
+    /// held by a sequence with its own copies. This happens when a sequence is forked before its sibling stores what
+    /// both had computed, and the index already cached the first blocks from elsewhere.
+    ///
+    /// Walks the index in O(nodes) and returns all candidates at once. One call of `evict_until_free` therefore walks once
+    /// per level of such blocks, not once per block. Without forks it never runs.
+    fn lowest_evictable(&self, groups: &[Box<dyn Kind>], g: usize) -> Vec<u32> {
+        let (paged, group) = (paged(&*groups[g]), &self.groups[g]);
+        let (Some(evict), true) = (&group.evict, paged.n_evictable() > 0) else { return Vec::new() };
+        let evictable =
+            || group.blocks.iter().filter_map(|&block| Some((block, paged.evictable_node(block)?)));
+        let mut above_evictable = vec![false; self.tree.n_nodes()];
+        for (_, node) in evictable() {
+            let mut above = self.tree.parent(node);
+            while above != NONE && !std::mem::replace(&mut above_evictable[above as usize], true) {
+                above = self.tree.parent(above);
+            }
+        }
+        let lowest = evictable().filter(|&(_, node)| !above_evictable[node as usize]).map(|(block, _)| block);
+        let mut lowest: Vec<u32> = lowest.collect();
+        lowest.sort_unstable_by_key(|&block| std::cmp::Reverse((evict.ranks[block as usize], block)));
+        lowest
+    }
+
+    /// Drops `node` and all nodes below it from every group: nothing below a node can be hit without it. Blocks that
+    /// a sequence uses stay with the sequence, uncached.
+    fn drop_below(&mut self, groups: &mut [Box<dyn Kind>], node: Node) {
+        if self.tree.is_leaf(node) {
+            (0..groups.len()).for_each(|g| self.drop_block(groups, g, node));
+            return self.prune(groups, node);
+        }
+        let mut below = vec![node];
+        let mut next = 0;
+        while let Some(&node) = below.get(next) {
+            below.extend(self.tree.children(node));
+            next += 1;
+        }
+        for &node in below.iter().rev() {
+            (0..groups.len()).for_each(|g| self.drop_block(groups, g, node));
+            self.prune(groups, node);
+        }
+    }
+
+    /// Drops the block of `node` from one group.
+    fn drop_block(&mut self, groups: &mut [Box<dyn Kind>], g: usize, node: Node) {
+        let group = &mut self.groups[g];
+        let block = group.block(node);
+        if block == NONE {
+            return;
+        }
+        self.version += 1;
+        group.set_block(node, NONE);
+        if let Some(evict) = &mut group.evict {
+            evict.order.remove(block);
+            evict.policy.removed(block);
+        }
+        let paged = paged_mut(&mut groups[g]);
+        if paged.unindex(block) {
+            paged.events.push(block, None, Change::Evict, Reason::MakeRoom);
+            self.n_evicted += 1;
+        }
+        if let Some(events) = &mut self.events {
+            let (group, hash) = (GroupId(g as u16), self.tree.hash(node));
+            events.push(PrefixEvent::Removed { group, block, hash });
+        }
+    }
+
+    /// Removes `node` if no group has a block for it, then its ancestors likewise. The first ancestor that keeps a
+    /// block and is now a leaf becomes evictable.
+    pub(super) fn prune(&mut self, groups: &[Box<dyn Kind>], mut node: Node) {
+        while self.tree.is_leaf(node) {
+            let is_empty = self.groups.iter().all(|group| group.block(node) == NONE);
+            let parent = self.tree.parent(node);
+            if parent == NONE {
+                return self.drop_root(node);
+            }
+            if !is_empty {
+                for (kind, group) in groups.iter().zip(&mut self.groups).filter(|(_, group)| !group.windowed)
+                {
+                    let block = group.block(node);
+                    if let Some(evict) = &mut group.evict
+                        && block != NONE
+                        && paged(&**kind).evictable_node(block).is_some()
+                    {
+                        evict.offer(block);
+                    }
+                }
+                return;
+            }
+            // If all groups have windows, a sequence can be at a node that has no blocks left. `set_leaf` prunes it
+            // later.
+            if self.ends.any(node) {
+                return;
+            }
+            self.ghosts.remember(self.tree.hash(node));
+            if self.tree.parent(parent) == NONE {
+                self.first_blocks.remove(self.tree.key(node));
+            }
+            self.tree.remove(node);
+            node = parent;
+        }
+    }
+
+    /// Removes a salt that no sequence and no block needs. Users choose salts, so keeping them all would fill the
+    /// memory.
+    pub(super) fn drop_root(&mut self, root: Node) {
+        if self.tree.is_leaf(root) && self.roots.get(&root).is_some_and(|(_, n)| *n == 0) {
+            let (salt, _) = self.roots.remove(&root).expect("it was there");
+            self.salts.remove(&salt);
+            self.tree.remove(root);
+        }
+    }
+}

@@ -1,0 +1,172 @@
+//! Blocks whose bytes are being copied, to somewhere else (an export) or from there (an import).
+//!
+//! A transfer runs beside the steps and outlives them, so it cannot borrow the cache. Its blocks are in a state of their
+//! own instead:
+//!
+//! - A *pinned* block is neither written nor free until it is unpinned. Sequences and the prefix index may use it, leave
+//!   it and come back; a sequence that appends to it gets a copy.
+//! - A *loading* block is neither free nor readable until its bytes have arrived. No sequence, no hit and no pin gets it.
+//!   If the import fails, it is free again.
+//!
+//! Eviction, windows and [`Cache::clear`] leave both alone. The states end with the values [`Pin`] and [`Loading`], which
+//! cannot be copied. A value that is dropped leaves its blocks in their state for ever.
+use crate::cache::Cache;
+use crate::ids::*;
+use crate::kind::Kind;
+use crate::kinds::{NONE, Paged};
+use crate::request::Refused;
+
+/// Names one block of one layer group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BlockId {
+    /// The layer group.
+    pub group: GroupId,
+    /// The block's number in the group: the cells from `block * block_tokens` on.
+    pub block: u32,
+}
+
+/// Pinned blocks, from [`Cache::pin`] to [`Cache::unpin`].
+#[derive(Debug)]
+#[must_use = "blocks stay pinned until `unpin` gets this"]
+pub struct Pin {
+    cache: u64,
+    blocks: Vec<BlockId>,
+}
+
+impl Pin {
+    /// The pinned blocks, in the order in which they were given.
+    pub fn blocks(&self) -> &[BlockId] {
+        &self.blocks
+    }
+}
+
+/// Blocks that wait for their bytes, from [`Cache::load`] to [`Cache::arrived`].
+#[derive(Debug)]
+#[must_use = "blocks stay loading until `arrived` gets this"]
+pub struct Loading {
+    cache: u64,
+    seq: SeqId,
+    start: u32,
+    n_tokens: u32,
+    /// The history of the sequence that the import continues.
+    lineage: u64,
+    /// By group and block of the range; [`NONE`] where no later query sees the block.
+    groups: Vec<Vec<u32>>,
+}
+
+impl Loading {
+    /// The sequence that the import extends.
+    pub fn seq(&self) -> SeqId {
+        self.seq
+    }
+    /// The positions whose K and V are imported.
+    pub fn positions(&self) -> std::ops::Range<u32> {
+        self.start..self.start + self.n_tokens
+    }
+    /// The blocks of `group` that wait for bytes, in position order: the first one holds positions from
+    /// `positions().start` on. `None` where no later query sees the block, so that nothing need be imported.
+    pub fn blocks(&self, group: GroupId) -> impl Iterator<Item = Option<u32>> {
+        let blocks = self.groups.get(group.0 as usize).into_iter().flatten();
+        blocks.map(|&block| (block != NONE).then_some(block))
+    }
+}
+
+const OTHER_CACHE: &str = "a transfer of another cache";
+const NO_BLOCKS: &str = "this kind of cache has no blocks to transfer: take paged";
+
+fn paged(groups: &mut [Box<dyn Kind>], group: usize) -> Option<&mut Paged> {
+    groups.get_mut(group)?.paged_mut()
+}
+
+impl Cache {
+    /// Pins blocks for an export: their bytes stay as they are until [`unpin`](Self::unpin). A block may be pinned
+    /// several times. Refused, with nothing changed, if one of the blocks is free, is loading or does not exist.
+    pub fn pin(&mut self, blocks: &[BlockId]) -> Result<Pin, Refused> {
+        for &id in blocks {
+            let readable =
+                paged(&mut self.groups, id.group.0 as usize).is_some_and(|paged| paged.is_readable(id.block));
+            if !readable {
+                return Err(Refused::NoSuchBlock(id));
+            }
+        }
+        self.epoch += 1;
+        for &BlockId { group, block } in blocks {
+            let paged = paged(&mut self.groups, group.0 as usize).expect("it was found above");
+            if paged.pin(block)
+                && let Some(index) = &mut self.index
+            {
+                index.in_use(group, block);
+            }
+        }
+        Ok(Pin { cache: self.id, blocks: blocks.to_vec() })
+    }
+
+    /// Ends an export. Blocks that nothing else uses become free, or evictable if they are cached. Panics if `pin` is of
+    /// another cache.
+    pub fn unpin(&mut self, pin: Pin) {
+        assert_eq!(pin.cache, self.id, "{OTHER_CACHE}");
+        self.epoch += 1;
+        for BlockId { group, block } in pin.blocks {
+            paged(&mut self.groups, group.0 as usize).expect("it has pinned blocks").unpin(block);
+        }
+        if let Some(index) = &mut self.index {
+            index.rank_newly_evictable(&mut self.groups);
+        }
+    }
+
+    /// Takes free blocks for an import that appends `n_tokens` tokens to `seq`, in all groups. The sequence stays as it
+    /// is until the bytes have [arrived](Self::arrived).
+    ///
+    /// Refused, with nothing changed, if there is no such sequence, if it does not end at the end of a block, and if
+    /// too few blocks are free.
+    pub fn load(&mut self, seq: SeqId, n_tokens: u32) -> Result<Loading, Refused> {
+        let start = self.next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
+        if n_tokens == 0 {
+            return Err(Refused::Empty);
+        }
+        let until = start.checked_add(n_tokens).ok_or(Refused::PositionOverflow { seq })?;
+        for (g, kind) in self.groups.iter().enumerate() {
+            let paged = kind.paged().ok_or(Refused::NotHere(NO_BLOCKS))?;
+            paged.can_load(seq, until, GroupId(g as u16))?;
+        }
+        self.epoch += 1;
+        let groups = self.groups.iter_mut().filter_map(|kind| Some(kind.paged_mut()?.load(seq, until)));
+        let groups = groups.collect();
+        let lineage = self.groups[0].paged().map_or(0, |paged| paged.lineage(seq));
+        Ok(Loading { cache: self.id, seq, start, n_tokens, lineage, groups })
+    }
+
+    /// Ends an import. If the bytes have arrived (`Ok`), they become the next tokens of the sequence, which a prefix
+    /// index does not cache until they are [stored](crate::Prefixes::store). If they have not (`Err`), the blocks are
+    /// free, the sequence stays as it is, and the call succeeds.
+    ///
+    /// Refused if the sequence has been removed, shortened or extended since the call of [`load`](Self::load); the
+    /// blocks are free then, too. Panics if `loading` is of another cache.
+    pub fn arrived<E>(&mut self, loading: Loading, result: Result<(), E>) -> Result<(), Refused> {
+        assert_eq!(loading.cache, self.id, "{OTHER_CACHE}");
+        let Loading { seq, start, n_tokens, lineage, groups, .. } = loading;
+        self.epoch += 1;
+        let continues = match (&result, self.next_position(seq)) {
+            (Err(_), _) => Ok(false),
+            (Ok(()), None) => Err(Refused::UnknownSequence(seq)),
+            (Ok(()), Some(next)) => {
+                let is_same = self.groups[0].paged().is_some_and(|paged| paged.lineage(seq) == lineage);
+                match is_same && next == start {
+                    true => Ok(true),
+                    false => Err(Refused::NotAtEnd { seq, expected: next, got: start }),
+                }
+            }
+        };
+        for (kind, blocks) in self.groups.iter_mut().zip(groups) {
+            let paged = kind.paged_mut().expect("it has loading blocks");
+            match continues {
+                Ok(true) => paged.append_loaded(seq, start + n_tokens, &blocks),
+                _ => paged.abandon_load(seq, &blocks),
+            }
+        }
+        if let Some(index) = &mut self.index {
+            index.rank_newly_evictable(&mut self.groups); // cached blocks may have left the window
+        }
+        continues.map(|_| ())
+    }
+}
