@@ -85,15 +85,7 @@ impl PrefillsInProgress {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    struct Draw(u64);
-
-    impl Draw {
-        fn below(&mut self, n: usize) -> usize {
-            self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (self.0 >> 33) as usize % n
-        }
-    }
+    use kvist_testing::SplitMix64;
 
     /// Naive version: compares with every prompt, token by token.
     fn slowly(
@@ -115,24 +107,24 @@ mod tests {
         let salts: [Arc<str>; 2] = ["a".into(), "b".into()];
         let mut waits = 0;
         for seed in 0..200 {
-            let mut draw = Draw(seed);
-            let block = [1, 3, 4, 16][draw.below(4)];
+            let mut draw = SplitMix64(seed);
+            let block = [1, 3, 4, 16][draw.index(4)];
             let (mut prefills, mut all) = (PrefillsInProgress::default(), Vec::new());
             // A small vocabulary, so that many prefixes are equal.
-            let prompt = |draw: &mut Draw| -> Vec<u32> {
-                let (n, parts) = (1 + draw.below(60), draw.below(50));
-                (0..n).map(|i| if i < parts { 7 } else { draw.below(2) as u32 }).collect()
+            let prompt = |draw: &mut SplitMix64| -> Vec<u32> {
+                let (n, parts) = (1 + draw.index(60), draw.index(50));
+                (0..n).map(|i| if i < parts { 7 } else { draw.index(2) as u32 }).collect()
             };
             for step in 0..60 {
-                let salt = draw.below(2);
+                let salt = draw.index(2);
                 let tokens = prompt(&mut draw);
-                let computed = draw.below(tokens.len() + 1);
+                let computed = draw.index(tokens.len() + 1);
                 let found = prefills.best(&salts[salt], &tokens, computed, block).map(|(found, _)| found);
                 assert_eq!(found, slowly(&all, salt, &tokens, computed, block), "seed {seed}, step {step}");
                 waits += usize::from(found.is_some());
-                match draw.below(3) {
+                match draw.index(3) {
                     0 if !all.is_empty() => {
-                        let id = SessionId(draw.below(all.len()) as u128);
+                        let id = SessionId(draw.index(all.len()) as u128);
                         let (salt, tokens): &mut (usize, Vec<u32>) = &mut all[id.0 as usize];
                         prefills.done(&salts[*salt], id);
                         tokens.clear();
