@@ -3,64 +3,15 @@ mod program;
 
 use kvist_testing::SplitMix64;
 use program::kvist;
+use program::server::{PATIENCE, Server, request};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// Not a criterion: it only ends a test that would hang.
-const PATIENCE: Duration = Duration::from_secs(600);
-
-struct Server {
-    child: Child,
-    address: String,
-    /// Kept open, because the server writes to its stdout.
-    _stdout: BufReader<ChildStdout>,
-}
-
 impl Server {
-    /// Starts a server; returns once it listens.
     fn start(args: &[&str]) -> Server {
-        let mut command = kvist();
-        command.args(["serve", "--quiet", "--context", "8192"]).args(args).stdout(Stdio::piped());
-        let mut child = command.spawn().unwrap();
-        let mut stdout = BufReader::new(child.stdout.take().unwrap());
-        let mut line = String::new();
-        stdout.read_line(&mut line).unwrap();
-        let address = line.trim_end().rsplit_once("http://");
-        let Some((_, address)) = address else { panic!("{line:?}, then {:?}", child.wait()) };
-        Server { child, address: address.to_string(), _stdout: stdout }
-    }
-
-    fn signal(&self, name: &str) {
-        let pid = self.child.id().to_string();
-        assert!(Command::new("kill").args([name, &pid]).status().unwrap().success());
-    }
-
-    /// Waits for the process to end.
-    fn wait(&mut self) -> ExitStatus {
-        let began = Instant::now();
-        loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status;
-            }
-            assert!(began.elapsed() < PATIENCE, "the server still runs after {PATIENCE:?}");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-
-    fn connect(&self) -> TcpStream {
-        let stream = TcpStream::connect(&self.address).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        stream
-    }
-
-    /// Returns the status, and everything after the headers.
-    fn send(&self, method: &str, path: &str, body: &str) -> (u16, String) {
-        let mut stream = self.connect();
-        stream.write_all(request(method, path, body).as_bytes()).unwrap();
-        answer(stream)
+        Server::spawn(&mut kvist(), &[&["--context", "8192"], args])
     }
 
     fn get(&self, path: &str) -> (u16, String) {
@@ -85,9 +36,7 @@ impl Server {
             "prompt": "fn main", "max_tokens": 900, "ignore_eos": true, "temperature": 1, "n": n, "stream": true,
             "stream_options": {"include_usage": true},
         });
-        let mut stream = self.connect();
-        stream.write_all(request("POST", "/v1/completions", &body.to_string()).as_bytes()).unwrap();
-        let mut reader = BufReader::new(stream);
+        let mut reader = BufReader::new(self.ask("POST", "/v1/completions", &body.to_string()));
         let mut events = 0;
         while events < 3 {
             let mut line = String::new();
@@ -103,31 +52,6 @@ impl Server {
         let line = line.unwrap_or_else(|| panic!("no {name} in\n{text}"));
         line.rsplit_once(' ').unwrap().1.parse().unwrap()
     }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        // A failed test cannot do anything else here.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn request(method: &str, path: &str, body: &str) -> String {
-    let n = body.len();
-    format!(
-        "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n\
-         content-length: {n}\r\n\r\n{body}"
-    )
-}
-
-fn answer(mut stream: TcpStream) -> (u16, String) {
-    let mut bytes = Vec::new();
-    let end = stream.read_to_end(&mut bytes);
-    let text = String::from_utf8_lossy(&bytes);
-    let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{end:?}: {text:?}"));
-    let status = head.split(' ').nth(1).and_then(|status| status.parse().ok());
-    (status.unwrap_or_else(|| panic!("no status: {head}")), body.to_string())
 }
 
 /// The remaining documents of a stream, which must end with `[DONE]`.
@@ -175,8 +99,7 @@ fn told_to_end_it_finishes_what_runs_and_refuses_what_comes() {
         assert!(began.elapsed() < PATIENCE, "the signal is not heard");
         std::thread::sleep(Duration::from_millis(5));
     }
-    let mut stream = server.connect();
-    stream.write_all(request("POST", "/v1/completions", r#"{"prompt": "a"}"#).as_bytes()).unwrap();
+    let mut stream = server.ask("POST", "/v1/completions", r#"{"prompt": "a"}"#);
     let mut refusal = String::new();
     let _ = stream.read_to_string(&mut refusal);
     assert!(refusal.starts_with("HTTP/1.1 503"), "{refusal}");

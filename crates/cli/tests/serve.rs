@@ -2,87 +2,18 @@
 //! clients.
 mod program;
 
+use program::server::Server;
 use program::*;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::io::{BufRead, BufReader, Read};
+use std::process::Stdio;
 
-/// Not a criterion: it only ends a test that would hang.
-const PATIENCE: Duration = Duration::from_secs(600);
-
-struct Server {
-    child: Child,
-    address: String,
+/// A server on a free port that logs at `level`, to a pipe.
+fn logging(level: &str, args: &[&str]) -> Server {
+    Server::spawn(kvist().env("KVIST_LOG", level).stderr(Stdio::piped()), &[&["--port", "0"], args])
 }
 
-impl Server {
-    fn start(args: &[&str]) -> Server {
-        Server::logging("error", args)
-    }
-
-    fn logging(level: &str, args: &[&str]) -> Server {
-        let mut command = kvist();
-        command.env("KVIST_LOG", level);
-        command.args(["serve", "--port", "0", "-q"]).args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
-        let address = line.trim_end().split("http://").nth(1);
-        let address = address.unwrap_or_else(|| panic!("no address: {line:?}")).to_string();
-        Server { child, address }
-    }
-
-    fn connect(&self, method: &str, path: &str, body: &str) -> TcpStream {
-        let mut stream = TcpStream::connect(&self.address).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        let head = format!(
-            "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n\
-             content-length: {}\r\n\r\n",
-            body.len()
-        );
-        stream.write_all((head + body).as_bytes()).unwrap();
-        stream
-    }
-
-    /// The whole answer, head and body.
-    fn ask(&self, method: &str, path: &str, body: &str) -> String {
-        let mut text = String::new();
-        let _ = self.connect(method, path, body).read_to_string(&mut text);
-        text
-    }
-
-    fn signal(&self, name: &str) {
-        let id = self.child.id().to_string();
-        assert!(Command::new("kill").args([name, &id]).status().unwrap().success());
-    }
-
-    /// Waits for the end; returns the exit status.
-    fn ends(mut self) -> Option<i32> {
-        let began = Instant::now();
-        loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status.code();
-            }
-            if began.elapsed() > PATIENCE {
-                let _ = self.child.kill();
-                panic!("it goes on after its signal");
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn body_of(answer: &str) -> serde_json::Value {
-    let body = answer.split("\r\n\r\n").nth(1).unwrap_or_else(|| panic!("no body: {answer:?}"));
-    serde_json::from_str(body).unwrap_or_else(|e| panic!("{e}: {answer}"))
+fn start(args: &[&str]) -> Server {
+    logging("error", args)
 }
 
 const PROMPT: &str = "A trait is";
@@ -91,14 +22,15 @@ const PROMPT: &str = "A trait is";
 fn serves_what_run_writes_until_it_is_told_to_end() {
     let (expected, _) =
         succeed(&["run", "--greedy", "--raw", "-q", "--max-tokens", "12", "--kv", "f32", PROMPT]);
-    let server = Server::start(&["--kv", "f32", "--context", "2048", "--grace", "3600"]);
+    let mut server = start(&["--kv", "f32", "--context", "2048", "--grace", "3600"]);
     let request = serde_json::json!({"prompt": PROMPT, "max_tokens": 12, "temperature": 0}).to_string();
-    let answer = body_of(&server.ask("POST", "/v1/completions", &request));
+    let (_, answer) = server.send("POST", "/v1/completions", &request);
+    let answer: serde_json::Value = serde_json::from_str(&answer).unwrap();
     let text = answer["choices"][0]["text"].as_str().unwrap();
     assert!(expected.trim_end().ends_with(text.trim_end()), "{expected:?} does not end with {text:?}");
     // A request that is running when the signal comes is finished.
     let request = serde_json::json!({"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": true, "stream": true});
-    let mut stream = BufReader::new(server.connect("POST", "/v1/completions", &request.to_string()));
+    let mut stream = BufReader::new(server.ask("POST", "/v1/completions", &request.to_string()));
     let mut first = String::new();
     while !first.starts_with("data") {
         first.clear();
@@ -109,7 +41,7 @@ fn serves_what_run_writes_until_it_is_told_to_end() {
     stream.read_to_string(&mut rest).unwrap();
     assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("data: [DONE]"), "{rest}");
     assert!(!rest.contains("data: {\"error\""), "{rest}");
-    assert_eq!(server.ends(), Some(0));
+    assert_eq!(server.wait().code(), Some(0));
 }
 
 /// Regression: `--record` emptied an existing file, and with it the previous day's recording.
@@ -130,9 +62,9 @@ fn a_recording_that_is_there_is_kept_unless_it_is_said_otherwise() {
     assert_eq!(out.status.code(), Some(1));
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "of yesterday\n");
     let recorded = |args: &[&str]| {
-        let server = Server::start(&[&["--context", "512"], args].concat());
+        let mut server = start(&[&["--context", "512"], args].concat());
         server.signal("-TERM");
-        assert_eq!(server.ends(), Some(0));
+        assert_eq!(server.wait().code(), Some(0));
         std::fs::read_to_string(&file).unwrap()
     };
     assert!(recorded(&more).starts_with("{\"format\":\"kvist-recording\""));
@@ -148,10 +80,10 @@ fn the_log_says_which_defaults_of_the_model_count() {
     std::fs::write(folder.path().join("generation_config.json"), r#"{"top_k": 20}"#).unwrap();
     let model = ["--model", folder.path().to_str().unwrap()];
     for (more, expected) in [(&[][..], 1), (&["--generation-config", "none"], 0)] {
-        let mut server = Server::logging("info", &[&model, more].concat());
+        let mut server = logging("info", &[&model, more].concat());
         let mut log = server.child.stderr.take().unwrap();
         server.signal("-TERM");
-        assert_eq!(server.ends(), Some(0));
+        assert_eq!(server.wait().code(), Some(0));
         let mut text = String::new();
         log.read_to_string(&mut text).unwrap();
         assert_eq!(text.matches("sampling defaults of the model: top_k 20").count(), expected, "{text}");
@@ -162,14 +94,14 @@ fn the_log_says_which_defaults_of_the_model_count() {
 #[test]
 fn the_log_has_prompts_and_streamed_answers_where_that_is_asked() {
     for stream in [false, true] {
-        let mut server = Server::logging("info", &["--log-prompts", "--context", "512"]);
+        let mut server = logging("info", &["--log-prompts", "--context", "512"]);
         let request =
             serde_json::json!({"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "stream": stream});
-        let answer = server.ask("POST", "/v1/completions", &request.to_string());
+        let (_, answer) = server.send("POST", "/v1/completions", &request.to_string());
         assert!(answer.contains("length") || answer.contains("stop"), "{answer}");
         let mut log = server.child.stderr.take().unwrap();
         server.signal("-TERM");
-        assert_eq!(server.ends(), Some(0));
+        assert_eq!(server.wait().code(), Some(0));
         let mut text = String::new();
         log.read_to_string(&mut text).unwrap();
         let lines = |what: &str| text.lines().filter(|line| line.contains(what)).count();

@@ -1,116 +1,32 @@
 //! The page: complete, self-contained, the same bytes for the same runs. `KVIST_PAGE=FILE` writes it to a file for
 //! viewing.
 use kvist_cache::evict::{POLICIES, Parameters};
-use kvist_simulator::cost::{BatchShape, Hardware, ModelShape, Roofline, StepCost};
+use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::{Cache, PagedSpec, PrefixSpec};
+use kvist_scheduler::Config;
+use kvist_simulator::cost::{Hardware, ModelShape, Roofline};
 use kvist_simulator::html::{Comparison, Curve, Page, Plot, Point, Quantity, Run, Unit};
-use kvist_simulator::report::{Load, Objectives, Outcome, Record, Report, RequestRow};
+use kvist_simulator::report::{Objectives, Record, Report};
 use kvist_simulator::request::Request;
+use kvist_simulator::run::{Options, run};
 use kvist_simulator::statistics::Estimate;
 use kvist_simulator::trace::{ReadOptions, Trace};
 use kvist_simulator::workload::{Arrivals, Contents, Lengths, Workload};
 use kvist_simulator::zero_service::{BlockStream, TouchOrder, replay};
 use std::path::Path;
 
-const BLOCK: u64 = 16;
-const CAPACITY: u64 = 600;
-
-/// A request in service.
-struct Active {
-    row: usize,
-    cached: u64,
-    left: u32,
-    blocks: u64,
-    last_ns: u64,
-}
-
-/// A minimal server: first come, first served, whole prompts, `max_batch` requests at a time. It only provides data to
-/// draw.
-fn serve(requests: &[Request], max_batch: usize, name: &str) -> Record {
+/// A run with at most `max_batch` requests in the batch, called `name`, in a cache of 600 blocks.
+fn serve(requests: &[Request], max_batch: u32, name: &str) -> Record {
     let cost =
         Roofline::ideal(Hardware::preset("l40s").unwrap(), ModelShape::preset("llama-3.1-8b").unwrap());
-    let mut record = Record::default();
+    let group = GroupSpec { capacity_tokens: 600 * 16, visibility: Visibility::FULL, max_step_tokens: 1 };
+    let prefix = Some(PrefixSpec::default());
+    let cache = PagedSpec { block_tokens: 16, groups: vec![group], rollback_tokens: 0, prefix };
+    let scheduler = Config { max_batch, ..Config::default() };
+    let options = Options { scheduler, explain: true, watch: true, ..Options::default() };
+    let done = run(requests, Cache::paged(&cache).unwrap(), &cost, &options, None, &mut |_| ()).unwrap();
+    let mut record = done.record;
     record.setting.insert("scheduler".into(), name.into());
-    record.setting.insert("cost".into(), cost.name());
-    record.requests = requests
-        .iter()
-        .map(|r| RequestRow {
-            id: r.id,
-            arrival_ns: r.arrival_ns,
-            prompt_tokens: r.prompt_tokens,
-            ..RequestRow::default()
-        })
-        .collect();
-    let (mut held, mut cached) = (0, 0);
-    let (mut now, mut next, mut batch) = (0, 0, Vec::<Active>::new());
-    loop {
-        let mut shape = BatchShape::default();
-        while next < requests.len() && requests[next].arrival_ns <= now && batch.len() < max_batch {
-            let request = &requests[next];
-            let blocks = request.total_tokens().div_ceil(BLOCK);
-            if held + blocks > CAPACITY {
-                break;
-            }
-            held += blocks;
-            cached = cached.min(CAPACITY - held);
-            record.requests[next].admitted_ns = Some(now);
-            shape.add_prefill(0, u64::from(request.prompt_tokens));
-            batch.push(Active {
-                row: next,
-                cached: u64::from(request.prompt_tokens),
-                left: request.output_tokens,
-                blocks,
-                last_ns: 0,
-            });
-            next += 1;
-        }
-        if batch.is_empty() {
-            let Some(request) = requests.get(next) else { break };
-            now = now.max(request.arrival_ns);
-            continue;
-        }
-        for active in &batch {
-            if record.requests[active.row].first_token_ns.is_some() {
-                shape.add_decode(active.cached);
-            }
-        }
-        let waiting = requests[next..].iter().take_while(|r| r.arrival_ns <= now).count();
-        record.timeline.note(
-            now,
-            Load {
-                queued_requests: waiting as u64,
-                running_requests: batch.len() as u64,
-                used_blocks: held,
-                cached_blocks: cached,
-            },
-        );
-        let step_ns = cost.step_ns(&shape);
-        now += step_ns;
-        record.steps.steps += 1;
-        record.steps.busy_ns += step_ns;
-        for active in &mut batch {
-            let row = &mut record.requests[active.row];
-            if row.first_token_ns.is_none() {
-                row.first_token_ns = Some(now);
-            } else {
-                record.itl_ns.record(now - active.last_ns);
-                active.cached += 1;
-            }
-            row.output_tokens += 1;
-            active.last_ns = now;
-            active.left -= 1;
-            if active.left == 0 {
-                row.finished_ns = Some(now);
-                row.outcome = Outcome::Finished;
-                held -= active.blocks;
-                cached += active.blocks;
-            }
-        }
-        batch.retain(|active| active.left > 0);
-    }
-    record.timeline.note(now, Load::default());
-    record.cache.capacity_blocks = Some(CAPACITY);
-    record.cache.block_tokens = BLOCK as u32;
-    record.cache.miss_reasons.insert("never_seen".into(), requests.len() as u64);
     record
 }
 

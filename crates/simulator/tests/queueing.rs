@@ -153,7 +153,7 @@ fn serve(policy: &str, path: &Path) -> Vec<u64> {
     let cost = ConstantRates::new(rate, rate).unwrap();
     let done = run(requests, Cache::paged(&spec).unwrap(), &cost, &options, None, &mut |_| ()).unwrap();
     let rows = &done.record.requests;
-    let response = |row: &RequestRow| row.finished_ns.expect("everybody is served") - row.arrival_ns;
+    let response = |row: &RequestRow| row.finished_ns.expect("every request is served") - row.arrival_ns;
     let responses: Vec<u64> = rows.iter().map(response).collect();
     // Little's law over a busy period from empty to empty: the integral of the number of requests is the sum of
     // responses.

@@ -110,7 +110,7 @@ fn random_requests(seed: u64, n: u64) -> Vec<Request> {
 }
 
 /// (last use, uses, stored at) of a block.
-struct TwinBlock {
+struct ReferenceBlock {
     id: u64,
     used: u64,
     uses: u64,
@@ -118,11 +118,11 @@ struct TwinBlock {
 }
 
 /// A reference model of the rule, with a list and a linear scan, for policies that fit in one line.
-fn twin(requests: &[Request], policy: &str, capacity: usize, order: TouchOrder) -> (u64, u64) {
-    let (mut cache, mut tick, mut prefix_hits, mut any_hits) = (Vec::<TwinBlock>::new(), 0, 0, 0);
+fn reference(requests: &[Request], policy: &str, capacity: usize, order: TouchOrder) -> (u64, u64) {
+    let (mut cache, mut tick, mut prefix_hits, mut any_hits) = (Vec::<ReferenceBlock>::new(), 0, 0, 0);
     for request in requests {
         let mut ids = request.content.ids(request.prompt_tokens).unwrap().to_vec();
-        let is_in = |cache: &[TwinBlock], id: u64| cache.iter().any(|block| block.id == id);
+        let is_in = |cache: &[ReferenceBlock], id: u64| cache.iter().any(|block| block.id == id);
         prefix_hits += ids.iter().take_while(|id| is_in(&cache, **id)).count() as u64;
         any_hits += ids.iter().filter(|id| is_in(&cache, **id)).count() as u64;
         if order == TouchOrder::Reverse {
@@ -150,14 +150,14 @@ fn twin(requests: &[Request], policy: &str, capacity: usize, order: TouchOrder) 
                 });
                 cache.remove(first.unwrap());
             }
-            cache.push(TwinBlock { id, used: tick, uses: 1, stored: tick });
+            cache.push(ReferenceBlock { id, used: tick, uses: 1, stored: tick });
         }
     }
     (prefix_hits, any_hits)
 }
 
 #[test]
-fn the_twin_agrees() {
+fn the_reference_agrees() {
     for seed in 1..60 {
         let requests = random_requests(seed, 120);
         let stream = BlockStream::of(&requests, None).unwrap();
@@ -165,7 +165,7 @@ fn the_twin_agrees() {
             for order in ORDERS {
                 for policy in ["lru", "fifo", "lfu"] {
                     let cache = run(&stream, policy, Some(capacity), order).cache;
-                    let expected = twin(&requests, policy, capacity as usize, order);
+                    let expected = reference(&requests, policy, capacity as usize, order);
                     assert_eq!(
                         (cache.hit_blocks, cache.any_position_hit_blocks),
                         expected,

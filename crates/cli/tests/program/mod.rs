@@ -1,5 +1,7 @@
 //! Runs the real binary.
 #![allow(dead_code)] // each test binary uses its part
+pub mod server;
+
 use serde_json::{Map, Value};
 use std::io::Write;
 use std::path::{Path, PathBuf};

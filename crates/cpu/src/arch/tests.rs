@@ -86,11 +86,8 @@ impl Kernel for Everything<'_> {
 
 #[test]
 fn every_instruction_set_agrees_with_the_portable_one() {
-    let mut state = 5u64;
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) as u32
-    };
+    let mut random = kvist_testing::SplitMix64(5);
+    let mut next = || random.next() as u32;
     for round in 0..400 {
         let strange = [
             f32::NAN,

@@ -1,6 +1,7 @@
 //! Dense numbers for blocks of equal content.
 use super::NoBlocks;
 use crate::request::Request;
+use ahash::RandomState;
 use kvist_cache::Content;
 use std::collections::HashMap;
 
@@ -15,7 +16,7 @@ pub(super) struct Numbers {
     next: u32,
     salts: HashMap<String, u32>,
     /// (salt, id) → start of its block numbers in `of_ids`.
-    ids: ahash::HashMap<(u32, u64), usize>,
+    ids: HashMap<(u32, u64), usize, RandomState>,
     /// For each id, one number per block; [`NONE`] for blocks not seen yet.
     of_ids: Vec<u32>,
     tokens: HashMap<TokenBlock, u32>,
@@ -31,7 +32,7 @@ impl Numbers {
             block_tokens,
             next: 0,
             salts: HashMap::new(),
-            ids: ahash::HashMap::default(),
+            ids: HashMap::with_hasher(RandomState::with_seed(0)),
             of_ids: Vec::new(),
             tokens: HashMap::new(),
         }

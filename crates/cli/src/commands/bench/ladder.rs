@@ -1,13 +1,11 @@
 //! `kvist bench ladder`: what each step from "no cache" to "int8 and shared layers" gains, in tokens per second and in
 //! bytes, on the same model in the same run.
+use super::plot;
 use crate::options::*;
 use crate::source::Source;
 use crate::{interrupt, json, output, progress};
 use anyhow::Context;
 use clap::ValueHint;
-use kuva::plot::LinePlot;
-use kuva::render::layout::Layout;
-use kuva::render::plots::Plot;
 use kvist_cache::SeqId;
 use kvist_cpu::{Compute, Cpu};
 use kvist_device::{MemoryBudget, Registry, Storage};
@@ -18,7 +16,7 @@ use kvist_engine::session::ModelSession;
 use kvist_model::{LoadOptions, Model};
 use kvist_simulator::statistics::percentile;
 use serde::Serialize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -199,7 +197,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         rows,
     };
     if let Some(path) = &args.svg {
-        output::write_file(path, report.plot(&variants).as_bytes())?;
+        report.plot(path, &variants)?;
     }
     if args.json { output::show_json(&report) } else { output::show(&report.table()) }
 }
@@ -292,25 +290,13 @@ impl Report {
         text
     }
 
-    fn plot(&self, variants: &[&Variant]) -> String {
-        const COLOURS: [&str; 6] = ["#444444", "#c44e52", "#4c72b0", "#dd8452", "#55a868", "#8172b3"];
-        let line = |(variant, colour): (&&Variant, &str)| {
-            let rows = self.rows.iter().filter(|r| r.step == variant.name);
-            let points: Vec<(f64, f64)> = rows.map(|r| (f64::from(r.tokens), r.tokens_per_second)).collect();
-            Plot::Line(
-                LinePlot::new()
-                    .with_data(points)
-                    .with_color(colour)
-                    .with_stroke_width(2.0)
-                    .with_legend(format!("{} {}", variant.name, variant.what)),
-            )
+    fn plot(&self, path: &Path, variants: &[&Variant]) -> anyhow::Result<()> {
+        let line = |variant: &&Variant| {
+            let rows = self.rows.iter().filter(|row| row.step == variant.name);
+            let points = rows.map(|row| (f64::from(row.tokens), row.tokens_per_second)).collect();
+            (format!("{} {}", variant.name, variant.what), points)
         };
-        let plots: Vec<Plot> = variants.iter().zip(COLOURS).map(line).collect();
-        let layout = Layout::auto_from_plots(&plots)
-            .with_title("Tokens per second when T tokens are generated")
-            .with_x_label("T (tokens)")
-            .with_y_label("tokens/s")
-            .with_log_x();
-        kuva::render_to_svg(plots, layout)
+        let title = "Tokens per second when T tokens are generated";
+        plot::write(path, title, "T (tokens)", "tokens/s", variants.iter().map(line).collect())
     }
 }

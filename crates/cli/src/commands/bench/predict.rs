@@ -176,12 +176,7 @@ impl Figures {
 }
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
-    if !(args.seconds > 0.0 && args.seconds.is_finite()) {
-        return Err(wrong_usage(format!("--seconds {}: a time is finite and above 0", args.seconds)));
-    }
-    if !(args.busy > 0.0 && args.busy < 1.0) {
-        return Err(wrong_usage(format!("--busy {}: it is a share, above 0 and below 1", args.busy)));
-    }
+    args.check()?;
     let table = costs::table(&args.costs)?;
     let config = served(&args, &table)?;
     let compute = args.model.compute.get()?;
@@ -256,6 +251,18 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         replayed,
     };
     if args.json { output::show_json(&prediction) } else { output::show(&prediction.text()) }
+}
+
+impl Args {
+    fn check(&self) -> anyhow::Result<()> {
+        if !(self.seconds > 0.0 && self.seconds.is_finite()) {
+            return Err(wrong_usage(format!("--seconds {}: a time is finite and above 0", self.seconds)));
+        }
+        if !(self.busy > 0.0 && self.busy < 1.0) {
+            return Err(wrong_usage(format!("--busy {}: it is a share, above 0 and below 1", self.busy)));
+        }
+        Ok(())
+    }
 }
 
 /// Refuses a table that was measured with another model or under other conditions than those of this run.

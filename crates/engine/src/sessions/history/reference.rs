@@ -6,6 +6,7 @@ use super::*;
 use kvist_model::template::{ChatTemplate, Conversation};
 use kvist_model::tokenizer::{Ends, Tokenizer};
 use kvist_model::weights::Gguf;
+use kvist_testing::SplitMix64;
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
@@ -158,18 +159,6 @@ fn templates() -> Vec<(String, Option<ChatTemplate>)> {
     all
 }
 
-struct Draw(u64);
-
-impl Draw {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 33) as usize % n
-    }
-    fn one<'a>(&mut self, of: &[&'a str]) -> &'a str {
-        of[self.below(of.len())]
-    }
-}
-
 const WORDS: [&str; 14] = [
     "a",
     "the",
@@ -188,19 +177,19 @@ const WORDS: [&str; 14] = [
 ];
 
 /// Messages whose roles alternate, or are random.
-fn conversation(draw: &mut Draw, n: usize) -> Vec<Value> {
-    let (wild, odd) = (draw.below(3) == 0, draw.below(3) == 0);
+fn conversation(draw: &mut SplitMix64, n: usize) -> Vec<Value> {
+    let (wild, odd) = (draw.index(3) == 0, draw.index(3) == 0);
     let one = |at: usize| {
         let role = match (at, wild) {
             (0, _) if odd => "system",
-            (_, true) => draw.one(&["user", "assistant", "tool", "user"]),
+            (_, true) => draw.pick(&["user", "assistant", "tool", "user"]),
             _ => ["user", "assistant"][(at + usize::from(odd)) % 2],
         };
         let n = match wild {
-            true => draw.below(6),
-            false => 1 + draw.below(6),
+            true => draw.index(6),
+            false => 1 + draw.index(6),
         };
-        let words: Vec<&str> = (0..n).map(|_| WORDS[draw.below(if wild { 14 } else { 8 })]).collect();
+        let words: Vec<&str> = (0..n).map(|_| WORDS[draw.index(if wild { 14 } else { 8 })]).collect();
         json!({"role": role, "content": words.join(if wild { "" } else { " " })})
     };
     (0..n).map(one).collect()
@@ -209,16 +198,16 @@ fn conversation(draw: &mut Draw, n: usize) -> Vec<Value> {
 #[test]
 fn places_and_the_naive_way_to_find_them() {
     let (tokenizers, templates) = (tokenizers(), templates());
-    let mut draw = Draw(7);
+    let mut draw = SplitMix64(7);
     let (mut there, mut missed, mut places) = (0, 0, 0);
     for (name, template) in &templates {
         let mut of_tame = (0, 0);
         for round in 0..150 {
             let (tokens_of, tokenizer) = &tokenizers[round % tokenizers.len()];
             let tokenizer = Counting::new(template.as_ref(), tokenizer);
-            let n = [1, 2, 5, 15, 16, 17, 40][draw.below(7)];
+            let n = [1, 2, 5, 15, 16, 17, 40][draw.index(7)];
             let bodies = conversation(&mut draw, n);
-            let answer = draw.below(2) == 0;
+            let answer = draw.index(2) == 0;
             let what = format!("{name}, {tokens_of}, round {round}, {n} messages, {}", json!(bodies));
             let Ok(text) = tokenizer.render(&bodies, &Map::new(), answer) else { continue };
             let expected = naive_bytes(&tokenizer, &bodies, &text, answer);
@@ -314,14 +303,14 @@ fn placing_takes_time_by_the_length() {
 /// linear search over the number of tokens gives the same result.
 #[test]
 fn answers_are_shortened_and_not_cut_anew() {
-    let mut draw = Draw(3);
+    let mut draw = SplitMix64(3);
     let mut compared = 0;
     for (name, tokenizer) in tokenizers() {
         let tokenizer = Counting::new(None, &tokenizer);
         for round in 0..200 {
             let prompt = tokenizer.encode("A prompt: ", true).unwrap();
-            let words: String = (0..1 + draw.below(12))
-                .map(|_| draw.one(&["日本", "🙂", "é", " the", "a", "한국", " "]))
+            let words: String = (0..1 + draw.index(12))
+                .map(|_| draw.pick(&["日本", "🙂", "é", " the", "a", "한국", " "]))
                 .collect();
             let mut tokens = prompt.clone();
             tokens.extend(tokenizer.encode(&words, false).unwrap());
@@ -334,7 +323,7 @@ fn answers_are_shortened_and_not_cut_anew() {
             };
             let answer = spoken(tokens.len());
             let ends: Vec<usize> = answer.char_indices().map(|(at, _)| at).collect();
-            let Some(stop) = ends.get(draw.below(ends.len().max(1))) else { continue };
+            let Some(stop) = ends.get(draw.index(ends.len().max(1))) else { continue };
             let text = &answer[..*stop];
             let slowly = (from..=tokens.len()).rfind(|to| text.starts_with(&spoken(*to))).unwrap();
             let mut history = History::of_tokens(tokens.clone());

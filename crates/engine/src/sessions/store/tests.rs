@@ -1,16 +1,7 @@
 //! Tests the store against a simple reference model, and counts how many sessions an operation looks at.
 use super::super::history::MIN_CHARGE;
 use super::*;
-
-/// A reproducible random number generator.
-struct Draw(u64);
-
-impl Draw {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (self.0 >> 33) as usize % n
-    }
-}
+use kvist_testing::SplitMix64;
 
 /// Reference model of a session.
 struct Reference {
@@ -28,7 +19,7 @@ fn charge(n_tokens: usize) -> usize {
 #[test]
 fn the_store_and_a_list_of_vectors() {
     for seed in 0..40 {
-        let mut draw = Draw(seed);
+        let mut draw = SplitMix64(seed);
         let quota = SessionLimits { idle: Duration::from_secs(50), max_sessions: 8, max_tokens: 150 };
         let store = SessionStore::new(quota);
         let owners: [Arc<str>; 2] = ["a".into(), "b".into()];
@@ -36,10 +27,10 @@ fn the_store_and_a_list_of_vectors() {
         let (start, mut second) = (Instant::now(), 0);
         for step in 0..400 {
             let what = format!("seed {seed}, step {step}");
-            second += draw.below(8) as u64;
+            second += draw.index(8) as u64;
             let at = Timestamp { instant: start + Duration::from_secs(second), unix_s: 1000 + second };
             references.retain(|reference| second - reference.touched_s < 50);
-            let owner = draw.below(2);
+            let owner = draw.index(2);
             let me = &owners[owner];
             let used = |references: &[Reference]| {
                 let own = references.iter().filter(|reference| reference.owner == owner);
@@ -48,10 +39,10 @@ fn the_store_and_a_list_of_vectors() {
             let (n, used) = used(&references);
             let fits = |more: usize, tokens: usize| n + more <= 8 && used + more * charge(tokens) <= 150;
             let own: Vec<usize> = (0..references.len()).filter(|i| references[*i].owner == owner).collect();
-            let picked = (!own.is_empty()).then(|| own[draw.below(own.len())]);
-            match (draw.below(5), picked) {
+            let picked = (!own.is_empty()).then(|| own[draw.index(own.len())]);
+            match (draw.index(5), picked) {
                 (0, _) | (_, None) => {
-                    let tokens: Vec<u32> = (0..draw.below(40)).map(|i| i as u32).collect();
+                    let tokens: Vec<u32> = (0..draw.index(40)).map(|i| i as u32).collect();
                     let history = History::of_tokens(tokens.clone());
                     let draft = NewSession { name: None, cache_salt: None, salt: me.clone(), history };
                     let made = store.create(at, me, draft);
@@ -64,7 +55,7 @@ fn the_store_and_a_list_of_vectors() {
                     }));
                 }
                 (1, Some(i)) => {
-                    let (n, cut) = (1 + draw.below(3), draw.below(references[i].tokens.len() + 1));
+                    let (n, cut) = (1 + draw.index(3), draw.index(references[i].tokens.len() + 1));
                     let tokens = references[i].tokens[..cut].to_vec();
                     let made =
                         store.fork(at, me, references[i].id, &History::of_tokens(tokens.clone()), n, None);
@@ -90,7 +81,7 @@ fn the_store_and_a_list_of_vectors() {
                     assert!(matches!(again, Err(SessionError::Busy { .. })), "{what}");
                     let mut prompt = Some(History::of_tokens(references[i].tokens.clone()));
                     let others = used - charge(references[i].tokens.len());
-                    for k in 0..draw.below(30) {
+                    for k in 0..draw.index(30) {
                         let pushed = claim.push(prompt.take(), 90 + k as u32);
                         references[i].tokens.push(90 + k as u32);
                         assert_eq!(
@@ -108,8 +99,8 @@ fn the_store_and_a_list_of_vectors() {
                 (3, Some(i)) => {
                     let mut claim = store.claim(at, me, references[i].id, false).unwrap();
                     let mut tokens = references[i].tokens.clone();
-                    tokens.truncate(draw.below(tokens.len() + 1));
-                    tokens.extend((0..draw.below(20)).map(|k| 70 + k as u32));
+                    tokens.truncate(draw.index(tokens.len() + 1));
+                    tokens.extend((0..draw.index(20)).map(|k| 70 + k as u32));
                     let grows = charge(tokens.len()).saturating_sub(charge(references[i].tokens.len()));
                     let done = claim.commit(at, History::of_tokens(tokens.clone()));
                     assert_eq!(done.is_ok(), grows == 0 || used + grows <= 150, "{what}");

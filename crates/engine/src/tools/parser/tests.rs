@@ -233,11 +233,8 @@ fn random_cuts_of_random_answers_change_nothing() {
         "null",
     ];
     let seed: u64 = std::env::var("KVIST_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(7);
-    let mut state = seed;
-    let mut below = |n: usize| {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        ((state >> 33) as usize) % n
-    };
+    let mut random = kvist_testing::SplitMix64(seed);
+    let mut below = |n: usize| random.index(n);
     let tools = tools();
     let mut found = 0;
     for round in 0..20_000 {
