@@ -172,7 +172,7 @@ impl Simulation {
                 Change::Alloc => assert_eq!(self.owners.insert(block, seq), None, "{event:?}"),
                 Change::Free | Change::Evict => {
                     assert_eq!(self.owners.remove(&block), Some(seq), "{event:?}");
-                    assert_eq!(change == Change::Evict, reason == Reason::MakeRoom, "{event:?}");
+                    assert_eq!(change == Change::Evict, reason == Reason::SpaceNeeded, "{event:?}");
                 }
                 Change::Move { from } => {
                     assert_eq!(before.get(&from), Some(&seq), "{event:?}");

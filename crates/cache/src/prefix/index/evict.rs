@@ -129,7 +129,7 @@ impl Index {
         }
         let paged = paged_mut(&mut groups[g]);
         if paged.unindex(block) {
-            paged.events.push(block, None, Change::Evict, Reason::MakeRoom);
+            paged.events.push(block, None, Change::Evict, Reason::SpaceNeeded);
             self.n_evicted += 1;
         }
         if let Some(events) = &mut self.events {
