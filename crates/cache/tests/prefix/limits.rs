@@ -43,13 +43,13 @@ fn no_space_says_what_to_try() {
     assert_eq!(refused, of(48, 32));
     assert_eq!(
         refused.to_string(),
-        "the step needs 48 cells of layer group 0, and 32 are free; 32 more are held by the index alone: make room for 48, and try again"
+        "the step needs 48 cells of layer group 0, and 32 are free; 32 more are evictable: evict until 48 are free, and try again"
     );
     let refused = rig.cache.can_run(&long, &mut rig.plan).expect_err("it never fits");
     assert_eq!(refused, of(80, 32));
     assert!(refused.to_string().contains("which is not enough: remove or shorten sequences"), "{refused}");
     let exact = of(64, 32).to_string();
-    assert!(exact.ends_with("make room for 64, and try again"), "{exact}");
+    assert!(exact.ends_with("evict until 64 are free, and try again"), "{exact}");
     let none = of(48, 0).to_string();
     assert!(
         none.ends_with("32 are free: remove or shorten sequences, or take fewer tokens at once"),
