@@ -161,7 +161,7 @@ impl Paged {
         (self.offset(table.next_position) > 0 && self.blocks.is_shared(tail)).then_some(tail)
     }
     /// Decides which sequences copy their shared, partly filled last block. All of them do, with one exception: if
-    /// all holders of an uncached block append in the same step, the one that has filled most of it keeps it. That
+    /// all users of an uncached block append in the same step, the one that has filled most of it keeps it. That
     /// one writes behind everything the others read, so dropping the step half-way does no damage. Returns the number
     /// of copies. O(1) if `tails` is empty.
     fn divide_tails(&self, tails: &mut [SharedTail]) -> u32 {
