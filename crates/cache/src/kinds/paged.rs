@@ -62,7 +62,8 @@ struct Table {
     next_position: u32,
     /// Blocks before this index have left the window, except those of the sinks.
     window_start: u32,
-    /// Changes whenever `blocks` does; 0 while it has never held a block.
+    /// Changes whenever an entry of `blocks` is set. Two tables of the same version are equal as far as both go. 0 before
+    /// the first entry.
     version: u64,
     /// Changes when the sequence is made anew or shortened.
     lineage: u64,

@@ -114,13 +114,15 @@ impl Drive {
             }
         };
         assert_eq!(expected, None, "a step was accepted that has no room");
-        // Some plans are never shown to the device.
-        let is_shown = !choices.one_in(8);
-        step.with_tables();
+        // Some plans have no tables, and some tables are never shown to the device.
+        let (has_tables, is_shown) = (!choices.one_in(6), !choices.one_in(8));
+        if has_tables {
+            step.with_tables();
+        }
         let plan = step.with_reads();
         let (mut positions, mut lowered) = (Vec::new(), BlockTables::default());
         plan.positions(&mut positions);
-        if is_shown {
+        if has_tables && is_shown {
             for (g, device) in (0..).zip(&mut self.devices) {
                 plan.group(GroupId(g)).tables(block, &mut lowered).expect("blocks of the cache");
                 device.update(plan.group(GroupId(g)), &lowered);
@@ -156,6 +158,10 @@ impl Drive {
             execute(group, memory, &queries, in_use);
             assert_eq!(read(group, memory, queries.len()), queries, "group {g}: {:?}", group.reads.items);
             let size = choices.of(&[block, block, 1]);
+            if !has_tables {
+                assert_eq!(group.tables(size, &mut lowered), Err(NotBlocks::NotFilled));
+                continue;
+            }
             group.tables(size, &mut lowered).expect("the cache has blocks of this size, or of a multiple");
             let pairs = visible_pairs(&lowered, size, &positions, see);
             let bytes =
