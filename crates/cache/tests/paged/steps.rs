@@ -163,6 +163,11 @@ impl Drive {
                 continue;
             }
             group.tables(size, &mut lowered).expect("the cache has blocks of this size, or of a multiple");
+            for (i, span) in spans.iter().enumerate().filter(|_| size == block) {
+                let full = &tables[&span.seq][..(span.start / block) as usize];
+                let full = full.iter().map(|block| block.unwrap_or(NO_BLOCK));
+                assert!(full.eq(lowered.blocks_of(i).iter().copied().take((span.start / block) as usize)));
+            }
             let pairs = visible_pairs(&lowered, size, &positions, see);
             let bytes =
                 |pairs: Vec<(u32, u32)>| pairs.iter().map(|&(_, cell)| memory[cell as usize]).collect();
