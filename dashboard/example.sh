@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Makes the recording that the page shows where no server is: agents that fan out, in a cache that is a little too small.
+# The committed file was drawn by an earlier random number generator: this seed now gives other requests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 file=$(mktemp)

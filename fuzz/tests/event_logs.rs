@@ -90,11 +90,8 @@ const NUMBERS: [&str; 9] = [
 
 /// `log` with lines removed, repeated or swapped, or with a number replaced. Most of it still parses.
 fn changed_lines(log: &str, seed: u64) -> String {
-    let mut z = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(1);
-    let mut below = |n: usize| {
-        z = z.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (z >> 33) as usize % n.max(1)
-    };
+    let mut random = kvist_testing::SplitMix64(seed);
+    let mut below = |n: usize| random.index(n);
     let mut lines: Vec<String> = log.lines().map(str::to_owned).collect();
     for _ in 0..1 + below(3) {
         let (a, b) = (below(lines.len()), below(lines.len()));

@@ -35,7 +35,8 @@ pub trait Kind: Send {
     fn fill_tables(&self, _spans: &Spans, _out: &mut GroupPlan) -> bool {
         false
     }
-    /// Applies a prepared plan. Called once, after every layer has succeeded.
+    /// Applies a prepared plan. Called once, after every layer has succeeded. The plan may have been cut to the tokens
+    /// that are kept: its spans may be shorter than they were prepared, or missing.
     fn apply(&mut self, spans: &Spans, plan: &GroupPlan);
 
     /// Plans one round of compaction: disjoint copies from occupied to free cells. Empty when nothing is left to
@@ -107,6 +108,9 @@ pub trait SequenceKind: Kind {
 
 /// A kind that accepts [`New::Tree`](crate::New::Tree).
 pub trait TreeKind: Kind {
+    /// Checks that `accepted` is a path from the root, where `planned` are the parents of nodes that a step is about to
+    /// add to `seq`.
+    fn check_path(&self, seq: SeqId, planned: &[Option<NodeId>], accepted: &[NodeId]) -> Result<(), Refused>;
     /// See [`Trees::commit_path`](crate::Trees::commit_path).
     fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused>;
 }

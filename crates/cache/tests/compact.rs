@@ -97,11 +97,8 @@ fn it_terminates() {
     for capacity in [16, 17, 33, 64, 100, 257] {
         for salt in 0..40 {
             let mut it = full("tree", capacity);
-            let mut state = u64::from(capacity) << 20 | salt;
-            let mut below = |n: u32| {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                (state >> 33) as u32 % n
-            };
+            let mut random = kvist_testing::SplitMix64(u64::from(capacity) << 20 | salt);
+            let mut below = |n: u32| random.below(n);
             for _ in 0..400 {
                 let (seq, other) = (SeqId(below(5)), SeqId(below(5)));
                 match below(10) {

@@ -131,7 +131,7 @@ impl Run {
             prefill_tokens_per_second: generation.prefill_rate(),
             decode_seconds: generation.decode.as_secs_f64(),
             decode_tokens_per_second: generation.decode_rate(),
-            cache: CacheShape::new(session.config(), model.decoder().config()),
+            cache: CacheShape::new(session.config(), model.config()),
             used: used.into(),
             bound: bound.into(),
             kv_bytes_read: session.counters().bytes_read,

@@ -1,19 +1,21 @@
 //! Options that several commands share.
+mod sampling;
+
 use crate::memory;
 use crate::source::Source;
 pub use crate::source::SourceArgs;
 use anyhow::{Context, anyhow};
 use clap::Args;
 use kvist_cache::kinds;
-use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
-use kvist_device::{Bytes, MemoryBudget, Recent, Registry, Storage};
+use kvist_cpu::{Compute, Cpu};
+pub use kvist_device::Bytes;
+use kvist_device::{MemoryBudget, Recent, Registry, Storage};
 use kvist_engine::memory::{CacheConfig, MemoryPlan, RECENT_TOKENS};
-use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_model::config::ModelConfig;
-use kvist_model::generation_config::Shipped;
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, Opened};
+pub use sampling::{SamplingArgs, shipped_defaults};
 use std::fmt;
 use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
@@ -119,7 +121,7 @@ pub struct ModelArgs {
     /// Memory that weights, cache and working buffers may take together; without it what the machine has free
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub memory: Option<Size>,
-    /// Cut words as GPT-2 does where a GGUF file names a way that kvist does not know; tokens may then be wrong
+    /// Split text as GPT-2 does if a GGUF file names a pretokenizer that kvist does not know; tokens may then be wrong
     #[arg(long)]
     pub guess_pretokenizer: bool,
     #[command(flatten)]
@@ -178,16 +180,11 @@ impl ModelArgs {
         budget: &Arc<MemoryBudget>,
         quiet: bool,
     ) -> anyhow::Result<Arc<Model>> {
-        let compute = self.compute.get()?;
+        let device = Cpu::new(self.compute.get()?);
         let bar = crate::progress::bar("loading", 0, quiet);
-        let options = LoadOptions {
-            form: self.weights,
-            mmap: !self.no_mmap,
-            context,
-            compute,
-            ..LoadOptions::default()
-        };
-        let model = opened.load(&options, budget, &mut |done, total| {
+        let options =
+            LoadOptions { form: self.weights, mmap: !self.no_mmap, context, ..LoadOptions::default() };
+        let model = opened.load(device, &options, budget, &mut |done, total| {
             bar.set_length(total as u64);
             bar.set_position(done as u64);
         });
@@ -358,118 +355,7 @@ impl CacheArgs {
 
 /// Every backend and kind of this program.
 pub fn registry(compute: &Compute) -> Registry {
-    kvist_engine::backends::on(compute)
-}
-
-#[derive(Args, Clone, Debug)]
-pub struct SamplingArgs {
-    /// 0 takes the likeliest token, behind the penalty [default: the model's generation_config.json, or 0.8]
-    #[arg(long, allow_negative_numbers = true)]
-    pub temperature: Option<f32>,
-    /// Take the likeliest token, whatever the rest and the model's defaults say; only --repeat-penalty changes it
-    #[arg(long, conflicts_with = "temperature")]
-    pub greedy: bool,
-    /// TokenSampler among the K likeliest; 0 is all [default: the model's, or 40]
-    #[arg(long)]
-    pub top_k: Option<u32>,
-    /// TokenSampler among the likeliest that together reach this probability [default: the model's, or 0.95]
-    #[arg(long, allow_negative_numbers = true)]
-    pub top_p: Option<f32>,
-    /// Drop tokens less likely than this share of the likeliest [default: the model's, or 0.05]
-    #[arg(long, allow_negative_numbers = true)]
-    pub min_p: Option<f32>,
-    /// Make tokens of the recent text less likely; 1 is off [default: the model's, or 1]
-    #[arg(long, allow_negative_numbers = true)]
-    pub repeat_penalty: Option<f32>,
-    /// Recent tokens that the penalty looks at [default: the model's, or 64]
-    #[arg(long, value_name = "TOKENS")]
-    pub repeat_last: Option<usize>,
-    /// The same seed gives the same text; without it one is drawn and the summary names it
-    #[arg(long)]
-    pub seed: Option<u64>,
-}
-
-impl SamplingArgs {
-    pub fn seed(&self) -> u64 {
-        self.seed.unwrap_or_else(|| {
-            let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-            now.map_or(0, |t| t.as_nanos() as u64 % 1_000_000_007)
-        })
-    }
-
-    pub fn sampler(&self, opened: &Opened, seed: u64) -> anyhow::Result<Sampler> {
-        let shipped = match self.asks_the_model() {
-            true => *opened.sampling().map_err(|e| anyhow!("{e}"))?,
-            false => Shipped::default(),
-        };
-        Sampler::new(self.config(&shipped, seed)).map_err(|e| wrong_usage(e.to_string()))
-    }
-
-    /// The model's defaults in effect beside these flags, as text; `None` if there are none.
-    pub fn of_the_model(&self, opened: &Opened) -> Option<String> {
-        let shipped = opened.sampling().ok().filter(|_| self.asks_the_model())?;
-        shipped_defaults(&self.counting(shipped))
-    }
-
-    /// The model's defaults that no flag replaces.
-    fn counting(&self, shipped: &Shipped) -> Shipped {
-        Shipped {
-            temperature: shipped.temperature.filter(|_| self.temperature.is_none()),
-            top_k: shipped.top_k.filter(|_| self.top_k.is_none()),
-            top_p: shipped.top_p.filter(|_| self.top_p.is_none()),
-            min_p: shipped.min_p.filter(|_| self.min_p.is_none()),
-            repetition_penalty: shipped.repetition_penalty.filter(|_| self.repeat_penalty.is_none()),
-            repetition_window: shipped.repetition_window.filter(|_| self.repeat_last.is_none()),
-        }
-    }
-
-    /// True if at least one setting is left to the model's defaults.
-    fn asks_the_model(&self) -> bool {
-        let all_are_given = self.temperature.is_some()
-            && self.top_k.is_some()
-            && self.top_p.is_some()
-            && self.min_p.is_some()
-            && self.repeat_penalty.is_some()
-            && self.repeat_last.is_some();
-        !self.greedy && !all_are_given
-    }
-
-    /// Flags come first, then the model's defaults, then our own. `--greedy` ignores the model's defaults: a repetition
-    /// penalty would choose a token other than the likeliest.
-    fn config(&self, shipped: &Shipped, seed: u64) -> SamplerConfig {
-        let none = Shipped::default();
-        let shipped = if self.greedy { &none } else { shipped };
-        let temperature = if self.greedy { Some(0.0) } else { self.temperature };
-        SamplerConfig {
-            temperature: temperature.or(shipped.temperature).unwrap_or(0.8),
-            top_k: self.top_k.map(|k| k as usize).or(shipped.top_k).unwrap_or(40),
-            top_p: self.top_p.or(shipped.top_p).unwrap_or(0.95),
-            min_p: self.min_p.or(shipped.min_p).unwrap_or(0.05),
-            repetition_penalty: self.repeat_penalty.or(shipped.repetition_penalty).unwrap_or(1.0),
-            repetition_window: self.repeat_last.or(shipped.repetition_window).unwrap_or(64),
-            seed,
-            ..SamplerConfig::greedy()
-        }
-    }
-}
-
-/// The sampling defaults that a model ships, in one line of text; `None` if it ships none. They are printed because
-/// they change the output without any flag.
-pub fn shipped_defaults(shipped: &Shipped) -> Option<String> {
-    let mut said: Vec<String> = Vec::new();
-    let mut say =
-        |name: &str, value: Option<String>| said.extend(value.map(|value| format!("{name} {value}")));
-    say("temperature", shipped.temperature.map(|x| x.to_string()));
-    say("top_k", shipped.top_k.map(|k| k.to_string()));
-    say("top_p", shipped.top_p.map(|x| x.to_string()));
-    say("min_p", shipped.min_p.map(|x| x.to_string()));
-    say("repetition_penalty", shipped.repetition_penalty.map(|x| x.to_string()));
-    let window = |tokens: usize| match tokens {
-        usize::MAX => "whole text".to_string(),
-        tokens => format!("last {tokens} tokens"),
-    };
-    say("penalty over the", shipped.repetition_window.map(window));
-    (!said.is_empty()).then(|| format!("sampling defaults of the model: {}", said.join(", ")))
+    kvist_engine::devices::on(compute)
 }
 
 /// Reads a text file, which must be UTF-8.
@@ -493,15 +379,9 @@ pub fn parse_tokens(text: &str) -> Result<Vec<u32>, String> {
     text.split(',').map(parse).collect()
 }
 
-/// Bytes as the text output and `--json` show them.
-pub fn bytes(bytes: u64) -> Bytes {
-    Bytes(bytes)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::Parser;
 
     #[test]
     fn tokens_of_a_context() {
@@ -529,63 +409,5 @@ mod tests {
             assert_eq!(Size(bytes).to_string(), text);
             assert_eq!(text.parse(), Ok(Size(bytes)));
         }
-    }
-
-    #[derive(Parser)]
-    struct Line {
-        #[command(flatten)]
-        sampling: SamplingArgs,
-    }
-
-    /// Regression: like transformers and vLLM, we must use the model's own defaults; ours were used.
-    #[test]
-    fn what_a_model_ships_stands_between_flags_and_our_defaults() {
-        let with = |flags: &[&str], shipped: &Shipped| {
-            let line = Line::parse_from(std::iter::once(&"kvist").chain(flags));
-            line.sampling.config(shipped, 7)
-        };
-        let ours = with(&[], &Shipped::default());
-        assert_eq!((ours.temperature, ours.top_k, ours.top_p, ours.min_p), (0.8, 40, 0.95, 0.05));
-        assert_eq!((ours.repetition_penalty, ours.repetition_window, ours.seed), (1.0, 64, 7));
-        let shipped = Shipped {
-            temperature: Some(0.6),
-            top_k: Some(20),
-            repetition_penalty: Some(1.1),
-            repetition_window: Some(usize::MAX),
-            ..Shipped::default()
-        };
-        let theirs = with(&[], &shipped);
-        assert_eq!((theirs.temperature, theirs.top_k, theirs.top_p, theirs.min_p), (0.6, 20, 0.95, 0.05));
-        assert_eq!((theirs.repetition_penalty, theirs.repetition_window), (1.1, usize::MAX));
-        let flags = with(&["--temperature", "1", "--top-k", "0", "--repeat-last", "8"], &shipped);
-        assert_eq!((flags.temperature, flags.top_k, flags.repetition_window), (1.0, 0, 8));
-        // Regression: a penalty that the model ships made `--greedy` choose other tokens than the likeliest.
-        let greedy = with(&["--greedy"], &shipped);
-        assert_eq!((greedy.temperature, greedy.repetition_penalty), (0.0, 1.0));
-        assert_eq!(with(&["--greedy", "--repeat-penalty", "1.5"], &shipped).repetition_penalty, 1.5);
-        assert_eq!(with(&["--temperature", "0"], &shipped).repetition_penalty, 1.1);
-    }
-
-    /// Regression: no output said which of the model's defaults were in effect.
-    #[test]
-    fn defaults_that_count_are_told() {
-        let with = |flags: &[&str], shipped: &Shipped| {
-            let line = Line::parse_from(std::iter::once(&"kvist").chain(flags));
-            shipped_defaults(&line.sampling.counting(shipped))
-        };
-        let shipped = Shipped {
-            temperature: Some(0.7),
-            top_p: Some(0.8),
-            repetition_penalty: Some(1.1),
-            repetition_window: Some(usize::MAX),
-            ..Shipped::default()
-        };
-        let all = "sampling defaults of the model: temperature 0.7, top_p 0.8, repetition_penalty 1.1, penalty over the \
-                   whole text";
-        assert_eq!(with(&[], &shipped).as_deref(), Some(all));
-        let rest = "sampling defaults of the model: top_p 0.8, repetition_penalty 1.1";
-        let flags = ["--temperature", "1", "--repeat-last", "8"];
-        assert_eq!(with(&flags, &shipped).as_deref(), Some(rest));
-        assert_eq!(with(&[], &Shipped::default()), None);
     }
 }

@@ -70,6 +70,11 @@ pub fn show_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
     show(&(serde_json::to_string_pretty(value)? + "\n"))
 }
 
+/// Writes one JSON document on a line of its own to stdout.
+pub fn show_json_line(value: &impl serde::Serialize) -> anyhow::Result<()> {
+    show(&(serde_json::to_string(value)? + "\n"))
+}
+
 /// True if the error is a closed stdout pipe.
 pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
     error

@@ -1,6 +1,7 @@
 //! `kvist serve` as a process: killed, told to end, and under many bad clients.
 mod program;
 
+use kvist_testing::SplitMix64;
 use program::kvist;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -205,23 +206,11 @@ fn when_the_grace_is_over_streams_are_told() {
     assert_eq!(server.wait().code(), Some(0));
 }
 
-/// Pseudo-random numbers (Marsaglia's xorshift64).
-struct Draw(u64);
-
-impl Draw {
-    fn below(&mut self, n: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % n
-    }
-}
-
 /// One bad client; an unexpected answer is an `Err`.
-fn misbehave(server: &Server, draw: &mut Draw) -> Result<(), String> {
-    let max_tokens = 1 + draw.below(32);
+fn misbehave(server: &Server, random: &mut SplitMix64) -> Result<(), String> {
+    let max_tokens = 1 + random.below(32);
     let good = json!({
-        "prompt": format!("{} chapter {}", "The borrow checker. ".repeat(20), draw.below(4)), "stream": true,
+        "prompt": format!("{} chapter {}", "The borrow checker. ".repeat(20), random.below(4)), "stream": true,
         "max_tokens": max_tokens, "ignore_eos": true, "stream_options": {"include_usage": true},
     });
     let whole = request("POST", "/v1/completions", &good.to_string());
@@ -229,7 +218,7 @@ fn misbehave(server: &Server, draw: &mut Draw) -> Result<(), String> {
         true => Ok(text),
         false => Err(format!("{status} where one of {expected:?} was due: {text}")),
     };
-    match draw.below(6) {
+    match random.below(6) {
         0 | 1 => {
             let text = told(&[200, 429], server.complete(&good))?;
             let right =
@@ -241,17 +230,17 @@ fn misbehave(server: &Server, draw: &mut Draw) -> Result<(), String> {
         2 => {
             // Disconnects in the middle of the request, or of the answer.
             let mut stream = server.connect();
-            let sent = 1 + draw.below(whole.len() as u64) as usize;
+            let sent = 1 + random.index(whole.len());
             stream.write_all(&whole.as_bytes()[..sent]).map_err(|e| e.to_string())?;
-            if sent == whole.len() || draw.below(2) == 0 {
+            if sent == whole.len() || random.below(2) == 0 {
                 let _ = stream.write_all(&whole.as_bytes()[sent..]);
-                let _ = stream.read(&mut vec![0; 1 + draw.below(4000) as usize]);
+                let _ = stream.read(&mut vec![0; 1 + random.index(4000)]);
             }
         }
         3 => drop(told(&[400], server.complete(&json!({"prompt": "word ".repeat(3000)})))?),
         4 => {
             let text = good.to_string();
-            let cut = &text[..draw.below(text.len() as u64) as usize];
+            let cut = &text[..random.index(text.len())];
             told(&[400], server.send("POST", "/v1/completions", cut))?;
         }
         _ => drop(told(&[413], server.send("POST", "/v1/completions", &" ".repeat(700 << 10)))?),
@@ -274,8 +263,8 @@ fn a_crowd_of_bad_clients_leaves_nothing_behind() {
         let crowd: Vec<_> = (1..=32u64)
             .map(|seed| {
                 scope.spawn(move || {
-                    let mut draw = Draw(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-                    let outcomes = (0..12).map(|_| misbehave(server, &mut draw));
+                    let mut random = SplitMix64(seed);
+                    let outcomes = (0..12).map(|_| misbehave(server, &mut random));
                     outcomes
                         .filter_map(Result::err)
                         .map(|what| format!("client {seed}: {what}"))

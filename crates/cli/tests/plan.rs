@@ -3,10 +3,6 @@ mod program;
 use program::*;
 use serde_json::Value;
 
-fn number(value: &Value, name: &str) -> f64 {
-    let found = name.split('.').fold(value, |value, name| &value[name]);
-    found.as_f64().unwrap_or_else(|| panic!("`{name}` is no number in {value}"))
-}
 fn candidates<'a>(plan: &'a Value, command: &str) -> Vec<&'a Value> {
     let all = plan["recommendation"]["candidates"].as_array().unwrap();
     all.iter().filter(|row| row["command"] == command).collect()

@@ -9,7 +9,7 @@ pub struct Message {
     pub role: String,
     /// `None` if the message only carries tool calls.
     #[serde(default)]
-    pub content: Option<Said>,
+    pub content: Option<MessageContent>,
     /// Any other field of the API: `name`, `tool_calls`, `tool_call_id`.
     #[serde(flatten)]
     pub more: Map<String, Value>,
@@ -18,18 +18,18 @@ pub struct Message {
 /// The content of a message.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
-pub enum Said {
+pub enum MessageContent {
     Text(String),
     /// Text parts, `{"type": "text", "text": …}`, which the server joins with line breaks.
     Parts(Vec<Value>),
 }
 
-impl Said {
+impl MessageContent {
     /// The text as the server reads it: parts are joined with line breaks.
     pub fn text(&self) -> String {
         match self {
-            Said::Text(text) => text.clone(),
-            Said::Parts(parts) => {
+            MessageContent::Text(text) => text.clone(),
+            MessageContent::Parts(parts) => {
                 let texts: Vec<&str> = parts.iter().filter_map(|part| part["text"].as_str()).collect();
                 texts.join("\n")
             }
@@ -37,9 +37,9 @@ impl Said {
     }
 }
 
-impl From<&str> for Said {
+impl From<&str> for MessageContent {
     fn from(text: &str) -> Self {
-        Said::Text(text.into())
+        MessageContent::Text(text.into())
     }
 }
 
@@ -49,7 +49,7 @@ impl Message {
     }
     /// The text of the content; empty if the message only carries tool calls.
     pub fn text(&self) -> String {
-        self.content.as_ref().map(Said::text).unwrap_or_default()
+        self.content.as_ref().map(MessageContent::text).unwrap_or_default()
     }
     pub fn user(content: &str) -> Self {
         Message::new("user", content)

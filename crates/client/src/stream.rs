@@ -89,10 +89,10 @@ mod tests {
         let usage = Usage { prompt_tokens: 3, completion_tokens: 2, cached_tokens: 0 };
         assert_eq!(chunks[2].usage, Some(usage));
 
-        let mut told =
+        let mut chunks =
             of("data: {\"error\":{\"message\":\"m\",\"code\":\"shutting_down\"}}\n\ndata: [DONE]\n\n");
-        assert_eq!(told.len(), 1, "nothing comes behind an error");
-        assert!(matches!(told.remove(0), Err(Error::Api { code, .. }) if code == "shutting_down"));
+        assert_eq!(chunks.len(), 1, "nothing comes behind an error");
+        assert!(matches!(chunks.remove(0), Err(Error::Api { code, .. }) if code == "shutting_down"));
         for cut in ["", "data: {\"choices\":[{\"text\":\"a\"}]}\n\n", "data: {\"choi"] {
             assert!(of(cut).pop().unwrap().is_err(), "{cut:?}");
         }

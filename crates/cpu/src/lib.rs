@@ -14,7 +14,9 @@
 #[allow(unsafe_code)]
 pub mod arch;
 mod attention;
+mod device;
 mod element;
+mod experts;
 pub mod linear;
 mod pages;
 pub mod peak;
@@ -80,7 +82,7 @@ impl Growth {
     }
 }
 
-/// The CPU backend, `cpu`.
+/// The CPU: a device for models, and the backend `cpu` for attention.
 #[derive(Clone, Debug, Default)]
 pub struct Cpu {
     compute: Compute,

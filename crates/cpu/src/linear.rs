@@ -15,15 +15,15 @@
 mod blocks;
 mod codes;
 mod float;
+mod formats;
 mod inputs;
-mod k_quants;
-mod simple;
 mod super_blocks;
 
 use crate::Compute;
 use crate::arch::{Columns, Kernel, LANES, Simd};
 use crate::pages::Pages;
 pub use inputs::{Input, Inputs};
+use kvist_device::weights::{Encoding, blocks as layouts, super_blocks as super_layouts};
 use std::fmt;
 
 /// Prefetch distance for packed weights in bytes. Hardware prefetching stops at every 4 KiB page, and a few bytes keep
@@ -31,103 +31,101 @@ use std::fmt;
 /// are streams that the hardware prefetcher follows.
 const AHEAD: usize = 8192;
 
-/// Encodings of weights, with their names in GGUF files.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Packing {
-    F32,
-    F16,
-    BF16,
-    Q8_0,
-    Q4_0,
-    Q4_1,
-    Q5_0,
-    Q5_1,
-    Iq4Nl,
-    Mxfp4,
-    Q2K,
-    Q3K,
-    Q4K,
-    Q5K,
-    Q6K,
-    Iq4Xs,
-    /// At most 16 values, in kvist's own format. ggml's rarer formats are converted to it without loss when they are
-    /// read.
-    Few,
-}
+/// The encodings that have kernels. Others become one of these without loss ([`Encoding::exact`]).
+pub const ENCODINGS: [Encoding; 17] = [
+    Encoding::F32,
+    Encoding::F16,
+    Encoding::BF16,
+    Encoding::Q8_0,
+    Encoding::Q4_0,
+    Encoding::Q4_1,
+    Encoding::Q5_0,
+    Encoding::Q5_1,
+    Encoding::Iq4Nl,
+    Encoding::Mxfp4,
+    Encoding::Q2K,
+    Encoding::Q3K,
+    Encoding::Q4K,
+    Encoding::Q5K,
+    Encoding::Q6K,
+    Encoding::Iq4Xs,
+    Encoding::Few,
+];
 
-/// Evaluates `$body` with the type `$F` of `$packing`. To add a format, add a type in `simple.rs` or `k_quants.rs`, and
-/// its line here and in [`Packing::NAMES`].
+/// Evaluates `$body` with the format `$F` of an encoding of [`ENCODINGS`]. To add one, define its layout in
+/// `kvist_device::weights`, and add its codes in `formats.rs` and its lines here and in [`ENCODINGS`].
 macro_rules! with_format {
-    ($packing:expr, $F:ident => $body:expr) => {
-        match $packing {
-            Packing::F32 => {
+    ($encoding:expr, $F:ident => $body:expr) => {
+        match $encoding {
+            Encoding::F32 => {
                 type $F = float::F32;
                 $body
             }
-            Packing::F16 => {
+            Encoding::F16 => {
                 type $F = float::F16;
                 $body
             }
-            Packing::BF16 => {
+            Encoding::BF16 => {
                 type $F = float::BF16;
                 $body
             }
-            Packing::Q8_0 => {
-                type $F = blocks::Blocks<simple::Q8_0>;
+            Encoding::Q8_0 => {
+                type $F = blocks::Blocks<layouts::Q8_0>;
                 $body
             }
-            Packing::Q4_0 => {
-                type $F = blocks::Blocks<simple::Q4_0>;
+            Encoding::Q4_0 => {
+                type $F = blocks::Blocks<layouts::Q4_0>;
                 $body
             }
-            Packing::Q4_1 => {
-                type $F = blocks::Blocks<simple::Q4_1>;
+            Encoding::Q4_1 => {
+                type $F = blocks::Blocks<layouts::Q4_1>;
                 $body
             }
-            Packing::Q5_0 => {
-                type $F = blocks::Blocks<simple::Q5_0>;
+            Encoding::Q5_0 => {
+                type $F = blocks::Blocks<layouts::Q5_0>;
                 $body
             }
-            Packing::Q5_1 => {
-                type $F = blocks::Blocks<simple::Q5_1>;
+            Encoding::Q5_1 => {
+                type $F = blocks::Blocks<layouts::Q5_1>;
                 $body
             }
-            Packing::Iq4Nl => {
-                type $F = blocks::Blocks<simple::Iq4Nl>;
+            Encoding::Iq4Nl => {
+                type $F = blocks::Blocks<layouts::Iq4Nl>;
                 $body
             }
-            Packing::Mxfp4 => {
-                type $F = blocks::Blocks<simple::Mxfp4>;
+            Encoding::Mxfp4 => {
+                type $F = blocks::Blocks<layouts::Mxfp4>;
                 $body
             }
-            Packing::Q2K => {
-                type $F = super_blocks::SuperBlocks<k_quants::Q2K>;
+            Encoding::Q2K => {
+                type $F = super_blocks::SuperBlocks<super_layouts::Q2K>;
                 $body
             }
-            Packing::Q3K => {
-                type $F = super_blocks::SuperBlocks<k_quants::Q3K>;
+            Encoding::Q3K => {
+                type $F = super_blocks::SuperBlocks<super_layouts::Q3K>;
                 $body
             }
-            Packing::Q4K => {
-                type $F = super_blocks::SuperBlocks<k_quants::Q4K>;
+            Encoding::Q4K => {
+                type $F = super_blocks::SuperBlocks<super_layouts::Q4K>;
                 $body
             }
-            Packing::Q5K => {
-                type $F = super_blocks::SuperBlocks<k_quants::Q5K>;
+            Encoding::Q5K => {
+                type $F = super_blocks::SuperBlocks<super_layouts::Q5K>;
                 $body
             }
-            Packing::Q6K => {
-                type $F = super_blocks::SuperBlocks<k_quants::Q6K>;
+            Encoding::Q6K => {
+                type $F = super_blocks::SuperBlocks<super_layouts::Q6K>;
                 $body
             }
-            Packing::Iq4Xs => {
-                type $F = super_blocks::SuperBlocks<k_quants::Iq4Xs>;
+            Encoding::Iq4Xs => {
+                type $F = super_blocks::SuperBlocks<super_layouts::Iq4Xs>;
                 $body
             }
-            Packing::Few => {
-                type $F = super_blocks::SuperBlocks<k_quants::Few>;
+            Encoding::Few => {
+                type $F = super_blocks::SuperBlocks<super_layouts::Few>;
                 $body
             }
+            other => panic!("there are no kernels for {}", other.name()),
         }
     };
 }
@@ -156,11 +154,6 @@ trait Format: 'static {
         deterministic: bool,
         out: &mut Columns<'_, f32>,
     );
-}
-
-/// The first two bytes, which are an f16.
-fn pair(bytes: &[u8]) -> [u8; 2] {
-    [bytes[0], bytes[1]]
 }
 
 /// Adjacent panels.
@@ -215,7 +208,7 @@ impl<F: Format> Kernel for Multiply<'_, '_, F> {
 
 /// A packed weight matrix.
 pub struct Matrix {
-    packing: Packing,
+    encoding: Encoding,
     outputs: usize,
     inputs: usize,
     panels: Pages,
@@ -225,7 +218,8 @@ pub struct Matrix {
 /// Why a matrix cannot be packed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BadMatrix {
-    /// Rows are not whole blocks, the matrix is empty, or its size in bytes does not match its shape.
+    /// There are no kernels for the encoding, rows are not whole blocks, the matrix is empty, or its size in bytes does
+    /// not match its shape.
     Shape(String),
     /// The system refused this many bytes.
     OutOfMemory(u64),
@@ -241,80 +235,45 @@ impl fmt::Display for BadMatrix {
 }
 impl std::error::Error for BadMatrix {}
 
-impl Packing {
-    /// All encodings with their names in GGUF files. [`Packing::Few`] does not occur in files.
-    pub const NAMES: [(&str, Packing); 17] = [
-        ("f32", Packing::F32),
-        ("f16", Packing::F16),
-        ("bf16", Packing::BF16),
-        ("q8_0", Packing::Q8_0),
-        ("q4_0", Packing::Q4_0),
-        ("q4_1", Packing::Q4_1),
-        ("q5_0", Packing::Q5_0),
-        ("q5_1", Packing::Q5_1),
-        ("iq4_nl", Packing::Iq4Nl),
-        ("mxfp4", Packing::Mxfp4),
-        ("q2_K", Packing::Q2K),
-        ("q3_K", Packing::Q3K),
-        ("q4_K", Packing::Q4K),
-        ("q5_K", Packing::Q5K),
-        ("q6_K", Packing::Q6K),
-        ("iq4_xs", Packing::Iq4Xs),
-        ("few", Packing::Few),
-    ];
-
-    /// Bytes of a panel with rows of `inputs` elements. `None` if rows are not whole blocks, or on overflow.
-    fn panel_bytes(self, inputs: usize) -> Option<usize> {
-        with_format!(self, F => {
-            let whole = inputs > 0 && inputs.is_multiple_of(F::BLOCK.0);
-            let bytes = whole.then_some(inputs / F::BLOCK.0)?.checked_mul(F::CODES + F::SCALES)?;
-            bytes.checked_next_multiple_of(64)
-        })
+/// Bytes of a panel with rows of `inputs` elements. `None` if there are no kernels for the encoding, if rows are not
+/// whole blocks, or on overflow.
+fn panel_bytes(encoding: Encoding, inputs: usize) -> Option<usize> {
+    if !ENCODINGS.contains(&encoding) {
+        return None;
     }
-
-    /// Bytes of a packed matrix. `None` if rows are not whole blocks, or on overflow.
-    pub fn resident_bytes(self, outputs: usize, inputs: usize) -> Option<u64> {
-        let panels = outputs.div_ceil(LANES);
-        u64::try_from(panels.checked_mul(self.panel_bytes(inputs)?)?).ok()
-    }
-
-    /// Decodes whole blocks of the file to f32. Panics unless `out` has as many elements as `bytes` encodes.
-    pub fn decode(self, bytes: &[u8], out: &mut [f32]) {
-        with_format!(self, F => {
-            assert!(out.len() * F::BLOCK.1 == bytes.len() * F::BLOCK.0, "elements of whole blocks");
-            let mut panel = [0; F::CODES + F::SCALES];
-            let (codes, scales) = panel.split_at_mut(F::CODES);
-            for (block, out) in bytes.chunks_exact(F::BLOCK.1).zip(out.chunks_exact_mut(F::BLOCK.0)) {
-                F::pack(block, 0, codes, scales);
-                F::unpack(codes, scales, 0, out);
-            }
-        });
-    }
-
-    /// Elements of one block, and its bytes in the file.
-    pub fn block(self) -> (usize, usize) {
-        with_format!(self, F => F::BLOCK)
-    }
+    with_format!(encoding, F => {
+        let whole = inputs > 0 && inputs.is_multiple_of(F::BLOCK.0);
+        let bytes = whole.then_some(inputs / F::BLOCK.0)?.checked_mul(F::CODES + F::SCALES)?;
+        bytes.checked_next_multiple_of(64)
+    })
 }
 
 impl Matrix {
+    /// Bytes of a packed matrix. `None` if there are no kernels for the encoding, if rows are not whole blocks, or on
+    /// overflow.
+    pub fn resident_bytes(encoding: Encoding, outputs: usize, inputs: usize) -> Option<u64> {
+        let panels = outputs.div_ceil(LANES);
+        u64::try_from(panels.checked_mul(panel_bytes(encoding, inputs)?)?).ok()
+    }
+
     /// Packs `bytes`: consecutive rows in the encoding's own blocks.
     pub fn pack(
         compute: &Compute,
-        packing: Packing,
+        encoding: Encoding,
         outputs: usize,
         inputs: usize,
         bytes: &[u8],
     ) -> Result<Self, BadMatrix> {
         let bad = || {
             BadMatrix::Shape(format!(
-                "{outputs} rows of {inputs} elements are not {} bytes of {packing:?}",
-                bytes.len()
+                "{outputs} rows of {inputs} elements are not {} bytes of {}",
+                bytes.len(),
+                encoding.name()
             ))
         };
-        let panel = packing.panel_bytes(inputs).ok_or_else(bad)?;
-        let size = packing.resident_bytes(outputs, inputs).ok_or_else(bad)?;
-        let (elements, block) = packing.block();
+        let panel = panel_bytes(encoding, inputs).ok_or_else(bad)?;
+        let size = Self::resident_bytes(encoding, outputs, inputs).ok_or_else(bad)?;
+        let (elements, block) = encoding.block();
         let row = inputs / elements * block;
         if outputs == 0 || outputs.checked_mul(row) != Some(bytes.len()) {
             return Err(bad());
@@ -324,7 +283,7 @@ impl Matrix {
         let mut nothing = vec![(); compute.threads.n()];
         // Few large units, so that each page of weights is first touched by one thread.
         compute.threads.parts(panels.bytes_mut(), panel, &mut nothing, |i, panel, ()| {
-            with_format!(packing, F => {
+            with_format!(encoding, F => {
                 let blocks = inputs / F::BLOCK.0;
                 let (codes, scales) = panel.split_at_mut(blocks * F::CODES);
                 for (lane, row) in bytes[i * LANES * row..].chunks_exact(row).take(LANES).enumerate() {
@@ -335,11 +294,11 @@ impl Matrix {
                 }
             });
         });
-        Ok(Matrix { packing, outputs, inputs, panels, panel })
+        Ok(Matrix { encoding, outputs, inputs, panels, panel })
     }
 
-    pub fn packing(&self) -> Packing {
-        self.packing
+    pub fn encoding(&self) -> Encoding {
+        self.encoding
     }
     pub fn outputs(&self) -> usize {
         self.outputs
@@ -357,7 +316,7 @@ impl Matrix {
         assert!(row < self.outputs && out.len() == self.inputs, "row {row} of {}", self.outputs);
         let (panel, lane) = (row / LANES, row % LANES);
         let panel = &self.panels.bytes()[panel * self.panel..(panel + 1) * self.panel];
-        with_format!(self.packing, F => {
+        with_format!(self.encoding, F => {
             let (codes, scales) = panel.split_at(self.inputs / F::BLOCK.0 * F::CODES);
             for (b, out) in out.chunks_exact_mut(F::BLOCK.0).enumerate() {
                 let (codes, scales) = (&codes[b * F::CODES..], &scales[b * F::SCALES..]);
@@ -373,7 +332,7 @@ impl Matrix {
         if n == 0 {
             return;
         }
-        with_format!(self.packing, F => {
+        with_format!(self.encoding, F => {
             let dots = F::FORM == inputs::Form::Rows && float::uses_dots::<F>(compute, n);
             let inputs = input.prepare(compute, if dots { inputs::Form::Pairs } else { F::FORM });
             // Units of about 64 KiB, so that a thread that loses its core causes little delay.
@@ -399,7 +358,7 @@ impl Matrix {
 
 impl fmt::Debug for Matrix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?} [{}, {}]", self.packing, self.outputs, self.inputs)
+        write!(f, "{:?} [{}, {}]", self.encoding, self.outputs, self.inputs)
     }
 }
 

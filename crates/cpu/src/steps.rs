@@ -2,6 +2,7 @@
 //! on several threads.
 use crate::Compute;
 use crate::arch::{Kernel, LANES, Simd};
+use kvist_device::Activation;
 
 /// Batches with fewer elements run on the calling thread only.
 const ALONE: usize = 32 << 10;
@@ -67,19 +68,8 @@ impl Kernel for Norm<'_> {
     }
 }
 
-/// The activation of a gate, and how it is combined with the gated values (Shazeer, 2020).
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Gate {
-    /// `silu(gate) * up`, `silu(x) = x * sigmoid(x)`
-    Silu,
-    /// `gelu(gate) * up`, tanh approximation (Hendrycks and Gimpel, 2016)
-    Gelu,
-    /// `g * sigmoid(1.702 g) * (u + 1)`, with `g = min(gate, limit)` and `u` = `up` clamped to ±`limit` (gpt-oss)
-    Clamped { limit: f32 },
-}
-
 /// `gate = f(gate, up)`.
-pub fn gated(compute: &Compute, f: Gate, gate: &mut [f32], up: &[f32]) {
+pub fn gated(compute: &Compute, f: Activation, gate: &mut [f32], up: &[f32]) {
     let width = LANES.min(gate.len().max(1));
     let whole = gate.len() / width * width;
     let (gate, gate_rest) = gate.split_at_mut(whole);
@@ -91,7 +81,7 @@ pub fn gated(compute: &Compute, f: Gate, gate: &mut [f32], up: &[f32]) {
 }
 
 struct Gated<'g> {
-    f: Gate,
+    f: Activation,
     gate: &'g mut [f32],
     up: &'g [f32],
 }
@@ -101,16 +91,16 @@ impl Kernel for Gated<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         match self.f {
-            Gate::Silu => lanes(s, self.gate, self.up, SiluGate),
-            Gate::Gelu => lanes(s, self.gate, self.up, GeluGate),
-            Gate::Clamped { limit } => lanes(s, self.gate, self.up, ClampedGate { limit }),
+            Activation::Silu => lanes(s, self.gate, self.up, SiluGate),
+            Activation::Gelu => lanes(s, self.gate, self.up, GeluGate),
+            Activation::Clamped { limit } => lanes(s, self.gate, self.up, ClampedGate { limit }),
         }
     }
 }
 
 /// Combines a gate and the gated value. A type instead of a closure, because a closure would not be compiled for the
 /// kernel's instruction set, and would be called once per vector.
-trait Activation: Copy {
+trait Activate: Copy {
     fn of<S: Simd>(self, s: S, gate: S::F, up: S::F) -> S::F;
 }
 
@@ -123,21 +113,21 @@ struct ClampedGate {
     limit: f32,
 }
 
-impl Activation for SiluGate {
+impl Activate for SiluGate {
     #[inline(always)]
     fn of<S: Simd>(self, s: S, gate: S::F, up: S::F) -> S::F {
         s.mul(silu(s, gate), up)
     }
 }
 
-impl Activation for GeluGate {
+impl Activate for GeluGate {
     #[inline(always)]
     fn of<S: Simd>(self, s: S, gate: S::F, up: S::F) -> S::F {
         s.mul(gelu(s, gate), up)
     }
 }
 
-impl Activation for ClampedGate {
+impl Activate for ClampedGate {
     #[inline(always)]
     fn of<S: Simd>(self, s: S, gate: S::F, up: S::F) -> S::F {
         clamped(s, gate, up, self.limit)
@@ -146,7 +136,7 @@ impl Activation for ClampedGate {
 
 /// `gate = f(gate, up)`, sixteen elements at a time.
 #[inline(always)]
-fn lanes<S: Simd>(s: S, gate: &mut [f32], up: &[f32], f: impl Activation) {
+fn lanes<S: Simd>(s: S, gate: &mut [f32], up: &[f32], f: impl Activate) {
     let (gate, gate_rest) = gate.as_chunks_mut::<LANES>();
     let (up, up_rest) = up.as_chunks::<LANES>();
     for (gate, up) in gate.iter_mut().zip(up) {
@@ -306,19 +296,22 @@ mod tests {
                     }
                 }
                 let up = ramp(rows * dim, 2.0);
-                for (f, size) in [(Gate::Silu, 90.0), (Gate::Gelu, 12.0), (Gate::Clamped { limit: 1.5 }, 9.0)]
-                {
+                for (f, size) in [
+                    (Activation::Silu, 90.0),
+                    (Activation::Gelu, 12.0),
+                    (Activation::Clamped { limit: 1.5 }, 9.0),
+                ] {
                     let before = ramp(rows * dim, size);
                     let mut gate = before.clone();
                     gated(&compute, f, &mut gate, &up);
                     for ((gate, x), up) in gate.iter().zip(before).zip(&up) {
                         let (mut x, mut up) = (f64::from(x), f64::from(*up));
                         let y = match f {
-                            Gate::Silu => x,
-                            Gate::Gelu => {
+                            Activation::Silu => x,
+                            Activation::Gelu => {
                                 2.0 * (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))
                             }
-                            Gate::Clamped { limit } => {
+                            Activation::Clamped { limit } => {
                                 (x, up) =
                                     (x.min(limit.into()), up.clamp(-f64::from(limit), limit.into()) + 1.0);
                                 1.702 * x
@@ -343,7 +336,7 @@ mod tests {
                 }
             }
             let mut strange = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 200.0, -200.0];
-            gated(&compute, Gate::Silu, &mut strange, &[1.0; 5]);
+            gated(&compute, Activation::Silu, &mut strange, &[1.0; 5]);
             assert!(
                 strange[0].is_nan()
                     && strange[1] == f32::INFINITY

@@ -2,62 +2,45 @@
 use half::{bf16, f16};
 use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
-use kvist_cpu::linear::{Inputs, Matrix, Packing};
+use kvist_cpu::linear::{ENCODINGS as ALL, Inputs, Matrix};
+use kvist_device::weights::{Encoding, FileTensor};
+use kvist_testing::SplitMix64;
 
-const ALL: [Packing; 17] = {
-    let (mut all, mut i) = ([Packing::F32; 17], 0);
-    while i < all.len() {
-        all[i] = Packing::NAMES[i].1;
-        i += 1;
-    }
-    all
-};
-
-/// A random number generator without dependencies.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        self.0 >> 33
-    }
-    fn byte(&mut self) -> u8 {
-        self.next() as u8
-    }
-    /// Between -1 and 1.
-    fn float(&mut self) -> f32 {
-        (self.next() % 20_001) as f32 / 10_000.0 - 1.0
-    }
+/// Between -1 and 1.
+fn float(random: &mut SplitMix64) -> f32 {
+    random.below(20_001) as f32 / 10_000.0 - 1.0
 }
 
 /// Rows as in a file: arbitrary codes, scales of reasonable size.
-fn file(packing: Packing, outputs: usize, inputs: usize, random: &mut Random) -> Vec<u8> {
-    let (elements, bytes) = packing.block();
+fn file(encoding: Encoding, outputs: usize, inputs: usize, random: &mut SplitMix64) -> Vec<u8> {
+    let (elements, bytes) = encoding.block();
     let mut all = Vec::new();
     for _ in 0..outputs * inputs / elements {
-        let mut block: Vec<u8> = (0..bytes).map(|_| random.byte()).collect();
-        let mut scale = |at: usize| {
-            block[at..at + 2].copy_from_slice(&f16::from_f32(random.float() * 0.01).to_le_bytes())
-        };
-        match packing {
-            Packing::F32 => block.copy_from_slice(&random.float().to_le_bytes()),
-            Packing::F16 => block.copy_from_slice(&f16::from_f32(random.float()).to_le_bytes()),
-            Packing::BF16 => {
+        let mut block: Vec<u8> = (0..bytes).map(|_| random.next() as u8).collect();
+        let mut scale =
+            |at: usize| block[at..at + 2].copy_from_slice(&f16::from_f32(float(random) * 0.01).to_le_bytes());
+        match encoding {
+            Encoding::F32 => block.copy_from_slice(&float(random).to_le_bytes()),
+            Encoding::F16 => block.copy_from_slice(&f16::from_f32(float(random)).to_le_bytes()),
+            Encoding::BF16 => {
                 for half in block.chunks_exact_mut(2) {
-                    half.copy_from_slice(&bf16::from_f32(random.float()).to_le_bytes());
+                    half.copy_from_slice(&bf16::from_f32(float(random)).to_le_bytes());
                 }
             }
-            Packing::Q8_0 | Packing::Q4_0 | Packing::Q5_0 | Packing::Iq4Nl | Packing::Iq4Xs => scale(0),
-            Packing::Q4_1 | Packing::Q5_1 | Packing::Q4K | Packing::Q5K => [0, 2].into_iter().for_each(scale),
-            Packing::Mxfp4 => block[0] = 116 + block[0] % 10,
-            Packing::Q2K => [80, 82].into_iter().for_each(scale),
-            Packing::Q3K => scale(108),
-            Packing::Q6K => scale(208),
-            Packing::Few => {
-                block[..4].copy_from_slice(&(random.float() * 0.01).to_le_bytes());
+            Encoding::Q8_0 | Encoding::Q4_0 | Encoding::Q5_0 | Encoding::Iq4Nl | Encoding::Iq4Xs => scale(0),
+            Encoding::Q4_1 | Encoding::Q5_1 | Encoding::Q4K | Encoding::Q5K => {
+                [0, 2].into_iter().for_each(scale)
+            }
+            Encoding::Mxfp4 => block[0] = 116 + block[0] % 10,
+            Encoding::Q2K => [80, 82].into_iter().for_each(scale),
+            Encoding::Q3K => scale(108),
+            Encoding::Q6K => scale(208),
+            Encoding::Few => {
+                block[..4].copy_from_slice(&(float(random) * 0.01).to_le_bytes());
                 // One table for all rows.
                 (4..20).for_each(|i| block[i] = (i * 53 % 256) as u8);
             }
+            other => panic!("{} has no kernels", other.name()),
         }
         all.extend(block);
     }
@@ -67,7 +50,7 @@ fn file(packing: Packing, outputs: usize, inputs: usize, random: &mut Random) ->
 /// f64 sums and their tolerances: f32 rounding, and for packed weights x in 8 bits per 32 inputs.
 fn expected(matrix: &Matrix, x: &[f32], rounded: bool) -> Vec<(f64, f64)> {
     let (inputs, outputs) = (matrix.inputs(), matrix.outputs());
-    let packed = !matches!(matrix.packing(), Packing::F32 | Packing::F16 | Packing::BF16);
+    let packed = !matches!(matrix.encoding(), Encoding::F32 | Encoding::F16 | Encoding::BF16);
     let mut row = vec![0.0; inputs];
     let mut all = vec![(0.0, 0.0); x.len() / inputs * outputs];
     for output in 0..outputs {
@@ -97,27 +80,28 @@ fn multiply(compute: &Compute, matrix: &Matrix, x: &[f32]) -> Vec<f32> {
 
 #[test]
 fn products_are_sums() {
-    let mut random = Random(7);
+    let mut random = SplitMix64(7);
     let mut bad = Vec::new();
-    for packing in ALL {
+    for encoding in ALL {
         for (outputs, blocks) in [(1, 1), (15, 2), (16, 1), (17, 3), (50, 2), (130, 1)] {
-            let inputs = blocks * packing.block().0.max(32) + if packing.block().0 == 1 { blocks } else { 0 };
-            let bytes = file(packing, outputs, inputs, &mut random);
+            let inputs =
+                blocks * encoding.block().0.max(32) + if encoding.block().0 == 1 { blocks } else { 0 };
+            let bytes = file(encoding, outputs, inputs, &mut random);
             for n in [1, 2, 3, 4, 7, 8, 9, 16, 23] {
-                let x: Vec<f32> = (0..n * inputs).map(|_| random.float() * 3.0).collect();
+                let x: Vec<f32> = (0..n * inputs).map(|_| float(&mut random) * 3.0).collect();
                 for isa in Isa::available() {
                     for deterministic in [false, true] {
                         let compute = Compute::new(isa, 2).deterministic(deterministic);
-                        let matrix = Matrix::pack(&compute, packing, outputs, inputs, &bytes).unwrap();
+                        let matrix = Matrix::pack(&compute, encoding, outputs, inputs, &bytes).unwrap();
                         let out = multiply(&compute, &matrix, &x);
-                        let rounded = packing == Packing::BF16 && n >= 16 && !deterministic;
+                        let rounded = encoding == Encoding::BF16 && n >= 16 && !deterministic;
                         for (i, (out, (sum, within))) in
                             out.iter().zip(expected(&matrix, &x, rounded)).enumerate()
                         {
                             // Written so that NaN fails.
                             let fits = (f64::from(*out) - sum).abs() <= within;
                             if !fits {
-                                bad.push(format!("{isa} {packing:?} {outputs}×{inputs} n {n} [{i}]: {out}, not {sum} ± {within}"));
+                                bad.push(format!("{isa} {encoding:?} {outputs}×{inputs} n {n} [{i}]: {out}, not {sum} ± {within}"));
                                 break;
                             }
                         }
@@ -132,20 +116,20 @@ fn products_are_sums() {
 /// The bits of a row do not depend on its batch or on the number of threads.
 #[test]
 fn a_row_is_the_same_alone_and_among_others() {
-    let mut random = Random(11);
-    for packing in ALL {
+    let mut random = SplitMix64(11);
+    for encoding in ALL {
         let (outputs, inputs, n) = (300, 512, 37);
-        let bytes = file(packing, outputs, inputs, &mut random);
-        let x: Vec<f32> = (0..n * inputs).map(|_| random.float()).collect();
+        let bytes = file(encoding, outputs, inputs, &mut random);
+        let x: Vec<f32> = (0..n * inputs).map(|_| float(&mut random)).collect();
         for isa in Isa::available() {
             let one = Compute::new(isa, 1).deterministic(true);
-            let matrix = Matrix::pack(&one, packing, outputs, inputs, &bytes).unwrap();
+            let matrix = Matrix::pack(&one, encoding, outputs, inputs, &bytes).unwrap();
             let alone: Vec<u32> =
                 x.chunks_exact(inputs).flat_map(|x| multiply(&one, &matrix, x)).map(f32::to_bits).collect();
             for threads in [1, 3, 70] {
                 let many = Compute::new(isa, threads).deterministic(true);
                 let together: Vec<u32> = multiply(&many, &matrix, &x).into_iter().map(f32::to_bits).collect();
-                assert!(alone == together, "{isa} {packing:?}, {threads} threads");
+                assert!(alone == together, "{isa} {encoding:?}, {threads} threads");
             }
         }
     }
@@ -153,18 +137,18 @@ fn a_row_is_the_same_alone_and_among_others() {
 
 #[test]
 fn what_is_not_a_number_is_seen() {
-    let mut random = Random(13);
-    for packing in ALL {
-        let bytes = file(packing, 20, 256, &mut random);
+    let mut random = SplitMix64(13);
+    for encoding in ALL {
+        let bytes = file(encoding, 20, 256, &mut random);
         for isa in Isa::available() {
             let compute = Compute::new(isa, 1);
-            let matrix = Matrix::pack(&compute, packing, 20, 256, &bytes).unwrap();
+            let matrix = Matrix::pack(&compute, encoding, 20, 256, &bytes).unwrap();
             for strange in [f32::NAN, f32::INFINITY] {
-                let mut x: Vec<f32> = (0..2 * 256).map(|_| random.float()).collect();
+                let mut x: Vec<f32> = (0..2 * 256).map(|_| float(&mut random)).collect();
                 x[256 + 77] = strange;
                 let out = multiply(&compute, &matrix, &x);
-                assert!(out[..20].iter().all(|y| y.is_finite()), "{isa} {packing:?}: the other token");
-                assert!(out[20..].iter().all(|y| !y.is_finite()), "{isa} {packing:?}: {:?}", &out[20..]);
+                assert!(out[..20].iter().all(|y| y.is_finite()), "{isa} {encoding:?}: the other token");
+                assert!(out[20..].iter().all(|y| !y.is_finite()), "{isa} {encoding:?}: {:?}", &out[20..]);
             }
         }
     }
@@ -173,17 +157,35 @@ fn what_is_not_a_number_is_seen() {
 #[test]
 fn wrong_shapes_are_refused() {
     let compute = Compute::new(Isa::best(), 1);
-    for packing in ALL {
-        let mut random = Random(17);
-        let bytes = file(packing, 4, 256, &mut random);
-        assert!(Matrix::pack(&compute, packing, 4, 256, &bytes[1..]).is_err());
-        assert!(Matrix::pack(&compute, packing, 0, 256, &[]).is_err());
-        assert!(Matrix::pack(&compute, packing, 4, 0, &[]).is_err());
-        assert!(Matrix::pack(&compute, packing, usize::MAX, 256, &bytes).is_err());
-        if packing.block().0 > 1 {
-            assert!(Matrix::pack(&compute, packing, 4, 255, &bytes).is_err());
+    for encoding in ALL {
+        let mut random = SplitMix64(17);
+        let bytes = file(encoding, 4, 256, &mut random);
+        assert!(Matrix::pack(&compute, encoding, 4, 256, &bytes[1..]).is_err());
+        assert!(Matrix::pack(&compute, encoding, 0, 256, &[]).is_err());
+        assert!(Matrix::pack(&compute, encoding, 4, 0, &[]).is_err());
+        assert!(Matrix::pack(&compute, encoding, usize::MAX, 256, &bytes).is_err());
+        if encoding.block().0 > 1 {
+            assert!(Matrix::pack(&compute, encoding, 4, 255, &bytes).is_err());
         }
-        let matrix = Matrix::pack(&compute, packing, 4, 256, &bytes).unwrap();
-        assert_eq!(Some(matrix.bytes()), packing.resident_bytes(4, 256));
+        let matrix = Matrix::pack(&compute, encoding, 4, 256, &bytes).unwrap();
+        assert_eq!(Some(matrix.bytes()), Matrix::resident_bytes(encoding, 4, 256));
+    }
+}
+
+/// A matrix decodes its rows from panels; the scalar decoder reads the file.
+#[test]
+fn rows_are_what_the_file_says() {
+    let (compute, mut random) = (Compute::new(Isa::best(), 2), SplitMix64(19));
+    for encoding in ALL {
+        let (rows, inputs) = (19, 512);
+        let bytes = file(encoding, rows, inputs, &mut random);
+        let matrix = Matrix::pack(&compute, encoding, rows, inputs, &bytes).unwrap();
+        let shape = [rows, inputs];
+        let tensor = FileTensor { name: "w", shape: &shape, encoding, bytes: (&bytes).into(), factor: 1.0 };
+        let mut row = vec![f32::NAN; inputs];
+        for (i, expected) in tensor.to_f32().chunks_exact(inputs).enumerate() {
+            matrix.row(i, &mut row);
+            assert_eq!(row, expected, "{} row {i}", encoding.name());
+        }
     }
 }

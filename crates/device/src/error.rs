@@ -23,6 +23,8 @@ pub enum BackendError {
     LayerOrder(LayerId),
     #[error("attend without begin of this very step")]
     StalePlan,
+    #[error("tensor `{name}`: {what}")]
+    Weights { name: String, what: String },
     #[error("{0}")]
     Unsupported(String),
 }

@@ -7,9 +7,11 @@
 
 mod budget;
 mod channels;
+mod device;
 mod error;
 mod layout;
 mod ledger;
+mod network;
 mod pools;
 mod recent;
 pub mod reference;
@@ -17,15 +19,18 @@ mod registry;
 mod session;
 mod storage;
 mod tensor;
+pub mod weights;
 
 pub use budget::*;
 pub use channels::ChannelOrder;
+pub use device::*;
 pub use error::{BackendError, StepError};
 pub use layout::{BadLayout, LayerSpec, Layout};
 pub use ledger::KvLedger;
+pub use network::*;
 pub use pools::*;
 pub use recent::Recent;
 pub use registry::{BuildError, Registry};
-pub use session::{Layers, Runner, Session, SessionStep};
+pub use session::{Session, SessionStep, compact};
 pub use storage::{DType, Storage};
 pub use tensor::{Tensor, TensorMut};

@@ -126,6 +126,34 @@ pub trait Pools: Send {
     fn counters(&self) -> Counters;
 }
 
+impl Pools for Box<dyn Pools> {
+    fn begin(&mut self, plan: &StepPlan) -> Result<(), BackendError> {
+        (**self).begin(plan)
+    }
+    fn attend(&mut self, plan: &StepPlan, call: Attend<'_>) -> Result<(), BackendError> {
+        (**self).attend(plan, call)
+    }
+    fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError> {
+        (**self).relocate(moves)
+    }
+    fn inspect(
+        &self,
+        layer: LayerId,
+        side: Side,
+        kv_head: u32,
+        cell: u32,
+        row: &mut [f32],
+    ) -> Result<(), BackendError> {
+        (**self).inspect(layer, side, kv_head, cell, row)
+    }
+    fn bytes(&self) -> u64 {
+        (**self).bytes()
+    }
+    fn counters(&self) -> Counters {
+        (**self).counters()
+    }
+}
+
 /// A backend: it makes pools.
 pub trait Backend: Send + Sync {
     fn id(&self) -> &'static str;

@@ -1,238 +1,284 @@
-//! Scalar attention over an explicit mask, simple enough to verify by reading: for every query, take the cells that
-//! its row of the mask names, compute the softmax over their scores, and add up their values. Inputs and stored rows
-//! are f32; all arithmetic is f64.
-//!
-//! It stores f32 whatever storage is requested (and its [`usage`](Backend::usage) says so). The loss of a dtype is
-//! defined by the tolerances of the `kvist_testing::conformance` suite.
-use crate::*;
-use kvist_cache::{GroupId, GroupPlan, LayerId, MovePlan, StepId, StepPlan};
+//! The scalar reference: a device and a backend that are simple enough to verify by reading. Weights, activations and
+//! stored rows are f32; all sums are f64.
+mod attention;
 
-/// The reference backend, `reference`.
+use crate::weights::{Encoding, FileTensor, WeightForm};
+use crate::*;
+use kvist_cache::{StepId, StepPlan};
+
+/// The reference, `reference`: a device for models, and a backend for attention.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Reference;
 
-impl Backend for Reference {
-    fn id(&self) -> &'static str {
-        "reference"
-    }
+/// `[outputs, inputs]` weights.
+#[derive(Debug)]
+pub struct Linear {
+    inputs: usize,
+    weight: Vec<f32>,
+    bias: Option<Vec<f32>>,
+}
 
-    fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError> {
-        spec.layout.check()?;
-        let max_tokens = spec.capacity_cells.iter().copied().max().unwrap_or(0);
-        Ok(Box::new(ReferencePools {
-            layers: vec![Rows::default(); spec.layout.layers.len()],
-            ledger: KvLedger::new(&spec.budget, "reference", max_tokens, spec.layout.owners().count()),
-            masks: Vec::new(),
-            begun: None,
-            counters: Counters::default(),
-            spec: spec.clone(),
-        }))
-    }
-
-    fn usage(&self, spec: &PoolSpec, cells: &[u32]) -> Option<Usage> {
-        let mut kv = 0u64;
-        for (_, layer) in spec.layout.owners() {
-            let cells = u64::from(*cells.get(layer.group.0 as usize)?);
-            let heads = cells.checked_mul(2 * 4)?.checked_mul(layer.n_kv_heads.into())?;
-            kv = kv.checked_add(heads.checked_mul(layer.head_dim.into())?)?;
-        }
-        Some(Usage::default().with(Purpose::KvCache, kv))
+impl Linear {
+    fn multiply(&self, x: &[f32]) -> Vec<f32> {
+        let row = |(o, row): (usize, &[f32])| {
+            let bias = self.bias.as_ref().map_or(0.0, |bias| f64::from(bias[o]));
+            (dot(row, x) + bias) as f32
+        };
+        self.weight.chunks_exact(self.inputs).enumerate().map(row).collect()
     }
 }
 
-/// Bytes of one cell of a layer, K and V together.
-fn row_bytes(layer: &LayerSpec) -> u64 {
-    2 * 4 * u64::from(layer.n_kv_heads) * u64::from(layer.head_dim)
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
 }
 
-/// K and V rows, `[cells, n_kv_heads, head_dim]` each.
-#[derive(Clone, Debug, Default)]
-struct Rows {
-    k: Vec<f32>,
-    v: Vec<f32>,
+/// `[rows, width]`: the rows of the last operation that wrote it.
+#[derive(Debug)]
+pub struct Buffer {
+    width: usize,
+    data: Vec<f32>,
 }
 
-struct ReferencePools {
-    spec: PoolSpec,
-    layers: Vec<Rows>,
-    ledger: KvLedger,
-    masks: Vec<Vec<bool>>, // per group: [n_tokens, cells]
-    begun: Option<StepId>,
-    counters: Counters,
-}
-
-impl ReferencePools {
-    /// Elements of one cell of a layer, K or V.
-    fn cell(&self, layer: usize) -> usize {
-        let layer = &self.spec.layout.layers[layer];
-        (layer.n_kv_heads * layer.head_dim) as usize
+impl Buffer {
+    fn rows(&self) -> impl Iterator<Item = &[f32]> {
+        self.data.chunks_exact(self.width)
     }
+    fn set(&mut self, rows: impl Iterator<Item = Vec<f32>>) {
+        self.data = rows.flatten().collect();
+    }
+}
 
-    /// Grows the pools to `cells_end(group)` cells of every group: all layers or none.
-    fn grow(&mut self, cells_end: impl Fn(GroupId) -> u32) -> Result<(), BackendError> {
-        let mut sizes = Vec::new();
-        let mut more = 0;
-        for (l, layer) in self.spec.layout.owners() {
-            let needed = cells_end(layer.group) as usize * self.cell(l);
-            more += needed.saturating_sub(self.layers[l].k.len()) as u64 * 8;
-            sizes.push((l, needed));
+/// What depends on the step.
+#[derive(Debug)]
+pub struct Stream {
+    limits: StepLimits,
+    ropes: Vec<RopeTable>,
+    step: Option<StepId>,
+    tokens: Vec<u32>,
+    positions: Vec<u32>,
+    rows: Vec<u32>,
+    output: StepOutput,
+}
+
+fn activate(activation: Activation, gate: f32, up: f32) -> f32 {
+    let (mut x, mut up) = (f64::from(gate), f64::from(up));
+    // All are x × sigmoid(y) × up.
+    let y = match activation {
+        Activation::Silu => x,
+        Activation::Gelu => 2.0 * (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3)),
+        Activation::Clamped { limit } => {
+            let limit = f64::from(limit);
+            (x, up) = (x.min(limit), up.clamp(-limit, limit) + 1.0);
+            1.702 * x
         }
-        if more > 0 {
-            self.ledger.grow(more)?;
-        }
-        for (l, needed) in sizes {
-            let rows = &mut self.layers[l];
-            let needed = needed.max(rows.k.len());
-            rows.k.resize(needed, 0.0);
-            rows.v.resize(needed, 0.0);
-        }
+    };
+    (x / (1.0 + (-y).exp()) * up) as f32
+}
+
+fn norm(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
+    let scale = 1.0 / (dot(x, x) / x.len() as f64 + f64::from(eps)).sqrt();
+    x.iter().zip(weight).map(|(x, w)| (f64::from(*x) * scale * f64::from(*w)) as f32).collect()
+}
+
+impl Footprint for Reference {
+    fn info(&self) -> DeviceInfo {
+        DeviceInfo { name: "reference", batch_invariant: true, unified_memory: true }
+    }
+    fn supports(&self, _: &ModelShape) -> Result<(), BackendError> {
         Ok(())
     }
-
-    fn copy(&mut self, group: GroupId, only: Option<usize>, from: u32, to: u32, len: u32) {
-        for l in 0..self.layers.len() {
-            let layer = self.spec.layout.layers[l];
-            if layer.group == group && self.spec.layout.owns(l) && only.is_none_or(|only| only == l) {
-                let cell = self.cell(l);
-                let source = from as usize * cell..(from + len) as usize * cell;
-                self.layers[l].k.copy_within(source.clone(), to as usize * cell);
-                self.layers[l].v.copy_within(source, to as usize * cell);
-                self.counters.bytes_moved += u64::from(len) * row_bytes(&layer);
-            }
-        }
+    fn weight_bytes(&self, shape: &[usize], _: Encoding, _: WeightForm) -> Option<u64> {
+        let elements = shape.iter().try_fold(1usize, |n, rows| n.checked_mul(*rows))?;
+        u64::try_from(elements.checked_mul(4)?).ok()
     }
-
-    fn write(&mut self, owner: usize, group: &GroupPlan, k: Tensor<'_>, v: Tensor<'_>) {
-        let layer = self.spec.layout.layers[owner];
-        let (cell_len, d) = (self.cell(owner), layer.head_dim as usize);
-        for (token, cell) in group.writes.iter().flat_map(|run| run.cells()).enumerate() {
-            for head in 0..layer.n_kv_heads as usize {
-                let at = cell as usize * cell_len + head * d;
-                self.layers[owner].k[at..at + d].copy_from_slice(k.row(token, head, d));
-                self.layers[owner].v[at..at + d].copy_from_slice(v.row(token, head, d));
-            }
-            self.counters.bytes_written += row_bytes(&layer);
-        }
+    fn activation_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64> {
+        let logits = limits.max_rows.checked_mul(shape.vocab)?;
+        u64::try_from(shape.buffer_elements(limits)?.checked_add(logits)?.checked_mul(4)?).ok()
     }
 }
 
-impl Pools for ReferencePools {
-    fn begin(&mut self, plan: &StepPlan) -> Result<(), BackendError> {
-        self.begun = None;
-        if !plan.has_reads() {
-            return Err(BackendError::Unsupported(
-                "the plan has no reads: begin with Step::with_reads".into(),
-            ));
-        }
-        self.grow(|group| plan.group(group).cells_end)?;
-        self.masks.resize(plan.n_groups(), Vec::new());
-        for (g, mask) in self.masks.iter_mut().enumerate() {
-            let group = plan.group(GroupId(g as u16));
-            group.reads.explicit(plan.n_tokens(), group.cells_end, mask);
-        }
-        self.begun = Some(plan.id());
-        Ok(())
+impl Device for Reference {
+    type Linear = Linear;
+    type Vector = Vec<f32>;
+    type Buffer = Buffer;
+    type Stream = Stream;
+    type Pools = Box<dyn Pools>;
+
+    fn linear(
+        &self,
+        tensor: FileTensor<'_>,
+        _: WeightForm,
+        bias: Option<Vec<f32>>,
+    ) -> Result<Linear, BackendError> {
+        Ok(Linear { inputs: tensor.row_len(), weight: tensor.to_f32(), bias })
+    }
+    fn vector(&self, values: Vec<f32>) -> Result<Vec<f32>, BackendError> {
+        Ok(values)
+    }
+    fn buffer(&self, _: RowsOf, width: usize, _: &StepLimits) -> Result<Buffer, BackendError> {
+        Ok(Buffer { width: width.max(1), data: Vec::new() })
+    }
+    fn stream(
+        &self,
+        _: &ModelShape,
+        ropes: &[RopeTable],
+        limits: &StepLimits,
+    ) -> Result<Stream, BackendError> {
+        Ok(Stream {
+            limits: *limits,
+            ropes: ropes.to_vec(),
+            step: None,
+            tokens: Vec::new(),
+            positions: Vec::new(),
+            rows: Vec::new(),
+            output: StepOutput::default(),
+        })
+    }
+    fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError> {
+        backend.pools(spec)
     }
 
-    fn attend(&mut self, plan: &StepPlan, mut call: Attend<'_>) -> Result<(), BackendError> {
-        if self.begun != Some(plan.id()) {
-            return Err(BackendError::StalePlan);
-        }
-        let n_layers = self.layers.len();
-        let layer = self.spec.layout.layers.get(call.layer.0 as usize);
-        let layer = *layer.ok_or(BackendError::UnknownLayer { layer: call.layer, n_layers })?;
-        let owner = layer.owner.0 as usize;
-        let (n, heads) = (plan.n_tokens() as usize, self.spec.layout.n_heads as usize);
-        let (kv_heads, d) = (layer.n_kv_heads as usize, layer.head_dim as usize);
-        let group = plan.group(layer.group);
-        if call.kv.is_some() != (owner == call.layer.0 as usize) {
-            return Err(BackendError::LayerOrder(call.layer));
-        }
-        call.check(n, heads, kv_heads, d)?;
-        if let Some((k, v)) = call.kv {
-            for copy in &group.copies {
-                self.copy(layer.group, Some(owner), copy.from, copy.to, copy.len);
-            }
-            self.write(owner, group, k, v);
-        }
-        self.counters.bytes_read += group.reads.cells_read() * row_bytes(&layer);
+    fn begin(
+        &self,
+        s: &mut Stream,
+        pools: &mut Box<dyn Pools>,
+        plan: &StepPlan,
+        inputs: &StepInputs<'_>,
+    ) -> Result<(), BackendError> {
+        inputs.check(plan, &s.limits)?;
+        s.step = None;
+        pools.begin(plan)?;
+        s.tokens = inputs.tokens.to_vec();
+        plan.positions(&mut s.positions);
+        s.output.taps = vec![Vec::new(); inputs.taps.len()];
+        self.want_rows(s, inputs.rows);
+        s.step = Some(plan.id());
+        Ok(())
+    }
+    fn want_rows(&self, s: &mut Stream, rows: &[u32]) {
+        s.rows = rows.to_vec();
+    }
 
-        let (rows, cell, cells) = (&self.layers[owner], self.cell(owner), group.cells_end as usize);
-        let mask = &self.masks[layer.group.0 as usize];
-        for token in 0..n {
-            let sees = &mask[token * cells..(token + 1) * cells];
-            let seen: Vec<usize> = (0..cells).filter(|c| sees[*c]).collect();
-            for head in 0..heads {
-                let at = |c: usize| c * cell + head / (heads / kv_heads) * d;
-                let q = call.q.row(token, head, d);
-                let score = |c: &usize| {
-                    let k = &rows.k[at(*c)..at(*c) + d];
-                    let dot: f64 = q.iter().zip(k).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
-                    let scaled = dot * f64::from(call.scale);
-                    call.softcap.map_or(scaled, |cap| f64::from(cap) * (scaled / f64::from(cap)).tanh())
-                };
-                let scores: Vec<f64> = seen.iter().map(score).collect();
-                let sink = call.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[head]));
-                let max = scores.iter().copied().fold(sink, f64::max);
-                let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
-                let sum = weights.iter().sum::<f64>() + (sink - max).exp();
-                for (i, out) in call.out.row(token, head, d).iter_mut().enumerate() {
-                    let value = |(c, w): (&usize, &f64)| w * f64::from(rows.v[at(*c) + i]);
-                    *out = (seen.iter().zip(&weights).map(value).sum::<f64>() / sum) as f32;
+    fn embed(&self, s: &mut Stream, table: &Linear, scale: f32, out: &mut Buffer) {
+        let row = |token: &u32| &table.weight[*token as usize * table.inputs..][..table.inputs];
+        out.set(s.tokens.iter().map(|token| row(token).iter().map(|x| x * scale).collect()));
+    }
+    fn rms_norm(&self, _: &mut Stream, x: &Buffer, by: Norm<'_, Self>, out: &mut Buffer) {
+        out.set(x.rows().map(|x| norm(x, by.weight, by.eps)));
+    }
+    fn norm_in_place(&self, _: &mut Stream, x: &mut Buffer, by: Norm<'_, Self>) {
+        let rows = x.data.chunks_exact(by.weight.len()).map(|x| norm(x, by.weight, by.eps));
+        x.data = rows.flatten().collect();
+    }
+    fn matmul(&self, _: &mut Stream, x: &Buffer, outs: &mut [(&Linear, &mut Buffer)]) {
+        for (layer, out) in outs {
+            out.set(x.rows().map(|x| layer.multiply(x)));
+        }
+    }
+    fn rope(&self, s: &mut Stream, x: &mut Buffer, head_dim: usize, rope: usize) {
+        let RopeTable { inverse_frequencies, attention_factor } = &s.ropes[rope];
+        let pairs = inverse_frequencies.len();
+        for (token, position) in x.data.chunks_exact_mut(x.width).zip(&s.positions) {
+            for head in token.chunks_exact_mut(head_dim) {
+                for (i, frequency) in inverse_frequencies.iter().enumerate() {
+                    // The angle in f32, as transformers computes it.
+                    let angle = f64::from(*position as f32 * frequency);
+                    let (sin, cos) = angle.sin_cos();
+                    let (sin, cos) = (sin * f64::from(*attention_factor), cos * f64::from(*attention_factor));
+                    let (low, high) = (f64::from(head[i]), f64::from(head[i + pairs]));
+                    head[i] = (low * cos - high * sin) as f32;
+                    head[i + pairs] = (high * cos + low * sin) as f32;
                 }
             }
         }
-        Ok(())
     }
-
-    fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError> {
-        self.grow(|group| moves.cells_end(group))?;
-        for (group, copies) in moves.groups() {
-            for copy in copies {
-                self.copy(*group, None, copy.from, copy.to, copy.len);
-            }
-        }
-        Ok(())
+    fn gated(&self, _: &mut Stream, activation: Activation, gate: &mut Buffer, up: &Buffer) {
+        gate.data.iter_mut().zip(&up.data).for_each(|(gate, up)| *gate = activate(activation, *gate, *up));
     }
-
-    fn inspect(
+    fn experts(
         &self,
-        layer: LayerId,
-        side: Side,
-        kv_head: u32,
-        cell: u32,
-        row: &mut [f32],
+        _: &mut Stream,
+        x: &Buffer,
+        layer: &Experts<Self>,
+        activation: Activation,
+        out: &mut Buffer,
+    ) {
+        let Routing { used, renormalise, .. } = layer.routing;
+        let one = |x: &[f32]| {
+            let odds: Vec<f64> = layer.router.multiply(x).iter().map(|odd| f64::from(*odd).exp()).collect();
+            let mut order: Vec<usize> = (0..odds.len()).collect();
+            order.sort_by(|a, b| odds[*b].total_cmp(&odds[*a]).then(a.cmp(b)));
+            order.truncate(used);
+            let of: &mut dyn Iterator<Item = f64> = match renormalise {
+                true => &mut order.iter().map(|expert| odds[*expert]),
+                false => &mut odds.iter().copied(),
+            };
+            let sum: f64 = of.sum();
+            let mut answer = vec![0f64; out.width];
+            for expert in order {
+                let GatedMlp { gate, up, down } = &layer.experts[expert];
+                let (gate, up) = (gate.multiply(x), up.multiply(x));
+                let wide: Vec<f32> =
+                    gate.iter().zip(up).map(|(gate, up)| activate(activation, *gate, up)).collect();
+                let weight = odds[expert] / sum;
+                answer.iter_mut().zip(down.multiply(&wide)).for_each(|(y, x)| *y += weight * f64::from(x));
+            }
+            answer.iter().map(|y| *y as f32).collect()
+        };
+        let rows: Vec<Vec<f32>> = x.rows().map(one).collect();
+        out.set(rows.into_iter());
+    }
+    fn add(&self, _: &mut Stream, x: &mut Buffer, y: &Buffer) {
+        x.data.iter_mut().zip(&y.data).for_each(|(x, y)| *x += y);
+    }
+    fn attend(
+        &self,
+        _: &mut Stream,
+        pools: &mut Box<dyn Pools>,
+        plan: &StepPlan,
+        call: LayerAttention<'_, Self>,
     ) -> Result<(), BackendError> {
-        let n_layers = self.layers.len();
-        let spec = self.spec.layout.layers.get(layer.0 as usize);
-        let spec = *spec.ok_or(BackendError::UnknownLayer { layer, n_layers })?;
-        let owner = spec.owner.0 as usize;
-        let (d, cells) = (spec.head_dim as usize, self.layers[owner].k.len() / self.cell(owner));
-        if kv_head >= spec.n_kv_heads {
-            let (index, len) = (kv_head as usize, spec.n_kv_heads as usize);
-            return Err(BackendError::OutOfRange { what: "KV head", index, len });
-        }
-        if cell as usize >= cells {
-            return Err(BackendError::OutOfRange { what: "cell", index: cell as usize, len: cells });
-        }
-        if row.len() != d {
-            return Err(BackendError::Shape { what: "row", expected: vec![d], elements: row.len() });
-        }
-        let at = cell as usize * self.cell(owner) + kv_head as usize * d;
-        let rows = &self.layers[owner];
-        row.copy_from_slice(
-            &match side {
-                Side::K => &rows.k,
-                Side::V => &rows.v,
-            }[at..at + d],
-        );
-        Ok(())
+        let (d, heads) = (call.head_dim, call.q.width / call.head_dim);
+        call.out.data = vec![f32::NAN; call.q.data.len()];
+        pools.attend(
+            plan,
+            Attend {
+                layer: call.layer,
+                q: Tensor::dense(&call.q.data, heads, d),
+                kv: call.kv.map(|(k, v)| {
+                    (Tensor::dense(&k.data, k.width / d, d), Tensor::dense(&v.data, v.width / d, d))
+                }),
+                out: TensorMut::dense(&mut call.out.data, heads, d),
+                scale: call.scale,
+                softcap: call.softcap,
+                sinks: call.sinks.map(Vec::as_slice),
+            },
+        )
+    }
+    fn tap(&self, s: &mut Stream, i: usize, x: &Buffer) {
+        s.output.taps[i].clone_from(&x.data);
+    }
+    fn wanted_rows(&self, s: &mut Stream, x: &Buffer, out: &mut Buffer) {
+        out.set(s.rows.iter().map(|row| x.data[*row as usize * x.width..][..x.width].to_vec()));
+    }
+    fn logits(&self, s: &mut Stream, x: &Buffer, head: &Linear, softcap: Option<f32>) {
+        let capped = |x: f32| softcap.map_or(x, |cap| cap * (x / cap).tanh());
+        s.output.logits = x.rows().flat_map(|x| head.multiply(x)).map(capped).collect();
     }
 
-    fn bytes(&self) -> u64 {
-        self.ledger.bytes()
+    fn submit(&self, _: &mut Stream) -> Result<Ticket, BackendError> {
+        Ok(Ticket(0))
     }
-    fn counters(&self) -> Counters {
-        self.counters
+    fn is_done(&self, _: &Stream, _: Ticket) -> bool {
+        true
+    }
+    fn wait(&self, s: &mut Stream, _: Ticket) -> Result<LayersRan, BackendError> {
+        s.step.map(LayersRan).ok_or(BackendError::StalePlan)
+    }
+    fn output(s: &Stream) -> &StepOutput {
+        &s.output
+    }
+    fn output_mut(s: &mut Stream) -> &mut StepOutput {
+        &mut s.output
     }
 }

@@ -1,14 +1,15 @@
 //! Cache kinds and backends by name. Any kind works with any backend, so there are two small tables and no table of
 //! pairs.
+use crate::device::Footprint;
 use crate::error::BackendError;
 use crate::pools::*;
 use crate::session::Session;
 use kvist_cache::Cache;
 use kvist_cache::kinds::{self, GroupSpec, KINDS, KindError, Unbuildable};
 
-/// The backends that a program was built with, and every cache kind.
-#[derive(Default)]
+/// The device that runs models, the backends in which it can keep K and V, and every cache kind.
 pub struct Registry {
+    device: Box<dyn Footprint>,
     backends: Vec<Box<dyn Backend>>,
 }
 
@@ -23,9 +24,18 @@ pub enum BuildError {
 }
 
 impl Registry {
+    /// No backends yet.
+    pub fn of(device: impl Footprint + 'static) -> Self {
+        Registry { device: Box::new(device), backends: Vec::new() }
+    }
+
     pub fn with(mut self, backend: Box<dyn Backend>) -> Self {
         self.backends.push(backend);
         self
+    }
+
+    pub fn device(&self) -> &dyn Footprint {
+        &*self.device
     }
 
     /// Every `backend:kind`.

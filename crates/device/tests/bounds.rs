@@ -94,7 +94,7 @@ fn a_layout_knows_its_owners_and_groups() {
 
 #[test]
 fn an_unknown_pair_lists_the_known_ones() {
-    let registry = Registry::default().with(Box::new(Reference));
+    let registry = Registry::of(Reference).with(Box::new(Reference));
     let group = GroupSpec { capacity_tokens: 8, visibility: Visibility::FULL, max_step_tokens: 8 };
     let known =
         "known are reference:contiguous, reference:ring, reference:cells, reference:tree, reference:paged";

@@ -25,7 +25,7 @@ fn session(kind: &str) -> Session {
         channels: None,
         recent: Recent::default(),
     };
-    let registry = Registry::default().with(Box::new(Reference));
+    let registry = Registry::of(Reference).with(Box::new(Reference));
     let mut session = registry.session("reference", kind, &[group], &spec).unwrap();
     if let Some(mut sequences) = session.cache.sequences() {
         sequences.seq_new(A).unwrap();

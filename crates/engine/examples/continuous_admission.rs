@@ -5,9 +5,10 @@
 //! `cargo run --release -p kvist-engine --example continuous_admission`
 use kvist_cache::SeqId;
 use kvist_device::MemoryBudget;
+use kvist_engine::Error;
+use kvist_engine::devices::{self, Cpu};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_engine::{Error, backends};
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -25,10 +26,11 @@ struct Request {
 pub fn main() -> Result<(), Error> {
     let options = LoadOptions::default();
     let budget = MemoryBudget::unlimited();
-    let model = Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {})?);
+    let model =
+        Arc::new(Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {})?);
     let tokenizer = model.tokenizer().expect("the embedded model has one");
     let config = CacheConfig { kind: "cells".into(), max_rows: 8, ..CacheConfig::new(CELLS as u32) };
-    let mut session = ModelSession::new(&model, &backends::all(), &config)?;
+    let mut session = ModelSession::new(&model, &devices::all(), &config)?;
     session.cache().sequences().expect("cells has them").seq_rm(SeqId::ONLY, 0, u32::MAX)?;
 
     let long = "Memory is given back when its owner goes out of scope. ".repeat(4);

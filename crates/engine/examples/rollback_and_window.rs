@@ -4,9 +4,10 @@
 //! `cargo run --release -p kvist-engine --example rollback_and_window`
 use kvist_cache::SeqId;
 use kvist_device::{Bytes, MemoryBudget};
+use kvist_engine::Error;
+use kvist_engine::devices::{self, Cpu};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_engine::{Error, backends};
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::Arc;
 
@@ -27,11 +28,12 @@ fn go_on(session: &mut ModelSession, mut token: u32, n: usize) -> Result<Vec<u32
 pub fn main() -> Result<(), Error> {
     let options = LoadOptions::default();
     let budget = MemoryBudget::unlimited();
-    let model = Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {})?);
+    let model =
+        Arc::new(Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {})?);
     let tokenizer = model.tokenizer().expect("the embedded model has one");
     let encode = |text: &str| tokenizer.encode(text, true);
     let config = CacheConfig { kind: "cells".into(), ..CacheConfig::new(256) };
-    let mut session = ModelSession::new(&model, &backends::all(), &config)?;
+    let mut session = ModelSession::new(&model, &devices::all(), &config)?;
     let used = |session: &mut ModelSession| session.cache().report()[0].used_cells;
 
     let prompt = encode("Rust has two kinds of strings. The first is")?;
@@ -62,7 +64,7 @@ pub fn main() -> Result<(), Error> {
 
     let config =
         CacheConfig { kind: "ring".into(), window: Some(64), sinks: 4, max_step_tokens: 16, ..config };
-    let mut ring = ModelSession::new(&model, &backends::all(), &config)?;
+    let mut ring = ModelSession::new(&model, &devices::all(), &config)?;
     ring.prefill(A, &prompt, &mut |_| true)?;
     go_on(&mut ring, first, 300)?;
     let position = ring.cache().next_position(A).unwrap_or(0);

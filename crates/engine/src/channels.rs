@@ -3,11 +3,10 @@
 //! prefill of [`TOKENS`] tokens per model and always gives the same order.
 use crate::memory::CacheConfig;
 use crate::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_cache::SeqId;
-use kvist_device::{Attend, Bytes, ChannelOrder, LayerSpec, Registry};
-use kvist_model::Error;
-use kvist_model::Model;
-use std::sync::Arc;
+use kvist_cache::{LayerId, MovePlan, SeqId, StepPlan};
+use kvist_device::*;
+use kvist_model::{Error, Model};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Tokens to measure.
 const TOKENS: u32 = 256;
@@ -38,7 +37,7 @@ pub(crate) fn channel_order(
 
 /// Runs a prefill and sums the squares of the keys per channel.
 fn look(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result<ChannelOrder, Error> {
-    let architecture = model.decoder().config();
+    let architecture = model.config();
     let tokens = tokens(model)?;
     let context = CONTEXT.min(architecture.context);
     let config = CacheConfig {
@@ -46,7 +45,9 @@ fn look(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result
         max_step_tokens: context.min(wanted.max_step_tokens),
         ..CacheConfig::new(context)
     };
-    let mut session = ModelSession::new(model, registry, &config).map_err(|error| match error {
+    let (cache, inner) = registry.plan(&config.backend, &config.kind, &config.groups(architecture))?;
+    let backend = KeyEnergies { inner, sums: Arc::default() };
+    let mut session = ModelSession::over(model, registry, &backend, cache, &config).map_err(|error| match error {
         Error::CacheTooLarge { asked, free, .. } => Error::Usage(format!(
             "{}: a look at some of the model's keys comes first, and takes {}; {} are free. Take another dtype, or more memory",
             wanted.k,
@@ -55,36 +56,91 @@ fn look(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result
         )),
         error => error,
     })?;
-    let layout = model.decoder().layout();
-    let channels = |layer: &LayerSpec| (layer.n_kv_heads * layer.head_dim) as usize;
-    let mut squares: Vec<Vec<f64>> = layout.layers.iter().map(|layer| vec![0.0; channels(layer)]).collect();
     for text in tokens.chunks(context as usize) {
         session.clear()?;
         for step in text.chunks(config.max_step_tokens.max(1) as usize) {
-            let mut watch = |call: &Attend<'_>| {
-                let layer = call.layer.0 as usize;
-                let (Some((k, _)), d) = (call.kv, layout.layers[layer].head_dim as usize) else { return };
-                for (head, squares) in squares[layer].chunks_exact_mut(d).enumerate() {
-                    for token in 0..step.len() {
-                        let row = k.row(token, head, d).iter().map(|x| f64::from(*x));
-                        squares.iter_mut().zip(row).for_each(|(sum, x)| *sum += x * x);
-                    }
-                }
-            };
-            session.forward_watched(
-                &[SequenceInput::chain(SeqId::ONLY, step)],
-                LogitRows::None,
-                &mut watch,
-            )?;
+            session.forward(&[SequenceInput::chain(SeqId::ONLY, step)], LogitRows::None)?;
         }
     }
+    drop(session);
+    let sums = std::mem::take(&mut *backend.sums.lock().unwrap_or_else(PoisonError::into_inner));
     let unfit = || Error::Usage("the keys of this model have no order of channels".into());
-    ChannelOrder::of_energies(layout, &squares).ok_or_else(unfit)
+    ChannelOrder::of_energies(model.layout(), &sums).ok_or_else(unfit)
+}
+
+/// The sums of the squares of every layer's keys: per layer, `[n_kv_heads, head_dim]`.
+type Sums = Arc<Mutex<Vec<Vec<f64>>>>;
+
+/// A backend that also sums the squares of the keys that its pools are given.
+struct KeyEnergies<'b> {
+    inner: &'b dyn Backend,
+    sums: Sums,
+}
+
+struct KeyEnergyPools {
+    inner: Box<dyn Pools>,
+    layout: Layout,
+    sums: Sums,
+}
+
+impl Backend for KeyEnergies<'_> {
+    fn id(&self) -> &'static str {
+        self.inner.id()
+    }
+    fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError> {
+        let channels = |layer: &LayerSpec| vec![0.0; (layer.n_kv_heads * layer.head_dim) as usize];
+        *self.sums.lock().unwrap_or_else(PoisonError::into_inner) =
+            spec.layout.layers.iter().map(channels).collect();
+        let (layout, sums) = (spec.layout.clone(), self.sums.clone());
+        Ok(Box::new(KeyEnergyPools { inner: self.inner.pools(spec)?, layout, sums }))
+    }
+    fn usage(&self, spec: &PoolSpec, cells: &[u32]) -> Option<Usage> {
+        self.inner.usage(spec, cells)
+    }
+}
+
+impl Pools for KeyEnergyPools {
+    fn attend(&mut self, plan: &StepPlan, call: Attend<'_>) -> Result<(), BackendError> {
+        let layer = usize::from(call.layer.0);
+        if let (Some((k, _)), Some(spec)) = (call.kv, self.layout.layers.get(layer)) {
+            let d = spec.head_dim as usize;
+            let mut sums = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
+            for (head, sums) in sums[layer].chunks_exact_mut(d).enumerate() {
+                for token in 0..plan.n_tokens() as usize {
+                    let row = k.row(token, head, d).iter().map(|x| f64::from(*x));
+                    sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += x * x);
+                }
+            }
+        }
+        self.inner.attend(plan, call)
+    }
+    fn begin(&mut self, plan: &StepPlan) -> Result<(), BackendError> {
+        self.inner.begin(plan)
+    }
+    fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError> {
+        self.inner.relocate(moves)
+    }
+    fn inspect(
+        &self,
+        layer: LayerId,
+        side: Side,
+        kv_head: u32,
+        cell: u32,
+        row: &mut [f32],
+    ) -> Result<(), BackendError> {
+        self.inner.inspect(layer, side, kv_head, cell, row)
+    }
+    fn bytes(&self) -> u64 {
+        self.inner.bytes()
+    }
+    fn counters(&self) -> Counters {
+        self.inner.counters()
+    }
 }
 
 /// The text in the model's own tokens. Without a tokenizer: tokens spread over its vocabulary.
 fn tokens(model: &Model) -> Result<Vec<u32>, Error> {
-    let config = model.decoder().config();
+    let config = model.config();
     let mut tokens = match model.tokenizer() {
         Some(tokenizer) => tokenizer.encode(TEXT, true)?,
         None => Vec::new(),

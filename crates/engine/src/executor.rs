@@ -5,13 +5,12 @@
 //!
 //! A failed step leaves the cache unchanged. The executor sets its full memory bound aside in the budget when it is
 //! created.
-use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
+use crate::runner::Runner;
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, RecomputeCost, Step};
-use kvist_device::{Counters, Layout, PoolSpec, Purpose, Recent, Registry, Reservation, Runner};
-use kvist_model::Error;
+use kvist_device::{Counters, Layout, Recent, Registry, StepInputs};
 use kvist_model::config::ModelConfig;
-use kvist_model::{Activations, Batch, Model};
+use kvist_model::{Error, Model};
 use kvist_scheduler::{Executor, Outcome, RequestId, Sampled};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -78,7 +77,7 @@ impl PagedConfig {
     pub fn plan(&self, model: &ModelConfig, registry: &Registry) -> Result<MemoryPlan, Error> {
         let cache = self.cache(model)?;
         let (_, backend) = registry.plan(&self.cache.backend, "paged", &self.cache.groups(model))?;
-        MemoryPlan::of_cache(model, backend, &cache, &self.sized())
+        MemoryPlan::of_cache(model, registry, backend, &cache, &self.sized())
     }
 
     /// The cache policy with kind `paged` and recent groups cut to the block size. Prefix hits end at block boundaries.
@@ -115,19 +114,14 @@ fn recompute_cost(model: &ModelConfig) -> RecomputeCost {
 
 /// Executes steps on the KV bytes of a paged cache.
 pub struct ModelExecutor {
-    model: Arc<Model>,
     runner: Runner,
-    activations: Activations,
     tokens: Vec<u32>,
-    positions: Vec<u32>,
     rows: Vec<u32>,
     /// Rows to score in addition to the sampled ones: (batch row, index into the batch's work, position).
     scored: Vec<(u32, usize, u32)>,
-    max_rows: usize,
     /// Looked up by id, never iterated.
     requests: HashMap<RequestId, Box<dyn TokenSampler>>,
     failure: Option<Error>,
-    _activation_bytes: Reservation,
 }
 
 impl ModelExecutor {
@@ -138,33 +132,16 @@ impl ModelExecutor {
         registry: &Registry,
         config: &PagedConfig,
     ) -> Result<(Cache, ModelExecutor), Error> {
-        let architecture = model.decoder().config();
-        let cache = config.cache(architecture)?;
+        let cache = config.cache(model.config())?;
         let (_, backend) =
-            registry.plan(&config.cache.backend, "paged", &config.cache.groups(architecture))?;
-        let sized = config.sized();
-        let plan = MemoryPlan::of_cache(architecture, backend, &cache, &sized)?;
-        let bound = plan.usage.with(Purpose::Weights, 0);
-        let channels = channel_order(model, registry, &config.cache)?;
-        let budget = model.budget().promise(&bound).map_err(|refused| {
-            plan.too_large(architecture, registry, &sized, 0, refused.free, refused.total)
-        })?;
-        let activations = budget.reserve(Purpose::Activations, plan.usage.of(Purpose::Activations))?;
-        let layout = model.decoder().layout();
-        let spec =
-            PoolSpec { capacity_cells: cache.capacity_cells(), channels, ..sized.pool_spec(layout, &budget) };
+            registry.plan(&config.cache.backend, "paged", &config.cache.groups(model.config()))?;
         let executor = ModelExecutor {
-            model: model.clone(),
-            runner: Runner::new(backend.pools(&spec)?, layout.clone()),
-            activations: Activations::default(),
+            runner: Runner::open(model, registry, backend, &cache, &config.sized())?,
             tokens: Vec::new(),
-            positions: Vec::new(),
             rows: Vec::new(),
             scored: Vec::new(),
-            max_rows: config.cache.max_rows.max(1) as usize,
             requests: HashMap::new(),
             failure: None,
-            _activation_bytes: activations,
         };
         Ok((cache, executor))
     }
@@ -186,24 +163,22 @@ impl ModelExecutor {
     }
     /// Bytes that attention has read, written and moved.
     pub fn counters(&self) -> Counters {
-        self.runner.pools().counters()
+        self.runner.network.pools().counters()
     }
     /// KV bytes reserved now.
     pub fn kv_bytes(&self) -> u64 {
-        self.runner.pools().bytes()
+        self.runner.network.pools().bytes()
     }
 
     fn forward(&mut self, step: &mut Step<'_>, batch: kvist_scheduler::Batch<'_>) -> Result<(), Error> {
-        let vocab = self.model.decoder().config().vocab;
+        let vocab = self.runner.model.config().vocab;
         self.tokens.clear();
         self.rows.clear();
         self.scored.clear();
         for (i, work) in batch.work.iter().enumerate() {
             let unknown = || Error::Usage(format!("request {} has no tokens to feed", work.request));
             let tokens = batch.tokens(i).ok_or_else(unknown)?;
-            if let Some(&token) = tokens.iter().find(|&&token| token as usize >= vocab) {
-                return Err(Error::TokenOutsideVocabulary { token, vocab });
-            }
+            self.runner.check_tokens(tokens)?;
             if let Some(request) = self.requests.get(&work.request) {
                 let (first, end) = (work.first, work.first + work.n_tokens);
                 let wanted = request.wants(first..end);
@@ -216,34 +191,31 @@ impl ModelExecutor {
                 self.rows.push(self.tokens.len() as u32 - 1);
             }
         }
-        self.runner.begin(step)?;
-        let plan = step.plan();
-        plan.positions(&mut self.positions);
         // Rows to score are computed in pieces of at most `max_rows`; the rows to sample from come last.
         let rows: &[u32] = if self.scored.is_empty() { &self.rows } else { &[] };
-        let pass = Batch { tokens: &self.tokens, positions: &self.positions, rows, taps: &[] };
-        let runner = &mut self.runner;
-        let decoder = self.model.decoder();
-        decoder.forward(pass, &mut |call| runner.attend(plan, call), &mut self.activations)?;
-        self.runner.complete()?;
+        let network = &mut *self.runner.network;
+        let ticket =
+            network.submit(step.with_reads(), &StepInputs { tokens: &self.tokens, rows, taps: &[] })?;
+        network.wait(ticket)?;
         if self.scored.is_empty() {
             return Ok(());
         }
-        let mut piece = Vec::with_capacity(self.max_rows);
-        for scored in self.scored.chunks(self.max_rows) {
+        let max_rows = self.runner.max_rows();
+        let network = &mut *self.runner.network;
+        let mut piece = Vec::with_capacity(max_rows);
+        for scored in self.scored.chunks(max_rows) {
             piece.clear();
             piece.extend(scored.iter().map(|(row, ..)| *row));
-            decoder.logits(&piece, &mut self.activations);
+            network.recompute_logits(&piece)?;
             for ((_, share, position), logits) in
-                scored.iter().zip(self.activations.logits.chunks_exact(vocab))
+                scored.iter().zip(network.output().logits.chunks_exact(vocab))
             {
                 if let Some(request) = self.requests.get_mut(&batch.work[*share].request) {
                     request.score(*position, logits);
                 }
             }
         }
-        decoder.logits(&self.rows, &mut self.activations);
-        Ok(())
+        Ok(network.recompute_logits(&self.rows)?)
     }
 }
 
@@ -259,16 +231,16 @@ impl Executor for ModelExecutor {
         match self.forward(step, batch) {
             Ok(()) => {
                 self.failure = None;
-                let vocab = self.model.decoder().config().vocab;
-                let rows = self.activations.logits.chunks_exact_mut(vocab);
-                let sampling = batch.work.iter().filter(|work| work.samples);
-                for (work, logits) in sampling.zip(rows) {
+                let vocab = self.runner.model.config().vocab;
+                let mut rows = self.runner.network.output_mut().logits.chunks_exact_mut(vocab);
+                out.sample_each(batch, |work| {
+                    let request = self.requests.get_mut(&work.request);
                     // A request without a chooser is finished: nothing decides what to do with its logits.
-                    let choice = self.requests.get_mut(&work.request).map(|request| request.choose(logits));
+                    let choice = request.zip(rows.next()).map(|(request, logits)| request.choose(logits));
                     let (token, finished) =
                         choice.map_or((None, true), |choice| (Some(choice.token), choice.finished));
-                    out.sampled.push(Sampled { token, finished });
-                }
+                    Sampled { token, finished }
+                });
             }
             Err(error) => {
                 tracing::error!(target: "kvist::engine", "a step of {} requests failed: {error}", batch.work.len());

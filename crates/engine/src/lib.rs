@@ -6,16 +6,23 @@
 #![forbid(unsafe_code)]
 
 pub mod answer;
-pub mod backends;
 mod channels;
 pub mod chat;
+pub mod chat_format;
+pub mod devices;
 pub mod divergence;
 pub mod executor;
 pub mod generate;
+pub mod grammar;
 pub mod memory;
+pub mod random;
+mod runner;
 pub mod sampler;
+pub mod serving;
 pub mod session;
+pub mod sessions;
 pub mod text;
+pub mod tools;
 
 pub use kvist_model::Error;
 

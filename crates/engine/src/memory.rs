@@ -3,9 +3,9 @@ use kvist_cache::Cache;
 use kvist_cache::kinds::{self, GroupSpec, KindTraits, Visibility};
 use kvist_device::*;
 use kvist_model::Error;
+use kvist_model::Opened;
 use kvist_model::config::ModelConfig;
 use kvist_model::weights::WeightForm;
-use kvist_model::{Activations, Opened};
 use std::sync::Arc;
 
 /// Tokens of a recent group, which is read in f16. Equals the block size of the server's cache.
@@ -81,6 +81,11 @@ impl CacheConfig {
         position - position.checked_rem(groups).unwrap_or(0)
     }
 
+    /// The largest step.
+    pub fn step_limits(&self) -> StepLimits {
+        StepLimits { max_tokens: self.max_step_tokens as usize, max_rows: self.max_rows.max(1) as usize }
+    }
+
     /// The properties of the kind. A kind that does not exist is refused when the cache is built.
     pub fn kind_traits(&self) -> KindTraits {
         kinds::traits(&self.kind).unwrap_or(KindTraits { bounded: false, many_sequences: true })
@@ -120,12 +125,13 @@ impl MemoryPlan {
     pub fn of_session(model: &ModelConfig, registry: &Registry, config: &CacheConfig) -> Result<Self, Error> {
         let groups = config.groups(model);
         let (cache, backend) = registry.plan(&config.backend, &config.kind, &groups)?;
-        Self::of_cache(model, backend, &cache, config)
+        Self::of_cache(model, registry, backend, &cache, config)
     }
 
     /// The plan of an existing cache. Of `config`, only the fields about bytes are used.
     pub fn of_cache(
         model: &ModelConfig,
+        registry: &Registry,
         backend: &dyn Backend,
         cache: &Cache,
         config: &CacheConfig,
@@ -137,9 +143,8 @@ impl MemoryPlan {
             ..config.pool_spec(&layout, &MemoryBudget::unlimited())
         };
         let usage = backend.bound(&spec).ok_or_else(overflow)?;
-        let activations =
-            Activations::bytes(model, config.max_step_tokens as usize, config.max_rows as usize)
-                .ok_or_else(overflow)?;
+        let activations = registry.device().activation_bytes(&model.shape(), &config.step_limits());
+        let activations = activations.ok_or_else(overflow)?;
         Ok(MemoryPlan {
             usage: usage.with(Purpose::Activations, activations),
             kv_bytes_per_token: spec.bytes_per_token(),
@@ -164,7 +169,7 @@ impl MemoryPlan {
     ) -> Result<Self, Error> {
         let model = opened.config();
         let plan = Self::of_session(model, registry, config)?;
-        let free = Self::free_after(opened, form, budget)?;
+        let free = Self::free_after(opened, registry, form, budget)?;
         if plan.session_bound() <= free {
             return Ok(plan);
         }
@@ -196,8 +201,14 @@ impl MemoryPlan {
     }
 
     /// Bytes that are free after the weights are loaded.
-    pub fn free_after(opened: &Opened, form: WeightForm, budget: &MemoryBudget) -> Result<u64, Error> {
-        let (asked, free, total) = (opened.weight_bytes(form)?, budget.free(), budget.total());
+    pub fn free_after(
+        opened: &Opened,
+        registry: &Registry,
+        form: WeightForm,
+        budget: &MemoryBudget,
+    ) -> Result<u64, Error> {
+        let asked = opened.weight_bytes(registry.device(), form)?;
+        let (free, total) = (budget.free(), budget.total());
         free.checked_sub(asked)
             .ok_or_else(|| OutOfBudget { purpose: Purpose::Weights, asked, free, total }.into())
     }

@@ -1,10 +1,9 @@
 //! A model with its cache. Runs forward passes over any cache kind, dtype and backend.
-use crate::channels::channel_order;
-use crate::memory::{CacheConfig, MemoryPlan};
+use crate::memory::CacheConfig;
+use crate::runner::Runner;
 use kvist_cache::*;
-use kvist_device::{Attend, Counters, PoolSpec, Purpose, Registry, Reservation};
-use kvist_model::Error;
-use kvist_model::{Activations, Batch, Model};
+use kvist_device::{Backend, Counters, Registry, compact};
+use kvist_model::{Error, Model};
 use std::sync::Arc;
 
 /// The tokens that a pass adds to one sequence.
@@ -37,49 +36,42 @@ pub enum LogitRows {
 
 /// A cache for one conversation or a batch of them. All sessions of a model share its weights.
 pub struct ModelSession {
-    model: Arc<Model>,
-    session: kvist_device::Session,
+    cache: Cache,
+    runner: Runner,
     config: CacheConfig,
-    activations: Activations,
+    plan: StepPlan,
+    moves: MovePlan,
     tokens: Vec<u32>,
-    positions: Vec<u32>,
     rows: Vec<u32>,
-    n_rows: usize,
     taps: Vec<LayerId>,
-    _activation_bytes: Reservation,
 }
 
 impl ModelSession {
     /// Creates an empty cache for `model`. Fails before it allocates anything if the bound on the session's memory does
     /// not fit into the budget.
     pub fn new(model: &Arc<Model>, registry: &Registry, config: &CacheConfig) -> Result<Self, Error> {
-        let budget = model.budget();
-        let plan = MemoryPlan::of_session(model.decoder().config(), registry, config)?;
-        let channels = channel_order(model, registry, config)?;
-        // Set the full bound aside now. Otherwise two sessions that do not fit together could both start.
-        let bound = plan.usage.with(Purpose::Weights, 0);
-        let budget = &budget.promise(&bound).map_err(|refused| {
-            plan.too_large(model.decoder().config(), registry, config, 0, refused.free, refused.total)
-        })?;
-        let activations = budget.reserve(Purpose::Activations, plan.usage.of(Purpose::Activations))?;
-        let layout = model.decoder().layout();
-        let session = registry.session(
-            &config.backend,
-            &config.kind,
-            &config.groups(model.decoder().config()),
-            &PoolSpec { channels, ..config.pool_spec(layout, budget) },
-        )?;
+        let (cache, backend) =
+            registry.plan(&config.backend, &config.kind, &config.groups(model.config()))?;
+        Self::over(model, registry, backend, cache, config)
+    }
+
+    /// Like [`new`](Self::new), over an existing cache and with K and V in `backend`.
+    pub(crate) fn over(
+        model: &Arc<Model>,
+        registry: &Registry,
+        backend: &dyn Backend,
+        cache: Cache,
+        config: &CacheConfig,
+    ) -> Result<Self, Error> {
         let mut this = ModelSession {
-            model: model.clone(),
-            session,
+            runner: Runner::open(model, registry, backend, &cache, config)?,
+            cache,
             config: config.clone(),
-            activations: Activations::default(),
+            plan: StepPlan::default(),
+            moves: MovePlan::default(),
             tokens: Vec::new(),
-            positions: Vec::new(),
             rows: Vec::new(),
-            n_rows: 0,
             taps: Vec::new(),
-            _activation_bytes: activations,
         };
         this.open_only()?;
         Ok(this)
@@ -87,47 +79,47 @@ impl ModelSession {
 
     /// Creates [`SeqId::ONLY`] in kinds that have named sequences, so that one conversation runs on any kind.
     fn open_only(&mut self) -> Result<(), Error> {
-        if let Some(mut sequences) = self.session.cache.sequences() {
+        if let Some(mut sequences) = self.cache.sequences() {
             sequences.seq_new(SeqId::ONLY)?;
         }
         Ok(())
     }
 
     pub fn model(&self) -> &Arc<Model> {
-        &self.model
+        &self.runner.model
     }
     pub fn config(&self) -> &CacheConfig {
         &self.config
     }
     /// The cache's bookkeeping. Use it between passes.
     pub fn cache(&mut self) -> &mut Cache {
-        &mut self.session.cache
+        &mut self.cache
     }
     /// Cache contents: one report per layer group.
     pub fn report(&self) -> Vec<kvist_cache::Report> {
-        self.session.cache.report()
+        self.cache.report()
     }
     /// KV bytes reserved now.
     pub fn kv_bytes(&self) -> u64 {
-        self.session.pools().bytes()
+        self.runner.network.pools().bytes()
     }
     pub fn counters(&self) -> Counters {
-        self.session.pools().counters()
+        self.runner.network.pools().counters()
     }
     /// Compacts the cache: updates the bookkeeping and moves the KV bytes.
     pub fn compact(&mut self) -> Result<(), Error> {
-        Ok(self.session.compact()?)
+        Ok(compact(&mut self.cache, self.runner.network.pools_mut(), &mut self.moves)?)
     }
 
     /// Removes every sequence and starts again with an empty [`SeqId::ONLY`].
     pub fn clear(&mut self) -> Result<(), Error> {
-        self.session.cache.clear();
+        self.cache.clear();
         self.open_only()
     }
 
     /// Keeps the output of these layers from the next pass on; see [`tap`](Self::tap).
     pub fn set_taps(&mut self, layers: &[LayerId]) -> Result<(), Error> {
-        let n_layers = self.model.decoder().layout().layers.len();
+        let n_layers = self.runner.model.layout().layers.len();
         if let Some(layer) = layers.iter().find(|l| l.0 as usize >= n_layers) {
             let layer = *layer;
             return Err(kvist_device::BackendError::UnknownLayer { layer, n_layers }.into());
@@ -137,34 +129,24 @@ impl ModelSession {
     }
     /// Residual stream after the `i`-th tapped layer in the last pass: `[n_tokens, hidden]`.
     pub fn tap(&self, i: usize) -> &[f32] {
-        &self.activations.taps[i]
+        &self.runner.network.output().taps[i]
     }
 
     /// Logits of the last pass: `[rows, vocab]`.
     pub fn logits(&self) -> &[f32] {
-        &self.activations.logits
+        &self.runner.network.output().logits
     }
     /// One row of [`logits`](Self::logits).
     pub fn logits_row(&self, row: usize) -> &[f32] {
-        let vocab = self.model.decoder().config().vocab;
-        &self.activations.logits[row * vocab..(row + 1) * vocab]
+        let vocab = self.runner.model.config().vocab;
+        &self.logits()[row * vocab..(row + 1) * vocab]
     }
     pub fn n_rows(&self) -> usize {
-        self.n_rows
+        self.logits().len() / self.runner.model.config().vocab
     }
 
     /// Runs one forward pass over the new tokens of one or more sequences. On `Err` the cache is unchanged.
     pub fn forward(&mut self, feeds: &[SequenceInput<'_>], want: LogitRows) -> Result<(), Error> {
-        self.forward_watched(feeds, want, &mut |_| ())
-    }
-
-    /// Like [`forward`](Self::forward). Also calls `watch` with the queries, keys and values of every layer.
-    pub(crate) fn forward_watched(
-        &mut self,
-        feeds: &[SequenceInput<'_>],
-        want: LogitRows,
-        watch: &mut dyn FnMut(&Attend<'_>),
-    ) -> Result<(), Error> {
         self.gather(feeds, want)?;
         // A pass usually has few feeds: keep up to eight spans on the stack.
         let mut spans = [Span::chain(SeqId::ONLY, 0, 0); 8];
@@ -176,38 +158,24 @@ impl ModelSession {
             &mut many[..]
         };
         for (span, feed) in spans.iter_mut().zip(feeds) {
-            let start =
-                self.session.cache.next_position(feed.seq).ok_or(Refused::UnknownSequence(feed.seq))?;
+            let start = self.cache.next_position(feed.seq).ok_or(Refused::UnknownSequence(feed.seq))?;
             let new = match feed.parents {
                 None => New::Chain(feed.tokens.len() as u32),
                 Some(parents) => New::Tree(parents),
             };
             *span = Span { seq: feed.seq, start, new };
         }
-        let mut step = self.session.step(&StepRequest { spans })?;
-        step.plan().positions(&mut self.positions);
-        let batch =
-            Batch { tokens: &self.tokens, positions: &self.positions, rows: &self.rows, taps: &self.taps };
-        let decoder = self.model.decoder();
-        let mut attend = |call: Attend<'_>| {
-            watch(&call);
-            step.attend(call)
-        };
-        decoder.forward(batch, &mut attend, &mut self.activations)?;
-        step.commit()?;
-        self.n_rows = self.rows.len();
+        let step = Step::begin(&mut self.cache, &StepRequest { spans }, &mut self.plan)?;
+        self.runner.run(step, &self.tokens, &self.rows, &self.taps)?.commit();
         Ok(())
     }
 
     /// Validates the feeds and flattens them into the batch's tokens and rows.
     fn gather(&mut self, feeds: &[SequenceInput<'_>], want: LogitRows) -> Result<(), Error> {
-        let vocab = self.model.decoder().config().vocab;
         self.tokens.clear();
         self.rows.clear();
         for feed in feeds {
-            if let Some(token) = feed.tokens.iter().find(|t| **t as usize >= vocab) {
-                return Err(Error::TokenOutsideVocabulary { token: *token, vocab });
-            }
+            self.runner.check_tokens(feed.tokens)?;
             if feed.parents.is_some_and(|parents| parents.len() != feed.tokens.len()) {
                 return Err(Error::Usage("a frontier needs one parent for each of its tokens".into()));
             }
@@ -220,7 +188,7 @@ impl ModelSession {
                 LogitRows::All => self.rows.extend(first..end),
             }
         }
-        let max_rows = self.config.max_rows.max(1) as usize;
+        let max_rows = self.runner.max_rows();
         if self.rows.len() > max_rows {
             let wanted = self.rows.len();
             return Err(Error::Usage(format!(

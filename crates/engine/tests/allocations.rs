@@ -3,8 +3,8 @@
 mod common;
 use common::*;
 use kvist_cache::SeqId;
-use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
+use kvist_cpu::{Compute, Cpu};
 use kvist_device::{MemoryBudget, Storage};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
@@ -23,8 +23,10 @@ fn turn(session: &mut ModelSession, sampler: &mut Sampler, token: u32) -> u32 {
 #[test]
 fn a_decoded_token_allocates_nothing_after_warm_up() {
     // The counter covers only this thread, so this thread does all the work.
-    let options = LoadOptions { compute: Compute::new(Isa::best(), 1), ..LoadOptions::default() };
-    let model = Model::load(&ModelFile::Embedded, &options, &MemoryBudget::unlimited(), &mut |_, _| {});
+    let options = LoadOptions::default();
+    let device = Cpu::new(Compute::new(Isa::best(), 1));
+    let model =
+        Model::load(&ModelFile::Embedded, device, &options, &MemoryBudget::unlimited(), &mut |_, _| {});
     let model = Arc::new(model.unwrap());
     let prompt = model.tokenizer().unwrap().encode("A trait is a set of methods", true).unwrap();
     let usual = SamplerConfig {

@@ -2,10 +2,11 @@
 mod common;
 use common::*;
 use kvist_cache::{NodeId, Refused, SeqId};
+use kvist_cpu::Cpu;
 use kvist_device::{Purpose, Storage};
 use kvist_engine::Error;
-use kvist_engine::backends;
 use kvist_engine::chat::Chat;
+use kvist_engine::devices;
 use kvist_engine::generate::Limits;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
@@ -26,7 +27,9 @@ fn model() -> &'static Arc<Model> {
     MODEL.get_or_init(|| {
         let options = LoadOptions { form: WeightForm::F32, ..LoadOptions::default() };
         let budget = kvist_device::MemoryBudget::unlimited();
-        Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap())
+        Arc::new(
+            Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),
+        )
     })
 }
 
@@ -253,20 +256,20 @@ fn undo_works_where_nothing_can_fork() {
 fn a_layer_that_borrows_stores_nothing() {
     let folder = fixtures("parity/llama-shared-kv");
     let shared = load(ModelFile::Path(folder.clone())).unwrap();
-    let layout = shared.decoder().layout();
+    let layout = shared.layout();
     let (layers, owners) = (layout.layers.len(), layout.owners().count());
     assert_eq!((layers, owners), (4, 2));
-    let registry = backends::all();
+    let registry = devices::all();
     for storage in ["f32", "f16", "q8", "q4", "q4-64-rot", "t4", "t4-o"] {
         let storage: Storage = storage.parse().unwrap();
         let config = CacheConfig { k: storage, v: storage.for_values(), ..CacheConfig::new(64) };
-        let mut alone = shared.decoder().config().clone();
+        let mut alone = shared.config().clone();
         alone.layers.iter_mut().enumerate().for_each(|(l, layer)| layer.owner = l);
         let bytes = |model: &kvist_model::config::ModelConfig| {
             let plan = MemoryPlan::of_session(model, &registry, &config).unwrap();
             (plan.kv_bytes_per_token, plan.usage.of(Purpose::KvCache))
         };
-        let (half, half_all) = bytes(shared.decoder().config());
+        let (half, half_all) = bytes(shared.config());
         let (whole, whole_all) = bytes(&alone);
         assert_eq!((2 * half, 2 * half_all), (whole, whole_all), "{storage}");
         // The budget agrees, for a full cache.
@@ -280,8 +283,8 @@ fn a_layer_that_borrows_stores_nothing() {
     // The same for a model forced to share KV.
     let options = LoadOptions { share_kv: Some(2), ..LoadOptions::default() };
     let budget = kvist_device::MemoryBudget::unlimited();
-    let made = Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap();
+    let made = Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap();
     let config = CacheConfig::new(64);
-    let of = |model: &Model| MemoryPlan::of_session(model.decoder().config(), &registry, &config).unwrap();
+    let of = |model: &Model| MemoryPlan::of_session(model.config(), &registry, &config).unwrap();
     assert_eq!(2 * of(&made).kv_bytes_per_token, of(model()).kv_bytes_per_token);
 }

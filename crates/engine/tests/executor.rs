@@ -2,9 +2,9 @@
 mod common;
 use common::*;
 use kvist_cache::{Cache, PrefixSpec, RecomputeCost, SeqId};
-use kvist_cpu::Compute;
+use kvist_cpu::{Compute, Cpu};
 use kvist_device::{MemoryBudget, Purpose, Storage};
-use kvist_engine::backends;
+use kvist_engine::devices;
 use kvist_engine::executor::{Choice, ModelExecutor, PagedConfig, TokenSampler};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
@@ -130,7 +130,7 @@ fn tokens_and_scores_are_those_of_a_session_alone() {
         assert_eq!(heard.ended, 1);
         let whole: Vec<u32> = prompt.iter().chain(&alone[..5]).copied().collect();
         let expected = logits(&mut session(model(), &exact("contiguous", 128, 64)), &whole);
-        let vocab = model().decoder().config().vocab;
+        let vocab = model().config().vocab;
         // Computed positions: those of the prompt, and of all generated tokens except the last.
         let positions: Vec<u32> = wanted.filter(|at| (*at as usize) < whole.len()).collect();
         assert_eq!(heard.scores.iter().map(|(at, _)| *at).collect::<Vec<_>>(), positions, "request {i}");
@@ -144,14 +144,14 @@ fn tokens_and_scores_are_those_of_a_session_alone() {
 }
 
 fn registry() -> kvist_device::Registry {
-    backends::on(model().decoder().compute())
+    devices::on(&Compute::default().deterministic(true))
 }
 
 /// A token outside the vocabulary, and a request without tokens: the step fails, the cache is unchanged, and the error
 /// is available.
 #[test]
 fn steps_that_cannot_be_computed_fail_and_say_why() {
-    let vocab = model().decoder().config().vocab as u32;
+    let vocab = model().config().vocab as u32;
     let (cache, mut executor) = ModelExecutor::new(model(), &registry(), &config(128, 32, 1)).unwrap();
     let scheduling = Config { max_batch: 1, max_failures: 1, ..Config::default() };
     let mut scheduler = Scheduler::new(scheduling, cache, None).unwrap();
@@ -179,13 +179,12 @@ fn steps_that_cannot_be_computed_fail_and_say_why() {
 fn a_paged_cache_takes_what_its_plan_says() {
     let weights = model().budget().usage().of(Purpose::Weights);
     let config = config(250, 32, 4);
-    let plan = config.plan(model().decoder().config(), &registry()).unwrap();
+    let plan = config.plan(model().config(), &registry()).unwrap();
     assert_eq!(plan.capacity_cells, [256], "whole blocks");
     let load = |bytes| {
-        let options =
-            LoadOptions { compute: Compute::default().deterministic(true), ..LoadOptions::default() };
+        let (options, device) = (LoadOptions::default(), Cpu::new(Compute::default().deterministic(true)));
         let budget = MemoryBudget::new(weights + bytes);
-        Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap())
+        Arc::new(Model::load(&ModelFile::Embedded, device, &options, &budget, &mut |_, _| {}).unwrap())
     };
     let fits = load(plan.session_bound());
     let (cache, mut executor) = ModelExecutor::new(&fits, &registry(), &config).unwrap();
@@ -227,7 +226,7 @@ fn the_shorter_window_counts() {
     let model = load(ModelFile::Path(fixtures("parity/qwen2-window-mixed"))).unwrap();
     let groups = |window, sinks| {
         let config = CacheConfig { window, sinks, ..CacheConfig::new(64) };
-        let groups = config.groups(model.decoder().config());
+        let groups = config.groups(model.config());
         let mut seen: Vec<_> = groups.iter().map(|g| (g.visibility.window, g.visibility.sinks)).collect();
         seen.sort_unstable();
         seen
@@ -250,7 +249,7 @@ fn a_session_gives_the_rows_that_were_asked_for() {
         true
     });
     assert_eq!((done.unwrap(), heard), (10, vec![8, 10]));
-    let vocab = model().decoder().config().vocab;
+    let vocab = model().config().vocab;
     assert_eq!((s.n_rows(), s.logits().len()), (1, vocab), "of the last token alone");
     let last = s.logits_row(0).to_vec();
     let mut whole = session(model(), &exact("contiguous", 64, 16));

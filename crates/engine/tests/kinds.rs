@@ -3,6 +3,7 @@
 mod common;
 use common::*;
 use kvist_cache::{LayerId, SeqId};
+use kvist_cpu::Cpu;
 use kvist_device::{MemoryBudget, Storage};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
@@ -53,7 +54,9 @@ fn model() -> &'static Arc<Model> {
     MODEL.get_or_init(|| {
         let options = LoadOptions { form: WeightForm::F32, ..LoadOptions::default() };
         let budget = MemoryBudget::unlimited();
-        Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap())
+        Arc::new(
+            Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),
+        )
     })
 }
 
@@ -293,7 +296,7 @@ fn reading_after_compact_equals_before() {
 #[test]
 fn taps_are_the_residual_stream() {
     let m = model();
-    let c = m.decoder().config();
+    let c = m.config();
     let last = LayerId(c.n_layers as u16 - 1);
     let tokens = prompt(0, 12);
     let mut s = session(m, &exact("contiguous", 64, 16));
@@ -321,7 +324,7 @@ fn the_last_tap_is_what_logits_are_made_of() {
     };
     let (norm, embedding) = (floats("model.norm.weight"), floats("model.embed_tokens.weight"));
     let m = load(ModelFile::Path(folder.clone())).unwrap();
-    let c = m.decoder().config();
+    let c = m.config();
     let tokens = Expected::read(&folder).tokens;
     let mut s = session(&m, &exact("cells", 128, 64));
     s.set_taps(&[LayerId(c.n_layers as u16 - 1)]).unwrap();

@@ -3,8 +3,9 @@
 mod common;
 use common::{fixtures, session};
 use kvist_cache::SeqId;
+use kvist_cpu::Cpu;
 use kvist_device::{Bytes, MemoryBudget, Purpose, Storage, Usage};
-use kvist_engine::backends;
+use kvist_engine::devices;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::ModelSize;
@@ -35,7 +36,7 @@ const MIB: u64 = 1 << 20;
 
 fn load(file: &ModelFile, form: WeightForm, budget: &Arc<MemoryBudget>) -> Arc<Model> {
     let options = LoadOptions { form, ..LoadOptions::default() };
-    Arc::new(Model::load(file, &options, budget, &mut |_, _| {}).unwrap())
+    Arc::new(Model::load(file, Cpu::default(), &options, budget, &mut |_, _| {}).unwrap())
 }
 
 /// Feeds tokens until the cache is full.
@@ -55,11 +56,11 @@ fn compare(what: &str, plan: &Usage, used: &Usage) -> Vec<String> {
 }
 
 fn check(file: ModelFile, pairs: &[(&str, &str)], shapes: &[(u32, u32)]) {
-    let registry = backends::all();
+    let registry = devices::all();
     let mut bad = Vec::new();
     for form in [WeightForm::AsStored, WeightForm::F32, WeightForm::Q8_0] {
         let budget = MemoryBudget::unlimited();
-        let size = ModelSize::of(&file, form).unwrap();
+        let size = ModelSize::of(&file, &Cpu::default(), form).unwrap();
         let model = load(&file, form, &budget);
         bad.extend(compare(
             &format!("{form}"),
@@ -126,14 +127,16 @@ fn plan_equals_what_a_model_with_two_layer_groups_takes() {
     // One group with a window of 9, one without; contexts around the pools' segments of 256 cells.
     let file = ModelFile::Path(fixtures("parity/qwen2-window-mixed"));
     let options = LoadOptions::default();
-    let model = Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap();
-    assert_eq!(model.decoder().layout().n_groups(), 2);
+    let model =
+        Model::load(&file, Cpu::default(), &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap();
+    assert_eq!(model.layout().n_groups(), 2);
     check(file, &all_pairs(), &[(256, 64), (290, 100), (511, 256), (17, 1)]);
 }
 
 /// A budget for the embedded model plus `session_bytes`.
 fn tight(session_bytes: u64) -> (Arc<MemoryBudget>, Arc<Model>) {
-    let weights = ModelSize::of(&ModelFile::Embedded, WeightForm::AsStored).unwrap().resident_bytes;
+    let weights =
+        ModelSize::of(&ModelFile::Embedded, &Cpu::default(), WeightForm::AsStored).unwrap().resident_bytes;
     let budget = MemoryBudget::new(weights + session_bytes);
     let model = load(&ModelFile::Embedded, WeightForm::AsStored, &budget);
     (budget, model)
@@ -142,7 +145,7 @@ fn tight(session_bytes: u64) -> (Arc<MemoryBudget>, Arc<Model>) {
 /// The preceding channel measurement takes less memory.
 #[test]
 fn a_cache_with_outliers_opens_in_exactly_the_memory_that_is_planned() {
-    let registry = backends::all();
+    let registry = devices::all();
     for (kind, context, chunk) in [("contiguous", 64, 16), ("cells", 256, 64), ("paged", 500, 4)] {
         let config = CacheConfig {
             kind: kind.into(),
@@ -152,7 +155,7 @@ fn a_cache_with_outliers_opens_in_exactly_the_memory_that_is_planned() {
             ..CacheConfig::new(context)
         };
         let bytes = |model: &Arc<Model>| {
-            MemoryPlan::of_session(model.decoder().config(), &registry, &config).unwrap().session_bound()
+            MemoryPlan::of_session(model.config(), &registry, &config).unwrap().session_bound()
         };
         let (_, any) = tight(64 * MIB);
         let (budget, model) = tight(bytes(&any));
@@ -168,7 +171,7 @@ fn a_cache_with_outliers_opens_in_exactly_the_memory_that_is_planned() {
 
 #[test]
 fn a_session_that_does_not_fit_is_refused_with_advice_that_holds() {
-    let registry = backends::all();
+    let registry = devices::all();
     let mut seen = [0; 3]; // --kv, --context, --chunk
     for (kind, storage, context, session_bytes) in [
         ("contiguous", Storage::F32, 1024, 10 * MIB),
@@ -182,7 +185,7 @@ fn a_session_that_does_not_fit_is_refused_with_advice_that_holds() {
         let config = CacheConfig { kind: kind.into(), k: storage, v: storage, ..CacheConfig::new(context) };
         let (budget, model) = tight(session_bytes);
         let before = budget.usage();
-        let plan = MemoryPlan::of_session(model.decoder().config(), &registry, &config).unwrap();
+        let plan = MemoryPlan::of_session(model.config(), &registry, &config).unwrap();
         let error = ModelSession::new(&model, &registry, &config).map(drop).unwrap_err().to_string();
         assert_eq!(budget.usage(), before, "nothing is reserved: {error}");
         for part in [
@@ -234,8 +237,8 @@ fn a_session_that_does_not_fit_is_refused_with_advice_that_holds() {
 #[test]
 fn admission_reads_no_weights() {
     let opened = Opened::open(&ModelFile::Embedded, true).unwrap();
-    let registry = backends::all();
-    let weights = opened.weight_bytes(WeightForm::AsStored).unwrap();
+    let registry = devices::all();
+    let weights = opened.weight_bytes(&Cpu::default(), WeightForm::AsStored).unwrap();
     let admit = |kind: &str, least: usize, bytes: u64| {
         let config = CacheConfig { kind: kind.into(), ..CacheConfig::new(1024) };
         let budget = MemoryBudget::new(bytes);
@@ -257,11 +260,11 @@ fn admission_reads_no_weights() {
 /// A session sets aside its full memory bound when it is created, so that a second session cannot make it fail later.
 #[test]
 fn two_sessions_that_do_not_fit_together_do_not_both_begin() {
-    let registry = backends::all();
+    let registry = devices::all();
     let config = CacheConfig { max_step_tokens: 64, ..CacheConfig::new(512) };
     let plan = {
         let (_, model) = tight(MIB);
-        MemoryPlan::of_session(model.decoder().config(), &registry, &config).unwrap()
+        MemoryPlan::of_session(model.config(), &registry, &config).unwrap()
     };
     let (budget, model) = tight(2 * plan.session_bound() - 1);
     let mut first = ModelSession::new(&model, &registry, &config).unwrap();
@@ -281,10 +284,12 @@ fn two_sessions_that_do_not_fit_together_do_not_both_begin() {
 
 #[test]
 fn weights_that_do_not_fit_are_refused_by_size() {
-    let size = ModelSize::of(&ModelFile::Embedded, WeightForm::AsStored).unwrap();
+    let size = ModelSize::of(&ModelFile::Embedded, &Cpu::default(), WeightForm::AsStored).unwrap();
     let budget = MemoryBudget::new(size.resident_bytes - 1);
     let options = LoadOptions::default();
-    let error = Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap_err().to_string();
+    let error = Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {})
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("weights") && error.contains("MiB"), "{error}");
     assert_eq!(budget.usage(), Usage::default());
 }
@@ -296,7 +301,9 @@ fn a_folder_without_weights_is_its_config() {
     let folder = tempfile::tempdir().unwrap();
     let json = std::fs::read_to_string(fixtures("parity/qwen2-window-mixed/config.json")).unwrap();
     std::fs::write(folder.path().join("config.json"), json).unwrap();
-    let of = |path: &std::path::Path| ModelSize::of(&ModelFile::Path(path.into()), WeightForm::AsStored);
+    let of = |path: &std::path::Path| {
+        ModelSize::of(&ModelFile::Path(path.into()), &Cpu::default(), WeightForm::AsStored)
+    };
     let (alone, itself) = (of(folder.path()).unwrap(), of(&folder.path().join("config.json")).unwrap());
     assert_eq!((alone.stored_bytes, alone.resident_bytes), (itself.stored_bytes, itself.resident_bytes));
     std::fs::write(folder.path().join("model.safetensors"), "no weights").unwrap();
@@ -311,14 +318,14 @@ fn the_figures_of_llama_7b() {
         "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000,
         "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "torch_dtype": "float16"}"#;
     std::fs::write(&path, config).unwrap();
-    let size = ModelSize::of(&ModelFile::Path(path), WeightForm::AsStored).unwrap();
+    let size = ModelSize::of(&ModelFile::Path(path), &Cpu::default(), WeightForm::AsStored).unwrap();
     // 32 layers of 4 projections, 3 matrices of the MLP and 2 norms; two embeddings; a norm.
     let layer = 4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096;
     let parameters: u64 = 32 * layer + 2 * 32000 * 4096 + 4096;
     assert_eq!(parameters, 6_738_415_616);
     assert_eq!(size.stored_bytes, 2 * parameters);
     let cache = CacheConfig::new(2048);
-    let plan = MemoryPlan::of_session(&size.config, &backends::all(), &cache).unwrap();
+    let plan = MemoryPlan::of_session(&size.config, &devices::all(), &cache).unwrap();
     assert_eq!(plan.kv_bytes_per_token, 512 << 10);
     assert_eq!(plan.usage.of(Purpose::KvCache), 1 << 30);
     assert_eq!(plan.kv_bytes_visible(&size.config, &cache), 1 << 30);
@@ -336,7 +343,7 @@ fn the_figures_of_llama_7b() {
 #[test]
 fn the_longest_context_is_the_longest() {
     let opened = Opened::open(&ModelFile::Embedded, true).unwrap();
-    let (model, registry) = (opened.config(), backends::all());
+    let (model, registry) = (opened.config(), devices::all());
     let of = |context| CacheConfig { max_step_tokens: 16, ..CacheConfig::new(context) };
     let takes = |context| MemoryPlan::of_session(model, &registry, &of(context)).unwrap().session_bound();
     let longest = |most, free| MemoryPlan::longest_context(model, &registry, &of(most), free);
@@ -362,8 +369,12 @@ fn a_model_says_its_family_and_how_it_is_stored() {
             "{file:?}: {:?}",
             opened.stored_as()
         );
-        let size = ModelSize::of_opened(&opened, WeightForm::AsStored).unwrap();
-        assert_eq!(size.resident_bytes, opened.weight_bytes(WeightForm::AsStored).unwrap(), "{file:?}");
+        let size = ModelSize::of_opened(&opened, &Cpu::default(), WeightForm::AsStored).unwrap();
+        assert_eq!(
+            size.resident_bytes,
+            opened.weight_bytes(&Cpu::default(), WeightForm::AsStored).unwrap(),
+            "{file:?}"
+        );
         opened.rename("hf:org/name");
         assert_eq!(opened.name(), "hf:org/name");
     }

@@ -2,22 +2,7 @@
 //! rely on.
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::text::StopMatcher;
-use kvist_testing::reference::SplitMix64;
-
-struct Numbers(SplitMix64);
-
-impl Numbers {
-    fn below(&mut self, n: u64) -> u64 {
-        self.0.next() % n
-    }
-    /// In [0, 1).
-    fn unit(&mut self) -> f64 {
-        (self.0.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
-    fn pick<T: Copy>(&mut self, of: &[T]) -> T {
-        of[self.below(of.len() as u64) as usize]
-    }
-}
+use kvist_testing::SplitMix64;
 
 /// A simple reference distribution: (token, probability), most likely first.
 struct ReferenceCache {
@@ -86,7 +71,7 @@ fn twin(config: &SamplerConfig, logits: &[f32], text: &[u32], drawn: &[u32]) -> 
     ReferenceCache { kept, uncertain }
 }
 
-fn random_config(n: &mut Numbers) -> SamplerConfig {
+fn random_config(n: &mut SplitMix64) -> SamplerConfig {
     SamplerConfig {
         temperature: n.pick(&[0.0, 0.3, 0.8, 1.0, 2.5]),
         top_k: n.pick(&[0, 0, 1, 2, 5, 1_000]),
@@ -96,7 +81,7 @@ fn random_config(n: &mut Numbers) -> SamplerConfig {
         repetition_window: n.pick(&[0, 1, 3, 64, usize::MAX]),
         frequency_penalty: n.pick(&[0.0, 0.0, 0.4, 2.0, -0.7]),
         presence_penalty: n.pick(&[0.0, 0.0, 0.6, 2.0, -1.1]),
-        seed: n.0.next(),
+        seed: n.next(),
     }
 }
 
@@ -104,13 +89,13 @@ fn random_config(n: &mut Numbers) -> SamplerConfig {
 fn draws_what_the_twin_could_draw() {
     let mut certain = 0;
     for seed in 0..4_000u64 {
-        let mut n = Numbers(SplitMix64(seed));
+        let mut n = SplitMix64(seed);
         let config = random_config(&mut n);
-        let vocab = 1 + n.below(24) as usize;
+        let vocab = 1 + n.index(24);
         let mut sampler = Sampler::new(config).unwrap();
         let mut text: Vec<u32> = Vec::new();
         for _ in 0..n.below(6) {
-            let token = n.below(vocab as u64) as u32;
+            let token = n.below(vocab as u32);
             text.push(token);
             sampler.observe(&[token]);
         }
@@ -142,7 +127,7 @@ fn draws_what_the_twin_could_draw() {
 fn draws_are_distributed_as_the_twin_says() {
     const DRAWS: usize = 20_000;
     for seed in 0..24u64 {
-        let mut n = Numbers(SplitMix64(1_000 + seed));
+        let mut n = SplitMix64(1_000 + seed);
         let config = SamplerConfig {
             temperature: n.pick(&[0.5, 1.0, 1.7]),
             // All draws are from one distribution: none affects the next.
@@ -151,7 +136,7 @@ fn draws_are_distributed_as_the_twin_says() {
             ..random_config(&mut n)
         };
         let logits: Vec<f32> = (0..12).map(|_| (n.unit() * 5.0) as f32).collect();
-        let text: Vec<u32> = (0..4).map(|_| n.below(12) as u32).collect();
+        let text: Vec<u32> = (0..4).map(|_| n.below(12)).collect();
         let twin = twin(&config, &logits, &text, &[]);
         if twin.uncertain {
             continue;
@@ -206,7 +191,7 @@ fn the_impossible_is_never_drawn() {
         for seed in 0..8 {
             let config = SamplerConfig { temperature, seed, ..SamplerConfig::greedy() };
             let mut sampler = Sampler::new(config).unwrap();
-            let mut n = Numbers(SplitMix64(seed));
+            let mut n = SplitMix64(seed);
             // Many small terms: summed forwards and backwards they differ slightly.
             let possible = 200;
             let logits: Vec<f32> = (0..possible)
@@ -233,7 +218,7 @@ fn extreme_logits_still_give_a_token() {
     ];
     for logits in &all {
         for seed in 0..200u64 {
-            let mut n = Numbers(SplitMix64(seed));
+            let mut n = SplitMix64(seed);
             let temperature = n.pick(&[0.0, f32::MIN_POSITIVE, 1e-30, 1.0, 1e30, f32::MAX]);
             let repetition_penalty = n.pick(&[1.0, f32::MIN_POSITIVE, f32::MAX]);
             let frequency_penalty = n.pick(&[0.0, f32::MAX, f32::MIN]);
@@ -295,9 +280,9 @@ fn parameters_that_mean_nothing_are_refused() {
 #[test]
 fn stop_strings_do_not_depend_on_the_pieces() {
     for seed in 0..20_000u64 {
-        let mut n = Numbers(SplitMix64(seed));
+        let mut n = SplitMix64(seed);
         let letters = ['a', 'b', 'é', '日'];
-        let mut word = |most: u64| -> String { (0..n.below(most)).map(|_| n.pick(&letters)).collect() };
+        let mut word = |most: u32| -> String { (0..n.below(most)).map(|_| n.pick(&letters)).collect() };
         let text = word(14);
         let stops: Vec<String> = (0..3).map(|_| word(5)).collect();
         // By definition: the shortest prefix of the text that ends in a stop string; among several, the longest stop
@@ -312,7 +297,7 @@ fn stop_strings_do_not_depend_on_the_pieces() {
         let mut matcher = StopMatcher::new(&stops);
         let (mut out, mut stop, mut rest) = (String::new(), None, text.as_str());
         while stop.is_none() && !rest.is_empty() {
-            let characters = 1 + n.below(4) as usize;
+            let characters = 1 + n.index(4);
             let at = rest.char_indices().nth(characters).map_or(rest.len(), |(at, _)| at);
             let (piece, after) = rest.split_at(at);
             stop = matcher.push(piece, &mut out);

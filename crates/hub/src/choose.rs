@@ -1,6 +1,6 @@
 //! Chooses which files of a repository make up the requested model. It only looks at file names, so the same
 //! rules apply to the Hub and to a cache.
-use crate::error::near;
+use crate::error::closest;
 use crate::{Error, HubName};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,7 +39,7 @@ pub(crate) fn choose(name: &HubName, paths: &[&str]) -> Result<Choice, Error> {
     let has = |path: &str| paths.contains(&path);
     let models: Vec<&str> = paths.iter().copied().filter(|path| is_model(path)).collect();
     let missing = |asked: String| {
-        let there = match (near_picks(name, &models), has("config.json")) {
+        let there = match (closest_picks(name, &models), has("config.json")) {
             (Some(there), _) => format!("there are {there}"),
             (None, true) => format!(
                 "it has no GGUF files; hf:{} without what follows the colon takes its safetensors",
@@ -162,11 +162,11 @@ pub fn quant(path: &str) -> Option<String> {
 
 /// What can be asked for in this repository, closest match first: quantisations, or the file where two files
 /// share a quantisation.
-fn near_picks(name: &HubName, models: &[&str]) -> Option<String> {
+fn closest_picks(name: &HubName, models: &[&str]) -> Option<String> {
     let asked = name.pick.as_deref().unwrap_or_default();
     match name.picks_file() {
-        true => near(asked, models.iter().map(|path| path.to_string())),
-        false => near(asked, models.iter().map(|path| pick(path, models))),
+        true => closest(asked, models.iter().map(|path| path.to_string())),
+        false => closest(asked, models.iter().map(|path| pick(path, models))),
     }
 }
 

@@ -161,17 +161,15 @@ impl<'a> Client<'a> {
             if answer.last.status().is_client_error() || answer.last.status().is_server_error() {
                 return Err(self.refusal(name, Some(path), &url, answer));
             }
-            let said = |names: [&str; 2]| names.iter().find_map(|name| text_of(&answer.last, name));
-            facts.hash = facts.hash.or_else(|| Hash::parse(&said(["x-linked-etag", "etag"])?));
+            let header = |names: [&str; 2]| names.iter().find_map(|name| text_of(&answer.last, name));
+            facts.hash = facts.hash.or_else(|| Hash::parse(&header(["x-linked-etag", "etag"])?));
             facts.size =
-                facts.size.or_else(|| said(["x-linked-size", "content-length"])?.trim().parse().ok());
+                facts.size.or_else(|| header(["x-linked-size", "content-length"])?.trim().parse().ok());
         }
         match (facts.size, facts.hash) {
             (Some(size), Some(hash)) => Ok(Remote { path: path.into(), size, hash, url }),
             _ => Err(Error::Answer {
-                what: format!(
-                    "{url}: the Hub tells no size and no hash of it, so that it could not be checked"
-                ),
+                what: format!("{url}: the Hub gives no size and no hash of it, so it could not be checked"),
             }),
         }
     }
@@ -267,32 +265,32 @@ impl<'a> Client<'a> {
         let Answer { elsewhere, last: response } = answer;
         let status = response.status().as_u16();
         let code = text_of(&response, "x-error-code").unwrap_or_default();
-        let said = text_of(&response, "x-error-message").unwrap_or_else(|| {
+        let message = text_of(&response, "x-error-message").unwrap_or_else(|| {
             let mut text = String::new();
             let _ = response.into_body().into_reader().take(4096).read_to_string(&mut text);
             let json: Option<serde_json::Value> = serde_json::from_str(&text).ok();
             json.and_then(|json| json["error"].as_str().map(Into::into)).unwrap_or_default()
         });
-        let said = one_line(&said);
+        let message = one_line(&message);
         let endpoint = self.settings.endpoint.clone();
         let repo = name.repo();
         let has_token = self.settings.token.is_some();
         let tokens = format!("{endpoint}/settings/tokens");
-        let status_of = |said: String| Error::Status {
+        let status_of = |message: String| Error::Status {
             url: url.into(),
             status,
-            said: if said.is_empty() { said } else { format!(": {said}") },
+            answer: if message.is_empty() { message } else { format!(": {message}") },
         };
         match (status, code.as_str()) {
             // The storage host does not know about repositories.
-            _ if elsewhere => status_of(said),
+            _ if elsewhere => status_of(message),
             (401 | 403, "GatedRepo") | (403, "") => Error::Gated {
                 page: format!("{endpoint}/{repo}"),
                 repo,
                 tokens,
                 why: match has_token {
-                    true if said.is_empty() => "the account of this token has not been let in".into(),
-                    true => said,
+                    true if message.is_empty() => "the account of this token has no access".into(),
+                    true => message,
                     false => {
                         "it is given to accounts that have accepted its terms, and no token is set".into()
                     }
@@ -316,10 +314,10 @@ impl<'a> Client<'a> {
             (401, _) if has_token => Error::Token {
                 endpoint,
                 tokens,
-                said: if said.is_empty() { "it answered 401".into() } else { said },
+                answer: if message.is_empty() { "it answered 401".into() } else { message },
             },
             (401, _) => Error::NoRepository { endpoint, repo, advice: "; for a private one, set HF_TOKEN" },
-            _ => status_of(said),
+            _ => status_of(message),
         }
     }
 }

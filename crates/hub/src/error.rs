@@ -12,9 +12,9 @@ pub enum Error {
     )]
     Gated { repo: String, page: String, tokens: String, why: String },
     #[error(
-        "{endpoint} does not accept the token ({said}): set HF_TOKEN to a valid one ({tokens}), or unset it"
+        "{endpoint} does not accept the token ({answer}): set HF_TOKEN to a valid one ({tokens}), or unset it"
     )]
-    Token { endpoint: String, tokens: String, said: String },
+    Token { endpoint: String, tokens: String, answer: String },
     #[error("{endpoint} has no repository {repo}, or it is private: check the name{advice}")]
     NoRepository { endpoint: String, repo: String, advice: &'static str },
     #[error("{repo} has no revision {revision}: give a branch, a tag or a commit")]
@@ -30,8 +30,8 @@ pub enum Error {
          cache, and `kvist models` lists it"
     )]
     Unreachable { endpoint: String, cause: String },
-    #[error("{url} answered {status}{said}")]
-    Status { url: String, status: u16, said: String },
+    #[error("{url} answered {status}{answer}")]
+    Status { url: String, status: u16, answer: String },
     /// A response of the Hub, or a file of its cache, is malformed.
     #[error("{what}")]
     Answer { what: String },
@@ -73,7 +73,7 @@ impl Error {
     }
 
     /// True if the Hub is unreachable or overloaded (429, 5xx), as opposed to rejecting the request.
-    pub fn is_unreachable(&self) -> bool {
+    pub(crate) fn is_unreachable(&self) -> bool {
         matches!(self, Error::Unreachable { .. } | Error::Status { status: 429 | 500.., .. })
     }
 
@@ -84,35 +84,19 @@ impl Error {
 }
 
 /// The names as a comma-separated list, sorted by similarity to `asked`. At most 12 are shown.
-pub(crate) fn near(asked: &str, names: impl IntoIterator<Item = String>) -> Option<String> {
+pub(crate) fn closest(asked: &str, names: impl IntoIterator<Item = String>) -> Option<String> {
     const SHOWN: usize = 12;
     let mut names: Vec<String> = names.into_iter().collect();
     names.sort();
     names.dedup();
     let asked = asked.to_lowercase();
-    names.sort_by_key(|name| distance(&asked, &name.to_lowercase()));
+    names.sort_by_key(|name| strsim::levenshtein(&asked, &name.to_lowercase()));
     let rest = names.len().saturating_sub(SHOWN);
     names.truncate(SHOWN);
     if rest > 0 {
         names.push(format!("and {rest} more"));
     }
     (!names.is_empty()).then(|| names.join(", "))
-}
-
-/// Levenshtein distance: the number of letters to change, insert or delete.
-fn distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut corner = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.iter().enumerate() {
-            let changed = corner + usize::from(x != *y);
-            corner = row[j + 1];
-            row[j + 1] = changed.min(row[j] + 1).min(corner + 1);
-        }
-    }
-    row[b.len()]
 }
 
 /// Formats a number of bytes in a readable unit.
@@ -134,11 +118,10 @@ mod tests {
     #[test]
     fn the_nearest_names_come_first() {
         let names = ["Q8_0", "Q4_K_S", "F16"].map(String::from);
-        assert_eq!(near("q4_k_m", names).unwrap(), "Q4_K_S, Q8_0, F16");
-        assert_eq!(near("x", []), None);
-        let many = near("a", (0..20).map(|i| format!("file{i}"))).unwrap();
+        assert_eq!(closest("q4_k_m", names).unwrap(), "Q4_K_S, Q8_0, F16");
+        assert_eq!(closest("x", []), None);
+        let many = closest("a", (0..20).map(|i| format!("file{i}"))).unwrap();
         assert!(many.ends_with("and 8 more"), "{many}");
-        assert_eq!([distance("", "abc"), distance("kitten", "sitting"), distance("a", "a")], [3, 3, 0]);
         assert_eq!([human(5), human(1536), human(3 << 30)], ["5 B", "1.5 KiB", "3.0 GiB"]);
     }
 }

@@ -120,7 +120,7 @@ fn parts(folder: &Path, file: &str) -> (u64, Option<String>) {
 
 /// Error for a name that this store lacks; its text lists the names that exist.
 fn not_there(name: String, store: &str, asked: &str, known: impl IntoIterator<Item = String>) -> Error {
-    let there = match crate::error::near(asked, known) {
+    let there = match crate::error::closest(asked, known) {
         Some(names) => format!("{store} has {names}"),
         None => format!("{store} has nothing here; `kvist models` says where it looks"),
     };

@@ -12,6 +12,8 @@ pub use tensors::{Role, TensorSpec};
 
 use crate::error::Error;
 use crate::weights::Encoding;
+pub use kvist_device::Activation;
+use kvist_device::Routing;
 
 /// The validated architecture of one model: sizes are positive and divide each other where they must, and every layer
 /// that shares its KV names a valid owner.
@@ -78,30 +80,12 @@ pub struct LayerConfig {
     pub routed: bool,
 }
 
-/// The experts of a layer: gated MLPs, of which each token uses a few.
+/// The experts of routed layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Experts {
-    pub n: usize,
-    /// Number of experts per token.
-    pub used: usize,
-    /// `intermediate_size` of each.
-    pub width: usize,
-    /// Normalise the weights of the selected experts to a sum of 1.
-    pub renormalise: bool,
+    pub routing: Routing,
     /// The router and all experts have biases.
     pub bias: bool,
-}
-
-/// The activation function of a gate.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Activation {
-    /// `x × sigmoid(x)`
-    Silu,
-    /// GELU, tanh approximation.
-    Gelu,
-    /// `g × sigmoid(1.702 g) × (u + 1)`, where g is the gate clamped from above to `limit` and u is the other factor
-    /// clamped to ±`limit` (gpt-oss).
-    Clamped { limit: f32 },
 }
 
 /// Upper bound on sizes, larger than any model's. Below it no product of two sizes overflows.
@@ -115,7 +99,7 @@ impl ModelConfig {
     /// Width of a layer's MLP, or of all experts that a token uses together.
     pub fn mlp_width(&self, layer: &LayerConfig) -> usize {
         match self.experts {
-            Some(experts) if layer.routed => experts.used.saturating_mul(experts.width),
+            Some(Experts { routing, .. }) if layer.routed => routing.used.saturating_mul(routing.width),
             _ => self.intermediate,
         }
     }
@@ -186,7 +170,7 @@ impl ModelConfig {
                 );
             }
         }
-        if let Some(Experts { n, used, width, .. }) = self.experts {
+        if let Some(Experts { routing: Routing { n_experts: n, used, width, .. }, .. }) = self.experts {
             if n == 0 || n.saturating_mul(self.n_layers) > MOST_EXPERTS {
                 return bad("num_experts", format!("is {n} in {} layers, which no model has", self.n_layers));
             }

@@ -1,7 +1,7 @@
 //! Models: configs, weights in common file formats, the decoder, tokenizers and chat templates.
 //!
-//! [`Opened`] reads a file's headers, [`Model::load`] loads its weights, and [`Decoder::forward`] computes a step with
-//! an attention function that the caller provides. No file and no text can make this crate panic.
+//! [`Opened`] reads a file's headers, [`Model::load`] loads its weights on a device, and [`Model::open`] makes a network
+//! that executes steps. No file and no text can make this crate panic.
 #![deny(unsafe_code)]
 
 pub mod config;

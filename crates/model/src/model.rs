@@ -2,12 +2,9 @@
 mod decoder;
 mod layout;
 mod load;
-mod mlp;
-mod rope;
 mod size;
 mod top;
 
-pub use decoder::{Activations, Batch, Decoder};
 use load::resident_bytes;
 pub use load::{LoadOptions, Model, ModelFile, Opened};
 pub use size::ModelSize;

@@ -1,19 +1,15 @@
-//! Weights on disk and in memory. Reads safetensors folders and GGUF files, produces linear layers.
+//! Weights on disk. Reads safetensors folders and GGUF files.
 //!
 //! Files are not trusted: every count, length and offset in a header is checked against the file before use, and no
 //! allocation is sized by an unchecked number.
-mod encoding;
 mod gguf;
 mod gpt_oss;
-mod linear;
-mod repack;
 mod safetensors;
 mod split;
 mod view;
 
-pub use encoding::{Encoding, WeightForm};
 pub use gguf::{Gguf, Metadata, Value};
-pub use linear::{Embedding, Linear};
+pub use kvist_device::weights::{Encoding, WeightForm};
 pub use view::View;
 
 use crate::config::TensorSpec;

@@ -1,7 +1,9 @@
 //! The concatenated bytes of all tokens are the text.
+use kvist_cpu::Cpu;
 use kvist_device::MemoryBudget;
 use kvist_model::tokenizer::Tokenizer;
 use kvist_model::{LoadOptions, Model, ModelFile};
+use kvist_testing::SplitMix64;
 use std::path::Path;
 
 fn check(name: &str, tokenizer: &Tokenizer, vocab: usize) {
@@ -9,11 +11,8 @@ fn check(name: &str, tokenizer: &Tokenizer, vocab: usize) {
     assert_eq!(pieces.len(), vocab + 3, "{name}");
     assert!(pieces[vocab..].iter().all(|p| p.bytes.is_empty() && !p.control), "{name}: ids without a token");
     assert!(pieces[..vocab].iter().all(|p| !p.bytes.is_empty()), "{name}: tokens without bytes");
-    let mut state = 5u64;
-    let mut below = |n: usize| {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (state >> 33) as usize % n
-    };
+    let mut random = SplitMix64(5);
+    let mut below = |n: usize| random.index(n);
     let mut compared = 0;
     for _ in 0..4000 {
         let tokens: Vec<u32> = (0..1 + below(6)).map(|_| below(vocab) as u32).collect();
@@ -33,7 +32,9 @@ fn check(name: &str, tokenizer: &Tokenizer, vocab: usize) {
 #[test]
 fn bytes_of_tokens_are_their_text() {
     let budget = MemoryBudget::unlimited();
-    let model = Model::load(&ModelFile::Embedded, &LoadOptions::default(), &budget, &mut |_, _| {}).unwrap();
+    let model =
+        Model::load(&ModelFile::Embedded, Cpu::default(), &LoadOptions::default(), &budget, &mut |_, _| {})
+            .unwrap();
     let tokenizer = model.tokenizer().unwrap();
     check("embedded", tokenizer, tokenizer.vocab_size());
     for case in ["spm", "bpe-llama-bpe", "bpe-qwen2"] {

@@ -2,6 +2,7 @@
 //! header that is too short.
 mod common;
 use common::*;
+use kvist_cpu::Cpu;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use std::path::Path;
 
@@ -9,7 +10,9 @@ fn load(file: &Path, mmap: bool) -> Result<(), String> {
     let options = LoadOptions { mmap, ..LoadOptions::default() };
     let budget = kvist_device::MemoryBudget::unlimited();
     let file = ModelFile::Path(file.to_path_buf());
-    Model::load(&file, &options, &budget, &mut |_, _| {}).map(drop).map_err(|error| error.to_string())
+    Model::load(&file, Cpu::default(), &options, &budget, &mut |_, _| {})
+        .map(drop)
+        .map_err(|error| error.to_string())
 }
 
 #[test]

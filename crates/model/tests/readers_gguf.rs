@@ -2,13 +2,10 @@
 //! by the file's claims.
 mod common;
 use common::{fixtures, load};
-use kvist_cpu::Compute;
-use kvist_cpu::arch::Isa;
-use kvist_cpu::linear::Inputs;
 use kvist_model::ModelFile;
 use kvist_model::config::ModelConfig;
 use kvist_model::tokenizer::Tokenizer;
-use kvist_model::weights::{Gguf, View, WeightForm};
+use kvist_model::weights::Gguf;
 use std::path::Path;
 
 const U8: u32 = 0;
@@ -184,18 +181,14 @@ fn a_scale_beside_a_weight_multiplies_it() {
     let other = "model.layers.0.mlp.gate_proj.weight";
     assert_eq!(scaled.find(other).unwrap().to_f32().unwrap(), plain.find(other).unwrap().to_f32().unwrap());
 
-    // In linear layers too: a weight stays in its encoding, and the outputs are multiplied.
-    let compute = Compute::new(Isa::best(), 1);
-    let x: Vec<f32> = (0..8).map(|i| i as f32 - 2.5).collect();
-    let outputs = |view: &View<'_>| {
-        let (mut inputs, mut out) = (Inputs::default(), Vec::new());
-        let linear = view.to_linear(&compute, WeightForm::AsStored).unwrap();
-        linear.forward(&compute, &mut inputs.of(&x, 8), &mut out);
-        out
-    };
-    let expected: Vec<f32> = outputs(&plain.find(up).unwrap()).iter().map(|y| y * scale).collect();
-    assert_eq!(outputs(&view), expected);
-    assert!(scaled.find(up).unwrap().to_embedding(&compute, WeightForm::AsStored).is_err());
+    // A device keeps the weight in its encoding and multiplies the outputs.
+    assert_eq!(view.tensor().unwrap().factor, scale);
+    assert_eq!(plain.find(up).unwrap().tensor().unwrap().factor, 1.0);
+    // No device multiplies embeddings.
+    file.tensors.push(Tensor { name: b"token_embd.scale".to_vec(), dims: vec![1], kind: 0, offset: None });
+    let folder = tempfile::tempdir().unwrap();
+    let error = refused(folder.path(), &file.bytes()).unwrap_err();
+    assert!(error.contains("token_embd.weight") && error.contains("scale"), "{error}");
 }
 
 #[test]
@@ -542,13 +535,12 @@ fn changed_bytes_never_panic() {
     }
     for case in ["spm", "bpe-qwen2"] {
         let real = std::fs::read(fixtures("tokenizers").join(case).join("model.gguf")).unwrap();
-        let mut z = 0x1234_5678_9abc_def0u64;
+        let mut random = kvist_testing::SplitMix64(0x1234_5678_9abc_def0);
         for _ in 0..60 {
             let mut bytes = real.clone();
             for _ in 0..3 {
-                z = z.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                let at = (z >> 33) as usize % bytes.len();
-                bytes[at] = (z >> 20) as u8;
+                let at = random.index(bytes.len());
+                bytes[at] = random.next() as u8;
             }
             consider(bytes);
         }

@@ -1,6 +1,7 @@
 //! Invalid Hugging Face folders. Each is refused with an error that names the file, mapped or read.
 mod common;
 use common::fixtures;
+use kvist_cpu::Cpu;
 use kvist_device::MemoryBudget;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use serde_json::{Value, json};
@@ -123,7 +124,8 @@ fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
 fn load(path: &Path, mmap: bool) -> Result<Model, String> {
     let options = LoadOptions { mmap, ..LoadOptions::default() };
     let file = ModelFile::Path(path.to_path_buf());
-    Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).map_err(|e| e.to_string())
+    Model::load(&file, Cpu::default(), &options, &MemoryBudget::unlimited(), &mut |_, _| {})
+        .map_err(|e| e.to_string())
 }
 
 #[test]

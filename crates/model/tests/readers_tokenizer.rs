@@ -118,17 +118,14 @@ fn streams_say_what_the_whole_says() {
         }
         // Random tokens with runs of bytes: invalid UTF-8 is common.
         let bytes = tokenizer.encode("😀日é\u{7ff}\u{ffff}", false).unwrap();
-        let vocab = tokenizer.vocab_size() as u64;
+        let vocab = tokenizer.vocab_size();
         for seed in 0..1_500u64 {
-            let mut z = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) + 1;
-            let mut below = |n: u64| {
-                z = z.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                (z >> 33) % n
-            };
+            let mut random = kvist_testing::SplitMix64(seed);
+            let mut below = |n: usize| random.index(n);
             let tokens: Vec<u32> = (0..below(30))
                 .map(|_| match below(3) {
                     0 => below(vocab) as u32,
-                    _ => bytes[below(bytes.len() as u64) as usize],
+                    _ => bytes[below(bytes.len())],
                 })
                 .collect();
             let whole = tokenizer.decode(&tokens).unwrap();

@@ -1,7 +1,7 @@
 //! Admission: which waiting request is next, whether there is memory for it, and what to preempt or drop for it.
 //!
-//! A failed attempt changes nothing: no request is preempted, and no use of a block is counted. A dry run decides
-//! beforehand whether preempting would help (`dry_run.rs`).
+//! A failed attempt changes nothing: no request is preempted, and no use of a block is counted. Before anything is
+//! preempted, the same admission runs over hypothetical values (`dry_run.rs`).
 use crate::config::{Admission, PrefixOrder};
 use crate::entry::{Entry, Found, Key, State};
 use crate::log::Decision;
@@ -35,41 +35,89 @@ impl Space {
     }
 }
 
+/// What an admission works on: the scheduler, or the hypothetical values of a dry run (`dry_run.rs`).
+pub(crate) trait MakeFit {
+    /// Returns whether the batch has a free slot.
+    fn has_batch_slot(&self) -> bool;
+    /// Admits the request if memory suffices.
+    fn try_admit(&mut self, key: Key) -> bool;
+    /// Drops the cache of the lowest-ranked paused request, if it ranks behind `key`.
+    fn drop_paused_behind(&mut self, key: Key) -> bool;
+    /// Preempts the lowest-ranked running request, if it ranks behind `key` and the policy allows preemption.
+    fn preempt_behind(&mut self, key: Key, why: &'static str) -> bool;
+}
+
+/// Admits `key`, at the expense of requests that rank behind it. Returns `false` if it does not fit even so.
+pub(crate) fn make_fit(target: &mut impl MakeFit, key: Key) -> bool {
+    loop {
+        let mut why = "rank";
+        if target.has_batch_slot() {
+            if target.try_admit(key) {
+                return true;
+            }
+            if target.drop_paused_behind(key) {
+                continue;
+            }
+            why = "memory";
+        }
+        if !target.preempt_behind(key, why) {
+            return false;
+        }
+    }
+}
+
+/// A real admission.
+struct Admitting<'s, 'b> {
+    scheduler: &'s mut Scheduler,
+    at: At,
+    budget: &'b mut u32,
+}
+
+impl MakeFit for Admitting<'_, '_> {
+    fn has_batch_slot(&self) -> bool {
+        self.scheduler.has_batch_slot()
+    }
+    fn try_admit(&mut self, key: Key) -> bool {
+        self.scheduler.enter(self.at, key.slot)
+    }
+    fn drop_paused_behind(&mut self, key: Key) -> bool {
+        self.scheduler.drop_behind(self.at, key)
+    }
+    fn preempt_behind(&mut self, key: Key, why: &'static str) -> bool {
+        self.scheduler.preempt_behind(self.at, key, why, self.budget)
+    }
+}
+
 impl Scheduler {
+    fn has_batch_slot(&self) -> bool {
+        self.running.len() < self.config.max_batch as usize
+    }
+
     /// Admits the next waiting request. Returns `None` if the batch is full or memory is short.
     pub(crate) fn admit(&mut self, at: At, budget: &mut u32) -> Option<u32> {
         loop {
             let key = self.pick()?;
             let head = self.waiting.first().copied()?;
-            let full = self.running.len() >= self.config.max_batch as usize;
-            if !full && self.enter(at, key.slot) {
+            if self.has_batch_slot() && self.enter(at, key.slot) {
                 return Some(self.entered(key, head));
             }
-            if !self.running.is_empty() && !self.preemption_would_help(key) {
+            let others_run = !self.running.is_empty();
+            let helps = !others_run || self.preemption_would_help(key);
+            if helps && make_fit(&mut Admitting { scheduler: self, at, budget }, key) {
+                return Some(self.entered(key, head));
+            }
+            if !self.running.is_empty() {
                 self.blocked = Some(self.space().spare());
                 return None;
             }
-            if full && !self.preempt_behind(at, key, "rank", budget) {
-                return None;
-            }
-            loop {
+            // The batch is empty: paused requests of a better rank give up their cells, too.
+            while self.drop_worst_but(at, key.slot) {
                 if self.enter(at, key.slot) {
                     return Some(self.entered(key, head));
                 }
-                if self.drop_behind(at, key) || self.preempt_behind(at, key, "memory", budget) {
-                    continue;
-                }
-                if !self.running.is_empty() {
-                    self.blocked = Some(self.space().spare());
-                    return None;
-                }
-                if self.drop_worst_but(at, key.slot) {
-                    continue;
-                }
-                // No other request has cells.
-                self.end(at, key.slot, End::Refused(Reason::NeverFits));
-                break;
             }
+            // No other request has cells.
+            self.end(at, key.slot, End::Refused(Reason::NeverFits));
         }
     }
 

@@ -1,7 +1,8 @@
 //! A simple driver for requests that are all known in advance.
 use crate::executor::{Clock, Executor};
+use crate::iteration::Turn;
 use crate::request::{Ended, Request};
-use crate::scheduler::{Duplicate, Scheduler, Turn};
+use crate::scheduler::{Duplicate, Scheduler};
 
 /// Serves `arrivals`, which must ascend by `arrival_ns`, until all have ended; calls `ended` once for each. Arrivals
 /// reach the scheduler between turns, in order. The clock is read once per turn.

@@ -134,15 +134,17 @@ impl Entry {
     /// otherwise other requests would see the block too late.
     pub fn steps_to_store(&self, block_tokens: u32) -> u32 {
         let full = (self.cached - self.cached % block_tokens).saturating_add(block_tokens);
-        if full <= self.content() { full - self.cached } else { u32::MAX }
+        // The ids of emitted tokens extend a content that is known to its end.
+        let grows = self.prompt.tokens().is_some_and(|tokens| tokens.len() >= self.known as usize);
+        if grows || full <= self.content() { full - self.cached } else { u32::MAX }
     }
 
-    /// Appends a sampled token to the content, provided the content of all earlier tokens is known. If a trace
-    /// predicts a different token at this position, the sampled one replaces it and the rest of the trace's content is
+    /// Appends an emitted token, and to the content, provided the content of all earlier tokens is known. If a trace
+    /// predicts a different token at this position, the emitted one replaces it and the rest of the trace's content is
     /// dropped.
-    pub fn append(&mut self, token: Option<u32>) {
-        let Some(token) = token else { return };
+    pub fn append(&mut self, token: u32) {
         let end = self.known as usize;
+        self.known += 1;
         let Some(tokens) = self.prompt.tokens() else { return };
         if tokens.len() < end || tokens.get(end) == Some(&token) {
             return;

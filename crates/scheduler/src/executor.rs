@@ -1,5 +1,6 @@
 //! The interfaces that a driver provides: an executor for steps, and a clock.
 use crate::entry::Entry;
+use crate::outcome::Outcome;
 use crate::request::RequestId;
 use kvist_cache::Step;
 
@@ -12,7 +13,7 @@ pub struct Work {
     pub first: u32,
     /// Number of tokens, at least 1. In a multi-step run: the total over all steps.
     pub n_tokens: u32,
-    /// True if this part reaches the last known token, so that a new token is sampled after it.
+    /// True if this part reaches the last known token, so that new tokens are emitted after it.
     pub samples: bool,
     /// True if this is the single token of a decoding request. All tokens before it are already computed, by this
     /// request or by another one with the same prefix.
@@ -31,33 +32,14 @@ pub struct Batch<'a> {
 }
 
 impl Batch<'_> {
-    /// The token ids to feed for `work[i]`; `None` if they are not known.
+    /// The token ids to feed for `work[i]`; `None` if they are not known. In a run of several steps this is only the
+    /// first token: the others are those that the run samples or drafts.
     pub fn tokens(&self, i: usize) -> Option<&[u32]> {
         let work = &self.work[i];
-        let tokens = self.entries[work.slot as usize].prompt.tokens()?;
-        tokens.get(work.first as usize..(work.first + work.n_tokens) as usize)
+        let entry = &self.entries[work.slot as usize];
+        let end = (work.first + work.n_tokens).min(entry.known);
+        entry.prompt.tokens()?.get(work.first as usize..end as usize)
     }
-}
-
-/// The result of a step. The object is reused.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Outcome {
-    /// Duration of the step on the driver's clock.
-    pub elapsed_ns: u64,
-    /// True if the whole step failed. Nothing is committed then.
-    pub failed: bool,
-    /// One entry for every [`Work`] with `samples` set, in batch order; ignored if the step failed. A different count
-    /// is a bug in the executor and makes the scheduler panic.
-    pub sampled: Vec<Sampled>,
-}
-
-/// A sampled token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sampled {
-    /// The token id; `None` in a simulation.
-    pub token: Option<u32>,
-    /// True if it was the last token of its request.
-    pub finished: bool,
 }
 
 /// Executes steps. Implementations: an engine with real KV pools, a cost model, a test script, a recording.
@@ -65,7 +47,9 @@ pub trait Executor {
     /// Returns how many of the next decode steps, at most `limit`, may run as one. Only called when every request in
     /// the batch decodes one token and no scheduling decision can change before the `limit`-th step ends. The executor
     /// returns the number of steps that end before any other event: an arrival, a cancellation, the end of a request.
-    /// An executor that returns token ids returns 1.
+    ///
+    /// The run plans a chain of that many tokens for every request. An executor that submits several decode rounds at
+    /// once, or verifies drafts, says in the [`Outcome`] how many of them each request keeps and emits.
     fn max_fused_steps(&mut self, _now_ns: u64, _batch: Batch<'_>, _limit: u32) -> u32 {
         1
     }

@@ -2,13 +2,13 @@
 //! or the cache's behavior: a request reaches `max_new`, a block must be added to the prefix index, free memory runs
 //! out, or a sliding window frees blocks. The executor limits the run further for events that only it knows (arrivals,
 //! ends of requests).
-use crate::executor::{Batch, Executor, Work};
+use crate::executor::{Batch, Work};
 use crate::scheduler::Scheduler;
 
 impl Scheduler {
     /// The number of decode steps to run as one, such that no decision is needed before the last of them ends. Called
     /// only right after all waiting requests were considered for admission.
-    pub(crate) fn max_fused_steps(&mut self, now_ns: u64, executor: &mut dyn Executor) -> u32 {
+    pub(crate) fn max_fused_steps(&mut self, max_steps: &mut dyn FnMut(Batch<'_>, u32) -> u32) -> u32 {
         let all_decode = self.batch.len() == self.running.len() && self.batch.iter().all(|w| w.decodes);
         if !all_decode || self.memory.shrinks_while_decoding() {
             return 1;
@@ -26,7 +26,7 @@ impl Scheduler {
             return 1;
         }
         let batch = Batch { work: &self.batch, steps: 1, entries: &self.entries };
-        let steps = executor.max_fused_steps(now_ns, batch, limit).clamp(1, limit);
+        let steps = max_steps(batch, limit).clamp(1, limit);
         self.batch.iter_mut().for_each(|w| w.n_tokens = steps);
         steps
     }
@@ -58,7 +58,7 @@ impl Scheduler {
     }
 
     /// Cells by which the batch grows if every entry is repeated for `steps` steps.
-    pub(crate) fn growth(&self, steps: u32) -> u64 {
+    fn growth(&self, steps: u32) -> u64 {
         let grown = |w: &Work| self.memory.cells(w.first + w.n_tokens * steps) - self.memory.cells(w.first);
         self.batch.iter().map(grown).sum()
     }

@@ -1,9 +1,9 @@
 //! Decides which requests run in the next step: continuous batching with chunked prefill. The same code serves a real
 //! engine and the simulator.
 //!
-//! A driver reports arrivals and cancellations to the [`Scheduler`] and calls [`Scheduler::turn`] with the current
-//! time. Each turn builds one batch within the budgets of the [`Config`], passes it to an [`Executor`], and records
-//! the result.
+//! A driver reports arrivals and cancellations to the [`Scheduler`]. [`Scheduler::plan`] builds one batch within the
+//! budgets of the [`Config`]; the driver executes it, and [`Planned::complete`] records the result.
+//! [`Scheduler::turn`] does both with an [`Executor`].
 //!
 //! Guarantees: decisions are a pure function of the configuration and the numbered events (see [`Log`] and
 //! [`replay`]), every request ends exactly once, and a step never exceeds the batch size or the token budget. The
@@ -19,9 +19,11 @@ mod dry_run;
 mod entry;
 mod executor;
 mod fused_steps;
+mod iteration;
 mod lengths;
 mod log;
 mod memory;
+mod outcome;
 mod policy;
 mod preempt;
 mod recording;
@@ -32,14 +34,16 @@ mod snapshot;
 
 pub use config::{Admission, BadConfig, Config, LengthSource, Preempted, PrefixOrder, TokenWork};
 pub use drive::drive;
-pub use executor::{Batch, Clock, Executor, Outcome, Sampled, Script, VirtualClock, Work};
+pub use executor::{Batch, Clock, Executor, Script, VirtualClock, Work};
+pub use iteration::{Planned, Turn};
 pub use lengths::{Lengths, OraclePolicy, Truth};
 pub use log::{LOG_VERSION, Log};
+pub use outcome::{Advance, BadOutcome, Emitted, Outcome, Sampled};
 pub use policy::{BuildPolicy, POLICIES, Policy, Rank, View, build_policy};
 pub use recording::{GroupShape, Part, RECORDING_VERSION, Recorder, Recording};
 pub use replay::{Replay, ReplayError, Turned, replay};
 pub use request::{End, Ended, Prompt, Reason, Request, RequestId};
-pub use scheduler::{Counters, Duplicate, Scheduler, Standing, Turn};
+pub use scheduler::{Counters, Duplicate, Scheduler, Standing};
 pub use snapshot::{LiveRequest, LiveSequence, Snapshot};
 
 /// The example of docs/scheduler.md.

@@ -7,9 +7,11 @@
 //! same whether decode steps ran one by one or as a multi-step run.
 use crate::cache_shape::CacheShape;
 use crate::config::Config;
-use crate::executor::Outcome;
+use crate::executor::Batch;
+use crate::outcome::{Advance, Emitted, Outcome};
 use crate::request::{Request, RequestId};
-use kvist_cache::SeqId;
+use kvist_cache::{Kept, NodeId, SeqId};
+use serde::{Deserialize, Serialize};
 use std::fmt::Write;
 
 /// Version of both formats.
@@ -63,24 +65,37 @@ impl Log {
     pub(crate) fn idle(&mut self, n: u64, at_ns: u64) {
         self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"idle\":true}}"));
     }
-    /// `sampled` is a list of token ids, with null where the id is unknown. `finished` has the indices of the entries
-    /// that were the last token of their request.
-    pub(crate) fn outcome(&mut self, n: u64, at_ns: u64, steps: u32, outcome: &Outcome) {
+    pub(crate) fn abandoned(&mut self, n: u64, at_ns: u64) {
+        self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"abandoned\":true}}"));
+    }
+    /// If every request keeps its planned tokens, and those that sample emit one token per step: `sampled` is a list of
+    /// token ids, with null where the id is unknown; `finished` has the indices of the entries that were the last
+    /// token of their request. Otherwise `advances` has an object per request of the batch.
+    pub(crate) fn outcome(&mut self, n: u64, at_ns: u64, batch: Batch<'_>, outcome: &Outcome) {
+        if !self.is_on() {
+            return;
+        }
+        let steps = batch.steps;
         self.line(|t| {
             write!(t, "{{\"n\":{n},\"at\":{at_ns},\"steps\":{steps},\"elapsed\":{}", outcome.elapsed_ns)?;
             if outcome.failed {
                 return t.write_str(",\"failed\":true}");
             }
+            if !is_plain(batch, outcome) {
+                let advances: Vec<LoggedAdvance> = outcome.advances().map(LoggedAdvance::of).collect();
+                return write!(t, ",\"advances\":{}}}", serde_json::to_string(&advances).unwrap_or_default());
+            }
+            let samples = || batch.work.iter().zip(outcome.advances()).filter(|(work, _)| work.samples);
             t.write_str(",\"sampled\":[")?;
-            for (i, sampled) in outcome.sampled.iter().enumerate() {
+            for (i, (_, advance)) in samples().enumerate() {
                 t.write_str(if i == 0 { "" } else { "," })?;
-                match sampled.token {
-                    Some(token) => write!(t, "{token}")?,
-                    None => t.write_str("null")?,
+                match advance.emitted {
+                    Emitted::Tokens(tokens) => write!(t, "{}", tokens[0])?,
+                    Emitted::Unknown(_) => t.write_str("null")?,
                 }
             }
             t.write_str("],\"finished\":[")?;
-            let finished = outcome.sampled.iter().enumerate().filter(|(_, s)| s.finished);
+            let finished = samples().enumerate().filter(|(_, (_, advance))| advance.finished);
             for (n, (i, _)) in finished.enumerate() {
                 write!(t, "{}{i}", if n == 0 { "" } else { "," })?;
             }
@@ -112,6 +127,73 @@ impl Log {
                 Decision::Failed => t.write_str("\"failed\":true}"),
             }
         });
+    }
+}
+
+/// Whether every request keeps all its planned tokens, and emits one token per step if it samples and none otherwise.
+/// In a run of several steps the ids are unknown.
+fn is_plain(batch: Batch<'_>, outcome: &Outcome) -> bool {
+    batch.work.iter().zip(outcome.advances()).all(|(work, advance)| match (work.samples, advance.emitted) {
+        _ if advance.kept != Kept::All => false,
+        (true, Emitted::Tokens(tokens)) => batch.steps == 1 && tokens.len() == 1,
+        (true, Emitted::Unknown(n)) => n == batch.steps,
+        (false, emitted) => emitted.n_tokens() == 0 && !advance.finished,
+    })
+}
+
+/// An [`Advance`] in the event log.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct LoggedAdvance {
+    /// Length of the kept tokens, if not all are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    kept: Option<u32>,
+    /// The kept path, in a draft tree.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    path: Option<Vec<u32>>,
+    emitted: u32,
+    /// Ids of the emitted tokens, if known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    tokens: Option<Vec<u32>>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    finished: bool,
+}
+
+impl LoggedAdvance {
+    fn of(advance: Advance<'_>) -> LoggedAdvance {
+        LoggedAdvance {
+            kept: if let Kept::First(n) = advance.kept { Some(n) } else { None },
+            path: match advance.kept {
+                Kept::Path(path) => Some(path.iter().map(|node| node.0).collect()),
+                Kept::All | Kept::First(_) => None,
+            },
+            emitted: advance.emitted.n_tokens(),
+            tokens: match advance.emitted {
+                Emitted::Tokens(tokens) => Some(tokens.to_vec()),
+                Emitted::Unknown(_) => None,
+            },
+            finished: advance.finished,
+        }
+    }
+
+    /// Adds it to an outcome. `Err` has what is wrong with it.
+    pub(crate) fn push_to(&self, outcome: &mut Outcome) -> Result<(), String> {
+        let path: Vec<NodeId> = self.path.iter().flatten().copied().map(NodeId).collect();
+        let kept = match (self.kept, &self.path) {
+            (None, None) => Kept::All,
+            (Some(n), None) => Kept::First(n),
+            (None, Some(_)) => Kept::Path(&path),
+            (Some(_), Some(_)) => return Err("an advance keeps a length or a path, not both".into()),
+        };
+        let emitted = match &self.tokens {
+            None => Emitted::Unknown(self.emitted),
+            Some(tokens) if tokens.len() == self.emitted as usize => Emitted::Tokens(tokens),
+            Some(tokens) => {
+                return Err(format!("an advance emits {} tokens and names {}", self.emitted, tokens.len()));
+            }
+        };
+        outcome.push(Advance { kept, emitted, finished: self.finished });
+        Ok(())
     }
 }
 

@@ -133,20 +133,6 @@ impl Memory {
         self.capacity - self.room()
     }
 
-    /// Returns the group, the cells needed and the cells available (free plus evictable) if a step that grows by
-    /// `growth` cells fits only after evictions. These are the figures the cache would report if it refused the step.
-    /// `None` if no eviction is needed, if evictions are not enough, or if the answer needs the cache's placement: it
-    /// can only be computed here for a single group without a sliding window, where sequences share only full blocks.
-    pub fn shortfall(&self, growth: u64) -> Option<(GroupId, u32, u32)> {
-        if self.frees_out_of_window || self.cache.n_groups() > 1 {
-            return None;
-        }
-        let room = self.counted();
-        let (needed, available) =
-            (u32::try_from(growth).ok()?, room.free_cells.saturating_add(room.evictable_cells));
-        (room.free_cells < needed && needed <= available).then_some((self.group(), needed, available))
-    }
-
     /// Returns whether the prefix index can store this kind of content.
     pub fn accepts(&self, prompt: &Prompt) -> bool {
         self.cache.accepts(&content(prompt, 0))

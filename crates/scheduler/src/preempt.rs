@@ -68,12 +68,15 @@ impl Scheduler {
         self.running.iter().map(|&slot| self.victim_key(slot)).max()
     }
 
+    /// Whether the policy lets a waiting request preempt this running one. `victim` is a [`victim_key`](Self::victim_key).
+    pub(crate) fn may_preempt(&self, key: Key, victim: Key) -> bool {
+        self.order.policy().preempts() && victim.rank > key.rank
+    }
+
     /// Preempts the lowest-ranked running request, if it ranks behind `key` and the policy allows preemption.
     pub(crate) fn preempt_behind(&mut self, at: At, key: Key, why: &str, budget: &mut u32) -> bool {
-        if !self.order.policy().preempts() {
-            return false;
-        }
-        let Some(worst) = self.worst_running().filter(|worst| worst.rank > key.rank) else { return false };
+        let worst = self.worst_running().filter(|worst| self.may_preempt(key, *worst));
+        let Some(worst) = worst else { return false };
         *budget += self.entries[worst.slot as usize].share;
         let keep = self.config.preempted == Preempted::Kept;
         self.preempt(at, worst.slot, why, keep);

@@ -1,12 +1,13 @@
 //! Replays an event log and reproduces its decision log byte for byte.
 use crate::cache_shape::CacheShape;
 use crate::config::{BadConfig, Config};
-use crate::executor::{Batch, Executor, Outcome, Sampled};
+use crate::executor::Batch;
 use crate::lengths::Truth;
-use crate::log::LOG_VERSION;
+use crate::log::{LOG_VERSION, LoggedAdvance};
+use crate::outcome::{Outcome, Sampled};
 use crate::request::{Request, RequestId};
-use crate::scheduler::{Scheduler, Turn};
-use kvist_cache::{Cache, Step};
+use crate::scheduler::Scheduler;
+use kvist_cache::Cache;
 use serde::Deserialize;
 use std::io::BufRead;
 
@@ -51,6 +52,8 @@ struct Event {
     cancel: Option<RequestId>,
     #[serde(default)]
     idle: bool,
+    #[serde(default)]
+    abandoned: bool,
     steps: Option<u32>,
     #[serde(default)]
     elapsed: u64,
@@ -60,35 +63,35 @@ struct Event {
     sampled: Vec<Option<u32>>,
     #[serde(default)]
     finished: Vec<usize>,
+    /// Given instead of `sampled` and `finished` where they do not say enough.
+    advances: Option<Vec<LoggedAdvance>>,
 }
 
-/// An executor that returns one recorded outcome.
-struct Recorded<'a> {
-    steps: u32,
-    outcome: Outcome,
-    /// The mismatch between recording and replay, if any.
-    disagrees: Option<String>,
-    ran: Option<&'a mut dyn FnMut(Turned<'_>)>,
-}
-
-impl Executor for Recorded<'_> {
-    fn max_fused_steps(&mut self, _: u64, _: Batch<'_>, limit: u32) -> u32 {
-        self.steps.min(limit)
-    }
-    fn execute(&mut self, now_ns: u64, _: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
-        if let Some(ran) = &mut self.ran {
-            ran(Turned { now_ns, batch, outcome: &self.outcome });
+impl Event {
+    /// The recorded outcome of `batch`. `Err` has what does not match.
+    fn outcome(&self, batch: Batch<'_>, steps: u32) -> Result<Outcome, String> {
+        let mut outcome = Outcome::default();
+        (outcome.elapsed_ns, outcome.failed) = (self.elapsed, self.failed);
+        if batch.steps != steps {
+            return Err(format!("it ran {steps} steps, here {} are possible", batch.steps));
         }
-        out.clone_from(&self.outcome);
+        if outcome.failed {
+            return Ok(outcome);
+        }
+        if let Some(advances) = &self.advances {
+            advances.iter().try_for_each(|advance| advance.push_to(&mut outcome))?;
+            return Ok(outcome);
+        }
         let n = batch.work.iter().filter(|w| w.samples).count();
-        if batch.steps != self.steps {
-            self.disagrees = Some(format!("it ran {} steps, here {} are possible", self.steps, batch.steps));
-        } else if !out.failed && out.sampled.len() != n {
-            self.disagrees = Some(format!("it sampled {} tokens, here {n} are due", out.sampled.len()));
+        if self.sampled.len() != n {
+            return Err(format!("it sampled {} tokens, here {n} are due", self.sampled.len()));
         }
-        if self.disagrees.is_some() {
-            out.failed = true; // nothing is committed; the replay ends here
-        }
+        let mut sampled = self.sampled.iter().enumerate();
+        outcome.sample_each(batch, |_| {
+            let (i, token) = sampled.next().map_or((0, None), |(i, token)| (i, *token));
+            Sampled { token, finished: self.finished.contains(&i) }
+        });
+        Ok(outcome)
     }
 }
 
@@ -99,6 +102,7 @@ pub struct Turned<'a> {
     pub now_ns: u64,
     /// The batch that was run.
     pub batch: Batch<'a>,
+    /// What became of it.
     pub outcome: &'a Outcome,
 }
 
@@ -161,32 +165,34 @@ impl Replay {
                 format!("event {} where {due} is due: lines are missing or doubled", event.n),
             ));
         }
-        match (event.arrive, event.cancel, event.steps, event.idle) {
-            (Some(request), None, None, false) => {
-                scheduler.arrive(event.at, request).map_err(|e| wrong(line, e.to_string()))?;
+        let kinds = [event.arrive.is_some(), event.cancel.is_some(), event.steps.is_some()];
+        let n_kinds = kinds.into_iter().chain([event.idle, event.abandoned]).filter(|&is| is).count();
+        if n_kinds != 1 {
+            let what = "expected one of arrive, cancel, steps, idle and abandoned";
+            return Err(wrong(line, what.into()));
+        }
+        if let Some(request) = event.arrive {
+            scheduler.arrive(event.at, request).map_err(|e| wrong(line, e.to_string()))?;
+        } else if let Some(id) = event.cancel {
+            if !scheduler.cancel(event.at, id) {
+                return Err(wrong(line, format!("request {id} is cancelled, but is not live")));
             }
-            (None, Some(id), None, false) => {
-                if !scheduler.cancel(event.at, id) {
-                    return Err(wrong(line, format!("request {id} is cancelled, but is not live")));
+        } else {
+            let steps = event.steps.unwrap_or(1);
+            let planned = scheduler.plan_run(event.at, &mut |_, limit| steps.min(limit));
+            match planned {
+                None if event.idle => {}
+                None => return Err(wrong(line, "idle is false there, true here".into())),
+                Some(_) if event.idle => return Err(wrong(line, "idle is true there, false here".into())),
+                Some(planned) if event.abandoned => drop(planned),
+                Some(planned) => {
+                    let outcome = event.outcome(planned.batch(), steps).map_err(|e| wrong(line, e))?;
+                    if let Some(ran) = ran {
+                        ran(Turned { now_ns: event.at, batch: planned.batch(), outcome: &outcome });
+                    }
+                    planned.complete(&outcome).map_err(|e| wrong(line, e.to_string()))?;
                 }
             }
-            (None, None, steps, idle) if steps.is_some() != idle => {
-                let sampled = event.sampled.iter().enumerate();
-                let sampled =
-                    sampled.map(|(i, &token)| Sampled { token, finished: event.finished.contains(&i) });
-                let outcome =
-                    Outcome { elapsed_ns: event.elapsed, failed: event.failed, sampled: sampled.collect() };
-                let steps = steps.unwrap_or(1);
-                let mut recorded = Recorded { steps, outcome, disagrees: None, ran };
-                let turn = scheduler.turn(event.at, &mut recorded);
-                if let Some(what) = recorded.disagrees {
-                    return Err(wrong(line, what));
-                }
-                if (turn == Turn::Idle) != idle {
-                    return Err(wrong(line, format!("idle is {idle} there, {} here", !idle)));
-                }
-            }
-            _ => return Err(wrong(line, "expected one of arrive, cancel, steps and idle".into())),
         }
         scheduler.drain_ended();
         scheduler.events().take();

@@ -1,16 +1,14 @@
-//! The scheduler: its state, its inputs, and one turn.
-//!
-//! A turn builds the batch (`batch.rs`), places it in the cache, evicts cached blocks or preempts requests if memory is
-//! short (`preempt.rs`), executes the step, commits it, and records the sampled tokens.
+//! The scheduler: its state, its inputs, and the queues of requests. `iteration.rs` plans and completes steps.
 use crate::cache_shape::CacheShape;
 use crate::config::{BadConfig, Config};
 use crate::entry::{Entry, Key, State};
-use crate::executor::{Batch, Executor, Outcome, Work};
+use crate::executor::Work;
 use crate::lengths::{Order, Truth};
 use crate::log::{Decision, Log};
 use crate::memory::{At, Memory};
+use crate::outcome::Outcome;
 use crate::request::*;
-use kvist_cache::{Cache, MissReason, Refused, SeqId, Span, Step, StepPlan, StepRequest};
+use kvist_cache::{Cache, MissReason, SeqId, Span, StepPlan};
 use std::collections::{BTreeSet, HashMap};
 
 /// Decides which requests run. The crate documentation lists its guarantees.
@@ -31,9 +29,9 @@ pub struct Scheduler {
     /// Prefills of the step being built, ordered by rank.
     pub(crate) prefilling: Vec<Key>,
     pub(crate) batch: Vec<Work>,
-    spans: Vec<Span<'static>>,
-    plan: StepPlan,
-    outcome: Outcome,
+    pub(crate) spans: Vec<Span<'static>>,
+    pub(crate) plan: StepPlan,
+    pub(crate) outcome: Outcome,
     /// True if this turn changed the batch membership or evicted blocks. The step then runs alone instead of as part
     /// of a multi-step run, so that the driver can observe the change.
     pub(crate) moved: bool,
@@ -46,13 +44,13 @@ pub struct Scheduler {
     pub(crate) reserved: u64,
     pub(crate) next_seq: u32,
     arrivals: u64,
-    n_events: u64,
-    failures: u32,
+    pub(crate) n_events: u64,
+    pub(crate) failures: u32,
     pub(crate) explain: bool,
     pub(crate) ended: Vec<Ended>,
     pub(crate) counters: Counters,
     pub(crate) decisions: Log,
-    events: Log,
+    pub(crate) events: Log,
 }
 
 /// Running totals.
@@ -98,20 +96,6 @@ pub struct Standing {
     /// Why the prefix index supplied no more, in the detail an operator may see. `None` unless
     /// [`Scheduler::explain_misses`] is on.
     pub miss: Option<MissReason>,
-}
-
-/// The result of a turn.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Turn {
-    /// Steps were run.
-    Ran {
-        /// Number of steps. More than 1 if [`Executor::max_fused_steps`] allowed a multi-step run.
-        steps: u32,
-        /// Total time of all of them.
-        elapsed_ns: u64,
-    },
-    /// There is nothing to do until a request arrives.
-    Idle,
 }
 
 /// A request with this id is already live. Nothing has changed.
@@ -241,7 +225,7 @@ impl Scheduler {
         self.ended.drain(..)
     }
 
-    fn event(&mut self) -> u64 {
+    pub(crate) fn event(&mut self) -> u64 {
         self.n_events += 1;
         self.n_events - 1
     }
@@ -363,130 +347,6 @@ impl Scheduler {
         let at = self.at(now_ns);
         self.end(at, slot, End::Cancelled);
         true
-    }
-
-    /// Builds one step at `now_ns`, executes it and records the result. If the executor allows it
-    /// ([`Executor::max_fused_steps`]), several decode steps run as one.
-    pub fn turn(&mut self, now_ns: u64, executor: &mut dyn Executor) -> Turn {
-        let at = self.at(now_ns);
-        let decided = self.ended.len();
-        self.moved = false;
-        self.prompt_limit = self.memory.chunk_limit();
-        let mut admit = true;
-        let steps = loop {
-            if !self.build_batch(at, admit) {
-                if self.ended.len() > decided {
-                    let n = self.event();
-                    self.events.idle(n, now_ns);
-                }
-                return Turn::Idle;
-            }
-            let steps = if self.moved { 1 } else { self.max_fused_steps(now_ns, executor) };
-            // Batch membership and token counts do not depend on cached blocks that no sequence uses. As long as the
-            // membership has not changed, evicting such blocks leaves the batch as it is, so it need not be rebuilt.
-            if steps == 1
-                && !self.moved
-                && let Some((group, needed, available)) = self.memory.shortfall(self.growth(1))
-                && !self.free_memory(at, group, needed, available)
-            {
-                admit = self.running.is_empty();
-                continue;
-            }
-            self.spans.clear();
-            let seq = |w: &Work| self.entries[w.slot as usize].seq.expect("who runs has a sequence");
-            self.spans.extend(self.batch.iter().map(|w| Span::chain(seq(w), w.first, w.n_tokens)));
-            let request = StepRequest { spans: &self.spans };
-            match Step::begin(&mut self.memory.cache, &request, &mut self.plan) {
-                Ok(mut step) => {
-                    self.outcome.failed = false;
-                    self.outcome.elapsed_ns = 0;
-                    self.outcome.sampled.clear();
-                    let batch = Batch { work: &self.batch, steps, entries: &self.entries };
-                    executor.execute(now_ns, &mut step, batch, &mut self.outcome);
-                    if !self.outcome.failed {
-                        step.commit();
-                    }
-                    break steps;
-                }
-                // A group other than the counted one is full: fall back to single steps.
-                Err(Refused::NoSpace { .. }) if steps > 1 => self.moved = true,
-                Err(Refused::NoSpace { group, needed, free, reclaimable }) => {
-                    self.free_memory(at, group, needed, free.saturating_add(reclaimable));
-                    // A request preempted for space must not return in the same turn, unless the batch is now empty.
-                    admit = self.running.is_empty();
-                }
-                Err(refused) => panic!("the cache refused a step of {} spans: {refused}", self.spans.len()),
-            }
-        };
-        let n = self.event();
-        self.events.outcome(n, now_ns, steps, &self.outcome);
-        let elapsed_ns = self.outcome.elapsed_ns;
-        let end = now_ns.saturating_add(elapsed_ns);
-        if self.outcome.failed {
-            self.note_failure(at, end);
-        } else {
-            self.note_success(at, steps, end);
-        }
-        Turn::Ran { steps, elapsed_ns }
-    }
-
-    fn note_failure(&mut self, at: At, end_ns: u64) {
-        self.counters.failed_steps += 1;
-        self.failures += 1;
-        self.decide(at, Decision::Failed);
-        if self.failures < self.config.max_failures {
-            return;
-        }
-        self.failures = 0;
-        let at = At { now_ns: end_ns, ..at };
-        for i in 0..self.batch.len() {
-            self.end(at, self.batch[i].slot, End::Refused(Reason::StepsFailed));
-        }
-    }
-
-    fn note_success(&mut self, at: At, steps: u32, end_ns: u64) {
-        self.failures = 0;
-        self.counters.steps += u64::from(steps);
-        let n_sampled = self.batch.iter().filter(|w| w.samples).count();
-        let got = self.outcome.sampled.len();
-        assert_eq!(n_sampled, got, "{n_sampled} shares sample a token, the executor returned {got}");
-        let log_chunks = self.decisions.is_on();
-        let block = self.memory.block_tokens();
-        let end = At { step: self.counters.steps - 1, now_ns: end_ns };
-        let mut sampled = 0;
-        for i in 0..self.batch.len() {
-            let work = self.batch[i];
-            if log_chunks && !work.decodes {
-                let Work { request: id, first, n_tokens: n, .. } = work;
-                self.decide(at, Decision::Chunk { id, first, n });
-            }
-            let entry = &mut self.entries[work.slot as usize];
-            entry.cached += work.n_tokens;
-            entry.computed += u64::from(work.n_tokens);
-            self.counters.computed_tokens += u64::from(work.n_tokens);
-            let mut finished = false;
-            if work.samples {
-                let token = self.outcome.sampled[sampled];
-                sampled += 1;
-                entry.append(token.token);
-                entry.known += steps;
-                self.counters.sampled_tokens += u64::from(steps);
-                entry.first_token_ns.get_or_insert(end_ns);
-                finished = token.finished || entry.generated() >= entry.max_new;
-            }
-            let full = entry.cached.min(entry.known_content());
-            let full = full - full % block;
-            if full > entry.stored {
-                let stored = std::mem::replace(&mut entry.stored, full);
-                let seq = entry.seq.expect("who runs has a sequence");
-                if self.memory.store(seq, &entry.prompt, stored, full, end) > 0 {
-                    self.blocked = None;
-                }
-            }
-            if finished {
-                self.end(end, work.slot, End::Finished);
-            }
-        }
     }
 
     /// Inserts a request into the waiting queue at its current rank.

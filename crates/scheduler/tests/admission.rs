@@ -407,7 +407,7 @@ fn what_was_sampled_counts_not_what_a_trace_says() {
                 let first = batch.work[0].first;
                 fed.extend_from_slice(batch.tokens(0).expect("all tokens are known"));
                 let token = Some(says(if first == 0 { 0 } else { first - 39 }));
-                out.sampled.push(Sampled { token, finished: false });
+                out.sample_each(batch, |_| Sampled { token, finished: false });
             });
             let mut now = 0;
             while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut m) {

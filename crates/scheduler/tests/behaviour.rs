@@ -221,8 +221,9 @@ fn failing_steps_are_retried_and_given_up() {
             n += 1;
             out.elapsed_ns = 1;
             out.failed = n <= fails;
-            let samples = batch.work.iter().filter(|w| w.samples && n > fails);
-            out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
+            if n > fails {
+                out.sample_each(batch, |_| Sampled { token: None, finished: false });
+            }
         });
         while let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now_ns, &mut executor) {
             now_ns += elapsed_ns;

@@ -27,8 +27,7 @@ impl Executor for Eager {
     fn execute(&mut self, _: u64, _: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
         self.runs.push(batch.steps);
         out.elapsed_ns = 10 * u64::from(batch.steps);
-        let samples = batch.work.iter().filter(|w| w.samples);
-        out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
+        out.sample_each(batch, |_| Sampled { token: None, finished: false });
     }
 }
 
@@ -130,8 +129,7 @@ fn runs_decide_what_single_steps_decide() {
             Eager::default(),
             Script(|_, batch: Batch<'_>, out: &mut Outcome| {
                 out.elapsed_ns = 10;
-                let samples = batch.work.iter().filter(|w| w.samples);
-                out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
+                out.sample_each(batch, |_| Sampled { token: None, finished: false });
             }),
         );
         let executor: &mut dyn Executor = if single { &mut one } else { &mut eager };

@@ -6,7 +6,7 @@ mod common;
 
 use common::cells;
 use kvist_cache::kinds::{GroupSpec, Visibility};
-use kvist_cache::{Cache, PagedSpec, PrefixSpec, Step};
+use kvist_cache::{Cache, Kept, PagedSpec, PrefixSpec, Step};
 use kvist_scheduler::*;
 use kvist_testing::reference::SplitMix64 as Random;
 use std::collections::BTreeMap;
@@ -35,6 +35,8 @@ struct Twin {
     next: u32,
     again: u64,
     highest: u32,
+    /// Planned tokens that were computed and not kept.
+    rejected: u64,
 }
 
 struct Machine {
@@ -47,6 +49,8 @@ struct Machine {
     foresees: bool,
     /// True if the cache shares prefixes.
     shares: bool,
+    /// True if runs are drafts, of which each request keeps only a part.
+    drafts: bool,
 }
 
 /// The answer length is a hash of the id. The reference model and the executor know it, the scheduler does not.
@@ -86,6 +90,15 @@ impl Executor for Machine {
                 assert!(tokens.iter().copied().eq(expected), "{w:?} is fed {tokens:?}");
             }
             twin.computed += u64::from(w.n_tokens);
+            if self.drafts && batch.steps > 1 {
+                let kept = 1 + self.random.below(batch.steps);
+                (twin.next, twin.highest) = (w.first + kept, twin.highest.max(w.first + kept));
+                twin.sampled += kept;
+                twin.rejected += u64::from(batch.steps - kept);
+                let finished = twin.sampled == true_length(w.request, request.max_new);
+                out.push(Advance { kept: Kept::First(kept), emitted: Emitted::Unknown(kept), finished });
+                continue;
+            }
             twin.next = w.first + w.n_tokens;
             twin.again += u64::from(twin.highest.min(twin.next).saturating_sub(w.first));
             twin.highest = twin.highest.max(twin.next);
@@ -93,13 +106,14 @@ impl Executor for Machine {
             assert!(twin.next < known + batch.steps, "{w:?} computes what nobody knows yet");
             let samples = twin.next == known + batch.steps - 1;
             assert_eq!(samples, w.samples, "{w:?} of {known} known tokens");
-            if samples {
+            let sampled = samples.then(|| {
                 twin.sampled += batch.steps;
                 let length = true_length(w.request, request.max_new);
                 assert!(twin.sampled <= length, "{w:?} goes on after its end");
                 let token = (!self.foresees).then_some(twin.sampled);
-                out.sampled.push(Sampled { token, finished: twin.sampled == length });
-            }
+                Sampled { token, finished: twin.sampled == length }
+            });
+            out.push_sampled(batch, sampled);
         }
     }
 }
@@ -145,7 +159,8 @@ fn check_end(
             // Needed once, and again after every loss.
             let needed = u64::from(request.prompt_tokens + twin.sampled - 1);
             let supplied = u64::from(ended.hit_tokens) + u64::from(ended.regained_tokens);
-            assert_eq!(twin.computed + supplied, needed + ended.lost_tokens, "{ended:?} seed {seed}");
+            let done = needed + ended.lost_tokens + twin.rejected;
+            assert_eq!(twin.computed + supplied, done, "{ended:?} seed {seed}");
             if !shares {
                 assert_eq!((supplied, twin.again), (0, ended.lost_tokens), "{ended:?} seed {seed}");
             }
@@ -191,6 +206,7 @@ fn every_request_ends_once_and_costs_what_it_must() {
                 steps: 0,
                 foresees,
                 shares,
+                drafts: number % 2 == 0,
             };
             let (mut now, mut id, mut ends) = (0u64, 0u64, 0u64);
             for op in 0..per_config / 6 {
@@ -218,6 +234,7 @@ fn every_request_ends_once_and_costs_what_it_must() {
                         let live = machine.live.contains_key(&victim);
                         assert_eq!(scheduler.cancel(now, victim), live, "seed {seed}");
                     }
+                    3 if op % 4 == 0 => drop(scheduler.plan(now)),
                     _ => {
                         if let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now, &mut machine) {
                             now += elapsed_ns;

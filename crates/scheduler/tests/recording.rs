@@ -22,8 +22,7 @@ fn a_recording_tells_blocks_at_the_moments_of_their_step() {
     s.arrive(100, Request { prompt, ..Request::new(3, 100, 5, 2) }).unwrap();
     let mut machine = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
         out.elapsed_ns = 10;
-        let samples = batch.work.iter().filter(|w| w.samples);
-        out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
+        out.sample_each(batch, |_| Sampled { token: None, finished: false });
     });
     let (mut now, mut blocks, mut prefixes) = (100, Vec::new(), Vec::new());
     while let Turn::Ran { elapsed_ns, .. } = s.turn(now, &mut machine) {
@@ -84,8 +83,7 @@ fn a_snapshot_names_what_is_live() {
     let mut s = Scheduler::new(config, Cache::paged(&spec).unwrap(), None).unwrap();
     let mut machine = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
         out.elapsed_ns = 10;
-        let samples = batch.work.iter().filter(|w| w.samples);
-        out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
+        out.sample_each(batch, |_| Sampled { token: None, finished: false });
     });
     for (id, max_new) in [(5, 1), (9, 3), (7, 3)] {
         let prompt = Prompt::Tokens((0..9).map(|i| i + id * 100).collect());

@@ -357,12 +357,12 @@ fn decides_as_its_stupid_twin() {
                     sampled.resize(all.len(), 0);
                     let mut script = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
                         out.elapsed_ns = 1000;
-                        for w in batch.work.iter().filter(|w| w.samples) {
+                        out.sample_each(batch, |w| {
                             let request = &all[w.request.0 as usize];
                             // Known tokens after this step, minus the prompt.
                             let generated = w.first + w.n_tokens + 1 - request.prompt_tokens;
-                            out.sampled.push(Sampled { token: None, finished: generated == length(request) });
-                        }
+                            Sampled { token: None, finished: generated == length(request) }
+                        });
                     });
                     if let Turn::Ran { elapsed_ns, .. } = scheduler.turn(now, &mut script) {
                         now += elapsed_ns;

@@ -1,8 +1,8 @@
-//! Accepts connections, gives each a place, and serves it until it ends or until a more urgent connection needs the
-//! place.
-use crate::app::App;
+//! Accepts connections, gives each a slot, and serves it until it ends or until a more urgent connection needs the
+//! slot.
 use crate::connection;
-use crate::connections::{Connections, Door, Phase, Seat};
+use crate::connections::{Connection, ConnectionSlot, Connections, Phase};
+use crate::state::ServerState;
 use axum::Router;
 use axum::body::Body;
 use axum::http::header::{CONNECTION, HeaderValue};
@@ -34,27 +34,27 @@ const ROOM: usize = 16;
 /// Time that a displaced connection takes to close.
 const CLOSING: Duration = Duration::from_millis(1);
 /// Minimum time between log messages about connections that cannot be accepted.
-const TELL_AGAIN: Duration = Duration::from_secs(10);
+const WARN_AGAIN: Duration = Duration::from_secs(10);
 
 /// A router, and the HTTP settings to serve it with.
 #[derive(Clone)]
-struct Listener {
+struct Served {
     http: http1::Builder,
     router: Router,
     /// Longest lifetime of a connection.
     longest: Duration,
 }
 
-/// Accept and serve connections until this future is dropped. `reserve` answers the connections that find no place in
+/// Accept and serve connections until this future is dropped. `reserve` answers the connections that find no slot in
 /// `router`.
 pub(crate) async fn accept(
     listener: &TcpListener,
-    app: &Arc<App>,
+    state: &Arc<ServerState>,
     router: Router,
     reserve: Router,
     graceful: &GracefulShutdown,
 ) {
-    let limits = &app.limits;
+    let limits = &state.limits;
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new())
         .header_read_timeout(limits.read_timeout())
@@ -66,36 +66,36 @@ pub(crate) async fn accept(
         .half_close(false);
     let mut briefly = http.clone();
     briefly.keep_alive(false).header_read_timeout(limits.read_timeout().min(RESERVE_TIME));
-    let desk = Listener { http, router, longest: Duration::MAX };
-    let spare = Listener { http: briefly, router: reserve, longest: RESERVE_TIME };
+    let main = Served { http, router, longest: Duration::MAX };
+    let spare = Served { http: briefly, router: reserve, longest: RESERVE_TIME };
     let reserved = Arc::new(Connections::new(RESERVE, false));
-    let mut told: Option<Instant> = None;
+    let mut warned: Option<Instant> = None;
     loop {
         let (stream, address) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
                 // Either file descriptors ran out or a client disconnected. Neither is a reason to stop.
-                if told.is_none_or(|told| told.elapsed() >= TELL_AGAIN) {
-                    told = Some(Instant::now());
+                if warned.is_none_or(|warned| warned.elapsed() >= WARN_AGAIN) {
+                    warned = Some(Instant::now());
                     tracing::warn!(target: "kvist::server", "cannot accept a connection: {error}");
                 }
-                let has_room = is_out_of_files(&error) && app.connections.make_room(ROOM, Instant::now());
+                let has_room = is_out_of_files(&error) && state.connections.make_room(ROOM, Instant::now());
                 tokio::time::sleep(if has_room { CLOSING } else { ASK_AGAIN }).await;
                 continue;
             }
         };
         let _ = stream.set_nodelay(true); // tokens are small packets and must not wait
-        let (seat, desk) = loop {
+        let (slot, served) = loop {
             let now = Instant::now();
-            if let Some(seat) = app.connections.enter(address.ip(), now) {
-                break (seat, &desk);
+            if let Some(slot) = state.connections.enter(address.ip(), now) {
+                break (slot, &main);
             }
-            if let Some(seat) = reserved.enter(address.ip(), now) {
-                break (seat, &spare);
+            if let Some(slot) = reserved.enter(address.ip(), now) {
+                break (slot, &spare);
             }
             tokio::time::sleep(ASK_AGAIN).await;
         };
-        attend(app, stream, seat, desk, graceful);
+        serve_connection(state, stream, slot, served, graceful);
     }
 }
 
@@ -107,76 +107,82 @@ fn is_out_of_files(error: &std::io::Error) -> bool {
 }
 
 /// Serve one connection in its own task.
-fn attend(app: &Arc<App>, stream: TcpStream, seat: Seat, desk: &Listener, graceful: &GracefulShutdown) {
-    let door = seat.door.clone();
-    let (socket, watched) = connection::watched(stream, door.clone());
-    let service = serve_behind(door.clone(), desk.router.clone());
-    let connection = graceful.watch(desk.http.serve_connection(TokioIo::new(socket), service));
-    let (patience, head) = (app.limits.read_timeout(), app.limits.header_timeout());
+fn serve_connection(
+    state: &Arc<ServerState>,
+    stream: TcpStream,
+    slot: ConnectionSlot,
+    served: &Served,
+    graceful: &GracefulShutdown,
+) {
+    let connection = slot.connection.clone();
+    let (socket, watched) = connection::watched(stream, connection.clone());
+    let service = service_of(connection.clone(), served.router.clone());
+    let http = graceful.watch(served.http.serve_connection(TokioIo::new(socket), service));
+    let (patience, head) = (state.limits.read_timeout(), state.limits.header_timeout());
     // Bytes that a refused request may still send.
-    let (most, longest) = (app.limits.max_body_bytes.saturating_mul(4), desk.longest);
+    let (most, longest) = (state.limits.max_body_bytes.saturating_mul(4), served.longest);
     tokio::spawn(async move {
-        let served = async {
+        let serve = async {
             let is_bad = tokio::select! {
                 // A client that disconnects is not a server error.
-                ended = connection => ended.is_err_and(|error| error.is_parse()),
+                ended = http => ended.is_err_and(|error| error.is_parse()),
                 () = watched.lost(patience, head) => return,
             };
-            if is_bad || watched.door().has_unread() {
+            if is_bad || watched.connection().has_unread() {
                 watched.linger(most).await;
             }
         };
         tokio::select! {
-            () = served => {}
-            () = door.closed() => {}
+            () = serve => {}
+            () = connection.closed() => {}
             () = tokio::time::sleep(longest) => {}
         }
-        drop(seat);
+        drop(slot);
     });
 }
 
 type Answered = Result<Response<AnswerBody>, Infallible>;
 
-/// Wraps the router. The door records how far each request has come.
-fn serve_behind(
-    door: Arc<Door>,
+/// Wraps the router. The connection records how far each request has come.
+fn service_of(
+    connection: Arc<Connection>,
     router: Router,
 ) -> impl Service<Request<Incoming>, Response = Response<AnswerBody>, Error = Infallible, Future: Send> {
     let router = TowerToHyperService::new(router.into_service::<RequestBody>());
     service_fn(move |request: Request<Incoming>| {
         use hyper::body::Body;
         let whole = request.body().is_end_stream();
-        door.goes_on(None, if whole { Phase::Answer } else { Phase::Body });
-        let under_way = UnderWay(door.clone());
-        let mut request = request.map(|body| RequestBody { body, door: door.clone() });
-        request.extensions_mut().insert(door.clone());
+        connection.advance(None, if whole { Phase::Answer } else { Phase::Body });
+        let in_progress = InProgress(connection.clone());
+        let mut request = request.map(|body| RequestBody { body, connection: connection.clone() });
+        request.extensions_mut().insert(connection.clone());
         let answer = router.call(request);
         async move {
             let mut answer = answer.await?;
             // Unread bytes of this request would precede the next one, so close the connection.
-            if under_way.0.phase() == Phase::Body {
-                under_way.0.leave_unread();
+            if in_progress.0.phase() == Phase::Body {
+                in_progress.0.set_unread();
                 answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
             }
-            under_way.0.goes_on(None, Phase::Answer);
-            Answered::Ok(answer.map(|body| AnswerBody { body, _under_way: under_way }))
+            in_progress.0.advance(None, Phase::Answer);
+            Answered::Ok(answer.map(|body| AnswerBody { body, _in_progress: in_progress }))
         }
     })
 }
 
 /// A request in progress. Dropping it ends the request.
-struct UnderWay(Arc<Door>);
+struct InProgress(Arc<Connection>);
 
-impl Drop for UnderWay {
+impl Drop for InProgress {
     fn drop(&mut self) {
-        self.0.goes_on(None, Phase::Idle);
+        self.0.advance(None, Phase::Idle);
     }
 }
 
 /// A request body that notes when its last byte has arrived.
 struct RequestBody {
     body: Incoming,
-    door: Arc<Door>,
+    connection: Arc<Connection>,
 }
 
 impl hyper::body::Body for RequestBody {
@@ -189,7 +195,7 @@ impl hyper::body::Body for RequestBody {
     ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
         let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
         if frame.is_none() || self.body.is_end_stream() {
-            self.door.goes_on(Some(Phase::Body), Phase::Answer);
+            self.connection.advance(Some(Phase::Body), Phase::Answer);
         }
         Poll::Ready(frame)
     }
@@ -204,7 +210,7 @@ impl hyper::body::Body for RequestBody {
 /// An answer's body. Dropping it ends the request.
 struct AnswerBody {
     body: Body,
-    _under_way: UnderWay,
+    _in_progress: InProgress,
 }
 
 impl hyper::body::Body for AnswerBody {

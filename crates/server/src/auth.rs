@@ -2,7 +2,7 @@
 //!
 //! Keys are hashed before the comparison, so timing reveals neither their length nor their first characters. A key is
 //! compared with every configured key, even after a match. Without keys all callers are the same caller.
-use crate::config::{ConfigError, KeySection};
+use crate::config::sections::{ConfigError, KeySection};
 use crate::error::ApiError;
 use axum::http::header::AUTHORIZATION;
 use axum::http::{HeaderMap, StatusCode};

@@ -1,21 +1,20 @@
 //! Configuration of a server: one TOML file, and command line flags that override it.
 //!
 //! Everything has a default. An unknown field is an error, because a misspelt limit would not limit anything.
+mod check;
+pub(crate) mod sections;
+
 use crate::auth::{self, Keys};
-use crate::tools::Tooling;
-use crate::worker::EngineConfig;
 use kvist_cache::PrefixSpec;
-use kvist_cache::evict::{Parameters, build_for_serving};
-use kvist_device::{Recent, Storage};
+use kvist_device::Recent;
 use kvist_engine::executor::PagedConfig;
-use kvist_engine::memory::{CacheConfig, RECENT_TOKENS};
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::serving::EngineConfig;
 use kvist_model::config::ModelConfig;
-use kvist_scheduler::{Admission, Config, LengthSource, Preempted, PrefixOrder};
-use serde::{Deserialize, Deserializer};
-use std::net::IpAddr;
-use std::path::{Path, PathBuf};
+pub use sections::*;
+use serde::Deserialize;
+use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// `kvist.toml`
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -29,285 +28,6 @@ pub struct ServerConfig {
     pub sessions: SessionsSection,
     /// Without keys every client is served, but only on this machine unless `http.open` is set.
     pub keys: Vec<KeySection>,
-}
-
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct ModelSection {
-    /// A Hugging Face folder, a .gguf file, or a name that the program resolves. Default: the embedded model.
-    pub path: Option<PathBuf>,
-    /// Model name for clients. Default: the last part of the path.
-    pub name: Option<String>,
-    /// Tool call format, one of [`Tooling::NAMES`]. Default: the format that the chat template describes.
-    pub tools: Option<String>,
-    /// Source of sampling defaults. `auto` uses those that the model ships (`generation_config.json`,
-    /// `general.sampling.*`), like vLLM. `none` uses OpenAI's.
-    pub generation_config: Option<String>,
-}
-
-impl ModelSection {
-    pub(crate) const GENERATION_CONFIGS: [&str; 2] = ["auto", "none"];
-
-    /// Returns whether the sampling defaults that the model ships apply.
-    pub fn ships_sampling(&self) -> bool {
-        self.generation_config.as_deref() != Some("none")
-    }
-}
-
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct CacheSection {
-    /// Tokens in the cache, over all requests. Default: eight contexts of the model, at most 32,768.
-    pub tokens: Option<u32>,
-    /// Storage format of K, and of V unless `kv_v` is set.
-    #[serde(deserialize_with = "storage")]
-    pub kv: Storage,
-    #[serde(deserialize_with = "some_storage")]
-    pub kv_v: Option<Storage>,
-    /// Group size of the newest tokens that packed storage formats keep in f16 as well: a power of two up to 64, or 0.
-    /// A group is at most the largest power of two that divides a block.
-    pub kv_recent: u32,
-    /// Tokens per block. Sharing and eviction work on whole blocks.
-    pub block_tokens: u32,
-    /// Name of an eviction policy.
-    pub eviction: String,
-}
-
-impl CacheSection {
-    /// Storage format of V.
-    pub fn values(&self) -> Storage {
-        self.kv_v.unwrap_or(self.kv.for_values())
-    }
-    /// Tokens of a group that is kept in f16, limited by the block size. 0 if no storage format is packed.
-    pub fn recent_tokens(&self) -> u32 {
-        let asked = Recent { tokens: self.kv_recent, sequences: 1 };
-        asked.of_storages(self.kv, self.values()).within_blocks(self.block_tokens).tokens
-    }
-}
-
-impl Default for CacheSection {
-    fn default() -> Self {
-        CacheSection {
-            tokens: None,
-            kv: Storage::F16,
-            kv_v: None,
-            kv_recent: RECENT_TOKENS,
-            block_tokens: 16,
-            eviction: "lru".into(),
-        }
-    }
-}
-
-/// The configurable part of [`kvist_scheduler::Config`], with batch sizes that suit a CPU.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct SchedulerSection {
-    /// Name of a scheduling policy.
-    pub policy: String,
-    /// How a policy estimates output lengths: `max_new` or `running_mean`.
-    pub lengths: LengthSource,
-    /// Largest number of requests in the batch.
-    pub max_batch: u32,
-    /// Largest number of tokens per step. Longer prompts are computed in chunks beside the decoding requests (chunked
-    /// prefill).
-    pub max_batch_tokens: u32,
-    pub admission: Admission,
-    pub preempted: Preempted,
-    pub prefix_order: PrefixOrder,
-    /// Waiting time, in nanoseconds, that is worth one level of priority under the policy `priority`.
-    pub ageing_ns: u64,
-}
-
-impl Default for SchedulerSection {
-    fn default() -> Self {
-        let Config { policy, lengths, admission, preempted, prefix_order, ageing_ns, .. } = Config::default();
-        SchedulerSection {
-            policy,
-            lengths,
-            max_batch: 32,
-            max_batch_tokens: 256,
-            admission,
-            preempted,
-            prefix_order,
-            ageing_ns,
-        }
-    }
-}
-
-impl SchedulerSection {
-    fn config(&self) -> Config {
-        Config {
-            policy: self.policy.clone(),
-            lengths: self.lengths,
-            max_batch: self.max_batch,
-            max_batch_tokens: self.max_batch_tokens,
-            admission: self.admission,
-            preempted: self.preempted,
-            prefix_order: self.prefix_order,
-            ageing_ns: self.ageing_ns,
-            ..Config::default()
-        }
-    }
-}
-
-fn storage<'de, D: Deserializer<'de>>(from: D) -> Result<Storage, D::Error> {
-    String::deserialize(from)?.parse().map_err(serde::de::Error::custom)
-}
-
-fn some_storage<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Storage>, D::Error> {
-    storage(from).map(Some)
-}
-
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct HttpSection {
-    pub host: IpAddr,
-    /// 0 picks a free port.
-    pub port: u16,
-    /// Serve without keys on an address that other machines can reach.
-    pub open: bool,
-    /// Origins whose pages may call the server. `*` allows every origin. Default: none.
-    pub cors_origins: Vec<String>,
-    /// Serve `/metrics` without an admin key.
-    pub open_metrics: bool,
-    /// Write prompts and answers to the log.
-    pub log_prompts: bool,
-}
-
-impl Default for HttpSection {
-    fn default() -> Self {
-        HttpSection {
-            host: IpAddr::from([127, 0, 0, 1]),
-            port: 8080,
-            open: false,
-            cors_origins: Vec::new(),
-            open_metrics: false,
-            log_prompts: false,
-        }
-    }
-}
-
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct LimitsSection {
-    /// Largest number of requests that wait for the batch. Further requests get a 429. Half of the places are divided
-    /// evenly among key names, the other half goes to the first that asks. There is at least one place for each name.
-    pub max_queue: usize,
-    /// Largest number of connections. A further one replaces a connection on whose client the server waits. If there is
-    /// none, it gets a 503, except for health checks.
-    pub max_connections: usize,
-    /// Largest request body, in bytes.
-    pub max_body_bytes: usize,
-    /// Largest request line and headers, in bytes. At most 100 header lines are allowed.
-    pub max_header_bytes: usize,
-    /// Largest number of answers per request: prompts times `n`.
-    pub max_choices: u32,
-    /// Largest number of stop strings per request.
-    pub max_stop: u32,
-    /// A request ends this many seconds after it arrived.
-    pub request_timeout_s: f64,
-    /// Seconds from the first to the last byte of a request's head.
-    pub header_timeout_s: f64,
-    /// Seconds until a request must begin, and then until its body must have arrived. A client that reads nothing of
-    /// its answer for this long is disconnected.
-    pub read_timeout_s: f64,
-    /// Seconds that running requests may continue after SIGTERM.
-    pub grace_s: f64,
-}
-
-impl Default for LimitsSection {
-    fn default() -> Self {
-        LimitsSection {
-            max_queue: 256,
-            max_connections: 1024,
-            max_body_bytes: 4 << 20,
-            max_header_bytes: 32 << 10,
-            max_choices: 128,
-            max_stop: 16,
-            request_timeout_s: 600.0,
-            header_timeout_s: 10.0,
-            read_timeout_s: 30.0,
-            grace_s: 30.0,
-        }
-    }
-}
-
-impl LimitsSection {
-    pub fn request_timeout(&self) -> Duration {
-        Duration::from_secs_f64(self.request_timeout_s)
-    }
-    pub fn read_timeout(&self) -> Duration {
-        Duration::from_secs_f64(self.read_timeout_s)
-    }
-    pub fn header_timeout(&self) -> Duration {
-        Duration::from_secs_f64(self.header_timeout_s)
-    }
-    pub fn grace(&self) -> Duration {
-        Duration::from_secs_f64(self.grace_s)
-    }
-}
-
-/// Limits for the sessions of one key name.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct SessionsSection {
-    /// A session expires if it was not changed, forked or generated in for this many seconds.
-    pub idle_s: f64,
-    /// Largest number of sessions of one name.
-    pub max_sessions: usize,
-    /// Largest number of tokens in all sessions of one name.
-    pub max_tokens: u64,
-}
-
-impl Default for SessionsSection {
-    fn default() -> Self {
-        SessionsSection { idle_s: 3600.0, max_sessions: 256, max_tokens: 1 << 20 }
-    }
-}
-
-impl SessionsSection {
-    pub fn idle(&self) -> Duration {
-        Duration::from_secs_f64(self.idle_s)
-    }
-}
-
-/// An API key. Exactly one of `key`, `key_file` and `key_env` must be set.
-#[derive(Clone, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct KeySection {
-    /// Owner of the key. Logs show it, and prefixes are shared only among keys of the same name.
-    pub name: String,
-    pub key: Option<String>,
-    pub key_file: Option<PathBuf>,
-    /// Name of an environment variable.
-    pub key_env: Option<String>,
-    /// May read `/metrics`, open the live view and set priorities.
-    pub admin: bool,
-}
-
-impl std::fmt::Debug for KeySection {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("KeySection")
-            .field("name", &self.name)
-            .field("admin", &self.admin)
-            .finish_non_exhaustive()
-    }
-}
-
-/// Error in a configuration.
-#[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
-    #[error("cannot read {path}: {source}", path = path.display())]
-    Read { path: PathBuf, source: std::io::Error },
-    /// The message has the line, the field, what was found and what was expected.
-    #[error("{file}: {what}", file = file.display())]
-    Toml { file: PathBuf, what: String },
-    #[error("`{field}` is {found}; expected {expected}")]
-    Field { field: String, found: String, expected: String },
-}
-
-fn bad(field: impl Into<String>, found: impl ToString, expected: impl Into<String>) -> ConfigError {
-    ConfigError::Field { field: field.into(), found: found.to_string(), expected: expected.into() }
 }
 
 impl ServerConfig {
@@ -329,113 +49,12 @@ impl ServerConfig {
 
     /// Check everything that types cannot express. Call it after flags have been applied.
     pub fn check(&self) -> Result<(), ConfigError> {
-        if let Some(name) = &self.model.generation_config
-            && !ModelSection::GENERATION_CONFIGS.contains(&name.as_str())
-        {
-            return Err(bad("model.generation_config", format!("{name:?}"), "auto or none"));
-        }
-        if let Some(name) = &self.model.tools
-            && Tooling::by_name(name).is_err()
-        {
-            return Err(bad("model.tools", format!("{name:?}"), format!("one of {}", Tooling::NAMES)));
-        }
-        let c = &self.cache;
-        if c.tokens == Some(0) {
-            return Err(bad("cache.tokens", 0, "at least one block"));
-        }
-        if c.block_tokens == 0 || c.block_tokens > 4096 {
-            return Err(bad("cache.block_tokens", c.block_tokens, "1 to 4096"));
-        }
-        if (Recent { tokens: c.kv_recent, sequences: 1 }).check().is_err() {
-            let expected = format!("a power of two up to {}, or 0", Recent::MOST_TOKENS);
-            return Err(bad("cache.kv_recent", c.kv_recent, expected));
-        }
-        if let Some(v) = c.kv_v.filter(|v| v.outliers) {
-            let expected = format!("{}: only keys have channels that stand out", v.for_values());
-            return Err(bad("cache.kv_v", v, expected));
-        }
-        if self.scheduler.lengths == LengthSource::Oracle {
-            return Err(bad(
-                "scheduler.lengths",
-                "oracle",
-                "max_new or running_mean: the future is not known here",
-            ));
-        }
-        build_for_serving(&c.eviction, &Parameters::default())
-            .map_err(|e| bad("cache.eviction", format!("{:?}", c.eviction), e.to_string()))?;
-        self.scheduler
-            .config()
-            .check()
-            .map_err(|e| bad("scheduler", format!("wrong: {e}"), "see docs/scheduler.md"))?;
-        let l = &self.limits;
-        let seconds = [
-            ("request_timeout_s", l.request_timeout_s),
-            ("header_timeout_s", l.header_timeout_s),
-            ("read_timeout_s", l.read_timeout_s),
-            ("grace_s", l.grace_s),
-        ];
-        for (name, value) in seconds {
-            let least = if name == "grace_s" { 0.0 } else { 0.001 };
-            if !(least..=1e6).contains(&value) {
-                return Err(bad(format!("limits.{name}"), value, format!("{least} to 1000000 seconds")));
-            }
-        }
-        let counts = [
-            ("max_queue", l.max_queue, 1, 1 << 20),
-            ("max_connections", l.max_connections, 1, 1 << 20),
-            ("max_body_bytes", l.max_body_bytes, 1 << 10, 1 << 30),
-            ("max_header_bytes", l.max_header_bytes, 8 << 10, 1 << 20),
-            ("max_choices", l.max_choices as usize, 1, 1 << 12),
-            ("max_stop", l.max_stop as usize, 1, 1 << 8),
-        ];
-        for (name, value, least, most) in counts {
-            if !(least..=most).contains(&value) {
-                return Err(bad(format!("limits.{name}"), value, format!("{least} to {most}")));
-            }
-        }
-        let s = &self.sessions;
-        if !(0.001..=1e9).contains(&s.idle_s) {
-            return Err(bad("sessions.idle_s", s.idle_s, "0.001 to 1000000000 seconds"));
-        }
-        if s.max_sessions > 1 << 20 {
-            return Err(bad("sessions.max_sessions", s.max_sessions, "0 to 1048576"));
-        }
-        if s.max_tokens > 1 << 40 {
-            return Err(bad("sessions.max_tokens", s.max_tokens, "0 to 1099511627776"));
-        }
-        for origin in &self.http.cors_origins {
-            let plain =
-                origin.split_once("://").is_some_and(|(_, host)| !host.is_empty() && !host.contains('/'));
-            if origin != "*" && !plain {
-                return Err(bad(
-                    "http.cors_origins",
-                    format!("{origin:?}"),
-                    "origins as https://example.org, or *",
-                ));
-            }
-        }
-        for (i, key) in self.keys.iter().enumerate() {
-            let field = format!("keys[{i}]");
-            if key.name.is_empty() || key.name.len() > 64 || key.name.chars().any(char::is_control) {
-                return Err(bad(format!("{field}.name"), format!("{:?}", key.name), "1 to 64 bytes of text"));
-            }
-            let given = [key.key.is_some(), key.key_file.is_some(), key.key_env.is_some()];
-            if given.iter().filter(|g| **g).count() != 1 {
-                return Err(bad(
-                    field,
-                    "given in no way, or in several",
-                    "one of `key`, `key_file`, `key_env`",
-                ));
-            }
-        }
-        if self.keys.is_empty() && !self.http.host.is_loopback() && !self.http.open {
-            return Err(bad(
-                "http.host",
-                self.http.host,
-                "a loopback address where no [[keys]] are configured; or `http.open = true` (--open) to serve anybody",
-            ));
-        }
-        Ok(())
+        check::model(self)?;
+        check::cache_and_scheduler(self)?;
+        check::limits(self)?;
+        check::sessions(self)?;
+        check::http(self)?;
+        check::keys(self)
     }
 
     /// Cache size in tokens for a model of this context length.
@@ -469,7 +88,7 @@ impl ServerConfig {
             paged: PagedConfig { cache, block_tokens: c.block_tokens, prefix: Some(prefix) },
             scheduler: self.scheduler.config(),
             max_queue: self.limits.max_queue,
-            names: self.names(),
+            tenants: self.names(),
             record: false,
             watchers: Vec::new(),
         };
@@ -514,6 +133,7 @@ impl ServerConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvist_device::Storage;
 
     #[test]
     fn a_file_says_what_it_says() {

@@ -6,7 +6,7 @@
 //!
 //! A request that is refused is answered before all of it has arrived. Closing a connection with unread bytes resets
 //! it, and a client that is still sending then never sees the refusal. So [`Watched::linger`] reads the rest first.
-use crate::connections::{Door, Phase};
+use crate::connections::{Connection, Phase};
 use futures_util::FutureExt;
 use std::io;
 use std::net::Shutdown;
@@ -26,36 +26,36 @@ pub(crate) struct Watched(Arc<Shared>);
 
 struct Shared {
     stream: TcpStream,
-    door: Arc<Door>,
+    connection: Arc<Connection>,
 }
 
-pub(crate) fn watched(stream: TcpStream, door: Arc<Door>) -> (Socket, Watched) {
-    let shared = Arc::new(Shared { stream, door });
+pub(crate) fn watched(stream: TcpStream, connection: Arc<Connection>) -> (Socket, Watched) {
+    let shared = Arc::new(Shared { stream, connection });
     (Socket(shared.clone()), Watched(shared))
 }
 
 /// Interval at which a connection is checked.
-const LOOK: Duration = Duration::from_millis(100);
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How long the rest of a refused request may still arrive.
 const LINGER: Duration = Duration::from_secs(5);
 
 impl Watched {
-    pub fn door(&self) -> &Door {
-        &self.0.door
+    pub fn connection(&self) -> &Connection {
+        &self.0.connection
     }
 
     /// Waits until the client has disconnected, has read nothing of its answer for `patience`, or takes longer than
     /// `head` to send the head of a request.
     pub async fn lost(&self, patience: Duration, head: Duration) {
-        let Shared { stream, door } = &*self.0;
+        let Shared { stream, connection } = &*self.0;
         loop {
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(CHECK_INTERVAL).await;
             // The runtime has this status already, so no system call is needed.
             let ready = stream.ready(Interest::READABLE).now_or_never();
             let gone = ready.is_some_and(|ready| ready.map_or(true, |ready| ready.is_read_closed()));
-            let stalled = door.stalled().is_some_and(|since| since.elapsed() >= patience);
-            if gone || stalled || door.dribbles(head) {
+            let stalled = connection.stalled().is_some_and(|since| since.elapsed() >= patience);
+            if gone || stalled || connection.is_slow_head(head) {
                 return;
             }
         }
@@ -64,10 +64,10 @@ impl Watched {
     /// Shut down the sending side, then read and discard what the client still sends, so that the client sees its
     /// answer. At most `most` bytes, for at most [`LINGER`].
     pub async fn linger(&self, most: usize) {
-        let Shared { stream, door } = &*self.0;
-        door.goes_on(None, Phase::Leaving);
-        let said = stream.as_fd().try_clone_to_owned();
-        if said.and_then(|fd| std::net::TcpStream::from(fd).shutdown(Shutdown::Write)).is_err() {
+        let Shared { stream, connection } = &*self.0;
+        connection.advance(None, Phase::Closing);
+        let sending_side = stream.as_fd().try_clone_to_owned();
+        if sending_side.and_then(|fd| std::net::TcpStream::from(fd).shutdown(Shutdown::Write)).is_err() {
             return;
         }
         let rest = async {
@@ -91,17 +91,17 @@ impl Socket {
         cx: &mut Context<'_>,
         write: impl Fn(&TcpStream) -> io::Result<usize>,
     ) -> Poll<io::Result<usize>> {
-        let Shared { stream, door } = &*self.0;
+        let Shared { stream, connection } = &*self.0;
         loop {
             let Poll::Ready(ready) = stream.poll_write_ready(cx) else {
-                door.stalls();
+                connection.set_stalled();
                 return Poll::Pending;
             };
             ready?;
             match write(stream) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 written => {
-                    door.takes();
+                    connection.clear_stalled();
                     return Poll::Ready(written);
                 }
             }
@@ -111,7 +111,7 @@ impl Socket {
 
 impl AsyncRead for Socket {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, into: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let Shared { stream, door } = &*self.0;
+        let Shared { stream, connection } = &*self.0;
         loop {
             ready!(stream.poll_read_ready(cx))?;
             match stream.try_read(into.initialize_unfilled()) {
@@ -120,7 +120,7 @@ impl AsyncRead for Socket {
                     let n = read?;
                     into.advance(n);
                     if n > 0 {
-                        door.goes_on(Some(Phase::Idle), Phase::Head);
+                        connection.advance(Some(Phase::Idle), Phase::Head);
                     }
                     return Poll::Ready(Ok(()));
                 }

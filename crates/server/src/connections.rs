@@ -1,15 +1,15 @@
-//! The table of open connections, and the choice of the one to close when a new connection finds no place.
+//! The table of open connections, and the choice of the one to close when a new connection finds no slot.
 //!
 //! A connection is *awaited* while the server waits for its client: for a request, for the rest of a request, or for
-//! the client to read its answer. If there is no place for a new connection, the server closes an awaited one, never
+//! the client to read its answer. If there is no slot for a new connection, the server closes an awaited one, never
 //! one whose client waits for the server. The oldest is closed first. So a client that sends its request at once is
 //! served however many other clients send theirs slowly: its connection is the youngest.
 //!
 //! Connections that have shown a known key (without keys: that have requested something that needs one) are closed
-//! after those that have not. The exception is one place in [`NEW_SHARE`], which stays available to new connections.
+//! after those that have not. The exception is one slot in [`NEW_SHARE`], which stays available to new connections.
 //! Otherwise the group with the most connections, an address or a key name, loses one first: the one that has been
 //! awaited longest. Groups have no other limit, because behind a proxy all clients share one address.
-use crate::shares::Place;
+use kvist_engine::serving::QuotaSlot;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// One of this many places is for connections that have not shown a key yet.
+/// One of this many slots is for connections that have not shown a key yet.
 const NEW_SHARE: usize = 8;
 
 /// A client that reads nothing of its answer for this long counts as awaited. Shorter stalls are normal on a network.
@@ -29,21 +29,21 @@ pub(crate) struct Connections {
     /// True if keys are configured. Connections that have shown a key are then grouped by its name, all others by
     /// address.
     has_names: bool,
-    doors: Mutex<Doors>,
+    open: Mutex<Open>,
     displaced: AtomicU64,
 }
 
 #[derive(Default)]
-struct Doors {
+struct Open {
     next: u64,
-    by_number: BTreeMap<u64, Arc<Door>>,
+    by_number: BTreeMap<u64, Arc<Connection>>,
 }
 
 /// State of one connection that decides whether it is closed for another one.
-pub(crate) struct Door {
+pub(crate) struct Connection {
     address: IpAddr,
     began: Instant,
-    standing: Mutex<Standing>,
+    status: Mutex<Status>,
     /// Milliseconds after `began` at which the client stopped reading its answer. 0 if it is reading.
     stalled_ms: AtomicU64,
     /// A request was answered before all of it had arrived.
@@ -51,13 +51,13 @@ pub(crate) struct Door {
     close: Notify,
 }
 
-struct Standing {
+struct Status {
     phase: Phase,
     since: Instant,
     /// The name of the key that was shown last.
     name: Option<Arc<str>>,
-    /// Place of the request in progress, among those of its name.
-    place: Option<Place>,
+    /// Slot of the request in progress, in the quota of its name.
+    quota_slot: Option<QuotaSlot>,
 }
 
 /// What happens next on a connection.
@@ -72,64 +72,64 @@ pub(crate) enum Phase {
     /// The answer is being computed and sent.
     Answer,
     /// Nothing: the client may read the last answer before the connection is closed.
-    Leaving,
+    Closing,
 }
 
-/// A place among the connections. Dropping it frees the place.
-pub(crate) struct Seat {
+/// A slot among the connections. Dropping it frees the slot.
+pub(crate) struct ConnectionSlot {
     connections: Arc<Connections>,
     number: u64,
-    pub door: Arc<Door>,
+    pub connection: Arc<Connection>,
 }
 
 impl Connections {
     pub fn new(most: usize, has_names: bool) -> Self {
-        Connections { most, has_names, doors: Mutex::default(), displaced: AtomicU64::new(0) }
+        Connections { most, has_names, open: Mutex::default(), displaced: AtomicU64::new(0) }
     }
 
-    fn doors(&self) -> MutexGuard<'_, Doors> {
-        self.doors.lock().unwrap_or_else(|broken| broken.into_inner())
+    fn open(&self) -> MutexGuard<'_, Open> {
+        self.open.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
-    /// Take a place for a new connection, closing another one if needed. `None` if all clients wait for the server.
-    pub fn enter(self: &Arc<Self>, address: IpAddr, now: Instant) -> Option<Seat> {
-        let mut doors = self.doors();
-        if doors.by_number.len() >= self.most && !self.displace(&mut doors, now) {
+    /// Take a slot for a new connection, closing another one if needed. `None` if all clients wait for the server.
+    pub fn enter(self: &Arc<Self>, address: IpAddr, now: Instant) -> Option<ConnectionSlot> {
+        let mut open = self.open();
+        if open.by_number.len() >= self.most && !self.displace(&mut open, now) {
             return None;
         }
-        let door = Arc::new(Door::new(address, now));
-        let number = doors.next;
-        doors.next += 1;
-        doors.by_number.insert(number, door.clone());
-        Some(Seat { connections: self.clone(), number, door })
+        let connection = Arc::new(Connection::new(address, now));
+        let number = open.next;
+        open.next += 1;
+        open.by_number.insert(number, connection.clone());
+        Some(ConnectionSlot { connections: self.clone(), number, connection })
     }
 
-    /// Close up to `n` awaited connections although there are places: the system has no more file descriptors. Returns
+    /// Close up to `n` awaited connections although there are slots: the system has no more file descriptors. Returns
     /// whether any was closed.
     pub fn make_room(&self, n: usize, now: Instant) -> bool {
-        let mut doors = self.doors();
-        (0..n).take_while(|_| self.displace(&mut doors, now)).count() > 0
+        let mut open = self.open();
+        (0..n).take_while(|_| self.displace(&mut open, now)).count() > 0
     }
 
-    fn displace(&self, doors: &mut Doors, now: Instant) -> bool {
-        let Some(number) = self.victim(doors, now) else { return false };
-        if let Some(door) = doors.by_number.remove(&number) {
-            door.close.notify_one();
+    fn displace(&self, open: &mut Open, now: Instant) -> bool {
+        let Some(number) = self.victim(open, now) else { return false };
+        if let Some(connection) = open.by_number.remove(&number) {
+            connection.close.notify_one();
         }
         self.displaced.fetch_add(1, Relaxed);
         true
     }
 
-    fn victim(&self, doors: &Doors, now: Instant) -> Option<u64> {
+    fn victim(&self, open: &Open, now: Instant) -> Option<u64> {
         let mut unknown: BTreeMap<Group, Awaited> = BTreeMap::new();
         let mut known: BTreeMap<Group, Awaited> = BTreeMap::new();
-        for (number, door) in &doors.by_number {
-            let standing = door.standing();
-            let Some(since) = door.awaited(&standing, now) else { continue };
-            let class = if standing.name.is_some() { &mut known } else { &mut unknown };
-            let group = match &standing.name {
+        for (number, connection) in &open.by_number {
+            let status = connection.status();
+            let Some(since) = connection.awaited(&status, now) else { continue };
+            let class = if status.name.is_some() { &mut known } else { &mut unknown };
+            let group = match &status.name {
                 Some(name) if self.has_names => Group::Name(name.clone()),
-                _ => Group::Address(door.network()),
+                _ => Group::Address(connection.network()),
             };
             let group = class.entry(group).or_insert(Awaited { n: 0, since, number: *number });
             group.n += 1;
@@ -147,9 +147,9 @@ impl Connections {
 
     /// The number of open connections, and how many of them have shown a known key.
     pub fn count(&self) -> (usize, usize) {
-        let doors = self.doors();
-        let known = doors.by_number.values().filter(|door| door.standing().name.is_some()).count();
-        (doors.by_number.len(), known)
+        let open = self.open();
+        let known = open.by_number.values().filter(|connection| connection.status().name.is_some()).count();
+        (open.by_number.len(), known)
     }
 
     /// Connections that were closed to make room.
@@ -172,27 +172,27 @@ struct Awaited {
     number: u64,
 }
 
-impl Drop for Seat {
+impl Drop for ConnectionSlot {
     fn drop(&mut self) {
-        self.connections.doors().by_number.remove(&self.number);
+        self.connections.open().by_number.remove(&self.number);
     }
 }
 
-impl Door {
+impl Connection {
     fn new(address: IpAddr, now: Instant) -> Self {
-        let standing = Standing { phase: Phase::Idle, since: now, name: None, place: None };
-        Door {
+        let status = Status { phase: Phase::Idle, since: now, name: None, quota_slot: None };
+        Connection {
             address,
             began: now,
-            standing: Mutex::new(standing),
+            status: Mutex::new(status),
             stalled_ms: AtomicU64::new(0),
             unread: AtomicBool::new(false),
             close: Notify::new(),
         }
     }
 
-    fn standing(&self) -> MutexGuard<'_, Standing> {
-        self.standing.lock().unwrap_or_else(|broken| broken.into_inner())
+    fn status(&self) -> MutexGuard<'_, Status> {
+        self.status.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
     /// The address; for IPv6 the /64 network, which is what one customer of a provider usually has.
@@ -203,9 +203,9 @@ impl Door {
         }
     }
 
-    fn awaited(&self, standing: &Standing, now: Instant) -> Option<Instant> {
-        if standing.phase != Phase::Answer {
-            return Some(standing.since);
+    fn awaited(&self, status: &Status, now: Instant) -> Option<Instant> {
+        if status.phase != Phase::Answer {
+            return Some(status.since);
         }
         self.stalled().filter(|since| now.saturating_duration_since(*since) >= STALLED)
     }
@@ -216,30 +216,30 @@ impl Door {
     }
 
     pub fn phase(&self) -> Phase {
-        self.standing().phase
+        self.status().phase
     }
 
     /// Move to the next phase. If `behind` is given, only from that phase.
-    pub fn goes_on(&self, behind: Option<Phase>, to: Phase) {
-        let mut standing = self.standing();
-        if behind.is_none_or(|phase| phase == standing.phase) {
-            (standing.phase, standing.since) = (to, Instant::now());
+    pub fn advance(&self, behind: Option<Phase>, to: Phase) {
+        let mut status = self.status();
+        if behind.is_none_or(|phase| phase == status.phase) {
+            (status.phase, status.since) = (to, Instant::now());
             if to == Phase::Idle {
-                standing.place = None;
+                status.quota_slot = None;
             }
         }
     }
 
-    /// Record that a key of this name was shown, and the place of the request in progress.
-    pub fn knows(&self, name: &Arc<str>, place: Place) {
-        let mut standing = self.standing();
-        (standing.name, standing.place) = (Some(name.clone()), Some(place));
+    /// Record that a key of this name was shown, and the slot of the request in progress.
+    pub fn set_caller(&self, name: &Arc<str>, quota_slot: QuotaSlot) {
+        let mut status = self.status();
+        (status.name, status.quota_slot) = (Some(name.clone()), Some(quota_slot));
     }
 
     /// Returns whether the client has taken this long to send the head of a request.
-    pub fn dribbles(&self, longest: Duration) -> bool {
-        let standing = self.standing();
-        standing.phase == Phase::Head && standing.since.elapsed() >= longest
+    pub fn is_slow_head(&self, longest: Duration) -> bool {
+        let status = self.status();
+        status.phase == Phase::Head && status.since.elapsed() >= longest
     }
 
     /// Since when the client has read nothing of its answer. `None` if it is reading.
@@ -248,17 +248,17 @@ impl Door {
         (ms > 0).then(|| self.began + Duration::from_millis(ms))
     }
 
-    pub fn stalls(&self) {
+    pub fn set_stalled(&self) {
         let now = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX).max(1);
         let _ = self.stalled_ms.compare_exchange(0, now, Relaxed, Relaxed);
     }
 
-    pub fn takes(&self) {
+    pub fn clear_stalled(&self) {
         self.stalled_ms.store(0, Relaxed);
     }
 
     /// Record that a request was answered before all of it had arrived.
-    pub fn leave_unread(&self) {
+    pub fn set_unread(&self) {
         self.unread.store(true, Relaxed);
     }
     pub fn has_unread(&self) -> bool {
@@ -269,152 +269,154 @@ impl Door {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::shares::Shares;
+    use kvist_engine::serving::TenantQuota;
 
     fn address(last: u8) -> IpAddr {
         [10, 0, 0, last].into()
     }
 
     /// Connections under test, with a clock of their own: each is a second younger than the one before.
-    struct Hall {
+    struct TestConnections {
         connections: Arc<Connections>,
-        seats: Vec<Seat>,
+        slots: Vec<ConnectionSlot>,
         now: Instant,
     }
 
-    impl Hall {
+    impl TestConnections {
         fn new(most: usize) -> Self {
-            Hall {
+            TestConnections {
                 connections: Arc::new(Connections::new(most, true)),
-                seats: Vec::new(),
+                slots: Vec::new(),
                 now: Instant::now(),
             }
         }
 
-        /// Returns the index of the new seat among all seats so far.
+        /// Returns the index of the new slot among all slots so far.
         fn enter(&mut self, last: u8) -> Option<usize> {
             self.now += Duration::from_secs(1);
-            let seat = self.connections.enter(address(last), self.now)?;
-            self.seats.push(seat);
-            Some(self.seats.len() - 1)
+            let slot = self.connections.enter(address(last), self.now)?;
+            self.slots.push(slot);
+            Some(self.slots.len() - 1)
         }
 
         fn is_there(&self, i: usize) -> bool {
-            self.connections.doors().by_number.contains_key(&self.seats[i].number)
+            self.connections.open().by_number.contains_key(&self.slots[i].number)
         }
 
         fn set(&self, i: usize, phase: Phase) {
-            let mut standing = self.seats[i].door.standing();
-            (standing.phase, standing.since) = (phase, self.now);
+            let mut status = self.slots[i].connection.status();
+            (status.phase, status.since) = (phase, self.now);
         }
 
         fn know(&self, i: usize, name: &str) {
             let name: Arc<str> = name.into();
-            let place = Shares::new(1, &[]).take(&name).ok().unwrap();
-            self.seats[i].door.knows(&name, place);
+            let quota_slot = TenantQuota::new(1, &[]).take(&name).ok().unwrap();
+            self.slots[i].connection.set_caller(&name, quota_slot);
         }
 
         fn gone(&self) -> Vec<usize> {
-            (0..self.seats.len()).filter(|i| !self.is_there(*i)).collect()
+            (0..self.slots.len()).filter(|i| !self.is_there(*i)).collect()
         }
     }
 
     #[test]
     fn the_oldest_that_dribbles_makes_room() {
-        let mut hall = Hall::new(3);
-        let mine = (0..3).map(|_| hall.enter(1).unwrap()).collect::<Vec<_>>();
-        hall.set(mine[0], Phase::Answer);
-        assert!(hall.enter(1).is_some());
-        assert_eq!(hall.gone(), [1]);
-        assert!(hall.enter(1).is_some());
-        assert_eq!(hall.gone(), [1, 2]);
-        assert_eq!((hall.connections.count(), hall.connections.displaced()), ((3, 0), 2));
+        let mut test = TestConnections::new(3);
+        let mine = (0..3).map(|_| test.enter(1).unwrap()).collect::<Vec<_>>();
+        test.set(mine[0], Phase::Answer);
+        assert!(test.enter(1).is_some());
+        assert_eq!(test.gone(), [1]);
+        assert!(test.enter(1).is_some());
+        assert_eq!(test.gone(), [1, 2]);
+        assert_eq!((test.connections.count(), test.connections.displaced()), ((3, 0), 2));
         // If the system has no more file descriptors, several are closed at once.
-        assert!(hall.connections.make_room(5, hall.now));
-        assert_eq!((hall.gone(), hall.connections.displaced()), (vec![1, 2, 3, 4], 4));
-        // Connections that end by themselves free their places.
-        hall.seats.clear();
-        assert_eq!(hall.connections.count(), (0, 0));
+        assert!(test.connections.make_room(5, test.now));
+        assert_eq!((test.gone(), test.connections.displaced()), (vec![1, 2, 3, 4], 4));
+        // Connections that end by themselves free their slots.
+        test.slots.clear();
+        assert_eq!(test.connections.count(), (0, 0));
     }
 
     #[test]
     fn where_all_clients_wait_none_is_closed() {
-        let mut hall = Hall::new(2);
+        let mut test = TestConnections::new(2);
         for _ in 0..2 {
-            let i = hall.enter(1).unwrap();
-            hall.set(i, Phase::Answer);
+            let i = test.enter(1).unwrap();
+            test.set(i, Phase::Answer);
         }
-        assert_eq!(hall.enter(2), None);
-        assert!(!hall.connections.make_room(3, hall.now));
-        assert_eq!(hall.connections.displaced(), 0);
+        assert_eq!(test.enter(2), None);
+        assert!(!test.connections.make_room(3, test.now));
+        assert_eq!(test.connections.displaced(), 0);
         // But a client that reads nothing of its answer is awaited.
-        hall.seats[1].door.stalls();
-        hall.now += Duration::from_secs(30);
-        assert!(hall.enter(2).is_some());
-        assert_eq!(hall.gone(), [1]);
-        hall.seats[0].door.stalls();
-        hall.seats[0].door.takes();
-        hall.set(2, Phase::Answer);
-        assert_eq!(hall.enter(2), None);
+        test.slots[1].connection.set_stalled();
+        test.now += Duration::from_secs(30);
+        assert!(test.enter(2).is_some());
+        assert_eq!(test.gone(), [1]);
+        test.slots[0].connection.set_stalled();
+        test.slots[0].connection.clear_stalled();
+        test.set(2, Phase::Answer);
+        assert_eq!(test.enter(2), None);
     }
 
     #[test]
     fn the_address_with_the_most_makes_room() {
-        let mut hall = Hall::new(10);
-        let first = hall.enter(1).unwrap();
+        let mut test = TestConnections::new(10);
+        let first = test.enter(1).unwrap();
         for _ in 0..9 {
-            hall.enter(2).unwrap();
+            test.enter(2).unwrap();
         }
         for _ in 0..50 {
-            hall.enter(2).unwrap();
+            test.enter(2).unwrap();
         }
-        assert!(hall.is_there(first), "the oldest of all, and the only one of its address");
+        assert!(test.is_there(first), "the oldest of all, and the only one of its address");
         // Addresses of one customer's network count as one. An IPv4-mapped IPv6 address counts as the IPv4 address.
-        let door = |text: &str| Door::new(text.parse().unwrap(), Instant::now()).network();
-        assert_eq!(door("2001:db8:1:2:3:4:5:6"), door("2001:db8:1:2:ffff::1"));
-        assert_ne!(door("2001:db8:1:2::1"), door("2001:db8:1:3::1"));
-        assert_eq!(door("::ffff:10.0.0.1"), address(1));
-        assert_ne!(door("10.0.0.1"), door("10.0.0.2"));
+        let connection = |text: &str| Connection::new(text.parse().unwrap(), Instant::now()).network();
+        assert_eq!(connection("2001:db8:1:2:3:4:5:6"), connection("2001:db8:1:2:ffff::1"));
+        assert_ne!(connection("2001:db8:1:2::1"), connection("2001:db8:1:3::1"));
+        assert_eq!(connection("::ffff:10.0.0.1"), address(1));
+        assert_ne!(connection("10.0.0.1"), connection("10.0.0.2"));
     }
 
-    /// Connections with a key win over those without, except for one place in eight.
+    /// Connections with a key win over those without, except for one slot in eight.
     #[test]
     fn those_with_a_key_stay_and_new_ones_come_in() {
-        let mut hall = Hall::new(16);
-        let known: Vec<usize> = (0..16).map(|_| hall.enter(1).unwrap()).collect();
-        known.iter().for_each(|i| hall.know(*i, if *i < 10 { "ann" } else { "bob" }));
+        let mut test = TestConnections::new(16);
+        let known: Vec<usize> = (0..16).map(|_| test.enter(1).unwrap()).collect();
+        known.iter().for_each(|i| test.know(*i, if *i < 10 { "ann" } else { "bob" }));
         for _ in 0..100 {
-            hall.enter(2).unwrap();
+            test.enter(2).unwrap();
         }
         // Three new connections have come in. From then on each new one replaces one of them.
-        let there = |range: &[usize]| range.iter().filter(|i| hall.is_there(**i)).count();
-        assert_eq!(hall.gone()[..3], [0, 1, 2], "the oldest of the name that has most");
+        let there = |range: &[usize]| range.iter().filter(|i| test.is_there(**i)).count();
+        assert_eq!(test.gone()[..3], [0, 1, 2], "the oldest of the name that has most");
         assert_eq!((there(&known[..10]), there(&known[10..])), (7, 6));
-        assert_eq!(hall.connections.count(), (16, 13));
+        assert_eq!(test.connections.count(), (16, 13));
         assert_eq!(there(&[113, 114, 115]), 3, "the youngest of the new ones");
     }
 
     #[test]
     fn phases_follow_each_other() {
-        let hall = {
-            let mut hall = Hall::new(1);
-            hall.enter(1).unwrap();
-            hall
+        let test = {
+            let mut test = TestConnections::new(1);
+            test.enter(1).unwrap();
+            test
         };
-        let door = &hall.seats[0].door;
-        assert!(!door.dribbles(Duration::ZERO), "nothing has come");
-        door.goes_on(Some(Phase::Idle), Phase::Head);
-        assert!(door.dribbles(Duration::ZERO) && !door.dribbles(Duration::from_secs(3600)));
-        door.goes_on(Some(Phase::Idle), Phase::Head);
-        door.goes_on(None, Phase::Body);
-        assert!(!door.dribbles(Duration::ZERO));
-        door.goes_on(Some(Phase::Idle), Phase::Head);
-        assert_eq!(door.phase(), Phase::Body, "what is read now is its body");
-        let shares = Shares::new(1, &[]);
-        door.knows(&"ann".into(), shares.take(&"ann".into()).ok().unwrap());
-        door.goes_on(Some(Phase::Body), Phase::Answer);
-        assert!(!shares.has_room("ann"));
-        door.goes_on(None, Phase::Idle);
-        assert!(shares.has_room("ann"), "a request that is over takes no place");
+        let connection = &test.slots[0].connection;
+        assert!(!connection.is_slow_head(Duration::ZERO), "nothing has come");
+        connection.advance(Some(Phase::Idle), Phase::Head);
+        assert!(
+            connection.is_slow_head(Duration::ZERO) && !connection.is_slow_head(Duration::from_secs(3600))
+        );
+        connection.advance(Some(Phase::Idle), Phase::Head);
+        connection.advance(None, Phase::Body);
+        assert!(!connection.is_slow_head(Duration::ZERO));
+        connection.advance(Some(Phase::Idle), Phase::Head);
+        assert_eq!(connection.phase(), Phase::Body, "what is read now is its body");
+        let quota = TenantQuota::new(1, &[]);
+        connection.set_caller(&"ann".into(), quota.take(&"ann".into()).ok().unwrap());
+        connection.advance(Some(Phase::Body), Phase::Answer);
+        assert!(!quota.has_room("ann"));
+        connection.advance(None, Phase::Idle);
+        assert!(quota.has_room("ann"), "a request that is over takes no slot");
     }
 }

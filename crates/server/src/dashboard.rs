@@ -2,10 +2,10 @@
 //!
 //! The bundle is built from `/dashboard` and committed, so building the server needs no Node. The page loads nothing
 //! from other origins, and its content security policy allows no script but its own.
-use crate::app::App;
 use crate::auth::Caller;
 use crate::error::ApiError;
-use crate::live::{MAX_LISTENERS, NotHeard, sessions};
+use crate::live::{ListenError, MAX_LISTENERS, sessions};
+use crate::state::ServerState;
 use axum::Extension;
 use axum::extract::{Path, State};
 use axum::http::{StatusCode, header};
@@ -57,41 +57,42 @@ pub(crate) async fn asset(Path(name): Path<String>) -> Response {
 /// `GET /kvist/live`: an event `snapshot`, then events `lines` ([`crate::live`]) and `sessions` ([`sessions`]). The
 /// stream shows all users, so if keys are configured it requires an admin key.
 pub(crate) async fn live(
-    State(app): State<Arc<App>>,
+    State(state): State<Arc<ServerState>>,
     Extension(caller): Extension<Caller>,
 ) -> Result<Response, ApiError> {
     if !caller.admin {
         let message = "the live view tells of all users, and is for admin keys";
         return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message));
     }
-    let heard = app.engine.live().listen(&app.engine, app.model_name().to_owned()).await;
-    let (snapshot, lines) = heard.map_err(|why| match why {
-        NotHeard::TooMany => {
+    let joined = state.live.listen(&state.engine, state.model_name().to_owned()).await;
+    let (snapshot, lines) = joined.map_err(|why| match why {
+        ListenError::TooMany => {
             let message = format!("{MAX_LISTENERS} listen already: close another dashboard");
             ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_listeners", message).retry_after(5)
         }
-        NotHeard::Stopped => ApiError::internal("the engine has stopped: restart the server"),
+        ListenError::Stopped => ApiError::internal("the engine has stopped: restart the server"),
     })?;
     let first = stream::once(async move { Event::default().event("snapshot").data(snapshot) });
     let rest = stream::unfold(lines, |mut lines| async move {
         let batch = lines.recv().await?;
         Some((Event::default().event("lines").data(&*batch), lines))
     });
-    let sessions = sessions::watch(app.clone()).map(|now| Event::default().event("sessions").data(now));
+    let sessions =
+        sessions::watch(state.session_list.clone()).map(|now| Event::default().event("sessions").data(now));
     let rest = stream::select(rest.map(Some).chain(stream::once(async { None })), sessions.map(Some));
     // The stream ends when the lines end.
     let rest = rest.take_while(|event| std::future::ready(event.is_some())).filter_map(std::future::ready);
-    let events = first.chain(rest.take_until(drained(app))).map(Ok::<_, Infallible>);
+    let events = first.chain(rest.take_until(drained(state))).map(Ok::<_, Infallible>);
     let keep_alive = KeepAlive::new().interval(Duration::from_secs(15));
     Ok(([(header::CACHE_CONTROL, "no-store")], Sse::new(events).keep_alive(keep_alive)).into_response())
 }
 
 /// Waits until the server is shutting down and nothing runs any more: there is nothing left to show.
-async fn drained(app: Arc<App>) {
+async fn drained(state: Arc<ServerState>) {
     loop {
         tokio::time::sleep(Duration::from_millis(250)).await;
-        let stats = app.engine.stats();
-        if app.is_draining() && stats.running + stats.waiting == 0 {
+        let stats = state.engine.stats();
+        if state.is_draining() && stats.running + stats.waiting == 0 {
             return;
         }
     }

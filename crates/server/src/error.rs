@@ -3,11 +3,19 @@
 //! ```json
 //! {"error": {"message": "…", "type": "invalid_request_error", "param": "top_p", "code": "invalid_value"}}
 //! ```
-use crate::job::{Failure, Rejected};
 use axum::http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
 use axum::http::{HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
+use kvist_engine::Error;
+use kvist_engine::chat_format::{AnswerSpecError, PromptError};
+use kvist_engine::grammar::InvalidParameter;
+use kvist_engine::serving::{Failure, Rejected};
+use kvist_engine::sessions::SessionError;
 use serde_json::{Value, json};
+use std::time::Duration;
+
+/// A request that is not ready (parsed, rendered, tokenized) within this time is refused.
+pub(crate) const PREPARATION_TIME: Duration = Duration::from_secs(30);
 
 /// A response that reports a refusal or a failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -73,6 +81,21 @@ impl ApiError {
         ApiError::new(StatusCode::REQUEST_TIMEOUT, "deadline_exceeded", message)
     }
 
+    /// 408: the client has disconnected, or the request took too long to prepare.
+    pub fn not_ready_in_time() -> Self {
+        let message = format!(
+            "the request was not ready within {} s: shorten it, or try again when the server is less busy",
+            PREPARATION_TIME.as_secs()
+        );
+        ApiError { message, ..ApiError::deadline() }
+    }
+
+    /// 503: the memory for requests is taken.
+    pub fn busy() -> Self {
+        let message = "too many bodies are being read or worked on: try again";
+        ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "server_busy", message).retry_after(1)
+    }
+
     pub fn of_rejected(rejected: Rejected, retry_after_s: u32) -> Self {
         match rejected {
             Rejected::Full { .. } => {
@@ -124,11 +147,61 @@ impl ApiError {
     }
 }
 
-impl From<crate::structured::InvalidParameter> for ApiError {
-    fn from(bad: crate::structured::InvalidParameter) -> Self {
+impl From<InvalidParameter> for ApiError {
+    fn from(bad: InvalidParameter) -> Self {
         match bad.halted {
-            true => crate::work::halted(),
+            true => ApiError::not_ready_in_time(),
             false => ApiError::invalid(bad.param.clone(), bad.to_string()),
+        }
+    }
+}
+
+impl From<AnswerSpecError> for ApiError {
+    fn from(error: AnswerSpecError) -> Self {
+        match error {
+            AnswerSpecError::Invalid(bad) => bad.into(),
+            AnswerSpecError::Unsupported { param, message } => ApiError::unsupported(param, message),
+        }
+    }
+}
+
+impl From<PromptError> for ApiError {
+    fn from(error: PromptError) -> Self {
+        let message = error.to_string();
+        match error {
+            PromptError::NoTokenizer => ApiError::unsupported("prompt", message),
+            PromptError::NoToolCalls { message: at } => {
+                ApiError::unsupported(format!("messages[{at}]"), message)
+            }
+            PromptError::Template(Error::Halted) => ApiError::not_ready_in_time(),
+            // A template may name what it refuses.
+            PromptError::Template(Error::Usage(what)) => {
+                ApiError::invalid(what.split('`').nth(1).unwrap_or("messages"), message)
+            }
+            PromptError::Template(_) => ApiError::invalid("messages", message),
+        }
+    }
+}
+
+impl From<SessionError> for ApiError {
+    fn from(error: SessionError) -> Self {
+        let message = error.to_string();
+        let new = |status, code| ApiError::new(status, code, message.clone());
+        match error {
+            SessionError::NotFound { .. } | SessionError::Deleted { .. } => {
+                new(StatusCode::NOT_FOUND, "session_not_found")
+            }
+            SessionError::Busy { .. } => new(StatusCode::CONFLICT, "session_busy"),
+            SessionError::NotForked { .. } => new(StatusCode::CONFLICT, "not_a_fork"),
+            SessionError::NotASibling { index, .. } => ApiError::invalid(format!("also[{index}]"), message),
+            SessionError::TooManySessions { .. } | SessionError::TooManyTokens { .. } => {
+                new(StatusCode::TOO_MANY_REQUESTS, "session_quota")
+            }
+            SessionError::InsideMessage => new(StatusCode::CONFLICT, "inside_message").about("messages"),
+            SessionError::Invalid { param, .. } => ApiError::invalid(param, message),
+            SessionError::TooLong { param, .. } => ApiError::too_long(&param, message),
+            SessionError::Halted => ApiError::not_ready_in_time(),
+            SessionError::Model(_) => ApiError::internal(message),
         }
     }
 }
@@ -168,6 +241,16 @@ impl IntoResponse for ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Regression: the answer was 400, as if the schema were invalid.
+    #[test]
+    fn a_check_that_was_not_finished_refuses_no_schema() {
+        let wrong = InvalidParameter::new("s", "is wrong".into());
+        let aborted = InvalidParameter { halted: true, ..wrong.clone() };
+        let answered = ApiError::from(aborted);
+        assert_eq!((answered.status.as_u16(), answered.code), (408, "deadline_exceeded"), "{answered}");
+        assert_eq!(ApiError::from(wrong).status.as_u16(), 400);
+    }
 
     /// A step computes many requests: the message of its failure must not reach each of them.
     #[test]

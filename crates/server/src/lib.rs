@@ -1,44 +1,45 @@
 //! An OpenAI-compatible HTTP server: one model, many users, one KV cache. Requests share cached prefixes if their salts
 //! are equal.
 //!
-//! One thread owns the scheduler, the cache and the weights, and runs one turn after the other ([`Engine`]). All other
-//! code talks to it through [`Job`]s and [`Event`]s. The server guarantees two things: a request whose client has
-//! disconnected holds no cache after the next step, and the server takes no memory beyond the plan that it printed at
-//! startup.
+//! The crate is HTTP around [`kvist_engine::serving`], which runs the model, and [`kvist_engine::sessions`]. It
+//! guarantees two things: a request whose client has disconnected holds no cache after the next step, and the server
+//! takes no memory beyond the plan that it printed at startup.
 //!
-//! [`ServerConfig`] is the configuration of a server, [`App`] the state that its handlers share, and [`serve`] the loop
-//! that accepts connections. The API is OpenAI's. A parameter that is not supported is refused by name, never ignored:
-//! request bodies are checked against the schemas that `/openapi.json` shows.
+//! [`ServerConfig`] is the configuration of a server, [`ServerState`] the state that its handlers share, and [`serve()`]
+//! the loop that accepts connections. The API is OpenAI's. A parameter that is not supported is refused by name, never
+//! ignored: request bodies are checked against the schemas that `/openapi.json` shows.
 #![forbid(unsafe_code)]
 
 mod accept;
 mod app;
 mod auth;
+mod blocking;
+mod bodies;
 mod body;
+mod checks;
 pub mod config;
 mod connection;
 mod connections;
 mod dashboard;
 mod error;
-mod http;
-mod job;
+mod extract;
+mod health;
 mod live;
+mod memory;
 mod metrics;
 mod openai;
 mod openapi;
 mod schema;
+mod schemas;
+mod serve;
 mod sessions;
-mod shares;
-pub mod structured;
-pub mod tools;
+mod state;
 mod work;
-mod worker;
 
-pub use app::App;
+pub use app::router;
 pub use config::{ConfigError, ServerConfig};
 pub use error::ApiError;
-pub use http::{router, runtime, serve};
-pub use job::*;
 pub use live::LiveView;
+pub use serve::{runtime, serve};
+pub use state::ServerState;
 pub use work::request_bytes;
-pub use worker::{Engine, EngineConfig, Generation, State, Stats, Watch};

@@ -1,7 +1,7 @@
 //! Live view of the engine: an event stream for dashboards, and a recording file.
 //!
-//! A listener first receives a [`Snapshot`], and then the lines of a recording, in batches of whole turns, at most ten
-//! a second. It joins between two turns, so the lines continue the snapshot exactly. The lines contain no tokens of
+//! A listener first receives a [`Snapshot`], and then the lines of a recording, in batches of whole steps, at most ten
+//! a second. It joins between two steps, so the lines continue the snapshot exactly. The lines contain no tokens of
 //! prompts or answers, and no salts. A file receives everything, prompts included, from before the first event, so it
 //! can be replayed.
 //!
@@ -10,10 +10,9 @@
 mod file;
 pub(crate) mod sessions;
 
-use crate::job::Name;
-use crate::worker::{Engine, State, Watch};
 use file::RecordFile;
 use kvist_cache::BlockEvent;
+use kvist_engine::serving::{Engine, EngineState, JobName, KvBytes, Watcher};
 use kvist_scheduler::{Ended, Part, Recording, RequestId, Snapshot};
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize, Serializer};
@@ -32,12 +31,11 @@ const BEHIND: usize = 64;
 /// The registry of listeners and the recording file. Cheap to clone.
 #[derive(Clone)]
 pub struct LiveView {
-    desk: Arc<Mutex<ListenerRegistry>>,
-    pub(crate) sessions: Arc<sessions::Looks>,
+    registry: Arc<Mutex<Registry>>,
 }
 
 #[derive(Default)]
-struct ListenerRegistry {
+struct Registry {
     recording: Option<Recording>,
     file: Option<RecordFile>,
     listeners: Vec<Sender<Arc<str>>>,
@@ -45,20 +43,20 @@ struct ListenerRegistry {
     batch: String,
     sent_ns: u64,
     blocks: Vec<BlockEvent>,
-    bytes: CacheBytes,
+    bytes: KvBytes,
     names: Names,
 }
 
 /// Names of the live requests, by engine request id.
 #[derive(Default)]
 struct Names {
-    of: BTreeMap<u64, Name>,
-    /// Requests that have ended, but whose last turn has not been reported yet.
+    of: BTreeMap<u64, JobName>,
+    /// Requests that have ended, but whose last step has not been reported yet.
     ended: Vec<u64>,
 }
 
 impl Names {
-    /// Called after the turn has been reported.
+    /// Called after the step has been reported.
     fn forget_ended(&mut self) {
         for id in self.ended.drain(..) {
             self.of.remove(&id);
@@ -66,16 +64,9 @@ impl Names {
     }
 }
 
-/// KV memory by the memory plan, in bytes: per token, and at most.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct CacheBytes {
-    pub per_token: u64,
-    pub bound: u64,
-}
-
 /// The first event of a stream.
 #[derive(Serialize)]
-struct Greeting<'a> {
+struct FirstEvent<'a> {
     format: &'static str,
     version: u32,
     model: &'a str,
@@ -91,7 +82,7 @@ struct Greeting<'a> {
     names: BTreeMap<u64, Named>,
 }
 
-/// Name of a request, in the log and for clients.
+/// JobName of a request, in the log and for clients.
 #[derive(Serialize)]
 struct Named {
     name: Arc<str>,
@@ -99,34 +90,30 @@ struct Named {
     session: Option<Arc<str>>,
 }
 
-impl From<&Name> for Named {
-    fn from(name: &Name) -> Named {
+impl From<&JobName> for Named {
+    fn from(name: &JobName) -> Named {
         Named { name: name.request.clone(), session: name.session.clone() }
     }
 }
 
 /// Why a listener was refused: there are [`MAX_LISTENERS`] already, or the engine has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum NotHeard {
+pub(crate) enum ListenError {
     TooMany,
     Stopped,
 }
 
 impl LiveView {
-    pub(crate) fn new(bytes: CacheBytes) -> LiveView {
-        LiveView {
-            desk: Arc::new(Mutex::new(ListenerRegistry { bytes, ..ListenerRegistry::default() })),
-            sessions: Arc::default(),
-        }
+    /// Attach a view to the engine. It sees what is submitted from now on.
+    pub(crate) fn watch(engine: &Engine) -> LiveView {
+        let registry = Registry { bytes: engine.kv_bytes(), ..Registry::default() };
+        let view = LiveView { registry: Arc::new(Mutex::new(registry)) };
+        engine.add_watcher(Box::new(view.clone()));
+        view
     }
 
-    fn desk(&self) -> MutexGuard<'_, ListenerRegistry> {
-        self.desk.lock().unwrap_or_else(|broken| broken.into_inner())
-    }
-
-    /// How often the blocks of sessions were looked up for listeners.
-    pub fn session_lookups(&self) -> u64 {
-        self.sessions.n_lookups()
+    fn registry(&self) -> MutexGuard<'_, Registry> {
+        self.registry.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
     /// Record everything into `file` from now on. If this is called before the first request, the recording can be
@@ -137,19 +124,19 @@ impl LiveView {
     pub async fn record(&self, engine: &Engine, file: File) -> bool {
         let live = self.clone();
         let Ok(file) = RecordFile::new(file) else { return false };
-        let begun = engine.inspect(move |state| {
-            let mut desk = live.desk();
-            desk.file = Some(file);
-            desk.begin(state);
+        let started = engine.inspect(move |state| {
+            let mut registry = live.registry();
+            registry.file = Some(file);
+            registry.begin(state);
         });
-        begun.await.is_some()
+        started.await.is_some()
     }
 
-    /// Waits until all past turns are in the file. Returns false if there is no file, or the recording has ended early.
+    /// Waits until all past steps are in the file. Returns false if there is no file, or the recording has ended early.
     pub async fn recorded(&self, engine: &Engine) -> bool {
-        // Answered after the current turn. An engine that has ended has reported everything already.
+        // Answered after the current step. An engine that has ended has reported everything already.
         engine.inspect(|_| ()).await;
-        let written = self.desk().file.as_ref().map(RecordFile::written);
+        let written = self.registry().file.as_ref().map(RecordFile::written);
         match written {
             Some(written) => written.await.is_ok(),
             None => false,
@@ -161,28 +148,28 @@ impl LiveView {
         &self,
         engine: &Engine,
         model: String,
-    ) -> Result<(String, Receiver<Arc<str>>), NotHeard> {
+    ) -> Result<(String, Receiver<Arc<str>>), ListenError> {
         let live = self.clone();
         let joined = engine.inspect(move |state| {
-            let mut desk = live.desk();
+            let mut registry = live.registry();
             let at = state.now_ns();
-            desk.listeners.retain(|listener| !listener.is_closed());
-            if desk.listeners.len() >= MAX_LISTENERS {
-                return Err(NotHeard::TooMany);
+            registry.listeners.retain(|listener| !listener.is_closed());
+            if registry.listeners.len() >= MAX_LISTENERS {
+                return Err(ListenError::TooMany);
             }
             // Earlier events go to the existing listeners; the snapshot covers them for the new one.
-            desk.begin(state);
-            desk.take(at, at, state);
-            desk.send(at);
+            registry.begin(state);
+            registry.take(at, at, state);
+            registry.send(at);
             let (sender, receiver) = channel(BEHIND);
-            desk.listeners.push(sender);
-            let names = desk.names.of.iter().map(|(id, name)| (*id, name.into())).collect();
-            Ok((at, desk.bytes, Snapshot::of(&state.scheduler), names, receiver))
+            registry.listeners.push(sender);
+            let names = registry.names.of.iter().map(|(id, name)| (*id, name.into())).collect();
+            Ok((at, registry.bytes, Snapshot::of(&state.scheduler), names, receiver))
         });
-        let (at, bytes, snapshot, names, receiver) = joined.await.unwrap_or(Err(NotHeard::Stopped))?;
+        let (at, bytes, snapshot, names, receiver) = joined.await.unwrap_or(Err(ListenError::Stopped))?;
         // A full cache makes a long text. Neither the engine nor other connections wait for it.
         let written = tokio::task::spawn_blocking(move || {
-            let greeting = Greeting {
+            let first = FirstEvent {
                 format: "kvist-live",
                 version: kvist_scheduler::RECORDING_VERSION,
                 model: &model,
@@ -192,36 +179,36 @@ impl LiveView {
                 snapshot,
                 names,
             };
-            serde_json::to_string(&greeting).unwrap_or_default()
+            serde_json::to_string(&first).unwrap_or_default()
         });
-        Ok((written.await.map_err(|_| NotHeard::Stopped)?, receiver))
+        Ok((written.await.map_err(|_| ListenError::Stopped)?, receiver))
     }
 }
 
-impl Watch for LiveView {
-    fn arrived(&mut self, id: RequestId, name: &Name) {
+impl Watcher for LiveView {
+    fn arrived(&mut self, id: RequestId, name: &JobName) {
         if !name.request.is_empty() {
-            self.desk().names.of.insert(id.0, name.clone());
+            self.registry().names.of.insert(id.0, name.clone());
         }
     }
 
     fn ended(&mut self, ended: &Ended) {
-        let mut desk = self.desk();
-        desk.names.ended.push(ended.id.0);
-        if let Some(recording) = &mut desk.recording {
+        let mut registry = self.registry();
+        registry.names.ended.push(ended.id.0);
+        if let Some(recording) = &mut registry.recording {
             recording.ended(ended);
         }
     }
 
-    fn turn(&mut self, now_ns: u64, end_ns: u64, state: &mut State) {
-        let mut desk = self.desk();
-        desk.turn(now_ns, end_ns, state);
-        desk.names.forget_ended();
+    fn stepped(&mut self, now_ns: u64, end_ns: u64, state: &mut EngineState) {
+        let mut registry = self.registry();
+        registry.stepped(now_ns, end_ns, state);
+        registry.names.forget_ended();
     }
 }
 
-impl ListenerRegistry {
-    fn turn(&mut self, now_ns: u64, end_ns: u64, state: &mut State) {
+impl Registry {
+    fn stepped(&mut self, now_ns: u64, end_ns: u64, state: &mut EngineState) {
         if self.recording.is_none() {
             return;
         }
@@ -234,7 +221,7 @@ impl ListenerRegistry {
             return;
         }
         self.take(now_ns, end_ns, state);
-        // If the engine goes idle, send at once: the next turn may be far away.
+        // If the engine goes idle, send at once: the next step may be far away.
         let is_idle = state.scheduler.n_running() + state.scheduler.n_waiting() == 0;
         if is_idle || end_ns.saturating_sub(self.sent_ns) >= BATCH_NS {
             self.send(end_ns);
@@ -242,7 +229,7 @@ impl ListenerRegistry {
     }
 
     /// Start the event logs, unless they are on.
-    fn begin(&mut self, state: &mut State) {
+    fn begin(&mut self, state: &mut EngineState) {
         if self.recording.is_none() {
             let file = &mut self.file;
             let header = &mut |_, lines: &str| file.iter_mut().for_each(|file| file.push(lines));
@@ -250,10 +237,9 @@ impl ListenerRegistry {
         }
     }
 
-    /// Collect the events of the last turn.
-    fn take(&mut self, now_ns: u64, end_ns: u64, state: &mut State) {
-        let ListenerRegistry { recording: Some(recording), file, listeners, batch, blocks, names, .. } = self
-        else {
+    /// Collect the events of the last step.
+    fn take(&mut self, now_ns: u64, end_ns: u64, state: &mut EngineState) {
+        let Registry { recording: Some(recording), file, listeners, batch, blocks, names, .. } = self else {
             return;
         };
         blocks.clear();
@@ -268,7 +254,7 @@ impl ListenerRegistry {
                 _ => batch.push_str(lines),
             }
         });
-        if file.as_mut().is_some_and(|file| !file.end_turn()) {
+        if file.as_mut().is_some_and(|file| !file.end_step()) {
             *file = None;
         }
     }
@@ -294,7 +280,7 @@ fn redact(line: &str, names: &Names, out: &mut String) {
         return;
     }
     // A line that cannot be parsed is not passed on.
-    let Ok(mut event) = serde_json::from_str::<Discreet>(line) else { return };
+    let Ok(mut event) = serde_json::from_str::<RedactedEvent>(line) else { return };
     if let Some(arrival) = &mut event.arrive {
         arrival.named = names.of.get(&arrival.id).map(Named::from);
     }
@@ -305,7 +291,7 @@ fn redact(line: &str, names: &Names, out: &mut String) {
 
 /// A line of the event log, as listeners receive it.
 #[derive(Deserialize, Serialize)]
-struct Discreet {
+struct RedactedEvent {
     n: u64,
     at: u64,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -2,10 +2,9 @@
 //! vLLM work. Metrics that only kvist has begin with `kvist_`.
 //!
 //! Times are measured on the HTTP side: from the moment a request was read to the moment its tokens were handed to the
-//! connection. Counters of the cache come from the engine ([`Stats`](crate::Stats)).
-use crate::app::App;
-use crate::job::Usage;
-use crate::worker::Stats;
+//! connection. Counters of the cache come from the engine ([`EngineStats`]).
+use crate::connections::Connections;
+use kvist_engine::serving::{EngineStats, Usage};
 use prometheus::{
     Counter, Gauge, Histogram, HistogramOpts, IntCounter, IntCounterVec, Opts, Registry, TextEncoder,
 };
@@ -57,7 +56,7 @@ const STATUSES: [u16; 14] = [200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 4
 pub struct Reading(&'static str, &'static str, &'static str, f64);
 
 /// Gauges and counters of the engine.
-pub fn of_engine(stats: &Stats) -> Vec<Reading> {
+pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
     let share = stats.held_cells as f64 / stats.capacity_cells.max(1) as f64;
     let gauge = |name, help, value: f64| Reading(name, "gauge", help, value);
     let count = |name, help, value: u64| Reading(name, "counter", help, value as f64);
@@ -104,22 +103,22 @@ pub fn of_engine(stats: &Stats) -> Vec<Reading> {
 }
 
 /// Gauges and counters of requests and connections that were refused or closed because a limit was reached.
-pub(crate) fn of_limits(app: &App) -> Vec<Reading> {
-    let (connections, known) = app.connections.count();
+pub(crate) fn of_limits(rejected: u64, connections: &Connections) -> Vec<Reading> {
+    let (open, known) = connections.count();
     let gauge = |name, help, value: usize| Reading(name, "gauge", help, value as f64);
     let count = |name, help, value: u64| Reading(name, "counter", help, value as f64);
     vec![
         count(
             "kvist_queue_full_total",
             "Requests that were refused because the queue was full for their key.",
-            app.engine.rejected(),
+            rejected,
         ),
-        gauge("kvist_connections", "Connections that are there, the reserve not counted.", connections),
+        gauge("kvist_connections", "Connections that are there, the reserve not counted.", open),
         gauge("kvist_connections_known", "Of these, connections that have shown a known key.", known),
         count(
             "kvist_connections_displaced_total",
             "Connections whose client was waited for, closed to make room for others.",
-            app.connections.displaced(),
+            connections.displaced(),
         ),
     ]
 }
@@ -291,7 +290,13 @@ mod tests {
         metrics.responded(418);
         metrics.admitted(ms(2), 7, 4);
         let recent_hits = kvist_cache::HitCounts { n_prompts: 3, prompt_tokens: 40, hit_tokens: 16 };
-        let stats = Stats { running: 2, held_cells: 16, capacity_cells: 64, recent_hits, ..Stats::default() };
+        let stats = EngineStats {
+            running: 2,
+            held_cells: 16,
+            capacity_cells: 64,
+            recent_hits,
+            ..EngineStats::default()
+        };
         let text = metrics.render(&of_engine(&stats)).unwrap();
         let label = "model_name=\"a \\\"b\\\"\"";
         for line in [

@@ -1,5 +1,6 @@
 //! `/openapi.json` (OpenAPI 3.1): the schemas that request bodies are checked against, and the responses.
-use crate::openai::request::{Bounds, Schemas};
+use crate::openai::request::Bounds;
+use crate::schemas::Schemas;
 use serde_json::{Map, Value, json};
 
 /// The OpenAPI document of one server. It contains the server's model and limits.
@@ -205,7 +206,7 @@ fn components(schemas: &Schemas) -> Value {
         "parent": maybe("string"), "shared_tokens": count(), "running": {"type": "boolean"},
         "children": {"type": "array", "items": text()},
     });
-    let told = |more: Value| {
+    let with_fields = |more: Value| {
         let mut all = session.clone();
         for (name, field) in more.as_object().into_iter().flatten() {
             all[name] = field.clone();
@@ -226,8 +227,8 @@ fn components(schemas: &Schemas) -> Value {
         "SessionFork": of_sessions.fork,
         "SessionRollback": of_sessions.rollback,
         "SessionKeep": of_sessions.keep,
-        "Session": told(json!({"kept_tokens": count()})),
-        "SessionHistory": told(json!({
+        "Session": with_fields(json!({"kept_tokens": count()})),
+        "SessionHistory": with_fields(json!({
             "tokens": {"type": "array", "items": count()},
             "text": maybe("string"),
             "messages": {"type": ["array", "null"], "items": placed},

@@ -59,7 +59,7 @@ fn check_at(schema: &Value, value: &Value, path: &str) -> Result<(), Found> {
             one => one.as_str().into_iter().collect(),
         };
         if !names.iter().any(|name| is_of(value, name)) {
-            let what = format!("is {}; expected {}", told(value), names.join(" or "));
+            let what = format!("is {}; expected {}", shown(value), names.join(" or "));
             return Err(found(path, "invalid_type", format!("{} {what}", name_of(path))));
         }
     }
@@ -67,12 +67,12 @@ fn check_at(schema: &Value, value: &Value, path: &str) -> Result<(), Found> {
         && !allowed.contains(value)
     {
         let names: Vec<String> = allowed.iter().map(Value::to_string).collect();
-        return Err(wrong(format!("is {}; expected one of {}", told(value), names.join(", "))));
+        return Err(wrong(format!("is {}; expected one of {}", shown(value), names.join(", "))));
     }
     if let Some(only) = schema.get("const")
         && only != value
     {
-        return Err(wrong(format!("is {}; kvist takes {only} alone", told(value))));
+        return Err(wrong(format!("is {}; kvist takes {only} alone", shown(value))));
     }
     match value {
         Value::Number(number) => check_number(schema, number.as_f64().unwrap_or(f64::NAN), &wrong)?,
@@ -113,7 +113,7 @@ fn check_any(branches: &[Value], value: &Value, path: &str) -> Result<(), Found>
     Err(match furthest {
         Some(furthest) if furthest.reach() > (here, false) || expected.is_empty() => furthest,
         _ => {
-            let what = format!("is {}; expected {}", told(value), expected.join(" or "));
+            let what = format!("is {}; expected {}", shown(value), expected.join(" or "));
             found(path, "invalid_type", format!("{} {what}", name_of(path)))
         }
     })
@@ -245,7 +245,7 @@ fn check_fields(schema: &Value, fields: &Map<String, Value>, path: &str) -> Resu
 }
 
 /// Describes a value for an error message: short, and never text of the user, because errors are logged.
-fn told(value: &Value) -> String {
+fn shown(value: &Value) -> String {
     match value {
         Value::Null => "null".into(),
         Value::Bool(_) | Value::Number(_) => value.to_string(),

@@ -3,7 +3,9 @@
 #[path = "http/server.rs"]
 mod server;
 
-use kvist_client::{Client, Content, Cut, Error, Generate, Message, NewSession, Said, Session, Usage};
+use kvist_client::{
+    Client, Content, Cut, Error, Generate, Message, MessageContent, NewSession, Session, Usage,
+};
 use kvist_server::ServerConfig;
 use kvist_server::config::SessionsSection;
 use serde_json::{Map, Value, json};
@@ -366,7 +368,7 @@ fn messages_of_parts_are_read_back() {
     let client = client(&server);
     let part = |text: &str| json!({"type": "text", "text": text});
     let parts = Message {
-        content: Some(Said::Parts(vec![part("What is"), part("a vector?")])),
+        content: Some(MessageContent::Parts(vec![part("What is"), part("a vector?")])),
         more: serde_json::from_value(json!({"name": "ann"})).unwrap(),
         ..Message::user("")
     };

@@ -21,7 +21,7 @@ use std::collections::BinaryHeap;
 pub const PAGED: &str = "paged";
 
 /// Maximum number of blocks. An arena with `first_fit` needs 8 bytes for each.
-pub const MOST_BLOCKS: u32 = 1 << 24;
+pub const MAX_BLOCKS: u32 = 1 << 24;
 
 /// Names accepted by [`replay`]: every allocator of the arena, and [`PAGED`].
 pub fn layouts() -> impl Iterator<Item = &'static str> {
@@ -43,7 +43,7 @@ pub enum Reserve {
 pub struct Setting {
     /// At least 1.
     pub block_tokens: u32,
-    /// 1 to [`MOST_BLOCKS`], and fewer than 2^32 tokens in all.
+    /// 1 to [`MAX_BLOCKS`], and fewer than 2^32 tokens in all.
     pub capacity_blocks: u32,
     /// Virtual nanoseconds between two tokens of an answer.
     pub token_ns: u64,
@@ -56,7 +56,7 @@ pub enum ReplayRefused {
     #[error("there is no layout `{name}`: take one of {}", layouts().collect::<Vec<_>>().join(", "))]
     UnknownLayout { name: String },
     #[error(
-        "{capacity_blocks} blocks of {block_tokens} tokens: give 1 to {MOST_BLOCKS} blocks of at least one token, fewer than 2^32 tokens in all"
+        "{capacity_blocks} blocks of {block_tokens} tokens: give 1 to {MAX_BLOCKS} blocks of at least one token, fewer than 2^32 tokens in all"
     )]
     BadSize { capacity_blocks: u32, block_tokens: u32 },
     #[error("an arena: {0}")]
@@ -127,7 +127,7 @@ trait Place {
     fn used_blocks(&self) -> u32;
     fn external_fragmentation(&self) -> f64;
     /// Writes the layout's counters into `into`.
-    fn tell(&self, into: &mut Replayed);
+    fn count(&self, into: &mut Replayed);
 }
 
 struct InArena {
@@ -162,7 +162,8 @@ impl Place for InArena {
         let held = self.arena.handle(seq).map_or(0, |handle| handle.len);
         match self.arena.append(seq, 1, CapacityExceeded::Error) {
             Ok(append) => {
-                let append = append.expect("who asks for an error is not answered by a halt");
+                let append =
+                    append.expect("with `CapacityExceeded::Error` an append that does not fit is an error");
                 self.moved += u64::from(append.copy().is_some());
                 append.commit();
                 Room::Given
@@ -180,7 +181,7 @@ impl Place for InArena {
     fn external_fragmentation(&self) -> f64 {
         self.arena.external_fragmentation()
     }
-    fn tell(&self, into: &mut Replayed) {
+    fn count(&self, into: &mut Replayed) {
         let arena::Counters { grown, blocks_copied, .. } = self.arena.report().counters;
         into.moved = self.moved;
         into.grown_in_place = grown - self.moved;
@@ -249,7 +250,7 @@ impl Place for InPages {
     fn external_fragmentation(&self) -> f64 {
         0.0
     }
-    fn tell(&self, _: &mut Replayed) {}
+    fn count(&self, _: &mut Replayed) {}
 }
 
 /// Integrals over time.
@@ -278,21 +279,27 @@ impl Sums {
     }
 }
 
+/// An empty place of this layout.
+fn place(layout: &str, setting: &Setting) -> Result<Box<dyn Place>, ReplayRefused> {
+    let &Setting { block_tokens, capacity_blocks, .. } = setting;
+    let fits = capacity_blocks.checked_mul(block_tokens).is_some_and(|tokens| tokens < u32::MAX);
+    if !fits || block_tokens == 0 || !(1..=MAX_BLOCKS).contains(&capacity_blocks) {
+        return Err(ReplayRefused::BadSize { capacity_blocks, block_tokens });
+    }
+    match arena::build(layout, capacity_blocks) {
+        Ok(allocator) => Ok(Box::new(InArena { arena: Arena::new(block_tokens, allocator)?, moved: 0 })),
+        Err(_) if layout == PAGED => Ok(Box::new(InPages::new(setting)?)),
+        Err(_) => Err(ReplayRefused::UnknownLayout { name: layout.to_owned() }),
+    }
+}
+
 /// Replays `requests` in the layout of this name. O(generated tokens · log).
 ///
 /// # Errors
 /// [`ReplayRefused`]
 pub fn replay(requests: &[Request], layout: &str, setting: &Setting) -> Result<Replayed, ReplayRefused> {
-    let &Setting { block_tokens, capacity_blocks, token_ns, reserve } = setting;
-    let fits = capacity_blocks.checked_mul(block_tokens).is_some_and(|tokens| tokens < u32::MAX);
-    if !fits || block_tokens == 0 || !(1..=MOST_BLOCKS).contains(&capacity_blocks) {
-        return Err(ReplayRefused::BadSize { capacity_blocks, block_tokens });
-    }
-    let mut place: Box<dyn Place> = match arena::build(layout, capacity_blocks) {
-        Ok(allocator) => Box::new(InArena { arena: Arena::new(block_tokens, allocator)?, moved: 0 }),
-        Err(_) if layout == PAGED => Box::new(InPages::new(setting)?),
-        Err(_) => return Err(ReplayRefused::UnknownLayout { name: layout.to_owned() }),
-    };
+    let &Setting { block_tokens, token_ns, reserve, .. } = setting;
+    let mut place = place(layout, setting)?;
     let mut found =
         Replayed { layout: layout.to_owned(), requests: requests.len() as u64, ..Replayed::default() };
     let mut arrivals = Arrivals::new(requests);
@@ -351,7 +358,7 @@ pub fn replay(requests: &[Request], layout: &str, setting: &Setting) -> Result<R
             }
         }
     }
-    place.tell(&mut found);
+    place.count(&mut found);
     let mean = |sum: u128| if sums.duration_ns == 0 { 0.0 } else { sum as f64 / sums.duration_ns as f64 };
     found.mean_requests = mean(sums.requests);
     found.mean_used_blocks = mean(sums.used_blocks);

@@ -68,7 +68,7 @@ impl BatchShape {
     }
 
     /// New tokens of the step.
-    pub fn new_tokens(&self) -> u64 {
+    pub(crate) fn new_tokens(&self) -> u64 {
         self.prefill_tokens + self.decode_sequences
     }
 
@@ -83,7 +83,7 @@ impl BatchShape {
     }
 
     /// The next decode step of the same sequences: each has one more token.
-    pub fn next_decode(mut self) -> BatchShape {
+    pub(crate) fn next_decode(mut self) -> BatchShape {
         self.decode_context_tokens += self.decode_sequences;
         self.attention_pairs += self.decode_sequences;
         self

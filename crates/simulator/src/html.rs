@@ -1,8 +1,8 @@
 //! A report as one HTML page with SVG plots, in light and dark, with no external resources.
 //!
-//! The page is a function of its input, byte for byte, and names are escaped. Without JavaScript everything works
-//! except the time slider of block maps. This module computes no figures; they come from [`Report`].
-mod blocks;
+//! The page is a function of its input, byte for byte, and names are escaped. It needs no JavaScript. This module
+//! computes no figures; they come from [`Report`]. It draws what compares requests, runs and sweeps. The dashboard draws
+//! what happened to every block: it plays a recording of the run.
 mod compare;
 mod gantt;
 mod load;
@@ -10,6 +10,7 @@ mod picture;
 mod plot;
 mod scale;
 mod summary;
+mod svg;
 
 use crate::report::{Record, Report};
 use crate::statistics::cdf;
@@ -95,7 +96,11 @@ impl Page<'_> {
         page += "</header>\n<main>\n";
         page += &summary::sections(&self.runs);
         self.figures().iter().for_each(|figure| page += &figure.html());
-        page += &blocks::section(&self.runs);
+        if !self.runs.is_empty() {
+            let about = "Every block over time, and which requests share it: add --record run.jsonl to the command, and \
+                         drop that file on the dashboard, the page of kvist serve.";
+            page += &picture::section_of("Block map", about, "");
+        }
         page += "</main>\n<footer>Made by kvist. Times are virtual.</footer>\n</body>\n</html>\n";
         page
     }
@@ -108,7 +113,7 @@ impl Page<'_> {
         comparison.into_iter().chain(plots).chain(others.into_iter().flatten()).collect()
     }
 
-    /// The plots of the page as separate files with a light background: everything but tiles, tables and block maps.
+    /// The plots of the page as separate files with a light background: everything but tiles and tables.
     pub fn pictures(&self) -> Vec<Picture> {
         self.figures().iter().map(Figure::picture).collect()
     }
@@ -144,7 +149,7 @@ impl Page<'_> {
         let legend = self.runs.iter().enumerate().filter(|_| several);
         Figure::of(
             "Latency",
-            "The share of requests that took at most so long. Steep is predictable; a long tail to the right is somebody waiting.",
+            "The share of requests that took at most so long. A steep curve is predictable; a long tail to the right means that some requests wait long.",
             legend.map(|(color, run)| (run.name.to_owned(), color)),
             panels,
         )

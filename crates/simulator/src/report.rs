@@ -3,11 +3,9 @@
 //! The loop fills a [`Record`]; [`Report::of`] computes the rest. The JSON has stable keys in a stable order, with
 //! times in seconds. A report is a function of the record and the objectives. Figures without data are absent, not
 //! zero: for example, the latency of no requests.
-mod block_map;
 mod load;
 mod requests;
 
-pub use block_map::{BlockFrame, BlockMap, BlockState};
 pub use load::{Load, LoadReport, Sample, Timeline};
 pub use requests::{Activity, Outcome, Phase, RequestRow, write_csv};
 
@@ -32,8 +30,6 @@ pub struct Record {
     pub steps: StepCounts,
     /// When each request was worked on, if recorded; empty otherwise.
     pub activity: Vec<Activity>,
-    /// The state of every block at some moments, if recorded.
-    pub block_map: Option<BlockMap>,
 }
 
 /// Cache counters.

@@ -12,13 +12,13 @@ mod memory;
 mod queue;
 mod watch;
 
-pub use executor::SimExecutor;
 pub use kvist_scheduler::{Part, RECORDING_VERSION, Recorder};
-pub use queue::Arrivals;
+pub(crate) use queue::Arrivals;
 
 use crate::cost::StepCost;
-use crate::report::{CacheCounts, Load, Outcome, Record, RequestRow};
+use crate::report::{CacheCounts, Load, Outcome, Record, RequestRow, Timeline};
 use crate::request::{PromptContent, Request};
+use executor::SimExecutor;
 use kvist_cache::Cache;
 use kvist_scheduler as scheduler;
 use kvist_scheduler::{
@@ -27,7 +27,7 @@ use kvist_scheduler::{
 };
 use memory::Memory;
 use std::sync::Arc;
-use watch::{Blocks, Watched};
+use watch::Watched;
 
 /// Options of a run.
 #[derive(Clone, Debug)]
@@ -45,7 +45,7 @@ pub struct Options {
     pub explain: bool,
     /// Record the time between tokens.
     pub itl: bool,
-    /// Record when each request was worked on and, if the cache is bounded, the state of every block. Used for plots.
+    /// Record when each request was worked on. Used for plots.
     pub watch: bool,
 }
 
@@ -69,12 +69,12 @@ pub enum RunError {
     /// The scheduler rejects this configuration.
     #[error(transparent)]
     BadConfig(#[from] BadConfig),
-    /// Virtual time ends at 2^63 ns. Results beyond it would be wrong, so the run fails.
+    /// Virtual time passed 2^63 ns. Results beyond it would be wrong, so the run fails.
     #[error(
         "virtual time has passed 292 years after {ended} of {requests} requests: steps take too long ({cost}), or \
          requests arrive too late"
     )]
-    TimeIsUp {
+    OutOfTime {
         /// Requests that had ended.
         ended: usize,
         /// Number of requests in the run.
@@ -118,148 +118,202 @@ pub fn run<'s>(
     mut sink: Option<&'s mut Recorder<'s>>,
     progress: &mut dyn FnMut(usize),
 ) -> Result<Run, RunError> {
-    let lengths: Arc<[u32]> = requests.iter().map(|r| r.output_tokens).collect();
-    let oracle = options.scheduler.lengths == LengthSource::Oracle;
-    let truth = oracle.then(|| Box::new(Lengths(lengths.clone())) as Box<dyn Truth>);
-    let block_tokens = cache.occupancy().next().map_or(1, |room| room.block_tokens);
-    let capacity = cache.occupancy().map(|room| room.capacity_cells).min().unwrap_or(0);
-    let endless = capacity >= u32::MAX / block_tokens * block_tokens;
-    let mut scheduler = Scheduler::new(options.scheduler.clone(), cache, truth)?;
-    scheduler.explain_misses(options.explain);
     let one_by_one = options.one_by_one || sink.is_some();
-    let mut memory = Memory::new(scheduler.cache_mut());
-    let mut recording = sink.as_deref_mut().map(|sink| Recording::begin(&mut scheduler, sink));
-    let mut executor = SimExecutor::new(cost, &lengths, block_tokens, one_by_one, options.itl);
-    executor.watched = options.watch.then(Watched::default);
-    let n_blocks = capacity / block_tokens;
-    let mut blocks = (options.watch && !endless).then(|| Blocks::new(n_blocks));
-    let mut arrivals = Arrivals::new(requests);
+    let mut simulation = Simulation::new(requests, cache, cost, options, one_by_one)?;
+    let mut recording = sink.as_deref_mut().map(|sink| Recording::begin(&mut simulation.scheduler, sink));
     let mut clock = VirtualClock::default();
-    let mut rows: Vec<RequestRow> = requests.iter().map(waiting_row).collect();
-    let mut cache_counts = CacheCounts {
-        block_tokens,
-        capacity_blocks: (!endless).then_some((capacity / block_tokens).into()),
-        ..CacheCounts::default()
-    };
-    let mut record = Record::default();
-    let mut run = Notes { load: Load::default(), changed: false, preemptions: 0 };
-    let (mut n_ended, mut turns) = (0, 0);
-    clock.sleep_until(arrivals.next_ns().unwrap_or(0)); // time starts at the first arrival
+    let mut turns = 0;
+    clock.sleep_until(simulation.arrivals.next_ns().unwrap_or(0)); // time starts at the first arrival
     loop {
         let now = clock.now_ns();
+        let n_ended = simulation.n_ended;
         if now > i64::MAX as u64 {
-            return Err(RunError::TimeIsUp { ended: n_ended, requests: requests.len(), cost: cost.name() });
+            return Err(RunError::OutOfTime { ended: n_ended, requests: requests.len(), cost: cost.name() });
         }
-        while let Some((at_ns, i)) = arrivals.pop(now) {
-            rows[i].arrival_ns = at_ns;
-            run.load.queued_requests += 1;
-            record.timeline.note(at_ns, run.load);
-            let promised_ns = options.deadline_ns.map(|ns| at_ns.saturating_add(ns));
-            rows[i].deadline_ns = requests[i].deadline_ns.or(promised_ns);
+        simulation.submit_arrivals(now);
+        let elapsed_ns = simulation.turn(now, recording.as_mut());
+        if simulation.n_ended > n_ended {
+            progress(simulation.n_ended);
+        }
+        if let (Some(recording), Some(sink)) = (&mut recording, sink.as_deref_mut()) {
+            let end_ns = now.saturating_add(elapsed_ns.unwrap_or(0));
+            recording.turn(now, end_ns, &mut simulation.scheduler, &simulation.memory.events, sink);
+        }
+        match (elapsed_ns, simulation.arrivals.next_ns()) {
+            (Some(ns), _) => {
+                turns += 1;
+                clock.advance(ns);
+            }
+            (None, Some(next)) => clock.sleep_until(next),
+            (None, None) => break,
+        }
+    }
+    Ok(simulation.finish(turns, cost))
+}
+
+/// A run in progress.
+struct Simulation<'a> {
+    requests: &'a [Request],
+    options: &'a Options,
+    scheduler: Scheduler,
+    executor: SimExecutor<'a>,
+    arrivals: Arrivals,
+    memory: Memory,
+    /// Per request, in list order.
+    rows: Vec<RequestRow>,
+    cache_counts: CacheCounts,
+    timeline: Timeline,
+    /// The load that the timeline has now.
+    load: Load,
+    /// Whether the last turn changed the batch.
+    changed: bool,
+    n_ended: usize,
+}
+
+impl<'a> Simulation<'a> {
+    fn new(
+        requests: &'a [Request],
+        cache: Cache,
+        cost: &'a dyn StepCost,
+        options: &'a Options,
+        one_by_one: bool,
+    ) -> Result<Self, BadConfig> {
+        let lengths: Arc<[u32]> = requests.iter().map(|r| r.output_tokens).collect();
+        let oracle = options.scheduler.lengths == LengthSource::Oracle;
+        let truth = oracle.then(|| Box::new(Lengths(lengths.clone())) as Box<dyn Truth>);
+        let block_tokens = cache.occupancy().next().map_or(1, |room| room.block_tokens);
+        let capacity = cache.occupancy().map(|room| room.capacity_cells).min().unwrap_or(0);
+        let unbounded = capacity >= u32::MAX / block_tokens * block_tokens;
+        let mut scheduler = Scheduler::new(options.scheduler.clone(), cache, truth)?;
+        scheduler.explain_misses(options.explain);
+        let memory = Memory::new(scheduler.cache_mut());
+        let mut executor = SimExecutor::new(cost, &lengths, block_tokens, one_by_one, options.itl);
+        executor.watched = options.watch.then(Watched::default);
+        Ok(Simulation {
+            requests,
+            options,
+            scheduler,
+            executor,
+            arrivals: Arrivals::new(requests),
+            memory,
+            rows: requests.iter().map(waiting_row).collect(),
+            cache_counts: CacheCounts {
+                block_tokens,
+                capacity_blocks: (!unbounded).then_some((capacity / block_tokens).into()),
+                ..CacheCounts::default()
+            },
+            timeline: Timeline::default(),
+            load: Load::default(),
+            changed: false,
+            n_ended: 0,
+        })
+    }
+
+    /// Gives the scheduler every request that has arrived by `now`.
+    fn submit_arrivals(&mut self, now: u64) {
+        while let Some((at_ns, i)) = self.arrivals.pop(now) {
+            let row = &mut self.rows[i];
+            row.arrival_ns = at_ns;
+            self.load.queued_requests += 1;
+            self.timeline.note(at_ns, self.load);
+            let default_ns = self.options.deadline_ns.map(|ns| at_ns.saturating_add(ns));
+            row.deadline_ns = self.requests[i].deadline_ns.or(default_ns);
             let request = scheduler::Request {
-                deadline_ns: rows[i].deadline_ns,
-                ..as_scheduled(&requests[i], i, at_ns, options.max_new)
+                deadline_ns: row.deadline_ns,
+                ..as_scheduled(&self.requests[i], i, at_ns, self.options.max_new)
             };
             // List indices are unique.
-            scheduler.arrive(now, request).unwrap_or_else(|duplicate| panic!("{duplicate}"));
+            self.scheduler.arrive(now, request).unwrap_or_else(|duplicate| panic!("{duplicate}"));
         }
-        if run.changed {
-            record.timeline.note(now, run.load); // end of a step, before the requests it ended free their memory
+        if self.changed {
+            self.timeline.note(now, self.load); // end of a step, before the requests it ended free their memory
         }
-        executor.next_arrival_ns = arrivals.next_ns().unwrap_or(u64::MAX);
-        let n_running = scheduler.n_running();
-        let turn = scheduler.turn(now, &mut executor);
+        self.executor.next_arrival_ns = self.arrivals.next_ns().unwrap_or(u64::MAX);
+    }
+
+    /// One turn of the scheduler at `now`. Returns how long its steps took; `None` if none ran.
+    fn turn(&mut self, now: u64, mut recording: Option<&mut Recording>) -> Option<u64> {
+        let (n_running, preemptions) = (self.scheduler.n_running(), self.scheduler.counters().preemptions);
+        let elapsed_ns = match self.scheduler.turn(now, &mut self.executor) {
+            Turn::Ran { elapsed_ns, .. } => Some(elapsed_ns),
+            Turn::Idle => None,
+        };
+        let ended_before = self.n_ended;
         let mut ended_later = 0;
-        let ended_before = n_ended;
-        for ended in scheduler.drain_ended() {
-            n_ended += 1;
+        for ended in self.scheduler.drain_ended() {
+            self.n_ended += 1;
             ended_later += u64::from(ended.ended_ns > now);
             let i = ended.id.0 as usize;
-            note_end(&mut rows[i], &ended, &mut cache_counts);
+            note_end(&mut self.rows[i], &ended, &mut self.cache_counts);
             if let Some(recording) = &mut recording {
                 recording.ended(&ended);
             }
             if ended.end == End::Finished {
-                arrivals.ended(i, ended.ended_ns);
+                self.arrivals.ended(i, ended.ended_ns);
             }
         }
-        if n_ended > ended_before {
-            progress(n_ended);
-        }
-        let elapsed_ns = match turn {
-            Turn::Ran { elapsed_ns, .. } => Some(elapsed_ns),
-            Turn::Idle => None,
-        };
-        let (at_end, after) = memory.turn(scheduler.cache_mut(), elapsed_ns.is_some());
-        let late = if elapsed_ns.is_some() { executor.late_blocks } else { 0 };
+        self.note_load(now, elapsed_ns, ended_later);
+        self.changed = self.n_ended > ended_before
+            || self.executor.prefilled
+            || self.scheduler.n_running() != n_running
+            || self.scheduler.counters().preemptions != preemptions;
+        elapsed_ns
+    }
+
+    /// Records the load during the turn's steps, or until the next arrival if none ran. `ended_later`: requests that
+    /// were in the batch until the end of the steps.
+    fn note_load(&mut self, now: u64, elapsed_ns: Option<u64>, ended_later: u64) {
+        let (at_end, after) = self.memory.turn(self.scheduler.cache_mut(), elapsed_ns.is_some());
+        let late = if elapsed_ns.is_some() { self.executor.late_blocks } else { 0 };
         let load = Load {
-            queued_requests: scheduler.n_waiting() as u64,
-            running_requests: scheduler.n_running() as u64 + ended_later,
+            queued_requests: self.scheduler.n_waiting() as u64,
+            running_requests: self.scheduler.n_running() as u64 + ended_later,
             used_blocks: at_end.used.saturating_sub(late), // 0 for kinds of cache without blocks
             cached_blocks: at_end.cached,
         };
         let requests = |load: &Load| (load.queued_requests, load.running_requests);
         // Whether a sample is recorded must not depend on how many steps ran as one, so block growth alone does not
         // trigger one.
-        if run.changed || requests(&load) != requests(&run.load) {
-            record.timeline.note(now, load);
+        if self.changed || requests(&load) != requests(&self.load) {
+            self.timeline.note(now, load);
         }
-        run.load = Load { used_blocks: at_end.used, ..load };
-        match (elapsed_ns, arrivals.next_ns()) {
-            (Some(ns), _) => record.timeline.hold(ns, run.load, executor.late_ns),
+        self.load = Load { used_blocks: at_end.used, ..load };
+        match (elapsed_ns, self.arrivals.next_ns()) {
+            (Some(ns), _) => self.timeline.hold(ns, self.load, self.executor.late_ns),
             (None, Some(next)) => {
-                run.load.used_blocks = after.used;
-                run.load.cached_blocks = after.cached;
-                record.timeline.hold(next.saturating_sub(now), run.load, 0);
+                self.load.used_blocks = after.used;
+                self.load.cached_blocks = after.cached;
+                self.timeline.hold(next.saturating_sub(now), self.load, 0);
             }
             (None, None) => {}
         }
-        let preemptions = scheduler.counters().preemptions;
-        run.changed = n_ended > ended_before
-            || executor.prefilled
-            || scheduler.n_running() != n_running
-            || preemptions != run.preemptions;
-        run.preemptions = preemptions;
-        if let Some(blocks) = blocks.as_mut().filter(|_| run.changed) {
-            blocks.note(now, &scheduler);
-        }
-        if let (Some(recording), Some(sink)) = (&mut recording, sink.as_deref_mut()) {
-            let end_ns = now.saturating_add(elapsed_ns.unwrap_or(0));
-            recording.turn(now, end_ns, &mut scheduler, &memory.events, sink);
-        }
-        match (turn, arrivals.next_ns()) {
-            (Turn::Ran { elapsed_ns, .. }, _) => {
-                turns += 1;
-                clock.advance(elapsed_ns);
-            }
-            (Turn::Idle, Some(next)) => clock.sleep_until(next),
-            (Turn::Idle, None) => break,
-        }
     }
-    let counters = *scheduler.counters();
-    if let Some(prefixes) = scheduler.cache_mut().prefixes() {
-        let report = prefixes.report();
-        cache_counts.stored_blocks = report.n_stored;
-        cache_counts.evicted_blocks = report.n_evicted;
-    }
-    record.setting = setting(options, cost);
-    record.requests = rows;
-    record.cache = cache_counts;
-    record.steps = executor.counts;
-    record.steps.preemptions = counters.preemptions;
-    record.itl_ns = executor.itl_ns;
-    record.activity = executor.watched.map(|watched| watched.activity).unwrap_or_default();
-    // The scheduler names requests by list index; a report uses the ids of the trace.
-    record.activity.iter_mut().for_each(|activity| activity.request = requests[activity.request as usize].id);
-    record.block_map = blocks.map(|blocks| blocks.map);
-    Ok(Run { record, counters, turns })
-}
 
-/// The last values passed to the timeline.
-struct Notes {
-    load: Load,
-    changed: bool,
-    preemptions: u64,
+    fn finish(mut self, turns: u64, cost: &dyn StepCost) -> Run {
+        let counters = *self.scheduler.counters();
+        if let Some(prefixes) = self.scheduler.cache_mut().prefixes() {
+            let report = prefixes.report();
+            self.cache_counts.stored_blocks = report.n_stored;
+            self.cache_counts.evicted_blocks = report.n_evicted;
+        }
+        let mut steps = self.executor.counts;
+        steps.preemptions = counters.preemptions;
+        let mut activity = self.executor.watched.map(|watched| watched.activity).unwrap_or_default();
+        // The scheduler names requests by list index; a report uses the ids of the trace.
+        activity
+            .iter_mut()
+            .for_each(|activity| activity.request = self.requests[activity.request as usize].id);
+        let record = Record {
+            setting: setting(self.options, cost),
+            requests: self.rows,
+            itl_ns: self.executor.itl_ns,
+            timeline: self.timeline,
+            cache: self.cache_counts,
+            steps,
+            activity,
+        };
+        Run { record, counters, turns }
+    }
 }
 
 fn waiting_row(request: &Request) -> RequestRow {

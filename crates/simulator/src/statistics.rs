@@ -7,6 +7,7 @@ mod histogram;
 pub use histogram::Histogram;
 
 use serde::Serialize;
+use statrs::distribution::{ContinuousCDF, StudentsT};
 
 /// Summary of a set of values.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -79,79 +80,13 @@ impl Estimate {
     }
 }
 
-/// The `p` quantile of Student's t distribution with `freedom` degrees of freedom, by bisection to 1e-12.
-pub fn student_t(p: f64, freedom: f64) -> f64 {
-    if p < 0.5 {
-        return -student_t(1.0 - p, freedom);
-    }
-    let below = |t: f64| 1.0 - 0.5 * incomplete_beta(freedom / 2.0, 0.5, freedom / (freedom + t * t));
-    let (mut low, mut high) = (0.0, 1.0);
-    while below(high) < p && high < 1e12 {
-        high *= 2.0;
-    }
-    for _ in 0..200 {
-        let middle = (low + high) / 2.0;
-        if below(middle) < p { low = middle } else { high = middle }
-    }
-    (low + high) / 2.0
-}
-
-/// The regularised incomplete beta function, by its continued fraction (Press et al., "Numerical Recipes", 3rd
-/// edition, 2007, 6.4).
-fn incomplete_beta(a: f64, b: f64, x: f64) -> f64 {
-    if x <= 0.0 || x >= 1.0 {
-        return x.clamp(0.0, 1.0);
-    }
-    // The fraction converges fast only on this side.
-    if x > (a + 1.0) / (a + b + 2.0) {
-        return 1.0 - incomplete_beta(b, a, 1.0 - x);
-    }
-    let front = (ln_gamma(a + b) - ln_gamma(a) - ln_gamma(b) + a * x.ln() + b * (1.0 - x).ln()).exp();
-    let not_zero = |v: f64| if v.abs() < 1e-300 { 1e-300 } else { v };
-    let (mut c, mut d) = (1.0, 1.0 / not_zero(1.0 - (a + b) * x / (a + 1.0)));
-    let mut fraction = d;
-    for m in 1..500 {
-        let m = f64::from(m);
-        for numerator in [
-            m * (b - m) * x / ((a + 2.0 * m - 1.0) * (a + 2.0 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2.0 * m) * (a + 2.0 * m + 1.0)),
-        ] {
-            d = 1.0 / not_zero(1.0 + numerator * d);
-            c = not_zero(1.0 + numerator / c);
-            fraction *= d * c;
-        }
-        if (d * c - 1.0).abs() < 1e-15 {
-            break;
-        }
-    }
-    front * fraction / a
-}
-
-/// ln Γ(x) for x > 0 (Lanczos, "A Precision Approximation of the Gamma Function", SIAM J. Numer. Anal. B 1, 1964; g = 7).
-pub fn ln_gamma(x: f64) -> f64 {
-    const C: [f64; 9] = [
-        0.999_999_999_999_809_9,
-        676.520_368_121_885_1,
-        -1_259.139_216_722_402_8,
-        771.323_428_777_653_1,
-        -176.615_029_162_140_6,
-        12.507_343_278_686_905,
-        -0.138_571_095_265_720_12,
-        9.984_369_578_019_572e-6,
-        1.505_632_735_149_311_6e-7,
-    ];
-    if x < 0.5 {
-        let pi = std::f64::consts::PI;
-        return (pi / (pi * x).sin()).ln() - ln_gamma(1.0 - x);
-    }
-    let x = x - 1.0;
-    let sum = C[0] + (1..9).map(|i| C[i] / (x + i as f64)).sum::<f64>();
-    let t = x + 7.5;
-    0.5 * (2.0 * std::f64::consts::PI).ln() + (x + 0.5) * t.ln() - t + sum.ln()
+/// The `p` quantile of Student's t distribution with `freedom` degrees of freedom, at least 1.
+fn student_t(p: f64, freedom: f64) -> f64 {
+    StudentsT::new(0.0, 1.0, freedom).expect("at least one degree of freedom").inverse_cdf(p)
 }
 
 /// The cumulative distribution of `sorted` as at most `n_points` points (value, share at or below), for a plot.
-pub fn cdf(sorted: &[f64], n_points: usize) -> Vec<(f64, f64)> {
+pub(crate) fn cdf(sorted: &[f64], n_points: usize) -> Vec<(f64, f64)> {
     let n = sorted.len();
     let n_points = n_points.min(n);
     (1..=n_points)
@@ -195,15 +130,6 @@ mod tests {
         ] {
             assert!((student_t(p, freedom) - t).abs() < 1e-4, "{p} {freedom}: {}", student_t(p, freedom));
         }
-    }
-
-    #[test]
-    fn gamma() {
-        for (x, factorial) in [(1.0, 1.0f64), (5.0, 24.0), (11.0, 3_628_800.0)] {
-            assert!((ln_gamma(x) - factorial.ln()).abs() < 1e-12);
-        }
-        assert!((ln_gamma(0.5) - std::f64::consts::PI.sqrt().ln()).abs() < 1e-12);
-        assert!((ln_gamma(0.25) - 3.625_609_908_221_908f64.ln()).abs() < 1e-12);
     }
 
     #[test]

@@ -7,17 +7,16 @@
 mod arrivals;
 mod contents;
 mod lengths;
-mod random;
 mod spec;
 
 pub use arrivals::Arrivals;
-pub use contents::{Agents, Chats, Contents, Prefixes, Zipf};
+pub use contents::{Agents, Chats, Contents, Prefixes};
 pub use lengths::Lengths;
-pub use random::Random;
 pub use spec::BadSpec;
 
 use crate::request::Request;
-use contents::Weaver;
+use contents::RequestGenerator;
+use rand::SeedableRng;
 
 /// Describes a workload.
 #[derive(Clone, Debug, PartialEq)]
@@ -68,13 +67,24 @@ fn at_most(
 }
 
 /// Maximum requests of a workload; they take 12 GB.
-const MOST_REQUESTS: usize = 100_000_000;
+const MAX_REQUESTS: usize = 100_000_000;
+
+/// The generator of all draws: xoshiro256++ (Blackman and Vigna, "Scrambled Linear Pseudorandom Number Generators", ACM
+/// TOMS 47(4), 2021). Its output does not depend on the machine.
+type Random = rand_xoshiro::Xoshiro256PlusPlus;
 
 /// Random number streams, one per aspect, so that changing one aspect leaves the others as they are.
-const ARRIVALS: u64 = 0;
-const PROMPTS: u64 = 1;
-const OUTPUTS: u64 = 2;
-const CONTENTS: u64 = 3;
+const ARRIVALS: usize = 0;
+const PROMPTS: usize = 1;
+const OUTPUTS: usize = 2;
+const CONTENTS: usize = 3;
+
+/// Stream `number` of `seed`. The streams of a seed are 2^128 draws apart, so they never overlap.
+fn stream(seed: u64, number: usize) -> Random {
+    let mut random = Random::seed_from_u64(seed);
+    (0..number).for_each(|_| random.jump());
+    random
+}
 
 impl Workload {
     /// Generates the requests of `seed` in order of arrival, with ids from 0. Follow-ups come after their parents.
@@ -82,17 +92,17 @@ impl Workload {
     /// # Errors
     /// [`BadParameter`]
     pub fn generate(&self, seed: u64) -> Result<Vec<Request>, BadParameter> {
-        if self.n_requests > MOST_REQUESTS {
+        if self.n_requests > MAX_REQUESTS {
             let expected = "at most 100000000";
             return Err(BadParameter::new("the number of requests", self.n_requests, expected));
         }
         self.arrivals.check()?;
         self.prompt_tokens.check("prompt tokens")?;
         self.output_tokens.check("output tokens")?;
-        let mut arrivals = self.arrivals.times(Random::new(seed, ARRIVALS));
-        let mut prompts = Random::new(seed, PROMPTS);
-        let mut outputs = Random::new(seed, OUTPUTS);
-        let mut weaver = Weaver::new(&self.contents, Random::new(seed, CONTENTS))?;
+        let mut arrivals = self.arrivals.times(stream(seed, ARRIVALS));
+        let mut prompts = stream(seed, PROMPTS);
+        let mut outputs = stream(seed, OUTPUTS);
+        let mut contents = RequestGenerator::new(&self.contents, stream(seed, CONTENTS))?;
         let mut requests = Vec::new();
         while requests.len() < self.n_requests {
             let arrival_ns = arrivals.next_ns();
@@ -101,7 +111,7 @@ impl Workload {
                 let expected = "times below 2^63 ns: give a higher rate, or fewer requests";
                 return Err(BadParameter::new("the time of arrival", found, expected));
             }
-            weaver.weave(
+            contents.generate(
                 arrival_ns,
                 &mut || self.prompt_tokens.draw_tokens(&mut prompts),
                 &mut || self.output_tokens.draw_tokens(&mut outputs),
@@ -111,5 +121,25 @@ impl Workload {
         // Follow-ups come after their parents, so truncation never removes the parent of a remaining request.
         requests.truncate(self.n_requests);
         Ok(requests)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::stream;
+    use rand::RngCore;
+
+    #[test]
+    fn streams_differ_and_repeat() {
+        let first = |seed, number| {
+            let mut random = stream(seed, number);
+            [(); 3].map(|()| random.next_u64())
+        };
+        assert_eq!(first(1, 2), first(1, 2));
+        let mut all: Vec<_> =
+            (0..50).flat_map(|seed| (0..4).map(move |number| first(seed, number))).collect();
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), 200);
     }
 }

@@ -3,7 +3,7 @@
 use kvist_cache::evict::{POLICIES, Parameters};
 use kvist_simulator::cost::{BatchShape, Hardware, ModelShape, Roofline, StepCost};
 use kvist_simulator::html::{Comparison, Curve, Page, Plot, Point, Quantity, Run, Unit};
-use kvist_simulator::report::{BlockMap, BlockState, Load, Objectives, Outcome, Record, Report, RequestRow};
+use kvist_simulator::report::{Load, Objectives, Outcome, Record, Report, RequestRow};
 use kvist_simulator::request::Request;
 use kvist_simulator::statistics::Estimate;
 use kvist_simulator::trace::{ReadOptions, Trace};
@@ -19,7 +19,7 @@ struct Active {
     row: usize,
     cached: u64,
     left: u32,
-    blocks: Vec<usize>,
+    blocks: u64,
     last_ns: u64,
 }
 
@@ -40,29 +40,25 @@ fn serve(requests: &[Request], max_batch: usize, name: &str) -> Record {
             ..RequestRow::default()
         })
         .collect();
-    let mut map = BlockMap::new(CAPACITY as u32);
-    let mut owners = vec![BlockState::Free; CAPACITY as usize];
+    let (mut held, mut cached) = (0, 0);
     let (mut now, mut next, mut batch) = (0, 0, Vec::<Active>::new());
     loop {
         let mut shape = BatchShape::default();
         while next < requests.len() && requests[next].arrival_ns <= now && batch.len() < max_batch {
             let request = &requests[next];
-            let needed = request.total_tokens().div_ceil(BLOCK) as usize;
-            let free: Vec<usize> = (0..owners.len())
-                .filter(|b| matches!(owners[*b], BlockState::Free | BlockState::Cached))
-                .take(needed)
-                .collect();
-            if free.len() < needed {
+            let blocks = request.total_tokens().div_ceil(BLOCK);
+            if held + blocks > CAPACITY {
                 break;
             }
-            free.iter().for_each(|b| owners[*b] = BlockState::Held(request.id));
+            held += blocks;
+            cached = cached.min(CAPACITY - held);
             record.requests[next].admitted_ns = Some(now);
             shape.add_prefill(0, u64::from(request.prompt_tokens));
             batch.push(Active {
                 row: next,
                 cached: u64::from(request.prompt_tokens),
                 left: request.output_tokens,
-                blocks: free,
+                blocks,
                 last_ns: 0,
             });
             next += 1;
@@ -78,17 +74,15 @@ fn serve(requests: &[Request], max_batch: usize, name: &str) -> Record {
             }
         }
         let waiting = requests[next..].iter().take_while(|r| r.arrival_ns <= now).count();
-        let count = |state: fn(&BlockState) -> bool| owners.iter().filter(|s| state(s)).count() as u64;
         record.timeline.note(
             now,
             Load {
                 queued_requests: waiting as u64,
                 running_requests: batch.len() as u64,
-                used_blocks: count(|s| matches!(s, BlockState::Held(_))),
-                cached_blocks: count(|s| *s == BlockState::Cached),
+                used_blocks: held,
+                cached_blocks: cached,
             },
         );
-        map.note(now, owners.iter().copied());
         let step_ns = cost.step_ns(&shape);
         now += step_ns;
         record.steps.steps += 1;
@@ -107,7 +101,8 @@ fn serve(requests: &[Request], max_batch: usize, name: &str) -> Record {
             if active.left == 0 {
                 row.finished_ns = Some(now);
                 row.outcome = Outcome::Finished;
-                active.blocks.iter().for_each(|b| owners[*b] = BlockState::Cached);
+                held -= active.blocks;
+                cached += active.blocks;
             }
         }
         batch.retain(|active| active.left > 0);
@@ -116,7 +111,6 @@ fn serve(requests: &[Request], max_batch: usize, name: &str) -> Record {
     record.cache.capacity_blocks = Some(CAPACITY);
     record.cache.block_tokens = BLOCK as u32;
     record.cache.miss_reasons.insert("never_seen".into(), requests.len() as u64);
-    record.block_map = Some(map);
     record
 }
 
@@ -242,6 +236,7 @@ fn complete_and_self_contained() {
         check_tags(&page);
         for foreign in [
             "http",
+            "<script",
             "src=",
             "@import",
             "url(",

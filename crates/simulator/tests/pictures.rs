@@ -2,9 +2,7 @@
 //! which can be viewed in a browser. `KVIST_RENEW=1 cargo test -p kvist-simulator --test pictures` rewrites them:
 //! review the changes and commit them.
 use kvist_simulator::html::{Comparison, Curve, Page, Plot, Point, Quantity, Run, Unit};
-use kvist_simulator::report::{
-    Activity, BlockMap, BlockState, Load, Objectives, Outcome, Phase, Record, Report, RequestRow,
-};
+use kvist_simulator::report::{Activity, Load, Objectives, Outcome, Phase, Record, Report, RequestRow};
 use kvist_simulator::statistics::Estimate;
 use std::path::PathBuf;
 
@@ -110,12 +108,6 @@ fn first() -> Record {
     let steps = &mut record.steps;
     (steps.steps, steps.prefill_tokens, steps.decode_tokens, steps.preemptions) = (70, 1_064, 50, 2);
     steps.busy_ns = 1_200 * MS;
-    let mut map = BlockMap::new(10);
-    use BlockState::{Cached, Free, Held, Shared};
-    map.note(0, [Free; 10]);
-    map.note(250 * MS, [Held(3), Held(3), Shared, Held(4), Held(4), Held(4), Free, Free, Held(3), Free]);
-    map.note(1_700 * MS, [Cached, Cached, Cached, Cached, Free, Free, Cached]);
-    record.block_map = Some(map);
     record
 }
 
@@ -218,11 +210,11 @@ fn every_picture_is_as_it_was() {
     }
 }
 
-/// The style sheet and the block map's script are separate files, so they are left out.
+/// The style sheet is a separate file, so it is left out.
 fn without_sources(page: &str) -> String {
-    let (css, js) = (include_str!("../src/html/style.css"), include_str!("../src/html/blocks.js"));
+    let css = include_str!("../src/html/style.css");
     assert!(page.contains(css));
-    page.replace(css, "/* style.css */\n").replace(js, "// blocks.js\n")
+    page.replace(css, "/* style.css */\n")
 }
 
 #[test]

@@ -16,18 +16,10 @@ use kvist_simulator::cost::ConstantRates;
 use kvist_simulator::report::RequestRow;
 use kvist_simulator::request::Request;
 use kvist_simulator::run::{Options, run};
-use kvist_testing::reference::SplitMix64;
+use kvist_testing::SplitMix64;
 
-struct Random(SplitMix64);
-
-impl Random {
-    /// In (0, 1].
-    fn unit(&mut self) -> f64 {
-        ((self.0.next() >> 11) + 1) as f64 / (1u64 << 53) as f64
-    }
-    fn exponential(&mut self, mean: f64) -> f64 {
-        -mean * self.unit().ln()
-    }
+fn exponential(random: &mut SplitMix64, mean: f64) -> f64 {
+    -mean * (1.0 - random.unit()).ln()
 }
 
 const TOKEN_NS: f64 = 1000.0;
@@ -46,9 +38,9 @@ const EXPONENTIAL: Service = Service { name: "exponential", p: 1.0, mean: 200.0,
 const HYPEREXPONENTIAL: Service = Service { name: "hyperexponential", p: 0.8, mean: 84.0, other: 664.0 };
 
 impl Service {
-    fn draw(&self, random: &mut Random) -> u32 {
-        let mean = if random.unit() <= self.p { self.mean } else { self.other };
-        random.exponential(mean).ceil().clamp(1.0, 1e9) as u32
+    fn draw(&self, random: &mut SplitMix64) -> u32 {
+        let mean = if random.unit() < self.p { self.mean } else { self.other };
+        exponential(random, mean).ceil().clamp(1.0, 1e9) as u32
     }
     /// P(S > k)
     fn tail(&self, k: u32) -> f64 {
@@ -110,12 +102,12 @@ struct Path {
 impl Path {
     /// Without `requests` the path cannot be served, only analysed.
     fn new(service: &Service, utilisation: f64, jobs: usize, seed: u64, with_requests: bool) -> Path {
-        let mut random = Random(SplitMix64(seed));
+        let mut random = SplitMix64(seed);
         let interval = service.moments().0 / utilisation;
         let (mut at, mut means, mut free_ns) = (0.0, [0.0; 3], 0);
         let (mut requests, mut fcfs_ns) = (Vec::new(), Vec::with_capacity(jobs));
         for id in 0..jobs {
-            let wait = random.exponential(interval);
+            let wait = exponential(&mut random, interval);
             let tokens = service.draw(&mut random);
             at += wait;
             let square = f64::from(tokens) * f64::from(tokens);

@@ -2,6 +2,7 @@
 use flate2::{Compression, write::GzEncoder};
 use kvist_simulator::request::{PromptContent, Request};
 use kvist_simulator::trace::{Format, ReadOptions, Trace, TraceError, write};
+use kvist_testing::SplitMix64;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -265,23 +266,8 @@ fn endless_lines() {
     assert!(trace.skipped.first[0].contains("more than 32 MiB"), "{:?}", trace.skipped);
 }
 
-/// A generator for tests: Marsaglia, "Xorshift RNGs", 2003.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-    fn below(&mut self, n: usize) -> usize {
-        (self.next() % n.max(1) as u64) as usize
-    }
-}
-
 /// Changes, removes and duplicates bytes, and inserts values that are likely to cause trouble.
-fn mutate(bytes: &mut Vec<u8>, random: &mut Random) {
+fn mutate(bytes: &mut Vec<u8>, random: &mut SplitMix64) {
     const HURTFUL: [&str; 16] = [
         "-1",
         "0",
@@ -300,17 +286,17 @@ fn mutate(bytes: &mut Vec<u8>, random: &mut Random) {
         "4294967296",
         "NaN",
     ];
-    for _ in 0..1 + random.below(4) {
-        let at = random.below(bytes.len() + 1);
-        let end = (at + random.below(12)).min(bytes.len());
-        match random.below(4) {
+    for _ in 0..1 + random.index(4) {
+        let at = random.index(bytes.len() + 1);
+        let end = (at + random.index(12)).min(bytes.len());
+        match random.index(4) {
             0 if at < bytes.len() => bytes[at] = random.next() as u8,
             1 => drop(bytes.drain(at..end)),
             2 => {
                 let part = bytes[at..end].to_vec();
                 bytes.splice(at..at, part);
             }
-            _ => drop(bytes.splice(at..end, HURTFUL[random.below(HURTFUL.len())].bytes())),
+            _ => drop(bytes.splice(at..end, HURTFUL[random.index(HURTFUL.len())].bytes())),
         }
     }
 }
@@ -337,18 +323,18 @@ fn check(bytes: &[u8], options: ReadOptions) {
 #[test]
 fn no_file_makes_a_reader_panic() {
     for case in 0..100_000u64 {
-        let mut random = Random(case.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-        let (text, format) = SAMPLES[random.below(SAMPLES.len())];
+        let mut random = SplitMix64(case);
+        let (text, format) = SAMPLES[random.index(SAMPLES.len())];
         let mut bytes = text.as_bytes().to_vec();
         if case % 10 == 0 {
-            bytes = (0..random.below(80)).map(|_| random.next() as u8).collect();
+            bytes = (0..random.index(80)).map(|_| random.next() as u8).collect();
         } else {
             mutate(&mut bytes, &mut random);
         }
         let options = ReadOptions {
-            format: (random.below(3) > 0).then_some(format),
-            lenient: random.below(2) == 0,
-            follow_parents: random.below(2) == 0,
+            format: (random.index(3) > 0).then_some(format),
+            lenient: random.index(2) == 0,
+            follow_parents: random.index(2) == 0,
             limit: None,
         };
         let outcome = std::panic::catch_unwind(|| check(&bytes, options));
@@ -366,7 +352,7 @@ fn no_compressed_file_makes_a_reader_panic() {
     let zstd = include_bytes!("data/small.jsonl.zst");
     assert_eq!(read_with(zstd, ReadOptions::default()).unwrap().requests.len(), 9);
     for case in 0..20_000u64 {
-        let mut random = Random(case.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+        let mut random = SplitMix64(case);
         let mut bytes = if case % 2 == 0 { gzip.clone() } else { zstd.to_vec() };
         mutate(&mut bytes, &mut random);
         let outcome =

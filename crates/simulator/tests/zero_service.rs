@@ -3,6 +3,7 @@ use kvist_cache::evict::{POLICIES, Parameters};
 use kvist_simulator::request::{PromptContent, Request};
 use kvist_simulator::trace::{ReadOptions, Trace};
 use kvist_simulator::zero_service::{BlockStream, NoBlocks, TouchOrder, ZeroService, replay};
+use kvist_testing::SplitMix64;
 use std::path::Path;
 
 const ORDERS: [TouchOrder; 2] = [TouchOrder::Reverse, TouchOrder::Forward];
@@ -85,28 +86,20 @@ fn at_every_capacity() {
     assert!(bad.is_empty(), "{}", bad.join("\n"));
 }
 
-/// A generator for tests: Marsaglia, "Xorshift RNGs", 2003.
-fn random(state: &mut u64) -> u64 {
-    *state ^= *state << 13;
-    *state ^= *state >> 7;
-    *state ^= *state << 17;
-    *state
-}
-
 /// Branching chains: a request walks a random tree whose nodes are ids, so an id stands for all ids before it.
 fn random_requests(seed: u64, n: u64) -> Vec<Request> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut random = SplitMix64(seed);
     (0..n)
         .map(|id| {
-            let depth = 1 + random(&mut state) % 6;
+            let depth = 1 + random.next() % 6;
             let mut node = 1;
             let ids: Vec<u64> = (0..depth)
                 .map(|_| {
-                    node = node * 3 + random(&mut state) % 3;
+                    node = node * 3 + random.next() % 3;
                     node
                 })
                 .collect();
-            let n_tokens = (depth * 4 - random(&mut state) % 4) as u32;
+            let n_tokens = (depth * 4 - random.next() % 4) as u32;
             Request {
                 content: PromptContent::Ids { ids: ids.into(), tokens_per_id: 4, n_tokens },
                 ..Request::new(id, id * 1000, n_tokens, 1)

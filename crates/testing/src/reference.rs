@@ -19,7 +19,7 @@ mod tables;
 
 pub use choices::{Choices, SplitMix64};
 pub use drive::{Drive, replay};
-pub use operation::{Operation, OwnedSpan, OwnedTokens, StepEnd};
+pub use operation::{Operation, OwnedKept, OwnedSpan, OwnedTokens, StepEnd};
 pub use tables::{DeviceTable, visible_pairs};
 
 /// The semantics of a cache kind, by the names of [`KINDS`](kvist_cache::kinds::KINDS).
@@ -313,6 +313,36 @@ impl ReferenceCache {
                 }
             }
         }
+    }
+
+    /// Applies the step like [`apply`](ReferenceCache::apply), except that every span keeps only what `kept` says. See
+    /// [`Step::commit_kept`](kvist_cache::Step::commit_kept).
+    pub fn apply_kept(&mut self, request: &StepRequest<'_>, kept: &[Kept<'_>]) -> Result<(), Refused> {
+        let planned = request.spans.len();
+        if kept.len() != planned {
+            return Err(Refused::KeptSpans { planned, got: kept.len() });
+        }
+        let mut after = self.clone();
+        after.apply(request);
+        for (span, kept) in request.spans.iter().zip(kept) {
+            let seq = span.seq;
+            let sequence = after.sequences.get_mut(&seq).expect("the step was not refused");
+            match (kept, span.new) {
+                (Kept::All, _) => {}
+                (Kept::First(kept), New::Chain(planned)) if *kept > planned => {
+                    return Err(Refused::KeepsMore { seq, planned, kept: *kept });
+                }
+                (Kept::First(kept), New::Chain(_)) => {
+                    sequence.next_position = span.start + kept;
+                    let next_position = sequence.next_position;
+                    sequence.tokens.retain(|&position, _| position < next_position);
+                }
+                (Kept::Path(path), New::Tree(_)) => after.commit_path(seq, path)?,
+                _ => return Err(Refused::NotHere("a chain is kept by a length, a draft tree by a path")),
+            }
+        }
+        *self = after;
+        Ok(())
     }
 
     /// See [`Rewind::rewind`](kvist_cache::Rewind::rewind).

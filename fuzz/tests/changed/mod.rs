@@ -2,11 +2,8 @@
 
 /// `original` with a few bytes changed, removed or repeated, or truncated.
 pub fn changed(original: &[u8], seed: u64) -> Vec<u8> {
-    let mut z = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(1);
-    let mut below = |n: usize| {
-        z = z.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (z >> 33) as usize % n.max(1)
-    };
+    let mut random = kvist_testing::SplitMix64(seed);
+    let mut below = |n: usize| random.index(n);
     let mut bytes = original.to_vec();
     for _ in 0..1 + below(4) {
         let (at, len) = (below(bytes.len()), below(16));

@@ -1,7 +1,8 @@
 //! What the tool writes is what kvist reads, and nothing is left of what it refuses.
 use kvist_cache::SeqId;
 use kvist_device::MemoryBudget;
-use kvist_engine::backends;
+use kvist_engine::devices;
+use kvist_engine::devices::Cpu;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::weights::WeightForm;
@@ -38,7 +39,9 @@ fn write(args: &[&str], out: &Path) -> Output {
 fn load(path: &Path) -> Arc<Model> {
     let options = LoadOptions { form: WeightForm::AsStored, ..LoadOptions::default() };
     let file = ModelFile::Path(path.into());
-    Arc::new(Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap())
+    Arc::new(
+        Model::load(&file, Cpu::default(), &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap(),
+    )
 }
 
 fn logits(path: &Path) -> Vec<f32> {
@@ -49,7 +52,7 @@ fn logits(path: &Path) -> Vec<f32> {
     assert_eq!(tokens.len(), 1 + "a ".len() + 1 + "ing".len());
     assert_eq!(tokens[0], 0, "starts with bos");
     assert_eq!(tokenizer.decode(&tokens).unwrap(), "a thing");
-    let mut session = ModelSession::new(&model, &backends::all(), &CacheConfig::new(128)).unwrap();
+    let mut session = ModelSession::new(&model, &devices::all(), &CacheConfig::new(128)).unwrap();
     session.forward(&[SequenceInput::chain(SeqId::ONLY, &tokens)], LogitRows::LastOfEach).unwrap();
     session.logits_row(0).to_vec()
 }

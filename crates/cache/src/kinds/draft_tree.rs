@@ -37,11 +37,20 @@ pub(super) fn check_parents(
     Ok(())
 }
 
-/// Checks that `accepted` is a chain from the committed end on.
-pub(super) fn check_path(seq: SeqId, nodes: &[Node], accepted: &[NodeId]) -> Result<(), Refused> {
+/// Checks that `accepted` is a chain from the committed end on, over `nodes` and then nodes with the parents `planned`.
+pub(super) fn check_path(
+    seq: SeqId,
+    nodes: &[Node],
+    planned: &[Option<NodeId>],
+    accepted: &[NodeId],
+) -> Result<(), Refused> {
+    let parent_of = |node: NodeId| match nodes.get(node.0 as usize) {
+        Some(node) => Some(node.parent),
+        None => planned.get(node.0 as usize - nodes.len()).copied(),
+    };
     let mut parent = None;
     for &node in accepted {
-        if nodes.get(node.0 as usize).is_none_or(|n| n.parent != parent) {
+        if parent_of(node) != Some(parent) {
             return Err(Refused::BadParent { seq, node });
         }
         parent = Some(node);

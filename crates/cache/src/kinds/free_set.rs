@@ -62,11 +62,10 @@ mod tests {
         set.extend(0..70);
         set.extend(70..n);
         let mut model: BTreeSet<u32> = (0..n).collect();
-        let mut state = 7u64;
+        let mut random = kvist_testing::SplitMix64(7);
         for round in 0..40_000 {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            let member = (state >> 33) as u32 % n;
-            if round % 20_000 < 19_000 || state >> 20 & 3 != 0 {
+            let member = random.below(n);
+            if round % 20_000 < 19_000 || random.below(4) != 0 {
                 set.remove(member);
                 model.remove(&member);
             } else {
@@ -74,7 +73,7 @@ mod tests {
                 model.insert(member);
             }
             if round % 16 == 0 {
-                let from = (state >> 12) as u32 % (n + 100);
+                let from = random.below(n + 100);
                 assert_eq!(set.at_or_after(from), model.range(from..).next().copied(), "from {from}");
             }
         }

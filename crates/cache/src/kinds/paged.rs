@@ -32,7 +32,7 @@ use std::collections::BTreeMap;
 /// Guarantees:
 /// - A block is free exactly when no sequence and no transfer uses it and the index does not cache it.
 /// - A step writes only to free blocks, and to cells of uncached blocks behind the ends of all sequences that use
-///   them; the latter only if the writing sequence is the block's only user once the step is committed.
+///   them; the latter only if the writing sequence is the block's only user once the whole step is committed.
 /// - Blocks that no query can see again are released at `commit`, `rollback_tokens` later than the window alone would
 ///   require.
 ///

@@ -115,7 +115,7 @@ impl Kind for Ring {
     }
 
     fn apply(&mut self, spans: &Spans, _: &GroupPlan) {
-        self.next += spans.list[0].n_tokens;
+        self.next += spans.list.iter().map(|span| span.n_tokens).sum::<u32>();
     }
     fn clear(&mut self) {
         self.next = 0;

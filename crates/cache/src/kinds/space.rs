@@ -301,7 +301,7 @@ impl CellSpace {
 
     /// Makes a root-to-node chain part of `seq`, after checking it, and frees the other nodes.
     pub fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused> {
-        draft_tree::check_path(seq, &self.sequence(seq)?.nodes, accepted)?;
+        draft_tree::check_path(seq, &self.sequence(seq)?.nodes, &[], accepted)?;
         let sequence = self.sequences.get_mut(&seq).expect("its path was checked");
         for node in accepted {
             let cell = sequence.nodes[node.0 as usize].cell;

@@ -105,6 +105,9 @@ impl SequenceKind for Tree {
 }
 
 impl TreeKind for Tree {
+    fn check_path(&self, seq: SeqId, planned: &[Option<NodeId>], accepted: &[NodeId]) -> Result<(), Refused> {
+        draft_tree::check_path(seq, &self.space.sequence(seq)?.nodes, planned, accepted)
+    }
     fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused> {
         self.space.commit_path(seq, accepted)
     }

@@ -1,7 +1,7 @@
 //! Distributes the cells of a plan to its tokens, in batch order.
 use crate::run::Run;
 
-pub(super) struct Written<'p> {
+pub(crate) struct Written<'p> {
     runs: std::slice::Iter<'p, Run>,
     rest: Run,
 }

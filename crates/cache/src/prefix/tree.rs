@@ -272,11 +272,8 @@ mod tests {
         let mut tree: Tree<Bad> = Tree::new(keying);
         let root = tree.new_root(1);
         let mut model: BTreeMap<(Node, [u32; 2]), Node> = BTreeMap::new();
-        let mut state = 1u64;
-        let mut below = |n: usize| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            (state >> 33) as usize % n
-        };
+        let mut random = kvist_testing::SplitMix64(1);
+        let mut below = |n: usize| random.index(n);
         for _ in 0..20_000 {
             let parents: Vec<Node> = std::iter::once(root).chain(model.values().copied()).collect();
             let parent = parents[below(parents.len().min(6))];

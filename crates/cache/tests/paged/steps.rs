@@ -179,7 +179,16 @@ impl Drive {
             assert_eq!(self.cache.report(), before, "an abandoned step changed something");
             return;
         }
-        step.commit();
+        if choices.one_in(3) {
+            new.iter_mut()
+                .for_each(|(_, tokens)| tokens.truncate(choices.below(tokens.len() as u32 + 1) as usize));
+            self.log.push(format!("kept {new:?}"));
+            let kept: Vec<Kept<'_>> =
+                new.iter().map(|(_, tokens)| Kept::First(tokens.len() as u32)).collect();
+            step.commit_kept(&kept).expect("no more is kept than was planned");
+        } else {
+            step.commit();
+        }
         for (seq, tokens) in new {
             self.sequences.get_mut(&seq).expect("it is open").tokens.extend(tokens);
         }

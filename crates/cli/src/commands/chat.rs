@@ -12,6 +12,7 @@ use kvist_engine::Error;
 use kvist_engine::chat::{Chat, Turn};
 use kvist_engine::generate::{Finish, Limits, Observer};
 use kvist_engine::memory::RECENT_SEQUENCES;
+use kvist_engine::sampler::Sampler;
 use kvist_engine::session::ModelSession;
 use serde::Serialize;
 use std::io::IsTerminal;
@@ -26,13 +27,13 @@ pub struct Args {
     cache: CacheArgs,
     #[command(flatten)]
     sampling: SamplingArgs,
-    /// Tokens of an answer at most
+    /// Maximum tokens of an answer
     #[arg(short = 'n', long, default_value_t = 512, value_name = "TOKENS")]
     max_tokens: u32,
     /// End an answer where this text comes; may be given several times
     #[arg(long, value_name = "TEXT", value_parser = parse_stop)]
     stop: Vec<String>,
-    /// What the model is told first
+    /// System message: the model reads it first
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     /// Keep no history of what is typed; without this, kvist/chat-history in the user's folder for state has the last
@@ -51,7 +52,7 @@ const HELP: &str = "\
 /drop NAME              give one up, and the cells that only it holds
 /cache                  what the cache holds, sequence by sequence
 /undo                   unsay the last question and its answer
-/system TEXT            what the model is told first
+/system TEXT            system message: the model reads it first
 /save-transcript FILE   write this branch to a file
 /help                   this
 /quit                   or end of input
@@ -99,7 +100,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     config.recent.sequences = RECENT_SEQUENCES;
     let (model, _) = args.model.load_for(opened, &config, 0, quiet)?;
     interrupt::listen();
-    let mut chat = Chat::new(ModelSession::new(&model, &registry(model.decoder().compute()), &config)?, None);
+    let mut chat =
+        Chat::new(ModelSession::new(&model, &registry(&args.model.compute.get()?), &config)?, None);
     if args.system.is_some() {
         chat.set_system(args.system.clone()).map_err(|e| wrong_usage(e.to_string()))?;
     }
@@ -112,12 +114,6 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         }
         of_the_model.iter().for_each(|line| output::note(line));
     }
-    let limits = Limits {
-        max_tokens: args.max_tokens as usize,
-        stop: args.stop.clone(),
-        ignore_eos: false,
-        no_cache: false,
-    };
     loop {
         let said = match input.next(&format!("{}> ", chat.current().name))? {
             Heard::Said(said) if said.trim().is_empty() => continue,
@@ -139,23 +135,13 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
             }
             _ => {
                 let said = said.strip_prefix('/').filter(|rest| rest.starts_with('/')).unwrap_or(said);
-                let wrap = terminal_width().map(Wrap::new);
-                let mut watch = Watch { stream: !args.json, wrap, thinks: false, began: false, failed: None };
-                let turn = chat.say(said, &mut sampler, &limits, &mut watch);
-                watch.end();
-                if let Some(failed) = watch.failed {
-                    return Err(failed);
-                }
-                match turn {
-                    Ok(turn) => tell(&chat, said, &turn, &args, quiet)?,
-                    Err(error) => {
-                        let error = explained(error, &chat, args.max_tokens);
-                        // At a terminal, a turn that does not fit does not end the conversation.
-                        if !interactive {
-                            return Err(error);
-                        }
+                match take_turn(&mut chat, said, &mut sampler, &args, quiet) {
+                    Ok(()) => {}
+                    // At a terminal, a turn that does not fit does not end the conversation.
+                    Err(Failure::Turn(error)) if interactive => {
                         output::note(&format!("kvist: {}", output::sentence(&error)));
                     }
+                    Err(Failure::Turn(error) | Failure::Output(error)) => return Err(error),
                 }
                 // At a terminal the conversation continues; a script would continue from half an answer.
                 if interrupt::interrupted() && !interactive {
@@ -167,7 +153,42 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
 }
 
-fn tell(chat: &Chat, said: &str, turn: &Turn, args: &Args, quiet: bool) -> anyhow::Result<()> {
+/// Why a turn failed.
+enum Failure {
+    /// The model or its cache did not take it.
+    Turn(anyhow::Error),
+    /// It cannot be shown.
+    Output(anyhow::Error),
+}
+
+/// Sends a message to the model, and shows the answer while it is generated.
+fn take_turn(
+    chat: &mut Chat,
+    said: &str,
+    sampler: &mut Sampler,
+    args: &Args,
+    quiet: bool,
+) -> Result<(), Failure> {
+    let limits = Limits {
+        max_tokens: args.max_tokens as usize,
+        stop: args.stop.clone(),
+        ignore_eos: false,
+        no_cache: false,
+    };
+    let wrap = terminal_width().map(Wrap::new);
+    let mut watch = Watch { stream: !args.json, wrap, thinks: false, began: false, failed: None };
+    let turn = chat.say(said, sampler, &limits, &mut watch);
+    watch.end();
+    if let Some(failed) = watch.failed {
+        return Err(Failure::Output(failed));
+    }
+    match turn {
+        Ok(turn) => report_turn(chat, said, &turn, args, quiet).map_err(Failure::Output),
+        Err(error) => Err(Failure::Turn(explained(error, chat, args.max_tokens))),
+    }
+}
+
+fn report_turn(chat: &Chat, said: &str, turn: &Turn, args: &Args, quiet: bool) -> anyhow::Result<()> {
     let g = &turn.generation;
     if args.json {
         let report = TurnReport {
@@ -183,7 +204,7 @@ fn tell(chat: &Chat, said: &str, turn: &Turn, args: &Args, quiet: bool) -> anyho
             decode_tokens_per_second: g.decode_rate(),
             kv_bytes: chat.session().kv_bytes(),
         };
-        return output::show(&(serde_json::to_string(&report)? + "\n"));
+        return output::show_json_line(&report);
     }
     output::show("\n")?;
     if !quiet {
@@ -193,7 +214,7 @@ fn tell(chat: &Chat, said: &str, turn: &Turn, args: &Args, quiet: bool) -> anyho
             g.prompt_tokens,
             g.tokens.len(),
             g.decode_rate(),
-            bytes(chat.session().kv_bytes())
+            Bytes(chat.session().kv_bytes())
         ));
         if g.finish == Finish::CacheFull {
             let (used, capacity) = in_use(chat);
@@ -251,7 +272,7 @@ fn ways_out(chat: &Chat, tokens: u32, max_tokens: u32) -> String {
         ways.push("next time a /fork before a digression lets you come back from it".into());
     }
     let enough = tokens.saturating_add(max_tokens).checked_next_power_of_two().unwrap_or(u32::MAX);
-    let trained = chat.session().model().decoder().config().context;
+    let trained = chat.session().model().config().context;
     let beyond =
         if enough > trained { format!(" (the model was trained on {trained})") } else { String::new() };
     ways.push(format!("start again with --context {enough}{beyond}"));
@@ -275,7 +296,7 @@ fn obey(chat: &mut Chat, command: &str, rest: &str, edits: bool) -> anyhow::Resu
         "/fork" => {
             let before = chat.session().counters().bytes_moved;
             let branch = chat.fork(name)?.name.clone();
-            format!("on {branch}; {} copied", bytes(chat.session().counters().bytes_moved - before))
+            format!("on {branch}; {} copied", Bytes(chat.session().counters().bytes_moved - before))
         }
         "/branches" => {
             let current = chat.current().name.clone();

@@ -68,7 +68,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     let registry = registry(&args.model.compute.get()?);
     let budget = args.model.budget();
-    let free = MemoryPlan::free_after(&opened, args.model.weights, &budget)?;
+    let free = MemoryPlan::free_after(&opened, &registry, args.model.weights, &budget)?;
     let plan = fit(architecture, &registry, &config, &reference, free, budget.total())?;
     let model = args.model.load(opened, Some(context), &budget, quiet)?;
     interrupt::listen();
@@ -79,8 +79,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         version: json::VERSION,
         model: model.name().to_string(),
         text: args.text.clone(),
-        cache: json::CacheShape::new(&config, model.decoder().config()),
-        reference: json::CacheShape::new(&reference, model.decoder().config()),
+        cache: json::CacheShape::new(&config, model.config()),
+        reference: json::CacheShape::new(&reference, model.config()),
         kv_bytes_per_token: plan.kv_bytes_per_token,
         tokens: d.tokens,
         perplexity: d.perplexity,
@@ -169,7 +169,7 @@ impl Report {
             c.kind,
             c.k,
             c.v,
-            bytes(self.kv_bytes_per_token),
+            Bytes(self.kv_bytes_per_token),
             self.perplexity,
             self.reference.k,
             self.reference.v,

@@ -65,7 +65,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let file = args.out.as_deref().map(output::FileInParts::create).transpose()?;
     let (model, _) = args.model.load_for(opened, &config, tokens.len(), quiet)?;
     interrupt::listen();
-    let mut session = ModelSession::new(&model, &registry(model.decoder().compute()), &config)?;
+    let mut session = ModelSession::new(&model, &registry(&args.model.compute.get()?), &config)?;
     let mut report = Report {
         version: json::VERSION,
         tokens,
@@ -77,7 +77,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let mut cut_short = None;
 
     if let (Some(path), Some(mut file)) = (&args.out, file) {
-        let vocab = model.decoder().config().vocab;
+        let vocab = model.config().vocab;
         file.write(&header(report.tokens.len(), vocab)?)?;
         let mut likeliest = Vec::new();
         let bar = progress::bar("reading", report.tokens.len() as u64, quiet);

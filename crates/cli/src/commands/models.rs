@@ -120,11 +120,11 @@ impl Model {
         self.family = Some(config.family.name().into());
         self.context_trained_tokens = Some(config.context);
         // The file is a better source for the quantisation than its name; this also checks that every tensor is there.
-        let weights = opened.weight_bytes(WeightForm::AsStored)?;
+        let weights = opened.weight_bytes(registry.device(), WeightForm::AsStored)?;
         self.quantisation = Some(opened.stored_as()?);
         self.runs = true;
         let budget = memory.map_or_else(MemoryBudget::unlimited, MemoryBudget::new);
-        let fits = match MemoryPlan::free_after(&opened, WeightForm::AsStored, &budget) {
+        let fits = match MemoryPlan::free_after(&opened, registry, WeightForm::AsStored, &budget) {
             Ok(free) => {
                 let cache = CacheConfig { k: kv, v: kv.for_values(), ..CacheConfig::new(config.context) };
                 MemoryPlan::longest_context(config, registry, &cache, free)

@@ -112,13 +112,13 @@ struct Ceiling {
 pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     args.source.model = args.source.model.or(args.path.take());
     let source = args.source.find_config(quiet)?;
-    let mut size = ModelSize::of(&source.file, args.weights)?;
+    let registry = registry(&args.compute.get()?);
+    let mut size = ModelSize::of(&source.file, registry.device(), args.weights)?;
     size.name = source.typed.unwrap_or(size.name);
     let context = args.cache.context.unwrap_or(size.config.context);
     let mut cache = args.cache.clone();
     cache.context = Some(context);
     let config = cache.config(&size.config, u64::from(context))?;
-    let registry = registry(&args.compute.get()?);
     let is_chosen = args.cache.kind.is_some() || args.cache.kv.is_some() || args.cache.kv_v.is_some();
     let asked = args.memory.filter(|_| !is_chosen).map(|memory| Asked {
         model: &size.config,
@@ -169,7 +169,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     match (args.memory, &asked, &report.recommendation) {
         (_, Some(asked), Some(Recommendation { run: None, .. })) => {
-            let packed = ModelSize::of(&source.file, WeightForm::Q8_0);
+            let packed = ModelSize::of(&source.file, registry.device(), WeightForm::Q8_0);
             Err(shortage::nothing_fits(asked, packed.map_or(u64::MAX, |size| size.resident_bytes)))
         }
         (Some(memory), None, _) if bound.total() > memory.0 => {

@@ -26,7 +26,7 @@ pub struct Args {
     cache: CacheArgs,
     #[command(flatten)]
     sampling: SamplingArgs,
-    /// Tokens to write at most
+    /// Maximum tokens to generate
     #[arg(short = 'n', long, default_value_t = 256, value_name = "TOKENS")]
     max_tokens: u32,
     /// End where this text comes; may be given several times
@@ -69,7 +69,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let (model, plan) = args.model.load_for(opened, &config, tokens.len(), quiet)?;
     interrupt::listen();
     let tokenizer = model.tokenizer().context(NO_TOKENIZER)?;
-    let mut session = ModelSession::new(&model, &registry(model.decoder().compute()), &config)?;
+    let mut session = ModelSession::new(&model, &registry(&args.model.compute.get()?), &config)?;
 
     let limits = Limits {
         max_tokens: args.max_tokens as usize,

@@ -4,10 +4,11 @@ use crate::options::*;
 use crate::{json, output};
 use anyhow::Context;
 use clap::ValueHint;
-use kvist_device::{Bytes, Purpose, Storage};
+use kvist_device::{Bytes, Purpose, Registry, Storage};
 use kvist_engine::memory::MemoryPlan;
+use kvist_engine::serving::Engine;
 use kvist_model::Opened;
-use kvist_server::{App, Engine, ServerConfig, serve};
+use kvist_server::{ServerConfig, ServerState, serve};
 use serde::Serialize;
 use std::fs::File;
 use std::net::IpAddr;
@@ -52,43 +53,43 @@ pub struct Args {
     /// Tokens of a block
     #[arg(long, value_name = "TOKENS")]
     block_tokens: Option<u32>,
-    /// Which cached blocks go first when room is made: lru, fifo, lfu, ...
+    /// Eviction policy of cached blocks: lru, fifo, lfu, ...
     #[arg(long, value_name = "POLICY")]
     eviction: Option<String>,
-    /// Which request runs next: fcfs, sjf, srpt, edf, laxity, priority
+    /// Order of requests: fcfs, sjf, srpt, edf, laxity, priority
     #[arg(long, value_name = "POLICY")]
     policy: Option<String>,
-    /// Requests in the batch at most
+    /// Maximum requests in the batch
     #[arg(long, value_name = "N")]
     max_batch: Option<u32>,
-    /// Tokens of a step at most
+    /// Maximum tokens of a step
     #[arg(long, value_name = "TOKENS")]
     max_batch_tokens: Option<u32>,
-    /// Requests that may wait; one more is answered 429. Every key's name has a share of these places
+    /// Maximum requests that wait; further ones are answered 429. Every key's name has a share of these places
     #[arg(long, value_name = "N")]
     max_queue: Option<usize>,
-    /// End requests this long after they came
+    /// End requests this long after their arrival
     #[arg(long, value_name = "SECONDS")]
     request_timeout: Option<f64>,
     /// After SIGTERM, let running requests go on for this long
     #[arg(long, value_name = "SECONDS")]
     grace: Option<f64>,
-    /// A request's body may have this size
+    /// Maximum size of a request's body
     #[arg(long, value_name = "SIZE")]
     max_body: Option<Size>,
-    /// Pages of this origin may call; several times for several
+    /// Allow calls from pages of this origin; may be given several times
     #[arg(long, value_name = "ORIGIN")]
     cors_origin: Vec<String>,
     /// Write prompts and answers into the log
     #[arg(long)]
     log_prompts: bool,
-    /// Write what arrives, is decided and happens to blocks into this file, prompts included: for the dashboard and replays
+    /// Record arrivals, decisions and block events in this file, prompts included, for the dashboard and for replays
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     record: Option<PathBuf>,
-    /// Let --record replace what the file holds; without it a file that is not empty is left alone, and the server does not start
+    /// Let --record replace the contents of the file; without it the server does not start if the file is not empty
     #[arg(long, requires = "record")]
     record_overwrite: bool,
-    /// Print the memory plan and end
+    /// Print the memory plan, and do not serve
     #[arg(long)]
     dry_run: bool,
     /// The plan as one JSON document
@@ -180,13 +181,13 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let engine = config.engine(opened.config());
     let plan = engine.paged.plan(opened.config(), &registry)?;
     if args.dry_run {
-        return show_plan(&args, &config, &opened, &plan);
+        return show_plan(&args, &config, &opened, &registry, &plan);
     }
     if let Some(tokenizer) = opened.tokenizer() {
         tokenizer.check()?; // fail now and not at the first request
     }
     let budget = args.model.budget();
-    let free = MemoryPlan::free_after(&opened, args.model.weights, &budget)?;
+    let free = MemoryPlan::free_after(&opened, &registry, args.model.weights, &budget)?;
     let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
     if plan.session_bound().saturating_add(requests_bytes) > free {
         anyhow::bail!(
@@ -212,7 +213,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     let model = args.model.load(opened, Some(cache_tokens), &budget, quiet)?;
     let engine = Engine::start(model, &registry, engine)?;
-    let app = App::new(engine.clone(), &config, cache_tokens)?;
+    let state = ServerState::new(engine.clone(), &config, cache_tokens)?;
     let runtime = kvist_server::runtime().context("cannot start threads for connections")?;
     let served = runtime.block_on(async {
         if let Some(file) = record {
@@ -223,16 +224,16 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
                 }
                 _ => {}
             }
-            let has_begun = engine.live().record(&engine, file).await;
+            let has_begun = state.live().record(&engine, file).await;
             anyhow::ensure!(has_begun, "--record: the system refuses a thread that writes it");
         }
         let listener = tokio::net::TcpListener::bind(address).await.with_context(taken)?;
         let address = listener.local_addr()?;
         let end = terminated();
         // On stdout, because a program that starts the server waits for this line. From now on a signal drains.
-        let name = output::harmless(app.model_name());
+        let name = output::harmless(state.model_name());
         output::show(&format!("serving {name} on http://{address}\n"))?;
-        serve(listener, app, end).await.context("the server failed")
+        serve(listener, state, end).await.context("the server failed")
     });
     // After the grace period a rendering or a tokenization that does not end must not keep the program alive.
     runtime.shutdown_timeout(Duration::from_secs(2));
@@ -277,8 +278,14 @@ fn terminated() -> impl Future<Output = ()> {
     }
 }
 
-fn show_plan(args: &Args, config: &ServerConfig, opened: &Opened, plan: &MemoryPlan) -> anyhow::Result<()> {
-    let weights = opened.weight_bytes(args.model.weights)?;
+fn show_plan(
+    args: &Args,
+    config: &ServerConfig,
+    opened: &Opened,
+    registry: &Registry,
+    plan: &MemoryPlan,
+) -> anyhow::Result<()> {
+    let weights = opened.weight_bytes(registry.device(), args.model.weights)?;
     let bound = plan.usage.with(Purpose::Weights, weights);
     let total = bound.checked_total().context("these sizes overflow: no machine holds such a server")?;
     let requests_bytes = kvist_server::request_bytes(config, opened.config().context);

@@ -49,7 +49,7 @@ pub struct Args {
     /// Seed of the workload: same seed, same bytes
     #[arg(long, default_value_t = 1, value_name = "N")]
     seed: u64,
-    /// So many loads, from --seed on: the mean of every figure over them and its 95% interval
+    /// Simulate so many loads, from --seed on: reports the mean of every figure and its 95% interval
     #[arg(
         long, value_name = "N", value_parser = clap::value_parser!(u64).range(2..10_000),
         conflicts_with_all = ["trace", "zero_service", "csv", "html", "svg", "beside", "record"]
@@ -63,7 +63,7 @@ enum Of {
     Sweep(Box<sweep::Args>),
     /// The load in contiguous handles beside pages: what moves, what is refused, what is wasted
     Arena(Box<arena::Args>),
-    /// A recording, decided anew from its events alone: does the same come of it?
+    /// Make the decisions of a recording again, from its events alone, and compare them
     Replay(replay::Args),
 }
 
@@ -80,10 +80,10 @@ pub struct What {
     costs: CostArgs,
     #[command(flatten)]
     zero: ZeroArgs,
-    /// Promised time to the first token: 2s, 500ms
+    /// Objective for the time to the first token: 2s, 500ms
     #[arg(long, value_name = "TIME", value_parser = spec::duration, help_heading = "Objectives")]
     slo_ttft: Option<Duration>,
-    /// Promised time per token after the first
+    /// Objective for the time per token after the first
     #[arg(long, value_name = "TIME", value_parser = spec::duration, help_heading = "Objectives")]
     slo_tpot: Option<Duration>,
 }
@@ -103,20 +103,20 @@ struct ShowArgs {
     /// One row per request
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Results")]
     csv: Option<PathBuf>,
-    /// One page with plots, complete in itself
+    /// One self-contained page with plots
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Results")]
     html: Option<PathBuf>,
-    /// Folder for the plots of that page, an SVG file each
+    /// Folder for the plots of that page, one SVG file each
     #[arg(long, value_name = "FOLDER", value_hint = ValueHint::DirPath, help_heading = "Results")]
     svg: Option<PathBuf>,
-    /// Schedulers to run and draw beside that of --schedule, on the same load
+    /// Further schedulers to run on the same load, for comparison
     #[arg(
         long, value_name = "NAME,...", value_delimiter = ',', conflicts_with_all = ["json", "csv", "record"],
         help_heading = "Results"
     )]
     beside: Vec<String>,
-    /// Everything that arrived, was decided and happened to blocks, as JSON lines. As of all results, a file that exists is
-    /// replaced: the same command writes the same again
+    /// Record arrivals, decisions and block events as JSON lines. As with all results, an existing file is replaced:
+    /// the same command writes the same again
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Results")]
     record: Option<PathBuf>,
 }
@@ -186,14 +186,15 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
 fn watched(args: &Args, what: &What, requests: &Requests, quiet: bool) -> anyhow::Result<Record> {
     let bar = progress::bar("requests", requests.list.len() as u64, quiet);
     let mut recording = args.show.record.as_deref().map(output::FileInParts::create).transpose()?;
-    let mut hear = |lines: &str| match &mut recording {
+    let mut write = |lines: &str| match &mut recording {
         Some(file) => file.write(lines.as_bytes()),
         None => Ok(()),
     };
     let watch = args.show.html.is_some() || args.show.svg.is_some();
     let options = Options { explain: true, watch, ..what.options() };
-    let mut tell = |n: usize| bar.set_position(n as u64);
-    let done = simulate(what, &requests.list, &options, args.show.record.is_some(), &mut hear, &mut tell)?;
+    let mut progress = |n: usize| bar.set_position(n as u64);
+    let done =
+        simulate(what, &requests.list, &options, args.show.record.is_some(), &mut write, &mut progress)?;
     bar.finish_and_clear();
     if let Some(file) = recording {
         file.finish()?;
@@ -290,7 +291,7 @@ fn zero_service(args: &Args, requests: &Requests) -> anyhow::Result<()> {
         }
     }
     if !args.show.beside.is_empty() {
-        return Err(wrong_usage("--beside does not go with --zero-service, where nobody waits for anybody"));
+        return Err(wrong_usage("--beside does not go with --zero-service, where no request waits"));
     }
     let result = zero::replay(&args.what, &requests.list)?;
     if args.show.json {

@@ -39,6 +39,11 @@ pub fn json(args: &[&str]) -> serde_json::Value {
     serde_json::from_str(&stdout).unwrap_or_else(|e| panic!("{args:?}: {e}: {stdout}"))
 }
 
+/// A trace or table of the simulator's tests.
+pub fn data(name: &str) -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../simulator/tests/data").join(name).display().to_string()
+}
+
 /// The engine's fixtures.
 pub fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures")
@@ -65,4 +70,16 @@ pub fn escaping_model() -> tempfile::TempDir {
     });
     std::fs::write(path("tokenizer.json"), tokenizer.to_string()).unwrap();
     folder
+}
+
+/// Demands fields of a JSON object; dots separate nested names.
+pub fn fields(value: &Value, names: &[&str]) {
+    for name in names {
+        let found = name.split('.').try_fold(value, |value, name| value.get(name));
+        assert!(found.is_some(), "no `{name}` in {value}");
+    }
+}
+pub fn number(value: &Value, name: &str) -> f64 {
+    let found = name.split('.').fold(value, |value, name| &value[name]);
+    found.as_f64().unwrap_or_else(|| panic!("`{name}` is no number in {value}"))
 }

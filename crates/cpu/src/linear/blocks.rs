@@ -12,45 +12,30 @@
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): q8_0 at 0.8 of the read limit for one token, q4_0 at 0.6 to 0.7; 1.3
 //! TFLOP/s for 512.
-use super::codes::{Codes, Group};
+use super::codes::Codes;
 use super::inputs::{Form, GROUP, Inputs, NEGATIVE_SUM, scale_of};
-use super::{AHEAD, Format, Panels, for_token_tiles, pair, put};
+use super::{AHEAD, Format, Panels, for_token_tiles, put};
 use crate::arch::{Columns, LANES, Simd, widen};
+use kvist_device::weights::blocks::Block;
 use std::marker::PhantomData;
 
-/// A format with one scale per 32 codes.
-pub trait Block: 'static {
+/// An encoding with one scale per 32 codes, and its layout in panels.
+pub trait PackedBlock: Block {
     type Codes: Codes;
-    /// Bytes of a block in the file.
-    const BYTES: usize;
-    /// The code that represents 0, as a power of two; `None` for formats with a minimum.
-    const ZERO_BITS: Option<u32>;
-    /// Values of the 4-bit codes, if they differ from the codes.
-    const TABLE: Option<[u8; 16]> = None;
-
-    /// The codes before the table look-up.
-    fn codes(block: &[u8]) -> Group;
-    /// The scale as kept in memory: f16, unless [`load_scale`](Self::load_scale) differs. Blocks begin with it.
-    fn scale(block: &[u8]) -> [u8; 2] {
-        pair(block)
-    }
     #[inline(always)]
     fn load_scale<S: Simd>(s: S, scales: &[u8; 32]) -> S::F {
-        s.load_f16(scales)
-    }
-    fn widen_scale(scale: u16) -> f32 {
-        widen(scale)
+        if Self::BF16_SCALE { s.load_bf16(scales) } else { s.load_f16(scales) }
     }
 }
 
-/// Makes a [`Block`] a `Format`. Scales of 16 rows, then their minima.
+/// Makes a [`PackedBlock`] a `Format`. Scales of 16 rows, then their minima.
 pub struct Blocks<F>(PhantomData<F>);
 
-impl<F: Block> Blocks<F> {
+impl<F: PackedBlock> Blocks<F> {
     const HAS_MINIMUM: bool = F::ZERO_BITS.is_none();
 }
 
-impl<F: Block> Format for Blocks<F> {
+impl<F: PackedBlock> Format for Blocks<F> {
     const BLOCK: (usize, usize) = (32, F::BYTES);
     const CODES: usize = F::Codes::BYTES;
     const SCALES: usize = 2 * LANES * if Self::HAS_MINIMUM { 2 } else { 1 };
@@ -59,7 +44,7 @@ impl<F: Block> Format for Blocks<F> {
     fn pack(block: &[u8], lane: usize, codes: &mut [u8], scales: &mut [u8]) {
         F::Codes::put(&F::codes(block), lane, codes);
         // The minimum, if any, is an f16 after the scale.
-        let both = [F::scale(block), pair(&block[2..])];
+        let both = [F::scale(block), F::minimum(block)];
         for (scales, bytes) in scales.chunks_exact_mut(2 * LANES).zip(both) {
             scales[2 * lane..2 * lane + 2].copy_from_slice(&bytes);
         }
@@ -67,7 +52,7 @@ impl<F: Block> Format for Blocks<F> {
 
     fn unpack(codes: &[u8], scales: &[u8], lane: usize, out: &mut [f32]) {
         let at = |row: usize| u16::from_le_bytes([scales[2 * (row + lane)], scales[2 * (row + lane) + 1]]);
-        let scale = F::widen_scale(at(0));
+        let scale = if F::BF16_SCALE { f32::from_bits(u32::from(at(0)) << 16) } else { widen(at(0)) };
         let minimum = if Self::HAS_MINIMUM { widen(at(LANES)) } else { 0.0 };
         let zero = F::ZERO_BITS.map_or(0, |bits| 1i32 << bits);
         for (out, code) in out.iter_mut().zip(F::Codes::get(codes, lane)) {
@@ -83,7 +68,12 @@ impl<F: Block> Format for Blocks<F> {
 }
 
 #[inline(always)]
-fn multiply<S: Simd, F: Block>(s: S, weights: &Panels<'_>, inputs: &Inputs, out: &mut Columns<'_, f32>) {
+fn multiply<S: Simd, F: PackedBlock>(
+    s: S,
+    weights: &Panels<'_>,
+    inputs: &Inputs,
+    out: &mut Columns<'_, f32>,
+) {
     let mut panel = 0;
     while panel < weights.n {
         if S::ACCUMULATORS >= 16 && weights.n - panel >= 2 && inputs.n >= 4 {
@@ -98,7 +88,7 @@ fn multiply<S: Simd, F: Block>(s: S, weights: &Panels<'_>, inputs: &Inputs, out:
 
 /// Four tokens at a time: sixteen vectors of weights and eight of sums fill the registers.
 #[inline(always)]
-fn two_panels<S: Simd, F: Block, const T: usize>(
+fn two_panels<S: Simd, F: PackedBlock, const T: usize>(
     s: S,
     weights: &Panels<'_>,
     inputs: &Inputs,
@@ -117,7 +107,7 @@ fn two_panels<S: Simd, F: Block, const T: usize>(
 
 /// `N` tokens, starting at number `side` of the tile of `T`, times `P` panels.
 #[inline(always)]
-fn tile<S: Simd, F: Block, const T: usize, const N: usize, const P: usize>(
+fn tile<S: Simd, F: PackedBlock, const T: usize, const N: usize, const P: usize>(
     s: S,
     weights: &Panels<'_>,
     inputs: &Inputs,

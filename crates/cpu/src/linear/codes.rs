@@ -9,9 +9,7 @@
 //! plane of 1 bit    1 line    all eight
 //! ```
 use crate::arch::{LANES, Simd};
-
-/// Codes of a group, in input order.
-pub type Group = [u8; 32];
+use kvist_device::weights::blocks::Group;
 
 pub trait Codes: 'static {
     /// Bytes of 32 codes of 16 rows: whole cache lines.

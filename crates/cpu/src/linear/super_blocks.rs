@@ -10,55 +10,23 @@
 //! ```
 //!
 //! Per 32 inputs of 16 rows: 8 products of 64 bytes per token.
-use super::codes::{Codes, Group};
+use super::codes::Codes;
 use super::inputs::{self, Form, Inputs, MINUS_32_SUMS, NEGATIVE_SUM, scale_of};
-use super::{AHEAD, Format, Panels, for_token_tiles, pair, put};
+use super::{AHEAD, Format, Panels, for_token_tiles, put};
 use crate::arch::{Columns, LANES, Simd, widen};
+use kvist_device::weights::super_blocks::{SUPER, SuperBlock, Values};
 use std::marker::PhantomData;
 
-/// Weights per super-block.
-pub const SUPER: usize = 256;
-
-/// A format with super-blocks.
-pub trait SuperBlock: 'static {
+/// An encoding with super-blocks, and its layout in panels.
+pub trait PackedSuperBlock: SuperBlock {
     type Codes: Codes;
-    /// Bytes of a super-block in the file.
-    const BYTES: usize;
-    /// The code that represents 0, as a power of two; `None` for formats with minima.
-    const ZERO_BITS: Option<u32>;
-    /// Groups have 16 weights, two groups per 32 inputs, instead of 32.
-    const HALVES: bool;
-    /// How codes map to values.
-    const VALUES: Values = Values::Codes;
-
-    /// The codes of the 32 weights from `32 × i` on, before the table look-up.
-    fn codes(block: &[u8], i: usize) -> Group;
-    /// Scale and minimum of group `i`.
-    fn scale(block: &[u8], i: usize) -> (i8, u8);
-    /// d and dmin in f16. Formats without minima have only d; formats with their own table have d in f32. Most blocks
-    /// begin with these.
-    fn factors(block: &[u8]) -> [[u8; 2]; 2] {
-        [pair(block), pair(&block[2..])]
-    }
-    /// The super-block's own table, if any.
-    fn table(_: &[u8]) -> [u8; 16] {
-        [0; 16]
-    }
 }
 
-/// The values of codes: the codes themselves or, for 4-bit codes, table entries.
-pub enum Values {
-    Codes,
-    Table([u8; 16]),
-    /// Every super-block has its own table, which sixteen rows share.
-    OwnTable,
-}
-
-/// Makes a [`SuperBlock`] a `Format`. Scales of a super-block: sc `[groups][16]`, m `[groups][16]`, d `[16]`, dmin
+/// Makes a [`PackedSuperBlock`] a `Format`. Scales of a super-block: sc `[groups][16]`, m `[groups][16]`, d `[16]`, dmin
 /// `[16]`, its own table `[16]`.
 pub struct SuperBlocks<F>(PhantomData<F>);
 
-impl<F: SuperBlock> SuperBlocks<F> {
+impl<F: PackedSuperBlock> SuperBlocks<F> {
     const HAS_MINIMA: bool = F::ZERO_BITS.is_none();
     const OWN_TABLE: bool = matches!(F::VALUES, Values::OwnTable);
     const GROUPS: usize = if F::HALVES { 16 } else { 8 };
@@ -76,7 +44,7 @@ impl<F: SuperBlock> SuperBlocks<F> {
     }
 }
 
-impl<F: SuperBlock> Format for SuperBlocks<F> {
+impl<F: PackedSuperBlock> Format for SuperBlocks<F> {
     const BLOCK: (usize, usize) = (SUPER, F::BYTES);
     const CODES: usize = 8 * F::Codes::BYTES;
     const SCALES: usize = Self::SMALL + Self::LARGE + if Self::OWN_TABLE { 16 } else { 0 };
@@ -138,7 +106,7 @@ impl<F: SuperBlock> Format for SuperBlocks<F> {
 }
 
 #[inline(always)]
-fn tile<S: Simd, F: SuperBlock, const T: usize>(
+fn tile<S: Simd, F: PackedSuperBlock, const T: usize>(
     s: S,
     codes: &[u8],
     scales: &[u8],
@@ -206,7 +174,7 @@ fn tile<S: Simd, F: SuperBlock, const T: usize>(
 
 /// 32 inputs whose two halves have separate scales.
 #[inline(always)]
-fn halves<S: Simd, F: SuperBlock, const T: usize>(
+fn halves<S: Simd, F: PackedSuperBlock, const T: usize>(
     s: S,
     w: &[S::I; 8],
     small: &[[u8; LANES]],

@@ -3,6 +3,7 @@
 use kvist_cache::kinds::{self, GroupSpec, Visibility};
 use kvist_cache::*;
 use kvist_device::*;
+use kvist_testing::SplitMix64;
 use std::sync::Arc;
 
 pub const A: SeqId = SeqId(0);
@@ -107,13 +108,10 @@ impl Model {
         let (heads, kv_heads, d) = (self.heads.0 as usize, self.heads.1 as usize, self.head_dim as usize);
         let rows = |what: u64, layer: u16, heads: usize| -> Vec<f32> {
             let row = |token: &u64| {
-                let mut state = (token ^ seed << 48).wrapping_mul(0x9e37_79b9_7f4a_7c15)
-                    ^ (what << 8 | u64::from(layer)).wrapping_mul(0xd6e8_feb8_6659_fd93);
-                (0..heads * d).map(move |_| {
-                    state =
-                        state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                    (state >> 40) as f32 / (1 << 23) as f32 - 1.0
-                })
+                let seed =
+                    SplitMix64(token ^ seed << 48).next() ^ SplitMix64(what << 8 | u64::from(layer)).next();
+                let mut random = SplitMix64(seed);
+                (0..heads * d).map(move |_| (random.unit() * 2.0 - 1.0) as f32)
             };
             tokens.iter().flat_map(row).collect()
         };

@@ -183,11 +183,8 @@ mod tests {
     /// Found piece by piece, the order is that of sorting everything.
     #[test]
     fn the_order_is_that_of_a_sort() {
-        let mut state = 3u64;
-        let mut next = || {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (state >> 33) as u32
-        };
+        let mut random = kvist_testing::SplitMix64(3);
+        let mut next = || random.next() as u32;
         let mut candidates = Candidates::default();
         for round in 0..300 {
             let n = 1 + next() as usize % 700;

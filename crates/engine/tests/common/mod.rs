@@ -1,7 +1,7 @@
 //! Shared code of this crate's integration tests.
 #![allow(dead_code, unused_imports)] // each test binary uses its part
 use kvist_device::Storage;
-use kvist_engine::backends;
+use kvist_engine::devices;
 use kvist_engine::generate::{Limits, generate};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
@@ -61,7 +61,8 @@ pub fn exact(kind: &str, context: u32, chunk: u32) -> CacheConfig {
 }
 
 pub fn session(model: &Arc<Model>, config: &CacheConfig) -> ModelSession {
-    ModelSession::new(model, &backends::on(model.decoder().compute()), config).unwrap()
+    // The threads that `load` put the model on.
+    ModelSession::new(model, &devices::on(&compute()), config).unwrap()
 }
 
 /// Logits of every token, fed in chunks.

@@ -137,7 +137,8 @@ fn experts(gguf: &Gguf, architecture: &str) -> Result<Option<Experts>, Error> {
     };
     let used = m.must_size(&key("expert_used_count"))?;
     let bias = gguf.has("blk.0.ffn_gate_inp.bias");
-    Ok(Some(Experts { n, used, width, renormalise: true, bias }))
+    let routing = Routing { n_experts: n, used, width, renormalise: true };
+    Ok(Some(Experts { routing, bias }))
 }
 
 /// Which layers have the sliding window, if the file defines one.

@@ -213,8 +213,8 @@ impl<'f> Fields<'f> {
     fn experts(&self, traits: &Traits) -> Result<Option<Experts>, Error> {
         let Some((n, used, width)) = traits.experts else { return Ok(None) };
         let given = self.size("num_local_experts")?.or(self.size("num_experts")?);
-        Ok(Some(Experts {
-            n: given.unwrap_or(n),
+        let routing = Routing {
+            n_experts: given.unwrap_or(n),
             used: self.size("num_experts_per_tok")?.unwrap_or(used),
             width: match width {
                 Some(width) => self.size("moe_intermediate_size")?.unwrap_or(width),
@@ -225,8 +225,8 @@ impl<'f> Fields<'f> {
                 Family::Qwen3Moe => self.flag("norm_topk_prob")?.unwrap_or(false),
                 _ => true,
             },
-            bias: traits.biased,
-        }))
+        };
+        Ok(Some(Experts { routing, bias: traits.biased }))
     }
 
     fn activation(&self, traits: &Traits) -> Result<Activation, Error> {

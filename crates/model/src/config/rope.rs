@@ -1,6 +1,8 @@
 //! Rotary embeddings as checkpoints define them. Computes the frequencies of transformers' `modeling_rope_utils` in the
 //! same float width, so that logits agree.
 
+use kvist_device::RopeTable;
+
 /// The frequencies of one rotary embedding.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
@@ -48,6 +50,12 @@ pub enum RopeScaling {
 }
 
 impl Rope {
+    /// The frequencies for texts of up to `context` tokens.
+    pub(crate) fn table(&self, context: u32) -> RopeTable {
+        let attention_factor = self.attention_factor();
+        RopeTable { inverse_frequencies: self.inv_freq(context), attention_factor }
+    }
+
     /// One frequency per pair of elements, for texts of up to `context` tokens: `[dim / 2]`.
     pub fn inv_freq(&self, context: u32) -> Vec<f32> {
         let dim = self.dim as f32;

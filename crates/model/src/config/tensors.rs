@@ -99,15 +99,16 @@ impl ModelConfig {
             }
             if let Some(experts) = self.experts.filter(|_| layer.routed) {
                 let router = self.router_name(l);
-                push(format!("{router}.weight"), &[experts.n, hidden], Role::Router, None);
+                push(format!("{router}.weight"), &[experts.routing.n_experts, hidden], Role::Router, None);
                 if experts.bias {
-                    push(format!("{router}.bias"), &[experts.n], Role::Bias, None);
+                    push(format!("{router}.bias"), &[experts.routing.n_experts], Role::Bias, None);
                 }
-                for expert in 0..experts.n {
-                    let shapes = [[experts.width, hidden], [experts.width, hidden], [hidden, experts.width]];
+                let width = experts.routing.width;
+                for expert in 0..experts.routing.n_experts {
+                    let shapes = [[width, hidden], [width, hidden], [hidden, width]];
                     let parts = self.expert_names(l, expert).into_iter().zip(shapes);
                     for ((name, shape), part) in parts.zip(["gate_proj", "up_proj", "down_proj"]) {
-                        let (rows, first) = (experts.n * shape[0], expert * shape[0]);
+                        let (rows, first) = (experts.routing.n_experts * shape[0], expert * shape[0]);
                         let within = |kind: &str| {
                             let name = format!("model.layers.{l}.mlp.experts.{part}.{kind}");
                             Some(Within { name, rows, first })

@@ -1,4 +1,4 @@
-//! One decoder for all model families. The differences between families are data.
+//! One decoder for all model families and devices. The differences between families are data.
 //!
 //! ```text
 //! x = embedding[tokens]
@@ -9,221 +9,256 @@
 //! logits = norm(x)·Whead               only of the rows that were asked for
 //! ```
 //! Some families also have: norms of q and k, norms after attention and MLP, GELU, softcaps, a scale of the embedding.
-use super::mlp::{self, Mlp};
-use super::rope::{Angles, RotaryEmbedding};
-use crate::config::{Activation, ModelConfig};
-use crate::error::Error;
-use crate::weights::{Embedding, Linear};
-use kvist_cache::LayerId;
-use kvist_cpu::linear::Inputs;
-use kvist_cpu::steps::Gate;
-use kvist_cpu::{Compute, steps};
-use kvist_device::{Attend, BackendError, Layout, Tensor, TensorMut};
+use crate::config::ModelConfig;
+use kvist_cache::{LayerId, StepPlan};
+use kvist_device::*;
+use std::sync::Arc;
 
 /// One layer's weights.
-#[derive(Debug)]
-pub(super) struct Layer {
-    pub attention_norm: Vec<f32>,
-    pub q: Linear,
+pub(super) struct Layer<D: Device> {
+    pub attention_norm: D::Vector,
+    pub q: D::Linear,
     /// `None` for a layer that reads another layer's K and V.
-    pub kv: Option<(Linear, Linear)>,
+    pub kv: Option<(D::Linear, D::Linear)>,
     /// Per-head norms of q and k, before RoPE (Qwen3). A layer without its own K and V has only the first.
-    pub q_norm: Option<Vec<f32>>,
-    pub k_norm: Option<Vec<f32>>,
-    pub o: Linear,
+    pub q_norm: Option<D::Vector>,
+    pub k_norm: Option<D::Vector>,
+    pub o: D::Linear,
     /// Attention sink scores, one per head (gpt-oss).
-    pub sinks: Option<Vec<f32>>,
+    pub sinks: Option<D::Vector>,
     /// Norm of the attention output (Gemma 2 and 3).
-    pub attention_post_norm: Option<Vec<f32>>,
-    pub mlp_norm: Vec<f32>,
-    pub mlp: Mlp,
+    pub attention_post_norm: Option<D::Vector>,
+    pub mlp_norm: D::Vector,
+    pub mlp: Mlp<D>,
     /// Norm of the MLP output.
-    pub mlp_post_norm: Option<Vec<f32>>,
+    pub mlp_post_norm: Option<D::Vector>,
     /// Index into the decoder's rotary embeddings.
     pub rope: Option<usize>,
 }
 
-/// The weights of a model, ready to run. It knows nothing of caches: the caller passes attention in as a function.
-#[derive(Debug)]
-pub struct Decoder {
-    pub(super) compute: Compute,
-    pub(super) config: ModelConfig,
-    pub(super) layout: Layout,
-    pub(super) embedding: Embedding,
-    pub(super) layers: Vec<Layer>,
-    pub(super) norm: Vec<f32>,
+pub(super) enum Mlp<D: Device> {
+    Dense(GatedMlp<D>),
+    Routed(Experts<D>),
+}
+
+/// The weights of a model on a device.
+pub(super) struct Decoder<D: Device> {
+    pub config: ModelConfig,
+    pub embedding: D::Linear,
+    pub layers: Vec<Layer<D>>,
+    pub norm: D::Vector,
     /// `None` if the embedding is also the output layer.
-    pub(super) head: Option<Linear>,
-    pub(super) ropes: Vec<RotaryEmbedding>,
+    pub head: Option<D::Linear>,
+    pub ropes: Vec<RopeTable>,
 }
 
-/// The tokens of one step, and the outputs wanted.
-#[derive(Clone, Copy, Debug)]
-pub struct Batch<'a> {
-    pub tokens: &'a [u32],
-    pub positions: &'a [u32],
-    /// Batch rows whose logits are computed, ascending.
-    pub rows: &'a [u32],
-    /// Layers whose output (the residual stream after them) is copied to [`Activations::taps`].
-    pub taps: &'a [LayerId],
+/// The buffers of a forward pass: those of [`ModelShape::buffers`].
+struct Activations<D: Device> {
+    x: D::Buffer,
+    h: D::Buffer,
+    q: D::Buffer,
+    k: D::Buffer,
+    v: D::Buffer,
+    attended: D::Buffer,
+    projected: D::Buffer,
+    gate: D::Buffer,
+    up: D::Buffer,
+    wanted: D::Buffer,
 }
 
-/// The buffers of a forward pass, one set per session. They are reused between passes.
-#[derive(Debug, Default)]
-pub struct Activations {
-    x: Vec<f32>, // [n_tokens, hidden]
-    h: Vec<f32>, // [n_tokens, hidden]
-    q: Vec<f32>, // [n_tokens, n_heads, head_dim]
-    k: Vec<f32>, // [n_tokens, n_kv_heads, head_dim]
-    v: Vec<f32>,
-    attended: Vec<f32>,  // [n_tokens, n_heads, head_dim]
-    projected: Vec<f32>, // [n_tokens, hidden]
-    mlp: mlp::Buffers,
-    angles: Vec<Angles>, // one per rotary embedding
-    inputs: Inputs,      // the input of a linear layer, converted for its kernel
-    /// `[rows, vocab]`, in the order of [`Batch::rows`].
-    pub logits: Vec<f32>,
-    /// `[n_tokens, hidden]` for each layer of [`Batch::taps`], in their order.
-    pub taps: Vec<Vec<f32>>,
-}
-
-impl Activations {
-    /// Bytes that a forward pass of `n_tokens` tokens and `n_rows` rows of logits needs, including the converted inputs
-    /// of the widest linear layer. `None` on overflow.
-    pub fn bytes(config: &ModelConfig, n_tokens: usize, n_rows: usize) -> Option<u64> {
-        let q = config.n_heads.checked_mul(config.head_dim)?;
-        let kv = config.n_kv_heads.checked_mul(config.head_dim)?;
-        let hidden = config.hidden;
-        // x, h, projected; q, attended; k, v; cos, sin of each rotary embedding
-        let held = [(3, hidden), (2, q), (2, kv), (config.ropes.len(), config.head_dim)];
-        let held = held.iter().try_fold(0usize, |sum, (n, width)| sum.checked_add(width.checked_mul(*n)?))?;
-        let logits = config.vocab.checked_mul(n_rows)?;
-        let floats = held.checked_mul(n_tokens)?.checked_add(logits)?;
-        // The widest layer's input again, in every converted format.
-        let dense = if config.layers.iter().all(|layer| layer.routed) { 0 } else { config.intermediate };
-        let inputs = Inputs::bytes(n_tokens.max(n_rows), hidden.max(q).max(dense))?;
-        let mlp = mlp::Buffers::bytes(n_tokens, hidden, dense, config.experts.as_ref())?;
-        u64::try_from(floats.checked_mul(size_of::<f32>())?.checked_add(inputs)?.checked_add(mlp)?).ok()
+impl<D: Device> Activations<D> {
+    fn new(device: &D, shape: &ModelShape, limits: &StepLimits) -> Result<Self, BackendError> {
+        let [x, h, q, k, v, attended, projected, gate, up, wanted] = shape.buffers();
+        let buffer = |(rows, width)| device.buffer(rows, width, limits);
+        Ok(Activations {
+            x: buffer(x)?,
+            h: buffer(h)?,
+            q: buffer(q)?,
+            k: buffer(k)?,
+            v: buffer(v)?,
+            attended: buffer(attended)?,
+            projected: buffer(projected)?,
+            gate: buffer(gate)?,
+            up: buffer(up)?,
+            wanted: buffer(wanted)?,
+        })
     }
 }
 
-impl Decoder {
-    pub fn config(&self) -> &ModelConfig {
-        &self.config
-    }
-    pub fn layout(&self) -> &Layout {
-        &self.layout
-    }
-    /// The threads and instruction set that run the model.
-    pub fn compute(&self) -> &Compute {
-        &self.compute
-    }
+/// A decoder and its device.
+pub(super) struct Loaded<D: Device> {
+    pub device: Arc<D>,
+    pub decoder: Arc<Decoder<D>>,
+}
 
-    /// Runs one step. Calls `attend` once per layer, in order; an error from it ends the pass. Tokens must lie inside
-    /// the vocabulary.
-    pub fn forward(
+/// A decoder with KV pools and buffers.
+struct Running<D: Device> {
+    device: Arc<D>,
+    decoder: Arc<Decoder<D>>,
+    stream: D::Stream,
+    pools: D::Pools,
+    activations: Activations<D>,
+}
+
+impl<D: Device> LoadedModel for Loaded<D> {
+    fn open(
         &self,
-        batch: Batch<'_>,
-        attend: &mut dyn FnMut(Attend<'_>) -> Result<(), BackendError>,
-        a: &mut Activations,
-    ) -> Result<(), Error> {
-        let (c, compute) = (&self.config, &self.compute);
-        let (n, hidden, head_dim) = (batch.tokens.len(), c.hidden, c.head_dim);
-        let (heads, kv_heads) = (c.n_heads, c.n_kv_heads);
-        let gate = match c.activation {
-            Activation::Silu => Gate::Silu,
-            Activation::Gelu => Gate::Gelu,
-            Activation::Clamped { limit } => Gate::Clamped { limit },
-        };
+        backend: &dyn Backend,
+        spec: &PoolSpec,
+        limits: &StepLimits,
+    ) -> Result<Box<dyn Network>, BackendError> {
+        let Loaded { device, decoder } = self;
+        let shape = decoder.config.shape();
+        Ok(Box::new(Running {
+            device: device.clone(),
+            decoder: decoder.clone(),
+            stream: device.stream(&shape, &decoder.ropes, limits)?,
+            pools: device.kv_pools(backend, spec)?,
+            activations: Activations::new(&**device, &shape, limits)?,
+        }))
+    }
+}
 
-        self.embedding.gather(batch.tokens, &mut a.x);
-        if c.embedding_scale != 1.0 {
-            steps::scale(compute, &mut a.x, c.embedding_scale);
-        }
-        a.h.resize(n * hidden, 0.0);
-        a.attended.resize(n * heads * head_dim, 0.0);
-        a.taps.resize_with(batch.taps.len(), Vec::new);
-        a.angles.resize_with(self.ropes.len(), Angles::default);
-        for (rope, angles) in self.ropes.iter().zip(&mut a.angles) {
-            rope.angles(batch.positions, angles);
-        }
+impl<D: Device> Network for Running<D> {
+    fn submit(&mut self, plan: &StepPlan, inputs: &StepInputs<'_>) -> Result<Ticket, BackendError> {
+        let Running { device, decoder, stream, pools, activations } = self;
+        device.begin(stream, pools, plan, inputs)?;
+        decoder.layers(device, stream, pools, activations, plan, inputs.taps)?;
+        decoder.logits(device, stream, activations);
+        device.submit(stream)
+    }
+    fn is_done(&self, ticket: Ticket) -> bool {
+        self.device.is_done(&self.stream, ticket)
+    }
+    fn wait(&mut self, ticket: Ticket) -> Result<LayersRan, BackendError> {
+        self.device.wait(&mut self.stream, ticket)
+    }
+    fn output(&self) -> &StepOutput {
+        D::output(&self.stream)
+    }
+    fn output_mut(&mut self) -> &mut StepOutput {
+        D::output_mut(&mut self.stream)
+    }
+    fn recompute_logits(&mut self, rows: &[u32]) -> Result<(), BackendError> {
+        let Running { device, decoder, stream, activations, .. } = self;
+        device.want_rows(stream, rows);
+        decoder.logits(device, stream, activations);
+        let ticket = device.submit(stream)?;
+        device.wait(stream, ticket).map(drop)
+    }
+    fn pools(&self) -> &dyn Pools {
+        &self.pools
+    }
+    fn pools_mut(&mut self) -> &mut dyn Pools {
+        &mut self.pools
+    }
+}
 
+impl<D: Device> Decoder<D> {
+    fn norm<'a>(&self, weight: &'a D::Vector) -> Norm<'a, D> {
+        Norm { weight, eps: self.config.norm_eps }
+    }
+
+    /// The layers of one step: from its tokens to the residual stream.
+    fn layers(
+        &self,
+        d: &D,
+        s: &mut D::Stream,
+        pools: &mut D::Pools,
+        a: &mut Activations<D>,
+        plan: &StepPlan,
+        taps: &[LayerId],
+    ) -> Result<(), BackendError> {
+        let c = &self.config;
+        d.embed(s, &self.embedding, c.embedding_scale, &mut a.x);
         for (l, layer) in self.layers.iter().enumerate() {
-            steps::rms_norm(compute, &a.x, &layer.attention_norm, c.norm_eps, &mut a.h);
-            let mut h = a.inputs.of(&a.h, hidden);
-            layer.q.forward(compute, &mut h, &mut a.q);
-            if let Some(norm) = &layer.q_norm {
-                steps::rms_norm_in_place(compute, &mut a.q, norm, c.norm_eps);
-            }
-            let turn = |x: &mut [f32], n_heads: usize| {
-                if let Some(rope) = layer.rope {
-                    self.ropes[rope].apply(compute, &a.angles[rope], x, n_heads, head_dim);
-                }
-            };
-            turn(&mut a.q, heads);
-            let mut kv = None;
-            if let Some((k, v)) = &layer.kv {
-                k.forward(compute, &mut h, &mut a.k);
-                v.forward(compute, &mut h, &mut a.v);
-                if let Some(norm) = &layer.k_norm {
-                    steps::rms_norm_in_place(compute, &mut a.k, norm, c.norm_eps);
-                }
-                turn(&mut a.k, kv_heads);
-                kv = Some((Tensor::dense(&a.k, kv_heads, head_dim), Tensor::dense(&a.v, kv_heads, head_dim)));
-            }
-            attend(Attend {
-                layer: LayerId(l as u16),
-                q: Tensor::dense(&a.q, heads, head_dim),
-                kv,
-                out: TensorMut::dense(&mut a.attended, heads, head_dim),
-                scale: c.attention_scale,
-                softcap: c.attention_softcap,
-                sinks: layer.sinks.as_deref(),
-            })?;
-            layer.o.forward(compute, &mut a.inputs.of(&a.attended, heads * head_dim), &mut a.projected);
-            if let Some(norm) = &layer.attention_post_norm {
-                steps::rms_norm_in_place(compute, &mut a.projected, norm, c.norm_eps);
-            }
-            steps::add(compute, &mut a.x, &a.projected);
-
-            steps::rms_norm(compute, &a.x, &layer.mlp_norm, c.norm_eps, &mut a.h);
-            layer.mlp.forward(compute, gate, &a.h, &mut a.inputs, &mut a.mlp, &mut a.projected);
-            if let Some(norm) = &layer.mlp_post_norm {
-                steps::rms_norm_in_place(compute, &mut a.projected, norm, c.norm_eps);
-            }
-            steps::add(compute, &mut a.x, &a.projected);
-
-            for (kept, _) in a.taps.iter_mut().zip(batch.taps).filter(|(_, tap)| tap.0 as usize == l) {
-                kept.clear();
-                kept.extend_from_slice(&a.x);
+            let id = LayerId(l as u16);
+            self.attention(d, s, pools, a, plan, id, layer)?;
+            self.mlp(d, s, a, layer);
+            for (i, _) in taps.iter().enumerate().filter(|(_, tap)| **tap == id) {
+                d.tap(s, i, &a.x);
             }
         }
-
-        // Compute logits of the wanted rows only: with a vocabulary of 128k tokens, the other rows would cost more than
-        // the layers.
-        self.logits(batch.rows, a);
         Ok(())
     }
 
-    /// Computes the logits of these rows of the last pass that used `a`, and replaces those in `a.logits`. Rows are
-    /// ascending. Call it repeatedly if the rows do not fit into `a` at once.
-    pub fn logits(&self, rows: &[u32], a: &mut Activations) {
-        let (compute, hidden) = (&self.compute, self.config.hidden);
-        for (i, &row) in rows.iter().enumerate() {
-            let row = row as usize * hidden..(row as usize + 1) * hidden;
-            let normed = &mut a.h[i * hidden..(i + 1) * hidden];
-            steps::rms_norm(compute, &a.x[row], &self.norm, self.config.norm_eps, normed);
-        }
-        a.logits.clear();
-        if !rows.is_empty() {
-            let mut rows = a.inputs.of(&a.h[..rows.len() * hidden], hidden);
-            match &self.head {
-                Some(head) => head.forward(compute, &mut rows, &mut a.logits),
-                None => self.embedding.logits(compute, &mut rows, &mut a.logits),
+    fn attention(
+        &self,
+        d: &D,
+        s: &mut D::Stream,
+        pools: &mut D::Pools,
+        a: &mut Activations<D>,
+        plan: &StepPlan,
+        id: LayerId,
+        layer: &Layer<D>,
+    ) -> Result<(), BackendError> {
+        let c = &self.config;
+        let norm = self.norm(&layer.attention_norm);
+        match &layer.kv {
+            Some((k, v)) => {
+                let outs = &mut [(&layer.q, &mut a.q), (k, &mut a.k), (v, &mut a.v)];
+                d.norm_matmul(s, &a.x, norm, &mut a.h, outs);
             }
-            if let Some(cap) = self.config.logit_softcap {
-                steps::softcap(compute, &mut a.logits, cap);
+            None => d.norm_matmul(s, &a.x, norm, &mut a.h, &mut [(&layer.q, &mut a.q)]),
+        }
+        let owns = layer.kv.is_some();
+        for (x, norm) in
+            [(&mut a.q, &layer.q_norm), (&mut a.k, &layer.k_norm)].into_iter().take(1 + usize::from(owns))
+        {
+            if let Some(norm) = norm {
+                d.norm_in_place(s, x, self.norm(norm));
+            }
+            if let Some(rope) = layer.rope {
+                d.rope(s, x, c.head_dim, rope);
             }
         }
+        d.attend(
+            s,
+            pools,
+            plan,
+            LayerAttention {
+                layer: id,
+                q: &a.q,
+                kv: owns.then_some((&a.k, &a.v)),
+                out: &mut a.attended,
+                head_dim: c.head_dim,
+                scale: c.attention_scale,
+                softcap: c.attention_softcap,
+                sinks: layer.sinks.as_ref(),
+            },
+        )?;
+        let post_norm = layer.attention_post_norm.as_ref().map(|norm| self.norm(norm));
+        d.matmul_add(s, &a.attended, &layer.o, post_norm, &mut a.projected, &mut a.x);
+        Ok(())
+    }
+
+    fn mlp(&self, d: &D, s: &mut D::Stream, a: &mut Activations<D>, layer: &Layer<D>) {
+        let activation = self.config.activation;
+        let norm = self.norm(&layer.mlp_norm);
+        let post_norm = layer.mlp_post_norm.as_ref().map(|norm| self.norm(norm));
+        match &layer.mlp {
+            Mlp::Dense(mlp) => {
+                let outs = &mut [(&mlp.gate, &mut a.gate), (&mlp.up, &mut a.up)];
+                d.norm_matmul(s, &a.x, norm, &mut a.h, outs);
+                d.gated(s, activation, &mut a.gate, &a.up);
+                d.matmul_add(s, &a.gate, &mlp.down, post_norm, &mut a.projected, &mut a.x);
+            }
+            Mlp::Routed(experts) => {
+                d.rms_norm(s, &a.x, norm, &mut a.h);
+                d.experts(s, &a.h, experts, activation, &mut a.projected);
+                if let Some(norm) = post_norm {
+                    d.norm_in_place(s, &mut a.projected, norm);
+                }
+                d.add(s, &mut a.x, &a.projected);
+            }
+        }
+    }
+
+    /// The logits of the wanted rows. With a vocabulary of 128k tokens, those of all rows would cost more than the
+    /// layers.
+    fn logits(&self, d: &D, s: &mut D::Stream, a: &mut Activations<D>) {
+        d.wanted_rows(s, &a.x, &mut a.wanted);
+        d.norm_in_place(s, &mut a.wanted, self.norm(&self.norm));
+        d.logits(s, &a.wanted, self.head.as_ref().unwrap_or(&self.embedding), self.config.logit_softcap);
     }
 }

@@ -1,7 +1,8 @@
-//! The attention layout for the cache. Layers with the same window form a group and share cell indices.
+//! What the cache and the device need to know of an architecture. Layers with the same window form a group and share cell
+//! indices.
 use crate::config::ModelConfig;
 use kvist_cache::{GroupId, LayerId};
-use kvist_device::{LayerSpec, Layout};
+use kvist_device::{LayerSpec, Layout, ModelShape};
 
 impl ModelConfig {
     /// The window of each layer group, in order of first appearance.
@@ -27,5 +28,20 @@ impl ModelConfig {
             }
         });
         Layout { n_heads: self.n_heads as u32, layers: layers.collect() }
+    }
+
+    /// The sizes that determine a device's buffers.
+    pub fn shape(&self) -> ModelShape {
+        let all_routed = self.layers.iter().all(|layer| layer.routed);
+        ModelShape {
+            hidden: self.hidden,
+            n_heads: self.n_heads,
+            n_kv_heads: self.n_kv_heads,
+            head_dim: self.head_dim,
+            vocab: self.vocab,
+            intermediate: if all_routed { 0 } else { self.intermediate },
+            routing: self.experts.map(|experts| experts.routing),
+            rope_pairs: self.ropes.iter().map(|rope| rope.dim / 2).collect(),
+        }
     }
 }

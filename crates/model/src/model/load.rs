@@ -1,8 +1,6 @@
 //! Loads a decoder from files. Every tensor is checked by name and shape, and every byte is reserved in the budget
 //! before it is read.
-use super::decoder::{Decoder, Layer};
-use super::mlp::{Gated, Mlp, Routed};
-use super::rope::RotaryEmbedding;
+use super::decoder::{Decoder, Layer, Loaded, Mlp};
 use crate::config::{ModelConfig, Role, TensorSpec};
 use crate::embedded;
 use crate::error::Error;
@@ -10,9 +8,8 @@ use crate::generation_config::Shipped;
 use crate::harmony;
 use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;
-use crate::weights::{Embedding, Encoding, Gguf, Linear, Source, WeightForm};
-use kvist_cpu::Compute;
-use kvist_device::{ChannelOrder, MemoryBudget, Purpose, Reservation};
+use crate::weights::{Encoding, Gguf, Source, View, WeightForm};
+use kvist_device::*;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -37,22 +34,20 @@ pub struct LoadOptions {
     /// Tokens of the longest text the model will process. Models with LongRoPE use other frequencies for texts longer
     /// than the context they were first trained on. `None`: not longer than that.
     pub context: Option<u32>,
-    /// The threads and instruction set to run the model on.
-    pub compute: Compute,
 }
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        let compute = Compute::default();
-        LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: None, context: None, compute }
+        LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: None, context: None }
     }
 }
 
 /// Weights, tokenizer and chat template. Loaded once and shared by any number of sessions.
-#[derive(Debug)]
 pub struct Model {
     name: String,
-    decoder: Decoder,
+    config: ModelConfig,
+    layout: Layout,
+    loaded: Box<dyn LoadedModel>,
     tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
     harmony: Option<Vec<u32>>,
@@ -182,18 +177,19 @@ impl Opened {
         self.sampling.as_ref()
     }
 
-    /// Bytes the weights will take in this form. [`Model::load`] reserves this amount.
-    pub fn weight_bytes(&self, form: WeightForm) -> Result<u64, Error> {
+    /// Bytes the weights will take on a device in this form. [`Model::load`] reserves this amount.
+    pub fn weight_bytes(&self, device: &dyn Footprint, form: WeightForm) -> Result<u64, Error> {
         self.config.tensors().iter().try_fold(0u64, |sum, spec| {
-            let bytes = resident_bytes(spec, self.source.find(spec)?.encoding, form);
+            let bytes = resident_bytes(device, spec, self.source.find(spec)?.encoding, form);
             sum.checked_add(bytes).ok_or_else(|| Error::Usage("the weights overflow 64 bits".into()))
         })
     }
 
-    /// Loads the weights. Fails if they do not fit into the budget. Calls `progress` with (tensors done, tensors in
-    /// total).
-    pub fn load(
+    /// Loads the weights on `device`, whose memory `budget` counts. Fails if they do not fit, or if the device cannot run
+    /// the whole model. Calls `progress` with (tensors done, tensors in total).
+    pub fn load<D: Device>(
         self,
+        device: D,
         options: &LoadOptions,
         budget: &Arc<MemoryBudget>,
         progress: &mut dyn FnMut(usize, usize),
@@ -204,7 +200,8 @@ impl Opened {
                 layer.owner = l - l % run.max(1);
             }
         }
-        let weights = budget.reserve(Purpose::Weights, opened.weight_bytes(options.form)?)?;
+        device.supports(&opened.config.shape())?;
+        let weights = budget.reserve(Purpose::Weights, opened.weight_bytes(&device, options.form)?)?;
         let Opened { name, config, source, tokenizer, template, sampling } = opened;
         let specs = config.tensors();
         let total = specs.len();
@@ -212,15 +209,17 @@ impl Opened {
             specs: specs.into_iter().map(|spec| (spec.name.clone(), spec)).collect(),
             source,
             form: options.form,
-            compute: options.compute.clone(),
+            device: &device,
             norms_less_one: config.norms_less_one,
             context: options.context.unwrap_or(0),
             done: 0,
             total,
             progress,
         };
-        let decoder = loader.decoder(config)?;
-        let mut end_tokens = decoder.config().eos.clone();
+        let layout = config.layout();
+        layout.check().map_err(BackendError::from)?;
+        let decoder = loader.decoder(&config)?;
+        let mut end_tokens = config.eos.clone();
         if let Some(tokenizer) = &tokenizer {
             end_tokens.extend(tokenizer.eos());
             harmony::correct_ends(tokenizer, &mut end_tokens);
@@ -231,7 +230,20 @@ impl Opened {
         end_tokens.dedup();
         let sampling = sampling.unwrap_or_default();
         let channels = OnceLock::new();
-        Ok(Model { name, decoder, tokenizer, template, harmony, end_tokens, sampling, channels, weights })
+        let loaded = Box::new(Loaded { device: Arc::new(device), decoder: Arc::new(decoder) });
+        Ok(Model {
+            name,
+            config,
+            layout,
+            loaded,
+            tokenizer,
+            template,
+            harmony,
+            end_tokens,
+            sampling,
+            channels,
+            weights,
+        })
     }
 }
 
@@ -248,15 +260,20 @@ fn not_there(path: &Path) -> String {
     }
 }
 
-/// Bytes one tensor takes in memory.
-pub(super) fn resident_bytes(spec: &TensorSpec, stored: crate::weights::Encoding, form: WeightForm) -> u64 {
-    match spec.role {
-        Role::Embedding => Embedding::resident_bytes(&spec.shape, stored, form),
-        Role::Linear | Role::Router | Role::Expert => {
-            Linear::resident_bytes(&spec.shape, stored, form_of(spec, form))
+/// Bytes one tensor takes on a device.
+pub(super) fn resident_bytes(
+    device: &dyn Footprint,
+    spec: &TensorSpec,
+    stored: Encoding,
+    form: WeightForm,
+) -> u64 {
+    let bytes = match spec.role {
+        Role::Embedding | Role::Linear | Role::Router | Role::Expert => {
+            device.weight_bytes(&spec.shape, stored, form_of(spec, form))
         }
-        Role::Norm | Role::Bias => spec.shape.iter().map(|n| *n as u64).product::<u64>() * 4,
-    }
+        Role::Norm | Role::Bias => Some(spec.shape.iter().map(|n| *n as u64).product::<u64>() * 4),
+    };
+    bytes.unwrap_or(u64::MAX)
 }
 
 /// Router weights are few and stay as stored: a small error in them would select another expert.
@@ -267,22 +284,41 @@ fn form_of(spec: &TensorSpec, form: WeightForm) -> WeightForm {
     }
 }
 
+impl std::fmt::Debug for Model {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Model {}", self.name)
+    }
+}
+
 impl Model {
     /// [`Opened::open`] and [`Opened::load`].
-    pub fn load(
+    pub fn load<D: Device>(
         file: &ModelFile,
+        device: D,
         options: &LoadOptions,
         budget: &Arc<MemoryBudget>,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Self, Error> {
-        Opened::open(file, options.mmap)?.load(options, budget, progress)
+        Opened::open(file, options.mmap)?.load(device, options, budget, progress)
     }
 
     pub fn name(&self) -> &str {
         &self.name
     }
-    pub fn decoder(&self) -> &Decoder {
-        &self.decoder
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+    /// A network over these weights; see [`LoadedModel::open`].
+    pub fn open(
+        &self,
+        backend: &dyn Backend,
+        spec: &PoolSpec,
+        limits: &StepLimits,
+    ) -> Result<Box<dyn Network>, BackendError> {
+        self.loaded.open(backend, spec, limits)
     }
     pub fn tokenizer(&self) -> Option<&Tokenizer> {
         self.tokenizer.as_ref()
@@ -312,11 +348,11 @@ impl Model {
     }
 }
 
-struct Loader<'p> {
+struct Loader<'p, D> {
+    device: &'p D,
     specs: HashMap<String, TensorSpec>,
     source: Source,
     form: WeightForm,
-    compute: Compute,
     norms_less_one: bool,
     /// Tokens of the longest text.
     context: u32,
@@ -325,7 +361,7 @@ struct Loader<'p> {
     progress: &'p mut dyn FnMut(usize, usize),
 }
 
-impl Loader<'_> {
+impl<D: Device> Loader<'_, D> {
     fn spec(&self, name: &str) -> Option<TensorSpec> {
         self.specs.get(name).cloned()
     }
@@ -334,89 +370,102 @@ impl Loader<'_> {
         (self.progress)(self.done, self.total);
     }
     /// A norm or a bias; `None` if the model lacks it.
-    fn vector(&mut self, name: &str) -> Result<Option<Vec<f32>>, Error> {
+    fn values(&mut self, name: &str) -> Result<Option<Vec<f32>>, Error> {
         let Some(spec) = self.spec(name) else { return Ok(None) };
         self.tick();
         Ok(Some(self.source.find(&spec)?.to_f32()?))
     }
     /// The weights of a norm; `None` if the model lacks it.
-    fn norm(&mut self, name: &str) -> Result<Option<Vec<f32>>, Error> {
-        let mut norm = self.vector(&format!("{name}.weight"))?;
+    fn norm(&mut self, name: &str) -> Result<Option<D::Vector>, Error> {
+        let mut norm = self.values(&format!("{name}.weight"))?;
         if self.norms_less_one {
             norm.iter_mut().flatten().for_each(|weight| *weight += 1.0);
         }
-        Ok(norm)
+        Ok(norm.map(|norm| self.device.vector(norm)).transpose()?)
     }
-    fn must_norm(&mut self, name: &str) -> Result<Vec<f32>, Error> {
-        let missing =
-            Error::MissingTensor { file: self.source.file().into(), name: format!("{name}.weight") };
+    fn must_norm(&mut self, name: &str) -> Result<D::Vector, Error> {
+        let missing = self.missing(format!("{name}.weight"));
         self.norm(name)?.ok_or(missing)
     }
     /// A linear layer with its bias, if any; `None` if the model lacks it.
-    fn linear(&mut self, name: &str) -> Result<Option<Linear>, Error> {
+    fn linear(&mut self, name: &str) -> Result<Option<D::Linear>, Error> {
         let Some(spec) = self.spec(&format!("{name}.weight")) else { return Ok(None) };
         self.tick();
-        let linear = self.source.find(&spec)?.to_linear(&self.compute, form_of(&spec, self.form))?;
-        let bias = self.vector(&format!("{name}.bias"))?;
-        Ok(Some(linear.with_bias(bias)))
+        let bias = self.values(&format!("{name}.bias"))?;
+        self.weights(&spec, bias).map(Some)
     }
-    fn must(&mut self, name: &str) -> Result<Linear, Error> {
-        self.linear(name)?.ok_or_else(|| Error::MissingTensor {
-            file: self.source.file().into(),
-            name: format!("{name}.weight"),
+    fn must(&mut self, name: &str) -> Result<D::Linear, Error> {
+        let missing = self.missing(format!("{name}.weight"));
+        self.linear(name)?.ok_or(missing)
+    }
+    fn embedding(&mut self) -> Result<D::Linear, Error> {
+        let name = "model.embed_tokens.weight";
+        let spec = self.spec(name).ok_or_else(|| self.missing(name.into()))?;
+        self.tick();
+        let view = self.source.find(&spec)?;
+        if view.has_factor() {
+            let what = format!("`{}` has a scale beside it; embeddings have none", view.name);
+            return Err(Error::Malformed { file: view.name, what });
+        }
+        self.weights(&spec, None)
+    }
+    fn weights(&self, spec: &TensorSpec, bias: Option<Vec<f32>>) -> Result<D::Linear, Error> {
+        let view: View<'_> = self.source.find(spec)?;
+        let loaded = self.device.linear(view.tensor()?, form_of(spec, self.form), bias);
+        loaded.map_err(|error| match error {
+            BackendError::Weights { name, what } => Error::Malformed { file: name, what },
+            error => error.into(),
         })
     }
+    fn missing(&self, name: String) -> Error {
+        Error::MissingTensor { file: self.source.file().into(), name }
+    }
 
-    fn mlp(&mut self, config: &ModelConfig, l: usize) -> Result<Mlp, Error> {
+    fn mlp(&mut self, config: &ModelConfig, l: usize) -> Result<Mlp<D>, Error> {
         let Some(how) = config.experts.filter(|_| config.layers[l].routed) else {
             return Ok(Mlp::Dense(self.gated(config.mlp_names(l))?));
         };
         let router = self.must(&config.router_name(l))?;
-        let experts = (0..how.n).map(|expert| self.gated(config.expert_names(l, expert)));
+        let experts = (0..how.routing.n_experts).map(|expert| self.gated(config.expert_names(l, expert)));
         let experts = experts.collect::<Result<_, _>>()?;
-        Ok(Mlp::Routed(Routed { router, experts, how }))
+        Ok(Mlp::Routed(Experts { router, experts, routing: how.routing }))
     }
-    fn gated(&mut self, [gate, up, down]: [String; 3]) -> Result<Gated, Error> {
-        Ok(Gated { gate: self.must(&gate)?, up: self.must(&up)?, down: self.must(&down)? })
+    fn gated(&mut self, [gate, up, down]: [String; 3]) -> Result<GatedMlp<D>, Error> {
+        Ok(GatedMlp { gate: self.must(&gate)?, up: self.must(&up)?, down: self.must(&down)? })
     }
 
-    fn decoder(&mut self, config: ModelConfig) -> Result<Decoder, Error> {
-        let layout = config.layout();
-        layout.check().map_err(kvist_device::BackendError::from)?;
-        let name = "model.embed_tokens.weight";
-        let spec = self
-            .spec(name)
-            .ok_or_else(|| Error::MissingTensor { file: self.source.file().into(), name: name.into() })?;
-        self.tick();
-        let embedding = self.source.find(&spec)?.to_embedding(&self.compute, self.form)?;
-        let mut layers = Vec::new();
-        for (l, layer) in config.layers.iter().enumerate() {
-            let name = |part: &str| format!("model.layers.{l}.{part}");
-            let k = self.linear(&name("self_attn.k_proj"))?;
-            let v = self.linear(&name("self_attn.v_proj"))?;
-            // If there is a norm after attention, the norm before the MLP has another name.
-            let (attention_post_norm, mlp_norm) = match config.post_norms {
-                true => (self.norm(&name("post_attention_layernorm"))?, "pre_feedforward_layernorm"),
-                false => (None, "post_attention_layernorm"),
-            };
-            layers.push(Layer {
-                attention_norm: self.must_norm(&name("input_layernorm"))?,
-                q: self.must(&name("self_attn.q_proj"))?,
-                kv: k.zip(v),
-                q_norm: self.norm(&name("self_attn.q_norm"))?,
-                k_norm: self.norm(&name("self_attn.k_norm"))?,
-                o: self.must(&name("self_attn.o_proj"))?,
-                sinks: self.vector(&name("self_attn.sinks"))?,
-                attention_post_norm,
-                mlp_norm: self.must_norm(&name(mlp_norm))?,
-                mlp_post_norm: self.norm(&name("post_feedforward_layernorm"))?,
-                mlp: self.mlp(&config, l)?,
-                rope: layer.rope,
-            });
-        }
+    fn layer(&mut self, config: &ModelConfig, l: usize) -> Result<Layer<D>, Error> {
+        let name = |part: &str| format!("model.layers.{l}.{part}");
+        let k = self.linear(&name("self_attn.k_proj"))?;
+        let v = self.linear(&name("self_attn.v_proj"))?;
+        // If there is a norm after attention, the norm before the MLP has another name.
+        let (attention_post_norm, mlp_norm) = match config.post_norms {
+            true => (self.norm(&name("post_attention_layernorm"))?, "pre_feedforward_layernorm"),
+            false => (None, "post_attention_layernorm"),
+        };
+        let sinks = self.values(&name("self_attn.sinks"))?;
+        Ok(Layer {
+            attention_norm: self.must_norm(&name("input_layernorm"))?,
+            q: self.must(&name("self_attn.q_proj"))?,
+            kv: k.zip(v),
+            q_norm: self.norm(&name("self_attn.q_norm"))?,
+            k_norm: self.norm(&name("self_attn.k_norm"))?,
+            o: self.must(&name("self_attn.o_proj"))?,
+            sinks: sinks.map(|sinks| self.device.vector(sinks)).transpose()?,
+            attention_post_norm,
+            mlp_norm: self.must_norm(&name(mlp_norm))?,
+            mlp_post_norm: self.norm(&name("post_feedforward_layernorm"))?,
+            mlp: self.mlp(config, l)?,
+            rope: config.layers[l].rope,
+        })
+    }
+
+    fn decoder(&mut self, config: &ModelConfig) -> Result<Decoder<D>, Error> {
+        let embedding = self.embedding()?;
+        let layers = (0..config.n_layers).map(|l| self.layer(config, l)).collect::<Result<_, _>>()?;
         let norm = self.must_norm("model.norm")?;
         let head = self.linear("lm_head")?;
-        let ropes = config.ropes.iter().map(|rope| RotaryEmbedding::new(rope, self.context)).collect();
-        Ok(Decoder { compute: self.compute.clone(), config, layout, embedding, layers, norm, head, ropes })
+        let ropes = config.ropes.iter().map(|rope| rope.table(self.context)).collect();
+        Ok(Decoder { config: config.clone(), embedding, layers, norm, head, ropes })
     }
 }

@@ -1,8 +1,9 @@
-//! Sizes of a model's weights on disk and in memory, before they are loaded.
+//! Sizes of a model's weights on disk and in a device's memory, before they are loaded.
 use super::{ModelFile, Opened, resident_bytes};
 use crate::config::{Experts, ModelConfig, Role, TensorSpec};
 use crate::error::Error;
 use crate::weights::{Encoding, WeightForm};
+use kvist_device::Footprint;
 use std::ffi::OsStr;
 use std::path::Path;
 
@@ -23,10 +24,10 @@ pub struct ModelSize {
 impl ModelSize {
     /// Sizes of a `config.json` alone (its `dtype` tells how weights are stored), a folder, a GGUF file or the embedded
     /// model.
-    pub fn of(file: &ModelFile, form: WeightForm) -> Result<Self, Error> {
+    pub fn of(file: &ModelFile, device: &dyn Footprint, form: WeightForm) -> Result<Self, Error> {
         match file {
             ModelFile::Path(path) if is_config_alone(path) => {
-                Self::of(&ModelFile::Path(path.join("config.json")), form)
+                Self::of(&ModelFile::Path(path.join("config.json")), device, form)
             }
             ModelFile::Path(path) if path.extension().is_some_and(|e| e == "json") => {
                 let text = std::fs::read_to_string(path)
@@ -35,28 +36,29 @@ impl ModelSize {
                 let config = ModelConfig::from_json(&name, &text)?;
                 let (stored, experts) = (config.stored_dtype, config.stored_experts);
                 let of = |spec: &TensorSpec| if spec.role == Role::Expert { experts } else { stored };
-                Self::sum(name, config, form, |spec| Ok(of(spec)))
+                Self::sum(name, config, device, form, |spec| Ok(of(spec)))
             }
-            _ => Self::of_opened(&Opened::open_without_texts(file, true)?, form),
+            _ => Self::of_opened(&Opened::open_without_texts(file, true)?, device, form),
         }
     }
 
     /// Sizes of an opened model, from the headers already read.
-    pub fn of_opened(opened: &Opened, form: WeightForm) -> Result<Self, Error> {
+    pub fn of_opened(opened: &Opened, device: &dyn Footprint, form: WeightForm) -> Result<Self, Error> {
         let encoding = |spec: &TensorSpec| Ok(opened.source.find(spec)?.encoding);
-        Self::sum(opened.name.clone(), opened.config.clone(), form, encoding)
+        Self::sum(opened.name.clone(), opened.config.clone(), device, form, encoding)
     }
 
     fn sum(
         name: String,
         config: ModelConfig,
+        device: &dyn Footprint,
         form: WeightForm,
         encoding: impl Fn(&TensorSpec) -> Result<Encoding, Error>,
     ) -> Result<Self, Error> {
         let mut size = ModelSize { name, stored_bytes: 0, resident_bytes: 0, read_per_token: 0, config };
         for spec in size.config.tensors() {
             let stored = encoding(&spec)?;
-            let resident = resident_bytes(&spec, stored, form);
+            let resident = resident_bytes(device, &spec, stored, form);
             size.stored_bytes =
                 size.stored_bytes.saturating_add(stored.tensor_bytes(&spec.shape).unwrap_or(0) as u64);
             size.resident_bytes = size.resident_bytes.saturating_add(resident);
@@ -64,7 +66,9 @@ impl ModelSize {
             let read = match (spec.role, size.config.experts) {
                 // A step with one token reads one embedding row and only the experts that the token uses.
                 _ if gathered => resident / spec.shape[0].max(1) as u64,
-                (Role::Expert, Some(Experts { n, used, .. })) => resident / n as u64 * used as u64,
+                (Role::Expert, Some(Experts { routing, .. })) => {
+                    resident / routing.n_experts as u64 * routing.used as u64
+                }
                 _ => resident,
             };
             size.read_per_token = size.read_per_token.saturating_add(read);

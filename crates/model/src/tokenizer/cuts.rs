@@ -158,8 +158,8 @@ mod tests {
             sequence(&[split(PATTERNS[0]), byte_level(false)]),
             sequence(&[split(PATTERNS[1]), byte_level(false)]),
         ];
-        let mut draw = SplitMix64(11);
-        let mut below = |n: usize| (draw.next() % n as u64) as usize;
+        let mut random = SplitMix64(11);
+        let mut below = |n: usize| random.index(n);
         let mut n_cuts = 0;
         for words in &all {
             let tokenizer = tokenizer(words);

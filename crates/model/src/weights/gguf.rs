@@ -2,7 +2,7 @@
 //!
 //! kvist has its own reader because headers are untrusted: every count and length is checked against the rest of the
 //! file before use, and offsets against the end of the file.
-use super::encoding::Encoding;
+use super::Encoding;
 use super::view::View;
 use crate::error::Error;
 use crate::ffi::Contents;

@@ -6,7 +6,7 @@
 //! biases          gate_up_proj_bias   [n, 2·width]
 //! ```
 //! and `down_proj` likewise, whose rows are its own.
-use super::encoding::Encoding;
+use super::Encoding;
 use super::safetensors::Folder;
 use super::view::{Order, View};
 use crate::config::TensorSpec;

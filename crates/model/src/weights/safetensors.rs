@@ -1,6 +1,6 @@
 //! Hugging Face folders: `model.safetensors`, or the shards an index names. The format is read by the
 //! `safetensors` crate, which checks headers, offsets and overlaps.
-use super::encoding::Encoding;
+use super::Encoding;
 use super::view::View;
 use crate::error::Error;
 use crate::ffi::Contents;

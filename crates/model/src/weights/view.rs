@@ -1,10 +1,6 @@
 //! A view of one tensor in a file; nothing is copied yet.
-use super::encoding::{Encoding, WeightForm};
-use super::linear::{Embedding, Linear};
-use super::repack;
 use crate::error::Error;
-use kvist_cpu::Compute;
-use kvist_cpu::linear::{Matrix, Packing};
+use kvist_device::weights::{Encoding, FileTensor};
 use std::borrow::Cow;
 
 /// A tensor of a file. `bytes` is exactly as long as shape and encoding require.
@@ -165,57 +161,19 @@ impl<'s> View<'s> {
         Ok(ordered)
     }
 
+    /// Whether the elements are to be multiplied by a factor beside the tensor.
+    pub(crate) fn has_factor(&self) -> bool {
+        self.factor != 1.0
+    }
+
+    /// The tensor as devices read it: rows in the order of Hugging Face checkpoints.
+    pub fn tensor(&self) -> Result<FileTensor<'_>, Error> {
+        let (name, shape, bytes) = (&self.name, &self.shape, self.ordered()?);
+        Ok(FileTensor { name, shape, encoding: self.encoding, bytes, factor: self.factor })
+    }
+
     /// Every element as f32.
     pub fn to_f32(&self) -> Result<Vec<f32>, Error> {
-        let mut all = self.decoded()?;
-        if self.factor != 1.0 {
-            all.iter_mut().for_each(|x| *x *= self.factor);
-        }
-        Ok(all)
-    }
-
-    /// All elements as f32, without the factor.
-    fn decoded(&self) -> Result<Vec<f32>, Error> {
-        let bytes = self.ordered()?;
-        let halves =
-            |decode: fn([u8; 2]) -> f32| bytes.chunks_exact(2).map(|b| decode([b[0], b[1]])).collect();
-        Ok(match self.encoding {
-            Encoding::F32 => {
-                bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
-            }
-            Encoding::F16 => halves(|b| half::f16::from_le_bytes(b).to_f32()),
-            Encoding::BF16 => halves(|b| half::bf16::from_le_bytes(b).to_f32()),
-            encoding => {
-                let (packing, bytes) = (encoding.held(), repack::held(encoding, bytes));
-                let (elements, size) = packing.block();
-                let mut all = vec![0.0; bytes.len() / size * elements];
-                packing.decode(&bytes, &mut all);
-                all
-            }
-        })
-    }
-
-    /// The matrix `[out, in]` as it is kept in memory, without the factor. Decodes only if the encoding changes.
-    fn matrix(&self, compute: &Compute, form: WeightForm) -> Result<Matrix, Error> {
-        let resident = self.encoding.resident(form, self.row_len());
-        let bytes = match resident {
-            same if same == self.encoding.held() => repack::held(self.encoding, self.ordered()?),
-            Packing::Q8_0 => Cow::Owned(repack::to_q8_0(&self.decoded()?)),
-            _ => Cow::Owned(self.decoded()?.iter().flat_map(|x| x.to_le_bytes()).collect()),
-        };
-        let (inputs, rows) = self.shape.split_last().unwrap_or((&0, &[]));
-        let packed = Matrix::pack(compute, resident, rows.iter().product(), *inputs, &bytes);
-        packed.map_err(|error| Error::Malformed { file: self.name.clone(), what: error.to_string() })
-    }
-
-    pub fn to_linear(&self, compute: &Compute, form: WeightForm) -> Result<Linear, Error> {
-        Ok(Linear::new(self.matrix(compute, form)?, self.factor))
-    }
-    pub fn to_embedding(&self, compute: &Compute, form: WeightForm) -> Result<Embedding, Error> {
-        if self.factor != 1.0 {
-            let what = format!("`{}` has a scale beside it; embeddings have none", self.name);
-            return Err(Error::Malformed { file: self.name.clone(), what });
-        }
-        Ok(Embedding::new(self.matrix(compute, form)?))
+        Ok(self.tensor()?.to_f32())
     }
 }

@@ -1,6 +1,6 @@
 //! Shared code of this crate's integration tests.
 #![allow(dead_code)] // each test binary uses its part
-use kvist_cpu::Compute;
+use kvist_cpu::{Compute, Cpu};
 use kvist_device::MemoryBudget;
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile};
@@ -27,12 +27,18 @@ pub fn texts() -> LoadOptions {
     LoadOptions { context: Some(128), ..LoadOptions::default() }
 }
 
-/// For tests that compare texts: row arithmetic that is independent of the batch.
+/// The threads that [`load`] puts a model on: row arithmetic is independent of the batch.
+pub fn compute() -> Compute {
+    Compute::default().deterministic(true)
+}
+
+/// For tests that compare texts.
 pub fn load(file: ModelFile) -> Result<Arc<Model>, kvist_model::Error> {
     load_in(file, WeightForm::AsStored)
 }
 
 pub fn load_in(file: ModelFile, form: WeightForm) -> Result<Arc<Model>, kvist_model::Error> {
-    let options = LoadOptions { form, compute: Compute::default().deterministic(true), ..texts() };
-    Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).map(Arc::new)
+    let options = LoadOptions { form, ..texts() };
+    Model::load(&file, Cpu::new(compute()), &options, &MemoryBudget::unlimited(), &mut |_, _| {})
+        .map(Arc::new)
 }

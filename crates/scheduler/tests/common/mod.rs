@@ -22,7 +22,6 @@ pub fn paged(capacity_tokens: u32, vocabulary: Vocabulary) -> Cache {
 pub fn machine(step_ns: u64) -> Script<impl FnMut(u64, Batch<'_>, &mut Outcome)> {
     Script(move |_, batch: Batch<'_>, out: &mut Outcome| {
         out.elapsed_ns = step_ns;
-        let samples = batch.work.iter().filter(|w| w.samples);
-        out.sampled.extend(samples.map(|_| Sampled { token: None, finished: false }));
+        out.sample_each(batch, |_| Sampled { token: None, finished: false });
     })
 }

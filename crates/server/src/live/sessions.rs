@@ -4,11 +4,11 @@
 //! prefix index: ids, sizes and blocks, but no tokens, names or salts. The list has the [`MOST`] most recently used
 //! sessions, and is sent again when anything in it has changed.
 //!
-//! The engine thread looks the blocks up between two turns. Listeners share one result ([`Looks`]).
-use crate::app::App;
-use crate::sessions::{Rest, SessionId};
+//! The engine thread looks the blocks up between two steps. Listeners share one result ([`SessionListCache`]).
 use futures_util::stream::{Stream, unfold};
 use kvist_cache::{Content, GroupId};
+use kvist_engine::serving::Engine;
+use kvist_engine::sessions::{SessionId, SessionStore, SessionTokens};
 use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Weak};
@@ -21,15 +21,15 @@ const MOST: usize = 64;
 const EVERY: Duration = Duration::from_millis(400);
 
 #[derive(Serialize)]
-struct Told {
+struct SessionList {
     /// In the order of creation.
-    sessions: Vec<Session>,
+    sessions: Vec<ListedSession>,
     /// Number of sessions that are not listed.
     more: usize,
 }
 
 #[derive(Serialize)]
-struct Session {
+struct ListedSession {
     id: String,
     parent: Option<String>,
     tokens: usize,
@@ -41,23 +41,24 @@ struct Session {
 
 /// The last result, which all listeners share. The engine thread is asked once per interval, however many listeners
 /// there are, and looks no blocks up while sessions and prefix index stay unchanged.
-#[derive(Default)]
-pub(crate) struct Looks {
-    last: Mutex<Option<Look>>,
+pub(crate) struct SessionListCache {
+    engine: Engine,
+    sessions: Arc<SessionStore>,
+    last: Mutex<Option<CachedList>>,
     lookups: AtomicU64,
 }
 
-struct Look {
+struct CachedList {
     at: Instant,
     /// The sessions that the result describes.
-    of: Vec<Seen>,
+    of: Vec<SessionVersion>,
     more: usize,
     prefix_version: u64,
-    told: Arc<str>,
+    json: Arc<str>,
 }
 
 /// State of a session. The JSON for listeners depends only on this and on the prefix index.
-struct Seen {
+struct SessionVersion {
     id: SessionId,
     parent: Option<SessionId>,
     running: bool,
@@ -66,83 +67,87 @@ struct Seen {
     tokens: Weak<Vec<u32>>,
 }
 
-impl From<&Rest> for Seen {
-    fn from(rest: &Rest) -> Seen {
-        let tokens = Arc::downgrade(&rest.tokens);
-        Seen { id: rest.id, parent: rest.parent, running: rest.running, tokens }
+impl From<&SessionTokens> for SessionVersion {
+    fn from(session: &SessionTokens) -> SessionVersion {
+        let tokens = Arc::downgrade(&session.tokens);
+        SessionVersion { id: session.id, parent: session.parent, running: session.running, tokens }
     }
 }
 
-impl PartialEq for Seen {
-    fn eq(&self, other: &Seen) -> bool {
-        let is = |seen: &Seen| (seen.id, seen.parent, seen.running);
+impl PartialEq for SessionVersion {
+    fn eq(&self, other: &SessionVersion) -> bool {
+        let is = |seen: &SessionVersion| (seen.id, seen.parent, seen.running);
         is(self) == is(other) && self.tokens.ptr_eq(&other.tokens)
     }
 }
 
-impl Look {
-    fn is_young(&self, now: Instant) -> bool {
+impl CachedList {
+    fn is_fresh(&self, now: Instant) -> bool {
         now.saturating_duration_since(self.at) < EVERY
     }
 }
 
-impl Looks {
+impl SessionListCache {
+    pub fn new(engine: Engine, sessions: Arc<SessionStore>) -> Arc<Self> {
+        Arc::new(SessionListCache { engine, sessions, last: Mutex::default(), lookups: AtomicU64::new(0) })
+    }
+
+    /// How often blocks were looked up.
     pub fn n_lookups(&self) -> u64 {
         self.lookups.load(SeqCst)
     }
 
     /// The list as JSON: current if `as_of_now`, otherwise at most [`EVERY`] old. `None` if the engine has ended.
-    async fn look(self: &Arc<Self>, app: &App, as_of_now: bool) -> Option<Arc<str>> {
+    async fn get(self: &Arc<Self>, as_of_now: bool) -> Option<Arc<str>> {
         let mut last = self.last.lock().await;
         let at = Instant::now();
-        if let Some(young) = last.as_ref().filter(|look| !as_of_now && look.is_young(at)) {
-            return Some(young.told.clone());
+        if let Some(fresh) = last.as_ref().filter(|list| !as_of_now && list.is_fresh(at)) {
+            return Some(fresh.json.clone());
         }
-        let (rests, more) = app.sessions.rests(at, MOST);
-        let of: Vec<Seen> = rests.iter().map(Seen::from).collect();
-        let same = last.as_ref().filter(|look| look.more == more && look.of == of);
-        let known = same.map(|look| (look.prefix_version, look.told.clone()));
-        let looks = self.clone();
-        let found = app.engine.inspect(move |state| {
+        let (recent, more) = self.sessions.recent(at, MOST);
+        let of: Vec<SessionVersion> = recent.iter().map(SessionVersion::from).collect();
+        let same = last.as_ref().filter(|list| list.more == more && list.of == of);
+        let known = same.map(|list| (list.prefix_version, list.json.clone()));
+        let list = self.clone();
+        let found = self.engine.inspect(move |state| {
             let cache = state.scheduler.cache();
             let prefix_version = cache.prefix_version();
-            if let Some((_, told)) = known.filter(|(version, _)| *version == prefix_version) {
-                return (prefix_version, told);
+            if let Some((_, json)) = known.filter(|(version, _)| *version == prefix_version) {
+                return (prefix_version, json);
             }
-            looks.lookups.fetch_add(1, SeqCst);
+            list.lookups.fetch_add(1, SeqCst);
             let groups = u16::try_from(cache.n_groups()).unwrap_or(u16::MAX);
-            let session = |rest: Rest| {
-                let content = Content::Tokens(&rest.tokens);
-                let known = |group| cache.lookup_blocks(GroupId(group), &rest.salt, &content);
-                Session {
-                    id: rest.id.to_string(),
-                    parent: rest.parent.map(|id| id.to_string()),
-                    tokens: rest.tokens.len(),
-                    running: rest.running,
-                    tables: if rest.running { Vec::new() } else { (0..groups).map(known).collect() },
+            let session = |session: SessionTokens| {
+                let content = Content::Tokens(&session.tokens);
+                let known = |group| cache.lookup_blocks(GroupId(group), &session.salt, &content);
+                ListedSession {
+                    id: session.id.to_string(),
+                    parent: session.parent.map(|id| id.to_string()),
+                    tokens: session.tokens.len(),
+                    running: session.running,
+                    tables: if session.running { Vec::new() } else { (0..groups).map(known).collect() },
                 }
             };
-            let told = Told { sessions: rests.into_iter().map(session).collect(), more };
-            (prefix_version, serde_json::to_string(&told).unwrap_or_default().into())
+            let sessions = SessionList { sessions: recent.into_iter().map(session).collect(), more };
+            (prefix_version, serde_json::to_string(&sessions).unwrap_or_default().into())
         });
-        let (prefix_version, told) = found.await?;
-        *last = Some(Look { at, of, more, prefix_version, told: told.clone() });
-        Some(told)
+        let (prefix_version, json) = found.await?;
+        *last = Some(CachedList { at, of, more, prefix_version, json: json.clone() });
+        Some(json)
     }
 }
 
 /// A stream of the list as JSON: once at the start, then after every change.
-pub(crate) fn watch(app: Arc<App>) -> impl Stream<Item = String> {
-    let begin: (Arc<App>, Option<Arc<str>>) = (app, None);
-    unfold(begin, |(app, before)| async move {
-        let looks = app.engine.live().sessions.clone();
+pub(crate) fn watch(list: Arc<SessionListCache>) -> impl Stream<Item = String> {
+    let begin: (Arc<SessionListCache>, Option<Arc<str>>) = (list, None);
+    unfold(begin, |(list, before)| async move {
         loop {
             if before.is_some() {
                 tokio::time::sleep(EVERY).await;
             }
-            let now = looks.look(&app, before.is_none()).await?;
+            let now = list.get(before.is_none()).await?;
             if before.as_ref() != Some(&now) {
-                return Some((now.to_string(), (app, Some(now))));
+                return Some((now.to_string(), (list, Some(now))));
             }
         }
     })
@@ -153,18 +158,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_look_serves_until_the_next_is_due() {
+    fn a_list_serves_until_the_next_is_due() {
         let at = Instant::now();
-        let look = Look { at, of: Vec::new(), more: 0, prefix_version: 0, told: "".into() };
-        assert!(look.is_young(at) && look.is_young(at + EVERY / 2));
-        assert!(!look.is_young(at + EVERY));
+        let list = CachedList { at, of: Vec::new(), more: 0, prefix_version: 0, json: "".into() };
+        assert!(list.is_fresh(at) && list.is_fresh(at + EVERY / 2));
+        assert!(!list.is_fresh(at + EVERY));
     }
 
     /// Tokens are compared by address.
     #[test]
     fn changed_tokens_are_seen() {
         let mut tokens = Arc::new(vec![1, 2, 3]);
-        let seen = |tokens: &Arc<Vec<u32>>| Seen {
+        let seen = |tokens: &Arc<Vec<u32>>| SessionVersion {
             id: SessionId(1),
             parent: None,
             running: false,

@@ -1,70 +1,73 @@
 //! `POST /v1/completions`: continues a text.
 use super::fields::{Common, CompletionFields, Prompt, check, check_together, read};
-use super::generation::{Answers, Order, too_many};
+use super::generation::Answers;
+use super::generation_request::{GenerationRequest, too_many};
+use super::parts::{PART_BYTES, part_of};
 use super::scores::Scorer;
-use super::stream::{self, Before, Shape, finish_reason};
-use super::tokens::{PART_BYTES, decoding_bytes, encode_prompt, part_of, text_bytes};
-use crate::app::App;
+use super::stream;
+use super::tokens::{decoding_bytes, encode_prompt, text_bytes};
+use super::writer::{AnswerWriter, EchoedPrompt, finish_reason};
 use crate::auth::Caller;
+use crate::body::json_body;
 use crate::error::ApiError;
-use crate::http::json_body;
-use crate::job::{Done, LogProb, Token};
+use crate::state::ServerState;
 use axum::Extension;
 use axum::extract::{Request, State};
 use axum::response::Response;
+use kvist_engine::serving::{Done, LogProb, Token};
 use kvist_model::tokenizer::TextState;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
 pub(crate) async fn completions(
-    State(app): State<Arc<App>>,
+    State(state): State<Arc<ServerState>>,
     Extension(caller): Extension<Caller>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let mut body = json_body(&app, request).await?;
-    let prepared = app.prepare(&caller, move |app, caller| prepare(app, caller, &mut body));
-    let Prepared { mut order, mut shape, common, echoed_bytes } = prepared.await?;
-    if let Some(top) = order.logprobs.filter(|_| order.prompt_logprobs) {
-        let tokens = order.prompts.iter().map(|prompt| prompt.len()).sum();
-        order.leave = Some(app.scores.take(&caller.name, tokens, top, order.deadline).await?);
+    let mut body = json_body(&state, request).await?;
+    let prepared = state.prepare(&caller, move |state, caller| prepare(state, caller, &mut body));
+    let Prepared { mut request, mut writer, common, echoed_bytes } = prepared.await?;
+    if let Some(top) = request.logprobs.filter(|_| request.prompt_logprobs) {
+        let tokens = request.prompts.iter().map(|prompt| prompt.len()).sum();
+        request.permit = Some(state.scores.take(&caller.name, tokens, top, request.deadline).await?);
     } else if let Some(bytes) = echoed_bytes {
         if bytes > PART_BYTES {
-            order.leave = Some(app.scores.take_echo(&caller.name, bytes, order.deadline).await?);
+            request.permit = Some(state.scores.take_echo(&caller.name, bytes, request.deadline).await?);
         }
-        let prompts = order.prompts.clone();
-        let echo = move |app: &Arc<App>, prompt: &Arc<[u32]>| {
-            let _taken = app.work.take(decoding_bytes(app, prompt), "prompt")?;
-            Ok(Echo::Text(app.decode(prompt)?.into()))
+        let prompts = request.prompts.clone();
+        let echo = move |state: &Arc<ServerState>, prompt: &Arc<[u32]>| {
+            let _reserved = state.work.take(decoding_bytes(state, prompt), "prompt")?;
+            Ok(Echo::Text(state.decode(prompt)?.into()))
         };
-        let echoes = app.prepare(&caller, move |app, _| prompts.iter().map(|p| echo(app, p)).collect());
-        shape.echoes = echoes.await?;
+        let echoes = state.prepare(&caller, move |state, _| prompts.iter().map(|p| echo(state, p)).collect());
+        writer.echoes = echoes.await?;
     }
-    let answers = Answers::begin(&app, order)?;
-    stream::respond(answers, shape, &common).await
+    let answers = Answers::begin(&state, request)?;
+    stream::respond(answers, writer, &common).await
 }
 
 /// A request that is ready to submit.
 struct Prepared {
-    order: Order,
-    shape: Text,
+    request: GenerationRequest,
+    writer: CompletionWriter,
     common: Common,
     /// Size of the prompts' text in bytes, if the prompts are echoed without log-probabilities.
     echoed_bytes: Option<usize>,
 }
 
 /// Turn a body into a request to the engine. Runs on a blocking thread.
-fn prepare(app: &Arc<App>, caller: &Caller, body: &mut Value) -> Result<Prepared, ApiError> {
+fn prepare(state: &Arc<ServerState>, caller: &Caller, body: &mut Value) -> Result<Prepared, ApiError> {
     check_together(body, false)?;
-    check_answers(app, body)?;
-    check(body, &app.schemas.completions, &app.bounds.model)?;
+    check_answers(state, body)?;
+    check(body, &state.schemas.completions, &state.bounds.model)?;
     let (common, fields): (Common, CompletionFields) = (read(body)?, read(body)?);
     let echo = fields.echo.unwrap_or(false);
-    let id = app.new_id("cmpl");
-    let mut order = Order::new(app, caller, &common, id, "completions")?;
-    order.prompts = match fields.prompt {
-        Prompt::Text(text) => vec![encode_prompt(app, &text, true, "prompt")?],
+    let id = state.new_id("cmpl");
+    let mut request = GenerationRequest::new(state, caller, &common, id, "completions")?;
+    request.prompts = match fields.prompt {
+        Prompt::Text(text) => vec![encode_prompt(state, &text, true, "prompt")?],
         Prompt::Texts(texts) => {
-            texts.iter().map(|t| encode_prompt(app, t, true, "prompt")).collect::<Result<_, _>>()?
+            texts.iter().map(|t| encode_prompt(state, t, true, "prompt")).collect::<Result<_, _>>()?
         }
         Prompt::Tokens(tokens) => vec![tokens],
         Prompt::Lists(lists) => lists,
@@ -72,25 +75,28 @@ fn prepare(app: &Arc<App>, caller: &Caller, body: &mut Value) -> Result<Prepared
     .into_iter()
     .map(Arc::from)
     .collect();
-    order.logprobs = fields.logprobs;
-    order.prompt_logprobs = echo && fields.logprobs.is_some();
-    order.admit(app, Some(fields.max_tokens.unwrap_or(16)), "prompt")?;
-    app.log_prompts(&order.id, &order.prompts);
-    let scored = order.prompts.iter().filter(|_| order.prompt_logprobs);
-    let shape = Text { echoes: scored.map(Echo::scored).collect(), ..Text::new(app, &order) };
-    let echoed_bytes = (echo && !order.prompt_logprobs)
-        .then(|| order.prompts.iter().map(|prompt| text_bytes(app, prompt)).sum());
-    order.queue(app)?;
-    Ok(Prepared { order, shape, common, echoed_bytes })
+    request.logprobs = fields.logprobs;
+    request.prompt_logprobs = echo && fields.logprobs.is_some();
+    request.admit(state, Some(fields.max_tokens.unwrap_or(16)), "prompt")?;
+    state.log_prompts(&request.id, &request.prompts);
+    let scored = request.prompts.iter().filter(|_| request.prompt_logprobs);
+    let writer = CompletionWriter {
+        echoes: scored.map(Echo::scored).collect(),
+        ..CompletionWriter::new(state, &request)
+    };
+    let echoed_bytes = (echo && !request.prompt_logprobs)
+        .then(|| request.prompts.iter().map(|prompt| text_bytes(state, prompt)).sum());
+    request.queue(state)?;
+    Ok(Prepared { request, writer, common, echoed_bytes })
 }
 
 /// Checks that the schema lacks, or for which it has a worse message.
-fn check_answers(app: &App, body: &Value) -> Result<(), ApiError> {
+fn check_answers(state: &ServerState, body: &Value) -> Result<(), ApiError> {
     // For too many prompts the schema would report the branch that matched deepest, which may be the wrong one.
     if let Some(prompts) = body["prompt"].as_array().filter(|prompts| prompts.iter().any(|p| !p.is_number()))
     {
         let n = body["n"].as_u64().and_then(|n| u32::try_from(n).ok()).unwrap_or(1).max(1);
-        let most = app.bounds.max_choices;
+        let most = state.bounds.max_choices;
         if prompts.len() as u64 * u64::from(n) > u64::from(most) {
             return Err(too_many(prompts.len(), n, most));
         }
@@ -116,11 +122,11 @@ impl Echo {
     }
 
     /// Add the scores of the next tokens. The first token of a prompt has none.
-    fn add(&mut self, app: &App, scores: impl Iterator<Item = Option<LogProb>>) {
+    fn add(&mut self, state: &ServerState, scores: impl Iterator<Item = Option<LogProb>>) {
         let Echo::Scored { prompt, text, made } = self else { return };
         let made = Arc::make_mut(made);
         let first = made.is_empty().then_some(None);
-        let tokenizer = app.engine.model().tokenizer();
+        let tokenizer = state.engine.model().tokenizer();
         for logprob in first.into_iter().chain(scores) {
             let Some(&id) = prompt.get(made.len()) else { return };
             let mut piece = tokenizer.and_then(|t| text.push(t, id).ok()).unwrap_or_default();
@@ -132,13 +138,13 @@ impl Echo {
     }
 
     /// All tokens of the prompt, scored or not.
-    fn tokens(&mut self, app: &App) -> Arc<Vec<Token>> {
+    fn tokens(&mut self, state: &ServerState) -> Arc<Vec<Token>> {
         let left = match self {
             Echo::Text(_) => return Arc::default(),
             Echo::Scored { prompt, made, .. } => prompt.len() - made.len(),
         };
         if left > 0 {
-            self.add(app, (0..left).map(|_| None));
+            self.add(state, (0..left).map(|_| None));
         }
         match self {
             Echo::Scored { made, .. } => made.clone(),
@@ -148,8 +154,8 @@ impl Echo {
 }
 
 /// Writes text completions.
-pub(crate) struct Text {
-    app: Arc<App>,
+pub(crate) struct CompletionWriter {
+    state: Arc<ServerState>,
     id: String,
     created: u64,
     n: usize,
@@ -162,18 +168,18 @@ pub(crate) struct Text {
     scorer: Option<Scorer>,
 }
 
-impl Text {
-    pub fn new(app: &Arc<App>, order: &Order) -> Self {
-        let total = order.prompts.len() * order.n as usize;
-        Text {
-            app: app.clone(),
-            id: order.id.clone(),
-            created: app.now(),
-            n: order.n as usize,
+impl CompletionWriter {
+    pub fn new(state: &Arc<ServerState>, request: &GenerationRequest) -> Self {
+        let total = request.prompts.len() * request.n as usize;
+        CompletionWriter {
+            state: state.clone(),
+            id: request.id.clone(),
+            created: state.now(),
+            n: request.n as usize,
             echoes: Vec::new(),
             shown: vec![0; total],
             echoed: vec![0; total],
-            scorer: order.logprobs.is_some().then(|| Scorer::text(app)),
+            scorer: request.logprobs.is_some().then(|| Scorer::text(state)),
         }
     }
 
@@ -191,50 +197,51 @@ impl Text {
     }
 
     fn whole_prompt(&mut self, index: usize) -> Arc<Vec<Token>> {
-        self.echoes.get_mut(index / self.n).map_or_else(Arc::default, |echo| echo.tokens(&self.app))
+        self.echoes.get_mut(index / self.n).map_or_else(Arc::default, |echo| echo.tokens(&self.state))
     }
 }
 
 /// Tokens of a prompt per chunk of a stream.
 const CHUNK_TOKENS: usize = 64;
 
-impl Shape for Text {
+impl AnswerWriter for CompletionWriter {
     fn head(&self, _streamed: bool) -> Value {
         json!({
             "id": self.id,
             "object": "text_completion",
             "created": self.created,
-            "model": self.app.bounds.model,
+            "model": self.state.bounds.model,
         })
     }
 
     fn prompt(&mut self, index: usize, scores: Vec<LogProb>) {
         if let Some(echo) = self.echoes.get_mut(index / self.n) {
-            echo.add(&self.app, scores.into_iter().map(Some));
+            echo.add(&self.state, scores.into_iter().map(Some));
         }
     }
 
-    fn unsaid(&mut self, index: usize, complete: bool) -> Option<Value> {
+    fn prompt_chunk(&mut self, index: usize, complete: bool) -> Option<Value> {
         let tokens = match self.echoes.get_mut(index / self.n)? {
             Echo::Text(text) => {
                 let part = part_of(text, self.echoed[index], PART_BYTES).to_string();
                 self.echoed[index] += part.len();
                 return (!part.is_empty()).then(|| self.choice(index, part, Value::Null, None));
             }
-            echo if complete => echo.tokens(&self.app),
+            echo if complete => echo.tokens(&self.state),
             Echo::Scored { made, .. } => made.clone(),
         };
-        let unsaid = tokens.get(self.echoed[index]..).filter(|unsaid| !unsaid.is_empty())?;
-        let unsaid = &unsaid[..unsaid.len().min(CHUNK_TOKENS)];
-        self.echoed[index] += unsaid.len();
-        Some(self.scored(index, unsaid))
+        let prompt_chunk =
+            tokens.get(self.echoed[index]..).filter(|prompt_chunk| !prompt_chunk.is_empty())?;
+        let prompt_chunk = &prompt_chunk[..prompt_chunk.len().min(CHUNK_TOKENS)];
+        self.echoed[index] += prompt_chunk.len();
+        Some(self.scored(index, prompt_chunk))
     }
 
-    fn before(&mut self, index: usize) -> Before {
+    fn echoed_prompt(&mut self, index: usize) -> EchoedPrompt {
         match self.echoes.get(index / self.n) {
-            None => Before::default(),
-            Some(Echo::Text(text)) => Before { text: Some(text.clone()), ..Before::default() },
-            Some(Echo::Scored { .. }) => Before { text: None, tokens: self.whole_prompt(index) },
+            None => EchoedPrompt::default(),
+            Some(Echo::Text(text)) => EchoedPrompt { text: Some(text.clone()), ..EchoedPrompt::default() },
+            Some(Echo::Scored { .. }) => EchoedPrompt { text: None, tokens: self.whole_prompt(index) },
         }
     }
 

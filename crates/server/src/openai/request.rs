@@ -1,8 +1,6 @@
 //! The schemas that request bodies are checked against. Bodies that pass are read in [`fields`](super::fields).
-use super::scores::MAX_TOP;
 use crate::config::LimitsSection;
 use crate::schema::{self, NATURAL};
-use crate::sessions::SessionSchemas;
 use kvist_model::generation_config::Shipped;
 use serde_json::{Map, Value, json};
 
@@ -45,26 +43,8 @@ impl Bounds {
     }
 }
 
-/// All request schemas of this server.
-pub(crate) struct Schemas {
-    pub completions: Value,
-    pub chat: Value,
-    pub tokenize: Value,
-    pub detokenize: Value,
-    pub sessions: SessionSchemas,
-}
-
-impl Schemas {
-    pub fn new(bounds: &Bounds) -> Self {
-        Schemas {
-            completions: completions(bounds),
-            chat: chat(bounds),
-            tokenize: tokenize(bounds),
-            detokenize: detokenize(bounds),
-            sessions: SessionSchemas::new(bounds),
-        }
-    }
-}
+/// Most log-probabilities in addition to a token's own.
+pub(crate) const MAX_TOP: u8 = 20;
 
 /// Allow null, which means the same as leaving the field out.
 pub(crate) fn or_null(mut schema: Value) -> Value {
@@ -196,7 +176,7 @@ pub(crate) fn object(fields: Map<String, Value>, required: &[&str], refused: Val
     schema
 }
 
-fn completions(b: &Bounds) -> Value {
+pub(crate) fn completions(b: &Bounds) -> Value {
     let list =
         |items: Value, most: u32| json!({"type": "array", "minItems": 1, "maxItems": most, "items": items});
     let titled = |title: &str, mut schema: Value| {
@@ -244,7 +224,7 @@ pub(crate) fn number_of_tokens(b: &Bounds) -> Value {
         b.max_tokens)})
 }
 
-fn chat(b: &Bounds) -> Value {
+pub(crate) fn chat(b: &Bounds) -> Value {
     let mut fields = common(b);
     let most = number_of_tokens(b);
     let own = json!({
@@ -346,7 +326,7 @@ pub(crate) fn message(template: bool) -> Value {
             },
         },
     });
-    let mut said = role(
+    let mut assistant = role(
         "what the assistant said",
         json!(["assistant"]),
         json!({
@@ -359,22 +339,21 @@ pub(crate) fn message(template: bool) -> Value {
         }),
         &["role"],
     );
-    said[schema::REFUSED] = json!({
+    assistant[schema::REFUSED] = json!({
         "audio": "answers are text",
         "function_call": "it is OpenAI's old name: use `tool_calls`",
     });
-    let asked =
-        role("what is asked", json!(["system", "developer", "user"]), json!({}), &["role", "content"]);
+    let user = role("what is asked", json!(["system", "developer", "user"]), json!({}), &["role", "content"]);
     if !template {
-        said[schema::REFUSED]["tool_calls"] = NO_TEMPLATE.into();
-        if let Some(fields) = said["properties"].as_object_mut() {
+        assistant[schema::REFUSED]["tool_calls"] = NO_TEMPLATE.into();
+        if let Some(fields) = assistant["properties"].as_object_mut() {
             fields.shift_remove("tool_calls");
         }
-        return json!({"anyOf": [asked, said]});
+        return json!({"anyOf": [user, assistant]});
     }
     json!({"anyOf": [
-        asked,
-        said,
+        user,
+        assistant,
         role("what a tool answered", json!(["tool"]), json!({"tool_call_id": {"type": "string"}}),
             &["role", "content", "tool_call_id"]),
     ]})
@@ -457,7 +436,7 @@ pub(crate) fn response_format() -> Value {
     })
 }
 
-fn tokenize(b: &Bounds) -> Value {
+pub(crate) fn tokenize(b: &Bounds) -> Value {
     let mut fields = Map::new();
     fields.insert("model".into(), common(b)["model"].clone());
     fields.insert("prompt".into(), json!({"type": "string"}));
@@ -466,7 +445,7 @@ fn tokenize(b: &Bounds) -> Value {
     object(fields, &["prompt"], json!({}))
 }
 
-fn detokenize(b: &Bounds) -> Value {
+pub(crate) fn detokenize(b: &Bounds) -> Value {
     let mut fields = Map::new();
     fields.insert("model".into(), common(b)["model"].clone());
     fields.insert("tokens".into(), json!({"type": "array", "items": b.tokens()}));
@@ -482,7 +461,8 @@ mod tests {
         for template in [false, true] {
             let bounds = Bounds::new("m", 10, 64, &LimitsSection::default());
             let bounds = Bounds { template, effort: template, tools: template, ..bounds };
-            let Schemas { completions, chat, tokenize, detokenize, .. } = Schemas::new(&bounds);
+            let crate::schemas::Schemas { completions, chat, tokenize, detokenize, .. } =
+                crate::schemas::Schemas::new(&bounds);
             for schema in [completions, chat, tokenize, detokenize] {
                 schema::known(&schema).unwrap_or_else(|e| panic!("{e} in {schema}"));
             }

@@ -1,6 +1,6 @@
 //! Sampling parameters of an answer.
 use super::fields::Common;
-use super::generation::random_seed;
+use kvist_engine::random::random_seed;
 use kvist_engine::sampler::SamplerConfig;
 use kvist_model::generation_config::Shipped;
 

@@ -1,46 +1,51 @@
 //! Text to tokens and back, for prompts and log-probabilities, and the endpoints `POST /tokenize` and `POST
 //! /detokenize`, which follow vLLM's.
 use super::fields::{check, read};
-use super::stream::until;
-use crate::app::App;
+use super::parts::{PART_BYTES, PART_TOKENS, escaped, in_parts, items};
 use crate::auth::Caller;
+use crate::body::json_body;
 use crate::error::ApiError;
-use crate::http::json_body;
-use crate::work::{Taken, halted};
-use axum::body::Body;
+use crate::state::ServerState;
+use crate::work::ReservedMemory;
 use axum::extract::{Request, State};
-use axum::http::header::CONTENT_TYPE;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
-use futures_util::stream::iter;
 use kvist_engine::Error;
 use kvist_model::Model;
 use kvist_model::tokenizer::{Ends, Tokenizer};
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::json;
 use std::borrow::Cow;
-use std::convert::Infallible;
 use std::iter::once;
 use std::sync::Arc;
-use std::time::Instant;
 
 /// Tokenize `text`. With `special`, the tokens that the model expects at the start of a text come first. An error if
 /// the tokenizer yields a token outside the model's vocabulary: repackaged models have such tokens, for padding. Also
 /// returns the memory reservation.
-fn encode(app: &App, text: &str, special: bool, param: &str) -> Result<(Vec<u32>, Taken), ApiError> {
-    let model = app.engine.model();
+fn encode(
+    state: &ServerState,
+    text: &str,
+    special: bool,
+    param: &str,
+) -> Result<(Vec<u32>, ReservedMemory), ApiError> {
+    let model = state.engine.model();
     let tokenizer = model.tokenizer().ok_or_else(no_tokenizer)?;
-    let taken = room_for(app, tokenizer, text, TOKEN_BYTES, param)?;
+    let taken = reserve_for(state, tokenizer, text, TOKEN_BYTES, param)?;
     let tokens = tokenizer.encode(text, special).map_err(failed)?;
     known(model, tokenizer, &tokens).map_err(|error| error.about(param))?;
     Ok((tokens, taken))
 }
 
 /// [`encode`] for rendered text. Also returns where each token ends in the text.
-pub(crate) fn encode_with_ends(app: &App, text: &str, special: bool, param: &str) -> Result<Ends, ApiError> {
-    let model = app.engine.model();
+pub(crate) fn encode_with_ends(
+    state: &ServerState,
+    text: &str,
+    special: bool,
+    param: &str,
+) -> Result<Ends, ApiError> {
+    let model = state.engine.model();
     let tokenizer = model.tokenizer().ok_or_else(no_tokenizer)?;
-    let _taken = room_for(app, tokenizer, text, TOKEN_AND_END_BYTES, param)?;
+    let _reserved = reserve_for(state, tokenizer, text, TOKEN_AND_END_BYTES, param)?;
     let ends = tokenizer.encode_with_ends(text, special).map_err(failed)?;
     known(model, tokenizer, &ends.tokens).map_err(|error| error.about(param))?;
     Ok(ends)
@@ -48,7 +53,7 @@ pub(crate) fn encode_with_ends(app: &App, text: &str, special: bool, param: &str
 
 fn failed(error: Error) -> ApiError {
     match error {
-        Error::Halted => halted(),
+        Error::Halted => ApiError::not_ready_in_time(),
         error => ApiError::internal(error.to_string()),
     }
 }
@@ -62,15 +67,15 @@ const TOKEN_BYTES: usize = 12;
 const TOKEN_AND_END_BYTES: usize = 16;
 
 /// Reserve memory to tokenize a text.
-fn room_for(
-    app: &App,
+fn reserve_for(
+    state: &ServerState,
     tokenizer: &Tokenizer,
     text: &str,
     each: usize,
     param: &str,
-) -> Result<Taken, ApiError> {
+) -> Result<ReservedMemory, ApiError> {
     let piece = tokenizer.largest_piece(text);
-    let (lists, most) = (text.len() * each, app.work.bytes());
+    let (lists, most) = (text.len() * each, state.work.bytes());
     if piece * PIECE_FACTOR + lists > most {
         let most = most.saturating_sub(lists) / PIECE_FACTOR;
         let message = format!(
@@ -79,12 +84,12 @@ fn room_for(
         );
         return Err(ApiError::invalid(param, message));
     }
-    app.work.take(piece * PIECE_FACTOR + lists, param)
+    state.work.take(piece * PIECE_FACTOR + lists, param)
 }
 
 /// An error if a token lies outside the model's vocabulary.
 pub(crate) fn known(model: &Model, tokenizer: &Tokenizer, tokens: &[u32]) -> Result<(), ApiError> {
-    let vocab = model.decoder().config().vocab;
+    let vocab = model.config().vocab;
     let Some(&token) = tokens.iter().find(|token| **token as usize >= vocab) else { return Ok(()) };
     let name = tokenizer.name(token).unwrap_or_default();
     let message = format!(
@@ -94,9 +99,14 @@ pub(crate) fn known(model: &Model, tokenizer: &Tokenizer, tokens: &[u32]) -> Res
 }
 
 /// [`encode`], after [`refuse_long`] has refused texts that cannot fit into the context.
-pub(crate) fn encode_prompt(app: &App, text: &str, special: bool, param: &str) -> Result<Vec<u32>, ApiError> {
-    refuse_long(app, text, param)?;
-    encode(app, text, special, param).map(|(tokens, _taken)| tokens)
+pub(crate) fn encode_prompt(
+    state: &ServerState,
+    text: &str,
+    special: bool,
+    param: &str,
+) -> Result<Vec<u32>, ApiError> {
+    refuse_long(state, text, param)?;
+    encode(state, text, special, param).map(|(tokens, _reserved)| tokens)
 }
 
 /// White space, in bytes, that a text may have beyond the length of the context's longest tokens.
@@ -104,24 +114,24 @@ const SPARE_WHITE_SPACE: usize = 64 << 10;
 
 /// Refuse a text that is longer than a context full of the longest tokens. A control token may absorb white space
 /// beside it, so [`SPARE_WHITE_SPACE`] is allowed in addition.
-pub(crate) fn refuse_long(app: &App, text: &str, param: &str) -> Result<(), ApiError> {
-    let most = app.bounds.max_tokens;
+pub(crate) fn refuse_long(state: &ServerState, text: &str, param: &str) -> Result<(), ApiError> {
+    let most = state.bounds.max_tokens;
     // Most texts are shorter and do not need the token table.
     let long = text.len() > most as usize;
-    let room = long
-        .then(|| app.longest_token())
+    let max_bytes = long
+        .then(|| state.longest_token())
         .flatten()
         .map_or(usize::MAX, |longest| longest.saturating_mul(most as usize));
-    if text.len() > room {
+    if text.len() > max_bytes {
         let bytes: usize = text.split_whitespace().map(str::len).sum();
-        if bytes > room {
+        if bytes > max_bytes {
             let message = format!(
                 "the prompt has {bytes} bytes besides white space, more than {most} tokens can be; prompt and answer \
                  together have room for {most} tokens"
             );
             return Err(ApiError::too_long(param, message));
         }
-        if text.len() > room.saturating_add(SPARE_WHITE_SPACE) {
+        if text.len() > max_bytes.saturating_add(SPARE_WHITE_SPACE) {
             let message = format!(
                 "the prompt has {} bytes, {bytes} of them besides white space, more than {most} tokens can be; prompt and \
                  answer together have room for {most} tokens",
@@ -147,11 +157,11 @@ pub(crate) struct Name<'a> {
 }
 
 /// Without a tokenizer the name is the token's id.
-pub(crate) fn name_of(app: &App, token: u32) -> Name<'_> {
-    match app.pieces().and_then(|pieces| pieces.get(token as usize)) {
+pub(crate) fn name_of(state: &ServerState, token: u32) -> Name<'_> {
+    match state.pieces().and_then(|pieces| pieces.get(token as usize)) {
         Some(piece) => Name { text: String::from_utf8_lossy(&piece.bytes), bytes: Some(&piece.bytes) },
         None => {
-            let text = app.decode(&[token]).unwrap_or_else(|_| token.to_string());
+            let text = state.decode(&[token]).unwrap_or_else(|_| token.to_string());
             Name { text: text.into(), bytes: None }
         }
     }
@@ -170,32 +180,6 @@ struct Tokens {
     tokens: Vec<u32>,
 }
 
-/// Tokens, and bytes of text, that are written at a time. A response that is no longer than this is sent in one part.
-pub(crate) const PART_TOKENS: usize = 8 << 10;
-pub(crate) const PART_BYTES: usize = 16 << 10;
-
-/// A long response, written in parts as the client reads them. Its source data takes `bytes`, which count in
-/// [`ScoreRoom`](super::scores::ScoreRoom) until the client has read them.
-pub(crate) fn in_parts(
-    app: &App,
-    caller: &Caller,
-    bytes: usize,
-    param: &str,
-    parts: impl Iterator<Item = String> + Send + 'static,
-) -> Result<Response, ApiError> {
-    let leave = app.scores.try_take(&caller.name, bytes, param)?;
-    let mut held = Some((parts, leave));
-    let parts = std::iter::from_fn(move || {
-        let part = held.as_mut()?.0.next();
-        if part.is_none() {
-            held = None;
-        }
-        part.map(Ok::<_, Infallible>)
-    });
-    let body = until(Instant::now() + app.limits.request_timeout(), Body::from_stream(iter(parts)));
-    Ok(([(CONTENT_TYPE, "application/json")], body).into_response())
-}
-
 /// The JSON of [`Tokens`], in parts.
 fn token_parts(tokens: Vec<u32>, max_model_len: u32) -> impl Iterator<Item = String> {
     let count = tokens.len();
@@ -203,72 +187,29 @@ fn token_parts(tokens: Vec<u32>, max_model_len: u32) -> impl Iterator<Item = Str
     once(head).chain(items(tokens)).chain(once("]}".into()))
 }
 
-/// The text between the brackets of a JSON list.
-pub(crate) fn items(tokens: impl AsRef<Vec<u32>>) -> impl Iterator<Item = String> {
-    let count = tokens.as_ref().len();
-    let part = move |at: usize| {
-        let mut part = String::new();
-        for (place, token) in (at..).zip(tokens.as_ref()[at..].iter().take(PART_TOKENS)) {
-            if place > 0 {
-                part.push(',');
-            }
-            part += &token.to_string();
-        }
-        part
-    };
-    (0..count).step_by(PART_TOKENS).map(part)
-}
-
 /// The JSON `{"prompt": text}`, in parts.
 fn text_parts(text: String) -> impl Iterator<Item = String> {
     once("{\"prompt\":\"".to_string()).chain(escaped(text)).chain(once("\"}".into()))
 }
 
-/// The text between the quotes of a JSON string.
-pub(crate) fn escaped(text: String) -> impl Iterator<Item = String> {
-    let mut at = 0;
-    std::iter::from_fn(move || {
-        let part = part_of(&text, at, PART_BYTES);
-        at += part.len();
-        (!part.is_empty()).then(|| escape(part))
-    })
-}
-
-/// Whole characters from byte `at` on, at most `most` bytes.
-pub(crate) fn part_of(text: &str, at: usize, most: usize) -> &str {
-    let mut end = text.len().min(at + most);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    &text[at..end]
-}
-
-/// Escaped for JSON, without the quotes.
-pub(crate) fn escape(text: &str) -> String {
-    let mut text = Value::from(text).to_string();
-    text.pop();
-    text.remove(0);
-    text
-}
-
 pub(crate) async fn tokenize(
-    State(app): State<Arc<App>>,
+    State(state): State<Arc<ServerState>>,
     Extension(caller): Extension<Caller>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let mut body = json_body(&app, request).await?;
-    let tokenized = app.prepare(&caller, move |app, caller| {
-        check(&mut body, &app.schemas.tokenize, &app.bounds.model)?;
+    let mut body = json_body(&state, request).await?;
+    let tokenized = state.prepare(&caller, move |state, caller| {
+        check(&mut body, &state.schemas.tokenize, &state.bounds.model)?;
         let fields: Tokenize = read(&body)?;
         let special = fields.add_special_tokens.unwrap_or(true);
-        let (mut tokens, _taken) = encode(app, &fields.prompt, special, "prompt")?;
-        let max_model_len = app.bounds.max_tokens;
+        let (mut tokens, _reserved) = encode(state, &fields.prompt, special, "prompt")?;
+        let max_model_len = state.bounds.max_tokens;
         if tokens.len() <= PART_TOKENS {
             return Ok(Json(Tokens { count: tokens.len(), max_model_len, tokens }).into_response());
         }
         tokens.shrink_to_fit();
         let bytes = tokens.len() * size_of::<u32>();
-        in_parts(app, caller, bytes, "prompt", token_parts(tokens, max_model_len))
+        in_parts(state, caller, bytes, "prompt", token_parts(tokens, max_model_len))
     });
     tokenized.await
 }
@@ -282,12 +223,12 @@ struct Detokenize {
 const LONGEST_UNKNOWN: usize = 256;
 
 /// Upper bound of the size of these tokens' text, in bytes. The first call may take a while.
-pub(crate) fn text_bytes(app: &App, tokens: &[u32]) -> usize {
-    let pieces = app.pieces();
+pub(crate) fn text_bytes(state: &ServerState, tokens: &[u32]) -> usize {
+    let pieces = state.pieces();
     let bytes = |token: &u32| match pieces {
         Some(pieces) => pieces.get(*token as usize).map_or(0, |piece| piece.bytes.len()),
         None => {
-            let name = app.engine.model().tokenizer().and_then(|tokenizer| tokenizer.name(*token));
+            let name = state.engine.model().tokenizer().and_then(|tokenizer| tokenizer.name(*token));
             name.map_or(LONGEST_UNKNOWN, |name| name.len())
         }
     };
@@ -295,26 +236,26 @@ pub(crate) fn text_bytes(app: &App, tokens: &[u32]) -> usize {
 }
 
 /// Memory to decode these tokens, in bytes: each first becomes a text of its own, and the joined text is copied.
-pub(crate) fn decoding_bytes(app: &App, tokens: &[u32]) -> usize {
-    tokens.len() * 64 + 4 * text_bytes(app, tokens)
+pub(crate) fn decoding_bytes(state: &ServerState, tokens: &[u32]) -> usize {
+    tokens.len() * 64 + 4 * text_bytes(state, tokens)
 }
 
 pub(crate) async fn detokenize(
-    State(app): State<Arc<App>>,
+    State(state): State<Arc<ServerState>>,
     Extension(caller): Extension<Caller>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let mut body = json_body(&app, request).await?;
-    let text = app.prepare(&caller, move |app, caller| {
-        check(&mut body, &app.schemas.detokenize, &app.bounds.model)?;
+    let mut body = json_body(&state, request).await?;
+    let text = state.prepare(&caller, move |state, caller| {
+        check(&mut body, &state.schemas.detokenize, &state.bounds.model)?;
         let fields: Detokenize = read(&body)?;
-        let _taken = app.work.take(decoding_bytes(app, &fields.tokens), "tokens")?;
-        let mut text = app.decode(&fields.tokens)?;
+        let _reserved = state.work.take(decoding_bytes(state, &fields.tokens), "tokens")?;
+        let mut text = state.decode(&fields.tokens)?;
         if text.len() <= PART_BYTES {
             return Ok(Json(json!({"prompt": text})).into_response());
         }
         text.shrink_to_fit();
-        in_parts(app, caller, text.len(), "tokens", text_parts(text))
+        in_parts(state, caller, text.len(), "tokens", text_parts(text))
     });
     text.await
 }

@@ -195,7 +195,7 @@ pub(super) enum CutField {
     Message { message: usize },
 }
 
-impl From<CutField> for super::history::Cut {
+impl From<CutField> for kvist_engine::sessions::Cut {
     fn from(field: CutField) -> Self {
         match field {
             CutField::Token(token) => Self::Token(token),

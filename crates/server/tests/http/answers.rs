@@ -1,7 +1,7 @@
 //! Answers, as one document and as a stream.
 use crate::server::*;
 use kvist_device::Storage;
-use kvist_engine::backends;
+use kvist_engine::devices;
 use kvist_engine::generate::{Limits, generate};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
@@ -14,7 +14,7 @@ const TEXT: &str = "Returns the number of elements in the vector, also referred 
 /// The output of `kvist run --greedy`.
 fn alone(prompt: &str, max_tokens: usize) -> String {
     let config = CacheConfig { k: Storage::F32, v: Storage::F32, ..CacheConfig::new(1024) };
-    let mut session = ModelSession::new(model(), &backends::all(), &config).unwrap();
+    let mut session = ModelSession::new(model(), &devices::all(), &config).unwrap();
     let tokenizer = model().tokenizer().unwrap();
     let prompt = tokenizer.encode(prompt, true).unwrap();
     let limits = Limits { max_tokens, stop: Vec::new(), ignore_eos: true, no_cache: false };
@@ -308,7 +308,7 @@ fn an_answer_has_the_form_that_was_asked_for() {
     let server = Server::start(config());
     let ask = |format: Value, max: u32| {
         // Exclude whitespace, of which such a small model writes a lot.
-        let blanks = model().tokenizer().unwrap().pieces(model().decoder().config().vocab).unwrap();
+        let blanks = model().tokenizer().unwrap().pieces(model().config().vocab).unwrap();
         let blanks = blanks.iter().enumerate().filter(|(_, p)| p.bytes.iter().all(u8::is_ascii_whitespace));
         let bias: Value =
             blanks.map(|(id, _)| (id.to_string(), json!(-100))).collect::<serde_json::Map<_, _>>().into();

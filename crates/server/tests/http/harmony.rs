@@ -3,6 +3,7 @@
 //! The embedded model knows no channels. Grammars make it write them, or one request per token with a large
 //! bias that forces the token.
 use crate::server::*;
+use kvist_cpu::Cpu;
 use kvist_device::MemoryBudget;
 use kvist_model::harmony::MARKS;
 use kvist_model::weights::WeightForm;
@@ -86,7 +87,9 @@ fn harmony() -> Arc<Model> {
         std::fs::write(&path, bytes).unwrap();
         let options = LoadOptions { form: WeightForm::F32, mmap: false, ..LoadOptions::default() };
         let budget = MemoryBudget::unlimited();
-        Arc::new(Model::load(&ModelFile::Path(path), &options, &budget, &mut |_, _| {}).unwrap())
+        Arc::new(
+            Model::load(&ModelFile::Path(path), Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),
+        )
     };
     MODEL.get_or_init(load).clone()
 }

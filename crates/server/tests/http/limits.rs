@@ -158,7 +158,7 @@ fn what_waits_for_room_has_a_place_in_the_queue() {
     let waiting: Vec<_> = (0..5).map(|_| ask()).collect();
     server.until("the last one waits too", || server.engine.queued() == 5 * SCORED);
     // The engine is paused: a request that reached it would not notice its deadline.
-    let pieces = model().tokenizer().unwrap().pieces(model().decoder().config().vocab).unwrap();
+    let pieces = model().tokenizer().unwrap().pieces(model().config().vocab).unwrap();
     let longest = (0..pieces.len()).filter(|i| !pieces[*i].control).max_by_key(|i| pieces[*i].bytes.len());
     let long = longest.unwrap();
     assert!(ECHOED * 1020 * pieces[long].bytes.len() > 2 << 20, "{}", pieces[long].bytes.len());

@@ -264,7 +264,7 @@ fn the_stream_tells_no_token() {
     let path = folder.path().join("recording.jsonl");
     let file = std::fs::File::create(&path).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    assert!(runtime.block_on(server.engine.live().record(&server.engine, file)));
+    assert!(runtime.block_on(server.state.live().record(&server.engine, file)));
     let listener = Listener::join(&server);
     let mut found = BTreeSet::new();
     numbers(&listener.snapshot, &mut found);
@@ -325,7 +325,7 @@ fn the_stream_tells_no_token() {
     for token in PROMPT.into_iter().chain([ANSWER]) {
         assert!(!found.contains(&token), "token {token} is told");
     }
-    assert!(runtime.block_on(server.engine.live().recorded(&server.engine)));
+    assert!(runtime.block_on(server.state.live().recorded(&server.engine)));
     let recording = std::fs::read_to_string(&path).unwrap();
     let mut written = BTreeSet::new();
     recording.lines().for_each(|line| numbers(&serde_json::from_str(line).unwrap(), &mut written));
@@ -408,7 +408,7 @@ fn sessions_at_rest_are_told_with_what_they_would_find() {
 fn listeners_share_what_is_looked_up() {
     let server = Server::start(config());
     server.post("/v1/sessions", &json!({"text": TRUNK})).good();
-    let lookups = || server.engine.live().session_lookups();
+    let lookups = || server.state.session_lookups();
     let hears = |heard: &Receiver<Value>, n: usize| {
         while heard.recv_timeout(PATIENCE).expect("news of sessions")["sessions"].as_array().map(Vec::len)
             != Some(n)
@@ -438,10 +438,10 @@ fn a_recording_replays() {
     let path = folder.path().join("recording.jsonl");
     let file = std::fs::File::create(&path).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    assert!(runtime.block_on(server.engine.live().record(&server.engine, file)));
+    assert!(runtime.block_on(server.state.live().record(&server.engine, file)));
     load(&server, 10, 40);
     runtime.block_on(server.engine.idle());
-    assert!(runtime.block_on(server.engine.live().recorded(&server.engine)));
+    assert!(runtime.block_on(server.state.live().recorded(&server.engine)));
     let text = std::fs::read_to_string(&path).unwrap();
     let is_event =
         |line: &&str| line.starts_with("{\"n\":") || line.starts_with("{\"format\":\"kvist-events\"");
@@ -453,7 +453,7 @@ fn a_recording_replays() {
         text.lines().filter(is).map(|line| format!("{line}\n")).collect::<String>()
     };
     let (events, decisions) = (of(&is_event), of(&is_decision));
-    let cache = config.engine(model().decoder().config()).paged.cache(model().decoder().config()).unwrap();
+    let cache = config.engine(model().config()).paged.cache(model().config()).unwrap();
     let again = kvist_scheduler::replay(events.as_bytes(), cache, None).unwrap();
     assert!(again.contains("\"end\":9") && again.contains("\"make_room\":"), "{again}");
     assert_eq!(again, decisions);

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 fn refusals_name_the_field() {
     let server = Server::start(config());
     let long = "word ".repeat(3000);
-    let vocab = model().decoder().config().vocab;
+    let vocab = model().config().vocab;
     let text = |more: Value| {
         let mut body = json!({"prompt": "a"});
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -161,7 +161,7 @@ fn refusals_name_the_field() {
 #[test]
 fn what_changes_nothing_is_taken() {
     let server = Server::start(config());
-    let context = model().decoder().config().context;
+    let context = model().config().context;
     let prompt = vec![300; context as usize - 3];
     let answer = server.post(
         "/v1/completions",

@@ -2,7 +2,7 @@
 use crate::server::*;
 use kvist_cache::SeqId;
 use kvist_device::Storage;
-use kvist_engine::backends;
+use kvist_engine::devices;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use serde_json::{Value, json};
@@ -27,7 +27,7 @@ fn reference(tokens: &[u32], n: usize) -> Vec<(f64, Vec<f64>)> {
         max_rows: rows,
         ..CacheConfig::new(1024)
     };
-    let mut session = ModelSession::new(model(), &backends::all(), &config).unwrap();
+    let mut session = ModelSession::new(model(), &devices::all(), &config).unwrap();
     session.forward(&[SequenceInput::chain(SeqId::ONLY, tokens)], LogitRows::All).unwrap();
     let score = |at: usize| {
         let row: Vec<f64> = session.logits_row(at - 1).iter().map(|x| f64::from(*x)).collect();

@@ -1,11 +1,13 @@
 //! A server on a free port that runs the embedded model, and a client.
 #![allow(dead_code)]
+use kvist_cpu::Cpu;
 use kvist_device::{MemoryBudget, Storage};
-use kvist_engine::backends;
+use kvist_engine::devices;
+use kvist_engine::serving::Engine;
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use kvist_server::config::KeySection;
-use kvist_server::{App, Engine, ServerConfig, serve};
+use kvist_server::{ServerConfig, ServerState, serve};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -20,7 +22,9 @@ pub fn model() -> &'static Arc<Model> {
     MODEL.get_or_init(|| {
         let options = LoadOptions { form: WeightForm::F32, ..LoadOptions::default() };
         let budget = MemoryBudget::unlimited();
-        Arc::new(Model::load(&ModelFile::Embedded, &options, &budget, &mut |_, _| {}).unwrap())
+        Arc::new(
+            Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),
+        )
     })
 }
 
@@ -47,6 +51,7 @@ pub fn key(name: &str, key: &str, admin: bool) -> KeySection {
 pub struct Server {
     pub address: SocketAddr,
     pub engine: Engine,
+    pub state: Arc<ServerState>,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -57,10 +62,11 @@ impl Server {
     }
 
     pub fn start_with(model: Arc<Model>, config: ServerConfig) -> Server {
-        let settings = config.engine(model.decoder().config());
+        let settings = config.engine(model.config());
         let tokens = settings.paged.cache.context_tokens;
-        let engine = Engine::start(model, &backends::all(), settings).unwrap();
-        let app = App::new(engine.clone(), &config, tokens).unwrap();
+        let engine = Engine::start(model, &devices::all(), settings).unwrap();
+        let state = ServerState::new(engine.clone(), &config, tokens).unwrap();
+        let served = state.clone();
         let (stop, stopped) = oneshot::channel();
         let (ready, address) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
@@ -68,11 +74,11 @@ impl Server {
                 let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
                 ready.send(listener.local_addr().unwrap()).unwrap();
                 let stopped = async { drop(stopped.await) };
-                serve(listener, app, stopped).await.unwrap();
+                serve(listener, served, stopped).await.unwrap();
             });
         });
         let address = address.recv().unwrap();
-        Server { address, engine, stop: Some(stop), thread: Some(thread) }
+        Server { address, engine, state, stop: Some(stop), thread: Some(thread) }
     }
 
     /// Begins a shutdown, like SIGTERM.

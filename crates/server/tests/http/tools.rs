@@ -1,5 +1,6 @@
 //! Tools in sessions: calls are parsed from what a session generates, and become part of its history.
 use crate::server::*;
+use kvist_cpu::Cpu;
 use kvist_device::MemoryBudget;
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile};
@@ -42,7 +43,9 @@ fn with_template(template: &'static str) -> Arc<Model> {
         std::fs::write(&path, bytes).unwrap();
         let options = LoadOptions { form: WeightForm::F32, mmap: false, ..LoadOptions::default() };
         let budget = MemoryBudget::unlimited();
-        Arc::new(Model::load(&ModelFile::Path(path), &options, &budget, &mut |_, _| {}).unwrap())
+        Arc::new(
+            Model::load(&ModelFile::Path(path), Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),
+        )
     });
     model.get().unwrap().clone()
 }

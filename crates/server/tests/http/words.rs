@@ -1,6 +1,7 @@
 //! A model whose tokens are words with a leading space, as in SentencePiece, and whose tokenizer has one token
 //! more than the model's vocabulary.
 use crate::server::*;
+use kvist_cpu::Cpu;
 use kvist_device::MemoryBudget;
 use kvist_model::weights::WeightForm;
 use kvist_model::{LoadOptions, Model, ModelFile};
@@ -43,7 +44,9 @@ pub fn words_with(template: Option<&str>) -> Arc<Model> {
     }
     let options = LoadOptions { form: WeightForm::F32, mmap: false, ..LoadOptions::default() };
     let file = ModelFile::Path(folder.path().into());
-    Arc::new(Model::load(&file, &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap())
+    Arc::new(
+        Model::load(&file, Cpu::default(), &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap(),
+    )
 }
 
 /// Regression: the token reached a step, which failed three times for all requests in the batch.

@@ -29,7 +29,7 @@ impl Roofline {
     }
 
     /// Floating-point operations of a step. A multiply-add counts as two.
-    pub fn flops(&self, batch: &BatchShape) -> f64 {
+    pub(crate) fn flops(&self, batch: &BatchShape) -> f64 {
         let model = &self.model;
         let multiplied = model.parameters.saturating_sub(model.lookup_parameters) as f64;
         let per_pair =

@@ -1,10 +1,9 @@
 //! Comparison by name: one row per name, one mark per figure. For names without a numeric axis, such as schedulers.
-use super::escape;
 use super::picture::{Figure, Panel};
-use super::plot::{N_COLORS, n};
+use super::plot::N_COLORS;
 use super::scale::{Scale, Unit};
+use super::svg::{Anchor, Svg};
 use crate::statistics::Estimate;
-use std::fmt::Write;
 
 /// Several quantities of the same names, one panel each.
 #[derive(Clone, Debug, PartialEq)]
@@ -67,82 +66,37 @@ impl Quantity {
         let width = WIDTH - left - FIGURES;
         let bottom = TOP + ROW * names.len() as f64;
         let px = |value: f64| left + width * scale.at(value);
-        let mut body = String::new();
+        let mut body = Svg::default();
         for tick in scale.ticks((width / 70.0) as usize + 1) {
-            let _ = write!(
-                body,
-                "<line class=\"grid\" x1=\"{0}\" x2=\"{0}\" y1=\"{1}\" y2=\"{2}\"/><text class=\"tick\" text-anchor=\"middle\" x=\"{0}\" y=\"{3}\">{4}</text>",
-                n(px(tick)),
-                n(TOP),
-                n(bottom),
-                n(bottom + 16.0),
-                self.unit.show(tick)
-            );
+            body.grid(px(tick), [TOP, bottom], &self.unit.show(tick));
         }
-        let _ = write!(
-            body,
-            "<line class=\"axis\" x1=\"{}\" x2=\"{}\" y1=\"{2}\" y2=\"{2}\"/><text class=\"label\" text-anchor=\"end\" x=\"{1}\" y=\"{3}\">{4}</text>",
-            n(left),
-            n(left + width),
-            n(bottom),
-            n(bottom + 36.0),
-            escape(&self.label)
-        );
+        body.line("axis", [left, left + width], [bottom, bottom]);
+        body.text("label", Anchor::End, [left + width, bottom + 36.0], &self.label);
         for (row, (name, marks)) in names.iter().zip(&self.marks).enumerate() {
             let (y, color) = (TOP + ROW * (row as f64 + 0.5), row % N_COLORS);
-            let _ = write!(
-                body,
-                "<text class=\"label\" text-anchor=\"end\" x=\"{}\" y=\"{}\">{}</text>",
-                n(left - 10.0),
-                n(y + 4.0),
-                escape(name)
-            );
+            body.text("label", Anchor::End, [left - 10.0, y + 4.0], name);
             for (mark, half) in marks.iter().filter_map(|mark| Some((mark, mark.half_width?))) {
-                let _ = write!(
-                    body,
-                    "<line class=\"interval c{color}\" x1=\"{}\" x2=\"{}\" y1=\"{2}\" y2=\"{2}\"/>",
-                    n(px(mark.mean - half)),
-                    n(px(mark.mean + half)),
-                    n(y)
-                );
+                let ends = [px(mark.mean - half), px(mark.mean + half)];
+                body.line(&format!("interval c{color}"), ends, [y, y]);
             }
             if let [first, .., last] = &marks[..] {
-                let _ = write!(
-                    body,
-                    "<line class=\"line c{color}\" x1=\"{}\" x2=\"{}\" y1=\"{2}\" y2=\"{2}\"/>",
-                    n(px(first.mean)),
-                    n(px(last.mean)),
-                    n(y)
-                );
+                body.line(&format!("line c{color}"), [px(first.mean), px(last.mean)], [y, y]);
             }
             for (i, mark) in marks.iter().enumerate() {
                 let class = if i + 1 == marks.len() { "bar" } else { "dot" };
                 let interval = mark.half_width.map(|half| format!(" ± {}", self.unit.show(half)));
-                let _ = write!(
-                    body,
-                    "<circle class=\"{class} c{color}\" cx=\"{}\" cy=\"{}\" r=\"4.5\"><title>{}: {}{}</title></circle>",
-                    n(px(mark.mean)),
-                    n(y),
-                    escape(name),
-                    self.unit.show(mark.mean),
-                    interval.unwrap_or_default()
-                );
+                let title = format!("{name}: {}{}", self.unit.show(mark.mean), interval.unwrap_or_default());
+                body.circle(&format!("{class} c{color}"), [px(mark.mean), y], 4.5, &title);
             }
             let figures: Vec<String> = marks.iter().map(|mark| self.unit.show(mark.mean)).collect();
-            let _ = write!(
-                body,
-                "<text class=\"label\" text-anchor=\"end\" x=\"{}\" y=\"{}\">{}</text>",
-                n(WIDTH - 4.0),
-                n(y + 4.0),
-                figures.join(" · ")
-            );
+            body.text("label", Anchor::End, [WIDTH - 4.0, y + 4.0], &figures.join(" · "));
         }
         Some(Panel {
             name: self.title.clone(),
             said: format!("{}, for each of {}", self.title, names.join(", ")),
             width: WIDTH,
             height: bottom + BOTTOM,
-            body,
+            body: body.0,
         })
     }
 }

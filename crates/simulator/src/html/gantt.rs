@@ -1,13 +1,13 @@
 //! Requests as bars: waiting, prefill, decode.
 use super::Run;
 use super::picture::{Figure, Panel};
-use super::plot::n;
 use super::scale::{Scale, Unit};
+use super::svg::{Anchor, Svg};
 use crate::report::{Activity, Phase, RequestRow};
 use std::fmt::Write;
 
 /// Maximum rows in a picture.
-const MOST_ROWS: usize = 60;
+const MAX_ROWS: usize = 60;
 
 const LEFT: f64 = 56.0;
 const WIDTH: f64 = 1000.0;
@@ -55,13 +55,13 @@ fn choose(run: &Run<'_>) -> Vec<u64> {
         .map(|row| (row.arrival_ns, row.id))
         .collect();
     rows.sort_unstable();
-    if rows.len() > MOST_ROWS {
+    if rows.len() > MAX_ROWS {
         let samples = run.record.timeline.samples();
         // If several peaks are equal, take the first.
         let peak = samples.iter().rev().max_by_key(|s| s.load.queued_requests).map_or(0, |s| s.at_ns);
         let at = rows.partition_point(|(arrival_ns, _)| *arrival_ns < peak);
-        let from = at.saturating_sub(MOST_ROWS / 2).min(rows.len() - MOST_ROWS);
-        rows = rows[from..from + MOST_ROWS].to_vec();
+        let from = at.saturating_sub(MAX_ROWS / 2).min(rows.len() - MAX_ROWS);
+        rows = rows[from..from + MAX_ROWS].to_vec();
     }
     let mut ids: Vec<u64> = rows.into_iter().map(|(_, id)| id).collect();
     ids.sort_unstable();
@@ -82,70 +82,44 @@ fn picture(rows: &[RequestRow], activity: &[Activity], x: &Scale) -> Panel {
     let top = 8.0;
     let bottom = top + pitch * rows.len() as f64;
     let px = |ns: u64| LEFT + INNER * x.at(ns as f64 / 1e9);
-    let mut body = String::new();
+    let mut body = Svg::default();
     for tick in x.ticks(10) {
-        let at = LEFT + INNER * x.at(tick);
-        let _ = write!(
-            body,
-            "<line class=\"grid\" x1=\"{0}\" x2=\"{0}\" y1=\"{1}\" y2=\"{2}\"/><text class=\"tick\" text-anchor=\"middle\" x=\"{0}\" y=\"{3}\">{4}</text>",
-            n(at),
-            n(top),
-            n(bottom),
-            n(bottom + 16.0),
-            x.unit.show(tick)
-        );
+        body.grid(LEFT + INNER * x.at(tick), [top, bottom], &x.unit.show(tick));
     }
     for (i, row) in rows.iter().enumerate() {
         let y = top + pitch * i as f64 + (pitch - bar) / 2.0;
         let Some(end) = row.finished_ns else { continue };
-        let _ = write!(body, "<g><title>{}</title>", said(row));
+        let _ = write!(body.0, "<g><title>{}</title>", summary(row));
         if rows.len() <= 12 || i % 5 == 0 {
-            let _ = write!(
-                body,
-                "<text class=\"tick\" text-anchor=\"end\" x=\"{}\" y=\"{}\">{}</text>",
-                n(LEFT - 8.0),
-                n(y + bar / 2.0 + 4.0),
-                row.id
-            );
+            body.text("tick", Anchor::End, [LEFT - 8.0, y + bar / 2.0 + 4.0], &row.id.to_string());
         }
-        let _ = write!(
-            body,
-            "<line class=\"waiting\" x1=\"{}\" x2=\"{}\" y1=\"{2}\" y2=\"{2}\"/>",
-            n(px(row.arrival_ns)),
-            n(px(end)),
-            n(y + bar / 2.0)
-        );
+        let middle = y + bar / 2.0;
+        body.line("waiting", [px(row.arrival_ns), px(end)], [middle, middle]);
         let mut part = |from: u64, to: u64, color: usize| {
             let width = (px(to) - px(from)).max(if to > from { 0.6 } else { 0.0 });
-            let _ = write!(
-                body,
-                "<rect class=\"bar c{color}\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\"/>",
-                n(px(from)),
-                n(y),
-                n(width),
-                n(bar)
-            );
+            body.rect(&format!("bar c{color}"), [px(from), y], [width, bar]);
         };
-        let mut is_told = false;
+        let mut has_activity = false;
         for span in activity.iter().filter(|span| span.request == row.id) {
-            is_told = true;
+            has_activity = true;
             part(span.from_ns, span.to_ns, if span.phase == Phase::Prefill { READING } else { WRITING });
         }
-        if !is_told {
+        if !has_activity {
             let admitted = row.admitted_ns.unwrap_or(row.arrival_ns);
             let first = row.first_token_ns.unwrap_or(end);
             part(admitted, first, READING);
             part(first, end, WRITING);
         }
-        body += "</g>";
+        body.0 += "</g>";
     }
     let said = "Requests over time".into();
-    Panel { name: String::new(), said, width: WIDTH, height: bottom + 24.0, body }
+    Panel { name: String::new(), said, width: WIDTH, height: bottom + 24.0, body: body.0 }
 }
 
-fn said(row: &RequestRow) -> String {
+/// What a pointer over the request shows.
+fn summary(row: &RequestRow) -> String {
     let seconds = |s: Option<f64>| s.map_or("–".to_string(), |s| Unit::Seconds.show(s));
-    let mut said = format!(
+    let mut text = format!(
         "request {}: {} prompt tokens, {} of them cached, {} written; first token after {}, last after {}",
         row.id,
         row.prompt_tokens,
@@ -155,10 +129,10 @@ fn said(row: &RequestRow) -> String {
         seconds(row.end_to_end_s())
     );
     if row.preemptions > 0 {
-        let _ = write!(said, "; preempted {} times", row.preemptions);
+        let _ = write!(text, "; preempted {} times", row.preemptions);
     }
     if row.is_late() {
-        said += "; late";
+        text += "; late";
     }
-    said
+    text
 }

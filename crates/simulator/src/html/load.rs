@@ -1,12 +1,12 @@
 //! Plots of memory and batch size over time.
 use super::Run;
 use super::picture::{Figure, Panel};
-use super::plot::{Frame, Series, time_axis};
+use super::plot::{Frame, Series};
 use super::scale::{Scale, Unit};
 use crate::report::Load;
 
 /// Maximum moments on a plot; more are not visible.
-const MOST_POINTS: usize = 500;
+const MAX_POINTS: usize = 500;
 
 const USED: usize = 0;
 const CACHED: usize = 2;
@@ -16,10 +16,10 @@ const QUEUED: usize = 1;
 pub(super) fn figure(runs: &[Run<'_>]) -> Option<Figure> {
     let mut panels = Vec::new();
     for run in runs {
-        let samples = run.record.timeline.thinned(MOST_POINTS);
+        let samples = run.record.timeline.thinned(MAX_POINTS);
         let (Some(first), Some(last)) = (samples.first(), samples.last()) else { continue };
         let begin_ns = first.at_ns;
-        let x = time_axis(last.at_ns.saturating_sub(begin_ns) as f64 / 1e9);
+        let x = Scale::linear(0.0, last.at_ns.saturating_sub(begin_ns) as f64 / 1e9, Unit::Seconds);
         let points = |of: &dyn Fn(&Load) -> u64| -> Vec<(f64, f64)> {
             samples.iter().map(|s| ((s.at_ns - begin_ns) as f64 / 1e9, of(&s.load) as f64)).collect()
         };

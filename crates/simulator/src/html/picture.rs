@@ -1,6 +1,7 @@
 //! Plots with title and legend, as a section of the page or as a separate SVG file.
 use super::escape;
-use super::plot::{N_COLORS, n};
+use super::plot::N_COLORS;
+use super::svg::{Anchor, Svg, n};
 use std::fmt::Write;
 
 /// A plot as a self-contained SVG file with a light background, for documents.
@@ -95,9 +96,8 @@ impl Figure {
         let widest = self.panels.iter().map(|panel| panel.width).fold(0.0, f64::max);
         let columns = self.columns as f64;
         let width = edge * 2.0 + widest * columns + gap * (columns - 1.0);
-        let mut body = String::new();
-        let _ =
-            write!(body, "<text class=\"title\" x=\"{0}\" y=\"36\">{1}</text>", n(edge), escape(&self.title));
+        let mut body = Svg::default();
+        body.text("title", Anchor::Start, [edge, 36.0], &self.title);
         let mut top = 56.0;
         if !self.legend.is_empty() {
             let mut x = edge;
@@ -108,15 +108,13 @@ impl Figure {
                     (x, top) = (edge, top + 22.0);
                 }
                 let _ = write!(
-                    body,
-                    "<rect class=\"key c{}\" x=\"{}\" y=\"{}\" width=\"12\" height=\"12\" rx=\"4\"/><text class=\"label\" x=\"{}\" y=\"{}\">{}</text>",
+                    body.0,
+                    "<rect class=\"key c{}\" x=\"{}\" y=\"{}\" width=\"12\" height=\"12\" rx=\"4\"/>",
                     color % N_COLORS,
                     n(x),
-                    n(top),
-                    n(x + 19.0),
-                    n(top + 11.0),
-                    escape(name)
+                    n(top)
                 );
+                body.text("label", Anchor::Start, [x + 19.0, top + 11.0], name);
                 x += needed + 20.0;
             }
             top += 28.0;
@@ -127,27 +125,27 @@ impl Figure {
             for (i, panel) in row.iter().enumerate() {
                 let x = edge + i as f64 * (widest + gap);
                 if !panel.name.is_empty() {
-                    let _ = write!(
-                        body,
-                        "<text class=\"name\" x=\"{}\" y=\"{}\">{}</text>",
-                        n(x),
-                        n(top + 18.0),
-                        escape(&panel.name)
-                    );
+                    body.text("name", Anchor::Start, [x, top + 18.0], &panel.name);
                 }
-                let _ =
-                    write!(body, "<g transform=\"translate({} {})\">{}</g>", n(x), n(below_name), panel.body);
+                let _ = write!(
+                    body.0,
+                    "<g transform=\"translate({} {})\">{}</g>",
+                    n(x),
+                    n(below_name),
+                    panel.body
+                );
             }
             top = below_name + row.iter().map(|panel| panel.height).fold(0.0, f64::max) + 8.0;
         }
         let height = top + 8.0;
         let said = self.panels.first().map_or("", |panel| panel.said.as_str());
         let svg = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 {0} {1}\" role=\"img\" aria-label=\"{2}\">\n<style>\n{3}</style>\n<rect class=\"card\" width=\"{0}\" height=\"{1}\"/>\n{body}\n</svg>\n",
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 {0} {1}\" role=\"img\" aria-label=\"{2}\">\n<style>\n{3}</style>\n<rect class=\"card\" width=\"{0}\" height=\"{1}\"/>\n{4}\n</svg>\n",
             n(width),
             n(height),
             escape(said),
-            style()
+            style(),
+            body.0
         );
         let name = self.title.to_lowercase().split_whitespace().collect::<Vec<_>>().join("-");
         Picture { name, svg }

@@ -1,7 +1,8 @@
 //! Axes and plot content as SVG. Colours are CSS variables, so that a plot follows the page's theme.
 use super::escape;
 use super::picture::Panel;
-use super::scale::{Scale, Unit};
+use super::scale::Scale;
+use super::svg::{Anchor, Svg, n};
 use std::fmt::Write;
 
 /// Number of series colours; further series reuse them from the start.
@@ -25,7 +26,7 @@ pub(super) struct Frame {
     inner_height: f64,
     x: Scale,
     y: Scale,
-    body: String,
+    body: Svg,
 }
 
 impl Frame {
@@ -40,7 +41,7 @@ impl Frame {
             inner_height: height - top - bottom,
             x,
             y,
-            body: String::new(),
+            body: Svg::default(),
         };
         frame.axes();
         frame
@@ -58,73 +59,31 @@ impl Frame {
         let right = self.left + self.inner_width;
         for tick in self.y.ticks((self.inner_height / 44.0) as usize + 1) {
             let at = self.py(tick);
-            let _ = write!(
-                self.body,
-                "<line class=\"grid\" x1=\"{}\" x2=\"{}\" y1=\"{}\" y2=\"{}\"/><text class=\"tick\" text-anchor=\"end\" x=\"{}\" y=\"{}\">{}</text>",
-                n(self.left),
-                n(right),
-                n(at),
-                n(at),
-                n(self.left - 8.0),
-                n(at + 4.0),
-                self.y.unit.show(tick)
-            );
+            self.body.line("grid", [self.left, right], [at, at]);
+            self.body.text("tick", Anchor::End, [self.left - 8.0, at + 4.0], &self.y.unit.show(tick));
         }
         for tick in self.x.ticks((self.inner_width / 84.0) as usize + 1) {
             let at = self.px(tick);
-            let _ = write!(
-                self.body,
-                "<line class=\"axis\" x1=\"{0}\" x2=\"{0}\" y1=\"{1}\" y2=\"{2}\"/><text class=\"tick\" text-anchor=\"middle\" x=\"{0}\" y=\"{3}\">{4}</text>",
-                n(at),
-                n(bottom),
-                n(bottom + 5.0),
-                n(bottom + 18.0),
-                self.x.unit.show(tick)
-            );
+            self.body.line("axis", [at, at], [bottom, bottom + 5.0]);
+            self.body.text("tick", Anchor::Middle, [at, bottom + 18.0], &self.x.unit.show(tick));
         }
-        let _ = write!(
-            self.body,
-            "<line class=\"axis\" x1=\"{}\" x2=\"{}\" y1=\"{2}\" y2=\"{2}\"/>",
-            n(self.left),
-            n(right),
-            n(bottom)
-        );
+        self.body.line("axis", [self.left, right], [bottom, bottom]);
     }
 
     pub fn labels(&mut self, x: &str, y: &str) {
-        let _ = write!(
-            self.body,
-            "<text class=\"label\" text-anchor=\"end\" x=\"{}\" y=\"{}\">{}</text>",
-            n(self.left + self.inner_width),
-            n(self.height - 8.0),
-            escape(x)
-        );
+        let right = self.left + self.inner_width;
+        self.body.text("label", Anchor::End, [right, self.height - 8.0], x);
         if !y.is_empty() {
-            let _ = write!(
-                self.body,
-                "<text class=\"label\" x=\"{}\" y=\"{}\">{}</text>",
-                n(self.left),
-                n(self.top - 11.0),
-                escape(y)
-            );
+            self.body.text("label", Anchor::Start, [self.left, self.top - 11.0], y);
         }
     }
 
     /// Draws a dashed horizontal line.
     pub fn level(&mut self, y: f64, name: &str) {
         let at = self.py(y);
-        let right = self.left + self.inner_width;
-        let _ = write!(
-            self.body,
-            "<line class=\"level\" x1=\"{}\" x2=\"{}\" y1=\"{2}\" y2=\"{2}\"/><text class=\"label halo\" x=\"{3}\" y=\"{4}\">{5}: {6}</text>",
-            n(self.left),
-            n(right),
-            n(at),
-            n(self.left + 8.0),
-            n(at + 16.0),
-            escape(name),
-            self.y.unit.show(y)
-        );
+        self.body.line("level", [self.left, self.left + self.inner_width], [at, at]);
+        let label = format!("{name}: {}", self.y.unit.show(y));
+        self.body.text("label halo", Anchor::Start, [self.left + 8.0, at + 16.0], &label);
     }
 
     fn path(&self, points: impl Iterator<Item = (f64, f64)>) -> String {
@@ -137,7 +96,7 @@ impl Frame {
 
     fn named_path(&mut self, class: &str, color: usize, path: &str, name: &str) {
         let _ = write!(
-            self.body,
+            self.body.0,
             "<path class=\"{class} c{}\" d=\"{path}\"><title>{}</title></path>",
             color % N_COLORS,
             escape(name)
@@ -163,31 +122,20 @@ impl Frame {
     }
 
     pub fn dots(&mut self, series: &Series<'_>) {
+        let class = format!("dot c{}", series.color % N_COLORS);
         for (x, y) in &series.points {
-            let _ = write!(
-                self.body,
-                "<circle class=\"dot c{}\" cx=\"{}\" cy=\"{}\" r=\"3.5\"><title>{}: {} at {}</title></circle>",
-                series.color % N_COLORS,
-                n(self.px(*x)),
-                n(self.py(*y)),
-                escape(series.name),
-                self.y.unit.show(*y),
-                self.x.unit.show(*x)
-            );
+            let title = format!("{}: {} at {}", series.name, self.y.unit.show(*y), self.x.unit.show(*x));
+            let at = [self.px(*x), self.py(*y)];
+            self.body.circle(&class, at, 3.5, &title);
         }
     }
 
     /// Draws interval bars from (x, y, half width).
     pub fn intervals(&mut self, color: usize, points: impl Iterator<Item = (f64, f64, f64)>) {
+        let class = format!("interval c{}", color % N_COLORS);
         for (x, y, half) in points {
-            let _ = write!(
-                self.body,
-                "<line class=\"interval c{}\" x1=\"{1}\" x2=\"{1}\" y1=\"{2}\" y2=\"{3}\"/>",
-                color % N_COLORS,
-                n(self.px(x)),
-                n(self.py(y - half)),
-                n(self.py(y + half))
-            );
+            let (x, ends) = (self.px(x), [self.py(y - half), self.py(y + half)]);
+            self.body.line(&class, [x, x], ends);
         }
     }
 
@@ -198,7 +146,7 @@ impl Frame {
             said: said.into(),
             width: self.width,
             height: self.height,
-            body: self.body,
+            body: self.body.0,
         }
     }
 }
@@ -213,15 +161,4 @@ fn held(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
         corners.push((*x, *y));
     }
     corners
-}
-
-/// Formats a coordinate to a tenth of a pixel.
-pub(super) fn n(value: f64) -> String {
-    let text = format!("{value:.1}");
-    text.strip_suffix(".0").map_or(text.clone(), str::to_string)
-}
-
-/// A time axis from 0 to `seconds`.
-pub(super) fn time_axis(seconds: f64) -> Scale {
-    Scale::linear(0.0, seconds, Unit::Seconds)
 }

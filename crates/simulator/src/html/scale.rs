@@ -133,13 +133,13 @@ impl Scale {
             };
             let first = (self.low / step).ceil() as i64;
             let last = (self.high / step * 1.000_001).floor() as i64;
-            (first..=last).take(MOST_TICKS).map(|i| i as f64 * step).collect()
+            (first..=last).take(MAX_TICKS).map(|i| i as f64 * step).collect()
         }
     }
 }
 
 /// Maximum number of ticks. It also bounds the loop if the range is so small that adding a step has no effect.
-const MOST_TICKS: usize = 24;
+const MAX_TICKS: usize = 24;
 
 /// Replaces a non-finite end by the other end, or both by `otherwise`.
 fn finite(low: f64, high: f64, otherwise: f64) -> (f64, f64) {

@@ -41,7 +41,7 @@ pub struct Timeline {
 }
 
 /// Maximum number of samples kept; at least half as many are kept once it was reached.
-const MOST_SAMPLES: usize = 4096;
+const MAX_SAMPLES: usize = 4096;
 
 impl Default for Timeline {
     fn default() -> Timeline {
@@ -82,7 +82,7 @@ impl Timeline {
         let sample = Sample { at_ns, load };
         self.last = Some(sample);
         if self.noted.is_multiple_of(self.keep_one_of) {
-            if self.samples.len() == MOST_SAMPLES {
+            if self.samples.len() == MAX_SAMPLES {
                 let mut keep = false;
                 self.samples.retain(|_| {
                     keep = !keep;
@@ -117,7 +117,7 @@ impl Timeline {
 
     /// At most `n` + 1 samples: from every stretch the one with the most requests, so that no peak is lost, plus the
     /// last one.
-    pub fn thinned(&self, n: usize) -> Vec<Sample> {
+    pub(crate) fn thinned(&self, n: usize) -> Vec<Sample> {
         let samples = self.samples();
         let stretch = samples.len().div_ceil(n.max(1)).max(1);
         let requests = |s: &&Sample| s.load.queued_requests + s.load.running_requests;
@@ -198,7 +198,7 @@ mod tests {
         assert_eq!(report.peak_used_blocks, 99_999);
         assert_eq!(report.busy_ratio, 1000.0 / (at - 500) as f64);
         let samples = timeline.samples();
-        assert!((MOST_SAMPLES / 2..=MOST_SAMPLES + 1).contains(&samples.len()), "{}", samples.len());
+        assert!((MAX_SAMPLES / 2..=MAX_SAMPLES + 1).contains(&samples.len()), "{}", samples.len());
         assert!(samples.windows(2).all(|pair| pair[0].at_ns <= pair[1].at_ns));
         assert_eq!(samples.last().map(|s| s.at_ns), Some(at));
         let thin = timeline.thinned(100);

@@ -82,7 +82,7 @@ impl RequestRow {
         Some(self.finished_ns?.saturating_sub(self.first_token_ns?) as f64 / 1e9 / f64::from(tokens))
     }
     /// Returns whether it finished after its deadline.
-    pub fn is_late(&self) -> bool {
+    pub(crate) fn is_late(&self) -> bool {
         self.outcome == Outcome::Finished
             && matches!((self.finished_ns, self.deadline_ns), (Some(end), Some(deadline)) if end > deadline)
     }

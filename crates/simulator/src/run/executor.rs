@@ -7,7 +7,7 @@ use kvist_cache::Step;
 use kvist_scheduler::{Batch, Executor, Outcome, Sampled};
 
 /// Computes nothing; only accounts for time. Requests are named by their index in the list of lengths.
-pub struct SimExecutor<'c> {
+pub(super) struct SimExecutor<'c> {
     cost: &'c dyn StepCost,
     one_by_one: bool,
     note_itl: bool,
@@ -15,7 +15,7 @@ pub struct SimExecutor<'c> {
     /// A multi-step run must not pass this time. The driver sets it before every turn.
     pub next_arrival_ns: u64,
     /// Durations of the steps counted by `max_fused_steps`, in order. `even_ns` instead if all of them cost the same.
-    foreseen_ns: Vec<u64>,
+    planned_ns: Vec<u64>,
     even_ns: Option<u64>,
     /// Start of each step of a run, relative to the run's start.
     begins_ns: Vec<u64>,
@@ -56,7 +56,7 @@ impl<'c> SimExecutor<'c> {
             note_itl,
             answers: lengths.iter().map(answer).collect(),
             next_arrival_ns: u64::MAX,
-            foreseen_ns: Vec::new(),
+            planned_ns: Vec::new(),
             even_ns: None,
             begins_ns: Vec::new(),
             prefilled: false,
@@ -79,7 +79,7 @@ impl SimExecutor<'_> {
         if self.even_ns.is_none() {
             let mut at_ns = 0u64;
             self.begins_ns.clear();
-            for ns in &self.foreseen_ns[..batch.steps as usize] {
+            for ns in &self.planned_ns[..batch.steps as usize] {
                 self.begins_ns.push(at_ns);
                 at_ns = at_ns.saturating_add(*ns);
             }
@@ -107,7 +107,7 @@ impl SimExecutor<'_> {
 impl Executor for SimExecutor<'_> {
     /// Steps until an answer ends, or up to the first step by whose end a request has arrived.
     fn max_fused_steps(&mut self, now_ns: u64, batch: Batch<'_>, limit: u32) -> u32 {
-        self.foreseen_ns.clear();
+        self.planned_ns.clear();
         if self.one_by_one {
             return 1;
         }
@@ -123,16 +123,16 @@ impl Executor for SimExecutor<'_> {
             return u32::try_from(until_arrival).unwrap_or(u32::MAX).clamp(1, limit);
         }
         let mut end_ns = now_ns;
-        while (self.foreseen_ns.len() as u32) < limit {
+        while (self.planned_ns.len() as u32) < limit {
             let ns = self.cost.step_ns(&shape);
-            self.foreseen_ns.push(ns);
+            self.planned_ns.push(ns);
             end_ns = end_ns.saturating_add(ns);
             if end_ns >= self.next_arrival_ns {
                 break;
             }
             shape = shape.next_decode();
         }
-        self.foreseen_ns.len() as u32
+        self.planned_ns.len() as u32
     }
 
     fn execute(&mut self, now_ns: u64, _: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
@@ -149,7 +149,7 @@ impl Executor for SimExecutor<'_> {
                     self.itl_ns.record_n(ns, n_sequences * later);
                 }
             } else {
-                let run = &self.foreseen_ns[..batch.steps as usize];
+                let run = &self.planned_ns[..batch.steps as usize];
                 (first_ns, out.elapsed_ns) =
                     (run[0], run.iter().fold(0, |sum: u64, ns| sum.saturating_add(*ns)));
                 if self.note_itl {
@@ -169,15 +169,15 @@ impl Executor for SimExecutor<'_> {
         if let Some(watched) = &mut self.watched {
             batch.work.iter().for_each(|work| watched.note(work, now_ns, end_ns));
         }
-        for work in batch.work.iter().filter(|work| work.samples) {
+        out.sample_each(batch, |work| {
             let answer = &mut self.answers[work.request.0 as usize];
             if self.note_itl && answer.last_token_ns != u64::MAX {
                 self.itl_ns.record(now_ns.saturating_add(first_ns).saturating_sub(answer.last_token_ns));
             }
             answer.last_token_ns = end_ns;
             answer.tokens_left = answer.tokens_left.saturating_sub(batch.steps);
-            out.sampled.push(Sampled { token: None, finished: answer.tokens_left == 0 });
-        }
+            Sampled { token: None, finished: answer.tokens_left == 0 }
+        });
         self.counts.steps += u64::from(batch.steps);
         self.counts.busy_ns = self.counts.busy_ns.saturating_add(out.elapsed_ns);
     }

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 
 /// Future arrivals. A follow-up is added when its parent has ended.
-pub struct Arrivals {
+pub(crate) struct Arrivals {
     /// Requests without a parent, latest first.
     roots: Vec<(u64, usize)>,
     follow_ups: BinaryHeap<Reverse<(u64, usize)>>,
@@ -30,7 +30,7 @@ impl Arrivals {
             };
             match last_child[parent] {
                 None => first_child[parent] = Some(i),
-                Some(brother) => next_child[brother] = Some(i),
+                Some(sibling) => next_child[sibling] = Some(i),
             }
             last_child[parent] = Some(i);
         }

@@ -1,7 +1,6 @@
-//! Data for plots: when each request was worked on, and the state of every block.
-use crate::report::{Activity, BlockMap, BlockState, Phase};
-use kvist_cache::{BlockUse, GroupId};
-use kvist_scheduler::{Scheduler, Work};
+//! Data for plots: when each request was worked on.
+use crate::report::{Activity, Phase};
+use kvist_scheduler::Work;
 
 /// Activity of requests. Consecutive steps without a gap are merged into one entry.
 #[derive(Default)]
@@ -26,39 +25,5 @@ impl Watched {
         }
         self.last[request] = Some(self.activity.len());
         self.activity.push(Activity { request: work.request.0, phase, from_ns, to_ns });
-    }
-}
-
-/// Block states of a bounded cache. Sampled when the batch changes, and less often as the run goes on.
-pub(super) struct Blocks {
-    pub map: BlockMap,
-    states: Vec<BlockState>,
-}
-
-impl Blocks {
-    pub fn new(n_blocks: u32) -> Self {
-        Blocks { map: BlockMap::new(n_blocks), states: Vec::new() }
-    }
-
-    pub fn note(&mut self, at_ns: u64, scheduler: &Scheduler) {
-        if !self.map.wants() {
-            return self.map.pass();
-        }
-        let cache = scheduler.cache();
-        self.states.clear();
-        self.states.extend(cache.block_uses(GroupId(0)).map(|used| match used {
-            BlockUse::Free => BlockState::Free,
-            BlockUse::Evictable | BlockUse::InTransfer => BlockState::Cached,
-            BlockUse::InUse(_) => BlockState::Shared,
-        }));
-        let single: Vec<bool> = cache.block_uses(GroupId(0)).map(|used| used == BlockUse::InUse(1)).collect();
-        for (id, seq) in scheduler.held() {
-            for block in cache.block_table(GroupId(0), seq).into_iter().flatten().flatten() {
-                if single.get(block as usize) == Some(&true) {
-                    self.states[block as usize] = BlockState::Held(id.0);
-                }
-            }
-        }
-        self.map.note(at_ns, self.states.iter().copied());
     }
 }

@@ -79,7 +79,7 @@ impl Histogram {
     }
 
     /// The cumulative distribution: (upper end of a bucket in units of `unit`, share at or below), for a plot.
-    pub fn cdf(&self, unit: f64) -> Vec<(f64, f64)> {
+    pub(crate) fn cdf(&self, unit: f64) -> Vec<(f64, f64)> {
         let mut below = 0;
         let mut points = Vec::new();
         for (bucket, count) in self.counts.iter().enumerate().filter(|(_, count)| **count > 0) {
@@ -122,13 +122,8 @@ mod tests {
 
     #[test]
     fn against_sorted_values() {
-        let mut state = 1u64;
-        let mut values: Vec<u64> = (0..10_000)
-            .map(|_| {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                state >> (20 + state % 40)
-            })
-            .collect();
+        let mut random = kvist_testing::SplitMix64(1);
+        let mut values: Vec<u64> = (0..10_000).map(|_| random.next() >> (20 + random.below(40))).collect();
         let (mut whole, mut part) = (Histogram::default(), Histogram::default());
         for (i, value) in values.iter().enumerate() {
             if i % 3 == 0 { whole.record(*value) } else { part.record(*value) }

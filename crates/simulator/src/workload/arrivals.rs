@@ -1,5 +1,7 @@
 //! Arrival processes.
 use super::{BadParameter, Random, at_most, positive};
+use rand::Rng;
+use rand_distr::{Exp1, Gamma};
 
 /// An arrival process. Rates are mean requests per second.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -85,27 +87,28 @@ impl Times {
     pub fn next_ns(&mut self) -> u64 {
         let interval_s = match self.arrivals {
             Arrivals::Deterministic { per_s } => 1.0 / per_s,
-            Arrivals::Poisson { per_s } => self.random.exponential() / per_s,
+            Arrivals::Poisson { per_s } => exponential(&mut self.random) / per_s,
             Arrivals::Gamma { per_s, variation } => {
                 let shape = variation.powi(-2);
-                self.random.gamma(shape) / shape / per_s
+                let gamma = Gamma::new(shape, 1.0).expect("`check` bounds the variation");
+                self.random.sample(gamma) / shape / per_s
             }
             Arrivals::OnOff { per_s, on_s, off_s } => {
                 if !self.begun {
-                    self.on_left_s = self.random.exponential() * on_s;
+                    self.on_left_s = exponential(&mut self.random) * on_s;
                     self.begun = true;
                 }
                 let mut waited_s = 0.0;
                 loop {
-                    let interval_s = self.random.exponential() / per_s;
+                    let interval_s = exponential(&mut self.random) / per_s;
                     if interval_s <= self.on_left_s {
                         self.on_left_s -= interval_s;
                         break waited_s + interval_s;
                     }
                     // The interval drawn beyond the end of the phase is dropped, because the exponential distribution
                     // is memoryless.
-                    waited_s += self.on_left_s + self.random.exponential() * off_s;
-                    self.on_left_s = self.random.exponential() * on_s;
+                    waited_s += self.on_left_s + exponential(&mut self.random) * off_s;
+                    self.on_left_s = exponential(&mut self.random) * on_s;
                 }
             }
             Arrivals::AtOnce => 0.0,
@@ -113,6 +116,11 @@ impl Times {
         self.now_s += interval_s;
         (self.now_s * 1e9).round() as u64
     }
+}
+
+/// Exponential with mean 1.
+pub(super) fn exponential(random: &mut Random) -> f64 {
+    random.sample(Exp1)
 }
 
 #[cfg(test)]
@@ -139,7 +147,7 @@ mod tests {
         ] {
             arrivals.check().unwrap();
             let n = 300_000;
-            let mut times = arrivals.times(Random::new(3, 0));
+            let mut times = arrivals.times(super::super::stream(3, 0));
             let mut last = 0;
             let intervals: Vec<f64> = (0..n)
                 .map(|_| {

@@ -1,6 +1,9 @@
 //! Shared content of requests: prefixes, chats, agents.
+use super::arrivals::exponential;
 use super::{BadParameter, Lengths, Random, at_most};
 use crate::request::{PromptContent, Request};
+use rand::Rng;
+use rand_distr::weighted::WeightedIndex;
 use std::sync::Arc;
 
 /// How the requests of a workload share content.
@@ -52,16 +55,16 @@ pub struct Agents {
 }
 
 /// A chat or an agent ends early if its context would exceed this.
-const MOST_TOKENS: u64 = 1 << 24;
+const MAX_TOKENS: u64 = 1 << 24;
 const TOKENS: &str = "at most 16777216 tokens";
 /// Maximum number of prefixes; each takes 8 bytes.
-const MOST_PREFIXES: u32 = 10_000_000;
+const MAX_PREFIXES: u32 = 10_000_000;
 /// Maximum mean think time, about 30 years.
-const MOST_THINK_S: f64 = 1e9;
+const MAX_THINK_S: f64 = 1e9;
 /// Maximum ids of the system prompt, summed over all requests of a tree, because each request stores them.
-const MOST_IDS: u64 = 1 << 27;
+const MAX_IDS: u64 = 1 << 27;
 /// Maximum requests in one agent's tree.
-const MOST_REQUESTS: u64 = 1 << 20;
+const MAX_REQUESTS: u64 = 1 << 20;
 
 impl Contents {
     pub(super) fn check(&self) -> Result<(), BadParameter> {
@@ -69,7 +72,7 @@ impl Contents {
             0 => Err(BadParameter::new("the tokens per id", 0, "at least 1")),
             _ => Ok(()),
         };
-        let system = |tokens: u32| match u64::from(tokens) > MOST_TOKENS {
+        let system = |tokens: u32| match u64::from(tokens) > MAX_TOKENS {
             true => Err(BadParameter::new("the length of system prompts", tokens, TOKENS)),
             false => Ok(()),
         };
@@ -77,8 +80,8 @@ impl Contents {
             Contents::Unknown => Ok(()),
             Contents::Prefixes(prefixes) => {
                 ids(prefixes.tokens_per_id)?;
-                Zipf::check(prefixes.n_prefixes, prefixes.exponent)?;
-                if prefixes.prefix_tokens == 0 || u64::from(prefixes.prefix_tokens) > MOST_TOKENS {
+                check_popularity(prefixes.n_prefixes, prefixes.exponent)?;
+                if prefixes.prefix_tokens == 0 || u64::from(prefixes.prefix_tokens) > MAX_TOKENS {
                     let found = prefixes.prefix_tokens;
                     return Err(BadParameter::new("the length of prefixes", found, "1 to 16777216 tokens"));
                 }
@@ -91,7 +94,7 @@ impl Contents {
                 if chats.think_s == 0.0 {
                     return Ok(());
                 }
-                at_most("the time to think", chats.think_s, MOST_THINK_S, "at most 1000000000 seconds")
+                at_most("the time to think", chats.think_s, MAX_THINK_S, "at most 1000000000 seconds")
             }
             Contents::Agents(agents) => {
                 ids(agents.tokens_per_id)?;
@@ -100,16 +103,16 @@ impl Contents {
                 for _ in 0..agents.depth {
                     generation = generation.saturating_mul(u64::from(agents.fan_out));
                     n_requests = n_requests.saturating_add(generation);
-                    if generation == 0 || n_requests > MOST_REQUESTS {
+                    if generation == 0 || n_requests > MAX_REQUESTS {
                         break;
                     }
                 }
-                if n_requests > MOST_REQUESTS {
+                if n_requests > MAX_REQUESTS {
                     let found = format!("{} to a depth of {}", agents.fan_out, agents.depth);
                     return Err(BadParameter::new("the fan-out", found, "at most 1048576 requests per tree"));
                 }
                 let n_ids = u64::from(agents.system_tokens / agents.tokens_per_id) * n_requests;
-                if n_ids > MOST_IDS {
+                if n_ids > MAX_IDS {
                     let found = format!("{} tokens for {n_requests} requests per tree", agents.system_tokens);
                     let expected = "at most 134217728 ids per tree: give fewer tokens, more tokens per id, or a smaller tree";
                     return Err(BadParameter::new("the system prompt", found, expected));
@@ -120,82 +123,51 @@ impl Contents {
     }
 }
 
-/// Ranks from 0 with probability ∝ (rank + 1)^-exponent (Zipf, "Human Behavior and the Principle of Least Effort",
-/// 1949). Uses a table of n cumulative sums and binary search.
-#[derive(Clone, Debug)]
-pub struct Zipf {
-    /// Probability of this rank or a smaller one.
-    cumulative: Vec<f64>,
+fn check_popularity(n_prefixes: u32, exponent: f64) -> Result<(), BadParameter> {
+    if n_prefixes == 0 {
+        return Err(BadParameter::new("the number of prefixes", n_prefixes, "at least 1"));
+    }
+    if n_prefixes > MAX_PREFIXES {
+        return Err(BadParameter::new("the number of prefixes", n_prefixes, "at most 10000000"));
+    }
+    if !exponent.is_finite() || exponent < 0.0 {
+        return Err(BadParameter::new("Zipf's exponent", exponent, "a finite number, at least 0"));
+    }
+    Ok(())
 }
 
-impl Zipf {
-    /// # Errors
-    /// `n` is 0, or the exponent is negative or not finite.
-    pub fn new(n: u32, exponent: f64) -> Result<Zipf, BadParameter> {
-        Zipf::check(n, exponent)?;
-        let mut sum = 0.0;
-        let mut cumulative: Vec<f64> = (1..=n)
-            .map(|rank| {
-                sum += f64::from(rank).powf(-exponent);
-                sum
-            })
-            .collect();
-        cumulative.iter_mut().for_each(|c| *c /= sum);
-        Ok(Zipf { cumulative })
-    }
-
-    fn check(n: u32, exponent: f64) -> Result<(), BadParameter> {
-        if n == 0 {
-            return Err(BadParameter::new("the number of prefixes", n, "at least 1"));
-        }
-        if n > MOST_PREFIXES {
-            return Err(BadParameter::new("the number of prefixes", n, "at most 10000000"));
-        }
-        if !exponent.is_finite() || exponent < 0.0 {
-            return Err(BadParameter::new("Zipf's exponent", exponent, "a finite number, at least 0"));
-        }
-        Ok(())
-    }
-
-    pub fn draw(&self, random: &mut Random) -> u32 {
-        let u = random.unit();
-        // Because of rounding, the last sum may be below 1.
-        self.cumulative.partition_point(|c| *c <= u).min(self.cumulative.len() - 1) as u32
-    }
-
-    /// Probability of `rank`; 0 beyond the last.
-    pub fn probability(&self, rank: u32) -> f64 {
-        let rank = rank as usize;
-        let below = if rank == 0 { 0.0 } else { self.cumulative.get(rank - 1).copied().unwrap_or(1.0) };
-        self.cumulative.get(rank).map_or(0.0, |c| c - below)
-    }
+/// Ranks from 0 with probability ∝ (rank + 1)^-exponent (Zipf, "Human Behavior and the Principle of Least Effort",
+/// 1949), as a table, which is exact for every exponent.
+fn zipf(n: u32, exponent: f64) -> WeightedIndex<f64> {
+    let weights = (1..=n).map(|rank| f64::from(rank).powf(-exponent));
+    WeightedIndex::new(weights).expect("the first weight is 1 and none is negative")
 }
 
 /// Ids with this bit are shared by all trees of a workload. Ids without it belong to one request and its follow-ups.
 const SHARED: u64 = 1 << 63;
 
 /// Turns arrivals into requests.
-pub(super) struct Weaver<'a> {
+pub(super) struct RequestGenerator<'a> {
     contents: &'a Contents,
     random: Random,
-    zipf: Option<Zipf>,
+    popularity: Option<WeightedIndex<f64>>,
     next_id: u64,
 }
 
 type DrawTokens<'a> = &'a mut dyn FnMut() -> u32;
 
-impl<'a> Weaver<'a> {
-    pub fn new(contents: &'a Contents, random: Random) -> Result<Weaver<'a>, BadParameter> {
+impl<'a> RequestGenerator<'a> {
+    pub fn new(contents: &'a Contents, random: Random) -> Result<Self, BadParameter> {
         contents.check()?;
-        let zipf = match contents {
-            Contents::Prefixes(prefixes) => Some(Zipf::new(prefixes.n_prefixes, prefixes.exponent)?),
+        let popularity = match contents {
+            Contents::Prefixes(prefixes) => Some(zipf(prefixes.n_prefixes, prefixes.exponent)),
             _ => None,
         };
-        Ok(Weaver { contents, random, zipf, next_id: 0 })
+        Ok(RequestGenerator { contents, random, popularity, next_id: 0 })
     }
 
     /// Appends the request, or the tree of requests, that arrives now.
-    pub fn weave(
+    pub fn generate(
         &mut self,
         arrival_ns: u64,
         prompt: DrawTokens<'_>,
@@ -210,7 +182,7 @@ impl<'a> Weaver<'a> {
             Contents::Prefixes(prefixes) => {
                 let own = if prefixes.own_prompt { prompt() } else { 0 };
                 let n_prompt = prefixes.prefix_tokens.saturating_add(own);
-                let rank = self.zipf.as_ref().map_or(0, |zipf| zipf.draw(&mut self.random));
+                let rank = self.popularity.as_ref().map_or(0, |popularity| self.random.sample(popularity));
                 let per_prefix = u64::from(prefixes.prefix_tokens.div_ceil(prefixes.tokens_per_id));
                 let mut request = Request::new(requests.len() as u64, arrival_ns, n_prompt, output());
                 // If the request has a prompt of its own, the id that contains the end of the prefix is the request's
@@ -220,7 +192,7 @@ impl<'a> Weaver<'a> {
                 } else {
                     (per_prefix, u64::from(n_prompt))
                 };
-                let first = u64::from(rank) * per_prefix;
+                let first = rank as u64 * per_prefix;
                 let mut ids: Vec<u64> = (first..first + shared).map(|id| SHARED | id).collect();
                 self.cover(&mut ids, n_known, prefixes.tokens_per_id);
                 request.content = known(ids.into(), prefixes.tokens_per_id, n_known);
@@ -259,7 +231,7 @@ impl<'a> Weaver<'a> {
         for turn in 0..n_turns {
             let (n_prompt, n_output) = (said + u64::from(prompt()), output());
             said = n_prompt + u64::from(n_output);
-            if turn > 0 && said > MOST_TOKENS {
+            if turn > 0 && said > MAX_TOKENS {
                 break;
             }
             let id = requests.len() as u64;
@@ -267,7 +239,7 @@ impl<'a> Weaver<'a> {
             let mut request = Request::new(id, arrival_ns, n_prompt, n_output);
             if turn > 0 {
                 request.parent = Some(id - 1);
-                request.think_ns = (chats.think_s * self.random.exponential() * 1e9).round() as u64;
+                request.think_ns = (chats.think_s * exponential(&mut self.random) * 1e9).round() as u64;
             }
             requests.push(request);
         }
@@ -294,7 +266,7 @@ impl<'a> Weaver<'a> {
     ) -> Option<Node> {
         let n_prompt = node.tokens + u64::from(prompt());
         let n_output = output();
-        if node.parent.is_some() && n_prompt + u64::from(n_output) > MOST_TOKENS {
+        if node.parent.is_some() && n_prompt + u64::from(n_output) > MAX_TOKENS {
             return None;
         }
         let id = requests.len() as u64;
@@ -343,19 +315,17 @@ mod tests {
     #[test]
     fn moments_of_zipf() {
         for (n, exponent) in [(1, 1.0), (10, 0.0), (100, 0.8), (1000, 1.2)] {
-            let zipf = Zipf::new(n, exponent).unwrap();
+            let zipf = zipf(n, exponent);
             let weight = |rank: u32| f64::from(rank + 1).powf(-exponent);
             let total: f64 = (0..n).map(weight).sum();
             let m: f64 = (0..n).map(|r| f64::from(r) * weight(r) / total).sum();
             let v: f64 = (0..n).map(|r| (f64::from(r) - m).powi(2) * weight(r) / total).sum();
-            let mut random = Random::new(23, 0);
-            let drawn: Vec<f64> = (0..200_000).map(|_| f64::from(zipf.draw(&mut random))).collect();
+            let mut random = super::super::stream(23, 0);
+            let drawn: Vec<f64> = (0..200_000).map(|_| random.sample(&zipf) as f64).collect();
             let (mean, variance) = (mean(&drawn).unwrap(), variance(&drawn).unwrap());
             assert!((mean - m).abs() <= 4.0 * (v / 200_000.0).sqrt(), "{n} {exponent}: mean {mean}, not {m}");
             assert!((variance - v).abs() <= 0.03 * v, "{n} {exponent}: variance {variance}, not {v}");
-            assert!((zipf.probability(0) - 1.0 / total).abs() < 1e-12);
-            assert_eq!(zipf.probability(n), 0.0);
         }
-        assert!(Zipf::new(0, 1.0).is_err() && Zipf::new(5, f64::NAN).is_err());
+        assert!(check_popularity(0, 1.0).is_err() && check_popularity(5, f64::NAN).is_err());
     }
 }

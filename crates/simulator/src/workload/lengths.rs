@@ -1,5 +1,8 @@
 //! Length distributions.
+use super::arrivals::exponential;
 use super::{BadParameter, Random, at_most};
+use rand::Rng;
+use rand_distr::LogNormal;
 
 /// A distribution of lengths in tokens. Draws are rounded to whole tokens, at least 1, which slightly changes the
 /// moments of short lengths.
@@ -31,7 +34,7 @@ pub enum Lengths {
 }
 
 /// Maximum draw; longer sequences exceed any context.
-const MOST_TOKENS: f64 = 16_777_216.0;
+const MAX_TOKENS: f64 = 16_777_216.0;
 
 impl Lengths {
     /// A hyperexponential with this mean and coefficient of variation (at least 1) whose two parts carry equal load
@@ -48,7 +51,7 @@ impl Lengths {
     }
 
     pub(super) fn check(&self, parameter: &'static str) -> Result<(), BadParameter> {
-        let length = |tokens: f64| at_most(parameter, tokens, MOST_TOKENS, "at most 16777216");
+        let length = |tokens: f64| at_most(parameter, tokens, MAX_TOKENS, "at most 16777216");
         match *self {
             Lengths::Deterministic { tokens: 0 } | Lengths::Uniform { least: 0, .. } => {
                 Err(BadParameter::new(parameter, 0, "at least 1"))
@@ -93,28 +96,23 @@ impl Lengths {
         }
     }
 
-    /// Draws a length, before rounding.
-    pub fn draw(&self, random: &mut Random) -> f64 {
+    /// Draws a length, before rounding. The parameters must have passed [`Lengths::check`].
+    fn draw(&self, random: &mut Random) -> f64 {
         match *self {
             Lengths::Deterministic { tokens } => f64::from(tokens),
-            Lengths::Exponential { mean } => mean * random.exponential(),
+            Lengths::Exponential { mean } => mean * exponential(random),
             Lengths::Hyperexponential { short, long, share_short } => {
-                let mean = if random.unit() < share_short { short } else { long };
-                mean * random.exponential()
+                let mean = if random.random::<f64>() < share_short { short } else { long };
+                mean * exponential(random)
             }
-            Lengths::Uniform { least, most } => {
-                let n = u64::from(most) - u64::from(least) + 1;
-                f64::from(least) + random.below(n) as f64
-            }
-            Lengths::Lognormal { mean, variation } => {
-                let variance = (1.0 + variation * variation).ln();
-                (mean.ln() - variance / 2.0 + variance.sqrt() * random.normal()).exp()
-            }
+            Lengths::Uniform { least, most } => f64::from(random.random_range(least..=most)),
+            Lengths::Lognormal { mean, variation } => random
+                .sample(LogNormal::from_mean_cv(mean, variation).expect("`check` demands positive numbers")),
         }
     }
 
     pub(super) fn draw_tokens(&self, random: &mut Random) -> u32 {
-        self.draw(random).round().clamp(1.0, MOST_TOKENS) as u32
+        self.draw(random).round().clamp(1.0, MAX_TOKENS) as u32
     }
 }
 
@@ -134,7 +132,7 @@ mod tests {
             Lengths::Lognormal { mean: 400.0, variation: 0.8 },
         ] {
             lengths.check("lengths").unwrap();
-            let mut random = Random::new(17, 0);
+            let mut random = super::super::stream(17, 0);
             let (m, v) = lengths.moments();
             let n = 400_000;
             let drawn: Vec<f64> = (0..n).map(|_| lengths.draw(&mut random)).collect();

@@ -2,7 +2,6 @@
 use super::NoBlocks;
 use crate::request::{PromptContent, Request};
 use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
 
 /// A value that no block number takes.
 const NONE: u32 = u32::MAX;
@@ -15,7 +14,7 @@ pub(super) struct Numbers {
     next: u32,
     salts: HashMap<String, u32>,
     /// (salt, id) → start of its block numbers in `of_ids`.
-    ids: HashMap<(u32, u64), usize, BuildHasherDefault<Mix>>,
+    ids: ahash::HashMap<(u32, u64), usize>,
     /// For each id, one number per block; [`NONE`] for blocks not seen yet.
     of_ids: Vec<u32>,
     tokens: HashMap<TokenBlock, u32>,
@@ -31,7 +30,7 @@ impl Numbers {
             block_tokens,
             next: 0,
             salts: HashMap::new(),
-            ids: HashMap::default(),
+            ids: ahash::HashMap::default(),
             of_ids: Vec::new(),
             tokens: HashMap::new(),
         }
@@ -129,28 +128,5 @@ impl Numbers {
             self.next = self.next.checked_add(1).filter(|n| *n < NONE).ok_or(NoBlocks::TooMany)?;
         }
         Ok(())
-    }
-}
-
-/// The finaliser of splitmix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014). It
-/// spreads ids, which are small successive numbers.
-#[derive(Default)]
-struct Mix(u64);
-
-impl Hasher for Mix {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
-    }
-    fn write_u32(&mut self, n: u32) {
-        self.write_u64(u64::from(n));
-    }
-    fn write_u64(&mut self, n: u64) {
-        let z = self.0.rotate_left(32) ^ n;
-        let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        self.0 = z ^ (z >> 31);
     }
 }

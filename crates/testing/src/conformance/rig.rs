@@ -259,7 +259,7 @@ impl<'c> Rig<'c> {
         let no_face = "scripts use only verbs of their kind";
         let cache = &mut self.session.cache;
         let (found, expected) = match operation {
-            Operation::Step { spans, fate } => {
+            Operation::Step { spans, fate, .. } => {
                 let spans: Vec<Span<'_>> = spans.iter().map(|span| span.as_span()).collect();
                 let request = StepRequest { spans: &spans };
                 if self.reference.refusal(&request).is_some() {

@@ -18,6 +18,18 @@ impl SplitMix64 {
     pub fn below(&mut self, n: u32) -> u32 {
         (self.next() % u64::from(n)) as u32
     }
+    /// An index into a list of `n` elements; 0 if `n` is 0.
+    pub fn index(&mut self, n: usize) -> usize {
+        (self.next() % n.max(1) as u64) as usize
+    }
+    /// A random element of `list`, which must not be empty.
+    pub fn pick<T: Copy>(&mut self, list: &[T]) -> T {
+        list[self.index(list.len())]
+    }
+    /// Uniform in [0, 1), in steps of 2^-53.
+    pub fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
 }
 
 /// A stream of decisions. It ends when the bytes run out, or after the given number of operations from a seed.

@@ -138,7 +138,8 @@ impl Drive {
             Model::Ring => self.groups[0].max_step_tokens + 1,
             _ => self.cache.capacity_cells()[0] - self.cache.report()[0].used_cells,
         };
-        let operation = Operation::choose(choices, self.model, self.n_ids, n_free, &self.reference);
+        let mut operation = Operation::choose(choices, self.model, self.n_ids, n_free, &self.reference);
+        operation.choose_kept(choices, &self.reference);
         self.perform(operation);
     }
 
@@ -150,9 +151,10 @@ impl Drive {
         self.last_operations.push_back(operation.clone());
         let before = self.cache.report();
         let changed = match operation {
-            Operation::Step { spans, fate } => {
+            Operation::Step { spans, fate, kept } => {
                 let spans: Vec<Span<'_>> = spans.iter().map(|span| span.as_span()).collect();
-                self.step(&StepRequest { spans: &spans }, fate, &before)
+                let kept: Vec<Kept<'_>> = kept.iter().map(|kept| kept.as_kept()).collect();
+                self.step(&StepRequest { spans: &spans }, fate, &kept, &before)
             }
             Operation::MoveRound { fate } => self.move_round(fate),
             Operation::Compact => self.compact(),
@@ -212,8 +214,14 @@ impl Drive {
         got.is_ok()
     }
 
-    /// Returns whether the step was committed.
-    fn step(&mut self, request: &StepRequest<'_>, fate: StepEnd, before: &[Report]) -> bool {
+    /// Returns whether the step was committed. `kept` has one entry per span; if it is empty, all tokens are kept.
+    fn step(
+        &mut self,
+        request: &StepRequest<'_>,
+        fate: StepEnd,
+        kept: &[Kept<'_>],
+        before: &[Report],
+    ) -> bool {
         let Drive { cache, plan, reference, memories, device_tables, groups, shares_prefixes, .. } = self;
         let expected = reference.refusal(request);
         assert_eq!(cache.can_run(request, plan).err().map(mark), expected.clone().map(mark), "a dry run");
@@ -274,11 +282,21 @@ impl Drive {
                 }
             }
         }
-        if fate == StepEnd::Commit {
+        if fate != StepEnd::Commit {
+            return false;
+        }
+        if kept.is_empty() {
             step.commit();
             *reference = after;
+            return true;
         }
-        fate == StepEnd::Commit
+        let mut after = reference.clone();
+        let expected = after.apply_kept(request, kept);
+        assert_eq!(step.commit_kept(kept).map_err(mark), expected.clone().map_err(mark), "{kept:?}");
+        if expected.is_ok() {
+            *reference = after;
+        }
+        expected.is_ok()
     }
 
     /// Returns whether anything was moved and committed.

@@ -33,6 +33,28 @@ impl OwnedSpan {
     }
 }
 
+/// A [`Kept`] that owns its path.
+#[derive(Clone, Debug)]
+pub enum OwnedKept {
+    /// See [`Kept::All`].
+    All,
+    /// See [`Kept::First`].
+    First(u32),
+    /// See [`Kept::Path`].
+    Path(Vec<NodeId>),
+}
+
+impl OwnedKept {
+    /// The same, borrowed, for a commit.
+    pub fn as_kept(&self) -> Kept<'_> {
+        match self {
+            OwnedKept::All => Kept::All,
+            OwnedKept::First(n) => Kept::First(*n),
+            OwnedKept::Path(path) => Kept::Path(path),
+        }
+    }
+}
+
 /// What happens to a step or a round of moves after it is planned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StepEnd {
@@ -48,14 +70,41 @@ pub enum StepEnd {
 #[derive(Clone, Debug)]
 #[allow(missing_docs)] // named after the methods that they call
 pub enum Operation {
-    Step { spans: Vec<OwnedSpan>, fate: StepEnd },
-    Rewind { len: u32 },
-    New { seq: SeqId },
-    Copy { src: SeqId, dst: SeqId, from: u32, until: u32 },
-    Remove { seq: SeqId, from: u32, until: u32 },
-    Keep { seq: SeqId, from: u32, until: u32 },
-    CommitPath { seq: SeqId, accepted: Vec<NodeId> },
-    MoveRound { fate: StepEnd },
+    /// `kept` has one entry per span, or none if all tokens are kept.
+    Step {
+        spans: Vec<OwnedSpan>,
+        fate: StepEnd,
+        kept: Vec<OwnedKept>,
+    },
+    Rewind {
+        len: u32,
+    },
+    New {
+        seq: SeqId,
+    },
+    Copy {
+        src: SeqId,
+        dst: SeqId,
+        from: u32,
+        until: u32,
+    },
+    Remove {
+        seq: SeqId,
+        from: u32,
+        until: u32,
+    },
+    Keep {
+        seq: SeqId,
+        from: u32,
+        until: u32,
+    },
+    CommitPath {
+        seq: SeqId,
+        accepted: Vec<NodeId>,
+    },
+    MoveRound {
+        fate: StepEnd,
+    },
     Compact,
     Clear,
 }
@@ -131,6 +180,20 @@ impl Operation {
                 Operation::CommitPath { seq, accepted: path(choices, &reference.parents(seq)) }
             }
             _ => step(choices, model, n_ids, n_free, reference),
+        }
+    }
+}
+
+impl Operation {
+    /// Lets a step that is to be committed keep, now and then, only some of its tokens; mostly what it can keep.
+    pub(super) fn choose_kept(&mut self, choices: &mut Choices<'_>, reference: &ReferenceCache) {
+        if let Operation::Step { spans, fate: StepEnd::Commit, kept } = self
+            && choices.one_in(4)
+        {
+            kept.extend(spans.iter().map(|span| kept_of(choices, span, &reference.parents(span.seq))));
+            if choices.one_in(48) {
+                kept.pop();
+            }
         }
     }
 }
@@ -216,5 +279,26 @@ fn step(
         StepEnd::Drop,
         StepEnd::Fail,
     ]);
-    Operation::Step { spans, fate }
+    Operation::Step { spans, fate, kept: Vec::new() }
+}
+
+/// Mostly what a span can keep; `parents` are those of the nodes that its sequence has already.
+fn kept_of(choices: &mut Choices<'_>, span: &OwnedSpan, parents: &[Option<NodeId>]) -> OwnedKept {
+    let wrong = choices.one_in(48);
+    match &span.new {
+        _ if choices.one_in(4) => OwnedKept::All,
+        OwnedTokens::Chain(n) if !wrong => OwnedKept::First(choices.below(n + 1)),
+        OwnedTokens::Chain(n) if choices.one_in(2) => OwnedKept::First(n + 1),
+        OwnedTokens::Chain(_) => OwnedKept::Path(vec![NodeId(0)]),
+        OwnedTokens::Tree(_) if wrong => OwnedKept::First(1),
+        OwnedTokens::Tree(new) => {
+            let all: Vec<Option<NodeId>> = parents.iter().chain(new).copied().collect();
+            let earlier =
+                |(i, parent): (usize, &Option<NodeId>)| parent.is_none_or(|node| (node.0 as usize) < i);
+            match all.iter().enumerate().all(earlier) {
+                true => OwnedKept::Path(path(choices, &all)),
+                false => OwnedKept::All, // the step will be refused
+            }
+        }
+    }
 }

@@ -9,6 +9,7 @@ use crate::{interrupt, json, output, progress};
 use clap::ValueHint;
 use kvist_cache::kinds::{BLOCK_TOKENS, Visibility};
 use kvist_cache::{New, NodeId, SeqId, Span};
+use kvist_cpu::Compute;
 use kvist_device::{MemoryBudget, Storage};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -94,6 +95,56 @@ impl Case {
             None => queries * tokens - queries * (queries - 1) / 2,
         }
     }
+
+    /// Queries of the step.
+    fn n_queries(&self) -> u32 {
+        self.branches.or(self.tree).unwrap_or(self.queries)
+    }
+
+    fn name(&self) -> String {
+        match (self.branches, self.tree) {
+            (Some(n), _) => format!("{n} branches"),
+            (_, Some(n)) => format!("a tree of {n}"),
+            _ => {
+                let n = self.queries;
+                let queries = if n == 1 { "one query".into() } else { format!("{n} queries") };
+                queries + if self.scattered { ", scattered" } else { "" }
+            }
+        }
+    }
+
+    /// The pools for this step over `tokens` tokens, and how many tokens are in the cache before it.
+    fn setup(&self, shape: Shape, tokens: u32) -> anyhow::Result<(Setup, u32)> {
+        let queries = self.n_queries();
+        let chain = self.branches.is_none() && self.tree.is_none();
+        if chain && queries > tokens {
+            return Err(wrong_usage(format!(
+                "--queries {queries} see {tokens} tokens: take --tokens {queries} or more"
+            )));
+        }
+        let cached = if chain { tokens.saturating_sub(queries) } else { tokens };
+        // Scattered blocks alternate with blocks of a second sequence.
+        let held = if self.scattered { cached.checked_mul(2) } else { Some(cached) };
+        let capacity = held
+            .and_then(|held| held.checked_add(queries)?.checked_next_multiple_of(BLOCK_TOKENS))
+            .ok_or_else(|| wrong_usage("--tokens: too many"))?;
+        let setup = Setup {
+            shape,
+            kind: match (self.branches, self.tree, self.scattered) {
+                (Some(_), ..) => "cells",
+                (_, Some(_), _) => "tree",
+                (.., true) => "paged",
+                _ => "contiguous",
+            },
+            k: self.k,
+            v: self.v,
+            visibility: Visibility { window: self.window, sinks: 0 },
+            softcap: self.softcap,
+            capacity,
+            max_step_tokens: queries,
+        };
+        Ok((setup, cached))
+    }
 }
 
 impl Args {
@@ -146,7 +197,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     for tokens in &args.tokens {
         let Some(row) = measure(&args.case(), shape, &compute, *tokens, quiet)? else { break };
         if args.measure.json {
-            output::show(&(serde_json::to_string(&row)? + "\n"))?;
+            output::show_json_line(&row)?;
         } else {
             if rows.is_empty() {
                 output::show(&head(&row.machine, &shape))?;
@@ -170,10 +221,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
 }
 
 fn head(machine: &Machine, shape: &Shape) -> String {
-    let Machine { cpu, threads, isa, .. } = machine;
-    let Shape { layers, heads, kv_heads, head_dim } = shape;
     format!(
-        "{cpu}, {threads} threads, {isa}; {layers} layers, {heads}:{kv_heads} heads of {head_dim}\n\n| what | tokens | K | V | ms per step | min | max | read | of the limit |\n|---|--:|---|---|--:|--:|--:|--:|--:|\n"
+        "{machine}; {shape}\n\n| what | tokens | K | V | ms per step | min | max | read | of the limit |\n|---|--:|---|---|--:|--:|--:|--:|--:|\n"
     )
 }
 
@@ -193,41 +242,12 @@ impl Row {
 pub(super) fn measure(
     case: &Case,
     shape: Shape,
-    compute: &kvist_cpu::Compute,
+    compute: &Compute,
     tokens: u32,
     quiet: bool,
 ) -> anyhow::Result<Option<Row>> {
-    let queries = case.branches.or(case.tree).unwrap_or(case.queries);
-    let chain = case.branches.is_none() && case.tree.is_none();
-    if chain && queries > tokens {
-        return Err(wrong_usage(format!(
-            "--queries {queries} see {tokens} tokens: take --tokens {queries} or more"
-        )));
-    }
-    let cached = if chain { tokens.saturating_sub(queries) } else { tokens };
-    // Scattered blocks alternate with blocks of a second sequence.
-    let held = if case.scattered { cached.checked_mul(2) } else { Some(cached) };
-    let capacity = held
-        .and_then(|held| held.checked_add(queries)?.checked_next_multiple_of(BLOCK_TOKENS))
-        .ok_or_else(|| wrong_usage("--tokens: too many"))?;
-    let setup = Setup {
-        shape,
-        kind: if case.branches.is_some() {
-            "cells"
-        } else if case.tree.is_some() {
-            "tree"
-        } else if case.scattered {
-            "paged"
-        } else {
-            "contiguous"
-        },
-        k: case.k,
-        v: case.v,
-        visibility: Visibility { window: case.window, sinks: 0 },
-        softcap: case.softcap,
-        capacity,
-        max_step_tokens: queries,
-    };
+    let (setup, cached) = case.setup(shape, tokens)?;
+    let queries = case.n_queries();
     let budget = crate::memory::available().map_or_else(MemoryBudget::unlimited, MemoryBudget::new);
     let mut rig = Rig::new(compute, setup, &budget)?;
     let bar = progress::bar("filling", u64::from(cached), quiet);
@@ -276,14 +296,7 @@ pub(super) fn measure(
     let spread = Spread::of(&runs);
     Ok(Some(Row {
         version: json::VERSION,
-        what: match (case.branches, case.tree) {
-            (Some(n), _) => format!("{n} branches"),
-            (_, Some(n)) => format!("a tree of {n}"),
-            _ => {
-                let queries = if queries == 1 { "one query".into() } else { format!("{queries} queries") };
-                queries + if case.scattered { ", scattered" } else { "" }
-            }
-        },
+        what: case.name(),
         shape,
         k: case.k.to_string(),
         v: case.v.to_string(),

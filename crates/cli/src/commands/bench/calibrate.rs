@@ -18,6 +18,7 @@ use kvist_engine::memory::CacheConfig;
 use kvist_simulator::cost::{
     DecodeAxes, MeasuredTable, PrefillAxes, Setting, SharedAxes, StepCost, TableFile,
 };
+use kvist_simulator::statistics::percentile;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -36,10 +37,10 @@ pub struct Args {
     /// Tokens of a block
     #[arg(long, default_value_t = 16, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=4096))]
     block_tokens: u32,
-    /// Requests in the batch at most
+    /// Maximum requests in the batch
     #[arg(long, default_value_t = 32, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     max_batch: u32,
-    /// Tokens of a step at most
+    /// Maximum tokens of a step
     #[arg(long, default_value_t = 256, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=65536))]
     max_batch_tokens: u32,
     /// Tokens of the longest sequence that is measured [default: the model's context, 1024 at most]
@@ -175,8 +176,7 @@ fn uninterrupted() -> anyhow::Result<()> {
 fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
-    let n = sorted.len();
-    Some((sorted.get(n / 2)? + sorted.get(n.checked_sub(1)? / 2)?) / 2.0)
+    percentile(&sorted, 0.5)
 }
 
 /// The medians of a grid.
@@ -269,29 +269,11 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     bar.finish_and_clear();
 
     let watch = Watch::start();
-    let (began, mut samples, mut rounds) = (Instant::now(), Samples::new(&axes), 0);
-    let bar = progress::bar("measuring (s)", args.seconds.ceil() as u64, quiet);
+    let began = Instant::now();
     let mixes = served.max_batch_tokens > served.max_batch;
-    // The first round allocates and warms up; it is not recorded.
-    samples.round(&mut steps, &axes, mixes, false)?;
-    let mut longest = Duration::ZERO;
-    while rounds == 0 || (began.elapsed() + longest).as_secs_f64() < args.seconds {
-        let round = Instant::now();
-        samples.round(&mut steps, &axes, mixes, true)?;
-        longest = longest.max(round.elapsed());
-        rounds += 1;
-        bar.set_position(began.elapsed().as_secs());
-    }
-    bar.finish_and_clear();
+    let (samples, rounds) = measure(&mut steps, &axes, mixes, args.seconds, quiet)?;
+    let seconds = began.elapsed().as_secs_f64();
     let machine = watch.machine(&compute);
-    if rounds < 3 {
-        output::note(&format!(
-            "a round takes {:.0} s, so --seconds {} gave {rounds}: give {:.0} or more for medians that mean something",
-            longest.as_secs_f64(),
-            args.seconds,
-            longest.as_secs_f64() * 6.0
-        ));
-    }
 
     let setting = Setting {
         program: env!("CARGO_PKG_VERSION").into(),
@@ -302,20 +284,52 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         threads: machine.threads,
         isa: machine.isa.clone(),
         rounds,
-        seconds: began.elapsed().as_secs_f64(),
+        seconds,
         busy: machine.busy,
     };
     let file = table(&axes, &samples, &machine, model.name(), setting)?;
     let summary = summary(&args, &file, &samples, machine);
     if summary.scatter > MUCH_SCATTER {
         output::note(&format!(
-            "the middle half of a cell's visits spans {:.0}% of their median: somebody else computes on this machine, and the \
-             table is of both of you; measure again when it is quiet",
+            "the middle half of a cell's visits spans {:.0}% of their median: other programs compute on this machine, and the table \
+             includes their effect; measure again when it is quiet",
             summary.scatter * 100.0
         ));
     }
     output::write_file(&args.output, (serde_json::to_string_pretty(&file)? + "\n").as_bytes())?;
     if args.json { output::show_json(&summary) } else { output::show(&summary.text(&axes)) }
+}
+
+/// Visits all cells in rounds until the time is over, at least once. Returns the times, and the number of rounds.
+fn measure(
+    steps: &mut Steps,
+    axes: &Axes,
+    mixes: bool,
+    seconds: f64,
+    quiet: bool,
+) -> anyhow::Result<(Samples, u32)> {
+    let (began, mut samples, mut rounds) = (Instant::now(), Samples::new(axes), 0);
+    let bar = progress::bar("measuring (s)", seconds.ceil() as u64, quiet);
+    // The first round allocates and warms up; it is not recorded.
+    samples.round(steps, axes, mixes, false)?;
+    let mut longest = Duration::ZERO;
+    while rounds == 0 || (began.elapsed() + longest).as_secs_f64() < seconds {
+        let round = Instant::now();
+        samples.round(steps, axes, mixes, true)?;
+        longest = longest.max(round.elapsed());
+        rounds += 1;
+        bar.set_position(began.elapsed().as_secs());
+    }
+    bar.finish_and_clear();
+    if rounds < 3 {
+        output::note(&format!(
+            "a round takes {:.0} s, so --seconds {} gave {rounds}: give {:.0} or more for medians that mean something",
+            longest.as_secs_f64(),
+            seconds,
+            longest.as_secs_f64() * 6.0
+        ));
+    }
+    Ok((samples, rounds))
 }
 
 fn floats(axis: &[u32]) -> Vec<f64> {

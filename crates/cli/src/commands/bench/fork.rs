@@ -134,17 +134,17 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
 
 impl Report {
     fn text(&self) -> String {
-        let Machine { cpu, threads, isa, .. } = &self.machine;
         let Report { tokens, kv, fork_us, fork_bytes_copied, one, all, ratio, bytes_ratio, .. } = self;
         format!(
-            "{cpu}, {threads} threads, {isa}\n{} branches of {tokens} tokens ({kv}): {fork_us:.1} µs, {} copied, where a copy each would be {}\none step, all layers: one branch {:.2} ms and {}; all {:.2} ms and {}: {ratio:.2} × the time, {bytes_ratio:.3} × the bytes\n",
+            "{}\n{} branches of {tokens} tokens ({kv}): {fork_us:.1} µs, {} copied, where a copy each would be {}\none step, all layers: one branch {:.2} ms and {}; all {:.2} ms and {}: {ratio:.2} × the time, {bytes_ratio:.3} × the bytes\n",
+            self.machine,
             all.branches,
-            bytes(*fork_bytes_copied),
-            bytes(self.trunk_bytes),
+            Bytes(*fork_bytes_copied),
+            Bytes(self.trunk_bytes),
             one.spread.median_ms,
-            bytes(one.bytes_read),
+            Bytes(one.bytes_read),
             all.spread.median_ms,
-            bytes(all.bytes_read),
+            Bytes(all.bytes_read),
         )
     }
 }

@@ -9,12 +9,14 @@ use kuva::plot::LinePlot;
 use kuva::render::layout::Layout;
 use kuva::render::plots::Plot;
 use kvist_cache::SeqId;
+use kvist_cpu::{Compute, Cpu};
 use kvist_device::{MemoryBudget, Registry, Storage};
 use kvist_engine::generate::{Limits, generate};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::ModelSession;
 use kvist_model::{LoadOptions, Model};
+use kvist_simulator::statistics::percentile;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -138,9 +140,16 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         return Err(wrong_usage("--only takes v0, v1, v1', v2, v3 and v4"));
     }
     interrupt::listen();
+    let compute = Compute::default();
     let load = |source: &Source, share: Option<usize>| -> anyhow::Result<Arc<Model>> {
         let options = LoadOptions { share_kv: share, ..LoadOptions::default() };
-        Ok(Arc::new(Model::load(&source.file, &options, &MemoryBudget::unlimited(), &mut |_, _| {})?))
+        Ok(Arc::new(Model::load(
+            &source.file,
+            Cpu::new(compute.clone()),
+            &options,
+            &MemoryBudget::unlimited(),
+            &mut |_, _| {},
+        )?))
     };
     let source = args.source.find(quiet)?;
     let plain = load(&source, None)?;
@@ -149,26 +158,22 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         None => load(&source, Some(2))?,
     };
     // v1 uses the `cpu-concat` backend: every step allocates new memory and copies the past.
-    let compute = kvist_cpu::Compute::default();
-    let concatenating = kvist_cpu::Cpu::new(compute.clone()).concatenating();
+    let concatenating = Cpu::new(compute.clone()).concatenating();
     let registry = registry(&compute).with(Box::new(concatenating));
 
     let rounds = u64::from(args.warmups) + u64::from(args.runs);
     let bar = progress::bar("measuring", rounds * (args.lengths.len() * variants.len()) as u64, quiet);
     let mut rows: Vec<Row> = Vec::new();
     for &tokens in &args.lengths {
-        let mut seconds = vec![Vec::new(); variants.len()];
-        let mut kv_bytes = vec![0; variants.len()];
-        let mut per_token = vec![0; variants.len()];
+        let mut runs: Vec<Vec<Measured>> = variants.iter().map(|_| Vec::new()).collect();
         for round in 0..rounds {
             // The variants alternate, so that a busy moment of the machine affects all of them.
-            for (i, variant) in variants.iter().enumerate() {
+            for (variant, runs) in variants.iter().zip(&mut runs) {
                 let model = if variant.shared { &shared } else { &plain };
                 let measured = measure(model, &registry, variant, tokens)?;
                 if round >= u64::from(args.warmups) {
-                    seconds[i].push(measured.seconds);
+                    runs.push(measured);
                 }
-                (kv_bytes[i], per_token[i]) = (measured.kv_bytes, measured.kv_bytes_per_token);
                 bar.inc(1);
                 anyhow::ensure!(
                     !interrupt::interrupted(),
@@ -176,30 +181,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
                 );
             }
         }
-        let first = rows.len();
-        for (i, variant) in variants.iter().enumerate() {
-            seconds[i].sort_by(f64::total_cmp);
-            let median = median(&seconds[i]).context("no run was measured")?;
-            rows.push(Row {
-                step: variant.name,
-                what: variant.what,
-                tokens,
-                seconds: median,
-                seconds_min: seconds[i].first().copied().unwrap_or(median),
-                seconds_max: seconds[i].last().copied().unwrap_or(median),
-                tokens_per_second: f64::from(tokens) / median,
-                over_v0: None,
-                over_v1: None,
-                kv_bytes_per_token: per_token[i],
-                kv_bytes: kv_bytes[i],
-            });
-        }
-        let of = |rows: &[Row], name: &str| rows.iter().find(|r| r.step == name).map(|r| r.seconds);
-        let (v0, v1) = (of(&rows[first..], "v0"), of(&rows[first..], "v1"));
-        for row in &mut rows[first..] {
-            row.over_v0 = v0.map(|s| s / row.seconds);
-            row.over_v1 = v1.map(|s| s / row.seconds);
-        }
+        rows.extend(compared(&variants, tokens, &runs)?);
     }
     bar.finish_and_clear();
 
@@ -222,6 +204,37 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if args.json { output::show_json(&report) } else { output::show(&report.table()) }
 }
 
+/// The rows of one length: medians over `runs` of each variant, beside v0 and v1.
+fn compared(variants: &[&Variant], tokens: u32, runs: &[Vec<Measured>]) -> anyhow::Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for (variant, runs) in variants.iter().zip(runs) {
+        let last = runs.last().context("no run was measured")?;
+        let mut seconds: Vec<f64> = runs.iter().map(|run| run.seconds).collect();
+        seconds.sort_by(f64::total_cmp);
+        let at = |p: f64| percentile(&seconds, p).unwrap_or(last.seconds);
+        rows.push(Row {
+            step: variant.name,
+            what: variant.what,
+            tokens,
+            seconds: at(0.5),
+            seconds_min: at(0.0),
+            seconds_max: at(1.0),
+            tokens_per_second: f64::from(tokens) / at(0.5),
+            over_v0: None,
+            over_v1: None,
+            kv_bytes_per_token: last.kv_bytes_per_token,
+            kv_bytes: last.kv_bytes,
+        });
+    }
+    let of = |name: &str| rows.iter().find(|row| row.step == name).map(|row| row.seconds);
+    let (v0, v1) = (of("v0"), of("v1"));
+    for row in &mut rows {
+        row.over_v0 = v0.map(|s| s / row.seconds);
+        row.over_v1 = v1.map(|s| s / row.seconds);
+    }
+    Ok(rows)
+}
+
 struct Measured {
     seconds: f64,
     kv_bytes: u64,
@@ -242,7 +255,7 @@ fn measure(
         max_step_tokens: if variant.cached { 1 } else { tokens },
         ..CacheConfig::new(tokens)
     };
-    let prompt = [model.decoder().config().bos.unwrap_or(0)];
+    let prompt = [model.config().bos.unwrap_or(0)];
     let limits =
         Limits { max_tokens: tokens as usize, stop: Vec::new(), ignore_eos: true, no_cache: !variant.cached };
     let mut greedy = Sampler::new(SamplerConfig::greedy())?;
@@ -250,14 +263,8 @@ fn measure(
     let mut session = ModelSession::new(model, registry, &config)?;
     generate(&mut session, SeqId::ONLY, &prompt, None, &mut greedy, &limits, &mut ())?;
     let seconds = started.elapsed().as_secs_f64();
-    let plan = kvist_engine::memory::MemoryPlan::of_session(model.decoder().config(), registry, &config)?;
+    let plan = kvist_engine::memory::MemoryPlan::of_session(model.config(), registry, &config)?;
     Ok(Measured { seconds, kv_bytes: session.kv_bytes(), kv_bytes_per_token: plan.kv_bytes_per_token })
-}
-
-/// The median of sorted values.
-fn median(sorted: &[f64]) -> Option<f64> {
-    let n = sorted.len();
-    Some((sorted.get(n / 2)? + sorted.get(n.checked_sub(1)? / 2)?) / 2.0)
 }
 
 impl Report {

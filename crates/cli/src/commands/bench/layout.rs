@@ -42,10 +42,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let unit = heads as u64 * (256 << 10);
     let bytes = (args.size.0 / unit).max(1).saturating_mul(unit);
     if crate::memory::available().is_some_and(|free| bytes > free / 2) {
-        return Err(wrong_usage(format!(
-            "--size: two buffers of {} do not fit",
-            crate::options::bytes(bytes)
-        )));
+        return Err(wrong_usage(format!("--size: two buffers of {} do not fit", Bytes(bytes))));
     }
     interrupt::listen();
     let watch = Watch::start();
@@ -84,13 +81,13 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
                 machine: watch.machine(&compute),
             };
             if args.measure.json {
-                output::show(&(serde_json::to_string(&row)? + "\n"))?;
+                output::show_json_line(&row)?;
                 continue;
             }
             if text.is_empty() {
-                let Machine { cpu, threads, isa, .. } = &row.machine;
                 text = format!(
-                    "{cpu}, {threads} threads, {isa}; {heads} heads\n\n| rows | pages | GB/s | ms | min | max |\n|---|---|--:|--:|--:|--:|\n"
+                    "{}; {heads} heads\n\n| rows | pages | GB/s | ms | min | max |\n|---|---|--:|--:|--:|--:|\n",
+                    row.machine
                 );
             }
             let pages = if huge { "huge ones asked for" } else { "ordinary" };

@@ -2,9 +2,10 @@
 use super::machine::{Machine, ReadLimit, Spread, Watch};
 use super::measure::RunsArgs;
 use super::shape::parse_lengths;
-use crate::options::{bytes as bytes_of, *};
+use crate::options::*;
 use crate::{interrupt, json, output};
-use kvist_cpu::linear::{Inputs, Matrix, Packing};
+use kvist_cpu::linear::{ENCODINGS, Inputs, Matrix};
+use kvist_device::weights::Encoding;
 use serde::Serialize;
 use std::time::Instant;
 
@@ -52,24 +53,46 @@ struct Row {
     machine: Machine,
 }
 
+impl Row {
+    fn show(&self, json: bool, first: bool) -> anyhow::Result<()> {
+        if json {
+            return output::show_json_line(self);
+        }
+        let Row { machine, weights, outputs, inputs, tokens, .. } = self;
+        if first {
+            output::show(&format!(
+                "{machine}; {outputs} outputs of {inputs} inputs\n\n| weights | tokens | ms | read | of the limit | GFLOP/s |\n|---|--:|--:|--:|--:|--:|\n"
+            ))?;
+        }
+        output::show(&format!(
+            "| {weights} | {tokens} | {:.3} | {:.1} GB/s | {:.0} % | {:.0} |\n",
+            self.spread.median_ms,
+            self.gb_per_s,
+            self.share_of_limit * 100.0,
+            self.gflop_per_s
+        ))
+    }
+}
+
+/// The encoding of this name, whatever its case.
+fn encoding(name: &str) -> anyhow::Result<Encoding> {
+    let found = ENCODINGS.into_iter().find(|known| known.name().eq_ignore_ascii_case(name));
+    found.ok_or_else(|| {
+        let known = ENCODINGS.map(|encoding| encoding.name()).join(", ");
+        wrong_usage(format!("--weights {name}: known are {known}"))
+    })
+}
+
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let compute = args.compute.get()?;
-    let mut chosen = Vec::new();
-    for name in &args.weights {
-        let found = Packing::NAMES.iter().find(|(known, _)| known.eq_ignore_ascii_case(name));
-        chosen.push(*found.ok_or_else(|| {
-            wrong_usage(format!(
-                "--weights {name}: known are {}",
-                Packing::NAMES.map(|(name, _)| name).join(", ")
-            ))
-        })?);
-    }
+    let chosen = args.weights.iter().map(|name| encoding(name)).collect::<anyhow::Result<Vec<_>>>()?;
     interrupt::listen();
     let mut first = true;
-    for (name, packing) in chosen {
+    for encoding in chosen {
+        let name = encoding.name();
         let (outputs, inputs) = (args.outputs as usize, args.inputs as usize);
-        let block = packing.block();
-        let bytes = packing.resident_bytes(outputs, inputs).ok_or_else(|| {
+        let block = encoding.block();
+        let bytes = Matrix::resident_bytes(encoding, outputs, inputs).ok_or_else(|| {
             wrong_usage(format!("--inputs {inputs}: {name} takes whole blocks of {}", block.0))
         })?;
         let tokens = args.tokens.iter().copied().max().unwrap_or(1) as u64;
@@ -79,13 +102,13 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         if crate::memory::available().is_some_and(|free| needed > free) {
             anyhow::bail!(
                 "{} are needed for these shapes: take fewer --tokens, --outputs or --inputs",
-                bytes_of(needed)
+                Bytes(needed)
             );
         }
         // Small positive codes and scales: any bytes that decode to numbers will do.
         let file = vec![0x11u8; outputs * (inputs / block.0) * block.1];
         let n = (BYTES / bytes + 1).min(64) as usize;
-        let pack = |_| Matrix::pack(&compute, packing, outputs, inputs, &file);
+        let pack = |_| Matrix::pack(&compute, encoding, outputs, inputs, &file);
         let matrices = (0..n).map(pack).collect::<Result<Vec<_>, _>>()?;
         for tokens in &args.tokens {
             let x = vec![0.5f32; *tokens as usize * inputs];
@@ -117,23 +140,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
                 spread,
                 machine: watch.machine(&compute),
             };
-            if args.measure.json {
-                output::show(&(serde_json::to_string(&row)? + "\n"))?;
-            } else {
-                if first {
-                    let Machine { cpu, threads, isa, .. } = &row.machine;
-                    output::show(&format!(
-                        "{cpu}, {threads} threads, {isa}; {outputs} outputs of {inputs} inputs\n\n| weights | tokens | ms | read | of the limit | GFLOP/s |\n|---|--:|--:|--:|--:|--:|\n"
-                    ))?;
-                }
-                output::show(&format!(
-                    "| {name} | {tokens} | {:.3} | {:.1} GB/s | {:.0} % | {:.0} |\n",
-                    row.spread.median_ms,
-                    row.gb_per_s,
-                    row.share_of_limit * 100.0,
-                    row.gflop_per_s
-                ))?;
-            }
+            row.show(args.measure.json, first)?;
             first = false;
             if interrupt::interrupted() {
                 return Ok(());

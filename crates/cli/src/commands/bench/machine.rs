@@ -1,7 +1,9 @@
 //! The state of the machine during a measurement, and statistics over its runs.
 use kvist_cpu::Compute;
 use kvist_cpu::stream::Stream;
+use kvist_simulator::statistics::percentile;
 use serde::Serialize;
+use std::fmt;
 use std::time::Duration;
 
 /// Part of every row.
@@ -19,6 +21,13 @@ pub struct Machine {
     pub steal: Option<f64>,
     /// Share of all CPU time that was busy, during the run.
     pub busy: Option<f64>,
+}
+
+/// For the head of a table.
+impl fmt::Display for Machine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, {} threads, {}", self.cpu, self.threads, self.isa)
+    }
 }
 
 fn read(path: &str) -> Option<String> {
@@ -93,10 +102,8 @@ impl Spread {
     pub fn of(runs: &[Duration]) -> Self {
         let mut sorted: Vec<f64> = runs.iter().map(|run| run.as_secs_f64() * 1e3).collect();
         sorted.sort_by(f64::total_cmp);
-        let at = |i: usize| sorted.get(i).copied().unwrap_or_default();
-        let n = sorted.len();
-        let median_ms = (at(n / 2) + at(n.saturating_sub(1) / 2)) / 2.0;
-        Spread { median_ms, min_ms: at(0), max_ms: at(n.saturating_sub(1)), runs: n }
+        let at = |p: f64| percentile(&sorted, p).unwrap_or_default();
+        Spread { median_ms: at(0.5), min_ms: at(0.0), max_ms: at(1.0), runs: runs.len() }
     }
 }
 

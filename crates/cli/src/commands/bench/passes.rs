@@ -9,6 +9,7 @@ use crate::{interrupt, json, output, progress};
 use anyhow::Context;
 use clap::ValueHint;
 use kvist_cache::{NodeId, SeqId};
+use kvist_cpu::{Compute, Cpu};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::Model;
@@ -97,6 +98,7 @@ struct Row {
 
 struct Bench<'a> {
     common: &'a Common,
+    compute: Compute,
     model: Arc<Model>,
     size: ModelSize,
     quiet: bool,
@@ -105,10 +107,12 @@ struct Bench<'a> {
 impl<'a> Bench<'a> {
     fn new(common: &'a Common, quiet: bool) -> anyhow::Result<Self> {
         let opened = common.model.open(quiet)?;
-        let size = ModelSize::of_opened(&opened, common.model.weights)?;
+        let compute = common.model.compute.get()?;
+        let device = Cpu::new(compute.clone());
+        let size = ModelSize::of_opened(&opened, &device, common.model.weights)?;
         let model = common.model.load(opened, None, &common.model.budget(), quiet)?;
         interrupt::listen();
-        Ok(Bench { model, common, size, quiet })
+        Ok(Bench { compute, model, common, size, quiet })
     }
 
     /// A session with `depth` tokens of a fixed random text, and room for `more`.
@@ -122,7 +126,7 @@ impl<'a> Bench<'a> {
             max_rows: if kind == "tree" { more } else { 1 },
             ..CacheConfig::new(tokens)
         };
-        let registry = registry(self.model.decoder().compute());
+        let registry = registry(&self.compute);
         let mut session = ModelSession::new(&self.model, &registry, &config)?;
         let bar = progress::bar("filling", u64::from(depth), self.quiet);
         let mut whole = true;
@@ -138,7 +142,7 @@ impl<'a> Bench<'a> {
     }
 
     fn text(&self, from: u32, n: u32) -> Vec<u32> {
-        let vocab = self.model.decoder().config().vocab as f32;
+        let vocab = self.model.config().vocab as f32;
         let token = |i| ((element(1, i, 2, 3) * 0.5 + 0.5) * vocab) as u32;
         (from..from + n).map(|i| token(u64::from(i)).min(vocab as u32 - 1)).collect()
     }
@@ -160,7 +164,7 @@ impl<'a> Bench<'a> {
         limit: &ReadLimit,
         watch: &Watch,
     ) -> anyhow::Result<Row> {
-        let compute = self.model.decoder().compute();
+        let compute = &self.compute;
         let config =
             CacheConfig { k: self.common.kv.k, v: self.common.kv.v, ..CacheConfig::new(depth.max(1)) };
         let plan = MemoryPlan::of_session(&self.size.config, &registry(compute), &config)?;
@@ -190,13 +194,12 @@ impl<'a> Bench<'a> {
 
     fn show(&self, row: &Row, first: bool) -> anyhow::Result<()> {
         if self.common.measure.json {
-            return output::show(&(serde_json::to_string(row)? + "\n"));
+            return output::show_json_line(row);
         }
         if first {
-            let Machine { cpu, threads, isa, .. } = &row.machine;
             output::show(&format!(
-                "{cpu}, {threads} threads, {isa}; {}, K {} V {}\n\n| | depth | tokens | tokens/s | ms per token | of the read limit |\n|---|--:|--:|--:|--:|--:|\n",
-                row.model, row.k, row.v
+                "{}; {}, K {} V {}\n\n| | depth | tokens | tokens/s | ms per token | of the read limit |\n|---|--:|--:|--:|--:|--:|\n",
+                row.machine, row.model, row.k, row.v
             ))?;
         }
         let share = row.share_of_limit.map_or(String::new(), |share| format!("{:.0} %", share * 100.0));
@@ -216,7 +219,7 @@ impl<'a> Bench<'a> {
 
 pub fn decode(args: DecodeArgs, quiet: bool) -> anyhow::Result<()> {
     let bench = Bench::new(&args.common, quiet)?;
-    let compute = bench.model.decoder().compute();
+    let compute = &bench.compute;
     let parents: Option<Vec<_>> =
         args.tree.map(|n| (0..n).map(|i| (i > 0).then(|| NodeId(i.saturating_sub(1) / 2))).collect());
     let (kind, what) = if parents.is_some() { ("tree", "a tree") } else { ("contiguous", "decode") };
@@ -270,7 +273,7 @@ pub fn decode(args: DecodeArgs, quiet: bool) -> anyhow::Result<()> {
 
 pub fn prefill(args: PrefillArgs, quiet: bool) -> anyhow::Result<()> {
     let bench = Bench::new(&args.common, quiet)?;
-    let compute = bench.model.decoder().compute();
+    let compute = &bench.compute;
     let mut rows = Vec::new();
     for tokens in &args.tokens {
         if interrupt::interrupted() {

@@ -5,29 +5,31 @@
 //! process, in real time, and each user records when its tokens come. The simulator gets the same requests, cache,
 //! configuration and table. Then the table prices the steps that really ran, one by one: their error is the table's,
 //! and the remaining error comes from how steps were composed.
+mod users;
+
 use crate::commands::bench::calibrate::steps::token;
 use crate::commands::simulate::{costs, replay};
 use crate::options::*;
-use crate::{interrupt, json, output, progress};
+use crate::{interrupt, json, output};
 use anyhow::{Context, ensure};
 use clap::ValueHint;
 use kvist_cache::PrefixSpec;
+use kvist_cpu::Compute;
 use kvist_device::Storage;
 use kvist_engine::executor::PagedConfig;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::sampler::SamplerConfig;
+use kvist_engine::serving::{Engine, EngineConfig, EngineStats};
 use kvist_scheduler::{Admission, Config};
-use kvist_server::{Engine, EngineConfig, Event, Finish, Generation, Job, State, Watch};
 use kvist_simulator::cost::{MeasuredTable, StepCost};
 use kvist_simulator::report::RequestRow;
 use kvist_simulator::request::{PromptContent, Request};
 use kvist_simulator::run::{self, Options, Run};
+use kvist_simulator::statistics::Spread;
 use kvist_simulator::trace;
 use kvist_simulator::workload::{Arrivals, Contents, Lengths, Prefixes, Workload};
 use serde::Serialize;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use users::{Recording, User, serve};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -110,10 +112,9 @@ impl Figure {
 type Named = (&'static str, &'static str, f64);
 
 /// Measurements of users and scheduler.
-#[derive(Default)]
 struct Figures {
-    ttft_s: Vec<f64>,
-    tpot_s: Vec<f64>,
+    ttft_s: Option<Spread>,
+    tpot_s: Option<Spread>,
     busy_s: f64,
     duration_s: f64,
     steps: f64,
@@ -124,40 +125,49 @@ struct Figures {
 impl Figures {
     fn simulated(run: &Run) -> Figures {
         let record = &run.record;
-        let seconds = |ns: u64| ns as f64 / 1e9;
-        let rows = &record.requests;
-        let ttft = |row: &RequestRow| Some(seconds(row.first_token_ns?.saturating_sub(row.arrival_ns)));
-        let tpot = |row: &RequestRow| {
-            let written = row.output_tokens.checked_sub(1).filter(|n| *n > 0)?;
-            Some(seconds(row.finished_ns?.saturating_sub(row.first_token_ns?)) / f64::from(written))
+        let spread = |of: fn(&RequestRow) -> Option<f64>| {
+            Spread::of(&mut record.requests.iter().filter_map(of).collect::<Vec<_>>())
         };
-        let last = rows.iter().filter_map(|row| row.finished_ns).max().unwrap_or(0);
+        let last_ns = record.requests.iter().filter_map(|row| row.finished_ns).max().unwrap_or(0);
         Figures {
-            ttft_s: rows.iter().filter_map(ttft).collect(),
-            tpot_s: rows.iter().filter_map(tpot).collect(),
-            busy_s: seconds(record.steps.busy_ns),
-            duration_s: seconds(last),
+            ttft_s: spread(RequestRow::ttft_s),
+            tpot_s: spread(RequestRow::tpot_s),
+            busy_s: record.steps.busy_ns as f64 / 1e9,
+            duration_s: last_ns as f64 / 1e9,
             steps: record.steps.steps as f64,
             hit_tokens: run.counters.hit_tokens as f64,
             preemptions: record.steps.preemptions as f64,
         }
     }
 
-    fn named(mut self) -> Vec<Named> {
-        let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len().max(1) as f64;
-        let at = |values: &mut Vec<f64>, share: f64| {
-            values.sort_by(f64::total_cmp);
-            let i = ((values.len() as f64 * share).ceil() as usize).clamp(1, values.len().max(1)) - 1;
-            values.get(i).copied().unwrap_or(0.0) * 1e3
-        };
+    fn served(users: &[User], stats: &EngineStats) -> Figures {
+        let spread =
+            |of: fn(&User) -> Option<f64>| Spread::of(&mut users.iter().filter_map(of).collect::<Vec<_>>());
+        Figures {
+            ttft_s: spread(|user| Some(user.first_s - user.arrival_s)),
+            tpot_s: spread(User::tpot_s),
+            busy_s: stats.busy_ns as f64 / 1e9,
+            duration_s: users.iter().map(|user| user.last_s).fold(0.0, f64::max),
+            steps: stats.counters.steps as f64,
+            hit_tokens: stats.counters.hit_tokens as f64,
+            preemptions: stats.counters.preemptions as f64,
+        }
+    }
+
+    fn busy(&self) -> f64 {
+        self.busy_s / self.duration_s
+    }
+
+    fn named(&self) -> Vec<Named> {
+        let ms = |spread: &Option<Spread>, of: fn(&Spread) -> f64| spread.as_ref().map_or(0.0, of) * 1e3;
         vec![
-            ("TTFT mean", "ms", mean(&self.ttft_s) * 1e3),
-            ("TPOT mean", "ms", mean(&self.tpot_s) * 1e3),
-            ("TTFT p50", "ms", at(&mut self.ttft_s, 0.5)),
-            ("TTFT p90", "ms", at(&mut self.ttft_s, 0.9)),
-            ("TPOT p50", "ms", at(&mut self.tpot_s, 0.5)),
-            ("TPOT p90", "ms", at(&mut self.tpot_s, 0.9)),
-            ("busy", "%", self.busy_s / self.duration_s * 100.0),
+            ("TTFT mean", "ms", ms(&self.ttft_s, |s| s.mean)),
+            ("TPOT mean", "ms", ms(&self.tpot_s, |s| s.mean)),
+            ("TTFT p50", "ms", ms(&self.ttft_s, |s| s.p50)),
+            ("TTFT p90", "ms", ms(&self.ttft_s, |s| s.p90)),
+            ("TPOT p50", "ms", ms(&self.tpot_s, |s| s.p50)),
+            ("TPOT p90", "ms", ms(&self.tpot_s, |s| s.p90)),
+            ("busy", "%", self.busy() * 100.0),
             ("steps", "", self.steps),
             ("tokens found", "", self.hit_tokens),
             ("preemptions", "", self.preemptions),
@@ -176,58 +186,27 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let config = served(&args, &table)?;
     let compute = args.model.compute.get()?;
     let model = args.model.load(args.model.open(quiet)?, None, &args.model.budget(), quiet)?;
-    let called = format!("{}, K {} and V {}", model.name(), config.paged.cache.k, config.paged.cache.v);
-    ensure!(
-        table.model() == called,
-        "{} was measured with {}, and this is {called}: give the same --model, or calibrate with this one",
-        args.costs.display(),
-        table.model()
-    );
-    let setting = table.setting().cloned().unwrap_or_default();
-    let threads = setting.threads;
-    ensure!(
-        threads == 0 || threads == compute.threads.n(),
-        "{} was measured with {threads} threads, and {} compute here: give --threads {threads}",
-        args.costs.display(),
-        compute.threads.n()
-    );
-    for (what, measured, here) in [
-        ("--weights", &setting.weights, args.model.weights.to_string()),
-        ("KVIST_ISA", &setting.isa, compute.isa.to_string()),
-    ] {
-        ensure!(
-            measured.is_empty() || *measured == here,
-            "{} was measured with {what} {measured}, and this is {here}: give the same, or calibrate with this",
-            args.costs.display()
-        );
-    }
+    check_machine(&args, &table, model.name(), &config.paged.cache, &compute)?;
     interrupt::listen();
 
-    let vocab = model.decoder().config().vocab as u32;
+    let vocab = model.config().vocab as u32;
     let longest = table.range().context_tokens as u32;
     let simulate = |requests: &[Request]| -> anyhow::Result<Run> {
         let options = Options { scheduler: config.scheduler.clone(), ..Options::default() };
-        let cache = config.paged.cache(model.decoder().config())?;
+        let cache = config.paged.cache(model.config())?;
         Ok(run::run(requests, cache, &table, &options, None, &mut |_| ())?)
-    };
-    // The machine is busier the more often requests arrive: bisect the rate until the interval is small.
-    let busy = |requests: &[Request]| -> anyhow::Result<f64> {
-        let figures = Figures::simulated(&simulate(requests)?);
-        Ok(figures.busy_s / figures.duration_s)
     };
     let n_requests = |per_s: f64| match args.requests {
         Some(n) => n as usize,
         None => ((per_s * args.seconds).ceil() as usize).max(1),
     };
     let draw = |per_s: f64| load(per_s, n_requests(per_s), args.seed, longest, vocab);
-    let (mut low, mut high) = (0.01f64, 10_000.0f64);
-    for _ in 0..24 {
-        let middle = (low * high).sqrt();
+    let per_s = rate(|per_s| {
         // A load too large to generate counts as too busy.
-        let too_busy = n_requests(middle) > 100_000 || busy(&draw(middle)?)? > args.busy;
-        if too_busy { high = middle } else { low = middle }
-    }
-    let requests = draw(low)?;
+        let too_large = n_requests(per_s) > 100_000;
+        Ok(too_large || Figures::simulated(&simulate(&draw(per_s)?)?).busy() > args.busy)
+    })?;
+    let requests = draw(per_s)?;
     ensure!(
         requests.len() >= FEWEST as usize,
         "{} requests in {} s keep this machine busy for that part of the time, which is too few for a mean: give more \
@@ -257,22 +236,14 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         output::write_file(file, recording.as_bytes())?;
     }
     let replayed = replay::check("the recording", &recording, &table)?;
-    let served = Figures {
-        ttft_s: users.iter().map(|user| user.first_s - user.arrival_s).collect(),
-        tpot_s: users.iter().filter_map(User::tpot_s).collect(),
-        busy_s: stats.busy_ns as f64 / 1e9,
-        duration_s: users.iter().map(|user| user.last_s).fold(0.0, f64::max),
-        steps: stats.counters.steps as f64,
-        hit_tokens: stats.counters.hit_tokens as f64,
-        preemptions: stats.counters.preemptions as f64,
-    };
+    let served = Figures::served(&users, &stats);
     let pairs = served.named().into_iter().zip(simulated.named());
     let figure = |(a, b): (Named, Named)| Figure { figure: a.0, unit: a.1, served: a.2, simulated: b.2 };
     let prediction = Prediction {
         version: json::VERSION,
         table: table.name(),
         load: format!(
-            "{low:.2} requests/s (Poisson){}, seed {}: one of {N_PREFIXES} prefixes of {PREFIX_TOKENS} tokens and a \
+            "{per_s:.2} requests/s (Poisson){}, seed {}: one of {N_PREFIXES} prefixes of {PREFIX_TOKENS} tokens and a \
              prompt of its own ({PROMPT_TOKENS} on average, lognormal); answers of {OUTPUT_TOKENS} on average, lognormal",
             args.requests.map_or(format!(" for {} s", args.seconds), |_| String::new()),
             args.seed
@@ -285,6 +256,53 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         replayed,
     };
     if args.json { output::show_json(&prediction) } else { output::show(&prediction.text()) }
+}
+
+/// Refuses a table that was measured with another model or under other conditions than those of this run.
+fn check_machine(
+    args: &Args,
+    table: &MeasuredTable,
+    model: &str,
+    cache: &CacheConfig,
+    compute: &Compute,
+) -> anyhow::Result<()> {
+    let called = format!("{}, K {} and V {}", model, cache.k, cache.v);
+    ensure!(
+        table.model() == called,
+        "{} was measured with {}, and this is {called}: give the same --model, or calibrate with this one",
+        args.costs.display(),
+        table.model()
+    );
+    let setting = table.setting().cloned().unwrap_or_default();
+    let threads = setting.threads;
+    ensure!(
+        threads == 0 || threads == compute.threads.n(),
+        "{} was measured with {threads} threads, and {} compute here: give --threads {threads}",
+        args.costs.display(),
+        compute.threads.n()
+    );
+    for (what, measured, here) in [
+        ("--weights", &setting.weights, args.model.weights.to_string()),
+        ("KVIST_ISA", &setting.isa, compute.isa.to_string()),
+    ] {
+        ensure!(
+            measured.is_empty() || *measured == here,
+            "{} was measured with {what} {measured}, and this is {here}: give the same, or calibrate with this",
+            args.costs.display()
+        );
+    }
+    Ok(())
+}
+
+/// The highest rate of requests per second that is not `too_busy`, by bisection: the machine is busier the more often
+/// requests arrive.
+fn rate(mut too_busy: impl FnMut(f64) -> anyhow::Result<bool>) -> anyhow::Result<f64> {
+    let (mut low, mut high) = (0.01f64, 10_000.0f64);
+    for _ in 0..24 {
+        let middle = (low * high).sqrt();
+        if too_busy(middle)? { high = middle } else { low = middle }
+    }
+    Ok(low)
 }
 
 /// The configuration to serve and simulate: that of the table's measurement.
@@ -314,7 +332,7 @@ fn served(args: &Args, table: &MeasuredTable) -> anyhow::Result<EngineConfig> {
         paged: PagedConfig { cache, block_tokens: setting.block_tokens, prefix },
         scheduler,
         max_queue: 100_000,
-        names: Vec::new(),
+        tenants: Vec::new(),
         record: true,
         watchers: Vec::new(),
     };
@@ -350,141 +368,6 @@ fn load(per_s: f64, n_requests: usize, seed: u64, longest: u32, vocab: u32) -> a
         request.content = PromptContent::Tokens(tokens.take(n).collect());
     }
     Ok(requests)
-}
-
-/// When a user's request arrived, and when its tokens came; seconds since the start.
-struct User {
-    arrival_s: f64,
-    first_s: f64,
-    last_s: f64,
-    n: u32,
-}
-
-impl User {
-    fn tpot_s(&self) -> Option<f64> {
-        (self.n > 1).then(|| (self.last_s - self.first_s) / f64::from(self.n - 1))
-    }
-
-    /// Receives the events of one generation until it ends.
-    async fn listen(mut generation: Generation, began: Instant, arrival_s: f64) -> anyhow::Result<User> {
-        let mut user = User { arrival_s, first_s: 0.0, last_s: 0.0, n: 0 };
-        loop {
-            match generation.next().await {
-                Some(Event::Admitted { .. }) => {}
-                Some(Event::Token(_)) => {
-                    user.last_s = began.elapsed().as_secs_f64();
-                    if user.n == 0 {
-                        user.first_s = user.last_s;
-                    }
-                    user.n += 1;
-                }
-                Some(Event::Done(done)) if done.finish == Finish::Length => return Ok(user),
-                Some(other) => anyhow::bail!("a request ended in another way than it should: {other:?}"),
-                None => anyhow::bail!("the engine has died"),
-            }
-        }
-    }
-}
-
-/// Submits all requests at their times, and waits for all of them to end.
-fn serve(engine: &Engine, requests: &[Request], quiet: bool) -> anyhow::Result<Vec<User>> {
-    // One thread: it only waits, and the cores belong to the engine.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.context("cannot start a thread for users")?;
-    let bar = progress::bar("serving", requests.len() as u64, quiet);
-    runtime.block_on(async {
-        // A warm-up request: the first step allocates.
-        let (first, began) = (job(&[1], 2, "warm"), Instant::now());
-        User::listen(engine.submit(first)?, began, 0.0).await?;
-        let began = Instant::now();
-        let mut users = tokio::task::JoinSet::new();
-        let (come, mut coming) = tokio::sync::mpsc::unbounded_channel();
-        let (arriving, jobs) = (engine.clone(), arrivals(requests));
-        let arriving =
-            std::thread::spawn(move || arrive(&arriving, jobs, began, |user| drop(come.send(user))));
-        while let Some((generation, arrival_s)) = coming.recv().await {
-            users.spawn(User::listen(generation, began, arrival_s));
-            bar.inc(1);
-        }
-        arriving.join().map_err(|_| anyhow::anyhow!("the thread of arrivals has died"))??;
-        let mut heard = Vec::new();
-        while let Some(user) = users.join_next().await {
-            heard.push(user??);
-        }
-        bar.finish_and_clear();
-        // The last token is sent before the turn is recorded: wait for the engine to finish it.
-        engine.inspect(|_| ()).await.context("the engine has died")?;
-        Ok(heard)
-    })
-}
-
-/// The jobs and their arrival times.
-fn arrivals(requests: &[Request]) -> Vec<(Duration, Job)> {
-    let job = |request: &Request| match &request.content {
-        PromptContent::Tokens(tokens) => {
-            let arrival = Duration::from_nanos(request.arrival_ns);
-            Some((arrival, job(tokens, request.output_tokens, request.salt())))
-        }
-        _ => None,
-    };
-    requests.iter().filter_map(job).collect()
-}
-
-/// Submits every job at its time. This runs on its own thread, because the timer of the listening thread has a
-/// resolution of milliseconds, a large part of what is measured. `come` gets the generation and its scheduled arrival:
-/// a late submission counts as waiting.
-fn arrive(
-    engine: &Engine,
-    jobs: Vec<(Duration, Job)>,
-    began: Instant,
-    mut come: impl FnMut((Generation, f64)),
-) -> anyhow::Result<()> {
-    for (arrival, job) in jobs {
-        std::thread::sleep(arrival.saturating_sub(began.elapsed()));
-        ensure!(!interrupt::interrupted(), "interrupted; nothing is reported of an unfinished run");
-        come((engine.submit(job)?, arrival.as_secs_f64()));
-    }
-    Ok(())
-}
-
-fn job(prompt: &[u32], max_new: u32, salt: &str) -> Job {
-    Job {
-        prompt: prompt.into(),
-        written: Vec::new(),
-        tenant: "".into(),
-        max_new,
-        sampling: SamplerConfig::greedy(),
-        logit_bias: [].into(),
-        stop: Default::default(),
-        ignore_eos: true,
-        logprobs: None,
-        prompt_logprobs: false,
-        constraint: None,
-        salt: salt.into(),
-        priority: 0,
-        deadline: None,
-        explain: false,
-        pace: None,
-        name: Default::default(),
-    }
-}
-
-/// The engine's events and decisions, in the order of a recording.
-#[derive(Clone, Default)]
-struct Recording(Arc<Mutex<String>>);
-
-impl Recording {
-    fn text(&self) -> String {
-        std::mem::take(&mut *self.0.lock().unwrap_or_else(|broken| broken.into_inner()))
-    }
-}
-
-impl Watch for Recording {
-    fn turn(&mut self, _: u64, _: u64, state: &mut State) {
-        let mut text = self.0.lock().unwrap_or_else(|broken| broken.into_inner());
-        *text += &state.scheduler.events().take();
-        *text += &state.scheduler.decisions().take();
-    }
 }
 
 /// Runnable threads of the whole machine over the last minute, where the system reports it.

@@ -45,13 +45,17 @@ struct Rows {
     _held: Reservation,
 }
 
-/// A pseudo-random value, uniform in −1..1, by counter: an element has the same value whenever it is generated
-/// (SplitMix64; Steele, Lea and Flood, 2014).
+/// A pseudo-random value, uniform in −1..1, by counter: an element has the same value whenever it is generated.
 pub fn element(layer: u64, position: u64, head: u64, lane: u64) -> f32 {
-    let mut x = (layer << 48 ^ position << 16 ^ head << 8 ^ lane).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    ((x ^ x >> 31) >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    let counter = (layer << 48 ^ position << 16 ^ head << 8 ^ lane).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (mix(counter) >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+}
+
+/// The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a good hash of 64 bits.
+pub fn mix(x: u64) -> u64 {
+    let x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ x >> 31
 }
 
 impl Rig {

@@ -10,6 +10,7 @@ use crate::{interrupt, json, output};
 use clap::ValueHint;
 use kvist_cpu::peak::{self, Product};
 use kvist_device::Storage;
+use kvist_simulator::statistics::percentile;
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -108,14 +109,12 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
 
 fn show(row: &Row, json: bool, first: bool) -> anyhow::Result<()> {
     if json {
-        return output::show(&(serde_json::to_string(row)? + "\n"));
+        return output::show_json_line(row);
     }
     if first {
-        let Machine { cpu, threads, isa, .. } = &row.machine;
-        let Shape { layers, heads, kv_heads, head_dim } = row.shape;
         output::show(&format!(
-            "{cpu}, {threads} threads, {isa}; {layers} layers, {heads}:{kv_heads} heads of {head_dim}, {} tokens\n\n| what | K, V | operations per byte | GFLOP/s | read limit | f32 peak | bytes peak |\n|---|---|--:|--:|--:|--:|--:|\n",
-            row.tokens
+            "{}; {}, {} tokens\n\n| what | K, V | operations per byte | GFLOP/s | read limit | f32 peak | bytes peak |\n|---|---|--:|--:|--:|--:|--:|\n",
+            row.machine, row.shape, row.tokens
         ))?;
     }
     output::show(&format!(
@@ -135,7 +134,7 @@ fn draw(path: &std::path::Path, rows: &[Row]) -> anyhow::Result<()> {
     let median = |f: fn(&Row) -> f64| {
         let mut all: Vec<f64> = rows.iter().map(f).collect();
         all.sort_by(f64::total_cmp);
-        all[all.len() / 2]
+        percentile(&all, 0.5).unwrap_or_default()
     };
     let (limit, f32_peak) = (median(|r| r.read_limit_gb_per_s), median(|r| r.f32_peak_gflop_per_s));
     // Queries and weights have two bytes each: two byte products count as one.

@@ -13,6 +13,14 @@ pub struct Shape {
     pub head_dim: u32,
 }
 
+/// For the head of a table.
+impl std::fmt::Display for Shape {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Shape { layers, heads, kv_heads, head_dim } = self;
+        write!(f, "{layers} layers, {heads}:{kv_heads} heads of {head_dim}")
+    }
+}
+
 const fn shape(layers: u16, heads: u32, kv_heads: u32, head_dim: u32) -> Shape {
     Shape { layers, heads, kv_heads, head_dim }
 }

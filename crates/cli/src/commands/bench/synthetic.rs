@@ -103,9 +103,9 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         if rig.bytes() != before {
             let event = Event { event: "grow", step, tokens: at, bytes_before: before, bytes: rig.bytes() };
             if args.json {
-                output::show(&(serde_json::to_string(&event)? + "\n"))?;
+                output::show_json_line(&event)?;
             } else {
-                let (old, new) = (bytes(before), bytes(rig.bytes()));
+                let (old, new) = (Bytes(before), Bytes(rig.bytes()));
                 output::show(&format!("step {step}: {at} tokens, the pools grow from {old} to {new}\n"))?;
             }
         }
@@ -132,17 +132,17 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         machine: watch.machine(&compute),
     };
     if args.json {
-        return output::show(&(serde_json::to_string(&summary)? + "\n"));
+        return output::show_json_line(&summary);
     }
     let Shape { layers, heads, kv_heads, head_dim } = shape;
     output::show(&format!(
         "{layers} layers, {heads}:{kv_heads} heads of {head_dim}, K {} V {}: {at} tokens in {}, {} of it used; {} written, {} read\nattention alone: prompt {:.1} ms, then {:.3} ms per token\n",
         args.kv.k,
         args.kv.v,
-        bytes(summary.bytes_reserved),
-        bytes(summary.bytes_in_use),
-        bytes(summary.bytes_written),
-        bytes(summary.bytes_read),
+        Bytes(summary.bytes_reserved),
+        Bytes(summary.bytes_in_use),
+        Bytes(summary.bytes_written),
+        Bytes(summary.bytes_read),
         summary.prefill_ms,
         summary.decode.median_ms
     ))

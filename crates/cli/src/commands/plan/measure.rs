@@ -4,7 +4,7 @@ use super::ladder::Rung;
 use crate::options::{ModelArgs, read_text, registry, wrong_usage};
 use crate::{interrupt, memory, progress, scoring};
 use anyhow::Context;
-use kvist_device::{Bytes, MemoryBudget, Storage};
+use kvist_device::{Bytes, MemoryBudget, Registry, Storage};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_model::Opened;
 use kvist_model::weights::WeightForm;
@@ -66,7 +66,8 @@ pub fn measure(
     let beside = |rung: &Rung| bytes(&under_test(rung)).saturating_add(bytes(&reference));
     let needed: Vec<u64> = ladder.iter().map(beside).collect();
     let least = needed.iter().copied().min().unwrap_or(0);
-    let (form, free) = form(&opened, args.weights, needed.iter().copied().max().unwrap_or(0), &budget)?;
+    let (form, free) =
+        form(&opened, &registry, args.weights, needed.iter().copied().max().unwrap_or(0), &budget)?;
     anyhow::ensure!(
         least <= free,
         "--measure: two caches of {window_tokens} tokens ask {} (working memory included), {} are free beside the \
@@ -96,13 +97,17 @@ pub fn measure(
 /// loss of f16 and q8.
 fn form(
     opened: &Opened,
+    registry: &Registry,
     asked: WeightForm,
     caches: u64,
     budget: &MemoryBudget,
 ) -> anyhow::Result<(WeightForm, u64)> {
-    match MemoryPlan::free_after(opened, WeightForm::F32, budget) {
+    match MemoryPlan::free_after(opened, registry, WeightForm::F32, budget) {
         Ok(free) if free >= caches => Ok((WeightForm::F32, free)),
-        _ => Ok((asked, MemoryPlan::free_after(opened, asked, budget).context("--measure runs the model")?)),
+        _ => Ok((
+            asked,
+            MemoryPlan::free_after(opened, registry, asked, budget).context("--measure runs the model")?,
+        )),
     }
 }
 

@@ -12,13 +12,13 @@ use std::time::Duration;
 
 #[derive(clap::Args)]
 #[command(
-    after_help = "Nobody waits, nothing is shared and computing takes no time: docs/arena.md. Example:\n  \
+    after_help = "No request waits, nothing is shared, and computing takes no time: docs/arena.md. Example:\n  \
     kvist simulate arena --trace conversation_trace.jsonl --capacity-blocks 20000"
 )]
 pub struct Args {
     #[command(flatten)]
     requests: RequestArgs,
-    /// Blocks, of every layout
+    /// Blocks of every layout
     #[arg(long, value_name = "N", help_heading = "Layouts")]
     capacity_blocks: u32,
     /// Tokens of a block
@@ -27,7 +27,7 @@ pub struct Args {
     /// Allocators of the arena, and paged [default: all]
     #[arg(long, value_name = "NAME,...", value_delimiter = ',', help_heading = "Layouts")]
     layouts: Vec<String>,
-    /// What a new sequence takes its handle for
+    /// What the handle of a new sequence has room for
     #[arg(long, value_enum, default_value_t = Reserve::Prompt, help_heading = "Layouts")]
     reserve: Reserve,
     /// Time between two tokens of an answer
@@ -98,7 +98,7 @@ type Line = (&'static str, fn(&Replayed) -> String);
 
 fn text(table: &Table) -> String {
     let mut text = format!(
-        "{}; a token every {} ms, nobody waits\n{} blocks of {} tokens; handles for {}\n\n",
+        "{}; a token every {} ms, no request waits\n{} blocks of {} tokens; handles for {}\n\n",
         table.load,
         table.token_ns as f64 / 1e6,
         table.capacity_blocks,

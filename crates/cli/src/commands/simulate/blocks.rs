@@ -18,10 +18,10 @@ pub struct BlockArgs {
     /// Tokens of a block [default: 16; with --zero-service what the trace's ids stand for]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = CACHE)]
     pub block_tokens: Option<u32>,
-    /// Which cached block goes first: lru, fifo, lfu, lfu_decay, cost; with --zero-service also opt
+    /// Eviction policy: lru, fifo, lfu, lfu_decay, cost; with --zero-service also opt
     #[arg(long, default_value = "lru", value_name = "NAME", help_heading = CACHE)]
     pub policy: String,
-    /// After which time a use counts half, for lfu_decay and cost: 300s, 5m
+    /// Time after which a use counts half, for lfu_decay and cost: 300s, 5m
     #[arg(long, value_name = "TIME", value_parser = spec::duration, help_heading = CACHE)]
     pub half_life: Option<Duration>,
     /// Share nothing between requests

@@ -27,7 +27,7 @@ pub struct Args {
     /// Write the decision log that the replay gives
     #[arg(short, long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
-    /// What a measured table makes of the recorded steps, beside what they took (docs/traces.md)
+    /// Compare the recorded step times with those of a measured table (docs/traces.md)
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     costs: Option<PathBuf>,
     /// One JSON document
@@ -64,12 +64,12 @@ pub struct Summary {
     /// Mean time between the end of a step and the start of the next, if that follows at once.
     between_steps_ms: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
-    costs: Option<Foretold>,
+    costs: Option<Predicted>,
 }
 
 /// Predictions of a table for the recorded steps.
 #[derive(Serialize, Default)]
-pub struct Foretold {
+pub struct Predicted {
     table: String,
     prefill: Sum,
     decode: Sum,
@@ -94,11 +94,11 @@ struct Sum {
 
 impl Sum {
     fn add(&mut self, recorded_ns: u64, foretold_ns: u64) {
-        let (recorded, foretold) = (recorded_ns as f64 / 1e9, foretold_ns as f64 / 1e9);
+        let (recorded, predicted) = (recorded_ns as f64 / 1e9, foretold_ns as f64 / 1e9);
         self.steps += 1;
         self.recorded_s += recorded;
-        self.foretold_s += foretold;
-        self.off_s += (foretold - recorded).abs();
+        self.foretold_s += predicted;
+        self.off_s += (predicted - recorded).abs();
         if self.recorded_s > 0.0 {
             self.error = self.foretold_s / self.recorded_s - 1.0;
             self.error_of_steps = self.off_s / self.recorded_s;
@@ -106,20 +106,20 @@ impl Sum {
     }
 }
 
-impl Foretold {
+impl Predicted {
     fn add(&mut self, table: &MeasuredTable, turned: &Turned<'_>) {
         if turned.batch.steps != 1 || turned.outcome.failed {
             return; // only a simulation runs several steps as one, and it knows their cost
         }
         let shape = BatchShape::of(&turned.batch);
-        let (recorded, foretold) = (turned.outcome.elapsed_ns, table.step_ns(&shape));
+        let (recorded, predicted) = (turned.outcome.elapsed_ns, table.step_ns(&shape));
         let sum = match (shape.prefill_tokens, shape.decode_sequences) {
             (_, 0) => &mut self.prefill,
             (0, _) => &mut self.decode,
             _ => &mut self.mixed,
         };
-        sum.add(recorded, foretold);
-        self.all.add(recorded, foretold);
+        sum.add(recorded, predicted);
+        self.all.add(recorded, predicted);
         self.outside += u64::from(!table.covers(&shape));
     }
 }
@@ -227,6 +227,19 @@ pub fn check(name: &str, recording: &str, table: &MeasuredTable) -> anyhow::Resu
     follow(Path::new(name), lines, Recorded::Between, Some(table), &mut |_| Ok(()))
 }
 
+/// Begins with the header of an event log.
+fn begin(header: &str, keys: &Keys) -> anyhow::Result<Replay> {
+    if keys.format.as_deref() == Some("kvist-decisions") {
+        bail!(
+            "decisions without the events that they follow from: give the event log, and these with --decisions"
+        )
+    }
+    if keys.config.as_ref().is_some_and(|config| config.lengths == LengthSource::Oracle) {
+        bail!("it was recorded with --lengths oracle, and no log holds the true lengths that the oracle knew")
+    }
+    Ok(Replay::begin(header, None, None)?)
+}
+
 /// Replays the events among `lines` of `file`, passes the decisions to `decided`, and compares them with `recorded`.
 fn follow(
     file: &Path,
@@ -236,7 +249,7 @@ fn follow(
     decided: &mut dyn FnMut(&str) -> anyhow::Result<()>,
 ) -> anyhow::Result<Summary> {
     let name = file.display().to_string();
-    let mut foretold = table.map(|table| Foretold { table: table.name(), ..Foretold::default() });
+    let mut predicted = table.map(|table| Predicted { table: table.name(), ..Predicted::default() });
     let mut compared = Compared { recorded, due: VecDeque::new(), newest: 0, any: false, n: 0 };
     let mut summary = Summary { version: json::VERSION, recording: name.clone(), ..Summary::default() };
     let mut replay: Option<Replay> = None;
@@ -256,19 +269,7 @@ fn follow(
         };
         match (&mut replay, keys.format.as_deref()) {
             (_, Some("kvist-recording")) => continue,
-            (None, Some("kvist-decisions")) => bail!(
-                "{}: decisions without the events that they follow from: give the event log, and these with --decisions",
-                at()
-            ),
-            (None, _) => {
-                if keys.config.is_some_and(|config| config.lengths == LengthSource::Oracle) {
-                    bail!(
-                        "{}: it was recorded with --lengths oracle, and no log holds the truth that the oracle knew",
-                        at()
-                    )
-                }
-                replay = Some(Replay::begin(&text, None, None).with_context(at)?);
-            }
+            (None, _) => replay = Some(begin(&text, &keys).with_context(at)?),
             (Some(_), Some("kvist-events")) => {
                 bail!("{}: a second event log begins; give them one by one", at())
             }
@@ -276,8 +277,8 @@ fn follow(
                 let mut ran = |turned: Turned<'_>| {
                     gaps.turn(turned.now_ns, turned.outcome.elapsed_ns);
                     summary.steps += u64::from(turned.batch.steps);
-                    if let (Some(foretold), Some(table)) = (&mut foretold, table) {
-                        foretold.add(table, &turned);
+                    if let (Some(predicted), Some(table)) = (&mut predicted, table) {
+                        predicted.add(table, &turned);
                     }
                 };
                 replay.event(&text, Some(&mut ran)).with_context(at)?;
@@ -307,7 +308,7 @@ fn follow(
     summary.decisions = summary.decisions.saturating_sub(1);
     summary.compared = compared.n.saturating_sub(1);
     summary.between_steps_ms = gaps.mean_ms();
-    summary.costs = foretold;
+    summary.costs = predicted;
     Ok(summary)
 }
 
@@ -354,7 +355,7 @@ impl Summary {
         );
         let Some(costs) = &self.costs else { return text };
         text += &format!("\n{}\n\n", costs.table);
-        text += "                    steps   recorded   foretold    in sum   per step\n";
+        text += "                    steps   recorded  predicted    in sum   per step\n";
         for (name, sum) in [
             ("prefill", &costs.prefill),
             ("decode", &costs.decode),

@@ -14,16 +14,16 @@ pub struct RequestArgs {
     /// Requests of this file: Mooncake, Azure, BurstGPT, Bailian or our own, plain, gzip or zstd
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = TRACE)]
     trace: Option<PathBuf>,
-    /// Its format, if the first line does not tell: mooncake, azure, burstgpt, bailian, kvist
+    /// Its format, if the first line does not show it: mooncake, azure, burstgpt, bailian, kvist
     #[arg(long, value_name = "FORMAT", value_parser = format, requires = "trace", help_heading = TRACE)]
     format: Option<Format>,
     /// Count bad rows and go on
     #[arg(long, requires = "trace", help_heading = TRACE)]
     lenient: bool,
-    /// The first so many requests
+    /// Only the first so many requests
     #[arg(long, value_name = "N", requires = "trace", help_heading = TRACE)]
     limit: Option<usize>,
-    /// Let turns of a chat wait for the answer before, instead of arriving when they did
+    /// Let each turn of a chat wait for the previous answer, instead of arriving at the recorded time
     #[arg(long, requires = "trace", help_heading = TRACE)]
     follow_parents: bool,
     /// Requests to draw; the last chat or agent ends where there are as many
@@ -42,7 +42,7 @@ pub struct RequestArgs {
         value_name = "CONTENTS", conflicts_with = "trace", help_heading = WORKLOAD
     )]
     contents: Contents,
-    /// Tokens of a prompt of its own, or that a user adds: deterministic:tokens=N, exponential:mean=N,
+    /// Tokens of a request's own prompt, or that the user adds in a turn: deterministic:tokens=N, exponential:mean=N,
     /// lognormal:mean=N,variation=X, balanced:mean=N,variation=X, uniform:least=N,most=N
     #[arg(
         long, default_value = "lognormal:mean=400,variation=1.5", value_name = "LENGTHS", conflicts_with = "trace",

@@ -9,38 +9,38 @@ const SCHEDULER: &str = "Scheduler";
 
 #[derive(clap::Args, Clone)]
 pub struct ScheduleArgs {
-    /// Who goes first: fcfs, sjf, srpt, edf, laxity, priority
+    /// Order of requests: fcfs, sjf, srpt, edf, laxity, priority
     #[arg(long, default_value = "fcfs", value_name = "NAME", help_heading = SCHEDULER)]
     pub schedule: String,
-    /// Where a policy that weighs work has the lengths of answers from
+    /// Where policies that weigh work take the lengths of answers from
     #[arg(long, value_enum, default_value_t = Lengths::MaxNew, help_heading = SCHEDULER)]
     lengths: Lengths,
-    /// Tokens that users allow an answer, at least [default: its true length]
+    /// `max_tokens` of every request, at least [default: the true length of its answer]
     #[arg(long, value_name = "N", help_heading = SCHEDULER)]
     max_new: Option<u32>,
-    /// Within which time of its arrival a request that says nothing of it should finish: 30s
+    /// Deadline, from arrival, of requests that have none of their own: 30s
     #[arg(long, value_name = "TIME", value_parser = spec::duration, help_heading = SCHEDULER)]
     deadline: Option<Duration>,
-    /// Sequences in the batch at most
+    /// Maximum sequences in the batch
     #[arg(long, default_value_t = 256, value_name = "N", help_heading = SCHEDULER)]
     max_batch: u32,
-    /// Tokens in a step at most
+    /// Maximum tokens of a step
     #[arg(long, default_value_t = 8192, value_name = "N", help_heading = SCHEDULER)]
     batch_tokens: u32,
-    /// Admit only what fits to its end, so that nothing is ever preempted for space
+    /// Admit a request only if all its tokens will fit, so that nothing is preempted for space
     #[arg(long, help_heading = SCHEDULER)]
     conservative: bool,
     /// What a request keeps when a more urgent one takes its place
     #[arg(long, value_enum, default_value_t = Keeps::Recompute, help_heading = SCHEDULER)]
     preempted: Keeps,
-    /// Let the longest prefix hit go first among so many at the head of the queue
+    /// Admit the longest prefix hit first, among so many requests at the head of the queue
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = SCHEDULER)]
     prefix_window: Option<u32>,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Lengths {
-    /// Everybody writes as much as allowed
+    /// Every answer is as long as its limit allows
     MaxNew,
     /// The mean of all answers so far
     RunningMean,
@@ -52,7 +52,7 @@ enum Lengths {
 enum Keeps {
     /// Its text; what the prefix cache has lost of it is computed again
     Recompute,
-    /// Its blocks too, until somebody in the batch needs them
+    /// Its blocks too, until the batch needs them
     Kept,
 }
 
@@ -78,11 +78,11 @@ impl ScheduleArgs {
             _ => None,
         }
     }
-    /// Sequences in the batch at most.
+    /// Maximum sequences in the batch.
     pub fn max_batch(&self) -> u32 {
         self.max_batch
     }
-    /// Tokens in a step at most.
+    /// Maximum tokens of a step.
     pub fn batch_tokens(&self) -> u32 {
         self.batch_tokens
     }

@@ -19,20 +19,21 @@ pub fn percent(ratio: f64) -> String {
     format!("{:.1}%", 100.0 * ratio)
 }
 
+fn row(text: &mut String, name: &str, value: String) {
+    // Writing to a `String` does not fail.
+    let _ = writeln!(text, "{name:<22}{value}");
+}
+
 pub fn report(report: &Report) -> String {
     let mut text = String::new();
-    let mut row = |name: &str, value: String| {
-        // Writing to a `String` does not fail.
-        let _ = writeln!(text, "{name:<22}{value}");
-    };
     for (name, value) in &report.setting {
-        row(name, value.clone());
+        row(&mut text, name, value.clone());
     }
     let n = &report.requests;
     let rest =
         [(n.refused, "refused"), (n.cancelled, "cancelled"), (n.unfinished, "unfinished"), (n.late, "late")];
     let rest = rest.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!(", {n} {what}"));
-    row("requests", format!("{} finished{}", n.finished, rest.collect::<String>()));
+    row(&mut text, "requests", format!("{} finished{}", n.finished, rest.collect::<String>()));
 
     let _ = writeln!(text, "\n{:<22}{:>10}{:>10}{:>10}{:>10}", "", "mean", "p50", "p90", "p99");
     let latency = &report.latency;
@@ -50,11 +51,27 @@ pub fn report(report: &Report) -> String {
     }
     text.push('\n');
 
-    let mut row = |name: &str, value: String| {
-        let _ = writeln!(text, "{name:<22}{value}");
-    };
+    throughput(&mut text, report);
+    cache(&mut text, report);
+    row(
+        &mut text,
+        "batch",
+        format!(
+            "{:.1} running and {:.1} waiting on average; busy {} of the time; {} steps, {} preemptions",
+            report.load.mean_running_requests,
+            report.load.mean_queued_requests,
+            percent(report.load.busy_ratio),
+            report.steps.steps,
+            report.steps.preemptions
+        ),
+    );
+    text
+}
+
+fn throughput(text: &mut String, report: &Report) {
     let t = &report.throughput;
     row(
+        text,
         "throughput",
         format!(
             "{:.2} requests/s, {:.0} prompt and {:.0} generated tokens/s over {}",
@@ -72,6 +89,7 @@ pub fn report(report: &Report) -> String {
         let asked: Vec<_> =
             asked.iter().filter_map(|(name, s)| s.map(|s| format!("{name} {}", seconds(s)))).collect();
         row(
+            text,
             "goodput",
             format!(
                 "{:.2} requests/s; {} of requests within {}",
@@ -81,8 +99,12 @@ pub fn report(report: &Report) -> String {
             ),
         );
     }
+}
+
+fn cache(text: &mut String, report: &Report) {
     let cache = &report.cache;
     row(
+        text,
         "prefix cache",
         format!(
             "hit {} of tokens, {} of blocks, {} of requests",
@@ -94,6 +116,7 @@ pub fn report(report: &Report) -> String {
     let counts = &cache.counts;
     let capacity = counts.capacity_blocks.map_or("without bound".to_owned(), |n| format!("{n} blocks"));
     row(
+        text,
         "blocks",
         format!(
             "{capacity} of {} tokens; {} stored, {} evicted; {:.0} used on average, {} at most",
@@ -109,20 +132,8 @@ pub fn report(report: &Report) -> String {
     if !reasons.is_empty() {
         let reasons: Vec<_> =
             reasons.iter().map(|(name, n)| format!("{} {n}", name.replace('_', " "))).collect();
-        row("hits ended because", reasons.join(", "));
+        row(text, "hits ended because", reasons.join(", "));
     }
-    row(
-        "batch",
-        format!(
-            "{:.1} running and {:.1} waiting on average; busy {} of the time; {} steps, {} preemptions",
-            report.load.mean_running_requests,
-            report.load.mean_queued_requests,
-            percent(report.load.busy_ratio),
-            report.steps.steps,
-            report.steps.preemptions
-        ),
-    );
-    text
 }
 
 /// A mean with its interval, if it has one.

@@ -3,13 +3,15 @@
 //! Every run is a cell with its own file in the folder, named by the run and by a hash of everything it depends on. A
 //! cell whose file exists is not run again; files are written atomically. So a sweep can be stopped at any time, and
 //! its results do not depend on the number of threads.
+mod present;
+
 use super::spec::Capacity;
 use super::{What, simulate, write_pictures, zero};
 use crate::options::wrong_usage;
 use crate::{output, progress};
 use anyhow::Context;
 use clap::ValueHint;
-use kvist_simulator::html::{Comparison, Curve, Page, Plot, Point, Quantity, Unit};
+use kvist_simulator::html::Page;
 use kvist_simulator::report::{Report, VERSION, over_seeds};
 use kvist_simulator::request::Request;
 use kvist_simulator::run::Options;
@@ -94,9 +96,7 @@ struct Table {
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if args.what.zero.zero_service && !args.schedules.is_empty() {
-        return Err(wrong_usage(
-            "--schedules does not go with --zero-service, where nobody waits for anybody",
-        ));
+        return Err(wrong_usage("--schedules does not go with --zero-service, where no request waits"));
     }
     let cells = cells(&args);
     twice("--schedules", &args.schedules)?;
@@ -144,15 +144,15 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let table = table(&name, files);
     let json = serde_json::to_string_pretty(&table)? + "\n";
     output::write_file(&args.out.join("sweep.json"), json.as_bytes())?;
-    output::write_file(&args.out.join("sweep.csv"), csv(&table).as_bytes())?;
+    output::write_file(&args.out.join("sweep.csv"), present::csv(&table).as_bytes())?;
     let title = format!("{}: a sweep", table.load);
     // If all rows have one capacity there is no curve over capacity.
-    let comparison = comparison(&table);
-    let plots = if comparison.is_some() { Vec::new() } else { plots(&table) };
+    let comparison = present::comparison(&table);
+    let plots = if comparison.is_some() { Vec::new() } else { present::plots(&table) };
     let page = Page { title: &title, comparison, plots, ..Page::default() };
     output::write_file(&args.out.join("sweep.html"), page.render().as_bytes())?;
     write_pictures(&args.out, &page)?;
-    if args.json { output::show(&json) } else { output::show(&text(&table, &args.out)) }
+    if args.json { output::show(&json) } else { output::show(&present::text(&table, &args.out)) }
 }
 
 /// The requests of a seed.
@@ -338,173 +338,4 @@ fn table(load: &str, files: Vec<CellFile>) -> Table {
         figures: over_seeds(runs.into_iter().flatten()),
     });
     Table { version: VERSION, load: load.to_owned(), rows: rows.collect() }
-}
-
-fn figure(row: &Row, name: &str) -> String {
-    match row.figures.get(name) {
-        None => "-".to_owned(),
-        Some(Estimate { mean, half_width: Some(half), .. }) => format!("{mean:.4} ±{half:.4}"),
-        Some(Estimate { mean, .. }) => format!("{mean:.4}"),
-    }
-}
-
-const SHOWN: [(&str, &str); 5] = [
-    ("token_hit_ratio", "token hits"),
-    ("ttft_mean_s", "TTFT mean s"),
-    ("ttft_p99_s", "TTFT p99 s"),
-    ("tpot_mean_s", "TPOT mean s"),
-    ("goodput_requests_per_s", "goodput/s"),
-];
-
-fn text(table: &Table, out: &Path) -> String {
-    let mut text = format!("{}\n\n{:<10}{:<11}{:>12}", table.load, "scheduler", "policy", "blocks");
-    let has = |name: &str| table.rows.iter().any(|row| row.figures.contains_key(name));
-    let shown: Vec<(&str, &str)> = SHOWN.into_iter().filter(|(name, _)| has(name)).collect();
-    shown.iter().for_each(|(_, title)| text += &format!("{title:>20}"));
-    text.push('\n');
-    for row in &table.rows {
-        text += &format!("{:<10}{:<11}{:>12}", row.schedule, row.policy, row.capacity);
-        shown.iter().for_each(|(name, _)| text += &format!("{:>20}", figure(row, name)));
-        text.push('\n');
-    }
-    if table.rows.iter().any(|row| row.seeds > 1) {
-        text += "± is the 95% interval over seeds\n";
-    }
-    text + &format!("{}\n", out.join("sweep.html").display())
-}
-
-fn csv(table: &Table) -> String {
-    let names: std::collections::BTreeSet<&String> =
-        table.rows.iter().flat_map(|row| row.figures.keys()).collect();
-    let mut text = "schedule,policy,capacity_blocks,seeds".to_owned();
-    names.iter().for_each(|name| text += &format!(",{name},{name}_half_width"));
-    text.push('\n');
-    for row in &table.rows {
-        text += &format!("{},{},{},{}", row.schedule, row.policy, row.capacity, row.seeds);
-        for name in &names {
-            let cell = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
-            let estimate = row.figures.get(*name);
-            text +=
-                &format!(",{},{}", cell(estimate.map(|e| e.mean)), cell(estimate.and_then(|e| e.half_width)));
-        }
-        text.push('\n');
-    }
-    text
-}
-
-/// (figure, title, a sentence, label of the y axis, its unit)
-const PLOTS: [(&str, &str, &str, &str, Unit); 4] = [
-    (
-        "token_hit_ratio",
-        "Hit ratio against capacity",
-        "What is found in a cache of this size. Where a curve bends, more memory stops paying.",
-        "prompt tokens found in the cache",
-        Unit::Percent,
-    ),
-    (
-        "ttft_p90_s",
-        "Time to first token against capacity",
-        "Nine of ten requests waited at most so long for their first token.",
-        "time to first token, p90",
-        Unit::Seconds,
-    ),
-    (
-        "tpot_p90_s",
-        "Time per output token against capacity",
-        "Nine of ten requests wrote at least so fast.",
-        "time per output token, p90",
-        Unit::Seconds,
-    ),
-    (
-        "goodput_requests_per_s",
-        "Goodput against capacity",
-        "Requests that met every objective; without objectives, all that finished.",
-        "requests per second",
-        Unit::Count,
-    ),
-];
-
-/// (title, label of the axis, its unit, figures)
-const COMPARED: [(&str, &str, Unit, &[&str]); 6] = [
-    ("Time to first token", "arrival to first token", Unit::Seconds, &["ttft_p50_s", "ttft_p99_s"]),
-    (
-        "Time per output token",
-        "mean of a request, after its first",
-        Unit::Seconds,
-        &["tpot_p50_s", "tpot_p99_s"],
-    ),
-    ("End to end", "arrival to last token", Unit::Seconds, &["end_to_end_p50_s", "end_to_end_p99_s"]),
-    ("Time in queue", "arrival to first admission", Unit::Seconds, &["queue_p50_s", "queue_p99_s"]),
-    ("Goodput", "requests per second that met every objective", Unit::Count, &["goodput_requests_per_s"]),
-    ("Hit ratio", "prompt tokens found in the cache", Unit::Percent, &["token_hit_ratio"]),
-];
-
-impl Table {
-    fn has_several(&self, of: fn(&Row) -> &str) -> bool {
-        self.rows.iter().any(|row| of(row) != of(&self.rows[0]))
-    }
-}
-
-/// `None` if capacities differ, or if there is only one row.
-fn comparison(table: &Table) -> Option<Comparison> {
-    if table.rows.len() < 2 || table.has_several(|row| &row.capacity) {
-        return None;
-    }
-    let (schedules, policies) =
-        (table.has_several(|row| &row.schedule), table.has_several(|row| &row.policy));
-    let name = |row: &Row| match (schedules, policies) {
-        (true, true) => format!("{}, {}", row.schedule, row.policy),
-        (true, false) => row.schedule.clone(),
-        (false, _) => row.policy.clone(),
-    };
-    let quantities = COMPARED.iter().map(|(title, label, unit, figures)| Quantity {
-        title: (*title).to_owned(),
-        label: (*label).to_owned(),
-        unit: *unit,
-        marks: table
-            .rows
-            .iter()
-            .map(|row| figures.iter().filter_map(|figure| row.figures.get(*figure).copied()).collect())
-            .collect(),
-    });
-    let intervals = table.rows.iter().any(|row| row.seeds > 1);
-    let shade = if intervals { " The shade behind a mark is its 95% interval over seeds." } else { "" };
-    Some(Comparison {
-        title: "Side by side".to_owned(),
-        about: format!("Of times, the ring is the median and the disc the 99th percentile.{shade}"),
-        names: table.rows.iter().map(name).collect(),
-        quantities: quantities.collect(),
-    })
-}
-
-fn plots(table: &Table) -> Vec<Plot> {
-    let several = table.has_several(|row| &row.schedule);
-    let curves = |figure: &str| {
-        let mut curves: Vec<Curve> = Vec::new();
-        for row in &table.rows {
-            let name = if several { format!("{}, {}", row.policy, row.schedule) } else { row.policy.clone() };
-            let (Ok(x), Some(estimate)) = (row.capacity.parse::<u32>(), row.figures.get(figure)) else {
-                continue;
-            };
-            let point = Point { x: x.into(), y: estimate.mean, half_width: estimate.half_width };
-            match curves.iter_mut().find(|curve| curve.name == name) {
-                Some(curve) => curve.points.push(point),
-                None => curves.push(Curve { name, points: vec![point] }),
-            }
-        }
-        curves.iter_mut().for_each(|curve| curve.points.sort_by(|a, b| a.x.total_cmp(&b.x)));
-        curves
-    };
-    // Without a bound nothing is evicted, so all policies give the same result. Schedulers still differ.
-    let endless = table.rows.iter().find(|row| row.capacity == "inf").filter(|_| !several);
-    let plots = PLOTS.iter().map(|(name, title, about, y_label, unit)| Plot {
-        title: (*title).to_owned(),
-        about: (*about).to_owned(),
-        x_label: "capacity in blocks".to_owned(),
-        y_label: (*y_label).to_owned(),
-        unit: *unit,
-        curves: curves(name),
-        level: endless.and_then(|row| Some(("without bound".to_owned(), row.figures.get(*name)?.mean))),
-    });
-    plots.collect()
 }

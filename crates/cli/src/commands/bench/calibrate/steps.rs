@@ -1,4 +1,5 @@
 //! Runs steps of a given shape through the scheduler, the cache and the executor of the server.
+use crate::commands::bench::rig::mix;
 use anyhow::{Context, ensure};
 use kvist_cache::{PrefixSpec, Step};
 use kvist_device::Registry;
@@ -145,7 +146,7 @@ impl Steps {
         Ok(Steps {
             scheduler: Scheduler::new(config, cache, None)?,
             executor,
-            vocab: model.decoder().config().vocab as u32,
+            vocab: model.config().vocab as u32,
             served,
             started: Instant::now(),
             next_id: 0,
@@ -282,10 +283,8 @@ impl Steps {
     }
 }
 
-/// The `i`-th token of a stream (SplitMix64; Steele, Lea and Flood, 2014).
+/// The `i`-th token of a stream.
 pub fn token(stream: u64, i: u32, vocab: u32) -> u32 {
-    let mut x = (stream.rotate_left(32) ^ u64::from(i)).wrapping_add(0x9e37_79b9_7f4a_7c15);
-    x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    ((x ^ x >> 31) % u64::from(vocab)) as u32
+    let counter = (stream.rotate_left(32) ^ u64::from(i)).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    (mix(counter) % u64::from(vocab)) as u32
 }

@@ -1,0 +1,109 @@
+//! Steps that keep only some of their tokens, by example. The random tests are in `properties.rs` and `paged.rs`.
+use kvist_cache::kinds::{self, GroupSpec, Visibility};
+use kvist_cache::*;
+
+fn cache(kind: &str, window: Option<u32>) -> Cache {
+    let visibility = Visibility { window, sinks: 0 };
+    let group = GroupSpec { capacity_tokens: 64, visibility, max_step_tokens: 8 };
+    Cache::new(vec![kinds::build(kind, &group).unwrap()])
+}
+
+/// Appends `n_tokens` to `seq` and keeps `kept` of them.
+fn append(cache: &mut Cache, seq: SeqId, n_tokens: u32, kept: Kept<'_>) -> Result<(), Refused> {
+    let spans = [Span::chain(seq, cache.next_position(seq).unwrap(), n_tokens)];
+    let mut plan = StepPlan::default();
+    Step::begin(cache, &StepRequest { spans: &spans }, &mut plan)?.commit_kept(&[kept])
+}
+
+/// Every kind keeps the beginning of a chain, also a ring, which cannot rewind.
+#[test]
+fn every_kind_keeps_a_length() {
+    for kind in kinds::KINDS.iter().map(|kind| kind.name) {
+        let mut cache = cache(kind, Some(9));
+        let seq = SeqId::ONLY;
+        if let Some(mut sequences) = cache.sequences() {
+            sequences.seq_new(seq).unwrap();
+        }
+        for (planned, kept, next) in [(8, 3, 3), (8, 0, 3), (8, 8, 11), (1, 0, 11), (8, 7, 18)] {
+            append(&mut cache, seq, planned, Kept::First(kept)).unwrap();
+            assert_eq!(cache.next_position(seq), Some(next), "{kind}");
+        }
+        let before = cache.report();
+        let refused = append(&mut cache, seq, 4, Kept::First(5));
+        assert_eq!(refused, Err(Refused::KeepsMore { seq, planned: 4, kept: 5 }), "{kind}");
+        let refused = append(&mut cache, seq, 1, Kept::Path(&[NodeId(0)]));
+        assert!(matches!(refused, Err(Refused::NotHere(_))), "{kind}: {refused:?}");
+        assert_eq!(cache.report(), before, "{kind}: a refusal changes nothing");
+    }
+}
+
+/// Blocks of rejected tokens are free at once.
+#[test]
+fn rejected_tokens_occupy_no_blocks() {
+    let mut cache = cache("paged", None);
+    cache.sequences().unwrap().seq_new(SeqId(0)).unwrap();
+    append(&mut cache, SeqId(0), 60, Kept::First(17)).unwrap();
+    let blocks = cache.report()[0].blocks.unwrap();
+    assert_eq!((blocks.total, blocks.free), (4, 2));
+    append(&mut cache, SeqId(0), 40, Kept::All).unwrap();
+}
+
+/// One entry per span; the spans of a step may keep different lengths.
+#[test]
+fn every_span_says_what_it_keeps() {
+    let mut cache = cache("cells", None);
+    let mut spans = Vec::new();
+    for seq in (0..3).map(SeqId) {
+        cache.sequences().unwrap().seq_new(seq).unwrap();
+        spans.push(Span::chain(seq, 0, 5));
+    }
+    let request = StepRequest { spans: &spans };
+    let mut plan = StepPlan::default();
+    let step = Step::begin(&mut cache, &request, &mut plan).unwrap();
+    let refused = step.commit_kept(&[Kept::All, Kept::All]);
+    assert_eq!(refused, Err(Refused::KeptSpans { planned: 3, got: 2 }));
+    let step = Step::begin(&mut cache, &request, &mut plan).unwrap();
+    step.commit_kept(&[Kept::First(2), Kept::First(0), Kept::All]).unwrap();
+    assert_eq!((0..3).map(|seq| cache.next_position(SeqId(seq)).unwrap()).collect::<Vec<_>>(), [2, 0, 5]);
+    assert_eq!(cache.report()[0].used_cells, 7);
+    let kept: Vec<(SeqId, u32)> = plan.spans().iter().map(|span| (span.seq, span.n_tokens)).collect();
+    assert_eq!((kept, plan.n_tokens()), (vec![(SeqId(0), 2), (SeqId(2), 5)], 7));
+}
+
+/// A path of the planned nodes becomes part of the sequence in the commit that adds them.
+#[test]
+fn a_tree_keeps_a_path() {
+    let mut cache = cache("tree", None);
+    let seq = SeqId(0);
+    cache.sequences().unwrap().seq_new(seq).unwrap();
+    append(&mut cache, seq, 3, Kept::All).unwrap();
+    // 0 and 1 are roots; 2 and 3 follow 0; 4 follows 3.
+    let parents = [None, None, Some(NodeId(0)), Some(NodeId(0)), Some(NodeId(3))];
+    let spans = [Span { seq, start: 3, new: New::Tree(&parents) }];
+    let request = StepRequest { spans: &spans };
+    let mut plan = StepPlan::default();
+    for wrong in [&[NodeId(2)][..], &[NodeId(0), NodeId(4)], &[NodeId(5)]] {
+        let step = Step::begin(&mut cache, &request, &mut plan).unwrap();
+        let refused = step.commit_kept(&[Kept::Path(wrong)]);
+        assert_eq!(refused, Err(Refused::BadParent { seq, node: wrong[wrong.len() - 1] }));
+    }
+    let step = Step::begin(&mut cache, &request, &mut plan).unwrap();
+    assert!(matches!(step.commit_kept(&[Kept::First(1)]), Err(Refused::NotHere(_))));
+    let step = Step::begin(&mut cache, &request, &mut plan).unwrap();
+    step.commit_kept(&[Kept::Path(&[NodeId(0), NodeId(3), NodeId(4)])]).unwrap();
+    assert_eq!((cache.next_position(seq), cache.n_nodes(seq)), (Some(6), Some(0)));
+    assert_eq!(cache.report()[0].used_cells, 6);
+}
+
+/// A plan can wait beside the cache, and is of no use once the cache has changed.
+#[test]
+fn a_step_is_made_of_a_plan_while_the_cache_is_unchanged() {
+    let mut cache = cache("contiguous", None);
+    let mut plan = StepPlan::default();
+    let spans = [Span::chain(SeqId::ONLY, 0, 4)];
+    cache.can_run(&StepRequest { spans: &spans }, &mut plan).unwrap();
+    drop(Step::of_plan(&mut cache, &mut plan).expect("nothing has changed"));
+    Step::of_plan(&mut cache, &mut plan).expect("a dropped step changes nothing").commit();
+    assert!(Step::of_plan(&mut cache, &mut plan).is_none());
+    assert_eq!(cache.next_position(SeqId::ONLY), Some(4));
+}

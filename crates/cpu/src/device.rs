@@ -1,0 +1,373 @@
+//! The CPU as a device: it computes each operation when the decoder asks for it, so a submission is done at once.
+use crate::experts;
+use crate::linear::{Input, Inputs, Matrix};
+use crate::{Compute, Cpu, steps};
+use kvist_cache::{StepId, StepPlan};
+use kvist_device::weights::{Encoding, FileTensor, WeightForm};
+use kvist_device::*;
+
+/// `y = scale × x·Wᵀ + b` with `W: [outputs, inputs]`, or an embedding table.
+#[derive(Debug)]
+pub struct Linear {
+    weight: Matrix,
+    scale: f32,
+    bias: Option<Vec<f32>>, // [outputs]
+}
+
+impl Linear {
+    pub(crate) fn outputs(&self) -> usize {
+        self.weight.outputs()
+    }
+    pub(crate) fn inputs(&self) -> usize {
+        self.weight.inputs()
+    }
+    /// `x: [n, inputs]`, `out: [n, outputs]`.
+    pub(crate) fn multiply(&self, compute: &Compute, x: &mut Input<'_>, out: &mut [f32]) {
+        self.weight.multiply(compute, x, out);
+        if self.scale != 1.0 {
+            out.iter_mut().for_each(|y| *y *= self.scale);
+        }
+        if let Some(bias) = &self.bias {
+            for row in out.chunks_exact_mut(self.outputs()) {
+                row.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
+            }
+        }
+    }
+}
+
+/// Activations: rows of the largest step, of which the first ones are in use.
+#[derive(Debug)]
+pub struct Buffer {
+    data: Vec<f32>, // [rows, width]
+    width: usize,
+    rows: RowsOf,
+}
+
+/// Cosines and sines of a step's positions for one rotary embedding: computed once and used by every layer.
+#[derive(Debug)]
+struct Angles {
+    table: RopeTable,
+    cos: Vec<f32>, // [n_tokens, pairs]
+    sin: Vec<f32>,
+}
+
+impl Angles {
+    /// Uses f32 throughout, as transformers does.
+    fn compute(&mut self, positions: &[u32]) {
+        self.cos.clear();
+        self.sin.clear();
+        for &position in positions {
+            for frequency in &self.table.inverse_frequencies {
+                let (sin, cos) = (position as f32 * frequency).sin_cos();
+                self.cos.push(cos * self.table.attention_factor);
+                self.sin.push(sin * self.table.attention_factor);
+            }
+        }
+    }
+}
+
+/// What depends on the step, scratch memory, and the output.
+#[derive(Debug)]
+pub struct Stream {
+    limits: StepLimits,
+    step: Option<StepId>,
+    tickets: u64,
+    tokens: Vec<u32>,
+    positions: Vec<u32>,
+    rows: Vec<u32>,
+    angles: Vec<Angles>, // one per rotary embedding
+    inputs: Inputs,      // the input of a linear layer, converted for its kernel
+    experts: experts::Scratch,
+    output: StepOutput,
+}
+
+impl Stream {
+    fn n(&self, rows: RowsOf) -> usize {
+        match rows {
+            RowsOf::Tokens => self.tokens.len(),
+            RowsOf::Wanted => self.rows.len(),
+        }
+    }
+    /// The rows of `buffer` that this step uses.
+    fn used<'b>(&self, buffer: &'b Buffer) -> &'b [f32] {
+        &buffer.data[..self.n(buffer.rows) * buffer.width]
+    }
+    fn used_mut<'b>(&self, buffer: &'b mut Buffer) -> &'b mut [f32] {
+        let used = self.n(buffer.rows) * buffer.width;
+        &mut buffer.data[..used]
+    }
+}
+
+/// The encoding in memory of a tensor with rows of `row` elements.
+fn resident(stored: Encoding, form: WeightForm, row: usize) -> Encoding {
+    match stored.resident(form, row) {
+        // bf16 is stored in pairs of inputs.
+        Encoding::BF16 if !row.is_multiple_of(2) => Encoding::F32,
+        encoding => encoding,
+    }
+}
+
+impl Footprint for Cpu {
+    fn info(&self) -> DeviceInfo {
+        DeviceInfo { name: "cpu", batch_invariant: self.compute.deterministic, unified_memory: true }
+    }
+
+    fn supports(&self, _: &ModelShape) -> Result<(), BackendError> {
+        Ok(())
+    }
+
+    fn weight_bytes(&self, shape: &[usize], stored: Encoding, form: WeightForm) -> Option<u64> {
+        let (inputs, rows) = shape.split_last()?;
+        let outputs = rows.iter().try_fold(1usize, |n, rows| n.checked_mul(*rows))?;
+        Matrix::resident_bytes(resident(stored, form, *inputs), outputs, *inputs)
+    }
+
+    fn activation_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64> {
+        let n = limits.max_tokens;
+        let angles = 2 * shape.rope_pairs.iter().sum::<usize>();
+        let floats = shape.buffer_elements(limits)?.checked_add(angles.checked_mul(n)?)?;
+        let floats = floats.checked_add(limits.max_rows.checked_mul(shape.vocab)?)?;
+        // The widest layer's input again, in every converted format.
+        let widest = shape.hidden.max(shape.n_heads * shape.head_dim).max(shape.intermediate);
+        let inputs = Inputs::bytes(n.max(limits.max_rows), widest)?;
+        let experts = experts::Scratch::bytes(n, shape)?;
+        u64::try_from(floats.checked_mul(size_of::<f32>())?.checked_add(inputs)?.checked_add(experts)?).ok()
+    }
+}
+
+impl Device for Cpu {
+    type Linear = Linear;
+    type Vector = Vec<f32>;
+    type Buffer = Buffer;
+    type Stream = Stream;
+    /// Any host backend's, so that a model can run over the reference's attention too.
+    type Pools = Box<dyn Pools>;
+
+    fn linear(
+        &self,
+        tensor: FileTensor<'_>,
+        form: WeightForm,
+        bias: Option<Vec<f32>>,
+    ) -> Result<Linear, BackendError> {
+        let (outputs, inputs, scale) = (tensor.n_rows(), tensor.row_len(), tensor.factor);
+        let (name, encoding) = (tensor.name, resident(tensor.encoding, form, inputs));
+        let bytes = tensor.encoded(encoding);
+        let weight = Matrix::pack(&self.compute, encoding, outputs, inputs, &bytes)
+            .map_err(|error| BackendError::Weights { name: name.into(), what: error.to_string() })?;
+        Ok(Linear { weight, scale, bias })
+    }
+
+    fn vector(&self, values: Vec<f32>) -> Result<Vec<f32>, BackendError> {
+        Ok(values)
+    }
+
+    fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<Buffer, BackendError> {
+        Ok(Buffer { data: vec![0.0; rows.most(limits) * width], width, rows })
+    }
+
+    fn stream(
+        &self,
+        shape: &ModelShape,
+        ropes: &[RopeTable],
+        limits: &StepLimits,
+    ) -> Result<Stream, BackendError> {
+        let angles = |table: &RopeTable| {
+            let n = limits.max_tokens * table.inverse_frequencies.len();
+            Angles { table: table.clone(), cos: Vec::with_capacity(n), sin: Vec::with_capacity(n) }
+        };
+        let logits = Vec::with_capacity(limits.max_rows * shape.vocab);
+        Ok(Stream {
+            limits: *limits,
+            step: None,
+            tickets: 0,
+            tokens: Vec::with_capacity(limits.max_tokens),
+            positions: Vec::with_capacity(limits.max_tokens),
+            rows: Vec::with_capacity(limits.max_rows),
+            angles: ropes.iter().map(angles).collect(),
+            inputs: Inputs::default(),
+            experts: experts::Scratch::default(),
+            output: StepOutput { logits, taps: Vec::new() },
+        })
+    }
+
+    fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError> {
+        backend.pools(spec)
+    }
+
+    fn begin(
+        &self,
+        s: &mut Stream,
+        pools: &mut Box<dyn Pools>,
+        plan: &StepPlan,
+        inputs: &StepInputs<'_>,
+    ) -> Result<(), BackendError> {
+        inputs.check(plan, &s.limits)?;
+        s.step = None;
+        pools.begin(plan)?;
+        s.tokens.clear();
+        s.tokens.extend_from_slice(inputs.tokens);
+        plan.positions(&mut s.positions);
+        s.angles.iter_mut().for_each(|angles| angles.compute(&s.positions));
+        s.output.taps.resize_with(inputs.taps.len(), Vec::new);
+        self.want_rows(s, inputs.rows);
+        s.step = Some(plan.id());
+        Ok(())
+    }
+
+    fn want_rows(&self, s: &mut Stream, rows: &[u32]) {
+        s.rows.clear();
+        s.rows.extend_from_slice(rows);
+    }
+
+    fn embed(&self, s: &mut Stream, table: &Linear, scale: f32, out: &mut Buffer) {
+        let out = s.used_mut(out);
+        for (token, row) in s.tokens.iter().zip(out.chunks_exact_mut(table.inputs())) {
+            table.weight.row(*token as usize, row);
+        }
+        if scale != 1.0 {
+            steps::scale(&self.compute, out, scale);
+        }
+    }
+
+    fn rms_norm(&self, s: &mut Stream, x: &Buffer, norm: Norm<'_, Self>, out: &mut Buffer) {
+        steps::rms_norm(&self.compute, s.used(x), norm.weight, norm.eps, s.used_mut(out));
+    }
+
+    fn norm_in_place(&self, s: &mut Stream, x: &mut Buffer, norm: Norm<'_, Self>) {
+        steps::rms_norm_in_place(&self.compute, s.used_mut(x), norm.weight, norm.eps);
+    }
+
+    fn matmul(&self, s: &mut Stream, x: &Buffer, outs: &mut [(&Linear, &mut Buffer)]) {
+        let n = s.n(x.rows);
+        // The layers share the conversions of their input.
+        let mut input = s.inputs.of(&x.data[..n * x.width], x.width);
+        for (layer, out) in outs {
+            layer.multiply(&self.compute, &mut input, &mut out.data[..n * layer.outputs()]);
+        }
+    }
+
+    fn rope(&self, s: &mut Stream, x: &mut Buffer, head_dim: usize, rope: usize) {
+        let heads = x.width / head_dim;
+        let Angles { table, cos, sin } = &s.angles[rope];
+        let pairs = table.inverse_frequencies.len();
+        steps::rotate_pairs(&self.compute, s.used_mut(x), heads, head_dim, cos, sin, pairs);
+    }
+
+    fn gated(&self, s: &mut Stream, activation: Activation, gate: &mut Buffer, up: &Buffer) {
+        steps::gated(&self.compute, activation, s.used_mut(gate), s.used(up));
+    }
+
+    fn experts(
+        &self,
+        s: &mut Stream,
+        x: &Buffer,
+        layer: &Experts<Self>,
+        activation: Activation,
+        out: &mut Buffer,
+    ) {
+        let (x, out) = (s.used(x), s.used_mut(out));
+        experts::run(&self.compute, layer, activation, x, &mut s.inputs, &mut s.experts, out);
+    }
+
+    fn add(&self, s: &mut Stream, x: &mut Buffer, y: &Buffer) {
+        steps::add(&self.compute, s.used_mut(x), s.used(y));
+    }
+
+    fn attend(
+        &self,
+        s: &mut Stream,
+        pools: &mut Box<dyn Pools>,
+        plan: &StepPlan,
+        call: LayerAttention<'_, Self>,
+    ) -> Result<(), BackendError> {
+        let (q, heads, d) = (s.used(call.q), call.q.width / call.head_dim, call.head_dim);
+        let kv = call.kv.map(|(k, v)| (k.width / d, s.used(k), s.used(v)));
+        pools.attend(
+            plan,
+            Attend {
+                layer: call.layer,
+                q: Tensor::dense(q, heads, d),
+                kv: kv.map(|(heads, k, v)| (Tensor::dense(k, heads, d), Tensor::dense(v, heads, d))),
+                out: TensorMut::dense(s.used_mut(call.out), heads, d),
+                scale: call.scale,
+                softcap: call.softcap,
+                sinks: call.sinks.map(Vec::as_slice),
+            },
+        )
+    }
+
+    fn tap(&self, s: &mut Stream, i: usize, x: &Buffer) {
+        let used = s.n(x.rows) * x.width;
+        let tap = &mut s.output.taps[i];
+        tap.clear();
+        tap.extend_from_slice(&x.data[..used]);
+    }
+
+    fn wanted_rows(&self, s: &mut Stream, x: &Buffer, out: &mut Buffer) {
+        for (row, out) in s.rows.iter().zip(out.data.chunks_exact_mut(x.width)) {
+            out.copy_from_slice(&x.data[*row as usize * x.width..][..x.width]);
+        }
+    }
+
+    fn logits(&self, s: &mut Stream, x: &Buffer, head: &Linear, softcap: Option<f32>) {
+        let n = s.n(x.rows);
+        let logits = &mut s.output.logits;
+        logits.resize(n * head.outputs(), 0.0);
+        head.multiply(&self.compute, &mut s.inputs.of(&x.data[..n * x.width], x.width), logits);
+        if let Some(cap) = softcap {
+            steps::softcap(&self.compute, logits, cap);
+        }
+    }
+
+    fn submit(&self, s: &mut Stream) -> Result<Ticket, BackendError> {
+        s.tickets += 1;
+        Ok(Ticket(s.tickets))
+    }
+    fn is_done(&self, _: &Stream, _: Ticket) -> bool {
+        true
+    }
+    fn wait(&self, s: &mut Stream, ticket: Ticket) -> Result<LayersRan, BackendError> {
+        match s.step {
+            Some(step) if ticket == Ticket(s.tickets) => Ok(LayersRan(step)),
+            _ => Err(BackendError::StalePlan),
+        }
+    }
+    fn output(s: &Stream) -> &StepOutput {
+        &s.output
+    }
+    fn output_mut(s: &mut Stream) -> &mut StepOutput {
+        &mut s.output
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tensor<'s>(shape: &'s [usize], bytes: &'s [u8], factor: f32) -> FileTensor<'s> {
+        FileTensor { name: "w", shape, encoding: Encoding::F32, bytes: bytes.into(), factor }
+    }
+
+    #[test]
+    fn a_linear_layer_multiplies_by_its_factor_and_then_adds_its_bias() {
+        let (cpu, x) = (Cpu::default(), [1.0, -2.0]);
+        let bytes: Vec<u8> = [3f32, 4.0, 5.0, 6.0, 7.0, 8.0].iter().flat_map(|w| w.to_le_bytes()).collect();
+        let products = [-5.0, -7.0, -9.0];
+        for (factor, bias) in [(1.0, [0.0; 3]), (0.5, [0.0; 3]), (-2.0, [10.0, 20.0, 30.0])] {
+            let tensor = tensor(&[3, 2], &bytes, factor);
+            let layer = cpu.linear(tensor, WeightForm::AsStored, Some(bias.to_vec())).unwrap();
+            let mut out = [f32::NAN; 3];
+            layer.multiply(&cpu.compute, &mut Inputs::default().of(&x, 2), &mut out);
+            assert_eq!(out, [0, 1, 2].map(|i| products[i] * factor + bias[i]));
+        }
+    }
+
+    #[test]
+    fn weights_without_kernels_take_another_encoding() {
+        let bytes = |encoding, row| Cpu::default().weight_bytes(&[16, row], encoding, WeightForm::AsStored);
+        // bf16 is stored in pairs of inputs, so an odd row becomes f32.
+        assert_eq!((bytes(Encoding::BF16, 32), bytes(Encoding::BF16, 33)), (Some(32 * 32), Some(33 * 64)));
+        assert_eq!(bytes(Encoding::F64, 32), bytes(Encoding::F32, 32));
+        assert_eq!(bytes(Encoding::Q4K, 32), None, "not whole blocks");
+    }
+}

@@ -1,0 +1,328 @@
+//! What a device is: it keeps weights, activations and KV pools, and computes the dozen operations of a decoder.
+//!
+//! A decoder is written once, generic over [`Device`] (`kvist_model::Decoder`). The type parameter ends there: callers
+//! hold a [`Network`](crate::Network), with one virtual call per step.
+//!
+//! Operations are recorded in a [`Device::Stream`]. No argument of an operation depends on the step: tokens, positions,
+//! block tables and wanted rows are uploaded once, in [`Device::begin`]. A device can thus capture the operations of
+//! one step and replay them for the next.
+use crate::error::BackendError;
+use crate::network::{LayersRan, StepInputs, StepOutput, Ticket};
+use crate::pools::{Backend, PoolSpec, Pools};
+use crate::weights::{Encoding, FileTensor, WeightForm};
+use kvist_cache::{LayerId, StepPlan};
+
+/// The sizes of a model that determine its buffers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelShape {
+    pub hidden: usize,
+    pub n_heads: usize,
+    pub n_kv_heads: usize,
+    pub head_dim: usize,
+    pub vocab: usize,
+    /// Width of the dense MLPs; 0 if there are none.
+    pub intermediate: usize,
+    /// The experts of routed layers.
+    pub routing: Option<Routing>,
+    /// Rotated pairs per head of each rotary embedding.
+    pub rope_pairs: Vec<usize>,
+}
+
+/// The experts of a layer: gated MLPs, of which each token uses a few.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Routing {
+    pub n_experts: usize,
+    /// Experts per token.
+    pub used: usize,
+    /// Width of each expert.
+    pub width: usize,
+    /// Normalise the weights of the selected experts to a sum of 1.
+    pub renormalise: bool,
+}
+
+/// The largest step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepLimits {
+    pub max_tokens: usize,
+    /// Rows whose logits are computed at once.
+    pub max_rows: usize,
+}
+
+/// How many rows a buffer has: one per token of the step, or one per wanted row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowsOf {
+    Tokens,
+    Wanted,
+}
+
+impl RowsOf {
+    /// Rows of the largest step.
+    pub fn most(self, limits: &StepLimits) -> usize {
+        match self {
+            RowsOf::Tokens => limits.max_tokens,
+            RowsOf::Wanted => limits.max_rows,
+        }
+    }
+}
+
+impl ModelShape {
+    /// Every buffer of a decoder's forward pass, with its width in elements.
+    pub fn buffers(&self) -> [(RowsOf, usize); 10] {
+        let (q, kv) = (self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim);
+        [
+            (RowsOf::Tokens, self.hidden),       // the residual stream
+            (RowsOf::Tokens, self.hidden),       // normed
+            (RowsOf::Tokens, q),                 // queries
+            (RowsOf::Tokens, kv),                // keys
+            (RowsOf::Tokens, kv),                // values
+            (RowsOf::Tokens, q),                 // output of attention
+            (RowsOf::Tokens, self.hidden),       // output of a block, before it is added
+            (RowsOf::Tokens, self.intermediate), // gate
+            (RowsOf::Tokens, self.intermediate), // up
+            (RowsOf::Wanted, self.hidden),       // the rows whose logits are wanted
+        ]
+    }
+
+    /// Elements of all [`buffers`](Self::buffers) at the largest step. `None` on overflow.
+    pub fn buffer_elements(&self, limits: &StepLimits) -> Option<usize> {
+        self.buffers()
+            .iter()
+            .try_fold(0usize, |sum, (rows, width)| sum.checked_add(rows.most(limits).checked_mul(*width)?))
+    }
+}
+
+/// The activation of a gated MLP, and how it is combined with the gated values (Shazeer, 2020).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Activation {
+    /// `silu(gate) * up`, `silu(x) = x * sigmoid(x)`
+    Silu,
+    /// `gelu(gate) * up`, tanh approximation (Hendrycks and Gimpel, 2016)
+    Gelu,
+    /// `g * sigmoid(1.702 g) * (u + 1)`, with `g = min(gate, limit)` and `u` = `up` clamped to ±`limit` (gpt-oss)
+    Clamped { limit: f32 },
+}
+
+/// One rotary position embedding (Su et al., 2021), in the half-split form of the Hugging Face checkpoints.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RopeTable {
+    /// `[pairs]`: the first `2 × pairs` elements of a head are rotated.
+    pub inverse_frequencies: Vec<f32>,
+    /// Multiplies cos and sin (YaRN); 1 otherwise.
+    pub attention_factor: f32,
+}
+
+/// What a device is, for schedulers and documentation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    pub name: &'static str,
+    /// Whether a row's results depend only on that row, never on the rest of its batch. Guarantees such as "the same
+    /// text alone and in a batch" hold on devices that say so.
+    pub batch_invariant: bool,
+    /// Whether the device computes in the host's memory. Its budget is then the host's or a part of it.
+    pub unified_memory: bool,
+}
+
+/// What a model takes on a device, before anything is loaded. The part of a device that needs no type parameters.
+pub trait Footprint: Send + Sync {
+    fn info(&self) -> DeviceInfo;
+
+    /// Refuses a model that the device cannot run as a whole, and names what is missing. There is no silent fallback.
+    fn supports(&self, shape: &ModelShape) -> Result<(), BackendError>;
+
+    /// Bytes in memory of a linear layer's weights without its bias, or of an embedding table. `None` on overflow, or if
+    /// rows are not whole blocks.
+    fn weight_bytes(&self, shape: &[usize], stored: Encoding, form: WeightForm) -> Option<u64>;
+
+    /// Bytes of the buffers, uploads and outputs of the largest step: exactly what [`Device::buffer`] and
+    /// [`Device::stream`] allocate for a decoder of this shape. `None` on overflow.
+    fn activation_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64>;
+}
+
+/// A gated MLP's weights.
+pub struct GatedMlp<D: Device> {
+    pub gate: D::Linear,
+    pub up: D::Linear,
+    pub down: D::Linear,
+}
+
+/// A mixture of experts. `p = softmax(x·Wrouter)`, `y = Σ pᵢ · expertᵢ(x)` over the likeliest few.
+pub struct Experts<D: Device> {
+    /// `[n_experts, hidden]`
+    pub router: D::Linear,
+    pub experts: Vec<GatedMlp<D>>,
+    pub routing: Routing,
+}
+
+/// An RMS norm: its weights and epsilon.
+pub struct Norm<'a, D: Device> {
+    pub weight: &'a D::Vector,
+    pub eps: f32,
+}
+
+impl<D: Device> Clone for Norm<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D: Device> Copy for Norm<'_, D> {}
+
+/// The attention of one layer.
+pub struct LayerAttention<'a, D: Device> {
+    pub layer: LayerId,
+    /// `[n_tokens, n_heads, head_dim]`, after RoPE.
+    pub q: &'a D::Buffer,
+    /// `[n_tokens, n_kv_heads, head_dim]` each, K after RoPE. `None` for a layer that reads another layer's K and V.
+    pub kv: Option<(&'a D::Buffer, &'a D::Buffer)>,
+    /// `[n_tokens, n_heads, head_dim]`, overwritten.
+    pub out: &'a mut D::Buffer,
+    pub head_dim: usize,
+    /// Multiplies every score.
+    pub scale: f32,
+    /// Scores become `cap * tanh(score / cap)`.
+    pub softcap: Option<f32>,
+    /// One extra score per query head, without a value (gpt-oss).
+    pub sinks: Option<&'a D::Vector>,
+}
+
+/// A device: the memory and the operations of a decoder.
+///
+/// Buffers hold rows; a buffer's number of rows follows from the step ([`RowsOf`]). Operations overwrite `out`.
+pub trait Device: Footprint + Sized + 'static {
+    /// The weights of a linear layer with its bias, or an embedding table.
+    type Linear: Send + Sync;
+    /// The weights of a norm, or attention sinks.
+    type Vector: Send + Sync;
+    /// Activations, in the device's own element type.
+    type Buffer: Send;
+    /// What operations of a step are recorded in or executed with.
+    type Stream: Send;
+    type Pools: Pools;
+
+    /// Loads `[outputs, inputs]` weights, and the bias of the outputs if the layer has one. An embedding table has none
+    /// and no factor.
+    fn linear(
+        &self,
+        tensor: FileTensor<'_>,
+        form: WeightForm,
+        bias: Option<Vec<f32>>,
+    ) -> Result<Self::Linear, BackendError>;
+    fn vector(&self, values: Vec<f32>) -> Result<Self::Vector, BackendError>;
+
+    fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<Self::Buffer, BackendError>;
+    fn stream(
+        &self,
+        shape: &ModelShape,
+        ropes: &[RopeTable],
+        limits: &StepLimits,
+    ) -> Result<Self::Stream, BackendError>;
+    /// KV pools in which this device's attention works. A host device accepts any host backend; others accept only their
+    /// own.
+    fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<Self::Pools, BackendError>;
+
+    /// Starts a step: the pools grow, and everything that depends on the step is uploaded, once. On `Err` nothing
+    /// visible has changed.
+    fn begin(
+        &self,
+        stream: &mut Self::Stream,
+        pools: &mut Self::Pools,
+        plan: &StepPlan,
+        inputs: &StepInputs<'_>,
+    ) -> Result<(), BackendError>;
+    /// Replaces the wanted rows of the current step, ascending and at most as many as the limits allow.
+    fn want_rows(&self, stream: &mut Self::Stream, rows: &[u32]);
+
+    /// The rows of the step's tokens, times `scale`.
+    fn embed(&self, stream: &mut Self::Stream, table: &Self::Linear, scale: f32, out: &mut Self::Buffer);
+    /// `out = weight * x / sqrt(mean(x²) + eps)` for every row (Zhang and Sennrich, 2019).
+    fn rms_norm(
+        &self,
+        stream: &mut Self::Stream,
+        x: &Self::Buffer,
+        norm: Norm<'_, Self>,
+        out: &mut Self::Buffer,
+    );
+    /// [`rms_norm`](Self::rms_norm) in place, over rows as long as the weights: heads of q and k, or whole rows.
+    fn norm_in_place(&self, stream: &mut Self::Stream, x: &mut Self::Buffer, norm: Norm<'_, Self>);
+    /// `out = x·Wᵀ + b` for each of the layers, which share their input.
+    fn matmul(
+        &self,
+        stream: &mut Self::Stream,
+        x: &Self::Buffer,
+        outs: &mut [(&Self::Linear, &mut Self::Buffer)],
+    );
+    /// Rotates every head of `x: [n_tokens, heads, head_dim]` by the angles of its token, from rotary embedding `rope`.
+    fn rope(&self, stream: &mut Self::Stream, x: &mut Self::Buffer, head_dim: usize, rope: usize);
+    /// `gate = activation(gate, up)`
+    fn gated(
+        &self,
+        stream: &mut Self::Stream,
+        activation: Activation,
+        gate: &mut Self::Buffer,
+        up: &Self::Buffer,
+    );
+    /// `out` = the weighted sum of the outputs of each token's experts, added in order of expert number.
+    fn experts(
+        &self,
+        stream: &mut Self::Stream,
+        x: &Self::Buffer,
+        layer: &Experts<Self>,
+        activation: Activation,
+        out: &mut Self::Buffer,
+    );
+    /// `x += y`
+    fn add(&self, stream: &mut Self::Stream, x: &mut Self::Buffer, y: &Self::Buffer);
+    /// Writes the layer's K and V into the cells of the plan, then attends over exactly the cells that its reads name.
+    fn attend(
+        &self,
+        stream: &mut Self::Stream,
+        pools: &mut Self::Pools,
+        plan: &StepPlan,
+        call: LayerAttention<'_, Self>,
+    ) -> Result<(), BackendError>;
+    /// Keeps `x`, the residual stream after a layer, as tap `i` of the step's output.
+    fn tap(&self, stream: &mut Self::Stream, i: usize, x: &Self::Buffer);
+    /// Gathers the wanted rows of `x` into `out`.
+    fn wanted_rows(&self, stream: &mut Self::Stream, x: &Self::Buffer, out: &mut Self::Buffer);
+    /// The step's output: logits of the wanted rows, with a softcap if the model has one.
+    fn logits(&self, stream: &mut Self::Stream, x: &Self::Buffer, head: &Self::Linear, softcap: Option<f32>);
+
+    /// [`rms_norm`](Self::rms_norm) into `h`, then [`matmul`](Self::matmul) of `h`.
+    fn norm_matmul(
+        &self,
+        stream: &mut Self::Stream,
+        x: &Self::Buffer,
+        norm: Norm<'_, Self>,
+        h: &mut Self::Buffer,
+        outs: &mut [(&Self::Linear, &mut Self::Buffer)],
+    ) {
+        self.rms_norm(stream, x, norm, h);
+        self.matmul(stream, h, outs);
+    }
+    /// `sum += norm(x·Wᵀ + b)`; `projected` holds the product meanwhile. Most models have no norm here.
+    fn matmul_add(
+        &self,
+        stream: &mut Self::Stream,
+        x: &Self::Buffer,
+        layer: &Self::Linear,
+        norm: Option<Norm<'_, Self>>,
+        projected: &mut Self::Buffer,
+        sum: &mut Self::Buffer,
+    ) {
+        self.matmul(stream, x, &mut [(layer, projected)]);
+        if let Some(norm) = norm {
+            self.norm_in_place(stream, projected, norm);
+        }
+        self.add(stream, sum, projected);
+    }
+
+    /// Submits the recorded operations. A device that computes as it records is done already.
+    fn submit(&self, stream: &mut Self::Stream) -> Result<Ticket, BackendError>;
+    /// Whether the submission has finished. Never blocks.
+    fn is_done(&self, stream: &Self::Stream, ticket: Ticket) -> bool;
+    /// Waits for the submission. Its results are in [`output`](Self::output) afterwards.
+    fn wait(&self, stream: &mut Self::Stream, ticket: Ticket) -> Result<LayersRan, BackendError>;
+    /// The output of the last step that was waited for.
+    fn output(stream: &Self::Stream) -> &StepOutput;
+    /// [`output`](Self::output), for samplers that modify logits in place.
+    fn output_mut(stream: &mut Self::Stream) -> &mut StepOutput;
+}

@@ -1,0 +1,153 @@
+//! A model on a device, without type parameters: the network that executes steps, and a step in flight.
+use crate::device::StepLimits;
+use crate::error::{BackendError, StepError};
+use crate::pools::{Backend, PoolSpec, Pools};
+use kvist_cache::{LayerId, Step, StepId, StepPlan};
+
+/// What a step computes. A network copies what it needs before [`Network::submit`] returns.
+#[derive(Clone, Copy, Debug)]
+pub struct StepInputs<'a> {
+    /// The tokens of the plan's spans, in batch order. They must lie inside the vocabulary.
+    pub tokens: &'a [u32],
+    /// Batch rows whose logits are computed, ascending; at most [`StepLimits::max_rows`].
+    pub rows: &'a [u32],
+    /// Layers whose output, the residual stream after them, is kept.
+    pub taps: &'a [LayerId],
+}
+
+impl StepInputs<'_> {
+    /// Checks what every device relies on: a token for each of the plan, and no more than the limits.
+    pub fn check(&self, plan: &StepPlan, limits: &StepLimits) -> Result<(), BackendError> {
+        let n = plan.n_tokens() as usize;
+        if self.tokens.len() != n || n > limits.max_tokens {
+            let expected = vec![n.min(limits.max_tokens)];
+            return Err(BackendError::Shape {
+                what: "tokens of a step",
+                expected,
+                elements: self.tokens.len(),
+            });
+        }
+        if self.rows.len() > limits.max_rows {
+            let (index, len) = (self.rows.len() - 1, limits.max_rows);
+            return Err(BackendError::OutOfRange { what: "row of logits", index, len });
+        }
+        match self.rows.iter().find(|row| **row as usize >= n) {
+            Some(&row) => Err(BackendError::OutOfRange { what: "row", index: row as usize, len: n }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The results of a step.
+#[derive(Clone, Debug, Default)]
+pub struct StepOutput {
+    /// `[rows, vocab]`, in the order of [`StepInputs::rows`].
+    pub logits: Vec<f32>,
+    /// `[n_tokens, hidden]` for each layer of [`StepInputs::taps`], in their order.
+    pub taps: Vec<Vec<f32>>,
+}
+
+/// A submission to a device. Tickets of one network ascend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Ticket(pub u64);
+
+/// Every layer of this step has run. [`InFlight::finish`] compares the id with its own step's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayersRan(pub StepId);
+
+/// A model's weights on a device.
+pub trait LoadedModel: Send + Sync {
+    /// A network with empty KV pools in `backend`, and buffers for the largest step.
+    fn open(
+        &self,
+        backend: &dyn Backend,
+        spec: &PoolSpec,
+        limits: &StepLimits,
+    ) -> Result<Box<dyn Network>, BackendError>;
+}
+
+/// A model with KV pools, ready to execute the steps of one cache. A runtime that executes whole graphs may implement
+/// this trait directly.
+pub trait Network: Send {
+    /// Starts a step. The plan must have its reads. On `Err` the step must not be committed.
+    fn submit(&mut self, plan: &StepPlan, inputs: &StepInputs<'_>) -> Result<Ticket, BackendError>;
+    /// Whether the submission has finished. Never blocks.
+    fn is_done(&self, ticket: Ticket) -> bool;
+    /// Waits for the submission.
+    fn wait(&mut self, ticket: Ticket) -> Result<LayersRan, BackendError>;
+    /// The output of the last step that was waited for.
+    fn output(&self) -> &StepOutput;
+    /// [`output`](Self::output), for samplers that modify logits in place.
+    fn output_mut(&mut self) -> &mut StepOutput;
+    /// Replaces the logits in the output by those of other rows of the last step, ascending and at most
+    /// [`StepLimits::max_rows`].
+    fn recompute_logits(&mut self, rows: &[u32]) -> Result<(), BackendError>;
+    fn pools(&self) -> &dyn Pools;
+    fn pools_mut(&mut self) -> &mut dyn Pools;
+}
+
+/// A step that a network executes. It owns the cache's [`Step`], so nothing can change the cache until
+/// [`finish`](Self::finish) returns it. Dropping or leaking it abandons the step: only free cells were written.
+///
+/// ```compile_fail,E0499
+/// use kvist_cache::{Cache, SeqId, Step, StepPlan, StepRequest};
+/// use kvist_device::{InFlight, Network, StepInputs};
+/// fn f(cache: &mut Cache, plan: &mut StepPlan, request: &StepRequest<'_>, net: &mut dyn Network, inputs: &StepInputs<'_>) {
+///     let step = Step::begin(cache, request, plan).unwrap();
+///     let in_flight = InFlight::submit(step, net, inputs).unwrap();
+///     cache.sequences().unwrap().seq_rm(SeqId(0), 0, 9).unwrap(); // the step in flight borrows the cache
+///     in_flight.finish().unwrap().commit();
+/// }
+/// ```
+///
+/// A step with bytes commits only after it has finished:
+///
+/// ```compile_fail,E0599
+/// use kvist_device::InFlight;
+/// fn f(in_flight: InFlight<'_, '_>) {
+///     in_flight.commit();
+/// }
+/// ```
+#[must_use = "a step that is dropped is abandoned"]
+pub struct InFlight<'c, 'n> {
+    step: Step<'c>,
+    ticket: Ticket,
+    network: &'n mut dyn Network,
+}
+
+impl<'c, 'n> InFlight<'c, 'n> {
+    /// Submits a step. On `Err` the step is abandoned.
+    pub fn submit(
+        mut step: Step<'c>,
+        network: &'n mut dyn Network,
+        inputs: &StepInputs<'_>,
+    ) -> Result<Self, StepError> {
+        let ticket = network.submit(step.with_reads(), inputs)?;
+        Ok(InFlight { step, ticket, network })
+    }
+    /// Whether [`finish`](Self::finish) would return at once.
+    pub fn is_done(&self) -> bool {
+        self.network.is_done(self.ticket)
+    }
+    /// Waits until every layer has run. The results are in [`Network::output`]. On `Err` the step is abandoned.
+    pub fn finish(self) -> Result<Computed<'c>, BackendError> {
+        let LayersRan(step) = self.network.wait(self.ticket)?;
+        match step == self.step.plan().id() {
+            true => Ok(Computed { step: self.step }),
+            false => Err(BackendError::StalePlan),
+        }
+    }
+}
+
+/// A step whose layers have all run.
+#[must_use = "a step that is dropped is abandoned"]
+pub struct Computed<'c> {
+    step: Step<'c>,
+}
+
+impl Computed<'_> {
+    /// Applies the step: the new tokens become part of their sequences.
+    pub fn commit(self) {
+        self.step.commit();
+    }
+}

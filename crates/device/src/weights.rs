@@ -1,0 +1,93 @@
+//! Weights as files store them: the encodings, their exact conversions, and a scalar decoder.
+//!
+//! A device decides how it keeps a tensor in memory. It takes the file's codes ([`FileTensor::encoded`]) or floats
+//! ([`FileTensor::to_f32`]).
+pub mod blocks;
+mod encoding;
+mod exact;
+pub mod super_blocks;
+
+pub use encoding::{Encoding, WeightForm};
+use std::borrow::Cow;
+
+/// A tensor of a file. Its rows are in the order of Hugging Face checkpoints.
+#[derive(Clone, Debug)]
+pub struct FileTensor<'s> {
+    /// The tensor's name in the file, for errors.
+    pub name: &'s str,
+    /// Slowest dimension first.
+    pub shape: &'s [usize],
+    pub encoding: Encoding,
+    /// Consecutive rows in the encoding's own blocks, as many as the shape requires.
+    pub bytes: Cow<'s, [u8]>,
+    /// Multiplies every element.
+    pub factor: f32,
+}
+
+impl<'s> FileTensor<'s> {
+    /// Elements of a row: the last dimension.
+    pub fn row_len(&self) -> usize {
+        self.shape.last().copied().unwrap_or(1)
+    }
+    /// Number of rows: the product of all dimensions but the last.
+    pub fn n_rows(&self) -> usize {
+        self.shape.split_last().map_or(1, |(_, rows)| rows.iter().product())
+    }
+
+    /// The tensor in `resident`, without the factor: f32, q8_0 or the tensor's own [`Encoding::exact`]. Decodes only if
+    /// the encoding changes.
+    pub fn encoded(self, resident: Encoding) -> Cow<'s, [u8]> {
+        match resident {
+            same if same == self.encoding.exact() => exact::exact(self.encoding, self.bytes),
+            Encoding::Q8_0 => Cow::Owned(exact::to_q8_0(&self.decoded())),
+            _ => Cow::Owned(self.decoded().iter().flat_map(|x| x.to_le_bytes()).collect()),
+        }
+    }
+
+    /// Every element as f32, with the factor.
+    pub fn to_f32(self) -> Vec<f32> {
+        let factor = self.factor;
+        let mut all = self.decoded();
+        if factor != 1.0 {
+            all.iter_mut().for_each(|x| *x *= factor);
+        }
+        all
+    }
+
+    fn decoded(self) -> Vec<f32> {
+        let encoding = self.encoding.exact();
+        let bytes = exact::exact(self.encoding, self.bytes);
+        let (elements, size) = encoding.block();
+        let mut all = vec![0.0; bytes.len() / size * elements];
+        let decode = decoder(encoding);
+        bytes
+            .chunks_exact(size)
+            .zip(all.chunks_exact_mut(elements))
+            .for_each(|(block, out)| decode(block, out));
+        all
+    }
+}
+
+/// The function that decodes a block of `encoding`, which is its own [`Encoding::exact`].
+fn decoder(encoding: Encoding) -> fn(&[u8], &mut [f32]) {
+    match encoding {
+        Encoding::F16 => |x, out| out[0] = half::f16::from_le_bytes([x[0], x[1]]).to_f32(),
+        Encoding::BF16 => |x, out| out[0] = half::bf16::from_le_bytes([x[0], x[1]]).to_f32(),
+        Encoding::Q8_0 => blocks::decode::<blocks::Q8_0>,
+        Encoding::Q4_0 => blocks::decode::<blocks::Q4_0>,
+        Encoding::Q4_1 => blocks::decode::<blocks::Q4_1>,
+        Encoding::Q5_0 => blocks::decode::<blocks::Q5_0>,
+        Encoding::Q5_1 => blocks::decode::<blocks::Q5_1>,
+        Encoding::Iq4Nl => blocks::decode::<blocks::Iq4Nl>,
+        Encoding::Mxfp4 => blocks::decode::<blocks::Mxfp4>,
+        Encoding::Q2K => super_blocks::decode::<super_blocks::Q2K>,
+        Encoding::Q3K => super_blocks::decode::<super_blocks::Q3K>,
+        Encoding::Q4K => super_blocks::decode::<super_blocks::Q4K>,
+        Encoding::Q5K => super_blocks::decode::<super_blocks::Q5K>,
+        Encoding::Q6K => super_blocks::decode::<super_blocks::Q6K>,
+        Encoding::Iq4Xs => super_blocks::decode::<super_blocks::Iq4Xs>,
+        Encoding::Few => super_blocks::decode::<super_blocks::Few>,
+        // f32, and what is not its own exact encoding.
+        _ => |x, out| out[0] = f32::from_le_bytes([x[0], x[1], x[2], x[3]]),
+    }
+}

@@ -1,0 +1,436 @@
+//! The serving engine: one thread runs a model for many requests at a time, with continuous batching and a shared
+//! prefix cache.
+//!
+//! [`Engine`] is the handle: jobs go in, events come back. [`Engine::submit`] takes a [`Job`] and returns a
+//! [`GenerationHandle`], which receives the [`Event`]s; dropping it cancels the job. A separate thread owns the
+//! scheduler, the cache and the KV memory. Only [`GenerationHandle::blocking_next`] blocks on it; the `async` functions
+//! need no particular runtime.
+//!
+//! ```
+//! use kvist_device::MemoryBudget;
+//! use kvist_engine::devices;
+//! use kvist_engine::memory::CacheConfig;
+//! use kvist_engine::serving::{Engine, EngineConfig, Event, Job};
+//! use kvist_model::{LoadOptions, Model, ModelFile};
+//! use std::sync::Arc;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let budget = MemoryBudget::unlimited();
+//! let model = Model::load(&ModelFile::Embedded, &LoadOptions::default(), &budget, &mut |_, _| {})?;
+//! let tokenizer = model.tokenizer().ok_or("the embedded model has a tokenizer")?;
+//! let prompt = tokenizer.encode("The borrow checker", true)?;
+//! let config = EngineConfig::new(CacheConfig::new(1024)); // the cache holds 1,024 tokens, over all requests
+//! let engine = Engine::start(Arc::new(model), &devices::all(), config)?;
+//!
+//! let mut generation = engine.submit(Job::new(prompt, 16))?;
+//! let mut text = String::new();
+//! while let Some(event) = generation.blocking_next() {
+//!     match event {
+//!         Event::Token(token) => text += &token.text,
+//!         Event::Done(done) => text += &done.text,
+//!         Event::Failed(failure) => return Err(failure.into()),
+//!         Event::Admitted { .. } | Event::Prompt(_) => {}
+//!     }
+//! }
+//! assert!(!text.is_empty());
+//! # Ok(())
+//! # }
+//! ```
+mod job;
+mod quota;
+mod request;
+mod thread;
+
+use crate::Error;
+use crate::executor::{ModelExecutor, PagedConfig};
+use crate::memory::CacheConfig;
+pub use job::*;
+use kvist_cache::PrefixSpec;
+use kvist_device::{Purpose, Registry};
+use kvist_model::Model;
+use kvist_scheduler::{Config, Counters, Ended, RequestId, Scheduler};
+pub use quota::{QuotaFull, QuotaSlot, TenantQuota};
+use std::collections::BTreeMap;
+use std::future::poll_fn;
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::SeqCst};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::task::Poll;
+use std::time::{Duration, Instant};
+use thread::{Arrival, Command, Thread};
+use tokio::sync::{mpsc, watch};
+
+/// Configuration of an engine, besides the model.
+pub struct EngineConfig {
+    /// The cache. [`EngineConfig::fit`] sets its `max_step_tokens` and `max_rows` to those of the largest batch.
+    pub paged: PagedConfig,
+    pub scheduler: Config,
+    /// Largest number of waiting requests. More are rejected.
+    pub max_queue: usize,
+    /// The tenants, each once. The queue is divided among them. If empty, all requests share one queue.
+    pub tenants: Vec<Arc<str>>,
+    /// Record the logs from which everything can be replayed. Watchers collect them.
+    pub record: bool,
+    /// Observers of every step; see [`Engine::add_watcher`].
+    pub watchers: Vec<Box<dyn Watcher>>,
+}
+
+impl EngineConfig {
+    /// A paged cache with prefix caching, in blocks of 16 tokens, and the scheduler's defaults. All requests share one
+    /// queue of 256. `cache` says how many tokens the cache holds, over all requests, and how it stores them; its kind
+    /// is ignored.
+    pub fn new(cache: CacheConfig) -> Self {
+        let cache = CacheConfig { kind: "paged".into(), ..cache };
+        let mut config = EngineConfig {
+            paged: PagedConfig { cache, block_tokens: 16, prefix: Some(PrefixSpec::default()) },
+            scheduler: Config::default(),
+            max_queue: 256,
+            tenants: Vec::new(),
+            record: false,
+            watchers: Vec::new(),
+        };
+        config.fit();
+        config
+    }
+
+    /// Set the cache's step and row limits to the largest batch that the scheduler can build.
+    pub fn fit(&mut self) {
+        self.paged.cache.max_step_tokens = self.scheduler.max_batch_tokens;
+        self.paged.cache.max_rows = self.scheduler.max_batch;
+    }
+}
+
+/// Observes the scheduler and the cache after every step. Runs on the engine thread, so it must be fast.
+pub trait Watcher: Send {
+    /// A job was queued under this id and name. [`Watcher::ended`] follows, possibly after some steps.
+    fn arrived(&mut self, id: RequestId, name: &JobName) {
+        let _ = (id, name);
+    }
+    /// A request ended, either in the step that the next [`Watcher::stepped`] reports, or between two steps.
+    fn ended(&mut self, ended: &Ended) {
+        let _ = ended;
+    }
+    /// A step ran from `now_ns` to `end_ns` on the engine's clock, or nothing was to be computed at `now_ns`.
+    fn stepped(&mut self, now_ns: u64, end_ns: u64, state: &mut EngineState);
+}
+
+/// The scheduler and the executor of the engine thread. Watchers and [`Engine::inspect`] access them between steps.
+pub struct EngineState {
+    pub scheduler: Scheduler,
+    pub executor: ModelExecutor,
+    started: Instant,
+}
+
+impl EngineState {
+    /// The engine's clock: nanoseconds since the engine started.
+    pub fn now_ns(&self) -> u64 {
+        self.ns_of(Instant::now())
+    }
+
+    fn ns_of(&self, at: Instant) -> u64 {
+        u64::try_from(at.saturating_duration_since(self.started).as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    fn instant_of(&self, ns: u64) -> Instant {
+        self.started + Duration::from_nanos(ns)
+    }
+}
+
+/// KV memory by the memory plan, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KvBytes {
+    /// K and V of one token, in all layers.
+    pub per_token: u64,
+    /// The most that K and V ever take.
+    pub bound: u64,
+}
+
+/// Counters since the start, and cache occupancy at the end of the last step.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct EngineStats {
+    pub running: usize,
+    pub waiting: usize,
+    pub counters: Counters,
+    /// KV cells of the layer group in which the scheduler counts capacity.
+    pub capacity_cells: u64,
+    pub held_cells: u64,
+    /// Cells that are cached in the prefix index and that no request references.
+    pub idle_cells: u64,
+    pub free_cells: u64,
+    /// Blocks that the prefix index stored, and blocks that were evicted from it.
+    pub stored_blocks: u64,
+    pub evicted_blocks: u64,
+    /// Hit rates of the most recent prefix lookups.
+    pub recent_hits: kvist_cache::HitCounts,
+    /// Bytes reserved for KV.
+    pub kv_bytes: u64,
+    /// KV bytes, as stored, that attention has read.
+    pub kv_bytes_read: u64,
+    /// Nanoseconds spent in steps.
+    pub busy_ns: u64,
+}
+
+/// A handle on the engine thread. Cheap to clone. When the last handle is dropped, the thread ends.
+#[derive(Clone)]
+pub struct Engine {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    model: Arc<Model>,
+    commands: Sender<Command>,
+    next_id: AtomicU64,
+    /// Slots of waiting jobs: reserved or submitted, and neither admitted nor ended.
+    queue: TenantQuota,
+    /// Requests that were rejected because the queue was full. Further answers of a running request do not count.
+    rejected: AtomicU64,
+    draining: AtomicBool,
+    stats: Mutex<EngineStats>,
+    /// Jobs that have not ended.
+    live: watch::Sender<usize>,
+    /// Closed when the thread has ended.
+    is_gone: watch::Receiver<()>,
+    capacity_tokens: u64,
+    kv_bytes: KvBytes,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // The thread may be gone already.
+        let _ = self.commands.send(Command::Stop);
+    }
+}
+
+/// Events that the engine sent and the client has not received yet, and the number of tokens among them.
+struct UnreadEvents {
+    events: mpsc::UnboundedReceiver<Event>,
+    n: Arc<AtomicUsize>,
+}
+
+/// A job in the queue or the batch. Dropping it cancels the job: its memory is free before the next step.
+pub struct GenerationHandle {
+    pub id: RequestId,
+    events: UnreadEvents,
+    ended: bool,
+    shared: Arc<Shared>,
+}
+
+impl GenerationHandle {
+    /// The next event. `None` after the last one, or if the engine thread died.
+    pub async fn next(&mut self) -> Option<Event> {
+        let event = self.events.events.recv().await;
+        self.received(event)
+    }
+
+    /// The next event, for callers without an async runtime: blocks this thread until there is one.
+    ///
+    /// # Panics
+    /// If it is called on a thread that runs an async task.
+    pub fn blocking_next(&mut self) -> Option<Event> {
+        let event = self.events.events.blocking_recv();
+        self.received(event)
+    }
+
+    fn received(&mut self, event: Option<Event>) -> Option<Event> {
+        if matches!(event, Some(Event::Token(_))) {
+            self.events.n.fetch_sub(1, SeqCst);
+        }
+        self.ended |= matches!(event, None | Some(Event::Done(_) | Event::Failed(_)));
+        event
+    }
+}
+
+impl Drop for GenerationHandle {
+    fn drop(&mut self) {
+        if !self.ended {
+            let _ = self.shared.commands.send(Command::Cancel(self.id));
+        }
+    }
+}
+
+fn rejected(full: QuotaFull) -> Rejected {
+    Rejected::Full { waiting: full.taken, is_shared: full.is_shared }
+}
+
+impl Engine {
+    /// Allocate the cache and its memory, and start the thread. Refused, before anything is allocated, if the cache
+    /// does not fit into the model's budget.
+    pub fn start(model: Arc<Model>, registry: &Registry, config: EngineConfig) -> Result<Engine, Error> {
+        let (cache, executor) = ModelExecutor::new(&model, registry, &config.paged)?;
+        let plan = config.paged.plan(model.config(), registry)?;
+        let kv_bytes = KvBytes { per_token: plan.kv_bytes_per_token, bound: plan.usage.of(Purpose::KvCache) };
+        let mut scheduler = Scheduler::new(config.scheduler, cache, None)
+            .map_err(|e| Error::Usage(format!("scheduler: {e}")))?;
+        if config.record {
+            scheduler.record();
+        }
+        scheduler.explain_misses(true);
+        let (commands, inbox) = channel();
+        let (gone, is_gone) = watch::channel(());
+        let capacity_tokens = scheduler.held_cells() + scheduler.idle_cells() + scheduler.free_cells();
+        let shared = Arc::new(Shared {
+            model: model.clone(),
+            commands,
+            next_id: AtomicU64::new(0),
+            queue: TenantQuota::new(config.max_queue, &config.tenants),
+            rejected: AtomicU64::new(0),
+            draining: AtomicBool::new(false),
+            stats: Mutex::new(EngineStats { capacity_cells: capacity_tokens, ..EngineStats::default() }),
+            live: watch::Sender::new(0),
+            is_gone,
+            capacity_tokens,
+            kv_bytes,
+        });
+        let thread = Thread {
+            model,
+            state: EngineState { scheduler, executor, started: Instant::now() },
+            watchers: config.watchers,
+            live: BTreeMap::new(),
+            busy_ns: 0,
+            step_started: Instant::now(),
+            // Weak: a strong reference would keep the thread alive forever.
+            shared: Arc::downgrade(&shared),
+        };
+        let named = std::thread::Builder::new().name("kvist-engine".into());
+        named
+            .spawn(move || {
+                // Dropped last, also when the thread panics.
+                let _gone = gone;
+                thread.run(&inbox);
+            })
+            .map_err(|e| Error::Usage(format!("the system refuses a thread for the engine: {e}")))?;
+        Ok(Engine { shared })
+    }
+
+    pub fn model(&self) -> &Arc<Model> {
+        &self.shared.model
+    }
+    /// Tokens that the cache can hold.
+    pub fn capacity_tokens(&self) -> u64 {
+        self.shared.capacity_tokens
+    }
+    /// KV memory by the memory plan.
+    pub fn kv_bytes(&self) -> KvBytes {
+        self.shared.kv_bytes
+    }
+
+    /// Add an observer. It sees the steps of all jobs that are submitted after this call. Never blocks. If the engine
+    /// thread has ended, the observer is dropped.
+    pub fn add_watcher(&self, watcher: Box<dyn Watcher>) {
+        let _ = self.shared.commands.send(Command::Watch(watcher));
+    }
+
+    /// Returns whether a job of this tenant would be queued now. Only a hint: [`Engine::submit`] decides.
+    pub fn has_room(&self, tenant: &str) -> bool {
+        self.shared.queue.has_room(tenant)
+    }
+
+    /// Occupied slots of the queue: jobs that were submitted and neither admitted nor ended, and slots that requests
+    /// have reserved for jobs they will submit.
+    pub fn queued(&self) -> usize {
+        self.shared.queue.n_taken()
+    }
+
+    /// Requests that were rejected because the queue was full for their tenants.
+    pub fn rejected(&self) -> u64 {
+        self.shared.rejected.load(SeqCst)
+    }
+
+    /// Queue a job, unless the queue is full for its tenant or the engine is draining. Never blocks.
+    pub fn submit(&self, job: Job) -> Result<GenerationHandle, Rejected> {
+        let mut slots = self.reserve(&job.tenant, 1)?;
+        match slots.pop() {
+            Some(slot) => self.submit_in(job, slot),
+            None => self.submit_sibling(job),
+        }
+    }
+
+    /// Reserve queue slots for `n` jobs of this tenant: all of them, or none. A request that waits for something
+    /// else before it submits its jobs counts as waiting too, and its jobs are not rejected after that wait. Dropping a
+    /// slot frees it.
+    pub fn reserve(&self, tenant: &Arc<str>, n: usize) -> Result<Vec<Arc<QuotaSlot>>, Rejected> {
+        if self.shared.draining.load(SeqCst) {
+            return Err(Rejected::Draining);
+        }
+        let slots: Result<_, QuotaFull> =
+            (0..n).map(|_| self.shared.queue.take(tenant).map(Arc::new)).collect();
+        slots.map_err(|full| {
+            self.shared.rejected.fetch_add(1, SeqCst);
+            rejected(full)
+        })
+    }
+
+    /// Like [`Engine::submit`], for another job of a request that already runs. Allowed also while the engine
+    /// drains.
+    pub fn submit_sibling(&self, job: Job) -> Result<GenerationHandle, Rejected> {
+        let slot = self.shared.queue.take(&job.tenant).map_err(rejected)?;
+        self.submit_in(job, Arc::new(slot))
+    }
+
+    /// Like [`Engine::submit`], with a slot that was reserved before. The slot is free again when the job is admitted
+    /// and its other owners have dropped it.
+    pub fn submit_in(&self, job: Job, slot: Arc<QuotaSlot>) -> Result<GenerationHandle, Rejected> {
+        self.shared.live.send_modify(|n| *n += 1);
+        let id = RequestId(self.shared.next_id.fetch_add(1, SeqCst));
+        let (sender, events) = mpsc::unbounded_channel();
+        let unread = Arc::new(AtomicUsize::new(0));
+        let events = UnreadEvents { events, n: unread.clone() };
+        let arrival = Arrival { id, job: Box::new(job), at: Instant::now(), slot, events: sender, unread };
+        if self.shared.commands.send(Command::Arrive(arrival)).is_err() {
+            self.shared.live.send_modify(|n| *n -= 1);
+            return Err(Rejected::Draining);
+        }
+        Ok(GenerationHandle { id, events, ended: false, shared: self.shared.clone() })
+    }
+
+    /// Counters and occupancy at the end of the last step.
+    pub fn stats(&self) -> EngineStats {
+        self.shared.stats.lock().unwrap_or_else(|broken| broken.into_inner()).clone()
+    }
+
+    /// Run `inspect` on the engine's state, between two steps. `None` if the engine thread has ended.
+    pub async fn inspect<T: Send + 'static>(
+        &self,
+        inspect: impl FnOnce(&mut EngineState) -> T + Send + 'static,
+    ) -> Option<T> {
+        let (sender, answer) = tokio::sync::oneshot::channel();
+        let inspect = move |state: &mut EngineState| drop(sender.send(inspect(state)));
+        self.shared.commands.send(Command::Inspect(Box::new(inspect))).ok()?;
+        answer.await.ok()
+    }
+
+    /// Returns whether the engine thread is alive. Never blocks, even while a step runs.
+    pub fn is_alive(&self) -> bool {
+        self.shared.is_gone.has_changed().is_ok()
+    }
+
+    /// Stop accepting jobs. Jobs that were accepted continue.
+    pub fn drain(&self) {
+        self.shared.draining.store(true, SeqCst);
+    }
+    pub fn is_draining(&self) -> bool {
+        self.shared.draining.load(SeqCst)
+    }
+    /// End every job with [`FinishReason::Cancelled`].
+    pub fn cancel_all(&self) {
+        let _ = self.shared.commands.send(Command::CancelAll);
+    }
+    /// Waits until no job is live, or the thread has ended.
+    pub async fn idle(&self) {
+        let mut live = self.shared.live.subscribe();
+        // This handle keeps the sender alive, so `wait_for` cannot fail.
+        let mut no_jobs = pin!(async { drop(live.wait_for(|n| *n == 0).await) });
+        let mut ended = pin!(self.ended());
+        poll_fn(|context| match no_jobs.as_mut().poll(context) {
+            Poll::Ready(()) => Poll::Ready(()),
+            Poll::Pending => ended.as_mut().poll(context),
+        })
+        .await;
+    }
+    /// Waits until the thread has ended. While this handle exists, only a panic ends it.
+    pub async fn ended(&self) {
+        let mut is_gone = self.shared.is_gone.clone();
+        while is_gone.changed().await.is_ok() {}
+    }
+}

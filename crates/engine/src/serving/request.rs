@@ -1,0 +1,251 @@
+//! One request on the engine thread: samples its tokens from the logits and sends the events to its client.
+use super::job::*;
+use crate::executor::{Choice, TokenSampler};
+use crate::sampler::Sampler;
+use crate::text::StopMatcher;
+use kvist_model::Model;
+use kvist_model::tokenizer::TextState;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use tokio::sync::mpsc::UnboundedSender;
+
+/// Samples the tokens of one request. Leaves how it ended in `end`.
+pub(super) struct RequestSampler {
+    model: Arc<Model>,
+    sampler: Sampler,
+    /// The prompt, until the sampler observes it together with the first token. A waiting request thus needs no memory
+    /// beyond its prompt.
+    unobserved: Option<Arc<[u32]>>,
+    logit_bias: Arc<[(u32, f32)]>,
+    constraint: Option<Box<dyn Constraint>>,
+    logprobs: Option<u8>,
+    prompt: Option<PromptScores>,
+    /// False if only the prompt is computed.
+    generates: bool,
+    ignore_eos: bool,
+    text: TextState,
+    stops: StopMatcher,
+    events: UnboundedSender<Event>,
+    /// Tokens that were sent and that the client has not received yet.
+    unread: Arc<AtomicUsize>,
+    end: Arc<Mutex<Ending>>,
+}
+
+/// Largest number of tokens that may wait for a client to read them: some megabytes with all log-probabilities. A
+/// client that falls back further is cut off, because nothing else bounds the backlog.
+const MAX_UNREAD: usize = 4096;
+
+/// Log-probabilities of the prompt, collected until they are sent.
+struct PromptScores {
+    prompt: Arc<[u32]>,
+    n: u8,
+    /// The first position whose logits have not been seen. Positions that are recomputed after a preemption are not
+    /// reported again.
+    next: u32,
+    ready: Vec<LogProb>,
+}
+
+/// Log-probabilities per event.
+const SCORES_PER_EVENT: usize = 64;
+
+/// How a request ended, as far as its own tokens decide it, and the text that was held back.
+#[derive(Debug, Default)]
+pub(super) struct Ending {
+    /// [`Event::Admitted`] was sent.
+    pub admitted: bool,
+    /// Events of the step that admitted the request. They wait until the end of that step, because [`Event::Admitted`]
+    /// must come first and is known only then.
+    pub early: Vec<Event>,
+    pub finish: Option<FinishReason>,
+    pub failure: Option<Failure>,
+    pub text: String,
+}
+
+impl RequestSampler {
+    pub fn new(
+        model: Arc<Model>,
+        sampler: Sampler,
+        job: &mut Job,
+        events: UnboundedSender<Event>,
+        unread: Arc<AtomicUsize>,
+        end: Arc<Mutex<Ending>>,
+    ) -> Self {
+        let text = match model.tokenizer() {
+            Some(tokenizer) => TextState::after(tokenizer, &job.prompt, &job.written),
+            None => TextState::new(&job.written),
+        };
+        RequestSampler {
+            model,
+            sampler,
+            unobserved: Some(job.prompt.clone()),
+            logit_bias: job.logit_bias.clone(),
+            constraint: job.constraint.take(),
+            logprobs: job.logprobs,
+            prompt: job.logprobs.filter(|_| job.prompt_logprobs).map(|n| PromptScores {
+                prompt: job.prompt.clone(),
+                n,
+                next: 0,
+                ready: Vec::new(),
+            }),
+            generates: job.max_new > 0,
+            ignore_eos: job.ignore_eos,
+            text,
+            stops: StopMatcher::of(job.stop.clone()),
+            events,
+            unread,
+            end,
+        }
+    }
+
+    fn sample(&mut self, logits: &mut [f32]) -> Result<Choice, Failure> {
+        if !self.generates {
+            self.lock().finish = Some(FinishReason::Length);
+            return Ok(Choice { token: 0, finished: true });
+        }
+        if self.unread.fetch_add(1, SeqCst) >= MAX_UNREAD {
+            return Err(Failure::Unread(MAX_UNREAD));
+        }
+        // Log-probabilities are of the model's own distribution, so compute them before the logits change.
+        let before = self.logprobs.map(|n| (LogProbs::of(logits, n), logits.to_vec()));
+        for &(token, bias) in self.logit_bias.iter() {
+            if let Some(logit) = logits.get_mut(token as usize) {
+                *logit += bias;
+            }
+        }
+        if let Some(constraint) = &mut self.constraint {
+            constraint.mask(logits).map_err(Failure::Grammar)?;
+        }
+        if let Some(prompt) = self.unobserved.take() {
+            self.sampler.observe(&prompt);
+        }
+        let token = self.sampler.sample(logits).map_err(engine_failure)?;
+        self.sampler.observe(&[token]);
+        let complete = match &mut self.constraint {
+            Some(constraint) => constraint.accept(token).map_err(Failure::Grammar)?,
+            None => false,
+        };
+        let logprob = before.map(|(before, raw)| before.token(&raw, token));
+        let is_end = self.model.end_tokens().contains(&token) && !self.ignore_eos;
+        let mut text = String::new();
+        let mut finish = (is_end || complete).then_some(FinishReason::EndOfText);
+        // An end token is not part of the text. The last token of a grammar is.
+        if let (false, Some(tokenizer)) = (is_end, self.model.tokenizer()) {
+            let piece = self.text.push(tokenizer, token).map_err(engine_failure)?;
+            if let Some(stop) = self.stops.push(&piece, &mut text) {
+                finish = Some(FinishReason::Stop(stop));
+            }
+        }
+        let stopped = matches!(finish, Some(FinishReason::Stop(_)));
+        self.send(Event::Token(Token { id: token, text, logprob }));
+        let finished = finish.is_some();
+        if let Some(finish) = finish {
+            self.lock().finish = Some(finish);
+            if !stopped {
+                self.flush()?;
+            }
+        }
+        Ok(Choice { token, finished })
+    }
+
+    fn send(&self, event: Event) {
+        let mut end = self.lock();
+        if end.admitted {
+            // If the receiver is gone, the request is cancelled, but this step had already run.
+            let _ = self.events.send(event);
+        } else {
+            end.early.push(event);
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Ending> {
+        self.end.lock().unwrap_or_else(|broken| broken.into_inner())
+    }
+
+    /// Emit the text that was held back.
+    fn flush(&mut self) -> Result<(), Failure> {
+        let mut text = String::new();
+        if let Some(tokenizer) = self.model.tokenizer() {
+            let rest = self.text.finish(tokenizer).map_err(engine_failure)?;
+            if self.stops.push(&rest, &mut text).is_none() {
+                self.stops.finish(&mut text);
+            }
+        }
+        self.lock().text = text;
+        Ok(())
+    }
+}
+
+fn engine_failure(error: crate::Error) -> Failure {
+    Failure::Engine(error.to_string())
+}
+
+impl TokenSampler for RequestSampler {
+    fn choose(&mut self, logits: &mut [f32]) -> Choice {
+        self.sample(logits).unwrap_or_else(|failure| {
+            self.lock().failure = Some(failure);
+            Choice { token: 0, finished: true }
+        })
+    }
+
+    fn wants(&self, computed: Range<u32>) -> Range<u32> {
+        let Some(scores) = &self.prompt else { return computed.end..computed.end };
+        // No prompt token follows the last position.
+        let end = scores.prompt.len() as u32 - 1;
+        computed.start.max(scores.next)..computed.end.min(end)
+    }
+
+    fn score(&mut self, position: u32, logits: &[f32]) {
+        let Some(scores) = &mut self.prompt else { return };
+        let Some(&token) = scores.prompt.get(position as usize + 1).filter(|_| position == scores.next)
+        else {
+            return;
+        };
+        scores.next += 1;
+        scores.ready.push(LogProbs::of(logits, scores.n).token(logits, token));
+        if scores.ready.len() == SCORES_PER_EVENT || scores.next as usize + 1 == scores.prompt.len() {
+            let ready = std::mem::take(&mut scores.ready);
+            self.send(Event::Prompt(ready));
+        }
+    }
+
+    fn end(&mut self) {
+        if self.lock().finish.is_none()
+            && let Err(failure) = self.flush()
+        {
+            self.lock().failure = Some(failure);
+        }
+    }
+}
+
+/// Log-probabilities of one row of logits, taken before the row changes: the log-sum for the sampled token, and the
+/// most likely tokens.
+struct LogProbs {
+    log_sum: f32,
+    top: Vec<(u32, f32)>,
+}
+
+impl LogProbs {
+    fn of(logits: &[f32], n: u8) -> Self {
+        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = logits.iter().map(|x| f64::from(x - max).exp()).sum();
+        let log_sum = max + sum.ln() as f32;
+        let n = usize::from(n);
+        // Only a few tokens of many: most logits are below the worst of the best so far. Equal logits stay in id order.
+        let mut top: Vec<(u32, f32)> = Vec::with_capacity(n + 1);
+        for (token, &logit) in logits.iter().enumerate() {
+            if top.len() < n || top.last().is_some_and(|(_, last)| logit > *last) {
+                let slot = top.partition_point(|(_, other)| *other >= logit);
+                top.insert(slot, (token as u32, logit));
+                top.truncate(n);
+            }
+        }
+        top.iter_mut().for_each(|(_, logit)| *logit -= log_sum);
+        LogProbs { log_sum, top }
+    }
+
+    /// `logits` must be the row that was passed to `of`.
+    fn token(self, logits: &[f32], token: u32) -> LogProb {
+        LogProb { logprob: logits[token as usize] - self.log_sum, top: self.top }
+    }
+}

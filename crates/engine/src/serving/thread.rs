@@ -1,0 +1,316 @@
+//! The engine thread. It owns the scheduler, the cache and the KV memory, and runs one step after the other.
+//!
+//! Between steps it processes arrivals, cancellations and expired deadlines. After a step it sends the results. So a
+//! request whose client has disconnected holds no cache when the next step begins.
+use super::job::*;
+use super::quota::QuotaSlot;
+use super::request::{Ending, RequestSampler};
+use super::{EngineState, EngineStats, Shared, Watcher};
+use crate::sampler::Sampler;
+use kvist_model::Model;
+use kvist_scheduler::{End, Ended, Prompt, Reason, Request, RequestId, Turn};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc;
+
+pub(super) enum Command {
+    Arrive(Arrival),
+    Cancel(RequestId),
+    CancelAll,
+    Inspect(Box<dyn FnOnce(&mut EngineState) + Send>),
+    Watch(Box<dyn Watcher>),
+    Stop,
+}
+
+/// A job on its way to the engine thread.
+pub(super) struct Arrival {
+    pub id: RequestId,
+    pub job: Box<Job>,
+    /// When the job was submitted. A step may have run since.
+    pub at: Instant,
+    /// The job's slot in the queue.
+    pub slot: Arc<QuotaSlot>,
+    pub events: mpsc::UnboundedSender<Event>,
+    pub unread: Arc<AtomicUsize>,
+}
+
+pub(super) struct Thread {
+    pub model: Arc<Model>,
+    pub state: EngineState,
+    pub watchers: Vec<Box<dyn Watcher>>,
+    pub live: BTreeMap<RequestId, LiveJob>,
+    /// Nanoseconds spent in steps.
+    pub busy_ns: u64,
+    /// Start of the last step.
+    pub step_started: Instant,
+    pub shared: std::sync::Weak<Shared>,
+}
+
+/// A job that has not ended.
+pub(super) struct LiveJob {
+    events: mpsc::UnboundedSender<Event>,
+    end: Arc<Mutex<Ending>>,
+    deadline: Option<Instant>,
+    explain: bool,
+    /// The slot in the queue, until the job is admitted.
+    slot: Option<Arc<QuotaSlot>>,
+    /// False if only the prompt is computed.
+    generates: bool,
+    pace: Option<u32>,
+    /// The deadline has passed.
+    late: bool,
+    needed_tokens: u64,
+}
+
+impl Thread {
+    pub fn run(mut self, inbox: &Receiver<Command>) {
+        let mut idle = true;
+        loop {
+            // If `recv` fails, the last handle was dropped on another thread and no more commands can come.
+            let command = match self.pause() {
+                _ if idle => inbox.recv().ok(),
+                Some(pause) => inbox.recv_timeout(pause).ok(),
+                None => inbox.try_recv().ok(),
+            };
+            match command {
+                Some(Command::Stop) => return,
+                Some(command) => {
+                    self.handle(command);
+                    idle = false; // drain the inbox before the step
+                    continue;
+                }
+                None if idle => return,
+                None => {}
+            }
+            self.end_late();
+            self.step_started = Instant::now();
+            let now = self.state.now_ns();
+            let EngineState { scheduler, executor, .. } = &mut self.state;
+            let turn = scheduler.turn(now, executor);
+            let elapsed_ns = match turn {
+                Turn::Ran { elapsed_ns, .. } => elapsed_ns,
+                Turn::Idle => 0,
+            };
+            self.busy_ns += elapsed_ns;
+            self.send_results();
+            for watcher in &mut self.watchers {
+                watcher.stepped(now, now + elapsed_ns, &mut self.state);
+            }
+            self.publish_stats();
+            idle = turn == Turn::Idle;
+        }
+    }
+
+    /// How long to sleep before the next step, unless a command arrives. `Some` only while every live job has a pace
+    /// and no running job is still in prefill: prompts are computed at full speed. Without a pause while the engine
+    /// drains.
+    fn pause(&self) -> Option<Duration> {
+        let paces = self.live.values().map(|live| live.pace);
+        let fastest = paces.reduce(|a, b| Some(a?.max(b?)))??;
+        let reads = |id| self.state.scheduler.standing(id).is_some_and(|it| it.running && it.generated == 0);
+        let drains = self.shared.upgrade().is_none_or(|shared| shared.draining.load(SeqCst));
+        if drains || self.live.keys().any(|id| reads(*id)) {
+            return None;
+        }
+        let due = self.step_started + Duration::from_secs(1) / fastest.max(1);
+        let deadlines = self.live.values().filter(|live| !live.late).filter_map(|live| live.deadline);
+        let until = deadlines.fold(due, Instant::min);
+        Some(until.saturating_duration_since(Instant::now())).filter(|pause| !pause.is_zero())
+    }
+
+    fn handle(&mut self, command: Command) {
+        match command {
+            Command::Arrive(arrival) => self.arrive(arrival),
+            Command::Cancel(id) => {
+                let now = self.state.now_ns();
+                self.state.scheduler.cancel(now, id);
+            }
+            Command::CancelAll => {
+                let now = self.state.now_ns();
+                for id in self.live.keys() {
+                    self.state.scheduler.cancel(now, *id);
+                }
+            }
+            Command::Inspect(inspect) => inspect(&mut self.state),
+            Command::Watch(watcher) => self.watchers.push(watcher),
+            Command::Stop => {}
+        }
+        self.send_results();
+    }
+
+    fn arrive(&mut self, arrival: Arrival) {
+        let Arrival { id, mut job, at, slot, events, unread } = arrival;
+        let now = self.state.now_ns();
+        let end = Arc::new(Mutex::new(Ending::default()));
+        let prompt_tokens = u32::try_from(job.prompt.len()).unwrap_or(u32::MAX);
+        let live = LiveJob {
+            events: events.clone(),
+            end: end.clone(),
+            deadline: job.deadline,
+            explain: job.explain,
+            slot: Some(slot),
+            generates: job.max_new > 0,
+            pace: job.pace,
+            late: false,
+            needed_tokens: u64::from(prompt_tokens) + u64::from(job.max_new),
+        };
+        self.live.insert(id, live);
+        // An unknown token must be caught here: inside a step it would fail all requests of the batch.
+        let vocab = self.model.config().vocab;
+        if let Some(&token) = job.prompt.iter().find(|token| **token as usize >= vocab) {
+            let vocab = u32::try_from(vocab).unwrap_or(u32::MAX);
+            return self.fail(id, Failure::UnknownToken { token, vocab });
+        }
+        match Sampler::new(job.sampling) {
+            Ok(sampler) => {
+                let sampler = RequestSampler::new(self.model.clone(), sampler, &mut job, events, unread, end);
+                self.state.executor.expect(id, Box::new(sampler));
+            }
+            Err(e) => return self.fail(id, Failure::Engine(e.to_string())),
+        }
+        let request = Request {
+            id,
+            arrival_ns: self.state.ns_of(at),
+            prompt_tokens,
+            // The scheduler requires at least one new token. `generates` tells whether it is wanted.
+            max_new: job.max_new.max(1),
+            prompt: Prompt::SharedTokens(job.prompt),
+            deadline_ns: job.deadline.map(|at| {
+                let left = at.saturating_duration_since(Instant::now());
+                now.saturating_add(u64::try_from(left.as_nanos()).unwrap_or(u64::MAX))
+            }),
+            priority: job.priority,
+            salt: job.salt,
+            fresh: job.prompt_logprobs,
+        };
+        match self.state.scheduler.arrive(now, request) {
+            Ok(()) => self.watchers.iter_mut().for_each(|watcher| watcher.arrived(id, &job.name)),
+            Err(duplicate) => self.fail(id, Failure::Engine(duplicate.to_string())),
+        }
+    }
+
+    /// Cancel the jobs whose deadline has passed.
+    fn end_late(&mut self) {
+        let now = Instant::now();
+        let now_ns = self.state.now_ns();
+        for (id, live) in &mut self.live {
+            if !live.late && live.deadline.is_some_and(|deadline| deadline <= now) {
+                live.late = true;
+                self.state.scheduler.cancel(now_ns, *id);
+            }
+        }
+    }
+
+    /// Report admissions and ends to the clients.
+    fn send_results(&mut self) {
+        for (id, live) in self.live.iter_mut().filter(|(_, live)| live.slot.is_some()) {
+            let Some(standing) = self.state.scheduler.standing(*id) else { continue };
+            if let Some(at) = standing.admitted_ns {
+                let miss = standing.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
+                live.admit(self.state.instant_of(at), standing.hit_tokens, miss);
+            }
+        }
+        let ended: Vec<Ended> = self.state.scheduler.drain_ended().collect();
+        for ended in ended {
+            self.end(&ended);
+        }
+    }
+
+    fn end(&mut self, ended: &Ended) {
+        self.watchers.iter_mut().for_each(|watcher| watcher.ended(ended));
+        self.state.executor.forget(ended.id);
+        let Some(mut live) = self.live.remove(&ended.id) else { return };
+        if let Some(at) = ended.admitted_ns
+            && live.slot.is_some()
+        {
+            let miss = ended.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
+            live.admit(self.state.instant_of(at), ended.hit_tokens, miss);
+        }
+        let ending = std::mem::take(&mut *live.end.lock().unwrap_or_else(|broken| broken.into_inner()));
+        let done = |finish| {
+            Event::Done(Done {
+                finish,
+                text: ending.text.clone(),
+                usage: Usage {
+                    prompt_tokens: ended.prompt_tokens,
+                    completion_tokens: if live.generates { ended.generated } else { 0 },
+                    cached_tokens: ended.hit_tokens,
+                    preemptions: ended.preemptions,
+                },
+            })
+        };
+        let event = match (ended.end, ending.failure) {
+            (_, Some(failure)) => Event::Failed(failure),
+            (End::Finished, None) => done(ending.finish.clone().unwrap_or(FinishReason::Length)),
+            (End::Cancelled, None) if live.late => done(FinishReason::Deadline),
+            (End::Cancelled, None) => done(FinishReason::Cancelled),
+            // What the request generated so far is its answer.
+            (End::Refused(Reason::CacheFull), None) => done(FinishReason::Length),
+            (End::Refused(Reason::NeverFits), None) => {
+                let capacity = self.shared.upgrade().map_or(0, |shared| shared.capacity_tokens);
+                Event::Failed(Failure::NeverFits { needed: live.needed_tokens, capacity })
+            }
+            (End::Refused(reason), None) => {
+                let failure = self.state.executor.failure().filter(|_| reason == Reason::StepsFailed);
+                let why = failure.map_or_else(|| reason.name().to_owned(), |failure| failure.to_string());
+                Event::Failed(Failure::Engine(why))
+            }
+        };
+        live.finish(event, &self.shared);
+    }
+
+    fn fail(&mut self, id: RequestId, failure: Failure) {
+        self.state.executor.forget(id);
+        if let Some(live) = self.live.remove(&id) {
+            live.finish(Event::Failed(failure), &self.shared);
+        }
+    }
+
+    /// Publish the figures that `Engine::stats` returns between steps.
+    fn publish_stats(&mut self) {
+        let Some(shared) = self.shared.upgrade() else { return };
+        let scheduler = &mut self.state.scheduler;
+        let index = scheduler.cache_mut().prefixes().map(|prefixes| prefixes.report());
+        let (held, idle, free) = (scheduler.held_cells(), scheduler.idle_cells(), scheduler.free_cells());
+        let stats = EngineStats {
+            running: scheduler.n_running(),
+            waiting: scheduler.n_waiting(),
+            counters: *scheduler.counters(),
+            capacity_cells: held + idle + free,
+            held_cells: held,
+            idle_cells: idle,
+            free_cells: free,
+            stored_blocks: index.as_ref().map_or(0, |index| index.n_stored),
+            evicted_blocks: index.as_ref().map_or(0, |index| index.n_evicted),
+            recent_hits: index.map(|index| index.recent).unwrap_or_default(),
+            kv_bytes: self.state.executor.kv_bytes(),
+            kv_bytes_read: self.state.executor.counters().bytes_read,
+            busy_ns: self.busy_ns,
+        };
+        *shared.stats.lock().unwrap_or_else(|broken| broken.into_inner()) = stats;
+    }
+}
+
+impl LiveJob {
+    fn admit(&mut self, at: Instant, cached_tokens: u32, miss: Option<kvist_cache::MissReason>) {
+        self.slot = None;
+        let _ = self.events.send(Event::Admitted { at, cached_tokens, miss });
+        let mut end = self.end.lock().unwrap_or_else(|broken| broken.into_inner());
+        end.admitted = true;
+        for event in end.early.drain(..) {
+            let _ = self.events.send(event);
+        }
+    }
+
+    fn finish(mut self, event: Event, shared: &std::sync::Weak<Shared>) {
+        // Free the slot before the client learns of the end.
+        self.slot = None;
+        let _ = self.events.send(event);
+        if let Some(shared) = shared.upgrade() {
+            shared.live.send_modify(|n| *n -= 1);
+        }
+    }
+}

@@ -1,0 +1,347 @@
+//! All sessions of an engine: owner, parent, state and expiry time.
+//!
+//! A session consists of integers and text; it holds no KV cache blocks. Only one request at a time may change
+//! a session: it holds the session's [`SessionGuard`] while it changes the history or generates. Forks and reads need
+//! no claim. A session is visible only to its owner; for others it does not exist.
+//!
+//! Quota usage is updated incrementally as histories change, token by token during generation; `Inner::audit`
+//! recomputes it in tests. An operation touches sessions of other owners only to remove expired ones.
+mod guard;
+mod inner;
+mod prefills;
+#[cfg(test)]
+mod tests;
+
+use super::history::History;
+use super::id::SessionId;
+use super::{SessionError, SessionLimits};
+use guard::Busy;
+pub use guard::SessionGuard;
+use inner::{Inner, Session};
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use tokio::sync::watch;
+
+/// A time on both clocks.
+#[derive(Clone, Copy, Debug)]
+pub struct Timestamp {
+    pub instant: Instant,
+    /// Seconds since 1970.
+    pub unix_s: u64,
+}
+
+impl Timestamp {
+    /// The current time.
+    pub fn now() -> Self {
+        let unix_s = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        Timestamp { instant: Instant::now(), unix_s }
+    }
+}
+
+/// The initial state of a session.
+#[derive(Clone, Debug, Default)]
+pub struct NewSession {
+    pub name: Option<String>,
+    /// As the owner named the salt. It is reported, and has no other effect.
+    pub cache_salt: Option<String>,
+    /// Salt of the prefix cache: only sessions and jobs with the same salt share cached prefixes.
+    pub salt: Arc<str>,
+    pub history: History,
+}
+
+/// What a session's owner is told about it.
+#[derive(Clone, Debug)]
+pub struct SessionInfo {
+    pub id: SessionId,
+    pub name: Option<String>,
+    pub cache_salt: Option<String>,
+    pub created_s: u64,
+    pub expires_s: u64,
+    pub n_tokens: usize,
+    pub n_messages: Option<usize>,
+    pub parent: Option<SessionId>,
+    /// Length of the token prefix that it shares with its parent.
+    pub shared_tokens: usize,
+    pub children: Vec<SessionId>,
+    pub running: bool,
+}
+
+/// A session as the live view shows it, with the tokens and salt needed to find its blocks. The live view may
+/// info sessions of all owners.
+pub struct SessionTokens {
+    pub id: SessionId,
+    pub parent: Option<SessionId>,
+    pub running: bool,
+    pub tokens: Arc<Vec<u32>>,
+    pub salt: Arc<str>,
+}
+
+/// All sessions, in memory.
+pub struct SessionStore {
+    inner: Mutex<Inner>,
+    limits: SessionLimits,
+    /// Block size of the KV cache; only whole blocks are shared.
+    block_tokens: usize,
+}
+
+impl SessionStore {
+    /// `block_tokens`: block size of the engine's cache.
+    pub fn new(limits: SessionLimits, block_tokens: u32) -> Arc<Self> {
+        Arc::new(SessionStore { inner: Mutex::default(), limits, block_tokens: block_tokens.max(1) as usize })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(|broken| broken.into_inner())
+    }
+
+    /// Locks the store and removes expired sessions.
+    fn at(&self, at: Timestamp) -> MutexGuard<'_, Inner> {
+        let mut inner = self.lock();
+        let idle = self.limits.idle;
+        while let Some((due, id)) = inner.due.first().copied().filter(|(due, _)| *due <= at.instant) {
+            inner.due.remove(&(due, id));
+            #[cfg(test)]
+            {
+                inner.n_checked += 1;
+            }
+            let Some(session) = inner.sessions.get_mut(&id) else { continue };
+            session.is_due = false;
+            if session.busy.is_some() {
+                continue; // `release` schedules it again
+            }
+            match idle.checked_sub(at.instant.saturating_duration_since(session.touched)) {
+                None | Some(Duration::ZERO) => inner.remove(id),
+                Some(_) => inner.wait(id, idle),
+            }
+        }
+        inner
+    }
+
+    fn not_found(&self, id: &dyn fmt::Display) -> SessionError {
+        SessionError::NotFound { id: id.to_string(), idle: self.limits.idle }
+    }
+
+    fn session<'a>(
+        &self,
+        inner: &'a mut Inner,
+        owner: &str,
+        id: SessionId,
+    ) -> Result<&'a mut Session, SessionError> {
+        let session = inner.sessions.get_mut(&id).filter(|session| &*session.owner == owner);
+        session.ok_or_else(|| self.not_found(&id))
+    }
+
+    /// Parses an id, as its `Display` writes it.
+    pub fn id(&self, text: &str) -> Result<SessionId, SessionError> {
+        let shown: String = text.chars().take(64).collect();
+        SessionId::parse(text).ok_or_else(|| self.not_found(&shown))
+    }
+
+    /// Fails if adding `n` sessions of `charge` each would exceed the quota. Changes nothing.
+    fn admit(&self, inner: &Inner, owner: &str, n: usize, charge: u64) -> Result<(), SessionError> {
+        let (sessions, tokens) = inner.owned.get(owner).map_or((0, 0), |own| (own.ids.len(), own.charge));
+        if sessions + n > self.limits.max_sessions {
+            return Err(SessionError::TooManySessions { sessions, more: n, max: self.limits.max_sessions });
+        }
+        self.admit_tokens(tokens, charge.saturating_mul(n as u64))
+    }
+
+    fn admit_tokens(&self, tokens: u64, more: u64) -> Result<(), SessionError> {
+        match tokens.saturating_add(more) > self.limits.max_tokens {
+            true => Err(self.too_long(tokens, more)),
+            false => Ok(()),
+        }
+    }
+
+    fn too_long(&self, tokens: u64, more: u64) -> SessionError {
+        SessionError::TooManyTokens { tokens, more, max: self.limits.max_tokens }
+    }
+
+    /// Adds a session. Fails without a change if the owner's limits are reached.
+    pub fn create(
+        &self,
+        at: Timestamp,
+        owner: &Arc<str>,
+        draft: NewSession,
+    ) -> Result<SessionInfo, SessionError> {
+        let mut inner = self.at(at);
+        self.admit(&inner, owner, 1, draft.history.charge())?;
+        let session = Session {
+            owner: owner.clone(),
+            name: draft.name,
+            cache_salt: draft.cache_salt,
+            salt: draft.salt,
+            created_s: at.unix_s,
+            touched: at.instant,
+            history: draft.history,
+            parent: None,
+            children: BTreeSet::new(),
+            fork: None,
+            computed: 0,
+            busy: None,
+            is_due: false,
+        };
+        let id = inner.add(session, self.limits.idle);
+        Ok(inner.info(id, at, &self.limits))
+    }
+
+    /// Returns a snapshot of the session.
+    pub fn get(
+        &self,
+        at: Timestamp,
+        owner: &str,
+        id: SessionId,
+    ) -> Result<(SessionInfo, History), SessionError> {
+        let mut inner = self.at(at);
+        let history = self.session(&mut inner, owner, id)?.history.clone();
+        Ok((inner.info(id, at, &self.limits), history))
+    }
+
+    /// The owner's sessions by creation time, with a resolution of seconds, then by id.
+    pub fn list(&self, at: Timestamp, owner: &str) -> Vec<SessionInfo> {
+        let inner = self.at(at);
+        let own = inner.owned.get(owner).into_iter().flat_map(|own| &own.ids);
+        let mut seen: Vec<SessionInfo> = own.map(|id| inner.info(*id, at, &self.limits)).collect();
+        seen.sort_by_key(|one| (one.created_s, one.id));
+        seen
+    }
+
+    /// The `most` most recently used sessions of all owners, ordered by creation, and how many more there are.
+    /// Only for callers that may info all owners' data.
+    pub fn recent(&self, now: Instant, most: usize) -> (Vec<SessionTokens>, usize) {
+        let inner = self.at(Timestamp { instant: now, unix_s: 0 });
+        let mut last: Vec<_> = inner.sessions.iter().map(|(id, session)| (session.touched, *id)).collect();
+        last.sort_unstable_by(|a, b| b.cmp(a));
+        let more = last.len().saturating_sub(most);
+        last.truncate(most);
+        let mut recent: Vec<_> = last
+            .into_iter()
+            .filter_map(|(_, id)| inner.sessions.get(&id).map(|session| (id, session)))
+            .map(|(id, session)| {
+                let session_tokens = SessionTokens {
+                    id,
+                    parent: session.parent,
+                    running: session.busy.as_ref().is_some_and(|busy| busy.generates),
+                    tokens: session.history.tokens.clone(),
+                    salt: session.salt.clone(),
+                };
+                ((session.created_s, session.fork, id), session_tokens)
+            })
+            .collect();
+        recent.sort_by_key(|(made, _)| *made);
+        (recent.into_iter().map(|(_, session_tokens)| session_tokens).collect(), more)
+    }
+
+    /// Creates `n` sessions with `history`, a prefix of the history of `id`.
+    pub fn fork(
+        &self,
+        at: Timestamp,
+        owner: &str,
+        id: SessionId,
+        history: &History,
+        n: usize,
+        name: Option<&str>,
+    ) -> Result<Vec<SessionInfo>, SessionError> {
+        let mut inner = self.at(at);
+        let parent = self.session(&mut inner, owner, id)?;
+        parent.touched = at.instant;
+        let computed = parent.computed.min(parent.history.in_common(history));
+        let (owner, salt, cache_salt) =
+            (parent.owner.clone(), parent.salt.clone(), parent.cache_salt.clone());
+        self.admit(&inner, &owner, n, history.charge())?;
+        let fork = inner.number();
+        let one = |_| Session {
+            owner: owner.clone(),
+            name: name.map(str::to_string),
+            cache_salt: cache_salt.clone(),
+            salt: salt.clone(),
+            created_s: at.unix_s,
+            touched: at.instant,
+            history: history.clone(),
+            parent: Some(id),
+            children: BTreeSet::new(),
+            fork: Some(fork),
+            computed,
+            busy: None,
+            is_due: false,
+        };
+        let forked: Vec<Session> = (0..n).map(one).collect();
+        let ids: Vec<SessionId> =
+            forked.into_iter().map(|session| inner.add(session, self.limits.idle)).collect();
+        Ok(ids.into_iter().map(|id| inner.info(id, at, &self.limits)).collect())
+    }
+
+    /// Deletes a session. Its forks become forks of its parent.
+    pub fn delete(&self, at: Timestamp, owner: &str, id: SessionId) -> Result<(), SessionError> {
+        let mut inner = self.at(at);
+        self.session(&mut inner, owner, id)?;
+        inner.remove(id);
+        Ok(())
+    }
+
+    /// Deletes the session's siblings (the other sessions of the same fork call) that are not in `also`, with
+    /// all their descendants. Returns the deleted ids.
+    pub fn keep(
+        &self,
+        at: Timestamp,
+        owner: &str,
+        id: SessionId,
+        also: &[SessionId],
+    ) -> Result<Vec<SessionId>, SessionError> {
+        let mut inner = self.at(at);
+        let fork = self.session(&mut inner, owner, id)?.fork;
+        let Some(fork) = fork else {
+            return Err(SessionError::NotForked { id });
+        };
+        let sibling = |inner: &Inner, id: &SessionId| {
+            inner.sessions.get(id).is_some_and(|s| &*s.owner == owner && s.fork == Some(fork))
+        };
+        for (i, id) in also.iter().enumerate() {
+            if !sibling(&inner, id) {
+                return Err(SessionError::NotASibling { index: i, id: *id });
+            }
+        }
+        let own = inner.owned.get(owner).into_iter().flat_map(|own| &own.ids);
+        let mut losers: Vec<SessionId> = own.copied().collect();
+        losers.retain(|other| *other != id && !also.contains(other) && sibling(&inner, other));
+        // Add their descendants, one level at a time.
+        let mut level = losers.clone();
+        while !level.is_empty() {
+            let below = level.iter().filter_map(|id| inner.sessions.get(id)).flat_map(|s| &s.children);
+            level = below.copied().collect();
+            losers.extend(&level);
+        }
+        losers.iter().for_each(|id| inner.remove(*id));
+        self.session(&mut inner, owner, id)?.touched = at.instant;
+        Ok(losers)
+    }
+
+    /// Takes the exclusive right to change the session. `generates`: a generation continues it. Fails while another
+    /// guard of the session exists.
+    pub fn claim(
+        self: &Arc<Self>,
+        at: Timestamp,
+        owner: &str,
+        id: SessionId,
+        generates: bool,
+    ) -> Result<SessionGuard, SessionError> {
+        let mut inner = self.at(at);
+        let number = inner.number();
+        let session = self.session(&mut inner, owner, id)?;
+        if let Some(busy) = &session.busy {
+            return Err(SessionError::Busy { id, generates: busy.generates });
+        }
+        let (held, deleted) = watch::channel(());
+        session.busy = Some(Busy { claim: number, generates, _held: held });
+        session.touched = at.instant;
+        let (history, salt, owner) = (session.history.clone(), session.salt.clone(), session.owner.clone());
+        Ok(SessionGuard { store: self.clone(), id, number, history, salt, owner, deleted })
+    }
+
+    #[cfg(test)]
+    pub fn audit(&self) {
+        self.lock().audit(self.limits.idle);
+    }
+}

@@ -1,0 +1,138 @@
+//! The exclusive right to change one session: its operations, and the effect of deleting the session meanwhile.
+use super::{SessionInfo, SessionStore, Timestamp};
+use crate::sessions::SessionError;
+use crate::sessions::history::History;
+use crate::sessions::id::SessionId;
+use std::sync::Arc;
+use std::time::Instant;
+use tokio::sync::watch;
+
+/// Marks a session as claimed by a request.
+pub(super) struct Busy {
+    pub claim: u64,
+    pub generates: bool,
+    /// Dropped with the session, which makes the claim's receiver fail.
+    pub _held: watch::Sender<()>,
+}
+
+/// The exclusive right to change one session. Dropping it releases the session.
+pub struct SessionGuard {
+    pub(super) store: Arc<SessionStore>,
+    pub id: SessionId,
+    pub(super) number: u64,
+    pub history: History,
+    pub salt: Arc<str>,
+    pub owner: Arc<str>,
+    pub(super) deleted: watch::Receiver<()>,
+}
+
+impl Drop for SessionGuard {
+    fn drop(&mut self) {
+        let mut inner = self.store.lock();
+        if inner.claimed(self.id, self.number).is_some() {
+            inner.release(self.id, self.store.limits.idle);
+        }
+    }
+}
+
+impl SessionGuard {
+    fn gone(&self) -> SessionError {
+        SessionError::Deleted { id: self.id }
+    }
+
+    /// Resolves when the session is deleted, to the error that reports it.
+    pub fn deleted(&self) -> impl Future<Output = SessionError> + Send + use<> {
+        let (mut deleted, error) = (self.deleted.clone(), self.gone());
+        async move {
+            while deleted.changed().await.is_ok() {}
+            error
+        }
+    }
+
+    /// The session's current history; empty if the session was deleted.
+    pub(crate) fn now(&self) -> History {
+        let mut inner = self.store.lock();
+        inner.claimed(self.id, self.number).map(|session| session.history.clone()).unwrap_or_default()
+    }
+
+    /// Replaces the session's history. Fails without a change if it would exceed the quota; a shorter history
+    /// is always accepted.
+    pub fn commit(&mut self, at: Timestamp, history: History) -> Result<SessionInfo, SessionError> {
+        let mut inner = self.store.lock();
+        let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
+        let (before, after) = (session.history.charge(), history.charge());
+        if after > before {
+            let tokens = inner.owned.get(&self.owner).map_or(0, |own| own.charge);
+            self.store.admit_tokens(tokens, after - before)?;
+        }
+        let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
+        session.computed = session.computed.min(session.history.in_common(&history));
+        session.touched = at.instant;
+        session.history = history.clone();
+        self.history = history;
+        inner.charge(&self.owner, before, after);
+        Ok(inner.info(self.id, at, &self.store.limits))
+    }
+
+    /// Appends a generated token. With the first token, `prompt` (the prompt, now computed) becomes the
+    /// session's history. Fails if the session was deleted or its owner's quota is exceeded.
+    pub(crate) fn push(&mut self, prompt: Option<History>, token: u32) -> Result<(), SessionError> {
+        let mut inner = self.store.lock();
+        let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
+        let before = session.history.charge();
+        let is_first = prompt.is_some();
+        if let Some(prompt) = prompt {
+            session.history = prompt;
+        }
+        Arc::make_mut(&mut session.history.tokens).push(token);
+        session.computed = session.history.tokens.len() - 1;
+        let after = session.history.charge();
+        inner.charge(&self.owner, before, after);
+        if is_first {
+            // Wake the generations that wait for this prefill.
+            inner.prefills.done(&self.salt, self.id);
+        }
+        let tokens = inner.owned.get(&self.owner).map_or(0, |own| own.charge);
+        if tokens > self.store.limits.max_tokens {
+            return Err(self.store.too_long(tokens, 1));
+        }
+        Ok(())
+    }
+
+    /// Ends the generation. `last` finalizes the history. It may take long, so it runs without the store's
+    /// lock; the claim keeps other requests from changing the history meanwhile.
+    pub(crate) fn end(&mut self, now: Instant, last: impl FnOnce(&mut History)) {
+        let there = self.store.lock().claimed(self.id, self.number).map(|session| session.history.clone());
+        let Some(mut history) = there else { return };
+        last(&mut history);
+        let mut inner = self.store.lock();
+        let Some(session) = inner.claimed(self.id, self.number) else { return };
+        let before = session.history.charge();
+        session.history = history;
+        let n_tokens = session.history.tokens.len();
+        session.computed = session.computed.min(n_tokens);
+        session.touched = now;
+        let after = session.history.charge();
+        inner.charge(&self.owner, before, after);
+        inner.release(self.id, self.store.limits.idle);
+    }
+
+    /// Registers `prompt` as being in prefill. If a generation with the same salt is already computing a longer
+    /// prefix of it than has been computed before, returns a receiver instead, which fails when that generation
+    /// has its first token or has ended.
+    ///
+    /// This way, when many branches of a new trunk start at the same time, one computes the trunk and the
+    /// others get prefix hits. Each wait is for a longer prefix than the last one, so waiting terminates.
+    pub(crate) fn announce(&self, prompt: &Arc<[u32]>) -> Result<Option<watch::Receiver<()>>, SessionError> {
+        let block = self.store.block_tokens;
+        let mut inner = self.store.lock();
+        let computed = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?.computed;
+        if let Some((found, receiver)) = inner.prefills.best(&self.salt, prompt, computed, block) {
+            let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
+            session.computed = found;
+            return Ok(Some(receiver));
+        }
+        inner.prefills.begin(&self.salt, self.id, prompt.clone());
+        Ok(None)
+    }
+}

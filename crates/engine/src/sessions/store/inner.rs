@@ -1,0 +1,182 @@
+//! The state behind the store's lock: all sessions of all owners, their quota usage and expiry.
+use super::guard::Busy;
+use super::prefills::PrefillsInProgress;
+use super::{SessionInfo, Timestamp};
+use crate::sessions::SessionLimits;
+use crate::sessions::history::History;
+use crate::sessions::id::SessionId;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+pub(super) struct Session {
+    pub owner: Arc<str>,
+    pub name: Option<String>,
+    pub cache_salt: Option<String>,
+    pub salt: Arc<str>,
+    pub created_s: u64,
+    /// When it was created, and last changed or forked.
+    pub touched: Instant,
+    pub history: History,
+    pub parent: Option<SessionId>,
+    pub children: BTreeSet<SessionId>,
+    /// The fork call that created it. Siblings have the same number.
+    pub fork: Option<u64>,
+    /// Length of the token prefix whose KV has been computed once, by this session or the one it was forked
+    /// from.
+    pub computed: usize,
+    pub busy: Option<Busy>,
+    /// True if [`Inner::due`] has an entry for it. False only while a claim outlasts the session's expiry time.
+    pub is_due: bool,
+}
+
+#[derive(Default)]
+pub(super) struct Inner {
+    pub sessions: BTreeMap<SessionId, Session>,
+    /// Only owners that have sessions.
+    pub owned: BTreeMap<Arc<str>, Owned>,
+    /// When to check each session for expiry: at its expiry time or earlier.
+    pub due: BTreeSet<(Instant, SessionId)>,
+    /// Prompts in prefill.
+    pub prefills: PrefillsInProgress,
+    /// Number of sessions checked for expiry.
+    #[cfg(test)]
+    pub n_checked: usize,
+    /// The last number given to a claim or a fork call.
+    pub next: u64,
+}
+
+/// An owner's sessions and their total charge against the quota.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Owned {
+    pub ids: BTreeSet<SessionId>,
+    pub charge: u64,
+}
+
+impl Inner {
+    pub fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    pub fn claimed(&mut self, id: SessionId, number: u64) -> Option<&mut Session> {
+        let held = |session: &&mut Session| session.busy.as_ref().is_some_and(|busy| busy.claim == number);
+        self.sessions.get_mut(&id).filter(held)
+    }
+
+    /// Ends the claim on a session.
+    pub fn release(&mut self, id: SessionId, idle: Duration) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        session.busy = None;
+        self.prefills.done(&session.salt, id);
+        self.wait(id, idle);
+    }
+
+    /// Schedules the expiry check of a session.
+    pub fn wait(&mut self, id: SessionId, idle: Duration) {
+        let Some(session) = self.sessions.get_mut(&id) else { return };
+        // A time beyond the clock's range means that it never expires.
+        if let Some(due) = session.touched.checked_add(idle)
+            && !std::mem::replace(&mut session.is_due, true)
+        {
+            self.due.insert((due, id));
+        }
+    }
+
+    pub fn add(&mut self, session: Session, idle: Duration) -> SessionId {
+        let mut id = SessionId::draw();
+        while self.sessions.contains_key(&id) {
+            id = SessionId::draw();
+        }
+        if let Some(parent) = session.parent.and_then(|parent| self.sessions.get_mut(&parent)) {
+            parent.children.insert(id);
+        }
+        let own = self.owned.entry(session.owner.clone()).or_default();
+        own.ids.insert(id);
+        own.charge += session.history.charge();
+        self.sessions.insert(id, session);
+        self.wait(id, idle);
+        id
+    }
+
+    pub fn remove(&mut self, id: SessionId) {
+        let Some(gone) = self.sessions.remove(&id) else { return };
+        for child in &gone.children {
+            if let Some(child) = self.sessions.get_mut(child) {
+                child.parent = gone.parent;
+            }
+        }
+        if let Some(parent) = gone.parent.and_then(|parent| self.sessions.get_mut(&parent)) {
+            parent.children.remove(&id);
+            parent.children.extend(&gone.children);
+        }
+        self.prefills.done(&gone.salt, id);
+        if let Some(own) = self.owned.get_mut(&gone.owner) {
+            own.ids.remove(&id);
+            own.charge -= gone.history.charge();
+            if own.ids.is_empty() {
+                self.owned.remove(&gone.owner);
+            }
+        }
+    }
+
+    pub fn charge(&mut self, owner: &Arc<str>, before: u64, after: u64) {
+        if let Some(own) = self.owned.get_mut(owner) {
+            own.charge = own.charge - before + after;
+        }
+    }
+
+    pub fn info(&self, id: SessionId, at: Timestamp, limits: &SessionLimits) -> SessionInfo {
+        let session = &self.sessions[&id];
+        let idle = at.instant.saturating_duration_since(session.touched);
+        let left = if session.busy.is_some() { limits.idle } else { limits.idle.saturating_sub(idle) };
+        let parent = session.parent.and_then(|parent| self.sessions.get(&parent));
+        SessionInfo {
+            id,
+            name: session.name.clone(),
+            cache_salt: session.cache_salt.clone(),
+            created_s: session.created_s,
+            expires_s: at.unix_s + left.saturating_add(Duration::from_millis(999)).as_secs(),
+            n_tokens: session.history.tokens.len(),
+            n_messages: session.history.n_messages(),
+            parent: session.parent,
+            shared_tokens: parent.map_or(0, |parent| parent.history.in_common(&session.history)),
+            children: session.children.iter().copied().collect(),
+            running: session.busy.as_ref().is_some_and(|busy| busy.generates),
+        }
+    }
+
+    /// Recomputes the quota usage, and checks parents, children, expiry entries and prompts in prefill.
+    #[cfg(test)]
+    pub fn audit(&self, idle: Duration) {
+        let mut owned: BTreeMap<Arc<str>, Owned> = BTreeMap::new();
+        for (id, session) in &self.sessions {
+            let own = owned.entry(session.owner.clone()).or_default();
+            own.ids.insert(*id);
+            own.charge += session.history.charge();
+            let due: Vec<Instant> = self.due.iter().filter(|(_, of)| of == id).map(|(due, _)| *due).collect();
+            assert_eq!(due.len(), usize::from(session.is_due), "{id} is due at {due:?}");
+            assert!(session.is_due || session.busy.is_some(), "{id} never expires");
+            assert!(due.iter().all(|due| *due <= session.touched + idle), "{id} expires late");
+            let forked = self.sessions.iter().filter(|(_, other)| other.parent == Some(*id));
+            let children: BTreeSet<SessionId> = forked.map(|(id, _)| *id).collect();
+            assert_eq!(children, session.children, "the children of {id}");
+            let mut above = session.parent;
+            let mut steps = 0;
+            while let Some(parent) = above {
+                let parent =
+                    self.sessions.get(&parent).unwrap_or_else(|| panic!("{id} has a parent that is gone"));
+                assert_eq!(parent.owner, session.owner, "{id} was forked from another owner's");
+                assert!(session.computed <= session.history.tokens.len());
+                above = parent.parent;
+                steps += 1;
+                assert!(steps <= self.sessions.len(), "{id} is its own ancestor");
+            }
+        }
+        assert_eq!(owned, self.owned);
+        for (salt, id) in self.prefills.all() {
+            let session = self.sessions.get(&id).unwrap_or_else(|| panic!("{id} is gone, and computes"));
+            assert!(session.salt == salt && session.busy.is_some(), "{id} does not compute");
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! The embedded model, and engines that run it.
+#![allow(dead_code)] // not every test uses all of it
+use kvist_cache::PrefixSpec;
+use kvist_cpu::{Compute, Cpu};
+use kvist_device::{MemoryBudget, Registry, Storage};
+use kvist_engine::devices;
+use kvist_engine::executor::PagedConfig;
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::serving::*;
+use kvist_model::weights::WeightForm;
+use kvist_model::{LoadOptions, Model, ModelFile};
+use kvist_scheduler::{Admission, Config};
+use std::sync::{Arc, OnceLock};
+
+/// F32 weights and an F32 cache, so that generated text depends only on the prompt.
+pub fn model() -> &'static Arc<Model> {
+    static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
+    MODEL.get_or_init(|| {
+        let options = LoadOptions { form: WeightForm::F32, ..LoadOptions::default() };
+        let budget = MemoryBudget::unlimited();
+        Arc::new(
+            Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),
+        )
+    })
+}
+
+/// The weights as stored in the file, with sums in an order that does not depend on the rest of the batch.
+pub fn deterministic() -> &'static (Arc<Model>, Registry) {
+    static MODEL: OnceLock<(Arc<Model>, Registry)> = OnceLock::new();
+    MODEL.get_or_init(|| {
+        let compute = Compute::default().deterministic(true);
+        let options = LoadOptions::default();
+        let budget = MemoryBudget::unlimited();
+        let device = Cpu::new(compute.clone());
+        let model = Model::load(&ModelFile::Embedded, device, &options, &budget, &mut |_, _| {}).unwrap();
+        (Arc::new(model), devices::on(&compute))
+    })
+}
+
+pub fn tokens(text: &str) -> Vec<u32> {
+    model().tokenizer().unwrap().encode(text, true).unwrap()
+}
+
+pub fn config(context_tokens: u32) -> EngineConfig {
+    let cache = CacheConfig { k: Storage::F32, v: Storage::F32, ..CacheConfig::new(context_tokens) };
+    let mut config = EngineConfig {
+        paged: PagedConfig { cache, block_tokens: 16, prefix: Some(PrefixSpec::default()) },
+        scheduler: Config {
+            max_batch: 8,
+            max_batch_tokens: 64,
+            admission: Admission::Optimistic { headroom_tokens: 0 },
+            ..Config::default()
+        },
+        max_queue: 64,
+        tenants: Vec::new(),
+        record: false,
+        watchers: Vec::new(),
+    };
+    config.fit();
+    config
+}
+
+pub fn engine(config: EngineConfig) -> Engine {
+    Engine::start(model().clone(), &devices::all(), config).unwrap()
+}
+
+pub fn greedy(prompt: &[u32], max_new: u32) -> Job {
+    Job { ignore_eos: true, explain: true, ..Job::new(prompt, max_new) }
+}
+
+/// All events of a generation.
+#[derive(Debug, Default)]
+pub struct Received {
+    /// Number of prompt tokens that were scored.
+    pub prompt_scores: usize,
+    pub tokens: Vec<u32>,
+    pub text: String,
+    pub admitted: Option<(u32, Option<kvist_cache::MissReason>)>,
+    pub done: Option<Done>,
+    pub failure: Option<Failure>,
+}
+
+pub async fn receive(generation: &mut GenerationHandle) -> Received {
+    let mut received = Received::default();
+    while let Some(event) = generation.next().await {
+        match event {
+            Event::Admitted { cached_tokens, miss, .. } => {
+                assert!(received.tokens.is_empty(), "a token before its admission");
+                assert!(received.admitted.replace((cached_tokens, miss)).is_none(), "admitted twice");
+            }
+            Event::Prompt(scores) => received.prompt_scores += scores.len(),
+            Event::Token(token) => {
+                received.tokens.push(token.id);
+                received.text += &token.text;
+            }
+            Event::Done(done) => {
+                received.text += &done.text;
+                assert!(received.done.replace(done).is_none(), "done twice");
+            }
+            Event::Failed(failure) => received.failure = Some(failure),
+        }
+    }
+    received
+}

@@ -1,0 +1,297 @@
+//! One iteration: plan a batch, let the driver execute it, and record what became of it.
+//!
+//! [`Scheduler::plan`] builds the batch (`batch.rs`), places it in the cache, and evicts cached blocks or preempts
+//! requests if memory is short (`preempt.rs`). [`Planned::complete`] commits the step and records the emitted tokens.
+use crate::executor::{Batch, Executor, Work};
+use crate::log::Decision;
+use crate::memory::At;
+use crate::outcome::{BadOutcome, Emitted, Outcome};
+use crate::request::{End, Reason};
+use crate::scheduler::Scheduler;
+use kvist_cache::{Kept, Refused, Span, Step, StepRequest};
+
+/// The result of an iteration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// Steps were run.
+    Ran {
+        /// Number of steps. More than 1 in a run of several decode steps.
+        steps: u32,
+        /// Total time of all of them.
+        elapsed_ns: u64,
+    },
+    /// There is nothing to do until a request arrives.
+    Idle,
+}
+
+/// A planned step, between [`Scheduler::plan`] and [`Planned::complete`]. It borrows the scheduler, so nothing can
+/// arrive, be cancelled or change the cache while the step is executed.
+///
+/// A plan that is dropped is abandoned: nothing is committed, no request advances, and the next plan starts anew.
+/// Requests admitted for it stay in the batch, and the event log notes it, so that a replay decides the same. (A plan
+/// that is leaked with [`std::mem::forget`] is abandoned, too, but not noted.)
+///
+/// ```compile_fail,E0499
+/// use kvist_scheduler::*;
+/// fn f(scheduler: &mut Scheduler, outcome: &Outcome) {
+///     let planned = scheduler.plan(0).unwrap();
+///     scheduler.cancel(0, RequestId(0)); // the plan still borrows the scheduler
+///     planned.complete(outcome).unwrap();
+/// }
+/// ```
+///
+/// ```compile_fail,E0505
+/// use kvist_scheduler::*;
+/// fn f(scheduler: &mut Scheduler, outcome: &Outcome) {
+///     let mut planned = scheduler.plan(0).unwrap();
+///     let (_, step) = planned.split();
+///     planned.complete(outcome).unwrap();
+///     drop(step); // the step in flight still borrows the plan
+/// }
+/// ```
+#[must_use = "a plan that is dropped is abandoned"]
+pub struct Planned<'s> {
+    scheduler: &'s mut Scheduler,
+    at: At,
+    steps: u32,
+    completed: bool,
+}
+
+impl Planned<'_> {
+    /// The batch.
+    pub fn batch(&self) -> Batch<'_> {
+        let Scheduler { batch, entries, .. } = &*self.scheduler;
+        Batch { work: batch, steps: self.steps, entries }
+    }
+
+    /// The batch, and the step that places it in the cache. The step may be dropped at any time, but must not be
+    /// committed: [`complete`](Self::complete) does that.
+    pub fn split(&mut self) -> (Batch<'_>, Step<'_>) {
+        let Scheduler { batch, entries, memory, plan, .. } = &mut *self.scheduler;
+        let step = Step::of_plan(&mut memory.cache, plan);
+        let step = step.expect("a planned step is committed by `complete` alone");
+        (Batch { work: batch, steps: self.steps, entries }, step)
+    }
+
+    /// Commits what the outcome says is kept, and records the emitted tokens and the ended requests. After an outcome
+    /// that has `failed`, nothing is committed, and every request of the batch tries again in the next step.
+    ///
+    /// # Errors
+    /// The outcome does not fit the batch. The step is abandoned, as if the plan had been dropped.
+    pub fn complete(mut self, outcome: &Outcome) -> Result<Turn, BadOutcome> {
+        let (scheduler, at, steps) = (&mut *self.scheduler, self.at, self.steps);
+        if !outcome.failed {
+            scheduler.check(outcome)?;
+            scheduler.commit(outcome)?;
+        }
+        self.completed = true;
+        scheduler.note_outcome(at, steps, outcome);
+        let elapsed_ns = outcome.elapsed_ns;
+        let end_ns = at.now_ns.saturating_add(elapsed_ns);
+        if outcome.failed {
+            scheduler.note_failure(at, end_ns);
+        } else {
+            scheduler.note_success(at, steps, end_ns, outcome);
+        }
+        Ok(Turn::Ran { steps, elapsed_ns })
+    }
+}
+
+impl Drop for Planned<'_> {
+    fn drop(&mut self) {
+        if !self.completed {
+            self.scheduler.note_abandoned(self.at);
+        }
+    }
+}
+
+impl Scheduler {
+    /// Builds one step at `now_ns`, executes it and records the result. If the executor allows it
+    /// ([`Executor::max_fused_steps`]), several decode steps run as one.
+    ///
+    /// # Panics
+    /// If the executor's outcome does not fit its batch, which is a bug in the executor.
+    pub fn turn(&mut self, now_ns: u64, executor: &mut dyn Executor) -> Turn {
+        let mut outcome = std::mem::take(&mut self.outcome);
+        outcome.clear();
+        let mut max_steps = |batch: Batch<'_>, limit| executor.max_fused_steps(now_ns, batch, limit);
+        let turn = match self.plan_run(now_ns, &mut max_steps) {
+            None => Turn::Idle,
+            Some(mut planned) => {
+                let (batch, mut step) = planned.split();
+                executor.execute(now_ns, &mut step, batch, &mut outcome);
+                planned.complete(&outcome).unwrap_or_else(|bad| panic!("{bad}"))
+            }
+        };
+        self.outcome = outcome;
+        turn
+    }
+
+    /// Plans one step at `now_ns`. `None` if there is nothing to do until a request arrives.
+    pub fn plan(&mut self, now_ns: u64) -> Option<Planned<'_>> {
+        self.plan_run(now_ns, &mut |_, _| 1)
+    }
+
+    /// Like [`plan`](Self::plan), but several decode steps may be planned as one: `max_steps` is asked as
+    /// [`Executor::max_fused_steps`] is.
+    pub fn plan_run(
+        &mut self,
+        now_ns: u64,
+        max_steps: &mut dyn FnMut(Batch<'_>, u32) -> u32,
+    ) -> Option<Planned<'_>> {
+        let at = self.at(now_ns);
+        let decided = self.ended.len();
+        self.moved = false;
+        self.prompt_limit = self.memory.chunk_limit();
+        let mut admit = true;
+        while self.build_batch(at, admit) {
+            let steps = if self.moved { 1 } else { self.max_fused_steps(max_steps) };
+            match self.place() {
+                Ok(()) => return Some(Planned { scheduler: self, at, steps, completed: false }),
+                // A group other than the counted one is full: fall back to single steps.
+                Err(Refused::NoSpace { .. }) if steps > 1 => self.moved = true,
+                Err(Refused::NoSpace { group, needed, free, reclaimable }) => {
+                    // Batch membership and token counts do not depend on cached blocks that no sequence uses. As long
+                    // as the membership has not changed, evicting such blocks leaves the batch as it is.
+                    let as_before = !self.moved;
+                    let evicted = self.free_memory(at, group, needed, free.saturating_add(reclaimable));
+                    if as_before && evicted && self.place().is_ok() {
+                        return Some(Planned { scheduler: self, at, steps, completed: false });
+                    }
+                    // A request preempted for space must not return in the same iteration, unless the batch is now
+                    // empty.
+                    admit = self.running.is_empty();
+                }
+                Err(refused) => panic!("the cache refused a step of {} spans: {refused}", self.spans.len()),
+            }
+        }
+        if self.ended.len() > decided {
+            let n = self.event();
+            self.events.idle(n, now_ns);
+        }
+        None
+    }
+
+    /// Chooses cells for the batch. Changes nothing but the plan.
+    fn place(&mut self) -> Result<(), Refused> {
+        self.spans.clear();
+        let seq = |w: &Work| self.entries[w.slot as usize].seq.expect("who runs has a sequence");
+        self.spans.extend(self.batch.iter().map(|w| Span::chain(seq(w), w.first, w.n_tokens)));
+        self.memory.cache.can_run(&StepRequest { spans: &self.spans }, &mut self.plan)
+    }
+
+    /// Checks that every request of the batch advances in a way that it can go on from.
+    fn check(&self, outcome: &Outcome) -> Result<(), BadOutcome> {
+        let (requests, got) = (self.batch.len(), outcome.n_advances());
+        if requests != got {
+            return Err(BadOutcome::Count { requests, got });
+        }
+        for (work, advance) in self.batch.iter().zip(outcome.advances()) {
+            let entry = &self.entries[work.slot as usize];
+            let kept = match advance.kept {
+                Kept::All => work.n_tokens,
+                Kept::First(n) => n.min(work.n_tokens), // the cache refuses more
+                Kept::Path(_) => continue,              // the cache refuses paths of chains
+            };
+            let (end, emitted) = (u64::from(work.first + kept), u64::from(advance.emitted.n_tokens()));
+            let known = u64::from(entry.known);
+            if emitted > 0 && end < known {
+                return Err(BadOutcome::EmitsEarly(work.request));
+            }
+            let generated = u64::from(entry.generated()) + emitted;
+            if generated > entry.max_new.into() {
+                return Err(BadOutcome::EmitsTooMany { id: work.request, generated, max_new: entry.max_new });
+            }
+            let finished = advance.finished || generated == u64::from(entry.max_new);
+            if !finished && end >= known + emitted {
+                return Err(BadOutcome::NothingToCompute(work.request));
+            }
+        }
+        Ok(())
+    }
+
+    /// Commits the planned step in the cache.
+    fn commit(&mut self, outcome: &Outcome) -> Result<(), BadOutcome> {
+        let step = Step::of_plan(&mut self.memory.cache, &mut self.plan).ok_or(BadOutcome::CacheChanged)?;
+        if outcome.keeps_all() {
+            step.commit();
+        } else {
+            let kept: Vec<Kept<'_>> = outcome.advances().map(|advance| advance.kept).collect();
+            step.commit_kept(&kept)?;
+        }
+        Ok(())
+    }
+
+    fn note_outcome(&mut self, at: At, steps: u32, outcome: &Outcome) {
+        let n = self.event();
+        self.events.outcome(
+            n,
+            at.now_ns,
+            Batch { work: &self.batch, steps, entries: &self.entries },
+            outcome,
+        );
+    }
+
+    fn note_abandoned(&mut self, at: At) {
+        let n = self.event();
+        self.events.abandoned(n, at.now_ns);
+    }
+
+    fn note_failure(&mut self, at: At, end_ns: u64) {
+        self.counters.failed_steps += 1;
+        self.failures += 1;
+        self.decide(at, Decision::Failed);
+        if self.failures < self.config.max_failures {
+            return;
+        }
+        self.failures = 0;
+        let at = At { now_ns: end_ns, ..at };
+        for i in 0..self.batch.len() {
+            self.end(at, self.batch[i].slot, End::Refused(Reason::StepsFailed));
+        }
+    }
+
+    fn note_success(&mut self, at: At, steps: u32, end_ns: u64, outcome: &Outcome) {
+        self.failures = 0;
+        self.counters.steps += u64::from(steps);
+        let log_chunks = self.decisions.is_on();
+        let block = self.memory.block_tokens();
+        let end = At { step: self.counters.steps - 1, now_ns: end_ns };
+        for i in 0..self.batch.len() {
+            let (work, advance) = (self.batch[i], outcome.nth(i));
+            if log_chunks && !work.decodes {
+                let Work { request: id, first, n_tokens: n, .. } = work;
+                self.decide(at, Decision::Chunk { id, first, n });
+            }
+            let entry = &mut self.entries[work.slot as usize];
+            entry.cached += match advance.kept {
+                Kept::First(n) => n,
+                Kept::All | Kept::Path(_) => work.n_tokens,
+            };
+            entry.computed += u64::from(work.n_tokens);
+            self.counters.computed_tokens += u64::from(work.n_tokens);
+            let n_emitted = advance.emitted.n_tokens();
+            if n_emitted > 0 {
+                entry.first_token_ns.get_or_insert(end_ns);
+                self.counters.sampled_tokens += u64::from(n_emitted);
+            }
+            match advance.emitted {
+                Emitted::Tokens(tokens) => tokens.iter().for_each(|&token| entry.append(token)),
+                Emitted::Unknown(n) => entry.known += n,
+            }
+            let finished = advance.finished || entry.generated() >= entry.max_new;
+            let full = entry.cached.min(entry.known_content());
+            let full = full - full % block;
+            if full > entry.stored {
+                let stored = std::mem::replace(&mut entry.stored, full);
+                let seq = entry.seq.expect("who runs has a sequence");
+                if self.memory.store(seq, &entry.prompt, stored, full, end) > 0 {
+                    self.blocked = None;
+                }
+            }
+            if finished {
+                self.end(end, work.slot, End::Finished);
+            }
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! Checks of a configuration, section by section.
+use super::{ConfigError, ModelSection, ServerConfig};
+use kvist_cache::evict::{Parameters, build_for_serving};
+use kvist_device::Recent;
+use kvist_engine::tools::Tooling;
+use kvist_scheduler::LengthSource;
+
+fn bad(field: impl Into<String>, found: impl ToString, expected: impl Into<String>) -> ConfigError {
+    ConfigError::Field { field: field.into(), found: found.to_string(), expected: expected.into() }
+}
+
+/// The names that the model section chooses.
+pub(super) fn model(config: &ServerConfig) -> Result<(), ConfigError> {
+    if let Some(name) = &config.model.generation_config
+        && !ModelSection::GENERATION_CONFIGS.contains(&name.as_str())
+    {
+        return Err(bad("model.generation_config", format!("{name:?}"), "auto or none"));
+    }
+    if let Some(name) = &config.model.tools
+        && Tooling::by_name(name).is_err()
+    {
+        return Err(bad("model.tools", format!("{name:?}"), format!("one of {}", Tooling::NAMES)));
+    }
+    Ok(())
+}
+
+/// Sizes, storage formats, and the names of policies.
+pub(super) fn cache_and_scheduler(config: &ServerConfig) -> Result<(), ConfigError> {
+    let c = &config.cache;
+    if c.tokens == Some(0) {
+        return Err(bad("cache.tokens", 0, "at least one block"));
+    }
+    if c.block_tokens == 0 || c.block_tokens > 4096 {
+        return Err(bad("cache.block_tokens", c.block_tokens, "1 to 4096"));
+    }
+    if (Recent { tokens: c.kv_recent, sequences: 1 }).check().is_err() {
+        let expected = format!("a power of two up to {}, or 0", Recent::MOST_TOKENS);
+        return Err(bad("cache.kv_recent", c.kv_recent, expected));
+    }
+    if let Some(v) = c.kv_v.filter(|v| v.outliers) {
+        let expected = format!("{}: only keys have channels that stand out", v.for_values());
+        return Err(bad("cache.kv_v", v, expected));
+    }
+    if config.scheduler.lengths == LengthSource::Oracle {
+        return Err(bad(
+            "scheduler.lengths",
+            "oracle",
+            "max_new or running_mean: the future is not known here",
+        ));
+    }
+    build_for_serving(&c.eviction, &Parameters::default())
+        .map_err(|e| bad("cache.eviction", format!("{:?}", c.eviction), e.to_string()))?;
+    config
+        .scheduler
+        .config()
+        .check()
+        .map_err(|e| bad("scheduler", format!("wrong: {e}"), "see docs/scheduler.md"))?;
+    Ok(())
+}
+
+/// Times and counts.
+pub(super) fn limits(config: &ServerConfig) -> Result<(), ConfigError> {
+    let l = &config.limits;
+    let seconds = [
+        ("request_timeout_s", l.request_timeout_s),
+        ("header_timeout_s", l.header_timeout_s),
+        ("read_timeout_s", l.read_timeout_s),
+        ("grace_s", l.grace_s),
+    ];
+    for (name, value) in seconds {
+        let least = if name == "grace_s" { 0.0 } else { 0.001 };
+        if !(least..=1e6).contains(&value) {
+            return Err(bad(format!("limits.{name}"), value, format!("{least} to 1000000 seconds")));
+        }
+    }
+    let counts = [
+        ("max_queue", l.max_queue, 1, 1 << 20),
+        ("max_connections", l.max_connections, 1, 1 << 20),
+        ("max_body_bytes", l.max_body_bytes, 1 << 10, 1 << 30),
+        ("max_header_bytes", l.max_header_bytes, 8 << 10, 1 << 20),
+        ("max_choices", l.max_choices as usize, 1, 1 << 12),
+        ("max_stop", l.max_stop as usize, 1, 1 << 8),
+    ];
+    for (name, value, least, most) in counts {
+        if !(least..=most).contains(&value) {
+            return Err(bad(format!("limits.{name}"), value, format!("{least} to {most}")));
+        }
+    }
+    Ok(())
+}
+
+/// Limits of sessions.
+pub(super) fn sessions(config: &ServerConfig) -> Result<(), ConfigError> {
+    let s = &config.sessions;
+    if !(0.001..=1e9).contains(&s.idle_s) {
+        return Err(bad("sessions.idle_s", s.idle_s, "0.001 to 1000000000 seconds"));
+    }
+    if s.max_sessions > 1 << 20 {
+        return Err(bad("sessions.max_sessions", s.max_sessions, "0 to 1048576"));
+    }
+    if s.max_tokens > 1 << 40 {
+        return Err(bad("sessions.max_tokens", s.max_tokens, "0 to 1099511627776"));
+    }
+    Ok(())
+}
+
+/// Origins.
+pub(super) fn http(config: &ServerConfig) -> Result<(), ConfigError> {
+    for origin in &config.http.cors_origins {
+        let plain = origin.split_once("://").is_some_and(|(_, host)| !host.is_empty() && !host.contains('/'));
+        if origin != "*" && !plain {
+            return Err(bad(
+                "http.cors_origins",
+                format!("{origin:?}"),
+                "origins as https://example.org, or *",
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Names and sources of keys, and whether the server may do without.
+pub(super) fn keys(config: &ServerConfig) -> Result<(), ConfigError> {
+    for (i, key) in config.keys.iter().enumerate() {
+        let field = format!("keys[{i}]");
+        if key.name.is_empty() || key.name.len() > 64 || key.name.chars().any(char::is_control) {
+            return Err(bad(format!("{field}.name"), format!("{:?}", key.name), "1 to 64 bytes of text"));
+        }
+        let given = [key.key.is_some(), key.key_file.is_some(), key.key_env.is_some()];
+        if given.iter().filter(|g| **g).count() != 1 {
+            return Err(bad(field, "given in no way, or in several", "one of `key`, `key_file`, `key_env`"));
+        }
+    }
+    if config.keys.is_empty() && !config.http.host.is_loopback() && !config.http.open {
+        return Err(bad(
+            "http.host",
+            config.http.host,
+            "a loopback address where no [[keys]] are configured; or `http.open = true` (--open) to serve anybody",
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,288 @@
+//! The sections of the configuration, with their defaults.
+use kvist_device::{Recent, Storage};
+use kvist_engine::memory::RECENT_TOKENS;
+use kvist_engine::sessions::SessionLimits;
+use kvist_scheduler::{Admission, Config, LengthSource, Preempted, PrefixOrder};
+use serde::{Deserialize, Deserializer};
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ModelSection {
+    /// A Hugging Face folder, a .gguf file, or a name that the program resolves. Default: the embedded model.
+    pub path: Option<PathBuf>,
+    /// Model name for clients. Default: the last part of the path.
+    pub name: Option<String>,
+    /// Tool call format, one of [`Tooling::NAMES`](kvist_engine::tools::Tooling::NAMES). Default: the format that the chat template describes.
+    pub tools: Option<String>,
+    /// Source of sampling defaults. `auto` uses those that the model ships (`generation_config.json`,
+    /// `general.sampling.*`), like vLLM. `none` uses OpenAI's.
+    pub generation_config: Option<String>,
+}
+
+impl ModelSection {
+    pub(crate) const GENERATION_CONFIGS: [&str; 2] = ["auto", "none"];
+
+    /// Returns whether the sampling defaults that the model ships apply.
+    pub fn ships_sampling(&self) -> bool {
+        self.generation_config.as_deref() != Some("none")
+    }
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct CacheSection {
+    /// Tokens in the cache, over all requests. Default: eight contexts of the model, at most 32,768.
+    pub tokens: Option<u32>,
+    /// Storage format of K, and of V unless `kv_v` is set.
+    #[serde(deserialize_with = "storage")]
+    pub kv: Storage,
+    #[serde(deserialize_with = "some_storage")]
+    pub kv_v: Option<Storage>,
+    /// Group size of the newest tokens that packed storage formats keep in f16 as well: a power of two up to 64, or 0.
+    /// A group is at most the largest power of two that divides a block.
+    pub kv_recent: u32,
+    /// Tokens per block. Sharing and eviction work on whole blocks.
+    pub block_tokens: u32,
+    /// Name of an eviction policy.
+    pub eviction: String,
+}
+
+impl CacheSection {
+    /// Storage format of V.
+    pub fn values(&self) -> Storage {
+        self.kv_v.unwrap_or(self.kv.for_values())
+    }
+    /// Tokens of a group that is kept in f16, limited by the block size. 0 if no storage format is packed.
+    pub fn recent_tokens(&self) -> u32 {
+        let asked = Recent { tokens: self.kv_recent, sequences: 1 };
+        asked.of_storages(self.kv, self.values()).within_blocks(self.block_tokens).tokens
+    }
+}
+
+impl Default for CacheSection {
+    fn default() -> Self {
+        CacheSection {
+            tokens: None,
+            kv: Storage::F16,
+            kv_v: None,
+            kv_recent: RECENT_TOKENS,
+            block_tokens: 16,
+            eviction: "lru".into(),
+        }
+    }
+}
+
+/// The configurable part of [`kvist_scheduler::Config`], with batch sizes that suit a CPU.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SchedulerSection {
+    /// Name of a scheduling policy.
+    pub policy: String,
+    /// How a policy estimates output lengths: `max_new` or `running_mean`.
+    pub lengths: LengthSource,
+    /// Largest number of requests in the batch.
+    pub max_batch: u32,
+    /// Largest number of tokens per step. Longer prompts are computed in chunks beside the decoding requests (chunked
+    /// prefill).
+    pub max_batch_tokens: u32,
+    pub admission: Admission,
+    pub preempted: Preempted,
+    pub prefix_order: PrefixOrder,
+    /// Waiting time, in nanoseconds, that is worth one level of priority under the policy `priority`.
+    pub ageing_ns: u64,
+}
+
+impl Default for SchedulerSection {
+    fn default() -> Self {
+        let Config { policy, lengths, admission, preempted, prefix_order, ageing_ns, .. } = Config::default();
+        SchedulerSection {
+            policy,
+            lengths,
+            max_batch: 32,
+            max_batch_tokens: 256,
+            admission,
+            preempted,
+            prefix_order,
+            ageing_ns,
+        }
+    }
+}
+
+impl SchedulerSection {
+    pub(crate) fn config(&self) -> Config {
+        Config {
+            policy: self.policy.clone(),
+            lengths: self.lengths,
+            max_batch: self.max_batch,
+            max_batch_tokens: self.max_batch_tokens,
+            admission: self.admission,
+            preempted: self.preempted,
+            prefix_order: self.prefix_order,
+            ageing_ns: self.ageing_ns,
+            ..Config::default()
+        }
+    }
+}
+
+fn storage<'de, D: Deserializer<'de>>(from: D) -> Result<Storage, D::Error> {
+    String::deserialize(from)?.parse().map_err(serde::de::Error::custom)
+}
+
+fn some_storage<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Storage>, D::Error> {
+    storage(from).map(Some)
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct HttpSection {
+    pub host: IpAddr,
+    /// 0 picks a free port.
+    pub port: u16,
+    /// Serve without keys on an address that other machines can reach.
+    pub open: bool,
+    /// Origins whose pages may call the server. `*` allows every origin. Default: none.
+    pub cors_origins: Vec<String>,
+    /// Serve `/metrics` without an admin key.
+    pub open_metrics: bool,
+    /// Write prompts and answers to the log.
+    pub log_prompts: bool,
+}
+
+impl Default for HttpSection {
+    fn default() -> Self {
+        HttpSection {
+            host: IpAddr::from([127, 0, 0, 1]),
+            port: 8080,
+            open: false,
+            cors_origins: Vec::new(),
+            open_metrics: false,
+            log_prompts: false,
+        }
+    }
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LimitsSection {
+    /// Largest number of requests that wait for the batch. Further requests get a 429. Half of the slots are divided
+    /// evenly among key names, the other half goes to the first that asks. There is at least one slot for each name.
+    pub max_queue: usize,
+    /// Largest number of connections. A further one replaces a connection on whose client the server waits. If there is
+    /// none, it gets a 503, except for health checks.
+    pub max_connections: usize,
+    /// Largest request body, in bytes.
+    pub max_body_bytes: usize,
+    /// Largest request line and headers, in bytes. At most 100 header lines are allowed.
+    pub max_header_bytes: usize,
+    /// Largest number of answers per request: prompts times `n`.
+    pub max_choices: u32,
+    /// Largest number of stop strings per request.
+    pub max_stop: u32,
+    /// A request ends this many seconds after it arrived.
+    pub request_timeout_s: f64,
+    /// Seconds from the first to the last byte of a request's head.
+    pub header_timeout_s: f64,
+    /// Seconds until a request must begin, and then until its body must have arrived. A client that reads nothing of
+    /// its answer for this long is disconnected.
+    pub read_timeout_s: f64,
+    /// Seconds that running requests may continue after SIGTERM.
+    pub grace_s: f64,
+}
+
+impl Default for LimitsSection {
+    fn default() -> Self {
+        LimitsSection {
+            max_queue: 256,
+            max_connections: 1024,
+            max_body_bytes: 4 << 20,
+            max_header_bytes: 32 << 10,
+            max_choices: 128,
+            max_stop: 16,
+            request_timeout_s: 600.0,
+            header_timeout_s: 10.0,
+            read_timeout_s: 30.0,
+            grace_s: 30.0,
+        }
+    }
+}
+
+impl LimitsSection {
+    pub fn request_timeout(&self) -> Duration {
+        Duration::from_secs_f64(self.request_timeout_s)
+    }
+    pub fn read_timeout(&self) -> Duration {
+        Duration::from_secs_f64(self.read_timeout_s)
+    }
+    pub fn header_timeout(&self) -> Duration {
+        Duration::from_secs_f64(self.header_timeout_s)
+    }
+    pub fn grace(&self) -> Duration {
+        Duration::from_secs_f64(self.grace_s)
+    }
+}
+
+/// Limits for the sessions of one key name.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SessionsSection {
+    /// A session expires if it was not changed, forked or generated in for this many seconds.
+    pub idle_s: f64,
+    /// Largest number of sessions of one name.
+    pub max_sessions: usize,
+    /// Largest number of tokens in all sessions of one name.
+    pub max_tokens: u64,
+}
+
+impl Default for SessionsSection {
+    fn default() -> Self {
+        SessionsSection { idle_s: 3600.0, max_sessions: 256, max_tokens: 1 << 20 }
+    }
+}
+
+impl SessionsSection {
+    pub fn limits(&self) -> SessionLimits {
+        SessionLimits {
+            idle: Duration::from_secs_f64(self.idle_s),
+            max_sessions: self.max_sessions,
+            max_tokens: self.max_tokens,
+        }
+    }
+}
+
+/// An API key. Exactly one of `key`, `key_file` and `key_env` must be set.
+#[derive(Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct KeySection {
+    /// Owner of the key. Logs show it, and prefixes are shared only among keys of the same name.
+    pub name: String,
+    pub key: Option<String>,
+    pub key_file: Option<PathBuf>,
+    /// Name of an environment variable.
+    pub key_env: Option<String>,
+    /// May read `/metrics`, open the live view and set priorities.
+    pub admin: bool,
+}
+
+impl std::fmt::Debug for KeySection {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("KeySection")
+            .field("name", &self.name)
+            .field("admin", &self.admin)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Error in a configuration.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("cannot read {path}: {source}", path = path.display())]
+    Read { path: PathBuf, source: std::io::Error },
+    /// The message has the line, the field, what was found and what was expected.
+    #[error("{file}: {what}", file = file.display())]
+    Toml { file: PathBuf, what: String },
+    #[error("`{field}` is {found}; expected {expected}")]
+    Field { field: String, found: String, expected: String },
+}

@@ -1,0 +1,50 @@
+//! The endpoints of the server itself: health, version, the OpenAPI document, metrics.
+use crate::auth::Caller;
+use crate::error::ApiError;
+use crate::metrics;
+use crate::state::ServerState;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::{Extension, Json};
+use std::sync::Arc;
+
+/// The same response as vLLM's.
+pub(crate) async fn version() -> Response {
+    Json(serde_json::json!({"version": env!("CARGO_PKG_VERSION")})).into_response()
+}
+
+pub(crate) async fn healthy() -> Response {
+    Json(serde_json::json!({"status": "ok"})).into_response()
+}
+
+pub(crate) async fn ready(State(state): State<Arc<ServerState>>) -> Response {
+    if state.is_draining() {
+        return ApiError::shutting_down(state.retry_after_s()).into_response();
+    }
+    if !state.engine.is_alive() {
+        return ApiError::internal("the engine has stopped: restart the server").into_response();
+    }
+    Json(serde_json::json!({"status": "ready"})).into_response()
+}
+
+pub(crate) async fn openapi(State(state): State<Arc<ServerState>>) -> Response {
+    ([(header::CONTENT_TYPE, "application/json")], state.openapi.clone()).into_response()
+}
+
+pub(crate) async fn metrics(
+    State(state): State<Arc<ServerState>>,
+    Extension(caller): Extension<Caller>,
+) -> Result<Response, ApiError> {
+    if !caller.admin && !state.http.open_metrics {
+        let message = "metrics tell of all users, and are for admin keys";
+        return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message));
+    }
+    let mut readings = metrics::of_engine(&state.engine.stats());
+    readings.extend(metrics::of_limits(state.engine.rejected(), &state.connections));
+    let failed = |error| {
+        ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", format!("no metrics: {error}"))
+    };
+    let text = state.metrics.render(&readings).map_err(failed)?;
+    Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response())
+}

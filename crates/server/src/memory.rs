@@ -1,0 +1,62 @@
+//! Memory that requests take from a shared pool.
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+/// A pool of bytes that all requests share, and the part of it that each name may take. As long as the pool is large
+/// enough for the largest request of every name at once, no name can take another's part. With more names, the names
+/// take turns.
+pub(crate) struct BytePool {
+    all: Arc<Semaphore>,
+    shares: BTreeMap<Arc<str>, Arc<Semaphore>>,
+}
+
+/// Bytes taken from a pool. Dropping it returns them.
+pub(crate) struct Permit {
+    own: Option<OwnedSemaphorePermit>,
+    all: OwnedSemaphorePermit,
+}
+
+impl BytePool {
+    /// Names share the pool evenly. Each may take at least `most`, however many names there are.
+    pub fn new(bytes: usize, most: usize, names: &[Arc<str>]) -> Self {
+        let semaphore = |n: usize| Arc::new(Semaphore::new(n.min(Semaphore::MAX_PERMITS)));
+        let share = (bytes / names.len().max(1)).max(most);
+        let shares = names.iter().map(|name| (name.clone(), semaphore(share))).collect();
+        BytePool { all: semaphore(bytes), shares }
+    }
+
+    /// Bytes that are not taken.
+    #[cfg(test)]
+    pub fn available(&self) -> usize {
+        self.all.available_permits()
+    }
+
+    /// `None` if there are not enough bytes now.
+    pub fn try_take(&self, name: &str, bytes: usize) -> Option<Permit> {
+        let n = u32::try_from(bytes).ok()?;
+        let own = self.shares.get(name).map(|own| own.clone().try_acquire_many_owned(n)).transpose().ok()?;
+        Some(Permit { own, all: self.all.clone().try_acquire_many_owned(n).ok()? })
+    }
+
+    /// Waits for bytes. `None` if that much can never be granted.
+    pub async fn take(&self, name: &str, bytes: usize) -> Option<Permit> {
+        let n = u32::try_from(bytes).ok()?;
+        // First wait in the line of the own name, so that each name stands only once in the common line.
+        let own = match self.shares.get(name) {
+            Some(own) => Some(own.clone().acquire_many_owned(n).await.ok()?),
+            None => None,
+        };
+        Some(Permit { own, all: self.all.clone().acquire_many_owned(n).await.ok()? })
+    }
+}
+
+impl Permit {
+    /// Adds bytes of the same pool.
+    pub fn merge(&mut self, more: Permit) {
+        self.all.merge(more.all);
+        if let (Some(own), Some(more)) = (&mut self.own, more.own) {
+            own.merge(more);
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! The main loop of a server: accepts connections until it is told to stop, and then drains.
+use crate::accept::accept;
+use crate::app::{reserve, router};
+use crate::state::ServerState;
+use crate::work::THREADS;
+use hyper_util::server::graceful::GracefulShutdown;
+use std::future::Future;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::TcpListener;
+
+/// How long a connection may take to end once all answers are sent.
+const CLOSING_TIME: Duration = Duration::from_secs(2);
+
+/// How long shutdown waits for the disk to take the rest of a recording.
+const RECORDING_TIME: Duration = Duration::from_secs(10);
+
+/// Waits until the recording, if there is one, is completely written.
+async fn recorded(state: &ServerState) {
+    if tokio::time::timeout(RECORDING_TIME, state.live.recorded(&state.engine)).await.is_err() {
+        tracing::error!(target: "kvist::server", "the recording lacks its end: the disk is too slow");
+    }
+}
+
+/// The runtime that [`serve`] needs.
+pub fn runtime() -> io::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2) // they only move text; computing happens on other threads
+        .max_blocking_threads(THREADS) // they tokenize; each additional one would keep its own heap
+        .enable_all()
+        .build()
+}
+
+/// Accept and serve until `shutdown` resolves, then drain: new requests get a 503, and running requests may continue
+/// for `limits.grace_s`, after which they are notified and ended. A recording is written to its end. Returns an error
+/// if the engine ends by itself: a supervisor should then restart the program.
+pub async fn serve(
+    listener: TcpListener,
+    state: Arc<ServerState>,
+    shutdown: impl Future<Output = ()>,
+) -> io::Result<()> {
+    let limits = &state.limits;
+    let (router, reserve) = (router(state.clone()), reserve(state.clone()));
+    let graceful = GracefulShutdown::new();
+    let accept = accept(&listener, &state, router, reserve, &graceful);
+    let drained = async {
+        shutdown.await;
+        tracing::info!(target: "kvist::server", "draining");
+        state.drain();
+        let end = tokio::time::Instant::now() + limits.grace();
+        if tokio::time::timeout_at(end, state.engine.idle()).await.is_err() {
+            tracing::warn!(target: "kvist::server", "the grace is over: running requests are ended");
+            state.stopping.send_replace(true);
+        }
+        end
+    };
+    let end = tokio::select! {
+        () = accept => tokio::time::Instant::now(),
+        end = drained => end,
+        () = state.engine.ended() => {
+            recorded(&state).await;
+            return Err(io::Error::other("the engine has stopped, after an error of this program: start it again"));
+        }
+    };
+    drop(listener);
+    // The engine finishes before its answers are sent. And after the first answer of a request, others may follow.
+    let mut sent = std::pin::pin!(graceful.shutdown());
+    if tokio::time::timeout_at(end, &mut sent).await.is_err() {
+        state.stopping.send_replace(true);
+        let _ = tokio::time::timeout(CLOSING_TIME, sent).await;
+    }
+    recorded(&state).await;
+    Ok(())
+}

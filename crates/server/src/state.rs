@@ -1,0 +1,188 @@
+//! State that all handlers share.
+use crate::auth::{Caller, Keys};
+use crate::bodies::Bodies;
+use crate::config::{ConfigError, HttpSection, LimitsSection, ServerConfig};
+use crate::connections::Connections;
+use crate::error::ApiError;
+use crate::live::LiveView;
+use crate::live::sessions::SessionListCache;
+use crate::metrics::Metrics;
+use crate::openai::request::Bounds;
+use crate::openai::score_memory::ScoreMemory;
+use crate::openapi;
+use crate::schemas::Schemas;
+use crate::work::WorkMemory;
+use kvist_engine::chat_format::ChatFormat;
+use kvist_engine::random::random_id;
+use kvist_engine::serving::{Engine, TenantQuota};
+use kvist_engine::sessions::{SessionStore, Timestamp};
+use kvist_engine::tools::Tooling;
+use kvist_model::generation_config::Shipped;
+use kvist_model::tokenizer::Piece;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use tokio::sync::watch;
+
+/// The template variable (and request field) that sets how long a model reasons.
+pub(crate) const EFFORT: &str = "reasoning_effort";
+
+/// One server: an engine, and everything the HTTP handlers need to serve it.
+pub struct ServerState {
+    pub(crate) engine: Engine,
+    pub(crate) http: HttpSection,
+    pub(crate) limits: LimitsSection,
+    pub(crate) keys: Keys,
+    pub(crate) bodies: Bodies,
+    pub(crate) work: WorkMemory,
+    pub(crate) connections: Arc<Connections>,
+    /// Requests that are being read or answered. `limits.max_connections` bounds them, shared among key names.
+    pub(crate) requests: TenantQuota,
+    /// Limits the log-probabilities of prompts, which are all held in memory at once.
+    pub(crate) scores: ScoreMemory,
+    pub(crate) bounds: Bounds,
+    pub(crate) schemas: Schemas,
+    pub(crate) openapi: String,
+    pub(crate) metrics: Metrics,
+    /// How conversations become prompts, and how answers are read.
+    pub(crate) chat: ChatFormat,
+    /// Bytes of every token, built when log-probabilities or the longest token are first requested.
+    pieces: OnceLock<Option<Vec<Piece>>>,
+    longest_token: OnceLock<Option<usize>>,
+    /// Start time, in seconds since 1970.
+    pub(crate) started: u64,
+    pub(crate) sessions: Arc<SessionStore>,
+    pub(crate) live: LiveView,
+    pub(crate) session_list: Arc<SessionListCache>,
+    /// Becomes true when the grace period after a signal is over: requests that still run are then notified and ended.
+    pub(crate) stopping: watch::Sender<bool>,
+    draining: AtomicBool,
+}
+
+impl ServerState {
+    /// `cache_tokens` is the most tokens that one request can hold in the cache when it runs alone.
+    pub fn new(engine: Engine, config: &ServerConfig, cache_tokens: u32) -> Result<Arc<Self>, ConfigError> {
+        config.check()?;
+        let keys = Keys::new(&config.keys)?;
+        let model = engine.model();
+        let name = config.model_name(model.name());
+        let decoder = model.config();
+        let bounds = Bounds::new(&name, decoder.vocab, decoder.context.min(cache_tokens), &config.limits);
+        let chat = match &config.model.tools {
+            Some(name) => ChatFormat::with_tools(model.clone(), Tooling::by_name(name).ok().flatten()),
+            None => ChatFormat::new(model.clone()),
+        };
+        let template = model.chat_template().is_some();
+        let effort = model.chat_template().is_some_and(|template| template.source(false).contains(EFFORT));
+        let sampling = if config.model.ships_sampling() { *model.sampling() } else { Shipped::default() };
+        let bounds = Bounds { template, effort, tools: chat.tools().is_some(), sampling, ..bounds };
+        let schemas = Schemas::new(&bounds);
+        let sessions = SessionStore::new(config.sessions.limits(), config.cache.block_tokens);
+        let openapi = openapi::document(&bounds, &schemas).to_string();
+        Ok(Arc::new(ServerState {
+            http: config.http.clone(),
+            limits: config.limits.clone(),
+            scores: ScoreMemory::new(bounds.max_tokens, &keys.names()),
+            bodies: Bodies::new(config.limits.max_body_bytes, &keys.names()),
+            work: WorkMemory::new(config.limits.max_body_bytes, &keys.names()),
+            connections: Arc::new(Connections::new(config.limits.max_connections, !keys.is_open())),
+            requests: TenantQuota::new(config.limits.max_connections, &keys.names()),
+            keys,
+            schemas,
+            chat,
+            pieces: OnceLock::new(),
+            longest_token: OnceLock::new(),
+            openapi,
+            metrics: Metrics::new(&name).expect("the metrics have valid names, each once"),
+            bounds,
+            started: Timestamp::now().unix_s,
+            session_list: SessionListCache::new(engine.clone(), sessions.clone()),
+            sessions,
+            live: LiveView::watch(&engine),
+            stopping: watch::Sender::new(false),
+            draining: AtomicBool::new(false),
+            engine,
+        }))
+    }
+
+    /// The live view of the engine: recordings and dashboards.
+    pub fn live(&self) -> &LiveView {
+        &self.live
+    }
+
+    /// How often the blocks of sessions were looked up for dashboards.
+    pub fn session_lookups(&self) -> u64 {
+        self.session_list.n_lookups()
+    }
+
+    /// The name under which clients address the model.
+    pub fn model_name(&self) -> &str {
+        &self.bounds.model
+    }
+
+    /// Stop accepting requests. Running requests continue.
+    pub fn drain(&self) {
+        self.draining.store(true, Ordering::SeqCst);
+        self.engine.drain();
+    }
+
+    pub(crate) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::SeqCst)
+    }
+
+    /// Value for `Retry-After` while the server shuts down, in seconds.
+    pub(crate) fn retry_after_s(&self) -> u32 {
+        self.limits.grace_s.ceil().clamp(1.0, 3600.0) as u32
+    }
+
+    pub(crate) fn pieces(&self) -> Option<&[Piece]> {
+        let make = || self.engine.model().tokenizer()?.pieces(self.bounds.vocab as usize).ok();
+        self.pieces.get_or_init(make).as_deref()
+    }
+
+    /// Length of the longest token of the vocabulary, in bytes. `None` if tokens have no bytes of their own.
+    pub(crate) fn longest_token(&self) -> Option<usize> {
+        let longest = || self.pieces()?.iter().map(|piece| piece.bytes.len()).max();
+        *self.longest_token.get_or_init(longest)
+    }
+
+    /// Run `work` that renders or tokenizes for a request, off the async threads: [`Work::run`].
+    pub(crate) async fn prepare<T: Send + 'static>(
+        self: &Arc<Self>,
+        caller: &Caller,
+        mut work: impl FnMut(&Arc<ServerState>, &Caller) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let (state, caller) = (self.clone(), caller.clone());
+        let name = caller.name.clone();
+        self.work.run(&name, move || work(&state, &caller)).await
+    }
+
+    pub(crate) fn new_id(&self, kind: &str) -> String {
+        format!("{kind}-{:032x}", random_id())
+    }
+
+    pub(crate) fn now(&self) -> u64 {
+        Timestamp::now().unix_s
+    }
+
+    pub(crate) fn decode(&self, tokens: &[u32]) -> Result<String, ApiError> {
+        let tokenizer = self.engine.model().tokenizer();
+        let tokenizer =
+            tokenizer.ok_or_else(|| ApiError::unsupported("tokens", "this model has no tokenizer"))?;
+        tokenizer.decode(tokens).map_err(|e| ApiError::internal(e.to_string()))
+    }
+
+    pub(crate) fn log_prompts(&self, id: &str, prompts: &[Arc<[u32]>]) {
+        if self.http.log_prompts {
+            for prompt in prompts {
+                let text = self.decode(prompt).unwrap_or_default();
+                tracing::info!(target: "kvist::server", id, text, "prompt");
+            }
+        }
+    }
+
+    pub(crate) fn log_answer(&self, id: &str, index: usize, text: &str) {
+        if self.http.log_prompts {
+            tracing::info!(target: "kvist::server", id, index, text, "answer");
+        }
+    }
+}

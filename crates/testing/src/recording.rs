@@ -1,0 +1,320 @@
+//! A device that computes nothing: it records what it is asked to do and counts what it allocates, as a GPU that has to be
+//! captured and planned for would. Its outputs are zero.
+//!
+//! It stores K and V in the dtypes that are asked for, and weights in their file's encoding, so its memory plan is that
+//! of a real device.
+use kvist_cache::{LayerId, MovePlan, StepId, StepPlan};
+use kvist_device::weights::{Encoding, FileTensor, WeightForm};
+use kvist_device::*;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What happened on a device, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// Everything that depends on the step was uploaded.
+    Upload,
+    /// An operation was recorded.
+    Op(&'static str),
+    Submit,
+    /// The host waited for results.
+    Wait,
+    /// The host read results.
+    Read,
+}
+
+/// The events of a device, and the bytes that it has allocated by purpose.
+#[derive(Clone, Debug, Default)]
+pub struct Recorded {
+    pub events: Vec<Event>,
+    pub allocated: Usage,
+}
+
+/// The device and the backend `recording`.
+#[derive(Clone, Debug, Default)]
+pub struct Recording {
+    log: Log,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Log(Arc<Mutex<Recorded>>);
+
+impl Log {
+    fn lock(&self) -> MutexGuard<'_, Recorded> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+    fn note(&self, event: Event) {
+        self.lock().events.push(event);
+    }
+    fn allocate(&self, purpose: Purpose, bytes: u64) {
+        let mut log = self.lock();
+        log.allocated = log.allocated.with(purpose, log.allocated.of(purpose) + bytes);
+    }
+}
+
+impl Recording {
+    /// What has happened since the last call; the allocated bytes stay.
+    pub fn take(&self) -> Recorded {
+        let mut log = self.log.lock();
+        Recorded { events: std::mem::take(&mut log.events), allocated: log.allocated }
+    }
+    fn op(&self, name: &'static str) {
+        self.log.note(Event::Op(name));
+    }
+}
+
+/// The vocabulary of a head, or anything else that has outputs.
+pub struct Linear {
+    outputs: usize,
+}
+
+pub struct Stream {
+    limits: StepLimits,
+    step: Option<StepId>,
+    n_rows: usize,
+    output: StepOutput,
+    log: Log,
+}
+
+/// Bytes of what a step uploads: tokens, positions, wanted rows.
+fn upload_bytes(limits: &StepLimits) -> Option<u64> {
+    u64::try_from(limits.max_tokens.checked_mul(8)?.checked_add(limits.max_rows.checked_mul(4)?)?).ok()
+}
+
+impl Footprint for Recording {
+    fn info(&self) -> DeviceInfo {
+        DeviceInfo { name: "recording", batch_invariant: true, unified_memory: false }
+    }
+    fn supports(&self, shape: &ModelShape) -> Result<(), BackendError> {
+        match shape.head_dim.is_multiple_of(8) {
+            true => Ok(()),
+            false => {
+                let what = format!("the device `recording` has no attention for head_dim {}", shape.head_dim);
+                Err(BackendError::Unsupported(what))
+            }
+        }
+    }
+    fn weight_bytes(&self, shape: &[usize], stored: Encoding, form: WeightForm) -> Option<u64> {
+        let resident = stored.resident(form, *shape.last()?);
+        u64::try_from(resident.tensor_bytes(shape)?).ok()
+    }
+    fn activation_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64> {
+        let logits = limits.max_rows.checked_mul(shape.vocab)?;
+        let floats = u64::try_from(shape.buffer_elements(limits)?.checked_add(logits)?).ok()?;
+        floats.checked_mul(4)?.checked_add(upload_bytes(limits)?)
+    }
+}
+
+impl Device for Recording {
+    type Linear = Linear;
+    type Vector = ();
+    type Buffer = ();
+    type Stream = Stream;
+    type Pools = StubPools;
+
+    fn linear(
+        &self,
+        tensor: FileTensor<'_>,
+        form: WeightForm,
+        bias: Option<Vec<f32>>,
+    ) -> Result<Linear, BackendError> {
+        let outputs = tensor.n_rows();
+        let weights = tensor.encoding.resident(form, tensor.row_len());
+        let bytes = tensor.encoded(weights).len() + 4 * bias.map_or(0, |bias| bias.len());
+        self.log.allocate(Purpose::Weights, bytes as u64);
+        Ok(Linear { outputs })
+    }
+    fn vector(&self, values: Vec<f32>) -> Result<(), BackendError> {
+        self.log.allocate(Purpose::Weights, 4 * values.len() as u64);
+        Ok(())
+    }
+    fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<(), BackendError> {
+        self.log.allocate(Purpose::Activations, 4 * (rows.most(limits) * width) as u64);
+        Ok(())
+    }
+    fn stream(
+        &self,
+        shape: &ModelShape,
+        _: &[RopeTable],
+        limits: &StepLimits,
+    ) -> Result<Stream, BackendError> {
+        let bytes = upload_bytes(limits).unwrap_or(u64::MAX) + 4 * (limits.max_rows * shape.vocab) as u64;
+        self.log.allocate(Purpose::Activations, bytes);
+        let output = StepOutput::default();
+        Ok(Stream { limits: *limits, step: None, n_rows: 0, output, log: self.log.clone() })
+    }
+    /// Accepts only its own backend: its attention cannot read the host's memory.
+    fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<StubPools, BackendError> {
+        if backend.id() != Backend::id(self) {
+            let what = format!("the device `recording` cannot attend over K and V in `{}`", backend.id());
+            return Err(BackendError::Unsupported(what));
+        }
+        let cells = vec![0; spec.capacity_cells.len()];
+        Ok(StubPools { spec: spec.clone(), cells, log: self.log.clone() })
+    }
+
+    fn begin(
+        &self,
+        s: &mut Stream,
+        pools: &mut StubPools,
+        plan: &StepPlan,
+        inputs: &StepInputs<'_>,
+    ) -> Result<(), BackendError> {
+        inputs.check(plan, &s.limits)?;
+        pools.begin(plan)?;
+        self.want_rows(s, inputs.rows);
+        s.step = Some(plan.id());
+        Ok(())
+    }
+    fn want_rows(&self, s: &mut Stream, rows: &[u32]) {
+        self.log.note(Event::Upload);
+        s.n_rows = rows.len();
+    }
+    fn embed(&self, _: &mut Stream, _: &Linear, _: f32, _: &mut ()) {
+        self.op("embed");
+    }
+    fn rms_norm(&self, _: &mut Stream, (): &(), _: Norm<'_, Self>, (): &mut ()) {
+        self.op("rms_norm");
+    }
+    fn norm_in_place(&self, _: &mut Stream, (): &mut (), _: Norm<'_, Self>) {
+        self.op("norm_in_place");
+    }
+    fn matmul(&self, _: &mut Stream, (): &(), _: &mut [(&Linear, &mut ())]) {
+        self.op("matmul");
+    }
+    fn rope(&self, _: &mut Stream, (): &mut (), _: usize, _: usize) {
+        self.op("rope");
+    }
+    fn gated(&self, _: &mut Stream, _: Activation, (): &mut (), (): &()) {
+        self.op("gated");
+    }
+    fn experts(&self, _: &mut Stream, (): &(), _: &Experts<Self>, _: Activation, (): &mut ()) {
+        self.op("experts");
+    }
+    fn add(&self, _: &mut Stream, (): &mut (), (): &()) {
+        self.op("add");
+    }
+    fn attend(
+        &self,
+        _: &mut Stream,
+        _: &mut StubPools,
+        _: &StepPlan,
+        _: LayerAttention<'_, Self>,
+    ) -> Result<(), BackendError> {
+        self.op("attend");
+        Ok(())
+    }
+    fn tap(&self, _: &mut Stream, _: usize, (): &()) {
+        self.op("tap");
+    }
+    fn wanted_rows(&self, _: &mut Stream, (): &(), (): &mut ()) {
+        self.op("wanted_rows");
+    }
+    fn logits(&self, s: &mut Stream, (): &(), head: &Linear, _: Option<f32>) {
+        self.op("logits");
+        s.output.logits = vec![0.0; s.n_rows * head.outputs];
+    }
+    fn norm_matmul(
+        &self,
+        _: &mut Stream,
+        (): &(),
+        _: Norm<'_, Self>,
+        (): &mut (),
+        _: &mut [(&Linear, &mut ())],
+    ) {
+        self.op("norm_matmul");
+    }
+    fn matmul_add(
+        &self,
+        _: &mut Stream,
+        (): &(),
+        _: &Linear,
+        _: Option<Norm<'_, Self>>,
+        (): &mut (),
+        (): &mut (),
+    ) {
+        self.op("matmul_add");
+    }
+
+    fn submit(&self, _: &mut Stream) -> Result<Ticket, BackendError> {
+        self.log.note(Event::Submit);
+        Ok(Ticket(0))
+    }
+    fn is_done(&self, _: &Stream, _: Ticket) -> bool {
+        true
+    }
+    fn wait(&self, s: &mut Stream, _: Ticket) -> Result<LayersRan, BackendError> {
+        self.log.note(Event::Wait);
+        s.step.map(LayersRan).ok_or(BackendError::StalePlan)
+    }
+    fn output(s: &Stream) -> &StepOutput {
+        s.log.note(Event::Read);
+        &s.output
+    }
+    fn output_mut(s: &mut Stream) -> &mut StepOutput {
+        s.log.note(Event::Read);
+        &mut s.output
+    }
+}
+
+impl Backend for Recording {
+    fn id(&self) -> &'static str {
+        "recording"
+    }
+    fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError> {
+        Ok(Box::new(self.kv_pools(self, spec)?))
+    }
+    fn usage(&self, spec: &PoolSpec, cells: &[u32]) -> Option<Usage> {
+        let mut kv = 0u64;
+        for (_, layer) in spec.layout.owners() {
+            let group = layer.group.0 as usize;
+            let cells = reserved_cells(*cells.get(group)?, *spec.capacity_cells.get(group)?);
+            let row = spec.k.row_bytes(layer.head_dim) + spec.v.row_bytes(layer.head_dim);
+            let layer = u64::from(cells).checked_mul(layer.n_kv_heads.into())?.checked_mul(row)?;
+            kv = kv.checked_add(layer)?;
+        }
+        Some(Usage::default().with(Purpose::KvCache, kv))
+    }
+}
+
+/// Pools that only grow.
+pub struct StubPools {
+    spec: PoolSpec,
+    /// Cells in use, per group.
+    cells: Vec<u32>,
+    log: Log,
+}
+
+impl StubPools {
+    fn grow(&mut self, cells_end: impl Fn(kvist_cache::GroupId) -> u32) {
+        let before = self.bytes();
+        for (g, cells) in self.cells.iter_mut().enumerate() {
+            *cells = (*cells).max(cells_end(kvist_cache::GroupId(g as u16)));
+        }
+        self.log.allocate(Purpose::KvCache, self.bytes() - before);
+    }
+}
+
+impl Pools for StubPools {
+    fn begin(&mut self, plan: &StepPlan) -> Result<(), BackendError> {
+        self.grow(|group| plan.group(group).cells_end);
+        Ok(())
+    }
+    fn attend(&mut self, _: &StepPlan, _: Attend<'_>) -> Result<(), BackendError> {
+        Err(BackendError::Unsupported("the recording device attends only within a model".into()))
+    }
+    fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError> {
+        self.grow(|group| moves.cells_end(group));
+        Ok(())
+    }
+    fn inspect(&self, _: LayerId, _: Side, _: u32, _: u32, row: &mut [f32]) -> Result<(), BackendError> {
+        row.fill(0.0);
+        Ok(())
+    }
+    fn bytes(&self) -> u64 {
+        let backend = Recording::default();
+        backend.usage(&self.spec, &self.cells).map_or(u64::MAX, |usage| usage.of(Purpose::KvCache))
+    }
+    fn counters(&self) -> Counters {
+        Counters::default()
+    }
+}
