@@ -231,14 +231,14 @@ impl Arena {
         self.uses += 1;
         self.by_use.insert(self.uses, seq);
         self.sequences.insert(seq, Sequence { handle, used_tokens: 0, last_use: self.uses });
-        self.tell(seq, handle.blocks(), Change::Alloc, Reason::Open);
+        self.record(seq, handle.blocks(), Change::Alloc, Reason::Open);
         Ok(Allocated { handle, tokens, evicted })
     }
 
     /// Removes `seq`. Its blocks are free at once, whatever they contain.
     pub fn free_for(&mut self, seq: SeqId) -> Result<Handle, ArenaRefused> {
         let handle = self.remove_sequence(seq)?;
-        self.tell(seq, handle.blocks(), Change::Free, Reason::Remove);
+        self.record(seq, handle.blocks(), Change::Free, Reason::Remove);
         Ok(handle)
     }
 
@@ -290,7 +290,7 @@ impl Arena {
         }
         for &seq in &victims {
             let handle = self.remove_sequence(seq).expect("a victim is a live sequence");
-            self.tell(seq, handle.blocks(), Change::Evict, Reason::MakeRoom);
+            self.record(seq, handle.blocks(), Change::Evict, Reason::SpaceNeeded);
         }
         self.counters.evicted += victims.len() as u64;
         victims

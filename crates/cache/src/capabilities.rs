@@ -39,11 +39,14 @@ impl Cache {
 
     /// Runs one operation on every group. All groups hold the same sequences at the same positions, so if the first
     /// group accepts, the others must too. A later refusal is a broken invariant and panics.
-    fn fan_out(&mut self, mut verb: impl FnMut(&mut dyn Kind) -> Result<(), Refused>) -> Result<(), Refused> {
+    fn fan_out(
+        &mut self,
+        mut operation: impl FnMut(&mut dyn Kind) -> Result<(), Refused>,
+    ) -> Result<(), Refused> {
         let (first, others) = self.groups.split_first_mut().expect("a cache has at least one group");
-        verb(&mut **first)?;
+        operation(&mut **first)?;
         for (i, group) in others.iter_mut().enumerate() {
-            let done = verb(&mut **group);
+            let done = operation(&mut **group);
             assert!(done.is_ok(), "group 0 accepted what group {} refused: {done:?}", i + 1);
         }
         self.epoch += 1;

@@ -74,7 +74,7 @@ pub enum Reason {
     /// Full blocks were stored in the prefix index.
     Store,
     /// Space was needed.
-    MakeRoom,
+    SpaceNeeded,
     /// The whole cache was cleared.
     Clear,
     /// The number of blocks changed.
@@ -104,7 +104,7 @@ names! {
     Reason {
         Reason::Append => "append", Reason::Fork => "fork", Reason::Open => "open", Reason::Rollback => "rollback",
         Reason::Remove => "remove", Reason::Window => "window", Reason::Duplicate => "duplicate",
-        Reason::Store => "store", Reason::MakeRoom => "make_room", Reason::Clear => "clear",
+        Reason::Store => "store", Reason::SpaceNeeded => "make_room", Reason::Clear => "clear",
         Reason::Resize => "resize", Reason::Unpin => "unpin", Reason::Load => "load",
     }
 }

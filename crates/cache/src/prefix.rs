@@ -5,8 +5,8 @@
 //! its logits are needed. With sliding windows, a hit is the largest L such that the full-attention groups hold
 //! `[0, L)` and every window group holds the blocks of the positions that a query at L sees.
 //!
-//! A cached block that no sequence and no transfer uses is *evictable*. It stays until [`Prefixes::evict_until_free`] evicts it, leaves
-//! before parents in full-attention groups. A step never evicts.
+//! A cached block that no sequence and no transfer uses is *evictable*. It stays until
+//! [`Prefixes::evict_until_free`] evicts it, leaves before parents in full-attention groups. A step never evicts.
 mod as_is;
 mod content;
 mod ghosts;

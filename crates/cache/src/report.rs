@@ -21,8 +21,8 @@ pub struct Report {
     pub blocks: Option<BlockReport>,
 }
 
-/// The blocks of one cell space. Every block is held by a sequence or a transfer, `evictable` (cached only) or `free`; `total` is their
-/// sum.
+/// The blocks of one cell space. Every block is in use (by a sequence or a transfer), `evictable` (cached only) or
+/// `free`; `total` is their sum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockReport {
     /// Tokens per block.

@@ -107,12 +107,12 @@ pub(crate) struct PlanTables {
     source: Source,
     visibility: Visibility,
     spans: Vec<PlannedSpan>,
-    /// The tables of the sequences that this plan has met, as a device has them that has applied all edits.
+    /// The rows as a device has them that has applied all edits.
     pub resident: Resident,
 }
 
 impl PlanTables {
-    /// Forgets the tables of the previous step. The resident rows stay.
+    /// Drops the tables of the previous step. The resident rows stay.
     pub fn restart(&mut self) {
         self.source = Source::NotFilled;
     }

@@ -9,7 +9,7 @@
 //!   If the import fails, it is free again.
 //!
 //! Eviction, windows and [`Cache::clear`] leave both alone. The states end with the values [`Pin`] and [`Loading`], which
-//! cannot be copied. A value that is dropped leaves its blocks in their state for ever.
+//! cannot be copied. If such a value is dropped, its blocks stay pinned or loading.
 use crate::cache::Cache;
 use crate::ids::*;
 use crate::kind::Kind;

@@ -95,3 +95,28 @@ fn indexed_blocks_leave_a_window_without_allocating() {
         allocation_counter::measure(|| (700..1_000).for_each(|_| _ = it.grow(A, 1))).count_total;
     assert_eq!((evictable(&it) - before, n_allocations), (300, 0));
 }
+
+/// A table that stays on a device is brought up to date without allocating, and so are the arrays of a step.
+#[test]
+fn block_tables_are_filled_without_allocating() {
+    let group = GroupSpec { capacity_tokens: 1 << 14, visibility: Visibility::FULL, max_step_tokens: 64 };
+    let spec = PagedSpec { block_tokens: 4, groups: vec![group], rollback_tokens: 0, prefix: None };
+    let (mut cache, mut plan) = (Cache::paged(&spec).unwrap(), StepPlan::default());
+    (0..4).for_each(|seq| cache.sequences().unwrap().seq_new(SeqId(seq)).unwrap());
+    let (mut tables, mut edits, mut epoch) = (BlockTables::default(), Vec::new(), 0);
+    let mut decode = |until: u32| {
+        for start in cache.next_position(A).unwrap()..until {
+            let spans = [0, 1, 2, 3].map(|seq| Span::chain(SeqId(seq), start, 1));
+            let mut step = Step::begin(&mut cache, &StepRequest { spans: &spans }, &mut plan).unwrap();
+            let group = step.with_tables().group(GroupId(0));
+            edits.clear();
+            group.edits_since(epoch, &mut edits);
+            epoch = group.table_epoch().unwrap();
+            group.tables(4, &mut tables).unwrap();
+            step.commit();
+        }
+    };
+    // Lists double: past 129 blocks per sequence they suffice for 256.
+    decode(540);
+    assert_eq!(allocation_counter::measure(|| decode(1_000)).count_total, 0);
+}

@@ -44,7 +44,7 @@ impl Model {
     }
 }
 
-/// Stores, uses, holds, releases, forgets and evicts in random order. After each operation, the block to evict first
+/// Stores, uses, references, releases, removes and evicts in random order. After each operation, the block to evict first
 /// must be the one with the least value in the model. The model computes values differently, so the last digits may
 /// differ: the evicted block's value must be minimal to within 10⁻⁹, and exactly if the histories are equal.
 fn agrees(policy_name: &str, seed: u64, n_operations: u64) {
@@ -108,28 +108,36 @@ fn agrees(policy_name: &str, seed: u64, n_operations: u64) {
             }
             _ => {} // time passes
         }
-        let evictable: Vec<u32> =
-            model.uses.keys().copied().filter(|slot| !held.contains_key(slot)).collect();
-        assert_eq!(order.len() as usize, evictable.len());
-        for &slot in &evictable {
-            assert!(order.contains(slot));
-        }
-        let worth = |slot: u32| model.worth(policy_name, slot, now_ns);
-        let least = evictable.iter().map(|&slot| worth(slot)).min_by(|a, b| a.partial_cmp(b).unwrap());
-        let Some((least, tick)) = least else {
-            assert_eq!(order.first(), None);
-            continue;
-        };
-        let first = order.first().unwrap();
-        let (worth, its_tick) = worth(first);
-        let close = worth <= least + least.abs() * 1e-9 || worth == least;
-        assert!(
-            close,
-            "{policy_name}, seed {seed}, tick {tick}: slot {first} worth {worth} goes before {least}"
-        );
-        if worth == least && !["lfu_decay", "cost"].contains(&policy_name) {
-            assert_eq!(its_tick, tick, "{policy_name}, seed {seed}: ties go to the least recently used");
-        }
+        check_first(&model, &order, |slot| held.contains_key(&slot), policy_name, seed, now_ns);
+    }
+}
+
+/// Checks that the first block of the order has the least value of all that can be evicted.
+fn check_first(
+    model: &Model,
+    order: &Order,
+    is_held: impl Fn(u32) -> bool,
+    policy_name: &str,
+    seed: u64,
+    now_ns: u64,
+) {
+    let evictable: Vec<u32> = model.uses.keys().copied().filter(|slot| !is_held(*slot)).collect();
+    assert_eq!(order.len() as usize, evictable.len());
+    for &slot in &evictable {
+        assert!(order.contains(slot));
+    }
+    let worth = |slot: u32| model.worth(policy_name, slot, now_ns);
+    let least = evictable.iter().map(|&slot| worth(slot)).min_by(|a, b| a.partial_cmp(b).unwrap());
+    let Some((least, tick)) = least else {
+        assert_eq!(order.first(), None);
+        return;
+    };
+    let first = order.first().unwrap();
+    let (worth, its_tick) = worth(first);
+    let close = worth <= least + least.abs() * 1e-9 || worth == least;
+    assert!(close, "{policy_name}, seed {seed}, tick {tick}: slot {first} worth {worth} goes before {least}");
+    if worth == least && !["lfu_decay", "cost"].contains(&policy_name) {
+        assert_eq!(its_tick, tick, "{policy_name}, seed {seed}: ties go to the least recently used");
     }
 }
 

@@ -190,3 +190,22 @@ fn a_plan_without_tables_says_so() {
     let blocks: Vec<_> = (0..4).map(|_| it.tables(&[SeqId::ONLY], 4, true).blocks).collect();
     assert_eq!(blocks, [vec![0], vec![0, 1], vec![NO_BLOCK, 1, 0], vec![NO_BLOCK, NO_BLOCK, 0, 1]]);
 }
+
+/// Rejected drafts leave entries behind the end of their row, which the next step overwrites.
+#[test]
+fn rejected_tokens_leave_nothing_that_a_later_step_reads() {
+    let mut it = paged(64, None);
+    it.sequences().seq_new(A).unwrap();
+    it.sequences().seq_new(B).unwrap();
+    let mut device = DeviceTable::default();
+    for round in 0..6 {
+        let next = |seq| it.cache.next_position(seq).unwrap();
+        let spans = [Span::chain(A, next(A), 7), Span::chain(B, next(B), 1 + round % 3)];
+        let mut step = Step::begin(&mut it.cache, &StepRequest { spans: &spans }, &mut it.plan).unwrap();
+        let (group, mut tables) = (step.with_tables().group(GROUP), BlockTables::default());
+        group.tables(4, &mut tables).unwrap();
+        device.update(group, &tables);
+        step.commit_kept(&[Kept::First(1 + round % 2), Kept::All]).unwrap();
+    }
+    assert_eq!((device.n_whole, device.n_edited), (1, 5));
+}

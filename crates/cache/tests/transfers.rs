@@ -113,6 +113,13 @@ fn an_import_for_another_history_is_refused() {
     assert_eq!(cache.arrived(loading, ARRIVED), Err(refused));
     assert_eq!(free(&cache), 7);
     assert!(matches!(cache.load(B, 4), Err(Refused::NotHere(_))), "B ends within a block");
+
+    grow(&mut cache, B, 7).unwrap();
+    let loading = cache.load(B, 4).unwrap();
+    cache.sequences().unwrap().seq_rm(B, 5, u32::MAX).unwrap();
+    grow(&mut cache, B, 3).unwrap();
+    let refused = Refused::NotAtEnd { seq: B, expected: 8, got: 8 };
+    assert_eq!(cache.arrived(loading, ARRIVED), Err(refused), "as long as before, with other tokens");
 }
 
 /// A window group imports only what later queries see.

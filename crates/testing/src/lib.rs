@@ -1,8 +1,9 @@
 //! What tests compare with. No product crate depends on this one.
 //!
-//! [`reference`](mod@reference) contains a reference model of every kind of cache: vectors and loops, written from the rules and
-//! not from the code under test, and a driver that performs random operations on both. [`conformance`] is the suite that every
-//! backend must pass. [`recording`] is a device that computes nothing and records what it is asked to do.
+//! [`reference`](mod@reference) contains a reference model of every kind of cache: vectors and loops, written from the
+//! rules and not from the code under test, and a driver that performs random operations on both. [`conformance`] is the
+//! suite that every backend must pass. [`recording`] is a device that computes nothing and records what it is asked to
+//! do.
 #![forbid(unsafe_code)]
 
 pub mod conformance;

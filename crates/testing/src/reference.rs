@@ -1,11 +1,12 @@
-//! The reference model ("reference model"): what a cache must do, implemented as simply as possible.
+//! The reference model: what a cache must do, implemented as simply as possible.
 //!
-//! A [`ReferenceCache`] stores `(sequence, position) → value` in maps, plus the speculative nodes with their parents, and
-//! evaluates the visibility rule token by token. A value is the number of the write that made it, so no two tokens of
+//! A [`ReferenceCache`] stores `(sequence, position) → value` in maps, plus the speculative nodes with their parents,
+//! and evaluates the visibility rule token by token. A value is the number of the write that made it, so no two tokens of
 //! a run have the same value. The model has no cells: a cache's reads are compared with it, never computed by it.
 //!
-//! Any code that drives a cache can drive a reference model next to it: ask [`ReferenceCache::visible`] what every token of a batch must
-//! see, execute the step, then call [`ReferenceCache::apply`]. [`Drive`] does this with random operations.
+//! Any code that drives a cache can drive a reference model next to it: ask [`ReferenceCache::visible`] what every
+//! token of a batch must see, execute the step, then call [`ReferenceCache::apply`]. [`Drive`] does this with random
+//! operations.
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::*;
 use std::collections::{BTreeMap, BTreeSet};

@@ -27,7 +27,7 @@ impl Arena {
         self.events.drain(out);
     }
 
-    pub(super) fn tell(&mut self, seq: SeqId, blocks: Range<u32>, change: Change, reason: Reason) {
+    pub(super) fn record(&mut self, seq: SeqId, blocks: Range<u32>, change: Change, reason: Reason) {
         if self.events.is_watching() {
             blocks.for_each(|block| self.events.push(block, Some(seq), change, reason));
         }
@@ -38,19 +38,19 @@ impl Arena {
     pub(super) fn tell_growth(&mut self, grown: &[(SeqId, Handle, Handle, u32)], reason: Reason) {
         let elsewhere = |before: Handle, after: Handle| before.start != after.start;
         for &(seq, before, _, _) in grown.iter().filter(|(_, before, after, _)| elsewhere(*before, *after)) {
-            self.tell(seq, before.blocks(), Change::Free, reason);
+            self.record(seq, before.blocks(), Change::Free, reason);
         }
         for &(seq, before, after, n_used) in grown {
             let mut new = after.blocks();
             if elsewhere(before, after) {
                 for from in before.start..before.start + n_used {
-                    self.tell(seq, new.start..new.start + 1, Change::Move { from }, reason);
+                    self.record(seq, new.start..new.start + 1, Change::Move { from }, reason);
                     new.start += 1;
                 }
             } else {
                 new.start += before.reserved;
             }
-            self.tell(seq, new, Change::Alloc, reason);
+            self.record(seq, new, Change::Alloc, reason);
         }
         self.events.step += 1;
     }

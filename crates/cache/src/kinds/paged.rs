@@ -62,7 +62,8 @@ struct Table {
     next_position: u32,
     /// Blocks before this index have left the window, except those of the sinks.
     window_start: u32,
-    /// Changes whenever `blocks` does; 0 while it has never held a block.
+    /// Changes whenever an entry of `blocks` is set. Two tables of the same version are equal as far as both go. 0 before
+    /// the first entry.
     version: u64,
     /// Changes when the sequence is made anew or shortened.
     lineage: u64,
@@ -161,7 +162,7 @@ impl Paged {
         (self.offset(table.next_position) > 0 && self.blocks.is_shared(tail)).then_some(tail)
     }
     /// Decides which sequences copy their shared, partly filled last block. All of them do, with one exception: if
-    /// all holders of an uncached block append in the same step, the one that has filled most of it keeps it. That
+    /// all users of an uncached block append in the same step, the one that has filled most of it keeps it. That
     /// one writes behind everything the others read, so dropping the step half-way does no damage. Returns the number
     /// of copies. O(1) if `tails` is empty.
     fn divide_tails(&self, tails: &mut [SharedTail]) -> u32 {

@@ -1,8 +1,8 @@
 //! Finds the cells that several sequences read in common, so that they are read once.
 //!
 //! A cell holds one token, so it has the same position in every sequence that uses it. Two sequences share a cell
-//! exactly where their extents, walked together by position, name the same cell. Finding shared prefixes
-//! is therefore a merge:
+//! exactly where their extents, walked together by position, name the same cell. Finding shared prefixes is therefore a
+//! merge:
 //!
 //! ```text
 //! put the spans in an order in which those with a common prefix are neighbours

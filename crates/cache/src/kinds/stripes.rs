@@ -127,7 +127,7 @@ impl Stripes {
         }
     }
 
-    /// Adds a holder to every cell of `run`.
+    /// Adds a reference to every cell of `run`.
     pub fn add_ref(&mut self, run: Run) {
         self.reach(run.end());
         for cell in run.cells() {
@@ -138,11 +138,11 @@ impl Stripes {
         }
     }
 
-    /// Removes a holder from every cell of `run`.
+    /// Removes a reference from every cell of `run`.
     pub fn release(&mut self, run: Run) {
         for cell in run.cells() {
             let refs = &mut self.refs[cell as usize];
-            assert!(*refs > 0, "cell {cell} of {run:?} is released more often than it was held");
+            assert!(*refs > 0, "cell {cell} of {run:?} is released more often than it was referenced");
             *refs -= 1;
             if *refs == 0 {
                 self.vacate(cell);
@@ -151,7 +151,7 @@ impl Stripes {
         self.lower_high_water();
     }
 
-    /// Moves the holders along with the bytes that have moved.
+    /// Moves the references along with the bytes that have moved.
     pub fn relocate(&mut self, moves: &[CellCopy]) {
         for copy in moves {
             self.reach(copy.to + copy.len);

@@ -8,13 +8,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Entries that are compared at once: most of a row has not changed since the last step.
 const CHUNK: usize = 64;
 
+/// Stands for "no row yet".
+const NO_ROW: u32 = u32::MAX;
+
 /// A number that no other call in this process returns; never 0.
 pub(crate) fn unique() -> u64 {
     static LAST: AtomicU64 = AtomicU64::new(0);
     LAST.fetch_add(1, Ordering::Relaxed) + 1
 }
 
-/// The rows of all sequences that the plan has met, until another sequence needs the row. 4 bytes per block.
+/// A row for every sequence of this plan's steps. A sequence that is not in the step keeps its row until a new one needs
+/// it. 4 bytes per block.
 #[derive(Debug, Default)]
 pub(crate) struct Resident {
     /// The cell space that the rows belong to; 0 for none.
@@ -33,7 +37,7 @@ pub(crate) struct Resident {
 #[derive(Debug)]
 struct Row {
     seq: SeqId,
-    /// The version of the sequence's block table that the row shows; `None` for a row that was given away.
+    /// The version of the sequence's block table that the row shows; `None` if the row showed another sequence's.
     version: Option<u64>,
     /// The last epoch whose batch contained the sequence.
     last_used: u64,
@@ -62,10 +66,10 @@ impl Resident {
             if let Some(row) = row {
                 self.rows[row as usize].last_used = self.epoch;
             }
-            self.span_rows.push(row.unwrap_or(NO_BLOCK));
+            self.span_rows.push(row.unwrap_or(NO_ROW));
         }
         let mut next = 0;
-        for (span, row) in spans.iter().zip(&mut self.span_rows).filter(|(_, row)| **row == NO_BLOCK) {
+        for (span, row) in spans.iter().zip(&mut self.span_rows).filter(|(_, row)| **row == NO_ROW) {
             while self.rows.get(next).is_some_and(|row| row.last_used == self.epoch) {
                 next += 1;
             }

@@ -65,7 +65,7 @@ impl Drive {
                     worths.min_by(|a, b| a.partial_cmp(b).expect("no NaN")).expect("some are evictable");
                 // The first removed block is the victim, or lies below it, or is the same prefix in an earlier group.
                 let &(first_g, first_at) =
-                    removed.peek().expect("evictable blocks are kept, and room is wanted");
+                    removed.peek().expect("evictable blocks are kept, and space is needed");
                 let first = &self.known[first_g][&first_at];
                 let is_it = |known: &&&Known| match self.is_windowed(g) {
                     true => first_g == g && first.prefix == known.prefix,
@@ -96,12 +96,12 @@ impl Drive {
                     let child = self.known[h].values().find(|known| known.parent == gone.prefix);
                     assert!(
                         self.is_windowed(h) || child.is_none(),
-                        "{gone:?} is forgotten before its child {child:?}"
+                        "{gone:?} is evicted before its child {child:?}"
                     );
                 }
             }
         }
-        assert_eq!(removed.next(), None, "more was forgotten than room was wanted");
+        assert_eq!(removed.next(), None, "more was evicted than space was needed");
     }
 
     pub(super) fn knows(&self, g: usize, prefix: u64) -> bool {

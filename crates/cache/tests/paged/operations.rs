@@ -35,7 +35,7 @@ impl Drive {
             _ => self.make_room(choices, at),
         }
         let removed = self.follow();
-        assert!(removed.is_empty(), "{removed:?} were forgotten, and nobody made room");
+        assert!(removed.is_empty(), "{removed:?} were evicted, and no eviction was asked for");
         self.compare();
     }
 
@@ -78,7 +78,7 @@ impl Drive {
             );
             let tables = (0..self.cache.n_groups() as u16)
                 .map(|group| self.cache.block_table(GroupId(group), seq).expect("it was opened"));
-            assert_eq!(tables.collect::<Vec<_>>(), blocks, "it holds what was foretold");
+            assert_eq!(tables.collect::<Vec<_>>(), blocks, "it holds what the lookup said");
             let stored = (hit / self.spec.block_tokens) as usize;
             let tokens = tokens[..hit as usize].to_vec();
             vacant.insert(Sequence { salt, tokens, stored, born: self.n_born });
@@ -193,7 +193,7 @@ impl Drive {
     /// Evicts until some cells are free.
     fn make_room(&mut self, choices: &mut Choices<'_>, at: Moment) {
         let n_tokens = choices.below(40);
-        self.log.push(format!("make room for {n_tokens}"));
+        self.log.push(format!("evict until {n_tokens} are free"));
         self.cache.prefixes().expect("an index").evict_until_free(n_tokens, at);
         let removed = self.follow();
         self.evict_until_free(n_tokens, &removed);

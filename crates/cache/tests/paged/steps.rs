@@ -1,5 +1,5 @@
 //! Steps: what they cost, where they write, and what their queries read.
-use crate::drive::Drive;
+use crate::drive::{Drive, Sequence};
 use kvist_cache::*;
 use kvist_testing::reference::{Choices, visible_pairs};
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,6 +18,36 @@ fn leaving(
     }
     leaving
 }
+/// Copies and writes as the plan says, and checks that no cell in use is touched. Every token sees itself last, so the
+/// last value of its query is what its cell gets.
+fn execute(group: &GroupPlan, memory: &mut [u64], queries: &[Vec<u64>], in_use: impl Fn(u32) -> bool) {
+    for copy in &group.copies {
+        for i in 0..copy.len {
+            assert!(!in_use(copy.to + i), "{copy:?} copies onto a cell in use");
+            memory[(copy.to + i) as usize] = memory[(copy.from + i) as usize];
+        }
+    }
+    let cells: Vec<u32> = group.writes.iter().flat_map(|run| run.cells()).collect();
+    assert_eq!(cells.len(), queries.len(), "a cell for every token");
+    for (&cell, seen) in cells.iter().zip(queries) {
+        assert!(!in_use(cell), "cell {cell} is written and in use");
+        memory[cell as usize] = *seen.last().expect("a token sees itself");
+    }
+}
+
+/// What each query reads, in order.
+fn read(group: &GroupPlan, memory: &[u64], n_queries: usize) -> Vec<Vec<u64>> {
+    let mut read = vec![Vec::new(); n_queries];
+    for item in &group.reads.items {
+        for slot in 0..item.n_queries {
+            let query = group.reads.order[(item.first_query + slot) as usize] as usize;
+            let cells = group.reads.span_of(item, slot).map(|cell| item.run.start + cell);
+            read[query].extend(cells.map(|cell| memory[cell as usize]));
+        }
+    }
+    read
+}
+
 impl Drive {
     /// What a step of chains must cost, block by block: the refusal for lack of space, and the copies in each group.
     fn expected_cost(&mut self, spans: &[Span<'_>]) -> (Option<Refused>, Vec<u32>) {
@@ -84,13 +114,15 @@ impl Drive {
             }
         };
         assert_eq!(expected, None, "a step was accepted that has no room");
-        // Some plans are never shown to the device.
-        let is_shown = !choices.one_in(8);
-        step.with_tables();
+        // Some plans have no tables, and some tables are never shown to the device.
+        let (has_tables, is_shown) = (!choices.one_in(6), !choices.one_in(8));
+        if has_tables {
+            step.with_tables();
+        }
         let plan = step.with_reads();
         let (mut positions, mut lowered) = (Vec::new(), BlockTables::default());
         plan.positions(&mut positions);
-        if is_shown {
+        if has_tables && is_shown {
             for (g, device) in (0..).zip(&mut self.devices) {
                 plan.group(GroupId(g)).tables(block, &mut lowered).expect("blocks of the cache");
                 device.update(plan.group(GroupId(g)), &lowered);
@@ -99,65 +131,48 @@ impl Drive {
         for (g, memory) in self.memories.iter_mut().enumerate() {
             let group = plan.group(GroupId(g as u16));
             let (tables, held) = &tables_before[g];
-            // Behind the ends of all holders of the block, if they all write in this step.
+            assert_eq!(group.copies.len() as u32, expected_copies[g], "copies in group {g}");
             let leaving = leaving(&spans, tables, block);
             let in_use = |cell: u32| {
                 let at = cell / block;
+                // Behind the ends of all users of the block, if they all write in this step.
                 let private = leaving.get(&at).is_some_and(|ends| {
                     ends.len() as u32 == held[&at] && ends.iter().all(|&end| cell % block >= end)
                 });
                 let known = self.known[g].contains_key(&at);
                 known || held.contains_key(&at) && !private
             };
-            assert_eq!(group.copies.len() as u32, expected_copies[g], "copies in group {g}");
-            for copy in &group.copies {
-                for i in 0..copy.len {
-                    assert!(!in_use(copy.to + i), "{copy:?} copies onto a cell in use");
-                    memory[(copy.to + i) as usize] = memory[(copy.from + i) as usize];
-                }
-            }
-            let mut cells = group.writes.iter().flat_map(|run| run.cells());
-            for (seq, tokens) in &new {
-                let mut whole = self.sequences[seq].clone();
-                for &token in tokens {
-                    whole.tokens.push(token);
-                    let cell = cells.next().expect("a cell for every token");
-                    assert!(!in_use(cell), "cell {cell} is written and in use");
-                    memory[cell as usize] = self.prefixes.number(whole.salt, &whole.tokens);
-                }
-            }
-            assert_eq!(cells.next(), None);
-            // What each query sees, in order.
+            // For each token, its prefix, and the prefixes that it sees.
             let see = self.spec.groups[g].visibility;
-            let size = choices.of(&[block, block, 1]);
-            group.tables(size, &mut lowered).expect("the cache has blocks of this size, or of a multiple");
-            let pairs = visible_pairs(&lowered, size, &positions, see);
-            let mut query = 0;
+            let mut queries = Vec::new();
             for (seq, tokens) in &new {
-                let mut whole = self.sequences[seq].clone();
+                let Sequence { salt, tokens: mut whole, .. } = self.sequences[seq].clone();
                 for &token in tokens {
-                    whole.tokens.push(token);
-                    let position = whole.tokens.len() as u32 - 1;
-                    let wanted: Vec<u64> = (0..=position)
-                        .filter(|&p| see.sees(position, p))
-                        .map(|p| self.prefixes.number(whole.salt, &whole.tokens[..=p as usize]))
-                        .collect();
-                    let mut got = Vec::new();
-                    for item in &group.reads.items {
-                        for slot in 0..item.n_queries {
-                            if group.reads.order[(item.first_query + slot) as usize] == query {
-                                let cells = group.reads.span_of(item, slot).map(|cell| item.run.start + cell);
-                                got.extend(cells.map(|cell| memory[cell as usize]));
-                            }
-                        }
-                    }
-                    assert_eq!(got, wanted, "query {query} of {seq:?} in group {g}\n{:?}", group.reads.items);
-                    let by_table: Vec<u64> =
-                        pairs[query as usize].iter().map(|&(_, cell)| memory[cell as usize]).collect();
-                    assert_eq!(by_table, wanted, "query {query} of {seq:?} by the block table: {lowered:?}");
-                    query += 1;
+                    let position = whole.len() as u32;
+                    whole.push(token);
+                    let seen = (0..=position).filter(|&p| see.sees(position, p));
+                    let seen = seen.map(|p| self.prefixes.number(salt, &whole[..=p as usize]));
+                    queries.push(seen.collect::<Vec<u64>>());
                 }
             }
+            execute(group, memory, &queries, in_use);
+            assert_eq!(read(group, memory, queries.len()), queries, "group {g}: {:?}", group.reads.items);
+            let size = choices.of(&[block, block, 1]);
+            if !has_tables {
+                assert_eq!(group.tables(size, &mut lowered), Err(NotBlocks::NotFilled));
+                continue;
+            }
+            group.tables(size, &mut lowered).expect("the cache has blocks of this size, or of a multiple");
+            for (i, span) in spans.iter().enumerate().filter(|_| size == block) {
+                let full = &tables[&span.seq][..(span.start / block) as usize];
+                let full = full.iter().map(|block| block.unwrap_or(NO_BLOCK));
+                assert!(full.eq(lowered.blocks_of(i).iter().copied().take((span.start / block) as usize)));
+            }
+            let pairs = visible_pairs(&lowered, size, &positions, see);
+            let bytes =
+                |pairs: Vec<(u32, u32)>| pairs.iter().map(|&(_, cell)| memory[cell as usize]).collect();
+            let by_table: Vec<Vec<u64>> = pairs.into_iter().map(bytes).collect();
+            assert_eq!(by_table, queries, "by the block table of group {g}: {lowered:?}");
         }
         if abandon {
             drop(step);

@@ -16,7 +16,7 @@ struct Block {
     node: u32,
 }
 
-/// What a transfer does with a block. Each pin and each import is one of the block's holders.
+/// What a transfer does with a block. Each pin and each import is one reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Transfer {
     /// This many exports read it.
@@ -33,7 +33,7 @@ pub(super) struct Blocks {
     n_used: u32,
     n_evictable: u32,
     high_water: u32,
-    /// Cached blocks that lost their last holder since the index last asked.
+    /// Cached blocks that lost their last reference since the index last asked.
     newly_evictable: Vec<u32>,
     /// The blocks in transfer, usually few.
     transfers: BTreeMap<u32, Transfer>,
@@ -76,7 +76,7 @@ impl Blocks {
     pub fn ref_count(&self, block: u32) -> u32 {
         self.list.get(block as usize).map_or(0, |b| b.ref_count)
     }
-    /// Number of sequences that use `block`: its holders without transfers.
+    /// Number of sequences that use `block`: its references without those of transfers.
     pub fn n_sequences(&self, block: u32) -> u32 {
         self.ref_count(block)
             - match self.transfers.get(&block) {
@@ -91,7 +91,7 @@ impl Blocks {
     pub fn node(&self, block: u32) -> u32 {
         self.list.get(block as usize).map_or(NONE, |b| b.node)
     }
-    /// True if even its only holder may not write to the block: another sequence reads it, or it is cached and a hit
+    /// True if even its only user may not write to the block: another sequence reads it, or it is cached and a hit
     /// may show it to one.
     pub fn is_shared(&self, block: u32) -> bool {
         let b = self.list[block as usize];
@@ -135,7 +135,7 @@ impl Blocks {
         }
     }
 
-    /// Gives a free block its first holder.
+    /// Gives a free block its first reference.
     pub fn take(&mut self, block: u32) {
         if block as usize >= self.list.len() {
             let before = self.list.len() as u32;
@@ -143,27 +143,31 @@ impl Blocks {
             self.free.extend(before..self.list.len() as u32);
         }
         let b = &mut self.list[block as usize];
-        assert!(b.ref_count == 0 && b.node == NONE, "block {block} is taken and has {} holders", b.ref_count);
+        assert!(
+            b.ref_count == 0 && b.node == NONE,
+            "block {block} is taken and has {} references",
+            b.ref_count
+        );
         b.ref_count = 1;
         self.free.remove(block);
         self.n_used += 1;
         self.high_water = self.high_water.max(block + 1);
     }
 
-    /// Adds a holder to a block in use. Returns whether the block was evictable before.
+    /// Adds a reference to a block that is not free. Returns whether the block was evictable before.
     pub fn add_ref(&mut self, block: u32) -> bool {
         let b = &mut self.list[block as usize];
         b.ref_count += 1;
         let was_evictable = b.ref_count == 1;
-        assert!(!was_evictable || b.node != NONE, "block {block} is free and cannot be held");
+        assert!(!was_evictable || b.node != NONE, "block {block} is free and cannot be referenced");
         self.n_evictable -= u32::from(was_evictable);
         was_evictable
     }
 
-    /// Removes a holder.
+    /// Removes a reference.
     pub fn release(&mut self, block: u32) -> Released {
         let b = &mut self.list[block as usize];
-        assert!(b.ref_count > 0, "block {block} is released more often than it was held");
+        assert!(b.ref_count > 0, "block {block} is released more often than it was referenced");
         b.ref_count -= 1;
         if b.ref_count > 0 {
             return Released::InUse;
@@ -205,12 +209,12 @@ impl Blocks {
         self.transfers.insert(block, Transfer::Loading);
     }
 
-    /// Ends an import of `block`. Its holder is the caller now.
+    /// Ends an import of `block`. Its reference is the caller's now.
     pub fn loaded(&mut self, block: u32) {
         assert_eq!(self.transfers.remove(&block), Some(Transfer::Loading), "block {block} is not loading");
     }
 
-    /// Marks a held block as cached, under `node`.
+    /// Marks a block in use as cached, under `node`.
     pub fn index(&mut self, block: u32, node: u32) {
         let b = &mut self.list[block as usize];
         assert!(b.ref_count > 0 && b.node == NONE, "block {block} is indexed twice, or free");
@@ -230,7 +234,7 @@ impl Blocks {
         evictable
     }
 
-    /// Blocks that became evictable and that the index has not seen yet. Some may be held again by now.
+    /// Blocks that became evictable and that the index has not seen yet. Some may be in use again by now.
     pub fn newly_evictable(&mut self) -> &mut Vec<u32> {
         &mut self.newly_evictable
     }

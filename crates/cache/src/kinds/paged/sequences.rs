@@ -8,12 +8,12 @@ use crate::request::Refused;
 impl Paged {
     /// Shortens `seq` to `position`. The caller has checked that this is possible.
     fn truncate(&mut self, seq: SeqId, position: u32, reason: Reason) {
-        let (keep, version) = (self.covering_blocks(position) as usize, self.new_version());
+        let (keep, lineage) = (self.covering_blocks(position) as usize, self.new_version());
         let table = self.sequences.get_mut(&seq).expect("it is live");
         if position < table.next_position {
-            table.lineage = version;
+            table.lineage = lineage;
         }
-        (table.next_position, table.version) = (position, version);
+        table.next_position = position; // the version stays: the blocks that are left are those it means
         table.window_start = table.window_start.min(keep as u32);
         let mut blocks = std::mem::take(&mut table.blocks);
         for &block in blocks.iter().skip(keep).rev().filter(|&&block| block != NONE) {

@@ -9,8 +9,8 @@ use crate::prefix::tree::Node;
 use crate::prefix::{Moment, PrefixEvent};
 
 impl Index {
-    /// Handles the blocks that became evictable since the last call: ranks them and makes the evictable ones available to
-    /// eviction.
+    /// Ranks the blocks that became evictable since the last call, and offers them to eviction: all of them in window
+    /// groups, the leaves in full-attention groups.
     pub fn rank_newly_evictable(&mut self, groups: &mut [Box<dyn Kind>]) {
         for (g, kind) in groups.iter_mut().enumerate() {
             let paged = paged_mut(kind);
@@ -70,13 +70,13 @@ impl Index {
         (self.n_evicted - before) as u32
     }
 
-    /// Evictable blocks of a full-attention group in which no evictable block is a leaf: the evictable blocks with no evictable
-    /// block below them, in reverse eviction order, so that the last one is evicted first. All blocks below them are
-    /// held by a sequence with its own copies. This happens when a sequence is forked before its sibling stores what
-    /// both had computed, and the index already cached the first blocks from elsewhere.
+    /// For a full-attention group in which no evictable block is a leaf: the evictable blocks without an evictable block
+    /// below them, in reverse eviction order, so that the last one is evicted first. All blocks below them are in use: by
+    /// an export, or by a sequence that does not use the blocks above. (A sequence was forked before its sibling stored
+    /// what both had computed, and the index already cached the first blocks from elsewhere.)
     ///
-    /// Walks the index in O(nodes) and returns all candidates at once. One call of `evict_until_free` therefore walks once
-    /// per level of such blocks, not once per block. Without forks it never runs.
+    /// Walks the index in O(nodes) and returns all candidates at once. One call of `evict_until_free` therefore walks
+    /// once per level of such blocks, not once per block. Without forks and exports it never runs.
     fn lowest_evictable(&self, groups: &[Box<dyn Kind>], g: usize) -> Vec<u32> {
         let (paged, group) = (paged(&*groups[g]), &self.groups[g]);
         let (Some(evict), true) = (&group.evict, paged.n_evictable() > 0) else { return Vec::new() };
@@ -129,7 +129,7 @@ impl Index {
         }
         let paged = paged_mut(&mut groups[g]);
         if paged.unindex(block) {
-            paged.events.push(block, None, Change::Evict, Reason::MakeRoom);
+            paged.events.push(block, None, Change::Evict, Reason::SpaceNeeded);
             self.n_evicted += 1;
         }
         if let Some(events) = &mut self.events {
