@@ -63,7 +63,7 @@ fn layer(owner: u16) -> LayerSpec {
 
 #[test]
 fn layouts_no_model_has_are_refused() {
-    let cases: [(&str, u32, Vec<LayerSpec>, Option<usize>); 11] = [
+    let cases: [(&str, u32, Vec<LayerSpec>, Option<usize>); 13] = [
         ("owners", 4, vec![layer(0), layer(1)], None),
         ("a borrower", 4, vec![layer(0), layer(1), layer(0)], None),
         ("no layers", 4, vec![], None),

@@ -8,7 +8,7 @@
 use crate::memory::{CacheConfig, MemoryPlan};
 use crate::runner::Runner;
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, RecomputeCost, Step};
-use kvist_device::{Counters, Layout, Recent, Registry, StepInputs};
+use kvist_device::{Counters, Layout, Recent, Registry};
 use kvist_model::config::ModelConfig;
 use kvist_model::{Error, Model};
 use kvist_scheduler::{Executor, Outcome, RequestId, Sampled};
@@ -170,7 +170,7 @@ impl ModelExecutor {
         self.runner.network.pools().bytes()
     }
 
-    fn forward(&mut self, step: &mut Step<'_>, batch: kvist_scheduler::Batch<'_>) -> Result<(), Error> {
+    fn forward(&mut self, step: Step<'_>, batch: kvist_scheduler::Batch<'_>) -> Result<(), Error> {
         let vocab = self.runner.model.config().vocab;
         self.tokens.clear();
         self.rows.clear();
@@ -193,10 +193,8 @@ impl ModelExecutor {
         }
         // Rows to score are computed in pieces of at most `max_rows`; the rows to sample from come last.
         let rows: &[u32] = if self.scored.is_empty() { &self.rows } else { &[] };
-        let network = &mut *self.runner.network;
-        let ticket =
-            network.submit(step.with_reads(), &StepInputs { tokens: &self.tokens, rows, taps: &[] })?;
-        network.wait(ticket)?;
+        // The scheduler commits the step, with what the outcome says is kept.
+        drop(self.runner.run(step, &self.tokens, rows, &[])?);
         if self.scored.is_empty() {
             return Ok(());
         }
@@ -223,7 +221,7 @@ impl Executor for ModelExecutor {
     fn execute(
         &mut self,
         _now_ns: u64,
-        step: &mut Step<'_>,
+        step: Step<'_>,
         batch: kvist_scheduler::Batch<'_>,
         out: &mut Outcome,
     ) {

@@ -54,8 +54,9 @@ pub trait Executor {
         1
     }
 
-    /// Executes `step`. `step.with_reads()` costs O(context); an executor without KV data need not call it.
-    fn execute(&mut self, now_ns: u64, step: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome);
+    /// Executes `step`, and says in `out` what became of it. The scheduler commits it; the executor only drops it.
+    /// `step.with_reads()` costs O(context); an executor without KV data need not call it.
+    fn execute(&mut self, now_ns: u64, step: Step<'_>, batch: Batch<'_>, out: &mut Outcome);
 }
 
 /// The driver's clock. The scheduler never reads a clock; otherwise its decisions could not be replayed.
@@ -88,7 +89,7 @@ impl Clock for VirtualClock {
 pub struct Script<F>(pub F);
 
 impl<F: FnMut(u64, Batch<'_>, &mut Outcome)> Executor for Script<F> {
-    fn execute(&mut self, now_ns: u64, _step: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
+    fn execute(&mut self, now_ns: u64, _step: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
         (self.0)(now_ns, batch, out);
     }
 }

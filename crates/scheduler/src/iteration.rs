@@ -118,8 +118,8 @@ impl Scheduler {
         let iteration = match self.plan_run(now_ns, &mut max_steps) {
             None => Iteration::Idle,
             Some(mut planned) => {
-                let (batch, mut step) = planned.split();
-                executor.execute(now_ns, &mut step, batch, &mut outcome);
+                let (batch, step) = planned.split();
+                executor.execute(now_ns, step, batch, &mut outcome);
                 planned.complete(&outcome).unwrap_or_else(|bad| panic!("{bad}"))
             }
         };

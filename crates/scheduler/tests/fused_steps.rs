@@ -24,7 +24,7 @@ impl Executor for Eager {
         self.limits.push(limit);
         limit
     }
-    fn execute(&mut self, _: u64, _: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
+    fn execute(&mut self, _: u64, _: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
         self.runs.push(batch.steps);
         out.elapsed_ns = 10 * u64::from(batch.steps);
         out.sample_each(batch, |_| Sampled { token: None, finished: false });

@@ -69,7 +69,7 @@ impl Executor for Machine {
         });
         limit.min(left.min().unwrap_or(1)).min(1 + self.random.below(20))
     }
-    fn execute(&mut self, _: u64, _: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
+    fn execute(&mut self, _: u64, _: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
         let tokens: u32 = batch.work.iter().map(|w| w.n_tokens / batch.steps).sum();
         assert!(tokens <= self.config.max_batch_tokens, "{tokens} tokens in a step");
         assert!(batch.work.len() <= self.config.max_batch as usize, "{} sequences", batch.work.len());

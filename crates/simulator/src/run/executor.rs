@@ -135,7 +135,7 @@ impl Executor for SimExecutor<'_> {
         self.planned_ns.len() as u32
     }
 
-    fn execute(&mut self, now_ns: u64, _: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
+    fn execute(&mut self, now_ns: u64, _: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
         let n_sequences = batch.work.len() as u64;
         let first_ns;
         self.prefilled = false;

@@ -104,7 +104,7 @@ struct Noted<'a> {
 }
 
 impl Executor for Noted<'_> {
-    fn execute(&mut self, now_ns: u64, step: &mut Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
+    fn execute(&mut self, now_ns: u64, step: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
         self.shape = BatchShape::of(&batch);
         self.executor.execute(now_ns, step, batch, out);
         self.failed = out.failed;
