@@ -80,8 +80,7 @@ pub struct EngineConfig {
 impl EngineConfig {
     /// A paged cache with prefix caching, in blocks of 16 tokens, and the scheduler's defaults, except that a request waits
     /// for a prefix that another one computes. All requests share one queue of 256. `cache` says how many tokens the
-    /// cache holds, over all requests, and how it stores them; its kind
-    /// is ignored.
+    /// cache holds, over all requests, and how it stores them; its kind is ignored.
     pub fn new(cache: CacheConfig) -> Self {
         let cache = CacheConfig { kind: "paged".into(), ..cache };
         let mut config = EngineConfig {
