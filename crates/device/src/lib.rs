@@ -19,6 +19,7 @@ mod registry;
 mod session;
 mod storage;
 mod tensor;
+mod transfer;
 pub mod weights;
 
 pub use budget::*;
@@ -34,3 +35,4 @@ pub use registry::{BuildError, Registry};
 pub use session::{Session, SessionStep, compact};
 pub use storage::{DType, Storage};
 pub use tensor::{Tensor, TensorMut};
+pub use transfer::{FinishedTransfers, HostBlock, Transfer, TransferRefused};
