@@ -72,7 +72,7 @@ impl Loading {
 }
 
 const OTHER_CACHE: &str = "a transfer of another cache";
-const NO_BLOCKS: &str = "this kind of cache has no blocks to transfer: take paged";
+const NO_BLOCKS: &str = "this kind of cache has no blocks to transfer: use paged";
 
 fn paged(groups: &mut [Box<dyn Kind>], group: usize) -> Option<&mut Paged> {
     groups.get_mut(group)?.paged_mut()

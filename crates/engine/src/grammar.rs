@@ -70,7 +70,7 @@ impl ResponseFormat {
             Some("json_object") => Ok(ResponseFormat::JsonObject),
             Some("json_schema") => {
                 let given = format.get("json_schema").and_then(Value::as_object);
-                let given = given.ok_or_else(|| bad(".json_schema", "is no object"))?;
+                let given = given.ok_or_else(|| bad(".json_schema", "is not an object"))?;
                 let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
                 match given.get("name").and_then(Value::as_str) {
                     Some(name) if (1..=64).contains(&name.len()) && name.chars().all(allowed) => {}

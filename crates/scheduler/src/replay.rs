@@ -139,7 +139,8 @@ impl Replay {
             (None, Some(shape)) => Cache::paged(&shape.spec())
                 .map_err(|e| wrong(1, format!("there is no cache as described: {e}")))?,
             (None, None) => {
-                let what = "it does not describe its cache, which is no paged one or was recorded by an older program";
+                let what =
+                    "it does not describe its cache, which is not paged or was recorded by an older program";
                 return Err(wrong(1, what.into()));
             }
         };

@@ -77,7 +77,7 @@ impl Paged {
         }
         if group.capacity_tokens < block_tokens {
             return Err(Unbuildable(
-                "the capacity of a layer group is less than one block: give it more tokens, or take smaller blocks",
+                "the capacity of a layer group is less than one block: give it more tokens, or use smaller blocks",
             ));
         }
         if group.visibility.window == Some(0) {

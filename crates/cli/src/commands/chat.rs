@@ -30,14 +30,14 @@ pub struct Args {
     /// Maximum tokens of an answer
     #[arg(short = 'n', long, default_value_t = 512, value_name = "TOKENS")]
     max_tokens: u32,
-    /// End an answer where this text comes; may be given several times
+    /// End an answer where this text appears; may be given several times
     #[arg(long, value_name = "TEXT", value_parser = parse_stop)]
     stop: Vec<String>,
     /// System message: the model reads it first
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// Keep no history of what is typed; without this, kvist/chat-history in the user's folder for state has the last
-    /// 1,000 lines
+    /// Do not save typed lines; without this, the last 1,000 lines are saved in kvist/chat-history in the user's state
+    /// folder
     #[arg(long)]
     no_history: bool,
     /// One JSON document per turn, a line each
@@ -46,22 +46,22 @@ pub struct Args {
 }
 
 const HELP: &str = "\
-/fork [NAME]            go on in a new branch; nothing is copied
+/fork [NAME]            continue in a new branch; nothing is copied
 /branches               list them
-/switch NAME            go on in another one
-/drop NAME              give one up, and the cells that only it holds
-/cache                  what the cache holds, sequence by sequence
-/undo                   unsay the last question and its answer
+/switch NAME            continue in another one
+/drop NAME              delete one, and free the cells that only it uses
+/cache                  the contents of the cache, by sequence
+/undo                   remove the last question and its answer
 /system TEXT            system message: the model reads it first
 /save-transcript FILE   write this branch to a file
-/help                   this
+/help                   this list
 /quit                   or end of input
-//TEXT                  say /TEXT";
+//TEXT                  send /TEXT as a message";
 
 /// Additional help where line editing is available.
 const HELP_WITH_LINES: &str = "
-a \\ at a line's end      goes on with the next line
-\\\\ at the end           is a \\, and ends what you say
+a \\ at a line's end      continues on the next line
+\\\\ at the end           is a \\, and ends the message
 arrows, Ctrl-R          find what was typed before";
 
 /// `kvist chat --json`, one line per turn
@@ -88,7 +88,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let opened = args.model.open(quiet)?;
     let mut sampler = args.sampling.sampler(&opened, args.sampling.seed())?;
     let of_the_model = args.sampling.of_the_model(&opened);
-    opened.tokenizer().context("this model has no tokenizer (tokenizer.json beside it)")?.check()?;
+    opened.tokenizer().context("this model has no tokenizer (no tokenizer.json next to it)")?.check()?;
     if args.system.is_some() && opened.chat_template().is_none() {
         return Err(wrong_usage(
             "--system needs a model with a chat template; this one continues plain text",
@@ -259,17 +259,17 @@ fn explained(error: Error, chat: &Chat, max_tokens: u32) -> anyhow::Error {
 
 /// Suggestions to free room for a conversation of `tokens` tokens.
 fn ways_out(chat: &Chat, tokens: u32, max_tokens: u32) -> String {
-    let mut ways = vec!["say less".to_string()];
+    let mut ways = vec!["send a shorter message".to_string()];
     if !chat.current().messages.is_empty() {
-        ways = vec!["/undo takes back the last question and its answer".into()];
+        ways = vec!["/undo removes the last question and its answer".into()];
     }
     let current = &chat.current().name;
     let others: Vec<&str> =
         chat.branches().iter().map(|branch| branch.name.as_str()).filter(|name| name != current).collect();
     if !others.is_empty() {
-        ways.push(format!("/switch goes on in another branch, /drop gives one up ({})", others.join(", ")));
+        ways.push(format!("/switch continues in another branch, /drop deletes one ({})", others.join(", ")));
     } else if chat.session().config().kind_traits().many_sequences {
-        ways.push("next time a /fork before a digression lets you come back from it".into());
+        ways.push("next time, /fork before a digression, so that you can return".into());
     }
     let enough = tokens.saturating_add(max_tokens).checked_next_power_of_two().unwrap_or(u32::MAX);
     let trained = chat.session().model().config().context;
@@ -312,7 +312,7 @@ fn obey(chat: &mut Chat, command: &str, rest: &str, edits: bool) -> anyhow::Resu
         }
         "/drop" => {
             chat.drop_branch(rest)?;
-            format!("{rest} is gone")
+            format!("deleted {rest}")
         }
         "/cache" => {
             let groups = chat.session().report();
@@ -323,11 +323,11 @@ fn obey(chat: &mut Chat, command: &str, rest: &str, edits: bool) -> anyhow::Resu
             };
             groups.iter().enumerate().map(text).collect::<Vec<_>>().join("\n")
         }
-        "/undo" if chat.undo() => "unsaid".into(),
-        "/undo" => "nothing was said here yet".into(),
+        "/undo" if chat.undo() => "undone".into(),
+        "/undo" => "there is nothing to undo".into(),
         "/system" => {
             chat.set_system(name.map(str::to_string))?;
-            "from the next turn on".into()
+            "applies from the next turn on".into()
         }
         "/save-transcript" => {
             let path = name.context("name a file: /save-transcript FILE")?;

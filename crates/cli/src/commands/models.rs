@@ -13,7 +13,7 @@ use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Memory that a model and its cache may take; without it what the machine has free
+    /// Memory that a model and its cache may take; by default the free memory of the machine
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     memory: Option<Size>,
     /// Storage of K and V, for the context that fits

@@ -87,7 +87,7 @@ fn pythonic(mut grammar: Grammar, call: usize, tool: &Tool) -> Result<Grammar, I
         let named = |c: char| c.is_ascii_alphanumeric() || c == '_';
         let name = &argument.name;
         if !name.chars().all(named) || name.starts_with(|c: char| c.is_ascii_digit()) || name.is_empty() {
-            let what = "is no name of an argument in Python, in which this model writes its calls";
+            let what = "is not a valid argument name in Python, the syntax of this model's calls";
             return Err(InvalidParameter::new(&argument.place, what.into()));
         }
         let (next, own) = (at + 1, format!("arg_{call}_{at}"));

@@ -404,7 +404,7 @@ impl<D: Device> Loader<'_, D> {
         self.tick();
         let view = self.source.find(&spec)?;
         if view.has_factor() {
-            let what = format!("`{}` has a scale beside it; embeddings have none", view.name);
+            let what = format!("`{}` has a separate scale; embeddings have none", view.name);
             return Err(Error::Malformed { file: view.name, what });
         }
         self.weights(&spec, None)

@@ -101,7 +101,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             .saturating_add(tokens.saturating_mul(4).saturating_mul(outputs as u64 + 4 * inputs as u64));
         if crate::memory::available().is_some_and(|free| needed > free) {
             anyhow::bail!(
-                "{} are needed for these shapes: take fewer --tokens, --outputs or --inputs",
+                "{} are needed for these shapes: use fewer --tokens, --outputs or --inputs",
                 Bytes(needed)
             );
         }

@@ -24,7 +24,7 @@ pub struct Args {
     /// Compare with the decision log of this file; without it, with the decisions in the recording
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     decisions: Option<PathBuf>,
-    /// Write the decision log that the replay gives
+    /// Write the decision log of the replay
     #[arg(short, long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
     /// Compare the recorded step times with those of a measured table (docs/traces.md)
@@ -153,7 +153,7 @@ impl Compared {
         match self.due.pop_front() {
             Some(here) if here == recorded => Ok(()),
             here => bail!(
-                "{}, line {line}: the replay decides otherwise\n  recorded {recorded}\n  replayed {}",
+                "{}, line {line}: the replay decides differently\n  recorded {recorded}\n  replayed {}",
                 file.display(),
                 here.as_deref().unwrap_or("nothing more")
             ),
@@ -170,7 +170,7 @@ impl Compared {
                 break;
             }
             let Some(text) = lines.next().transpose().with_context(|| cannot_read(file))? else {
-                bail!("{} ends behind line {line}, and the replay goes on: {}", file.display(), self.due[0])
+                bail!("{} ends after line {line}, but the replay continues: {}", file.display(), self.due[0])
             };
             *line += 1;
             let (file, line) = (file.clone(), *line);
@@ -183,7 +183,7 @@ impl Compared {
     fn end(&mut self) -> anyhow::Result<()> {
         if let Recorded::Apart { file, lines, line } = &mut self.recorded {
             if let Some(more) = lines.next().transpose().with_context(|| cannot_read(file))? {
-                bail!("{}, line {}: recorded and not replayed: {more}", file.display(), *line + 1)
+                bail!("{}, line {}: recorded but not replayed: {more}", file.display(), *line + 1)
             }
             return Ok(());
         }
@@ -230,12 +230,10 @@ pub fn check(name: &str, recording: &str, table: &MeasuredTable) -> anyhow::Resu
 /// Begins with the header of an event log.
 fn begin(header: &str, keys: &Keys) -> anyhow::Result<Replay> {
     if keys.format.as_deref() == Some("kvist-decisions") {
-        bail!(
-            "decisions without the events that they follow from: give the event log, and these with --decisions"
-        )
+        bail!("a decision log without its events: give the event log, and this file with --decisions")
     }
     if keys.config.as_ref().is_some_and(|config| config.lengths == LengthSource::Oracle) {
-        bail!("it was recorded with --lengths oracle, and no log holds the true lengths that the oracle knew")
+        bail!("it was recorded with --lengths oracle, and no log contains the true lengths")
     }
     Ok(Replay::begin(header, None, None)?)
 }
@@ -262,10 +260,10 @@ fn follow(
             Ok(keys) => keys,
             // A server that was killed leaves a partial last line.
             Err(e) if e.is_eof() && replay.is_some() && lines.peek().is_none() => {
-                output::note(&format!("{}: the last line is cut off, and left out", at()));
+                output::note(&format!("{}: the last line is cut off and is ignored", at()));
                 break;
             }
-            Err(e) => return Err(e).with_context(|| format!("{}: no line of a recording", at())),
+            Err(e) => return Err(e).with_context(|| format!("{}: not a line of a recording", at())),
         };
         match (&mut replay, keys.format.as_deref()) {
             (_, Some("kvist-recording")) => continue,
@@ -372,8 +370,10 @@ impl Summary {
             );
         }
         if costs.outside > 0 {
-            text +=
-                &format!("{} steps lie outside what was measured: there times are guesses\n", costs.outside);
+            text += &format!(
+                "{} steps lie outside the measured range: their times are extrapolated\n",
+                costs.outside
+            );
         }
         text
     }

@@ -96,7 +96,7 @@ struct Table {
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if args.what.zero.zero_service && !args.schedules.is_empty() {
-        return Err(wrong_usage("--schedules does not go with --zero-service, where no request waits"));
+        return Err(wrong_usage("--schedules cannot be used with --zero-service, where no request waits"));
     }
     let cells = cells(&args);
     twice("--schedules", &args.schedules)?;
