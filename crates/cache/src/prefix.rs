@@ -168,7 +168,7 @@ pub enum MissReason {
     /// The full-attention groups hold more, but a window group has dropped blocks that the next query would see.
     WindowGone { position: u32 },
     /// A prompt under another salt begins like this, and none under this salt. Only operators may see this: it would
-    /// tell a tenant what other tenants ask.
+    /// reveal to a tenant what other tenants ask.
     OtherSalt { position: u32 },
 }
 
@@ -188,7 +188,7 @@ impl MissReason {
     pub fn for_tenant(self) -> MissReason {
         match self {
             MissReason::OtherSalt { position } => MissReason::NeverSeen { position },
-            told => told,
+            reason => reason,
         }
     }
     /// Where the hit ends, or the position of the first token that differs.

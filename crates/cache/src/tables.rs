@@ -44,14 +44,14 @@ pub struct BlockTables {
 /// One entry of a table that stays on a device: `block` holds the positions `column * block_tokens..` of the sequence
 /// in `row`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs)] // said above
+#[allow(missing_docs)] // documented above
 pub struct TableEdit {
     pub row: u32,
     pub column: u32,
     pub block: u32,
 }
 
-/// Why the reads of a step cannot be given as block tables. The runs of [`Reads`](crate::Reads) always say it all.
+/// Why the reads of a step cannot be given as block tables. The runs of [`Reads`](crate::Reads) can always describe them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // the field names document themselves
 pub enum NotBlocks {
@@ -107,7 +107,7 @@ pub(crate) struct PlanTables {
     source: Source,
     visibility: Visibility,
     spans: Vec<PlannedSpan>,
-    /// The rows as a device has them that has applied all edits.
+    /// The rows of a device that has applied all edits.
     pub resident: Resident,
 }
 

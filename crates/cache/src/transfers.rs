@@ -1,7 +1,7 @@
 //! Blocks whose bytes are being copied, to somewhere else (an export) or from there (an import).
 //!
-//! A transfer runs beside the steps and outlives them, so it cannot borrow the cache. Its blocks are in a state of their
-//! own instead:
+//! A transfer runs concurrently with steps and outlives them, so it cannot borrow the cache. Instead, its blocks are in
+//! a state of their own:
 //!
 //! - A *pinned* block is neither written nor free until it is unpinned. Sequences and the prefix index may use it, leave
 //!   it and come back; a sequence that appends to it gets a copy.
@@ -141,7 +141,7 @@ impl Cache {
     /// free, the sequence stays as it is, and the call succeeds.
     ///
     /// Refused if the sequence has been removed, shortened or extended since the call of [`load`](Self::load); the
-    /// blocks are free then, too. Panics if `loading` is of another cache.
+    /// blocks are then free as well. Panics if `loading` is of another cache.
     pub fn arrived<E>(&mut self, loading: Loading, result: Result<(), E>) -> Result<(), Refused> {
         assert_eq!(loading.cache, self.id, "{OTHER_CACHE}");
         let Loading { seq, start, n_tokens, lineage, groups, .. } = loading;

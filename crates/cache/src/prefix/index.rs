@@ -18,7 +18,7 @@ use crate::request::Refused;
 use counts::{FirstBlocks, SequenceEnds};
 use std::collections::BTreeMap;
 
-const PAGED: &str = "an index stands over paged groups only";
+const PAGED: &str = "an index covers paged groups only";
 
 pub(crate) struct Index {
     tree: Tree,
@@ -165,8 +165,8 @@ impl Index {
     }
     /// Blocks that a prompt may take from the index: whole blocks, never the one with its last token.
     fn n_usable(&self, content: &Content<'_>) -> u32 {
-        let but_the_last = content.n_tokens().saturating_sub(1) / self.block_tokens();
-        self.tree.keying().n_blocks(content).min(but_the_last)
+        let without_last = content.n_tokens().saturating_sub(1) / self.block_tokens();
+        self.tree.keying().n_blocks(content).min(without_last)
     }
     /// A use of a block of group `g` at the current time. `tick` is the last tick that was used; the caller fills in
     /// the cost.
@@ -199,19 +199,19 @@ impl Index {
             visit(node);
             let mut whole = true;
             // Groups with a window of 1 need no blocks. But a hit needs a block in at least one group.
-            let mut lies_somewhere = !self.only_windows;
-            for (paged, group, in_a_row, from_the_first) in &mut windows {
+            let mut has_block = !self.only_windows;
+            for (paged, group, consecutive, from_start) in &mut windows {
                 let here = group.block(node) != NONE;
-                lies_somewhere |= here;
-                if here && *from_the_first + 1 == n_matched {
-                    *from_the_first = n_matched;
+                has_block |= here;
+                if here && *from_start + 1 == n_matched {
+                    *from_start = n_matched;
                 }
-                *in_a_row = if here { *in_a_row + 1 } else { 0 };
+                *consecutive = if here { *consecutive + 1 } else { 0 };
                 let first = paged.first_seen(n_matched * keying.block_tokens).max(paged.sink_blocks());
-                whole &= *from_the_first >= paged.sink_blocks().min(n_matched)
-                    && *in_a_row >= n_matched.saturating_sub(first);
+                whole &= *from_start >= paged.sink_blocks().min(n_matched)
+                    && *consecutive >= n_matched.saturating_sub(first);
             }
-            if whole && lies_somewhere {
+            if whole && has_block {
                 (n_hit, hit_node) = (n_matched, node);
             }
         }
@@ -342,7 +342,7 @@ impl Index {
         for (g, kind) in groups.iter_mut().enumerate() {
             let paged = paged_mut(kind);
             let table = path.iter().map(|&node| self.groups[g].block(node)).collect();
-            n_evictable = n_evictable.max(paged.adopt(seq, table));
+            n_evictable = n_evictable.max(paged.seq_from_hit(seq, table));
             self.hit(g, paged.table_of(seq));
         }
         let node = path.last().copied().unwrap_or(root);

@@ -39,14 +39,14 @@ impl Paged {
         *self.blocks.newly_evictable() = buffer;
     }
 
-    /// Whether a query behind the first `n_blocks` of a sequence sees block `i` of them.
+    /// Whether a query after the first `n_blocks` of a sequence sees block `i` of them.
     pub(crate) fn is_seen(&self, i: u32, n_blocks: u32) -> bool {
         i < self.sink_blocks() || i >= self.first_seen(n_blocks * self.block_tokens)
     }
 
-    /// Makes the sequence `seq` from the cached `blocks`, keeping only those that a query behind them sees. Returns
+    /// Makes the sequence `seq` from the cached `blocks`, keeping only those that a query after them sees. Returns
     /// how many of them were not in use by any sequence before.
-    pub(crate) fn adopt(&mut self, seq: SeqId, mut blocks: Vec<u32>) -> u32 {
+    pub(crate) fn seq_from_hit(&mut self, seq: SeqId, mut blocks: Vec<u32>) -> u32 {
         let n_blocks = blocks.len() as u32;
         let next_position = n_blocks * self.block_tokens;
         let first_seen = self.first_seen(next_position).min(n_blocks);

@@ -19,7 +19,7 @@ impl Paged {
         self.log_release(block, None, released, Reason::Unpin);
     }
 
-    /// Changes when the sequence is made anew or shortened; 0 if there is none.
+    /// Changes when the sequence is recreated or shortened; 0 if there is none.
     pub(crate) fn lineage(&self, seq: SeqId) -> u64 {
         self.sequences.get(&seq).map_or(0, |table| table.lineage)
     }
