@@ -66,8 +66,8 @@ impl Cache {
         self.prepare(request, scratch)
     }
 
-    /// Removes every sequence, and all that the prefix index caches. No K or V bytes are touched. Blocks in transfer stay
-    /// what they are until the transfer ends.
+    /// Removes every sequence, and all that the prefix index caches. No K or V bytes are touched. Blocks in transfer
+    /// stay what they are until the transfer ends.
     pub fn clear(&mut self) {
         self.epoch += 1;
         self.groups.iter_mut().for_each(|g| g.clear());

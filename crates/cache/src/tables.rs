@@ -51,7 +51,8 @@ pub struct TableEdit {
     pub block: u32,
 }
 
-/// Why the reads of a step cannot be given as block tables. The runs of [`Reads`](crate::Reads) can always describe them.
+/// Why the reads of a step cannot be given as block tables. The runs of [`Reads`](crate::Reads) can always describe
+/// them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // the field names document themselves
 pub enum NotBlocks {

@@ -265,8 +265,8 @@ pub struct CacheArgs {
     /// Where K and V are stored: cpu, reference (slow, for comparison)
     #[arg(long, default_value = "cpu")]
     pub backend: String,
-    /// How cells are handed out: contiguous, ring (needs --window), cells, tree, paged; without it contiguous, in a chat
-    /// cells
+    /// How cells are handed out: contiguous, ring (needs --window), cells, tree, paged; without it contiguous, in a
+    /// chat cells
     #[arg(long)]
     pub kind: Option<String>,
     /// Storage of K and V: f32, f16, bf16, q8, q4, t4; q8-64 and q4-64 share a scale over 64 values; -rot rotates; t4-o
@@ -276,8 +276,8 @@ pub struct CacheArgs {
     /// Storage of V, if it differs
     #[arg(long, value_name = "DTYPE")]
     pub kv_v: Option<Storage>,
-    /// q8, q4 and t4 also keep the newest tokens in f16, in groups of this many (a power of two up to 64): texts come closer
-    /// to those of f16; 0 for none
+    /// q8, q4 and t4 also keep the newest tokens in f16, in groups of this many (a power of two up to 64): texts come
+    /// closer to those of f16; 0 for none
     #[arg(long, value_name = "TOKENS", default_value_t = RECENT_TOKENS, value_parser = parse_recent)]
     pub kv_recent: u32,
     /// Tokens the cache may hold, 32768 or 32k; without it the prompt and --max-tokens, within the model's context

@@ -463,7 +463,7 @@ fn a_recording_is_decided_anew() {
         &[],
         &["bad.jsonl, line", "decides differently"],
     );
-    refused(&recorded.replacen("{\"n\":1,", "{\"n\":2,", 1), &[], &["line", "event 2 where 1 is due"]);
+    refused(&recorded.replacen("{\"n\":1,", "{\"n\":2,", 1), &[], &["line", "event 2 where 1 is expected"]);
     refused(&recorded.replacen("\"cache\":", "\"bucket\":", 1), &[], &["does not describe its cache"]);
     refused(
         &recorded.replacen("\"cache\":{\"block_tokens\":16", "\"cache\":{\"block_tokens\":0", 1),

@@ -16,7 +16,7 @@ pub struct StepInputs<'a> {
 }
 
 impl StepInputs<'_> {
-    /// Checks what every device relies on: a token for each of the plan, and no more than the limits.
+    /// Checks what every device relies on: one token per planned token, and nothing beyond the limits.
     pub fn check(&self, plan: &StepPlan, limits: &StepLimits) -> Result<(), BackendError> {
         let n = plan.n_tokens() as usize;
         if self.tokens.len() != n || n > limits.max_tokens {
@@ -92,7 +92,8 @@ pub trait Network: Send {
 /// ```compile_fail,E0499
 /// use kvist_cache::{Cache, SeqId, Step, StepPlan, StepRequest};
 /// use kvist_device::{InFlight, Network, StepInputs};
-/// fn f(cache: &mut Cache, plan: &mut StepPlan, request: &StepRequest<'_>, net: &mut dyn Network, inputs: &StepInputs<'_>) {
+/// fn f(cache: &mut Cache, plan: &mut StepPlan, request: &StepRequest<'_>, net: &mut dyn Network, inputs:
+/// &StepInputs<'_>) {
 ///     let step = Step::begin(cache, request, plan).unwrap();
 ///     let in_flight = InFlight::submit(step, net, inputs).unwrap();
 ///     cache.sequences().unwrap().seq_rm(SeqId(0), 0, 9).unwrap(); // the step in flight borrows the cache

@@ -11,7 +11,8 @@ pub struct SamplingArgs {
     /// 0 picks the likeliest token, after the penalty [default: the model's generation_config.json, or 0.8]
     #[arg(long, allow_negative_numbers = true)]
     pub temperature: Option<f32>,
-    /// Pick the likeliest token, whatever the other flags and the model's defaults say; only --repeat-penalty affects it
+    /// Pick the likeliest token, whatever the other flags and the model's defaults say; only --repeat-penalty affects
+    /// it
     #[arg(long, conflicts_with = "temperature")]
     pub greedy: bool,
     /// Sample among the K likeliest tokens; 0 is all [default: the model's, or 40]

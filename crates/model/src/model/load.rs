@@ -185,8 +185,8 @@ impl Opened {
         })
     }
 
-    /// Loads the weights on `device`, whose memory `budget` counts. Fails if they do not fit, or if the device cannot run
-    /// the whole model. Calls `progress` with (tensors done, tensors in total).
+    /// Loads the weights on `device`, whose memory `budget` counts. Fails if they do not fit, or if the device cannot
+    /// run the whole model. Calls `progress` with (tensors done, tensors in total).
     pub fn load<D: Device>(
         self,
         device: D,

@@ -29,8 +29,8 @@ pub struct RequestArgs {
     /// Requests to draw; the last chat or agent ends where there are as many
     #[arg(long, default_value_t = 1000, value_name = "N", conflicts_with = "trace", help_heading = WORKLOAD)]
     requests: usize,
-    /// When requests, or whole chats, arrive: poisson:per_s=X, gamma:per_s=X,variation=X, on_off:per_s=X,on_s=X,off_s=X,
-    /// deterministic:per_s=X, at_once
+    /// When requests, or whole chats, arrive: poisson:per_s=X, gamma:per_s=X,variation=X,
+    /// on_off:per_s=X,on_s=X,off_s=X, deterministic:per_s=X, at_once
     #[arg(
         long, default_value = "poisson:per_s=2", value_name = "ARRIVALS", conflicts_with = "trace",
         help_heading = WORKLOAD
