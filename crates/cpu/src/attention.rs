@@ -2,10 +2,9 @@
 //!
 //! ```text
 //! for each unit (a KV head × up to 256 query rows × a split of 1,024 sequence positions):     threads take units
-//!   for each tile of positions inside the split, and each block of rows:       (all query heads of the KV head
-//!   together)
-//!     s = q·k           for each chain of items (queries × a run of cells) in the tile; q holds scale and log₂ e
-//!     already M' = max(M, round(max s));  w = 2^(s − M');  l = l·2^(M − M') + w;  o = o·2^(M − M')
+//!   for each tile of positions inside the split, and each block of rows:       (all query heads of the KV head together)
+//!     s = q·k           for each chain of items (queries × a run of cells) in the tile; q holds scale and log₂ e already
+//!     M' = max(M, round(max s));  w = 2^(s − M');  l = l·2^(M − M') + w;  o = o·2^(M − M')
 //!     o += Σ w·v        for each chain
 //! out = Σ o·2^(M − M*) / Σ l·2^(M − M*) over the splits, in their order
 //! ```

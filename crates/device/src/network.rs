@@ -92,8 +92,7 @@ pub trait Network: Send {
 /// ```compile_fail,E0499
 /// use kvist_cache::{Cache, SeqId, Step, StepPlan, StepRequest};
 /// use kvist_device::{InFlight, Network, StepInputs};
-/// fn f(cache: &mut Cache, plan: &mut StepPlan, request: &StepRequest<'_>, net: &mut dyn Network, inputs:
-/// &StepInputs<'_>) {
+/// fn f(cache: &mut Cache, plan: &mut StepPlan, request: &StepRequest<'_>, net: &mut dyn Network, inputs: &StepInputs<'_>) {
 ///     let step = Step::begin(cache, request, plan).unwrap();
 ///     let in_flight = InFlight::submit(step, net, inputs).unwrap();
 ///     cache.sequences().unwrap().seq_rm(SeqId(0), 0, 9).unwrap(); // the step in flight borrows the cache

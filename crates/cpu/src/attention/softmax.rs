@@ -1,8 +1,7 @@
 //! The weights of a tile. The running maximum is an integer, so rescaling is by powers of two.
 //!
 //! ```text
-//! for each row:   M' = max(M, round(max s));  o, l *= 2^(M − M');  w = 2^(s − round s) · 2^(round s − M');  l[lane] +=
-//! w
+//! for each row:   M' = max(M, round(max s));  o, l *= 2^(M − M');  w = 2^(s − round s) · 2^(round s − M');  l[lane] += w
 //! ```
 //!
 //! About fifteen operations per sixteen weights. A weight is at most √2; a weight 126 powers of two below the maximum
