@@ -87,8 +87,8 @@ impl Cache {
     /// Like [`watch`](Self::watch), for block events only. Prefix events copy block contents; this avoids that cost.
     pub fn watch_blocks(&mut self, on: bool) {
         for (g, kind) in self.groups.iter_mut().enumerate() {
-            if let Some(paged) = kind.paged_mut() {
-                paged.events.watch(on.then_some(GroupId(g as u16)));
+            if let Some(blocks) = kind.blocks_mut() {
+                blocks.events().watch(on.then_some(GroupId(g as u16)));
             }
         }
     }
@@ -96,8 +96,8 @@ impl Cache {
     /// Moves the events recorded since the last call to the end of `blocks` (group by group) and of `prefixes`.
     pub fn drain_events(&mut self, blocks: &mut Vec<BlockEvent>, prefixes: &mut Vec<PrefixEvent>) {
         for kind in &mut self.groups {
-            if let Some(paged) = kind.paged_mut() {
-                paged.events.drain(blocks);
+            if let Some(kind_blocks) = kind.blocks_mut() {
+                kind_blocks.events().drain(blocks);
             }
         }
         if let Some(events) = self.index.as_mut().and_then(|index| index.events.as_mut()) {
@@ -108,8 +108,8 @@ impl Cache {
     /// The state of every block of `group`, in order, up to the highest block in use; all blocks above it are free.
     /// Empty if the kind has no blocks.
     pub fn block_uses(&self, group: GroupId) -> impl Iterator<Item = BlockUse> {
-        let paged = self.groups.get(group.0 as usize).and_then(|kind| kind.paged());
-        paged.into_iter().flat_map(|paged| paged.block_uses())
+        let blocks = self.groups.get(group.0 as usize).and_then(|kind| kind.blocks());
+        blocks.into_iter().flat_map(|blocks| blocks.block_uses())
     }
 
     /// One report per layer group.

@@ -155,7 +155,7 @@ impl BlockCounters {
 
 /// The events of one cell space since they were last drained.
 #[derive(Default)]
-pub(crate) struct Events {
+pub struct Events {
     pub group: Option<GroupId>,
     pub step: u64,
     pub counters: BlockCounters,

@@ -322,7 +322,7 @@ impl Cache {
     /// Sliding window of `group`: the positions that a query sees, its own included. `None` if a query sees all, or
     /// if the kind has no blocks.
     pub fn window(&self, group: GroupId) -> Option<u32> {
-        self.groups.get(group.0 as usize)?.paged()?.window()
+        self.groups.get(group.0 as usize)?.blocks()?.window()
     }
 
     /// Version of the index. While it does not change, the index caches the same blocks under the same tokens: for a
@@ -334,7 +334,8 @@ impl Cache {
     /// Block table of `seq` in `group`, in position order; `None` entries have left the window. Returns `None` if the
     /// kind has no blocks, or if there is no such sequence.
     pub fn block_table(&self, group: GroupId, seq: SeqId) -> Option<Vec<Option<u32>>> {
-        Some(self.groups.get(group.0 as usize)?.paged()?.block_table(seq)?.collect())
+        let table = self.groups.get(group.0 as usize)?.blocks()?.block_table(seq)?;
+        Some(table.iter().map(|&block| (block != crate::kinds::NONE).then_some(block)).collect())
     }
 
     /// The hash by which [`PrefixEvent`]s name the prefix `tokens` under `salt`, cut to whole blocks. Sequences that

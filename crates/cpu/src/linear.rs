@@ -235,6 +235,11 @@ impl fmt::Display for BadMatrix {
 }
 impl std::error::Error for BadMatrix {}
 
+/// Rows of an encoding of [`ENCODINGS`] must be a multiple of this many elements. bf16 is stored in pairs.
+pub fn row_multiple(encoding: Encoding) -> usize {
+    with_format!(encoding, F => F::BLOCK.0)
+}
+
 /// Bytes of a panel with rows of `inputs` elements. `None` if there are no kernels for the encoding, if rows are not
 /// whole blocks, or on overflow.
 fn panel_bytes(encoding: Encoding, inputs: usize) -> Option<usize> {

@@ -16,7 +16,8 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let budget = MemoryBudget::unlimited();
-//! let model = Model::load(&ModelFile::Embedded, &LoadOptions::default(), &budget, &mut |_, _| {})?;
+//! let (device, options) = (devices::Cpu::default(), LoadOptions::default());
+//! let model = Model::load(&ModelFile::Embedded, device, &options, &budget, &mut |_, _| {})?;
 //! let tokenizer = model.tokenizer().ok_or("the embedded model has a tokenizer")?;
 //! let prompt = tokenizer.encode("The borrow checker", true)?;
 //! let config = EngineConfig::new(CacheConfig::new(1024)); // the cache holds 1,024 tokens, over all requests
@@ -78,8 +79,8 @@ pub struct EngineConfig {
 
 impl EngineConfig {
     /// A paged cache with prefix caching, in blocks of 16 tokens, and the scheduler's defaults, except that a request waits
-    /// for a prefix that another one computes. All requests share one queue of 256. `cache` says how many tokens the cache holds, over all requests, and how it stores them; its kind
-    /// is ignored.
+    /// for a prefix that another one computes. All requests share one queue of 256. `cache` says how many tokens the
+    /// cache holds, over all requests, and how it stores them; its kind is ignored.
     pub fn new(cache: CacheConfig) -> Self {
         let cache = CacheConfig { kind: "paged".into(), ..cache };
         let mut config = EngineConfig {

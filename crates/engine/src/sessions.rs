@@ -22,7 +22,8 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let budget = MemoryBudget::unlimited();
-//! let model = Model::load(&ModelFile::Embedded, &LoadOptions::default(), &budget, &mut |_, _| {})?;
+//! let (device, options) = (devices::Cpu::default(), LoadOptions::default());
+//! let model = Model::load(&ModelFile::Embedded, device, &options, &budget, &mut |_, _| {})?;
 //! let model = Arc::new(model);
 //! let config = EngineConfig::new(CacheConfig::new(1024));
 //! let sessions = SessionStore::new(SessionLimits::default());

@@ -13,6 +13,7 @@ use super::written::Written;
 use super::{
     GroupSpec, NO_TREES, Unbuildable, Visibility, expect_end, in_sequence_order, window_edge, written_items,
 };
+use crate::block_kind::{BlockKind, CachedBlocks};
 use crate::events::{Change, Events, Reason};
 use crate::ids::*;
 use crate::kind::{Kind, SequenceKind};
@@ -100,26 +101,6 @@ impl Paged {
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
     }
-    /// Block table of `seq` in position order; `None` entries have left the window.
-    pub fn block_table(&self, seq: SeqId) -> Option<impl Iterator<Item = Option<u32>>> {
-        let table = self.sequences.get(&seq)?;
-        Some(table.blocks.iter().map(|&block| (block != NONE).then_some(block)))
-    }
-
-    /// See [`Cache::block_uses`](crate::Cache::block_uses).
-    pub(crate) fn block_uses(&self) -> impl Iterator<Item = BlockUse> {
-        (0..self.blocks.high_water()).map(|block| {
-            match (self.blocks.ref_count(block), self.blocks.node(block)) {
-                (0, NONE) => BlockUse::Free,
-                (0, _) => BlockUse::Evictable,
-                _ => match self.blocks.n_sequences(block) {
-                    0 => BlockUse::InTransfer,
-                    n => BlockUse::InUse(n),
-                },
-            }
-        })
-    }
-
     #[inline]
     fn whole_blocks(&self, tokens: u32) -> u32 {
         match self.shift {
@@ -136,16 +117,6 @@ impl Paged {
     #[inline]
     fn offset(&self, position: u32) -> u32 {
         position - self.whole_blocks(position) * self.block_tokens
-    }
-    pub(crate) fn sink_blocks(&self) -> u32 {
-        self.visibility.window.map_or(0, |_| self.covering_blocks(self.visibility.sinks))
-    }
-    /// Index of the first block after the sinks that a query at `position` sees.
-    pub(crate) fn first_seen(&self, position: u32) -> u32 {
-        let Some(window) = self.visibility.window else { return 0 };
-        // Saturating: at the very last position, an error of one position does no harm.
-        let seen = self.whole_blocks(position.saturating_add(1).saturating_sub(window));
-        if seen <= self.sink_blocks() { 0 } else { seen }
     }
     fn table(&self, seq: SeqId) -> Result<&Table, Refused> {
         self.sequences.get(&seq).ok_or(Refused::UnknownSequence(seq))
@@ -181,18 +152,6 @@ impl Paged {
         n_copies
     }
 
-    /// Sliding window in positions; `None` if a query sees all.
-    pub(crate) fn window(&self) -> Option<u32> {
-        self.visibility.window
-    }
-    /// Whether the group has a window and therefore releases blocks.
-    pub(crate) fn is_windowed(&self) -> bool {
-        self.visibility.window.is_some()
-    }
-    /// Whether the capacity is unlimited.
-    pub(crate) fn is_unlimited(&self) -> bool {
-        self.unlimited
-    }
     fn new_version(&mut self) -> u64 {
         self.n_versions += 1;
         self.n_versions
@@ -437,7 +396,7 @@ impl Kind for Paged {
             capacity_cells: self.capacity_cells(),
             free_cells: self.free_cells(),
             evictable_cells: self.blocks.n_evictable() * self.block_tokens,
-            frees_out_of_window: self.is_windowed(),
+            frees_out_of_window: self.visibility.window.is_some(),
         }
     }
     fn report(&self) -> Report {
@@ -486,10 +445,10 @@ impl Kind for Paged {
     fn sequences(&mut self) -> Option<&mut dyn SequenceKind> {
         Some(self)
     }
-    fn paged(&self) -> Option<&Paged> {
+    fn blocks(&self) -> Option<&dyn BlockKind> {
         Some(self)
     }
-    fn paged_mut(&mut self) -> Option<&mut Paged> {
+    fn blocks_mut(&mut self) -> Option<&mut dyn BlockKind> {
         Some(self)
     }
 }

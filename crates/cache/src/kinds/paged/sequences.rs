@@ -1,5 +1,6 @@
 //! Operations on whole sequences: fork, shorten, remove.
 use super::{NONE, Paged, Table};
+use crate::block_kind::CachedBlocks;
 use crate::events::{Change, Reason};
 use crate::ids::SeqId;
 use crate::kind::{Kind, SequenceKind};

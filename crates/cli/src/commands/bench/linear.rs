@@ -4,7 +4,7 @@ use super::measure::RunsArgs;
 use super::shape::parse_lengths;
 use crate::options::*;
 use crate::{interrupt, json, output};
-use kvist_cpu::linear::{ENCODINGS, Inputs, Matrix};
+use kvist_cpu::linear::{ENCODINGS, Inputs, Matrix, row_multiple};
 use kvist_device::weights::Encoding;
 use serde::Serialize;
 use std::time::Instant;
@@ -91,9 +91,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     for encoding in chosen {
         let name = encoding.name();
         let (outputs, inputs) = (args.outputs as usize, args.inputs as usize);
-        let block = encoding.block();
         let bytes = Matrix::resident_bytes(encoding, outputs, inputs).ok_or_else(|| {
-            wrong_usage(format!("--inputs {inputs}: {name} takes whole blocks of {}", block.0))
+            wrong_usage(format!("--inputs {inputs}: {name} takes whole blocks of {}", row_multiple(encoding)))
         })?;
         let tokens = args.tokens.iter().copied().max().unwrap_or(1) as u64;
         // The file, its packed copies, the inputs in all their forms, the outputs.
@@ -106,7 +105,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             );
         }
         // Small positive codes and scales: any bytes that decode to numbers will do.
-        let file = vec![0x11u8; outputs * (inputs / block.0) * block.1];
+        let row_bytes = encoding.row_bytes(inputs).unwrap_or(0); // whole blocks, as checked above
+        let file = vec![0x11u8; outputs * row_bytes];
         let n = (BYTES / bytes + 1).min(64) as usize;
         let pack = |_| Matrix::pack(&compute, encoding, outputs, inputs, &file);
         let matrices = (0..n).map(pack).collect::<Result<Vec<_>, _>>()?;
