@@ -426,7 +426,7 @@ fn paths_that_are_no_model_are_refused() {
     std::fs::create_dir(path("empty")).unwrap();
     for (name, words) in [
         ("absent", "not there"),
-        ("weights.safetensors", "the folder that holds it"),
+        ("weights.safetensors", "the folder that contains it"),
         ("empty.gguf", "is empty"),
         ("empty", "config.json"),
     ] {

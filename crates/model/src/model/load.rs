@@ -32,7 +32,7 @@ pub struct LoadOptions {
     /// memory are those of a model trained this way; its output is not meaningful. For measurements.
     pub share_kv: Option<usize>,
     /// Tokens of the longest text the model will process. Models with LongRoPE use other frequencies for texts longer
-    /// than the context they were first trained on. `None`: not longer than that.
+    /// than their original training context. `None`: no text is longer than that.
     pub context: Option<u32>,
 }
 
@@ -92,7 +92,7 @@ impl Opened {
                 if path.extension().is_some_and(|e| e == "safetensors") {
                     return Err(Error::NotAModel {
                         path: path.clone(),
-                        what: "a weight file alone; give the folder that holds it and config.json".into(),
+                        what: "only a weight file; give the folder that contains it and config.json".into(),
                     });
                 }
                 Self::gguf(path.display().to_string(), Source::gguf_file(path, mmap)?, texts)
