@@ -279,7 +279,7 @@ fn plain(error: &str) -> String {
     let error = error[..end].trim();
     let error = error.split_once("failed to compile JSON schema: ").map_or(error, |(_, error)| error);
     if error == StopReason::NoExtensionBias.to_string() {
-        return NO_WAY.into();
+        return NO_TOKEN.into();
     }
     error.replace("panic: ", "llguidance broke on it: ")
 }
@@ -321,7 +321,7 @@ impl Constraint for Follow {
             }
         }
         if left == 0 {
-            return Err(failed(NO_WAY));
+            return Err(failed(NO_TOKEN));
         }
         Ok(())
     }
@@ -336,7 +336,7 @@ impl Constraint for Follow {
 }
 
 /// If the vocabulary lacks some bytes, no token may fit although the grammar is not complete.
-const NO_WAY: &str = "no token of the model can go on here";
+const NO_TOKEN: &str = "no token of the model can continue here";
 
 fn failed(error: &str) -> String {
     format!("the grammar of the answer failed: {}", plain(error))

@@ -81,7 +81,7 @@ fn pythonic(mut grammar: Grammar, call: usize, tool: &Tool) -> Result<Grammar, I
     let arguments = arguments(tool, &mut grammar.proof_steps)?;
     let n = arguments.len();
     grammar.rule(&format!("call_{call}: {} first_{call}_0 \")\"\n", literal(&format!("{}(", tool.name))));
-    // `first`: no argument stands before this one. `more`: one does, so a comma comes between.
+    // `first`: no argument comes before this one. `more`: one does, so a comma comes between.
     let mut rules = format!("first_{call}_{n}: \"\"\nmore_{call}_{n}: \"\"\n");
     for (at, argument) in arguments.into_iter().enumerate() {
         let named = |c: char| c.is_ascii_alphanumeric() || c == '_';
@@ -343,7 +343,7 @@ fn values(schema: &Value) -> Option<Vec<Value>> {
     }
 }
 
-/// True if a value may be a string, as far as the schema's types tell.
+/// True if a value may be a string, as far as the schema's types say.
 fn may_be_text(schema: &Value) -> bool {
     match schema.get("type") {
         Some(Value::String(kind)) => kind == "string",
