@@ -104,9 +104,9 @@ fn look_at(found: Found, registry: &Registry, kv: Storage, memory: Option<u64>) 
             Error::TensorEncoding { found, .. } => format!("kvist does not read weights of {found}"),
             // Remove the path: the line has it already.
             error => {
-                let said = error.to_string();
+                let message = error.to_string();
                 let path = model.path.display().to_string();
-                said.strip_prefix(&path).unwrap_or(&said).trim_start_matches([':', ' ']).into()
+                message.strip_prefix(&path).unwrap_or(&message).trim_start_matches([':', ' ']).into()
             }
         });
     }

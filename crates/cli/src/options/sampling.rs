@@ -102,9 +102,9 @@ impl SamplingArgs {
 /// The sampling defaults that a model ships, in one line of text; `None` if it ships none. They are printed because
 /// they change the output without any flag.
 pub fn shipped_defaults(shipped: &Shipped) -> Option<String> {
-    let mut said: Vec<String> = Vec::new();
+    let mut parts: Vec<String> = Vec::new();
     let mut say =
-        |name: &str, value: Option<String>| said.extend(value.map(|value| format!("{name} {value}")));
+        |name: &str, value: Option<String>| parts.extend(value.map(|value| format!("{name} {value}")));
     say("temperature", shipped.temperature.map(|x| x.to_string()));
     say("top_k", shipped.top_k.map(|k| k.to_string()));
     say("top_p", shipped.top_p.map(|x| x.to_string()));
@@ -115,7 +115,7 @@ pub fn shipped_defaults(shipped: &Shipped) -> Option<String> {
         tokens => format!("last {tokens} tokens"),
     };
     say("penalty over the", shipped.repetition_window.map(window));
-    (!said.is_empty()).then(|| format!("sampling defaults of the model: {}", said.join(", ")))
+    (!parts.is_empty()).then(|| format!("sampling defaults of the model: {}", parts.join(", ")))
 }
 
 #[cfg(test)]

@@ -40,8 +40,8 @@ impl BlockArgs {
         Ok(Parameters { half_life: self.half_life })
     }
 
-    /// An empty cache for these requests. `costs` know what the hardware holds, and a block's bytes and recompute cost
-    /// in steps of `batch_tokens`.
+    /// An empty cache for these requests. `costs` has the memory of the hardware, and a block's bytes and recompute
+    /// cost in steps of `batch_tokens`.
     pub fn cache(&self, requests: &[Request], costs: &CostArgs, batch_tokens: u32) -> anyhow::Result<Cache> {
         let block_tokens = self.block_tokens();
         let capacity_tokens = match (self.capacity_blocks, costs.cache_tokens()?) {

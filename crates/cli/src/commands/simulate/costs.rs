@@ -165,7 +165,7 @@ impl CostArgs {
         self.costs.is_some() || self.prefill_rate.is_some()
     }
 
-    /// Tokens that the memory holds beside the weights; `None` if no machine is given.
+    /// Tokens that fit into the memory in addition to the weights; `None` if no machine is given.
     pub fn cache_tokens(&self) -> anyhow::Result<Option<u64>> {
         if self.names_no_machine() {
             return Ok(None);
