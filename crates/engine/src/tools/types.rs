@@ -138,7 +138,7 @@ mod tests {
         json!({"type": "function", "function": {"name": "f", "description": "d", "parameters": parameters}})
     }
 
-    /// Regression: all schemas were kept unchanged, at some 30 bytes per byte of JSON, even for formats that do
+    /// Regression: all schemas were kept unchanged, at about 30 bytes per byte of JSON, even for formats that do
     /// not use them.
     #[test]
     fn only_what_reads_calls_back_is_kept_of_tools() {

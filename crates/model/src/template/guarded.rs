@@ -30,7 +30,7 @@ const ANOTHER: &str = "(another)";
 
 const CLOSURE_BYTES: usize = 512;
 
-/// The filter is looked up anew each time, because minijinja has few places to cache look-ups.
+/// The filter is looked up again each time, because minijinja has few places to cache look-ups.
 const NOT_REMEMBERED: u8 = !0;
 
 fn call<'s>(filter: &'static str, values: usize) -> Instruction<'s> {
