@@ -5,7 +5,7 @@
 //! ```
 //! Only experts that a token of the batch is routed to are read, each once for all its tokens. The outputs of a token's
 //! experts are added in order of expert number, whatever else is in the batch.
-use crate::device::Linear;
+use crate::layer::Linear;
 use crate::linear::{Input, Inputs};
 use crate::{Compute, Cpu, steps};
 use kvist_device::{Activation, Experts, GatedMlp, ModelShape, Routing};

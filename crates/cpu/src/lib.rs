@@ -17,6 +17,7 @@ mod attention;
 mod device;
 mod element;
 mod experts;
+mod layer;
 pub mod linear;
 mod pages;
 pub mod peak;

@@ -7,8 +7,8 @@
 //! block tables and wanted rows are uploaded once, in [`Device::begin`]. A device can thus capture the operations of
 //! one step and replay them for the next.
 use crate::error::BackendError;
-use crate::network::{LayersRan, StepInputs, StepOutput, Ticket};
 use crate::pools::{Backend, PoolSpec, Pools};
+use crate::step_io::*;
 use crate::weights::{Encoding, FileTensor, WeightForm};
 use kvist_cache::{LayerId, StepPlan};
 
@@ -38,14 +38,6 @@ pub struct Routing {
     pub width: usize,
     /// Normalise the weights of the selected experts to a sum of 1.
     pub renormalise: bool,
-}
-
-/// The largest step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StepLimits {
-    pub max_tokens: usize,
-    /// Rows whose logits are computed at once.
-    pub max_rows: usize,
 }
 
 /// How many rows a buffer has: one per token of the step, or one per wanted row.

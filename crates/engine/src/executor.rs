@@ -5,6 +5,7 @@
 //!
 //! A failed step leaves the cache unchanged. The executor sets its full memory bound aside in the budget when it is
 //! created.
+use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
 use crate::runner::Runner;
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, RecomputeCost, Step};
@@ -135,8 +136,9 @@ impl ModelExecutor {
         let cache = config.cache(model.config())?;
         let (_, backend) =
             registry.plan(&config.cache.backend, "paged", &config.cache.groups(model.config()))?;
+        let channels = channel_order(model, registry, &config.cache)?;
         let executor = ModelExecutor {
-            runner: Runner::open(model, registry, backend, &cache, &config.block_aligned())?,
+            runner: Runner::open(model, registry, backend, &cache, &config.block_aligned(), channels)?,
             tokens: Vec::new(),
             rows: Vec::new(),
             scored: Vec::new(),

@@ -1,8 +1,9 @@
 //! A model with its cache. Runs forward passes over any cache kind, dtype and backend.
+use crate::channels::channel_order;
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
 use kvist_cache::*;
-use kvist_device::{Backend, Counters, Registry, compact};
+use kvist_device::{Counters, Registry, compact};
 use kvist_model::{Error, Model};
 use std::sync::Arc;
 
@@ -50,21 +51,11 @@ impl ModelSession {
     /// Creates an empty cache for `model`. Fails before it allocates anything if the bound on the session's memory does
     /// not fit into the budget.
     pub fn new(model: &Arc<Model>, registry: &Registry, config: &CacheConfig) -> Result<Self, Error> {
-        let (cache, backend) =
-            registry.plan(&config.backend, &config.kind, &config.groups(model.config()))?;
-        Self::over(model, registry, backend, cache, config)
-    }
-
-    /// Like [`new`](Self::new), over an existing cache and with K and V in `backend`.
-    pub(crate) fn over(
-        model: &Arc<Model>,
-        registry: &Registry,
-        backend: &dyn Backend,
-        cache: Cache,
-        config: &CacheConfig,
-    ) -> Result<Self, Error> {
+        let groups = config.groups(model.config());
+        let (cache, backend) = registry.plan(&config.backend, &config.kind, &groups)?;
+        let channels = channel_order(model, registry, config)?;
         let mut this = ModelSession {
-            runner: Runner::open(model, registry, backend, &cache, config)?,
+            runner: Runner::open(model, registry, backend, &cache, config, channels)?,
             cache,
             config: config.clone(),
             plan: StepPlan::default(),
