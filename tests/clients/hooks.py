@@ -38,8 +38,8 @@ RELATIONS = [
     ("to", "this session has no messages"),
     ("at", "the session has"),
     ("to", "the session has"),
-    ("also", "which is no sibling"),
-    ("also", "is no session's id"),
+    ("also", "which is not a sibling"),
+    ("also", "is not a session id"),
 ]
 
 

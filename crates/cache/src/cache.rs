@@ -17,7 +17,7 @@ pub struct Cache {
     pub(crate) index: Option<Index>,
     /// The spec that [`Cache::paged`] was called with.
     pub(crate) spec: Option<PagedSpec>,
-    /// Unique in the process, so that a transfer of another cache is noticed.
+    /// Unique in the process, to detect transfers of another cache.
     pub(crate) id: u64,
 }
 
@@ -66,8 +66,8 @@ impl Cache {
         self.prepare(request, scratch)
     }
 
-    /// Removes every sequence, and all that the prefix index caches. No K or V bytes are touched. Blocks in transfer stay
-    /// what they are until the transfer ends.
+    /// Removes every sequence, and all that the prefix index caches. No K or V bytes are touched. Blocks in transfer
+    /// stay what they are until the transfer ends.
     pub fn clear(&mut self) {
         self.epoch += 1;
         self.groups.iter_mut().for_each(|g| g.clear());
@@ -203,7 +203,11 @@ impl Cache {
     }
 
     pub(crate) fn apply(&mut self, plan: &StepPlan) {
-        assert_eq!(plan.epoch, self.epoch, "a plan of epoch {} met a cache of {}", plan.epoch, self.epoch);
+        assert_eq!(
+            plan.epoch, self.epoch,
+            "a plan of epoch {} was applied to a cache of {}",
+            plan.epoch, self.epoch
+        );
         for (kind, out) in self.groups.iter_mut().zip(&plan.groups) {
             kind.apply(&plan.spans, out);
         }

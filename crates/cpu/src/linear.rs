@@ -138,7 +138,7 @@ trait Format: 'static {
     const CODES: usize;
     const SCALES: usize;
     /// The input format that the kernel reads.
-    const FORM: inputs::Form;
+    const INPUT: inputs::InputFormat;
     /// Number of panels that a kernel call processes together.
     const PANELS: usize = 1;
 
@@ -338,8 +338,8 @@ impl Matrix {
             return;
         }
         with_format!(self.encoding, F => {
-            let dots = F::FORM == inputs::Form::Rows && float::uses_dots::<F>(compute, n);
-            let inputs = input.prepare(compute, if dots { inputs::Form::Pairs } else { F::FORM });
+            let dots = F::INPUT == inputs::InputFormat::Rows && float::uses_dots::<F>(compute, n);
+            let inputs = input.prepare(compute, if dots { inputs::InputFormat::Pairs } else { F::INPUT });
             // Units of about 64 KiB, so that a thread that loses its core causes little delay.
             let at_once = ((64 << 10) / self.panel).next_multiple_of(F::PANELS).max(F::PANELS);
             let (mut nothing, bytes) = (vec![(); compute.threads.n()], self.panels.bytes()); // takes no memory

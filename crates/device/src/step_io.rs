@@ -22,7 +22,7 @@ pub struct StepInputs<'a> {
 }
 
 impl StepInputs<'_> {
-    /// Checks what every device relies on: a token for each of the plan, and no more than the limits.
+    /// Checks what every device relies on: one token per planned token, and nothing beyond the limits.
     pub fn check(&self, plan: &StepPlan, limits: &StepLimits) -> Result<(), BackendError> {
         let n = plan.n_tokens() as usize;
         if self.tokens.len() != n || n > limits.max_tokens {

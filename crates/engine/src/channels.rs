@@ -51,7 +51,7 @@ fn look(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result
     let runner = Runner::open(model, registry, &backend, &cache, &config, None);
     let mut runner = runner.map_err(|error| match error {
         Error::CacheTooLarge { asked, free, .. } => Error::Usage(format!(
-            "{}: a look at some of the model's keys comes first, and takes {}; {} are free. Take another dtype, or more memory",
+            "{}: some of the model's keys must be computed first, which takes {}; {} are free. Use another dtype, or more memory",
             wanted.k,
             Bytes(asked),
             Bytes(free)

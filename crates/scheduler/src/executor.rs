@@ -61,7 +61,7 @@ pub trait Executor {
         1
     }
 
-    /// Executes `step`, and says in `out` what became of it. The scheduler commits it; the executor only drops it.
+    /// Executes `step`, and records the outcome in `out`. The scheduler commits it; the executor only drops it.
     /// `step.with_reads()` costs O(context); an executor without KV data need not call it.
     fn execute(&mut self, now_ns: u64, step: Step<'_>, batch: Batch<'_>, out: &mut Outcome);
 }
@@ -76,7 +76,7 @@ pub trait Clock {
     fn sleep_until(&mut self, at_ns: u64);
 }
 
-/// A clock that only moves when told to.
+/// A clock that advances only when its methods are called.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VirtualClock(pub u64);
 

@@ -1,8 +1,8 @@
 //! Request bodies: reading them, and parsing them into JSON documents.
 //!
-//! Threads that answer health checks do not parse, and memory is limited ([`Bodies`]). A body that is refused is refused
-//! before the rest of it has arrived: the connection reads the rest and closes (`connection.rs`). A field that appears
-//! twice in an object is refused, because one of the two would be ignored.
+//! Threads that answer health checks do not parse, and memory is limited ([`Bodies`]). A body that is refused is
+//! refused before the rest of it has arrived: the connection reads the rest and closes (`connection.rs`). A field that
+//! appears twice in an object is refused, because one of the two would be ignored.
 use crate::auth::Caller;
 use crate::blocking::{blocking, keep_document};
 use crate::bodies::{Bodies, SMALL_BYTES, weight};
@@ -171,7 +171,7 @@ impl<'de> Visitor<'de> for Reader {
         while let Some(name) = from.next_key::<String>()? {
             let Document(value) = from.next_value()?;
             if fields.contains_key(&name) {
-                return Err(A::Error::custom(format_args!("the field {name:?} stands twice")));
+                return Err(A::Error::custom(format_args!("the field {name:?} appears twice")));
             }
             fields.insert(name, value);
         }

@@ -147,7 +147,7 @@ impl ServerConfig {
         if 0 < recent && recent < asked {
             let block = self.cache.block_tokens;
             warnings.push(format!(
-                "cache.kv_recent is {asked}, but a block has {block} tokens: groups of {recent} are used; take a block_tokens \
+                "cache.kv_recent is {asked}, but a block has {block} tokens: groups of {recent} are used; set a block_tokens \
                  that is a multiple of {asked}"
             ));
         }

@@ -37,7 +37,7 @@ pub(crate) async fn metrics(
     Extension(caller): Extension<Caller>,
 ) -> Result<Response, ApiError> {
     if !caller.admin && !state.http.open_metrics {
-        let message = "metrics tell of all users, and are for admin keys";
+        let message = "metrics cover all users and need an admin key";
         return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message));
     }
     let mut readings = metrics::of_engine(&state.engine.stats());

@@ -64,24 +64,28 @@ pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
     vec![
         gauge("vllm:num_requests_running", "Requests in the batch.", stats.running as f64),
         gauge("vllm:num_requests_waiting", "Requests that wait for the batch.", stats.waiting as f64),
-        gauge("vllm:kv_cache_usage_perc", "Cells held by requests, 1 is all.", share),
+        gauge("vllm:kv_cache_usage_perc", "Fraction of cells used by requests, from 0 to 1.", share),
         count(
             "vllm:num_preemptions_total",
-            "Requests that lost their place in the batch, each time.",
+            "Preemptions: how often a request lost its place in the batch.",
             c.preemptions,
         ),
-        gauge("kvist_cells_held", "Cells that requests hold.", stats.held_cells as f64),
+        gauge("kvist_cells_held", "Cells that requests use.", stats.held_cells as f64),
         gauge(
             "kvist_cells_idle",
-            "Cells that the prefix index knows and no request holds.",
+            "Cells that the prefix index caches and no request uses (evictable).",
             stats.idle_cells as f64,
         ),
         gauge(
             "kvist_cells_free",
-            "Cells that no request holds and the prefix index does not know.",
+            "Free cells: no request uses them, and the prefix index does not cache them.",
             stats.free_cells as f64,
         ),
-        count("kvist_blocks_stored_total", "Blocks that the prefix index came to know.", stats.stored_blocks),
+        count(
+            "kvist_blocks_stored_total",
+            "Blocks that were stored in the prefix index.",
+            stats.stored_blocks,
+        ),
         count(
             "kvist_blocks_evicted_total",
             "Blocks that were evicted from the prefix index.",
@@ -89,7 +93,7 @@ pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
         ),
         gauge(
             "kvist_prefix_cache_recent_hit_ratio",
-            "Share of the tokens of the last 1000 prompts that the prefix index supplied, 1 is all; readmissions count as prompts.",
+            "Share of the tokens of the last 1000 prompts that the prefix index supplied, from 0 to 1; readmissions count as prompts.",
             stats.recent_hits.ratio().unwrap_or(0.0),
         ),
         gauge("kvist_kv_bytes", "Bytes reserved for K and V.", stats.kv_bytes as f64),
@@ -113,11 +117,11 @@ pub(crate) fn of_limits(rejected: u64, connections: &Connections) -> Vec<Reading
             "Requests that were refused because the queue was full for their key.",
             rejected,
         ),
-        gauge("kvist_connections", "Connections that are there, the reserve not counted.", open),
+        gauge("kvist_connections", "Open connections, without the reserve.", open),
         gauge("kvist_connections_known", "Of these, connections that have shown a known key.", known),
         count(
             "kvist_connections_displaced_total",
-            "Connections whose client was waited for, closed to make room for others.",
+            "Connections that were waiting for their client and were closed to make room for others.",
             connections.displaced(),
         ),
     ]
@@ -199,7 +203,7 @@ impl Metrics {
             generation_tokens: counter("vllm:generation_tokens_total", "Tokens generated.")?,
             ended: counters(
                 "vllm:request_success_total",
-                "Answers that ended, by how.",
+                "Answers that ended, by reason.",
                 "finished_reason",
                 &mut Ended::ALL.iter().map(|ended| ended.name().to_string()),
             )?,

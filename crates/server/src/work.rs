@@ -44,7 +44,7 @@ pub(crate) const THREADS: usize = 8;
 
 /// Upper bound of the memory that all requests of a server take besides the model, in bytes, for a model of this
 /// context length. It covers bodies and their documents, renderings, tokenizations, and the text that each thread may
-/// hold besides. Prompts of prepared requests then occupy the queue, and later the batch. The sizes of pools,
+/// hold in addition. Prompts of prepared requests then occupy the queue, and later the batch. The sizes of pools,
 /// semaphores, queue and batch enforce the bound.
 pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
     let most = config.limits.max_body_bytes;
@@ -82,7 +82,7 @@ pub(crate) struct WorkMemory {
 /// Reserved memory. Dropping it frees it.
 pub(crate) struct WorkPermit {
     _permit: Permit,
-    /// The counter of common memory of the name, and the units of this reservation in it.
+    /// The name's counter of common memory, and the units of this reservation in it.
     of: Option<(watch::Sender<usize>, usize)>,
 }
 
@@ -207,12 +207,12 @@ impl WorkMemory {
         }
     }
 
-    /// Reserve memory for work on this thread, inside [`WorkMemory::run`] or [`with`]. If there is not enough, this attempt
-    /// ends: [`WorkMemory::run`] starts the work again when there is.
+    /// Reserve memory for work on this thread, inside [`WorkMemory::run`] or [`with`]. If there is not enough, this
+    /// attempt ends: [`WorkMemory::run`] starts the work again when there is.
     pub fn take(&self, bytes: usize, param: &str) -> Result<ReservedMemory, ApiError> {
         if bytes > self.bytes() {
             let message = format!(
-                "to make this ready takes up to {bytes} bytes of memory; the server has {} for such work: shorten it",
+                "preparing this takes up to {bytes} bytes of memory; the server has {} for such work: shorten it",
                 self.bytes()
             );
             return Err(ApiError::invalid(param, message));
@@ -236,8 +236,8 @@ impl WorkMemory {
         })
     }
 
-    /// Like [`blocking`](crate::blocking::blocking), for work that reserves memory. The work starts over whenever memory was
-    /// missing, so it must have no side effects before its last reservation.
+    /// Like [`blocking`](crate::blocking::blocking), for work that reserves memory. The work starts over whenever
+    /// memory was missing, so it must have no side effects before its last reservation.
     pub async fn run<T: Send + 'static>(
         &self,
         name: &Arc<str>,
@@ -266,7 +266,7 @@ impl WorkMemory {
                     return Attempt::Done(Err(ApiError::not_ready_in_time()));
                 }
                 let left = permit.as_ref().map_or(0, |(_, bytes)| *bytes);
-                let (done, wants) = during(name_of_run, left, &halt.until(until), &mut restartable.work);
+                let (done, wants) = run_attempt(name_of_run, left, &halt.until(until), &mut restartable.work);
                 drop(permit);
                 match (done, wants) {
                     (Err(_), Some(bytes)) => Attempt::Again(bytes, restartable),
@@ -289,7 +289,7 @@ impl WorkMemory {
 }
 
 /// Run `work`; returns its result, and the bytes that it could not reserve.
-fn during<T>(name: Arc<str>, left: usize, halt: &Halt, work: impl FnOnce() -> T) -> (T, Option<usize>) {
+fn run_attempt<T>(name: Arc<str>, left: usize, halt: &Halt, work: impl FnOnce() -> T) -> (T, Option<usize>) {
     struct Before(Option<Run>);
     impl Drop for Before {
         fn drop(&mut self) {
@@ -310,7 +310,7 @@ pub(crate) fn with<T>(
     bytes: usize,
     work: impl FnOnce() -> T,
 ) -> T {
-    let done = during(name, bytes, &Halt::default(), work).0;
+    let done = run_attempt(name, bytes, &Halt::default(), work).0;
     drop(permit);
     done
 }

@@ -52,7 +52,7 @@ fn no_space_says_what_to_try() {
     assert!(exact.ends_with("evict until 64 are free, and try again"), "{exact}");
     let none = of(48, 0).to_string();
     assert!(
-        none.ends_with("32 are free: remove or shorten sequences, or take fewer tokens at once"),
+        none.ends_with("32 are free: remove or shorten sequences, or add fewer tokens at once"),
         "{none}"
     );
     assert_eq!(rig.prefixes().evict_until_free(48, AT), 1);
@@ -127,9 +127,9 @@ fn watchers_hear_that_all_is_forgotten() {
 }
 
 /// A fork keeps its own copies of blocks for which its sibling switched to those of the index, and shares with it the
-/// later blocks, which the index learned from the sibling. So evictable blocks may all be inner nodes, with no evictable
-/// leaf. Then the lowest of them are evicted, least recently used first, and the index drops the blocks below them
-/// that are in use.
+/// later blocks, which the index learned from the sibling. So evictable blocks may all be inner nodes, with no
+/// evictable leaf. Then the lowest of them are evicted, least recently used first, and the index drops the blocks below
+/// them that are in use.
 #[test]
 fn evictable_blocks_above_one_in_use_can_be_evicted() {
     let mut rig = Rig::new(&spec(4, 64));

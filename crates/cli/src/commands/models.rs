@@ -13,7 +13,7 @@ use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Memory that a model and its cache may take; without it what the machine has free
+    /// Memory that a model and its cache may take; by default the free memory of the machine
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     memory: Option<Size>,
     /// Storage of K and V, for the context that fits
@@ -104,9 +104,9 @@ fn look_at(found: Found, registry: &Registry, kv: Storage, memory: Option<u64>) 
             Error::TensorEncoding { found, .. } => format!("kvist does not read weights of {found}"),
             // Remove the path: the line has it already.
             error => {
-                let said = error.to_string();
+                let message = error.to_string();
                 let path = model.path.display().to_string();
-                said.strip_prefix(&path).unwrap_or(&said).trim_start_matches([':', ' ']).into()
+                message.strip_prefix(&path).unwrap_or(&message).trim_start_matches([':', ' ']).into()
             }
         });
     }

@@ -34,7 +34,8 @@ pub struct Scratch {
     _held: Reservation,
 }
 
-/// Most splits of a token with a state each, which run in parallel. A longer context processes its splits in turn.
+/// Most splits of a token with a state each, which run in parallel. A longer context processes its splits one after
+/// the other.
 const MOST_SPLITS: usize = 64;
 
 /// Elements of each buffer.

@@ -61,8 +61,9 @@ impl TileItems {
     pub fn reach(&mut self, items: &[ReadItem], slots: &Range<u32>, tile: &Range<u32>) -> bool {
         self.items.retain(|link| end(&items[link.item as usize]) > tile.start);
         while let Some(item) = items.get(self.cursor).filter(|item| item.first_index < tile.end) {
-            let theirs = item.first_query < slots.end && slots.start < item.first_query + item.n_queries;
-            if theirs && end(item) > tile.start {
+            let concerns_slots =
+                item.first_query < slots.end && slots.start < item.first_query + item.n_queries;
+            if concerns_slots && end(item) > tile.start {
                 self.items.push(Link { item: self.cursor as u32, next: NONE });
             }
             self.cursor += 1;

@@ -5,7 +5,7 @@ use std::time::Duration;
 /// Why an operation on a session was refused. The session is unchanged, unless the operation says otherwise.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionError {
-    /// The owner has no such session. `id` is shortened if it is no session's id.
+    /// The owner has no such session. `id` is shortened if it is not a session id.
     #[error(
         "there is no session {id}: it was deleted, has expired after {} s without use, or is not of this key",
         idle.as_secs_f64()
@@ -21,7 +21,7 @@ pub enum SessionError {
     #[error("session {id} was not forked: it has no siblings that could be deleted")]
     NotForked { id: SessionId },
     /// The session at `index` of the list `also` is no sibling.
-    #[error("`also[{index}]` is {id}, which is no sibling: none of the same fork")]
+    #[error("`also[{index}]` is {id}, which is not a sibling: it was not made by the same fork")]
     NotASibling { index: usize, id: SessionId },
     #[error(
         "this key has {sessions} sessions, and {more} more would pass its {max}: delete some, or keep a winner"

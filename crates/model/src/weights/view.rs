@@ -161,7 +161,7 @@ impl<'s> View<'s> {
         Ok(ordered)
     }
 
-    /// Whether the elements are to be multiplied by a factor beside the tensor.
+    /// Whether the elements are to be multiplied by a separate factor.
     pub(crate) fn has_factor(&self) -> bool {
         self.factor != 1.0
     }

@@ -140,7 +140,7 @@ pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
                 "include_usage": boolean(false, "Send the usage in a last chunk without choices."),
                 "include_obfuscation": ignored(json!({"type": "boolean"})),
                 "continuous_usage_stats": neutral(json!({"type": "boolean", "enum": [false, null]}),
-                    "the usage is told in a last chunk: `include_usage`"),
+                    "the usage comes in the last chunk: `include_usage`"),
             },
         })),
         "cache_salt": or_null(json!({"type": "string", "maxLength": 256, "description":
@@ -370,7 +370,7 @@ fn tool() -> Value {
                 "properties": {
                     "name": {"type": "string", "minLength": 1, "maxLength": 64, "description":
                         "Letters, digits, underscores, dashes and dots."},
-                    "description": text("What the model is told of it."),
+                    "description": text("What the model is told about it."),
                     "parameters": or_null(json!({"type": "object", "description": "A JSON schema of an object."})),
                     "strict": or_null(json!({"type": "boolean"})),
                 },

@@ -1,6 +1,6 @@
 //! Sends answers to the client: as one document ([`document`]), or as server-sent events.
 //!
-//! If the deadline or a shutdown cuts an answer off, the client is told. In a document: an error if nothing was
+//! If the deadline or a shutdown cuts an answer off, the client is informed. In a document: an error if nothing was
 //! generated, otherwise `finish_reason` is `length` and `kvist.ended` gives the cause. In a stream: `finish_reason` is
 //! `length`, and an error event follows before `[DONE]`.
 use super::document;

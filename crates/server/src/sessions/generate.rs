@@ -130,7 +130,7 @@ fn asks_for_calls(fields: &GenerateFields) -> bool {
     }
 }
 
-/// What the answer must look like, and the history with the tools that its template is told of.
+/// What the answer must look like, and the history with the tools that are passed to its template.
 fn answer_spec(
     state: &ServerState,
     history: &History,

@@ -296,7 +296,7 @@ pub(crate) async fn keep(
         // A 404 refers only to the session in the path.
         let sibling = |(i, id): (usize, &String)| {
             let unknown =
-                || ApiError::invalid(format!("also[{i}]"), format!("`also[{i}]` is no session's id"));
+                || ApiError::invalid(format!("also[{i}]"), format!("`also[{i}]` is not a session id"));
             state.sessions.id(id).map_err(|_| unknown())
         };
         let also = also.iter().enumerate().map(sibling).collect::<Result<Vec<_>, _>>()?;

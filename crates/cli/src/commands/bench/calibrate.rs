@@ -2,7 +2,7 @@
 //! `kvist simulate --costs`.
 //!
 //! Every cell is a step of the scheduler, the cache and the executor that `kvist serve` runs: the time is that of a
-//! whole turn (one scheduler iteration), bookkeeping and the delivery of tokens included. Every token is sent to its
+//! whole scheduler iteration, bookkeeping and the delivery of tokens included. Every token is sent to its
 //! own listener on another thread, as in a server; this matters where computing uses all cores. Cells are visited in
 //! rounds until the time is over, so a busy moment of the machine affects few visits of many cells, and medians hide
 //! it. If a cell was never measured, no table is written.

@@ -12,8 +12,8 @@ use std::time::Instant;
 #[derive(clap::Args)]
 #[command(mut_arg("runs", |runs| runs.default_value("7")))]
 pub struct Args {
-    /// Encodings by ggml's names: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl, mxfp4, q2_K to q6_K, iq4_xs; and few, which iq1
-    /// to iq3 and tq become
+    /// Encodings by ggml's names: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl, mxfp4, q2_K to q6_K, iq4_xs;
+    /// and few, which iq1 to iq3 and tq become
     #[arg(long, value_delimiter = ',', value_name = "NAMES", default_value = "q8_0,q4_0,bf16")]
     weights: Vec<String>,
     /// Outputs of the layer
@@ -100,7 +100,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             .saturating_add(tokens.saturating_mul(4).saturating_mul(outputs as u64 + 4 * inputs as u64));
         if crate::memory::available().is_some_and(|free| needed > free) {
             anyhow::bail!(
-                "{} are needed for these shapes: take fewer --tokens, --outputs or --inputs",
+                "{} are needed for these shapes: use fewer --tokens, --outputs or --inputs",
                 Bytes(needed)
             );
         }

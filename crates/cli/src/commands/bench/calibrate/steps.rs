@@ -39,13 +39,13 @@ pub struct Steps {
     vocab: u32,
     started: Instant,
     next_id: u64,
-    /// Number of the next stream of fresh tokens; each is used once.
+    /// Number of the next stream of new tokens; each is used once.
     next_stream: u64,
     decoding: Vec<RequestId>,
     listeners: Listeners,
 }
 
-/// A step that ran: its batch, and the time of the whole scheduler turn.
+/// A step that ran: its batch, and the time of the whole scheduler iteration.
 #[derive(Clone, Copy, Debug)]
 pub struct Ran {
     pub shape: BatchShape,
@@ -112,12 +112,13 @@ impl Executor for Noted<'_> {
 }
 
 impl Served {
-    /// Batch places: one more than are served, if a step has room for it, for the prompt beside a full decoding batch.
+    /// Batch slots: one more than are served, if a step has room for it, for a prompt in addition to a full decoding
+    /// batch.
     fn places(&self) -> u32 {
         (self.max_batch + 1).min(self.max_batch_tokens)
     }
 
-    /// The cache: room for the whole batch at the longest context, and for the prompts beside it.
+    /// The cache: room for the whole batch at the longest context, and for the prompts in addition.
     pub fn paged(&self) -> anyhow::Result<PagedConfig> {
         let a_sequence = u64::from(self.context_tokens) + u64::from(SLACK) + 2 * u64::from(self.block_tokens);
         let cells = a_sequence * u64::from(self.max_batch) + 8 * u64::from(self.max_batch_tokens);
@@ -217,7 +218,7 @@ impl Steps {
         Ok(false)
     }
 
-    /// Runs a step of the decoding sequences, and beside them a prompt of `tokens` tokens.
+    /// Runs a step of the decoding sequences together with a prompt of `tokens` tokens.
     pub fn decode(&mut self, tokens: u32) -> anyhow::Result<Option<Ran>> {
         if tokens > 0 {
             self.submit(0, 0, tokens, 1)?;
@@ -236,18 +237,18 @@ impl Steps {
         Ok(())
     }
 
-    /// Submits a request with the first `known` tokens of a stream and `fresh` new tokens.
-    fn submit(&mut self, stream: u64, known: u32, fresh: u32, max_new: u32) -> anyhow::Result<RequestId> {
+    /// Submits a request with the first `known` tokens of a stream and `n_new` new tokens.
+    fn submit(&mut self, stream: u64, known: u32, n_new: u32, max_new: u32) -> anyhow::Result<RequestId> {
         let id = RequestId(self.next_id);
         self.next_id += 1;
         self.next_stream += 1;
         let vocab = self.vocab.max(1);
         let of = |stream: u64, n: u32| (0..n).map(move |i| token(stream, i, vocab));
-        let prompt: Arc<[u32]> = of(stream, known).chain(of(self.next_stream, fresh)).collect();
+        let prompt: Arc<[u32]> = of(stream, known).chain(of(self.next_stream, n_new)).collect();
         let sampler = Sampler::new(SamplerConfig::greedy())?;
         self.executor.expect(id, Box::new(Greedy { sampler, listener: self.listeners.add() }));
         let now = self.now_ns();
-        let prompt_tokens = known + fresh;
+        let prompt_tokens = known + n_new;
         let request = Request {
             prompt: Prompt::SharedTokens(prompt),
             ..Request::new(id.0, now, prompt_tokens, max_new)
@@ -256,7 +257,7 @@ impl Steps {
         Ok(id)
     }
 
-    /// Runs one turn of the scheduler. `None` if there was nothing to do.
+    /// Runs one iteration of the scheduler. `None` if there was nothing to do.
     fn turn(&mut self) -> anyhow::Result<Option<Ran>> {
         let now = self.now_ns();
         let mut noted = Noted { executor: &mut self.executor, shape: BatchShape::default(), failed: false };
