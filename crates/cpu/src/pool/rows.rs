@@ -59,6 +59,55 @@ impl Geometry {
         }
     }
 
+    /// Whether these lanes begin with four packed values that are interleaved with each other. They are copied together.
+    fn four_together(&self, lanes: &Range<usize>) -> bool {
+        matches!(self.interleaving, Interleaving::Values { together: 4 })
+            && lanes.start.is_multiple_of(4)
+            && lanes.len() >= 4
+    }
+
+    /// Copies the codes of `lanes` out of a block; row `i` goes to byte `i * stride` of `rows`.
+    fn gather_lanes(&self, block: &[u8], mut lanes: Range<usize>, mut rows: &mut [u8], stride: usize) {
+        let codes = self.codes();
+        while !lanes.is_empty() {
+            let four = [0, 1, 2, 3].map(|i| i * stride..i * stride + codes);
+            let n = if self.four_together(&lanes)
+                && let Ok([a, b, c, d]) = rows.get_disjoint_mut(four)
+            {
+                let cells = block[lanes.start * self.row..].as_chunks::<4>().0.iter();
+                for ((((cells, a), b), c), d) in cells.zip(a).zip(b).zip(c).zip(d) {
+                    [*a, *b, *c, *d] = *cells;
+                }
+                4
+            } else {
+                self.gather(block, lanes.start, &mut rows[..codes]);
+                1
+            };
+            lanes.start += n;
+            rows = rows.get_mut(n * stride..).unwrap_or_default();
+        }
+    }
+
+    /// The inverse of [`gather_lanes`](Self::gather_lanes).
+    fn scatter_lanes(&self, block: &mut [u8], mut lanes: Range<usize>, mut rows: &[u8], stride: usize) {
+        let codes = self.codes();
+        while !lanes.is_empty() {
+            let n = if self.four_together(&lanes) {
+                let [a, b, c, d] = [0, 1, 2, 3].map(|i| &rows[i * stride..i * stride + codes]);
+                let cells = block[lanes.start * self.row..].as_chunks_mut::<4>().0.iter_mut();
+                for ((((cells, a), b), c), d) in cells.zip(a).zip(b).zip(c).zip(d) {
+                    *cells = [*a, *b, *c, *d];
+                }
+                4
+            } else {
+                self.scatter(block, lanes.start, &rows[..codes]);
+                1
+            };
+            lanes.start += n;
+            rows = rows.get(n * stride..).unwrap_or_default();
+        }
+    }
+
     /// Whether all values of `rows` are finite.
     fn are_finite(&self, rows: &[u8]) -> bool {
         let halves = |bytes: &[u8], mask: u16| {
@@ -141,17 +190,18 @@ impl Side {
     /// Copies the stored rows of `cells` to `rows`, `[cells, heads, row_bytes]`.
     pub fn export(&self, slabs: &[Pages], cells: Run, rows: &mut [u8]) {
         let (shape, len) = (self.shape, self.shape.row_bytes());
+        let stride = shape.heads * len;
         for (segment, part) in self.parts(cells) {
+            let lane = Self::lane_of(segment, part.start);
+            let lanes = lane..lane + part.len as usize;
             for head in 0..shape.heads {
                 let block = self.place(segment, head, part.start);
                 let slab = slabs[block.slab].bytes();
-                let (codes, params) = (&slab[block.codes], &slab[block.params]);
-                for cell in part.cells() {
-                    let lane = Self::lane_of(segment, cell);
-                    let at = ((cell - cells.start) as usize * shape.heads + head) * len;
-                    let (row_codes, row_params) = rows[at..at + len].split_at_mut(shape.codes());
-                    shape.gather(codes, lane, row_codes);
-                    for (p, param) in row_params.chunks_exact_mut(2).enumerate() {
+                let rows = &mut rows[(part.start - cells.start) as usize * stride + head * len..];
+                shape.gather_lanes(&slab[block.codes], lanes.clone(), rows, stride);
+                let params = &slab[block.params];
+                for (row, lane) in rows.chunks_mut(stride).zip(lanes.clone()) {
+                    for (p, param) in row[shape.codes()..len].chunks_exact_mut(2).enumerate() {
                         param.copy_from_slice(&params[param_at(p, lane)]);
                     }
                 }
@@ -162,18 +212,19 @@ impl Side {
     /// The inverse of [`export`](Self::export). There must be room for the cells.
     pub fn import(&mut self, slabs: &mut [Pages], cells: Run, rows: &[u8]) {
         let (shape, len) = (self.shape, self.shape.row_bytes());
+        let stride = shape.heads * len;
         self.broken |= !shape.are_finite(rows);
         for (segment, part) in self.parts(cells) {
+            let lane = Self::lane_of(segment, part.start);
+            let lanes = lane..lane + part.len as usize;
             for head in 0..shape.heads {
                 let block = self.place(segment, head, part.start);
                 let slab = slabs[block.slab].bytes_mut();
-                for cell in part.cells() {
-                    let lane = Self::lane_of(segment, cell);
-                    let at = ((cell - cells.start) as usize * shape.heads + head) * len;
-                    let (row_codes, row_params) = rows[at..at + len].split_at(shape.codes());
-                    shape.scatter(&mut slab[block.codes.clone()], lane, row_codes);
-                    let params = &mut slab[block.params.clone()];
-                    for (p, param) in row_params.chunks_exact(2).enumerate() {
+                let rows = &rows[(part.start - cells.start) as usize * stride + head * len..];
+                shape.scatter_lanes(&mut slab[block.codes], lanes.clone(), rows, stride);
+                let params = &mut slab[block.params];
+                for (row, lane) in rows.chunks(stride).zip(lanes.clone()) {
+                    for (p, param) in row[shape.codes()..len].chunks_exact(2).enumerate() {
                         params[param_at(p, lane)].copy_from_slice(param);
                     }
                 }
