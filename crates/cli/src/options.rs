@@ -8,9 +8,9 @@ use anyhow::{Context, anyhow};
 use clap::Args;
 use kvist_cache::kinds;
 use kvist_cpu::arch::Isa;
-use kvist_cpu::{Compute, Cpu};
 pub use kvist_device::Bytes;
 use kvist_device::{MemoryBudget, Recent, Registry, Storage};
+use kvist_engine::devices::{self, Compute};
 use kvist_engine::memory::{CacheConfig, MemoryPlan, RECENT_TOKENS};
 use kvist_model::config::ModelConfig;
 use kvist_model::weights::WeightForm;
@@ -180,11 +180,11 @@ impl ModelArgs {
         budget: &Arc<MemoryBudget>,
         quiet: bool,
     ) -> anyhow::Result<Arc<Model>> {
-        let device = Cpu::new(self.compute.get()?);
+        let compute = self.compute.get()?;
         let bar = crate::progress::bar("loading", 0, quiet);
         let options =
             LoadOptions { form: self.weights, mmap: !self.no_mmap, context, ..LoadOptions::default() };
-        let model = opened.load(device, &options, budget, &mut |done, total| {
+        let model = devices::load(opened, &compute, &options, budget, &mut |done, total| {
             bar.set_length(total as u64);
             bar.set_position(done as u64);
         });
@@ -355,7 +355,7 @@ impl CacheArgs {
 
 /// Every backend and kind of this program.
 pub fn registry(compute: &Compute) -> Registry {
-    kvist_engine::devices::on(compute)
+    devices::on(compute)
 }
 
 /// Reads a text file, which must be UTF-8.

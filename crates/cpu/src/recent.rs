@@ -7,7 +7,7 @@
 use crate::arch::LANES;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
-use kvist_cache::{CellCopy, GroupId, GroupPlan, SpanKind, StepPlan};
+use kvist_cache::{CellCopy, GroupId, GroupPlan, Run, SpanKind, StepPlan};
 use kvist_device::{BackendError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -196,6 +196,14 @@ impl RecentRows {
         let group = &mut self.groups[group.0 as usize];
         group.reach(cells);
         group.copy(copies);
+    }
+
+    /// Drops the rows of `cells`: other tokens are in these cells from now on.
+    pub fn forget(&mut self, group: GroupId, cells: Run) {
+        let group = &mut self.groups[group.0 as usize];
+        for cell in cells.start..cells.end().min(group.places.len() as u32) {
+            group.set(cell, Place::default());
+        }
     }
 
     /// Writes the row of `head` for the step's `token`-th token in f16: keys in their original form, values transformed

@@ -21,6 +21,11 @@ pub enum BackendError {
     /// or a step was committed before every layer had run.
     #[error("layer {0} came out of order, or with K and V it must not bring, or without those it must")]
     LayerOrder(LayerId),
+    #[error("a block of {got} bytes: its cells take {expected}")]
+    BlockSize { expected: usize, got: usize },
+    /// The transfer is of other pools, or its block has been returned already.
+    #[error("these pools have no such transfer")]
+    UnknownTransfer,
     #[error("attend without begin of this very step")]
     StalePlan,
     #[error("tensor `{name}`: {what}")]

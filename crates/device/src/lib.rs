@@ -20,6 +20,7 @@ mod session;
 mod step_io;
 mod storage;
 mod tensor;
+mod transfer;
 pub mod weights;
 
 pub use budget::*;
@@ -36,3 +37,4 @@ pub use session::{Session, SessionStep, compact};
 pub use step_io::*;
 pub use storage::{DType, Storage};
 pub use tensor::{Tensor, TensorMut};
+pub use transfer::{FinishedTransfers, HostBlock, Transfer, TransferRefused};

@@ -57,6 +57,11 @@ pub struct StepOutput {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Ticket(pub u64);
 
+impl Ticket {
+    /// Precedes all submissions. A transfer after it waits for none.
+    pub const START: Ticket = Ticket(0);
+}
+
 /// Every layer of this step has run. [`InFlight::finish`] compares the id with its own step's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayersRan(pub StepId);

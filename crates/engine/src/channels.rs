@@ -3,7 +3,7 @@
 //! prefill of [`TOKENS`] tokens per model and always gives the same order.
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
-use kvist_cache::{LayerId, MovePlan, SeqId, Span, Step, StepPlan, StepRequest};
+use kvist_cache::{GroupId, LayerId, MovePlan, Run, SeqId, Span, Step, StepPlan, StepRequest};
 use kvist_device::*;
 use kvist_model::{Error, Model};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -127,6 +127,30 @@ impl Pools for KeyEnergyPools {
     }
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError> {
         self.inner.relocate(moves)
+    }
+    fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize> {
+        self.inner.block_bytes(group, cells)
+    }
+    fn export(
+        &mut self,
+        after: Ticket,
+        group: GroupId,
+        cells: Run,
+        into: HostBlock,
+    ) -> Result<Transfer, TransferRefused> {
+        self.inner.export(after, group, cells, into)
+    }
+    fn import(
+        &mut self,
+        after: Ticket,
+        group: GroupId,
+        cells: Run,
+        from: HostBlock,
+    ) -> Result<Transfer, TransferRefused> {
+        self.inner.import(after, group, cells, from)
+    }
+    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>> {
+        self.inner.finished(transfer)
     }
     fn inspect(
         &self,

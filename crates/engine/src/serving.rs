@@ -8,7 +8,7 @@
 //!
 //! ```
 //! use kvist_device::MemoryBudget;
-//! use kvist_engine::devices;
+//! use kvist_engine::devices::{self, Cpu};
 //! use kvist_engine::memory::CacheConfig;
 //! use kvist_engine::serving::{Engine, EngineConfig, Event, Job};
 //! use kvist_model::{LoadOptions, Model, ModelFile};
@@ -16,8 +16,8 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let budget = MemoryBudget::unlimited();
-//! let (device, options) = (devices::Cpu::default(), LoadOptions::default());
-//! let model = Model::load(&ModelFile::Embedded, device, &options, &budget, &mut |_, _| {})?;
+//! let options = LoadOptions::default();
+//! let model = Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {})?;
 //! let tokenizer = model.tokenizer().ok_or("the embedded model has a tokenizer")?;
 //! let prompt = tokenizer.encode("The borrow checker", true)?;
 //! let config = EngineConfig::new(CacheConfig::new(1024)); // the cache holds 1,024 tokens, over all requests

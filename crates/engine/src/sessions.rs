@@ -12,7 +12,7 @@
 //!
 //! ```
 //! use kvist_device::MemoryBudget;
-//! use kvist_engine::devices;
+//! use kvist_engine::devices::{self, Cpu};
 //! use kvist_engine::chat_format::ChatFormat;
 //! use kvist_engine::memory::CacheConfig;
 //! use kvist_engine::serving::{Engine, EngineConfig, Event, Job};
@@ -22,8 +22,8 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let budget = MemoryBudget::unlimited();
-//! let (device, options) = (devices::Cpu::default(), LoadOptions::default());
-//! let model = Model::load(&ModelFile::Embedded, device, &options, &budget, &mut |_, _| {})?;
+//! let options = LoadOptions::default();
+//! let model = Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {})?;
 //! let model = Arc::new(model);
 //! let config = EngineConfig::new(CacheConfig::new(1024));
 //! let sessions = SessionStore::new(SessionLimits::default());

@@ -40,6 +40,13 @@ impl Batch<'_> {
         let end = (work.first + work.n_tokens).min(entry.known);
         entry.prompt.tokens()?.get(work.first as usize..end as usize)
     }
+
+    /// All known token ids of the request of `work[i]`, prompt and answer, computed or not; `None` if one of them is not known.
+    /// A drafter that looks for repetitions searches them.
+    pub fn known_tokens(&self, i: usize) -> Option<&[u32]> {
+        let entry = &self.entries[self.work[i].slot as usize];
+        entry.prompt.tokens()?.get(..entry.known as usize)
+    }
 }
 
 /// Executes steps. Implementations: an engine with real KV pools, a cost model, a test script, a recording.

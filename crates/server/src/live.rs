@@ -243,7 +243,7 @@ impl Registry {
             return;
         };
         blocks.clear();
-        state.scheduler.cache_mut().drain_events(blocks, &mut Vec::new());
+        state.scheduler.cache_mut().drain_block_events(blocks);
         recording.iteration(now_ns, end_ns, &mut state.scheduler, blocks, &mut |part, lines| {
             if let Some(file) = file {
                 file.push(lines);

@@ -3,7 +3,7 @@
 //! Between iterations, the cache can only be queried after ended requests have freed their blocks. The number of blocks
 //! in use during a step is known only from block events. They are counted in the layer group in which the scheduler
 //! counts available memory.
-use kvist_cache::{BlockEvent, Cache, Change, GroupId, PrefixEvent};
+use kvist_cache::{BlockEvent, Cache, Change, GroupId};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum State {
@@ -28,7 +28,6 @@ pub(super) struct Memory {
     commits: u64,
     /// Events of the last iteration, group by group and in order.
     pub events: Vec<BlockEvent>,
-    prefixes: Vec<PrefixEvent>,
 }
 
 impl Memory {
@@ -46,7 +45,6 @@ impl Memory {
             now: Blocks::default(),
             commits: 0,
             events: Vec::new(),
-            prefixes: Vec::new(),
         }
     }
 
@@ -54,8 +52,7 @@ impl Memory {
     /// blocks in use now. `ran`: whether the iteration ran any steps.
     pub fn update(&mut self, cache: &mut Cache, ran: bool) -> (Blocks, Blocks) {
         self.events.clear();
-        self.prefixes.clear(); // the same events by content, not needed
-        cache.drain_events(&mut self.events, &mut self.prefixes);
+        cache.drain_block_events(&mut self.events);
         self.commits += u64::from(ran);
         let mut at_end = None;
         for event in &self.events {
