@@ -92,7 +92,7 @@ impl Cache {
         }
     }
 
-    /// Moves the block events since the last call to the end of `blocks`, group by group. The two logs are drained apart,
+    /// Moves the block events since the last call to the end of `blocks`, group by group. The two logs are drained separately,
     /// because they have different readers: a recording, and a tier that mirrors the index.
     pub fn drain_block_events(&mut self, blocks: &mut Vec<BlockEvent>) {
         for kind in &mut self.groups {

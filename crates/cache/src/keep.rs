@@ -95,10 +95,10 @@ impl Keep {
         removed.sort_unstable_by_key(|s| s.position);
 
         let mut ranges: Vec<Range<u32>> = Vec::new();
-        let mut gone = removed.iter().peekable();
+        let mut dropped = removed.iter().peekable();
         let mut extends = false; // whether the stored token before this one was removed too
         for scored in middle {
-            let removes = gone.next_if(|gone| gone.position == scored.position).is_some();
+            let removes = dropped.next_if(|dropped| dropped.position == scored.position).is_some();
             match ranges.last_mut() {
                 Some(range) if removes && extends => range.end = scored.position + 1,
                 _ if removes => ranges.push(scored.position..scored.position + 1),
@@ -117,7 +117,7 @@ fn most_important_first(a: &Scored, b: &Scored) -> Ordering {
 
 impl Removal {
     /// Disjoint, ascending, not empty, and not at the sequence's end. A range that joins two removed tokens includes
-    /// the positions between them that were already gone.
+    /// the positions between them that were already removed.
     pub fn ranges(&self) -> &[Range<u32>] {
         &self.ranges
     }

@@ -132,7 +132,7 @@ impl RecentRows {
         let Some(sizes) = Sizes::of(spec) else { return Ok(None) };
         let overflow = || BackendError::Unsupported("recent rows for that many sequences overflow".into());
         let bytes = sizes.bytes().ok_or_else(overflow)?;
-        let held = budget.reserve(Purpose::Scratch, bytes)?;
+        let reservation = budget.reserve(Purpose::Scratch, bytes)?;
         let buffer = |n: usize| {
             let mut all = Vec::new();
             let refused = |_| BackendError::OutOfMemory { what: "recent rows", bytes };
@@ -155,7 +155,7 @@ impl RecentRows {
             new_rows: sizes.new_rows.iter().map(|n| buffer(*n)).collect::<Result<_, _>>()?,
             positions: Vec::new(),
             bounds: Vec::new(),
-            _held: held,
+            _held: reservation,
         }))
     }
 

@@ -30,13 +30,13 @@ pub(crate) fn channel_order(
         return Ok(Some(found.clone()));
     }
     let begun = std::time::Instant::now();
-    let found = Arc::new(look(model, registry, config)?);
+    let found = Arc::new(measure(model, registry, config)?);
     tracing::info!(target: "kvist::engine", "looked at {TOKENS} keys for the strongest channels in {:.1?}", begun.elapsed());
     Ok(Some(model.channels().get_or_init(|| found).clone()))
 }
 
 /// Runs a prefill and sums the squares of the keys per channel.
-fn look(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result<ChannelOrder, Error> {
+fn measure(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result<ChannelOrder, Error> {
     let architecture = model.config();
     let tokens = tokens(model)?;
     let context = CONTEXT.min(architecture.context);

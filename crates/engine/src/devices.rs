@@ -1,4 +1,4 @@
-//! The devices and backends compiled into this engine. Programs choose a device here alone.
+//! The devices and backends compiled into this engine. Programs choose a device only here.
 pub use kvist_cpu::{Compute, Cpu};
 use kvist_device::{MemoryBudget, Registry};
 use kvist_model::{Error, LoadOptions, Model, Opened};

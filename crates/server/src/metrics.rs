@@ -57,14 +57,14 @@ pub struct Reading(&'static str, &'static str, &'static str, f64);
 
 /// Gauges and counters of the engine.
 pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
-    let share = stats.held_cells as f64 / stats.capacity_cells.max(1) as f64;
+    let usage = stats.held_cells as f64 / stats.capacity_cells.max(1) as f64;
     let gauge = |name, help, value: f64| Reading(name, "gauge", help, value);
     let count = |name, help, value: u64| Reading(name, "counter", help, value as f64);
     let c = &stats.counters;
     vec![
         gauge("vllm:num_requests_running", "Requests in the batch.", stats.running as f64),
         gauge("vllm:num_requests_waiting", "Requests that wait for the batch.", stats.waiting as f64),
-        gauge("vllm:kv_cache_usage_perc", "Fraction of cells used by requests, from 0 to 1.", share),
+        gauge("vllm:kv_cache_usage_perc", "Fraction of cells used by requests, from 0 to 1.", usage),
         count(
             "vllm:num_preemptions_total",
             "Preemptions: how often a request lost its place in the batch.",

@@ -124,8 +124,8 @@ fn tag<'a>(branches: &'a [Value], value: &'a Value) -> Option<(Vec<&'a Value>, &
     let fields = value.as_object()?;
     let objects: Vec<&Value> = branches.iter().filter(|branch| branch.get("properties").is_some()).collect();
     let properties = objects.first()?["properties"].as_object()?;
-    let tells = |name: &str| objects.iter().all(|branch| branch["properties"][name].get("enum").is_some());
-    let name = properties.keys().find(|name| tells(name))?;
+    let has_enum = |name: &str| objects.iter().all(|branch| branch["properties"][name].get("enum").is_some());
+    let name = properties.keys().find(|name| has_enum(name))?;
     Some((objects, name, fields.get(name)?))
 }
 

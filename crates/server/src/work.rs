@@ -76,7 +76,7 @@ pub(crate) struct WorkMemory {
     /// Memory for small work of names that hold none of the common memory.
     reserve: BytePool,
     /// Units of common memory that each name holds. Empty if there is only one name.
-    held: BTreeMap<Arc<str>, watch::Sender<usize>>,
+    taken: BTreeMap<Arc<str>, watch::Sender<usize>>,
 }
 
 /// Reserved memory. Dropping it frees it.
@@ -88,8 +88,8 @@ pub(crate) struct WorkPermit {
 
 impl Drop for WorkPermit {
     fn drop(&mut self) {
-        if let Some((held, units)) = &self.of {
-            held.send_modify(|held| *held -= units);
+        if let Some((taken, units)) = &self.of {
+            taken.send_modify(|taken| *taken -= units);
         }
     }
 }
@@ -142,13 +142,13 @@ impl WorkMemory {
     pub fn new(max_body_bytes: usize, names: &[Arc<str>]) -> Self {
         let all = units(work_bytes(max_body_bytes)).min(u32::MAX as usize);
         let reserve = units(RESERVE_BYTES);
-        let held = names.iter().filter(|_| names.len() > 1);
-        let held = held.map(|name| (name.clone(), watch::Sender::new(0)));
+        let taken = names.iter().filter(|_| names.len() > 1);
+        let taken = taken.map(|name| (name.clone(), watch::Sender::new(0)));
         WorkMemory {
             common: BytePool::new(all, all, names),
             units: all,
             reserve: BytePool::new(reserve, reserve, names),
-            held: held.collect(),
+            taken: taken.collect(),
         }
     }
 
@@ -158,16 +158,16 @@ impl WorkMemory {
     }
 
     fn common_permit(&self, name: &str, units: usize, permit: Permit) -> WorkPermit {
-        let of = self.held.get(name).map(|held| (held.clone(), units));
-        if let Some((held, units)) = &of {
-            held.send_modify(|held| *held += units);
+        let of = self.taken.get(name).map(|taken| (taken.clone(), units));
+        if let Some((taken, units)) = &of {
+            taken.send_modify(|taken| *taken += units);
         }
         WorkPermit { _permit: permit, of }
     }
 
     /// Returns whether this name may use the reserve: only for small work, and only if it holds no common memory.
     fn may_use_reserve(&self, name: &str, units: usize) -> bool {
-        units * UNIT <= RESERVE_BYTES && self.held.get(name).is_none_or(|held| *held.borrow() == 0)
+        units * UNIT <= RESERVE_BYTES && self.taken.get(name).is_none_or(|taken| *taken.borrow() == 0)
     }
 
     /// `None` if there is not enough memory now, or other requests wait for it.
@@ -189,9 +189,9 @@ impl WorkMemory {
         }
         let reserve = async {
             loop {
-                if let Some(held) = self.held.get(name) {
-                    // `held` is also a sender, so the channel stays open.
-                    let _ = held.subscribe().wait_for(|held| *held == 0).await;
+                if let Some(taken) = self.taken.get(name) {
+                    // `taken` is also a sender, so the channel stays open.
+                    let _ = taken.subscribe().wait_for(|taken| *taken == 0).await;
                 }
                 let permit = self.reserve.take(name, units).await?;
                 // The name may have taken common memory meanwhile.

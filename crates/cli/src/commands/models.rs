@@ -64,12 +64,12 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     looked_in.extend(places.llama_cpp.iter().chain(&places.lm_studio).chain(&places.ollama).cloned());
     let memory = args.memory.map(|size| size.0).or_else(crate::memory::available);
     let registry = registry(&args.compute.get()?);
-    let look = |found| look_at(found, &registry, args.kv, memory);
+    let describe = |found| describe_model(found, &registry, args.kv, memory);
     let report = Report {
         version: json::VERSION,
         memory_bytes: memory,
         looked_in,
-        models: stores::list(places).into_iter().map(look).collect(),
+        models: stores::list(places).into_iter().map(describe).collect(),
     };
     match args.json {
         true => output::show_json(&report),
@@ -79,7 +79,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// Reads a model's headers. An error is reported in the model's line and does not fail the list.
-fn look_at(found: Found, registry: &Registry, kv: Storage, memory: Option<u64>) -> Model {
+fn describe_model(found: Found, registry: &Registry, kv: Storage, memory: Option<u64>) -> Model {
     let Found { name, store, path, bytes, quant, trouble } = found;
     let mut model = Model {
         name,

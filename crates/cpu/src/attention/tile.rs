@@ -258,16 +258,16 @@ impl<'l> Layer<'l> {
         }
         // Packed values are weighted in whole blocks, and the places next to the stretch may hold weights of other
         // cells.
-        let spare = stride - SPARE;
+        let saved_at = stride - SPARE;
         for line in lines.data.chunks_exact_mut(stride) {
-            for (range, at) in [(&before, spare), (&behind, spare + PAD)] {
+            for (range, at) in [(&before, saved_at), (&behind, saved_at + PAD)] {
                 line.copy_within(range.clone(), at);
                 line[range.clone()].fill(0.0);
             }
         }
         pool::accumulate(isa, dtype, lines.reborrow(gather.at()), blocks, sums, quads);
         for line in lines.data.chunks_exact_mut(stride) {
-            for (range, at) in [(&before, spare), (&behind, spare + PAD)] {
+            for (range, at) in [(&before, saved_at), (&behind, saved_at + PAD)] {
                 line.copy_within(at..at + range.len(), range.start);
             }
         }

@@ -83,12 +83,12 @@ impl TileItems {
             // begin a stretch there.
             let newest = &mut self.ends[(item.first_query.max(slots.start) - slots.start) as usize];
             let last = std::mem::replace(newest, i as u32);
-            let goes_on = last != NONE && {
+            let continues = last != NONE && {
                 let last = &items[self.items[last as usize].item as usize];
                 (last.first_query, last.n_queries) == (item.first_query, item.n_queries)
                     && end(last) == item.first_index
             };
-            match goes_on {
+            match continues {
                 true => self.items[last as usize].next = i as u32,
                 false => self.chains.push(i as u32),
             }

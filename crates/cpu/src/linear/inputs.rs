@@ -159,8 +159,8 @@ fn each_tile<T: Send>(
     f: impl Fn(usize, usize, &mut [T]) + Sync,
 ) {
     let (whole, rest) = data.split_at_mut(n / TILE * TILE * width);
-    let mut nothing = vec![(); compute.threads.n()]; // takes no memory
-    compute.threads.parts(whole, TILE * width, &mut nothing, |i, data, ()| f(i * TILE, TILE, data));
+    let mut no_scratch = vec![(); compute.threads.n()]; // takes no memory
+    compute.threads.parts(whole, TILE * width, &mut no_scratch, |i, data, ()| f(i * TILE, TILE, data));
     let (mut first, mut rest) = (n / TILE * TILE, rest);
     while first < n {
         let (_, tile) = tile_of(n, first);

@@ -46,8 +46,8 @@ fn each(encoding: Encoding, bytes: &[u8], write: impl Fn(&[u8], &mut [u8])) -> V
     all
 }
 
-fn few(encoding: Encoding, bytes: &[u8], form: fn(&[u8]) -> Few) -> Vec<u8> {
-    each(encoding, bytes, |block, out| form(block).write(out))
+fn few(encoding: Encoding, bytes: &[u8], convert: fn(&[u8]) -> Few) -> Vec<u8> {
+    each(encoding, bytes, |block, out| convert(block).write(out))
 }
 
 /// Quantises to q8_0 with ggml's rounding.

@@ -66,8 +66,8 @@ pub fn measure(
     let both_caches = |rung: &Rung| bytes(&under_test(rung)).saturating_add(bytes(&reference));
     let needed: Vec<u64> = ladder.iter().map(both_caches).collect();
     let least = needed.iter().copied().min().unwrap_or(0);
-    let (form, free) =
-        form(&opened, &registry, args.weights, needed.iter().copied().max().unwrap_or(0), &budget)?;
+    let (format, free) =
+        choose_format(&opened, &registry, args.weights, needed.iter().copied().max().unwrap_or(0), &budget)?;
     anyhow::ensure!(
         least <= free,
         "--measure: two caches of {window_tokens} tokens need {} (working memory included), {} are free besides the \
@@ -75,12 +75,12 @@ pub fn measure(
         Bytes(least),
         Bytes(free)
     );
-    model.weights = form;
+    model.weights = format;
     let model = model.load(opened, Some(window_tokens), &budget, quiet)?;
     interrupt::listen();
     let n_measured = needed.iter().filter(|bytes| **bytes <= free).count();
     let bar = progress::bar("measuring", (n_measured * tokens.len()) as u64, quiet);
-    let mut measured = Measured { tokens: 0, window_tokens, weights: form, kl: Vec::new() };
+    let mut measured = Measured { tokens: 0, window_tokens, weights: format, kl: Vec::new() };
     for (rung, _) in ladder.iter().zip(&needed).filter(|(_, needed)| **needed <= free) {
         let (summary, interrupted) =
             scoring::score(&model, &registry, &under_test(rung), &reference, &tokens, &bar)?;
@@ -95,7 +95,7 @@ pub fn measure(
 /// The format of the weights in memory, and the memory that is free besides them. It is f32 if that fits together with
 /// the caches, otherwise the requested format: products with packed weights round their input, and that noise would
 /// hide the loss of f16 and q8.
-fn form(
+fn choose_format(
     opened: &Opened,
     registry: &Registry,
     asked: WeightForm,

@@ -167,7 +167,7 @@ impl Steps {
             known = known.saturating_add(slice).min(self.served.context_tokens);
             for stream in 0..u64::from(self.served.max_batch) {
                 self.submit(stream, known, 0, 1)?;
-                while self.turn()?.is_some() {}
+                while self.iterate()?.is_some() {}
             }
             progress(known)?;
         }
@@ -181,8 +181,8 @@ impl Steps {
         for _ in 0..2 {
             if context > tokens {
                 let block = self.served.block_tokens;
-                let held = (context - tokens + block / 2) / block * block;
-                self.submit(0, held.min(self.served.context_tokens / block * block), tokens, 1)?;
+                let cached = (context - tokens + block / 2) / block * block;
+                self.submit(0, cached.min(self.served.context_tokens / block * block), tokens, 1)?;
             } else {
                 let n = (tokens / context.max(1)).clamp(1, self.served.max_batch.min(tokens));
                 for i in 0..n {
@@ -191,8 +191,8 @@ impl Steps {
                     self.submit(0, 0, (end - first) as u32, 1)?;
                 }
             }
-            let ran = self.turn()?;
-            while self.turn()?.is_some() {}
+            let ran = self.iterate()?;
+            while self.iterate()?.is_some() {}
             let wanted = (u64::from(tokens), 0);
             if ran.is_some_and(|ran| (ran.shape.prefill_tokens, ran.shape.decode_sequences) == wanted) {
                 return Ok(ran);
@@ -210,7 +210,7 @@ impl Steps {
             self.decoding.push(id);
         }
         for _ in 0..SLACK {
-            let Some(ran) = self.turn()? else { return Ok(false) };
+            let Some(ran) = self.iterate()? else { return Ok(false) };
             if ran.shape.prefill_tokens == 0 && ran.shape.decode_sequences == u64::from(sequences) {
                 return Ok(true);
             }
@@ -224,7 +224,7 @@ impl Steps {
             self.submit(0, 0, tokens, 1)?;
         }
         let wanted = (u64::from(tokens), self.decoding.len() as u64);
-        let ran = self.turn()?;
+        let ran = self.iterate()?;
         Ok(ran.filter(|ran| (ran.shape.prefill_tokens, ran.shape.decode_sequences) == wanted))
     }
 
@@ -233,7 +233,7 @@ impl Steps {
         for id in std::mem::take(&mut self.decoding) {
             self.scheduler.cancel(now, id);
         }
-        while self.turn()?.is_some() {}
+        while self.iterate()?.is_some() {}
         Ok(())
     }
 
@@ -258,11 +258,11 @@ impl Steps {
     }
 
     /// Runs one iteration of the scheduler. `None` if there was nothing to do.
-    fn turn(&mut self) -> anyhow::Result<Option<Ran>> {
+    fn iterate(&mut self) -> anyhow::Result<Option<Ran>> {
         let now = self.now_ns();
         let mut noted = Noted { executor: &mut self.executor, shape: BatchShape::default(), failed: false };
         let started = Instant::now();
-        let turn = self.scheduler.iterate(now, &mut noted);
+        let iteration = self.scheduler.iterate(now, &mut noted);
         let ns = started.elapsed().as_nanos() as f64;
         let (shape, failed) = (noted.shape, noted.failed);
         for ended in self.scheduler.drain_ended() {
@@ -276,7 +276,7 @@ impl Steps {
             self.scheduler.counters().preemptions == 0,
             "a measured request was preempted: the cache is too small, which is an error of this program"
         );
-        Ok(matches!(turn, Iteration::Ran { .. }).then_some(Ran { shape, ns }))
+        Ok(matches!(iteration, Iteration::Ran { .. }).then_some(Ran { shape, ns }))
     }
 
     fn now_ns(&self) -> u64 {
