@@ -72,7 +72,7 @@ fn check_at(schema: &Value, value: &Value, path: &str) -> Result<(), Found> {
     if let Some(only) = schema.get("const")
         && only != value
     {
-        return Err(wrong(format!("is {}; kvist takes {only} alone", shown(value))));
+        return Err(wrong(format!("is {}; kvist accepts only {only}", shown(value))));
     }
     match value {
         Value::Number(number) => check_number(schema, number.as_f64().unwrap_or(f64::NAN), &wrong)?,
@@ -150,7 +150,7 @@ fn check_number(schema: &Value, x: f64, wrong: &dyn Fn(String) -> Found) -> Resu
         let expected = match (least, most) {
             (Some(least), Some(most)) => format!("{least} to {most}"),
             (Some(least), None) => format!("{least} or more"),
-            (_, most) => format!("{} at most", most.unwrap_or(x)),
+            (_, most) => format!("at most {}", most.unwrap_or(x)),
         };
         return Err(wrong(format!("is {x}; expected {expected}")));
     }
@@ -161,7 +161,7 @@ fn check_text(schema: &Value, text: &str, wrong: &dyn Fn(String) -> Found) -> Re
     let bound = |key: &str| schema.get(key).and_then(Value::as_u64);
     let length = text.chars().count() as u64;
     if bound("minLength").is_some_and(|least| length < least) {
-        return Err(wrong("is empty; expected some text".into()));
+        return Err(wrong("is empty; expected at least one character".into()));
     }
     if let Some(most) = bound("maxLength")
         && length > most
@@ -187,7 +187,7 @@ fn check_items(
     let bound = |key: &str| schema.get(key).and_then(Value::as_u64);
     let n = items.len() as u64;
     if bound("minItems").is_some_and(|least| n < least) {
-        return Err(wrong("is an empty list; expected something in it".into()));
+        return Err(wrong("is an empty list; expected at least one entry".into()));
     }
     if let Some(most) = bound("maxItems")
         && n > most
@@ -249,8 +249,8 @@ fn shown(value: &Value) -> String {
     match value {
         Value::Null => "null".into(),
         Value::Bool(_) | Value::Number(_) => value.to_string(),
-        Value::String(text) => format!("a text of {} characters", text.chars().count()),
-        Value::Array(items) => format!("a list of {}", items.len()),
+        Value::String(text) => format!("a string of {} characters", text.chars().count()),
+        Value::Array(items) => format!("a list of length {}", items.len()),
         Value::Object(_) => "an object".into(),
     }
 }
@@ -306,8 +306,8 @@ mod tests {
             "x-kvist-refused": {"suffix": "kvist only continues"},
             "properties": {
                 "prompt": {"anyOf": [
-                    {"title": "a text", "type": "string"},
-                    {"title": "a list of texts", "type": "array", "minItems": 1, "items": {"type": "string"}},
+                    {"title": "a string", "type": "string"},
+                    {"title": "a list of strings", "type": "array", "minItems": 1, "items": {"type": "string"}},
                 ]},
                 "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 4},
                 "store": {"type": ["boolean", "null"], "enum": [false, null]},
@@ -332,7 +332,10 @@ mod tests {
             (json!({"prompt": ["a", "b"], "n": null}), None),
             (json!([]), Some(("", "invalid_type", "the body is a list of 0; expected object"))),
             (json!({}), Some(("prompt", "missing_parameter", "`prompt` is missing"))),
-            (json!({"prompt": 3}), Some(("prompt", "invalid_type", "expected a text or a list of texts"))),
+            (
+                json!({"prompt": 3}),
+                Some(("prompt", "invalid_type", "expected a string or a list of strings")),
+            ),
             (
                 json!({"prompt": ["a", 3]}),
                 Some(("prompt[1]", "invalid_type", "`prompt[1]` is 3; expected string")),

@@ -212,7 +212,8 @@ impl WorkMemory {
     pub fn take(&self, bytes: usize, param: &str) -> Result<ReservedMemory, ApiError> {
         if bytes > self.bytes() {
             let message = format!(
-                "preparing this takes up to {bytes} bytes of memory; the server has {} for such work: shorten it",
+                "preparing this takes up to {bytes} bytes of memory, but the server has only {} for such work: \
+                 shorten it",
                 self.bytes()
             );
             return Err(ApiError::invalid(param, message));

@@ -97,8 +97,8 @@ fn prepare(
     request.constraint = spec.constraint;
     let format = spec.format.filter(|_| is_chat);
     if format.is_none() && asks_for_calls(&fields) {
-        let message = "`tools` are for answers of the assistant, and this session goes on as a text: append `messages`, \
-                       or leave `tools` and `tool_choice` out";
+        let message = "`tools` apply only to answers of the assistant, but this session continues as plain text: \
+                       append `messages`, or omit `tools` and `tool_choice`";
         return Err(ApiError::invalid("tools", message));
     }
     if format.is_some() {
@@ -139,10 +139,10 @@ fn answer_spec(
 ) -> Result<(AnswerSpec, History), ApiError> {
     check_tools(tools)?;
     let continues = history.is_open() && fields.add_generation_prompt != Some(true);
-    let another = "an answer that goes on: `add_generation_prompt: true` begins another one";
+    let another = "an unfinished answer: `add_generation_prompt: true` begins a new one";
     if continues && tools != history.tools() {
         let message =
-            format!("`tools` cannot change inside an answer, and the session's last message is {another}");
+            format!("`tools` cannot change inside an answer, but the session's last message is {another}");
         return Err(ApiError::invalid("tools", message));
     }
     // Tools that were set on the session earlier do not count as a wish of this request.
@@ -160,13 +160,14 @@ fn answer_spec(
     let spec = AnswerSpec::new(&state.chat, channels, tools, choice, parallel, wanted)?;
     if continues && spec.requires_call {
         let message = format!(
-            "`tool_choice` demands a call, which begins an answer, and the session's last message is {another}"
+            "`tool_choice` requires a call, which must begin an answer, but the session's last message is {another}"
         );
         return Err(ApiError::invalid("tool_choice", message));
     }
     if continues && spec.constraint.is_some() && channels {
         let message = format!(
-            "`response_format` is for the final message of a whole answer, and the session's last message is {another}"
+            "`response_format` applies to the final message of a whole answer, but the session's last message is \
+             {another}"
         );
         return Err(ApiError::invalid("response_format", message));
     }
@@ -232,7 +233,7 @@ impl Run {
         // The client gets the final event only after the session has been updated.
         let settled = self.settled(done).await;
         if let Err(error) = settled {
-            tracing::error!(target: "kvist::server", "a session was not settled: {error}");
+            tracing::error!(target: "kvist::server", "the output was not added to the session: {error}");
         }
         let last = match behind {
             true => Some(Err(too_slow())),
@@ -265,7 +266,7 @@ impl Run {
 
 fn too_slow() -> ApiError {
     let message = format!(
-        "the stream was read more slowly than {MAX_BEHIND} tokens behind: the session has all of them"
+        "the client fell more than {MAX_BEHIND} tokens behind the stream: the session has all tokens"
     );
     ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "reads_too_slowly", message)
 }
