@@ -161,8 +161,8 @@ mod tests {
     fn a_list_serves_until_the_next_is_due() {
         let at = Instant::now();
         let list = CachedList { at, of: Vec::new(), more: 0, prefix_version: 0, json: "".into() };
-        assert!(list.is_fresh(at) && list.is_fresh(at + EVERY / 2));
-        assert!(!list.is_fresh(at + EVERY));
+        assert!(list.is_recent(at) && list.is_recent(at + EVERY / 2));
+        assert!(!list.is_recent(at + EVERY));
     }
 
     /// Tokens are compared by address.
